@@ -1,0 +1,1 @@
+//! The store, unique ids, and collectives of bytes.

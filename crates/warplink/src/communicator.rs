@@ -1,0 +1,2 @@
+//! The front door.
+pub struct Communicator; pub struct Config;

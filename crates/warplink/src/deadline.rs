@@ -1,0 +1,40 @@
+//! The moment at which a wait on the host gives up.
+
+use crate::error::{Error, ErrorKind};
+use std::time::{Duration, Instant};
+
+/// A moment in time after which a wait ends with [`ErrorKind::Timeout`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Deadline {
+    at: Instant,
+    limit: Duration,
+}
+
+impl Deadline {
+    /// `limit` from now.
+    pub fn after(limit: Duration) -> Self {
+        // An absurdly long limit must not overflow the clock; a year is as good as for ever.
+        let limit = limit.min(Duration::from_secs(365 * 24 * 3600));
+        Self { at: Instant::now() + limit, limit }
+    }
+
+    /// Time left; zero when it has passed.
+    pub fn remaining(&self) -> Duration {
+        self.at.saturating_duration_since(Instant::now())
+    }
+
+    /// Whether it has passed.
+    pub fn passed(&self) -> bool {
+        Instant::now() >= self.at
+    }
+
+    /// The limit that it was made with, for error texts.
+    pub fn limit(&self) -> Duration {
+        self.limit
+    }
+
+    /// The error of a wait for `what` that this deadline ended.
+    pub fn expired(&self, what: &str) -> Error {
+        Error::new(ErrorKind::Timeout, format!("{what} did not happen within {:?}", self.limit))
+    }
+}

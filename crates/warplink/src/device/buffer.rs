@@ -1,0 +1,68 @@
+//! Device memory with an element type.
+
+use super::{AllocationKind, Device, DeviceSlice};
+use crate::dtype::Element;
+use crate::error::{Error, Result};
+use std::marker::PhantomData;
+use std::sync::Arc;
+
+/// `len` elements of `T` on a device. Values are copied in and out; no reference is handed out,
+/// since a GPU or a peer may write at any time.
+#[derive(Clone, Debug)]
+pub struct DeviceBuffer<T> {
+    device: Arc<dyn Device>,
+    slice: DeviceSlice,
+    element: PhantomData<T>,
+}
+
+impl<T: Element> DeviceBuffer<T> {
+    /// Allocates `len` elements (more than none); their values are undefined.
+    pub fn new(device: &Arc<dyn Device>, len: usize, kind: AllocationKind) -> Result<Self> {
+        let bytes =
+            len.checked_mul(size_of::<T>()).ok_or_else(|| Error::invalid(format!("{len} elements overflow")))?;
+        let slice = device.allocate(bytes, kind)?;
+        Ok(Self { device: device.clone(), slice, element: PhantomData })
+    }
+
+    /// Allocates and fills a buffer with `values`.
+    pub fn from_values(device: &Arc<dyn Device>, values: &[T]) -> Result<Self> {
+        let buffer = Self::new(device, values.len(), AllocationKind::Plain)?;
+        buffer.upload(values)?;
+        Ok(buffer)
+    }
+
+    /// Number of elements.
+    pub fn len(&self) -> usize {
+        self.slice.bytes() / size_of::<T>()
+    }
+
+    /// Whether it holds no element.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Its memory.
+    pub fn slice(&self) -> &DeviceSlice {
+        &self.slice
+    }
+
+    /// The memory of elements `range`.
+    pub fn elements(&self, range: std::ops::Range<usize>) -> Result<DeviceSlice> {
+        self.slice.slice(range.start * size_of::<T>()..range.end * size_of::<T>())
+    }
+
+    /// Copies `values` (as many as it holds) in. Blocks; ordered after nothing in a stream.
+    pub fn upload(&self, values: &[T]) -> Result<()> {
+        self.device.upload(&self.slice, zerocopy::IntoBytes::as_bytes(values))
+    }
+
+    /// Copies all values out. Blocks; ordered after nothing in a stream.
+    pub fn download(&self) -> Result<Vec<T>> {
+        let mut bytes = vec![0; self.slice.bytes()];
+        self.device.download(&self.slice, &mut bytes)?;
+        bytes
+            .chunks_exact(size_of::<T>())
+            .map(|chunk| T::read_from_bytes(chunk).map_err(|_| Error::invalid("a chunk is not one element")))
+            .collect()
+    }
+}

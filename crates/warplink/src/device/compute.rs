@@ -1,0 +1,64 @@
+//! Matrix products and sums, enqueued on a stream.
+
+use super::{DeviceSlice, Stream};
+use crate::dtype::DType;
+use crate::error::Result;
+use std::fmt;
+
+/// C = A·B, all row-major and contiguous: A is `m × k`, B is `k × n`, C is `m × n`, of one element
+/// type, accumulated in `f32`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct MatmulSpec {
+    /// Rows of A and C.
+    pub m: usize,
+    /// Columns of B and C.
+    pub n: usize,
+    /// Columns of A, rows of B.
+    pub k: usize,
+    /// Type of every element: `f16`, `bf16` or `f32`.
+    pub dtype: DType,
+    /// Whether a vector of `n` is added to each row of C.
+    pub bias: bool,
+    /// Whether the product is added to what C holds instead of replacing it.
+    pub accumulate: bool,
+    /// Multiprocessors that the product may use, where communication needs the rest.
+    pub multiprocessors: Option<u32>,
+}
+
+impl MatmulSpec {
+    /// A plain product.
+    pub fn new(m: usize, n: usize, k: usize, dtype: DType) -> Self {
+        Self { m, n, k, dtype, bias: false, accumulate: false, multiprocessors: None }
+    }
+
+    /// Floating-point operations: one multiplication and one addition for each of `m·n·k`.
+    pub fn operations(&self) -> f64 {
+        2.0 * self.m as f64 * self.n as f64 * self.k as f64
+    }
+}
+
+/// Matrix products and sums of a device.
+pub trait Compute: Send + Sync + fmt::Debug {
+    /// Chooses the algorithm and loads what it needs for `spec`, so that no later call does: a
+    /// module that is loaded while a kernel spins can deadlock. Blocks.
+    fn prepare_matmul(&self, spec: &MatmulSpec) -> Result<()>;
+
+    /// Enqueues a product.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where a slice's length is
+    /// not what `spec` says, `bias` is not there when it should be, or the type has no product.
+    fn matmul(
+        &self,
+        stream: &dyn Stream,
+        spec: &MatmulSpec,
+        a: &DeviceSlice,
+        b: &DeviceSlice,
+        c: &DeviceSlice,
+        bias: Option<&DeviceSlice>,
+    ) -> Result<()>;
+
+    /// Enqueues `target = Σ sources`, element by element, in order, accumulated in `f32` (in `f64`
+    /// and `i32` for these). `target` may be one of the sources. All have the same length.
+    fn sum(&self, stream: &dyn Stream, dtype: DType, target: &DeviceSlice, sources: &[DeviceSlice]) -> Result<()>;
+}

@@ -1,0 +1,128 @@
+//! Views of device memory: an address, a length, and what keeps both valid.
+
+use super::DeviceKind;
+use crate::error::{Error, Result};
+use std::any::Any;
+use std::fmt;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// What a slice lies in: an allocation, a mapping of a peer's, or memory borrowed from somebody.
+/// Only devices make one. Dropping it frees, unmaps or gives back.
+pub trait Backing: Any + Send + Sync + fmt::Debug {
+    /// Address of the first byte of the whole allocation.
+    fn base(&self) -> u64;
+    /// Bytes of the whole allocation.
+    fn bytes(&self) -> usize;
+    /// Number of the allocation, unique in this process and never used again, so that memory freed
+    /// and allocated anew at the same address is told apart.
+    fn identity(&self) -> u64;
+    /// Which device's memory it is.
+    fn kind(&self) -> DeviceKind;
+    /// Itself, for the device that made it.
+    fn as_any(&self) -> &dyn Any;
+}
+
+/// A range of device memory, checked against its allocation, which it keeps allocated. It hands
+/// out no Rust reference: a GPU or a peer may write to it at any time.
+#[derive(Clone)]
+pub struct DeviceSlice {
+    backing: Arc<dyn Backing>,
+    offset: usize,
+    bytes: usize,
+}
+
+impl DeviceSlice {
+    /// The whole of `backing`.
+    pub(crate) fn whole(backing: Arc<dyn Backing>) -> Self {
+        let bytes = backing.bytes();
+        Self { backing, offset: 0, bytes }
+    }
+
+    /// Address of the first byte, valid in this process on this slice's device.
+    pub fn address(&self) -> u64 {
+        self.backing.base() + self.offset as u64
+    }
+
+    /// Length in bytes.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Offset in bytes from the start of the allocation.
+    pub fn offset(&self) -> usize {
+        self.offset
+    }
+
+    /// The allocation that it lies in.
+    pub fn backing(&self) -> &Arc<dyn Backing> {
+        &self.backing
+    }
+
+    /// Which device's memory it is.
+    pub fn kind(&self) -> DeviceKind {
+        self.backing.kind()
+    }
+
+    /// The bytes `range` of this slice.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where the range is
+    /// reversed or passes the end.
+    pub fn slice(&self, range: Range<usize>) -> Result<Self> {
+        if range.start > range.end || range.end > self.bytes {
+            return Err(Error::invalid(format!(
+                "bytes {}..{} are not in a slice of {} bytes",
+                range.start, range.end, self.bytes
+            )));
+        }
+        Ok(Self { backing: self.backing.clone(), offset: self.offset + range.start, bytes: range.len() })
+    }
+
+    /// The whole allocation that this slice lies in.
+    pub fn allocation(&self) -> Self {
+        Self::whole(self.backing.clone())
+    }
+
+    /// The 8-byte word at `offset`.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where it passes the end or
+    /// is not aligned to 8 bytes.
+    pub fn word(&self, offset: usize) -> Result<Word> {
+        let end = offset.checked_add(8).ok_or_else(|| Error::invalid("the word's offset overflows"))?;
+        let slice = self.slice(offset..end)?;
+        if !slice.address().is_multiple_of(8) {
+            return Err(Error::invalid(format!("the word at {:#x} is not aligned to 8 bytes", slice.address())));
+        }
+        Ok(Word(slice))
+    }
+
+    /// Whether two slices share a byte.
+    pub fn overlaps(&self, other: &Self) -> bool {
+        let (a, b) = (self.address(), other.address());
+        self.kind() == other.kind() && a < b + other.bytes as u64 && b < a + self.bytes as u64
+    }
+}
+
+impl fmt::Debug for DeviceSlice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}[{:#x}; {}]", self.kind(), self.address(), self.bytes)
+    }
+}
+
+/// An aligned 64-bit word of device memory, for signals.
+#[derive(Clone, Debug)]
+pub struct Word(DeviceSlice);
+
+impl Word {
+    /// Its address.
+    pub fn address(&self) -> u64 {
+        self.0.address()
+    }
+
+    /// Its bytes.
+    pub fn as_slice(&self) -> &DeviceSlice {
+        &self.0
+    }
+}

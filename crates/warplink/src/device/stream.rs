@@ -1,0 +1,114 @@
+//! Streams, events and graphs.
+
+use super::{DeviceSlice, Word};
+use crate::deadline::Deadline;
+use crate::error::Result;
+use std::any::Any;
+use std::fmt;
+use std::sync::Arc;
+
+/// How urgent a stream's work is to the device.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Priority {
+    /// As other work.
+    #[default]
+    Normal,
+    /// Before other work; for communication, so that it is not held up by products.
+    High,
+}
+
+/// An operation on a word in stream order.
+#[derive(Clone, Copy, Debug)]
+pub enum MemoryOp<'a> {
+    /// Sets the word, after everything before it in the stream is visible everywhere.
+    Write {
+        /// The word, here or at a peer.
+        word: &'a Word,
+        /// Its new value.
+        value: u64,
+    },
+    /// Holds the stream until the word is at least `value`. Values are compared as a signed
+    /// difference, so they may not be 2^63 or more apart.
+    Wait {
+        /// The word, in this rank's own memory.
+        word: &'a Word,
+        /// The value to reach.
+        value: u64,
+    },
+}
+
+/// An ordered queue of device work. Enqueuing never blocks; every method but
+/// [`synchronize`](Stream::synchronize) only enqueues, unless it says otherwise.
+pub trait Stream: Send + Sync + fmt::Debug {
+    /// Copies `source` to `target`, of the same length, either of which may be a peer's.
+    fn copy(&self, target: &DeviceSlice, source: &DeviceSlice) -> Result<()>;
+
+    /// Several copies, unordered among one another, as `(target, source)`.
+    fn copy_batch(&self, copies: &[(DeviceSlice, DeviceSlice)]) -> Result<()> {
+        copies.iter().try_for_each(|(target, source)| self.copy(target, source))
+    }
+
+    /// Sets every byte of `target`.
+    fn fill(&self, target: &DeviceSlice, byte: u8) -> Result<()>;
+
+    /// Writes and waits, in the order given.
+    fn memory_ops(&self, ops: &[MemoryOp<'_>]) -> Result<()>;
+
+    /// Marks this point of the stream in `event`; an earlier mark is forgotten.
+    fn record(&self, event: &dyn Event) -> Result<()>;
+
+    /// Holds the stream until the point that `event` marked when this was called.
+    fn wait_event(&self, event: &dyn Event) -> Result<()>;
+
+    /// Blocks the caller until everything enqueued so far is done.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Timeout`](crate::ErrorKind::Timeout) at the deadline; the device's fault when
+    /// it is raised; [`ErrorKind::Driver`](crate::ErrorKind::Driver) when work failed.
+    fn synchronize(&self, deadline: Deadline) -> Result<()>;
+
+    /// Whether everything enqueued so far is done. Does not block.
+    fn is_idle(&self) -> Result<bool>;
+
+    /// Starts recording what is enqueued into a graph instead of doing it. Another stream joins
+    /// when it waits for an event recorded in one that is recording; it must be joined back in the
+    /// same way before the end.
+    fn begin_capture(&self) -> Result<()>;
+
+    /// Ends recording and makes the graph ready to launch. Blocks while it is prepared.
+    fn end_capture(&self) -> Result<Arc<dyn Graph>>;
+
+    /// Whether what is enqueued is being recorded.
+    fn is_capturing(&self) -> Result<bool>;
+
+    /// Number that tells streams of one device apart; on a GPU the driver's handle.
+    fn raw(&self) -> u64;
+
+    /// Itself, for the device that made it.
+    fn as_any(&self) -> &dyn Any;
+}
+
+/// A mark in a stream.
+pub trait Event: Send + Sync + fmt::Debug {
+    /// Milliseconds from `earlier` to this one, both made with timing, recorded and reached.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) without timing,
+    /// [`ErrorKind::Driver`](crate::ErrorKind::Driver) if either is not reached.
+    fn elapsed_since(&self, earlier: &dyn Event) -> Result<f32>;
+
+    /// Whether the mark has been reached.
+    fn is_reached(&self) -> Result<bool>;
+
+    /// Itself, for the device that made it.
+    fn as_any(&self) -> &dyn Any;
+}
+
+/// Work recorded once and launched any number of times.
+pub trait Graph: Send + Sync + fmt::Debug {
+    /// Enqueues the whole graph on `stream`. Launches of one graph happen one after the other.
+    fn launch(&self, stream: &dyn Stream) -> Result<()>;
+
+    /// How many operations it holds.
+    fn operations(&self) -> usize;
+}

@@ -1,0 +1,233 @@
+//! The library's one error type: what happened, to whom, and what to do about it.
+
+use std::borrow::Cow;
+use std::fmt;
+
+/// The number of a process (or thread) in a communicator, from 0 to the world size less one.
+pub type Rank = usize;
+
+/// The library's result.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// What kind of failure an [`Error`] is; match on this, not on its text.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum ErrorKind {
+    /// An argument is wrong: a length, a rank, an alignment, a combination of options.
+    InvalidArgument,
+    /// A handle that came over the wire is truncated, altered, of another version or stale.
+    InvalidHandle,
+    /// Two ranks disagree: world sizes, lengths of a send and its receive, protocols.
+    Mismatch,
+    /// A wait passed its deadline.
+    Timeout,
+    /// A rank died or its connection dropped.
+    PeerLost,
+    /// A rank left in order while something still depended on it.
+    PeerLeft,
+    /// A process that joins does not hold the secret.
+    Authentication,
+    /// What came over a socket does not follow the protocol.
+    Protocol,
+    /// The address to listen on is taken.
+    AddressInUse,
+    /// The object was closed, or what it stands for was freed.
+    Closed,
+    /// A call of a driver or a vendor library failed; the code is in [`Error::code`].
+    Driver,
+    /// A library that is loaded at run time is missing, or lacks a symbol.
+    LibraryMissing,
+    /// The device, the driver or the allocation cannot do this.
+    Unsupported,
+    /// Device or shared memory is exhausted.
+    OutOfMemory,
+    /// Text could not be parsed.
+    Parse,
+    /// A program failed verification.
+    Verification,
+    /// An operating-system call failed.
+    Io,
+    /// A promise that the library makes to itself was broken; please report it.
+    Internal,
+}
+
+/// A failure: its kind, what was being done, and the peer, key, device and code where there are any.
+#[derive(Clone, Debug)]
+pub struct Error(Box<Inner>);
+
+#[derive(Clone, Debug)]
+struct Inner {
+    kind: ErrorKind,
+    message: Cow<'static, str>,
+    operation: Option<Cow<'static, str>>,
+    rank: Option<Rank>,
+    peer: Option<Rank>,
+    key: Option<String>,
+    device: Option<String>,
+    code: Option<i64>,
+    help: Option<Cow<'static, str>>,
+}
+
+impl Error {
+    /// An error of `kind` that says `message`.
+    pub fn new(kind: ErrorKind, message: impl Into<Cow<'static, str>>) -> Self {
+        Self(Box::new(Inner {
+            kind,
+            message: message.into(),
+            operation: None,
+            rank: None,
+            peer: None,
+            key: None,
+            device: None,
+            code: None,
+            help: None,
+        }))
+    }
+
+    /// Shorthand for [`ErrorKind::InvalidArgument`].
+    pub fn invalid(message: impl Into<Cow<'static, str>>) -> Self {
+        Self::new(ErrorKind::InvalidArgument, message)
+    }
+
+    /// A failed operating-system call.
+    pub fn io(operation: impl Into<Cow<'static, str>>, error: &std::io::Error) -> Self {
+        let kind = match error.kind() {
+            std::io::ErrorKind::AddrInUse => ErrorKind::AddressInUse,
+            std::io::ErrorKind::OutOfMemory => ErrorKind::OutOfMemory,
+            std::io::ErrorKind::TimedOut | std::io::ErrorKind::WouldBlock => ErrorKind::Timeout,
+            _ => ErrorKind::Io,
+        };
+        let made = Self::new(kind, error.to_string()).during(operation);
+        match error.raw_os_error() {
+            Some(code) => made.code(code.into()),
+            None => made,
+        }
+    }
+
+    /// Names the operation that failed; the outermost caller's word stands.
+    pub fn during(mut self, operation: impl Into<Cow<'static, str>>) -> Self {
+        self.0.operation = Some(operation.into());
+        self
+    }
+
+    /// Names the rank on which this happened.
+    pub fn on_rank(mut self, rank: Rank) -> Self {
+        self.0.rank = Some(rank);
+        self
+    }
+
+    /// Names the peer that this concerns.
+    pub fn peer(mut self, peer: Rank) -> Self {
+        self.0.peer = Some(peer);
+        self
+    }
+
+    /// Names the store key, signal or connection that this concerns.
+    pub fn key(mut self, key: impl Into<String>) -> Self {
+        self.0.key = Some(key.into());
+        self
+    }
+
+    /// Names the device.
+    pub fn device(mut self, device: impl Into<String>) -> Self {
+        self.0.device = Some(device.into());
+        self
+    }
+
+    /// Adds the code that a driver, a library or the system returned.
+    pub fn code(mut self, code: i64) -> Self {
+        self.0.code = Some(code);
+        self
+    }
+
+    /// Says what to do about it.
+    pub fn help(mut self, help: impl Into<Cow<'static, str>>) -> Self {
+        self.0.help = Some(help.into());
+        self
+    }
+
+    /// What kind of failure this is.
+    pub fn kind(&self) -> ErrorKind {
+        self.0.kind
+    }
+
+    /// What happened, without the context around it.
+    pub fn message(&self) -> &str {
+        &self.0.message
+    }
+
+    /// The peer that this concerns, if one.
+    pub fn failed_peer(&self) -> Option<Rank> {
+        self.0.peer
+    }
+
+    /// The code that a driver, a library or the system returned, if one.
+    pub fn failed_code(&self) -> Option<i64> {
+        self.0.code
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let inner = &*self.0;
+        if let Some(rank) = inner.rank {
+            write!(f, "rank {rank}: ")?;
+        }
+        if let Some(operation) = &inner.operation {
+            write!(f, "{operation}: ")?;
+        }
+        f.write_str(&inner.message)?;
+        let mut open = false;
+        let mut field = |f: &mut fmt::Formatter<'_>, name: &str, value: &dyn fmt::Display| {
+            let lead = if std::mem::replace(&mut open, true) { ", " } else { " (" };
+            write!(f, "{lead}{name} {value}")
+        };
+        if let Some(peer) = inner.peer {
+            field(f, "peer", &peer)?;
+        }
+        if let Some(key) = &inner.key {
+            field(f, "key", key)?;
+        }
+        if let Some(device) = &inner.device {
+            field(f, "device", device)?;
+        }
+        if let Some(code) = inner.code {
+            field(f, "code", &code)?;
+        }
+        if open {
+            f.write_str(")")?;
+        }
+        match &inner.help {
+            Some(help) => write!(f, "; {help}"),
+            None => Ok(()),
+        }
+    }
+}
+
+impl std::error::Error for Error {}
+
+impl From<rustix::io::Errno> for Error {
+    fn from(errno: rustix::io::Errno) -> Self {
+        Self::io("system call", &errno.into())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn says_what_happened_to_whom_and_what_to_do() {
+        let error = Error::new(ErrorKind::Timeout, "nothing arrived within 5 s")
+            .during("exchange handles")
+            .on_rank(1)
+            .peer(3)
+            .key("x/3/1/7")
+            .help("is rank 3 running?");
+        assert_eq!(
+            error.to_string(),
+            "rank 1: exchange handles: nothing arrived within 5 s (peer 3, key x/3/1/7); is rank 3 running?"
+        );
+        assert_eq!((error.kind(), error.failed_peer()), (ErrorKind::Timeout, Some(3)));
+    }
+}

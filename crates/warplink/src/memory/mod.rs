@@ -1,0 +1,1 @@
+//! Regions, handles, mappings.

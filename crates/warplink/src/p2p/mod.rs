@@ -1,0 +1,1 @@
+//! Transfers in stream order.

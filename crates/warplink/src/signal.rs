@@ -1,0 +1,1 @@
+//! Words that one rank sets and another waits for.
