@@ -1,1 +1,65 @@
-fn main() {}
+//! The `warplink` command: starts ranks, and asks the library for what it can do on this machine.
+
+mod commands;
+mod launch;
+mod options;
+mod report;
+
+use clap::{Parser, Subcommand};
+use options::Options;
+use std::process::ExitCode;
+
+/// One-sided, zero-copy GPU-to-GPU communication.
+#[derive(Debug, Parser)]
+#[command(
+    name = "warplink",
+    version,
+    about,
+    after_help = "Examples:\n  \
+        warplink launch -n 4 -- ./my-program --size 1GiB\n  \
+        warplink help launch\n\n\
+        A result goes to standard output, everything else to standard error."
+)]
+struct Cli {
+    #[command(flatten)]
+    options: Options,
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    Launch(commands::launch::Launch),
+    #[command(name = launch::RANK_COMMAND, hide = true)]
+    Rank(launch::RankArgs),
+    #[command(name = launch::GUARD_COMMAND, hide = true)]
+    Guard,
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    options::start_log(cli.options.verbose);
+    let done = match cli.command {
+        Command::Launch(command) => command.run(&cli.options),
+        Command::Rank(args) => Ok(launch::become_rank(&args)),
+        Command::Guard => launch::guard(),
+    };
+    match done {
+        Ok(code) => code,
+        Err(error) => {
+            report::complain(&format!("error: {error:#}"));
+            ExitCode::FAILURE
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn the_arguments_are_consistent() {
+        Cli::command().debug_assert();
+    }
+}

@@ -1,0 +1,117 @@
+//! `warplink launch`: starts the ranks of any program.
+
+use crate::launch::{self, LaunchPlan, Outcome, Output, Variable};
+use crate::options::Options;
+use crate::report;
+use anyhow::Result;
+use clap::Args;
+use serde::Serialize;
+use std::ffi::OsString;
+use std::process::ExitCode;
+use std::time::Duration;
+
+/// Start N ranks of a program on this machine
+///
+/// Each rank gets WARPLINK_RANK, WARPLINK_WORLD, WARPLINK_LOCAL_RANK and WARPLINK_ID (where the
+/// ranks meet, and the secret that admits them), and what PyTorch reads: RANK, WORLD_SIZE,
+/// LOCAL_RANK, LOCAL_WORLD_SIZE and, where they are not set, MASTER_ADDR and MASTER_PORT.
+/// CUDA_DEVICE_MAX_CONNECTIONS becomes 32 where it is not set, so that a stream that waits does not
+/// hold up another. Standard input is empty.
+///
+/// Lines of output are prefixed with their rank. When a rank fails, the others get SIGTERM and,
+/// after the grace time, SIGKILL. SIGINT, SIGTERM, SIGHUP and SIGQUIT are passed on to all ranks; a
+/// second one ends them at once. No process of a rank outlives this command, however it ends.
+///
+/// The exit code is that of the first rank that failed, 128 and the signal's number where a signal
+/// ended it, 127 where the program was not found.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:\n  \
+    warplink launch -n 4 -- ./my-program --size 1GiB\n  \
+    warplink launch -n 8 --env NCCL_DEBUG=WARN -- python train.py\n  \
+    warplink launch -n 8 --env CUDA_VISIBLE_DEVICES={local_rank} -- ./my-program\n  \
+    warplink launch -n 2 --json -- ./my-program > outcome.json")]
+pub(crate) struct Launch {
+    /// Set a variable for the ranks; {rank}, {local_rank} and {world} in V are replaced
+    #[arg(long = "env", value_name = "K=V")]
+    env: Vec<Variable>,
+
+    /// Seconds between SIGTERM and SIGKILL when ranks are ended
+    #[arg(long, value_name = "SECONDS", default_value = "5", value_parser = seconds)]
+    grace: Duration,
+
+    /// The program and its arguments
+    #[arg(required = true, last = true, value_name = "CMD")]
+    command: Vec<OsString>,
+}
+
+impl Launch {
+    pub(crate) fn run(self, options: &Options) -> Result<ExitCode> {
+        let mut command = self.command.into_iter();
+        let program = command.next().unwrap_or_default();
+        let mut env = self.env;
+        if let Some(device) = options.device {
+            env.insert(0, Variable::new("WARPLINK_DEVICE", device.to_string()));
+        }
+        let plan = LaunchPlan {
+            ranks: options.ranks()?,
+            program,
+            args: command.collect(),
+            env,
+            output: if options.json {
+                Output::PrefixedToStderr
+            } else {
+                Output::Prefixed
+            },
+            grace: self.grace,
+        };
+        let outcome = launch::run(&plan)?;
+        if options.json {
+            report::print_json(&Report::new(&outcome))?;
+        }
+        Ok(outcome.exit_code())
+    }
+}
+
+fn seconds(text: &str) -> Result<Duration, String> {
+    let seconds = text
+        .parse::<f64>()
+        .ok()
+        .and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
+    seconds.ok_or_else(|| "give a number of seconds, such as 5 or 0.5".into())
+}
+
+/// What `--json` prints.
+#[derive(Debug, Serialize)]
+struct Report {
+    exit_code: u8,
+    first_failure: Option<usize>,
+    ranks: Vec<RankReport>,
+}
+
+#[derive(Debug, Serialize)]
+struct RankReport {
+    rank: usize,
+    code: Option<i32>,
+    signal: Option<i32>,
+    seconds: f64,
+}
+
+impl Report {
+    fn new(outcome: &Outcome) -> Self {
+        let ranks = outcome
+            .exits
+            .iter()
+            .enumerate()
+            .map(|(rank, exit)| RankReport {
+                rank,
+                code: exit.code,
+                signal: exit.signal,
+                seconds: exit.after.as_secs_f64(),
+            });
+        Self {
+            exit_code: outcome.code(),
+            first_failure: outcome.first_failure,
+            ranks: ranks.collect(),
+        }
+    }
+}

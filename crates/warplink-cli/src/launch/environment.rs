@@ -1,0 +1,208 @@
+//! What a rank finds in its environment, and where its program is.
+
+use anyhow::{Context, Result};
+use rustix::fs::{Access, access};
+use std::env;
+use std::ffi::{OsStr, OsString};
+use std::fmt;
+use std::net::{IpAddr, Ipv4Addr, TcpListener};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::str::FromStr;
+use warplink::bootstrap::UniqueId;
+
+/// What the launcher alone decides.
+const RESERVED: [&str; 8] = [
+    "WARPLINK_RANK",
+    "WARPLINK_WORLD",
+    "WARPLINK_LOCAL_RANK",
+    "WARPLINK_ID",
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+];
+
+/// A variable for the ranks, whose value may differ from rank to rank.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Variable {
+    name: String,
+    value: String,
+}
+
+impl Variable {
+    /// `{rank}`, `{local_rank}` and `{world}` in `value` are replaced for each rank.
+    pub(crate) fn new(name: impl Into<String>, value: impl Into<String>) -> Self {
+        Self {
+            name: name.into(),
+            value: value.into(),
+        }
+    }
+
+    fn value(&self, rank: usize, world: usize) -> String {
+        let rank = rank.to_string();
+        self.value
+            .replace("{rank}", &rank)
+            .replace("{local_rank}", &rank)
+            .replace("{world}", &world.to_string())
+    }
+}
+
+impl FromStr for Variable {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text.split_once('=') {
+            Some((name, _)) if RESERVED.contains(&name) => {
+                Err(format!("launch itself sets {name}"))
+            }
+            Some((name, value)) if !name.is_empty() => Ok(Self::new(name, value)),
+            _ => Err("give a name and a value, as in NAME=value".into()),
+        }
+    }
+}
+
+/// What all ranks of one launch have in common.
+#[derive(Debug)]
+pub(super) struct Environment {
+    world: usize,
+    id: String,
+    master_port: u16,
+}
+
+impl Environment {
+    pub(super) fn new(world: usize) -> Result<Self> {
+        let id = UniqueId::create(IpAddr::V4(Ipv4Addr::LOCALHOST), 0)?;
+        // PyTorch's own store listens beside ours; while ours is held, the system picks another.
+        let master_port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))
+            .and_then(|listener| listener.local_addr())
+            .context("find a free port")?
+            .port();
+        // Rank 0 will listen there, and it is another process.
+        id.release();
+        Ok(Self {
+            world,
+            id: id.to_string(),
+            master_port,
+        })
+    }
+
+    /// Sets what `rank` finds in its environment.
+    pub(super) fn apply(&self, rank: usize, extra: &[Variable], command: &mut Command) {
+        let (rank_text, world) = (rank.to_string(), self.world.to_string());
+        for name in ["WARPLINK_RANK", "WARPLINK_LOCAL_RANK", "RANK", "LOCAL_RANK"] {
+            command.env(name, &rank_text);
+        }
+        for name in ["WARPLINK_WORLD", "WORLD_SIZE", "LOCAL_WORLD_SIZE"] {
+            command.env(name, &world);
+        }
+        command.env("WARPLINK_ID", &self.id);
+        set_default(command, "MASTER_ADDR", Ipv4Addr::LOCALHOST.to_string());
+        set_default(command, "MASTER_PORT", self.master_port.to_string());
+        // Streams that share one of a GPU's queues hold one another up when one of them waits for a
+        // peer; 32 is the most queues there are.
+        set_default(command, "CUDA_DEVICE_MAX_CONNECTIONS", "32".into());
+        for variable in extra {
+            command.env(&variable.name, variable.value(rank, self.world));
+        }
+    }
+}
+
+/// Sets a variable that the launcher did not inherit.
+fn set_default(command: &mut Command, name: &str, value: String) {
+    if env::var_os(name).is_none() {
+        command.env(name, value);
+    }
+}
+
+/// A program that cannot be started.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct MissingProgram {
+    name: OsString,
+    exists: bool,
+}
+
+impl MissingProgram {
+    /// What shells exit with in this case.
+    pub(super) fn exit_code(&self) -> u8 {
+        if self.exists { 126 } else { 127 }
+    }
+}
+
+impl fmt::Display for MissingProgram {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let name = self.name.display();
+        match self.exists {
+            true => write!(f, "'{name}' is not an executable file"),
+            false => write!(
+                f,
+                "'{name}' was not found; give a path, or a name that is in PATH"
+            ),
+        }
+    }
+}
+
+/// The file that `name` stands for, looked up once here so that a wrong name is said once and not
+/// by every rank.
+pub(super) fn find_program(name: &OsStr) -> Result<PathBuf, MissingProgram> {
+    find_in(name, &env::var_os("PATH").unwrap_or_default())
+}
+
+fn find_in(name: &OsStr, search: &OsStr) -> Result<PathBuf, MissingProgram> {
+    let executable = |path: &Path| path.is_file() && access(path, Access::EXEC_OK).is_ok();
+    let missing = |exists| MissingProgram {
+        name: name.to_owned(),
+        exists,
+    };
+    if name.is_empty() {
+        return Err(missing(false));
+    }
+    if name.as_encoded_bytes().contains(&b'/') {
+        let path = PathBuf::from(name);
+        return if executable(&path) {
+            Ok(path)
+        } else {
+            Err(missing(path.exists()))
+        };
+    }
+    let mut candidates =
+        env::split_paths(search).map(|folder| match folder.as_os_str().is_empty() {
+            // An empty entry is the current folder; the './' keeps the name from being looked up again.
+            true => Path::new(".").join(name),
+            false => folder.join(name),
+        });
+    candidates
+        .find(|path| executable(path))
+        .ok_or_else(|| missing(false))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_variable_needs_a_name_that_is_free() {
+        assert_eq!("A=b=c".parse(), Ok(Variable::new("A", "b=c")));
+        assert_eq!("A=".parse(), Ok(Variable::new("A", "")));
+        assert!("A".parse::<Variable>().is_err());
+        assert!("=b".parse::<Variable>().is_err());
+        assert!("WARPLINK_RANK=1".parse::<Variable>().is_err());
+    }
+
+    #[test]
+    fn a_value_names_its_rank() {
+        let variable = Variable::new("A", "{rank}/{world} on {local_rank}, {other}");
+        assert_eq!(variable.value(3, 8), "3/8 on 3, {other}");
+    }
+
+    #[test]
+    fn finds_programs_as_a_shell_does() {
+        let find = |name: &str| find_in(name.as_ref(), OsStr::new("/nowhere:/bin"));
+        assert_eq!(find("sh"), Ok("/bin/sh".into()));
+        assert_eq!(find("/bin/sh"), Ok("/bin/sh".into()));
+        assert_eq!(find("no-such-program").unwrap_err().exit_code(), 127);
+        assert_eq!(find("./no-such-program").unwrap_err().exit_code(), 127);
+        assert_eq!(find("/bin").unwrap_err().exit_code(), 126);
+        assert_eq!(find("").unwrap_err().exit_code(), 127);
+    }
+}

@@ -1,0 +1,179 @@
+//! Passes the output of ranks on in whole lines, each with its rank before it.
+
+use std::env;
+use std::io::{self, IsTerminal, Read, Write};
+use std::sync::{Mutex, PoisonError};
+
+/// A longer line is broken, so that a rank that never ends one does not fill the memory.
+const LONGEST_LINE: usize = 1 << 20;
+
+/// The launcher's stream that a rank's output goes to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Target {
+    Stdout,
+    Stderr,
+}
+
+/// The launcher's output streams, which may lead to one terminal and so take one writer at a time.
+#[derive(Debug)]
+pub(super) struct Printer {
+    turn: Mutex<()>,
+    colour_stdout: bool,
+    colour_stderr: bool,
+}
+
+impl Printer {
+    pub(super) fn new() -> Self {
+        let wanted = env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
+        Self {
+            turn: Mutex::new(()),
+            colour_stdout: wanted && io::stdout().is_terminal(),
+            colour_stderr: wanted && io::stderr().is_terminal(),
+        }
+    }
+
+    fn colour(&self, target: Target) -> bool {
+        match target {
+            Target::Stdout => self.colour_stdout,
+            Target::Stderr => self.colour_stderr,
+        }
+    }
+
+    fn print(&self, target: Target, lines: &[u8]) -> io::Result<()> {
+        if lines.is_empty() {
+            return Ok(());
+        }
+        // The lock guards no data, so that one left by a panic is as good as any.
+        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        match target {
+            Target::Stdout => {
+                let mut out = io::stdout().lock();
+                out.write_all(lines)?;
+                out.flush()
+            }
+            Target::Stderr => io::stderr().lock().write_all(lines),
+        }
+    }
+}
+
+/// Passes on a rank's stream until its end.
+///
+/// # Errors
+/// The launcher's stream was closed.
+pub(super) fn pump(
+    rank: usize,
+    mut from: impl Read,
+    to: Target,
+    printer: &Printer,
+) -> io::Result<()> {
+    let mut lines = Prefixer::new(prefix(rank, printer.colour(to)));
+    let mut chunk = vec![0; 1 << 16];
+    let mut ready = Vec::new();
+    loop {
+        match from.read(&mut chunk) {
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            // A pipe that cannot be read ends as one that is closed.
+            Ok(0) | Err(_) => break,
+            Ok(length) => {
+                lines.feed(&chunk[..length], &mut ready);
+                printer.print(to, &ready)?;
+                ready.clear();
+            }
+        }
+    }
+    lines.finish(&mut ready);
+    printer.print(to, &ready)
+}
+
+fn prefix(rank: usize, colour: bool) -> Vec<u8> {
+    // Cyan, yellow, green, magenta, blue and red, in the terminal's own shades.
+    const COLOURS: [u8; 6] = [36, 33, 32, 35, 34, 31];
+    let text = format!("[rank {rank}] ");
+    match colour {
+        true => format!("\x1b[{}m{text}\x1b[0m", COLOURS[rank % COLOURS.len()]).into_bytes(),
+        false => text.into_bytes(),
+    }
+}
+
+/// Cuts a stream of bytes into lines with a prefix.
+#[derive(Debug)]
+struct Prefixer {
+    prefix: Vec<u8>,
+    partial: Vec<u8>,
+}
+
+impl Prefixer {
+    fn new(prefix: Vec<u8>) -> Self {
+        Self {
+            prefix,
+            partial: Vec::new(),
+        }
+    }
+
+    /// Appends to `ready` the lines that `bytes` completes, and keeps the rest.
+    fn feed(&mut self, bytes: &[u8], ready: &mut Vec<u8>) {
+        for piece in bytes.split_inclusive(|&byte| byte == b'\n') {
+            self.partial.extend_from_slice(piece);
+            if piece.ends_with(b"\n") || self.partial.len() >= LONGEST_LINE {
+                self.finish(ready);
+            }
+        }
+    }
+
+    /// Appends to `ready` what is kept, as a line.
+    fn finish(&mut self, ready: &mut Vec<u8>) {
+        if self.partial.is_empty() {
+            return;
+        }
+        ready.extend_from_slice(&self.prefix);
+        ready.append(&mut self.partial);
+        if !ready.ends_with(b"\n") {
+            ready.push(b'\n');
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn prefixed(chunks: &[&[u8]]) -> Vec<u8> {
+        let mut lines = Prefixer::new(b"> ".to_vec());
+        let mut ready = Vec::new();
+        for chunk in chunks {
+            lines.feed(chunk, &mut ready);
+        }
+        lines.finish(&mut ready);
+        ready
+    }
+
+    #[test]
+    fn lines_are_the_same_however_they_arrive() {
+        let text = b"one\n\ntwo\xff\x00\r\nthree";
+        let expected = b"> one\n> \n> two\xff\x00\r\n> three\n";
+        assert_eq!(prefixed(&[text]), expected);
+        for at in 0..text.len() {
+            let (head, tail) = text.split_at(at);
+            assert_eq!(prefixed(&[head, tail]), expected);
+        }
+        assert_eq!(prefixed(&[]), b"");
+    }
+
+    #[test]
+    fn an_endless_line_is_broken() {
+        let chunk = vec![b'x'; LONGEST_LINE / 2 + 1];
+        let lines = prefixed(&[&chunk, &chunk, &chunk]);
+        assert_eq!(lines.iter().filter(|&&byte| byte == b'\n').count(), 2);
+        assert_eq!(
+            lines.iter().filter(|&&byte| byte == b'x').count(),
+            3 * chunk.len()
+        );
+    }
+
+    #[test]
+    fn ranks_are_told_apart_by_colour() {
+        assert_eq!(prefix(12, false), b"[rank 12] ");
+        assert_eq!(prefix(0, true), b"\x1b[36m[rank 0] \x1b[0m");
+        assert_ne!(prefix(0, true), prefix(1, true));
+    }
+}

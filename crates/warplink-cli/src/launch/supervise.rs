@@ -1,0 +1,351 @@
+//! Watches ranks, their output and the launcher's signals until everything has ended.
+
+use super::output::{self, Printer, Target};
+use super::rank::{self, Ranks};
+use crate::report;
+use anyhow::{Context, Result};
+use rustix::io::Errno;
+use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, waitid};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGPIPE, SIGQUIT, SIGTERM};
+use signal_hook::iterator::{Handle, Signals};
+use std::io::Read;
+use std::process::{Child, ExitCode};
+use std::sync::Arc;
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// How long to wait for the rest of the output once no rank is left. Only a process that left its
+/// rank's process group can still hold it open.
+const DRAIN: Duration = Duration::from_secs(2);
+
+/// How ranks ended.
+#[derive(Debug)]
+pub(crate) struct Outcome {
+    /// By rank.
+    pub(crate) exits: Vec<RankExit>,
+    /// The rank that failed before the others.
+    pub(crate) first_failure: Option<usize>,
+    /// What to exit with where no rank failed: not 0 where the launcher itself gave up.
+    otherwise: u8,
+}
+
+impl Outcome {
+    /// Nothing was started.
+    pub(super) fn not_started(code: u8) -> Self {
+        Self {
+            exits: Vec::new(),
+            first_failure: None,
+            otherwise: code,
+        }
+    }
+
+    /// The code of the first rank that failed, 128 and the signal's number where one ended it.
+    pub(crate) fn code(&self) -> u8 {
+        match self.first_failure.and_then(|rank| self.exits.get(rank)) {
+            Some(exit) => exit.shell_code(),
+            None => self.otherwise,
+        }
+    }
+
+    pub(crate) fn exit_code(&self) -> ExitCode {
+        ExitCode::from(self.code())
+    }
+}
+
+/// How one rank ended.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct RankExit {
+    /// What it exited with.
+    pub(crate) code: Option<i32>,
+    /// The signal that ended it.
+    pub(crate) signal: Option<i32>,
+    /// How long it ran.
+    pub(crate) after: Duration,
+}
+
+impl RankExit {
+    fn failed(&self) -> bool {
+        self.code != Some(0)
+    }
+
+    fn shell_code(&self) -> u8 {
+        let code = self
+            .code
+            .or(self.signal.map(|signal| 128 + signal))
+            .unwrap_or(1);
+        u8::try_from(code).unwrap_or(1)
+    }
+
+    fn describe(&self) -> String {
+        match (self.code, self.signal) {
+            (Some(code), _) => format!("exited with code {code}"),
+            (None, Some(signal)) => {
+                let name = signal_hook::low_level::signal_name(signal).unwrap_or("a signal");
+                format!("was ended by {name} ({signal})")
+            }
+            (None, None) => "ended in an unknown way".into(),
+        }
+    }
+}
+
+#[derive(Debug)]
+enum Event {
+    Exited(usize, RankExit),
+    Signal(i32),
+    OutputClosed,
+}
+
+/// Collects what happens to the ranks from the threads that wait for it.
+#[derive(Debug)]
+pub(super) struct Supervisor {
+    events: Receiver<Event>,
+    sender: Sender<Event>,
+    /// Closes when the last thread that passes on output has come to its end.
+    drained: Receiver<()>,
+    pumping: Sender<()>,
+    signals: Handle,
+    started: Instant,
+}
+
+impl Supervisor {
+    /// From here on, the launcher's signals are events, and no longer end it.
+    pub(super) fn new() -> Result<Self> {
+        let (sender, events) = mpsc::channel();
+        let (pumping, drained) = mpsc::channel();
+        let mut signals =
+            Signals::new([SIGINT, SIGTERM, SIGHUP, SIGQUIT]).context("take over signals")?;
+        let handle = signals.handle();
+        let to = sender.clone();
+        spawn("signals", move || {
+            for signal in signals.forever() {
+                // The receiver is gone only when all has ended.
+                let _ = to.send(Event::Signal(signal));
+            }
+        })?;
+        Ok(Self {
+            events,
+            sender,
+            drained,
+            pumping,
+            signals: handle,
+            started: Instant::now(),
+        })
+    }
+
+    /// Passes on a rank's output, line by line.
+    pub(super) fn pump(
+        &self,
+        rank: usize,
+        stream: impl Read + Send + 'static,
+        target: Target,
+        printer: &Arc<Printer>,
+    ) -> Result<()> {
+        let (events, open, printer) = (
+            self.sender.clone(),
+            self.pumping.clone(),
+            Arc::clone(printer),
+        );
+        spawn("output", move || {
+            if output::pump(rank, stream, target, &printer).is_err() {
+                let _ = events.send(Event::OutputClosed);
+            }
+            drop(open);
+        })
+    }
+
+    /// Watches for a rank's end, and leaves it to be reaped later.
+    pub(super) fn watch(&self, rank: usize, child: &Child) -> Result<()> {
+        let pid = rank::pid(child).context("a rank has no process id")?;
+        let (events, started) = (self.sender.clone(), Instant::now());
+        spawn("exit", move || {
+            let exit = wait_for(pid);
+            let _ = events.send(Event::Exited(
+                rank,
+                RankExit {
+                    after: started.elapsed(),
+                    ..exit
+                },
+            ));
+        })
+    }
+
+    /// Waits for all ranks, ends them when one fails, passes signals on to them, and ends what they
+    /// leave behind.
+    pub(super) fn see_through(self, ranks: Ranks, grace: Duration) -> Result<Outcome> {
+        let mut watch = Watch {
+            outcome: Outcome {
+                exits: vec![RankExit::default(); ranks.len()],
+                first_failure: None,
+                otherwise: 0,
+            },
+            running: ranks.len(),
+            signalled: false,
+            kill_at: None,
+            grace,
+        };
+        while watch.running > 0 {
+            match self.next(watch.kill_at) {
+                Some(event) => watch.handle(event, &ranks),
+                None => {
+                    watch.kill_at = None;
+                    ranks.signal(Signal::KILL);
+                }
+            }
+        }
+        drop(ranks);
+        drop(self.pumping);
+        // What arrives is the end of the channel, or nothing in time.
+        let _ = self.drained.recv_timeout(DRAIN);
+        self.signals.close();
+        tracing::info!(
+            seconds = self.started.elapsed().as_secs_f64(),
+            "all ranks have ended"
+        );
+        Ok(watch.outcome)
+    }
+
+    /// The next event, or none when `deadline` has come.
+    fn next(&self, deadline: Option<Instant>) -> Option<Event> {
+        match deadline {
+            None => self.events.recv().ok(),
+            Some(deadline) => {
+                // The channel cannot close while `self.sender` is there, so that an error is the
+                // deadline.
+                let left = deadline.saturating_duration_since(Instant::now());
+                self.events.recv_timeout(left).ok()
+            }
+        }
+    }
+}
+
+/// What has happened so far.
+#[derive(Debug)]
+struct Watch {
+    outcome: Outcome,
+    running: usize,
+    signalled: bool,
+    kill_at: Option<Instant>,
+    grace: Duration,
+}
+
+impl Watch {
+    fn handle(&mut self, event: Event, ranks: &Ranks) {
+        match event {
+            Event::Exited(rank, exit) => self.exited(rank, exit, ranks),
+            Event::Signal(number) => {
+                let again = std::mem::replace(&mut self.signalled, true);
+                let signal = if again {
+                    None
+                } else {
+                    Signal::from_named_raw(number)
+                };
+                ranks.signal(signal.unwrap_or(Signal::KILL));
+            }
+            // As in a pipeline whose reader is gone: nobody is left to write for.
+            Event::OutputClosed => {
+                self.outcome.otherwise = 128 + SIGPIPE as u8;
+                self.end(ranks);
+            }
+        }
+    }
+
+    fn exited(&mut self, rank: usize, exit: RankExit, ranks: &Ranks) {
+        self.running -= 1;
+        if let Some(place) = self.outcome.exits.get_mut(rank) {
+            *place = exit;
+        }
+        if !exit.failed() || self.outcome.first_failure.is_some() || self.outcome.otherwise != 0 {
+            return;
+        }
+        self.outcome.first_failure = Some(rank);
+        let rest = if self.running > 0 {
+            "; ending the other ranks"
+        } else {
+            ""
+        };
+        report::complain(&format!("rank {rank} {}{rest}", exit.describe()));
+        self.end(ranks);
+    }
+
+    fn end(&mut self, ranks: &Ranks) {
+        if self.kill_at.is_none() {
+            self.kill_at = Some(Instant::now() + self.grace);
+            ranks.signal(Signal::TERM);
+        }
+    }
+}
+
+/// Blocks until the process has ended, and leaves it as it is.
+fn wait_for(pid: Pid) -> RankExit {
+    loop {
+        match waitid(
+            WaitId::Pid(pid),
+            WaitIdOptions::EXITED | WaitIdOptions::NOWAIT,
+        ) {
+            Ok(Some(status)) => {
+                return RankExit {
+                    code: status.exit_status(),
+                    signal: status.terminating_signal(),
+                    after: Duration::ZERO,
+                };
+            }
+            Ok(None) | Err(Errno::INTR) => {}
+            Err(_) => return RankExit::default(),
+        }
+    }
+}
+
+fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> Result<()> {
+    thread::Builder::new()
+        .name(name.into())
+        .spawn(body)
+        .context("start a thread")?;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn outcome(exits: &[(Option<i32>, Option<i32>)], first_failure: Option<usize>) -> Outcome {
+        let exit = |&(code, signal)| RankExit {
+            code,
+            signal,
+            after: Duration::ZERO,
+        };
+        Outcome {
+            exits: exits.iter().map(exit).collect(),
+            first_failure,
+            otherwise: 0,
+        }
+    }
+
+    #[test]
+    fn the_first_failure_decides_the_code() {
+        assert_eq!(outcome(&[(Some(0), None), (Some(0), None)], None).code(), 0);
+        assert_eq!(
+            outcome(&[(None, Some(15)), (Some(3), None)], Some(1)).code(),
+            3
+        );
+        assert_eq!(
+            outcome(&[(None, Some(9)), (Some(3), None)], Some(0)).code(),
+            137
+        );
+        assert_eq!(Outcome::not_started(127).code(), 127);
+    }
+
+    #[test]
+    fn an_end_is_described() {
+        let exit = |code, signal| {
+            RankExit {
+                code,
+                signal,
+                after: Duration::ZERO,
+            }
+            .describe()
+        };
+        assert_eq!(exit(Some(3), None), "exited with code 3");
+        assert_eq!(exit(None, Some(9)), "was ended by SIGKILL (9)");
+    }
+}

@@ -1,0 +1,147 @@
+//! Numbers of bytes as people write them: `4KiB`, `1GiB`, `2.5MB`.
+
+use serde::Serialize;
+use std::fmt;
+use std::str::FromStr;
+
+/// A number of bytes. It is read with or without a unit (`K` and `KiB` are 1024, `KB` is 1000), and
+/// written in the largest binary unit that loses nothing.
+#[cfg_attr(not(test), expect(dead_code, reason = "for the subcommands that measure"))]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
+#[serde(transparent)]
+pub(crate) struct Bytes(pub(crate) u64);
+
+const BINARY: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
+
+impl fmt::Display for Bytes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (mut value, mut unit) = (self.0, 0);
+        while value != 0 && value.is_multiple_of(1024) && unit + 1 < BINARY.len() {
+            value /= 1024;
+            unit += 1;
+        }
+        // Through `pad`, so that widths and alignments apply to the whole.
+        f.pad(&format!("{value} {}", BINARY[unit]))
+    }
+}
+
+impl FromStr for Bytes {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let text = text.trim();
+        let split = text
+            .find(|c: char| !c.is_ascii_digit() && c != '.')
+            .unwrap_or(text.len());
+        let (number, unit) = text.split_at(split);
+        let bad = || format!("'{text}' is no number of bytes; write it as in 4KiB, 1GiB or 1500");
+        let factor = factor(unit.trim()).ok_or_else(bad)?;
+        let (whole, fraction) = number.split_once('.').unwrap_or((number, "0"));
+        let whole: u128 = whole.parse().map_err(|_| bad())?;
+        // In integers, so that what is written without loss is also read without.
+        let scale = 10_u128
+            .checked_pow(u32::try_from(fraction.len()).map_err(|_| bad())?)
+            .ok_or_else(bad)?;
+        let fraction: u128 = fraction.parse().map_err(|_| bad())?;
+        let scaled = fraction.checked_mul(factor).ok_or_else(bad)?;
+        if !scaled.is_multiple_of(scale) {
+            return Err(format!("'{text}' is no whole number of bytes"));
+        }
+        let total = whole
+            .checked_mul(factor)
+            .and_then(|bytes| bytes.checked_add(scaled / scale));
+        let total = total.and_then(|bytes| u64::try_from(bytes).ok());
+        total
+            .map(Self)
+            .ok_or_else(|| format!("'{text}' is too large"))
+    }
+}
+
+fn factor(unit: &str) -> Option<u128> {
+    let unit = unit.to_ascii_lowercase();
+    let (letter, base) = match unit.strip_suffix("ib") {
+        Some(letter) => (letter, 1024_u128),
+        None => match unit.strip_suffix('b') {
+            Some("") => return Some(1),
+            Some(letter) => (letter, 1000),
+            None => (unit.as_str(), 1024),
+        },
+    };
+    let power = match letter {
+        "" if base == 1024 && unit.is_empty() => 0,
+        "k" => 1,
+        "m" => 2,
+        "g" => 3,
+        "t" => 4,
+        _ => return None,
+    };
+    Some(base.pow(power))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reads_what_people_write() {
+        for (text, bytes) in [
+            ("0", 0),
+            ("1500", 1500),
+            ("12B", 12),
+            ("4KiB", 4096),
+            ("4 kib", 4096),
+            ("4K", 4096),
+            ("4kB", 4000),
+            ("1.5MiB", 3 << 19),
+            ("2.5MB", 2_500_000),
+            ("1GiB", 1 << 30),
+            ("16383TiB", 16383 << 40),
+            ("18446744073709551615", u64::MAX),
+        ] {
+            assert_eq!(text.parse(), Ok(Bytes(bytes)), "{text}");
+        }
+    }
+
+    #[test]
+    fn refuses_the_rest() {
+        for text in [
+            "",
+            "KiB",
+            "ib",
+            "-1",
+            "1.5",
+            "1..5K",
+            ".K",
+            "4XiB",
+            "4 K B",
+            "1e9",
+            "20000000TiB",
+            "0.1KiB",
+        ] {
+            assert!(text.parse::<Bytes>().is_err(), "{text}");
+        }
+        assert!(format!("1.{}K", "0".repeat(60)).parse::<Bytes>().is_err());
+    }
+
+    #[test]
+    fn writes_without_loss() {
+        for bytes in [
+            0,
+            1,
+            1023,
+            1024,
+            1536,
+            4096,
+            1 << 20,
+            (1 << 20) + 1,
+            1 << 30,
+            3 << 40,
+            u64::MAX,
+        ] {
+            assert_eq!(Bytes(bytes).to_string().parse(), Ok(Bytes(bytes)));
+        }
+        assert_eq!(Bytes(4096).to_string(), "4 KiB");
+        assert_eq!(Bytes(1 << 50).to_string(), "1024 TiB");
+        assert_eq!(format!("{:>8}|", Bytes(1 << 30)), "   1 GiB|");
+    }
+}

@@ -1,0 +1,40 @@
+//! How results reach people and machines.
+//!
+//! A result goes to standard output: a table or a sentence, or with `--json` one object on one
+//! line. Everything else (progress, warnings, the output of ranks beside a result) goes to standard
+//! error.
+
+pub(crate) mod bytes;
+#[cfg_attr(
+    not(test),
+    expect(dead_code, reason = "for the subcommands that measure")
+)]
+pub(crate) mod progress;
+#[cfg_attr(
+    not(test),
+    expect(dead_code, reason = "for the subcommands that measure")
+)]
+pub(crate) mod table;
+
+use anyhow::{Context, Result};
+use serde::Serialize;
+use std::io::{self, Write};
+
+/// Prints a result for machines.
+pub(crate) fn print_json(result: &impl Serialize) -> Result<()> {
+    let mut text = serde_json::to_vec(result).context("write the result as JSON")?;
+    text.push(b'\n');
+    let mut out = io::stdout().lock();
+    out.write_all(&text)
+        .and_then(|()| out.flush())
+        .context("print the result")
+}
+
+/// Prints a line about what went wrong.
+pub(crate) fn complain(message: &str) {
+    // One write, so that it stays whole beside other writers; with standard error closed, there is
+    // nobody to tell.
+    let _ = io::stderr()
+        .lock()
+        .write_all(format!("warplink: {message}\n").as_bytes());
+}

@@ -1,0 +1,51 @@
+//! Progress of long work, on standard error where that is a terminal, and nowhere else.
+
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use std::borrow::Cow;
+use std::io::{self, IsTerminal};
+
+/// A bar over `steps`, named `what`. It vanishes when it is dropped.
+#[derive(Debug)]
+pub(crate) struct Progress(ProgressBar);
+
+impl Progress {
+    pub(crate) fn new(steps: u64, what: impl Into<Cow<'static, str>>) -> Self {
+        let target = match io::stderr().is_terminal() {
+            true => ProgressDrawTarget::stderr(),
+            false => ProgressDrawTarget::hidden(),
+        };
+        let bar = ProgressBar::with_draw_target(Some(steps), target).with_message(what);
+        match ProgressStyle::with_template("{msg} {bar:30} {pos}/{len} {eta}") {
+            Ok(style) => Self(bar.with_style(style)),
+            // A style that cannot be read costs the looks, not the work.
+            Err(_) => Self(bar),
+        }
+    }
+
+    /// One more step is done; `what` is next.
+    pub(crate) fn step(&self, what: impl Into<Cow<'static, str>>) {
+        self.0.set_message(what);
+        self.0.inc(1);
+    }
+}
+
+impl Drop for Progress {
+    fn drop(&mut self) {
+        self.0.finish_and_clear();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn counts_its_steps() {
+        let progress = Progress::new(2, "one");
+        progress.step("two");
+        assert_eq!(
+            (progress.0.position(), progress.0.message().as_str()),
+            (1, "two")
+        );
+    }
+}

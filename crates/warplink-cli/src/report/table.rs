@@ -1,0 +1,89 @@
+//! Tables of aligned columns, for people.
+
+use std::fmt;
+
+/// Where the cells of a column stand.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Align {
+    /// For words.
+    Left,
+    /// For numbers.
+    Right,
+}
+
+/// Rows under a heading. Printing it aligns its columns, two spaces apart.
+#[derive(Clone, Debug)]
+pub(crate) struct Table {
+    align: Vec<Align>,
+    rows: Vec<Vec<String>>,
+}
+
+impl Table {
+    /// An empty table with these columns.
+    pub(crate) fn new<const N: usize>(columns: [(&str, Align); N]) -> Self {
+        let (heading, align) = columns
+            .into_iter()
+            .map(|(name, align)| (name.to_owned(), align))
+            .unzip();
+        Self {
+            align,
+            rows: vec![heading],
+        }
+    }
+
+    /// Adds a row. Cells that are missing stay empty; cells beyond the last column are dropped.
+    pub(crate) fn row(&mut self, cells: impl IntoIterator<Item = impl fmt::Display>) {
+        let mut row: Vec<_> = cells.into_iter().map(|cell| cell.to_string()).collect();
+        row.resize(self.align.len(), String::new());
+        self.rows.push(row);
+    }
+}
+
+impl fmt::Display for Table {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let width = |column: usize| {
+            let cells = self.rows.iter().filter_map(|row| row.get(column));
+            cells.map(|cell| cell.chars().count()).max().unwrap_or(0)
+        };
+        let widths: Vec<_> = (0..self.align.len()).map(width).collect();
+        for row in &self.rows {
+            let mut line = String::new();
+            for ((cell, align), &width) in row.iter().zip(&self.align).zip(&widths) {
+                let cell = match align {
+                    Align::Left => format!("{cell:<width$}  "),
+                    Align::Right => format!("{cell:>width$}  "),
+                };
+                line.push_str(&cell);
+            }
+            writeln!(f, "{}", line.trim_end())?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn columns_stand_under_their_heading() {
+        let mut table = Table::new([
+            ("size", Align::Right),
+            ("protocol", Align::Left),
+            ("µs", Align::Right),
+        ]);
+        table.row(["4 KiB", "get", "7.5"]);
+        table.row(["1 GiB", "put", "2800.25"]);
+        table.row(["2 GiB"]);
+        let lines = [
+            " size  protocol       µs",
+            "4 KiB  get           7.5",
+            "1 GiB  put       2800.25",
+            "2 GiB",
+        ];
+        assert_eq!(
+            table.to_string(),
+            lines.map(|line| format!("{line}\n")).concat()
+        );
+    }
+}

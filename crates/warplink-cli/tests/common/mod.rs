@@ -1,0 +1,151 @@
+//! Runs the built command, and looks for what it leaves behind.
+
+#![allow(
+    clippy::unwrap_used,
+    reason = "a test that fails here should stop here"
+)]
+
+use std::io::Read;
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+/// Longer than anything here takes on a busy machine, shorter than the sleeps of the ranks.
+pub(crate) const SOON: Duration = Duration::from_secs(20);
+
+/// The built command with these arguments.
+pub(crate) fn warplink(args: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_warplink"));
+    for name in [
+        "CUDA_DEVICE_MAX_CONNECTIONS",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "WARPLINK_DEVICE",
+    ] {
+        command.env_remove(name);
+    }
+    command.args(args).stdin(Stdio::null());
+    command
+}
+
+/// Runs `ranks` ranks of a shell script to their end.
+pub(crate) fn launch(ranks: usize, script: &str) -> Output {
+    launch_with(&[], ranks, script)
+}
+
+/// The same, with more options of `launch`.
+pub(crate) fn launch_with(options: &[&str], ranks: usize, script: &str) -> Output {
+    let ranks = ranks.to_string();
+    let args = [
+        &["launch", "-n", &ranks],
+        options,
+        &["--", "sh", "-c", script],
+    ]
+    .concat();
+    warplink(&args).output().unwrap()
+}
+
+/// What was written to standard output.
+pub(crate) fn stdout(output: &Output) -> String {
+    String::from_utf8(output.stdout.clone()).unwrap()
+}
+
+/// What was written to standard error.
+pub(crate) fn stderr(output: &Output) -> String {
+    String::from_utf8(output.stderr.clone()).unwrap()
+}
+
+/// A running launch whose processes all carry a mark in their arguments.
+pub(crate) struct Running {
+    pub(crate) child: Child,
+    mark: String,
+}
+
+impl Running {
+    /// Starts ranks of `script`, in which `MARK` stands for a number to sleep for that no other
+    /// process of this machine sleeps for, and waits until `processes` sleep.
+    pub(crate) fn start(ranks: usize, script: &str, processes: usize) -> Self {
+        // Seconds enough that only a signal ends the sleep, and a fraction that is ours.
+        let mark = format!("86400.{}{}", std::process::id(), unique());
+        let ranks = ranks.to_string();
+        let script = script.replace("MARK", &mark);
+        let child = warplink(&[
+            "launch", "-n", &ranks, "--grace", "1", "--", "sh", "-c", &script,
+        ])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+        let running = Self { child, mark };
+        assert!(
+            within(SOON, || running.sleeping() == processes),
+            "the ranks did not start"
+        );
+        running
+    }
+
+    /// How many processes sleep for the marked time.
+    pub(crate) fn sleeping(&self) -> usize {
+        let mut count = 0;
+        for entry in std::fs::read_dir("/proc").unwrap().flatten() {
+            let cmdline = std::fs::read(entry.path().join("cmdline")).unwrap_or_default();
+            let expected = format!("sleep\0{}\0", self.mark);
+            count += usize::from(cmdline == expected.as_bytes());
+        }
+        count
+    }
+
+    /// Sends the launcher itself a signal.
+    pub(crate) fn signal(&self, name: &str) {
+        let pid = self.child.id().to_string();
+        assert!(
+            Command::new("kill")
+                .args(["-s", name, &pid])
+                .status()
+                .unwrap()
+                .success()
+        );
+    }
+
+    /// Waits for the launcher, and returns its exit code (none after a signal) and its output.
+    pub(crate) fn finish(&mut self) -> (Option<i32>, String) {
+        let mut text = String::new();
+        self.child
+            .stdout
+            .take()
+            .unwrap()
+            .read_to_string(&mut text)
+            .unwrap();
+        self.child
+            .stderr
+            .take()
+            .unwrap()
+            .read_to_string(&mut text)
+            .unwrap();
+        (self.child.wait().unwrap().code(), text)
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Whether `condition` holds at some time within `limit`.
+pub(crate) fn within(limit: Duration, condition: impl Fn() -> bool) -> bool {
+    let end = Instant::now() + limit;
+    while Instant::now() < end {
+        if condition() {
+            return true;
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    condition()
+}
+
+fn unique() -> usize {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    static NEXT: AtomicUsize = AtomicUsize::new(0);
+    NEXT.fetch_add(1, Ordering::Relaxed)
+}

@@ -1,0 +1,118 @@
+//! How a launch ends: by failures, by signals, and by the launcher's own death.
+
+#[allow(dead_code, reason = "shared with the tests of output")]
+mod common;
+
+use common::{Running, SOON, launch, launch_with, stderr, stdout, within};
+use std::time::{Duration, Instant};
+
+#[test]
+fn the_first_rank_that_fails_ends_the_rest() {
+    let start = Instant::now();
+    let output = launch(4, "[ $RANK != 2 ] || exit 3; sleep 600");
+    assert_eq!(output.status.code(), Some(3));
+    assert!(
+        start.elapsed() < Duration::from_secs(4),
+        "took {:?}",
+        start.elapsed()
+    );
+    let text = stderr(&output);
+    assert!(
+        text.contains("rank 2 exited with code 3; ending the other ranks"),
+        "{text}"
+    );
+    assert!(
+        !text.contains("rank 0"),
+        "what follows from the first failure is no news: {text}"
+    );
+}
+
+#[test]
+fn a_signal_that_ends_a_rank_is_named() {
+    let output = launch(2, "[ $RANK = 0 ] || kill -s SEGV $$; sleep 600");
+    assert_eq!(output.status.code(), Some(128 + 11));
+    assert!(
+        stderr(&output).contains("rank 1 was ended by SIGSEGV (11)"),
+        "{}",
+        stderr(&output)
+    );
+}
+
+#[test]
+fn a_rank_that_ignores_sigterm_is_killed_after_the_grace_time() {
+    let start = Instant::now();
+    let script =
+        "[ $RANK = 0 ] || { sleep 0.3; exit 5; }; trap '' TERM; while :; do sleep 0.1; done";
+    let output = launch_with(&["--grace", "0.5"], 2, script);
+    assert_eq!(output.status.code(), Some(5));
+    assert!((Duration::from_millis(500)..SOON).contains(&start.elapsed()));
+}
+
+#[test]
+fn a_rank_may_clean_up_on_sigterm() {
+    let script = "[ $RANK = 0 ] || { sleep 0.3; exit 5; }; trap 'echo cleaned; exit 0' TERM; while :; do sleep 0.1; done";
+    let output = launch(2, script);
+    assert_eq!(
+        (output.status.code(), stdout(&output).as_str()),
+        (Some(5), "[rank 0] cleaned\n")
+    );
+}
+
+#[test]
+fn ranks_that_succeed_do_not_end_the_rest() {
+    let output = launch(2, "[ $RANK = 0 ] || sleep 0.5; echo done");
+    assert!(output.status.success());
+    assert_eq!(stdout(&output), "[rank 0] done\n[rank 1] done\n");
+}
+
+#[test]
+fn sigterm_and_sigint_reach_every_rank_and_what_it_started() {
+    for (name, number) in [("TERM", 15), ("INT", 2)] {
+        // An interactive shell's child ignores SIGINT in the background, so each sleeps in front.
+        let mut running = Running::start(2, "(sleep MARK); exit 0", 2);
+        running.signal(name);
+        let (code, text) = running.finish();
+        assert_eq!(code, Some(128 + number), "{text}");
+        assert_eq!(running.sleeping(), 0);
+    }
+}
+
+#[test]
+fn ranks_that_end_well_on_a_signal_make_a_success() {
+    let mut running = Running::start(2, "trap 'kill $!; exit 0' TERM; sleep MARK & wait", 2);
+    running.signal("TERM");
+    let (code, text) = running.finish();
+    assert_eq!(code, Some(0), "{text}");
+}
+
+#[test]
+fn a_second_signal_kills() {
+    let mut running = Running::start(2, "trap '' TERM; sleep MARK; sleep MARK", 2);
+    running.signal("TERM");
+    std::thread::sleep(Duration::from_millis(200));
+    assert_eq!(running.sleeping(), 2, "the first is theirs to ignore");
+    running.signal("TERM");
+    let (code, text) = running.finish();
+    assert_eq!(code, Some(128 + 9), "{text}");
+    assert_eq!(running.sleeping(), 0);
+}
+
+#[test]
+fn nothing_is_left_of_ranks_that_end_well() {
+    let mut running = Running::start(2, "sleep MARK & sleep 1", 2);
+    let (code, _) = running.finish();
+    assert_eq!(code, Some(0));
+    assert_eq!(running.sleeping(), 0);
+}
+
+#[test]
+fn nothing_is_left_when_the_launcher_is_killed() {
+    let mut running = Running::start(3, "sleep MARK & sleep MARK", 6);
+    running.signal("KILL");
+    running.child.wait().unwrap();
+    assert!(
+        within(SOON, || running.sleeping() == 0),
+        "{} processes are left",
+        running.sleeping()
+    );
+}
