@@ -122,6 +122,12 @@ impl Gathers {
         true
     }
 
+    /// Whether nothing at all is left.
+    #[cfg(test)]
+    pub(crate) fn is_empty(&self) -> bool {
+        self.open.is_empty() && self.by_request.is_empty()
+    }
+
     fn mute(&mut self, id: &GatherId, rank: u32) {
         if let Ok(position) = id.members.binary_search(&rank)
             && let Some(gather) = self.open.get_mut(id)

@@ -216,6 +216,12 @@ impl Waiters {
         ticket.is_some_and(|ticket| self.remove(ticket).is_some())
     }
 
+    /// Whether nothing at all is left.
+    #[cfg(test)]
+    pub(crate) fn is_empty(&self) -> bool {
+        self.parked.is_empty() && self.by_key.is_empty() && self.by_request.is_empty()
+    }
+
     fn watch(&mut self, ticket: u64, waiter: &Waiter) {
         if let Some(key) = waiter.watched() {
             self.by_key.entry(key.clone()).or_default().insert(ticket);
