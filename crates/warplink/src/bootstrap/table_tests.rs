@@ -1,0 +1,318 @@
+//! Tests of the store's state: what goes in and what comes out, without a network.
+
+use super::*;
+use crate::bootstrap::message::{GatherId, Purpose, decode};
+
+fn full(world: u32) -> Table {
+    let mut table = Table::new(world as usize, 1 << 10);
+    for rank in 0..world {
+        table.join(rank).unwrap();
+        table.announce();
+    }
+    table.take_outgoing();
+    table
+}
+
+/// Handles a request and returns the replies that follow, events left out.
+fn ask(table: &mut Table, rank: u32, id: u64, request: Request) -> Vec<(u32, u64, Reply)> {
+    table.handle(rank, id, request);
+    replies(table)
+}
+
+fn replies(table: &mut Table) -> Vec<(u32, u64, Reply)> {
+    let sent = table
+        .take_outgoing()
+        .into_iter()
+        .filter(|frame| frame.id != 0);
+    sent.map(|frame| (frame.to, frame.id, decode(&frame.body).unwrap()))
+        .collect()
+}
+
+fn set(key: &str, value: &[u8]) -> Request {
+    Request::Set {
+        pairs: vec![(key.into(), value.into())],
+    }
+}
+
+fn wait(keys: &[&str], then: message::Then, on: &[u32]) -> Request {
+    let keys = keys.iter().map(|&key| key.to_owned()).collect();
+    Request::Wait {
+        keys,
+        then,
+        on: on.to_vec(),
+    }
+}
+
+fn values(values: &[&[u8]]) -> Reply {
+    Reply::Values(values.iter().map(|&value| value.into()).collect())
+}
+
+fn refused(replies: &[(u32, u64, Reply)], to: u32, id: u64) -> Refusal {
+    let reply = replies.iter().find(|reply| (reply.0, reply.1) == (to, id));
+    match reply {
+        Some((_, _, Reply::Refused(refusal))) => refusal.clone(),
+        other => panic!("{other:?} is no refusal"),
+    }
+}
+
+fn gather(members: &[u32], sequence: u64, purpose: Purpose, value: &[u8]) -> Request {
+    let id = GatherId {
+        members: members.to_vec(),
+        instance: 0,
+        sequence,
+    };
+    Request::Gather {
+        id,
+        purpose,
+        value: value.into(),
+    }
+}
+
+use message::Then::{Nothing, Read, Take};
+
+#[test]
+fn one_value_goes_to_the_taker_that_waited_longest() {
+    let mut table = full(3);
+    assert!(ask(&mut table, 0, 1, wait(&["k"], Take, &[])).is_empty());
+    assert!(ask(&mut table, 1, 1, wait(&["k"], Take, &[])).is_empty());
+    let sent = ask(&mut table, 2, 1, set("k", b"a"));
+    assert_eq!(sent, [(0, 1, values(&[b"a"])), (2, 1, Reply::Done)]);
+    let sent = ask(&mut table, 2, 2, set("k", b"b"));
+    assert_eq!(sent, [(1, 1, values(&[b"b"])), (2, 2, Reply::Done)]);
+    let sent = ask(
+        &mut table,
+        2,
+        3,
+        Request::Check {
+            keys: vec!["k".into()],
+        },
+    );
+    assert_eq!(sent, [(2, 3, Reply::Flag(false))]);
+}
+
+#[test]
+fn a_wait_for_several_keys_needs_all_of_them_at_once() {
+    let mut table = full(2);
+    assert!(ask(&mut table, 0, 1, wait(&["a", "b", "c"], Take, &[])).is_empty());
+    ask(&mut table, 1, 1, set("a", b"1"));
+    ask(&mut table, 1, 2, set("b", b"2"));
+    ask(&mut table, 1, 3, Request::Delete { key: "a".into() });
+    assert_eq!(ask(&mut table, 1, 4, set("c", b"3")).len(), 1);
+    let sent = ask(&mut table, 1, 5, set("a", b"4"));
+    assert_eq!(sent[0], (0, 1, values(&[b"4", b"2", b"3"])));
+    assert!(table.values.map.is_empty() && table.values.used == 0);
+}
+
+#[test]
+fn a_wait_ends_with_those_it_depends_on() {
+    let mut table = full(4);
+    ask(&mut table, 0, 1, wait(&["k"], Read, &[1]));
+    ask(&mut table, 0, 2, wait(&["k"], Nothing, &[2]));
+    ask(&mut table, 0, 3, wait(&["k"], Read, &[]));
+    table.lose(1, "gone");
+    let sent = replies(&mut table);
+    let refusal = refused(&sent, 0, 1);
+    assert_eq!(
+        (refusal.why, refusal.peer, refusal.key),
+        (Why::PeerLost, Some(1), Some("k".into()))
+    );
+    assert_eq!(refused(&sent, 0, 3).peer, Some(1));
+    assert_eq!(sent.len(), 2);
+    let sent = ask(&mut table, 2, 1, Request::Leave);
+    assert_eq!(refused(&sent, 0, 2).why, Why::PeerLeft);
+    // What is there can still be read, and what cannot come is refused at once.
+    ask(&mut table, 3, 1, set("k", b"v"));
+    assert_eq!(
+        ask(&mut table, 0, 4, wait(&["k"], Read, &[1])),
+        [(0, 4, values(&[b"v"]))]
+    );
+    assert_eq!(
+        refused(&ask(&mut table, 0, 5, wait(&["x"], Read, &[2])), 0, 5).why,
+        Why::PeerLeft
+    );
+}
+
+#[test]
+fn a_wait_for_anybody_outlasts_all_but_the_last_orderly_leave() {
+    let mut table = full(3);
+    ask(&mut table, 0, 1, wait(&["k"], Read, &[]));
+    assert_eq!(ask(&mut table, 1, 1, Request::Leave).len(), 1);
+    let sent = ask(&mut table, 2, 1, Request::Leave);
+    assert_eq!(refused(&sent, 0, 1).why, Why::PeerLeft);
+}
+
+#[test]
+fn a_cancelled_wait_is_answered_once_and_takes_nothing() {
+    let mut table = full(2);
+    ask(&mut table, 0, 1, wait(&["k"], Take, &[]));
+    let sent = ask(&mut table, 0, 0, Request::Cancel { id: 1 });
+    assert_eq!(refused(&sent, 0, 1).why, Why::Cancelled);
+    assert!(ask(&mut table, 0, 0, Request::Cancel { id: 1 }).is_empty());
+    assert_eq!(ask(&mut table, 1, 1, set("k", b"v")), [(1, 1, Reply::Done)]);
+    assert!(table.values.get("k").is_some());
+}
+
+#[test]
+fn counters_and_comparisons() {
+    let mut table = full(1);
+    let add = |amount| Request::Add {
+        key: "n".into(),
+        amount,
+    };
+    assert_eq!(ask(&mut table, 0, 1, add(5)), [(0, 1, Reply::Number(5))]);
+    assert_eq!(ask(&mut table, 0, 2, add(-7)), [(0, 2, Reply::Number(-2))]);
+    assert_eq!(
+        refused(&ask(&mut table, 0, 3, add(i64::MIN)), 0, 3).why,
+        Why::Invalid
+    );
+    ask(&mut table, 0, 4, set("n", b"text"));
+    assert_eq!(
+        refused(&ask(&mut table, 0, 5, add(1)), 0, 5).why,
+        Why::Invalid
+    );
+    let swap = |expected: Option<&[u8]>, new: &[u8]| Request::CompareAndSet {
+        key: "s".into(),
+        expected: expected.map(Bytes::from),
+        new: new.into(),
+    };
+    assert_eq!(
+        ask(&mut table, 0, 6, swap(Some(b"a"), b"b")),
+        [(0, 6, Reply::Kept(None))]
+    );
+    assert_eq!(
+        ask(&mut table, 0, 7, swap(None, b"a")),
+        [(0, 7, Reply::Done)]
+    );
+    let kept = Reply::Kept(Some(b"a"[..].into()));
+    assert_eq!(ask(&mut table, 0, 8, swap(None, b"b")), [(0, 8, kept)]);
+    assert_eq!(
+        ask(&mut table, 0, 9, swap(Some(b"a"), b"b")),
+        [(0, 9, Reply::Done)]
+    );
+}
+
+#[test]
+fn the_limit_on_memory_holds_and_is_given_back() {
+    let mut table = full(1);
+    assert_eq!(
+        refused(&ask(&mut table, 0, 1, set("k", &[0; 1024])), 0, 1).why,
+        Why::OutOfMemory
+    );
+    for id in 2..100 {
+        assert_eq!(
+            ask(&mut table, 0, id, set("k", &[0; 900])),
+            [(0, id, Reply::Done)]
+        );
+    }
+    ask(&mut table, 0, 100, Request::Delete { key: "k".into() });
+    assert_eq!(table.values.used, 0);
+}
+
+#[test]
+fn a_gather_answers_all_once_the_last_has_come() {
+    let mut table = full(4);
+    let call = |sequence, value| gather(&[0, 2, 3], sequence, Purpose::AllGather, value);
+    assert!(ask(&mut table, 2, 1, call(0, b"c")).is_empty());
+    assert!(ask(&mut table, 2, 2, call(1, b"C")).is_empty());
+    assert!(ask(&mut table, 0, 1, call(0, b"a")).is_empty());
+    let sent = ask(&mut table, 3, 1, call(0, b"dd"));
+    let all = values(&[b"a", b"c", b"dd"]);
+    assert_eq!(
+        sent,
+        [(0, 1, all.clone()), (2, 1, all.clone()), (3, 1, all)]
+    );
+    assert_eq!(
+        refused(&ask(&mut table, 1, 1, call(1, b"?")), 1, 1).why,
+        Why::Invalid
+    );
+    // One that gave up still counts.
+    ask(&mut table, 2, 0, Request::Cancel { id: 2 });
+    ask(&mut table, 0, 2, call(1, b"A"));
+    let sent = ask(&mut table, 3, 2, call(1, b"D"));
+    assert_eq!(sent.iter().map(|reply| reply.0).collect::<Vec<_>>(), [0, 3]);
+}
+
+#[test]
+fn a_gather_fails_when_a_member_goes() {
+    let mut table = full(4);
+    let call = |members: &[u32]| gather(members, 0, Purpose::Barrier, &[]);
+    ask(&mut table, 0, 1, call(&[0, 1]));
+    ask(&mut table, 0, 2, call(&[0, 2]));
+    ask(&mut table, 2, 1, call(&[2, 3]));
+    table.lose(1, "gone");
+    let sent = replies(&mut table);
+    assert_eq!((refused(&sent, 0, 1).peer, sent.len()), (Some(1), 1));
+    assert_eq!(
+        refused(&ask(&mut table, 0, 3, call(&[0, 1])), 0, 3).why,
+        Why::PeerLost
+    );
+    // Rank 2 came before it left: rank 3 can pass, rank 0 cannot.
+    let sent = ask(&mut table, 2, 2, Request::Leave);
+    assert_eq!(refused(&sent, 0, 2).why, Why::PeerLeft);
+    assert_eq!(ask(&mut table, 3, 1, call(&[2, 3])), [(3, 1, Reply::Done)]);
+}
+
+#[test]
+fn a_barrier_does_not_meet_an_all_gather() {
+    let mut table = full(2);
+    ask(&mut table, 0, 1, gather(&[0, 1], 0, Purpose::Barrier, &[]));
+    let sent = ask(
+        &mut table,
+        1,
+        1,
+        gather(&[0, 1], 0, Purpose::AllGather, b"v"),
+    );
+    assert_eq!(refused(&sent, 0, 1).why, Why::Mismatch);
+    assert_eq!(refused(&sent, 1, 1).why, Why::Mismatch);
+}
+
+#[test]
+fn a_rank_joins_once() {
+    let mut table = Table::new(2, 0);
+    assert_eq!(table.join(2).unwrap_err().why, Why::Invalid);
+    table.join(1).unwrap();
+    assert_eq!(table.missing(), [0]);
+    assert_eq!(table.join(1).unwrap_err().why, Why::Mismatch);
+    table.lose(1, "gone");
+    assert!(table.join(1).unwrap_err().message.contains("was lost"));
+}
+
+#[test]
+fn arbitrary_frames_never_panic() {
+    use proptest::prelude::*;
+    proptest!(|(bytes: Vec<u8>)| super::super::fuzzing::store_frames(&bytes));
+    // Requests that are well formed, in any order, from anybody.
+    let request = (
+        0u8..9,
+        0u32..4,
+        0u64..4,
+        proptest::collection::vec(0u32..4, 0..4),
+    );
+    proptest!(|(script in proptest::collection::vec(request, 0..60))| {
+        let mut table = full(4);
+        let mut id = 0;
+        for (what, rank, small, mut ranks) in script {
+            id += 1;
+            let key = format!("k{small}");
+            let keys = [&key[..], "k0"];
+            ranks.sort_unstable();
+            ranks.dedup();
+            table.handle(rank, id, match what {
+                0 => set(&key, b"12345678"),
+                1 => wait(&keys, Read, &ranks),
+                2 => wait(&keys[..1], Take, &ranks),
+                3 => Request::Delete { key },
+                4 => Request::Add { key, amount: 1 },
+                5 => gather(&ranks, small, Purpose::Barrier, &[]),
+                6 => Request::Cancel { id: id.saturating_sub(small) },
+                7 if small == 0 => Request::Leave,
+                _ => Request::Check { keys: vec![key] },
+            });
+        }
+        for rank in 0..4 {
+            table.lose(rank, "the end");
+        }
+        // Whoever is gone leaves nothing behind.
+        prop_assert!(table.waiters.is_empty() && table.gathers.is_empty());
+    });
+}

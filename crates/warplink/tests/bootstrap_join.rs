@@ -1,0 +1,299 @@
+//! Joining: who is admitted, who is refused and what they are told, and what strangers can do.
+
+mod bootstrap_support;
+
+use bootstrap_support::{close_all, config, join_all, members, new_id, soon, within};
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::thread;
+use std::time::{Duration, Instant};
+use warplink::bootstrap::{Bootstrap, JoinConfig, Rendezvous, UniqueId};
+use warplink::{Error, ErrorKind, Result};
+
+fn free_address() -> SocketAddr {
+    TcpListener::bind("127.0.0.1:0")
+        .unwrap()
+        .local_addr()
+        .unwrap()
+}
+
+fn error<T>(result: Result<T>) -> Error {
+    match result {
+        Ok(_) => panic!("it was admitted"),
+        Err(error) => error,
+    }
+}
+
+/// Starts a job of two at `id`, of which only rank 0 has come yet.
+fn rank_0(id: &UniqueId) -> thread::JoinHandle<Result<std::sync::Arc<Bootstrap>>> {
+    let config = config(id, 0, 2);
+    thread::spawn(move || Bootstrap::join(&config))
+}
+
+#[test]
+fn by_plain_address_with_and_without_a_secret() {
+    within(30, || {
+        for secret in [None, Some("shared".to_owned())] {
+            let address = free_address();
+            let configs = (0..3).map(|rank| {
+                let mut config = JoinConfig::new(Rendezvous::Address(address), rank, 3);
+                config.secret = secret.clone();
+                config
+            });
+            let all: Vec<_> = join_all(configs.collect())
+                .into_iter()
+                .map(Result::unwrap)
+                .collect();
+            close_all(all);
+        }
+    });
+}
+
+#[test]
+fn a_wrong_world_size_is_refused_and_both_are_named() {
+    within(30, || {
+        let id = new_id();
+        let zero = rank_0(&id);
+        let refused = error(Bootstrap::join(&config(&id, 1, 3)));
+        assert_eq!(refused.kind(), ErrorKind::Mismatch);
+        let text = refused.to_string();
+        assert!(
+            text.contains("3 ranks") && text.contains("one of 2"),
+            "{text}"
+        );
+        let one = Bootstrap::join(&config(&id, 1, 2)).unwrap();
+        close_all(vec![zero.join().unwrap().unwrap(), one]);
+    });
+}
+
+#[test]
+fn a_rank_given_twice_is_refused() {
+    within(30, || {
+        let id = new_id();
+        let all: Vec<_> = join_all((0..2).map(|rank| config(&id, rank, 2)).collect())
+            .into_iter()
+            .map(Result::unwrap)
+            .collect();
+        let refused = error(Bootstrap::join(&config(&id, 1, 2)));
+        assert_eq!(
+            (refused.kind(), refused.failed_peer()),
+            (ErrorKind::Mismatch, Some(1)),
+            "{refused}"
+        );
+        assert!(refused.to_string().contains("already there"), "{refused}");
+        all[0].store().set("k", b"v").unwrap();
+        assert!(all[1].health().lost().is_empty());
+        close_all(all);
+        let refused = error(Bootstrap::join(&config(&new_id(), 2, 2)));
+        assert_eq!(refused.kind(), ErrorKind::InvalidArgument);
+    });
+}
+
+#[test]
+fn a_wrong_secret_is_refused() {
+    within(30, || {
+        let id = new_id();
+        let zero = rank_0(&id);
+        let address = Rendezvous::Address(id.address());
+        let mut wrong = JoinConfig::new(address.clone(), 1, 2);
+        assert_eq!(
+            error(Bootstrap::join(&wrong)).kind(),
+            ErrorKind::Authentication
+        );
+        wrong.secret = Some("a guess".into());
+        let refused = error(Bootstrap::join(&wrong));
+        assert_eq!(refused.kind(), ErrorKind::Authentication);
+        assert!(refused.to_string().contains("WARPLINK_SECRET"), "{refused}");
+        let one = Bootstrap::join(&config(&id, 1, 2)).unwrap();
+        close_all(vec![zero.join().unwrap().unwrap(), one]);
+    });
+}
+
+#[test]
+fn a_port_in_use_is_an_error_that_says_what_to_do() {
+    within(30, || {
+        let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = taken.local_addr().unwrap();
+        let refused = error(Bootstrap::join(&JoinConfig::new(
+            Rendezvous::Address(address),
+            0,
+            1,
+        )));
+        assert_eq!(refused.kind(), ErrorKind::AddressInUse);
+        let text = refused.to_string();
+        assert!(
+            text.contains(&address.to_string()) && text.contains("another port"),
+            "{text}"
+        );
+    });
+}
+
+#[test]
+fn a_peer_that_never_comes_is_named_on_all() {
+    within(30, || {
+        let id = new_id();
+        let configs = [0, 1, 3].map(|rank| {
+            let mut config = config(&id, rank, 5);
+            config.deadline = Duration::from_millis(400);
+            config
+        });
+        let begun = Instant::now();
+        for result in join_all(configs.to_vec()) {
+            let missing = error(result);
+            assert_eq!(missing.kind(), ErrorKind::Timeout, "{missing}");
+            assert!(missing.to_string().contains("rank 2, 4"), "{missing}");
+        }
+        assert!(begun.elapsed() < Duration::from_secs(3));
+
+        let mut alone = JoinConfig::new(Rendezvous::Address(free_address()), 1, 2);
+        alone.deadline = Duration::from_millis(200);
+        let missing = error(Bootstrap::join(&alone));
+        assert_eq!(
+            (missing.kind(), missing.failed_peer()),
+            (ErrorKind::Timeout, Some(0))
+        );
+        assert!(
+            missing
+                .to_string()
+                .contains(&alone.rendezvous.address().to_string()),
+            "{missing}"
+        );
+    });
+}
+
+#[test]
+fn rank_0_may_come_last() {
+    within(30, || {
+        let id = UniqueId::create([127, 0, 0, 1].into(), free_address().port()).unwrap();
+        let one = {
+            let config = config(&id, 1, 2);
+            thread::spawn(move || Bootstrap::join(&config))
+        };
+        thread::sleep(Duration::from_millis(300));
+        let zero = Bootstrap::join(&config(&id, 0, 2)).unwrap();
+        close_all(vec![zero, one.join().unwrap().unwrap()]);
+    });
+}
+
+#[test]
+fn an_id_can_hand_its_port_to_another_process() {
+    within(30, || {
+        let id = new_id();
+        assert_eq!(
+            TcpListener::bind(id.address()).unwrap_err().kind(),
+            std::io::ErrorKind::AddrInUse
+        );
+        id.release();
+        TcpListener::bind(id.address()).unwrap();
+    });
+}
+
+/// A hello that the store answers with a challenge.
+fn hello(version: u32) -> Vec<u8> {
+    let mut body = b"WPLK".to_vec();
+    body.extend(version.to_le_bytes());
+    body.extend(1u64.to_le_bytes());
+    body.extend(2u64.to_le_bytes());
+    body.extend([9; 32]);
+    frame(&body)
+}
+
+fn frame(body: &[u8]) -> Vec<u8> {
+    let mut bytes = (body.len() as u32).to_le_bytes().to_vec();
+    bytes.extend([0; 8]);
+    bytes.extend(body);
+    bytes
+}
+
+/// Sends bytes as a stranger, and returns what came back until the store closed the connection.
+fn intrude(address: SocketAddr, bytes: &[u8]) -> Vec<u8> {
+    let mut stream = TcpStream::connect(address).unwrap();
+    // The store may close the connection before it has read everything.
+    let _ = stream.write_all(bytes);
+    let _ = stream.shutdown(std::net::Shutdown::Write);
+    let mut answer = Vec::new();
+    let _ = stream.read_to_end(&mut answer);
+    answer
+}
+
+#[test]
+fn strangers_cannot_disturb_the_members() {
+    within(60, || {
+        let id = new_id();
+        let zero = rank_0(&id);
+        let one = Bootstrap::join(&config(&id, 1, 2)).unwrap();
+        let all = vec![zero.join().unwrap().unwrap(), one];
+        let address = id.address();
+
+        // A handshake that is cut off after every byte, with a proof that cannot be right.
+        let whole = [hello(1), frame(&[0; 32])].concat();
+        for length in 0..=whole.len() {
+            intrude(address, &whole[..length]);
+        }
+        // Whoever does not know the secret is told so, and nothing else of what it sends is read.
+        let mut request = whole.clone();
+        request.extend(frame(&[0; 100]));
+        assert!(!intrude(address, &request).is_empty());
+        // Garbage, lengths beyond the limit, another protocol, another version.
+        intrude(address, &[0xff; 5000]);
+        intrude(address, b"GET / HTTP/1.1\r\n\r\n");
+        for length in [4097u32, 64 << 20, u32::MAX] {
+            assert!(intrude(address, &[&length.to_le_bytes()[..], &[0; 8]].concat()).is_empty());
+        }
+        let answer = intrude(address, &hello(2));
+        let text = String::from_utf8_lossy(&answer);
+        assert!(
+            text.contains("version 1") && text.contains("version 2"),
+            "{text}"
+        );
+
+        all[0].store().set("k", b"v").unwrap();
+        all[1].barrier(Deadline::after(Duration::ZERO)).unwrap_err();
+        all[0].barrier(soon()).unwrap();
+        assert!(all.iter().all(|member| member.health().lost().is_empty()));
+        close_all(all);
+    });
+}
+
+use warplink::Deadline;
+
+#[test]
+fn an_idle_connection_is_dropped_and_holds_up_nobody() {
+    within(30, || {
+        let id = new_id();
+        let zero = rank_0(&id);
+        let idle: Vec<_> = (0..50)
+            .map(|_| TcpStream::connect(id.address()).unwrap())
+            .collect();
+        let begun = Instant::now();
+        let one = Bootstrap::join(&config(&id, 1, 2)).unwrap();
+        assert!(begun.elapsed() < Duration::from_secs(2));
+        for mut stream in idle {
+            stream
+                .set_read_timeout(Some(Duration::from_secs(10)))
+                .unwrap();
+            // Closed or reset by the store; a time-out of the read would be another error.
+            match stream.read(&mut [0; 1]) {
+                Ok(count) => assert_eq!(count, 0),
+                Err(error) => assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset),
+            }
+        }
+        close_all(vec![zero.join().unwrap().unwrap(), one]);
+    });
+}
+
+#[test]
+fn many_join_at_once() {
+    within(60, || {
+        let all = members(32);
+        let barriers: Vec<_> = all
+            .iter()
+            .cloned()
+            .map(|member| thread::spawn(move || member.barrier(soon()).unwrap()))
+            .collect();
+        barriers
+            .into_iter()
+            .for_each(|barrier| barrier.join().unwrap());
+        close_all(all);
+    });
+}

@@ -1,0 +1,206 @@
+//! Ranks that die: every rank is a process here, and one of them is killed.
+
+mod bootstrap_support;
+
+use bootstrap_support::{config, soon, within};
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+use warplink::bootstrap::{Bootstrap, UniqueId, Wait};
+use warplink::{ErrorKind, Rank, Result};
+
+/// Says to a copy of this binary that it is a rank: which one, of how many, what it does, where.
+const ROLE: &str = "BOOTSTRAP_TEST_ROLE";
+const WORLD: usize = 3;
+
+/// What a rank does once it has joined and said so, and been told to go on.
+fn act(role: &str, member: &Bootstrap, victim: Rank) -> Result<()> {
+    let on_victim = Wait::on([victim], soon());
+    match role {
+        "barrier" if member.rank() == victim => std::thread::sleep(Duration::from_secs(60)),
+        "barrier" => member.barrier(soon())?,
+        "in-barrier" if member.rank() == victim => member.barrier(soon())?,
+        // It comes once the victim is dead for certain.
+        "in-barrier" => {
+            while member.health().check(&[victim]).is_ok() {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            member.barrier(soon())?;
+        }
+        "get" if member.rank() == victim => std::thread::sleep(Duration::from_secs(60)),
+        "get" => drop(member.store().get("never", &on_victim)?),
+        "any" if member.rank() == victim => std::thread::sleep(Duration::from_secs(60)),
+        "any" => drop(
+            member
+                .store()
+                .multi_take(&["never".into(), "nor this".into()], &Wait::any(soon()))?,
+        ),
+        other => panic!("no role {other}"),
+    }
+    Ok(())
+}
+
+/// Not a test of its own: what a copy of this binary runs as a rank.
+#[test]
+fn child() {
+    let Ok(role) = std::env::var(ROLE) else {
+        return;
+    };
+    let [role, rank, victim, id] = role.split(' ').collect::<Vec<_>>()[..] else {
+        panic!("{role}")
+    };
+    let (role, id): (_, UniqueId) = (role.to_owned(), id.parse().unwrap());
+    let (rank, victim): (Rank, Rank) = (rank.parse().unwrap(), victim.parse().unwrap());
+    within(60, move || {
+        let member = Bootstrap::join(&config(&id, rank, WORLD)).unwrap();
+        let (lost, losses) = mpsc::channel();
+        member
+            .health()
+            .when_lost(move |rank, error| lost.send((rank, error.kind())).unwrap());
+        println!("\nready");
+        std::io::stdin().read_line(&mut String::new()).unwrap();
+        println!("\nacting");
+        let error = act(&role, &member, victim).unwrap_err();
+        println!(
+            "\nended {:?} {:?} {error}",
+            error.kind(),
+            error.failed_peer()
+        );
+        let told = losses.recv_timeout(Duration::from_secs(5)).unwrap();
+        assert_eq!(told, (victim, ErrorKind::PeerLost));
+        let late = mpsc::channel();
+        member
+            .health()
+            .when_lost(move |rank, _| late.0.send(rank).unwrap());
+        assert_eq!(late.1.recv_timeout(Duration::from_secs(5)), Ok(victim));
+        assert!(losses.try_recv().is_err(), "told twice");
+        assert_eq!(member.health().lost(), [victim]);
+        assert_eq!(
+            member.health().check(&[victim]).unwrap_err().kind(),
+            ErrorKind::PeerLost
+        );
+        let closed = member.close(soon());
+        assert_eq!(closed.is_ok(), victim != 0, "{closed:?}");
+    });
+    println!("\nclosed");
+}
+
+struct Process {
+    child: Child,
+    input: ChildStdin,
+    output: BufReader<ChildStdout>,
+}
+
+impl Process {
+    fn start(role: &str, rank: Rank, victim: Rank, id: &UniqueId) -> Self {
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "child", "--nocapture"])
+            .env(ROLE, format!("{role} {rank} {victim} {id}"))
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let input = child.stdin.take().unwrap();
+        let output = BufReader::new(child.stdout.take().unwrap());
+        Self {
+            child,
+            input,
+            output,
+        }
+    }
+
+    /// The next line that begins with `word`.
+    fn line(&mut self, word: &str) -> String {
+        loop {
+            let mut line = String::new();
+            assert_ne!(
+                self.output.read_line(&mut line).unwrap(),
+                0,
+                "ended before '{word}'"
+            );
+            if line.starts_with(word) {
+                return line;
+            }
+        }
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn kill(role: &'static str, victim: Rank) {
+    within(60, move || {
+        let id = bootstrap_support::new_id();
+        id.release();
+        let mut all: Vec<_> = (0..WORLD)
+            .map(|rank| Process::start(role, rank, victim, &id))
+            .collect();
+        all.iter_mut()
+            .for_each(|process| drop(process.line("ready")));
+        for process in &mut all {
+            process.input.write_all(b"\n").unwrap();
+            process.line("acting");
+        }
+        // Time for the requests to arrive.
+        std::thread::sleep(Duration::from_millis(100));
+        let begun = Instant::now();
+        all[victim].child.kill().unwrap();
+        for (rank, process) in all
+            .iter_mut()
+            .enumerate()
+            .filter(|(rank, _)| *rank != victim)
+        {
+            let line = process.line("ended");
+            let expected = format!("ended PeerLost Some({victim})");
+            assert!(line.starts_with(&expected), "rank {rank}: {line}");
+            process.line("closed");
+            assert!(process.child.wait().unwrap().success());
+        }
+        assert!(
+            begun.elapsed() < Duration::from_secs(2),
+            "it took {:?}",
+            begun.elapsed()
+        );
+    });
+}
+
+#[test]
+fn killed_before_a_barrier() {
+    kill("barrier", 1);
+}
+
+#[test]
+fn killed_in_a_barrier() {
+    kill("in-barrier", 2);
+}
+
+#[test]
+fn rank_0_killed_in_a_barrier() {
+    kill("in-barrier", 0);
+}
+
+#[test]
+fn rank_0_killed_before_a_barrier() {
+    kill("barrier", 0);
+}
+
+#[test]
+fn killed_while_others_get() {
+    kill("get", 2);
+}
+
+#[test]
+fn rank_0_killed_while_others_get() {
+    kill("get", 0);
+}
+
+#[test]
+fn killed_while_others_wait_for_anybody() {
+    kill("any", 1);
+    kill("any", 0);
+}

@@ -1,0 +1,90 @@
+//! What the bootstrap's tests share: jobs of ranks that are threads, and time limits.
+#![allow(dead_code, reason = "each test binary uses a part of it")]
+
+use std::sync::Arc;
+use std::sync::mpsc;
+use std::thread;
+use std::time::Duration;
+use warplink::bootstrap::{Bootstrap, JoinConfig, Rendezvous, UniqueId};
+use warplink::{Deadline, Rank, Result};
+
+/// A deadline that a passing test never reaches.
+pub(crate) fn soon() -> Deadline {
+    Deadline::after(Duration::from_secs(20))
+}
+
+pub(crate) fn new_id() -> UniqueId {
+    UniqueId::create([127, 0, 0, 1].into(), 0).unwrap()
+}
+
+pub(crate) fn config(id: &UniqueId, rank: Rank, world: usize) -> JoinConfig {
+    let mut config = JoinConfig::new(Rendezvous::Id(id.clone()), rank, world);
+    config.deadline = Duration::from_secs(20);
+    config
+}
+
+/// Runs `body` and ends the whole process should it take longer than `seconds`: a test that hangs
+/// fails, also under a runner that sets no limit.
+pub(crate) fn within<T: Send + 'static>(seconds: u64, body: impl FnOnce() -> T + Send + 'static) -> T {
+    let (done, finished) = mpsc::channel::<()>();
+    let name = thread::current().name().unwrap_or("a test").to_owned();
+    let watchdog = thread::spawn(move || {
+        let limit = Duration::from_secs(seconds);
+        if finished.recv_timeout(limit) == Err(mpsc::RecvTimeoutError::Timeout) {
+            eprintln!("{name} took longer than {limit:?}");
+            std::process::abort();
+        }
+    });
+    let result = thread::spawn(body).join();
+    drop(done);
+    watchdog.join().unwrap();
+    result.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+}
+
+/// A job of `world` threads, each of which runs `body` and then leaves in order.
+pub(crate) fn job<T: Send + 'static>(
+    world: usize,
+    body: impl Fn(&Arc<Bootstrap>) -> T + Send + Sync + 'static,
+) -> Vec<T> {
+    let id = new_id();
+    let body = Arc::new(body);
+    let ranks: Vec<_> = (0..world)
+        .map(|rank| {
+            let (body, config) = (body.clone(), config(&id, rank, world));
+            thread::spawn(move || {
+                let bootstrap = Bootstrap::join(&config).unwrap();
+                let result = body(&bootstrap);
+                bootstrap.close(soon()).unwrap();
+                result
+            })
+        })
+        .collect();
+    ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+}
+
+/// Joins every rank at once and returns what each got.
+pub(crate) fn join_all(configs: Vec<JoinConfig>) -> Vec<Result<Arc<Bootstrap>>> {
+    let joins: Vec<_> = configs
+        .into_iter()
+        .map(|config| thread::spawn(move || Bootstrap::join(&config)))
+        .collect();
+    joins.into_iter().map(|join| join.join().unwrap()).collect()
+}
+
+/// A job of `world` ranks that live in this thread.
+pub(crate) fn members(world: usize) -> Vec<Arc<Bootstrap>> {
+    let id = new_id();
+    let joined = join_all((0..world).map(|rank| config(&id, rank, world)).collect());
+    joined.into_iter().map(Result::unwrap).collect()
+}
+
+/// Leaves with all of them at once, as rank 0 waits for the others.
+pub(crate) fn close_all(members: Vec<Arc<Bootstrap>>) {
+    let closing: Vec<_> = members
+        .into_iter()
+        .map(|member| thread::spawn(move || member.close(soon())))
+        .collect();
+    for closed in closing {
+        closed.join().unwrap().unwrap();
+    }
+}
