@@ -6,15 +6,17 @@ use std::str::FromStr;
 
 /// A number of bytes. It is read with or without a unit (`K` and `KiB` are 1024, `KB` is 1000), and
 /// written in the largest binary unit that loses nothing.
-#[cfg_attr(not(test), expect(dead_code, reason = "for the subcommands that measure"))]
+#[cfg_attr(
+    not(test),
+    expect(dead_code, reason = "for the subcommands that measure")
+)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(transparent)]
 pub(crate) struct Bytes(pub(crate) u64);
 
-const BINARY: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
-
 impl fmt::Display for Bytes {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        const BINARY: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
         let (mut value, mut unit) = (self.0, 0);
         while value != 0 && value.is_multiple_of(1024) && unit + 1 < BINARY.len() {
             value /= 1024;
@@ -57,6 +59,7 @@ impl FromStr for Bytes {
     }
 }
 
+#[cfg_attr(not(test), expect(dead_code, reason = "see Bytes"))]
 fn factor(unit: &str) -> Option<u128> {
     let unit = unit.to_ascii_lowercase();
     let (letter, base) = match unit.strip_suffix("ib") {
