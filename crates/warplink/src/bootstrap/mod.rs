@@ -1,1 +1,77 @@
-//! The store, unique ids, and collectives of bytes.
+//! How the ranks of a job find one another: unique ids, a key-value store, collectives of bytes,
+//! and the news of who was lost.
+//!
+//! Rank 0 serves a store over TCP; every rank, rank 0 included, is a client of it. Joining takes a
+//! proof, in both directions, of holding the job's secret. From then on the connection stands for
+//! the rank: while it is open the rank is there, and when it ends without a goodbye the rank is
+//! lost, and every wait that depends on it ends with an error that names it.
+//!
+//! ```
+//! use std::time::Duration;
+//! use warplink::Deadline;
+//! use warplink::bootstrap::{Bootstrap, JoinConfig, Rendezvous, UniqueId, Wait};
+//!
+//! # fn main() -> warplink::Result<()> {
+//! let id = UniqueId::create([127, 0, 0, 1].into(), 0)?;
+//! let soon = Deadline::after(Duration::from_secs(10));
+//! let ranks = [0, 1].map(|rank| {
+//!     let config = JoinConfig::new(Rendezvous::Id(id.clone()), rank, 2);
+//!     std::thread::spawn(move || -> warplink::Result<()> {
+//!         let job = Bootstrap::join(&config)?;
+//!         let peer = 1 - rank;
+//!         job.store().set(format!("greeting/{rank}"), format!("I am {rank}"))?;
+//!         let greeting = job.store().get(&format!("greeting/{peer}"), &Wait::on([peer], soon))?;
+//!         assert_eq!(greeting, format!("I am {peer}").as_bytes());
+//!         assert_eq!(job.all_gather(&[rank as u8], soon)?, [[0], [1]]);
+//!         job.close(soon)
+//!     })
+//! });
+//! for rank in ranks {
+//!     rank.join().unwrap()?;
+//! }
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! | file | subject |
+//! |---|---|
+//! | `member.rs` | joining, membership, leaving |
+//! | `config.rs`, `environment.rs`, `nodelist.rs` | where to meet and as whom, from launchers' variables |
+//! | `unique_id.rs`, `secret.rs` | the id on the wire, keys and proofs |
+//! | `store.rs`, `group.rs`, `health.rs` | what a member can do and learn |
+//! | `client.rs` | a member's connection |
+//! | `server.rs` | the connections of all members, on rank 0 |
+//! | `table.rs`, `waiters.rs`, `gathers.rs` | the store's state, without sockets or clocks |
+//! | `handshake.rs`, `message.rs`, `frame.rs` | the protocol, from the outside in |
+//! | `outbox.rs`, `socket.rs` | sending without blocking, socket options |
+
+mod client;
+mod config;
+mod environment;
+mod frame;
+mod gathers;
+mod group;
+mod handshake;
+mod health;
+mod member;
+mod message;
+mod nodelist;
+mod outbox;
+mod secret;
+mod server;
+mod socket;
+mod store;
+mod table;
+mod unique_id;
+mod waiters;
+
+#[doc(hidden)]
+pub mod fuzzing;
+
+pub use config::{JoinConfig, Rendezvous};
+pub use group::Group;
+pub use health::Health;
+pub use member::Bootstrap;
+pub use secret::Secret;
+pub use store::{Store, Wait};
+pub use unique_id::UniqueId;

@@ -1,0 +1,154 @@
+//! What a rank needs to know to join.
+
+use super::secret::Secret;
+use super::unique_id::UniqueId;
+use crate::error::{Error, ErrorKind, Rank, Result};
+use std::fmt;
+use std::net::SocketAddr;
+use std::str::FromStr;
+use std::time::Duration;
+
+/// Where the ranks of a job meet.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Rendezvous {
+    /// An address and the secret that admits to it.
+    Id(UniqueId),
+    /// Only an address. The key is then [`JoinConfig::secret`], or, without one, a key that
+    /// everybody knows: any process that reaches the address can join.
+    Address(SocketAddr),
+}
+
+impl Rendezvous {
+    /// Where rank 0 serves the store.
+    pub fn address(&self) -> SocketAddr {
+        match self {
+            Self::Id(id) => id.address(),
+            Self::Address(address) => *address,
+        }
+    }
+}
+
+/// Reads `ip:port` (`[ip]:port` for IPv6) or the 256 digits of a [`UniqueId`].
+impl FromStr for Rendezvous {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let text = text.trim();
+        if let Ok(address) = text.parse() {
+            return Ok(Self::Address(address));
+        }
+        if text.len() == 2 * UniqueId::SIZE {
+            return text.parse().map(Self::Id);
+        }
+        Err(
+            Error::new(ErrorKind::Parse, format!("'{text}' is no place to meet"))
+                .help("give ip:port, or the 256 hexadecimal digits of a unique id"),
+        )
+    }
+}
+
+/// How a rank joins its job.
+#[derive(Clone)]
+#[non_exhaustive]
+pub struct JoinConfig {
+    /// Where the ranks meet.
+    pub rendezvous: Rendezvous,
+    /// This process's rank, from 0 to `world` less one. Rank 0 serves the store.
+    pub rank: Rank,
+    /// How many ranks there are.
+    pub world: usize,
+    /// This process's number among those on its machine; `rank` unless told otherwise.
+    pub local_rank: usize,
+    /// How long joining may take, until every rank has joined; also the limit of store calls that
+    /// do not wait for a key. 60 seconds unless told otherwise.
+    pub deadline: Duration,
+    /// The text whose hash is the key when the rendezvous is a plain address. It is hashed once,
+    /// not stretched, so make it long and random. A [`UniqueId`] brings its own secret.
+    pub secret: Option<String>,
+    /// How long a connection may be silent before the system probes it. A machine that vanished is
+    /// noticed after about four of these; a process that died, at once. At least, and unless told
+    /// otherwise, one second.
+    pub heartbeat: Duration,
+    /// On rank 0: how many bytes the store's keys and values may take; 1 GiB unless told otherwise.
+    pub store_limit: usize,
+}
+
+impl JoinConfig {
+    /// Joining as `rank` of `world`, with the defaults.
+    pub fn new(rendezvous: Rendezvous, rank: Rank, world: usize) -> Self {
+        Self {
+            rendezvous,
+            rank,
+            world,
+            local_rank: rank,
+            deadline: Duration::from_secs(60),
+            secret: None,
+            heartbeat: Duration::from_secs(1),
+            store_limit: 1 << 30,
+        }
+    }
+
+    /// Reads the configuration from this process's environment.
+    ///
+    /// See [`JoinConfig::from_variables`] for what it looks for. Blocks while a host name is
+    /// resolved.
+    ///
+    /// # Errors
+    /// As [`JoinConfig::from_variables`].
+    pub fn from_env() -> Result<Self> {
+        Self::from_variables(|name| std::env::var(name).ok())
+    }
+
+    /// The key that joining proves.
+    pub(crate) fn key(&self) -> Result<Secret> {
+        match (&self.rendezvous, &self.secret) {
+            (Rendezvous::Id(id), _) => Ok(id.secret().clone()),
+            (Rendezvous::Address(_), Some(text)) => Secret::from_text(text),
+            (Rendezvous::Address(_), None) => Ok(Secret::well_known()),
+        }
+    }
+}
+
+impl fmt::Debug for JoinConfig {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("JoinConfig")
+            .field("rendezvous", &self.rendezvous)
+            .field("rank", &self.rank)
+            .field("world", &self.world)
+            .field("local_rank", &self.local_rank)
+            .field("deadline", &self.deadline)
+            .field("secret", &self.secret.as_ref().map(|_| ".."))
+            .field("heartbeat", &self.heartbeat)
+            .field("store_limit", &self.store_limit)
+            .finish()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rendezvous_is_an_address_or_an_id() {
+        let address: SocketAddr = "[::1]:80".parse().unwrap();
+        assert_eq!(
+            "[::1]:80".parse::<Rendezvous>().unwrap(),
+            Rendezvous::Address(address)
+        );
+        let id = UniqueId::create([127, 0, 0, 1].into(), 4321).unwrap();
+        assert_eq!(
+            id.to_string().parse::<Rendezvous>().unwrap(),
+            Rendezvous::Id(id)
+        );
+        for bad in ["", "node:80", "127.0.0.1", &"0".repeat(256)] {
+            assert!(bad.parse::<Rendezvous>().is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn debug_shows_no_secret() {
+        let mut config = JoinConfig::new("127.0.0.1:80".parse().unwrap(), 0, 1);
+        config.secret = Some("hush".into());
+        assert!(!format!("{config:?}").contains("hush"));
+    }
+}

@@ -1,0 +1,267 @@
+//! The variables that launchers set.
+
+use super::config::{JoinConfig, Rendezvous};
+use super::nodelist;
+use crate::error::{Error, ErrorKind, Result};
+use sha2::{Digest, Sha256};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, ToSocketAddrs};
+
+/// The variables of one launcher that say who this process is.
+struct Launcher {
+    name: &'static str,
+    rank: &'static str,
+    world: &'static str,
+    local_rank: &'static str,
+}
+
+/// In the order in which they are asked. Slurm comes last, since `srun` and `sbatch` also set its
+/// variables around the launchers that they start.
+const LAUNCHERS: [Launcher; 4] = [
+    Launcher {
+        name: "Warplink",
+        rank: "WARPLINK_RANK",
+        world: "WARPLINK_WORLD",
+        local_rank: "WARPLINK_LOCAL_RANK",
+    },
+    Launcher {
+        name: "torchrun",
+        rank: "RANK",
+        world: "WORLD_SIZE",
+        local_rank: "LOCAL_RANK",
+    },
+    Launcher {
+        name: "Open MPI",
+        rank: "OMPI_COMM_WORLD_RANK",
+        world: "OMPI_COMM_WORLD_SIZE",
+        local_rank: "OMPI_COMM_WORLD_LOCAL_RANK",
+    },
+    Launcher {
+        name: "Slurm",
+        rank: "SLURM_PROCID",
+        world: "SLURM_NTASKS",
+        local_rank: "SLURM_LOCALID",
+    },
+];
+
+/// Ports that are derived begin here; they end below 32768, where Linux begins to hand out ports
+/// to whoever asks for any.
+const FIRST_PORT: u16 = 20000;
+const PORTS: u32 = 12000;
+
+impl JoinConfig {
+    /// Reads the configuration from variables as launchers set them.
+    ///
+    /// *Who this process is* comes from the first launcher of which both the rank and the world
+    /// size are set:
+    ///
+    /// | launcher | rank | world size | rank on its machine |
+    /// |---|---|---|---|
+    /// | Warplink | `WARPLINK_RANK` | `WARPLINK_WORLD` | `WARPLINK_LOCAL_RANK` |
+    /// | torchrun | `RANK` | `WORLD_SIZE` | `LOCAL_RANK` |
+    /// | Open MPI | `OMPI_COMM_WORLD_RANK` | `OMPI_COMM_WORLD_SIZE` | `OMPI_COMM_WORLD_LOCAL_RANK` |
+    /// | Slurm | `SLURM_PROCID` | `SLURM_NTASKS` | `SLURM_LOCALID` |
+    ///
+    /// Where the last is not set, all ranks are taken to run on one machine.
+    ///
+    /// *Where the ranks meet* comes from the first of these that is set:
+    ///
+    /// 1. `WARPLINK_ID`, a unique id in hexadecimal digits;
+    /// 2. `WARPLINK_ADDRESS`, as `ip:port` or `host:port`;
+    /// 3. `MASTER_ADDR`, with `WARPLINK_PORT` or else `MASTER_PORT` plus one, since torchrun's own
+    ///    store listens at `MASTER_PORT`;
+    /// 4. on one machine under Open MPI, the loopback address, with `WARPLINK_PORT` or else a port
+    ///    derived from `PMIX_NAMESPACE`;
+    /// 5. under Slurm, the first node of `SLURM_STEP_NODELIST` or `SLURM_JOB_NODELIST`, with
+    ///    `WARPLINK_PORT` or else a port derived from `SLURM_JOB_ID` and `SLURM_STEP_ID`.
+    ///
+    /// `WARPLINK_SECRET`, if set, becomes [`JoinConfig::secret`]. An empty variable counts as not
+    /// set. Blocks while a host name is resolved.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`] that lists what was looked for when something is not set, and
+    /// [`ErrorKind::Parse`] naming the variable when a value makes no sense.
+    pub fn from_variables(lookup: impl Fn(&str) -> Option<String>) -> Result<Self> {
+        let variables = Variables(&|name| {
+            lookup(name)
+                .map(|value| value.trim().to_owned())
+                .filter(|value| !value.is_empty())
+        });
+        variables
+            .read()
+            .map_err(|error| error.during("read the job's variables"))
+    }
+}
+
+struct Variables<'a>(&'a dyn Fn(&str) -> Option<String>);
+
+impl Variables<'_> {
+    fn get(&self, name: &str) -> Option<String> {
+        (self.0)(name)
+    }
+
+    fn number<T: std::str::FromStr>(&self, name: &str) -> Result<Option<T>> {
+        let Some(text) = self.get(name) else {
+            return Ok(None);
+        };
+        match text.parse() {
+            Ok(number) => Ok(Some(number)),
+            Err(_) => Err(wrong(name, &text, "is no number in range")),
+        }
+    }
+
+    fn read(&self) -> Result<JoinConfig> {
+        let (rank, world, local_rank) = self.identity()?;
+        let mut config = JoinConfig::new(self.rendezvous(rank, world)?, rank, world);
+        config.local_rank = local_rank;
+        config.secret = self.get("WARPLINK_SECRET");
+        Ok(config)
+    }
+
+    fn identity(&self) -> Result<(usize, usize, usize)> {
+        for launcher in &LAUNCHERS {
+            let (rank, world) = (self.number(launcher.rank)?, self.number(launcher.world)?);
+            let (Some(rank), Some(world)) = (rank, world) else {
+                continue;
+            };
+            if rank >= world {
+                return Err(Error::invalid(format!(
+                    "{} is {rank} and {} is {world}; a rank is less than the world size",
+                    launcher.rank, launcher.world
+                )));
+            }
+            return Ok((
+                rank,
+                world,
+                self.number(launcher.local_rank)?.unwrap_or(rank),
+            ));
+        }
+        let sought: Vec<_> = LAUNCHERS
+            .iter()
+            .map(|launcher| {
+                format!(
+                    "{} and {} ({})",
+                    launcher.rank, launcher.world, launcher.name
+                )
+            })
+            .collect();
+        Err(Error::invalid(format!(
+            "no rank and world size are set; looked for {}",
+            sought.join(", ")
+        ))
+        .help("start the ranks with a launcher, or set WARPLINK_RANK and WARPLINK_WORLD"))
+    }
+
+    fn rendezvous(&self, rank: usize, world: usize) -> Result<Rendezvous> {
+        if let Some(id) = self.get("WARPLINK_ID") {
+            return id.parse().map(Rendezvous::Id).map_err(|error: Error| {
+                wrong(
+                    "WARPLINK_ID",
+                    "(not shown)",
+                    &format!("is no unique id: {}", error.message()),
+                )
+            });
+        }
+        let address = if let Some(text) = self.get("WARPLINK_ADDRESS") {
+            self.host_and_port(&text, rank)?
+        } else if let Some(host) = self.get("MASTER_ADDR") {
+            let beside_torch = self
+                .number::<u16>("MASTER_PORT")?
+                .and_then(|port| port.checked_add(1));
+            let port = self.port(beside_torch, "WARPLINK_PORT or MASTER_PORT")?;
+            resolve("MASTER_ADDR", &host, port, rank)?
+        } else if self.number("OMPI_COMM_WORLD_LOCAL_SIZE")? == Some(world) {
+            let derived = self.get("PMIX_NAMESPACE").map(|job| derived_port(&[&job]));
+            let port = self.port(derived, "WARPLINK_PORT or PMIX_NAMESPACE")?;
+            (Ipv4Addr::LOCALHOST, port).into()
+        } else if let Some((name, nodes)) = ["SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"]
+            .into_iter()
+            .find_map(|name| Some((name, self.get(name)?)))
+        {
+            let host = nodelist::first_host(&nodes)
+                .map_err(|error| wrong(name, &nodes, error.message()))?;
+            let step = self.get("SLURM_STEP_ID").unwrap_or_default();
+            let derived = self
+                .get("SLURM_JOB_ID")
+                .map(|job| derived_port(&[&job, &step]));
+            let port = self.port(derived, "WARPLINK_PORT or SLURM_JOB_ID")?;
+            resolve(name, &host, port, rank)?
+        } else {
+            return Err(Error::invalid(
+                "no place to meet is set; looked for WARPLINK_ID, WARPLINK_ADDRESS, MASTER_ADDR, \
+                 OMPI_COMM_WORLD_LOCAL_SIZE equal to the world size, SLURM_STEP_NODELIST and \
+                 SLURM_JOB_NODELIST",
+            )
+            .help("set WARPLINK_ADDRESS to ip:port of rank 0's machine, the same on every rank"));
+        };
+        Ok(Rendezvous::Address(address))
+    }
+
+    fn port(&self, derived: Option<u16>, sought: &str) -> Result<u16> {
+        match self.number("WARPLINK_PORT")?.or(derived) {
+            Some(0) => Err(wrong("WARPLINK_PORT", "0", "is no port to meet at")),
+            Some(port) => Ok(port),
+            None => Err(Error::invalid(format!(
+                "no port to meet at is set; looked for {sought}"
+            ))),
+        }
+    }
+
+    fn host_and_port(&self, text: &str, rank: usize) -> Result<SocketAddr> {
+        const NAME: &str = "WARPLINK_ADDRESS";
+        let address = match (text.parse::<SocketAddr>(), text.rsplit_once(':')) {
+            (Ok(address), _) => address,
+            (_, Some((host, port))) => {
+                let port = port
+                    .parse()
+                    .map_err(|_| wrong(NAME, text, "has no port after its colon"))?;
+                resolve(NAME, host, port, rank)?
+            }
+            _ => return Err(wrong(NAME, text, "is not of the form ip:port or host:port")),
+        };
+        match address.port() {
+            0 => Err(wrong(
+                NAME,
+                text,
+                "names port 0, which is no port to meet at",
+            )),
+            _ => Ok(address),
+        }
+    }
+}
+
+fn wrong(name: &str, value: &str, what: &str) -> Error {
+    Error::new(ErrorKind::Parse, format!("{name}={value} {what}"))
+}
+
+/// A port that all ranks of a job compute alike and that differs between most jobs.
+fn derived_port(job: &[&str]) -> u16 {
+    let digest: [u8; 32] = Sha256::digest(job.join(".")).into();
+    let [a, b, c, d, ..] = digest;
+    FIRST_PORT + (u32::from_le_bytes([a, b, c, d]) % PORTS) as u16
+}
+
+/// The address of a host; IPv4 before IPv6, so that all ranks choose alike.
+fn resolve(name: &str, host: &str, port: u16, rank: usize) -> Result<SocketAddr> {
+    if let Ok(ip) = host.trim_matches(['[', ']']).parse::<IpAddr>() {
+        return Ok((ip, port).into());
+    }
+    let found: Vec<SocketAddr> = (host, port)
+        .to_socket_addrs()
+        .map_err(|error| wrong(name, host, &format!("does not resolve: {error}")))?
+        .collect();
+    let address = *found
+        .iter()
+        .find(|address| address.is_ipv4())
+        .or(found.first())
+        .ok_or_else(|| wrong(name, host, "resolves to no address"))?;
+    // Many machines resolve their own name to the loopback address, where nobody else reaches
+    // rank 0; so it listens on every interface.
+    if rank == 0 && address.ip().is_loopback() && host != "localhost" {
+        return Ok((Ipv4Addr::UNSPECIFIED, port).into());
+    }
+    Ok(address)
+}
+
+#[cfg(test)]
+#[path = "environment_tests.rs"]
+mod tests;

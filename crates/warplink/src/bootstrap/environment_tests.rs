@@ -1,0 +1,148 @@
+//! Tests of reading launchers' variables.
+
+use super::*;
+use crate::bootstrap::UniqueId;
+use std::collections::HashMap;
+
+fn read(variables: &[(&str, &str)]) -> Result<JoinConfig> {
+    let map: HashMap<_, _> = variables.iter().copied().collect();
+    JoinConfig::from_variables(|name| map.get(name).map(|value| (*value).to_owned()))
+}
+
+fn who(config: &JoinConfig) -> (usize, usize, usize) {
+    (config.rank, config.world, config.local_rank)
+}
+
+#[test]
+fn warplinks_own_variables_come_first() {
+    let id = UniqueId::create([127, 0, 0, 1].into(), 4000).unwrap();
+    let text = id.to_string();
+    let config = read(&[
+        ("WARPLINK_ID", &text),
+        ("WARPLINK_RANK", "2"),
+        ("WARPLINK_WORLD", "4"),
+        ("WARPLINK_SECRET", "hush"),
+        ("RANK", "0"),
+        ("WORLD_SIZE", "1"),
+        ("MASTER_ADDR", "10.0.0.1"),
+    ])
+    .unwrap();
+    assert_eq!(who(&config), (2, 4, 2));
+    assert_eq!(config.rendezvous, Rendezvous::Id(id));
+    assert_eq!(config.secret.as_deref(), Some("hush"));
+}
+
+#[test]
+fn torchrun() {
+    let torch = [
+        ("RANK", "9"),
+        ("WORLD_SIZE", "16"),
+        ("LOCAL_RANK", "1"),
+        ("MASTER_ADDR", "10.0.0.1"),
+        ("MASTER_PORT", "29500"),
+    ];
+    let config = read(&torch).unwrap();
+    assert_eq!(who(&config), (9, 16, 1));
+    assert_eq!(
+        config.rendezvous.address(),
+        "10.0.0.1:29501".parse().unwrap()
+    );
+    let config = read(&[&torch[..], &[("WARPLINK_PORT", "7000")]].concat()).unwrap();
+    assert_eq!(config.rendezvous.address().port(), 7000);
+    let config = read(
+        &[
+            &torch[..3],
+            &[("MASTER_ADDR", "localhost"), ("MASTER_PORT", "1")],
+        ]
+        .concat(),
+    );
+    assert!(config.unwrap().rendezvous.address().ip().is_loopback());
+}
+
+#[test]
+fn open_mpi() {
+    let mpi = [
+        ("OMPI_COMM_WORLD_RANK", "1"),
+        ("OMPI_COMM_WORLD_SIZE", "2"),
+        ("OMPI_COMM_WORLD_LOCAL_RANK", "1"),
+    ];
+    let local = [
+        ("OMPI_COMM_WORLD_LOCAL_SIZE", "2"),
+        ("PMIX_NAMESPACE", "prterun-1@1"),
+    ];
+    let config = read(&[&mpi[..], &local].concat()).unwrap();
+    assert_eq!(who(&config), (1, 2, 1));
+    assert!(config.rendezvous.address().ip().is_loopback());
+    let config = read(&[&mpi[..], &[("WARPLINK_ADDRESS", "10.0.0.7:99")]].concat()).unwrap();
+    assert_eq!(config.rendezvous.address(), "10.0.0.7:99".parse().unwrap());
+    let error = read(&mpi).unwrap_err().to_string();
+    assert!(
+        error.contains("WARPLINK_ADDRESS") && error.contains("MASTER_ADDR"),
+        "{error}"
+    );
+}
+
+#[test]
+fn slurm() {
+    let slurm = [
+        ("SLURM_PROCID", "5"),
+        ("SLURM_NTASKS", "8"),
+        ("SLURM_LOCALID", "1"),
+        ("SLURM_JOB_NODELIST", "10.0.0.[3-4,7]"),
+        ("SLURM_JOB_ID", "4711"),
+    ];
+    let config = read(&slurm).unwrap();
+    assert_eq!(who(&config), (5, 8, 1));
+    let address = config.rendezvous.address();
+    assert_eq!(address.ip().to_string(), "10.0.0.3");
+    assert!((FIRST_PORT..32768).contains(&address.port()));
+    let other = read(&[&slurm[..4], &[("SLURM_JOB_ID", "4712")]].concat()).unwrap();
+    assert_ne!(other.rendezvous.address().port(), address.port());
+    let step = read(&[&slurm[..], &[("SLURM_STEP_NODELIST", "10.0.0.4")]].concat()).unwrap();
+    assert_eq!(step.rendezvous.address().ip().to_string(), "10.0.0.4");
+}
+
+#[test]
+fn errors_name_what_was_looked_for() {
+    let error = read(&[]).unwrap_err().to_string();
+    for name in [
+        "WARPLINK_RANK",
+        "WORLD_SIZE",
+        "OMPI_COMM_WORLD_RANK",
+        "SLURM_PROCID",
+    ] {
+        assert!(error.contains(name), "{error}");
+    }
+    let me = [("WARPLINK_RANK", "0"), ("WARPLINK_WORLD", "1")];
+    for (name, value) in [
+        ("WARPLINK_ADDRESS", "10.0.0.1"),
+        ("WARPLINK_ADDRESS", "10.0.0.1:0"),
+        ("WARPLINK_ADDRESS", "10.0.0.1:70000"),
+        ("WARPLINK_ID", "12ab"),
+        ("SLURM_JOB_NODELIST", "node[1-"),
+    ] {
+        let error = read(&[&me[..], &[(name, value)]].concat()).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Parse, "{name}={value}");
+        assert!(error.to_string().contains(name), "{error}");
+    }
+    let error = read(&[("RANK", "x"), ("WORLD_SIZE", "1")]).unwrap_err();
+    assert!(error.to_string().contains("RANK=x"), "{error}");
+    let error = read(&[("RANK", "3"), ("WORLD_SIZE", "3")]).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+    let error = read(&[&me[..], &[("MASTER_ADDR", "10.0.0.1")]].concat()).unwrap_err();
+    assert!(error.to_string().contains("MASTER_PORT"), "{error}");
+}
+
+#[test]
+fn an_empty_variable_counts_as_not_set() {
+    let config = read(&[
+        ("WARPLINK_ID", ""),
+        ("WARPLINK_ADDRESS", "127.0.0.1:5"),
+        ("WARPLINK_RANK", ""),
+        ("RANK", "0"),
+        ("WORLD_SIZE", "1"),
+        ("WARPLINK_SECRET", " "),
+    ])
+    .unwrap();
+    assert_eq!((who(&config), config.secret), ((0, 1, 0), None));
+}

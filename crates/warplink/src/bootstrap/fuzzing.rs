@@ -1,0 +1,50 @@
+//! What the fuzz targets call: every parser that sees bytes from a socket or text from a launcher.
+
+use super::message::{self, Event, Reply, Request};
+use super::table::Table;
+use super::{UniqueId, frame, nodelist};
+
+/// Bytes as a store or a member may receive them: frames, whose bodies are read as each kind of
+/// message, and the requests among them carried out.
+pub fn store_frames(bytes: &[u8]) {
+    const WORLD: u32 = 4;
+    let mut table = Table::new(WORLD as usize, 1 << 20);
+    for rank in 0..WORLD {
+        // None of them can be there yet.
+        let _ = table.join(rank);
+    }
+    let mut reader = bytes;
+    while let Ok(Some(frame)) = frame::read(&mut reader, frame::MAX_HANDSHAKE) {
+        if let Ok(request) = message::decode::<Request>(&frame.body) {
+            // The high bits of the number choose who sends it, so that members can meet.
+            table.handle((frame.id >> 62) as u32, frame.id & !(3 << 62), request);
+        }
+        for sent in table.take_outgoing() {
+            // What the store sends, a member must be able to read.
+            let read = match sent.id {
+                0 => {
+                    message::decode::<Event>(&sent.body).is_ok()
+                        || message::decode::<Reply>(&sent.body).is_ok()
+                }
+                _ => message::decode::<Reply>(&sent.body).is_ok(),
+            };
+            assert!(read, "the store sent what no member can read");
+        }
+        let _ = message::decode::<Reply>(&frame.body);
+        let _ = message::decode::<Event>(&frame.body);
+    }
+    for rank in 0..WORLD {
+        table.lose(rank, "the end of the input");
+    }
+}
+
+/// Bytes as a unique id; one that is accepted must come out as it went in.
+pub fn unique_id(bytes: &[u8]) {
+    if let Ok(id) = UniqueId::from_bytes(bytes) {
+        assert_eq!(id.to_bytes(), bytes, "an id changed on the way through");
+    }
+    if let Ok(text) = std::str::from_utf8(bytes) {
+        let _ = text.parse::<UniqueId>();
+        let _ = nodelist::first_host(text);
+    }
+}

@@ -1,0 +1,188 @@
+//! Gathers: every member gives a value and gets the values of all.
+
+use super::frame::MAX_BODY;
+use super::message::{Bytes, GatherId, Purpose, Refusal, Reply, Why};
+use super::table::{Outgoing, Standing, Standings, body, gone};
+use std::collections::HashMap;
+use std::sync::Arc;
+
+/// What a member brought.
+#[derive(Debug)]
+struct Share {
+    value: Bytes,
+    /// The request to answer, unless its caller no longer waits.
+    request: Option<u64>,
+}
+
+/// A gather for which not everybody has come yet.
+#[derive(Debug)]
+struct Gather {
+    purpose: Purpose,
+    /// By position among the members.
+    shares: Vec<Option<Share>>,
+    arrived: usize,
+    bytes: usize,
+}
+
+/// All gathers under way.
+#[derive(Debug, Default)]
+pub(crate) struct Gathers {
+    open: HashMap<GatherId, Gather>,
+    by_request: HashMap<(u32, u64), GatherId>,
+}
+
+impl Gathers {
+    /// Takes a member's value; when it was the last, answers all.
+    #[allow(
+        clippy::too_many_arguments,
+        reason = "the parts of one request, and the store's state"
+    )]
+    pub(crate) fn contribute(
+        &mut self,
+        rank: u32,
+        request: u64,
+        id: GatherId,
+        purpose: Purpose,
+        value: Bytes,
+        standings: &Standings,
+        out: &mut Vec<Outgoing>,
+    ) -> Result<(), Refusal> {
+        let Ok(position) = id.members.binary_search(&rank) else {
+            let message = format!("rank {rank} is no member of the group");
+            return Err(Refusal::new(Why::Invalid, message));
+        };
+        if let Some(refusal) = self.obstacle(&id, standings) {
+            self.fail(&id, &refusal, out);
+            return Err(refusal);
+        }
+        let gather = self.open.entry(id.clone()).or_insert_with(|| Gather {
+            purpose,
+            shares: id.members.iter().map(|_| None).collect(),
+            arrived: 0,
+            bytes: 0,
+        });
+        if gather.purpose != purpose {
+            let message = format!(
+                "rank {rank} calls {purpose} where other members of its group call {}",
+                gather.purpose
+            );
+            let refusal = Refusal::new(Why::Mismatch, message).peer(rank);
+            self.fail(&id, &refusal, out);
+            return Err(refusal);
+        }
+        let bytes = gather.bytes + value.0.len() + 10;
+        if bytes > MAX_BODY {
+            let message = format!("the values of an all-gather exceed {MAX_BODY} bytes");
+            let refusal = Refusal::new(Why::Invalid, message).peer(rank);
+            self.fail(&id, &refusal, out);
+            return Err(refusal);
+        }
+        match gather.shares.get_mut(position) {
+            Some(share @ None) => {
+                *share = Some(Share {
+                    value,
+                    request: Some(request),
+                })
+            }
+            _ => return Err(Refusal::new(Why::Protocol, "a second value for one gather")),
+        }
+        gather.bytes = bytes;
+        gather.arrived += 1;
+        if gather.arrived < id.members.len() {
+            self.by_request.insert((rank, request), id);
+        } else {
+            self.complete(&id, out);
+        }
+        Ok(())
+    }
+
+    /// Ends the gathers that a departed rank makes impossible.
+    pub(crate) fn depart(&mut self, rank: u32, standings: &Standings, out: &mut Vec<Outgoing>) {
+        let affected = self
+            .open
+            .keys()
+            .filter(|id| id.members.binary_search(&rank).is_ok());
+        for id in affected.cloned().collect::<Vec<_>>() {
+            self.mute(&id, rank);
+            if let Some(refusal) = self.obstacle(&id, standings) {
+                self.fail(&id, &refusal, out);
+            }
+        }
+    }
+
+    /// The caller no longer waits for this request; false when there is none of that number.
+    ///
+    /// Its value stays, so that the others are not held up and the next gather of the group is the
+    /// same one on every rank.
+    pub(crate) fn cancel(&mut self, rank: u32, request: u64) -> bool {
+        let Some(id) = self.by_request.remove(&(rank, request)) else {
+            return false;
+        };
+        self.mute(&id, rank);
+        true
+    }
+
+    fn mute(&mut self, id: &GatherId, rank: u32) {
+        if let Ok(position) = id.members.binary_search(&rank)
+            && let Some(gather) = self.open.get_mut(id)
+            && let Some(Some(share)) = gather.shares.get_mut(position)
+            && let Some(request) = share.request.take()
+        {
+            self.by_request.remove(&(rank, request));
+        }
+    }
+
+    /// Why the gather cannot complete: a member is lost, or left before it gave its value.
+    fn obstacle(&self, id: &GatherId, standings: &Standings) -> Option<Refusal> {
+        let shares = self
+            .open
+            .get(id)
+            .map(|gather| &gather.shares[..])
+            .unwrap_or_default();
+        id.members.iter().enumerate().find_map(|(position, &rank)| {
+            let given = matches!(shares.get(position), Some(Some(_)));
+            match standings.get(rank as usize) {
+                Some(Standing::Left) if given => None,
+                _ => gone(rank, standings),
+            }
+        })
+    }
+
+    fn complete(&mut self, id: &GatherId, out: &mut Vec<Outgoing>) {
+        let Some(gather) = self.open.remove(id) else {
+            return;
+        };
+        let reply = match gather.purpose {
+            Purpose::Barrier => Reply::Done,
+            Purpose::AllGather => Reply::Values(
+                gather
+                    .shares
+                    .iter()
+                    .flatten()
+                    .map(|share| share.value.clone())
+                    .collect(),
+            ),
+        };
+        self.answer(id, &gather, body(&reply), out);
+    }
+
+    fn fail(&mut self, id: &GatherId, refusal: &Refusal, out: &mut Vec<Outgoing>) {
+        let Some(gather) = self.open.remove(id) else {
+            return;
+        };
+        self.answer(id, &gather, body(&Reply::Refused(refusal.clone())), out);
+    }
+
+    fn answer(&mut self, id: &GatherId, gather: &Gather, body: Arc<[u8]>, out: &mut Vec<Outgoing>) {
+        for (&to, share) in id.members.iter().zip(&gather.shares) {
+            if let Some(request) = share.as_ref().and_then(|share| share.request) {
+                self.by_request.remove(&(to, request));
+                out.push(Outgoing {
+                    to,
+                    id: request,
+                    body: body.clone(),
+                });
+            }
+        }
+    }
+}

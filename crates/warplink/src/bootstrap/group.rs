@@ -1,0 +1,143 @@
+//! Groups of ranks, and the collectives of bytes among them.
+
+use super::client::Client;
+use super::message::{Bytes, GatherId, Purpose, Reply, Request};
+use super::store::wire_ranks;
+use crate::deadline::Deadline;
+use crate::error::{Error, ErrorKind, Rank, Result};
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Some or all of the ranks, for all-gathers and barriers among them.
+///
+/// The calls on one group are matched by the order in which each rank makes them, so the members
+/// must make the same calls in the same order. Threads that want to call at the same time each
+/// take a group of their own.
+pub struct Group {
+    client: Arc<Client>,
+    members: Vec<Rank>,
+    /// In ascending order, as the store wants them.
+    sorted: Vec<u32>,
+    instance: u64,
+    sequence: AtomicU64,
+}
+
+impl Group {
+    /// The group of these members, given the members in ascending order and which of the groups
+    /// with the same members it is.
+    pub(crate) fn new(
+        client: Arc<Client>,
+        members: Vec<Rank>,
+        sorted: Vec<u32>,
+        instance: u64,
+    ) -> Self {
+        Self {
+            client,
+            members,
+            sorted,
+            instance,
+            sequence: AtomicU64::new(0),
+        }
+    }
+
+    /// The members, in the order in which the group was made.
+    pub fn members(&self) -> &[Rank] {
+        &self.members
+    }
+
+    /// Gives `bytes` to every member and returns what each gave, in the order of
+    /// [`Group::members`]. Lengths may differ. Blocks until all have called it.
+    ///
+    /// # Errors
+    /// [`ErrorKind::PeerLost`] or [`ErrorKind::PeerLeft`], naming the member, when one is gone;
+    /// [`ErrorKind::Timeout`] at the deadline, in which case the others still get what this rank
+    /// gave; [`ErrorKind::Mismatch`] when another member calls [`Group::barrier`] instead;
+    /// [`ErrorKind::InvalidArgument`] when all values together exceed 64 MiB;
+    /// [`ErrorKind::Closed`] when this rank has left.
+    pub fn all_gather(&self, bytes: &[u8], deadline: Deadline) -> Result<Vec<Vec<u8>>> {
+        match self.gather(Purpose::AllGather, bytes, deadline)? {
+            Reply::Values(values) if values.len() == self.members.len() => self
+                .members
+                .iter()
+                .map(|&member| {
+                    let at = self.sorted.binary_search(&(member as u32)).ok();
+                    let value = at.and_then(|at| values.get(at)).ok_or_else(unexpected)?;
+                    Ok(value.0.to_vec())
+                })
+                .collect(),
+            _ => Err(unexpected()),
+        }
+    }
+
+    /// Blocks until every member has called it.
+    ///
+    /// # Errors
+    /// As [`Group::all_gather`].
+    pub fn barrier(&self, deadline: Deadline) -> Result<()> {
+        match self.gather(Purpose::Barrier, &[], deadline)? {
+            Reply::Done => Ok(()),
+            _ => Err(unexpected()),
+        }
+    }
+
+    fn gather(&self, purpose: Purpose, value: &[u8], deadline: Deadline) -> Result<Reply> {
+        let sequence = self.sequence.fetch_add(1, Ordering::Relaxed);
+        let id = GatherId {
+            members: self.sorted.clone(),
+            instance: self.instance,
+            sequence,
+        };
+        let request = Request::Gather {
+            id,
+            purpose,
+            value: Bytes::from(value),
+        };
+        let operation = match purpose {
+            Purpose::AllGather => "all-gather",
+            Purpose::Barrier => "barrier",
+        };
+        self.client
+            .call(operation, &request, deadline)
+            .map_err(|error| match error.kind() {
+                ErrorKind::Timeout => deadline
+                    .expired("the arrival of every member")
+                    .during(operation)
+                    .key(format!("group {:?}, call {sequence}", self.members)),
+                _ => error,
+            })
+    }
+}
+
+/// Checks the members of a group and puts them in ascending order.
+pub(crate) fn sort_members(members: &[Rank], rank: Rank, world: usize) -> Result<Vec<u32>> {
+    let failed = |message: String| Err(Error::invalid(message).during("make a group"));
+    let mut sorted = wire_ranks(members)?;
+    sorted.sort_unstable();
+    if let Some(twice) = sorted.windows(2).find(|pair| pair.first() == pair.last()) {
+        return failed(format!("rank {} is in the group twice", twice[0]));
+    }
+    if let Some(&outside) = members.iter().find(|&&member| member >= world) {
+        return failed(format!(
+            "rank {outside} is out of range: the world has {world} ranks"
+        ));
+    }
+    if !members.contains(&rank) {
+        return failed(format!(
+            "this rank, {rank}, is not in the group {members:?}"
+        ));
+    }
+    Ok(sorted)
+}
+
+fn unexpected() -> Error {
+    Error::new(ErrorKind::Protocol, "the store answered something else")
+}
+
+impl fmt::Debug for Group {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Group")
+            .field("members", &self.members)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,174 @@
+//! The challenge by which a rank that joins and the store prove to each other that they hold the
+//! secret, before either accepts anything else.
+//!
+//! ```text
+//! joiner → store   hello: version, rank, world, nonce
+//! store  → joiner  challenge: nonce, proof over hello and both nonces under "store"
+//! joiner → store   proof over the same under "joiner"
+//! store  → joiner  welcome: the session, or a refusal
+//! ```
+//!
+//! The store proves itself first, so that a joiner tells nothing to a stranger. The challenge
+//! authenticates the join; what follows is neither encrypted nor signed.
+
+use super::frame::{self, MAX_HANDSHAKE};
+use super::message::{self, Refusal, Why};
+use super::secret::{Proof, Secret, random_bytes};
+use crate::error::{Error, ErrorKind, Rank, Result};
+use serde::{Deserialize, Serialize};
+use std::io::{Read, Write};
+use zerocopy::byteorder::little_endian::{U32, U64};
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
+
+/// The version of the protocol between members and the store.
+pub(crate) const VERSION: u32 = 1;
+const MAGIC: [u8; 4] = *b"WPLK";
+
+/// The first frame. Its layout stays the same in every version, so that each can name the other.
+#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned, Clone, Copy)]
+#[repr(C)]
+struct Hello {
+    magic: [u8; 4],
+    version: U32,
+    rank: U64,
+    world: U64,
+    nonce: [u8; 32],
+}
+
+#[derive(Serialize, Deserialize)]
+enum Challenge {
+    Prove {
+        nonce: [u8; 32],
+        proof: Proof,
+    },
+    /// Only for what is wrong before secrets matter: another version, or no hello at all.
+    Refused(Refusal),
+}
+
+#[derive(Serialize, Deserialize)]
+enum Answer {
+    Welcome { session: [u8; 32] },
+    Refused(Refusal),
+}
+
+/// The rank and the world size that a joiner claims, after it proved that it holds the secret.
+pub(crate) struct Claim {
+    pub(crate) rank: u64,
+    pub(crate) world: u64,
+}
+
+const STORE: &str = "warplink join: store";
+const JOINER: &str = "warplink join: joiner";
+
+fn send(stream: &mut impl Write, body: &[u8]) -> Result<()> {
+    stream
+        .write_all(&frame::encode(0, body)?)
+        .map_err(|error| Error::io("send a handshake", &error))
+}
+
+/// `None` when the other side closed the connection instead.
+fn receive(stream: &mut impl Read) -> Result<Option<Vec<u8>>> {
+    Ok(frame::read(stream, MAX_HANDSHAKE)?.map(|frame| frame.body))
+}
+
+fn stopped() -> Error {
+    Error::new(
+        ErrorKind::Io,
+        "the other side closed the connection during the handshake",
+    )
+}
+
+/// The joiner's side. Returns what identifies the session.
+///
+/// # Errors
+/// [`ErrorKind::Io`] when the connection ends, which is worth another attempt; the other kinds
+/// are final.
+pub(crate) fn join(
+    stream: &mut (impl Read + Write),
+    secret: &Secret,
+    rank: Rank,
+    world: usize,
+) -> Result<[u8; 32]> {
+    let hello = Hello {
+        magic: MAGIC,
+        version: VERSION.into(),
+        rank: (rank as u64).into(),
+        world: (world as u64).into(),
+        nonce: random_bytes()?,
+    };
+    send(stream, hello.as_bytes())?;
+    let (nonce, proof) = match message::decode(&receive(stream)?.ok_or_else(stopped)?)? {
+        Challenge::Prove { nonce, proof } => (nonce, proof),
+        Challenge::Refused(refusal) => return Err(refusal.into_error()),
+    };
+    if !secret.verify(STORE, &[hello.as_bytes(), &nonce], &proof)? {
+        return Err(Error::new(
+            ErrorKind::Authentication,
+            "the store does not hold the secret that this rank holds",
+        )
+        .help("give every rank the same unique id, or the same WARPLINK_SECRET; another job may be using this address"));
+    }
+    send(stream, &secret.proof(JOINER, &[hello.as_bytes(), &nonce])?)?;
+    match message::decode(&receive(stream)?.ok_or_else(stopped)?)? {
+        Answer::Welcome { session } => Ok(session),
+        Answer::Refused(refusal) => Err(refusal.into_error()),
+    }
+}
+
+/// The store's side, up to and including the joiner's proof. The answer is the caller's to give,
+/// with [`welcome`] or [`refuse`].
+pub(crate) fn accept(stream: &mut (impl Read + Write), secret: &Secret) -> Result<Claim> {
+    let bytes = receive(stream)?.ok_or_else(stopped)?;
+    let hello = match Hello::read_from_bytes(&bytes) {
+        Ok(hello) if hello.magic == MAGIC => hello,
+        _ => {
+            return Err(Error::new(
+                ErrorKind::Protocol,
+                "the first frame is no hello",
+            ));
+        }
+    };
+    if hello.version.get() != VERSION {
+        let message = format!(
+            "the store speaks version {VERSION} of the protocol, rank {} version {}",
+            hello.rank, hello.version
+        );
+        let refusal = Refusal::new(Why::Mismatch, message);
+        send(
+            stream,
+            &message::encode(&Challenge::Refused(refusal.clone()))?,
+        )?;
+        return Err(refusal.into_error());
+    }
+    let nonce: [u8; 32] = random_bytes()?;
+    let proof = secret.proof(STORE, &[hello.as_bytes(), &nonce])?;
+    send(
+        stream,
+        &message::encode(&Challenge::Prove { nonce, proof })?,
+    )?;
+    let claimed = receive(stream)?.ok_or_else(stopped)?;
+    let claimed = Proof::try_from(&claimed[..])
+        .map_err(|_| Error::new(ErrorKind::Protocol, "a proof of the wrong length"))?;
+    if !secret.verify(JOINER, &[hello.as_bytes(), &nonce], &claimed)? {
+        let refusal = Refusal::new(
+            Why::Authentication,
+            "the proof does not fit the store's secret",
+        );
+        refuse(stream, refusal.clone())?;
+        return Err(refusal.into_error());
+    }
+    Ok(Claim {
+        rank: hello.rank.get(),
+        world: hello.world.get(),
+    })
+}
+
+/// The body of the last frame to a joiner that is admitted.
+pub(crate) fn welcome(session: [u8; 32]) -> Result<Vec<u8>> {
+    message::encode(&Answer::Welcome { session })
+}
+
+/// Tells a joiner why it is not admitted.
+pub(crate) fn refuse(stream: &mut impl Write, refusal: Refusal) -> Result<()> {
+    send(stream, &message::encode(&Answer::Refused(refusal))?)
+}

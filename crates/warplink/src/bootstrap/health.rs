@@ -1,0 +1,162 @@
+//! Which ranks were lost and which have left.
+
+use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::sync::lock;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::sync::mpsc::{self, Sender};
+use std::sync::{Arc, Mutex};
+use std::thread::{self, JoinHandle};
+
+type Callback = dyn Fn(Rank, &Error) + Send + Sync;
+type Job = (Arc<Callback>, Rank, Error);
+
+/// What is known about the other ranks: who was lost, who left in order.
+///
+/// A rank is lost when its connection to the store ends without a goodbye: its process died, its
+/// machine vanished, or it broke the protocol. Rank 0 serves the store; when the connection to it
+/// ends, rank 0 is lost. Cheap to clone; clones share what they know. No method blocks.
+#[derive(Clone)]
+pub struct Health(Arc<Mutex<Inner>>);
+
+#[derive(Default)]
+struct Inner {
+    lost: BTreeMap<Rank, Error>,
+    left: BTreeSet<Rank>,
+    callbacks: Vec<Arc<Callback>>,
+    notifier: Option<Notifier>,
+    closed: bool,
+}
+
+struct Notifier {
+    jobs: Sender<Job>,
+    thread: JoinHandle<()>,
+}
+
+impl Health {
+    pub(crate) fn new() -> Self {
+        Self(Arc::default())
+    }
+
+    /// The lost ranks, in ascending order.
+    pub fn lost(&self) -> Vec<Rank> {
+        lock(&self.0).lost.keys().copied().collect()
+    }
+
+    /// The ranks that left in order, in ascending order.
+    pub fn left(&self) -> Vec<Rank> {
+        lock(&self.0).left.iter().copied().collect()
+    }
+
+    /// Whether all of `dependencies` can still be counted on.
+    ///
+    /// # Errors
+    /// [`ErrorKind::PeerLost`] or [`ErrorKind::PeerLeft`], naming the first of them that is gone.
+    pub fn check(&self, dependencies: &[Rank]) -> Result<()> {
+        let inner = lock(&self.0);
+        for &rank in dependencies {
+            if let Some(error) = inner.lost.get(&rank) {
+                return Err(error.clone());
+            }
+            if inner.left.contains(&rank) {
+                return Err(
+                    Error::new(ErrorKind::PeerLeft, format!("rank {rank} has left")).peer(rank),
+                );
+            }
+        }
+        Ok(())
+    }
+
+    /// Has `callback` called once for every rank that is lost, those already lost included.
+    ///
+    /// Calls come from a background thread, one after another, and end when the
+    /// [`Bootstrap`](super::Bootstrap) is closed. A callback should return soon, since it holds up
+    /// the next; it may use the store.
+    pub fn when_lost(&self, callback: impl Fn(Rank, &Error) + Send + Sync + 'static) {
+        let callback: Arc<Callback> = Arc::new(callback);
+        let mut inner = lock(&self.0);
+        if inner.closed {
+            return;
+        }
+        let already: Vec<_> = inner
+            .lost
+            .iter()
+            .map(|(&rank, error)| (rank, error.clone()))
+            .collect();
+        for (rank, error) in already {
+            inner.submit((callback.clone(), rank, error));
+        }
+        inner.callbacks.push(callback);
+    }
+
+    /// Records a loss, once per rank, and has the callbacks called.
+    pub(crate) fn lose(&self, rank: Rank, why: &str) {
+        let mut inner = lock(&self.0);
+        if inner.closed || inner.left.contains(&rank) || inner.lost.contains_key(&rank) {
+            return;
+        }
+        tracing::warn!(rank, why, "a rank was lost");
+        let error =
+            Error::new(ErrorKind::PeerLost, format!("rank {rank} was lost: {why}")).peer(rank);
+        inner.lost.insert(rank, error.clone());
+        for callback in inner.callbacks.clone() {
+            inner.submit((callback, rank, error.clone()));
+        }
+    }
+
+    /// Records that a rank left in order.
+    pub(crate) fn leave(&self, rank: Rank) {
+        lock(&self.0).left.insert(rank);
+    }
+
+    /// Ends the notifications. The thread that makes them ends after the call that is under way;
+    /// it is handed to the caller to wait for.
+    pub(crate) fn close(&self) -> Option<JoinHandle<()>> {
+        let mut inner = lock(&self.0);
+        inner.closed = true;
+        inner.callbacks.clear();
+        // Dropping the sender ends the thread's loop.
+        inner.notifier.take().map(|notifier| notifier.thread)
+    }
+}
+
+impl Inner {
+    /// Hands a call to the notifying thread, which starts with the first one.
+    fn submit(&mut self, job: Job) {
+        if self.notifier.is_none() {
+            let (jobs, queue) = mpsc::channel::<Job>();
+            let run = move || {
+                queue
+                    .iter()
+                    .for_each(|(callback, rank, error)| callback(rank, &error))
+            };
+            match thread::Builder::new()
+                .name("warplink-health".into())
+                .spawn(run)
+            {
+                Ok(thread) => self.notifier = Some(Notifier { jobs, thread }),
+                Err(error) => {
+                    tracing::error!(%error, "could not start the thread that reports lost ranks");
+                    return;
+                }
+            }
+        }
+        if let Some(notifier) = &self.notifier
+            && notifier.jobs.send(job).is_err()
+        {
+            tracing::error!(
+                "a callback for lost ranks panicked; later losses are not reported to it"
+            );
+        }
+    }
+}
+
+impl fmt::Debug for Health {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let inner = lock(&self.0);
+        f.debug_struct("Health")
+            .field("lost", &inner.lost.keys())
+            .field("left", &inner.left)
+            .finish_non_exhaustive()
+    }
+}

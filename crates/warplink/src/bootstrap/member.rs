@@ -1,0 +1,258 @@
+//! Joining a job, being a member of it, and leaving.
+
+use super::client::{Client, Identity};
+use super::config::JoinConfig;
+use super::group::{Group, sort_members};
+use super::health::Health;
+use super::message::MAX_WORLD;
+use super::secret::Secret;
+use super::server::{Server, Settings};
+use super::socket;
+use super::store::Store;
+use crate::deadline::Deadline;
+use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::sync::lock;
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::Duration;
+
+/// How long dropping a member may take.
+const DROP: Duration = Duration::from_secs(2);
+
+/// A rank's membership in its job: the store, collectives of bytes, and news of the others.
+///
+/// Rank 0 serves the store for all; should it die, every call of the others ends with an error
+/// that names it. All methods may be called from any thread.
+pub struct Bootstrap {
+    rank: Rank,
+    world: usize,
+    local_rank: usize,
+    secret: Secret,
+    client: Arc<Client>,
+    store: Store,
+    everyone: Group,
+    /// How many groups of the same members were made.
+    groups: Mutex<HashMap<Vec<u32>, u64>>,
+    /// On rank 0, until it has left; the lock also lets only one thread close at a time.
+    server: Mutex<Stage>,
+}
+
+enum Stage {
+    Open(Option<Server>),
+    Closed,
+}
+
+impl Bootstrap {
+    /// Joins the job, and returns once every rank has.
+    ///
+    /// Rank 0 starts to serve the store; the others try to connect until they reach it. Blocks for
+    /// at most [`JoinConfig::deadline`], or about a second longer.
+    ///
+    /// # Errors
+    /// - [`ErrorKind::InvalidArgument`]: the rank is not below the world size.
+    /// - [`ErrorKind::AddressInUse`]: on rank 0, another process listens at the address.
+    /// - [`ErrorKind::Mismatch`]: another world size than rank 0's, a rank that another process
+    ///   has, or another version of the protocol.
+    /// - [`ErrorKind::Authentication`]: this process and the store do not hold the same secret.
+    /// - [`ErrorKind::PeerLost`]: a rank that had joined died meanwhile.
+    /// - [`ErrorKind::Timeout`]: at the deadline; it names the ranks that had not joined, or rank
+    ///   0's address when that could not be reached.
+    pub fn join(config: &JoinConfig) -> Result<Arc<Self>> {
+        Self::enter(config).map_err(|error| {
+            let error = error.on_rank(config.rank);
+            error.during("join")
+        })
+    }
+
+    fn enter(config: &JoinConfig) -> Result<Arc<Self>> {
+        let &JoinConfig { rank, world, .. } = config;
+        if world == 0 || world > MAX_WORLD || rank >= world {
+            return Err(Error::invalid(format!(
+                "rank {rank} of {world}: a world has 1 to {MAX_WORLD} ranks, numbered from 0"
+            )));
+        }
+        let deadline = Deadline::after(config.deadline);
+        let key = config.key()?;
+        let address = config.rendezvous.address();
+        let server = (rank == 0)
+            .then(|| {
+                Server::start(Settings {
+                    address,
+                    world,
+                    secret: key.clone(),
+                    heartbeat: config.heartbeat,
+                    store_limit: config.store_limit,
+                })
+            })
+            .transpose()?;
+        let target = match &server {
+            Some(server) => socket::local_target(server.address()?),
+            None => address,
+        };
+        let identity = Identity {
+            rank,
+            world,
+            secret: &key,
+            heartbeat: config.heartbeat,
+        };
+        let health = Health::new();
+        let (client, session) = Client::connect(target, &identity, health, deadline)?;
+        if let Err(error) = client.wait_until_ready(deadline) {
+            if let Some(server) = &server {
+                server.abandon();
+            }
+            client.close();
+            return Err(error);
+        }
+        let store = Store::new(client.clone(), config.deadline);
+        let all: Vec<Rank> = (0..world).collect();
+        let sorted = sort_members(&all, rank, world)?;
+        let everyone = Group::new(client.clone(), all, sorted.clone(), 0);
+        Ok(Arc::new(Self {
+            rank,
+            world,
+            local_rank: config.local_rank,
+            secret: Secret::from_bytes(key.proof("warplink session", &[&session])?),
+            client,
+            store,
+            everyone,
+            groups: Mutex::new(HashMap::from([(sorted, 1)])),
+            server: Mutex::new(Stage::Open(server)),
+        }))
+    }
+
+    /// This process's rank.
+    pub fn rank(&self) -> Rank {
+        self.rank
+    }
+
+    /// How many ranks there are.
+    pub fn world(&self) -> usize {
+        self.world
+    }
+
+    /// This process's number among those on its machine.
+    pub fn local_rank(&self) -> usize {
+        self.local_rank
+    }
+
+    /// A key that the members of this job share, for whatever else they have to prove to one
+    /// another. It is derived from the key that they joined with and a random number of rank 0's,
+    /// so two jobs never have the same; it is secret if the key is.
+    pub fn secret(&self) -> &Secret {
+        &self.secret
+    }
+
+    /// The key-value store.
+    pub fn store(&self) -> &Store {
+        &self.store
+    }
+
+    /// What is known of the other ranks.
+    pub fn health(&self) -> &Health {
+        self.client.health()
+    }
+
+    /// Gives `bytes` to every rank and returns what each gave, by rank. See [`Group::all_gather`].
+    ///
+    /// # Errors
+    /// As [`Group::all_gather`].
+    pub fn all_gather(&self, bytes: &[u8], deadline: Deadline) -> Result<Vec<Vec<u8>>> {
+        self.everyone.all_gather(bytes, deadline)
+    }
+
+    /// Blocks until every rank has called it. See [`Group::barrier`].
+    ///
+    /// # Errors
+    /// As [`Group::all_gather`].
+    pub fn barrier(&self, deadline: Deadline) -> Result<()> {
+        self.everyone.barrier(deadline)
+    }
+
+    /// A group of some of the ranks, this one among them. Does not communicate.
+    ///
+    /// Every member makes it for itself. Members may list the ranks in different orders; when
+    /// several groups of the same members are made, the first on one rank is the first on all.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`] when a rank is out of range or listed twice, or when this
+    /// rank is not listed.
+    pub fn group(&self, members: &[Rank]) -> Result<Group> {
+        let sorted = sort_members(members, self.rank, self.world)?;
+        let mut groups = lock(&self.groups);
+        let count = groups.entry(sorted.clone()).or_default();
+        let instance = *count;
+        *count += 1;
+        Ok(Group::new(
+            self.client.clone(),
+            members.to_vec(),
+            sorted,
+            instance,
+        ))
+    }
+
+    /// Leaves in order: the others take this rank for one that left, not for one that was lost.
+    ///
+    /// Rank 0 goes on serving the store until all others have left or were lost, or the deadline
+    /// passes. Calls that are under way on this rank end with [`ErrorKind::Closed`], as do later
+    /// ones. Closing again does nothing.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Timeout`] naming the ranks that still remain, on rank 0, and
+    /// [`ErrorKind::PeerLost`] naming rank 0 when it is gone. This rank has left all the same.
+    pub fn close(&self, deadline: Deadline) -> Result<()> {
+        let mut stage = lock(&self.server);
+        let Stage::Open(server) = std::mem::replace(&mut *stage, Stage::Closed) else {
+            return Ok(());
+        };
+        let mut result = self
+            .client
+            .leave(deadline)
+            .or_else(|error| match error.kind() {
+                // Rank 0 may be gone by the time the others leave.
+                ErrorKind::PeerLeft => Ok(()),
+                _ => Err(error),
+            });
+        let notifier = self.client.health().close();
+        self.client.close();
+        if let Some(server) = server {
+            let remaining = server.wait_until_empty(deadline);
+            if let [first, ..] = remaining[..] {
+                let names: Vec<_> = remaining.iter().map(Rank::to_string).collect();
+                let error = deadline.expired(&format!("the leaving of rank {}", names.join(", ")));
+                result = result.and(Err(error.peer(first)));
+            }
+            drop(server);
+        }
+        if let Some(notifier) = notifier {
+            // A callback may be what closes; and one that hangs must not hold up the closing.
+            while !notifier.is_finished()
+                && notifier.thread().id() != thread::current().id()
+                && !deadline.passed()
+            {
+                thread::sleep(Duration::from_millis(1));
+            }
+        }
+        result.map_err(|error| error.on_rank(self.rank).during("leave"))
+    }
+}
+
+impl Drop for Bootstrap {
+    fn drop(&mut self) {
+        if let Err(error) = self.close(Deadline::after(DROP)) {
+            tracing::warn!(%error, "left the job without an orderly close");
+        }
+    }
+}
+
+impl fmt::Debug for Bootstrap {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Bootstrap")
+            .field("rank", &self.rank)
+            .field("world", &self.world)
+            .field("health", self.health())
+            .finish_non_exhaustive()
+    }
+}

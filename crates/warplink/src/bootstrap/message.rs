@@ -1,0 +1,366 @@
+//! What members and the store say to one another, and the limits on it.
+
+use crate::error::{Error, ErrorKind, Rank, Result};
+use serde::de::{DeserializeOwned, Visitor};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use std::fmt;
+use std::sync::Arc;
+
+/// The longest key, in bytes.
+pub(crate) const MAX_KEY: usize = 1024;
+/// The most keys in one request.
+pub(crate) const MAX_KEYS: usize = 1 << 16;
+/// The most ranks in a job.
+pub(crate) const MAX_WORLD: usize = 1 << 16;
+
+/// A value. Copies share the bytes, and on the wire they are a run of bytes, not a list of numbers.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Bytes(pub(crate) Arc<[u8]>);
+
+impl From<&[u8]> for Bytes {
+    fn from(bytes: &[u8]) -> Self {
+        Self(bytes.into())
+    }
+}
+
+impl Serialize for Bytes {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_bytes(&self.0)
+    }
+}
+
+impl<'de> Deserialize<'de> for Bytes {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Run;
+        impl Visitor<'_> for Run {
+            type Value = Bytes;
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("bytes")
+            }
+            fn visit_bytes<E>(self, bytes: &[u8]) -> Result<Bytes, E> {
+                Ok(bytes.into())
+            }
+        }
+        deserializer.deserialize_bytes(Run)
+    }
+}
+
+/// What a waiting request does with its keys once all of them are there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum Then {
+    /// Only says so.
+    Nothing,
+    /// Sends the values.
+    Read,
+    /// Sends the values and deletes the keys.
+    Take,
+}
+
+/// What a gather is for; the members of one gather must agree on it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum Purpose {
+    AllGather,
+    Barrier,
+}
+
+impl fmt::Display for Purpose {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::AllGather => "all-gather",
+            Self::Barrier => "barrier",
+        })
+    }
+}
+
+/// Which of a sequence of gathers among which members.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub(crate) struct GatherId {
+    /// In ascending order, without repetition.
+    pub(crate) members: Vec<u32>,
+    /// Which group of these members, by the order in which each rank made them.
+    pub(crate) instance: u64,
+    /// Which gather of that group.
+    pub(crate) sequence: u64,
+}
+
+/// What a member asks of the store.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum Request {
+    Set {
+        pairs: Vec<(String, Bytes)>,
+    },
+    /// Waits until all keys are there. `on` are the ranks it depends on; none means every other.
+    Wait {
+        keys: Vec<String>,
+        then: Then,
+        on: Vec<u32>,
+    },
+    Check {
+        keys: Vec<String>,
+    },
+    Delete {
+        key: String,
+    },
+    Add {
+        key: String,
+        amount: i64,
+    },
+    CompareAndSet {
+        key: String,
+        expected: Option<Bytes>,
+        new: Bytes,
+    },
+    Gather {
+        id: GatherId,
+        purpose: Purpose,
+        value: Bytes,
+    },
+    /// Ends the sender's waiting request of that number; that request is answered, this one not.
+    Cancel {
+        id: u64,
+    },
+    /// Which ranks have not joined.
+    Missing,
+    /// The sender leaves in order.
+    Leave,
+}
+
+/// What the store answers.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum Reply {
+    Done,
+    Flag(bool),
+    Number(i64),
+    Values(Vec<Bytes>),
+    /// The value that kept a compare-and-set from happening.
+    Kept(Option<Bytes>),
+    Ranks(Vec<u32>),
+    Refused(Refusal),
+}
+
+/// What the store tells every member unasked.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum Event {
+    /// Every rank has joined.
+    Ready,
+    /// Rank 0 gave up waiting for these ranks to join.
+    Abandoned {
+        missing: Vec<u32>,
+    },
+    Lost {
+        rank: u32,
+        why: String,
+    },
+    Left {
+        rank: u32,
+    },
+}
+
+/// Why a request or a join was refused.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Refusal {
+    pub(crate) why: Why,
+    pub(crate) message: String,
+    pub(crate) peer: Option<u32>,
+    pub(crate) key: Option<String>,
+}
+
+/// The kinds of refusal; a part of the protocol, hence apart from [`ErrorKind`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum Why {
+    Invalid,
+    Mismatch,
+    Authentication,
+    Protocol,
+    PeerLost,
+    PeerLeft,
+    Cancelled,
+    OutOfMemory,
+}
+
+impl Refusal {
+    pub(crate) fn new(why: Why, message: impl Into<String>) -> Self {
+        Self {
+            why,
+            message: message.into(),
+            peer: None,
+            key: None,
+        }
+    }
+
+    pub(crate) fn peer(mut self, peer: u32) -> Self {
+        self.peer = Some(peer);
+        self
+    }
+
+    pub(crate) fn key(mut self, key: &str) -> Self {
+        self.key = Some(key.to_owned());
+        self
+    }
+
+    /// The refusal as the caller sees it.
+    pub(crate) fn into_error(self) -> Error {
+        let kind = match self.why {
+            Why::Invalid => ErrorKind::InvalidArgument,
+            Why::Mismatch => ErrorKind::Mismatch,
+            Why::Authentication => ErrorKind::Authentication,
+            Why::Protocol => ErrorKind::Protocol,
+            Why::PeerLost => ErrorKind::PeerLost,
+            Why::PeerLeft => ErrorKind::PeerLeft,
+            Why::Cancelled => ErrorKind::Timeout,
+            Why::OutOfMemory => ErrorKind::OutOfMemory,
+        };
+        let mut error = Error::new(kind, self.message);
+        if let Some(peer) = self.peer {
+            error = error.peer(peer as Rank);
+        }
+        match self.key {
+            Some(key) => error.key(key),
+            None => error,
+        }
+    }
+}
+
+impl Request {
+    /// Whether its keys, counts and ranks are within the limits, in a job of `world` ranks.
+    pub(crate) fn check(&self, world: usize) -> Result<(), Refusal> {
+        match self {
+            Self::Set { pairs } => check_keys(pairs.iter().map(|(key, _)| key)),
+            Self::Wait { keys, on, then } => {
+                check_keys(keys.iter())?;
+                if *then == Then::Take && has_duplicates(keys) {
+                    return Err(Refusal::new(Why::Invalid, "a key is to be taken twice"));
+                }
+                check_ranks(on, world)
+            }
+            Self::Check { keys } => check_keys(keys.iter()),
+            Self::Delete { key } | Self::Add { key, .. } | Self::CompareAndSet { key, .. } => {
+                check_keys(std::iter::once(key))
+            }
+            Self::Gather { id, .. } => {
+                check_ranks(&id.members, world)?;
+                match id.members.is_sorted_by(|a, b| a < b) {
+                    true => Ok(()),
+                    false => Err(Refusal::new(
+                        Why::Protocol,
+                        "a group's members are not in order",
+                    )),
+                }
+            }
+            Self::Cancel { .. } | Self::Missing | Self::Leave => Ok(()),
+        }
+    }
+}
+
+fn check_keys<'a>(keys: impl ExactSizeIterator<Item = &'a String>) -> Result<(), Refusal> {
+    if keys.len() > MAX_KEYS {
+        return Err(Refusal::new(
+            Why::Invalid,
+            format!(
+                "{} keys in one request; the limit is {MAX_KEYS}",
+                keys.len()
+            ),
+        ));
+    }
+    for key in keys {
+        if key.is_empty() || key.len() > MAX_KEY {
+            return Err(Refusal::new(
+                Why::Invalid,
+                format!("a key has {} bytes; it must have 1 to {MAX_KEY}", key.len()),
+            ));
+        }
+    }
+    Ok(())
+}
+
+fn has_duplicates(keys: &[String]) -> bool {
+    let mut seen = std::collections::HashSet::new();
+    !keys.iter().all(|key| seen.insert(key))
+}
+
+fn check_ranks(ranks: &[u32], world: usize) -> Result<(), Refusal> {
+    match ranks.iter().find(|&&rank| rank as usize >= world) {
+        None => Ok(()),
+        Some(rank) => Err(Refusal::new(
+            Why::Invalid,
+            format!("rank {rank} is out of range: the world has {world} ranks"),
+        )),
+    }
+}
+
+/// The body of a message.
+pub(crate) fn encode(message: &impl Serialize) -> Result<Vec<u8>> {
+    postcard::to_stdvec(message)
+        .map_err(|error| Error::new(ErrorKind::Internal, format!("encode a message: {error}")))
+}
+
+/// The message in a body, all of whose bytes it must take up.
+///
+/// # Errors
+/// [`ErrorKind::Protocol`].
+pub(crate) fn decode<T: DeserializeOwned>(body: &[u8]) -> Result<T> {
+    match postcard::take_from_bytes(body) {
+        Ok((message, [])) => Ok(message),
+        Ok((_, rest)) => Err(Error::new(
+            ErrorKind::Protocol,
+            format!("{} bytes follow a message", rest.len()),
+        )),
+        Err(error) => Err(Error::new(
+            ErrorKind::Protocol,
+            format!("a malformed message: {error}"),
+        )),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn arbitrary_bodies_never_panic(body: Vec<u8>) {
+            if let Ok(request) = decode::<Request>(&body) {
+                let _ = request.check(4);
+            }
+            let _ = decode::<Reply>(&body);
+            let _ = decode::<Event>(&body);
+        }
+
+        #[test]
+        fn a_request_survives(key: String, amount: i64, value: Vec<u8>, ranks: Vec<u32>) {
+            let value = Bytes::from(&value[..]);
+            for request in [
+                Request::Add { key: key.clone(), amount },
+                Request::Set { pairs: vec![(key.clone(), value.clone())] },
+                Request::Wait { keys: vec![key.clone()], then: Then::Take, on: ranks.clone() },
+                Request::CompareAndSet { key: key.clone(), expected: Some(value.clone()), new: value.clone() },
+            ] {
+                let body = encode(&request).unwrap();
+                prop_assert_eq!(&decode::<Request>(&body).unwrap(), &request);
+                for length in 0..body.len() {
+                    prop_assert!(decode::<Request>(&body[..length]).is_err());
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn limits_hold() {
+        let wait = |keys: Vec<String>, on| Request::Wait {
+            keys,
+            then: Then::Take,
+            on,
+        };
+        assert!(wait(vec!["k".repeat(MAX_KEY)], vec![3]).check(4).is_ok());
+        for refused in [
+            wait(vec!["k".repeat(MAX_KEY + 1)], vec![]),
+            wait(vec![String::new()], vec![]),
+            wait(vec!["k".into(); MAX_KEYS + 1], vec![]),
+            wait(vec!["k".into(); 2], vec![]),
+            wait(vec!["k".into()], vec![4]),
+        ] {
+            assert_eq!(refused.check(4).unwrap_err().why, Why::Invalid);
+        }
+    }
+}

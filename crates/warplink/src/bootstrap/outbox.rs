@@ -1,0 +1,147 @@
+//! Sending frames without ever blocking the sender.
+
+use super::frame;
+use crate::error::{Error, ErrorKind, Result};
+use crate::sync::lock;
+use rustix::net::{SendFlags, send};
+use std::collections::VecDeque;
+use std::io::Write;
+use std::net::{Shutdown, TcpStream};
+use std::sync::{Arc, Mutex};
+use std::thread::{self, JoinHandle};
+
+/// How much may wait for a receiver that does not read before its connection is given up.
+const MAX_QUEUED: usize = 4 * frame::MAX_BODY;
+
+/// The sending half of a connection.
+///
+/// A frame goes straight into the socket's buffer while that has room. What does not fit waits in
+/// a queue, which a thread of its own empties and then ends: in the common case nobody has to be
+/// woken, and a receiver that stalls holds up nobody else.
+#[derive(Debug)]
+pub(crate) struct Outbox {
+    stream: Arc<TcpStream>,
+    queue: Mutex<Queue>,
+}
+
+#[derive(Debug, Default)]
+struct Queue {
+    frames: VecDeque<Vec<u8>>,
+    bytes: usize,
+    draining: bool,
+    closed: bool,
+    drain: Option<JoinHandle<()>>,
+}
+
+impl Outbox {
+    pub(crate) fn new(stream: Arc<TcpStream>) -> Arc<Self> {
+        Arc::new(Self {
+            stream,
+            queue: Mutex::default(),
+        })
+    }
+
+    /// Sends a frame or queues it. On an error the connection is shut down, which its reader sees.
+    pub(crate) fn push(self: &Arc<Self>, id: u64, body: &[u8]) -> Result<()> {
+        // Too long a message is the caller's mistake and leaves the connection as it is.
+        let bytes = frame::encode(id, body)?;
+        let mut queue = lock(&self.queue);
+        let result = self.place(&mut queue, bytes);
+        if result.is_err() {
+            self.shut(&mut queue);
+        }
+        result
+    }
+
+    fn place(self: &Arc<Self>, queue: &mut Queue, mut bytes: Vec<u8>) -> Result<()> {
+        if queue.closed {
+            return Err(Error::new(ErrorKind::Closed, "the connection is closed"));
+        }
+        if !queue.draining {
+            let sent = self.send_now(&bytes)?;
+            if sent == bytes.len() {
+                return Ok(());
+            }
+            bytes.drain(..sent);
+        }
+        queue.bytes += bytes.len();
+        if queue.bytes > MAX_QUEUED {
+            return Err(Error::new(
+                ErrorKind::OutOfMemory,
+                "the receiver does not read",
+            ));
+        }
+        queue.frames.push_back(bytes);
+        if !queue.draining {
+            let outbox = self.clone();
+            let drain = thread::Builder::new()
+                .name("warplink-send".into())
+                .spawn(move || outbox.drain())
+                .map_err(|error| Error::io("start a sending thread", &error))?;
+            queue.draining = true;
+            // The thread before it has nothing left to do but to end.
+            queue.drain = Some(drain);
+        }
+        Ok(())
+    }
+
+    /// How many bytes the socket took at once.
+    fn send_now(&self, bytes: &[u8]) -> Result<usize> {
+        let mut sent = 0;
+        while sent < bytes.len() {
+            match send(
+                &*self.stream,
+                &bytes[sent..],
+                SendFlags::DONTWAIT | SendFlags::NOSIGNAL,
+            ) {
+                Ok(count) => sent += count,
+                Err(rustix::io::Errno::INTR) => {}
+                Err(rustix::io::Errno::AGAIN) => break,
+                Err(errno) => return Err(Error::io("send a frame", &errno.into())),
+            }
+        }
+        Ok(sent)
+    }
+
+    fn drain(&self) {
+        loop {
+            let bytes = {
+                let mut queue = lock(&self.queue);
+                match queue.frames.pop_front() {
+                    Some(bytes) => {
+                        queue.bytes -= bytes.len();
+                        bytes
+                    }
+                    None => {
+                        queue.draining = false;
+                        return;
+                    }
+                }
+            };
+            let mut stream = &*self.stream;
+            if stream.write_all(&bytes).is_err() {
+                self.shut(&mut lock(&self.queue));
+            }
+        }
+    }
+
+    fn shut(&self, queue: &mut Queue) {
+        queue.closed = true;
+        queue.frames.clear();
+        queue.bytes = 0;
+        // It may be down already.
+        let _ = self.stream.shutdown(Shutdown::Both);
+    }
+
+    /// Shuts the connection down and waits for the sending thread, which that ends.
+    pub(crate) fn close(&self) {
+        let drain = {
+            let mut queue = lock(&self.queue);
+            self.shut(&mut queue);
+            queue.drain.take()
+        };
+        if let Some(drain) = drain {
+            let _ = drain.join();
+        }
+    }
+}

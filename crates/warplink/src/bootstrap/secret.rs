@@ -1,0 +1,118 @@
+//! The key that a process proves to hold when it joins.
+
+use crate::error::{Error, ErrorKind, Result};
+use hmac::{Hmac, Mac};
+use sha2::Sha256;
+use std::fmt;
+
+/// A keyed proof: an HMAC-SHA-256.
+pub(crate) type Proof = [u8; 32];
+
+/// A key of 256 bits that the processes of one job share and nobody else holds.
+///
+/// It never crosses the wire during a join; each side proves that it holds it. Its `Debug` form
+/// does not show it.
+#[derive(Clone)]
+pub struct Secret([u8; 32]);
+
+impl Secret {
+    /// A fresh key from the operating system's random source.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Io`] when that source fails.
+    pub fn random() -> Result<Self> {
+        Ok(Self(random_bytes()?))
+    }
+
+    /// The key made of these bytes.
+    pub const fn from_bytes(bytes: [u8; 32]) -> Self {
+        Self(bytes)
+    }
+
+    /// The key itself. Keep it out of logs and command lines.
+    pub const fn as_bytes(&self) -> &[u8; 32] {
+        &self.0
+    }
+
+    /// The key that stands for a text such as `WARPLINK_SECRET`.
+    ///
+    /// The text is hashed once, not stretched: it has to be long and random to withstand guessing.
+    pub(crate) fn from_text(text: &str) -> Result<Self> {
+        Self([0; 32])
+            .proof("warplink secret text", &[text.as_bytes()])
+            .map(Self)
+    }
+
+    /// The key in use when nobody gave one: everybody knows it, so it protects nothing.
+    pub(crate) fn well_known() -> Self {
+        Self(*b"warplink: no secret was given ..")
+    }
+
+    /// HMAC-SHA-256 under this key over `label` and `parts`.
+    ///
+    /// Each piece is preceded by its length, so that no two different lists give the same input.
+    pub(crate) fn proof(&self, label: &str, parts: &[&[u8]]) -> Result<Proof> {
+        Ok(self.mac(label, parts)?.finalize().into_bytes().into())
+    }
+
+    /// Whether `claimed` is the proof over `label` and `parts`, compared in constant time.
+    pub(crate) fn verify(&self, label: &str, parts: &[&[u8]], claimed: &Proof) -> Result<bool> {
+        Ok(self.mac(label, parts)?.verify_slice(claimed).is_ok())
+    }
+
+    fn mac(&self, label: &str, parts: &[&[u8]]) -> Result<Hmac<Sha256>> {
+        let mut mac = Hmac::<Sha256>::new_from_slice(&self.0)
+            .map_err(|_| Error::new(ErrorKind::Internal, "HMAC refused a key of 32 bytes"))?;
+        for part in std::iter::once(&label.as_bytes()).chain(parts) {
+            mac.update(&(part.len() as u64).to_le_bytes());
+            mac.update(part);
+        }
+        Ok(mac)
+    }
+}
+
+impl fmt::Debug for Secret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Secret(..)")
+    }
+}
+
+/// Bytes from the operating system's random source, for keys and nonces.
+pub(crate) fn random_bytes<const N: usize>() -> Result<[u8; N]> {
+    let mut bytes = [0; N];
+    getrandom::fill(&mut bytes).map_err(|error| {
+        Error::new(ErrorKind::Io, error.to_string()).during("read random bytes")
+    })?;
+    Ok(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_proof_depends_on_key_label_and_every_boundary() {
+        let key = Secret::from_bytes([7; 32]);
+        let proof = key.proof("a", &[b"bc", b"d"]).unwrap();
+        assert!(key.verify("a", &[b"bc", b"d"], &proof).unwrap());
+        assert!(!key.verify("a", &[b"b", b"cd"], &proof).unwrap());
+        assert!(!key.verify("ab", &[b"c", b"d"], &proof).unwrap());
+        assert!(
+            !Secret::from_bytes([8; 32])
+                .verify("a", &[b"bc", b"d"], &proof)
+                .unwrap()
+        );
+    }
+
+    #[test]
+    fn debug_does_not_show_the_key() {
+        assert_eq!(
+            format!("{:?}", Secret::from_bytes([0xab; 32])),
+            "Secret(..)"
+        );
+        assert_ne!(
+            Secret::random().unwrap().as_bytes(),
+            Secret::random().unwrap().as_bytes()
+        );
+    }
+}

@@ -1,0 +1,337 @@
+//! The store's server, which runs in the process of rank 0.
+
+use super::frame;
+use super::handshake;
+use super::message::{self, MAX_WORLD, Refusal, Request, Why};
+use super::outbox::Outbox;
+use super::secret::{Secret, random_bytes};
+use super::socket::{self, Timed};
+use super::table::{Outgoing, Table};
+use crate::deadline::Deadline;
+use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::sync::lock;
+use std::collections::HashMap;
+use std::io::BufReader;
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+/// How long a connection may take over the handshake.
+const HANDSHAKE: Duration = Duration::from_secs(5);
+/// The most connections that may be in a handshake at a time.
+const MAX_STRANGERS: usize = 512;
+
+/// What the server needs to know.
+pub(crate) struct Settings {
+    pub(crate) address: SocketAddr,
+    pub(crate) world: usize,
+    pub(crate) secret: Secret,
+    pub(crate) heartbeat: Duration,
+    pub(crate) store_limit: usize,
+}
+
+/// A running server.
+pub(crate) struct Server {
+    shared: Arc<Shared>,
+    accepting: Option<JoinHandle<()>>,
+}
+
+struct Shared {
+    listener: TcpListener,
+    settings: Settings,
+    session: [u8; 32],
+    state: Mutex<State>,
+    /// Signalled when a member joins or goes.
+    changed: Condvar,
+}
+
+struct State {
+    table: Table,
+    outboxes: HashMap<u32, Arc<Outbox>>,
+    /// Every open connection by a number of its own, so that closing can end them all.
+    streams: HashMap<u64, Arc<TcpStream>>,
+    threads: HashMap<u64, JoinHandle<()>>,
+    /// Connections whose threads are about to end.
+    finished: Vec<u64>,
+    strangers: usize,
+    next: u64,
+    closing: bool,
+}
+
+impl Server {
+    /// Listens and starts to accept members.
+    ///
+    /// # Errors
+    /// [`ErrorKind::AddressInUse`] and other failures to listen.
+    pub(crate) fn start(settings: Settings) -> Result<Self> {
+        if settings.world == 0 || settings.world > MAX_WORLD {
+            return Err(Error::invalid(format!(
+                "a world of {} ranks; it must have 1 to {MAX_WORLD}",
+                settings.world
+            )));
+        }
+        let listener = socket::listen(settings.address)?;
+        let table = Table::new(settings.world, settings.store_limit);
+        let shared = Arc::new(Shared {
+            listener,
+            session: random_bytes()?,
+            settings,
+            state: Mutex::new(State {
+                table,
+                outboxes: HashMap::new(),
+                streams: HashMap::new(),
+                threads: HashMap::new(),
+                finished: Vec::new(),
+                strangers: 0,
+                next: 0,
+                closing: false,
+            }),
+            changed: Condvar::new(),
+        });
+        let accepting = {
+            let shared = shared.clone();
+            spawn("warplink-accept", move || shared.accept_all())?
+        };
+        Ok(Self {
+            shared,
+            accepting: Some(accepting),
+        })
+    }
+
+    /// Where it listens.
+    pub(crate) fn address(&self) -> Result<SocketAddr> {
+        self.shared
+            .listener
+            .local_addr()
+            .map_err(|error| Error::io("ask for the address", &error))
+    }
+
+    /// Tells the members that rank 0 no longer waits for those who are missing.
+    pub(crate) fn abandon(&self) {
+        let mut state = lock(&self.shared.state);
+        state.table.abandon();
+        self.shared.deliver(state);
+    }
+
+    /// Waits until every member has left or was lost, and returns those that still remain.
+    pub(crate) fn wait_until_empty(&self, deadline: Deadline) -> Vec<Rank> {
+        let mut state = lock(&self.shared.state);
+        loop {
+            let present = state.table.present();
+            let left = deadline.remaining();
+            if present.is_empty() || left.is_zero() {
+                return present.into_iter().map(|rank| rank as Rank).collect();
+            }
+            state = self
+                .shared
+                .changed
+                .wait_timeout(state, left)
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
+        }
+    }
+
+    /// Closes every connection and the listener, and waits for all threads to end.
+    fn stop(&mut self) {
+        let Some(accepting) = self.accepting.take() else {
+            return;
+        };
+        let outboxes: Vec<_> = {
+            let mut state = lock(&self.shared.state);
+            state.closing = true;
+            for stream in state.streams.values() {
+                let _ = stream.shutdown(Shutdown::Both);
+            }
+            state.outboxes.values().cloned().collect()
+        };
+        // On Linux this ends the accept() that is under way.
+        let _ = rustix::net::shutdown(&self.shared.listener, rustix::net::Shutdown::Both);
+        let _ = accepting.join();
+        for outbox in outboxes {
+            outbox.close();
+        }
+        // No connection is added once `closing` is set.
+        let threads: Vec<_> = lock(&self.shared.state).threads.drain().collect();
+        for (_, thread) in threads {
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+impl Shared {
+    fn accept_all(self: Arc<Self>) {
+        loop {
+            let accepted = self.listener.accept();
+            if lock(&self.state).closing {
+                return;
+            }
+            match accepted {
+                Ok((stream, _)) => self.clone().admit(stream),
+                Err(error) => {
+                    // Out of descriptors, say: it may pass, and must not turn into a busy loop.
+                    tracing::warn!(%error, "could not accept a connection");
+                    thread::sleep(Duration::from_millis(20));
+                }
+            }
+        }
+    }
+
+    /// Gives a new connection a thread, unless there are too many strangers already.
+    fn admit(self: Arc<Self>, stream: TcpStream) {
+        let stream = Arc::new(stream);
+        let mut state = lock(&self.state);
+        for id in std::mem::take(&mut state.finished) {
+            if let Some(thread) = state.threads.remove(&id) {
+                // It has nothing left to do but to end.
+                let _ = thread.join();
+            }
+        }
+        if state.closing || state.strangers >= MAX_STRANGERS {
+            return;
+        }
+        let id = state.next;
+        let (shared, own) = (self.clone(), stream.clone());
+        match spawn("warplink-store", move || shared.serve(id, own)) {
+            Ok(thread) => {
+                state.next += 1;
+                state.strangers += 1;
+                state.streams.insert(id, stream);
+                state.threads.insert(id, thread);
+            }
+            Err(error) => tracing::warn!(%error, "could not serve a connection"),
+        }
+    }
+
+    /// A connection from its first byte to its last.
+    fn serve(&self, id: u64, stream: Arc<TcpStream>) {
+        let member = self.greet(&stream);
+        lock(&self.state).strangers -= 1;
+        match member {
+            Ok((rank, outbox)) => {
+                let why = self.attend(rank, &stream);
+                outbox.close();
+                let mut state = lock(&self.state);
+                if !state.closing {
+                    // Without effect on one that left in order.
+                    state.table.lose(rank, &why);
+                }
+                state.outboxes.remove(&rank);
+                self.deliver(state);
+                self.changed.notify_all();
+            }
+            Err(error) => tracing::info!(%error, "a connection was refused"),
+        }
+        let mut state = lock(&self.state);
+        state.streams.remove(&id);
+        state.finished.push(id);
+    }
+
+    /// The handshake, and the admission of the rank.
+    fn greet(&self, stream: &Arc<TcpStream>) -> Result<(u32, Arc<Outbox>)> {
+        socket::tune(stream, self.settings.heartbeat)
+            .map_err(|error| Error::io("set socket options", &error))?;
+        let mut timed = Timed::new(stream, Deadline::after(HANDSHAKE));
+        let claim = handshake::accept(&mut timed, &self.settings.secret)?;
+        match self.enter(claim.rank, claim.world, stream) {
+            Ok(entered) => {
+                timed
+                    .finish()
+                    .map_err(|error| Error::io("set socket options", &error))?;
+                let (rank, outbox) = entered;
+                self.changed.notify_all();
+                Ok((rank, outbox))
+            }
+            Err(refusal) => {
+                handshake::refuse(&mut timed, refusal.clone())?;
+                Err(refusal.into_error())
+            }
+        }
+    }
+
+    fn enter(
+        &self,
+        rank: u64,
+        world: u64,
+        stream: &Arc<TcpStream>,
+    ) -> Result<(u32, Arc<Outbox>), Refusal> {
+        let expected = self.settings.world as u64;
+        if world != expected {
+            let message = format!(
+                "rank {rank} was started for a world of {world} ranks, rank 0 for one of {expected}"
+            );
+            return Err(Refusal::new(Why::Mismatch, message));
+        }
+        let rank = u32::try_from(rank).unwrap_or(u32::MAX);
+        let welcome = handshake::welcome(self.session)
+            .map_err(|error| Refusal::new(Why::Protocol, error.to_string()))?;
+        let outbox = Outbox::new(stream.clone());
+        let mut state = lock(&self.state);
+        state.table.join(rank)?;
+        // Under the lock, so that no event overtakes the welcome. Should it fail, the reader finds
+        // the connection closed, and the rank is lost.
+        let _ = outbox.push(0, &welcome);
+        state.outboxes.insert(rank, outbox.clone());
+        state.table.announce();
+        self.deliver(state);
+        Ok((rank, outbox))
+    }
+
+    /// Handles a member's requests; returns why its connection ended.
+    fn attend(&self, rank: u32, stream: &TcpStream) -> String {
+        let mut reader = BufReader::with_capacity(16 << 10, stream);
+        loop {
+            let frame = match frame::read(&mut reader, frame::MAX_BODY) {
+                Ok(Some(frame)) => frame,
+                Ok(None) => return "its connection was closed".into(),
+                Err(error) => return format!("its connection failed: {}", error.message()),
+            };
+            let request = match message::decode::<Request>(&frame.body) {
+                Ok(request) => request,
+                Err(error) => return format!("it broke the protocol: {}", error.message()),
+            };
+            let leaving = request == Request::Leave;
+            let mut state = lock(&self.state);
+            if state.closing {
+                return "the store is closing".into();
+            }
+            state.table.handle(rank, frame.id, request);
+            self.deliver(state);
+            if leaving {
+                self.changed.notify_all();
+            }
+        }
+    }
+
+    /// Sends what the table wants sent, after releasing the lock: sending takes longer than any
+    /// request.
+    fn deliver(&self, mut state: MutexGuard<'_, State>) {
+        let outgoing = state.table.take_outgoing();
+        let addressed: Vec<(Arc<Outbox>, Outgoing)> = outgoing
+            .into_iter()
+            .filter_map(|frame| Some((state.outboxes.get(&frame.to)?.clone(), frame)))
+            .collect();
+        drop(state);
+        for (outbox, frame) in addressed {
+            // A connection that fails here is noticed by its reader.
+            if let Err(error) = outbox.push(frame.id, &frame.body)
+                && error.kind() != ErrorKind::Closed
+            {
+                tracing::warn!(rank = frame.to, %error, "could not send to a rank");
+            }
+        }
+    }
+}
+
+fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>> {
+    thread::Builder::new()
+        .name(name.into())
+        .spawn(body)
+        .map_err(|error| Error::io("start a thread", &error))
+}

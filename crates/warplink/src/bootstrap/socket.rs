@@ -1,0 +1,146 @@
+//! Sockets as the store uses them: listening, connecting, options, reads with a deadline.
+
+use crate::deadline::Deadline;
+use crate::error::{Error, ErrorKind, Result};
+use crate::sync::lock;
+use rustix::net::sockopt;
+use std::collections::HashMap;
+use std::io::{self, Read, Write};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
+use std::sync::{LazyLock, Mutex};
+use std::time::Duration;
+
+/// Ports that this process picked for a unique id and holds until rank 0 listens there.
+static RESERVED: LazyLock<Mutex<HashMap<SocketAddr, TcpListener>>> = LazyLock::new(Mutex::default);
+
+/// Lets a whole job connect at once.
+const BACKLOG: i32 = 4096;
+
+/// Picks a free port on `ip` and holds it for [`take_reserved`].
+pub(crate) fn reserve(ip: IpAddr) -> Result<SocketAddr> {
+    let failed = |error| Error::io(format!("pick a free port on {ip}"), &error);
+    let listener = TcpListener::bind((ip, 0)).map_err(failed)?;
+    rustix::net::listen(&listener, BACKLOG).map_err(|errno| failed(errno.into()))?;
+    let address = listener.local_addr().map_err(failed)?;
+    lock(&RESERVED).insert(address, listener);
+    Ok(address)
+}
+
+/// The listener that [`reserve`] left for `address`, if this process did.
+pub(crate) fn take_reserved(address: SocketAddr) -> Option<TcpListener> {
+    lock(&RESERVED).remove(&address)
+}
+
+/// Listens at `address`, or on every interface when the address is not this machine's own: behind
+/// address translation the others may know rank 0 by an address that it does not have itself.
+pub(crate) fn listen(address: SocketAddr) -> Result<TcpListener> {
+    if let Some(listener) = take_reserved(address) {
+        return Ok(listener);
+    }
+    let bound = TcpListener::bind(address).or_else(|error| match error.kind() {
+        io::ErrorKind::AddrNotAvailable => {
+            tracing::warn!(%address, "not an address of this machine; listening on every interface");
+            TcpListener::bind((unspecified(address.ip()), address.port()))
+        }
+        _ => Err(error),
+    });
+    let failed = |error: io::Error| {
+        let made = Error::io(format!("serve the store at {address}"), &error);
+        match made.kind() {
+            ErrorKind::AddressInUse => {
+                made.help("another process listens there; end it, or give the job another port")
+            }
+            _ => made,
+        }
+    };
+    let listener = bound.map_err(failed)?;
+    rustix::net::listen(&listener, BACKLOG).map_err(|errno| failed(errno.into()))?;
+    Ok(listener)
+}
+
+fn unspecified(ip: IpAddr) -> IpAddr {
+    match ip {
+        IpAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
+        IpAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
+    }
+}
+
+/// Where a process on the same machine reaches a listener bound to `address`.
+pub(crate) fn local_target(address: SocketAddr) -> SocketAddr {
+    match address.ip() {
+        IpAddr::V4(ip) if ip.is_unspecified() => (Ipv4Addr::LOCALHOST, address.port()).into(),
+        IpAddr::V6(ip) if ip.is_unspecified() => (Ipv6Addr::LOCALHOST, address.port()).into(),
+        _ => address,
+    }
+}
+
+/// One attempt to connect, which takes at most `limit`.
+pub(crate) fn connect(address: SocketAddr, limit: Duration) -> io::Result<TcpStream> {
+    // A limit of zero is an error of its own to the standard library.
+    let stream = TcpStream::connect_timeout(&address, limit.max(Duration::from_millis(1)))?;
+    // Nobody listens yet, and the system gave this socket the very port it asks for, so that it
+    // reached itself. Dropping it frees the port for rank 0.
+    if stream.local_addr()? == stream.peer_addr()? {
+        return Err(io::ErrorKind::ConnectionRefused.into());
+    }
+    Ok(stream)
+}
+
+/// Sends small frames at once, and notices within about four heartbeats that the other machine
+/// vanished. A process that dies is noticed at once, since its system closes the connection.
+pub(crate) fn tune(stream: &TcpStream, heartbeat: Duration) -> io::Result<()> {
+    // The system counts these intervals in whole seconds.
+    let heartbeat = heartbeat.clamp(Duration::from_secs(1), Duration::from_secs(3600));
+    stream.set_nodelay(true)?;
+    sockopt::set_socket_keepalive(stream, true)?;
+    sockopt::set_tcp_keepidle(stream, heartbeat)?;
+    sockopt::set_tcp_keepintvl(stream, heartbeat)?;
+    sockopt::set_tcp_keepcnt(stream, 3)?;
+    sockopt::set_tcp_user_timeout(stream, (heartbeat * 4).as_millis() as u32)?;
+    Ok(())
+}
+
+/// A stream whose reads and writes all end at one deadline, however slowly bytes trickle in.
+pub(crate) struct Timed<'a> {
+    stream: &'a TcpStream,
+    deadline: Deadline,
+}
+
+impl<'a> Timed<'a> {
+    pub(crate) fn new(stream: &'a TcpStream, deadline: Deadline) -> Self {
+        Self { stream, deadline }
+    }
+
+    /// Lifts the time limits for whoever uses the stream next.
+    pub(crate) fn finish(self) -> io::Result<()> {
+        self.stream.set_read_timeout(None)?;
+        self.stream.set_write_timeout(None)
+    }
+
+    fn remaining(&self) -> io::Result<Option<Duration>> {
+        match self.deadline.remaining() {
+            Duration::ZERO => Err(io::ErrorKind::TimedOut.into()),
+            left => Ok(Some(left)),
+        }
+    }
+}
+
+impl Read for Timed<'_> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        self.stream.set_read_timeout(self.remaining()?)?;
+        let mut stream = self.stream;
+        stream.read(buffer)
+    }
+}
+
+impl Write for Timed<'_> {
+    fn write(&mut self, buffer: &[u8]) -> io::Result<usize> {
+        self.stream.set_write_timeout(self.remaining()?)?;
+        let mut stream = self.stream;
+        stream.write(buffer)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}

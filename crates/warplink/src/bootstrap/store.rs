@@ -1,0 +1,285 @@
+//! The key-value store as its clients see it.
+
+use super::client::Client;
+use super::message::{Bytes, Reply, Request, Then};
+use crate::deadline::Deadline;
+use crate::error::{Error, ErrorKind, Rank, Result};
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// How long a wait for keys may last, and who has to be there for it to make sense.
+#[derive(Clone, Debug)]
+pub struct Wait {
+    /// When it gives up, with [`ErrorKind::Timeout`]. One that has already passed asks for what is
+    /// there now.
+    pub deadline: Deadline,
+    /// The ranks without any one of which the keys cannot come; empty: any other rank may set them.
+    pub depends_on: Vec<Rank>,
+}
+
+impl Wait {
+    /// A wait that ends with an error as soon as any of `ranks` is lost or has left.
+    pub fn on(ranks: impl Into<Vec<Rank>>, deadline: Deadline) -> Self {
+        Self {
+            deadline,
+            depends_on: ranks.into(),
+        }
+    }
+
+    /// A wait for what any other rank may set. It ends with an error as soon as one of them is
+    /// lost, and when all of them have left.
+    pub fn any(deadline: Deadline) -> Self {
+        Self {
+            deadline,
+            depends_on: Vec::new(),
+        }
+    }
+}
+
+/// A client of the key-value store that rank 0 serves.
+///
+/// Cheap to clone; clones share a connection, and any number of threads may use it at a time: a
+/// call that waits does not hold up others. Keys have 1 to 1,024 bytes; a request or its answer
+/// takes at most 64 MiB.
+///
+/// Calls that do not wait for a key block for one round trip, and end with [`ErrorKind::Timeout`]
+/// should rank 0 not answer within the deadline of the join. All calls can fail with
+/// [`ErrorKind::PeerLost`] naming rank 0 when the connection to it ended, with
+/// [`ErrorKind::PeerLeft`] naming it when it left in order, with [`ErrorKind::Closed`] when this
+/// rank did, and with [`ErrorKind::InvalidArgument`] for a key or a message beyond the limits.
+#[derive(Clone)]
+pub struct Store {
+    client: Arc<Client>,
+    limit: Duration,
+}
+
+impl Store {
+    pub(crate) fn new(client: Arc<Client>, limit: Duration) -> Self {
+        Self { client, limit }
+    }
+
+    /// Sets a key, whether or not it had a value.
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfMemory`] when the store's limit is reached, and those of every call.
+    pub fn set(&self, key: impl Into<String>, value: impl AsRef<[u8]>) -> Result<()> {
+        let key = key.into();
+        let pairs = vec![(key.clone(), Bytes::from(value.as_ref()))];
+        self.ask("set", Some(&key), &Request::Set { pairs })
+            .map(drop)
+    }
+
+    /// Sets several keys in one round trip, in their order.
+    ///
+    /// # Errors
+    /// As [`Store::set`]; the keys before the one that failed are set.
+    pub fn multi_set(&self, pairs: &[(String, Vec<u8>)]) -> Result<()> {
+        let pairs: Vec<_> = pairs
+            .iter()
+            .map(|(key, value)| (key.clone(), Bytes::from(&value[..])))
+            .collect();
+        self.ask("multi-set", None, &Request::Set { pairs })
+            .map(drop)
+    }
+
+    /// The value of a key, once it has one.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Timeout`] at the deadline; [`ErrorKind::PeerLost`] or
+    /// [`ErrorKind::PeerLeft`], naming the rank, when one that the wait depends on is gone and the
+    /// key is not there; and those of every call.
+    pub fn get(&self, key: &str, wait: &Wait) -> Result<Vec<u8>> {
+        self.one("get", key, Then::Read, wait)
+    }
+
+    /// As [`Store::get`], and deletes the key in the same step: of several that wait to take one
+    /// value, exactly one gets it, the one that waited longest.
+    ///
+    /// # Errors
+    /// As [`Store::get`].
+    pub fn take(&self, key: &str, wait: &Wait) -> Result<Vec<u8>> {
+        self.one("take", key, Then::Take, wait)
+    }
+
+    /// The values of several keys, in the order of `keys`, once all have one.
+    ///
+    /// # Errors
+    /// As [`Store::get`].
+    pub fn multi_get(&self, keys: &[String], wait: &Wait) -> Result<Vec<Vec<u8>>> {
+        self.values("multi-get", keys.to_vec(), Then::Read, wait)
+    }
+
+    /// As [`Store::multi_get`], and deletes all of the keys in the same step. They must differ.
+    ///
+    /// # Errors
+    /// As [`Store::get`]; nothing is deleted then.
+    pub fn multi_take(&self, keys: &[String], wait: &Wait) -> Result<Vec<Vec<u8>>> {
+        self.values("multi-take", keys.to_vec(), Then::Take, wait)
+    }
+
+    /// Waits until all of `keys` have values.
+    ///
+    /// # Errors
+    /// As [`Store::get`].
+    pub fn wait(&self, keys: &[String], wait: &Wait) -> Result<()> {
+        self.park("wait", keys.to_vec(), Then::Nothing, wait)
+            .map(drop)
+    }
+
+    /// Whether all of `keys` have values now.
+    ///
+    /// # Errors
+    /// Those of every call.
+    pub fn check<K: AsRef<str>>(&self, keys: &[K]) -> Result<bool> {
+        let keys: Vec<_> = keys.iter().map(|key| key.as_ref().to_owned()).collect();
+        match self.ask("check", None, &Request::Check { keys })? {
+            Reply::Flag(there) => Ok(there),
+            _ => Err(unexpected("check")),
+        }
+    }
+
+    /// Deletes a key; whether it had a value.
+    ///
+    /// # Errors
+    /// Those of every call.
+    pub fn delete(&self, key: &str) -> Result<bool> {
+        match self.ask(
+            "delete",
+            Some(key),
+            &Request::Delete {
+                key: key.to_owned(),
+            },
+        )? {
+            Reply::Flag(was_there) => Ok(was_there),
+            _ => Err(unexpected("delete")),
+        }
+    }
+
+    /// Adds to a counter, which begins at 0, and returns the sum.
+    ///
+    /// The counter is stored as 8 bytes, little-endian; [`Store::get`] sees them.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`] when the value is not of 8 bytes or would overflow, and
+    /// those of [`Store::set`].
+    pub fn add(&self, key: &str, amount: i64) -> Result<i64> {
+        match self.ask(
+            "add",
+            Some(key),
+            &Request::Add {
+                key: key.to_owned(),
+                amount,
+            },
+        )? {
+            Reply::Number(sum) => Ok(sum),
+            _ => Err(unexpected("add")),
+        }
+    }
+
+    /// Sets `key` to `new` if its value is `expected`, where `None` stands for having no value.
+    /// Otherwise nothing changes, and the inner error is the value that the key has.
+    ///
+    /// # Errors
+    /// As [`Store::set`].
+    pub fn compare_and_set(
+        &self,
+        key: &str,
+        expected: Option<&[u8]>,
+        new: impl AsRef<[u8]>,
+    ) -> Result<Result<(), Option<Vec<u8>>>> {
+        let request = Request::CompareAndSet {
+            key: key.to_owned(),
+            expected: expected.map(Bytes::from),
+            new: new.as_ref().into(),
+        };
+        match self.ask("compare-and-set", Some(key), &request)? {
+            Reply::Done => Ok(Ok(())),
+            Reply::Kept(current) => Ok(Err(current.map(|value| value.0.to_vec()))),
+            _ => Err(unexpected("compare-and-set")),
+        }
+    }
+
+    fn ask(&self, operation: &str, key: Option<&str>, request: &Request) -> Result<Reply> {
+        let answer = self
+            .client
+            .call(operation, request, Deadline::after(self.limit));
+        answer.map_err(|error| match key {
+            Some(key) => error.key(key),
+            None => error,
+        })
+    }
+
+    fn one(&self, operation: &'static str, key: &str, then: Then, wait: &Wait) -> Result<Vec<u8>> {
+        self.values(operation, vec![key.to_owned()], then, wait)?
+            .pop()
+            .ok_or_else(|| unexpected(operation))
+    }
+
+    fn values(
+        &self,
+        operation: &'static str,
+        keys: Vec<String>,
+        then: Then,
+        wait: &Wait,
+    ) -> Result<Vec<Vec<u8>>> {
+        let count = keys.len();
+        match self.park(operation, keys, then, wait)? {
+            Reply::Values(values) if values.len() == count => {
+                Ok(values.into_iter().map(|value| value.0.to_vec()).collect())
+            }
+            _ => Err(unexpected(operation)),
+        }
+    }
+
+    fn park(
+        &self,
+        operation: &'static str,
+        keys: Vec<String>,
+        then: Then,
+        wait: &Wait,
+    ) -> Result<Reply> {
+        let named = match &keys[..] {
+            [] => String::new(),
+            [one] => one.clone(),
+            [first, rest @ ..] => format!("{first} and {} more", rest.len()),
+        };
+        let on = wire_ranks(&wait.depends_on)?;
+        self.client
+            .call(operation, &Request::Wait { keys, then, on }, wait.deadline)
+            .map_err(
+                // The store names the very key that is missing when a peer is gone.
+                |error| match error.kind() {
+                    ErrorKind::PeerLost | ErrorKind::PeerLeft if error.failed_peer() != Some(0) => {
+                        error
+                    }
+                    ErrorKind::Timeout => wait
+                        .deadline
+                        .expired("the setting of the key")
+                        .during(operation)
+                        .key(named),
+                    _ => error.key(named),
+                },
+            )
+    }
+}
+
+/// Ranks as they go over the wire.
+pub(crate) fn wire_ranks(ranks: &[Rank]) -> Result<Vec<u32>> {
+    ranks
+        .iter()
+        .map(|&rank| {
+            u32::try_from(rank).map_err(|_| Error::invalid(format!("rank {rank} is out of range")))
+        })
+        .collect()
+}
+
+fn unexpected(operation: &'static str) -> Error {
+    Error::new(ErrorKind::Protocol, "the store answered something else").during(operation)
+}
+
+impl fmt::Debug for Store {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Store").finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,352 @@
+//! The store's contents and the order of events in it: values, waits, gathers, who is there.
+//!
+//! No socket and no clock appear here. A request goes in, and what is to be sent comes out; so
+//! every path can be tested, and fuzzed, without a network.
+
+use super::gathers::Gathers;
+use super::message::{self, Bytes, Event, Refusal, Reply, Request, Why};
+use super::waiters::{Waiter, Waiters};
+use std::collections::HashMap;
+use std::sync::Arc;
+
+/// A frame to send. Frames of one gather share their body.
+#[derive(Debug, Clone)]
+pub(crate) struct Outgoing {
+    pub(crate) to: u32,
+    /// The request that it answers, or 0 for an event.
+    pub(crate) id: u64,
+    pub(crate) body: Arc<[u8]>,
+}
+
+/// What became of a rank.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Standing {
+    Absent,
+    Present,
+    Left,
+    Lost { why: String },
+}
+
+/// Every rank's standing.
+pub(crate) type Standings = [Standing];
+
+/// Values by key, within a limit on their memory.
+#[derive(Debug)]
+pub(crate) struct Values {
+    map: HashMap<String, Arc<[u8]>>,
+    used: usize,
+    limit: usize,
+}
+
+impl Values {
+    /// What an entry costs beyond its key and value, roughly.
+    const ENTRY: usize = 64;
+
+    pub(crate) fn get(&self, key: &str) -> Option<&Arc<[u8]>> {
+        self.map.get(key)
+    }
+
+    pub(crate) fn remove(&mut self, key: &str) -> Option<Arc<[u8]>> {
+        let value = self.map.remove(key)?;
+        self.used -= Self::cost(key, &value);
+        Some(value)
+    }
+
+    fn cost(key: &str, value: &[u8]) -> usize {
+        key.len() + value.len() + Self::ENTRY
+    }
+
+    fn insert(&mut self, key: String, value: Arc<[u8]>) -> Result<(), Refusal> {
+        let old = self.map.get(&key).map_or(0, |old| Self::cost(&key, old));
+        let used = self.used - old + Self::cost(&key, &value);
+        if used > self.limit {
+            let message = format!(
+                "the store would hold {used} bytes; its limit is {}",
+                self.limit
+            );
+            return Err(Refusal::new(Why::OutOfMemory, message).key(&key));
+        }
+        self.used = used;
+        self.map.insert(key, value);
+        Ok(())
+    }
+}
+
+/// The whole state of a store.
+#[derive(Debug)]
+pub(crate) struct Table {
+    members: Vec<Standing>,
+    values: Values,
+    waiters: Waiters,
+    gathers: Gathers,
+    out: Vec<Outgoing>,
+}
+
+impl Table {
+    /// An empty store for `world` ranks whose values take at most `limit` bytes.
+    pub(crate) fn new(world: usize, limit: usize) -> Self {
+        Self {
+            members: vec![Standing::Absent; world],
+            values: Values {
+                map: HashMap::new(),
+                used: 0,
+                limit,
+            },
+            waiters: Waiters::default(),
+            gathers: Gathers::default(),
+            out: Vec::new(),
+        }
+    }
+
+    pub(crate) fn world(&self) -> usize {
+        self.members.len()
+    }
+
+    /// The ranks that have not joined.
+    pub(crate) fn missing(&self) -> Vec<u32> {
+        self.ranks(|standing| *standing == Standing::Absent)
+    }
+
+    /// The ranks that are there.
+    pub(crate) fn present(&self) -> Vec<u32> {
+        self.ranks(|standing| *standing == Standing::Present)
+    }
+
+    fn ranks(&self, which: impl Fn(&Standing) -> bool) -> Vec<u32> {
+        (0..)
+            .zip(&self.members)
+            .filter(|(_, standing)| which(standing))
+            .map(|(rank, _)| rank)
+            .collect()
+    }
+
+    /// What has to be sent since the last call.
+    pub(crate) fn take_outgoing(&mut self) -> Vec<Outgoing> {
+        std::mem::take(&mut self.out)
+    }
+
+    /// Admits a rank, or says why not.
+    pub(crate) fn join(&mut self, rank: u32) -> Result<(), Refusal> {
+        let world = self.world();
+        let Some(standing) = self.members.get_mut(rank as usize) else {
+            let message = format!("rank {rank} is out of range: the world has {world} ranks");
+            return Err(Refusal::new(Why::Invalid, message));
+        };
+        let past = match standing {
+            Standing::Absent => {
+                *standing = Standing::Present;
+                return Ok(());
+            }
+            Standing::Present => "is already there",
+            Standing::Left => "joined before and has left",
+            Standing::Lost { .. } => "joined before and was lost",
+        };
+        let message = format!("rank {rank} {past}; every process needs a rank of its own");
+        Err(Refusal::new(Why::Mismatch, message).peer(rank))
+    }
+
+    /// Tells all that the job is complete, if it is. Call it after the new member was welcomed.
+    pub(crate) fn announce(&mut self) {
+        // Whoever joins late learns what happened before; repeating it to the others does no harm.
+        for (rank, standing) in (0..).zip(self.members.clone()) {
+            match standing {
+                Standing::Lost { why } => self.tell_all(&Event::Lost { rank, why }),
+                Standing::Left => self.tell_all(&Event::Left { rank }),
+                _ => {}
+            }
+        }
+        if !self.members.contains(&Standing::Absent) {
+            self.tell_all(&Event::Ready);
+        }
+    }
+
+    /// Tells all that rank 0 no longer waits for those who are missing.
+    pub(crate) fn abandon(&mut self) {
+        let missing = self.missing();
+        self.tell_all(&Event::Abandoned { missing });
+    }
+
+    /// The connection of `rank` ended without a goodbye.
+    pub(crate) fn lose(&mut self, rank: u32, why: &str) {
+        if self.depart(
+            rank,
+            Standing::Lost {
+                why: why.to_owned(),
+            },
+        ) {
+            self.tell_all(&Event::Lost {
+                rank,
+                why: why.to_owned(),
+            });
+        }
+    }
+
+    fn leave(&mut self, rank: u32) {
+        if self.depart(rank, Standing::Left) {
+            self.tell_all(&Event::Left { rank });
+        }
+    }
+
+    /// Takes a rank out and ends what can no longer happen without it.
+    fn depart(&mut self, rank: u32, how: Standing) -> bool {
+        match self.members.get_mut(rank as usize) {
+            Some(standing) if *standing == Standing::Present => *standing = how,
+            _ => return false,
+        }
+        self.waiters.forget(rank);
+        for (waiter, refusal) in self.waiters.doomed(&self.members) {
+            self.answer(waiter.rank, waiter.request, &Reply::Refused(refusal));
+        }
+        self.gathers.depart(rank, &self.members, &mut self.out);
+        true
+    }
+
+    /// Handles a request that `rank` sent under the number `id`.
+    pub(crate) fn handle(&mut self, rank: u32, id: u64, request: Request) {
+        if self.members.get(rank as usize) != Some(&Standing::Present) {
+            return;
+        }
+        let reply = request
+            .check(self.world())
+            .and_then(|()| self.dispatch(rank, id, request));
+        match reply {
+            Ok(Some(reply)) => self.answer(rank, id, &reply),
+            Ok(None) => {}
+            Err(refusal) => self.answer(rank, id, &Reply::Refused(refusal)),
+        }
+    }
+
+    /// The answer, or `None` when it comes later or never.
+    fn dispatch(&mut self, rank: u32, id: u64, request: Request) -> Result<Option<Reply>, Refusal> {
+        Ok(Some(match request {
+            Request::Set { pairs } => {
+                for (key, value) in pairs {
+                    self.set(key, value.0)?;
+                }
+                Reply::Done
+            }
+            Request::Wait { keys, then, on } => {
+                let waiter = Waiter::new(rank, id, keys, then, on);
+                let (values, members) = (&mut self.values, &self.members);
+                return self.waiters.wait(waiter, values, members);
+            }
+            Request::Check { keys } => {
+                Reply::Flag(keys.iter().all(|key| self.values.get(key).is_some()))
+            }
+            Request::Delete { key } => Reply::Flag(self.values.remove(&key).is_some()),
+            Request::Add { key, amount } => Reply::Number(self.add(key, amount)?),
+            Request::CompareAndSet { key, expected, new } => {
+                let current = self.values.get(&key);
+                if current.map(|value| &value[..]) == expected.as_ref().map(|value| &value.0[..]) {
+                    self.set(key, new.0)?;
+                    Reply::Done
+                } else {
+                    Reply::Kept(current.cloned().map(Bytes))
+                }
+            }
+            Request::Gather {
+                id: gather,
+                purpose,
+                value,
+            } => {
+                let members = &self.members;
+                self.gathers.contribute(
+                    rank,
+                    id,
+                    gather,
+                    purpose,
+                    value,
+                    members,
+                    &mut self.out,
+                )?;
+                return Ok(None);
+            }
+            Request::Cancel { id } => {
+                if self.waiters.cancel(rank, id) || self.gathers.cancel(rank, id) {
+                    let refusal = Refusal::new(Why::Cancelled, "the deadline passed");
+                    self.answer(rank, id, &Reply::Refused(refusal));
+                }
+                return Ok(None);
+            }
+            Request::Missing => Reply::Ranks(self.missing()),
+            Request::Leave => {
+                self.leave(rank);
+                Reply::Done
+            }
+        }))
+    }
+
+    fn set(&mut self, key: String, value: Arc<[u8]>) -> Result<(), Refusal> {
+        self.values.insert(key.clone(), value)?;
+        for (rank, id, reply) in self.waiters.arrived(&key, &mut self.values) {
+            self.answer(rank, id, &reply);
+        }
+        Ok(())
+    }
+
+    fn add(&mut self, key: String, amount: i64) -> Result<i64, Refusal> {
+        let current = match self
+            .values
+            .get(&key)
+            .map(|value| <[u8; 8]>::try_from(&value[..]))
+        {
+            None => 0,
+            Some(Ok(bytes)) => i64::from_le_bytes(bytes),
+            Some(Err(_)) => {
+                return Err(Refusal::new(Why::Invalid, "the value is no counter").key(&key));
+            }
+        };
+        let sum = current
+            .checked_add(amount)
+            .ok_or_else(|| Refusal::new(Why::Invalid, "the counter would overflow").key(&key))?;
+        self.set(key, sum.to_le_bytes().as_slice().into())?;
+        Ok(sum)
+    }
+
+    fn answer(&mut self, to: u32, id: u64, reply: &Reply) {
+        self.out.push(Outgoing {
+            to,
+            id,
+            body: body(reply),
+        });
+    }
+
+    fn tell_all(&mut self, event: &Event) {
+        let body = body(event);
+        let present = self.present();
+        self.out.extend(present.into_iter().map(|to| Outgoing {
+            to,
+            id: 0,
+            body: body.clone(),
+        }));
+    }
+}
+
+/// An encoded message. Encoding to memory cannot fail; were it to, the empty body that results is
+/// refused by the receiver as malformed.
+pub(crate) fn body(message: &impl serde::Serialize) -> Arc<[u8]> {
+    match message::encode(message) {
+        Ok(body) => body.into(),
+        Err(error) => {
+            tracing::error!(%error, "could not encode a message");
+            Arc::default()
+        }
+    }
+}
+
+/// Why a wait that depends on `rank` cannot be met, if it cannot.
+pub(crate) fn gone(rank: u32, members: &Standings) -> Option<Refusal> {
+    match members.get(rank as usize)? {
+        Standing::Absent | Standing::Present => None,
+        Standing::Left => {
+            Some(Refusal::new(Why::PeerLeft, format!("rank {rank} has left")).peer(rank))
+        }
+        Standing::Lost { why } => {
+            Some(Refusal::new(Why::PeerLost, format!("rank {rank} was lost: {why}")).peer(rank))
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "table_tests.rs"]
+mod tests;

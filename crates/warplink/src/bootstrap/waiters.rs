@@ -1,0 +1,241 @@
+//! Waits for keys, parked in the store until the keys are there or can no longer come.
+
+use super::frame::MAX_BODY;
+use super::message::{Bytes, Refusal, Reply, Then, Why};
+use super::table::{Standing, Standings, Values, gone};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+
+/// The most waits that one member may have parked.
+const MAX_PARKED: usize = 1 << 16;
+
+/// A wait for keys.
+#[derive(Debug)]
+pub(crate) struct Waiter {
+    pub(crate) rank: u32,
+    pub(crate) request: u64,
+    keys: Vec<String>,
+    then: Then,
+    /// Empty: every other rank.
+    on: Vec<u32>,
+    /// The keys before this one were there when last looked at; this one is waited for.
+    at: usize,
+}
+
+impl Waiter {
+    pub(crate) fn new(
+        rank: u32,
+        request: u64,
+        keys: Vec<String>,
+        then: Then,
+        on: Vec<u32>,
+    ) -> Self {
+        Self {
+            rank,
+            request,
+            keys,
+            then,
+            on,
+            at: 0,
+        }
+    }
+
+    /// Moves on to the next key that is not there; false when all are.
+    ///
+    /// It goes on from where it stood and looks at the earlier keys once at the end, since these
+    /// may have been deleted meanwhile: a wait for many keys that arrive one by one then looks at
+    /// each of them twice, not once for every arrival.
+    fn advance(&mut self, values: &Values) -> bool {
+        let absent = |key: &String| values.get(key).is_none();
+        if let Some(step) = self.keys.iter().skip(self.at).position(absent) {
+            self.at += step;
+            return true;
+        }
+        match self.keys.iter().position(absent) {
+            Some(at) => {
+                self.at = at;
+                true
+            }
+            None => false,
+        }
+    }
+
+    fn watched(&self) -> Option<&String> {
+        self.keys.get(self.at)
+    }
+
+    /// The reply once every key is there.
+    fn finish(&self, values: &mut Values) -> Reply {
+        if self.then == Then::Nothing {
+            return Reply::Done;
+        }
+        // Looked at before anything is taken, so that a reply too long to send loses nothing.
+        let size: usize = self
+            .keys
+            .iter()
+            .filter_map(|key| values.get(key))
+            .map(|value| value.len() + 10)
+            .sum();
+        if size + 16 > MAX_BODY {
+            let message = format!("the values take {size} bytes; a reply holds {MAX_BODY}");
+            return Reply::Refused(Refusal::new(Why::Invalid, message));
+        }
+        let fetch = |key: &String| match self.then {
+            Then::Take => values.remove(key),
+            _ => values.get(key).cloned(),
+        };
+        Reply::Values(self.keys.iter().filter_map(fetch).map(Bytes).collect())
+    }
+
+    /// Why the wait cannot be met any more, if it cannot.
+    fn doom(&self, members: &Standings) -> Option<Refusal> {
+        let refusal = match self.on[..] {
+            [] => self.doom_without_others(members),
+            _ => self.on.iter().find_map(|&rank| gone(rank, members)),
+        }?;
+        Some(match self.watched() {
+            Some(key) => refusal.key(key),
+            None => refusal,
+        })
+    }
+
+    /// Any other rank may set the key: one that is lost ends the wait, since it may have been the
+    /// one; those that left in order end it only when nobody else remains.
+    fn doom_without_others(&self, members: &Standings) -> Option<Refusal> {
+        let others = || (0..members.len() as u32).filter(|&rank| rank != self.rank);
+        let lost = |rank: u32| matches!(members.get(rank as usize), Some(Standing::Lost { .. }));
+        if let Some(rank) = others().find(|&rank| lost(rank)) {
+            return gone(rank, members);
+        }
+        let mut last = None;
+        for rank in others() {
+            last = Some(gone(rank, members)?);
+        }
+        last
+    }
+}
+
+/// All parked waits.
+#[derive(Debug, Default)]
+pub(crate) struct Waiters {
+    /// In the order in which they came, which is the order in which they are served.
+    parked: BTreeMap<u64, Waiter>,
+    /// Which of them watch a key; each watches one at a time.
+    by_key: HashMap<String, BTreeSet<u64>>,
+    by_request: HashMap<(u32, u64), u64>,
+    count: HashMap<u32, usize>,
+    next: u64,
+}
+
+impl Waiters {
+    /// Answers a wait at once, or parks it (`None`).
+    pub(crate) fn wait(
+        &mut self,
+        mut waiter: Waiter,
+        values: &mut Values,
+        members: &Standings,
+    ) -> Result<Option<Reply>, Refusal> {
+        if !waiter.advance(values) {
+            return Ok(Some(waiter.finish(values)));
+        }
+        if let Some(refusal) = waiter.doom(members) {
+            return Err(refusal);
+        }
+        if self.by_request.contains_key(&(waiter.rank, waiter.request)) {
+            return Err(Refusal::new(Why::Protocol, "a request's number is in use"));
+        }
+        let count = self.count.entry(waiter.rank).or_default();
+        if *count >= MAX_PARKED {
+            let message = format!("{MAX_PARKED} waits are under way already");
+            return Err(Refusal::new(Why::OutOfMemory, message));
+        }
+        *count += 1;
+        let ticket = self.next;
+        self.next += 1;
+        self.by_request
+            .insert((waiter.rank, waiter.request), ticket);
+        self.watch(ticket, &waiter);
+        self.parked.insert(ticket, waiter);
+        Ok(None)
+    }
+
+    /// `key` was set: the answers that this allows, in the order of the waits.
+    pub(crate) fn arrived(&mut self, key: &str, values: &mut Values) -> Vec<(u32, u64, Reply)> {
+        let mut answers = Vec::new();
+        for ticket in self
+            .by_key
+            .get(key)
+            .into_iter()
+            .flatten()
+            .copied()
+            .collect::<Vec<_>>()
+        {
+            // A wait before this one may have taken the value.
+            if values.get(key).is_none() {
+                break;
+            }
+            let Some(mut waiter) = self.remove(ticket) else {
+                continue;
+            };
+            if waiter.advance(values) {
+                *self.count.entry(waiter.rank).or_default() += 1;
+                self.by_request
+                    .insert((waiter.rank, waiter.request), ticket);
+                self.watch(ticket, &waiter);
+                self.parked.insert(ticket, waiter);
+            } else {
+                answers.push((waiter.rank, waiter.request, waiter.finish(values)));
+            }
+        }
+        answers
+    }
+
+    /// Removes the waits that can no longer be met.
+    pub(crate) fn doomed(&mut self, members: &Standings) -> Vec<(Waiter, Refusal)> {
+        let doomed: Vec<_> = self
+            .parked
+            .iter()
+            .filter_map(|(&ticket, waiter)| Some((ticket, waiter.doom(members)?)))
+            .collect();
+        doomed
+            .into_iter()
+            .filter_map(|(ticket, refusal)| Some((self.remove(ticket)?, refusal)))
+            .collect()
+    }
+
+    /// Removes the waits of a rank that is gone.
+    pub(crate) fn forget(&mut self, rank: u32) {
+        let of_rank = self.parked.iter().filter(|(_, waiter)| waiter.rank == rank);
+        for ticket in of_rank.map(|(&ticket, _)| ticket).collect::<Vec<_>>() {
+            self.remove(ticket);
+        }
+    }
+
+    /// Removes a wait; false when there is none of that number.
+    pub(crate) fn cancel(&mut self, rank: u32, request: u64) -> bool {
+        let ticket = self.by_request.get(&(rank, request)).copied();
+        ticket.is_some_and(|ticket| self.remove(ticket).is_some())
+    }
+
+    fn watch(&mut self, ticket: u64, waiter: &Waiter) {
+        if let Some(key) = waiter.watched() {
+            self.by_key.entry(key.clone()).or_default().insert(ticket);
+        }
+    }
+
+    fn remove(&mut self, ticket: u64) -> Option<Waiter> {
+        let waiter = self.parked.remove(&ticket)?;
+        self.by_request.remove(&(waiter.rank, waiter.request));
+        if let Some(count) = self.count.get_mut(&waiter.rank) {
+            *count = count.saturating_sub(1);
+        }
+        if let Some(key) = waiter.watched()
+            && let Some(tickets) = self.by_key.get_mut(key)
+        {
+            tickets.remove(&ticket);
+            if tickets.is_empty() {
+                self.by_key.remove(key);
+            }
+        }
+        Some(waiter)
+    }
+}
