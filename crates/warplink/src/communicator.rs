@@ -3,8 +3,8 @@
 use crate::bootstrap::{Bootstrap, JoinConfig};
 use crate::deadline::Deadline;
 use crate::device::{
-    self, AllocationKind, CollectiveEngine, Compute, Delays, Device, DeviceConfig, DeviceKind, DeviceSlice, Event,
-    Priority, Stream,
+    self, AllocationKind, CollectiveEngine, Compute, Delays, Device, DeviceConfig, DeviceKind,
+    DeviceSlice, Event, Priority, Stream,
 };
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::memory::{Memory, Region};
@@ -69,7 +69,10 @@ impl Config {
             None => Ok(None),
             Some(text) => match text.parse::<u64>() {
                 Ok(number) => Ok(Some(number)),
-                Err(_) => Err(Error::new(ErrorKind::Parse, format!("{name} is '{text}', which is no whole number"))),
+                Err(_) => Err(Error::new(
+                    ErrorKind::Parse,
+                    format!("{name} is '{text}', which is no whole number"),
+                )),
             },
         };
         if let Some(seconds) = number("WARPLINK_TIMEOUT")? {
@@ -77,7 +80,10 @@ impl Config {
         }
         if let Some(longest) = number("WARPLINK_HOST_DELAY_US")? {
             let seed = config.join.rank as u64 + 1;
-            config.device.delays = Some(Delays { seed, longest: Duration::from_micros(longest) });
+            config.device.delays = Some(Delays {
+                seed,
+                longest: Duration::from_micros(longest),
+            });
         }
         Ok(config)
     }
@@ -90,8 +96,10 @@ fn gpu_ordinal(local_rank: usize, visible: usize) -> Result<usize> {
         // Each rank was given its own.
         1 => Ok(0),
         _ if local_rank < visible => Ok(local_rank),
-        _ => Err(Error::invalid(format!("local rank {local_rank} has no GPU of its own among {visible}"))
-            .help("start no more ranks than there are GPUs")),
+        _ => Err(Error::invalid(format!(
+            "local rank {local_rank} has no GPU of its own among {visible}"
+        ))
+        .help("start no more ranks than there are GPUs")),
     }
 }
 
@@ -128,7 +136,9 @@ impl Communicator {
         let bootstrap = Bootstrap::join(&config.join)?;
         let deadline = Deadline::after(config.timeout);
         let secret = bootstrap.secret().clone();
-        let memory = Memory::start(rank, &device, secret.as_bytes(), |card| bootstrap.all_gather(&card, deadline))?;
+        let memory = Memory::start(rank, &device, secret.as_bytes(), |card| {
+            bootstrap.all_gather(&card, deadline)
+        })?;
         let memory = Arc::new(memory);
         let (fault, forgetful) = (device.fault().clone(), Arc::downgrade(&memory));
         bootstrap.health().when_lost(move |lost, error| {
@@ -199,7 +209,11 @@ impl Communicator {
     }
 
     /// Matches transfers, with a deadline of one's own.
-    pub fn exchange_until(&self, requests: &[TransferRequest], deadline: Deadline) -> Result<Vec<Transfer>> {
+    pub fn exchange_until(
+        &self,
+        requests: &[TransferRequest],
+        deadline: Deadline,
+    ) -> Result<Vec<Transfer>> {
         self.transfers.exchange(requests, deadline)
     }
 
@@ -211,7 +225,13 @@ impl Communicator {
     }
 
     /// Receives into `region` once; see [`send`](Self::send).
-    pub fn receive(&self, region: &Region, peer: Rank, tag: u64, stream: &dyn Stream) -> Result<()> {
+    pub fn receive(
+        &self,
+        region: &Region,
+        peer: Rank,
+        tag: u64,
+        stream: &dyn Stream,
+    ) -> Result<()> {
         self.once(&[TransferRequest::receive(region, peer, tag)], stream)
     }
 
@@ -219,9 +239,12 @@ impl Communicator {
     /// [`send`](Self::send).
     pub fn once(&self, requests: &[TransferRequest], stream: &dyn Stream) -> Result<()> {
         if stream.is_capturing()? {
-            return Err(Error::new(ErrorKind::Unsupported, "a transfer of one use cannot be captured")
-                .on_rank(self.rank())
-                .help("exchange the transfers before the capture, post and wait in it"));
+            return Err(Error::new(
+                ErrorKind::Unsupported,
+                "a transfer of one use cannot be captured",
+            )
+            .on_rank(self.rank())
+            .help("exchange the transfers before the capture, post and wait in it"));
         }
         self.reap()?;
         let transfers = self.exchange(requests)?;
@@ -230,7 +253,11 @@ impl Communicator {
         crate::p2p::wait_all(&group, stream)?;
         let end = self.device.create_event(false)?;
         stream.record(&*end)?;
-        lock(&self.under_way).extend(transfers.into_iter().map(|transfer| (end.clone(), transfer)));
+        lock(&self.under_way).extend(
+            transfers
+                .into_iter()
+                .map(|transfer| (end.clone(), transfer)),
+        );
         Ok(())
     }
 
@@ -252,7 +279,9 @@ impl Communicator {
     /// # Errors
     /// [`ErrorKind::PeerLost`], which names the rank, when one is lost; [`ErrorKind::Timeout`].
     pub fn synchronize(&self, stream: &dyn Stream) -> Result<()> {
-        stream.synchronize(self.deadline()).map_err(|error| error.on_rank(self.rank()))?;
+        stream
+            .synchronize(self.deadline())
+            .map_err(|error| error.on_rank(self.rank()))?;
         // A fault lets waits go, so work that ended because of it must not pass for done.
         self.device.fault().check()
     }
@@ -283,7 +312,9 @@ impl Communicator {
         }
         let deadline = self.deadline();
         let mut exchange = |bytes: Vec<u8>| self.bootstrap.all_gather(&bytes, deadline);
-        let engine = self.device.collective_engine(self.rank(), self.world(), &mut exchange)?;
+        let engine = self
+            .device
+            .collective_engine(self.rank(), self.world(), &mut exchange)?;
         let aborted = Arc::downgrade(&engine);
         self.device.fault().when_raised(move || {
             if let Some(engine) = aborted.upgrade() {

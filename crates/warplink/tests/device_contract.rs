@@ -24,20 +24,26 @@ fn copies_happen_in_stream_order() {
     for round in 0..100u8 {
         stream.fill(&a.slice(0..2048).unwrap(), round).unwrap();
         stream.copy(&b, &a).unwrap();
-        stream.copy_batch(&[(c.slice(0..4096).unwrap(), b.clone())]).unwrap();
+        stream
+            .copy_batch(&[(c.slice(0..4096).unwrap(), b.clone())])
+            .unwrap();
     }
     stream.synchronize(soon()).unwrap();
     let mut seen = vec![0; 4096];
     device.download(&c, &mut seen).unwrap();
-    assert!(seen[..2048].iter().all(|byte| *byte == 99) && seen[2048..].iter().all(|byte| *byte == 3));
+    assert!(
+        seen[..2048].iter().all(|byte| *byte == 99) && seen[2048..].iter().all(|byte| *byte == 3)
+    );
     assert!(stream.is_idle().unwrap());
 }
 
 #[test]
 fn words_order_two_streams() {
     let device = open_device();
-    let (first, second) =
-        (device.create_stream(Priority::Normal).unwrap(), device.create_stream(Priority::High).unwrap());
+    let (first, second) = (
+        device.create_stream(Priority::Normal).unwrap(),
+        device.create_stream(Priority::High).unwrap(),
+    );
     let words = device.allocate_signals(4096).unwrap();
     let (ping, pong) = (words.word(0).unwrap(), words.word(64).unwrap());
     let a = device.allocate(1 << 20, AllocationKind::Plain).unwrap();
@@ -46,13 +52,29 @@ fn words_order_two_streams() {
         first.fill(&a, round as u8).unwrap();
         first
             .memory_ops(&[
-                MemoryOp::Write { word: &ping, value: round },
-                MemoryOp::Wait { word: &pong, value: round },
+                MemoryOp::Write {
+                    word: &ping,
+                    value: round,
+                },
+                MemoryOp::Wait {
+                    word: &pong,
+                    value: round,
+                },
             ])
             .unwrap();
-        second.memory_ops(&[MemoryOp::Wait { word: &ping, value: round }]).unwrap();
+        second
+            .memory_ops(&[MemoryOp::Wait {
+                word: &ping,
+                value: round,
+            }])
+            .unwrap();
         second.copy(&b, &a).unwrap();
-        second.memory_ops(&[MemoryOp::Write { word: &pong, value: round }]).unwrap();
+        second
+            .memory_ops(&[MemoryOp::Write {
+                word: &pong,
+                value: round,
+            }])
+            .unwrap();
     }
     first.synchronize(soon()).unwrap();
     second.synchronize(soon()).unwrap();
@@ -67,24 +89,52 @@ fn a_wait_is_for_at_least_the_value() {
     let stream = device.create_stream(Priority::Normal).unwrap();
     let words = device.allocate_signals(64).unwrap();
     let word = words.word(8).unwrap();
-    stream.memory_ops(&[MemoryOp::Write { word: &word, value: 10 }, MemoryOp::Wait { word: &word, value: 3 }]).unwrap();
+    stream
+        .memory_ops(&[
+            MemoryOp::Write {
+                word: &word,
+                value: 10,
+            },
+            MemoryOp::Wait {
+                word: &word,
+                value: 3,
+            },
+        ])
+        .unwrap();
     stream.synchronize(soon()).unwrap();
     // Nobody will write 11: the deadline ends the wait on the host, the fault the one in the stream.
-    stream.memory_ops(&[MemoryOp::Wait { word: &word, value: 11 }]).unwrap();
+    stream
+        .memory_ops(&[MemoryOp::Wait {
+            word: &word,
+            value: 11,
+        }])
+        .unwrap();
     assert!(!stream.is_idle().unwrap());
-    let error = stream.synchronize(Deadline::after(Duration::from_millis(50))).unwrap_err();
+    let error = stream
+        .synchronize(Deadline::after(Duration::from_millis(50)))
+        .unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Timeout);
-    device.fault().raise(warplink::Error::new(ErrorKind::PeerLost, "rank 1 is lost").peer(1));
+    device
+        .fault()
+        .raise(warplink::Error::new(ErrorKind::PeerLost, "rank 1 is lost").peer(1));
     let error = stream.synchronize(soon()).unwrap_err();
-    assert_eq!((error.kind(), error.failed_peer()), (ErrorKind::PeerLost, Some(1)));
+    assert_eq!(
+        (error.kind(), error.failed_peer()),
+        (ErrorKind::PeerLost, Some(1))
+    );
 }
 
 #[test]
 fn events_order_and_measure() {
     let device = open_device();
-    let (first, second) =
-        (device.create_stream(Priority::Normal).unwrap(), device.create_stream(Priority::Normal).unwrap());
-    let (begin, end) = (device.create_event(true).unwrap(), device.create_event(true).unwrap());
+    let (first, second) = (
+        device.create_stream(Priority::Normal).unwrap(),
+        device.create_stream(Priority::Normal).unwrap(),
+    );
+    let (begin, end) = (
+        device.create_event(true).unwrap(),
+        device.create_event(true).unwrap(),
+    );
     let a = device.allocate(8 << 20, AllocationKind::Plain).unwrap();
     let b = device.allocate(8 << 20, AllocationKind::Plain).unwrap();
     first.record(&*begin).unwrap();
@@ -109,9 +159,14 @@ fn events_order_and_measure() {
 #[test]
 fn a_graph_replays_what_was_captured_on_two_streams() {
     let device = open_device();
-    let (first, second) =
-        (device.create_stream(Priority::Normal).unwrap(), device.create_stream(Priority::Normal).unwrap());
-    let (fork, join) = (device.create_event(false).unwrap(), device.create_event(false).unwrap());
+    let (first, second) = (
+        device.create_stream(Priority::Normal).unwrap(),
+        device.create_stream(Priority::Normal).unwrap(),
+    );
+    let (fork, join) = (
+        device.create_event(false).unwrap(),
+        device.create_event(false).unwrap(),
+    );
     let words = device.allocate_signals(128).unwrap();
     let (go, done) = (words.word(0).unwrap(), words.word(64).unwrap());
     let a = device.allocate(4096, AllocationKind::Plain).unwrap();
@@ -126,12 +181,31 @@ fn a_graph_replays_what_was_captured_on_two_streams() {
     assert!(second.is_capturing().unwrap());
     // The two lanes meet through words as well as through events: they must run beside one another.
     first
-        .memory_ops(&[MemoryOp::Wait { word: &go, value: 1 }, MemoryOp::Write { word: &go, value: 0 }])
+        .memory_ops(&[
+            MemoryOp::Wait {
+                word: &go,
+                value: 1,
+            },
+            MemoryOp::Write {
+                word: &go,
+                value: 0,
+            },
+        ])
         .unwrap();
     first.copy(&c, &a).unwrap();
-    second.memory_ops(&[MemoryOp::Write { word: &go, value: 1 }]).unwrap();
+    second
+        .memory_ops(&[MemoryOp::Write {
+            word: &go,
+            value: 1,
+        }])
+        .unwrap();
     second.copy(&a, &b).unwrap_or(());
-    second.memory_ops(&[MemoryOp::Write { word: &done, value: 7 }]).unwrap();
+    second
+        .memory_ops(&[MemoryOp::Write {
+            word: &done,
+            value: 7,
+        }])
+        .unwrap();
     second.record(&*join).unwrap();
     first.wait_event(&*join).unwrap();
     let graph = first.end_capture().unwrap();
@@ -143,14 +217,19 @@ fn a_graph_replays_what_was_captured_on_two_streams() {
     first.synchronize(soon()).unwrap();
     let mut seen = vec![0; 4096];
     device.download(&c, &mut seen).unwrap();
-    assert!(seen.iter().all(|byte| *byte == 2), "after the first launch a holds b");
+    assert!(
+        seen.iter().all(|byte| *byte == 2),
+        "after the first launch a holds b"
+    );
 }
 
 #[test]
 fn unjoined_work_does_not_make_a_graph() {
     let device = open_device();
-    let (first, second) =
-        (device.create_stream(Priority::Normal).unwrap(), device.create_stream(Priority::Normal).unwrap());
+    let (first, second) = (
+        device.create_stream(Priority::Normal).unwrap(),
+        device.create_stream(Priority::Normal).unwrap(),
+    );
     let fork = device.create_event(false).unwrap();
     let a = device.allocate(64, AllocationKind::Plain).unwrap();
     first.begin_capture().unwrap();
@@ -185,7 +264,10 @@ fn an_export_opens_as_the_same_memory() {
     for kind in [AllocationKind::Plain, AllocationKind::Virtual] {
         let own = device.allocate(100_000, kind).unwrap();
         let export = device.export(&own.slice(500..600).unwrap()).unwrap();
-        assert_eq!(export.allocation.backing().identity(), own.backing().identity());
+        assert_eq!(
+            export.allocation.backing().identity(),
+            own.backing().identity()
+        );
         // A driver opens no IPC handle in the process that made it; a descriptor it does.
         let opening = match export.descriptor {
             Some(descriptor) => Opening::Descriptor(descriptor),
@@ -195,7 +277,12 @@ fn an_export_opens_as_the_same_memory() {
         let mapped = device.import(opening, bytes).unwrap();
         device.upload(&own, &vec![8; 100_000]).unwrap();
         let mut seen = vec![0; 100_000];
-        device.download(&mapped.slice(own.offset()..own.offset() + 100_000).unwrap(), &mut seen).unwrap();
+        device
+            .download(
+                &mapped.slice(own.offset()..own.offset() + 100_000).unwrap(),
+                &mut seen,
+            )
+            .unwrap();
         assert!(seen.iter().all(|byte| *byte == 8));
     }
 }
@@ -207,7 +294,9 @@ fn identities_are_never_used_again() {
     for _ in 0..50 {
         let slice = device.allocate(1 << 16, AllocationKind::Plain).unwrap();
         // SAFETY: the slice is the owner, and holds the memory.
-        let borrowed = unsafe { device.borrow(slice.address(), 100, std::sync::Arc::new(slice.clone())) }.unwrap();
+        let borrowed =
+            unsafe { device.borrow(slice.address(), 100, std::sync::Arc::new(slice.clone())) }
+                .unwrap();
         assert_eq!(borrowed.address(), slice.address());
         let again = device.allocate(1 << 16, AllocationKind::Plain).unwrap();
         assert!(seen.insert(slice.backing().identity()));
@@ -222,19 +311,29 @@ fn products_and_sums_agree_with_double_precision() {
     let compute = device.compute().unwrap();
     for dtype in [DType::F32, DType::F16, DType::BF16] {
         for (bias, accumulate) in [(false, false), (true, false), (false, true)] {
-            let spec = MatmulSpec { bias, accumulate, ..MatmulSpec::new(48, 40, 72, dtype) };
+            let spec = MatmulSpec {
+                bias,
+                accumulate,
+                ..MatmulSpec::new(48, 40, 72, dtype)
+            };
             check_product(&*device, &*compute, &*stream, &spec);
         }
     }
     for dtype in DType::ALL {
         let bytes = 1003 * dtype.size();
-        let parts: Vec<_> = (0..5).map(|_| device.allocate(bytes, AllocationKind::Plain).unwrap()).collect();
+        let parts: Vec<_> = (0..5)
+            .map(|_| device.allocate(bytes, AllocationKind::Plain).unwrap())
+            .collect();
         for (index, part) in parts.iter().enumerate() {
-            device.upload(part, &encode(dtype, &vec![index as f64 + 1.0; 1003])).unwrap();
+            device
+                .upload(part, &encode(dtype, &vec![index as f64 + 1.0; 1003]))
+                .unwrap();
         }
         let target = device.allocate(bytes, AllocationKind::Plain).unwrap();
         compute.sum(&*stream, dtype, &target, &parts).unwrap();
-        compute.sum(&*stream, dtype, &parts[0], &parts[..2]).unwrap();
+        compute
+            .sum(&*stream, dtype, &parts[0], &parts[..2])
+            .unwrap();
         stream.synchronize(soon()).unwrap();
         let mut seen = vec![0; bytes];
         device.download(&target, &mut seen).unwrap();
@@ -244,8 +343,23 @@ fn products_and_sums_agree_with_double_precision() {
     }
     let a = device.allocate(64, AllocationKind::Plain).unwrap();
     let spec = MatmulSpec::new(4, 4, 4, DType::F32);
-    assert!(compute.matmul(&*stream, &spec, &a, &a, &a.slice(0..32).unwrap(), None).is_err());
-    assert!(compute.matmul(&*stream, &MatmulSpec { bias: true, ..spec }, &a, &a, &a, None).is_err());
+    assert!(
+        compute
+            .matmul(&*stream, &spec, &a, &a, &a.slice(0..32).unwrap(), None)
+            .is_err()
+    );
+    assert!(
+        compute
+            .matmul(
+                &*stream,
+                &MatmulSpec { bias: true, ..spec },
+                &a,
+                &a,
+                &a,
+                None
+            )
+            .is_err()
+    );
     assert!(compute.sum(&*stream, DType::F32, &a, &[]).is_err());
 }
 
@@ -258,9 +372,22 @@ fn check_product(
     let (m, n, k, dtype) = (spec.m, spec.n, spec.k, spec.dtype);
     let random = |seed: usize, count: usize| -> Vec<f64> {
         let raw = common::values(seed, 7, count);
-        decode(dtype, &encode(dtype, &raw.iter().map(|byte| f64::from(*byte) / 128.0 - 1.0).collect::<Vec<_>>()))
+        decode(
+            dtype,
+            &encode(
+                dtype,
+                &raw.iter()
+                    .map(|byte| f64::from(*byte) / 128.0 - 1.0)
+                    .collect::<Vec<_>>(),
+            ),
+        )
     };
-    let (a, b, c, bias) = (random(1, m * k), random(2, k * n), random(3, m * n), random(4, n));
+    let (a, b, c, bias) = (
+        random(1, m * k),
+        random(2, k * n),
+        random(3, m * n),
+        random(4, n),
+    );
     let upload = |values: &[f64]| {
         let bytes = encode(dtype, values);
         let slice = device.allocate(bytes.len(), AllocationKind::Plain).unwrap();
@@ -269,7 +396,9 @@ fn check_product(
     };
     let (da, db, dc, dbias) = (upload(&a), upload(&b), upload(&c), upload(&bias));
     compute.prepare_matmul(spec).unwrap();
-    compute.matmul(stream, spec, &da, &db, &dc, spec.bias.then_some(&dbias)).unwrap();
+    compute
+        .matmul(stream, spec, &da, &db, &dc, spec.bias.then_some(&dbias))
+        .unwrap();
     stream.synchronize(soon()).unwrap();
     let mut seen = vec![0; m * n * dtype.size()];
     device.download(&dc, &mut seen).unwrap();
@@ -279,13 +408,20 @@ fn check_product(
         for column in 0..n {
             let mut want: f64 = (0..k).map(|i| a[row * k + i] * b[i * n + column]).sum();
             want += if spec.bias { bias[column] } else { 0.0 };
-            want += if spec.accumulate { c[row * n + column] } else { 0.0 };
+            want += if spec.accumulate {
+                c[row * n + column]
+            } else {
+                0.0
+            };
             off += (seen[row * n + column] - want).powi(2);
             norm += want * want;
         }
     }
     let error = (off / norm).sqrt();
-    assert!(error < dtype.matmul_tolerance().unwrap(), "{spec:?}: error {error:.2e}");
+    assert!(
+        error < dtype.matmul_tolerance().unwrap(),
+        "{spec:?}: error {error:.2e}"
+    );
 }
 
 fn encode(dtype: DType, values: &[f64]) -> Vec<u8> {
@@ -319,7 +455,9 @@ fn decode(dtype: DType, bytes: &[u8]) -> Vec<f64> {
 #[test]
 fn the_other_device_is_refused_with_what_to_do() {
     if common::kind() == DeviceKind::Host && warplink::device::count(DeviceKind::Cuda).is_err() {
-        let error = warplink::device::open(&warplink::device::DeviceConfig::new(DeviceKind::Cuda, 0)).unwrap_err();
+        let error =
+            warplink::device::open(&warplink::device::DeviceConfig::new(DeviceKind::Cuda, 0))
+                .unwrap_err();
         assert_eq!(error.kind(), ErrorKind::LibraryMissing);
     }
 }

@@ -28,7 +28,13 @@ fn neighbours(comm: &Communicator) -> (usize, usize) {
 }
 
 /// A send to the right and a receive from the left.
-fn ring(comm: &Communicator, send: &Region, receive: &Region, tag: u64, protocol: Protocol) -> Vec<Transfer> {
+fn ring(
+    comm: &Communicator,
+    send: &Region,
+    receive: &Region,
+    tag: u64,
+    protocol: Protocol,
+) -> Vec<Transfer> {
     let (right, left) = neighbours(comm);
     comm.exchange(&[
         TransferRequest::send(send, right, tag).protocol(protocol),
@@ -50,7 +56,11 @@ fn ring_of_rounds(comm: &Communicator) {
             post_all(&group, &*stream).unwrap();
             wait_all(&group, &*stream).unwrap();
             comm.synchronize(&*stream).unwrap();
-            assert_eq!(download(comm, &receive), values(left, round, 10_000), "{protocol}, round {round}");
+            assert_eq!(
+                download(comm, &receive),
+                values(left, round, 10_000),
+                "{protocol}, round {round}"
+            );
         }
         // A buffer must not be changed or read by a peer that is a round ahead.
         comm.barrier().unwrap();
@@ -69,12 +79,21 @@ fn a_ring_of_threads_over_32_rounds() {
 
 #[test]
 fn a_ring_with_random_delays() {
-    threads_with(world(3), |config| delays(config, Duration::from_micros(300)), ring_of_rounds);
+    threads_with(
+        world(3),
+        |config| delays(config, Duration::from_micros(300)),
+        ring_of_rounds,
+    );
 }
 
 #[test]
 fn each_rank_may_see_only_its_own_gpu() {
-    Ranks { world: world(2), own_gpu_only: true, ..Ranks::default() }.run(ring_of_rounds);
+    Ranks {
+        world: world(2),
+        own_gpu_only: true,
+        ..Ranks::default()
+    }
+    .run(ring_of_rounds);
 }
 
 #[test]
@@ -115,8 +134,14 @@ fn the_middle_of_an_allocation_on_either_side() {
                 comm.synchronize(&*stream).unwrap();
                 let all = download(comm, &whole);
                 assert_eq!(all[2_000_001..2_300_001], values(peer, 5, 300_000));
-                assert!(all[..1_000_003].iter().all(|byte| *byte == 0), "bytes before the range were written");
-                assert!(all[2_300_001..].iter().all(|byte| *byte == 0), "bytes after the range were written");
+                assert!(
+                    all[..1_000_003].iter().all(|byte| *byte == 0),
+                    "bytes before the range were written"
+                );
+                assert!(
+                    all[2_300_001..].iter().all(|byte| *byte == 0),
+                    "bytes after the range were written"
+                );
                 comm.barrier().unwrap();
             }
         }
@@ -128,13 +153,29 @@ fn memory_that_somebody_else_allocated() {
     threads(world(2), |comm| {
         let peer = 1 - comm.rank();
         let stream = comm.create_stream(Priority::Normal).unwrap();
-        let owner = comm.device().allocate(1 << 16, AllocationKind::Plain).unwrap();
+        let owner = comm
+            .device()
+            .allocate(1 << 16, AllocationKind::Plain)
+            .unwrap();
         // SAFETY: the owner holds the memory, and is held by the borrowed slice.
-        let borrowed = unsafe { comm.device().borrow(owner.address() + 256, 4096, std::sync::Arc::new(owner.clone())) };
+        let borrowed = unsafe {
+            comm.device().borrow(
+                owner.address() + 256,
+                4096,
+                std::sync::Arc::new(owner.clone()),
+            )
+        };
         let own = comm.register(&borrowed.unwrap()).unwrap();
         let into = comm.alloc(4096).unwrap();
         upload(comm, &own, &values(comm.rank(), 1, 4096));
-        comm.once(&[TransferRequest::send(&own, peer, 0), TransferRequest::receive(&into, peer, 0)], &*stream).unwrap();
+        comm.once(
+            &[
+                TransferRequest::send(&own, peer, 0),
+                TransferRequest::receive(&into, peer, 0),
+            ],
+            &*stream,
+        )
+        .unwrap();
         comm.synchronize(&*stream).unwrap();
         assert_eq!(download(comm, &into), values(peer, 1, 4096));
     });
@@ -165,7 +206,11 @@ fn a_buffer_replaced_on_one_rank_only() {
                 post_all(&group, &*stream).unwrap();
                 wait_all(&group, &*stream).unwrap();
                 comm.synchronize(&*stream).unwrap();
-                assert_eq!(download(comm, &receive), values(peer, round, 1 << 16), "{protocol}, round {round}");
+                assert_eq!(
+                    download(comm, &receive),
+                    values(peer, round, 1 << 16),
+                    "{protocol}, round {round}"
+                );
             }
         }
     });
@@ -175,7 +220,11 @@ fn a_buffer_replaced_on_one_rank_only() {
 fn footprint() -> (usize, usize, usize) {
     let count = |path: &str| std::fs::read_dir(path).unwrap().count();
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
-    (count("/proc/self/fd"), maps.lines().count(), count("/proc/self/task"))
+    (
+        count("/proc/self/fd"),
+        maps.lines().count(),
+        count("/proc/self/task"),
+    )
 }
 
 #[test]
@@ -188,7 +237,10 @@ fn a_thousand_exchanges_leave_nothing_behind() {
             let (send, receive) = (comm.alloc(4096).unwrap(), comm.alloc(4096).unwrap());
             for step in 0..4 {
                 upload(comm, &send, &values(comm.rank(), tag + step, 4096));
-                let requests = [TransferRequest::send(&send, peer, 3), TransferRequest::receive(&receive, peer, 3)];
+                let requests = [
+                    TransferRequest::send(&send, peer, 3),
+                    TransferRequest::receive(&receive, peer, 3),
+                ];
                 comm.once(&requests, &*stream).unwrap();
                 comm.synchronize(&*stream).unwrap();
                 assert_eq!(download(comm, &receive), values(peer, tag + step, 4096));
@@ -209,9 +261,18 @@ fn a_thousand_exchanges_leave_nothing_behind() {
         let after = footprint();
         assert_eq!(comm.registrations_and_mappings(), registered);
         // The allocator and the driver may map a few arenas more; 1,000 exchanges must not show.
-        assert!(after.0 <= before.0 + 4, "descriptors: {before:?}, then {after:?}");
-        assert!(after.1 <= before.1 + 24, "mappings: {before:?}, then {after:?}");
-        assert!(after.2 <= before.2 + 1, "threads: {before:?}, then {after:?}");
+        assert!(
+            after.0 <= before.0 + 4,
+            "descriptors: {before:?}, then {after:?}"
+        );
+        assert!(
+            after.1 <= before.1 + 24,
+            "mappings: {before:?}, then {after:?}"
+        );
+        assert!(
+            after.2 <= before.2 + 1,
+            "threads: {before:?}, then {after:?}"
+        );
     });
 }
 
@@ -228,10 +289,17 @@ fn a_group_completes_in_any_order_on_each_rank() {
                     let protocol = PROTOCOLS[(tag as usize + rank.min(peer)) % 2];
                     let bytes = 1000 + 77 * tag as usize;
                     let (send, receive) = (comm.alloc(bytes).unwrap(), comm.alloc(bytes).unwrap());
-                    upload(comm, &send, &values(rank * 100 + peer, round * 10 + tag as usize, bytes));
+                    upload(
+                        comm,
+                        &send,
+                        &values(rank * 100 + peer, round * 10 + tag as usize, bytes),
+                    );
                     requests.push(TransferRequest::send(&send, peer, tag).protocol(protocol));
                     requests.push(TransferRequest::receive(&receive, peer, tag).protocol(protocol));
-                    checks.push((receive, values(peer * 100 + rank, round * 10 + tag as usize, bytes)));
+                    checks.push((
+                        receive,
+                        values(peer * 100 + rank, round * 10 + tag as usize, bytes),
+                    ));
                 }
             }
             // Another order on every rank and in every round.
@@ -260,7 +328,11 @@ fn batches_need_not_be_cut_alike() {
                 comm.send(region, peer, tag as u64, &*stream).unwrap();
             }
         } else {
-            let requests: Vec<_> = regions.iter().zip(0..).map(|(region, tag)| TransferRequest::receive(region, peer, tag)).collect();
+            let requests: Vec<_> = regions
+                .iter()
+                .zip(0..)
+                .map(|(region, tag)| TransferRequest::receive(region, peer, tag))
+                .collect();
             comm.once(&requests, &*stream).unwrap();
         }
         comm.synchronize(&*stream).unwrap();
@@ -272,69 +344,89 @@ fn batches_need_not_be_cut_alike() {
 
 #[test]
 fn a_sender_that_runs_ahead_loses_no_signal() {
-    threads_with(world(2), |config| delays(config, Duration::from_micros(50)), |comm| {
-        let peer = 1 - comm.rank();
-        let stream = comm.create_stream(Priority::Normal).unwrap();
-        for protocol in PROTOCOLS {
-            let region = comm.alloc(256).unwrap();
-            upload(comm, &region, &[7; 256]);
-            let request = match comm.rank() {
-                0 => TransferRequest::send(&region, peer, 1),
-                _ => TransferRequest::receive(&region, peer, 1),
-            };
-            let transfer = comm.exchange(&[request.protocol(protocol)]).unwrap().remove(0);
-            // One rank posts a hundred before the other posts any, then the other way round.
-            if comm.rank() == 0 {
-                (0..100).for_each(|_| transfer.post(&*stream).unwrap());
-                comm.barrier().unwrap();
-            } else {
-                comm.barrier().unwrap();
-                (0..100).for_each(|_| transfer.post(&*stream).unwrap());
+    threads_with(
+        world(2),
+        |config| delays(config, Duration::from_micros(50)),
+        |comm| {
+            let peer = 1 - comm.rank();
+            let stream = comm.create_stream(Priority::Normal).unwrap();
+            for protocol in PROTOCOLS {
+                let region = comm.alloc(256).unwrap();
+                upload(comm, &region, &[7; 256]);
+                let request = match comm.rank() {
+                    0 => TransferRequest::send(&region, peer, 1),
+                    _ => TransferRequest::receive(&region, peer, 1),
+                };
+                let transfer = comm
+                    .exchange(&[request.protocol(protocol)])
+                    .unwrap()
+                    .remove(0);
+                // One rank posts a hundred before the other posts any, then the other way round.
+                if comm.rank() == 0 {
+                    (0..100).for_each(|_| transfer.post(&*stream).unwrap());
+                    comm.barrier().unwrap();
+                } else {
+                    comm.barrier().unwrap();
+                    (0..100).for_each(|_| transfer.post(&*stream).unwrap());
+                }
+                transfer.wait(&*stream).unwrap();
+                comm.synchronize(&*stream).unwrap();
+                if comm.rank() == 1 {
+                    (0..100).for_each(|_| transfer.post(&*stream).unwrap());
+                    comm.barrier().unwrap();
+                } else {
+                    comm.barrier().unwrap();
+                    (0..100).for_each(|_| transfer.post(&*stream).unwrap());
+                }
+                transfer.wait(&*stream).unwrap();
+                comm.synchronize(&*stream).unwrap();
+                assert_eq!(download(comm, &region), [7; 256]);
             }
-            transfer.wait(&*stream).unwrap();
-            comm.synchronize(&*stream).unwrap();
-            if comm.rank() == 1 {
-                (0..100).for_each(|_| transfer.post(&*stream).unwrap());
-                comm.barrier().unwrap();
-            } else {
-                comm.barrier().unwrap();
-                (0..100).for_each(|_| transfer.post(&*stream).unwrap());
-            }
-            transfer.wait(&*stream).unwrap();
-            comm.synchronize(&*stream).unwrap();
-            assert_eq!(download(comm, &region), [7; 256]);
-        }
-    });
+        },
+    );
 }
 
 #[test]
 fn a_wait_on_another_stream_waits() {
-    threads_with(world(2), |config| delays(config, Duration::from_millis(1)), |comm| {
-        let peer = 1 - comm.rank();
-        let (posts, waits) =
-            (comm.create_stream(Priority::High).unwrap(), comm.create_stream(Priority::Normal).unwrap());
-        for protocol in PROTOCOLS {
-            let (send, receive, seen) =
-                (comm.alloc(1 << 16).unwrap(), comm.alloc(1 << 16).unwrap(), comm.alloc(1 << 16).unwrap());
-            let transfers = comm
-                .exchange(&[
-                    TransferRequest::send(&send, peer, 1).protocol(protocol),
-                    TransferRequest::receive(&receive, peer, 1).protocol(protocol),
-                ])
-                .unwrap();
-            let group: Vec<&Transfer> = transfers.iter().collect();
-            for round in 0..20 {
-                upload(comm, &send, &values(comm.rank(), round, 1 << 16));
-                post_all(&group, &*posts).unwrap();
-                wait_all(&group, &*waits).unwrap();
-                waits.copy(seen.slice(), receive.slice()).unwrap();
-                comm.synchronize(&*waits).unwrap();
-                assert_eq!(download(comm, &seen), values(peer, round, 1 << 16), "{protocol}, round {round}");
-                comm.barrier().unwrap();
+    threads_with(
+        world(2),
+        |config| delays(config, Duration::from_millis(1)),
+        |comm| {
+            let peer = 1 - comm.rank();
+            let (posts, waits) = (
+                comm.create_stream(Priority::High).unwrap(),
+                comm.create_stream(Priority::Normal).unwrap(),
+            );
+            for protocol in PROTOCOLS {
+                let (send, receive, seen) = (
+                    comm.alloc(1 << 16).unwrap(),
+                    comm.alloc(1 << 16).unwrap(),
+                    comm.alloc(1 << 16).unwrap(),
+                );
+                let transfers = comm
+                    .exchange(&[
+                        TransferRequest::send(&send, peer, 1).protocol(protocol),
+                        TransferRequest::receive(&receive, peer, 1).protocol(protocol),
+                    ])
+                    .unwrap();
+                let group: Vec<&Transfer> = transfers.iter().collect();
+                for round in 0..20 {
+                    upload(comm, &send, &values(comm.rank(), round, 1 << 16));
+                    post_all(&group, &*posts).unwrap();
+                    wait_all(&group, &*waits).unwrap();
+                    waits.copy(seen.slice(), receive.slice()).unwrap();
+                    comm.synchronize(&*waits).unwrap();
+                    assert_eq!(
+                        download(comm, &seen),
+                        values(peer, round, 1 << 16),
+                        "{protocol}, round {round}"
+                    );
+                    comm.barrier().unwrap();
+                }
+                comm.synchronize(&*posts).unwrap();
             }
-            comm.synchronize(&*posts).unwrap();
-        }
-    });
+        },
+    );
 }
 
 /// A graph with a ring step in it, replayed many times; the data moves on by one rank each time.
@@ -359,7 +451,11 @@ fn replay(comm: &Communicator, times: usize) {
             comm.synchronize(&*stream).unwrap();
             replayed += batch;
             let from = (rank + world * times - replayed) % world;
-            assert_eq!(download(comm, &send), [from as u8; 4096], "{protocol} after {replayed} replays");
+            assert_eq!(
+                download(comm, &send),
+                [from as u8; 4096],
+                "{protocol} after {replayed} replays"
+            );
         }
         // The same transfers, outside of a graph again.
         post_all(&group, &*stream).unwrap();
@@ -378,7 +474,11 @@ fn a_graph_replayed_ten_thousand_times_stays_right() {
 
 #[test]
 fn a_graph_replayed_with_random_delays_stays_right() {
-    threads_with(world(3), |config| delays(config, Duration::from_micros(200)), |comm| replay(comm, 100));
+    threads_with(
+        world(3),
+        |config| delays(config, Duration::from_micros(200)),
+        |comm| replay(comm, 100),
+    );
 }
 
 #[test]
@@ -390,7 +490,10 @@ fn a_second_captured_post_needs_a_wait_between() {
             0 => TransferRequest::send(&region, peer, 1),
             _ => TransferRequest::receive(&region, peer, 1),
         };
-        let transfer = comm.exchange(&[request.protocol(Protocol::Get)]).unwrap().remove(0);
+        let transfer = comm
+            .exchange(&[request.protocol(Protocol::Get)])
+            .unwrap()
+            .remove(0);
         let stream = comm.create_stream(Priority::Normal).unwrap();
         if comm.rank() == 0 {
             stream.begin_capture().unwrap();

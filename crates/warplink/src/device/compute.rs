@@ -28,7 +28,15 @@ pub struct MatmulSpec {
 impl MatmulSpec {
     /// A plain product.
     pub fn new(m: usize, n: usize, k: usize, dtype: DType) -> Self {
-        Self { m, n, k, dtype, bias: false, accumulate: false, multiprocessors: None }
+        Self {
+            m,
+            n,
+            k,
+            dtype,
+            bias: false,
+            accumulate: false,
+            multiprocessors: None,
+        }
     }
 
     /// Fails unless the slices are as long as this says; a bias is there exactly when it says so.
@@ -40,9 +48,14 @@ impl MatmulSpec {
         bias: Option<&DeviceSlice>,
     ) -> Result<()> {
         let bytes = |rows: usize, columns: usize| {
-            rows.checked_mul(columns).and_then(|elements| elements.checked_mul(self.dtype.size()))
+            rows.checked_mul(columns)
+                .and_then(|elements| elements.checked_mul(self.dtype.size()))
         };
-        let sides = [("A", a, self.m, self.k), ("B", b, self.k, self.n), ("C", c, self.m, self.n)];
+        let sides = [
+            ("A", a, self.m, self.k),
+            ("B", b, self.k, self.n),
+            ("C", c, self.m, self.n),
+        ];
         let bias_side = bias.map(|bias| ("the bias", bias, 1, self.n));
         for (name, slice, rows, columns) in sides.into_iter().chain(bias_side) {
             if bytes(rows, columns) != Some(slice.bytes()) || rows == 0 || columns == 0 {
@@ -55,7 +68,10 @@ impl MatmulSpec {
             }
         }
         if bias.is_some() != self.bias {
-            return Err(Error::invalid("a bias is given exactly when the product has one").during("matrix product"));
+            return Err(
+                Error::invalid("a bias is given exactly when the product has one")
+                    .during("matrix product"),
+            );
         }
         Ok(())
     }
@@ -89,5 +105,11 @@ pub trait Compute: Send + Sync + fmt::Debug {
 
     /// Enqueues `target = Σ sources`, element by element, in order, accumulated in `f32` (in `f64`
     /// and `i32` for these). `target` may be one of the sources. All have the same length.
-    fn sum(&self, stream: &dyn Stream, dtype: DType, target: &DeviceSlice, sources: &[DeviceSlice]) -> Result<()>;
+    fn sum(
+        &self,
+        stream: &dyn Stream,
+        dtype: DType,
+        target: &DeviceSlice,
+        sources: &[DeviceSlice],
+    ) -> Result<()>;
 }

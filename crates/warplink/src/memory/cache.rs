@@ -26,7 +26,11 @@ pub(crate) trait Counted {
 #[derive(Debug)]
 enum Slot<V> {
     Opening,
-    Open { generation: u64, value: Arc<V>, used: u64 },
+    Open {
+        generation: u64,
+        value: Arc<V>,
+        used: u64,
+    },
 }
 
 #[derive(Debug)]
@@ -46,7 +50,10 @@ impl<K: Copy + Eq + Hash, V: Counted> MappingCache<K, V> {
     /// A table that keeps at most `bound` mappings that nobody uses.
     pub(crate) fn new(bound: usize) -> Self {
         Self {
-            table: Mutex::new(Table { slots: HashMap::new(), clock: 0 }),
+            table: Mutex::new(Table {
+                slots: HashMap::new(),
+                clock: 0,
+            }),
             changed: Condvar::new(),
             bound,
         }
@@ -54,19 +61,31 @@ impl<K: Copy + Eq + Hash, V: Counted> MappingCache<K, V> {
 
     /// The mapping of `generation` under `key`, opened with `open` where there is none. An older
     /// generation is dropped from the table; its users keep it.
-    pub(crate) fn open(&self, key: K, generation: u64, open: impl FnOnce() -> Result<V>) -> Result<Arc<V>> {
+    pub(crate) fn open(
+        &self,
+        key: K,
+        generation: u64,
+        open: impl FnOnce() -> Result<V>,
+    ) -> Result<Arc<V>> {
         let mut table = guard(&self.table);
         loop {
             table.clock += 1;
             let now = table.clock;
             match table.slots.get_mut(&key) {
-                Some(Slot::Open { generation: held, value, used }) if *held == generation => {
+                Some(Slot::Open {
+                    generation: held,
+                    value,
+                    used,
+                }) if *held == generation => {
                     *used = now;
                     value.count();
                     return Ok(value.clone());
                 }
                 Some(Slot::Opening) => {
-                    table = self.changed.wait(table).unwrap_or_else(std::sync::PoisonError::into_inner);
+                    table = self
+                        .changed
+                        .wait(table)
+                        .unwrap_or_else(std::sync::PoisonError::into_inner);
                 }
                 Some(Slot::Open { .. }) | None => break,
             }
@@ -81,7 +100,14 @@ impl<K: Copy + Eq + Hash, V: Counted> MappingCache<K, V> {
                 let value = Arc::new(value);
                 value.count();
                 let used = table.clock;
-                table.slots.insert(key, Slot::Open { generation, value: value.clone(), used });
+                table.slots.insert(
+                    key,
+                    Slot::Open {
+                        generation,
+                        value: value.clone(),
+                        used,
+                    },
+                );
                 Ok(value)
             }
             Err(error) => {
@@ -102,7 +128,9 @@ impl<K: Copy + Eq + Hash, V: Counted> MappingCache<K, V> {
         let mut table = guard(&self.table);
         match table.slots.get(&key) {
             Some(Slot::Opening) => return false,
-            Some(Slot::Open { generation: held, .. }) if *held != generation => return true,
+            Some(Slot::Open {
+                generation: held, ..
+            }) if *held != generation => return true,
             Some(Slot::Open { value, .. }) if Arc::strong_count(value) > 1 => return false,
             Some(Slot::Open { .. }) | None => {}
         }
@@ -134,7 +162,10 @@ impl<K: Copy + Eq + Hash, V> Table<K, V> {
         let mut idle: Vec<(u64, K)> = idle.collect();
         idle.sort_unstable_by_key(|(used, _)| *used);
         let surplus = idle.len().saturating_sub(bound);
-        idle[..surplus].iter().filter_map(|(_, key)| self.slots.remove(key)).collect()
+        idle[..surplus]
+            .iter()
+            .filter_map(|(_, key)| self.slots.remove(key))
+            .collect()
     }
 }
 
@@ -177,7 +208,10 @@ mod tests {
     #[test]
     fn a_failed_open_leaves_nothing() {
         let cache = MappingCache::<u32, Value>::new(4);
-        let error = cache.open(1, 10, || Err(Error::new(ErrorKind::Driver, "no"))).err().unwrap();
+        let error = cache
+            .open(1, 10, || Err(Error::new(ErrorKind::Driver, "no")))
+            .err()
+            .unwrap();
         assert_eq!(error.kind(), ErrorKind::Driver);
         assert_eq!(cache.open(1, 10, || value(5)).unwrap().0, 5);
     }
@@ -193,7 +227,9 @@ mod tests {
         assert!(cache.len() <= 4);
         drop(cache.open(4, 1, || value(4)).unwrap());
         assert!(cache.len() <= 4);
-        let hit = cache.open(0, 1, || panic!("the one in use was evicted")).unwrap();
+        let hit = cache
+            .open(0, 1, || panic!("the one in use was evicted"))
+            .unwrap();
         assert!(Arc::ptr_eq(&kept, &hit));
         assert!(!cache.revoke(0, 1));
         drop((kept, hit));
@@ -224,7 +260,8 @@ mod loom_tests {
 
     impl Drop for Value {
         fn drop(&mut self) {
-            self.back.fetch_add(self.handles.load(Ordering::Relaxed), Ordering::Relaxed);
+            self.back
+                .fetch_add(self.handles.load(Ordering::Relaxed), Ordering::Relaxed);
         }
     }
 
@@ -239,9 +276,17 @@ mod loom_tests {
                 let (cache, opening, back) = (cache.clone(), opening.clone(), back.clone());
                 move || {
                     let opened = cache.open(1, generation, || {
-                        assert_eq!(opening.fetch_add(1, Ordering::SeqCst), 0, "two opens of one key");
+                        assert_eq!(
+                            opening.fetch_add(1, Ordering::SeqCst),
+                            0,
+                            "two opens of one key"
+                        );
                         opening.fetch_sub(1, Ordering::SeqCst);
-                        Ok(Value { generation, handles: AtomicUsize::new(0), back: back.clone() })
+                        Ok(Value {
+                            generation,
+                            handles: AtomicUsize::new(0),
+                            back: back.clone(),
+                        })
                     });
                     assert_eq!(opened.unwrap().generation, generation, "a stale mapping");
                 }
@@ -253,7 +298,11 @@ mod loom_tests {
             second.join().unwrap();
             cache.release_idle();
             assert_eq!(cache.len(), 0);
-            assert_eq!(back.load(Ordering::SeqCst), 2, "a handle was not given back");
+            assert_eq!(
+                back.load(Ordering::SeqCst),
+                2,
+                "a handle was not given back"
+            );
         });
     }
 }

@@ -36,7 +36,11 @@ struct Entry {
 impl Exports {
     /// Registers the allocation of `slice` once more; `export` makes the entry if it is the first.
     /// Returns its generation.
-    pub(super) fn register(&self, slice: &DeviceSlice, export: impl FnOnce() -> Result<Export>) -> Result<u64> {
+    pub(super) fn register(
+        &self,
+        slice: &DeviceSlice,
+        export: impl FnOnce() -> Result<Export>,
+    ) -> Result<u64> {
         let allocation = slice.backing().identity();
         let mut table = lock(&self.table);
         if let Some(generation) = table.current.get(&allocation).copied()
@@ -48,7 +52,14 @@ impl Exports {
         let export = export()?;
         table.generations += 1;
         let generation = table.generations;
-        table.entries.insert(generation, Entry { export, regions: 1, holders: BTreeMap::new() });
+        table.entries.insert(
+            generation,
+            Entry {
+                export,
+                regions: 1,
+                holders: BTreeMap::new(),
+            },
+        );
         table.current.insert(allocation, generation);
         Ok(generation)
     }
@@ -56,14 +67,19 @@ impl Exports {
     /// The allocation that is registered as `generation`.
     pub(super) fn allocation(&self, generation: u64) -> Option<u64> {
         let table = lock(&self.table);
-        table.entries.get(&generation).map(|entry| entry.export.allocation.backing().identity())
+        table
+            .entries
+            .get(&generation)
+            .map(|entry| entry.export.allocation.backing().identity())
     }
 
     /// Ends one registration. Where it was the last, the entry is not given to new regions any
     /// more, and the peers that hold handles of it are returned, to be asked to let go.
     pub(super) fn unregister(&self, generation: u64) -> Vec<Rank> {
         let mut table = lock(&self.table);
-        let Some(entry) = table.entries.get_mut(&generation) else { return Vec::new() };
+        let Some(entry) = table.entries.get_mut(&generation) else {
+            return Vec::new();
+        };
         entry.regions -= 1;
         if entry.regions > 0 {
             return Vec::new();
@@ -78,10 +94,17 @@ impl Exports {
     }
 
     /// Describes the region to `peer` and counts the handle.
-    pub(super) fn describe(&self, generation: u64, peer: Rank, fill: impl FnOnce(&Export) -> Handle) -> Result<Handle> {
+    pub(super) fn describe(
+        &self,
+        generation: u64,
+        peer: Rank,
+        fill: impl FnOnce(&Export) -> Handle,
+    ) -> Result<Handle> {
         let mut table = lock(&self.table);
         let entry = table.entries.get_mut(&generation);
-        let entry = entry.ok_or_else(|| Error::new(ErrorKind::Closed, "the region is not registered any more"))?;
+        let entry = entry.ok_or_else(|| {
+            Error::new(ErrorKind::Closed, "the region is not registered any more")
+        })?;
         *entry.holders.entry(peer).or_default() += 1;
         Ok(fill(&entry.export))
     }
@@ -89,8 +112,13 @@ impl Exports {
     /// `peer` has given `handles` back: it holds no mapping that they led to.
     pub(super) fn released(&self, generation: u64, peer: Rank, handles: u64) {
         let mut table = lock(&self.table);
-        let Some(entry) = table.entries.get_mut(&generation) else { return };
-        let left = entry.holders.get(&peer).map_or(0, |held| held.saturating_sub(handles));
+        let Some(entry) = table.entries.get_mut(&generation) else {
+            return;
+        };
+        let left = entry
+            .holders
+            .get(&peer)
+            .map_or(0, |held| held.saturating_sub(handles));
         if left == 0 {
             entry.holders.remove(&peer);
         } else {
@@ -108,8 +136,16 @@ impl Exports {
         for entry in table.entries.values_mut() {
             entry.holders.remove(&peer);
         }
-        let free: Vec<u64> = table.entries.iter().filter(|(_, entry)| entry.is_free()).map(|(key, _)| *key).collect();
-        let freed: Vec<_> = free.into_iter().filter_map(|generation| table.entries.remove(&generation)).collect();
+        let free: Vec<u64> = table
+            .entries
+            .iter()
+            .filter(|(_, entry)| entry.is_free())
+            .map(|(key, _)| *key)
+            .collect();
+        let freed: Vec<_> = free
+            .into_iter()
+            .filter_map(|generation| table.entries.remove(&generation))
+            .collect();
         drop(table);
         self.changed.notify_all();
         drop(freed);
@@ -119,19 +155,30 @@ impl Exports {
     pub(super) fn descriptor(&self, generation: u64, allocation: u64) -> Result<OwnedFd> {
         let table = lock(&self.table);
         let entry = table.entries.get(&generation);
-        let entry = entry.filter(|entry| entry.export.allocation.backing().identity() == allocation);
-        let entry = entry.ok_or_else(|| Error::new(ErrorKind::Closed, "the region is not registered any more"))?;
+        let entry =
+            entry.filter(|entry| entry.export.allocation.backing().identity() == allocation);
+        let entry = entry.ok_or_else(|| {
+            Error::new(ErrorKind::Closed, "the region is not registered any more")
+        })?;
         let descriptor = entry.export.descriptor.as_ref();
-        let descriptor = descriptor.ok_or_else(|| Error::new(ErrorKind::Unsupported, "the region has no descriptor"))?;
-        descriptor.try_clone().map_err(|error| Error::io("duplicate a descriptor", &error))
+        let descriptor = descriptor
+            .ok_or_else(|| Error::new(ErrorKind::Unsupported, "the region has no descriptor"))?;
+        descriptor
+            .try_clone()
+            .map_err(|error| Error::io("duplicate a descriptor", &error))
     }
 
     /// Waits until `generation` is freed, at most for `limit`; tells which peers still hold it.
     pub(super) fn wait_freed(&self, generation: u64, limit: Duration) -> Vec<Rank> {
         let table = lock(&self.table);
-        let waited = self.changed.wait_timeout_while(table, limit, |table| table.entries.contains_key(&generation));
+        let waited = self.changed.wait_timeout_while(table, limit, |table| {
+            table.entries.contains_key(&generation)
+        });
         let table = waited.unwrap_or_else(PoisonError::into_inner).0;
-        table.entries.get(&generation).map_or_else(Vec::new, |entry| entry.holders.keys().copied().collect())
+        table
+            .entries
+            .get(&generation)
+            .map_or_else(Vec::new, |entry| entry.holders.keys().copied().collect())
     }
 
     /// How many allocations are registered or still held by a peer.
@@ -148,6 +195,10 @@ impl Entry {
 
 impl Table {
     fn take_if_free(&mut self, generation: u64) -> Option<Entry> {
-        if self.entries.get(&generation).is_some_and(Entry::is_free) { self.entries.remove(&generation) } else { None }
+        if self.entries.get(&generation).is_some_and(Entry::is_free) {
+            self.entries.remove(&generation)
+        } else {
+            None
+        }
     }
 }

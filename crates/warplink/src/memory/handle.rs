@@ -105,7 +105,8 @@ impl HandleKey {
 impl Handle {
     /// The handle as it goes over the wire.
     pub(crate) fn encode(&self, key: &HandleKey) -> [u8; HANDLE_BYTES] {
-        let ways = if self.ipc.is_some() { WAY_IPC } else { 0 } | if self.descriptor { WAY_DESCRIPTOR } else { 0 };
+        let ways = if self.ipc.is_some() { WAY_IPC } else { 0 }
+            | if self.descriptor { WAY_DESCRIPTOR } else { 0 };
         let mut wire = Wire {
             magic: MAGIC,
             version: VERSION.into(),
@@ -134,18 +135,28 @@ impl Handle {
     /// [`ErrorKind::InvalidHandle`] where it is truncated, altered, of another version, or
     /// describes a range outside of its allocation.
     pub(crate) fn decode(bytes: &[u8], key: &HandleKey) -> Result<Self> {
-        let invalid = |what: String| Error::new(ErrorKind::InvalidHandle, what).during("read a handle");
-        let wire = Wire::read_from_bytes(bytes)
-            .map_err(|_| invalid(format!("it has {} bytes instead of {HANDLE_BYTES}", bytes.len())))?;
+        let invalid =
+            |what: String| Error::new(ErrorKind::InvalidHandle, what).during("read a handle");
+        let wire = Wire::read_from_bytes(bytes).map_err(|_| {
+            invalid(format!(
+                "it has {} bytes instead of {HANDLE_BYTES}",
+                bytes.len()
+            ))
+        })?;
         if wire.magic != MAGIC {
             return Err(invalid("it does not begin as a handle does".to_owned()));
         }
         if wire.version.get() != VERSION {
-            return Err(invalid(format!("it is of version {}, this is version {VERSION}", wire.version))
-                .help("run the same version of Warplink on every rank"));
+            return Err(invalid(format!(
+                "it is of version {}, this is version {VERSION}",
+                wire.version
+            ))
+            .help("run the same version of Warplink on every rank"));
         }
         if !key.holds(untagged(&wire), &wire.tag) {
-            return Err(invalid("it was altered, or made with another secret".to_owned()));
+            return Err(invalid(
+                "it was altered, or made with another secret".to_owned(),
+            ));
         }
         let kind = match wire.kind.get() {
             0 => DeviceKind::Host,
@@ -191,7 +202,9 @@ fn kind_number(kind: DeviceKind) -> u32 {
 /// behind the hash is reached as well.
 #[doc(hidden)]
 pub fn fuzz_decode(bytes: &[u8]) {
-    let Ok(key) = HandleKey::new(b"fuzz") else { return };
+    let Ok(key) = HandleKey::new(b"fuzz") else {
+        return;
+    };
     let _ = Handle::decode(bytes, &key);
     if bytes.len() >= HANDLE_BYTES - 16 {
         let mut whole = bytes[..HANDLE_BYTES - 16].to_vec();
@@ -226,7 +239,10 @@ mod tests {
     #[test]
     fn survives_the_wire() {
         let key = HandleKey::new(b"secret").unwrap();
-        assert_eq!(Handle::decode(&example().encode(&key), &key).unwrap(), example());
+        assert_eq!(
+            Handle::decode(&example().encode(&key), &key).unwrap(),
+            example()
+        );
         assert_eq!(HANDLE_BYTES, 168);
     }
 
@@ -235,23 +251,41 @@ mod tests {
         let key = HandleKey::new(b"secret").unwrap();
         let wire = example().encode(&key);
         for length in 0..HANDLE_BYTES {
-            assert_eq!(Handle::decode(&wire[..length], &key).unwrap_err().kind(), ErrorKind::InvalidHandle);
+            assert_eq!(
+                Handle::decode(&wire[..length], &key).unwrap_err().kind(),
+                ErrorKind::InvalidHandle
+            );
         }
         for bit in 0..HANDLE_BYTES * 8 {
             let mut altered = wire;
             altered[bit / 8] ^= 1 << (bit % 8);
-            assert_eq!(Handle::decode(&altered, &key).unwrap_err().kind(), ErrorKind::InvalidHandle);
+            assert_eq!(
+                Handle::decode(&altered, &key).unwrap_err().kind(),
+                ErrorKind::InvalidHandle
+            );
         }
         let other = HandleKey::new(b"another").unwrap();
-        assert_eq!(Handle::decode(&wire, &other).unwrap_err().kind(), ErrorKind::InvalidHandle);
+        assert_eq!(
+            Handle::decode(&wire, &other).unwrap_err().kind(),
+            ErrorKind::InvalidHandle
+        );
     }
 
     #[test]
     fn a_range_outside_of_its_allocation_is_refused() {
         let key = HandleKey::new(b"secret").unwrap();
         for (offset, bytes) in [(4000, 100), (u64::MAX, 2), (0, 0), (4096, 1)] {
-            let handle = Handle { offset, bytes, ..example() };
-            assert_eq!(Handle::decode(&handle.encode(&key), &key).unwrap_err().kind(), ErrorKind::InvalidHandle);
+            let handle = Handle {
+                offset,
+                bytes,
+                ..example()
+            };
+            assert_eq!(
+                Handle::decode(&handle.encode(&key), &key)
+                    .unwrap_err()
+                    .kind(),
+                ErrorKind::InvalidHandle
+            );
         }
     }
 

@@ -81,7 +81,10 @@ enum Errand {
 
 impl std::fmt::Debug for Inner {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Memory").field("rank", &self.rank).field("device", &self.device).finish_non_exhaustive()
+        f.debug_struct("Memory")
+            .field("rank", &self.rank)
+            .field("device", &self.device)
+            .finish_non_exhaustive()
     }
 }
 
@@ -161,7 +164,12 @@ impl Drop for RemoteBacking {
         // Unmapped first: the owner may free as soon as it is told.
         self.mapping = None;
         if let Some(inner) = self.inner.upgrade() {
-            inner.tell(self.owner, Subject::Released, self.generation, self.handles.load(Ordering::Relaxed));
+            inner.tell(
+                self.owner,
+                Subject::Released,
+                self.generation,
+                self.handles.load(Ordering::Relaxed),
+            );
         }
     }
 }
@@ -171,7 +179,8 @@ impl Drop for Registration {
         let allocation = self.inner.exports.allocation(self.generation);
         for peer in self.inner.exports.unregister(self.generation) {
             if let Some(allocation) = allocation {
-                self.inner.tell(peer, Subject::Revoke, allocation, self.generation);
+                self.inner
+                    .tell(peer, Subject::Revoke, allocation, self.generation);
             }
         }
     }
@@ -193,7 +202,10 @@ impl Region {
     /// # Errors
     /// [`ErrorKind::InvalidArgument`] where the range passes the end.
     pub fn range(&self, range: Range<usize>) -> Result<Self> {
-        Ok(Self { slice: self.slice.slice(range)?, registration: self.registration.clone() })
+        Ok(Self {
+            slice: self.slice.slice(range)?,
+            registration: self.registration.clone(),
+        })
     }
 
     /// Number of the registration; another one after the memory was registered anew.
@@ -215,11 +227,14 @@ impl Region {
         drop(self);
         match inner.exports.wait_freed(generation, limit).first() {
             None => Ok(()),
-            Some(peer) => Err(Error::new(ErrorKind::Timeout, format!("a peer still maps the region after {limit:?}"))
-                .during("close a region")
-                .on_rank(inner.rank)
-                .peer(*peer)
-                .help("drop the transfers that use it on the peer first")),
+            Some(peer) => Err(Error::new(
+                ErrorKind::Timeout,
+                format!("a peer still maps the region after {limit:?}"),
+            )
+            .during("close a region")
+            .on_rank(inner.rank)
+            .peer(*peer)
+            .help("drop the transfers that use it on the peer first")),
         }
     }
 }
@@ -239,7 +254,9 @@ impl RemoteRegion {
 impl Inner {
     fn tell(&self, peer: Rank, subject: Subject, first: u64, second: u64) {
         // The janitor is gone only when the communicator is closed; then peers know that anyway.
-        let _ = self.errands.send(Errand::Tell(peer, subject, first, second));
+        let _ = self
+            .errands
+            .send(Errand::Tell(peer, subject, first, second));
     }
 
     fn card(&self, peer: Rank) -> Result<&Card> {
@@ -247,18 +264,38 @@ impl Inner {
         cards.ok_or_else(|| Error::invalid("there is no such rank").peer(peer))
     }
 
-    fn ask(&self, peer: Rank, subject: Subject, first: u64, second: u64) -> Result<Option<OwnedFd>> {
-        let request = Request { subject, from: self.rank, first, second };
-        service::ask(&self.card(peer)?.service, &self.token, request).map_err(|error| error.peer(peer))
+    fn ask(
+        &self,
+        peer: Rank,
+        subject: Subject,
+        first: u64,
+        second: u64,
+    ) -> Result<Option<OwnedFd>> {
+        let request = Request {
+            subject,
+            from: self.rank,
+            first,
+            second,
+        };
+        service::ask(&self.card(peer)?.service, &self.token, request)
+            .map_err(|error| error.peer(peer))
     }
 
     fn handle(&self, request: Request) -> Result<Option<OwnedFd>> {
         match request.subject {
-            Subject::Descriptor => return self.exports.descriptor(request.second, request.first).map(Some),
-            Subject::Revoke => {
-                self.mappings.revoke((request.from, request.first), request.second);
+            Subject::Descriptor => {
+                return self
+                    .exports
+                    .descriptor(request.second, request.first)
+                    .map(Some);
             }
-            Subject::Released => self.exports.released(request.first, request.from, request.second),
+            Subject::Revoke => {
+                self.mappings
+                    .revoke((request.from, request.first), request.second);
+            }
+            Subject::Released => self
+                .exports
+                .released(request.first, request.from, request.second),
             Subject::SlotReleased => {
                 if let Some(handler) = self.slot_released.get() {
                     handler(request.from, request.first);
@@ -269,10 +306,17 @@ impl Inner {
     }
 
     fn open(self: &Arc<Self>, handle: &Handle, handles: &Arc<AtomicU64>) -> Result<DeviceSlice> {
-        let bytes = usize::try_from(handle.allocation_bytes)
-            .map_err(|_| Error::new(ErrorKind::InvalidHandle, "the allocation is larger than this machine's memory"))?;
+        let bytes = usize::try_from(handle.allocation_bytes).map_err(|_| {
+            Error::new(
+                ErrorKind::InvalidHandle,
+                "the allocation is larger than this machine's memory",
+            )
+        })?;
         let mapped = self.opening(handle, bytes).map_err(|error| {
-            error.during("open a peer's region").on_rank(self.rank).peer(handle.owner)
+            error
+                .during("open a peer's region")
+                .on_rank(self.rank)
+                .peer(handle.owner)
         })?;
         let mapping = mapped.backing().clone();
         Ok(DeviceSlice::whole(Arc::new(RemoteBacking {
@@ -292,9 +336,14 @@ impl Inner {
     fn opening(&self, handle: &Handle, bytes: usize) -> Result<DeviceSlice> {
         let card = self.card(handle.owner)?;
         if handle.process == process_number() {
-            let found = lock(&IN_PROCESS).get(&handle.allocation).and_then(Weak::upgrade);
-            let backing = found.ok_or_else(|| Error::new(ErrorKind::InvalidHandle, "its memory was freed"))?;
-            return self.device.import(Opening::SameProcess(DeviceSlice::whole(backing)), bytes);
+            let found = lock(&IN_PROCESS)
+                .get(&handle.allocation)
+                .and_then(Weak::upgrade);
+            let backing = found
+                .ok_or_else(|| Error::new(ErrorKind::InvalidHandle, "its memory was freed"))?;
+            return self
+                .device
+                .import(Opening::SameProcess(DeviceSlice::whole(backing)), bytes);
         }
         if card.host != self.host {
             return Err(Error::new(ErrorKind::Unsupported, "the peer is on another machine")
@@ -308,12 +357,23 @@ impl Inner {
             }
         }
         if handle.descriptor {
-            let descriptor = self.ask(handle.owner, Subject::Descriptor, handle.allocation, handle.generation)?;
-            let descriptor =
-                descriptor.ok_or_else(|| Error::new(ErrorKind::Protocol, "the answer carried no descriptor"))?;
+            let descriptor = self.ask(
+                handle.owner,
+                Subject::Descriptor,
+                handle.allocation,
+                handle.generation,
+            )?;
+            let descriptor = descriptor.ok_or_else(|| {
+                Error::new(ErrorKind::Protocol, "the answer carried no descriptor")
+            })?;
             return self.device.import(Opening::Descriptor(descriptor), bytes);
         }
-        Err(failed.unwrap_or_else(|| Error::new(ErrorKind::InvalidHandle, "the handle gives no way to open it")))
+        Err(failed.unwrap_or_else(|| {
+            Error::new(
+                ErrorKind::InvalidHandle,
+                "the handle gives no way to open it",
+            )
+        }))
     }
 }
 
@@ -328,7 +388,9 @@ fn process_number() -> [u8; 16] {
         let mut number = [0; 16];
         if getrandom::fill(&mut number).is_err() {
             // Without randomness: the process id and its start time, unique on this machine.
-            let start = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
+            let start = std::time::SystemTime::now()
+                .duration_since(std::time::UNIX_EPOCH)
+                .unwrap_or_default();
             number[..8].copy_from_slice(&u64::from(std::process::id()).to_le_bytes());
             number[8..].copy_from_slice(&(start.as_nanos() as u64).to_le_bytes());
         }
@@ -376,17 +438,24 @@ impl Memory {
             cuda: device.kind() == DeviceKind::Cuda,
             service: service.name().to_vec(),
         };
-        let encoded = postcard::to_stdvec(&own)
-            .map_err(|error| Error::new(ErrorKind::Internal, error.to_string()).during("encode a card"))?;
+        let encoded = postcard::to_stdvec(&own).map_err(|error| {
+            Error::new(ErrorKind::Internal, error.to_string()).during("encode a card")
+        })?;
         let mut cards = Vec::new();
         for (peer, bytes) in gather(encoded)?.into_iter().enumerate() {
-            let card: Card = postcard::from_bytes(&bytes)
-                .map_err(|error| Error::new(ErrorKind::Protocol, error.to_string()).during("read a card").peer(peer))?;
-            if card.cuda != own.cuda {
-                return Err(Error::new(ErrorKind::Mismatch, "one rank uses a GPU and another the host device")
-                    .on_rank(rank)
+            let card: Card = postcard::from_bytes(&bytes).map_err(|error| {
+                Error::new(ErrorKind::Protocol, error.to_string())
+                    .during("read a card")
                     .peer(peer)
-                    .help("give every rank the same --device"));
+            })?;
+            if card.cuda != own.cuda {
+                return Err(Error::new(
+                    ErrorKind::Mismatch,
+                    "one rank uses a GPU and another the host device",
+                )
+                .on_rank(rank)
+                .peer(peer)
+                .help("give every rank the same --device"));
             }
             cards.push(card);
         }
@@ -397,7 +466,11 @@ impl Memory {
             .name("warplink-janitor".to_owned())
             .spawn(move || run_errands(&queue, &working))
             .map_err(|error| Error::io("start the janitor thread", &error))?;
-        Ok(Self { inner, service, janitor: Mutex::new(Some(janitor)) })
+        Ok(Self {
+            inner,
+            service,
+            janitor: Mutex::new(Some(janitor)),
+        })
     }
 
     /// Registers `slice` for peers. What it registers stays allocated as long as a region of it, or
@@ -421,7 +494,10 @@ impl Memory {
             generation.map_err(|error| error.during("register memory").on_rank(self.inner.rank))?;
         Ok(Region {
             slice: slice.clone(),
-            registration: Arc::new(Registration { inner: self.inner.clone(), generation }),
+            registration: Arc::new(Registration {
+                inner: self.inner.clone(),
+                generation,
+            }),
         })
     }
 
@@ -429,27 +505,31 @@ impl Memory {
     pub(crate) fn describe(&self, region: &Region, peer: Rank) -> Result<[u8; HANDLE_BYTES]> {
         let inner = &self.inner;
         if !Arc::ptr_eq(inner, &region.registration.inner) {
-            return Err(Error::invalid("the region is registered with another communicator")
-                .on_rank(inner.rank)
-                .help("register the memory with the communicator that transfers it"));
+            return Err(
+                Error::invalid("the region is registered with another communicator")
+                    .on_rank(inner.rank)
+                    .help("register the memory with the communicator that transfers it"),
+            );
         }
         let slice = &region.slice;
-        let handle = inner.exports.describe(region.generation(), peer, |export| {
-            let backing = export.allocation.backing();
-            Handle {
-                owner: inner.rank,
-                kind: inner.device.kind(),
-                device: inner.device.identity(),
-                process: process_number(),
-                allocation: backing.identity(),
-                generation: region.generation(),
-                allocation_bytes: backing.bytes() as u64,
-                offset: slice.offset() as u64,
-                bytes: slice.bytes() as u64,
-                ipc: export.ipc,
-                descriptor: export.descriptor.is_some(),
-            }
-        })?;
+        let handle = inner
+            .exports
+            .describe(region.generation(), peer, |export| {
+                let backing = export.allocation.backing();
+                Handle {
+                    owner: inner.rank,
+                    kind: inner.device.kind(),
+                    device: inner.device.identity(),
+                    process: process_number(),
+                    allocation: backing.identity(),
+                    generation: region.generation(),
+                    allocation_bytes: backing.bytes() as u64,
+                    offset: slice.offset() as u64,
+                    bytes: slice.bytes() as u64,
+                    ipc: export.ipc,
+                    descriptor: export.descriptor.is_some(),
+                }
+            })?;
         Ok(handle.encode(&inner.key))
     }
 
@@ -461,33 +541,50 @@ impl Memory {
     pub(crate) fn open(&self, peer: Rank, wire: &[u8]) -> Result<RemoteRegion> {
         let handle = self.decode(peer, wire)?;
         let handles = Arc::new(AtomicU64::new(0));
-        let opened = self.inner.mappings.open((peer, handle.allocation), handle.generation, || {
-            Ok(Mapped { whole: self.inner.open(&handle, &handles)?, handles: handles.clone() })
-        });
+        let opened = self
+            .inner
+            .mappings
+            .open((peer, handle.allocation), handle.generation, || {
+                Ok(Mapped {
+                    whole: self.inner.open(&handle, &handles)?,
+                    handles: handles.clone(),
+                })
+            });
         let mapped = opened.inspect_err(|_| self.give_back(&handle))?;
         let (start, bytes) = (handle.offset as usize, handle.bytes as usize);
         let slice = mapped.whole.slice(start..start + bytes)?;
-        Ok(RemoteRegion { owner: peer, slice, _mapped: mapped })
+        Ok(RemoteRegion {
+            owner: peer,
+            slice,
+            _mapped: mapped,
+        })
     }
 
     /// Gives back a handle that will not be opened.
     pub(crate) fn decline(&self, peer: Rank, wire: &[u8]) {
         match self.decode(peer, wire) {
             Ok(handle) => self.give_back(&handle),
-            Err(error) => tracing::warn!(%error, "a handle that cannot be read cannot be given back"),
+            Err(error) => {
+                tracing::warn!(%error, "a handle that cannot be read cannot be given back")
+            }
         }
     }
 
     fn give_back(&self, handle: &Handle) {
-        self.inner.tell(handle.owner, Subject::Released, handle.generation, 1);
+        self.inner
+            .tell(handle.owner, Subject::Released, handle.generation, 1);
     }
 
     fn decode(&self, peer: Rank, wire: &[u8]) -> Result<Handle> {
-        let handle = Handle::decode(wire, &self.inner.key).map_err(|error| error.on_rank(self.inner.rank).peer(peer))?;
+        let handle = Handle::decode(wire, &self.inner.key)
+            .map_err(|error| error.on_rank(self.inner.rank).peer(peer))?;
         if handle.owner != peer || handle.kind != self.inner.device.kind() {
             return Err(Error::new(
                 ErrorKind::InvalidHandle,
-                format!("it is of rank {} on {}, not of this peer", handle.owner, handle.kind),
+                format!(
+                    "it is of rank {} on {}, not of this peer",
+                    handle.owner, handle.kind
+                ),
             )
             .on_rank(self.inner.rank)
             .peer(peer));
@@ -534,7 +631,9 @@ impl Memory {
 
     /// Stops the threads. What peers still map is not waited for.
     pub(crate) fn stop(&self) {
-        let Some(janitor) = lock(&self.janitor).take() else { return };
+        let Some(janitor) = lock(&self.janitor).take() else {
+            return;
+        };
         self.release_idle();
         let _ = self.inner.errands.send(Errand::Stop);
         if janitor.thread().id() != std::thread::current().id() && janitor.join().is_err() {
@@ -555,7 +654,9 @@ fn run_errands(queue: &mpsc::Receiver<Errand>, working: &Weak<Inner>) {
     while let Ok(errand) = queue.recv() {
         match errand {
             Errand::Tell(peer, subject, first, second) => {
-                let Some(inner) = working.upgrade() else { return };
+                let Some(inner) = working.upgrade() else {
+                    return;
+                };
                 if gone.contains_key(&peer) {
                     inner.exports.forget(peer);
                     continue;

@@ -7,8 +7,8 @@
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::sync::lock;
 use rustix::net::{
-    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
-    SendFlags, SocketAddrUnix, SocketFlags, SocketType,
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
 };
 use std::fmt;
 use std::io::{IoSlice, IoSliceMut};
@@ -70,7 +70,9 @@ pub(crate) struct Service {
 
 impl fmt::Debug for Service {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Service").field("name", &String::from_utf8_lossy(&self.name)).finish()
+        f.debug_struct("Service")
+            .field("name", &String::from_utf8_lossy(&self.name))
+            .finish()
     }
 }
 
@@ -79,8 +81,13 @@ fn io(what: &'static str) -> impl Fn(rustix::io::Errno) -> Error {
 }
 
 fn socket() -> Result<OwnedFd> {
-    rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)
-        .map_err(io("make a Unix socket"))
+    rustix::net::socket_with(
+        AddressFamily::UNIX,
+        SocketType::SEQPACKET,
+        SocketFlags::CLOEXEC,
+        None,
+    )
+    .map_err(io("make a Unix socket"))
 }
 
 /// An abstract address: it is gone with its socket, also when the process is killed.
@@ -90,7 +97,8 @@ fn address(name: &[u8]) -> Result<SocketAddrUnix> {
 
 fn limit(socket: impl AsFd) -> Result<()> {
     use rustix::net::sockopt::{Timeout, set_socket_timeout};
-    set_socket_timeout(&socket, Timeout::Recv, Some(PATIENCE)).map_err(io("limit a socket's waits"))?;
+    set_socket_timeout(&socket, Timeout::Recv, Some(PATIENCE))
+        .map_err(io("limit a socket's waits"))?;
     set_socket_timeout(&socket, Timeout::Send, Some(PATIENCE)).map_err(io("limit a socket's waits"))
 }
 
@@ -98,9 +106,16 @@ impl Service {
     /// Listens under a random name and answers with `handler`, on a thread of its own.
     pub(crate) fn start(token: [u8; 16], handler: Handler) -> Result<Self> {
         let mut random = [0u8; 12];
-        getrandom::fill(&mut random)
-            .map_err(|error| Error::new(ErrorKind::Io, error.to_string()).during("draw a socket's name"))?;
-        let name = format!("warplink-{}", random.iter().map(|byte| format!("{byte:02x}")).collect::<String>());
+        getrandom::fill(&mut random).map_err(|error| {
+            Error::new(ErrorKind::Io, error.to_string()).during("draw a socket's name")
+        })?;
+        let name = format!(
+            "warplink-{}",
+            random
+                .iter()
+                .map(|byte| format!("{byte:02x}"))
+                .collect::<String>()
+        );
         let name = name.into_bytes();
         let listener = socket()?;
         rustix::net::bind(&listener, &address(&name)?).map_err(io("bind a Unix socket"))?;
@@ -111,7 +126,11 @@ impl Service {
             .name("warplink-service".to_owned())
             .spawn(move || serve(&listener, &token, &handler, &stop))
             .map_err(|error| Error::io("start the service thread", &error))?;
-        Ok(Self { name, stopping, thread: Mutex::new(Some(thread)) })
+        Ok(Self {
+            name,
+            stopping,
+            thread: Mutex::new(Some(thread)),
+        })
     }
 
     /// The name under which peers reach it.
@@ -121,11 +140,14 @@ impl Service {
 
     /// Ends the thread. Requests that come later are refused by the system.
     pub(crate) fn stop(&self) {
-        let Some(thread) = lock(&self.thread).take() else { return };
+        let Some(thread) = lock(&self.thread).take() else {
+            return;
+        };
         self.stopping.store(true, Ordering::Release);
         // The listener sleeps in accept until somebody connects.
         let woken = socket().and_then(|socket| {
-            rustix::net::connect(&socket, &address(&self.name)?).map_err(io("connect to the own service"))
+            rustix::net::connect(&socket, &address(&self.name)?)
+                .map_err(io("connect to the own service"))
         });
         // The last handle may be dropped by the service's own thread, which cannot wait for itself.
         let own = thread.thread().id() == std::thread::current().id();
@@ -171,7 +193,8 @@ fn serve(listener: &OwnedFd, token: &[u8; 16], handler: &Handler, stopping: &Ato
 fn answer(connection: &OwnedFd, token: &[u8; 16], handler: &Handler) -> Result<()> {
     limit(connection)?;
     let mut bytes = [0; size_of::<Record>()];
-    let (got, _) = rustix::net::recv(connection, &mut bytes[..], RecvFlags::empty()).map_err(io("read a request"))?;
+    let (got, _) = rustix::net::recv(connection, &mut bytes[..], RecvFlags::empty())
+        .map_err(io("read a request"))?;
     let request = parse(&bytes[..got], token)?;
     let (status, descriptor) = match handler(request) {
         Ok(descriptor) => (0u32, descriptor),
@@ -187,8 +210,13 @@ fn answer(connection: &OwnedFd, token: &[u8; 16], handler: &Handler) -> Result<(
         control.push(SendAncillaryMessage::ScmRights(descriptors));
     }
     let status = status.to_le_bytes();
-    rustix::net::sendmsg(connection, &[IoSlice::new(&status)], &mut control, SendFlags::NOSIGNAL)
-        .map_err(io("answer a request"))?;
+    rustix::net::sendmsg(
+        connection,
+        &[IoSlice::new(&status)],
+        &mut control,
+        SendFlags::NOSIGNAL,
+    )
+    .map_err(io("answer a request"))?;
     Ok(())
 }
 
@@ -196,7 +224,11 @@ fn parse(bytes: &[u8], token: &[u8; 16]) -> Result<Request> {
     let refuse = |what| Error::new(ErrorKind::Protocol, what).during("read a request");
     let record = Record::read_from_bytes(bytes).map_err(|_| refuse("it has the wrong length"))?;
     // Compared as a whole, so that the time taken does not tell how much of it fits.
-    let difference = record.token.iter().zip(token).fold(0, |all, (a, b)| all | (a ^ b));
+    let difference = record
+        .token
+        .iter()
+        .zip(token)
+        .fold(0, |all, (a, b)| all | (a ^ b));
     if difference != 0 {
         return Err(refuse("it does not carry the communicator's token"));
     }
@@ -224,7 +256,8 @@ pub(crate) fn ask(name: &[u8], token: &[u8; 16], request: Request) -> Result<Opt
     limit(&connection)?;
     rustix::net::connect(&connection, &address(name)?).map_err(|errno| match errno {
         rustix::io::Errno::CONNREFUSED => {
-            Error::new(ErrorKind::PeerLost, "nobody listens on the peer's socket").during("connect to a peer's service")
+            Error::new(ErrorKind::PeerLost, "nobody listens on the peer's socket")
+                .during("connect to a peer's service")
         }
         other => io("connect to a peer's service")(other),
     })?;
@@ -235,7 +268,8 @@ pub(crate) fn ask(name: &[u8], token: &[u8; 16], request: Request) -> Result<Opt
         first: request.first.into(),
         second: request.second.into(),
     };
-    rustix::net::send(&connection, record.as_bytes(), SendFlags::NOSIGNAL).map_err(io("send a request"))?;
+    rustix::net::send(&connection, record.as_bytes(), SendFlags::NOSIGNAL)
+        .map_err(io("send a request"))?;
     let mut status = [0; 4];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
@@ -251,11 +285,17 @@ pub(crate) fn ask(name: &[u8], token: &[u8; 16], request: Request) -> Result<Opt
         _ => None,
     });
     if received.bytes != status.len() {
-        return Err(Error::new(ErrorKind::PeerLost, "the peer closed its service before it answered"));
+        return Err(Error::new(
+            ErrorKind::PeerLost,
+            "the peer closed its service before it answered",
+        ));
     }
     if u32::from_le_bytes(status) != 0 {
-        return Err(Error::new(ErrorKind::InvalidHandle, "the peer refused: it does not share this region any more")
-            .during("ask a peer's service"));
+        return Err(Error::new(
+            ErrorKind::InvalidHandle,
+            "the peer refused: it does not share this region any more",
+        )
+        .during("ask a peer's service"));
     }
     Ok(descriptor)
 }
@@ -264,20 +304,39 @@ pub(crate) fn ask(name: &[u8], token: &[u8; 16], request: Request) -> Result<Opt
 mod tests {
     use super::*;
 
-    const REQUEST: Request = Request { subject: Subject::Descriptor, from: 2, first: 7, second: 9 };
+    const REQUEST: Request = Request {
+        subject: Subject::Descriptor,
+        from: 2,
+        first: 7,
+        second: 9,
+    };
 
     #[test]
     fn a_descriptor_crosses_and_a_refusal_is_an_error() {
         let handler: Handler = Box::new(|request| match request.first {
-            7 => Ok(Some(rustix::fs::memfd_create("test", rustix::fs::MemfdFlags::CLOEXEC)?)),
+            7 => Ok(Some(rustix::fs::memfd_create(
+                "test",
+                rustix::fs::MemfdFlags::CLOEXEC,
+            )?)),
             _ => Err(Error::new(ErrorKind::Closed, "gone")),
         });
         let service = Service::start([5; 16], handler).unwrap();
         assert!(ask(service.name(), &[5; 16], REQUEST).unwrap().is_some());
-        let refused = ask(service.name(), &[5; 16], Request { first: 8, ..REQUEST }).unwrap_err();
+        let refused = ask(
+            service.name(),
+            &[5; 16],
+            Request {
+                first: 8,
+                ..REQUEST
+            },
+        )
+        .unwrap_err();
         assert_eq!(refused.kind(), ErrorKind::InvalidHandle);
         service.stop();
-        assert_eq!(ask(service.name(), &[5; 16], REQUEST).unwrap_err().kind(), ErrorKind::PeerLost);
+        assert_eq!(
+            ask(service.name(), &[5; 16], REQUEST).unwrap_err().kind(),
+            ErrorKind::PeerLost
+        );
     }
 
     #[test]

@@ -77,7 +77,14 @@ impl Transfers {
                 table.half_released(slot);
             }
         });
-        Self { bootstrap: bootstrap.clone(), memory: memory.clone(), pool, table, protocol, counts: Mutex::default() }
+        Self {
+            bootstrap: bootstrap.clone(),
+            memory: memory.clone(),
+            pool,
+            table,
+            protocol,
+            counts: Mutex::default(),
+        }
     }
 
     /// Matches every request with its peer's, and gives the transfers in the same order. Blocks the
@@ -89,28 +96,49 @@ impl Transfers {
     /// [`ErrorKind::Mismatch`], on both ranks, where lengths or protocols differ;
     /// [`ErrorKind::Timeout`] or [`ErrorKind::PeerLost`], with the peer and what was waited for. A
     /// batch that fails for want of a peer is withdrawn, and may be exchanged again.
-    pub fn exchange(&self, requests: &[TransferRequest], deadline: Deadline) -> Result<Vec<Transfer>> {
-        requests.iter().try_for_each(|request| self.check(request))?;
+    pub fn exchange(
+        &self,
+        requests: &[TransferRequest],
+        deadline: Deadline,
+    ) -> Result<Vec<Transfer>> {
+        requests
+            .iter()
+            .try_for_each(|request| self.check(request))?;
         let published = self.publish(requests)?;
         let keys: Vec<String> = published.iter().map(|end| end.peer_key.clone()).collect();
         let mut peers: Vec<Rank> = requests.iter().map(|request| request.peer).collect();
         peers.sort_unstable();
         peers.dedup();
-        let answers = match self.bootstrap.store().multi_take(&keys, &Wait::on(peers, deadline)) {
+        let answers = match self
+            .bootstrap
+            .store()
+            .multi_take(&keys, &Wait::on(peers, deadline))
+        {
             Ok(answers) => answers,
             Err(error) => {
                 self.withdraw(published);
-                return Err(error.during("exchange transfers").on_rank(self.bootstrap.rank()));
+                return Err(error
+                    .during("exchange transfers")
+                    .on_rank(self.bootstrap.rank()));
             }
         };
         // Every end is settled before the first failure is reported, so that none is left behind.
-        let settled: Vec<_> = published.into_iter().zip(answers).map(|(end, bytes)| self.settle(end, &bytes)).collect();
+        let settled: Vec<_> = published
+            .into_iter()
+            .zip(answers)
+            .map(|(end, bytes)| self.settle(end, &bytes))
+            .collect();
         settled.into_iter().collect()
     }
 
     fn check(&self, request: &TransferRequest) -> Result<()> {
         let (rank, world) = (self.bootstrap.rank(), self.bootstrap.world());
-        let invalid = |what| Err(Error::invalid(what).during("exchange transfers").on_rank(rank).peer(request.peer));
+        let invalid = |what| {
+            Err(Error::invalid(what)
+                .during("exchange transfers")
+                .on_rank(rank)
+                .peer(request.peer))
+        };
         if request.peer == rank {
             return invalid(format!("a {} to oneself", request.direction));
         }
@@ -139,7 +167,9 @@ impl Transfers {
         }
         if let Err(error) = self.bootstrap.store().multi_set(&pairs) {
             self.roll_back(published);
-            return Err(error.during("publish transfers").on_rank(self.bootstrap.rank()));
+            return Err(error
+                .during("publish transfers")
+                .on_rank(self.bootstrap.rank()));
         }
         Ok(published)
     }
@@ -148,7 +178,11 @@ impl Transfers {
         let protocol = request.protocol.unwrap_or(self.protocol);
         let slot = self.pool.take(&self.memory)?;
         let buffer = match request.direction.end(protocol) {
-            End::Announcer => Some(self.memory.describe(&request.region, request.peer)?.to_vec()),
+            End::Announcer => Some(
+                self.memory
+                    .describe(&request.region, request.peer)?
+                    .to_vec(),
+            ),
             End::Mover => None,
         };
         let side = Side {
@@ -158,8 +192,9 @@ impl Transfers {
             inbound: self.memory.describe(slot.inbound(), request.peer)?.to_vec(),
             slot: slot.number,
         };
-        let side = postcard::to_stdvec(&side)
-            .map_err(|error| Error::new(ErrorKind::Internal, error.to_string()).during("encode a transfer"))?;
+        let side = postcard::to_stdvec(&side).map_err(|error| {
+            Error::new(ErrorKind::Internal, error.to_string()).during("encode a transfer")
+        })?;
         let number = self.count(request);
         let rank = self.bootstrap.rank();
         let (from, to) = match request.direction {
@@ -168,12 +203,24 @@ impl Transfers {
         };
         let key = |direction| format!("p2p/{from}>{to}/tag {}/{number}/{direction}", request.tag);
         let (own_key, peer_key) = (key(request.direction), key(request.direction.reversed()));
-        Ok((Published { request, protocol, slot, number, own_key, peer_key }, side))
+        Ok((
+            Published {
+                request,
+                protocol,
+                slot,
+                number,
+                own_key,
+                peer_key,
+            },
+            side,
+        ))
     }
 
     fn count(&self, request: &TransferRequest) -> u64 {
         let mut counts = lock(&self.counts);
-        let count = counts.entry((request.peer, request.tag, request.direction)).or_default();
+        let count = counts
+            .entry((request.peer, request.tag, request.direction))
+            .or_default();
         *count += 1;
         *count - 1
     }
@@ -181,7 +228,9 @@ impl Transfers {
     /// Gives the number of an end back that no peer has seen, so that a later try meets the peer's.
     fn uncount(&self, request: &TransferRequest, number: u64) {
         let mut counts = lock(&self.counts);
-        let count = counts.entry((request.peer, request.tag, request.direction)).or_default();
+        let count = counts
+            .entry((request.peer, request.tag, request.direction))
+            .or_default();
         *count = (*count).min(number);
     }
 
@@ -201,13 +250,20 @@ impl Transfers {
                 Ok(true) => self.roll_back(vec![end]),
                 Ok(false) => {
                     // The peer publishes before it takes, so its end is there.
-                    let wait = Wait::on(vec![end.request.peer], Deadline::after(std::time::Duration::from_secs(1)));
+                    let wait = Wait::on(
+                        vec![end.request.peer],
+                        Deadline::after(std::time::Duration::from_secs(1)),
+                    );
                     match store.take(&end.peer_key, &wait) {
                         Ok(bytes) => drop(self.settle(end, &bytes)),
-                        Err(error) => tracing::debug!(%error, key = end.peer_key, "an end could not be withdrawn"),
+                        Err(error) => {
+                            tracing::debug!(%error, key = end.peer_key, "an end could not be withdrawn")
+                        }
                     }
                 }
-                Err(error) => tracing::debug!(%error, key = end.own_key, "an end could not be withdrawn"),
+                Err(error) => {
+                    tracing::debug!(%error, key = end.own_key, "an end could not be withdrawn")
+                }
             }
         }
     }
@@ -216,40 +272,72 @@ impl Transfers {
     fn settle(&self, end: Published<'_>, bytes: &[u8]) -> Result<Transfer> {
         let (request, rank) = (end.request, self.bootstrap.rank());
         let context = |error: Error| {
-            error.during("exchange transfers").on_rank(rank).peer(request.peer).key(end.own_key.clone())
+            error
+                .during("exchange transfers")
+                .on_rank(rank)
+                .peer(request.peer)
+                .key(end.own_key.clone())
         };
-        let side: Side = postcard::from_bytes(bytes)
-            .map_err(|error| context(Error::new(ErrorKind::Protocol, format!("the peer's end is malformed: {error}"))))?;
+        let side: Side = postcard::from_bytes(bytes).map_err(|error| {
+            context(Error::new(
+                ErrorKind::Protocol,
+                format!("the peer's end is malformed: {error}"),
+            ))
+        })?;
         let slot = end.slot;
         let fail = |what: String, help: &'static str| {
             // The peer finds the same and gives up too, so nobody will write to the slot.
-            side.buffer.iter().chain([&side.inbound]).for_each(|wire| self.memory.decline(request.peer, wire));
+            side.buffer
+                .iter()
+                .chain([&side.inbound])
+                .for_each(|wire| self.memory.decline(request.peer, wire));
             self.pool.recycle(slot.number);
             Err(context(Error::new(ErrorKind::Mismatch, what).help(help)))
         };
         let (own_bytes, put) = (request.region.bytes() as u64, end.protocol == Protocol::Put);
         if side.bytes != own_bytes {
-            let what = format!("this rank's {} has {own_bytes} bytes, the peer's end {}", request.direction, side.bytes);
+            let what = format!(
+                "this rank's {} has {own_bytes} bytes, the peer's end {}",
+                request.direction, side.bytes
+            );
             return fail(what, "give both ends the same length");
         }
         if side.put != put {
-            let peers = if side.put { Protocol::Put } else { Protocol::Get };
+            let peers = if side.put {
+                Protocol::Put
+            } else {
+                Protocol::Get
+            };
             return fail(
                 format!("this rank uses {}, the peer {peers}", end.protocol),
                 "choose the same protocol on both ranks",
             );
         }
-        let page = self.memory.open(request.peer, &side.inbound).map_err(context)?;
+        let page = self
+            .memory
+            .open(request.peer, &side.inbound)
+            .map_err(context)?;
         let remote_slot = RemoteSlot::new(page.slice()).map_err(context)?;
         let remote = match (&side.buffer, request.direction.end(end.protocol)) {
-            (Some(wire), End::Mover) => Some(self.memory.open(request.peer, wire).map_err(context)?),
+            (Some(wire), End::Mover) => {
+                Some(self.memory.open(request.peer, wire).map_err(context)?)
+            }
             (None, End::Announcer) => None,
             _ => {
-                return Err(context(Error::new(ErrorKind::Protocol, "the peer's end is of the wrong kind")));
+                return Err(context(Error::new(
+                    ErrorKind::Protocol,
+                    "the peer's end is of the wrong kind",
+                )));
             }
         };
-        if remote.as_ref().is_some_and(|remote| remote.slice().bytes() as u64 != own_bytes) {
-            return Err(context(Error::new(ErrorKind::InvalidHandle, "the peer's handle has another length than it says")));
+        if remote
+            .as_ref()
+            .is_some_and(|remote| remote.slice().bytes() as u64 != own_bytes)
+        {
+            return Err(context(Error::new(
+                ErrorKind::InvalidHandle,
+                "the peer's handle has another length than it says",
+            )));
         }
         Ok(Transfer {
             direction: request.direction,

@@ -34,7 +34,9 @@ pub fn post_all(transfers: &[&Transfer], stream: &dyn Stream) -> Result<()> {
     if !announcements.is_empty() {
         stream.memory_ops(&announcements)?;
     }
-    begun.iter().try_for_each(|(transfer, mode, steps)| carry(transfer, *mode, steps, stream))
+    begun
+        .iter()
+        .try_for_each(|(transfer, mode, steps)| carry(transfer, *mode, steps, stream))
 }
 
 /// Waits on `stream` for every post so far of `transfers`, in any order. Does not block.
@@ -44,22 +46,34 @@ pub fn post_all(transfers: &[&Transfer], stream: &dyn Stream) -> Result<()> {
 pub fn wait_all(transfers: &[&Transfer], stream: &dyn Stream) -> Result<()> {
     let capturing = stream.is_capturing()?;
     if let [transfer] = transfers {
-        let Some((mode, steps)) = transfer.begin_wait(stream, capturing) else { return Ok(()) };
+        let Some((mode, steps)) = transfer.begin_wait(stream, capturing) else {
+            return Ok(());
+        };
         return signals(transfer, mode, steps.before, stream);
     }
     let mut operations = Vec::with_capacity(2 * transfers.len());
     for transfer in transfers {
-        let Some((mode, steps)) = transfer.begin_wait(stream, capturing) else { continue };
+        let Some((mode, steps)) = transfer.begin_wait(stream, capturing) else {
+            continue;
+        };
         for signal in steps.before.into_iter().flatten() {
             operations.push(transfer.operation(signal, mode)?);
         }
     }
-    if operations.is_empty() { Ok(()) } else { stream.memory_ops(&operations) }
+    if operations.is_empty() {
+        Ok(())
+    } else {
+        stream.memory_ops(&operations)
+    }
 }
 
 /// Enqueues an announcer's signals.
 fn announce(transfer: &Transfer, mode: Mode, steps: &Steps, stream: &dyn Stream) -> Result<()> {
-    if steps.copy { Ok(()) } else { signals(transfer, mode, steps.before, stream) }
+    if steps.copy {
+        Ok(())
+    } else {
+        signals(transfer, mode, steps.before, stream)
+    }
 }
 
 /// Enqueues a mover's wait, copy and signals.
@@ -68,7 +82,8 @@ fn carry(transfer: &Transfer, mode: Mode, steps: &Steps, stream: &dyn Stream) ->
         return Ok(());
     }
     let ends = transfer.ends();
-    let (target, source) = ends.ok_or_else(|| Error::new(ErrorKind::Internal, "the mover has no mapping"))?;
+    let (target, source) =
+        ends.ok_or_else(|| Error::new(ErrorKind::Internal, "the mover has no mapping"))?;
     signals(transfer, mode, steps.before, stream)?;
     stream.copy(target, source)?;
     signals(transfer, mode, steps.after, stream)

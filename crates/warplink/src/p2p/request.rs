@@ -55,12 +55,24 @@ impl TransferRequest {
     /// Sends `region` to `peer`. `tag` tells transfers between the same two ranks apart; those with
     /// one tag and direction are matched in the order in which they are exchanged.
     pub fn send(region: &Region, peer: Rank, tag: u64) -> Self {
-        Self { direction: Direction::Send, region: region.clone(), peer, tag, protocol: None }
+        Self {
+            direction: Direction::Send,
+            region: region.clone(),
+            peer,
+            tag,
+            protocol: None,
+        }
     }
 
     /// Receives into `region` from `peer`; see [`send`](Self::send).
     pub fn receive(region: &Region, peer: Rank, tag: u64) -> Self {
-        Self { direction: Direction::Receive, region: region.clone(), peer, tag, protocol: None }
+        Self {
+            direction: Direction::Receive,
+            region: region.clone(),
+            peer,
+            tag,
+            protocol: None,
+        }
     }
 
     /// Chooses the protocol of this transfer, the same on both ranks; otherwise it is the

@@ -78,7 +78,10 @@ impl Transfer {
 
     /// Numbers a post on `stream` and says what it enqueues.
     pub(super) fn begin_post(&self, stream: &dyn Stream, capturing: bool) -> Result<(Mode, Steps)> {
-        let mode = self.phase.post(self.end(), capturing).map_err(|error| error.peer(self.peer).key(self.key()))?;
+        let mode = self
+            .phase
+            .post(self.end(), capturing)
+            .map_err(|error| error.peer(self.peer).key(self.key()))?;
         self.posted_on.store(stream.raw(), Ordering::Relaxed);
         Ok((mode, Steps::post(self.end(), mode)))
     }
@@ -94,16 +97,27 @@ impl Transfer {
     pub(super) fn operation(&self, signal: Signal, mode: Mode) -> Result<MemoryOp<'_>> {
         let captured = mode == Mode::Captured;
         Ok(match signal {
-            Signal::Set(name, value) => MemoryOp::Write { word: self.word(name, captured), value },
+            Signal::Set(name, value) => MemoryOp::Write {
+                word: self.word(name, captured),
+                value,
+            },
             Signal::Await(WordName::Outbound, _) => {
-                return Err(Error::new(ErrorKind::Internal, "a rank waits on its own memory only"));
+                return Err(Error::new(
+                    ErrorKind::Internal,
+                    "a rank waits on its own memory only",
+                ));
             }
-            Signal::Await(name, value) => MemoryOp::Wait { word: self.word(name, captured), value },
+            Signal::Await(name, value) => MemoryOp::Wait {
+                word: self.word(name, captured),
+                value,
+            },
         })
     }
 
     fn word(&self, name: WordName, captured: bool) -> &Word {
-        self.slot.word(name, captured).unwrap_or_else(|| self.remote_slot.word(captured))
+        self.slot
+            .word(name, captured)
+            .unwrap_or_else(|| self.remote_slot.word(captured))
     }
 
     /// Target and source of the copy, at the end that moves.
@@ -122,6 +136,7 @@ impl Transfer {
 
 impl Drop for Transfer {
     fn drop(&mut self) {
-        self.table.dropped(self.peer, self.slot.number, self.peer_slot);
+        self.table
+            .dropped(self.peer, self.slot.number, self.peer_slot);
     }
 }

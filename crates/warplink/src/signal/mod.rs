@@ -59,7 +59,10 @@ impl FromStr for Protocol {
         match text {
             "get" => Ok(Self::Get),
             "put" => Ok(Self::Put),
-            _ => Err(Error::new(ErrorKind::Parse, format!("'{text}' is no protocol")).help("use get or put")),
+            _ => Err(
+                Error::new(ErrorKind::Parse, format!("'{text}' is no protocol"))
+                    .help("use get or put"),
+            ),
         }
     }
 }
@@ -107,12 +110,19 @@ pub(crate) struct Steps {
 }
 
 impl Steps {
-    const NONE: Self = Self { before: [None; 2], copy: false, after: [None; 2] };
+    const NONE: Self = Self {
+        before: [None; 2],
+        copy: false,
+        after: [None; 2],
+    };
 
     /// What posting enqueues at `end`.
     pub(crate) fn post(end: End, mode: Mode) -> Self {
         match end {
-            End::Announcer => Self { before: [Some(Signal::Set(WordName::Outbound, mode.value())), None], ..Self::NONE },
+            End::Announcer => Self {
+                before: [Some(Signal::Set(WordName::Outbound, mode.value())), None],
+                ..Self::NONE
+            },
             End::Mover => Self {
                 before: mode.consume(WordName::Inbound),
                 copy: true,
@@ -127,9 +137,15 @@ impl Steps {
     /// What waiting enqueues at `end`; `same_stream` when that is the stream of the post.
     pub(crate) fn wait(end: End, mode: Mode, same_stream: bool) -> Self {
         match end {
-            End::Announcer => Self { before: mode.consume(WordName::Inbound), ..Self::NONE },
+            End::Announcer => Self {
+                before: mode.consume(WordName::Inbound),
+                ..Self::NONE
+            },
             End::Mover if same_stream => Self::NONE,
-            End::Mover => Self { before: mode.consume(WordName::Completed), ..Self::NONE },
+            End::Mover => Self {
+                before: mode.consume(WordName::Completed),
+                ..Self::NONE
+            },
         }
     }
 }
@@ -166,9 +182,11 @@ impl Phase {
         }
         let open = self.captured.swap(1, Ordering::Relaxed);
         if open == 1 && end == End::Announcer {
-            return Err(Error::invalid("a transfer is posted twice in one graph without a wait between")
-                .during("post a transfer")
-                .help("wait for it first, or exchange a second transfer"));
+            return Err(Error::invalid(
+                "a transfer is posted twice in one graph without a wait between",
+            )
+            .during("post a transfer")
+            .help("wait for it first, or exchange a second transfer"));
         }
         Ok(Mode::Captured)
     }
@@ -228,7 +246,12 @@ mod loom_tests {
             let signal = |signal: Signal| match signal {
                 Signal::Set(name, value) => self.word(end, name).store(value, Ordering::Release),
                 Signal::Await(name, value) => {
-                    while (self.word(end, name).load(Ordering::Acquire).wrapping_sub(value) as i64) < 0 {
+                    while (self
+                        .word(end, name)
+                        .load(Ordering::Acquire)
+                        .wrapping_sub(value) as i64)
+                        < 0
+                    {
                         thread::yield_now();
                     }
                 }
@@ -262,7 +285,9 @@ mod loom_tests {
             let announcer = thread::spawn(move || {
                 for (round, mode) in modes.into_iter().enumerate() {
                     // SAFETY: loom fails the test where the mover may still read.
-                    sender.source.with_mut(|source| unsafe { *source = round as u64 + 1 });
+                    sender
+                        .source
+                        .with_mut(|source| unsafe { *source = round as u64 + 1 });
                     sender.run(End::Announcer, Steps::post(End::Announcer, mode));
                     sender.run(End::Announcer, Steps::wait(End::Announcer, mode, true));
                 }
@@ -304,7 +329,8 @@ mod loom_tests {
             });
             for (round, mode) in modes.into_iter().enumerate() {
                 // SAFETY: the source is this thread's alone.
-                pair.source.with_mut(|source| unsafe { *source = round as u64 + 1 });
+                pair.source
+                    .with_mut(|source| unsafe { *source = round as u64 + 1 });
                 pair.run(End::Mover, Steps::post(End::Mover, mode));
             }
             announcer.join().unwrap();
@@ -330,7 +356,10 @@ mod loom_tests {
             let announcer = thread::spawn(move || {
                 sender.run(End::Announcer, Steps::post(End::Announcer, Mode::Eager(1)));
                 sender.run(End::Announcer, Steps::post(End::Announcer, Mode::Eager(2)));
-                sender.run(End::Announcer, Steps::wait(End::Announcer, Mode::Eager(2), true));
+                sender.run(
+                    End::Announcer,
+                    Steps::wait(End::Announcer, Mode::Eager(2), true),
+                );
             });
             pair.run(End::Mover, Steps::post(End::Mover, Mode::Eager(1)));
             pair.run(End::Mover, Steps::post(End::Mover, Mode::Eager(2)));
@@ -356,7 +385,10 @@ mod tests {
     fn a_captured_post_must_be_waited_for_before_the_next() {
         let phase = Phase::default();
         assert_eq!(phase.post(End::Announcer, true).unwrap(), Mode::Captured);
-        assert_eq!(phase.post(End::Announcer, true).unwrap_err().kind(), ErrorKind::InvalidArgument);
+        assert_eq!(
+            phase.post(End::Announcer, true).unwrap_err().kind(),
+            ErrorKind::InvalidArgument
+        );
         assert_eq!(phase.wait(true), Some(Mode::Captured));
         assert_eq!(phase.wait(true), None);
         assert!(phase.post(End::Announcer, true).is_ok());

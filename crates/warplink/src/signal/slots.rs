@@ -48,7 +48,10 @@ pub(crate) struct RemoteSlot {
 
 impl SlotPool {
     pub(crate) fn new(device: &Arc<dyn Device>) -> Self {
-        Self { device: device.clone(), state: Mutex::default() }
+        Self {
+            device: device.clone(),
+            state: Mutex::default(),
+        }
     }
 
     /// A slot whose words are all zero.
@@ -72,12 +75,23 @@ impl SlotPool {
             }
         };
         let slice = state.slice(number)?;
-        let words =
-            [slice.word(INBOUND)?, slice.word(INBOUND_CAPTURED)?, slice.word(COMPLETED)?, slice.word(COMPLETED_CAPTURED)?];
+        let words = [
+            slice.word(INBOUND)?,
+            slice.word(INBOUND_CAPTURED)?,
+            slice.word(COMPLETED)?,
+            slice.word(COMPLETED_CAPTURED)?,
+        ];
         let (page, start) = State::place(number);
-        let page = state.pages.get(page).ok_or_else(|| Error::invalid("there is no such signal slot"))?;
+        let page = state
+            .pages
+            .get(page)
+            .ok_or_else(|| Error::invalid("there is no such signal slot"))?;
         let inbound = page.range(start..start + REMOTE_SLOT_BYTES)?;
-        Ok(Slot { number, words, inbound })
+        Ok(Slot {
+            number,
+            words,
+            inbound,
+        })
     }
 
     /// Takes back a slot that neither end will write any more.
@@ -89,12 +103,18 @@ impl SlotPool {
 impl State {
     fn place(number: u64) -> (usize, usize) {
         let per_page = (PAGE_BYTES / SLOT_BYTES) as u64;
-        ((number / per_page) as usize, (number % per_page) as usize * SLOT_BYTES)
+        (
+            (number / per_page) as usize,
+            (number % per_page) as usize * SLOT_BYTES,
+        )
     }
 
     fn slice(&self, number: u64) -> Result<DeviceSlice> {
         let (page, start) = Self::place(number);
-        let page = self.pages.get(page).ok_or_else(|| Error::invalid("there is no such signal slot"))?;
+        let page = self
+            .pages
+            .get(page)
+            .ok_or_else(|| Error::invalid("there is no such signal slot"))?;
         page.slice().slice(start..start + SLOT_BYTES)
     }
 }
@@ -118,7 +138,9 @@ impl Slot {
 impl RemoteSlot {
     /// The words in the mapped inbound region of a peer's slot.
     pub(crate) fn new(inbound: &DeviceSlice) -> Result<Self> {
-        Ok(Self { words: [inbound.word(INBOUND)?, inbound.word(INBOUND_CAPTURED)?] })
+        Ok(Self {
+            words: [inbound.word(INBOUND)?, inbound.word(INBOUND_CAPTURED)?],
+        })
     }
 
     /// The peer's inbound word.

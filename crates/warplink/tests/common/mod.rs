@@ -70,7 +70,11 @@ pub fn is_rank() -> bool {
 
 /// Runs `body` as each of `world` processes, and fails if one does.
 pub fn processes(world: usize, body: impl Fn(&Communicator)) {
-    Ranks { world, ..Ranks::default() }.run(body);
+    Ranks {
+        world,
+        ..Ranks::default()
+    }
+    .run(body);
 }
 
 impl Ranks {
@@ -83,7 +87,13 @@ impl Ranks {
             return;
         };
         for (rank, end) in ended.iter().enumerate() {
-            assert_eq!(end.code, Some(0), "rank {rank} of {} failed:\n{}", ended.len(), end.output);
+            assert_eq!(
+                end.code,
+                Some(0),
+                "rank {rank} of {} failed:\n{}",
+                ended.len(),
+                end.output
+            );
         }
     }
 
@@ -92,12 +102,20 @@ impl Ranks {
     pub fn start(self, body: impl FnOnce(Communicator)) -> Option<Vec<Ended>> {
         if is_rank() {
             let parent = rustix::process::getppid();
-            rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL)).unwrap();
-            assert_eq!(rustix::process::getppid(), parent, "the test ended before its rank began");
+            rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))
+                .unwrap();
+            assert_eq!(
+                rustix::process::getppid(),
+                parent,
+                "the test ended before its rank began"
+            );
             body(Communicator::join(&config_of_rank()).unwrap());
             return None;
         }
-        let name = std::thread::current().name().expect("tests run in named threads").to_owned();
+        let name = std::thread::current()
+            .name()
+            .expect("tests run in named threads")
+            .to_owned();
         let id = UniqueId::create(IpAddr::V4(Ipv4Addr::LOCALHOST), 0).unwrap();
         // The listener that found the port is this process's; rank 0 is another.
         id.release();
@@ -138,8 +156,10 @@ fn wait_all(children: Vec<Child>, started: Instant) -> Vec<Ended> {
         .into_iter()
         .map(|mut child| {
             let mut readers = Vec::new();
-            let pipes: [Box<dyn Read + Send>; 2] =
-                [Box::new(child.stdout.take().unwrap()), Box::new(child.stderr.take().unwrap())];
+            let pipes: [Box<dyn Read + Send>; 2] = [
+                Box::new(child.stdout.take().unwrap()),
+                Box::new(child.stderr.take().unwrap()),
+            ];
             for mut pipe in pipes {
                 readers.push(std::thread::spawn(move || {
                     let mut text = Vec::new();
@@ -165,8 +185,15 @@ fn wait_all(children: Vec<Child>, started: Instant) -> Vec<Ended> {
                 std::thread::sleep(Duration::from_millis(2));
             };
             let after = started.elapsed();
-            let output: Vec<String> = readers.into_iter().map(|reader| reader.join().unwrap()).collect();
-            Ended { code: status.and_then(|status| status.code()), output: output.concat(), after }
+            let output: Vec<String> = readers
+                .into_iter()
+                .map(|reader| reader.join().unwrap())
+                .collect();
+            Ended {
+                code: status.and_then(|status| status.code()),
+                output: output.concat(),
+                after,
+            }
         })
         .collect()
 }
@@ -192,7 +219,8 @@ pub fn threads_with(
             .map(|rank| {
                 let (body, change, id) = (&body, &change, id.clone());
                 scope.spawn(move || {
-                    let mut config = Config::new(JoinConfig::new(Rendezvous::Id(id), rank, world), kind());
+                    let mut config =
+                        Config::new(JoinConfig::new(Rendezvous::Id(id), rank, world), kind());
                     if kind() == DeviceKind::Cuda {
                         config.device.ordinal = rank;
                     }
@@ -212,12 +240,16 @@ pub fn threads_with(
 
 /// Random delays for [`threads_with`].
 pub fn delays(config: &mut Config, longest: Duration) {
-    config.device.delays = Some(Delays { seed: config.join.rank as u64 + 1, longest });
+    config.device.delays = Some(Delays {
+        seed: config.join.rank as u64 + 1,
+        longest,
+    });
 }
 
 /// `count` pseudo-random values that depend on every argument.
 pub fn values(rank: usize, round: usize, count: usize) -> Vec<u8> {
-    let mut x = (rank as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ (round as u64 + 1).wrapping_mul(0xd1b5_4a32_d192_ed03);
+    let mut x = (rank as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15)
+        ^ (round as u64 + 1).wrapping_mul(0xd1b5_4a32_d192_ed03);
     (0..count)
         .map(|_| {
             x ^= x << 13;

@@ -45,7 +45,11 @@ struct Move {
 impl HostCollectives {
     /// Maps every rank's outbox. The files are opened through the owners' descriptors, so nothing
     /// is left behind by a rank that dies.
-    pub(super) fn join(rank: Rank, world: usize, exchange: UniqueBytesExchange<'_>) -> Result<Self> {
+    pub(super) fn join(
+        rank: Rank,
+        world: usize,
+        exchange: UniqueBytesExchange<'_>,
+    ) -> Result<Self> {
         let own = memory::allocate(BOX * world)?;
         let descriptor = memory::descriptor(&own)?;
         let path = format!("/proc/{}/fd/{}", std::process::id(), descriptor.as_raw_fd());
@@ -56,16 +60,26 @@ impl HostCollectives {
             }
             let path = String::from_utf8_lossy(&path).into_owned();
             let file = std::fs::File::options().read(true).write(true).open(&path);
-            let file = file.map_err(|error| Error::io(format!("open {path}"), &error).peer(peer))?;
+            let file =
+                file.map_err(|error| Error::io(format!("open {path}"), &error).peer(peer))?;
             memory::map(file.into(), BOX * world).map_err(|error| error.peer(peer))
         });
         let outboxes = outboxes.collect::<Result<Vec<_>>>()?;
         if outboxes.len() != world {
-            return Err(Error::new(ErrorKind::Mismatch, format!("{} ranks answered of {world}", outboxes.len())));
+            return Err(Error::new(
+                ErrorKind::Mismatch,
+                format!("{} ranks answered of {world}", outboxes.len()),
+            ));
         }
         // The descriptor must stay open until every peer has opened it.
         exchange(Vec::new())?;
-        Ok(Self { inner: Arc::new(Inner { rank, outboxes, aborted: AtomicBool::new(false) }) })
+        Ok(Self {
+            inner: Arc::new(Inner {
+                rank,
+                outboxes,
+                aborted: AtomicBool::new(false),
+            }),
+        })
     }
 
     fn world(&self) -> usize {
@@ -83,19 +97,34 @@ impl HostCollectives {
     }
 
     /// Everybody's `parts[p]` goes to rank p; what arrives from rank p goes to `slots[p]`.
-    fn scatter(&self, stream: &dyn Stream, parts: Vec<DeviceSlice>, slots: Vec<DeviceSlice>) -> Result<()> {
+    fn scatter(
+        &self,
+        stream: &dyn Stream,
+        parts: Vec<DeviceSlice>,
+        slots: Vec<DeviceSlice>,
+    ) -> Result<()> {
         self.enqueue(stream, move |inner, context| {
             memory::copy(&slots[inner.rank], &parts[inner.rank]);
             let others = |slices: &[DeviceSlice]| -> Vec<(Rank, DeviceSlice)> {
-                slices.iter().cloned().enumerate().filter(|(peer, _)| *peer != inner.rank).collect()
+                slices
+                    .iter()
+                    .cloned()
+                    .enumerate()
+                    .filter(|(peer, _)| *peer != inner.rank)
+                    .collect()
             };
             inner.advance(context, &others(&parts), &others(&slots))
         })
     }
 
     fn parts(&self, slice: &DeviceSlice, each: usize) -> Result<Vec<DeviceSlice>> {
-        check(each > 0 && slice.bytes() == each * self.world(), "the longer side is not world times the shorter")?;
-        (0..self.world()).map(|part| slice.slice(part * each..(part + 1) * each)).collect()
+        check(
+            each > 0 && slice.bytes() == each * self.world(),
+            "the longer side is not world times the shorter",
+        )?;
+        (0..self.world())
+            .map(|part| slice.slice(part * each..(part + 1) * each))
+            .collect()
     }
 
     fn scratch(&self, each: usize) -> Result<Vec<DeviceSlice>> {
@@ -111,12 +140,18 @@ impl HostCollectives {
         sources: Vec<DeviceSlice>,
     ) -> Result<()> {
         let target = target.clone();
-        self.enqueue(stream, move |_, _| compute::reduce(dtype, op, &target, &sources))
+        self.enqueue(stream, move |_, _| {
+            compute::reduce(dtype, op, &target, &sources)
+        })
     }
 }
 
 fn check(holds: bool, otherwise: &'static str) -> Result<()> {
-    if holds { Ok(()) } else { Err(Error::invalid(otherwise).during("enqueue a collective")) }
+    if holds {
+        Ok(())
+    } else {
+        Err(Error::invalid(otherwise).during("enqueue a collective"))
+    }
 }
 
 impl Inner {
@@ -135,9 +170,18 @@ impl Inner {
     }
 
     /// Moves everything, a chunk at a time, in whatever order the peers allow.
-    fn advance(&self, context: &Context, sends: &[(Rank, DeviceSlice)], receives: &[(Rank, DeviceSlice)]) -> Result<()> {
-        let sends = sends.iter().map(|(peer, data)| self.side(self.rank, *peer, data, true));
-        let receives = receives.iter().map(|(peer, data)| self.side(*peer, self.rank, data, false));
+    fn advance(
+        &self,
+        context: &Context,
+        sends: &[(Rank, DeviceSlice)],
+        receives: &[(Rank, DeviceSlice)],
+    ) -> Result<()> {
+        let sends = sends
+            .iter()
+            .map(|(peer, data)| self.side(self.rank, *peer, data, true));
+        let receives = receives
+            .iter()
+            .map(|(peer, data)| self.side(*peer, self.rank, data, false));
         let mut moves = sends.chain(receives).collect::<Result<Vec<_>>>()?;
         let mut idle = 0u32;
         while !moves.is_empty() {
@@ -157,7 +201,10 @@ impl Inner {
             }
             context.fault.check()?;
             if self.aborted.load(Ordering::Acquire) {
-                return Err(Error::new(ErrorKind::Closed, "the collectives were aborted"));
+                return Err(Error::new(
+                    ErrorKind::Closed,
+                    "the collectives were aborted",
+                ));
             }
             idle += 1;
             if idle < 100 {
@@ -174,13 +221,20 @@ impl Move {
     /// Moves one chunk if the other side is ready for it.
     fn step(&mut self, context: &Context) -> Result<bool> {
         let (posted, taken) = (memory::load(&self.posted), memory::load(&self.taken));
-        let ready = if self.sends { posted == taken } else { posted > taken };
+        let ready = if self.sends {
+            posted == taken
+        } else {
+            posted > taken
+        };
         if !ready {
             return Ok(false);
         }
         context.delay();
         let range: Range<usize> = self.position..(self.position + CHUNK).min(self.data.bytes());
-        let (here, there) = (self.data.slice(range.clone())?, self.chunk.slice(0..range.len())?);
+        let (here, there) = (
+            self.data.slice(range.clone())?,
+            self.chunk.slice(0..range.len())?,
+        );
         if self.sends {
             memory::copy(&there, &here);
             memory::store(&self.posted, posted + 1);
@@ -198,7 +252,12 @@ impl CollectiveEngine for HostCollectives {
         "host collectives".to_owned()
     }
 
-    fn all_gather(&self, stream: &dyn Stream, target: &DeviceSlice, source: &DeviceSlice) -> Result<()> {
+    fn all_gather(
+        &self,
+        stream: &dyn Stream,
+        target: &DeviceSlice,
+        source: &DeviceSlice,
+    ) -> Result<()> {
         let slots = self.parts(target, source.bytes())?;
         self.scatter(stream, vec![source.clone(); self.world()], slots)
     }
@@ -211,7 +270,10 @@ impl CollectiveEngine for HostCollectives {
         target: &DeviceSlice,
         source: &DeviceSlice,
     ) -> Result<()> {
-        check(target.bytes() == source.bytes(), "source and target differ in length")?;
+        check(
+            target.bytes() == source.bytes(),
+            "source and target differ in length",
+        )?;
         let scratch = self.scratch(source.bytes())?;
         self.scatter(stream, vec![source.clone(); self.world()], scratch.clone())?;
         self.reduce_into(stream, dtype, op, target, scratch)
@@ -231,9 +293,18 @@ impl CollectiveEngine for HostCollectives {
         self.reduce_into(stream, dtype, op, target, scratch)
     }
 
-    fn broadcast(&self, stream: &dyn Stream, root: Rank, target: &DeviceSlice, source: &DeviceSlice) -> Result<()> {
+    fn broadcast(
+        &self,
+        stream: &dyn Stream,
+        root: Rank,
+        target: &DeviceSlice,
+        source: &DeviceSlice,
+    ) -> Result<()> {
         check(root < self.world(), "the root is no rank")?;
-        check(target.bytes() == source.bytes(), "source and target differ in length")?;
+        check(
+            target.bytes() == source.bytes(),
+            "source and target differ in length",
+        )?;
         let (target, source) = (target.clone(), source.clone());
         self.enqueue(stream, move |inner, context| {
             if inner.rank != root {
@@ -256,20 +327,35 @@ impl CollectiveEngine for HostCollectives {
         source: &DeviceSlice,
     ) -> Result<()> {
         check(root < self.world(), "the root is no rank")?;
-        check(target.bytes() == source.bytes(), "source and target differ in length")?;
+        check(
+            target.bytes() == source.bytes(),
+            "source and target differ in length",
+        )?;
         if self.inner.rank != root {
             return self.exchange(stream, &[(root, source.clone())], &[]);
         }
         let scratch = self.scratch(source.bytes())?;
-        let slots = scratch.iter().cloned().enumerate().filter(|(peer, _)| *peer != root);
+        let slots = scratch
+            .iter()
+            .cloned()
+            .enumerate()
+            .filter(|(peer, _)| *peer != root);
         self.exchange(stream, &[], &slots.collect::<Vec<_>>())?;
         let mut sources = scratch;
         sources[root] = source.clone();
         self.reduce_into(stream, dtype, op, target, sources)
     }
 
-    fn all_to_all(&self, stream: &dyn Stream, target: &DeviceSlice, source: &DeviceSlice) -> Result<()> {
-        check(target.bytes() == source.bytes(), "source and target differ in length")?;
+    fn all_to_all(
+        &self,
+        stream: &dyn Stream,
+        target: &DeviceSlice,
+        source: &DeviceSlice,
+    ) -> Result<()> {
+        check(
+            target.bytes() == source.bytes(),
+            "source and target differ in length",
+        )?;
         let each = source.bytes() / self.world();
         self.scatter(stream, self.parts(source, each)?, self.parts(target, each)?)
     }
@@ -283,11 +369,15 @@ impl CollectiveEngine for HostCollectives {
         let peers = sends.iter().chain(receives).map(|(peer, _)| *peer);
         for peer in peers {
             if peer == self.inner.rank || peer >= self.world() {
-                return Err(Error::invalid("the peer is this rank or no rank").peer(peer).during("exchange"));
+                return Err(Error::invalid("the peer is this rank or no rank")
+                    .peer(peer)
+                    .during("exchange"));
             }
         }
         let (sends, receives) = (sends.to_vec(), receives.to_vec());
-        self.enqueue(stream, move |inner, context| inner.advance(context, &sends, &receives))
+        self.enqueue(stream, move |inner, context| {
+            inner.advance(context, &sends, &receives)
+        })
     }
 
     fn abort(&self) {

@@ -36,16 +36,30 @@ impl Compute for HostCompute {
         })))
     }
 
-    fn sum(&self, stream: &dyn Stream, dtype: DType, target: &DeviceSlice, sources: &[DeviceSlice]) -> Result<()> {
-        if sources.is_empty() || sources.iter().any(|source| source.bytes() != target.bytes()) {
+    fn sum(
+        &self,
+        stream: &dyn Stream,
+        dtype: DType,
+        target: &DeviceSlice,
+        sources: &[DeviceSlice],
+    ) -> Result<()> {
+        if sources.is_empty()
+            || sources
+                .iter()
+                .any(|source| source.bytes() != target.bytes())
+        {
             return Err(Error::invalid("a sum takes sources as long as its target").during("sum"));
         }
         if !target.bytes().is_multiple_of(dtype.size()) {
-            return Err(Error::invalid(format!("{target:?} does not hold whole elements of {dtype}")).during("sum"));
+            return Err(Error::invalid(format!(
+                "{target:?} does not hold whole elements of {dtype}"
+            ))
+            .during("sum"));
         }
         let (target, sources) = (target.clone(), sources.to_vec());
-        stream::from_dyn(stream)?
-            .enqueue(Operation::Task(Arc::new(move |_| reduce(dtype, ReduceOp::Sum, &target, &sources))))
+        stream::from_dyn(stream)?.enqueue(Operation::Task(Arc::new(move |_| {
+            reduce(dtype, ReduceOp::Sum, &target, &sources)
+        })))
     }
 }
 
@@ -53,7 +67,11 @@ fn check_dtype(dtype: DType) -> Result<()> {
     if dtype.matmul_tolerance().is_some() {
         return Ok(());
     }
-    Err(Error::new(ErrorKind::Unsupported, format!("no matrix product of {dtype}")).help("use f16, bf16 or f32"))
+    Err(Error::new(
+        ErrorKind::Unsupported,
+        format!("no matrix product of {dtype}"),
+    )
+    .help("use f16, bf16 or f32"))
 }
 
 fn read<T: Element>(slice: &DeviceSlice) -> Result<Vec<T>> {
@@ -64,7 +82,10 @@ fn read<T: Element>(slice: &DeviceSlice) -> Result<Vec<T>> {
 }
 
 fn read_f32<T: Element>(slice: &DeviceSlice) -> Result<Vec<f32>> {
-    Ok(read::<T>(slice)?.into_iter().map(|value| value.to_f64() as f32).collect())
+    Ok(read::<T>(slice)?
+        .into_iter()
+        .map(|value| value.to_f64() as f32)
+        .collect())
 }
 
 /// Products of every type run in `f32`: half types are widened and the result is rounded once.
@@ -77,10 +98,18 @@ fn product<T: Element>(
 ) -> Result<()> {
     let (m, n, k) = (spec.m, spec.n, spec.k);
     let (a, b) = (read_f32::<T>(a)?, read_f32::<T>(b)?);
-    let mut out = if spec.accumulate { read_f32::<T>(c)? } else { vec![0.0; m * n] };
+    let mut out = if spec.accumulate {
+        read_f32::<T>(c)?
+    } else {
+        vec![0.0; m * n]
+    };
     if let Some(bias) = bias {
         let bias = read_f32::<T>(bias)?;
-        out.chunks_exact_mut(n).for_each(|row| row.iter_mut().zip(&bias).for_each(|(value, bias)| *value += bias));
+        out.chunks_exact_mut(n).for_each(|row| {
+            row.iter_mut()
+                .zip(&bias)
+                .for_each(|(value, bias)| *value += bias)
+        });
     }
     // SAFETY: the three vectors hold m·n, m·k and k·n values, and the strides are those of
     // contiguous row-major matrices, so every access is inside; `out` overlaps neither operand.
@@ -107,12 +136,20 @@ fn product<T: Element>(
             gemm::Parallelism::None,
         );
     }
-    let rounded: Vec<T> = out.into_iter().map(|value| T::from_f64(f64::from(value))).collect();
+    let rounded: Vec<T> = out
+        .into_iter()
+        .map(|value| T::from_f64(f64::from(value)))
+        .collect();
     memory::write_bytes(c, rounded.as_bytes())
 }
 
 /// `target` becomes the reduction of `sources`, in order, computed in `f64`.
-pub(super) fn reduce(dtype: DType, op: ReduceOp, target: &DeviceSlice, sources: &[DeviceSlice]) -> Result<()> {
+pub(super) fn reduce(
+    dtype: DType,
+    op: ReduceOp,
+    target: &DeviceSlice,
+    sources: &[DeviceSlice],
+) -> Result<()> {
     match dtype {
         DType::F16 => reduce_as::<half::f16>(op, target, sources),
         DType::BF16 => reduce_as::<half::bf16>(op, target, sources),
@@ -123,8 +160,14 @@ pub(super) fn reduce(dtype: DType, op: ReduceOp, target: &DeviceSlice, sources: 
     }
 }
 
-fn reduce_as<T: Element>(op: ReduceOp, target: &DeviceSlice, sources: &[DeviceSlice]) -> Result<()> {
-    let Some((first, rest)) = sources.split_first() else { return Ok(()) };
+fn reduce_as<T: Element>(
+    op: ReduceOp,
+    target: &DeviceSlice,
+    sources: &[DeviceSlice],
+) -> Result<()> {
+    let Some((first, rest)) = sources.split_first() else {
+        return Ok(());
+    };
     let mut sum: Vec<f64> = read::<T>(first)?.into_iter().map(Element::to_f64).collect();
     for source in rest {
         for (total, value) in sum.iter_mut().zip(read::<T>(source)?) {

@@ -42,7 +42,10 @@ impl EventState {
     pub(super) fn reach(&self, mark: u64) {
         let mut reached = lock(&self.reached);
         if mark > reached.mark {
-            *reached = Reached { mark, at: Some(Instant::now()) };
+            *reached = Reached {
+                mark,
+                at: Some(Instant::now()),
+            };
         }
         self.change.notify_all();
     }
@@ -60,7 +63,11 @@ impl EventState {
 
 impl HostEvent {
     pub(super) fn new(timing: bool) -> Self {
-        Self { timing, state: Arc::default(), recorded: Mutex::default() }
+        Self {
+            timing,
+            state: Arc::default(),
+            recorded: Mutex::default(),
+        }
     }
 
     /// Numbers the next mark.
@@ -78,13 +85,24 @@ impl HostEvent {
     fn reached_at(&self) -> Result<Instant> {
         let marked = match &*lock(&self.recorded) {
             Recorded::InStream(mark) => *mark,
-            _ => return Err(Error::invalid("the event was not recorded in a stream").during("measure time")),
+            _ => {
+                return Err(
+                    Error::invalid("the event was not recorded in a stream").during("measure time")
+                );
+            }
         };
         let reached = *lock(&self.state.reached);
-        reached.at.filter(|_| self.timing && reached.mark >= marked).ok_or_else(|| {
-            Error::invalid(if self.timing { "the event is not reached" } else { "the event was made without timing" })
+        reached
+            .at
+            .filter(|_| self.timing && reached.mark >= marked)
+            .ok_or_else(|| {
+                Error::invalid(if self.timing {
+                    "the event is not reached"
+                } else {
+                    "the event was made without timing"
+                })
                 .during("measure time")
-        })
+            })
     }
 }
 
@@ -113,8 +131,10 @@ impl Event for HostEvent {
 }
 
 pub(super) fn from_dyn(event: &dyn Event) -> Result<&HostEvent> {
-    event
-        .as_any()
-        .downcast_ref()
-        .ok_or_else(|| Error::new(ErrorKind::InvalidArgument, "the event is not of the host device"))
+    event.as_any().downcast_ref().ok_or_else(|| {
+        Error::new(
+            ErrorKind::InvalidArgument,
+            "the event is not of the host device",
+        )
+    })
 }

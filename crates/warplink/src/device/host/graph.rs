@@ -76,20 +76,34 @@ impl Session {
             }
         }
         for (lane, operations) in recording.lanes.iter().enumerate() {
-            if operations[joined[lane]..].iter().any(|operation| !matches!(operation, Operation::RecordInGraph(_))) {
-                return Err(Error::invalid("a stream that took part was not joined back")
-                    .during("end a capture")
-                    .help("record an event in it and let the first stream wait for that"));
+            if operations[joined[lane]..]
+                .iter()
+                .any(|operation| !matches!(operation, Operation::RecordInGraph(_)))
+            {
+                return Err(
+                    Error::invalid("a stream that took part was not joined back")
+                        .during("end a capture")
+                        .help("record an event in it and let the first stream wait for that"),
+                );
             }
         }
         let lanes = recording.lanes.into_iter().enumerate();
         let lanes = lanes.map(|(lane, operations)| {
             // The first lane runs on the thread that launches.
-            let stream = (lane > 0).then(|| HostStream::start(lane as u64, fault.clone(), None)).transpose()?;
-            Ok(Lane { operations: operations.into(), stream })
+            let stream = (lane > 0)
+                .then(|| HostStream::start(lane as u64, fault.clone(), None))
+                .transpose()?;
+            Ok(Lane {
+                operations: operations.into(),
+                stream,
+            })
         });
         let lanes = lanes.collect::<Result<_>>()?;
-        Ok(Arc::new(GraphInner { lanes, marks: recording.marks.len(), launching: Mutex::new(()) }))
+        Ok(Arc::new(GraphInner {
+            lanes,
+            marks: recording.marks.len(),
+            launching: Mutex::new(()),
+        }))
     }
 }
 
@@ -111,13 +125,23 @@ impl GraphInner {
     pub(super) fn run(&self, context: &Context) -> Result<()> {
         let _one_at_a_time = lock(&self.launching);
         let marks: Arc<[EventState]> = (0..self.marks).map(|_| EventState::default()).collect();
-        let ends: Vec<_> = self.lanes.iter().skip(1).map(|_| Arc::new(EventState::default())).collect();
+        let ends: Vec<_> = self
+            .lanes
+            .iter()
+            .skip(1)
+            .map(|_| Arc::new(EventState::default()))
+            .collect();
         for (lane, end) in self.lanes.iter().skip(1).zip(&ends) {
             let (operations, marks) = (lane.operations.clone(), marks.clone());
-            let run = Operation::Task(Arc::new(move |own: &Context| run_lane(&own.within_graph(marks.clone()), &operations)));
+            let run = Operation::Task(Arc::new(move |own: &Context| {
+                run_lane(&own.within_graph(marks.clone()), &operations)
+            }));
             if let Some(stream) = &lane.stream {
                 stream.enqueue(run)?;
-                stream.enqueue(Operation::Record { event: end.clone(), mark: 1 })?;
+                stream.enqueue(Operation::Record {
+                    event: end.clone(),
+                    mark: 1,
+                })?;
             }
         }
         let mut result = match self.lanes.first() {
@@ -152,7 +176,10 @@ impl Graph for HostGraph {
     fn launch(&self, stream: &dyn Stream) -> Result<()> {
         let stream = stream::from_dyn(stream)?;
         if stream.is_capturing()? {
-            return Err(Error::new(crate::ErrorKind::Unsupported, "a graph cannot be launched into a capture"));
+            return Err(Error::new(
+                crate::ErrorKind::Unsupported,
+                "a graph cannot be launched into a capture",
+            ));
         }
         stream.enqueue(Operation::Launch(self.0.clone()))
     }

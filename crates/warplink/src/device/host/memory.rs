@@ -97,7 +97,12 @@ pub(super) fn allocate(bytes: usize) -> Result<DeviceSlice> {
     if bytes == 0 {
         return Err(Error::invalid("an allocation of no bytes").during("allocate memory"));
     }
-    let fail = |errno: rustix::io::Errno| Error::io(format!("allocate {bytes} bytes of shared memory"), &errno.into());
+    let fail = |errno: rustix::io::Errno| {
+        Error::io(
+            format!("allocate {bytes} bytes of shared memory"),
+            &errno.into(),
+        )
+    };
     let descriptor = rustix::fs::memfd_create("warplink", MemfdFlags::CLOEXEC).map_err(fail)?;
     rustix::fs::ftruncate(&descriptor, bytes as u64).map_err(fail)?;
     map_file(descriptor, bytes)
@@ -105,13 +110,16 @@ pub(super) fn allocate(bytes: usize) -> Result<DeviceSlice> {
 
 /// Maps a peer's file, which must hold at least `bytes`.
 pub(super) fn map(descriptor: OwnedFd, bytes: usize) -> Result<DeviceSlice> {
-    let status =
-        rustix::fs::fstat(&descriptor).map_err(|errno| Error::io("inspect a received descriptor", &errno.into()))?;
+    let status = rustix::fs::fstat(&descriptor)
+        .map_err(|errno| Error::io("inspect a received descriptor", &errno.into()))?;
     // Touching pages past the end of a file raises SIGBUS, so its length is checked, not trusted.
     if bytes == 0 || (status.st_size as u64) < bytes as u64 {
         return Err(Error::new(
             ErrorKind::InvalidHandle,
-            format!("the descriptor holds {} bytes, the handle says {bytes}", status.st_size),
+            format!(
+                "the descriptor holds {} bytes, the handle says {bytes}",
+                status.st_size
+            ),
         )
         .during("map a peer's memory"));
     }
@@ -132,20 +140,42 @@ fn map_file(descriptor: OwnedFd, bytes: usize) -> Result<DeviceSlice> {
         )
     }
     .map_err(|errno| Error::io(format!("map {bytes} bytes of shared memory"), &errno.into()))?;
-    let mapping = Arc::new(Mapping { base: base as u64, bytes, mapped, identity: next_identity(), descriptor });
+    let mapping = Arc::new(Mapping {
+        base: base as u64,
+        bytes,
+        mapped,
+        identity: next_identity(),
+        descriptor,
+    });
     lock(&MAPPINGS).insert(mapping.base, Arc::downgrade(&mapping));
     Ok(DeviceSlice::whole(mapping))
 }
 
 /// A view of memory that `owner` keeps.
-pub(super) fn borrow(address: u64, bytes: usize, owner: Arc<dyn Any + Send + Sync>) -> Result<DeviceSlice> {
+pub(super) fn borrow(
+    address: u64,
+    bytes: usize,
+    owner: Arc<dyn Any + Send + Sync>,
+) -> Result<DeviceSlice> {
     if address == 0 || bytes == 0 || address.checked_add(bytes as u64).is_none() {
-        return Err(Error::invalid(format!("{bytes} bytes at {address:#x} are no memory")).during("borrow memory"));
+        return Err(
+            Error::invalid(format!("{bytes} bytes at {address:#x} are no memory"))
+                .during("borrow memory"),
+        );
     }
-    let inside = lock(&MAPPINGS).range(..=address).next_back().and_then(|(_, weak)| weak.upgrade());
+    let inside = lock(&MAPPINGS)
+        .range(..=address)
+        .next_back()
+        .and_then(|(_, weak)| weak.upgrade());
     let inside = inside.filter(|mapping| address < mapping.base + mapping.bytes as u64);
     let Some(mapping) = inside else {
-        let borrowed = Borrowed { base: address, bytes, identity: next_identity(), inside: None, _owner: owner };
+        let borrowed = Borrowed {
+            base: address,
+            bytes,
+            identity: next_identity(),
+            inside: None,
+            _owner: owner,
+        };
         return Ok(DeviceSlice::whole(Arc::new(borrowed)));
     };
     let offset = (address - mapping.base) as usize;
@@ -156,21 +186,33 @@ pub(super) fn borrow(address: u64, bytes: usize, owner: Arc<dyn Any + Send + Syn
         inside: Some(mapping),
         _owner: owner,
     };
-    let end = offset.checked_add(bytes).ok_or_else(|| Error::invalid("the borrowed range overflows"))?;
+    let end = offset
+        .checked_add(bytes)
+        .ok_or_else(|| Error::invalid("the borrowed range overflows"))?;
     DeviceSlice::whole(Arc::new(borrowed)).slice(offset..end)
 }
 
 /// A descriptor of the file behind `slice`, for a peer to map.
 pub(super) fn descriptor(slice: &DeviceSlice) -> Result<OwnedFd> {
     let any = slice.backing().as_any();
-    let inside = any.downcast_ref::<Borrowed>().and_then(|borrowed| borrowed.inside.as_ref());
-    let mapping = inside.map_or(any, |backing| backing.as_any()).downcast_ref::<Mapping>();
+    let inside = any
+        .downcast_ref::<Borrowed>()
+        .and_then(|borrowed| borrowed.inside.as_ref());
+    let mapping = inside
+        .map_or(any, |backing| backing.as_any())
+        .downcast_ref::<Mapping>();
     let Some(mapping) = mapping else {
-        return Err(Error::new(ErrorKind::Unsupported, format!("{slice:?} is borrowed memory that no file stands behind"))
-            .during("export memory")
-            .help("allocate it with the device"));
+        return Err(Error::new(
+            ErrorKind::Unsupported,
+            format!("{slice:?} is borrowed memory that no file stands behind"),
+        )
+        .during("export memory")
+        .help("allocate it with the device"));
     };
-    mapping.descriptor.try_clone().map_err(|error| Error::io("duplicate a descriptor", &error))
+    mapping
+        .descriptor
+        .try_clone()
+        .map_err(|error| Error::io("duplicate a descriptor", &error))
 }
 
 /// Copies `source` to `target`, of the same length.
@@ -179,7 +221,13 @@ pub(super) fn copy(target: &DeviceSlice, source: &DeviceSlice) {
     // SAFETY: both ranges are mapped, since the slices hold their backing, and as long as the
     // slices say. `copy` allows overlap. The memory is shared with other processes, never seen
     // through a Rust reference; a race is the protocol error that this device is meant to show.
-    unsafe { ptr::copy(source.address() as *const u8, target.address() as *mut u8, target.bytes()) }
+    unsafe {
+        ptr::copy(
+            source.address() as *const u8,
+            target.address() as *mut u8,
+            target.bytes(),
+        )
+    }
 }
 
 /// Sets every byte of `target`.
@@ -201,7 +249,13 @@ pub(super) fn write_bytes(target: &DeviceSlice, bytes: &[u8]) -> Result<()> {
 pub(super) fn read_bytes(source: &DeviceSlice, bytes: &mut [u8]) -> Result<()> {
     check_length(source, bytes.len())?;
     // SAFETY: as for `write_bytes`.
-    unsafe { ptr::copy_nonoverlapping(source.address() as *const u8, bytes.as_mut_ptr(), bytes.len()) }
+    unsafe {
+        ptr::copy_nonoverlapping(
+            source.address() as *const u8,
+            bytes.as_mut_ptr(),
+            bytes.len(),
+        )
+    }
     Ok(())
 }
 
@@ -209,7 +263,10 @@ fn check_length(slice: &DeviceSlice, bytes: usize) -> Result<()> {
     if slice.bytes() == bytes {
         return Ok(());
     }
-    Err(Error::invalid(format!("{bytes} bytes do not fit {slice:?}")).during("copy between host and device"))
+    Err(
+        Error::invalid(format!("{bytes} bytes do not fit {slice:?}"))
+            .during("copy between host and device"),
+    )
 }
 
 /// Sets a word after all earlier writes of this thread, and wakes those that sleep on it.
@@ -227,10 +284,18 @@ pub(super) fn load(word: &Word) -> u64 {
 
 /// Sleeps until the word is not `seen`, is written, or `limit` has passed.
 pub(super) fn sleep_while(word: &Word, seen: u64, limit: Duration) {
-    let limit = futex::Timespec { tv_sec: limit.as_secs() as i64, tv_nsec: i64::from(limit.subsec_nanos()) };
+    let limit = futex::Timespec {
+        tv_sec: limit.as_secs() as i64,
+        tv_nsec: i64::from(limit.subsec_nanos()),
+    };
     // The kernel compares the low half alone. A value that differs only in the high half is noticed
     // when the limit has passed. Every way in which this returns means the same: look again.
-    let _ = futex::wait(low_half(word), futex::Flags::empty(), seen as u32, Some(&limit));
+    let _ = futex::wait(
+        low_half(word),
+        futex::Flags::empty(),
+        seen as u32,
+        Some(&limit),
+    );
 }
 
 fn atomic(word: &Word) -> &AtomicU64 {
@@ -267,7 +332,10 @@ mod tests {
     fn memory_of_no_file_cannot_be_shared() {
         let bytes = vec![0u8; 64];
         let borrowed = borrow(bytes.as_ptr() as u64, 64, Arc::new(())).unwrap();
-        assert_eq!(descriptor(&borrowed).unwrap_err().kind(), ErrorKind::Unsupported);
+        assert_eq!(
+            descriptor(&borrowed).unwrap_err().kind(),
+            ErrorKind::Unsupported
+        );
     }
 
     #[test]

@@ -14,8 +14,8 @@ mod operation;
 mod stream;
 
 use super::{
-    AllocationKind, CollectiveEngine, Compute, Delays, Device, DeviceIdentity, DeviceKind, DeviceSlice, Event, Export,
-    Fault, Opening, Priority, Stream, UniqueBytesExchange,
+    AllocationKind, CollectiveEngine, Compute, Delays, Device, DeviceIdentity, DeviceKind,
+    DeviceSlice, Event, Export, Fault, Opening, Priority, Stream, UniqueBytesExchange,
 };
 use crate::error::{Error, ErrorKind, Result};
 use std::any::Any;
@@ -32,7 +32,12 @@ pub(crate) struct HostDevice {
 
 impl HostDevice {
     pub(crate) fn open(delays: Option<Delays>) -> Arc<dyn Device> {
-        Arc::new(Self { identity: machine_identity(), fault: Arc::default(), delays, streams: AtomicU64::new(1) })
+        Arc::new(Self {
+            identity: machine_identity(),
+            fault: Arc::default(),
+            delays,
+            streams: AtomicU64::new(1),
+        })
     }
 }
 
@@ -48,7 +53,9 @@ fn check_kind(slice: &DeviceSlice) -> Result<()> {
     if slice.kind() == DeviceKind::Host {
         return Ok(());
     }
-    Err(Error::invalid(format!("{slice:?} is not memory of the host device")))
+    Err(Error::invalid(format!(
+        "{slice:?} is not memory of the host device"
+    )))
 }
 
 impl Device for HostDevice {
@@ -82,7 +89,12 @@ impl Device for HostDevice {
         memory::allocate(bytes)
     }
 
-    unsafe fn borrow(&self, address: u64, bytes: usize, owner: Arc<dyn Any + Send + Sync>) -> Result<DeviceSlice> {
+    unsafe fn borrow(
+        &self,
+        address: u64,
+        bytes: usize,
+        owner: Arc<dyn Any + Send + Sync>,
+    ) -> Result<DeviceSlice> {
         memory::borrow(address, bytes, owner)
     }
 
@@ -100,13 +112,24 @@ impl Device for HostDevice {
 
     fn create_stream(&self, _priority: Priority) -> Result<Arc<dyn Stream>> {
         let number = self.streams.fetch_add(1, Ordering::Relaxed);
-        Ok(stream::HostStream::start(number, self.fault.clone(), self.delays)?)
+        Ok(stream::HostStream::start(
+            number,
+            self.fault.clone(),
+            self.delays,
+        )?)
     }
 
-    unsafe fn borrow_stream(&self, _raw: u64, _owner: Arc<dyn Any + Send + Sync>) -> Result<Arc<dyn Stream>> {
-        Err(Error::new(ErrorKind::Unsupported, "the host device's streams have no raw form")
-            .during("borrow a stream")
-            .device(self.describe()))
+    unsafe fn borrow_stream(
+        &self,
+        _raw: u64,
+        _owner: Arc<dyn Any + Send + Sync>,
+    ) -> Result<Arc<dyn Stream>> {
+        Err(Error::new(
+            ErrorKind::Unsupported,
+            "the host device's streams have no raw form",
+        )
+        .during("borrow a stream")
+        .device(self.describe()))
     }
 
     fn create_event(&self, timing: bool) -> Result<Arc<dyn Event>> {
@@ -117,17 +140,22 @@ impl Device for HostDevice {
         check_kind(slice)?;
         let allocation = slice.allocation();
         let descriptor = memory::descriptor(&allocation)?;
-        Ok(Export { allocation, ipc: None, descriptor: Some(descriptor) })
+        Ok(Export {
+            allocation,
+            ipc: None,
+            descriptor: Some(descriptor),
+        })
     }
 
     fn import(&self, opening: Opening, bytes: usize) -> Result<DeviceSlice> {
         match opening {
             Opening::SameProcess(slice) => check_kind(&slice).map(|()| slice),
             Opening::Descriptor(descriptor) => memory::map(descriptor, bytes),
-            Opening::Ipc(_) => {
-                Err(Error::new(ErrorKind::InvalidHandle, "a CUDA IPC handle cannot be opened on the host device")
-                    .during("open a handle"))
-            }
+            Opening::Ipc(_) => Err(Error::new(
+                ErrorKind::InvalidHandle,
+                "a CUDA IPC handle cannot be opened on the host device",
+            )
+            .during("open a handle")),
         }
     }
 
@@ -141,6 +169,8 @@ impl Device for HostDevice {
         world: usize,
         exchange: UniqueBytesExchange<'_>,
     ) -> Result<Arc<dyn CollectiveEngine>> {
-        Ok(Arc::new(collective::HostCollectives::join(rank, world, exchange)?))
+        Ok(Arc::new(collective::HostCollectives::join(
+            rank, world, exchange,
+        )?))
     }
 }

@@ -15,12 +15,30 @@ pub(super) type Task = Arc<dyn Fn(&Context) -> Result<()> + Send + Sync>;
 /// One enqueued operation. It holds the memory that it names.
 #[derive(Clone)]
 pub(super) enum Operation {
-    Copy { target: DeviceSlice, source: DeviceSlice },
-    Fill { target: DeviceSlice, byte: u8 },
-    Write { word: Word, value: u64 },
-    Wait { word: Word, at_least: u64 },
-    Record { event: Arc<EventState>, mark: u64 },
-    WaitEvent { event: Arc<EventState>, mark: u64 },
+    Copy {
+        target: DeviceSlice,
+        source: DeviceSlice,
+    },
+    Fill {
+        target: DeviceSlice,
+        byte: u8,
+    },
+    Write {
+        word: Word,
+        value: u64,
+    },
+    Wait {
+        word: Word,
+        at_least: u64,
+    },
+    Record {
+        event: Arc<EventState>,
+        mark: u64,
+    },
+    WaitEvent {
+        event: Arc<EventState>,
+        mark: u64,
+    },
     /// Record and wait between the lanes of one graph, by the number of the mark in it.
     RecordInGraph(usize),
     WaitInGraph(usize),
@@ -34,7 +52,9 @@ impl fmt::Debug for Operation {
             Self::Copy { target, source } => write!(f, "copy {source:?} to {target:?}"),
             Self::Fill { target, byte } => write!(f, "fill {target:?} with {byte}"),
             Self::Write { word, value } => write!(f, "write {value} to {:#x}", word.address()),
-            Self::Wait { word, at_least } => write!(f, "wait for {at_least} at {:#x}", word.address()),
+            Self::Wait { word, at_least } => {
+                write!(f, "wait for {at_least} at {:#x}", word.address())
+            }
             Self::Record { mark, .. } => write!(f, "record mark {mark}"),
             Self::WaitEvent { mark, .. } => write!(f, "wait for mark {mark}"),
             Self::RecordInGraph(mark) => write!(f, "record mark {mark} of the graph"),
@@ -57,13 +77,24 @@ pub(super) struct Context {
 
 impl Context {
     pub(super) fn new(fault: Arc<Fault>, delays: Option<Delays>, number: u64) -> Self {
-        let seed = delays.map_or(1, |delays| delays.seed) ^ number.wrapping_mul(0x9e37_79b9_7f4a_7c15);
-        Self { fault, delays, random: std::cell::Cell::new(seed | 1), marks: None }
+        let seed =
+            delays.map_or(1, |delays| delays.seed) ^ number.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        Self {
+            fault,
+            delays,
+            random: std::cell::Cell::new(seed | 1),
+            marks: None,
+        }
     }
 
     /// The same thread, for the marks of one launch of a graph.
     pub(super) fn within_graph(&self, marks: Arc<[EventState]>) -> Self {
-        Self { fault: self.fault.clone(), delays: self.delays, random: self.random.clone(), marks: Some(marks) }
+        Self {
+            fault: self.fault.clone(),
+            delays: self.delays,
+            random: self.random.clone(),
+            marks: Some(marks),
+        }
     }
 
     /// Sleeps for a random while, if tests asked for it.
@@ -113,7 +144,12 @@ impl Context {
 
     fn mark(&self, mark: usize) -> Result<&EventState> {
         let marks = self.marks.as_ref().and_then(|marks| marks.get(mark));
-        marks.ok_or_else(|| Error::new(crate::ErrorKind::Internal, "a graph's mark outside its launch"))
+        marks.ok_or_else(|| {
+            Error::new(
+                crate::ErrorKind::Internal,
+                "a graph's mark outside its launch",
+            )
+        })
     }
 
     /// In two halves with a delay between, so that a reader that does not wait sees half.
@@ -123,7 +159,10 @@ impl Context {
             return Ok(());
         }
         let half = target.bytes() / 2;
-        memory::copy(&target.slice(half..target.bytes())?, &source.slice(half..source.bytes())?);
+        memory::copy(
+            &target.slice(half..target.bytes())?,
+            &source.slice(half..source.bytes())?,
+        );
         self.delay();
         memory::copy(&target.slice(0..half)?, &source.slice(0..half)?);
         Ok(())

@@ -45,7 +45,11 @@ struct Queue {
 }
 
 impl HostStream {
-    pub(super) fn start(number: u64, fault: Arc<Fault>, delays: Option<Delays>) -> Result<Arc<Self>> {
+    pub(super) fn start(
+        number: u64,
+        fault: Arc<Fault>,
+        delays: Option<Delays>,
+    ) -> Result<Arc<Self>> {
         let shared = Arc::new(Shared {
             fault: fault.clone(),
             queue: Mutex::default(),
@@ -58,7 +62,11 @@ impl HostStream {
             .name(format!("warplink-stream-{number}"))
             .spawn(move || work(&worker, &Context::new(fault, delays, number)))
             .map_err(|error| Error::io("start a stream's thread", &error))?;
-        Ok(Arc::new(Self { number, shared, capture: Mutex::new(None) }))
+        Ok(Arc::new(Self {
+            number,
+            shared,
+            capture: Mutex::new(None),
+        }))
     }
 
     /// Enqueues `operation`, or records it while a capture is under way.
@@ -79,7 +87,10 @@ impl HostStream {
     /// The capture that this stream takes part in, unless it has ended.
     fn capture(&self) -> MutexGuard<'_, Option<Capture>> {
         let mut capture = lock(&self.capture);
-        if capture.as_ref().is_some_and(|capture| capture.session.has_ended()) {
+        if capture
+            .as_ref()
+            .is_some_and(|capture| capture.session.has_ended())
+        {
             *capture = None;
         }
         capture
@@ -88,7 +99,10 @@ impl HostStream {
     /// The fault, or the first failure of an operation.
     pub(super) fn check(&self) -> Result<()> {
         self.shared.fault.check()?;
-        self.shared.failure.get().map_or(Ok(()), |error| Err(error.clone()))
+        self.shared
+            .failure
+            .get()
+            .map_or(Ok(()), |error| Err(error.clone()))
     }
 }
 
@@ -100,7 +114,10 @@ fn work(shared: &Shared, context: &Context) {
             if queue.closed {
                 return;
             }
-            queue = shared.work.wait(queue).unwrap_or_else(PoisonError::into_inner);
+            queue = shared
+                .work
+                .wait(queue)
+                .unwrap_or_else(PoisonError::into_inner);
             continue;
         };
         drop(queue);
@@ -133,14 +150,23 @@ impl Stream for HostStream {
         check_kind(target)?;
         check_kind(source)?;
         if target.bytes() != source.bytes() {
-            return Err(Error::invalid(format!("{source:?} and {target:?} differ in length")).during("copy"));
+            return Err(
+                Error::invalid(format!("{source:?} and {target:?} differ in length"))
+                    .during("copy"),
+            );
         }
-        self.enqueue(Operation::Copy { target: target.clone(), source: source.clone() })
+        self.enqueue(Operation::Copy {
+            target: target.clone(),
+            source: source.clone(),
+        })
     }
 
     fn fill(&self, target: &DeviceSlice, byte: u8) -> Result<()> {
         check_kind(target)?;
-        self.enqueue(Operation::Fill { target: target.clone(), byte })
+        self.enqueue(Operation::Fill {
+            target: target.clone(),
+            byte,
+        })
     }
 
     fn memory_ops(&self, ops: &[MemoryOp<'_>]) -> Result<()> {
@@ -148,8 +174,14 @@ impl Stream for HostStream {
             let (MemoryOp::Write { word, .. } | MemoryOp::Wait { word, .. }) = op;
             check_kind(word.as_slice())?;
             self.enqueue(match *op {
-                MemoryOp::Write { word, value } => Operation::Write { word: word.clone(), value },
-                MemoryOp::Wait { word, value } => Operation::Wait { word: word.clone(), at_least: value },
+                MemoryOp::Write { word, value } => Operation::Write {
+                    word: word.clone(),
+                    value,
+                },
+                MemoryOp::Wait { word, value } => Operation::Wait {
+                    word: word.clone(),
+                    at_least: value,
+                },
             })?;
         }
         Ok(())
@@ -159,11 +191,17 @@ impl Stream for HostStream {
         let event: &HostEvent = event::from_dyn(event)?;
         if let Some(capture) = &*self.capture() {
             let mark = capture.session.mark(capture.lane);
-            *lock(&event.recorded) = Recorded::InGraph(CapturedMark { session: capture.session.clone(), mark });
+            *lock(&event.recorded) = Recorded::InGraph(CapturedMark {
+                session: capture.session.clone(),
+                mark,
+            });
             return Ok(());
         }
         let mark = event.next_mark();
-        self.enqueue(Operation::Record { event: event.state.clone(), mark })
+        self.enqueue(Operation::Record {
+            event: event.state.clone(),
+            mark,
+        })
     }
 
     fn wait_event(&self, event: &dyn Event) -> Result<()> {
@@ -177,28 +215,41 @@ impl Stream for HostStream {
                 let state: Arc<EventState> = event.state.clone();
                 self.enqueue(Operation::WaitEvent { event: state, mark })
             }
-            (Recorded::InStream(_), Some(_)) => {
-                Err(Error::invalid("the event was recorded outside of the capture").during("wait for an event"))
-            }
+            (Recorded::InStream(_), Some(_)) => Err(Error::invalid(
+                "the event was recorded outside of the capture",
+            )
+            .during("wait for an event")),
             (Recorded::InGraph(captured), None) => {
                 let lane = captured.session.join();
-                captured.session.push(lane, Operation::WaitInGraph(captured.mark));
-                *capture = Some(Capture { session: captured.session, lane });
+                captured
+                    .session
+                    .push(lane, Operation::WaitInGraph(captured.mark));
+                *capture = Some(Capture {
+                    session: captured.session,
+                    lane,
+                });
                 Ok(())
             }
-            (Recorded::InGraph(captured), Some(own)) if Arc::ptr_eq(&captured.session, &own.session) => {
-                own.session.push(own.lane, Operation::WaitInGraph(captured.mark));
+            (Recorded::InGraph(captured), Some(own))
+                if Arc::ptr_eq(&captured.session, &own.session) =>
+            {
+                own.session
+                    .push(own.lane, Operation::WaitInGraph(captured.mark));
                 Ok(())
             }
             (Recorded::InGraph(_), Some(_)) => {
-                Err(Error::invalid("the event was recorded in another capture").during("wait for an event"))
+                Err(Error::invalid("the event was recorded in another capture")
+                    .during("wait for an event"))
             }
         }
     }
 
     fn synchronize(&self, deadline: Deadline) -> Result<()> {
         if self.is_capturing()? {
-            return Err(Error::invalid("a stream that records a graph cannot be waited for").during("synchronize"));
+            return Err(
+                Error::invalid("a stream that records a graph cannot be waited for")
+                    .during("synchronize"),
+            );
         }
         let mut queue = lock(&self.shared.queue);
         let end = queue.enqueued;
@@ -211,7 +262,12 @@ impl Stream for HostStream {
                 )));
             }
             let nap = deadline.remaining().min(Duration::from_millis(10));
-            queue = self.shared.done.wait_timeout(queue, nap).unwrap_or_else(PoisonError::into_inner).0;
+            queue = self
+                .shared
+                .done
+                .wait_timeout(queue, nap)
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
         }
         drop(queue);
         self.check()
@@ -226,7 +282,9 @@ impl Stream for HostStream {
     fn begin_capture(&self) -> Result<()> {
         let mut capture = self.capture();
         if capture.is_some() {
-            return Err(Error::invalid("the stream already records a graph").during("begin a capture"));
+            return Err(
+                Error::invalid("the stream already records a graph").during("begin a capture")
+            );
         }
         let session = Arc::new(Session::default());
         let lane = session.join();
@@ -238,10 +296,18 @@ impl Stream for HostStream {
         let mut own = self.capture();
         match &*own {
             Some(capture) if capture.lane == 0 => {}
-            _ => return Err(Error::invalid("no capture began in this stream").during("end a capture")),
+            _ => {
+                return Err(
+                    Error::invalid("no capture began in this stream").during("end a capture")
+                );
+            }
         }
-        let capture = own.take().ok_or_else(|| Error::new(ErrorKind::Internal, "the capture vanished"))?;
-        Ok(Arc::new(HostGraph(capture.session.finish(&self.shared.fault)?)))
+        let capture = own
+            .take()
+            .ok_or_else(|| Error::new(ErrorKind::Internal, "the capture vanished"))?;
+        Ok(Arc::new(HostGraph(
+            capture.session.finish(&self.shared.fault)?,
+        )))
     }
 
     fn is_capturing(&self) -> Result<bool> {
@@ -258,8 +324,10 @@ impl Stream for HostStream {
 }
 
 pub(super) fn from_dyn(stream: &dyn Stream) -> Result<&HostStream> {
-    stream
-        .as_any()
-        .downcast_ref()
-        .ok_or_else(|| Error::new(ErrorKind::InvalidArgument, "the stream is not of the host device"))
+    stream.as_any().downcast_ref().ok_or_else(|| {
+        Error::new(
+            ErrorKind::InvalidArgument,
+            "the stream is not of the host device",
+        )
+    })
 }
