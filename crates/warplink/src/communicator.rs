@@ -1,2 +1,349 @@
-//! The front door.
-pub struct Communicator; pub struct Config;
+//! The front door: the ranks of a job, their device, and what they do together.
+
+use crate::bootstrap::{Bootstrap, JoinConfig};
+use crate::deadline::Deadline;
+use crate::device::{
+    self, AllocationKind, CollectiveEngine, Compute, Delays, Device, DeviceConfig, DeviceKind,
+    DeviceSlice, Event, Priority, Stream,
+};
+use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::memory::{Memory, Region};
+use crate::p2p::{Protocol, Transfer, TransferRequest, Transfers};
+use crate::sync::lock;
+use std::sync::{Arc, Mutex, OnceLock};
+use std::time::Duration;
+
+/// How a rank joins the others and which device it uses.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// Where the ranks meet, and which of them this is.
+    pub join: JoinConfig,
+    /// The device.
+    pub device: DeviceConfig,
+    /// The protocol of transfers that do not choose one; the same on every rank.
+    pub protocol: Protocol,
+    /// Limit of every wait on the host that is not given its own deadline.
+    pub timeout: Duration,
+}
+
+impl Config {
+    /// The device's first ordinal, put, and 60 seconds.
+    pub fn new(join: JoinConfig, kind: DeviceKind) -> Self {
+        Self {
+            join,
+            device: DeviceConfig::new(kind, 0),
+            protocol: Protocol::default(),
+            timeout: Duration::from_secs(60),
+        }
+    }
+
+    /// Reads the environment: who this is as [`JoinConfig::from_env`] says, and
+    ///
+    /// | variable | meaning |
+    /// |---|---|
+    /// | `WARPLINK_DEVICE` | `host` or `cuda`; a GPU where there is one |
+    /// | `WARPLINK_PROTOCOL` | `get` or `put`; put |
+    /// | `WARPLINK_TIMEOUT` | limit of waits on the host, in seconds; 60 |
+    /// | `WARPLINK_HOST_DELAY_US` | random delay of up to so many microseconds before every operation of the host device, to bring out missing waits |
+    ///
+    /// The GPU is the one with the local rank's ordinal, or the only one that the process sees.
+    pub fn from_env() -> Result<Self> {
+        Self::from_variables(JoinConfig::from_env()?, |name| std::env::var(name).ok())
+    }
+
+    /// As [`from_env`](Self::from_env), with the ranks given and the variables looked up by `get`.
+    pub fn from_variables(join: JoinConfig, get: impl Fn(&str) -> Option<String>) -> Result<Self> {
+        let kind = match get("WARPLINK_DEVICE") {
+            Some(name) => name.parse()?,
+            None => DeviceKind::detect(),
+        };
+        let mut config = Self::new(join, kind);
+        config.device.ordinal = match kind {
+            DeviceKind::Host => 0,
+            DeviceKind::Cuda => gpu_ordinal(config.join.local_rank, device::count(kind)?)?,
+        };
+        if let Some(protocol) = get("WARPLINK_PROTOCOL") {
+            config.protocol = protocol.parse()?;
+        }
+        let number = |name: &str| match get(name) {
+            None => Ok(None),
+            Some(text) => match text.parse::<u64>() {
+                Ok(number) => Ok(Some(number)),
+                Err(_) => Err(Error::new(
+                    ErrorKind::Parse,
+                    format!("{name} is '{text}', which is no whole number"),
+                )),
+            },
+        };
+        if let Some(seconds) = number("WARPLINK_TIMEOUT")? {
+            config.timeout = Duration::from_secs(seconds);
+        }
+        if let Some(longest) = number("WARPLINK_HOST_DELAY_US")? {
+            let seed = config.join.rank as u64 + 1;
+            config.device.delays = Some(Delays {
+                seed,
+                longest: Duration::from_micros(longest),
+            });
+        }
+        Ok(config)
+    }
+}
+
+/// The ordinal among the `visible` GPUs for the rank with `local_rank` on this machine.
+fn gpu_ordinal(local_rank: usize, visible: usize) -> Result<usize> {
+    match visible {
+        0 => Err(Error::new(ErrorKind::Unsupported, "no GPU is visible").help("use --device host")),
+        // Each rank was given its own.
+        1 => Ok(0),
+        _ if local_rank < visible => Ok(local_rank),
+        _ => Err(Error::invalid(format!(
+            "local rank {local_rank} has no GPU of its own among {visible}"
+        ))
+        .help("start no more ranks than there are GPUs")),
+    }
+}
+
+/// One rank's membership in a job. Every method that involves other ranks says whether it blocks;
+/// waits on the host end at the configured timeout, and when a rank is lost, with an error that
+/// names it. A lost rank ends the communicator: streams that wait for signals are let go, and every
+/// later call fails.
+#[derive(Debug)]
+pub struct Communicator {
+    device: Arc<dyn Device>,
+    bootstrap: Arc<Bootstrap>,
+    memory: Arc<Memory>,
+    transfers: Transfers,
+    engine: OnceLock<Arc<dyn CollectiveEngine>>,
+    timeout: Duration,
+    // Transfers of `send` and `receive` whose streams may still use them.
+    under_way: Mutex<Vec<(Arc<dyn Event>, Transfer)>>,
+}
+
+impl Communicator {
+    /// Joins as the environment says; see [`Config::from_env`]. Blocks until all ranks have joined.
+    pub fn from_env() -> Result<Self> {
+        Self::join(&Config::from_env()?)
+    }
+
+    /// Joins the other ranks. Blocks until all have joined.
+    ///
+    /// # Errors
+    /// What [`Bootstrap::join`] and [`device::open`] say, and [`ErrorKind::Mismatch`] where ranks
+    /// chose different devices.
+    pub fn join(config: &Config) -> Result<Self> {
+        let rank = config.join.rank;
+        let device = device::open(&config.device).map_err(|error| error.on_rank(rank))?;
+        let bootstrap = Bootstrap::join(&config.join)?;
+        let deadline = Deadline::after(config.timeout);
+        let secret = bootstrap.secret().clone();
+        let memory = Memory::start(rank, &device, secret.as_bytes(), |card| {
+            bootstrap.all_gather(&card, deadline)
+        })?;
+        let memory = Arc::new(memory);
+        let (fault, forgetful) = (device.fault().clone(), Arc::downgrade(&memory));
+        bootstrap.health().when_lost(move |lost, error| {
+            fault.raise(error.clone().on_rank(rank));
+            if let Some(memory) = forgetful.upgrade() {
+                memory.forget(lost);
+            }
+        });
+        let transfers = Transfers::new(&bootstrap, &memory, &device, config.protocol);
+        Ok(Self {
+            device,
+            bootstrap,
+            memory,
+            transfers,
+            engine: OnceLock::new(),
+            timeout: config.timeout,
+            under_way: Mutex::default(),
+        })
+    }
+
+    /// This rank.
+    pub fn rank(&self) -> Rank {
+        self.bootstrap.rank()
+    }
+
+    /// How many ranks there are.
+    pub fn world(&self) -> usize {
+        self.bootstrap.world()
+    }
+
+    /// The device.
+    pub fn device(&self) -> &Arc<dyn Device> {
+        &self.device
+    }
+
+    /// The store, and collectives of bytes.
+    pub fn bootstrap(&self) -> &Arc<Bootstrap> {
+        &self.bootstrap
+    }
+
+    /// A deadline of the configured timeout from now.
+    pub fn deadline(&self) -> Deadline {
+        Deadline::after(self.timeout)
+    }
+
+    /// Allocates `bytes` and registers them. The content is undefined.
+    pub fn alloc(&self, bytes: usize) -> Result<Region> {
+        self.register(&self.device.allocate(bytes, AllocationKind::Plain)?)
+    }
+
+    /// Registers memory for peers; it stays allocated as long as the region, or a peer's mapping.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unsupported`] where the memory cannot be shared.
+    pub fn register(&self, slice: &DeviceSlice) -> Result<Region> {
+        self.memory.register(slice)
+    }
+
+    /// Makes a stream.
+    pub fn create_stream(&self, priority: Priority) -> Result<Arc<dyn Stream>> {
+        self.device.create_stream(priority)
+    }
+
+    /// Matches transfers with their other ends; see [`Transfers::exchange`]. Blocks until the peers
+    /// have exchanged theirs.
+    pub fn exchange(&self, requests: &[TransferRequest]) -> Result<Vec<Transfer>> {
+        self.transfers.exchange(requests, self.deadline())
+    }
+
+    /// Matches transfers, with a deadline of one's own.
+    pub fn exchange_until(
+        &self,
+        requests: &[TransferRequest],
+        deadline: Deadline,
+    ) -> Result<Vec<Transfer>> {
+        self.transfers.exchange(requests, deadline)
+    }
+
+    /// Sends `region` once: exchanges, posts and waits on `stream`. Blocks the caller until the
+    /// peer has called [`receive`](Self::receive) (or exchanged the other end), not until the bytes
+    /// have moved. For transfers that repeat, [`exchange`](Self::exchange) once instead.
+    pub fn send(&self, region: &Region, peer: Rank, tag: u64, stream: &dyn Stream) -> Result<()> {
+        self.once(&[TransferRequest::send(region, peer, tag)], stream)
+    }
+
+    /// Receives into `region` once; see [`send`](Self::send).
+    pub fn receive(
+        &self,
+        region: &Region,
+        peer: Rank,
+        tag: u64,
+        stream: &dyn Stream,
+    ) -> Result<()> {
+        self.once(&[TransferRequest::receive(region, peer, tag)], stream)
+    }
+
+    /// Does every transfer once, as one group, in whatever order they are given; see
+    /// [`send`](Self::send).
+    pub fn once(&self, requests: &[TransferRequest], stream: &dyn Stream) -> Result<()> {
+        if stream.is_capturing()? {
+            return Err(Error::new(
+                ErrorKind::Unsupported,
+                "a transfer of one use cannot be captured",
+            )
+            .on_rank(self.rank())
+            .help("exchange the transfers before the capture, post and wait in it"));
+        }
+        self.reap()?;
+        let transfers = self.exchange(requests)?;
+        let group: Vec<&Transfer> = transfers.iter().collect();
+        crate::p2p::post_all(&group, stream)?;
+        crate::p2p::wait_all(&group, stream)?;
+        let end = self.device.create_event(false)?;
+        stream.record(&*end)?;
+        lock(&self.under_way).extend(
+            transfers
+                .into_iter()
+                .map(|transfer| (end.clone(), transfer)),
+        );
+        Ok(())
+    }
+
+    /// Drops the transfers of one use that are done.
+    fn reap(&self) -> Result<()> {
+        let mut under_way = lock(&self.under_way);
+        let mut left = Vec::new();
+        for (end, transfer) in under_way.drain(..) {
+            if !end.is_reached()? {
+                left.push((end, transfer));
+            }
+        }
+        *under_way = left;
+        Ok(())
+    }
+
+    /// Blocks until `stream` is done.
+    ///
+    /// # Errors
+    /// [`ErrorKind::PeerLost`], which names the rank, when one is lost; [`ErrorKind::Timeout`].
+    pub fn synchronize(&self, stream: &dyn Stream) -> Result<()> {
+        stream
+            .synchronize(self.deadline())
+            .map_err(|error| error.on_rank(self.rank()))?;
+        // A fault lets waits go, so work that ended because of it must not pass for done.
+        self.device.fault().check()
+    }
+
+    /// Blocks until every rank has called it. It orders hosts, not streams.
+    pub fn barrier(&self) -> Result<()> {
+        self.bootstrap.barrier(self.deadline())
+    }
+
+    /// Every rank's bytes, in rank order. Blocks until every rank has called it.
+    pub fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
+        self.bootstrap.all_gather(bytes, self.deadline())
+    }
+
+    /// Matrix products and sums of the device.
+    pub fn compute(&self) -> Result<Arc<dyn Compute>> {
+        self.device.compute()
+    }
+
+    /// The vendor's collectives (NCCL on GPUs). The first call joins them, on every rank at the
+    /// same time, and blocks until all have.
+    ///
+    /// # Errors
+    /// [`ErrorKind::LibraryMissing`] without the library.
+    pub fn collective_engine(&self) -> Result<Arc<dyn CollectiveEngine>> {
+        if let Some(engine) = self.engine.get() {
+            return Ok(engine.clone());
+        }
+        let deadline = self.deadline();
+        let mut exchange = |bytes: Vec<u8>| self.bootstrap.all_gather(&bytes, deadline);
+        let engine = self
+            .device
+            .collective_engine(self.rank(), self.world(), &mut exchange)?;
+        let aborted = Arc::downgrade(&engine);
+        self.device.fault().when_raised(move || {
+            if let Some(engine) = aborted.upgrade() {
+                engine.abort();
+            }
+        });
+        Ok(self.engine.get_or_init(|| engine).clone())
+    }
+
+    /// How many allocations are registered here (or still mapped by a peer), and how many of
+    /// peers' are mapped here.
+    pub fn registrations_and_mappings(&self) -> (usize, usize) {
+        self.memory.counts()
+    }
+
+    /// Unmaps what no transfer uses, and tells its owners. Blocks until they were told.
+    pub fn release_idle(&self) -> Result<()> {
+        self.reap()?;
+        self.memory.release_idle();
+        Ok(())
+    }
+
+    /// Leaves in order: unmaps peers' memory, and returns when every rank has. Blocks; transfers
+    /// and streams that use them must be done and dropped.
+    pub fn close(self) -> Result<()> {
+        lock(&self.under_way).clear();
+        self.memory.release_idle();
+        self.barrier()?;
+        self.memory.stop();
+        self.bootstrap.close(self.deadline())
+    }
+}

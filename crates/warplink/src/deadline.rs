@@ -15,7 +15,10 @@ impl Deadline {
     pub fn after(limit: Duration) -> Self {
         // An absurdly long limit must not overflow the clock; a year is as good as for ever.
         let limit = limit.min(Duration::from_secs(365 * 24 * 3600));
-        Self { at: Instant::now() + limit, limit }
+        Self {
+            at: Instant::now() + limit,
+            limit,
+        }
     }
 
     /// Time left; zero when it has passed.
@@ -35,6 +38,9 @@ impl Deadline {
 
     /// The error of a wait for `what` that this deadline ended.
     pub fn expired(&self, what: &str) -> Error {
-        Error::new(ErrorKind::Timeout, format!("{what} did not happen within {:?}", self.limit))
+        Error::new(
+            ErrorKind::Timeout,
+            format!("{what} did not happen within {:?}", self.limit),
+        )
     }
 }

@@ -24,7 +24,14 @@ pub enum DType {
 
 impl DType {
     /// Every type.
-    pub const ALL: [Self; 6] = [Self::F16, Self::BF16, Self::F32, Self::F64, Self::I32, Self::U8];
+    pub const ALL: [Self; 6] = [
+        Self::F16,
+        Self::BF16,
+        Self::F32,
+        Self::F64,
+        Self::I32,
+        Self::U8,
+    ];
 
     /// Bytes per element.
     pub const fn size(self) -> usize {
@@ -71,15 +78,20 @@ impl FromStr for DType {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        Self::ALL.into_iter().find(|dtype| dtype.name() == text).ok_or_else(|| {
-            Error::new(ErrorKind::Parse, format!("'{text}' is no element type"))
-                .help("use f16, bf16, f32, f64, i32 or u8")
-        })
+        Self::ALL
+            .into_iter()
+            .find(|dtype| dtype.name() == text)
+            .ok_or_else(|| {
+                Error::new(ErrorKind::Parse, format!("'{text}' is no element type"))
+                    .help("use f16, bf16, f32, f64, i32 or u8")
+            })
     }
 }
 
 /// A Rust type that is the element of a [`DType`].
-pub trait Element: Copy + Send + Sync + zerocopy::IntoBytes + zerocopy::FromBytes + zerocopy::Immutable + 'static {
+pub trait Element:
+    Copy + Send + Sync + zerocopy::IntoBytes + zerocopy::FromBytes + zerocopy::Immutable + 'static
+{
     /// The element type it is.
     const DTYPE: DType;
     /// The value as `f64`, exactly.
@@ -104,8 +116,18 @@ macro_rules! element {
     };
 }
 
-element!(half::f16, F16, |v: half::f16| v.to_f64(), half::f16::from_f64);
-element!(half::bf16, BF16, |v: half::bf16| v.to_f64(), half::bf16::from_f64);
+element!(
+    half::f16,
+    F16,
+    |v: half::f16| v.to_f64(),
+    half::f16::from_f64
+);
+element!(
+    half::bf16,
+    BF16,
+    |v: half::bf16| v.to_f64(),
+    half::bf16::from_f64
+);
 element!(f32, F32, f64::from, |v| v as f32);
 element!(f64, F64, |v| v, |v| v);
 element!(i32, I32, f64::from, |v| v as i32);

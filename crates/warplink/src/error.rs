@@ -179,7 +179,11 @@ impl fmt::Display for Error {
         f.write_str(&inner.message)?;
         let mut open = false;
         let mut field = |f: &mut fmt::Formatter<'_>, name: &str, value: &dyn fmt::Display| {
-            let lead = if std::mem::replace(&mut open, true) { ", " } else { " (" };
+            let lead = if std::mem::replace(&mut open, true) {
+                ", "
+            } else {
+                " ("
+            };
             write!(f, "{lead}{name} {value}")
         };
         if let Some(peer) = inner.peer {
@@ -228,6 +232,9 @@ mod tests {
             error.to_string(),
             "rank 1: exchange handles: nothing arrived within 5 s (peer 3, key x/3/1/7); is rank 3 running?"
         );
-        assert_eq!((error.kind(), error.failed_peer()), (ErrorKind::Timeout, Some(3)));
+        assert_eq!(
+            (error.kind(), error.failed_peer()),
+            (ErrorKind::Timeout, Some(3))
+        );
     }
 }

@@ -28,8 +28,8 @@ pub mod program;
 pub mod signal;
 pub mod sync;
 
-pub use deadline::Deadline;
 pub use communicator::{Communicator, Config};
+pub use deadline::Deadline;
 pub use device::{Device, DeviceKind};
 pub use dtype::DType;
 pub use error::{Error, ErrorKind, Rank, Result};

@@ -18,10 +18,15 @@ pub struct DeviceBuffer<T> {
 impl<T: Element> DeviceBuffer<T> {
     /// Allocates `len` elements (more than none); their values are undefined.
     pub fn new(device: &Arc<dyn Device>, len: usize, kind: AllocationKind) -> Result<Self> {
-        let bytes =
-            len.checked_mul(size_of::<T>()).ok_or_else(|| Error::invalid(format!("{len} elements overflow")))?;
+        let bytes = len
+            .checked_mul(size_of::<T>())
+            .ok_or_else(|| Error::invalid(format!("{len} elements overflow")))?;
         let slice = device.allocate(bytes, kind)?;
-        Ok(Self { device: device.clone(), slice, element: PhantomData })
+        Ok(Self {
+            device: device.clone(),
+            slice,
+            element: PhantomData,
+        })
     }
 
     /// Allocates and fills a buffer with `values`.
@@ -48,12 +53,14 @@ impl<T: Element> DeviceBuffer<T> {
 
     /// The memory of elements `range`.
     pub fn elements(&self, range: std::ops::Range<usize>) -> Result<DeviceSlice> {
-        self.slice.slice(range.start * size_of::<T>()..range.end * size_of::<T>())
+        self.slice
+            .slice(range.start * size_of::<T>()..range.end * size_of::<T>())
     }
 
     /// Copies `values` (as many as it holds) in. Blocks; ordered after nothing in a stream.
     pub fn upload(&self, values: &[T]) -> Result<()> {
-        self.device.upload(&self.slice, zerocopy::IntoBytes::as_bytes(values))
+        self.device
+            .upload(&self.slice, zerocopy::IntoBytes::as_bytes(values))
     }
 
     /// Copies all values out. Blocks; ordered after nothing in a stream.
@@ -62,7 +69,9 @@ impl<T: Element> DeviceBuffer<T> {
         self.device.download(&self.slice, &mut bytes)?;
         bytes
             .chunks_exact(size_of::<T>())
-            .map(|chunk| T::read_from_bytes(chunk).map_err(|_| Error::invalid("a chunk is not one element")))
+            .map(|chunk| {
+                T::read_from_bytes(chunk).map_err(|_| Error::invalid("a chunk is not one element"))
+            })
             .collect()
     }
 }

@@ -26,7 +26,12 @@ pub trait CollectiveEngine: Send + Sync + fmt::Debug {
     fn describe(&self) -> String;
 
     /// `target` (world × `source`) becomes every rank's `source`, in rank order.
-    fn all_gather(&self, stream: &dyn Stream, target: &DeviceSlice, source: &DeviceSlice) -> Result<()>;
+    fn all_gather(
+        &self,
+        stream: &dyn Stream,
+        target: &DeviceSlice,
+        source: &DeviceSlice,
+    ) -> Result<()>;
 
     /// `target` becomes the reduction of every rank's `source`, on every rank.
     fn all_reduce(
@@ -49,7 +54,13 @@ pub trait CollectiveEngine: Send + Sync + fmt::Debug {
     ) -> Result<()>;
 
     /// `target` becomes the `source` of rank `root`.
-    fn broadcast(&self, stream: &dyn Stream, root: Rank, target: &DeviceSlice, source: &DeviceSlice) -> Result<()>;
+    fn broadcast(
+        &self,
+        stream: &dyn Stream,
+        root: Rank,
+        target: &DeviceSlice,
+        source: &DeviceSlice,
+    ) -> Result<()>;
 
     /// On rank `root`, `target` becomes the reduction of every rank's `source`.
     fn reduce(
@@ -63,11 +74,20 @@ pub trait CollectiveEngine: Send + Sync + fmt::Debug {
     ) -> Result<()>;
 
     /// Part p of `target` becomes this rank's part of rank p's `source`.
-    fn all_to_all(&self, stream: &dyn Stream, target: &DeviceSlice, source: &DeviceSlice) -> Result<()>;
+    fn all_to_all(
+        &self,
+        stream: &dyn Stream,
+        target: &DeviceSlice,
+        source: &DeviceSlice,
+    ) -> Result<()>;
 
     /// Sends and receives, all at once: none waits for another of the same call.
-    fn exchange(&self, stream: &dyn Stream, sends: &[(Rank, DeviceSlice)], receives: &[(Rank, DeviceSlice)])
-    -> Result<()>;
+    fn exchange(
+        &self,
+        stream: &dyn Stream,
+        sends: &[(Rank, DeviceSlice)],
+        receives: &[(Rank, DeviceSlice)],
+    ) -> Result<()>;
 
     /// Ends what is under way, so that a lost peer does not hold this rank.
     fn abort(&self);

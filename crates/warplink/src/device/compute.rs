@@ -2,7 +2,7 @@
 
 use super::{DeviceSlice, Stream};
 use crate::dtype::DType;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use std::fmt;
 
 /// C = A·B, all row-major and contiguous: A is `m × k`, B is `k × n`, C is `m × n`, of one element
@@ -28,7 +28,52 @@ pub struct MatmulSpec {
 impl MatmulSpec {
     /// A plain product.
     pub fn new(m: usize, n: usize, k: usize, dtype: DType) -> Self {
-        Self { m, n, k, dtype, bias: false, accumulate: false, multiprocessors: None }
+        Self {
+            m,
+            n,
+            k,
+            dtype,
+            bias: false,
+            accumulate: false,
+            multiprocessors: None,
+        }
+    }
+
+    /// Fails unless the slices are as long as this says; a bias is there exactly when it says so.
+    pub(crate) fn check(
+        &self,
+        a: &DeviceSlice,
+        b: &DeviceSlice,
+        c: &DeviceSlice,
+        bias: Option<&DeviceSlice>,
+    ) -> Result<()> {
+        let bytes = |rows: usize, columns: usize| {
+            rows.checked_mul(columns)
+                .and_then(|elements| elements.checked_mul(self.dtype.size()))
+        };
+        let sides = [
+            ("A", a, self.m, self.k),
+            ("B", b, self.k, self.n),
+            ("C", c, self.m, self.n),
+        ];
+        let bias_side = bias.map(|bias| ("the bias", bias, 1, self.n));
+        for (name, slice, rows, columns) in sides.into_iter().chain(bias_side) {
+            if bytes(rows, columns) != Some(slice.bytes()) || rows == 0 || columns == 0 {
+                return Err(Error::invalid(format!(
+                    "{name} should hold {rows} x {columns} elements of {}, but has {} bytes",
+                    self.dtype,
+                    slice.bytes()
+                ))
+                .during("matrix product"));
+            }
+        }
+        if bias.is_some() != self.bias {
+            return Err(
+                Error::invalid("a bias is given exactly when the product has one")
+                    .during("matrix product"),
+            );
+        }
+        Ok(())
     }
 
     /// Floating-point operations: one multiplication and one addition for each of `m·n·k`.
@@ -60,5 +105,11 @@ pub trait Compute: Send + Sync + fmt::Debug {
 
     /// Enqueues `target = Σ sources`, element by element, in order, accumulated in `f32` (in `f64`
     /// and `i32` for these). `target` may be one of the sources. All have the same length.
-    fn sum(&self, stream: &dyn Stream, dtype: DType, target: &DeviceSlice, sources: &[DeviceSlice]) -> Result<()>;
+    fn sum(
+        &self,
+        stream: &dyn Stream,
+        dtype: DType,
+        target: &DeviceSlice,
+        sources: &[DeviceSlice],
+    ) -> Result<()>;
 }

@@ -53,7 +53,11 @@ pub enum DeviceKind {
 impl DeviceKind {
     /// `Cuda` where the driver loads and shows at least one GPU, else `Host`.
     pub fn detect() -> Self {
-        if cuda::device_count().is_ok_and(|count| count > 0) { Self::Cuda } else { Self::Host }
+        if cuda::device_count().is_ok_and(|count| count > 0) {
+            Self::Cuda
+        } else {
+            Self::Host
+        }
     }
 }
 
@@ -73,7 +77,10 @@ impl FromStr for DeviceKind {
         match text {
             "host" => Ok(Self::Host),
             "cuda" => Ok(Self::Cuda),
-            _ => Err(Error::new(ErrorKind::Parse, format!("'{text}' is no device")).help("use host or cuda")),
+            _ => Err(
+                Error::new(ErrorKind::Parse, format!("'{text}' is no device"))
+                    .help("use host or cuda"),
+            ),
         }
     }
 }
@@ -103,7 +110,11 @@ pub struct DeviceConfig {
 impl DeviceConfig {
     /// The device of `kind` with `ordinal`, without delays.
     pub fn new(kind: DeviceKind, ordinal: usize) -> Self {
-        Self { kind, ordinal, delays: None }
+        Self {
+            kind,
+            ordinal,
+            delays: None,
+        }
     }
 }
 
@@ -202,7 +213,12 @@ pub trait Device: Send + Sync + fmt::Debug {
     ///
     /// # Errors
     /// [`ErrorKind::InvalidArgument`] where the range is not inside one allocation.
-    unsafe fn borrow(&self, address: u64, bytes: usize, owner: Arc<dyn Any + Send + Sync>) -> Result<DeviceSlice>;
+    unsafe fn borrow(
+        &self,
+        address: u64,
+        bytes: usize,
+        owner: Arc<dyn Any + Send + Sync>,
+    ) -> Result<DeviceSlice>;
 
     /// Copies `bytes` to `target` (of the same length), and returns when that is done. Ordered
     /// after nothing that is in a stream.
@@ -222,7 +238,11 @@ pub trait Device: Send + Sync + fmt::Debug {
     ///
     /// # Errors
     /// [`ErrorKind::Unsupported`] on the host device, whose streams have no raw form.
-    unsafe fn borrow_stream(&self, raw: u64, owner: Arc<dyn Any + Send + Sync>) -> Result<Arc<dyn Stream>>;
+    unsafe fn borrow_stream(
+        &self,
+        raw: u64,
+        owner: Arc<dyn Any + Send + Sync>,
+    ) -> Result<Arc<dyn Stream>>;
 
     /// Makes an event; only one with `timing` can measure time.
     fn create_event(&self, timing: bool) -> Result<Arc<dyn Event>>;

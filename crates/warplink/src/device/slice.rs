@@ -36,7 +36,11 @@ impl DeviceSlice {
     /// The whole of `backing`.
     pub(crate) fn whole(backing: Arc<dyn Backing>) -> Self {
         let bytes = backing.bytes();
-        Self { backing, offset: 0, bytes }
+        Self {
+            backing,
+            offset: 0,
+            bytes,
+        }
     }
 
     /// Address of the first byte, valid in this process on this slice's device.
@@ -76,7 +80,11 @@ impl DeviceSlice {
                 range.start, range.end, self.bytes
             )));
         }
-        Ok(Self { backing: self.backing.clone(), offset: self.offset + range.start, bytes: range.len() })
+        Ok(Self {
+            backing: self.backing.clone(),
+            offset: self.offset + range.start,
+            bytes: range.len(),
+        })
     }
 
     /// The whole allocation that this slice lies in.
@@ -90,10 +98,15 @@ impl DeviceSlice {
     /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where it passes the end or
     /// is not aligned to 8 bytes.
     pub fn word(&self, offset: usize) -> Result<Word> {
-        let end = offset.checked_add(8).ok_or_else(|| Error::invalid("the word's offset overflows"))?;
+        let end = offset
+            .checked_add(8)
+            .ok_or_else(|| Error::invalid("the word's offset overflows"))?;
         let slice = self.slice(offset..end)?;
         if !slice.address().is_multiple_of(8) {
-            return Err(Error::invalid(format!("the word at {:#x} is not aligned to 8 bytes", slice.address())));
+            return Err(Error::invalid(format!(
+                "the word at {:#x} is not aligned to 8 bytes",
+                slice.address()
+            )));
         }
         Ok(Word(slice))
     }

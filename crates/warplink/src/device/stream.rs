@@ -45,7 +45,9 @@ pub trait Stream: Send + Sync + fmt::Debug {
 
     /// Several copies, unordered among one another, as `(target, source)`.
     fn copy_batch(&self, copies: &[(DeviceSlice, DeviceSlice)]) -> Result<()> {
-        copies.iter().try_for_each(|(target, source)| self.copy(target, source))
+        copies
+            .iter()
+            .try_for_each(|(target, source)| self.copy(target, source))
     }
 
     /// Sets every byte of `target`.

@@ -1,1 +1,30 @@
-//! Transfers in stream order.
+//! Send and receive between two ranks, by tag, in stream order and without copies in between.
+//!
+//! Two ranks first *exchange* what the other needs to know of a transfer ([`Transfers::exchange`]),
+//! which gives each a [`Transfer`]. From then on they *post* it and *wait* for it on their streams
+//! as often as they like, and no rank's host waits for another's:
+//!
+//! | | get | put |
+//! |---|---|---|
+//! | post send | says that the buffer may be read | waits until it may write, copies, says so |
+//! | post receive | waits until it may read, copies, says so | says that the buffer may be written |
+//! | wait send | waits until it was read | nothing, on the stream of the post |
+//! | wait receive | nothing, on the stream of the post | waits until it was written |
+//!
+//! After *wait send* the buffer may change; after *wait receive* it holds the data. Everything in
+//! the table happens in stream order, and can be captured into a graph. The n-th post of one end
+//! meets the n-th post of the other.
+//!
+//! The protocols are those of nvFuser's CUDA IPC backend (pull requests 3910 and 5325), with
+//! counting signals in the place of its two-state semaphores.
+
+mod exchange;
+mod group;
+mod request;
+mod transfer;
+
+pub use crate::signal::Protocol;
+pub use exchange::Transfers;
+pub use group::{post_all, wait_all};
+pub use request::{Direction, TransferRequest};
+pub use transfer::Transfer;

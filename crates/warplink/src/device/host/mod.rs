@@ -1,13 +1,176 @@
-//! Shared memory and threads in place of a GPU.
+//! Shared memory and threads in place of a GPU: memory is a shared-memory file, a stream is a
+//! thread, a wait for a word spins briefly and then sleeps on a futex.
+//!
+//! It is meant to be as unforgiving as a GPU: streams run truly beside one another, enqueued work
+//! is late, and tests can delay any operation at random ([`Delays`]), so that a missing wait shows
+//! as a wrong result.
 
-use super::{Delays, Device};
+mod collective;
+mod compute;
+mod event;
+mod graph;
+mod memory;
+mod operation;
+mod stream;
+
+use super::{
+    AllocationKind, CollectiveEngine, Compute, Delays, Device, DeviceIdentity, DeviceKind,
+    DeviceSlice, Event, Export, Fault, Opening, Priority, Stream, UniqueBytesExchange,
+};
+use crate::error::{Error, ErrorKind, Result};
+use std::any::Any;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 #[derive(Debug)]
-pub(crate) struct HostDevice;
+pub(crate) struct HostDevice {
+    identity: DeviceIdentity,
+    fault: Arc<Fault>,
+    delays: Option<Delays>,
+    streams: AtomicU64,
+}
 
 impl HostDevice {
-    pub(crate) fn open(_delays: Option<Delays>) -> Arc<dyn Device> {
-        unreachable!()
+    pub(crate) fn open(delays: Option<Delays>) -> Arc<dyn Device> {
+        Arc::new(Self {
+            identity: machine_identity(),
+            fault: Arc::default(),
+            delays,
+            streams: AtomicU64::new(1),
+        })
+    }
+}
+
+/// The machine's boot id, the same for every process on it; zero where the kernel gives none.
+fn machine_identity() -> DeviceIdentity {
+    let text = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+    let digits: String = text.chars().filter(char::is_ascii_hexdigit).collect();
+    DeviceIdentity(u128::from_str_radix(&digits, 16).unwrap_or(0).to_be_bytes())
+}
+
+/// Fails unless `slice` is the host device's.
+fn check_kind(slice: &DeviceSlice) -> Result<()> {
+    if slice.kind() == DeviceKind::Host {
+        return Ok(());
+    }
+    Err(Error::invalid(format!(
+        "{slice:?} is not memory of the host device"
+    )))
+}
+
+impl Device for HostDevice {
+    fn kind(&self) -> DeviceKind {
+        DeviceKind::Host
+    }
+
+    fn describe(&self) -> String {
+        let threads = std::thread::available_parallelism().map_or(1, usize::from);
+        format!("host ({threads} hardware threads)")
+    }
+
+    fn identity(&self) -> DeviceIdentity {
+        self.identity
+    }
+
+    fn fault(&self) -> &Arc<Fault> {
+        &self.fault
+    }
+
+    fn allocate(&self, bytes: usize, _kind: AllocationKind) -> Result<DeviceSlice> {
+        let slice = memory::allocate(bytes)?;
+        // Fresh pages are zero, which hides reads of what nothing wrote; tests see garbage instead.
+        if self.delays.is_some() {
+            memory::fill(&slice, 0xa5);
+        }
+        Ok(slice)
+    }
+
+    fn allocate_signals(&self, bytes: usize) -> Result<DeviceSlice> {
+        memory::allocate(bytes)
+    }
+
+    unsafe fn borrow(
+        &self,
+        address: u64,
+        bytes: usize,
+        owner: Arc<dyn Any + Send + Sync>,
+    ) -> Result<DeviceSlice> {
+        memory::borrow(address, bytes, owner)
+    }
+
+    fn upload(&self, target: &DeviceSlice, bytes: &[u8]) -> Result<()> {
+        check_kind(target)?;
+        self.fault.check()?;
+        memory::write_bytes(target, bytes)
+    }
+
+    fn download(&self, source: &DeviceSlice, bytes: &mut [u8]) -> Result<()> {
+        check_kind(source)?;
+        self.fault.check()?;
+        memory::read_bytes(source, bytes)
+    }
+
+    fn create_stream(&self, _priority: Priority) -> Result<Arc<dyn Stream>> {
+        let number = self.streams.fetch_add(1, Ordering::Relaxed);
+        Ok(stream::HostStream::start(
+            number,
+            self.fault.clone(),
+            self.delays,
+        )?)
+    }
+
+    unsafe fn borrow_stream(
+        &self,
+        _raw: u64,
+        _owner: Arc<dyn Any + Send + Sync>,
+    ) -> Result<Arc<dyn Stream>> {
+        Err(Error::new(
+            ErrorKind::Unsupported,
+            "the host device's streams have no raw form",
+        )
+        .during("borrow a stream")
+        .device(self.describe()))
+    }
+
+    fn create_event(&self, timing: bool) -> Result<Arc<dyn Event>> {
+        Ok(Arc::new(event::HostEvent::new(timing)))
+    }
+
+    fn export(&self, slice: &DeviceSlice) -> Result<Export> {
+        check_kind(slice)?;
+        let allocation = slice.allocation();
+        let descriptor = memory::descriptor(&allocation)?;
+        Ok(Export {
+            allocation,
+            ipc: None,
+            descriptor: Some(descriptor),
+        })
+    }
+
+    fn import(&self, opening: Opening, bytes: usize) -> Result<DeviceSlice> {
+        match opening {
+            Opening::SameProcess(slice) => check_kind(&slice).map(|()| slice),
+            Opening::Descriptor(descriptor) => memory::map(descriptor, bytes),
+            Opening::Ipc(_) => Err(Error::new(
+                ErrorKind::InvalidHandle,
+                "a CUDA IPC handle cannot be opened on the host device",
+            )
+            .during("open a handle")),
+        }
+    }
+
+    fn compute(&self) -> Result<Arc<dyn Compute>> {
+        Ok(Arc::new(compute::HostCompute))
+    }
+
+    fn collective_engine(
+        &self,
+        rank: usize,
+        world: usize,
+        exchange: UniqueBytesExchange<'_>,
+    ) -> Result<Arc<dyn CollectiveEngine>> {
+        Ok(Arc::new(collective::HostCollectives::join(
+            rank, world, exchange,
+        )?))
     }
 }

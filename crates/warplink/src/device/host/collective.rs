@@ -1,0 +1,386 @@
+//! Collectives of host ranks, in the place of a vendor's.
+//!
+//! Every rank has an outbox: for each peer a chunk of shared memory, a count of chunks posted and
+//! a count of chunks the peer has taken. A collective is a set of sends and receives that advance
+//! together, chunk by chunk, and a reduction where there is one.
+
+use super::operation::{Context, Operation};
+use super::{compute, memory, stream};
+use crate::device::{CollectiveEngine, DeviceSlice, ReduceOp, Stream, UniqueBytesExchange, Word};
+use crate::dtype::DType;
+use crate::error::{Error, ErrorKind, Rank, Result};
+use std::ops::Range;
+use std::os::fd::AsRawFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+const CHUNK: usize = 64 << 10;
+// Posted and taken counts lie on cache lines of their own.
+const HEADER: usize = 128;
+const BOX: usize = HEADER + CHUNK;
+
+#[derive(Debug)]
+pub(super) struct HostCollectives {
+    inner: Arc<Inner>,
+}
+
+#[derive(Debug)]
+struct Inner {
+    rank: Rank,
+    outboxes: Vec<DeviceSlice>,
+    aborted: AtomicBool,
+}
+
+/// A send or a receive under way.
+struct Move {
+    chunk: DeviceSlice,
+    posted: Word,
+    taken: Word,
+    data: DeviceSlice,
+    position: usize,
+    sends: bool,
+}
+
+impl HostCollectives {
+    /// Maps every rank's outbox. The files are opened through the owners' descriptors, so nothing
+    /// is left behind by a rank that dies.
+    pub(super) fn join(
+        rank: Rank,
+        world: usize,
+        exchange: UniqueBytesExchange<'_>,
+    ) -> Result<Self> {
+        let own = memory::allocate(BOX * world)?;
+        let descriptor = memory::descriptor(&own)?;
+        let path = format!("/proc/{}/fd/{}", std::process::id(), descriptor.as_raw_fd());
+        let paths = exchange(path.into_bytes())?;
+        let outboxes = paths.into_iter().enumerate().map(|(peer, path)| {
+            if peer == rank {
+                return Ok(own.clone());
+            }
+            let path = String::from_utf8_lossy(&path).into_owned();
+            let file = std::fs::File::options().read(true).write(true).open(&path);
+            let file =
+                file.map_err(|error| Error::io(format!("open {path}"), &error).peer(peer))?;
+            memory::map(file.into(), BOX * world).map_err(|error| error.peer(peer))
+        });
+        let outboxes = outboxes.collect::<Result<Vec<_>>>()?;
+        if outboxes.len() != world {
+            return Err(Error::new(
+                ErrorKind::Mismatch,
+                format!("{} ranks answered of {world}", outboxes.len()),
+            ));
+        }
+        // The descriptor must stay open until every peer has opened it.
+        exchange(Vec::new())?;
+        Ok(Self {
+            inner: Arc::new(Inner {
+                rank,
+                outboxes,
+                aborted: AtomicBool::new(false),
+            }),
+        })
+    }
+
+    fn world(&self) -> usize {
+        self.inner.outboxes.len()
+    }
+
+    fn enqueue(
+        &self,
+        stream: &dyn Stream,
+        task: impl Fn(&Inner, &Context) -> Result<()> + Send + Sync + 'static,
+    ) -> Result<()> {
+        let inner = self.inner.clone();
+        let task = move |context: &Context| task(&inner, context);
+        stream::from_dyn(stream)?.enqueue(Operation::Task(Arc::new(task)))
+    }
+
+    /// Everybody's `parts[p]` goes to rank p; what arrives from rank p goes to `slots[p]`.
+    fn scatter(
+        &self,
+        stream: &dyn Stream,
+        parts: Vec<DeviceSlice>,
+        slots: Vec<DeviceSlice>,
+    ) -> Result<()> {
+        self.enqueue(stream, move |inner, context| {
+            memory::copy(&slots[inner.rank], &parts[inner.rank]);
+            let others = |slices: &[DeviceSlice]| -> Vec<(Rank, DeviceSlice)> {
+                slices
+                    .iter()
+                    .cloned()
+                    .enumerate()
+                    .filter(|(peer, _)| *peer != inner.rank)
+                    .collect()
+            };
+            inner.advance(context, &others(&parts), &others(&slots))
+        })
+    }
+
+    fn parts(&self, slice: &DeviceSlice, each: usize) -> Result<Vec<DeviceSlice>> {
+        check(
+            each > 0 && slice.bytes() == each * self.world(),
+            "the longer side is not world times the shorter",
+        )?;
+        (0..self.world())
+            .map(|part| slice.slice(part * each..(part + 1) * each))
+            .collect()
+    }
+
+    fn scratch(&self, each: usize) -> Result<Vec<DeviceSlice>> {
+        self.parts(&memory::allocate(each * self.world())?, each)
+    }
+
+    fn reduce_into(
+        &self,
+        stream: &dyn Stream,
+        dtype: DType,
+        op: ReduceOp,
+        target: &DeviceSlice,
+        sources: Vec<DeviceSlice>,
+    ) -> Result<()> {
+        let target = target.clone();
+        self.enqueue(stream, move |_, _| {
+            compute::reduce(dtype, op, &target, &sources)
+        })
+    }
+}
+
+fn check(holds: bool, otherwise: &'static str) -> Result<()> {
+    if holds {
+        Ok(())
+    } else {
+        Err(Error::invalid(otherwise).during("enqueue a collective"))
+    }
+}
+
+impl Inner {
+    fn side(&self, from: Rank, to: Rank, data: &DeviceSlice, sends: bool) -> Result<Move> {
+        let outbox = self.outboxes.get(from).filter(|_| to < self.outboxes.len());
+        let outbox = outbox.ok_or_else(|| Error::invalid("no such rank").peer(from.max(to)))?;
+        let start = to * BOX;
+        Ok(Move {
+            chunk: outbox.slice(start + HEADER..start + BOX)?,
+            posted: outbox.word(start)?,
+            taken: outbox.word(start + 64)?,
+            data: data.clone(),
+            position: 0,
+            sends,
+        })
+    }
+
+    /// Moves everything, a chunk at a time, in whatever order the peers allow.
+    fn advance(
+        &self,
+        context: &Context,
+        sends: &[(Rank, DeviceSlice)],
+        receives: &[(Rank, DeviceSlice)],
+    ) -> Result<()> {
+        let sends = sends
+            .iter()
+            .map(|(peer, data)| self.side(self.rank, *peer, data, true));
+        let receives = receives
+            .iter()
+            .map(|(peer, data)| self.side(*peer, self.rank, data, false));
+        let mut moves = sends.chain(receives).collect::<Result<Vec<_>>>()?;
+        let mut idle = 0u32;
+        while !moves.is_empty() {
+            let mut moved = false;
+            // Two transfers of one pair and direction share an outbox: only the first may advance.
+            let mut busy: Vec<u64> = Vec::new();
+            for side in &mut moves {
+                if !busy.contains(&side.posted.address()) {
+                    busy.push(side.posted.address());
+                    moved |= side.step(context)?;
+                }
+            }
+            moves.retain(|side| side.position < side.data.bytes());
+            if moved {
+                idle = 0;
+                continue;
+            }
+            context.fault.check()?;
+            if self.aborted.load(Ordering::Acquire) {
+                return Err(Error::new(
+                    ErrorKind::Closed,
+                    "the collectives were aborted",
+                ));
+            }
+            idle += 1;
+            if idle < 100 {
+                std::thread::yield_now();
+            } else {
+                std::thread::sleep(Duration::from_micros(50));
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Move {
+    /// Moves one chunk if the other side is ready for it.
+    fn step(&mut self, context: &Context) -> Result<bool> {
+        let (posted, taken) = (memory::load(&self.posted), memory::load(&self.taken));
+        let ready = if self.sends {
+            posted == taken
+        } else {
+            posted > taken
+        };
+        if !ready {
+            return Ok(false);
+        }
+        context.delay();
+        let range: Range<usize> = self.position..(self.position + CHUNK).min(self.data.bytes());
+        let (here, there) = (
+            self.data.slice(range.clone())?,
+            self.chunk.slice(0..range.len())?,
+        );
+        if self.sends {
+            memory::copy(&there, &here);
+            memory::store(&self.posted, posted + 1);
+        } else {
+            memory::copy(&here, &there);
+            memory::store(&self.taken, taken + 1);
+        }
+        self.position = range.end;
+        Ok(true)
+    }
+}
+
+impl CollectiveEngine for HostCollectives {
+    fn describe(&self) -> String {
+        "host collectives".to_owned()
+    }
+
+    fn all_gather(
+        &self,
+        stream: &dyn Stream,
+        target: &DeviceSlice,
+        source: &DeviceSlice,
+    ) -> Result<()> {
+        let slots = self.parts(target, source.bytes())?;
+        self.scatter(stream, vec![source.clone(); self.world()], slots)
+    }
+
+    fn all_reduce(
+        &self,
+        stream: &dyn Stream,
+        dtype: DType,
+        op: ReduceOp,
+        target: &DeviceSlice,
+        source: &DeviceSlice,
+    ) -> Result<()> {
+        check(
+            target.bytes() == source.bytes(),
+            "source and target differ in length",
+        )?;
+        let scratch = self.scratch(source.bytes())?;
+        self.scatter(stream, vec![source.clone(); self.world()], scratch.clone())?;
+        self.reduce_into(stream, dtype, op, target, scratch)
+    }
+
+    fn reduce_scatter(
+        &self,
+        stream: &dyn Stream,
+        dtype: DType,
+        op: ReduceOp,
+        target: &DeviceSlice,
+        source: &DeviceSlice,
+    ) -> Result<()> {
+        let parts = self.parts(source, target.bytes())?;
+        let scratch = self.scratch(target.bytes())?;
+        self.scatter(stream, parts, scratch.clone())?;
+        self.reduce_into(stream, dtype, op, target, scratch)
+    }
+
+    fn broadcast(
+        &self,
+        stream: &dyn Stream,
+        root: Rank,
+        target: &DeviceSlice,
+        source: &DeviceSlice,
+    ) -> Result<()> {
+        check(root < self.world(), "the root is no rank")?;
+        check(
+            target.bytes() == source.bytes(),
+            "source and target differ in length",
+        )?;
+        let (target, source) = (target.clone(), source.clone());
+        self.enqueue(stream, move |inner, context| {
+            if inner.rank != root {
+                return inner.advance(context, &[], &[(root, target.clone())]);
+            }
+            memory::copy(&target, &source);
+            let others = (0..inner.outboxes.len()).filter(|peer| *peer != root);
+            let sends: Vec<_> = others.map(|peer| (peer, source.clone())).collect();
+            inner.advance(context, &sends, &[])
+        })
+    }
+
+    fn reduce(
+        &self,
+        stream: &dyn Stream,
+        dtype: DType,
+        op: ReduceOp,
+        root: Rank,
+        target: &DeviceSlice,
+        source: &DeviceSlice,
+    ) -> Result<()> {
+        check(root < self.world(), "the root is no rank")?;
+        check(
+            target.bytes() == source.bytes(),
+            "source and target differ in length",
+        )?;
+        if self.inner.rank != root {
+            return self.exchange(stream, &[(root, source.clone())], &[]);
+        }
+        let scratch = self.scratch(source.bytes())?;
+        let slots = scratch
+            .iter()
+            .cloned()
+            .enumerate()
+            .filter(|(peer, _)| *peer != root);
+        self.exchange(stream, &[], &slots.collect::<Vec<_>>())?;
+        let mut sources = scratch;
+        sources[root] = source.clone();
+        self.reduce_into(stream, dtype, op, target, sources)
+    }
+
+    fn all_to_all(
+        &self,
+        stream: &dyn Stream,
+        target: &DeviceSlice,
+        source: &DeviceSlice,
+    ) -> Result<()> {
+        check(
+            target.bytes() == source.bytes(),
+            "source and target differ in length",
+        )?;
+        let each = source.bytes() / self.world();
+        self.scatter(stream, self.parts(source, each)?, self.parts(target, each)?)
+    }
+
+    fn exchange(
+        &self,
+        stream: &dyn Stream,
+        sends: &[(Rank, DeviceSlice)],
+        receives: &[(Rank, DeviceSlice)],
+    ) -> Result<()> {
+        let peers = sends.iter().chain(receives).map(|(peer, _)| *peer);
+        for peer in peers {
+            if peer == self.inner.rank || peer >= self.world() {
+                return Err(Error::invalid("the peer is this rank or no rank")
+                    .peer(peer)
+                    .during("exchange"));
+            }
+        }
+        let (sends, receives) = (sends.to_vec(), receives.to_vec());
+        self.enqueue(stream, move |inner, context| {
+            inner.advance(context, &sends, &receives)
+        })
+    }
+
+    fn abort(&self) {
+        self.inner.aborted.store(true, Ordering::Release);
+    }
+}

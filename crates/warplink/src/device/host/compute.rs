@@ -1,0 +1,184 @@
+//! Matrix products (the `gemm` crate) and element-wise reductions on the host.
+
+use super::memory;
+use super::operation::Operation;
+use super::stream;
+use crate::device::{Compute, DeviceSlice, MatmulSpec, ReduceOp, Stream};
+use crate::dtype::{DType, Element};
+use crate::error::{Error, ErrorKind, Result};
+use std::sync::Arc;
+use zerocopy::IntoBytes;
+
+#[derive(Debug)]
+pub(super) struct HostCompute;
+
+impl Compute for HostCompute {
+    fn prepare_matmul(&self, spec: &MatmulSpec) -> Result<()> {
+        check_dtype(spec.dtype)
+    }
+
+    fn matmul(
+        &self,
+        stream: &dyn Stream,
+        spec: &MatmulSpec,
+        a: &DeviceSlice,
+        b: &DeviceSlice,
+        c: &DeviceSlice,
+        bias: Option<&DeviceSlice>,
+    ) -> Result<()> {
+        spec.check(a, b, c, bias)?;
+        check_dtype(spec.dtype)?;
+        let (spec, a, b, c, bias) = (*spec, a.clone(), b.clone(), c.clone(), bias.cloned());
+        stream::from_dyn(stream)?.enqueue(Operation::Task(Arc::new(move |_| match spec.dtype {
+            DType::F16 => product::<half::f16>(&spec, &a, &b, &c, bias.as_ref()),
+            DType::BF16 => product::<half::bf16>(&spec, &a, &b, &c, bias.as_ref()),
+            _ => product::<f32>(&spec, &a, &b, &c, bias.as_ref()),
+        })))
+    }
+
+    fn sum(
+        &self,
+        stream: &dyn Stream,
+        dtype: DType,
+        target: &DeviceSlice,
+        sources: &[DeviceSlice],
+    ) -> Result<()> {
+        if sources.is_empty()
+            || sources
+                .iter()
+                .any(|source| source.bytes() != target.bytes())
+        {
+            return Err(Error::invalid("a sum takes sources as long as its target").during("sum"));
+        }
+        if !target.bytes().is_multiple_of(dtype.size()) {
+            return Err(Error::invalid(format!(
+                "{target:?} does not hold whole elements of {dtype}"
+            ))
+            .during("sum"));
+        }
+        let (target, sources) = (target.clone(), sources.to_vec());
+        stream::from_dyn(stream)?.enqueue(Operation::Task(Arc::new(move |_| {
+            reduce(dtype, ReduceOp::Sum, &target, &sources)
+        })))
+    }
+}
+
+fn check_dtype(dtype: DType) -> Result<()> {
+    if dtype.matmul_tolerance().is_some() {
+        return Ok(());
+    }
+    Err(Error::new(
+        ErrorKind::Unsupported,
+        format!("no matrix product of {dtype}"),
+    )
+    .help("use f16, bf16 or f32"))
+}
+
+fn read<T: Element>(slice: &DeviceSlice) -> Result<Vec<T>> {
+    let zero = T::from_f64(0.0);
+    let mut values = vec![zero; slice.bytes() / size_of::<T>()];
+    memory::read_bytes(slice, values.as_mut_bytes())?;
+    Ok(values)
+}
+
+fn read_f32<T: Element>(slice: &DeviceSlice) -> Result<Vec<f32>> {
+    Ok(read::<T>(slice)?
+        .into_iter()
+        .map(|value| value.to_f64() as f32)
+        .collect())
+}
+
+/// Products of every type run in `f32`: half types are widened and the result is rounded once.
+fn product<T: Element>(
+    spec: &MatmulSpec,
+    a: &DeviceSlice,
+    b: &DeviceSlice,
+    c: &DeviceSlice,
+    bias: Option<&DeviceSlice>,
+) -> Result<()> {
+    let (m, n, k) = (spec.m, spec.n, spec.k);
+    let (a, b) = (read_f32::<T>(a)?, read_f32::<T>(b)?);
+    let mut out = if spec.accumulate {
+        read_f32::<T>(c)?
+    } else {
+        vec![0.0; m * n]
+    };
+    if let Some(bias) = bias {
+        let bias = read_f32::<T>(bias)?;
+        out.chunks_exact_mut(n).for_each(|row| {
+            row.iter_mut()
+                .zip(&bias)
+                .for_each(|(value, bias)| *value += bias)
+        });
+    }
+    // SAFETY: the three vectors hold m·n, m·k and k·n values, and the strides are those of
+    // contiguous row-major matrices, so every access is inside; `out` overlaps neither operand.
+    unsafe {
+        gemm::gemm(
+            m,
+            n,
+            k,
+            out.as_mut_ptr(),
+            1,
+            n as isize,
+            true,
+            a.as_ptr(),
+            1,
+            k as isize,
+            b.as_ptr(),
+            1,
+            n as isize,
+            1.0,
+            1.0,
+            false,
+            false,
+            false,
+            gemm::Parallelism::None,
+        );
+    }
+    let rounded: Vec<T> = out
+        .into_iter()
+        .map(|value| T::from_f64(f64::from(value)))
+        .collect();
+    memory::write_bytes(c, rounded.as_bytes())
+}
+
+/// `target` becomes the reduction of `sources`, in order, computed in `f64`.
+pub(super) fn reduce(
+    dtype: DType,
+    op: ReduceOp,
+    target: &DeviceSlice,
+    sources: &[DeviceSlice],
+) -> Result<()> {
+    match dtype {
+        DType::F16 => reduce_as::<half::f16>(op, target, sources),
+        DType::BF16 => reduce_as::<half::bf16>(op, target, sources),
+        DType::F32 => reduce_as::<f32>(op, target, sources),
+        DType::F64 => reduce_as::<f64>(op, target, sources),
+        DType::I32 => reduce_as::<i32>(op, target, sources),
+        DType::U8 => reduce_as::<u8>(op, target, sources),
+    }
+}
+
+fn reduce_as<T: Element>(
+    op: ReduceOp,
+    target: &DeviceSlice,
+    sources: &[DeviceSlice],
+) -> Result<()> {
+    let Some((first, rest)) = sources.split_first() else {
+        return Ok(());
+    };
+    let mut sum: Vec<f64> = read::<T>(first)?.into_iter().map(Element::to_f64).collect();
+    for source in rest {
+        for (total, value) in sum.iter_mut().zip(read::<T>(source)?) {
+            let value = value.to_f64();
+            *total = match op {
+                ReduceOp::Sum => *total + value,
+                ReduceOp::Max => total.max(value),
+                ReduceOp::Min => total.min(value),
+            };
+        }
+    }
+    let rounded: Vec<T> = sum.into_iter().map(T::from_f64).collect();
+    memory::write_bytes(target, rounded.as_bytes())
+}

@@ -1,0 +1,140 @@
+//! Marks in streams.
+
+use super::graph::CapturedMark;
+use crate::device::{Event, Fault};
+use crate::error::{Error, ErrorKind, Result};
+use crate::sync::lock;
+use std::any::Any;
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// An event: marks are numbered in the order in which they are recorded, and waiting for one is
+/// waiting for its number.
+#[derive(Debug)]
+pub(super) struct HostEvent {
+    timing: bool,
+    pub(super) state: Arc<EventState>,
+    pub(super) recorded: Mutex<Recorded>,
+}
+
+/// Where the event was recorded last.
+#[derive(Clone, Debug, Default)]
+pub(super) enum Recorded {
+    #[default]
+    Never,
+    InStream(u64),
+    InGraph(CapturedMark),
+}
+
+#[derive(Debug, Default)]
+pub(super) struct EventState {
+    reached: Mutex<Reached>,
+    change: Condvar,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Reached {
+    mark: u64,
+    at: Option<Instant>,
+}
+
+impl EventState {
+    pub(super) fn reach(&self, mark: u64) {
+        let mut reached = lock(&self.reached);
+        if mark > reached.mark {
+            *reached = Reached {
+                mark,
+                at: Some(Instant::now()),
+            };
+        }
+        self.change.notify_all();
+    }
+
+    pub(super) fn wait(&self, mark: u64, fault: &Fault) -> Result<()> {
+        let mut reached = lock(&self.reached);
+        while reached.mark < mark {
+            fault.check()?;
+            let waited = self.change.wait_timeout(reached, Duration::from_millis(10));
+            reached = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+        Ok(())
+    }
+}
+
+impl HostEvent {
+    pub(super) fn new(timing: bool) -> Self {
+        Self {
+            timing,
+            state: Arc::default(),
+            recorded: Mutex::default(),
+        }
+    }
+
+    /// Numbers the next mark.
+    pub(super) fn next_mark(&self) -> u64 {
+        let mut recorded = lock(&self.recorded);
+        let mark = match &*recorded {
+            Recorded::InStream(mark) => mark + 1,
+            // A mark in a graph leaves the numbers of the stream's marks as they are.
+            Recorded::Never | Recorded::InGraph(_) => lock(&self.state.reached).mark + 1,
+        };
+        *recorded = Recorded::InStream(mark);
+        mark
+    }
+
+    fn reached_at(&self) -> Result<Instant> {
+        let marked = match &*lock(&self.recorded) {
+            Recorded::InStream(mark) => *mark,
+            _ => {
+                return Err(
+                    Error::invalid("the event was not recorded in a stream").during("measure time")
+                );
+            }
+        };
+        let reached = *lock(&self.state.reached);
+        reached
+            .at
+            .filter(|_| self.timing && reached.mark >= marked)
+            .ok_or_else(|| {
+                Error::invalid(if self.timing {
+                    "the event is not reached"
+                } else {
+                    "the event was made without timing"
+                })
+                .during("measure time")
+            })
+    }
+}
+
+impl Event for HostEvent {
+    fn elapsed_since(&self, earlier: &dyn Event) -> Result<f32> {
+        let earlier = from_dyn(earlier)?.reached_at()?;
+        let later = self.reached_at()?;
+        let seconds = match later.checked_duration_since(earlier) {
+            Some(duration) => duration.as_secs_f64(),
+            None => -earlier.duration_since(later).as_secs_f64(),
+        };
+        Ok((seconds * 1e3) as f32)
+    }
+
+    fn is_reached(&self) -> Result<bool> {
+        Ok(match &*lock(&self.recorded) {
+            Recorded::InStream(mark) => lock(&self.state.reached).mark >= *mark,
+            Recorded::Never => true,
+            Recorded::InGraph(_) => false,
+        })
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+pub(super) fn from_dyn(event: &dyn Event) -> Result<&HostEvent> {
+    event.as_any().downcast_ref().ok_or_else(|| {
+        Error::new(
+            ErrorKind::InvalidArgument,
+            "the event is not of the host device",
+        )
+    })
+}

@@ -1,0 +1,348 @@
+//! Shared-memory files mapped into this process, and every raw access to them.
+
+use crate::device::{Backing, DeviceKind, DeviceSlice, Word};
+use crate::error::{Error, ErrorKind, Result};
+use crate::sync::lock;
+use rustix::fs::MemfdFlags;
+use rustix::mm::{MapFlags, ProtFlags};
+use rustix::thread::futex;
+use std::any::Any;
+use std::collections::BTreeMap;
+use std::ffi::c_void;
+use std::os::fd::{AsFd, OwnedFd};
+use std::ptr;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, Weak};
+use std::time::Duration;
+
+/// A mapping of a shared-memory file, unmapped on drop.
+#[derive(Debug)]
+struct Mapping {
+    base: u64,
+    bytes: usize,
+    mapped: usize,
+    identity: u64,
+    descriptor: OwnedFd,
+}
+
+/// Memory that somebody else answers for, inside one of this process's mappings or beside them.
+#[derive(Debug)]
+struct Borrowed {
+    base: u64,
+    bytes: usize,
+    identity: u64,
+    // The mapping that it lies in, which alone can be shared with peers.
+    inside: Option<Arc<dyn Backing>>,
+    _owner: Arc<dyn Any + Send + Sync>,
+}
+
+static IDENTITIES: AtomicU64 = AtomicU64::new(1);
+
+// The mappings of this process by base address, so that a bare address can be borrowed.
+static MAPPINGS: Mutex<BTreeMap<u64, Weak<Mapping>>> = Mutex::new(BTreeMap::new());
+
+fn next_identity() -> u64 {
+    IDENTITIES.fetch_add(1, Ordering::Relaxed)
+}
+
+impl Backing for Mapping {
+    fn base(&self) -> u64 {
+        self.base
+    }
+    fn bytes(&self) -> usize {
+        self.bytes
+    }
+    fn identity(&self) -> u64 {
+        self.identity
+    }
+    fn kind(&self) -> DeviceKind {
+        DeviceKind::Host
+    }
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+impl Backing for Borrowed {
+    fn base(&self) -> u64 {
+        self.base
+    }
+    fn bytes(&self) -> usize {
+        self.bytes
+    }
+    fn identity(&self) -> u64 {
+        self.identity
+    }
+    fn kind(&self) -> DeviceKind {
+        DeviceKind::Host
+    }
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        lock(&MAPPINGS).remove(&self.base);
+        // SAFETY: the range was mapped by `map_file` and nothing refers to it: every access goes
+        // through a slice that holds this mapping, and this is its last holder.
+        if let Err(errno) = unsafe { rustix::mm::munmap(self.base as *mut c_void, self.mapped) } {
+            tracing::error!(base = self.base, bytes = self.mapped, %errno, "unmapping shared memory failed");
+        }
+    }
+}
+
+/// Allocates `bytes` of zeros that other processes can map.
+pub(super) fn allocate(bytes: usize) -> Result<DeviceSlice> {
+    if bytes == 0 {
+        return Err(Error::invalid("an allocation of no bytes").during("allocate memory"));
+    }
+    let fail = |errno: rustix::io::Errno| {
+        Error::io(
+            format!("allocate {bytes} bytes of shared memory"),
+            &errno.into(),
+        )
+    };
+    let descriptor = rustix::fs::memfd_create("warplink", MemfdFlags::CLOEXEC).map_err(fail)?;
+    rustix::fs::ftruncate(&descriptor, bytes as u64).map_err(fail)?;
+    map_file(descriptor, bytes)
+}
+
+/// Maps a peer's file, which must hold at least `bytes`.
+pub(super) fn map(descriptor: OwnedFd, bytes: usize) -> Result<DeviceSlice> {
+    let status = rustix::fs::fstat(&descriptor)
+        .map_err(|errno| Error::io("inspect a received descriptor", &errno.into()))?;
+    // Touching pages past the end of a file raises SIGBUS, so its length is checked, not trusted.
+    if bytes == 0 || (status.st_size as u64) < bytes as u64 {
+        return Err(Error::new(
+            ErrorKind::InvalidHandle,
+            format!(
+                "the descriptor holds {} bytes, the handle says {bytes}",
+                status.st_size
+            ),
+        )
+        .during("map a peer's memory"));
+    }
+    map_file(descriptor, bytes)
+}
+
+fn map_file(descriptor: OwnedFd, bytes: usize) -> Result<DeviceSlice> {
+    let mapped = bytes.next_multiple_of(rustix::param::page_size());
+    // SAFETY: a new mapping at an address of the kernel's choice touches no memory in use.
+    let base = unsafe {
+        rustix::mm::mmap(
+            ptr::null_mut(),
+            mapped,
+            ProtFlags::READ | ProtFlags::WRITE,
+            MapFlags::SHARED,
+            descriptor.as_fd(),
+            0,
+        )
+    }
+    .map_err(|errno| Error::io(format!("map {bytes} bytes of shared memory"), &errno.into()))?;
+    let mapping = Arc::new(Mapping {
+        base: base as u64,
+        bytes,
+        mapped,
+        identity: next_identity(),
+        descriptor,
+    });
+    lock(&MAPPINGS).insert(mapping.base, Arc::downgrade(&mapping));
+    Ok(DeviceSlice::whole(mapping))
+}
+
+/// A view of memory that `owner` keeps.
+pub(super) fn borrow(
+    address: u64,
+    bytes: usize,
+    owner: Arc<dyn Any + Send + Sync>,
+) -> Result<DeviceSlice> {
+    if address == 0 || bytes == 0 || address.checked_add(bytes as u64).is_none() {
+        return Err(
+            Error::invalid(format!("{bytes} bytes at {address:#x} are no memory"))
+                .during("borrow memory"),
+        );
+    }
+    let inside = lock(&MAPPINGS)
+        .range(..=address)
+        .next_back()
+        .and_then(|(_, weak)| weak.upgrade());
+    let inside = inside.filter(|mapping| address < mapping.base + mapping.bytes as u64);
+    let Some(mapping) = inside else {
+        let borrowed = Borrowed {
+            base: address,
+            bytes,
+            identity: next_identity(),
+            inside: None,
+            _owner: owner,
+        };
+        return Ok(DeviceSlice::whole(Arc::new(borrowed)));
+    };
+    let offset = (address - mapping.base) as usize;
+    let borrowed = Borrowed {
+        base: mapping.base,
+        bytes: mapping.bytes,
+        identity: mapping.identity,
+        inside: Some(mapping),
+        _owner: owner,
+    };
+    let end = offset
+        .checked_add(bytes)
+        .ok_or_else(|| Error::invalid("the borrowed range overflows"))?;
+    DeviceSlice::whole(Arc::new(borrowed)).slice(offset..end)
+}
+
+/// A descriptor of the file behind `slice`, for a peer to map.
+pub(super) fn descriptor(slice: &DeviceSlice) -> Result<OwnedFd> {
+    let any = slice.backing().as_any();
+    let inside = any
+        .downcast_ref::<Borrowed>()
+        .and_then(|borrowed| borrowed.inside.as_ref());
+    let mapping = inside
+        .map_or(any, |backing| backing.as_any())
+        .downcast_ref::<Mapping>();
+    let Some(mapping) = mapping else {
+        return Err(Error::new(
+            ErrorKind::Unsupported,
+            format!("{slice:?} is borrowed memory that no file stands behind"),
+        )
+        .during("export memory")
+        .help("allocate it with the device"));
+    };
+    mapping
+        .descriptor
+        .try_clone()
+        .map_err(|error| Error::io("duplicate a descriptor", &error))
+}
+
+/// Copies `source` to `target`, of the same length.
+pub(super) fn copy(target: &DeviceSlice, source: &DeviceSlice) {
+    debug_assert_eq!(target.bytes(), source.bytes());
+    // SAFETY: both ranges are mapped, since the slices hold their backing, and as long as the
+    // slices say. `copy` allows overlap. The memory is shared with other processes, never seen
+    // through a Rust reference; a race is the protocol error that this device is meant to show.
+    unsafe {
+        ptr::copy(
+            source.address() as *const u8,
+            target.address() as *mut u8,
+            target.bytes(),
+        )
+    }
+}
+
+/// Sets every byte of `target`.
+pub(super) fn fill(target: &DeviceSlice, byte: u8) {
+    // SAFETY: as for `copy`.
+    unsafe { ptr::write_bytes(target.address() as *mut u8, byte, target.bytes()) }
+}
+
+/// Copies `bytes`, of the same length, to `target`.
+pub(super) fn write_bytes(target: &DeviceSlice, bytes: &[u8]) -> Result<()> {
+    check_length(target, bytes.len())?;
+    // SAFETY: the target is mapped and as long as `bytes`; device memory and a Rust slice never
+    // overlap.
+    unsafe { ptr::copy_nonoverlapping(bytes.as_ptr(), target.address() as *mut u8, bytes.len()) }
+    Ok(())
+}
+
+/// Copies `source` to `bytes`, of the same length.
+pub(super) fn read_bytes(source: &DeviceSlice, bytes: &mut [u8]) -> Result<()> {
+    check_length(source, bytes.len())?;
+    // SAFETY: as for `write_bytes`.
+    unsafe {
+        ptr::copy_nonoverlapping(
+            source.address() as *const u8,
+            bytes.as_mut_ptr(),
+            bytes.len(),
+        )
+    }
+    Ok(())
+}
+
+fn check_length(slice: &DeviceSlice, bytes: usize) -> Result<()> {
+    if slice.bytes() == bytes {
+        return Ok(());
+    }
+    Err(
+        Error::invalid(format!("{bytes} bytes do not fit {slice:?}"))
+            .during("copy between host and device"),
+    )
+}
+
+/// Sets a word after all earlier writes of this thread, and wakes those that sleep on it.
+pub(super) fn store(word: &Word, value: u64) {
+    atomic(word).store(value, Ordering::Release);
+    if let Err(errno) = futex::wake(low_half(word), futex::Flags::empty(), i32::MAX as u32) {
+        tracing::error!(address = word.address(), %errno, "waking waiters failed");
+    }
+}
+
+/// The word's value; what was written before the store that set it is visible after.
+pub(super) fn load(word: &Word) -> u64 {
+    atomic(word).load(Ordering::Acquire)
+}
+
+/// Sleeps until the word is not `seen`, is written, or `limit` has passed.
+pub(super) fn sleep_while(word: &Word, seen: u64, limit: Duration) {
+    let limit = futex::Timespec {
+        tv_sec: limit.as_secs() as i64,
+        tv_nsec: i64::from(limit.subsec_nanos()),
+    };
+    // The kernel compares the low half alone. A value that differs only in the high half is noticed
+    // when the limit has passed. Every way in which this returns means the same: look again.
+    let _ = futex::wait(
+        low_half(word),
+        futex::Flags::empty(),
+        seen as u32,
+        Some(&limit),
+    );
+}
+
+fn atomic(word: &Word) -> &AtomicU64 {
+    // SAFETY: a word is 8 mapped bytes, aligned, for as long as it is borrowed here, and every
+    // process accesses words atomically only.
+    unsafe { AtomicU64::from_ptr(word.address() as *mut u64) }
+}
+
+fn low_half(word: &Word) -> &AtomicU32 {
+    let low = word.address() + if cfg!(target_endian = "big") { 4 } else { 0 };
+    // SAFETY: as for `atomic`. Only the kernel reads through this address, as a futex.
+    unsafe { AtomicU32::from_ptr(low as *mut u32) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_borrowed_address_is_shared_as_the_allocation_it_lies_in() {
+        let whole = allocate(10_000).unwrap();
+        let borrowed = borrow(whole.address() + 100, 50, Arc::new(())).unwrap();
+        assert_eq!((borrowed.offset(), borrowed.bytes()), (100, 50));
+        assert_eq!(borrowed.backing().identity(), whole.backing().identity());
+        let mapped = map(descriptor(&borrowed).unwrap(), 10_000).unwrap();
+        write_bytes(&borrowed, &[7; 50]).unwrap();
+        let mut seen = [0; 50];
+        read_bytes(&mapped.slice(100..150).unwrap(), &mut seen).unwrap();
+        assert_eq!(seen, [7; 50]);
+        assert!(borrow(whole.address() + 9_990, 50, Arc::new(())).is_err());
+    }
+
+    #[test]
+    fn memory_of_no_file_cannot_be_shared() {
+        let bytes = vec![0u8; 64];
+        let borrowed = borrow(bytes.as_ptr() as u64, 64, Arc::new(())).unwrap();
+        assert_eq!(
+            descriptor(&borrowed).unwrap_err().kind(),
+            ErrorKind::Unsupported
+        );
+    }
+
+    #[test]
+    fn a_short_file_is_refused() {
+        let whole = allocate(100).unwrap();
+        let error = map(descriptor(&whole).unwrap(), 200).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidHandle);
+        assert!(allocate(0).is_err());
+    }
+}

@@ -1,0 +1,191 @@
+//! What a stream's thread does, one operation at a time.
+
+use super::event::EventState;
+use super::graph::GraphInner;
+use super::memory;
+use crate::device::{Delays, DeviceSlice, Fault, Word};
+use crate::error::{Error, Result};
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// Host code as an operation; graphs run it again and again.
+pub(super) type Task = Arc<dyn Fn(&Context) -> Result<()> + Send + Sync>;
+
+/// One enqueued operation. It holds the memory that it names.
+#[derive(Clone)]
+pub(super) enum Operation {
+    Copy {
+        target: DeviceSlice,
+        source: DeviceSlice,
+    },
+    Fill {
+        target: DeviceSlice,
+        byte: u8,
+    },
+    Write {
+        word: Word,
+        value: u64,
+    },
+    Wait {
+        word: Word,
+        at_least: u64,
+    },
+    Record {
+        event: Arc<EventState>,
+        mark: u64,
+    },
+    WaitEvent {
+        event: Arc<EventState>,
+        mark: u64,
+    },
+    /// Record and wait between the lanes of one graph, by the number of the mark in it.
+    RecordInGraph(usize),
+    WaitInGraph(usize),
+    Task(Task),
+    Launch(Arc<GraphInner>),
+}
+
+impl fmt::Debug for Operation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Copy { target, source } => write!(f, "copy {source:?} to {target:?}"),
+            Self::Fill { target, byte } => write!(f, "fill {target:?} with {byte}"),
+            Self::Write { word, value } => write!(f, "write {value} to {:#x}", word.address()),
+            Self::Wait { word, at_least } => {
+                write!(f, "wait for {at_least} at {:#x}", word.address())
+            }
+            Self::Record { mark, .. } => write!(f, "record mark {mark}"),
+            Self::WaitEvent { mark, .. } => write!(f, "wait for mark {mark}"),
+            Self::RecordInGraph(mark) => write!(f, "record mark {mark} of the graph"),
+            Self::WaitInGraph(mark) => write!(f, "wait for mark {mark} of the graph"),
+            Self::Task(_) => f.write_str("task"),
+            Self::Launch(_) => f.write_str("launch a graph"),
+        }
+    }
+}
+
+/// What an operation may need of the thread that does it.
+#[derive(Debug)]
+pub(super) struct Context {
+    pub(super) fault: Arc<Fault>,
+    pub(super) delays: Option<Delays>,
+    pub(super) random: std::cell::Cell<u64>,
+    /// The marks of the graph that is being launched, if one is.
+    pub(super) marks: Option<Arc<[EventState]>>,
+}
+
+impl Context {
+    pub(super) fn new(fault: Arc<Fault>, delays: Option<Delays>, number: u64) -> Self {
+        let seed =
+            delays.map_or(1, |delays| delays.seed) ^ number.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        Self {
+            fault,
+            delays,
+            random: std::cell::Cell::new(seed | 1),
+            marks: None,
+        }
+    }
+
+    /// The same thread, for the marks of one launch of a graph.
+    pub(super) fn within_graph(&self, marks: Arc<[EventState]>) -> Self {
+        Self {
+            fault: self.fault.clone(),
+            delays: self.delays,
+            random: self.random.clone(),
+            marks: Some(marks),
+        }
+    }
+
+    /// Sleeps for a random while, if tests asked for it.
+    pub(super) fn delay(&self) {
+        let Some(delays) = self.delays else { return };
+        let mut x = self.random.get();
+        x ^= x << 13;
+        x ^= x >> 7;
+        x ^= x << 17;
+        self.random.set(x);
+        // Half of the operations go undelayed, so that orders mix more than if all were late.
+        if x & (1 << 40) == 0 {
+            let longest = delays.longest.as_nanos() as u64;
+            std::thread::sleep(Duration::from_nanos(x % longest.max(1)));
+        }
+    }
+
+    /// Does `operation`. After a fault only marks are still made, so that whoever waits goes on.
+    pub(super) fn perform(&self, operation: &Operation) -> Result<()> {
+        match operation {
+            Operation::Record { event, mark } => {
+                self.delay();
+                event.reach(*mark);
+                return Ok(());
+            }
+            Operation::RecordInGraph(mark) => {
+                self.delay();
+                self.mark(*mark)?.reach(1);
+                return Ok(());
+            }
+            _ => self.fault.check()?,
+        }
+        self.delay();
+        match operation {
+            Operation::Copy { target, source } => self.copy(target, source)?,
+            Operation::Fill { target, byte } => memory::fill(target, *byte),
+            Operation::Write { word, value } => memory::store(word, *value),
+            Operation::Wait { word, at_least } => self.wait(word, *at_least)?,
+            Operation::WaitEvent { event, mark } => event.wait(*mark, &self.fault)?,
+            Operation::WaitInGraph(mark) => self.mark(*mark)?.wait(1, &self.fault)?,
+            Operation::Task(task) => task(self)?,
+            Operation::Launch(graph) => graph.run(self)?,
+            Operation::Record { .. } | Operation::RecordInGraph(_) => {}
+        }
+        Ok(())
+    }
+
+    fn mark(&self, mark: usize) -> Result<&EventState> {
+        let marks = self.marks.as_ref().and_then(|marks| marks.get(mark));
+        marks.ok_or_else(|| {
+            Error::new(
+                crate::ErrorKind::Internal,
+                "a graph's mark outside its launch",
+            )
+        })
+    }
+
+    /// In two halves with a delay between, so that a reader that does not wait sees half.
+    fn copy(&self, target: &DeviceSlice, source: &DeviceSlice) -> Result<()> {
+        if self.delays.is_none() || target.bytes() < 2 {
+            memory::copy(target, source);
+            return Ok(());
+        }
+        let half = target.bytes() / 2;
+        memory::copy(
+            &target.slice(half..target.bytes())?,
+            &source.slice(half..source.bytes())?,
+        );
+        self.delay();
+        memory::copy(&target.slice(0..half)?, &source.slice(0..half)?);
+        Ok(())
+    }
+
+    /// Spins briefly, then sleeps; ends with the fault when it is raised.
+    pub(super) fn wait(&self, word: &Word, at_least: u64) -> Result<()> {
+        const SPINS: usize = 200;
+        // The fault is looked for this often by a sleeper that nobody wakes.
+        const NAP: Duration = Duration::from_millis(10);
+        for round in 0.. {
+            let seen = memory::load(word);
+            // Signed difference, as the GPU compares.
+            if seen.wrapping_sub(at_least) as i64 >= 0 {
+                return Ok(());
+            }
+            if round < SPINS {
+                std::hint::spin_loop();
+            } else {
+                self.fault.check()?;
+                memory::sleep_while(word, seen, NAP);
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,333 @@
+//! A stream: a queue and a thread that works it off in order.
+
+use super::event::{self, HostEvent, Recorded};
+use super::graph::{CapturedMark, HostGraph, Session};
+use super::operation::{Context, Operation};
+use super::{check_kind, event::EventState};
+use crate::deadline::Deadline;
+use crate::device::{Delays, DeviceSlice, Event, Fault, Graph, MemoryOp, Stream};
+use crate::error::{Error, ErrorKind, Result};
+use crate::sync::lock;
+use std::any::Any;
+use std::collections::VecDeque;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Duration;
+
+#[derive(Debug)]
+pub(crate) struct HostStream {
+    number: u64,
+    shared: Arc<Shared>,
+    capture: Mutex<Option<Capture>>,
+}
+
+#[derive(Debug)]
+struct Capture {
+    session: Arc<Session>,
+    lane: usize,
+}
+
+#[derive(Debug)]
+struct Shared {
+    fault: Arc<Fault>,
+    queue: Mutex<Queue>,
+    work: Condvar,
+    done: Condvar,
+    // The first failure of an operation; what follows it is not done.
+    failure: OnceLock<Error>,
+}
+
+#[derive(Debug, Default)]
+struct Queue {
+    waiting: VecDeque<Operation>,
+    enqueued: u64,
+    completed: u64,
+    closed: bool,
+}
+
+impl HostStream {
+    pub(super) fn start(
+        number: u64,
+        fault: Arc<Fault>,
+        delays: Option<Delays>,
+    ) -> Result<Arc<Self>> {
+        let shared = Arc::new(Shared {
+            fault: fault.clone(),
+            queue: Mutex::default(),
+            work: Condvar::new(),
+            done: Condvar::new(),
+            failure: OnceLock::new(),
+        });
+        let worker = shared.clone();
+        std::thread::Builder::new()
+            .name(format!("warplink-stream-{number}"))
+            .spawn(move || work(&worker, &Context::new(fault, delays, number)))
+            .map_err(|error| Error::io("start a stream's thread", &error))?;
+        Ok(Arc::new(Self {
+            number,
+            shared,
+            capture: Mutex::new(None),
+        }))
+    }
+
+    /// Enqueues `operation`, or records it while a capture is under way.
+    pub(super) fn enqueue(&self, operation: Operation) -> Result<()> {
+        self.check()?;
+        if let Some(capture) = &*self.capture() {
+            capture.session.push(capture.lane, operation);
+            return Ok(());
+        }
+        let mut queue = lock(&self.shared.queue);
+        queue.waiting.push_back(operation);
+        queue.enqueued += 1;
+        drop(queue);
+        self.shared.work.notify_one();
+        Ok(())
+    }
+
+    /// The capture that this stream takes part in, unless it has ended.
+    fn capture(&self) -> MutexGuard<'_, Option<Capture>> {
+        let mut capture = lock(&self.capture);
+        if capture
+            .as_ref()
+            .is_some_and(|capture| capture.session.has_ended())
+        {
+            *capture = None;
+        }
+        capture
+    }
+
+    /// The fault, or the first failure of an operation.
+    pub(super) fn check(&self) -> Result<()> {
+        self.shared.fault.check()?;
+        self.shared
+            .failure
+            .get()
+            .map_or(Ok(()), |error| Err(error.clone()))
+    }
+}
+
+/// Works the queue off until the stream is dropped and the queue is empty.
+fn work(shared: &Shared, context: &Context) {
+    let mut queue = lock(&shared.queue);
+    loop {
+        let Some(operation) = queue.waiting.pop_front() else {
+            if queue.closed {
+                return;
+            }
+            queue = shared
+                .work
+                .wait(queue)
+                .unwrap_or_else(PoisonError::into_inner);
+            continue;
+        };
+        drop(queue);
+        let mark = matches!(operation, Operation::Record { .. });
+        if (mark || shared.failure.get().is_none())
+            && let Err(error) = context.perform(&operation)
+        {
+            tracing::debug!(?operation, %error, "an operation in a stream failed");
+            // A second failure cannot be set, and only the first matters.
+            let _ = shared.failure.set(error);
+        }
+        // What the operation holds is released before it counts as done.
+        drop(operation);
+        queue = lock(&shared.queue);
+        queue.completed += 1;
+        shared.done.notify_all();
+    }
+}
+
+impl Drop for HostStream {
+    /// What is enqueued is still done, as on a GPU; nothing is waited for.
+    fn drop(&mut self) {
+        lock(&self.shared.queue).closed = true;
+        self.shared.work.notify_one();
+    }
+}
+
+impl Stream for HostStream {
+    fn copy(&self, target: &DeviceSlice, source: &DeviceSlice) -> Result<()> {
+        check_kind(target)?;
+        check_kind(source)?;
+        if target.bytes() != source.bytes() {
+            return Err(
+                Error::invalid(format!("{source:?} and {target:?} differ in length"))
+                    .during("copy"),
+            );
+        }
+        self.enqueue(Operation::Copy {
+            target: target.clone(),
+            source: source.clone(),
+        })
+    }
+
+    fn fill(&self, target: &DeviceSlice, byte: u8) -> Result<()> {
+        check_kind(target)?;
+        self.enqueue(Operation::Fill {
+            target: target.clone(),
+            byte,
+        })
+    }
+
+    fn memory_ops(&self, ops: &[MemoryOp<'_>]) -> Result<()> {
+        for op in ops {
+            let (MemoryOp::Write { word, .. } | MemoryOp::Wait { word, .. }) = op;
+            check_kind(word.as_slice())?;
+            self.enqueue(match *op {
+                MemoryOp::Write { word, value } => Operation::Write {
+                    word: word.clone(),
+                    value,
+                },
+                MemoryOp::Wait { word, value } => Operation::Wait {
+                    word: word.clone(),
+                    at_least: value,
+                },
+            })?;
+        }
+        Ok(())
+    }
+
+    fn record(&self, event: &dyn Event) -> Result<()> {
+        let event: &HostEvent = event::from_dyn(event)?;
+        if let Some(capture) = &*self.capture() {
+            let mark = capture.session.mark(capture.lane);
+            *lock(&event.recorded) = Recorded::InGraph(CapturedMark {
+                session: capture.session.clone(),
+                mark,
+            });
+            return Ok(());
+        }
+        let mark = event.next_mark();
+        self.enqueue(Operation::Record {
+            event: event.state.clone(),
+            mark,
+        })
+    }
+
+    fn wait_event(&self, event: &dyn Event) -> Result<()> {
+        let event: &HostEvent = event::from_dyn(event)?;
+        let recorded = lock(&event.recorded).clone();
+        let mut capture = self.capture();
+        match (recorded, &*capture) {
+            (Recorded::Never, _) => Ok(()),
+            (Recorded::InStream(mark), None) => {
+                drop(capture);
+                let state: Arc<EventState> = event.state.clone();
+                self.enqueue(Operation::WaitEvent { event: state, mark })
+            }
+            (Recorded::InStream(_), Some(_)) => Err(Error::invalid(
+                "the event was recorded outside of the capture",
+            )
+            .during("wait for an event")),
+            (Recorded::InGraph(captured), None) => {
+                let lane = captured.session.join();
+                captured
+                    .session
+                    .push(lane, Operation::WaitInGraph(captured.mark));
+                *capture = Some(Capture {
+                    session: captured.session,
+                    lane,
+                });
+                Ok(())
+            }
+            (Recorded::InGraph(captured), Some(own))
+                if Arc::ptr_eq(&captured.session, &own.session) =>
+            {
+                own.session
+                    .push(own.lane, Operation::WaitInGraph(captured.mark));
+                Ok(())
+            }
+            (Recorded::InGraph(_), Some(_)) => {
+                Err(Error::invalid("the event was recorded in another capture")
+                    .during("wait for an event"))
+            }
+        }
+    }
+
+    fn synchronize(&self, deadline: Deadline) -> Result<()> {
+        if self.is_capturing()? {
+            return Err(
+                Error::invalid("a stream that records a graph cannot be waited for")
+                    .during("synchronize"),
+            );
+        }
+        let mut queue = lock(&self.shared.queue);
+        let end = queue.enqueued;
+        while queue.completed < end {
+            self.check()?;
+            if deadline.passed() {
+                let left = end - queue.completed;
+                return Err(deadline.expired("the end of a stream's work").during("synchronize").help(format!(
+                    "{left} operations are left, the first of them still under way: is every transfer posted by both ranks?"
+                )));
+            }
+            let nap = deadline.remaining().min(Duration::from_millis(10));
+            queue = self
+                .shared
+                .done
+                .wait_timeout(queue, nap)
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
+        }
+        drop(queue);
+        self.check()
+    }
+
+    fn is_idle(&self) -> Result<bool> {
+        self.check()?;
+        let queue = lock(&self.shared.queue);
+        Ok(queue.completed == queue.enqueued)
+    }
+
+    fn begin_capture(&self) -> Result<()> {
+        let mut capture = self.capture();
+        if capture.is_some() {
+            return Err(
+                Error::invalid("the stream already records a graph").during("begin a capture")
+            );
+        }
+        let session = Arc::new(Session::default());
+        let lane = session.join();
+        *capture = Some(Capture { session, lane });
+        Ok(())
+    }
+
+    fn end_capture(&self) -> Result<Arc<dyn Graph>> {
+        let mut own = self.capture();
+        match &*own {
+            Some(capture) if capture.lane == 0 => {}
+            _ => {
+                return Err(
+                    Error::invalid("no capture began in this stream").during("end a capture")
+                );
+            }
+        }
+        let capture = own
+            .take()
+            .ok_or_else(|| Error::new(ErrorKind::Internal, "the capture vanished"))?;
+        Ok(Arc::new(HostGraph(
+            capture.session.finish(&self.shared.fault)?,
+        )))
+    }
+
+    fn is_capturing(&self) -> Result<bool> {
+        Ok(self.capture().is_some())
+    }
+
+    fn raw(&self) -> u64 {
+        self.number
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+pub(super) fn from_dyn(stream: &dyn Stream) -> Result<&HostStream> {
+    stream.as_any().downcast_ref().ok_or_else(|| {
+        Error::new(
+            ErrorKind::InvalidArgument,
+            "the stream is not of the host device",
+        )
+    })
+}

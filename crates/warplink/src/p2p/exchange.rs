@@ -1,0 +1,388 @@
+//! Matching the two ends of transfers, in batches, pairwise, without a barrier.
+//!
+//! Every end is published in the store under a key of its own, which its peer takes: the two
+//! ranks, the tag, the direction, and how many with these were exchanged before. So batches need
+//! not be cut alike on the two ranks. All ends of a batch are published before any is waited for.
+//!
+//! Both ranks always publish, whether or not their mappings are cached, and a handle names the
+//! generation of its registration: a rank whose cache is filled while its peer's is not neither
+//! waits for what does not come nor uses a mapping of what was replaced.
+
+use super::request::{Direction, TransferRequest};
+use super::transfer::Transfer;
+use crate::bootstrap::{Bootstrap, Wait};
+use crate::deadline::Deadline;
+use crate::device::Device;
+use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::memory::{Memory, Subject};
+use crate::signal::{End, Phase, Protocol, RemoteSlot, Slot, SlotPool};
+use crate::sync::lock;
+use serde::{Deserialize, Serialize};
+use std::collections::HashMap;
+use std::sync::atomic::AtomicU64;
+use std::sync::{Arc, Mutex, Weak};
+
+/// What one end tells the other.
+#[derive(Debug, Serialize, Deserialize)]
+struct Side {
+    bytes: u64,
+    put: bool,
+    // The buffer, where the other end moves the bytes.
+    buffer: Option<Vec<u8>>,
+    // The inbound words of this end's slot, and the slot's number.
+    inbound: Vec<u8>,
+    slot: u64,
+}
+
+type Lane = (Rank, u64, Direction);
+
+/// Exchanges the transfers of one rank.
+#[derive(Debug)]
+pub struct Transfers {
+    bootstrap: Arc<Bootstrap>,
+    memory: Arc<Memory>,
+    pool: Arc<SlotPool>,
+    table: Arc<SlotTable>,
+    protocol: Protocol,
+    // How many transfers were exchanged with each peer, tag and direction.
+    counts: Mutex<HashMap<Lane, u64>>,
+}
+
+/// An end that was published.
+struct Published<'a> {
+    request: &'a TransferRequest,
+    protocol: Protocol,
+    slot: Slot,
+    number: u64,
+    own_key: String,
+    peer_key: String,
+}
+
+impl Transfers {
+    pub(crate) fn new(
+        bootstrap: &Arc<Bootstrap>,
+        memory: &Arc<Memory>,
+        device: &Arc<dyn Device>,
+        protocol: Protocol,
+    ) -> Self {
+        let pool = Arc::new(SlotPool::new(device));
+        let table = Arc::new(SlotTable {
+            pool: pool.clone(),
+            memory: Arc::downgrade(memory),
+            half: Mutex::default(),
+        });
+        let released = Arc::downgrade(&table);
+        memory.when_slot_released(move |_, slot| {
+            if let Some(table) = released.upgrade() {
+                table.half_released(slot);
+            }
+        });
+        Self {
+            bootstrap: bootstrap.clone(),
+            memory: memory.clone(),
+            pool,
+            table,
+            protocol,
+            counts: Mutex::default(),
+        }
+    }
+
+    /// Matches every request with its peer's, and gives the transfers in the same order. Blocks the
+    /// caller until all peers have exchanged the other ends, in batches cut in any way; two ranks
+    /// that each wait in one batch for what the other has in a later one wait until `deadline`.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`] for a peer that is this rank or none;
+    /// [`ErrorKind::Mismatch`], on both ranks, where lengths or protocols differ;
+    /// [`ErrorKind::Timeout`] or [`ErrorKind::PeerLost`], with the peer and what was waited for. A
+    /// batch that fails for want of a peer is withdrawn, and may be exchanged again.
+    pub fn exchange(
+        &self,
+        requests: &[TransferRequest],
+        deadline: Deadline,
+    ) -> Result<Vec<Transfer>> {
+        requests
+            .iter()
+            .try_for_each(|request| self.check(request))?;
+        let published = self.publish(requests)?;
+        let keys: Vec<String> = published.iter().map(|end| end.peer_key.clone()).collect();
+        let mut peers: Vec<Rank> = requests.iter().map(|request| request.peer).collect();
+        peers.sort_unstable();
+        peers.dedup();
+        let answers = match self
+            .bootstrap
+            .store()
+            .multi_take(&keys, &Wait::on(peers, deadline))
+        {
+            Ok(answers) => answers,
+            Err(error) => {
+                self.withdraw(published);
+                return Err(error
+                    .during("exchange transfers")
+                    .on_rank(self.bootstrap.rank()));
+            }
+        };
+        // Every end is settled before the first failure is reported, so that none is left behind.
+        let settled: Vec<_> = published
+            .into_iter()
+            .zip(answers)
+            .map(|(end, bytes)| self.settle(end, &bytes))
+            .collect();
+        settled.into_iter().collect()
+    }
+
+    fn check(&self, request: &TransferRequest) -> Result<()> {
+        let (rank, world) = (self.bootstrap.rank(), self.bootstrap.world());
+        let invalid = |what| {
+            Err(Error::invalid(what)
+                .during("exchange transfers")
+                .on_rank(rank)
+                .peer(request.peer))
+        };
+        if request.peer == rank {
+            return invalid(format!("a {} to oneself", request.direction));
+        }
+        if request.peer >= world {
+            return invalid(format!("there are {world} ranks, from 0 to {}", world - 1));
+        }
+        Ok(())
+    }
+
+    /// Publishes every end at once.
+    fn publish<'a>(&self, requests: &'a [TransferRequest]) -> Result<Vec<Published<'a>>> {
+        let mut published = Vec::with_capacity(requests.len());
+        let mut pairs = Vec::with_capacity(requests.len());
+        for request in requests {
+            match self.prepare(request) {
+                Ok((end, side)) => {
+                    pairs.push((end.own_key.clone(), side));
+                    published.push(end);
+                }
+                Err(error) => {
+                    // Nothing was published yet.
+                    self.roll_back(published);
+                    return Err(error);
+                }
+            }
+        }
+        if let Err(error) = self.bootstrap.store().multi_set(&pairs) {
+            self.roll_back(published);
+            return Err(error
+                .during("publish transfers")
+                .on_rank(self.bootstrap.rank()));
+        }
+        Ok(published)
+    }
+
+    fn prepare<'a>(&self, request: &'a TransferRequest) -> Result<(Published<'a>, Vec<u8>)> {
+        let protocol = request.protocol.unwrap_or(self.protocol);
+        let slot = self.pool.take(&self.memory)?;
+        let buffer = match request.direction.end(protocol) {
+            End::Announcer => Some(
+                self.memory
+                    .describe(&request.region, request.peer)?
+                    .to_vec(),
+            ),
+            End::Mover => None,
+        };
+        let side = Side {
+            bytes: request.region.bytes() as u64,
+            put: protocol == Protocol::Put,
+            buffer,
+            inbound: self.memory.describe(slot.inbound(), request.peer)?.to_vec(),
+            slot: slot.number,
+        };
+        let side = postcard::to_stdvec(&side).map_err(|error| {
+            Error::new(ErrorKind::Internal, error.to_string()).during("encode a transfer")
+        })?;
+        let number = self.count(request);
+        let rank = self.bootstrap.rank();
+        let (from, to) = match request.direction {
+            Direction::Send => (rank, request.peer),
+            Direction::Receive => (request.peer, rank),
+        };
+        let key = |direction| format!("p2p/{from}>{to}/tag {}/{number}/{direction}", request.tag);
+        let (own_key, peer_key) = (key(request.direction), key(request.direction.reversed()));
+        Ok((
+            Published {
+                request,
+                protocol,
+                slot,
+                number,
+                own_key,
+                peer_key,
+            },
+            side,
+        ))
+    }
+
+    fn count(&self, request: &TransferRequest) -> u64 {
+        let mut counts = lock(&self.counts);
+        let count = counts
+            .entry((request.peer, request.tag, request.direction))
+            .or_default();
+        *count += 1;
+        *count - 1
+    }
+
+    /// Gives the number of an end back that no peer has seen, so that a later try meets the peer's.
+    fn uncount(&self, request: &TransferRequest, number: u64) {
+        let mut counts = lock(&self.counts);
+        let count = counts
+            .entry((request.peer, request.tag, request.direction))
+            .or_default();
+        *count = (*count).min(number);
+    }
+
+    fn roll_back(&self, published: Vec<Published<'_>>) {
+        for end in published {
+            self.uncount(end.request, end.number);
+            self.pool.recycle(end.slot.number);
+        }
+    }
+
+    /// Takes back what peers have not taken. An end that was taken belongs to a transfer that the
+    /// peer believes in; it is completed and dropped, which tells the peer to forget it.
+    fn withdraw(&self, published: Vec<Published<'_>>) {
+        let store = self.bootstrap.store();
+        for end in published {
+            match store.delete(&end.own_key) {
+                Ok(true) => self.roll_back(vec![end]),
+                Ok(false) => {
+                    // The peer publishes before it takes, so its end is there.
+                    let wait = Wait::on(
+                        vec![end.request.peer],
+                        Deadline::after(std::time::Duration::from_secs(1)),
+                    );
+                    match store.take(&end.peer_key, &wait) {
+                        Ok(bytes) => drop(self.settle(end, &bytes)),
+                        Err(error) => {
+                            tracing::debug!(%error, key = end.peer_key, "an end could not be withdrawn")
+                        }
+                    }
+                }
+                Err(error) => {
+                    tracing::debug!(%error, key = end.own_key, "an end could not be withdrawn")
+                }
+            }
+        }
+    }
+
+    /// Makes the transfer from what both ends said.
+    fn settle(&self, end: Published<'_>, bytes: &[u8]) -> Result<Transfer> {
+        let (request, rank) = (end.request, self.bootstrap.rank());
+        let context = |error: Error| {
+            error
+                .during("exchange transfers")
+                .on_rank(rank)
+                .peer(request.peer)
+                .key(end.own_key.clone())
+        };
+        let side: Side = postcard::from_bytes(bytes).map_err(|error| {
+            context(Error::new(
+                ErrorKind::Protocol,
+                format!("the peer's end is malformed: {error}"),
+            ))
+        })?;
+        let slot = end.slot;
+        let fail = |what: String, help: &'static str| {
+            // The peer finds the same and gives up too, so nobody will write to the slot.
+            side.buffer
+                .iter()
+                .chain([&side.inbound])
+                .for_each(|wire| self.memory.decline(request.peer, wire));
+            self.pool.recycle(slot.number);
+            Err(context(Error::new(ErrorKind::Mismatch, what).help(help)))
+        };
+        let (own_bytes, put) = (request.region.bytes() as u64, end.protocol == Protocol::Put);
+        if side.bytes != own_bytes {
+            let what = format!(
+                "this rank's {} has {own_bytes} bytes, the peer's end {}",
+                request.direction, side.bytes
+            );
+            return fail(what, "give both ends the same length");
+        }
+        if side.put != put {
+            let peers = if side.put {
+                Protocol::Put
+            } else {
+                Protocol::Get
+            };
+            return fail(
+                format!("this rank uses {}, the peer {peers}", end.protocol),
+                "choose the same protocol on both ranks",
+            );
+        }
+        let page = self
+            .memory
+            .open(request.peer, &side.inbound)
+            .map_err(context)?;
+        let remote_slot = RemoteSlot::new(page.slice()).map_err(context)?;
+        let remote = match (&side.buffer, request.direction.end(end.protocol)) {
+            (Some(wire), End::Mover) => {
+                Some(self.memory.open(request.peer, wire).map_err(context)?)
+            }
+            (None, End::Announcer) => None,
+            _ => {
+                return Err(context(Error::new(
+                    ErrorKind::Protocol,
+                    "the peer's end is of the wrong kind",
+                )));
+            }
+        };
+        if remote
+            .as_ref()
+            .is_some_and(|remote| remote.slice().bytes() as u64 != own_bytes)
+        {
+            return Err(context(Error::new(
+                ErrorKind::InvalidHandle,
+                "the peer's handle has another length than it says",
+            )));
+        }
+        Ok(Transfer {
+            direction: request.direction,
+            protocol: end.protocol,
+            peer: request.peer,
+            tag: request.tag,
+            region: request.region.clone(),
+            remote,
+            slot,
+            remote_slot,
+            _remote_page: page,
+            peer_slot: side.slot,
+            phase: Phase::default(),
+            posted_on: AtomicU64::new(0),
+            table: self.table.clone(),
+        })
+    }
+}
+
+/// Which slots are half given back: a slot is used again when its own transfer is gone and the
+/// peer has said that it will not write to it any more.
+#[derive(Debug)]
+pub(super) struct SlotTable {
+    pool: Arc<SlotPool>,
+    memory: Weak<Memory>,
+    half: Mutex<HashMap<u64, ()>>,
+}
+
+impl SlotTable {
+    /// A transfer was dropped here.
+    pub(super) fn dropped(&self, peer: Rank, own: u64, at_peer: u64) {
+        if let Some(memory) = self.memory.upgrade() {
+            memory.tell(peer, Subject::SlotReleased, at_peer);
+        }
+        self.half_released(own);
+    }
+
+    /// One of the two sides let go of a slot of this rank.
+    fn half_released(&self, slot: u64) {
+        let mut half = lock(&self.half);
+        if half.remove(&slot).is_some() {
+            drop(half);
+            self.pool.recycle(slot);
+        } else {
+            half.insert(slot, ());
+        }
+    }
+}

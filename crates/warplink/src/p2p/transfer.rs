@@ -1,0 +1,142 @@
+//! A transfer that was exchanged, to be posted and waited for any number of times.
+
+use super::exchange::SlotTable;
+use super::group::{post_all, wait_all};
+use super::request::Direction;
+use crate::device::{DeviceSlice, MemoryOp, Stream, Word};
+use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::memory::{Region, RemoteRegion};
+use crate::signal::{End, Mode, Phase, Protocol, RemoteSlot, Signal, Slot, Steps, WordName};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// One rank's end of a transfer. It keeps its buffer registered, and the peer's mapped.
+///
+/// Drop it only when the streams that it was posted and waited for on are done: its signals are
+/// used for other transfers when both ends are gone.
+#[derive(Debug)]
+pub struct Transfer {
+    pub(super) direction: Direction,
+    pub(super) protocol: Protocol,
+    pub(super) peer: Rank,
+    pub(super) tag: u64,
+    pub(super) region: Region,
+    // The peer's buffer, where this end moves the bytes.
+    pub(super) remote: Option<RemoteRegion>,
+    pub(super) slot: Slot,
+    pub(super) remote_slot: RemoteSlot,
+    pub(super) _remote_page: RemoteRegion,
+    pub(super) peer_slot: u64,
+    pub(super) phase: Phase,
+    // The stream of the last post, by its number.
+    pub(super) posted_on: AtomicU64,
+    pub(super) table: Arc<SlotTable>,
+}
+
+impl Transfer {
+    /// Which way the bytes go.
+    pub fn direction(&self) -> Direction {
+        self.direction
+    }
+
+    /// The protocol that both ranks agreed on.
+    pub fn protocol(&self) -> Protocol {
+        self.protocol
+    }
+
+    /// The other rank.
+    pub fn peer(&self) -> Rank {
+        self.peer
+    }
+
+    /// The tag that it was exchanged with.
+    pub fn tag(&self) -> u64 {
+        self.tag
+    }
+
+    /// This rank's buffer.
+    pub fn region(&self) -> &Region {
+        &self.region
+    }
+
+    /// Enqueues this end's part on `stream`; see the table in the [module](super). Does not block.
+    /// Posts of one transfer must be ordered among one another, and under capture each must be
+    /// waited for in the same graph before the next.
+    pub fn post(&self, stream: &dyn Stream) -> Result<()> {
+        post_all(&[self], stream)
+    }
+
+    /// Enqueues the wait for every post so far on `stream`. Does not block. Without a post it does
+    /// nothing.
+    pub fn wait(&self, stream: &dyn Stream) -> Result<()> {
+        wait_all(&[self], stream)
+    }
+
+    pub(super) fn end(&self) -> End {
+        self.direction.end(self.protocol)
+    }
+
+    /// Numbers a post on `stream` and says what it enqueues.
+    pub(super) fn begin_post(&self, stream: &dyn Stream, capturing: bool) -> Result<(Mode, Steps)> {
+        let mode = self
+            .phase
+            .post(self.end(), capturing)
+            .map_err(|error| error.peer(self.peer).key(self.key()))?;
+        self.posted_on.store(stream.raw(), Ordering::Relaxed);
+        Ok((mode, Steps::post(self.end(), mode)))
+    }
+
+    /// What a wait on `stream` enqueues, if there was a post.
+    pub(super) fn begin_wait(&self, stream: &dyn Stream, capturing: bool) -> Option<(Mode, Steps)> {
+        let mode = self.phase.wait(capturing)?;
+        let same_stream = self.posted_on.load(Ordering::Relaxed) == stream.raw();
+        Some((mode, Steps::wait(self.end(), mode, same_stream)))
+    }
+
+    /// The operation on a word that `signal` means for this transfer.
+    pub(super) fn operation(&self, signal: Signal, mode: Mode) -> Result<MemoryOp<'_>> {
+        let captured = mode == Mode::Captured;
+        Ok(match signal {
+            Signal::Set(name, value) => MemoryOp::Write {
+                word: self.word(name, captured),
+                value,
+            },
+            Signal::Await(WordName::Outbound, _) => {
+                return Err(Error::new(
+                    ErrorKind::Internal,
+                    "a rank waits on its own memory only",
+                ));
+            }
+            Signal::Await(name, value) => MemoryOp::Wait {
+                word: self.word(name, captured),
+                value,
+            },
+        })
+    }
+
+    fn word(&self, name: WordName, captured: bool) -> &Word {
+        self.slot
+            .word(name, captured)
+            .unwrap_or_else(|| self.remote_slot.word(captured))
+    }
+
+    /// Target and source of the copy, at the end that moves.
+    pub(super) fn ends(&self) -> Option<(&DeviceSlice, &DeviceSlice)> {
+        let (own, remote) = (self.region.slice(), self.remote.as_ref()?.slice());
+        Some(match self.direction {
+            Direction::Send => (remote, own),
+            Direction::Receive => (own, remote),
+        })
+    }
+
+    fn key(&self) -> String {
+        format!("{} with tag {}", self.direction, self.tag)
+    }
+}
+
+impl Drop for Transfer {
+    fn drop(&mut self) {
+        self.table
+            .dropped(self.peer, self.slot.number, self.peer_slot);
+    }
+}

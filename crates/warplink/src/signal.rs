@@ -1,1 +1,0 @@
-//! Words that one rank sets and another waits for.

@@ -1,0 +1,396 @@
+//! Words that one rank sets and another waits for, and the steps by which two ranks hand a buffer
+//! over with them.
+//!
+//! A transfer has two ends. The *mover* is the end whose stream copies: the receiver under
+//! [`Protocol::Get`], the sender under [`Protocol::Put`]. The *announcer* is the other end: it says
+//! that its buffer may be read (get) or written (put), and learns when that is done. Each end has a
+//! slot of words in its own memory, on which alone it waits:
+//!
+//! ```text
+//!   announcer's stream                 mover's stream
+//!   announce: set mover.inbound  ───►  wait for inbound
+//!                                      copy
+//!   wait for inbound             ◄───  set announcer.inbound, set own completed
+//! ```
+//!
+//! # Invariants
+//! 1. *Counting.* Outside of graphs the n-th post of an end uses the value n, and waits are for "at
+//!    least n": whoever runs ahead loses no signal.
+//! 2. *Toggling.* What a graph captures has its values fixed, so captured steps use words of their
+//!    own, set to 1 and reset to 0 by the waiter. An end sets the other's word again only after it
+//!    has itself been signalled, which happens after the other reset: no signal meets one that was
+//!    not consumed. This holds if a captured post is followed by its wait before the next post of
+//!    the same transfer, which [`Phase`] sees to.
+//! 3. A wait is always for a word in the waiter's own memory.
+
+mod slots;
+
+pub(crate) use slots::{REMOTE_SLOT_BYTES, RemoteSlot, Slot, SlotPool};
+
+use crate::error::{Error, ErrorKind, Result};
+use crate::sync::{AtomicU64, Ordering};
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::str::FromStr;
+
+/// Which end of a transfer moves the bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum Protocol {
+    /// The receiver reads the sender's memory once the sender has said that it may.
+    Get,
+    /// The sender writes the receiver's memory once the receiver has said that it may.
+    #[default]
+    Put,
+}
+
+impl fmt::Display for Protocol {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Get => "get",
+            Self::Put => "put",
+        })
+    }
+}
+
+impl FromStr for Protocol {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        match text {
+            "get" => Ok(Self::Get),
+            "put" => Ok(Self::Put),
+            _ => Err(
+                Error::new(ErrorKind::Parse, format!("'{text}' is no protocol"))
+                    .help("use get or put"),
+            ),
+        }
+    }
+}
+
+/// Which end of a transfer this is; see the module.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum End {
+    Announcer,
+    Mover,
+}
+
+/// A word of a transfer, from one end's point of view.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum WordName {
+    /// In the own slot: set by the other end.
+    Inbound,
+    /// In the other end's slot: its inbound word.
+    Outbound,
+    /// In the own slot: set by the own stream when it has moved the bytes, for other streams here.
+    Completed,
+}
+
+/// Whether a step is enqueued to be done once or recorded into a graph.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Mode {
+    /// Done once; the value is the number of the post.
+    Eager(u64),
+    /// Recorded; words of their own, set to 1 and reset.
+    Captured,
+}
+
+/// An operation on a word.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Signal {
+    Set(WordName, u64),
+    Await(WordName, u64),
+}
+
+/// What an end enqueues: signals, then the copy if it is the mover, then signals.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Steps {
+    pub(crate) before: [Option<Signal>; 2],
+    pub(crate) copy: bool,
+    pub(crate) after: [Option<Signal>; 2],
+}
+
+impl Steps {
+    const NONE: Self = Self {
+        before: [None; 2],
+        copy: false,
+        after: [None; 2],
+    };
+
+    /// What posting enqueues at `end`.
+    pub(crate) fn post(end: End, mode: Mode) -> Self {
+        match end {
+            End::Announcer => Self {
+                before: [Some(Signal::Set(WordName::Outbound, mode.value())), None],
+                ..Self::NONE
+            },
+            End::Mover => Self {
+                before: mode.consume(WordName::Inbound),
+                copy: true,
+                after: [
+                    Some(Signal::Set(WordName::Outbound, mode.value())),
+                    Some(Signal::Set(WordName::Completed, mode.value())),
+                ],
+            },
+        }
+    }
+
+    /// What waiting enqueues at `end`; `same_stream` when that is the stream of the post.
+    pub(crate) fn wait(end: End, mode: Mode, same_stream: bool) -> Self {
+        match end {
+            End::Announcer => Self {
+                before: mode.consume(WordName::Inbound),
+                ..Self::NONE
+            },
+            End::Mover if same_stream => Self::NONE,
+            End::Mover => Self {
+                before: mode.consume(WordName::Completed),
+                ..Self::NONE
+            },
+        }
+    }
+}
+
+impl Mode {
+    fn value(self) -> u64 {
+        match self {
+            Self::Eager(number) => number,
+            Self::Captured => 1,
+        }
+    }
+
+    fn consume(self, word: WordName) -> [Option<Signal>; 2] {
+        match self {
+            Self::Eager(number) => [Some(Signal::Await(word, number)), None],
+            Self::Captured => [Some(Signal::Await(word, 1)), Some(Signal::Set(word, 0))],
+        }
+    }
+}
+
+/// Counts an end's posts, and holds captured ones to invariant 2.
+#[derive(Debug, Default)]
+pub(crate) struct Phase {
+    posts: AtomicU64,
+    captured: AtomicU64,
+}
+
+impl Phase {
+    /// Numbers the next post. While `capturing`, fails where the last captured post of an announcer
+    /// has not been waited for.
+    pub(crate) fn post(&self, end: End, capturing: bool) -> Result<Mode> {
+        if !capturing {
+            return Ok(Mode::Eager(self.posts.fetch_add(1, Ordering::Relaxed) + 1));
+        }
+        let open = self.captured.swap(1, Ordering::Relaxed);
+        if open == 1 && end == End::Announcer {
+            return Err(Error::invalid(
+                "a transfer is posted twice in one graph without a wait between",
+            )
+            .during("post a transfer")
+            .help("wait for it first, or exchange a second transfer"));
+        }
+        Ok(Mode::Captured)
+    }
+
+    /// What a wait is for: every post so far. `None` where there was none.
+    pub(crate) fn wait(&self, capturing: bool) -> Option<Mode> {
+        if capturing {
+            return (self.captured.swap(0, Ordering::Relaxed) == 1).then_some(Mode::Captured);
+        }
+        let posts = self.posts.load(Ordering::Relaxed);
+        (posts > 0).then_some(Mode::Eager(posts))
+    }
+}
+
+#[cfg(all(test, loom))]
+mod loom_tests {
+    //! The steps above, run by loom's threads in the place of streams.
+
+    use super::*;
+    use loom::cell::UnsafeCell;
+    use loom::sync::Arc;
+    use loom::thread;
+
+    #[derive(Default)]
+    struct EndWords {
+        inbound: AtomicU64,
+        completed: AtomicU64,
+    }
+
+    struct Pair {
+        announcer: EndWords,
+        mover: EndWords,
+        // What the mover copies: written by the announcer's side under get.
+        source: UnsafeCell<u64>,
+        target: UnsafeCell<u64>,
+    }
+
+    // SAFETY: loom checks every access to the cells; that they are ordered is what is tested.
+    unsafe impl Sync for Pair {}
+    // SAFETY: as above.
+    unsafe impl Send for Pair {}
+
+    impl Pair {
+        fn word(&self, end: End, name: WordName) -> &AtomicU64 {
+            let (own, other) = match end {
+                End::Announcer => (&self.announcer, &self.mover),
+                End::Mover => (&self.mover, &self.announcer),
+            };
+            match name {
+                WordName::Inbound => &own.inbound,
+                WordName::Outbound => &other.inbound,
+                WordName::Completed => &own.completed,
+            }
+        }
+
+        fn run(&self, end: End, steps: Steps) {
+            let signal = |signal: Signal| match signal {
+                Signal::Set(name, value) => self.word(end, name).store(value, Ordering::Release),
+                Signal::Await(name, value) => {
+                    while (self
+                        .word(end, name)
+                        .load(Ordering::Acquire)
+                        .wrapping_sub(value) as i64)
+                        < 0
+                    {
+                        thread::yield_now();
+                    }
+                }
+            };
+            steps.before.into_iter().flatten().for_each(signal);
+            if steps.copy {
+                // SAFETY: loom fails the test where an access is not ordered.
+                let value = self.source.with(|source| unsafe { *source });
+                // SAFETY: as above.
+                self.target.with_mut(|target| unsafe { *target = value });
+            }
+            steps.after.into_iter().flatten().for_each(signal);
+        }
+    }
+
+    fn pair() -> Arc<Pair> {
+        Arc::new(Pair {
+            announcer: EndWords::default(),
+            mover: EndWords::default(),
+            source: UnsafeCell::new(0),
+            target: UnsafeCell::new(0),
+        })
+    }
+
+    /// Get: the announcer changes its buffer only after its wait, and the mover reads what was
+    /// announced; eager counting and captured toggling alike.
+    fn rounds(modes: [Mode; 2]) {
+        loom::model(move || {
+            let pair = pair();
+            let sender = pair.clone();
+            let announcer = thread::spawn(move || {
+                for (round, mode) in modes.into_iter().enumerate() {
+                    // SAFETY: loom fails the test where the mover may still read.
+                    sender
+                        .source
+                        .with_mut(|source| unsafe { *source = round as u64 + 1 });
+                    sender.run(End::Announcer, Steps::post(End::Announcer, mode));
+                    sender.run(End::Announcer, Steps::wait(End::Announcer, mode, true));
+                }
+            });
+            for (round, mode) in modes.into_iter().enumerate() {
+                pair.run(End::Mover, Steps::post(End::Mover, mode));
+                pair.run(End::Mover, Steps::wait(End::Mover, mode, true));
+                // SAFETY: the target is this thread's alone.
+                let got = pair.target.with(|target| unsafe { *target });
+                assert_eq!(got, round as u64 + 1, "a stale or torn value");
+            }
+            announcer.join().unwrap();
+        });
+    }
+
+    #[test]
+    fn loom_counted_rounds() {
+        rounds([Mode::Eager(1), Mode::Eager(2)]);
+    }
+
+    #[test]
+    fn loom_captured_rounds() {
+        rounds([Mode::Captured, Mode::Captured]);
+    }
+
+    /// Put: the announcer is the receiver, and reads the target after its wait.
+    fn put_rounds(modes: [Mode; 2]) {
+        loom::model(move || {
+            let pair = pair();
+            let receiver = pair.clone();
+            let announcer = thread::spawn(move || {
+                for (round, mode) in modes.into_iter().enumerate() {
+                    receiver.run(End::Announcer, Steps::post(End::Announcer, mode));
+                    receiver.run(End::Announcer, Steps::wait(End::Announcer, mode, true));
+                    // SAFETY: loom fails the test where the mover may still write.
+                    let got = receiver.target.with(|target| unsafe { *target });
+                    assert_eq!(got, round as u64 + 1, "a stale or torn value");
+                }
+            });
+            for (round, mode) in modes.into_iter().enumerate() {
+                // SAFETY: the source is this thread's alone.
+                pair.source
+                    .with_mut(|source| unsafe { *source = round as u64 + 1 });
+                pair.run(End::Mover, Steps::post(End::Mover, mode));
+            }
+            announcer.join().unwrap();
+        });
+    }
+
+    #[test]
+    fn loom_put_counted_rounds() {
+        put_rounds([Mode::Eager(1), Mode::Eager(2)]);
+    }
+
+    #[test]
+    fn loom_put_captured_rounds() {
+        put_rounds([Mode::Captured, Mode::Captured]);
+    }
+
+    /// An announcer that posts twice before it waits loses nothing.
+    #[test]
+    fn loom_running_ahead_loses_no_signal() {
+        loom::model(|| {
+            let pair = pair();
+            let sender = pair.clone();
+            let announcer = thread::spawn(move || {
+                sender.run(End::Announcer, Steps::post(End::Announcer, Mode::Eager(1)));
+                sender.run(End::Announcer, Steps::post(End::Announcer, Mode::Eager(2)));
+                sender.run(
+                    End::Announcer,
+                    Steps::wait(End::Announcer, Mode::Eager(2), true),
+                );
+            });
+            pair.run(End::Mover, Steps::post(End::Mover, Mode::Eager(1)));
+            pair.run(End::Mover, Steps::post(End::Mover, Mode::Eager(2)));
+            announcer.join().unwrap();
+        });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn posts_are_counted_and_a_wait_is_for_all_of_them() {
+        let phase = Phase::default();
+        assert_eq!(phase.wait(false), None);
+        assert_eq!(phase.post(End::Announcer, false).unwrap(), Mode::Eager(1));
+        assert_eq!(phase.post(End::Announcer, false).unwrap(), Mode::Eager(2));
+        assert_eq!(phase.wait(false), Some(Mode::Eager(2)));
+    }
+
+    #[test]
+    fn a_captured_post_must_be_waited_for_before_the_next() {
+        let phase = Phase::default();
+        assert_eq!(phase.post(End::Announcer, true).unwrap(), Mode::Captured);
+        assert_eq!(
+            phase.post(End::Announcer, true).unwrap_err().kind(),
+            ErrorKind::InvalidArgument
+        );
+        assert_eq!(phase.wait(true), Some(Mode::Captured));
+        assert_eq!(phase.wait(true), None);
+        assert!(phase.post(End::Announcer, true).is_ok());
+    }
+}

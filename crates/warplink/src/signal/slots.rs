@@ -1,0 +1,150 @@
+//! The memory that signals live in: slots of words, handed out from pages that peers map whole.
+
+use super::WordName;
+use crate::device::{Device, DeviceSlice, Word};
+use crate::error::{Error, Result};
+use crate::memory::{Memory, Region};
+use crate::sync::lock;
+use std::sync::{Arc, Mutex};
+
+const PAGE_BYTES: usize = 64 << 10;
+// A cache line each, so that two transfers' signals never share one.
+const SLOT_BYTES: usize = 64;
+const INBOUND: usize = 0;
+const INBOUND_CAPTURED: usize = 8;
+const COMPLETED: usize = 16;
+const COMPLETED_CAPTURED: usize = 24;
+
+/// Bytes of a slot that a peer needs: its two inbound words.
+pub(crate) const REMOTE_SLOT_BYTES: usize = 16;
+
+/// Hands out the slots of one rank.
+#[derive(Debug)]
+pub(crate) struct SlotPool {
+    device: Arc<dyn Device>,
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    pages: Vec<Region>,
+    free: Vec<u64>,
+}
+
+/// The words that an end waits on, in its own memory. It goes back to the pool with
+/// [`SlotPool::recycle`], not by itself: a peer may still write to it.
+#[derive(Debug)]
+pub(crate) struct Slot {
+    pub(crate) number: u64,
+    words: [Word; 4],
+    inbound: Region,
+}
+
+/// The inbound words of the other end, mapped here.
+#[derive(Debug)]
+pub(crate) struct RemoteSlot {
+    words: [Word; 2],
+}
+
+impl SlotPool {
+    pub(crate) fn new(device: &Arc<dyn Device>) -> Self {
+        Self {
+            device: device.clone(),
+            state: Mutex::default(),
+        }
+    }
+
+    /// A slot whose words are all zero.
+    pub(crate) fn take(&self, memory: &Memory) -> Result<Slot> {
+        let mut state = lock(&self.state);
+        let number = match state.free.pop() {
+            Some(number) => {
+                let slice = state.slice(number)?;
+                // Kept zero between uses by whoever recycled it would race with the peer's last
+                // signal; now nobody writes.
+                self.device.upload(&slice, &[0; SLOT_BYTES])?;
+                number
+            }
+            None => {
+                let page = memory.register(&self.device.allocate_signals(PAGE_BYTES)?)?;
+                let first = (state.pages.len() * (PAGE_BYTES / SLOT_BYTES)) as u64;
+                state.pages.push(page);
+                let rest = first + 1..first + (PAGE_BYTES / SLOT_BYTES) as u64;
+                state.free.extend(rest.rev());
+                first
+            }
+        };
+        let slice = state.slice(number)?;
+        let words = [
+            slice.word(INBOUND)?,
+            slice.word(INBOUND_CAPTURED)?,
+            slice.word(COMPLETED)?,
+            slice.word(COMPLETED_CAPTURED)?,
+        ];
+        let (page, start) = State::place(number);
+        let page = state
+            .pages
+            .get(page)
+            .ok_or_else(|| Error::invalid("there is no such signal slot"))?;
+        let inbound = page.range(start..start + REMOTE_SLOT_BYTES)?;
+        Ok(Slot {
+            number,
+            words,
+            inbound,
+        })
+    }
+
+    /// Takes back a slot that neither end will write any more.
+    pub(crate) fn recycle(&self, number: u64) {
+        lock(&self.state).free.push(number);
+    }
+}
+
+impl State {
+    fn place(number: u64) -> (usize, usize) {
+        let per_page = (PAGE_BYTES / SLOT_BYTES) as u64;
+        (
+            (number / per_page) as usize,
+            (number % per_page) as usize * SLOT_BYTES,
+        )
+    }
+
+    fn slice(&self, number: u64) -> Result<DeviceSlice> {
+        let (page, start) = Self::place(number);
+        let page = self
+            .pages
+            .get(page)
+            .ok_or_else(|| Error::invalid("there is no such signal slot"))?;
+        page.slice().slice(start..start + SLOT_BYTES)
+    }
+}
+
+impl Slot {
+    /// The region that the peer maps to set the inbound words.
+    pub(crate) fn inbound(&self) -> &Region {
+        &self.inbound
+    }
+
+    /// The word `name`; `None` for the one that lies at the peer.
+    pub(crate) fn word(&self, name: WordName, captured: bool) -> Option<&Word> {
+        match name {
+            WordName::Inbound => Some(&self.words[usize::from(captured)]),
+            WordName::Completed => Some(&self.words[2 + usize::from(captured)]),
+            WordName::Outbound => None,
+        }
+    }
+}
+
+impl RemoteSlot {
+    /// The words in the mapped inbound region of a peer's slot.
+    pub(crate) fn new(inbound: &DeviceSlice) -> Result<Self> {
+        Ok(Self {
+            words: [inbound.word(INBOUND)?, inbound.word(INBOUND_CAPTURED)?],
+        })
+    }
+
+    /// The peer's inbound word.
+    pub(crate) fn word(&self, captured: bool) -> &Word {
+        &self.words[usize::from(captured)]
+    }
+}

@@ -1,0 +1,269 @@
+//! Ranks for tests: processes that run the same test again, or threads of this one.
+//!
+//! The device is the host, or the one that `WARPLINK_TEST_DEVICE` names, so that the same cases run
+//! on GPUs.
+
+// Each test binary uses a part of this.
+#![allow(dead_code)]
+
+use std::collections::BTreeMap;
+use std::io::Read;
+use std::net::{IpAddr, Ipv4Addr};
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use warplink::bootstrap::{JoinConfig, Rendezvous, UniqueId};
+use warplink::device::{self, Delays, Device, DeviceConfig};
+use warplink::{Communicator, Config, DeviceKind, Error};
+
+/// Longest that the ranks of one test may run.
+pub const LIMIT: Duration = Duration::from_secs(120);
+
+/// The device under test.
+pub fn kind() -> DeviceKind {
+    match std::env::var("WARPLINK_TEST_DEVICE") {
+        Ok(name) => name.parse().unwrap(),
+        Err(_) => DeviceKind::Host,
+    }
+}
+
+/// `wanted` ranks, or as many as there are GPUs.
+pub fn world(wanted: usize) -> usize {
+    match kind() {
+        DeviceKind::Host => wanted,
+        DeviceKind::Cuda => wanted.min(device::count(DeviceKind::Cuda).unwrap()),
+    }
+}
+
+/// The device under test, alone.
+pub fn open_device() -> Arc<dyn Device> {
+    device::open(&DeviceConfig::new(kind(), 0)).unwrap()
+}
+
+/// How the ranks of a test run.
+#[derive(Clone, Debug, Default)]
+pub struct Ranks {
+    /// How many.
+    pub world: usize,
+    /// Longest random delay of the host device's operations.
+    pub delay: Option<Duration>,
+    /// Each process sees one GPU alone.
+    pub own_gpu_only: bool,
+    /// Further variables of the processes.
+    pub env: BTreeMap<String, String>,
+}
+
+/// How a rank ended.
+#[derive(Debug)]
+pub struct Ended {
+    pub code: Option<i32>,
+    pub output: String,
+    pub after: Duration,
+}
+
+const RANK: &str = "WARPLINK_TEST_RANK";
+
+/// Whether this process is a rank that a test started.
+pub fn is_rank() -> bool {
+    std::env::var_os(RANK).is_some()
+}
+
+/// Runs `body` as each of `world` processes, and fails if one does.
+pub fn processes(world: usize, body: impl Fn(&Communicator)) {
+    Ranks {
+        world,
+        ..Ranks::default()
+    }
+    .run(body);
+}
+
+impl Ranks {
+    /// Runs `body` as each process, and fails if one does.
+    pub fn run(self, body: impl Fn(&Communicator)) {
+        let Some(ended) = self.start(|comm| {
+            body(&comm);
+            comm.close().unwrap();
+        }) else {
+            return;
+        };
+        for (rank, end) in ended.iter().enumerate() {
+            assert_eq!(
+                end.code,
+                Some(0),
+                "rank {rank} of {} failed:\n{}",
+                ended.len(),
+                end.output
+            );
+        }
+    }
+
+    /// In the test's process, starts the ranks and tells how they ended; in a rank, runs `body` and
+    /// gives `None`.
+    pub fn start(self, body: impl FnOnce(Communicator)) -> Option<Vec<Ended>> {
+        if is_rank() {
+            let parent = rustix::process::getppid();
+            rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))
+                .unwrap();
+            assert_eq!(
+                rustix::process::getppid(),
+                parent,
+                "the test ended before its rank began"
+            );
+            body(Communicator::join(&config_of_rank()).unwrap());
+            return None;
+        }
+        let name = std::thread::current()
+            .name()
+            .expect("tests run in named threads")
+            .to_owned();
+        let id = UniqueId::create(IpAddr::V4(Ipv4Addr::LOCALHOST), 0).unwrap();
+        // The listener that found the port is this process's; rank 0 is another.
+        id.release();
+        let started = Instant::now();
+        let children = (0..self.world).map(|rank| {
+            let mut command = Command::new(std::env::current_exe().unwrap());
+            command
+                .args([&name, "--exact", "--nocapture", "--test-threads=1"])
+                .env(RANK, rank.to_string())
+                .env("WARPLINK_RANK", rank.to_string())
+                .env("WARPLINK_LOCAL_RANK", rank.to_string())
+                .env("WARPLINK_WORLD", self.world.to_string())
+                .env("WARPLINK_ID", id.to_string())
+                .env("WARPLINK_DEVICE", kind().to_string())
+                .env("WARPLINK_TIMEOUT", "60")
+                .env("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+                .envs(&self.env)
+                .stdin(Stdio::null())
+                .stdout(Stdio::piped())
+                .stderr(Stdio::piped());
+            if let Some(delay) = self.delay {
+                command.env("WARPLINK_HOST_DELAY_US", delay.as_micros().to_string());
+            }
+            if self.own_gpu_only {
+                command.env("CUDA_VISIBLE_DEVICES", rank.to_string());
+            }
+            command.spawn().unwrap()
+        });
+        let children: Vec<Child> = children.collect();
+        Some(wait_all(children, started))
+    }
+}
+
+/// Waits for all, and kills what is left at the limit. Output is read beside the waiting, so that a
+/// full pipe holds nobody up.
+fn wait_all(children: Vec<Child>, started: Instant) -> Vec<Ended> {
+    let waiting: Vec<_> = children
+        .into_iter()
+        .map(|mut child| {
+            let mut readers = Vec::new();
+            let pipes: [Box<dyn Read + Send>; 2] = [
+                Box::new(child.stdout.take().unwrap()),
+                Box::new(child.stderr.take().unwrap()),
+            ];
+            for mut pipe in pipes {
+                readers.push(std::thread::spawn(move || {
+                    let mut text = Vec::new();
+                    pipe.read_to_end(&mut text).unwrap();
+                    String::from_utf8_lossy(&text).into_owned()
+                }));
+            }
+            (child, readers)
+        })
+        .collect();
+    waiting
+        .into_iter()
+        .map(|(mut child, readers)| {
+            let status = loop {
+                if let Some(status) = child.try_wait().unwrap() {
+                    break Some(status);
+                }
+                if started.elapsed() > LIMIT {
+                    child.kill().unwrap();
+                    child.wait().unwrap();
+                    break None;
+                }
+                std::thread::sleep(Duration::from_millis(2));
+            };
+            let after = started.elapsed();
+            let output: Vec<String> = readers
+                .into_iter()
+                .map(|reader| reader.join().unwrap())
+                .collect();
+            Ended {
+                code: status.and_then(|status| status.code()),
+                output: output.concat(),
+                after,
+            }
+        })
+        .collect()
+}
+
+fn config_of_rank() -> Config {
+    Config::from_env().unwrap()
+}
+
+/// Runs `body` as each of `world` threads of this process.
+pub fn threads(world: usize, body: impl Fn(&Communicator) + Send + Sync) {
+    threads_with(world, |_| {}, body);
+}
+
+/// As [`threads`], with a change to each rank's configuration.
+pub fn threads_with(
+    world: usize,
+    change: impl Fn(&mut Config) + Send + Sync,
+    body: impl Fn(&Communicator) + Send + Sync,
+) {
+    let id = UniqueId::create(IpAddr::V4(Ipv4Addr::LOCALHOST), 0).unwrap();
+    std::thread::scope(|scope| {
+        let ranks: Vec<_> = (0..world)
+            .map(|rank| {
+                let (body, change, id) = (&body, &change, id.clone());
+                scope.spawn(move || {
+                    let mut config =
+                        Config::new(JoinConfig::new(Rendezvous::Id(id), rank, world), kind());
+                    if kind() == DeviceKind::Cuda {
+                        config.device.ordinal = rank;
+                    }
+                    config.timeout = Duration::from_secs(60);
+                    change(&mut config);
+                    let comm = Communicator::join(&config).unwrap();
+                    body(&comm);
+                    comm.close().unwrap();
+                })
+            })
+            .collect();
+        for rank in ranks {
+            rank.join().unwrap();
+        }
+    });
+}
+
+/// Random delays for [`threads_with`].
+pub fn delays(config: &mut Config, longest: Duration) {
+    config.device.delays = Some(Delays {
+        seed: config.join.rank as u64 + 1,
+        longest,
+    });
+}
+
+/// `count` pseudo-random values that depend on every argument.
+pub fn values(rank: usize, round: usize, count: usize) -> Vec<u8> {
+    let mut x = (rank as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15)
+        ^ (round as u64 + 1).wrapping_mul(0xd1b5_4a32_d192_ed03);
+    (0..count)
+        .map(|_| {
+            x ^= x << 13;
+            x ^= x >> 7;
+            x ^= x << 17;
+            (x >> 24) as u8
+        })
+        .collect()
+}
+
+/// Fails with both texts where `error` does not contain every part.
+pub fn assert_says(error: &Error, parts: &[&str]) {
+    let text = error.to_string();
+    for part in parts {
+        assert!(text.contains(part), "'{text}' does not say '{part}'");
+    }
+}

@@ -1,0 +1,463 @@
+//! What every device must do, checked on the one under test.
+
+mod common;
+
+use common::open_device;
+use std::time::Duration;
+use warplink::device::{AllocationKind, MatmulSpec, MemoryOp, Opening, Priority};
+use warplink::{DType, Deadline, DeviceKind, ErrorKind};
+
+fn soon() -> Deadline {
+    Deadline::after(Duration::from_secs(20))
+}
+
+#[test]
+fn copies_happen_in_stream_order() {
+    let device = open_device();
+    let stream = device.create_stream(Priority::Normal).unwrap();
+    let (a, b, c) = (
+        device.allocate(4096, AllocationKind::Plain).unwrap(),
+        device.allocate(4096, AllocationKind::Plain).unwrap(),
+        device.allocate(4096, AllocationKind::Virtual).unwrap(),
+    );
+    device.upload(&a, &[3; 4096]).unwrap();
+    for round in 0..100u8 {
+        stream.fill(&a.slice(0..2048).unwrap(), round).unwrap();
+        stream.copy(&b, &a).unwrap();
+        stream
+            .copy_batch(&[(c.slice(0..4096).unwrap(), b.clone())])
+            .unwrap();
+    }
+    stream.synchronize(soon()).unwrap();
+    let mut seen = vec![0; 4096];
+    device.download(&c, &mut seen).unwrap();
+    assert!(
+        seen[..2048].iter().all(|byte| *byte == 99) && seen[2048..].iter().all(|byte| *byte == 3)
+    );
+    assert!(stream.is_idle().unwrap());
+}
+
+#[test]
+fn words_order_two_streams() {
+    let device = open_device();
+    let (first, second) = (
+        device.create_stream(Priority::Normal).unwrap(),
+        device.create_stream(Priority::High).unwrap(),
+    );
+    let words = device.allocate_signals(4096).unwrap();
+    let (ping, pong) = (words.word(0).unwrap(), words.word(64).unwrap());
+    let a = device.allocate(1 << 20, AllocationKind::Plain).unwrap();
+    let b = device.allocate(1 << 20, AllocationKind::Plain).unwrap();
+    for round in 1..=50u64 {
+        first.fill(&a, round as u8).unwrap();
+        first
+            .memory_ops(&[
+                MemoryOp::Write {
+                    word: &ping,
+                    value: round,
+                },
+                MemoryOp::Wait {
+                    word: &pong,
+                    value: round,
+                },
+            ])
+            .unwrap();
+        second
+            .memory_ops(&[MemoryOp::Wait {
+                word: &ping,
+                value: round,
+            }])
+            .unwrap();
+        second.copy(&b, &a).unwrap();
+        second
+            .memory_ops(&[MemoryOp::Write {
+                word: &pong,
+                value: round,
+            }])
+            .unwrap();
+    }
+    first.synchronize(soon()).unwrap();
+    second.synchronize(soon()).unwrap();
+    let mut seen = vec![0; 1 << 20];
+    device.download(&b, &mut seen).unwrap();
+    assert!(seen.iter().all(|byte| *byte == 50));
+}
+
+#[test]
+fn a_wait_is_for_at_least_the_value() {
+    let device = open_device();
+    let stream = device.create_stream(Priority::Normal).unwrap();
+    let words = device.allocate_signals(64).unwrap();
+    let word = words.word(8).unwrap();
+    stream
+        .memory_ops(&[
+            MemoryOp::Write {
+                word: &word,
+                value: 10,
+            },
+            MemoryOp::Wait {
+                word: &word,
+                value: 3,
+            },
+        ])
+        .unwrap();
+    stream.synchronize(soon()).unwrap();
+    // Nobody will write 11: the deadline ends the wait on the host, the fault the one in the stream.
+    stream
+        .memory_ops(&[MemoryOp::Wait {
+            word: &word,
+            value: 11,
+        }])
+        .unwrap();
+    assert!(!stream.is_idle().unwrap());
+    let error = stream
+        .synchronize(Deadline::after(Duration::from_millis(50)))
+        .unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Timeout);
+    device
+        .fault()
+        .raise(warplink::Error::new(ErrorKind::PeerLost, "rank 1 is lost").peer(1));
+    let error = stream.synchronize(soon()).unwrap_err();
+    assert_eq!(
+        (error.kind(), error.failed_peer()),
+        (ErrorKind::PeerLost, Some(1))
+    );
+}
+
+#[test]
+fn events_order_and_measure() {
+    let device = open_device();
+    let (first, second) = (
+        device.create_stream(Priority::Normal).unwrap(),
+        device.create_stream(Priority::Normal).unwrap(),
+    );
+    let (begin, end) = (
+        device.create_event(true).unwrap(),
+        device.create_event(true).unwrap(),
+    );
+    let a = device.allocate(8 << 20, AllocationKind::Plain).unwrap();
+    let b = device.allocate(8 << 20, AllocationKind::Plain).unwrap();
+    first.record(&*begin).unwrap();
+    for round in 0..10 {
+        first.fill(&a, round).unwrap();
+    }
+    first.record(&*end).unwrap();
+    second.wait_event(&*end).unwrap();
+    second.copy(&b, &a).unwrap();
+    second.synchronize(soon()).unwrap();
+    assert!(end.is_reached().unwrap());
+    assert!(end.elapsed_since(&*begin).unwrap() > 0.0);
+    let mut seen = vec![0; 8 << 20];
+    device.download(&b, &mut seen).unwrap();
+    assert!(seen.iter().all(|byte| *byte == 9));
+    let untimed = device.create_event(false).unwrap();
+    first.record(&*untimed).unwrap();
+    first.synchronize(soon()).unwrap();
+    assert!(untimed.elapsed_since(&*begin).is_err());
+}
+
+#[test]
+fn a_graph_replays_what_was_captured_on_two_streams() {
+    let device = open_device();
+    let (first, second) = (
+        device.create_stream(Priority::Normal).unwrap(),
+        device.create_stream(Priority::Normal).unwrap(),
+    );
+    let (fork, join) = (
+        device.create_event(false).unwrap(),
+        device.create_event(false).unwrap(),
+    );
+    let words = device.allocate_signals(128).unwrap();
+    let (go, done) = (words.word(0).unwrap(), words.word(64).unwrap());
+    let a = device.allocate(4096, AllocationKind::Plain).unwrap();
+    let b = device.allocate(4096, AllocationKind::Plain).unwrap();
+    let c = device.allocate(4096, AllocationKind::Plain).unwrap();
+    device.upload(&a, &[1; 4096]).unwrap();
+    device.upload(&b, &[2; 4096]).unwrap();
+    first.begin_capture().unwrap();
+    assert!(first.is_capturing().unwrap() && !second.is_capturing().unwrap());
+    first.record(&*fork).unwrap();
+    second.wait_event(&*fork).unwrap();
+    assert!(second.is_capturing().unwrap());
+    // The two lanes meet through words as well as through events: they must run beside one another.
+    first
+        .memory_ops(&[
+            MemoryOp::Wait {
+                word: &go,
+                value: 1,
+            },
+            MemoryOp::Write {
+                word: &go,
+                value: 0,
+            },
+        ])
+        .unwrap();
+    first.copy(&c, &a).unwrap();
+    second
+        .memory_ops(&[MemoryOp::Write {
+            word: &go,
+            value: 1,
+        }])
+        .unwrap();
+    second.copy(&a, &b).unwrap_or(());
+    second
+        .memory_ops(&[MemoryOp::Write {
+            word: &done,
+            value: 7,
+        }])
+        .unwrap();
+    second.record(&*join).unwrap();
+    first.wait_event(&*join).unwrap();
+    let graph = first.end_capture().unwrap();
+    assert!(graph.operations() >= 5);
+    assert!(!first.is_capturing().unwrap() && !second.is_capturing().unwrap());
+    for _ in 0..100 {
+        graph.launch(&*first).unwrap();
+    }
+    first.synchronize(soon()).unwrap();
+    let mut seen = vec![0; 4096];
+    device.download(&c, &mut seen).unwrap();
+    assert!(
+        seen.iter().all(|byte| *byte == 2),
+        "after the first launch a holds b"
+    );
+}
+
+#[test]
+fn unjoined_work_does_not_make_a_graph() {
+    let device = open_device();
+    let (first, second) = (
+        device.create_stream(Priority::Normal).unwrap(),
+        device.create_stream(Priority::Normal).unwrap(),
+    );
+    let fork = device.create_event(false).unwrap();
+    let a = device.allocate(64, AllocationKind::Plain).unwrap();
+    first.begin_capture().unwrap();
+    first.record(&*fork).unwrap();
+    second.wait_event(&*fork).unwrap();
+    second.fill(&a, 1).unwrap();
+    assert!(first.end_capture().is_err());
+}
+
+#[test]
+fn bad_lengths_and_ranges_are_errors() {
+    let device = open_device();
+    let stream = device.create_stream(Priority::Normal).unwrap();
+    let a = device.allocate(100, AllocationKind::Plain).unwrap();
+    assert!(device.allocate(0, AllocationKind::Plain).is_err());
+    assert!(device.allocate(0, AllocationKind::Virtual).is_err());
+    assert!(a.slice(50..101).is_err());
+    #[allow(clippy::reversed_empty_ranges)]
+    let reversed = a.slice(60..50);
+    assert!(reversed.is_err());
+    assert!(a.word(96).is_err());
+    assert_eq!(a.word(4).unwrap_err().kind(), ErrorKind::InvalidArgument);
+    assert!(a.word(usize::MAX).is_err());
+    assert!(device.upload(&a, &[0; 99]).is_err());
+    assert!(device.download(&a, &mut [0; 101]).is_err());
+    assert!(stream.copy(&a, &a.slice(0..50).unwrap()).is_err());
+}
+
+#[test]
+fn an_export_opens_as_the_same_memory() {
+    let device = open_device();
+    for kind in [AllocationKind::Plain, AllocationKind::Virtual] {
+        let own = device.allocate(100_000, kind).unwrap();
+        let export = device.export(&own.slice(500..600).unwrap()).unwrap();
+        assert_eq!(
+            export.allocation.backing().identity(),
+            own.backing().identity()
+        );
+        // A driver opens no IPC handle in the process that made it; a descriptor it does.
+        let opening = match export.descriptor {
+            Some(descriptor) => Opening::Descriptor(descriptor),
+            None => Opening::SameProcess(export.allocation.clone()),
+        };
+        let bytes = export.allocation.bytes();
+        let mapped = device.import(opening, bytes).unwrap();
+        device.upload(&own, &vec![8; 100_000]).unwrap();
+        let mut seen = vec![0; 100_000];
+        device
+            .download(
+                &mapped.slice(own.offset()..own.offset() + 100_000).unwrap(),
+                &mut seen,
+            )
+            .unwrap();
+        assert!(seen.iter().all(|byte| *byte == 8));
+    }
+}
+
+#[test]
+fn identities_are_never_used_again() {
+    let device = open_device();
+    let mut seen = std::collections::HashSet::new();
+    for _ in 0..50 {
+        let slice = device.allocate(1 << 16, AllocationKind::Plain).unwrap();
+        // SAFETY: the slice is the owner, and holds the memory.
+        let borrowed =
+            unsafe { device.borrow(slice.address(), 100, std::sync::Arc::new(slice.clone())) }
+                .unwrap();
+        assert_eq!(borrowed.address(), slice.address());
+        let again = device.allocate(1 << 16, AllocationKind::Plain).unwrap();
+        assert!(seen.insert(slice.backing().identity()));
+        assert!(seen.insert(again.backing().identity()));
+    }
+}
+
+#[test]
+fn products_and_sums_agree_with_double_precision() {
+    let device = open_device();
+    let stream = device.create_stream(Priority::Normal).unwrap();
+    let compute = device.compute().unwrap();
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        for (bias, accumulate) in [(false, false), (true, false), (false, true)] {
+            let spec = MatmulSpec {
+                bias,
+                accumulate,
+                ..MatmulSpec::new(48, 40, 72, dtype)
+            };
+            check_product(&*device, &*compute, &*stream, &spec);
+        }
+    }
+    for dtype in DType::ALL {
+        let bytes = 1003 * dtype.size();
+        let parts: Vec<_> = (0..5)
+            .map(|_| device.allocate(bytes, AllocationKind::Plain).unwrap())
+            .collect();
+        for (index, part) in parts.iter().enumerate() {
+            device
+                .upload(part, &encode(dtype, &vec![index as f64 + 1.0; 1003]))
+                .unwrap();
+        }
+        let target = device.allocate(bytes, AllocationKind::Plain).unwrap();
+        compute.sum(&*stream, dtype, &target, &parts).unwrap();
+        compute
+            .sum(&*stream, dtype, &parts[0], &parts[..2])
+            .unwrap();
+        stream.synchronize(soon()).unwrap();
+        let mut seen = vec![0; bytes];
+        device.download(&target, &mut seen).unwrap();
+        assert_eq!(decode(dtype, &seen), vec![15.0; 1003], "{dtype}");
+        device.download(&parts[0], &mut seen).unwrap();
+        assert_eq!(decode(dtype, &seen), vec![3.0; 1003], "{dtype}, in place");
+    }
+    let a = device.allocate(64, AllocationKind::Plain).unwrap();
+    let spec = MatmulSpec::new(4, 4, 4, DType::F32);
+    assert!(
+        compute
+            .matmul(&*stream, &spec, &a, &a, &a.slice(0..32).unwrap(), None)
+            .is_err()
+    );
+    assert!(
+        compute
+            .matmul(
+                &*stream,
+                &MatmulSpec { bias: true, ..spec },
+                &a,
+                &a,
+                &a,
+                None
+            )
+            .is_err()
+    );
+    assert!(compute.sum(&*stream, DType::F32, &a, &[]).is_err());
+}
+
+fn check_product(
+    device: &dyn warplink::Device,
+    compute: &dyn warplink::device::Compute,
+    stream: &dyn warplink::device::Stream,
+    spec: &MatmulSpec,
+) {
+    let (m, n, k, dtype) = (spec.m, spec.n, spec.k, spec.dtype);
+    let random = |seed: usize, count: usize| -> Vec<f64> {
+        let raw = common::values(seed, 7, count);
+        decode(
+            dtype,
+            &encode(
+                dtype,
+                &raw.iter()
+                    .map(|byte| f64::from(*byte) / 128.0 - 1.0)
+                    .collect::<Vec<_>>(),
+            ),
+        )
+    };
+    let (a, b, c, bias) = (
+        random(1, m * k),
+        random(2, k * n),
+        random(3, m * n),
+        random(4, n),
+    );
+    let upload = |values: &[f64]| {
+        let bytes = encode(dtype, values);
+        let slice = device.allocate(bytes.len(), AllocationKind::Plain).unwrap();
+        device.upload(&slice, &bytes).unwrap();
+        slice
+    };
+    let (da, db, dc, dbias) = (upload(&a), upload(&b), upload(&c), upload(&bias));
+    compute.prepare_matmul(spec).unwrap();
+    compute
+        .matmul(stream, spec, &da, &db, &dc, spec.bias.then_some(&dbias))
+        .unwrap();
+    stream.synchronize(soon()).unwrap();
+    let mut seen = vec![0; m * n * dtype.size()];
+    device.download(&dc, &mut seen).unwrap();
+    let seen = decode(dtype, &seen);
+    let (mut off, mut norm) = (0.0, 0.0);
+    for row in 0..m {
+        for column in 0..n {
+            let mut want: f64 = (0..k).map(|i| a[row * k + i] * b[i * n + column]).sum();
+            want += if spec.bias { bias[column] } else { 0.0 };
+            want += if spec.accumulate {
+                c[row * n + column]
+            } else {
+                0.0
+            };
+            off += (seen[row * n + column] - want).powi(2);
+            norm += want * want;
+        }
+    }
+    let error = (off / norm).sqrt();
+    assert!(
+        error < dtype.matmul_tolerance().unwrap(),
+        "{spec:?}: error {error:.2e}"
+    );
+}
+
+fn encode(dtype: DType, values: &[f64]) -> Vec<u8> {
+    let each = |value: &f64| -> Vec<u8> {
+        match dtype {
+            DType::F16 => half::f16::from_f64(*value).to_le_bytes().to_vec(),
+            DType::BF16 => half::bf16::from_f64(*value).to_le_bytes().to_vec(),
+            DType::F32 => (*value as f32).to_le_bytes().to_vec(),
+            DType::F64 => value.to_le_bytes().to_vec(),
+            DType::I32 => (*value as i32).to_le_bytes().to_vec(),
+            _ => vec![*value as u8],
+        }
+    };
+    values.iter().flat_map(each).collect()
+}
+
+fn decode(dtype: DType, bytes: &[u8]) -> Vec<f64> {
+    let each = |chunk: &[u8]| -> f64 {
+        match dtype {
+            DType::F16 => half::f16::from_le_bytes(chunk.try_into().unwrap()).to_f64(),
+            DType::BF16 => half::bf16::from_le_bytes(chunk.try_into().unwrap()).to_f64(),
+            DType::F32 => f32::from_le_bytes(chunk.try_into().unwrap()).into(),
+            DType::F64 => f64::from_le_bytes(chunk.try_into().unwrap()),
+            DType::I32 => i32::from_le_bytes(chunk.try_into().unwrap()).into(),
+            _ => chunk[0].into(),
+        }
+    };
+    bytes.chunks_exact(dtype.size()).map(each).collect()
+}
+
+#[test]
+fn the_other_device_is_refused_with_what_to_do() {
+    if common::kind() == DeviceKind::Host && warplink::device::count(DeviceKind::Cuda).is_err() {
+        let error =
+            warplink::device::open(&warplink::device::DeviceConfig::new(DeviceKind::Cuda, 0))
+                .unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::LibraryMissing);
+    }
+}

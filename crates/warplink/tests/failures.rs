@@ -1,0 +1,429 @@
+//! Lost ranks and wrong input: every one ends with an error that says what happened and to whom.
+
+mod common;
+
+use common::{Ranks, assert_says, kind, threads, world};
+use std::net::{IpAddr, Ipv4Addr};
+use std::time::{Duration, Instant};
+use warplink::bootstrap::{JoinConfig, Rendezvous, UniqueId};
+use warplink::device::{AllocationKind, Priority};
+use warplink::p2p::{Protocol, Transfer, TransferRequest, post_all, wait_all};
+use warplink::{Communicator, Config, Deadline, Error, ErrorKind};
+
+/// How soon every other rank must have its error.
+const SOON: Duration = Duration::from_secs(5);
+
+fn kill_self() -> ! {
+    rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL)
+        .unwrap();
+    unreachable!("a process outlived SIGKILL")
+}
+
+/// Runs ranks of which `victim` dies in `until_dead`; every other must get an error from it that
+/// names the victim, soon after the death.
+fn survive(victim: usize, until_dead: impl Fn(&Communicator, &dyn Fn()) -> Result<(), Error>) {
+    let ranks = Ranks {
+        world: world(3),
+        ..Ranks::default()
+    };
+    let ended = ranks.start(|comm| {
+        // The clock starts when all are about to enter what one will not leave.
+        comm.barrier().unwrap();
+        let started = Instant::now();
+        let die = || {
+            if comm.rank() == victim {
+                kill_self();
+            }
+        };
+        let error = until_dead(&comm, &die).unwrap_err();
+        let took = started.elapsed();
+        assert_eq!(
+            (error.kind(), error.failed_peer()),
+            (ErrorKind::PeerLost, Some(victim)),
+            "{error}"
+        );
+        assert_says(
+            &error,
+            &[&format!("rank {}", comm.rank()), &format!("{victim}")],
+        );
+        assert!(took < SOON, "{error} came after {took:?}");
+        // What comes later fails as well, and at once.
+        let region = comm
+            .device()
+            .allocate(64, AllocationKind::Plain)
+            .and_then(|slice| comm.register(&slice));
+        if let Ok(region) = region {
+            let peer = (comm.rank() + 1) % comm.world();
+            let stream = comm.create_stream(Priority::Normal).unwrap();
+            assert!(comm.send(&region, peer, 0, &*stream).is_err());
+        }
+        println!("survived");
+        // A rank that leaves in order tells the others; they have enough to do with the first.
+        std::process::exit(0);
+    });
+    for (rank, end) in ended.iter().flatten().enumerate() {
+        if rank == victim {
+            assert_eq!(
+                end.code, None,
+                "the victim ended by itself:\n{}",
+                end.output
+            );
+        } else {
+            assert_eq!(end.code, Some(0), "rank {rank}:\n{}", end.output);
+            assert!(
+                end.output.contains("survived"),
+                "rank {rank}:\n{}",
+                end.output
+            );
+        }
+    }
+}
+
+/// Rounds of a ring until one rank dies, with a thread that kills it while a transfer runs.
+fn die_in_a_transfer(
+    comm: &Communicator,
+    die: &dyn Fn(),
+    protocol: Protocol,
+    bytes: usize,
+) -> Result<(), Error> {
+    let (rank, world) = (comm.rank(), comm.world());
+    let (right, left) = ((rank + 1) % world, (rank + world - 1) % world);
+    let (send, receive) = (comm.alloc(bytes)?, comm.alloc(bytes)?);
+    let stream = comm.create_stream(Priority::Normal)?;
+    let transfers = comm.exchange(&[
+        TransferRequest::send(&send, right, 0).protocol(protocol),
+        TransferRequest::receive(&receive, left, 0).protocol(protocol),
+    ])?;
+    let group: Vec<&Transfer> = transfers.iter().collect();
+    for round in 0.. {
+        post_all(&group, &*stream)?;
+        wait_all(&group, &*stream)?;
+        if round == 3 {
+            die();
+        }
+        comm.synchronize(&*stream)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn a_rank_killed_in_a_get() {
+    survive(1, |comm, die| {
+        die_in_a_transfer(comm, die, Protocol::Get, 16 << 20)
+    });
+}
+
+#[test]
+fn a_rank_killed_in_a_put() {
+    survive(1, |comm, die| {
+        die_in_a_transfer(comm, die, Protocol::Put, 16 << 20)
+    });
+}
+
+#[test]
+fn rank_0_killed_in_a_transfer() {
+    survive(0, |comm, die| {
+        die_in_a_transfer(comm, die, Protocol::Put, 4096)
+    });
+}
+
+#[test]
+fn a_rank_killed_in_a_captured_transfer() {
+    survive(1, |comm, die| {
+        let (rank, world) = (comm.rank(), comm.world());
+        let (right, left) = ((rank + 1) % world, (rank + world - 1) % world);
+        let (send, receive) = (comm.alloc(1 << 20)?, comm.alloc(1 << 20)?);
+        let stream = comm.create_stream(Priority::Normal)?;
+        let transfers = comm.exchange(&[
+            TransferRequest::send(&send, right, 0),
+            TransferRequest::receive(&receive, left, 0),
+        ])?;
+        let group: Vec<&Transfer> = transfers.iter().collect();
+        stream.begin_capture()?;
+        post_all(&group, &*stream)?;
+        wait_all(&group, &*stream)?;
+        let graph = stream.end_capture()?;
+        for round in 0.. {
+            // Several launches ahead, so that waits lie behind waits when the rank dies.
+            for _ in 0..10 {
+                graph.launch(&*stream)?;
+            }
+            if round == 3 {
+                die();
+            }
+            comm.synchronize(&*stream)?;
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn a_rank_killed_in_an_exchange() {
+    survive(1, |comm, die| {
+        let (rank, world) = (comm.rank(), comm.world());
+        let region = comm.alloc(4096)?;
+        die();
+        comm.exchange(&[
+            TransferRequest::send(&region, (rank + 1) % world, 0),
+            TransferRequest::receive(&region, 1, 7),
+        ])?;
+        Ok(())
+    });
+}
+
+#[test]
+fn a_rank_killed_in_a_barrier() {
+    for victim in [1, 0] {
+        if !common::is_rank()
+            || std::env::var("VICTIM").is_ok_and(|name| name == victim.to_string())
+        {
+            let mut ranks = Ranks {
+                world: world(3),
+                ..Ranks::default()
+            };
+            ranks.env.insert("VICTIM".to_owned(), victim.to_string());
+            let ended = ranks.start(|comm| {
+                comm.barrier().unwrap();
+                if comm.rank() == victim {
+                    kill_self();
+                }
+                let started = Instant::now();
+                let error = comm.barrier().unwrap_err();
+                assert_eq!(
+                    (error.kind(), error.failed_peer()),
+                    (ErrorKind::PeerLost, Some(victim)),
+                    "{error}"
+                );
+                assert!(started.elapsed() < SOON);
+                std::process::exit(0);
+            });
+            for (rank, end) in ended.iter().flatten().enumerate() {
+                assert!(
+                    rank == victim || end.code == Some(0),
+                    "rank {rank}:\n{}",
+                    end.output
+                );
+            }
+        }
+    }
+}
+
+/// Two ranks as threads, each of which gives what it was answered.
+fn pair(body: impl Fn(&Communicator) + Send + Sync) {
+    threads(world(2), body);
+}
+
+#[test]
+fn lengths_that_differ_are_told_to_both_and_nothing_is_lost() {
+    pair(|comm| {
+        let peer = 1 - comm.rank();
+        let region = comm.alloc(4096).unwrap();
+        let half = region.range(0..2048).unwrap();
+        let request = match comm.rank() {
+            0 => TransferRequest::send(&region, peer, 5),
+            _ => TransferRequest::receive(&half, peer, 5),
+        };
+        let error = comm.exchange(&[request]).unwrap_err();
+        assert_eq!(
+            (error.kind(), error.failed_peer()),
+            (ErrorKind::Mismatch, Some(peer))
+        );
+        assert_says(
+            &error,
+            &["4096", "2048", "tag 5", &format!("rank {}", comm.rank())],
+        );
+        works(comm, peer, 5);
+    });
+}
+
+/// A transfer with `tag` from rank 0 to rank 1 comes through.
+fn works(comm: &Communicator, peer: usize, tag: u64) {
+    let region = comm.alloc(512).unwrap();
+    let stream = comm.create_stream(Priority::Normal).unwrap();
+    comm.device()
+        .upload(region.slice(), &[comm.rank() as u8 + 1; 512])
+        .unwrap();
+    let request = match comm.rank() {
+        0 => TransferRequest::send(&region, peer, tag),
+        _ => TransferRequest::receive(&region, peer, tag),
+    };
+    comm.once(&[request], &*stream).unwrap();
+    comm.synchronize(&*stream).unwrap();
+    let mut seen = [0; 512];
+    comm.device().download(region.slice(), &mut seen).unwrap();
+    assert_eq!(seen, [1; 512]);
+}
+
+#[test]
+fn protocols_that_differ_are_told_to_both() {
+    pair(|comm| {
+        let peer = 1 - comm.rank();
+        let region = comm.alloc(4096).unwrap();
+        let request = match comm.rank() {
+            0 => TransferRequest::send(&region, peer, 5).protocol(Protocol::Get),
+            _ => TransferRequest::receive(&region, peer, 5).protocol(Protocol::Put),
+        };
+        let error = comm.exchange(&[request]).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Mismatch);
+        assert_says(&error, &["get", "put", "same protocol"]);
+        works(comm, peer, 5);
+    });
+}
+
+#[test]
+fn a_peer_that_never_exchanges_is_named_and_a_second_try_works() {
+    pair(|comm| {
+        let peer = 1 - comm.rank();
+        if comm.rank() == 0 {
+            let region = comm.alloc(4096).unwrap();
+            let requests = [
+                TransferRequest::send(&region, peer, 8),
+                TransferRequest::receive(&region, peer, 8),
+            ];
+            let error = comm
+                .exchange_until(&requests, Deadline::after(Duration::from_millis(200)))
+                .unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
+            assert_says(&error, &["rank 0", "exchange", "tag 8"]);
+        }
+        comm.barrier().unwrap();
+        works(comm, peer, 8);
+    });
+}
+
+#[test]
+fn wrong_peers_are_refused() {
+    pair(|comm| {
+        let region = comm.alloc(64).unwrap();
+        let to_self = comm
+            .exchange(&[TransferRequest::send(&region, comm.rank(), 0)])
+            .unwrap_err();
+        assert_eq!(to_self.kind(), ErrorKind::InvalidArgument);
+        assert_says(&to_self, &["to oneself"]);
+        let nobody = comm
+            .exchange(&[TransferRequest::receive(&region, 99, 0)])
+            .unwrap_err();
+        assert_says(&nobody, &["there are 2 ranks", "peer 99"]);
+        works(comm, 1 - comm.rank(), 0);
+    });
+}
+
+#[test]
+fn memory_that_is_no_region_is_refused() {
+    pair(|comm| {
+        let peer = 1 - comm.rank();
+        let region = comm.alloc(4096).unwrap();
+        // A range that passes the end, and one that would if it did not overflow.
+        assert_says(
+            &region.range(4000..5000).unwrap_err(),
+            &["4000..5000", "4096"],
+        );
+        assert!(region.range(usize::MAX - 1..usize::MAX).is_err());
+        assert!(
+            comm.device()
+                .allocate(64, AllocationKind::Plain)
+                .unwrap()
+                .slice(0..0)
+                .is_ok_and(|empty| {
+                    comm.register(&empty).unwrap_err().kind() == ErrorKind::InvalidArgument
+                })
+        );
+        // Memory that nobody can share: a plain vector.
+        if kind() == warplink::DeviceKind::Host {
+            let bytes = std::sync::Arc::new(vec![0u8; 4096]);
+            // SAFETY: the vector is held as the owner.
+            let slice = unsafe {
+                comm.device()
+                    .borrow(bytes.as_ptr() as u64, 4096, bytes.clone())
+            }
+            .unwrap();
+            assert_eq!(
+                comm.register(&slice).unwrap_err().kind(),
+                ErrorKind::Unsupported
+            );
+        }
+        works(comm, peer, 0);
+    });
+}
+
+#[test]
+fn a_region_of_another_communicator_is_refused() {
+    let foreign = std::sync::Mutex::new(None);
+    pair(|comm| {
+        if comm.rank() == 1 {
+            *foreign.lock().unwrap() = Some(comm.alloc(4096).unwrap());
+        }
+        comm.barrier().unwrap();
+        if comm.rank() == 0 {
+            let region = foreign.lock().unwrap().take().unwrap();
+            let error = comm
+                .exchange(&[TransferRequest::send(&region, 1, 0).protocol(Protocol::Get)])
+                .unwrap_err();
+            assert_says(&error, &["another communicator"]);
+        }
+        comm.barrier().unwrap();
+        works(comm, 1 - comm.rank(), 0);
+    });
+}
+
+#[test]
+fn a_region_in_use_by_a_peer_is_not_freed() {
+    pair(|comm| {
+        let peer = 1 - comm.rank();
+        let region = comm.alloc(1 << 16).unwrap();
+        let request = match comm.rank() {
+            0 => TransferRequest::send(&region, peer, 0),
+            _ => TransferRequest::receive(&region, peer, 0),
+        };
+        // Get: rank 1 maps the region of rank 0.
+        let transfers = comm.exchange(&[request.protocol(Protocol::Get)]).unwrap();
+        if comm.rank() == 0 {
+            let error = region.clone().close(Duration::from_millis(10)).unwrap_err();
+            assert_says(&error, &["in use here"]);
+            drop(transfers);
+            let error = region.close(Duration::from_millis(100)).unwrap_err();
+            assert_eq!(
+                (error.kind(), error.failed_peer()),
+                (ErrorKind::Timeout, Some(1)),
+                "{error}"
+            );
+            comm.barrier().unwrap();
+            comm.barrier().unwrap();
+            // The peer let go, and its mapping with it: nothing but signal pages is registered.
+            let until = Instant::now() + Duration::from_secs(5);
+            while comm.registrations_and_mappings().0 > 1 {
+                assert!(Instant::now() < until, "the region was never freed");
+                std::thread::sleep(Duration::from_millis(5));
+            }
+        } else {
+            comm.barrier().unwrap();
+            drop(transfers);
+            comm.release_idle().unwrap();
+            comm.barrier().unwrap();
+        }
+    });
+}
+
+#[test]
+fn ranks_on_different_devices_and_worlds_are_refused() {
+    let id = UniqueId::create(IpAddr::V4(Ipv4Addr::LOCALHOST), 0).unwrap();
+    let join = |rank: usize, world: usize| {
+        let mut config = Config::new(
+            JoinConfig::new(Rendezvous::Id(id.clone()), rank, world),
+            kind(),
+        );
+        config.join.deadline = Duration::from_secs(3);
+        Communicator::join(&config)
+    };
+    std::thread::scope(|scope| {
+        let first = scope.spawn(|| join(0, 2));
+        let wrong = scope.spawn(|| join(1, 3));
+        let error = wrong.join().unwrap().unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Mismatch, "{error}");
+        assert_says(&error, &["2", "3"]);
+        // The others were not disturbed: they still wait for the right one.
+        let error = first.join().unwrap().unwrap_err();
+        assert_says(&error, &["1"]);
+    });
+    assert!(join(2, 2).is_err());
+}

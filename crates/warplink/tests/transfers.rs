@@ -1,0 +1,508 @@
+//! Transfers between ranks: the cases of the systems that Warplink unites, and what breaks naive
+//! versions of them. Ranks are processes unless a test says otherwise.
+
+mod common;
+
+use common::{Ranks, delays, processes, threads, threads_with, values, world};
+use std::time::Duration;
+use warplink::Communicator;
+use warplink::device::{AllocationKind, Priority};
+use warplink::memory::Region;
+use warplink::p2p::{Protocol, Transfer, TransferRequest, post_all, wait_all};
+
+const PROTOCOLS: [Protocol; 2] = [Protocol::Get, Protocol::Put];
+
+fn upload(comm: &Communicator, region: &Region, bytes: &[u8]) {
+    comm.device().upload(region.slice(), bytes).unwrap();
+}
+
+fn download(comm: &Communicator, region: &Region) -> Vec<u8> {
+    let mut bytes = vec![0; region.bytes()];
+    comm.device().download(region.slice(), &mut bytes).unwrap();
+    bytes
+}
+
+fn neighbours(comm: &Communicator) -> (usize, usize) {
+    let (rank, world) = (comm.rank(), comm.world());
+    ((rank + 1) % world, (rank + world - 1) % world)
+}
+
+/// A send to the right and a receive from the left.
+fn ring(
+    comm: &Communicator,
+    send: &Region,
+    receive: &Region,
+    tag: u64,
+    protocol: Protocol,
+) -> Vec<Transfer> {
+    let (right, left) = neighbours(comm);
+    comm.exchange(&[
+        TransferRequest::send(send, right, tag).protocol(protocol),
+        TransferRequest::receive(receive, left, tag).protocol(protocol),
+    ])
+    .unwrap()
+}
+
+/// 32 rounds of a ring over one exchange, with data that changes every round.
+fn ring_of_rounds(comm: &Communicator) {
+    let (_, left) = neighbours(comm);
+    let stream = comm.create_stream(Priority::High).unwrap();
+    for (tag, protocol) in PROTOCOLS.into_iter().enumerate() {
+        let (send, receive) = (comm.alloc(10_000).unwrap(), comm.alloc(10_000).unwrap());
+        let transfers = ring(comm, &send, &receive, tag as u64, protocol);
+        let group: Vec<&Transfer> = transfers.iter().collect();
+        for round in 0..32 {
+            upload(comm, &send, &values(comm.rank(), round, 10_000));
+            post_all(&group, &*stream).unwrap();
+            wait_all(&group, &*stream).unwrap();
+            comm.synchronize(&*stream).unwrap();
+            assert_eq!(
+                download(comm, &receive),
+                values(left, round, 10_000),
+                "{protocol}, round {round}"
+            );
+        }
+        // A buffer must not be changed or read by a peer that is a round ahead.
+        comm.barrier().unwrap();
+    }
+}
+
+#[test]
+fn a_ring_of_processes_over_32_rounds() {
+    processes(world(4), ring_of_rounds);
+}
+
+#[test]
+fn a_ring_of_threads_over_32_rounds() {
+    threads(world(4), ring_of_rounds);
+}
+
+#[test]
+fn a_ring_with_random_delays() {
+    threads_with(
+        world(3),
+        |config| delays(config, Duration::from_micros(300)),
+        ring_of_rounds,
+    );
+}
+
+#[test]
+fn each_rank_may_see_only_its_own_gpu() {
+    Ranks {
+        world: world(2),
+        own_gpu_only: true,
+        ..Ranks::default()
+    }
+    .run(ring_of_rounds);
+}
+
+#[test]
+fn a_neighbours_value_is_read_through_its_handle() {
+    processes(world(2), |comm| {
+        let peer = 1 - comm.rank();
+        let (own, seen) = (comm.alloc(8).unwrap(), comm.alloc(8).unwrap());
+        upload(comm, &own, &(comm.rank() as u64 + 41).to_le_bytes());
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        let requests = [
+            TransferRequest::send(&own, peer, 0).protocol(Protocol::Get),
+            TransferRequest::receive(&seen, peer, 0).protocol(Protocol::Get),
+        ];
+        comm.once(&requests, &*stream).unwrap();
+        comm.synchronize(&*stream).unwrap();
+        assert_eq!(download(comm, &seen), (peer as u64 + 41).to_le_bytes());
+    });
+}
+
+#[test]
+fn the_middle_of_an_allocation_on_either_side() {
+    processes(world(2), |comm| {
+        let peer = 1 - comm.rank();
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        for kind in [AllocationKind::Plain, AllocationKind::Virtual] {
+            for protocol in PROTOCOLS {
+                let whole = comm.device().allocate(3 << 20, kind).unwrap();
+                comm.device().upload(&whole, &vec![0; 3 << 20]).unwrap();
+                let whole = comm.register(&whole).unwrap();
+                let from = whole.range(1_000_003..1_300_003).unwrap();
+                let to = whole.range(2_000_001..2_300_001).unwrap();
+                upload(comm, &from, &values(comm.rank(), 5, 300_000));
+                let requests = [
+                    TransferRequest::receive(&to, peer, 1).protocol(protocol),
+                    TransferRequest::send(&from, peer, 1).protocol(protocol),
+                ];
+                comm.once(&requests, &*stream).unwrap();
+                comm.synchronize(&*stream).unwrap();
+                let all = download(comm, &whole);
+                assert_eq!(all[2_000_001..2_300_001], values(peer, 5, 300_000));
+                assert!(
+                    all[..1_000_003].iter().all(|byte| *byte == 0),
+                    "bytes before the range were written"
+                );
+                assert!(
+                    all[2_300_001..].iter().all(|byte| *byte == 0),
+                    "bytes after the range were written"
+                );
+                comm.barrier().unwrap();
+            }
+        }
+    });
+}
+
+#[test]
+fn memory_that_somebody_else_allocated() {
+    threads(world(2), |comm| {
+        let peer = 1 - comm.rank();
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        let owner = comm
+            .device()
+            .allocate(1 << 16, AllocationKind::Plain)
+            .unwrap();
+        // SAFETY: the owner holds the memory, and is held by the borrowed slice.
+        let borrowed = unsafe {
+            comm.device().borrow(
+                owner.address() + 256,
+                4096,
+                std::sync::Arc::new(owner.clone()),
+            )
+        };
+        let own = comm.register(&borrowed.unwrap()).unwrap();
+        let into = comm.alloc(4096).unwrap();
+        upload(comm, &own, &values(comm.rank(), 1, 4096));
+        comm.once(
+            &[
+                TransferRequest::send(&own, peer, 0),
+                TransferRequest::receive(&into, peer, 0),
+            ],
+            &*stream,
+        )
+        .unwrap();
+        comm.synchronize(&*stream).unwrap();
+        assert_eq!(download(comm, &into), values(peer, 1, 4096));
+    });
+}
+
+#[test]
+fn a_buffer_replaced_on_one_rank_only() {
+    processes(world(2), |comm| {
+        let peer = 1 - comm.rank();
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        for protocol in PROTOCOLS {
+            let receive = comm.alloc(1 << 16).unwrap();
+            let mut send = comm.alloc(1 << 16).unwrap();
+            for round in 0..12 {
+                if comm.rank() == 0 && round % 3 == 2 {
+                    // Freed and allocated anew: often at the same address.
+                    drop(send);
+                    send = comm.alloc(1 << 16).unwrap();
+                }
+                upload(comm, &send, &values(comm.rank(), round, 1 << 16));
+                let transfers = comm
+                    .exchange(&[
+                        TransferRequest::send(&send, peer, 9).protocol(protocol),
+                        TransferRequest::receive(&receive, peer, 9).protocol(protocol),
+                    ])
+                    .unwrap();
+                let group: Vec<&Transfer> = transfers.iter().collect();
+                post_all(&group, &*stream).unwrap();
+                wait_all(&group, &*stream).unwrap();
+                comm.synchronize(&*stream).unwrap();
+                assert_eq!(
+                    download(comm, &receive),
+                    values(peer, round, 1 << 16),
+                    "{protocol}, round {round}"
+                );
+            }
+        }
+    });
+}
+
+/// Open descriptors, mappings of memory and threads of this process.
+fn footprint() -> (usize, usize, usize) {
+    let count = |path: &str| std::fs::read_dir(path).unwrap().count();
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+    (
+        count("/proc/self/fd"),
+        maps.lines().count(),
+        count("/proc/self/task"),
+    )
+}
+
+#[test]
+fn a_thousand_exchanges_leave_nothing_behind() {
+    processes(world(2), |comm| {
+        let peer = 1 - comm.rank();
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        let round = |tag: usize| {
+            // Every fourth exchange is of fresh memory.
+            let (send, receive) = (comm.alloc(4096).unwrap(), comm.alloc(4096).unwrap());
+            for step in 0..4 {
+                upload(comm, &send, &values(comm.rank(), tag + step, 4096));
+                let requests = [
+                    TransferRequest::send(&send, peer, 3),
+                    TransferRequest::receive(&receive, peer, 3),
+                ];
+                comm.once(&requests, &*stream).unwrap();
+                comm.synchronize(&*stream).unwrap();
+                assert_eq!(download(comm, &receive), values(peer, tag + step, 4096));
+            }
+        };
+        let settle = || {
+            comm.release_idle().unwrap();
+            comm.barrier().unwrap();
+            comm.release_idle().unwrap();
+            comm.barrier().unwrap();
+        };
+        (0..10).for_each(round);
+        settle();
+        let before = footprint();
+        let registered = comm.registrations_and_mappings();
+        (0..250).for_each(|turn| round(4 * turn));
+        settle();
+        let after = footprint();
+        assert_eq!(comm.registrations_and_mappings(), registered);
+        // The allocator and the driver may map a few arenas more; 1,000 exchanges must not show.
+        assert!(
+            after.0 <= before.0 + 4,
+            "descriptors: {before:?}, then {after:?}"
+        );
+        assert!(
+            after.1 <= before.1 + 24,
+            "mappings: {before:?}, then {after:?}"
+        );
+        assert!(
+            after.2 <= before.2 + 1,
+            "threads: {before:?}, then {after:?}"
+        );
+    });
+}
+
+#[test]
+fn a_group_completes_in_any_order_on_each_rank() {
+    processes(world(4), |comm| {
+        let (rank, world) = (comm.rank(), comm.world());
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        for round in 0..6 {
+            let mut requests = Vec::new();
+            let mut checks = Vec::new();
+            for peer in (0..world).filter(|peer| *peer != rank) {
+                for tag in 0..3u64 {
+                    let protocol = PROTOCOLS[(tag as usize + rank.min(peer)) % 2];
+                    let bytes = 1000 + 77 * tag as usize;
+                    let (send, receive) = (comm.alloc(bytes).unwrap(), comm.alloc(bytes).unwrap());
+                    upload(
+                        comm,
+                        &send,
+                        &values(rank * 100 + peer, round * 10 + tag as usize, bytes),
+                    );
+                    requests.push(TransferRequest::send(&send, peer, tag).protocol(protocol));
+                    requests.push(TransferRequest::receive(&receive, peer, tag).protocol(protocol));
+                    checks.push((
+                        receive,
+                        values(peer * 100 + rank, round * 10 + tag as usize, bytes),
+                    ));
+                }
+            }
+            // Another order on every rank and in every round.
+            let order = values(rank, round, requests.len());
+            let mut shuffled: Vec<_> = requests.into_iter().zip(order).collect();
+            shuffled.sort_by_key(|(_, key)| *key);
+            let requests: Vec<_> = shuffled.into_iter().map(|(request, _)| request).collect();
+            comm.once(&requests, &*stream).unwrap();
+            comm.synchronize(&*stream).unwrap();
+            for (receive, want) in checks {
+                assert_eq!(download(comm, &receive), want);
+            }
+        }
+    });
+}
+
+#[test]
+fn batches_need_not_be_cut_alike() {
+    processes(world(2), |comm| {
+        let peer = 1 - comm.rank();
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        let regions: Vec<_> = (0..4).map(|_| comm.alloc(64).unwrap()).collect();
+        if comm.rank() == 0 {
+            for (tag, region) in regions.iter().enumerate() {
+                upload(comm, region, &[tag as u8 + 1; 64]);
+                comm.send(region, peer, tag as u64, &*stream).unwrap();
+            }
+        } else {
+            let requests: Vec<_> = regions
+                .iter()
+                .zip(0..)
+                .map(|(region, tag)| TransferRequest::receive(region, peer, tag))
+                .collect();
+            comm.once(&requests, &*stream).unwrap();
+        }
+        comm.synchronize(&*stream).unwrap();
+        for (tag, region) in regions.iter().enumerate() {
+            assert_eq!(download(comm, region), [tag as u8 + 1; 64]);
+        }
+    });
+}
+
+#[test]
+fn a_sender_that_runs_ahead_loses_no_signal() {
+    threads_with(
+        world(2),
+        |config| delays(config, Duration::from_micros(50)),
+        |comm| {
+            let peer = 1 - comm.rank();
+            let stream = comm.create_stream(Priority::Normal).unwrap();
+            for protocol in PROTOCOLS {
+                let region = comm.alloc(256).unwrap();
+                upload(comm, &region, &[7; 256]);
+                let request = match comm.rank() {
+                    0 => TransferRequest::send(&region, peer, 1),
+                    _ => TransferRequest::receive(&region, peer, 1),
+                };
+                let transfer = comm
+                    .exchange(&[request.protocol(protocol)])
+                    .unwrap()
+                    .remove(0);
+                // One rank posts a hundred before the other posts any, then the other way round.
+                if comm.rank() == 0 {
+                    (0..100).for_each(|_| transfer.post(&*stream).unwrap());
+                    comm.barrier().unwrap();
+                } else {
+                    comm.barrier().unwrap();
+                    (0..100).for_each(|_| transfer.post(&*stream).unwrap());
+                }
+                transfer.wait(&*stream).unwrap();
+                comm.synchronize(&*stream).unwrap();
+                if comm.rank() == 1 {
+                    (0..100).for_each(|_| transfer.post(&*stream).unwrap());
+                    comm.barrier().unwrap();
+                } else {
+                    comm.barrier().unwrap();
+                    (0..100).for_each(|_| transfer.post(&*stream).unwrap());
+                }
+                transfer.wait(&*stream).unwrap();
+                comm.synchronize(&*stream).unwrap();
+                assert_eq!(download(comm, &region), [7; 256]);
+            }
+        },
+    );
+}
+
+#[test]
+fn a_wait_on_another_stream_waits() {
+    threads_with(
+        world(2),
+        |config| delays(config, Duration::from_millis(1)),
+        |comm| {
+            let peer = 1 - comm.rank();
+            let (posts, waits) = (
+                comm.create_stream(Priority::High).unwrap(),
+                comm.create_stream(Priority::Normal).unwrap(),
+            );
+            for protocol in PROTOCOLS {
+                let (send, receive, seen) = (
+                    comm.alloc(1 << 16).unwrap(),
+                    comm.alloc(1 << 16).unwrap(),
+                    comm.alloc(1 << 16).unwrap(),
+                );
+                let transfers = comm
+                    .exchange(&[
+                        TransferRequest::send(&send, peer, 1).protocol(protocol),
+                        TransferRequest::receive(&receive, peer, 1).protocol(protocol),
+                    ])
+                    .unwrap();
+                let group: Vec<&Transfer> = transfers.iter().collect();
+                for round in 0..20 {
+                    upload(comm, &send, &values(comm.rank(), round, 1 << 16));
+                    post_all(&group, &*posts).unwrap();
+                    wait_all(&group, &*waits).unwrap();
+                    waits.copy(seen.slice(), receive.slice()).unwrap();
+                    comm.synchronize(&*waits).unwrap();
+                    assert_eq!(
+                        download(comm, &seen),
+                        values(peer, round, 1 << 16),
+                        "{protocol}, round {round}"
+                    );
+                    comm.barrier().unwrap();
+                }
+                comm.synchronize(&*posts).unwrap();
+            }
+        },
+    );
+}
+
+/// A graph with a ring step in it, replayed many times; the data moves on by one rank each time.
+fn replay(comm: &Communicator, times: usize) {
+    let (rank, world) = (comm.rank(), comm.world());
+    let stream = comm.create_stream(Priority::Normal).unwrap();
+    for protocol in PROTOCOLS {
+        let (send, receive) = (comm.alloc(4096).unwrap(), comm.alloc(4096).unwrap());
+        upload(comm, &send, &[rank as u8; 4096]);
+        let transfers = ring(comm, &send, &receive, 4, protocol);
+        let group: Vec<&Transfer> = transfers.iter().collect();
+        stream.begin_capture().unwrap();
+        post_all(&group, &*stream).unwrap();
+        wait_all(&group, &*stream).unwrap();
+        stream.copy(send.slice(), receive.slice()).unwrap();
+        let graph = stream.end_capture().unwrap();
+        let mut replayed = 0;
+        while replayed < times {
+            // Not one after the other from the host: launches pile up in the stream.
+            let batch = (times - replayed).min(100);
+            (0..batch).for_each(|_| graph.launch(&*stream).unwrap());
+            comm.synchronize(&*stream).unwrap();
+            replayed += batch;
+            let from = (rank + world * times - replayed) % world;
+            assert_eq!(
+                download(comm, &send),
+                [from as u8; 4096],
+                "{protocol} after {replayed} replays"
+            );
+        }
+        // The same transfers, outside of a graph again.
+        post_all(&group, &*stream).unwrap();
+        wait_all(&group, &*stream).unwrap();
+        comm.synchronize(&*stream).unwrap();
+        let from = (rank + world * (times + 1) - replayed - 1) % world;
+        assert_eq!(download(comm, &receive), [from as u8; 4096]);
+        comm.barrier().unwrap();
+    }
+}
+
+#[test]
+fn a_graph_replayed_ten_thousand_times_stays_right() {
+    processes(world(3), |comm| replay(comm, 10_000));
+}
+
+#[test]
+fn a_graph_replayed_with_random_delays_stays_right() {
+    threads_with(
+        world(3),
+        |config| delays(config, Duration::from_micros(200)),
+        |comm| replay(comm, 100),
+    );
+}
+
+#[test]
+fn a_second_captured_post_needs_a_wait_between() {
+    threads(world(2), |comm| {
+        let peer = 1 - comm.rank();
+        let region = comm.alloc(64).unwrap();
+        let request = match comm.rank() {
+            0 => TransferRequest::send(&region, peer, 1),
+            _ => TransferRequest::receive(&region, peer, 1),
+        };
+        let transfer = comm
+            .exchange(&[request.protocol(Protocol::Get)])
+            .unwrap()
+            .remove(0);
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        if comm.rank() == 0 {
+            stream.begin_capture().unwrap();
+            transfer.post(&*stream).unwrap();
+            let error = transfer.post(&*stream).unwrap_err();
+            common::assert_says(&error, &["posted twice in one graph", "peer 1"]);
+            transfer.wait(&*stream).unwrap();
+            stream.end_capture().unwrap();
+        }
+        comm.barrier().unwrap();
+    });
+}
