@@ -29,6 +29,7 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
+    Bench(commands::bench::Bench),
     Launch(commands::launch::Launch),
     #[command(name = launch::RANK_COMMAND, hide = true)]
     Rank(launch::RankArgs),
@@ -40,6 +41,7 @@ fn main() -> ExitCode {
     let cli = Cli::parse();
     options::start_log(cli.options.verbose);
     let done = match cli.command {
+        Command::Bench(command) => command.run(&cli.options),
         Command::Launch(command) => command.run(&cli.options),
         Command::Rank(args) => Ok(launch::become_rank(&args)),
         Command::Guard => launch::guard(),

@@ -7,7 +7,7 @@ use crate::device::{
     DeviceSlice, Event, Priority, Stream,
 };
 use crate::error::{Error, ErrorKind, Rank, Result};
-use crate::memory::{Memory, Region};
+use crate::memory::{HANDLE_BYTES, Memory, Region, RemoteRegion};
 use crate::p2p::{Protocol, Transfer, TransferRequest, Transfers};
 use crate::sync::lock;
 use std::sync::{Arc, Mutex, OnceLock};
@@ -195,6 +195,22 @@ impl Communicator {
     /// [`ErrorKind::Unsupported`] where the memory cannot be shared.
     pub fn register(&self, slice: &DeviceSlice) -> Result<Region> {
         self.memory.register(slice)
+    }
+
+    /// The handle of `region`, for `peer` to [`open`](Self::open), by whatever way it gets there. A
+    /// handle is good for one opening, and keeps the memory allocated until that is undone.
+    pub fn describe(&self, region: &Region, peer: Rank) -> Result<[u8; HANDLE_BYTES]> {
+        self.memory.describe(region, peer)
+    }
+
+    /// Maps the region that `peer` described, for one-sided copies in any stream. Nothing orders
+    /// them with what the peer does; signals do.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidHandle`] where the handle is truncated, altered, not `peer`'s, or its
+    /// region is gone.
+    pub fn open(&self, peer: Rank, handle: &[u8]) -> Result<RemoteRegion> {
+        self.memory.open(peer, handle)
     }
 
     /// Makes a stream.

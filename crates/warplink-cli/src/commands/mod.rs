@@ -1,3 +1,5 @@
 //! The subcommands, each with its arguments and what it does with them.
 
+pub(crate) mod bench;
 pub(crate) mod launch;
+mod ranks;

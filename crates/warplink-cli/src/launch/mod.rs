@@ -51,7 +51,6 @@ pub(crate) enum Output {
     PrefixedToStderr,
     /// Rank 0 writes to the launcher's streams itself; of the others, only standard error is shown,
     /// prefixed.
-    #[expect(dead_code, reason = "for the subcommands that start themselves")]
     Rank0Only,
     /// Every rank writes to the launcher's streams itself.
     #[expect(dead_code, reason = "for the subcommands that start themselves")]

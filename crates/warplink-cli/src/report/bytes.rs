@@ -6,10 +6,6 @@ use std::str::FromStr;
 
 /// A number of bytes. It is read with or without a unit (`K` and `KiB` are 1024, `KB` is 1000), and
 /// written in the largest binary unit that loses nothing.
-#[cfg_attr(
-    not(test),
-    expect(dead_code, reason = "for the subcommands that measure")
-)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(transparent)]
 pub(crate) struct Bytes(pub(crate) u64);
@@ -59,7 +55,6 @@ impl FromStr for Bytes {
     }
 }
 
-#[cfg_attr(not(test), expect(dead_code, reason = "see Bytes"))]
 fn factor(unit: &str) -> Option<u128> {
     let unit = unit.to_ascii_lowercase();
     let (letter, base) = match unit.strip_suffix("ib") {

@@ -5,15 +5,7 @@
 //! error.
 
 pub(crate) mod bytes;
-#[cfg_attr(
-    not(test),
-    expect(dead_code, reason = "for the subcommands that measure")
-)]
 pub(crate) mod progress;
-#[cfg_attr(
-    not(test),
-    expect(dead_code, reason = "for the subcommands that measure")
-)]
 pub(crate) mod table;
 
 use anyhow::{Context, Result};

@@ -25,7 +25,7 @@
 
 mod slots;
 
-pub(crate) use slots::{REMOTE_SLOT_BYTES, RemoteSlot, Slot, SlotPool};
+pub(crate) use slots::{RemoteSlot, Slot, SlotPool};
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::{AtomicU64, Ordering};

@@ -16,7 +16,7 @@ const COMPLETED: usize = 16;
 const COMPLETED_CAPTURED: usize = 24;
 
 /// Bytes of a slot that a peer needs: its two inbound words.
-pub(crate) const REMOTE_SLOT_BYTES: usize = 16;
+const REMOTE_SLOT_BYTES: usize = 16;
 
 /// Hands out the slots of one rank.
 #[derive(Debug)]

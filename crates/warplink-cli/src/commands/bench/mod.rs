@@ -1,0 +1,29 @@
+//! `warplink bench`: measurements beside the floor of the hardware and the vendor's library.
+
+mod p2p;
+mod timing;
+
+use crate::options::Options;
+use anyhow::Result;
+use clap::{Args, Subcommand};
+use std::process::ExitCode;
+
+/// Measure on this machine
+#[derive(Debug, Args)]
+pub(crate) struct Bench {
+    #[command(subcommand)]
+    what: What,
+}
+
+#[derive(Debug, Subcommand)]
+enum What {
+    P2p(p2p::P2p),
+}
+
+impl Bench {
+    pub(crate) fn run(self, options: &Options) -> Result<ExitCode> {
+        match self.what {
+            What::P2p(command) => command.run(options),
+        }
+    }
+}

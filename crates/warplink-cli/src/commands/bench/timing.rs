@@ -1,0 +1,144 @@
+//! Timing of stream work over all ranks.
+//!
+//! Every sample starts with a barrier of the hosts and then one of the streams, and its time is the
+//! slowest rank's: a time that only one rank sees, or that includes waiting for a late one, says
+//! little about communication.
+
+use anyhow::{Context, Result};
+use std::sync::Arc;
+use warplink::Communicator;
+use warplink::device::{Event, Priority, Stream};
+use warplink::memory::Region;
+use warplink::p2p::{Protocol, Transfer, TransferRequest, post_all, wait_all};
+
+/// How stream work is given to the device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Submission {
+    /// Operation by operation.
+    Eager,
+    /// As a graph, captured once.
+    Captured,
+}
+
+impl Submission {
+    pub(crate) const BOTH: [Self; 2] = [Self::Eager, Self::Captured];
+}
+
+/// Median and spread of the samples, in seconds.
+#[derive(Clone, Copy, Debug, serde::Serialize)]
+pub(crate) struct Times {
+    pub(crate) median: f64,
+    pub(crate) least: f64,
+    pub(crate) most: f64,
+}
+
+/// Measures on one stream of every rank.
+pub(crate) struct Clock<'a> {
+    pub(crate) comm: &'a Communicator,
+    pub(crate) stream: Arc<dyn Stream>,
+    begin: Arc<dyn Event>,
+    end: Arc<dyn Event>,
+    // A step of a ring, which holds every stream until its left neighbour's got there.
+    ring: Vec<Transfer>,
+    _words: [Region; 2],
+}
+
+impl<'a> Clock<'a> {
+    /// Every rank makes one at the same time.
+    pub(crate) fn new(comm: &'a Communicator, priority: Priority) -> Result<Self> {
+        let stream = comm.create_stream(priority)?;
+        let words = [comm.alloc(64)?, comm.alloc(64)?];
+        let (rank, world) = (comm.rank(), comm.world());
+        let ring = if world == 1 {
+            Vec::new()
+        } else {
+            let (right, left) = ((rank + 1) % world, (rank + world - 1) % world);
+            comm.exchange(&[
+                TransferRequest::send(&words[0], right, u64::MAX).protocol(Protocol::Put),
+                TransferRequest::receive(&words[1], left, u64::MAX).protocol(Protocol::Put),
+            ])?
+        };
+        let (begin, end) = (
+            comm.device().create_event(true)?,
+            comm.device().create_event(true)?,
+        );
+        Ok(Self {
+            comm,
+            stream,
+            begin,
+            end,
+            ring,
+            _words: words,
+        })
+    }
+
+    /// Times `work`, which enqueues the same on every call, `samples` times after warming up.
+    pub(crate) fn measure(
+        &self,
+        samples: usize,
+        submission: Submission,
+        work: &dyn Fn(&dyn Stream) -> Result<()>,
+    ) -> Result<Times> {
+        let stream = &*self.stream;
+        let graph = match submission {
+            Submission::Eager => None,
+            Submission::Captured => {
+                stream.begin_capture()?;
+                work(stream).context("while a graph was captured")?;
+                Some(stream.end_capture()?)
+            }
+        };
+        let mut times = Vec::with_capacity(samples);
+        const WARM_UP: usize = 2;
+        for sample in 0..samples + WARM_UP {
+            self.comm.barrier()?;
+            self.align()?;
+            stream.record(&*self.begin)?;
+            match &graph {
+                Some(graph) => graph.launch(stream)?,
+                None => work(stream)?,
+            }
+            stream.record(&*self.end)?;
+            self.comm.synchronize(stream)?;
+            if sample >= WARM_UP {
+                times.push(f64::from(self.end.elapsed_since(&*self.begin)?) / 1e3);
+            }
+        }
+        self.slowest(times)
+    }
+
+    /// Holds the stream until every other rank's got here: one round of the ring for each rank
+    /// but one.
+    fn align(&self) -> Result<()> {
+        let group: Vec<&Transfer> = self.ring.iter().collect();
+        for _ in 1..self.comm.world() {
+            post_all(&group, &*self.stream)?;
+            wait_all(&group, &*self.stream)?;
+        }
+        Ok(())
+    }
+
+    /// Statistics over the samples of each of which the slowest rank counts.
+    pub(crate) fn slowest(&self, own: Vec<f64>) -> Result<Times> {
+        let own: Vec<u8> = own.iter().flat_map(|time| time.to_le_bytes()).collect();
+        let all = self.comm.all_gather_bytes(&own)?;
+        let mut samples = vec![0f64; own.len() / 8];
+        for rank in all {
+            for (slowest, bytes) in samples.iter_mut().zip(rank.chunks_exact(8)) {
+                let time = bytes
+                    .try_into()
+                    .map(f64::from_le_bytes)
+                    .context("read a rank's times")?;
+                *slowest = slowest.max(time);
+            }
+        }
+        samples.sort_by(f64::total_cmp);
+        let at = |index: usize| samples.get(index).copied().unwrap_or(f64::NAN);
+        Ok(Times {
+            median: at(samples.len() / 2),
+            least: at(0),
+            most: at(samples.len().saturating_sub(1)),
+        })
+    }
+}

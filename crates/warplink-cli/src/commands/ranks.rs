@@ -1,0 +1,42 @@
+//! Subcommands that run as several ranks: the first process starts this command again, once for
+//! each rank, and rank 0 prints the result.
+
+use crate::launch::{self, LaunchPlan, Output, Variable};
+use crate::options::Options;
+use anyhow::{Context, Result};
+use std::process::ExitCode;
+use std::time::Duration;
+use warplink::{Communicator, Config};
+
+/// Runs `body` in every rank. In the process that was called, that means starting the ranks and
+/// waiting for them; in a rank (started so, or by `warplink launch`, torchrun or mpirun with
+/// `WARPLINK_RANK` set), it means joining the others first.
+pub(crate) fn run(
+    options: &Options,
+    body: impl FnOnce(&Communicator) -> Result<ExitCode>,
+) -> Result<ExitCode> {
+    if std::env::var_os("WARPLINK_RANK").is_none() {
+        return start(options);
+    }
+    let config = Config::from_env()?;
+    let comm = Communicator::join(&config).context("join the other ranks")?;
+    let code = body(&comm)?;
+    comm.close().context("leave the other ranks")?;
+    Ok(code)
+}
+
+fn start(options: &Options) -> Result<ExitCode> {
+    let plan = LaunchPlan {
+        ranks: options.ranks()?,
+        // The link leads to the running binary also after its file was replaced.
+        program: "/proc/self/exe".into(),
+        args: std::env::args_os().skip(1).collect(),
+        env: vec![Variable::new(
+            "WARPLINK_DEVICE",
+            options.device().to_string(),
+        )],
+        output: Output::Rank0Only,
+        grace: Duration::from_secs(5),
+    };
+    Ok(launch::run(&plan)?.exit_code())
+}
