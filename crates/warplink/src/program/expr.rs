@@ -3,7 +3,7 @@
 use std::fmt;
 
 /// The deepest nesting that an expression may have, so that walking one cannot exhaust the stack.
-pub const DEEPEST: usize = 128;
+pub const DEEPEST: usize = 64;
 
 /// An integer expression, evaluated in `i64` with every overflow an error.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
