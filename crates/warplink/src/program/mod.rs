@@ -10,6 +10,7 @@
 //! | [`ir`], [`expr`] | the representation |
 //! | [`text`] | the grammar, parser and printer |
 //! | [`unrolled`], [`unroll`] | a program for one rank: a flat list of operations |
+//! | [`verify`], [`finding`] | whether the ranks' programs fit together, and what is wrong if not |
 
 pub mod expr;
 pub mod finding;
@@ -17,6 +18,7 @@ pub mod ir;
 pub mod text;
 pub mod unroll;
 pub mod unrolled;
+pub mod verify;
 
 pub use expr::{Condition, Expr};
 pub use finding::{Finding, FindingKind, Place};
@@ -26,3 +28,4 @@ pub use unrolled::{
     Operation, OperationKind, Parameters, Range, Site, StreamKind, TensorId, TensorInstance,
     TransferId, TransferInstance, Unrolled,
 };
+pub use verify::{Report, verify};
