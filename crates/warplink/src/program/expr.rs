@@ -1,0 +1,274 @@
+//! Integer expressions and conditions.
+
+use std::fmt;
+
+/// The deepest nesting that an expression may have, so that walking one cannot exhaust the stack.
+pub const DEEPEST: usize = 64;
+
+/// An integer expression, evaluated in `i64` with every overflow an error.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum Expr {
+    /// A number.
+    Number(i64),
+    /// `rank`, `world`, `streams`, a parameter, a loop index, or a name that `let` bound.
+    Name(String),
+    /// `-a`.
+    Negative(Box<Expr>),
+    /// `a + b` and the like.
+    Binary(Operator, Box<Expr>, Box<Expr>),
+}
+
+/// An operator between integers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Operator {
+    /// `+`.
+    Add,
+    /// `-`.
+    Subtract,
+    /// `*`.
+    Multiply,
+    /// `/`, rounded towards minus infinity.
+    Divide,
+    /// `%`, what `/` leaves: it has the sign of the divisor, so `(rank - 1) % world` is a rank.
+    Remainder,
+}
+
+/// A comparison of integers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Comparison {
+    /// `==`.
+    Equal,
+    /// `!=`.
+    NotEqual,
+    /// `<`.
+    Less,
+    /// `<=`.
+    LessOrEqual,
+    /// `>`.
+    Greater,
+    /// `>=`.
+    GreaterOrEqual,
+}
+
+/// A condition.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum Condition {
+    /// `a == b` and the like.
+    Compare(Comparison, Expr, Expr),
+    /// `not a`.
+    Not(Box<Condition>),
+    /// `a and b`; `b` is not evaluated where `a` fails.
+    And(Box<Condition>, Box<Condition>),
+    /// `a or b`; `b` is not evaluated where `a` holds.
+    Or(Box<Condition>, Box<Condition>),
+}
+
+/// Why an expression has no value.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum EvaluationError {
+    /// A name that nothing bound, or that is no integer.
+    Unknown(String),
+    /// A result that an `i64` cannot hold.
+    Overflow,
+    /// A division by zero.
+    DivisionByZero,
+    /// Nested deeper than [`DEEPEST`].
+    TooDeep,
+}
+
+impl fmt::Display for EvaluationError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Unknown(name) => write!(f, "'{name}' is not an integer that is known here"),
+            Self::Overflow => f.write_str("the value overflows 64 bits"),
+            Self::DivisionByZero => f.write_str("division by zero"),
+            Self::TooDeep => write!(f, "the expression is nested deeper than {DEEPEST}"),
+        }
+    }
+}
+
+impl Expr {
+    /// The value, with `lookup` giving the values of names.
+    ///
+    /// # Errors
+    /// An unknown name, an overflow, a division by zero.
+    pub fn evaluate(&self, lookup: &dyn Fn(&str) -> Option<i64>) -> Result<i64, EvaluationError> {
+        self.evaluate_within(lookup, DEEPEST)
+    }
+
+    fn evaluate_within(
+        &self,
+        lookup: &dyn Fn(&str) -> Option<i64>,
+        left: usize,
+    ) -> Result<i64, EvaluationError> {
+        let left = left.checked_sub(1).ok_or(EvaluationError::TooDeep)?;
+        match self {
+            Self::Number(value) => Ok(*value),
+            Self::Name(name) => lookup(name).ok_or_else(|| EvaluationError::Unknown(name.clone())),
+            Self::Negative(a) => a
+                .evaluate_within(lookup, left)?
+                .checked_neg()
+                .ok_or(EvaluationError::Overflow),
+            Self::Binary(operator, a, b) => operator.apply(
+                a.evaluate_within(lookup, left)?,
+                b.evaluate_within(lookup, left)?,
+            ),
+        }
+    }
+
+    /// How deep it is nested; a number or name is 1.
+    pub fn depth(&self) -> usize {
+        match self {
+            Self::Number(_) | Self::Name(_) => 1,
+            Self::Negative(a) => 1 + a.depth(),
+            Self::Binary(_, a, b) => 1 + a.depth().max(b.depth()),
+        }
+    }
+}
+
+impl Operator {
+    /// The value of `a` operator `b`.
+    ///
+    /// # Errors
+    /// An overflow or a division by zero.
+    pub fn apply(self, a: i64, b: i64) -> Result<i64, EvaluationError> {
+        let value = match self {
+            Self::Add => a.checked_add(b),
+            Self::Subtract => a.checked_sub(b),
+            Self::Multiply => a.checked_mul(b),
+            Self::Divide | Self::Remainder if b == 0 => {
+                return Err(EvaluationError::DivisionByZero);
+            }
+            Self::Divide => a
+                .checked_div(b)
+                .map(|q| if self.floors(a, b) { q - 1 } else { q }),
+            // The one overflow of a division, i64::MIN / -1, leaves no remainder.
+            Self::Remainder => {
+                Some(a.wrapping_rem(b)).map(|r| if self.floors(a, b) { r + b } else { r })
+            }
+        };
+        value.ok_or(EvaluationError::Overflow)
+    }
+
+    /// Whether rounding towards zero, as the processor does, differs from rounding down.
+    fn floors(self, a: i64, b: i64) -> bool {
+        a.wrapping_rem(b) != 0 && (a < 0) != (b < 0)
+    }
+
+    /// Its sign in program text.
+    pub const fn sign(self) -> &'static str {
+        match self {
+            Self::Add => "+",
+            Self::Subtract => "-",
+            Self::Multiply => "*",
+            Self::Divide => "/",
+            Self::Remainder => "%",
+        }
+    }
+}
+
+impl Comparison {
+    /// Whether it holds between `a` and `b`.
+    pub const fn holds(self, a: i64, b: i64) -> bool {
+        match self {
+            Self::Equal => a == b,
+            Self::NotEqual => a != b,
+            Self::Less => a < b,
+            Self::LessOrEqual => a <= b,
+            Self::Greater => a > b,
+            Self::GreaterOrEqual => a >= b,
+        }
+    }
+
+    /// Its sign in program text.
+    pub const fn sign(self) -> &'static str {
+        match self {
+            Self::Equal => "==",
+            Self::NotEqual => "!=",
+            Self::Less => "<",
+            Self::LessOrEqual => "<=",
+            Self::Greater => ">",
+            Self::GreaterOrEqual => ">=",
+        }
+    }
+}
+
+impl Condition {
+    /// Whether it holds, with `lookup` giving the values of names.
+    ///
+    /// # Errors
+    /// An unknown name, an overflow, a division by zero.
+    pub fn evaluate(&self, lookup: &dyn Fn(&str) -> Option<i64>) -> Result<bool, EvaluationError> {
+        self.evaluate_within(lookup, DEEPEST)
+    }
+
+    fn evaluate_within(
+        &self,
+        lookup: &dyn Fn(&str) -> Option<i64>,
+        left: usize,
+    ) -> Result<bool, EvaluationError> {
+        let left = left.checked_sub(1).ok_or(EvaluationError::TooDeep)?;
+        Ok(match self {
+            Self::Compare(comparison, a, b) => {
+                comparison.holds(a.evaluate(lookup)?, b.evaluate(lookup)?)
+            }
+            Self::Not(a) => !a.evaluate_within(lookup, left)?,
+            Self::And(a, b) => {
+                a.evaluate_within(lookup, left)? && b.evaluate_within(lookup, left)?
+            }
+            Self::Or(a, b) => {
+                a.evaluate_within(lookup, left)? || b.evaluate_within(lookup, left)?
+            }
+        })
+    }
+
+    /// How deep it is nested, without the expressions that it compares.
+    pub fn depth(&self) -> usize {
+        match self {
+            Self::Compare(..) => 1,
+            Self::Not(a) => 1 + a.depth(),
+            Self::And(a, b) | Self::Or(a, b) => 1 + a.depth().max(b.depth()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn overflow_and_division_by_zero_are_errors() {
+        assert_eq!(
+            Operator::Add.apply(i64::MAX, 1),
+            Err(EvaluationError::Overflow)
+        );
+        assert_eq!(
+            Operator::Divide.apply(i64::MIN, -1),
+            Err(EvaluationError::Overflow)
+        );
+        assert_eq!(Operator::Remainder.apply(i64::MIN, -1), Ok(0));
+        assert_eq!(
+            Operator::Divide.apply(1, 0),
+            Err(EvaluationError::DivisionByZero)
+        );
+        assert_eq!(
+            Operator::Remainder.apply(1, 0),
+            Err(EvaluationError::DivisionByZero)
+        );
+        assert_eq!(Operator::Remainder.apply(-1, 8), Ok(7));
+        assert_eq!(Operator::Divide.apply(-1, 8), Ok(-1));
+    }
+
+    proptest! {
+        #[test]
+        fn division_rounds_down(a in any::<i64>(), b in any::<i64>()) {
+            prop_assume!(b != 0 && !(a == i64::MIN && b == -1));
+            let (quotient, remainder) =
+                (Operator::Divide.apply(a, b).unwrap(), Operator::Remainder.apply(a, b).unwrap());
+            prop_assert_eq!(i128::from(quotient) * i128::from(b) + i128::from(remainder), i128::from(a));
+            prop_assert!(remainder == 0 || (remainder < 0) == (b < 0));
+            prop_assert!(i128::from(remainder).abs() < i128::from(b).abs());
+        }
+    }
+}

@@ -1,0 +1,183 @@
+//! What is wrong with a program.
+
+use super::unrolled::Site;
+use crate::error::{Error, ErrorKind, Rank, Result};
+use std::fmt;
+use std::str::FromStr;
+
+/// What kind of fault a [`Finding`] is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[non_exhaustive]
+pub enum FindingKind {
+    /// A `require` does not hold.
+    Requirement,
+    /// An expression has no value, a name is unknown or bound twice, or a limit is passed.
+    Malformed,
+    /// An index, a range, a peer or a stream is not there.
+    OutOfBounds,
+    /// Shapes, lengths, element types or protocols do not fit.
+    Mismatch,
+    /// An input is written.
+    InputWritten,
+    /// A tensor is used after it was deallocated, or deallocated while it may be in use.
+    UseAfterDeallocate,
+    /// A wait for a transfer that was not posted before it, as when it names the wrong iteration.
+    UnpostedWait,
+    /// A transfer is shared with a peer that does not share the matching one.
+    AsymmetricExchange,
+    /// Ranks call different collectives, or the same in different orders.
+    CollectiveOrder,
+    /// A signal may be overwritten before it is seen, or is never waited for.
+    LostSignal,
+    /// Hosts or streams wait for one another, or for what never comes.
+    Deadlock,
+    /// Two accesses to the same bytes, at least one a write, without an order.
+    Race,
+    /// Bytes are read that nothing wrote.
+    UnwrittenRead,
+    /// An output is not written in full.
+    UnwrittenOutput,
+    /// A stream's work is not joined to the caller's stream at the end.
+    Unjoined,
+}
+
+impl FindingKind {
+    /// Every kind.
+    pub const ALL: [Self; 15] = [
+        Self::Requirement,
+        Self::Malformed,
+        Self::OutOfBounds,
+        Self::Mismatch,
+        Self::InputWritten,
+        Self::UseAfterDeallocate,
+        Self::UnpostedWait,
+        Self::AsymmetricExchange,
+        Self::CollectiveOrder,
+        Self::LostSignal,
+        Self::Deadlock,
+        Self::Race,
+        Self::UnwrittenRead,
+        Self::UnwrittenOutput,
+        Self::Unjoined,
+    ];
+
+    /// Its name in reports.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Requirement => "requirement",
+            Self::Malformed => "malformed",
+            Self::OutOfBounds => "out-of-bounds",
+            Self::Mismatch => "mismatch",
+            Self::InputWritten => "input-written",
+            Self::UseAfterDeallocate => "use-after-deallocate",
+            Self::UnpostedWait => "unposted-wait",
+            Self::AsymmetricExchange => "asymmetric-exchange",
+            Self::CollectiveOrder => "collective-order",
+            Self::LostSignal => "lost-signal",
+            Self::Deadlock => "deadlock",
+            Self::Race => "race",
+            Self::UnwrittenRead => "unwritten-read",
+            Self::UnwrittenOutput => "unwritten-output",
+            Self::Unjoined => "unjoined",
+        }
+    }
+}
+
+impl fmt::Display for FindingKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for FindingKind {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        Self::ALL
+            .into_iter()
+            .find(|kind| kind.name() == text)
+            .ok_or_else(|| Error::new(ErrorKind::Parse, format!("'{text}' is no kind of finding")))
+    }
+}
+
+/// A place in the run of a program.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Place {
+    /// The rank.
+    pub rank: Rank,
+    /// The statement and the loop indices.
+    pub site: Site,
+}
+
+impl fmt::Display for Place {
+    /// `rank 2, line 12 (j = 3)`.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "rank {}, {}", self.rank, self.site)
+    }
+}
+
+/// A fault of a program.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Finding {
+    /// What kind.
+    pub kind: FindingKind,
+    /// What happens, in a sentence.
+    pub message: String,
+    /// Where: the operations that take part, the one that the sentence begins with first.
+    pub places: Vec<Place>,
+    /// How many more findings of this kind concern the same statements, in other iterations or on
+    /// other ranks.
+    pub repeated: usize,
+}
+
+impl Finding {
+    /// A finding of `kind` at `places`.
+    pub fn new(kind: FindingKind, message: impl Into<String>, places: Vec<Place>) -> Self {
+        Self {
+            kind,
+            message: message.into(),
+            places,
+            repeated: 0,
+        }
+    }
+
+    /// The ranks that take part, each once, in order.
+    pub fn ranks(&self) -> Vec<Rank> {
+        let mut ranks: Vec<Rank> = self.places.iter().map(|place| place.rank).collect();
+        ranks.sort_unstable();
+        ranks.dedup();
+        ranks
+    }
+
+    /// The lines that take part, the one where the fault shows first.
+    pub fn lines(&self) -> Vec<u32> {
+        let mut lines: Vec<u32> = Vec::new();
+        for place in &self.places {
+            if !lines.contains(&place.site.line) {
+                lines.push(place.site.line);
+            }
+        }
+        lines
+    }
+}
+
+impl fmt::Display for Finding {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}", self.kind, self.message)?;
+        match self.repeated {
+            0 => Ok(()),
+            1 => f.write_str(" (and once more in the same statements)"),
+            more => write!(f, " (and {more} times more in the same statements)"),
+        }
+    }
+}
+
+impl From<Finding> for Error {
+    fn from(finding: Finding) -> Self {
+        let kind = match finding.kind {
+            FindingKind::Requirement => ErrorKind::InvalidArgument,
+            _ => ErrorKind::Verification,
+        };
+        Self::new(kind, finding.to_string())
+    }
+}

@@ -1,0 +1,381 @@
+//! The representation of host programs.
+//!
+//! A [`Program`] is a list of statements. Names of tensors, integers and streams are visible from
+//! their statement to the end of the block around it and may not be bound twice; a transfer is
+//! visible from its declaration to the end of the program, under its name and the indices of the
+//! loops around the declaration.
+
+use super::expr::{Condition, Expr};
+use crate::device::ReduceOp;
+use crate::dtype::DType;
+use std::fmt;
+
+/// A host program.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Program {
+    /// Its name.
+    pub name: String,
+    /// Names of the integers that a caller gives values to, such as `m`, `k`, `n`.
+    pub parameters: Vec<String>,
+    /// What each rank does.
+    pub body: Vec<Statement>,
+}
+
+/// A line of the program's text, from 1; 0 where a statement was built and not parsed.
+///
+/// Two lines always compare equal: a program is what its statements say, wherever they stand.
+#[derive(Clone, Copy, Default)]
+pub struct Line(pub u32);
+
+impl PartialEq for Line {
+    fn eq(&self, _: &Self) -> bool {
+        true
+    }
+}
+
+impl Eq for Line {}
+
+impl fmt::Debug for Line {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "line {}", self.0)
+    }
+}
+
+/// One statement and where it stands.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Statement {
+    /// The line of its first word.
+    pub line: Line,
+    /// What it says.
+    pub kind: StatementKind,
+}
+
+impl From<StatementKind> for Statement {
+    fn from(kind: StatementKind) -> Self {
+        Self {
+            line: Line::default(),
+            kind,
+        }
+    }
+}
+
+/// What a statement says.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum StatementKind {
+    /// `require m % world == 0`: refuses parameters that the program cannot run with.
+    Require(Condition),
+    /// `input A: f16[m, k]`, `output …`, `allocate …`.
+    Declare(Declaration),
+    /// `deallocate G`, in the order of the current stream; no access may follow it.
+    Deallocate(String),
+    /// `let next = (rank + 1) % world`.
+    LetInteger {
+        /// The name that is bound.
+        name: String,
+        /// Its value.
+        value: Expr,
+    },
+    /// `let X = G[j]`: another name for a part of a tensor.
+    LetTensor {
+        /// The name that is bound.
+        name: String,
+        /// What it stands for; with at least one selection, which tells it from an integer.
+        value: TensorRef,
+    },
+    /// `G[rank] = copy(A)`.
+    Copy {
+        /// What is written.
+        target: TensorRef,
+        /// What is read.
+        source: TensorRef,
+    },
+    /// `C = matmul(A, B)`, `C += matmul(A, B)`, `C = linear(A, B, bias)`.
+    Matmul {
+        /// What is written, `m × n`.
+        target: TensorRef,
+        /// Left operand, `m × k`.
+        a: TensorRef,
+        /// Right operand, `k × n`.
+        b: TensorRef,
+        /// A vector of `n` that is added to each row; its presence makes it `linear`.
+        bias: Option<TensorRef>,
+        /// Whether the product is added to the target (`+=`).
+        accumulate: bool,
+    },
+    /// `C = sum(X, Y)`, `C = sum(P[s] for s in 0..world)`; the target may be one of the sources.
+    Sum {
+        /// What is written.
+        target: TensorRef,
+        /// What is added up, in order.
+        sources: Vec<Each<TensorRef>>,
+    },
+    /// `G = all_gather(A)` and the other collectives, run by an engine.
+    Collective {
+        /// What is written.
+        target: TensorRef,
+        /// What is read.
+        source: TensorRef,
+        /// Which one.
+        collective: Collective<Expr>,
+    },
+    /// `share { … }`: exchanges the handles of a batch of transfers with their peers, and holds
+    /// this rank's host until each peer has shared the matching transfer.
+    Share(Vec<ShareItem>),
+    /// `post s, r`: enqueues a group of transfers.
+    Post(Vec<Each<TransferRef>>),
+    /// `wait s`: holds the current stream until all posts so far of the transfers are complete.
+    Wait(Vec<Each<TransferRef>>),
+    /// `get_stream main`: names the current stream.
+    GetStream(String),
+    /// `set_stream pool(j % streams)`: makes a stream the current one.
+    SetStream(StreamRef),
+    /// `synchronize pool(j)`: holds the current stream until what another was given so far is done.
+    Synchronize(StreamRef),
+    /// `for j in 0..world { … }`.
+    For(Loop<Statement>),
+    /// `if rank == 0 { … } else { … }`.
+    If(Branch<Statement>),
+}
+
+/// A statement inside `share { … }`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ShareItem {
+    /// The line of its first word.
+    pub line: Line,
+    /// What it says.
+    pub kind: ShareItemKind,
+}
+
+impl From<ShareItemKind> for ShareItem {
+    fn from(kind: ShareItemKind) -> Self {
+        Self {
+            line: Line::default(),
+            kind,
+        }
+    }
+}
+
+/// What a statement inside `share { … }` says.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ShareItemKind {
+    /// `s = send G[j] to next tag j via get`.
+    Transfer(Transfer),
+    /// `let source = …`, visible to the end of the block around it.
+    LetInteger {
+        /// The name that is bound.
+        name: String,
+        /// Its value.
+        value: Expr,
+    },
+    /// A loop whose iterations all go into the same exchange.
+    For(Loop<ShareItem>),
+    /// A choice.
+    If(Branch<ShareItem>),
+}
+
+/// `for index in from..to { body }`; no iteration where `from >= to`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Loop<S> {
+    /// The index.
+    pub index: String,
+    /// Its first value.
+    pub from: Expr,
+    /// One after its last value.
+    pub to: Expr,
+    /// What is repeated.
+    pub body: Vec<S>,
+}
+
+/// `if condition { then } else { otherwise }`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Branch<S> {
+    /// What decides.
+    pub condition: Condition,
+    /// What is done when it holds.
+    pub then: Vec<S>,
+    /// What is done when it does not.
+    pub otherwise: Vec<S>,
+}
+
+/// One item of a list, or one for each value of an index: `s[j] for j in 1..world`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Each<T> {
+    /// The item.
+    pub item: T,
+    /// The index that it is repeated over.
+    pub over: Option<Over>,
+}
+
+impl<T> From<T> for Each<T> {
+    fn from(item: T) -> Self {
+        Self { item, over: None }
+    }
+}
+
+/// `for index in from..to` after an item of a list.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Over {
+    /// The index.
+    pub index: String,
+    /// Its first value.
+    pub from: Expr,
+    /// One after its last value.
+    pub to: Expr,
+}
+
+/// What a tensor is to the program's caller.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Role {
+    /// Memory of the caller that the program only reads.
+    Input,
+    /// Memory of the caller that the program writes in full.
+    Output,
+    /// Memory that the program allocates.
+    Local,
+}
+
+/// A tensor: every rank has its own instance.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Declaration {
+    /// What it is to the caller.
+    pub role: Role,
+    /// Its name.
+    pub name: String,
+    /// Its element type.
+    pub dtype: DType,
+    /// Extents of this rank's instance, outermost first; row-major and contiguous.
+    pub shape: Vec<Expr>,
+    /// How the instance relates to the tensor as a whole.
+    pub sharding: Sharding,
+}
+
+/// How a rank's instance relates to the tensor as a whole.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Sharding {
+    /// Every rank has all of it.
+    Whole,
+    /// Each rank has its part along this axis: `f16[m / world over ranks, k]`. The declared shape is
+    /// that of the part.
+    Ranks(usize),
+    /// The outermost axis counts the iterations of the stream loop: `f16[world over loop, m, k]`.
+    Loop,
+}
+
+/// A tensor, or the part of it that selections leave: always one contiguous range.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TensorRef {
+    /// The tensor's name, or that of an alias.
+    pub name: String,
+    /// Selections on the leading axis of what those before have left.
+    pub selections: Vec<Selection>,
+}
+
+/// A selection on the leading axis.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Selection {
+    /// `[j]`: one slice; the axis goes.
+    Index(Expr),
+    /// `[a..b]`: several slices; the axis stays.
+    Range(Expr, Expr),
+}
+
+/// Which way a transfer goes, as seen from the rank that declares it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Direction {
+    /// To the peer.
+    Send,
+    /// From the peer.
+    Receive,
+}
+
+/// Who moves the bytes of a direct transfer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Protocol {
+    /// The receiver copies out of the sender's memory.
+    Get,
+    /// The sender copies into the receiver's memory.
+    Put,
+}
+
+/// What carries a transfer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Backend {
+    /// Warplink itself: a copy through a mapping of the peer's memory.
+    Direct(Protocol),
+    /// The collective engine's send and receive.
+    Nccl,
+}
+
+/// Declaration of a transfer: `s = send G[j] to next tag j via get`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Transfer {
+    /// Its name.
+    pub name: String,
+    /// Which way it goes.
+    pub direction: Direction,
+    /// What is sent, or where it is received.
+    pub tensor: TensorRef,
+    /// The other rank.
+    pub peer: Expr,
+    /// Tells transfers between the same two ranks apart; 0 where the text names none.
+    pub tag: Expr,
+    /// What carries it.
+    pub backend: Backend,
+}
+
+/// A transfer that was declared: `s`, `s[j - 1]`.
+///
+/// A declaration inside loops makes one transfer for each iteration. The indices name the values
+/// of the innermost of those loops; the loops that they leave out must be open here as well, and
+/// stand for their current iteration.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TransferRef {
+    /// The transfer's name.
+    pub name: String,
+    /// Loop indices of its declaration.
+    pub indices: Vec<Expr>,
+}
+
+/// A stream.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum StreamRef {
+    /// `caller`: the stream on which the program was started.
+    Caller,
+    /// `pool(e)`: one of the `streams` streams of the pool.
+    Pool(Expr),
+    /// `high(e)`: a stream of high priority, for communication.
+    High(Expr),
+    /// A name that `get_stream` bound.
+    Named(String),
+}
+
+/// A collective; `Root` is an expression in a program and a rank once unrolled.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Collective<Root> {
+    /// The target is every rank's source, in rank order.
+    AllGather,
+    /// The target is the reduction of every rank's source.
+    AllReduce(ReduceOp),
+    /// The target is this rank's part of the reduction of every rank's source.
+    ReduceScatter(ReduceOp),
+    /// The target is the root's source.
+    Broadcast(Root),
+    /// On the root, the target is the reduction of every rank's source.
+    Reduce(ReduceOp, Root),
+    /// Part p of the target is this rank's part of rank p's source.
+    AllToAll,
+}
+
+impl<Root> Collective<Root> {
+    /// Its name in program text.
+    pub const fn name(&self) -> &'static str {
+        match self {
+            Self::AllGather => "all_gather",
+            Self::AllReduce(_) => "all_reduce",
+            Self::ReduceScatter(_) => "reduce_scatter",
+            Self::Broadcast(_) => "broadcast",
+            Self::Reduce(..) => "reduce",
+            Self::AllToAll => "all_to_all",
+        }
+    }
+}

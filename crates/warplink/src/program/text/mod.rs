@@ -1,0 +1,184 @@
+//! Programs as text.
+//!
+//! ```text
+//! program   = "program" NAME "(" [NAME {"," NAME}] ")" block
+//! block     = "{" {statement separator} "}"            separator: the end of a line, or ";"
+//! statement = "require" condition
+//!           | ("input" | "output" | "allocate") NAME ":" DTYPE "[" axis {"," axis} "]"
+//!           | "deallocate" NAME
+//!           | "let" NAME "=" (integer | tensor)        a tensor here has at least one selection
+//!           | tensor "=" ("copy" "(" tensor ")" | "matmul" "(" tensor "," tensor ")"
+//!                        | "linear" "(" tensor "," tensor "," tensor ")"
+//!                        | "sum" "(" tensor [each] {"," tensor [each]} ")" | collective)
+//!           | tensor "+=" (matmul | linear)
+//!           | "share" "{" {transfer | let | for | if} "}"
+//!           | "post" transfer [each] {"," transfer [each]}
+//!           | "wait" transfer [each] {"," transfer [each]}
+//!           | "get_stream" NAME | "set_stream" stream | "synchronize" stream
+//!           | "for" NAME "in" integer ".." integer block
+//!           | "if" condition block ["else" (block | "if" …)]
+//! axis      = integer ["over" ("ranks" | "loop")]
+//! tensor    = NAME {"[" integer [".." integer] "]"}
+//! transfer  = NAME "=" ("send" tensor "to" | "receive" tensor "from") integer ["tag" integer]
+//!             "via" ("get" | "put" | "nccl")           where it is declared, in "share"
+//!           | NAME {"[" integer "]"}                   where it is named
+//! each      = "for" NAME "in" integer ".." integer
+//! stream    = NAME | "caller" | "pool" "(" integer ")" | "high" "(" integer ")"
+//! collective = ("all_gather" | "all_to_all") "(" tensor ")"
+//!           | ("all_reduce" | "reduce_scatter") "(" tensor "," op ")"
+//!           | "broadcast" "(" tensor "from" integer ")" | "reduce" "(" tensor "," op "to" integer ")"
+//! op        = "sum" | "max" | "min"
+//! ```
+//!
+//! Integers have `+ - * / %` and parentheses, conditions comparisons and `and or not`. `/` rounds
+//! down and `%` has the sign of its divisor. A line goes on where a parenthesis or bracket is open
+//! or after a comma or an operator. A comment goes from `#` to the end of its line; comments are
+//! not part of the program and are lost when it is printed.
+//!
+//! Printing a program and parsing it gives the same program.
+
+mod operand;
+mod parse;
+mod print;
+mod token;
+
+pub use print::summary;
+
+use super::ir::Program;
+use crate::error::{Error, ErrorKind, Result};
+use std::fmt;
+use std::str::FromStr;
+
+/// Longest text that is parsed, in bytes.
+pub const LONGEST_TEXT: usize = 1 << 20;
+
+/// Deepest nesting of blocks.
+pub const DEEPEST_BLOCK: usize = 32;
+
+/// Words with a meaning, which no name may be.
+pub const RESERVED: [&str; 46] = [
+    "program",
+    "require",
+    "input",
+    "output",
+    "allocate",
+    "deallocate",
+    "let",
+    "copy",
+    "matmul",
+    "linear",
+    "sum",
+    "max",
+    "min",
+    "all_gather",
+    "all_reduce",
+    "reduce_scatter",
+    "broadcast",
+    "reduce",
+    "all_to_all",
+    "share",
+    "send",
+    "receive",
+    "to",
+    "from",
+    "tag",
+    "via",
+    "post",
+    "wait",
+    "get_stream",
+    "set_stream",
+    "synchronize",
+    "caller",
+    "pool",
+    "high",
+    "for",
+    "in",
+    "if",
+    "else",
+    "and",
+    "or",
+    "not",
+    "over",
+    "loop",
+    "rank",
+    "world",
+    "streams",
+];
+
+/// Whether `name` can be the name of a tensor, integer, transfer or stream.
+pub fn is_name(name: &str) -> bool {
+    is_word(name) && !RESERVED.contains(&name)
+}
+
+fn is_word(name: &str) -> bool {
+    let mut characters = name.chars();
+    characters
+        .next()
+        .is_some_and(|first| first.is_ascii_alphabetic() || first == '_')
+        && characters.all(|next| next.is_ascii_alphanumeric() || next == '_')
+}
+
+/// Where and why a text is no program.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ParseError {
+    /// The line, from 1.
+    pub line: usize,
+    /// The character within the line, from 1.
+    pub column: usize,
+    /// What is wrong, or what was expected and what was found.
+    pub message: String,
+    /// The line's text.
+    pub excerpt: String,
+}
+
+impl fmt::Display for ParseError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let number = self.line.to_string();
+        let margin = " ".repeat(number.len());
+        let indent: String = self
+            .excerpt
+            .chars()
+            .take(self.column - 1)
+            .map(|c| if c == '\t' { '\t' } else { ' ' })
+            .collect();
+        writeln!(f, "line {number}, column {}: {}", self.column, self.message)?;
+        writeln!(f, "{margin} |")?;
+        writeln!(f, "{number} | {}", self.excerpt)?;
+        write!(f, "{margin} | {indent}^")
+    }
+}
+
+impl std::error::Error for ParseError {}
+
+impl From<ParseError> for Error {
+    fn from(error: ParseError) -> Self {
+        Self::new(ErrorKind::Parse, error.to_string())
+    }
+}
+
+impl Program {
+    /// Parses a program's text; see [`text`](self) for the grammar.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Parse`] with the line, the column and what was expected; see
+    /// [`parse_text`](Self::parse_text) for the parts of it.
+    pub fn parse(text: &str) -> Result<Self> {
+        Ok(Self::parse_text(text)?)
+    }
+
+    /// Parses a program's text.
+    ///
+    /// # Errors
+    /// Where and why it is none.
+    pub fn parse_text(text: &str) -> Result<Self, ParseError> {
+        parse::program(text)
+    }
+}
+
+impl FromStr for Program {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        Self::parse(text)
+    }
+}

@@ -1,0 +1,406 @@
+//! Parsing of integers, conditions, and references to tensors, transfers and streams.
+
+use super::token::{Token, TokenKind, error_at};
+use super::{ParseError, is_name, is_word};
+use crate::program::expr::{Comparison, Condition, DEEPEST, Expr, Operator};
+use crate::program::ir::{Each, Over, Selection, StreamRef, TensorRef, TransferRef};
+
+/// The result of a parsing function.
+pub(super) type Parsed<T> = Result<T, ParseError>;
+
+/// A place in the tokens of a text.
+pub(super) struct Parser<'a> {
+    pub(super) text: &'a str,
+    pub(super) tokens: Vec<Token<'a>>,
+    pub(super) at: usize,
+    /// Blocks that are open.
+    pub(super) blocks: usize,
+    /// Parentheses and prefixes that are open in the expression at hand.
+    nesting: usize,
+}
+
+/// An expression before it is known which kind the place calls for.
+enum Value {
+    Integer(Expr),
+    Truth(Condition),
+}
+
+impl<'a> Parser<'a> {
+    pub(super) fn new(text: &'a str, tokens: Vec<Token<'a>>) -> Self {
+        Self {
+            text,
+            tokens,
+            at: 0,
+            blocks: 0,
+            nesting: 0,
+        }
+    }
+
+    /// The token at hand; behind the last one, always the end.
+    pub(super) fn peek(&self) -> Token<'a> {
+        self.peek_at(0)
+    }
+
+    pub(super) fn peek_at(&self, ahead: usize) -> Token<'a> {
+        let last = Token {
+            kind: TokenKind::End,
+            text: "",
+            at: self.text.len(),
+            line: 0,
+        };
+        self.tokens
+            .get(self.at + ahead)
+            .or(self.tokens.last())
+            .copied()
+            .unwrap_or(last)
+    }
+
+    pub(super) fn next(&mut self) -> Token<'a> {
+        let token = self.peek();
+        self.at += 1;
+        token
+    }
+
+    /// Whether the token at hand is the word or sign `text`.
+    pub(super) fn is(&self, text: &str) -> bool {
+        let token = self.peek();
+        matches!(token.kind, TokenKind::Word | TokenKind::Sign) && token.text == text
+    }
+
+    /// Takes the word or sign `text` where it is at hand.
+    pub(super) fn take(&mut self, text: &str) -> bool {
+        let there = self.is(text);
+        self.at += usize::from(there);
+        there
+    }
+
+    pub(super) fn expect(&mut self, text: &str) -> Parsed<()> {
+        if self.take(text) {
+            Ok(())
+        } else {
+            Err(self.expected(&format!("'{text}'")))
+        }
+    }
+
+    /// The error of finding the token at hand where `what` is expected.
+    pub(super) fn expected(&self, what: &str) -> ParseError {
+        let token = self.peek();
+        let found = match token.kind {
+            TokenKind::LineEnd => "the end of the line".to_owned(),
+            TokenKind::End => "the end of the text".to_owned(),
+            _ => format!("'{}'", token.text),
+        };
+        self.wrong(token, format!("expected {what}, found {found}"))
+    }
+
+    pub(super) fn wrong(&self, token: Token<'_>, message: String) -> ParseError {
+        error_at(self.text, token.at, message)
+    }
+
+    /// A name that may be bound; `what` is what it will stand for.
+    pub(super) fn name(&mut self, what: &str) -> Parsed<String> {
+        let token = self.peek();
+        match token.kind {
+            TokenKind::Word if is_name(token.text) => {
+                self.at += 1;
+                Ok(token.text.to_owned())
+            }
+            TokenKind::Word => Err(self.wrong(
+                token,
+                format!(
+                    "expected {what}, found '{}', which is a reserved word",
+                    token.text
+                ),
+            )),
+            _ => Err(self.expected(what)),
+        }
+    }
+
+    pub(super) fn integer(&mut self) -> Parsed<Expr> {
+        let start = self.peek();
+        match self.any_of(start)? {
+            Value::Integer(expression) => Ok(expression),
+            Value::Truth(_) => {
+                Err(self.wrong(start, "expected an integer, found a condition".into()))
+            }
+        }
+    }
+
+    pub(super) fn condition(&mut self) -> Parsed<Condition> {
+        let start = self.peek();
+        match self.any_of(start)? {
+            Value::Truth(condition) => Ok(condition),
+            Value::Integer(_) => Err(self.wrong(
+                start,
+                "expected a condition such as 'rank == 0', found an integer".into(),
+            )),
+        }
+    }
+
+    /// Counts a level of nesting around `inner`; the limit keeps the stack from overflowing.
+    fn nested<T>(&mut self, inner: impl FnOnce(&mut Self) -> Parsed<T>) -> Parsed<T> {
+        if self.nesting >= DEEPEST {
+            return Err(self.wrong(
+                self.peek(),
+                format!("the expression is nested deeper than {DEEPEST}"),
+            ));
+        }
+        self.nesting += 1;
+        let result = inner(self);
+        self.nesting -= 1;
+        result
+    }
+
+    /// An expression of any kind, `or` binding least.
+    fn any_of(&mut self, start: Token<'a>) -> Parsed<Value> {
+        let mut left = self.conjunction(start)?;
+        while self.is("or") {
+            self.at += 1;
+            let next = self.peek();
+            let right = self.conjunction(next)?;
+            left = self.joined(start, left, next, right, Condition::Or)?;
+        }
+        Ok(left)
+    }
+
+    fn conjunction(&mut self, start: Token<'a>) -> Parsed<Value> {
+        let mut left = self.negation()?;
+        while self.is("and") {
+            self.at += 1;
+            let next = self.peek();
+            let right = self.negation()?;
+            left = self.joined(start, left, next, right, Condition::And)?;
+        }
+        Ok(left)
+    }
+
+    fn joined(
+        &self,
+        start: Token<'_>,
+        left: Value,
+        next: Token<'_>,
+        right: Value,
+        join: fn(Box<Condition>, Box<Condition>) -> Condition,
+    ) -> Parsed<Value> {
+        let condition = join(
+            Box::new(self.truth(start, left)?),
+            Box::new(self.truth(next, right)?),
+        );
+        self.within_depth(start, condition.depth())?;
+        Ok(Value::Truth(condition))
+    }
+
+    fn negation(&mut self) -> Parsed<Value> {
+        if !self.take("not") {
+            return self.comparison();
+        }
+        let start = self.peek();
+        let inner = self.nested(Self::negation)?;
+        let condition = Condition::Not(Box::new(self.truth(start, inner)?));
+        self.within_depth(start, condition.depth())?;
+        Ok(Value::Truth(condition))
+    }
+
+    fn comparison(&mut self) -> Parsed<Value> {
+        const ALL: [Comparison; 6] = [
+            Comparison::Equal,
+            Comparison::NotEqual,
+            Comparison::LessOrEqual,
+            Comparison::GreaterOrEqual,
+            Comparison::Less,
+            Comparison::Greater,
+        ];
+        let start = self.peek();
+        let left = self.sum()?;
+        let Some(comparison) = ALL
+            .into_iter()
+            .find(|comparison| self.is(comparison.sign()))
+        else {
+            return Ok(left);
+        };
+        self.at += 1;
+        let next = self.peek();
+        let right = self.sum()?;
+        Ok(Value::Truth(Condition::Compare(
+            comparison,
+            self.number_of(start, left)?,
+            self.number_of(next, right)?,
+        )))
+    }
+
+    fn sum(&mut self) -> Parsed<Value> {
+        self.chain(Self::product, &[Operator::Add, Operator::Subtract])
+    }
+
+    fn product(&mut self) -> Parsed<Value> {
+        self.chain(
+            Self::factor,
+            &[Operator::Multiply, Operator::Divide, Operator::Remainder],
+        )
+    }
+
+    fn chain(
+        &mut self,
+        part: fn(&mut Self) -> Parsed<Value>,
+        operators: &[Operator],
+    ) -> Parsed<Value> {
+        let start = self.peek();
+        let mut left = part(self)?;
+        while let Some(operator) = operators.iter().find(|operator| self.is(operator.sign())) {
+            self.at += 1;
+            let next = self.peek();
+            let right = part(self)?;
+            let expression = Expr::Binary(
+                *operator,
+                Box::new(self.number_of(start, left)?),
+                Box::new(self.number_of(next, right)?),
+            );
+            self.within_depth(start, expression.depth())?;
+            left = Value::Integer(expression);
+        }
+        Ok(left)
+    }
+
+    fn factor(&mut self) -> Parsed<Value> {
+        let token = self.next();
+        match (token.kind, token.text) {
+            (TokenKind::Number(value), _) => match i64::try_from(value) {
+                Ok(value) => Ok(Value::Integer(Expr::Number(value))),
+                Err(_) => Err(self.wrong(token, format!("'{}' overflows 64 bits", token.text))),
+            },
+            (TokenKind::Sign, "-") => {
+                if let TokenKind::Number(value) = self.peek().kind {
+                    let number = self.next();
+                    let value = 0_i64.checked_sub_unsigned(value).ok_or_else(|| {
+                        self.wrong(number, format!("'-{}' overflows 64 bits", number.text))
+                    })?;
+                    return Ok(Value::Integer(Expr::Number(value)));
+                }
+                let next = self.peek();
+                let inner = self.nested(Self::factor)?;
+                let expression = Expr::Negative(Box::new(self.number_of(next, inner)?));
+                self.within_depth(token, expression.depth())?;
+                Ok(Value::Integer(expression))
+            }
+            (TokenKind::Sign, "(") => {
+                let start = self.peek();
+                let inner = self.nested(|parser| parser.any_of(start))?;
+                self.expect(")")?;
+                Ok(inner)
+            }
+            (TokenKind::Word, "rank" | "world" | "streams") => {
+                Ok(Value::Integer(Expr::Name(token.text.to_owned())))
+            }
+            (TokenKind::Word, name) if is_name(name) => {
+                Ok(Value::Integer(Expr::Name(name.to_owned())))
+            }
+            _ => {
+                self.at -= 1;
+                Err(self.expected("an integer expression"))
+            }
+        }
+    }
+
+    fn number_of(&self, start: Token<'_>, value: Value) -> Parsed<Expr> {
+        match value {
+            Value::Integer(expression) => Ok(expression),
+            Value::Truth(_) => {
+                Err(self.wrong(start, "expected an integer, found a condition".into()))
+            }
+        }
+    }
+
+    fn truth(&self, start: Token<'_>, value: Value) -> Parsed<Condition> {
+        match value {
+            Value::Truth(condition) => Ok(condition),
+            Value::Integer(_) => {
+                Err(self.wrong(start, "expected a condition, found an integer".into()))
+            }
+        }
+    }
+
+    fn within_depth(&self, start: Token<'_>, depth: usize) -> Parsed<()> {
+        if depth <= DEEPEST {
+            return Ok(());
+        }
+        Err(self.wrong(
+            start,
+            format!("the expression is nested deeper than {DEEPEST}"),
+        ))
+    }
+
+    /// `a..b`.
+    pub(super) fn bounds(&mut self) -> Parsed<(Expr, Expr)> {
+        let from = self.integer()?;
+        self.expect("..")?;
+        Ok((from, self.integer()?))
+    }
+
+    pub(super) fn tensor(&mut self) -> Parsed<TensorRef> {
+        let name = self.name("a tensor's name")?;
+        let mut selections = Vec::new();
+        while self.take("[") {
+            let first = self.integer()?;
+            selections.push(if self.take("..") {
+                Selection::Range(first, self.integer()?)
+            } else {
+                Selection::Index(first)
+            });
+            if !self.take("]") {
+                return Err(self.expected("']' or '..'"));
+            }
+        }
+        Ok(TensorRef { name, selections })
+    }
+
+    pub(super) fn transfer(&mut self) -> Parsed<TransferRef> {
+        let name = self.name("a transfer's name")?;
+        let mut indices = Vec::new();
+        while self.take("[") {
+            indices.push(self.integer()?);
+            self.expect("]")?;
+        }
+        Ok(TransferRef { name, indices })
+    }
+
+    /// A list of items, each of which may be repeated over an index.
+    pub(super) fn each<T>(&mut self, item: fn(&mut Self) -> Parsed<T>) -> Parsed<Vec<Each<T>>> {
+        let mut list = Vec::new();
+        loop {
+            let item = item(self)?;
+            let over = if self.take("for") {
+                let index = self.name("a loop index")?;
+                self.expect("in")?;
+                let (from, to) = self.bounds()?;
+                Some(Over { index, from, to })
+            } else {
+                None
+            };
+            list.push(Each { item, over });
+            if !self.take(",") {
+                return Ok(list);
+            }
+        }
+    }
+
+    pub(super) fn stream(&mut self) -> Parsed<StreamRef> {
+        if self.take("caller") {
+            return Ok(StreamRef::Caller);
+        }
+        for (word, make) in [
+            ("pool", StreamRef::Pool as fn(Expr) -> StreamRef),
+            ("high", StreamRef::High),
+        ] {
+            if self.take(word) {
+                self.expect("(")?;
+                let number = self.integer()?;
+                self.expect(")")?;
+                return Ok(make(number));
+            }
+        }
+        if is_word(self.peek().text) && is_name(self.peek().text) {
+            return Ok(StreamRef::Named(self.name("a stream")?));
+        }
+        Err(self.expected("a stream: 'caller', 'pool(…)', 'high(…)' or a name from 'get_stream'"))
+    }
+}

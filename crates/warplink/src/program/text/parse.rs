@@ -1,0 +1,420 @@
+//! Parsing of statements and whole programs.
+
+use super::operand::{Parsed, Parser};
+use super::token::{TokenKind, tokens};
+use super::{DEEPEST_BLOCK, is_name};
+use crate::device::ReduceOp;
+use crate::dtype::DType;
+use crate::program::expr::Expr;
+use crate::program::ir::{
+    Backend, Branch, Collective, Declaration, Direction, Line, Loop, Program, Protocol, Role,
+    Sharding, ShareItem, ShareItemKind, Statement, StatementKind, TensorRef, Transfer,
+};
+
+/// Parses a whole program.
+pub(super) fn program(text: &str) -> Parsed<Program> {
+    let mut parser = Parser::new(text, tokens(text)?);
+    parser.skip_line_ends();
+    parser.expect("program")?;
+    let name = parser.name("the program's name")?;
+    parser.expect("(")?;
+    let mut parameters: Vec<String> = Vec::new();
+    while !parser.is(")") {
+        let token = parser.peek();
+        let parameter = parser.name("a parameter's name or ')'")?;
+        if parameters.contains(&parameter) {
+            return Err(parser.wrong(token, format!("parameter '{parameter}' is named twice")));
+        }
+        parameters.push(parameter);
+        if !parser.take(",") && !parser.is(")") {
+            return Err(parser.expected("',' or ')'"));
+        }
+    }
+    parser.expect(")")?;
+    let body = parser.block(Parser::statement)?;
+    parser.skip_line_ends();
+    if parser.peek().kind != TokenKind::End {
+        return Err(parser.expected("the end of the text"));
+    }
+    Ok(Program {
+        name,
+        parameters,
+        body,
+    })
+}
+
+impl Parser<'_> {
+    fn skip_line_ends(&mut self) {
+        while self.peek().kind == TokenKind::LineEnd {
+            self.at += 1;
+        }
+    }
+
+    /// `{ … }`, each statement on a line of its own or ended by `;`.
+    fn block<S>(&mut self, statement: fn(&mut Self) -> Parsed<S>) -> Parsed<Vec<S>> {
+        let start = self.peek();
+        self.expect("{")?;
+        if self.blocks >= DEEPEST_BLOCK {
+            return Err(self.wrong(
+                start,
+                format!("blocks are nested deeper than {DEEPEST_BLOCK}"),
+            ));
+        }
+        self.blocks += 1;
+        let mut list = Vec::new();
+        loop {
+            while self.peek().kind == TokenKind::LineEnd || self.is(";") {
+                self.at += 1;
+            }
+            if self.take("}") {
+                self.blocks -= 1;
+                return Ok(list);
+            }
+            if self.peek().kind == TokenKind::End {
+                let line = start.line;
+                return Err(self.expected(&format!("'}}' for the '{{' that line {line} opens")));
+            }
+            list.push(statement(self)?);
+            let over = matches!(self.peek().kind, TokenKind::LineEnd | TokenKind::End);
+            if !over && !self.is(";") && !self.is("}") {
+                return Err(self.expected("the end of the statement"));
+            }
+        }
+    }
+
+    fn statement(&mut self) -> Parsed<Statement> {
+        let first = self.peek();
+        let line = Line(first.line);
+        if first.kind == TokenKind::Word && is_name(first.text) {
+            let kind = self.assignment()?;
+            return Ok(Statement { line, kind });
+        }
+        if first.kind != TokenKind::Word {
+            return Err(self.expected("a statement"));
+        }
+        self.at += 1;
+        let kind = match first.text {
+            "require" => StatementKind::Require(self.condition()?),
+            "input" => StatementKind::Declare(self.declaration(Role::Input)?),
+            "output" => StatementKind::Declare(self.declaration(Role::Output)?),
+            "allocate" => StatementKind::Declare(self.declaration(Role::Local)?),
+            "deallocate" => StatementKind::Deallocate(self.name("a tensor's name")?),
+            "let" => self.binding()?,
+            "share" => StatementKind::Share(self.block(Self::share_item)?),
+            "post" => StatementKind::Post(self.each(Self::transfer)?),
+            "wait" => StatementKind::Wait(self.each(Self::transfer)?),
+            "get_stream" => StatementKind::GetStream(self.name("a name for the stream")?),
+            "set_stream" => StatementKind::SetStream(self.stream()?),
+            "synchronize" => StatementKind::Synchronize(self.stream()?),
+            "for" => StatementKind::For(self.repetition(Self::statement)?),
+            "if" => {
+                let wrap = |branch, line| Statement {
+                    line,
+                    kind: StatementKind::If(branch),
+                };
+                StatementKind::If(self.branch(Self::statement, wrap)?)
+            }
+            _ => {
+                self.at -= 1;
+                return Err(self.expected("a statement"));
+            }
+        };
+        Ok(Statement { line, kind })
+    }
+
+    /// What follows `let`.
+    fn binding(&mut self) -> Parsed<StatementKind> {
+        let name = self.name("the name to bind")?;
+        self.expect("=")?;
+        // No integer is followed by a bracket, so one after the first word means a tensor.
+        let tensor = self.peek().kind == TokenKind::Word && self.peek_at(1).text == "[";
+        Ok(if tensor {
+            let value = self.tensor()?;
+            StatementKind::LetTensor { name, value }
+        } else {
+            let value = self.integer()?;
+            StatementKind::LetInteger { name, value }
+        })
+    }
+
+    fn declaration(&mut self, role: Role) -> Parsed<Declaration> {
+        let name = self.name("a tensor's name")?;
+        self.expect(":")?;
+        let token = self.peek();
+        let dtype: DType = token
+            .text
+            .parse()
+            .map_err(|_| self.expected("an element type: f16, bf16, f32, f64, i32 or u8"))?;
+        self.at += 1;
+        self.expect("[")?;
+        let (mut shape, mut sharding) = (Vec::new(), Sharding::Whole);
+        loop {
+            shape.push(self.integer()?);
+            let over = self.peek();
+            if self.take("over") {
+                let kind = if self.take("loop") {
+                    Sharding::Loop
+                } else if self.peek().text == "ranks" {
+                    self.at += 1;
+                    Sharding::Ranks(shape.len() - 1)
+                } else {
+                    return Err(self.expected("'ranks' or 'loop'"));
+                };
+                if sharding != Sharding::Whole {
+                    return Err(self.wrong(over, "a tensor is sharded along one axis only".into()));
+                }
+                if kind == Sharding::Loop && shape.len() > 1 {
+                    return Err(self.wrong(over, "the loop's axis is the first one".into()));
+                }
+                sharding = kind;
+            }
+            if !self.take(",") {
+                break;
+            }
+        }
+        if !self.take("]") {
+            return Err(self.expected("',' or ']'"));
+        }
+        Ok(Declaration {
+            role,
+            name,
+            dtype,
+            shape,
+            sharding,
+        })
+    }
+
+    /// `target = …` or `target += …`.
+    fn assignment(&mut self) -> Parsed<StatementKind> {
+        let target = self.tensor()?;
+        let accumulate = self.take("+=");
+        if !accumulate && !self.take("=") {
+            return Err(self.expected("'=', '+=' or '['"));
+        }
+        let token = self.peek();
+        self.at += 1;
+        if token.kind == TokenKind::Word
+            && (!accumulate || matches!(token.text, "matmul" | "linear"))
+        {
+            match token.text {
+                "copy" => {
+                    let source = self.only_argument()?;
+                    return Ok(StatementKind::Copy { target, source });
+                }
+                "matmul" | "linear" => {
+                    self.expect("(")?;
+                    let a = self.tensor()?;
+                    self.expect(",")?;
+                    let b = self.tensor()?;
+                    let bias = if token.text == "linear" {
+                        self.expect(",")?;
+                        Some(self.tensor()?)
+                    } else {
+                        None
+                    };
+                    self.expect(")")?;
+                    return Ok(StatementKind::Matmul {
+                        target,
+                        a,
+                        b,
+                        bias,
+                        accumulate,
+                    });
+                }
+                "sum" => {
+                    self.expect("(")?;
+                    let sources = self.each(Self::tensor)?;
+                    self.expect(")")?;
+                    return Ok(StatementKind::Sum { target, sources });
+                }
+                _ => {
+                    if let Some((source, collective)) = self.collective(token.text)? {
+                        return Ok(StatementKind::Collective {
+                            target,
+                            source,
+                            collective,
+                        });
+                    }
+                }
+            }
+        }
+        self.at -= 1;
+        Err(self.expected(if accumulate {
+            "matmul or linear"
+        } else {
+            "copy, matmul, linear, sum or a collective"
+        }))
+    }
+
+    fn only_argument(&mut self) -> Parsed<TensorRef> {
+        self.expect("(")?;
+        let source = self.tensor()?;
+        self.expect(")")?;
+        Ok(source)
+    }
+
+    /// The arguments of the collective `name`; `None` where there is none of that name.
+    fn collective(&mut self, name: &str) -> Parsed<Option<(TensorRef, Collective<Expr>)>> {
+        const NAMES: [&str; 6] = [
+            "all_gather",
+            "all_to_all",
+            "all_reduce",
+            "reduce_scatter",
+            "broadcast",
+            "reduce",
+        ];
+        if !NAMES.contains(&name) {
+            return Ok(None);
+        }
+        self.expect("(")?;
+        let source = self.tensor()?;
+        let collective = match name {
+            "all_gather" => Collective::AllGather,
+            "all_to_all" => Collective::AllToAll,
+            "all_reduce" => Collective::AllReduce(self.reduction()?),
+            "reduce_scatter" => Collective::ReduceScatter(self.reduction()?),
+            "broadcast" => {
+                self.expect("from")?;
+                Collective::Broadcast(self.integer()?)
+            }
+            _ => {
+                let op = self.reduction()?;
+                self.expect("to")?;
+                Collective::Reduce(op, self.integer()?)
+            }
+        };
+        self.expect(")")?;
+        Ok(Some((source, collective)))
+    }
+
+    fn reduction(&mut self) -> Parsed<ReduceOp> {
+        self.expect(",")?;
+        for (word, op) in [
+            ("sum", ReduceOp::Sum),
+            ("max", ReduceOp::Max),
+            ("min", ReduceOp::Min),
+        ] {
+            if self.take(word) {
+                return Ok(op);
+            }
+        }
+        Err(self.expected("sum, max or min"))
+    }
+
+    fn share_item(&mut self) -> Parsed<ShareItem> {
+        let line = Line(self.peek().line);
+        let kind = if self.take("for") {
+            ShareItemKind::For(self.repetition(Self::share_item)?)
+        } else if self.take("if") {
+            let wrap = |branch, line| ShareItem {
+                line,
+                kind: ShareItemKind::If(branch),
+            };
+            ShareItemKind::If(self.branch(Self::share_item, wrap)?)
+        } else if self.take("let") {
+            let name = self.name("the name to bind")?;
+            self.expect("=")?;
+            let value = self.integer()?;
+            ShareItemKind::LetInteger { name, value }
+        } else {
+            ShareItemKind::Transfer(self.declared_transfer()?)
+        };
+        Ok(ShareItem { line, kind })
+    }
+
+    fn declared_transfer(&mut self) -> Parsed<Transfer> {
+        let name = self.name("a transfer's name, 'let', 'for' or 'if'")?;
+        self.expect("=")?;
+        let direction = if self.take("send") {
+            Direction::Send
+        } else if self.take("receive") {
+            Direction::Receive
+        } else {
+            return Err(self.expected("'send' or 'receive'"));
+        };
+        let tensor = self.tensor()?;
+        self.expect(match direction {
+            Direction::Send => "to",
+            Direction::Receive => "from",
+        })?;
+        let peer = self.integer()?;
+        let tag = if self.take("tag") {
+            self.integer()?
+        } else {
+            Expr::Number(0)
+        };
+        if !self.take("via") {
+            return Err(self.expected("'tag' or 'via'"));
+        }
+        let token = self.next();
+        let backend = match token.text {
+            "get" => Backend::Direct(Protocol::Get),
+            "put" => Backend::Direct(Protocol::Put),
+            "nccl" => Backend::Nccl,
+            _ => {
+                self.at -= 1;
+                return Err(self.expected("get, put or nccl"));
+            }
+        };
+        Ok(Transfer {
+            name,
+            direction,
+            tensor,
+            peer,
+            tag,
+            backend,
+        })
+    }
+
+    /// What follows `for`.
+    fn repetition<S>(&mut self, statement: fn(&mut Self) -> Parsed<S>) -> Parsed<Loop<S>> {
+        let index = self.name("a loop index")?;
+        self.expect("in")?;
+        let (from, to) = self.bounds()?;
+        let body = self.block(statement)?;
+        Ok(Loop {
+            index,
+            from,
+            to,
+            body,
+        })
+    }
+
+    /// What follows `if`. An `else if` is a branch that is alone in the `else`.
+    fn branch<S>(
+        &mut self,
+        statement: fn(&mut Self) -> Parsed<S>,
+        wrap: fn(Branch<S>, Line) -> S,
+    ) -> Parsed<Branch<S>> {
+        let condition = self.condition()?;
+        let then = self.block(statement)?;
+        // `else` may stand on the line after the brace.
+        let mut ahead = 0;
+        while self.peek_at(ahead).kind == TokenKind::LineEnd {
+            ahead += 1;
+        }
+        let mut otherwise = Vec::new();
+        if self.peek_at(ahead).text == "else" {
+            self.at += ahead + 1;
+            let token = self.peek();
+            if self.take("if") {
+                if self.blocks >= DEEPEST_BLOCK {
+                    return Err(self.wrong(
+                        token,
+                        format!("blocks are nested deeper than {DEEPEST_BLOCK}"),
+                    ));
+                }
+                self.blocks += 1;
+                otherwise.push(wrap(self.branch(statement, wrap)?, Line(token.line)));
+                self.blocks -= 1;
+            } else {
+                otherwise = self.block(statement)?;
+            }
+        }
+        Ok(Branch {
+            condition,
+            then,
+            otherwise,
+        })
+    }
+}

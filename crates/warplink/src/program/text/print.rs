@@ -1,0 +1,391 @@
+//! Printing of programs.
+
+use crate::device::ReduceOp;
+use crate::program::expr::{Condition, Expr, Operator};
+use crate::program::ir::{
+    Backend, Branch, Collective, Declaration, Direction, Each, Loop, Program, Protocol, Role,
+    Selection, Sharding, ShareItem, ShareItemKind, Statement, StatementKind, StreamRef, TensorRef,
+    Transfer, TransferRef,
+};
+use std::fmt::{self, Display, Formatter};
+
+/// The first line of the statement or declared transfer that stands on `line` of the program's
+/// text, for messages; empty where none does.
+pub fn summary(program: &Program, line: u32) -> String {
+    fn of(statements: &[Statement], line: u32) -> Option<String> {
+        statements.iter().find_map(|statement| {
+            let inside = match &statement.kind {
+                StatementKind::For(repetition) => of(&repetition.body, line),
+                StatementKind::If(branch) => {
+                    of(&branch.then, line).or_else(|| of(&branch.otherwise, line))
+                }
+                StatementKind::Share(items) if statement.line.0 != line => of_share(items, line),
+                _ => None,
+            };
+            inside.or_else(|| (statement.line.0 == line).then(|| head(statement)))
+        })
+    }
+    fn of_share(items: &[ShareItem], line: u32) -> Option<String> {
+        items.iter().find_map(|item| match &item.kind {
+            ShareItemKind::For(repetition) => of_share(&repetition.body, line),
+            ShareItemKind::If(branch) => {
+                of_share(&branch.then, line).or_else(|| of_share(&branch.otherwise, line))
+            }
+            ShareItemKind::Transfer(transfer) => {
+                (item.line.0 == line).then(|| transfer.to_string())
+            }
+            ShareItemKind::LetInteger { .. } => None,
+        })
+    }
+    fn head(statement: &Statement) -> String {
+        let text = Indented(0, statement).to_string();
+        text.lines()
+            .next()
+            .unwrap_or("")
+            .trim_end_matches(" {")
+            .to_owned()
+    }
+    of(&program.body, line).unwrap_or_default()
+}
+
+/// Something that takes whole lines, at a depth of indentation.
+struct Indented<'a, T>(usize, &'a T);
+
+impl<T> Indented<'_, T> {
+    fn margin(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        write!(f, "{:1$}", "", self.0 * 4)
+    }
+}
+
+impl Display for Program {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "program {}({}) {{",
+            self.name,
+            self.parameters.join(", ")
+        )?;
+        f.write_str("\n")?;
+        let mut before: Option<&StatementKind> = None;
+        for statement in &self.body {
+            // Declarations stand together, and what takes several lines stands apart.
+            let declares = |kind: &StatementKind| {
+                matches!(kind, StatementKind::Declare(_) | StatementKind::Require(_))
+            };
+            let tall = |kind: &StatementKind| {
+                matches!(
+                    kind,
+                    StatementKind::For(_) | StatementKind::If(_) | StatementKind::Share(_)
+                )
+            };
+            if let Some(before) = before
+                && (declares(before) != declares(&statement.kind)
+                    || tall(before)
+                    || tall(&statement.kind))
+            {
+                f.write_str("\n")?;
+            }
+            before = Some(&statement.kind);
+            Indented(1, statement).fmt(f)?;
+        }
+        f.write_str("}\n")
+    }
+}
+
+impl Display for Indented<'_, Statement> {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        self.margin(f)?;
+        match &self.1.kind {
+            StatementKind::Require(condition) => write!(f, "require {condition}")?,
+            StatementKind::Declare(declaration) => declaration.fmt(f)?,
+            StatementKind::Deallocate(name) => write!(f, "deallocate {name}")?,
+            StatementKind::LetInteger { name, value } => write!(f, "let {name} = {value}")?,
+            StatementKind::LetTensor { name, value } => write!(f, "let {name} = {value}")?,
+            StatementKind::Copy { target, source } => write!(f, "{target} = copy({source})")?,
+            StatementKind::Matmul {
+                target,
+                a,
+                b,
+                bias,
+                accumulate,
+            } => {
+                let sign = if *accumulate { "+=" } else { "=" };
+                match bias {
+                    Some(bias) => write!(f, "{target} {sign} linear({a}, {b}, {bias})")?,
+                    None => write!(f, "{target} {sign} matmul({a}, {b})")?,
+                }
+            }
+            StatementKind::Sum { target, sources } => {
+                write!(f, "{target} = sum({})", List(sources))?;
+            }
+            StatementKind::Collective {
+                target,
+                source,
+                collective,
+            } => {
+                write!(f, "{target} = {}({source}", collective.name())?;
+                match collective {
+                    Collective::AllGather | Collective::AllToAll => {}
+                    Collective::AllReduce(op) | Collective::ReduceScatter(op) => {
+                        write!(f, ", {}", op_name(*op))?;
+                    }
+                    Collective::Broadcast(root) => write!(f, " from {root}")?,
+                    Collective::Reduce(op, root) => write!(f, ", {} to {root}", op_name(*op))?,
+                }
+                f.write_str(")")?;
+            }
+            StatementKind::Share(items) => {
+                f.write_str("share ")?;
+                block(f, self.0, items)?;
+            }
+            StatementKind::Post(list) => write!(f, "post {}", List(list))?,
+            StatementKind::Wait(list) => write!(f, "wait {}", List(list))?,
+            StatementKind::GetStream(name) => write!(f, "get_stream {name}")?,
+            StatementKind::SetStream(stream) => write!(f, "set_stream {stream}")?,
+            StatementKind::Synchronize(stream) => write!(f, "synchronize {stream}")?,
+            StatementKind::For(repetition) => print_loop(f, self.0, repetition)?,
+            StatementKind::If(branch) => print_branch(f, self.0, branch, |s| match &s.kind {
+                StatementKind::If(branch) => Some(branch),
+                _ => None,
+            })?,
+        }
+        f.write_str("\n")
+    }
+}
+
+impl Display for Indented<'_, ShareItem> {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        self.margin(f)?;
+        match &self.1.kind {
+            ShareItemKind::Transfer(transfer) => transfer.fmt(f)?,
+            ShareItemKind::LetInteger { name, value } => write!(f, "let {name} = {value}")?,
+            ShareItemKind::For(repetition) => print_loop(f, self.0, repetition)?,
+            ShareItemKind::If(branch) => print_branch(f, self.0, branch, |s| match &s.kind {
+                ShareItemKind::If(branch) => Some(branch),
+                _ => None,
+            })?,
+        }
+        f.write_str("\n")
+    }
+}
+
+fn block<'a, S: 'a>(f: &mut Formatter<'_>, depth: usize, body: &'a [S]) -> fmt::Result
+where
+    Indented<'a, S>: Display,
+{
+    f.write_str("{\n")?;
+    body.iter()
+        .try_for_each(|statement| Indented(depth + 1, statement).fmt(f))?;
+    write!(f, "{:1$}}}", "", depth * 4)
+}
+
+fn print_loop<'a, S: 'a>(f: &mut Formatter<'_>, depth: usize, it: &'a Loop<S>) -> fmt::Result
+where
+    Indented<'a, S>: Display,
+{
+    write!(f, "for {} in {}..{} ", it.index, it.from, it.to)?;
+    block(f, depth, &it.body)
+}
+
+fn print_branch<'a, S: 'a>(
+    f: &mut Formatter<'_>,
+    depth: usize,
+    it: &'a Branch<S>,
+    branch_of: fn(&S) -> Option<&Branch<S>>,
+) -> fmt::Result
+where
+    Indented<'a, S>: Display,
+{
+    write!(f, "if {} ", it.condition)?;
+    block(f, depth, &it.then)?;
+    match &it.otherwise[..] {
+        [] => Ok(()),
+        [only] if let Some(branch) = branch_of(only) => {
+            f.write_str(" else ")?;
+            print_branch(f, depth, branch, branch_of)
+        }
+        body => {
+            f.write_str(" else ")?;
+            block(f, depth, body)
+        }
+    }
+}
+
+struct List<'a, T>(&'a [Each<T>]);
+
+impl<T: Display> Display for List<'_, T> {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        for (position, each) in self.0.iter().enumerate() {
+            let lead = if position == 0 { "" } else { ", " };
+            write!(f, "{lead}{}", each.item)?;
+            if let Some(over) = &each.over {
+                write!(f, " for {} in {}..{}", over.index, over.from, over.to)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Display for Declaration {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        let role = match self.role {
+            Role::Input => "input",
+            Role::Output => "output",
+            Role::Local => "allocate",
+        };
+        write!(f, "{role} {}: {}[", self.name, self.dtype)?;
+        for (axis, extent) in self.shape.iter().enumerate() {
+            let lead = if axis == 0 { "" } else { ", " };
+            write!(f, "{lead}{extent}")?;
+            match self.sharding {
+                Sharding::Ranks(sharded) if sharded == axis => f.write_str(" over ranks")?,
+                Sharding::Loop if axis == 0 => f.write_str(" over loop")?,
+                _ => {}
+            }
+        }
+        f.write_str("]")
+    }
+}
+
+impl Display for Transfer {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        let (verb, to) = match self.direction {
+            Direction::Send => ("send", "to"),
+            Direction::Receive => ("receive", "from"),
+        };
+        write!(
+            f,
+            "{} = {verb} {} {to} {}",
+            self.name, self.tensor, self.peer
+        )?;
+        if self.tag != Expr::Number(0) {
+            write!(f, " tag {}", self.tag)?;
+        }
+        write!(f, " via {}", self.backend)
+    }
+}
+
+impl Display for Backend {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Direct(Protocol::Get) => "get",
+            Self::Direct(Protocol::Put) => "put",
+            Self::Nccl => "nccl",
+        })
+    }
+}
+
+impl Display for TensorRef {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.name)?;
+        self.selections
+            .iter()
+            .try_for_each(|selection| match selection {
+                Selection::Index(index) => write!(f, "[{index}]"),
+                Selection::Range(from, to) => write!(f, "[{from}..{to}]"),
+            })
+    }
+}
+
+impl Display for TransferRef {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.name)?;
+        self.indices
+            .iter()
+            .try_for_each(|index| write!(f, "[{index}]"))
+    }
+}
+
+impl Display for StreamRef {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Caller => f.write_str("caller"),
+            Self::Pool(number) => write!(f, "pool({number})"),
+            Self::High(number) => write!(f, "high({number})"),
+            Self::Named(name) => f.write_str(name),
+        }
+    }
+}
+
+const fn op_name(op: ReduceOp) -> &'static str {
+    match op {
+        ReduceOp::Sum => "sum",
+        ReduceOp::Max => "max",
+        ReduceOp::Min => "min",
+    }
+}
+
+/// How tightly an expression's outermost operator binds.
+fn tightness(expression: &Expr) -> u8 {
+    match expression {
+        Expr::Binary(Operator::Add | Operator::Subtract, ..) => 1,
+        Expr::Binary(..) => 2,
+        Expr::Number(_) | Expr::Name(_) | Expr::Negative(_) => 3,
+    }
+}
+
+impl Display for Expr {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        let within = |f: &mut Formatter<'_>, part: &Self, parentheses: bool| {
+            if parentheses {
+                write!(f, "({part})")
+            } else {
+                part.fmt(f)
+            }
+        };
+        match self {
+            Self::Number(value) => value.fmt(f),
+            Self::Name(name) => f.write_str(name),
+            Self::Negative(a) => {
+                // Without parentheses, a sign before a number is part of the number.
+                f.write_str("-")?;
+                within(f, a, !matches!(**a, Self::Name(_)))
+            }
+            Self::Binary(operator, a, b) => {
+                let own = tightness(self);
+                within(f, a, tightness(a) < own)?;
+                write!(f, " {} ", operator.sign())?;
+                within(f, b, tightness(b) <= own)
+            }
+        }
+    }
+}
+
+fn tightness_of_condition(condition: &Condition) -> u8 {
+    match condition {
+        Condition::Or(..) => 1,
+        Condition::And(..) => 2,
+        Condition::Not(_) => 3,
+        Condition::Compare(..) => 4,
+    }
+}
+
+impl Display for Condition {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        let within = |f: &mut Formatter<'_>, part: &Self, parentheses: bool| {
+            if parentheses {
+                write!(f, "({part})")
+            } else {
+                part.fmt(f)
+            }
+        };
+        let own = tightness_of_condition(self);
+        match self {
+            Self::Compare(comparison, a, b) => write!(f, "{a} {} {b}", comparison.sign()),
+            Self::Not(a) => {
+                f.write_str("not ")?;
+                within(f, a, tightness_of_condition(a) < own)
+            }
+            Self::And(a, b) | Self::Or(a, b) => {
+                let word = if matches!(self, Self::And(..)) {
+                    "and"
+                } else {
+                    "or"
+                };
+                within(f, a, tightness_of_condition(a) < own)?;
+                write!(f, " {word} ")?;
+                within(f, b, tightness_of_condition(b) <= own)
+            }
+        }
+    }
+}

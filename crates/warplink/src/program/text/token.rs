@@ -1,0 +1,159 @@
+//! Words, numbers and signs of a program's text.
+
+use super::{LONGEST_TEXT, ParseError};
+
+/// What a token is; its text tells the rest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum TokenKind {
+    Word,
+    Number(u64),
+    Sign,
+    /// The end of a line where a statement may end.
+    LineEnd,
+    End,
+}
+
+/// A token and where it starts.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Token<'a> {
+    pub(super) kind: TokenKind,
+    pub(super) text: &'a str,
+    /// Offset into the text, in bytes.
+    pub(super) at: usize,
+    pub(super) line: u32,
+}
+
+/// Signs, longer ones before those that they start with.
+const SIGNS: [&str; 23] = [
+    "..", "==", "!=", "<=", ">=", "+=", "{", "}", "(", ")", "[", "]", ",", ":", ";", "=", "<", ">",
+    "+", "-", "*", "/", "%",
+];
+
+/// After one of these a statement cannot be over, so that the line's end does not count.
+const CONTINUES: [&str; 19] = [
+    "..", "==", "!=", "<=", ">=", "+=", ",", ":", "=", "<", ">", "+", "-", "*", "/", "%", "and",
+    "or", "not",
+];
+
+/// Splits `text` into tokens, the last of which is the end.
+pub(super) fn tokens(text: &str) -> Result<Vec<Token<'_>>, ParseError> {
+    if text.len() > LONGEST_TEXT {
+        return Err(error_at(
+            text,
+            0,
+            format!("the text is longer than {LONGEST_TEXT} bytes"),
+        ));
+    }
+    let mut list: Vec<Token<'_>> = Vec::new();
+    let (mut at, mut line, mut open) = (0, 1, 0_usize);
+    while let Some(character) = text[at..].chars().next() {
+        let rest = &text[at..];
+        let length = match character {
+            '\n' => {
+                let over = list
+                    .last()
+                    .is_some_and(|last| !CONTINUES.contains(&last.text));
+                if open == 0 && over {
+                    list.push(Token {
+                        kind: TokenKind::LineEnd,
+                        text: "\n",
+                        at,
+                        line,
+                    });
+                }
+                line += 1;
+                1
+            }
+            '#' => rest.find('\n').unwrap_or(rest.len()),
+            _ if character.is_whitespace() => character.len_utf8(),
+            _ if character.is_ascii_alphabetic() || character == '_' => {
+                let length = span(rest, |c| c.is_ascii_alphanumeric() || c == '_');
+                list.push(Token {
+                    kind: TokenKind::Word,
+                    text: &rest[..length],
+                    at,
+                    line,
+                });
+                length
+            }
+            _ if character.is_ascii_digit() => {
+                let length = span(rest, |c| c.is_ascii_alphanumeric() || c == '_');
+                let digits = &rest[..length];
+                let value = digits.parse().map_err(|_| {
+                    error_at(
+                        text,
+                        at,
+                        format!("'{digits}' is not a number below 2^64 in decimal digits"),
+                    )
+                })?;
+                list.push(Token {
+                    kind: TokenKind::Number(value),
+                    text: digits,
+                    at,
+                    line,
+                });
+                length
+            }
+            _ => {
+                let sign = SIGNS
+                    .into_iter()
+                    .find(|sign| rest.starts_with(sign))
+                    .ok_or_else(|| {
+                        error_at(
+                            text,
+                            at,
+                            format!("'{}' has no meaning here", character.escape_default()),
+                        )
+                    })?;
+                match sign {
+                    "(" | "[" => open += 1,
+                    ")" | "]" => open = open.saturating_sub(1),
+                    // A brace is never inside parentheses: some were left open, and the parser
+                    // says so better where lines end again.
+                    "{" | "}" => open = 0,
+                    _ => {}
+                }
+                list.push(Token {
+                    kind: TokenKind::Sign,
+                    text: sign,
+                    at,
+                    line,
+                });
+                sign.len()
+            }
+        };
+        at += length;
+    }
+    list.push(Token {
+        kind: TokenKind::End,
+        text: "",
+        at,
+        line,
+    });
+    Ok(list)
+}
+
+fn span(rest: &str, belongs: impl Fn(char) -> bool) -> usize {
+    rest.find(|c| !belongs(c)).unwrap_or(rest.len())
+}
+
+/// An error at a byte of the text.
+pub(super) fn error_at(text: &str, at: usize, message: String) -> ParseError {
+    let before = text.get(..at).unwrap_or(text);
+    let start = before.rfind('\n').map_or(0, |newline| newline + 1);
+    let line = before.matches('\n').count() + 1;
+    let column = before[start..].chars().count() + 1;
+    let excerpt = text[start..].lines().next().unwrap_or("");
+    // A line of a megabyte helps nobody.
+    let excerpt = excerpt
+        .chars()
+        .take((column + 80).min(4096))
+        .map(|c| if c.is_control() && c != '\t' { ' ' } else { c })
+        .collect();
+    ParseError {
+        line,
+        column,
+        message,
+        excerpt,
+    }
+}

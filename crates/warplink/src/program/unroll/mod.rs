@@ -1,0 +1,541 @@
+//! Unrolling: a program for one rank, with every loop, branch and expression resolved.
+//!
+//! What can be seen wrong on one rank alone is found here: names, bounds, shapes, writes to inputs,
+//! uses after a deallocation and waits before any post, both in the order of the host.
+
+mod scope;
+mod shapes;
+
+use super::finding::{Finding, FindingKind, Place};
+use super::ir::{
+    Branch, Collective, Declaration, Each, Program, Role, Sharding, ShareItem, ShareItemKind,
+    Statement, StatementKind, Transfer, TransferRef,
+};
+use super::text::DEEPEST_BLOCK;
+use super::unrolled::{
+    ExchangeId, Operation, OperationKind, Parameters, Site, StreamKind, TensorId, TensorInstance,
+    TransferId, TransferInstance, Unrolled,
+};
+use crate::error::{Rank, Result};
+use scope::{Bound, Named, OpenLoop, View};
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::sync::Arc;
+
+/// Most steps that a program takes on one rank: statements, iterations and items of lists.
+pub const MOST_STEPS: usize = 1 << 20;
+
+/// Most names that are bound at one time.
+pub const MOST_NAMES: usize = 4096;
+
+/// Most axes of a tensor.
+pub const MOST_AXES: usize = 8;
+
+/// Most ranks that a program is unrolled for.
+pub const MOST_RANKS: usize = 4096;
+
+/// Most streams in the pool.
+pub const MOST_STREAMS: usize = 256;
+
+/// How many streams of high priority there are.
+pub const MOST_HIGH_STREAMS: usize = 16;
+
+/// The program as `rank` of `world` runs it, with `streams` streams in the pool.
+///
+/// # Errors
+/// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where the arguments are not
+/// what the program requires, [`ErrorKind::Verification`](crate::ErrorKind::Verification) where the
+/// program is wrong on this rank alone. That the ranks fit together is for
+/// [`verify`](super::verify::verify) to say.
+pub fn unroll(
+    program: &Program,
+    rank: Rank,
+    world: usize,
+    streams: usize,
+    parameters: &Parameters,
+) -> Result<Unrolled> {
+    Ok(unroll_or_find(program, rank, world, streams, parameters)?)
+}
+
+/// As [`unroll`], with the fault as it is found.
+///
+/// # Errors
+/// What is wrong with the arguments or the program.
+pub fn unroll_or_find(
+    program: &Program,
+    rank: Rank,
+    world: usize,
+    streams: usize,
+    parameters: &Parameters,
+) -> Result<Unrolled, Finding> {
+    let mut unroller = Unroller {
+        made: Unrolled {
+            rank,
+            world,
+            streams: vec![StreamKind::Caller],
+            tensors: Vec::new(),
+            transfers: Vec::new(),
+            exchanges: Vec::new(),
+            operations: Vec::new(),
+        },
+        pool: streams,
+        current: 0,
+        names: Vec::new(),
+        loops: Vec::new(),
+        transfers: BTreeMap::new(),
+        ordinals: HashMap::new(),
+        posts: Vec::new(),
+        deallocated: HashMap::new(),
+        site: Site::default(),
+        steps: 0,
+        blocks: 0,
+    };
+    unroller.start(program, parameters)?;
+    unroller.block(&program.body)?;
+    Ok(unroller.made)
+}
+
+struct Unroller<'p> {
+    made: Unrolled,
+    /// Streams in the pool.
+    pool: usize,
+    /// The current stream.
+    current: usize,
+    names: Vec<(&'p str, Bound)>,
+    loops: Vec<OpenLoop>,
+    transfers: BTreeMap<&'p str, Named>,
+    /// How many transfers each direction, peer and tag has.
+    ordinals: HashMap<(super::ir::Direction, Rank, i64), usize>,
+    /// How many times each transfer was posted.
+    posts: Vec<usize>,
+    /// The lines of deallocations.
+    deallocated: HashMap<TensorId, u32>,
+    site: Site,
+    steps: usize,
+    /// Blocks that are open.
+    blocks: usize,
+}
+
+impl<'p> Unroller<'p> {
+    fn start(&mut self, program: &'p Program, parameters: &Parameters) -> Result<(), Finding> {
+        let (rank, world) = (self.made.rank, self.made.world);
+        let fault = |message: String| {
+            let place = Place {
+                rank,
+                site: Site::default(),
+            };
+            Err(Finding::new(FindingKind::Requirement, message, vec![place]))
+        };
+        if rank >= world || world > MOST_RANKS {
+            return fault(format!(
+                "rank {rank} of {world} ranks: there are 1 to {MOST_RANKS}, numbered from 0"
+            ));
+        }
+        if self.pool == 0 || self.pool > MOST_STREAMS {
+            return fault(format!(
+                "a pool of {} streams: it has 1 to {MOST_STREAMS}",
+                self.pool
+            ));
+        }
+        for name in parameters.keys() {
+            if !program.parameters.contains(name) {
+                return fault(format!("'{}' has no parameter '{name}'", program.name));
+            }
+        }
+        for name in &program.parameters {
+            let Some(value) = parameters.get(name) else {
+                return fault(format!("'{}' needs the parameter '{name}'", program.name));
+            };
+            self.bind(name, Bound::Integer(*value))?;
+        }
+        Ok(())
+    }
+
+    fn block(&mut self, body: &'p [Statement]) -> Result<(), Finding> {
+        self.nested(|unroller| body.iter().try_for_each(|next| unroller.statement(next)))
+    }
+
+    /// Does `inner` as a block: a scope of its own, nested no deeper than text may be.
+    fn nested(
+        &mut self,
+        inner: impl FnOnce(&mut Self) -> Result<(), Finding>,
+    ) -> Result<(), Finding> {
+        if self.blocks >= DEEPEST_BLOCK {
+            let message = format!("blocks are nested deeper than {DEEPEST_BLOCK}");
+            return Err(self.fault(FindingKind::Malformed, message));
+        }
+        self.blocks += 1;
+        self.scoped(inner)?;
+        self.blocks -= 1;
+        Ok(())
+    }
+
+    fn statement(&mut self, statement: &'p Statement) -> Result<(), Finding> {
+        self.step()?;
+        self.at_line(statement.line.0);
+        match &statement.kind {
+            StatementKind::Require(condition) => {
+                if !self.condition(condition)? {
+                    let mut message = format!("requires {condition}");
+                    for (name, bound) in &self.names {
+                        if let Bound::Integer(value) = bound {
+                            message += &format!(", {name} = {value}");
+                        }
+                    }
+                    message += &format!(", world = {}", self.made.world);
+                    return Err(self.fault(FindingKind::Requirement, message));
+                }
+            }
+            StatementKind::Declare(declaration) => self.declare(declaration)?,
+            StatementKind::Deallocate(name) => self.deallocate(name)?,
+            StatementKind::LetInteger { name, value } => {
+                let value = self.integer(value)?;
+                self.bind(name, Bound::Integer(value))?;
+            }
+            StatementKind::LetTensor { name, value } => {
+                if value.selections.is_empty() {
+                    let message =
+                        format!("'{name}' would be another name for all of '{}'", value.name);
+                    return Err(self.fault(FindingKind::Malformed, message));
+                }
+                let view = self.view(value)?;
+                self.bind(name, Bound::Tensor(view))?;
+            }
+            StatementKind::Copy { target, source } => {
+                let kind = self.copy(&self.view(target)?, &self.view(source)?)?;
+                self.enqueue(kind);
+            }
+            StatementKind::Matmul {
+                target,
+                a,
+                b,
+                bias,
+                accumulate,
+            } => {
+                let bias = bias.as_ref().map(|bias| self.view(bias)).transpose()?;
+                let views = (&self.view(target)?, &self.view(a)?, &self.view(b)?);
+                let kind = self.matmul(views, bias.as_ref(), *accumulate)?;
+                self.enqueue(kind);
+            }
+            StatementKind::Sum { target, sources } => {
+                let target = self.view(target)?;
+                let mut views: Vec<View> = Vec::new();
+                self.each(sources, |unroller, source| {
+                    views.push(unroller.view(source)?);
+                    Ok(())
+                })?;
+                let kind = self.sum(&target, &views)?;
+                self.enqueue(kind);
+            }
+            StatementKind::Collective {
+                target,
+                source,
+                collective,
+            } => {
+                let root = |root| self.number_below(root, self.made.world, "root");
+                let resolved = match collective {
+                    Collective::AllGather => Collective::AllGather,
+                    Collective::AllReduce(op) => Collective::AllReduce(*op),
+                    Collective::ReduceScatter(op) => Collective::ReduceScatter(*op),
+                    Collective::Broadcast(from) => Collective::Broadcast(root(from)?),
+                    Collective::Reduce(op, to) => Collective::Reduce(*op, root(to)?),
+                    Collective::AllToAll => Collective::AllToAll,
+                };
+                let kind = self.collective(&self.view(target)?, &self.view(source)?, resolved)?;
+                self.enqueue(kind);
+            }
+            StatementKind::Share(items) => self.share(items)?,
+            StatementKind::Post(list) => self.post(list)?,
+            StatementKind::Wait(list) => self.wait(list)?,
+            StatementKind::GetStream(name) => {
+                let current = self.current;
+                self.bind(name, Bound::Stream(current))?;
+            }
+            StatementKind::SetStream(stream) => self.current = self.stream(stream)?,
+            StatementKind::Synchronize(stream) => {
+                let other = self.stream(stream)?;
+                // A stream is in order with itself.
+                if other != self.current {
+                    self.enqueue(OperationKind::Synchronize(other));
+                }
+            }
+            StatementKind::For(it) => {
+                let id = std::ptr::from_ref(it).addr();
+                self.repeat((id, &it.index), (&it.from, &it.to), |unroller| {
+                    unroller.block(&it.body)
+                })?;
+            }
+            StatementKind::If(branch) => {
+                let body = self.choose(branch)?;
+                self.block(body)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn choose<S>(&self, branch: &'p Branch<S>) -> Result<&'p [S], Finding> {
+        Ok(if self.condition(&branch.condition)? {
+            &branch.then
+        } else {
+            &branch.otherwise
+        })
+    }
+
+    fn enqueue(&mut self, kind: OperationKind) {
+        let site = self.here();
+        self.made.operations.push(Operation {
+            kind,
+            stream: self.current,
+            site,
+        });
+    }
+
+    /// Calls `with` for each item of a list, repeated as the list says.
+    fn each<T>(
+        &mut self,
+        list: &'p [Each<T>],
+        mut with: impl FnMut(&mut Self, &'p T) -> Result<(), Finding>,
+    ) -> Result<(), Finding> {
+        for each in list {
+            let Some(over) = &each.over else {
+                self.step()?;
+                with(self, &each.item)?;
+                continue;
+            };
+            let (from, to) = (self.integer(&over.from)?, self.integer(&over.to)?);
+            for value in from..to {
+                self.step()?;
+                self.scoped(|unroller| {
+                    unroller.bind(&over.index, Bound::Integer(value))?;
+                    with(unroller, &each.item)
+                })?;
+            }
+        }
+        Ok(())
+    }
+
+    fn declare(&mut self, declaration: &'p Declaration) -> Result<(), Finding> {
+        let name = &declaration.name;
+        if declaration.role != Role::Local && self.blocks > 1 {
+            let message = format!("'{name}' is declared inside a loop or branch");
+            return Err(self.fault(
+                FindingKind::Malformed,
+                message + "; inputs and outputs are the same on every rank",
+            ));
+        }
+        let axes = declaration.shape.len();
+        let sharded = match declaration.sharding {
+            Sharding::Whole => axes > 0,
+            Sharding::Loop => axes > 1,
+            Sharding::Ranks(axis) => axis < axes,
+        };
+        if !sharded || axes > MOST_AXES {
+            let message = format!(
+                "'{name}' has {axes} axes; a tensor has 1 to {MOST_AXES}, with one for what it is \
+                 sharded over (and others beside a loop's)"
+            );
+            return Err(self.fault(FindingKind::Mismatch, message));
+        }
+        let mut shape = Vec::with_capacity(axes);
+        // Offsets within it must fit an isize, as of any allocation.
+        let (mut bytes, most) = (declaration.dtype.size(), isize::MAX.unsigned_abs());
+        for expression in &declaration.shape {
+            let value = self.integer(expression)?;
+            let extent = usize::try_from(value).ok().filter(|extent| *extent > 0);
+            let Some(extent) = extent else {
+                let message = format!("extent {expression} of '{name}' is {value}, not positive");
+                return Err(self.fault(FindingKind::OutOfBounds, message));
+            };
+            bytes = match bytes.checked_mul(extent) {
+                Some(bytes) if bytes <= most => bytes,
+                _ => {
+                    let message = format!("'{name}' has more than {most} bytes");
+                    return Err(self.fault(FindingKind::OutOfBounds, message));
+                }
+            };
+            shape.push(extent);
+        }
+        let tensor = self.made.tensors.len();
+        let site = self.here();
+        self.made.tensors.push(TensorInstance {
+            name: Arc::from(name.as_str()),
+            dtype: declaration.dtype,
+            shape: shape.clone(),
+            sharding: declaration.sharding,
+            bytes,
+            role: declaration.role,
+            site,
+        });
+        let view = View {
+            tensor,
+            dtype: declaration.dtype,
+            offset: 0,
+            shape,
+        };
+        self.bind(name, Bound::Tensor(view))?;
+        if declaration.role == Role::Local {
+            self.enqueue(OperationKind::Allocate(tensor));
+        }
+        Ok(())
+    }
+
+    fn deallocate(&mut self, name: &str) -> Result<(), Finding> {
+        let whole = super::ir::TensorRef {
+            name: name.to_owned(),
+            selections: Vec::new(),
+        };
+        let view = self.view(&whole)?;
+        let tensor = &self.made.tensors[view.tensor];
+        if tensor.role != Role::Local || *tensor.name != *name {
+            let message = format!("'{name}' was not allocated by the program under this name");
+            return Err(self.fault(FindingKind::Malformed, message));
+        }
+        self.deallocated.insert(view.tensor, self.site.line);
+        self.enqueue(OperationKind::Deallocate(view.tensor));
+        Ok(())
+    }
+
+    fn share(&mut self, items: &'p [ShareItem]) -> Result<(), Finding> {
+        let line = self.site.line;
+        let exchange = self.made.exchanges.len();
+        self.made.exchanges.push(Vec::new());
+        self.share_items(items, exchange)?;
+        self.at_line(line);
+        // Where a branch leaves nothing to share, there is nothing to do.
+        if self.made.exchanges[exchange].is_empty() {
+            self.made.exchanges.pop();
+        } else {
+            self.enqueue(OperationKind::Share(exchange));
+        }
+        Ok(())
+    }
+
+    fn share_items(&mut self, items: &'p [ShareItem], exchange: ExchangeId) -> Result<(), Finding> {
+        self.nested(|unroller| {
+            for item in items {
+                unroller.step()?;
+                unroller.at_line(item.line.0);
+                match &item.kind {
+                    ShareItemKind::Transfer(transfer) => {
+                        unroller.declare_transfer(transfer, exchange)?;
+                    }
+                    ShareItemKind::LetInteger { name, value } => {
+                        let value = unroller.integer(value)?;
+                        unroller.bind(name, Bound::Integer(value))?;
+                    }
+                    ShareItemKind::For(it) => {
+                        let id = std::ptr::from_ref(it).addr();
+                        unroller.repeat((id, &it.index), (&it.from, &it.to), |unroller| {
+                            unroller.share_items(&it.body, exchange)
+                        })?;
+                    }
+                    ShareItemKind::If(branch) => {
+                        let body = unroller.choose(branch)?;
+                        unroller.share_items(body, exchange)?;
+                    }
+                }
+            }
+            Ok(())
+        })
+    }
+
+    fn declare_transfer(
+        &mut self,
+        transfer: &'p Transfer,
+        exchange: ExchangeId,
+    ) -> Result<(), Finding> {
+        let name = transfer.name.as_str();
+        let view = self.view(&transfer.tensor)?;
+        if transfer.direction == super::ir::Direction::Receive {
+            self.writable(&view)?;
+        }
+        let peer = self.number_below(&transfer.peer, self.made.world, "peer")?;
+        if peer == self.made.rank {
+            let message = format!("the peer of '{name}' is the rank itself");
+            return Err(self.fault(FindingKind::OutOfBounds, message));
+        }
+        if self.lookup(name).is_some() || !super::text::is_name(name) {
+            let message = format!("'{name}' cannot name a transfer: it is bound or no name");
+            return Err(self.fault(FindingKind::Malformed, message));
+        }
+        let tag = self.integer(&transfer.tag)?;
+        let id = self.made.transfers.len();
+        let path: Vec<usize> = self.loops.iter().map(|open| open.id).collect();
+        let key: Vec<i64> = self.loops.iter().map(|open| open.value).collect();
+        let named = self.transfers.entry(name).or_default();
+        if !named.paths.contains(&path) {
+            named.paths.push(path);
+        }
+        if let Some(before) = named.instances.insert(key, id) {
+            let line = self.made.transfers[before].site.line;
+            let message = format!("a transfer '{name}' of these indices was shared in line {line}");
+            return Err(self.fault(FindingKind::Malformed, message));
+        }
+        let ordinal = self
+            .ordinals
+            .entry((transfer.direction, peer, tag))
+            .or_default();
+        let site = self.site.clone();
+        self.made.transfers.push(TransferInstance {
+            name: Arc::from(name),
+            direction: transfer.direction,
+            range: view.range(),
+            dtype: view.dtype,
+            peer,
+            tag,
+            ordinal: *ordinal,
+            backend: transfer.backend,
+            exchange,
+            site,
+        });
+        *ordinal += 1;
+        self.made.exchanges[exchange].push(id);
+        self.posts.push(0);
+        Ok(())
+    }
+
+    fn post(&mut self, list: &'p [Each<TransferRef>]) -> Result<(), Finding> {
+        let mut group: Vec<TransferId> = Vec::new();
+        let mut seen = HashSet::new();
+        self.each(list, |unroller, reference| {
+            let id = unroller.transfer(reference, FindingKind::Malformed)?;
+            if !seen.insert(id) {
+                let message = format!("{reference} is posted twice in one group");
+                return Err(unroller.fault(FindingKind::Malformed, message));
+            }
+            let tensor = unroller.made.transfers[id].range.tensor;
+            if let Some(line) = unroller.deallocated.get(&tensor) {
+                let message = format!(
+                    "{reference} accesses '{}', which was deallocated in line {line}",
+                    unroller.made.tensors[tensor].name
+                );
+                return Err(unroller.fault(FindingKind::UseAfterDeallocate, message));
+            }
+            group.push(id);
+            Ok(())
+        })?;
+        for id in &group {
+            self.posts[*id] += 1;
+        }
+        if !group.is_empty() {
+            self.enqueue(OperationKind::Post(group));
+        }
+        Ok(())
+    }
+
+    fn wait(&mut self, list: &'p [Each<TransferRef>]) -> Result<(), Finding> {
+        let mut group: Vec<TransferId> = Vec::new();
+        self.each(list, |unroller, reference| {
+            let id = unroller.transfer(reference, FindingKind::UnpostedWait)?;
+            if unroller.posts[id] == 0 {
+                let message = format!("{reference} is waited for, but was not posted before");
+                return Err(unroller.fault(FindingKind::UnpostedWait, message));
+            }
+            group.push(id);
+            Ok(())
+        })?;
+        if !group.is_empty() {
+            self.enqueue(OperationKind::Wait(group));
+        }
+        Ok(())
+    }
+}

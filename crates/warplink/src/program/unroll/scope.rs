@@ -1,0 +1,349 @@
+//! Names and what they stand for while a program is unrolled.
+
+use super::{MOST_NAMES, MOST_STEPS, Unroller};
+use crate::dtype::DType;
+use crate::program::expr::{Condition, Expr};
+use crate::program::finding::{Finding, FindingKind, Place};
+use crate::program::ir::{Selection, StreamRef, TensorRef, TransferRef};
+use crate::program::unrolled::{Range, Site, StreamKind, TensorId, TransferId};
+use std::sync::Arc;
+
+/// What a name stands for.
+#[derive(Clone, Debug)]
+pub(super) enum Bound {
+    Integer(i64),
+    Tensor(View),
+    Stream(usize),
+}
+
+/// A contiguous part of a tensor, with its shape.
+#[derive(Clone, Debug)]
+pub(super) struct View {
+    pub(super) tensor: TensorId,
+    pub(super) dtype: DType,
+    /// In elements.
+    pub(super) offset: usize,
+    pub(super) shape: Vec<usize>,
+}
+
+impl View {
+    pub(super) fn elements(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    pub(super) fn range(&self) -> Range {
+        Range {
+            tensor: self.tensor,
+            offset_bytes: self.offset * self.dtype.size(),
+            bytes: self.elements() * self.dtype.size(),
+        }
+    }
+
+    /// The shape without extents of one, which make no difference to an elementwise operation.
+    pub(super) fn squeezed(&self) -> Vec<usize> {
+        self.shape.iter().copied().filter(|&e| e != 1).collect()
+    }
+}
+
+/// A loop that is open.
+#[derive(Clone, Debug)]
+pub(super) struct OpenLoop {
+    /// Which loop of the text; the address of its node.
+    pub(super) id: usize,
+    pub(super) value: i64,
+}
+
+/// The transfers of one name.
+#[derive(Default)]
+pub(super) struct Named {
+    /// The loops around each of the name's declarations.
+    pub(super) paths: Vec<Vec<usize>>,
+    /// By the values of those loops.
+    pub(super) instances: std::collections::HashMap<Vec<i64>, TransferId>,
+}
+
+impl<'p> Unroller<'p> {
+    pub(super) fn fault(&self, kind: FindingKind, message: impl Into<String>) -> Finding {
+        let place = Place {
+            rank: self.made.rank,
+            site: self.site.clone(),
+        };
+        Finding::new(kind, format!("{place}: {}", message.into()), vec![place])
+    }
+
+    /// Counts work, so that no text can keep the caller busy for ever.
+    pub(super) fn step(&mut self) -> Result<(), Finding> {
+        self.steps += 1;
+        if self.steps <= MOST_STEPS {
+            return Ok(());
+        }
+        Err(self.fault(
+            FindingKind::Malformed,
+            format!("the program takes more than {MOST_STEPS} steps on one rank"),
+        ))
+    }
+
+    pub(super) fn lookup(&self, name: &str) -> Option<&Bound> {
+        self.names
+            .iter()
+            .rev()
+            .find(|(bound, _)| *bound == name)
+            .map(|(_, value)| value)
+    }
+
+    pub(super) fn bind(&mut self, name: &'p str, value: Bound) -> Result<(), Finding> {
+        if !crate::program::text::is_name(name) {
+            return Err(self.fault(
+                FindingKind::Malformed,
+                format!("'{name}' cannot be a name: it is reserved or no word"),
+            ));
+        }
+        if self.lookup(name).is_some() {
+            return Err(self.fault(
+                FindingKind::Malformed,
+                format!("'{name}' is already bound here"),
+            ));
+        }
+        if self.names.len() >= MOST_NAMES {
+            let message = format!("more than {MOST_NAMES} names are bound at one time");
+            return Err(self.fault(FindingKind::Malformed, message));
+        }
+        self.names.push((name, value));
+        Ok(())
+    }
+
+    /// Does `inner` in a block of its own: what it binds is unbound after it.
+    pub(super) fn scoped<T>(
+        &mut self,
+        inner: impl FnOnce(&mut Self) -> Result<T, Finding>,
+    ) -> Result<T, Finding> {
+        let before = self.names.len();
+        let result = inner(self)?;
+        self.names.truncate(before);
+        Ok(result)
+    }
+
+    fn integer_named(&self, name: &str) -> Option<i64> {
+        match name {
+            "rank" => i64::try_from(self.made.rank).ok(),
+            "world" => i64::try_from(self.made.world).ok(),
+            "streams" => i64::try_from(self.pool).ok(),
+            _ => match self.lookup(name) {
+                Some(Bound::Integer(value)) => Some(*value),
+                _ => None,
+            },
+        }
+    }
+
+    pub(super) fn integer(&self, expression: &Expr) -> Result<i64, Finding> {
+        expression
+            .evaluate(&|name| self.integer_named(name))
+            .map_err(|error| self.fault(FindingKind::Malformed, format!("{expression}: {error}")))
+    }
+
+    pub(super) fn condition(&self, condition: &Condition) -> Result<bool, Finding> {
+        condition
+            .evaluate(&|name| self.integer_named(name))
+            .map_err(|error| self.fault(FindingKind::Malformed, format!("{condition}: {error}")))
+    }
+
+    /// A number in `0..limit`; `what` names it.
+    pub(super) fn number_below(
+        &self,
+        expression: &Expr,
+        limit: usize,
+        what: &str,
+    ) -> Result<usize, Finding> {
+        let value = self.integer(expression)?;
+        match usize::try_from(value) {
+            Ok(number) if number < limit => Ok(number),
+            _ => Err(self.fault(
+                FindingKind::OutOfBounds,
+                format!("{what} {expression} is {value}, which is not in 0..{limit}"),
+            )),
+        }
+    }
+
+    /// What `reference` selects, of a tensor that is still allocated.
+    pub(super) fn view(&self, reference: &TensorRef) -> Result<View, Finding> {
+        let view = self.view_of(reference)?;
+        if let Some(line) = self.deallocated.get(&view.tensor) {
+            return Err(self.fault(
+                FindingKind::UseAfterDeallocate,
+                format!("{reference} was deallocated in line {line}"),
+            ));
+        }
+        Ok(view)
+    }
+
+    fn view_of(&self, reference: &TensorRef) -> Result<View, Finding> {
+        let name = &reference.name;
+        let mut view = match self.lookup(name) {
+            Some(Bound::Tensor(view)) => view.clone(),
+            Some(_) => {
+                return Err(self.fault(FindingKind::Malformed, format!("'{name}' is not a tensor")));
+            }
+            None => {
+                return Err(self.fault(
+                    FindingKind::Malformed,
+                    format!("no tensor '{name}' is known here"),
+                ));
+            }
+        };
+        for selection in &reference.selections {
+            let [extent, rest @ ..] = &view.shape[..] else {
+                return Err(self.fault(
+                    FindingKind::Mismatch,
+                    format!("{reference} selects from a single element"),
+                ));
+            };
+            let (extent, slice) = (*extent, rest.iter().product::<usize>());
+            match selection {
+                Selection::Index(index) => {
+                    let index = self.number_below(index, extent, &format!("{reference}: index"))?;
+                    view.offset += index * slice;
+                    view.shape.remove(0);
+                }
+                Selection::Range(from, to) => {
+                    let (a, b) = (self.integer(from)?, self.integer(to)?);
+                    match (usize::try_from(a), usize::try_from(b)) {
+                        (Ok(first), Ok(end)) if first < end && end <= extent => {
+                            view.offset += first * slice;
+                            view.shape[0] = end - first;
+                        }
+                        _ => {
+                            return Err(self.fault(
+                                FindingKind::OutOfBounds,
+                                format!("{reference}: {a}..{b} is empty or not within 0..{extent}"),
+                            ));
+                        }
+                    }
+                }
+            }
+        }
+        Ok(view)
+    }
+
+    /// The transfer that `reference` names; `kind` is the fault of naming none.
+    pub(super) fn transfer(
+        &self,
+        reference: &TransferRef,
+        kind: FindingKind,
+    ) -> Result<TransferId, Finding> {
+        let name = &reference.name;
+        let Some(named) = self.transfers.get(name.as_str()) else {
+            return Err(self.fault(kind, format!("no transfer '{name}' was shared before")));
+        };
+        let indices = reference
+            .indices
+            .iter()
+            .map(|index| self.integer(index))
+            .collect::<Result<Vec<i64>, Finding>>()?;
+        let (mut fits, mut tried) = (false, None);
+        for path in &named.paths {
+            let Some(outer) = path.len().checked_sub(indices.len()) else {
+                continue;
+            };
+            let open = self
+                .loops
+                .get(..outer)
+                .filter(|open| open.iter().zip(path).all(|(open, id)| open.id == *id));
+            let Some(open) = open else { continue };
+            fits = true;
+            let mut key: Vec<i64> = open.iter().map(|open| open.value).collect();
+            key.extend(&indices);
+            if let Some(&id) = named.instances.get(&key) {
+                return Ok(id);
+            }
+            tried = Some(key);
+        }
+        let depth = named.paths.iter().map(Vec::len).max().unwrap_or(0);
+        let message = match tried {
+            Some(key) => {
+                let key: String = key.iter().map(|value| format!("[{value}]")).collect();
+                format!("{reference} stands for {name}{key}, which was not shared before")
+            }
+            None if fits || indices.len() > depth => format!(
+                "{reference} has {} indices, but '{name}' is declared inside {depth} loops",
+                indices.len()
+            ),
+            None => format!(
+                "{reference} does not say which iteration: '{name}' is declared inside {depth} \
+                 loops that are not all open here"
+            ),
+        };
+        Err(self.fault(kind, message))
+    }
+
+    /// The index of `kind` among the streams in use.
+    pub(super) fn stream_index(&mut self, kind: StreamKind) -> usize {
+        let streams = &mut self.made.streams;
+        streams
+            .iter()
+            .position(|stream| *stream == kind)
+            .unwrap_or_else(|| {
+                streams.push(kind);
+                streams.len() - 1
+            })
+    }
+
+    pub(super) fn stream(&mut self, reference: &StreamRef) -> Result<usize, Finding> {
+        let kind = match reference {
+            StreamRef::Caller => StreamKind::Caller,
+            StreamRef::Pool(number) => {
+                StreamKind::Pool(self.number_below(number, self.pool, "stream")?)
+            }
+            StreamRef::High(number) => {
+                StreamKind::High(self.number_below(number, super::MOST_HIGH_STREAMS, "stream")?)
+            }
+            StreamRef::Named(name) => match self.lookup(name) {
+                Some(Bound::Stream(index)) => return Ok(*index),
+                _ => {
+                    return Err(self.fault(
+                        FindingKind::Malformed,
+                        format!("'{name}' is not a stream that is known here"),
+                    ));
+                }
+            },
+        };
+        Ok(self.stream_index(kind))
+    }
+
+    /// Runs `body` for each value of an index; the loop is part of the site and of transfers'
+    /// identities.
+    pub(super) fn repeat(
+        &mut self,
+        (id, index): (usize, &'p str),
+        (from, to): (&Expr, &Expr),
+        mut body: impl FnMut(&mut Self) -> Result<(), Finding>,
+    ) -> Result<(), Finding> {
+        let (from, to) = (self.integer(from)?, self.integer(to)?);
+        let outer = Arc::clone(&self.site.indices);
+        let index_name: Arc<str> = Arc::from(index);
+        for value in from..to {
+            self.step()?;
+            self.site.indices = outer
+                .iter()
+                .cloned()
+                .chain([(Arc::clone(&index_name), value)])
+                .collect();
+            self.loops.push(OpenLoop { id, value });
+            self.scoped(|unroller| {
+                unroller.bind(index, Bound::Integer(value))?;
+                body(unroller)
+            })?;
+            self.loops.pop();
+        }
+        self.site.indices = outer;
+        Ok(())
+    }
+
+    /// Makes `line` the place that faults and operations name.
+    pub(super) fn at_line(&mut self, line: u32) {
+        self.site.line = line;
+    }
+
+    pub(super) fn here(&self) -> Site {
+        self.site.clone()
+    }
+}

@@ -1,0 +1,179 @@
+//! What shapes and element types the operations take.
+
+use super::Unroller;
+use super::scope::View;
+use crate::error::Rank;
+use crate::program::finding::{Finding, FindingKind};
+use crate::program::ir::{Collective, Role};
+use crate::program::unrolled::OperationKind;
+use std::fmt::Write as _;
+
+fn shape_of(view: &View) -> String {
+    let mut text = format!("{}[", view.dtype);
+    for (axis, extent) in view.shape.iter().enumerate() {
+        let lead = if axis == 0 { "" } else { ", " };
+        // Writing to a string cannot fail.
+        let _ = write!(text, "{lead}{extent}");
+    }
+    text.push(']');
+    text
+}
+
+impl Unroller<'_> {
+    fn mismatch(&self, message: impl Into<String>) -> Finding {
+        self.fault(FindingKind::Mismatch, message)
+    }
+
+    /// Refuses a write to what the caller lends for reading.
+    pub(super) fn writable(&self, view: &View) -> Result<(), Finding> {
+        let tensor = &self.made.tensors[view.tensor];
+        if tensor.role != Role::Input {
+            return Ok(());
+        }
+        Err(self.fault(
+            FindingKind::InputWritten,
+            format!("'{}' is an input and may not be written", tensor.name),
+        ))
+    }
+
+    pub(super) fn copy(&self, target: &View, source: &View) -> Result<OperationKind, Finding> {
+        self.writable(target)?;
+        if target.dtype != source.dtype || target.squeezed() != source.squeezed() {
+            return Err(self.mismatch(format!(
+                "copies {} to {}",
+                shape_of(source),
+                shape_of(target)
+            )));
+        }
+        Ok(OperationKind::Copy {
+            target: target.range(),
+            source: source.range(),
+        })
+    }
+
+    pub(super) fn sum(&self, target: &View, sources: &[View]) -> Result<OperationKind, Finding> {
+        self.writable(target)?;
+        if sources.is_empty() {
+            return Err(self.mismatch("the sum of nothing"));
+        }
+        for source in sources {
+            if target.dtype != source.dtype || target.squeezed() != source.squeezed() {
+                return Err(self.mismatch(format!(
+                    "adds {} to a sum that goes to {}",
+                    shape_of(source),
+                    shape_of(target)
+                )));
+            }
+        }
+        Ok(OperationKind::Sum {
+            dtype: target.dtype,
+            target: target.range(),
+            sources: sources.iter().map(View::range).collect(),
+        })
+    }
+
+    pub(super) fn matmul(
+        &self,
+        (target, a, b): (&View, &View, &View),
+        bias: Option<&View>,
+        accumulate: bool,
+    ) -> Result<OperationKind, Finding> {
+        self.writable(target)?;
+        let dtype = target.dtype;
+        let all = || [a, b].into_iter().chain(bias);
+        if dtype.matmul_tolerance().is_none() || all().any(|view| view.dtype != dtype) {
+            return Err(self.mismatch(format!(
+                "multiplies {} by {} into {}: all must be of one type, f16, bf16 or f32",
+                shape_of(a),
+                shape_of(b),
+                shape_of(target)
+            )));
+        }
+        let wrong = || {
+            self.mismatch(format!(
+                "multiplies {} by {} into {}: it takes […, m, k] by [k, n] into […, m, n]",
+                shape_of(a),
+                shape_of(b),
+                shape_of(target)
+            ))
+        };
+        let ([rows @ .., k], &[depth, n], [out @ .., columns]) =
+            (&a.shape[..], &b.shape[..], &target.shape[..])
+        else {
+            return Err(wrong());
+        };
+        let m = rows.iter().product::<usize>();
+        let fits = *k == depth
+            && *columns == n
+            && !rows.is_empty()
+            && !out.is_empty()
+            && out.iter().product::<usize>() == m;
+        if !fits {
+            return Err(wrong());
+        }
+        if let Some(bias) = bias
+            && bias.shape != [n]
+        {
+            return Err(self.mismatch(format!(
+                "adds a bias {} to rows of {n} elements",
+                shape_of(bias)
+            )));
+        }
+        Ok(OperationKind::Matmul {
+            a: a.range(),
+            b: b.range(),
+            c: target.range(),
+            bias: bias.map(View::range),
+            dtype,
+            m,
+            n,
+            k: *k,
+            accumulate,
+        })
+    }
+
+    pub(super) fn collective(
+        &self,
+        target: &View,
+        source: &View,
+        collective: Collective<Rank>,
+    ) -> Result<OperationKind, Finding> {
+        let writes = !matches!(collective, Collective::Reduce(_, root) if root != self.made.rank);
+        if writes {
+            self.writable(target)?;
+        }
+        let world = self.made.world;
+        let (to, from) = (target.elements(), source.elements());
+        let (fits, rule) = match collective {
+            Collective::AllGather => (
+                from.checked_mul(world) == Some(to),
+                "the target is as long as the sources of all ranks",
+            ),
+            Collective::ReduceScatter(_) => (
+                to.checked_mul(world) == Some(from),
+                "the source is as long as the targets of all ranks",
+            ),
+            Collective::AllToAll => (
+                to == from && from.is_multiple_of(world),
+                "both are as long and divide by the world size",
+            ),
+            Collective::AllReduce(_) | Collective::Broadcast(_) | Collective::Reduce(..) => {
+                (to == from, "both are as long")
+            }
+        };
+        if !fits || target.dtype != source.dtype {
+            return Err(self.mismatch(format!(
+                "{} of {} into {} on {world} ranks: {rule}, of one type",
+                collective.name(),
+                shape_of(source),
+                shape_of(target)
+            )));
+        }
+        Ok(OperationKind::Collective {
+            collective,
+            dtype: target.dtype,
+            target: target.range(),
+            source: source.range(),
+        })
+    }
+}

@@ -1,0 +1,250 @@
+//! A program for one rank, with every loop, branch and expression resolved: what an executor runs
+//! and the verifier follows.
+
+use super::ir::{Backend, Collective, Direction, Role, Sharding};
+use crate::dtype::DType;
+use crate::error::Rank;
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::Arc;
+
+/// Values of a program's parameters by name.
+pub type Parameters = BTreeMap<String, i64>;
+
+/// Index of a tensor in [`Unrolled::tensors`].
+pub type TensorId = usize;
+
+/// Index of a transfer in [`Unrolled::transfers`].
+pub type TransferId = usize;
+
+/// Index of an exchange in [`Unrolled::exchanges`].
+pub type ExchangeId = usize;
+
+/// What one rank does.
+#[derive(Clone, Debug)]
+pub struct Unrolled {
+    /// The rank.
+    pub rank: Rank,
+    /// How many ranks there are.
+    pub world: usize,
+    /// The streams in use; the first is always the caller's.
+    pub streams: Vec<StreamKind>,
+    /// The tensors, in order of declaration; an `allocate` in a loop makes one per iteration. Each
+    /// has memory of its own for the whole run.
+    pub tensors: Vec<TensorInstance>,
+    /// The transfers, in order of declaration.
+    pub transfers: Vec<TransferInstance>,
+    /// The transfers of each exchange of handles.
+    pub exchanges: Vec<Vec<TransferId>>,
+    /// What the host enqueues (or, for `Share`, does), in order.
+    pub operations: Vec<Operation>,
+}
+
+/// Which stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum StreamKind {
+    /// The one that the program was started on.
+    Caller,
+    /// One of the pool, by number from 0.
+    Pool(usize),
+    /// One of high priority, by number from 0.
+    High(usize),
+}
+
+impl fmt::Display for StreamKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Caller => f.write_str("caller"),
+            Self::Pool(number) => write!(f, "pool({number})"),
+            Self::High(number) => write!(f, "high({number})"),
+        }
+    }
+}
+
+/// A rank's instance of a tensor.
+#[derive(Clone, Debug)]
+pub struct TensorInstance {
+    /// Its name in the program.
+    pub name: Arc<str>,
+    /// Its element type.
+    pub dtype: DType,
+    /// Its extents, outermost first.
+    pub shape: Vec<usize>,
+    /// How it relates to the tensor as a whole.
+    pub sharding: Sharding,
+    /// Its length; never zero.
+    pub bytes: usize,
+    /// What it is to the caller.
+    pub role: Role,
+    /// Its declaration.
+    pub site: Site,
+}
+
+/// A contiguous part of a tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Range {
+    /// The tensor.
+    pub tensor: TensorId,
+    /// Where the part starts.
+    pub offset_bytes: usize,
+    /// How long it is; never zero.
+    pub bytes: usize,
+}
+
+impl Range {
+    /// One after the last byte.
+    pub const fn end(&self) -> usize {
+        self.offset_bytes + self.bytes
+    }
+}
+
+/// One end of a transfer.
+///
+/// The n-th send declared for a peer and tag belongs to the n-th receive that the peer declares for
+/// this rank and tag.
+#[derive(Clone, Debug)]
+pub struct TransferInstance {
+    /// Its name in the program.
+    pub name: Arc<str>,
+    /// Which way it goes.
+    pub direction: Direction,
+    /// What is sent, or where it is received.
+    pub range: Range,
+    /// The element type of that.
+    pub dtype: DType,
+    /// The other rank.
+    pub peer: Rank,
+    /// Tells transfers between the same two ranks apart.
+    pub tag: i64,
+    /// How many transfers with this direction, peer and tag were declared before it.
+    pub ordinal: usize,
+    /// What carries it.
+    pub backend: Backend,
+    /// The exchange that it is shared in.
+    pub exchange: ExchangeId,
+    /// Its declaration.
+    pub site: Site,
+}
+
+/// One operation: the host enqueues it on its stream (or, for `Share`, does it at once).
+#[derive(Clone, Debug)]
+pub struct Operation {
+    /// What is done.
+    pub kind: OperationKind,
+    /// The current stream, an index into [`Unrolled::streams`].
+    pub stream: usize,
+    /// The statement.
+    pub site: Site,
+}
+
+/// What an operation does.
+#[derive(Clone, Debug)]
+pub enum OperationKind {
+    /// The tensor exists from here on.
+    Allocate(TensorId),
+    /// The tensor is not used after this, in the order of the stream.
+    Deallocate(TensorId),
+    /// A copy between ranges of the same length.
+    Copy {
+        /// What is written.
+        target: Range,
+        /// What is read.
+        source: Range,
+    },
+    /// A matrix product: `c = a · b (+ bias) (+ c)`, row-major, `m × k` by `k × n`.
+    Matmul {
+        /// Left operand.
+        a: Range,
+        /// Right operand.
+        b: Range,
+        /// Result.
+        c: Range,
+        /// A vector of `n`, added to each row.
+        bias: Option<Range>,
+        /// Element type of all.
+        dtype: DType,
+        /// Rows of `a` and `c`.
+        m: usize,
+        /// Columns of `b` and `c`.
+        n: usize,
+        /// Columns of `a`, rows of `b`.
+        k: usize,
+        /// Whether the product is added to what `c` holds.
+        accumulate: bool,
+    },
+    /// `target = Σ sources`, element by element, in order.
+    Sum {
+        /// Element type of all.
+        dtype: DType,
+        /// What is written; may be one of the sources.
+        target: Range,
+        /// What is added up.
+        sources: Vec<Range>,
+    },
+    /// The host exchanges handles with the peers of the exchange's transfers, and goes on when each
+    /// peer has shared the matching transfers. Nothing is enqueued.
+    Share(ExchangeId),
+    /// A group of transfers: all signals that wait for nothing first, then the parts that move
+    /// bytes, which may run in any order or at once.
+    Post(Vec<TransferId>),
+    /// The stream waits until all posts so far of the transfers are complete.
+    Wait(Vec<TransferId>),
+    /// A collective of all ranks, run by an engine.
+    Collective {
+        /// Which one.
+        collective: Collective<Rank>,
+        /// Element type of both.
+        dtype: DType,
+        /// What is written; on a reduce, only on the root.
+        target: Range,
+        /// What is read; on a broadcast, only on the root.
+        source: Range,
+    },
+    /// The operation's stream waits for what this other stream was given so far: record an event
+    /// there, wait for it here.
+    Synchronize(usize),
+}
+
+impl OperationKind {
+    /// A word for it, as in program text.
+    pub const fn name(&self) -> &'static str {
+        match self {
+            Self::Allocate(_) => "allocate",
+            Self::Deallocate(_) => "deallocate",
+            Self::Copy { .. } => "copy",
+            Self::Matmul { bias: None, .. } => "matmul",
+            Self::Matmul { bias: Some(_), .. } => "linear",
+            Self::Sum { .. } => "sum",
+            Self::Share(_) => "share",
+            Self::Post(_) => "post",
+            Self::Wait(_) => "wait",
+            Self::Collective { collective, .. } => collective.name(),
+            Self::Synchronize(_) => "synchronize",
+        }
+    }
+}
+
+/// Where something stands in a program: its line, and the values of the loops around it.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Site {
+    /// The line of the program's text, from 1; 0 where it was built and not parsed.
+    pub line: u32,
+    /// The indices of the loops around it, outermost first.
+    pub indices: Arc<[(Arc<str>, i64)]>,
+}
+
+impl fmt::Display for Site {
+    /// `line 12 (i = 0, j = 3)`.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "line {}", self.line)?;
+        for (position, (index, value)) in self.indices.iter().enumerate() {
+            let lead = if position == 0 { " (" } else { ", " };
+            write!(f, "{lead}{index} = {value}")?;
+        }
+        if self.indices.is_empty() {
+            Ok(())
+        } else {
+            f.write_str(")")
+        }
+    }
+}

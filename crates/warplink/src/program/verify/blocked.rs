@@ -1,0 +1,225 @@
+//! Who waits for whom, where a program does not end.
+
+use super::execute::Need;
+use super::simulate::{Item, Run};
+use super::{Findings, place_of};
+use crate::error::Rank;
+use crate::program::finding::{FindingKind, Place};
+use crate::program::ir::{Backend, Direction};
+use crate::program::unrolled::OperationKind;
+use std::collections::{HashMap, HashSet};
+
+/// Most links of a chain that a message spells out.
+const MOST_SAID: usize = 6;
+
+/// Something that is held up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Agent {
+    Host(Rank),
+    Lane(usize),
+}
+
+/// Why an agent does not go on.
+struct Blocked {
+    rank: Rank,
+    /// The operation that it is held up at.
+    operation: usize,
+    /// What it waits for, in words.
+    what: String,
+    /// Who has to come to that first; none where nobody will.
+    on: Option<Agent>,
+    /// Another place that the words name.
+    also: Option<Place>,
+}
+
+/// Reports what is stuck; `false` where everything ended.
+pub(super) fn report(run: &Run<'_>, findings: &mut Findings<'_>) -> bool {
+    let hosts = (0..run.ranks.len())
+        .filter(|&rank| run.hosts[rank].next < run.ranks[rank].operations.len())
+        .map(Agent::Host);
+    let lanes = (0..run.lanes.len())
+        .filter(|&lane| !run.lanes[lane].queue.is_empty())
+        .map(Agent::Lane);
+    let stuck: Vec<Agent> = hosts.chain(lanes).collect();
+    // Every agent waits for one other: following them ends in a circle, or at what nobody does.
+    let mut seen: HashMap<Agent, usize> = HashMap::new();
+    for (walk, &start) in stuck.iter().enumerate() {
+        let (mut chain, mut next) = (Vec::new(), Some(start));
+        while let Some(agent) = next {
+            if let Some(&earlier) = seen.get(&agent) {
+                if earlier == walk {
+                    let from = chain.iter().position(|(a, _)| *a == agent).unwrap_or(0);
+                    say(run, &chain[from..], true, findings);
+                }
+                break;
+            }
+            seen.insert(agent, walk);
+            let Some(blocked) = why(run, agent) else {
+                break;
+            };
+            next = blocked.on;
+            chain.push((agent, blocked));
+            if next.is_none() {
+                say(run, &chain[chain.len() - 1..], false, findings);
+            }
+        }
+    }
+    if !stuck.is_empty() && findings.list.is_empty() {
+        let blocked: Vec<_> = stuck
+            .iter()
+            .take(1)
+            .filter_map(|&agent| Some((agent, why(run, agent)?)))
+            .collect();
+        say(run, &blocked, false, findings);
+    }
+    !stuck.is_empty()
+}
+
+fn say(run: &Run<'_>, chain: &[(Agent, Blocked)], circle: bool, findings: &mut Findings<'_>) {
+    // The same circle of lines is one finding, wherever it is entered.
+    let lowest = (0..chain.len()).min_by_key(|&index| {
+        let place = place_of(run.ranks, chain[index].1.rank, chain[index].1.operation);
+        (place.rank, place.site.line)
+    });
+    let order: Vec<usize> = (0..chain.len())
+        .map(|index| (index + lowest.unwrap_or(0)) % chain.len())
+        .collect();
+    let mut places: Vec<Place> = Vec::new();
+    for &index in &order {
+        let blocked = &chain[index].1;
+        places.push(place_of(run.ranks, blocked.rank, blocked.operation));
+        places.extend(blocked.also.clone());
+    }
+    let mut once = HashSet::new();
+    places.retain(|place| once.insert(place.clone()));
+    findings.add(FindingKind::Deadlock, places, |said| {
+        let mut message = String::new();
+        for (position, &index) in order.iter().take(MOST_SAID).enumerate() {
+            let (_, blocked) = &chain[index];
+            let place = place_of(run.ranks, blocked.rank, blocked.operation);
+            let lead = if position == 0 { "" } else { "; " };
+            message += &format!("{lead}{} waits for {}", said.say(&place), blocked.what);
+        }
+        if order.len() > MOST_SAID {
+            message += &format!("; and {} more like these", order.len() - MOST_SAID);
+        }
+        if circle {
+            message += ", so that each waits for the next and the last for the first";
+        }
+        message
+    });
+}
+
+fn why(run: &Run<'_>, agent: Agent) -> Option<Blocked> {
+    match agent {
+        Agent::Host(rank) => why_host(run, rank),
+        Agent::Lane(lane) => why_lane(run, lane),
+    }
+}
+
+fn why_host(run: &Run<'_>, rank: Rank) -> Option<Blocked> {
+    let operation = run.hosts[rank].next;
+    let OperationKind::Share(exchange) = run.ranks[rank].operations.get(operation)?.kind else {
+        return None;
+    };
+    let id = run.missing_share(rank, exchange)?;
+    let peer = run.ranks[rank].transfers[id].peer;
+    let partner = &run.ranks[peer].transfers[run.links.partners[rank][id]];
+    let also = place_of(run.ranks, peer, run.links.shares[peer][partner.exchange]);
+    Some(Blocked {
+        rank,
+        operation,
+        what: format!(
+            "rank {peer} to share '{}' ({}), which its host has not come to",
+            partner.name, also.site
+        ),
+        on: Some(Agent::Host(peer)),
+        also: Some(also),
+    })
+}
+
+fn why_lane(run: &Run<'_>, lane: usize) -> Option<Blocked> {
+    let rank = run.lanes[lane].rank;
+    let (operation, need) = match *run.lanes[lane].queue.front()? {
+        Item::Operation(operation) => (operation, run.need(lane, operation)?),
+        Item::WaitEvent(event, operation) => (operation, Need::Event(event)),
+        Item::Record(_) => return None,
+    };
+    let (what, on, also) = match need {
+        Need::Peer(id, number) => {
+            let transfer = &run.ranks[rank].transfers[id];
+            let (peer, partner) = (transfer.peer, run.links.partners[rank][id]);
+            let verb = match (transfer.direction, transfer.backend) {
+                (_, Backend::Nccl) => "meet it in the engine",
+                (Direction::Send, _) => "receive",
+                (Direction::Receive, _) => "send",
+            };
+            let name = &run.ranks[peer].transfers[partner].name;
+            post_of(run, peer, partner, number).map_or_else(
+                || {
+                    let times = run.links.posts[peer][partner].len();
+                    let declared = super::place_of_transfer(run.ranks, peer, partner);
+                    let what = format!(
+                        "rank {peer} to {verb} ('{name}', declared in {}), which it posts {times} \
+                         times and not {number}",
+                        declared.site
+                    );
+                    (what, None, Some(declared))
+                },
+                |(on, place)| {
+                    let what = format!("rank {peer} to {verb}: '{name}' of {}", place.site);
+                    (what, Some(on), Some(place))
+                },
+            )
+        }
+        Need::Own(id, number) => {
+            let (on, place) = post_of(run, rank, id, number)?;
+            let what = format!("its own post of {}", place.site);
+            (what, Some(on), Some(place))
+        }
+        Need::Engine(before) => {
+            let place = place_of(run.ranks, rank, before);
+            let what = format!("the engine, which is still at {}", place.site);
+            (what, Some(agent_of(run, rank, before)), Some(place))
+        }
+        Need::Collective(absent, number) => {
+            let operation = *run.links.collectives[absent].get(number)?;
+            let place = place_of(run.ranks, absent, operation);
+            let what = format!("rank {absent} to come to the collective, {}", place.site);
+            (what, Some(agent_of(run, absent, operation)), Some(place))
+        }
+        Need::Event(event) => {
+            let other = run.events[event].1;
+            let stream = other - run.first_lane[rank];
+            let what = format!("its stream {}", run.ranks[rank].streams[stream]);
+            (what, Some(Agent::Lane(other)), None)
+        }
+    };
+    Some(Blocked {
+        rank,
+        operation,
+        what,
+        on,
+        also,
+    })
+}
+
+/// Where a rank posts a transfer for the `number`-th time, and who has to come to it.
+fn post_of(run: &Run<'_>, rank: Rank, id: usize, number: usize) -> Option<(Agent, Place)> {
+    let posts = &run.links.posts[rank][id];
+    let operation = *posts.get(number.checked_sub(1)?)?;
+    Some((
+        agent_of(run, rank, operation),
+        place_of(run.ranks, rank, operation),
+    ))
+}
+
+/// Who has to come to an operation: its stream, or the host that has not enqueued it yet.
+fn agent_of(run: &Run<'_>, rank: Rank, operation: usize) -> Agent {
+    if operation >= run.hosts[rank].next {
+        Agent::Host(rank)
+    } else {
+        let stream = run.ranks[rank].operations[operation].stream;
+        Agent::Lane(run.first_lane[rank] + stream)
+    }
+}

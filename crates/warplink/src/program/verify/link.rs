@@ -1,0 +1,319 @@
+//! What must fit between ranks before anything runs: transfers and their partners, collectives,
+//! inputs and outputs.
+
+use super::{Findings, place_of, place_of_transfer};
+use crate::error::Rank;
+use crate::program::finding::{FindingKind, Place};
+use crate::program::ir::{Backend, Direction, Role, Sharding};
+use crate::program::unrolled::{OperationKind, TransferId, Unrolled};
+use std::collections::HashMap;
+
+/// What the ranks are to one another.
+pub(super) struct Links {
+    /// For each rank and transfer, the peer's matching transfer.
+    pub(super) partners: Vec<Vec<TransferId>>,
+    /// For each rank and transfer, the operations that post it, in the host's order.
+    pub(super) posts: Vec<Vec<Vec<usize>>>,
+    /// For each rank, the operations that share its exchanges.
+    pub(super) shares: Vec<Vec<usize>>,
+    /// For each rank, its collectives, in the host's order.
+    pub(super) collectives: Vec<Vec<usize>>,
+}
+
+/// Matches the ranks, and reports what does not.
+pub(super) fn link(ranks: &[Unrolled], findings: &mut Findings<'_>) -> Links {
+    let mut links = Links {
+        partners: partners(ranks, findings),
+        posts: Vec::new(),
+        shares: Vec::new(),
+        collectives: Vec::new(),
+    };
+    for unrolled in ranks {
+        let mut posts = vec![Vec::new(); unrolled.transfers.len()];
+        let mut shares = vec![0; unrolled.exchanges.len()];
+        let mut collectives = Vec::new();
+        for (index, operation) in unrolled.operations.iter().enumerate() {
+            match &operation.kind {
+                OperationKind::Post(group) => group.iter().for_each(|&id| posts[id].push(index)),
+                OperationKind::Share(exchange) => shares[*exchange] = index,
+                OperationKind::Collective { .. } => collectives.push(index),
+                _ => {}
+            }
+        }
+        links.posts.push(posts);
+        links.shares.push(shares);
+        links.collectives.push(collectives);
+    }
+    interfaces(ranks, findings);
+    collectives(ranks, &links, findings);
+    if findings.list.is_empty() {
+        engine_pairs(ranks, &links, findings);
+    }
+    links
+}
+
+/// Finds each transfer's partner; one without gets 0, beside the finding.
+fn partners(ranks: &[Unrolled], findings: &mut Findings<'_>) -> Vec<Vec<TransferId>> {
+    type Key = (Direction, Rank, i64, usize);
+    let tables: Vec<HashMap<Key, TransferId>> = ranks
+        .iter()
+        .map(|unrolled| {
+            let keyed = unrolled.transfers.iter().enumerate();
+            keyed
+                .map(|(id, t)| ((t.direction, t.peer, t.tag, t.ordinal), id))
+                .collect()
+        })
+        .collect();
+    let mut all = Vec::with_capacity(ranks.len());
+    for (rank, unrolled) in ranks.iter().enumerate() {
+        let mut own = Vec::with_capacity(unrolled.transfers.len());
+        for (id, transfer) in unrolled.transfers.iter().enumerate() {
+            let opposite = match transfer.direction {
+                Direction::Send => Direction::Receive,
+                Direction::Receive => Direction::Send,
+            };
+            let key = (opposite, rank, transfer.tag, transfer.ordinal);
+            let partner = tables[transfer.peer].get(&key).copied();
+            own.push(partner.unwrap_or(0));
+            match partner {
+                None => unmatched(ranks, rank, id, findings),
+                // Once for each pair is enough.
+                Some(partner) if transfer.direction == Direction::Send => {
+                    compare(ranks, (rank, id), partner, findings);
+                }
+                Some(_) => {}
+            }
+        }
+        all.push(own);
+    }
+    all
+}
+
+fn unmatched(ranks: &[Unrolled], rank: Rank, id: TransferId, findings: &mut Findings<'_>) {
+    let transfer = &ranks[rank].transfers[id];
+    let place = place_of_transfer(ranks, rank, id);
+    // What the peer does share with this rank helps to see the mistake.
+    let peer = &ranks[transfer.peer];
+    let near = peer
+        .transfers
+        .iter()
+        .position(|other| other.peer == rank && other.direction != transfer.direction);
+    let mut places = vec![place];
+    places.extend(near.map(|near| place_of_transfer(ranks, transfer.peer, near)));
+    findings.add(FindingKind::AsymmetricExchange, places.clone(), |said| {
+        let (verb, missing) = match transfer.direction {
+            Direction::Send => ("sends to", "receive"),
+            Direction::Receive => ("receives from", "send"),
+        };
+        let mut message = format!(
+            "{} {verb} rank {} with tag {}, which shares no such {missing}",
+            said.say(&places[0]),
+            transfer.peer,
+            transfer.tag
+        );
+        if transfer.ordinal > 0 {
+            message += &format!(" beyond the first {}", transfer.ordinal);
+        }
+        match near.map(|near| &peer.transfers[near]) {
+            Some(other) => {
+                message += &format!(
+                    "; the nearest it shares is {}, with tag {}",
+                    said.say(&places[1]),
+                    other.tag
+                )
+            }
+            None => message += " at all",
+        }
+        message + "; the host waits for it for ever"
+    });
+}
+
+fn compare(
+    ranks: &[Unrolled],
+    (rank, id): (Rank, TransferId),
+    partner: TransferId,
+    findings: &mut Findings<'_>,
+) {
+    let send = &ranks[rank].transfers[id];
+    let receive = &ranks[send.peer].transfers[partner];
+    let differences = [
+        (send.range.bytes != receive.range.bytes)
+            .then(|| format!("{} bytes against {}", send.range.bytes, receive.range.bytes)),
+        (send.dtype != receive.dtype).then(|| format!("{} against {}", send.dtype, receive.dtype)),
+        (send.backend != receive.backend)
+            .then(|| format!("via {} against via {}", send.backend, receive.backend)),
+    ];
+    let differences: Vec<String> = differences.into_iter().flatten().collect();
+    if differences.is_empty() {
+        return;
+    }
+    let places = vec![
+        place_of_transfer(ranks, rank, id),
+        place_of_transfer(ranks, send.peer, partner),
+    ];
+    findings.add(FindingKind::Mismatch, places.clone(), |said| {
+        format!(
+            "{} and its receive {} differ: {}",
+            said.say(&places[0]),
+            said.say(&places[1]),
+            differences.join(", ")
+        )
+    });
+}
+
+/// Inputs and outputs are the same on every rank, but for the axis that is sharded over ranks.
+fn interfaces(ranks: &[Unrolled], findings: &mut Findings<'_>) {
+    fn outer(unrolled: &Unrolled) -> impl Iterator<Item = &crate::program::TensorInstance> {
+        let tensors = unrolled.tensors.iter();
+        tensors.filter(|tensor| tensor.role != Role::Local)
+    }
+    for (rank, unrolled) in ranks.iter().enumerate().skip(1) {
+        for (first, own) in outer(&ranks[0]).zip(outer(unrolled)) {
+            let same = first.shape.len() == own.shape.len()
+                && first
+                    .shape
+                    .iter()
+                    .zip(&own.shape)
+                    .enumerate()
+                    .all(|(axis, (a, b))| a == b || own.sharding == Sharding::Ranks(axis));
+            if !same {
+                let place = |rank, tensor: &crate::program::TensorInstance| Place {
+                    rank,
+                    site: tensor.site.clone(),
+                };
+                let places = vec![place(rank, own), place(0, first)];
+                findings.add(FindingKind::Mismatch, places.clone(), |said| {
+                    format!(
+                        "{} has shape {:?}, but {:?} on rank 0",
+                        said.say(&places[0]),
+                        own.shape,
+                        first.shape
+                    )
+                });
+            }
+        }
+    }
+}
+
+/// All ranks call the same collectives in the same order.
+fn collectives(ranks: &[Unrolled], links: &Links, findings: &mut Findings<'_>) {
+    let Some(first) = links.collectives.first() else {
+        return;
+    };
+    for (rank, own) in links.collectives.iter().enumerate().skip(1) {
+        for position in 0..own.len().max(first.len()) {
+            let (Some(&a), Some(&b)) = (first.get(position), own.get(position)) else {
+                let (more, operation, less) = match own.get(position) {
+                    Some(&operation) => (rank, operation, 0),
+                    None => (0, first[position], rank),
+                };
+                let places = vec![place_of(ranks, more, operation)];
+                findings.add(FindingKind::CollectiveOrder, places.clone(), |said| {
+                    format!(
+                        "{} is collective number {position} of rank {more}, but rank {less} calls \
+                         only {position}",
+                        said.say(&places[0])
+                    )
+                });
+                break;
+            };
+            let (one, other) = (
+                &ranks[0].operations[a].kind,
+                &ranks[rank].operations[b].kind,
+            );
+            let (
+                OperationKind::Collective {
+                    collective: collective_a,
+                    dtype: dtype_a,
+                    target: target_a,
+                    source: source_a,
+                },
+                OperationKind::Collective {
+                    collective: collective_b,
+                    dtype: dtype_b,
+                    target: target_b,
+                    source: source_b,
+                },
+            ) = (one, other)
+            else {
+                continue;
+            };
+            let kind = if collective_a != collective_b {
+                FindingKind::CollectiveOrder
+            } else if dtype_a != dtype_b
+                || (target_a.bytes, source_a.bytes) != (target_b.bytes, source_b.bytes)
+            {
+                FindingKind::Mismatch
+            } else {
+                continue;
+            };
+            let places = vec![place_of(ranks, rank, b), place_of(ranks, 0, a)];
+            findings.add(kind, places.clone(), |said| {
+                format!(
+                    "{} is collective number {position} of rank {rank}, where rank 0 has {}; {}",
+                    said.say(&places[0]),
+                    said.say(&places[1]),
+                    match kind {
+                        FindingKind::Mismatch => "their lengths or types differ",
+                        _ => "all ranks call the same ones in the same order",
+                    }
+                )
+            });
+            break;
+        }
+    }
+}
+
+/// The engine matches sends and receives between two ranks by the order of their posts, not by
+/// tag; so the orders must agree.
+fn engine_pairs(ranks: &[Unrolled], links: &Links, findings: &mut Findings<'_>) {
+    type Sequence = Vec<(usize, TransferId)>;
+    let sequences: Vec<HashMap<(Direction, Rank), Sequence>> = ranks
+        .iter()
+        .map(|unrolled| {
+            let mut sequences: HashMap<(Direction, Rank), Sequence> = HashMap::new();
+            for (index, operation) in unrolled.operations.iter().enumerate() {
+                let OperationKind::Post(group) = &operation.kind else {
+                    continue;
+                };
+                for &id in group {
+                    let transfer = &unrolled.transfers[id];
+                    if transfer.backend == Backend::Nccl {
+                        let key = (transfer.direction, transfer.peer);
+                        sequences.entry(key).or_default().push((index, id));
+                    }
+                }
+            }
+            sequences
+        })
+        .collect();
+    for (rank, own) in sequences.iter().enumerate() {
+        for ((direction, peer), sends) in own {
+            if *direction != Direction::Send {
+                continue;
+            }
+            let receives = sequences[*peer].get(&(Direction::Receive, rank));
+            let pairs = sends.iter().zip(receives.into_iter().flatten());
+            for (&(operation, id), &(other, theirs)) in pairs {
+                if links.partners[rank][id] == theirs {
+                    continue;
+                }
+                let places = vec![
+                    place_of(ranks, rank, operation),
+                    place_of(ranks, *peer, other),
+                ];
+                findings.add(FindingKind::Mismatch, places.clone(), |said| {
+                    format!(
+                        "{} posts a send of tag {} where {} posts a receive of tag {}: the engine \
+                         pairs them in the order of posting",
+                        said.say(&places[0]),
+                        ranks[rank].transfers[id].tag,
+                        said.say(&places[1]),
+                        ranks[*peer].transfers[theirs].tag
+                    )
+                });
+                break;
+            }
+        }
+    }
+}

@@ -1,0 +1,225 @@
+//! The verifier: whether a program, run by a number of ranks, always ends with the right bytes.
+//!
+//! It unrolls the program for every rank, matches transfers and collectives, and runs hosts and
+//! streams as far as they get. Nothing that one of them does can hold up another for good, so the
+//! order in which they are run does not matter: what is stuck at the end is stuck in every run, and
+//! that is the deadlock. On the way each stream keeps a vector clock of what has happened before
+//! its next operation, which signals, events and collectives hand on; two accesses to the same
+//! bytes that the clocks leave unordered are a race, in whichever memory the bytes are.
+//!
+//! # What is assumed of a run
+//! - The host enqueues and never waits for a stream; only `share` holds it, until each peer has
+//!   come to the share of the matching transfer. Signals and mappings exist from then on.
+//! - A signal is a word in the memory of the rank that waits for it, one per transfer and rank; the
+//!   n-th post writes n. *get*: posting the send signals *ready*; posting the receive waits for it,
+//!   copies, and signals *done*, for which waiting for the send waits. *put*: posting the receive
+//!   signals *ready*; posting the send waits for it, copies, and signals *done*, for which waiting
+//!   for the receive waits. Waiting on the side that copies waits for the copy.
+//! - In a group, signals that wait for nothing come first; then all waits; then all copies, in any
+//!   order, each followed by its signal.
+//! - The collective engine runs its operations on a rank one after another, in the order in which
+//!   the host gave them, whatever their streams. For a deadlock this is counted on, for an order
+//!   between accesses it is not. A receive through the engine comes after its send has started; a
+//!   send says nothing about its receive.
+//! - Runs follow one another on the caller's stream: what the program accesses must come after the
+//!   stream's state at the start and before its state at the end, also where a peer accesses it.
+
+mod blocked;
+mod clock;
+mod execute;
+mod link;
+mod memory;
+mod simulate;
+mod trouble;
+
+use super::finding::{Finding, FindingKind, Place};
+use super::ir::Program;
+use super::text::summary;
+use super::unroll::unroll_or_find;
+use super::unrolled::{OperationKind, Parameters, Unrolled};
+use crate::error::Rank;
+use std::collections::HashMap;
+use std::fmt;
+
+/// Most operations of all ranks together.
+pub const MOST_OPERATIONS: usize = 1 << 21;
+
+/// Most different findings that are reported.
+pub const MOST_FINDINGS: usize = 64;
+
+/// What a program that passed does, for all ranks together.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Report {
+    /// The ranks.
+    pub world: usize,
+    /// Operations that are enqueued.
+    pub operations: usize,
+    /// Streams in use, the callers' among them.
+    pub streams: usize,
+    /// Transfers that are shared, each counted once.
+    pub transfers: usize,
+    /// Exchanges of handles.
+    pub exchanges: usize,
+    /// Bytes that the posts move between ranks.
+    pub bytes: u128,
+}
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "verified for {} ranks: {} operations in {} streams, {} transfers of {} bytes in all, \
+             {} exchanges of handles; no deadlock, no race, every output written",
+            self.world, self.operations, self.streams, self.transfers, self.bytes, self.exchanges
+        )
+    }
+}
+
+/// Verifies `program` for `world` ranks with `streams` streams in each one's pool.
+///
+/// # Errors
+/// What is wrong, the most telling first. Findings that others would only repeat are left out:
+/// where ranks do not match there is no run to look at, and where it hangs its end is not.
+pub fn verify(
+    program: &Program,
+    world: usize,
+    streams: usize,
+    parameters: &Parameters,
+) -> Result<Report, Vec<Finding>> {
+    let mut findings = Findings::new(program);
+    let mut ranks: Vec<Unrolled> = Vec::with_capacity(world.min(super::unroll::MOST_RANKS));
+    let mut operations = 0;
+    // A world of none has no rank to refuse it.
+    for rank in 0..world.max(1) {
+        match unroll_or_find(program, rank, world, streams, parameters) {
+            Ok(unrolled) => {
+                operations += unrolled.operations.len();
+                ranks.push(unrolled);
+            }
+            Err(finding) => {
+                let global = finding.places.iter().all(|place| place.site.line == 0);
+                findings.add_made(finding);
+                if global {
+                    break;
+                }
+            }
+        }
+        if operations > MOST_OPERATIONS {
+            findings.too_large();
+            break;
+        }
+    }
+    findings.end_of_stage()?;
+    let links = link::link(&ranks, &mut findings);
+    findings.end_of_stage()?;
+    simulate::simulate(&ranks, &links, &mut findings);
+    findings.end_of_stage()?;
+    Ok(report(&ranks))
+}
+
+fn report(ranks: &[Unrolled]) -> Report {
+    let transfers: usize = ranks.iter().map(|rank| rank.transfers.len()).sum();
+    let mut bytes = 0_u128;
+    for rank in ranks {
+        for operation in &rank.operations {
+            if let OperationKind::Post(group) = &operation.kind {
+                for &id in group {
+                    let transfer = &rank.transfers[id];
+                    if transfer.direction == super::ir::Direction::Send {
+                        bytes += transfer.range.bytes as u128;
+                    }
+                }
+            }
+        }
+    }
+    Report {
+        world: ranks.len(),
+        operations: ranks.iter().map(|rank| rank.operations.len()).sum(),
+        streams: ranks.iter().map(|rank| rank.streams.len()).sum(),
+        transfers: transfers / 2,
+        exchanges: ranks.iter().map(|rank| rank.exchanges.len()).sum(),
+        bytes,
+    }
+}
+
+/// Collects findings, one for each kind and set of statements.
+struct Findings<'p> {
+    program: &'p Program,
+    list: Vec<Finding>,
+    known: HashMap<(FindingKind, Vec<u32>), usize>,
+}
+
+impl<'p> Findings<'p> {
+    fn new(program: &'p Program) -> Self {
+        Self {
+            program,
+            list: Vec::new(),
+            known: HashMap::new(),
+        }
+    }
+
+    /// Adds a finding; `message` is asked for only where it is the first of its kind there.
+    fn add(
+        &mut self,
+        kind: FindingKind,
+        places: Vec<Place>,
+        message: impl FnOnce(&Self) -> String,
+    ) {
+        let lines = places.iter().map(|place| place.site.line).collect();
+        if let Some(&index) = self.known.get(&(kind, lines)) {
+            self.list[index].repeated += 1;
+        } else if self.list.len() < MOST_FINDINGS {
+            let message = message(self);
+            self.add_made(Finding::new(kind, message, places));
+        }
+    }
+
+    fn add_made(&mut self, finding: Finding) {
+        let lines: Vec<u32> = finding.places.iter().map(|place| place.site.line).collect();
+        let next = self.list.len();
+        let index = *self.known.entry((finding.kind, lines)).or_insert(next);
+        if index == next {
+            self.list.push(finding);
+        } else {
+            self.list[index].repeated += 1;
+        }
+    }
+
+    fn too_large(&mut self) {
+        self.add(FindingKind::Malformed, Vec::new(), |_| {
+            "the program is too large to verify: too many operations, ranks or streams".to_owned()
+        });
+    }
+
+    /// The findings so far, if there are any.
+    fn end_of_stage(&mut self) -> Result<(), Vec<Finding>> {
+        if self.list.is_empty() {
+            return Ok(());
+        }
+        Err(std::mem::take(&mut self.list))
+    }
+
+    /// `` rank 2, line 12 (j = 3): `post s` ``.
+    fn say(&self, place: &Place) -> String {
+        match summary(self.program, place.site.line) {
+            text if text.is_empty() => place.to_string(),
+            text => format!("{place}: `{text}`"),
+        }
+    }
+}
+
+/// The place of an operation.
+fn place_of(ranks: &[Unrolled], rank: Rank, operation: usize) -> Place {
+    Place {
+        rank,
+        site: ranks[rank].operations[operation].site.clone(),
+    }
+}
+
+/// The place where a transfer is declared.
+fn place_of_transfer(ranks: &[Unrolled], rank: Rank, transfer: usize) -> Place {
+    Place {
+        rank,
+        site: ranks[rank].transfers[transfer].site.clone(),
+    }
+}

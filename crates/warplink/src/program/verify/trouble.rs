@@ -1,0 +1,242 @@
+//! What went wrong with accesses and signals, and how it is said.
+
+use super::memory::{Access, Actor, Memory, Mode, Trouble};
+use super::{Findings, place_of};
+use crate::error::Rank;
+use crate::program::finding::{FindingKind, Place};
+use crate::program::ir::Role;
+use crate::program::unrolled::{Range, Unrolled};
+
+/// Most troubles that are kept; a program that is wrong in its loops has more than anyone reads.
+const MOST_KEPT: usize = 4096;
+
+/// Troubles, kept until it is known whether the program ends.
+#[derive(Default)]
+pub(super) struct Troubles {
+    /// Whose memory, the access that was noted first, the other, and the bytes.
+    conflicts: Vec<(Rank, Access, Access, Range)>,
+    /// Whose memory, the deallocation, the access after it, and the tensor.
+    deallocated: Vec<(Rank, Access, Access, usize)>,
+    unwritten: Vec<(Rank, Access, Range)>,
+    /// Rank, post before, post.
+    signals: Vec<(Rank, usize, usize)>,
+}
+
+impl Troubles {
+    pub(super) fn add(&mut self, rank: Rank, access: Access, range: Range, trouble: Trouble) {
+        let kept = self.conflicts.len() + self.deallocated.len() + self.unwritten.len();
+        if kept >= MOST_KEPT {
+            return;
+        }
+        match trouble {
+            Trouble::Conflict(other, range) => {
+                self.conflicts.push((rank, other, access, range));
+            }
+            Trouble::Deallocated(by) => {
+                self.deallocated.push((rank, by, access, range.tensor));
+            }
+            Trouble::Unwritten(range) => self.unwritten.push((rank, access, range)),
+        }
+    }
+
+    pub(super) fn unordered_signal(&mut self, rank: Rank, before: usize, post: usize) {
+        if self.signals.len() < MOST_KEPT {
+            self.signals.push((rank, before, post));
+        }
+    }
+
+    pub(super) fn report(&self, ranks: &[Unrolled], findings: &mut Findings<'_>) {
+        for &(rank, before, post) in &self.signals {
+            let places = vec![place_of(ranks, rank, post), place_of(ranks, rank, before)];
+            findings.add(FindingKind::LostSignal, places.clone(), |said| {
+                format!(
+                    "{} is not ordered after the same transfer's post before it, {}: the older \
+                     signal may overwrite the newer one",
+                    said.say(&places[0]),
+                    said.say(&places[1])
+                )
+            });
+        }
+        for (rank, by, access, tensor) in &self.deallocated {
+            let places = places_of(ranks, &[access, by]);
+            let name = &ranks[*rank].tensors[*tensor].name;
+            findings.add(FindingKind::UseAfterDeallocate, places.clone(), |said| {
+                format!(
+                    "{} {} '{name}' of rank {rank} after {}",
+                    said.say(&places[0]),
+                    verb(access),
+                    said.say(&places[1])
+                )
+            });
+        }
+        for conflict in &self.conflicts {
+            report_conflict(ranks, conflict, findings);
+        }
+        for (rank, access, range) in &self.unwritten {
+            // Where the write is there but unordered, it is the order that is wrong.
+            let raced = self.conflicts.iter().any(|(owner, a, b, bytes)| {
+                owner == rank
+                    && (a.actor == access.actor || b.actor == access.actor)
+                    && bytes.tensor == range.tensor
+                    && bytes.offset_bytes < range.end()
+                    && range.offset_bytes < bytes.end()
+                    && !matches!(a.actor, Actor::Before(_))
+            });
+            if raced {
+                continue;
+            }
+            let places = places_of(ranks, &[access]);
+            findings.add(FindingKind::UnwrittenRead, places.clone(), |said| {
+                format!(
+                    "{} reads {} of rank {rank}, which nothing wrote before",
+                    said.say(&places[0]),
+                    describe(&ranks[*rank], range)
+                )
+            });
+        }
+    }
+}
+
+fn places_of(ranks: &[Unrolled], accesses: &[&Access]) -> Vec<Place> {
+    let place = |access: &&Access| match access.actor {
+        Actor::Before(_) => None,
+        Actor::Operation(rank, operation) => Some(place_of(ranks, rank, operation)),
+    };
+    accesses.iter().filter_map(place).collect()
+}
+
+const fn verb(access: &Access) -> &'static str {
+    match access.mode {
+        Mode::Read => "reads",
+        Mode::Write | Mode::Update => "writes",
+        Mode::Deallocate => "deallocates",
+    }
+}
+
+/// The stream of an access's operation.
+fn stream_of(ranks: &[Unrolled], access: &Access) -> String {
+    match access.actor {
+        Actor::Before(_) => "caller".to_owned(),
+        Actor::Operation(rank, operation) => {
+            let unrolled = &ranks[rank];
+            unrolled.streams[unrolled.operations[operation].stream].to_string()
+        }
+    }
+}
+
+fn report_conflict(
+    ranks: &[Unrolled],
+    (rank, first, second, range): &(Rank, Access, Access, Range),
+    findings: &mut Findings<'_>,
+) {
+    let places = places_of(ranks, &[second, first]);
+    let what = describe(&ranks[*rank], range);
+    let freed = [first, second].iter().any(|a| a.mode == Mode::Deallocate);
+    let kind = match freed {
+        true => FindingKind::UseAfterDeallocate,
+        false => FindingKind::Race,
+    };
+    findings.add(kind, places.clone(), |said| match &places[..] {
+        [only] => format!(
+            "{} on {} {} {what} of rank {rank}, but nothing orders it after the start of the run \
+             on that rank's caller stream: it races with what came before",
+            said.say(only),
+            stream_of(ranks, second),
+            verb(second)
+        ),
+        [one, other, ..] if first.actor == second.actor => format!(
+            "{} on {} both {} and {} {what} of rank {rank}, in no order{}",
+            said.say(one),
+            stream_of(ranks, second),
+            verb(first),
+            verb(second),
+            if one == other {
+                ""
+            } else {
+                " within the group"
+            }
+        ),
+        [one, other, ..] => format!(
+            "{} on {} {} {what} of rank {rank}, unordered with {} on {}, which {} it",
+            said.say(one),
+            stream_of(ranks, second),
+            verb(second),
+            said.say(other),
+            stream_of(ranks, first),
+            verb(first)
+        ),
+        [] => String::new(),
+    });
+}
+
+/// Reports an access to bytes of `rank` that its end does not wait for.
+pub(super) fn report_unfinished(
+    ranks: &[Unrolled],
+    rank: Rank,
+    tensor: usize,
+    access: &Access,
+    findings: &mut Findings<'_>,
+) {
+    let places = places_of(ranks, &[access]);
+    let name = &ranks[rank].tensors[tensor].name;
+    findings.add(FindingKind::Race, places.clone(), |said| match &places[..] {
+        [place, ..] => format!(
+            "{} on {} {} '{name}' of rank {rank}, and may still do so when the run ends there: it \
+             races with the caller and the next run",
+            said.say(place),
+            stream_of(ranks, access),
+            verb(access)
+        ),
+        [] => String::new(),
+    });
+}
+
+/// Reports outputs of a rank of which bytes are not written.
+pub(super) fn report_unwritten_outputs(
+    unrolled: &Unrolled,
+    memory: &Memory,
+    findings: &mut Findings<'_>,
+) {
+    for (tensor, instance) in unrolled.tensors.iter().enumerate() {
+        if instance.role != Role::Output {
+            continue;
+        }
+        let Some((start, end)) = memory.unwritten(unrolled.rank, tensor) else {
+            continue;
+        };
+        let range = Range {
+            tensor,
+            offset_bytes: start,
+            bytes: end - start,
+        };
+        let places = vec![Place {
+            rank: unrolled.rank,
+            site: instance.site.clone(),
+        }];
+        findings.add(FindingKind::UnwrittenOutput, places.clone(), |said| {
+            format!(
+                "{}: {} is never written",
+                said.say(&places[0]),
+                describe(unrolled, &range)
+            )
+        });
+    }
+}
+
+/// `G[3]`, `G[2..4]` or `bytes 10..20 of G`.
+fn describe(unrolled: &Unrolled, range: &Range) -> String {
+    let tensor = &unrolled.tensors[range.tensor];
+    let name = &tensor.name;
+    let slice = tensor.bytes / tensor.shape.first().copied().unwrap_or(1).max(1);
+    if range.bytes == tensor.bytes {
+        return format!("'{name}'");
+    }
+    if slice == 0 || range.offset_bytes % slice != 0 || range.bytes % slice != 0 {
+        return format!("bytes {}..{} of '{name}'", range.offset_bytes, range.end());
+    }
+    let (first, end) = (range.offset_bytes / slice, range.end() / slice);
+    match end - first {
+        1 => format!("{name}[{first}]"),
+        _ => format!("{name}[{first}..{end}]"),
+    }
+}
