@@ -9,6 +9,8 @@ use crate::device::{
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::memory::{HANDLE_BYTES, Memory, Region, RemoteRegion};
 use crate::p2p::{Protocol, Transfer, TransferRequest, Transfers};
+use crate::program::Executor;
+use crate::program::execute::{EngineSource, Ground};
 use crate::sync::lock;
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
@@ -112,8 +114,8 @@ pub struct Communicator {
     device: Arc<dyn Device>,
     bootstrap: Arc<Bootstrap>,
     memory: Arc<Memory>,
-    transfers: Transfers,
-    engine: OnceLock<Arc<dyn CollectiveEngine>>,
+    transfers: Arc<Transfers>,
+    engine: Arc<OnceLock<Arc<dyn CollectiveEngine>>>,
     timeout: Duration,
     // Transfers of `send` and `receive` whose streams may still use them.
     under_way: Mutex<Vec<(Arc<dyn Event>, Transfer)>>,
@@ -147,13 +149,18 @@ impl Communicator {
                 memory.forget(lost);
             }
         });
-        let transfers = Transfers::new(&bootstrap, &memory, &device, config.protocol);
+        let transfers = Arc::new(Transfers::new(
+            &bootstrap,
+            &memory,
+            &device,
+            config.protocol,
+        ));
         Ok(Self {
             device,
             bootstrap,
             memory,
             transfers,
-            engine: OnceLock::new(),
+            engine: Arc::default(),
             timeout: config.timeout,
             under_way: Mutex::default(),
         })
@@ -323,21 +330,46 @@ impl Communicator {
     /// # Errors
     /// [`ErrorKind::LibraryMissing`] without the library.
     pub fn collective_engine(&self) -> Result<Arc<dyn CollectiveEngine>> {
-        if let Some(engine) = self.engine.get() {
-            return Ok(engine.clone());
-        }
-        let deadline = self.deadline();
-        let mut exchange = |bytes: Vec<u8>| self.bootstrap.all_gather(&bytes, deadline);
-        let engine = self
-            .device
-            .collective_engine(self.rank(), self.world(), &mut exchange)?;
-        let aborted = Arc::downgrade(&engine);
-        self.device.fault().when_raised(move || {
-            if let Some(engine) = aborted.upgrade() {
-                engine.abort();
+        (self.engine_source())()
+    }
+
+    /// Joins the engine once, whoever asks first.
+    fn engine_source(&self) -> EngineSource {
+        let (joined, device, bootstrap) = (
+            self.engine.clone(),
+            self.device.clone(),
+            self.bootstrap.clone(),
+        );
+        let timeout = self.timeout;
+        Arc::new(move || {
+            if let Some(engine) = joined.get() {
+                return Ok(engine.clone());
             }
-        });
-        Ok(self.engine.get_or_init(|| engine).clone())
+            let deadline = Deadline::after(timeout);
+            let mut exchange = |bytes: Vec<u8>| bootstrap.all_gather(&bytes, deadline);
+            let engine =
+                device.collective_engine(bootstrap.rank(), bootstrap.world(), &mut exchange)?;
+            let aborted = Arc::downgrade(&engine);
+            device.fault().when_raised(move || {
+                if let Some(engine) = aborted.upgrade() {
+                    engine.abort();
+                }
+            });
+            Ok(joined.get_or_init(|| engine).clone())
+        })
+    }
+
+    /// An executor of host programs, with pools of its own. Keep it for as long as its plans are
+    /// made anew.
+    pub fn executor(&self) -> Executor {
+        Executor::new(Ground {
+            device: self.device.clone(),
+            bootstrap: self.bootstrap.clone(),
+            memory: self.memory.clone(),
+            transfers: self.transfers.clone(),
+            engine: self.engine_source(),
+            timeout: self.timeout,
+        })
     }
 
     /// How many allocations are registered here (or still mapped by a peer), and how many of

@@ -3,7 +3,9 @@
 use warplink::program::{Parameters, Program, verify};
 
 fn parameters(list: &[(&str, i64)]) -> Parameters {
-    list.iter().map(|&(name, value)| (name.to_owned(), value)).collect()
+    list.iter()
+        .map(|&(name, value)| (name.to_owned(), value))
+        .collect()
 }
 
 #[test]
@@ -16,7 +18,11 @@ fn the_examples_pass() {
         let program = Program::parse(&text).unwrap_or_else(|e| panic!("{}:\n{e}", path.display()));
         assert_eq!(Program::parse(&program.to_string()).unwrap(), program);
         for world in [1, 2, 3, 4, 5, 8, 16] {
-            let sizes = program.parameters.iter().map(|name| (name.as_str(), 240 * 16)).collect::<Vec<_>>();
+            let sizes = program
+                .parameters
+                .iter()
+                .map(|name| (name.as_str(), 240 * 16))
+                .collect::<Vec<_>>();
             for streams in [1, 2, 3] {
                 match verify(&program, world, streams, &parameters(&sizes)) {
                     Ok(report) => assert_eq!(report.world, world),

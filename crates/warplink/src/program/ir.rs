@@ -8,6 +8,7 @@
 use super::expr::{Condition, Expr};
 use crate::device::ReduceOp;
 use crate::dtype::DType;
+pub use crate::p2p::{Direction, Protocol};
 use std::fmt;
 
 /// A host program.
@@ -277,24 +278,6 @@ pub enum Selection {
     Index(Expr),
     /// `[a..b]`: several slices; the axis stays.
     Range(Expr, Expr),
-}
-
-/// Which way a transfer goes, as seen from the rank that declares it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum Direction {
-    /// To the peer.
-    Send,
-    /// From the peer.
-    Receive,
-}
-
-/// Who moves the bytes of a direct transfer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Protocol {
-    /// The receiver copies out of the sender's memory.
-    Get,
-    /// The sender copies into the receiver's memory.
-    Put,
 }
 
 /// What carries a transfer.

@@ -11,7 +11,9 @@
 //! | [`text`] | the grammar, parser and printer |
 //! | [`unrolled`], [`unroll`] | a program for one rank: a flat list of operations |
 //! | [`verify`], [`finding`] | whether the ranks' programs fit together, and what is wrong if not |
+//! | [`execute`] | runs a program on a device |
 
+pub mod execute;
 pub mod expr;
 pub mod finding;
 pub mod ir;
@@ -20,6 +22,7 @@ pub mod unroll;
 pub mod unrolled;
 pub mod verify;
 
+pub use execute::{Bindings, CapturedPlan, Executor, Plan, PrepareOptions, Prepared, Trace};
 pub use expr::{Condition, Expr};
 pub use finding::{Finding, FindingKind, Place};
 pub use ir::{Backend, Direction, Program, Protocol};

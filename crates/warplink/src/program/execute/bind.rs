@@ -1,0 +1,424 @@
+//! From an unrolled program and the caller's memory to a plan.
+
+use super::Ground;
+use super::plan::Plan;
+use super::pool::Pool;
+use super::step::{Action, Step};
+use crate::device::{Compute, DeviceSlice, Event, MatmulSpec, Stream};
+use crate::error::{Error, ErrorKind, Result};
+use crate::memory::Region;
+use crate::p2p::{Direction, Transfer, TransferRequest};
+use crate::program::ir::{Backend, Role};
+use crate::program::unrolled::{OperationKind, Range, TensorInstance, TransferId, Unrolled};
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+
+/// The caller's memory for a program's inputs and outputs, by name. Slices are borrowed: the plan
+/// holds them as long as it lives.
+pub type Bindings = BTreeMap<String, DeviceSlice>;
+
+/// A program prepared for this rank, to be bound to memory.
+pub struct Prepared {
+    ground: Ground,
+    pool: Arc<Pool>,
+    name: String,
+    unrolled: Arc<Unrolled>,
+}
+
+impl std::fmt::Debug for Prepared {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Prepared")
+            .field("name", &self.name)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Prepared {
+    pub(super) fn new(ground: Ground, pool: Arc<Pool>, name: String, unrolled: Unrolled) -> Self {
+        Self {
+            ground,
+            pool,
+            name,
+            unrolled: Arc::new(unrolled),
+        }
+    }
+
+    /// The program as this rank runs it.
+    pub fn unrolled(&self) -> &Unrolled {
+        &self.unrolled
+    }
+
+    /// Binds inputs and outputs to memory and exchanges handles with the peers, so that runs only
+    /// enqueue. Every rank calls this at the same time, also where only one of them has new memory;
+    /// mappings that are still right are kept. Outputs that are not bound are allocated. Blocks
+    /// until the peers have bound theirs.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`] for an input that is missing, a name that the program does not
+    /// have, or memory of another length than the tensor's; and what the exchange says.
+    pub fn bind(&self, bindings: &Bindings) -> Result<Plan> {
+        self.bind_inner(bindings)
+            .map_err(|error| error.on_rank(self.ground.rank()))
+    }
+
+    fn bind_inner(&self, bindings: &Bindings) -> Result<Plan> {
+        let (memory, pooled) = self.memory(bindings)?;
+        let transfers = match self.exchange(&memory) {
+            Ok(transfers) => transfers,
+            Err(error) => {
+                self.pool.give_back(pooled);
+                return Err(error);
+            }
+        };
+        let unrolled = &self.unrolled;
+        let has = |test: fn(&OperationKind) -> bool| {
+            unrolled
+                .operations
+                .iter()
+                .any(|operation| test(&operation.kind))
+        };
+        let computes = has(|kind| {
+            matches!(
+                kind,
+                OperationKind::Matmul { .. } | OperationKind::Sum { .. }
+            )
+        });
+        let compute = if computes {
+            Some(self.ground.device.compute()?)
+        } else {
+            None
+        };
+        let direct = |transfer: &crate::program::TransferInstance| {
+            matches!(transfer.backend, Backend::Direct(_))
+        };
+        let collective = has(|kind| matches!(kind, OperationKind::Collective { .. }))
+            || unrolled.transfers.iter().any(|transfer| !direct(transfer));
+        let engine = if collective {
+            Some((self.ground.engine)()?)
+        } else {
+            None
+        };
+        let streams = unrolled
+            .streams
+            .iter()
+            .map(|kind| self.pool.stream(*kind))
+            .collect::<Result<Vec<_>>>()?;
+        let steps = Resolver {
+            unrolled,
+            memory: &memory,
+            ground: &self.ground,
+            streams: &streams,
+        }
+        .steps(compute.as_deref())?;
+        Ok(Plan::new(
+            self.ground.clone(),
+            self.name.clone(),
+            unrolled.clone(),
+            self.pool.clone(),
+            pooled,
+            memory,
+            transfers,
+            compute,
+            engine,
+            streams,
+            steps,
+        ))
+    }
+
+    /// The memory of every tensor, and what of it came from the pool.
+    fn memory(&self, bindings: &Bindings) -> Result<(Vec<Tensor>, Vec<Region>)> {
+        let invalid = |what: String| Error::invalid(what).during(format!("bind '{}'", self.name));
+        let outer = |tensor: &&TensorInstance| tensor.role != Role::Local;
+        for name in bindings.keys() {
+            if !self
+                .unrolled
+                .tensors
+                .iter()
+                .filter(outer)
+                .any(|tensor| *tensor.name == **name)
+            {
+                let names: Vec<&str> = self
+                    .unrolled
+                    .tensors
+                    .iter()
+                    .filter(outer)
+                    .map(|tensor| &*tensor.name)
+                    .collect();
+                return Err(
+                    invalid(format!("the program has no input or output '{name}'"))
+                        .help(format!("it has {}", names.join(", "))),
+                );
+            }
+        }
+        let mut tensors = Vec::with_capacity(self.unrolled.tensors.len());
+        let mut pooled = Vec::new();
+        for tensor in &self.unrolled.tensors {
+            let bound = bindings
+                .get(&*tensor.name)
+                .filter(|_| tensor.role != Role::Local);
+            let made = match (bound, tensor.role) {
+                (Some(slice), _) if slice.bytes() != tensor.bytes => Err(invalid(format!(
+                    "'{}' is {:?} of {}, {} bytes, but is bound to {}",
+                    tensor.name,
+                    tensor.shape,
+                    tensor.dtype,
+                    tensor.bytes,
+                    slice.bytes()
+                ))),
+                (Some(slice), _) => Ok(Tensor::Bound(slice.clone())),
+                (None, Role::Input) => {
+                    Err(invalid(format!("the input '{}' is not bound", tensor.name)))
+                }
+                (None, _) => self.pool.take(tensor.bytes).map(|region| {
+                    pooled.push(region.clone());
+                    Tensor::Pooled(region)
+                }),
+            };
+            match made {
+                Ok(tensor) => tensors.push(tensor),
+                Err(error) => {
+                    self.pool.give_back(pooled);
+                    return Err(error);
+                }
+            }
+        }
+        Ok((tensors, pooled))
+    }
+
+    /// Exchanges the direct transfers of all exchanges in one batch: every range is known, so
+    /// nothing has to wait for the program to get there.
+    fn exchange(&self, memory: &[Tensor]) -> Result<Vec<Option<Transfer>>> {
+        let mut registered: HashMap<usize, Region> = HashMap::new();
+        let mut requests = Vec::new();
+        for transfer in &self.unrolled.transfers {
+            let Backend::Direct(protocol) = transfer.backend else {
+                continue;
+            };
+            let range = transfer.range;
+            let region = match (&memory[range.tensor], registered.get(&range.tensor)) {
+                (Tensor::Pooled(region), _) => region.clone(),
+                (_, Some(region)) => region.clone(),
+                (Tensor::Bound(slice), None) => {
+                    let region = self.ground.memory.register(slice)?;
+                    registered.insert(range.tensor, region.clone());
+                    region
+                }
+            };
+            let part = region.range(range.offset_bytes..range.end())?;
+            // Tags of programs are signed; as numbers they only have to differ.
+            let tag = PROGRAM_TAGS | (transfer.tag as u64 & !PROGRAM_TAGS);
+            let request = match transfer.direction {
+                Direction::Send => TransferRequest::send(&part, transfer.peer, tag),
+                Direction::Receive => TransferRequest::receive(&part, transfer.peer, tag),
+            };
+            requests.push(request.protocol(protocol));
+        }
+        let mut exchanged = self
+            .ground
+            .transfers
+            .exchange(&requests, self.ground.deadline())?
+            .into_iter();
+        let of = |transfer: &crate::program::TransferInstance| {
+            matches!(transfer.backend, Backend::Direct(_))
+        };
+        Ok(self
+            .unrolled
+            .transfers
+            .iter()
+            .map(|transfer| if of(transfer) { exchanged.next() } else { None })
+            .collect())
+    }
+}
+
+/// Set in the tags of programs' transfers, to keep them apart from those of the caller's own.
+const PROGRAM_TAGS: u64 = 1 << 63;
+
+/// The memory of one tensor.
+#[derive(Clone, Debug)]
+pub(super) enum Tensor {
+    Bound(DeviceSlice),
+    Pooled(Region),
+}
+
+impl Tensor {
+    pub(super) fn slice(&self) -> &DeviceSlice {
+        match self {
+            Self::Bound(slice) => slice,
+            Self::Pooled(region) => region.slice(),
+        }
+    }
+}
+
+/// Turns operations into steps.
+struct Resolver<'a> {
+    unrolled: &'a Unrolled,
+    memory: &'a [Tensor],
+    ground: &'a Ground,
+    streams: &'a [Option<Arc<dyn Stream>>],
+}
+
+impl Resolver<'_> {
+    fn slice(&self, range: &Range) -> Result<DeviceSlice> {
+        self.memory[range.tensor]
+            .slice()
+            .slice(range.offset_bytes..range.end())
+    }
+
+    fn steps(&self, compute: Option<&dyn Compute>) -> Result<Vec<Step>> {
+        let mut steps = Vec::with_capacity(self.unrolled.operations.len());
+        // For transfers of the engine: the stream of the last post, and the event behind it.
+        let mut carried: HashMap<TransferId, (usize, Arc<dyn Event>)> = HashMap::new();
+        for (operation, next) in self.unrolled.operations.iter().enumerate() {
+            let stream = next.stream;
+            let mut push = |stream: usize, action: Action| {
+                steps.push(Step {
+                    stream,
+                    action,
+                    operation,
+                })
+            };
+            match &next.kind {
+                // Memory is there from the binding to the end of the plan, and so are handles.
+                OperationKind::Allocate(_)
+                | OperationKind::Deallocate(_)
+                | OperationKind::Share(_) => {}
+                OperationKind::Copy { target, source } => {
+                    push(
+                        stream,
+                        Action::Copy {
+                            target: self.slice(target)?,
+                            source: self.slice(source)?,
+                        },
+                    );
+                }
+                OperationKind::Matmul {
+                    a,
+                    b,
+                    c,
+                    bias,
+                    dtype,
+                    m,
+                    n,
+                    k,
+                    accumulate,
+                } => {
+                    let mut spec = MatmulSpec::new(*m, *n, *k, *dtype);
+                    spec.bias = bias.is_some();
+                    spec.accumulate = *accumulate;
+                    if let Some(compute) = compute {
+                        compute.prepare_matmul(&spec)?;
+                    }
+                    push(
+                        stream,
+                        Action::Matmul {
+                            spec,
+                            a: self.slice(a)?,
+                            b: self.slice(b)?,
+                            c: self.slice(c)?,
+                            bias: bias.as_ref().map(|bias| self.slice(bias)).transpose()?,
+                        },
+                    );
+                }
+                OperationKind::Sum {
+                    dtype,
+                    target,
+                    sources,
+                } => {
+                    let sources = sources
+                        .iter()
+                        .map(|source| self.slice(source))
+                        .collect::<Result<_>>()?;
+                    push(
+                        stream,
+                        Action::Sum {
+                            dtype: *dtype,
+                            target: self.slice(target)?,
+                            sources,
+                        },
+                    );
+                }
+                OperationKind::Post(group) => {
+                    let (direct, engine) = self.split(group);
+                    match direct[..] {
+                        [] => {}
+                        [only] => push(stream, Action::Post(only)),
+                        _ => push(stream, Action::PostGroup(direct)),
+                    }
+                    if !engine.is_empty() {
+                        let done = self.ground.device.create_event(false)?;
+                        push(stream, self.engine_exchange(&engine, Some(done.clone()))?);
+                        carried.extend(engine.into_iter().map(|id| (id, (stream, done.clone()))));
+                    }
+                }
+                OperationKind::Wait(group) => {
+                    let (direct, engine) = self.split(group);
+                    match direct[..] {
+                        [] => {}
+                        [only] => push(stream, Action::Wait(only)),
+                        _ => push(stream, Action::WaitGroup(direct)),
+                    }
+                    for id in engine {
+                        if let Some((posted_on, done)) = carried.get(&id)
+                            && *posted_on != stream
+                        {
+                            push(stream, Action::WaitEvent(done.clone()));
+                        }
+                    }
+                }
+                OperationKind::Collective {
+                    collective,
+                    dtype,
+                    target,
+                    source,
+                } => {
+                    let action = Action::Collective {
+                        collective: collective.clone(),
+                        dtype: *dtype,
+                        target: self.slice(target)?,
+                        source: self.slice(source)?,
+                    };
+                    push(stream, action);
+                }
+                OperationKind::Synchronize(other) => {
+                    if *other >= self.streams.len() {
+                        return Err(Error::new(
+                            ErrorKind::Internal,
+                            "a stream that does not exist",
+                        ));
+                    }
+                    let event = self.ground.device.create_event(false)?;
+                    push(*other, Action::Record(event.clone()));
+                    push(stream, Action::WaitEvent(event));
+                }
+            }
+        }
+        Ok(steps)
+    }
+
+    fn split(&self, group: &[TransferId]) -> (Vec<TransferId>, Vec<TransferId>) {
+        group
+            .iter()
+            .partition(|id| matches!(self.unrolled.transfers[**id].backend, Backend::Direct(_)))
+    }
+
+    fn engine_exchange(
+        &self,
+        group: &[TransferId],
+        done: Option<Arc<dyn Event>>,
+    ) -> Result<Action> {
+        let (mut sends, mut receives) = (Vec::new(), Vec::new());
+        for id in group {
+            let transfer = &self.unrolled.transfers[*id];
+            let side = (transfer.peer, self.slice(&transfer.range)?);
+            match transfer.direction {
+                Direction::Send => sends.push(side),
+                Direction::Receive => receives.push(side),
+            }
+        }
+        Ok(Action::Exchange {
+            sends,
+            receives,
+            done,
+        })
+    }
+}

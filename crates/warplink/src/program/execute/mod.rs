@@ -1,0 +1,140 @@
+//! The executor: runs verified programs on a device.
+//!
+//! ```text
+//!   Executor::prepare   verifies for this world, unrolls for this rank
+//!   Prepared::bind      allocates, exchanges handles with the peers, makes a plan    (all ranks)
+//!   Plan::run           enqueues the plan on the caller's stream, any number of times
+//!   Plan::capture       turns the plan into one graph, to be launched instead
+//! ```
+//!
+//! Everything that can be done before a run is: expressions are resolved, memory is allocated,
+//! handles of all exchanges are exchanged in one batch, products are tuned. A run only enqueues.
+//! Local tensors and streams come from pools of the executor, so that a plan bound anew finds
+//! registered memory that its peers still have mapped.
+
+mod bind;
+mod plan;
+mod pool;
+mod step;
+mod trace;
+
+pub use bind::{Bindings, Prepared};
+pub use plan::{CapturedPlan, Plan};
+pub use trace::{Trace, TraceSpan};
+
+use super::ir::Program;
+use super::unrolled::Parameters;
+use super::{unroll, verify};
+use crate::bootstrap::Bootstrap;
+use crate::deadline::Deadline;
+use crate::device::{CollectiveEngine, Device};
+use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::memory::Memory;
+use crate::p2p::Transfers;
+use pool::Pool;
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// Gives the collective engine, joining it on the first call.
+pub(crate) type EngineSource = Arc<dyn Fn() -> Result<Arc<dyn CollectiveEngine>> + Send + Sync>;
+
+/// What an executor stands on; the communicator gives it.
+#[derive(Clone)]
+pub(crate) struct Ground {
+    pub(crate) device: Arc<dyn Device>,
+    pub(crate) bootstrap: Arc<Bootstrap>,
+    pub(crate) memory: Arc<Memory>,
+    pub(crate) transfers: Arc<Transfers>,
+    pub(crate) engine: EngineSource,
+    pub(crate) timeout: Duration,
+}
+
+impl Ground {
+    pub(crate) fn rank(&self) -> Rank {
+        self.bootstrap.rank()
+    }
+
+    pub(crate) fn world(&self) -> usize {
+        self.bootstrap.world()
+    }
+
+    pub(crate) fn deadline(&self) -> Deadline {
+        Deadline::after(self.timeout)
+    }
+}
+
+/// How a program is prepared.
+#[derive(Clone, Copy, Debug)]
+pub struct PrepareOptions {
+    /// Streams in the pool, the `streams` of program text.
+    pub streams: usize,
+    /// Whether the program is verified first. A program that would fail can be run without, to see
+    /// it fail.
+    pub verify: bool,
+}
+
+impl Default for PrepareOptions {
+    /// Two streams, verified.
+    fn default() -> Self {
+        Self {
+            streams: 2,
+            verify: true,
+        }
+    }
+}
+
+/// Runs programs on one rank. Every rank prepares and binds the same programs in the same order.
+pub struct Executor {
+    ground: Ground,
+    pool: Arc<Pool>,
+}
+
+impl fmt::Debug for Executor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Executor")
+            .field("rank", &self.ground.rank())
+            .field("pool", &self.pool)
+            .finish()
+    }
+}
+
+impl Executor {
+    pub(crate) fn new(ground: Ground) -> Self {
+        let pool = Arc::new(Pool::new(&ground.device, &ground.memory));
+        Self { ground, pool }
+    }
+
+    /// Verifies `program` for this world and unrolls it for this rank. Involves no other rank.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Verification`] with every finding, where the program fails;
+    /// [`ErrorKind::InvalidArgument`] where the parameters are not what it requires.
+    pub fn prepare(
+        &self,
+        program: &Program,
+        parameters: &Parameters,
+        options: PrepareOptions,
+    ) -> Result<Prepared> {
+        let (rank, world) = (self.ground.rank(), self.ground.world());
+        if options.verify
+            && let Err(findings) = verify(program, world, options.streams, parameters)
+        {
+            let count = findings.len();
+            let text: Vec<String> = findings.iter().map(ToString::to_string).collect();
+            return Err(Error::new(ErrorKind::Verification, text.join("\n"))
+                .during(format!(
+                    "verify '{}' for {world} ranks: {count} findings",
+                    program.name
+                ))
+                .on_rank(rank));
+        }
+        let unrolled = unroll(program, rank, world, options.streams, parameters)?;
+        Ok(Prepared::new(
+            self.ground.clone(),
+            self.pool.clone(),
+            program.name.clone(),
+            unrolled,
+        ))
+    }
+}

@@ -1,0 +1,208 @@
+//! A program bound to memory: enqueued any number of times, or captured into a graph.
+
+use super::Ground;
+use super::bind::Tensor;
+use super::pool::Pool;
+use super::step::{Step, Tools};
+use super::trace::{Trace, Tracer};
+use crate::device::{CollectiveEngine, Compute, DeviceSlice, Graph, Stream};
+use crate::error::{Error, ErrorKind, Result};
+use crate::memory::Region;
+use crate::p2p::Transfer;
+use crate::program::unrolled::Unrolled;
+use std::fmt;
+use std::sync::Arc;
+
+/// A program that is ready to run. Runs follow one another on the caller's stream; the next may be
+/// enqueued before the last is done. Drop it when the streams that it ran on are done.
+pub struct Plan {
+    ground: Ground,
+    name: String,
+    unrolled: Arc<Unrolled>,
+    pool: Arc<Pool>,
+    pooled: Vec<Region>,
+    memory: Vec<Tensor>,
+    transfers: Vec<Option<Transfer>>,
+    compute: Option<Arc<dyn Compute>>,
+    engine: Option<Arc<dyn CollectiveEngine>>,
+    // By index; the caller's is not among them.
+    streams: Vec<Option<Arc<dyn Stream>>>,
+    steps: Vec<Step>,
+}
+
+impl fmt::Debug for Plan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Plan")
+            .field("name", &self.name)
+            .field("steps", &self.steps.len())
+            .finish_non_exhaustive()
+    }
+}
+
+impl Plan {
+    #[allow(
+        clippy::too_many_arguments,
+        reason = "the fields, from the one place that makes them"
+    )]
+    pub(super) fn new(
+        ground: Ground,
+        name: String,
+        unrolled: Arc<Unrolled>,
+        pool: Arc<Pool>,
+        pooled: Vec<Region>,
+        memory: Vec<Tensor>,
+        transfers: Vec<Option<Transfer>>,
+        compute: Option<Arc<dyn Compute>>,
+        engine: Option<Arc<dyn CollectiveEngine>>,
+        streams: Vec<Option<Arc<dyn Stream>>>,
+        steps: Vec<Step>,
+    ) -> Self {
+        Self {
+            ground,
+            name,
+            unrolled,
+            pool,
+            pooled,
+            memory,
+            transfers,
+            compute,
+            engine,
+            streams,
+            steps,
+        }
+    }
+
+    /// Name of the program.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// How many operations one run enqueues.
+    pub fn operations(&self) -> usize {
+        self.steps.len()
+    }
+
+    /// The memory of the tensor `name`, bound or allocated. Of several that a loop allocated under
+    /// one name, the first.
+    pub fn tensor(&self, name: &str) -> Option<&DeviceSlice> {
+        let index = self
+            .unrolled
+            .tensors
+            .iter()
+            .position(|tensor| *tensor.name == *name)?;
+        self.memory.get(index).map(Tensor::slice)
+    }
+
+    /// Enqueues one run, starting from and joining back into `stream`. Does not block.
+    ///
+    /// # Errors
+    /// The device's fault, and what an operation says that cannot be enqueued, with its place in the
+    /// program.
+    pub fn run(&self, stream: &dyn Stream) -> Result<()> {
+        let tools = self.tools();
+        for step in &self.steps {
+            let on = self.streams[step.stream].as_deref().unwrap_or(stream);
+            tools
+                .enqueue(&step.action, on)
+                .map_err(|error| self.locate(step, error))?;
+        }
+        Ok(())
+    }
+
+    /// Turns the plan into one graph, to be launched in the place of [`run`](Self::run). Blocks
+    /// while the graph is prepared. A plan is captured once; runs and launches of one plan take
+    /// turns on every rank in the same order.
+    pub fn capture(self) -> Result<CapturedPlan> {
+        let stream = self
+            .ground
+            .device
+            .create_stream(crate::device::Priority::Normal)?;
+        stream.begin_capture()?;
+        let recorded = self.run(&*stream);
+        let graph = stream.end_capture();
+        recorded?;
+        Ok(CapturedPlan {
+            graph: graph?,
+            plan: self,
+        })
+    }
+
+    /// Runs once with a mark before and after every operation, and gives the times of all ranks, on
+    /// rank 0. Every rank calls this at the same time. Blocks until the run is done everywhere. Marks
+    /// take time of their own, so the whole is slower than a run.
+    pub fn trace(&self, stream: &dyn Stream) -> Result<Option<Trace>> {
+        let tools = self.tools();
+        let mut tracer = Tracer::start(&self.ground, stream)?;
+        for step in &self.steps {
+            let on = self.streams[step.stream].as_deref().unwrap_or(stream);
+            let operation = &self.unrolled.operations[step.operation];
+            let label = || {
+                (
+                    operation.kind.name(),
+                    operation.site.to_string(),
+                    self.unrolled.streams[step.stream],
+                )
+            };
+            tracer
+                .around(&step.action, label, on, || tools.enqueue(&step.action, on))
+                .map_err(|error| self.locate(step, error))?;
+        }
+        stream.synchronize(self.ground.deadline())?;
+        tracer.finish(&self.ground, &self.name)
+    }
+
+    fn tools(&self) -> Tools<'_> {
+        Tools {
+            transfers: &self.transfers,
+            compute: self.compute.as_deref(),
+            engine: self.engine.as_deref(),
+        }
+    }
+
+    fn locate(&self, step: &Step, error: Error) -> Error {
+        if error.kind() == ErrorKind::PeerLost {
+            return error;
+        }
+        let operation = &self.unrolled.operations[step.operation];
+        error.during(format!(
+            "enqueue {} of '{}', {}",
+            operation.kind.name(),
+            self.name,
+            operation.site
+        ))
+    }
+}
+
+impl Drop for Plan {
+    fn drop(&mut self) {
+        // Transfers go first: they hold ranges of the regions.
+        self.transfers.clear();
+        self.memory.clear();
+        self.pool.give_back(self.pooled.drain(..));
+    }
+}
+
+/// A plan as one graph.
+#[derive(Debug)]
+pub struct CapturedPlan {
+    // Before the plan, whose memory and streams it uses.
+    graph: Arc<dyn Graph>,
+    plan: Plan,
+}
+
+impl CapturedPlan {
+    /// Enqueues the whole plan on `stream`. Does not block.
+    pub fn launch(&self, stream: &dyn Stream) -> Result<()> {
+        self.graph.launch(stream)
+    }
+
+    /// The plan that was captured.
+    pub fn plan(&self) -> &Plan {
+        &self.plan
+    }
+
+    /// How many operations the graph holds.
+    pub fn operations(&self) -> usize {
+        self.graph.operations()
+    }
+}

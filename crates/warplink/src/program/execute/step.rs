@@ -1,0 +1,153 @@
+//! An operation with everything resolved, ready to be enqueued.
+
+use crate::device::{CollectiveEngine, Compute, DeviceSlice, Event, MatmulSpec, ReduceOp, Stream};
+use crate::dtype::DType;
+use crate::error::{Rank, Result};
+use crate::p2p::{Transfer, post_all, wait_all};
+use crate::program::ir::Collective;
+use std::sync::Arc;
+
+#[derive(Debug)]
+pub(super) struct Step {
+    /// Index of its stream; 0 is the caller's.
+    pub(super) stream: usize,
+    pub(super) action: Action,
+    /// The operation of the program that it comes from.
+    pub(super) operation: usize,
+}
+
+#[derive(Debug)]
+pub(super) enum Action {
+    Copy {
+        target: DeviceSlice,
+        source: DeviceSlice,
+    },
+    Matmul {
+        spec: MatmulSpec,
+        a: DeviceSlice,
+        b: DeviceSlice,
+        c: DeviceSlice,
+        bias: Option<DeviceSlice>,
+    },
+    Sum {
+        dtype: DType,
+        target: DeviceSlice,
+        sources: Vec<DeviceSlice>,
+    },
+    /// One direct transfer, by its index: most posts and waits are of one.
+    Post(usize),
+    PostGroup(Vec<usize>),
+    Wait(usize),
+    WaitGroup(Vec<usize>),
+    /// Sends and receives of the engine, and the event that marks their end.
+    Exchange {
+        sends: Vec<(Rank, DeviceSlice)>,
+        receives: Vec<(Rank, DeviceSlice)>,
+        done: Option<Arc<dyn Event>>,
+    },
+    Collective {
+        collective: Collective<Rank>,
+        dtype: DType,
+        target: DeviceSlice,
+        source: DeviceSlice,
+    },
+    Record(Arc<dyn Event>),
+    WaitEvent(Arc<dyn Event>),
+}
+
+/// What actions need beside their stream.
+pub(super) struct Tools<'a> {
+    pub(super) transfers: &'a [Option<Transfer>],
+    pub(super) compute: Option<&'a dyn Compute>,
+    pub(super) engine: Option<&'a dyn CollectiveEngine>,
+}
+
+impl Tools<'_> {
+    fn transfer(&self, index: usize) -> Result<&Transfer> {
+        self.transfers
+            .get(index)
+            .and_then(Option::as_ref)
+            .ok_or_else(|| internal("a transfer was not exchanged"))
+    }
+
+    fn group(&self, indices: &[usize]) -> Result<Vec<&Transfer>> {
+        indices.iter().map(|index| self.transfer(*index)).collect()
+    }
+
+    /// Enqueues `action` on `stream`.
+    pub(super) fn enqueue(&self, action: &Action, stream: &dyn Stream) -> Result<()> {
+        let compute = || {
+            self.compute
+                .ok_or_else(|| internal("products were not prepared"))
+        };
+        let engine = || {
+            self.engine
+                .ok_or_else(|| internal("the engine was not joined"))
+        };
+        match action {
+            Action::Copy { target, source } => stream.copy(target, source),
+            Action::Matmul {
+                spec,
+                a,
+                b,
+                c,
+                bias,
+            } => compute()?.matmul(stream, spec, a, b, c, bias.as_ref()),
+            Action::Sum {
+                dtype,
+                target,
+                sources,
+            } => compute()?.sum(stream, *dtype, target, sources),
+            Action::Post(index) => self.transfer(*index)?.post(stream),
+            Action::PostGroup(indices) => post_all(&self.group(indices)?, stream),
+            Action::Wait(index) => self.transfer(*index)?.wait(stream),
+            Action::WaitGroup(indices) => wait_all(&self.group(indices)?, stream),
+            Action::Exchange {
+                sends,
+                receives,
+                done,
+            } => {
+                engine()?.exchange(stream, sends, receives)?;
+                done.as_ref()
+                    .map_or(Ok(()), |event| stream.record(&**event))
+            }
+            Action::Collective {
+                collective,
+                dtype,
+                target,
+                source,
+            } => enqueue_collective(engine()?, stream, collective, *dtype, target, source),
+            Action::Record(event) => stream.record(&**event),
+            Action::WaitEvent(event) => stream.wait_event(&**event),
+        }
+    }
+}
+
+fn enqueue_collective(
+    engine: &dyn CollectiveEngine,
+    stream: &dyn Stream,
+    collective: &Collective<Rank>,
+    dtype: DType,
+    target: &DeviceSlice,
+    source: &DeviceSlice,
+) -> Result<()> {
+    let op = |op: &ReduceOp| *op;
+    match collective {
+        Collective::AllGather => engine.all_gather(stream, target, source),
+        Collective::AllReduce(reduce) => {
+            engine.all_reduce(stream, dtype, op(reduce), target, source)
+        }
+        Collective::ReduceScatter(reduce) => {
+            engine.reduce_scatter(stream, dtype, op(reduce), target, source)
+        }
+        Collective::Broadcast(root) => engine.broadcast(stream, *root, target, source),
+        Collective::Reduce(reduce, root) => {
+            engine.reduce(stream, dtype, op(reduce), *root, target, source)
+        }
+        Collective::AllToAll => engine.all_to_all(stream, target, source),
+    }
+}
+
+fn internal(what: &'static str) -> crate::error::Error {
+    crate::error::Error::new(crate::error::ErrorKind::Internal, what).during("run a program")
+}

@@ -1,0 +1,206 @@
+//! When each operation of a run started and ended, in the format that Perfetto opens.
+
+use super::Ground;
+use super::step::Action;
+use crate::device::{Device, Event, Stream};
+use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::program::unrolled::StreamKind;
+use serde::{Deserialize, Serialize};
+use std::sync::Arc;
+
+/// One operation on one stream of one rank.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct TraceSpan {
+    /// The rank.
+    pub rank: Rank,
+    /// The stream, as program text names it.
+    pub stream: String,
+    /// The operation's word.
+    pub operation: String,
+    /// The operation's place in the program.
+    pub site: String,
+    /// Microseconds from the start of the run on its rank.
+    pub start: f64,
+    /// Microseconds from start to end, waiting included.
+    pub duration: f64,
+}
+
+/// A run of all ranks.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Trace {
+    /// Name of the program.
+    pub program: String,
+    /// Every operation.
+    pub spans: Vec<TraceSpan>,
+}
+
+#[derive(Serialize)]
+struct PerfettoEvent<'a> {
+    name: &'a str,
+    ph: &'static str,
+    pid: usize,
+    tid: usize,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    ts: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    dur: Option<f64>,
+    args: PerfettoArguments<'a>,
+}
+
+#[derive(Serialize)]
+struct PerfettoArguments<'a> {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    name: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    site: Option<&'a str>,
+}
+
+impl Trace {
+    /// The trace as a list of events that Perfetto and Chrome's viewer open, with a process for
+    /// each rank and a thread for each stream.
+    pub fn to_perfetto(&self) -> Vec<impl Serialize + '_> {
+        let mut tracks: Vec<(Rank, &str)> = self
+            .spans
+            .iter()
+            .map(|span| (span.rank, &*span.stream))
+            .collect();
+        tracks.sort_unstable();
+        tracks.dedup();
+        let meta = |name, pid, tid, title| PerfettoEvent {
+            name,
+            ph: "M",
+            pid,
+            tid,
+            ts: None,
+            dur: None,
+            args: PerfettoArguments {
+                name: Some(title),
+                site: None,
+            },
+        };
+        let mut events = Vec::with_capacity(self.spans.len() + 2 * tracks.len());
+        for (tid, (rank, stream)) in tracks.iter().enumerate() {
+            events.push(meta("process_name", *rank, tid, format!("rank {rank}")));
+            events.push(meta("thread_name", *rank, tid, (*stream).to_owned()));
+        }
+        for span in &self.spans {
+            let tid = tracks
+                .binary_search(&(span.rank, &span.stream))
+                .unwrap_or_default();
+            events.push(PerfettoEvent {
+                name: &span.operation,
+                ph: "X",
+                pid: span.rank,
+                tid,
+                ts: Some(span.start),
+                dur: Some(span.duration),
+                args: PerfettoArguments {
+                    name: None,
+                    site: Some(&span.site),
+                },
+            });
+        }
+        events
+    }
+}
+
+/// Marks the operations of a run.
+pub(super) struct Tracer {
+    device: Arc<dyn Device>,
+    zero: Arc<dyn Event>,
+    marks: Vec<Mark>,
+}
+
+struct Mark {
+    operation: &'static str,
+    site: String,
+    stream: StreamKind,
+    begin: Arc<dyn Event>,
+    end: Arc<dyn Event>,
+}
+
+impl Tracer {
+    /// Starts the clock of every rank as nearly at once as a barrier of the hosts allows.
+    pub(super) fn start(ground: &Ground, stream: &dyn Stream) -> Result<Self> {
+        stream.synchronize(ground.deadline())?;
+        let zero = ground.device.create_event(true)?;
+        ground.bootstrap.barrier(ground.deadline())?;
+        stream.record(&*zero)?;
+        Ok(Self {
+            device: ground.device.clone(),
+            zero,
+            marks: Vec::new(),
+        })
+    }
+
+    /// Marks before and after `enqueue`. What only orders streams is not marked.
+    pub(super) fn around(
+        &mut self,
+        action: &Action,
+        label: impl FnOnce() -> (&'static str, String, StreamKind),
+        stream: &dyn Stream,
+        enqueue: impl FnOnce() -> Result<()>,
+    ) -> Result<()> {
+        if matches!(action, Action::Record(_) | Action::WaitEvent(_)) {
+            return enqueue();
+        }
+        let (operation, site, kind) = label();
+        let (begin, end) = (
+            self.device.create_event(true)?,
+            self.device.create_event(true)?,
+        );
+        stream.record(&*begin)?;
+        enqueue()?;
+        stream.record(&*end)?;
+        self.marks.push(Mark {
+            operation,
+            site,
+            stream: kind,
+            begin,
+            end,
+        });
+        Ok(())
+    }
+
+    /// Gathers the times of all ranks on rank 0.
+    pub(super) fn finish(self, ground: &Ground, program: &str) -> Result<Option<Trace>> {
+        let rank = ground.rank();
+        let micros = |event: &dyn Event| {
+            Ok::<f64, Error>(f64::from(event.elapsed_since(&*self.zero)?) * 1e3)
+        };
+        let mut own = Vec::with_capacity(self.marks.len());
+        for mark in &self.marks {
+            let start = micros(&*mark.begin)?;
+            own.push(TraceSpan {
+                rank,
+                stream: mark.stream.to_string(),
+                operation: mark.operation.to_owned(),
+                site: mark.site.clone(),
+                start,
+                duration: micros(&*mark.end)? - start,
+            });
+        }
+        let bytes = postcard::to_stdvec(&own).map_err(|error| {
+            Error::new(ErrorKind::Internal, error.to_string())
+                .during("gather a trace")
+                .on_rank(rank)
+        })?;
+        let all = ground.bootstrap.all_gather(&bytes, ground.deadline())?;
+        if rank != 0 {
+            return Ok(None);
+        }
+        let mut spans = Vec::new();
+        for (peer, bytes) in all.iter().enumerate() {
+            let part: Vec<TraceSpan> = postcard::from_bytes(bytes).map_err(|error| {
+                Error::new(ErrorKind::Protocol, error.to_string())
+                    .during("read a trace")
+                    .peer(peer)
+            })?;
+            spans.extend(part);
+        }
+        Ok(Some(Trace {
+            program: program.to_owned(),
+            spans,
+        }))
+    }
+}
