@@ -1,0 +1,67 @@
+# Everyday commands; `just` lists them. Install it with `cargo install just`.
+
+set shell := ["bash", "-euo", "pipefail", "-c"]
+
+[private]
+default:
+    @just --list
+
+# Formatting and lints, as CI checks them
+check:
+    cargo fmt --all --check
+    cargo clippy --workspace --all-targets -- -D warnings
+
+# Format everything and apply what clippy can fix
+fix:
+    cargo fmt --all
+    cargo clippy --workspace --all-targets --fix --allow-dirty --allow-staged
+
+# All tests, with a time limit for each; more arguments choose some
+test *args:
+    cargo nextest run --workspace {{ args }}
+    cargo test --workspace --doc
+
+# Licences, banned crates, sources
+deny:
+    cargo deny check --hide-inclusion-graph licenses bans sources
+
+# The documentation, with warnings denied
+doc *args:
+    RUSTDOCFLAGS='-D warnings' cargo doc --workspace --no-deps {{ args }}
+
+# The demo: all-gather + matmul, overlapped and not
+demo *args:
+    cargo run --release -- demo {{ args }}
+
+# A benchmark, such as `just bench p2p`
+bench *args:
+    cargo run --release -- bench {{ args }}
+
+# Run a fuzz target for some seconds, on the stable toolchain
+fuzz target seconds='60':
+    RUSTC_BOOTSTRAP=1 cargo fuzz run --target x86_64-unknown-linux-gnu {{ target }} -- -max_total_time={{ seconds }} -timeout=10
+
+# The protocols under loom, which tries all interleavings
+loom *args:
+    RUSTFLAGS='--cfg loom' CARGO_TARGET_DIR=target/loom cargo test -p warplink --release --lib loom {{ args }}
+
+# The host device under the thread sanitizer, on the stable toolchain
+tsan filter='device::host':
+    RUSTC_BOOTSTRAP=1 CARGO_TARGET_DIR=target/tsan CARGO_PROFILE_DEV_OPT_LEVEL=1 \
+        RUSTFLAGS='-Zsanitizer=thread -Cunsafe-allow-abi-mismatch=sanitizer --cfg warplink_tsan' \
+        TSAN_OPTIONS="suppressions=$PWD/.ci/tsan-suppressions history_size=4" \
+        cargo test -p warplink --lib --target x86_64-unknown-linux-gnu {{ filter }}
+
+# Stripped binaries for a machine without a toolchain: the command and the test programs
+device folder='target/device':
+    mkdir -p {{ folder }}
+    cargo build --release --config 'profile.release.strip="symbols"'
+    cp "${CARGO_TARGET_DIR:-target}/release/warplink" {{ folder }}/
+    cargo test --workspace --release --no-run --config 'profile.release.strip="symbols"' --message-format json \
+        | python3 -c 'import json, sys; [print(m["executable"], m["target"]["name"]) for m in map(json.loads, sys.stdin) if m.get("executable") and m["profile"]["test"]]' \
+        | while read -r path name; do cp "$path" "{{ folder }}/test-$name"; done
+    ls -l {{ folder }}
+
+# Everything that CI runs
+ci:
+    bash .ci/run
