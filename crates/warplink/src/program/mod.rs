@@ -10,11 +10,13 @@
 //! | [`ir`], [`expr`] | the representation |
 //! | [`text`] | the grammar, parser and printer |
 //! | [`unrolled`], [`unroll`] | a program for one rank: a flat list of operations |
+//! | [`lower`] | from matrix products over sharded operands to programs |
 //! | [`verify`], [`finding`] | whether the ranks' programs fit together, and what is wrong if not |
 
 pub mod expr;
 pub mod finding;
 pub mod ir;
+pub mod lower;
 pub mod text;
 pub mod unroll;
 pub mod unrolled;
