@@ -39,3 +39,90 @@ fn the_examples_pass() {
     }
     assert!(count >= 1);
 }
+
+mod lowered {
+    use super::*;
+    use warplink::DType;
+    use warplink::program::lower::{
+        AllGatherMatmul, Lowered, MatmulReduceScatter, Variant, lower_all_gather_matmul,
+        lower_matmul_reduce_scatter,
+    };
+
+    fn accepted(lowered: &Lowered, world: usize) {
+        if let Err(findings) = verify(
+            &lowered.program,
+            world,
+            lowered.streams,
+            &lowered.parameters,
+        ) {
+            println!("{}", lowered.text);
+            for finding in &findings {
+                println!("{finding}");
+            }
+            panic!("{} is refused for {world} ranks", lowered.program.name);
+        }
+        assert_eq!(
+            Program::parse(&lowered.program.to_string()).unwrap(),
+            lowered.program
+        );
+    }
+
+    fn gather(world: usize, variant: Variant, streams: usize, keep: bool, n: &[usize]) -> Lowered {
+        let spec = AllGatherMatmul {
+            m: 8 * world,
+            k: 16,
+            n: n.to_vec(),
+            dtype: DType::BF16,
+            bias: n.len() > 1,
+            keep,
+        };
+        lower_all_gather_matmul(&spec, world, variant, streams).unwrap()
+    }
+
+    fn scatter(world: usize, variant: Variant, streams: usize, bias: bool) -> Lowered {
+        let (m, k, n, dtype) = (4 * world, 8 * world, 16, DType::F16);
+        let spec = MatmulReduceScatter {
+            m,
+            k,
+            n,
+            dtype,
+            bias,
+        };
+        lower_matmul_reduce_scatter(&spec, world, variant, streams).unwrap()
+    }
+
+    #[test]
+    fn every_variant_passes_for_1_to_16_ranks() {
+        for world in 1..=16 {
+            for variant in Variant::ALL {
+                for streams in [1, 2, 3] {
+                    accepted(&gather(world, variant, streams, false, &[24]), world);
+                    accepted(&gather(world, variant, streams, true, &[24, 8]), world);
+                    accepted(&scatter(world, variant, streams, false), world);
+                    accepted(&scatter(world, variant, streams, true), world);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn sixty_four_ranks_are_fast() {
+        for variant in Variant::ALL {
+            for lowered in [
+                gather(64, variant, 2, true, &[8]),
+                scatter(64, variant, 2, true),
+            ] {
+                let start = std::time::Instant::now();
+                accepted(&lowered, 64);
+                let took = start.elapsed();
+                println!("{}: {took:?}", lowered.program.name);
+                let limit = if cfg!(debug_assertions) { 30.0 } else { 1.0 };
+                assert!(
+                    took.as_secs_f64() < limit,
+                    "{} took {took:?}",
+                    lowered.program.name
+                );
+            }
+        }
+    }
+}

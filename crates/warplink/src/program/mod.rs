@@ -10,6 +10,7 @@
 //! | [`ir`], [`expr`] | the representation |
 //! | [`text`] | the grammar, parser and printer |
 //! | [`unrolled`], [`unroll`] | a program for one rank: a flat list of operations |
+//! | [`lower`] | from matrix products over sharded operands to programs |
 //! | [`verify`], [`finding`] | whether the ranks' programs fit together, and what is wrong if not |
 //! | [`execute`] | runs a program on a device |
 
@@ -17,6 +18,7 @@ pub mod execute;
 pub mod expr;
 pub mod finding;
 pub mod ir;
+pub mod lower;
 pub mod text;
 pub mod unroll;
 pub mod unrolled;

@@ -1,0 +1,303 @@
+//! Which variant a product is lowered to: a cost model, or the caller's word.
+//!
+//! The model runs the steps of each variant on paper: the time at which each chunk arrives (bytes
+//! over the rate at which this layout copies, and a latency per step), and the products one after
+//! another, each no earlier than its chunk. It knows the tail of a product, the last wave of tiles
+//! that does not fill the device, and that two streams fill most of it. Rates are of all ranks
+//! copying at once; they differ by layout, since one stream that serves many peers keeps its copy
+//! engine less busy than one that serves a neighbour.
+
+use super::gather::AllGatherMatmul;
+use super::scatter::MatmulReduceScatter;
+use super::{Variant, check};
+use crate::error::Result;
+use std::fmt;
+
+/// What a machine can do, as far as the choice depends on it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Machine {
+    /// Its name, for explanations.
+    pub name: String,
+    /// Products, in floating-point operations per second, for large sizes.
+    pub flops: f64,
+    /// Multiprocessors; a product's tiles run on them in waves.
+    pub multiprocessors: usize,
+    /// Rows and columns of a tile.
+    pub tile: (usize, usize),
+    /// Memory of the device, in bytes per second, for sums and copies.
+    pub memory: f64,
+    /// Puts around a ring, in bytes per second and rank.
+    pub ring_put: f64,
+    /// Gets around a ring.
+    pub ring_get: f64,
+    /// Puts to all others in rotated order.
+    pub rotated_put: f64,
+    /// Gets from all others in rotated order.
+    pub rotated_get: f64,
+    /// The engine's all-gather and reduce-scatter, in bytes received per second and rank.
+    pub collective: f64,
+    /// From the end of a copy to the start of what waits for it, in seconds.
+    pub signal: f64,
+    /// An engine's collective of nothing, in seconds.
+    pub collective_latency: f64,
+    /// From one operation of a stream to the next, in seconds.
+    pub launch: f64,
+}
+
+impl Machine {
+    /// A node of eight H200, from measurements.
+    pub fn h200() -> Self {
+        Self {
+            name: "H200, NVSwitch".to_owned(),
+            flops: 700e12,
+            multiprocessors: 132,
+            tile: (128, 256),
+            memory: 4.0e12,
+            ring_put: 388e9,
+            ring_get: 371e9,
+            rotated_put: 349e9,
+            rotated_get: 325e9,
+            collective: 342e9,
+            signal: 6e-6,
+            collective_latency: 13e-6,
+            launch: 2.5e-6,
+        }
+    }
+
+    /// Seconds of a product; with `filled`, the next product fills its last wave.
+    fn product(&self, m: usize, k: usize, n: usize, filled: bool) -> f64 {
+        let (rows, columns) = (self.tile.0.max(1), self.tile.1.max(1));
+        let tiles = (m.div_ceil(rows) * n.div_ceil(columns)) as f64;
+        let per_wave = self.multiprocessors.max(1) as f64;
+        let whole = (tiles / per_wave).ceil();
+        // Two streams hide most of a tail, and never all of it.
+        let waves = if filled {
+            tiles / per_wave + 0.15 * (whole - tiles / per_wave)
+        } else {
+            whole
+        };
+        let wave = 2.0 * (rows * columns) as f64 * k as f64 * per_wave / self.flops;
+        waves.max(1.0) * wave + self.launch
+    }
+
+    fn rate(&self, variant: Variant) -> f64 {
+        match variant {
+            Variant::RingGet => self.ring_get,
+            Variant::RingPut => self.ring_put,
+            Variant::PairwiseGet => self.rotated_get,
+            Variant::PairwisePut | Variant::PushRotated => self.rotated_put,
+            Variant::Collective => self.collective,
+        }
+    }
+}
+
+/// What a variant is thought to take.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Estimate {
+    /// The variant.
+    pub variant: Variant,
+    /// Seconds from start to end.
+    pub seconds: f64,
+    /// Seconds until the last byte has arrived, or has left.
+    pub link: f64,
+    /// Seconds of the products alone, chunked as the variant does.
+    pub compute: f64,
+}
+
+/// A variant, and why.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Choice {
+    /// The variant.
+    pub variant: Variant,
+    /// How many streams its products take turns on.
+    pub streams: usize,
+    /// Whether the caller forced it.
+    pub forced: bool,
+    /// All variants, the fastest first.
+    pub estimates: Vec<Estimate>,
+    /// What is computed, and on what.
+    pub subject: String,
+}
+
+impl fmt::Display for Choice {
+    /// The explanation: a line for the decision and one for each variant.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let why = if self.forced {
+            "as asked"
+        } else {
+            "the least time in the model"
+        };
+        writeln!(f, "{}: {}, {why}", self.subject, self.variant)?;
+        for estimate in &self.estimates {
+            let bound = match estimate {
+                _ if estimate.variant == Variant::Collective => "link, then products",
+                _ if estimate.link > estimate.compute => "bound by the link",
+                _ => "bound by the products",
+            };
+            writeln!(
+                f,
+                "  {:13} {:9.1} µs (link {:.1}, products {:.1}: {bound})",
+                estimate.variant.name(),
+                estimate.seconds * 1e6,
+                estimate.link * 1e6,
+                estimate.compute * 1e6
+            )?;
+        }
+        Ok(())
+    }
+}
+
+fn decide(
+    subject: String,
+    streams: usize,
+    force: Option<Variant>,
+    estimate: impl Fn(Variant) -> Estimate,
+) -> Choice {
+    let mut estimates: Vec<Estimate> = Variant::ALL.into_iter().map(estimate).collect();
+    estimates.sort_by(|a, b| a.seconds.total_cmp(&b.seconds));
+    let best = estimates
+        .first()
+        .map_or(Variant::Collective, |best| best.variant);
+    Choice {
+        variant: force.unwrap_or(best),
+        streams,
+        forced: force.is_some(),
+        estimates,
+        subject,
+    }
+}
+
+/// Chooses the variant for an all-gather + matmul, or explains the one that is forced.
+///
+/// # Errors
+/// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) for sizes that
+/// [`lower_all_gather_matmul`](super::lower_all_gather_matmul) refuses.
+pub fn choose_all_gather_matmul(
+    spec: &AllGatherMatmul,
+    world: usize,
+    machine: &Machine,
+    force: Option<Variant>,
+) -> Result<Choice> {
+    let streams = 2;
+    check(world, &[("m", spec.m), ("k", spec.k)], &["m"], streams)?;
+    let rows = spec.m / world;
+    let bytes = (rows * spec.k * spec.dtype.size()) as f64;
+    let product = |m: usize, filled: bool| -> f64 {
+        let each = spec
+            .n
+            .iter()
+            .map(|&n| machine.product(m, spec.k, n, filled));
+        each.sum()
+    };
+    let subject = format!(
+        "all-gather + matmul of {} × {} × {:?} {} on {world} ranks of {}",
+        spec.m, spec.k, spec.n, spec.dtype, machine.name
+    );
+    Ok(decide(subject, streams, force, |variant| {
+        let copy = bytes / machine.rate(variant);
+        if variant == Variant::Collective {
+            let link = machine.collective_latency + copy * (world - 1) as f64;
+            let compute = product(spec.m, false);
+            let seconds = link + compute;
+            return Estimate {
+                variant,
+                seconds,
+                link,
+                compute,
+            };
+        }
+        let chunk = product(rows, true);
+        let hop = hop(machine, variant);
+        let (mut arrival, mut end) = (0.0_f64, chunk);
+        for _ in 1..world {
+            arrival += copy + hop;
+            if variant == Variant::PairwisePut {
+                // The copy of a step waits for the product two steps before it, on its stream.
+                arrival = arrival.max(end - chunk + copy);
+            }
+            end = end.max(arrival + machine.signal) + chunk;
+        }
+        // The last product has no other to fill its tail.
+        let tail = product(rows, false) - chunk;
+        Estimate {
+            variant,
+            seconds: end + tail,
+            link: arrival,
+            compute: chunk * world as f64 + tail,
+        }
+    }))
+}
+
+/// Chooses the variant for a matmul + reduce-scatter, or explains the one that is forced.
+///
+/// # Errors
+/// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) for sizes that
+/// [`lower_matmul_reduce_scatter`](super::lower_matmul_reduce_scatter) refuses.
+pub fn choose_matmul_reduce_scatter(
+    spec: &MatmulReduceScatter,
+    world: usize,
+    machine: &Machine,
+    force: Option<Variant>,
+) -> Result<Choice> {
+    let streams = 2;
+    let sizes = [("m", spec.m), ("k", spec.k), ("n", spec.n)];
+    check(world, &sizes, &["m", "k"], streams)?;
+    let (rows, depth) = (spec.m / world, spec.k / world);
+    let bytes = (rows * spec.n * spec.dtype.size()) as f64;
+    let subject = format!(
+        "matmul + reduce-scatter of {} × {} × {} {} on {world} ranks of {}",
+        spec.m, spec.k, spec.n, spec.dtype, machine.name
+    );
+    Ok(decide(subject, streams, force, |variant| {
+        let copy = bytes / machine.rate(variant);
+        if variant == Variant::Collective {
+            let link = machine.collective_latency + copy * (world - 1) as f64;
+            let compute = machine.product(spec.m, depth, spec.n, false);
+            let seconds = link + compute;
+            return Estimate {
+                variant,
+                seconds,
+                link,
+                compute,
+            };
+        }
+        let chunk = machine.product(rows, depth, spec.n, true);
+        let ring = matches!(variant, Variant::RingGet | Variant::RingPut);
+        // A ring adds two blocks at every step; the others add all up at the end.
+        let step_sum = if ring {
+            3.0 * bytes / machine.memory + machine.launch
+        } else {
+            0.0
+        };
+        let (mut computed, mut arrived) = (0.0_f64, 0.0_f64);
+        for _ in 1..world {
+            computed += chunk;
+            let leaves = if ring {
+                computed.max(arrived) + step_sum
+            } else {
+                computed
+            };
+            arrived = arrived.max(leaves + machine.signal) + copy + hop(machine, variant);
+        }
+        let own = computed + machine.product(rows, depth, spec.n, false);
+        let last_sum = match ring {
+            true => step_sum,
+            false => (world + 1) as f64 * bytes / machine.memory + machine.launch,
+        };
+        Estimate {
+            variant,
+            seconds: own.max(arrived + machine.signal) + last_sum,
+            link: (copy + hop(machine, variant)) * (world - 1) as f64,
+            compute: own,
+        }
+    }))
+}
+
+/// Seconds that a step of a variant takes beside its copy.
+fn hop(machine: &Machine, variant: Variant) -> f64 {
+    match variant {
+        // What a step passes on must have arrived, which a signal tells.
+        Variant::RingGet | Variant::RingPut => machine.signal,
+        _ => machine.launch,
+    }
+}

@@ -1,0 +1,295 @@
+//! `C = matmul(A, B)`, with A sharded over the ranks and C over the stream loop.
+
+use super::template::{FORK, Fill, JOIN, numbered};
+use super::{Lowered, Variant, check, made};
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+
+/// A product of which every rank has a part of A's rows, all of B, and wants all of C.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct AllGatherMatmul {
+    /// Rows of A on all ranks together.
+    pub m: usize,
+    /// Columns of A.
+    pub k: usize,
+    /// Columns of B; of each, where several right operands share one A.
+    pub n: Vec<usize>,
+    /// Element type.
+    pub dtype: DType,
+    /// Whether a bias is added to each product.
+    pub bias: bool,
+    /// Whether the gathered A is an output, `G`.
+    pub keep: bool,
+}
+
+/// Every variant: what is declared.
+const HEAD: &str = "    require m % world == 0
+
+    input A: $T[m / world over ranks, k]
+    @operands
+    @results
+";
+
+const RING_GET: &str = "
+    let next = (rank + 1) % world
+    let previous = (rank - 1) % world
+
+    # In step j a rank holds the shard of rank - j, passes it on, and fetches the one before it.
+    share {
+        for j in 0..world - 1 {
+            let held = (rank - j) % world
+            if j == 0 {
+                pass = send A to next tag j via get
+            } else {
+                pass = send G[held] to next tag j via get
+            }
+            fetch = receive G[(held - 1) % world] from previous tag j via get
+        }
+    }
+@fork
+    for j in 0..world {
+        let held = (rank - j) % world
+        set_stream high(0)
+        if j > 0 {
+            post fetch[j - 1]
+        }
+        if j < world - 1 {
+            post pass[j]
+        }
+        set_stream pool(j % streams)
+        if j == 0 {
+            @multiply C[held] A biased
+            @keep
+        } else {
+            wait fetch[j - 1]
+            @multiply C[held] G[held] biased
+        }
+    }
+@join
+    # The successor may still be reading what it was offered.
+    wait pass[j] for j in 0..world - 1
+";
+
+const RING_PUT: &str = "
+    let next = (rank + 1) % world
+    let previous = (rank - 1) % world
+
+    # In step j a rank receives the shard of rank - j, and puts the one of the step before.
+    share {
+        for j in 1..world {
+            let current = (rank - j) % world
+            if j == 1 {
+                pass = send A to next tag j via put
+            } else {
+                pass = send G[(current + 1) % world] to next tag j via put
+            }
+            fetch = receive G[current] from previous tag j via put
+        }
+    }
+@fork
+    for j in 0..world {
+        let current = (rank - j) % world
+        if j > 0 {
+            set_stream high(0)
+            if j > 1 {
+                wait fetch[j - 1]
+            }
+            # One group: the put waits for the successor's receive, which must not wait behind it.
+            post fetch[j], pass[j]
+        }
+        set_stream pool(j % streams)
+        if j == 0 {
+            @multiply C[current] A biased
+            @keep
+        } else {
+            wait fetch[j]
+            @multiply C[current] G[current] biased
+        }
+    }
+@join";
+
+const PAIRWISE_GET: &str = "
+    # In step j a rank fetches the shard of rank + j, and rank - j fetches this rank's.
+    share {
+        for j in 1..world {
+            let source = (rank + j) % world
+            offer = send A to (rank - j) % world tag j via get
+            fetch = receive G[source] from source tag j via get
+        }
+    }
+@fork
+    set_stream high(0)
+    post offer[j] for j in 1..world
+
+    for j in 0..world {
+        let source = (rank + j) % world
+        if j > 0 {
+            set_stream high(0)
+            post fetch[j]
+        }
+        set_stream pool(j % streams)
+        if j == 0 {
+            @multiply C[rank] A biased
+            @keep
+        } else {
+            wait fetch[j]
+            @multiply C[source] G[source] biased
+        }
+    }
+@join
+    # The others may still be reading the shard.
+    wait offer[j] for j in 1..world
+";
+
+const PAIRWISE_PUT: &str = "
+    # In step j a rank puts its shard to rank - j, and rank + j puts its own here.
+    share {
+        for j in 1..world {
+            let source = (rank + j) % world
+            push = send A to (rank - j) % world tag j via put
+            fetch = receive G[source] from source tag j via put
+        }
+    }
+
+    get_stream main
+    for i in 0..streams {
+        set_stream pool(i)
+        synchronize main
+    }
+
+    for j in 0..world {
+        let source = (rank + j) % world
+        set_stream pool(j % streams)
+        if j == 0 {
+            @multiply C[rank] A biased
+            @keep
+        } else {
+            post fetch[j], push[j]
+            wait fetch[j]
+            @multiply C[source] G[source] biased
+        }
+    }
+
+    set_stream main
+    for i in 0..streams {
+        synchronize pool(i)
+    }
+";
+
+const PUSH_ROTATED: &str = "
+    # Every rank puts its shard to all others, starting with rank - 1, so that in each step every
+    # rank is the target of one other.
+    share {
+        for j in 1..world {
+            let source = (rank + j) % world
+            push = send A to (rank - j) % world tag j via put
+            fetch = receive G[source] from source tag j via put
+        }
+    }
+@fork
+    set_stream high(0)
+    post fetch[j] for j in 1..world
+    for j in 1..world {
+        post push[j]
+    }
+
+    # Products in the order of arrival, own shard first.
+    for j in 0..world {
+        let source = (rank + j) % world
+        set_stream pool(j % streams)
+        if j == 0 {
+            @multiply C[rank] A biased
+            @keep
+        } else {
+            wait fetch[j]
+            @multiply C[source] G[source] biased
+        }
+    }
+@join";
+
+const COLLECTIVE: &str = "
+    G = all_gather(A)
+    @multiply C G biased
+";
+
+/// Lowers an all-gather + matmul to a program for `world` ranks, with the products on `streams`
+/// streams in turn.
+///
+/// The result C is `[world, m / world, n]`, that is `[m, n]`, in rank order of A's parts. The
+/// parameters are `m`, `k` and `n`, or `n0`, `n1`, … where there are several right operands; the
+/// inputs A, B (`B0`, …) and `bias`, the outputs C (`C0`, …) and, where A is kept, G.
+///
+/// # Errors
+/// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where `m` does not divide by
+/// the world size, a size is zero, or the element type has no products.
+pub fn lower_all_gather_matmul(
+    spec: &AllGatherMatmul,
+    world: usize,
+    variant: Variant,
+    streams: usize,
+) -> Result<Lowered> {
+    if spec.dtype.matmul_tolerance().is_none() || spec.n.is_empty() {
+        return Err(Error::invalid(format!(
+            "{} products of {}: there are products of f16, bf16 and f32",
+            spec.n.len(),
+            spec.dtype
+        )));
+    }
+    let names: Vec<String> = (0..spec.n.len())
+        .map(|index| numbered("n", index, spec.n.len()))
+        .collect();
+    let mut sizes = vec![("m", spec.m), ("k", spec.k)];
+    sizes.extend(names.iter().map(String::as_str).zip(spec.n.iter().copied()));
+    check(world, &sizes, &["m"], streams)?;
+    let (body, what) = match variant {
+        Variant::RingGet => (
+            RING_GET,
+            "around a ring, each rank fetching from the one before",
+        ),
+        Variant::RingPut => (
+            RING_PUT,
+            "around a ring, each rank putting to the one after",
+        ),
+        Variant::PairwiseGet => (PAIRWISE_GET, "fetched from their owners"),
+        Variant::PairwisePut => (PAIRWISE_PUT, "put by their owners, a step at a time"),
+        Variant::PushRotated => (PUSH_ROTATED, "put by their owners in rotated order"),
+        Variant::Collective => (COLLECTIVE, "gathered by the engine before the product"),
+    };
+    let gathered = match spec.keep {
+        true => "    output G: $T[world over loop, m / world, k]\n",
+        false => "    allocate G: $T[world over loop, m / world, k]\n",
+    };
+    let body = body
+        .replace("@fork", FORK.trim_end())
+        .replace("@join", JOIN.trim_end());
+    let mut template = format!(
+        "# All-gather + matmul: C = A · B with the rows of A sharded over the ranks.\n\
+         # The shards travel {what}.\n\
+         program all_gather_matmul_{}({}) {{\n",
+        variant.name().replace('-', "_"),
+        sizes
+            .iter()
+            .map(|(name, _)| *name)
+            .collect::<Vec<_>>()
+            .join(", "),
+    );
+    template += HEAD;
+    template += gathered;
+    for line in body.lines() {
+        match line.trim_start() {
+            "@keep" if !spec.keep => continue,
+            "@keep" => template += &line.replace("@keep", "G[rank] = copy(A)"),
+            _ => template += line,
+        }
+        template.push('\n');
+    }
+    template += "}\n";
+    let fill = Fill {
+        dtype: spec.dtype,
+        operands: spec.n.len(),
+        bias: spec.bias,
+        operand: "k, $",
+        result: "world over loop, m / world, $",
+    };
+    made(variant, fill.fill(&template), &sizes, streams)
+}

@@ -1,0 +1,308 @@
+//! `C = matmul(A, B)`, with the contraction sharded over the ranks and the rows of C scattered.
+
+use super::template::{FORK, Fill, JOIN};
+use super::{Lowered, Variant, check, made};
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+
+/// A product of which every rank has a part of the contraction and wants a part of C's rows.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MatmulReduceScatter {
+    /// Rows of A; every rank gets its part of as many rows of C.
+    pub m: usize,
+    /// Columns of A and rows of B on all ranks together.
+    pub k: usize,
+    /// Columns of B.
+    pub n: usize,
+    /// Element type; partial sums travel in it.
+    pub dtype: DType,
+    /// Whether a bias is added.
+    pub bias: bool,
+}
+
+const HEAD: &str = "    require m % world == 0
+    require k % world == 0
+
+    input A: $T[world, m / world, k / world over ranks]
+    @operands
+    @results
+";
+
+/// Get: the send is offered where the product is; the receives follow one another.
+const PAIRWISE_GET: &str = "
+    # Products for the others, by rank, and what the others have for this one.
+    allocate P: $T[world over loop, m / world, n]
+    allocate R: $T[world, m / world, n]
+
+    share {
+        for s in 1..world {
+            let target = (rank + s) % world
+            let source = (rank - s) % world
+            give = send P[target] to target tag s via get
+            take = receive R[source] from source tag s via get
+        }
+    }
+@fork
+    # Own block last: by then the others' have arrived.
+    for s in 1..world + 1 {
+        let block = (rank + s) % world
+        set_stream pool(s % streams)
+        if s < world {
+            @multiply P[block] A[block]
+            post give[s]
+            set_stream high(0)
+            post take[s]
+        } else {
+            @multiply R[rank] A[rank] biased
+        }
+    }
+@join
+    C = sum(R[r] for r in 0..world)
+    # The others may still be reading what they were offered.
+    wait give[s] for s in 1..world
+";
+
+/// Put, each step in the stream of its product.
+const PAIRWISE_PUT: &str = "
+    # Products for the others, by rank, and what the others have for this one.
+    allocate P: $T[world over loop, m / world, n]
+    allocate R: $T[world, m / world, n]
+
+    share {
+        for s in 1..world {
+            let target = (rank + s) % world
+            let source = (rank - s) % world
+            give = send P[target] to target tag s via put
+            take = receive R[source] from source tag s via put
+        }
+    }
+
+    get_stream main
+    post take[s] for s in 1..world
+    for i in 0..streams {
+        set_stream pool(i)
+        synchronize main
+    }
+
+    # Own block last: by then the others' have arrived.
+    for s in 1..world + 1 {
+        let block = (rank + s) % world
+        set_stream pool(s % streams)
+        if s < world {
+            @multiply P[block] A[block]
+            post give[s]
+        } else {
+            @multiply R[rank] A[rank] biased
+        }
+    }
+
+    set_stream main
+    for i in 0..streams {
+        synchronize pool(i)
+    }
+    wait take[s] for s in 1..world
+    C = sum(R[r] for r in 0..world)
+";
+
+/// Put, all from one stream of high priority.
+const PUSH_ROTATED: &str = "
+    # Products for the others, by rank, and what the others have for this one.
+    allocate P: $T[world over loop, m / world, n]
+    allocate R: $T[world, m / world, n]
+
+    share {
+        for s in 1..world {
+            let target = (rank + s) % world
+            let source = (rank - s) % world
+            give = send P[target] to target tag s via put
+            take = receive R[source] from source tag s via put
+        }
+    }
+@fork
+    set_stream high(0)
+    post take[s] for s in 1..world
+
+    # Own block last: by then the others' have arrived.
+    for s in 1..world + 1 {
+        let block = (rank + s) % world
+        set_stream pool(s % streams)
+        if s < world {
+            @multiply P[block] A[block]
+            set_stream high(0)
+            synchronize pool(s % streams)
+            post give[s]
+        } else {
+            @multiply R[rank] A[rank] biased
+        }
+    }
+@join
+    wait take[s] for s in 1..world
+    C = sum(R[r] for r in 0..world)
+";
+
+const RING_GET: &str = "
+    # Products by block, and the sums of the ranks before this one.
+    allocate P: $T[world over loop, m / world, n]
+    allocate R: $T[world, m / world, n]
+
+    let next = (rank + 1) % world
+    let previous = (rank - 1) % world
+
+    # A block starts at the rank after its owner and ends at its owner, adding up on the way.
+    share {
+        for s in 1..world {
+            let done = (rank - s) % world
+            pass = send P[done] to next tag s via get
+            take = receive R[(done - 1) % world] from previous tag s via get
+        }
+    }
+@fork
+    for s in 0..world {
+        let block = (rank - 1 - s) % world
+        if s > 0 {
+            set_stream high(0)
+            post take[s]
+        }
+        set_stream pool(s % streams)
+        if s < world - 1 {
+            @multiply P[block] A[block]
+        } else {
+            @multiply P[block] A[block] biased
+        }
+        if s > 0 {
+            wait take[s]
+            if s < world - 1 {
+                P[block] = sum(P[block], R[block])
+            } else {
+                C = sum(P[block], R[block])
+            }
+        } else if world == 1 {
+            C = copy(P[block])
+        }
+        if s < world - 1 {
+            post pass[s + 1]
+        }
+    }
+@join
+    # The successor may still be reading what it was offered.
+    wait pass[s] for s in 1..world
+";
+
+const RING_PUT: &str = "
+    # Products by block, and the sums of the ranks before this one.
+    allocate P: $T[world over loop, m / world, n]
+    allocate R: $T[world, m / world, n]
+
+    let next = (rank + 1) % world
+    let previous = (rank - 1) % world
+
+    # A block starts at the rank after its owner and ends at its owner, adding up on the way.
+    share {
+        for s in 1..world {
+            let done = (rank - s) % world
+            pass = send P[done] to next tag s via put
+            take = receive R[(done - 1) % world] from previous tag s via put
+        }
+    }
+@fork
+    for s in 0..world {
+        let block = (rank - 1 - s) % world
+        if s > 0 {
+            # What the step before added up goes on while this step multiplies. One group: the put
+            # waits for the successor's receive, which must not wait behind it.
+            set_stream high(0)
+            synchronize pool((s - 1) % streams)
+            post take[s], pass[s]
+        }
+        set_stream pool(s % streams)
+        if s < world - 1 {
+            @multiply P[block] A[block]
+        } else {
+            @multiply P[block] A[block] biased
+        }
+        if s > 0 {
+            wait take[s]
+            if s < world - 1 {
+                P[block] = sum(P[block], R[block])
+            } else {
+                C = sum(P[block], R[block])
+            }
+        } else if world == 1 {
+            C = copy(P[block])
+        }
+    }
+@join";
+
+const COLLECTIVE: &str = "
+    allocate P: $T[world, m / world, n]
+
+@whole
+    C = reduce_scatter(P, sum)
+";
+
+/// Lowers a matmul + reduce-scatter to a program for `world` ranks, with the products on `streams`
+/// streams in turn.
+///
+/// Every rank's A is `[m, k / world]`, declared as `[world, m / world, k / world]`, its B
+/// `[k / world, n]`, its C `[m / world, n]`. The parameters are `m`, `k` and `n`, the inputs A, B
+/// and `bias`, the output C. Where the world is more than one rank, sums are formed from partial
+/// products rounded to the element type; around a ring they are rounded at every rank.
+///
+/// # Errors
+/// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where `m` or `k` does not
+/// divide by the world size, a size is zero, or the element type has no products.
+pub fn lower_matmul_reduce_scatter(
+    spec: &MatmulReduceScatter,
+    world: usize,
+    variant: Variant,
+    streams: usize,
+) -> Result<Lowered> {
+    if spec.dtype.matmul_tolerance().is_none() {
+        return Err(Error::invalid(format!(
+            "products of {}: there are products of f16, bf16 and f32",
+            spec.dtype
+        )));
+    }
+    let sizes = [("m", spec.m), ("k", spec.k), ("n", spec.n)];
+    check(world, &sizes, &["m", "k"], streams)?;
+    let (body, what) = match variant {
+        Variant::RingGet => (
+            RING_GET,
+            "add up around a ring, fetched from the rank before",
+        ),
+        Variant::RingPut => (RING_PUT, "add up around a ring, put to the rank after"),
+        Variant::PairwiseGet => (PAIRWISE_GET, "are fetched by their owners"),
+        Variant::PairwisePut => (
+            PAIRWISE_PUT,
+            "are put to their owners from the products' streams",
+        ),
+        Variant::PushRotated => (PUSH_ROTATED, "are put to their owners in rotated order"),
+        Variant::Collective => (COLLECTIVE, "are reduced by the engine after the product"),
+    };
+    let whole = match spec.bias {
+        true => {
+            "    # The bias counts once.\n    if rank == 0 {\n        @multiply P A biased\n    } else \
+             {\n        @multiply P A\n    }"
+        }
+        false => "    @multiply P A",
+    };
+    let body = body
+        .replace("@fork", FORK.trim_end())
+        .replace("@join", JOIN.trim_end())
+        .replace("@whole", whole);
+    let template = format!(
+        "# Matmul + reduce-scatter: C = A · B with the contraction sharded over the ranks.\n\
+         # The partial products {what}.\n\
+         program matmul_reduce_scatter_{}(m, k, n) {{\n{HEAD}{}\n}}\n",
+        variant.name().replace('-', "_"),
+        body.trim_end(),
+    );
+    let fill = Fill {
+        dtype: spec.dtype,
+        operands: 1,
+        bias: spec.bias,
+        operand: "k / world over ranks, $",
+        result: "m / world over ranks, $",
+    };
+    made(variant, fill.fill(&template), &sizes, streams)
+}
