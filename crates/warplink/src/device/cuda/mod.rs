@@ -21,6 +21,7 @@
 //! 4. A missing library or symbol is an error.
 
 mod borrowed;
+mod cache;
 mod capabilities;
 mod context;
 mod device;
@@ -32,6 +33,8 @@ mod ipc;
 mod library;
 mod memory;
 mod memory_ops;
+mod module;
+mod nvrtc;
 mod poll;
 mod raw;
 mod reaper;
@@ -39,11 +42,13 @@ mod sharing;
 mod signals;
 mod staging;
 mod stream;
+mod sum;
 mod virtual_memory;
 mod workspace;
 
 pub use capabilities::{Capabilities, capabilities};
 pub use library::{LibraryReport, libraries};
+pub use nvrtc::{CompiledKernel, compile_all};
 
 use super::Device;
 use crate::error::Result;
