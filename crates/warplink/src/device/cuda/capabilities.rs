@@ -47,10 +47,8 @@ impl Capabilities {
         let version = u32::try_from(driver.version()?).unwrap_or(0);
         let mut memory = 0;
         // SAFETY: `memory` is a place for one size.
-        driver.check(
-            unsafe { (driver.cuDeviceTotalMem_v2)(&mut memory, device) },
-            "ask for the GPU's memory",
-        )?;
+        let code = unsafe { (driver.cuDeviceTotalMem_v2)(&mut memory, device) };
+        driver.check(code, "ask for the GPU's memory")?;
         let mut peers = Vec::new();
         for other in (0..driver.device_count()?).filter(|other| *other != ordinal) {
             peers.push((

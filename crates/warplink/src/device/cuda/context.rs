@@ -29,10 +29,8 @@ impl Context {
         let device = driver.device(ordinal)?;
         let mut raw = std::ptr::null_mut();
         // SAFETY: `raw` is a place for one context and `device` came from the driver.
-        driver.check(
-            unsafe { (driver.cuDevicePrimaryCtxRetain)(&mut raw, device) },
-            "retain the GPU's context",
-        )?;
+        let code = unsafe { (driver.cuDevicePrimaryCtxRetain)(&mut raw, device) };
+        driver.check(code, "retain the GPU's context")?;
         Ok(Arc::new(Self {
             driver,
             device,
@@ -61,10 +59,8 @@ impl Context {
     #[cold]
     fn switch(&self, previous: CUcontext) -> Result<Entered<'_>> {
         // SAFETY: the context is retained for as long as `self` lives.
-        self.driver.check(
-            unsafe { (self.driver.cuCtxSetCurrent)(self.raw) },
-            "make the GPU's context current",
-        )?;
+        let code = unsafe { (self.driver.cuCtxSetCurrent)(self.raw) };
+        self.driver.check(code, "make the GPU's context current")?;
         Ok(Entered {
             context: self,
             restore: previous,

@@ -1,6 +1,7 @@
 //! The `cuda` device.
 
 use super::borrowed;
+use super::compute::CudaCompute;
 use super::event::CudaEvent;
 use super::gpu::Gpu;
 use super::memory::{CudaBacking, PlainMemory, Source, next_identity};
@@ -12,19 +13,23 @@ use crate::device::{
     Event, Export, Fault, Opening, Priority, Stream, UniqueBytesExchange,
 };
 use crate::error::{Error, ErrorKind, Result};
+use crate::sync::lock;
 use std::any::Any;
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 /// A GPU as one rank uses it.
 pub(super) struct CudaDevice {
     gpu: Arc<Gpu>,
+    /// Made at first use; not part of what streams and memory hold, since it holds them.
+    compute: Mutex<Option<Arc<CudaCompute>>>,
 }
 
 impl CudaDevice {
     pub(super) fn open(ordinal: usize) -> Result<Arc<Self>> {
         Ok(Arc::new(Self {
             gpu: Gpu::open(ordinal)?,
+            compute: Mutex::new(None),
         }))
     }
 }
@@ -129,7 +134,15 @@ impl Device for CudaDevice {
     }
 
     fn compute(&self) -> Result<Arc<dyn Compute>> {
-        Err(Error::new(ErrorKind::Unsupported, "not yet"))
+        self.gpu.fault.check()?;
+        let mut made = lock(&self.compute);
+        let compute = match &*made {
+            Some(compute) => compute.clone(),
+            None => made
+                .insert(Arc::new(CudaCompute::create(&self.gpu)?))
+                .clone(),
+        };
+        Ok(compute)
     }
 
     fn collective_engine(

@@ -174,7 +174,8 @@ impl Driver {
         let library: Loaded = library::load(&DRIVER)?;
         let driver = Self::resolve(&library)?;
         // SAFETY: the only valid argument is 0; starting twice, also from two threads, is allowed.
-        driver.check(unsafe { (driver.cuInit)(0) }, "start the driver")?;
+        let code = unsafe { (driver.cuInit)(0) };
+        driver.check(code, "start the driver")?;
         Ok(DRIVER_TABLE.get_or_init(|| driver))
     }
 
@@ -222,22 +223,20 @@ impl Driver {
         let mut text = std::ptr::null();
         // SAFETY: `text` is a place for one pointer. An unknown code is refused with an error.
         let answer = unsafe { ask(code, &mut text) };
+        if answer != status::SUCCESS || text.is_null() {
+            return None;
+        }
         // SAFETY: on success the driver gives a string of its own that lives as long as it.
-        (answer == status::SUCCESS && !text.is_null()).then(|| {
-            unsafe { CStr::from_ptr(text) }
-                .to_string_lossy()
-                .into_owned()
-        })
+        let text = unsafe { CStr::from_ptr(text) };
+        Some(text.to_string_lossy().into_owned())
     }
 
     /// The driver's version, as 1000 × major + 10 × minor.
     pub(super) fn version(&self) -> Result<i32> {
         let mut version = 0;
         // SAFETY: `version` is a place for one integer.
-        self.check(
-            unsafe { (self.cuDriverGetVersion)(&mut version) },
-            "ask for the driver's version",
-        )?;
+        let code = unsafe { (self.cuDriverGetVersion)(&mut version) };
+        self.check(code, "ask for the driver's version")?;
         Ok(version)
     }
 
@@ -245,10 +244,8 @@ impl Driver {
     pub(super) fn device_count(&self) -> Result<usize> {
         let mut count = 0;
         // SAFETY: `count` is a place for one integer.
-        self.check(
-            unsafe { (self.cuDeviceGetCount)(&mut count) },
-            "count the GPUs",
-        )?;
+        let code = unsafe { (self.cuDeviceGetCount)(&mut count) };
+        self.check(code, "count the GPUs")?;
         Ok(usize::try_from(count).unwrap_or(0))
     }
 
@@ -266,10 +263,8 @@ impl Driver {
             })?;
         let mut device = 0;
         // SAFETY: `device` is a place for one device.
-        self.check(
-            unsafe { (self.cuDeviceGet)(&mut device, number) },
-            "open the GPU",
-        )?;
+        let code = unsafe { (self.cuDeviceGet)(&mut device, number) };
+        self.check(code, "open the GPU")?;
         Ok(device)
     }
 
@@ -285,10 +280,8 @@ impl Driver {
     pub(super) fn can_access_peer(&self, device: CUdevice, peer: CUdevice) -> Result<bool> {
         let mut can = 0;
         // SAFETY: `can` is a place for one integer.
-        self.check(
-            unsafe { (self.cuDeviceCanAccessPeer)(&mut can, device, peer) },
-            "ask for peer access",
-        )?;
+        let code = unsafe { (self.cuDeviceCanAccessPeer)(&mut can, device, peer) };
+        self.check(code, "ask for peer access")?;
         Ok(can != 0)
     }
 }

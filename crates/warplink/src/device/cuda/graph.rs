@@ -72,10 +72,8 @@ impl CudaGraph {
         driver.check(code, "make a graph ready to launch")?;
         // So that the first launch does not pay for it.
         // SAFETY: the graph was made just now; the caller vouches for the stream.
-        driver.check(
-            unsafe { (driver.cuGraphUpload)(exec.0, stream) },
-            "upload a graph",
-        )?;
+        let code = unsafe { (driver.cuGraphUpload)(exec.0, stream) };
+        driver.check(code, "upload a graph")?;
         Ok(made)
     }
 }
@@ -86,10 +84,8 @@ impl Graph for CudaGraph {
         let (driver, _entered) = stream.enter()?;
         let exec = lock(&self.exec);
         // SAFETY: the graph is live, used by one thread at a time, and of the stream's context.
-        driver.check(
-            unsafe { (driver.cuGraphLaunch)(exec.0, stream.handle()) },
-            "launch a graph",
-        )
+        let code = unsafe { (driver.cuGraphLaunch)(exec.0, stream.handle()) };
+        driver.check(code, "launch a graph")
     }
 
     fn operations(&self) -> usize {

@@ -155,10 +155,8 @@ pub(super) fn are_captured(context: &Arc<Context>, address: u64) -> Result<bool>
     let driver = context.driver;
     let relaxed = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
     // SAFETY: the stream is ours, and not recording.
-    driver.check(
-        unsafe { (driver.cuStreamBeginCapture_v2)(stream.raw, relaxed) },
-        "begin recording",
-    )?;
+    let code = unsafe { (driver.cuStreamBeginCapture_v2)(stream.raw, relaxed) };
+    driver.check(code, "begin recording")?;
     let mut batch = [write_params(address, 0), wait_params(address, 0)];
     // SAFETY: what is recorded here never runs; the word is live all the same.
     let codes: [Status; 3] = unsafe {

@@ -20,9 +20,11 @@
 //! 3. Nothing is freed on the thread that drops it if that could block without bound.
 //! 4. A missing library or symbol is an error.
 
+mod blas;
 mod borrowed;
 mod cache;
 mod capabilities;
+mod compute;
 mod context;
 mod device;
 mod driver;

@@ -77,10 +77,8 @@ impl Compiler {
     fn version(&self) -> Result<(i32, i32)> {
         let (mut major, mut minor) = (0, 0);
         // SAFETY: both are places for one integer each.
-        self.check(
-            unsafe { (self.nvrtcVersion)(&mut major, &mut minor) },
-            "ask for NVRTC's version",
-        )?;
+        let code = unsafe { (self.nvrtcVersion)(&mut major, &mut minor) };
+        self.check(code, "ask for NVRTC's version")?;
         Ok((major, minor))
     }
 
@@ -130,17 +128,13 @@ impl Compiler {
         })?;
         let mut bytes = 0;
         // SAFETY: `bytes` is a place for one size.
-        self.check(
-            unsafe { (self.nvrtcGetCUBINSize)(program.raw, &mut bytes) },
-            "take a kernel's machine code",
-        )?;
-        let mut code = vec![0_u8; bytes];
-        // SAFETY: `code` has as many bytes as the compiler said that it writes.
-        self.check(
-            unsafe { (self.nvrtcGetCUBIN)(program.raw, code.as_mut_ptr().cast()) },
-            "take a kernel's machine code",
-        )?;
-        if code.is_empty() {
+        let code = unsafe { (self.nvrtcGetCUBINSize)(program.raw, &mut bytes) };
+        self.check(code, "take a kernel's machine code")?;
+        let mut image = vec![0_u8; bytes];
+        // SAFETY: `image` has as many bytes as the compiler said that it writes.
+        let code = unsafe { (self.nvrtcGetCUBIN)(program.raw, image.as_mut_ptr().cast()) };
+        self.check(code, "take a kernel's machine code")?;
+        if image.is_empty() {
             let text = format!(
                 "NVRTC made no machine code of {} for {architecture}",
                 source.name
@@ -148,7 +142,7 @@ impl Compiler {
             return Err(Error::new(ErrorKind::Driver, text)
                 .help("the architecture must be a real one, such as sm_90"));
         }
-        Ok(code)
+        Ok(image)
     }
 }
 

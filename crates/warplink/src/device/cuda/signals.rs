@@ -196,10 +196,8 @@ impl OtherContext {
             stream: std::ptr::null_mut(),
         };
         // SAFETY: `raw` is a place for one context, and 0 asks for no special scheduling.
-        driver.check(
-            unsafe { create(&mut other.raw, 0, context.device) },
-            "create a second context",
-        )?;
+        let code = unsafe { create(&mut other.raw, 0, context.device) };
+        driver.check(code, "create a second context")?;
         // SAFETY: `stream` is a place for one stream; the new context is current; 1 asks for a
         // stream that is not ordered with the default one; a priority out of range is clamped.
         let code = unsafe { (driver.cuStreamCreateWithPriority)(&mut other.stream, 1, -1) };
@@ -215,10 +213,8 @@ impl OtherContext {
         let driver = self.context.driver;
         let _entered = self.context.enter()?;
         // SAFETY: the context lives as long as `self`.
-        driver.check(
-            unsafe { (driver.cuCtxSetCurrent)(self.raw) },
-            "enter a second context",
-        )?;
+        let code = unsafe { (driver.cuCtxSetCurrent)(self.raw) };
+        driver.check(code, "enter a second context")?;
         // SAFETY: the stream lives as long as its context.
         let result = match unsafe { (driver.cuStreamQuery)(self.stream) } {
             status::NOT_READY => Ok(()),
@@ -227,10 +223,8 @@ impl OtherContext {
                 .and_then(|()| work(self.stream)),
         };
         // SAFETY: the primary context is retained for as long as it is held here.
-        driver.check(
-            unsafe { (driver.cuCtxSetCurrent)(self.context.raw) },
-            "make the GPU's context current",
-        )?;
+        let code = unsafe { (driver.cuCtxSetCurrent)(self.context.raw) };
+        driver.check(code, "make the GPU's context current")?;
         result
     }
 }
