@@ -2,6 +2,7 @@
 
 use super::borrowed;
 use super::compute::CudaCompute;
+use super::engine::NcclEngine;
 use super::event::CudaEvent;
 use super::gpu::Gpu;
 use super::memory::{CudaBacking, PlainMemory, Source, next_identity};
@@ -12,7 +13,7 @@ use crate::device::{
     AllocationKind, CollectiveEngine, Compute, Device, DeviceIdentity, DeviceKind, DeviceSlice,
     Event, Export, Fault, Opening, Priority, Stream, UniqueBytesExchange,
 };
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::sync::lock;
 use std::any::Any;
 use std::fmt;
@@ -147,11 +148,14 @@ impl Device for CudaDevice {
 
     fn collective_engine(
         &self,
-        _rank: usize,
-        _world: usize,
-        _exchange: UniqueBytesExchange<'_>,
+        rank: usize,
+        world: usize,
+        exchange: UniqueBytesExchange<'_>,
     ) -> Result<Arc<dyn CollectiveEngine>> {
-        Err(Error::new(ErrorKind::Unsupported, "not yet"))
+        self.gpu.fault.check()?;
+        Ok(Arc::new(NcclEngine::join(
+            &self.gpu, rank, world, exchange,
+        )?))
     }
 }
 

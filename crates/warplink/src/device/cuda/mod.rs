@@ -10,6 +10,9 @@
 //! | `sharing`, `ipc` | giving allocations to peers and opening theirs |
 //! | `staging`, `reaper`, `signals` | blocking copies; freeing; ending waits after a fault |
 //! | `stream`, `memory_ops`, `event`, `graph` | what is enqueued, and recording it |
+//! | `nvrtc`, `cache`, `module`, `sum` | compiling, keeping, loading kernels; the kernel that adds |
+//! | `blas`, `compute`, `workspace` | cuBLASLt; products and sums; scratch memory of products |
+//! | `nccl`, `engine` | NCCL; collectives over it |
 //! | `capabilities` | what a GPU can do, for the doctor |
 //!
 //! # What holds here
@@ -28,6 +31,7 @@ mod compute;
 mod context;
 mod device;
 mod driver;
+mod engine;
 mod event;
 mod gpu;
 mod graph;
@@ -36,6 +40,7 @@ mod library;
 mod memory;
 mod memory_ops;
 mod module;
+mod nccl;
 mod nvrtc;
 mod poll;
 mod raw;
