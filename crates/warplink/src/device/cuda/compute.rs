@@ -1,8 +1,9 @@
 //! Matrix products and sums of a GPU.
 
-use super::blas::{BEST_ALIGNMENT, Handle, Operands, Plan, Proposal};
+use super::blas::{Handle, Proposal};
 use super::gpu::Gpu;
 use super::memory::{CudaBacking, PlainMemory};
+use super::plan::{BEST_ALIGNMENT, Operands, Plan};
 use super::poll::poll;
 use super::raw::{RawEvent, RawStream};
 use super::stream::CudaStream;

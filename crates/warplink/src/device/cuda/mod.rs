@@ -11,7 +11,7 @@
 //! | `staging`, `reaper`, `signals` | blocking copies; freeing; ending waits after a fault |
 //! | `stream`, `memory_ops`, `event`, `graph` | what is enqueued, and recording it |
 //! | `nvrtc`, `cache`, `module`, `sum` | compiling, keeping, loading kernels; the kernel that adds |
-//! | `blas`, `compute`, `workspace` | cuBLASLt; products and sums; scratch memory of products |
+//! | `blas`, `plan`, `compute`, `workspace` | cuBLASLt; products and sums; scratch memory of products |
 //! | `nccl`, `engine` | NCCL; collectives over it |
 //! | `capabilities` | what a GPU can do, for the doctor |
 //!
@@ -42,6 +42,7 @@ mod memory_ops;
 mod module;
 mod nccl;
 mod nvrtc;
+mod plan;
 mod poll;
 mod raw;
 mod reaper;

@@ -318,6 +318,18 @@ mod tests {
     }
 
     #[test]
+    fn the_library_has_every_function_where_it_is_found() {
+        if let Ok(loaded) = library::load(&library::NCCL) {
+            let nccl = Nccl::resolve(&loaded).unwrap();
+            assert!(
+                nccl.describe().starts_with("NCCL 2."),
+                "{}",
+                nccl.describe()
+            );
+        }
+    }
+
+    #[test]
     fn the_id_has_nccls_layout() {
         assert_eq!(
             size_of::<UniqueId>(),
