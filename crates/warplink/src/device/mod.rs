@@ -20,7 +20,7 @@
 mod buffer;
 mod collective;
 mod compute;
-pub(crate) mod cuda;
+pub mod cuda;
 mod fault;
 pub(crate) mod host;
 mod slice;

@@ -1,0 +1,138 @@
+//! What a GPU and its driver can do, as far as it matters here.
+
+use super::context::Context;
+use super::driver::{Driver, status};
+use crate::device::DeviceIdentity;
+use crate::error::Result;
+use cudarc::driver::sys::{CUdevice, CUdevice_attribute, CUdevice_attribute_enum, CUuuid};
+use std::ffi::{CStr, c_char, c_int};
+
+/// What a GPU and its driver can do.
+#[derive(Clone, Debug)]
+pub struct Capabilities {
+    /// Which of the GPUs that this process sees.
+    pub ordinal: usize,
+    /// The model.
+    pub name: String,
+    /// The GPU's UUID.
+    pub identity: DeviceIdentity,
+    /// The newest CUDA version that the driver serves: major and minor.
+    pub driver_version: (u32, u32),
+    /// Compute capability: major and minor.
+    pub compute_capability: (u32, u32),
+    /// Number of streaming multiprocessors.
+    pub multiprocessors: u32,
+    /// Bytes of device memory.
+    pub memory: usize,
+    /// Whether streams can write and wait for 64-bit words.
+    pub stream_memory_operations: bool,
+    /// Whether plain allocations can be shared by CUDA IPC.
+    pub ipc: bool,
+    /// Whether there is a virtual memory interface.
+    pub virtual_memory: bool,
+    /// Whether its memory can be shared by file descriptor.
+    pub descriptors: bool,
+    /// Whether its memory can be reached by network cards.
+    pub virtual_memory_rdma: bool,
+    /// For every other GPU that this process sees, its ordinal and whether this one maps its memory.
+    pub peers: Vec<(usize, bool)>,
+}
+
+impl Capabilities {
+    /// Asks the driver. Makes no context.
+    pub(super) fn of(driver: &Driver, device: CUdevice, ordinal: usize) -> Result<Self> {
+        use CUdevice_attribute_enum as Attribute;
+        let attribute =
+            |which: CUdevice_attribute| u32::try_from(driver.attribute(device, which)).unwrap_or(0);
+        let version = u32::try_from(driver.version()?).unwrap_or(0);
+        let mut memory = 0;
+        // SAFETY: `memory` is a place for one size.
+        let code = unsafe { (driver.cuDeviceTotalMem_v2)(&mut memory, device) };
+        driver.check(code, "ask for the GPU's memory")?;
+        let mut peers = Vec::new();
+        for other in (0..driver.device_count()?).filter(|other| *other != ordinal) {
+            peers.push((
+                other,
+                driver.can_access_peer(device, driver.device(other)?)?,
+            ));
+        }
+        Ok(Self {
+            ordinal,
+            name: name(driver, device)?,
+            identity: identity(driver, device)?,
+            driver_version: (version / 1000, version % 1000 / 10),
+            compute_capability: (
+                attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR),
+                attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR),
+            ),
+            multiprocessors: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT),
+            memory,
+            stream_memory_operations: attribute(
+                Attribute::CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS,
+            ) != 0,
+            ipc: attribute(Attribute::CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING) != 0
+                && attribute(Attribute::CU_DEVICE_ATTRIBUTE_IPC_EVENT_SUPPORTED) != 0,
+            virtual_memory: attribute(
+                Attribute::CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED,
+            ) != 0,
+            descriptors: attribute(
+                Attribute::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED,
+            ) != 0,
+            virtual_memory_rdma: attribute(
+                Attribute::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED,
+            ) != 0,
+            peers,
+        })
+    }
+
+    /// The architecture's name for compilers, such as `sm_90`.
+    pub fn architecture(&self) -> String {
+        format!(
+            "sm_{}{}",
+            self.compute_capability.0, self.compute_capability.1
+        )
+    }
+}
+
+/// What the GPU with `ordinal` can do.
+///
+/// # Errors
+/// As [`open`](super::open).
+pub fn capabilities(ordinal: usize) -> Result<Capabilities> {
+    let driver = Driver::get()?;
+    Capabilities::of(driver, driver.device(ordinal)?, ordinal)
+}
+
+/// The capabilities of a context's GPU.
+pub(super) fn of_context(context: &Context) -> Result<Capabilities> {
+    Capabilities::of(context.driver, context.device, context.ordinal)
+}
+
+fn name(driver: &Driver, device: CUdevice) -> Result<String> {
+    let mut name = [0 as c_char; 256];
+    // SAFETY: `name` has as many bytes as are said; the driver ends what it writes with a zero.
+    let code = unsafe { (driver.cuDeviceGetName)(name.as_mut_ptr(), name.len() as c_int, device) };
+    driver.check(code, "ask for the GPU's name")?;
+    let bytes = name.map(|byte| byte as u8);
+    Ok(CStr::from_bytes_until_nul(&bytes)
+        .map(|text| text.to_string_lossy().into_owned())
+        .unwrap_or_default())
+}
+
+fn identity(driver: &Driver, device: CUdevice) -> Result<DeviceIdentity> {
+    let mut uuid = CUuuid { bytes: [0; 16] };
+    let mut code = status::NOT_SUPPORTED;
+    // The first form gave every part of a partitioned GPU the whole GPU's UUID.
+    for ask in [driver.cuDeviceGetUuid_v2, driver.cuDeviceGetUuid]
+        .into_iter()
+        .flatten()
+    {
+        // SAFETY: `uuid` is a place for one UUID.
+        code = unsafe { ask(&mut uuid, device) };
+        if code == status::SUCCESS {
+            break;
+        }
+    }
+    driver.check(code, "ask for the GPU's UUID")?;
+    Ok(DeviceIdentity(uuid.bytes.map(|byte| byte as u8)))
+}

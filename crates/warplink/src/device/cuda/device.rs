@@ -1,0 +1,177 @@
+//! The `cuda` device.
+
+use super::borrowed;
+use super::compute::CudaCompute;
+use super::engine::NcclEngine;
+use super::event::CudaEvent;
+use super::gpu::Gpu;
+use super::memory::{CudaBacking, PlainMemory, Source, next_identity};
+use super::sharing;
+use super::stream::CudaStream;
+use super::virtual_memory::VirtualMemory;
+use crate::device::{
+    AllocationKind, CollectiveEngine, Compute, Device, DeviceIdentity, DeviceKind, DeviceSlice,
+    Event, Export, Fault, Opening, Priority, Stream, UniqueBytesExchange,
+};
+use crate::error::{Error, Result};
+use crate::sync::lock;
+use std::any::Any;
+use std::fmt;
+use std::sync::{Arc, Mutex};
+
+/// A GPU as one rank uses it.
+pub(super) struct CudaDevice {
+    gpu: Arc<Gpu>,
+    /// Made at first use; not part of what streams and memory hold, since it holds them.
+    compute: Mutex<Option<Arc<CudaCompute>>>,
+}
+
+impl CudaDevice {
+    pub(super) fn open(ordinal: usize) -> Result<Arc<Self>> {
+        Ok(Arc::new(Self {
+            gpu: Gpu::open(ordinal)?,
+            compute: Mutex::new(None),
+        }))
+    }
+}
+
+impl Device for CudaDevice {
+    fn kind(&self) -> DeviceKind {
+        DeviceKind::Cuda
+    }
+
+    fn describe(&self) -> String {
+        self.gpu.describe()
+    }
+
+    fn identity(&self) -> DeviceIdentity {
+        self.gpu.capabilities.identity
+    }
+
+    fn fault(&self) -> &Arc<Fault> {
+        &self.gpu.fault
+    }
+
+    fn allocate(&self, bytes: usize, kind: AllocationKind) -> Result<DeviceSlice> {
+        self.gpu.fault.check()?;
+        match kind {
+            AllocationKind::Plain => Ok(PlainMemory::allocate(&self.gpu, bytes)?.into_slice(bytes)),
+            AllocationKind::Virtual => {
+                let memory = VirtualMemory::allocate(&self.gpu, bytes)?;
+                let (address, whole) = (memory.address, memory.bytes);
+                // The backing spans whole pages, as does what a peer maps; the slice what was asked.
+                CudaBacking::slice(
+                    &self.gpu,
+                    address,
+                    whole,
+                    next_identity(),
+                    Source::Virtual(memory),
+                )
+                .slice(0..bytes)
+            }
+        }
+    }
+
+    fn allocate_signals(&self, bytes: usize) -> Result<DeviceSlice> {
+        self.gpu.fault.check()?;
+        Ok(PlainMemory::allocate_signals(&self.gpu, bytes)?.into_slice(bytes))
+    }
+
+    unsafe fn borrow(
+        &self,
+        address: u64,
+        bytes: usize,
+        owner: Arc<dyn Any + Send + Sync>,
+    ) -> Result<DeviceSlice> {
+        self.gpu.fault.check()?;
+        // SAFETY: the caller vouches for the memory and its owner.
+        unsafe { borrowed::borrow(&self.gpu, address, bytes, owner) }
+    }
+
+    fn upload(&self, target: &DeviceSlice, bytes: &[u8]) -> Result<()> {
+        self.gpu.fault.check()?;
+        CudaBacking::of(target)?;
+        check_length("upload", target, bytes.len())?;
+        // SAFETY: the slice is live device memory of as many bytes, as was checked.
+        unsafe { self.gpu.staging.upload(target.address(), bytes) }
+    }
+
+    fn download(&self, source: &DeviceSlice, bytes: &mut [u8]) -> Result<()> {
+        self.gpu.fault.check()?;
+        CudaBacking::of(source)?;
+        check_length("download", source, bytes.len())?;
+        // SAFETY: the slice is live device memory of as many bytes, as was checked.
+        unsafe { self.gpu.staging.download(source.address(), bytes) }
+    }
+
+    fn create_stream(&self, priority: Priority) -> Result<Arc<dyn Stream>> {
+        self.gpu.fault.check()?;
+        Ok(CudaStream::create(&self.gpu, priority == Priority::High)?)
+    }
+
+    unsafe fn borrow_stream(
+        &self,
+        raw: u64,
+        owner: Arc<dyn Any + Send + Sync>,
+    ) -> Result<Arc<dyn Stream>> {
+        self.gpu.fault.check()?;
+        // SAFETY: the caller vouches for the stream and its owner.
+        Ok(unsafe { CudaStream::borrow(&self.gpu, raw, owner) }?)
+    }
+
+    fn create_event(&self, timing: bool) -> Result<Arc<dyn Event>> {
+        self.gpu.fault.check()?;
+        Ok(Arc::new(CudaEvent::create(&self.gpu, timing)?))
+    }
+
+    fn export(&self, slice: &DeviceSlice) -> Result<Export> {
+        self.gpu.fault.check()?;
+        sharing::export(slice)
+    }
+
+    fn import(&self, opening: Opening, bytes: usize) -> Result<DeviceSlice> {
+        self.gpu.fault.check()?;
+        sharing::import(&self.gpu, opening, bytes)
+    }
+
+    fn compute(&self) -> Result<Arc<dyn Compute>> {
+        self.gpu.fault.check()?;
+        let mut made = lock(&self.compute);
+        let compute = match &*made {
+            Some(compute) => compute.clone(),
+            None => made
+                .insert(Arc::new(CudaCompute::create(&self.gpu)?))
+                .clone(),
+        };
+        Ok(compute)
+    }
+
+    fn collective_engine(
+        &self,
+        rank: usize,
+        world: usize,
+        exchange: UniqueBytesExchange<'_>,
+    ) -> Result<Arc<dyn CollectiveEngine>> {
+        self.gpu.fault.check()?;
+        Ok(Arc::new(NcclEngine::join(
+            &self.gpu, rank, world, exchange,
+        )?))
+    }
+}
+
+fn check_length(operation: &'static str, slice: &DeviceSlice, bytes: usize) -> Result<()> {
+    if slice.bytes() == bytes {
+        return Ok(());
+    }
+    Err(Error::invalid(format!(
+        "a slice of {} bytes, but {bytes} on the host",
+        slice.bytes()
+    ))
+    .during(operation))
+}
+
+impl fmt::Debug for CudaDevice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.gpu.describe())
+    }
+}

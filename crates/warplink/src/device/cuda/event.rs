@@ -1,0 +1,71 @@
+//! Events of a GPU.
+
+use super::gpu::Gpu;
+use super::raw::RawEvent;
+use crate::device::Event;
+use crate::error::{Error, Result};
+use std::any::Any;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// A mark in a stream.
+#[derive(Debug)]
+pub(super) struct CudaEvent {
+    gpu: Arc<Gpu>,
+    pub(super) raw: RawEvent,
+    timing: bool,
+    recorded: AtomicBool,
+}
+
+impl CudaEvent {
+    pub(super) fn create(gpu: &Arc<Gpu>, timing: bool) -> Result<Self> {
+        let raw = RawEvent::create(&gpu.context, timing)?;
+        Ok(Self {
+            gpu: gpu.clone(),
+            raw,
+            timing,
+            recorded: AtomicBool::new(false),
+        })
+    }
+
+    /// The event behind the trait.
+    pub(super) fn of(event: &dyn Event) -> Result<&Self> {
+        event
+            .as_any()
+            .downcast_ref()
+            .ok_or_else(|| Error::invalid("the event is of another device"))
+    }
+
+    /// Notes that it has been recorded.
+    pub(super) fn mark(&self) {
+        self.recorded.store(true, Ordering::Release);
+    }
+}
+
+impl Event for CudaEvent {
+    fn elapsed_since(&self, earlier: &dyn Event) -> Result<f32> {
+        self.gpu.fault.check()?;
+        let earlier = Self::of(earlier)?;
+        if !self.timing || !earlier.timing {
+            return Err(Error::invalid(
+                "an event made without timing cannot measure time",
+            ));
+        }
+        let _relaxed = self.gpu.context.relax_capture();
+        self.raw.elapsed_since(&earlier.raw)
+    }
+
+    fn is_reached(&self) -> Result<bool> {
+        self.gpu.fault.check()?;
+        // The driver calls an event reached that was never recorded.
+        if !self.recorded.load(Ordering::Acquire) {
+            return Ok(false);
+        }
+        let _relaxed = self.gpu.context.relax_capture();
+        self.raw.is_reached()
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}

@@ -1,0 +1,87 @@
+//! What everything of one opened GPU shares: its context, its fault, and the threads and buffers
+//! that have to be there before anything goes wrong.
+
+use super::capabilities::{self, Capabilities};
+use super::context::Context;
+use super::memory::PlainMemory;
+use super::memory_ops;
+use super::reaper::Reaper;
+use super::signals::Signals;
+use super::staging::Staging;
+use super::workspace::Workspaces;
+use crate::device::Fault;
+use crate::error::Result;
+use std::fmt;
+use std::sync::{Arc, OnceLock};
+
+/// An opened GPU. Streams, events and memory hold it.
+pub(super) struct Gpu {
+    pub(super) context: Arc<Context>,
+    pub(super) fault: Arc<Fault>,
+    pub(super) capabilities: Capabilities,
+    pub(super) reaper: Reaper,
+    pub(super) staging: Staging,
+    pub(super) signals: Arc<Signals>,
+    pub(super) workspaces: Workspaces,
+    /// Whether the driver records writes and waits into graphs; found out when the GPU is opened.
+    captures_memory_ops: OnceLock<bool>,
+}
+
+impl Gpu {
+    pub(super) fn open(ordinal: usize) -> Result<Arc<Self>> {
+        let context = Context::retain(ordinal)?;
+        let capabilities = capabilities::of_context(&context)?;
+        let fault = Arc::new(Fault::default());
+        let staging = Staging::create(&context, &fault)?;
+        let signals = Signals::start(&context)?;
+        let reaper = Reaper::start(&context).inspect_err(|_| signals.stop())?;
+        // Weakly, since the fault is held by what the thread must not outlive.
+        let waiting = Arc::downgrade(&signals);
+        fault.when_raised(move || {
+            if let Some(signals) = waiting.upgrade() {
+                signals.raise();
+            }
+        });
+        let gpu = Arc::new(Self {
+            context,
+            fault,
+            capabilities,
+            reaper,
+            staging,
+            signals,
+            workspaces: Workspaces::default(),
+            captures_memory_ops: OnceLock::new(),
+        });
+        let word = PlainMemory::allocate(&gpu, size_of::<u64>())?;
+        let captures = memory_ops::are_captured(&gpu.context, word.address)?;
+        gpu.captures_memory_ops.get_or_init(|| captures);
+        Ok(gpu)
+    }
+
+    /// Whether the driver records writes and waits into graphs.
+    #[inline]
+    pub(super) fn captures_memory_ops(&self) -> bool {
+        self.captures_memory_ops.get().copied().unwrap_or(true)
+    }
+
+    /// Name for people.
+    pub(super) fn describe(&self) -> String {
+        format!("cuda:{} {}", self.context.ordinal, self.capabilities.name)
+    }
+}
+
+impl Drop for Gpu {
+    fn drop(&mut self) {
+        self.signals.stop();
+        let workspaces = self.workspaces.take_all();
+        if !workspaces.is_empty() {
+            self.reaper.run(move |_| drop(workspaces));
+        }
+    }
+}
+
+impl fmt::Debug for Gpu {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.describe())
+    }
+}

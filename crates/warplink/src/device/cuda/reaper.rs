@@ -1,0 +1,81 @@
+//! Freeing on a thread of its own.
+//!
+//! The driver may hold a call that frees or unmaps until the GPU is idle, and a stream may wait for
+//! a peer at that time. So that dropping a slice never blocks without bound, a thread does it, and
+//! the caller waits for that thread only briefly: in the ordinary case the memory is back when the
+//! drop returns.
+
+use super::context::Context;
+use crate::error::{Error, Result};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::time::Duration;
+
+/// How long a drop waits for its memory to be freed.
+const PATIENCE: Duration = Duration::from_millis(100);
+
+type Job = Box<dyn FnOnce(&Context) + Send>;
+
+/// The thread that frees what belongs to one context. It ends after its last work when this is
+/// dropped.
+#[derive(Debug)]
+pub(super) struct Reaper {
+    sender: Sender<(Job, Sender<()>)>,
+    /// Whether the thread is held up, so that waiting for it is in vain.
+    late: Arc<AtomicBool>,
+}
+
+impl Reaper {
+    pub(super) fn start(context: &Arc<Context>) -> Result<Self> {
+        let (sender, receiver) = channel();
+        let late = Arc::new(AtomicBool::new(false));
+        let (context, held_up) = (context.clone(), late.clone());
+        std::thread::Builder::new()
+            .name(format!("warplink-free-{}", context.ordinal))
+            .spawn(move || work(&context, &receiver, &held_up))
+            .map_err(|error| Error::io("start the thread that frees device memory", &error))?;
+        Ok(Self { sender, late })
+    }
+
+    /// Has the thread run `job` with the context current, and waits for it briefly.
+    pub(super) fn run(&self, job: impl FnOnce(&Context) + Send + 'static) {
+        let (done, wait) = channel();
+        if self.sender.send((Box::new(job), done)).is_err() {
+            tracing::warn!("the thread that frees device memory has ended; memory is leaked");
+            return;
+        }
+        if !self.late.load(Ordering::Acquire) && wait.recv_timeout(PATIENCE).is_err() {
+            self.late.store(true, Ordering::Release);
+            tracing::debug!("device memory is freed later: the GPU is busy");
+        }
+    }
+
+    /// Waits, up to `limit`, until everything given to the thread so far is freed; whether it is.
+    pub(super) fn flush(&self, limit: Duration) -> bool {
+        let (done, wait) = channel();
+        self.sender.send((Box::new(|_| ()), done)).is_ok() && wait.recv_timeout(limit).is_ok()
+    }
+}
+
+fn work(context: &Context, jobs: &Receiver<(Job, Sender<()>)>, late: &AtomicBool) {
+    let mut next = jobs.recv().ok();
+    while let Some((job, done)) = next.take() {
+        match context.enter() {
+            Ok(_entered) => {
+                let _relaxed = context.relax_capture();
+                job(context);
+            }
+            Err(error) => tracing::warn!(%error, "device memory is leaked"),
+        }
+        // Nobody listens any more where the caller's patience has ended.
+        let _ = done.send(());
+        next = match jobs.try_recv() {
+            Ok(job) => Some(job),
+            Err(_) => {
+                late.store(false, Ordering::Release);
+                jobs.recv().ok()
+            }
+        };
+    }
+}

@@ -1,0 +1,406 @@
+//! Streams of a GPU: copies, fills, words, events, capture.
+
+use super::context::Entered;
+use super::driver::{Driver, status};
+use super::event::CudaEvent;
+use super::gpu::Gpu;
+use super::graph::CudaGraph;
+use super::memory_ops::{self, Capture};
+use super::poll::poll;
+use super::raw::RawStream;
+use crate::deadline::Deadline;
+use crate::device::{DeviceKind, DeviceSlice, Event, Graph, MemoryOp, Stream};
+use crate::error::{Error, Result};
+use cudarc::driver::sys::*;
+use std::any::Any;
+use std::fmt;
+use std::sync::Arc;
+
+/// Copies handed to the driver at once.
+const BATCH: usize = 64;
+
+/// A stream, ours or somebody else's.
+pub(super) struct CudaStream {
+    gpu: Arc<Gpu>,
+    raw: CUstream,
+    _keep: Keep,
+}
+
+/// What keeps the stream valid.
+enum Keep {
+    /// It is ours, and destroyed with this.
+    Own { _stream: RawStream },
+    /// It is theirs, and this holds them.
+    Foreign { _owner: Arc<dyn Any + Send + Sync> },
+}
+
+// SAFETY: the raw pointer is a handle that the driver accepts on every thread, and it is kept valid.
+unsafe impl Send for CudaStream {}
+// SAFETY: as above; the driver serializes what threads enqueue.
+unsafe impl Sync for CudaStream {}
+
+impl CudaStream {
+    pub(super) fn create(gpu: &Arc<Gpu>, high: bool) -> Result<Arc<Self>> {
+        let stream = RawStream::create(&gpu.context, high)?;
+        Ok(Arc::new(Self {
+            gpu: gpu.clone(),
+            raw: stream.raw,
+            _keep: Keep::Own { _stream: stream },
+        }))
+    }
+
+    /// A stream that somebody else made.
+    ///
+    /// # Safety
+    /// `raw` must be a valid stream of this GPU's primary context for as long as `owner` is held.
+    pub(super) unsafe fn borrow(
+        gpu: &Arc<Gpu>,
+        raw: u64,
+        owner: Arc<dyn Any + Send + Sync>,
+    ) -> Result<Arc<Self>> {
+        let _entered = gpu.context.enter()?;
+        let raw = raw as usize as CUstream;
+        let mut context = std::ptr::null_mut();
+        // SAFETY: `context` is a place for one context; the caller vouches for the stream.
+        let code = unsafe { (gpu.context.driver.cuStreamGetCtx)(raw, &mut context) };
+        gpu.context
+            .driver
+            .check(code, "ask for a stream's context")?;
+        if context != gpu.context.raw {
+            return Err(
+                Error::invalid("the stream is of another GPU or context").device(gpu.describe())
+            );
+        }
+        Ok(Arc::new(Self {
+            gpu: gpu.clone(),
+            raw,
+            _keep: Keep::Foreign { _owner: owner },
+        }))
+    }
+
+    /// The stream behind the trait, which must be of `gpu`'s context.
+    pub(super) fn of<'a>(stream: &'a dyn Stream, gpu: &Gpu) -> Result<&'a Self> {
+        let stream: &Self = stream
+            .as_any()
+            .downcast_ref()
+            .ok_or_else(|| Error::invalid("the stream is of another device"))?;
+        if stream.gpu.context.raw != gpu.context.raw {
+            return Err(
+                Error::invalid(format!("the stream is of {}", stream.gpu.describe()))
+                    .device(gpu.describe()),
+            );
+        }
+        Ok(stream)
+    }
+
+    /// The driver's handle, for calls made while this is held.
+    pub(super) fn handle(&self) -> CUstream {
+        self.raw
+    }
+
+    /// The number of the capture under way, if one is.
+    pub(super) fn capture_id(&self) -> Result<Option<u64>> {
+        let (driver, _entered) = self.enter()?;
+        if !memory_ops::is_capturing(driver, self.raw)? {
+            return Ok(None);
+        }
+        Ok(Capture::of(driver, self.raw)?.id)
+    }
+
+    /// Fails where the device's fault was raised; makes the context current.
+    #[inline]
+    pub(super) fn enter(&self) -> Result<(&'static Driver, Entered<'_>)> {
+        self.gpu.fault.check()?;
+        Ok((self.gpu.context.driver, self.gpu.context.enter()?))
+    }
+
+    fn copy_loop(&self, driver: &Driver, copies: &[(DeviceSlice, DeviceSlice)]) -> Result<()> {
+        copies
+            .iter()
+            .filter(|(target, _)| target.bytes() > 0)
+            .try_for_each(|(target, source)| {
+                // SAFETY: both slices are live device memory of as many bytes.
+                let code = unsafe {
+                    (driver.cuMemcpyDtoDAsync_v2)(
+                        target.address(),
+                        source.address(),
+                        target.bytes(),
+                        self.raw,
+                    )
+                };
+                driver.check(code, "enqueue a copy")
+            })
+    }
+}
+
+#[inline]
+fn check_copy(target: &DeviceSlice, source: &DeviceSlice) -> Result<()> {
+    if target.bytes() != source.bytes() {
+        return Err(Error::invalid(format!(
+            "a copy from {} to {} bytes",
+            source.bytes(),
+            target.bytes()
+        )));
+    }
+    check_kind(target)?;
+    check_kind(source)
+}
+
+#[inline]
+fn check_kind(slice: &DeviceSlice) -> Result<()> {
+    match slice.kind() {
+        DeviceKind::Cuda => Ok(()),
+        kind => Err(Error::invalid(format!(
+            "a stream of a GPU cannot use memory of device {kind}"
+        ))),
+    }
+}
+
+impl Stream for CudaStream {
+    fn copy(&self, target: &DeviceSlice, source: &DeviceSlice) -> Result<()> {
+        check_copy(target, source)?;
+        let (driver, _entered) = self.enter()?;
+        if target.bytes() == 0 {
+            return Ok(());
+        }
+        // SAFETY: both slices are live device memory of as many bytes; that they stay so until the
+        // copy is done is the caller's to see to (rule 4 of the device module).
+        let code = unsafe {
+            (driver.cuMemcpyDtoDAsync_v2)(
+                target.address(),
+                source.address(),
+                target.bytes(),
+                self.raw,
+            )
+        };
+        driver.check(code, "enqueue a copy")
+    }
+
+    fn copy_batch(&self, copies: &[(DeviceSlice, DeviceSlice)]) -> Result<()> {
+        copies
+            .iter()
+            .try_for_each(|(target, source)| check_copy(target, source))?;
+        let (driver, _entered) = self.enter()?;
+        let Some(batch) = driver.cuMemcpyBatchAsync_v2 else {
+            return self.copy_loop(driver, copies);
+        };
+        // The driver records no batch, and takes none on the default streams (0, 1 and 2).
+        if copies.len() < 2 || self.raw as usize <= 2 || memory_ops::is_capturing(driver, self.raw)?
+        {
+            return self.copy_loop(driver, copies);
+        }
+        for chunk in copies.chunks(BATCH) {
+            let (mut targets, mut sources, mut sizes) = ([0; BATCH], [0; BATCH], [0; BATCH]);
+            let mut count = 0;
+            for (target, source) in chunk.iter().filter(|(target, _)| target.bytes() > 0) {
+                (targets[count], sources[count], sizes[count]) =
+                    (target.address(), source.address(), target.bytes());
+                count += 1;
+            }
+            if count == 0 {
+                continue;
+            }
+            let mut attributes = in_stream_order();
+            let mut first_with_them = 0;
+            // SAFETY: the arrays hold `count` copies between live slices; the one set of attributes
+            // counts from copy 0 on.
+            let code = unsafe {
+                batch(
+                    targets.as_mut_ptr(),
+                    sources.as_mut_ptr(),
+                    sizes.as_mut_ptr(),
+                    count,
+                    &mut attributes,
+                    &mut first_with_them,
+                    1,
+                    self.raw,
+                )
+            };
+            match code {
+                status::NOT_SUPPORTED => self.copy_loop(driver, chunk)?,
+                code => driver.check(code, "enqueue copies")?,
+            }
+        }
+        Ok(())
+    }
+
+    fn fill(&self, target: &DeviceSlice, byte: u8) -> Result<()> {
+        check_kind(target)?;
+        let (driver, _entered) = self.enter()?;
+        if target.bytes() == 0 {
+            return Ok(());
+        }
+        // SAFETY: the slice is live device memory of as many bytes.
+        let code =
+            unsafe { (driver.cuMemsetD8Async)(target.address(), byte, target.bytes(), self.raw) };
+        driver.check(code, "enqueue a fill")
+    }
+
+    fn memory_ops(&self, ops: &[MemoryOp<'_>]) -> Result<()> {
+        let (driver, _entered) = self.enter()?;
+        if !self.gpu.captures_memory_ops() && memory_ops::is_capturing(driver, self.raw)? {
+            return memory_ops::add_to_capture(&self.gpu.context, self.raw, ops);
+        }
+        memory_ops::enqueue(driver, self.raw, ops)
+    }
+
+    fn record(&self, event: &dyn Event) -> Result<()> {
+        let event = CudaEvent::of(event)?;
+        let (_, _entered) = self.enter()?;
+        if event.raw.context.raw != self.gpu.context.raw {
+            return Err(
+                Error::invalid("the event is of another GPU than the stream")
+                    .device(self.gpu.describe()),
+            );
+        }
+        // SAFETY: the stream is valid, and of the event's context, which is current.
+        unsafe { event.raw.record(self.raw)? };
+        event.mark();
+        Ok(())
+    }
+
+    fn wait_event(&self, event: &dyn Event) -> Result<()> {
+        let event = CudaEvent::of(event)?;
+        let (driver, _entered) = self.enter()?;
+        // SAFETY: event and stream are live; an event of another GPU is allowed here.
+        let code = unsafe { (driver.cuStreamWaitEvent)(self.raw, event.raw.raw, 0) };
+        driver.check(code, "enqueue a wait for an event")
+    }
+
+    fn synchronize(&self, deadline: Deadline) -> Result<()> {
+        let (driver, _entered) = self.enter()?;
+        if memory_ops::is_capturing(driver, self.raw)? {
+            return Err(
+                Error::invalid("a stream that is recording cannot be waited for")
+                    .during("synchronize"),
+            );
+        }
+        let _relaxed = self.gpu.context.relax_capture();
+        // SAFETY: the stream is valid as long as `self`.
+        let ready = || match unsafe { (driver.cuStreamQuery)(self.raw) } {
+            status::NOT_READY => Ok(false),
+            code => driver.check(code, "wait for a stream").map(|()| true),
+        };
+        poll(ready, || {
+            self.gpu.fault.check()?;
+            if deadline.passed() {
+                return Err(deadline
+                    .expired("the end of a stream's work")
+                    .device(self.gpu.describe()));
+            }
+            Ok(())
+        })?;
+        // A fault ends waits that nobody satisfied: the work behind them ran on what was there.
+        self.gpu.fault.check()
+    }
+
+    fn is_idle(&self) -> Result<bool> {
+        let (driver, _entered) = self.enter()?;
+        if memory_ops::is_capturing(driver, self.raw)? {
+            return Err(Error::invalid(
+                "a stream that is recording is neither idle nor busy",
+            ));
+        }
+        let _relaxed = self.gpu.context.relax_capture();
+        // SAFETY: the stream is valid as long as `self`.
+        match unsafe { (driver.cuStreamQuery)(self.raw) } {
+            status::NOT_READY => Ok(false),
+            code => driver.check(code, "query a stream").map(|()| true),
+        }
+    }
+
+    fn begin_capture(&self) -> Result<()> {
+        let (driver, _entered) = self.enter()?;
+        // What this thread does meanwhile must not be something that a capture breaks on; other
+        // threads go on undisturbed.
+        let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+        // SAFETY: the stream is valid; one that records already is refused.
+        let code = unsafe { (driver.cuStreamBeginCapture_v2)(self.raw, mode) };
+        driver.check(code, "begin recording")
+    }
+
+    fn end_capture(&self) -> Result<Arc<dyn Graph>> {
+        // Without `enter`, so that a fault leaves no stream recording for ever.
+        let driver = self.gpu.context.driver;
+        let _entered = self.gpu.context.enter()?;
+        let id = match memory_ops::is_capturing(driver, self.raw)? {
+            true => Capture::of(driver, self.raw)
+                .ok()
+                .and_then(|capture| capture.id),
+            false => {
+                return Err(Error::invalid("the stream is not recording").during("end recording"));
+            }
+        };
+        let mut graph = std::ptr::null_mut();
+        // SAFETY: `graph` is a place for one graph, and the stream is valid.
+        let code = unsafe { (driver.cuStreamEndCapture)(self.raw, &mut graph) };
+        let workspaces = id
+            .map(|id| self.gpu.workspaces.take(id))
+            .unwrap_or_default();
+        // SAFETY: the graph, where there is one, was made just now and is handed over. Also when
+        // recording failed it is, to be destroyed.
+        let graph = unsafe { CudaGraph::instantiate(&self.gpu, graph, workspaces, self.raw) };
+        driver.check(code, "end recording")?;
+        self.gpu.fault.check()?;
+        Ok(Arc::new(graph?))
+    }
+
+    fn is_capturing(&self) -> Result<bool> {
+        let (driver, _entered) = self.enter()?;
+        memory_ops::is_capturing(driver, self.raw)
+    }
+
+    fn raw(&self) -> u64 {
+        self.raw as usize as u64
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+impl fmt::Debug for CudaStream {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "CudaStream({:?}, {:p})", self.gpu, self.raw)
+    }
+}
+
+/// Sources are read when the stream gets there, and products running elsewhere are not slowed.
+fn in_stream_order() -> CUmemcpyAttributes {
+    let anywhere = CUmemLocation {
+        type_: CUmemLocationType::CU_MEM_LOCATION_TYPE_INVALID,
+        id: 0,
+    };
+    CUmemcpyAttributes {
+        srcAccessOrder: CUmemcpySrcAccessOrder::CU_MEMCPY_SRC_ACCESS_ORDER_STREAM,
+        srcLocHint: anywhere,
+        dstLocHint: anywhere,
+        flags: CUmemcpyFlags::CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE as u32,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::mem::offset_of;
+
+    #[test]
+    fn attributes_of_copies_have_the_drivers_layout() {
+        assert_eq!(size_of::<CUmemcpyAttributes>(), 24);
+        assert_eq!(offset_of!(CUmemcpyAttributes, srcLocHint), 4);
+        assert_eq!(offset_of!(CUmemcpyAttributes, dstLocHint), 12);
+        assert_eq!(offset_of!(CUmemcpyAttributes, flags), 20);
+        let attributes = in_stream_order();
+        assert_eq!((attributes.srcAccessOrder as u32, attributes.flags), (1, 1));
+    }
+
+    #[test]
+    fn descriptions_of_virtual_memory_have_the_drivers_layout() {
+        assert_eq!(size_of::<CUmemAllocationProp>(), 32);
+        assert_eq!(offset_of!(CUmemAllocationProp, location), 8);
+        assert_eq!(offset_of!(CUmemAllocationProp, win32HandleMetaData), 16);
+        assert_eq!(offset_of!(CUmemAllocationProp, allocFlags), 24);
+        assert_eq!(size_of::<CUmemAccessDesc>(), 12);
+        assert_eq!((size_of::<CUipcMemHandle>(), size_of::<CUuuid>()), (64, 16));
+    }
+}
