@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Builds what a machine with GPUs but without cargo needs, stripped, into device-bin/: the command,
+# the device tests as executables, and the examples. Carry that folder there.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+out=device-bin
+rm -rf "$out"
+mkdir -p "$out"
+tests=(device_contract transfers failures)
+for optional in programs; do
+    if [ -f "crates/warplink/tests/$optional.rs" ]; then tests+=("$optional"); fi
+done
+
+cargo build --release -p warplink-cli
+cp target/release/warplink "$out/"
+args=()
+for name in "${tests[@]}"; do args+=(--test "$name"); done
+cargo test --release -p warplink "${args[@]}" --no-run --message-format=json |
+    python3 -c '
+import json, sys
+for line in sys.stdin:
+    message = json.loads(line)
+    if message.get("executable") and message["target"]["kind"] == ["test"]:
+        print(message["target"]["name"], message["executable"])
+' | while read -r name executable; do cp "$executable" "$out/test-$name"; done
+strip "$out"/*
+du -sh "$out"

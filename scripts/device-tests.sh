@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Runs the device tests on GPUs: the same cases as on the host device, one after another, since each
+# takes all GPUs. Logs go to $OUT; the summary is printed last.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+OUT=${OUT:-device-out}
+mkdir -p "$OUT"
+export WARPLINK_TEST_DEVICE=cuda CUDA_DEVICE_MAX_CONNECTIONS=32 NCCL_NVLS_ENABLE=0 NO_COLOR=1
+failed=0
+for test in device-bin/test-*; do
+    name=$(basename "$test")
+    if timeout 240 "$test" --test-threads=1 ${TEST_FILTER:-} >"$OUT/$name.log" 2>&1; then
+        echo "$name: $(grep '^test result' "$OUT/$name.log")"
+    else
+        failed=1
+        echo "$name FAILED ($?):"
+        grep -E '^test .*(FAILED|\.\.\.)|panicked|^test result' -A2 "$OUT/$name.log" | grep -v '\.\.\. ok' | head -${LINES_OF_FAILURE:-60}
+    fi
+done
+exit $failed
