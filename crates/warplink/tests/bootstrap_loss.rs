@@ -1,4 +1,9 @@
 //! Ranks that die: every rank is a process here, and one of them is killed.
+#![allow(
+    clippy::unwrap_used,
+    clippy::panic,
+    reason = "a test fails by panicking"
+)]
 
 mod bootstrap_support;
 

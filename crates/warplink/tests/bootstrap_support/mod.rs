@@ -25,7 +25,10 @@ pub(crate) fn config(id: &UniqueId, rank: Rank, world: usize) -> JoinConfig {
 
 /// Runs `body` and ends the whole process should it take longer than `seconds`: a test that hangs
 /// fails, also under a runner that sets no limit.
-pub(crate) fn within<T: Send + 'static>(seconds: u64, body: impl FnOnce() -> T + Send + 'static) -> T {
+pub(crate) fn within<T: Send + 'static>(
+    seconds: u64,
+    body: impl FnOnce() -> T + Send + 'static,
+) -> T {
     let (done, finished) = mpsc::channel::<()>();
     let name = thread::current().name().unwrap_or("a test").to_owned();
     let watchdog = thread::spawn(move || {
