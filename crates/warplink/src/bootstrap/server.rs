@@ -107,7 +107,7 @@ impl Server {
             .map_err(|error| Error::io("ask for the address", &error))
     }
 
-    /// Tells the members that rank 0 no longer waits for those who are missing.
+    /// Tells the members that nobody waits any more for the ranks that are missing.
     pub(crate) fn abandon(&self) {
         let mut state = lock(&self.shared.state);
         state.table.abandon();
