@@ -167,7 +167,7 @@ fn kill(role: &'static str, victim: Rank) {
             assert!(process.child.wait().unwrap().success());
         }
         assert!(
-            begun.elapsed() < Duration::from_secs(2),
+            begun.elapsed() < Duration::from_secs(5),
             "it took {:?}",
             begun.elapsed()
         );
