@@ -1,4 +1,9 @@
 //! Joining: who is admitted, who is refused and what they are told, and what strangers can do.
+#![allow(
+    clippy::unwrap_used,
+    clippy::panic,
+    reason = "a test fails by panicking"
+)]
 
 mod bootstrap_support;
 
@@ -8,7 +13,7 @@ use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::thread;
 use std::time::{Duration, Instant};
 use warplink::bootstrap::{Bootstrap, JoinConfig, Rendezvous, UniqueId};
-use warplink::{Error, ErrorKind, Result};
+use warplink::{Deadline, Error, ErrorKind, Result};
 
 fn free_address() -> SocketAddr {
     TcpListener::bind("127.0.0.1:0")
@@ -254,8 +259,6 @@ fn strangers_cannot_disturb_the_members() {
         close_all(all);
     });
 }
-
-use warplink::Deadline;
 
 #[test]
 fn an_idle_connection_is_dropped_and_holds_up_nobody() {

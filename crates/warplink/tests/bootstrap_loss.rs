@@ -1,4 +1,9 @@
 //! Ranks that die: every rank is a process here, and one of them is killed.
+#![allow(
+    clippy::unwrap_used,
+    clippy::panic,
+    reason = "a test fails by panicking"
+)]
 
 mod bootstrap_support;
 
@@ -162,7 +167,7 @@ fn kill(role: &'static str, victim: Rank) {
             assert!(process.child.wait().unwrap().success());
         }
         assert!(
-            begun.elapsed() < Duration::from_secs(2),
+            begun.elapsed() < Duration::from_secs(5),
             "it took {:?}",
             begun.elapsed()
         );

@@ -1,4 +1,9 @@
 //! The store and the collectives of bytes, among ranks that are threads.
+#![allow(
+    clippy::unwrap_used,
+    clippy::panic,
+    reason = "a test fails by panicking"
+)]
 
 mod bootstrap_support;
 

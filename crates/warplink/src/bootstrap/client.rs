@@ -153,7 +153,9 @@ impl Client {
             }
             match (&state.phase, &state.over) {
                 (Phase::Ready, _) => return Ok(()),
-                (Phase::Abandoned(missing), _) => return Err(missing_ranks(missing, deadline)),
+                (Phase::Abandoned(missing), _) => {
+                    return Err(missing_ranks(missing, "before another rank's deadline"));
+                }
                 (_, Some(error)) => return Err(error.clone()),
                 (Phase::Joining, None) => {}
             }
@@ -169,7 +171,12 @@ impl Client {
         }
         drop(state);
         match self.call("join", &Request::Missing, Deadline::after(GRACE)) {
-            Ok(Reply::Ranks(missing)) => Err(missing_ranks(&missing, deadline)),
+            // The last came just now.
+            Ok(Reply::Ranks(missing)) if missing.is_empty() => Ok(()),
+            Ok(Reply::Ranks(missing)) => {
+                let when = format!("within {:?}", deadline.limit());
+                Err(missing_ranks(&missing, &when))
+            }
             _ => Err(deadline.expired("every rank's joining")),
         }
     }
@@ -313,12 +320,14 @@ impl Client {
     }
 }
 
-fn missing_ranks(missing: &[u32], deadline: Deadline) -> Error {
+/// The error of a join that not every rank came to; `when` says until when they were waited for.
+fn missing_ranks(missing: &[u32], when: &str) -> Error {
     let names: Vec<_> = missing.iter().map(u32::to_string).collect();
-    let error = deadline.expired(&format!("the joining of rank {}", names.join(", ")));
-    let error = match missing {
+    let message = format!("rank {} did not join {when}", names.join(", "));
+    let error = Error::new(ErrorKind::Timeout, message)
+        .help("were all ranks started, with the same address and world size?");
+    match missing {
         [one, ..] => error.peer(*one as Rank),
         [] => error,
-    };
-    error.help("were all ranks started, with the same address and world size?")
+    }
 }

@@ -2,7 +2,7 @@
 
 use super::frame::MAX_BODY;
 use super::message::{Bytes, GatherId, Purpose, Refusal, Reply, Why};
-use super::table::{Outgoing, Standing, Standings, body, gone};
+use super::table::{Outgoing, Standing, Standings, body, first_lost, gone};
 use std::collections::HashMap;
 use std::sync::Arc;
 
@@ -140,6 +140,9 @@ impl Gathers {
 
     /// Why the gather cannot complete: a member is lost, or left before it gave its value.
     fn obstacle(&self, id: &GatherId, standings: &Standings) -> Option<Refusal> {
+        if let Some(rank) = first_lost(id.members.iter().copied(), standings) {
+            return gone(rank, standings);
+        }
         let shares = self
             .open
             .get(id)

@@ -58,7 +58,8 @@ impl Bootstrap {
     /// - [`ErrorKind::Authentication`]: this process and the store do not hold the same secret.
     /// - [`ErrorKind::PeerLost`]: a rank that had joined died meanwhile.
     /// - [`ErrorKind::Timeout`]: at the deadline; it names the ranks that had not joined, or rank
-    ///   0's address when that could not be reached.
+    ///   0's address when that could not be reached. As every rank is needed, all fail once the
+    ///   first gives up.
     pub fn join(config: &JoinConfig) -> Result<Arc<Self>> {
         Self::enter(config).map_err(|error| {
             let error = error.on_rank(config.rank);
@@ -103,6 +104,8 @@ impl Bootstrap {
             if let Some(server) = &server {
                 server.abandon();
             }
+            // A rank that gives up was not lost: it goes in order, and so do the others then.
+            let _ = client.leave(Deadline::after(DROP));
             client.close();
             return Err(error);
         }

@@ -143,7 +143,7 @@ pub(crate) enum Reply {
 pub(crate) enum Event {
     /// Every rank has joined.
     Ready,
-    /// Rank 0 gave up waiting for these ranks to join.
+    /// A rank gave up waiting for these ranks to join.
     Abandoned {
         missing: Vec<u32>,
     },

@@ -107,20 +107,22 @@ impl Server {
             .map_err(|error| Error::io("ask for the address", &error))
     }
 
-    /// Tells the members that rank 0 no longer waits for those who are missing.
+    /// Tells the members that nobody waits any more for the ranks that are missing.
     pub(crate) fn abandon(&self) {
         let mut state = lock(&self.shared.state);
         state.table.abandon();
         self.shared.deliver(state);
     }
 
-    /// Waits until every member has left or was lost, and returns those that still remain.
+    /// Waits until every member has left or was lost and its connection is closed; returns those
+    /// that still remain at the deadline.
     pub(crate) fn wait_until_empty(&self, deadline: Deadline) -> Vec<Rank> {
         let mut state = lock(&self.shared.state);
         loop {
             let present = state.table.present();
             let left = deadline.remaining();
-            if present.is_empty() || left.is_zero() {
+            // A member that left closes its connection once it has read the answer to its goodbye.
+            if state.outboxes.is_empty() || left.is_zero() {
                 return present.into_iter().map(|rank| rank as Rank).collect();
             }
             state = self

@@ -18,7 +18,10 @@ const BACKLOG: i32 = 4096;
 
 /// Picks a free port on `ip` and holds it for [`take_reserved`].
 pub(crate) fn reserve(ip: IpAddr) -> Result<SocketAddr> {
-    let failed = |error| Error::io(format!("pick a free port on {ip}"), &error);
+    let failed = |error: io::Error| {
+        let kind = Error::io("listen", &error).kind();
+        Error::new(kind, format!("cannot listen on {ip}: {error}")).during("create a unique id")
+    };
     let listener = TcpListener::bind((ip, 0)).map_err(failed)?;
     rustix::net::listen(&listener, BACKLOG).map_err(|errno| failed(errno.into()))?;
     let address = listener.local_addr().map_err(failed)?;
@@ -45,8 +48,14 @@ pub(crate) fn listen(address: SocketAddr) -> Result<TcpListener> {
         _ => Err(error),
     });
     let failed = |error: io::Error| {
-        let made = Error::io(format!("serve the store at {address}"), &error);
-        match made.kind() {
+        // In the message, since callers put what they were doing in place of the operation.
+        let made = Error::io("listen", &error);
+        let kind = made.kind();
+        let made = Error::new(
+            kind,
+            format!("cannot serve the store at {address}: {error}"),
+        );
+        match kind {
             ErrorKind::AddressInUse => {
                 made.help("another process listens there; end it, or give the job another port")
             }

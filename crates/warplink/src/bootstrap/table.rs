@@ -79,6 +79,8 @@ pub(crate) struct Table {
     values: Values,
     waiters: Waiters,
     gathers: Gathers,
+    /// Whether a rank gave up before all had joined, so that the job can no longer begin.
+    abandoned: bool,
     out: Vec<Outgoing>,
 }
 
@@ -94,6 +96,7 @@ impl Table {
             },
             waiters: Waiters::default(),
             gathers: Gathers::default(),
+            abandoned: false,
             out: Vec::new(),
         }
     }
@@ -128,6 +131,10 @@ impl Table {
     /// Admits a rank, or says why not.
     pub(crate) fn join(&mut self, rank: u32) -> Result<(), Refusal> {
         let world = self.world();
+        if self.abandoned {
+            let message = "another rank gave up before every rank had joined";
+            return Err(Refusal::new(Why::PeerLeft, message));
+        }
         let Some(standing) = self.members.get_mut(rank as usize) else {
             let message = format!("rank {rank} is out of range: the world has {world} ranks");
             return Err(Refusal::new(Why::Invalid, message));
@@ -160,9 +167,14 @@ impl Table {
         }
     }
 
-    /// Tells all that rank 0 no longer waits for those who are missing.
+    /// Tells all that a rank no longer waits for those who are missing. As every rank is needed,
+    /// none of them has to wait longer.
     pub(crate) fn abandon(&mut self) {
         let missing = self.missing();
+        if missing.is_empty() {
+            return;
+        }
+        self.abandoned = true;
         self.tell_all(&Event::Abandoned { missing });
     }
 
@@ -184,6 +196,7 @@ impl Table {
     fn leave(&mut self, rank: u32) {
         if self.depart(rank, Standing::Left) {
             self.tell_all(&Event::Left { rank });
+            self.abandon();
         }
     }
 
@@ -332,6 +345,14 @@ pub(crate) fn body(message: &impl serde::Serialize) -> Arc<[u8]> {
             Arc::default()
         }
     }
+}
+
+/// The first of `ranks` that is lost.
+///
+/// Where one rank was lost, others often leave because of it; so the lost one is what to name.
+pub(crate) fn first_lost(ranks: impl IntoIterator<Item = u32>, members: &Standings) -> Option<u32> {
+    let lost = |rank: &u32| matches!(members.get(*rank as usize), Some(Standing::Lost { .. }));
+    ranks.into_iter().find(lost)
 }
 
 /// Why a wait that depends on `rank` cannot be met, if it cannot.

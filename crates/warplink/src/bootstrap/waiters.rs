@@ -2,7 +2,7 @@
 
 use super::frame::MAX_BODY;
 use super::message::{Bytes, Refusal, Reply, Then, Why};
-use super::table::{Standing, Standings, Values, gone};
+use super::table::{Standings, Values, first_lost, gone};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 /// The most waits that one member may have parked.
@@ -90,7 +90,10 @@ impl Waiter {
     fn doom(&self, members: &Standings) -> Option<Refusal> {
         let refusal = match self.on[..] {
             [] => self.doom_without_others(members),
-            _ => self.on.iter().find_map(|&rank| gone(rank, members)),
+            _ => match first_lost(self.on.iter().copied(), members) {
+                Some(rank) => gone(rank, members),
+                None => self.on.iter().find_map(|&rank| gone(rank, members)),
+            },
         }?;
         Some(match self.watched() {
             Some(key) => refusal.key(key),
@@ -102,8 +105,7 @@ impl Waiter {
     /// one; those that left in order end it only when nobody else remains.
     fn doom_without_others(&self, members: &Standings) -> Option<Refusal> {
         let others = || (0..members.len() as u32).filter(|&rank| rank != self.rank);
-        let lost = |rank: u32| matches!(members.get(rank as usize), Some(Standing::Lost { .. }));
-        if let Some(rank) = others().find(|&rank| lost(rank)) {
+        if let Some(rank) = first_lost(others(), members) {
             return gone(rank, members);
         }
         let mut last = None;
