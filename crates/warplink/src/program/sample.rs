@@ -136,11 +136,12 @@ impl Writer {
         }
         for _ in 0..steps {
             match self.random.below(if engine { 6 } else { 4 }) {
-                0 | 1 => self.shift(engine),
-                2 => self.ring(),
-                3 => self.add(),
-                4 => self.shift(engine),
-                _ => self.collective(),
+                0 => self.ring(),
+                1 => self.pairwise(),
+                2 => self.add(),
+                3 => self.shift(engine),
+                4 => self.collective(),
+                _ => self.shift(engine),
             }
         }
         self.line("set_stream caller");
@@ -241,6 +242,53 @@ impl Writer {
         self.made_on.extend([stream.clone(), stream]);
     }
 
+    /// Every rank receives a slot of each other, shared at once; a second stream adds them up as
+    /// they arrive.
+    fn pairwise(&mut self) {
+        let (from, sum) = (self.some_slot(), self.made_on.len());
+        let name = self.name();
+        let via = ["get", "put"][self.random.below(2)];
+        let slot = match sum {
+            0 => "j".to_owned(),
+            before => format!("{before} + j"),
+        };
+        self.line("share {");
+        self.line("for j in 1..world {");
+        self.line(format!(
+            "s{name} = send W[{from}] to (rank - j) % world tag {name} via {via}"
+        ));
+        self.line(format!(
+            "r{name} = receive W[{slot}] from (rank + j) % world tag {name} via {via}"
+        ));
+        self.line("}");
+        self.line("}");
+        let mover = self.stream_after(&[from]);
+        let (first_posts, moves) = match via {
+            "get" => ('s', 'r'),
+            _ => ('r', 's'),
+        };
+        self.line(format!("post {first_posts}{name}[j] for j in 1..world"));
+        let together = self.random.chance(2);
+        if together {
+            self.line(format!("post {moves}{name}[j] for j in 1..world"));
+        }
+        let adder = self.stream_after(&[from]);
+        self.line(format!("W[{sum}] = copy(W[{from}])"));
+        self.line("for j in 1..world {");
+        if !together {
+            self.line(format!("set_stream {mover}"));
+            self.line(format!("post {moves}{name}[j]"));
+            self.line(format!("set_stream {adder}"));
+        }
+        self.line(format!("wait r{name}[j]"));
+        self.line(format!("W[{sum}] = sum(W[{sum}], W[{slot}])"));
+        self.line("}");
+        self.pending.push(format!("s{name}[j] for j in 1..world"));
+        self.made_on.push(adder.clone());
+        // The adder waited for these, so whoever comes after it comes after them.
+        self.made_on.extend((1..self.world).map(|_| adder.clone()));
+    }
+
     /// A sum of two slots, of others on some ranks.
     fn add(&mut self) {
         let (a, b, to) = (self.some_slot(), self.some_slot(), self.made_on.len());
@@ -281,9 +329,13 @@ impl Writer {
             if most == 0 || !single(&self.lines[at]) || declares(&self.lines[at]) {
                 continue;
             }
-            match self.random.below(4) {
+            match self.random.below(5) {
                 0 | 1 => {
                     self.lines.remove(at);
+                }
+                3 if self.lines[at].contains("[j]") && !self.lines[at].contains(" for ") => {
+                    let shifted = ["[j - 1]", "[j + 1]"][self.random.below(2)];
+                    self.lines[at] = self.lines[at].replace("[j]", shifted);
                 }
                 2 => {
                     let line = self.lines[at].clone();
