@@ -19,6 +19,8 @@ pub mod expr;
 pub mod finding;
 pub mod ir;
 pub mod lower;
+#[doc(hidden)]
+pub mod sample;
 pub mod text;
 pub mod unroll;
 pub mod unrolled;

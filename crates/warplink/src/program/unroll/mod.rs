@@ -5,20 +5,20 @@
 
 mod scope;
 mod shapes;
+mod transfers;
 
 use super::finding::{Finding, FindingKind, Place};
 use super::ir::{
-    Branch, Collective, Declaration, Each, Program, Role, Sharding, ShareItem, ShareItemKind,
-    Statement, StatementKind, Transfer, TransferRef,
+    Branch, Collective, Declaration, Direction, Each, Program, Role, Sharding, Statement,
+    StatementKind, TensorRef,
 };
 use super::text::DEEPEST_BLOCK;
 use super::unrolled::{
-    ExchangeId, Operation, OperationKind, Parameters, Site, StreamKind, TensorId, TensorInstance,
-    TransferId, TransferInstance, Unrolled,
+    Operation, OperationKind, Parameters, Site, StreamKind, TensorId, TensorInstance, Unrolled,
 };
 use crate::error::{Rank, Result};
 use scope::{Bound, Named, OpenLoop, View};
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 /// Most steps that a program takes on one rank: statements, iterations and items of lists.
@@ -104,7 +104,7 @@ struct Unroller<'p> {
     loops: Vec<OpenLoop>,
     transfers: BTreeMap<&'p str, Named>,
     /// How many transfers each direction, peer and tag has.
-    ordinals: HashMap<(super::ir::Direction, Rank, i64), usize>,
+    ordinals: HashMap<(Direction, Rank, i64), usize>,
     /// How many times each transfer was posted.
     posts: Vec<usize>,
     /// The lines of deallocations.
@@ -379,7 +379,7 @@ impl<'p> Unroller<'p> {
     }
 
     fn deallocate(&mut self, name: &str) -> Result<(), Finding> {
-        let whole = super::ir::TensorRef {
+        let whole = TensorRef {
             name: name.to_owned(),
             selections: Vec::new(),
         };
@@ -391,151 +391,6 @@ impl<'p> Unroller<'p> {
         }
         self.deallocated.insert(view.tensor, self.site.line);
         self.enqueue(OperationKind::Deallocate(view.tensor));
-        Ok(())
-    }
-
-    fn share(&mut self, items: &'p [ShareItem]) -> Result<(), Finding> {
-        let line = self.site.line;
-        let exchange = self.made.exchanges.len();
-        self.made.exchanges.push(Vec::new());
-        self.share_items(items, exchange)?;
-        self.at_line(line);
-        // Where a branch leaves nothing to share, there is nothing to do.
-        if self.made.exchanges[exchange].is_empty() {
-            self.made.exchanges.pop();
-        } else {
-            self.enqueue(OperationKind::Share(exchange));
-        }
-        Ok(())
-    }
-
-    fn share_items(&mut self, items: &'p [ShareItem], exchange: ExchangeId) -> Result<(), Finding> {
-        self.nested(|unroller| {
-            for item in items {
-                unroller.step()?;
-                unroller.at_line(item.line.0);
-                match &item.kind {
-                    ShareItemKind::Transfer(transfer) => {
-                        unroller.declare_transfer(transfer, exchange)?;
-                    }
-                    ShareItemKind::LetInteger { name, value } => {
-                        let value = unroller.integer(value)?;
-                        unroller.bind(name, Bound::Integer(value))?;
-                    }
-                    ShareItemKind::For(it) => {
-                        let id = std::ptr::from_ref(it).addr();
-                        unroller.repeat((id, &it.index), (&it.from, &it.to), |unroller| {
-                            unroller.share_items(&it.body, exchange)
-                        })?;
-                    }
-                    ShareItemKind::If(branch) => {
-                        let body = unroller.choose(branch)?;
-                        unroller.share_items(body, exchange)?;
-                    }
-                }
-            }
-            Ok(())
-        })
-    }
-
-    fn declare_transfer(
-        &mut self,
-        transfer: &'p Transfer,
-        exchange: ExchangeId,
-    ) -> Result<(), Finding> {
-        let name = transfer.name.as_str();
-        let view = self.view(&transfer.tensor)?;
-        if transfer.direction == super::ir::Direction::Receive {
-            self.writable(&view)?;
-        }
-        let peer = self.number_below(&transfer.peer, self.made.world, "peer")?;
-        if peer == self.made.rank {
-            let message = format!("the peer of '{name}' is the rank itself");
-            return Err(self.fault(FindingKind::OutOfBounds, message));
-        }
-        if self.lookup(name).is_some() || !super::text::is_name(name) {
-            let message = format!("'{name}' cannot name a transfer: it is bound or no name");
-            return Err(self.fault(FindingKind::Malformed, message));
-        }
-        let tag = self.integer(&transfer.tag)?;
-        let id = self.made.transfers.len();
-        let path: Vec<usize> = self.loops.iter().map(|open| open.id).collect();
-        let key: Vec<i64> = self.loops.iter().map(|open| open.value).collect();
-        let named = self.transfers.entry(name).or_default();
-        if !named.paths.contains(&path) {
-            named.paths.push(path);
-        }
-        if let Some(before) = named.instances.insert(key, id) {
-            let line = self.made.transfers[before].site.line;
-            let message = format!("a transfer '{name}' of these indices was shared in line {line}");
-            return Err(self.fault(FindingKind::Malformed, message));
-        }
-        let ordinal = self
-            .ordinals
-            .entry((transfer.direction, peer, tag))
-            .or_default();
-        let site = self.site.clone();
-        self.made.transfers.push(TransferInstance {
-            name: Arc::from(name),
-            direction: transfer.direction,
-            range: view.range(),
-            dtype: view.dtype,
-            peer,
-            tag,
-            ordinal: *ordinal,
-            backend: transfer.backend,
-            exchange,
-            site,
-        });
-        *ordinal += 1;
-        self.made.exchanges[exchange].push(id);
-        self.posts.push(0);
-        Ok(())
-    }
-
-    fn post(&mut self, list: &'p [Each<TransferRef>]) -> Result<(), Finding> {
-        let mut group: Vec<TransferId> = Vec::new();
-        let mut seen = HashSet::new();
-        self.each(list, |unroller, reference| {
-            let id = unroller.transfer(reference, FindingKind::Malformed)?;
-            if !seen.insert(id) {
-                let message = format!("{reference} is posted twice in one group");
-                return Err(unroller.fault(FindingKind::Malformed, message));
-            }
-            let tensor = unroller.made.transfers[id].range.tensor;
-            if let Some(line) = unroller.deallocated.get(&tensor) {
-                let message = format!(
-                    "{reference} accesses '{}', which was deallocated in line {line}",
-                    unroller.made.tensors[tensor].name
-                );
-                return Err(unroller.fault(FindingKind::UseAfterDeallocate, message));
-            }
-            group.push(id);
-            Ok(())
-        })?;
-        for id in &group {
-            self.posts[*id] += 1;
-        }
-        if !group.is_empty() {
-            self.enqueue(OperationKind::Post(group));
-        }
-        Ok(())
-    }
-
-    fn wait(&mut self, list: &'p [Each<TransferRef>]) -> Result<(), Finding> {
-        let mut group: Vec<TransferId> = Vec::new();
-        self.each(list, |unroller, reference| {
-            let id = unroller.transfer(reference, FindingKind::UnpostedWait)?;
-            if unroller.posts[id] == 0 {
-                let message = format!("{reference} is waited for, but was not posted before");
-                return Err(unroller.fault(FindingKind::UnpostedWait, message));
-            }
-            group.push(id);
-            Ok(())
-        })?;
-        if !group.is_empty() {
-            self.enqueue(OperationKind::Wait(group));
-        }
         Ok(())
     }
 }

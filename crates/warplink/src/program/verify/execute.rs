@@ -252,16 +252,9 @@ impl Run<'_> {
                 source,
                 ..
             } => {
-                if let Some(number) = self.collective_number(rank, operation) {
-                    let from = match collective {
-                        Collective::Broadcast(root) => *root..*root + 1,
-                        Collective::Reduce(_, root) if *root != rank => rank..rank + 1,
-                        _ => 0..ranks.len(),
-                    };
-                    for clock in self.collectives[number][from].iter().flatten() {
-                        self.lanes[lane].clock.join(clock);
-                    }
-                }
+                // Others know that this rank came, not that it is done; and what it reads and writes
+                // it may touch before they come.
+                self.lanes[lane].clock.tick(lane);
                 let (reads, writes) = match collective {
                     Collective::Broadcast(root) => (*root == rank, true),
                     Collective::Reduce(_, root) => (true, *root == rank),
@@ -275,6 +268,16 @@ impl Run<'_> {
                     }
                     if writes {
                         touch(self, *target, Mode::Write);
+                    }
+                }
+                if let Some(number) = self.collective_number(rank, operation) {
+                    let from = match collective {
+                        Collective::Broadcast(root) => *root..*root + 1,
+                        Collective::Reduce(_, root) if *root != rank => rank..rank + 1,
+                        _ => 0..ranks.len(),
+                    };
+                    for clock in self.collectives[number][from].iter().flatten() {
+                        self.lanes[lane].clock.join(clock);
                     }
                 }
                 self.engine_done(rank);

@@ -210,8 +210,7 @@ fn collectives(ranks: &[Unrolled], links: &Links, findings: &mut Findings<'_>) {
                 let places = vec![place_of(ranks, more, operation)];
                 findings.add(FindingKind::CollectiveOrder, places.clone(), |said| {
                     format!(
-                        "{} is collective number {position} of rank {more}, but rank {less} calls \
-                         only {position}",
+                        "{} is one collective more than the {position} that rank {less} calls",
                         said.say(&places[0])
                     )
                 });
@@ -250,7 +249,7 @@ fn collectives(ranks: &[Unrolled], links: &Links, findings: &mut Findings<'_>) {
             let places = vec![place_of(ranks, rank, b), place_of(ranks, 0, a)];
             findings.add(kind, places.clone(), |said| {
                 format!(
-                    "{} is collective number {position} of rank {rank}, where rank 0 has {}; {}",
+                    "{} comes where {} is due; {}",
                     said.say(&places[0]),
                     said.say(&places[1]),
                     match kind {

@@ -119,12 +119,13 @@ impl Memory {
                 offset_bytes: start,
                 bytes: segment.end - start,
             };
-            if segment.write.mode == Mode::Deallocate {
-                troubles.push(Trouble::Deallocated(segment.write));
-                continue;
-            }
             if !segment.write.precedes(clock, access.actor) {
                 troubles.push(Trouble::Conflict(segment.write, part));
+            } else if segment.write.mode == Mode::Deallocate {
+                troubles.push(Trouble::Deallocated(segment.write));
+            }
+            if segment.write.mode == Mode::Deallocate {
+                continue;
             }
             if matches!(access.mode, Mode::Read | Mode::Update) && !segment.written {
                 troubles.push(Trouble::Unwritten(part));

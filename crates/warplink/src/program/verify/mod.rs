@@ -165,7 +165,7 @@ impl<'p> Findings<'p> {
         places: Vec<Place>,
         message: impl FnOnce(&Self) -> String,
     ) {
-        let lines = places.iter().map(|place| place.site.line).collect();
+        let lines = lines_of(&places);
         if let Some(&index) = self.known.get(&(kind, lines)) {
             self.list[index].repeated += 1;
         } else if self.list.len() < MOST_FINDINGS {
@@ -175,7 +175,7 @@ impl<'p> Findings<'p> {
     }
 
     fn add_made(&mut self, finding: Finding) {
-        let lines: Vec<u32> = finding.places.iter().map(|place| place.site.line).collect();
+        let lines = lines_of(&finding.places);
         let next = self.list.len();
         let index = *self.known.entry((finding.kind, lines)).or_insert(next);
         if index == next {
@@ -206,6 +206,13 @@ impl<'p> Findings<'p> {
             text => format!("{place}: `{text}`"),
         }
     }
+}
+
+/// The lines of places, in an order that does not depend on which was seen first.
+fn lines_of(places: &[Place]) -> Vec<u32> {
+    let mut lines: Vec<u32> = places.iter().map(|place| place.site.line).collect();
+    lines.sort_unstable();
+    lines
 }
 
 /// The place of an operation.

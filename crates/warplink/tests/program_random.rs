@@ -1,0 +1,116 @@
+//! Random programs: the verifier's word against what happens when their hosts and streams take
+//! steps in random orders, twice in a row.
+
+mod play;
+
+use play::{End, play};
+use proptest::prelude::*;
+use std::collections::BTreeMap;
+use warplink::program::sample::{Allowed, sample};
+use warplink::program::{FindingKind, unroll, verify};
+
+#[test]
+fn right_samples_pass_and_changed_ones_fail_in_many_ways() {
+    let mut verdicts: BTreeMap<String, usize> = BTreeMap::new();
+    for seed in 0..4000 {
+        let sample = sample(seed, Allowed::default()).unwrap();
+        let verdict = verify(
+            &sample.program,
+            sample.world,
+            sample.streams,
+            &sample.parameters,
+        );
+        if let (0, Err(findings)) = (sample.changes, &verdict) {
+            panic!("seed {seed} is refused: {}\n{}", findings[0], sample.text);
+        }
+        let name = match verdict {
+            Ok(_) if sample.changes == 0 => "accepted, unchanged".to_owned(),
+            Ok(_) => "accepted, changed".to_owned(),
+            Err(findings) => findings[0].kind.to_string(),
+        };
+        *verdicts.entry(name).or_default() += 1;
+    }
+    println!("{verdicts:#?}");
+    for kind in [
+        "accepted, changed",
+        "deadlock",
+        "race",
+        "unposted-wait",
+        "unwritten-read",
+    ] {
+        assert!(
+            verdicts.get(kind).copied().unwrap_or(0) > 10,
+            "few {kind}: {verdicts:?}"
+        );
+    }
+}
+
+/// What the verifier says of the sample of `seed` must be what happens, whatever the order.
+fn agrees(seed: u64, orders: u64) {
+    let sample = sample(seed, Allowed::default()).unwrap();
+    let verdict = verify(
+        &sample.program,
+        sample.world,
+        sample.streams,
+        &sample.parameters,
+    );
+    let ranks: Result<Vec<_>, _> = (0..sample.world)
+        .map(|rank| {
+            unroll(
+                &sample.program,
+                rank,
+                sample.world,
+                sample.streams,
+                &sample.parameters,
+            )
+        })
+        .collect();
+    let Ok(ranks) = ranks else {
+        assert!(verdict.is_err());
+        return;
+    };
+    match verdict {
+        Ok(_) => {
+            let first = play(&ranks, 0);
+            for order in 0..orders {
+                let end = play(&ranks, order);
+                let End::Outputs(outputs) = &end else {
+                    panic!("seed {seed} is accepted and hangs:\n{}", sample.text);
+                };
+                let whole = outputs.iter().flatten().all(|value| value.is_finite());
+                assert!(
+                    whole,
+                    "seed {seed}, order {order}: garbage\n{}",
+                    sample.text
+                );
+                assert_eq!(end, first, "seed {seed}, order {order}\n{}", sample.text);
+            }
+        }
+        Err(findings) if findings[0].kind == FindingKind::Deadlock => {
+            for order in 0..orders {
+                let end = play(&ranks, order);
+                assert_eq!(
+                    end,
+                    End::Stuck,
+                    "seed {seed}: {}\n{}",
+                    findings[0],
+                    sample.text
+                );
+            }
+        }
+        Err(_) => {}
+    }
+}
+
+#[test]
+fn what_happens_is_what_the_verifier_says() {
+    (0..3000).for_each(|seed| agrees(seed, 4));
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+    #[test]
+    fn what_happens_is_what_the_verifier_says_of_any_seed(seed in any::<u64>()) {
+        agrees(seed, 3);
+    }
+}
