@@ -205,11 +205,12 @@ impl PlainMemory {
 
 impl Drop for PlainMemory {
     fn drop(&mut self) {
-        if self.signals {
-            self.gpu.signals.remove(self.address);
-        }
+        let signals = self.signals.then(|| self.gpu.signals.clone());
         let address = self.address;
         self.gpu.reaper.run(move |context| {
+            if let Some(signals) = signals {
+                signals.retire(address);
+            }
             // SAFETY: allocated once and freed once; nothing names it any more.
             let code = unsafe { (context.driver.cuMemFree_v2)(address) };
             if code != status::SUCCESS {

@@ -15,7 +15,7 @@ use crate::sync::lock;
 use cudarc::driver::sys::{CUcontext, CUstream};
 use std::collections::HashMap;
 use std::sync::{Arc, Condvar, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// At least every value that is waited for, as long as epochs stay below it; values are compared
 /// as a signed difference, so it must also be less than 2^63 from every one.
@@ -27,6 +27,9 @@ const BUFFER: usize = 64 << 10;
 /// Time from one round of writes to the next.
 const PERIOD: Duration = Duration::from_millis(20);
 
+/// Longest that freeing a page waits for its waits to end.
+const RETIREMENT: Duration = Duration::from_secs(1);
+
 /// Rounds that the stream may be held up before the writes go another way.
 const HELD_UP_ROUNDS: u32 = 10;
 
@@ -34,6 +37,8 @@ const HELD_UP_ROUNDS: u32 = 10;
 struct State {
     /// Bytes of each live page, by address.
     pages: HashMap<u64, usize>,
+    /// Pages that are about to be freed, and must first let go whoever still waits on them.
+    retiring: HashMap<u64, usize>,
     raised: bool,
     stopped: bool,
 }
@@ -74,9 +79,26 @@ impl Signals {
         lock(&self.state).pages.insert(address, bytes);
     }
 
-    /// Takes a page out, before it is freed: no write to it is enqueued after this.
-    pub(super) fn remove(&self, address: u64) {
-        lock(&self.state).pages.remove(&address);
+    /// Takes a page out before it is freed, and ends what waits on it: the driver would hold the
+    /// freeing up until a stream that waits is done, for ever perhaps. No write to the page is
+    /// under way after this. Blocks until then, or for a second where the GPU is held up.
+    pub(super) fn retire(&self, address: u64) {
+        let mut state = lock(&self.state);
+        let Some(bytes) = state.pages.remove(&address) else {
+            return;
+        };
+        if state.stopped {
+            return;
+        }
+        state.retiring.insert(address, bytes);
+        self.changed.notify_all();
+        let waited = self.changed.wait_timeout_while(state, RETIREMENT, |state| {
+            !state.stopped && state.retiring.contains_key(&address)
+        });
+        let mut state = waited.unwrap_or_else(std::sync::PoisonError::into_inner).0;
+        if state.retiring.remove(&address).is_some() {
+            tracing::warn!("a signal page is freed though its waits may not have ended");
+        }
     }
 
     /// Ends all waits from now on.
@@ -105,49 +127,76 @@ impl Poisoner {
     fn run(mut self) {
         let signals = self.signals.clone();
         let mut state = lock(&signals.state);
-        while !state.raised && !state.stopped {
-            state = signals
-                .changed
-                .wait(state)
-                .unwrap_or_else(std::sync::PoisonError::into_inner);
-        }
         let mut warned = false;
         while !state.stopped {
             // Held while enqueuing, so that no page is freed under a write.
-            let result = self.round(&state.pages);
+            let result = self.serve(&mut state);
             if let Err(error) = result
                 && !std::mem::replace(&mut warned, true)
             {
                 tracing::warn!(%error, "waits in streams may not end");
             }
-            state = signals
-                .changed
-                .wait_timeout(state, PERIOD)
-                .unwrap_or_else(std::sync::PoisonError::into_inner)
-                .0;
+            signals.changed.notify_all();
+            state = if state.raised || !state.retiring.is_empty() {
+                signals
+                    .changed
+                    .wait_timeout(state, PERIOD)
+                    .unwrap_or_else(std::sync::PoisonError::into_inner)
+                    .0
+            } else {
+                signals
+                    .changed
+                    .wait(state)
+                    .unwrap_or_else(std::sync::PoisonError::into_inner)
+            };
         }
     }
 
-    /// Enqueues one write of every word, unless those of an earlier round are still to be done.
-    fn round(&mut self, pages: &HashMap<u64, usize>) -> Result<()> {
+    /// Writes what the state asks for, and lets go of the pages whose last write is done.
+    fn serve(&mut self, state: &mut State) -> Result<()> {
+        if state.raised {
+            self.round(&state.pages)?;
+        }
+        if state.retiring.is_empty() {
+            return Ok(());
+        }
+        if !self.round(&state.retiring)? {
+            return Ok(());
+        }
+        let until = Instant::now() + PERIOD;
+        while Instant::now() < until {
+            let _entered = self.context.enter()?;
+            let _relaxed = self.context.relax_capture();
+            if self.stream.is_idle()? {
+                state.retiring.clear();
+                return Ok(());
+            }
+            std::thread::yield_now();
+        }
+        Ok(())
+    }
+
+    /// Enqueues one write of every word, unless those of an earlier round are still to be done;
+    /// whether it did.
+    fn round(&mut self, pages: &HashMap<u64, usize>) -> Result<bool> {
         let entered = self.context.enter()?;
         let _relaxed = self.context.relax_capture();
         if self.stream.is_idle()? {
             self.held_up = 0;
-            return self.write(pages, self.stream.raw);
+            return self.write(pages, self.stream.raw).map(|()| true);
         }
         drop(entered);
         // The hardware has fewer queues than there can be streams, and a stream that waits holds
         // up whatever shares its queue. Another context has queues of its own.
         self.held_up += 1;
         if self.held_up < HELD_UP_ROUNDS {
-            return Ok(());
+            return Ok(false);
         }
         if self.other.is_none() {
             self.other = OtherContext::create(&self.context)?;
         }
         let Some(other) = &self.other else {
-            return Ok(());
+            return Ok(false);
         };
         other.with(|stream| self.write(pages, stream))
     }
@@ -209,7 +258,7 @@ impl OtherContext {
     }
 
     /// Runs `work` with this context current, if its stream has nothing left to do.
-    fn with(&self, work: impl FnOnce(CUstream) -> Result<()>) -> Result<()> {
+    fn with(&self, work: impl FnOnce(CUstream) -> Result<()>) -> Result<bool> {
         let driver = self.context.driver;
         let _entered = self.context.enter()?;
         // SAFETY: the context lives as long as `self`.
@@ -217,10 +266,11 @@ impl OtherContext {
         driver.check(code, "enter a second context")?;
         // SAFETY: the stream lives as long as its context.
         let result = match unsafe { (driver.cuStreamQuery)(self.stream) } {
-            status::NOT_READY => Ok(()),
+            status::NOT_READY => Ok(false),
             code => driver
                 .check(code, "query a stream")
-                .and_then(|()| work(self.stream)),
+                .and_then(|()| work(self.stream))
+                .map(|()| true),
         };
         // SAFETY: the primary context is retained for as long as it is held here.
         let code = unsafe { (driver.cuCtxSetCurrent)(self.context.raw) };
