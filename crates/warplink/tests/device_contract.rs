@@ -319,7 +319,7 @@ fn products_and_sums_agree_with_double_precision() {
             check_product(&*device, &*compute, &*stream, &spec);
         }
     }
-    for dtype in DType::ALL {
+    for dtype in DType::ALL.into_iter().filter(|dtype| *dtype != DType::U8) {
         let bytes = 1003 * dtype.size();
         let parts: Vec<_> = (0..5)
             .map(|_| device.allocate(bytes, AllocationKind::Plain).unwrap())

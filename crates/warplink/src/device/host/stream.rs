@@ -5,7 +5,9 @@ use super::graph::{CapturedMark, HostGraph, Session};
 use super::operation::{Context, Operation};
 use super::{check_kind, event::EventState};
 use crate::deadline::Deadline;
-use crate::device::{Delays, DeviceSlice, Event, Fault, Graph, MemoryOp, Stream};
+use crate::device::{
+    Delays, DeviceSlice, Event, Fault, Graph, MemoryOp, Stream, StreamOp, sequence_apart,
+};
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::lock;
 use std::any::Any;
@@ -185,6 +187,10 @@ impl Stream for HostStream {
             })?;
         }
         Ok(())
+    }
+
+    fn sequence(&self, ops: &[StreamOp<'_>]) -> Result<()> {
+        sequence_apart(self, ops)
     }
 
     fn record(&self, event: &dyn Event) -> Result<()> {
