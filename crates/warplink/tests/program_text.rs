@@ -201,6 +201,62 @@ fn parameters_and_requirements_are_the_callers_fault() {
 }
 
 #[test]
+fn a_transfer_is_named_by_the_indices_of_its_loops() {
+    let declared = "input A: f32[n]
+        output C: f32[4, n]
+        let peer = 1 - rank
+        for i in 0..2 {
+            for j in 0..2 {
+                share {
+                    s = send A to peer tag 2 * i + j via get
+                    r = receive C[2 * i + j] from peer tag 2 * i + j via get
+                }
+                post s, r
+                PLACE
+            }
+            AFTER
+        }
+        END";
+    let with = |place: &str, after: &str, end: &str| {
+        let body = declared
+            .replace("PLACE", place)
+            .replace("AFTER", after)
+            .replace("END", end);
+        unrolled(&body).map_err(|error| error.to_string())
+    };
+    // This iteration; the inner loop's index alone; both.
+    assert_eq!(with("wait s", "", ""), Ok(()));
+    assert_eq!(with("wait s[j]; wait s[0]; wait s[i][j]", "", ""), Ok(()));
+    assert_eq!(with("", "wait s[0], s[1]; wait s[0][1]", ""), Ok(()));
+    assert_eq!(with("", "", "wait s[i][1] for i in 0..2"), Ok(()));
+    for (place, after, end, part) in [
+        (
+            "wait s[j + 1]",
+            "",
+            "",
+            "s[j + 1] stands for s[0][1], which was not shared before",
+        ),
+        (
+            "",
+            "wait s",
+            "",
+            "does not say which iteration: 's' is declared inside 2 loops",
+        ),
+        ("", "", "wait s[0]", "does not say which iteration"),
+        (
+            "wait s[0][0][0]",
+            "",
+            "",
+            "has 3 indices, but 's' is declared inside 2 loops",
+        ),
+        ("wait q", "", "", "no transfer 'q' was shared before"),
+    ] {
+        let error = with(place, after, end).unwrap_err();
+        assert!(error.contains(part), "{error}");
+    }
+}
+
+#[test]
 fn statements_may_share_a_line_and_lines_may_be_broken() {
     let one = "program p(n) { input A: f32[n]; output B: f32[n]; share { s = send A to 1 via get; \
                r = receive B from 1 via get }; if rank == 0 { post s } else { post r } }";

@@ -176,6 +176,38 @@ mod lowered {
         assert!(choice.to_string().contains("as asked"));
     }
 
+    /// Every wait, synchronize and post of a lowered program is there for a reason.
+    #[test]
+    fn nothing_can_be_left_out() {
+        for variant in Variant::ALL {
+            for lowered in [
+                gather(4, variant, 2, true, &[8]),
+                scatter(4, variant, 2, true),
+            ] {
+                let lines: Vec<&str> = lowered.text.lines().collect();
+                for (number, line) in lines.iter().enumerate() {
+                    let words = ["wait ", "synchronize ", "post "];
+                    if !words.iter().any(|word| line.trim_start().starts_with(word)) {
+                        continue;
+                    }
+                    let mut rest = lines.clone();
+                    rest.remove(number);
+                    let program = Program::parse(&rest.join("\n")).unwrap();
+                    let verdict = verify(&program, 4, lowered.streams, &lowered.parameters);
+                    // A stream that others' waits order already need not be forked or joined too,
+                    // but then a reader has to work that out.
+                    let spare = ["synchronize high(0)", "synchronize main"].contains(&line.trim());
+                    assert!(
+                        spare || verdict.is_err(),
+                        "{} does without line {}: {line}",
+                        lowered.program.name,
+                        number + 1
+                    );
+                }
+            }
+        }
+    }
+
     #[test]
     fn sixty_four_ranks_are_fast() {
         for variant in Variant::ALL {

@@ -9,9 +9,9 @@
 //! |---|---|
 //! | [`ir`], [`expr`] | the representation |
 //! | [`text`] | the grammar, parser and printer |
-//! | [`unrolled`], [`unroll`] | a program for one rank: a flat list of operations |
+//! | [`unrolled`], [`mod@unroll`] | a program for one rank: a flat list of operations |
 //! | [`lower`] | from matrix products over sharded operands to programs |
-//! | [`verify`], [`finding`] | whether the ranks' programs fit together, and what is wrong if not |
+//! | [`mod@verify`], [`finding`] | whether the ranks' programs fit together, and what is wrong if not |
 
 pub mod expr;
 pub mod finding;
@@ -25,7 +25,7 @@ pub mod unrolled;
 pub mod verify;
 
 pub use expr::{Condition, Expr};
-pub use finding::{Finding, FindingKind, Place};
+pub use finding::{Finding, FindingKind, Place, refused};
 pub use ir::{Backend, Direction, Program, Protocol};
 pub use unroll::unroll;
 pub use unrolled::{
