@@ -3,6 +3,7 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+#[path = "program_random/play.rs"]
 mod play;
 
 use play::{End, play};
