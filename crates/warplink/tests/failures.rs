@@ -14,6 +14,9 @@ use warplink::{Communicator, Config, Deadline, Error, ErrorKind};
 const SOON: Duration = Duration::from_secs(5);
 
 fn kill_self() -> ! {
+    // The others are to be inside of what one will not leave; and what rank 0 answered before is to
+    // have reached them.
+    std::thread::sleep(Duration::from_millis(100));
     rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL)
         .unwrap();
     unreachable!("a process outlived SIGKILL")
