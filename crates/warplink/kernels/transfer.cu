@@ -26,9 +26,9 @@ struct Transfer {
     // How many operations come before the copy, and how many there are in all.
     u32 before;
     u32 count;
-    // Bit i: operation i waits; otherwise it sets.
+    // Bit i: operation i waits, or resets a word of this GPU; otherwise it sets.
     u32 waits;
-    u32 unused;
+    u32 resets;
     Operation operations[MOST_OPERATIONS];
 };
 
@@ -38,12 +38,15 @@ static __device__ __forceinline__ u64 load_acquire(u64 word) {
     return value;
 }
 
-static __device__ __forceinline__ void store_release(u64 word, u64 value) {
-    asm volatile("fence.acq_rel.sys;" ::: "memory");
-    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+static __device__ __forceinline__ void fence() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+
+static __device__ __forceinline__ void store(u64 word, u64 value) {
+    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
 }
 
 static __device__ void run(const Transfer &transfer, u32 from, u32 to) {
+    // One fence serves the words that are set one after another; it is what costs.
+    bool fenced = false;
     for (u32 i = from; i < to; i++) {
         u64 word = transfer.operations[i].word, value = transfer.operations[i].value;
         if (transfer.waits >> i & 1u) {
@@ -51,8 +54,15 @@ static __device__ void run(const Transfer &transfer, u32 from, u32 to) {
             // value that is large enough for every wait.
             while ((long long)(load_acquire(word) - value) < 0) {
             }
+            fenced = false;
+        } else if (transfer.resets >> i & 1u) {
+            // Later sets come after a fence, and so after this.
+            store(word, 0);
+            fenced = false;
         } else {
-            store_release(word, value);
+            if (!fenced) fence();
+            fenced = true;
+            store(word, value);
         }
     }
 }

@@ -27,6 +27,12 @@ pub enum MemoryOp<'a> {
         /// Its new value.
         value: u64,
     },
+    /// Sets the word, in this rank's own memory, to zero, after what precedes it in the stream and
+    /// before every later `Write` of the stream. It orders nothing else, and so costs less.
+    Reset {
+        /// The word.
+        word: &'a Word,
+    },
     /// Holds the stream until the word is at least `value`. Values are compared as a signed
     /// difference, so they may not be 2^63 or more apart.
     Wait {

@@ -4,7 +4,7 @@
 //! on GPUs.
 
 // Each test binary uses a part of this.
-#![allow(dead_code)]
+#![allow(dead_code, unreachable_pub)]
 
 use std::collections::BTreeMap;
 use std::io::Read;

@@ -31,7 +31,7 @@ struct Parameters {
     before: u32,
     count: u32,
     waits: u32,
-    unused: u32,
+    resets: u32,
     operations: [[u64; 2]; MOST_OPERATIONS],
 }
 
@@ -85,6 +85,7 @@ impl TransferKernel {
         source: &DeviceSlice,
         after: &[MemoryOp<'_>],
     ) -> Result<()> {
+        let (mut waits, mut resets) = (0, 0);
         let mut parameters = Parameters {
             target: target.address(),
             source: source.address(),
@@ -92,7 +93,7 @@ impl TransferKernel {
             before: before.len() as u32,
             count: (before.len() + after.len()) as u32,
             waits: 0,
-            unused: 0,
+            resets: 0,
             operations: [[0; 2]; MOST_OPERATIONS],
         };
         for (index, (operation, slot)) in before
@@ -101,13 +102,19 @@ impl TransferKernel {
             .zip(&mut parameters.operations)
             .enumerate()
         {
-            let (word, value, waits) = match operation {
-                MemoryOp::Write { word, value } => (word, value, 0),
-                MemoryOp::Wait { word, value } => (word, value, 1),
+            *slot = match operation {
+                MemoryOp::Write { word, value } => [word.address(), *value],
+                MemoryOp::Reset { word } => {
+                    resets |= 1 << index;
+                    [word.address(), 0]
+                }
+                MemoryOp::Wait { word, value } => {
+                    waits |= 1 << index;
+                    [word.address(), *value]
+                }
             };
-            *slot = [word.address(), *value];
-            parameters.waits |= waits << index;
         }
+        (parameters.waits, parameters.resets) = (waits, resets);
         let threads = target
             .bytes()
             .div_ceil(BYTES_PER_THREAD)

@@ -173,9 +173,15 @@ impl Stream for HostStream {
 
     fn memory_ops(&self, ops: &[MemoryOp<'_>]) -> Result<()> {
         for op in ops {
-            let (MemoryOp::Write { word, .. } | MemoryOp::Wait { word, .. }) = op;
+            let (MemoryOp::Write { word, .. }
+            | MemoryOp::Reset { word }
+            | MemoryOp::Wait { word, .. }) = op;
             check_kind(word.as_slice())?;
             self.enqueue(match *op {
+                MemoryOp::Reset { word } => Operation::Write {
+                    word: word.clone(),
+                    value: 0,
+                },
                 MemoryOp::Write { word, value } => Operation::Write {
                     word: word.clone(),
                     value,
