@@ -1,5 +1,8 @@
 //! Lost ranks and wrong input: every one ends with an error that says what happened and to whom.
 
+// A test fails by panicking.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
 mod common;
 
 use common::{Ranks, assert_says, kind, threads, world};

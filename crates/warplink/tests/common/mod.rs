@@ -5,6 +5,7 @@
 
 // Each test binary uses a part of this.
 #![allow(dead_code, unreachable_pub)]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use std::collections::BTreeMap;
 use std::io::Read;

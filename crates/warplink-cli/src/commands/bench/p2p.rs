@@ -434,7 +434,7 @@ impl<'a> Rig<'a> {
 
     fn await_signal(&self, stream: &dyn Stream, submission: Submission) -> Result<()> {
         let [counted, toggled] = &self.words;
-        Ok(match submission {
+        match submission {
             Submission::Eager => stream.memory_ops(&[MemoryOp::Wait {
                 word: counted,
                 value: next(&self.received),
@@ -444,12 +444,10 @@ impl<'a> Rig<'a> {
                     word: toggled,
                     value: 1,
                 },
-                MemoryOp::Write {
-                    word: toggled,
-                    value: 0,
-                },
+                MemoryOp::Reset { word: toggled },
             ])?,
-        })
+        }
+        Ok(())
     }
 
     /// Fails unless what was received is what the rank to the left sent, at both ends of it; and
