@@ -15,8 +15,6 @@ const BATCH: usize = 64;
 
 /// `CU_STREAM_WRITE_VALUE_DEFAULT`: everything before the write is visible to the whole system first.
 const WRITE_AFTER_ALL: c_uint = 0;
-/// `CU_STREAM_WRITE_VALUE_NO_MEMORY_BARRIER`: later writes, which have a barrier, come after it.
-const WRITE_UNORDERED: c_uint = 1;
 /// `CU_STREAM_WAIT_VALUE_GEQ`: until the signed difference of word and value is not negative.
 const WAIT_AT_LEAST: c_uint = 0;
 /// `CU_STREAM_SET_CAPTURE_DEPENDENCIES`.
@@ -33,13 +31,6 @@ pub(super) fn enqueue(driver: &Driver, stream: CUstream, ops: &[MemoryOp<'_>]) -
                 (driver.cuStreamWriteValue64_v2)(stream, address, *value, WRITE_AFTER_ALL)
             };
             driver.check(code, "enqueue a write of a word")
-        }
-        [MemoryOp::Reset { word }] => {
-            let address = address(word)?;
-            // SAFETY: as above.
-            let code =
-                unsafe { (driver.cuStreamWriteValue64_v2)(stream, address, 0, WRITE_UNORDERED) };
-            driver.check(code, "enqueue a reset of a word")
         }
         [MemoryOp::Wait { word, value }] => {
             let address = address(word)?;
@@ -166,10 +157,7 @@ pub(super) fn are_captured(context: &Arc<Context>, address: u64) -> Result<bool>
     // SAFETY: the stream is ours, and not recording.
     let code = unsafe { (driver.cuStreamBeginCapture_v2)(stream.raw, relaxed) };
     driver.check(code, "begin recording")?;
-    let mut batch = [
-        write_params(address, 0, WRITE_AFTER_ALL),
-        wait_params(address, 0),
-    ];
+    let mut batch = [write_params(address, 0), wait_params(address, 0)];
     // SAFETY: what is recorded here never runs; the word is live all the same.
     let codes: [Status; 3] = unsafe {
         [
@@ -207,10 +195,9 @@ fn in_batches(
     for chunk in ops.chunks(BATCH) {
         for (place, op) in storage.iter_mut().zip(chunk) {
             place.write(match op {
-                MemoryOp::Write { word, value } => {
-                    write_params(address(word)?, *value, WRITE_AFTER_ALL)
-                }
-                MemoryOp::Reset { word } => write_params(address(word)?, 0, WRITE_UNORDERED),
+                MemoryOp::Write { word, value } => write_params(address(word)?, *value),
+                // The driver's current interface has no write without a barrier.
+                MemoryOp::Reset { word } => write_params(address(word)?, 0),
                 MemoryOp::Wait { word, value } => wait_params(address(word)?, *value),
             });
         }
@@ -233,7 +220,7 @@ fn address(word: &Word) -> Result<u64> {
     }
 }
 
-fn write_params(address: u64, value: u64, flags: c_uint) -> CUstreamBatchMemOpParams {
+fn write_params(address: u64, value: u64) -> CUstreamBatchMemOpParams {
     let mut params = CUstreamBatchMemOpParams { pad: [0; 6] };
     params.writeValue = CUstreamBatchMemOpParams_union_CUstreamMemOpWriteValueParams_st {
         operation: CUstreamBatchMemOpType::CU_STREAM_MEM_OP_WRITE_VALUE_64,
@@ -242,7 +229,7 @@ fn write_params(address: u64, value: u64, flags: c_uint) -> CUstreamBatchMemOpPa
             CUstreamBatchMemOpParams_union_CUstreamMemOpWriteValueParams_st__bindgen_ty_1 {
                 value64: value,
             },
-        flags,
+        flags: WRITE_AFTER_ALL,
         alias: 0,
     };
     params
@@ -290,12 +277,7 @@ mod tests {
             assert_eq!(offsets, [8, 16, 24, 32]);
         }
         // SAFETY: `pad` covers the whole union, which was wholly initialized.
-        let (write, wait) = unsafe {
-            (
-                write_params(0x1000, 7, WRITE_AFTER_ALL).pad,
-                wait_params(0x2000, 9).pad,
-            )
-        };
+        let (write, wait) = unsafe { (write_params(0x1000, 7).pad, wait_params(0x2000, 9).pad) };
         assert_eq!([write[0] as u32, wait[0] as u32], [5, 4]);
         assert_eq!((write[1], write[2], write[3] as u32), (0x1000, 7, 0));
         assert_eq!((wait[1], wait[2], wait[3] as u32), (0x2000, 9, 0));
