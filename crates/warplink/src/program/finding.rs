@@ -172,6 +172,22 @@ impl fmt::Display for Finding {
     }
 }
 
+/// The error of refusing a program for `findings`: all of them, a line each.
+pub fn refused(program: &str, findings: &[Finding]) -> Error {
+    let kind = match findings {
+        [only] if only.kind == FindingKind::Requirement => ErrorKind::InvalidArgument,
+        _ => ErrorKind::Verification,
+    };
+    let lines: Vec<String> = findings
+        .iter()
+        .map(|finding| format!("\n  {finding}"))
+        .collect();
+    Error::new(
+        kind,
+        format!("program '{program}' is refused:{}", lines.concat()),
+    )
+}
+
 impl From<Finding> for Error {
     fn from(finding: Finding) -> Self {
         let kind = match finding.kind {

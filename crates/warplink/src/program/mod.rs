@@ -9,9 +9,9 @@
 //! |---|---|
 //! | [`ir`], [`expr`] | the representation |
 //! | [`text`] | the grammar, parser and printer |
-//! | [`unrolled`], [`unroll`] | a program for one rank: a flat list of operations |
+//! | [`unrolled`], [`mod@unroll`] | a program for one rank: a flat list of operations |
 //! | [`lower`] | from matrix products over sharded operands to programs |
-//! | [`verify`], [`finding`] | whether the ranks' programs fit together, and what is wrong if not |
+//! | [`mod@verify`], [`finding`] | whether the ranks' programs fit together, and what is wrong if not |
 //! | [`execute`] | runs a program on a device |
 
 pub mod execute;
@@ -28,7 +28,7 @@ pub mod verify;
 
 pub use execute::{Bindings, CapturedPlan, Executor, Plan, PrepareOptions, Prepared, Trace};
 pub use expr::{Condition, Expr};
-pub use finding::{Finding, FindingKind, Place};
+pub use finding::{Finding, FindingKind, Place, refused};
 pub use ir::{Backend, Direction, Program, Protocol};
 pub use unroll::unroll;
 pub use unrolled::{

@@ -24,11 +24,11 @@ pub use trace::{Trace, TraceSpan};
 
 use super::ir::Program;
 use super::unrolled::Parameters;
-use super::{unroll, verify};
+use super::{refused, unroll, verify};
 use crate::bootstrap::Bootstrap;
 use crate::deadline::Deadline;
 use crate::device::{CollectiveEngine, Device};
-use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::error::{Rank, Result};
 use crate::memory::Memory;
 use crate::p2p::Transfers;
 use pool::Pool;
@@ -108,8 +108,8 @@ impl Executor {
     /// Verifies `program` for this world and unrolls it for this rank. Involves no other rank.
     ///
     /// # Errors
-    /// [`ErrorKind::Verification`] with every finding, where the program fails;
-    /// [`ErrorKind::InvalidArgument`] where the parameters are not what it requires.
+    /// [`ErrorKind::Verification`](crate::ErrorKind::Verification) with every finding, where the
+    /// program fails; [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where the parameters are not what it requires.
     pub fn prepare(
         &self,
         program: &Program,
@@ -120,13 +120,8 @@ impl Executor {
         if options.verify
             && let Err(findings) = verify(program, world, options.streams, parameters)
         {
-            let count = findings.len();
-            let text: Vec<String> = findings.iter().map(ToString::to_string).collect();
-            return Err(Error::new(ErrorKind::Verification, text.join("\n"))
-                .during(format!(
-                    "verify '{}' for {world} ranks: {count} findings",
-                    program.name
-                ))
+            return Err(refused(&program.name, &findings)
+                .during(format!("verify '{}' for {world} ranks", program.name))
                 .on_rank(rank));
         }
         let unrolled = unroll(program, rank, world, options.streams, parameters)?;

@@ -70,14 +70,14 @@ impl Machine {
         let tiles = (m.div_ceil(rows) * n.div_ceil(columns)) as f64;
         let per_wave = self.multiprocessors.max(1) as f64;
         let whole = (tiles / per_wave).ceil();
-        // Two streams hide most of a tail, and never all of it.
-        let waves = if filled {
-            tiles / per_wave + 0.15 * (whole - tiles / per_wave)
-        } else {
-            whole
+        // Two streams hide most of a tail, never all of it; and two products at once are as much as
+        // they start.
+        let waves = match filled {
+            true => (tiles / per_wave + 0.15 * (whole - tiles / per_wave)).max(0.5),
+            false => whole.max(1.0),
         };
         let wave = 2.0 * (rows * columns) as f64 * k as f64 * per_wave / self.flops;
-        waves.max(1.0) * wave + self.launch
+        waves * wave + self.launch
     }
 
     fn rate(&self, variant: Variant) -> f64 {
@@ -153,7 +153,19 @@ fn decide(
     force: Option<Variant>,
     estimate: impl Fn(Variant) -> Estimate,
 ) -> Choice {
-    let mut estimates: Vec<Estimate> = Variant::ALL.into_iter().map(estimate).collect();
+    // Where the products hide all, the model sees no difference: then puts disturb them least, and
+    // no step waits for another rank's.
+    let mut estimates: Vec<Estimate> = [
+        Variant::PushRotated,
+        Variant::RingPut,
+        Variant::PairwiseGet,
+        Variant::RingGet,
+        Variant::PairwisePut,
+        Variant::Collective,
+    ]
+    .into_iter()
+    .map(estimate)
+    .collect();
     estimates.sort_by(|a, b| a.seconds.total_cmp(&b.seconds));
     let best = estimates
         .first()
@@ -222,7 +234,7 @@ pub fn choose_all_gather_matmul(
         Estimate {
             variant,
             seconds: end + tail,
-            link: arrival,
+            link: (copy + hop) * (world - 1) as f64,
             compute: chunk * world as f64 + tail,
         }
     }))

@@ -244,27 +244,27 @@ pub fn lower_all_gather_matmul(
     let (body, what) = match variant {
         Variant::RingGet => (
             RING_GET,
-            "around a ring, each rank fetching from the one before",
+            "travel around a ring, each rank fetching from the one before",
         ),
         Variant::RingPut => (
             RING_PUT,
-            "around a ring, each rank putting to the one after",
+            "travel around a ring, each rank putting to the one after",
         ),
-        Variant::PairwiseGet => (PAIRWISE_GET, "fetched from their owners"),
-        Variant::PairwisePut => (PAIRWISE_PUT, "put by their owners, a step at a time"),
-        Variant::PushRotated => (PUSH_ROTATED, "put by their owners in rotated order"),
-        Variant::Collective => (COLLECTIVE, "gathered by the engine before the product"),
+        Variant::PairwiseGet => (PAIRWISE_GET, "are fetched from their owners"),
+        Variant::PairwisePut => (PAIRWISE_PUT, "are put by their owners, a step at a time"),
+        Variant::PushRotated => (PUSH_ROTATED, "are put by their owners in rotated order"),
+        Variant::Collective => (COLLECTIVE, "are gathered by the engine before the product"),
     };
     let gathered = match spec.keep {
         true => "    output G: $T[world over loop, m / world, k]\n",
         false => "    allocate G: $T[world over loop, m / world, k]\n",
     };
     let body = body
-        .replace("@fork", FORK.trim_end())
+        .replace("@fork", FORK)
         .replace("@join", JOIN.trim_end());
     let mut template = format!(
         "# All-gather + matmul: C = A · B with the rows of A sharded over the ranks.\n\
-         # The shards travel {what}.\n\
+         # The shards {what}.\n\
          program all_gather_matmul_{}({}) {{\n",
         variant.name().replace('-', "_"),
         sizes

@@ -109,7 +109,7 @@ fn check(world: usize, sizes: &[(&str, usize)], divided: &[&str], streams: usize
         if *size == 0 {
             return Err(Error::invalid(format!("{name} is 0")));
         }
-        if divided.contains(name) && size % world != 0 {
+        if divided.contains(name) && !size.is_multiple_of(world) {
             let padded = size.next_multiple_of(world);
             return Err(Error::invalid(format!(
                 "{name} = {size} does not divide by the {world} ranks that share it"

@@ -287,7 +287,7 @@ pub fn lower_matmul_reduce_scatter(
         false => "    @multiply P A",
     };
     let body = body
-        .replace("@fork", FORK.trim_end())
+        .replace("@fork", FORK)
         .replace("@join", JOIN.trim_end())
         .replace("@whole", whole);
     let template = format!(

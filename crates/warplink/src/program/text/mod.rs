@@ -40,6 +40,8 @@
 mod operand;
 mod parse;
 mod print;
+mod reference;
+mod share;
 mod token;
 
 pub use print::summary;

@@ -7,8 +7,8 @@ use crate::device::ReduceOp;
 use crate::dtype::DType;
 use crate::program::expr::Expr;
 use crate::program::ir::{
-    Backend, Branch, Collective, Declaration, Direction, Line, Loop, Program, Protocol, Role,
-    Sharding, ShareItem, ShareItemKind, Statement, StatementKind, TensorRef, Transfer,
+    Branch, Collective, Declaration, Line, Loop, Program, Role, Sharding, Statement, StatementKind,
+    TensorRef,
 };
 
 /// Parses a whole program.
@@ -301,73 +301,11 @@ impl Parser<'_> {
         Err(self.expected("sum, max or min"))
     }
 
-    fn share_item(&mut self) -> Parsed<ShareItem> {
-        let line = Line(self.peek().line);
-        let kind = if self.take("for") {
-            ShareItemKind::For(self.repetition(Self::share_item)?)
-        } else if self.take("if") {
-            let wrap = |branch, line| ShareItem {
-                line,
-                kind: ShareItemKind::If(branch),
-            };
-            ShareItemKind::If(self.branch(Self::share_item, wrap)?)
-        } else if self.take("let") {
-            let name = self.name("the name to bind")?;
-            self.expect("=")?;
-            let value = self.integer()?;
-            ShareItemKind::LetInteger { name, value }
-        } else {
-            ShareItemKind::Transfer(self.declared_transfer()?)
-        };
-        Ok(ShareItem { line, kind })
-    }
-
-    fn declared_transfer(&mut self) -> Parsed<Transfer> {
-        let name = self.name("a transfer's name, 'let', 'for' or 'if'")?;
-        self.expect("=")?;
-        let direction = if self.take("send") {
-            Direction::Send
-        } else if self.take("receive") {
-            Direction::Receive
-        } else {
-            return Err(self.expected("'send' or 'receive'"));
-        };
-        let tensor = self.tensor()?;
-        self.expect(match direction {
-            Direction::Send => "to",
-            Direction::Receive => "from",
-        })?;
-        let peer = self.integer()?;
-        let tag = if self.take("tag") {
-            self.integer()?
-        } else {
-            Expr::Number(0)
-        };
-        if !self.take("via") {
-            return Err(self.expected("'tag' or 'via'"));
-        }
-        let token = self.next();
-        let backend = match token.text {
-            "get" => Backend::Direct(Protocol::Get),
-            "put" => Backend::Direct(Protocol::Put),
-            "nccl" => Backend::Nccl,
-            _ => {
-                self.at -= 1;
-                return Err(self.expected("get, put or nccl"));
-            }
-        };
-        Ok(Transfer {
-            name,
-            direction,
-            tensor,
-            peer,
-            tag,
-            backend,
-        })
-    }
-
     /// What follows `for`.
-    fn repetition<S>(&mut self, statement: fn(&mut Self) -> Parsed<S>) -> Parsed<Loop<S>> {
+    pub(super) fn repetition<S>(
+        &mut self,
+        statement: fn(&mut Self) -> Parsed<S>,
+    ) -> Parsed<Loop<S>> {
         let index = self.name("a loop index")?;
         self.expect("in")?;
         let (from, to) = self.bounds()?;
@@ -381,7 +319,7 @@ impl Parser<'_> {
     }
 
     /// What follows `if`. An `else if` is a branch that is alone in the `else`.
-    fn branch<S>(
+    pub(super) fn branch<S>(
         &mut self,
         statement: fn(&mut Self) -> Parsed<S>,
         wrap: fn(Branch<S>, Line) -> S,

@@ -231,7 +231,8 @@ fn describe(unrolled: &Unrolled, range: &Range) -> String {
     if range.bytes == tensor.bytes {
         return format!("'{name}'");
     }
-    if slice == 0 || range.offset_bytes % slice != 0 || range.bytes % slice != 0 {
+    if slice == 0 || !range.offset_bytes.is_multiple_of(slice) || !range.bytes.is_multiple_of(slice)
+    {
         return format!("bytes {}..{} of '{name}'", range.offset_bytes, range.end());
     }
     let (first, end) = (range.offset_bytes / slice, range.end() / slice);

@@ -12,7 +12,7 @@ use warplink::program::{Backend, Direction, OperationKind, Protocol, Range, Tran
 
 /// How a play ends.
 #[derive(Clone, Debug, PartialEq)]
-pub enum End {
+pub(crate) enum End {
     /// Nobody can take a step, and not everybody is done.
     Stuck,
     /// The outputs of each run and rank.
@@ -93,7 +93,7 @@ struct Play<'a> {
 const RUNS: usize = 2;
 
 /// Plays the program of all ranks in an order that `seed` determines.
-pub fn play(ranks: &[Unrolled], seed: u64) -> End {
+pub(crate) fn play(ranks: &[Unrolled], seed: u64) -> End {
     let mut play = Play::new(ranks, seed);
     loop {
         // Agents in a random order, until one of them can take a step.

@@ -1,0 +1,83 @@
+//! Parsing of references to tensors, transfers and streams.
+
+use super::operand::{Parsed, Parser};
+use super::{is_name, is_word};
+use crate::program::expr::Expr;
+use crate::program::ir::{Each, Over, Selection, StreamRef, TensorRef, TransferRef};
+
+impl Parser<'_> {
+    /// `a..b`.
+    pub(super) fn bounds(&mut self) -> Parsed<(Expr, Expr)> {
+        let from = self.integer()?;
+        self.expect("..")?;
+        Ok((from, self.integer()?))
+    }
+
+    pub(super) fn tensor(&mut self) -> Parsed<TensorRef> {
+        let name = self.name("a tensor's name")?;
+        let mut selections = Vec::new();
+        while self.take("[") {
+            let first = self.integer()?;
+            selections.push(if self.take("..") {
+                Selection::Range(first, self.integer()?)
+            } else {
+                Selection::Index(first)
+            });
+            if !self.take("]") {
+                return Err(self.expected("']' or '..'"));
+            }
+        }
+        Ok(TensorRef { name, selections })
+    }
+
+    pub(super) fn transfer(&mut self) -> Parsed<TransferRef> {
+        let name = self.name("a transfer's name")?;
+        let mut indices = Vec::new();
+        while self.take("[") {
+            indices.push(self.integer()?);
+            self.expect("]")?;
+        }
+        Ok(TransferRef { name, indices })
+    }
+
+    /// A list of items, each of which may be repeated over an index.
+    pub(super) fn each<T>(&mut self, item: fn(&mut Self) -> Parsed<T>) -> Parsed<Vec<Each<T>>> {
+        let mut list = Vec::new();
+        loop {
+            let item = item(self)?;
+            let over = if self.take("for") {
+                let index = self.name("a loop index")?;
+                self.expect("in")?;
+                let (from, to) = self.bounds()?;
+                Some(Over { index, from, to })
+            } else {
+                None
+            };
+            list.push(Each { item, over });
+            if !self.take(",") {
+                return Ok(list);
+            }
+        }
+    }
+
+    pub(super) fn stream(&mut self) -> Parsed<StreamRef> {
+        if self.take("caller") {
+            return Ok(StreamRef::Caller);
+        }
+        for (word, make) in [
+            ("pool", StreamRef::Pool as fn(Expr) -> StreamRef),
+            ("high", StreamRef::High),
+        ] {
+            if self.take(word) {
+                self.expect("(")?;
+                let number = self.integer()?;
+                self.expect(")")?;
+                return Ok(make(number));
+            }
+        }
+        if is_word(self.peek().text) && is_name(self.peek().text) {
+            return Ok(StreamRef::Named(self.name("a stream")?));
+        }
+        Err(self.expected("a stream: 'caller', 'pool(…)', 'high(…)' or a name from 'get_stream'"))
+    }
+}
