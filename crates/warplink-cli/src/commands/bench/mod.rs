@@ -1,7 +1,7 @@
 //! `warplink bench`: measurements beside the floor of the hardware and the vendor's library.
 
 mod p2p;
-mod timing;
+pub(crate) mod timing;
 
 use crate::options::Options;
 use anyhow::Result;
