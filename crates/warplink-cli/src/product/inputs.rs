@@ -8,7 +8,6 @@ use warplink::DType;
 #[derive(Clone, Debug)]
 pub(crate) struct Matrix {
     seed: u64,
-    pub(crate) rows: usize,
     pub(crate) columns: usize,
     dtype: DType,
 }
@@ -34,9 +33,9 @@ const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
 impl Matrix {
     /// Matrix number `which` of `seed`.
     pub(crate) fn new(seed: u64, which: u64, rows: usize, columns: usize, dtype: DType) -> Self {
+        debug_assert!(rows > 0 && columns > 0);
         Self {
             seed: mix(seed ^ mix(which.wrapping_mul(STEP))),
-            rows,
             columns,
             dtype,
         }

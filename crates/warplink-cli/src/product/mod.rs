@@ -295,6 +295,22 @@ impl<'a> Product<'a> {
         Ok((difference / norm).sqrt())
     }
 
+    /// Some rows of what the result holds, always the same ones.
+    pub(crate) fn some_rows(&self) -> Result<Vec<f64>> {
+        const MOST: usize = 128;
+        let row_bytes = self.problem.n * self.problem.dtype.size();
+        let rows = self.c.bytes() / row_bytes;
+        let mut row = vec![0; row_bytes];
+        let mut values = Vec::new();
+        for index in 0..rows.min(MOST) {
+            let at = index * rows / rows.min(MOST);
+            let part = self.c.slice(at * row_bytes..(at + 1) * row_bytes)?;
+            self.comm.device().download(&part, &mut row)?;
+            values.extend(inputs::decode(self.problem.dtype, &row));
+        }
+        Ok(values)
+    }
+
     /// How many rows of this rank's result the error is taken over.
     pub(crate) fn checked_rows(&self) -> usize {
         self.reference

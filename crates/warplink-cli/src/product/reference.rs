@@ -4,7 +4,7 @@ use super::inputs::{Matrix, threads};
 use std::ops::Range;
 
 /// Products of at most this size are checked in full.
-const SMALL: u128 = 1 << 27;
+const SMALL: u128 = 1 << 28;
 
 /// Rows of a larger one that are checked.
 const SAMPLED: usize = 16;
