@@ -3,6 +3,7 @@
 mod commands;
 mod launch;
 mod options;
+mod product;
 mod report;
 
 use clap::{Parser, Subcommand};
@@ -16,6 +17,7 @@ use std::process::ExitCode;
     version,
     about,
     after_help = "Examples:\n  \
+        warplink demo\n  \
         warplink launch -n 4 -- ./my-program --size 1GiB\n  \
         warplink help launch\n\n\
         A result goes to standard output, everything else to standard error."
@@ -30,6 +32,7 @@ struct Cli {
 #[derive(Debug, Subcommand)]
 enum Command {
     Bench(commands::bench::Bench),
+    Demo(commands::demo::Demo),
     Launch(commands::launch::Launch),
     #[command(name = launch::RANK_COMMAND, hide = true)]
     Rank(launch::RankArgs),
@@ -42,6 +45,7 @@ fn main() -> ExitCode {
     options::start_log(cli.options.verbose);
     let done = match cli.command {
         Command::Bench(command) => command.run(&cli.options),
+        Command::Demo(command) => command.run(&cli.options),
         Command::Launch(command) => command.run(&cli.options),
         Command::Rank(args) => Ok(launch::become_rank(&args)),
         Command::Guard => launch::guard(),

@@ -1,1 +1,146 @@
-//! Overlapped products.
+//! Matrix products overlapped with the communication that feeds or follows them.
+//!
+//! | call | what it computes |
+//! |---|---|
+//! | [`all_gather_matmul`], [`AllGatherMatmulPlan`] | `C = A · B`, where every rank has a part of A's rows and wants all of C |
+//! | [`matmul_reduce_scatter`], [`MatmulReduceScatterPlan`] | `C = A · B`, where every rank has a part of the contraction and wants a part of C's rows |
+//!
+//! A plan is made once, by all ranks at the same time, for slices of device memory; then every
+//! [`run`](AllGatherMatmulPlan::run) only enqueues. The functions are for one use. Both are lowered
+//! to a host program (see [`lower`](crate::program::lower)): which variant of it runs is chosen by a
+//! cost model, or by [`Options::variant`], and a plan's `choice()` explains it.
+//!
+//! Elements are bf16, f16 or f32, accumulated in f32. Everything is row-major and contiguous.
+//!
+//! # Leading dimensions
+//! A may have more than two dimensions, `[.., m, k]`, and be gathered along any but the last; C
+//! likewise is scattered along any but the last. [`Leading`] says how such a shape is one of rows:
+//! where all dimensions before the one that is shared are 1 (the common case), those after it are
+//! flattened into rows and there is one program. Otherwise a rank's part is not one contiguous range
+//! of the whole; then there is one program for each index of the dimensions before, one after the
+//! other.
+
+mod gather;
+mod machine;
+mod runs;
+mod scatter;
+
+pub use crate::program::lower::{AllGatherMatmul, Choice, Machine, MatmulReduceScatter, Variant};
+pub use gather::{AllGatherMatmulBuffers, AllGatherMatmulPlan, all_gather_matmul};
+pub use machine::machine_of;
+pub use runs::CapturedOverlap;
+pub use scatter::{MatmulReduceScatterBuffers, MatmulReduceScatterPlan, matmul_reduce_scatter};
+
+use crate::error::{Error, Result};
+
+/// How a plan is made.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// The variant, on every rank the same; the cost model's where none is given.
+    pub variant: Option<Variant>,
+    /// How many streams the products take turns on; the choice's where none is given.
+    pub streams: Option<usize>,
+    /// How often the whole is done, for the leading dimensions before the one that is shared; see
+    /// [`Leading::outer`].
+    pub outer: usize,
+    /// What the cost model takes the machine for; measurements of such a device where none is given.
+    pub machine: Option<Machine>,
+    /// Whether the lowered program is verified before it runs.
+    pub verify: bool,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            variant: None,
+            streams: None,
+            outer: 1,
+            machine: None,
+            verify: true,
+        }
+    }
+}
+
+impl Options {
+    /// The defaults with `variant` forced.
+    pub fn of(variant: Variant) -> Self {
+        Self {
+            variant: Some(variant),
+            ..Self::default()
+        }
+    }
+}
+
+/// A shape `[.., m, k]` seen as rows of `k`, of which those along one dimension are shared by the
+/// ranks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Leading {
+    /// How many separate products there are: the product of the dimensions before the shared one.
+    pub outer: usize,
+    /// Rows of each: the product of the shared dimension and those after it, but the last. This is
+    /// the `m` of [`AllGatherMatmul`] and [`MatmulReduceScatter`].
+    pub rows: usize,
+    /// The last dimension.
+    pub columns: usize,
+}
+
+impl Leading {
+    /// Reads the whole tensor's `shape`, shared along `dimension`.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where `dimension` is the
+    /// last or not there, an extent is 0, or the number of rows overflows.
+    pub fn of(shape: &[usize], dimension: usize) -> Result<Self> {
+        let invalid = |what: &str| {
+            Error::invalid(format!(
+                "{shape:?} shared along dimension {dimension}: {what}"
+            ))
+        };
+        let Some((&columns, leading)) = shape.split_last() else {
+            return Err(invalid("there is no dimension"));
+        };
+        if dimension >= leading.len() {
+            return Err(invalid("it can be any but the last"));
+        }
+        if shape.contains(&0) {
+            return Err(invalid("an extent is 0"));
+        }
+        let product = |part: &[usize]| {
+            part.iter()
+                .try_fold(1_usize, |all, extent| all.checked_mul(*extent))
+                .ok_or_else(|| invalid("it has too many rows"))
+        };
+        let (before, shared) = leading.split_at(dimension);
+        Ok(Self {
+            outer: product(before)?,
+            rows: product(shared)?,
+            columns,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn dimensions_after_the_shared_one_are_rows() {
+        let leading = |shape: &[usize], dimension| {
+            let leading = Leading::of(shape, dimension).unwrap();
+            (leading.outer, leading.rows, leading.columns)
+        };
+        assert_eq!(leading(&[6, 5], 0), (1, 6, 5));
+        assert_eq!(leading(&[2, 3, 4, 5], 0), (1, 24, 5));
+        assert_eq!(leading(&[2, 3, 4, 5], 1), (2, 12, 5));
+        assert_eq!(leading(&[2, 3, 4, 5], 2), (6, 4, 5));
+        for (shape, dimension) in [
+            (&[][..], 0),
+            (&[5], 0),
+            (&[4, 5], 1),
+            (&[4, 0, 5], 0),
+            (&[usize::MAX, 2, 5], 0),
+        ] {
+            assert!(Leading::of(shape, dimension).is_err(), "{shape:?}");
+        }
+    }
+}

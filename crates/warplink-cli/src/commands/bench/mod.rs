@@ -1,7 +1,8 @@
 //! `warplink bench`: measurements beside the floor of the hardware and the vendor's library.
 
+mod overlap;
 mod p2p;
-mod timing;
+pub(crate) mod timing;
 
 use crate::options::Options;
 use anyhow::Result;
@@ -18,12 +19,14 @@ pub(crate) struct Bench {
 #[derive(Debug, Subcommand)]
 enum What {
     P2p(p2p::P2p),
+    Overlap(overlap::Overlap),
 }
 
 impl Bench {
     pub(crate) fn run(self, options: &Options) -> Result<ExitCode> {
         match self.what {
             What::P2p(command) => command.run(options),
+            What::Overlap(command) => command.run(options),
         }
     }
 }

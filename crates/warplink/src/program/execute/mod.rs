@@ -24,16 +24,17 @@ pub use trace::{Trace, TraceSpan};
 
 use super::ir::Program;
 use super::unrolled::Parameters;
-use super::{unroll, verify};
+use super::{refused, unroll, verify};
 use crate::bootstrap::Bootstrap;
 use crate::deadline::Deadline;
-use crate::device::{CollectiveEngine, Device};
-use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::device::{CollectiveEngine, Device, DeviceKind, Event, Priority, Stream};
+use crate::error::{Rank, Result};
 use crate::memory::Memory;
 use crate::p2p::Transfers;
+use crate::sync::lock;
 use pool::Pool;
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 /// Gives the collective engine, joining it on the first call.
@@ -85,9 +86,13 @@ impl Default for PrepareOptions {
 }
 
 /// Runs programs on one rank. Every rank prepares and binds the same programs in the same order.
+///
+/// Clones share everything.
+#[derive(Clone)]
 pub struct Executor {
     ground: Ground,
     pool: Arc<Pool>,
+    under_way: Arc<Mutex<Vec<(Arc<dyn Event>, Vec<Plan>)>>>,
 }
 
 impl fmt::Debug for Executor {
@@ -102,14 +107,55 @@ impl fmt::Debug for Executor {
 impl Executor {
     pub(crate) fn new(ground: Ground) -> Self {
         let pool = Arc::new(Pool::new(&ground.device, &ground.memory));
-        Self { ground, pool }
+        Self {
+            ground,
+            pool,
+            under_way: Arc::default(),
+        }
+    }
+
+    /// This rank.
+    pub fn rank(&self) -> Rank {
+        self.ground.rank()
+    }
+
+    /// How many ranks there are.
+    pub fn world(&self) -> usize {
+        self.ground.world()
+    }
+
+    /// Which device its programs run on.
+    pub fn device_kind(&self) -> DeviceKind {
+        self.ground.device.kind()
+    }
+
+    /// The vendor's collectives, joined on the first call.
+    pub(crate) fn collective_engine(&self) -> Result<Arc<dyn CollectiveEngine>> {
+        (self.ground.engine)()
+    }
+
+    /// A stream of the device.
+    pub(crate) fn create_stream(&self) -> Result<Arc<dyn Stream>> {
+        self.ground.device.create_stream(Priority::Normal)
+    }
+
+    /// Keeps `plans` until what `stream` was given so far is done, and lets go of earlier ones that
+    /// are.
+    pub(crate) fn keep_until_done(&self, plans: Vec<Plan>, stream: &dyn Stream) -> Result<()> {
+        let end = self.ground.device.create_event(false)?;
+        stream.record(&*end)?;
+        let mut under_way = lock(&self.under_way);
+        under_way.push((end, plans));
+        // What cannot be asked is kept: its memory may still be in use.
+        under_way.retain(|(end, _)| !end.is_reached().unwrap_or(false));
+        Ok(())
     }
 
     /// Verifies `program` for this world and unrolls it for this rank. Involves no other rank.
     ///
     /// # Errors
-    /// [`ErrorKind::Verification`] with every finding, where the program fails;
-    /// [`ErrorKind::InvalidArgument`] where the parameters are not what it requires.
+    /// [`ErrorKind::Verification`](crate::ErrorKind::Verification) with every finding, where the
+    /// program fails; [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where the parameters are not what it requires.
     pub fn prepare(
         &self,
         program: &Program,
@@ -120,13 +166,8 @@ impl Executor {
         if options.verify
             && let Err(findings) = verify(program, world, options.streams, parameters)
         {
-            let count = findings.len();
-            let text: Vec<String> = findings.iter().map(ToString::to_string).collect();
-            return Err(Error::new(ErrorKind::Verification, text.join("\n"))
-                .during(format!(
-                    "verify '{}' for {world} ranks: {count} findings",
-                    program.name
-                ))
+            return Err(refused(&program.name, &findings)
+                .during(format!("verify '{}' for {world} ranks", program.name))
                 .on_rank(rank));
         }
         let unrolled = unroll(program, rank, world, options.streams, parameters)?;

@@ -1,0 +1,267 @@
+//! The figures of one shape.
+
+use crate::commands::bench::timing::{Clock, Submission, Times};
+use crate::product::{Op, Problem, Product};
+use anyhow::{Context, Result};
+use serde::Serialize;
+use warplink::Communicator;
+use warplink::device::{AllocationKind, DeviceSlice, MatmulSpec, Stream};
+use warplink::overlap::{Options, Variant};
+
+/// What every shape is measured with.
+pub(super) struct Settings {
+    pub(super) variants: Vec<Variant>,
+    pub(super) samples: usize,
+    pub(super) streams: usize,
+    /// In bytes a second.
+    pub(super) link: f64,
+    pub(super) seed: u64,
+}
+
+/// Times of one way to submit the same work.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub(super) struct Submitted {
+    pub(super) eager: Times,
+    pub(super) captured: Times,
+}
+
+impl Submitted {
+    fn of(
+        clock: &Clock<'_>,
+        samples: usize,
+        work: &dyn Fn(&dyn Stream) -> Result<()>,
+    ) -> Result<Self> {
+        Ok(Self {
+            eager: clock.measure(samples, Submission::Eager, work)?,
+            captured: clock.measure(samples, Submission::Captured, work)?,
+        })
+    }
+
+    /// Seconds of the faster one.
+    pub(super) fn best(&self) -> f64 {
+        self.eager.median.min(self.captured.median)
+    }
+}
+
+/// The times of a shape.
+#[derive(Debug, Serialize)]
+pub(super) struct Figures {
+    #[serde(flatten)]
+    pub(super) problem: Problem,
+    /// Floating-point operations of each rank.
+    pub(super) flops: f64,
+    /// One product of the whole, without communication.
+    pub(super) compute: Submitted,
+    /// The same in as many products as there are ranks.
+    pub(super) compute_chunks: Submitted,
+    /// Bytes that a rank receives over the link's rate, in seconds.
+    pub(super) link_limit: f64,
+    pub(super) variants: Vec<Row>,
+    /// What the model says, and why.
+    pub(super) choice: String,
+}
+
+/// A variant's times, and how right its result is.
+#[derive(Debug, Serialize)]
+pub(super) struct Row {
+    pub(super) variant: &'static str,
+    /// Whether the model would choose it.
+    pub(super) chosen: bool,
+    pub(super) times: Submitted,
+    /// Of the faster submission.
+    pub(super) tflops: f64,
+    /// The product's time alone over this one.
+    pub(super) of_compute: f64,
+    /// This time over that of the link alone.
+    pub(super) over_link: f64,
+    /// The collective's time over this one.
+    pub(super) over_collective: Option<f64>,
+    /// Relative, against a product in double precision, on some rows.
+    pub(super) error: f64,
+    /// Relative, against the first variant, on more rows.
+    pub(super) difference: f64,
+    pub(super) right: bool,
+}
+
+impl Figures {
+    /// Seconds that no variant can be below.
+    pub(super) fn limit(&self) -> f64 {
+        self.compute.best().max(self.link_limit)
+    }
+
+    /// The fastest variant with overlap.
+    pub(super) fn fastest(&self) -> Option<&Row> {
+        self.variants
+            .iter()
+            .filter(|row| row.variant != Variant::Collective.name())
+            .min_by(|a, b| a.times.best().total_cmp(&b.times.best()))
+    }
+
+    /// The collective and one product.
+    pub(super) fn collective(&self) -> Option<&Row> {
+        self.variants
+            .iter()
+            .find(|row| row.variant == Variant::Collective.name())
+    }
+}
+
+/// Measures `problem`. Every rank calls this at the same time.
+pub(super) fn figures(
+    comm: &Communicator,
+    clock: &Clock<'_>,
+    problem: Problem,
+    settings: &Settings,
+) -> Result<Figures> {
+    let world = comm.world();
+    let mut product = Product::new(comm, problem, settings.seed)?;
+    let alone = Alone::new(&product)?;
+    let compute = Submitted::of(clock, settings.samples, &|stream| alone.whole(stream))?;
+    let compute_chunks = Submitted::of(clock, settings.samples, &|stream| alone.chunks(stream))?;
+    drop(alone);
+    let flops = problem.flops(world);
+    let link_limit = problem.link_bytes(world) / settings.link;
+    let mut rows: Vec<Row> = Vec::new();
+    let (mut first, mut choice) = (None, String::new());
+    for variant in &settings.variants {
+        let options = Options {
+            streams: Some(settings.streams),
+            ..Options::of(*variant)
+        };
+        let plan = product
+            .plan(&options)
+            .with_context(|| format!("make a plan for {variant}"))?;
+        let work = |stream: &dyn Stream| plan.run(stream);
+        let error = product
+            .error_of(&*clock.stream, &work)
+            .with_context(|| format!("run {variant}"))?;
+        let difference = difference(clock, &product, &mut first)?;
+        let times = Submitted::of(clock, settings.samples, &work)
+            .with_context(|| format!("time {variant}"))?;
+        let (estimates, best) = (&plan.choice().estimates, times.best());
+        let most = 2.0 * problem.dtype.matmul_tolerance().unwrap_or_default();
+        rows.push(Row {
+            variant: variant.name(),
+            chosen: estimates
+                .first()
+                .is_some_and(|best| best.variant == *variant),
+            times,
+            tflops: flops / best / 1e12,
+            of_compute: compute.best() / best,
+            over_link: best / link_limit,
+            over_collective: None,
+            error,
+            difference,
+            right: product.is_right(error) && difference <= most,
+        });
+        choice = plan.choice().to_string();
+    }
+    let collective = rows
+        .iter()
+        .find(|row| row.variant == Variant::Collective.name())
+        .map(|row| row.times.best());
+    for row in &mut rows {
+        row.over_collective = collective.map(|collective| collective / row.times.best());
+    }
+    Ok(Figures {
+        problem,
+        flops,
+        compute,
+        compute_chunks,
+        link_limit,
+        variants: rows,
+        choice,
+    })
+}
+
+/// The relative difference between what the result holds and what it held for the first variant,
+/// on some rows; of the rank where it is largest.
+fn difference(
+    clock: &Clock<'_>,
+    product: &Product<'_>,
+    first: &mut Option<Vec<f64>>,
+) -> Result<f64> {
+    let now = product.some_rows()?;
+    let own = match first {
+        None => {
+            *first = Some(now);
+            0.0
+        }
+        Some(first) => {
+            let (mut difference, mut norm) = (0.0, 0.0);
+            for (now, first) in now.iter().zip(first) {
+                difference += (now - *first).powi(2);
+                norm += first.powi(2);
+            }
+            (difference / norm).sqrt()
+        }
+    };
+    // The largest is asked for, which a NaN is not.
+    let own = if own.is_nan() { f64::INFINITY } else { own };
+    Ok(clock.slowest(vec![own])?.median)
+}
+
+/// The product of a rank without any communication.
+struct Alone {
+    whole: MatmulSpec,
+    chunk: MatmulSpec,
+    a: DeviceSlice,
+    b: DeviceSlice,
+    c: DeviceSlice,
+    compute: std::sync::Arc<dyn warplink::device::Compute>,
+}
+
+impl Alone {
+    fn new(product: &Product<'_>) -> Result<Self> {
+        let comm = product.comm;
+        let (device, world) = (comm.device(), comm.world());
+        let Problem { op, m, k, n, dtype } = product.problem;
+        let (a, c, depth) = match op {
+            Op::AllGatherMatmul => {
+                // Its own part again and again: the content decides about the power that a product
+                // takes, so it may not be just anything.
+                let a = device.allocate(m * k * dtype.size(), AllocationKind::Plain)?;
+                let stream = comm.create_stream(warplink::device::Priority::Normal)?;
+                let part = product.a.bytes();
+                for index in 0..world {
+                    stream.copy(&a.slice(index * part..(index + 1) * part)?, &product.a)?;
+                }
+                comm.synchronize(&*stream)?;
+                (a, product.c.clone(), k)
+            }
+            Op::MatmulReduceScatter => {
+                let c = device.allocate(m * n * dtype.size(), AllocationKind::Plain)?;
+                (product.a.clone(), c, k / world)
+            }
+        };
+        let whole = MatmulSpec::new(m, n, depth, dtype);
+        let chunk = MatmulSpec::new(m / world, n, depth, dtype);
+        let compute = comm.compute()?;
+        compute.prepare_matmul(&whole)?;
+        compute.prepare_matmul(&chunk)?;
+        Ok(Self {
+            whole,
+            chunk,
+            a,
+            b: product.b.clone(),
+            c,
+            compute,
+        })
+    }
+
+    fn whole(&self, stream: &dyn Stream) -> Result<()> {
+        let Self { a, b, c, .. } = self;
+        Ok(self.compute.matmul(stream, &self.whole, a, b, c, None)?)
+    }
+
+    fn chunks(&self, stream: &dyn Stream) -> Result<()> {
+        let chunks = self.whole.m / self.chunk.m;
+        let (rows, results) = (self.a.bytes() / chunks, self.c.bytes() / chunks);
+        for index in 0..chunks {
+            let a = self.a.slice(index * rows..(index + 1) * rows)?;
+            let c = self.c.slice(index * results..(index + 1) * results)?;
+            self.compute
+                .matmul(stream, &self.chunk, &a, &self.b, &c, None)?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,269 @@
+//! `warplink bench overlap`: overlapped products beside the product alone and the vendor's
+//! collective followed by it.
+
+mod measure;
+mod plot;
+mod report;
+
+use super::timing::Clock;
+use crate::commands::ranks;
+use crate::options::Options;
+use crate::product::{Op, Problem, common_seed, product_type};
+use crate::report::print_json;
+use crate::report::progress::Progress;
+use anyhow::{Context, Result};
+use clap::Args;
+use measure::{Figures, Settings};
+use serde::Serialize;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::str::FromStr;
+use warplink::device::Priority;
+use warplink::overlap::Variant;
+use warplink::{Communicator, DType, DeviceKind, ErrorKind};
+
+/// Measure matrix products with their communication overlapped
+///
+/// For each shape: the product alone, whole and in as many chunks as there are ranks; the vendor's
+/// collective before or after one product; and every variant of the overlapped program. Beside them
+/// stand two limits: the bytes that a rank receives over the link's rate, and the product alone.
+/// Every sample starts with a barrier over all ranks, the slowest rank counts, and a time is the
+/// median of all samples. Every variant's result is checked. The variant that the model would choose
+/// is marked with '*'.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:\n  \
+    warplink bench overlap\n  \
+    warplink bench overlap --shape 8192,8192,3584 --op all-gather-matmul --plot overlap.svg\n  \
+    warplink bench overlap --ddlb --variants push-rotated,ring-put --output ddlb.json\n  \
+    warplink bench overlap --device host -n 2 --shape 256,256,256")]
+pub(crate) struct Overlap {
+    /// A shape, m,k,n: A is m x k, B is k x n; can be repeated [default: four shapes on cuda, two
+    /// small ones on host]
+    #[arg(long = "shape", value_name = "M,K,N")]
+    shapes: Vec<Shape>,
+    /// Every m, k and n of 512, 1024, 2048, 4096, 8192 and 16384, as the benchmark DDLB has them
+    #[arg(long, conflicts_with = "shapes")]
+    ddlb: bool,
+    /// Which products; can be repeated [default: both]
+    #[arg(long = "op", value_name = "OP")]
+    ops: Vec<Op>,
+    /// Element type: bf16, f16 or f32 [default: bf16 on cuda, f32 on host]
+    #[arg(long, value_name = "TYPE", value_parser = product_type)]
+    dtype: Option<DType>,
+    /// Only these variants, with commas between them [default: all]
+    #[arg(long, value_name = "A,B", value_delimiter = ',')]
+    variants: Vec<Variant>,
+    /// Samples of each figure [default: 20 on cuda, 5 on host]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
+    samples: Option<u16>,
+    /// Streams that the products take turns on
+    #[arg(long, value_name = "N", default_value = "2", value_parser = clap::value_parser!(u8).range(1..=32))]
+    streams: u8,
+    /// Rate of the link, in 10^9 bytes a second, for its limit
+    #[arg(long, value_name = "GB/S", default_value = "393", value_parser = positive)]
+    link: f64,
+    /// Seed of the inputs [default: from the system's randomness]
+    #[arg(long, value_name = "SEED")]
+    seed: Option<u64>,
+    /// Write the figures as JSON to this file
+    #[arg(long, value_name = "FILE.json")]
+    output: Option<PathBuf>,
+    /// Draw the figures as SVG into this file
+    #[arg(long, value_name = "FILE.svg")]
+    plot: Option<PathBuf>,
+}
+
+/// The sizes of a product.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Shape {
+    m: usize,
+    k: usize,
+    n: usize,
+}
+
+impl FromStr for Shape {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let sizes: Vec<Option<usize>> = text
+            .split(',')
+            .map(|size| size.trim().parse().ok())
+            .collect();
+        match sizes[..] {
+            [Some(m), Some(k), Some(n)] if m > 0 && k > 0 && n > 0 => Ok(Self { m, k, n }),
+            _ => Err("give three sizes, as in 8192,8192,3584".to_owned()),
+        }
+    }
+}
+
+fn positive(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(rate) if rate.is_finite() && rate > 0.0 => Ok(rate),
+        _ => Err("give a positive number".to_owned()),
+    }
+}
+
+/// The sizes of the DDLB benchmark.
+const DDLB: [usize; 6] = [512, 1024, 2048, 4096, 8192, 16384];
+
+#[derive(Debug, Serialize)]
+struct Report {
+    benchmark: &'static str,
+    device: String,
+    ranks: usize,
+    nccl: Option<String>,
+    streams: usize,
+    samples: usize,
+    /// In 10^9 bytes a second.
+    link: f64,
+    seed: u64,
+    shapes: Vec<Figures>,
+}
+
+impl Overlap {
+    pub(crate) fn run(self, options: &Options) -> Result<ExitCode> {
+        ranks::run(options, |comm| {
+            let report = self.measure(comm)?;
+            if comm.rank() == 0 {
+                if options.json {
+                    print_json(&report)?;
+                } else {
+                    print!("{}", report.text());
+                }
+                self.write(&report)?;
+            }
+            Ok(match report.is_right() {
+                true => ExitCode::SUCCESS,
+                false => ExitCode::FAILURE,
+            })
+        })
+    }
+
+    fn write(&self, report: &Report) -> Result<()> {
+        if let Some(path) = &self.output {
+            let text = serde_json::to_vec_pretty(report).context("write the figures as JSON")?;
+            std::fs::write(path, text).with_context(|| format!("write {}", path.display()))?;
+        }
+        if let Some(path) = &self.plot {
+            let drawing = plot::draw(report).context("draw the figures")?;
+            std::fs::write(path, drawing).with_context(|| format!("write {}", path.display()))?;
+        }
+        Ok(())
+    }
+
+    fn measure(&self, comm: &Communicator) -> Result<Report> {
+        let kind = comm.device().kind();
+        let problems = self.problems(kind);
+        for problem in &problems {
+            problem.check(comm.world())?;
+        }
+        // All ranks join the engine together, so all find it missing or none does.
+        let nccl = match comm.collective_engine() {
+            Ok(engine) => Some(engine.describe()),
+            Err(error) if error.kind() == ErrorKind::LibraryMissing => {
+                if comm.rank() == 0 {
+                    crate::report::complain(&format!("without the collective: {error}"));
+                }
+                None
+            }
+            Err(error) => return Err(error.into()),
+        };
+        let wanted = |variant: &Variant| {
+            (self.variants.is_empty() || self.variants.contains(variant))
+                && (nccl.is_some() || *variant != Variant::Collective)
+        };
+        let settings = Settings {
+            variants: Variant::ALL.into_iter().filter(wanted).collect(),
+            samples: match (self.samples, kind) {
+                (Some(samples), _) => samples.into(),
+                (None, DeviceKind::Cuda) => 20,
+                (None, DeviceKind::Host) => 5,
+            },
+            streams: self.streams.into(),
+            link: self.link * 1e9,
+            seed: common_seed(comm, self.seed)?,
+        };
+        let clock = Clock::new(comm, Priority::Normal)?;
+        let progress =
+            (comm.rank() == 0).then(|| Progress::new(problems.len() as u64, "overlapped products"));
+        let mut shapes = Vec::new();
+        for problem in problems {
+            let Problem { m, k, n, .. } = problem;
+            shapes.push(
+                measure::figures(comm, &clock, problem, &settings)
+                    .with_context(|| format!("measure {} of {m},{k},{n}", problem.op))?,
+            );
+            if let Some(progress) = &progress {
+                progress.step(format!("{m},{k},{n}"));
+            }
+        }
+        Ok(Report {
+            benchmark: "overlap",
+            device: comm.device().describe(),
+            ranks: comm.world(),
+            nccl,
+            streams: settings.streams,
+            samples: settings.samples,
+            link: self.link,
+            seed: settings.seed,
+            shapes,
+        })
+    }
+
+    fn problems(&self, kind: DeviceKind) -> Vec<Problem> {
+        let shape = |(m, k, n)| Shape { m, k, n };
+        let shapes: Vec<Shape> = match (&self.shapes[..], self.ddlb, kind) {
+            (given @ [_, ..], ..) => given.to_vec(),
+            (_, true, _) => DDLB
+                .into_iter()
+                .flat_map(|m| DDLB.into_iter().map(move |k| (m, k)))
+                .flat_map(|(m, k)| DDLB.into_iter().map(move |n| shape((m, k, n))))
+                .collect(),
+            (_, _, DeviceKind::Cuda) => [
+                (32768, 16384, 8192),
+                (32768, 16384, 1024),
+                (16384, 8192, 1024),
+                (8192, 8192, 3584),
+            ]
+            .map(shape)
+            .to_vec(),
+            (_, _, DeviceKind::Host) => [(256, 512, 256), (512, 512, 64)].map(shape).to_vec(),
+        };
+        let ops = match &self.ops[..] {
+            [] => &[Op::AllGatherMatmul, Op::MatmulReduceScatter],
+            ops => ops,
+        };
+        let dtype = self.dtype.unwrap_or(match kind {
+            DeviceKind::Cuda => DType::BF16,
+            DeviceKind::Host => DType::F32,
+        });
+        ops.iter()
+            .flat_map(|&op| {
+                shapes
+                    .iter()
+                    .map(move |&Shape { m, k, n }| Problem { op, m, k, n, dtype })
+            })
+            .collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shapes_are_read() {
+        let shape = Shape { m: 1, k: 2, n: 3 };
+        assert_eq!("1,2,3".parse(), Ok(shape));
+        assert_eq!("1, 2, 3".parse(), Ok(shape));
+        for text in ["", "1,2", "1,2,3,4", "1,0,3", "a,b,c", "-1,2,3"] {
+            assert!(text.parse::<Shape>().is_err(), "{text}");
+        }
+        assert!(positive("393.6").is_ok());
+        assert!(
+            ["0", "-1", "nan", "inf", "x"]
+                .into_iter()
+                .all(|text| positive(text).is_err())
+        );
+    }
+}

@@ -1,0 +1,87 @@
+//! The figures as text.
+
+use super::Report;
+use super::measure::{Figures, Submitted};
+use crate::product::Problem;
+use crate::report::table::{Align, Table};
+
+impl Report {
+    /// Whether every variant computed what it should.
+    pub(super) fn is_right(&self) -> bool {
+        self.shapes
+            .iter()
+            .flat_map(|shape| &shape.variants)
+            .all(|row| row.right)
+    }
+
+    pub(super) fn text(&self) -> String {
+        let mut text = format!("{} ranks on {}", self.ranks, self.device);
+        if let Some(nccl) = &self.nccl {
+            text += &format!(", beside {nccl}");
+        }
+        text += &format!(
+            "; {} samples, {} streams, link {} GB/s\n",
+            self.samples, self.streams, self.link
+        );
+        for shape in &self.shapes {
+            text += &shape.text();
+        }
+        text
+    }
+}
+
+impl Figures {
+    fn text(&self) -> String {
+        let Problem {
+            op, m, k, n, dtype, ..
+        } = self.problem;
+        let mut table = Table::new([
+            ("", Align::Left),
+            ("eager (us)", Align::Right),
+            ("captured (us)", Align::Right),
+            ("least", Align::Right),
+            ("most", Align::Right),
+            ("TFLOP/s", Align::Right),
+            ("of product", Align::Right),
+            ("over link", Align::Right),
+            ("x collective", Align::Right),
+            ("error", Align::Right),
+        ]);
+        let micros = |seconds: f64| format!("{:.1}", seconds * 1e6);
+        let times = |name: &str, times: &Submitted| {
+            let faster = match times.captured.median <= times.eager.median {
+                true => times.captured,
+                false => times.eager,
+            };
+            vec![
+                name.to_owned(),
+                micros(times.eager.median),
+                micros(times.captured.median),
+                micros(faster.least),
+                micros(faster.most),
+                format!("{:.1}", self.flops / times.best() / 1e12),
+                format!("{:.3}", self.compute.best() / times.best()),
+            ]
+        };
+        table.row(times("product alone", &self.compute));
+        table.row(times("in chunks", &self.compute_chunks));
+        table.row([
+            "link alone".to_owned(),
+            String::new(),
+            micros(self.link_limit),
+        ]);
+        for row in &self.variants {
+            let mark = if row.chosen { " *" } else { "" };
+            let mut cells = times(&format!("{}{mark}", row.variant), &row.times);
+            cells.push(format!("{:.3}", row.over_link));
+            cells.push(
+                row.over_collective
+                    .map_or_else(String::new, |times| format!("{times:.3}")),
+            );
+            let verdict = if row.right { "" } else { " WRONG" };
+            cells.push(format!("{:.1e}{verdict}", row.error));
+            table.row(cells);
+        }
+        format!("\n{op}, m {m}, k {k}, n {n}, {dtype}\n{table}")
+    }
+}

@@ -1,0 +1,151 @@
+//! Random matrices whose elements any rank can compute, so that a reference needs no communication.
+
+use std::ops::Range;
+use warplink::DType;
+
+/// A matrix of pseudo-random elements between -1 and 1, each exact in its type: what is multiplied
+/// is what the reference multiplies.
+#[derive(Clone, Debug)]
+pub(crate) struct Matrix {
+    seed: u64,
+    pub(crate) columns: usize,
+    dtype: DType,
+}
+
+/// Elements that one draw gives, and their significant bits.
+fn lanes(dtype: DType) -> (usize, u32) {
+    match dtype {
+        DType::BF16 => (8, 8),
+        DType::F16 => (4, 11),
+        _ => (2, 24),
+    }
+}
+
+/// A bijection that spreads every bit of its argument over all bits.
+fn mix(mut x: u64) -> u64 {
+    x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    x ^ (x >> 31)
+}
+
+const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
+
+impl Matrix {
+    /// Matrix number `which` of `seed`.
+    pub(crate) fn new(seed: u64, which: u64, rows: usize, columns: usize, dtype: DType) -> Self {
+        debug_assert!(rows > 0 && columns > 0);
+        Self {
+            seed: mix(seed ^ mix(which.wrapping_mul(STEP))),
+            columns,
+            dtype,
+        }
+    }
+
+    /// The elements of a row's `columns` into `out`, which has as many.
+    pub(crate) fn row(&self, row: usize, columns: Range<usize>, out: &mut [f32]) {
+        let (lanes, bits) = lanes(self.dtype);
+        let width = 64 / lanes as u32;
+        let start = mix(self.seed.wrapping_add((row as u64 + 1).wrapping_mul(STEP)));
+        let scale = 1.0 / (1_u32 << (bits - 1)) as f32;
+        let mut at = columns.start;
+        let mut out = out.iter_mut();
+        while at < columns.end {
+            let drawn = mix(start.wrapping_add(((at / lanes) as u64 + 1).wrapping_mul(STEP)));
+            let first = at % lanes;
+            let last = lanes.min(first + columns.end - at);
+            for (lane, value) in (first..last).zip(&mut out) {
+                // The lane's highest bits, as a signed number.
+                let top = (drawn << (64 - width * (lane as u32 + 1))) as i64 >> (64 - bits);
+                *value = top as f32 * scale;
+            }
+            at += last - first;
+        }
+    }
+
+    /// A block in its element type, row after row. `ranks` of this machine share its processors.
+    pub(crate) fn bytes(&self, rows: Range<usize>, columns: Range<usize>, ranks: usize) -> Vec<u8> {
+        let row_bytes = columns.len() * self.dtype.size();
+        let mut bytes = vec![0; rows.len() * row_bytes];
+        let each = rows.len().div_ceil(threads(ranks)).max(1);
+        std::thread::scope(|scope| {
+            for (part, chunk) in bytes.chunks_mut((each * row_bytes).max(1)).enumerate() {
+                let (first, columns) = (rows.start + part * each, columns.clone());
+                scope.spawn(move || {
+                    let mut values = vec![0.0; columns.len()];
+                    for (row, out) in chunk.chunks_exact_mut(row_bytes).enumerate() {
+                        self.row(first + row, columns.clone(), &mut values);
+                        encode(self.dtype, &values, out);
+                    }
+                });
+            }
+        });
+        bytes
+    }
+}
+
+/// How many threads each of `ranks` may use.
+pub(crate) fn threads(ranks: usize) -> usize {
+    let all = std::thread::available_parallelism().map_or(1, usize::from);
+    (all / ranks.max(1)).clamp(1, 16)
+}
+
+fn encode(dtype: DType, values: &[f32], out: &mut [u8]) {
+    let pairs = values.iter().zip(out.chunks_exact_mut(dtype.size()));
+    match dtype {
+        // The values are exact, so cutting off is not rounding.
+        DType::BF16 => pairs.for_each(|(value, out)| {
+            out.copy_from_slice(&((value.to_bits() >> 16) as u16).to_le_bytes());
+        }),
+        DType::F16 => pairs.for_each(|(value, out)| {
+            out.copy_from_slice(&half::f16::from_f32(*value).to_le_bytes());
+        }),
+        _ => pairs.for_each(|(value, out)| out.copy_from_slice(&value.to_le_bytes())),
+    }
+}
+
+/// The elements of `bytes`; of products' element types only.
+pub(crate) fn decode(dtype: DType, bytes: &[u8]) -> impl Iterator<Item = f64> + '_ {
+    bytes
+        .chunks_exact(dtype.size())
+        .map(move |element| match (dtype, element) {
+            (DType::BF16, [low, high]) => half::bf16::from_le_bytes([*low, *high]).to_f64(),
+            (DType::F16, [low, high]) => half::f16::from_le_bytes([*low, *high]).to_f64(),
+            (_, [a, b, c, d]) => f32::from_le_bytes([*a, *b, *c, *d]).into(),
+            _ => f64::NAN,
+        })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_block_is_a_part_of_the_whole() {
+        for dtype in [DType::BF16, DType::F16, DType::F32] {
+            let matrix = Matrix::new(7, 1, 9, 37, dtype);
+            let whole = matrix.bytes(0..9, 0..37, 1);
+            let all: Vec<f64> = decode(dtype, &whole).collect();
+            assert!(all.iter().all(|value| (-1.0..1.0).contains(value)));
+            let mean = all.iter().sum::<f64>() / all.len() as f64;
+            assert!(mean.abs() < 0.15, "{dtype}: {mean}");
+            let block = matrix.bytes(2..7, 5..30, 1);
+            for (at, value) in decode(dtype, &block).enumerate() {
+                assert_eq!(value, all[(2 + at / 25) * 37 + 5 + at % 25], "{dtype}");
+            }
+            let mut row = vec![0.0; 37];
+            matrix.row(3, 0..37, &mut row);
+            assert!(
+                row.iter()
+                    .zip(&all[3 * 37..])
+                    .all(|(a, b)| f64::from(*a) == *b)
+            );
+        }
+    }
+
+    #[test]
+    fn seeds_and_matrices_differ() {
+        let bytes = |seed, which| Matrix::new(seed, which, 4, 8, DType::F32).bytes(0..4, 0..8, 1);
+        assert_ne!(bytes(1, 1), bytes(2, 1));
+        assert_ne!(bytes(1, 1), bytes(1, 2));
+    }
+}
