@@ -1,5 +1,6 @@
 //! The subcommands, each with its arguments and what it does with them.
 
 pub(crate) mod bench;
+pub(crate) mod doctor;
 pub(crate) mod launch;
 mod ranks;
