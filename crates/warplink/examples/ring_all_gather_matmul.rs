@@ -43,6 +43,9 @@
 //!                                            A[1], when the ring has ended
 //! ```
 //!
+//! On GPUs, copy engines move the bytes while the multiprocessors multiply. On the host device both
+//! take the same processors, so there the example shows how it is done, and not that it is faster.
+//!
 //! # Read on in this order
 //!
 //! [`Ring::new`] exchanges the transfers, once. [`Ring::step`] is one step of the ring.
