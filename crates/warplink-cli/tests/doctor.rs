@@ -1,5 +1,10 @@
 //! What `warplink doctor` says, and how it exits, on a machine of any kind.
 
+#![allow(
+    clippy::unwrap_used,
+    reason = "a test that fails here should stop here"
+)]
+
 #[allow(dead_code, reason = "shared with the tests of launch")]
 mod common;
 

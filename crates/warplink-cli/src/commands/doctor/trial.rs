@@ -10,14 +10,11 @@ use clap::{Args, ValueEnum};
 use serde::{Deserialize, Serialize};
 use std::io::Read;
 use std::process::{Command, ExitCode, Stdio};
-use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
-use warplink::device::{
-    AllocationKind, DeviceBuffer, MatmulSpec, MemoryOp, Priority, ReduceOp, Stream,
-};
+use warplink::device::{AllocationKind, DeviceBuffer, MatmulSpec, MemoryOp, Priority, ReduceOp};
 use warplink::memory::Region;
-use warplink::p2p::{Batch, Protocol, TransferRequest};
+use warplink::p2p::{Batch, Protocol, Transfer, TransferRequest};
 use warplink::{Communicator, Config, DType, DeviceKind, Error, ErrorKind};
 
 /// The hidden subcommand that is a rank of a trial.
@@ -351,26 +348,31 @@ fn try_transfers(comm: &Communicator, kind: AllocationKind, protocol: Protocol) 
         requests.push(TransferRequest::receive(receive, peer, 0).protocol(protocol));
     }
     let transfers = agree(comm, comm.exchange(&requests).map_err(Into::into))?;
-    let stream: Arc<dyn Stream> = comm.create_stream(Priority::High)?;
-    let batch = Batch::new().post(&transfers).wait(&transfers);
-    batch.enqueue(&*stream)?;
-    comm.synchronize(&*stream)?;
-    let checked = peers
-        .iter()
-        .zip(&prepared)
-        .try_for_each(|(&peer, (_, to))| {
-            let mut bytes = vec![0; BYTES];
-            comm.device().download(to.slice(), &mut bytes)?;
-            let expected = pattern(peer, rank);
-            let wrong = bytes.iter().zip(&expected).filter(|(a, b)| a != b).count();
-            ensure!(
-                wrong == 0,
-                "{wrong} of {BYTES} bytes from rank {peer} are wrong"
-            );
-            Ok(())
-        });
+    let checked = carry_out(comm, &transfers).and_then(|()| {
+        peers
+            .iter()
+            .zip(&prepared)
+            .try_for_each(|(&peer, (_, to))| {
+                let mut bytes = vec![0; BYTES];
+                comm.device().download(to.slice(), &mut bytes)?;
+                let expected = pattern(peer, rank);
+                let wrong = bytes.iter().zip(&expected).filter(|(a, b)| a != b).count();
+                ensure!(
+                    wrong == 0,
+                    "{wrong} of {BYTES} bytes from rank {peer} are wrong"
+                );
+                Ok(())
+            })
+    });
     agree(comm, checked)?;
     Ok("sent between every pair, read back and compared".to_owned())
+}
+
+fn carry_out(comm: &Communicator, transfers: &[Transfer]) -> Result<()> {
+    let stream = comm.create_stream(Priority::High)?;
+    let batch = Batch::new().post(transfers).wait(transfers);
+    batch.enqueue(&*stream)?;
+    Ok(comm.synchronize(&*stream)?)
 }
 
 /// Passes `own` on if every rank succeeded, and fails if one did not.
