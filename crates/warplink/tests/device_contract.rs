@@ -196,13 +196,13 @@ fn a_graph_replays_what_was_captured_on_two_streams() {
         ])
         .unwrap();
     first.copy(&c, &a).unwrap();
+    second.copy(&a, &b).unwrap();
     second
         .memory_ops(&[MemoryOp::Write {
             word: &go,
             value: 1,
         }])
         .unwrap();
-    second.copy(&a, &b).unwrap_or(());
     second
         .memory_ops(&[MemoryOp::Write {
             word: &done,
@@ -222,7 +222,7 @@ fn a_graph_replays_what_was_captured_on_two_streams() {
     device.download(&c, &mut seen).unwrap();
     assert!(
         seen.iter().all(|byte| *byte == 2),
-        "after the first launch a holds b"
+        "the first lane did not wait for the second"
     );
 }
 

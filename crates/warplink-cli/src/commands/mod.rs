@@ -2,5 +2,6 @@
 
 pub(crate) mod bench;
 pub(crate) mod demo;
+pub(crate) mod doctor;
 pub(crate) mod launch;
 mod ranks;
