@@ -34,6 +34,7 @@ enum Command {
     Bench(commands::bench::Bench),
     Demo(commands::demo::Demo),
     Launch(commands::launch::Launch),
+    Program(commands::program::Program),
     #[command(name = launch::RANK_COMMAND, hide = true)]
     Rank(launch::RankArgs),
     #[command(name = launch::GUARD_COMMAND, hide = true)]
@@ -47,6 +48,7 @@ fn main() -> ExitCode {
         Command::Bench(command) => command.run(&cli.options),
         Command::Demo(command) => command.run(&cli.options),
         Command::Launch(command) => command.run(&cli.options),
+        Command::Program(command) => command.run(&cli.options),
         Command::Rank(args) => Ok(launch::become_rank(&args)),
         Command::Guard => launch::guard(),
     };

@@ -3,4 +3,5 @@
 pub(crate) mod bench;
 pub(crate) mod demo;
 pub(crate) mod launch;
+pub(crate) mod program;
 mod ranks;
