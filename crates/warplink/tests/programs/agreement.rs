@@ -110,7 +110,7 @@ fn accepted_programs_give_the_same_under_delays() {
     }
     let long = Duration::from_secs(30);
     let mut accepted = 0;
-    for seed in 0..60 {
+    for seed in 0..150 {
         let sample = sample(seed, Allowed::default()).unwrap();
         if judge(&sample).is_err() {
             continue;
@@ -134,7 +134,7 @@ fn accepted_programs_give_the_same_under_delays() {
             }
         }
     }
-    assert!(accepted >= 20, "only {accepted} samples were accepted");
+    assert!(accepted >= 50, "only {accepted} samples were accepted");
 }
 
 #[test]

@@ -15,6 +15,7 @@
 mod bind;
 mod plan;
 mod pool;
+mod resolve;
 mod step;
 mod trace;
 
