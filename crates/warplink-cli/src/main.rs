@@ -18,6 +18,7 @@ use std::process::ExitCode;
     about,
     after_help = "Examples:\n  \
         warplink demo\n  \
+        warplink doctor\n  \
         warplink launch -n 4 -- ./my-program --size 1GiB\n  \
         warplink help launch\n\n\
         A result goes to standard output, everything else to standard error."
@@ -33,8 +34,11 @@ struct Cli {
 enum Command {
     Bench(commands::bench::Bench),
     Demo(commands::demo::Demo),
+    Doctor(commands::doctor::Doctor),
     Launch(commands::launch::Launch),
     Program(commands::program::Program),
+    #[command(name = commands::doctor::TRIAL_COMMAND, hide = true)]
+    DoctorTrial(commands::doctor::TrialArgs),
     #[command(name = launch::RANK_COMMAND, hide = true)]
     Rank(launch::RankArgs),
     #[command(name = launch::GUARD_COMMAND, hide = true)]
@@ -47,6 +51,8 @@ fn main() -> ExitCode {
     let done = match cli.command {
         Command::Bench(command) => command.run(&cli.options),
         Command::Demo(command) => command.run(&cli.options),
+        Command::Doctor(command) => command.run(&cli.options),
+        Command::DoctorTrial(args) => commands::doctor::run_trial(&args),
         Command::Launch(command) => command.run(&cli.options),
         Command::Program(command) => command.run(&cli.options),
         Command::Rank(args) => Ok(launch::become_rank(&args)),

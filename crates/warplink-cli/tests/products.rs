@@ -1,5 +1,8 @@
 //! The demo, the benchmarks of products and programs, and `warplink program`, on the host device.
 
+// A test fails by panicking.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
 #[allow(dead_code, reason = "shared with the tests of endings")]
 mod common;
 

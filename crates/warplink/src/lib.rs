@@ -13,7 +13,46 @@
 //! | [`memory`] | regions, handles on the wire, mappings of a peer's memory, their cache |
 //! | [`bootstrap`] | the key-value store, unique ids, all-gather and barrier of bytes |
 //! | [`device`] | what a device does, and the two that do it: `cuda` and `host` |
-//! | [`dtype`], [`error`], [`deadline`], [`sync`] | element types, the error type, deadlines, atomics |
+//! | [`dtype`], [`error`], [`deadline`], [`sync`] | element types, the error type, deadlines, locks and atomics |
+//!
+//! # A ring of transfers
+//!
+//! Every rank sends to its right neighbour and receives from its left, as often as it likes after
+//! one exchange. Started by `warplink launch -n 4 -- ...`, or by another launcher:
+//!
+//! ```no_run
+//! use warplink::device::Priority;
+//! use warplink::p2p::{TransferRequest, post_all, wait_all};
+//! use warplink::{Communicator, Result};
+//!
+//! fn main() -> Result<()> {
+//!     let comm = Communicator::from_env()?;
+//!     let (rank, world) = (comm.rank(), comm.world());
+//!     let (right, left) = ((rank + 1) % world, (rank + world - 1) % world);
+//!
+//!     // Memory that peers may reach, and the two transfers: here hosts wait for one another.
+//!     let (own, received) = (comm.alloc(1 << 20)?, comm.alloc(1 << 20)?);
+//!     let transfers = comm.exchange(&[
+//!         TransferRequest::send(&own, right, 0),
+//!         TransferRequest::receive(&received, left, 0),
+//!     ])?;
+//!     let group: Vec<_> = transfers.iter().collect();
+//!
+//!     // From here on only streams do.
+//!     let stream = comm.create_stream(Priority::High)?;
+//!     for _round in 0..32 {
+//!         stream.fill(own.slice(), rank as u8)?;
+//!         post_all(&group, &*stream)?;
+//!         wait_all(&group, &*stream)?;
+//!         // Now `received` holds the left neighbour's bytes, and `own` may change.
+//!     }
+//!     comm.synchronize(&*stream)?;
+//!     drop(transfers);
+//!     comm.close()
+//! }
+//! ```
+//!
+//! The examples `two_ranks` and `ring_all_gather_matmul` are made to be read next.
 
 pub mod bootstrap;
 pub mod communicator;
@@ -33,3 +72,8 @@ pub use deadline::Deadline;
 pub use device::{Device, DeviceKind};
 pub use dtype::DType;
 pub use error::{Error, ErrorKind, Rank, Result};
+
+// The code of the README is run with the other examples of the documentation.
+#[cfg(doctest)]
+#[doc = include_str!("../../../README.md")]
+struct Readme;

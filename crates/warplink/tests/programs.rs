@@ -1,6 +1,9 @@
 //! Programs that run: overlapped products of every variant, graphs, bindings, traces, and what the
 //! verifier says against what happens. Ranks are threads.
 
+// A test fails by panicking.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
 #[path = "programs/agreement.rs"]
 mod agreement;
 mod common;

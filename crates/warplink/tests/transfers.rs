@@ -1,6 +1,9 @@
 //! Transfers between ranks: the cases of the systems that Warplink unites, and what breaks naive
 //! versions of them. Ranks are processes unless a test says otherwise.
 
+// A test fails by panicking.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
 mod common;
 
 use common::{Ranks, delays, processes, threads, threads_with, values, world};

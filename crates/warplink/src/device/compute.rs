@@ -104,7 +104,7 @@ pub trait Compute: Send + Sync + fmt::Debug {
     ) -> Result<()>;
 
     /// Enqueues `target = Σ sources`, element by element, in order, accumulated in `f32` (in `f64`
-    /// and `i32` for these). `target` may be one of the sources. All have the same length.
+    /// and `i32` for these; bytes have no sum). `target` may be one of the sources. All have the same length.
     fn sum(
         &self,
         stream: &dyn Stream,

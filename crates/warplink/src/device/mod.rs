@@ -31,7 +31,8 @@ pub use collective::{CollectiveEngine, ReduceOp, UniqueBytesExchange};
 pub use compute::{Compute, MatmulSpec};
 pub use fault::Fault;
 pub use slice::{Backing, DeviceSlice, Word};
-pub use stream::{Event, Graph, MemoryOp, Priority, Stream};
+pub(crate) use stream::sequence_apart;
+pub use stream::{Event, Graph, MemoryOp, Priority, Stream, StreamOp};
 
 use crate::error::{Error, ErrorKind, Result};
 use std::any::Any;

@@ -27,6 +27,12 @@ pub enum MemoryOp<'a> {
         /// Its new value.
         value: u64,
     },
+    /// Sets the word, in this rank's own memory, to zero, after what precedes it in the stream and
+    /// before every later `Write` of the stream. It orders nothing else, and so costs less.
+    Reset {
+        /// The word.
+        word: &'a Word,
+    },
     /// Holds the stream until the word is at least `value`. Values are compared as a signed
     /// difference, so they may not be 2^63 or more apart.
     Wait {
@@ -35,6 +41,36 @@ pub enum MemoryOp<'a> {
         /// The value to reach.
         value: u64,
     },
+}
+
+/// A member of a sequence.
+#[derive(Clone, Copy, Debug)]
+pub enum StreamOp<'a> {
+    /// On a word.
+    Memory(MemoryOp<'a>),
+    /// A copy between slices of the same length, either of which may be a peer's.
+    Copy {
+        /// What is written.
+        target: &'a DeviceSlice,
+        /// What is read.
+        source: &'a DeviceSlice,
+    },
+}
+
+/// A sequence by the calls one by one, with neighbouring operations on words together.
+pub(crate) fn sequence_apart(stream: &dyn Stream, ops: &[StreamOp<'_>]) -> Result<()> {
+    let mut pending: Vec<MemoryOp<'_>> = Vec::with_capacity(ops.len());
+    for op in ops {
+        match op {
+            StreamOp::Memory(op) => pending.push(*op),
+            StreamOp::Copy { target, source } => {
+                stream.memory_ops(&pending)?;
+                pending.clear();
+                stream.copy(target, source)?;
+            }
+        }
+    }
+    stream.memory_ops(&pending)
 }
 
 /// An ordered queue of device work. Enqueuing never blocks; every method but
@@ -55,6 +91,10 @@ pub trait Stream: Send + Sync + fmt::Debug {
 
     /// Writes and waits, in the order given.
     fn memory_ops(&self, ops: &[MemoryOp<'_>]) -> Result<()>;
+
+    /// Copies, writes and waits, in the order given. A device may do several in one step, so this is
+    /// never slower than the calls one by one.
+    fn sequence(&self, ops: &[StreamOp<'_>]) -> Result<()>;
 
     /// Marks this point of the stream in `event`; an earlier mark is forgotten.
     fn record(&self, event: &dyn Event) -> Result<()>;

@@ -1,42 +1,92 @@
 //! Posting and waiting for many transfers at once.
 
 use super::transfer::Transfer;
-use crate::device::{MemoryOp, Stream};
+use crate::device::{MemoryOp, Stream, StreamOp};
 use crate::error::{Error, ErrorKind, Result};
-use crate::signal::{Mode, Steps};
+use crate::signal::{Mode, Signal, Steps};
 
-/// Posts `transfers` on `stream` as one group: first everything that only tells a peer, then what
+/// Posts and waits to be enqueued together, which a device does in fewer steps than one by one: a
+/// small transfer, with what it waits for and what waits for it, becomes one kernel.
+///
+/// Posts that follow one another form a group: first everything that only tells a peer, then what
 /// has to wait for one. So a group completes whatever the order of its members, here and on the
 /// other ranks, as long as each rank posts the other end of every member in a group that this one
-/// does not wait for. Does not block.
-///
-/// # Errors
-/// The device's fault, and [`ErrorKind::InvalidArgument`] for a transfer that is captured twice
-/// without a wait between.
-pub fn post_all(transfers: &[&Transfer], stream: &dyn Stream) -> Result<()> {
-    let capturing = stream.is_capturing()?;
-    if let [transfer] = transfers {
-        let (mode, steps) = transfer.begin_post(stream, capturing)?;
-        announce(transfer, mode, &steps, stream)?;
-        return carry(transfer, mode, &steps, stream);
+/// does not wait for.
+#[derive(Clone, Debug, Default)]
+pub struct Batch<'a> {
+    parts: Vec<Part<'a>>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    Post,
+    Wait,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Part<'a> {
+    kind: Kind,
+    transfer: &'a Transfer,
+}
+
+impl<'a> Batch<'a> {
+    /// An empty batch.
+    pub fn new() -> Self {
+        Self::default()
     }
-    let mut begun = Vec::with_capacity(transfers.len());
-    let mut announcements = Vec::with_capacity(transfers.len());
-    for transfer in transfers {
-        let (mode, steps) = transfer.begin_post(stream, capturing)?;
-        if !steps.copy {
-            for signal in steps.before.into_iter().flatten() {
-                announcements.push(transfer.operation(signal, mode)?);
+
+    /// Posts `transfers` after what the batch holds.
+    pub fn post(self, transfers: impl IntoIterator<Item = &'a Transfer>) -> Self {
+        self.add(Kind::Post, transfers)
+    }
+
+    /// Waits for every post so far of `transfers` after what the batch holds.
+    pub fn wait(self, transfers: impl IntoIterator<Item = &'a Transfer>) -> Self {
+        self.add(Kind::Wait, transfers)
+    }
+
+    fn add(mut self, kind: Kind, transfers: impl IntoIterator<Item = &'a Transfer>) -> Self {
+        self.parts.extend(
+            transfers
+                .into_iter()
+                .map(|transfer| Part { kind, transfer }),
+        );
+        self
+    }
+
+    /// Enqueues the batch on `stream`. Does not block.
+    ///
+    /// # Errors
+    /// The device's fault, and [`ErrorKind::InvalidArgument`] for a transfer that is captured twice
+    /// without a wait between.
+    pub fn enqueue(&self, stream: &dyn Stream) -> Result<()> {
+        let capturing = stream.is_capturing()?;
+        let mut operations = Vec::with_capacity(6 * self.parts.len());
+        for group in self.parts.chunk_by(|a, b| a.kind == b.kind) {
+            match group {
+                [
+                    Part {
+                        kind: Kind::Post, ..
+                    },
+                    ..,
+                ] => post(group, stream, capturing, &mut operations)?,
+                _ => wait(group, stream, capturing, &mut operations)?,
             }
         }
-        begun.push((*transfer, mode, steps));
+        if operations.is_empty() {
+            Ok(())
+        } else {
+            stream.sequence(&operations)
+        }
     }
-    if !announcements.is_empty() {
-        stream.memory_ops(&announcements)?;
-    }
-    begun
-        .iter()
-        .try_for_each(|(transfer, mode, steps)| carry(transfer, *mode, steps, stream))
+}
+
+/// Posts `transfers` on `stream` as one group; see [`Batch`]. Does not block.
+///
+/// # Errors
+/// As [`Batch::enqueue`].
+pub fn post_all(transfers: &[&Transfer], stream: &dyn Stream) -> Result<()> {
+    Batch::new().post(transfers.iter().copied()).enqueue(stream)
 }
 
 /// Waits on `stream` for every post so far of `transfers`, in any order. Does not block.
@@ -44,64 +94,58 @@ pub fn post_all(transfers: &[&Transfer], stream: &dyn Stream) -> Result<()> {
 /// # Errors
 /// The device's fault.
 pub fn wait_all(transfers: &[&Transfer], stream: &dyn Stream) -> Result<()> {
-    let capturing = stream.is_capturing()?;
-    if let [transfer] = transfers {
-        let Some((mode, steps)) = transfer.begin_wait(stream, capturing) else {
-            return Ok(());
-        };
-        return signals(transfer, mode, steps.before, stream);
-    }
-    let mut operations = Vec::with_capacity(2 * transfers.len());
-    for transfer in transfers {
-        let Some((mode, steps)) = transfer.begin_wait(stream, capturing) else {
-            continue;
-        };
-        for signal in steps.before.into_iter().flatten() {
-            operations.push(transfer.operation(signal, mode)?);
-        }
-    }
-    if operations.is_empty() {
-        Ok(())
-    } else {
-        stream.memory_ops(&operations)
-    }
+    Batch::new().wait(transfers.iter().copied()).enqueue(stream)
 }
 
-/// Enqueues an announcer's signals.
-fn announce(transfer: &Transfer, mode: Mode, steps: &Steps, stream: &dyn Stream) -> Result<()> {
-    if steps.copy {
-        Ok(())
-    } else {
-        signals(transfer, mode, steps.before, stream)
-    }
-}
-
-/// Enqueues a mover's wait, copy and signals.
-fn carry(transfer: &Transfer, mode: Mode, steps: &Steps, stream: &dyn Stream) -> Result<()> {
-    if !steps.copy {
-        return Ok(());
-    }
-    let ends = transfer.ends();
-    let (target, source) =
-        ends.ok_or_else(|| Error::new(ErrorKind::Internal, "the mover has no mapping"))?;
-    signals(transfer, mode, steps.before, stream)?;
-    stream.copy(target, source)?;
-    signals(transfer, mode, steps.after, stream)
-}
-
-fn signals(
-    transfer: &Transfer,
-    mode: Mode,
-    signals: [Option<crate::signal::Signal>; 2],
+fn post<'a>(
+    group: &[Part<'a>],
     stream: &dyn Stream,
+    capturing: bool,
+    operations: &mut Vec<StreamOp<'a>>,
 ) -> Result<()> {
-    let operation = |signal| transfer.operation(signal, mode);
-    match signals {
-        [Some(first), Some(second)] => {
-            let operations: [MemoryOp<'_>; 2] = [operation(first)?, operation(second)?];
-            stream.memory_ops(&operations)
+    let mut movers: Vec<(&'a Transfer, Mode, Steps)> = Vec::new();
+    for Part { transfer, .. } in group {
+        let (mode, steps) = transfer.begin_post(stream, capturing)?;
+        if steps.copy {
+            movers.push((transfer, mode, steps));
+        } else {
+            signals(transfer, mode, steps.before, operations)?;
         }
-        [Some(only), None] | [None, Some(only)] => stream.memory_ops(&[operation(only)?]),
-        [None, None] => Ok(()),
     }
+    for (transfer, mode, steps) in movers {
+        let ends = transfer.ends();
+        let (target, source) =
+            ends.ok_or_else(|| Error::new(ErrorKind::Internal, "the mover has no mapping"))?;
+        signals(transfer, mode, steps.before, operations)?;
+        operations.push(StreamOp::Copy { target, source });
+        signals(transfer, mode, steps.after, operations)?;
+    }
+    Ok(())
+}
+
+fn wait<'a>(
+    group: &[Part<'a>],
+    stream: &dyn Stream,
+    capturing: bool,
+    operations: &mut Vec<StreamOp<'a>>,
+) -> Result<()> {
+    for Part { transfer, .. } in group {
+        if let Some((mode, steps)) = transfer.begin_wait(stream, capturing) {
+            signals(transfer, mode, steps.before, operations)?;
+        }
+    }
+    Ok(())
+}
+
+fn signals<'a>(
+    transfer: &'a Transfer,
+    mode: Mode,
+    signals: [Option<Signal>; 2],
+    operations: &mut Vec<StreamOp<'a>>,
+) -> Result<()> {
+    for signal in signals.into_iter().flatten() {
+        let operation: MemoryOp<'a> = transfer.operation(signal, mode)?;
+        operations.push(StreamOp::Memory(operation));
+    }
+    Ok(())
 }

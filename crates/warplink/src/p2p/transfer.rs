@@ -101,6 +101,9 @@ impl Transfer {
                 word: self.word(name, captured),
                 value,
             },
+            Signal::Reset(name) => MemoryOp::Reset {
+                word: self.word(name, captured),
+            },
             Signal::Await(WordName::Outbound, _) => {
                 return Err(Error::new(
                     ErrorKind::Internal,

@@ -20,7 +20,7 @@
 //!    own, set to 1 and reset to 0 by the waiter. An end sets the other's word again only after it
 //!    has itself been signalled, which happens after the other reset: no signal meets one that was
 //!    not consumed. This holds if a captured post is followed by its wait before the next post of
-//!    the same transfer, which [`Phase`] sees to.
+//!    the same transfer, which `Phase` sees to.
 //! 3. A wait is always for a word in the waiter's own memory.
 
 mod slots;
@@ -98,6 +98,7 @@ pub(crate) enum Mode {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Signal {
     Set(WordName, u64),
+    Reset(WordName),
     Await(WordName, u64),
 }
 
@@ -161,7 +162,7 @@ impl Mode {
     fn consume(self, word: WordName) -> [Option<Signal>; 2] {
         match self {
             Self::Eager(number) => [Some(Signal::Await(word, number)), None],
-            Self::Captured => [Some(Signal::Await(word, 1)), Some(Signal::Set(word, 0))],
+            Self::Captured => [Some(Signal::Await(word, 1)), Some(Signal::Reset(word))],
         }
     }
 }
@@ -245,6 +246,8 @@ mod loom_tests {
         fn run(&self, end: End, steps: Steps) {
             let signal = |signal: Signal| match signal {
                 Signal::Set(name, value) => self.word(end, name).store(value, Ordering::Release),
+                // Ordered before later sets by their release, and by nothing else.
+                Signal::Reset(name) => self.word(end, name).store(0, Ordering::Relaxed),
                 Signal::Await(name, value) => {
                     while (self
                         .word(end, name)

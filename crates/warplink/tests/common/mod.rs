@@ -4,7 +4,8 @@
 //! on GPUs.
 
 // Each test binary uses a part of this.
-#![allow(dead_code)]
+#![allow(dead_code, unreachable_pub)]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use std::collections::BTreeMap;
 use std::io::Read;

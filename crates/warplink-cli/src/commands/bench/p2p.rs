@@ -16,7 +16,7 @@ use std::sync::Arc;
 use warplink::Communicator;
 use warplink::device::{CollectiveEngine, DeviceSlice, MemoryOp, Priority, Stream, Word};
 use warplink::memory::{HANDLE_BYTES, Region, RemoteRegion};
-use warplink::p2p::{Protocol, Transfer, TransferRequest, post_all, wait_all};
+use warplink::p2p::{Batch, Protocol, Transfer, TransferRequest};
 
 /// Measure send and receive between two ranks
 ///
@@ -287,41 +287,35 @@ impl<'a> Rig<'a> {
         let remote = self.remote.slice().slice(0..bytes)?;
         let rank = self.clock.comm.rank();
         let send = |stream: &dyn Stream| -> Result<()> {
-            match (way, transfers, &self.engine) {
-                (Way::Raw, ..) => {
-                    stream.copy(&remote, &own)?;
-                    self.signal(stream, submission)
-                }
-                (Way::Nccl, _, Some(engine)) => {
-                    Ok(engine.exchange(stream, &[(self.right, own.clone())], &[])?)
-                }
-                (_, [[send, _], ..], _) => {
-                    send.post(stream)?;
-                    Ok(send.wait(stream)?)
-                }
-                _ => Ok(()),
+            if let (Way::Nccl, Some(engine)) = (way, &self.engine) {
+                return Ok(engine.exchange(stream, &[(self.right, own.clone())], &[])?);
             }
+            stream.copy(&remote, &own)?;
+            self.signal(stream, submission)
         };
         let receive = |stream: &dyn Stream| -> Result<()> {
-            match (way, transfers, &self.engine) {
-                (Way::Raw, ..) => self.await_signal(stream, submission),
-                (Way::Nccl, _, Some(engine)) => {
-                    Ok(engine.exchange(stream, &[], &[(self.left, into.clone())])?)
-                }
-                (_, [[_, receive], ..], _) => {
-                    receive.post(stream)?;
-                    Ok(receive.wait(stream)?)
-                }
-                _ => Ok(()),
+            if let (Way::Nccl, Some(engine)) = (way, &self.engine) {
+                return Ok(engine.exchange(stream, &[], &[(self.left, into.clone())])?);
             }
+            self.await_signal(stream, submission)
         };
         let times = self.clock.measure(samples, submission, &|stream| {
             for _ in 0..ROUND_TRIPS {
                 match (rank, transfers) {
                     // The rank that begins says at once that it will receive.
                     (0, [[send, receive], ..]) => {
-                        post_all(&[send, receive], stream)?;
-                        wait_all(&[send, receive], stream)?;
+                        Batch::new()
+                            .post([send, receive])
+                            .wait([receive, send])
+                            .enqueue(stream)?;
+                    }
+                    (1, [[send, receive], ..]) => {
+                        Batch::new()
+                            .post([receive])
+                            .wait([receive])
+                            .post([send])
+                            .wait([send])
+                            .enqueue(stream)?;
                     }
                     (0, _) => {
                         send(stream)?;
@@ -399,13 +393,15 @@ impl<'a> Rig<'a> {
                     for turn in 0..repeat + DEPTH {
                         let [send, receive] = &transfers[turn % DEPTH];
                         let ends = [sends.then_some(send), receives.then_some(receive)];
-                        let group: Vec<&Transfer> = ends.into_iter().flatten().collect();
+                        let ends = || ends.into_iter().flatten();
+                        let mut batch = Batch::new();
                         if turn >= DEPTH {
-                            wait_all(&group, stream)?;
+                            batch = batch.wait(ends());
                         }
                         if turn < repeat {
-                            post_all(&group, stream)?;
+                            batch = batch.post(ends());
                         }
+                        batch.enqueue(stream)?;
                     }
                 }
             }
@@ -438,7 +434,7 @@ impl<'a> Rig<'a> {
 
     fn await_signal(&self, stream: &dyn Stream, submission: Submission) -> Result<()> {
         let [counted, toggled] = &self.words;
-        Ok(match submission {
+        match submission {
             Submission::Eager => stream.memory_ops(&[MemoryOp::Wait {
                 word: counted,
                 value: next(&self.received),
@@ -448,12 +444,10 @@ impl<'a> Rig<'a> {
                     word: toggled,
                     value: 1,
                 },
-                MemoryOp::Write {
-                    word: toggled,
-                    value: 0,
-                },
+                MemoryOp::Reset { word: toggled },
             ])?,
-        })
+        }
+        Ok(())
     }
 
     /// Fails unless what was received is what the rank to the left sent, at both ends of it; and

@@ -151,7 +151,7 @@ impl Verify {
                 Ok(report) => println!("{report}"),
                 Err(findings) => {
                     for finding in findings {
-                        print!("{}\n", findings::explain(finding, &self.source.file, &text));
+                        println!("{}", findings::explain(finding, &self.source.file, &text));
                     }
                     println!("{} fails for {ranks} ranks", program.name);
                 }

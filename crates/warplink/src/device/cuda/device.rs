@@ -8,6 +8,7 @@ use super::gpu::Gpu;
 use super::memory::{CudaBacking, PlainMemory, Source, next_identity};
 use super::sharing;
 use super::stream::CudaStream;
+use super::transfer::TransferKernel;
 use super::virtual_memory::VirtualMemory;
 use crate::device::{
     AllocationKind, CollectiveEngine, Compute, Device, DeviceIdentity, DeviceKind, DeviceSlice,
@@ -74,6 +75,10 @@ impl Device for CudaDevice {
 
     fn allocate_signals(&self, bytes: usize) -> Result<DeviceSlice> {
         self.gpu.fault.check()?;
+        // Loading waits for what spins, so the kernel is there before the first word to spin on.
+        self.gpu
+            .transfer_kernel
+            .get_or_init(|| TransferKernel::load(&self.gpu));
         Ok(PlainMemory::allocate_signals(&self.gpu, bytes)?.into_slice(bytes))
     }
 

@@ -8,6 +8,7 @@ use super::memory_ops;
 use super::reaper::Reaper;
 use super::signals::Signals;
 use super::staging::Staging;
+use super::transfer::TransferKernel;
 use super::workspace::Workspaces;
 use crate::device::Fault;
 use crate::error::Result;
@@ -23,6 +24,8 @@ pub(super) struct Gpu {
     pub(super) staging: Staging,
     pub(super) signals: Arc<Signals>,
     pub(super) workspaces: Workspaces,
+    /// Loaded with the first signals, which come before the first transfer.
+    pub(super) transfer_kernel: OnceLock<Option<TransferKernel>>,
     /// Whether the driver records writes and waits into graphs; found out when the GPU is opened.
     captures_memory_ops: OnceLock<bool>,
 }
@@ -50,6 +53,7 @@ impl Gpu {
             staging,
             signals,
             workspaces: Workspaces::default(),
+            transfer_kernel: OnceLock::new(),
             captures_memory_ops: OnceLock::new(),
         });
         let word = PlainMemory::allocate(&gpu, size_of::<u64>())?;

@@ -196,6 +196,8 @@ fn in_batches(
         for (place, op) in storage.iter_mut().zip(chunk) {
             place.write(match op {
                 MemoryOp::Write { word, value } => write_params(address(word)?, *value),
+                // The driver's current interface has no write without a barrier.
+                MemoryOp::Reset { word } => write_params(address(word)?, 0),
                 MemoryOp::Wait { word, value } => wait_params(address(word)?, *value),
             });
         }

@@ -10,7 +10,8 @@
 //! | `sharing`, `ipc` | giving allocations to peers and opening theirs |
 //! | `staging`, `reaper`, `signals` | blocking copies; freeing; ending waits after a fault |
 //! | `stream`, `memory_ops`, `event`, `graph` | what is enqueued, and recording it |
-//! | `nvrtc`, `cache`, `module`, `sum` | compiling, keeping, loading kernels; the kernel that adds |
+//! | `nvrtc`, `cache`, `module` | compiling, keeping, loading kernels |
+//! | `transfer`, `sum` | the kernels: a small transfer; adding |
 //! | `blas`, `plan`, `compute`, `workspace` | cuBLASLt; products and sums; scratch memory of products |
 //! | `nccl`, `engine` | NCCL; collectives over it |
 //! | `capabilities` | what a GPU can do, for the doctor |
@@ -51,6 +52,7 @@ mod signals;
 mod staging;
 mod stream;
 mod sum;
+mod transfer;
 mod virtual_memory;
 mod workspace;
 

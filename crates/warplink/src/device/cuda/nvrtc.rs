@@ -21,8 +21,14 @@ pub(super) const SUM: Source = Source {
     text: include_str!("../../../kernels/sum.cu"),
 };
 
+/// A small transfer.
+pub(super) const TRANSFER: Source = Source {
+    name: "transfer.cu",
+    text: include_str!("../../../kernels/transfer.cu"),
+};
+
 /// Every kernel file; each is compiled by itself.
-const SOURCES: [&Source; 1] = [&SUM];
+const SOURCES: [&Source; 2] = [&SUM, &TRANSFER];
 
 /// What every file is compiled with, besides the architecture.
 const OPTIONS: [&str; 2] = ["--std=c++17", "--extra-device-vectorization"];

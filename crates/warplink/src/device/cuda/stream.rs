@@ -8,8 +8,11 @@ use super::graph::CudaGraph;
 use super::memory_ops::{self, Capture};
 use super::poll::poll;
 use super::raw::RawStream;
+use super::transfer::MOST_OPERATIONS;
 use crate::deadline::Deadline;
-use crate::device::{DeviceKind, DeviceSlice, Event, Graph, MemoryOp, Stream};
+use crate::device::{
+    DeviceKind, DeviceSlice, Event, Graph, MemoryOp, Stream, StreamOp, sequence_apart,
+};
 use crate::error::{Error, Result};
 use cudarc::driver::sys::*;
 use std::any::Any;
@@ -242,6 +245,46 @@ impl Stream for CudaStream {
             return memory_ops::add_to_capture(&self.gpu.context, self.raw, ops);
         }
         memory_ops::enqueue(driver, self.raw, ops)
+    }
+
+    fn sequence(&self, ops: &[StreamOp<'_>]) -> Result<()> {
+        let kernel = self.gpu.transfer_kernel.get().and_then(Option::as_ref);
+        let Some(kernel) = kernel else {
+            return sequence_apart(self, ops);
+        };
+        let mut pending: Vec<MemoryOp<'_>> = Vec::with_capacity(MOST_OPERATIONS);
+        let mut rest = ops.iter().peekable();
+        while let Some(op) = rest.next() {
+            match op {
+                StreamOp::Memory(op) => pending.push(*op),
+                StreamOp::Copy { target, source } if kernel.takes(target.bytes()) => {
+                    check_copy(target, source)?;
+                    // What does not fit into the launch goes before it.
+                    let early = pending.len().saturating_sub(MOST_OPERATIONS / 2);
+                    if early > 0 {
+                        self.memory_ops(&pending[..early])?;
+                        pending.drain(..early);
+                    }
+                    let before = pending.len();
+                    while pending.len() < MOST_OPERATIONS
+                        && let Some(StreamOp::Memory(op)) = rest.peek()
+                    {
+                        pending.push(*op);
+                        rest.next();
+                    }
+                    let (_, _entered) = self.enter()?;
+                    let (before, after) = pending.split_at(before);
+                    kernel.enqueue(self.raw, before, target, source, after)?;
+                    pending.clear();
+                }
+                StreamOp::Copy { target, source } => {
+                    self.memory_ops(&pending)?;
+                    pending.clear();
+                    self.copy(target, source)?;
+                }
+            }
+        }
+        self.memory_ops(&pending)
     }
 
     fn record(&self, event: &dyn Event) -> Result<()> {

@@ -50,6 +50,9 @@ impl Compute for HostCompute {
         {
             return Err(Error::invalid("a sum takes sources as long as its target").during("sum"));
         }
+        if dtype == DType::U8 {
+            return Err(Error::new(ErrorKind::Unsupported, "bytes have no sum").during("sum"));
+        }
         if !target.bytes().is_multiple_of(dtype.size()) {
             return Err(Error::invalid(format!(
                 "{target:?} does not hold whole elements of {dtype}"

@@ -330,7 +330,7 @@ mod tests {
 
     #[test]
     fn memory_of_no_file_cannot_be_shared() {
-        let bytes = vec![0u8; 64];
+        let bytes = [0u8; 64];
         let borrowed = borrow(bytes.as_ptr() as u64, 64, Arc::new(())).unwrap();
         assert_eq!(
             descriptor(&borrowed).unwrap_err().kind(),

@@ -5,7 +5,9 @@ use super::graph::{CapturedMark, HostGraph, Session};
 use super::operation::{Context, Operation};
 use super::{check_kind, event::EventState};
 use crate::deadline::Deadline;
-use crate::device::{Delays, DeviceSlice, Event, Fault, Graph, MemoryOp, Stream};
+use crate::device::{
+    Delays, DeviceSlice, Event, Fault, Graph, MemoryOp, Stream, StreamOp, sequence_apart,
+};
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::lock;
 use std::any::Any;
@@ -171,9 +173,15 @@ impl Stream for HostStream {
 
     fn memory_ops(&self, ops: &[MemoryOp<'_>]) -> Result<()> {
         for op in ops {
-            let (MemoryOp::Write { word, .. } | MemoryOp::Wait { word, .. }) = op;
+            let (MemoryOp::Write { word, .. }
+            | MemoryOp::Reset { word }
+            | MemoryOp::Wait { word, .. }) = op;
             check_kind(word.as_slice())?;
             self.enqueue(match *op {
+                MemoryOp::Reset { word } => Operation::Write {
+                    word: word.clone(),
+                    value: 0,
+                },
                 MemoryOp::Write { word, value } => Operation::Write {
                     word: word.clone(),
                     value,
@@ -185,6 +193,10 @@ impl Stream for HostStream {
             })?;
         }
         Ok(())
+    }
+
+    fn sequence(&self, ops: &[StreamOp<'_>]) -> Result<()> {
+        sequence_apart(self, ops)
     }
 
     fn record(&self, event: &dyn Event) -> Result<()> {

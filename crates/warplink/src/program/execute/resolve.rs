@@ -143,7 +143,7 @@ impl Resolver<'_> {
                     source,
                 } => {
                     let action = Action::Collective {
-                        collective: collective.clone(),
+                        collective: *collective,
                         dtype: *dtype,
                         target: self.slice(target)?,
                         source: self.slice(source)?,

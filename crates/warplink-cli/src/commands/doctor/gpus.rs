@@ -1,0 +1,281 @@
+//! What the driver says of the GPUs.
+
+use super::{Check, Found};
+use serde::Serialize;
+use std::collections::BTreeSet;
+use warplink::DeviceKind;
+use warplink::device::cuda::{self, Capabilities};
+
+const AREA: &str = "GPUs";
+
+/// The oldest CUDA version that a driver must serve: that of driver 570.
+const CUDA_VERSION: (u32, u32) = (12, 8);
+
+/// A GPU, for `--json`.
+#[derive(Debug, Serialize)]
+pub(super) struct Gpu {
+    ordinal: usize,
+    name: String,
+    uuid: String,
+    compute_capability: String,
+    architecture: String,
+    multiprocessors: u32,
+    memory: usize,
+    /// Ordinals of the GPUs whose memory it can map.
+    peers: Vec<usize>,
+}
+
+impl Gpu {
+    fn new(of: &Capabilities) -> Self {
+        let (major, minor) = of.compute_capability;
+        Self {
+            ordinal: of.ordinal,
+            name: of.name.clone(),
+            uuid: uuid(of.identity.0),
+            compute_capability: format!("{major}.{minor}"),
+            architecture: of.architecture(),
+            multiprocessors: of.multiprocessors,
+            memory: of.memory,
+            peers: (of.peers.iter())
+                .filter(|(_, reached)| *reached)
+                .map(|(other, _)| *other)
+                .collect(),
+        }
+    }
+}
+
+/// A UUID as `nvidia-smi -L` writes it.
+fn uuid(bytes: [u8; 16]) -> String {
+    let mut text = String::from("GPU-");
+    for (index, byte) in bytes.iter().enumerate() {
+        if matches!(index, 4 | 6 | 8 | 10) {
+            text.push('-');
+        }
+        text += &format!("{byte:02x}");
+    }
+    text
+}
+
+/// The driver and every GPU that this process sees; `count` is what the driver said of their number.
+pub(super) fn checks(count: &warplink::Result<usize>) -> (Vec<Gpu>, Vec<Check>) {
+    let needed = |name: &str, found| Check::new(AREA, name, found).needed_by(DeviceKind::Cuda);
+    let count = match count {
+        Err(error) => {
+            let found = Found::missing(
+                error.message(),
+                "install the NVIDIA driver, version 570 or newer; in a container, start it with \
+                 --gpus all; or use --device host",
+            );
+            return (Vec::new(), vec![needed("driver", found)]);
+        }
+        Ok(0) => {
+            let found = Found::missing(
+                "the driver is there, but shows this process no GPU",
+                "unset CUDA_VISIBLE_DEVICES; in a container, start it with --gpus all; or use \
+                 --device host",
+            );
+            return (Vec::new(), vec![needed("GPU", found)]);
+        }
+        Ok(count) => *count,
+    };
+    let (mut gpus, mut all, mut checks) = (Vec::new(), Vec::new(), Vec::new());
+    for ordinal in 0..count {
+        match cuda::capabilities(ordinal) {
+            Ok(capabilities) => all.push(capabilities),
+            Err(error) => checks.push(needed(
+                &format!("GPU {ordinal}"),
+                Found::missing(error.to_string(), "see what nvidia-smi says of it"),
+            )),
+        }
+    }
+    if let Some(first) = all.first() {
+        checks.insert(0, needed("driver", driver(first.driver_version)));
+    }
+    for gpu in &all {
+        let (major, minor) = gpu.compute_capability;
+        let detail = format!(
+            "{}, compute capability {major}.{minor}, {} SMs, {:.1} GiB, {}",
+            gpu.name,
+            gpu.multiprocessors,
+            gpu.memory as f64 / f64::from(1 << 30),
+            uuid(gpu.identity.0),
+        );
+        checks.push(Check::new(
+            AREA,
+            format!("GPU {}", gpu.ordinal),
+            Found::ok(detail),
+        ));
+        gpus.push(Gpu::new(gpu));
+    }
+    if all.len() > 1 {
+        checks.push(needed("peer access", peer_access(&all)));
+    }
+    let every = |has: fn(&Capabilities) -> bool, help: &str| {
+        let without: Vec<String> = (all.iter().filter(|gpu| !has(gpu)))
+            .map(|gpu| gpu.ordinal.to_string())
+            .collect();
+        match without.is_empty() {
+            true => Found::ok("offered by every GPU"),
+            false => Found::missing(format!("not offered by GPU {}", without.join(", ")), help),
+        }
+    };
+    checks.push(needed(
+        "64-bit stream memory operations",
+        every(
+            |gpu| gpu.stream_memory_operations,
+            "use a GPU of compute capability 7.0 or newer with driver 570 or newer",
+        ),
+    ));
+    checks.push(needed(
+        "CUDA IPC",
+        every(
+            |gpu| gpu.ipc,
+            "use Linux outside of a virtual GPU, which does not offer it",
+        ),
+    ));
+    // Only memory that PyTorch's expandable segments (or the like) made needs these.
+    checks.push(Check::new(
+        AREA,
+        "virtual memory, shared by descriptor",
+        every(
+            |gpu| gpu.virtual_memory && gpu.descriptors,
+            "allocate plain memory: without expandable segments in PyTorch",
+        ),
+    ));
+    (gpus, checks)
+}
+
+fn driver((major, minor): (u32, u32)) -> Found {
+    // The version of the package, which the driver's own interface does not tell.
+    let package = std::fs::read_to_string("/sys/module/nvidia/version").unwrap_or_default();
+    let package = match package.trim() {
+        "" => String::new(),
+        version => format!("version {version}, "),
+    };
+    let detail = format!("{package}for CUDA up to {major}.{minor}");
+    match (major, minor) >= CUDA_VERSION {
+        true => Found::ok(detail),
+        false => Found::warning(detail, "install driver 570 or newer"),
+    }
+}
+
+/// Whether every GPU maps the memory of every other.
+fn peer_access(gpus: &[Capabilities]) -> Found {
+    let apart: Vec<String> = gpus
+        .iter()
+        .flat_map(|gpu| {
+            let apart = gpu.peers.iter().filter(|(_, reached)| !reached);
+            apart.map(|(other, _)| format!("{} to {other}", gpu.ordinal))
+        })
+        .collect();
+    match apart.is_empty() {
+        true => Found::ok("between every pair"),
+        false => Found::missing(
+            format!("not from {}", apart.join(", ")),
+            "choose GPUs that reach one another with CUDA_VISIBLE_DEVICES; `nvidia-smi topo -p2p r` \
+             shows which, and an IOMMU or ACS of the PCI bridges may be in the way",
+        ),
+    }
+}
+
+/// Compiles every kernel for the GPUs at hand, or for all that are served where there is none.
+pub(super) fn compile(gpus: &[Gpu]) -> Found {
+    let present: BTreeSet<&str> = gpus.iter().map(|gpu| gpu.architecture.as_str()).collect();
+    let architectures: Vec<&str> = match present.is_empty() {
+        true => vec!["sm_80", "sm_90", "sm_100"],
+        false => present.into_iter().collect(),
+    };
+    match cuda::compile_all(&architectures) {
+        Ok(kernels) => Found::ok(format!(
+            "{} kernel files for {}",
+            kernels.len() / architectures.len(),
+            architectures.join(", ")
+        )),
+        Err(error) => Found::missing(
+            error.to_string(),
+            "install an NVRTC that knows this GPU: `pip install nvidia-cuda-nvrtc`",
+        ),
+    }
+}
+
+/// Variables that change how GPUs behave.
+pub(super) fn environment() -> Vec<Check> {
+    let variable = |name| std::env::var(name).ok();
+    vec![
+        Check::new(
+            AREA,
+            "CUDA_DEVICE_MAX_CONNECTIONS",
+            connections(variable("CUDA_DEVICE_MAX_CONNECTIONS").as_deref()),
+        ),
+        Check::new(
+            AREA,
+            "NCCL_NVLS_ENABLE",
+            multicast(variable("NCCL_NVLS_ENABLE").as_deref()),
+        ),
+    ]
+}
+
+fn connections(value: Option<&str>) -> Found {
+    let help = "export CUDA_DEVICE_MAX_CONNECTIONS=32, or leave it to `warplink launch`";
+    match value.map(|value| (value, value.parse::<u32>())) {
+        None => Found::warning(
+            "not set; `warplink launch` sets it to 32, other launchers do not",
+            help,
+        ),
+        Some((value, Ok(8..))) => Found::ok(value),
+        Some((value, _)) => Found::warning(
+            format!("'{value}': streams that share a queue hold one another up while one waits"),
+            help,
+        ),
+    }
+}
+
+fn multicast(value: Option<&str>) -> Found {
+    let help = "export NCCL_NVLS_ENABLE=0";
+    match value {
+        Some("0") => Found::ok("0"),
+        None => Found::warning(
+            "not set; NCCL could use NVLink multicast, so Warplink will not start it",
+            help,
+        ),
+        Some(value) => Found::warning(
+            format!("'{value}'; NCCL could use NVLink multicast, so Warplink will not start it"),
+            help,
+        ),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::commands::doctor::Status;
+    use warplink::{Error, ErrorKind};
+
+    #[test]
+    fn without_a_driver_the_driver_is_missing_and_cuda_does_not_work() {
+        let error = Error::new(ErrorKind::LibraryMissing, "the CUDA driver was not found");
+        let (gpus, checks) = super::checks(&Err(error));
+        assert!(gpus.is_empty());
+        assert!(checks.iter().any(|check| check.stops(DeviceKind::Cuda)));
+        assert!(!checks.iter().any(|check| check.stops(DeviceKind::Host)));
+    }
+
+    #[test]
+    fn a_uuid_reads_as_the_vendor_writes_it() {
+        let mut bytes = [0; 16];
+        (0..16).for_each(|index| bytes[index] = index as u8);
+        assert_eq!(uuid(bytes), "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f");
+    }
+
+    #[test]
+    fn variables_are_judged() {
+        assert_eq!(connections(Some("32")).status, Status::Ok);
+        for value in [None, Some("1"), Some("many")] {
+            assert_eq!(connections(value).status, Status::Warning);
+        }
+        assert_eq!(multicast(Some("0")).status, Status::Ok);
+        for value in [None, Some("1")] {
+            assert_eq!(multicast(value).status, Status::Warning);
+        }
+    }
+}

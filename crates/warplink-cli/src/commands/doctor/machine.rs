@@ -1,0 +1,194 @@
+//! What the host device and the exchange of handles need of the operating system.
+
+use super::{Check, Found};
+use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+use rustix::io::Errno;
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, SocketFlags, SocketType,
+};
+use rustix::process::{Resource, getrlimit};
+use rustix::thread::futex;
+use std::fs::File;
+use std::io::{self, IoSlice, IoSliceMut, Read, Write};
+use std::mem::MaybeUninit;
+use std::net::{Ipv4Addr, TcpListener, TcpStream};
+use std::os::fd::AsFd;
+use std::os::unix::fs::FileExt;
+use std::sync::atomic::AtomicU32;
+use std::time::Duration;
+use warplink::DeviceKind;
+
+const AREA: &str = "machine";
+
+/// Descriptors that a rank may come to need: a few for each peer, and one for each allocation that
+/// is shared by descriptor.
+const DESCRIPTORS: u64 = 1024;
+
+/// Longest wait for something that happens inside this machine.
+const SOON: Duration = Duration::from_secs(5);
+
+pub(super) fn checks() -> Vec<Check> {
+    let tried = |outcome: io::Result<&str>, help: &str| match outcome {
+        Ok(detail) => Found::ok(detail),
+        Err(error) => Found::missing(error.to_string(), help),
+    };
+    vec![
+        Check::new(
+            AREA,
+            "shared memory (memfd)",
+            tried(
+                memfd().map(|()| "written and read back"),
+                "use a kernel of version 3.17 or newer, and a sandbox that allows memfd_create",
+            ),
+        )
+        .needed_by(DeviceKind::Host),
+        Check::new(
+            AREA,
+            "descriptors over Unix sockets",
+            tried(
+                descriptor().map(|()| "one was passed and read through"),
+                "use a sandbox that allows Unix sockets and SCM_RIGHTS",
+            ),
+        )
+        .needed_by(DeviceKind::Host),
+        Check::new(
+            AREA,
+            "futex",
+            tried(
+                futexes().map(|()| "there"),
+                "use a sandbox that allows futex",
+            ),
+        )
+        .needed_by(DeviceKind::Host),
+        Check::new(
+            AREA,
+            "loopback TCP",
+            tried(
+                loopback().map(|()| "connected to 127.0.0.1"),
+                "bring the loopback interface up: ip link set lo up",
+            ),
+        ),
+        Check::new(AREA, "boot id", boot_id()),
+        Check::new(AREA, "open files", open_files()),
+    ]
+}
+
+fn memfd() -> io::Result<()> {
+    let file = File::from(memfd_create("warplink-doctor", MemfdFlags::CLOEXEC)?);
+    ftruncate(&file, 4096)?;
+    file.write_all_at(b"warplink", 4088)?;
+    let mut back = [0; 8];
+    file.read_exact_at(&mut back, 4088)?;
+    same(&back)
+}
+
+fn same(bytes: &[u8]) -> io::Result<()> {
+    match bytes == b"warplink" {
+        true => Ok(()),
+        false => Err(io::Error::other("what was read is not what was written")),
+    }
+}
+
+/// Passes a descriptor from one end of a pair of sockets to the other, and reads through it.
+fn descriptor() -> io::Result<()> {
+    let file = File::from(memfd_create("warplink-doctor", MemfdFlags::CLOEXEC)?);
+    file.write_all_at(b"warplink", 0)?;
+    let (here, there) = rustix::net::socketpair(
+        AddressFamily::UNIX,
+        SocketType::STREAM,
+        SocketFlags::CLOEXEC,
+        None,
+    )?;
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    let descriptors = [file.as_fd()];
+    control.push(SendAncillaryMessage::ScmRights(&descriptors));
+    rustix::net::sendmsg(
+        &here,
+        &[IoSlice::new(&[1])],
+        &mut control,
+        SendFlags::NOSIGNAL,
+    )?;
+    // A socket that is closed ends the read below where nothing came.
+    drop(here);
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let mut byte = [0];
+    rustix::net::recvmsg(
+        &there,
+        &mut [IoSliceMut::new(&mut byte)],
+        &mut control,
+        RecvFlags::CMSG_CLOEXEC,
+    )?;
+    let passed = control.drain().find_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(mut descriptors) => descriptors.next(),
+        _ => None,
+    });
+    let passed = passed.ok_or_else(|| io::Error::other("no descriptor came with the message"))?;
+    let mut back = [0; 8];
+    File::from(passed).read_exact_at(&mut back, 0)?;
+    same(&back)
+}
+
+/// Waits for a word that has changed already, which ends at once where there are futexes.
+fn futexes() -> io::Result<()> {
+    let word = AtomicU32::new(1);
+    match futex::wait(&word, futex::Flags::empty(), 0, None) {
+        Ok(()) | Err(Errno::AGAIN) => {}
+        Err(errno) => return Err(errno.into()),
+    }
+    futex::wake(&word, futex::Flags::empty(), 1)?;
+    Ok(())
+}
+
+fn loopback() -> io::Result<()> {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
+    let mut here = TcpStream::connect_timeout(&listener.local_addr()?, SOON)?;
+    let (mut there, _) = listener.accept()?;
+    here.write_all(b"warplink")?;
+    there.set_read_timeout(Some(SOON))?;
+    let mut back = [0; 8];
+    there.read_exact(&mut back)?;
+    same(&back)
+}
+
+/// Ranks take themselves to be on one machine when they read the same boot id.
+fn boot_id() -> Found {
+    const PATH: &str = "/proc/sys/kernel/random/boot_id";
+    match std::fs::read_to_string(PATH) {
+        Ok(text) if text.chars().filter(char::is_ascii_hexdigit).count() == 32 => {
+            Found::ok(text.trim())
+        }
+        _ => Found::warning(
+            format!("{PATH} cannot be read, so machines cannot be told apart"),
+            "mount /proc",
+        ),
+    }
+}
+
+fn open_files() -> Found {
+    let limit = getrlimit(Resource::Nofile).current;
+    match limit {
+        None => Found::ok("no limit"),
+        Some(limit) if limit >= DESCRIPTORS => Found::ok(format!("at most {limit}")),
+        Some(limit) => Found::warning(
+            format!("at most {limit}, which many ranks or allocations may exceed"),
+            format!("raise the limit: ulimit -n {DESCRIPTORS}"),
+        ),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::commands::doctor::Status;
+
+    #[test]
+    fn this_machine_has_what_the_host_device_needs() {
+        for check in checks() {
+            assert!(!check.stops(DeviceKind::Host), "{check:?}");
+            assert_eq!(check.help.is_some(), check.status != Status::Ok);
+        }
+    }
+}

@@ -1,0 +1,286 @@
+//! `warplink doctor`: what works on this machine, and what to do about what does not.
+//!
+//! What can be tried is tried, and not only asked for: ranks are started as processes that hand one
+//! another memory and read it back.
+
+mod gpus;
+mod machine;
+mod trial;
+
+pub(crate) use trial::{TRIAL_COMMAND, TrialArgs, run_trial};
+
+use crate::options::Options;
+use crate::report;
+use crate::report::progress::Progress;
+use crate::report::table::{Align, Table};
+use anyhow::{Context, Result};
+use clap::Args;
+use serde::Serialize;
+use std::fmt::Write as _;
+use std::io::Write as _;
+use std::process::ExitCode;
+use warplink::DeviceKind;
+use warplink::device::{self, cuda};
+
+/// Say what works on this machine, and what to do about what does not
+///
+/// Ranks are started on the host device, and on every GPU where there are any, and hand one another
+/// memory in every way that Warplink uses. Nothing is changed on the machine.
+///
+/// The exit code is 0 if the device works that --device names, or that would be chosen without it,
+/// and 1 if it does not. What is missing beside it (a library that only some commands need) is
+/// listed, and does not count.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:\n  \
+    warplink doctor\n  \
+    warplink doctor --device host\n  \
+    warplink doctor --json > doctor.json")]
+pub(crate) struct Doctor {}
+
+/// How a check ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+enum Status {
+    /// It works.
+    Ok,
+    /// It works, but not well, or not for everything.
+    Warning,
+    /// It is not there, or does not work.
+    Missing,
+}
+
+impl Status {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Ok => "ok",
+            Self::Warning => "warning",
+            Self::Missing => "missing",
+        }
+    }
+}
+
+/// What was looked at, and what was found.
+#[derive(Clone, Debug, Serialize)]
+struct Check {
+    area: &'static str,
+    name: String,
+    status: Status,
+    detail: String,
+    /// What to do about it.
+    help: Option<String>,
+    /// The device that does not work without this.
+    #[serde(skip)]
+    needed_by: Option<DeviceKind>,
+}
+
+impl Check {
+    fn new(area: &'static str, name: impl Into<String>, found: Found) -> Self {
+        Self {
+            area,
+            name: name.into(),
+            status: found.status,
+            detail: found.detail,
+            help: found.help,
+            needed_by: None,
+        }
+    }
+
+    /// Without this, `kind` does not work.
+    fn needed_by(mut self, kind: DeviceKind) -> Self {
+        self.needed_by = Some(kind);
+        self
+    }
+
+    fn stops(&self, kind: DeviceKind) -> bool {
+        self.status == Status::Missing && self.needed_by == Some(kind)
+    }
+}
+
+/// What a check found.
+#[derive(Clone, Debug)]
+struct Found {
+    status: Status,
+    detail: String,
+    help: Option<String>,
+}
+
+impl Found {
+    fn ok(detail: impl Into<String>) -> Self {
+        Self {
+            status: Status::Ok,
+            detail: detail.into(),
+            help: None,
+        }
+    }
+
+    fn warning(detail: impl Into<String>, help: impl Into<String>) -> Self {
+        Self {
+            status: Status::Warning,
+            detail: detail.into(),
+            help: Some(help.into()),
+        }
+    }
+
+    fn missing(detail: impl Into<String>, help: impl Into<String>) -> Self {
+        Self {
+            status: Status::Missing,
+            detail: detail.into(),
+            help: Some(help.into()),
+        }
+    }
+}
+
+/// What `--json` prints.
+#[derive(Debug, Serialize)]
+struct Report {
+    version: &'static str,
+    device: String,
+    works: bool,
+    gpus: Vec<gpus::Gpu>,
+    checks: Vec<Check>,
+}
+
+impl Doctor {
+    pub(crate) fn run(self, options: &Options) -> Result<ExitCode> {
+        let progress = Progress::new(4, "this machine");
+        let mut checks = machine::checks();
+        progress.step("the host device");
+        checks.extend(trial::on_host());
+        progress.step("GPUs");
+        let wanted = options.device();
+        let count = device::count(DeviceKind::Cuda);
+        let (gpus, found) = gpus::checks(&count);
+        checks.extend(found);
+        progress.step("transfers between GPUs");
+        if let Ok(count @ 1..) = count {
+            checks.extend(gpus::environment());
+            checks.extend(trial::on_gpus(options.ranks.unwrap_or(count).max(2), count));
+        }
+        checks.extend(libraries(&gpus));
+        drop(progress);
+
+        let report = Report {
+            version: env!("CARGO_PKG_VERSION"),
+            device: wanted.to_string(),
+            works: !checks.iter().any(|check| check.stops(wanted)),
+            gpus,
+            checks,
+        };
+        if options.json {
+            report::print_json(&report)?;
+        } else {
+            std::io::stdout()
+                .write_all(report.to_text().as_bytes())
+                .context("print the report")?;
+        }
+        Ok(match report.works {
+            true => ExitCode::SUCCESS,
+            false => ExitCode::FAILURE,
+        })
+    }
+}
+
+/// The vendor's libraries. Transfers need none but the driver, which the GPUs' checks are about.
+fn libraries(gpus: &[gpus::Gpu]) -> Vec<Check> {
+    let mut checks = Vec::new();
+    for library in cuda::libraries().into_iter().skip(1) {
+        let found = match library.path {
+            Some(path) => Found::ok(path.display().to_string()),
+            None => {
+                let without = match library.name {
+                    "NVRTC" => "no kernel can be compiled",
+                    "cuBLASLt" => "no matrix product on a GPU, and no demo",
+                    _ => "no collectives of the vendor's, and no comparison with them",
+                };
+                Found::missing(format!("not found; without it, {without}"), library.help)
+            }
+        };
+        let is_there = found.status == Status::Ok;
+        checks.push(Check::new("libraries", library.name, found));
+        if library.name == "NVRTC" && is_there {
+            checks.push(Check::new(
+                "libraries",
+                "kernels compile",
+                gpus::compile(gpus),
+            ));
+        }
+    }
+    checks
+}
+
+impl Report {
+    fn to_text(&self) -> String {
+        let mut text = String::new();
+        let mut areas: Vec<&str> = self.checks.iter().map(|check| check.area).collect();
+        areas.dedup();
+        for area in areas {
+            let mut table = Table::new([(area, Align::Left), ("", Align::Left), ("", Align::Left)]);
+            for check in self.checks.iter().filter(|check| check.area == area) {
+                table.row([
+                    &format!("  {}", check.name),
+                    check.status.name(),
+                    &check.detail,
+                ]);
+            }
+            text += &table.to_string();
+            text.push('\n');
+        }
+        let todo: Vec<&Check> = self.checks.iter().filter(|c| c.help.is_some()).collect();
+        if !todo.is_empty() {
+            text += "what to do\n";
+        }
+        for check in &todo {
+            let help = check.help.as_deref().unwrap_or_default();
+            // Writing to a string cannot fail.
+            let _ = writeln!(text, "  {}, {}: {help}", check.area, check.name);
+        }
+        if !todo.is_empty() {
+            text.push('\n');
+        }
+        let verdict = match self.works {
+            true => "works",
+            false => "does not work",
+        };
+        let _ = writeln!(text, "The {} device {verdict}.", self.device);
+        text
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_what_a_device_needs_stops_it() {
+        let missing = Check::new("area", "name", Found::missing("gone", "install it"));
+        assert!(!missing.stops(DeviceKind::Host));
+        let needed = missing.needed_by(DeviceKind::Host);
+        assert!(needed.stops(DeviceKind::Host));
+        assert!(!needed.stops(DeviceKind::Cuda));
+        let warning = Check::new("area", "name", Found::warning("slow", "tune it"));
+        assert!(!warning.needed_by(DeviceKind::Host).stops(DeviceKind::Host));
+    }
+
+    #[test]
+    fn a_report_says_what_to_do() {
+        let report = Report {
+            version: "0",
+            device: "host".into(),
+            works: true,
+            gpus: Vec::new(),
+            checks: vec![
+                Check::new("one", "a", Found::ok("fine")),
+                Check::new("two", "b", Found::missing("gone", "install it")),
+            ],
+        };
+        let text = report.to_text();
+        for part in [
+            "one\n  a  ok  fine\n",
+            "two\n  b  missing  gone\n",
+            "what to do\n  two, b: install it\n",
+            "The host device works.\n",
+        ] {
+            assert!(text.contains(part), "'{text}' does not contain '{part}'");
+        }
+    }
+}
