@@ -114,7 +114,11 @@ impl Second {
 
     /// The stream for `turn`.
     fn lane<'s>(&'s self, turn: usize, first: &'s dyn Stream) -> &'s dyn Stream {
-        if turn % 2 == 0 { first } else { &*self.stream }
+        if turn.is_multiple_of(2) {
+            first
+        } else {
+            &*self.stream
+        }
     }
 
     /// Holds `first` until the second stream is done.
