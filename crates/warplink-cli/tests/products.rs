@@ -100,6 +100,7 @@ fn the_demo_refuses_what_cannot_be_shared() {
 fn bench_overlap_measures_every_variant() {
     let folder = tempfile::tempdir().unwrap();
     let (file, plot) = (folder.path().join("o.json"), folder.path().join("o.svg"));
+    let traces = folder.path().join("traces");
     let result = json(&[
         "bench",
         "overlap",
@@ -114,6 +115,8 @@ fn bench_overlap_measures_every_variant() {
         file.to_str().unwrap(),
         "--plot",
         plot.to_str().unwrap(),
+        "--traces",
+        traces.to_str().unwrap(),
     ]);
     let written: Value = serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
     assert_eq!(result, written);
@@ -132,6 +135,7 @@ fn bench_overlap_measures_every_variant() {
             assert!(captured > 0.0);
         }
     }
+    assert_eq!(std::fs::read_dir(&traces).unwrap().count(), 12);
     let drawing = std::fs::read_to_string(&plot).unwrap();
     assert!(
         drawing.starts_with("<svg") && drawing.contains("push-rotated"),

@@ -11,6 +11,8 @@ pub(crate) mod table;
 use anyhow::{Context, Result};
 use serde::Serialize;
 use std::io::{self, Write};
+use std::path::Path;
+use warplink::program::Trace;
 
 /// Prints a result for machines.
 pub(crate) fn print_json(result: &impl Serialize) -> Result<()> {
@@ -20,6 +22,13 @@ pub(crate) fn print_json(result: &impl Serialize) -> Result<()> {
     out.write_all(&text)
         .and_then(|()| out.flush())
         .context("print the result")
+}
+
+/// Writes the trace of a run in the format that Perfetto opens.
+pub(crate) fn write_trace(path: &Path, trace: &Trace) -> Result<()> {
+    let events: Vec<_> = trace.to_perfetto();
+    let text = serde_json::to_vec(&events).context("write the trace as JSON")?;
+    std::fs::write(path, text).with_context(|| format!("write {}", path.display()))
 }
 
 /// Prints a line about what went wrong.

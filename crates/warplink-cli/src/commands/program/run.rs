@@ -6,15 +6,15 @@ use crate::commands::ranks;
 use crate::options::Options;
 use crate::product::common_seed;
 use crate::product::inputs::Matrix;
-use crate::report::print_json;
-use anyhow::{Context, Result};
+use crate::report::{print_json, write_trace};
+use anyhow::Result;
 use clap::Args;
 use serde::Serialize;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::ExitCode;
 use warplink::device::{AllocationKind, Priority};
 use warplink::program::ir::{Role, Sharding};
-use warplink::program::{Bindings, Executor, Plan, PrepareOptions, TensorInstance, Trace};
+use warplink::program::{Bindings, Executor, Plan, PrepareOptions, TensorInstance};
 use warplink::{Communicator, DType};
 
 /// Run a program on random inputs
@@ -153,10 +153,4 @@ fn random(tensor: &TensorInstance, seed: u64, which: u64) -> Vec<u8> {
             })
             .collect(),
     }
-}
-
-fn write_trace(path: &Path, trace: &Trace) -> Result<()> {
-    let events: Vec<_> = trace.to_perfetto();
-    let text = serde_json::to_vec(&events).context("write the trace as JSON")?;
-    std::fs::write(path, text).with_context(|| format!("write {}", path.display()))
 }

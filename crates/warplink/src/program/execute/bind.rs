@@ -54,8 +54,9 @@ impl Prepared {
     /// until the peers have bound theirs.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`] for an input that is missing, a name that the program does not
-    /// have, or memory of another length than the tensor's; and what the exchange says.
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) for an input that is
+    /// missing, a name that the program does not have, or memory of another length than the
+    /// tensor's; and what the exchange says.
     pub fn bind(&self, bindings: &Bindings) -> Result<Plan> {
         self.bind_inner(bindings)
             .map_err(|error| error.on_rank(self.ground.rank()))

@@ -2,8 +2,10 @@
 
 use crate::commands::bench::timing::{Clock, Submission, Times};
 use crate::product::{Op, Problem, Product};
+use crate::report::write_trace;
 use anyhow::{Context, Result};
 use serde::Serialize;
+use std::path::PathBuf;
 use warplink::Communicator;
 use warplink::device::{AllocationKind, DeviceSlice, MatmulSpec, Stream};
 use warplink::overlap::{Options, Variant};
@@ -16,6 +18,8 @@ pub(super) struct Settings {
     /// In bytes a second.
     pub(super) link: f64,
     pub(super) seed: u64,
+    /// Where traces go.
+    pub(super) traces: Option<PathBuf>,
 }
 
 /// Times of one way to submit the same work.
@@ -137,6 +141,15 @@ pub(super) fn figures(
         let difference = difference(clock, &product, &mut first)?;
         let times = Submitted::of(clock, settings.samples, &work)
             .with_context(|| format!("time {variant}"))?;
+        if let Some(folder) = &settings.traces {
+            for plan in plan.plans() {
+                if let Some(trace) = plan.trace(&*clock.stream)? {
+                    let Problem { m, k, n, .. } = problem;
+                    let name = format!("{}-{m}-{k}-{n}.json", trace.program);
+                    write_trace(&folder.join(name), &trace)?;
+                }
+            }
+        }
         let (estimates, best) = (&plan.choice().estimates, times.best());
         let most = 2.0 * problem.dtype.matmul_tolerance().unwrap_or_default();
         rows.push(Row {

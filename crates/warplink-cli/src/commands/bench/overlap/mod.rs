@@ -68,6 +68,9 @@ pub(crate) struct Overlap {
     /// Write the figures as JSON to this file
     #[arg(long, value_name = "FILE.json")]
     output: Option<PathBuf>,
+    /// Write a trace of one more run of each variant into this folder, for Perfetto
+    #[arg(long, value_name = "FOLDER")]
+    traces: Option<PathBuf>,
     /// Draw the figures as SVG into this file
     #[arg(long, value_name = "FILE.svg")]
     plot: Option<PathBuf>,
@@ -182,7 +185,12 @@ impl Overlap {
             streams: self.streams.into(),
             link: self.link * 1e9,
             seed: common_seed(comm, self.seed)?,
+            traces: self.traces.clone(),
         };
+        if let (Some(folder), 0) = (&self.traces, comm.rank()) {
+            std::fs::create_dir_all(folder)
+                .with_context(|| format!("make {}", folder.display()))?;
+        }
         let clock = Clock::new(comm, Priority::Normal)?;
         let progress =
             (comm.rank() == 0).then(|| Progress::new(problems.len() as u64, "overlapped products"));
@@ -193,6 +201,8 @@ impl Overlap {
                 measure::figures(comm, &clock, problem, &settings)
                     .with_context(|| format!("measure {} of {m},{k},{n}", problem.op))?,
             );
+            // What the peers have mapped of this shape is of no use to the next.
+            comm.release_idle()?;
             if let Some(progress) = &progress {
                 progress.step(format!("{m},{k},{n}"));
             }

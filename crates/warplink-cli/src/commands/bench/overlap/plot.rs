@@ -89,7 +89,13 @@ fn panel(area: &Area<'_>, shape: &Figures, top: i32) -> Result<()> {
         ))
         .map_err(failed)?;
         let rate = format!("{} TFLOP/s", digits(bar.rate));
-        area.draw(&Text::new(rate, (x(bar.rate) + 6, middle), label(false)))
+        // Inside the bar where there is room, so that the limit's line does not cross it.
+        let end = x(bar.rate);
+        let (at, style) = match end - LEFT > 110 {
+            true => (end - 6, label(true).color(&WHITE)),
+            false => (end + 6, label(false)),
+        };
+        area.draw(&Text::new(rate, (at, middle), style))
             .map_err(failed)?;
     }
     let bottom = first + bars.len() as i32 * PITCH;
