@@ -109,6 +109,43 @@ mod lowered {
         }
     }
 
+    /// Where shards and blocks are long enough, they travel in parts.
+    #[test]
+    fn parts_pass_for_1_to_16_ranks() {
+        let variant = Variant::RingFine;
+        for (world, rows) in (1..=16).flat_map(|world| [(world, 514), (world, 4096)]) {
+            let (m, k, dtype, bias) = (rows * world, 16 * world, DType::BF16, true);
+            let keep = world % 2 == 0;
+            let n = vec![24, 8];
+            let gather = AllGatherMatmul {
+                m,
+                k,
+                n,
+                dtype,
+                bias,
+                keep,
+            };
+            let n = 24;
+            let scatter = MatmulReduceScatter {
+                m,
+                k,
+                n,
+                dtype,
+                bias,
+            };
+            for streams in [1, 2, 3] {
+                let gather = lower_all_gather_matmul(&gather, world, variant, streams).unwrap();
+                let parts = if rows == 4096 { 4 } else { 2 };
+                assert!(gather.text.contains(&format!("let parts = {parts}\n")));
+                accepted(&gather, world);
+                let scatter = lower_matmul_reduce_scatter(&scatter, world, variant, streams);
+                let scatter = scatter.unwrap();
+                assert!(scatter.text.contains("let parts = 2\n"));
+                accepted(&scatter, world);
+            }
+        }
+    }
+
     #[test]
     fn sizes_that_do_not_divide_are_refused_with_a_way_out() {
         let spec = AllGatherMatmul {

@@ -39,8 +39,9 @@ pub(crate) struct Demo {
     /// Element type: bf16, f16 or f32 [default: bf16 on cuda, f32 on host]
     #[arg(long, value_name = "TYPE", value_parser = product_type)]
     dtype: Option<DType>,
-    /// How the parts travel: ring-get, ring-put, pairwise-get, pairwise-put, push-rotated or
-    /// collective [default: what a model of the machine finds fastest]
+    /// How the parts travel: ring-get, ring-put, ring-fine, ring-coarse, pairwise-get,
+    /// pairwise-put, push-rotated or collective [default: what a model of the machine finds
+    /// fastest]
     #[arg(long, value_name = "VARIANT")]
     variant: Option<Variant>,
     /// Seed of the inputs [default: from the system's randomness]

@@ -83,7 +83,7 @@ impl Machine {
     fn rate(&self, variant: Variant) -> f64 {
         match variant {
             Variant::RingGet => self.ring_get,
-            Variant::RingPut => self.ring_put,
+            Variant::RingPut | Variant::RingFine | Variant::RingCoarse => self.ring_put,
             Variant::PairwiseGet => self.rotated_get,
             Variant::PairwisePut | Variant::PushRotated => self.rotated_put,
             Variant::Collective => self.collective,

@@ -1,6 +1,6 @@
 //! `C = matmul(A, B)`, with A sharded over the ranks and C over the stream loop.
 
-use super::template::{FORK, Fill, JOIN, numbered};
+use super::template::{Fill, numbered, with_streams};
 use super::{Lowered, Variant, check, made};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -104,6 +104,114 @@ const RING_PUT: &str = "
         } else {
             wait fetch[j]
             @multiply C[current] G[current] biased
+        }
+    }
+@join";
+
+const RING_FINE: &str = "
+    let next = (rank + 1) % world
+    let previous = (rank - 1) % world
+
+    # A shard travels in so many parts, in turn on so many streams: while one part is handed over,
+    # another is under way.
+    let parts = $parts
+    let lanes = $lanes
+    let rows = m / world / parts
+
+    # In step j a rank receives the shard of rank - j, and puts the one of the step before.
+    share {
+        for j in 1..world {
+            let current = (rank - j) % world
+            let before = (current + 1) % world
+            for p in 0..parts {
+                let start = p * rows
+                let end = start + rows
+                if j == 1 {
+                    pass = send A[start..end] to next tag j * parts + p via put
+                } else {
+                    pass = send G[before][start..end] to next tag j * parts + p via put
+                }
+                fetch = receive G[current][start..end] from previous tag j * parts + p via put
+            }
+        }
+    }
+@fork lanes
+    # Every part has a place of its own, so the predecessor need not ask before each put.
+    for p in 0..parts {
+        set_stream high(p % lanes)
+        post fetch[j][p] for j in 1..world
+    }
+
+    set_stream pool(0)
+    @multiply C[rank] A biased
+    @keep
+
+    # Products in the order of arrival.
+    for j in 1..world {
+        let current = (rank - j) % world
+        for p in 0..parts {
+            let start = p * rows
+            let end = start + rows
+            set_stream high(p % lanes)
+            if j > 1 {
+                wait fetch[j - 1][p]
+            }
+            post pass[j][p]
+            set_stream pool((j * parts + p) % streams)
+            wait fetch[j][p]
+            @multiply C[current][start..end] G[current][start..end] biased
+        }
+    }
+@join lanes
+";
+
+const RING_COARSE: &str = "
+    let next = (rank + 1) % world
+    let previous = (rank - 1) % world
+
+    # In step j a rank receives the shard of rank - j, and puts the one of the step before.
+    share {
+        for j in 1..world {
+            let current = (rank - j) % world
+            if j == 1 {
+                pass = send A to next tag j via put
+            } else {
+                pass = send G[(current + 1) % world] to next tag j via put
+            }
+            fetch = receive G[current] from previous tag j via put
+        }
+    }
+@fork
+    for j in 1..world {
+        set_stream high(0)
+        if j > 1 {
+            wait fetch[j - 1]
+        }
+        # One group: the put waits for the successor's receive, which must not wait behind it.
+        post fetch[j], pass[j]
+    }
+
+    set_stream pool(0)
+    @multiply C[rank] A biased
+    @keep
+
+    # The shards of two groups of steps, each multiplied at once: large products lose less at their
+    # ends.
+    for g in 0..2 {
+        let first = 1 + g * (world - 1) / 2
+        let last = (g + 1) * (world - 1) / 2
+        if first <= last {
+            set_stream pool((g + 1) % streams)
+            wait fetch[j] for j in first..last + 1
+            # From the shard of the last step to that of the first, which may be on both ends of G.
+            let start = (rank - last) % world
+            let end = (rank - first) % world + 1
+            if start < end {
+                @multiply C[start..end] G[start..end] biased
+            } else {
+                @multiply C[start..world] G[start..world] biased
+                @multiply C[0..end] G[0..end] biased
+            }
         }
     }
 @join";
@@ -212,6 +320,15 @@ const COLLECTIVE: &str = "
     @multiply C G biased
 ";
 
+/// In how many parts [`Variant::RingFine`] cuts a shard of `rows`: a part should still be a product
+/// that fills a device.
+pub(super) fn parts(rows: usize) -> usize {
+    [(4, 1024), (2, 256)]
+        .into_iter()
+        .find(|&(parts, least)| rows.is_multiple_of(parts) && rows / parts >= least)
+        .map_or(1, |(parts, _)| parts)
+}
+
 /// Lowers an all-gather + matmul to a program for `world` ranks, with the products on `streams`
 /// streams in turn.
 ///
@@ -250,6 +367,14 @@ pub fn lower_all_gather_matmul(
             RING_PUT,
             "travel around a ring, each rank putting to the one after",
         ),
+        Variant::RingFine => (
+            RING_FINE,
+            "travel around a ring in parts, each multiplied as it arrives",
+        ),
+        Variant::RingCoarse => (
+            RING_COARSE,
+            "travel around a ring and are multiplied several at a time",
+        ),
         Variant::PairwiseGet => (PAIRWISE_GET, "are fetched from their owners"),
         Variant::PairwisePut => (PAIRWISE_PUT, "are put by their owners, a step at a time"),
         Variant::PushRotated => (PUSH_ROTATED, "are put by their owners in rotated order"),
@@ -259,9 +384,10 @@ pub fn lower_all_gather_matmul(
         true => "    output G: $T[world over loop, m / world, k]\n",
         false => "    allocate G: $T[world over loop, m / world, k]\n",
     };
-    let body = body
-        .replace("@fork", FORK)
-        .replace("@join", JOIN.trim_end());
+    let parts = parts(spec.m / world);
+    let body = with_streams(body)
+        .replace("$parts", &parts.to_string())
+        .replace("$lanes", &parts.min(2).to_string());
     let mut template = format!(
         "# All-gather + matmul: C = A · B with the rows of A sharded over the ranks.\n\
          # The shards {what}.\n\

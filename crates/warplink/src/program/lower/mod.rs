@@ -28,6 +28,13 @@ pub enum Variant {
     RingGet,
     /// Around a ring, each rank putting to its successor.
     RingPut,
+    /// Around a ring by puts, in parts of shards or blocks that travel on two streams, so that the
+    /// handover of one part is hidden by the transfer of another. For where the link is the bound.
+    RingFine,
+    /// All-gather: around a ring by puts, and few, large products of several shards at once.
+    /// Reduce-scatter: fetched by the owners, who add up early what arrives early. For where the
+    /// products are the bound.
+    RingCoarse,
     /// Directly between each two ranks, the receiver fetching.
     PairwiseGet,
     /// Directly between each two ranks, the sender putting, each step in a stream with its product.
@@ -40,9 +47,11 @@ pub enum Variant {
 
 impl Variant {
     /// Every variant.
-    pub const ALL: [Self; 6] = [
+    pub const ALL: [Self; 8] = [
         Self::RingGet,
         Self::RingPut,
+        Self::RingFine,
+        Self::RingCoarse,
         Self::PairwiseGet,
         Self::PairwisePut,
         Self::PushRotated,
@@ -54,6 +63,8 @@ impl Variant {
         match self {
             Self::RingGet => "ring-get",
             Self::RingPut => "ring-put",
+            Self::RingFine => "ring-fine",
+            Self::RingCoarse => "ring-coarse",
             Self::PairwiseGet => "pairwise-get",
             Self::PairwisePut => "pairwise-put",
             Self::PushRotated => "push-rotated",

@@ -1,6 +1,6 @@
 //! `C = matmul(A, B)`, with the contraction sharded over the ranks and the rows of C scattered.
 
-use super::template::{FORK, Fill, JOIN};
+use super::template::{Fill, with_streams};
 use super::{Lowered, Variant, check, made};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -233,12 +233,132 @@ const RING_PUT: &str = "
     }
 @join";
 
+const RING_FINE: &str = "
+    # Sums of the products of the ranks before this one, to which it adds its own.
+    allocate P: $T[world over loop, m / world, n]
+
+    let next = (rank + 1) % world
+    let previous = (rank - 1) % world
+
+    # A block travels in so many parts, each on a stream of its own: while one part is under way,
+    # the product of another runs.
+    let parts = $parts
+    let lanes = parts
+    let rows = m / world / parts
+
+    # A block starts at the rank after its owner and ends at its owner, adding up on the way.
+    share {
+        for s in 1..world {
+            let done = (rank - s) % world
+            let block = (done - 1) % world
+            for p in 0..parts {
+                let start = p * rows
+                let end = start + rows
+                pass = send P[done][start..end] to next tag s * parts + p via put
+                if s < world - 1 {
+                    take = receive P[block][start..end] from previous tag s * parts + p via put
+                } else {
+                    take = receive C[start..end] from previous tag s * parts + p via put
+                }
+            }
+        }
+    }
+@fork lanes
+    # Every part has a place of its own, so the predecessor need not ask before each put.
+    for p in 0..parts {
+        set_stream high(p)
+        post take[s][p] for s in 1..world
+    }
+
+    for s in 0..world {
+        let block = (rank - 1 - s) % world
+        for p in 0..parts {
+            let start = p * rows
+            let end = start + rows
+            if s > 0 {
+                # What the step before added to.
+                set_stream high(p)
+                synchronize pool(((s - 1) * parts + p) % streams)
+                post pass[s][p]
+            }
+            set_stream pool((s * parts + p) % streams)
+            if s > 0 {
+                wait take[s][p]
+            }
+            if world == 1 {
+                @multiply C[start..end] A[block][start..end] biased
+            } else if s == 0 {
+                @multiply P[block][start..end] A[block][start..end]
+            } else if s < world - 1 {
+                @accumulate P[block][start..end] A[block][start..end]
+            } else {
+                @accumulate C[start..end] A[block][start..end] biased
+            }
+        }
+    }
+@join lanes
+";
+
+/// Get, with an early sum.
+const RING_COARSE: &str = "
+    # Products for the others, by rank, and what the others have for this one.
+    allocate P: $T[world over loop, m / world, n]
+    allocate R: $T[world, m / world, n]
+
+    share {
+        for s in 1..world {
+            let target = (rank + s) % world
+            let source = (rank - s) % world
+            give = send P[target] to target tag s via get
+            take = receive R[source] from source tag s via get
+        }
+    }
+
+    # One stream fetches, one adds up.
+    let lanes = 2
+@fork lanes
+    # Own block last: by then the others' have arrived.
+    for s in 1..world + 1 {
+        let block = (rank + s) % world
+        set_stream pool(s % streams)
+        if s < world {
+            @multiply P[block] A[block]
+            post give[s]
+            set_stream high(0)
+            post take[s]
+        } else {
+            @multiply R[rank] A[rank] biased
+        }
+    }
+
+    # What arrives in the first half of the steps is added up during the last products.
+    let early = (world + 1) / 2
+    if early > 1 {
+        set_stream high(1)
+        wait take[s] for s in 1..early + 1
+        R[(rank - early) % world] = sum(R[(rank - s) % world] for s in 1..early + 1)
+    }
+@join lanes
+    C = sum(R[(rank - s) % world] for s in early..world + 1)
+    # The others may still be reading what they were offered.
+    wait give[s] for s in 1..world
+";
+
 const COLLECTIVE: &str = "
     allocate P: $T[world, m / world, n]
 
 @whole
     C = reduce_scatter(P, sum)
 ";
+
+/// In how many parts [`Variant::RingFine`] cuts a block of `rows`.
+pub(super) fn parts(rows: usize) -> usize {
+    if rows.is_multiple_of(2) && rows >= 512 {
+        2
+    } else {
+        1
+    }
+}
 
 /// Lowers a matmul + reduce-scatter to a program for `world` ranks, with the products on `streams`
 /// streams in turn.
@@ -271,6 +391,14 @@ pub fn lower_matmul_reduce_scatter(
             "add up around a ring, fetched from the rank before",
         ),
         Variant::RingPut => (RING_PUT, "add up around a ring, put to the rank after"),
+        Variant::RingFine => (
+            RING_FINE,
+            "add up around a ring in parts, each product onto what arrived",
+        ),
+        Variant::RingCoarse => (
+            RING_COARSE,
+            "are fetched by their owners, and added up early where they arrive early",
+        ),
         Variant::PairwiseGet => (PAIRWISE_GET, "are fetched by their owners"),
         Variant::PairwisePut => (
             PAIRWISE_PUT,
@@ -286,10 +414,10 @@ pub fn lower_matmul_reduce_scatter(
         }
         false => "    @multiply P A",
     };
-    let body = body
-        .replace("@fork", FORK)
-        .replace("@join", JOIN.trim_end())
-        .replace("@whole", whole);
+    let parts = parts(spec.m / world);
+    let body = with_streams(body)
+        .replace("@whole", whole)
+        .replace("$parts", &parts.to_string());
     let template = format!(
         "# Matmul + reduce-scatter: C = A · B with the contraction sharded over the ranks.\n\
          # The partial products {what}.\n\

@@ -2,13 +2,14 @@
 //!
 //! A template is a program's text in which a line that starts with `@` stands for several:
 //! `@multiply TARGET SOURCE` for the products of all right operands, with their bias if they have
-//! one and `biased` follows, and `@operands`, `@results` for their declarations. `@fork` and
-//! `@join` start and join the streams. `$T` is the element type.
+//! one and `biased` follows, `@accumulate` for the same added to the target, and `@operands`,
+//! `@results` for their declarations. `@fork` and `@join` start and join the streams, with one
+//! stream of high priority, or `lanes` of them where that follows. `$T` is the element type.
 
 use crate::dtype::DType;
 
 /// `@fork`: streams start after the caller's.
-pub(super) const FORK: &str = "
+const FORK: &str = "
     get_stream main
     set_stream high(0)
     synchronize main
@@ -18,14 +19,46 @@ pub(super) const FORK: &str = "
     }
 ";
 
+/// `@fork lanes`.
+const FORK_LANES: &str = "
+    get_stream main
+    for i in 0..lanes {
+        set_stream high(i)
+        synchronize main
+    }
+    for i in 0..streams {
+        set_stream pool(i)
+        synchronize main
+    }
+";
+
 /// `@join`: the caller's stream goes on after all others.
-pub(super) const JOIN: &str = "
+const JOIN: &str = "
     set_stream main
     synchronize high(0)
     for i in 0..streams {
         synchronize pool(i)
     }
 ";
+
+/// `@join lanes`.
+const JOIN_LANES: &str = "
+    set_stream main
+    for i in 0..lanes {
+        synchronize high(i)
+    }
+    for i in 0..streams {
+        synchronize pool(i)
+    }
+";
+
+/// `body` with its streams' start and end written out.
+pub(super) fn with_streams(body: &str) -> String {
+    body.replace("@fork lanes", FORK_LANES)
+        .replace("@join lanes", JOIN_LANES.trim_end())
+        .replace("@fork", FORK)
+        .replace("@join", JOIN.trim_end())
+}
 
 /// What fills a template.
 pub(super) struct Fill<'a> {
@@ -56,11 +89,15 @@ impl Fill<'_> {
             let margin = &line[..line.len() - body.len()];
             let words: Vec<&str> = body.split(' ').collect();
             match words[..] {
-                ["@multiply", target, source] => {
-                    self.multiply(&mut text, margin, target, source, false)
-                }
-                ["@multiply", target, source, "biased"] => {
-                    self.multiply(&mut text, margin, target, source, self.bias);
+                [
+                    word @ ("@multiply" | "@accumulate"),
+                    target,
+                    source,
+                    ref rest @ ..,
+                ] => {
+                    let sign = if word == "@multiply" { "=" } else { "+=" };
+                    let bias = self.bias && rest == ["biased"];
+                    self.multiply(&mut text, margin, (target, sign, source), bias);
                 }
                 ["@operands"] => self.declare(&mut text, margin, true),
                 ["@results"] => self.declare(&mut text, margin, false),
@@ -74,7 +111,13 @@ impl Fill<'_> {
         text
     }
 
-    fn multiply(&self, text: &mut String, margin: &str, target: &str, source: &str, bias: bool) {
+    fn multiply(
+        &self,
+        text: &mut String,
+        margin: &str,
+        (target, sign, source): (&str, &str, &str),
+        bias: bool,
+    ) {
         for index in 0..self.operands {
             let b = numbered("B", index, self.operands);
             // `C[j]` of the second operand is `C1[j]`.
@@ -82,9 +125,9 @@ impl Fill<'_> {
             let c = numbered(name, index, self.operands);
             *text += &if bias {
                 let bias = numbered("bias", index, self.operands);
-                format!("{margin}{c}{rest} = linear({source}, {b}, {bias})\n")
+                format!("{margin}{c}{rest} {sign} linear({source}, {b}, {bias})\n")
             } else {
-                format!("{margin}{c}{rest} = matmul({source}, {b})\n")
+                format!("{margin}{c}{rest} {sign} matmul({source}, {b})\n")
             };
         }
     }
