@@ -36,6 +36,7 @@ enum Command {
     Demo(commands::demo::Demo),
     Doctor(commands::doctor::Doctor),
     Launch(commands::launch::Launch),
+    Program(commands::program::Program),
     #[command(name = commands::doctor::TRIAL_COMMAND, hide = true)]
     DoctorTrial(commands::doctor::TrialArgs),
     #[command(name = launch::RANK_COMMAND, hide = true)]
@@ -53,6 +54,7 @@ fn main() -> ExitCode {
         Command::Doctor(command) => command.run(&cli.options),
         Command::DoctorTrial(args) => commands::doctor::run_trial(&args),
         Command::Launch(command) => command.run(&cli.options),
+        Command::Program(command) => command.run(&cli.options),
         Command::Rank(args) => Ok(launch::become_rank(&args)),
         Command::Guard => launch::guard(),
     };

@@ -386,8 +386,7 @@ fn check(
     let mut largest = 0.0_f64;
     for (peer, bytes) in errors.iter().enumerate().take(world) {
         let error = f64::from_le_bytes(bytes.as_slice().try_into().unwrap_or([0xff; 8]));
-        // Written so that what is no number is wrong, too.
-        if !(error <= tolerance) {
+        if error.is_nan() || error > tolerance {
             return Err(Error::new(
                 ErrorKind::Internal,
                 format!("the product of rank {peer} is wrong: its relative error is {error:.1e}"),

@@ -4,4 +4,5 @@ pub(crate) mod bench;
 pub(crate) mod demo;
 pub(crate) mod doctor;
 pub(crate) mod launch;
+pub(crate) mod program;
 mod ranks;

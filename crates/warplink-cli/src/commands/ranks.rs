@@ -31,10 +31,11 @@ fn start(options: &Options) -> Result<ExitCode> {
         // The link leads to the running binary also after its file was replaced.
         program: "/proc/self/exe".into(),
         args: std::env::args_os().skip(1).collect(),
-        env: vec![Variable::new(
-            "WARPLINK_DEVICE",
-            options.device().to_string(),
-        )],
+        env: vec![
+            Variable::new("WARPLINK_DEVICE", options.device().to_string()),
+            // The vendor's library is to measure against without NVLink multicast.
+            Variable::new("NCCL_NVLS_ENABLE", "0".to_owned()),
+        ],
         output: Output::Rank0Only,
         grace: Duration::from_secs(5),
     };

@@ -115,10 +115,11 @@ pub(crate) enum ProductPlan {
 
 impl ProductPlan {
     pub(crate) fn run(&self, stream: &dyn Stream) -> Result<()> {
-        Ok(match self {
+        match self {
             Self::Gather(plan) => plan.run(stream)?,
             Self::Scatter(plan) => plan.run(stream)?,
-        })
+        }
+        Ok(())
     }
 
     pub(crate) fn choice(&self) -> &Choice {

@@ -20,7 +20,7 @@ pub(crate) struct Table {
 
 impl Table {
     /// An empty table with these columns.
-    pub(crate) fn new<const N: usize>(columns: [(&str, Align); N]) -> Self {
+    pub(crate) fn new<'a>(columns: impl IntoIterator<Item = (&'a str, Align)>) -> Self {
         let (heading, align) = columns
             .into_iter()
             .map(|(name, align)| (name.to_owned(), align))

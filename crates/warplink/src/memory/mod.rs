@@ -25,7 +25,7 @@ use handle::HandleKey;
 use serde::{Deserialize, Serialize};
 use service::{Request, Service};
 use std::any::Any;
-use std::collections::HashMap;
+use std::collections::HashSet;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -387,12 +387,12 @@ fn process_number() -> [u8; 16] {
     *NUMBER.get_or_init(|| {
         let mut number = [0; 16];
         if getrandom::fill(&mut number).is_err() {
-            // Without randomness: the process id and its start time, unique on this machine.
-            let start = std::time::SystemTime::now()
+            // Without randomness: the process id and the time, unique on this machine.
+            let now = std::time::SystemTime::now()
                 .duration_since(std::time::UNIX_EPOCH)
                 .unwrap_or_default();
             number[..8].copy_from_slice(&u64::from(std::process::id()).to_le_bytes());
-            number[8..].copy_from_slice(&(start.as_nanos() as u64).to_le_bytes());
+            number[8..].copy_from_slice(&(now.as_nanos() as u64).to_le_bytes());
         }
         number
     })
@@ -533,6 +533,11 @@ impl Memory {
         Ok(handle.encode(&inner.key))
     }
 
+    /// Takes a handle back that was described to `peer` and never reached it.
+    pub(crate) fn take_back(&self, region: &Region, peer: Rank) {
+        self.inner.exports.released(region.generation(), peer, 1);
+    }
+
     /// Maps the region that `peer` described, from the cache where it is there.
     ///
     /// # Errors
@@ -650,14 +655,14 @@ impl Drop for Memory {
 }
 
 fn run_errands(queue: &mpsc::Receiver<Errand>, working: &Weak<Inner>) {
-    let mut gone: HashMap<Rank, ()> = HashMap::new();
+    let mut gone: HashSet<Rank> = HashSet::new();
     while let Ok(errand) = queue.recv() {
         match errand {
             Errand::Tell(peer, subject, first, second) => {
                 let Some(inner) = working.upgrade() else {
                     return;
                 };
-                if gone.contains_key(&peer) {
+                if gone.contains(&peer) {
                     inner.exports.forget(peer);
                     continue;
                 }
@@ -665,7 +670,7 @@ fn run_errands(queue: &mpsc::Receiver<Errand>, working: &Weak<Inner>) {
                     Ok(_) => {}
                     // A peer that does not listen any more maps nothing any more.
                     Err(error) if error.kind() == ErrorKind::PeerLost => {
-                        gone.insert(peer, ());
+                        gone.insert(peer);
                         inner.exports.forget(peer);
                     }
                     Err(error) => tracing::warn!(%error, ?subject, "a peer could not be told"),

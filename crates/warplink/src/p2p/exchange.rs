@@ -14,11 +14,11 @@ use crate::bootstrap::{Bootstrap, Wait};
 use crate::deadline::Deadline;
 use crate::device::Device;
 use crate::error::{Error, ErrorKind, Rank, Result};
-use crate::memory::{Memory, Subject};
+use crate::memory::{Memory, Region, RemoteRegion, Subject};
 use crate::signal::{End, Phase, Protocol, RemoteSlot, Slot, SlotPool};
 use crate::sync::lock;
 use serde::{Deserialize, Serialize};
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, Weak};
 
@@ -56,6 +56,8 @@ struct Published<'a> {
     number: u64,
     own_key: String,
     peer_key: String,
+    // Whose handles the peer is to get.
+    described: Vec<Region>,
 }
 
 impl Transfers {
@@ -176,44 +178,55 @@ impl Transfers {
 
     fn prepare<'a>(&self, request: &'a TransferRequest) -> Result<(Published<'a>, Vec<u8>)> {
         let protocol = request.protocol.unwrap_or(self.protocol);
-        let slot = self.pool.take(&self.memory)?;
-        let buffer = match request.direction.end(protocol) {
-            End::Announcer => Some(
-                self.memory
-                    .describe(&request.region, request.peer)?
-                    .to_vec(),
-            ),
-            End::Mover => None,
-        };
-        let side = Side {
-            bytes: request.region.bytes() as u64,
-            put: protocol == Protocol::Put,
-            buffer,
-            inbound: self.memory.describe(slot.inbound(), request.peer)?.to_vec(),
-            slot: slot.number,
-        };
-        let side = postcard::to_stdvec(&side).map_err(|error| {
-            Error::new(ErrorKind::Internal, error.to_string()).during("encode a transfer")
-        })?;
-        let number = self.count(request);
         let rank = self.bootstrap.rank();
         let (from, to) = match request.direction {
             Direction::Send => (rank, request.peer),
             Direction::Receive => (request.peer, rank),
         };
+        let slot = self.pool.take(&self.memory)?;
+        let number = self.count(request);
         let key = |direction| format!("p2p/{from}>{to}/tag {}/{number}/{direction}", request.tag);
-        let (own_key, peer_key) = (key(request.direction), key(request.direction.reversed()));
-        Ok((
-            Published {
-                request,
-                protocol,
-                slot,
-                number,
-                own_key,
-                peer_key,
-            },
-            side,
-        ))
+        let mut end = Published {
+            request,
+            protocol,
+            slot,
+            number,
+            own_key: key(request.direction),
+            peer_key: key(request.direction.reversed()),
+            described: Vec::new(),
+        };
+        match self.side(&mut end) {
+            Ok(side) => Ok((end, side)),
+            Err(error) => {
+                self.roll_back(vec![end]);
+                Err(error)
+            }
+        }
+    }
+
+    /// What `end` tells its peer; the handles in it are noted, to be taken back if it never arrives.
+    fn side(&self, end: &mut Published<'_>) -> Result<Vec<u8>> {
+        let (request, peer) = (end.request, end.request.peer);
+        let mut describe = |region: &Region| {
+            let handle = self.memory.describe(region, peer)?;
+            end.described.push(region.clone());
+            Ok::<_, Error>(handle.to_vec())
+        };
+        let buffer = match request.direction.end(end.protocol) {
+            End::Announcer => Some(describe(&request.region)?),
+            End::Mover => None,
+        };
+        let inbound = describe(end.slot.inbound())?;
+        let side = Side {
+            bytes: request.region.bytes() as u64,
+            put: end.protocol == Protocol::Put,
+            buffer,
+            inbound,
+            slot: end.slot.number,
+        };
+        postcard::to_stdvec(&side).map_err(|error| {
+            Error::new(ErrorKind::Internal, error.to_string()).during("encode a transfer")
+        })
     }
 
     fn count(&self, request: &TransferRequest) -> u64 {
@@ -237,6 +250,9 @@ impl Transfers {
     fn roll_back(&self, published: Vec<Published<'_>>) {
         for end in published {
             self.uncount(end.request, end.number);
+            for region in &end.described {
+                self.memory.take_back(region, end.request.peer);
+            }
             self.pool.recycle(end.slot.number);
         }
     }
@@ -313,32 +329,15 @@ impl Transfers {
                 "choose the same protocol on both ranks",
             );
         }
-        let page = self
-            .memory
-            .open(request.peer, &side.inbound)
-            .map_err(context)?;
-        let remote_slot = RemoteSlot::new(page.slice()).map_err(context)?;
-        let remote = match (&side.buffer, request.direction.end(end.protocol)) {
-            (Some(wire), End::Mover) => {
-                Some(self.memory.open(request.peer, wire).map_err(context)?)
-            }
-            (None, End::Announcer) => None,
-            _ => {
-                return Err(context(Error::new(
-                    ErrorKind::Protocol,
-                    "the peer's end is of the wrong kind",
-                )));
+        let mapped = match self.map(&side, request, end.protocol) {
+            Ok(mapped) => mapped,
+            Err(error) => {
+                // The peer believes in the transfer, and lets go of this end when it drops its own.
+                self.table.dropped(request.peer, slot.number, side.slot);
+                return Err(context(error));
             }
         };
-        if remote
-            .as_ref()
-            .is_some_and(|remote| remote.slice().bytes() as u64 != own_bytes)
-        {
-            return Err(context(Error::new(
-                ErrorKind::InvalidHandle,
-                "the peer's handle has another length than it says",
-            )));
-        }
+        let (page, remote_slot, remote) = mapped;
         Ok(Transfer {
             direction: request.direction,
             protocol: end.protocol,
@@ -355,6 +354,44 @@ impl Transfers {
             table: self.table.clone(),
         })
     }
+
+    /// Maps what the peer described: its words, and its buffer where this end moves the bytes.
+    fn map(
+        &self,
+        side: &Side,
+        request: &TransferRequest,
+        protocol: Protocol,
+    ) -> Result<(RemoteRegion, RemoteSlot, Option<RemoteRegion>)> {
+        let peer = request.peer;
+        let words = self
+            .memory
+            .open(peer, &side.inbound)
+            .and_then(|page| Ok((RemoteSlot::new(page.slice())?, page)));
+        let mover = request.direction.end(protocol) == End::Mover;
+        let buffer = match (&side.buffer, mover, &words) {
+            (Some(wire), true, Ok(_)) => self.memory.open(peer, wire).map(Some),
+            (None, false, _) => Ok(None),
+            (Some(wire), ..) => {
+                self.memory.decline(peer, wire);
+                Err(wrong_kind())
+            }
+            (None, true, _) => Err(wrong_kind()),
+        };
+        let (remote_slot, page) = words?;
+        let buffer = buffer?;
+        let other_length = |remote: &RemoteRegion| remote.slice().bytes() != request.region.bytes();
+        if buffer.as_ref().is_some_and(other_length) {
+            return Err(Error::new(
+                ErrorKind::InvalidHandle,
+                "the peer's handle has another length than it says",
+            ));
+        }
+        Ok((page, remote_slot, buffer))
+    }
+}
+
+fn wrong_kind() -> Error {
+    Error::new(ErrorKind::Protocol, "the peer's end is of the wrong kind")
 }
 
 /// Which slots are half given back: a slot is used again when its own transfer is gone and the
@@ -363,7 +400,7 @@ impl Transfers {
 pub(super) struct SlotTable {
     pool: Arc<SlotPool>,
     memory: Weak<Memory>,
-    half: Mutex<HashMap<u64, ()>>,
+    half: Mutex<HashSet<u64>>,
 }
 
 impl SlotTable {
@@ -378,11 +415,11 @@ impl SlotTable {
     /// One of the two sides let go of a slot of this rank.
     fn half_released(&self, slot: u64) {
         let mut half = lock(&self.half);
-        if half.remove(&slot).is_some() {
+        if half.remove(&slot) {
             drop(half);
             self.pool.recycle(slot);
         } else {
-            half.insert(slot, ());
+            half.insert(slot);
         }
     }
 }

@@ -20,7 +20,7 @@
 //!    own, set to 1 and reset to 0 by the waiter. An end sets the other's word again only after it
 //!    has itself been signalled, which happens after the other reset: no signal meets one that was
 //!    not consumed. This holds if a captured post is followed by its wait before the next post of
-//!    the same transfer, which [`Phase`] sees to.
+//!    the same transfer, which `Phase` sees to.
 //! 3. A wait is always for a word in the waiter's own memory.
 
 mod slots;

@@ -2,6 +2,7 @@
 
 mod overlap;
 mod p2p;
+mod program;
 pub(crate) mod timing;
 
 use crate::options::Options;
@@ -20,6 +21,7 @@ pub(crate) struct Bench {
 enum What {
     P2p(p2p::P2p),
     Overlap(overlap::Overlap),
+    Program(program::Program),
 }
 
 impl Bench {
@@ -27,6 +29,7 @@ impl Bench {
         match self.what {
             What::P2p(command) => command.run(options),
             What::Overlap(command) => command.run(options),
+            What::Program(command) => command.run(options),
         }
     }
 }

@@ -14,16 +14,17 @@ use std::cell::Cell;
 use std::process::ExitCode;
 use std::sync::Arc;
 use warplink::Communicator;
-use warplink::device::{CollectiveEngine, DeviceSlice, MemoryOp, Priority, Stream, Word};
+use warplink::device::{CollectiveEngine, DeviceSlice, Event, MemoryOp, Priority, Stream, Word};
 use warplink::memory::{HANDLE_BYTES, Region, RemoteRegion};
 use warplink::p2p::{Batch, Protocol, Transfer, TransferRequest};
 
 /// Measure send and receive between two ranks
 ///
 /// Latency is half of a round trip of two transfers between ranks 0 and 1, bandwidth that of many
-/// transfers in a row from rank 0 to rank 1; with --ring, of every rank to its right neighbour at
-/// once. 'raw' is the same sequence without a protocol: a copy into the peer's memory, a word
-/// written behind it, a wait for that word. 'nccl' is the vendor's library (on the host device, a
+/// transfers from rank 0 to rank 1, on two streams in turn; with --ring, of every rank to its right
+/// neighbour at once. 'raw' has no protocol: for latency a copy into the peer's memory, a word
+/// written behind it and a wait for that word; for bandwidth the copies alone, one behind the other,
+/// which is the floor. 'nccl' is the vendor's library (on the host device, a
 /// stand-in for it). Every time is that of the slowest rank, the median of all samples.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  \
@@ -87,9 +88,46 @@ struct Report {
     rows: Vec<Row>,
 }
 
+/// A second stream, on which every other transfer of many runs: handing one over takes a few
+/// microseconds in which its stream moves nothing.
+struct Second {
+    stream: Arc<dyn Stream>,
+    begin: Arc<dyn Event>,
+    end: Arc<dyn Event>,
+}
+
+impl Second {
+    fn new(comm: &Communicator) -> Result<Self> {
+        let event = || comm.device().create_event(false);
+        Ok(Self {
+            stream: comm.create_stream(Priority::High)?,
+            begin: event()?,
+            end: event()?,
+        })
+    }
+
+    /// Starts the second stream where `first` is.
+    fn fork(&self, first: &dyn Stream) -> Result<()> {
+        first.record(&*self.begin)?;
+        Ok(self.stream.wait_event(&*self.begin)?)
+    }
+
+    /// The stream for `turn`.
+    fn lane<'s>(&'s self, turn: usize, first: &'s dyn Stream) -> &'s dyn Stream {
+        if turn % 2 == 0 { first } else { &*self.stream }
+    }
+
+    /// Holds `first` until the second stream is done.
+    fn join(&self, first: &dyn Stream) -> Result<()> {
+        self.stream.record(&*self.end)?;
+        Ok(first.wait_event(&*self.end)?)
+    }
+}
+
 /// What every size is measured with.
 struct Rig<'a> {
     clock: Clock<'a>,
+    second: Second,
     ring: bool,
     engine: Option<Arc<dyn CollectiveEngine>>,
     // Whom this rank sends to and receives from.
@@ -199,6 +237,7 @@ impl<'a> Rig<'a> {
             false => None,
         };
         Ok(Self {
+            second: Second::new(comm)?,
             clock,
             ring,
             engine,
@@ -364,10 +403,12 @@ impl<'a> Rig<'a> {
         let times = self.clock.measure(samples, submission, &|stream| {
             match (way, &self.engine) {
                 (Way::Raw, _) => {
-                    for _ in 0..if sends { repeat } else { 0 } {
-                        stream.copy(&remote, &own)?;
-                    }
                     if sends {
+                        self.second.fork(stream)?;
+                        for turn in 0..repeat {
+                            self.second.lane(turn, stream).copy(&remote, &own)?;
+                        }
+                        self.second.join(stream)?;
                         self.signal(stream, submission)?;
                     }
                     if receives {
@@ -390,6 +431,7 @@ impl<'a> Rig<'a> {
                 (Way::Nccl, _) => {}
                 (Way::Put | Way::Get, _) if transfers.is_empty() => {}
                 (Way::Put | Way::Get, _) => {
+                    self.second.fork(stream)?;
                     for turn in 0..repeat + DEPTH {
                         let [send, receive] = &transfers[turn % DEPTH];
                         let ends = [sends.then_some(send), receives.then_some(receive)];
@@ -401,8 +443,9 @@ impl<'a> Rig<'a> {
                         if turn < repeat {
                             batch = batch.post(ends());
                         }
-                        batch.enqueue(stream)?;
+                        batch.enqueue(self.second.lane(turn, stream))?;
                     }
+                    self.second.join(stream)?;
                 }
             }
             Ok(())

@@ -3,13 +3,13 @@
 use super::Ground;
 use super::plan::Plan;
 use super::pool::Pool;
-use super::step::{Action, Step};
-use crate::device::{Compute, DeviceSlice, Event, MatmulSpec, Stream};
-use crate::error::{Error, ErrorKind, Result};
+use super::resolve::Resolver;
+use crate::device::DeviceSlice;
+use crate::error::{Error, Result};
 use crate::memory::Region;
 use crate::p2p::{Direction, Transfer, TransferRequest};
 use crate::program::ir::{Backend, Role};
-use crate::program::unrolled::{OperationKind, Range, TensorInstance, TransferId, Unrolled};
+use crate::program::unrolled::{OperationKind, TensorInstance, Unrolled};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
@@ -246,179 +246,5 @@ impl Tensor {
             Self::Bound(slice) => slice,
             Self::Pooled(region) => region.slice(),
         }
-    }
-}
-
-/// Turns operations into steps.
-struct Resolver<'a> {
-    unrolled: &'a Unrolled,
-    memory: &'a [Tensor],
-    ground: &'a Ground,
-    streams: &'a [Option<Arc<dyn Stream>>],
-}
-
-impl Resolver<'_> {
-    fn slice(&self, range: &Range) -> Result<DeviceSlice> {
-        self.memory[range.tensor]
-            .slice()
-            .slice(range.offset_bytes..range.end())
-    }
-
-    fn steps(&self, compute: Option<&dyn Compute>) -> Result<Vec<Step>> {
-        let mut steps = Vec::with_capacity(self.unrolled.operations.len());
-        // For transfers of the engine: the stream of the last post, and the event behind it.
-        let mut carried: HashMap<TransferId, (usize, Arc<dyn Event>)> = HashMap::new();
-        for (operation, next) in self.unrolled.operations.iter().enumerate() {
-            let stream = next.stream;
-            let mut push = |stream: usize, action: Action| {
-                steps.push(Step {
-                    stream,
-                    action,
-                    operation,
-                })
-            };
-            match &next.kind {
-                // Memory is there from the binding to the end of the plan, and so are handles.
-                OperationKind::Allocate(_)
-                | OperationKind::Deallocate(_)
-                | OperationKind::Share(_) => {}
-                OperationKind::Copy { target, source } => {
-                    push(
-                        stream,
-                        Action::Copy {
-                            target: self.slice(target)?,
-                            source: self.slice(source)?,
-                        },
-                    );
-                }
-                OperationKind::Matmul {
-                    a,
-                    b,
-                    c,
-                    bias,
-                    dtype,
-                    m,
-                    n,
-                    k,
-                    accumulate,
-                } => {
-                    let mut spec = MatmulSpec::new(*m, *n, *k, *dtype);
-                    spec.bias = bias.is_some();
-                    spec.accumulate = *accumulate;
-                    if let Some(compute) = compute {
-                        compute.prepare_matmul(&spec)?;
-                    }
-                    push(
-                        stream,
-                        Action::Matmul {
-                            spec,
-                            a: self.slice(a)?,
-                            b: self.slice(b)?,
-                            c: self.slice(c)?,
-                            bias: bias.as_ref().map(|bias| self.slice(bias)).transpose()?,
-                        },
-                    );
-                }
-                OperationKind::Sum {
-                    dtype,
-                    target,
-                    sources,
-                } => {
-                    let sources = sources
-                        .iter()
-                        .map(|source| self.slice(source))
-                        .collect::<Result<_>>()?;
-                    push(
-                        stream,
-                        Action::Sum {
-                            dtype: *dtype,
-                            target: self.slice(target)?,
-                            sources,
-                        },
-                    );
-                }
-                OperationKind::Post(group) => {
-                    let (direct, engine) = self.split(group);
-                    match direct[..] {
-                        [] => {}
-                        [only] => push(stream, Action::Post(only)),
-                        _ => push(stream, Action::PostGroup(direct)),
-                    }
-                    if !engine.is_empty() {
-                        let done = self.ground.device.create_event(false)?;
-                        push(stream, self.engine_exchange(&engine, Some(done.clone()))?);
-                        carried.extend(engine.into_iter().map(|id| (id, (stream, done.clone()))));
-                    }
-                }
-                OperationKind::Wait(group) => {
-                    let (direct, engine) = self.split(group);
-                    match direct[..] {
-                        [] => {}
-                        [only] => push(stream, Action::Wait(only)),
-                        _ => push(stream, Action::WaitGroup(direct)),
-                    }
-                    for id in engine {
-                        if let Some((posted_on, done)) = carried.get(&id)
-                            && *posted_on != stream
-                        {
-                            push(stream, Action::WaitEvent(done.clone()));
-                        }
-                    }
-                }
-                OperationKind::Collective {
-                    collective,
-                    dtype,
-                    target,
-                    source,
-                } => {
-                    let action = Action::Collective {
-                        collective: *collective,
-                        dtype: *dtype,
-                        target: self.slice(target)?,
-                        source: self.slice(source)?,
-                    };
-                    push(stream, action);
-                }
-                OperationKind::Synchronize(other) => {
-                    if *other >= self.streams.len() {
-                        return Err(Error::new(
-                            ErrorKind::Internal,
-                            "a stream that does not exist",
-                        ));
-                    }
-                    let event = self.ground.device.create_event(false)?;
-                    push(*other, Action::Record(event.clone()));
-                    push(stream, Action::WaitEvent(event));
-                }
-            }
-        }
-        Ok(steps)
-    }
-
-    fn split(&self, group: &[TransferId]) -> (Vec<TransferId>, Vec<TransferId>) {
-        group
-            .iter()
-            .partition(|id| matches!(self.unrolled.transfers[**id].backend, Backend::Direct(_)))
-    }
-
-    fn engine_exchange(
-        &self,
-        group: &[TransferId],
-        done: Option<Arc<dyn Event>>,
-    ) -> Result<Action> {
-        let (mut sends, mut receives) = (Vec::new(), Vec::new());
-        for id in group {
-            let transfer = &self.unrolled.transfers[*id];
-            let side = (transfer.peer, self.slice(&transfer.range)?);
-            match transfer.direction {
-                Direction::Send => sends.push(side),
-                Direction::Receive => receives.push(side),
-            }
-        }
-        Ok(Action::Exchange {
-            sends,
-            receives,
-            done,
-        })
     }
 }

@@ -15,6 +15,7 @@
 mod bind;
 mod plan;
 mod pool;
+mod resolve;
 mod step;
 mod trace;
 
@@ -92,8 +93,11 @@ impl Default for PrepareOptions {
 pub struct Executor {
     ground: Ground,
     pool: Arc<Pool>,
-    under_way: Arc<Mutex<Vec<(Arc<dyn Event>, Vec<Plan>)>>>,
+    under_way: Arc<Mutex<Vec<UnderWay>>>,
 }
+
+/// Plans of one use, and the event at the end of their run.
+type UnderWay = (Arc<dyn Event>, Vec<Plan>);
 
 impl fmt::Debug for Executor {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -12,6 +12,7 @@ use crate::p2p::Transfer;
 use crate::program::unrolled::Unrolled;
 use std::fmt;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 /// A program that is ready to run. Runs follow one another on the caller's stream; the next may be
 /// enqueued before the last is done. Drop it when the streams that it ran on are done.
@@ -105,6 +106,25 @@ impl Plan {
             tools
                 .enqueue(&step.action, on)
                 .map_err(|error| self.locate(step, error))?;
+        }
+        Ok(())
+    }
+
+    /// As [`run`](Self::run), and tells how long the host took to enqueue each operation, with a word
+    /// for what it is.
+    pub fn run_timed(
+        &self,
+        stream: &dyn Stream,
+        tell: &mut dyn FnMut(&'static str, Duration),
+    ) -> Result<()> {
+        let tools = self.tools();
+        for step in &self.steps {
+            let on = self.streams[step.stream].as_deref().unwrap_or(stream);
+            let start = Instant::now();
+            tools
+                .enqueue(&step.action, on)
+                .map_err(|error| self.locate(step, error))?;
+            tell(step.action.name(), start.elapsed());
         }
         Ok(())
     }

@@ -55,6 +55,25 @@ pub(super) enum Action {
     WaitEvent(Arc<dyn Event>),
 }
 
+impl Action {
+    /// A word for what is enqueued.
+    pub(super) const fn name(&self) -> &'static str {
+        match self {
+            Self::Copy { .. } => "copy",
+            Self::Matmul { .. } => "matmul",
+            Self::Sum { .. } => "sum",
+            Self::Post(_) => "post",
+            Self::PostGroup(_) => "post group",
+            Self::Wait(_) => "wait",
+            Self::WaitGroup(_) => "wait group",
+            Self::Exchange { .. } => "exchange",
+            Self::Collective { .. } => "collective",
+            Self::Record(_) => "record event",
+            Self::WaitEvent(_) => "wait event",
+        }
+    }
+}
+
 /// What actions need beside their stream.
 pub(super) struct Tools<'a> {
     pub(super) transfers: &'a [Option<Transfer>],

@@ -1,0 +1,241 @@
+//! `warplink bench program`: what an operation of a host program costs the host.
+
+use super::timing::Clock;
+use crate::commands::ranks;
+use crate::options::Options;
+use crate::product::{Op, Problem, Product, common_seed};
+use crate::report::print_json;
+use crate::report::table::{Align, Table};
+use anyhow::{Context, Result};
+use clap::Args;
+use serde::Serialize;
+use std::collections::BTreeMap;
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+use warplink::device::{Priority, Stream};
+use warplink::overlap::{self, Variant};
+use warplink::{Communicator, DType, DeviceKind, ErrorKind};
+
+/// Measure the host's time to enqueue a program
+///
+/// Runs every variant of both overlapped products on matrices so small that only the enqueuing
+/// counts, and divides its time by the number of operations; then launches the same as a graph. Each
+/// time is the median over all runs of the slowest rank; those by kind are means on rank 0.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:\n  \
+    warplink bench program\n  \
+    warplink bench program --device host -n 4 --samples 50 --json")]
+pub(crate) struct Program {
+    /// Runs that each figure is taken over
+    #[arg(long, value_name = "N", default_value = "200", value_parser = clap::value_parser!(u16).range(1..))]
+    samples: u16,
+    /// Only these variants, with commas between them [default: all]
+    #[arg(long, value_name = "A,B", value_delimiter = ',')]
+    variants: Vec<Variant>,
+}
+
+/// Runs between two waits for the device, so that its queues do not fill and hold the host up.
+const IN_A_ROW: usize = 4;
+
+#[derive(Debug, Serialize)]
+struct Row {
+    op: Op,
+    variant: &'static str,
+    /// That a run enqueues.
+    operations: usize,
+    /// Nanoseconds of the host for a run.
+    run: f64,
+    /// Nanoseconds for each operation.
+    operation: f64,
+    /// Nanoseconds of the host to launch the same as a graph.
+    launch: f64,
+    /// Operations of a run and nanoseconds for one, by kind.
+    kinds: BTreeMap<&'static str, Kind>,
+}
+
+#[derive(Clone, Copy, Debug, Default, Serialize)]
+struct Kind {
+    count: usize,
+    each: f64,
+}
+
+#[derive(Debug, Serialize)]
+struct Report {
+    benchmark: &'static str,
+    device: String,
+    ranks: usize,
+    rows: Vec<Row>,
+}
+
+impl Program {
+    pub(crate) fn run(self, options: &Options) -> Result<ExitCode> {
+        ranks::run(options, |comm| {
+            let report = self.measure(comm)?;
+            if comm.rank() == 0 {
+                if options.json {
+                    print_json(&report)?;
+                } else {
+                    print!("{}", report.text());
+                }
+            }
+            Ok(ExitCode::SUCCESS)
+        })
+    }
+
+    fn measure(&self, comm: &Communicator) -> Result<Report> {
+        let clock = Clock::new(comm, Priority::Normal)?;
+        let seed = common_seed(comm, None)?;
+        let mut rows = Vec::new();
+        for op in [Op::AllGatherMatmul, Op::MatmulReduceScatter] {
+            let problem = Problem {
+                op,
+                m: 16 * comm.world(),
+                k: 16 * comm.world(),
+                n: 16,
+                dtype: match comm.device().kind() {
+                    DeviceKind::Cuda => DType::BF16,
+                    DeviceKind::Host => DType::F32,
+                },
+            };
+            let product = Product::new(comm, problem, seed)?;
+            let wanted =
+                |variant: &Variant| self.variants.is_empty() || self.variants.contains(variant);
+            for variant in Variant::ALL.into_iter().filter(wanted) {
+                match self.row(&clock, &product, variant) {
+                    Ok(row) => rows.push(row),
+                    // Missing on every rank or on none: they join it together.
+                    Err(error) if is_missing(&error) => {
+                        if comm.rank() == 0 {
+                            crate::report::complain(&format!("without {variant}: {error:#}"));
+                        }
+                    }
+                    Err(error) => return Err(error),
+                }
+            }
+        }
+        Ok(Report {
+            benchmark: "program",
+            device: comm.device().describe(),
+            ranks: comm.world(),
+            rows,
+        })
+    }
+
+    fn row(&self, clock: &Clock<'_>, product: &Product<'_>, variant: Variant) -> Result<Row> {
+        let bound = product
+            .plan(&overlap::Options::of(variant))
+            .with_context(|| format!("make a plan for {variant}"))?;
+        let plan = bound.plans().first().context("there is no plan")?;
+        let operations = plan.operations();
+        let run = self.host_time(clock, &|stream| Ok(plan.run(stream)?))?;
+
+        let mut kinds: BTreeMap<&'static str, (usize, Duration)> = BTreeMap::new();
+        for sample in 0..self.samples {
+            plan.run_timed(&*clock.stream, &mut |kind, time| {
+                let (count, total) = kinds.entry(kind).or_default();
+                *count += 1;
+                *total += time;
+            })?;
+            if usize::from(sample) % IN_A_ROW == 0 {
+                clock.comm.synchronize(&*clock.stream)?;
+            }
+        }
+        clock.comm.synchronize(&*clock.stream)?;
+        let kinds = kinds
+            .into_iter()
+            .map(|(kind, (count, total))| {
+                let each = total.as_nanos() as f64 / count as f64;
+                let count = count / usize::from(self.samples);
+                (kind, Kind { count, each })
+            })
+            .collect();
+
+        clock.stream.begin_capture()?;
+        plan.run(&*clock.stream)?;
+        let graph = clock.stream.end_capture()?;
+        let launch = self.host_time(clock, &|stream| Ok(graph.launch(stream)?))?;
+        Ok(Row {
+            op: product.problem.op,
+            variant: variant.name(),
+            operations,
+            run,
+            operation: run / operations as f64,
+            launch,
+            kinds,
+        })
+    }
+
+    /// The median of the host's time for `enqueue`, in nanoseconds, on the slowest rank.
+    fn host_time(
+        &self,
+        clock: &Clock<'_>,
+        enqueue: &dyn Fn(&dyn Stream) -> Result<()>,
+    ) -> Result<f64> {
+        const WARM_UP: usize = 4;
+        let stream = &*clock.stream;
+        let mut times = Vec::with_capacity(self.samples.into());
+        for sample in 0..usize::from(self.samples) + WARM_UP {
+            if sample % IN_A_ROW == 0 {
+                clock.comm.synchronize(stream)?;
+                clock.comm.barrier()?;
+            }
+            let start = Instant::now();
+            enqueue(stream)?;
+            let time = start.elapsed();
+            if sample >= WARM_UP {
+                times.push(time.as_nanos() as f64);
+            }
+        }
+        clock.comm.synchronize(stream)?;
+        times.sort_by(f64::total_cmp);
+        let median = times.get(times.len() / 2).copied().unwrap_or(f64::NAN);
+        Ok(clock.slowest(vec![median])?.median)
+    }
+}
+
+/// Whether a library is not installed.
+fn is_missing(error: &anyhow::Error) -> bool {
+    error
+        .downcast_ref::<warplink::Error>()
+        .is_some_and(|error| error.kind() == ErrorKind::LibraryMissing)
+}
+
+impl Report {
+    fn text(&self) -> String {
+        let mut kinds: Vec<&str> = self
+            .rows
+            .iter()
+            .flat_map(|row| row.kinds.keys().copied())
+            .collect();
+        kinds.sort_unstable();
+        kinds.dedup();
+        let columns = [
+            ("", Align::Left),
+            ("operations", Align::Right),
+            ("run (us)", Align::Right),
+            ("each (ns)", Align::Right),
+            ("graph launch (us)", Align::Right),
+        ];
+        let by_kind = kinds.iter().map(|kind| (*kind, Align::Right));
+        let mut table = Table::new(columns.into_iter().chain(by_kind));
+        for row in &self.rows {
+            let mut cells = vec![
+                format!("{}, {}", row.op, row.variant),
+                row.operations.to_string(),
+                format!("{:.1}", row.run / 1e3),
+                format!("{:.0}", row.operation),
+                format!("{:.1}", row.launch / 1e3),
+            ];
+            cells.extend(kinds.iter().map(|kind| {
+                row.kinds.get(kind).map_or_else(String::new, |kind| {
+                    format!("{} x {:.0}", kind.count, kind.each)
+                })
+            }));
+            table.row(cells);
+        }
+        format!(
+            "{} ranks on {}; by kind: how many in a run, and ns for each\n\n{table}",
+            self.ranks, self.device
+        )
+    }
+}

@@ -1,0 +1,179 @@
+//! `warplink program`: shows, verifies and runs host programs.
+
+mod findings;
+mod run;
+mod show;
+
+use crate::options::Options;
+use crate::report::print_json;
+use anyhow::{Context, Result};
+use clap::{Args, Subcommand};
+use serde::Serialize;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use warplink::program::{self, Parameters, Report, verify};
+
+/// Show, verify and run host programs
+///
+/// A host program says what each rank enqueues: transfers, products and collectives, on several
+/// streams. Examples lie in examples/programs.
+#[derive(Debug, Args)]
+pub(crate) struct Program {
+    #[command(subcommand)]
+    what: What,
+}
+
+#[derive(Debug, Subcommand)]
+enum What {
+    Show(show::Show),
+    Verify(Verify),
+    Run(run::Run),
+}
+
+impl Program {
+    pub(crate) fn run(self, options: &Options) -> Result<ExitCode> {
+        match self.what {
+            What::Show(command) => command.run(options),
+            What::Verify(command) => command.run(options),
+            What::Run(command) => command.run(options),
+        }
+    }
+}
+
+/// A program and the values that it is looked at with.
+#[derive(Debug, Args)]
+struct Source {
+    /// The program's text
+    #[arg(value_name = "FILE")]
+    file: PathBuf,
+    /// The value of a parameter; once for each
+    #[arg(short, long = "param", value_name = "NAME=VALUE", value_parser = parameter)]
+    parameters: Vec<(String, i64)>,
+    /// Streams of the pool
+    #[arg(long, value_name = "N", default_value = "2", value_parser = clap::value_parser!(u8).range(1..))]
+    streams: u8,
+}
+
+/// A program as it was read.
+struct Text {
+    text: String,
+    program: program::Program,
+    parameters: Parameters,
+}
+
+impl Source {
+    fn read(&self) -> Result<Text> {
+        let name = self.file.display();
+        let text = std::fs::read_to_string(&self.file).with_context(|| format!("read {name}"))?;
+        let program = program::Program::parse_text(&text)
+            .map_err(|error| anyhow::anyhow!("{name}, {error}"))?;
+        Ok(Text {
+            text,
+            program,
+            parameters: self.parameters.iter().cloned().collect(),
+        })
+    }
+}
+
+fn parameter(text: &str) -> Result<(String, i64), String> {
+    let read = || {
+        let (name, value) = text.split_once('=')?;
+        program::text::is_name(name.trim())
+            .then(|| value.trim().parse().ok())?
+            .map(|value| (name.trim().to_owned(), value))
+    };
+    read().ok_or_else(|| "give a name and a whole number, as in m=4096".to_owned())
+}
+
+/// Look for faults: deadlocks, races, lost signals, bytes that nothing wrote
+///
+/// Follows the program of every rank, without running it. Prints what it found with the lines that
+/// take part; the exit status tells whether the program passed.
+#[derive(Debug, Args)]
+#[command(after_help = "Example:\n  \
+    warplink program verify examples/programs/ring_pass.wlp --ranks 8 --param n=1024")]
+struct Verify {
+    #[command(flatten)]
+    source: Source,
+}
+
+#[derive(Serialize)]
+struct Verdict<'a> {
+    file: &'a Path,
+    ranks: usize,
+    passed: bool,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    report: Option<Counts>,
+    findings: Vec<findings::Json>,
+}
+
+#[derive(Serialize)]
+struct Counts {
+    operations: usize,
+    streams: usize,
+    transfers: usize,
+    exchanges: usize,
+    bytes: u128,
+}
+
+impl From<&Report> for Counts {
+    fn from(report: &Report) -> Self {
+        Self {
+            operations: report.operations,
+            streams: report.streams,
+            transfers: report.transfers,
+            exchanges: report.exchanges,
+            bytes: report.bytes,
+        }
+    }
+}
+
+impl Verify {
+    fn run(self, options: &Options) -> Result<ExitCode> {
+        let Text {
+            text,
+            program,
+            parameters,
+        } = self.source.read()?;
+        let ranks = options.ranks.unwrap_or(2);
+        let verdict = verify(&program, ranks, self.source.streams.into(), &parameters);
+        if options.json {
+            let findings = verdict.as_ref().err().map_or(&[][..], Vec::as_slice);
+            print_json(&Verdict {
+                file: &self.source.file,
+                ranks,
+                passed: verdict.is_ok(),
+                report: verdict.as_ref().ok().map(Counts::from),
+                findings: findings.iter().map(findings::Json::from).collect(),
+            })?;
+        } else {
+            match &verdict {
+                Ok(report) => println!("{report}"),
+                Err(findings) => {
+                    for finding in findings {
+                        println!("{}", findings::explain(finding, &self.source.file, &text));
+                    }
+                    println!("{} fails for {ranks} ranks", program.name);
+                }
+            }
+        }
+        Ok(match verdict {
+            Ok(_) => ExitCode::SUCCESS,
+            Err(_) => ExitCode::FAILURE,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parameters_are_read() {
+        assert_eq!(parameter("m=8"), Ok(("m".to_owned(), 8)));
+        assert_eq!(parameter(" m = -8 "), Ok(("m".to_owned(), -8)));
+        for text in ["", "m", "m=", "=8", "m=x", "rank=1", "1m=2"] {
+            assert!(parameter(text).is_err(), "{text}");
+        }
+    }
+}

@@ -1,0 +1,162 @@
+//! `warplink program run`: a program on random inputs.
+
+use super::{Source, Text};
+use crate::commands::bench::timing::{Clock, Submission, Times};
+use crate::commands::ranks;
+use crate::options::Options;
+use crate::product::common_seed;
+use crate::product::inputs::Matrix;
+use crate::report::print_json;
+use anyhow::{Context, Result};
+use clap::Args;
+use serde::Serialize;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use warplink::device::{AllocationKind, Priority};
+use warplink::program::ir::{Role, Sharding};
+use warplink::program::{Bindings, Executor, Plan, PrepareOptions, TensorInstance, Trace};
+use warplink::{Communicator, DType};
+
+/// Run a program on random inputs
+///
+/// Verifies it, binds random inputs, and times it on the device: a time is that of the slowest rank,
+/// the median of all samples. The trace of one more run opens in Perfetto (ui.perfetto.dev), with a
+/// track for each rank and stream.
+#[derive(Debug, Args)]
+#[command(after_help = "Example:\n  \
+    warplink program run examples/programs/ring_pass.wlp -n 2 --param n=1024 --trace trace.json")]
+pub(super) struct Run {
+    #[command(flatten)]
+    source: Source,
+    /// Write when each operation started and ended to this file
+    #[arg(long, value_name = "FILE.json")]
+    trace: Option<PathBuf>,
+    /// Samples of each time
+    #[arg(long, value_name = "N", default_value = "10", value_parser = clap::value_parser!(u16).range(1..))]
+    samples: u16,
+    /// Seed of the inputs [default: from the system's randomness]
+    #[arg(long, value_name = "SEED")]
+    seed: Option<u64>,
+    /// Run it even if the verifier finds faults; it may hang until the time limit
+    #[arg(long)]
+    unverified: bool,
+}
+
+#[derive(Serialize)]
+struct Outcome {
+    program: String,
+    device: String,
+    ranks: usize,
+    /// That rank 0 enqueues for a run.
+    operations: usize,
+    eager: Times,
+    captured: Times,
+    seed: u64,
+}
+
+impl Run {
+    pub(super) fn run(self, options: &Options) -> Result<ExitCode> {
+        // Before any rank starts, so that a slip in the text is told once.
+        let text = self.source.read()?;
+        ranks::run(options, |comm| {
+            let outcome = self.outcome(comm, &text)?;
+            if comm.rank() == 0 {
+                if options.json {
+                    print_json(&outcome)?;
+                } else {
+                    println!(
+                        "{}: {} operations on rank 0 of {}, {}; {:.1} us, {:.1} us captured",
+                        outcome.program,
+                        outcome.operations,
+                        outcome.ranks,
+                        outcome.device,
+                        outcome.eager.median * 1e6,
+                        outcome.captured.median * 1e6
+                    );
+                }
+            }
+            Ok(ExitCode::SUCCESS)
+        })
+    }
+
+    fn outcome(&self, comm: &Communicator, text: &Text) -> Result<Outcome> {
+        let seed = common_seed(comm, self.seed)?;
+        let executor = comm.executor();
+        let plan = self.plan(comm, &executor, text, seed)?;
+        let clock = Clock::new(comm, Priority::Normal)?;
+        let work = |stream: &dyn warplink::device::Stream| Ok(plan.run(stream)?);
+        let samples = self.samples.into();
+        let eager = clock.measure(samples, Submission::Eager, &work)?;
+        let captured = clock.measure(samples, Submission::Captured, &work)?;
+        if let Some(path) = &self.trace
+            && let Some(trace) = plan.trace(&*clock.stream)?
+        {
+            write_trace(path, &trace)?;
+        }
+        Ok(Outcome {
+            program: text.program.name.clone(),
+            device: comm.device().describe(),
+            ranks: comm.world(),
+            operations: plan.operations(),
+            eager,
+            captured,
+            seed,
+        })
+    }
+
+    fn plan(
+        &self,
+        comm: &Communicator,
+        executor: &Executor,
+        text: &Text,
+        seed: u64,
+    ) -> Result<Plan> {
+        let options = PrepareOptions {
+            streams: self.source.streams.into(),
+            verify: !self.unverified,
+        };
+        let prepared = executor.prepare(&text.program, &text.parameters, options)?;
+        let mut bindings = Bindings::new();
+        let tensors = &prepared.unrolled().tensors;
+        for (index, tensor) in tensors.iter().enumerate() {
+            if tensor.role == Role::Input {
+                // What every rank has in whole is the same everywhere.
+                let rank = match tensor.sharding {
+                    Sharding::Ranks(_) => comm.rank() as u64 + 1,
+                    Sharding::Whole | Sharding::Loop => 0,
+                };
+                let bytes = random(tensor, seed, (index as u64) << 32 | rank);
+                let slice = comm
+                    .device()
+                    .allocate(tensor.bytes, AllocationKind::Plain)?;
+                comm.device().upload(&slice, &bytes)?;
+                bindings.insert(tensor.name.to_string(), slice);
+            }
+        }
+        Ok(prepared.bind(&bindings)?)
+    }
+}
+
+/// Random elements for `tensor`.
+fn random(tensor: &TensorInstance, seed: u64, which: u64) -> Vec<u8> {
+    let elements = tensor.bytes / tensor.dtype.size();
+    let values = |dtype| Matrix::new(seed, which, 1, elements, dtype).bytes(0..1, 0..elements, 1);
+    match tensor.dtype {
+        DType::BF16 | DType::F16 | DType::F32 => values(tensor.dtype),
+        dtype => values(DType::F32)
+            .chunks_exact(4)
+            .filter_map(|bytes| bytes.try_into().ok().map(f32::from_le_bytes))
+            .flat_map(|value| match dtype {
+                DType::F64 => f64::from(value).to_le_bytes().to_vec(),
+                DType::I32 => ((value * 100.0) as i32).to_le_bytes().to_vec(),
+                _ => vec![(value.abs() * 100.0) as u8],
+            })
+            .collect(),
+    }
+}
+
+fn write_trace(path: &Path, trace: &Trace) -> Result<()> {
+    let events: Vec<_> = trace.to_perfetto();
+    let text = serde_json::to_vec(&events).context("write the trace as JSON")?;
+    std::fs::write(path, text).with_context(|| format!("write {}", path.display()))
+}

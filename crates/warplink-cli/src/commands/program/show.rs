@@ -1,0 +1,194 @@
+//! `warplink program show`: a program as it was read, or as one rank runs it.
+
+use super::{Source, Text};
+use crate::options::Options;
+use crate::report::print_json;
+use anyhow::{Result, ensure};
+use clap::Args;
+use serde::Serialize;
+use std::process::ExitCode;
+use warplink::program::{OperationKind, Range, TransferId, Unrolled, unroll};
+
+/// Print a program
+///
+/// Prints the program as it was read; with --ranks, the operations that one rank enqueues, with
+/// every loop, branch and expression resolved. That needs a value for each parameter.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:\n  \
+    warplink program show examples/programs/ring_pass.wlp\n  \
+    warplink program show examples/programs/ring_pass.wlp --ranks 4 --rank 2 --param n=1024")]
+pub(super) struct Show {
+    #[command(flatten)]
+    source: Source,
+    /// Whose operations, with --ranks [default: 0]
+    #[arg(long, value_name = "RANK", requires = "ranks")]
+    rank: Option<usize>,
+}
+
+#[derive(Serialize)]
+struct Line {
+    stream: String,
+    operation: String,
+    line: u32,
+    indices: Vec<(String, i64)>,
+}
+
+impl Show {
+    pub(super) fn run(self, options: &Options) -> Result<ExitCode> {
+        let Text {
+            program,
+            parameters,
+            ..
+        } = self.source.read()?;
+        let Some(world) = options.ranks else {
+            match options.json {
+                true => print_json(&serde_json::json!({
+                    "name": program.name,
+                    "parameters": program.parameters,
+                    "text": program.to_string(),
+                }))?,
+                false => print!("{program}"),
+            }
+            return Ok(ExitCode::SUCCESS);
+        };
+        let rank = self.rank.unwrap_or(0);
+        ensure!(rank < world, "rank {rank} is not one of {world}");
+        let streams = self.source.streams.into();
+        let unrolled = unroll(&program, rank, world, streams, &parameters)?;
+        let lines: Vec<Line> = unrolled
+            .operations
+            .iter()
+            .map(|operation| Line {
+                stream: unrolled
+                    .streams
+                    .get(operation.stream)
+                    .map(ToString::to_string)
+                    .unwrap_or_default(),
+                operation: describe(&unrolled, &operation.kind),
+                line: operation.site.line,
+                indices: operation
+                    .site
+                    .indices
+                    .iter()
+                    .map(|(name, value)| (name.to_string(), *value))
+                    .collect(),
+            })
+            .collect();
+        if options.json {
+            print_json(&lines)?;
+            return Ok(ExitCode::SUCCESS);
+        }
+        println!("{}, rank {rank} of {world}", program.name);
+        for line in lines {
+            let indices: Vec<String> = line
+                .indices
+                .iter()
+                .map(|(name, value)| format!("{name} = {value}"))
+                .collect();
+            println!(
+                "{:>8}  {:<60}  # line {}{}{}",
+                line.stream,
+                line.operation,
+                line.line,
+                if indices.is_empty() { "" } else { ", " },
+                indices.join(", ")
+            );
+        }
+        Ok(ExitCode::SUCCESS)
+    }
+}
+
+/// An operation in the words of program text.
+fn describe(unrolled: &Unrolled, kind: &OperationKind) -> String {
+    let part = |range: &Range| part(unrolled, range);
+    let name = |id: usize| {
+        unrolled
+            .tensors
+            .get(id)
+            .map_or_else(String::new, |tensor| tensor.name.to_string())
+    };
+    match kind {
+        OperationKind::Allocate(id) | OperationKind::Deallocate(id) => {
+            format!("{} {}", kind.name(), name(*id))
+        }
+        OperationKind::Copy { target, source } => {
+            format!("{} = copy({})", part(target), part(source))
+        }
+        OperationKind::Matmul {
+            a,
+            b,
+            c,
+            bias,
+            m,
+            n,
+            k,
+            accumulate,
+            ..
+        } => {
+            let sign = if *accumulate { "+=" } else { "=" };
+            let bias = bias
+                .as_ref()
+                .map_or_else(String::new, |bias| format!(", {}", part(bias)));
+            format!(
+                "{} {sign} {}({}, {}{bias})  {m} x {k} by {k} x {n}",
+                part(c),
+                kind.name(),
+                part(a),
+                part(b)
+            )
+        }
+        OperationKind::Sum {
+            target, sources, ..
+        } => {
+            let sources: Vec<String> = sources.iter().map(part).collect();
+            format!("{} = sum({})", part(target), sources.join(", "))
+        }
+        OperationKind::Share(exchange) => {
+            let ids = unrolled.exchanges.get(*exchange);
+            format!("share {}", group(unrolled, ids.map_or(&[], Vec::as_slice)))
+        }
+        OperationKind::Post(ids) | OperationKind::Wait(ids) => {
+            format!("{} {}", kind.name(), group(unrolled, ids))
+        }
+        OperationKind::Collective { target, source, .. } => {
+            format!("{} = {}({})", part(target), kind.name(), part(source))
+        }
+        OperationKind::Synchronize(stream) => {
+            let stream = unrolled.streams.get(*stream);
+            format!(
+                "synchronize {}",
+                stream.map(ToString::to_string).unwrap_or_default()
+            )
+        }
+    }
+}
+
+/// A tensor's name, with the bytes of a part of it.
+fn part(unrolled: &Unrolled, range: &Range) -> String {
+    match unrolled.tensors.get(range.tensor) {
+        Some(tensor) if range.bytes == tensor.bytes => tensor.name.to_string(),
+        Some(tensor) => format!("{}[{}..{}]", tensor.name, range.offset_bytes, range.end()),
+        None => String::new(),
+    }
+}
+
+fn group(unrolled: &Unrolled, ids: &[TransferId]) -> String {
+    let names: Vec<String> = ids
+        .iter()
+        .filter_map(|id| unrolled.transfers.get(*id))
+        .map(|transfer| {
+            let way = match transfer.direction {
+                warplink::program::Direction::Send => "to",
+                warplink::program::Direction::Receive => "from",
+            };
+            format!(
+                "{}({} {way} {}, tag {})",
+                transfer.name,
+                part(unrolled, &transfer.range),
+                transfer.peer,
+                transfer.tag
+            )
+        })
+        .collect();
+    names.join(", ")
+}

@@ -1,0 +1,310 @@
+//! The demo, the benchmarks of products and programs, and `warplink program`, on the host device.
+
+// A test fails by panicking.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+#[allow(dead_code, reason = "shared with the tests of endings")]
+mod common;
+
+use common::{stderr, stdout, warplink};
+use serde_json::Value;
+
+fn json(args: &[&str]) -> Value {
+    let output = warplink(args).output().unwrap();
+    assert!(output.status.success(), "{args:?}: {}", stderr(&output));
+    serde_json::from_str(&stdout(&output)).unwrap()
+}
+
+fn example(name: &str) -> String {
+    format!(
+        "{}/../../examples/programs/{name}.wlp",
+        env!("CARGO_MANIFEST_DIR")
+    )
+}
+
+fn faulty(name: &str) -> String {
+    format!(
+        "{}/../warplink/tests/faulty-programs/{name}.wlp",
+        env!("CARGO_MANIFEST_DIR")
+    )
+}
+
+const SMALL: [&str; 8] = ["--m", "48", "--k", "32", "--n", "24", "--samples", "2"];
+
+#[test]
+fn the_demo_is_right_in_every_type() {
+    for dtype in ["bf16", "f16", "f32"] {
+        let args = [
+            &[
+                "demo", "--device", "host", "-n", "3", "--json", "--dtype", dtype,
+            ],
+            &SMALL[..],
+        ]
+        .concat();
+        let result = json(&args);
+        assert_eq!(result["right"], true, "{result}");
+        assert_eq!(result["ranks"], 3);
+        assert_eq!(result["checked_rows"], 48);
+        let error = result["overlapped"]["error"].as_f64().unwrap();
+        assert!(error > 0.0 && error < 1e-2, "{error}");
+        assert!(result["ratio"].as_f64().unwrap() > 0.0);
+    }
+}
+
+#[test]
+fn the_demo_takes_a_variant_and_a_seed() {
+    let args = [
+        &[
+            "demo",
+            "--device",
+            "host",
+            "--seed",
+            "5",
+            "--variant",
+            "ring-get",
+        ],
+        &SMALL[..],
+    ]
+    .concat();
+    let output = warplink(&args).output().unwrap();
+    assert!(output.status.success(), "{}", stderr(&output));
+    let text = stdout(&output);
+    for part in [
+        "with overlap",
+        "without",
+        "The result is right",
+        "seed 5",
+        "ring-get, as asked",
+    ] {
+        assert!(text.contains(part), "{part} is not in:\n{text}");
+    }
+}
+
+#[test]
+fn the_demo_refuses_what_cannot_be_shared() {
+    for (args, part) in [
+        (["--m", "7"], "m = 7 does not divide by the 2 ranks"),
+        (["--dtype", "f64"], "give bf16, f16 or f32"),
+        (["--variant", "circle"], "'circle' is no variant"),
+        (["--k", "0"], "at least 1"),
+    ] {
+        let args = [&["demo", "--device", "host"], &args[..]].concat();
+        let output = warplink(&args).output().unwrap();
+        assert!(!output.status.success());
+        let text = stderr(&output);
+        assert!(text.contains(part), "{part} is not in:\n{text}");
+    }
+}
+
+#[test]
+fn bench_overlap_measures_every_variant() {
+    let folder = tempfile::tempdir().unwrap();
+    let (file, plot) = (folder.path().join("o.json"), folder.path().join("o.svg"));
+    let result = json(&[
+        "bench",
+        "overlap",
+        "--device",
+        "host",
+        "--shape",
+        "32,32,16",
+        "--samples",
+        "2",
+        "--json",
+        "--output",
+        file.to_str().unwrap(),
+        "--plot",
+        plot.to_str().unwrap(),
+    ]);
+    let written: Value = serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
+    assert_eq!(result, written);
+    let shapes = result["shapes"].as_array().unwrap();
+    assert_eq!(shapes.len(), 2);
+    for shape in shapes {
+        let variants = shape["variants"].as_array().unwrap();
+        assert_eq!(variants.len(), 6);
+        assert_eq!(
+            variants.iter().filter(|row| row["chosen"] == true).count(),
+            1
+        );
+        for row in variants {
+            assert_eq!(row["right"], true, "{row}");
+            let captured = row["times"]["captured"]["median"].as_f64().unwrap();
+            assert!(captured > 0.0);
+        }
+    }
+    let drawing = std::fs::read_to_string(&plot).unwrap();
+    assert!(
+        drawing.starts_with("<svg") && drawing.contains("push-rotated"),
+        "{drawing}"
+    );
+}
+
+#[test]
+fn bench_overlap_takes_some_variants() {
+    let args = [
+        "bench",
+        "overlap",
+        "--device",
+        "host",
+        "--shape",
+        "16,16,16",
+        "--op",
+        "all-gather-matmul",
+        "--variants",
+        "ring-put,collective",
+        "--samples",
+        "1",
+    ];
+    let output = warplink(&args).output().unwrap();
+    assert!(output.status.success(), "{}", stderr(&output));
+    let text = stdout(&output);
+    assert!(
+        text.contains("ring-put") && text.contains("collective"),
+        "{text}"
+    );
+    assert!(
+        !text.contains("pairwise") && !text.contains("reduce-scatter"),
+        "{text}"
+    );
+}
+
+#[test]
+fn bench_program_counts_operations() {
+    let result = json(&[
+        "bench",
+        "program",
+        "--device",
+        "host",
+        "--samples",
+        "8",
+        "--json",
+    ]);
+    let rows = result["rows"].as_array().unwrap();
+    assert_eq!(rows.len(), 12);
+    for row in rows {
+        assert!(row["operation"].as_f64().unwrap() > 0.0);
+        let kinds = row["kinds"].as_object().unwrap().values();
+        let total: u64 = kinds.map(|kind| kind["count"].as_u64().unwrap()).sum();
+        assert_eq!(Some(total), row["operations"].as_u64());
+    }
+}
+
+#[test]
+fn a_program_is_shown() {
+    let file = example("ring_pass");
+    let output = warplink(&["program", "show", &file]).output().unwrap();
+    assert!(stdout(&output).starts_with("program ring_pass(n) {"));
+    let output = warplink(&[
+        "program", "show", &file, "-n", "4", "--rank", "2", "-p", "n=8",
+    ])
+    .output()
+    .unwrap();
+    let text = stdout(&output);
+    assert!(
+        text.contains("give(A to 3, tag 0), take(B from 1, tag 0)"),
+        "{text}"
+    );
+    for (args, part) in [
+        (
+            &["-n", "2", "--rank", "2", "-p", "n=8"][..],
+            "rank 2 is not one of 2",
+        ),
+        (&["-n", "2"], "needs the parameter 'n'"),
+        (&["--rank", "1"], "--ranks"),
+    ] {
+        let args = [&["program", "show", &file], args].concat();
+        let output = warplink(&args).output().unwrap();
+        assert!(!output.status.success());
+        assert!(stderr(&output).contains(part), "{}", stderr(&output));
+    }
+}
+
+#[test]
+fn a_program_is_verified() {
+    let file = example("all_gather_matmul_push");
+    let sizes = ["-p", "m=48", "-p", "k=16", "-p", "n=16"];
+    let args = [&["program", "verify", &file, "-n", "3"], &sizes[..]].concat();
+    let output = warplink(&args).output().unwrap();
+    assert!(output.status.success());
+    assert!(stdout(&output).contains("verified for 3 ranks"));
+
+    let file = faulty("deadlock-put-ring-step");
+    let args = ["program", "verify", &file, "-n", "3", "-p", "n=16"];
+    let output = warplink(&args).output().unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    let text = stdout(&output);
+    for part in ["deadlock: ", "--> ", "^^^", "rank 0", "fails for 3 ranks"] {
+        assert!(text.contains(part), "{part} is not in:\n{text}");
+    }
+    let output = warplink(&[&args[..], &["--json"]].concat())
+        .output()
+        .unwrap();
+    let verdict: Value = serde_json::from_str(&stdout(&output)).unwrap();
+    assert_eq!(verdict["passed"], false);
+    assert_eq!(verdict["findings"][0]["kind"], "deadlock");
+}
+
+#[test]
+fn a_mistake_in_the_text_is_pointed_at() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("p.wlp");
+    std::fs::write(&file, "program p() {\n    input A: f32[\n}\n").unwrap();
+    let file = file.to_str().unwrap();
+    for what in ["show", "verify", "run"] {
+        let output = warplink(&["program", what, file]).output().unwrap();
+        assert_eq!(output.status.code(), Some(1));
+        let text = stderr(&output);
+        assert!(
+            text.contains("p.wlp, line ") && text.contains('^'),
+            "{text}"
+        );
+    }
+}
+
+#[test]
+fn a_program_runs_and_leaves_a_trace() {
+    let folder = tempfile::tempdir().unwrap();
+    let trace = folder.path().join("trace.json");
+    let result = json(&[
+        "program",
+        "run",
+        &example("matmul_reduce_scatter"),
+        "--device",
+        "host",
+        "-n",
+        "3",
+        "-p",
+        "m=48",
+        "-p",
+        "k=48",
+        "-p",
+        "n=16",
+        "--samples",
+        "2",
+        "--json",
+        "--trace",
+        trace.to_str().unwrap(),
+    ]);
+    assert_eq!(result["ranks"], 3);
+    assert!(result["operations"].as_u64().unwrap() > 0);
+    let events: Value = serde_json::from_slice(&std::fs::read(&trace).unwrap()).unwrap();
+    for rank in 0..3 {
+        let events = events.as_array().unwrap().iter();
+        assert!(events.filter(|event| event["pid"] == rank).count() > 3);
+    }
+}
+
+#[test]
+fn a_faulty_program_does_not_run() {
+    let file = faulty("deadlock-put-ring-step");
+    let args = [
+        "program", "run", &file, "--device", "host", "-n", "3", "-p", "n=16",
+    ];
+    let output = warplink(&args).output().unwrap();
+    assert!(!output.status.success());
+    assert!(
+        stderr(&output).contains("is refused"),
+        "{}",
+        stderr(&output)
+    );
+}

@@ -1,0 +1,378 @@
+//! Programs that run: overlapped products of every variant, graphs, bindings, traces, and what the
+//! verifier says against what happens. Ranks are threads.
+
+// A test fails by panicking.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+#[path = "programs/agreement.rs"]
+mod agreement;
+mod common;
+#[path = "programs/product.rs"]
+mod product;
+
+use common::{assert_says, delays, kind, threads, threads_with, world};
+use half::{bf16, f16};
+use product::{Case, Inputs, Memory};
+use std::collections::BTreeSet;
+use std::time::Duration;
+use warplink::device::Priority;
+use warplink::overlap::{
+    AllGatherMatmulPlan, Leading, MatmulReduceScatterPlan, Options, Variant, all_gather_matmul,
+    matmul_reduce_scatter,
+};
+use warplink::program::{Bindings, PrepareOptions, Program};
+use warplink::{Communicator, DType, DeviceKind, ErrorKind};
+
+/// The variants that this machine has libraries for.
+fn variants(comm: &Communicator) -> Vec<Variant> {
+    let engine = match comm.collective_engine() {
+        Ok(_) => true,
+        Err(error) if error.kind() == ErrorKind::LibraryMissing => false,
+        Err(error) => panic!("{error}"),
+    };
+    Variant::ALL
+        .into_iter()
+        .filter(|variant| engine || *variant != Variant::Collective)
+        .collect()
+}
+
+/// Worlds of 1 to 4 ranks, or as many as there are GPUs.
+fn worlds() -> BTreeSet<usize> {
+    [1, 2, 3, 4].into_iter().map(world).collect()
+}
+
+/// Random delays where the device has them.
+fn delayed(config: &mut warplink::Config) {
+    if kind() == DeviceKind::Host {
+        delays(config, Duration::from_micros(150));
+    }
+}
+
+/// Every variant of both products, a few times each with other inputs.
+fn every_variant<T: warplink::dtype::Element>(comm: &Communicator, streams: usize) {
+    let executor = comm.executor();
+    let stream = comm.create_stream(Priority::Normal).unwrap();
+    for variant in variants(comm) {
+        for bias in [false, true] {
+            let options = Options {
+                streams: Some(streams),
+                ..Options::of(variant)
+            };
+            let case = Case::of::<T>(comm, bias);
+            let (gather, scatter) = (Memory::gather(comm, &case), Memory::scatter(comm, &case));
+            let plans = (
+                AllGatherMatmulPlan::new(
+                    &executor,
+                    &case.gather(),
+                    &options,
+                    &gather.gather_buffers(&case),
+                )
+                .unwrap(),
+                MatmulReduceScatterPlan::new(
+                    &executor,
+                    &case.scatter(),
+                    &options,
+                    &scatter.scatter_buffers(&case),
+                )
+                .unwrap(),
+            );
+            assert_eq!(plans.0.choice().variant, variant);
+            for seed in 0..3 {
+                let inputs = Inputs::<T>::draw(&case, 10 * seed + u64::from(bias));
+                gather.fill_gather(comm, &case, &inputs);
+                scatter.fill_scatter(comm, &case, &inputs);
+                plans.0.run(&*stream).unwrap();
+                plans.1.run(&*stream).unwrap();
+                comm.synchronize(&*stream).unwrap();
+                gather.check_gather(comm, &case, &inputs, variant.name());
+                scatter.check_scatter(comm, &case, &inputs, variant.name());
+            }
+        }
+    }
+}
+
+#[test]
+fn every_variant_is_right_under_delays_in_f32() {
+    for world in worlds() {
+        threads_with(world, delayed, |comm| every_variant::<f32>(comm, 2));
+    }
+}
+
+#[test]
+fn every_variant_is_right_under_delays_in_bf16() {
+    for world in worlds() {
+        threads_with(world, delayed, |comm| every_variant::<bf16>(comm, 1));
+    }
+}
+
+#[test]
+fn every_variant_is_right_under_delays_in_f16() {
+    for world in worlds() {
+        threads_with(world, delayed, |comm| every_variant::<f16>(comm, 3));
+    }
+}
+
+#[test]
+fn a_graph_is_right_a_thousand_times() {
+    threads(world(2), |comm| {
+        let executor = comm.executor();
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        for variant in variants(comm) {
+            let case = Case::of::<f32>(comm, true);
+            let (gather, scatter) = (Memory::gather(comm, &case), Memory::scatter(comm, &case));
+            let options = Options::of(variant);
+            let graphs = (
+                AllGatherMatmulPlan::new(
+                    &executor,
+                    &case.gather(),
+                    &options,
+                    &gather.gather_buffers(&case),
+                )
+                .unwrap()
+                .capture()
+                .unwrap(),
+                MatmulReduceScatterPlan::new(
+                    &executor,
+                    &case.scatter(),
+                    &options,
+                    &scatter.scatter_buffers(&case),
+                )
+                .unwrap()
+                .capture()
+                .unwrap(),
+            );
+            for round in 0..20 {
+                let inputs = Inputs::<f32>::draw(&case, round);
+                gather.fill_gather(comm, &case, &inputs);
+                scatter.fill_scatter(comm, &case, &inputs);
+                for _ in 0..50 {
+                    graphs.0.launch(&*stream).unwrap();
+                    graphs.1.launch(&*stream).unwrap();
+                }
+                comm.synchronize(&*stream).unwrap();
+                gather.check_gather(comm, &case, &inputs, variant.name());
+                scatter.check_scatter(comm, &case, &inputs, variant.name());
+            }
+        }
+    });
+}
+
+#[test]
+fn the_functions_and_several_operands() {
+    threads_with(world(2), delayed, |comm| {
+        let executor = comm.executor();
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        let case = Case::of::<f32>(comm, true).operands(3).keeping();
+        for seed in 0..4 {
+            let inputs = Inputs::<f32>::draw(&case, seed);
+            // Memory of this round alone: what a function ran with is kept until it is done.
+            let (gather, scatter) = (Memory::gather(comm, &case), Memory::scatter(comm, &case));
+            gather.fill_gather(comm, &case, &inputs);
+            scatter.fill_scatter(comm, &case, &inputs);
+            let options = Options::default();
+            let buffers = gather.gather_buffers(&case);
+            let choice =
+                all_gather_matmul(&executor, &*stream, &case.gather(), &options, &buffers).unwrap();
+            assert!(!choice.forced);
+            assert!(choice.to_string().contains(choice.variant.name()));
+            let buffers = scatter.scatter_buffers(&case);
+            matmul_reduce_scatter(&executor, &*stream, &case.scatter(), &options, &buffers)
+                .unwrap();
+            comm.synchronize(&*stream).unwrap();
+            gather.check_gather(comm, &case, &inputs, "the function");
+            scatter.check_scatter(comm, &case, &inputs, "the function");
+        }
+    });
+}
+
+#[test]
+fn leading_dimensions_before_the_shared_one() {
+    threads(world(2), |comm| {
+        // A is [3, m, k], shared along m.
+        let base = Case::of::<f32>(comm, false);
+        let leading = Leading::of(&[3, base.m, base.k], 1).unwrap();
+        assert_eq!((leading.outer, leading.rows), (3, base.m));
+        let executor = comm.executor();
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        let case = base.outer(leading.outer);
+        let inputs = Inputs::<f32>::draw(&case, 5);
+        let (gather, scatter) = (Memory::gather(comm, &case), Memory::scatter(comm, &case));
+        gather.fill_gather(comm, &case, &inputs);
+        scatter.fill_scatter(comm, &case, &inputs);
+        let options = Options {
+            outer: leading.outer,
+            ..Options::default()
+        };
+        let buffers = gather.gather_buffers(&case);
+        AllGatherMatmulPlan::new(&executor, &case.gather(), &options, &buffers)
+            .unwrap()
+            .run(&*stream)
+            .and_then(|()| comm.synchronize(&*stream))
+            .unwrap();
+        let buffers = scatter.scatter_buffers(&case);
+        let graph = MatmulReduceScatterPlan::new(&executor, &case.scatter(), &options, &buffers)
+            .unwrap()
+            .capture()
+            .unwrap();
+        graph.launch(&*stream).unwrap();
+        comm.synchronize(&*stream).unwrap();
+        gather.check_gather(comm, &case, &inputs, "outer");
+        scatter.check_scatter(comm, &case, &inputs, "outer");
+    });
+}
+
+#[test]
+fn what_does_not_fit_is_refused() {
+    threads(world(2), |comm| {
+        let executor = comm.executor();
+        let case = Case::of::<f32>(comm, false);
+        let memory = Memory::gather(comm, &case);
+        let good = memory.gather_buffers(&case);
+        let options = Options::default();
+        let refused = |problem, buffers, parts: &[&str]| {
+            let error = AllGatherMatmulPlan::new(&executor, &problem, &options, &buffers)
+                .expect_err("it should be refused");
+            assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
+            assert_says(&error, parts);
+        };
+        if comm.world() > 1 {
+            let mut odd = case.gather();
+            odd.m += 1;
+            refused(odd, good.clone(), &["does not divide by", "pad it"]);
+        }
+        let mut short = good.clone();
+        short.c[0] = short.c[0].slice(0..8).unwrap();
+        refused(case.gather(), short, &["'C'", "8"]);
+        let mut fewer = good.clone();
+        fewer.b.clear();
+        refused(case.gather(), fewer, &["0 slices", "B"]);
+        let mut biased = good.clone();
+        biased.bias.push(biased.a.clone());
+        refused(case.gather(), biased, &["bias"]);
+        let mut kept = good.clone();
+        kept.gathered = Some(kept.a.clone());
+        refused(case.gather(), kept, &["keeps it"]);
+        let mut wide = case.gather();
+        wide.dtype = DType::F64;
+        refused(wide, good.clone(), &["f64"]);
+        let mut empty = case.gather();
+        empty.k = 0;
+        refused(empty, good, &["k is 0"]);
+
+        // Names that the program does not have, and inputs that are not bound.
+        let text = "program p() {\n input A: f32[4]\n output C: f32[4]\n C = copy(A)\n}";
+        let program = Program::parse(text).unwrap();
+        let prepared = executor
+            .prepare(&program, &Default::default(), PrepareOptions::default())
+            .unwrap();
+        let error = prepared.bind(&Bindings::new()).expect_err("A is missing");
+        assert_says(&error, &["'A' is not bound"]);
+        let slice = comm.alloc(16).unwrap().slice().clone();
+        let bindings = Bindings::from([("A".into(), slice.clone()), ("X".into(), slice)]);
+        let error = prepared.bind(&bindings).expect_err("there is no X");
+        assert_says(&error, &["no input or output 'X'", "A, C"]);
+        // A program that fails does not run.
+        let text =
+            "program p() {\n input A: f32[4]\n output C: f32[4]\n C[0..2] = copy(A[0..2])\n}";
+        let program = Program::parse(text).unwrap();
+        let error = executor
+            .prepare(&program, &Default::default(), PrepareOptions::default())
+            .expect_err("C is not written in full");
+        assert_eq!(error.kind(), ErrorKind::Verification);
+    });
+}
+
+#[test]
+fn a_buffer_replaced_on_one_rank() {
+    threads_with(world(3), delayed, |comm| {
+        let executor = comm.executor();
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        for variant in variants(comm) {
+            let case = Case::of::<f32>(comm, false);
+            let options = Options::of(variant);
+            let mut memory = Memory::gather(comm, &case);
+            for round in 0..4 {
+                if round > 0 && comm.rank() == round % comm.world() {
+                    memory = Memory::gather(comm, &case);
+                }
+                let inputs = Inputs::<f32>::draw(&case, round as u64);
+                memory.fill_gather(comm, &case, &inputs);
+                let buffers = memory.gather_buffers(&case);
+                let plan = AllGatherMatmulPlan::new(&executor, &case.gather(), &options, &buffers);
+                let plan = plan.unwrap();
+                plan.run(&*stream).unwrap();
+                comm.synchronize(&*stream).unwrap();
+                memory.check_gather(comm, &case, &inputs, variant.name());
+            }
+        }
+    });
+}
+
+#[test]
+fn a_trace_has_spans_of_every_rank() {
+    threads(world(3), |comm| {
+        let executor = comm.executor();
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        let case = Case::of::<f32>(comm, false);
+        let memory = Memory::gather(comm, &case);
+        let inputs = Inputs::<f32>::draw(&case, 1);
+        memory.fill_gather(comm, &case, &inputs);
+        let options = Options::of(Variant::PushRotated);
+        let buffers = memory.gather_buffers(&case);
+        let plan = AllGatherMatmulPlan::new(&executor, &case.gather(), &options, &buffers).unwrap();
+        let trace = plan.plans()[0].trace(&*stream).unwrap();
+        memory.check_gather(comm, &case, &inputs, "traced");
+        let Some(trace) = trace else {
+            assert_ne!(comm.rank(), 0);
+            return;
+        };
+        assert_eq!(comm.rank(), 0);
+        for rank in 0..comm.world() {
+            let own: Vec<_> = trace
+                .spans
+                .iter()
+                .filter(|span| span.rank == rank)
+                .collect();
+            let products = own.iter().filter(|span| span.operation == "matmul").count();
+            assert_eq!(products, comm.world());
+            assert!(own.iter().any(|span| span.stream == "pool(0)"));
+            assert!(
+                own.iter()
+                    .all(|span| span.start >= 0.0 && span.duration >= 0.0)
+            );
+        }
+        assert!(trace.to_perfetto().len() > trace.spans.len());
+    });
+}
+
+#[test]
+fn the_examples_run() {
+    let folder = format!("{}/../../examples/programs", env!("CARGO_MANIFEST_DIR"));
+    let texts: Vec<String> = match std::fs::read_dir(folder) {
+        Ok(files) => files
+            .map(|file| std::fs::read_to_string(file.unwrap().path()).unwrap())
+            .collect(),
+        // The test was carried to another machine without them.
+        Err(_) => return,
+    };
+    assert!(texts.len() >= 5);
+    threads_with(world(2), delayed, |comm| {
+        if comm.world() < 2 {
+            return;
+        }
+        let executor = comm.executor();
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        for text in &texts {
+            let program = Program::parse(text).unwrap();
+            let parameters = program
+                .parameters
+                .iter()
+                .map(|name| (name.clone(), 32))
+                .collect();
+            let prepared = executor
+                .prepare(&program, &parameters, PrepareOptions::default())
+                .unwrap();
+            product::run_example(comm, &*stream, &program.name, &prepared);
+        }
+    });
+}

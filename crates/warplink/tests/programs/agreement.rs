@@ -1,0 +1,196 @@
+//! What the verifier says of random programs, against what the host device does.
+
+use super::common::{delays, kind};
+use std::net::{IpAddr, Ipv4Addr};
+use std::sync::{Barrier, Mutex};
+use std::time::Duration;
+use warplink::bootstrap::{JoinConfig, Rendezvous, UniqueId};
+use warplink::device::{AllocationKind, Priority};
+use warplink::program::ir::Role;
+use warplink::program::sample::{Allowed, Sample, sample};
+use warplink::program::{Bindings, FindingKind, OperationKind, PrepareOptions, unroll, verify};
+use warplink::{Communicator, Config, DType, Deadline, DeviceKind, Error, ErrorKind, Result};
+
+/// Runs `sample` on every rank, and gives each rank's outputs.
+fn outputs(sample: &Sample, longest: Option<Duration>, limit: Duration) -> Vec<Result<Vec<u8>>> {
+    let id = UniqueId::create(IpAddr::V4(Ipv4Addr::LOCALHOST), 0).unwrap();
+    let ends: Vec<Mutex<Option<Result<Vec<u8>>>>> =
+        (0..sample.world).map(|_| Mutex::default()).collect();
+    // Nobody leaves before all have their result: a rank that leaves is lost to the others.
+    let together = Barrier::new(sample.world);
+    std::thread::scope(|scope| {
+        for (rank, end) in ends.iter().enumerate() {
+            let (id, together) = (id.clone(), &together);
+            scope.spawn(move || {
+                let join = JoinConfig::new(Rendezvous::Id(id), rank, sample.world);
+                let mut config = Config::new(join, kind());
+                if let Some(longest) = longest {
+                    delays(&mut config, longest);
+                }
+                let comm = Communicator::join(&config).unwrap();
+                let result = run(&comm, sample, limit);
+                *end.lock().unwrap() = Some(result);
+                together.wait();
+                // What hangs is let go, so that the threads of its streams end.
+                let over = Error::new(ErrorKind::Closed, "the test is over");
+                comm.device().fault().raise(over);
+                together.wait();
+            });
+        }
+    });
+    ends.into_iter()
+        .map(|end| end.into_inner().unwrap().unwrap())
+        .collect()
+}
+
+fn run(comm: &Communicator, sample: &Sample, limit: Duration) -> Result<Vec<u8>> {
+    let options = PrepareOptions {
+        streams: sample.streams,
+        verify: false,
+    };
+    let prepared = comm
+        .executor()
+        .prepare(&sample.program, &sample.parameters, options)?;
+    let mut bindings = Bindings::new();
+    for (index, tensor) in prepared.unrolled().tensors.iter().enumerate() {
+        if tensor.role == Role::Local {
+            continue;
+        }
+        let slice = comm
+            .device()
+            .allocate(tensor.bytes, AllocationKind::Plain)?;
+        let elements = tensor.bytes / tensor.dtype.size();
+        let values = (0..elements).map(|at| ((7 * at + 5 * index + 3 * comm.rank()) % 11) as f32);
+        let bytes: Vec<u8> = match (tensor.role, tensor.dtype) {
+            (Role::Input, DType::F32) => values.flat_map(f32::to_le_bytes).collect(),
+            (Role::Input, dtype) => panic!("a sample with inputs of {dtype}"),
+            _ => vec![0xff; tensor.bytes],
+        };
+        comm.device().upload(&slice, &bytes)?;
+        bindings.insert(tensor.name.to_string(), slice);
+    }
+    let plan = prepared.bind(&bindings)?;
+    let stream = comm.create_stream(Priority::Normal)?;
+    // Twice: a run may not disturb the next.
+    plan.run(&*stream)?;
+    plan.run(&*stream)?;
+    let ended = stream.synchronize(Deadline::after(limit));
+    if let Err(error) = ended {
+        // The streams still use it.
+        std::mem::forget(plan);
+        return Err(error);
+    }
+    let mut all = Vec::new();
+    for tensor in &prepared.unrolled().tensors {
+        if tensor.role == Role::Output {
+            let slice = &bindings[&*tensor.name];
+            let mut bytes = vec![0; slice.bytes()];
+            comm.device().download(slice, &mut bytes)?;
+            all.extend(bytes);
+        }
+    }
+    Ok(all)
+}
+
+fn judge(sample: &Sample) -> std::result::Result<(), FindingKind> {
+    verify(
+        &sample.program,
+        sample.world,
+        sample.streams,
+        &sample.parameters,
+    )
+    .map(|_| ())
+    .map_err(|findings| findings[0].kind)
+}
+
+#[test]
+fn accepted_programs_give_the_same_under_delays() {
+    if kind() != DeviceKind::Host {
+        return;
+    }
+    let long = Duration::from_secs(30);
+    let mut accepted = 0;
+    for seed in 0..150 {
+        let sample = sample(seed, Allowed::default()).unwrap();
+        if judge(&sample).is_err() {
+            continue;
+        }
+        accepted += 1;
+        let plain = outputs(&sample, None, long);
+        for longest in [20, 300] {
+            let delayed = outputs(&sample, Some(Duration::from_micros(longest)), long);
+            for (rank, (plain, delayed)) in plain.iter().zip(&delayed).enumerate() {
+                match (plain, delayed) {
+                    (Ok(plain), Ok(delayed)) => assert_eq!(
+                        plain, delayed,
+                        "seed {seed}, rank {rank} differs under delays:\n{}",
+                        sample.text
+                    ),
+                    (plain, delayed) => panic!(
+                        "seed {seed}, rank {rank} is accepted and fails: {plain:?}, {delayed:?}\n{}",
+                        sample.text
+                    ),
+                }
+            }
+        }
+    }
+    assert!(accepted >= 50, "only {accepted} samples were accepted");
+}
+
+#[test]
+fn deadlocked_programs_hang() {
+    if kind() != DeviceKind::Host {
+        return;
+    }
+    let short = Duration::from_millis(250);
+    let (mut seen, mut seed) = (0, 0);
+    while seen < 12 {
+        seed += 1;
+        assert!(seed < 4000, "only {seen} samples deadlock");
+        let allowed = Allowed {
+            engine: false,
+            ..Allowed::default()
+        };
+        let sample = sample(seed, allowed).unwrap();
+        if judge(&sample) != Err(FindingKind::Deadlock) {
+            continue;
+        }
+        // The executor exchanges all handles before the run, so hosts that would wait for one
+        // another in the program's shares do not.
+        let hosts = verify(
+            &sample.program,
+            sample.world,
+            sample.streams,
+            &sample.parameters,
+        )
+        .expect_err("it was refused before");
+        let at_share = hosts
+            .iter()
+            .flat_map(|finding| &finding.places)
+            .any(|place| {
+                let rank = unroll(
+                    &sample.program,
+                    place.rank,
+                    sample.world,
+                    sample.streams,
+                    &sample.parameters,
+                )
+                .unwrap();
+                rank.operations.iter().any(|operation| {
+                    operation.site == place.site
+                        && matches!(operation.kind, OperationKind::Share(_))
+                })
+            });
+        if at_share {
+            continue;
+        }
+        seen += 1;
+        let ends = outputs(&sample, None, short);
+        assert!(
+            ends.iter()
+                .any(|end| matches!(end, Err(error) if error.kind() == ErrorKind::Timeout)),
+            "seed {seed} deadlocks in the verifier and ends on the device: {ends:?}\n{}",
+            sample.text
+        );
+    }
+}
