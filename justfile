@@ -45,12 +45,11 @@ fuzz target seconds='60':
 loom *args:
     RUSTFLAGS='--cfg loom' CARGO_TARGET_DIR=target/loom cargo test -p warplink --release --lib loom {{ args }}
 
-# The host device under the thread sanitizer, on the stable toolchain; more arguments choose tests
-tsan *args='--lib device::host':
-    RUSTC_BOOTSTRAP=1 CARGO_TARGET_DIR=target/tsan CARGO_PROFILE_DEV_OPT_LEVEL=1 CARGO_PROFILE_DEV_DEBUG=full \
-        RUSTFLAGS='-Zsanitizer=thread -Cunsafe-allow-abi-mismatch=sanitizer --cfg warplink_tsan' \
-        TSAN_OPTIONS="suppressions=$PWD/.ci/tsan-suppressions history_size=4" \
-        cargo test -p warplink --target x86_64-unknown-linux-gnu {{ args }}
+# The host device under the thread sanitizer, with the toolchain's rust-src; more arguments choose tests
+tsan *args='--lib --test device_contract --test transfers':
+    RUSTC_BOOTSTRAP=1 CARGO_TARGET_DIR=target/tsan CARGO_PROFILE_DEV_OPT_LEVEL=1 CARGO_PROFILE_DEV_DEBUG=line-tables-only \
+        RUSTFLAGS='-Zsanitizer=thread --cfg rustix_use_libc --cfg warplink_tsan' TSAN_OPTIONS=history_size=4 \
+        cargo test -Zbuild-std -p warplink --target x86_64-unknown-linux-gnu {{ args }}
 
 # Stripped binaries for a machine without a toolchain: the command and the test programs
 device folder='target/device':

@@ -263,13 +263,14 @@ fn a_thousand_exchanges_leave_nothing_behind() {
         settle();
         let after = footprint();
         assert_eq!(comm.registrations_and_mappings(), registered);
-        // The allocator and the driver may map a few arenas more; 1,000 exchanges must not show.
+        // The allocator and the driver may map a few arenas more; 1,000 exchanges must not show. The
+        // thread sanitizer maps memory of its own meanwhile.
         assert!(
             after.0 <= before.0 + 4,
             "descriptors: {before:?}, then {after:?}"
         );
         assert!(
-            after.1 <= before.1 + 24,
+            cfg!(warplink_tsan) || after.1 <= before.1 + 24,
             "mappings: {before:?}, then {after:?}"
         );
         assert!(
