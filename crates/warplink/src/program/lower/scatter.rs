@@ -275,12 +275,6 @@ const RING_FINE: &str = "
         for p in 0..parts {
             let start = p * rows
             let end = start + rows
-            if s > 0 {
-                # What the step before added to.
-                set_stream high(p)
-                synchronize pool(((s - 1) * parts + p) % streams)
-                post pass[s][p]
-            }
             set_stream pool((s * parts + p) % streams)
             if s > 0 {
                 wait take[s][p]
@@ -293,6 +287,11 @@ const RING_FINE: &str = "
                 @accumulate P[block][start..end] A[block][start..end]
             } else {
                 @accumulate C[start..end] A[block][start..end] biased
+            }
+            if s < world - 1 {
+                set_stream high(p)
+                synchronize pool((s * parts + p) % streams)
+                post pass[s + 1][p]
             }
         }
     }
