@@ -365,7 +365,8 @@ pub(super) fn parts(rows: usize) -> usize {
 /// Every rank's A is `[m, k / world]`, declared as `[world, m / world, k / world]`, its B
 /// `[k / world, n]`, its C `[m / world, n]`. The parameters are `m`, `k` and `n`, the inputs A, B
 /// and `bias`, the output C. Where the world is more than one rank, sums are formed from partial
-/// products rounded to the element type; around a ring they are rounded at every rank.
+/// products rounded to the element type. Where they add up around a ring they are rounded at every
+/// rank, and where some are added up early, those once more.
 ///
 /// # Errors
 /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where `m` or `k` does not
