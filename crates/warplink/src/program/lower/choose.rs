@@ -2,10 +2,10 @@
 //!
 //! The model runs the steps of each variant on paper: the time at which each chunk arrives (bytes
 //! over the rate at which this layout copies, and a latency per step), and the products one after
-//! another, each no earlier than its chunk. It knows the tail of a product, the last wave of tiles
-//! that does not fill the device, and that two streams fill most of it. Rates are of all ranks
-//! copying at once; they differ by layout, since one stream that serves many peers keeps its copy
-//! engine less busy than one that serves a neighbour.
+//! another, each no earlier than its chunk. It knows the tail of a product, the last tiles that do
+//! not fill the device, which is what many small products lose against few large ones. Rates are of
+//! all ranks copying at once; they differ by layout, since one stream that serves many peers keeps
+//! its copy engine less busy than one that serves a neighbour.
 
 use super::gather::AllGatherMatmul;
 use super::scatter::MatmulReduceScatter;
@@ -49,37 +49,41 @@ impl Machine {
     pub fn h200() -> Self {
         Self {
             name: "H200, NVSwitch".to_owned(),
-            flops: 700e12,
+            flops: 745e12,
             multiprocessors: 132,
             tile: (128, 256),
             memory: 4.0e12,
             ring_put: 388e9,
             ring_get: 371e9,
-            rotated_put: 349e9,
-            rotated_get: 325e9,
+            rotated_put: 380e9,
+            rotated_get: 349e9,
             collective: 342e9,
-            signal: 6e-6,
+            signal: 12e-6,
             collective_latency: 13e-6,
             launch: 2.5e-6,
         }
     }
 
-    /// Seconds of a product; with `filled`, the next product fills its last wave.
-    fn product(&self, m: usize, k: usize, n: usize, filled: bool) -> f64 {
+    /// Seconds of a product.
+    fn product(&self, m: usize, k: usize, n: usize) -> f64 {
         let (rows, columns) = (self.tile.0.max(1), self.tile.1.max(1));
         let tiles = (m.div_ceil(rows) * n.div_ceil(columns)) as f64;
         let per_wave = self.multiprocessors.max(1) as f64;
-        let whole = (tiles / per_wave).ceil();
-        // Two streams hide most of a tail, never all of it; and two products at once are as much as
-        // they start.
-        let waves = match filled {
-            true => (tiles / per_wave + 0.15 * (whole - tiles / per_wave)).max(0.5),
-            false => whole.max(1.0),
+        let waves = if tiles > per_wave {
+            // After the first wave, tiles no longer end together; at the end of the product, half
+            // of the device is idle for the time of a tile.
+            tiles / per_wave + 0.5
+        } else {
+            // Where few tiles leave much of the device idle, a library takes smaller ones, which
+            // read more for each product.
+            let halvings = (per_wave / tiles).log2().floor().min(3.0);
+            0.55_f64.powf(halvings)
         };
         let wave = 2.0 * (rows * columns) as f64 * k as f64 * per_wave / self.flops;
         waves * wave + self.launch
     }
 
+    /// The rate of a variant's copies; that of the all-gather where the two differ.
     fn rate(&self, variant: Variant) -> f64 {
         match variant {
             Variant::RingGet => self.ring_get,
@@ -161,6 +165,8 @@ fn decide(
         Variant::PairwiseGet,
         Variant::RingGet,
         Variant::PairwisePut,
+        Variant::RingCoarse,
+        Variant::RingFine,
         Variant::Collective,
     ]
     .into_iter()
@@ -194,11 +200,8 @@ pub fn choose_all_gather_matmul(
     check(world, &[("m", spec.m), ("k", spec.k)], &["m"], streams)?;
     let rows = spec.m / world;
     let bytes = (rows * spec.k * spec.dtype.size()) as f64;
-    let product = |m: usize, filled: bool| -> f64 {
-        let each = spec
-            .n
-            .iter()
-            .map(|&n| machine.product(m, spec.k, n, filled));
+    let product = |m: usize| -> f64 {
+        let each = spec.n.iter().map(|&n| machine.product(m, spec.k, n));
         each.sum()
     };
     let subject = format!(
@@ -209,7 +212,7 @@ pub fn choose_all_gather_matmul(
         let copy = bytes / machine.rate(variant);
         if variant == Variant::Collective {
             let link = machine.collective_latency + copy * (world - 1) as f64;
-            let compute = product(spec.m, false);
+            let compute = product(spec.m);
             let seconds = link + compute;
             return Estimate {
                 variant,
@@ -218,26 +221,62 @@ pub fn choose_all_gather_matmul(
                 compute,
             };
         }
-        let chunk = product(rows, true);
-        let hop = hop(machine, variant);
-        let (mut arrival, mut end) = (0.0_f64, chunk);
-        for _ in 1..world {
-            arrival += copy + hop;
+        let (mut arrival, mut compute) = (0.0_f64, product(rows));
+        let mut end = compute;
+        for (rows, seconds) in arrivals(machine, variant, rows, world, copy) {
             if variant == Variant::PairwisePut {
-                // The copy of a step waits for the product two steps before it, on its stream.
-                arrival = arrival.max(end - chunk + copy);
+                // The copies of two streams share the link and end together, so that no product is
+                // left to run beside the next ones.
+                arrival = arrival.max(end);
             }
+            arrival += seconds;
+            let chunk = product(rows);
             end = end.max(arrival + machine.signal) + chunk;
+            compute += chunk;
         }
-        // The last product has no other to fill its tail.
-        let tail = product(rows, false) - chunk;
         Estimate {
             variant,
-            seconds: end + tail,
-            link: (copy + hop) * (world - 1) as f64,
-            compute: chunk * world as f64 + tail,
+            seconds: end,
+            link: (copy + hop(machine, variant)) * (world - 1) as f64,
+            compute,
         }
     }))
+}
+
+/// The products of an all-gather's variant after that of the own shard: the rows of each, and the
+/// seconds between the arrival of the one before and its own.
+fn arrivals(
+    machine: &Machine,
+    variant: Variant,
+    rows: usize,
+    world: usize,
+    copy: f64,
+) -> Vec<(usize, f64)> {
+    let steps = world - 1;
+    match variant {
+        Variant::RingFine => {
+            // Two streams hide half of a part's handover.
+            let parts = super::gather::parts(rows);
+            let each = copy / parts as f64 + machine.signal / 2.0;
+            vec![(rows / parts, each); steps * parts]
+        }
+        Variant::RingCoarse => {
+            let step = copy + hop(machine, variant);
+            let (early, late) = (steps / 2, steps - steps / 2);
+            let wait = |shards: usize| shards as f64 * step;
+            // On most ranks, one group is on both ends of the result, and so are two products.
+            let (low, high) = (late / 2, late - late / 2);
+            [
+                (early * rows, wait(early)),
+                (high * rows, wait(late)),
+                (low * rows, 0.0),
+            ]
+            .into_iter()
+            .filter(|(rows, _)| *rows > 0)
+            .collect()
+        }
+        _ => vec![(rows, copy + hop(machine, variant)); steps],
+    }
 }
 
 /// Chooses the variant for a matmul + reduce-scatter, or explains the one that is forced.
@@ -261,10 +300,14 @@ pub fn choose_matmul_reduce_scatter(
         spec.m, spec.k, spec.n, spec.dtype, machine.name
     );
     Ok(decide(subject, streams, force, |variant| {
-        let copy = bytes / machine.rate(variant);
+        let copy = bytes
+            / match variant {
+                Variant::RingCoarse => machine.rotated_get,
+                _ => machine.rate(variant),
+            };
         if variant == Variant::Collective {
             let link = machine.collective_latency + copy * (world - 1) as f64;
-            let compute = machine.product(spec.m, depth, spec.n, false);
+            let compute = machine.product(spec.m, depth, spec.n);
             let seconds = link + compute;
             return Estimate {
                 variant,
@@ -273,7 +316,10 @@ pub fn choose_matmul_reduce_scatter(
                 compute,
             };
         }
-        let chunk = machine.product(rows, depth, spec.n, true);
+        if variant == Variant::RingFine {
+            return ring_of_parts(machine, spec, world, copy);
+        }
+        let chunk = machine.product(rows, depth, spec.n);
         let ring = matches!(variant, Variant::RingGet | Variant::RingPut);
         // A ring adds two blocks at every step; the others add all up at the end.
         let step_sum = if ring {
@@ -281,6 +327,8 @@ pub fn choose_matmul_reduce_scatter(
         } else {
             0.0
         };
+        // Every step is handed over from the stream of a product, whoever copies.
+        let step = copy + machine.signal;
         let (mut computed, mut arrived) = (0.0_f64, 0.0_f64);
         for _ in 1..world {
             computed += chunk;
@@ -289,27 +337,68 @@ pub fn choose_matmul_reduce_scatter(
             } else {
                 computed
             };
-            arrived = arrived.max(leaves + machine.signal) + copy + hop(machine, variant);
+            arrived = arrived.max(leaves + machine.signal) + step;
         }
-        let own = computed + machine.product(rows, depth, spec.n, false);
+        let own = computed + chunk;
+        // What was added up early counts as one block.
+        let blocks = match variant {
+            Variant::RingCoarse => world + 1 - world.div_ceil(2),
+            _ => world,
+        };
         let last_sum = match ring {
             true => step_sum,
-            false => (world + 1) as f64 * bytes / machine.memory + machine.launch,
+            false => (blocks + 1) as f64 * bytes / machine.memory + machine.launch,
         };
         Estimate {
             variant,
             seconds: own.max(arrived + machine.signal) + last_sum,
-            link: (copy + hop(machine, variant)) * (world - 1) as f64,
+            link: step * (world - 1) as f64,
             compute: own,
         }
     }))
 }
 
-/// Seconds that a step of a variant takes beside its copy.
+/// [`Variant::RingFine`] of a matmul + reduce-scatter: parts of blocks that take turns on the link
+/// and on the device, each product after the arrival of what it adds to.
+fn ring_of_parts(
+    machine: &Machine,
+    spec: &MatmulReduceScatter,
+    world: usize,
+    copy: f64,
+) -> Estimate {
+    let (rows, depth) = (spec.m / world, spec.k / world);
+    let parts = super::scatter::parts(rows);
+    let rows = rows / parts;
+    let bytes = (rows * spec.n * spec.dtype.size()) as f64;
+    // Adding to what arrived reads it.
+    let product = machine.product(rows, depth, spec.n) + bytes / machine.memory;
+    let copy = copy / parts as f64;
+    let (mut device, mut link) = (0.0_f64, 0.0_f64);
+    let mut arrived = vec![0.0_f64; parts];
+    for step in 0..world {
+        for part in &mut arrived {
+            device = device.max(*part) + product;
+            if step + 1 < world {
+                link = link.max(device + machine.signal) + copy;
+                *part = link + machine.signal;
+            }
+        }
+    }
+    Estimate {
+        variant: Variant::RingFine,
+        seconds: device,
+        link: (copy * parts as f64 + machine.signal) * (world - 1) as f64,
+        compute: product * (parts * world) as f64,
+    }
+}
+
+/// Seconds that a step of an all-gather's variant takes beside its copy.
 fn hop(machine: &Machine, variant: Variant) -> f64 {
     match variant {
         // What a step passes on must have arrived, which a signal tells.
-        Variant::RingGet | Variant::RingPut => machine.signal,
+        Variant::RingGet | Variant::RingPut | Variant::RingFine | Variant::RingCoarse => {
+            machine.signal
+        }
         _ => machine.launch,
     }
 }

@@ -157,7 +157,7 @@ const RING_FINE: &str = "
                 wait fetch[j - 1][p]
             }
             post pass[j][p]
-            set_stream pool((j * parts + p) % streams)
+            set_stream pool(((j - 1) * parts + p + 1) % streams)
             wait fetch[j][p]
             @multiply C[current][start..end] G[current][start..end] biased
         }

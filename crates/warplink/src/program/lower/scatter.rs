@@ -275,12 +275,6 @@ const RING_FINE: &str = "
         for p in 0..parts {
             let start = p * rows
             let end = start + rows
-            if s > 0 {
-                # What the step before added to.
-                set_stream high(p)
-                synchronize pool(((s - 1) * parts + p) % streams)
-                post pass[s][p]
-            }
             set_stream pool((s * parts + p) % streams)
             if s > 0 {
                 wait take[s][p]
@@ -293,6 +287,11 @@ const RING_FINE: &str = "
                 @accumulate P[block][start..end] A[block][start..end]
             } else {
                 @accumulate C[start..end] A[block][start..end] biased
+            }
+            if s < world - 1 {
+                set_stream high(p)
+                synchronize pool((s * parts + p) % streams)
+                post pass[s + 1][p]
             }
         }
     }
@@ -366,7 +365,8 @@ pub(super) fn parts(rows: usize) -> usize {
 /// Every rank's A is `[m, k / world]`, declared as `[world, m / world, k / world]`, its B
 /// `[k / world, n]`, its C `[m / world, n]`. The parameters are `m`, `k` and `n`, the inputs A, B
 /// and `bias`, the output C. Where the world is more than one rank, sums are formed from partial
-/// products rounded to the element type; around a ring they are rounded at every rank.
+/// products rounded to the element type. Where they add up around a ring they are rounded at every
+/// rank, and where some are added up early, those once more.
 ///
 /// # Errors
 /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where `m` or `k` does not
