@@ -116,7 +116,8 @@ mod lowered {
         for (world, rows) in (1..=16).flat_map(|world| [(world, 514), (world, 4096)]) {
             let (m, k, dtype, bias) = (rows * world, 16 * world, DType::BF16, true);
             let keep = world % 2 == 0;
-            let n = vec![24, 8];
+            // So many columns that parts fill a device.
+            let n = vec![6144, 2048];
             let gather = AllGatherMatmul {
                 m,
                 k,

@@ -9,9 +9,10 @@ use crate::signal::{Mode, Signal, Steps};
 /// small transfer, with what it waits for and what waits for it, becomes one kernel.
 ///
 /// Posts that follow one another form a group: first everything that only tells a peer, then what
-/// has to wait for one. So a group completes whatever the order of its members, here and on the
-/// other ranks, as long as each rank posts the other end of every member in a group that this one
-/// does not wait for.
+/// has to wait for one, then the copies, then what tells of them. So a group completes whatever the
+/// order of its members, here and on the other ranks, as long as each rank posts the other end of
+/// every member in a group that this one does not wait for. Copies that peers should hear of one by
+/// one are posted one by one.
 #[derive(Clone, Debug, Default)]
 pub struct Batch<'a> {
     parts: Vec<Part<'a>>,
@@ -112,13 +113,18 @@ fn post<'a>(
             signals(transfer, mode, steps.before, operations)?;
         }
     }
-    for (transfer, mode, steps) in movers {
+    // All waits, all copies, all signals: the copy engine is not held up between the copies.
+    for (transfer, mode, steps) in &movers {
+        signals(transfer, *mode, steps.before, operations)?;
+    }
+    for (transfer, ..) in &movers {
         let ends = transfer.ends();
         let (target, source) =
             ends.ok_or_else(|| Error::new(ErrorKind::Internal, "the mover has no mapping"))?;
-        signals(transfer, mode, steps.before, operations)?;
         operations.push(StreamOp::Copy { target, source });
-        signals(transfer, mode, steps.after, operations)?;
+    }
+    for (transfer, mode, steps) in &movers {
+        signals(transfer, *mode, steps.after, operations)?;
     }
     Ok(())
 }

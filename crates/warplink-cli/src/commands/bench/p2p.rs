@@ -221,6 +221,9 @@ impl P2p {
 /// behind the transfers before.
 const DEPTH: usize = 4;
 
+/// Transfers that are posted together.
+const PAIR: usize = 2;
+
 impl<'a> Rig<'a> {
     fn new(comm: &'a Communicator, largest: usize, ring: bool, nccl: bool) -> Result<Self> {
         let clock = Clock::new(comm, Priority::High)?;
@@ -436,15 +439,21 @@ impl<'a> Rig<'a> {
                 (Way::Put | Way::Get, _) if transfers.is_empty() => {}
                 (Way::Put | Way::Get, _) => {
                     self.second.fork(stream)?;
-                    for turn in 0..repeat + DEPTH {
-                        let [send, receive] = &transfers[turn % DEPTH];
-                        let ends = [sends.then_some(send), receives.then_some(receive)];
-                        let ends = || ends.into_iter().flatten();
+                    for turn in 0..repeat / PAIR + DEPTH / PAIR {
+                        // Two at a time: their copies follow one another without a signal between.
+                        let first = turn * PAIR % DEPTH;
+                        let pair = &transfers[first..first + PAIR];
+                        let ends = || {
+                            let both = pair.iter().flat_map(|[send, receive]| {
+                                [sends.then_some(send), receives.then_some(receive)]
+                            });
+                            both.flatten()
+                        };
                         let mut batch = Batch::new();
-                        if turn >= DEPTH {
+                        if turn >= DEPTH / PAIR {
                             batch = batch.wait(ends());
                         }
-                        if turn < repeat {
+                        if turn < repeat / PAIR {
                             batch = batch.post(ends());
                         }
                         batch.enqueue(self.second.lane(turn, stream))?;

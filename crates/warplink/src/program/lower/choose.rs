@@ -199,6 +199,7 @@ pub fn choose_all_gather_matmul(
     let streams = 2;
     check(world, &[("m", spec.m), ("k", spec.k)], &["m"], streams)?;
     let rows = spec.m / world;
+    let columns = spec.n.iter().sum();
     let bytes = (rows * spec.k * spec.dtype.size()) as f64;
     let product = |m: usize| -> f64 {
         let each = spec.n.iter().map(|&n| machine.product(m, spec.k, n));
@@ -223,7 +224,7 @@ pub fn choose_all_gather_matmul(
         }
         let (mut arrival, mut compute) = (0.0_f64, product(rows));
         let mut end = compute;
-        for (rows, seconds) in arrivals(machine, variant, rows, world, copy) {
+        for (rows, seconds) in arrivals(machine, variant, (rows, columns), world, copy) {
             if variant == Variant::PairwisePut {
                 // The copies of two streams share the link and end together, so that no product is
                 // left to run beside the next ones.
@@ -248,7 +249,7 @@ pub fn choose_all_gather_matmul(
 fn arrivals(
     machine: &Machine,
     variant: Variant,
-    rows: usize,
+    (rows, columns): (usize, usize),
     world: usize,
     copy: f64,
 ) -> Vec<(usize, f64)> {
@@ -256,7 +257,7 @@ fn arrivals(
     match variant {
         Variant::RingFine => {
             // Two streams hide half of a part's handover.
-            let parts = super::gather::parts(rows);
+            let parts = super::gather::parts(rows, columns);
             let each = copy / parts as f64 + machine.signal / 2.0;
             vec![(rows / parts, each); steps * parts]
         }

@@ -320,13 +320,17 @@ const COLLECTIVE: &str = "
     @multiply C G biased
 ";
 
-/// In how many parts [`Variant::RingFine`] cuts a shard of `rows`: a part should still be a product
-/// that fills a device.
-pub(super) fn parts(rows: usize) -> usize {
-    [(4, 1024), (2, 256)]
-        .into_iter()
-        .find(|&(parts, least)| rows.is_multiple_of(parts) && rows / parts >= least)
-        .map_or(1, |(parts, _)| parts)
+/// In how many parts [`Variant::RingFine`] cuts a shard of `rows`, with `columns` in the result.
+///
+/// The more parts, the less is left to multiply after the last arrival; but a part with fewer tiles
+/// than a third of the device's multiprocessors takes as long as a larger one.
+pub(super) fn parts(rows: usize, columns: usize) -> usize {
+    const TILE: usize = 128 * 256;
+    const LEAST_TILES: usize = 48;
+    let fits = |parts: &usize| {
+        rows.is_multiple_of(*parts) && (rows / parts).saturating_mul(columns) >= LEAST_TILES * TILE
+    };
+    [4, 2].into_iter().find(fits).unwrap_or(1)
 }
 
 /// Lowers an all-gather + matmul to a program for `world` ranks, with the products on `streams`
@@ -384,7 +388,7 @@ pub fn lower_all_gather_matmul(
         true => "    output G: $T[world over loop, m / world, k]\n",
         false => "    allocate G: $T[world over loop, m / world, k]\n",
     };
-    let parts = parts(spec.m / world);
+    let parts = parts(spec.m / world, spec.n.iter().sum());
     let body = with_streams(body)
         .replace("$parts", &parts.to_string())
         .replace("$lanes", &parts.min(2).to_string());
