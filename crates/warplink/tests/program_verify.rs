@@ -181,10 +181,10 @@ mod lowered {
         };
         // Bound by products, by the link, and by the latency of their steps.
         for (m, k, n, best, best_scattered) in [
-            (32768, 16384, 8192, "ring-coarse", "ring-coarse"),
-            (32768, 16384, 1024, "ring-fine", "push-rotated"),
+            (32768, 16384, 8192, "pairwise-get", "ring-coarse"),
+            (32768, 16384, 1024, "push-rotated", "push-rotated"),
             (16384, 8192, 1024, "push-rotated", "collective"),
-            (8192, 8192, 3584, "push-rotated", "collective"),
+            (8192, 8192, 3584, "pairwise-get", "collective"),
         ] {
             let choice = choose_all_gather_matmul(&spec(m, k, n), 8, &machine, None).unwrap();
             println!("{choice}");

@@ -219,10 +219,13 @@ impl P2p {
 
 /// Transfers of one protocol that are under way at once, so that handing a buffer over is hidden
 /// behind the transfers before.
-const DEPTH: usize = 4;
+const DEPTH: usize = 8;
 
-/// Transfers that are posted together.
-const PAIR: usize = 2;
+/// How many transfers of `bytes` are posted together: the copies of a group follow one another
+/// without a signal between, which large ones gain by; small ones are one kernel each anyway.
+fn group_size(bytes: usize) -> usize {
+    if bytes >= 16 << 20 { DEPTH / 2 } else { 1 }
+}
 
 impl<'a> Rig<'a> {
     fn new(comm: &'a Communicator, largest: usize, ring: bool, nccl: bool) -> Result<Self> {
@@ -394,7 +397,7 @@ impl<'a> Rig<'a> {
         samples: usize,
     ) -> Result<Times> {
         // Enough that the time at the two ends does not count.
-        let repeat = ((4usize << 30) / bytes).clamp(8, 100);
+        let repeat = ((4usize << 30) / bytes).clamp(8, 96);
         let repeat = if self.clock.comm.device().kind() == warplink::DeviceKind::Host {
             repeat.min(16)
         } else {
@@ -439,21 +442,22 @@ impl<'a> Rig<'a> {
                 (Way::Put | Way::Get, _) if transfers.is_empty() => {}
                 (Way::Put | Way::Get, _) => {
                     self.second.fork(stream)?;
-                    for turn in 0..repeat / PAIR + DEPTH / PAIR {
-                        // Two at a time: their copies follow one another without a signal between.
-                        let first = turn * PAIR % DEPTH;
-                        let pair = &transfers[first..first + PAIR];
+                    let size = group_size(bytes);
+                    let (turns, ahead) = (repeat / size, DEPTH / size);
+                    for turn in 0..turns + ahead {
+                        let first = turn * size % DEPTH;
+                        let group = &transfers[first..first + size];
                         let ends = || {
-                            let both = pair.iter().flat_map(|[send, receive]| {
+                            let both = group.iter().flat_map(|[send, receive]| {
                                 [sends.then_some(send), receives.then_some(receive)]
                             });
                             both.flatten()
                         };
                         let mut batch = Batch::new();
-                        if turn >= DEPTH / PAIR {
+                        if turn >= ahead {
                             batch = batch.wait(ends());
                         }
-                        if turn < repeat / PAIR {
+                        if turn < turns {
                             batch = batch.post(ends());
                         }
                         batch.enqueue(self.second.lane(turn, stream))?;
