@@ -222,9 +222,10 @@ impl P2p {
 const DEPTH: usize = 8;
 
 /// How many transfers of `bytes` are posted together: the copies of a group follow one another
-/// without a signal between, which large ones gain by; small ones are one kernel each anyway.
+/// without a signal between, which large ones gain by; small ones are one kernel each anyway. Each
+/// of the two streams has a second group announced while it copies the first.
 fn group_size(bytes: usize) -> usize {
-    if bytes >= 16 << 20 { DEPTH / 2 } else { 1 }
+    if bytes >= 16 << 20 { DEPTH / 4 } else { 1 }
 }
 
 impl<'a> Rig<'a> {
