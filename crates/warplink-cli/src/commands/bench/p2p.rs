@@ -280,8 +280,7 @@ impl<'a> Rig<'a> {
             Way::Get => self.transfers(bytes, Protocol::Get)?,
             Way::Raw | Way::Nccl => Vec::new(),
         };
-        // Beyond a mebibyte the time is the bandwidth's.
-        let latency = (!self.ring && bytes <= 1 << 20)
+        let latency = (!self.ring)
             .then(|| self.latency(bytes, way, &transfers, submission, samples))
             .transpose()?;
         let transfer = self.many(bytes, way, &transfers, submission, samples)?;
@@ -329,7 +328,8 @@ impl<'a> Rig<'a> {
         submission: Submission,
         samples: usize,
     ) -> Result<Times> {
-        const ROUND_TRIPS: usize = 50;
+        // Enough that the time at the two ends does not count.
+        let round_trips = ((512usize << 20) / bytes).clamp(2, 50);
         let (own, into) = (
             self.own.slice().slice(0..bytes)?,
             self.into.slice().slice(0..bytes)?,
@@ -350,7 +350,7 @@ impl<'a> Rig<'a> {
             self.await_signal(stream, submission)
         };
         let times = self.clock.measure(samples, submission, &|stream| {
-            for _ in 0..ROUND_TRIPS {
+            for _ in 0..round_trips {
                 match (rank, transfers) {
                     // The rank that begins says at once that it will receive.
                     (0, [[send, receive], ..]) => {
@@ -380,7 +380,7 @@ impl<'a> Rig<'a> {
             }
             Ok(())
         })?;
-        let each = |time: f64| time / (2 * ROUND_TRIPS) as f64;
+        let each = |time: f64| time / (2 * round_trips) as f64;
         Ok(Times {
             median: each(times.median),
             least: each(times.least),
