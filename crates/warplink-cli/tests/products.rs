@@ -136,7 +136,10 @@ fn bench_overlap_measures_every_variant() {
             assert!(captured > 0.0);
         }
     }
-    assert_eq!(std::fs::read_dir(&traces).unwrap().count(), 12);
+    assert_eq!(
+        std::fs::read_dir(&traces).unwrap().count(),
+        2 * Variant::ALL.len()
+    );
     let drawing = std::fs::read_to_string(&plot).unwrap();
     assert!(
         drawing.starts_with("<svg") && drawing.contains("push-rotated"),
