@@ -11,24 +11,25 @@
 mod cache;
 mod exports;
 mod handle;
+mod region;
 mod service;
 
 pub use handle::{HANDLE_BYTES, Handle, fuzz_decode};
+pub use region::{Region, RemoteRegion};
 pub(crate) use service::Subject;
 
 use crate::device::{Backing, Device, DeviceIdentity, DeviceKind, DeviceSlice, Opening};
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::sync::lock;
-use cache::{Counted, MappingCache};
+use cache::MappingCache;
 use exports::Exports;
 use handle::HandleKey;
+use region::{Mapped, Registration, RemoteBacking};
 use serde::{Deserialize, Serialize};
 use service::{Request, Service};
-use std::any::Any;
 use std::collections::HashSet;
-use std::ops::Range;
 use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, OnceLock, Weak, mpsc};
 use std::time::Duration;
 
@@ -85,169 +86,6 @@ impl std::fmt::Debug for Inner {
             .field("rank", &self.rank)
             .field("device", &self.device)
             .finish_non_exhaustive()
-    }
-}
-
-/// Local memory registered for peers. Clones are the same registration; with the last of them it
-/// ends, and the memory is freed when no peer maps it any more.
-#[derive(Clone, Debug)]
-pub struct Region {
-    slice: DeviceSlice,
-    registration: Arc<Registration>,
-}
-
-#[derive(Debug)]
-struct Registration {
-    inner: Arc<Inner>,
-    generation: u64,
-}
-
-/// A peer's region, mapped here.
-#[derive(Clone, Debug)]
-pub struct RemoteRegion {
-    owner: Rank,
-    slice: DeviceSlice,
-    _mapped: crate::sync::Arc<Mapped>,
-}
-
-/// A mapping and the count of handles that led to it.
-#[derive(Debug)]
-struct Mapped {
-    whole: DeviceSlice,
-    handles: Arc<AtomicU64>,
-}
-
-/// The device's mapping, which tells its owner when it is closed. Slices hold this one, so the
-/// owner is told only when nothing here can reach its memory any more.
-#[derive(Debug)]
-struct RemoteBacking {
-    mapping: Option<Arc<dyn Backing>>,
-    base: u64,
-    bytes: usize,
-    identity: u64,
-    kind: DeviceKind,
-    inner: Weak<Inner>,
-    owner: Rank,
-    generation: u64,
-    handles: Arc<AtomicU64>,
-}
-
-impl Counted for Mapped {
-    fn count(&self) {
-        self.handles.fetch_add(1, Ordering::Relaxed);
-    }
-}
-
-impl Backing for RemoteBacking {
-    fn base(&self) -> u64 {
-        self.base
-    }
-    fn bytes(&self) -> usize {
-        self.bytes
-    }
-    fn identity(&self) -> u64 {
-        self.identity
-    }
-    fn kind(&self) -> DeviceKind {
-        self.kind
-    }
-    fn as_any(&self) -> &dyn Any {
-        match &self.mapping {
-            Some(mapping) => mapping.as_any(),
-            None => self,
-        }
-    }
-}
-
-impl Drop for RemoteBacking {
-    fn drop(&mut self) {
-        // Unmapped first: the owner may free as soon as it is told.
-        self.mapping = None;
-        if let Some(inner) = self.inner.upgrade() {
-            inner.tell(
-                self.owner,
-                Subject::Released,
-                self.generation,
-                self.handles.load(Ordering::Relaxed),
-            );
-        }
-    }
-}
-
-impl Drop for Registration {
-    fn drop(&mut self) {
-        let allocation = self.inner.exports.allocation(self.generation);
-        for peer in self.inner.exports.unregister(self.generation) {
-            if let Some(allocation) = allocation {
-                self.inner
-                    .tell(peer, Subject::Revoke, allocation, self.generation);
-            }
-        }
-    }
-}
-
-impl Region {
-    /// Its memory.
-    pub fn slice(&self) -> &DeviceSlice {
-        &self.slice
-    }
-
-    /// Length in bytes.
-    pub fn bytes(&self) -> usize {
-        self.slice.bytes()
-    }
-
-    /// The bytes `range` of this region, as a region of the same registration.
-    ///
-    /// # Errors
-    /// [`ErrorKind::InvalidArgument`] where the range passes the end.
-    pub fn range(&self, range: Range<usize>) -> Result<Self> {
-        Ok(Self {
-            slice: self.slice.slice(range)?,
-            registration: self.registration.clone(),
-        })
-    }
-
-    /// Number of the registration; another one after the memory was registered anew.
-    pub fn generation(&self) -> u64 {
-        self.registration.generation
-    }
-
-    /// Ends the registration and waits until no peer maps the memory. Other clones must be gone.
-    ///
-    /// # Errors
-    /// [`ErrorKind::InvalidArgument`] where the region has clones, [`ErrorKind::Timeout`], with the
-    /// peer, where one still uses a mapping of it; the memory then stays allocated until it lets go.
-    pub fn close(self, limit: Duration) -> Result<()> {
-        let generation = self.generation();
-        let inner = self.registration.inner.clone();
-        if Arc::strong_count(&self.registration) > 1 {
-            return Err(Error::invalid("the region is still in use here").during("close a region"));
-        }
-        drop(self);
-        match inner.exports.wait_freed(generation, limit).first() {
-            None => Ok(()),
-            Some(peer) => Err(Error::new(
-                ErrorKind::Timeout,
-                format!("a peer still maps the region after {limit:?}"),
-            )
-            .during("close a region")
-            .on_rank(inner.rank)
-            .peer(*peer)
-            .help("drop the transfers that use it on the peer first")),
-        }
-    }
-}
-
-impl RemoteRegion {
-    /// The rank whose memory it is.
-    pub fn owner(&self) -> Rank {
-        self.owner
-    }
-
-    /// Its memory, at an address of this process.
-    pub fn slice(&self) -> &DeviceSlice {
-        &self.slice
     }
 }
 
