@@ -315,11 +315,14 @@ impl Shared {
     /// request.
     fn deliver(&self, mut state: MutexGuard<'_, State>) {
         let outgoing = state.table.take_outgoing();
-        let addressed: Vec<(Arc<Outbox>, Outgoing)> = outgoing
+        let mut addressed: Vec<(Arc<Outbox>, Outgoing)> = outgoing
             .into_iter()
             .filter_map(|frame| Some((state.outboxes.get(&frame.to)?.clone(), frame)))
             .collect();
         drop(state);
+        // Rank 0 last: what it learns may end its process, and with it this store. The others are to
+        // know by then why, or they would name rank 0 for what another's loss did.
+        addressed.sort_by_key(|(_, frame)| frame.to == 0);
         for (outbox, frame) in addressed {
             // A connection that fails here is noticed by its reader.
             if let Err(error) = outbox.push(frame.id, &frame.body)
