@@ -51,15 +51,9 @@ tsan *args='--lib --test device_contract --test transfers':
         RUSTFLAGS='-Zsanitizer=thread --cfg rustix_use_libc --cfg warplink_tsan' TSAN_OPTIONS=history_size=4 \
         cargo test -Zbuild-std -p warplink --target x86_64-unknown-linux-gnu {{ args }}
 
-# Stripped binaries for a machine without a toolchain: the command and the test programs
-device folder='target/device':
-    mkdir -p {{ folder }}
-    cargo build --release --config 'profile.release.strip="symbols"'
-    cp "${CARGO_TARGET_DIR:-target}/release/warplink" {{ folder }}/
-    cargo test --workspace --release --no-run --config 'profile.release.strip="symbols"' --message-format json \
-        | python3 -c 'import json, sys; [print(m["executable"], m["target"]["name"]) for m in map(json.loads, sys.stdin) if m.get("executable") and m["profile"]["test"]]' \
-        | while read -r path name; do cp "$path" "{{ folder }}/test-$name"; done
-    ls -l {{ folder }}
+# Stripped binaries for a machine without a toolchain: the command and the device tests
+device:
+    scripts/device-build.sh
 
 # Everything that CI runs
 ci:

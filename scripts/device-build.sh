@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Builds what a machine with GPUs but without cargo needs, stripped, into device-bin/: the command,
-# the device tests as executables, and the examples. Carry that folder there.
+# Builds what a machine with GPUs but without cargo needs, stripped, into device-bin/: the command
+# and the device tests as executables. Carry that folder there.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

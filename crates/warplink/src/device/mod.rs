@@ -151,6 +151,14 @@ impl fmt::Debug for DeviceIdentity {
     }
 }
 
+/// The machine's boot id, the same for every process on it: ranks that agree on it can share memory.
+/// Zero where the kernel gives none.
+pub(crate) fn machine_identity() -> [u8; 16] {
+    let text = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+    let digits: String = text.chars().filter(char::is_ascii_hexdigit).collect();
+    u128::from_str_radix(&digits, 16).unwrap_or(0).to_be_bytes()
+}
+
 /// How memory is to be allocated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum AllocationKind {

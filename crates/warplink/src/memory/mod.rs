@@ -18,7 +18,9 @@ pub use handle::{HANDLE_BYTES, Handle, fuzz_decode};
 pub use region::{Region, RemoteRegion};
 pub(crate) use service::Subject;
 
-use crate::device::{Backing, Device, DeviceIdentity, DeviceKind, DeviceSlice, Opening};
+use crate::device::{
+    Backing, Device, DeviceIdentity, DeviceKind, DeviceSlice, Opening, machine_identity,
+};
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::sync::lock;
 use cache::MappingCache;
@@ -247,7 +249,7 @@ impl Memory {
     ) -> Result<Self> {
         let (errands, queue) = mpsc::channel();
         let key = HandleKey::new(secret)?;
-        let host = machine();
+        let host = machine_identity();
         let inner = Arc::new(Inner {
             rank,
             device: device.clone(),
@@ -520,11 +522,4 @@ fn run_errands(queue: &mpsc::Receiver<Errand>, working: &Weak<Inner>) {
             Errand::Stop => return,
         }
     }
-}
-
-/// The machine's boot id: ranks that agree on it can share memory.
-fn machine() -> [u8; 16] {
-    let text = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
-    let digits: String = text.chars().filter(char::is_ascii_hexdigit).collect();
-    u128::from_str_radix(&digits, 16).unwrap_or(0).to_be_bytes()
 }

@@ -1,5 +1,6 @@
 //! `warplink bench p2p`: send and receive beside the raw copy and the vendor's library.
 
+use super::second_stream::SecondStream;
 use super::timing::{Clock, Submission, Times};
 use crate::commands::ranks;
 use crate::options::Options;
@@ -14,7 +15,7 @@ use std::cell::Cell;
 use std::process::ExitCode;
 use std::sync::Arc;
 use warplink::Communicator;
-use warplink::device::{CollectiveEngine, DeviceSlice, Event, MemoryOp, Priority, Stream, Word};
+use warplink::device::{CollectiveEngine, DeviceSlice, MemoryOp, Priority, Stream, Word};
 use warplink::memory::{HANDLE_BYTES, Region, RemoteRegion};
 use warplink::p2p::{Batch, Protocol, Transfer, TransferRequest};
 
@@ -88,50 +89,10 @@ struct Report {
     rows: Vec<Row>,
 }
 
-/// A second stream, on which every other transfer of many runs: handing one over takes a few
-/// microseconds in which its stream moves nothing.
-struct Second {
-    stream: Arc<dyn Stream>,
-    begin: Arc<dyn Event>,
-    end: Arc<dyn Event>,
-}
-
-impl Second {
-    fn new(comm: &Communicator) -> Result<Self> {
-        let event = || comm.device().create_event(false);
-        Ok(Self {
-            stream: comm.create_stream(Priority::High)?,
-            begin: event()?,
-            end: event()?,
-        })
-    }
-
-    /// Starts the second stream where `first` is.
-    fn fork(&self, first: &dyn Stream) -> Result<()> {
-        first.record(&*self.begin)?;
-        Ok(self.stream.wait_event(&*self.begin)?)
-    }
-
-    /// The stream for `turn`.
-    fn lane<'s>(&'s self, turn: usize, first: &'s dyn Stream) -> &'s dyn Stream {
-        if turn.is_multiple_of(2) {
-            first
-        } else {
-            &*self.stream
-        }
-    }
-
-    /// Holds `first` until the second stream is done.
-    fn join(&self, first: &dyn Stream) -> Result<()> {
-        self.stream.record(&*self.end)?;
-        Ok(first.wait_event(&*self.end)?)
-    }
-}
-
 /// What every size is measured with.
 struct Rig<'a> {
     clock: Clock<'a>,
-    second: Second,
+    second: SecondStream,
     ring: bool,
     engine: Option<Arc<dyn CollectiveEngine>>,
     // Whom this rank sends to and receives from.
@@ -248,7 +209,7 @@ impl<'a> Rig<'a> {
             false => None,
         };
         Ok(Self {
-            second: Second::new(comm)?,
+            second: SecondStream::new(comm)?,
             clock,
             ring,
             engine,

@@ -17,6 +17,7 @@ use super::{
     AllocationKind, CollectiveEngine, Compute, Delays, Device, DeviceIdentity, DeviceKind,
     DeviceSlice, Event, Export, Fault, Opening, Priority, Stream, UniqueBytesExchange,
 };
+use crate::device::machine_identity;
 use crate::error::{Error, ErrorKind, Result};
 use std::any::Any;
 use std::sync::Arc;
@@ -33,19 +34,12 @@ pub(crate) struct HostDevice {
 impl HostDevice {
     pub(crate) fn open(delays: Option<Delays>) -> Arc<dyn Device> {
         Arc::new(Self {
-            identity: machine_identity(),
+            identity: DeviceIdentity(machine_identity()),
             fault: Arc::default(),
             delays,
             streams: AtomicU64::new(1),
         })
     }
-}
-
-/// The machine's boot id, the same for every process on it; zero where the kernel gives none.
-fn machine_identity() -> DeviceIdentity {
-    let text = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
-    let digits: String = text.chars().filter(char::is_ascii_hexdigit).collect();
-    DeviceIdentity(u128::from_str_radix(&digits, 16).unwrap_or(0).to_be_bytes())
 }
 
 /// Fails unless `slice` is the host device's.
