@@ -7,7 +7,7 @@ mod common;
 
 use common::open_device;
 use std::time::Duration;
-use warplink::device::{AllocationKind, MatmulSpec, MemoryOp, Opening, Priority};
+use warplink::device::{AllocationKind, DeviceSlice, MatmulSpec, MemoryOp, Opening, Priority};
 use warplink::{DType, Deadline, DeviceKind, ErrorKind};
 
 fn soon() -> Deadline {
@@ -364,6 +364,94 @@ fn products_and_sums_agree_with_double_precision() {
             .is_err()
     );
     assert!(compute.sum(&*stream, DType::F32, &a, &[]).is_err());
+}
+
+#[test]
+fn a_batch_of_products_is_its_products() {
+    let device = open_device();
+    let stream = device.create_stream(Priority::Normal).unwrap();
+    let compute = device.compute().unwrap();
+    let upload = |dtype: DType, seed: usize, count: usize| {
+        let raw = common::values(seed, 3, count);
+        let values: Vec<f64> = raw.iter().map(|b| f64::from(*b) / 128.0 - 1.0).collect();
+        let bytes = encode(dtype, &values);
+        let slice = device.allocate(bytes.len(), AllocationKind::Plain).unwrap();
+        device.upload(&slice, &bytes).unwrap();
+        slice
+    };
+    let download = |dtype: DType, slice: &DeviceSlice| {
+        let mut bytes = vec![0; slice.bytes()];
+        device.download(slice, &mut bytes).unwrap();
+        decode(dtype, &bytes)
+    };
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        // Rows that are and are not multiples of 16 bytes, with and without a bias.
+        for (m, n, k, bias) in [
+            (48, 40, 72, false),
+            (7, 5, 3, false),
+            (256, 128, 64, false),
+            (16, 16, 16, true),
+        ] {
+            let spec = MatmulSpec {
+                bias,
+                ..MatmulSpec::new(m, n, k, dtype)
+            };
+            let (b, vector) = (upload(dtype, 1, k * n), upload(dtype, 2, n));
+            let vector = bias.then_some(&vector);
+            let products: Vec<_> = (0..3)
+                .map(|index| (upload(dtype, 3 + index, m * k), upload(dtype, 9, m * n)))
+                .collect();
+            compute.prepare_matmul(&spec).unwrap();
+            let wanted: Vec<_> = products
+                .iter()
+                .map(|(a, _)| {
+                    let c = upload(dtype, 10, m * n);
+                    compute.matmul(&*stream, &spec, a, &b, &c, vector).unwrap();
+                    c
+                })
+                .collect();
+            let batch = compute
+                .clone()
+                .prepare_batch(&spec, &products, &b, vector)
+                .unwrap();
+            stream.begin_capture().unwrap();
+            batch.enqueue(&*stream).unwrap();
+            let graph = stream.end_capture().unwrap();
+            for captured in [false, true] {
+                for (_, c) in &products {
+                    device.upload(c, &vec![0xff; c.bytes()]).unwrap();
+                }
+                match captured {
+                    false => batch.enqueue(&*stream).unwrap(),
+                    true => graph.launch(&*stream).unwrap(),
+                }
+                stream.synchronize(soon()).unwrap();
+                for ((_, c), wanted) in products.iter().zip(&wanted) {
+                    let (seen, wanted) = (download(dtype, c), download(dtype, wanted));
+                    let off: f64 = seen.iter().zip(&wanted).map(|(a, b)| (a - b).powi(2)).sum();
+                    let norm: f64 = wanted.iter().map(|value| value * value).sum();
+                    let error = (off / norm).sqrt();
+                    assert!(
+                        error < dtype.matmul_tolerance().unwrap(),
+                        "{spec:?}, captured: {captured}: {error:.2e}"
+                    );
+                }
+            }
+        }
+    }
+    let (a, c) = (upload(DType::F32, 1, 64), upload(DType::F32, 2, 64));
+    let spec = MatmulSpec::new(8, 8, 8, DType::F32);
+    let adding = MatmulSpec {
+        accumulate: true,
+        ..spec
+    };
+    for (spec, c) in [(adding, c.clone()), (spec, c.slice(0..128).unwrap())] {
+        let error = compute
+            .clone()
+            .prepare_batch(&spec, &[(a.clone(), c)], &a, None)
+            .unwrap_err();
+        assert_eq!(error.kind(), warplink::ErrorKind::InvalidArgument);
+    }
 }
 
 fn check_product(

@@ -6,8 +6,9 @@ use proptest::prelude::*;
 use warplink::ErrorKind;
 use warplink::program::expr::{Comparison, Operator};
 use warplink::program::ir::{
-    Branch, Collective, Declaration, Each, Loop, Over, Role, Selection, Sharding, ShareItem,
-    ShareItemKind, Statement, StatementKind, StreamRef, TensorRef, Transfer, TransferRef,
+    Branch, Collective, Declaration, Each, Loop, Over, PostedMatmul, Role, Selection, Sharding,
+    ShareItem, ShareItemKind, Statement, StatementKind, StreamRef, TensorRef, Transfer,
+    TransferRef,
 };
 use warplink::program::{
     Backend, Condition, Direction, Expr, Parameters, Program, Protocol, unroll,
@@ -499,6 +500,17 @@ fn statements() -> impl Strategy<Value = Vec<Statement>> {
         }),
         share().prop_map(StatementKind::Share),
         each(transfer()).prop_map(StatementKind::Post),
+        (
+            transfer(),
+            tensor(),
+            tensor(),
+            prop::option::of(tensor()),
+            prop::option::of((name(), expr(), expr()))
+        )
+            .prop_map(|(send, a, b, bias, over)| StatementKind::PostMatmul(Each {
+                item: PostedMatmul { send, a, b, bias },
+                over: over.map(|(index, from, to)| Over { index, from, to }),
+            })),
         each(transfer()).prop_map(StatementKind::Wait),
         name().prop_map(StatementKind::GetStream),
         stream().prop_map(StatementKind::SetStream),

@@ -8,10 +8,10 @@ mod common;
 
 use common::{Ranks, delays, processes, threads, threads_with, values, world};
 use std::time::Duration;
-use warplink::Communicator;
 use warplink::device::{AllocationKind, Priority};
 use warplink::memory::Region;
-use warplink::p2p::{Protocol, Transfer, TransferRequest, post_all, wait_all};
+use warplink::p2p::{Protocol, Transfer, TransferRequest, post_all, post_stores, wait_all};
+use warplink::{Communicator, ErrorKind};
 
 const PROTOCOLS: [Protocol; 2] = [Protocol::Get, Protocol::Put];
 
@@ -482,6 +482,72 @@ fn a_graph_replayed_with_random_delays_stays_right() {
         world(3),
         |config| delays(config, Duration::from_micros(200)),
         |comm| replay(comm, 100),
+    );
+}
+
+/// Each rank stores into its right neighbour's buffer by itself, eagerly and in a graph.
+fn stores(comm: &Communicator) {
+    let (right, left) = neighbours(comm);
+    let stream = comm.create_stream(Priority::Normal).unwrap();
+    let (source, receive) = (comm.alloc(3000).unwrap(), comm.alloc(3000).unwrap());
+    let transfers = comm
+        .exchange(&[
+            TransferRequest::store(3000, right, 7),
+            TransferRequest::receive(&receive, left, 7).protocol(Protocol::Put),
+        ])
+        .unwrap();
+    let [store, take] = &transfers[..] else {
+        panic!("two were asked for");
+    };
+    assert_eq!((store.bytes(), store.region().is_none()), (3000, true));
+    assert_eq!(store.target().unwrap().bytes(), 3000);
+    let enqueue = || {
+        take.post(&*stream).unwrap();
+        post_stores(&[store], &*stream, |targets| {
+            // In two parts, which are both there when the receiver hears of it.
+            for part in [0..1000, 1000..3000] {
+                let from = source.slice().slice(part.clone())?;
+                stream.copy(&targets[0].slice(part)?, &from)?;
+            }
+            Ok(())
+        })
+        .unwrap();
+        take.wait(&*stream).unwrap();
+    };
+    stream.begin_capture().unwrap();
+    enqueue();
+    let graph = stream.end_capture().unwrap();
+    for round in 0..20 {
+        upload(comm, &source, &values(comm.rank(), round, 3000));
+        match round % 2 {
+            0 => enqueue(),
+            _ => graph.launch(&*stream).unwrap(),
+        }
+        comm.synchronize(&*stream).unwrap();
+        assert_eq!(download(comm, &receive), values(left, round, 3000));
+    }
+    // There is nothing to copy, and nothing to store for who receives.
+    let error = store.post(&*stream).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
+    let error = post_stores(&[take], &*stream, |_| Ok(())).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
+    let by_get = TransferRequest::store(64, right, 8).protocol(Protocol::Get);
+    let error = comm.exchange(&[by_get]).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
+    comm.barrier().unwrap();
+}
+
+#[test]
+fn what_is_stored_at_the_receiver_is_there_when_it_hears_of_it() {
+    processes(world(3), stores);
+}
+
+#[test]
+fn what_is_stored_with_random_delays_is_there() {
+    threads_with(
+        world(3),
+        |config| delays(config, Duration::from_micros(200)),
+        stores,
     );
 }
 

@@ -4,6 +4,7 @@ use super::{DeviceSlice, Stream};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use std::fmt;
+use std::sync::Arc;
 
 /// C = A·B, all row-major and contiguous: A is `m × k`, B is `k × n`, C is `m × n`, of one element
 /// type, accumulated in `f32`.
@@ -103,6 +104,22 @@ pub trait Compute: Send + Sync + fmt::Debug {
         bias: Option<&DeviceSlice>,
     ) -> Result<()>;
 
+    /// Makes several products of one right operand ready to be enqueued at once: `c = a · b` for each
+    /// `(a, c)` of `products`. A result may lie in a peer's memory. Loads what it needs, as
+    /// [`prepare_matmul`](Self::prepare_matmul). Blocks.
+    ///
+    /// # Errors
+    /// As [`matmul`](Self::matmul), and
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where the products are to be
+    /// added to what is there, since a peer's memory is only written.
+    fn prepare_batch(
+        self: Arc<Self>,
+        spec: &MatmulSpec,
+        products: &[(DeviceSlice, DeviceSlice)],
+        b: &DeviceSlice,
+        bias: Option<&DeviceSlice>,
+    ) -> Result<Arc<dyn MatmulBatch>>;
+
     /// Enqueues `target = Σ sources`, element by element, in order, accumulated in `f32` (in `f64`
     /// and `i32` for these; bytes have no sum). `target` may be one of the sources. All have the same length.
     fn sum(
@@ -112,4 +129,30 @@ pub trait Compute: Send + Sync + fmt::Debug {
         target: &DeviceSlice,
         sources: &[DeviceSlice],
     ) -> Result<()>;
+}
+
+/// Products that were made ready together; it keeps their memory.
+pub trait MatmulBatch: Send + Sync + fmt::Debug {
+    /// Enqueues all of them, in any order.
+    fn enqueue(&self, stream: &dyn Stream) -> Result<()>;
+}
+
+impl MatmulSpec {
+    /// Fails unless every product of a batch fits and replaces what its result held.
+    pub(crate) fn check_batch(
+        &self,
+        products: &[(DeviceSlice, DeviceSlice)],
+        b: &DeviceSlice,
+        bias: Option<&DeviceSlice>,
+    ) -> Result<()> {
+        if self.accumulate {
+            return Err(
+                Error::invalid("products that may go to a peer replace what is there")
+                    .during("prepare products"),
+            );
+        }
+        products
+            .iter()
+            .try_for_each(|(a, c)| self.check(a, b, c, bias))
+    }
 }

@@ -19,6 +19,7 @@ pub fn machine_of(kind: DeviceKind) -> Machine {
             ring_get: 5e9,
             rotated_put: 5e9,
             rotated_get: 5e9,
+            stored: 5e9,
             collective: 2.5e9,
             signal: 20e-6,
             collective_latency: 100e-6,

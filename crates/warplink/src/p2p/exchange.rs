@@ -147,6 +147,9 @@ impl Transfers {
         if request.peer >= world {
             return invalid(format!("there are {world} ranks, from 0 to {}", world - 1));
         }
+        if request.buffer.region().is_none() && request.protocol != Some(Protocol::Put) {
+            return invalid("what is stored into the receiver's memory is put".to_owned());
+        }
         Ok(())
     }
 
@@ -213,12 +216,12 @@ impl Transfers {
             Ok::<_, Error>(handle.to_vec())
         };
         let buffer = match request.direction.end(end.protocol) {
-            End::Announcer => Some(describe(&request.region)?),
+            End::Announcer => request.buffer.region().map(&mut describe).transpose()?,
             End::Mover => None,
         };
         let inbound = describe(end.slot.inbound())?;
         let side = Side {
-            bytes: request.region.bytes() as u64,
+            bytes: request.buffer.bytes() as u64,
             put: end.protocol == Protocol::Put,
             buffer,
             inbound,
@@ -310,7 +313,7 @@ impl Transfers {
             self.pool.recycle(slot.number);
             Err(context(Error::new(ErrorKind::Mismatch, what).help(help)))
         };
-        let (own_bytes, put) = (request.region.bytes() as u64, end.protocol == Protocol::Put);
+        let (own_bytes, put) = (request.buffer.bytes() as u64, end.protocol == Protocol::Put);
         if side.bytes != own_bytes {
             let what = format!(
                 "this rank's {} has {own_bytes} bytes, the peer's end {}",
@@ -343,7 +346,7 @@ impl Transfers {
             protocol: end.protocol,
             peer: request.peer,
             tag: request.tag,
-            region: request.region.clone(),
+            buffer: request.buffer.clone(),
             remote,
             slot,
             remote_slot,
@@ -379,7 +382,7 @@ impl Transfers {
         };
         let (remote_slot, page) = words?;
         let buffer = buffer?;
-        let other_length = |remote: &RemoteRegion| remote.slice().bytes() != request.region.bytes();
+        let other_length = |remote: &RemoteRegion| remote.slice().bytes() != request.buffer.bytes();
         if buffer.as_ref().is_some_and(other_length) {
             return Err(Error::new(
                 ErrorKind::InvalidHandle,

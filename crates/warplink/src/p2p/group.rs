@@ -1,8 +1,8 @@
 //! Posting and waiting for many transfers at once.
 
 use super::transfer::Transfer;
-use crate::device::{MemoryOp, Stream, StreamOp};
-use crate::error::{Error, ErrorKind, Result};
+use crate::device::{DeviceSlice, MemoryOp, Stream, StreamOp};
+use crate::error::Result;
 use crate::signal::{Mode, Signal, Steps};
 
 /// Posts and waits to be enqueued together, which a device does in fewer steps than one by one: a
@@ -58,7 +58,7 @@ impl<'a> Batch<'a> {
     /// Enqueues the batch on `stream`. Does not block.
     ///
     /// # Errors
-    /// The device's fault, and [`ErrorKind::InvalidArgument`] for a transfer that is captured twice
+    /// The device's fault, and [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) for a transfer that is captured twice
     /// without a wait between.
     pub fn enqueue(&self, stream: &dyn Stream) -> Result<()> {
         let capturing = stream.is_capturing()?;
@@ -98,6 +98,42 @@ pub fn wait_all(transfers: &[&Transfer], stream: &dyn Stream) -> Result<()> {
     Batch::new().wait(transfers.iter().copied()).enqueue(stream)
 }
 
+/// Posts sends whose bytes are not copied but stored into the receivers' memory by something else: a
+/// kernel, or a product whose result lies there. `store` gets the receivers' buffers, in the order of
+/// `transfers`, and enqueues on `stream` what writes each of them in full; before it stands the wait
+/// until all of them may be written, behind it what tells that they are. Does not block.
+///
+/// As a group it completes in any order of its members, but the receivers' posts must not wait for
+/// it on any rank's `stream`.
+///
+/// # Errors
+/// As [`Batch::enqueue`], what `store` says, and
+/// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) for a receive or a send by get.
+/// If `store` fails, the receivers are not told.
+pub fn post_stores(
+    transfers: &[&Transfer],
+    stream: &dyn Stream,
+    store: impl FnOnce(&[&DeviceSlice]) -> Result<()>,
+) -> Result<()> {
+    let targets = transfers
+        .iter()
+        .map(|transfer| transfer.target())
+        .collect::<Result<Vec<_>>>()?;
+    if targets.is_empty() {
+        return Ok(());
+    }
+    let capturing = stream.is_capturing()?;
+    let (mut before, mut after) = (Vec::new(), Vec::new());
+    for transfer in transfers {
+        let (mode, steps) = transfer.begin_post(stream, capturing)?;
+        signals(transfer, mode, steps.before, &mut before)?;
+        signals(transfer, mode, steps.after, &mut after)?;
+    }
+    stream.sequence(&before)?;
+    store(&targets)?;
+    stream.sequence(&after)
+}
+
 fn post<'a>(
     group: &[Part<'a>],
     stream: &dyn Stream,
@@ -118,9 +154,7 @@ fn post<'a>(
         signals(transfer, *mode, steps.before, operations)?;
     }
     for (transfer, ..) in &movers {
-        let ends = transfer.ends();
-        let (target, source) =
-            ends.ok_or_else(|| Error::new(ErrorKind::Internal, "the mover has no mapping"))?;
+        let (target, source) = transfer.ends()?;
         operations.push(StreamOp::Copy { target, source });
     }
     for (transfer, mode, steps) in &movers {

@@ -25,6 +25,6 @@ mod transfer;
 
 pub use crate::signal::Protocol;
 pub use exchange::Transfers;
-pub use group::{Batch, post_all, wait_all};
+pub use group::{Batch, post_all, post_stores, wait_all};
 pub use request::{Direction, TransferRequest};
 pub use transfer::Transfer;

@@ -41,11 +41,36 @@ impl fmt::Display for Direction {
     }
 }
 
+/// Where the bytes of one end are.
+#[derive(Clone, Debug)]
+pub(super) enum Buffer {
+    /// In registered memory of this rank.
+    Region(Region),
+    /// Nowhere: so many are stored straight into the receiver's memory.
+    Stored(usize),
+}
+
+impl Buffer {
+    pub(super) fn bytes(&self) -> usize {
+        match self {
+            Self::Region(region) => region.bytes(),
+            Self::Stored(bytes) => *bytes,
+        }
+    }
+
+    pub(super) fn region(&self) -> Option<&Region> {
+        match self {
+            Self::Region(region) => Some(region),
+            Self::Stored(_) => None,
+        }
+    }
+}
+
 /// One end of a transfer, to be matched with the other by [`exchange`](super::Transfers::exchange).
 #[derive(Clone, Debug)]
 pub struct TransferRequest {
     pub(super) direction: Direction,
-    pub(super) region: Region,
+    pub(super) buffer: Buffer,
     pub(super) peer: Rank,
     pub(super) tag: u64,
     pub(super) protocol: Option<Protocol>,
@@ -57,7 +82,7 @@ impl TransferRequest {
     pub fn send(region: &Region, peer: Rank, tag: u64) -> Self {
         Self {
             direction: Direction::Send,
-            region: region.clone(),
+            buffer: Buffer::Region(region.clone()),
             peer,
             tag,
             protocol: None,
@@ -68,10 +93,23 @@ impl TransferRequest {
     pub fn receive(region: &Region, peer: Rank, tag: u64) -> Self {
         Self {
             direction: Direction::Receive,
-            region: region.clone(),
+            buffer: Buffer::Region(region.clone()),
             peer,
             tag,
             protocol: None,
+        }
+    }
+
+    /// Sends `bytes` to `peer` that this rank has nowhere in memory: what is enqueued between the
+    /// halves of [`post_stores`](super::post_stores) stores them straight into the receiver's. The
+    /// protocol is put; the receiver sees no difference.
+    pub fn store(bytes: usize, peer: Rank, tag: u64) -> Self {
+        Self {
+            direction: Direction::Send,
+            buffer: Buffer::Stored(bytes),
+            peer,
+            tag,
+            protocol: Some(Protocol::Put),
         }
     }
 

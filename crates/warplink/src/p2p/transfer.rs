@@ -2,7 +2,7 @@
 
 use super::exchange::SlotTable;
 use super::group::{post_all, wait_all};
-use super::request::Direction;
+use super::request::{Buffer, Direction};
 use crate::device::{DeviceSlice, MemoryOp, Stream, Word};
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::memory::{Region, RemoteRegion};
@@ -20,7 +20,7 @@ pub struct Transfer {
     pub(super) protocol: Protocol,
     pub(super) peer: Rank,
     pub(super) tag: u64,
-    pub(super) region: Region,
+    pub(super) buffer: Buffer,
     // The peer's buffer, where this end moves the bytes.
     pub(super) remote: Option<RemoteRegion>,
     pub(super) slot: Slot,
@@ -54,9 +54,14 @@ impl Transfer {
         self.tag
     }
 
-    /// This rank's buffer.
-    pub fn region(&self) -> &Region {
-        &self.region
+    /// This rank's buffer; none where the bytes are stored straight into the receiver's.
+    pub fn region(&self) -> Option<&Region> {
+        self.buffer.region()
+    }
+
+    /// How many bytes are transferred by each post.
+    pub fn bytes(&self) -> usize {
+        self.buffer.bytes()
     }
 
     /// Enqueues this end's part on `stream`; see the table in the [module](super). Does not block.
@@ -124,12 +129,42 @@ impl Transfer {
     }
 
     /// Target and source of the copy, at the end that moves.
-    pub(super) fn ends(&self) -> Option<(&DeviceSlice, &DeviceSlice)> {
-        let (own, remote) = (self.region.slice(), self.remote.as_ref()?.slice());
-        Some(match self.direction {
+    pub(super) fn ends(&self) -> Result<(&DeviceSlice, &DeviceSlice)> {
+        let Some(region) = self.buffer.region() else {
+            return Err(
+                Error::invalid("a send without memory of its own has nothing to copy")
+                    .help("post it with post_stores")
+                    .peer(self.peer)
+                    .key(self.key()),
+            );
+        };
+        let (own, remote) = (region.slice(), self.remote()?);
+        Ok(match self.direction {
             Direction::Send => (remote, own),
             Direction::Receive => (own, remote),
         })
+    }
+
+    /// The peer's buffer, at the end that moves.
+    pub(super) fn remote(&self) -> Result<&DeviceSlice> {
+        match &self.remote {
+            Some(remote) => Ok(remote.slice()),
+            None => Err(Error::new(ErrorKind::Internal, "the mover has no mapping")),
+        }
+    }
+
+    /// The receiver's buffer, mapped here, for what is enqueued by [`post_stores`](super::post_stores)
+    /// to store into it. Anything else that touches it is a race.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`] for a receive, and for a send by get.
+    pub fn target(&self) -> Result<&DeviceSlice> {
+        match (self.direction, self.end()) {
+            (Direction::Send, End::Mover) => self.remote(),
+            _ => Err(Error::invalid("only what is sent by put can be stored")
+                .peer(self.peer)
+                .key(self.key())),
+        }
     }
 
     fn key(&self) -> String {

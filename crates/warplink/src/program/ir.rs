@@ -124,6 +124,10 @@ pub enum StatementKind {
     Share(Vec<ShareItem>),
     /// `post s, r`: enqueues a group of transfers.
     Post(Vec<Each<TransferRef>>),
+    /// `post s[j] = matmul(A[j], B) for j in 1..world`: enqueues a group of sends by put whose bytes
+    /// are products, each stored straight into its receiver's memory. What the sends name as theirs
+    /// is neither read nor written.
+    PostMatmul(Each<PostedMatmul>),
     /// `wait s`: holds the current stream until all posts so far of the transfers are complete.
     Wait(Vec<Each<TransferRef>>),
     /// `get_stream main`: names the current stream.
@@ -136,6 +140,19 @@ pub enum StatementKind {
     For(Loop<Statement>),
     /// `if rank == 0 { … } else { … }`.
     If(Branch<Statement>),
+}
+
+/// A send and the product that is stored where it is received.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PostedMatmul {
+    /// The send.
+    pub send: TransferRef,
+    /// Left operand, `m × k`.
+    pub a: TensorRef,
+    /// Right operand, `k × n`, the same for all products of a group.
+    pub b: TensorRef,
+    /// A vector of `n` that is added to each row, the same for all; its presence makes it `linear`.
+    pub bias: Option<TensorRef>,
 }
 
 /// A statement inside `share { … }`.

@@ -1,10 +1,10 @@
 //! A program for one rank, with every loop, branch and expression resolved: what an executor runs
 //! and the verifier follows.
 
-use super::ir::{Backend, Collective, Direction, Role, Sharding};
+use super::ir::{Backend, Collective, Direction, Protocol, Role, Sharding};
 use crate::dtype::DType;
 use crate::error::Rank;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::fmt;
 use std::sync::Arc;
 
@@ -38,6 +38,53 @@ pub struct Unrolled {
     pub exchanges: Vec<Vec<TransferId>>,
     /// What the host enqueues (or, for `Share`, does), in order.
     pub operations: Vec<Operation>,
+}
+
+impl Unrolled {
+    /// The tensors that anything reads or writes on this rank. Others only give sends a name and a
+    /// length whose bytes are stored straight into the receivers' memory.
+    pub fn touched(&self) -> HashSet<TensorId> {
+        let mut touched = HashSet::new();
+        for operation in &self.operations {
+            match &operation.kind {
+                OperationKind::Allocate(_)
+                | OperationKind::Deallocate(_)
+                | OperationKind::Share(_)
+                | OperationKind::Wait(_)
+                | OperationKind::Synchronize(_) => {}
+                OperationKind::Copy { target, source }
+                | OperationKind::Collective { target, source, .. } => {
+                    touched.extend([target.tensor, source.tensor]);
+                }
+                OperationKind::Matmul { a, b, c, bias, .. } => {
+                    touched.extend([a, b, c].map(|range| range.tensor));
+                    touched.extend(bias.map(|bias| bias.tensor));
+                }
+                OperationKind::PostMatmul { a, b, bias, .. } => {
+                    let read = a.iter().chain([b]).chain(bias);
+                    touched.extend(read.map(|range| range.tensor));
+                }
+                OperationKind::Sum {
+                    target, sources, ..
+                } => {
+                    touched.insert(target.tensor);
+                    touched.extend(sources.iter().map(|source| source.tensor));
+                }
+                OperationKind::Post(group) => {
+                    let ranges = group.iter().map(|id| self.transfers[*id].range);
+                    touched.extend(ranges.map(|range| range.tensor));
+                }
+            }
+        }
+        // What a peer may access is there, whether or not this rank posts it.
+        let stored = |transfer: &&TransferInstance| {
+            (transfer.direction, transfer.backend)
+                == (Direction::Send, Backend::Direct(Protocol::Put))
+        };
+        let others = self.transfers.iter().filter(|t| !stored(t));
+        touched.extend(others.map(|transfer| transfer.range.tensor));
+        touched
+    }
 }
 
 /// Which stream.
@@ -187,6 +234,26 @@ pub enum OperationKind {
     /// A group of transfers: all signals that wait for nothing first, then the parts that move
     /// bytes, which may run in any order or at once.
     Post(Vec<TransferId>),
+    /// A group of sends by put whose bytes are products with one right operand, each stored straight
+    /// into its receiver's memory: what the sends name as theirs is not touched.
+    PostMatmul {
+        /// The sends.
+        group: Vec<TransferId>,
+        /// Left operand of each.
+        a: Vec<Range>,
+        /// Right operand of all.
+        b: Range,
+        /// A vector of `n`, added to each row of each.
+        bias: Option<Range>,
+        /// Element type of all.
+        dtype: DType,
+        /// Rows of each of `a` and of what is sent.
+        m: usize,
+        /// Columns of `b` and of what is sent.
+        n: usize,
+        /// Columns of each of `a`, rows of `b`.
+        k: usize,
+    },
     /// The stream waits until all posts so far of the transfers are complete.
     Wait(Vec<TransferId>),
     /// A collective of all ranks, run by an engine.
@@ -217,9 +284,18 @@ impl OperationKind {
             Self::Sum { .. } => "sum",
             Self::Share(_) => "share",
             Self::Post(_) => "post",
+            Self::PostMatmul { .. } => "post matmul",
             Self::Wait(_) => "wait",
             Self::Collective { collective, .. } => collective.name(),
             Self::Synchronize(_) => "synchronize",
+        }
+    }
+
+    /// The transfers that it posts.
+    pub fn posted(&self) -> &[TransferId] {
+        match self {
+            Self::Post(group) | Self::PostMatmul { group, .. } => group,
+            _ => &[],
         }
     }
 }

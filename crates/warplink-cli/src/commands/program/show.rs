@@ -147,6 +147,30 @@ fn describe(unrolled: &Unrolled, kind: &OperationKind) -> String {
             let ids = unrolled.exchanges.get(*exchange);
             format!("share {}", group(unrolled, ids.map_or(&[], Vec::as_slice)))
         }
+        OperationKind::PostMatmul {
+            group: ids,
+            a,
+            b,
+            bias,
+            m,
+            n,
+            k,
+            ..
+        } => {
+            let (matmul, bias) = match bias {
+                Some(bias) => ("linear", format!(", {}", part(bias))),
+                None => ("matmul", String::new()),
+            };
+            let each: Vec<String> = ids
+                .iter()
+                .zip(a)
+                .map(|(id, a)| {
+                    let send = group(unrolled, &[*id]);
+                    format!("{send} = {matmul}({}, {}{bias})", part(a), part(b))
+                })
+                .collect();
+            format!("post {}  {m} x {k} by {k} x {n}", each.join(", "))
+        }
         OperationKind::Post(ids) | OperationKind::Wait(ids) => {
             format!("{} {}", kind.name(), group(unrolled, ids))
         }

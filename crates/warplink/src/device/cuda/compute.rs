@@ -1,5 +1,6 @@
 //! Matrix products and sums of a GPU.
 
+use super::batch::{self, Batches};
 use super::blas::{Handle, Proposal};
 use super::gpu::Gpu;
 use super::memory::{CudaBacking, PlainMemory};
@@ -9,12 +10,12 @@ use super::raw::{RawEvent, RawStream};
 use super::stream::CudaStream;
 use super::sum::SumKernels;
 use crate::deadline::Deadline;
-use crate::device::{Compute, DeviceSlice, MatmulSpec, Stream};
+use crate::device::{Compute, DeviceSlice, MatmulBatch, MatmulSpec, Stream};
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::lock;
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
 /// Turns the timing of candidates off when it is "0"; cuBLASLt's first choice is used then.
@@ -45,6 +46,8 @@ pub(super) struct CudaCompute {
     /// One preparation at a time, so that they do not disturb each other's timing.
     preparing: Mutex<()>,
     workspace: usize,
+    /// Made for the first batch.
+    batches: OnceLock<Option<Arc<Batches>>>,
 }
 
 impl CudaCompute {
@@ -66,6 +69,7 @@ impl CudaCompute {
             plans: RwLock::default(),
             preparing: Mutex::default(),
             workspace,
+            batches: OnceLock::new(),
         })
     }
 
@@ -225,6 +229,45 @@ impl Compute for CudaCompute {
         unsafe { plan.enqueue(&self.handle, &operands, scratch, stream.handle().cast()) }
     }
 
+    fn prepare_batch(
+        self: Arc<Self>,
+        spec: &MatmulSpec,
+        products: &[(DeviceSlice, DeviceSlice)],
+        b: &DeviceSlice,
+        bias: Option<&DeviceSlice>,
+    ) -> Result<Arc<dyn MatmulBatch>> {
+        self.gpu.fault.check()?;
+        check_spec(spec)?;
+        spec.check_batch(products, b, bias)?;
+        for slice in products.iter().flat_map(|(a, c)| [a, c]).chain([b]) {
+            CudaBacking::of(slice)?;
+        }
+        if batch::takes(spec, products, b) {
+            let batches = self
+                .batches
+                .get_or_init(|| match Batches::create(&self.gpu) {
+                    Ok(batches) => Some(Arc::new(batches)),
+                    Err(error) => {
+                        tracing::info!(%error, "products of a batch are enqueued one by one");
+                        None
+                    }
+                });
+            if let Some(batches) = batches {
+                let scratch = Scratch::allocate(&self.gpu, spec, self.workspace)?;
+                let _alone = lock(&self.preparing);
+                return Ok(Arc::new(batches.prepare(spec, products, b, &scratch)?));
+            }
+        }
+        self.prepare_matmul(spec)?;
+        Ok(Arc::new(OneByOne {
+            spec: *spec,
+            products: products.to_vec(),
+            b: b.clone(),
+            bias: bias.cloned(),
+            compute: self,
+        }))
+    }
+
     fn sum(
         &self,
         stream: &dyn Stream,
@@ -233,6 +276,25 @@ impl Compute for CudaCompute {
         sources: &[DeviceSlice],
     ) -> Result<()> {
         self.sums.enqueue(&self.gpu, stream, dtype, target, sources)
+    }
+}
+
+/// A batch that cuBLAS does not take at once.
+#[derive(Debug)]
+struct OneByOne {
+    spec: MatmulSpec,
+    products: Vec<(DeviceSlice, DeviceSlice)>,
+    b: DeviceSlice,
+    bias: Option<DeviceSlice>,
+    compute: Arc<CudaCompute>,
+}
+
+impl MatmulBatch for OneByOne {
+    fn enqueue(&self, stream: &dyn Stream) -> Result<()> {
+        self.products.iter().try_for_each(|(a, c)| {
+            self.compute
+                .matmul(stream, &self.spec, a, &self.b, c, self.bias.as_ref())
+        })
     }
 }
 
@@ -285,11 +347,12 @@ fn check_operand(
 }
 
 /// Memory, a stream and events to try products with.
-struct Scratch {
+pub(super) struct Scratch {
     _memory: [PlainMemory; 5],
-    operands: Operands,
-    workspace: u64,
-    stream: RawStream,
+    pub(super) operands: Operands,
+    pub(super) workspace: u64,
+    pub(super) workspace_bytes: usize,
+    pub(super) stream: RawStream,
     start: RawEvent,
     end: RawEvent,
 }
@@ -297,7 +360,7 @@ struct Scratch {
 impl Scratch {
     /// Allocates operands for `spec`, with random values: products of zeros take less power, and so
     /// less time, than others.
-    fn allocate(gpu: &Arc<Gpu>, spec: &MatmulSpec, workspace: usize) -> Result<Self> {
+    fn allocate(gpu: &Arc<Gpu>, spec: &MatmulSpec, workspace_bytes: usize) -> Result<Self> {
         let bytes = |rows: usize, columns: usize| {
             let elements = rows
                 .checked_mul(columns)
@@ -318,12 +381,13 @@ impl Scratch {
             make(b_bytes)?,
             make(c_bytes)?,
             make(bias_bytes)?,
-            make(workspace)?,
+            make(workspace_bytes)?,
         ];
         let [a, b, c, bias, workspace] = [0, 1, 2, 3, 4].map(|which: usize| memory[which].address);
         let scratch = Self {
             operands: Operands { a, b, c, bias },
             workspace,
+            workspace_bytes,
             stream: RawStream::create(&gpu.context, false)?,
             start: RawEvent::create(&gpu.context, true)?,
             end: RawEvent::create(&gpu.context, true)?,
@@ -356,7 +420,7 @@ impl Scratch {
         Ok(())
     }
 
-    fn wait(&self, gpu: &Gpu) -> Result<()> {
+    pub(super) fn wait(&self, gpu: &Gpu) -> Result<()> {
         let deadline = Deadline::after(LIMIT);
         poll(
             || self.stream.is_idle(),

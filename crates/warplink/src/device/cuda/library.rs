@@ -47,6 +47,13 @@ pub(super) const CUBLAS_LT: Wanted = Wanted {
     toolkit: true,
 };
 
+pub(super) const CUBLAS: Wanted = Wanted {
+    name: "cuBLAS",
+    sonames: &["libcublas.so.13", "libcublas.so.12"],
+    help: CUBLAS_LT.help,
+    toolkit: true,
+};
+
 pub(super) const NCCL: Wanted = Wanted {
     name: "NCCL",
     sonames: &["libnccl.so.2"],
@@ -127,7 +134,7 @@ pub(super) fn load(wanted: &'static Wanted) -> Result<Loaded> {
 
 /// Says for each library where it is or where it was looked for.
 pub fn libraries() -> Vec<LibraryReport> {
-    [&DRIVER, &NVRTC, &CUBLAS_LT, &NCCL]
+    [&DRIVER, &NVRTC, &CUBLAS_LT, &CUBLAS, &NCCL]
         .into_iter()
         .map(|wanted| {
             let (path, tried) = match search(wanted, &Places::of_this_process()) {

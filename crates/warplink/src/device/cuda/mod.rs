@@ -13,6 +13,7 @@
 //! | `nvrtc`, `cache`, `module` | compiling, keeping, loading kernels |
 //! | `transfer`, `sum` | the kernels: a small transfer; adding |
 //! | `blas`, `plan`, `compute`, `workspace` | cuBLASLt; products and sums; scratch memory of products |
+//! | `batch` | cuBLAS; several products in one launch |
 //! | `nccl`, `engine` | NCCL; collectives over it |
 //! | `capabilities` | what a GPU can do, for the doctor |
 //!
@@ -24,6 +25,7 @@
 //! 3. Nothing is freed on the thread that drops it if that could block without bound.
 //! 4. A missing library or symbol is an error.
 
+mod batch;
 mod blas;
 mod borrowed;
 mod cache;

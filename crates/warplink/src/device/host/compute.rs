@@ -3,7 +3,7 @@
 use super::memory;
 use super::operation::Operation;
 use super::stream;
-use crate::device::{Compute, DeviceSlice, MatmulSpec, ReduceOp, Stream};
+use crate::device::{Compute, DeviceSlice, MatmulBatch, MatmulSpec, ReduceOp, Stream};
 use crate::dtype::{DType, Element};
 use crate::error::{Error, ErrorKind, Result};
 use std::sync::Arc;
@@ -36,6 +36,23 @@ impl Compute for HostCompute {
         })))
     }
 
+    fn prepare_batch(
+        self: Arc<Self>,
+        spec: &MatmulSpec,
+        products: &[(DeviceSlice, DeviceSlice)],
+        b: &DeviceSlice,
+        bias: Option<&DeviceSlice>,
+    ) -> Result<Arc<dyn MatmulBatch>> {
+        spec.check_batch(products, b, bias)?;
+        check_dtype(spec.dtype)?;
+        Ok(Arc::new(HostBatch {
+            spec: *spec,
+            products: products.to_vec(),
+            b: b.clone(),
+            bias: bias.cloned(),
+        }))
+    }
+
     fn sum(
         &self,
         stream: &dyn Stream,
@@ -63,6 +80,23 @@ impl Compute for HostCompute {
         stream::from_dyn(stream)?.enqueue(Operation::Task(Arc::new(move |_| {
             reduce(dtype, ReduceOp::Sum, &target, &sources)
         })))
+    }
+}
+
+/// Products one after the other.
+#[derive(Debug)]
+struct HostBatch {
+    spec: MatmulSpec,
+    products: Vec<(DeviceSlice, DeviceSlice)>,
+    b: DeviceSlice,
+    bias: Option<DeviceSlice>,
+}
+
+impl MatmulBatch for HostBatch {
+    fn enqueue(&self, stream: &dyn Stream) -> Result<()> {
+        self.products.iter().try_for_each(|(a, c)| {
+            HostCompute.matmul(stream, &self.spec, a, &self.b, c, self.bias.as_ref())
+        })
     }
 }
 

@@ -81,7 +81,9 @@ impl Prepared {
         let computes = has(|kind| {
             matches!(
                 kind,
-                OperationKind::Matmul { .. } | OperationKind::Sum { .. }
+                OperationKind::Matmul { .. }
+                    | OperationKind::PostMatmul { .. }
+                    | OperationKind::Sum { .. }
             )
         });
         let compute = if computes {
@@ -107,10 +109,11 @@ impl Prepared {
         let steps = Resolver {
             unrolled,
             memory: &memory,
+            transfers: &transfers,
             ground: &self.ground,
             streams: &streams,
         }
-        .steps(compute.as_deref())?;
+        .steps(compute.as_ref())?;
         Ok(Plan::new(
             self.ground.clone(),
             self.name.clone(),
@@ -153,7 +156,8 @@ impl Prepared {
         }
         let mut tensors = Vec::with_capacity(self.unrolled.tensors.len());
         let mut pooled = Vec::new();
-        for tensor in &self.unrolled.tensors {
+        let touched = self.unrolled.touched();
+        for (index, tensor) in self.unrolled.tensors.iter().enumerate() {
             let bound = bindings
                 .get(&*tensor.name)
                 .filter(|_| tensor.role != Role::Local);
@@ -170,6 +174,7 @@ impl Prepared {
                 (None, Role::Input) => {
                     Err(invalid(format!("the input '{}' is not bound", tensor.name)))
                 }
+                (None, Role::Local) if !touched.contains(&index) => Ok(Tensor::Nothing),
                 (None, _) => self.pool.take(tensor.bytes).map(|region| {
                     pooled.push(region.clone());
                     Tensor::Pooled(region)
@@ -196,7 +201,13 @@ impl Prepared {
                 continue;
             };
             let range = transfer.range;
+            // Tags of programs are signed; as numbers they only have to differ.
+            let tag = PROGRAM_TAGS | (transfer.tag as u64 & !PROGRAM_TAGS);
             let region = match (&memory[range.tensor], registered.get(&range.tensor)) {
+                (Tensor::Nothing, _) => {
+                    requests.push(TransferRequest::store(range.bytes, transfer.peer, tag));
+                    continue;
+                }
                 (Tensor::Pooled(region), _) => region.clone(),
                 (_, Some(region)) => region.clone(),
                 (Tensor::Bound(slice), None) => {
@@ -206,8 +217,6 @@ impl Prepared {
                 }
             };
             let part = region.range(range.offset_bytes..range.end())?;
-            // Tags of programs are signed; as numbers they only have to differ.
-            let tag = PROGRAM_TAGS | (transfer.tag as u64 & !PROGRAM_TAGS);
             let request = match transfer.direction {
                 Direction::Send => TransferRequest::send(&part, transfer.peer, tag),
                 Direction::Receive => TransferRequest::receive(&part, transfer.peer, tag),
@@ -239,13 +248,16 @@ const PROGRAM_TAGS: u64 = 1 << 63;
 pub(super) enum Tensor {
     Bound(DeviceSlice),
     Pooled(Region),
+    /// There is none: nothing on this rank accesses it.
+    Nothing,
 }
 
 impl Tensor {
-    pub(super) fn slice(&self) -> &DeviceSlice {
+    pub(super) fn slice(&self) -> Option<&DeviceSlice> {
         match self {
-            Self::Bound(slice) => slice,
-            Self::Pooled(region) => region.slice(),
+            Self::Bound(slice) => Some(slice),
+            Self::Pooled(region) => Some(region.slice()),
+            Self::Nothing => None,
         }
     }
 }

@@ -83,7 +83,7 @@ impl Plan {
         self.steps.len()
     }
 
-    /// The memory of the tensor `name`, bound or allocated. Of several that a loop allocated under
+    /// The memory of the tensor `name`, bound or allocated, if this rank accesses it. Of several that a loop allocated under
     /// one name, the first.
     pub fn tensor(&self, name: &str) -> Option<&DeviceSlice> {
         let index = self
@@ -91,7 +91,7 @@ impl Plan {
             .tensors
             .iter()
             .position(|tensor| *tensor.name == *name)?;
-        self.memory.get(index).map(Tensor::slice)
+        self.memory.get(index)?.slice()
     }
 
     /// Enqueues one run, starting from and joining back into `stream`. Does not block.

@@ -5,7 +5,7 @@ use super::bind::Tensor;
 use super::step::{Action, Step};
 use crate::device::{Compute, DeviceSlice, Event, MatmulSpec, Stream};
 use crate::error::{Error, ErrorKind, Result};
-use crate::p2p::Direction;
+use crate::p2p::{Direction, Transfer};
 use crate::program::ir::Backend;
 use crate::program::unrolled::{OperationKind, Range, TransferId, Unrolled};
 use std::collections::HashMap;
@@ -15,18 +15,31 @@ use std::sync::Arc;
 pub(super) struct Resolver<'a> {
     pub(super) unrolled: &'a Unrolled,
     pub(super) memory: &'a [Tensor],
+    pub(super) transfers: &'a [Option<Transfer>],
     pub(super) ground: &'a Ground,
     pub(super) streams: &'a [Option<Arc<dyn Stream>>],
 }
 
 impl Resolver<'_> {
     fn slice(&self, range: &Range) -> Result<DeviceSlice> {
-        self.memory[range.tensor]
-            .slice()
-            .slice(range.offset_bytes..range.end())
+        let tensor = self.memory[range.tensor].slice().ok_or_else(|| {
+            Error::new(ErrorKind::Internal, "a tensor without memory is accessed")
+        })?;
+        tensor.slice(range.offset_bytes..range.end())
     }
 
-    pub(super) fn steps(&self, compute: Option<&dyn Compute>) -> Result<Vec<Step>> {
+    /// Where the send `id` goes.
+    fn target(&self, id: TransferId) -> Result<DeviceSlice> {
+        match self.transfers.get(id) {
+            Some(Some(transfer)) => transfer.target().cloned(),
+            _ => Err(Error::new(
+                ErrorKind::Internal,
+                "a transfer was not exchanged",
+            )),
+        }
+    }
+
+    pub(super) fn steps(&self, compute: Option<&Arc<dyn Compute>>) -> Result<Vec<Step>> {
         let mut steps = Vec::with_capacity(self.unrolled.operations.len());
         // For transfers of the engine: the stream of the last post, and the event behind it.
         let mut carried: HashMap<TransferId, (usize, Arc<dyn Event>)> = HashMap::new();
@@ -121,6 +134,31 @@ impl Resolver<'_> {
                         carried.extend(engine.into_iter().map(|id| (id, (stream, done.clone()))));
                     }
                 }
+                OperationKind::PostMatmul {
+                    group,
+                    a,
+                    b,
+                    bias,
+                    dtype,
+                    m,
+                    n,
+                    k,
+                } => {
+                    let mut spec = MatmulSpec::new(*m, *n, *k, *dtype);
+                    spec.bias = bias.is_some();
+                    let products = group
+                        .iter()
+                        .zip(a)
+                        .map(|(id, a)| Ok((self.slice(a)?, self.target(*id)?)))
+                        .collect::<Result<Vec<_>>>()?;
+                    let b = self.slice(b)?;
+                    let bias = bias.as_ref().map(|bias| self.slice(bias)).transpose()?;
+                    let compute = compute.cloned().ok_or_else(|| {
+                        Error::new(ErrorKind::Internal, "products were not prepared")
+                    })?;
+                    let batch = compute.prepare_batch(&spec, &products, &b, bias.as_ref())?;
+                    push(stream, Action::PostMatmul(group.clone(), batch));
+                }
                 OperationKind::Wait(group) => {
                     let (direct, engine) = self.split(group);
                     match direct[..] {
@@ -183,8 +221,7 @@ impl Resolver<'_> {
         let mut streams = self.unrolled.operations.iter().filter_map(|operation| {
             let engine = match &operation.kind {
                 OperationKind::Collective { .. } => true,
-                OperationKind::Post(group) => !self.split(group).1.is_empty(),
-                _ => false,
+                kind => !self.split(kind.posted()).1.is_empty(),
             };
             engine.then_some(operation.stream)
         });

@@ -1,9 +1,11 @@
 //! An operation with everything resolved, ready to be enqueued.
 
-use crate::device::{CollectiveEngine, Compute, DeviceSlice, Event, MatmulSpec, ReduceOp, Stream};
+use crate::device::{
+    CollectiveEngine, Compute, DeviceSlice, Event, MatmulBatch, MatmulSpec, ReduceOp, Stream,
+};
 use crate::dtype::DType;
 use crate::error::{Rank, Result};
-use crate::p2p::{Transfer, post_all, wait_all};
+use crate::p2p::{Transfer, post_all, post_stores, wait_all};
 use crate::program::ir::Collective;
 use std::sync::Arc;
 
@@ -37,6 +39,8 @@ pub(super) enum Action {
     /// One direct transfer, by its index: most posts and waits are of one.
     Post(usize),
     PostGroup(Vec<usize>),
+    /// Sends of products, and the products.
+    PostMatmul(Vec<usize>, Arc<dyn MatmulBatch>),
     Wait(usize),
     WaitGroup(Vec<usize>),
     /// Sends and receives of the engine, and the event that marks their end.
@@ -64,6 +68,7 @@ impl Action {
             Self::Sum { .. } => "sum",
             Self::Post(_) => "post",
             Self::PostGroup(_) => "post group",
+            Self::PostMatmul(..) => "post matmul",
             Self::Wait(_) => "wait",
             Self::WaitGroup(_) => "wait group",
             Self::Exchange { .. } => "exchange",
@@ -119,6 +124,9 @@ impl Tools<'_> {
             } => compute()?.sum(stream, *dtype, target, sources),
             Action::Post(index) => self.transfer(*index)?.post(stream),
             Action::PostGroup(indices) => post_all(&self.group(indices)?, stream),
+            Action::PostMatmul(indices, batch) => {
+                post_stores(&self.group(indices)?, stream, |_| batch.enqueue(stream))
+            }
             Action::Wait(index) => self.transfer(*index)?.wait(stream),
             Action::WaitGroup(indices) => wait_all(&self.group(indices)?, stream),
             Action::Exchange {

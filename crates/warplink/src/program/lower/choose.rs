@@ -34,6 +34,8 @@ pub struct Machine {
     pub rotated_put: f64,
     /// Gets from all others in rotated order.
     pub rotated_get: f64,
+    /// What products store into the memory of all others while they run.
+    pub stored: f64,
     /// The engine's all-gather and reduce-scatter, in bytes received per second and rank.
     pub collective: f64,
     /// From the end of a copy to the start of what waits for it, in seconds.
@@ -57,6 +59,7 @@ impl Machine {
             ring_get: 371e9,
             rotated_put: 380e9,
             rotated_get: 349e9,
+            stored: 300e9,
             collective: 342e9,
             signal: 12e-6,
             collective_latency: 13e-6,
@@ -89,7 +92,7 @@ impl Machine {
             Variant::RingGet => self.ring_get,
             Variant::RingPut | Variant::RingFine | Variant::RingCoarse => self.ring_put,
             Variant::PairwiseGet => self.rotated_get,
-            Variant::PairwisePut | Variant::PushRotated => self.rotated_put,
+            Variant::PairwisePut | Variant::PushRotated | Variant::PushFine => self.rotated_put,
             Variant::Collective => self.collective,
         }
     }
@@ -160,6 +163,7 @@ fn decide(
     // Where two are thought equal, the first is taken: no step of it waits for another rank's.
     let mut estimates: Vec<Estimate> = [
         Variant::PushRotated,
+        Variant::PushFine,
         Variant::RingPut,
         Variant::PairwiseGet,
         Variant::RingGet,
@@ -248,7 +252,7 @@ pub fn choose_all_gather_matmul(
 /// cuts products in uneven or smaller pieces loses more than its tails.
 fn disturbance(variant: Variant) -> f64 {
     match variant {
-        Variant::RingPut | Variant::PushRotated => 1.02,
+        Variant::RingPut | Variant::PushRotated | Variant::PushFine => 1.02,
         Variant::RingCoarse => 1.06,
         Variant::RingFine => 1.08,
         _ => 1.0,
@@ -286,6 +290,12 @@ fn arrivals(
             .into_iter()
             .filter(|(rows, _)| *rows > 0)
             .collect()
+        }
+        Variant::PushFine if steps > 0 => {
+            let parts = super::gather::last_parts(rows, columns);
+            let whole = (rows, copy + hop(machine, variant));
+            let part = (rows / parts, copy / parts as f64 + hop(machine, variant));
+            [vec![whole; steps - 1], vec![part; parts]].concat()
         }
         _ => vec![(rows, copy + hop(machine, variant)); steps],
     }
@@ -331,6 +341,9 @@ pub fn choose_matmul_reduce_scatter(
         if variant == Variant::RingFine {
             return ring_of_parts(machine, spec, world, copy);
         }
+        if variant == Variant::PushFine {
+            return stored(machine, spec, world);
+        }
         let chunk = machine.product(rows, depth, spec.n);
         let ring = matches!(variant, Variant::RingGet | Variant::RingPut);
         // A ring adds two blocks at every step; the others add all up at the end.
@@ -368,6 +381,30 @@ pub fn choose_matmul_reduce_scatter(
             compute: own,
         }
     }))
+}
+
+/// [`Variant::PushFine`] of a matmul + reduce-scatter: one product whose tiles leave as they are done.
+fn stored(machine: &Machine, spec: &MatmulReduceScatter, world: usize) -> Estimate {
+    let (rows, depth) = (spec.m / world, spec.k / world);
+    let bytes = (rows * spec.n * spec.dtype.size()) as f64;
+    let others = rows * (world - 1);
+    let (own, rest) = (
+        machine.product(rows, depth, spec.n),
+        match others {
+            0 => 0.0,
+            rows => machine.product(rows, depth, spec.n),
+        },
+    );
+    // Nothing leaves before the first tiles are done.
+    let first = machine.product(machine.tile.0, depth, machine.tile.1);
+    let link = (world - 1) as f64 * bytes / machine.stored;
+    let sum = (world + 1) as f64 * bytes / machine.memory + machine.launch;
+    Estimate {
+        variant: Variant::PushFine,
+        seconds: own.max(machine.signal) + rest.max(first + link) + machine.signal + sum,
+        link,
+        compute: own + rest,
+    }
 }
 
 /// [`Variant::RingFine`] of a matmul + reduce-scatter: parts of blocks that take turns on the link

@@ -315,6 +315,65 @@ const PUSH_ROTATED: &str = "
     }
 @join";
 
+const PUSH_FINE: &str = "
+    # Every rank puts its shard to all others, starting with rank - 1, so that in each step every
+    # rank is the target of one other. The last one goes in parts, of which each is multiplied while
+    # the next is under way.
+    let parts = $last
+    let rows = m / world / parts
+    share {
+        for j in 1..world - 1 {
+            let source = (rank + j) % world
+            push = send A to (rank - j) % world tag j via put
+            fetch = receive G[source] from source tag j via put
+        }
+        if world > 1 {
+            let source = (rank - 1) % world
+            for p in 0..parts {
+                let start = p * rows
+                let end = start + rows
+                push_last = send A[start..end] to (rank + 1) % world tag world + p via put
+                fetch_last = receive G[source][start..end] from source tag world + p via put
+            }
+        }
+    }
+@fork
+    set_stream high(0)
+    post fetch[j] for j in 1..world - 1
+    if world > 1 {
+        post fetch_last[p] for p in 0..parts
+    }
+    for j in 1..world - 1 {
+        post push[j]
+    }
+    if world > 1 {
+        for p in 0..parts {
+            post push_last[p]
+        }
+    }
+
+    # Products in the order of arrival, own shard first.
+    set_stream pool(0)
+    @multiply C[rank] A biased
+    @keep
+    for j in 1..world - 1 {
+        let source = (rank + j) % world
+        set_stream pool(j % streams)
+        wait fetch[j]
+        @multiply C[source] G[source] biased
+    }
+    if world > 1 {
+        let source = (rank - 1) % world
+        for p in 0..parts {
+            let start = p * rows
+            let end = start + rows
+            set_stream pool((world - 1 + p) % streams)
+            wait fetch_last[p]
+            @multiply C[source][start..end] G[source][start..end] biased
+        }
+    }
+@join";
+
 const COLLECTIVE: &str = "
     G = all_gather(A)
     @multiply C G biased
@@ -327,6 +386,19 @@ const COLLECTIVE: &str = "
 pub(super) fn parts(rows: usize, columns: usize) -> usize {
     const TILE: usize = 128 * 256;
     const LEAST_TILES: usize = 48;
+    let fits = |parts: &usize| {
+        rows.is_multiple_of(*parts) && (rows / parts).saturating_mul(columns) >= LEAST_TILES * TILE
+    };
+    [4, 2].into_iter().find(fits).unwrap_or(1)
+}
+
+/// In how many parts [`Variant::PushFine`] cuts the last shard of `rows`.
+///
+/// What remains after the last arrival is the product of one part; with fewer tiles than about a
+/// quarter of the device's multiprocessors it would take no less time.
+pub(super) fn last_parts(rows: usize, columns: usize) -> usize {
+    const TILE: usize = 128 * 128;
+    const LEAST_TILES: usize = 64;
     let fits = |parts: &usize| {
         rows.is_multiple_of(*parts) && (rows / parts).saturating_mul(columns) >= LEAST_TILES * TILE
     };
@@ -382,6 +454,10 @@ pub fn lower_all_gather_matmul(
         Variant::PairwiseGet => (PAIRWISE_GET, "are fetched from their owners"),
         Variant::PairwisePut => (PAIRWISE_PUT, "are put by their owners, a step at a time"),
         Variant::PushRotated => (PUSH_ROTATED, "are put by their owners in rotated order"),
+        Variant::PushFine => (
+            PUSH_FINE,
+            "are put by their owners in rotated order, the last in parts",
+        ),
         Variant::Collective => (COLLECTIVE, "are gathered by the engine before the product"),
     };
     let gathered = match spec.keep {
@@ -391,6 +467,10 @@ pub fn lower_all_gather_matmul(
     let parts = parts(spec.m / world, spec.n.iter().sum());
     let body = with_streams(body)
         .replace("$parts", &parts.to_string())
+        .replace(
+            "$last",
+            &last_parts(spec.m / world, spec.n.iter().sum()).to_string(),
+        )
         .replace("$lanes", &parts.min(2).to_string());
     let mut template = format!(
         "# All-gather + matmul: C = A · B with the rows of A sharded over the ranks.\n\

@@ -41,13 +41,17 @@ pub enum Variant {
     PairwisePut,
     /// Directly between each two ranks: one stream of high priority puts to all, in rotated order.
     PushRotated,
+    /// Directly between each two ranks, in the smallest pieces. All-gather: as rotated puts, but with
+    /// the last shard in parts, so that little is left to multiply after the last arrival.
+    /// Reduce-scatter: without copies, every tile of the products being stored where it is added up.
+    PushFine,
     /// The engine's collective, and one product before or after it: no overlap.
     Collective,
 }
 
 impl Variant {
     /// Every variant.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 9] = [
         Self::RingGet,
         Self::RingPut,
         Self::RingFine,
@@ -55,6 +59,7 @@ impl Variant {
         Self::PairwiseGet,
         Self::PairwisePut,
         Self::PushRotated,
+        Self::PushFine,
         Self::Collective,
     ];
 
@@ -68,6 +73,7 @@ impl Variant {
             Self::PairwiseGet => "pairwise-get",
             Self::PairwisePut => "pairwise-put",
             Self::PushRotated => "push-rotated",
+            Self::PushFine => "push-fine",
             Self::Collective => "collective",
         }
     }

@@ -140,6 +140,36 @@ const PUSH_ROTATED: &str = "
     C = sum(R[r] for r in 0..world)
 ";
 
+/// Put, by the products' own stores.
+const PUSH_FINE: &str = "
+    # What the others have for this rank, and its own. P is the others' only by name: their products
+    # are stored where they are received.
+    allocate P: $T[world, m / world, n]
+    allocate R: $T[world, m / world, n]
+
+    share {
+        for s in 1..world {
+            let target = (rank + s) % world
+            let source = (rank - s) % world
+            give = send P[target] to target tag s via put
+            take = receive R[source] from source tag s via put
+        }
+    }
+@fork
+    set_stream high(0)
+    post take[s] for s in 1..world
+
+    # The own block, while the others say that they are ready.
+    set_stream pool(1 % streams)
+    @multiply R[rank] A[rank] biased
+
+    set_stream pool(0)
+    post give[s] = matmul(A[(rank + s) % world], B) for s in 1..world
+@join
+    wait take[s] for s in 1..world
+    C = sum(R[r] for r in 0..world)
+";
+
 const RING_GET: &str = "
     # Products by block, and the sums of the ranks before this one.
     allocate P: $T[world over loop, m / world, n]
@@ -405,6 +435,7 @@ pub fn lower_matmul_reduce_scatter(
             "are put to their owners from the products' streams",
         ),
         Variant::PushRotated => (PUSH_ROTATED, "are put to their owners in rotated order"),
+        Variant::PushFine => (PUSH_FINE, "are stored at their owners, tile by tile"),
         Variant::Collective => (COLLECTIVE, "are reduced by the engine after the product"),
     };
     let whole = match spec.bias {

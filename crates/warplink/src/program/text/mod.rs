@@ -13,6 +13,7 @@
 //!           | tensor "+=" (matmul | linear)
 //!           | "share" "{" {transfer | let | for | if} "}"
 //!           | "post" transfer [each] {"," transfer [each]}
+//!           | "post" transfer "=" (matmul | linear) [each]
 //!           | "wait" transfer [each] {"," transfer [each]}
 //!           | "get_stream" NAME | "set_stream" stream | "synchronize" stream
 //!           | "for" NAME "in" integer ".." integer block

@@ -7,8 +7,8 @@ use crate::device::ReduceOp;
 use crate::dtype::DType;
 use crate::program::expr::Expr;
 use crate::program::ir::{
-    Branch, Collective, Declaration, Line, Loop, Program, Role, Sharding, Statement, StatementKind,
-    TensorRef,
+    Branch, Collective, Declaration, Each, Line, Loop, PostedMatmul, Program, Role, Sharding,
+    Statement, StatementKind, TensorRef,
 };
 
 /// Parses a whole program.
@@ -101,7 +101,7 @@ impl Parser<'_> {
             "deallocate" => StatementKind::Deallocate(self.name("a tensor's name")?),
             "let" => self.binding()?,
             "share" => StatementKind::Share(self.block(Self::share_item)?),
-            "post" => StatementKind::Post(self.each(Self::transfer)?),
+            "post" => self.posting()?,
             "wait" => StatementKind::Wait(self.each(Self::transfer)?),
             "get_stream" => StatementKind::GetStream(self.name("a name for the stream")?),
             "set_stream" => StatementKind::SetStream(self.stream()?),
@@ -202,17 +202,7 @@ impl Parser<'_> {
                     return Ok(StatementKind::Copy { target, source });
                 }
                 "matmul" | "linear" => {
-                    self.expect("(")?;
-                    let a = self.tensor()?;
-                    self.expect(",")?;
-                    let b = self.tensor()?;
-                    let bias = if token.text == "linear" {
-                        self.expect(",")?;
-                        Some(self.tensor()?)
-                    } else {
-                        None
-                    };
-                    self.expect(")")?;
+                    let (a, b, bias) = self.operands(token.text)?;
                     return Ok(StatementKind::Matmul {
                         target,
                         a,
@@ -244,6 +234,41 @@ impl Parser<'_> {
         } else {
             "copy, matmul, linear, sum or a collective"
         }))
+    }
+
+    /// What follows `post`: a list of transfers, or sends of products.
+    fn posting(&mut self) -> Parsed<StatementKind> {
+        let send = self.transfer()?;
+        if !self.take("=") {
+            let list = self.each_after(send, Self::transfer)?;
+            return Ok(StatementKind::Post(list));
+        }
+        let token = self.peek();
+        if !matches!(token.text, "matmul" | "linear") {
+            return Err(self.expected("matmul or linear"));
+        }
+        self.at += 1;
+        let (a, b, bias) = self.operands(token.text)?;
+        Ok(StatementKind::PostMatmul(Each {
+            item: PostedMatmul { send, a, b, bias },
+            over: self.over()?,
+        }))
+    }
+
+    /// The arguments of `matmul` or `linear`, whichever `word` is.
+    fn operands(&mut self, word: &str) -> Parsed<(TensorRef, TensorRef, Option<TensorRef>)> {
+        self.expect("(")?;
+        let a = self.tensor()?;
+        self.expect(",")?;
+        let b = self.tensor()?;
+        let bias = if word == "linear" {
+            self.expect(",")?;
+            Some(self.tensor()?)
+        } else {
+            None
+        };
+        self.expect(")")?;
+        Ok((a, b, bias))
     }
 
     fn only_argument(&mut self) -> Parsed<TensorRef> {

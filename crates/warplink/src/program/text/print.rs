@@ -3,7 +3,7 @@
 use crate::device::ReduceOp;
 use crate::program::expr::{Condition, Expr, Operator};
 use crate::program::ir::{
-    Backend, Branch, Collective, Declaration, Direction, Each, Loop, Program, Protocol, Role,
+    Backend, Branch, Collective, Declaration, Direction, Each, Loop, Over, Program, Protocol, Role,
     Selection, Sharding, ShareItem, ShareItemKind, Statement, StatementKind, StreamRef, TensorRef,
     Transfer, TransferRef,
 };
@@ -110,10 +110,8 @@ impl Display for Indented<'_, Statement> {
                 accumulate,
             } => {
                 let sign = if *accumulate { "+=" } else { "=" };
-                match bias {
-                    Some(bias) => write!(f, "{target} {sign} linear({a}, {b}, {bias})")?,
-                    None => write!(f, "{target} {sign} matmul({a}, {b})")?,
-                }
+                write!(f, "{target} {sign} ")?;
+                product(f, a, b, bias.as_ref())?;
             }
             StatementKind::Sum { target, sources } => {
                 write!(f, "{target} = sum({})", List(sources))?;
@@ -139,6 +137,11 @@ impl Display for Indented<'_, Statement> {
                 block(f, self.0, items)?;
             }
             StatementKind::Post(list) => write!(f, "post {}", List(list))?,
+            StatementKind::PostMatmul(each) => {
+                write!(f, "post {} = ", each.item.send)?;
+                product(f, &each.item.a, &each.item.b, each.item.bias.as_ref())?;
+                over(f, each.over.as_ref())?;
+            }
             StatementKind::Wait(list) => write!(f, "wait {}", List(list))?,
             StatementKind::GetStream(name) => write!(f, "get_stream {name}")?,
             StatementKind::SetStream(stream) => write!(f, "set_stream {stream}")?,
@@ -218,11 +221,28 @@ impl<T: Display> Display for List<'_, T> {
         for (position, each) in self.0.iter().enumerate() {
             let lead = if position == 0 { "" } else { ", " };
             write!(f, "{lead}{}", each.item)?;
-            if let Some(over) = &each.over {
-                write!(f, " for {} in {}..{}", over.index, over.from, over.to)?;
-            }
+            over(f, each.over.as_ref())?;
         }
         Ok(())
+    }
+}
+
+fn over(f: &mut Formatter<'_>, over: Option<&Over>) -> fmt::Result {
+    match over {
+        Some(over) => write!(f, " for {} in {}..{}", over.index, over.from, over.to),
+        None => Ok(()),
+    }
+}
+
+fn product(
+    f: &mut Formatter<'_>,
+    a: &TensorRef,
+    b: &TensorRef,
+    bias: Option<&TensorRef>,
+) -> fmt::Result {
+    match bias {
+        Some(bias) => write!(f, "linear({a}, {b}, {bias})"),
+        None => write!(f, "matmul({a}, {b})"),
     }
 }
 

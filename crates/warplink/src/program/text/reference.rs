@@ -42,22 +42,34 @@ impl Parser<'_> {
 
     /// A list of items, each of which may be repeated over an index.
     pub(super) fn each<T>(&mut self, item: fn(&mut Self) -> Parsed<T>) -> Parsed<Vec<Each<T>>> {
-        let mut list = Vec::new();
-        loop {
-            let item = item(self)?;
-            let over = if self.take("for") {
-                let index = self.name("a loop index")?;
-                self.expect("in")?;
-                let (from, to) = self.bounds()?;
-                Some(Over { index, from, to })
-            } else {
-                None
-            };
+        let first = item(self)?;
+        self.each_after(first, item)
+    }
+
+    /// What follows the first item of such a list.
+    pub(super) fn each_after<T>(
+        &mut self,
+        first: T,
+        item: fn(&mut Self) -> Parsed<T>,
+    ) -> Parsed<Vec<Each<T>>> {
+        let over = self.over()?;
+        let mut list = vec![Each { item: first, over }];
+        while self.take(",") {
+            let (item, over) = (item(self)?, self.over()?);
             list.push(Each { item, over });
-            if !self.take(",") {
-                return Ok(list);
-            }
         }
+        Ok(list)
+    }
+
+    /// `for index in from..to`, if it is there.
+    pub(super) fn over(&mut self) -> Parsed<Option<Over>> {
+        if !self.take("for") {
+            return Ok(None);
+        }
+        let index = self.name("a loop index")?;
+        self.expect("in")?;
+        let (from, to) = self.bounds()?;
+        Ok(Some(Over { index, from, to }))
     }
 
     pub(super) fn stream(&mut self) -> Parsed<StreamRef> {

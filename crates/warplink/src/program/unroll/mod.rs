@@ -245,6 +245,7 @@ impl<'p> Unroller<'p> {
             }
             StatementKind::Share(items) => self.share(items)?,
             StatementKind::Post(list) => self.post(list)?,
+            StatementKind::PostMatmul(each) => self.post_matmul(each)?,
             StatementKind::Wait(list) => self.wait(list)?,
             StatementKind::GetStream(name) => {
                 let current = self.current;

@@ -5,7 +5,7 @@ use super::scope::View;
 use crate::error::Rank;
 use crate::program::finding::{Finding, FindingKind};
 use crate::program::ir::{Collective, Role};
-use crate::program::unrolled::OperationKind;
+use crate::program::unrolled::{OperationKind, TransferId};
 use std::fmt::Write as _;
 
 fn shape_of(view: &View) -> String {
@@ -79,6 +79,62 @@ impl Unroller<'_> {
         accumulate: bool,
     ) -> Result<OperationKind, Finding> {
         self.writable(target)?;
+        let [m, n, k] = self.product(target, a, b, bias)?;
+        Ok(OperationKind::Matmul {
+            a: a.range(),
+            b: b.range(),
+            c: target.range(),
+            bias: bias.map(View::range),
+            dtype: target.dtype,
+            m,
+            n,
+            k,
+            accumulate,
+        })
+    }
+
+    /// The product that is stored where the send `id` goes.
+    pub(super) fn stored_matmul(
+        &self,
+        id: TransferId,
+        a: &View,
+        b: &View,
+        bias: Option<&View>,
+    ) -> Result<OperationKind, Finding> {
+        let send = &self.made.transfers[id];
+        let columns = b.shape.last().copied().unwrap_or(1);
+        let elements = send.range.bytes / send.dtype.size();
+        // What is sent is as long as the product; its shape is the receiver's affair.
+        let sent = View {
+            tensor: send.range.tensor,
+            dtype: send.dtype,
+            offset: send.range.offset_bytes / send.dtype.size(),
+            shape: match elements.is_multiple_of(columns) {
+                true => vec![elements / columns, columns],
+                false => vec![elements],
+            },
+        };
+        let [m, n, k] = self.product(&sent, a, b, bias)?;
+        Ok(OperationKind::PostMatmul {
+            group: vec![id],
+            a: vec![a.range()],
+            b: b.range(),
+            bias: bias.map(View::range),
+            dtype: send.dtype,
+            m,
+            n,
+            k,
+        })
+    }
+
+    /// `m`, `n` and `k` of a product, if the shapes and types fit.
+    fn product(
+        &self,
+        target: &View,
+        a: &View,
+        b: &View,
+        bias: Option<&View>,
+    ) -> Result<[usize; 3], Finding> {
         let dtype = target.dtype;
         let all = || [a, b].into_iter().chain(bias);
         if dtype.matmul_tolerance().is_none() || all().any(|view| view.dtype != dtype) {
@@ -119,17 +175,7 @@ impl Unroller<'_> {
                 shape_of(bias)
             )));
         }
-        Ok(OperationKind::Matmul {
-            a: a.range(),
-            b: b.range(),
-            c: target.range(),
-            bias: bias.map(View::range),
-            dtype,
-            m,
-            n,
-            k: *k,
-            accumulate,
-        })
+        Ok([m, n, *k])
     }
 
     pub(super) fn collective(

@@ -3,8 +3,11 @@
 use super::Unroller;
 use super::scope::Bound;
 use crate::program::finding::{Finding, FindingKind};
-use crate::program::ir::{Direction, Each, ShareItem, ShareItemKind, Transfer, TransferRef};
-use crate::program::unrolled::{ExchangeId, OperationKind, TransferId, TransferInstance};
+use crate::program::ir::{
+    Backend, Direction, Each, PostedMatmul, Protocol, ShareItem, ShareItemKind, Transfer,
+    TransferRef,
+};
+use crate::program::unrolled::{ExchangeId, OperationKind, Range, TransferId, TransferInstance};
 use std::collections::HashSet;
 use std::sync::Arc;
 
@@ -116,11 +119,7 @@ impl<'p> Unroller<'p> {
         let mut group: Vec<TransferId> = Vec::new();
         let mut seen = HashSet::new();
         self.each(list, |unroller, reference| {
-            let id = unroller.transfer(reference, FindingKind::Malformed)?;
-            if !seen.insert(id) {
-                let message = format!("{reference} is posted twice in one group");
-                return Err(unroller.fault(FindingKind::Malformed, message));
-            }
+            let id = unroller.posted(reference, &mut seen)?;
             let tensor = unroller.made.transfers[id].range.tensor;
             if let Some(line) = unroller.deallocated.get(&tensor) {
                 let message = format!(
@@ -141,6 +140,68 @@ impl<'p> Unroller<'p> {
         Ok(())
     }
 
+    pub(super) fn post_matmul(&mut self, each: &'p Each<PostedMatmul>) -> Result<(), Finding> {
+        let mut seen = HashSet::new();
+        let mut whole: Option<OperationKind> = None;
+        self.each(std::slice::from_ref(each), |unroller, posted| {
+            let id = unroller.posted(&posted.send, &mut seen)?;
+            let send = &unroller.made.transfers[id];
+            let stored =
+                (send.direction, send.backend) == (Direction::Send, Backend::Direct(Protocol::Put));
+            if !stored {
+                let message = format!(
+                    "{} is not a send via put, so no product can be stored where it goes",
+                    posted.send
+                );
+                return Err(unroller.fault(FindingKind::Malformed, message));
+            }
+            let (a, b) = (unroller.view(&posted.a)?, unroller.view(&posted.b)?);
+            let bias = posted
+                .bias
+                .as_ref()
+                .map(|bias| unroller.view(bias))
+                .transpose()?;
+            let next = unroller.stored_matmul(id, &a, &b, bias.as_ref())?;
+            let alike = match &mut whole {
+                None => {
+                    whole = Some(next);
+                    true
+                }
+                Some(whole) => join(whole, &next),
+            };
+            if alike {
+                return Ok(());
+            }
+            let message = format!(
+                "the product of {} has another size, right operand or bias than those before it \
+                 in the group",
+                posted.send
+            );
+            Err(unroller.fault(FindingKind::Mismatch, message))
+        })?;
+        if let Some(whole) = whole {
+            for id in whole.posted() {
+                self.posts[*id] += 1;
+            }
+            self.enqueue(whole);
+        }
+        Ok(())
+    }
+
+    /// A transfer that is posted, once in a group.
+    fn posted(
+        &self,
+        reference: &'p TransferRef,
+        seen: &mut HashSet<TransferId>,
+    ) -> Result<TransferId, Finding> {
+        let id = self.transfer(reference, FindingKind::Malformed)?;
+        if seen.insert(id) {
+            return Ok(id);
+        }
+        let message = format!("{reference} is posted twice in one group");
+        Err(self.fault(FindingKind::Malformed, message))
+    }
+
     pub(super) fn wait(&mut self, list: &'p [Each<TransferRef>]) -> Result<(), Finding> {
         let mut group: Vec<TransferId> = Vec::new();
         self.each(list, |unroller, reference| {
@@ -157,4 +218,35 @@ impl<'p> Unroller<'p> {
         }
         Ok(())
     }
+}
+
+/// Adds the products of `next` to those of `whole`, if they are alike.
+fn join(whole: &mut OperationKind, next: &OperationKind) -> bool {
+    type Shared = (Range, Option<Range>, [usize; 3]);
+    fn parts(kind: &OperationKind) -> Option<(&[TransferId], &[Range], Shared)> {
+        match kind {
+            OperationKind::PostMatmul {
+                group,
+                a,
+                b,
+                bias,
+                m,
+                n,
+                k,
+                ..
+            } => Some((group, a, (*b, *bias, [*m, *n, *k]))),
+            _ => None,
+        }
+    }
+    let Some((more, operands, shared)) = parts(next) else {
+        return false;
+    };
+    let alike = parts(whole).is_some_and(|(_, _, own)| own == shared);
+    if let OperationKind::PostMatmul { group, a, .. } = whole
+        && alike
+    {
+        group.extend(more);
+        a.extend(operands);
+    }
+    alike
 }

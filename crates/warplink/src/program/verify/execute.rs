@@ -75,20 +75,22 @@ impl Run<'_> {
         let unrolled = &self.ranks[rank];
         let counts = self.counts[rank][operation].iter().copied();
         match &unrolled.operations[operation].kind {
-            OperationKind::Post(group) => group.iter().zip(counts).find_map(|(&id, number)| {
-                let transfer = &unrolled.transfers[id];
-                let here = match transfer.backend {
-                    Backend::Direct(protocol) => {
-                        !copies(transfer.direction, protocol)
-                            || filled(&self.ends[rank][id].incoming, number)
-                    }
-                    Backend::Nccl => {
-                        let partner = self.links.partners[rank][id];
-                        filled(&self.ends[transfer.peer][partner].arrived, number)
-                    }
-                };
-                (!here).then_some(Need::Peer(id, number))
-            }),
+            OperationKind::Post(group) | OperationKind::PostMatmul { group, .. } => {
+                group.iter().zip(counts).find_map(|(&id, number)| {
+                    let transfer = &unrolled.transfers[id];
+                    let here = match transfer.backend {
+                        Backend::Direct(protocol) => {
+                            !copies(transfer.direction, protocol)
+                                || filled(&self.ends[rank][id].incoming, number)
+                        }
+                        Backend::Nccl => {
+                            let partner = self.links.partners[rank][id];
+                            filled(&self.ends[transfer.peer][partner].arrived, number)
+                        }
+                    };
+                    (!here).then_some(Need::Peer(id, number))
+                })
+            }
             OperationKind::Wait(group) => group.iter().zip(counts).find_map(|(&id, number)| {
                 let transfer = &unrolled.transfers[id];
                 let end = &self.ends[rank][id];
@@ -229,6 +231,14 @@ impl Run<'_> {
                 );
             }
             OperationKind::Post(group) => self.finish_post(lane, operation, group, troubles),
+            OperationKind::PostMatmul {
+                group, a, b, bias, ..
+            } => {
+                for range in a.iter().chain([b]).chain(bias) {
+                    touch(self, *range, Mode::Read);
+                }
+                self.finish_post(lane, operation, group, troubles);
+            }
             OperationKind::Wait(group) => {
                 for (position, &id) in group.iter().enumerate() {
                     let number = self.counts[rank][operation][position];
@@ -303,6 +313,8 @@ impl Run<'_> {
         let start = self.lanes[lane].clock.clone();
         let mut end = start.clone();
         let mut engine = false;
+        let kind = &ranks[rank].operations[operation].kind;
+        let stored = matches!(kind, OperationKind::PostMatmul { .. });
         for (position, &id) in group.iter().enumerate() {
             let transfer = &ranks[rank].transfers[id];
             let number = self.counts[rank][operation][position];
@@ -346,7 +358,10 @@ impl Run<'_> {
             if moves.is_some() {
                 self.access(peer, theirs, access(other), troubles);
             }
-            self.access(rank, transfer.range, access(own), troubles);
+            // A product that is stored straight away leaves the sender's own memory alone.
+            if !stored {
+                self.access(rank, transfer.range, access(own), troubles);
+            }
             if moves.is_some() {
                 self.signal(lane, operation, id, number, troubles);
             }

@@ -34,10 +34,9 @@ pub(super) fn link(ranks: &[Unrolled], findings: &mut Findings<'_>) -> Links {
         let mut collectives = Vec::new();
         for (index, operation) in unrolled.operations.iter().enumerate() {
             match &operation.kind {
-                OperationKind::Post(group) => group.iter().for_each(|&id| posts[id].push(index)),
                 OperationKind::Share(exchange) => shares[*exchange] = index,
                 OperationKind::Collective { .. } => collectives.push(index),
-                _ => {}
+                kind => kind.posted().iter().for_each(|&id| posts[id].push(index)),
             }
         }
         links.posts.push(posts);
@@ -272,10 +271,7 @@ fn engine_pairs(ranks: &[Unrolled], links: &Links, findings: &mut Findings<'_>) 
         .map(|unrolled| {
             let mut sequences: HashMap<(Direction, Rank), Sequence> = HashMap::new();
             for (index, operation) in unrolled.operations.iter().enumerate() {
-                let OperationKind::Post(group) = &operation.kind else {
-                    continue;
-                };
-                for &id in group {
+                for &id in operation.kind.posted() {
                     let transfer = &unrolled.transfers[id];
                     if transfer.backend == Backend::Nccl {
                         let key = (transfer.direction, transfer.peer);

@@ -36,7 +36,7 @@ use super::finding::{Finding, FindingKind, Place};
 use super::ir::Program;
 use super::text::summary;
 use super::unroll::unroll_or_find;
-use super::unrolled::{OperationKind, Parameters, Unrolled};
+use super::unrolled::{Parameters, Unrolled};
 use crate::error::Rank;
 use std::collections::HashMap;
 use std::fmt;
@@ -122,12 +122,10 @@ fn report(ranks: &[Unrolled]) -> Report {
     let mut bytes = 0_u128;
     for rank in ranks {
         for operation in &rank.operations {
-            if let OperationKind::Post(group) = &operation.kind {
-                for &id in group {
-                    let transfer = &rank.transfers[id];
-                    if transfer.direction == super::ir::Direction::Send {
-                        bytes += transfer.range.bytes as u128;
-                    }
+            for &id in operation.kind.posted() {
+                let transfer = &rank.transfers[id];
+                if transfer.direction == super::ir::Direction::Send {
+                    bytes += transfer.range.bytes as u128;
                 }
             }
         }

@@ -114,7 +114,7 @@ fn too_large(ranks: &[Unrolled], lanes: usize) -> bool {
     let operations = ranks.iter().flat_map(|rank| &rank.operations);
     let clocks: usize = operations
         .map(|operation| match &operation.kind {
-            OperationKind::Post(group) => 2 * group.len(),
+            OperationKind::Post(group) | OperationKind::PostMatmul { group, .. } => 2 * group.len(),
             OperationKind::Synchronize(_) | OperationKind::Collective { .. } => 1,
             _ => 0,
         })
@@ -350,7 +350,7 @@ impl<'a> Run<'a> {
 fn counts(unrolled: &Unrolled) -> Vec<Vec<usize>> {
     let mut posted = vec![0; unrolled.transfers.len()];
     let count = |kind: &OperationKind| match kind {
-        OperationKind::Post(group) => {
+        OperationKind::Post(group) | OperationKind::PostMatmul { group, .. } => {
             let number = |&id: &TransferId| {
                 posted[id] += 1;
                 posted[id]
@@ -371,10 +371,10 @@ fn counts(unrolled: &Unrolled) -> Vec<Vec<usize>> {
 fn engine(unrolled: &Unrolled) -> Engine {
     let uses = |kind: &OperationKind| match kind {
         OperationKind::Collective { .. } => true,
-        OperationKind::Post(group) => group
+        kind => kind
+            .posted()
             .iter()
             .any(|&id| unrolled.transfers[id].backend == Backend::Nccl),
-        _ => false,
     };
     let operations = unrolled.operations.iter().enumerate();
     Engine {
