@@ -104,21 +104,30 @@ pub trait Compute: Send + Sync + fmt::Debug {
         bias: Option<&DeviceSlice>,
     ) -> Result<()>;
 
-    /// Makes several products of one right operand ready to be enqueued at once: `c = a · b` for each
-    /// `(a, c)` of `products`. A result may lie in a peer's memory. Loads what it needs, as
+    /// Makes products of one right operand ready to be enqueued at once: `c = a · b` for each `(a, c)`
+    /// of `products`. A result may lie in a peer's memory. Loads what it needs, as
     /// [`prepare_matmul`](Self::prepare_matmul). Blocks.
     ///
     /// # Errors
-    /// As [`matmul`](Self::matmul), and
-    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where the products are to be
-    /// added to what is there, since a peer's memory is only written.
-    fn prepare_batch(
+    /// As [`matmul`](Self::matmul).
+    fn prepare_products(
         self: Arc<Self>,
         spec: &MatmulSpec,
         products: &[(DeviceSlice, DeviceSlice)],
         b: &DeviceSlice,
         bias: Option<&DeviceSlice>,
-    ) -> Result<Arc<dyn MatmulBatch>>;
+    ) -> Result<Arc<dyn PreparedLaunch>>;
+
+    /// Makes a [`sum`](Self::sum) ready to be enqueued. Blocks.
+    ///
+    /// # Errors
+    /// As [`sum`](Self::sum).
+    fn prepare_sum(
+        self: Arc<Self>,
+        dtype: DType,
+        target: &DeviceSlice,
+        sources: &[DeviceSlice],
+    ) -> Result<Arc<dyn PreparedLaunch>>;
 
     /// Enqueues `target = Σ sources`, element by element, in order, accumulated in `f32` (in `f64`
     /// and `i32` for these; bytes have no sum). `target` may be one of the sources. All have the same length.
@@ -131,26 +140,22 @@ pub trait Compute: Send + Sync + fmt::Debug {
     ) -> Result<()>;
 }
 
-/// Products that were made ready together; it keeps their memory.
-pub trait MatmulBatch: Send + Sync + fmt::Debug {
-    /// Enqueues all of them, in any order.
+/// Work with fixed operands, made ready to be enqueued again and again in less of the host's time than
+/// by the calls that name them. It keeps its memory.
+pub trait PreparedLaunch: Send + Sync + fmt::Debug {
+    /// Enqueues the work. Does not block. Enqueued on several streams at once, it may run one after
+    /// the other.
     fn enqueue(&self, stream: &dyn Stream) -> Result<()>;
 }
 
 impl MatmulSpec {
-    /// Fails unless every product of a batch fits and replaces what its result held.
-    pub(crate) fn check_batch(
+    /// Fails unless every product fits.
+    pub(crate) fn check_all(
         &self,
         products: &[(DeviceSlice, DeviceSlice)],
         b: &DeviceSlice,
         bias: Option<&DeviceSlice>,
     ) -> Result<()> {
-        if self.accumulate {
-            return Err(
-                Error::invalid("products that may go to a peer replace what is there")
-                    .during("prepare products"),
-            );
-        }
         products
             .iter()
             .try_for_each(|(a, c)| self.check(a, b, c, bias))

@@ -28,7 +28,7 @@ mod stream;
 
 pub use buffer::DeviceBuffer;
 pub use collective::{CollectiveEngine, ReduceOp, UniqueBytesExchange};
-pub use compute::{Compute, MatmulBatch, MatmulSpec};
+pub use compute::{Compute, MatmulSpec, PreparedLaunch};
 pub use fault::Fault;
 pub use slice::{Backing, DeviceSlice, Word};
 pub(crate) use stream::sequence_apart;

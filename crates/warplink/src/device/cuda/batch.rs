@@ -7,7 +7,7 @@ use super::gpu::Gpu;
 use super::library::{self, CUBLAS};
 use super::memory::PlainMemory;
 use super::stream::CudaStream;
-use crate::device::{DeviceSlice, MatmulBatch, MatmulSpec, Stream};
+use crate::device::{DeviceSlice, MatmulSpec, Stream};
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::lock;
@@ -21,6 +21,9 @@ const NOT_TRANSPOSED: c_int = 0;
 const COMPUTE_F32: c_int = 68;
 /// `CUBLAS_GEMM_DEFAULT`.
 const DEFAULT_ALGORITHM: c_int = -1;
+
+/// Scratch memory that the library gets, as NVIDIA recommends for the newest GPUs.
+const WORKSPACE: usize = 32 << 20;
 
 /// What rows and addresses have to be multiples of: the library does not see the addresses when it
 /// chooses a kernel, and takes the best alignment for granted.
@@ -99,6 +102,7 @@ pub(super) fn takes(
         .map(DeviceSlice::address);
     products.len() > 1
         && !spec.bias
+        && !spec.accumulate
         && spec.multiprocessors.is_none()
         && data_type(spec.dtype).is_some()
         && rows
@@ -163,7 +167,7 @@ impl Batches {
             batches: self.clone(),
             spec: *spec,
             lists,
-            workspace_bytes: scratch.workspace_bytes,
+            workspace_bytes: scratch.workspace_bytes.min(WORKSPACE),
             _products: products.to_vec(),
             _b: b.clone(),
         })
@@ -291,8 +295,9 @@ pub(super) struct Batch {
     _b: DeviceSlice,
 }
 
-impl MatmulBatch for Batch {
-    fn enqueue(&self, stream: &dyn Stream) -> Result<()> {
+impl Batch {
+    /// Enqueues all of them, in any order.
+    pub(super) fn enqueue(&self, stream: &dyn Stream) -> Result<()> {
         let gpu = &self.batches.gpu;
         let stream = CudaStream::of(stream, gpu)?;
         let (_, _entered) = stream.enter()?;

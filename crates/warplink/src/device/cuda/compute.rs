@@ -7,10 +7,11 @@ use super::memory::{CudaBacking, PlainMemory};
 use super::plan::{BEST_ALIGNMENT, Operands, Plan};
 use super::poll::poll;
 use super::raw::{RawEvent, RawStream};
+use super::recorded::Recorder;
 use super::stream::CudaStream;
 use super::sum::SumKernels;
 use crate::deadline::Deadline;
-use crate::device::{Compute, DeviceSlice, MatmulBatch, MatmulSpec, Stream};
+use crate::device::{Compute, DeviceSlice, MatmulSpec, PreparedLaunch, Stream};
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::lock;
@@ -48,6 +49,7 @@ pub(super) struct CudaCompute {
     workspace: usize,
     /// Made for the first batch.
     batches: OnceLock<Option<Arc<Batches>>>,
+    recorder: Recorder,
 }
 
 impl CudaCompute {
@@ -70,7 +72,22 @@ impl CudaCompute {
             preparing: Mutex::default(),
             workspace,
             batches: OnceLock::new(),
+            recorder: Recorder::create(gpu)?,
         })
+    }
+
+    /// What enqueues several products at once, where the library for it is there.
+    fn batches(&self) -> Option<&Arc<Batches>> {
+        let made = self
+            .batches
+            .get_or_init(|| match Batches::create(&self.gpu) {
+                Ok(batches) => Some(Arc::new(batches)),
+                Err(error) => {
+                    tracing::info!(%error, "products of a batch are enqueued one by one");
+                    None
+                }
+            });
+        made.as_ref()
     }
 
     fn planned(&self, key: &Key) -> Option<Arc<Plan>> {
@@ -217,55 +234,61 @@ impl Compute for CudaCompute {
         };
         let scratch = match plan.workspace() {
             0 => 0,
-            _ => self.gpu.workspaces.address(
-                &self.gpu.context,
-                stream.handle() as usize,
-                stream.capture_id()?,
-                self.workspace,
-            )?,
+            least => {
+                let capture = stream.capture_id()?;
+                // A stream's piece serves all products to come, a graph's only those in it.
+                let bytes = capture.map_or(self.workspace, |_| least);
+                let (context, raw) = (&self.gpu.context, stream.handle() as usize);
+                self.gpu.workspaces.address(context, raw, capture, bytes)?
+            }
         };
         // SAFETY: the operands are live device memory of what `spec` says, as was checked, and
         // aligned as the plan's; the scratch memory belongs to this stream or capture.
         unsafe { plan.enqueue(&self.handle, &operands, scratch, stream.handle().cast()) }
     }
 
-    fn prepare_batch(
+    fn prepare_products(
         self: Arc<Self>,
         spec: &MatmulSpec,
         products: &[(DeviceSlice, DeviceSlice)],
         b: &DeviceSlice,
         bias: Option<&DeviceSlice>,
-    ) -> Result<Arc<dyn MatmulBatch>> {
+    ) -> Result<Arc<dyn PreparedLaunch>> {
         self.gpu.fault.check()?;
         check_spec(spec)?;
-        spec.check_batch(products, b, bias)?;
-        for slice in products.iter().flat_map(|(a, c)| [a, c]).chain([b]) {
+        spec.check_all(products, b, bias)?;
+        let slices = products.iter().flat_map(|(a, c)| [a, c]);
+        for slice in slices.chain([b]).chain(bias) {
             CudaBacking::of(slice)?;
         }
-        if batch::takes(spec, products, b) {
-            let batches = self
-                .batches
-                .get_or_init(|| match Batches::create(&self.gpu) {
-                    Ok(batches) => Some(Arc::new(batches)),
-                    Err(error) => {
-                        tracing::info!(%error, "products of a batch are enqueued one by one");
-                        None
-                    }
-                });
-            if let Some(batches) = batches {
-                let scratch = Scratch::allocate(&self.gpu, spec, self.workspace)?;
-                let _alone = lock(&self.preparing);
-                return Ok(Arc::new(batches.prepare(spec, products, b, &scratch)?));
-            }
+        if batch::takes(spec, products, b)
+            && let Some(batches) = self.batches()
+        {
+            let scratch = Scratch::allocate(&self.gpu, spec, self.workspace)?;
+            let _alone = lock(&self.preparing);
+            let batch = batches.prepare(spec, products, b, &scratch)?;
+            return self.recorder.record(move |stream| batch.enqueue(stream));
         }
         self.prepare_matmul(spec)?;
-        Ok(Arc::new(OneByOne {
-            spec: *spec,
-            products: products.to_vec(),
-            b: b.clone(),
-            bias: bias.cloned(),
-            compute: self,
-        }))
+        let (compute, spec, b, bias) = (self.clone(), *spec, b.clone(), bias.cloned());
+        let products = products.to_vec();
+        self.recorder.record(move |stream| {
+            products
+                .iter()
+                .try_for_each(|(a, c)| compute.matmul(stream, &spec, a, &b, c, bias.as_ref()))
+        })
+    }
+
+    fn prepare_sum(
+        self: Arc<Self>,
+        dtype: DType,
+        target: &DeviceSlice,
+        sources: &[DeviceSlice],
+    ) -> Result<Arc<dyn PreparedLaunch>> {
+        let (target, sources) = (target.clone(), sources.to_vec());
+        let compute = self.clone();
+        self.recorder
+            .record(move |stream| compute.sum(stream, dtype, &target, &sources))
     }
 
     fn sum(
@@ -276,25 +299,6 @@ impl Compute for CudaCompute {
         sources: &[DeviceSlice],
     ) -> Result<()> {
         self.sums.enqueue(&self.gpu, stream, dtype, target, sources)
-    }
-}
-
-/// A batch that cuBLAS does not take at once.
-#[derive(Debug)]
-struct OneByOne {
-    spec: MatmulSpec,
-    products: Vec<(DeviceSlice, DeviceSlice)>,
-    b: DeviceSlice,
-    bias: Option<DeviceSlice>,
-    compute: Arc<CudaCompute>,
-}
-
-impl MatmulBatch for OneByOne {
-    fn enqueue(&self, stream: &dyn Stream) -> Result<()> {
-        self.products.iter().try_for_each(|(a, c)| {
-            self.compute
-                .matmul(stream, &self.spec, a, &self.b, c, self.bias.as_ref())
-        })
     }
 }
 

@@ -13,7 +13,7 @@
 //! | `nvrtc`, `cache`, `module` | compiling, keeping, loading kernels |
 //! | `transfer`, `sum` | the kernels: a small transfer; adding |
 //! | `blas`, `plan`, `compute`, `workspace` | cuBLASLt; products and sums; scratch memory of products |
-//! | `batch` | cuBLAS; several products in one launch |
+//! | `batch`, `recorded` | cuBLAS; several products in one launch; launches ready to be repeated |
 //! | `nccl`, `engine` | NCCL; collectives over it |
 //! | `capabilities` | what a GPU can do, for the doctor |
 //!
@@ -49,6 +49,7 @@ mod plan;
 mod poll;
 mod raw;
 mod reaper;
+mod recorded;
 mod sharing;
 mod signals;
 mod staging;

@@ -15,6 +15,7 @@ use std::sync::{Arc, Mutex};
 pub(super) struct Workspace {
     context: Arc<Context>,
     address: u64,
+    bytes: usize,
 }
 
 impl Workspace {
@@ -30,6 +31,7 @@ impl Workspace {
         Ok(Self {
             context: context.clone(),
             address,
+            bytes,
         })
     }
 }
@@ -52,11 +54,13 @@ type Key = (usize, Option<u64>);
 /// The scratch memory of a device's streams.
 #[derive(Debug, Default)]
 pub(super) struct Workspaces {
-    pieces: Mutex<HashMap<Key, Workspace>>,
+    /// The last piece of a key is the largest; work enqueued before it was needed uses the others.
+    pieces: Mutex<HashMap<Key, Vec<Workspace>>>,
 }
 
 impl Workspaces {
-    /// The address of the piece for `stream`, which is recording `capture` if that is something.
+    /// The address of a piece of at least `bytes` for `stream`, which is recording `capture` if that
+    /// is something.
     pub(super) fn address(
         &self,
         context: &Arc<Context>,
@@ -64,13 +68,16 @@ impl Workspaces {
         capture: Option<u64>,
         bytes: usize,
     ) -> Result<u64> {
-        let mut pieces = lock(&self.pieces);
-        if let Some(piece) = pieces.get(&(stream, capture)) {
+        let mut all = lock(&self.pieces);
+        let pieces = all.entry((stream, capture)).or_default();
+        if let Some(piece) = pieces.last()
+            && piece.bytes >= bytes
+        {
             return Ok(piece.address);
         }
         let piece = Workspace::allocate(context, bytes)?;
         let address = piece.address;
-        pieces.insert((stream, capture), piece);
+        pieces.push(piece);
         Ok(address)
     }
 
@@ -78,12 +85,15 @@ impl Workspaces {
     pub(super) fn take(&self, capture: u64) -> Vec<Workspace> {
         lock(&self.pieces)
             .extract_if(|key, _| key.1 == Some(capture))
-            .map(|(_, piece)| piece)
+            .flat_map(|(_, pieces)| pieces)
             .collect()
     }
 
     /// Takes out all pieces.
     pub(super) fn take_all(&self) -> Vec<Workspace> {
-        lock(&self.pieces).drain().map(|(_, piece)| piece).collect()
+        lock(&self.pieces)
+            .drain()
+            .flat_map(|(_, pieces)| pieces)
+            .collect()
     }
 }

@@ -3,7 +3,7 @@
 use super::memory;
 use super::operation::Operation;
 use super::stream;
-use crate::device::{Compute, DeviceSlice, MatmulBatch, MatmulSpec, ReduceOp, Stream};
+use crate::device::{Compute, DeviceSlice, MatmulSpec, PreparedLaunch, ReduceOp, Stream};
 use crate::dtype::{DType, Element};
 use crate::error::{Error, ErrorKind, Result};
 use std::sync::Arc;
@@ -36,20 +36,34 @@ impl Compute for HostCompute {
         })))
     }
 
-    fn prepare_batch(
+    fn prepare_products(
         self: Arc<Self>,
         spec: &MatmulSpec,
         products: &[(DeviceSlice, DeviceSlice)],
         b: &DeviceSlice,
         bias: Option<&DeviceSlice>,
-    ) -> Result<Arc<dyn MatmulBatch>> {
-        spec.check_batch(products, b, bias)?;
+    ) -> Result<Arc<dyn PreparedLaunch>> {
+        spec.check_all(products, b, bias)?;
         check_dtype(spec.dtype)?;
-        Ok(Arc::new(HostBatch {
+        Ok(Arc::new(Products {
             spec: *spec,
             products: products.to_vec(),
             b: b.clone(),
             bias: bias.cloned(),
+        }))
+    }
+
+    fn prepare_sum(
+        self: Arc<Self>,
+        dtype: DType,
+        target: &DeviceSlice,
+        sources: &[DeviceSlice],
+    ) -> Result<Arc<dyn PreparedLaunch>> {
+        check_sum(dtype, target, sources)?;
+        Ok(Arc::new(Sum {
+            dtype,
+            target: target.clone(),
+            sources: sources.to_vec(),
         }))
     }
 
@@ -60,22 +74,7 @@ impl Compute for HostCompute {
         target: &DeviceSlice,
         sources: &[DeviceSlice],
     ) -> Result<()> {
-        if sources.is_empty()
-            || sources
-                .iter()
-                .any(|source| source.bytes() != target.bytes())
-        {
-            return Err(Error::invalid("a sum takes sources as long as its target").during("sum"));
-        }
-        if dtype == DType::U8 {
-            return Err(Error::new(ErrorKind::Unsupported, "bytes have no sum").during("sum"));
-        }
-        if !target.bytes().is_multiple_of(dtype.size()) {
-            return Err(Error::invalid(format!(
-                "{target:?} does not hold whole elements of {dtype}"
-            ))
-            .during("sum"));
-        }
+        check_sum(dtype, target, sources)?;
         let (target, sources) = (target.clone(), sources.to_vec());
         stream::from_dyn(stream)?.enqueue(Operation::Task(Arc::new(move |_| {
             reduce(dtype, ReduceOp::Sum, &target, &sources)
@@ -85,19 +84,52 @@ impl Compute for HostCompute {
 
 /// Products one after the other.
 #[derive(Debug)]
-struct HostBatch {
+struct Products {
     spec: MatmulSpec,
     products: Vec<(DeviceSlice, DeviceSlice)>,
     b: DeviceSlice,
     bias: Option<DeviceSlice>,
 }
 
-impl MatmulBatch for HostBatch {
+impl PreparedLaunch for Products {
     fn enqueue(&self, stream: &dyn Stream) -> Result<()> {
         self.products.iter().try_for_each(|(a, c)| {
             HostCompute.matmul(stream, &self.spec, a, &self.b, c, self.bias.as_ref())
         })
     }
+}
+
+#[derive(Debug)]
+struct Sum {
+    dtype: DType,
+    target: DeviceSlice,
+    sources: Vec<DeviceSlice>,
+}
+
+impl PreparedLaunch for Sum {
+    fn enqueue(&self, stream: &dyn Stream) -> Result<()> {
+        HostCompute.sum(stream, self.dtype, &self.target, &self.sources)
+    }
+}
+
+fn check_sum(dtype: DType, target: &DeviceSlice, sources: &[DeviceSlice]) -> Result<()> {
+    if sources.is_empty()
+        || sources
+            .iter()
+            .any(|source| source.bytes() != target.bytes())
+    {
+        return Err(Error::invalid("a sum takes sources as long as its target").during("sum"));
+    }
+    if dtype == DType::U8 {
+        return Err(Error::new(ErrorKind::Unsupported, "bytes have no sum").during("sum"));
+    }
+    if !target.bytes().is_multiple_of(dtype.size()) {
+        return Err(Error::invalid(format!(
+            "{target:?} does not hold whole elements of {dtype}"
+        ))
+        .during("sum"));
+    }
+    Ok(())
 }
 
 fn check_dtype(dtype: DType) -> Result<()> {

@@ -112,8 +112,9 @@ impl Prepared {
             transfers: &transfers,
             ground: &self.ground,
             streams: &streams,
+            compute,
         }
-        .steps(compute.as_ref())?;
+        .steps()?;
         Ok(Plan::new(
             self.ground.clone(),
             self.name.clone(),
@@ -122,7 +123,6 @@ impl Prepared {
             pooled,
             memory,
             transfers,
-            compute,
             engine,
             streams,
             steps,

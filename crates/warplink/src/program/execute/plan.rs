@@ -5,7 +5,7 @@ use super::bind::Tensor;
 use super::pool::Pool;
 use super::step::{Step, Tools};
 use super::trace::{Trace, Tracer};
-use crate::device::{CollectiveEngine, Compute, DeviceSlice, Graph, Stream};
+use crate::device::{CollectiveEngine, DeviceSlice, Graph, Stream};
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::Region;
 use crate::p2p::Transfer;
@@ -24,7 +24,6 @@ pub struct Plan {
     pooled: Vec<Region>,
     memory: Vec<Tensor>,
     transfers: Vec<Option<Transfer>>,
-    compute: Option<Arc<dyn Compute>>,
     engine: Option<Arc<dyn CollectiveEngine>>,
     // By index; the caller's is not among them.
     streams: Vec<Option<Arc<dyn Stream>>>,
@@ -53,7 +52,6 @@ impl Plan {
         pooled: Vec<Region>,
         memory: Vec<Tensor>,
         transfers: Vec<Option<Transfer>>,
-        compute: Option<Arc<dyn Compute>>,
         engine: Option<Arc<dyn CollectiveEngine>>,
         streams: Vec<Option<Arc<dyn Stream>>>,
         steps: Vec<Step>,
@@ -66,7 +64,6 @@ impl Plan {
             pooled,
             memory,
             transfers,
-            compute,
             engine,
             streams,
             steps,
@@ -174,7 +171,6 @@ impl Plan {
     fn tools(&self) -> Tools<'_> {
         Tools {
             transfers: &self.transfers,
-            compute: self.compute.as_deref(),
             engine: self.engine.as_deref(),
         }
     }

@@ -3,7 +3,7 @@
 use super::Ground;
 use super::bind::Tensor;
 use super::step::{Action, Step};
-use crate::device::{Compute, DeviceSlice, Event, MatmulSpec, Stream};
+use crate::device::{Compute, DeviceSlice, Event, MatmulSpec, PreparedLaunch, Stream};
 use crate::error::{Error, ErrorKind, Result};
 use crate::p2p::{Direction, Transfer};
 use crate::program::ir::Backend;
@@ -18,6 +18,7 @@ pub(super) struct Resolver<'a> {
     pub(super) transfers: &'a [Option<Transfer>],
     pub(super) ground: &'a Ground,
     pub(super) streams: &'a [Option<Arc<dyn Stream>>],
+    pub(super) compute: Option<Arc<dyn Compute>>,
 }
 
 impl Resolver<'_> {
@@ -26,6 +27,24 @@ impl Resolver<'_> {
             Error::new(ErrorKind::Internal, "a tensor without memory is accessed")
         })?;
         tensor.slice(range.offset_bytes..range.end())
+    }
+
+    fn compute(&self) -> Result<Arc<dyn Compute>> {
+        let missing = || Error::new(ErrorKind::Internal, "products were not prepared");
+        self.compute.clone().ok_or_else(missing)
+    }
+
+    fn products(
+        &self,
+        spec: &MatmulSpec,
+        products: &[(DeviceSlice, DeviceSlice)],
+        b: &Range,
+        bias: Option<&Range>,
+    ) -> Result<Arc<dyn PreparedLaunch>> {
+        let bias = bias.map(|bias| self.slice(bias)).transpose()?;
+        let b = self.slice(b)?;
+        self.compute()?
+            .prepare_products(spec, products, &b, bias.as_ref())
     }
 
     /// Where the send `id` goes.
@@ -39,7 +58,7 @@ impl Resolver<'_> {
         }
     }
 
-    pub(super) fn steps(&self, compute: Option<&Arc<dyn Compute>>) -> Result<Vec<Step>> {
+    pub(super) fn steps(&self) -> Result<Vec<Step>> {
         let mut steps = Vec::with_capacity(self.unrolled.operations.len());
         // For transfers of the engine: the stream of the last post, and the event behind it.
         let mut carried: HashMap<TransferId, (usize, Arc<dyn Event>)> = HashMap::new();
@@ -83,19 +102,9 @@ impl Resolver<'_> {
                     let mut spec = MatmulSpec::new(*m, *n, *k, *dtype);
                     spec.bias = bias.is_some();
                     spec.accumulate = *accumulate;
-                    if let Some(compute) = compute {
-                        compute.prepare_matmul(&spec)?;
-                    }
-                    push(
-                        stream,
-                        Action::Matmul {
-                            spec,
-                            a: self.slice(a)?,
-                            b: self.slice(b)?,
-                            c: self.slice(c)?,
-                            bias: bias.as_ref().map(|bias| self.slice(bias)).transpose()?,
-                        },
-                    );
+                    let products = [(self.slice(a)?, self.slice(c)?)];
+                    let launch = self.products(&spec, &products, b, bias.as_ref())?;
+                    push(stream, Action::Matmul(launch));
                 }
                 OperationKind::Sum {
                     dtype,
@@ -105,15 +114,10 @@ impl Resolver<'_> {
                     let sources = sources
                         .iter()
                         .map(|source| self.slice(source))
-                        .collect::<Result<_>>()?;
-                    push(
-                        stream,
-                        Action::Sum {
-                            dtype: *dtype,
-                            target: self.slice(target)?,
-                            sources,
-                        },
-                    );
+                        .collect::<Result<Vec<_>>>()?;
+                    let compute = self.compute()?;
+                    let launch = compute.prepare_sum(*dtype, &self.slice(target)?, &sources)?;
+                    push(stream, Action::Sum(launch));
                 }
                 OperationKind::Post(group) => {
                     let (direct, engine) = self.split(group);
@@ -151,13 +155,8 @@ impl Resolver<'_> {
                         .zip(a)
                         .map(|(id, a)| Ok((self.slice(a)?, self.target(*id)?)))
                         .collect::<Result<Vec<_>>>()?;
-                    let b = self.slice(b)?;
-                    let bias = bias.as_ref().map(|bias| self.slice(bias)).transpose()?;
-                    let compute = compute.cloned().ok_or_else(|| {
-                        Error::new(ErrorKind::Internal, "products were not prepared")
-                    })?;
-                    let batch = compute.prepare_batch(&spec, &products, &b, bias.as_ref())?;
-                    push(stream, Action::PostMatmul(group.clone(), batch));
+                    let launch = self.products(&spec, &products, b, bias.as_ref())?;
+                    push(stream, Action::PostMatmul(group.clone(), launch));
                 }
                 OperationKind::Wait(group) => {
                     let (direct, engine) = self.split(group);

@@ -1,8 +1,6 @@
 //! An operation with everything resolved, ready to be enqueued.
 
-use crate::device::{
-    CollectiveEngine, Compute, DeviceSlice, Event, MatmulBatch, MatmulSpec, ReduceOp, Stream,
-};
+use crate::device::{CollectiveEngine, DeviceSlice, Event, PreparedLaunch, ReduceOp, Stream};
 use crate::dtype::DType;
 use crate::error::{Rank, Result};
 use crate::p2p::{Transfer, post_all, post_stores, wait_all};
@@ -24,23 +22,13 @@ pub(super) enum Action {
         target: DeviceSlice,
         source: DeviceSlice,
     },
-    Matmul {
-        spec: MatmulSpec,
-        a: DeviceSlice,
-        b: DeviceSlice,
-        c: DeviceSlice,
-        bias: Option<DeviceSlice>,
-    },
-    Sum {
-        dtype: DType,
-        target: DeviceSlice,
-        sources: Vec<DeviceSlice>,
-    },
+    Matmul(Arc<dyn PreparedLaunch>),
+    Sum(Arc<dyn PreparedLaunch>),
     /// One direct transfer, by its index: most posts and waits are of one.
     Post(usize),
     PostGroup(Vec<usize>),
     /// Sends of products, and the products.
-    PostMatmul(Vec<usize>, Arc<dyn MatmulBatch>),
+    PostMatmul(Vec<usize>, Arc<dyn PreparedLaunch>),
     Wait(usize),
     WaitGroup(Vec<usize>),
     /// Sends and receives of the engine, and the event that marks their end.
@@ -64,8 +52,8 @@ impl Action {
     pub(super) const fn name(&self) -> &'static str {
         match self {
             Self::Copy { .. } => "copy",
-            Self::Matmul { .. } => "matmul",
-            Self::Sum { .. } => "sum",
+            Self::Matmul(_) => "matmul",
+            Self::Sum(_) => "sum",
             Self::Post(_) => "post",
             Self::PostGroup(_) => "post group",
             Self::PostMatmul(..) => "post matmul",
@@ -82,7 +70,6 @@ impl Action {
 /// What actions need beside their stream.
 pub(super) struct Tools<'a> {
     pub(super) transfers: &'a [Option<Transfer>],
-    pub(super) compute: Option<&'a dyn Compute>,
     pub(super) engine: Option<&'a dyn CollectiveEngine>,
 }
 
@@ -100,32 +87,17 @@ impl Tools<'_> {
 
     /// Enqueues `action` on `stream`.
     pub(super) fn enqueue(&self, action: &Action, stream: &dyn Stream) -> Result<()> {
-        let compute = || {
-            self.compute
-                .ok_or_else(|| internal("products were not prepared"))
-        };
         let engine = || {
             self.engine
                 .ok_or_else(|| internal("the engine was not joined"))
         };
         match action {
             Action::Copy { target, source } => stream.copy(target, source),
-            Action::Matmul {
-                spec,
-                a,
-                b,
-                c,
-                bias,
-            } => compute()?.matmul(stream, spec, a, b, c, bias.as_ref()),
-            Action::Sum {
-                dtype,
-                target,
-                sources,
-            } => compute()?.sum(stream, *dtype, target, sources),
+            Action::Matmul(launch) | Action::Sum(launch) => launch.enqueue(stream),
             Action::Post(index) => self.transfer(*index)?.post(stream),
             Action::PostGroup(indices) => post_all(&self.group(indices)?, stream),
-            Action::PostMatmul(indices, batch) => {
-                post_stores(&self.group(indices)?, stream, |_| batch.enqueue(stream))
+            Action::PostMatmul(indices, products) => {
+                post_stores(&self.group(indices)?, stream, |_| products.enqueue(stream))
             }
             Action::Wait(index) => self.transfer(*index)?.wait(stream),
             Action::WaitGroup(indices) => wait_all(&self.group(indices)?, stream),
