@@ -17,9 +17,10 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 use warplink::device::Priority;
 use warplink::overlap::{
-    AllGatherMatmulPlan, Leading, MatmulReduceScatterPlan, Options, Variant, all_gather_matmul,
-    matmul_reduce_scatter,
+    AllGatherMatmul, AllGatherMatmulPlan, Leading, MatmulReduceScatter, MatmulReduceScatterPlan,
+    Options, Variant, all_gather_matmul, matmul_reduce_scatter,
 };
+use warplink::program::lower::{lower_all_gather_matmul, lower_matmul_reduce_scatter};
 use warplink::program::{Bindings, PrepareOptions, Program};
 use warplink::{Communicator, DType, DeviceKind, ErrorKind};
 
@@ -342,6 +343,59 @@ fn a_trace_has_spans_of_every_rank() {
             );
         }
         assert!(trace.to_perfetto().len() > trace.spans.len());
+    });
+}
+
+/// Products that are large enough for parts would take the host device minutes, so small ones are cut
+/// by hand.
+#[test]
+fn shards_and_blocks_in_parts_are_right() {
+    threads_with(world(4), delayed, |comm| {
+        let executor = comm.executor();
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        let (m, k, n, dtype, bias) = (32, 32, 32, DType::BF16, false);
+        let gather = AllGatherMatmul {
+            m,
+            k,
+            n: vec![n],
+            dtype,
+            bias,
+            keep: false,
+        };
+        let scatter = MatmulReduceScatter {
+            m,
+            k,
+            n,
+            dtype,
+            bias,
+        };
+        let mut cut = 0;
+        for (variant, streams) in variants(comm)
+            .into_iter()
+            .zip([1, 2, 3].into_iter().cycle())
+        {
+            let world = comm.world();
+            for lowered in [
+                lower_all_gather_matmul(&gather, world, variant, streams).unwrap(),
+                lower_matmul_reduce_scatter(&scatter, world, variant, streams).unwrap(),
+            ] {
+                let text = lowered.text.replace("let parts = 1", "let parts = 2");
+                if text == lowered.text {
+                    continue;
+                }
+                cut += 1;
+                let program = Program::parse(&text).unwrap();
+                let options = PrepareOptions {
+                    streams,
+                    ..PrepareOptions::default()
+                };
+                let prepared = executor
+                    .prepare(&program, &lowered.parameters, options)
+                    .unwrap();
+                product::run_example(comm, &*stream, &program.name, &prepared);
+            }
+        }
+        assert_eq!(cut, 4);
     });
 }
 

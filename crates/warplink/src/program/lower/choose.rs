@@ -352,11 +352,17 @@ pub fn choose_matmul_reduce_scatter(
         } else {
             0.0
         };
+        // Parts of blocks follow one another on streams of their own, which hide their handovers.
+        let parts = match variant {
+            Variant::RingCoarse => super::scatter::coarse_parts(rows, spec.n),
+            _ => 1,
+        };
+        let part = parts as f64;
         // Every step is handed over from the stream of a product, whoever copies.
-        let step = copy + machine.signal;
+        let step = (copy + machine.signal) / part;
         let (mut computed, mut arrived) = (0.0_f64, 0.0_f64);
-        for _ in 1..world {
-            computed += chunk;
+        for _ in parts..world * parts {
+            computed += chunk / part;
             let leaves = if ring {
                 computed.max(arrived) + step_sum
             } else {
@@ -372,12 +378,12 @@ pub fn choose_matmul_reduce_scatter(
         };
         let last_sum = match ring {
             true => step_sum,
-            false => (blocks + 1) as f64 * bytes / machine.memory + machine.launch,
+            false => (blocks + 1) as f64 * bytes / machine.memory / part + machine.launch,
         };
         Estimate {
             variant,
             seconds: own.max(arrived + machine.signal) + last_sum,
-            link: step * (world - 1) as f64,
+            link: step * part * (world - 1) as f64,
             compute: own,
         }
     }))

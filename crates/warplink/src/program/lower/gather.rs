@@ -398,11 +398,11 @@ pub(super) fn parts(rows: usize, columns: usize) -> usize {
 /// quarter of the device's multiprocessors it would take no less time.
 pub(super) fn last_parts(rows: usize, columns: usize) -> usize {
     const TILE: usize = 128 * 128;
-    const LEAST_TILES: usize = 64;
+    const LEAST_TILES: usize = 32;
     let fits = |parts: &usize| {
         rows.is_multiple_of(*parts) && (rows / parts).saturating_mul(columns) >= LEAST_TILES * TILE
     };
-    [4, 2].into_iter().find(fits).unwrap_or(1)
+    [8, 4, 2].into_iter().find(fits).unwrap_or(1)
 }
 
 /// Lowers an all-gather + matmul to a program for `world` ranks, with the products on `streams`

@@ -334,43 +334,68 @@ const RING_COARSE: &str = "
     allocate P: $T[world over loop, m / world, n]
     allocate R: $T[world, m / world, n]
 
+    # A block travels in so many parts, each fetched on a stream of its own: the first leaves early,
+    # and little is left to add up after the last.
+    let parts = $coarse
+    let rows = m / world / parts
+
     share {
         for s in 1..world {
             let target = (rank + s) % world
             let source = (rank - s) % world
-            give = send P[target] to target tag s via get
-            take = receive R[source] from source tag s via get
+            for p in 0..parts {
+                let start = p * rows
+                let end = start + rows
+                give = send P[target][start..end] to target tag s * parts + p via get
+                take = receive R[source][start..end] from source tag s * parts + p via get
+            }
         }
     }
 
-    # One stream fetches, one adds up.
-    let lanes = 2
+    # One more stream adds up.
+    let lanes = parts + 1
 @fork lanes
-    # Own block last: by then the others' have arrived.
-    for s in 1..world + 1 {
+    for s in 1..world {
         let block = (rank + s) % world
-        set_stream pool(s % streams)
-        if s < world {
-            @multiply P[block] A[block]
-            post give[s]
-            set_stream high(0)
-            post take[s]
-        } else {
-            @multiply R[rank] A[rank] biased
+        for p in 0..parts {
+            let start = p * rows
+            let end = start + rows
+            set_stream pool((s * parts + p) % streams)
+            @multiply P[block][start..end] A[block][start..end]
+            post give[s][p]
+            set_stream high(p)
+            post take[s][p]
         }
     }
 
     # What arrives in the first half of the steps is added up during the last products.
     let early = (world + 1) / 2
-    if early > 1 {
-        set_stream high(1)
-        wait take[s] for s in 1..early + 1
-        R[(rank - early) % world] = sum(R[(rank - s) % world] for s in 1..early + 1)
+    for p in 0..parts {
+        let start = p * rows
+        let end = start + rows
+        if early > 1 {
+            set_stream high(parts)
+            wait take[s][p] for s in 1..early + 1
+            R[(rank - early) % world][start..end] = sum(R[(rank - s) % world][start..end] for s in 1..early + 1)
+        }
+    }
+
+    # Own block last: by then the others' have arrived.
+    for p in 0..parts {
+        let start = p * rows
+        let end = start + rows
+        set_stream pool(p % streams)
+        @multiply R[rank][start..end] A[rank][start..end] biased
+        set_stream high(parts)
+        synchronize pool(p % streams)
+        synchronize high(p)
+        C[start..end] = sum(R[(rank - s) % world][start..end] for s in early..world + 1)
     }
 @join lanes
-    C = sum(R[(rank - s) % world] for s in early..world + 1)
     # The others may still be reading what they were offered.
-    wait give[s] for s in 1..world
+    for p in 0..parts {
+        wait give[s][p] for s in 1..world
+    }
 ";
 
 const COLLECTIVE: &str = "
@@ -379,6 +404,17 @@ const COLLECTIVE: &str = "
 @whole
     C = reduce_scatter(P, sum)
 ";
+
+/// In how many parts [`Variant::RingCoarse`] cuts a block of `rows`: in two where a part still keeps
+/// the device busy for some waves of tiles.
+pub(super) fn coarse_parts(rows: usize, columns: usize) -> usize {
+    const LEAST: usize = 2 * 132 * 128 * 256;
+    if rows.is_multiple_of(2) && (rows / 2).saturating_mul(columns) >= LEAST {
+        2
+    } else {
+        1
+    }
+}
 
 /// In how many parts [`Variant::RingFine`] cuts a block of `rows`.
 pub(super) fn parts(rows: usize) -> usize {
@@ -448,7 +484,8 @@ pub fn lower_matmul_reduce_scatter(
     let parts = parts(spec.m / world);
     let body = with_streams(body)
         .replace("@whole", whole)
-        .replace("$parts", &parts.to_string());
+        .replace("$parts", &parts.to_string())
+        .replace("$coarse", &coarse_parts(spec.m / world, spec.n).to_string());
     let template = format!(
         "# Matmul + reduce-scatter: C = A · B with the contraction sharded over the ranks.\n\
          # The partial products {what}.\n\
