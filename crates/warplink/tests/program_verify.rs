@@ -119,7 +119,7 @@ mod lowered {
             let gather = AllGatherMatmul {
                 m,
                 k,
-                n: vec![6144, 2048],
+                n: Vec::new(),
                 dtype,
                 bias,
                 keep,
@@ -133,10 +133,18 @@ mod lowered {
             };
             let large = rows == 4096;
             for streams in [1, 2, 3] {
-                for (variant, parts) in [
-                    (Variant::RingFine, if large { 4 } else { 2 }),
-                    (Variant::PushFine, if large { 8 } else { 2 }),
+                for (variant, n, parts) in [
+                    (
+                        Variant::RingFine,
+                        vec![6144, 2048],
+                        if large { 4 } else { 2 },
+                    ),
+                    (Variant::PushFine, vec![1000, 24], if large { 4 } else { 1 }),
                 ] {
+                    let gather = AllGatherMatmul {
+                        n,
+                        ..gather.clone()
+                    };
                     let lowered =
                         lower_all_gather_matmul(&gather, world, variant, streams).unwrap();
                     assert!(lowered.text.contains(&format!("let parts = {parts}\n")));
@@ -218,7 +226,7 @@ mod lowered {
             [
                 (Variant::PairwiseGet, Variant::RingCoarse),
                 (Variant::PushFine, Variant::PushFine),
-                (Variant::PushFine, Variant::PushFine),
+                (Variant::PushRotated, Variant::PushFine),
                 (Variant::PairwiseGet, Variant::PushFine),
             ]
         );

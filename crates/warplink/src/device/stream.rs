@@ -57,6 +57,12 @@ pub enum StreamOp<'a> {
     },
 }
 
+impl<'a> From<MemoryOp<'a>> for StreamOp<'a> {
+    fn from(operation: MemoryOp<'a>) -> Self {
+        Self::Memory(operation)
+    }
+}
+
 /// A sequence by the calls one by one, with neighbouring operations on words together.
 pub(crate) fn sequence_apart(stream: &dyn Stream, ops: &[StreamOp<'_>]) -> Result<()> {
     let mut pending: Vec<MemoryOp<'_>> = Vec::with_capacity(ops.len());
@@ -91,6 +97,13 @@ pub trait Stream: Send + Sync + fmt::Debug {
 
     /// Writes and waits, in the order given.
     fn memory_ops(&self, ops: &[MemoryOp<'_>]) -> Result<()>;
+
+    /// As [`memory_ops`](Self::memory_ops), but in one kernel where the device gains by that, which it
+    /// does from a few on. A kernel waits for room on a multiprocessor, which products on other
+    /// streams may leave none of.
+    fn memory_ops_in_kernel(&self, ops: &[MemoryOp<'_>]) -> Result<()> {
+        self.memory_ops(ops)
+    }
 
     /// Copies, writes and waits, in the order given. A device may do several in one step, so this is
     /// never slower than the calls one by one.

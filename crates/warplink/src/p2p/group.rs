@@ -16,6 +16,7 @@ use crate::signal::{Mode, Signal, Steps};
 #[derive(Clone, Debug, Default)]
 pub struct Batch<'a> {
     parts: Vec<Part<'a>>,
+    in_kernel: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -44,6 +45,13 @@ impl<'a> Batch<'a> {
     /// Waits for every post so far of `transfers` after what the batch holds.
     pub fn wait(self, transfers: impl IntoIterator<Item = &'a Transfer>) -> Self {
         self.add(Kind::Wait, transfers)
+    }
+
+    /// Enqueues signals that belong to no copy in a kernel where that is faster. For streams beside
+    /// which no product runs that would leave a kernel no room.
+    pub fn in_kernel(mut self) -> Self {
+        self.in_kernel = true;
+        self
     }
 
     fn add(mut self, kind: Kind, transfers: impl IntoIterator<Item = &'a Transfer>) -> Self {
@@ -75,11 +83,26 @@ impl<'a> Batch<'a> {
             }
         }
         if operations.is_empty() {
-            Ok(())
-        } else {
-            stream.sequence(&operations)
+            return Ok(());
         }
+        if self.in_kernel
+            && let Some(signals) = only_signals(&operations)
+        {
+            return stream.memory_ops_in_kernel(&signals);
+        }
+        stream.sequence(&operations)
     }
+}
+
+/// The operations, if no copy is among them.
+fn only_signals<'a>(operations: &[StreamOp<'a>]) -> Option<Vec<MemoryOp<'a>>> {
+    operations
+        .iter()
+        .map(|operation| match operation {
+            StreamOp::Memory(signal) => Some(*signal),
+            StreamOp::Copy { .. } => None,
+        })
+        .collect()
 }
 
 /// Posts `transfers` on `stream` as one group; see [`Batch`]. Does not block.
@@ -129,9 +152,10 @@ pub fn post_stores(
         signals(transfer, mode, steps.before, &mut before)?;
         signals(transfer, mode, steps.after, &mut after)?;
     }
-    stream.sequence(&before)?;
+    // What stores is a kernel as a rule, and so finds no more room than these do.
+    stream.memory_ops_in_kernel(&before)?;
     store(&targets)?;
-    stream.sequence(&after)
+    stream.memory_ops_in_kernel(&after)
 }
 
 fn post<'a>(
@@ -177,15 +201,15 @@ fn wait<'a>(
     Ok(())
 }
 
-fn signals<'a>(
+fn signals<'a, Op: From<MemoryOp<'a>>>(
     transfer: &'a Transfer,
     mode: Mode,
     signals: [Option<Signal>; 2],
-    operations: &mut Vec<StreamOp<'a>>,
+    operations: &mut Vec<Op>,
 ) -> Result<()> {
     for signal in signals.into_iter().flatten() {
         let operation: MemoryOp<'a> = transfer.operation(signal, mode)?;
-        operations.push(StreamOp::Memory(operation));
+        operations.push(operation.into());
     }
     Ok(())
 }

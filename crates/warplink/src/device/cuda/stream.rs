@@ -19,6 +19,9 @@ use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
 
+/// So many operations on words take the unit that does them longer than the launch of a kernel.
+const WORTH_A_KERNEL: usize = 4;
+
 /// Copies handed to the driver at once.
 const BATCH: usize = 64;
 
@@ -247,6 +250,16 @@ impl Stream for CudaStream {
         memory_ops::enqueue(driver, self.raw, ops)
     }
 
+    fn memory_ops_in_kernel(&self, ops: &[MemoryOp<'_>]) -> Result<()> {
+        let kernel = self.gpu.transfer_kernel.get().and_then(Option::as_ref);
+        let Some(kernel) = kernel.filter(|_| ops.len() >= WORTH_A_KERNEL) else {
+            return self.memory_ops(ops);
+        };
+        let (_, _entered) = self.enter()?;
+        ops.chunks(MOST_OPERATIONS)
+            .try_for_each(|ops| kernel.enqueue(self.raw, ops, None, &[]))
+    }
+
     fn sequence(&self, ops: &[StreamOp<'_>]) -> Result<()> {
         let kernel = self.gpu.transfer_kernel.get().and_then(Option::as_ref);
         let Some(kernel) = kernel else {
@@ -274,7 +287,7 @@ impl Stream for CudaStream {
                     }
                     let (_, _entered) = self.enter()?;
                     let (before, after) = pending.split_at(before);
-                    kernel.enqueue(self.raw, before, target, source, after)?;
+                    kernel.enqueue(self.raw, before, Some((target, source)), after)?;
                     pending.clear();
                 }
                 StreamOp::Copy { target, source } => {

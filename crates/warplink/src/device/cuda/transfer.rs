@@ -76,20 +76,21 @@ impl TransferKernel {
         bytes <= self.largest
     }
 
-    /// Enqueues `before`, the copy and `after`, together at most [`MOST_OPERATIONS`].
+    /// Enqueues `before`, the copy from the second slice to the first, if there is one, and `after`:
+    /// at most [`MOST_OPERATIONS`].
     pub(super) fn enqueue(
         &self,
         stream: CUstream,
         before: &[MemoryOp<'_>],
-        target: &DeviceSlice,
-        source: &DeviceSlice,
+        copy: Option<(&DeviceSlice, &DeviceSlice)>,
         after: &[MemoryOp<'_>],
     ) -> Result<()> {
         let (mut waits, mut resets) = (0, 0);
+        let bytes = copy.map_or(0, |(target, _)| target.bytes());
         let mut parameters = Parameters {
-            target: target.address(),
-            source: source.address(),
-            bytes: target.bytes() as u64,
+            target: copy.map_or(0, |(target, _)| target.address()),
+            source: copy.map_or(0, |(_, source)| source.address()),
+            bytes: bytes as u64,
             before: before.len() as u32,
             count: (before.len() + after.len()) as u32,
             waits: 0,
@@ -115,10 +116,7 @@ impl TransferKernel {
             };
         }
         (parameters.waits, parameters.resets) = (waits, resets);
-        let threads = target
-            .bytes()
-            .div_ceil(BYTES_PER_THREAD)
-            .next_multiple_of(32) as u32;
+        let threads = bytes.div_ceil(BYTES_PER_THREAD).next_multiple_of(32) as u32;
         // SAFETY: the kernel takes one parameter, of this layout. The slices are live device memory
         // of as many bytes, the words are aligned and live, and no more than fit are given.
         unsafe {

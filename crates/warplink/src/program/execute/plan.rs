@@ -101,7 +101,7 @@ impl Plan {
         for step in &self.steps {
             let on = self.streams[step.stream].as_deref().unwrap_or(stream);
             tools
-                .enqueue(&step.action, on)
+                .enqueue(step, on)
                 .map_err(|error| self.locate(step, error))?;
         }
         Ok(())
@@ -119,7 +119,7 @@ impl Plan {
             let on = self.streams[step.stream].as_deref().unwrap_or(stream);
             let start = Instant::now();
             tools
-                .enqueue(&step.action, on)
+                .enqueue(step, on)
                 .map_err(|error| self.locate(step, error))?;
             tell(step.action.name(), start.elapsed());
         }
@@ -161,7 +161,7 @@ impl Plan {
                 )
             };
             tracer
-                .around(&step.action, label, on, || tools.enqueue(&step.action, on))
+                .around(&step.action, label, on, || tools.enqueue(step, on))
                 .map_err(|error| self.locate(step, error))?;
         }
         stream.synchronize(self.ground.deadline())?;

@@ -3,7 +3,7 @@
 use crate::device::{CollectiveEngine, DeviceSlice, Event, PreparedLaunch, ReduceOp, Stream};
 use crate::dtype::DType;
 use crate::error::{Rank, Result};
-use crate::p2p::{Transfer, post_all, post_stores, wait_all};
+use crate::p2p::{Batch, Transfer, post_stores};
 use crate::program::ir::Collective;
 use std::sync::Arc;
 
@@ -85,22 +85,28 @@ impl Tools<'_> {
         indices.iter().map(|index| self.transfer(*index)).collect()
     }
 
-    /// Enqueues `action` on `stream`.
-    pub(super) fn enqueue(&self, action: &Action, stream: &dyn Stream) -> Result<()> {
+    /// Enqueues what `step` does on `stream`, which is the step's.
+    pub(super) fn enqueue(&self, step: &Step, stream: &dyn Stream) -> Result<()> {
+        // Products are on streams of the pool as a rule, and run neither before the caller's stream
+        // has got to where they fork nor after they have joined.
+        let by_kernel = |batch: Batch<'_>| match step.stream {
+            0 => batch.in_kernel().enqueue(stream),
+            _ => batch.enqueue(stream),
+        };
         let engine = || {
             self.engine
                 .ok_or_else(|| internal("the engine was not joined"))
         };
-        match action {
+        match &step.action {
             Action::Copy { target, source } => stream.copy(target, source),
             Action::Matmul(launch) | Action::Sum(launch) => launch.enqueue(stream),
             Action::Post(index) => self.transfer(*index)?.post(stream),
-            Action::PostGroup(indices) => post_all(&self.group(indices)?, stream),
+            Action::PostGroup(indices) => by_kernel(Batch::new().post(self.group(indices)?)),
             Action::PostMatmul(indices, products) => {
                 post_stores(&self.group(indices)?, stream, |_| products.enqueue(stream))
             }
             Action::Wait(index) => self.transfer(*index)?.wait(stream),
-            Action::WaitGroup(indices) => wait_all(&self.group(indices)?, stream),
+            Action::WaitGroup(indices) => by_kernel(Batch::new().wait(self.group(indices)?)),
             Action::Exchange {
                 sends,
                 receives,

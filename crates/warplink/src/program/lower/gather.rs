@@ -392,17 +392,21 @@ pub(super) fn parts(rows: usize, columns: usize) -> usize {
     [4, 2].into_iter().find(fits).unwrap_or(1)
 }
 
-/// In how many parts [`Variant::PushFine`] cuts the last shard of `rows`.
+/// In how many parts [`Variant::PushFine`] cuts the last shard of `rows`, with `columns` in the result.
 ///
-/// What remains after the last arrival is the product of one part; with fewer tiles than about a
-/// quarter of the device's multiprocessors it would take no less time.
+/// Parts pay where arrivals are the bound, which depends on the columns alone, and where the whole
+/// shard is more than one wave of small tiles: what remains after the last arrival is at least one
+/// tile's way through all of the contraction.
 pub(super) fn last_parts(rows: usize, columns: usize) -> usize {
     const TILE: usize = 128 * 128;
-    const LEAST_TILES: usize = 32;
-    let fits = |parts: &usize| {
-        rows.is_multiple_of(*parts) && (rows / parts).saturating_mul(columns) >= LEAST_TILES * TILE
-    };
-    [8, 4, 2].into_iter().find(fits).unwrap_or(1)
+    const LEAST_TILES: usize = 256;
+    const MOST_COLUMNS: usize = 1536;
+    let whole = rows.saturating_mul(columns);
+    if columns > MOST_COLUMNS || whole < LEAST_TILES * TILE {
+        return 1;
+    }
+    let divides = |parts: &usize| rows.is_multiple_of(*parts);
+    [4, 2].into_iter().find(divides).unwrap_or(1)
 }
 
 /// Lowers an all-gather + matmul to a program for `world` ranks, with the products on `streams`

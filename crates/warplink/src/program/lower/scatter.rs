@@ -155,9 +155,13 @@ const PUSH_FINE: &str = "
             take = receive R[source] from source tag s via put
         }
     }
-@fork
-    set_stream high(0)
+
+    get_stream main
     post take[s] for s in 1..world
+    for i in 0..streams {
+        set_stream pool(i)
+        synchronize main
+    }
 
     # The own block, while the others say that they are ready.
     set_stream pool(1 % streams)
@@ -165,7 +169,11 @@ const PUSH_FINE: &str = "
 
     set_stream pool(0)
     post give[s] = matmul(A[(rank + s) % world], B) for s in 1..world
-@join
+
+    set_stream main
+    for i in 0..streams {
+        synchronize pool(i)
+    }
     wait take[s] for s in 1..world
     C = sum(R[r] for r in 0..world)
 ";
@@ -334,8 +342,8 @@ const RING_COARSE: &str = "
     allocate P: $T[world over loop, m / world, n]
     allocate R: $T[world, m / world, n]
 
-    # A block travels in so many parts, each fetched on a stream of its own: the first leaves early,
-    # and little is left to add up after the last.
+    # A block travels in so many parts: the first leaves early, and little is left to add up after the
+    # last.
     let parts = $coarse
     let rows = m / world / parts
 
@@ -352,8 +360,8 @@ const RING_COARSE: &str = "
         }
     }
 
-    # One more stream adds up.
-    let lanes = parts + 1
+    # One stream fetches, one adds up.
+    let lanes = 2
 @fork lanes
     for s in 1..world {
         let block = (rank + s) % world
@@ -363,7 +371,7 @@ const RING_COARSE: &str = "
             set_stream pool((s * parts + p) % streams)
             @multiply P[block][start..end] A[block][start..end]
             post give[s][p]
-            set_stream high(p)
+            set_stream high(0)
             post take[s][p]
         }
     }
@@ -373,9 +381,11 @@ const RING_COARSE: &str = "
     for p in 0..parts {
         let start = p * rows
         let end = start + rows
-        if early > 1 {
-            set_stream high(parts)
+        if world > 1 {
+            set_stream high(1)
             wait take[s][p] for s in 1..early + 1
+        }
+        if early > 1 {
             R[(rank - early) % world][start..end] = sum(R[(rank - s) % world][start..end] for s in 1..early + 1)
         }
     }
@@ -386,10 +396,10 @@ const RING_COARSE: &str = "
         let end = start + rows
         set_stream pool(p % streams)
         @multiply R[rank][start..end] A[rank][start..end] biased
-        set_stream high(parts)
+        set_stream high(1)
         synchronize pool(p % streams)
-        synchronize high(p)
-        C[start..end] = sum(R[(rank - s) % world][start..end] for s in early..world + 1)
+        wait take[s][p] for s in early + 1..world
+        C[start..end] = sum(R[rank][start..end], R[(rank - s) % world][start..end] for s in early..world)
     }
 @join lanes
     # The others may still be reading what they were offered.
