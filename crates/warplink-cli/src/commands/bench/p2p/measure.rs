@@ -1,0 +1,243 @@
+//! The figures of one way at one size.
+
+use super::rig::Rig;
+use super::{Row, Way};
+use crate::commands::bench::timing::{Submission, Times};
+use anyhow::Result;
+use warplink::device::{DeviceSlice, Stream};
+use warplink::p2p::{Batch, Protocol, Transfer, TransferRequest};
+
+/// Transfers of one protocol that are under way at once, so that handing a buffer over is hidden
+/// behind the transfers before.
+const DEPTH: usize = 8;
+
+/// How many transfers of `bytes` are posted together: the copies of a group follow one another
+/// without a signal between, which large ones gain by; small ones are one kernel each anyway. Each
+/// of the two streams has a second group announced while it copies the first.
+fn group_size(bytes: usize) -> usize {
+    if bytes >= 16 << 20 { DEPTH / 4 } else { 1 }
+}
+
+impl Rig<'_> {
+    pub(super) fn row(
+        &self,
+        bytes: usize,
+        way: Way,
+        submission: Submission,
+        samples: usize,
+    ) -> Result<Row> {
+        let transfers = match way {
+            Way::Put => self.transfers(bytes, Protocol::Put)?,
+            Way::Get => self.transfers(bytes, Protocol::Get)?,
+            Way::Raw | Way::RawGet | Way::Nccl => Vec::new(),
+        };
+        // Raw gets have none: without a protocol, the receiver cannot know when it may get.
+        let latency = (!self.ring && way != Way::RawGet)
+            .then(|| self.latency(bytes, way, &transfers, submission, samples))
+            .transpose()?;
+        let transfer = self.many(bytes, way, &transfers, submission, samples)?;
+        self.check(bytes, way)?;
+        let bandwidth = bytes as f64 / transfer.median / 1e9;
+        Ok(Row {
+            bytes: bytes as u64,
+            way,
+            submission,
+            latency,
+            transfer,
+            bandwidth,
+            of_raw: 1.0,
+        })
+    }
+
+    /// A send to the right and a receive from the left, [`DEPTH`] times.
+    fn transfers(&self, bytes: usize, protocol: Protocol) -> Result<Vec<[Transfer; 2]>> {
+        let (own, into) = (self.own.range(0..bytes)?, self.into.range(0..bytes)?);
+        let mut requests = Vec::new();
+        if self.takes_part() {
+            for tag in 0..DEPTH as u64 {
+                requests.push(TransferRequest::send(&own, self.right, tag).protocol(protocol));
+                requests.push(TransferRequest::receive(&into, self.left, tag).protocol(protocol));
+            }
+        }
+        let mut transfers = self.clock.comm.exchange(&requests)?.into_iter();
+        let mut pairs = Vec::new();
+        while let (Some(send), Some(receive)) = (transfers.next(), transfers.next()) {
+            pairs.push([send, receive]);
+        }
+        Ok(pairs)
+    }
+
+    /// Half a round trip between ranks 0 and 1.
+    fn latency(
+        &self,
+        bytes: usize,
+        way: Way,
+        transfers: &[[Transfer; 2]],
+        submission: Submission,
+        samples: usize,
+    ) -> Result<Times> {
+        // Enough that the time at the two ends does not count.
+        let round_trips = ((512usize << 20) / bytes).clamp(2, 50);
+        let (own, into) = (
+            self.own.slice().slice(0..bytes)?,
+            self.into.slice().slice(0..bytes)?,
+        );
+        let remote = self.remote_into.slice().slice(0..bytes)?;
+        let rank = self.clock.comm.rank();
+        let send = |stream: &dyn Stream| -> Result<()> {
+            if let (Way::Nccl, Some(engine)) = (way, &self.engine) {
+                return Ok(engine.exchange(stream, &[(self.right, own.clone())], &[])?);
+            }
+            stream.copy(&remote, &own)?;
+            self.signal(stream, submission)
+        };
+        let receive = |stream: &dyn Stream| -> Result<()> {
+            if let (Way::Nccl, Some(engine)) = (way, &self.engine) {
+                return Ok(engine.exchange(stream, &[], &[(self.left, into.clone())])?);
+            }
+            self.await_signal(stream, submission)
+        };
+        let times = self.clock.measure(samples, submission, &|stream| {
+            for _ in 0..round_trips {
+                match (rank, transfers) {
+                    // The rank that begins says at once that it will receive.
+                    (0, [[send, receive], ..]) => {
+                        Batch::new()
+                            .post([send, receive])
+                            .wait([receive, send])
+                            .enqueue(stream)?;
+                    }
+                    (1, [[send, receive], ..]) => {
+                        Batch::new()
+                            .post([receive])
+                            .wait([receive])
+                            .post([send])
+                            .wait([send])
+                            .enqueue(stream)?;
+                    }
+                    (0, _) => {
+                        send(stream)?;
+                        receive(stream)?;
+                    }
+                    (1, _) => {
+                        receive(stream)?;
+                        send(stream)?;
+                    }
+                    _ => {}
+                }
+            }
+            Ok(())
+        })?;
+        let each = |time: f64| time / (2 * round_trips) as f64;
+        Ok(Times {
+            median: each(times.median),
+            least: each(times.least),
+            most: each(times.most),
+        })
+    }
+
+    /// One of many transfers in a row: from rank 0 to rank 1, or around the ring.
+    fn many(
+        &self,
+        bytes: usize,
+        way: Way,
+        transfers: &[[Transfer; 2]],
+        submission: Submission,
+        samples: usize,
+    ) -> Result<Times> {
+        // Enough that the time at the two ends does not count.
+        let repeat = ((4usize << 30) / bytes).clamp(8, 96);
+        let repeat = if self.clock.comm.device().kind() == warplink::DeviceKind::Host {
+            repeat.min(16)
+        } else {
+            repeat
+        };
+        let (own, into) = (
+            self.own.slice().slice(0..bytes)?,
+            self.into.slice().slice(0..bytes)?,
+        );
+        let remote_into = self.remote_into.slice().slice(0..bytes)?;
+        let remote_own = self.remote_own.slice().slice(0..bytes)?;
+        let rank = self.clock.comm.rank();
+        let (sends, receives) = (self.ring || rank == 0, self.ring || rank == 1);
+        let times = self.clock.measure(samples, submission, &|stream| {
+            match (way, &self.engine) {
+                (Way::Raw, _) => {
+                    if sends {
+                        self.copies(stream, repeat, &remote_into, &own)?;
+                        self.signal(stream, submission)?;
+                    }
+                    if receives {
+                        self.await_signal(stream, submission)?;
+                    }
+                }
+                // The receiver's own streams say when the last one is there.
+                (Way::RawGet, _) if receives => {
+                    self.copies(stream, repeat, &into, &remote_own)?;
+                }
+                (Way::RawGet, _) => {}
+                (Way::Nccl, Some(engine)) if sends || receives => {
+                    let to: Vec<_> = sends
+                        .then(|| (self.right, own.clone()))
+                        .into_iter()
+                        .collect();
+                    let from: Vec<_> = receives
+                        .then(|| (self.left, into.clone()))
+                        .into_iter()
+                        .collect();
+                    for _ in 0..repeat {
+                        engine.exchange(stream, &to, &from)?;
+                    }
+                }
+                (Way::Nccl, _) => {}
+                (Way::Put | Way::Get, _) if transfers.is_empty() => {}
+                (Way::Put | Way::Get, _) => {
+                    self.second.fork(stream)?;
+                    let size = group_size(bytes);
+                    let (turns, ahead) = (repeat / size, DEPTH / size);
+                    for turn in 0..turns + ahead {
+                        let first = turn * size % DEPTH;
+                        let group = &transfers[first..first + size];
+                        let ends = || {
+                            let both = group.iter().flat_map(|[send, receive]| {
+                                [sends.then_some(send), receives.then_some(receive)]
+                            });
+                            both.flatten()
+                        };
+                        let mut batch = Batch::new();
+                        if turn >= ahead {
+                            batch = batch.wait(ends());
+                        }
+                        if turn < turns {
+                            batch = batch.post(ends());
+                        }
+                        batch.enqueue(self.second.lane(turn, stream))?;
+                    }
+                    self.second.join(stream)?;
+                }
+            }
+            Ok(())
+        })?;
+        let each = |time: f64| time / repeat as f64;
+        Ok(Times {
+            median: each(times.median),
+            least: each(times.least),
+            most: each(times.most),
+        })
+    }
+
+    /// The same copy `repeat` times, on the two streams in turn.
+    fn copies(
+        &self,
+        stream: &dyn Stream,
+        repeat: usize,
+        target: &DeviceSlice,
+        source: &DeviceSlice,
+    ) -> Result<()> {
+        self.second.fork(stream)?;
+        for turn in 0..repeat {
+            self.second.lane(turn, stream).copy(target, source)?;
+        }
+        self.second.join(stream)
+    }
+}

@@ -1,0 +1,194 @@
+//! What `bench p2p` measures with: buffers and words of both neighbours, and the check of what came.
+
+use super::Way;
+use crate::commands::bench::second_stream::SecondStream;
+use crate::commands::bench::timing::{Clock, Submission};
+use anyhow::{Context, Result, bail};
+use std::cell::Cell;
+use std::sync::Arc;
+use warplink::Communicator;
+use warplink::device::{CollectiveEngine, DeviceSlice, MemoryOp, Priority, Stream, Word};
+use warplink::memory::{HANDLE_BYTES, Region, RemoteRegion};
+
+/// What every size is measured with.
+pub(super) struct Rig<'a> {
+    pub(super) clock: Clock<'a>,
+    pub(super) second: SecondStream,
+    pub(super) ring: bool,
+    pub(super) engine: Option<Arc<dyn CollectiveEngine>>,
+    // Whom this rank sends to and receives from.
+    pub(super) right: usize,
+    pub(super) left: usize,
+    pub(super) own: Region,
+    pub(super) into: Region,
+    // For raw copies: where the rank to send to receives, and what the rank to receive from sends.
+    pub(super) remote_into: RemoteRegion,
+    pub(super) remote_own: RemoteRegion,
+    // For the raw sequence: the words of the rank to send to, and the own ones.
+    remote_words: [Word; 2],
+    words: [Word; 2],
+    // How often the raw sequence signalled and was signalled outside of graphs.
+    sent: Cell<u64>,
+    received: Cell<u64>,
+}
+
+impl<'a> Rig<'a> {
+    pub(super) fn new(
+        comm: &'a Communicator,
+        largest: usize,
+        ring: bool,
+        nccl: bool,
+    ) -> Result<Self> {
+        let clock = Clock::new(comm, Priority::High)?;
+        let (own, into) = (comm.alloc(largest)?, comm.alloc(largest)?);
+        let sent: Vec<u8> = (0..largest).map(|at| pattern(comm.rank(), at)).collect();
+        comm.device().upload(own.slice(), &sent)?;
+        let words = comm.register(&comm.device().allocate_signals(4096)?)?;
+        let (right, left) = Self::peers(comm, ring);
+        let remote_into = share(comm, &into, right)?;
+        let remote_own = share(comm, &own, left)?;
+        let remote_words = share(comm, &words, right)?;
+        let pair =
+            |slice: &DeviceSlice| -> Result<[Word; 2]> { Ok([slice.word(0)?, slice.word(64)?]) };
+        let engine = match nccl {
+            true => Some(
+                comm.collective_engine()
+                    .context("load the vendor's library (or give --no-nccl)")?,
+            ),
+            false => None,
+        };
+        Ok(Self {
+            second: SecondStream::new(comm)?,
+            clock,
+            ring,
+            engine,
+            right,
+            left,
+            own,
+            into,
+            remote_into,
+            remote_own,
+            remote_words: pair(remote_words.slice())?,
+            words: pair(words.slice())?,
+            sent: Cell::new(0),
+            received: Cell::new(0),
+        })
+    }
+
+    /// The neighbours in the ring, or the other of the pair; further ranks only keep the barriers.
+    fn peers(comm: &Communicator, ring: bool) -> (usize, usize) {
+        let (rank, world) = (comm.rank(), comm.world());
+        match (ring, rank) {
+            (false, 0) => (1, 1),
+            (false, 1) => (0, 0),
+            _ => ((rank + 1) % world, (rank + world - 1) % world),
+        }
+    }
+
+    pub(super) fn takes_part(&self) -> bool {
+        self.ring || self.clock.comm.rank() < 2
+    }
+
+    /// Sets the word of the rank to the right: outside of a graph to the count of such signals, in
+    /// one to 1, which the receiver resets.
+    pub(super) fn signal(&self, stream: &dyn Stream, submission: Submission) -> Result<()> {
+        let [counted, toggled] = &self.remote_words;
+        let operation = match submission {
+            Submission::Eager => MemoryOp::Write {
+                word: counted,
+                value: next(&self.sent),
+            },
+            Submission::Captured => MemoryOp::Write {
+                word: toggled,
+                value: 1,
+            },
+        };
+        Ok(stream.memory_ops(&[operation])?)
+    }
+
+    pub(super) fn await_signal(&self, stream: &dyn Stream, submission: Submission) -> Result<()> {
+        let [counted, toggled] = &self.words;
+        match submission {
+            Submission::Eager => stream.memory_ops(&[MemoryOp::Wait {
+                word: counted,
+                value: next(&self.received),
+            }])?,
+            Submission::Captured => stream.memory_ops(&[
+                MemoryOp::Wait {
+                    word: toggled,
+                    value: 1,
+                },
+                MemoryOp::Reset { word: toggled },
+            ])?,
+        }
+        Ok(())
+    }
+
+    /// Fails unless what was received is what the rank to the left sent, at both ends of it; and
+    /// wipes it for the next.
+    pub(super) fn check(&self, bytes: usize, way: Way) -> Result<()> {
+        let rank = self.clock.comm.rank();
+        if self.ring || rank == 1 {
+            let part = bytes.min(64 << 10);
+            for start in [0, bytes - part] {
+                let mut got = vec![0; part];
+                self.clock
+                    .comm
+                    .device()
+                    .download(&self.into.slice().slice(start..start + part)?, &mut got)?;
+                let wrong = got
+                    .iter()
+                    .zip(start..)
+                    .position(|(byte, at)| *byte != pattern(self.left, at));
+                if let Some(at) = wrong {
+                    bail!(
+                        "rank {rank}: byte {} of {bytes} received by {} is wrong",
+                        start + at,
+                        way.name()
+                    );
+                }
+            }
+        }
+        // A peer's last copy may still be under way until it has passed the barrier.
+        self.clock.comm.barrier()?;
+        self.clock.stream.fill(self.into.slice(), 0xff)?;
+        self.clock.comm.synchronize(&*self.clock.stream)?;
+        Ok(self.clock.comm.barrier()?)
+    }
+}
+
+fn next(count: &Cell<u64>) -> u64 {
+    count.set(count.get() + 1);
+    count.get()
+}
+
+/// Byte `at` of what `rank` sends; it differs from rank to rank and from byte to byte.
+fn pattern(rank: usize, at: usize) -> u8 {
+    (at * 31 + rank * 7 + (at >> 9)) as u8
+}
+
+/// Maps the rank `from`'s `region`; every rank gives its own to all others.
+fn share(comm: &Communicator, region: &Region, from: usize) -> Result<RemoteRegion> {
+    // A handle for every rank, so that who opens whose need not be known here.
+    let mut handles = Vec::new();
+    for peer in 0..comm.world() {
+        match peer == comm.rank() {
+            true => handles.extend_from_slice(&[0; HANDLE_BYTES]),
+            false => handles.extend_from_slice(&comm.describe(region, peer)?),
+        }
+    }
+    let all = comm.all_gather_bytes(&handles)?;
+    let mut opened = None;
+    for (peer, handles) in all
+        .iter()
+        .enumerate()
+        .filter(|(peer, _)| *peer != comm.rank())
+    {
+        let own = &handles[comm.rank() * HANDLE_BYTES..(comm.rank() + 1) * HANDLE_BYTES];
+        let region = comm.open(peer, own)?;
+        if peer == from {
+            opened = Some(region);
+        }
+    }
+    opened.with_context(|| format!("rank {from} has no region"))
+}

@@ -1,0 +1,92 @@
+//! The benchmark of send and receive, on the host device.
+
+// A test fails by panicking.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+#[allow(dead_code, reason = "shared with the tests of endings")]
+mod common;
+
+use common::{stderr, stdout, warplink};
+use serde_json::Value;
+
+const WAYS: [&str; 5] = ["raw", "raw-get", "put", "get", "nccl"];
+
+/// What `bench p2p` writes for one size.
+fn bench(more: &[&str]) -> String {
+    let size = [
+        "--from",
+        "4KiB",
+        "--to",
+        "4KiB",
+        "--samples",
+        "2",
+        "--device",
+        "host",
+    ];
+    let output = warplink(&[&["bench", "p2p"], &size[..], more].concat())
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{}", stderr(&output));
+    stdout(&output)
+}
+
+/// Looks for every way, compared with its floor, and for a latency of these ways only.
+fn check(more: &[&str], with_latency: &[&str]) {
+    let report: Value = serde_json::from_str(&bench(&[more, &["--json"]].concat())).unwrap();
+    let rows = report["rows"].as_array().unwrap();
+    let ways: Vec<&str> = rows
+        .iter()
+        .map(|row| row["way"].as_str().unwrap())
+        .collect();
+    assert_eq!(ways, WAYS.map(|way| [way; 2]).concat());
+    for row in rows {
+        let way = row["way"].as_str().unwrap();
+        let floor = match way {
+            "get" | "raw-get" => "raw-get",
+            _ => "raw",
+        };
+        let floor = rows
+            .iter()
+            .find(|other| other["way"] == floor && other["submission"] == row["submission"])
+            .unwrap();
+        let bandwidth = |row: &Value| row["bandwidth"].as_f64().unwrap();
+        let ratio = row["of_raw"].as_f64().unwrap();
+        assert!(
+            (ratio - bandwidth(row) / bandwidth(floor)).abs() < 1e-9,
+            "{row}"
+        );
+        assert_eq!(
+            row["latency"].is_object(),
+            with_latency.contains(&way),
+            "{row}"
+        );
+    }
+}
+
+#[test]
+fn a_pair_has_latency_but_for_raw_gets() {
+    // The third rank takes no part.
+    check(&["-n", "3"], &["raw", "put", "get", "nccl"]);
+}
+
+#[test]
+fn a_ring_has_no_latency() {
+    check(&["-n", "3", "--ring"], &[]);
+}
+
+#[test]
+fn the_table_names_ways_as_json_does() {
+    let text = bench(&["-n", "2"]);
+    let rows: Vec<Vec<&str>> = text
+        .lines()
+        .skip(3)
+        .map(|line| line.split_whitespace().collect())
+        .collect();
+    let ways: Vec<&str> = rows.iter().map(|row| row[row.len().min(3) - 1]).collect();
+    assert_eq!(ways, WAYS.map(|way| [way; 2]).concat(), "{text}");
+    for row in rows.iter().filter(|row| row[2].starts_with("raw")) {
+        assert_eq!(row.last(), Some(&"1.000"), "{text}");
+        // Of a raw get the cell of the latency is empty.
+        assert_eq!(row.len(), if row[2] == "raw" { 8 } else { 7 }, "{text}");
+    }
+}
