@@ -390,6 +390,7 @@ fn a_batch_of_products_is_its_products() {
             (48, 40, 72, false),
             (7, 5, 3, false),
             (256, 128, 64, false),
+            (256, 512, 192, false),
             (16, 16, 16, true),
         ] {
             let spec = MatmulSpec {

@@ -224,7 +224,7 @@ mod lowered {
         assert_eq!(
             chosen,
             [
-                (Variant::PairwiseGet, Variant::RingCoarse),
+                (Variant::RingCoarse, Variant::RingCoarse),
                 (Variant::PushFine, Variant::PushFine),
                 (Variant::PushRotated, Variant::PushFine),
                 (Variant::PairwiseGet, Variant::PushFine),

@@ -33,6 +33,17 @@ pub(crate) struct Times {
     pub(crate) most: f64,
 }
 
+impl Times {
+    const NONE: Self = Self {
+        median: f64::NAN,
+        least: f64::NAN,
+        most: f64::NAN,
+    };
+}
+
+/// What is timed: it enqueues the same on every call.
+pub(crate) type Work<'a> = &'a dyn Fn(&dyn Stream) -> Result<()>;
+
 /// Measures on one stream of every rank.
 pub(crate) struct Clock<'a> {
     pub(crate) comm: &'a Communicator,
@@ -78,34 +89,56 @@ impl<'a> Clock<'a> {
         &self,
         samples: usize,
         submission: Submission,
-        work: &dyn Fn(&dyn Stream) -> Result<()>,
+        work: Work<'_>,
     ) -> Result<Times> {
+        let [times] = self.measure_in_turn(samples, submission, [work])?;
+        Ok(times)
+    }
+
+    /// As [`measure`](Self::measure) for several works that take turns, a sample of each after the
+    /// other: so they see the same clocks and temperatures, and can be compared more closely.
+    pub(crate) fn measure_in_turn<const N: usize>(
+        &self,
+        samples: usize,
+        submission: Submission,
+        works: [Work<'_>; N],
+    ) -> Result<[Times; N]> {
         let stream = &*self.stream;
-        let graph = match submission {
-            Submission::Eager => None,
-            Submission::Captured => {
-                stream.begin_capture()?;
-                work(stream).context("while a graph was captured")?;
-                Some(stream.end_capture()?)
-            }
-        };
-        let mut times = Vec::with_capacity(samples);
+        let mut turns = Vec::with_capacity(N);
+        for work in works {
+            let graph = match submission {
+                Submission::Eager => None,
+                Submission::Captured => {
+                    stream.begin_capture()?;
+                    work(stream).context("while a graph was captured")?;
+                    Some(stream.end_capture()?)
+                }
+            };
+            turns.push((work, graph));
+        }
+        let mut times = [const { Vec::new() }; N];
         const WARM_UP: usize = 2;
         for sample in 0..samples + WARM_UP {
-            self.comm.barrier()?;
-            self.align()?;
-            stream.record(&*self.begin)?;
-            match &graph {
-                Some(graph) => graph.launch(stream)?,
-                None => work(stream)?,
-            }
-            stream.record(&*self.end)?;
-            self.comm.synchronize(stream)?;
-            if sample >= WARM_UP {
-                times.push(f64::from(self.end.elapsed_since(&*self.begin)?) / 1e3);
+            for ((work, graph), times) in turns.iter().zip(&mut times) {
+                self.comm.barrier()?;
+                self.align()?;
+                stream.record(&*self.begin)?;
+                match graph {
+                    Some(graph) => graph.launch(stream)?,
+                    None => work(stream)?,
+                }
+                stream.record(&*self.end)?;
+                self.comm.synchronize(stream)?;
+                if sample >= WARM_UP {
+                    times.push(f64::from(self.end.elapsed_since(&*self.begin)?) / 1e3);
+                }
             }
         }
-        self.slowest(times)
+        let mut slowest = [Times::NONE; N];
+        for (slowest, own) in slowest.iter_mut().zip(times) {
+            *slowest = self.slowest(own)?;
+        }
+        Ok(slowest)
     }
 
     /// Holds the stream until every other rank's got here: one round of the ring for each rank

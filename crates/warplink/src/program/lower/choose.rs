@@ -89,8 +89,8 @@ impl Machine {
     /// The rate of a variant's copies; that of the all-gather where the two differ.
     fn rate(&self, variant: Variant) -> f64 {
         match variant {
-            Variant::RingGet => self.ring_get,
-            Variant::RingPut | Variant::RingFine | Variant::RingCoarse => self.ring_put,
+            Variant::RingGet | Variant::RingCoarse => self.ring_get,
+            Variant::RingPut | Variant::RingFine => self.ring_put,
             Variant::PairwiseGet => self.rotated_get,
             Variant::PairwisePut | Variant::PushRotated | Variant::PushFine => self.rotated_put,
             Variant::Collective => self.collective,
@@ -253,7 +253,6 @@ pub fn choose_all_gather_matmul(
 fn disturbance(variant: Variant) -> f64 {
     match variant {
         Variant::RingPut | Variant::PushRotated | Variant::PushFine => 1.02,
-        Variant::RingCoarse => 1.06,
         Variant::RingFine => 1.08,
         _ => 1.0,
     }

@@ -169,26 +169,23 @@ const RING_COARSE: &str = "
     let next = (rank + 1) % world
     let previous = (rank - 1) % world
 
-    # In step j a rank receives the shard of rank - j, and puts the one of the step before.
+    # In step j a rank fetches the shard of rank - j, and passes the one of the step before on.
     share {
         for j in 1..world {
             let current = (rank - j) % world
             if j == 1 {
-                pass = send A to next tag j via put
+                pass = send A to next tag j via get
             } else {
-                pass = send G[(current + 1) % world] to next tag j via put
+                pass = send G[(current + 1) % world] to next tag j via get
             }
-            fetch = receive G[current] from previous tag j via put
+            fetch = receive G[current] from previous tag j via get
         }
     }
 @fork
+    set_stream high(0)
     for j in 1..world {
-        set_stream high(0)
-        if j > 1 {
-            wait fetch[j - 1]
-        }
-        # One group: the put waits for the successor's receive, which must not wait behind it.
-        post fetch[j], pass[j]
+        post pass[j]
+        post fetch[j]
     }
 
     set_stream pool(0)
@@ -214,7 +211,10 @@ const RING_COARSE: &str = "
             }
         }
     }
-@join";
+@join
+    # The successor may still be reading what it was offered.
+    wait pass[j] for j in 1..world
+";
 
 const PAIRWISE_GET: &str = "
     # In step j a rank fetches the shard of rank + j, and rank - j fetches this rank's.

@@ -31,7 +31,7 @@ pub enum Variant {
     /// Around a ring by puts, in parts of shards or blocks that travel on two streams, so that the
     /// handover of one part is hidden by the transfer of another. For where the link is the bound.
     RingFine,
-    /// All-gather: around a ring by puts, and few, large products of several shards at once.
+    /// All-gather: around a ring by gets, and few, large products of several shards at once.
     /// Reduce-scatter: fetched by the owners, who add up early what arrives early. For where the
     /// products are the bound.
     RingCoarse,

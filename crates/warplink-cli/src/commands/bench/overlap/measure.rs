@@ -1,6 +1,6 @@
 //! The figures of one shape.
 
-use crate::commands::bench::timing::{Clock, Submission, Times};
+use crate::commands::bench::timing::{Clock, Submission, Times, Work};
 use crate::product::{Op, Problem, Product};
 use crate::report::write_trace;
 use anyhow::{Context, Result};
@@ -30,15 +30,23 @@ pub(super) struct Submitted {
 }
 
 impl Submitted {
-    fn of(
+    fn of(clock: &Clock<'_>, samples: usize, work: Work<'_>) -> Result<Self> {
+        let [this] = Self::in_turn(clock, samples, [work])?;
+        Ok(this)
+    }
+
+    /// Of works that take turns.
+    fn in_turn<const N: usize>(
         clock: &Clock<'_>,
         samples: usize,
-        work: &dyn Fn(&dyn Stream) -> Result<()>,
-    ) -> Result<Self> {
-        Ok(Self {
-            eager: clock.measure(samples, Submission::Eager, work)?,
-            captured: clock.measure(samples, Submission::Captured, work)?,
-        })
+        works: [Work<'_>; N],
+    ) -> Result<[Self; N]> {
+        let eager = clock.measure_in_turn(samples, Submission::Eager, works)?;
+        let captured = clock.measure_in_turn(samples, Submission::Captured, works)?;
+        Ok(std::array::from_fn(|index| Self {
+            eager: eager[index],
+            captured: captured[index],
+        }))
     }
 
     /// Seconds of the faster one.
@@ -74,8 +82,10 @@ pub(super) struct Row {
     pub(super) times: Submitted,
     /// Of the faster submission.
     pub(super) tflops: f64,
-    /// The product's time alone over this one.
+    /// The product's time alone, measured in turn with this one, over this one.
     pub(super) of_compute: f64,
+    /// That time alone.
+    pub(super) compute: Submitted,
     /// This time over that of the link alone.
     pub(super) over_link: f64,
     /// The collective's time over this one.
@@ -121,7 +131,6 @@ pub(super) fn figures(
     let alone = Alone::new(&product)?;
     let compute = Submitted::of(clock, settings.samples, &|stream| alone.whole(stream))?;
     let compute_chunks = Submitted::of(clock, settings.samples, &|stream| alone.chunks(stream))?;
-    drop(alone);
     let flops = problem.flops(world);
     let link_limit = problem.link_bytes(world) / settings.link;
     let mut rows: Vec<Row> = Vec::new();
@@ -139,7 +148,8 @@ pub(super) fn figures(
             .error_of(&*clock.stream, &work)
             .with_context(|| format!("run {variant}"))?;
         let difference = difference(clock, &product, &mut first)?;
-        let times = Submitted::of(clock, settings.samples, &work)
+        let whole = |stream: &dyn Stream| alone.whole(stream);
+        let [beside, times] = Submitted::in_turn(clock, settings.samples, [&whole, &work])
             .with_context(|| format!("time {variant}"))?;
         if let Some(folder) = &settings.traces {
             for plan in plan.plans() {
@@ -159,7 +169,8 @@ pub(super) fn figures(
                 .is_some_and(|best| best.variant == *variant),
             times,
             tflops: flops / best / 1e12,
-            of_compute: compute.best() / best,
+            of_compute: beside.best() / best,
+            compute: beside,
             over_link: best / link_limit,
             over_collective: None,
             error,

@@ -28,8 +28,9 @@ use warplink::{Communicator, DType, DeviceKind, ErrorKind};
 /// collective before or after one product; and every variant of the overlapped program. Beside them
 /// stand two limits: the bytes that a rank receives over the link's rate, and the product alone.
 /// Every sample starts with a barrier over all ranks, the slowest rank counts, and a time is the
-/// median of all samples. Every variant's result is checked. The variant that the model would choose
-/// is marked with '*'.
+/// median of all samples. Samples of a variant and of the product alone take turns, and 'of product'
+/// compares these two: a GPU's clocks drift. Every variant's result is checked. The variant that the
+/// model would choose is marked with '*'.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  \
     warplink bench overlap\n  \
