@@ -88,7 +88,7 @@ impl AllGatherMatmulPlan {
             }
         }
         let mut choice = available(executor, choice)?;
-        choice.streams = options.streams.unwrap_or(choice.streams);
+        choice.streams = options.streams.unwrap_or(choice.variant.gather_streams());
         let lowered = lower_all_gather_matmul(problem, world, choice.variant, choice.streams)?;
         let runs = Runs::new(executor, choice, lowered, options, &tensors)?;
         Ok(Self { runs })

@@ -79,7 +79,7 @@ impl MatmulReduceScatterPlan {
         let bias: Vec<DeviceSlice> = buffers.bias.iter().cloned().collect();
         tensors.extend(several("bias", &bias, problem.bias.into(), Bound::shared)?);
         let mut choice = available(executor, choice)?;
-        choice.streams = options.streams.unwrap_or(choice.streams);
+        choice.streams = options.streams.unwrap_or(choice.variant.scatter_streams());
         let lowered = lower_matmul_reduce_scatter(problem, world, choice.variant, choice.streams)?;
         let runs = Runs::new(executor, choice, lowered, options, &tensors)?;
         Ok(Self { runs })

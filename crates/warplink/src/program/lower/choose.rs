@@ -156,7 +156,7 @@ impl fmt::Display for Choice {
 
 fn decide(
     subject: String,
-    streams: usize,
+    streams: fn(Variant) -> usize,
     force: Option<Variant>,
     estimate: impl Fn(Variant) -> Estimate,
 ) -> Choice {
@@ -179,9 +179,10 @@ fn decide(
     let best = estimates
         .first()
         .map_or(Variant::Collective, |best| best.variant);
+    let variant = force.unwrap_or(best);
     Choice {
-        variant: force.unwrap_or(best),
-        streams,
+        variant,
+        streams: streams(variant),
         forced: force.is_some(),
         estimates,
         subject,
@@ -199,8 +200,7 @@ pub fn choose_all_gather_matmul(
     machine: &Machine,
     force: Option<Variant>,
 ) -> Result<Choice> {
-    let streams = 2;
-    check(world, &[("m", spec.m), ("k", spec.k)], &["m"], streams)?;
+    check(world, &[("m", spec.m), ("k", spec.k)], &["m"], 1)?;
     let rows = spec.m / world;
     let columns = spec.n.iter().sum();
     let bytes = (rows * spec.k * spec.dtype.size()) as f64;
@@ -212,7 +212,7 @@ pub fn choose_all_gather_matmul(
         "all-gather + matmul of {} × {} × {:?} {} on {world} ranks of {}",
         spec.m, spec.k, spec.n, spec.dtype, machine.name
     );
-    Ok(decide(subject, streams, force, |variant| {
+    Ok(decide(subject, Variant::gather_streams, force, |variant| {
         let copy = bytes / machine.rate(variant);
         if variant == Variant::Collective {
             let link = machine.collective_latency + copy * (world - 1) as f64;
@@ -311,81 +311,85 @@ pub fn choose_matmul_reduce_scatter(
     machine: &Machine,
     force: Option<Variant>,
 ) -> Result<Choice> {
-    let streams = 2;
     let sizes = [("m", spec.m), ("k", spec.k), ("n", spec.n)];
-    check(world, &sizes, &["m", "k"], streams)?;
+    check(world, &sizes, &["m", "k"], 1)?;
     let (rows, depth) = (spec.m / world, spec.k / world);
     let bytes = (rows * spec.n * spec.dtype.size()) as f64;
     let subject = format!(
         "matmul + reduce-scatter of {} × {} × {} {} on {world} ranks of {}",
         spec.m, spec.k, spec.n, spec.dtype, machine.name
     );
-    Ok(decide(subject, streams, force, |variant| {
-        let copy = bytes
-            / match variant {
-                Variant::RingCoarse => machine.rotated_get,
-                _ => machine.rate(variant),
-            };
-        if variant == Variant::Collective {
-            let link = machine.collective_latency + copy * (world - 1) as f64;
-            let compute = machine.product(spec.m, depth, spec.n);
-            let seconds = link + compute;
-            return Estimate {
-                variant,
-                seconds,
-                link,
-                compute,
-            };
-        }
-        if variant == Variant::RingFine {
-            return ring_of_parts(machine, spec, world, copy);
-        }
-        if variant == Variant::PushFine {
-            return stored(machine, spec, world);
-        }
-        let chunk = machine.product(rows, depth, spec.n);
-        let ring = matches!(variant, Variant::RingGet | Variant::RingPut);
-        // A ring adds two blocks at every step; the others add all up at the end.
-        let step_sum = if ring {
-            3.0 * bytes / machine.memory + machine.launch
-        } else {
-            0.0
-        };
-        // Parts of blocks follow one another on streams of their own, which hide their handovers.
-        let parts = match variant {
-            Variant::RingCoarse => super::scatter::coarse_parts(rows, spec.n),
-            _ => 1,
-        };
-        let part = parts as f64;
-        // Every step is handed over from the stream of a product, whoever copies.
-        let step = (copy + machine.signal) / part;
-        let (mut computed, mut arrived) = (0.0_f64, 0.0_f64);
-        for _ in parts..world * parts {
-            computed += chunk / part;
-            let leaves = if ring {
-                computed.max(arrived) + step_sum
+    Ok(decide(
+        subject,
+        Variant::scatter_streams,
+        force,
+        |variant| {
+            let copy = bytes
+                / match variant {
+                    Variant::RingCoarse => machine.rotated_get,
+                    _ => machine.rate(variant),
+                };
+            if variant == Variant::Collective {
+                let link = machine.collective_latency + copy * (world - 1) as f64;
+                let compute = machine.product(spec.m, depth, spec.n);
+                let seconds = link + compute;
+                return Estimate {
+                    variant,
+                    seconds,
+                    link,
+                    compute,
+                };
+            }
+            if variant == Variant::RingFine {
+                return ring_of_parts(machine, spec, world, copy);
+            }
+            if variant == Variant::PushFine {
+                return stored(machine, spec, world);
+            }
+            let chunk = machine.product(rows, depth, spec.n);
+            let ring = matches!(variant, Variant::RingGet | Variant::RingPut);
+            // A ring adds two blocks at every step; the others add all up at the end.
+            let step_sum = if ring {
+                3.0 * bytes / machine.memory + machine.launch
             } else {
-                computed
+                0.0
             };
-            arrived = arrived.max(leaves + machine.signal) + step;
-        }
-        let own = computed + chunk;
-        // What was added up early counts as one block.
-        let blocks = match variant {
-            Variant::RingCoarse => world + 1 - world.div_ceil(2),
-            _ => world,
-        };
-        let last_sum = match ring {
-            true => step_sum,
-            false => (blocks + 1) as f64 * bytes / machine.memory / part + machine.launch,
-        };
-        Estimate {
-            variant,
-            seconds: own.max(arrived + machine.signal) + last_sum,
-            link: step * part * (world - 1) as f64,
-            compute: own,
-        }
-    }))
+            // Parts of blocks follow one another on streams of their own, which hide their handovers.
+            let parts = match variant {
+                Variant::RingCoarse => super::scatter::coarse_parts(rows, spec.n),
+                _ => 1,
+            };
+            let part = parts as f64;
+            // Every step is handed over from the stream of a product, whoever copies.
+            let step = (copy + machine.signal) / part;
+            let (mut computed, mut arrived) = (0.0_f64, 0.0_f64);
+            for _ in parts..world * parts {
+                computed += chunk / part;
+                let leaves = if ring {
+                    computed.max(arrived) + step_sum
+                } else {
+                    computed
+                };
+                arrived = arrived.max(leaves + machine.signal) + step;
+            }
+            let own = computed + chunk;
+            // What was added up early counts as one block.
+            let blocks = match variant {
+                Variant::RingCoarse => world + 1 - world.div_ceil(2),
+                _ => world,
+            };
+            let last_sum = match ring {
+                true => step_sum,
+                false => (blocks + 1) as f64 * bytes / machine.memory / part + machine.launch,
+            };
+            Estimate {
+                variant,
+                seconds: own.max(arrived + machine.signal) + last_sum,
+                link: step * part * (world - 1) as f64,
+                compute: own,
+            }
+        },
+    ))
 }
 
 /// [`Variant::PushFine`] of a matmul + reduce-scatter: one product whose tiles leave as they are done.

@@ -63,6 +63,22 @@ impl Variant {
         Self::Collective,
     ];
 
+    /// How many streams the products of an all-gather + matmul best take turns on: with two, one
+    /// fills the device while the last tiles of the other run.
+    pub const fn gather_streams(self) -> usize {
+        2
+    }
+
+    /// How many streams the products of a matmul + reduce-scatter best take turns on. What one
+    /// leaves must leave early, and of two streams a device may run the later product first; only
+    /// where there are just two products, one for the others and the own, they share the device.
+    pub const fn scatter_streams(self) -> usize {
+        match self {
+            Self::PushFine => 2,
+            _ => 1,
+        }
+    }
+
     /// Its name in tables and on the command line.
     pub const fn name(self) -> &'static str {
         match self {

@@ -14,7 +14,8 @@ use warplink::overlap::{Options, Variant};
 pub(super) struct Settings {
     pub(super) variants: Vec<Variant>,
     pub(super) samples: usize,
-    pub(super) streams: usize,
+    /// Where they are forced.
+    pub(super) streams: Option<usize>,
     /// In bytes a second.
     pub(super) link: f64,
     pub(super) seed: u64,
@@ -137,7 +138,7 @@ pub(super) fn figures(
     let (mut first, mut choice) = (None, String::new());
     for variant in &settings.variants {
         let options = Options {
-            streams: Some(settings.streams),
+            streams: settings.streams,
             ..Options::of(*variant)
         };
         let plan = product

@@ -57,9 +57,9 @@ pub(crate) struct Overlap {
     /// Samples of each figure [default: 20 on cuda, 5 on host]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     samples: Option<u16>,
-    /// Streams that the products take turns on
-    #[arg(long, value_name = "N", default_value = "2", value_parser = clap::value_parser!(u8).range(1..=32))]
-    streams: u8,
+    /// Streams that the products take turns on [default: as each variant does best]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(1..=32))]
+    streams: Option<u8>,
     /// Rate of the link, in 10^9 bytes a second, for its limit
     #[arg(long, value_name = "GB/S", default_value = "393", value_parser = positive)]
     link: f64,
@@ -116,7 +116,8 @@ struct Report {
     device: String,
     ranks: usize,
     nccl: Option<String>,
-    streams: usize,
+    /// Where they were forced.
+    streams: Option<usize>,
     samples: usize,
     /// In 10^9 bytes a second.
     link: f64,
@@ -183,7 +184,7 @@ impl Overlap {
                 (None, DeviceKind::Cuda) => 20,
                 (None, DeviceKind::Host) => 5,
             },
-            streams: self.streams.into(),
+            streams: self.streams.map(usize::from),
             link: self.link * 1e9,
             seed: common_seed(comm, self.seed)?,
             traces: self.traces.clone(),

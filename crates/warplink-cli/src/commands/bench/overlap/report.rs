@@ -19,10 +19,11 @@ impl Report {
         if let Some(nccl) = &self.nccl {
             text += &format!(", beside {nccl}");
         }
-        text += &format!(
-            "; {} samples, {} streams, link {} GB/s\n",
-            self.samples, self.streams, self.link
-        );
+        text += &format!("; {} samples, ", self.samples);
+        if let Some(streams) = self.streams {
+            text += &format!("{streams} streams, ");
+        }
+        text += &format!("link {} GB/s\n", self.link);
         for shape in &self.shapes {
             text += &shape.text();
         }
