@@ -346,6 +346,48 @@ fn a_trace_has_spans_of_every_rank() {
     });
 }
 
+/// Products stored at their owners, in one launch where the device can, again and
+/// again, eagerly and as a graph.
+fn stored<T: warplink::dtype::Element>(comm: &Communicator) {
+    let executor = comm.executor();
+    let stream = comm.create_stream(Priority::Normal).unwrap();
+    let case = Case::of::<T>(comm, true);
+    let memory = [(); 2].map(|()| Memory::scatter(comm, &case));
+    let [eager, captured] = memory.each_ref().map(|memory| {
+        MatmulReduceScatterPlan::new(
+            &executor,
+            &case.scatter(),
+            &Options::of(Variant::PushFine),
+            &memory.scatter_buffers(&case),
+        )
+        .unwrap()
+    });
+    let captured = captured.capture().unwrap();
+    for seed in 0..6 {
+        let inputs = Inputs::<T>::draw(&case, seed);
+        for memory in &memory {
+            memory.fill_scatter(comm, &case, &inputs);
+        }
+        // Several in a row: one that ran ahead would spoil what its peers still add up.
+        for _ in 0..3 {
+            eager.run(&*stream).unwrap();
+            captured.launch(&*stream).unwrap();
+        }
+        comm.synchronize(&*stream).unwrap();
+        for (memory, how) in memory.iter().zip(["eager", "captured"]) {
+            memory.check_scatter(comm, &case, &inputs, how);
+        }
+    }
+}
+
+#[test]
+fn products_are_stored_at_their_owners() {
+    threads_with(world(3), delayed, |comm| {
+        stored::<bf16>(comm);
+        stored::<f16>(comm);
+    });
+}
+
 /// Products that are large enough for parts would take the host device minutes, so small ones are cut
 /// by hand.
 #[test]
