@@ -225,7 +225,7 @@ mod lowered {
             chosen,
             [
                 (Variant::RingCoarse, Variant::RingCoarse),
-                (Variant::PushFine, Variant::PushFine),
+                (Variant::PushFine, Variant::PushRotated),
                 (Variant::PushRotated, Variant::PushFine),
                 (Variant::PairwiseGet, Variant::PushFine),
             ]
