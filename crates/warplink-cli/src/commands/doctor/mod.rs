@@ -190,6 +190,7 @@ fn libraries(gpus: &[gpus::Gpu]) -> Vec<Check> {
                 let without = match library.name {
                     "NVRTC" => "no kernel can be compiled",
                     "cuBLASLt" => "no matrix product on a GPU, and no demo",
+                    "cuBLAS" => "products for several peers run one by one",
                     _ => "no collectives of the vendor's, and no comparison with them",
                 };
                 Found::missing(format!("not found; without it, {without}"), library.help)

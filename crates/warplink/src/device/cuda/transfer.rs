@@ -20,7 +20,7 @@ const BYTES_PER_THREAD: usize = 16 * 4;
 
 /// Transfers up to this length run in the kernel unless `WARPLINK_KERNEL_BYTES` says otherwise. One
 /// block moves about 40 GB/s over a link, so that a longer one is faster by the copy engine.
-const DEFAULT_LARGEST: usize = 128 << 10;
+const DEFAULT_LARGEST: usize = 256 << 10;
 
 /// As the kernel has it.
 #[repr(C)]
