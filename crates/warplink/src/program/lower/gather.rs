@@ -337,12 +337,13 @@ const PUSH_FINE: &str = "
             }
         }
     }
+
+    # Every part has a place of its own: all are announced at once, before the streams fork.
+    if world > 1 {
+        post fetch[j] for j in 1..world - 1, fetch_last[p] for p in 0..parts
+    }
 @fork
     set_stream high(0)
-    post fetch[j] for j in 1..world - 1
-    if world > 1 {
-        post fetch_last[p] for p in 0..parts
-    }
     for j in 1..world - 1 {
         post push[j]
     }
@@ -394,19 +395,19 @@ pub(super) fn parts(rows: usize, columns: usize) -> usize {
 
 /// In how many parts [`Variant::PushFine`] cuts the last shard of `rows`, with `columns` in the result.
 ///
-/// Parts pay where arrivals are the bound, which depends on the columns alone, and where the whole
-/// shard is more than one wave of small tiles: what remains after the last arrival is at least one
-/// tile's way through all of the contraction.
+/// Parts pay where arrivals are the bound, which depends on the columns alone, and where the shard is
+/// more than a wave of small tiles: what remains after the last arrival is at least one small tile's
+/// way through all of the contraction, and parts with fewer tiles queue behind one another.
 pub(super) fn last_parts(rows: usize, columns: usize) -> usize {
     const TILE: usize = 128 * 128;
-    const LEAST_TILES: usize = 256;
+    const LEAST_TILES: usize = 64;
     const MOST_COLUMNS: usize = 1536;
-    let whole = rows.saturating_mul(columns);
-    if columns > MOST_COLUMNS || whole < LEAST_TILES * TILE {
+    let tiles = |parts: usize| (rows / parts).saturating_mul(columns) / TILE;
+    if columns > MOST_COLUMNS || tiles(1) < 4 * LEAST_TILES {
         return 1;
     }
-    let divides = |parts: &usize| rows.is_multiple_of(*parts);
-    [4, 2].into_iter().find(divides).unwrap_or(1)
+    let fits = |parts: &usize| rows.is_multiple_of(*parts) && tiles(*parts) >= LEAST_TILES;
+    [8, 4, 2].into_iter().find(fits).unwrap_or(1)
 }
 
 /// Lowers an all-gather + matmul to a program for `world` ranks, with the products on `streams`
