@@ -407,7 +407,7 @@ pub(super) fn last_parts(rows: usize, columns: usize) -> usize {
         return 1;
     }
     let fits = |parts: &usize| rows.is_multiple_of(*parts) && tiles(*parts) >= LEAST_TILES;
-    [8, 4, 2].into_iter().find(fits).unwrap_or(1)
+    [4, 2].into_iter().find(fits).unwrap_or(1)
 }
 
 /// Lowers an all-gather + matmul to a program for `world` ranks, with the products on `streams`
