@@ -106,6 +106,9 @@ mod tests {
             );
         }
         let names: Vec<_> = libraries().iter().map(|library| library.name).collect();
-        assert_eq!(names, ["the CUDA driver", "NVRTC", "cuBLASLt", "NCCL"]);
+        assert_eq!(
+            names,
+            ["the CUDA driver", "NVRTC", "cuBLASLt", "cuBLAS", "NCCL"]
+        );
     }
 }
