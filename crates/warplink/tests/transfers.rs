@@ -529,6 +529,10 @@ fn stores(comm: &Communicator) {
     // There is nothing to copy, and nothing to store for who receives.
     let error = store.post(&*stream).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
+    // That harmed nothing.
+    enqueue();
+    comm.synchronize(&*stream).unwrap();
+    assert_eq!(download(comm, &receive), values(left, 19, 3000));
     let error = post_stores(&[take], &*stream, |_| Ok(())).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
     let by_get = TransferRequest::store(64, right, 8).protocol(Protocol::Get);

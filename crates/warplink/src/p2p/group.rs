@@ -3,7 +3,7 @@
 use super::transfer::Transfer;
 use crate::device::{DeviceSlice, MemoryOp, Stream, StreamOp};
 use crate::error::Result;
-use crate::signal::{Mode, Signal, Steps};
+use crate::signal::{End, Mode, Signal, Steps};
 
 /// Posts and waits to be enqueued together, which a device does in fewer steps than one by one: a
 /// small transfer, with what it waits for and what waits for it, becomes one kernel.
@@ -47,8 +47,8 @@ impl<'a> Batch<'a> {
         self.add(Kind::Wait, transfers)
     }
 
-    /// Enqueues signals that belong to no copy in a kernel where that is faster. For streams beside
-    /// which no product runs that would leave a kernel no room.
+    /// If the batch has no copy, enqueues its signals in a kernel where that is faster. For streams
+    /// beside which no product runs that would leave a kernel no room.
     pub fn in_kernel(mut self) -> Self {
         self.in_kernel = true;
         self
@@ -69,6 +69,12 @@ impl<'a> Batch<'a> {
     /// The device's fault, and [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) for a transfer that is captured twice
     /// without a wait between.
     pub fn enqueue(&self, stream: &dyn Stream) -> Result<()> {
+        // Before any post is numbered: a number without a post would be waited for in vain.
+        for part in &self.parts {
+            if part.kind == Kind::Post && part.transfer.end() == End::Mover {
+                part.transfer.ends()?;
+            }
+        }
         let capturing = stream.is_capturing()?;
         let mut operations = Vec::with_capacity(6 * self.parts.len());
         for group in self.parts.chunk_by(|a, b| a.kind == b.kind) {

@@ -100,9 +100,9 @@ impl TransferRequest {
         }
     }
 
-    /// Sends `bytes` to `peer` that this rank has nowhere in memory: what is enqueued between the
-    /// halves of [`post_stores`](super::post_stores) stores them straight into the receiver's. The
-    /// protocol is put; the receiver sees no difference.
+    /// Sends `bytes` to `peer` that this rank has nowhere in memory: what is enqueued within
+    /// [`post_stores`](super::post_stores) stores them straight into the receiver's. The protocol is
+    /// put; the receiver sees no difference.
     pub fn store(bytes: usize, peer: Rank, tag: u64) -> Self {
         Self {
             direction: Direction::Send,

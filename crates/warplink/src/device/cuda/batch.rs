@@ -150,7 +150,8 @@ impl Batches {
             Lists::make(&self.gpu, products.len(), addresses)
         };
         let tried = list(&|_| [scratch.operands.a, scratch.operands.b, scratch.operands.c])?;
-        let workspace = (scratch.workspace, scratch.workspace_bytes);
+        let workspace_bytes = scratch.workspace_bytes.min(WORKSPACE);
+        let workspace = (scratch.workspace, workspace_bytes);
         {
             let _entered = self.gpu.context.enter()?;
             let _relaxed = self.gpu.context.relax_capture();
@@ -167,7 +168,7 @@ impl Batches {
             batches: self.clone(),
             spec: *spec,
             lists,
-            workspace_bytes: scratch.workspace_bytes.min(WORKSPACE),
+            workspace_bytes,
             _products: products.to_vec(),
             _b: b.clone(),
         })

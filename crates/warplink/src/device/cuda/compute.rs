@@ -34,6 +34,9 @@ const SAMPLE: f32 = 3.0;
 /// Longest time for one product.
 const LIMIT: Duration = Duration::from_secs(60);
 
+/// Scratch memory that a graph of one product may hold; a program has dozens of them.
+const MOST_SCRATCH: usize = 4 << 20;
+
 /// Which product, and how its operands are aligned.
 type Key = (MatmulSpec, [u32; 3]);
 
@@ -265,18 +268,32 @@ impl Compute for CudaCompute {
             && let Some(batches) = self.batches()
         {
             let scratch = Scratch::allocate(&self.gpu, spec, self.workspace)?;
-            let _alone = lock(&self.preparing);
-            let batch = batches.prepare(spec, products, b, &scratch)?;
-            return self.recorder.record(move |stream| batch.enqueue(stream));
+            let alone = lock(&self.preparing);
+            match batches.prepare(spec, products, b, &scratch) {
+                Ok(batch) => return self.recorder.record(move |stream| batch.enqueue(stream)),
+                // A peer that has made its plan would wait for this rank's.
+                Err(error) => {
+                    self.gpu.fault.check()?;
+                    tracing::info!(%error, "products of a batch are enqueued one by one");
+                }
+            }
+            drop(alone);
         }
         self.prepare_matmul(spec)?;
+        let scratch = self
+            .planned(&(*spec, [BEST_ALIGNMENT; 3]))
+            .map_or(0, |plan| plan.workspace());
         let (compute, spec, b, bias) = (self.clone(), *spec, b.clone(), bias.cloned());
         let products = products.to_vec();
-        self.recorder.record(move |stream| {
+        let work = move |stream: &dyn Stream| {
             products
                 .iter()
                 .try_for_each(|(a, c)| compute.matmul(stream, &spec, a, &b, c, bias.as_ref()))
-        })
+        };
+        if scratch > MOST_SCRATCH {
+            return Ok(Recorder::unrecorded(work));
+        }
+        self.recorder.record(work)
     }
 
     fn prepare_sum(

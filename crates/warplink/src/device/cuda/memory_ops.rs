@@ -210,8 +210,9 @@ fn in_batches(
     Ok(())
 }
 
+/// Where a word of a GPU is; fails for one of another device.
 #[inline]
-fn address(word: &Word) -> Result<u64> {
+pub(super) fn address(word: &Word) -> Result<u64> {
     match word.as_slice().kind() {
         DeviceKind::Cuda => Ok(word.address()),
         kind => Err(Error::invalid(format!(

@@ -34,25 +34,32 @@ impl Recorder {
         let graph = stream.end_capture();
         enqueued?;
         Ok(Arc::new(Recorded {
+            graph: Some(graph?),
             work,
-            graph: graph?,
         }))
+    }
+
+    /// The same without a graph, for what would have it hold much scratch memory.
+    pub(super) fn unrecorded(
+        work: impl Fn(&dyn Stream) -> Result<()> + Send + Sync + 'static,
+    ) -> Arc<dyn PreparedLaunch> {
+        Arc::new(Recorded { graph: None, work })
     }
 }
 
 /// Work and the graph that holds it.
 struct Recorded<W> {
+    // Before the work, whose memory it uses.
+    graph: Option<Arc<dyn Graph>>,
     work: W,
-    graph: Arc<dyn Graph>,
 }
 
 impl<W: Fn(&dyn Stream) -> Result<()> + Send + Sync> PreparedLaunch for Recorded<W> {
     fn enqueue(&self, stream: &dyn Stream) -> Result<()> {
-        // A graph is not launched into another one.
-        if stream.is_capturing()? {
-            (self.work)(stream)
-        } else {
-            self.graph.launch(stream)
+        match &self.graph {
+            // A graph is not launched into another one.
+            Some(graph) if !stream.is_capturing()? => graph.launch(stream),
+            _ => (self.work)(stream),
         }
     }
 }

@@ -1,6 +1,7 @@
 //! The kernel that does a small transfer, with its waits and signals, in one launch.
 
 use super::gpu::Gpu;
+use super::memory_ops::address;
 use super::module::{Function, Module};
 use super::nvrtc;
 use crate::device::{DeviceSlice, MemoryOp};
@@ -104,14 +105,14 @@ impl TransferKernel {
             .enumerate()
         {
             *slot = match operation {
-                MemoryOp::Write { word, value } => [word.address(), *value],
+                MemoryOp::Write { word, value } => [address(word)?, *value],
                 MemoryOp::Reset { word } => {
                     resets |= 1 << index;
-                    [word.address(), 0]
+                    [address(word)?, 0]
                 }
                 MemoryOp::Wait { word, value } => {
                     waits |= 1 << index;
-                    [word.address(), *value]
+                    [address(word)?, *value]
                 }
             };
         }

@@ -87,8 +87,8 @@ impl Tools<'_> {
 
     /// Enqueues what `step` does on `stream`, which is the step's.
     pub(super) fn enqueue(&self, step: &Step, stream: &dyn Stream) -> Result<()> {
-        // Products are on streams of the pool as a rule, and run neither before the caller's stream
-        // has got to where they fork nor after they have joined.
+        // Products are on streams of the pool as a rule, so that beside the caller's stream none runs.
+        // Where a program has it otherwise, a kernel waits for room until a tile is done.
         let by_kernel = |batch: Batch<'_>| match step.stream {
             0 => batch.in_kernel().enqueue(stream),
             _ => batch.enqueue(stream),
