@@ -66,8 +66,9 @@ impl<'a> Batch<'a> {
     /// Enqueues the batch on `stream`. Does not block.
     ///
     /// # Errors
-    /// The device's fault, and [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) for a transfer that is captured twice
-    /// without a wait between.
+    /// The device's fault, and
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) for a transfer that is
+    /// captured twice without a wait between, or a send that has no memory to copy from.
     pub fn enqueue(&self, stream: &dyn Stream) -> Result<()> {
         // Before any post is numbered: a number without a post would be waited for in vain.
         for part in &self.parts {

@@ -11,7 +11,7 @@ use crate::device::{DeviceSlice, MatmulSpec, Stream};
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::lock;
-use std::ffi::{CStr, c_char, c_int, c_void};
+use std::ffi::{c_char, c_int, c_void};
 use std::fmt;
 use std::sync::{Arc, Mutex, OnceLock};
 
@@ -61,14 +61,8 @@ impl Blas {
         }
         // SAFETY: for every code the library gives a string of its own that is never freed.
         let text = unsafe { (self.cublasGetStatusString)(code) };
-        let text = if text.is_null() {
-            "an unknown error".to_owned()
-        } else {
-            // SAFETY: as above, and it ends with a zero.
-            unsafe { CStr::from_ptr(text) }
-                .to_string_lossy()
-                .into_owned()
-        };
+        // SAFETY: as above, and it ends with a zero.
+        let text = unsafe { library::message(text) };
         Err(Error::new(ErrorKind::Driver, text)
             .during(operation)
             .code(code.into()))

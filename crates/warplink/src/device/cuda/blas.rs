@@ -10,7 +10,7 @@ use cudarc::cublaslt::sys::{
     cublasLtMatmulPreferenceAttributes_t as PreferenceAttribute, cublasLtMatrixLayout_t,
     cudaDataType_t,
 };
-use std::ffi::{CStr, c_char, c_int, c_void};
+use std::ffi::{c_char, c_int, c_void};
 use std::fmt;
 use std::sync::OnceLock;
 
@@ -85,14 +85,8 @@ impl BlasLt {
         };
         // SAFETY: for every code the library gives a string of its own that is never freed.
         let text = unsafe { (self.cublasLtGetStatusString)(code) };
-        let text = if text.is_null() {
-            "an unknown error".to_owned()
-        } else {
-            // SAFETY: as above, and it ends with a zero.
-            unsafe { CStr::from_ptr(text) }
-                .to_string_lossy()
-                .into_owned()
-        };
+        // SAFETY: as above, and it ends with a zero.
+        let text = unsafe { library::message(text) };
         Err(Error::new(kind, text).during(operation).code(code.into()))
     }
 }

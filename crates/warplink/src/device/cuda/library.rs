@@ -1,7 +1,7 @@
 //! Finding the vendor's libraries at run time, and saying where they were looked for.
 
 use crate::error::{Error, ErrorKind, Result};
-use std::ffi::OsString;
+use std::ffi::{CStr, OsString, c_char};
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -130,6 +130,20 @@ pub(super) fn load(wanted: &'static Wanted) -> Result<Loaded> {
         )
         .help(wanted.help)
     })
+}
+
+/// What a library calls one of its error codes.
+///
+/// # Safety
+/// `text` must be null or a string that ends with a zero and is not freed meanwhile.
+pub(super) unsafe fn message(text: *const c_char) -> String {
+    if text.is_null() {
+        return "an unknown error".to_owned();
+    }
+    // SAFETY: the caller vouches for the string.
+    unsafe { CStr::from_ptr(text) }
+        .to_string_lossy()
+        .into_owned()
 }
 
 /// Says for each library where it is or where it was looked for.

@@ -5,7 +5,7 @@ use super::driver::function_table;
 use super::library::{self, NVRTC};
 use crate::error::{Error, ErrorKind, Result};
 use cudarc::nvrtc::sys::nvrtcProgram;
-use std::ffi::{CStr, CString, c_char, c_int};
+use std::ffi::{CString, c_char, c_int};
 use std::sync::OnceLock;
 
 /// A piece of CUDA C++ that is embedded in the library.
@@ -67,14 +67,8 @@ impl Compiler {
         }
         // SAFETY: for every code the compiler gives a string of its own that is never freed.
         let text = unsafe { (self.nvrtcGetErrorString)(code) };
-        let text = if text.is_null() {
-            "an unknown error".to_owned()
-        } else {
-            // SAFETY: as above, and it ends with a zero.
-            unsafe { CStr::from_ptr(text) }
-                .to_string_lossy()
-                .into_owned()
-        };
+        // SAFETY: as above, and it ends with a zero.
+        let text = unsafe { library::message(text) };
         Err(Error::new(ErrorKind::Driver, text)
             .during(operation)
             .code(code.into()))

@@ -80,8 +80,8 @@ impl Plan {
         self.steps.len()
     }
 
-    /// The memory of the tensor `name`, bound or allocated, if this rank accesses it. Of several that a loop allocated under
-    /// one name, the first.
+    /// The memory of the tensor `name`, bound or allocated, if this rank accesses it. Of several that
+    /// a loop allocated under one name, the first.
     pub fn tensor(&self, name: &str) -> Option<&DeviceSlice> {
         let index = self
             .unrolled
