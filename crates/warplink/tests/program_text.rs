@@ -301,6 +301,7 @@ fn expr() -> impl Strategy<Value = Expr> {
         Just(Operator::Multiply),
         Just(Operator::Divide),
         Just(Operator::Remainder),
+        Just(Operator::ShiftLeft),
     ];
     leaf.prop_recursive(4, 16, 2, move |inner| {
         prop_oneof![

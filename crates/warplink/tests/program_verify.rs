@@ -226,7 +226,7 @@ mod lowered {
             [
                 (Variant::RingCoarse, Variant::RingCoarse),
                 (Variant::PushFine, Variant::PushRotated),
-                (Variant::PushRotated, Variant::PushFine),
+                (Variant::PushFine, Variant::PushFine),
                 (Variant::PairwiseGet, Variant::PushFine),
             ]
         );

@@ -31,6 +31,8 @@ pub enum Operator {
     Divide,
     /// `%`, what `/` leaves: it has the sign of the divisor, so `(rank - 1) % world` is a rank.
     Remainder,
+    /// `<<`: `a << b` is `a` times 2 to the `b`, for a `b` from 0 to 62.
+    ShiftLeft,
 }
 
 /// A comparison of integers.
@@ -72,6 +74,8 @@ pub enum EvaluationError {
     Overflow,
     /// A division by zero.
     DivisionByZero,
+    /// A shift by less than 0 or more than 62.
+    ShiftRange,
     /// Nested deeper than [`DEEPEST`].
     TooDeep,
 }
@@ -82,6 +86,7 @@ impl fmt::Display for EvaluationError {
             Self::Unknown(name) => write!(f, "'{name}' is not an integer that is known here"),
             Self::Overflow => f.write_str("the value overflows 64 bits"),
             Self::DivisionByZero => f.write_str("division by zero"),
+            Self::ShiftRange => f.write_str("a shift by less than 0 or more than 62"),
             Self::TooDeep => write!(f, "the expression is nested deeper than {DEEPEST}"),
         }
     }
@@ -91,7 +96,7 @@ impl Expr {
     /// The value, with `lookup` giving the values of names.
     ///
     /// # Errors
-    /// An unknown name, an overflow, a division by zero.
+    /// An unknown name, an overflow, a division by zero, a shift out of range.
     pub fn evaluate(&self, lookup: &dyn Fn(&str) -> Option<i64>) -> Result<i64, EvaluationError> {
         self.evaluate_within(lookup, DEEPEST)
     }
@@ -130,7 +135,7 @@ impl Operator {
     /// The value of `a` operator `b`.
     ///
     /// # Errors
-    /// An overflow or a division by zero.
+    /// An overflow, a division by zero, a shift out of range.
     pub fn apply(self, a: i64, b: i64) -> Result<i64, EvaluationError> {
         let value = match self {
             Self::Add => a.checked_add(b),
@@ -146,6 +151,8 @@ impl Operator {
             Self::Remainder => {
                 Some(a.wrapping_rem(b)).map(|r| if self.floors(a, b) { r + b } else { r })
             }
+            Self::ShiftLeft if !(0..=62).contains(&b) => return Err(EvaluationError::ShiftRange),
+            Self::ShiftLeft => a.checked_mul(1 << b),
         };
         value.ok_or(EvaluationError::Overflow)
     }
@@ -163,6 +170,7 @@ impl Operator {
             Self::Multiply => "*",
             Self::Divide => "/",
             Self::Remainder => "%",
+            Self::ShiftLeft => "<<",
         }
     }
 }
@@ -197,7 +205,7 @@ impl Condition {
     /// Whether it holds, with `lookup` giving the values of names.
     ///
     /// # Errors
-    /// An unknown name, an overflow, a division by zero.
+    /// As [`Expr::evaluate`].
     pub fn evaluate(&self, lookup: &dyn Fn(&str) -> Option<i64>) -> Result<bool, EvaluationError> {
         self.evaluate_within(lookup, DEEPEST)
     }
@@ -258,6 +266,22 @@ mod tests {
         );
         assert_eq!(Operator::Remainder.apply(-1, 8), Ok(7));
         assert_eq!(Operator::Divide.apply(-1, 8), Ok(-1));
+    }
+
+    #[test]
+    fn shifts_are_products_with_powers_of_two() {
+        assert_eq!(Operator::ShiftLeft.apply(3, 4), Ok(48));
+        assert_eq!(Operator::ShiftLeft.apply(-1, 62), Ok(i64::MIN / 2));
+        assert_eq!(
+            Operator::ShiftLeft.apply(2, 62),
+            Err(EvaluationError::Overflow)
+        );
+        for by in [-1, 63, i64::MAX] {
+            assert_eq!(
+                Operator::ShiftLeft.apply(1, by),
+                Err(EvaluationError::ShiftRange)
+            );
+        }
     }
 
     proptest! {

@@ -292,9 +292,17 @@ fn arrivals(
         }
         Variant::PushFine if steps > 0 => {
             let parts = super::gather::last_parts(rows, columns);
-            let whole = (rows, copy + hop(machine, variant));
-            let part = (rows / parts, copy / parts as f64 + hop(machine, variant));
-            [vec![whole; steps - 1], vec![part; parts]].concat()
+            let part = |rows_of: usize| {
+                let share = rows_of as f64 / rows as f64;
+                (rows_of, copy * share + hop(machine, variant))
+            };
+            let halves = (1..parts).map(|halvings| rows >> halvings);
+            let last = rows >> (parts - 1);
+            let of_last = halves.chain([last]).map(part);
+            vec![part(rows); steps - 1]
+                .into_iter()
+                .chain(of_last)
+                .collect()
         }
         _ => vec![(rows, copy + hop(machine, variant)); steps],
     }

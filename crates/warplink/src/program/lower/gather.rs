@@ -318,9 +318,11 @@ const PUSH_ROTATED: &str = "
 const PUSH_FINE: &str = "
     # Every rank puts its shard to all others, starting with rank - 1, so that in each step every
     # rank is the target of one other. The last one goes in parts, of which each is multiplied while
-    # the next is under way.
+    # the next is under way: half of the shard, half of what is left of it, and so on, and at the end
+    # what equals the part before. Little is then left to multiply after the last arrival.
     let parts = $last
-    let rows = m / world / parts
+    let rows = m / world
+    let least = rows / (1 << (parts - 1))
     share {
         for j in 1..world - 1 {
             let source = (rank + j) % world
@@ -330,8 +332,9 @@ const PUSH_FINE: &str = "
         if world > 1 {
             let source = (rank - 1) % world
             for p in 0..parts {
-                let start = p * rows
-                let end = start + rows
+                let left = 1 << (parts - 1 - p)
+                let start = rows - left * least
+                let end = rows - left / 2 * least
                 push_last = send A[start..end] to (rank + 1) % world tag world + p via put
                 fetch_last = receive G[source][start..end] from source tag world + p via put
             }
@@ -366,8 +369,9 @@ const PUSH_FINE: &str = "
     if world > 1 {
         let source = (rank - 1) % world
         for p in 0..parts {
-            let start = p * rows
-            let end = start + rows
+            let left = 1 << (parts - 1 - p)
+            let start = rows - left * least
+            let end = rows - left / 2 * least
             set_stream pool((world - 1 + p) % streams)
             wait fetch_last[p]
             @multiply C[source][start..end] G[source][start..end] biased
@@ -393,21 +397,25 @@ pub(super) fn parts(rows: usize, columns: usize) -> usize {
     [4, 2].into_iter().find(fits).unwrap_or(1)
 }
 
-/// In how many parts [`Variant::PushFine`] cuts the last shard of `rows`, with `columns` in the result.
+/// In how many parts [`Variant::PushFine`] cuts the last shard of `rows`, with `columns` in the result:
+/// a half, a quarter, and so on, the last as large as the one before.
 ///
-/// Parts pay where arrivals are the bound, which depends on the columns alone, and where the shard is
-/// more than a wave of small tiles: what remains after the last arrival is at least one small tile's
-/// way through all of the contraction, and parts with fewer tiles queue behind one another.
+/// Parts pay where arrivals are the bound, which depends on the columns alone, as long as the product
+/// of the last is no shorter than the handover of one more.
 pub(super) fn last_parts(rows: usize, columns: usize) -> usize {
     const TILE: usize = 128 * 128;
-    const LEAST_TILES: usize = 64;
+    const LEAST_TILES: usize = 32;
     const MOST_COLUMNS: usize = 1536;
-    let tiles = |parts: usize| (rows / parts).saturating_mul(columns) / TILE;
-    if columns > MOST_COLUMNS || tiles(1) < 4 * LEAST_TILES {
-        return 1;
+    const MOST: usize = 5;
+    let fits = |parts: &usize| {
+        let halvings = parts - 1;
+        let least = rows >> halvings;
+        rows.is_multiple_of(1 << halvings) && least.saturating_mul(columns) / TILE >= LEAST_TILES
+    };
+    match columns <= MOST_COLUMNS {
+        true => (2..=MOST).rev().find(fits).unwrap_or(1),
+        false => 1,
     }
-    let fits = |parts: &usize| rows.is_multiple_of(*parts) && tiles(*parts) >= LEAST_TILES;
-    [4, 2].into_iter().find(fits).unwrap_or(1)
 }
 
 /// Lowers an all-gather + matmul to a program for `world` ranks, with the products on `streams`

@@ -360,8 +360,8 @@ const RING_COARSE: &str = "
         }
     }
 
-    # One stream fetches, one adds up.
-    let lanes = 2
+    # One stream fetches, one adds up, and one offers, so that no product waits for an offer.
+    let lanes = 3
 @fork lanes
     for s in 1..world {
         let block = (rank + s) % world
@@ -370,6 +370,8 @@ const RING_COARSE: &str = "
             let end = start + rows
             set_stream pool((s * parts + p) % streams)
             @multiply P[block][start..end] A[block][start..end]
+            set_stream high(2)
+            synchronize pool((s * parts + p) % streams)
             post give[s][p]
             set_stream high(0)
             post take[s][p]

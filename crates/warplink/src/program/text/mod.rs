@@ -31,8 +31,9 @@
 //! op        = "sum" | "max" | "min"
 //! ```
 //!
-//! Integers have `+ - * / %` and parentheses, conditions comparisons and `and or not`. `/` rounds
-//! down and `%` has the sign of its divisor. A line goes on where a parenthesis or bracket is open
+//! Integers have `+ - * / %`, `<<`, which binds least of them, and parentheses; conditions have
+//! comparisons and `and or not`. `/` rounds down, `%` has the sign of its divisor, and `a << b` is
+//! `a` times 2 to the `b`. A line goes on where a parenthesis or bracket is open
 //! or after a comma or an operator. A comment goes from `#` to the end of its line; comments are
 //! not part of the program and are lost when it is printed.
 //!

@@ -210,7 +210,7 @@ impl<'a> Parser<'a> {
             Comparison::Greater,
         ];
         let start = self.peek();
-        let left = self.sum()?;
+        let left = self.shift()?;
         let Some(comparison) = ALL
             .into_iter()
             .find(|comparison| self.is(comparison.sign()))
@@ -219,12 +219,16 @@ impl<'a> Parser<'a> {
         };
         self.at += 1;
         let next = self.peek();
-        let right = self.sum()?;
+        let right = self.shift()?;
         Ok(Value::Truth(Condition::Compare(
             comparison,
             self.number_of(start, left)?,
             self.number_of(next, right)?,
         )))
+    }
+
+    fn shift(&mut self) -> Parsed<Value> {
+        self.chain(Self::sum, &[Operator::ShiftLeft])
     }
 
     fn sum(&mut self) -> Parsed<Value> {

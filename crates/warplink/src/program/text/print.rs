@@ -338,9 +338,10 @@ const fn op_name(op: ReduceOp) -> &'static str {
 /// How tightly an expression's outermost operator binds.
 fn tightness(expression: &Expr) -> u8 {
     match expression {
-        Expr::Binary(Operator::Add | Operator::Subtract, ..) => 1,
-        Expr::Binary(..) => 2,
-        Expr::Number(_) | Expr::Name(_) | Expr::Negative(_) => 3,
+        Expr::Binary(Operator::ShiftLeft, ..) => 1,
+        Expr::Binary(Operator::Add | Operator::Subtract, ..) => 2,
+        Expr::Binary(..) => 3,
+        Expr::Number(_) | Expr::Name(_) | Expr::Negative(_) => 4,
     }
 }
 
