@@ -8,7 +8,7 @@ mod common;
 
 use common::{Ranks, delays, processes, threads, threads_with, values, world};
 use std::time::Duration;
-use warplink::device::{AllocationKind, Priority};
+use warplink::device::{AllocationKind, Priority, Stream};
 use warplink::memory::Region;
 use warplink::p2p::{Protocol, Transfer, TransferRequest, post_all, post_stores, wait_all};
 use warplink::{Communicator, ErrorKind};
@@ -552,6 +552,78 @@ fn what_is_stored_with_random_delays_is_there() {
         world(3),
         |config| delays(config, Duration::from_micros(200)),
         stores,
+    );
+}
+
+/// Two steps of a ring in one graph, posted on one stream and waited for on two others.
+fn steps_that_other_streams_wait_for(comm: &Communicator) {
+    const BYTES: usize = 1 << 16;
+    let (rank, world) = (comm.rank(), comm.world());
+    let stream = |priority| comm.create_stream(priority).unwrap();
+    let (main, posts) = (stream(Priority::Normal), stream(Priority::High));
+    let waits = [stream(Priority::Normal), stream(Priority::Normal)];
+    let event = comm.device().create_event(false).unwrap();
+    let after = |later: &dyn Stream, earlier: &dyn Stream| {
+        earlier.record(&*event).unwrap();
+        later.wait_event(&*event).unwrap();
+    };
+    for protocol in PROTOCOLS {
+        let alloc = || comm.alloc(BYTES).unwrap();
+        let (send, receive) = (alloc(), alloc());
+        let seen = [[alloc(), alloc()], [alloc(), alloc()]];
+        let transfers = ring(comm, &send, &receive, 5, protocol);
+        let group: Vec<&Transfer> = transfers.iter().collect();
+        main.begin_capture().unwrap();
+        for other in [&posts, &waits[0], &waits[1]] {
+            after(&**other, &*main);
+        }
+        for step in &seen {
+            post_all(&group, &*posts).unwrap();
+            for (wait, seen) in waits.iter().zip(step) {
+                wait_all(&group, &**wait).unwrap();
+                wait.copy(seen.slice(), receive.slice()).unwrap();
+            }
+            for wait in &waits {
+                after(&*posts, &**wait);
+            }
+            posts.copy(send.slice(), receive.slice()).unwrap();
+        }
+        after(&*main, &*posts);
+        let graph = main.end_capture().unwrap();
+        for round in 0..20 {
+            upload(comm, &send, &values(rank, round, BYTES));
+            // Otherwise what was seen in the round before would do.
+            for seen in seen.iter().flatten() {
+                upload(comm, seen, &[0; BYTES]);
+            }
+            comm.barrier().unwrap();
+            graph.launch(&*main).unwrap();
+            comm.synchronize(&*main).unwrap();
+            for (step, seen) in seen.iter().enumerate() {
+                let from = (rank + 2 * world - 1 - step) % world;
+                for seen in seen {
+                    assert_eq!(
+                        download(comm, seen),
+                        values(from, round, BYTES),
+                        "{protocol}, round {round}, step {step}"
+                    );
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn any_number_of_streams_of_a_graph_may_wait() {
+    processes(world(3), steps_that_other_streams_wait_for);
+}
+
+#[test]
+fn any_number_of_streams_of_a_graph_may_wait_with_random_delays() {
+    threads_with(
+        world(3),
+        |config| delays(config, Duration::from_micros(500)),
+        steps_that_other_streams_wait_for,
     );
 }
 

@@ -133,8 +133,14 @@ pub trait Stream: Send + Sync + fmt::Debug {
     /// Ends recording and makes the graph ready to launch. Blocks while it is prepared.
     fn end_capture(&self) -> Result<Arc<dyn Graph>>;
 
+    /// The number of the capture that records what is enqueued, if one does. No two captures of a
+    /// process have the same.
+    fn capture_id(&self) -> Result<Option<u64>>;
+
     /// Whether what is enqueued is being recorded.
-    fn is_capturing(&self) -> Result<bool>;
+    fn is_capturing(&self) -> Result<bool> {
+        Ok(self.capture_id()?.is_some())
+    }
 
     /// Number that tells streams of one device apart; on a GPU the driver's handle.
     fn raw(&self) -> u64;

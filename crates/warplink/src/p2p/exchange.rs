@@ -8,6 +8,7 @@
 //! generation of its registration: a rank whose cache is filled while its peer's is not neither
 //! waits for what does not come nor uses a mapping of what was replaced.
 
+use super::recording::{Recording, Settled};
 use super::request::{Direction, TransferRequest};
 use super::transfer::Transfer;
 use crate::bootstrap::{Bootstrap, Wait};
@@ -15,7 +16,7 @@ use crate::deadline::Deadline;
 use crate::device::Device;
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::memory::{Memory, Region, RemoteRegion, Subject};
-use crate::signal::{End, Phase, Protocol, RemoteSlot, Slot, SlotPool};
+use crate::signal::{End, Posts, Protocol, RemoteSlot, Slot, SlotPool};
 use crate::sync::lock;
 use serde::{Deserialize, Serialize};
 use std::collections::{HashMap, HashSet};
@@ -41,6 +42,7 @@ type Lane = (Rank, u64, Direction);
 pub struct Transfers {
     bootstrap: Arc<Bootstrap>,
     memory: Arc<Memory>,
+    device: Arc<dyn Device>,
     pool: Arc<SlotPool>,
     table: Arc<SlotTable>,
     protocol: Protocol,
@@ -82,6 +84,7 @@ impl Transfers {
         Self {
             bootstrap: bootstrap.clone(),
             memory: memory.clone(),
+            device: device.clone(),
             pool,
             table,
             protocol,
@@ -352,7 +355,9 @@ impl Transfers {
             remote_slot,
             _remote_page: page,
             peer_slot: side.slot,
-            phase: Phase::default(),
+            posts: Posts::default(),
+            recording: Recording::default(),
+            settled: Settled::new(&self.device),
             posted_on: AtomicU64::new(0),
             table: self.table.clone(),
         })

@@ -1,5 +1,6 @@
 //! Posting and waiting for many transfers at once.
 
+use super::recording::Waiting;
 use super::transfer::Transfer;
 use crate::device::{DeviceSlice, MemoryOp, Stream, StreamOp};
 use crate::error::Result;
@@ -76,28 +77,133 @@ impl<'a> Batch<'a> {
                 part.transfer.ends()?;
             }
         }
-        let capturing = stream.is_capturing()?;
-        let mut operations = Vec::with_capacity(6 * self.parts.len());
+        let mut queue = Queue::new(stream, self.in_kernel)?;
+        queue.operations.reserve(6 * self.parts.len());
         for group in self.parts.chunk_by(|a, b| a.kind == b.kind) {
-            match group {
-                [
-                    Part {
-                        kind: Kind::Post, ..
-                    },
-                    ..,
-                ] => post(group, stream, capturing, &mut operations)?,
-                _ => wait(group, stream, capturing, &mut operations)?,
+            let transfers = group.iter().map(|part| part.transfer);
+            match group.first().map(|part| part.kind) {
+                Some(Kind::Post) => queue.post(transfers)?,
+                Some(Kind::Wait) | None => queue.wait(transfers)?,
             }
         }
-        if operations.is_empty() {
-            return Ok(());
+        queue.flush()
+    }
+}
+
+/// Operations that a stream is to get together.
+struct Queue<'a, 's> {
+    stream: &'s dyn Stream,
+    /// The graph that the stream records, if it does.
+    capture: Option<u64>,
+    in_kernel: bool,
+    operations: Vec<StreamOp<'a>>,
+    /// What the operations settle in the graph.
+    settled: Vec<&'a Transfer>,
+}
+
+impl<'a, 's> Queue<'a, 's> {
+    fn new(stream: &'s dyn Stream, in_kernel: bool) -> Result<Self> {
+        Ok(Self {
+            stream,
+            capture: stream.capture_id()?,
+            in_kernel,
+            operations: Vec::new(),
+            settled: Vec::new(),
+        })
+    }
+
+    /// Posts a group; the order of its steps is what [`Batch`] says.
+    fn post(&mut self, group: impl Iterator<Item = &'a Transfer>) -> Result<()> {
+        let mut movers = Vec::new();
+        for transfer in group {
+            let (mode, steps, follows) = transfer.begin_post(self.stream, self.capture)?;
+            if steps.copy {
+                movers.push((transfer, mode, steps, follows));
+                continue;
+            }
+            if follows {
+                self.follow(transfer)?;
+            }
+            self.signals(transfer, mode, steps.before)?;
         }
-        if self.in_kernel
-            && let Some(signals) = only_signals(&operations)
-        {
-            return stream.memory_ops_in_kernel(&signals);
+        // All waits, all copies, all signals: the copy engine is not held up between the copies.
+        for (transfer, mode, steps, follows) in &movers {
+            if *follows {
+                self.follow(transfer)?;
+            }
+            self.signals(transfer, *mode, steps.before)?;
         }
-        stream.sequence(&operations)
+        for (transfer, ..) in &movers {
+            let (target, source) = transfer.ends()?;
+            self.operations.push(StreamOp::Copy { target, source });
+        }
+        for (transfer, mode, steps, _) in &movers {
+            self.signals(transfer, *mode, steps.after)?;
+            self.settle(transfer);
+        }
+        Ok(())
+    }
+
+    fn wait(&mut self, transfers: impl Iterator<Item = &'a Transfer>) -> Result<()> {
+        for transfer in transfers {
+            let Some(capture) = self.capture else {
+                if let Some((mode, steps)) = transfer.begin_wait(self.stream) {
+                    self.signals(transfer, mode, steps.before)?;
+                }
+                continue;
+            };
+            match transfer.recording.wait(capture, self.stream.raw()) {
+                Waiting::Nothing => {}
+                Waiting::ForEvent => self.follow(transfer)?,
+                Waiting::Settles => {
+                    let steps = Steps::wait(transfer.end(), Mode::Captured, false);
+                    self.signals(transfer, Mode::Captured, steps.before)?;
+                    self.settle(transfer);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Notes that what was collected settles `transfer`, for other streams of the graph.
+    fn settle(&mut self, transfer: &'a Transfer) {
+        if self.capture.is_some() {
+            self.settled.push(transfer);
+        }
+    }
+
+    /// Has the stream go on where the graph has settled `transfer`.
+    fn follow(&mut self, transfer: &Transfer) -> Result<()> {
+        // What comes before may be what a peer needs to get there.
+        self.flush()?;
+        transfer.settled.follow(self.stream)
+    }
+
+    fn signals(
+        &mut self,
+        transfer: &'a Transfer,
+        mode: Mode,
+        signals: [Option<Signal>; 2],
+    ) -> Result<()> {
+        for signal in signals.into_iter().flatten() {
+            let operation = transfer.operation(signal, mode)?;
+            self.operations.push(operation.into());
+        }
+        Ok(())
+    }
+
+    /// Enqueues what was collected.
+    fn flush(&mut self) -> Result<()> {
+        if !self.operations.is_empty() {
+            match only_signals(&self.operations).filter(|_| self.in_kernel) {
+                Some(signals) => self.stream.memory_ops_in_kernel(&signals)?,
+                None => self.stream.sequence(&self.operations)?,
+            }
+            self.operations.clear();
+        }
+        self.settled
+            .drain(..)
+            .try_for_each(|transfer| transfer.settled.mark(self.stream))
     }
 }
 
@@ -152,71 +258,22 @@ pub fn post_stores(
     if targets.is_empty() {
         return Ok(());
     }
-    let capturing = stream.is_capturing()?;
-    let (mut before, mut after) = (Vec::new(), Vec::new());
-    for transfer in transfers {
-        let (mode, steps) = transfer.begin_post(stream, capturing)?;
-        signals(transfer, mode, steps.before, &mut before)?;
-        signals(transfer, mode, steps.after, &mut after)?;
-    }
     // What stores is a kernel as a rule, and so finds no more room than these do.
-    stream.memory_ops_in_kernel(&before)?;
+    let mut queue = Queue::new(stream, true)?;
+    let mut begun = Vec::with_capacity(transfers.len());
+    for transfer in transfers {
+        let (mode, steps, follows) = transfer.begin_post(stream, queue.capture)?;
+        if follows {
+            queue.follow(transfer)?;
+        }
+        queue.signals(transfer, mode, steps.before)?;
+        begun.push((*transfer, mode, steps));
+    }
+    queue.flush()?;
     store(&targets)?;
-    stream.memory_ops_in_kernel(&after)
-}
-
-fn post<'a>(
-    group: &[Part<'a>],
-    stream: &dyn Stream,
-    capturing: bool,
-    operations: &mut Vec<StreamOp<'a>>,
-) -> Result<()> {
-    let mut movers: Vec<(&'a Transfer, Mode, Steps)> = Vec::new();
-    for Part { transfer, .. } in group {
-        let (mode, steps) = transfer.begin_post(stream, capturing)?;
-        if steps.copy {
-            movers.push((transfer, mode, steps));
-        } else {
-            signals(transfer, mode, steps.before, operations)?;
-        }
+    for (transfer, mode, steps) in begun {
+        queue.signals(transfer, mode, steps.after)?;
+        queue.settle(transfer);
     }
-    // All waits, all copies, all signals: the copy engine is not held up between the copies.
-    for (transfer, mode, steps) in &movers {
-        signals(transfer, *mode, steps.before, operations)?;
-    }
-    for (transfer, ..) in &movers {
-        let (target, source) = transfer.ends()?;
-        operations.push(StreamOp::Copy { target, source });
-    }
-    for (transfer, mode, steps) in &movers {
-        signals(transfer, *mode, steps.after, operations)?;
-    }
-    Ok(())
-}
-
-fn wait<'a>(
-    group: &[Part<'a>],
-    stream: &dyn Stream,
-    capturing: bool,
-    operations: &mut Vec<StreamOp<'a>>,
-) -> Result<()> {
-    for Part { transfer, .. } in group {
-        if let Some((mode, steps)) = transfer.begin_wait(stream, capturing) {
-            signals(transfer, mode, steps.before, operations)?;
-        }
-    }
-    Ok(())
-}
-
-fn signals<'a, Op: From<MemoryOp<'a>>>(
-    transfer: &'a Transfer,
-    mode: Mode,
-    signals: [Option<Signal>; 2],
-    operations: &mut Vec<Op>,
-) -> Result<()> {
-    for signal in signals.into_iter().flatten() {
-        let operation: MemoryOp<'a> = transfer.operation(signal, mode)?;
-        operations.push(operation.into());
-    }
-    Ok(())
+    queue.flush()
 }

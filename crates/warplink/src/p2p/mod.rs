@@ -20,6 +20,7 @@
 
 mod exchange;
 mod group;
+mod recording;
 mod request;
 mod transfer;
 

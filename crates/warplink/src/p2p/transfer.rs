@@ -2,11 +2,12 @@
 
 use super::exchange::SlotTable;
 use super::group::{post_all, wait_all};
+use super::recording::{Recording, Settled};
 use super::request::{Buffer, Direction};
 use crate::device::{DeviceSlice, MemoryOp, Stream, Word};
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::memory::{Region, RemoteRegion};
-use crate::signal::{End, Mode, Phase, Protocol, RemoteSlot, Signal, Slot, Steps, WordName};
+use crate::signal::{End, Mode, Posts, Protocol, RemoteSlot, Signal, Slot, Steps, WordName};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -27,7 +28,9 @@ pub struct Transfer {
     pub(super) remote_slot: RemoteSlot,
     pub(super) _remote_page: RemoteRegion,
     pub(super) peer_slot: u64,
-    pub(super) phase: Phase,
+    pub(super) posts: Posts,
+    pub(super) recording: Recording,
+    pub(super) settled: Settled,
     // The stream of the last post, by its number.
     pub(super) posted_on: AtomicU64,
     pub(super) table: Arc<SlotTable>,
@@ -65,14 +68,14 @@ impl Transfer {
     }
 
     /// Enqueues this end's part on `stream`; see the table in the [module](super). Does not block.
-    /// Posts of one transfer must be ordered among one another, and under capture each must be
-    /// waited for in the same graph before the next.
+    /// Posts of one transfer must be ordered among one another. Under capture, what has to wait for the
+    /// peer must be waited for in the same graph, and a post follows the wait before it.
     pub fn post(&self, stream: &dyn Stream) -> Result<()> {
         post_all(&[self], stream)
     }
 
-    /// Enqueues the wait for every post so far on `stream`. Does not block. Without a post it does
-    /// nothing.
+    /// Enqueues the wait for every post so far on `stream`; under capture, for the last in the same
+    /// graph. Does not block. Without a post it does nothing. Any number of streams may wait.
     pub fn wait(&self, stream: &dyn Stream) -> Result<()> {
         wait_all(&[self], stream)
     }
@@ -81,19 +84,30 @@ impl Transfer {
         self.direction.end(self.protocol)
     }
 
-    /// Numbers a post on `stream` and says what it enqueues.
-    pub(super) fn begin_post(&self, stream: &dyn Stream, capturing: bool) -> Result<(Mode, Steps)> {
-        let mode = self
-            .phase
-            .post(self.end(), capturing)
-            .map_err(|error| error.peer(self.peer).key(self.key()))?;
-        self.posted_on.store(stream.raw(), Ordering::Relaxed);
-        Ok((mode, Steps::post(self.end(), mode)))
+    /// Numbers a post on `stream`, or notes it for the graph `capture`; says what it enqueues, and
+    /// whether it has to follow the place where the graph has the transfer settled.
+    pub(super) fn begin_post(
+        &self,
+        stream: &dyn Stream,
+        capture: Option<u64>,
+    ) -> Result<(Mode, Steps, bool)> {
+        let (mode, follows) = match capture {
+            Some(capture) => {
+                let noted = self.recording.post(self.end(), capture, stream.raw());
+                let follows = noted.map_err(|error| error.peer(self.peer).key(self.key()))?;
+                (Mode::Captured, follows)
+            }
+            None => {
+                self.posted_on.store(stream.raw(), Ordering::Relaxed);
+                (self.posts.next(), false)
+            }
+        };
+        Ok((mode, Steps::post(self.end(), mode), follows))
     }
 
-    /// What a wait on `stream` enqueues, if there was a post.
-    pub(super) fn begin_wait(&self, stream: &dyn Stream, capturing: bool) -> Option<(Mode, Steps)> {
-        let mode = self.phase.wait(capturing)?;
+    /// The posts outside of graphs that a wait on `stream` is for, and what it enqueues.
+    pub(super) fn begin_wait(&self, stream: &dyn Stream) -> Option<(Mode, Steps)> {
+        let mode = self.posts.so_far()?;
         let same_stream = self.posted_on.load(Ordering::Relaxed) == stream.raw();
         Some((mode, Steps::wait(self.end(), mode, same_stream)))
     }

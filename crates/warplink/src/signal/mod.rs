@@ -19,8 +19,9 @@
 //! 2. *Toggling.* What a graph captures has its values fixed, so captured steps use words of their
 //!    own, set to 1 and reset to 0 by the waiter. An end sets the other's word again only after it
 //!    has itself been signalled, which happens after the other reset: no signal meets one that was
-//!    not consumed. This holds if a captured post is followed by its wait before the next post of
-//!    the same transfer, which `Phase` sees to.
+//!    not consumed. This holds if a captured post is followed by one wait, and that by the next post
+//!    of the same transfer, which is up to who enqueues them. The streams of a rank are ordered by
+//!    the graph, and need no word.
 //! 3. A wait is always for a word in the waiter's own memory.
 
 mod slots;
@@ -82,6 +83,7 @@ pub(crate) enum WordName {
     /// In the other end's slot: its inbound word.
     Outbound,
     /// In the own slot: set by the own stream when it has moved the bytes, for other streams here.
+    /// Not in graphs.
     Completed,
 }
 
@@ -129,7 +131,8 @@ impl Steps {
                 copy: true,
                 after: [
                     Some(Signal::Set(WordName::Outbound, mode.value())),
-                    Some(Signal::Set(WordName::Completed, mode.value())),
+                    mode.number()
+                        .map(|number| Signal::Set(WordName::Completed, number)),
                 ],
             },
         }
@@ -137,16 +140,14 @@ impl Steps {
 
     /// What waiting enqueues at `end`; `same_stream` when that is the stream of the post.
     pub(crate) fn wait(end: End, mode: Mode, same_stream: bool) -> Self {
-        match end {
-            End::Announcer => Self {
-                before: mode.consume(WordName::Inbound),
-                ..Self::NONE
-            },
-            End::Mover if same_stream => Self::NONE,
-            End::Mover => Self {
-                before: mode.consume(WordName::Completed),
-                ..Self::NONE
-            },
+        let before = match (end, mode) {
+            (End::Announcer, _) => mode.consume(WordName::Inbound),
+            (End::Mover, Mode::Eager(_)) if !same_stream => mode.consume(WordName::Completed),
+            (End::Mover, _) => [None; 2],
+        };
+        Self {
+            before,
+            ..Self::NONE
         }
     }
 }
@@ -159,6 +160,14 @@ impl Mode {
         }
     }
 
+    /// Of the post, outside of graphs.
+    fn number(self) -> Option<u64> {
+        match self {
+            Self::Eager(number) => Some(number),
+            Self::Captured => None,
+        }
+    }
+
     fn consume(self, word: WordName) -> [Option<Signal>; 2] {
         match self {
             Self::Eager(number) => [Some(Signal::Await(word, number)), None],
@@ -167,37 +176,19 @@ impl Mode {
     }
 }
 
-/// Counts an end's posts, and holds captured ones to invariant 2.
+/// Counts an end's posts outside of graphs.
 #[derive(Debug, Default)]
-pub(crate) struct Phase {
-    posts: AtomicU64,
-    captured: AtomicU64,
-}
+pub(crate) struct Posts(AtomicU64);
 
-impl Phase {
-    /// Numbers the next post. While `capturing`, fails where the last captured post of an announcer
-    /// has not been waited for.
-    pub(crate) fn post(&self, end: End, capturing: bool) -> Result<Mode> {
-        if !capturing {
-            return Ok(Mode::Eager(self.posts.fetch_add(1, Ordering::Relaxed) + 1));
-        }
-        let open = self.captured.swap(1, Ordering::Relaxed);
-        if open == 1 && end == End::Announcer {
-            return Err(Error::invalid(
-                "a transfer is posted twice in one graph without a wait between",
-            )
-            .during("post a transfer")
-            .help("wait for it first, or exchange a second transfer"));
-        }
-        Ok(Mode::Captured)
+impl Posts {
+    /// Numbers the next post.
+    pub(crate) fn next(&self) -> Mode {
+        Mode::Eager(self.0.fetch_add(1, Ordering::Relaxed) + 1)
     }
 
     /// What a wait is for: every post so far. `None` where there was none.
-    pub(crate) fn wait(&self, capturing: bool) -> Option<Mode> {
-        if capturing {
-            return (self.captured.swap(0, Ordering::Relaxed) == 1).then_some(Mode::Captured);
-        }
-        let posts = self.posts.load(Ordering::Relaxed);
+    pub(crate) fn so_far(&self) -> Option<Mode> {
+        let posts = self.0.load(Ordering::Relaxed);
         (posts > 0).then_some(Mode::Eager(posts))
     }
 }
@@ -377,23 +368,10 @@ mod tests {
 
     #[test]
     fn posts_are_counted_and_a_wait_is_for_all_of_them() {
-        let phase = Phase::default();
-        assert_eq!(phase.wait(false), None);
-        assert_eq!(phase.post(End::Announcer, false).unwrap(), Mode::Eager(1));
-        assert_eq!(phase.post(End::Announcer, false).unwrap(), Mode::Eager(2));
-        assert_eq!(phase.wait(false), Some(Mode::Eager(2)));
-    }
-
-    #[test]
-    fn a_captured_post_must_be_waited_for_before_the_next() {
-        let phase = Phase::default();
-        assert_eq!(phase.post(End::Announcer, true).unwrap(), Mode::Captured);
-        assert_eq!(
-            phase.post(End::Announcer, true).unwrap_err().kind(),
-            ErrorKind::InvalidArgument
-        );
-        assert_eq!(phase.wait(true), Some(Mode::Captured));
-        assert_eq!(phase.wait(true), None);
-        assert!(phase.post(End::Announcer, true).is_ok());
+        let posts = Posts::default();
+        assert_eq!(posts.so_far(), None);
+        assert_eq!(posts.next(), Mode::Eager(1));
+        assert_eq!(posts.next(), Mode::Eager(2));
+        assert_eq!(posts.so_far(), Some(Mode::Eager(2)));
     }
 }

@@ -13,7 +13,6 @@ const SLOT_BYTES: usize = 64;
 const INBOUND: usize = 0;
 const INBOUND_CAPTURED: usize = 8;
 const COMPLETED: usize = 16;
-const COMPLETED_CAPTURED: usize = 24;
 
 /// Bytes of a slot that a peer needs: its two inbound words.
 const REMOTE_SLOT_BYTES: usize = 16;
@@ -36,7 +35,7 @@ struct State {
 #[derive(Debug)]
 pub(crate) struct Slot {
     pub(crate) number: u64,
-    words: [Word; 4],
+    words: [Word; 3],
     inbound: Region,
 }
 
@@ -79,7 +78,6 @@ impl SlotPool {
             slice.word(INBOUND)?,
             slice.word(INBOUND_CAPTURED)?,
             slice.word(COMPLETED)?,
-            slice.word(COMPLETED_CAPTURED)?,
         ];
         let (page, start) = State::place(number);
         let page = state
@@ -129,7 +127,7 @@ impl Slot {
     pub(crate) fn word(&self, name: WordName, captured: bool) -> Option<&Word> {
         match name {
             WordName::Inbound => Some(&self.words[usize::from(captured)]),
-            WordName::Completed => Some(&self.words[2 + usize::from(captured)]),
+            WordName::Completed => Some(&self.words[2]),
             WordName::Outbound => None,
         }
     }

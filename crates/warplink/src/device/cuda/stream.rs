@@ -104,15 +104,6 @@ impl CudaStream {
         self.raw
     }
 
-    /// The number of the capture under way, if one is.
-    pub(super) fn capture_id(&self) -> Result<Option<u64>> {
-        let (driver, _entered) = self.enter()?;
-        if !memory_ops::is_capturing(driver, self.raw)? {
-            return Ok(None);
-        }
-        Ok(Capture::of(driver, self.raw)?.id)
-    }
-
     /// Fails where the device's fault was raised; makes the context current.
     #[inline]
     pub(super) fn enter(&self) -> Result<(&'static Driver, Entered<'_>)> {
@@ -399,6 +390,14 @@ impl Stream for CudaStream {
         driver.check(code, "end recording")?;
         self.gpu.fault.check()?;
         Ok(Arc::new(graph?))
+    }
+
+    fn capture_id(&self) -> Result<Option<u64>> {
+        let (driver, _entered) = self.enter()?;
+        if !memory_ops::is_capturing(driver, self.raw)? {
+            return Ok(None);
+        }
+        Ok(Capture::of(driver, self.raw)?.id)
     }
 
     fn is_capturing(&self) -> Result<bool> {

@@ -9,7 +9,7 @@ use super::stream::{self, HostStream};
 use crate::device::{Fault, Graph, Stream};
 use crate::error::{Error, Result};
 use crate::sync::lock;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 /// A mark recorded in a stream that is being captured.
@@ -20,8 +20,9 @@ pub(super) struct CapturedMark {
 }
 
 /// A capture under way, shared by the streams that take part.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Session {
+    number: u64,
     recording: Mutex<Recording>,
     ended: AtomicBool,
 }
@@ -34,6 +35,20 @@ struct Recording {
 }
 
 impl Session {
+    pub(super) fn new() -> Self {
+        static NEXT: AtomicU64 = AtomicU64::new(1);
+        Self {
+            number: NEXT.fetch_add(1, Ordering::Relaxed),
+            recording: Mutex::default(),
+            ended: AtomicBool::new(false),
+        }
+    }
+
+    /// Tells captures apart.
+    pub(super) fn number(&self) -> u64 {
+        self.number
+    }
+
     /// Adds a lane and gives its number.
     pub(super) fn join(&self) -> usize {
         let mut recording = lock(&self.recording);

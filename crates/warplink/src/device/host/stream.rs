@@ -298,7 +298,7 @@ impl Stream for HostStream {
                 Error::invalid("the stream already records a graph").during("begin a capture")
             );
         }
-        let session = Arc::new(Session::default());
+        let session = Arc::new(Session::new());
         let lane = session.join();
         *capture = Some(Capture { session, lane });
         Ok(())
@@ -322,8 +322,8 @@ impl Stream for HostStream {
         )))
     }
 
-    fn is_capturing(&self) -> Result<bool> {
-        Ok(self.capture().is_some())
+    fn capture_id(&self) -> Result<Option<u64>> {
+        Ok(self.capture().as_ref().map(|own| own.session.number()))
     }
 
     fn raw(&self) -> u64 {
