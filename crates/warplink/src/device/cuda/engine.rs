@@ -3,6 +3,7 @@
 use super::gpu::Gpu;
 use super::memory::CudaBacking;
 use super::nccl::{Handle, Nccl, NcclComm, UNIQUE_ID};
+use super::quiet;
 use super::stream::CudaStream;
 use crate::device::{CollectiveEngine, DeviceSlice, ReduceOp, Stream, UniqueBytesExchange};
 use crate::dtype::DType;
@@ -114,6 +115,7 @@ impl NcclEngine {
         let stream = CudaStream::of(stream, &self.gpu)?;
         let (_, _entered) = stream.enter()?;
         let _relaxed = self.gpu.context.relax_capture();
+        let _enqueuing = quiet::enqueuing();
         // What failed because of a fault is that fault.
         self.comm
             .call(operation, |nccl, comm| {

@@ -2,6 +2,7 @@
 
 use super::driver::status;
 use super::gpu::Gpu;
+use super::quiet;
 use super::stream::CudaStream;
 use super::workspace::Workspace;
 use crate::device::{Graph, Stream};
@@ -83,6 +84,7 @@ impl Graph for CudaGraph {
         let stream = CudaStream::of(stream, &self.gpu)?;
         let (driver, _entered) = stream.enter()?;
         let exec = lock(&self.exec);
+        let _enqueuing = quiet::enqueuing();
         // SAFETY: the graph is live, used by one thread at a time, and of the stream's context.
         let code = unsafe { (driver.cuGraphLaunch)(exec.0, stream.handle()) };
         driver.check(code, "launch a graph")

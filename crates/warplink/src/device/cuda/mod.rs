@@ -8,7 +8,8 @@
 //! | `gpu`, `device` | what everything of one GPU shares; the device as the traits want it |
 //! | `memory`, `virtual_memory`, `borrowed` | allocations, ours and others' |
 //! | `sharing`, `ipc` | giving allocations to peers and opening theirs |
-//! | `staging`, `reaper`, `signals` | blocking copies; freeing; ending waits after a fault |
+//! | `staging`, `signals` | blocking copies; ending waits after a fault |
+//! | `reaper`, `quiet` | freeing; when it may be done |
 //! | `stream`, `memory_ops`, `event`, `graph` | what is enqueued, and recording it |
 //! | `nvrtc`, `cache`, `module` | compiling, keeping, loading kernels |
 //! | `transfer`, `sum` | the kernels: a small transfer; adding |
@@ -22,7 +23,8 @@
 //!    streams that wait for a peer.
 //! 2. A call leaves the thread's current context and capture mode as they were (a thread without a
 //!    context keeps ours).
-//! 3. Nothing is freed on the thread that drops it if that could block without bound.
+//! 3. Nothing is freed on the thread that drops it, nor while a stream may wait for a peer, if that
+//!    could block without bound.
 //! 4. A missing library or symbol is an error.
 
 mod batch;
@@ -47,6 +49,7 @@ mod nccl;
 mod nvrtc;
 mod plan;
 mod poll;
+mod quiet;
 mod raw;
 mod reaper;
 mod recorded;

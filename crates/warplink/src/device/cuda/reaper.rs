@@ -1,11 +1,12 @@
 //! Freeing on a thread of its own.
 //!
 //! The driver may hold a call that frees or unmaps until the GPU is idle, and a stream may wait for
-//! a peer at that time. So that dropping a slice never blocks without bound, a thread does it, and
-//! the caller waits for that thread only briefly: in the ordinary case the memory is back when the
-//! drop returns.
+//! a peer at that time. So that dropping a slice never blocks without bound, a thread does it, at a
+//! moment when no stream has work, and the caller waits for that thread only briefly: in the ordinary
+//! case the memory is back when the drop returns.
 
 use super::context::Context;
+use super::quiet::when_quiet;
 use crate::error::{Error, Result};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -64,7 +65,7 @@ fn work(context: &Context, jobs: &Receiver<(Job, Sender<()>)>, late: &AtomicBool
         match context.enter() {
             Ok(_entered) => {
                 let _relaxed = context.relax_capture();
-                job(context);
+                when_quiet(|| job(context));
             }
             Err(error) => tracing::warn!(%error, "device memory is leaked"),
         }

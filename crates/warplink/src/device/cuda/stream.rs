@@ -7,6 +7,7 @@ use super::gpu::Gpu;
 use super::graph::CudaGraph;
 use super::memory_ops::{self, Capture};
 use super::poll::poll;
+use super::quiet::{self, Watch};
 use super::raw::RawStream;
 use super::transfer::MOST_OPERATIONS;
 use crate::deadline::Deadline;
@@ -29,6 +30,8 @@ const BATCH: usize = 64;
 pub(super) struct CudaStream {
     gpu: Arc<Gpu>,
     raw: CUstream,
+    /// Before what keeps the stream valid.
+    _watch: Watch,
     _keep: Keep,
 }
 
@@ -48,9 +51,12 @@ unsafe impl Sync for CudaStream {}
 impl CudaStream {
     pub(super) fn create(gpu: &Arc<Gpu>, high: bool) -> Result<Arc<Self>> {
         let stream = RawStream::create(&gpu.context, high)?;
+        // SAFETY: the stream was made just now, and is dropped after the watch.
+        let watch = unsafe { Watch::keep(&gpu.context, stream.raw) };
         Ok(Arc::new(Self {
             gpu: gpu.clone(),
             raw: stream.raw,
+            _watch: watch,
             _keep: Keep::Own { _stream: stream },
         }))
     }
@@ -77,9 +83,12 @@ impl CudaStream {
                 Error::invalid("the stream is of another GPU or context").device(gpu.describe())
             );
         }
+        // SAFETY: the stream is of the context, and its owner is dropped after the watch.
+        let watch = unsafe { Watch::keep(&gpu.context, raw) };
         Ok(Arc::new(Self {
             gpu: gpu.clone(),
             raw,
+            _watch: watch,
             _keep: Keep::Foreign { _owner: owner },
         }))
     }
@@ -235,6 +244,7 @@ impl Stream for CudaStream {
 
     fn memory_ops(&self, ops: &[MemoryOp<'_>]) -> Result<()> {
         let (driver, _entered) = self.enter()?;
+        let _enqueuing = quiet::enqueuing();
         if !self.gpu.captures_memory_ops() && memory_ops::is_capturing(driver, self.raw)? {
             return memory_ops::add_to_capture(&self.gpu.context, self.raw, ops);
         }
@@ -247,6 +257,7 @@ impl Stream for CudaStream {
             return self.memory_ops(ops);
         };
         let (_, _entered) = self.enter()?;
+        let _enqueuing = quiet::enqueuing();
         ops.chunks(MOST_OPERATIONS)
             .try_for_each(|ops| kernel.enqueue(self.raw, ops, None, &[]))
     }
@@ -256,6 +267,7 @@ impl Stream for CudaStream {
         let Some(kernel) = kernel else {
             return sequence_apart(self, ops);
         };
+        let _enqueuing = quiet::enqueuing();
         let mut pending: Vec<MemoryOp<'_>> = Vec::with_capacity(MOST_OPERATIONS);
         let mut rest = ops.iter().peekable();
         while let Some(op) = rest.next() {
@@ -358,6 +370,7 @@ impl Stream for CudaStream {
 
     fn begin_capture(&self) -> Result<()> {
         let (driver, _entered) = self.enter()?;
+        let _enqueuing = quiet::enqueuing();
         // What this thread does meanwhile must not be something that a capture breaks on; other
         // threads go on undisturbed.
         let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
