@@ -1,9 +1,9 @@
 //! Random small programs, for tests that compare the verifier's word with execution.
 //!
-//! A sample is first written so that it is right: steps that shift a slot around the ranks, add up
-//! slots, or call a collective, each on a stream that waits for what made its operands. Then some
-//! samples have lines left out, repeated or exchanged, which may or may not break them. Values are
-//! small integers if the inputs are, so that results are exact.
+//! A sample is first written so that it is right: steps that shift a slot around the ranks, add up or
+//! multiply slots, store products at other ranks, or call a collective, each on a stream that waits
+//! for what made its operands. Then some samples have lines left out, repeated or exchanged, which
+//! may or may not break them. The order of sums is fixed, so that results do not depend on timing.
 
 use super::ir::Program;
 use super::unrolled::Parameters;
@@ -92,8 +92,10 @@ pub fn sample(seed: u64, allowed: Allowed) -> Result<Sample> {
     };
     let slots = writer.made_on.len();
     let mut text = String::from("program sample(n) {\n");
-    text += "    input A: f32[n]\n    output C: f32[n]\n";
-    let _ = writeln!(text, "    allocate W: f32[{slots}, n]");
+    text += "    input A: f32[n, n]\n    output C: f32[n, n]\n";
+    let _ = writeln!(text, "    allocate W: f32[{slots}, n, n]");
+    // Stands for what is stored at other ranks.
+    text += "    allocate P: f32[n, n]\n";
     let mut depth = 1;
     for line in &writer.lines {
         depth -= usize::from(line.starts_with('}'));
@@ -106,7 +108,7 @@ pub fn sample(seed: u64, allowed: Allowed) -> Result<Sample> {
         text,
         world,
         streams,
-        parameters: Parameters::from([("n".to_owned(), 4)]),
+        parameters: Parameters::from([("n".to_owned(), 2)]),
         changes,
     })
 }
@@ -135,12 +137,14 @@ impl Writer {
             self.line("synchronize caller");
         }
         for _ in 0..steps {
-            match self.random.below(if engine { 6 } else { 4 }) {
+            match self.random.below(if engine { 8 } else { 6 }) {
                 0 => self.ring(),
                 1 => self.pairwise(),
                 2 => self.add(),
-                3 => self.shift(engine),
-                4 => self.collective(),
+                3 => self.multiply(),
+                4 => self.store(),
+                5 => self.shift(engine),
+                6 => self.collective(),
                 _ => self.shift(engine),
             }
         }
@@ -304,6 +308,56 @@ impl Writer {
             self.line(format!("W[{to}] = sum(W[{a}], W[{b}])"));
         }
         self.made_on.push(stream);
+    }
+
+    /// A product of two slots, which may be added to a third.
+    fn multiply(&mut self) {
+        let (a, b, c) = (self.some_slot(), self.some_slot(), self.some_slot());
+        let to = self.made_on.len();
+        let stream = self.stream_after(&[a, b, c]);
+        if self.random.chance(2) {
+            self.line(format!("W[{to}] = copy(W[{c}])"));
+            self.line(format!("W[{to}] += matmul(W[{a}], W[{b}])"));
+        } else {
+            self.line(format!("W[{to}] = matmul(W[{a}], W[{b}])"));
+        }
+        self.made_on.push(stream);
+    }
+
+    /// Every rank stores products at all others, or at some of them; their slots are received on a
+    /// stream of its own choice.
+    fn store(&mut self) {
+        let (b, slots) = (self.some_slot(), self.made_on.len());
+        let name = self.name();
+        let last = 1 + self.random.below(self.world - 1);
+        let each = format!("for j in 1..{}", last + 1);
+        self.line("share {");
+        self.line(format!("{each} {{"));
+        self.line(format!(
+            "s{name} = send P to (rank + j) % world tag {name} via put"
+        ));
+        self.line(format!(
+            "r{name} = receive W[{} + j] from (rank - j) % world tag {name} via put",
+            slots - 1
+        ));
+        self.line("}");
+        self.line("}");
+        // Before the products: who stores first would wait for who stores first.
+        self.stream_after(&[]);
+        self.line(format!("post r{name}[j] {each}"));
+        // A left operand for all, or one for each.
+        let (a, operands) = match self.random.below(slots + 1) {
+            all if all == slots => (format!("j % {slots}"), (0..slots).collect()),
+            one => (one.to_string(), vec![one, b]),
+        };
+        let mut stream = self.stream_after(&operands);
+        self.line(format!("post s{name}[j] = matmul(W[{a}], W[{b}]) {each}"));
+        if self.random.chance(2) {
+            stream = self.stream_after(&[]);
+        }
+        self.line(format!("wait r{name}[j] {each}"));
+        self.pending.push(format!("s{name}[j] {each}"));
+        self.made_on.extend((0..last).map(|_| stream.clone()));
     }
 
     fn collective(&mut self) {

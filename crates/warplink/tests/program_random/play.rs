@@ -43,6 +43,8 @@ enum Step {
     Copy((usize, usize, usize), (usize, usize, usize), usize),
     /// Adds up elements of this rank's tensors.
     Sum((usize, usize), Vec<(usize, usize)>, usize),
+    /// Computes rows of a product of this rank's tensors.
+    Multiply(Product, std::ops::Range<usize>),
     /// Puts a range on its way to a peer's receive, once that is there.
     Mail(TransferId, i64),
     /// Takes what is on its way.
@@ -53,6 +55,28 @@ enum Step {
     Fetch(usize, Collective<usize>, Range),
     /// The engine is free again.
     Release,
+}
+
+/// A product of matrices.
+#[derive(Clone, Copy, Debug)]
+struct Product {
+    /// Whose tensor the result is written to.
+    rank: usize,
+    c: Range,
+    a: Range,
+    b: Range,
+    columns: usize,
+    depth: usize,
+    accumulate: bool,
+}
+
+impl Product {
+    /// In two halves, so that others may come in between.
+    fn steps(self, rows: usize) -> Vec<Step> {
+        [0..rows / 2, rows / 2..rows]
+            .map(|rows| Step::Multiply(self, rows))
+            .to_vec()
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -239,8 +263,11 @@ impl<'a> Play<'a> {
             }
             kind => {
                 let mut engine = matches!(kind, OperationKind::Collective { .. });
-                if let OperationKind::Post(group) | OperationKind::Wait(group) = kind {
-                    let posting = matches!(kind, OperationKind::Post(_));
+                if let OperationKind::Post(group)
+                | OperationKind::PostMatmul { group, .. }
+                | OperationKind::Wait(group) = kind
+                {
+                    let posting = !matches!(kind, OperationKind::Wait(_));
                     let mut numbers = Vec::new();
                     for &id in group {
                         self.posts[rank][id] += i64::from(posting);
@@ -400,6 +427,64 @@ impl<'a> Play<'a> {
                     chains = vec![all.into_iter().chain([Step::Release]).collect()];
                 }
             }
+            OperationKind::Matmul {
+                a,
+                b,
+                c,
+                bias: None,
+                m,
+                n,
+                k,
+                accumulate,
+                ..
+            } => {
+                let product = Product {
+                    rank,
+                    c: *c,
+                    a: *a,
+                    b: *b,
+                    columns: *n,
+                    depth: *k,
+                    accumulate: *accumulate,
+                };
+                chains.push(product.steps(*m));
+            }
+            OperationKind::PostMatmul {
+                group,
+                a,
+                b,
+                bias: None,
+                m,
+                n,
+                k,
+                ..
+            } => {
+                // One kernel: it waits for all receivers, and tells them when all is stored.
+                let (mut chain, mut after) = (Vec::new(), Vec::new());
+                let mut products = Vec::new();
+                for ((&id, &number), a) in group.iter().zip(&numbers).zip(a) {
+                    let (peer, partner) = (unrolled.transfers[id].peer, self.partners[rank][id]);
+                    chain.push(Step::Await(Word::Incoming, id, number));
+                    let product = Product {
+                        rank: peer,
+                        c: ranks[peer].transfers[partner].range,
+                        a: *a,
+                        b: *b,
+                        columns: *n,
+                        depth: *k,
+                        accumulate: false,
+                    };
+                    products.extend(product.steps(*m));
+                    after.push(Step::Set(peer, Word::Incoming, partner, number));
+                    after.push(Step::Set(rank, Word::Completed, id, number));
+                }
+                chain.extend(products);
+                chain.extend(after);
+                chains.push(chain);
+            }
+            OperationKind::Matmul { .. } | OperationKind::PostMatmul { .. } => {
+                panic!("a bias is not played")
+            }
             OperationKind::Wait(group) => {
                 for (&id, &number) in group.iter().zip(&numbers) {
                     let transfer = &unrolled.transfers[id];
@@ -440,6 +525,26 @@ impl<'a> Play<'a> {
                     let value = |s: &(usize, usize)| self.memory[rank][s.0][s.1 + index];
                     let sum = sources.iter().map(value).sum();
                     self.memory[rank][target.0][target.1 + index] = sum;
+                }
+            }
+            Step::Multiply(product, rows) => {
+                let [a, b, c] = [product.a, product.b, product.c]
+                    .map(|range| (range.tensor, elements(&range).0));
+                for row in rows.clone() {
+                    for column in 0..product.columns {
+                        let term = |depth: usize| {
+                            let left = a.1 + row * product.depth + depth;
+                            let right = b.1 + depth * product.columns + column;
+                            self.memory[rank][a.0][left] * self.memory[rank][b.0][right]
+                        };
+                        let mut value: f64 = (0..product.depth).map(term).sum();
+                        let target = c.1 + row * product.columns + column;
+                        let place = &mut self.memory[product.rank][c.0][target];
+                        if product.accumulate {
+                            value += *place;
+                        }
+                        *place = value;
+                    }
                 }
             }
             Step::Mail(id, number) => {
