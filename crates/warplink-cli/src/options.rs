@@ -1,5 +1,6 @@
 //! The options that every subcommand takes.
 
+use crate::report::has_colour;
 use anyhow::{Result, ensure};
 use clap::Args;
 use std::io;
@@ -76,5 +77,6 @@ pub(crate) fn start_log(verbose: u8) {
     let _ = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(io::stderr)
+        .with_ansi(has_colour(&io::stderr()))
         .try_init();
 }

@@ -1,7 +1,7 @@
 //! Passes the output of ranks on in whole lines, each with its rank before it.
 
-use std::env;
-use std::io::{self, IsTerminal, Read, Write};
+use crate::report::has_colour;
+use std::io::{self, Read, Write};
 use std::sync::{Mutex, PoisonError};
 
 /// A longer line is broken, so that a rank that never ends one does not fill the memory.
@@ -24,11 +24,10 @@ pub(super) struct Printer {
 
 impl Printer {
     pub(super) fn new() -> Self {
-        let wanted = env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
         Self {
             turn: Mutex::new(()),
-            colour_stdout: wanted && io::stdout().is_terminal(),
-            colour_stderr: wanted && io::stderr().is_terminal(),
+            colour_stdout: has_colour(&io::stdout()),
+            colour_stderr: has_colour(&io::stderr()),
         }
     }
 

@@ -10,9 +10,15 @@ pub(crate) mod table;
 
 use anyhow::{Context, Result};
 use serde::Serialize;
-use std::io::{self, Write};
+use std::io::{self, IsTerminal, Write};
 use std::path::Path;
 use warplink::program::Trace;
+
+/// Whether what goes to `target` may have colours: where it is a terminal, unless `NO_COLOR` is set.
+pub(crate) fn has_colour(target: &impl IsTerminal) -> bool {
+    let wanted = std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
+    wanted && target.is_terminal()
+}
 
 /// Prints a result for machines.
 pub(crate) fn print_json(result: &impl Serialize) -> Result<()> {
