@@ -195,7 +195,11 @@ impl<'a, 's> Queue<'a, 's> {
     /// Enqueues what was collected.
     fn flush(&mut self) -> Result<()> {
         if !self.operations.is_empty() {
-            match only_signals(&self.operations).filter(|_| self.in_kernel) {
+            let signals = match self.in_kernel {
+                true => only_signals(&self.operations),
+                false => None,
+            };
+            match signals {
                 Some(signals) => self.stream.memory_ops_in_kernel(&signals)?,
                 None => self.stream.sequence(&self.operations)?,
             }
