@@ -8,7 +8,7 @@
 //! generation of its registration: a rank whose cache is filled while its peer's is not neither
 //! waits for what does not come nor uses a mapping of what was replaced.
 
-use super::recording::{Recording, Settled};
+use super::recording::{Place, Recording};
 use super::request::{Direction, TransferRequest};
 use super::transfer::Transfer;
 use crate::bootstrap::{Bootstrap, Wait};
@@ -357,7 +357,7 @@ impl Transfers {
             peer_slot: side.slot,
             posts: Posts::default(),
             recording: Recording::default(),
-            settled: Settled::new(&self.device),
+            place: Place::new(&self.device),
             posted_on: AtomicU64::new(0),
             table: self.table.clone(),
         })

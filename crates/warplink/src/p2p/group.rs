@@ -1,10 +1,9 @@
 //! Posting and waiting for many transfers at once.
 
-use super::recording::Waiting;
 use super::transfer::Transfer;
 use crate::device::{DeviceSlice, MemoryOp, Stream, StreamOp};
 use crate::error::Result;
-use crate::signal::{End, Mode, Signal, Steps};
+use crate::signal::{End, Mode, Signal};
 
 /// Posts and waits to be enqueued together, which a device does in fewer steps than one by one: a
 /// small transfer, with what it waits for and what waits for it, becomes one kernel.
@@ -71,13 +70,18 @@ impl<'a> Batch<'a> {
     /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) for a transfer that is
     /// captured twice without a wait between, or a send that has no memory to copy from.
     pub fn enqueue(&self, stream: &dyn Stream) -> Result<()> {
-        // Before any post is numbered: a number without a post would be waited for in vain.
-        for part in &self.parts {
-            if part.kind == Kind::Post && part.transfer.end() == End::Mover {
-                part.transfer.ends()?;
-            }
-        }
+        let of = |kind| self.parts.iter().filter(move |part| part.kind == kind);
         let mut queue = Queue::new(stream, self.in_kernel)?;
+        // Before any post is numbered: a number without a post would be waited for in vain.
+        for Part { transfer, .. } in of(Kind::Post) {
+            if transfer.end() == End::Mover {
+                transfer.ends()?;
+            }
+            transfer.check_post(queue.capture)?;
+        }
+        queue.whole = queue.capture.is_some()
+            && of(Kind::Post)
+                .all(|post| of(Kind::Wait).any(|wait| std::ptr::eq(wait.transfer, post.transfer)));
         queue.operations.reserve(6 * self.parts.len());
         for group in self.parts.chunk_by(|a, b| a.kind == b.kind) {
             let transfers = group.iter().map(|part| part.transfer);
@@ -96,9 +100,12 @@ struct Queue<'a, 's> {
     /// The graph that the stream records, if it does.
     capture: Option<u64>,
     in_kernel: bool,
+    /// Whether what is posted is waited for here too, so that other streams hardly will, and a place
+    /// in a graph may be marked behind all of it.
+    whole: bool,
     operations: Vec<StreamOp<'a>>,
-    /// What the operations settle in the graph.
-    settled: Vec<&'a Transfer>,
+    /// Whose place is behind the operations.
+    marks: Vec<&'a Transfer>,
 }
 
 impl<'a, 's> Queue<'a, 's> {
@@ -107,8 +114,9 @@ impl<'a, 's> Queue<'a, 's> {
             stream,
             capture: stream.capture_id()?,
             in_kernel,
+            whole: false,
             operations: Vec::new(),
-            settled: Vec::new(),
+            marks: Vec::new(),
         })
     }
 
@@ -116,67 +124,43 @@ impl<'a, 's> Queue<'a, 's> {
     fn post(&mut self, group: impl Iterator<Item = &'a Transfer>) -> Result<()> {
         let mut movers = Vec::new();
         for transfer in group {
-            let (mode, steps, follows) = transfer.begin_post(self.stream, self.capture)?;
+            let (mode, steps, marks) = transfer.begin_post(self.stream, self.capture)?;
             if steps.copy {
-                movers.push((transfer, mode, steps, follows));
+                movers.push((transfer, mode, steps, marks));
                 continue;
             }
-            if follows {
-                self.follow(transfer)?;
-            }
             self.signals(transfer, mode, steps.before)?;
+            self.marks.extend(marks.then_some(transfer));
         }
+        self.mark()?;
         // All waits, all copies, all signals: the copy engine is not held up between the copies.
-        for (transfer, mode, steps, follows) in &movers {
-            if *follows {
-                self.follow(transfer)?;
-            }
+        for (transfer, mode, steps, _) in &movers {
             self.signals(transfer, *mode, steps.before)?;
         }
         for (transfer, ..) in &movers {
             let (target, source) = transfer.ends()?;
             self.operations.push(StreamOp::Copy { target, source });
         }
-        for (transfer, mode, steps, _) in &movers {
-            self.signals(transfer, *mode, steps.after)?;
-            self.settle(transfer);
+        for (transfer, mode, steps, marks) in movers {
+            self.signals(transfer, mode, steps.after)?;
+            self.marks.extend(marks.then_some(transfer));
         }
-        Ok(())
+        self.mark()
     }
 
     fn wait(&mut self, transfers: impl Iterator<Item = &'a Transfer>) -> Result<()> {
         for transfer in transfers {
-            let Some(capture) = self.capture else {
-                if let Some((mode, steps)) = transfer.begin_wait(self.stream) {
-                    self.signals(transfer, mode, steps.before)?;
-                }
+            let Some((mode, steps, follows)) = transfer.begin_wait(self.stream, self.capture)?
+            else {
                 continue;
             };
-            match transfer.recording.wait(capture, self.stream.raw()) {
-                Waiting::Nothing => {}
-                Waiting::ForEvent => self.follow(transfer)?,
-                Waiting::Settles => {
-                    let steps = Steps::wait(transfer.end(), Mode::Captured, false);
-                    self.signals(transfer, Mode::Captured, steps.before)?;
-                    self.settle(transfer);
-                }
+            if follows {
+                self.flush()?;
+                transfer.place.follow(self.stream)?;
             }
+            self.signals(transfer, mode, steps.before)?;
         }
         Ok(())
-    }
-
-    /// Notes that what was collected settles `transfer`, for other streams of the graph.
-    fn settle(&mut self, transfer: &'a Transfer) {
-        if self.capture.is_some() {
-            self.settled.push(transfer);
-        }
-    }
-
-    /// Has the stream go on where the graph has settled `transfer`.
-    fn follow(&mut self, transfer: &Transfer) -> Result<()> {
-        // What comes before may be what a peer needs to get there.
-        self.flush()?;
-        transfer.settled.follow(self.stream)
     }
 
     fn signals(
@@ -192,6 +176,15 @@ impl<'a, 's> Queue<'a, 's> {
         Ok(())
     }
 
+    /// Has places marked here, if there are any and it matters: another stream that follows one waits
+    /// for nothing that comes behind.
+    fn mark(&mut self) -> Result<()> {
+        match self.marks.is_empty() || self.whole {
+            true => Ok(()),
+            false => self.flush(),
+        }
+    }
+
     /// Enqueues what was collected.
     fn flush(&mut self) -> Result<()> {
         if !self.operations.is_empty() {
@@ -205,9 +198,9 @@ impl<'a, 's> Queue<'a, 's> {
             }
             self.operations.clear();
         }
-        self.settled
+        self.marks
             .drain(..)
-            .try_for_each(|transfer| transfer.settled.mark(self.stream))
+            .try_for_each(|transfer| transfer.place.mark(self.stream))
     }
 }
 
@@ -264,20 +257,19 @@ pub fn post_stores(
     }
     // What stores is a kernel as a rule, and so finds no more room than these do.
     let mut queue = Queue::new(stream, true)?;
-    let mut begun = Vec::with_capacity(transfers.len());
-    for transfer in transfers {
-        let (mode, steps, follows) = transfer.begin_post(stream, queue.capture)?;
-        if follows {
-            queue.follow(transfer)?;
-        }
-        queue.signals(transfer, mode, steps.before)?;
-        begun.push((*transfer, mode, steps));
+    let begun = transfers.iter().map(|transfer| {
+        let (mode, steps, marks) = transfer.begin_post(stream, queue.capture)?;
+        Ok((*transfer, mode, steps, marks))
+    });
+    let begun = begun.collect::<Result<Vec<_>>>()?;
+    for (transfer, mode, steps, _) in &begun {
+        queue.signals(transfer, *mode, steps.before)?;
     }
     queue.flush()?;
     store(&targets)?;
-    for (transfer, mode, steps) in begun {
+    for (transfer, mode, steps, marks) in begun {
         queue.signals(transfer, mode, steps.after)?;
-        queue.settle(transfer);
+        queue.marks.extend(marks.then_some(transfer));
     }
     queue.flush()
 }

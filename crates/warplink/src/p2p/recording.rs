@@ -1,15 +1,15 @@
 //! What a graph that is being recorded has of a transfer.
 //!
-//! Values in a graph are fixed, so its words toggle, and each is consumed by one wait ([`signal`]).
-//! That wait, or the post of an end that moves the bytes itself, settles the transfer; an event marks
-//! the place. Every other wait, and the next post, is ordered after the event by the graph, whatever
-//! streams they are on.
+//! The words of a graph start anew with every launch ([`signal`]), so a wait must not look at one
+//! before the launch's first post has reset it. On the stream of that post it does not; on any other
+//! the graph orders it behind the post, by an event. The end that moves the bytes has no word to wait
+//! for: other streams are ordered behind its post.
 //!
 //! [`signal`]: crate::signal
 
 use crate::device::{Device, Event, Stream};
-use crate::error::{Error, Result};
-use crate::signal::End;
+use crate::error::{Error, ErrorKind, Result};
+use crate::signal::{End, Mode};
 use crate::sync::lock;
 use std::sync::{Arc, Mutex, OnceLock};
 
@@ -19,78 +19,98 @@ pub(super) struct Recording {
     posted: Mutex<Option<Posted>>,
 }
 
-/// A post in a graph.
+/// Posts in a graph.
 #[derive(Clone, Copy, Debug)]
 struct Posted {
     capture: u64,
-    /// The stream on which it is settled, once it is.
-    settled_on: Option<u64>,
+    count: u64,
+    /// The stream of the post that an event marks: an announcer's first, a mover's last.
+    marked_on: u64,
+    /// Whether the last post was waited for.
+    waited: bool,
 }
 
-/// What a wait in a graph comes to.
+/// A wait in a graph.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Waiting {
-    /// Nothing: there was no post in this graph, or the stream is past it.
-    Nothing,
-    /// The wait settles the post: it consumes the peer's signal.
-    Settles,
-    /// The post was settled on another stream.
-    ForEvent,
+pub(super) struct Waiting {
+    pub(super) mode: Mode,
+    /// Whether the stream has to follow the event first.
+    pub(super) follows: bool,
 }
 
 impl Recording {
-    /// Notes a post on `stream` in the graph `capture`. Whether it has to follow the event.
-    ///
-    /// # Errors
-    /// Where a post of an announcer before it in the same graph was not waited for.
-    pub(super) fn post(&self, end: End, capture: u64, stream: u64) -> Result<bool> {
-        let mut posted = lock(&self.posted);
-        let before = posted.filter(|posted| posted.capture == capture);
-        let settled_on = match before {
-            Some(Posted {
-                settled_on: None, ..
-            }) => {
-                return Err(Error::invalid(
+    /// Fails where [`post`](Self::post) would.
+    pub(super) fn check(&self, end: End, capture: u64) -> Result<()> {
+        match *lock(&self.posted) {
+            Some(before)
+                if before.capture == capture && end == End::Announcer && !before.waited =>
+            {
+                Err(Error::invalid(
                     "a transfer is posted twice in one graph without a wait between",
                 )
                 .during("post a transfer")
-                .help("wait for it first, or exchange a second transfer"));
+                .help("wait for it first, or exchange a second transfer"))
             }
-            Some(before) => before.settled_on,
-            None => None,
+            _ => Ok(()),
+        }
+    }
+
+    /// Whether the last post was not waited for.
+    pub(super) fn is_open(&self) -> bool {
+        lock(&self.posted).is_some_and(|posted| !posted.waited)
+    }
+
+    /// Notes a post on `stream` in the graph `capture`; its number there, and whether its place is to
+    /// be [marked](Place::mark).
+    pub(super) fn post(&self, end: End, capture: u64, stream: u64) -> (Mode, bool) {
+        let mut posted = lock(&self.posted);
+        let before = posted.filter(|before| before.capture == capture);
+        let count = before.map_or(0, |before| before.count) + 1;
+        let (marked_on, marks) = match (before, end) {
+            (Some(before), End::Announcer) => (before.marked_on, false),
+            (None, End::Announcer) | (_, End::Mover) => (stream, true),
         };
         *posted = Some(Posted {
             capture,
-            settled_on: (end == End::Mover).then_some(stream),
+            count,
+            marked_on,
+            waited: false,
         });
-        Ok(settled_on.is_some_and(|on| on != stream))
+        (Mode::Captured(count), marks)
     }
 
-    /// Notes a wait on `stream` in the graph `capture`.
-    pub(super) fn wait(&self, capture: u64, stream: u64) -> Waiting {
+    /// Notes a wait on `stream` in the graph `capture`; none if there was no post.
+    ///
+    /// # Errors
+    /// Where what it would be for is in another graph.
+    pub(super) fn wait(&self, end: End, capture: u64, stream: u64) -> Result<Option<Waiting>> {
         match &mut *lock(&self.posted) {
-            Some(posted) if posted.capture == capture => match posted.settled_on {
-                Some(on) if on == stream => Waiting::Nothing,
-                Some(_) => Waiting::ForEvent,
-                None => {
-                    posted.settled_on = Some(stream);
-                    Waiting::Settles
-                }
-            },
-            _ => Waiting::Nothing,
+            Some(posted) if posted.capture == capture => {
+                posted.waited = true;
+                Ok(Some(Waiting {
+                    mode: Mode::Captured(posted.count),
+                    follows: posted.marked_on != stream,
+                }))
+            }
+            Some(posted) if end == End::Announcer && !posted.waited => Err(Error::invalid(
+                "a transfer that was posted in another graph",
+            )
+            .during("wait for a transfer")
+            .help("record its wait in the graph of its post")),
+            _ => Ok(None),
         }
     }
 }
 
-/// The place in a graph where a transfer is settled.
+/// The place of a post in a graph.
 #[derive(Debug)]
-pub(super) struct Settled {
+pub(super) struct Place {
     device: Arc<dyn Device>,
     /// Made for the first graph.
     event: OnceLock<Arc<dyn Event>>,
 }
 
-impl Settled {
+impl Place {
     pub(super) fn new(device: &Arc<dyn Device>) -> Self {
         Self {
             device: device.clone(),
@@ -98,7 +118,7 @@ impl Settled {
         }
     }
 
-    /// Marks the place on `stream`, behind what settles the transfer.
+    /// Marks the place where `stream` is.
     pub(super) fn mark(&self, stream: &dyn Stream) -> Result<()> {
         let event = match self.event.get() {
             Some(event) => event,
@@ -110,11 +130,14 @@ impl Settled {
         stream.record(&**event)
     }
 
-    /// Holds `stream` until the place that was marked last.
+    /// Orders what `stream` gets from now on behind the place that was marked last.
     pub(super) fn follow(&self, stream: &dyn Stream) -> Result<()> {
         match self.event.get() {
             Some(event) => stream.wait_event(&**event),
-            None => Ok(()),
+            None => Err(Error::new(
+                ErrorKind::Internal,
+                "a post in a graph is not marked",
+            )),
         }
     }
 }
@@ -122,44 +145,54 @@ impl Settled {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::error::ErrorKind;
 
-    #[test]
-    fn an_announcers_post_is_settled_by_the_first_wait() {
-        let recording = Recording::default();
-        assert_eq!(recording.wait(7, 1), Waiting::Nothing);
-        assert!(!recording.post(End::Announcer, 7, 1).unwrap());
-        assert_eq!(
-            recording.post(End::Announcer, 7, 1).unwrap_err().kind(),
-            ErrorKind::InvalidArgument
-        );
-        assert_eq!(recording.wait(7, 2), Waiting::Settles);
-        assert_eq!(recording.wait(7, 2), Waiting::Nothing);
-        assert_eq!(recording.wait(7, 3), Waiting::ForEvent);
-        // On the stream of the wait, stream order does; on another, the event.
-        assert!(recording.post(End::Announcer, 7, 1).unwrap());
-        assert_eq!(recording.wait(7, 1), Waiting::Settles);
-        assert!(!recording.post(End::Announcer, 7, 1).unwrap());
+    fn waiting(count: u64, follows: bool) -> Option<Waiting> {
+        Some(Waiting {
+            mode: Mode::Captured(count),
+            follows,
+        })
     }
 
     #[test]
-    fn a_movers_post_settles_itself() {
-        let recording = Recording::default();
-        assert!(!recording.post(End::Mover, 7, 1).unwrap());
-        assert_eq!(recording.wait(7, 1), Waiting::Nothing);
-        assert_eq!(recording.wait(7, 2), Waiting::ForEvent);
-        assert_eq!(recording.wait(7, 3), Waiting::ForEvent);
-        assert!(!recording.post(End::Mover, 7, 1).unwrap());
-        assert!(recording.post(End::Mover, 7, 2).unwrap());
+    fn an_announcers_waits_follow_its_first_post() {
+        let (recording, end) = (Recording::default(), End::Announcer);
+        assert_eq!(recording.wait(end, 7, 1).unwrap(), None);
+        assert_eq!(recording.post(end, 7, 1), (Mode::Captured(1), true));
+        assert_eq!(
+            recording.check(end, 7).unwrap_err().kind(),
+            ErrorKind::InvalidArgument
+        );
+        assert_eq!(recording.wait(end, 7, 2).unwrap(), waiting(1, true));
+        assert_eq!(recording.wait(end, 7, 1).unwrap(), waiting(1, false));
+        recording.check(end, 7).unwrap();
+        assert_eq!(recording.post(end, 7, 3), (Mode::Captured(2), false));
+        assert_eq!(recording.wait(end, 7, 3).unwrap(), waiting(2, true));
+        assert_eq!(recording.wait(end, 7, 1).unwrap(), waiting(2, false));
+    }
+
+    #[test]
+    fn a_movers_waits_follow_its_last_post() {
+        let (recording, end) = (Recording::default(), End::Mover);
+        assert_eq!(recording.post(end, 7, 1), (Mode::Captured(1), true));
+        recording.check(end, 7).unwrap();
+        assert_eq!(recording.post(end, 7, 2), (Mode::Captured(2), true));
+        assert_eq!(recording.wait(end, 7, 2).unwrap(), waiting(2, false));
+        assert_eq!(recording.wait(end, 7, 1).unwrap(), waiting(2, true));
     }
 
     #[test]
     fn another_graph_starts_anew() {
-        let recording = Recording::default();
-        // Given up before its wait was recorded.
-        recording.post(End::Announcer, 7, 1).unwrap();
-        assert_eq!(recording.wait(8, 1), Waiting::Nothing);
-        assert!(!recording.post(End::Announcer, 8, 1).unwrap());
-        assert_eq!(recording.wait(8, 1), Waiting::Settles);
+        let (recording, end) = (Recording::default(), End::Announcer);
+        recording.post(end, 7, 1);
+        // What was not waited for cannot be in another graph.
+        assert_eq!(
+            recording.wait(end, 8, 1).unwrap_err().kind(),
+            ErrorKind::InvalidArgument
+        );
+        // Or the recording of that graph was given up.
+        recording.check(end, 8).unwrap();
+        assert_eq!(recording.post(end, 8, 1), (Mode::Captured(1), true));
+        assert_eq!(recording.wait(end, 8, 1).unwrap(), waiting(1, false));
+        assert_eq!(recording.wait(end, 9, 1).unwrap(), None);
     }
 }

@@ -2,7 +2,7 @@
 
 use super::exchange::SlotTable;
 use super::group::{post_all, wait_all};
-use super::recording::{Recording, Settled};
+use super::recording::{Place, Recording, Waiting};
 use super::request::{Buffer, Direction};
 use crate::device::{DeviceSlice, MemoryOp, Stream, Word};
 use crate::error::{Error, ErrorKind, Rank, Result};
@@ -30,7 +30,7 @@ pub struct Transfer {
     pub(super) peer_slot: u64,
     pub(super) posts: Posts,
     pub(super) recording: Recording,
-    pub(super) settled: Settled,
+    pub(super) place: Place,
     // The stream of the last post, by its number.
     pub(super) posted_on: AtomicU64,
     pub(super) table: Arc<SlotTable>,
@@ -68,8 +68,9 @@ impl Transfer {
     }
 
     /// Enqueues this end's part on `stream`; see the table in the [module](super). Does not block.
-    /// Posts of one transfer must be ordered among one another. Under capture, what has to wait for the
-    /// peer must be waited for in the same graph, and a post follows the wait before it.
+    /// Posts of one transfer must be ordered among one another. A graph must hold as many posts of this
+    /// end as the peer's graph of the other, and the waits for them; where it holds several, each
+    /// waits until the one before is done.
     pub fn post(&self, stream: &dyn Stream) -> Result<()> {
         post_all(&[self], stream)
     }
@@ -84,37 +85,75 @@ impl Transfer {
         self.direction.end(self.protocol)
     }
 
-    /// Numbers a post on `stream`, or notes it for the graph `capture`; says what it enqueues, and
-    /// whether it has to follow the place where the graph has the transfer settled.
+    /// Fails where a post in the graph `capture`, if there is one, cannot be.
+    pub(super) fn check_post(&self, capture: Option<u64>) -> Result<()> {
+        capture.map_or(Ok(()), |capture| {
+            self.recording
+                .check(self.end(), capture)
+                .map_err(|error| error.peer(self.peer).key(self.key()))
+        })
+    }
+
+    /// Fails where the graph that was recorded last has a post that it does not wait for and would
+    /// meet again at its next launch.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`].
+    pub(crate) fn check_recorded(&self) -> Result<()> {
+        match self.end() == End::Announcer && self.recording.is_open() {
+            true => Err(Error::invalid(
+                "a transfer is posted in a graph that does not wait for it",
+            )
+            .during("end a capture")
+            .help("wait for it before the end")
+            .peer(self.peer)
+            .key(self.key())),
+            false => Ok(()),
+        }
+    }
+
+    /// Numbers a post on `stream`, in the graph `capture` if there is one. What it enqueues, and
+    /// whether its place in the graph is to be marked.
     pub(super) fn begin_post(
         &self,
         stream: &dyn Stream,
         capture: Option<u64>,
     ) -> Result<(Mode, Steps, bool)> {
-        let (mode, follows) = match capture {
-            Some(capture) => {
-                let noted = self.recording.post(self.end(), capture, stream.raw());
-                let follows = noted.map_err(|error| error.peer(self.peer).key(self.key()))?;
-                (Mode::Captured, follows)
-            }
+        self.check_post(capture)?;
+        let (mode, marks) = match capture {
+            Some(capture) => self.recording.post(self.end(), capture, stream.raw()),
             None => {
                 self.posted_on.store(stream.raw(), Ordering::Relaxed);
                 (self.posts.next(), false)
             }
         };
-        Ok((mode, Steps::post(self.end(), mode), follows))
+        Ok((mode, Steps::post(self.end(), mode), marks))
     }
 
-    /// The posts outside of graphs that a wait on `stream` is for, and what it enqueues.
-    pub(super) fn begin_wait(&self, stream: &dyn Stream) -> Option<(Mode, Steps)> {
-        let mode = self.posts.so_far()?;
+    /// What a wait on `stream` is for, what it enqueues, and whether it has to follow the place that
+    /// was marked.
+    pub(super) fn begin_wait(
+        &self,
+        stream: &dyn Stream,
+        capture: Option<u64>,
+    ) -> Result<Option<(Mode, Steps, bool)>> {
+        if let Some(capture) = capture {
+            let waiting = self
+                .recording
+                .wait(self.end(), capture, stream.raw())
+                .map_err(|error| error.peer(self.peer).key(self.key()))?;
+            return Ok(waiting.map(|Waiting { mode, follows }| {
+                (mode, Steps::wait(self.end(), mode, !follows), follows)
+            }));
+        }
         let same_stream = self.posted_on.load(Ordering::Relaxed) == stream.raw();
-        Some((mode, Steps::wait(self.end(), mode, same_stream)))
+        let posts = self.posts.so_far();
+        Ok(posts.map(|mode| (mode, Steps::wait(self.end(), mode, same_stream), false)))
     }
 
     /// The operation on a word that `signal` means for this transfer.
     pub(super) fn operation(&self, signal: Signal, mode: Mode) -> Result<MemoryOp<'_>> {
-        let captured = mode == Mode::Captured;
+        let captured = matches!(mode, Mode::Captured(_));
         Ok(match signal {
             Signal::Set(name, value) => MemoryOp::Write {
                 word: self.word(name, captured),

@@ -6,9 +6,12 @@ use std::sync::{Barrier, Mutex};
 use std::time::Duration;
 use warplink::bootstrap::{JoinConfig, Rendezvous, UniqueId};
 use warplink::device::{AllocationKind, Priority};
+use warplink::program::ir::Program;
 use warplink::program::ir::Role;
 use warplink::program::sample::{Allowed, Sample, sample};
-use warplink::program::{Bindings, FindingKind, OperationKind, PrepareOptions, unroll, verify};
+use warplink::program::{
+    Bindings, FindingKind, OperationKind, Parameters, PrepareOptions, unroll, verify,
+};
 use warplink::{Communicator, Config, DType, Deadline, DeviceKind, Error, ErrorKind, Result};
 
 /// How a sample is run.
@@ -179,6 +182,66 @@ fn accepted_programs_give_the_same_under_delays() {
         captured >= 2 * accepted * 3 / 4,
         "{captured} of twice {accepted} samples were captured"
     );
+}
+
+/// Two streams wait for one transfer, one of them behind a wait for what the other brings about.
+#[test]
+fn a_wait_depends_on_no_other_streams_wait() {
+    let text = "program two_waits(n) {
+        input A: f32[n]
+        output C: f32[n]
+        allocate W: f32[3, n]
+        let peer = 1 - rank
+        share {
+            if rank == 0 {
+                a = receive W[0] from peer tag 1 via put
+                b = receive W[1] from peer tag 2 via put
+                c = receive W[2] from peer tag 3 via put
+            } else {
+                a = send A to peer tag 1 via put
+                b = send A to peer tag 2 via put
+                c = send A to peer tag 3 via put
+            }
+        }
+        if rank == 0 {
+            post a, b
+            set_stream pool(0)
+            synchronize caller
+            wait b, a
+            set_stream pool(1)
+            synchronize caller
+            wait a
+            post c
+            set_stream caller
+            synchronize pool(0)
+            synchronize pool(1)
+            wait c
+            C = sum(W[0], W[1], W[2])
+        } else {
+            post a
+            post c
+            post b
+            C = copy(A)
+        }
+    }";
+    let sample = Sample {
+        text: text.to_owned(),
+        program: Program::parse(text).unwrap(),
+        world: 2,
+        streams: 2,
+        parameters: Parameters::from([("n".to_owned(), 4)]),
+        changes: 0,
+    };
+    judge(&sample).unwrap();
+    let limit = Duration::from_secs(20);
+    let eager = outputs(&sample, How::Eager, None, limit);
+    let captured = outputs(&sample, How::Captured, None, limit);
+    for (eager, captured) in eager.iter().zip(&captured) {
+        assert_eq!(
+            eager.as_ref().unwrap().as_ref().unwrap(),
+            captured.as_ref().unwrap().as_ref().unwrap()
+        );
+    }
 }
 
 #[test]

@@ -6,7 +6,7 @@
 use super::event::EventState;
 use super::operation::{Context, Operation};
 use super::stream::{self, HostStream};
-use crate::device::{Fault, Graph, Stream};
+use crate::device::{Delays, Fault, Graph, Stream};
 use crate::error::{Error, Result};
 use crate::sync::lock;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -23,6 +23,8 @@ pub(super) struct CapturedMark {
 #[derive(Debug)]
 pub(super) struct Session {
     number: u64,
+    /// Of the device, for the lanes' own threads.
+    delays: Option<Delays>,
     recording: Mutex<Recording>,
     ended: AtomicBool,
 }
@@ -35,10 +37,11 @@ struct Recording {
 }
 
 impl Session {
-    pub(super) fn new() -> Self {
+    pub(super) fn new(delays: Option<Delays>) -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         Self {
             number: NEXT.fetch_add(1, Ordering::Relaxed),
+            delays,
             recording: Mutex::default(),
             ended: AtomicBool::new(false),
         }
@@ -106,7 +109,10 @@ impl Session {
         let lanes = lanes.map(|(lane, operations)| {
             // The first lane runs on the thread that launches.
             let stream = (lane > 0)
-                .then(|| HostStream::start(lane as u64, fault.clone(), None))
+                .then(|| {
+                    let number = self.number << 16 | lane as u64;
+                    HostStream::start(number, fault.clone(), self.delays)
+                })
                 .transpose()?;
             Ok(Lane {
                 operations: operations.into(),

@@ -87,24 +87,31 @@ impl Context {
         }
     }
 
-    /// The same thread, for the marks of one launch of a graph.
+    /// The same thread, for the marks of one launch of a graph; with other delays than the last.
     pub(super) fn within_graph(&self, marks: Arc<[EventState]>) -> Self {
+        let seed = self.draw();
         Self {
             fault: self.fault.clone(),
             delays: self.delays,
-            random: self.random.clone(),
+            random: std::cell::Cell::new(seed | 1),
             marks: Some(marks),
         }
     }
 
-    /// Sleeps for a random while, if tests asked for it.
-    pub(super) fn delay(&self) {
-        let Some(delays) = self.delays else { return };
+    /// The next pseudo-random number of the thread.
+    fn draw(&self) -> u64 {
         let mut x = self.random.get();
         x ^= x << 13;
         x ^= x >> 7;
         x ^= x << 17;
         self.random.set(x);
+        x
+    }
+
+    /// Sleeps for a random while, if tests asked for it.
+    pub(super) fn delay(&self) {
+        let Some(delays) = self.delays else { return };
+        let x = self.draw();
         // Half of the operations go undelayed, so that orders mix more than if all were late.
         if x & (1 << 40) == 0 {
             let longest = delays.longest.as_nanos() as u64;

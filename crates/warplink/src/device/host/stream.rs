@@ -18,6 +18,7 @@ use std::time::Duration;
 #[derive(Debug)]
 pub(crate) struct HostStream {
     number: u64,
+    delays: Option<Delays>,
     shared: Arc<Shared>,
     capture: Mutex<Option<Capture>>,
 }
@@ -66,6 +67,7 @@ impl HostStream {
             .map_err(|error| Error::io("start a stream's thread", &error))?;
         Ok(Arc::new(Self {
             number,
+            delays,
             shared,
             capture: Mutex::new(None),
         }))
@@ -298,7 +300,7 @@ impl Stream for HostStream {
                 Error::invalid("the stream already records a graph").during("begin a capture")
             );
         }
-        let session = Arc::new(Session::new());
+        let session = Arc::new(Session::new(self.delays));
         let lane = session.join();
         *capture = Some(Capture { session, lane });
         Ok(())

@@ -129,6 +129,11 @@ impl Plan {
     /// Turns the plan into one graph, to be launched in the place of [`run`](Self::run). Blocks
     /// while the graph is prepared. A plan is captured once; runs and launches of one plan take
     /// turns on every rank in the same order.
+    ///
+    /// # Errors
+    /// As [`run`](Self::run), and [`ErrorKind::InvalidArgument`] where what tells a peer that a
+    /// buffer may be read or written is posted twice without a wait between, or is not waited for:
+    /// the values of a graph's signals are fixed.
     pub fn capture(self) -> Result<CapturedPlan> {
         let stream = self
             .ground
@@ -138,6 +143,9 @@ impl Plan {
         let recorded = self.run(&*stream);
         let graph = stream.end_capture();
         recorded?;
+        for transfer in self.transfers.iter().flatten() {
+            transfer.check_recorded()?;
+        }
         Ok(CapturedPlan {
             graph: graph?,
             plan: self,
