@@ -10,7 +10,7 @@ use common::{Ranks, delays, processes, threads, threads_with, values, world};
 use std::time::Duration;
 use warplink::device::{AllocationKind, Priority, Stream};
 use warplink::memory::Region;
-use warplink::p2p::{Protocol, Transfer, TransferRequest, post_all, post_stores, wait_all};
+use warplink::p2p::{Batch, Protocol, Transfer, TransferRequest, post_all, post_stores, wait_all};
 use warplink::{Communicator, ErrorKind};
 
 const PROTOCOLS: [Protocol; 2] = [Protocol::Get, Protocol::Put];
@@ -431,6 +431,35 @@ fn a_wait_on_another_stream_waits() {
             }
         },
     );
+}
+
+/// Several steps in one graph, of which each batch waits for one and posts the next.
+#[test]
+fn a_batch_waits_and_posts_again_in_a_graph() {
+    processes(world(3), |comm| {
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        for (protocol, bytes) in PROTOCOLS.into_iter().flat_map(|p| [(p, 512), (p, 1 << 20)]) {
+            let [send, receive] = [(); 2].map(|()| comm.alloc(bytes).unwrap());
+            let transfers = ring(comm, &send, &receive, 6, protocol);
+            stream.begin_capture().unwrap();
+            post_all(&transfers.iter().collect::<Vec<_>>(), &*stream).unwrap();
+            for _ in 0..3 {
+                let again = Batch::new().wait(&transfers).post(&transfers);
+                again.enqueue(&*stream).unwrap();
+            }
+            wait_all(&transfers.iter().collect::<Vec<_>>(), &*stream).unwrap();
+            let graph = stream.end_capture().unwrap();
+            for round in 0..10 {
+                upload(comm, &send, &values(comm.rank(), round, bytes));
+                graph.launch(&*stream).unwrap();
+                comm.synchronize(&*stream).unwrap();
+                let want = values(neighbours(comm).1, round, bytes);
+                assert_eq!(download(comm, &receive), want, "{protocol}, {bytes} bytes");
+                // The right neighbour reads, or the left one writes, until it has launched too.
+                comm.barrier().unwrap();
+            }
+        }
+    });
 }
 
 /// A graph with a ring step in it, replayed many times; the data moves on by one rank each time.

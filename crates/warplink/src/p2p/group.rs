@@ -73,11 +73,18 @@ impl<'a> Batch<'a> {
         let of = |kind| self.parts.iter().filter(move |part| part.kind == kind);
         let mut queue = Queue::new(stream, self.in_kernel)?;
         // Before any post is numbered: a number without a post would be waited for in vain.
-        for Part { transfer, .. } in of(Kind::Post) {
+        for (index, Part { kind, transfer }) in self.parts.iter().enumerate() {
+            if *kind == Kind::Wait {
+                continue;
+            }
             if transfer.end() == End::Mover {
                 transfer.ends()?;
             }
-            transfer.check_post(queue.capture)?;
+            // What the batch has of it before may change what holds; it is looked at again then.
+            let same = |before: &Part<'_>| std::ptr::eq(before.transfer, *transfer);
+            if queue.capture.is_some() && !self.parts[..index].iter().any(same) {
+                transfer.check_post(queue.capture)?;
+            }
         }
         queue.whole = queue.capture.is_some()
             && of(Kind::Post)

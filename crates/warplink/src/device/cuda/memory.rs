@@ -207,10 +207,9 @@ impl Drop for PlainMemory {
     fn drop(&mut self) {
         let signals = self.signals.then(|| self.gpu.signals.clone());
         let address = self.address;
-        self.gpu.reaper.run(move |context| {
-            if let Some(signals) = signals {
-                signals.retire(address);
-            }
+        // Ends what waits on the page: the stream would never be quiet.
+        let retire = move || signals.iter().for_each(|signals| signals.retire(address));
+        self.gpu.reaper.run_after(retire, move |context| {
             // SAFETY: allocated once and freed once; nothing names it any more.
             let code = unsafe { (context.driver.cuMemFree_v2)(address) };
             if code != status::SUCCESS {

@@ -23,8 +23,8 @@
 //!    streams that wait for a peer.
 //! 2. A call leaves the thread's current context and capture mode as they were (a thread without a
 //!    context keeps ours).
-//! 3. Nothing is freed on the thread that drops it, nor while a stream may wait for a peer, if that
-//!    could block without bound.
+//! 3. A GPU's memory is neither freed nor unmapped on the thread that drops it, nor while a stream may
+//!    wait for a peer: the driver might block without bound.
 //! 4. A missing library or symbol is an error.
 
 mod batch;

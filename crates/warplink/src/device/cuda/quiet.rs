@@ -10,30 +10,34 @@ use super::driver::status;
 use super::memory_ops;
 use crate::sync::lock;
 use cudarc::driver::sys::CUstream;
+use std::any::Any;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, TryLockError};
 use std::time::{Duration, Instant};
 
-/// Held by who enqueues, for reading, and by who frees.
+/// Held for reading by who enqueues, for writing by who frees.
 static GATE: RwLock<()> = RwLock::new(());
 
 /// The streams through which this process reaches peers.
 static STREAMS: Mutex<Vec<Watched>> = Mutex::new(Vec::new());
 
-/// Pauses between two looks, from the first to the longest.
+/// Between two looks: from the first to the longest.
 const PAUSES: [Duration; 2] = [Duration::from_micros(20), Duration::from_millis(2)];
 
-/// For how long streams may be busy at every look before they get nothing new for a while.
-const PATIENCE: Duration = Duration::from_secs(1);
+/// How long streams may be found busy before what waits for peers is held back for a while, so that
+/// they can run empty: at first, and at most.
+const PATIENCE: [Duration; 2] = [Duration::from_millis(200), Duration::from_secs(5)];
 
-/// That while: long for a stream that only has to be let finish, short for one that waits in vain.
-const HOLD: Duration = Duration::from_millis(20);
+/// For how long it is held back: at first, and at most. Long for a stream that only has to finish,
+/// short for one that waits in vain.
+const HOLD: [Duration; 2] = [Duration::from_millis(10), Duration::from_millis(200)];
 
-#[derive(Debug)]
 struct Watched {
     number: u64,
     context: Arc<Context>,
     raw: usize,
+    /// What kept the stream valid, once nobody else uses it; until its work is done.
+    left: Option<Box<dyn Any + Send>>,
 }
 
 impl Watched {
@@ -42,24 +46,26 @@ impl Watched {
         let Ok(_entered) = self.context.enter() else {
             return true;
         };
+        let _relaxed = self.context.relax_capture();
         let raw = self.raw as CUstream;
-        // A stream that records must not be asked, and records only briefly.
+        // A stream that records must not be asked, nor a default one while another records. Both last
+        // only briefly.
         match memory_ops::is_capturing(driver, raw) {
-            Ok(true) => false,
             // SAFETY: a stream is watched no longer than it lives. One that failed has no work.
             Ok(false) => unsafe { (driver.cuStreamQuery)(raw) != status::NOT_READY },
-            Err(_) => true,
+            Ok(true) | Err(_) => false,
         }
     }
 }
 
-/// Keeps an eye on a stream until it is dropped.
+/// Keeps an eye on a stream until its work is done after it was let go of.
 #[derive(Debug)]
 pub(super) struct Watch(u64);
 
 impl Watch {
     /// # Safety
-    /// `raw` must be a stream of `context` that stays valid until this is dropped.
+    /// `raw` must be a stream of `context` that stays valid until [`leave`](Self::leave) is called,
+    /// and from then on as long as what is given to that.
     pub(super) unsafe fn keep(context: &Arc<Context>, raw: CUstream) -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
@@ -67,18 +73,32 @@ impl Watch {
             number,
             context: context.clone(),
             raw: raw as usize,
+            left: None,
         });
         Self(number)
     }
-}
 
-impl Drop for Watch {
-    fn drop(&mut self) {
-        lock(&STREAMS).retain(|watched| watched.number != self.0);
+    /// Lets go of the stream: `valid`, which keeps it so, is dropped when its work is done.
+    pub(super) fn leave(&self, valid: Box<dyn Any + Send>) {
+        let mut streams = lock(&STREAMS);
+        if let Some(watched) = streams.iter_mut().find(|watched| watched.number == self.0) {
+            watched.left = Some(valid);
+        }
+        drop(streams);
+        sweep();
     }
 }
 
-/// To be held while something is enqueued that may wait for a peer. May be held more than once.
+/// Drops streams that were let go of and have no work any more.
+fn sweep() {
+    let over = |watched: &mut Watched| watched.left.is_some() && watched.is_idle();
+    let gone: Vec<Watched> = lock(&STREAMS).extract_if(.., over).collect();
+    // Not under the lock: what kept a stream valid may be anybody's.
+    drop(gone);
+}
+
+/// To be held while something is enqueued that may wait for a peer, and where a stream begins or
+/// joins a capture, since one that records cannot be looked at. May be held more than once.
 #[inline]
 pub(super) fn enqueuing() -> RwLockReadGuard<'static, ()> {
     // Who frees only ever tries for the lock, so that a reader never finds somebody queued for it.
@@ -87,36 +107,44 @@ pub(super) fn enqueuing() -> RwLockReadGuard<'static, ()> {
 
 /// Runs `call` as soon as no stream has work. Blocks until then.
 pub(super) fn when_quiet(call: impl FnOnce()) {
-    let (mut busy_since, mut patience, mut pause) = (Instant::now(), PATIENCE, PAUSES[0]);
+    let ([mut patience, most_patience], [mut hold, longest_hold]) = (PATIENCE, HOLD);
+    let (mut busy_since, mut pause) = (Instant::now(), PAUSES[0]);
     loop {
-        let hold = match busy_since.elapsed() > patience {
-            true => HOLD,
+        sweep();
+        let holding = busy_since.elapsed() > patience;
+        let limit = match holding {
+            true => hold,
             false => Duration::ZERO,
         };
-        if let Some(_gate) = closed_and_idle(hold) {
+        if let Some(_gate) = closed_and_idle(limit) {
             return call();
         }
-        if !hold.is_zero() {
-            (busy_since, patience) = (Instant::now(), 2 * patience);
+        if holding {
+            busy_since = Instant::now();
+            patience = most_patience.min(2 * patience);
+            hold = longest_hold.min(2 * hold);
         }
         std::thread::sleep(pause);
         pause = PAUSES[1].min(2 * pause);
     }
 }
 
-/// Closes the gate, and leaves it closed if no stream has work within `hold`.
-fn closed_and_idle(hold: Duration) -> Option<impl Drop> {
-    let gate = match GATE.try_write() {
-        Ok(gate) => gate,
-        Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-        Err(TryLockError::WouldBlock) => return None,
-    };
+/// Closes the gate, and leaves it closed if no stream has work within `limit`.
+fn closed_and_idle(limit: Duration) -> Option<impl Drop> {
     let start = Instant::now();
+    let mut gate = None;
     loop {
-        if lock(&STREAMS).iter().all(Watched::is_idle) {
-            return Some(gate);
+        if gate.is_none() {
+            gate = match GATE.try_write() {
+                Ok(gate) => Some(gate),
+                Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+                Err(TryLockError::WouldBlock) => None,
+            };
         }
-        if start.elapsed() >= hold {
+        if gate.is_some() && lock(&STREAMS).iter().all(Watched::is_idle) {
+            return gate;
+        }
+        if start.elapsed() >= limit {
             return None;
         }
         std::thread::sleep(PAUSES[0]);

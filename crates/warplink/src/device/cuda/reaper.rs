@@ -16,13 +16,19 @@ use std::time::Duration;
 /// How long a drop waits for its memory to be freed.
 const PATIENCE: Duration = Duration::from_millis(100);
 
-type Job = Box<dyn FnOnce(&Context) + Send>;
+/// Something to free.
+struct Job {
+    /// What may be done at once, and may take a while.
+    first: Box<dyn FnOnce() + Send>,
+    free: Box<dyn FnOnce(&Context) + Send>,
+    done: Sender<()>,
+}
 
 /// The thread that frees what belongs to one context. It ends after its last work when this is
 /// dropped.
 #[derive(Debug)]
 pub(super) struct Reaper {
-    sender: Sender<(Job, Sender<()>)>,
+    sender: Sender<Job>,
     /// Whether the thread is held up, so that waiting for it is in vain.
     late: Arc<AtomicBool>,
 }
@@ -39,10 +45,24 @@ impl Reaper {
         Ok(Self { sender, late })
     }
 
-    /// Has the thread run `job` with the context current, and waits for it briefly.
-    pub(super) fn run(&self, job: impl FnOnce(&Context) + Send + 'static) {
+    /// Has the thread run `free` with the context current, and waits for it briefly.
+    pub(super) fn run(&self, free: impl FnOnce(&Context) + Send + 'static) {
+        self.run_after(|| (), free);
+    }
+
+    /// As [`run`](Self::run), with `first` before, while streams may still have work.
+    pub(super) fn run_after(
+        &self,
+        first: impl FnOnce() + Send + 'static,
+        free: impl FnOnce(&Context) + Send + 'static,
+    ) {
         let (done, wait) = channel();
-        if self.sender.send((Box::new(job), done)).is_err() {
+        let job = Job {
+            first: Box::new(first),
+            free: Box::new(free),
+            done,
+        };
+        if self.sender.send(job).is_err() {
             tracing::warn!("the thread that frees device memory has ended; memory is leaked");
             return;
         }
@@ -55,28 +75,35 @@ impl Reaper {
     /// Waits, up to `limit`, until everything given to the thread so far is freed; whether it is.
     pub(super) fn flush(&self, limit: Duration) -> bool {
         let (done, wait) = channel();
-        self.sender.send((Box::new(|_| ()), done)).is_ok() && wait.recv_timeout(limit).is_ok()
+        let job = Job {
+            first: Box::new(|| ()),
+            free: Box::new(|_| ()),
+            done,
+        };
+        self.sender.send(job).is_ok() && wait.recv_timeout(limit).is_ok()
     }
 }
 
-fn work(context: &Context, jobs: &Receiver<(Job, Sender<()>)>, late: &AtomicBool) {
-    let mut next = jobs.recv().ok();
-    while let Some((job, done)) = next.take() {
+fn work(context: &Context, queue: &Receiver<Job>, late: &AtomicBool) {
+    while let Ok(next) = queue.recv() {
+        // All that is there is freed at one moment: there may be few.
+        let (mut free, mut done) = (Vec::new(), Vec::new());
+        for job in std::iter::once(next).chain(queue.try_iter()) {
+            (job.first)();
+            free.push(job.free);
+            done.push(job.done);
+        }
         match context.enter() {
             Ok(_entered) => {
                 let _relaxed = context.relax_capture();
-                when_quiet(|| job(context));
+                when_quiet(|| free.into_iter().for_each(|free| free(context)));
             }
             Err(error) => tracing::warn!(%error, "device memory is leaked"),
         }
-        // Nobody listens any more where the caller's patience has ended.
-        let _ = done.send(());
-        next = match jobs.try_recv() {
-            Ok(job) => Some(job),
-            Err(_) => {
-                late.store(false, Ordering::Release);
-                jobs.recv().ok()
-            }
-        };
+        late.store(false, Ordering::Release);
+        for done in done {
+            // Nobody listens any more where the caller's patience has ended.
+            let _ = done.send(());
+        }
     }
 }

@@ -23,6 +23,9 @@ use std::sync::Arc;
 /// So many operations on words take the unit that does them longer than the launch of a kernel.
 const WORTH_A_KERNEL: usize = 4;
 
+/// `CU_STREAM_PER_THREAD`.
+const PER_THREAD: u64 = 2;
+
 /// Copies handed to the driver at once.
 const BATCH: usize = 64;
 
@@ -30,9 +33,9 @@ const BATCH: usize = 64;
 pub(super) struct CudaStream {
     gpu: Arc<Gpu>,
     raw: CUstream,
-    /// Before what keeps the stream valid.
-    _watch: Watch,
-    _keep: Keep,
+    watch: Watch,
+    /// There until the stream is let go of.
+    keep: Option<Keep>,
 }
 
 /// What keeps the stream valid.
@@ -51,13 +54,13 @@ unsafe impl Sync for CudaStream {}
 impl CudaStream {
     pub(super) fn create(gpu: &Arc<Gpu>, high: bool) -> Result<Arc<Self>> {
         let stream = RawStream::create(&gpu.context, high)?;
-        // SAFETY: the stream was made just now, and is dropped after the watch.
+        // SAFETY: the stream was made just now, and is given to the watch in the end.
         let watch = unsafe { Watch::keep(&gpu.context, stream.raw) };
         Ok(Arc::new(Self {
             gpu: gpu.clone(),
             raw: stream.raw,
-            _watch: watch,
-            _keep: Keep::Own { _stream: stream },
+            watch,
+            keep: Some(Keep::Own { _stream: stream }),
         }))
     }
 
@@ -70,6 +73,14 @@ impl CudaStream {
         raw: u64,
         owner: Arc<dyn Any + Send + Sync>,
     ) -> Result<Arc<Self>> {
+        if raw == PER_THREAD {
+            return Err(Error::invalid(
+                "the default stream per thread is another one on every thread",
+            )
+            .during("borrow a stream")
+            .device(gpu.describe())
+            .help("make a stream and borrow that"));
+        }
         let _entered = gpu.context.enter()?;
         let raw = raw as usize as CUstream;
         let mut context = std::ptr::null_mut();
@@ -83,13 +94,13 @@ impl CudaStream {
                 Error::invalid("the stream is of another GPU or context").device(gpu.describe())
             );
         }
-        // SAFETY: the stream is of the context, and its owner is dropped after the watch.
+        // SAFETY: the stream is of the context, and its owner is given to the watch in the end.
         let watch = unsafe { Watch::keep(&gpu.context, raw) };
         Ok(Arc::new(Self {
             gpu: gpu.clone(),
             raw,
-            _watch: watch,
-            _keep: Keep::Foreign { _owner: owner },
+            watch,
+            keep: Some(Keep::Foreign { _owner: owner }),
         }))
     }
 
@@ -136,6 +147,14 @@ impl CudaStream {
                 };
                 driver.check(code, "enqueue a copy")
             })
+    }
+}
+
+impl Drop for CudaStream {
+    fn drop(&mut self) {
+        if let Some(keep) = self.keep.take() {
+            self.watch.leave(Box::new(keep));
+        }
     }
 }
 
@@ -321,6 +340,7 @@ impl Stream for CudaStream {
     fn wait_event(&self, event: &dyn Event) -> Result<()> {
         let event = CudaEvent::of(event)?;
         let (driver, _entered) = self.enter()?;
+        let _enqueuing = quiet::enqueuing();
         // SAFETY: event and stream are live; an event of another GPU is allowed here.
         let code = unsafe { (driver.cuStreamWaitEvent)(self.raw, event.raw.raw, 0) };
         driver.check(code, "enqueue a wait for an event")
@@ -410,7 +430,12 @@ impl Stream for CudaStream {
         if !memory_ops::is_capturing(driver, self.raw)? {
             return Ok(None);
         }
-        Ok(Capture::of(driver, self.raw)?.id)
+        match Capture::of(driver, self.raw)?.id {
+            Some(id) => Ok(Some(id)),
+            None => Err(Error::invalid("what the stream was recording was spoiled")
+                .device(self.gpu.describe())
+                .help("end the capture, and leave out what the driver does not record")),
+        }
     }
 
     fn is_capturing(&self) -> Result<bool> {
