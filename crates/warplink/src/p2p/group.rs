@@ -13,6 +13,9 @@ use crate::signal::{End, Mode, Signal};
 /// order of its members, here and on the other ranks, as long as each rank posts the other end of
 /// every member in a group that this one does not wait for. Copies that peers should hear of one by
 /// one are posted one by one.
+///
+/// In a graph, a post of what was posted there before waits until that is done, and if all posts of a
+/// batch are waited for in it, a wait for one of them on another stream comes behind the whole batch.
 #[derive(Clone, Debug, Default)]
 pub struct Batch<'a> {
     parts: Vec<Part<'a>>,
@@ -70,7 +73,6 @@ impl<'a> Batch<'a> {
     /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) for a transfer that is
     /// captured twice without a wait between, or a send that has no memory to copy from.
     pub fn enqueue(&self, stream: &dyn Stream) -> Result<()> {
-        let of = |kind| self.parts.iter().filter(move |part| part.kind == kind);
         let mut queue = Queue::new(stream, self.in_kernel)?;
         // Before any post is numbered: a number without a post would be waited for in vain.
         for (index, Part { kind, transfer }) in self.parts.iter().enumerate() {
@@ -80,15 +82,19 @@ impl<'a> Batch<'a> {
             if transfer.end() == End::Mover {
                 transfer.ends()?;
             }
-            // What the batch has of it before may change what holds; it is looked at again then.
-            let same = |before: &Part<'_>| std::ptr::eq(before.transfer, *transfer);
-            if queue.capture.is_some() && !self.parts[..index].iter().any(same) {
-                transfer.check_post(queue.capture)?;
+            if queue.capture.is_some() {
+                let same = |before: &&Part<'_>| std::ptr::eq(before.transfer, *transfer);
+                let before = self.parts[..index].iter().rfind(same);
+                transfer.check_post(queue.capture, before.map(|part| part.kind == Kind::Wait))?;
             }
         }
         queue.whole = queue.capture.is_some()
-            && of(Kind::Post)
-                .all(|post| of(Kind::Wait).any(|wait| std::ptr::eq(wait.transfer, post.transfer)));
+            && self.parts.iter().enumerate().all(|(index, part)| {
+                let same = |wait: &Part<'_>| {
+                    wait.kind == Kind::Wait && std::ptr::eq(wait.transfer, part.transfer)
+                };
+                part.kind == Kind::Wait || self.parts[index + 1..].iter().any(same)
+            });
         queue.operations.reserve(6 * self.parts.len());
         for group in self.parts.chunk_by(|a, b| a.kind == b.kind) {
             let transfers = group.iter().map(|part| part.transfer);
@@ -129,15 +135,21 @@ impl<'a, 's> Queue<'a, 's> {
 
     /// Posts a group; the order of its steps is what [`Batch`] says.
     fn post(&mut self, group: impl Iterator<Item = &'a Transfer>) -> Result<()> {
-        let mut movers = Vec::new();
+        let (mut again, mut movers) = (Vec::new(), Vec::new());
         for transfer in group {
             let (mode, steps, marks) = transfer.begin_post(self.stream, self.capture)?;
             if steps.copy {
                 movers.push((transfer, mode, steps, marks));
-                continue;
+            } else if matches!(mode, Mode::Captured(2..)) {
+                again.push((transfer, mode, steps));
+            } else {
+                self.signals(transfer, mode, steps.before)?;
+                self.marks.extend(marks.then_some(transfer));
             }
+        }
+        // These wait for their post before.
+        for (transfer, mode, steps) in again {
             self.signals(transfer, mode, steps.before)?;
-            self.marks.extend(marks.then_some(transfer));
         }
         self.mark()?;
         // All waits, all copies, all signals: the copy engine is not held up between the copies.

@@ -39,19 +39,18 @@ pub(super) struct Waiting {
 }
 
 impl Recording {
-    /// Fails where [`post`](Self::post) would.
-    pub(super) fn check(&self, end: End, capture: u64) -> Result<()> {
-        match *lock(&self.posted) {
-            Some(before)
-                if before.capture == capture && end == End::Announcer && !before.waited =>
-            {
-                Err(Error::invalid(
-                    "a transfer is posted twice in one graph without a wait between",
-                )
-                .during("post a transfer")
-                .help("wait for it first, or exchange a second transfer"))
-            }
-            _ => Ok(()),
+    /// Fails where a post in the graph `capture` cannot be: where an announcer's before was not waited
+    /// for. `waited` says so of what is still to be noted, if anything is.
+    pub(super) fn check(&self, end: End, capture: u64, waited: Option<bool>) -> Result<()> {
+        let noted = lock(&self.posted).filter(|before| before.capture == capture);
+        let waited = waited.or(noted.map(|before| before.waited));
+        match end == End::Announcer && waited == Some(false) {
+            true => Err(Error::invalid(
+                "a transfer is posted twice in one graph without a wait between",
+            )
+            .during("post a transfer")
+            .help("wait for it first, or exchange a second transfer")),
+            false => Ok(()),
         }
     }
 
@@ -92,11 +91,15 @@ impl Recording {
                     follows: posted.marked_on != stream,
                 }))
             }
-            Some(posted) if end == End::Announcer && !posted.waited => Err(Error::invalid(
-                "a transfer that was posted in another graph",
-            )
-            .during("wait for a transfer")
-            .help("record its wait in the graph of its post")),
+            Some(posted) if end == End::Announcer && !posted.waited => {
+                // Told once: the recording of that graph may have been given up.
+                posted.waited = true;
+                Err(
+                    Error::invalid("a transfer that was posted in another graph")
+                        .during("wait for a transfer")
+                        .help("record its wait in the graph of its post"),
+                )
+            }
             _ => Ok(None),
         }
     }
@@ -159,12 +162,12 @@ mod tests {
         assert_eq!(recording.wait(end, 7, 1).unwrap(), None);
         assert_eq!(recording.post(end, 7, 1), (Mode::Captured(1), true));
         assert_eq!(
-            recording.check(end, 7).unwrap_err().kind(),
+            recording.check(end, 7, None).unwrap_err().kind(),
             ErrorKind::InvalidArgument
         );
         assert_eq!(recording.wait(end, 7, 2).unwrap(), waiting(1, true));
         assert_eq!(recording.wait(end, 7, 1).unwrap(), waiting(1, false));
-        recording.check(end, 7).unwrap();
+        recording.check(end, 7, None).unwrap();
         assert_eq!(recording.post(end, 7, 3), (Mode::Captured(2), false));
         assert_eq!(recording.wait(end, 7, 3).unwrap(), waiting(2, true));
         assert_eq!(recording.wait(end, 7, 1).unwrap(), waiting(2, false));
@@ -174,7 +177,7 @@ mod tests {
     fn a_movers_waits_follow_its_last_post() {
         let (recording, end) = (Recording::default(), End::Mover);
         assert_eq!(recording.post(end, 7, 1), (Mode::Captured(1), true));
-        recording.check(end, 7).unwrap();
+        recording.check(end, 7, None).unwrap();
         assert_eq!(recording.post(end, 7, 2), (Mode::Captured(2), true));
         assert_eq!(recording.wait(end, 7, 2).unwrap(), waiting(2, false));
         assert_eq!(recording.wait(end, 7, 1).unwrap(), waiting(2, true));
@@ -190,7 +193,8 @@ mod tests {
             ErrorKind::InvalidArgument
         );
         // Or the recording of that graph was given up.
-        recording.check(end, 8).unwrap();
+        assert_eq!(recording.wait(end, 8, 1).unwrap(), None);
+        recording.check(end, 8, None).unwrap();
         assert_eq!(recording.post(end, 8, 1), (Mode::Captured(1), true));
         assert_eq!(recording.wait(end, 8, 1).unwrap(), waiting(1, false));
         assert_eq!(recording.wait(end, 9, 1).unwrap(), None);

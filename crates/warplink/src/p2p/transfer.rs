@@ -85,11 +85,12 @@ impl Transfer {
         self.direction.end(self.protocol)
     }
 
-    /// Fails where a post in the graph `capture`, if there is one, cannot be.
-    pub(super) fn check_post(&self, capture: Option<u64>) -> Result<()> {
+    /// Fails where a post in the graph `capture`, if there is one, cannot be. `waited` says whether the
+    /// last thing that the graph is to have of the transfer before is a wait, if that is not noted yet.
+    pub(super) fn check_post(&self, capture: Option<u64>, waited: Option<bool>) -> Result<()> {
         capture.map_or(Ok(()), |capture| {
             self.recording
-                .check(self.end(), capture)
+                .check(self.end(), capture, waited)
                 .map_err(|error| error.peer(self.peer).key(self.key()))
         })
     }
@@ -119,7 +120,7 @@ impl Transfer {
         stream: &dyn Stream,
         capture: Option<u64>,
     ) -> Result<(Mode, Steps, bool)> {
-        self.check_post(capture)?;
+        self.check_post(capture, None)?;
         let (mode, marks) = match capture {
             Some(capture) => self.recording.post(self.end(), capture, stream.raw()),
             None => {

@@ -25,6 +25,7 @@ pub(super) mod status {
     pub(in super::super) const NOT_READY: Status = 600;
     pub(in super::super) const PEER_ACCESS_ALREADY_ENABLED: Status = 704;
     pub(in super::super) const NOT_SUPPORTED: Status = 801;
+    pub(in super::super) const CAPTURE_IMPLICIT: Status = 906;
 }
 
 /// Declares a table of a library's functions and how it is loaded.

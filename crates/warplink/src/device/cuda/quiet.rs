@@ -7,12 +7,11 @@
 
 use super::context::Context;
 use super::driver::status;
-use super::memory_ops;
 use crate::sync::lock;
 use cudarc::driver::sys::CUstream;
 use std::any::Any;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, TryLockError};
+use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, TryLockError};
 use std::time::{Duration, Instant};
 
 /// Held for reading by who enqueues, for writing by who frees.
@@ -47,14 +46,16 @@ impl Watched {
             return true;
         };
         let _relaxed = self.context.relax_capture();
-        let raw = self.raw as CUstream;
+        let (raw, mut capture) = (self.raw as CUstream, 0);
+        // SAFETY: a stream is watched no longer than it lives; `capture` is a place for one integer.
+        let code = unsafe { (driver.cuStreamIsCapturing)(raw, &mut capture) };
         // A stream that records must not be asked, nor a default one while another records. Both last
         // only briefly.
-        match memory_ops::is_capturing(driver, raw) {
-            // SAFETY: a stream is watched no longer than it lives. One that failed has no work.
-            Ok(false) => unsafe { (driver.cuStreamQuery)(raw) != status::NOT_READY },
-            Ok(true) | Err(_) => false,
+        if code == status::CAPTURE_IMPLICIT || (code == status::SUCCESS && capture != 0) {
+            return false;
         }
+        // SAFETY: as above. A stream that failed has no work.
+        unsafe { (driver.cuStreamQuery)(raw) != status::NOT_READY }
     }
 }
 
@@ -87,6 +88,14 @@ impl Watch {
         drop(streams);
         sweep();
     }
+
+    /// Lets go of a stream that must not be looked at any more.
+    pub(super) fn end(&self) {
+        let own = |watched: &mut Watched| watched.number == self.0;
+        let gone: Vec<Watched> = lock(&STREAMS).extract_if(.., own).collect();
+        // Not under the lock, which the context's end could need.
+        drop(gone);
+    }
 }
 
 /// Drops streams that were let go of and have no work any more.
@@ -105,19 +114,21 @@ pub(super) fn enqueuing() -> RwLockReadGuard<'static, ()> {
     GATE.read().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Runs `call` as soon as no stream has work. Blocks until then.
-pub(super) fn when_quiet(call: impl FnOnce()) {
+/// Blocks until no stream has work, and gives what keeps it so: as long as it is held, nothing is
+/// enqueued that may wait for a peer. Runs `meanwhile` before every look.
+pub(super) fn quiet(mut meanwhile: impl FnMut()) -> RwLockWriteGuard<'static, ()> {
     let ([mut patience, most_patience], [mut hold, longest_hold]) = (PATIENCE, HOLD);
     let (mut busy_since, mut pause) = (Instant::now(), PAUSES[0]);
     loop {
+        meanwhile();
         sweep();
         let holding = busy_since.elapsed() > patience;
         let limit = match holding {
             true => hold,
             false => Duration::ZERO,
         };
-        if let Some(_gate) = closed_and_idle(limit) {
-            return call();
+        if let Some(gate) = closed_and_idle(limit) {
+            return gate;
         }
         if holding {
             busy_since = Instant::now();
@@ -130,7 +141,7 @@ pub(super) fn when_quiet(call: impl FnOnce()) {
 }
 
 /// Closes the gate, and leaves it closed if no stream has work within `limit`.
-fn closed_and_idle(limit: Duration) -> Option<impl Drop> {
+fn closed_and_idle(limit: Duration) -> Option<RwLockWriteGuard<'static, ()>> {
     let start = Instant::now();
     let mut gate = None;
     loop {

@@ -6,7 +6,7 @@
 //! case the memory is back when the drop returns.
 
 use super::context::Context;
-use super::quiet::when_quiet;
+use super::quiet::quiet;
 use crate::error::{Error, Result};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -86,20 +86,23 @@ impl Reaper {
 
 fn work(context: &Context, queue: &Receiver<Job>, late: &AtomicBool) {
     while let Ok(next) = queue.recv() {
-        // All that is there is freed at one moment: there may be few.
         let (mut free, mut done) = (Vec::new(), Vec::new());
-        for job in std::iter::once(next).chain(queue.try_iter()) {
+        let mut start = |job: Job| {
             (job.first)();
             free.push(job.free);
             done.push(job.done);
-        }
+        };
+        start(next);
+        // What comes meanwhile may end what streams wait for, and there may be few quiet moments.
+        let gate = quiet(|| queue.try_iter().for_each(&mut start));
         match context.enter() {
             Ok(_entered) => {
                 let _relaxed = context.relax_capture();
-                when_quiet(|| free.into_iter().for_each(|free| free(context)));
+                free.into_iter().for_each(|free| free(context));
             }
             Err(error) => tracing::warn!(%error, "device memory is leaked"),
         }
+        drop(gate);
         late.store(false, Ordering::Release);
         for done in done {
             // Nobody listens any more where the caller's patience has ended.

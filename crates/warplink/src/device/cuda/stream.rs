@@ -152,8 +152,13 @@ impl CudaStream {
 
 impl Drop for CudaStream {
     fn drop(&mut self) {
-        if let Some(keep) = self.keep.take() {
-            self.watch.leave(Box::new(keep));
+        let Some(keep) = self.keep.take() else {
+            return;
+        };
+        // Nobody could end the capture of one that still records; it has no work of its own.
+        match memory_ops::is_capturing(self.gpu.context.driver, self.raw) {
+            Ok(true) => self.watch.end(),
+            _ => self.watch.leave(Box::new(keep)),
         }
     }
 }

@@ -128,7 +128,8 @@ impl Plan {
 
     /// Turns the plan into one graph, to be launched in the place of [`run`](Self::run). Blocks
     /// while the graph is prepared. A plan is captured once; runs and launches of one plan take
-    /// turns on every rank in the same order.
+    /// turns on every rank in the same order. What the program posts again waits, in a graph, until it
+    /// is done the time before.
     ///
     /// # Errors
     /// As [`run`](Self::run), and [`ErrorKind::InvalidArgument`] where what tells a peer that a
