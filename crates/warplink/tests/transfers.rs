@@ -5,12 +5,14 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod common;
+#[path = "transfers/graphs.rs"]
+mod graphs;
 
 use common::{Ranks, delays, processes, threads, threads_with, values, world};
 use std::time::Duration;
-use warplink::device::{AllocationKind, Priority, Stream};
+use warplink::device::{AllocationKind, Priority};
 use warplink::memory::Region;
-use warplink::p2p::{Batch, Protocol, Transfer, TransferRequest, post_all, post_stores, wait_all};
+use warplink::p2p::{Protocol, Transfer, TransferRequest, post_all, post_stores, wait_all};
 use warplink::{Communicator, ErrorKind};
 
 const PROTOCOLS: [Protocol; 2] = [Protocol::Get, Protocol::Put];
@@ -433,87 +435,6 @@ fn a_wait_on_another_stream_waits() {
     );
 }
 
-/// Several steps in one graph, of which each batch waits for one and posts the next.
-#[test]
-fn a_batch_waits_and_posts_again_in_a_graph() {
-    processes(world(3), |comm| {
-        let stream = comm.create_stream(Priority::Normal).unwrap();
-        for (protocol, bytes) in PROTOCOLS.into_iter().flat_map(|p| [(p, 512), (p, 1 << 20)]) {
-            let [send, receive] = [(); 2].map(|()| comm.alloc(bytes).unwrap());
-            let transfers = ring(comm, &send, &receive, 6, protocol);
-            stream.begin_capture().unwrap();
-            post_all(&transfers.iter().collect::<Vec<_>>(), &*stream).unwrap();
-            for _ in 0..3 {
-                let again = Batch::new().wait(&transfers).post(&transfers);
-                again.enqueue(&*stream).unwrap();
-            }
-            wait_all(&transfers.iter().collect::<Vec<_>>(), &*stream).unwrap();
-            let graph = stream.end_capture().unwrap();
-            for round in 0..10 {
-                upload(comm, &send, &values(comm.rank(), round, bytes));
-                graph.launch(&*stream).unwrap();
-                comm.synchronize(&*stream).unwrap();
-                let want = values(neighbours(comm).1, round, bytes);
-                assert_eq!(download(comm, &receive), want, "{protocol}, {bytes} bytes");
-                // The right neighbour reads, or the left one writes, until it has launched too.
-                comm.barrier().unwrap();
-            }
-        }
-    });
-}
-
-/// A graph with a ring step in it, replayed many times; the data moves on by one rank each time.
-fn replay(comm: &Communicator, times: usize) {
-    let (rank, world) = (comm.rank(), comm.world());
-    let stream = comm.create_stream(Priority::Normal).unwrap();
-    for protocol in PROTOCOLS {
-        let (send, receive) = (comm.alloc(4096).unwrap(), comm.alloc(4096).unwrap());
-        upload(comm, &send, &[rank as u8; 4096]);
-        let transfers = ring(comm, &send, &receive, 4, protocol);
-        let group: Vec<&Transfer> = transfers.iter().collect();
-        stream.begin_capture().unwrap();
-        post_all(&group, &*stream).unwrap();
-        wait_all(&group, &*stream).unwrap();
-        stream.copy(send.slice(), receive.slice()).unwrap();
-        let graph = stream.end_capture().unwrap();
-        let mut replayed = 0;
-        while replayed < times {
-            // Not one after the other from the host: launches pile up in the stream.
-            let batch = (times - replayed).min(100);
-            (0..batch).for_each(|_| graph.launch(&*stream).unwrap());
-            comm.synchronize(&*stream).unwrap();
-            replayed += batch;
-            let from = (rank + world * times - replayed) % world;
-            assert_eq!(
-                download(comm, &send),
-                [from as u8; 4096],
-                "{protocol} after {replayed} replays"
-            );
-        }
-        // The same transfers, outside of a graph again.
-        post_all(&group, &*stream).unwrap();
-        wait_all(&group, &*stream).unwrap();
-        comm.synchronize(&*stream).unwrap();
-        let from = (rank + world * (times + 1) - replayed - 1) % world;
-        assert_eq!(download(comm, &receive), [from as u8; 4096]);
-        comm.barrier().unwrap();
-    }
-}
-
-#[test]
-fn a_graph_replayed_ten_thousand_times_stays_right() {
-    processes(world(3), |comm| replay(comm, 10_000));
-}
-
-#[test]
-fn a_graph_replayed_with_random_delays_stays_right() {
-    threads_with(
-        world(3),
-        |config| delays(config, Duration::from_micros(200)),
-        |comm| replay(comm, 100),
-    );
-}
-
 /// Each rank stores into its right neighbour's buffer by itself, eagerly and in a graph.
 fn stores(comm: &Communicator) {
     let (right, left) = neighbours(comm);
@@ -582,102 +503,4 @@ fn what_is_stored_with_random_delays_is_there() {
         |config| delays(config, Duration::from_micros(200)),
         stores,
     );
-}
-
-/// Two steps of a ring in one graph, posted on one stream and waited for on two others.
-fn steps_that_other_streams_wait_for(comm: &Communicator) {
-    const BYTES: usize = 1 << 16;
-    let (rank, world) = (comm.rank(), comm.world());
-    let stream = |priority| comm.create_stream(priority).unwrap();
-    let (main, posts) = (stream(Priority::Normal), stream(Priority::High));
-    let waits = [stream(Priority::Normal), stream(Priority::Normal)];
-    let event = comm.device().create_event(false).unwrap();
-    let after = |later: &dyn Stream, earlier: &dyn Stream| {
-        earlier.record(&*event).unwrap();
-        later.wait_event(&*event).unwrap();
-    };
-    for protocol in PROTOCOLS {
-        let alloc = || comm.alloc(BYTES).unwrap();
-        let (send, receive) = (alloc(), alloc());
-        let seen = [[alloc(), alloc()], [alloc(), alloc()]];
-        let transfers = ring(comm, &send, &receive, 5, protocol);
-        let group: Vec<&Transfer> = transfers.iter().collect();
-        main.begin_capture().unwrap();
-        for other in [&posts, &waits[0], &waits[1]] {
-            after(&**other, &*main);
-        }
-        for step in &seen {
-            post_all(&group, &*posts).unwrap();
-            for (wait, seen) in waits.iter().zip(step) {
-                wait_all(&group, &**wait).unwrap();
-                wait.copy(seen.slice(), receive.slice()).unwrap();
-            }
-            for wait in &waits {
-                after(&*posts, &**wait);
-            }
-            posts.copy(send.slice(), receive.slice()).unwrap();
-        }
-        after(&*main, &*posts);
-        let graph = main.end_capture().unwrap();
-        for round in 0..20 {
-            upload(comm, &send, &values(rank, round, BYTES));
-            // Otherwise what was seen in the round before would do.
-            for seen in seen.iter().flatten() {
-                upload(comm, seen, &[0; BYTES]);
-            }
-            comm.barrier().unwrap();
-            graph.launch(&*main).unwrap();
-            comm.synchronize(&*main).unwrap();
-            for (step, seen) in seen.iter().enumerate() {
-                let from = (rank + 2 * world - 1 - step) % world;
-                for seen in seen {
-                    assert_eq!(
-                        download(comm, seen),
-                        values(from, round, BYTES),
-                        "{protocol}, round {round}, step {step}"
-                    );
-                }
-            }
-        }
-    }
-}
-
-#[test]
-fn any_number_of_streams_of_a_graph_may_wait() {
-    processes(world(3), steps_that_other_streams_wait_for);
-}
-
-#[test]
-fn any_number_of_streams_of_a_graph_may_wait_with_random_delays() {
-    threads_with(
-        world(3),
-        |config| delays(config, Duration::from_micros(500)),
-        steps_that_other_streams_wait_for,
-    );
-}
-
-#[test]
-fn a_second_captured_post_needs_a_wait_between() {
-    threads(world(2), |comm| {
-        let peer = 1 - comm.rank();
-        let region = comm.alloc(64).unwrap();
-        let request = match comm.rank() {
-            0 => TransferRequest::send(&region, peer, 1),
-            _ => TransferRequest::receive(&region, peer, 1),
-        };
-        let transfer = comm
-            .exchange(&[request.protocol(Protocol::Get)])
-            .unwrap()
-            .remove(0);
-        let stream = comm.create_stream(Priority::Normal).unwrap();
-        if comm.rank() == 0 {
-            stream.begin_capture().unwrap();
-            transfer.post(&*stream).unwrap();
-            let error = transfer.post(&*stream).unwrap_err();
-            common::assert_says(&error, &["posted twice in one graph", "peer 1"]);
-            transfer.wait(&*stream).unwrap();
-            stream.end_capture().unwrap();
-        }
-        comm.barrier().unwrap();
-    });
 }
