@@ -150,16 +150,45 @@ mod lowered {
                     assert!(lowered.text.contains(&format!("let parts = {parts}\n")));
                     accepted(&lowered, world);
                 }
-                for (variant, n, parts) in [
-                    (Variant::RingFine, 24, 2),
-                    (Variant::RingCoarse, 8192, if large { 2 } else { 1 }),
-                ] {
+                let parts = if large { 2 } else { 1 };
+                for variant in [Variant::RingFine, Variant::RingCoarse] {
+                    let spec = scatter(8192);
                     let lowered =
-                        lower_matmul_reduce_scatter(&scatter(n), world, variant, streams).unwrap();
+                        lower_matmul_reduce_scatter(&spec, world, variant, streams).unwrap();
                     assert!(lowered.text.contains(&format!("let parts = {parts}\n")));
                     accepted(&lowered, world);
                 }
             }
+        }
+    }
+
+    /// The shorter a product beside its copy, the more rings there are, up to one for two ranks.
+    #[test]
+    fn every_stride_passes_for_1_to_16_ranks() {
+        for world in 1..=16 {
+            let mut strides = Vec::new();
+            for (rows, k, n) in [
+                (4096, 4096, 8192),
+                (4096, 2048, 8192),
+                (4096, 2048, 1024),
+                (1024, 1024, 3584),
+            ] {
+                let spec = MatmulReduceScatter {
+                    m: rows * world,
+                    k: k * world,
+                    n,
+                    dtype: DType::BF16,
+                    bias: world % 2 == 0,
+                };
+                let lowered =
+                    lower_matmul_reduce_scatter(&spec, world, Variant::RingFine, 2).unwrap();
+                accepted(&lowered, world);
+                let stride = (1..=world)
+                    .find(|stride| lowered.text.contains(&format!("let stride = {stride}\n")));
+                strides.push(stride.unwrap());
+            }
+            let most = (world / 2).max(1);
+            assert_eq!(strides, [1, 2, 4, 7].map(|stride| stride.min(most)));
         }
     }
 
@@ -224,10 +253,10 @@ mod lowered {
         assert_eq!(
             chosen,
             [
-                (Variant::RingCoarse, Variant::RingCoarse),
-                (Variant::PushFine, Variant::PushRotated),
+                (Variant::RingCoarse, Variant::RingFine),
+                (Variant::PushFine, Variant::RingFine),
                 (Variant::PushFine, Variant::PushFine),
-                (Variant::PairwiseGet, Variant::PushFine),
+                (Variant::PairwiseGet, Variant::RingFine),
             ]
         );
         // So small that steps cost more than they hide.

@@ -271,55 +271,68 @@ const RING_PUT: &str = "
     }
 @join";
 
+/// Put, around one ring or more.
 const RING_FINE: &str = "
-    # Sums of the products of the ranks before this one, to which it adds its own.
-    allocate P: $T[world over loop, m / world, n]
+    # A block goes from a rank to the one so many after it, and each adds its product. With a stride of
+    # more than 1 there are as many sums of a block, each of some ranks, and as many steps for a sum to
+    # arrive in before it is added to.
+    let stride = $stride
 
-    let next = (rank + 1) % world
-    let previous = (rank - 1) % world
+    # Sums by block and, behind them, those of the own block that do not come around to it.
+    allocate P: $T[world - 1 + stride, m / world, n]
 
-    # A block travels in so many parts, each on a stream of its own: while one part is under way,
-    # the product of another runs.
+    # A block travels in so many parts: while one part is under way, the product of another runs.
     let parts = $parts
-    let lanes = parts
     let rows = m / world / parts
 
-    # A block starts at the rank after its owner and ends at its owner, adding up on the way.
     share {
-        for s in 1..world {
-            let done = (rank - s) % world
-            let block = (done - 1) % world
+        for s in 0..world - 1 {
+            let block = (rank - 1 - s) % world
+            let left = world - 1 - s
             for p in 0..parts {
                 let start = p * rows
                 let end = start + rows
-                pass = send P[done][start..end] to next tag s * parts + p via put
-                if s < world - 1 {
-                    take = receive P[block][start..end] from previous tag s * parts + p via put
+                if left >= stride {
+                    pass = send P[block][start..end] to (rank + stride) % world tag s * parts + p via put
                 } else {
-                    take = receive C[start..end] from previous tag s * parts + p via put
+                    pass = send P[block][start..end] to block tag s * parts + p via put
+                }
+                if left > stride {
+                    let same = (block - stride) % world
+                    take = receive P[same][start..end] from (rank - stride) % world tag s * parts + p via put
+                } else if left == stride {
+                    take = receive C[start..end] from (rank - stride) % world tag s * parts + p via put
+                } else {
+                    let last = world - 1 + left
+                    take = receive P[last][start..end] from (rank - left) % world tag s * parts + p via put
                 }
             }
         }
     }
+
+    # On two streams, one put is handed over beside another. Around one ring, the other would only delay
+    # the part that is needed first.
+    let lanes = $lanes
 @fork lanes
-    # Every part has a place of its own, so the predecessor need not ask before each put.
+    # Every part has a place of its own, so nobody need ask before each put.
+    set_stream high(0)
     for p in 0..parts {
-        set_stream high(p)
-        post take[s][p] for s in 1..world
+        post take[s][p] for s in 0..world - 1
     }
 
     for s in 0..world {
         let block = (rank - 1 - s) % world
         for p in 0..parts {
+            let turn = s * parts + p
             let start = p * rows
             let end = start + rows
-            set_stream pool((s * parts + p) % streams)
-            if s > 0 {
-                wait take[s][p]
+            set_stream pool(turn % streams)
+            if s >= stride {
+                wait take[s - stride][p]
             }
             if world == 1 {
                 @multiply C[start..end] A[block][start..end] biased
-            } else if s == 0 {
+            } else if s < stride {
                 @multiply P[block][start..end] A[block][start..end]
             } else if s < world - 1 {
                 @accumulate P[block][start..end] A[block][start..end]
@@ -327,9 +340,12 @@ const RING_FINE: &str = "
                 @accumulate C[start..end] A[block][start..end] biased
             }
             if s < world - 1 {
-                set_stream high(p)
-                synchronize pool((s * parts + p) % streams)
-                post pass[s + 1][p]
+                set_stream high(turn % lanes)
+                synchronize pool(turn % streams)
+                post pass[s][p]
+            } else if stride > 1 {
+                wait take[s - j][p] for j in 1..stride
+                C[start..end] = sum(C[start..end], P[s + j][start..end] for j in 1..stride)
             }
         }
     }
@@ -344,7 +360,7 @@ const RING_COARSE: &str = "
 
     # A block travels in so many parts: the first leaves early, and little is left to add up after the
     # last.
-    let parts = $coarse
+    let parts = $parts
     let rows = m / world / parts
 
     share {
@@ -417,9 +433,9 @@ const COLLECTIVE: &str = "
     C = reduce_scatter(P, sum)
 ";
 
-/// In how many parts [`Variant::RingCoarse`] cuts a block of `rows`: in two where a part still keeps
-/// the device busy for some waves of tiles.
-pub(super) fn coarse_parts(rows: usize, columns: usize) -> usize {
+/// In how many parts [`Variant::RingCoarse`] and [`Variant::RingFine`] cut a block of `rows`: in two
+/// where a part still keeps the device busy for some waves of tiles.
+pub(super) fn parts(rows: usize, columns: usize) -> usize {
     const LEAST: usize = 2 * 132 * 128 * 256;
     if rows.is_multiple_of(2) && (rows / 2).saturating_mul(columns) >= LEAST {
         2
@@ -428,13 +444,23 @@ pub(super) fn coarse_parts(rows: usize, columns: usize) -> usize {
     }
 }
 
-/// In how many parts [`Variant::RingFine`] cuts a block of `rows`.
-pub(super) fn parts(rows: usize) -> usize {
-    if rows.is_multiple_of(2) && rows >= 512 {
-        2
-    } else {
-        1
-    }
+/// From a rank to how many after it [`Variant::RingFine`] passes a block on: as many as the steps that
+/// go by until a part of a block of `rows`, multiplied and put, can be added to.
+///
+/// Half the ranks at most, since with more there is nothing left to pass on, only to add up at the end.
+pub(super) fn stride(spec: &MatmulReduceScatter, world: usize) -> usize {
+    // Of H200, for elements of two bytes.
+    const FLOPS: f64 = 790e12;
+    const LINK: f64 = 388e9;
+    // To the put and from it, in seconds, while products keep the device busy.
+    const HANDOVERS: f64 = 40e-6;
+    let most = (world / 2).max(1);
+    let rows = spec.m / world;
+    let elements = rows as f64 * spec.n as f64;
+    let product = 2.0 * elements * (spec.k / world) as f64 / FLOPS;
+    let put = elements * spec.dtype.size() as f64 / LINK;
+    let part = (product + put) / parts(rows, spec.n) as f64 + HANDOVERS;
+    ((part / product).ceil() as usize).clamp(1, most)
 }
 
 /// Lowers a matmul + reduce-scatter to a program for `world` ranks, with the products on `streams`
@@ -471,7 +497,7 @@ pub fn lower_matmul_reduce_scatter(
         Variant::RingPut => (RING_PUT, "add up around a ring, put to the rank after"),
         Variant::RingFine => (
             RING_FINE,
-            "add up around a ring in parts, each product onto what arrived",
+            "add up around rings in parts, each product onto what arrived",
         ),
         Variant::RingCoarse => (
             RING_COARSE,
@@ -493,11 +519,13 @@ pub fn lower_matmul_reduce_scatter(
         }
         false => "    @multiply P A",
     };
-    let parts = parts(spec.m / world);
+    let parts = parts(spec.m / world, spec.n);
+    let stride = stride(spec, world);
     let body = with_streams(body)
         .replace("@whole", whole)
         .replace("$parts", &parts.to_string())
-        .replace("$coarse", &coarse_parts(spec.m / world, spec.n).to_string());
+        .replace("$stride", &stride.to_string())
+        .replace("$lanes", if stride == 1 { "1" } else { "2" });
     let template = format!(
         "# Matmul + reduce-scatter: C = A · B with the contraction sharded over the ranks.\n\
          # The partial products {what}.\n\
