@@ -254,9 +254,9 @@ mod lowered {
             chosen,
             [
                 (Variant::RingCoarse, Variant::RingFine),
-                (Variant::PushFine, Variant::RingFine),
+                (Variant::PushFine, Variant::PushRotated),
                 (Variant::PushFine, Variant::PushFine),
-                (Variant::PairwiseGet, Variant::RingFine),
+                (Variant::PairwiseGet, Variant::PushFine),
             ]
         );
         // So small that steps cost more than they hide.

@@ -70,11 +70,12 @@ impl Variant {
     }
 
     /// How many streams the products of a matmul + reduce-scatter best take turns on. What one
-    /// leaves must leave early, and of two streams a device may run the later product first; only
-    /// where there are just two products, one for the others and the own, they share the device.
+    /// leaves must leave early, and of two streams a device may run the later product first. There are
+    /// two where there are just two products, one for the others and the own, and where the later
+    /// product waits for an arrival.
     pub const fn scatter_streams(self) -> usize {
         match self {
-            Self::PushFine => 2,
+            Self::PushFine | Self::RingFine => 2,
             _ => 1,
         }
     }
