@@ -188,7 +188,7 @@ mod lowered {
                 strides.push(stride.unwrap());
             }
             let most = (world / 2).max(1);
-            assert_eq!(strides, [1, 2, 4, 7].map(|stride| stride.min(most)));
+            assert_eq!(strides, [1, 2, 4, 8].map(|stride| stride.min(most)));
         }
     }
 
