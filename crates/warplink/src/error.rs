@@ -25,6 +25,8 @@ pub enum ErrorKind {
     PeerLost,
     /// A rank left in order while something still depended on it.
     PeerLeft,
+    /// A rank failed before its part in what this rank does with it; the message says how.
+    PeerFailed,
     /// A process that joins does not hold the secret.
     Authentication,
     /// What came over a socket does not follow the protocol.

@@ -14,8 +14,8 @@ use common::{assert_says, delays, kind, threads, threads_with, world};
 use half::{bf16, f16};
 use product::{Case, Inputs, Memory};
 use std::collections::BTreeSet;
-use std::time::Duration;
-use warplink::device::Priority;
+use std::time::{Duration, Instant};
+use warplink::device::{AllocationKind, Priority};
 use warplink::overlap::{
     AllGatherMatmul, AllGatherMatmulPlan, Leading, MatmulReduceScatter, MatmulReduceScatterPlan,
     Options, Variant, all_gather_matmul, matmul_reduce_scatter,
@@ -309,6 +309,52 @@ fn a_buffer_replaced_on_one_rank() {
     });
 }
 
+/// Whoever cannot bind says so to those that would wait for it, and all can bind again.
+#[test]
+fn a_rank_that_cannot_bind_tells_its_peers() {
+    threads_with(world(3), delayed, |comm| {
+        let (rank, world) = (comm.rank(), comm.world());
+        if world < 2 {
+            return;
+        }
+        let text = include_str!("../../../examples/programs/ring_pass.wlp");
+        let program = Program::parse(text).unwrap();
+        let parameters = [("n".to_owned(), 64)].into();
+        let executor = comm.executor();
+        let prepared = executor
+            .prepare(&program, &parameters, PrepareOptions::default())
+            .unwrap();
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        let allocate = |bytes| {
+            comm.device()
+                .allocate(bytes, AllocationKind::Plain)
+                .unwrap()
+        };
+        for round in 0..3 {
+            let failing = round % world;
+            let bind = |bytes| {
+                let (a, b) = (allocate(bytes), allocate(256));
+                prepared.bind(&[("A".to_owned(), a), ("B".to_owned(), b)].into())
+            };
+            // All ranks of a ring of three are neighbours of the one that fails.
+            let start = Instant::now();
+            let error = bind(if rank == failing { 255 } else { 256 }).unwrap_err();
+            assert!(start.elapsed() < Duration::from_secs(5), "{error}");
+            if rank == failing {
+                assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+                assert_says(&error, &["'A'", "255"]);
+            } else {
+                assert_eq!(error.kind(), ErrorKind::PeerFailed);
+                assert_says(&error, &["gave up", "'A'", "255"]);
+                assert_eq!(error.failed_peer(), Some(failing));
+            }
+            let plan = bind(256).unwrap();
+            plan.run(&*stream).unwrap();
+            comm.synchronize(&*stream).unwrap();
+        }
+    });
+}
+
 #[test]
 fn a_trace_has_spans_of_every_rank() {
     threads(world(3), |comm| {
@@ -425,19 +471,29 @@ fn shards_and_blocks_in_parts_are_right() {
                 if text == lowered.text {
                     continue;
                 }
-                cut += 1;
-                let program = Program::parse(&text).unwrap();
-                let options = PrepareOptions {
-                    streams,
-                    ..PrepareOptions::default()
+                // Around one ring, two, and as many as one for each other rank.
+                let strides = match text.contains("let stride = ") {
+                    true => 1..world.max(2),
+                    false => 1..2,
                 };
-                let prepared = executor
-                    .prepare(&program, &lowered.parameters, options)
-                    .unwrap();
-                product::run_example(comm, &*stream, &program.name, &prepared);
+                for stride in strides {
+                    cut += 1;
+                    let text = text
+                        .replace("let stride = 2", &format!("let stride = {stride}"))
+                        .replace("let stride = 1", &format!("let stride = {stride}"));
+                    let program = Program::parse(&text).unwrap();
+                    let options = PrepareOptions {
+                        streams,
+                        ..PrepareOptions::default()
+                    };
+                    let prepared = executor
+                        .prepare(&program, &lowered.parameters, options)
+                        .unwrap();
+                    product::run_example(comm, &*stream, &program.name, &prepared);
+                }
             }
         }
-        assert_eq!(cut, 4);
+        assert_eq!(cut, 3 + comm.world().max(2) - 1);
     });
 }
 

@@ -7,9 +7,12 @@
 //! Both ranks always publish, whether or not their mappings are cached, and a handle names the
 //! generation of its registration: a rank whose cache is filled while its peer's is not neither
 //! waits for what does not come nor uses a mapping of what was replaced.
+//!
+//! A rank that fails before it can publish its ends refuses them: it publishes why, so that its peers
+//! need not wait for their deadlines.
 
 use super::recording::{Place, Recording};
-use super::request::{Direction, TransferRequest};
+use super::request::{Direction, Lane, TransferRequest};
 use super::transfer::Transfer;
 use crate::bootstrap::{Bootstrap, Wait};
 use crate::deadline::Deadline;
@@ -35,7 +38,8 @@ struct Side {
     slot: u64,
 }
 
-type Lane = (Rank, u64, Direction);
+/// What is published for an end: the end, or why there is none.
+type Answer = std::result::Result<Side, String>;
 
 /// Exchanges the transfers of one rank.
 #[derive(Debug)]
@@ -99,8 +103,9 @@ impl Transfers {
     /// # Errors
     /// [`ErrorKind::InvalidArgument`] for a peer that is this rank or none;
     /// [`ErrorKind::Mismatch`], on both ranks, where lengths or protocols differ;
-    /// [`ErrorKind::Timeout`] or [`ErrorKind::PeerLost`], with the peer and what was waited for. A
-    /// batch that fails for want of a peer is withdrawn, and may be exchanged again.
+    /// [`ErrorKind::Timeout`] or [`ErrorKind::PeerLost`], with the peer and what was waited for;
+    /// [`ErrorKind::PeerFailed`] where the peer says that its end will not come. A batch that fails for
+    /// want of a peer is withdrawn, and may be exchanged again.
     pub fn exchange(
         &self,
         requests: &[TransferRequest],
@@ -134,6 +139,37 @@ impl Transfers {
             .map(|(end, bytes)| self.settle(end, &bytes))
             .collect();
         settled.into_iter().collect()
+    }
+
+    /// Tells the peers of `lanes` that this rank's next end in each will not come, and why. Their
+    /// exchanges fail with [`ErrorKind::PeerFailed`]; the end after it is matched as ever.
+    pub(crate) fn refuse(&self, lanes: &[Lane], why: &str) {
+        let answer: Answer = Err(why.to_owned());
+        let told = postcard::to_stdvec(&answer)
+            .map_err(|error| Error::new(ErrorKind::Internal, error.to_string()))
+            .and_then(|bytes| {
+                let pairs: Vec<_> = lanes
+                    .iter()
+                    .map(|&lane| {
+                        let number = self.count(lane);
+                        (self.key(lane, number, lane.2), bytes.clone())
+                    })
+                    .collect();
+                self.bootstrap.store().multi_set(&pairs)
+            });
+        if let Err(error) = told {
+            tracing::debug!(%error, "peers could not be told of a failure");
+        }
+    }
+
+    /// Where the end of `direction` of transfer `number` in `lane` is published.
+    fn key(&self, (peer, tag, own): Lane, number: u64, direction: Direction) -> String {
+        let rank = self.bootstrap.rank();
+        let (from, to) = match own {
+            Direction::Send => (rank, peer),
+            Direction::Receive => (peer, rank),
+        };
+        format!("p2p/{from}>{to}/tag {tag}/{number}/{direction}")
     }
 
     fn check(&self, request: &TransferRequest) -> Result<()> {
@@ -184,14 +220,9 @@ impl Transfers {
 
     fn prepare<'a>(&self, request: &'a TransferRequest) -> Result<(Published<'a>, Vec<u8>)> {
         let protocol = request.protocol.unwrap_or(self.protocol);
-        let rank = self.bootstrap.rank();
-        let (from, to) = match request.direction {
-            Direction::Send => (rank, request.peer),
-            Direction::Receive => (request.peer, rank),
-        };
         let slot = self.pool.take(&self.memory)?;
-        let number = self.count(request);
-        let key = |direction| format!("p2p/{from}>{to}/tag {}/{number}/{direction}", request.tag);
+        let number = self.count(request.lane());
+        let key = |direction| self.key(request.lane(), number, direction);
         let mut end = Published {
             request,
             protocol,
@@ -223,23 +254,21 @@ impl Transfers {
             End::Mover => None,
         };
         let inbound = describe(end.slot.inbound())?;
-        let side = Side {
+        let answer: Answer = Ok(Side {
             bytes: request.buffer.bytes() as u64,
             put: end.protocol == Protocol::Put,
             buffer,
             inbound,
             slot: end.slot.number,
-        };
-        postcard::to_stdvec(&side).map_err(|error| {
+        });
+        postcard::to_stdvec(&answer).map_err(|error| {
             Error::new(ErrorKind::Internal, error.to_string()).during("encode a transfer")
         })
     }
 
-    fn count(&self, request: &TransferRequest) -> u64 {
+    fn count(&self, lane: Lane) -> u64 {
         let mut counts = lock(&self.counts);
-        let count = counts
-            .entry((request.peer, request.tag, request.direction))
-            .or_default();
+        let count = counts.entry(lane).or_default();
         *count += 1;
         *count - 1
     }
@@ -247,9 +276,7 @@ impl Transfers {
     /// Gives the number of an end back that no peer has seen, so that a later try meets the peer's.
     fn uncount(&self, request: &TransferRequest, number: u64) {
         let mut counts = lock(&self.counts);
-        let count = counts
-            .entry((request.peer, request.tag, request.direction))
-            .or_default();
+        let count = counts.entry(request.lane()).or_default();
         *count = (*count).min(number);
     }
 
@@ -261,6 +288,17 @@ impl Transfers {
             }
             self.pool.recycle(end.slot.number);
         }
+    }
+
+    /// Takes back an end that its peer refused, and never took.
+    fn forget(&self, end: Published<'_>) {
+        if let Err(error) = self.bootstrap.store().delete(&end.own_key) {
+            tracing::debug!(%error, key = end.own_key, "an end could not be taken back");
+        }
+        for region in &end.described {
+            self.memory.take_back(region, end.request.peer);
+        }
+        self.pool.recycle(end.slot.number);
     }
 
     /// Takes back what peers have not taken. An end that was taken belongs to a transfer that the
@@ -300,12 +338,26 @@ impl Transfers {
                 .peer(request.peer)
                 .key(end.own_key.clone())
         };
-        let side: Side = postcard::from_bytes(bytes).map_err(|error| {
+        let answer: Answer = postcard::from_bytes(bytes).map_err(|error| {
             context(Error::new(
                 ErrorKind::Protocol,
                 format!("the peer's end is malformed: {error}"),
             ))
         })?;
+        let side = match answer {
+            Ok(side) => side,
+            Err(why) => {
+                let error = context(
+                    Error::new(
+                        ErrorKind::PeerFailed,
+                        format!("the peer gave up before its end: {why}"),
+                    )
+                    .help("correct what the peer says, and try again on both ranks"),
+                );
+                self.forget(end);
+                return Err(error);
+            }
+        };
         let slot = end.slot;
         let fail = |what: String, help: &'static str| {
             // The peer finds the same and gives up too, so nobody will write to the slot.

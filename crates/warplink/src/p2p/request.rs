@@ -66,6 +66,9 @@ impl Buffer {
     }
 }
 
+/// The ends of one direction that are exchanged with one peer under one tag.
+pub(crate) type Lane = (Rank, u64, Direction);
+
 /// One end of a transfer, to be matched with the other by [`exchange`](super::Transfers::exchange).
 #[derive(Clone, Debug)]
 pub struct TransferRequest {
@@ -77,6 +80,10 @@ pub struct TransferRequest {
 }
 
 impl TransferRequest {
+    pub(super) fn lane(&self) -> Lane {
+        (self.peer, self.tag, self.direction)
+    }
+
     /// Sends `region` to `peer`. `tag` tells transfers between the same two ranks apart; those with
     /// one tag and direction are matched in the order in which they are exchanged.
     pub fn send(region: &Region, peer: Rank, tag: u64) -> Self {

@@ -7,9 +7,9 @@ use super::resolve::Resolver;
 use crate::device::DeviceSlice;
 use crate::error::{Error, Result};
 use crate::memory::Region;
-use crate::p2p::{Direction, Transfer, TransferRequest};
+use crate::p2p::{Direction, Protocol, Transfer, TransferRequest};
 use crate::program::ir::{Backend, Role};
-use crate::program::unrolled::{OperationKind, TensorInstance, Unrolled};
+use crate::program::unrolled::{OperationKind, TensorInstance, TransferInstance, Unrolled};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
@@ -56,21 +56,27 @@ impl Prepared {
     /// # Errors
     /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) for an input that is
     /// missing, a name that the program does not have, or memory of another length than the
-    /// tensor's; and what the exchange says.
+    /// tensor's; [`ErrorKind::PeerFailed`](crate::ErrorKind::PeerFailed), with what it says, where that
+    /// happens to a rank that this one exchanges with; and what else the exchange says.
     pub fn bind(&self, bindings: &Bindings) -> Result<Plan> {
         self.bind_inner(bindings)
             .map_err(|error| error.on_rank(self.ground.rank()))
     }
 
     fn bind_inner(&self, bindings: &Bindings) -> Result<Plan> {
-        let (memory, pooled) = self.memory(bindings)?;
-        let transfers = match self.exchange(&memory) {
-            Ok(transfers) => transfers,
-            Err(error) => {
-                self.pool.give_back(pooled);
-                return Err(error);
-            }
-        };
+        let (memory, pooled) = self
+            .memory(bindings)
+            .inspect_err(|error| self.refuse(error))?;
+        self.plan(memory, pooled.clone())
+            .inspect_err(|_| self.pool.give_back(pooled))
+    }
+
+    /// The plan over `memory`, of which `pooled` came from the pool.
+    fn plan(&self, memory: Vec<Tensor>, pooled: Vec<Region>) -> Result<Plan> {
+        let requests = self
+            .requests(&memory)
+            .inspect_err(|error| self.refuse(error))?;
+        let transfers = self.exchange(&requests)?;
         let unrolled = &self.unrolled;
         let has = |test: fn(&OperationKind) -> bool| {
             unrolled
@@ -91,9 +97,7 @@ impl Prepared {
         } else {
             None
         };
-        let direct = |transfer: &crate::program::TransferInstance| {
-            matches!(transfer.backend, Backend::Direct(_))
-        };
+        let direct = |transfer: &TransferInstance| matches!(transfer.backend, Backend::Direct(_));
         let collective = has(|kind| matches!(kind, OperationKind::Collective { .. }))
             || unrolled.transfers.iter().any(|transfer| !direct(transfer));
         let engine = if collective {
@@ -191,18 +195,33 @@ impl Prepared {
         Ok((tensors, pooled))
     }
 
-    /// Exchanges the direct transfers of all exchanges in one batch: every range is known, so
-    /// nothing has to wait for the program to get there.
-    fn exchange(&self, memory: &[Tensor]) -> Result<Vec<Option<Transfer>>> {
+    /// The direct transfers of the program, in its order.
+    fn direct(&self) -> impl Iterator<Item = (&TransferInstance, Protocol)> {
+        self.unrolled
+            .transfers
+            .iter()
+            .filter_map(|transfer| match transfer.backend {
+                Backend::Direct(protocol) => Some((transfer, protocol)),
+                Backend::Nccl => None,
+            })
+    }
+
+    /// Tells the peers that this rank cannot bind, which would otherwise wait for it.
+    fn refuse(&self, error: &Error) {
+        let lanes: Vec<_> = self
+            .direct()
+            .map(|(transfer, _)| (transfer.peer, tag(transfer), transfer.direction))
+            .collect();
+        self.ground.transfers.refuse(&lanes, &error.to_string());
+    }
+
+    /// What is to be exchanged, over `memory`.
+    fn requests(&self, memory: &[Tensor]) -> Result<Vec<TransferRequest>> {
         let mut registered: HashMap<usize, Region> = HashMap::new();
         let mut requests = Vec::new();
-        for transfer in &self.unrolled.transfers {
-            let Backend::Direct(protocol) = transfer.backend else {
-                continue;
-            };
+        for (transfer, protocol) in self.direct() {
             let range = transfer.range;
-            // Tags of programs are signed; as numbers they only have to differ.
-            let tag = PROGRAM_TAGS | (transfer.tag as u64 & !PROGRAM_TAGS);
+            let tag = tag(transfer);
             let region = match (&memory[range.tensor], registered.get(&range.tensor)) {
                 (Tensor::Nothing, _) => {
                     requests.push(TransferRequest::store(range.bytes, transfer.peer, tag));
@@ -223,25 +242,36 @@ impl Prepared {
             };
             requests.push(request.protocol(protocol));
         }
+        Ok(requests)
+    }
+
+    /// Exchanges the direct transfers of all exchanges in one batch: every range is known, so
+    /// nothing has to wait for the program to get there.
+    fn exchange(&self, requests: &[TransferRequest]) -> Result<Vec<Option<Transfer>>> {
         let mut exchanged = self
             .ground
             .transfers
-            .exchange(&requests, self.ground.deadline())?
+            .exchange(requests, self.ground.deadline())?
             .into_iter();
-        let of = |transfer: &crate::program::TransferInstance| {
-            matches!(transfer.backend, Backend::Direct(_))
-        };
         Ok(self
             .unrolled
             .transfers
             .iter()
-            .map(|transfer| if of(transfer) { exchanged.next() } else { None })
+            .map(|transfer| match transfer.backend {
+                Backend::Direct(_) => exchanged.next(),
+                Backend::Nccl => None,
+            })
             .collect())
     }
 }
 
 /// Set in the tags of programs' transfers, to keep them apart from those of the caller's own.
 const PROGRAM_TAGS: u64 = 1 << 63;
+
+/// Tags of programs are signed; as numbers they only have to differ.
+fn tag(transfer: &TransferInstance) -> u64 {
+    PROGRAM_TAGS | (transfer.tag as u64 & !PROGRAM_TAGS)
+}
 
 /// The memory of one tensor.
 #[derive(Clone, Debug)]
