@@ -8,8 +8,8 @@
 //! generation of its registration: a rank whose cache is filled while its peer's is not neither
 //! waits for what does not come nor uses a mapping of what was replaced.
 //!
-//! A rank that fails before it can publish its ends refuses them: it publishes why, so that its peers
-//! need not wait for their deadlines.
+//! A rank that cannot bind a program refuses the ends of it: it publishes why, so that those which
+//! exchange with it need not wait for their deadlines.
 
 use super::recording::{Place, Recording};
 use super::request::{Direction, Lane, TransferRequest};
@@ -52,6 +52,8 @@ pub struct Transfers {
     protocol: Protocol,
     // How many transfers were exchanged with each peer, tag and direction.
     counts: Mutex<HashMap<Lane, u64>>,
+    // The keys of refusals, which nobody takes where the peer refused the same.
+    refusals: Mutex<HashMap<Lane, Vec<String>>>,
 }
 
 /// An end that was published.
@@ -93,6 +95,7 @@ impl Transfers {
             table,
             protocol,
             counts: Mutex::default(),
+            refusals: Mutex::default(),
         }
     }
 
@@ -145,20 +148,39 @@ impl Transfers {
     /// exchanges fail with [`ErrorKind::PeerFailed`]; the end after it is matched as ever.
     pub(crate) fn refuse(&self, lanes: &[Lane], why: &str) {
         let answer: Answer = Err(why.to_owned());
+        let numbered: Vec<_> = lanes.iter().map(|&lane| (lane, self.count(lane))).collect();
+        let keys = numbered
+            .iter()
+            .map(|&(lane, number)| (lane, self.key(lane, number, lane.2)));
         let told = postcard::to_stdvec(&answer)
             .map_err(|error| Error::new(ErrorKind::Internal, error.to_string()))
             .and_then(|bytes| {
-                let pairs: Vec<_> = lanes
-                    .iter()
-                    .map(|&lane| {
-                        let number = self.count(lane);
-                        (self.key(lane, number, lane.2), bytes.clone())
-                    })
-                    .collect();
+                let pairs: Vec<_> = keys.clone().map(|(_, key)| (key, bytes.clone())).collect();
                 self.bootstrap.store().multi_set(&pairs)
             });
-        if let Err(error) = told {
-            tracing::debug!(%error, "peers could not be told of a failure");
+        match told {
+            Ok(()) => {
+                let mut refusals = lock(&self.refusals);
+                for (lane, key) in keys {
+                    refusals.entry(lane).or_default().push(key);
+                }
+            }
+            Err(error) => {
+                tracing::debug!(%error, "peers could not be told of a failure");
+                for (lane, number) in numbered {
+                    self.uncount(lane, number);
+                }
+            }
+        }
+    }
+
+    /// Deletes the refusals in `lane`: a later end was matched, so the peer has passed them.
+    fn clear_refusals(&self, lane: Lane) {
+        let keys = lock(&self.refusals).remove(&lane);
+        for key in keys.into_iter().flatten() {
+            if let Err(error) = self.bootstrap.store().delete(&key) {
+                tracing::debug!(%error, key, "a refusal could not be deleted");
+            }
         }
     }
 
@@ -274,15 +296,15 @@ impl Transfers {
     }
 
     /// Gives the number of an end back that no peer has seen, so that a later try meets the peer's.
-    fn uncount(&self, request: &TransferRequest, number: u64) {
+    fn uncount(&self, lane: Lane, number: u64) {
         let mut counts = lock(&self.counts);
-        let count = counts.entry(request.lane()).or_default();
+        let count = counts.entry(lane).or_default();
         *count = (*count).min(number);
     }
 
     fn roll_back(&self, published: Vec<Published<'_>>) {
         for end in published {
-            self.uncount(end.request, end.number);
+            self.uncount(end.request.lane(), end.number);
             for region in &end.described {
                 self.memory.take_back(region, end.request.peer);
             }
@@ -290,7 +312,31 @@ impl Transfers {
         }
     }
 
-    /// Takes back an end that its peer refused, and never took.
+    /// Whether the peer of an end that is taken back has refused it. Takes the refusal, and nothing
+    /// else: an end that the peer published waits for the next try.
+    fn refused(&self, end: &Published<'_>) -> bool {
+        let store = self.bootstrap.store();
+        let wait = Wait::on(
+            vec![end.request.peer],
+            Deadline::after(std::time::Duration::from_secs(1)),
+        );
+        let answered = || -> Result<bool> {
+            if !store.check(&[&end.peer_key])? {
+                return Ok(false);
+            }
+            let answer = postcard::from_bytes::<Answer>(&store.get(&end.peer_key, &wait)?);
+            match answer {
+                Ok(Err(_)) => store.delete(&end.peer_key),
+                _ => Ok(false),
+            }
+        };
+        answered().unwrap_or_else(|error| {
+            tracing::debug!(%error, key = end.peer_key, "a refusal could not be looked for");
+            false
+        })
+    }
+
+    /// Lets go of an end that its peer refused; the peer has not taken it.
     fn forget(&self, end: Published<'_>) {
         if let Err(error) = self.bootstrap.store().delete(&end.own_key) {
             tracing::debug!(%error, key = end.own_key, "an end could not be taken back");
@@ -307,6 +353,8 @@ impl Transfers {
         let store = self.bootstrap.store();
         for end in published {
             match store.delete(&end.own_key) {
+                // A refusal is used up with the end that it answers.
+                Ok(true) if self.refused(&end) => self.forget(end),
                 Ok(true) => self.roll_back(vec![end]),
                 Ok(false) => {
                     // The peer publishes before it takes, so its end is there.
@@ -345,14 +393,17 @@ impl Transfers {
             ))
         })?;
         let side = match answer {
-            Ok(side) => side,
+            Ok(side) => {
+                self.clear_refusals(request.lane());
+                side
+            }
             Err(why) => {
                 let error = context(
                     Error::new(
                         ErrorKind::PeerFailed,
                         format!("the peer gave up before its end: {why}"),
                     )
-                    .help("correct what the peer says, and try again on both ranks"),
+                    .help("correct what the peer says, and try again on every rank"),
                 );
                 self.forget(end);
                 return Err(error);

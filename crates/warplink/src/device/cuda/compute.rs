@@ -167,12 +167,14 @@ impl CudaCompute {
         tried.retain(|(time, ..)| *time <= least * CLOSE);
         tried.truncate(FINALISTS);
         for _ in 0..ROUNDS {
+            // Whole rounds, so that all have as many chances.
+            if start.elapsed() > TUNING_TIME {
+                break;
+            }
             for (time, times, proposal) in &mut tried {
-                if start.elapsed() <= TUNING_TIME {
-                    plan.choose(*proposal);
-                    let again = self.run(plan, scratch, *times)? / *times as f32;
-                    *time = time.min(again);
-                }
+                plan.choose(*proposal);
+                let again = self.run(plan, scratch, *times)? / *times as f32;
+                *time = time.min(again);
             }
         }
         let best = tried.iter().min_by(|a, b| a.0.total_cmp(&b.0));

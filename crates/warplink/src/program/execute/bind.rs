@@ -57,7 +57,8 @@ impl Prepared {
     /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) for an input that is
     /// missing, a name that the program does not have, or memory of another length than the
     /// tensor's; [`ErrorKind::PeerFailed`](crate::ErrorKind::PeerFailed), with what it says, where that
-    /// happens to a rank that this one exchanges with; and what else the exchange says.
+    /// happens to a rank that this one exchanges with; and what else the exchange says. Ranks that do not
+    /// exchange with one that fails may have their plan; all drop it and bind again.
     pub fn bind(&self, bindings: &Bindings) -> Result<Plan> {
         self.bind_inner(bindings)
             .map_err(|error| error.on_rank(self.ground.rank()))

@@ -391,7 +391,7 @@ pub fn choose_matmul_reduce_scatter(
                 true => step_sum,
                 false => (blocks + 1) as f64 * bytes / machine.memory / part + machine.launch,
             };
-            // Sums beside products took that much from them on four and eight H200.
+            // With sums beside products, the whole took so much longer on four and eight H200.
             let held_up = match variant {
                 Variant::RingCoarse | Variant::RingGet | Variant::RingPut => 1.07,
                 _ => 1.0,

@@ -28,10 +28,10 @@ pub enum Variant {
     RingGet,
     /// Around a ring, each rank putting to its successor.
     RingPut,
-    /// Around a ring by puts, in parts of shards or blocks that travel on two streams, so that the
-    /// handover of one part is hidden by the transfer of another. All-gather: for where the link is the
-    /// bound. Reduce-scatter: each product adds to what arrived, around as many rings as a part has
-    /// steps to arrive in; for large blocks.
+    /// Around rings by puts, in parts. All-gather: parts of shards travel on two streams, so that the
+    /// handover of one is hidden by the transfer of another; for where the link is the bound.
+    /// Reduce-scatter: each product adds to what arrived, around as many rings as a part has steps to
+    /// arrive in; for large blocks.
     RingFine,
     /// All-gather: around a ring by gets, and few, large products of several shards at once.
     /// Reduce-scatter: fetched by the owners, who add up early what arrives early. For where the

@@ -273,9 +273,9 @@ const RING_PUT: &str = "
 
 /// Put, around one ring or more.
 const RING_FINE: &str = "
-    # A block goes from a rank to the one so many after it, and each adds its product. With a stride of
-    # more than 1 there are as many sums of a block, each of some ranks, and as many steps for a sum to
-    # arrive in before it is added to.
+    # A block goes from a rank to the one so many after it, and each adds its product. With a stride of d
+    # there are d sums of every block, each of every d-th rank, and each has d steps to arrive in before
+    # it is added to.
     let stride = $stride
 
     # Sums by block and, behind them, those of the own block that do not come around to it.
@@ -448,8 +448,10 @@ pub(super) fn parts(rows: usize, columns: usize) -> usize {
 /// go by until a part of a block of `rows`, multiplied and put, can be added to.
 ///
 /// Half the ranks at most, since with more there is nothing left to pass on, only to add up at the end.
+/// What is lowered depends on the problem alone, not on the machine that a variant is chosen for: a
+/// stride that is larger than need be costs a sum, and nothing else.
 pub(super) fn stride(spec: &MatmulReduceScatter, world: usize) -> usize {
-    // Of H200, for elements of two bytes.
+    // Short products of H200, of elements of two bytes.
     const FLOPS: f64 = 790e12;
     const LINK: f64 = 388e9;
     // To the put and from it, in seconds, while products keep the device busy.
