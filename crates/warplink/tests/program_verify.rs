@@ -269,6 +269,24 @@ mod lowered {
         let choice = choose_all_gather_matmul(&spec(64, 64, 64), 8, &machine, None).unwrap();
         println!("{choice}");
         assert_eq!(choice.variant, Variant::Collective);
+        // In f32 a product takes so long that copies hide behind it, and a sum has time to arrive.
+        let single = MatmulReduceScatter {
+            m: 32768,
+            k: 16384,
+            n: 8192,
+            dtype: DType::F32,
+            bias: false,
+        };
+        let choice = choose_matmul_reduce_scatter(&single, 8, &machine, None).unwrap();
+        println!("{choice}");
+        assert!(
+            choice
+                .estimates
+                .iter()
+                .all(|each| each.link < each.compute / 4.0)
+        );
+        let lowered = lower_matmul_reduce_scatter(&single, 8, Variant::RingFine, 2);
+        assert!(lowered.unwrap().text.contains("let stride = 1\n"));
         let force = Some(Variant::PairwiseGet);
         let choice = choose_all_gather_matmul(&spec(64, 64, 64), 8, &machine, force).unwrap();
         assert!(choice.forced && choice.variant == Variant::PairwiseGet);

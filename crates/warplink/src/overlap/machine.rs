@@ -12,6 +12,7 @@ pub fn machine_of(kind: DeviceKind) -> Machine {
         DeviceKind::Host => Machine {
             name: "processors".to_owned(),
             flops: 60e9,
+            flops_f32: 60e9,
             multiprocessors: 1,
             tile: (16, 16),
             memory: 10e9,

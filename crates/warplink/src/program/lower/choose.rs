@@ -10,6 +10,7 @@
 use super::gather::AllGatherMatmul;
 use super::scatter::MatmulReduceScatter;
 use super::{Variant, check};
+use crate::dtype::DType;
 use crate::error::Result;
 use std::fmt;
 
@@ -18,8 +19,10 @@ use std::fmt;
 pub struct Machine {
     /// Its name, for explanations.
     pub name: String,
-    /// Products, in floating-point operations per second, for large sizes.
+    /// Products of 16-bit types, in floating-point operations per second, for large sizes.
     pub flops: f64,
+    /// Products of f32.
+    pub flops_f32: f64,
     /// Multiprocessors; a product's tiles run on them in waves.
     pub multiprocessors: usize,
     /// Rows and columns of a tile.
@@ -47,11 +50,12 @@ pub struct Machine {
 }
 
 impl Machine {
-    /// A node of H200, from measurements on four and eight.
+    /// A node of H200, from measurements on four and eight; f32 is four fifths of the data sheet's peak.
     pub fn h200() -> Self {
         Self {
             name: "H200, NVSwitch".to_owned(),
             flops: 745e12,
+            flops_f32: 54e12,
             multiprocessors: 132,
             tile: (128, 256),
             memory: 4.0e12,
@@ -68,7 +72,7 @@ impl Machine {
     }
 
     /// Seconds of a product.
-    fn product(&self, m: usize, k: usize, n: usize) -> f64 {
+    fn product(&self, dtype: DType, m: usize, k: usize, n: usize) -> f64 {
         let (rows, columns) = (self.tile.0.max(1), self.tile.1.max(1));
         let tiles = (m.div_ceil(rows) * n.div_ceil(columns)) as f64;
         let per_wave = self.multiprocessors.max(1) as f64;
@@ -83,7 +87,11 @@ impl Machine {
             let halvings = (per_wave / tiles).log2().floor().min(3.0);
             0.55_f64.powf(halvings)
         };
-        let wave = 2.0 * (rows * columns) as f64 * k as f64 * per_wave / self.flops;
+        let flops = match dtype {
+            DType::F32 => self.flops_f32,
+            _ => self.flops,
+        };
+        let wave = 2.0 * (rows * columns) as f64 * k as f64 * per_wave / flops;
         waves * wave + self.launch
     }
 
@@ -206,7 +214,10 @@ pub fn choose_all_gather_matmul(
     let columns = spec.n.iter().sum();
     let bytes = (rows * spec.k * spec.dtype.size()) as f64;
     let product = |m: usize| -> f64 {
-        let each = spec.n.iter().map(|&n| machine.product(m, spec.k, n));
+        let each = spec
+            .n
+            .iter()
+            .map(|&n| machine.product(spec.dtype, m, spec.k, n));
         each.sum()
     };
     let subject = format!(
@@ -340,7 +351,7 @@ pub fn choose_matmul_reduce_scatter(
                 };
             if variant == Variant::Collective {
                 let link = machine.collective_latency + copy * (world - 1) as f64;
-                let compute = machine.product(spec.m, depth, spec.n);
+                let compute = machine.product(spec.dtype, spec.m, depth, spec.n);
                 let seconds = link + compute;
                 return Estimate {
                     variant,
@@ -355,7 +366,7 @@ pub fn choose_matmul_reduce_scatter(
             if variant == Variant::PushFine {
                 return stored(machine, spec, world);
             }
-            let chunk = machine.product(rows, depth, spec.n);
+            let chunk = machine.product(spec.dtype, rows, depth, spec.n);
             let ring = matches!(variant, Variant::RingGet | Variant::RingPut);
             // A ring adds two blocks at every step; the others add all up at the end.
             let step_sum = if ring {
@@ -412,20 +423,21 @@ fn stored(machine: &Machine, spec: &MatmulReduceScatter, world: usize) -> Estima
     let bytes = (rows * spec.n * spec.dtype.size()) as f64;
     let others = rows * (world - 1);
     let (own, rest) = (
-        machine.product(rows, depth, spec.n),
+        machine.product(spec.dtype, rows, depth, spec.n),
         match others {
             0 => 0.0,
-            rows => machine.product(rows, depth, spec.n),
+            rows => machine.product(spec.dtype, rows, depth, spec.n),
         },
     );
     // Of the product, so much is not hidden behind what it stores: tiles are computed in waves, and
     // the link is idle while one is.
     const BESIDE: f64 = 0.55;
     let link = (world - 1) as f64 * bytes / machine.stored;
+    let stored = own.max(machine.signal) + link + BESIDE * rest;
     let sum = (world + 1) as f64 * bytes / machine.memory + machine.launch;
     Estimate {
         variant: Variant::PushFine,
-        seconds: own.max(machine.signal) + link + BESIDE * rest + machine.signal + sum,
+        seconds: stored.max(own + rest) + machine.signal + sum,
         link,
         compute: own + rest,
     }
@@ -444,7 +456,7 @@ fn rings_of_parts(
     let stride = super::scatter::stride(spec, world);
     let bytes = (rows * spec.n * spec.dtype.size()) as f64;
     // Two streams hide the tails of parts.
-    let product = machine.product(rows, depth, spec.n) / parts as f64;
+    let product = machine.product(spec.dtype, rows, depth, spec.n) / parts as f64;
     let copy = copy / parts as f64;
     let (mut device, mut link) = (0.0_f64, 0.0_f64);
     let mut arrived = vec![0.0_f64; world * parts];

@@ -445,21 +445,24 @@ pub(super) fn parts(rows: usize, columns: usize) -> usize {
 }
 
 /// From a rank to how many after it [`Variant::RingFine`] passes a block on: as many as the steps that
-/// go by until a part of a block of `rows`, multiplied and put, can be added to.
+/// go by until a part of a block, multiplied and put, can be added to.
 ///
 /// Half the ranks at most, since with more there is nothing left to pass on, only to add up at the end.
 /// What is lowered depends on the problem alone, not on the machine that a variant is chosen for: a
 /// stride that is larger than need be costs a sum, and nothing else.
 pub(super) fn stride(spec: &MatmulReduceScatter, world: usize) -> usize {
-    // Short products of H200, of elements of two bytes.
-    const FLOPS: f64 = 790e12;
+    // Of H200, for products of this length.
     const LINK: f64 = 388e9;
     // To the put and from it, in seconds, while products keep the device busy.
     const HANDOVERS: f64 = 40e-6;
+    let flops = match spec.dtype {
+        DType::F32 => 54e12,
+        _ => 790e12,
+    };
     let most = (world / 2).max(1);
     let rows = spec.m / world;
     let elements = rows as f64 * spec.n as f64;
-    let product = 2.0 * elements * (spec.k / world) as f64 / FLOPS;
+    let product = 2.0 * elements * (spec.k / world) as f64 / flops;
     let put = elements * spec.dtype.size() as f64 / LINK;
     let part = (product + put) / parts(rows, spec.n) as f64 + HANDOVERS;
     ((part / product).ceil() as usize).clamp(1, most)
