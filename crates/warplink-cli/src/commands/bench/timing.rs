@@ -6,6 +6,7 @@
 
 use anyhow::{Context, Result};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 use warplink::Communicator;
 use warplink::device::{Event, Priority, Stream};
 use warplink::memory::Region;
@@ -82,6 +83,17 @@ impl<'a> Clock<'a> {
             ring,
             _words: words,
         })
+    }
+
+    /// Runs `work`, which waits for no other rank, for as long as that: a device that was idle while
+    /// inputs were drawn is slow at first.
+    pub(crate) fn warm_up(&self, time: Duration, work: Work<'_>) -> Result<()> {
+        let start = Instant::now();
+        while start.elapsed() < time {
+            work(&*self.stream)?;
+            self.comm.synchronize(&*self.stream)?;
+        }
+        Ok(())
     }
 
     /// Times `work`, which enqueues the same on every call, `samples` times after warming up.

@@ -6,6 +6,7 @@ use crate::report::write_trace;
 use anyhow::{Context, Result};
 use serde::Serialize;
 use std::path::PathBuf;
+use std::time::Duration;
 use warplink::Communicator;
 use warplink::device::{AllocationKind, DeviceSlice, MatmulSpec, Stream};
 use warplink::overlap::{Options, Variant};
@@ -120,6 +121,10 @@ impl Figures {
     }
 }
 
+/// How long a product runs before the first is timed; a GPU takes some tens of milliseconds to raise
+/// its clocks.
+const WARM_UP: Duration = Duration::from_millis(100);
+
 /// Measures `problem`. Every rank calls this at the same time.
 pub(super) fn figures(
     comm: &Communicator,
@@ -130,6 +135,7 @@ pub(super) fn figures(
     let world = comm.world();
     let mut product = Product::new(comm, problem, settings.seed)?;
     let alone = Alone::new(&product)?;
+    clock.warm_up(WARM_UP, &|stream| alone.whole(stream))?;
     let compute = Submitted::of(clock, settings.samples, &|stream| alone.whole(stream))?;
     let compute_chunks = Submitted::of(clock, settings.samples, &|stream| alone.chunks(stream))?;
     let flops = problem.flops(world);
