@@ -305,11 +305,16 @@ impl Transfers {
     fn roll_back(&self, published: Vec<Published<'_>>) {
         for end in published {
             self.uncount(end.request.lane(), end.number);
-            for region in &end.described {
-                self.memory.take_back(region, end.request.peer);
-            }
-            self.pool.recycle(end.slot.number);
+            self.release(&end);
         }
+    }
+
+    /// Lets go of what an end holds that its peer has not taken.
+    fn release(&self, end: &Published<'_>) {
+        for region in &end.described {
+            self.memory.take_back(region, end.request.peer);
+        }
+        self.pool.recycle(end.slot.number);
     }
 
     /// Whether the peer of an end that is taken back has refused it. Takes the refusal, and nothing
@@ -336,17 +341,6 @@ impl Transfers {
         })
     }
 
-    /// Lets go of an end that its peer refused; the peer has not taken it.
-    fn forget(&self, end: Published<'_>) {
-        if let Err(error) = self.bootstrap.store().delete(&end.own_key) {
-            tracing::debug!(%error, key = end.own_key, "an end could not be taken back");
-        }
-        for region in &end.described {
-            self.memory.take_back(region, end.request.peer);
-        }
-        self.pool.recycle(end.slot.number);
-    }
-
     /// Takes back what peers have not taken. An end that was taken belongs to a transfer that the
     /// peer believes in; it is completed and dropped, which tells the peer to forget it.
     fn withdraw(&self, published: Vec<Published<'_>>) {
@@ -354,7 +348,7 @@ impl Transfers {
         for end in published {
             match store.delete(&end.own_key) {
                 // A refusal is used up with the end that it answers.
-                Ok(true) if self.refused(&end) => self.forget(end),
+                Ok(true) if self.refused(&end) => self.release(&end),
                 Ok(true) => self.roll_back(vec![end]),
                 Ok(false) => {
                     // The peer publishes before it takes, so its end is there.
@@ -405,7 +399,10 @@ impl Transfers {
                     )
                     .help("correct what the peer says, and try again on every rank"),
                 );
-                self.forget(end);
+                if let Err(error) = self.bootstrap.store().delete(&end.own_key) {
+                    tracing::debug!(%error, key = end.own_key, "an end could not be taken back");
+                }
+                self.release(&end);
                 return Err(error);
             }
         };

@@ -447,7 +447,7 @@ pub(super) fn parts(rows: usize, columns: usize) -> usize {
 /// From a rank to how many after it [`Variant::RingFine`] passes a block on: as many as the steps that
 /// go by until a part of a block, multiplied and put, can be added to.
 ///
-/// Half the ranks at most, since with more there is nothing left to pass on, only to add up at the end.
+/// Half the ranks at most: with more, most sums would be of one product, and be added up at the end.
 /// What is lowered depends on the problem alone, not on the machine that a variant is chosen for: a
 /// stride that is larger than need be costs a sum, and nothing else.
 pub(super) fn stride(spec: &MatmulReduceScatter, world: usize) -> usize {
