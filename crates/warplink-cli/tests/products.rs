@@ -250,7 +250,7 @@ fn a_program_is_verified() {
         .unwrap();
     let verdict: Value = serde_json::from_str(&stdout(&output)).unwrap();
     assert_eq!(verdict["passed"], false);
-    assert_eq!(verdict["findings"][0]["kind"], "deadlock");
+    assert_eq!(verdict["diagnostics"][0]["kind"], "deadlock");
 }
 
 #[test]

@@ -10,7 +10,7 @@ use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::memory::{HANDLE_BYTES, Memory, Region, RemoteRegion};
 use crate::p2p::{Protocol, Transfer, TransferRequest, Transfers};
 use crate::program::Executor;
-use crate::program::execute::{EngineSource, Ground};
+use crate::program::execute::{EngineSource, RankContext};
 use crate::sync::lock;
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
@@ -362,7 +362,7 @@ impl Communicator {
     /// An executor of host programs, with pools of its own. Keep it for as long as its plans are
     /// made anew.
     pub fn executor(&self) -> Executor {
-        Executor::new(Ground {
+        Executor::new(RankContext {
             device: self.device.clone(),
             bootstrap: self.bootstrap.clone(),
             memory: self.memory.clone(),

@@ -10,7 +10,7 @@ use play::{End, play};
 use proptest::prelude::*;
 use std::collections::BTreeMap;
 use warplink::program::sample::{Allowed, sample};
-use warplink::program::{FindingKind, unroll, verify};
+use warplink::program::{DiagnosticKind, unroll, verify};
 
 #[test]
 fn right_samples_pass_and_changed_ones_fail_in_many_ways() {
@@ -23,13 +23,16 @@ fn right_samples_pass_and_changed_ones_fail_in_many_ways() {
             sample.streams,
             &sample.parameters,
         );
-        if let (0, Err(findings)) = (sample.changes, &verdict) {
-            panic!("seed {seed} is refused: {}\n{}", findings[0], sample.text);
+        if let (0, Err(diagnostics)) = (sample.changes, &verdict) {
+            panic!(
+                "seed {seed} is refused: {}\n{}",
+                diagnostics[0], sample.text
+            );
         }
         let name = match verdict {
             Ok(_) if sample.changes == 0 => "accepted, unchanged".to_owned(),
             Ok(_) => "accepted, changed".to_owned(),
-            Err(findings) => findings[0].kind.to_string(),
+            Err(diagnostics) => diagnostics[0].kind.to_string(),
         };
         *verdicts.entry(name).or_default() += 1;
     }
@@ -89,14 +92,14 @@ fn agrees(seed: u64, orders: u64) {
                 assert_eq!(end, first, "seed {seed}, order {order}\n{}", sample.text);
             }
         }
-        Err(findings) if findings[0].kind == FindingKind::Deadlock => {
+        Err(diagnostics) if diagnostics[0].kind == DiagnosticKind::Deadlock => {
             for order in 0..orders {
                 let end = play(&ranks, order);
                 assert_eq!(
                     end,
                     End::Stuck,
                     "seed {seed}: {}\n{}",
-                    findings[0],
+                    diagnostics[0],
                     sample.text
                 );
             }

@@ -2,7 +2,7 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
-use warplink::program::{FindingKind, Parameters, Program, verify};
+use warplink::program::{DiagnosticKind, Parameters, Program, verify};
 
 fn parameters(list: &[(&str, i64)]) -> Parameters {
     list.iter()
@@ -34,11 +34,12 @@ fn the_examples_pass() {
             for streams in [1, 2, 3] {
                 match verify(&program, world, streams, &parameters(&sizes)) {
                     Ok(report) => assert_eq!(report.world, world),
-                    Err(findings)
-                        if world <= least && findings[0].kind == FindingKind::Requirement => {}
-                    Err(findings) => {
-                        for finding in &findings {
-                            println!("{finding}");
+                    Err(diagnostics)
+                        if world <= least && diagnostics[0].kind == DiagnosticKind::Requirement => {
+                    }
+                    Err(diagnostics) => {
+                        for diagnostic in &diagnostics {
+                            println!("{diagnostic}");
                         }
                         panic!("{} for {world} ranks, {streams} streams", path.display());
                     }
@@ -59,15 +60,15 @@ mod lowered {
     };
 
     fn accepted(lowered: &Lowered, world: usize) {
-        if let Err(findings) = verify(
+        if let Err(diagnostics) = verify(
             &lowered.program,
             world,
             lowered.streams,
             &lowered.parameters,
         ) {
             println!("{}", lowered.text);
-            for finding in &findings {
-                println!("{finding}");
+            for diagnostic in &diagnostics {
+                println!("{diagnostic}");
             }
             panic!("{} is refused for {world} ranks", lowered.program.name);
         }
@@ -373,23 +374,23 @@ mod faulty {
             let text = std::fs::read_to_string(&path).unwrap();
             let program = Program::parse(&text).unwrap_or_else(|e| panic!("{name}:\n{e}"));
             assert_eq!(Program::parse(&program.to_string()).unwrap(), program);
-            let kind: FindingKind = header(&text, "fault")[0].parse().unwrap();
+            let kind: DiagnosticKind = header(&text, "fault")[0].parse().unwrap();
             let marked = text.lines().position(|line| line.ends_with("# <- here"));
             let marked = marked.unwrap_or_else(|| panic!("{name} marks no line")) + 1;
             for world in header(&text, "world") {
                 let world: usize = world.parse().unwrap();
-                let findings = match verify(&program, world, 2, &parameters(&[("n", 8)])) {
+                let diagnostics = match verify(&program, world, 2, &parameters(&[("n", 8)])) {
                     Ok(_) => {
                         wrong.push(format!("{name} passes for {world} ranks"));
                         continue;
                     }
-                    Err(findings) => findings,
+                    Err(diagnostics) => diagnostics,
                 };
-                for finding in &findings {
-                    println!("{name} × {world}: {finding}");
-                    assert!(finding.ranks().iter().all(|rank| *rank < world));
+                for diagnostic in &diagnostics {
+                    println!("{name} × {world}: {diagnostic}");
+                    assert!(diagnostic.ranks().iter().all(|rank| *rank < world));
                 }
-                let first = &findings[0];
+                let first = &diagnostics[0];
                 if first.kind != kind || !first.lines().contains(&(marked as u32)) {
                     wrong.push(format!(
                         "{name} × {world}: expected {kind} in line {marked}: {first}"

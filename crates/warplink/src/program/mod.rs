@@ -9,30 +9,30 @@
 //! |---|---|
 //! | [`ir`], [`expr`] | the representation |
 //! | [`text`] | the grammar, parser and printer |
-//! | [`unrolled`], [`mod@unroll`] | a program for one rank: a flat list of operations |
+//! | [`rank_program`], [`mod@unroll`] | a program for one rank: a flat list of operations |
 //! | [`lower`] | from matrix products over sharded operands to programs |
-//! | [`mod@verify`], [`finding`] | whether the ranks' programs fit together, and what is wrong if not |
+//! | [`mod@verify`], [`diagnostic`] | whether the ranks' programs fit together, and what is wrong if not |
 //! | [`execute`] | runs a program on a device |
 
+pub mod diagnostic;
 pub mod execute;
 pub mod expr;
-pub mod finding;
 pub mod ir;
 pub mod lower;
+pub mod rank_program;
 #[doc(hidden)]
 pub mod sample;
 pub mod text;
 pub mod unroll;
-pub mod unrolled;
 pub mod verify;
 
+pub use diagnostic::{Diagnostic, DiagnosticKind, Place, refused};
 pub use execute::{Bindings, CapturedPlan, Executor, Plan, PrepareOptions, Prepared, Trace};
 pub use expr::{Condition, Expr};
-pub use finding::{Finding, FindingKind, Place, refused};
 pub use ir::{Backend, Direction, Program, Protocol};
-pub use unroll::unroll;
-pub use unrolled::{
-    Operation, OperationKind, Parameters, Range, Site, StreamKind, TensorId, TensorInstance,
-    TransferId, TransferInstance, Unrolled,
+pub use rank_program::{
+    Operation, OperationKind, Parameters, Range, RankProgram, Site, StreamKind, TensorId,
+    TensorInstance, TransferId, TransferInstance,
 };
+pub use unroll::unroll;
 pub use verify::{Report, verify};

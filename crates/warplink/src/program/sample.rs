@@ -6,7 +6,7 @@
 //! may or may not break them. The order of sums is fixed, so that results do not depend on timing.
 
 use super::ir::Program;
-use super::unrolled::Parameters;
+use super::rank_program::Parameters;
 use crate::error::Result;
 use std::fmt::Write as _;
 

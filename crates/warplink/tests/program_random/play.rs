@@ -1,4 +1,4 @@
-//! A stage on which unrolled programs are played in random orders.
+//! A stage on which rank programs are played in random orders.
 //!
 //! It shares nothing with the verifier: memory is numbers, signals are words that are set, hosts
 //! and streams take one small step at a time, and which of them is next is drawn. Copies take two
@@ -8,7 +8,9 @@
 use std::collections::HashMap;
 use warplink::device::ReduceOp;
 use warplink::program::ir::{Collective, Role};
-use warplink::program::{Backend, Direction, OperationKind, Protocol, Range, TransferId, Unrolled};
+use warplink::program::{
+    Backend, Direction, OperationKind, Protocol, Range, RankProgram, TransferId,
+};
 
 /// How a play ends.
 #[derive(Clone, Debug, PartialEq)]
@@ -94,7 +96,7 @@ struct Stream {
 }
 
 struct Play<'a> {
-    ranks: &'a [Unrolled],
+    ranks: &'a [RankProgram],
     random: u64,
     memory: Vec<Vec<Vec<f64>>>,
     words: Vec<HashMap<(Word, TransferId), i64>>,
@@ -117,14 +119,14 @@ struct Play<'a> {
 const RUNS: usize = 2;
 
 /// Plays the program of all ranks in an order that `seed` determines.
-pub(crate) fn play(ranks: &[Unrolled], seed: u64) -> End {
+pub(crate) fn play(ranks: &[RankProgram], seed: u64) -> End {
     let mut play = Play::new(ranks, seed);
     loop {
         // Agents in a random order, until one of them can take a step.
         let mut agents: Vec<(usize, Option<usize>)> = Vec::new();
-        for (rank, unrolled) in ranks.iter().enumerate() {
+        for (rank, rank_program) in ranks.iter().enumerate() {
             agents.push((rank, None));
-            agents.extend((0..unrolled.streams.len()).map(|stream| (rank, Some(stream))));
+            agents.extend((0..rank_program.streams.len()).map(|stream| (rank, Some(stream))));
         }
         let mut moved = false;
         while !agents.is_empty() && !moved {
@@ -156,8 +158,8 @@ fn elements(range: &Range) -> (usize, usize) {
 }
 
 impl<'a> Play<'a> {
-    fn new(ranks: &'a [Unrolled], seed: u64) -> Self {
-        let partners = ranks.iter().enumerate().map(|(rank, unrolled)| {
+    fn new(ranks: &'a [RankProgram], seed: u64) -> Self {
+        let partners = ranks.iter().enumerate().map(|(rank, rank_program)| {
             let partner = |t: &warplink::program::TransferInstance| {
                 let theirs = &ranks[t.peer].transfers;
                 let fits = |o: &warplink::program::TransferInstance| {
@@ -166,7 +168,7 @@ impl<'a> Play<'a> {
                 };
                 theirs.iter().position(fits).unwrap_or(usize::MAX)
             };
-            unrolled.transfers.iter().map(partner).collect()
+            rank_program.transfers.iter().map(partner).collect()
         });
         let mut play = Self {
             ranks,
@@ -225,8 +227,8 @@ impl<'a> Play<'a> {
         if run == RUNS {
             return false;
         }
-        let unrolled = &self.ranks[rank];
-        let Some(operation) = unrolled.operations.get(index) else {
+        let rank_program = &self.ranks[rank];
+        let Some(operation) = rank_program.operations.get(index) else {
             self.streams[rank][0].jobs.push_back(Job::Boundary(run));
             self.hosts[rank] = (run + 1, 0);
             return true;
@@ -235,8 +237,8 @@ impl<'a> Play<'a> {
         match &operation.kind {
             OperationKind::Share(exchange) => {
                 if self.shared[rank].contains(exchange) {
-                    let there = unrolled.exchanges[*exchange].iter().all(|&id| {
-                        let peer = unrolled.transfers[id].peer;
+                    let there = rank_program.exchanges[*exchange].iter().all(|&id| {
+                        let peer = rank_program.transfers[id].peer;
                         let partner = self.partners[rank][id];
                         let theirs = &self.ranks[peer].transfers;
                         theirs
@@ -272,7 +274,7 @@ impl<'a> Play<'a> {
                     for &id in group {
                         self.posts[rank][id] += i64::from(posting);
                         numbers.push(self.posts[rank][id]);
-                        engine |= posting && unrolled.transfers[id].backend == Backend::Nccl;
+                        engine |= posting && rank_program.transfers[id].backend == Backend::Nccl;
                     }
                     self.numbers.insert((rank, run, index), numbers);
                 }
@@ -340,14 +342,14 @@ impl<'a> Play<'a> {
     /// The steps of an operation; what waits for nothing is done at once.
     fn begin(&mut self, rank: usize, run: usize, index: usize) -> Vec<Vec<Step>> {
         let ranks = self.ranks;
-        let unrolled = &ranks[rank];
+        let rank_program = &ranks[rank];
         let numbers = self
             .numbers
             .get(&(rank, run, index))
             .cloned()
             .unwrap_or_default();
         let mut chains: Vec<Vec<Step>> = Vec::new();
-        match &unrolled.operations[index].kind {
+        match &rank_program.operations[index].kind {
             OperationKind::Copy { target, source } => {
                 chains.push(halves(target, |from, count| {
                     let ((t, _), (s, _)) = (elements(target), elements(source));
@@ -369,8 +371,8 @@ impl<'a> Play<'a> {
                 source,
                 ..
             } => {
-                let own = unrolled.operations[..index].iter();
-                let all = unrolled.operations.iter();
+                let own = rank_program.operations[..index].iter();
+                let all = rank_program.operations.iter();
                 let is = |o: &&warplink::program::Operation| {
                     matches!(o.kind, OperationKind::Collective { .. })
                 };
@@ -384,7 +386,7 @@ impl<'a> Play<'a> {
             OperationKind::Post(group) => {
                 let mut engine = false;
                 for (&id, &number) in group.iter().zip(&numbers) {
-                    let transfer = &unrolled.transfers[id];
+                    let transfer = &rank_program.transfers[id];
                     let (peer, partner) = (transfer.peer, self.partners[rank][id]);
                     let done = Step::Set(rank, Word::Completed, id, number);
                     match (transfer.backend, transfer.direction) {
@@ -463,7 +465,8 @@ impl<'a> Play<'a> {
                 let (mut chain, mut after) = (Vec::new(), Vec::new());
                 let mut products = Vec::new();
                 for ((&id, &number), a) in group.iter().zip(&numbers).zip(a) {
-                    let (peer, partner) = (unrolled.transfers[id].peer, self.partners[rank][id]);
+                    let (peer, partner) =
+                        (rank_program.transfers[id].peer, self.partners[rank][id]);
                     chain.push(Step::Await(Word::Incoming, id, number));
                     let product = Product {
                         rank: peer,
@@ -487,7 +490,7 @@ impl<'a> Play<'a> {
             }
             OperationKind::Wait(group) => {
                 for (&id, &number) in group.iter().zip(&numbers) {
-                    let transfer = &unrolled.transfers[id];
+                    let transfer = &rank_program.transfers[id];
                     let word = match (transfer.backend, transfer.direction) {
                         (Backend::Direct(Protocol::Get), Direction::Send)
                         | (Backend::Direct(Protocol::Put), Direction::Receive) => Word::Incoming,

@@ -10,7 +10,7 @@ use warplink::program::ir::Program;
 use warplink::program::ir::Role;
 use warplink::program::sample::{Allowed, Sample, sample};
 use warplink::program::{
-    Bindings, FindingKind, OperationKind, Parameters, PrepareOptions, unroll, verify,
+    Bindings, DiagnosticKind, OperationKind, Parameters, PrepareOptions, unroll, verify,
 };
 use warplink::{Communicator, Config, DType, Deadline, DeviceKind, Error, ErrorKind, Result};
 
@@ -64,7 +64,7 @@ fn run(comm: &Communicator, sample: &Sample, how: How, limit: Duration) -> Outpu
         .executor()
         .prepare(&sample.program, &sample.parameters, options)?;
     let mut bindings = Bindings::new();
-    for (index, tensor) in prepared.unrolled().tensors.iter().enumerate() {
+    for (index, tensor) in prepared.rank_program().tensors.iter().enumerate() {
         if tensor.role == Role::Local {
             continue;
         }
@@ -108,7 +108,7 @@ fn run(comm: &Communicator, sample: &Sample, how: How, limit: Duration) -> Outpu
     };
     ended?;
     let mut all = Vec::new();
-    for tensor in &prepared.unrolled().tensors {
+    for tensor in &prepared.rank_program().tensors {
         if tensor.role == Role::Output {
             let slice = &bindings[&*tensor.name];
             let mut bytes = vec![0; slice.bytes()];
@@ -127,7 +127,7 @@ fn kept<T>(plan: T, ended: Result<()>) -> Result<()> {
     ended
 }
 
-fn judge(sample: &Sample) -> std::result::Result<(), FindingKind> {
+fn judge(sample: &Sample) -> std::result::Result<(), DiagnosticKind> {
     verify(
         &sample.program,
         sample.world,
@@ -135,7 +135,7 @@ fn judge(sample: &Sample) -> std::result::Result<(), FindingKind> {
         &sample.parameters,
     )
     .map(|_| ())
-    .map_err(|findings| findings[0].kind)
+    .map_err(|diagnostics| diagnostics[0].kind)
 }
 
 #[test]
@@ -262,7 +262,7 @@ fn deadlocked_programs_hang() {
             ..Allowed::default()
         };
         let sample = sample(seed, allowed).unwrap();
-        if judge(&sample) != Err(FindingKind::Deadlock) {
+        if judge(&sample) != Err(DiagnosticKind::Deadlock) {
             continue;
         }
         // The executor exchanges all handles before the run, so hosts that would wait for one
@@ -276,7 +276,7 @@ fn deadlocked_programs_hang() {
         .expect_err("it was refused before");
         let at_share = hosts
             .iter()
-            .flat_map(|finding| &finding.places)
+            .flat_map(|diagnostic| &diagnostic.places)
             .any(|place| {
                 let rank = unroll(
                     &sample.program,

@@ -347,7 +347,7 @@ pub(crate) fn run_example(
 ) {
     let (rank, world) = (comm.rank(), comm.world());
     let outer = |role| {
-        let tensors = prepared.unrolled().tensors.iter();
+        let tensors = prepared.rank_program().tensors.iter();
         tensors
             .filter(move |tensor| tensor.role == role)
             .map(|tensor| (tensor.name.to_string(), tensor.clone()))

@@ -1,6 +1,6 @@
 //! `warplink program`: shows, verifies and runs host programs.
 
-mod findings;
+mod diagnostics;
 mod run;
 mod show;
 
@@ -104,7 +104,7 @@ struct Verdict<'a> {
     passed: bool,
     #[serde(skip_serializing_if = "Option::is_none")]
     report: Option<Counts>,
-    findings: Vec<findings::Json>,
+    diagnostics: Vec<diagnostics::Json>,
 }
 
 #[derive(Serialize)]
@@ -138,20 +138,23 @@ impl Verify {
         let ranks = options.ranks.unwrap_or(2);
         let verdict = verify(&program, ranks, self.source.streams.into(), &parameters);
         if options.json {
-            let findings = verdict.as_ref().err().map_or(&[][..], Vec::as_slice);
+            let diagnostics = verdict.as_ref().err().map_or(&[][..], Vec::as_slice);
             print_json(&Verdict {
                 file: &self.source.file,
                 ranks,
                 passed: verdict.is_ok(),
                 report: verdict.as_ref().ok().map(Counts::from),
-                findings: findings.iter().map(findings::Json::from).collect(),
+                diagnostics: diagnostics.iter().map(diagnostics::Json::from).collect(),
             })?;
         } else {
             match &verdict {
                 Ok(report) => println!("{report}"),
-                Err(findings) => {
-                    for finding in findings {
-                        println!("{}", findings::explain(finding, &self.source.file, &text));
+                Err(diagnostics) => {
+                    for diagnostic in diagnostics {
+                        println!(
+                            "{}",
+                            diagnostics::explain(diagnostic, &self.source.file, &text)
+                        );
                     }
                     println!("{} fails for {ranks} ranks", program.name);
                 }

@@ -117,7 +117,7 @@ impl Run {
         };
         let prepared = executor.prepare(&text.program, &text.parameters, options)?;
         let mut bindings = Bindings::new();
-        let tensors = &prepared.unrolled().tensors;
+        let tensors = &prepared.rank_program().tensors;
         for (index, tensor) in tensors.iter().enumerate() {
             if tensor.role == Role::Input {
                 // What every rank has in whole is the same everywhere.

@@ -7,7 +7,7 @@ use anyhow::{Result, ensure};
 use clap::Args;
 use serde::Serialize;
 use std::process::ExitCode;
-use warplink::program::{OperationKind, Range, TransferId, Unrolled, unroll};
+use warplink::program::{OperationKind, Range, RankProgram, TransferId, unroll};
 
 /// Print a program
 ///
@@ -54,17 +54,17 @@ impl Show {
         let rank = self.rank.unwrap_or(0);
         ensure!(rank < world, "rank {rank} is not one of {world}");
         let streams = self.source.streams.into();
-        let unrolled = unroll(&program, rank, world, streams, &parameters)?;
-        let lines: Vec<Line> = unrolled
+        let rank_program = unroll(&program, rank, world, streams, &parameters)?;
+        let lines: Vec<Line> = rank_program
             .operations
             .iter()
             .map(|operation| Line {
-                stream: unrolled
+                stream: rank_program
                     .streams
                     .get(operation.stream)
                     .map(ToString::to_string)
                     .unwrap_or_default(),
-                operation: describe(&unrolled, &operation.kind),
+                operation: describe(&rank_program, &operation.kind),
                 line: operation.site.line,
                 indices: operation
                     .site
@@ -99,10 +99,10 @@ impl Show {
 }
 
 /// An operation in the words of program text.
-fn describe(unrolled: &Unrolled, kind: &OperationKind) -> String {
-    let part = |range: &Range| part(unrolled, range);
+fn describe(rank_program: &RankProgram, kind: &OperationKind) -> String {
+    let part = |range: &Range| part(rank_program, range);
     let name = |id: usize| {
-        unrolled
+        rank_program
             .tensors
             .get(id)
             .map_or_else(String::new, |tensor| tensor.name.to_string())
@@ -144,8 +144,11 @@ fn describe(unrolled: &Unrolled, kind: &OperationKind) -> String {
             format!("{} = sum({})", part(target), sources.join(", "))
         }
         OperationKind::Share(exchange) => {
-            let ids = unrolled.exchanges.get(*exchange);
-            format!("share {}", group(unrolled, ids.map_or(&[], Vec::as_slice)))
+            let ids = rank_program.exchanges.get(*exchange);
+            format!(
+                "share {}",
+                group(rank_program, ids.map_or(&[], Vec::as_slice))
+            )
         }
         OperationKind::PostMatmul {
             group: ids,
@@ -165,20 +168,20 @@ fn describe(unrolled: &Unrolled, kind: &OperationKind) -> String {
                 .iter()
                 .zip(a)
                 .map(|(id, a)| {
-                    let send = group(unrolled, &[*id]);
+                    let send = group(rank_program, &[*id]);
                     format!("{send} = {matmul}({}, {}{bias})", part(a), part(b))
                 })
                 .collect();
             format!("post {}  {m} x {k} by {k} x {n}", each.join(", "))
         }
         OperationKind::Post(ids) | OperationKind::Wait(ids) => {
-            format!("{} {}", kind.name(), group(unrolled, ids))
+            format!("{} {}", kind.name(), group(rank_program, ids))
         }
         OperationKind::Collective { target, source, .. } => {
             format!("{} = {}({})", part(target), kind.name(), part(source))
         }
         OperationKind::Synchronize(stream) => {
-            let stream = unrolled.streams.get(*stream);
+            let stream = rank_program.streams.get(*stream);
             format!(
                 "synchronize {}",
                 stream.map(ToString::to_string).unwrap_or_default()
@@ -188,18 +191,18 @@ fn describe(unrolled: &Unrolled, kind: &OperationKind) -> String {
 }
 
 /// A tensor's name, with the bytes of a part of it.
-fn part(unrolled: &Unrolled, range: &Range) -> String {
-    match unrolled.tensors.get(range.tensor) {
+fn part(rank_program: &RankProgram, range: &Range) -> String {
+    match rank_program.tensors.get(range.tensor) {
         Some(tensor) if range.bytes == tensor.bytes => tensor.name.to_string(),
         Some(tensor) => format!("{}[{}..{}]", tensor.name, range.offset_bytes, range.end()),
         None => String::new(),
     }
 }
 
-fn group(unrolled: &Unrolled, ids: &[TransferId]) -> String {
+fn group(rank_program: &RankProgram, ids: &[TransferId]) -> String {
     let names: Vec<String> = ids
         .iter()
-        .filter_map(|id| unrolled.transfers.get(*id))
+        .filter_map(|id| rank_program.transfers.get(*id))
         .map(|transfer| {
             let way = match transfer.direction {
                 warplink::program::Direction::Send => "to",
@@ -208,7 +211,7 @@ fn group(unrolled: &Unrolled, ids: &[TransferId]) -> String {
             format!(
                 "{}({} {way} {}, tag {})",
                 transfer.name,
-                part(unrolled, &transfer.range),
+                part(rank_program, &transfer.range),
                 transfer.peer,
                 transfer.tag
             )

@@ -1,6 +1,6 @@
-//! From an unrolled program and the caller's memory to a plan.
+//! From a rank program and the caller's memory to a plan.
 
-use super::Ground;
+use super::RankContext;
 use super::plan::Plan;
 use super::pool::Pool;
 use super::resolve::Resolver;
@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 use crate::memory::Region;
 use crate::p2p::{Direction, Protocol, Transfer, TransferRequest};
 use crate::program::ir::{Backend, Role};
-use crate::program::unrolled::{OperationKind, TensorInstance, TransferInstance, Unrolled};
+use crate::program::rank_program::{OperationKind, RankProgram, TensorInstance, TransferInstance};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
@@ -19,10 +19,10 @@ pub type Bindings = BTreeMap<String, DeviceSlice>;
 
 /// A program prepared for this rank, to be bound to memory.
 pub struct Prepared {
-    ground: Ground,
+    context: RankContext,
     pool: Arc<Pool>,
     name: String,
-    unrolled: Arc<Unrolled>,
+    rank_program: Arc<RankProgram>,
 }
 
 impl std::fmt::Debug for Prepared {
@@ -34,18 +34,23 @@ impl std::fmt::Debug for Prepared {
 }
 
 impl Prepared {
-    pub(super) fn new(ground: Ground, pool: Arc<Pool>, name: String, unrolled: Unrolled) -> Self {
+    pub(super) fn new(
+        context: RankContext,
+        pool: Arc<Pool>,
+        name: String,
+        rank_program: RankProgram,
+    ) -> Self {
         Self {
-            ground,
+            context,
             pool,
             name,
-            unrolled: Arc::new(unrolled),
+            rank_program: Arc::new(rank_program),
         }
     }
 
     /// The program as this rank runs it.
-    pub fn unrolled(&self) -> &Unrolled {
-        &self.unrolled
+    pub fn rank_program(&self) -> &RankProgram {
+        &self.rank_program
     }
 
     /// Binds inputs and outputs to memory and exchanges handles with the peers, so that runs only
@@ -61,7 +66,7 @@ impl Prepared {
     /// exchange with one that fails may have their plan; all drop it and bind again.
     pub fn bind(&self, bindings: &Bindings) -> Result<Plan> {
         self.bind_inner(bindings)
-            .map_err(|error| error.on_rank(self.ground.rank()))
+            .map_err(|error| error.on_rank(self.context.rank()))
     }
 
     fn bind_inner(&self, bindings: &Bindings) -> Result<Plan> {
@@ -78,9 +83,9 @@ impl Prepared {
             .requests(&memory)
             .inspect_err(|error| self.refuse(error))?;
         let transfers = self.exchange(&requests)?;
-        let unrolled = &self.unrolled;
+        let rank_program = &self.rank_program;
         let has = |test: fn(&OperationKind) -> bool| {
-            unrolled
+            rank_program
                 .operations
                 .iter()
                 .any(|operation| test(&operation.kind))
@@ -94,43 +99,46 @@ impl Prepared {
             )
         });
         let compute = if computes {
-            Some(self.ground.device.compute()?)
+            Some(self.context.device.compute()?)
         } else {
             None
         };
         let direct = |transfer: &TransferInstance| matches!(transfer.backend, Backend::Direct(_));
         let collective = has(|kind| matches!(kind, OperationKind::Collective { .. }))
-            || unrolled.transfers.iter().any(|transfer| !direct(transfer));
+            || rank_program
+                .transfers
+                .iter()
+                .any(|transfer| !direct(transfer));
         let engine = if collective {
-            Some((self.ground.engine)()?)
+            Some((self.context.engine)()?)
         } else {
             None
         };
-        let streams = unrolled
+        let streams = rank_program
             .streams
             .iter()
             .map(|kind| self.pool.stream(*kind))
             .collect::<Result<Vec<_>>>()?;
-        let steps = Resolver {
-            unrolled,
+        let commands = Resolver {
+            rank_program,
             memory: &memory,
             transfers: &transfers,
-            ground: &self.ground,
+            context: &self.context,
             streams: &streams,
             compute,
         }
-        .steps()?;
+        .commands()?;
         Ok(Plan::new(
-            self.ground.clone(),
+            self.context.clone(),
             self.name.clone(),
-            unrolled.clone(),
+            rank_program.clone(),
             self.pool.clone(),
             pooled,
             memory,
             transfers,
             engine,
             streams,
-            steps,
+            commands,
         ))
     }
 
@@ -140,14 +148,14 @@ impl Prepared {
         let outer = |tensor: &&TensorInstance| tensor.role != Role::Local;
         for name in bindings.keys() {
             if !self
-                .unrolled
+                .rank_program
                 .tensors
                 .iter()
                 .filter(outer)
                 .any(|tensor| *tensor.name == **name)
             {
                 let names: Vec<&str> = self
-                    .unrolled
+                    .rank_program
                     .tensors
                     .iter()
                     .filter(outer)
@@ -159,10 +167,10 @@ impl Prepared {
                 );
             }
         }
-        let mut tensors = Vec::with_capacity(self.unrolled.tensors.len());
+        let mut tensors = Vec::with_capacity(self.rank_program.tensors.len());
         let mut pooled = Vec::new();
-        let touched = self.unrolled.touched();
-        for (index, tensor) in self.unrolled.tensors.iter().enumerate() {
+        let touched = self.rank_program.touched();
+        for (index, tensor) in self.rank_program.tensors.iter().enumerate() {
             let bound = bindings
                 .get(&*tensor.name)
                 .filter(|_| tensor.role != Role::Local);
@@ -198,7 +206,7 @@ impl Prepared {
 
     /// The direct transfers of the program, in its order.
     fn direct(&self) -> impl Iterator<Item = (&TransferInstance, Protocol)> {
-        self.unrolled
+        self.rank_program
             .transfers
             .iter()
             .filter_map(|transfer| match transfer.backend {
@@ -213,7 +221,7 @@ impl Prepared {
             .direct()
             .map(|(transfer, _)| (transfer.peer, tag(transfer), transfer.direction))
             .collect();
-        self.ground.transfers.refuse(&lanes, &error.to_string());
+        self.context.transfers.refuse(&lanes, &error.to_string());
     }
 
     /// What is to be exchanged, over `memory`.
@@ -231,7 +239,7 @@ impl Prepared {
                 (Tensor::Pooled(region), _) => region.clone(),
                 (_, Some(region)) => region.clone(),
                 (Tensor::Bound(slice), None) => {
-                    let region = self.ground.memory.register(slice)?;
+                    let region = self.context.memory.register(slice)?;
                     registered.insert(range.tensor, region.clone());
                     region
                 }
@@ -250,12 +258,12 @@ impl Prepared {
     /// nothing has to wait for the program to get there.
     fn exchange(&self, requests: &[TransferRequest]) -> Result<Vec<Option<Transfer>>> {
         let mut exchanged = self
-            .ground
+            .context
             .transfers
-            .exchange(requests, self.ground.deadline())?
+            .exchange(requests, self.context.deadline())?
             .into_iter();
         Ok(self
-            .unrolled
+            .rank_program
             .transfers
             .iter()
             .map(|transfer| match transfer.backend {

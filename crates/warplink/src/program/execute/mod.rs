@@ -13,10 +13,10 @@
 //! registered memory that its peers still have mapped.
 
 mod bind;
+mod command;
 mod plan;
 mod pool;
 mod resolve;
-mod step;
 mod trace;
 
 pub use bind::{Bindings, Prepared};
@@ -24,7 +24,7 @@ pub use plan::{CapturedPlan, Plan};
 pub use trace::{Trace, TraceSpan};
 
 use super::ir::Program;
-use super::unrolled::Parameters;
+use super::rank_program::Parameters;
 use super::{refused, unroll, verify};
 use crate::bootstrap::Bootstrap;
 use crate::deadline::Deadline;
@@ -43,7 +43,7 @@ pub(crate) type EngineSource = Arc<dyn Fn() -> Result<Arc<dyn CollectiveEngine>>
 
 /// What an executor stands on; the communicator gives it.
 #[derive(Clone)]
-pub(crate) struct Ground {
+pub(crate) struct RankContext {
     pub(crate) device: Arc<dyn Device>,
     pub(crate) bootstrap: Arc<Bootstrap>,
     pub(crate) memory: Arc<Memory>,
@@ -52,7 +52,7 @@ pub(crate) struct Ground {
     pub(crate) timeout: Duration,
 }
 
-impl Ground {
+impl RankContext {
     pub(crate) fn rank(&self) -> Rank {
         self.bootstrap.rank()
     }
@@ -91,7 +91,7 @@ impl Default for PrepareOptions {
 /// Clones share everything.
 #[derive(Clone)]
 pub struct Executor {
-    ground: Ground,
+    context: RankContext,
     pool: Arc<Pool>,
     under_way: Arc<Mutex<Vec<UnderWay>>>,
 }
@@ -102,17 +102,17 @@ type UnderWay = (Arc<dyn Event>, Vec<Plan>);
 impl fmt::Debug for Executor {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Executor")
-            .field("rank", &self.ground.rank())
+            .field("rank", &self.context.rank())
             .field("pool", &self.pool)
             .finish()
     }
 }
 
 impl Executor {
-    pub(crate) fn new(ground: Ground) -> Self {
-        let pool = Arc::new(Pool::new(&ground.device, &ground.memory));
+    pub(crate) fn new(context: RankContext) -> Self {
+        let pool = Arc::new(Pool::new(&context.device, &context.memory));
         Self {
-            ground,
+            context,
             pool,
             under_way: Arc::default(),
         }
@@ -120,33 +120,33 @@ impl Executor {
 
     /// This rank.
     pub fn rank(&self) -> Rank {
-        self.ground.rank()
+        self.context.rank()
     }
 
     /// How many ranks there are.
     pub fn world(&self) -> usize {
-        self.ground.world()
+        self.context.world()
     }
 
     /// Which device its programs run on.
     pub fn device_kind(&self) -> DeviceKind {
-        self.ground.device.kind()
+        self.context.device.kind()
     }
 
     /// The vendor's collectives, joined on the first call.
     pub(crate) fn collective_engine(&self) -> Result<Arc<dyn CollectiveEngine>> {
-        (self.ground.engine)()
+        (self.context.engine)()
     }
 
     /// A stream of the device.
     pub(crate) fn create_stream(&self) -> Result<Arc<dyn Stream>> {
-        self.ground.device.create_stream(Priority::Normal)
+        self.context.device.create_stream(Priority::Normal)
     }
 
     /// Keeps `plans` until what `stream` was given so far is done, and lets go of earlier ones that
     /// are.
     pub(crate) fn keep_until_done(&self, plans: Vec<Plan>, stream: &dyn Stream) -> Result<()> {
-        let end = self.ground.device.create_event(false)?;
+        let end = self.context.device.create_event(false)?;
         stream.record(&*end)?;
         let mut under_way = lock(&self.under_way);
         under_way.push((end, plans));
@@ -158,7 +158,7 @@ impl Executor {
     /// Verifies `program` for this world and unrolls it for this rank. Involves no other rank.
     ///
     /// # Errors
-    /// [`ErrorKind::Verification`](crate::ErrorKind::Verification) with every finding, where the
+    /// [`ErrorKind::Verification`](crate::ErrorKind::Verification) with every diagnostic, where the
     /// program fails; [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where the parameters are not what it requires.
     pub fn prepare(
         &self,
@@ -166,20 +166,20 @@ impl Executor {
         parameters: &Parameters,
         options: PrepareOptions,
     ) -> Result<Prepared> {
-        let (rank, world) = (self.ground.rank(), self.ground.world());
+        let (rank, world) = (self.context.rank(), self.context.world());
         if options.verify
-            && let Err(findings) = verify(program, world, options.streams, parameters)
+            && let Err(diagnostics) = verify(program, world, options.streams, parameters)
         {
-            return Err(refused(&program.name, &findings)
+            return Err(refused(&program.name, &diagnostics)
                 .during(format!("verify '{}' for {world} ranks", program.name))
                 .on_rank(rank));
         }
-        let unrolled = unroll(program, rank, world, options.streams, parameters)?;
+        let rank_program = unroll(program, rank, world, options.streams, parameters)?;
         Ok(Prepared::new(
-            self.ground.clone(),
+            self.context.clone(),
             self.pool.clone(),
             program.name.clone(),
-            unrolled,
+            rank_program,
         ))
     }
 }

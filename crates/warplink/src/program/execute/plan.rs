@@ -1,15 +1,15 @@
 //! A program bound to memory: enqueued any number of times, or captured into a graph.
 
-use super::Ground;
+use super::RankContext;
 use super::bind::Tensor;
+use super::command::{Command, Enqueuer};
 use super::pool::Pool;
-use super::step::{Step, Tools};
 use super::trace::{Trace, Tracer};
 use crate::device::{CollectiveEngine, DeviceSlice, Graph, Stream};
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::Region;
 use crate::p2p::Transfer;
-use crate::program::unrolled::Unrolled;
+use crate::program::rank_program::RankProgram;
 use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -17,9 +17,9 @@ use std::time::{Duration, Instant};
 /// A program that is ready to run. Runs follow one another on the caller's stream; the next may be
 /// enqueued before the last is done. Drop it when the streams that it ran on are done.
 pub struct Plan {
-    ground: Ground,
+    context: RankContext,
     name: String,
-    unrolled: Arc<Unrolled>,
+    rank_program: Arc<RankProgram>,
     pool: Arc<Pool>,
     pooled: Vec<Region>,
     memory: Vec<Tensor>,
@@ -27,14 +27,14 @@ pub struct Plan {
     engine: Option<Arc<dyn CollectiveEngine>>,
     // By index; the caller's is not among them.
     streams: Vec<Option<Arc<dyn Stream>>>,
-    steps: Vec<Step>,
+    commands: Vec<Command>,
 }
 
 impl fmt::Debug for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Plan")
             .field("name", &self.name)
-            .field("steps", &self.steps.len())
+            .field("commands", &self.commands.len())
             .finish_non_exhaustive()
     }
 }
@@ -45,28 +45,28 @@ impl Plan {
         reason = "the fields, from the one place that makes them"
     )]
     pub(super) fn new(
-        ground: Ground,
+        context: RankContext,
         name: String,
-        unrolled: Arc<Unrolled>,
+        rank_program: Arc<RankProgram>,
         pool: Arc<Pool>,
         pooled: Vec<Region>,
         memory: Vec<Tensor>,
         transfers: Vec<Option<Transfer>>,
         engine: Option<Arc<dyn CollectiveEngine>>,
         streams: Vec<Option<Arc<dyn Stream>>>,
-        steps: Vec<Step>,
+        commands: Vec<Command>,
     ) -> Self {
         Self {
-            ground,
+            context,
             name,
-            unrolled,
+            rank_program,
             pool,
             pooled,
             memory,
             transfers,
             engine,
             streams,
-            steps,
+            commands,
         }
     }
 
@@ -77,14 +77,14 @@ impl Plan {
 
     /// How many operations one run enqueues.
     pub fn operations(&self) -> usize {
-        self.steps.len()
+        self.commands.len()
     }
 
     /// The memory of the tensor `name`, bound or allocated, if this rank accesses it. Of several that
     /// a loop allocated under one name, the first.
     pub fn tensor(&self, name: &str) -> Option<&DeviceSlice> {
         let index = self
-            .unrolled
+            .rank_program
             .tensors
             .iter()
             .position(|tensor| *tensor.name == *name)?;
@@ -97,12 +97,12 @@ impl Plan {
     /// The device's fault, and what an operation says that cannot be enqueued, with its place in the
     /// program.
     pub fn run(&self, stream: &dyn Stream) -> Result<()> {
-        let tools = self.tools();
-        for step in &self.steps {
-            let on = self.streams[step.stream].as_deref().unwrap_or(stream);
-            tools
-                .enqueue(step, on)
-                .map_err(|error| self.locate(step, error))?;
+        let enqueuer = self.enqueuer();
+        for command in &self.commands {
+            let on = self.streams[command.stream].as_deref().unwrap_or(stream);
+            enqueuer
+                .enqueue(command, on)
+                .map_err(|error| self.locate(command, error))?;
         }
         Ok(())
     }
@@ -114,14 +114,14 @@ impl Plan {
         stream: &dyn Stream,
         tell: &mut dyn FnMut(&'static str, Duration),
     ) -> Result<()> {
-        let tools = self.tools();
-        for step in &self.steps {
-            let on = self.streams[step.stream].as_deref().unwrap_or(stream);
+        let enqueuer = self.enqueuer();
+        for command in &self.commands {
+            let on = self.streams[command.stream].as_deref().unwrap_or(stream);
             let start = Instant::now();
-            tools
-                .enqueue(step, on)
-                .map_err(|error| self.locate(step, error))?;
-            tell(step.action.name(), start.elapsed());
+            enqueuer
+                .enqueue(command, on)
+                .map_err(|error| self.locate(command, error))?;
+            tell(command.kind.name(), start.elapsed());
         }
         Ok(())
     }
@@ -137,7 +137,7 @@ impl Plan {
     /// the values of a graph's signals are fixed.
     pub fn capture(self) -> Result<CapturedPlan> {
         let stream = self
-            .ground
+            .context
             .device
             .create_stream(crate::device::Priority::Normal)?;
         stream.begin_capture()?;
@@ -157,38 +157,38 @@ impl Plan {
     /// rank 0. Every rank calls this at the same time. Blocks until the run is done everywhere. Marks
     /// take time of their own, so the whole is slower than a run.
     pub fn trace(&self, stream: &dyn Stream) -> Result<Option<Trace>> {
-        let tools = self.tools();
-        let mut tracer = Tracer::start(&self.ground, stream)?;
-        for step in &self.steps {
-            let on = self.streams[step.stream].as_deref().unwrap_or(stream);
-            let operation = &self.unrolled.operations[step.operation];
+        let enqueuer = self.enqueuer();
+        let mut tracer = Tracer::start(&self.context, stream)?;
+        for command in &self.commands {
+            let on = self.streams[command.stream].as_deref().unwrap_or(stream);
+            let operation = &self.rank_program.operations[command.operation];
             let label = || {
                 (
                     operation.kind.name(),
                     operation.site.to_string(),
-                    self.unrolled.streams[step.stream],
+                    self.rank_program.streams[command.stream],
                 )
             };
             tracer
-                .around(&step.action, label, on, || tools.enqueue(step, on))
-                .map_err(|error| self.locate(step, error))?;
+                .around(&command.kind, label, on, || enqueuer.enqueue(command, on))
+                .map_err(|error| self.locate(command, error))?;
         }
-        stream.synchronize(self.ground.deadline())?;
-        tracer.finish(&self.ground, &self.name)
+        stream.synchronize(self.context.deadline())?;
+        tracer.finish(&self.context, &self.name)
     }
 
-    fn tools(&self) -> Tools<'_> {
-        Tools {
+    fn enqueuer(&self) -> Enqueuer<'_> {
+        Enqueuer {
             transfers: &self.transfers,
             engine: self.engine.as_deref(),
         }
     }
 
-    fn locate(&self, step: &Step, error: Error) -> Error {
+    fn locate(&self, command: &Command, error: Error) -> Error {
         if error.kind() == ErrorKind::PeerLost {
             return error;
         }
-        let operation = &self.unrolled.operations[step.operation];
+        let operation = &self.rank_program.operations[command.operation];
         error.during(format!(
             "enqueue {} of '{}', {}",
             operation.kind.name(),

@@ -3,7 +3,7 @@
 use crate::device::{AllocationKind, Device, Priority, Stream};
 use crate::error::Result;
 use crate::memory::{Memory, Region};
-use crate::program::unrolled::StreamKind;
+use crate::program::rank_program::StreamKind;
 use crate::sync::lock;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};

@@ -1,22 +1,22 @@
-//! From the operations of an unrolled program and its memory to steps.
+//! From the operations of a rank program and its memory to commands.
 
-use super::Ground;
+use super::RankContext;
 use super::bind::Tensor;
-use super::step::{Action, Step};
+use super::command::{Command, CommandKind};
 use crate::device::{Compute, DeviceSlice, Event, MatmulSpec, PreparedLaunch, Stream};
 use crate::error::{Error, ErrorKind, Result};
 use crate::p2p::{Direction, Transfer};
 use crate::program::ir::Backend;
-use crate::program::unrolled::{OperationKind, Range, TransferId, Unrolled};
+use crate::program::rank_program::{OperationKind, Range, RankProgram, TransferId};
 use std::collections::HashMap;
 use std::sync::Arc;
 
-/// Turns operations into steps.
+/// Turns operations into commands.
 pub(super) struct Resolver<'a> {
-    pub(super) unrolled: &'a Unrolled,
+    pub(super) rank_program: &'a RankProgram,
     pub(super) memory: &'a [Tensor],
     pub(super) transfers: &'a [Option<Transfer>],
-    pub(super) ground: &'a Ground,
+    pub(super) context: &'a RankContext,
     pub(super) streams: &'a [Option<Arc<dyn Stream>>],
     pub(super) compute: Option<Arc<dyn Compute>>,
 }
@@ -58,19 +58,19 @@ impl Resolver<'_> {
         }
     }
 
-    pub(super) fn steps(&self) -> Result<Vec<Step>> {
-        let mut steps = Vec::with_capacity(self.unrolled.operations.len());
+    pub(super) fn commands(&self) -> Result<Vec<Command>> {
+        let mut commands = Vec::with_capacity(self.rank_program.operations.len());
         // For transfers of the engine: the stream of the last post, and the event behind it.
         let mut carried: HashMap<TransferId, (usize, Arc<dyn Event>)> = HashMap::new();
         // The stream of the engine's last operation, and the event behind it.
         let mut engine_last: Option<(usize, Arc<dyn Event>)> = None;
         let engine_hops = self.engine_hops();
-        for (operation, next) in self.unrolled.operations.iter().enumerate() {
+        for (operation, next) in self.rank_program.operations.iter().enumerate() {
             let stream = next.stream;
-            let mut push = |stream: usize, action: Action| {
-                steps.push(Step {
+            let mut push = |stream: usize, kind: CommandKind| {
+                commands.push(Command {
                     stream,
-                    action,
+                    kind,
                     operation,
                 })
             };
@@ -82,7 +82,7 @@ impl Resolver<'_> {
                 OperationKind::Copy { target, source } => {
                     push(
                         stream,
-                        Action::Copy {
+                        CommandKind::Copy {
                             target: self.slice(target)?,
                             source: self.slice(source)?,
                         },
@@ -104,7 +104,7 @@ impl Resolver<'_> {
                     spec.accumulate = *accumulate;
                     let products = [(self.slice(a)?, self.slice(c)?)];
                     let launch = self.products(&spec, &products, b, bias.as_ref())?;
-                    push(stream, Action::Matmul(launch));
+                    push(stream, CommandKind::Matmul(launch));
                 }
                 OperationKind::Sum {
                     dtype,
@@ -117,22 +117,22 @@ impl Resolver<'_> {
                         .collect::<Result<Vec<_>>>()?;
                     let compute = self.compute()?;
                     let launch = compute.prepare_sum(*dtype, &self.slice(target)?, &sources)?;
-                    push(stream, Action::Sum(launch));
+                    push(stream, CommandKind::Sum(launch));
                 }
                 OperationKind::Post(group) => {
                     let (direct, engine) = self.split(group);
                     match direct[..] {
                         [] => {}
-                        [only] => push(stream, Action::Post(only)),
-                        _ => push(stream, Action::PostGroup(direct)),
+                        [only] => push(stream, CommandKind::Post(only)),
+                        _ => push(stream, CommandKind::PostGroup(direct)),
                     }
                     if !engine.is_empty() {
                         if let Some((last, done)) = &engine_last
                             && *last != stream
                         {
-                            push(stream, Action::WaitEvent(done.clone()));
+                            push(stream, CommandKind::WaitEvent(done.clone()));
                         }
-                        let done = self.ground.device.create_event(false)?;
+                        let done = self.context.device.create_event(false)?;
                         push(stream, self.engine_exchange(&engine, Some(done.clone()))?);
                         engine_last = Some((stream, done.clone()));
                         carried.extend(engine.into_iter().map(|id| (id, (stream, done.clone()))));
@@ -156,20 +156,20 @@ impl Resolver<'_> {
                         .map(|(id, a)| Ok((self.slice(a)?, self.target(*id)?)))
                         .collect::<Result<Vec<_>>>()?;
                     let launch = self.products(&spec, &products, b, bias.as_ref())?;
-                    push(stream, Action::PostMatmul(group.clone(), launch));
+                    push(stream, CommandKind::PostMatmul(group.clone(), launch));
                 }
                 OperationKind::Wait(group) => {
                     let (direct, engine) = self.split(group);
                     match direct[..] {
                         [] => {}
-                        [only] => push(stream, Action::Wait(only)),
-                        _ => push(stream, Action::WaitGroup(direct)),
+                        [only] => push(stream, CommandKind::Wait(only)),
+                        _ => push(stream, CommandKind::WaitGroup(direct)),
                     }
                     for id in engine {
                         if let Some((posted_on, done)) = carried.get(&id)
                             && *posted_on != stream
                         {
-                            push(stream, Action::WaitEvent(done.clone()));
+                            push(stream, CommandKind::WaitEvent(done.clone()));
                         }
                     }
                 }
@@ -179,7 +179,7 @@ impl Resolver<'_> {
                     target,
                     source,
                 } => {
-                    let action = Action::Collective {
+                    let kind = CommandKind::Collective {
                         collective: *collective,
                         dtype: *dtype,
                         target: self.slice(target)?,
@@ -188,12 +188,12 @@ impl Resolver<'_> {
                     if let Some((last, done)) = &engine_last
                         && *last != stream
                     {
-                        push(stream, Action::WaitEvent(done.clone()));
+                        push(stream, CommandKind::WaitEvent(done.clone()));
                     }
-                    push(stream, action);
+                    push(stream, kind);
                     if engine_hops {
-                        let done = self.ground.device.create_event(false)?;
-                        push(stream, Action::Record(done.clone()));
+                        let done = self.context.device.create_event(false)?;
+                        push(stream, CommandKind::Record(done.clone()));
                         engine_last = Some((stream, done));
                     }
                 }
@@ -204,20 +204,20 @@ impl Resolver<'_> {
                             "a stream that does not exist",
                         ));
                     }
-                    let event = self.ground.device.create_event(false)?;
-                    push(*other, Action::Record(event.clone()));
-                    push(stream, Action::WaitEvent(event));
+                    let event = self.context.device.create_event(false)?;
+                    push(*other, CommandKind::Record(event.clone()));
+                    push(stream, CommandKind::WaitEvent(event));
                 }
             }
         }
-        Ok(steps)
+        Ok(commands)
     }
 
     /// Whether the engine's operations are on several streams. Then events put them in the order in
     /// which the host gives them, which an engine may rely on: peers that find them in two orders
     /// would wait for one another.
     fn engine_hops(&self) -> bool {
-        let mut streams = self.unrolled.operations.iter().filter_map(|operation| {
+        let mut streams = self.rank_program.operations.iter().filter_map(|operation| {
             let engine = match &operation.kind {
                 OperationKind::Collective { .. } => true,
                 kind => !self.split(kind.posted()).1.is_empty(),
@@ -229,26 +229,29 @@ impl Resolver<'_> {
     }
 
     fn split(&self, group: &[TransferId]) -> (Vec<TransferId>, Vec<TransferId>) {
-        group
-            .iter()
-            .partition(|id| matches!(self.unrolled.transfers[**id].backend, Backend::Direct(_)))
+        group.iter().partition(|id| {
+            matches!(
+                self.rank_program.transfers[**id].backend,
+                Backend::Direct(_)
+            )
+        })
     }
 
     fn engine_exchange(
         &self,
         group: &[TransferId],
         done: Option<Arc<dyn Event>>,
-    ) -> Result<Action> {
+    ) -> Result<CommandKind> {
         let (mut sends, mut receives) = (Vec::new(), Vec::new());
         for id in group {
-            let transfer = &self.unrolled.transfers[*id];
+            let transfer = &self.rank_program.transfers[*id];
             let side = (transfer.peer, self.slice(&transfer.range)?);
             match transfer.direction {
                 Direction::Send => sends.push(side),
                 Direction::Receive => receives.push(side),
             }
         }
-        Ok(Action::Exchange {
+        Ok(CommandKind::Exchange {
             sends,
             receives,
             done,

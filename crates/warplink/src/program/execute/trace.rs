@@ -1,10 +1,10 @@
 //! When each operation of a run started and ended, in the format that Perfetto opens.
 
-use super::Ground;
-use super::step::Action;
+use super::RankContext;
+use super::command::CommandKind;
 use crate::device::{Device, Event, Stream};
 use crate::error::{Error, ErrorKind, Rank, Result};
-use crate::program::unrolled::StreamKind;
+use crate::program::rank_program::StreamKind;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
@@ -121,13 +121,13 @@ struct Mark {
 
 impl Tracer {
     /// Starts the clock of every rank as nearly at once as a barrier of the hosts allows.
-    pub(super) fn start(ground: &Ground, stream: &dyn Stream) -> Result<Self> {
-        stream.synchronize(ground.deadline())?;
-        let zero = ground.device.create_event(true)?;
-        ground.bootstrap.barrier(ground.deadline())?;
+    pub(super) fn start(context: &RankContext, stream: &dyn Stream) -> Result<Self> {
+        stream.synchronize(context.deadline())?;
+        let zero = context.device.create_event(true)?;
+        context.bootstrap.barrier(context.deadline())?;
         stream.record(&*zero)?;
         Ok(Self {
-            device: ground.device.clone(),
+            device: context.device.clone(),
             zero,
             marks: Vec::new(),
         })
@@ -136,12 +136,12 @@ impl Tracer {
     /// Marks before and after `enqueue`. What only orders streams is not marked.
     pub(super) fn around(
         &mut self,
-        action: &Action,
+        kind: &CommandKind,
         label: impl FnOnce() -> (&'static str, String, StreamKind),
         stream: &dyn Stream,
         enqueue: impl FnOnce() -> Result<()>,
     ) -> Result<()> {
-        if matches!(action, Action::Record(_) | Action::WaitEvent(_)) {
+        if matches!(kind, CommandKind::Record(_) | CommandKind::WaitEvent(_)) {
             return enqueue();
         }
         let (operation, site, kind) = label();
@@ -163,8 +163,8 @@ impl Tracer {
     }
 
     /// Gathers the times of all ranks on rank 0.
-    pub(super) fn finish(self, ground: &Ground, program: &str) -> Result<Option<Trace>> {
-        let rank = ground.rank();
+    pub(super) fn finish(self, context: &RankContext, program: &str) -> Result<Option<Trace>> {
+        let rank = context.rank();
         let micros = |event: &dyn Event| {
             Ok::<f64, Error>(f64::from(event.elapsed_since(&*self.zero)?) * 1e3)
         };
@@ -185,7 +185,7 @@ impl Tracer {
                 .during("gather a trace")
                 .on_rank(rank)
         })?;
-        let all = ground.bootstrap.all_gather(&bytes, ground.deadline())?;
+        let all = context.bootstrap.all_gather(&bytes, context.deadline())?;
         if rank != 0 {
             return Ok(None);
         }

@@ -405,14 +405,14 @@ pub(super) fn parts(rows: usize, columns: usize) -> usize {
 pub(super) fn last_parts(rows: usize, columns: usize) -> usize {
     const TILE: usize = 128 * 128;
     const LEAST_TILES: usize = 32;
-    const MOST_COLUMNS: usize = 1536;
+    const MAX_COLUMNS: usize = 1536;
     const MOST: usize = 5;
     let fits = |parts: &usize| {
         let halvings = parts - 1;
         let least = rows >> halvings;
         rows.is_multiple_of(1 << halvings) && least.saturating_mul(columns) / TILE >= LEAST_TILES
     };
-    match columns <= MOST_COLUMNS {
+    match columns <= MAX_COLUMNS {
         true => (2..=MOST).rev().find(fits).unwrap_or(1),
         false => 1,
     }

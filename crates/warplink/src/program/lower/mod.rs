@@ -16,7 +16,7 @@ pub use gather::{AllGatherMatmul, lower_all_gather_matmul};
 pub use scatter::{MatmulReduceScatter, lower_matmul_reduce_scatter};
 
 use super::ir::Program;
-use super::unrolled::Parameters;
+use super::rank_program::Parameters;
 use crate::error::{Error, ErrorKind, Result};
 use std::fmt;
 use std::str::FromStr;
@@ -124,7 +124,7 @@ impl FromStr for Variant {
 pub struct Lowered {
     /// The variant.
     pub variant: Variant,
-    /// The program's text, with comments; lines in findings are lines of it.
+    /// The program's text, with comments; lines in diagnostics are lines of it.
     pub text: String,
     /// The program.
     pub program: Program,
@@ -136,7 +136,7 @@ pub struct Lowered {
 
 /// What both lowerings refuse.
 fn check(world: usize, sizes: &[(&str, usize)], divided: &[&str], streams: usize) -> Result<()> {
-    if world == 0 || streams == 0 || streams > super::unroll::MOST_STREAMS {
+    if world == 0 || streams == 0 || streams > super::unroll::MAX_STREAMS {
         return Err(Error::invalid(format!(
             "a program for {world} ranks with {streams} streams: there is at least one of each"
         )));

@@ -7,37 +7,37 @@ mod scope;
 mod shapes;
 mod transfers;
 
-use super::finding::{Finding, FindingKind, Place};
+use super::diagnostic::{Diagnostic, DiagnosticKind, Place};
 use super::ir::{
     Branch, Collective, Declaration, Direction, Each, Program, Role, Sharding, Statement,
     StatementKind, TensorRef,
 };
-use super::text::DEEPEST_BLOCK;
-use super::unrolled::{
-    Operation, OperationKind, Parameters, Site, StreamKind, TensorId, TensorInstance, Unrolled,
+use super::rank_program::{
+    Operation, OperationKind, Parameters, RankProgram, Site, StreamKind, TensorId, TensorInstance,
 };
+use super::text::DEEPEST_BLOCK;
 use crate::error::{Rank, Result};
 use scope::{Bound, Named, OpenLoop, View};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
-/// Most steps that a program takes on one rank: statements, iterations and items of lists.
-pub const MOST_STEPS: usize = 1 << 20;
+/// The most steps that a program may take on one rank: statements, iterations and items of lists.
+pub const MAX_STEPS: usize = 1 << 20;
 
-/// Most names that are bound at one time.
-pub const MOST_NAMES: usize = 4096;
+/// The most names that are bound at one time.
+pub const MAX_NAMES: usize = 4096;
 
-/// Most axes of a tensor.
-pub const MOST_AXES: usize = 8;
+/// The most axes of a tensor.
+pub const MAX_AXES: usize = 8;
 
-/// Most ranks that a program is unrolled for.
-pub const MOST_RANKS: usize = 4096;
+/// The most ranks that a program is unrolled for.
+pub const MAX_RANKS: usize = 4096;
 
-/// Most streams in the pool.
-pub const MOST_STREAMS: usize = 256;
+/// The most streams in the pool.
+pub const MAX_STREAMS: usize = 256;
 
 /// How many streams of high priority there are.
-pub const MOST_HIGH_STREAMS: usize = 16;
+pub const MAX_HIGH_STREAMS: usize = 16;
 
 /// The program as `rank` of `world` runs it, with `streams` streams in the pool.
 ///
@@ -52,23 +52,25 @@ pub fn unroll(
     world: usize,
     streams: usize,
     parameters: &Parameters,
-) -> Result<Unrolled> {
-    Ok(unroll_or_find(program, rank, world, streams, parameters)?)
+) -> Result<RankProgram> {
+    Ok(unroll_or_diagnose(
+        program, rank, world, streams, parameters,
+    )?)
 }
 
-/// As [`unroll`], with the fault as it is found.
+/// As [`unroll`], with what is wrong as a diagnostic.
 ///
 /// # Errors
 /// What is wrong with the arguments or the program.
-pub fn unroll_or_find(
+pub fn unroll_or_diagnose(
     program: &Program,
     rank: Rank,
     world: usize,
     streams: usize,
     parameters: &Parameters,
-) -> Result<Unrolled, Finding> {
+) -> Result<RankProgram, Diagnostic> {
     let mut unroller = Unroller {
-        made: Unrolled {
+        made: RankProgram {
             rank,
             world,
             streams: vec![StreamKind::Caller],
@@ -95,7 +97,7 @@ pub fn unroll_or_find(
 }
 
 struct Unroller<'p> {
-    made: Unrolled,
+    made: RankProgram,
     /// Streams in the pool.
     pool: usize,
     /// The current stream.
@@ -116,52 +118,56 @@ struct Unroller<'p> {
 }
 
 impl<'p> Unroller<'p> {
-    fn start(&mut self, program: &'p Program, parameters: &Parameters) -> Result<(), Finding> {
+    fn start(&mut self, program: &'p Program, parameters: &Parameters) -> Result<(), Diagnostic> {
         let (rank, world) = (self.made.rank, self.made.world);
-        let fault = |message: String| {
+        let requirement = |message: String| {
             let place = Place {
                 rank,
                 site: Site::default(),
             };
-            Err(Finding::new(FindingKind::Requirement, message, vec![place]))
+            Err(Diagnostic::new(
+                DiagnosticKind::Requirement,
+                message,
+                vec![place],
+            ))
         };
-        if rank >= world || world > MOST_RANKS {
-            return fault(format!(
-                "rank {rank} of {world} ranks: there are 1 to {MOST_RANKS}, numbered from 0"
+        if rank >= world || world > MAX_RANKS {
+            return requirement(format!(
+                "rank {rank} of {world} ranks: there are 1 to {MAX_RANKS}, numbered from 0"
             ));
         }
-        if self.pool == 0 || self.pool > MOST_STREAMS {
-            return fault(format!(
-                "a pool of {} streams: it has 1 to {MOST_STREAMS}",
+        if self.pool == 0 || self.pool > MAX_STREAMS {
+            return requirement(format!(
+                "a pool of {} streams: it has 1 to {MAX_STREAMS}",
                 self.pool
             ));
         }
         for name in parameters.keys() {
             if !program.parameters.contains(name) {
-                return fault(format!("'{}' has no parameter '{name}'", program.name));
+                return requirement(format!("'{}' has no parameter '{name}'", program.name));
             }
         }
         for name in &program.parameters {
             let Some(value) = parameters.get(name) else {
-                return fault(format!("'{}' needs the parameter '{name}'", program.name));
+                return requirement(format!("'{}' needs the parameter '{name}'", program.name));
             };
             self.bind(name, Bound::Integer(*value))?;
         }
         Ok(())
     }
 
-    fn block(&mut self, body: &'p [Statement]) -> Result<(), Finding> {
+    fn block(&mut self, body: &'p [Statement]) -> Result<(), Diagnostic> {
         self.nested(|unroller| body.iter().try_for_each(|next| unroller.statement(next)))
     }
 
     /// Does `inner` as a block: a scope of its own, nested no deeper than text may be.
     fn nested(
         &mut self,
-        inner: impl FnOnce(&mut Self) -> Result<(), Finding>,
-    ) -> Result<(), Finding> {
+        inner: impl FnOnce(&mut Self) -> Result<(), Diagnostic>,
+    ) -> Result<(), Diagnostic> {
         if self.blocks >= DEEPEST_BLOCK {
             let message = format!("blocks are nested deeper than {DEEPEST_BLOCK}");
-            return Err(self.fault(FindingKind::Malformed, message));
+            return Err(self.diagnostic(DiagnosticKind::Malformed, message));
         }
         self.blocks += 1;
         self.scoped(inner)?;
@@ -169,7 +175,7 @@ impl<'p> Unroller<'p> {
         Ok(())
     }
 
-    fn statement(&mut self, statement: &'p Statement) -> Result<(), Finding> {
+    fn statement(&mut self, statement: &'p Statement) -> Result<(), Diagnostic> {
         self.step()?;
         self.at_line(statement.line.0);
         match &statement.kind {
@@ -182,7 +188,7 @@ impl<'p> Unroller<'p> {
                         }
                     }
                     message += &format!(", world = {}", self.made.world);
-                    return Err(self.fault(FindingKind::Requirement, message));
+                    return Err(self.diagnostic(DiagnosticKind::Requirement, message));
                 }
             }
             StatementKind::Declare(declaration) => self.declare(declaration)?,
@@ -195,7 +201,7 @@ impl<'p> Unroller<'p> {
                 if value.selections.is_empty() {
                     let message =
                         format!("'{name}' would be another name for all of '{}'", value.name);
-                    return Err(self.fault(FindingKind::Malformed, message));
+                    return Err(self.diagnostic(DiagnosticKind::Malformed, message));
                 }
                 let view = self.view(value)?;
                 self.bind(name, Bound::Tensor(view))?;
@@ -273,7 +279,7 @@ impl<'p> Unroller<'p> {
         Ok(())
     }
 
-    fn choose<S>(&self, branch: &'p Branch<S>) -> Result<&'p [S], Finding> {
+    fn choose<S>(&self, branch: &'p Branch<S>) -> Result<&'p [S], Diagnostic> {
         Ok(if self.condition(&branch.condition)? {
             &branch.then
         } else {
@@ -294,8 +300,8 @@ impl<'p> Unroller<'p> {
     fn each<T>(
         &mut self,
         list: &'p [Each<T>],
-        mut with: impl FnMut(&mut Self, &'p T) -> Result<(), Finding>,
-    ) -> Result<(), Finding> {
+        mut with: impl FnMut(&mut Self, &'p T) -> Result<(), Diagnostic>,
+    ) -> Result<(), Diagnostic> {
         for each in list {
             let Some(over) = &each.over else {
                 self.step()?;
@@ -314,12 +320,12 @@ impl<'p> Unroller<'p> {
         Ok(())
     }
 
-    fn declare(&mut self, declaration: &'p Declaration) -> Result<(), Finding> {
+    fn declare(&mut self, declaration: &'p Declaration) -> Result<(), Diagnostic> {
         let name = &declaration.name;
         if declaration.role != Role::Local && self.blocks > 1 {
             let message = format!("'{name}' is declared inside a loop or branch");
-            return Err(self.fault(
-                FindingKind::Malformed,
+            return Err(self.diagnostic(
+                DiagnosticKind::Malformed,
                 message + "; inputs and outputs are the same on every rank",
             ));
         }
@@ -329,12 +335,12 @@ impl<'p> Unroller<'p> {
             Sharding::Loop => axes > 1,
             Sharding::Ranks(axis) => axis < axes,
         };
-        if !sharded || axes > MOST_AXES {
+        if !sharded || axes > MAX_AXES {
             let message = format!(
-                "'{name}' has {axes} axes; a tensor has 1 to {MOST_AXES}, with one for what it is \
+                "'{name}' has {axes} axes; a tensor has 1 to {MAX_AXES}, with one for what it is \
                  sharded over (and others beside a loop's)"
             );
-            return Err(self.fault(FindingKind::Mismatch, message));
+            return Err(self.diagnostic(DiagnosticKind::Mismatch, message));
         }
         let mut shape = Vec::with_capacity(axes);
         // Offsets within it must fit an isize, as of any allocation.
@@ -344,13 +350,13 @@ impl<'p> Unroller<'p> {
             let extent = usize::try_from(value).ok().filter(|extent| *extent > 0);
             let Some(extent) = extent else {
                 let message = format!("extent {expression} of '{name}' is {value}, not positive");
-                return Err(self.fault(FindingKind::OutOfBounds, message));
+                return Err(self.diagnostic(DiagnosticKind::OutOfBounds, message));
             };
             bytes = match bytes.checked_mul(extent) {
                 Some(bytes) if bytes <= most => bytes,
                 _ => {
                     let message = format!("'{name}' has more than {most} bytes");
-                    return Err(self.fault(FindingKind::OutOfBounds, message));
+                    return Err(self.diagnostic(DiagnosticKind::OutOfBounds, message));
                 }
             };
             shape.push(extent);
@@ -379,7 +385,7 @@ impl<'p> Unroller<'p> {
         Ok(())
     }
 
-    fn deallocate(&mut self, name: &str) -> Result<(), Finding> {
+    fn deallocate(&mut self, name: &str) -> Result<(), Diagnostic> {
         let whole = TensorRef {
             name: name.to_owned(),
             selections: Vec::new(),
@@ -388,7 +394,7 @@ impl<'p> Unroller<'p> {
         let tensor = &self.made.tensors[view.tensor];
         if tensor.role != Role::Local || *tensor.name != *name {
             let message = format!("'{name}' was not allocated by the program under this name");
-            return Err(self.fault(FindingKind::Malformed, message));
+            return Err(self.diagnostic(DiagnosticKind::Malformed, message));
         }
         self.deallocated.insert(view.tensor, self.site.line);
         self.enqueue(OperationKind::Deallocate(view.tensor));

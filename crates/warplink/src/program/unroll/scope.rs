@@ -1,11 +1,11 @@
 //! Names and what they stand for while a program is unrolled.
 
-use super::{MOST_NAMES, MOST_STEPS, Unroller};
+use super::{MAX_NAMES, MAX_STEPS, Unroller};
 use crate::dtype::DType;
+use crate::program::diagnostic::{Diagnostic, DiagnosticKind, Place};
 use crate::program::expr::{Condition, Expr};
-use crate::program::finding::{Finding, FindingKind, Place};
 use crate::program::ir::{Selection, StreamRef, TensorRef, TransferRef};
-use crate::program::unrolled::{Range, Site, StreamKind, TensorId, TransferId};
+use crate::program::rank_program::{Range, Site, StreamKind, TensorId, TransferId};
 use std::sync::Arc;
 
 /// What a name stands for.
@@ -63,23 +63,27 @@ pub(super) struct Named {
 }
 
 impl<'p> Unroller<'p> {
-    pub(super) fn fault(&self, kind: FindingKind, message: impl Into<String>) -> Finding {
+    pub(super) fn diagnostic(
+        &self,
+        kind: DiagnosticKind,
+        message: impl Into<String>,
+    ) -> Diagnostic {
         let place = Place {
             rank: self.made.rank,
             site: self.site.clone(),
         };
-        Finding::new(kind, format!("{place}: {}", message.into()), vec![place])
+        Diagnostic::new(kind, format!("{place}: {}", message.into()), vec![place])
     }
 
     /// Counts work, so that no text can keep the caller busy for ever.
-    pub(super) fn step(&mut self) -> Result<(), Finding> {
+    pub(super) fn step(&mut self) -> Result<(), Diagnostic> {
         self.steps += 1;
-        if self.steps <= MOST_STEPS {
+        if self.steps <= MAX_STEPS {
             return Ok(());
         }
-        Err(self.fault(
-            FindingKind::Malformed,
-            format!("the program takes more than {MOST_STEPS} steps on one rank"),
+        Err(self.diagnostic(
+            DiagnosticKind::Malformed,
+            format!("the program takes more than {MAX_STEPS} steps on one rank"),
         ))
     }
 
@@ -91,22 +95,22 @@ impl<'p> Unroller<'p> {
             .map(|(_, value)| value)
     }
 
-    pub(super) fn bind(&mut self, name: &'p str, value: Bound) -> Result<(), Finding> {
+    pub(super) fn bind(&mut self, name: &'p str, value: Bound) -> Result<(), Diagnostic> {
         if !crate::program::text::is_name(name) {
-            return Err(self.fault(
-                FindingKind::Malformed,
+            return Err(self.diagnostic(
+                DiagnosticKind::Malformed,
                 format!("'{name}' cannot be a name: it is reserved or no word"),
             ));
         }
         if self.lookup(name).is_some() {
-            return Err(self.fault(
-                FindingKind::Malformed,
+            return Err(self.diagnostic(
+                DiagnosticKind::Malformed,
                 format!("'{name}' is already bound here"),
             ));
         }
-        if self.names.len() >= MOST_NAMES {
-            let message = format!("more than {MOST_NAMES} names are bound at one time");
-            return Err(self.fault(FindingKind::Malformed, message));
+        if self.names.len() >= MAX_NAMES {
+            let message = format!("more than {MAX_NAMES} names are bound at one time");
+            return Err(self.diagnostic(DiagnosticKind::Malformed, message));
         }
         self.names.push((name, value));
         Ok(())
@@ -115,8 +119,8 @@ impl<'p> Unroller<'p> {
     /// Does `inner` in a block of its own: what it binds is unbound after it.
     pub(super) fn scoped<T>(
         &mut self,
-        inner: impl FnOnce(&mut Self) -> Result<T, Finding>,
-    ) -> Result<T, Finding> {
+        inner: impl FnOnce(&mut Self) -> Result<T, Diagnostic>,
+    ) -> Result<T, Diagnostic> {
         let before = self.names.len();
         let result = inner(self)?;
         self.names.truncate(before);
@@ -135,16 +139,20 @@ impl<'p> Unroller<'p> {
         }
     }
 
-    pub(super) fn integer(&self, expression: &Expr) -> Result<i64, Finding> {
+    pub(super) fn integer(&self, expression: &Expr) -> Result<i64, Diagnostic> {
         expression
             .evaluate(&|name| self.integer_named(name))
-            .map_err(|error| self.fault(FindingKind::Malformed, format!("{expression}: {error}")))
+            .map_err(|error| {
+                self.diagnostic(DiagnosticKind::Malformed, format!("{expression}: {error}"))
+            })
     }
 
-    pub(super) fn condition(&self, condition: &Condition) -> Result<bool, Finding> {
+    pub(super) fn condition(&self, condition: &Condition) -> Result<bool, Diagnostic> {
         condition
             .evaluate(&|name| self.integer_named(name))
-            .map_err(|error| self.fault(FindingKind::Malformed, format!("{condition}: {error}")))
+            .map_err(|error| {
+                self.diagnostic(DiagnosticKind::Malformed, format!("{condition}: {error}"))
+            })
     }
 
     /// A number in `0..limit`; `what` names it.
@@ -153,47 +161,50 @@ impl<'p> Unroller<'p> {
         expression: &Expr,
         limit: usize,
         what: &str,
-    ) -> Result<usize, Finding> {
+    ) -> Result<usize, Diagnostic> {
         let value = self.integer(expression)?;
         match usize::try_from(value) {
             Ok(number) if number < limit => Ok(number),
-            _ => Err(self.fault(
-                FindingKind::OutOfBounds,
+            _ => Err(self.diagnostic(
+                DiagnosticKind::OutOfBounds,
                 format!("{what} {expression} is {value}, which is not in 0..{limit}"),
             )),
         }
     }
 
     /// What `reference` selects, of a tensor that is still allocated.
-    pub(super) fn view(&self, reference: &TensorRef) -> Result<View, Finding> {
+    pub(super) fn view(&self, reference: &TensorRef) -> Result<View, Diagnostic> {
         let view = self.view_of(reference)?;
         if let Some(line) = self.deallocated.get(&view.tensor) {
-            return Err(self.fault(
-                FindingKind::UseAfterDeallocate,
+            return Err(self.diagnostic(
+                DiagnosticKind::UseAfterDeallocate,
                 format!("{reference} was deallocated in line {line}"),
             ));
         }
         Ok(view)
     }
 
-    fn view_of(&self, reference: &TensorRef) -> Result<View, Finding> {
+    fn view_of(&self, reference: &TensorRef) -> Result<View, Diagnostic> {
         let name = &reference.name;
         let mut view = match self.lookup(name) {
             Some(Bound::Tensor(view)) => view.clone(),
             Some(_) => {
-                return Err(self.fault(FindingKind::Malformed, format!("'{name}' is not a tensor")));
+                return Err(self.diagnostic(
+                    DiagnosticKind::Malformed,
+                    format!("'{name}' is not a tensor"),
+                ));
             }
             None => {
-                return Err(self.fault(
-                    FindingKind::Malformed,
+                return Err(self.diagnostic(
+                    DiagnosticKind::Malformed,
                     format!("no tensor '{name}' is known here"),
                 ));
             }
         };
         for selection in &reference.selections {
             let [extent, rest @ ..] = &view.shape[..] else {
-                return Err(self.fault(
-                    FindingKind::Mismatch,
+                return Err(self.diagnostic(
+                    DiagnosticKind::Mismatch,
                     format!("{reference} selects from a single element"),
                 ));
             };
@@ -212,8 +223,8 @@ impl<'p> Unroller<'p> {
                             view.shape[0] = end - first;
                         }
                         _ => {
-                            return Err(self.fault(
-                                FindingKind::OutOfBounds,
+                            return Err(self.diagnostic(
+                                DiagnosticKind::OutOfBounds,
                                 format!("{reference}: {a}..{b} is empty or not within 0..{extent}"),
                             ));
                         }
@@ -224,21 +235,21 @@ impl<'p> Unroller<'p> {
         Ok(view)
     }
 
-    /// The transfer that `reference` names; `kind` is the fault of naming none.
+    /// The transfer that `reference` names; `kind` is what naming none breaks.
     pub(super) fn transfer(
         &self,
         reference: &TransferRef,
-        kind: FindingKind,
-    ) -> Result<TransferId, Finding> {
+        kind: DiagnosticKind,
+    ) -> Result<TransferId, Diagnostic> {
         let name = &reference.name;
         let Some(named) = self.transfers.get(name.as_str()) else {
-            return Err(self.fault(kind, format!("no transfer '{name}' was shared before")));
+            return Err(self.diagnostic(kind, format!("no transfer '{name}' was shared before")));
         };
         let indices = reference
             .indices
             .iter()
             .map(|index| self.integer(index))
-            .collect::<Result<Vec<i64>, Finding>>()?;
+            .collect::<Result<Vec<i64>, Diagnostic>>()?;
         let (mut fits, mut tried) = (false, None);
         for path in &named.paths {
             let Some(outer) = path.len().checked_sub(indices.len()) else {
@@ -272,7 +283,7 @@ impl<'p> Unroller<'p> {
                  loops that are not all open here"
             ),
         };
-        Err(self.fault(kind, message))
+        Err(self.diagnostic(kind, message))
     }
 
     /// The index of `kind` among the streams in use.
@@ -287,20 +298,20 @@ impl<'p> Unroller<'p> {
             })
     }
 
-    pub(super) fn stream(&mut self, reference: &StreamRef) -> Result<usize, Finding> {
+    pub(super) fn stream(&mut self, reference: &StreamRef) -> Result<usize, Diagnostic> {
         let kind = match reference {
             StreamRef::Caller => StreamKind::Caller,
             StreamRef::Pool(number) => {
                 StreamKind::Pool(self.number_below(number, self.pool, "stream")?)
             }
             StreamRef::High(number) => {
-                StreamKind::High(self.number_below(number, super::MOST_HIGH_STREAMS, "stream")?)
+                StreamKind::High(self.number_below(number, super::MAX_HIGH_STREAMS, "stream")?)
             }
             StreamRef::Named(name) => match self.lookup(name) {
                 Some(Bound::Stream(index)) => return Ok(*index),
                 _ => {
-                    return Err(self.fault(
-                        FindingKind::Malformed,
+                    return Err(self.diagnostic(
+                        DiagnosticKind::Malformed,
                         format!("'{name}' is not a stream that is known here"),
                     ));
                 }
@@ -315,8 +326,8 @@ impl<'p> Unroller<'p> {
         &mut self,
         (id, index): (usize, &'p str),
         (from, to): (&Expr, &Expr),
-        mut body: impl FnMut(&mut Self) -> Result<(), Finding>,
-    ) -> Result<(), Finding> {
+        mut body: impl FnMut(&mut Self) -> Result<(), Diagnostic>,
+    ) -> Result<(), Diagnostic> {
         let (from, to) = (self.integer(from)?, self.integer(to)?);
         let outer = Arc::clone(&self.site.indices);
         let index_name: Arc<str> = Arc::from(index);
@@ -338,7 +349,7 @@ impl<'p> Unroller<'p> {
         Ok(())
     }
 
-    /// Makes `line` the place that faults and operations name.
+    /// Makes `line` the place that diagnostics and operations name.
     pub(super) fn at_line(&mut self, line: u32) {
         self.site.line = line;
     }

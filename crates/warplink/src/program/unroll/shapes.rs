@@ -3,9 +3,9 @@
 use super::Unroller;
 use super::scope::View;
 use crate::error::Rank;
-use crate::program::finding::{Finding, FindingKind};
+use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
 use crate::program::ir::{Collective, Role};
-use crate::program::unrolled::{OperationKind, TransferId};
+use crate::program::rank_program::{OperationKind, TransferId};
 use std::fmt::Write as _;
 
 fn shape_of(view: &View) -> String {
@@ -20,23 +20,23 @@ fn shape_of(view: &View) -> String {
 }
 
 impl Unroller<'_> {
-    fn mismatch(&self, message: impl Into<String>) -> Finding {
-        self.fault(FindingKind::Mismatch, message)
+    fn mismatch(&self, message: impl Into<String>) -> Diagnostic {
+        self.diagnostic(DiagnosticKind::Mismatch, message)
     }
 
     /// Refuses a write to what the caller lends for reading.
-    pub(super) fn writable(&self, view: &View) -> Result<(), Finding> {
+    pub(super) fn writable(&self, view: &View) -> Result<(), Diagnostic> {
         let tensor = &self.made.tensors[view.tensor];
         if tensor.role != Role::Input {
             return Ok(());
         }
-        Err(self.fault(
-            FindingKind::InputWritten,
+        Err(self.diagnostic(
+            DiagnosticKind::InputWritten,
             format!("'{}' is an input and may not be written", tensor.name),
         ))
     }
 
-    pub(super) fn copy(&self, target: &View, source: &View) -> Result<OperationKind, Finding> {
+    pub(super) fn copy(&self, target: &View, source: &View) -> Result<OperationKind, Diagnostic> {
         self.writable(target)?;
         if target.dtype != source.dtype || target.squeezed() != source.squeezed() {
             return Err(self.mismatch(format!(
@@ -51,7 +51,7 @@ impl Unroller<'_> {
         })
     }
 
-    pub(super) fn sum(&self, target: &View, sources: &[View]) -> Result<OperationKind, Finding> {
+    pub(super) fn sum(&self, target: &View, sources: &[View]) -> Result<OperationKind, Diagnostic> {
         self.writable(target)?;
         if sources.is_empty() {
             return Err(self.mismatch("the sum of nothing"));
@@ -77,7 +77,7 @@ impl Unroller<'_> {
         (target, a, b): (&View, &View, &View),
         bias: Option<&View>,
         accumulate: bool,
-    ) -> Result<OperationKind, Finding> {
+    ) -> Result<OperationKind, Diagnostic> {
         self.writable(target)?;
         let [m, n, k] = self.product(target, a, b, bias)?;
         Ok(OperationKind::Matmul {
@@ -100,7 +100,7 @@ impl Unroller<'_> {
         a: &View,
         b: &View,
         bias: Option<&View>,
-    ) -> Result<OperationKind, Finding> {
+    ) -> Result<OperationKind, Diagnostic> {
         let send = &self.made.transfers[id];
         let columns = b.shape.last().copied().unwrap_or(1);
         let elements = send.range.bytes / send.dtype.size();
@@ -134,7 +134,7 @@ impl Unroller<'_> {
         a: &View,
         b: &View,
         bias: Option<&View>,
-    ) -> Result<[usize; 3], Finding> {
+    ) -> Result<[usize; 3], Diagnostic> {
         let dtype = target.dtype;
         let all = || [a, b].into_iter().chain(bias);
         if dtype.matmul_tolerance().is_none() || all().any(|view| view.dtype != dtype) {
@@ -183,7 +183,7 @@ impl Unroller<'_> {
         target: &View,
         source: &View,
         collective: Collective<Rank>,
-    ) -> Result<OperationKind, Finding> {
+    ) -> Result<OperationKind, Diagnostic> {
         let writes = !matches!(collective, Collective::Reduce(_, root) if root != self.made.rank);
         if writes {
             self.writable(target)?;

@@ -2,17 +2,19 @@
 
 use super::Unroller;
 use super::scope::Bound;
-use crate::program::finding::{Finding, FindingKind};
+use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
 use crate::program::ir::{
     Backend, Direction, Each, PostedMatmul, Protocol, ShareItem, ShareItemKind, Transfer,
     TransferRef,
 };
-use crate::program::unrolled::{ExchangeId, OperationKind, Range, TransferId, TransferInstance};
+use crate::program::rank_program::{
+    ExchangeId, OperationKind, Range, TransferId, TransferInstance,
+};
 use std::collections::HashSet;
 use std::sync::Arc;
 
 impl<'p> Unroller<'p> {
-    pub(super) fn share(&mut self, items: &'p [ShareItem]) -> Result<(), Finding> {
+    pub(super) fn share(&mut self, items: &'p [ShareItem]) -> Result<(), Diagnostic> {
         let line = self.site.line;
         let exchange = self.made.exchanges.len();
         self.made.exchanges.push(Vec::new());
@@ -31,7 +33,7 @@ impl<'p> Unroller<'p> {
         &mut self,
         items: &'p [ShareItem],
         exchange: ExchangeId,
-    ) -> Result<(), Finding> {
+    ) -> Result<(), Diagnostic> {
         self.nested(|unroller| {
             for item in items {
                 unroller.step()?;
@@ -64,7 +66,7 @@ impl<'p> Unroller<'p> {
         &mut self,
         transfer: &'p Transfer,
         exchange: ExchangeId,
-    ) -> Result<(), Finding> {
+    ) -> Result<(), Diagnostic> {
         let name = transfer.name.as_str();
         let view = self.view(&transfer.tensor)?;
         if transfer.direction == Direction::Receive {
@@ -73,11 +75,11 @@ impl<'p> Unroller<'p> {
         let peer = self.number_below(&transfer.peer, self.made.world, "peer")?;
         if peer == self.made.rank {
             let message = format!("the peer of '{name}' is the rank itself");
-            return Err(self.fault(FindingKind::OutOfBounds, message));
+            return Err(self.diagnostic(DiagnosticKind::OutOfBounds, message));
         }
         if self.lookup(name).is_some() || !crate::program::text::is_name(name) {
             let message = format!("'{name}' cannot name a transfer: it is bound or no name");
-            return Err(self.fault(FindingKind::Malformed, message));
+            return Err(self.diagnostic(DiagnosticKind::Malformed, message));
         }
         let tag = self.integer(&transfer.tag)?;
         let id = self.made.transfers.len();
@@ -90,7 +92,7 @@ impl<'p> Unroller<'p> {
         if let Some(before) = named.instances.insert(key, id) {
             let line = self.made.transfers[before].site.line;
             let message = format!("a transfer '{name}' of these indices was shared in line {line}");
-            return Err(self.fault(FindingKind::Malformed, message));
+            return Err(self.diagnostic(DiagnosticKind::Malformed, message));
         }
         let ordinal = self
             .ordinals
@@ -115,7 +117,7 @@ impl<'p> Unroller<'p> {
         Ok(())
     }
 
-    pub(super) fn post(&mut self, list: &'p [Each<TransferRef>]) -> Result<(), Finding> {
+    pub(super) fn post(&mut self, list: &'p [Each<TransferRef>]) -> Result<(), Diagnostic> {
         let mut group: Vec<TransferId> = Vec::new();
         let mut seen = HashSet::new();
         self.each(list, |unroller, reference| {
@@ -126,7 +128,7 @@ impl<'p> Unroller<'p> {
                     "{reference} accesses '{}', which was deallocated in line {line}",
                     unroller.made.tensors[tensor].name
                 );
-                return Err(unroller.fault(FindingKind::UseAfterDeallocate, message));
+                return Err(unroller.diagnostic(DiagnosticKind::UseAfterDeallocate, message));
             }
             group.push(id);
             Ok(())
@@ -140,7 +142,7 @@ impl<'p> Unroller<'p> {
         Ok(())
     }
 
-    pub(super) fn post_matmul(&mut self, each: &'p Each<PostedMatmul>) -> Result<(), Finding> {
+    pub(super) fn post_matmul(&mut self, each: &'p Each<PostedMatmul>) -> Result<(), Diagnostic> {
         let mut seen = HashSet::new();
         let mut whole: Option<OperationKind> = None;
         self.each(std::slice::from_ref(each), |unroller, posted| {
@@ -153,7 +155,7 @@ impl<'p> Unroller<'p> {
                     "{} is not a send via put, so no product can be stored where it goes",
                     posted.send
                 );
-                return Err(unroller.fault(FindingKind::Malformed, message));
+                return Err(unroller.diagnostic(DiagnosticKind::Malformed, message));
             }
             let (a, b) = (unroller.view(&posted.a)?, unroller.view(&posted.b)?);
             let bias = posted
@@ -177,7 +179,7 @@ impl<'p> Unroller<'p> {
                  in the group",
                 posted.send
             );
-            Err(unroller.fault(FindingKind::Mismatch, message))
+            Err(unroller.diagnostic(DiagnosticKind::Mismatch, message))
         })?;
         if let Some(whole) = whole {
             for id in whole.posted() {
@@ -193,22 +195,22 @@ impl<'p> Unroller<'p> {
         &self,
         reference: &'p TransferRef,
         seen: &mut HashSet<TransferId>,
-    ) -> Result<TransferId, Finding> {
-        let id = self.transfer(reference, FindingKind::Malformed)?;
+    ) -> Result<TransferId, Diagnostic> {
+        let id = self.transfer(reference, DiagnosticKind::Malformed)?;
         if seen.insert(id) {
             return Ok(id);
         }
         let message = format!("{reference} is posted twice in one group");
-        Err(self.fault(FindingKind::Malformed, message))
+        Err(self.diagnostic(DiagnosticKind::Malformed, message))
     }
 
-    pub(super) fn wait(&mut self, list: &'p [Each<TransferRef>]) -> Result<(), Finding> {
+    pub(super) fn wait(&mut self, list: &'p [Each<TransferRef>]) -> Result<(), Diagnostic> {
         let mut group: Vec<TransferId> = Vec::new();
         self.each(list, |unroller, reference| {
-            let id = unroller.transfer(reference, FindingKind::UnpostedWait)?;
+            let id = unroller.transfer(reference, DiagnosticKind::UnpostedWait)?;
             if unroller.posts[id] == 0 {
                 let message = format!("{reference} is waited for, but was not posted before");
-                return Err(unroller.fault(FindingKind::UnpostedWait, message));
+                return Err(unroller.diagnostic(DiagnosticKind::UnpostedWait, message));
             }
             group.push(id);
             Ok(())

@@ -2,15 +2,15 @@
 
 use super::execute::Need;
 use super::simulate::{Item, Run};
-use super::{Findings, place_of};
+use super::{Diagnostics, place_of};
 use crate::error::Rank;
-use crate::program::finding::{FindingKind, Place};
+use crate::program::diagnostic::{DiagnosticKind, Place};
 use crate::program::ir::{Backend, Direction};
-use crate::program::unrolled::OperationKind;
+use crate::program::rank_program::OperationKind;
 use std::collections::{HashMap, HashSet};
 
-/// Most links of a chain that a message spells out.
-const MOST_SAID: usize = 6;
+/// The most links of a chain that a message spells out.
+const MAX_SAID: usize = 6;
 
 /// Something that is held up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -33,7 +33,7 @@ struct Blocked {
 }
 
 /// Reports what is stuck; `false` where everything ended.
-pub(super) fn report(run: &Run<'_>, findings: &mut Findings<'_>) -> bool {
+pub(super) fn report(run: &Run<'_>, diagnostics: &mut Diagnostics<'_>) -> bool {
     let hosts = (0..run.ranks.len())
         .filter(|&rank| run.hosts[rank].next < run.ranks[rank].operations.len())
         .map(Agent::Host);
@@ -49,7 +49,7 @@ pub(super) fn report(run: &Run<'_>, findings: &mut Findings<'_>) -> bool {
             if let Some(&earlier) = seen.get(&agent) {
                 if earlier == walk {
                     let from = chain.iter().position(|(a, _)| *a == agent).unwrap_or(0);
-                    say(run, &chain[from..], true, findings);
+                    say(run, &chain[from..], true, diagnostics);
                 }
                 break;
             }
@@ -60,23 +60,23 @@ pub(super) fn report(run: &Run<'_>, findings: &mut Findings<'_>) -> bool {
             next = blocked.on;
             chain.push((agent, blocked));
             if next.is_none() {
-                say(run, &chain[chain.len() - 1..], false, findings);
+                say(run, &chain[chain.len() - 1..], false, diagnostics);
             }
         }
     }
-    if !stuck.is_empty() && findings.list.is_empty() {
+    if !stuck.is_empty() && diagnostics.list.is_empty() {
         let blocked: Vec<_> = stuck
             .iter()
             .take(1)
             .filter_map(|&agent| Some((agent, why(run, agent)?)))
             .collect();
-        say(run, &blocked, false, findings);
+        say(run, &blocked, false, diagnostics);
     }
     !stuck.is_empty()
 }
 
-fn say(run: &Run<'_>, chain: &[(Agent, Blocked)], circle: bool, findings: &mut Findings<'_>) {
-    // The same circle of lines is one finding, wherever it is entered.
+fn say(run: &Run<'_>, chain: &[(Agent, Blocked)], circle: bool, diagnostics: &mut Diagnostics<'_>) {
+    // The same circle of lines is one diagnostic, wherever it is entered.
     let lowest = (0..chain.len()).min_by_key(|&index| {
         let place = place_of(run.ranks, chain[index].1.rank, chain[index].1.operation);
         (place.rank, place.site.line)
@@ -92,16 +92,16 @@ fn say(run: &Run<'_>, chain: &[(Agent, Blocked)], circle: bool, findings: &mut F
     }
     let mut once = HashSet::new();
     places.retain(|place| once.insert(place.clone()));
-    findings.add(FindingKind::Deadlock, places, |said| {
+    diagnostics.add(DiagnosticKind::Deadlock, places, |said| {
         let mut message = String::new();
-        for (position, &index) in order.iter().take(MOST_SAID).enumerate() {
+        for (position, &index) in order.iter().take(MAX_SAID).enumerate() {
             let (_, blocked) = &chain[index];
             let place = place_of(run.ranks, blocked.rank, blocked.operation);
             let lead = if position == 0 { "" } else { "; " };
             message += &format!("{lead}{} waits for {}", said.say(&place), blocked.what);
         }
-        if order.len() > MOST_SAID {
-            message += &format!("; and {} more like these", order.len() - MOST_SAID);
+        if order.len() > MAX_SAID {
+            message += &format!("; and {} more like these", order.len() - MAX_SAID);
         }
         if circle {
             message += ", so that each waits for the next and the last for the first";

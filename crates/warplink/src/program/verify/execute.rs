@@ -3,10 +3,10 @@
 use super::clock::Clock;
 use super::memory::{Access, Actor, Mode};
 use super::simulate::{Item, Run, copies};
-use super::trouble::Troubles;
+use super::violation::Violations;
 use crate::error::Rank;
 use crate::program::ir::{Backend, Collective, Direction};
-use crate::program::unrolled::{OperationKind, Range, TransferId};
+use crate::program::rank_program::{OperationKind, Range, TransferId};
 
 /// What a stream needs before it can go on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -25,7 +25,7 @@ pub(super) enum Need {
 
 impl Run<'_> {
     /// Does the next item of a stream; `false` where there is none or it has to wait.
-    pub(super) fn advance(&mut self, lane: usize, troubles: &mut Troubles) -> bool {
+    pub(super) fn advance(&mut self, lane: usize, violations: &mut Violations) -> bool {
         let Some(&item) = self.lanes[lane].queue.front() else {
             return false;
         };
@@ -46,12 +46,12 @@ impl Run<'_> {
                 if !self.lanes[lane].begun && self.waits_for_engine(lane, operation).is_none() {
                     self.lanes[lane].clock.tick(lane);
                     self.lanes[lane].begun = true;
-                    self.begin(lane, operation, troubles);
+                    self.begin(lane, operation, violations);
                 }
                 if self.need(lane, operation).is_some() {
                     return false;
                 }
-                self.finish(lane, operation, troubles);
+                self.finish(lane, operation, violations);
                 self.lanes[lane].last = Some(operation);
                 self.lanes[lane].begun = false;
             }
@@ -72,12 +72,12 @@ impl Run<'_> {
         if let Some(need) = self.waits_for_engine(lane, operation) {
             return Some(need);
         }
-        let unrolled = &self.ranks[rank];
+        let rank_program = &self.ranks[rank];
         let counts = self.counts[rank][operation].iter().copied();
-        match &unrolled.operations[operation].kind {
+        match &rank_program.operations[operation].kind {
             OperationKind::Post(group) | OperationKind::PostMatmul { group, .. } => {
                 group.iter().zip(counts).find_map(|(&id, number)| {
-                    let transfer = &unrolled.transfers[id];
+                    let transfer = &rank_program.transfers[id];
                     let here = match transfer.backend {
                         Backend::Direct(protocol) => {
                             !copies(transfer.direction, protocol)
@@ -92,7 +92,7 @@ impl Run<'_> {
                 })
             }
             OperationKind::Wait(group) => group.iter().zip(counts).find_map(|(&id, number)| {
-                let transfer = &unrolled.transfers[id];
+                let transfer = &rank_program.transfers[id];
                 let end = &self.ends[rank][id];
                 let all = |slots: &[Option<Clock>]| (1..=number).find(|n| !filled(slots, *n));
                 match transfer.backend {
@@ -113,7 +113,7 @@ impl Run<'_> {
     }
 
     /// What an operation does without waiting: signals, and its arrival at what others wait for.
-    fn begin(&mut self, lane: usize, operation: usize, troubles: &mut Troubles) {
+    fn begin(&mut self, lane: usize, operation: usize, violations: &mut Violations) {
         let (rank, ranks) = (self.lanes[lane].rank, self.ranks);
         match &ranks[rank].operations[operation].kind {
             OperationKind::Post(group) => {
@@ -122,7 +122,7 @@ impl Run<'_> {
                     let number = self.counts[rank][operation][position];
                     match transfer.backend {
                         Backend::Direct(protocol) if copies(transfer.direction, protocol) => {}
-                        Backend::Direct(_) => self.signal(lane, operation, id, number, troubles),
+                        Backend::Direct(_) => self.signal(lane, operation, id, number, violations),
                         Backend::Nccl => {
                             let clock = self.lanes[lane].clock.clone();
                             fill(&mut self.ends[rank][id].arrived, number, clock);
@@ -151,7 +151,7 @@ impl Run<'_> {
         operation: usize,
         id: TransferId,
         number: usize,
-        troubles: &mut Troubles,
+        violations: &mut Violations,
     ) {
         let rank = self.lanes[lane].rank;
         let peer = self.ranks[rank].transfers[id].peer;
@@ -164,14 +164,14 @@ impl Run<'_> {
         if let Some(before) = before
             && !in_order(slots, number, &clock)
         {
-            troubles.unordered_signal(rank, before, operation);
+            violations.unordered_signal(rank, before, operation);
         }
         fill(slots, number, clock);
         self.wake_rank(peer);
     }
 
     /// What an operation does once it has all that it waits for.
-    fn finish(&mut self, lane: usize, operation: usize, troubles: &mut Troubles) {
+    fn finish(&mut self, lane: usize, operation: usize, violations: &mut Violations) {
         let (rank, ranks) = (self.lanes[lane].rank, self.ranks);
         let mut touch = |run: &mut Self, range: Range, mode: Mode| {
             let time = run.lanes[lane].clock.get(lane);
@@ -181,7 +181,7 @@ impl Run<'_> {
                 time,
                 mode,
             };
-            run.access(rank, range, access, troubles);
+            run.access(rank, range, access, violations);
         };
         match &ranks[rank].operations[operation].kind {
             OperationKind::Allocate(_)
@@ -230,14 +230,14 @@ impl Run<'_> {
                     if in_place { Mode::Update } else { Mode::Write },
                 );
             }
-            OperationKind::Post(group) => self.finish_post(lane, operation, group, troubles),
+            OperationKind::Post(group) => self.finish_post(lane, operation, group, violations),
             OperationKind::PostMatmul {
                 group, a, b, bias, ..
             } => {
                 for range in a.iter().chain([b]).chain(bias) {
                     touch(self, *range, Mode::Read);
                 }
-                self.finish_post(lane, operation, group, troubles);
+                self.finish_post(lane, operation, group, violations);
             }
             OperationKind::Wait(group) => {
                 for (position, &id) in group.iter().enumerate() {
@@ -307,7 +307,7 @@ impl Run<'_> {
         lane: usize,
         operation: usize,
         group: &[TransferId],
-        troubles: &mut Troubles,
+        violations: &mut Violations,
     ) {
         let (rank, ranks) = (self.lanes[lane].rank, self.ranks);
         let start = self.lanes[lane].clock.clone();
@@ -356,14 +356,14 @@ impl Run<'_> {
                 false => (Mode::Read, Mode::Write),
             };
             if moves.is_some() {
-                self.access(peer, theirs, access(other), troubles);
+                self.access(peer, theirs, access(other), violations);
             }
             // A product that is stored straight away leaves the sender's own memory alone.
             if !stored {
-                self.access(rank, transfer.range, access(own), troubles);
+                self.access(rank, transfer.range, access(own), violations);
             }
             if moves.is_some() {
-                self.signal(lane, operation, id, number, troubles);
+                self.signal(lane, operation, id, number, violations);
             }
             let clock = self.lanes[lane].clock.clone();
             let before = number
@@ -373,7 +373,7 @@ impl Run<'_> {
             if let Some(before) = before
                 && !in_order(slots, number, &clock)
             {
-                troubles.unordered_signal(rank, before, operation);
+                violations.unordered_signal(rank, before, operation);
             }
             fill(slots, number, clock);
         }

@@ -1,11 +1,11 @@
 //! What must fit between ranks before anything runs: transfers and their partners, collectives,
 //! inputs and outputs.
 
-use super::{Findings, place_of, place_of_transfer};
+use super::{Diagnostics, place_of, place_of_transfer};
 use crate::error::Rank;
-use crate::program::finding::{FindingKind, Place};
+use crate::program::diagnostic::{DiagnosticKind, Place};
 use crate::program::ir::{Backend, Direction, Role, Sharding};
-use crate::program::unrolled::{OperationKind, TransferId, Unrolled};
+use crate::program::rank_program::{OperationKind, RankProgram, TransferId};
 use std::collections::HashMap;
 
 /// What the ranks are to one another.
@@ -21,18 +21,18 @@ pub(super) struct Links {
 }
 
 /// Matches the ranks, and reports what does not.
-pub(super) fn link(ranks: &[Unrolled], findings: &mut Findings<'_>) -> Links {
+pub(super) fn link(ranks: &[RankProgram], diagnostics: &mut Diagnostics<'_>) -> Links {
     let mut links = Links {
-        partners: partners(ranks, findings),
+        partners: partners(ranks, diagnostics),
         posts: Vec::new(),
         shares: Vec::new(),
         collectives: Vec::new(),
     };
-    for unrolled in ranks {
-        let mut posts = vec![Vec::new(); unrolled.transfers.len()];
-        let mut shares = vec![0; unrolled.exchanges.len()];
+    for rank_program in ranks {
+        let mut posts = vec![Vec::new(); rank_program.transfers.len()];
+        let mut shares = vec![0; rank_program.exchanges.len()];
         let mut collectives = Vec::new();
-        for (index, operation) in unrolled.operations.iter().enumerate() {
+        for (index, operation) in rank_program.operations.iter().enumerate() {
             match &operation.kind {
                 OperationKind::Share(exchange) => shares[*exchange] = index,
                 OperationKind::Collective { .. } => collectives.push(index),
@@ -43,30 +43,30 @@ pub(super) fn link(ranks: &[Unrolled], findings: &mut Findings<'_>) -> Links {
         links.shares.push(shares);
         links.collectives.push(collectives);
     }
-    interfaces(ranks, findings);
-    collectives(ranks, &links, findings);
-    if findings.list.is_empty() {
-        engine_pairs(ranks, &links, findings);
+    interfaces(ranks, diagnostics);
+    collectives(ranks, &links, diagnostics);
+    if diagnostics.list.is_empty() {
+        engine_pairs(ranks, &links, diagnostics);
     }
     links
 }
 
-/// Finds each transfer's partner; one without gets 0, beside the finding.
-fn partners(ranks: &[Unrolled], findings: &mut Findings<'_>) -> Vec<Vec<TransferId>> {
+/// Finds each transfer's partner; one without gets 0, beside the diagnostic.
+fn partners(ranks: &[RankProgram], diagnostics: &mut Diagnostics<'_>) -> Vec<Vec<TransferId>> {
     type Key = (Direction, Rank, i64, usize);
     let tables: Vec<HashMap<Key, TransferId>> = ranks
         .iter()
-        .map(|unrolled| {
-            let keyed = unrolled.transfers.iter().enumerate();
+        .map(|rank_program| {
+            let keyed = rank_program.transfers.iter().enumerate();
             keyed
                 .map(|(id, t)| ((t.direction, t.peer, t.tag, t.ordinal), id))
                 .collect()
         })
         .collect();
     let mut all = Vec::with_capacity(ranks.len());
-    for (rank, unrolled) in ranks.iter().enumerate() {
-        let mut own = Vec::with_capacity(unrolled.transfers.len());
-        for (id, transfer) in unrolled.transfers.iter().enumerate() {
+    for (rank, rank_program) in ranks.iter().enumerate() {
+        let mut own = Vec::with_capacity(rank_program.transfers.len());
+        for (id, transfer) in rank_program.transfers.iter().enumerate() {
             let opposite = match transfer.direction {
                 Direction::Send => Direction::Receive,
                 Direction::Receive => Direction::Send,
@@ -75,10 +75,10 @@ fn partners(ranks: &[Unrolled], findings: &mut Findings<'_>) -> Vec<Vec<Transfer
             let partner = tables[transfer.peer].get(&key).copied();
             own.push(partner.unwrap_or(0));
             match partner {
-                None => unmatched(ranks, rank, id, findings),
+                None => unmatched(ranks, rank, id, diagnostics),
                 // Once for each pair is enough.
                 Some(partner) if transfer.direction == Direction::Send => {
-                    compare(ranks, (rank, id), partner, findings);
+                    compare(ranks, (rank, id), partner, diagnostics);
                 }
                 Some(_) => {}
             }
@@ -88,7 +88,7 @@ fn partners(ranks: &[Unrolled], findings: &mut Findings<'_>) -> Vec<Vec<Transfer
     all
 }
 
-fn unmatched(ranks: &[Unrolled], rank: Rank, id: TransferId, findings: &mut Findings<'_>) {
+fn unmatched(ranks: &[RankProgram], rank: Rank, id: TransferId, diagnostics: &mut Diagnostics<'_>) {
     let transfer = &ranks[rank].transfers[id];
     let place = place_of_transfer(ranks, rank, id);
     // What the peer does share with this rank helps to see the mistake.
@@ -99,7 +99,7 @@ fn unmatched(ranks: &[Unrolled], rank: Rank, id: TransferId, findings: &mut Find
         .position(|other| other.peer == rank && other.direction != transfer.direction);
     let mut places = vec![place];
     places.extend(near.map(|near| place_of_transfer(ranks, transfer.peer, near)));
-    findings.add(FindingKind::AsymmetricExchange, places.clone(), |said| {
+    diagnostics.add(DiagnosticKind::AsymmetricExchange, places.clone(), |said| {
         let (verb, missing) = match transfer.direction {
             Direction::Send => ("sends to", "receive"),
             Direction::Receive => ("receives from", "send"),
@@ -128,10 +128,10 @@ fn unmatched(ranks: &[Unrolled], rank: Rank, id: TransferId, findings: &mut Find
 }
 
 fn compare(
-    ranks: &[Unrolled],
+    ranks: &[RankProgram],
     (rank, id): (Rank, TransferId),
     partner: TransferId,
-    findings: &mut Findings<'_>,
+    diagnostics: &mut Diagnostics<'_>,
 ) {
     let send = &ranks[rank].transfers[id];
     let receive = &ranks[send.peer].transfers[partner];
@@ -150,7 +150,7 @@ fn compare(
         place_of_transfer(ranks, rank, id),
         place_of_transfer(ranks, send.peer, partner),
     ];
-    findings.add(FindingKind::Mismatch, places.clone(), |said| {
+    diagnostics.add(DiagnosticKind::Mismatch, places.clone(), |said| {
         format!(
             "{} and its receive {} differ: {}",
             said.say(&places[0]),
@@ -161,13 +161,13 @@ fn compare(
 }
 
 /// Inputs and outputs are the same on every rank, but for the axis that is sharded over ranks.
-fn interfaces(ranks: &[Unrolled], findings: &mut Findings<'_>) {
-    fn outer(unrolled: &Unrolled) -> impl Iterator<Item = &crate::program::TensorInstance> {
-        let tensors = unrolled.tensors.iter();
+fn interfaces(ranks: &[RankProgram], diagnostics: &mut Diagnostics<'_>) {
+    fn outer(rank_program: &RankProgram) -> impl Iterator<Item = &crate::program::TensorInstance> {
+        let tensors = rank_program.tensors.iter();
         tensors.filter(|tensor| tensor.role != Role::Local)
     }
-    for (rank, unrolled) in ranks.iter().enumerate().skip(1) {
-        for (first, own) in outer(&ranks[0]).zip(outer(unrolled)) {
+    for (rank, rank_program) in ranks.iter().enumerate().skip(1) {
+        for (first, own) in outer(&ranks[0]).zip(outer(rank_program)) {
             let same = first.shape.len() == own.shape.len()
                 && first
                     .shape
@@ -181,7 +181,7 @@ fn interfaces(ranks: &[Unrolled], findings: &mut Findings<'_>) {
                     site: tensor.site.clone(),
                 };
                 let places = vec![place(rank, own), place(0, first)];
-                findings.add(FindingKind::Mismatch, places.clone(), |said| {
+                diagnostics.add(DiagnosticKind::Mismatch, places.clone(), |said| {
                     format!(
                         "{} has shape {:?}, but {:?} on rank 0",
                         said.say(&places[0]),
@@ -195,7 +195,7 @@ fn interfaces(ranks: &[Unrolled], findings: &mut Findings<'_>) {
 }
 
 /// All ranks call the same collectives in the same order.
-fn collectives(ranks: &[Unrolled], links: &Links, findings: &mut Findings<'_>) {
+fn collectives(ranks: &[RankProgram], links: &Links, diagnostics: &mut Diagnostics<'_>) {
     let Some(first) = links.collectives.first() else {
         return;
     };
@@ -207,7 +207,7 @@ fn collectives(ranks: &[Unrolled], links: &Links, findings: &mut Findings<'_>) {
                     None => (0, first[position], rank),
                 };
                 let places = vec![place_of(ranks, more, operation)];
-                findings.add(FindingKind::CollectiveOrder, places.clone(), |said| {
+                diagnostics.add(DiagnosticKind::CollectiveOrder, places.clone(), |said| {
                     format!(
                         "{} is one collective more than the {position} that rank {less} calls",
                         said.say(&places[0])
@@ -237,22 +237,22 @@ fn collectives(ranks: &[Unrolled], links: &Links, findings: &mut Findings<'_>) {
                 continue;
             };
             let kind = if collective_a != collective_b {
-                FindingKind::CollectiveOrder
+                DiagnosticKind::CollectiveOrder
             } else if dtype_a != dtype_b
                 || (target_a.bytes, source_a.bytes) != (target_b.bytes, source_b.bytes)
             {
-                FindingKind::Mismatch
+                DiagnosticKind::Mismatch
             } else {
                 continue;
             };
             let places = vec![place_of(ranks, rank, b), place_of(ranks, 0, a)];
-            findings.add(kind, places.clone(), |said| {
+            diagnostics.add(kind, places.clone(), |said| {
                 format!(
                     "{} comes where {} is due; {}",
                     said.say(&places[0]),
                     said.say(&places[1]),
                     match kind {
-                        FindingKind::Mismatch => "their lengths or types differ",
+                        DiagnosticKind::Mismatch => "their lengths or types differ",
                         _ => "all ranks call the same ones in the same order",
                     }
                 )
@@ -264,15 +264,15 @@ fn collectives(ranks: &[Unrolled], links: &Links, findings: &mut Findings<'_>) {
 
 /// The engine matches sends and receives between two ranks by the order of their posts, not by
 /// tag; so the orders must agree.
-fn engine_pairs(ranks: &[Unrolled], links: &Links, findings: &mut Findings<'_>) {
+fn engine_pairs(ranks: &[RankProgram], links: &Links, diagnostics: &mut Diagnostics<'_>) {
     type Sequence = Vec<(usize, TransferId)>;
     let sequences: Vec<HashMap<(Direction, Rank), Sequence>> = ranks
         .iter()
-        .map(|unrolled| {
+        .map(|rank_program| {
             let mut sequences: HashMap<(Direction, Rank), Sequence> = HashMap::new();
-            for (index, operation) in unrolled.operations.iter().enumerate() {
+            for (index, operation) in rank_program.operations.iter().enumerate() {
                 for &id in operation.kind.posted() {
-                    let transfer = &unrolled.transfers[id];
+                    let transfer = &rank_program.transfers[id];
                     if transfer.backend == Backend::Nccl {
                         let key = (transfer.direction, transfer.peer);
                         sequences.entry(key).or_default().push((index, id));
@@ -297,7 +297,7 @@ fn engine_pairs(ranks: &[Unrolled], links: &Links, findings: &mut Findings<'_>) 
                     place_of(ranks, rank, operation),
                     place_of(ranks, *peer, other),
                 ];
-                findings.add(FindingKind::Mismatch, places.clone(), |said| {
+                diagnostics.add(DiagnosticKind::Mismatch, places.clone(), |said| {
                     format!(
                         "{} posts a send of tag {} where {} posts a receive of tag {}: the engine \
                          pairs them in the order of posting",

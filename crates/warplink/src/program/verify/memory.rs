@@ -3,7 +3,7 @@
 use super::clock::Clock;
 use crate::error::Rank;
 use crate::program::ir::Role;
-use crate::program::unrolled::{Range, Unrolled};
+use crate::program::rank_program::{Range, RankProgram};
 
 /// Who accessed: an operation of a rank, or the state before the run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -44,7 +44,7 @@ impl Access {
 
 /// What is wrong with an access.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Trouble {
+pub(super) enum Violation {
     /// It is unordered with this earlier one, to these bytes.
     Conflict(Access, Range),
     /// It comes after this deallocation.
@@ -71,12 +71,12 @@ pub(super) struct Memory {
 
 impl Memory {
     /// Memory before a run; `lanes` are the callers' streams, on which time 1 is the start.
-    pub(super) fn new(ranks: &[Unrolled], lanes: &[usize]) -> Self {
+    pub(super) fn new(ranks: &[RankProgram], lanes: &[usize]) -> Self {
         let tensors = ranks
             .iter()
             .zip(lanes)
             .enumerate()
-            .map(|(rank, (unrolled, &lane))| {
+            .map(|(rank, (rank_program, &lane))| {
                 let fresh = |tensor: &crate::program::TensorInstance| {
                     vec![Segment {
                         end: tensor.bytes,
@@ -90,7 +90,7 @@ impl Memory {
                         reads: Vec::new(),
                     }]
                 };
-                unrolled.tensors.iter().map(fresh).collect()
+                rank_program.tensors.iter().map(fresh).collect()
             })
             .collect();
         Self { tensors }
@@ -103,8 +103,8 @@ impl Memory {
         range: Range,
         access: Access,
         clock: &Clock,
-    ) -> Vec<Trouble> {
-        let mut troubles: Vec<Trouble> = Vec::new();
+    ) -> Vec<Violation> {
+        let mut violations: Vec<Violation> = Vec::new();
         let segments = &mut self.tensors[rank][range.tensor];
         let first = split(segments, range.offset_bytes);
         let last = split(segments, range.end());
@@ -120,15 +120,15 @@ impl Memory {
                 bytes: segment.end - start,
             };
             if !segment.write.precedes(clock, access.actor) {
-                troubles.push(Trouble::Conflict(segment.write, part));
+                violations.push(Violation::Conflict(segment.write, part));
             } else if segment.write.mode == Mode::Deallocate {
-                troubles.push(Trouble::Deallocated(segment.write));
+                violations.push(Violation::Deallocated(segment.write));
             }
             if segment.write.mode == Mode::Deallocate {
                 continue;
             }
             if matches!(access.mode, Mode::Read | Mode::Update) && !segment.written {
-                troubles.push(Trouble::Unwritten(part));
+                violations.push(Violation::Unwritten(part));
             }
             if access.mode == Mode::Read {
                 segment
@@ -139,13 +139,13 @@ impl Memory {
             }
             for read in segment.reads.drain(..) {
                 if !read.precedes(clock, access.actor) {
-                    troubles.push(Trouble::Conflict(read, part));
+                    violations.push(Violation::Conflict(read, part));
                 }
             }
             segment.write = access;
             segment.written = true;
         }
-        troubles
+        violations
     }
 
     /// Accesses to tensors of `rank` that may not be over where `clock` is.

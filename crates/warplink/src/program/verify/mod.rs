@@ -30,22 +30,22 @@ mod execute;
 mod link;
 mod memory;
 mod simulate;
-mod trouble;
+mod violation;
 
-use super::finding::{Finding, FindingKind, Place};
+use super::diagnostic::{Diagnostic, DiagnosticKind, Place};
 use super::ir::Program;
+use super::rank_program::{Parameters, RankProgram};
 use super::text::summary;
-use super::unroll::unroll_or_find;
-use super::unrolled::{Parameters, Unrolled};
+use super::unroll::unroll_or_diagnose;
 use crate::error::Rank;
 use std::collections::HashMap;
 use std::fmt;
 
-/// Most operations of all ranks together.
-pub const MOST_OPERATIONS: usize = 1 << 21;
+/// The most operations of all ranks together.
+pub const MAX_OPERATIONS: usize = 1 << 21;
 
-/// Most different findings that are reported.
-pub const MOST_FINDINGS: usize = 64;
+/// The most different diagnostics that are reported.
+pub const MAX_DIAGNOSTICS: usize = 64;
 
 /// What a program that passed does, for all ranks together.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -78,46 +78,46 @@ impl fmt::Display for Report {
 /// Verifies `program` for `world` ranks with `streams` streams in each one's pool.
 ///
 /// # Errors
-/// What is wrong, the most telling first. Findings that others would only repeat are left out:
+/// What is wrong, the most telling first. Diagnostics that others would only repeat are left out:
 /// where ranks do not match there is no run to look at, and where it hangs its end is not.
 pub fn verify(
     program: &Program,
     world: usize,
     streams: usize,
     parameters: &Parameters,
-) -> Result<Report, Vec<Finding>> {
-    let mut findings = Findings::new(program);
-    let mut ranks: Vec<Unrolled> = Vec::with_capacity(world.min(super::unroll::MOST_RANKS));
+) -> Result<Report, Vec<Diagnostic>> {
+    let mut diagnostics = Diagnostics::new(program);
+    let mut ranks: Vec<RankProgram> = Vec::with_capacity(world.min(super::unroll::MAX_RANKS));
     let mut operations = 0;
     // A world of none has no rank to refuse it.
     for rank in 0..world.max(1) {
-        match unroll_or_find(program, rank, world, streams, parameters) {
-            Ok(unrolled) => {
-                operations += unrolled.operations.len();
-                ranks.push(unrolled);
+        match unroll_or_diagnose(program, rank, world, streams, parameters) {
+            Ok(rank_program) => {
+                operations += rank_program.operations.len();
+                ranks.push(rank_program);
             }
-            Err(finding) => {
-                let global = finding.places.iter().all(|place| place.site.line == 0);
-                findings.add_made(finding);
+            Err(diagnostic) => {
+                let global = diagnostic.places.iter().all(|place| place.site.line == 0);
+                diagnostics.add_made(diagnostic);
                 if global {
                     break;
                 }
             }
         }
-        if operations > MOST_OPERATIONS {
-            findings.too_large();
+        if operations > MAX_OPERATIONS {
+            diagnostics.too_large();
             break;
         }
     }
-    findings.end_of_stage()?;
-    let links = link::link(&ranks, &mut findings);
-    findings.end_of_stage()?;
-    simulate::simulate(&ranks, &links, &mut findings);
-    findings.end_of_stage()?;
+    diagnostics.end_of_stage()?;
+    let links = link::link(&ranks, &mut diagnostics);
+    diagnostics.end_of_stage()?;
+    simulate::simulate(&ranks, &links, &mut diagnostics);
+    diagnostics.end_of_stage()?;
     Ok(report(&ranks))
 }
 
-fn report(ranks: &[Unrolled]) -> Report {
+fn report(ranks: &[RankProgram]) -> Report {
     let transfers: usize = ranks.iter().map(|rank| rank.transfers.len()).sum();
     let mut bytes = 0_u128;
     for rank in ranks {
@@ -140,14 +140,14 @@ fn report(ranks: &[Unrolled]) -> Report {
     }
 }
 
-/// Collects findings, one for each kind and set of statements.
-struct Findings<'p> {
+/// Collects diagnostics, one for each kind and set of statements.
+struct Diagnostics<'p> {
     program: &'p Program,
-    list: Vec<Finding>,
-    known: HashMap<(FindingKind, Vec<u32>), usize>,
+    list: Vec<Diagnostic>,
+    known: HashMap<(DiagnosticKind, Vec<u32>), usize>,
 }
 
-impl<'p> Findings<'p> {
+impl<'p> Diagnostics<'p> {
     fn new(program: &'p Program) -> Self {
         Self {
             program,
@@ -156,41 +156,41 @@ impl<'p> Findings<'p> {
         }
     }
 
-    /// Adds a finding; `message` is asked for only where it is the first of its kind there.
+    /// Adds a diagnostic; `message` is asked for only where it is the first of its kind there.
     fn add(
         &mut self,
-        kind: FindingKind,
+        kind: DiagnosticKind,
         places: Vec<Place>,
         message: impl FnOnce(&Self) -> String,
     ) {
         let lines = lines_of(&places);
         if let Some(&index) = self.known.get(&(kind, lines)) {
             self.list[index].repeated += 1;
-        } else if self.list.len() < MOST_FINDINGS {
+        } else if self.list.len() < MAX_DIAGNOSTICS {
             let message = message(self);
-            self.add_made(Finding::new(kind, message, places));
+            self.add_made(Diagnostic::new(kind, message, places));
         }
     }
 
-    fn add_made(&mut self, finding: Finding) {
-        let lines = lines_of(&finding.places);
+    fn add_made(&mut self, diagnostic: Diagnostic) {
+        let lines = lines_of(&diagnostic.places);
         let next = self.list.len();
-        let index = *self.known.entry((finding.kind, lines)).or_insert(next);
+        let index = *self.known.entry((diagnostic.kind, lines)).or_insert(next);
         if index == next {
-            self.list.push(finding);
+            self.list.push(diagnostic);
         } else {
             self.list[index].repeated += 1;
         }
     }
 
     fn too_large(&mut self) {
-        self.add(FindingKind::Malformed, Vec::new(), |_| {
+        self.add(DiagnosticKind::Malformed, Vec::new(), |_| {
             "the program is too large to verify: too many operations, ranks or streams".to_owned()
         });
     }
 
-    /// The findings so far, if there are any.
-    fn end_of_stage(&mut self) -> Result<(), Vec<Finding>> {
+    /// The diagnostics so far, if there are any.
+    fn end_of_stage(&mut self) -> Result<(), Vec<Diagnostic>> {
         if self.list.is_empty() {
             return Ok(());
         }
@@ -214,7 +214,7 @@ fn lines_of(places: &[Place]) -> Vec<u32> {
 }
 
 /// The place of an operation.
-fn place_of(ranks: &[Unrolled], rank: Rank, operation: usize) -> Place {
+fn place_of(ranks: &[RankProgram], rank: Rank, operation: usize) -> Place {
     Place {
         rank,
         site: ranks[rank].operations[operation].site.clone(),
@@ -222,7 +222,7 @@ fn place_of(ranks: &[Unrolled], rank: Rank, operation: usize) -> Place {
 }
 
 /// The place where a transfer is declared.
-fn place_of_transfer(ranks: &[Unrolled], rank: Rank, transfer: usize) -> Place {
+fn place_of_transfer(ranks: &[RankProgram], rank: Rank, transfer: usize) -> Place {
     Place {
         rank,
         site: ranks[rank].transfers[transfer].site.clone(),

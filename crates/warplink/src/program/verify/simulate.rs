@@ -2,17 +2,17 @@
 
 use super::clock::Clock;
 use super::link::Links;
-use super::memory::{Access, Memory, Trouble};
-use super::trouble::{Troubles, report_unfinished, report_unwritten_outputs};
-use super::{Findings, blocked};
+use super::memory::{Access, Memory, Violation};
+use super::violation::{Violations, report_unfinished, report_unwritten_outputs};
+use super::{Diagnostics, blocked};
 use crate::error::Rank;
-use crate::program::finding::FindingKind;
+use crate::program::diagnostic::DiagnosticKind;
 use crate::program::ir::{Backend, Direction, Protocol};
-use crate::program::unrolled::{OperationKind, TransferId, Unrolled};
+use crate::program::rank_program::{OperationKind, RankProgram, TransferId};
 use std::collections::{HashSet, VecDeque};
 
-/// Most numbers that all clocks together may hold; beyond it, verifying would exhaust memory.
-const MOST_CLOCK_ENTRIES: usize = 1 << 30;
+/// The most numbers that all clocks together may hold; beyond it, verifying would exhaust memory.
+const MAX_CLOCK_ENTRIES: usize = 1 << 30;
 
 /// What a stream was given.
 #[derive(Clone, Copy, Debug)]
@@ -69,7 +69,7 @@ pub(super) struct Engine {
 
 /// The ranks as they run.
 pub(super) struct Run<'a> {
-    pub(super) ranks: &'a [Unrolled],
+    pub(super) ranks: &'a [RankProgram],
     pub(super) links: &'a Links,
     /// For each rank, the number of its first stream.
     pub(super) first_lane: Vec<usize>,
@@ -90,27 +90,27 @@ pub(super) struct Run<'a> {
 }
 
 /// Runs the program of all ranks and reports what goes wrong.
-pub(super) fn simulate(ranks: &[Unrolled], links: &Links, findings: &mut Findings<'_>) {
+pub(super) fn simulate(ranks: &[RankProgram], links: &Links, diagnostics: &mut Diagnostics<'_>) {
     let lanes: usize = ranks.iter().map(|rank| rank.streams.len()).sum();
     if too_large(ranks, lanes) {
-        findings.too_large();
+        diagnostics.too_large();
         return;
     }
     let mut run = Run::new(ranks, links, lanes);
-    let mut troubles = Troubles::default();
-    run.go(&mut troubles);
-    let stuck = blocked::report(&run, findings);
+    let mut violations = Violations::default();
+    run.go(&mut violations);
+    let stuck = blocked::report(&run, diagnostics);
     if stuck {
         return;
     }
-    troubles.report(ranks, findings);
-    run.lost_signals(findings);
-    if findings.list.is_empty() {
-        run.ending(findings);
+    violations.report(ranks, diagnostics);
+    run.lost_signals(diagnostics);
+    if diagnostics.list.is_empty() {
+        run.ending(diagnostics);
     }
 }
 
-fn too_large(ranks: &[Unrolled], lanes: usize) -> bool {
+fn too_large(ranks: &[RankProgram], lanes: usize) -> bool {
     let operations = ranks.iter().flat_map(|rank| &rank.operations);
     let clocks: usize = operations
         .map(|operation| match &operation.kind {
@@ -122,15 +122,15 @@ fn too_large(ranks: &[Unrolled], lanes: usize) -> bool {
     clocks
         .saturating_add(lanes)
         .checked_mul(lanes)
-        .is_none_or(|entries| entries > MOST_CLOCK_ENTRIES)
+        .is_none_or(|entries| entries > MAX_CLOCK_ENTRIES)
 }
 
 impl<'a> Run<'a> {
-    fn new(ranks: &'a [Unrolled], links: &'a Links, total: usize) -> Self {
+    fn new(ranks: &'a [RankProgram], links: &'a Links, total: usize) -> Self {
         let (mut first_lane, mut lanes) = (Vec::new(), Vec::with_capacity(total));
-        for (rank, unrolled) in ranks.iter().enumerate() {
+        for (rank, rank_program) in ranks.iter().enumerate() {
             first_lane.push(lanes.len());
-            for stream in 0..unrolled.streams.len() {
+            for stream in 0..rank_program.streams.len() {
                 let mut clock = Clock::new(total);
                 if stream == 0 {
                     // The state in which the caller hands over.
@@ -146,14 +146,14 @@ impl<'a> Run<'a> {
                 });
             }
         }
-        let host = |unrolled: &Unrolled| Host {
+        let host = |rank_program: &RankProgram| Host {
             next: 0,
-            shared: vec![false; unrolled.exchanges.len()],
+            shared: vec![false; rank_program.exchanges.len()],
             scheduled: true,
         };
-        let ends = |unrolled: &Unrolled| {
+        let ends = |rank_program: &RankProgram| {
             let end = |_| End::default();
-            unrolled.transfers.iter().map(end).collect()
+            rank_program.transfers.iter().map(end).collect()
         };
         let collectives = links.collectives.first().map_or(0, Vec::len);
         Self {
@@ -173,14 +173,14 @@ impl<'a> Run<'a> {
         }
     }
 
-    fn go(&mut self, troubles: &mut Troubles) {
+    fn go(&mut self, violations: &mut Violations) {
         loop {
             if let Some(rank) = self.host_work.pop() {
                 self.hosts[rank].scheduled = false;
                 self.run_host(rank);
             } else if let Some(lane) = self.lane_work.pop() {
                 self.lanes[lane].scheduled = false;
-                while self.advance(lane, troubles) {}
+                while self.advance(lane, violations) {}
             } else {
                 return;
             }
@@ -204,8 +204,8 @@ impl<'a> Run<'a> {
     }
 
     fn run_host(&mut self, rank: Rank) {
-        let unrolled = &self.ranks[rank];
-        while let Some(operation) = unrolled.operations.get(self.hosts[rank].next) {
+        let rank_program = &self.ranks[rank];
+        while let Some(operation) = rank_program.operations.get(self.hosts[rank].next) {
             let index = self.hosts[rank].next;
             let lane = self.first_lane[rank] + operation.stream;
             match operation.kind {
@@ -272,9 +272,9 @@ impl<'a> Run<'a> {
 
     /// Posts of one end without a counterpart leave a signal behind that the next run would take
     /// for its own.
-    fn lost_signals(&self, findings: &mut Findings<'_>) {
-        for (rank, unrolled) in self.ranks.iter().enumerate() {
-            for (id, transfer) in unrolled.transfers.iter().enumerate() {
+    fn lost_signals(&self, diagnostics: &mut Diagnostics<'_>) {
+        for (rank, rank_program) in self.ranks.iter().enumerate() {
+            for (id, transfer) in rank_program.transfers.iter().enumerate() {
                 let partner = self.links.partners[rank][id];
                 let own = &self.links.posts[rank][id];
                 let theirs = self.links.posts[transfer.peer][partner].len();
@@ -285,7 +285,7 @@ impl<'a> Run<'a> {
                     super::place_of(self.ranks, rank, own[theirs]),
                     super::place_of_transfer(self.ranks, transfer.peer, partner),
                 ];
-                findings.add(FindingKind::LostSignal, places.clone(), |said| {
+                diagnostics.add(DiagnosticKind::LostSignal, places.clone(), |said| {
                     format!(
                         "{} signals rank {}, which posts the other end, {}, only {theirs} times: \
                          nothing waits for the signal, and the next run would take it for its own",
@@ -299,11 +299,11 @@ impl<'a> Run<'a> {
     }
 
     /// What must hold at the end: all work joined, all outputs written.
-    fn ending(&self, findings: &mut Findings<'_>) {
-        for (rank, unrolled) in self.ranks.iter().enumerate() {
+    fn ending(&self, diagnostics: &mut Diagnostics<'_>) {
+        for (rank, rank_program) in self.ranks.iter().enumerate() {
             let end = &self.lanes[self.first_lane[rank]].clock;
             let mut loose: HashSet<usize> = HashSet::new();
-            for stream in 1..unrolled.streams.len() {
+            for stream in 1..rank_program.streams.len() {
                 let number = self.first_lane[rank] + stream;
                 let lane = &self.lanes[number];
                 if let Some(last) = lane.last
@@ -311,22 +311,22 @@ impl<'a> Run<'a> {
                 {
                     loose.insert(number);
                     let places = vec![super::place_of(self.ranks, rank, last)];
-                    findings.add(FindingKind::Unjoined, places.clone(), |said| {
+                    diagnostics.add(DiagnosticKind::Unjoined, places.clone(), |said| {
                         format!(
                             "{} is enqueued on {}, which the caller's stream does not synchronize \
                              with afterwards: the run may end before it",
                             said.say(&places[0]),
-                            unrolled.streams[stream]
+                            rank_program.streams[stream]
                         )
                     });
                 }
             }
             for (access, tensor) in self.memory.unfinished(rank, end) {
                 if !loose.contains(&access.lane) {
-                    report_unfinished(self.ranks, rank, tensor, &access, findings);
+                    report_unfinished(self.ranks, rank, tensor, &access, diagnostics);
                 }
             }
-            report_unwritten_outputs(unrolled, &self.memory, findings);
+            report_unwritten_outputs(rank_program, &self.memory, diagnostics);
         }
     }
 
@@ -336,19 +336,19 @@ impl<'a> Run<'a> {
         rank: Rank,
         range: crate::program::Range,
         access: Access,
-        troubles: &mut Troubles,
+        violations: &mut Violations,
     ) {
         let clock = &self.lanes[access.lane].clock;
-        let found: Vec<Trouble> = self.memory.access(rank, range, access, clock);
-        for trouble in found {
-            troubles.add(rank, access, range, trouble);
+        let found: Vec<Violation> = self.memory.access(rank, range, access, clock);
+        for violation in found {
+            violations.add(rank, access, range, violation);
         }
     }
 }
 
 /// Numbers the posts of each transfer, and counts the posts before each wait.
-fn counts(unrolled: &Unrolled) -> Vec<Vec<usize>> {
-    let mut posted = vec![0; unrolled.transfers.len()];
+fn counts(rank_program: &RankProgram) -> Vec<Vec<usize>> {
+    let mut posted = vec![0; rank_program.transfers.len()];
     let count = |kind: &OperationKind| match kind {
         OperationKind::Post(group) | OperationKind::PostMatmul { group, .. } => {
             let number = |&id: &TransferId| {
@@ -360,7 +360,7 @@ fn counts(unrolled: &Unrolled) -> Vec<Vec<usize>> {
         OperationKind::Wait(group) => group.iter().map(|&id| posted[id]).collect(),
         _ => Vec::new(),
     };
-    unrolled
+    rank_program
         .operations
         .iter()
         .map(|operation| &operation.kind)
@@ -368,15 +368,15 @@ fn counts(unrolled: &Unrolled) -> Vec<Vec<usize>> {
         .collect()
 }
 
-fn engine(unrolled: &Unrolled) -> Engine {
+fn engine(rank_program: &RankProgram) -> Engine {
     let uses = |kind: &OperationKind| match kind {
         OperationKind::Collective { .. } => true,
         kind => kind
             .posted()
             .iter()
-            .any(|&id| unrolled.transfers[id].backend == Backend::Nccl),
+            .any(|&id| rank_program.transfers[id].backend == Backend::Nccl),
     };
-    let operations = unrolled.operations.iter().enumerate();
+    let operations = rank_program.operations.iter().enumerate();
     Engine {
         order: operations
             .filter(|(_, operation)| uses(&operation.kind))

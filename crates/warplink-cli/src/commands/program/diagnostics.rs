@@ -2,15 +2,15 @@
 
 use serde::Serialize;
 use std::path::Path;
-use warplink::program::Finding;
+use warplink::program::Diagnostic;
 
 /// Most places that are named beside one line.
-const MOST_PLACES: usize = 4;
+const MAX_PLACES: usize = 4;
 
-/// A finding with every line that takes part, and which ranks and iterations do.
-pub(super) fn explain(finding: &Finding, file: &Path, text: &str) -> String {
-    let mut out = format!("{finding}\n");
-    for line in finding.lines() {
+/// A diagnostic with every line that takes part, and which ranks and iterations do.
+pub(super) fn explain(diagnostic: &Diagnostic, file: &Path, text: &str) -> String {
+    let mut out = format!("{diagnostic}\n");
+    for line in diagnostic.lines() {
         let source = (line as usize)
             .checked_sub(1)
             .and_then(|index| text.lines().nth(index));
@@ -29,15 +29,15 @@ pub(super) fn explain(finding: &Finding, file: &Path, text: &str) -> String {
         let carets = "^".repeat(statement.trim_start().chars().count().max(1));
         out += &format!("{margin}--> {}:{line}\n", file.display());
         out += &format!("{number} | {source}\n");
-        out += &format!("{margin} | {blank}{carets} {}\n", who(finding, line));
+        out += &format!("{margin} | {blank}{carets} {}\n", who(diagnostic, line));
     }
     out
 }
 
 /// `rank 0 (j = 1), rank 2 (j = 3)`.
-fn who(finding: &Finding, line: u32) -> String {
+fn who(diagnostic: &Diagnostic, line: u32) -> String {
     let mut names: Vec<String> = Vec::new();
-    let here = finding
+    let here = diagnostic
         .places
         .iter()
         .filter(|place| place.site.line == line);
@@ -49,15 +49,15 @@ fn who(finding: &Finding, line: u32) -> String {
             names.push(name);
         }
     }
-    let more = names.len().saturating_sub(MOST_PLACES);
-    names.truncate(MOST_PLACES);
+    let more = names.len().saturating_sub(MAX_PLACES);
+    names.truncate(MAX_PLACES);
     match more {
         0 => names.join(", "),
         more => format!("{} and {more} more", names.join(", ")),
     }
 }
 
-/// A finding for machines.
+/// A diagnostic for machines.
 #[derive(Debug, Serialize)]
 pub(super) struct Json {
     kind: &'static str,
@@ -73,8 +73,8 @@ struct JsonPlace {
     indices: Vec<(String, i64)>,
 }
 
-impl From<&Finding> for Json {
-    fn from(finding: &Finding) -> Self {
+impl From<&Diagnostic> for Json {
+    fn from(diagnostic: &Diagnostic) -> Self {
         let place = |place: &warplink::program::Place| JsonPlace {
             rank: place.rank,
             line: place.site.line,
@@ -86,10 +86,10 @@ impl From<&Finding> for Json {
                 .collect(),
         };
         Self {
-            kind: finding.kind.name(),
-            message: finding.message.clone(),
-            places: finding.places.iter().map(place).collect(),
-            repeated: finding.repeated,
+            kind: diagnostic.kind.name(),
+            message: diagnostic.message.clone(),
+            places: diagnostic.places.iter().map(place).collect(),
+            repeated: diagnostic.repeated,
         }
     }
 }

@@ -8,16 +8,16 @@ use crate::program::ir::Collective;
 use std::sync::Arc;
 
 #[derive(Debug)]
-pub(super) struct Step {
+pub(super) struct Command {
     /// Index of its stream; 0 is the caller's.
     pub(super) stream: usize,
-    pub(super) action: Action,
+    pub(super) kind: CommandKind,
     /// The operation of the program that it comes from.
     pub(super) operation: usize,
 }
 
 #[derive(Debug)]
-pub(super) enum Action {
+pub(super) enum CommandKind {
     Copy {
         target: DeviceSlice,
         source: DeviceSlice,
@@ -47,7 +47,7 @@ pub(super) enum Action {
     WaitEvent(Arc<dyn Event>),
 }
 
-impl Action {
+impl CommandKind {
     /// A word for what is enqueued.
     pub(super) const fn name(&self) -> &'static str {
         match self {
@@ -67,13 +67,13 @@ impl Action {
     }
 }
 
-/// What actions need beside their stream.
-pub(super) struct Tools<'a> {
+/// What commands need beside their stream.
+pub(super) struct Enqueuer<'a> {
     pub(super) transfers: &'a [Option<Transfer>],
     pub(super) engine: Option<&'a dyn CollectiveEngine>,
 }
 
-impl Tools<'_> {
+impl Enqueuer<'_> {
     fn transfer(&self, index: usize) -> Result<&Transfer> {
         self.transfers
             .get(index)
@@ -85,11 +85,11 @@ impl Tools<'_> {
         indices.iter().map(|index| self.transfer(*index)).collect()
     }
 
-    /// Enqueues what `step` does on `stream`, which is the step's.
-    pub(super) fn enqueue(&self, step: &Step, stream: &dyn Stream) -> Result<()> {
+    /// Enqueues what `command` does on `stream`, which is the command's.
+    pub(super) fn enqueue(&self, command: &Command, stream: &dyn Stream) -> Result<()> {
         // Products are on streams of the pool as a rule, so that beside the caller's stream none runs.
         // Where a program has it otherwise, a kernel waits for room until a tile is done.
-        let by_kernel = |batch: Batch<'_>| match step.stream {
+        let by_kernel = |batch: Batch<'_>| match command.stream {
             0 => batch.in_kernel().enqueue(stream),
             _ => batch.enqueue(stream),
         };
@@ -97,17 +97,17 @@ impl Tools<'_> {
             self.engine
                 .ok_or_else(|| internal("the engine was not joined"))
         };
-        match &step.action {
-            Action::Copy { target, source } => stream.copy(target, source),
-            Action::Matmul(launch) | Action::Sum(launch) => launch.enqueue(stream),
-            Action::Post(index) => self.transfer(*index)?.post(stream),
-            Action::PostGroup(indices) => by_kernel(Batch::new().post(self.group(indices)?)),
-            Action::PostMatmul(indices, products) => {
+        match &command.kind {
+            CommandKind::Copy { target, source } => stream.copy(target, source),
+            CommandKind::Matmul(launch) | CommandKind::Sum(launch) => launch.enqueue(stream),
+            CommandKind::Post(index) => self.transfer(*index)?.post(stream),
+            CommandKind::PostGroup(indices) => by_kernel(Batch::new().post(self.group(indices)?)),
+            CommandKind::PostMatmul(indices, products) => {
                 post_stores(&self.group(indices)?, stream, |_| products.enqueue(stream))
             }
-            Action::Wait(index) => self.transfer(*index)?.wait(stream),
-            Action::WaitGroup(indices) => by_kernel(Batch::new().wait(self.group(indices)?)),
-            Action::Exchange {
+            CommandKind::Wait(index) => self.transfer(*index)?.wait(stream),
+            CommandKind::WaitGroup(indices) => by_kernel(Batch::new().wait(self.group(indices)?)),
+            CommandKind::Exchange {
                 sends,
                 receives,
                 done,
@@ -116,14 +116,14 @@ impl Tools<'_> {
                 done.as_ref()
                     .map_or(Ok(()), |event| stream.record(&**event))
             }
-            Action::Collective {
+            CommandKind::Collective {
                 collective,
                 dtype,
                 target,
                 source,
             } => enqueue_collective(engine()?, stream, collective, *dtype, target, source),
-            Action::Record(event) => stream.record(&**event),
-            Action::WaitEvent(event) => stream.wait_event(&**event),
+            CommandKind::Record(event) => stream.record(&**event),
+            CommandKind::WaitEvent(event) => stream.wait_event(&**event),
         }
     }
 }

@@ -1,14 +1,14 @@
 //! What is wrong with a program.
 
-use super::unrolled::Site;
+use super::rank_program::Site;
 use crate::error::{Error, ErrorKind, Rank, Result};
 use std::fmt;
 use std::str::FromStr;
 
-/// What kind of fault a [`Finding`] is.
+/// Which rule a [`Diagnostic`] says is broken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[non_exhaustive]
-pub enum FindingKind {
+pub enum DiagnosticKind {
     /// A `require` does not hold.
     Requirement,
     /// An expression has no value, a name is unknown or bound twice, or a limit is passed.
@@ -41,7 +41,7 @@ pub enum FindingKind {
     Unjoined,
 }
 
-impl FindingKind {
+impl DiagnosticKind {
     /// Every kind.
     pub const ALL: [Self; 15] = [
         Self::Requirement,
@@ -83,20 +83,25 @@ impl FindingKind {
     }
 }
 
-impl fmt::Display for FindingKind {
+impl fmt::Display for DiagnosticKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
     }
 }
 
-impl FromStr for FindingKind {
+impl FromStr for DiagnosticKind {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
         Self::ALL
             .into_iter()
             .find(|kind| kind.name() == text)
-            .ok_or_else(|| Error::new(ErrorKind::Parse, format!("'{text}' is no kind of finding")))
+            .ok_or_else(|| {
+                Error::new(
+                    ErrorKind::Parse,
+                    format!("'{text}' is not a kind of diagnostic"),
+                )
+            })
     }
 }
 
@@ -116,23 +121,23 @@ impl fmt::Display for Place {
     }
 }
 
-/// A fault of a program.
+/// A violation as it is told to people: the rule, what happens and where.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Finding {
+pub struct Diagnostic {
     /// What kind.
-    pub kind: FindingKind,
+    pub kind: DiagnosticKind,
     /// What happens, in a sentence.
     pub message: String,
     /// Where: the operations that take part, the one that the sentence begins with first.
     pub places: Vec<Place>,
-    /// How many more findings of this kind concern the same statements, in other iterations or on
+    /// How many more diagnostics of this kind concern the same statements, in other iterations or on
     /// other ranks.
     pub repeated: usize,
 }
 
-impl Finding {
-    /// A finding of `kind` at `places`.
-    pub fn new(kind: FindingKind, message: impl Into<String>, places: Vec<Place>) -> Self {
+impl Diagnostic {
+    /// A diagnostic of `kind` at `places`.
+    pub fn new(kind: DiagnosticKind, message: impl Into<String>, places: Vec<Place>) -> Self {
         Self {
             kind,
             message: message.into(),
@@ -149,7 +154,7 @@ impl Finding {
         ranks
     }
 
-    /// The lines that take part, the one where the fault shows first.
+    /// The lines that take part, the one where the violation shows first.
     pub fn lines(&self) -> Vec<u32> {
         let mut lines: Vec<u32> = Vec::new();
         for place in &self.places {
@@ -161,7 +166,7 @@ impl Finding {
     }
 }
 
-impl fmt::Display for Finding {
+impl fmt::Display for Diagnostic {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}: {}", self.kind, self.message)?;
         match self.repeated {
@@ -172,15 +177,15 @@ impl fmt::Display for Finding {
     }
 }
 
-/// The error of refusing a program for `findings`: all of them, a line each.
-pub fn refused(program: &str, findings: &[Finding]) -> Error {
-    let kind = match findings {
-        [only] if only.kind == FindingKind::Requirement => ErrorKind::InvalidArgument,
+/// The error of refusing a program for `diagnostics`: all of them, a line each.
+pub fn refused(program: &str, diagnostics: &[Diagnostic]) -> Error {
+    let kind = match diagnostics {
+        [only] if only.kind == DiagnosticKind::Requirement => ErrorKind::InvalidArgument,
         _ => ErrorKind::Verification,
     };
-    let lines: Vec<String> = findings
+    let lines: Vec<String> = diagnostics
         .iter()
-        .map(|finding| format!("\n  {finding}"))
+        .map(|diagnostic| format!("\n  {diagnostic}"))
         .collect();
     Error::new(
         kind,
@@ -188,12 +193,12 @@ pub fn refused(program: &str, findings: &[Finding]) -> Error {
     )
 }
 
-impl From<Finding> for Error {
-    fn from(finding: Finding) -> Self {
-        let kind = match finding.kind {
-            FindingKind::Requirement => ErrorKind::InvalidArgument,
+impl From<Diagnostic> for Error {
+    fn from(diagnostic: Diagnostic) -> Self {
+        let kind = match diagnostic.kind {
+            DiagnosticKind::Requirement => ErrorKind::InvalidArgument,
             _ => ErrorKind::Verification,
         };
-        Self::new(kind, finding.to_string())
+        Self::new(kind, diagnostic.to_string())
     }
 }

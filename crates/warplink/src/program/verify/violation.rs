@@ -1,18 +1,18 @@
 //! What went wrong with accesses and signals, and how it is said.
 
-use super::memory::{Access, Actor, Memory, Mode, Trouble};
-use super::{Findings, place_of};
+use super::memory::{Access, Actor, Memory, Mode, Violation};
+use super::{Diagnostics, place_of};
 use crate::error::Rank;
-use crate::program::finding::{FindingKind, Place};
+use crate::program::diagnostic::{DiagnosticKind, Place};
 use crate::program::ir::Role;
-use crate::program::unrolled::{Range, Unrolled};
+use crate::program::rank_program::{Range, RankProgram};
 
-/// Most troubles that are kept; a program that is wrong in its loops has more than anyone reads.
-const MOST_KEPT: usize = 4096;
+/// The most violations that are kept; a program that is wrong in its loops has more than anyone reads.
+const MAX_KEPT: usize = 4096;
 
-/// Troubles, kept until it is known whether the program ends.
+/// Violations, kept until it is known whether the program ends.
 #[derive(Default)]
-pub(super) struct Troubles {
+pub(super) struct Violations {
     /// Whose memory, the access that was noted first, the other, and the bytes.
     conflicts: Vec<(Rank, Access, Access, Range)>,
     /// Whose memory, the deallocation, the access after it, and the tensor.
@@ -22,33 +22,33 @@ pub(super) struct Troubles {
     signals: Vec<(Rank, usize, usize)>,
 }
 
-impl Troubles {
-    pub(super) fn add(&mut self, rank: Rank, access: Access, range: Range, trouble: Trouble) {
+impl Violations {
+    pub(super) fn add(&mut self, rank: Rank, access: Access, range: Range, violation: Violation) {
         let kept = self.conflicts.len() + self.deallocated.len() + self.unwritten.len();
-        if kept >= MOST_KEPT {
+        if kept >= MAX_KEPT {
             return;
         }
-        match trouble {
-            Trouble::Conflict(other, range) => {
+        match violation {
+            Violation::Conflict(other, range) => {
                 self.conflicts.push((rank, other, access, range));
             }
-            Trouble::Deallocated(by) => {
+            Violation::Deallocated(by) => {
                 self.deallocated.push((rank, by, access, range.tensor));
             }
-            Trouble::Unwritten(range) => self.unwritten.push((rank, access, range)),
+            Violation::Unwritten(range) => self.unwritten.push((rank, access, range)),
         }
     }
 
     pub(super) fn unordered_signal(&mut self, rank: Rank, before: usize, post: usize) {
-        if self.signals.len() < MOST_KEPT {
+        if self.signals.len() < MAX_KEPT {
             self.signals.push((rank, before, post));
         }
     }
 
-    pub(super) fn report(&self, ranks: &[Unrolled], findings: &mut Findings<'_>) {
+    pub(super) fn report(&self, ranks: &[RankProgram], diagnostics: &mut Diagnostics<'_>) {
         for &(rank, before, post) in &self.signals {
             let places = vec![place_of(ranks, rank, post), place_of(ranks, rank, before)];
-            findings.add(FindingKind::LostSignal, places.clone(), |said| {
+            diagnostics.add(DiagnosticKind::LostSignal, places.clone(), |said| {
                 format!(
                     "{} is not ordered after the same transfer's post before it, {}: the older \
                      signal may overwrite the newer one",
@@ -60,7 +60,7 @@ impl Troubles {
         for (rank, by, access, tensor) in &self.deallocated {
             let places = places_of(ranks, &[access, by]);
             let name = &ranks[*rank].tensors[*tensor].name;
-            findings.add(FindingKind::UseAfterDeallocate, places.clone(), |said| {
+            diagnostics.add(DiagnosticKind::UseAfterDeallocate, places.clone(), |said| {
                 format!(
                     "{} {} '{name}' of rank {rank} after {}",
                     said.say(&places[0]),
@@ -70,7 +70,7 @@ impl Troubles {
             });
         }
         for conflict in &self.conflicts {
-            report_conflict(ranks, conflict, findings);
+            report_conflict(ranks, conflict, diagnostics);
         }
         for (rank, access, range) in &self.unwritten {
             // Where the write is there but unordered, it is the order that is wrong.
@@ -86,7 +86,7 @@ impl Troubles {
                 continue;
             }
             let places = places_of(ranks, &[access]);
-            findings.add(FindingKind::UnwrittenRead, places.clone(), |said| {
+            diagnostics.add(DiagnosticKind::UnwrittenRead, places.clone(), |said| {
                 format!(
                     "{} reads {} of rank {rank}, which nothing wrote before",
                     said.say(&places[0]),
@@ -97,7 +97,7 @@ impl Troubles {
     }
 }
 
-fn places_of(ranks: &[Unrolled], accesses: &[&Access]) -> Vec<Place> {
+fn places_of(ranks: &[RankProgram], accesses: &[&Access]) -> Vec<Place> {
     let place = |access: &&Access| match access.actor {
         Actor::Before(_) => None,
         Actor::Operation(rank, operation) => Some(place_of(ranks, rank, operation)),
@@ -114,29 +114,29 @@ const fn verb(access: &Access) -> &'static str {
 }
 
 /// The stream of an access's operation.
-fn stream_of(ranks: &[Unrolled], access: &Access) -> String {
+fn stream_of(ranks: &[RankProgram], access: &Access) -> String {
     match access.actor {
         Actor::Before(_) => "caller".to_owned(),
         Actor::Operation(rank, operation) => {
-            let unrolled = &ranks[rank];
-            unrolled.streams[unrolled.operations[operation].stream].to_string()
+            let rank_program = &ranks[rank];
+            rank_program.streams[rank_program.operations[operation].stream].to_string()
         }
     }
 }
 
 fn report_conflict(
-    ranks: &[Unrolled],
+    ranks: &[RankProgram],
     (rank, first, second, range): &(Rank, Access, Access, Range),
-    findings: &mut Findings<'_>,
+    diagnostics: &mut Diagnostics<'_>,
 ) {
     let places = places_of(ranks, &[second, first]);
     let what = describe(&ranks[*rank], range);
     let freed = [first, second].iter().any(|a| a.mode == Mode::Deallocate);
     let kind = match freed {
-        true => FindingKind::UseAfterDeallocate,
-        false => FindingKind::Race,
+        true => DiagnosticKind::UseAfterDeallocate,
+        false => DiagnosticKind::Race,
     };
-    findings.add(kind, places.clone(), |said| match &places[..] {
+    diagnostics.add(kind, places.clone(), |said| match &places[..] {
         [only] => format!(
             "{} on {} {} {what} of rank {rank}, but nothing orders it after the start of the run \
              on that rank's caller stream: it races with what came before",
@@ -171,15 +171,15 @@ fn report_conflict(
 
 /// Reports an access to bytes of `rank` that its end does not wait for.
 pub(super) fn report_unfinished(
-    ranks: &[Unrolled],
+    ranks: &[RankProgram],
     rank: Rank,
     tensor: usize,
     access: &Access,
-    findings: &mut Findings<'_>,
+    diagnostics: &mut Diagnostics<'_>,
 ) {
     let places = places_of(ranks, &[access]);
     let name = &ranks[rank].tensors[tensor].name;
-    findings.add(FindingKind::Race, places.clone(), |said| match &places[..] {
+    diagnostics.add(DiagnosticKind::Race, places.clone(), |said| match &places[..] {
         [place, ..] => format!(
             "{} on {} {} '{name}' of rank {rank}, and may still do so when the run ends there: it \
              races with the caller and the next run",
@@ -193,15 +193,15 @@ pub(super) fn report_unfinished(
 
 /// Reports outputs of a rank of which bytes are not written.
 pub(super) fn report_unwritten_outputs(
-    unrolled: &Unrolled,
+    rank_program: &RankProgram,
     memory: &Memory,
-    findings: &mut Findings<'_>,
+    diagnostics: &mut Diagnostics<'_>,
 ) {
-    for (tensor, instance) in unrolled.tensors.iter().enumerate() {
+    for (tensor, instance) in rank_program.tensors.iter().enumerate() {
         if instance.role != Role::Output {
             continue;
         }
-        let Some((start, end)) = memory.unwritten(unrolled.rank, tensor) else {
+        let Some((start, end)) = memory.unwritten(rank_program.rank, tensor) else {
             continue;
         };
         let range = Range {
@@ -210,22 +210,22 @@ pub(super) fn report_unwritten_outputs(
             bytes: end - start,
         };
         let places = vec![Place {
-            rank: unrolled.rank,
+            rank: rank_program.rank,
             site: instance.site.clone(),
         }];
-        findings.add(FindingKind::UnwrittenOutput, places.clone(), |said| {
+        diagnostics.add(DiagnosticKind::UnwrittenOutput, places.clone(), |said| {
             format!(
                 "{}: {} is never written",
                 said.say(&places[0]),
-                describe(unrolled, &range)
+                describe(rank_program, &range)
             )
         });
     }
 }
 
 /// `G[3]`, `G[2..4]` or `bytes 10..20 of G`.
-fn describe(unrolled: &Unrolled, range: &Range) -> String {
-    let tensor = &unrolled.tensors[range.tensor];
+fn describe(rank_program: &RankProgram, range: &Range) -> String {
+    let tensor = &rank_program.tensors[range.tensor];
     let name = &tensor.name;
     let slice = tensor.bytes / tensor.shape.first().copied().unwrap_or(1).max(1);
     if range.bytes == tensor.bytes {

@@ -11,18 +11,18 @@ use std::sync::Arc;
 /// Values of a program's parameters by name.
 pub type Parameters = BTreeMap<String, i64>;
 
-/// Index of a tensor in [`Unrolled::tensors`].
+/// Index of a tensor in [`RankProgram::tensors`].
 pub type TensorId = usize;
 
-/// Index of a transfer in [`Unrolled::transfers`].
+/// Index of a transfer in [`RankProgram::transfers`].
 pub type TransferId = usize;
 
-/// Index of an exchange in [`Unrolled::exchanges`].
+/// Index of an exchange in [`RankProgram::exchanges`].
 pub type ExchangeId = usize;
 
 /// What one rank does.
 #[derive(Clone, Debug)]
-pub struct Unrolled {
+pub struct RankProgram {
     /// The rank.
     pub rank: Rank,
     /// How many ranks there are.
@@ -40,7 +40,7 @@ pub struct Unrolled {
     pub operations: Vec<Operation>,
 }
 
-impl Unrolled {
+impl RankProgram {
     /// The tensors that anything reads or writes on this rank. Others only give sends a name and a
     /// length whose bytes are stored straight into the receivers' memory.
     pub fn touched(&self) -> HashSet<TensorId> {
@@ -178,7 +178,7 @@ pub struct TransferInstance {
 pub struct Operation {
     /// What is done.
     pub kind: OperationKind,
-    /// The current stream, an index into [`Unrolled::streams`].
+    /// The current stream, an index into [`RankProgram::streams`].
     pub stream: usize,
     /// The statement.
     pub site: Site,
