@@ -56,7 +56,6 @@ mod ranks;
 
 use half::bf16;
 use std::process::ExitCode;
-use std::sync::Arc;
 use std::time::Instant;
 use warplink::device::{
     AllocationKind, Compute, DeviceBuffer, DeviceSlice, Event, MatmulSpec, Priority, Stream,
@@ -136,13 +135,13 @@ struct Ring {
     /// By step: which chunk arrives.
     arriving: Vec<usize>,
     /// By step: reached when the chunk is there.
-    arrived: Vec<Arc<dyn Event>>,
+    arrived: Vec<Event>,
     /// Reached when the products of the last run are done.
-    computed: Arc<dyn Event>,
+    computed: Event,
     /// What communicates. It comes first where the device has to choose, since others wait for it.
-    communication: Arc<dyn Stream>,
+    communication: Stream,
     /// What multiplies.
-    computation: Arc<dyn Stream>,
+    computation: Stream,
 }
 
 impl Ring {
@@ -197,14 +196,14 @@ impl Ring {
     fn begin(&self) -> Result<()> {
         // The chunks of the last run are overwritten now, so its products must be done with them.
         // (The first time, nothing was recorded in the event, and nothing is waited for.)
-        self.communication.wait_event(&*self.computed)
+        self.communication.wait_event(&self.computed)
     }
 
     /// Enqueues one step of the ring. Nothing here blocks this thread, and nothing has moved when
     /// it returns.
     fn step(&self, step: usize) -> Result<()> {
         let (send, receive) = &self.steps[step];
-        let stream = &*self.communication;
+        let stream = &self.communication;
         // Both are posted as one group. Posting tells a neighbour that this rank is ready, and may
         // have to wait for the neighbour to be ready too. In a ring everybody would wait for
         // everybody if the send were posted first and the receive after it; a group has no order,
@@ -213,7 +212,7 @@ impl Ring {
         // From here on in this stream, the chunk is there. The next step sends it on.
         receive.wait(stream)?;
         // The other stream learns by an event.
-        stream.record(&*self.arrived[step])
+        stream.record(&self.arrived[step])
     }
 
     /// Enqueues the end of a run.
@@ -222,10 +221,10 @@ impl Ring {
         // that is so when the send is through, and there is nothing to wait for; with get, the
         // neighbour says when it has read.
         for (send, _) in &self.steps {
-            send.wait(&*self.communication)?;
+            send.wait(&self.communication)?;
         }
         // And this run's products come before the next run.
-        self.computation.record(&*self.computed)
+        self.computation.record(&self.computed)
     }
 }
 
@@ -233,7 +232,7 @@ impl Ring {
 fn overlapped(comm: &Communicator, problem: &Problem, ring: &Ring, on: &dyn Compute) -> Result<()> {
     let multiply = |chunk: usize| {
         on.matmul(
-            &*ring.computation,
+            &ring.computation,
             &problem.product(1),
             problem.chunk_of_a(chunk)?.slice(),
             problem.b.slice(),
@@ -248,7 +247,7 @@ fn overlapped(comm: &Communicator, problem: &Problem, ring: &Ring, on: &dyn Comp
         // The communication stream does not wait for products: it runs ahead as far as it can.
         ring.step(step)?;
         // The computation stream waits for the chunk that it needs next, and for no more.
-        ring.computation.wait_event(&*ring.arrived[step])?;
+        ring.computation.wait_event(&ring.arrived[step])?;
         multiply(ring.arriving[step])?;
     }
     ring.end()
@@ -261,10 +260,10 @@ fn one_after_the_other(problem: &Problem, ring: &Ring, on: &dyn Compute) -> Resu
         ring.step(step)?;
     }
     if let Some(last) = ring.arrived.last() {
-        ring.computation.wait_event(&**last)?;
+        ring.computation.wait_event(last)?;
     }
     on.matmul(
-        &*ring.computation,
+        &ring.computation,
         &problem.product(ring.steps.len() + 1),
         problem.a.slice(),
         problem.b.slice(),
@@ -421,8 +420,8 @@ fn measure(comm: &Communicator, ring: &Ring, run: &dyn Fn() -> Result<()>) -> Re
 
 /// Blocks until both streams are done. If a peer is lost meanwhile, this is an error that names it.
 fn finish(comm: &Communicator, ring: &Ring) -> Result<()> {
-    comm.synchronize(&*ring.communication)?;
-    comm.synchronize(&*ring.computation)
+    comm.synchronize(&ring.communication)?;
+    comm.synchronize(&ring.computation)
 }
 
 /// `count` values between -1 and 1 that depend on `seed` alone.

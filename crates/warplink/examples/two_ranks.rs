@@ -33,13 +33,13 @@ fn rank(comm: &Communicator) -> Result<()> {
     match comm.rank() {
         0 => {
             comm.device().upload(region.slice(), &message)?;
-            comm.send(&region, 1, TAG, &*stream)?;
+            comm.send(&region, 1, TAG, &stream)?;
             // The bytes have moved when the stream is done, and not before.
-            comm.synchronize(&*stream)?;
+            comm.synchronize(&stream)?;
         }
         1 => {
-            comm.receive(&region, 0, TAG, &*stream)?;
-            comm.synchronize(&*stream)?;
+            comm.receive(&region, 0, TAG, &stream)?;
+            comm.synchronize(&stream)?;
 
             let mut received = vec![0; message.len()];
             comm.device().download(region.slice(), &mut received)?;

@@ -118,7 +118,7 @@ pub struct Communicator {
     engine: Arc<OnceLock<Arc<dyn CollectiveEngine>>>,
     timeout: Duration,
     // Transfers of `send` and `receive` whose streams may still use them.
-    under_way: Mutex<Vec<(Arc<dyn Event>, Transfer)>>,
+    under_way: Mutex<Vec<(Event, Transfer)>>,
 }
 
 impl Communicator {
@@ -221,7 +221,7 @@ impl Communicator {
     }
 
     /// Makes a stream.
-    pub fn create_stream(&self, priority: Priority) -> Result<Arc<dyn Stream>> {
+    pub fn create_stream(&self, priority: Priority) -> Result<Stream> {
         self.device.create_stream(priority)
     }
 
@@ -243,24 +243,18 @@ impl Communicator {
     /// Sends `region` once: exchanges, posts and waits on `stream`. Blocks the caller until the
     /// peer has called [`receive`](Self::receive) (or exchanged the other end), not until the bytes
     /// have moved. For transfers that repeat, [`exchange`](Self::exchange) once instead.
-    pub fn send(&self, region: &Region, peer: Rank, tag: u64, stream: &dyn Stream) -> Result<()> {
+    pub fn send(&self, region: &Region, peer: Rank, tag: u64, stream: &Stream) -> Result<()> {
         self.once(&[TransferRequest::send(region, peer, tag)], stream)
     }
 
     /// Receives into `region` once; see [`send`](Self::send).
-    pub fn receive(
-        &self,
-        region: &Region,
-        peer: Rank,
-        tag: u64,
-        stream: &dyn Stream,
-    ) -> Result<()> {
+    pub fn receive(&self, region: &Region, peer: Rank, tag: u64, stream: &Stream) -> Result<()> {
         self.once(&[TransferRequest::receive(region, peer, tag)], stream)
     }
 
     /// Does every transfer once, as one group, in whatever order they are given; see
     /// [`send`](Self::send).
-    pub fn once(&self, requests: &[TransferRequest], stream: &dyn Stream) -> Result<()> {
+    pub fn once(&self, requests: &[TransferRequest], stream: &Stream) -> Result<()> {
         if stream.is_capturing()? {
             return Err(Error::new(
                 ErrorKind::Unsupported,
@@ -275,7 +269,7 @@ impl Communicator {
         crate::p2p::post_all(&group, stream)?;
         crate::p2p::wait_all(&group, stream)?;
         let end = self.device.create_event(false)?;
-        stream.record(&*end)?;
+        stream.record(&end)?;
         lock(&self.under_way).extend(
             transfers
                 .into_iter()
@@ -301,7 +295,7 @@ impl Communicator {
     ///
     /// # Errors
     /// [`ErrorKind::PeerLost`], which names the rank, when one is lost; [`ErrorKind::Timeout`].
-    pub fn synchronize(&self, stream: &dyn Stream) -> Result<()> {
+    pub fn synchronize(&self, stream: &Stream) -> Result<()> {
         stream
             .synchronize(self.deadline())
             .map_err(|error| error.on_rank(self.rank()))?;

@@ -42,11 +42,11 @@
 //!     let stream = comm.create_stream(Priority::High)?;
 //!     for _round in 0..32 {
 //!         stream.fill(own.slice(), rank as u8)?;
-//!         post_all(&group, &*stream)?;
-//!         wait_all(&group, &*stream)?;
+//!         post_all(&group, &stream)?;
+//!         wait_all(&group, &stream)?;
 //!         // Now `received` holds the left neighbour's bytes, and `own` may change.
 //!     }
-//!     comm.synchronize(&*stream)?;
+//!     comm.synchronize(&stream)?;
 //!     drop(transfers);
 //!     comm.close()
 //! }

@@ -27,9 +27,7 @@ fn copies_happen_in_stream_order() {
     for round in 0..100u8 {
         stream.fill(&a.slice(0..2048).unwrap(), round).unwrap();
         stream.copy(&b, &a).unwrap();
-        stream
-            .copy_batch(&[(c.slice(0..4096).unwrap(), b.clone())])
-            .unwrap();
+        stream.copy(&c.slice(0..4096).unwrap(), &b).unwrap();
     }
     stream.synchronize(soon()).unwrap();
     let mut seen = vec![0; 4096];
@@ -173,23 +171,23 @@ fn events_order_and_measure() {
     );
     let a = device.allocate(8 << 20, AllocationKind::Plain).unwrap();
     let b = device.allocate(8 << 20, AllocationKind::Plain).unwrap();
-    first.record(&*begin).unwrap();
+    first.record(&begin).unwrap();
     for round in 0..10 {
         first.fill(&a, round).unwrap();
     }
-    first.record(&*end).unwrap();
-    second.wait_event(&*end).unwrap();
+    first.record(&end).unwrap();
+    second.wait_event(&end).unwrap();
     second.copy(&b, &a).unwrap();
     second.synchronize(soon()).unwrap();
     assert!(end.is_reached().unwrap());
-    assert!(end.elapsed_since(&*begin).unwrap() > 0.0);
+    assert!(end.elapsed_since(&begin).unwrap() > 0.0);
     let mut seen = vec![0; 8 << 20];
     device.download(&b, &mut seen).unwrap();
     assert!(seen.iter().all(|byte| *byte == 9));
     let untimed = device.create_event(false).unwrap();
-    first.record(&*untimed).unwrap();
+    first.record(&untimed).unwrap();
     first.synchronize(soon()).unwrap();
-    assert!(untimed.elapsed_since(&*begin).is_err());
+    assert!(untimed.elapsed_since(&begin).is_err());
 }
 
 #[test]
@@ -212,8 +210,8 @@ fn a_graph_replays_what_was_captured_on_two_streams() {
     device.upload(&b, &[2; 4096]).unwrap();
     first.begin_capture().unwrap();
     assert!(first.is_capturing().unwrap() && !second.is_capturing().unwrap());
-    first.record(&*fork).unwrap();
-    second.wait_event(&*fork).unwrap();
+    first.record(&fork).unwrap();
+    second.wait_event(&fork).unwrap();
     assert!(second.is_capturing().unwrap());
     // The two lanes meet through words as well as through events: they must run beside one another.
     first
@@ -242,13 +240,13 @@ fn a_graph_replays_what_was_captured_on_two_streams() {
             value: 7,
         }])
         .unwrap();
-    second.record(&*join).unwrap();
-    first.wait_event(&*join).unwrap();
+    second.record(&join).unwrap();
+    first.wait_event(&join).unwrap();
     let graph = first.end_capture().unwrap();
     assert!(graph.operations() >= 5);
     assert!(!first.is_capturing().unwrap() && !second.is_capturing().unwrap());
     for _ in 0..100 {
-        graph.launch(&*first).unwrap();
+        graph.launch(&first).unwrap();
     }
     first.synchronize(soon()).unwrap();
     let mut seen = vec![0; 4096];
@@ -269,8 +267,8 @@ fn unjoined_work_does_not_make_a_graph() {
     let fork = device.create_event(false).unwrap();
     let a = device.allocate(64, AllocationKind::Plain).unwrap();
     first.begin_capture().unwrap();
-    first.record(&*fork).unwrap();
-    second.wait_event(&*fork).unwrap();
+    first.record(&fork).unwrap();
+    second.wait_event(&fork).unwrap();
     second.fill(&a, 1).unwrap();
     assert!(first.end_capture().is_err());
 }
@@ -352,7 +350,7 @@ fn products_and_sums_agree_with_double_precision() {
                 accumulate,
                 ..MatmulSpec::new(48, 40, 72, dtype)
             };
-            check_product(&*device, &*compute, &*stream, &spec);
+            check_product(&*device, &*compute, &stream, &spec);
         }
     }
     for dtype in DType::ALL.into_iter().filter(|dtype| *dtype != DType::U8) {
@@ -366,10 +364,8 @@ fn products_and_sums_agree_with_double_precision() {
                 .unwrap();
         }
         let target = device.allocate(bytes, AllocationKind::Plain).unwrap();
-        compute.sum(&*stream, dtype, &target, &parts).unwrap();
-        compute
-            .sum(&*stream, dtype, &parts[0], &parts[..2])
-            .unwrap();
+        compute.sum(&stream, dtype, &target, &parts).unwrap();
+        compute.sum(&stream, dtype, &parts[0], &parts[..2]).unwrap();
         stream.synchronize(soon()).unwrap();
         let mut seen = vec![0; bytes];
         device.download(&target, &mut seen).unwrap();
@@ -381,13 +377,13 @@ fn products_and_sums_agree_with_double_precision() {
     let spec = MatmulSpec::new(4, 4, 4, DType::F32);
     assert!(
         compute
-            .matmul(&*stream, &spec, &a, &a, &a.slice(0..32).unwrap(), None)
+            .matmul(&stream, &spec, &a, &a, &a.slice(0..32).unwrap(), None)
             .is_err()
     );
     assert!(
         compute
             .matmul(
-                &*stream,
+                &stream,
                 &MatmulSpec { bias: true, ..spec },
                 &a,
                 &a,
@@ -396,7 +392,7 @@ fn products_and_sums_agree_with_double_precision() {
             )
             .is_err()
     );
-    assert!(compute.sum(&*stream, DType::F32, &a, &[]).is_err());
+    assert!(compute.sum(&stream, DType::F32, &a, &[]).is_err());
 }
 
 #[test]
@@ -440,7 +436,7 @@ fn a_batch_of_products_is_its_products() {
                 .iter()
                 .map(|(a, _)| {
                     let c = upload(dtype, 10, m * n);
-                    compute.matmul(&*stream, &spec, a, &b, &c, vector).unwrap();
+                    compute.matmul(&stream, &spec, a, &b, &c, vector).unwrap();
                     c
                 })
                 .collect();
@@ -449,15 +445,15 @@ fn a_batch_of_products_is_its_products() {
                 .prepare_products(&spec, &products, &b, vector)
                 .unwrap();
             stream.begin_capture().unwrap();
-            batch.enqueue(&*stream).unwrap();
+            batch.enqueue(&stream).unwrap();
             let graph = stream.end_capture().unwrap();
             for captured in [false, true] {
                 for (_, c) in &products {
                     device.upload(c, &vec![0xff; c.bytes()]).unwrap();
                 }
                 match captured {
-                    false => batch.enqueue(&*stream).unwrap(),
-                    true => graph.launch(&*stream).unwrap(),
+                    false => batch.enqueue(&stream).unwrap(),
+                    true => graph.launch(&stream).unwrap(),
                 }
                 stream.synchronize(soon()).unwrap();
                 for ((_, c), wanted) in products.iter().zip(&wanted) {
@@ -483,7 +479,7 @@ fn a_batch_of_products_is_its_products() {
 fn check_product(
     device: &dyn warplink::Device,
     compute: &dyn warplink::device::Compute,
-    stream: &dyn warplink::device::Stream,
+    stream: &warplink::device::Stream,
     spec: &MatmulSpec,
 ) {
     let (m, n, k, dtype) = (spec.m, spec.n, spec.k, spec.dtype);

@@ -61,7 +61,7 @@ fn survive(victim: usize, until_dead: impl Fn(&Communicator, &dyn Fn()) -> Resul
         if let Ok(region) = region {
             let peer = (comm.rank() + 1) % comm.world();
             let stream = comm.create_stream(Priority::Normal).unwrap();
-            assert!(comm.send(&region, peer, 0, &*stream).is_err());
+            assert!(comm.send(&region, peer, 0, &stream).is_err());
         }
         println!("survived");
         // A rank that leaves in order tells the others; they have enough to do with the first.
@@ -102,12 +102,12 @@ fn die_in_a_transfer(
     ])?;
     let group: Vec<&Transfer> = transfers.iter().collect();
     for round in 0.. {
-        post_all(&group, &*stream)?;
-        wait_all(&group, &*stream)?;
+        post_all(&group, &stream)?;
+        wait_all(&group, &stream)?;
         if round == 3 {
             die();
         }
-        comm.synchronize(&*stream)?;
+        comm.synchronize(&stream)?;
     }
     Ok(())
 }
@@ -146,18 +146,18 @@ fn a_rank_killed_in_a_captured_transfer() {
         ])?;
         let group: Vec<&Transfer> = transfers.iter().collect();
         stream.begin_capture()?;
-        post_all(&group, &*stream)?;
-        wait_all(&group, &*stream)?;
+        post_all(&group, &stream)?;
+        wait_all(&group, &stream)?;
         let graph = stream.end_capture()?;
         for round in 0.. {
             // Several launches ahead, so that waits lie behind waits when the rank dies.
             for _ in 0..10 {
-                graph.launch(&*stream)?;
+                graph.launch(&stream)?;
             }
             if round == 3 {
                 die();
             }
-            comm.synchronize(&*stream)?;
+            comm.synchronize(&stream)?;
         }
         Ok(())
     });
@@ -253,8 +253,8 @@ fn works(comm: &Communicator, peer: usize, tag: u64) {
         0 => TransferRequest::send(&region, peer, tag),
         _ => TransferRequest::receive(&region, peer, tag),
     };
-    comm.once(&[request], &*stream).unwrap();
-    comm.synchronize(&*stream).unwrap();
+    comm.once(&[request], &stream).unwrap();
+    comm.synchronize(&stream).unwrap();
     let mut seen = [0; 512];
     comm.device().download(region.slice(), &mut seen).unwrap();
     assert_eq!(seen, [1; 512]);

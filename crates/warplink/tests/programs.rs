@@ -82,9 +82,9 @@ fn every_variant<T: warplink::dtype::Element>(comm: &Communicator, streams: usiz
                 let inputs = Inputs::<T>::draw(&case, 10 * seed + u64::from(bias));
                 gather.fill_gather(comm, &case, &inputs);
                 scatter.fill_scatter(comm, &case, &inputs);
-                plans.0.run(&*stream).unwrap();
-                plans.1.run(&*stream).unwrap();
-                comm.synchronize(&*stream).unwrap();
+                plans.0.run(&stream).unwrap();
+                plans.1.run(&stream).unwrap();
+                comm.synchronize(&stream).unwrap();
                 gather.check_gather(comm, &case, &inputs, variant.name());
                 scatter.check_scatter(comm, &case, &inputs, variant.name());
             }
@@ -147,10 +147,10 @@ fn a_graph_is_right_a_thousand_times() {
                 gather.fill_gather(comm, &case, &inputs);
                 scatter.fill_scatter(comm, &case, &inputs);
                 for _ in 0..50 {
-                    graphs.0.launch(&*stream).unwrap();
-                    graphs.1.launch(&*stream).unwrap();
+                    graphs.0.launch(&stream).unwrap();
+                    graphs.1.launch(&stream).unwrap();
                 }
-                comm.synchronize(&*stream).unwrap();
+                comm.synchronize(&stream).unwrap();
                 gather.check_gather(comm, &case, &inputs, variant.name());
                 scatter.check_scatter(comm, &case, &inputs, variant.name());
             }
@@ -173,13 +173,12 @@ fn the_functions_and_several_operands() {
             let options = Options::default();
             let buffers = gather.gather_buffers(&case);
             let choice =
-                all_gather_matmul(&executor, &*stream, &case.gather(), &options, &buffers).unwrap();
+                all_gather_matmul(&executor, &stream, &case.gather(), &options, &buffers).unwrap();
             assert!(!choice.forced);
             assert!(choice.to_string().contains(choice.variant.name()));
             let buffers = scatter.scatter_buffers(&case);
-            matmul_reduce_scatter(&executor, &*stream, &case.scatter(), &options, &buffers)
-                .unwrap();
-            comm.synchronize(&*stream).unwrap();
+            matmul_reduce_scatter(&executor, &stream, &case.scatter(), &options, &buffers).unwrap();
+            comm.synchronize(&stream).unwrap();
             gather.check_gather(comm, &case, &inputs, "the function");
             scatter.check_scatter(comm, &case, &inputs, "the function");
         }
@@ -207,16 +206,16 @@ fn leading_dimensions_before_the_shared_one() {
         let buffers = gather.gather_buffers(&case);
         AllGatherMatmulPlan::new(&executor, &case.gather(), &options, &buffers)
             .unwrap()
-            .run(&*stream)
-            .and_then(|()| comm.synchronize(&*stream))
+            .run(&stream)
+            .and_then(|()| comm.synchronize(&stream))
             .unwrap();
         let buffers = scatter.scatter_buffers(&case);
         let graph = MatmulReduceScatterPlan::new(&executor, &case.scatter(), &options, &buffers)
             .unwrap()
             .capture()
             .unwrap();
-        graph.launch(&*stream).unwrap();
-        comm.synchronize(&*stream).unwrap();
+        graph.launch(&stream).unwrap();
+        comm.synchronize(&stream).unwrap();
         gather.check_gather(comm, &case, &inputs, "outer");
         scatter.check_scatter(comm, &case, &inputs, "outer");
     });
@@ -301,8 +300,8 @@ fn a_buffer_replaced_on_one_rank() {
                 let buffers = memory.gather_buffers(&case);
                 let plan = AllGatherMatmulPlan::new(&executor, &case.gather(), &options, &buffers);
                 let plan = plan.unwrap();
-                plan.run(&*stream).unwrap();
-                comm.synchronize(&*stream).unwrap();
+                plan.run(&stream).unwrap();
+                comm.synchronize(&stream).unwrap();
                 memory.check_gather(comm, &case, &inputs, variant.name());
             }
         }
@@ -360,8 +359,8 @@ fn a_rank_that_cannot_bind_tells_its_peers() {
                 bound.unwrap();
             }
             let plan = bind(256).unwrap();
-            plan.run(&*stream).unwrap();
-            comm.synchronize(&*stream).unwrap();
+            plan.run(&stream).unwrap();
+            comm.synchronize(&stream).unwrap();
         }
     });
 }
@@ -378,7 +377,7 @@ fn a_trace_has_spans_of_every_rank() {
         let options = Options::of(Variant::PushRotated);
         let buffers = memory.gather_buffers(&case);
         let plan = AllGatherMatmulPlan::new(&executor, &case.gather(), &options, &buffers).unwrap();
-        let trace = plan.plans()[0].trace(&*stream).unwrap();
+        let trace = plan.plans()[0].trace(&stream).unwrap();
         memory.check_gather(comm, &case, &inputs, "traced");
         let Some(trace) = trace else {
             assert_ne!(comm.rank(), 0);
@@ -427,10 +426,10 @@ fn stored<T: warplink::dtype::Element>(comm: &Communicator) {
         }
         // Several in a row: one that ran ahead would spoil what its peers still add up.
         for _ in 0..3 {
-            eager.run(&*stream).unwrap();
-            captured.launch(&*stream).unwrap();
+            eager.run(&stream).unwrap();
+            captured.launch(&stream).unwrap();
         }
-        comm.synchronize(&*stream).unwrap();
+        comm.synchronize(&stream).unwrap();
         for (memory, how) in memory.iter().zip(["eager", "captured"]) {
             memory.check_scatter(comm, &case, &inputs, how);
         }
@@ -502,7 +501,7 @@ fn shards_and_blocks_in_parts_are_right() {
                     let prepared = executor
                         .prepare(&program, &lowered.parameters, options)
                         .unwrap();
-                    product::run_example(comm, &*stream, &program.name, &prepared);
+                    product::run_example(comm, &stream, &program.name, &prepared);
                 }
             }
         }
@@ -546,7 +545,7 @@ fn the_examples_run() {
             let prepared = executor
                 .prepare(&program, &parameters, PrepareOptions::default())
                 .unwrap();
-            product::run_example(comm, &*stream, &program.name, &prepared);
+            product::run_example(comm, &stream, &program.name, &prepared);
         }
     });
 }

@@ -58,9 +58,9 @@ fn ring_of_rounds(comm: &Communicator) {
         let group: Vec<&Transfer> = transfers.iter().collect();
         for round in 0..32 {
             upload(comm, &send, &values(comm.rank(), round, 10_000));
-            post_all(&group, &*stream).unwrap();
-            wait_all(&group, &*stream).unwrap();
-            comm.synchronize(&*stream).unwrap();
+            post_all(&group, &stream).unwrap();
+            wait_all(&group, &stream).unwrap();
+            comm.synchronize(&stream).unwrap();
             assert_eq!(
                 download(comm, &receive),
                 values(left, round, 10_000),
@@ -112,8 +112,8 @@ fn a_neighbours_value_is_read_through_its_handle() {
             TransferRequest::send(&own, peer, 0).protocol(Protocol::Get),
             TransferRequest::receive(&seen, peer, 0).protocol(Protocol::Get),
         ];
-        comm.once(&requests, &*stream).unwrap();
-        comm.synchronize(&*stream).unwrap();
+        comm.once(&requests, &stream).unwrap();
+        comm.synchronize(&stream).unwrap();
         assert_eq!(download(comm, &seen), (peer as u64 + 41).to_le_bytes());
     });
 }
@@ -135,8 +135,8 @@ fn the_middle_of_an_allocation_on_either_side() {
                     TransferRequest::receive(&to, peer, 1).protocol(protocol),
                     TransferRequest::send(&from, peer, 1).protocol(protocol),
                 ];
-                comm.once(&requests, &*stream).unwrap();
-                comm.synchronize(&*stream).unwrap();
+                comm.once(&requests, &stream).unwrap();
+                comm.synchronize(&stream).unwrap();
                 let all = download(comm, &whole);
                 assert_eq!(all[2_000_001..2_300_001], values(peer, 5, 300_000));
                 assert!(
@@ -178,10 +178,10 @@ fn memory_that_somebody_else_allocated() {
                 TransferRequest::send(&own, peer, 0),
                 TransferRequest::receive(&into, peer, 0),
             ],
-            &*stream,
+            &stream,
         )
         .unwrap();
-        comm.synchronize(&*stream).unwrap();
+        comm.synchronize(&stream).unwrap();
         assert_eq!(download(comm, &into), values(peer, 1, 4096));
     });
 }
@@ -208,9 +208,9 @@ fn a_buffer_replaced_on_one_rank_only() {
                     ])
                     .unwrap();
                 let group: Vec<&Transfer> = transfers.iter().collect();
-                post_all(&group, &*stream).unwrap();
-                wait_all(&group, &*stream).unwrap();
-                comm.synchronize(&*stream).unwrap();
+                post_all(&group, &stream).unwrap();
+                wait_all(&group, &stream).unwrap();
+                comm.synchronize(&stream).unwrap();
                 assert_eq!(
                     download(comm, &receive),
                     values(peer, round, 1 << 16),
@@ -246,8 +246,8 @@ fn a_thousand_exchanges_leave_nothing_behind() {
                     TransferRequest::send(&send, peer, 3),
                     TransferRequest::receive(&receive, peer, 3),
                 ];
-                comm.once(&requests, &*stream).unwrap();
-                comm.synchronize(&*stream).unwrap();
+                comm.once(&requests, &stream).unwrap();
+                comm.synchronize(&stream).unwrap();
                 assert_eq!(download(comm, &receive), values(peer, tag + step, 4096));
             }
         };
@@ -313,8 +313,8 @@ fn a_group_completes_in_any_order_on_each_rank() {
             let mut shuffled: Vec<_> = requests.into_iter().zip(order).collect();
             shuffled.sort_by_key(|(_, key)| *key);
             let requests: Vec<_> = shuffled.into_iter().map(|(request, _)| request).collect();
-            comm.once(&requests, &*stream).unwrap();
-            comm.synchronize(&*stream).unwrap();
+            comm.once(&requests, &stream).unwrap();
+            comm.synchronize(&stream).unwrap();
             for (receive, want) in checks {
                 assert_eq!(download(comm, &receive), want);
             }
@@ -331,7 +331,7 @@ fn batches_need_not_be_cut_alike() {
         if comm.rank() == 0 {
             for (tag, region) in regions.iter().enumerate() {
                 upload(comm, region, &[tag as u8 + 1; 64]);
-                comm.send(region, peer, tag as u64, &*stream).unwrap();
+                comm.send(region, peer, tag as u64, &stream).unwrap();
             }
         } else {
             let requests: Vec<_> = regions
@@ -339,9 +339,9 @@ fn batches_need_not_be_cut_alike() {
                 .zip(0..)
                 .map(|(region, tag)| TransferRequest::receive(region, peer, tag))
                 .collect();
-            comm.once(&requests, &*stream).unwrap();
+            comm.once(&requests, &stream).unwrap();
         }
-        comm.synchronize(&*stream).unwrap();
+        comm.synchronize(&stream).unwrap();
         for (tag, region) in regions.iter().enumerate() {
             assert_eq!(download(comm, region), [tag as u8 + 1; 64]);
         }
@@ -369,23 +369,23 @@ fn a_sender_that_runs_ahead_loses_no_signal() {
                     .remove(0);
                 // One rank posts a hundred before the other posts any, then the other way round.
                 if comm.rank() == 0 {
-                    (0..100).for_each(|_| transfer.post(&*stream).unwrap());
+                    (0..100).for_each(|_| transfer.post(&stream).unwrap());
                     comm.barrier().unwrap();
                 } else {
                     comm.barrier().unwrap();
-                    (0..100).for_each(|_| transfer.post(&*stream).unwrap());
+                    (0..100).for_each(|_| transfer.post(&stream).unwrap());
                 }
-                transfer.wait(&*stream).unwrap();
-                comm.synchronize(&*stream).unwrap();
+                transfer.wait(&stream).unwrap();
+                comm.synchronize(&stream).unwrap();
                 if comm.rank() == 1 {
-                    (0..100).for_each(|_| transfer.post(&*stream).unwrap());
+                    (0..100).for_each(|_| transfer.post(&stream).unwrap());
                     comm.barrier().unwrap();
                 } else {
                     comm.barrier().unwrap();
-                    (0..100).for_each(|_| transfer.post(&*stream).unwrap());
+                    (0..100).for_each(|_| transfer.post(&stream).unwrap());
                 }
-                transfer.wait(&*stream).unwrap();
-                comm.synchronize(&*stream).unwrap();
+                transfer.wait(&stream).unwrap();
+                comm.synchronize(&stream).unwrap();
                 assert_eq!(download(comm, &region), [7; 256]);
             }
         },
@@ -418,10 +418,10 @@ fn a_wait_on_another_stream_waits() {
                 let group: Vec<&Transfer> = transfers.iter().collect();
                 for round in 0..20 {
                     upload(comm, &send, &values(comm.rank(), round, 1 << 16));
-                    post_all(&group, &*posts).unwrap();
-                    wait_all(&group, &*waits).unwrap();
+                    post_all(&group, &posts).unwrap();
+                    wait_all(&group, &waits).unwrap();
                     waits.copy(seen.slice(), receive.slice()).unwrap();
-                    comm.synchronize(&*waits).unwrap();
+                    comm.synchronize(&waits).unwrap();
                     assert_eq!(
                         download(comm, &seen),
                         values(peer, round, 1 << 16),
@@ -429,7 +429,7 @@ fn a_wait_on_another_stream_waits() {
                     );
                     comm.barrier().unwrap();
                 }
-                comm.synchronize(&*posts).unwrap();
+                comm.synchronize(&posts).unwrap();
             }
         },
     );
@@ -452,8 +452,8 @@ fn stores(comm: &Communicator) {
     assert_eq!((store.bytes(), store.region().is_none()), (3000, true));
     assert_eq!(store.target().unwrap().bytes(), 3000);
     let enqueue = || {
-        take.post(&*stream).unwrap();
-        post_stores(&[store], &*stream, |targets| {
+        take.post(&stream).unwrap();
+        post_stores(&[store], &stream, |targets| {
             // In two parts, which are both there when the receiver hears of it.
             for part in [0..1000, 1000..3000] {
                 let from = source.slice().slice(part.clone())?;
@@ -462,7 +462,7 @@ fn stores(comm: &Communicator) {
             Ok(())
         })
         .unwrap();
-        take.wait(&*stream).unwrap();
+        take.wait(&stream).unwrap();
     };
     stream.begin_capture().unwrap();
     enqueue();
@@ -471,19 +471,19 @@ fn stores(comm: &Communicator) {
         upload(comm, &source, &values(comm.rank(), round, 3000));
         match round % 2 {
             0 => enqueue(),
-            _ => graph.launch(&*stream).unwrap(),
+            _ => graph.launch(&stream).unwrap(),
         }
-        comm.synchronize(&*stream).unwrap();
+        comm.synchronize(&stream).unwrap();
         assert_eq!(download(comm, &receive), values(left, round, 3000));
     }
     // There is nothing to copy, and nothing to store for who receives.
-    let error = store.post(&*stream).unwrap_err();
+    let error = store.post(&stream).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
     // That harmed nothing.
     enqueue();
-    comm.synchronize(&*stream).unwrap();
+    comm.synchronize(&stream).unwrap();
     assert_eq!(download(comm, &receive), values(left, 19, 3000));
-    let error = post_stores(&[take], &*stream, |_| Ok(())).unwrap_err();
+    let error = post_stores(&[take], &stream, |_| Ok(())).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
     let by_get = TransferRequest::store(64, right, 8).protocol(Protocol::Get);
     let error = comm.exchange(&[by_get]).unwrap_err();

@@ -182,9 +182,9 @@ fn time(
     clock: &Clock<'_>,
     samples: usize,
     name: String,
-    work: &dyn Fn(&dyn Stream) -> Result<()>,
+    work: &dyn Fn(&Stream) -> Result<()>,
 ) -> Result<Way> {
-    let before = product.error_of(&*clock.stream, work)?;
+    let before = product.error_of(&clock.stream, work)?;
     let eager = clock.measure(samples, Submission::Eager, work)?;
     let captured = clock.measure(samples, Submission::Captured, work)?;
     let after = product.error()?;

@@ -114,7 +114,7 @@ pub(crate) enum ProductPlan {
 }
 
 impl ProductPlan {
-    pub(crate) fn run(&self, stream: &dyn Stream) -> Result<()> {
+    pub(crate) fn run(&self, stream: &Stream) -> Result<()> {
         match self {
             Self::Gather(plan) => plan.run(stream)?,
             Self::Scatter(plan) => plan.run(stream)?,
@@ -237,8 +237,8 @@ impl<'a> Product<'a> {
     /// time.
     pub(crate) fn error_of(
         &mut self,
-        stream: &dyn Stream,
-        work: &dyn Fn(&dyn Stream) -> Result<()>,
+        stream: &Stream,
+        work: &dyn Fn(&Stream) -> Result<()>,
     ) -> Result<f64> {
         // Every byte 0xff is NaN in every type.
         stream.fill(&self.c, 0xff)?;

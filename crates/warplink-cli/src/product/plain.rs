@@ -55,7 +55,7 @@ impl Plain {
         })
     }
 
-    pub(crate) fn run(&self, stream: &dyn Stream) -> Result<()> {
+    pub(crate) fn run(&self, stream: &Stream) -> Result<()> {
         let group: Vec<&Transfer> = self.transfers.iter().collect();
         stream.copy(&self.own, &self.a)?;
         if !group.is_empty() {

@@ -26,17 +26,13 @@ pub trait CollectiveEngine: Send + Sync + fmt::Debug {
     fn describe(&self) -> String;
 
     /// `target` (world × `source`) becomes every rank's `source`, in rank order.
-    fn all_gather(
-        &self,
-        stream: &dyn Stream,
-        target: &DeviceSlice,
-        source: &DeviceSlice,
-    ) -> Result<()>;
+    fn all_gather(&self, stream: &Stream, target: &DeviceSlice, source: &DeviceSlice)
+    -> Result<()>;
 
     /// `target` becomes the reduction of every rank's `source`, on every rank.
     fn all_reduce(
         &self,
-        stream: &dyn Stream,
+        stream: &Stream,
         dtype: DType,
         op: ReduceOp,
         target: &DeviceSlice,
@@ -46,7 +42,7 @@ pub trait CollectiveEngine: Send + Sync + fmt::Debug {
     /// `target` becomes this rank's part of the reduction of every rank's `source` (world × `target`).
     fn reduce_scatter(
         &self,
-        stream: &dyn Stream,
+        stream: &Stream,
         dtype: DType,
         op: ReduceOp,
         target: &DeviceSlice,
@@ -56,7 +52,7 @@ pub trait CollectiveEngine: Send + Sync + fmt::Debug {
     /// `target` becomes the `source` of rank `root`.
     fn broadcast(
         &self,
-        stream: &dyn Stream,
+        stream: &Stream,
         root: Rank,
         target: &DeviceSlice,
         source: &DeviceSlice,
@@ -65,7 +61,7 @@ pub trait CollectiveEngine: Send + Sync + fmt::Debug {
     /// On rank `root`, `target` becomes the reduction of every rank's `source`.
     fn reduce(
         &self,
-        stream: &dyn Stream,
+        stream: &Stream,
         dtype: DType,
         op: ReduceOp,
         root: Rank,
@@ -74,17 +70,13 @@ pub trait CollectiveEngine: Send + Sync + fmt::Debug {
     ) -> Result<()>;
 
     /// Part p of `target` becomes this rank's part of rank p's `source`.
-    fn all_to_all(
-        &self,
-        stream: &dyn Stream,
-        target: &DeviceSlice,
-        source: &DeviceSlice,
-    ) -> Result<()>;
+    fn all_to_all(&self, stream: &Stream, target: &DeviceSlice, source: &DeviceSlice)
+    -> Result<()>;
 
     /// Sends and receives, all at once: none waits for another of the same call.
     fn exchange(
         &self,
-        stream: &dyn Stream,
+        stream: &Stream,
         sends: &[(Rank, DeviceSlice)],
         receives: &[(Rank, DeviceSlice)],
     ) -> Result<()>;

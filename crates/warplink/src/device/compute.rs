@@ -96,7 +96,7 @@ pub trait Compute: Send + Sync + fmt::Debug {
     /// not what `spec` says, `bias` is not there when it should be, or the type has no product.
     fn matmul(
         &self,
-        stream: &dyn Stream,
+        stream: &Stream,
         spec: &MatmulSpec,
         a: &DeviceSlice,
         b: &DeviceSlice,
@@ -133,7 +133,7 @@ pub trait Compute: Send + Sync + fmt::Debug {
     /// and `i32` for these; bytes have no sum). `target` may be one of the sources. All have the same length.
     fn sum(
         &self,
-        stream: &dyn Stream,
+        stream: &Stream,
         dtype: DType,
         target: &DeviceSlice,
         sources: &[DeviceSlice],
@@ -145,7 +145,7 @@ pub trait Compute: Send + Sync + fmt::Debug {
 pub trait PreparedLaunch: Send + Sync + fmt::Debug {
     /// Enqueues the work. Does not block. Enqueued on several streams at once, it may run one after
     /// the other.
-    fn enqueue(&self, stream: &dyn Stream) -> Result<()>;
+    fn enqueue(&self, stream: &Stream) -> Result<()>;
 }
 
 impl MatmulSpec {

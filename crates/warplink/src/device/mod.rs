@@ -32,7 +32,9 @@ pub use compute::{Compute, MatmulSpec, PreparedLaunch};
 pub use fault::Fault;
 pub use slice::{Backing, DeviceSlice, Word};
 pub(crate) use stream::sequence_apart;
-pub use stream::{Event, Graph, MemoryOp, Priority, Stream, StreamOp};
+pub use stream::{
+    Event, EventBackend, Graph, GraphBackend, MemoryOp, Priority, Stream, StreamBackend, StreamOp,
+};
 
 use crate::error::{Error, ErrorKind, Result};
 use std::any::Any;
@@ -238,7 +240,7 @@ pub trait Device: Send + Sync + fmt::Debug {
     fn download(&self, source: &DeviceSlice, bytes: &mut [u8]) -> Result<()>;
 
     /// Makes a stream.
-    fn create_stream(&self, priority: Priority) -> Result<Arc<dyn Stream>>;
+    fn create_stream(&self, priority: Priority) -> Result<Stream>;
 
     /// A stream that somebody else made; `owner` is held as long as it.
     ///
@@ -247,14 +249,10 @@ pub trait Device: Send + Sync + fmt::Debug {
     ///
     /// # Errors
     /// [`ErrorKind::Unsupported`] on the host device, whose streams have no raw form.
-    unsafe fn borrow_stream(
-        &self,
-        raw: u64,
-        owner: Arc<dyn Any + Send + Sync>,
-    ) -> Result<Arc<dyn Stream>>;
+    unsafe fn borrow_stream(&self, raw: u64, owner: Arc<dyn Any + Send + Sync>) -> Result<Stream>;
 
     /// Makes an event; only one with `timing` can measure time.
-    fn create_event(&self, timing: bool) -> Result<Arc<dyn Event>>;
+    fn create_event(&self, timing: bool) -> Result<Event>;
 
     /// Makes what a peer needs to open the allocation that `slice` lies in.
     ///

@@ -63,8 +63,245 @@ impl<'a> From<MemoryOp<'a>> for StreamOp<'a> {
     }
 }
 
+/// An ordered queue of device work. A clone is another handle of the same queue. Enqueuing never
+/// blocks; every method but [`synchronize`](Self::synchronize) only enqueues, unless it says
+/// otherwise.
+#[derive(Clone)]
+pub struct Stream(Arc<dyn StreamBackend>);
+
+impl Stream {
+    /// The handle of a device's own stream.
+    pub fn new(backend: Arc<dyn StreamBackend>) -> Self {
+        Self(backend)
+    }
+
+    /// What the device made, if it is of type `T`.
+    pub fn backend<T: StreamBackend>(&self) -> Option<&T> {
+        let backend: &dyn Any = &*self.0;
+        backend.downcast_ref()
+    }
+
+    /// Copies `source` to `target`, of the same length, either of which may be a peer's.
+    pub fn copy(&self, target: &DeviceSlice, source: &DeviceSlice) -> Result<()> {
+        self.0.copy(target, source)
+    }
+
+    /// Sets every byte of `target`.
+    pub fn fill(&self, target: &DeviceSlice, byte: u8) -> Result<()> {
+        self.0.fill(target, byte)
+    }
+
+    /// Writes and waits, in the order given.
+    pub fn memory_ops(&self, ops: &[MemoryOp<'_>]) -> Result<()> {
+        self.0.memory_ops(ops)
+    }
+
+    /// As [`memory_ops`](Self::memory_ops), but in one kernel where the device gains by that, which it
+    /// does from a few on. A kernel waits for room on a multiprocessor, which a GEMM on another
+    /// stream may leave none of.
+    pub fn memory_ops_in_kernel(&self, ops: &[MemoryOp<'_>]) -> Result<()> {
+        self.0.memory_ops_in_kernel(ops)
+    }
+
+    /// Copies, writes and waits, in the order given. A device may do several in one step, so this is
+    /// never slower than the calls one by one.
+    pub fn sequence(&self, ops: &[StreamOp<'_>]) -> Result<()> {
+        self.0.sequence(ops)
+    }
+
+    /// Marks this point of the stream in `event`; an earlier mark is forgotten.
+    pub fn record(&self, event: &Event) -> Result<()> {
+        self.0.record(event)
+    }
+
+    /// Holds the stream until the point that `event` marked when this was called.
+    pub fn wait_event(&self, event: &Event) -> Result<()> {
+        self.0.wait_event(event)
+    }
+
+    /// Blocks the caller until everything enqueued so far is done.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Timeout`](crate::ErrorKind::Timeout) at the deadline; the device's fault when
+    /// it is raised; [`ErrorKind::Driver`](crate::ErrorKind::Driver) when work failed.
+    pub fn synchronize(&self, deadline: Deadline) -> Result<()> {
+        self.0.synchronize(deadline)
+    }
+
+    /// Whether everything enqueued so far is done. Does not block.
+    pub fn is_idle(&self) -> Result<bool> {
+        self.0.is_idle()
+    }
+
+    /// Starts recording what is enqueued into a graph instead of doing it. Another stream joins
+    /// when it waits for an event recorded in one that is recording; it must be joined back in the
+    /// same way before the end.
+    pub fn begin_capture(&self) -> Result<()> {
+        self.0.begin_capture()
+    }
+
+    /// Ends recording and makes the graph ready to launch. Blocks while it is prepared.
+    pub fn end_capture(&self) -> Result<Graph> {
+        self.0.end_capture()
+    }
+
+    /// The number of the capture that records what is enqueued, if one does. No two captures of a
+    /// process have the same.
+    pub fn capture_id(&self) -> Result<Option<u64>> {
+        self.0.capture_id()
+    }
+
+    /// Whether what is enqueued is being recorded.
+    pub fn is_capturing(&self) -> Result<bool> {
+        self.0.is_capturing()
+    }
+
+    /// Number that tells streams of one device apart; on a GPU the driver's handle.
+    pub fn raw(&self) -> u64 {
+        self.0.raw()
+    }
+}
+
+impl fmt::Debug for Stream {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+/// A mark in a stream. A clone is another handle of the same mark.
+#[derive(Clone)]
+pub struct Event(Arc<dyn EventBackend>);
+
+impl Event {
+    /// The handle of a device's own event.
+    pub fn new(backend: Arc<dyn EventBackend>) -> Self {
+        Self(backend)
+    }
+
+    /// What the device made, if it is of type `T`.
+    pub fn backend<T: EventBackend>(&self) -> Option<&T> {
+        let backend: &dyn Any = &*self.0;
+        backend.downcast_ref()
+    }
+
+    /// Milliseconds from `earlier` to this one, both made with timing, recorded and reached.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) without timing,
+    /// [`ErrorKind::Driver`](crate::ErrorKind::Driver) if either is not reached.
+    pub fn elapsed_since(&self, earlier: &Event) -> Result<f32> {
+        self.0.elapsed_since(earlier)
+    }
+
+    /// Whether the mark has been reached.
+    pub fn is_reached(&self) -> Result<bool> {
+        self.0.is_reached()
+    }
+}
+
+impl fmt::Debug for Event {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+/// Work recorded once and launched any number of times. A clone is another handle of the same
+/// graph.
+#[derive(Clone)]
+pub struct Graph(Arc<dyn GraphBackend>);
+
+impl Graph {
+    /// The handle of a device's own graph.
+    pub fn new(backend: Arc<dyn GraphBackend>) -> Self {
+        Self(backend)
+    }
+
+    /// Enqueues the whole graph on `stream`. Launches of one graph happen one after the other.
+    pub fn launch(&self, stream: &Stream) -> Result<()> {
+        self.0.launch(stream)
+    }
+
+    /// How many operations it holds.
+    pub fn operations(&self) -> usize {
+        self.0.operations()
+    }
+}
+
+impl fmt::Debug for Graph {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+/// A stream as a device makes it; the methods are those of [`Stream`].
+pub trait StreamBackend: Any + Send + Sync + fmt::Debug {
+    /// See [`Stream::copy`].
+    fn copy(&self, target: &DeviceSlice, source: &DeviceSlice) -> Result<()>;
+
+    /// See [`Stream::fill`].
+    fn fill(&self, target: &DeviceSlice, byte: u8) -> Result<()>;
+
+    /// See [`Stream::memory_ops`].
+    fn memory_ops(&self, ops: &[MemoryOp<'_>]) -> Result<()>;
+
+    /// See [`Stream::memory_ops_in_kernel`].
+    fn memory_ops_in_kernel(&self, ops: &[MemoryOp<'_>]) -> Result<()> {
+        self.memory_ops(ops)
+    }
+
+    /// See [`Stream::sequence`].
+    fn sequence(&self, ops: &[StreamOp<'_>]) -> Result<()>;
+
+    /// See [`Stream::record`].
+    fn record(&self, event: &Event) -> Result<()>;
+
+    /// See [`Stream::wait_event`].
+    fn wait_event(&self, event: &Event) -> Result<()>;
+
+    /// See [`Stream::synchronize`].
+    fn synchronize(&self, deadline: Deadline) -> Result<()>;
+
+    /// See [`Stream::is_idle`].
+    fn is_idle(&self) -> Result<bool>;
+
+    /// See [`Stream::begin_capture`].
+    fn begin_capture(&self) -> Result<()>;
+
+    /// See [`Stream::end_capture`].
+    fn end_capture(&self) -> Result<Graph>;
+
+    /// See [`Stream::capture_id`].
+    fn capture_id(&self) -> Result<Option<u64>>;
+
+    /// See [`Stream::is_capturing`].
+    fn is_capturing(&self) -> Result<bool> {
+        Ok(self.capture_id()?.is_some())
+    }
+
+    /// See [`Stream::raw`].
+    fn raw(&self) -> u64;
+}
+
+/// An event as a device makes it; the methods are those of [`Event`].
+pub trait EventBackend: Any + Send + Sync + fmt::Debug {
+    /// See [`Event::elapsed_since`].
+    fn elapsed_since(&self, earlier: &Event) -> Result<f32>;
+
+    /// See [`Event::is_reached`].
+    fn is_reached(&self) -> Result<bool>;
+}
+
+/// A graph as a device makes it; the methods are those of [`Graph`].
+pub trait GraphBackend: Send + Sync + fmt::Debug {
+    /// See [`Graph::launch`].
+    fn launch(&self, stream: &Stream) -> Result<()>;
+
+    /// See [`Graph::operations`].
+    fn operations(&self) -> usize;
+}
+
 /// A sequence by the calls one by one, with neighbouring operations on words together.
-pub(crate) fn sequence_apart(stream: &dyn Stream, ops: &[StreamOp<'_>]) -> Result<()> {
+pub(crate) fn sequence_apart(stream: &dyn StreamBackend, ops: &[StreamOp<'_>]) -> Result<()> {
     let mut pending: Vec<MemoryOp<'_>> = Vec::with_capacity(ops.len());
     for op in ops {
         match op {
@@ -77,99 +314,4 @@ pub(crate) fn sequence_apart(stream: &dyn Stream, ops: &[StreamOp<'_>]) -> Resul
         }
     }
     stream.memory_ops(&pending)
-}
-
-/// An ordered queue of device work. Enqueuing never blocks; every method but
-/// [`synchronize`](Stream::synchronize) only enqueues, unless it says otherwise.
-pub trait Stream: Send + Sync + fmt::Debug {
-    /// Copies `source` to `target`, of the same length, either of which may be a peer's.
-    fn copy(&self, target: &DeviceSlice, source: &DeviceSlice) -> Result<()>;
-
-    /// Several copies, unordered among one another, as `(target, source)`.
-    fn copy_batch(&self, copies: &[(DeviceSlice, DeviceSlice)]) -> Result<()> {
-        copies
-            .iter()
-            .try_for_each(|(target, source)| self.copy(target, source))
-    }
-
-    /// Sets every byte of `target`.
-    fn fill(&self, target: &DeviceSlice, byte: u8) -> Result<()>;
-
-    /// Writes and waits, in the order given.
-    fn memory_ops(&self, ops: &[MemoryOp<'_>]) -> Result<()>;
-
-    /// As [`memory_ops`](Self::memory_ops), but in one kernel where the device gains by that, which it
-    /// does from a few on. A kernel waits for room on a multiprocessor, which products on other
-    /// streams may leave none of.
-    fn memory_ops_in_kernel(&self, ops: &[MemoryOp<'_>]) -> Result<()> {
-        self.memory_ops(ops)
-    }
-
-    /// Copies, writes and waits, in the order given. A device may do several in one step, so this is
-    /// never slower than the calls one by one.
-    fn sequence(&self, ops: &[StreamOp<'_>]) -> Result<()>;
-
-    /// Marks this point of the stream in `event`; an earlier mark is forgotten.
-    fn record(&self, event: &dyn Event) -> Result<()>;
-
-    /// Holds the stream until the point that `event` marked when this was called.
-    fn wait_event(&self, event: &dyn Event) -> Result<()>;
-
-    /// Blocks the caller until everything enqueued so far is done.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Timeout`](crate::ErrorKind::Timeout) at the deadline; the device's fault when
-    /// it is raised; [`ErrorKind::Driver`](crate::ErrorKind::Driver) when work failed.
-    fn synchronize(&self, deadline: Deadline) -> Result<()>;
-
-    /// Whether everything enqueued so far is done. Does not block.
-    fn is_idle(&self) -> Result<bool>;
-
-    /// Starts recording what is enqueued into a graph instead of doing it. Another stream joins
-    /// when it waits for an event recorded in one that is recording; it must be joined back in the
-    /// same way before the end.
-    fn begin_capture(&self) -> Result<()>;
-
-    /// Ends recording and makes the graph ready to launch. Blocks while it is prepared.
-    fn end_capture(&self) -> Result<Arc<dyn Graph>>;
-
-    /// The number of the capture that records what is enqueued, if one does. No two captures of a
-    /// process have the same.
-    fn capture_id(&self) -> Result<Option<u64>>;
-
-    /// Whether what is enqueued is being recorded.
-    fn is_capturing(&self) -> Result<bool> {
-        Ok(self.capture_id()?.is_some())
-    }
-
-    /// Number that tells streams of one device apart; on a GPU the driver's handle.
-    fn raw(&self) -> u64;
-
-    /// Itself, for the device that made it.
-    fn as_any(&self) -> &dyn Any;
-}
-
-/// A mark in a stream.
-pub trait Event: Send + Sync + fmt::Debug {
-    /// Milliseconds from `earlier` to this one, both made with timing, recorded and reached.
-    ///
-    /// # Errors
-    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) without timing,
-    /// [`ErrorKind::Driver`](crate::ErrorKind::Driver) if either is not reached.
-    fn elapsed_since(&self, earlier: &dyn Event) -> Result<f32>;
-
-    /// Whether the mark has been reached.
-    fn is_reached(&self) -> Result<bool>;
-
-    /// Itself, for the device that made it.
-    fn as_any(&self) -> &dyn Any;
-}
-
-/// Work recorded once and launched any number of times.
-pub trait Graph: Send + Sync + fmt::Debug {
-    /// Enqueues the whole graph on `stream`. Launches of one graph happen one after the other.
-    fn launch(&self, stream: &dyn Stream) -> Result<()>;
-
-    /// How many operations it holds.
-    fn operations(&self) -> usize;
 }

@@ -96,7 +96,7 @@ impl AllGatherMatmulPlan {
 
     /// Enqueues one run, starting from and joining back into `stream`. Does not block. The next may
     /// be enqueued before it is done.
-    pub fn run(&self, stream: &dyn Stream) -> Result<()> {
+    pub fn run(&self, stream: &Stream) -> Result<()> {
         self.runs.run(stream)
     }
 
@@ -131,7 +131,7 @@ impl AllGatherMatmulPlan {
 /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) in a capture.
 pub fn all_gather_matmul(
     executor: &Executor,
-    stream: &dyn Stream,
+    stream: &Stream,
     problem: &AllGatherMatmul,
     options: &Options,
     buffers: &AllGatherMatmulBuffers,

@@ -6,7 +6,6 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::program::lower::Lowered;
 use crate::program::{Bindings, Executor, Plan, PrepareOptions};
 use std::fmt;
-use std::sync::Arc;
 
 /// A lowered program, bound as often as there are outer indices.
 pub(super) struct Runs {
@@ -53,14 +52,14 @@ impl Runs {
         })
     }
 
-    pub(super) fn run(&self, stream: &dyn Stream) -> Result<()> {
+    pub(super) fn run(&self, stream: &Stream) -> Result<()> {
         self.plans.iter().try_for_each(|plan| plan.run(stream))
     }
 
     pub(super) fn capture(self) -> Result<CapturedOverlap> {
         let stream = self.executor.create_stream()?;
         stream.begin_capture()?;
-        let recorded = self.run(&*stream);
+        let recorded = self.run(&stream);
         let graph = stream.end_capture();
         recorded?;
         Ok(CapturedOverlap {
@@ -70,7 +69,7 @@ impl Runs {
     }
 
     /// Enqueues a run, and keeps the plans until it is done.
-    pub(super) fn once(self, stream: &dyn Stream) -> Result<Choice> {
+    pub(super) fn once(self, stream: &Stream) -> Result<Choice> {
         if stream.is_capturing()? {
             return Err(Error::new(
                 ErrorKind::Unsupported,
@@ -193,7 +192,7 @@ pub(super) fn check(options: &Options) -> Result<()> {
 /// turns in the same order on every rank.
 pub struct CapturedOverlap {
     // Before the plans, whose memory and streams it uses.
-    graph: Arc<dyn Graph>,
+    graph: Graph,
     runs: Runs,
 }
 
@@ -205,7 +204,7 @@ impl fmt::Debug for CapturedOverlap {
 
 impl CapturedOverlap {
     /// Enqueues the whole on `stream`. Does not block.
-    pub fn launch(&self, stream: &dyn Stream) -> Result<()> {
+    pub fn launch(&self, stream: &Stream) -> Result<()> {
         self.graph.launch(stream)
     }
 

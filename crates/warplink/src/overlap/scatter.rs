@@ -87,7 +87,7 @@ impl MatmulReduceScatterPlan {
 
     /// Enqueues one run, starting from and joining back into `stream`. Does not block. The next may
     /// be enqueued before it is done.
-    pub fn run(&self, stream: &dyn Stream) -> Result<()> {
+    pub fn run(&self, stream: &Stream) -> Result<()> {
         self.runs.run(stream)
     }
 
@@ -122,7 +122,7 @@ impl MatmulReduceScatterPlan {
 /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) in a capture.
 pub fn matmul_reduce_scatter(
     executor: &Executor,
-    stream: &dyn Stream,
+    stream: &Stream,
     problem: &MatmulReduceScatter,
     options: &Options,
     buffers: &MatmulReduceScatterBuffers,

@@ -72,7 +72,7 @@ impl<'a> Batch<'a> {
     /// The device's fault, and
     /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) for a transfer that is
     /// captured twice without a wait between, or a send that has no memory to copy from.
-    pub fn enqueue(&self, stream: &dyn Stream) -> Result<()> {
+    pub fn enqueue(&self, stream: &Stream) -> Result<()> {
         let mut queue = Queue::new(stream, self.in_kernel)?;
         // Before any post is numbered: a number without a post would be waited for in vain.
         for (index, Part { kind, transfer }) in self.parts.iter().enumerate() {
@@ -109,7 +109,7 @@ impl<'a> Batch<'a> {
 
 /// Operations that a stream is to get together.
 struct Queue<'a, 's> {
-    stream: &'s dyn Stream,
+    stream: &'s Stream,
     /// The graph that the stream records, if it does.
     capture: Option<u64>,
     in_kernel: bool,
@@ -122,7 +122,7 @@ struct Queue<'a, 's> {
 }
 
 impl<'a, 's> Queue<'a, 's> {
-    fn new(stream: &'s dyn Stream, in_kernel: bool) -> Result<Self> {
+    fn new(stream: &'s Stream, in_kernel: bool) -> Result<Self> {
         Ok(Self {
             stream,
             capture: stream.capture_id()?,
@@ -238,7 +238,7 @@ fn only_signals<'a>(operations: &[StreamOp<'a>]) -> Option<Vec<MemoryOp<'a>>> {
 ///
 /// # Errors
 /// As [`Batch::enqueue`].
-pub fn post_all(transfers: &[&Transfer], stream: &dyn Stream) -> Result<()> {
+pub fn post_all(transfers: &[&Transfer], stream: &Stream) -> Result<()> {
     Batch::new().post(transfers.iter().copied()).enqueue(stream)
 }
 
@@ -246,7 +246,7 @@ pub fn post_all(transfers: &[&Transfer], stream: &dyn Stream) -> Result<()> {
 ///
 /// # Errors
 /// The device's fault.
-pub fn wait_all(transfers: &[&Transfer], stream: &dyn Stream) -> Result<()> {
+pub fn wait_all(transfers: &[&Transfer], stream: &Stream) -> Result<()> {
     Batch::new().wait(transfers.iter().copied()).enqueue(stream)
 }
 
@@ -264,7 +264,7 @@ pub fn wait_all(transfers: &[&Transfer], stream: &dyn Stream) -> Result<()> {
 /// If `store` fails, the receivers are not told.
 pub fn post_stores(
     transfers: &[&Transfer],
-    stream: &dyn Stream,
+    stream: &Stream,
     store: impl FnOnce(&[&DeviceSlice]) -> Result<()>,
 ) -> Result<()> {
     let targets = transfers

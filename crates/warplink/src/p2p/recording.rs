@@ -110,7 +110,7 @@ impl Recording {
 pub(super) struct Place {
     device: Arc<dyn Device>,
     /// Made for the first graph.
-    event: OnceLock<Arc<dyn Event>>,
+    event: OnceLock<Event>,
 }
 
 impl Place {
@@ -122,7 +122,7 @@ impl Place {
     }
 
     /// Marks the place where `stream` is.
-    pub(super) fn mark(&self, stream: &dyn Stream) -> Result<()> {
+    pub(super) fn mark(&self, stream: &Stream) -> Result<()> {
         let event = match self.event.get() {
             Some(event) => event,
             None => {
@@ -130,13 +130,13 @@ impl Place {
                 self.event.get_or_init(|| event)
             }
         };
-        stream.record(&**event)
+        stream.record(event)
     }
 
     /// Orders what `stream` gets from now on behind the place that was marked last.
-    pub(super) fn follow(&self, stream: &dyn Stream) -> Result<()> {
+    pub(super) fn follow(&self, stream: &Stream) -> Result<()> {
         match self.event.get() {
-            Some(event) => stream.wait_event(&**event),
+            Some(event) => stream.wait_event(event),
             None => Err(Error::new(
                 ErrorKind::Internal,
                 "a post in a graph is not marked",

@@ -71,13 +71,13 @@ impl Transfer {
     /// Posts of one transfer must be ordered among one another. A graph must hold as many posts of this
     /// end as the peer's graph of the other, and the waits for them; where it holds several, each
     /// waits until the one before is done.
-    pub fn post(&self, stream: &dyn Stream) -> Result<()> {
+    pub fn post(&self, stream: &Stream) -> Result<()> {
         post_all(&[self], stream)
     }
 
     /// Enqueues the wait for every post so far on `stream`; under capture, for the last in the same
     /// graph. Does not block. Without a post it does nothing. Any number of streams may wait.
-    pub fn wait(&self, stream: &dyn Stream) -> Result<()> {
+    pub fn wait(&self, stream: &Stream) -> Result<()> {
         wait_all(&[self], stream)
     }
 
@@ -117,7 +117,7 @@ impl Transfer {
     /// whether its place in the graph is to be marked.
     pub(super) fn begin_post(
         &self,
-        stream: &dyn Stream,
+        stream: &Stream,
         capture: Option<u64>,
     ) -> Result<(Mode, Steps, bool)> {
         self.check_post(capture, None)?;
@@ -135,7 +135,7 @@ impl Transfer {
     /// was marked.
     pub(super) fn begin_wait(
         &self,
-        stream: &dyn Stream,
+        stream: &Stream,
         capture: Option<u64>,
     ) -> Result<Option<(Mode, Steps, bool)>> {
         if let Some(capture) = capture {

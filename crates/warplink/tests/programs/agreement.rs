@@ -86,8 +86,8 @@ fn run(comm: &Communicator, sample: &Sample, how: How, limit: Duration) -> Outpu
     // Twice: a run may not disturb the next.
     let ended = match how {
         How::Eager => {
-            plan.run(&*stream)?;
-            plan.run(&*stream)?;
+            plan.run(&stream)?;
+            plan.run(&stream)?;
             kept(plan, stream.synchronize(Deadline::after(limit)))
         }
         How::Captured => {
@@ -101,8 +101,8 @@ fn run(comm: &Communicator, sample: &Sample, how: How, limit: Duration) -> Outpu
                 };
             }
             let captured = captured?;
-            captured.launch(&*stream)?;
-            captured.launch(&*stream)?;
+            captured.launch(&stream)?;
+            captured.launch(&stream)?;
             kept(captured, stream.synchronize(Deadline::after(limit)))
         }
     };

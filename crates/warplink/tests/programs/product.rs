@@ -339,12 +339,7 @@ fn close<T: Element>(comm: &Communicator, slice: &DeviceSlice, expected: &[f64],
 }
 
 /// Runs an example of the folder on inputs of its own, twice, and checks what its name promises.
-pub(crate) fn run_example(
-    comm: &Communicator,
-    stream: &dyn Stream,
-    name: &str,
-    prepared: &Prepared,
-) {
+pub(crate) fn run_example(comm: &Communicator, stream: &Stream, name: &str, prepared: &Prepared) {
     let (rank, world) = (comm.rank(), comm.world());
     let outer = |role| {
         let tensors = prepared.rank_program().tensors.iter();

@@ -16,17 +16,17 @@ fn a_batch_waits_and_posts_again_in_a_graph() {
             let [send, receive] = [(); 2].map(|()| comm.alloc(bytes).unwrap());
             let transfers = ring(comm, &send, &receive, 6, protocol);
             stream.begin_capture().unwrap();
-            post_all(&transfers.iter().collect::<Vec<_>>(), &*stream).unwrap();
+            post_all(&transfers.iter().collect::<Vec<_>>(), &stream).unwrap();
             for _ in 0..3 {
                 let again = Batch::new().wait(&transfers).post(&transfers);
-                again.enqueue(&*stream).unwrap();
+                again.enqueue(&stream).unwrap();
             }
-            wait_all(&transfers.iter().collect::<Vec<_>>(), &*stream).unwrap();
+            wait_all(&transfers.iter().collect::<Vec<_>>(), &stream).unwrap();
             let graph = stream.end_capture().unwrap();
             for round in 0..10 {
                 upload(comm, &send, &values(comm.rank(), round, bytes));
-                graph.launch(&*stream).unwrap();
-                comm.synchronize(&*stream).unwrap();
+                graph.launch(&stream).unwrap();
+                comm.synchronize(&stream).unwrap();
                 let want = values(neighbours(comm).1, round, bytes);
                 assert_eq!(download(comm, &receive), want, "{protocol}, {bytes} bytes");
                 // The right neighbour reads, or the left one writes, until it has launched too.
@@ -46,16 +46,16 @@ fn replay(comm: &Communicator, times: usize) {
         let transfers = ring(comm, &send, &receive, 4, protocol);
         let group: Vec<&Transfer> = transfers.iter().collect();
         stream.begin_capture().unwrap();
-        post_all(&group, &*stream).unwrap();
-        wait_all(&group, &*stream).unwrap();
+        post_all(&group, &stream).unwrap();
+        wait_all(&group, &stream).unwrap();
         stream.copy(send.slice(), receive.slice()).unwrap();
         let graph = stream.end_capture().unwrap();
         let mut replayed = 0;
         while replayed < times {
             // Not one after the other from the host: launches pile up in the stream.
             let batch = (times - replayed).min(100);
-            (0..batch).for_each(|_| graph.launch(&*stream).unwrap());
-            comm.synchronize(&*stream).unwrap();
+            (0..batch).for_each(|_| graph.launch(&stream).unwrap());
+            comm.synchronize(&stream).unwrap();
             replayed += batch;
             let from = (rank + world * times - replayed) % world;
             assert_eq!(
@@ -65,9 +65,9 @@ fn replay(comm: &Communicator, times: usize) {
             );
         }
         // The same transfers, outside of a graph again.
-        post_all(&group, &*stream).unwrap();
-        wait_all(&group, &*stream).unwrap();
-        comm.synchronize(&*stream).unwrap();
+        post_all(&group, &stream).unwrap();
+        wait_all(&group, &stream).unwrap();
+        comm.synchronize(&stream).unwrap();
         let from = (rank + world * (times + 1) - replayed - 1) % world;
         assert_eq!(download(comm, &receive), [from as u8; 4096]);
         comm.barrier().unwrap();
@@ -96,9 +96,9 @@ fn steps_that_other_streams_wait_for(comm: &Communicator) {
     let (main, posts) = (stream(Priority::Normal), stream(Priority::High));
     let waits = [stream(Priority::Normal), stream(Priority::Normal)];
     let event = comm.device().create_event(false).unwrap();
-    let after = |later: &dyn Stream, earlier: &dyn Stream| {
-        earlier.record(&*event).unwrap();
-        later.wait_event(&*event).unwrap();
+    let after = |later: &Stream, earlier: &Stream| {
+        earlier.record(&event).unwrap();
+        later.wait_event(&event).unwrap();
     };
     for protocol in PROTOCOLS {
         let alloc = || comm.alloc(BYTES).unwrap();
@@ -108,20 +108,20 @@ fn steps_that_other_streams_wait_for(comm: &Communicator) {
         let group: Vec<&Transfer> = transfers.iter().collect();
         main.begin_capture().unwrap();
         for other in [&posts, &waits[0], &waits[1]] {
-            after(&**other, &*main);
+            after(other, &main);
         }
         for step in &seen {
-            post_all(&group, &*posts).unwrap();
+            post_all(&group, &posts).unwrap();
             for (wait, seen) in waits.iter().zip(step) {
-                wait_all(&group, &**wait).unwrap();
+                wait_all(&group, wait).unwrap();
                 wait.copy(seen.slice(), receive.slice()).unwrap();
             }
             for wait in &waits {
-                after(&*posts, &**wait);
+                after(&posts, wait);
             }
             posts.copy(send.slice(), receive.slice()).unwrap();
         }
-        after(&*main, &*posts);
+        after(&main, &posts);
         let graph = main.end_capture().unwrap();
         for round in 0..20 {
             upload(comm, &send, &values(rank, round, BYTES));
@@ -130,8 +130,8 @@ fn steps_that_other_streams_wait_for(comm: &Communicator) {
                 upload(comm, seen, &[0; BYTES]);
             }
             comm.barrier().unwrap();
-            graph.launch(&*main).unwrap();
-            comm.synchronize(&*main).unwrap();
+            graph.launch(&main).unwrap();
+            comm.synchronize(&main).unwrap();
             for (step, seen) in seen.iter().enumerate() {
                 let from = (rank + 2 * world - 1 - step) % world;
                 for seen in seen {
@@ -176,10 +176,10 @@ fn a_second_captured_post_needs_a_wait_between() {
         let stream = comm.create_stream(Priority::Normal).unwrap();
         if comm.rank() == 0 {
             stream.begin_capture().unwrap();
-            transfer.post(&*stream).unwrap();
-            let error = transfer.post(&*stream).unwrap_err();
+            transfer.post(&stream).unwrap();
+            let error = transfer.post(&stream).unwrap_err();
             assert_says(&error, &["posted twice in one graph", "peer 1"]);
-            transfer.wait(&*stream).unwrap();
+            transfer.wait(&stream).unwrap();
             stream.end_capture().unwrap();
         }
         comm.barrier().unwrap();

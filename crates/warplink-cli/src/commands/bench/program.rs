@@ -131,16 +131,16 @@ impl Program {
 
         let mut kinds: BTreeMap<&'static str, (usize, Duration)> = BTreeMap::new();
         for sample in 0..self.samples {
-            plan.run_timed(&*clock.stream, &mut |kind, time| {
+            plan.run_timed(&clock.stream, &mut |kind, time| {
                 let (count, total) = kinds.entry(kind).or_default();
                 *count += 1;
                 *total += time;
             })?;
             if usize::from(sample) % IN_A_ROW == 0 {
-                clock.comm.synchronize(&*clock.stream)?;
+                clock.comm.synchronize(&clock.stream)?;
             }
         }
-        clock.comm.synchronize(&*clock.stream)?;
+        clock.comm.synchronize(&clock.stream)?;
         let kinds = kinds
             .into_iter()
             .map(|(kind, (count, total))| {
@@ -151,7 +151,7 @@ impl Program {
             .collect();
 
         clock.stream.begin_capture()?;
-        plan.run(&*clock.stream)?;
+        plan.run(&clock.stream)?;
         let graph = clock.stream.end_capture()?;
         let launch = self.host_time(clock, &|stream| Ok(graph.launch(stream)?))?;
         Ok(Row {
@@ -166,13 +166,9 @@ impl Program {
     }
 
     /// The median of the host's time for `enqueue`, in nanoseconds, on the slowest rank.
-    fn host_time(
-        &self,
-        clock: &Clock<'_>,
-        enqueue: &dyn Fn(&dyn Stream) -> Result<()>,
-    ) -> Result<f64> {
+    fn host_time(&self, clock: &Clock<'_>, enqueue: &dyn Fn(&Stream) -> Result<()>) -> Result<f64> {
         const WARM_UP: usize = 4;
-        let stream = &*clock.stream;
+        let stream = &clock.stream;
         let mut times = Vec::with_capacity(self.samples.into());
         for sample in 0..usize::from(self.samples) + WARM_UP {
             if sample % IN_A_ROW == 0 {

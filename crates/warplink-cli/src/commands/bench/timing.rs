@@ -5,7 +5,6 @@
 //! little about communication.
 
 use anyhow::{Context, Result};
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 use warplink::Communicator;
 use warplink::device::{Event, Priority, Stream};
@@ -43,14 +42,14 @@ impl Times {
 }
 
 /// What is timed: it enqueues the same on every call.
-pub(crate) type Work<'a> = &'a dyn Fn(&dyn Stream) -> Result<()>;
+pub(crate) type Work<'a> = &'a dyn Fn(&Stream) -> Result<()>;
 
 /// Measures on one stream of every rank.
 pub(crate) struct Clock<'a> {
     pub(crate) comm: &'a Communicator,
-    pub(crate) stream: Arc<dyn Stream>,
-    begin: Arc<dyn Event>,
-    end: Arc<dyn Event>,
+    pub(crate) stream: Stream,
+    begin: Event,
+    end: Event,
     // A step of a ring, which holds every stream until its left neighbour's got there.
     ring: Vec<Transfer>,
     _words: [Region; 2],
@@ -90,8 +89,8 @@ impl<'a> Clock<'a> {
     pub(crate) fn warm_up(&self, time: Duration, work: Work<'_>) -> Result<()> {
         let start = Instant::now();
         while start.elapsed() < time {
-            work(&*self.stream)?;
-            self.comm.synchronize(&*self.stream)?;
+            work(&self.stream)?;
+            self.comm.synchronize(&self.stream)?;
         }
         Ok(())
     }
@@ -115,7 +114,7 @@ impl<'a> Clock<'a> {
         submission: Submission,
         works: [Work<'_>; N],
     ) -> Result<[Times; N]> {
-        let stream = &*self.stream;
+        let stream = &self.stream;
         let mut turns = Vec::with_capacity(N);
         for work in works {
             let graph = match submission {
@@ -134,15 +133,15 @@ impl<'a> Clock<'a> {
             for ((work, graph), times) in turns.iter().zip(&mut times) {
                 self.comm.barrier()?;
                 self.align()?;
-                stream.record(&*self.begin)?;
+                stream.record(&self.begin)?;
                 match graph {
                     Some(graph) => graph.launch(stream)?,
                     None => work(stream)?,
                 }
-                stream.record(&*self.end)?;
+                stream.record(&self.end)?;
                 self.comm.synchronize(stream)?;
                 if sample >= WARM_UP {
-                    times.push(f64::from(self.end.elapsed_since(&*self.begin)?) / 1e3);
+                    times.push(f64::from(self.end.elapsed_since(&self.begin)?) / 1e3);
                 }
             }
         }
@@ -158,8 +157,8 @@ impl<'a> Clock<'a> {
     fn align(&self) -> Result<()> {
         let group: Vec<&Transfer> = self.ring.iter().collect();
         for _ in 1..self.comm.world() {
-            post_all(&group, &*self.stream)?;
-            wait_all(&group, &*self.stream)?;
+            post_all(&group, &self.stream)?;
+            wait_all(&group, &self.stream)?;
         }
         Ok(())
     }

@@ -311,8 +311,8 @@ fn try_words(comm: &Communicator) -> Result<String> {
     waiting.memory_ops(&[MemoryOp::Wait { word: &word, value }])?;
     ensure!(!waiting.is_idle()?, "a stream did not wait for its word");
     writing.memory_ops(&[MemoryOp::Write { word: &word, value }])?;
-    comm.synchronize(&*waiting)?;
-    comm.synchronize(&*writing)?;
+    comm.synchronize(&waiting)?;
+    comm.synchronize(&writing)?;
     let mut bytes = [0; 8];
     device.download(word.as_slice(), &mut bytes)?;
     ensure!(
@@ -371,8 +371,8 @@ fn try_transfers(comm: &Communicator, kind: AllocationKind, protocol: Protocol) 
 fn carry_out(comm: &Communicator, transfers: &[Transfer]) -> Result<()> {
     let stream = comm.create_stream(Priority::High)?;
     let batch = Batch::new().post(transfers).wait(transfers);
-    batch.enqueue(&*stream)?;
-    Ok(comm.synchronize(&*stream)?)
+    batch.enqueue(&stream)?;
+    Ok(comm.synchronize(&stream)?)
 }
 
 /// Passes `own` on if every rank succeeded, and fails if one did not.
@@ -407,8 +407,8 @@ fn try_product(comm: &Communicator) -> Result<String> {
     let spec = MatmulSpec::new(SIZE, SIZE, SIZE, DType::F32);
     compute.prepare_matmul(&spec)?;
     let stream = comm.create_stream(Priority::Normal)?;
-    compute.matmul(&*stream, &spec, a.slice(), b.slice(), c.slice(), None)?;
-    comm.synchronize(&*stream)?;
+    compute.matmul(&stream, &spec, a.slice(), b.slice(), c.slice(), None)?;
+    comm.synchronize(&stream)?;
     ensure!(c.download()? == values, "the product is wrong");
     Ok("a matrix times the identity is itself".to_owned())
 }
@@ -420,14 +420,8 @@ fn try_collectives(comm: &Communicator) -> Result<String> {
     let own = DeviceBuffer::from_values(device, &[comm.rank() as f32 + 1.0; 16])?;
     let sum = DeviceBuffer::from_values(device, &[0f32; 16])?;
     let stream = comm.create_stream(Priority::Normal)?;
-    engine.all_reduce(
-        &*stream,
-        DType::F32,
-        ReduceOp::Sum,
-        sum.slice(),
-        own.slice(),
-    )?;
-    comm.synchronize(&*stream)?;
+    engine.all_reduce(&stream, DType::F32, ReduceOp::Sum, sum.slice(), own.slice())?;
+    comm.synchronize(&stream)?;
     let expected = (comm.world() * (comm.world() + 1) / 2) as f32;
     ensure!(sum.download()? == [expected; 16], "the sum is wrong");
     Ok(format!("{}, a sum over all ranks", engine.describe()))

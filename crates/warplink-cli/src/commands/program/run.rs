@@ -84,12 +84,12 @@ impl Run {
         let executor = comm.executor();
         let plan = self.plan(comm, &executor, text, seed)?;
         let clock = Clock::new(comm, Priority::Normal)?;
-        let work = |stream: &dyn warplink::device::Stream| Ok(plan.run(stream)?);
+        let work = |stream: &warplink::device::Stream| Ok(plan.run(stream)?);
         let samples = self.samples.into();
         let eager = clock.measure(samples, Submission::Eager, &work)?;
         let captured = clock.measure(samples, Submission::Captured, &work)?;
         if let Some(path) = &self.trace
-            && let Some(trace) = plan.trace(&*clock.stream)?
+            && let Some(trace) = plan.trace(&clock.stream)?
         {
             write_trace(path, &trace)?;
         }

@@ -7,7 +7,7 @@ use super::gpu::Gpu;
 use super::library::{self, CUBLAS};
 use super::memory::PlainMemory;
 use super::stream::CudaStream;
-use crate::device::{DeviceSlice, MatmulSpec, Stream};
+use crate::device::{DeviceSlice, MatmulSpec, Stream, StreamBackend};
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::lock;
@@ -292,7 +292,7 @@ pub(super) struct Batch {
 
 impl Batch {
     /// Enqueues all of them, in any order.
-    pub(super) fn enqueue(&self, stream: &dyn Stream) -> Result<()> {
+    pub(super) fn enqueue(&self, stream: &Stream) -> Result<()> {
         let gpu = &self.batches.gpu;
         let stream = CudaStream::of(stream, gpu)?;
         let (_, _entered) = stream.enter()?;

@@ -11,7 +11,7 @@ use super::recorded::Recorder;
 use super::stream::CudaStream;
 use super::sum::SumKernels;
 use crate::deadline::Deadline;
-use crate::device::{Compute, DeviceSlice, MatmulSpec, PreparedLaunch, Stream};
+use crate::device::{Compute, DeviceSlice, MatmulSpec, PreparedLaunch, Stream, StreamBackend};
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::lock;
@@ -225,7 +225,7 @@ impl Compute for CudaCompute {
 
     fn matmul(
         &self,
-        stream: &dyn Stream,
+        stream: &Stream,
         spec: &MatmulSpec,
         a: &DeviceSlice,
         b: &DeviceSlice,
@@ -313,7 +313,7 @@ impl Compute for CudaCompute {
             .map_or(0, |plan| plan.workspace());
         let (compute, spec, b, bias) = (self.clone(), *spec, b.clone(), bias.cloned());
         let products = products.to_vec();
-        let work = move |stream: &dyn Stream| {
+        let work = move |stream: &Stream| {
             products
                 .iter()
                 .try_for_each(|(a, c)| compute.matmul(stream, &spec, a, &b, c, bias.as_ref()))
@@ -338,7 +338,7 @@ impl Compute for CudaCompute {
 
     fn sum(
         &self,
-        stream: &dyn Stream,
+        stream: &Stream,
         dtype: DType,
         target: &DeviceSlice,
         sources: &[DeviceSlice],

@@ -109,24 +109,23 @@ impl Device for CudaDevice {
         unsafe { self.gpu.staging.download(source.address(), bytes) }
     }
 
-    fn create_stream(&self, priority: Priority) -> Result<Arc<dyn Stream>> {
+    fn create_stream(&self, priority: Priority) -> Result<Stream> {
         self.gpu.fault.check()?;
-        Ok(CudaStream::create(&self.gpu, priority == Priority::High)?)
+        let stream = CudaStream::create(&self.gpu, priority == Priority::High)?;
+        Ok(Stream::new(stream))
     }
 
-    unsafe fn borrow_stream(
-        &self,
-        raw: u64,
-        owner: Arc<dyn Any + Send + Sync>,
-    ) -> Result<Arc<dyn Stream>> {
+    unsafe fn borrow_stream(&self, raw: u64, owner: Arc<dyn Any + Send + Sync>) -> Result<Stream> {
         self.gpu.fault.check()?;
         // SAFETY: the caller vouches for the stream and its owner.
-        Ok(unsafe { CudaStream::borrow(&self.gpu, raw, owner) }?)
+        let stream = unsafe { CudaStream::borrow(&self.gpu, raw, owner) }?;
+        Ok(Stream::new(stream))
     }
 
-    fn create_event(&self, timing: bool) -> Result<Arc<dyn Event>> {
+    fn create_event(&self, timing: bool) -> Result<Event> {
         self.gpu.fault.check()?;
-        Ok(Arc::new(CudaEvent::create(&self.gpu, timing)?))
+        let event = CudaEvent::create(&self.gpu, timing)?;
+        Ok(Event::new(Arc::new(event)))
     }
 
     fn export(&self, slice: &DeviceSlice) -> Result<Export> {

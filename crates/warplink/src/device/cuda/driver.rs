@@ -149,9 +149,6 @@ function_table! {
         cuGraphAddBatchMemOpNode(
             *mut CUgraphNode, CUgraph, *const CUgraphNode, usize, *const CUDA_BATCH_MEM_OP_NODE_PARAMS,
         ) -> Status;
-        cuMemcpyBatchAsync_v2(
-            *mut CUdeviceptr, *mut CUdeviceptr, *mut usize, usize, *mut CUmemcpyAttributes, *mut usize, usize, CUstream,
-        ) -> Status;
     }
 }
 

@@ -105,7 +105,7 @@ impl NcclEngine {
     fn call(
         &self,
         operation: &'static str,
-        stream: &dyn Stream,
+        stream: &Stream,
         slices: &[&DeviceSlice],
         call: impl FnOnce(&Nccl, Handle, *mut c_void) -> c_int,
     ) -> Result<()> {
@@ -128,7 +128,7 @@ impl NcclEngine {
     fn group(
         &self,
         operation: &'static str,
-        stream: &dyn Stream,
+        stream: &Stream,
         slices: &[&DeviceSlice],
         calls: impl FnOnce(&Nccl, Handle, *mut c_void) -> c_int,
     ) -> Result<()> {
@@ -218,7 +218,7 @@ impl CollectiveEngine for NcclEngine {
 
     fn all_gather(
         &self,
-        stream: &dyn Stream,
+        stream: &Stream,
         target: &DeviceSlice,
         source: &DeviceSlice,
     ) -> Result<()> {
@@ -246,7 +246,7 @@ impl CollectiveEngine for NcclEngine {
 
     fn all_reduce(
         &self,
-        stream: &dyn Stream,
+        stream: &Stream,
         dtype: DType,
         op: ReduceOp,
         target: &DeviceSlice,
@@ -278,7 +278,7 @@ impl CollectiveEngine for NcclEngine {
 
     fn reduce_scatter(
         &self,
-        stream: &dyn Stream,
+        stream: &Stream,
         dtype: DType,
         op: ReduceOp,
         target: &DeviceSlice,
@@ -310,7 +310,7 @@ impl CollectiveEngine for NcclEngine {
 
     fn broadcast(
         &self,
-        stream: &dyn Stream,
+        stream: &Stream,
         root: Rank,
         target: &DeviceSlice,
         source: &DeviceSlice,
@@ -340,7 +340,7 @@ impl CollectiveEngine for NcclEngine {
 
     fn reduce(
         &self,
-        stream: &dyn Stream,
+        stream: &Stream,
         dtype: DType,
         op: ReduceOp,
         root: Rank,
@@ -369,7 +369,7 @@ impl CollectiveEngine for NcclEngine {
 
     fn all_to_all(
         &self,
-        stream: &dyn Stream,
+        stream: &Stream,
         target: &DeviceSlice,
         source: &DeviceSlice,
     ) -> Result<()> {
@@ -411,7 +411,7 @@ impl CollectiveEngine for NcclEngine {
 
     fn exchange(
         &self,
-        stream: &dyn Stream,
+        stream: &Stream,
         sends: &[(Rank, DeviceSlice)],
         receives: &[(Rank, DeviceSlice)],
     ) -> Result<()> {

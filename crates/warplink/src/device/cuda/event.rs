@@ -2,9 +2,8 @@
 
 use super::gpu::Gpu;
 use super::raw::RawEvent;
-use crate::device::Event;
+use crate::device::{Event, EventBackend};
 use crate::error::{Error, Result};
-use std::any::Any;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -29,10 +28,9 @@ impl CudaEvent {
     }
 
     /// The event behind the trait.
-    pub(super) fn of(event: &dyn Event) -> Result<&Self> {
+    pub(super) fn of(event: &Event) -> Result<&Self> {
         event
-            .as_any()
-            .downcast_ref()
+            .backend()
             .ok_or_else(|| Error::invalid("the event is of another device"))
     }
 
@@ -42,8 +40,8 @@ impl CudaEvent {
     }
 }
 
-impl Event for CudaEvent {
-    fn elapsed_since(&self, earlier: &dyn Event) -> Result<f32> {
+impl EventBackend for CudaEvent {
+    fn elapsed_since(&self, earlier: &Event) -> Result<f32> {
         self.gpu.fault.check()?;
         let earlier = Self::of(earlier)?;
         if !self.timing || !earlier.timing {
@@ -63,9 +61,5 @@ impl Event for CudaEvent {
         }
         let _relaxed = self.gpu.context.relax_capture();
         self.raw.is_reached()
-    }
-
-    fn as_any(&self) -> &dyn Any {
-        self
     }
 }

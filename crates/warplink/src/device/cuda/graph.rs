@@ -5,7 +5,7 @@ use super::gpu::Gpu;
 use super::quiet;
 use super::stream::CudaStream;
 use super::workspace::Workspace;
-use crate::device::{Graph, Stream};
+use crate::device::{GraphBackend, Stream};
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::lock;
 use cudarc::driver::sys::{CUgraph, CUgraphExec, CUstream};
@@ -79,8 +79,8 @@ impl CudaGraph {
     }
 }
 
-impl Graph for CudaGraph {
-    fn launch(&self, stream: &dyn Stream) -> Result<()> {
+impl GraphBackend for CudaGraph {
+    fn launch(&self, stream: &Stream) -> Result<()> {
         let stream = CudaStream::of(stream, &self.gpu)?;
         let (driver, _entered) = stream.enter()?;
         let exec = lock(&self.exec);

@@ -13,24 +13,24 @@ use std::sync::{Arc, Mutex};
 #[derive(Debug)]
 pub(super) struct Recorder {
     // One recording at a time.
-    stream: Mutex<Arc<CudaStream>>,
+    stream: Mutex<Stream>,
 }
 
 impl Recorder {
     pub(super) fn create(gpu: &Arc<Gpu>) -> Result<Self> {
         Ok(Self {
-            stream: Mutex::new(CudaStream::create(gpu, false)?),
+            stream: Mutex::new(Stream::new(CudaStream::create(gpu, false)?)),
         })
     }
 
     /// Records what `work` enqueues. It must enqueue the same on every call.
     pub(super) fn record(
         &self,
-        work: impl Fn(&dyn Stream) -> Result<()> + Send + Sync + 'static,
+        work: impl Fn(&Stream) -> Result<()> + Send + Sync + 'static,
     ) -> Result<Arc<dyn PreparedLaunch>> {
         let stream = lock(&self.stream);
         stream.begin_capture()?;
-        let enqueued = work(&**stream);
+        let enqueued = work(&stream);
         let graph = stream.end_capture();
         enqueued?;
         Ok(Arc::new(Recorded {
@@ -41,7 +41,7 @@ impl Recorder {
 
     /// The same without a graph, for what would have it hold much scratch memory.
     pub(super) fn unrecorded(
-        work: impl Fn(&dyn Stream) -> Result<()> + Send + Sync + 'static,
+        work: impl Fn(&Stream) -> Result<()> + Send + Sync + 'static,
     ) -> Arc<dyn PreparedLaunch> {
         Arc::new(Recorded { graph: None, work })
     }
@@ -50,12 +50,12 @@ impl Recorder {
 /// Work and the graph that holds it.
 struct Recorded<W> {
     // Before the work, whose memory it uses.
-    graph: Option<Arc<dyn Graph>>,
+    graph: Option<Graph>,
     work: W,
 }
 
-impl<W: Fn(&dyn Stream) -> Result<()> + Send + Sync> PreparedLaunch for Recorded<W> {
-    fn enqueue(&self, stream: &dyn Stream) -> Result<()> {
+impl<W: Fn(&Stream) -> Result<()> + Send + Sync> PreparedLaunch for Recorded<W> {
+    fn enqueue(&self, stream: &Stream) -> Result<()> {
         match &self.graph {
             // A graph is not launched into another one.
             Some(graph) if !stream.is_capturing()? => graph.launch(stream),

@@ -12,7 +12,8 @@ use super::raw::RawStream;
 use super::transfer::MOST_OPERATIONS;
 use crate::deadline::Deadline;
 use crate::device::{
-    DeviceKind, DeviceSlice, Event, Graph, MemoryOp, Stream, StreamOp, sequence_apart,
+    DeviceKind, DeviceSlice, Event, Graph, MemoryOp, Stream, StreamBackend, StreamOp,
+    sequence_apart,
 };
 use crate::error::{Error, Result};
 use cudarc::driver::sys::*;
@@ -25,9 +26,6 @@ const WORTH_A_KERNEL: usize = 4;
 
 /// `CU_STREAM_PER_THREAD`.
 const PER_THREAD: u64 = 2;
-
-/// Copies handed to the driver at once.
-const BATCH: usize = 64;
 
 /// A stream, ours or somebody else's.
 pub(super) struct CudaStream {
@@ -105,10 +103,9 @@ impl CudaStream {
     }
 
     /// The stream behind the trait, which must be of `gpu`'s context.
-    pub(super) fn of<'a>(stream: &'a dyn Stream, gpu: &Gpu) -> Result<&'a Self> {
+    pub(super) fn of<'a>(stream: &'a Stream, gpu: &Gpu) -> Result<&'a Self> {
         let stream: &Self = stream
-            .as_any()
-            .downcast_ref()
+            .backend()
             .ok_or_else(|| Error::invalid("the stream is of another device"))?;
         if stream.gpu.context.raw != gpu.context.raw {
             return Err(
@@ -129,24 +126,6 @@ impl CudaStream {
     pub(super) fn enter(&self) -> Result<(&'static Driver, Entered<'_>)> {
         self.gpu.fault.check()?;
         Ok((self.gpu.context.driver, self.gpu.context.enter()?))
-    }
-
-    fn copy_loop(&self, driver: &Driver, copies: &[(DeviceSlice, DeviceSlice)]) -> Result<()> {
-        copies
-            .iter()
-            .filter(|(target, _)| target.bytes() > 0)
-            .try_for_each(|(target, source)| {
-                // SAFETY: both slices are live device memory of as many bytes.
-                let code = unsafe {
-                    (driver.cuMemcpyDtoDAsync_v2)(
-                        target.address(),
-                        source.address(),
-                        target.bytes(),
-                        self.raw,
-                    )
-                };
-                driver.check(code, "enqueue a copy")
-            })
     }
 }
 
@@ -186,7 +165,7 @@ fn check_kind(slice: &DeviceSlice) -> Result<()> {
     }
 }
 
-impl Stream for CudaStream {
+impl StreamBackend for CudaStream {
     fn copy(&self, target: &DeviceSlice, source: &DeviceSlice) -> Result<()> {
         check_copy(target, source)?;
         let (driver, _entered) = self.enter()?;
@@ -204,54 +183,6 @@ impl Stream for CudaStream {
             )
         };
         driver.check(code, "enqueue a copy")
-    }
-
-    fn copy_batch(&self, copies: &[(DeviceSlice, DeviceSlice)]) -> Result<()> {
-        copies
-            .iter()
-            .try_for_each(|(target, source)| check_copy(target, source))?;
-        let (driver, _entered) = self.enter()?;
-        let Some(batch) = driver.cuMemcpyBatchAsync_v2 else {
-            return self.copy_loop(driver, copies);
-        };
-        // The driver records no batch, and takes none on the default streams (0, 1 and 2).
-        if copies.len() < 2 || self.raw as usize <= 2 || memory_ops::is_capturing(driver, self.raw)?
-        {
-            return self.copy_loop(driver, copies);
-        }
-        for chunk in copies.chunks(BATCH) {
-            let (mut targets, mut sources, mut sizes) = ([0; BATCH], [0; BATCH], [0; BATCH]);
-            let mut count = 0;
-            for (target, source) in chunk.iter().filter(|(target, _)| target.bytes() > 0) {
-                (targets[count], sources[count], sizes[count]) =
-                    (target.address(), source.address(), target.bytes());
-                count += 1;
-            }
-            if count == 0 {
-                continue;
-            }
-            let mut attributes = in_stream_order();
-            let mut first_with_them = 0;
-            // SAFETY: the arrays hold `count` copies between live slices; the one set of attributes
-            // counts from copy 0 on.
-            let code = unsafe {
-                batch(
-                    targets.as_mut_ptr(),
-                    sources.as_mut_ptr(),
-                    sizes.as_mut_ptr(),
-                    count,
-                    &mut attributes,
-                    &mut first_with_them,
-                    1,
-                    self.raw,
-                )
-            };
-            match code {
-                status::NOT_SUPPORTED => self.copy_loop(driver, chunk)?,
-                code => driver.check(code, "enqueue copies")?,
-            }
-        }
-        Ok(())
     }
 
     fn fill(&self, target: &DeviceSlice, byte: u8) -> Result<()> {
@@ -327,7 +258,7 @@ impl Stream for CudaStream {
         self.memory_ops(&pending)
     }
 
-    fn record(&self, event: &dyn Event) -> Result<()> {
+    fn record(&self, event: &Event) -> Result<()> {
         let event = CudaEvent::of(event)?;
         let (_, _entered) = self.enter()?;
         if event.raw.context.raw != self.gpu.context.raw {
@@ -342,7 +273,7 @@ impl Stream for CudaStream {
         Ok(())
     }
 
-    fn wait_event(&self, event: &dyn Event) -> Result<()> {
+    fn wait_event(&self, event: &Event) -> Result<()> {
         let event = CudaEvent::of(event)?;
         let (driver, _entered) = self.enter()?;
         let _enqueuing = quiet::enqueuing();
@@ -404,7 +335,7 @@ impl Stream for CudaStream {
         driver.check(code, "begin recording")
     }
 
-    fn end_capture(&self) -> Result<Arc<dyn Graph>> {
+    fn end_capture(&self) -> Result<Graph> {
         // Without `enter`, so that a fault leaves no stream recording for ever.
         let driver = self.gpu.context.driver;
         let _entered = self.gpu.context.enter()?;
@@ -427,7 +358,7 @@ impl Stream for CudaStream {
         let graph = unsafe { CudaGraph::instantiate(&self.gpu, graph, workspaces, self.raw) };
         driver.check(code, "end recording")?;
         self.gpu.fault.check()?;
-        Ok(Arc::new(graph?))
+        Ok(Graph::new(Arc::new(graph?)))
     }
 
     fn capture_id(&self) -> Result<Option<u64>> {
@@ -451,10 +382,6 @@ impl Stream for CudaStream {
     fn raw(&self) -> u64 {
         self.raw as usize as u64
     }
-
-    fn as_any(&self) -> &dyn Any {
-        self
-    }
 }
 
 impl fmt::Debug for CudaStream {
@@ -463,34 +390,10 @@ impl fmt::Debug for CudaStream {
     }
 }
 
-/// Sources are read when the stream gets there, and products running elsewhere are not slowed.
-fn in_stream_order() -> CUmemcpyAttributes {
-    let anywhere = CUmemLocation {
-        type_: CUmemLocationType::CU_MEM_LOCATION_TYPE_INVALID,
-        id: 0,
-    };
-    CUmemcpyAttributes {
-        srcAccessOrder: CUmemcpySrcAccessOrder::CU_MEMCPY_SRC_ACCESS_ORDER_STREAM,
-        srcLocHint: anywhere,
-        dstLocHint: anywhere,
-        flags: CUmemcpyFlags::CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE as u32,
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use std::mem::offset_of;
-
-    #[test]
-    fn attributes_of_copies_have_the_drivers_layout() {
-        assert_eq!(size_of::<CUmemcpyAttributes>(), 24);
-        assert_eq!(offset_of!(CUmemcpyAttributes, srcLocHint), 4);
-        assert_eq!(offset_of!(CUmemcpyAttributes, dstLocHint), 12);
-        assert_eq!(offset_of!(CUmemcpyAttributes, flags), 20);
-        let attributes = in_stream_order();
-        assert_eq!((attributes.srcAccessOrder as u32, attributes.flags), (1, 1));
-    }
 
     #[test]
     fn descriptions_of_virtual_memory_have_the_drivers_layout() {

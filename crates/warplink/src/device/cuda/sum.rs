@@ -55,7 +55,7 @@ impl SumKernels {
     pub(super) fn enqueue(
         &self,
         gpu: &Gpu,
-        stream: &dyn Stream,
+        stream: &Stream,
         dtype: DType,
         target: &DeviceSlice,
         sources: &[DeviceSlice],

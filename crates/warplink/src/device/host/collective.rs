@@ -88,7 +88,7 @@ impl HostCollectives {
 
     fn enqueue(
         &self,
-        stream: &dyn Stream,
+        stream: &Stream,
         task: impl Fn(&Inner, &Context) -> Result<()> + Send + Sync + 'static,
     ) -> Result<()> {
         let inner = self.inner.clone();
@@ -99,7 +99,7 @@ impl HostCollectives {
     /// Everybody's `parts[p]` goes to rank p; what arrives from rank p goes to `slots[p]`.
     fn scatter(
         &self,
-        stream: &dyn Stream,
+        stream: &Stream,
         parts: Vec<DeviceSlice>,
         slots: Vec<DeviceSlice>,
     ) -> Result<()> {
@@ -133,7 +133,7 @@ impl HostCollectives {
 
     fn reduce_into(
         &self,
-        stream: &dyn Stream,
+        stream: &Stream,
         dtype: DType,
         op: ReduceOp,
         target: &DeviceSlice,
@@ -254,7 +254,7 @@ impl CollectiveEngine for HostCollectives {
 
     fn all_gather(
         &self,
-        stream: &dyn Stream,
+        stream: &Stream,
         target: &DeviceSlice,
         source: &DeviceSlice,
     ) -> Result<()> {
@@ -264,7 +264,7 @@ impl CollectiveEngine for HostCollectives {
 
     fn all_reduce(
         &self,
-        stream: &dyn Stream,
+        stream: &Stream,
         dtype: DType,
         op: ReduceOp,
         target: &DeviceSlice,
@@ -281,7 +281,7 @@ impl CollectiveEngine for HostCollectives {
 
     fn reduce_scatter(
         &self,
-        stream: &dyn Stream,
+        stream: &Stream,
         dtype: DType,
         op: ReduceOp,
         target: &DeviceSlice,
@@ -295,7 +295,7 @@ impl CollectiveEngine for HostCollectives {
 
     fn broadcast(
         &self,
-        stream: &dyn Stream,
+        stream: &Stream,
         root: Rank,
         target: &DeviceSlice,
         source: &DeviceSlice,
@@ -319,7 +319,7 @@ impl CollectiveEngine for HostCollectives {
 
     fn reduce(
         &self,
-        stream: &dyn Stream,
+        stream: &Stream,
         dtype: DType,
         op: ReduceOp,
         root: Rank,
@@ -348,7 +348,7 @@ impl CollectiveEngine for HostCollectives {
 
     fn all_to_all(
         &self,
-        stream: &dyn Stream,
+        stream: &Stream,
         target: &DeviceSlice,
         source: &DeviceSlice,
     ) -> Result<()> {
@@ -362,7 +362,7 @@ impl CollectiveEngine for HostCollectives {
 
     fn exchange(
         &self,
-        stream: &dyn Stream,
+        stream: &Stream,
         sends: &[(Rank, DeviceSlice)],
         receives: &[(Rank, DeviceSlice)],
     ) -> Result<()> {

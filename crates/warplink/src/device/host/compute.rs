@@ -19,7 +19,7 @@ impl Compute for HostCompute {
 
     fn matmul(
         &self,
-        stream: &dyn Stream,
+        stream: &Stream,
         spec: &MatmulSpec,
         a: &DeviceSlice,
         b: &DeviceSlice,
@@ -69,7 +69,7 @@ impl Compute for HostCompute {
 
     fn sum(
         &self,
-        stream: &dyn Stream,
+        stream: &Stream,
         dtype: DType,
         target: &DeviceSlice,
         sources: &[DeviceSlice],
@@ -92,7 +92,7 @@ struct Products {
 }
 
 impl PreparedLaunch for Products {
-    fn enqueue(&self, stream: &dyn Stream) -> Result<()> {
+    fn enqueue(&self, stream: &Stream) -> Result<()> {
         self.products.iter().try_for_each(|(a, c)| {
             HostCompute.matmul(stream, &self.spec, a, &self.b, c, self.bias.as_ref())
         })
@@ -107,7 +107,7 @@ struct Sum {
 }
 
 impl PreparedLaunch for Sum {
-    fn enqueue(&self, stream: &dyn Stream) -> Result<()> {
+    fn enqueue(&self, stream: &Stream) -> Result<()> {
         HostCompute.sum(stream, self.dtype, &self.target, &self.sources)
     }
 }

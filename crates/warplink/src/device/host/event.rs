@@ -1,10 +1,9 @@
 //! Marks in streams.
 
 use super::graph::CapturedMark;
-use crate::device::{Event, Fault};
+use crate::device::{Event, EventBackend, Fault};
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::lock;
-use std::any::Any;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -106,8 +105,8 @@ impl HostEvent {
     }
 }
 
-impl Event for HostEvent {
-    fn elapsed_since(&self, earlier: &dyn Event) -> Result<f32> {
+impl EventBackend for HostEvent {
+    fn elapsed_since(&self, earlier: &Event) -> Result<f32> {
         let earlier = from_dyn(earlier)?.reached_at()?;
         let later = self.reached_at()?;
         let seconds = match later.checked_duration_since(earlier) {
@@ -124,14 +123,10 @@ impl Event for HostEvent {
             Recorded::InGraph(_) => false,
         })
     }
-
-    fn as_any(&self) -> &dyn Any {
-        self
-    }
 }
 
-pub(super) fn from_dyn(event: &dyn Event) -> Result<&HostEvent> {
-    event.as_any().downcast_ref().ok_or_else(|| {
+pub(super) fn from_dyn(event: &Event) -> Result<&HostEvent> {
+    event.backend().ok_or_else(|| {
         Error::new(
             ErrorKind::InvalidArgument,
             "the event is not of the host device",

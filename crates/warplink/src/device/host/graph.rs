@@ -6,7 +6,7 @@
 use super::event::EventState;
 use super::operation::{Context, Operation};
 use super::stream::{self, HostStream};
-use crate::device::{Delays, Fault, Graph, Stream};
+use crate::device::{Delays, Fault, GraphBackend, Stream, StreamBackend};
 use crate::error::{Error, Result};
 use crate::sync::lock;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -193,8 +193,8 @@ fn run_lane(context: &Context, operations: &[Operation]) -> Result<()> {
 #[derive(Debug)]
 pub(super) struct HostGraph(pub(super) Arc<GraphInner>);
 
-impl Graph for HostGraph {
-    fn launch(&self, stream: &dyn Stream) -> Result<()> {
+impl GraphBackend for HostGraph {
+    fn launch(&self, stream: &Stream) -> Result<()> {
         let stream = stream::from_dyn(stream)?;
         if stream.is_capturing()? {
             return Err(Error::new(

@@ -104,20 +104,17 @@ impl Device for HostDevice {
         memory::read_bytes(source, bytes)
     }
 
-    fn create_stream(&self, _priority: Priority) -> Result<Arc<dyn Stream>> {
+    fn create_stream(&self, _priority: Priority) -> Result<Stream> {
         let number = self.streams.fetch_add(1, Ordering::Relaxed);
-        Ok(stream::HostStream::start(
-            number,
-            self.fault.clone(),
-            self.delays,
-        )?)
+        let stream = stream::HostStream::start(number, self.fault.clone(), self.delays)?;
+        Ok(Stream::new(stream))
     }
 
     unsafe fn borrow_stream(
         &self,
         _raw: u64,
         _owner: Arc<dyn Any + Send + Sync>,
-    ) -> Result<Arc<dyn Stream>> {
+    ) -> Result<Stream> {
         Err(Error::new(
             ErrorKind::Unsupported,
             "the host device's streams have no raw form",
@@ -126,8 +123,8 @@ impl Device for HostDevice {
         .device(self.describe()))
     }
 
-    fn create_event(&self, timing: bool) -> Result<Arc<dyn Event>> {
-        Ok(Arc::new(event::HostEvent::new(timing)))
+    fn create_event(&self, timing: bool) -> Result<Event> {
+        Ok(Event::new(Arc::new(event::HostEvent::new(timing))))
     }
 
     fn export(&self, slice: &DeviceSlice) -> Result<Export> {

@@ -6,11 +6,11 @@ use super::operation::{Context, Operation};
 use super::{check_kind, event::EventState};
 use crate::deadline::Deadline;
 use crate::device::{
-    Delays, DeviceSlice, Event, Fault, Graph, MemoryOp, Stream, StreamOp, sequence_apart,
+    Delays, DeviceSlice, Event, Fault, Graph, MemoryOp, Stream, StreamBackend, StreamOp,
+    sequence_apart,
 };
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::lock;
-use std::any::Any;
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
@@ -149,7 +149,7 @@ impl Drop for HostStream {
     }
 }
 
-impl Stream for HostStream {
+impl StreamBackend for HostStream {
     fn copy(&self, target: &DeviceSlice, source: &DeviceSlice) -> Result<()> {
         check_kind(target)?;
         check_kind(source)?;
@@ -201,7 +201,7 @@ impl Stream for HostStream {
         sequence_apart(self, ops)
     }
 
-    fn record(&self, event: &dyn Event) -> Result<()> {
+    fn record(&self, event: &Event) -> Result<()> {
         let event: &HostEvent = event::from_dyn(event)?;
         if let Some(capture) = &*self.capture() {
             let mark = capture.session.mark(capture.lane);
@@ -218,7 +218,7 @@ impl Stream for HostStream {
         })
     }
 
-    fn wait_event(&self, event: &dyn Event) -> Result<()> {
+    fn wait_event(&self, event: &Event) -> Result<()> {
         let event: &HostEvent = event::from_dyn(event)?;
         let recorded = lock(&event.recorded).clone();
         let mut capture = self.capture();
@@ -306,7 +306,7 @@ impl Stream for HostStream {
         Ok(())
     }
 
-    fn end_capture(&self) -> Result<Arc<dyn Graph>> {
+    fn end_capture(&self) -> Result<Graph> {
         let mut own = self.capture();
         match &*own {
             Some(capture) if capture.lane == 0 => {}
@@ -319,9 +319,8 @@ impl Stream for HostStream {
         let capture = own
             .take()
             .ok_or_else(|| Error::new(ErrorKind::Internal, "the capture vanished"))?;
-        Ok(Arc::new(HostGraph(
-            capture.session.finish(&self.shared.fault)?,
-        )))
+        let graph = capture.session.finish(&self.shared.fault)?;
+        Ok(Graph::new(Arc::new(HostGraph(graph))))
     }
 
     fn capture_id(&self) -> Result<Option<u64>> {
@@ -331,14 +330,10 @@ impl Stream for HostStream {
     fn raw(&self) -> u64 {
         self.number
     }
-
-    fn as_any(&self) -> &dyn Any {
-        self
-    }
 }
 
-pub(super) fn from_dyn(stream: &dyn Stream) -> Result<&HostStream> {
-    stream.as_any().downcast_ref().ok_or_else(|| {
+pub(super) fn from_dyn(stream: &Stream) -> Result<&HostStream> {
+    stream.backend().ok_or_else(|| {
         Error::new(
             ErrorKind::InvalidArgument,
             "the stream is not of the host device",

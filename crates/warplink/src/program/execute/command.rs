@@ -35,7 +35,7 @@ pub(super) enum CommandKind {
     Exchange {
         sends: Vec<(Rank, DeviceSlice)>,
         receives: Vec<(Rank, DeviceSlice)>,
-        done: Option<Arc<dyn Event>>,
+        done: Option<Event>,
     },
     Collective {
         collective: Collective<Rank>,
@@ -43,8 +43,8 @@ pub(super) enum CommandKind {
         target: DeviceSlice,
         source: DeviceSlice,
     },
-    Record(Arc<dyn Event>),
-    WaitEvent(Arc<dyn Event>),
+    Record(Event),
+    WaitEvent(Event),
 }
 
 impl CommandKind {
@@ -86,7 +86,7 @@ impl Enqueuer<'_> {
     }
 
     /// Enqueues what `command` does on `stream`, which is the command's.
-    pub(super) fn enqueue(&self, command: &Command, stream: &dyn Stream) -> Result<()> {
+    pub(super) fn enqueue(&self, command: &Command, stream: &Stream) -> Result<()> {
         // Products are on streams of the pool as a rule, so that beside the caller's stream none runs.
         // Where a program has it otherwise, a kernel waits for room until a tile is done.
         let by_kernel = |batch: Batch<'_>| match command.stream {
@@ -113,8 +113,7 @@ impl Enqueuer<'_> {
                 done,
             } => {
                 engine()?.exchange(stream, sends, receives)?;
-                done.as_ref()
-                    .map_or(Ok(()), |event| stream.record(&**event))
+                done.as_ref().map_or(Ok(()), |event| stream.record(event))
             }
             CommandKind::Collective {
                 collective,
@@ -122,15 +121,15 @@ impl Enqueuer<'_> {
                 target,
                 source,
             } => enqueue_collective(engine()?, stream, collective, *dtype, target, source),
-            CommandKind::Record(event) => stream.record(&**event),
-            CommandKind::WaitEvent(event) => stream.wait_event(&**event),
+            CommandKind::Record(event) => stream.record(event),
+            CommandKind::WaitEvent(event) => stream.wait_event(event),
         }
     }
 }
 
 fn enqueue_collective(
     engine: &dyn CollectiveEngine,
-    stream: &dyn Stream,
+    stream: &Stream,
     collective: &Collective<Rank>,
     dtype: DType,
     target: &DeviceSlice,

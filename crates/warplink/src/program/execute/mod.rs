@@ -97,7 +97,7 @@ pub struct Executor {
 }
 
 /// Plans of one use, and the event at the end of their run.
-type UnderWay = (Arc<dyn Event>, Vec<Plan>);
+type UnderWay = (Event, Vec<Plan>);
 
 impl fmt::Debug for Executor {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -139,15 +139,15 @@ impl Executor {
     }
 
     /// A stream of the device.
-    pub(crate) fn create_stream(&self) -> Result<Arc<dyn Stream>> {
+    pub(crate) fn create_stream(&self) -> Result<Stream> {
         self.context.device.create_stream(Priority::Normal)
     }
 
     /// Keeps `plans` until what `stream` was given so far is done, and lets go of earlier ones that
     /// are.
-    pub(crate) fn keep_until_done(&self, plans: Vec<Plan>, stream: &dyn Stream) -> Result<()> {
+    pub(crate) fn keep_until_done(&self, plans: Vec<Plan>, stream: &Stream) -> Result<()> {
         let end = self.context.device.create_event(false)?;
-        stream.record(&*end)?;
+        stream.record(&end)?;
         let mut under_way = lock(&self.under_way);
         under_way.push((end, plans));
         // What cannot be asked is kept: its memory may still be in use.

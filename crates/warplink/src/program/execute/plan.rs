@@ -26,7 +26,7 @@ pub struct Plan {
     transfers: Vec<Option<Transfer>>,
     engine: Option<Arc<dyn CollectiveEngine>>,
     // By index; the caller's is not among them.
-    streams: Vec<Option<Arc<dyn Stream>>>,
+    streams: Vec<Option<Stream>>,
     commands: Vec<Command>,
 }
 
@@ -53,7 +53,7 @@ impl Plan {
         memory: Vec<Tensor>,
         transfers: Vec<Option<Transfer>>,
         engine: Option<Arc<dyn CollectiveEngine>>,
-        streams: Vec<Option<Arc<dyn Stream>>>,
+        streams: Vec<Option<Stream>>,
         commands: Vec<Command>,
     ) -> Self {
         Self {
@@ -96,10 +96,10 @@ impl Plan {
     /// # Errors
     /// The device's fault, and what an operation says that cannot be enqueued, with its place in the
     /// program.
-    pub fn run(&self, stream: &dyn Stream) -> Result<()> {
+    pub fn run(&self, stream: &Stream) -> Result<()> {
         let enqueuer = self.enqueuer();
         for command in &self.commands {
-            let on = self.streams[command.stream].as_deref().unwrap_or(stream);
+            let on = self.streams[command.stream].as_ref().unwrap_or(stream);
             enqueuer
                 .enqueue(command, on)
                 .map_err(|error| self.locate(command, error))?;
@@ -111,12 +111,12 @@ impl Plan {
     /// for what it is.
     pub fn run_timed(
         &self,
-        stream: &dyn Stream,
+        stream: &Stream,
         tell: &mut dyn FnMut(&'static str, Duration),
     ) -> Result<()> {
         let enqueuer = self.enqueuer();
         for command in &self.commands {
-            let on = self.streams[command.stream].as_deref().unwrap_or(stream);
+            let on = self.streams[command.stream].as_ref().unwrap_or(stream);
             let start = Instant::now();
             enqueuer
                 .enqueue(command, on)
@@ -141,7 +141,7 @@ impl Plan {
             .device
             .create_stream(crate::device::Priority::Normal)?;
         stream.begin_capture()?;
-        let recorded = self.run(&*stream);
+        let recorded = self.run(&stream);
         let graph = stream.end_capture();
         recorded?;
         for transfer in self.transfers.iter().flatten() {
@@ -156,11 +156,11 @@ impl Plan {
     /// Runs once with a mark before and after every operation, and gives the times of all ranks, on
     /// rank 0. Every rank calls this at the same time. Blocks until the run is done everywhere. Marks
     /// take time of their own, so the whole is slower than a run.
-    pub fn trace(&self, stream: &dyn Stream) -> Result<Option<Trace>> {
+    pub fn trace(&self, stream: &Stream) -> Result<Option<Trace>> {
         let enqueuer = self.enqueuer();
         let mut tracer = Tracer::start(&self.context, stream)?;
         for command in &self.commands {
-            let on = self.streams[command.stream].as_deref().unwrap_or(stream);
+            let on = self.streams[command.stream].as_ref().unwrap_or(stream);
             let operation = &self.rank_program.operations[command.operation];
             let label = || {
                 (
@@ -211,13 +211,13 @@ impl Drop for Plan {
 #[derive(Debug)]
 pub struct CapturedPlan {
     // Before the plan, whose memory and streams it uses.
-    graph: Arc<dyn Graph>,
+    graph: Graph,
     plan: Plan,
 }
 
 impl CapturedPlan {
     /// Enqueues the whole plan on `stream`. Does not block.
-    pub fn launch(&self, stream: &dyn Stream) -> Result<()> {
+    pub fn launch(&self, stream: &Stream) -> Result<()> {
         self.graph.launch(stream)
     }
 

@@ -14,7 +14,7 @@ pub(super) struct Pool {
     memory: Arc<Memory>,
     // Registered regions by length. They keep their registration, and peers their mappings.
     free: Mutex<BTreeMap<usize, Vec<Region>>>,
-    streams: Mutex<BTreeMap<StreamKind, Arc<dyn Stream>>>,
+    streams: Mutex<BTreeMap<StreamKind, Stream>>,
 }
 
 impl Pool {
@@ -46,7 +46,7 @@ impl Pool {
     }
 
     /// The stream that all plans use for `kind`; `None` for the caller's.
-    pub(super) fn stream(&self, kind: StreamKind) -> Result<Option<Arc<dyn Stream>>> {
+    pub(super) fn stream(&self, kind: StreamKind) -> Result<Option<Stream>> {
         let priority = match kind {
             StreamKind::Caller => return Ok(None),
             StreamKind::Pool(_) => Priority::Normal,

@@ -17,7 +17,7 @@ pub(super) struct Resolver<'a> {
     pub(super) memory: &'a [Tensor],
     pub(super) transfers: &'a [Option<Transfer>],
     pub(super) context: &'a RankContext,
-    pub(super) streams: &'a [Option<Arc<dyn Stream>>],
+    pub(super) streams: &'a [Option<Stream>],
     pub(super) compute: Option<Arc<dyn Compute>>,
 }
 
@@ -61,9 +61,9 @@ impl Resolver<'_> {
     pub(super) fn commands(&self) -> Result<Vec<Command>> {
         let mut commands = Vec::with_capacity(self.rank_program.operations.len());
         // For transfers of the engine: the stream of the last post, and the event behind it.
-        let mut carried: HashMap<TransferId, (usize, Arc<dyn Event>)> = HashMap::new();
+        let mut carried: HashMap<TransferId, (usize, Event)> = HashMap::new();
         // The stream of the engine's last operation, and the event behind it.
-        let mut engine_last: Option<(usize, Arc<dyn Event>)> = None;
+        let mut engine_last: Option<(usize, Event)> = None;
         let engine_hops = self.engine_hops();
         for (operation, next) in self.rank_program.operations.iter().enumerate() {
             let stream = next.stream;
@@ -237,11 +237,7 @@ impl Resolver<'_> {
         })
     }
 
-    fn engine_exchange(
-        &self,
-        group: &[TransferId],
-        done: Option<Arc<dyn Event>>,
-    ) -> Result<CommandKind> {
+    fn engine_exchange(&self, group: &[TransferId], done: Option<Event>) -> Result<CommandKind> {
         let (mut sends, mut receives) = (Vec::new(), Vec::new());
         for id in group {
             let transfer = &self.rank_program.transfers[*id];

@@ -85,7 +85,7 @@ impl Trace {
         }
         for span in &self.spans {
             let tid = tracks
-                .binary_search(&(span.rank, &span.stream))
+                .binary_search(&(span.rank, &*span.stream))
                 .unwrap_or_default();
             events.push(PerfettoEvent {
                 name: &span.operation,
@@ -107,7 +107,7 @@ impl Trace {
 /// Marks the operations of a run.
 pub(super) struct Tracer {
     device: Arc<dyn Device>,
-    zero: Arc<dyn Event>,
+    zero: Event,
     marks: Vec<Mark>,
 }
 
@@ -115,17 +115,17 @@ struct Mark {
     operation: &'static str,
     site: String,
     stream: StreamKind,
-    begin: Arc<dyn Event>,
-    end: Arc<dyn Event>,
+    begin: Event,
+    end: Event,
 }
 
 impl Tracer {
     /// Starts the clock of every rank as nearly at once as a barrier of the hosts allows.
-    pub(super) fn start(context: &RankContext, stream: &dyn Stream) -> Result<Self> {
+    pub(super) fn start(context: &RankContext, stream: &Stream) -> Result<Self> {
         stream.synchronize(context.deadline())?;
         let zero = context.device.create_event(true)?;
         context.bootstrap.barrier(context.deadline())?;
-        stream.record(&*zero)?;
+        stream.record(&zero)?;
         Ok(Self {
             device: context.device.clone(),
             zero,
@@ -138,7 +138,7 @@ impl Tracer {
         &mut self,
         kind: &CommandKind,
         label: impl FnOnce() -> (&'static str, String, StreamKind),
-        stream: &dyn Stream,
+        stream: &Stream,
         enqueue: impl FnOnce() -> Result<()>,
     ) -> Result<()> {
         if matches!(kind, CommandKind::Record(_) | CommandKind::WaitEvent(_)) {
@@ -149,9 +149,9 @@ impl Tracer {
             self.device.create_event(true)?,
             self.device.create_event(true)?,
         );
-        stream.record(&*begin)?;
+        stream.record(&begin)?;
         enqueue()?;
-        stream.record(&*end)?;
+        stream.record(&end)?;
         self.marks.push(Mark {
             operation,
             site,
@@ -165,19 +165,18 @@ impl Tracer {
     /// Gathers the times of all ranks on rank 0.
     pub(super) fn finish(self, context: &RankContext, program: &str) -> Result<Option<Trace>> {
         let rank = context.rank();
-        let micros = |event: &dyn Event| {
-            Ok::<f64, Error>(f64::from(event.elapsed_since(&*self.zero)?) * 1e3)
-        };
+        let micros =
+            |event: &Event| Ok::<f64, Error>(f64::from(event.elapsed_since(&self.zero)?) * 1e3);
         let mut own = Vec::with_capacity(self.marks.len());
         for mark in &self.marks {
-            let start = micros(&*mark.begin)?;
+            let start = micros(&mark.begin)?;
             own.push(TraceSpan {
                 rank,
                 stream: mark.stream.to_string(),
                 operation: mark.operation.to_owned(),
                 site: mark.site.clone(),
                 start,
-                duration: micros(&*mark.end)? - start,
+                duration: micros(&mark.end)? - start,
             });
         }
         let bytes = postcard::to_stdvec(&own).map_err(|error| {

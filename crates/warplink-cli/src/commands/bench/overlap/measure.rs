@@ -150,17 +150,17 @@ pub(super) fn figures(
         let plan = product
             .plan(&options)
             .with_context(|| format!("make a plan for {variant}"))?;
-        let work = |stream: &dyn Stream| plan.run(stream);
+        let work = |stream: &Stream| plan.run(stream);
         let error = product
-            .error_of(&*clock.stream, &work)
+            .error_of(&clock.stream, &work)
             .with_context(|| format!("run {variant}"))?;
         let difference = difference(clock, &product, &mut first)?;
-        let whole = |stream: &dyn Stream| alone.whole(stream);
+        let whole = |stream: &Stream| alone.whole(stream);
         let [beside, times] = Submitted::in_turn(clock, settings.samples, [&whole, &work])
             .with_context(|| format!("time {variant}"))?;
         if let Some(folder) = &settings.traces {
             for plan in plan.plans() {
-                if let Some(trace) = plan.trace(&*clock.stream)? {
+                if let Some(trace) = plan.trace(&clock.stream)? {
                     let Problem { m, k, n, .. } = problem;
                     let name = format!("{}-{m}-{k}-{n}.json", trace.program);
                     write_trace(&folder.join(name), &trace)?;
@@ -256,7 +256,7 @@ impl Alone {
                 for index in 0..world {
                     stream.copy(&a.slice(index * part..(index + 1) * part)?, &product.a)?;
                 }
-                comm.synchronize(&*stream)?;
+                comm.synchronize(&stream)?;
                 (a, product.c.clone(), k)
             }
             Op::MatmulReduceScatter => {
@@ -279,12 +279,12 @@ impl Alone {
         })
     }
 
-    fn whole(&self, stream: &dyn Stream) -> Result<()> {
+    fn whole(&self, stream: &Stream) -> Result<()> {
         let Self { a, b, c, .. } = self;
         Ok(self.compute.matmul(stream, &self.whole, a, b, c, None)?)
     }
 
-    fn chunks(&self, stream: &dyn Stream) -> Result<()> {
+    fn chunks(&self, stream: &Stream) -> Result<()> {
         let chunks = self.whole.m / self.chunk.m;
         let (rows, results) = (self.a.bytes() / chunks, self.c.bytes() / chunks);
         for index in 0..chunks {

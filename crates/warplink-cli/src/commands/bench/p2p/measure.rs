@@ -84,14 +84,14 @@ impl Rig<'_> {
         );
         let remote = self.remote_into.slice().slice(0..bytes)?;
         let rank = self.clock.comm.rank();
-        let send = |stream: &dyn Stream| -> Result<()> {
+        let send = |stream: &Stream| -> Result<()> {
             if let (Way::Nccl, Some(engine)) = (way, &self.engine) {
                 return Ok(engine.exchange(stream, &[(self.right, own.clone())], &[])?);
             }
             stream.copy(&remote, &own)?;
             self.signal(stream, submission)
         };
-        let receive = |stream: &dyn Stream| -> Result<()> {
+        let receive = |stream: &Stream| -> Result<()> {
             if let (Way::Nccl, Some(engine)) = (way, &self.engine) {
                 return Ok(engine.exchange(stream, &[], &[(self.left, into.clone())])?);
             }
@@ -229,7 +229,7 @@ impl Rig<'_> {
     /// The same copy `repeat` times, on the two streams in turn.
     fn copies(
         &self,
-        stream: &dyn Stream,
+        stream: &Stream,
         repeat: usize,
         target: &DeviceSlice,
         source: &DeviceSlice,

@@ -91,7 +91,7 @@ impl<'a> Rig<'a> {
 
     /// Sets the word of the rank to the right: outside of a graph to the count of such signals, in
     /// one to 1, which the receiver resets.
-    pub(super) fn signal(&self, stream: &dyn Stream, submission: Submission) -> Result<()> {
+    pub(super) fn signal(&self, stream: &Stream, submission: Submission) -> Result<()> {
         let [counted, toggled] = &self.remote_words;
         let operation = match submission {
             Submission::Eager => MemoryOp::Write {
@@ -106,7 +106,7 @@ impl<'a> Rig<'a> {
         Ok(stream.memory_ops(&[operation])?)
     }
 
-    pub(super) fn await_signal(&self, stream: &dyn Stream, submission: Submission) -> Result<()> {
+    pub(super) fn await_signal(&self, stream: &Stream, submission: Submission) -> Result<()> {
         let [counted, toggled] = &self.words;
         match submission {
             Submission::Eager => stream.memory_ops(&[MemoryOp::Wait {
@@ -152,7 +152,7 @@ impl<'a> Rig<'a> {
         // A peer's last copy may still be under way until it has passed the barrier.
         self.clock.comm.barrier()?;
         self.clock.stream.fill(self.into.slice(), 0xff)?;
-        self.clock.comm.synchronize(&*self.clock.stream)?;
+        self.clock.comm.synchronize(&self.clock.stream)?;
         Ok(self.clock.comm.barrier()?)
     }
 }
