@@ -6,7 +6,7 @@ use super::health::Health;
 use super::message::{self, Event, Reply, Request};
 use super::outbox::Outbox;
 use super::secret::Secret;
-use super::socket::{self, Timed};
+use super::socket::{self, DeadlineStream};
 use crate::deadline::Deadline;
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::sync::lock;
@@ -21,7 +21,7 @@ use std::time::Duration;
 /// How long, beyond its deadline, a request waits for the store to confirm that it was cancelled.
 ///
 /// Without the confirmation a value that was just taken could be on its way and be lost.
-const GRACE: Duration = Duration::from_secs(1);
+const CANCEL_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Who connects, and as what.
 pub(crate) struct Identity<'a> {
@@ -45,7 +45,7 @@ pub(crate) struct Client {
 struct State {
     calls: HashMap<u64, Arc<Call>>,
     phase: Phase,
-    /// Why the connection ended, or that this rank closed it.
+    /// RefusalKind the connection ended, or that this rank closed it.
     over: Option<Error>,
 }
 
@@ -136,9 +136,9 @@ impl Client {
         let failed = |error| Error::io("connect", &error);
         let limit = deadline.remaining().min(Duration::from_secs(5));
         let stream = socket::connect(address, limit).map_err(failed)?;
-        socket::tune(&stream, identity.heartbeat).map_err(failed)?;
+        socket::set_options(&stream, identity.heartbeat).map_err(failed)?;
         // Rank 0 may have the port but not have begun to serve, so the whole time is allowed.
-        let mut timed = Timed::new(&stream, deadline);
+        let mut timed = DeadlineStream::new(&stream, deadline);
         let session = handshake::join(&mut timed, identity.secret, identity.rank, identity.world)?;
         timed.finish().map_err(failed)?;
         Ok((stream, session))
@@ -170,7 +170,7 @@ impl Client {
                 .0;
         }
         drop(state);
-        match self.call("join", &Request::Missing, Deadline::after(GRACE)) {
+        match self.call("join", &Request::Missing, Deadline::after(CANCEL_TIMEOUT)) {
             // The last came just now.
             Ok(Reply::Ranks(missing)) if missing.is_empty() => Ok(()),
             Ok(Reply::Ranks(missing)) => {
@@ -218,7 +218,7 @@ impl Client {
             // When the connection is gone, its reader says why.
             let answer = match error.kind() {
                 ErrorKind::InvalidArgument => None,
-                _ => call.wait(GRACE),
+                _ => call.wait(CANCEL_TIMEOUT),
             };
             lock(&self.state).calls.remove(&id);
             return answer.unwrap_or(Err(error));
@@ -226,7 +226,7 @@ impl Client {
         let answer = call.wait(deadline.remaining()).or_else(|| {
             let cancel = message::encode(&Request::Cancel { id }).ok()?;
             self.outbox.push(0, &cancel).ok()?;
-            call.wait(GRACE)
+            call.wait(CANCEL_TIMEOUT)
         });
         lock(&self.state).calls.remove(&id);
         answer.unwrap_or_else(|| Err(deadline.expired("the answer")))
@@ -234,7 +234,7 @@ impl Client {
 
     fn read_all(&self, stream: &TcpStream) {
         let mut reader = BufReader::with_capacity(16 << 10, stream);
-        let why = loop {
+        let reason = loop {
             match frame::read(&mut reader, frame::MAX_BODY).and_then(|frame| match frame {
                 Some(frame) => self.handle(frame).map(Some),
                 None => Ok(None),
@@ -247,7 +247,7 @@ impl Client {
             }
         };
         self.outbox.close();
-        self.end(&why);
+        self.end(&reason);
     }
 
     fn handle(&self, frame: frame::Frame) -> Result<()> {
@@ -261,7 +261,7 @@ impl Client {
             return Ok(());
         }
         match message::decode(&frame.body)? {
-            Event::Lost { rank, why } => self.health.lose(rank as Rank, &why),
+            Event::Lost { rank, reason } => self.health.lose(rank as Rank, &reason),
             Event::Left { rank } => self.health.leave(rank as Rank),
             Event::Ready => lock(&self.state).phase = Phase::Ready,
             Event::Abandoned { missing } => lock(&self.state).phase = Phase::Abandoned(missing),
@@ -273,7 +273,7 @@ impl Client {
     }
 
     /// The connection ended: so does every call.
-    fn end(&self, why: &str) {
+    fn end(&self, reason: &str) {
         let mut state = lock(&self.state);
         let error = match state.over.clone() {
             Some(closed) => closed,
@@ -285,8 +285,8 @@ impl Client {
                 Error::new(ErrorKind::Closed, "rank 0 gave up on the job")
             }
             None => {
-                self.health.lose(0, why);
-                Error::new(ErrorKind::PeerLost, format!("rank 0 was lost: {why}")).peer(0)
+                self.health.lose(0, reason);
+                Error::new(ErrorKind::PeerLost, format!("rank 0 was lost: {reason}")).peer(0)
             }
         };
         state.over = Some(error.clone());

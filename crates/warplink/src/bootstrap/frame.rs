@@ -16,7 +16,7 @@ pub(crate) const MAX_HANDSHAKE: usize = 4 << 10;
 /// Bytes before the body.
 pub(crate) const HEADER: usize = 12;
 /// How much memory a length that was merely announced may claim.
-const FIRST_CLAIM: usize = 64 << 10;
+const INITIAL_CAPACITY: usize = 64 << 10;
 
 /// A frame that arrived.
 #[derive(Debug, PartialEq, Eq)]
@@ -65,7 +65,7 @@ pub(crate) fn read(reader: &mut impl Read, limit: usize) -> Result<Option<Frame>
             format!("a frame announces {length} bytes; the limit is {limit}"),
         ));
     }
-    let mut body = Vec::with_capacity(length.min(FIRST_CLAIM));
+    let mut body = Vec::with_capacity(length.min(INITIAL_CAPACITY));
     reader
         .take(length as u64)
         .read_to_end(&mut body)

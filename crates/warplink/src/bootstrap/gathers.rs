@@ -1,8 +1,8 @@
 //! Gathers: every member gives a value and gets the values of all.
 
 use super::frame::MAX_BODY;
-use super::message::{Bytes, GatherId, Purpose, Refusal, Reply, Why};
-use super::table::{Outgoing, Standing, Standings, body, first_lost, gone};
+use super::message::{Bytes, GatherId, Purpose, Refusal, RefusalKind, Reply};
+use super::table::{MemberState, MemberStates, Outgoing, body, first_lost, gone};
 use std::collections::HashMap;
 use std::sync::Arc;
 
@@ -44,14 +44,14 @@ impl Gathers {
         id: GatherId,
         purpose: Purpose,
         value: Bytes,
-        standings: &Standings,
+        states: &MemberStates,
         out: &mut Vec<Outgoing>,
     ) -> Result<(), Refusal> {
         let Ok(position) = id.members.binary_search(&rank) else {
             let message = format!("rank {rank} is no member of the group");
-            return Err(Refusal::new(Why::Invalid, message));
+            return Err(Refusal::new(RefusalKind::Invalid, message));
         };
-        if let Some(refusal) = self.obstacle(&id, standings) {
+        if let Some(refusal) = self.failure(&id, states) {
             self.fail(&id, &refusal, out);
             return Err(refusal);
         }
@@ -66,14 +66,14 @@ impl Gathers {
                 "rank {rank} calls {purpose} where other members of its group call {}",
                 gather.purpose
             );
-            let refusal = Refusal::new(Why::Mismatch, message).peer(rank);
+            let refusal = Refusal::new(RefusalKind::Mismatch, message).peer(rank);
             self.fail(&id, &refusal, out);
             return Err(refusal);
         }
         let bytes = gather.bytes + value.0.len() + 10;
         if bytes > MAX_BODY {
             let message = format!("the values of an all-gather exceed {MAX_BODY} bytes");
-            let refusal = Refusal::new(Why::Invalid, message).peer(rank);
+            let refusal = Refusal::new(RefusalKind::Invalid, message).peer(rank);
             self.fail(&id, &refusal, out);
             return Err(refusal);
         }
@@ -84,7 +84,12 @@ impl Gathers {
                     request: Some(request),
                 })
             }
-            _ => return Err(Refusal::new(Why::Protocol, "a second value for one gather")),
+            _ => {
+                return Err(Refusal::new(
+                    RefusalKind::Protocol,
+                    "a second value for one gather",
+                ));
+            }
         }
         gather.bytes = bytes;
         gather.arrived += 1;
@@ -97,14 +102,14 @@ impl Gathers {
     }
 
     /// Ends the gathers that a departed rank makes impossible.
-    pub(crate) fn depart(&mut self, rank: u32, standings: &Standings, out: &mut Vec<Outgoing>) {
+    pub(crate) fn depart(&mut self, rank: u32, states: &MemberStates, out: &mut Vec<Outgoing>) {
         let affected = self
             .open
             .keys()
             .filter(|id| id.members.binary_search(&rank).is_ok());
         for id in affected.cloned().collect::<Vec<_>>() {
-            self.mute(&id, rank);
-            if let Some(refusal) = self.obstacle(&id, standings) {
+            self.stop_answering(&id, rank);
+            if let Some(refusal) = self.failure(&id, states) {
                 self.fail(&id, &refusal, out);
             }
         }
@@ -118,7 +123,7 @@ impl Gathers {
         let Some(id) = self.by_request.remove(&(rank, request)) else {
             return false;
         };
-        self.mute(&id, rank);
+        self.stop_answering(&id, rank);
         true
     }
 
@@ -128,7 +133,7 @@ impl Gathers {
         self.open.is_empty() && self.by_request.is_empty()
     }
 
-    fn mute(&mut self, id: &GatherId, rank: u32) {
+    fn stop_answering(&mut self, id: &GatherId, rank: u32) {
         if let Ok(position) = id.members.binary_search(&rank)
             && let Some(gather) = self.open.get_mut(id)
             && let Some(Some(share)) = gather.shares.get_mut(position)
@@ -138,10 +143,10 @@ impl Gathers {
         }
     }
 
-    /// Why the gather cannot complete: a member is lost, or left before it gave its value.
-    fn obstacle(&self, id: &GatherId, standings: &Standings) -> Option<Refusal> {
-        if let Some(rank) = first_lost(id.members.iter().copied(), standings) {
-            return gone(rank, standings);
+    /// RefusalKind the gather cannot complete: a member is lost, or left before it gave its value.
+    fn failure(&self, id: &GatherId, states: &MemberStates) -> Option<Refusal> {
+        if let Some(rank) = first_lost(id.members.iter().copied(), states) {
+            return gone(rank, states);
         }
         let shares = self
             .open
@@ -150,9 +155,9 @@ impl Gathers {
             .unwrap_or_default();
         id.members.iter().enumerate().find_map(|(position, &rank)| {
             let given = matches!(shares.get(position), Some(Some(_)));
-            match standings.get(rank as usize) {
-                Some(Standing::Left) if given => None,
-                _ => gone(rank, standings),
+            match states.get(rank as usize) {
+                Some(MemberState::Left) if given => None,
+                _ => gone(rank, states),
             }
         })
     }

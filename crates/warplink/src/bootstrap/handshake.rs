@@ -12,7 +12,7 @@
 //! authenticates the join; what follows is neither encrypted nor signed.
 
 use super::frame::{self, MAX_HANDSHAKE};
-use super::message::{self, Refusal, Why};
+use super::message::{self, Refusal, RefusalKind};
 use super::secret::{Proof, Secret, random_bytes};
 use crate::error::{Error, ErrorKind, Rank, Result};
 use serde::{Deserialize, Serialize};
@@ -46,7 +46,7 @@ enum Challenge {
 }
 
 #[derive(Serialize, Deserialize)]
-enum Answer {
+enum JoinReply {
     Welcome { session: [u8; 32] },
     Refused(Refusal),
 }
@@ -110,8 +110,8 @@ pub(crate) fn join(
     }
     send(stream, &secret.proof(JOINER, &[hello.as_bytes(), &nonce])?)?;
     match message::decode(&receive(stream)?.ok_or_else(stopped)?)? {
-        Answer::Welcome { session } => Ok(session),
-        Answer::Refused(refusal) => Err(refusal.into_error()),
+        JoinReply::Welcome { session } => Ok(session),
+        JoinReply::Refused(refusal) => Err(refusal.into_error()),
     }
 }
 
@@ -133,7 +133,7 @@ pub(crate) fn accept(stream: &mut (impl Read + Write), secret: &Secret) -> Resul
             "the store speaks version {VERSION} of the protocol, rank {} version {}",
             hello.rank, hello.version
         );
-        let refusal = Refusal::new(Why::Mismatch, message);
+        let refusal = Refusal::new(RefusalKind::Mismatch, message);
         send(
             stream,
             &message::encode(&Challenge::Refused(refusal.clone()))?,
@@ -151,7 +151,7 @@ pub(crate) fn accept(stream: &mut (impl Read + Write), secret: &Secret) -> Resul
         .map_err(|_| Error::new(ErrorKind::Protocol, "a proof of the wrong length"))?;
     if !secret.verify(JOINER, &[hello.as_bytes(), &nonce], &claimed)? {
         let refusal = Refusal::new(
-            Why::Authentication,
+            RefusalKind::Authentication,
             "the proof does not fit the store's secret",
         );
         refuse(stream, refusal.clone())?;
@@ -165,10 +165,10 @@ pub(crate) fn accept(stream: &mut (impl Read + Write), secret: &Secret) -> Resul
 
 /// The body of the last frame to a joiner that is admitted.
 pub(crate) fn welcome(session: [u8; 32]) -> Result<Vec<u8>> {
-    message::encode(&Answer::Welcome { session })
+    message::encode(&JoinReply::Welcome { session })
 }
 
 /// Tells a joiner why it is not admitted.
 pub(crate) fn refuse(stream: &mut impl Write, refusal: Refusal) -> Result<()> {
-    send(stream, &message::encode(&Answer::Refused(refusal))?)
+    send(stream, &message::encode(&JoinReply::Refused(refusal))?)
 }

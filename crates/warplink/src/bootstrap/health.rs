@@ -90,14 +90,17 @@ impl Health {
     }
 
     /// Records a loss, once per rank, and has the callbacks called.
-    pub(crate) fn lose(&self, rank: Rank, why: &str) {
+    pub(crate) fn lose(&self, rank: Rank, reason: &str) {
         let mut inner = lock(&self.0);
         if inner.closed || inner.left.contains(&rank) || inner.lost.contains_key(&rank) {
             return;
         }
-        tracing::warn!(rank, why, "a rank was lost");
-        let error =
-            Error::new(ErrorKind::PeerLost, format!("rank {rank} was lost: {why}")).peer(rank);
+        tracing::warn!(rank, reason, "a rank was lost");
+        let error = Error::new(
+            ErrorKind::PeerLost,
+            format!("rank {rank} was lost: {reason}"),
+        )
+        .peer(rank);
         inner.lost.insert(rank, error.clone());
         for callback in inner.callbacks.clone() {
             inner.submit((callback, rank, error.clone()));

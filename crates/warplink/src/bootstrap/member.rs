@@ -19,7 +19,7 @@ use std::thread;
 use std::time::Duration;
 
 /// How long dropping a member may take.
-const DROP: Duration = Duration::from_secs(2);
+const DROP_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// A rank's membership in its job: the store, collectives of bytes, and news of the others.
 ///
@@ -105,7 +105,7 @@ impl Bootstrap {
                 server.abandon();
             }
             // A rank that gives up was not lost: it goes in order, and so do the others then.
-            let _ = client.leave(Deadline::after(DROP));
+            let _ = client.leave(Deadline::after(DROP_TIMEOUT));
             client.close();
             return Err(error);
         }
@@ -244,7 +244,7 @@ impl Bootstrap {
 
 impl Drop for Bootstrap {
     fn drop(&mut self) {
-        if let Err(error) = self.close(Deadline::after(DROP)) {
+        if let Err(error) = self.close(Deadline::after(DROP_TIMEOUT)) {
             tracing::warn!(%error, "left the job without an orderly close");
         }
     }

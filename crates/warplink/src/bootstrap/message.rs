@@ -47,7 +47,7 @@ impl<'de> Deserialize<'de> for Bytes {
 
 /// What a waiting request does with its keys once all of them are there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) enum Then {
+pub(crate) enum OnReady {
     /// Only says so.
     Nothing,
     /// Sends the values.
@@ -92,7 +92,7 @@ pub(crate) enum Request {
     /// Waits until all keys are there. `on` are the ranks it depends on; none means every other.
     Wait {
         keys: Vec<String>,
-        then: Then,
+        on_ready: OnReady,
         on: Vec<u32>,
     },
     Check {
@@ -149,17 +149,17 @@ pub(crate) enum Event {
     },
     Lost {
         rank: u32,
-        why: String,
+        reason: String,
     },
     Left {
         rank: u32,
     },
 }
 
-/// Why a request or a join was refused.
+/// RefusalKind a request or a join was refused.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Refusal {
-    pub(crate) why: Why,
+    pub(crate) kind: RefusalKind,
     pub(crate) message: String,
     pub(crate) peer: Option<u32>,
     pub(crate) key: Option<String>,
@@ -167,7 +167,7 @@ pub(crate) struct Refusal {
 
 /// The kinds of refusal; a part of the protocol, hence apart from [`ErrorKind`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) enum Why {
+pub(crate) enum RefusalKind {
     Invalid,
     Mismatch,
     Authentication,
@@ -179,9 +179,9 @@ pub(crate) enum Why {
 }
 
 impl Refusal {
-    pub(crate) fn new(why: Why, message: impl Into<String>) -> Self {
+    pub(crate) fn new(kind: RefusalKind, message: impl Into<String>) -> Self {
         Self {
-            why,
+            kind,
             message: message.into(),
             peer: None,
             key: None,
@@ -200,15 +200,15 @@ impl Refusal {
 
     /// The refusal as the caller sees it.
     pub(crate) fn into_error(self) -> Error {
-        let kind = match self.why {
-            Why::Invalid => ErrorKind::InvalidArgument,
-            Why::Mismatch => ErrorKind::Mismatch,
-            Why::Authentication => ErrorKind::Authentication,
-            Why::Protocol => ErrorKind::Protocol,
-            Why::PeerLost => ErrorKind::PeerLost,
-            Why::PeerLeft => ErrorKind::PeerLeft,
-            Why::Cancelled => ErrorKind::Timeout,
-            Why::OutOfMemory => ErrorKind::OutOfMemory,
+        let kind = match self.kind {
+            RefusalKind::Invalid => ErrorKind::InvalidArgument,
+            RefusalKind::Mismatch => ErrorKind::Mismatch,
+            RefusalKind::Authentication => ErrorKind::Authentication,
+            RefusalKind::Protocol => ErrorKind::Protocol,
+            RefusalKind::PeerLost => ErrorKind::PeerLost,
+            RefusalKind::PeerLeft => ErrorKind::PeerLeft,
+            RefusalKind::Cancelled => ErrorKind::Timeout,
+            RefusalKind::OutOfMemory => ErrorKind::OutOfMemory,
         };
         let mut error = Error::new(kind, self.message);
         if let Some(peer) = self.peer {
@@ -226,10 +226,13 @@ impl Request {
     pub(crate) fn check(&self, world: usize) -> Result<(), Refusal> {
         match self {
             Self::Set { pairs } => check_keys(pairs.iter().map(|(key, _)| key)),
-            Self::Wait { keys, on, then } => {
+            Self::Wait { keys, on, on_ready } => {
                 check_keys(keys.iter())?;
-                if *then == Then::Take && has_duplicates(keys) {
-                    return Err(Refusal::new(Why::Invalid, "a key is to be taken twice"));
+                if *on_ready == OnReady::Take && has_duplicates(keys) {
+                    return Err(Refusal::new(
+                        RefusalKind::Invalid,
+                        "a key is to be taken twice",
+                    ));
                 }
                 check_ranks(on, world)
             }
@@ -239,13 +242,13 @@ impl Request {
             }
             Self::Gather { id, .. } => {
                 check_ranks(&id.members, world)?;
-                match id.members.is_sorted_by(|a, b| a < b) {
-                    true => Ok(()),
-                    false => Err(Refusal::new(
-                        Why::Protocol,
-                        "a group's members are not in order",
-                    )),
+                if !id.members.is_sorted_by(|a, b| a < b) {
+                    return Err(Refusal::new(
+                        RefusalKind::Protocol,
+                        "the members of a group are not in ascending order",
+                    ));
                 }
+                Ok(())
             }
             Self::Cancel { .. } | Self::Missing | Self::Leave => Ok(()),
         }
@@ -255,7 +258,7 @@ impl Request {
 fn check_keys<'a>(keys: impl ExactSizeIterator<Item = &'a String>) -> Result<(), Refusal> {
     if keys.len() > MAX_KEYS {
         return Err(Refusal::new(
-            Why::Invalid,
+            RefusalKind::Invalid,
             format!(
                 "{} keys in one request; the limit is {MAX_KEYS}",
                 keys.len()
@@ -265,7 +268,7 @@ fn check_keys<'a>(keys: impl ExactSizeIterator<Item = &'a String>) -> Result<(),
     for key in keys {
         if key.is_empty() || key.len() > MAX_KEY {
             return Err(Refusal::new(
-                Why::Invalid,
+                RefusalKind::Invalid,
                 format!("a key has {} bytes; it must have 1 to {MAX_KEY}", key.len()),
             ));
         }
@@ -282,7 +285,7 @@ fn check_ranks(ranks: &[u32], world: usize) -> Result<(), Refusal> {
     match ranks.iter().find(|&&rank| rank as usize >= world) {
         None => Ok(()),
         Some(rank) => Err(Refusal::new(
-            Why::Invalid,
+            RefusalKind::Invalid,
             format!("rank {rank} is out of range: the world has {world} ranks"),
         )),
     }
@@ -333,7 +336,7 @@ mod tests {
             for request in [
                 Request::Add { key: key.clone(), amount },
                 Request::Set { pairs: vec![(key.clone(), value.clone())] },
-                Request::Wait { keys: vec![key.clone()], then: Then::Take, on: ranks.clone() },
+                Request::Wait { keys: vec![key.clone()], on_ready: OnReady::Take, on: ranks.clone() },
                 Request::CompareAndSet { key: key.clone(), expected: Some(value.clone()), new: value.clone() },
             ] {
                 let body = encode(&request).unwrap();
@@ -349,7 +352,7 @@ mod tests {
     fn limits_hold() {
         let wait = |keys: Vec<String>, on| Request::Wait {
             keys,
-            then: Then::Take,
+            on_ready: OnReady::Take,
             on,
         };
         assert!(wait(vec!["k".repeat(MAX_KEY)], vec![3]).check(4).is_ok());
@@ -360,7 +363,7 @@ mod tests {
             wait(vec!["k".into(); 2], vec![]),
             wait(vec!["k".into()], vec![4]),
         ] {
-            assert_eq!(refused.check(4).unwrap_err().why, Why::Invalid);
+            assert_eq!(refused.check(4).unwrap_err().kind, RefusalKind::Invalid);
         }
     }
 }

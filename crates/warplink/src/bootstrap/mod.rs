@@ -65,7 +65,7 @@ mod table;
 mod unique_id;
 mod waiters;
 
-#[doc(hidden)]
+#[cfg(any(test, fuzzing))]
 pub mod fuzzing;
 
 pub use config::{JoinConfig, Rendezvous};

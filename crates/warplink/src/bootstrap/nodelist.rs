@@ -34,10 +34,10 @@ pub(crate) fn first_host(list: &str) -> Result<String> {
             rest = after;
         }
     }
-    match host.is_empty() {
-        true => Err(bad("begins with no host")),
-        false => Ok(host),
+    if host.is_empty() {
+        return Err(bad("begins with no host"));
     }
+    Ok(host)
 }
 
 /// The first number of `01-04,7`, after checking all of them.

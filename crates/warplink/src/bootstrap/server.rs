@@ -2,10 +2,10 @@
 
 use super::frame;
 use super::handshake;
-use super::message::{self, MAX_WORLD, Refusal, Request, Why};
+use super::message::{self, MAX_WORLD, Refusal, RefusalKind, Request};
 use super::outbox::Outbox;
 use super::secret::{Secret, random_bytes};
-use super::socket::{self, Timed};
+use super::socket::{self, DeadlineStream};
 use super::table::{Outgoing, Table};
 use crate::deadline::Deadline;
 use crate::error::{Error, ErrorKind, Rank, Result};
@@ -18,9 +18,9 @@ use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 /// How long a connection may take over the handshake.
-const HANDSHAKE: Duration = Duration::from_secs(5);
+const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
 /// The most connections that may be in a handshake at a time.
-const MAX_STRANGERS: usize = 512;
+const MAX_UNAUTHENTICATED: usize = 512;
 
 /// What the server needs to know.
 pub(crate) struct Settings {
@@ -54,7 +54,7 @@ struct State {
     threads: HashMap<u64, JoinHandle<()>>,
     /// Connections whose threads are about to end.
     finished: Vec<u64>,
-    strangers: usize,
+    unauthenticated: usize,
     next: u64,
     closing: bool,
 }
@@ -83,7 +83,7 @@ impl Server {
                 streams: HashMap::new(),
                 threads: HashMap::new(),
                 finished: Vec::new(),
-                strangers: 0,
+                unauthenticated: 0,
                 next: 0,
                 closing: false,
             }),
@@ -185,7 +185,7 @@ impl Shared {
         }
     }
 
-    /// Gives a new connection a thread, unless there are too many strangers already.
+    /// Gives a new connection a thread, unless there are too many unauthenticated connections already.
     fn admit(self: Arc<Self>, stream: TcpStream) {
         let stream = Arc::new(stream);
         let mut state = lock(&self.state);
@@ -195,7 +195,7 @@ impl Shared {
                 let _ = thread.join();
             }
         }
-        if state.closing || state.strangers >= MAX_STRANGERS {
+        if state.closing || state.unauthenticated >= MAX_UNAUTHENTICATED {
             return;
         }
         let id = state.next;
@@ -203,7 +203,7 @@ impl Shared {
         match spawn("warplink-store", move || shared.serve(id, own)) {
             Ok(thread) => {
                 state.next += 1;
-                state.strangers += 1;
+                state.unauthenticated += 1;
                 state.streams.insert(id, stream);
                 state.threads.insert(id, thread);
             }
@@ -214,15 +214,15 @@ impl Shared {
     /// A connection from its first byte to its last.
     fn serve(&self, id: u64, stream: Arc<TcpStream>) {
         let member = self.greet(&stream);
-        lock(&self.state).strangers -= 1;
+        lock(&self.state).unauthenticated -= 1;
         match member {
             Ok((rank, outbox)) => {
-                let why = self.attend(rank, &stream);
+                let reason = self.attend(rank, &stream);
                 outbox.close();
                 let mut state = lock(&self.state);
                 if !state.closing {
                     // Without effect on one that left in order.
-                    state.table.lose(rank, &why);
+                    state.table.lose(rank, &reason);
                 }
                 state.outboxes.remove(&rank);
                 self.deliver(state);
@@ -237,9 +237,9 @@ impl Shared {
 
     /// The handshake, and the admission of the rank.
     fn greet(&self, stream: &Arc<TcpStream>) -> Result<(u32, Arc<Outbox>)> {
-        socket::tune(stream, self.settings.heartbeat)
+        socket::set_options(stream, self.settings.heartbeat)
             .map_err(|error| Error::io("set socket options", &error))?;
-        let mut timed = Timed::new(stream, Deadline::after(HANDSHAKE));
+        let mut timed = DeadlineStream::new(stream, Deadline::after(HANDSHAKE_TIMEOUT));
         let claim = handshake::accept(&mut timed, &self.settings.secret)?;
         match self.enter(claim.rank, claim.world, stream) {
             Ok(entered) => {
@@ -268,11 +268,11 @@ impl Shared {
             let message = format!(
                 "rank {rank} was started for a world of {world} ranks, rank 0 for one of {expected}"
             );
-            return Err(Refusal::new(Why::Mismatch, message));
+            return Err(Refusal::new(RefusalKind::Mismatch, message));
         }
         let rank = u32::try_from(rank).unwrap_or(u32::MAX);
         let welcome = handshake::welcome(self.session)
-            .map_err(|error| Refusal::new(Why::Protocol, error.to_string()))?;
+            .map_err(|error| Refusal::new(RefusalKind::Protocol, error.to_string()))?;
         let outbox = Outbox::new(stream.clone());
         let mut state = lock(&self.state);
         state.table.join(rank)?;

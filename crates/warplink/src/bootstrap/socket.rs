@@ -97,7 +97,7 @@ pub(crate) fn connect(address: SocketAddr, limit: Duration) -> io::Result<TcpStr
 
 /// Sends small frames at once, and notices within about four heartbeats that the other machine
 /// vanished. A process that dies is noticed at once, since its system closes the connection.
-pub(crate) fn tune(stream: &TcpStream, heartbeat: Duration) -> io::Result<()> {
+pub(crate) fn set_options(stream: &TcpStream, heartbeat: Duration) -> io::Result<()> {
     // The system counts these intervals in whole seconds.
     let heartbeat = heartbeat.clamp(Duration::from_secs(1), Duration::from_secs(3600));
     stream.set_nodelay(true)?;
@@ -110,12 +110,12 @@ pub(crate) fn tune(stream: &TcpStream, heartbeat: Duration) -> io::Result<()> {
 }
 
 /// A stream whose reads and writes all end at one deadline, however slowly bytes trickle in.
-pub(crate) struct Timed<'a> {
+pub(crate) struct DeadlineStream<'a> {
     stream: &'a TcpStream,
     deadline: Deadline,
 }
 
-impl<'a> Timed<'a> {
+impl<'a> DeadlineStream<'a> {
     pub(crate) fn new(stream: &'a TcpStream, deadline: Deadline) -> Self {
         Self { stream, deadline }
     }
@@ -134,7 +134,7 @@ impl<'a> Timed<'a> {
     }
 }
 
-impl Read for Timed<'_> {
+impl Read for DeadlineStream<'_> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         self.stream.set_read_timeout(self.remaining()?)?;
         let mut stream = self.stream;
@@ -142,7 +142,7 @@ impl Read for Timed<'_> {
     }
 }
 
-impl Write for Timed<'_> {
+impl Write for DeadlineStream<'_> {
     fn write(&mut self, buffer: &[u8]) -> io::Result<usize> {
         self.stream.set_write_timeout(self.remaining()?)?;
         let mut stream = self.stream;

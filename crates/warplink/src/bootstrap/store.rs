@@ -1,7 +1,7 @@
 //! The key-value store as its clients see it.
 
 use super::client::Client;
-use super::message::{Bytes, Reply, Request, Then};
+use super::message::{Bytes, OnReady, Reply, Request};
 use crate::deadline::Deadline;
 use crate::error::{Error, ErrorKind, Rank, Result};
 use std::fmt;
@@ -90,7 +90,7 @@ impl Store {
     /// [`ErrorKind::PeerLeft`], naming the rank, when one that the wait depends on is gone and the
     /// key is not there; and those of every call.
     pub fn get(&self, key: &str, wait: &Wait) -> Result<Vec<u8>> {
-        self.one("get", key, Then::Read, wait)
+        self.one("get", key, OnReady::Read, wait)
     }
 
     /// As [`Store::get`], and deletes the key in the same step: of several that wait to take one
@@ -99,7 +99,7 @@ impl Store {
     /// # Errors
     /// As [`Store::get`].
     pub fn take(&self, key: &str, wait: &Wait) -> Result<Vec<u8>> {
-        self.one("take", key, Then::Take, wait)
+        self.one("take", key, OnReady::Take, wait)
     }
 
     /// The values of several keys, in the order of `keys`, once all have one.
@@ -107,7 +107,7 @@ impl Store {
     /// # Errors
     /// As [`Store::get`].
     pub fn multi_get(&self, keys: &[String], wait: &Wait) -> Result<Vec<Vec<u8>>> {
-        self.values("multi-get", keys.to_vec(), Then::Read, wait)
+        self.values("multi-get", keys.to_vec(), OnReady::Read, wait)
     }
 
     /// As [`Store::multi_get`], and deletes all of the keys in the same step. They must differ.
@@ -115,7 +115,7 @@ impl Store {
     /// # Errors
     /// As [`Store::get`]; nothing is deleted then.
     pub fn multi_take(&self, keys: &[String], wait: &Wait) -> Result<Vec<Vec<u8>>> {
-        self.values("multi-take", keys.to_vec(), Then::Take, wait)
+        self.values("multi-take", keys.to_vec(), OnReady::Take, wait)
     }
 
     /// Waits until all of `keys` have values.
@@ -123,7 +123,7 @@ impl Store {
     /// # Errors
     /// As [`Store::get`].
     pub fn wait(&self, keys: &[String], wait: &Wait) -> Result<()> {
-        self.park("wait", keys.to_vec(), Then::Nothing, wait)
+        self.park("wait", keys.to_vec(), OnReady::Nothing, wait)
             .map(drop)
     }
 
@@ -210,8 +210,14 @@ impl Store {
         })
     }
 
-    fn one(&self, operation: &'static str, key: &str, then: Then, wait: &Wait) -> Result<Vec<u8>> {
-        self.values(operation, vec![key.to_owned()], then, wait)?
+    fn one(
+        &self,
+        operation: &'static str,
+        key: &str,
+        on_ready: OnReady,
+        wait: &Wait,
+    ) -> Result<Vec<u8>> {
+        self.values(operation, vec![key.to_owned()], on_ready, wait)?
             .pop()
             .ok_or_else(|| unexpected(operation))
     }
@@ -220,11 +226,11 @@ impl Store {
         &self,
         operation: &'static str,
         keys: Vec<String>,
-        then: Then,
+        on_ready: OnReady,
         wait: &Wait,
     ) -> Result<Vec<Vec<u8>>> {
         let count = keys.len();
-        match self.park(operation, keys, then, wait)? {
+        match self.park(operation, keys, on_ready, wait)? {
             Reply::Values(values) if values.len() == count => {
                 Ok(values.into_iter().map(|value| value.0.to_vec()).collect())
             }
@@ -236,7 +242,7 @@ impl Store {
         &self,
         operation: &'static str,
         keys: Vec<String>,
-        then: Then,
+        on_ready: OnReady,
         wait: &Wait,
     ) -> Result<Reply> {
         let named = match &keys[..] {
@@ -246,7 +252,11 @@ impl Store {
         };
         let on = wire_ranks(&wait.depends_on)?;
         self.client
-            .call(operation, &Request::Wait { keys, then, on }, wait.deadline)
+            .call(
+                operation,
+                &Request::Wait { keys, on_ready, on },
+                wait.deadline,
+            )
             .map_err(
                 // The store names the very key that is missing when a peer is gone.
                 |error| match error.kind() {

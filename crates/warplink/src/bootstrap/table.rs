@@ -4,7 +4,7 @@
 //! every path can be tested, and fuzzed, without a network.
 
 use super::gathers::Gathers;
-use super::message::{self, Bytes, Event, Refusal, Reply, Request, Why};
+use super::message::{self, Bytes, Event, Refusal, RefusalKind, Reply, Request};
 use super::waiters::{Waiter, Waiters};
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -20,15 +20,15 @@ pub(crate) struct Outgoing {
 
 /// What became of a rank.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Standing {
+pub(crate) enum MemberState {
     Absent,
     Present,
     Left,
-    Lost { why: String },
+    Lost { reason: String },
 }
 
-/// Every rank's standing.
-pub(crate) type Standings = [Standing];
+/// Every rank's state.
+pub(crate) type MemberStates = [MemberState];
 
 /// Values by key, within a limit on their memory.
 #[derive(Debug)]
@@ -64,7 +64,7 @@ impl Values {
                 "the store would hold {used} bytes; its limit is {}",
                 self.limit
             );
-            return Err(Refusal::new(Why::OutOfMemory, message).key(&key));
+            return Err(Refusal::new(RefusalKind::OutOfMemory, message).key(&key));
         }
         self.used = used;
         self.map.insert(key, value);
@@ -75,7 +75,7 @@ impl Values {
 /// The whole state of a store.
 #[derive(Debug)]
 pub(crate) struct Table {
-    members: Vec<Standing>,
+    members: Vec<MemberState>,
     values: Values,
     waiters: Waiters,
     gathers: Gathers,
@@ -88,7 +88,7 @@ impl Table {
     /// An empty store for `world` ranks whose values take at most `limit` bytes.
     pub(crate) fn new(world: usize, limit: usize) -> Self {
         Self {
-            members: vec![Standing::Absent; world],
+            members: vec![MemberState::Absent; world],
             values: Values {
                 map: HashMap::new(),
                 used: 0,
@@ -107,18 +107,18 @@ impl Table {
 
     /// The ranks that have not joined.
     pub(crate) fn missing(&self) -> Vec<u32> {
-        self.ranks(|standing| *standing == Standing::Absent)
+        self.ranks(|state| *state == MemberState::Absent)
     }
 
     /// The ranks that are there.
     pub(crate) fn present(&self) -> Vec<u32> {
-        self.ranks(|standing| *standing == Standing::Present)
+        self.ranks(|state| *state == MemberState::Present)
     }
 
-    fn ranks(&self, which: impl Fn(&Standing) -> bool) -> Vec<u32> {
+    fn ranks(&self, which: impl Fn(&MemberState) -> bool) -> Vec<u32> {
         (0..)
             .zip(&self.members)
-            .filter(|(_, standing)| which(standing))
+            .filter(|(_, state)| which(state))
             .map(|(rank, _)| rank)
             .collect()
     }
@@ -133,37 +133,37 @@ impl Table {
         let world = self.world();
         if self.abandoned {
             let message = "another rank gave up before every rank had joined";
-            return Err(Refusal::new(Why::PeerLeft, message));
+            return Err(Refusal::new(RefusalKind::PeerLeft, message));
         }
-        let Some(standing) = self.members.get_mut(rank as usize) else {
+        let Some(state) = self.members.get_mut(rank as usize) else {
             let message = format!("rank {rank} is out of range: the world has {world} ranks");
-            return Err(Refusal::new(Why::Invalid, message));
+            return Err(Refusal::new(RefusalKind::Invalid, message));
         };
-        let past = match standing {
-            Standing::Absent => {
-                *standing = Standing::Present;
+        let past = match state {
+            MemberState::Absent => {
+                *state = MemberState::Present;
                 return Ok(());
             }
-            Standing::Present => "is already there",
-            Standing::Left => "joined before and has left",
-            Standing::Lost { .. } => "joined before and was lost",
+            MemberState::Present => "is already there",
+            MemberState::Left => "joined before and has left",
+            MemberState::Lost { .. } => "joined before and was lost",
         };
         let message = format!("rank {rank} {past}; every process needs a rank of its own");
-        Err(Refusal::new(Why::Mismatch, message).peer(rank))
+        Err(Refusal::new(RefusalKind::Mismatch, message).peer(rank))
     }
 
     /// Tells all that the job is complete, if it is. Call it after the new member was welcomed.
     pub(crate) fn announce(&mut self) {
         // Whoever joins late learns what happened before; repeating it to the others does no harm.
-        for (rank, standing) in (0..).zip(self.members.clone()) {
-            match standing {
-                Standing::Lost { why } => self.tell_all(&Event::Lost { rank, why }),
-                Standing::Left => self.tell_all(&Event::Left { rank }),
+        for (rank, state) in (0..).zip(self.members.clone()) {
+            match state {
+                MemberState::Lost { reason } => self.broadcast(&Event::Lost { rank, reason }),
+                MemberState::Left => self.broadcast(&Event::Left { rank }),
                 _ => {}
             }
         }
-        if !self.members.contains(&Standing::Absent) {
-            self.tell_all(&Event::Ready);
+        if !self.members.contains(&MemberState::Absent) {
+            self.broadcast(&Event::Ready);
         }
     }
 
@@ -175,39 +175,39 @@ impl Table {
             return;
         }
         self.abandoned = true;
-        self.tell_all(&Event::Abandoned { missing });
+        self.broadcast(&Event::Abandoned { missing });
     }
 
     /// The connection of `rank` ended without a goodbye.
-    pub(crate) fn lose(&mut self, rank: u32, why: &str) {
+    pub(crate) fn lose(&mut self, rank: u32, reason: &str) {
         if self.depart(
             rank,
-            Standing::Lost {
-                why: why.to_owned(),
+            MemberState::Lost {
+                reason: reason.to_owned(),
             },
         ) {
-            self.tell_all(&Event::Lost {
+            self.broadcast(&Event::Lost {
                 rank,
-                why: why.to_owned(),
+                reason: reason.to_owned(),
             });
         }
     }
 
     fn leave(&mut self, rank: u32) {
-        if self.depart(rank, Standing::Left) {
-            self.tell_all(&Event::Left { rank });
+        if self.depart(rank, MemberState::Left) {
+            self.broadcast(&Event::Left { rank });
             self.abandon();
         }
     }
 
     /// Takes a rank out and ends what can no longer happen without it.
-    fn depart(&mut self, rank: u32, how: Standing) -> bool {
+    fn depart(&mut self, rank: u32, how: MemberState) -> bool {
         match self.members.get_mut(rank as usize) {
-            Some(standing) if *standing == Standing::Present => *standing = how,
+            Some(state) if *state == MemberState::Present => *state = how,
             _ => return false,
         }
         self.waiters.forget(rank);
-        for (waiter, refusal) in self.waiters.doomed(&self.members) {
+        for (waiter, refusal) in self.waiters.take_failed(&self.members) {
             self.answer(waiter.rank, waiter.request, &Reply::Refused(refusal));
         }
         self.gathers.depart(rank, &self.members, &mut self.out);
@@ -216,7 +216,7 @@ impl Table {
 
     /// Handles a request that `rank` sent under the number `id`.
     pub(crate) fn handle(&mut self, rank: u32, id: u64, request: Request) {
-        if self.members.get(rank as usize) != Some(&Standing::Present) {
+        if self.members.get(rank as usize) != Some(&MemberState::Present) {
             return;
         }
         let reply = request
@@ -238,8 +238,8 @@ impl Table {
                 }
                 Reply::Done
             }
-            Request::Wait { keys, then, on } => {
-                let waiter = Waiter::new(rank, id, keys, then, on);
+            Request::Wait { keys, on_ready, on } => {
+                let waiter = Waiter::new(rank, id, keys, on_ready, on);
                 let (values, members) = (&mut self.values, &self.members);
                 return self.waiters.wait(waiter, values, members);
             }
@@ -276,7 +276,7 @@ impl Table {
             }
             Request::Cancel { id } => {
                 if self.waiters.cancel(rank, id) || self.gathers.cancel(rank, id) {
-                    let refusal = Refusal::new(Why::Cancelled, "the deadline passed");
+                    let refusal = Refusal::new(RefusalKind::Cancelled, "the deadline passed");
                     self.answer(rank, id, &Reply::Refused(refusal));
                 }
                 return Ok(None);
@@ -306,12 +306,14 @@ impl Table {
             None => 0,
             Some(Ok(bytes)) => i64::from_le_bytes(bytes),
             Some(Err(_)) => {
-                return Err(Refusal::new(Why::Invalid, "the value is no counter").key(&key));
+                return Err(
+                    Refusal::new(RefusalKind::Invalid, "the value is no counter").key(&key),
+                );
             }
         };
-        let sum = current
-            .checked_add(amount)
-            .ok_or_else(|| Refusal::new(Why::Invalid, "the counter would overflow").key(&key))?;
+        let sum = current.checked_add(amount).ok_or_else(|| {
+            Refusal::new(RefusalKind::Invalid, "the counter would overflow").key(&key)
+        })?;
         self.set(key, sum.to_le_bytes().as_slice().into())?;
         Ok(sum)
     }
@@ -324,7 +326,7 @@ impl Table {
         });
     }
 
-    fn tell_all(&mut self, event: &Event) {
+    fn broadcast(&mut self, event: &Event) {
         let body = body(event);
         let present = self.present();
         self.out.extend(present.into_iter().map(|to| Outgoing {
@@ -350,21 +352,28 @@ pub(crate) fn body(message: &impl serde::Serialize) -> Arc<[u8]> {
 /// The first of `ranks` that is lost.
 ///
 /// Where one rank was lost, others often leave because of it; so the lost one is what to name.
-pub(crate) fn first_lost(ranks: impl IntoIterator<Item = u32>, members: &Standings) -> Option<u32> {
-    let lost = |rank: &u32| matches!(members.get(*rank as usize), Some(Standing::Lost { .. }));
+pub(crate) fn first_lost(
+    ranks: impl IntoIterator<Item = u32>,
+    members: &MemberStates,
+) -> Option<u32> {
+    let lost = |rank: &u32| matches!(members.get(*rank as usize), Some(MemberState::Lost { .. }));
     ranks.into_iter().find(lost)
 }
 
-/// Why a wait that depends on `rank` cannot be met, if it cannot.
-pub(crate) fn gone(rank: u32, members: &Standings) -> Option<Refusal> {
+/// RefusalKind a wait that depends on `rank` cannot be met, if it cannot.
+pub(crate) fn gone(rank: u32, members: &MemberStates) -> Option<Refusal> {
     match members.get(rank as usize)? {
-        Standing::Absent | Standing::Present => None,
-        Standing::Left => {
-            Some(Refusal::new(Why::PeerLeft, format!("rank {rank} has left")).peer(rank))
+        MemberState::Absent | MemberState::Present => None,
+        MemberState::Left => {
+            Some(Refusal::new(RefusalKind::PeerLeft, format!("rank {rank} has left")).peer(rank))
         }
-        Standing::Lost { why } => {
-            Some(Refusal::new(Why::PeerLost, format!("rank {rank} was lost: {why}")).peer(rank))
-        }
+        MemberState::Lost { reason } => Some(
+            Refusal::new(
+                RefusalKind::PeerLost,
+                format!("rank {rank} was lost: {reason}"),
+            )
+            .peer(rank),
+        ),
     }
 }
 

@@ -34,11 +34,11 @@ fn set(key: &str, value: &[u8]) -> Request {
     }
 }
 
-fn wait(keys: &[&str], then: message::Then, on: &[u32]) -> Request {
+fn wait(keys: &[&str], on_ready: message::OnReady, on: &[u32]) -> Request {
     let keys = keys.iter().map(|&key| key.to_owned()).collect();
     Request::Wait {
         keys,
-        then,
+        on_ready,
         on: on.to_vec(),
     }
 }
@@ -68,7 +68,7 @@ fn gather(members: &[u32], sequence: u64, purpose: Purpose, value: &[u8]) -> Req
     }
 }
 
-use message::Then::{Nothing, Read, Take};
+use message::OnReady::{Nothing, Read, Take};
 
 #[test]
 fn one_value_goes_to_the_taker_that_waited_longest() {
@@ -113,13 +113,13 @@ fn a_wait_ends_with_those_it_depends_on() {
     let sent = replies(&mut table);
     let refusal = refused(&sent, 0, 1);
     assert_eq!(
-        (refusal.why, refusal.peer, refusal.key),
-        (Why::PeerLost, Some(1), Some("k".into()))
+        (refusal.kind, refusal.peer, refusal.key),
+        (RefusalKind::PeerLost, Some(1), Some("k".into()))
     );
     assert_eq!(refused(&sent, 0, 3).peer, Some(1));
     assert_eq!(sent.len(), 2);
     let sent = ask(&mut table, 2, 1, Request::Leave);
-    assert_eq!(refused(&sent, 0, 2).why, Why::PeerLeft);
+    assert_eq!(refused(&sent, 0, 2).kind, RefusalKind::PeerLeft);
     // What is there can still be read, and what cannot come is refused at once.
     ask(&mut table, 3, 1, set("k", b"v"));
     assert_eq!(
@@ -127,8 +127,8 @@ fn a_wait_ends_with_those_it_depends_on() {
         [(0, 4, values(&[b"v"]))]
     );
     assert_eq!(
-        refused(&ask(&mut table, 0, 5, wait(&["x"], Read, &[2])), 0, 5).why,
-        Why::PeerLeft
+        refused(&ask(&mut table, 0, 5, wait(&["x"], Read, &[2])), 0, 5).kind,
+        RefusalKind::PeerLeft
     );
 }
 
@@ -138,7 +138,7 @@ fn a_wait_for_anybody_outlasts_all_but_the_last_orderly_leave() {
     ask(&mut table, 0, 1, wait(&["k"], Read, &[]));
     assert_eq!(ask(&mut table, 1, 1, Request::Leave).len(), 1);
     let sent = ask(&mut table, 2, 1, Request::Leave);
-    assert_eq!(refused(&sent, 0, 1).why, Why::PeerLeft);
+    assert_eq!(refused(&sent, 0, 1).kind, RefusalKind::PeerLeft);
 }
 
 #[test]
@@ -146,7 +146,7 @@ fn a_cancelled_wait_is_answered_once_and_takes_nothing() {
     let mut table = full(2);
     ask(&mut table, 0, 1, wait(&["k"], Take, &[]));
     let sent = ask(&mut table, 0, 0, Request::Cancel { id: 1 });
-    assert_eq!(refused(&sent, 0, 1).why, Why::Cancelled);
+    assert_eq!(refused(&sent, 0, 1).kind, RefusalKind::Cancelled);
     assert!(ask(&mut table, 0, 0, Request::Cancel { id: 1 }).is_empty());
     assert_eq!(ask(&mut table, 1, 1, set("k", b"v")), [(1, 1, Reply::Done)]);
     assert!(table.values.get("k").is_some());
@@ -162,13 +162,13 @@ fn counters_and_comparisons() {
     assert_eq!(ask(&mut table, 0, 1, add(5)), [(0, 1, Reply::Number(5))]);
     assert_eq!(ask(&mut table, 0, 2, add(-7)), [(0, 2, Reply::Number(-2))]);
     assert_eq!(
-        refused(&ask(&mut table, 0, 3, add(i64::MIN)), 0, 3).why,
-        Why::Invalid
+        refused(&ask(&mut table, 0, 3, add(i64::MIN)), 0, 3).kind,
+        RefusalKind::Invalid
     );
     ask(&mut table, 0, 4, set("n", b"text"));
     assert_eq!(
-        refused(&ask(&mut table, 0, 5, add(1)), 0, 5).why,
-        Why::Invalid
+        refused(&ask(&mut table, 0, 5, add(1)), 0, 5).kind,
+        RefusalKind::Invalid
     );
     let swap = |expected: Option<&[u8]>, new: &[u8]| Request::CompareAndSet {
         key: "s".into(),
@@ -195,8 +195,8 @@ fn counters_and_comparisons() {
 fn the_limit_on_memory_holds_and_is_given_back() {
     let mut table = full(1);
     assert_eq!(
-        refused(&ask(&mut table, 0, 1, set("k", &[0; 1024])), 0, 1).why,
-        Why::OutOfMemory
+        refused(&ask(&mut table, 0, 1, set("k", &[0; 1024])), 0, 1).kind,
+        RefusalKind::OutOfMemory
     );
     for id in 2..100 {
         assert_eq!(
@@ -222,8 +222,8 @@ fn a_gather_answers_all_once_the_last_has_come() {
         [(0, 1, all.clone()), (2, 1, all.clone()), (3, 1, all)]
     );
     assert_eq!(
-        refused(&ask(&mut table, 1, 1, call(1, b"?")), 1, 1).why,
-        Why::Invalid
+        refused(&ask(&mut table, 1, 1, call(1, b"?")), 1, 1).kind,
+        RefusalKind::Invalid
     );
     // One that gave up still counts.
     ask(&mut table, 2, 0, Request::Cancel { id: 2 });
@@ -243,12 +243,12 @@ fn a_gather_fails_when_a_member_goes() {
     let sent = replies(&mut table);
     assert_eq!((refused(&sent, 0, 1).peer, sent.len()), (Some(1), 1));
     assert_eq!(
-        refused(&ask(&mut table, 0, 3, call(&[0, 1])), 0, 3).why,
-        Why::PeerLost
+        refused(&ask(&mut table, 0, 3, call(&[0, 1])), 0, 3).kind,
+        RefusalKind::PeerLost
     );
     // Rank 2 came before it left: rank 3 can pass, rank 0 cannot.
     let sent = ask(&mut table, 2, 2, Request::Leave);
-    assert_eq!(refused(&sent, 0, 2).why, Why::PeerLeft);
+    assert_eq!(refused(&sent, 0, 2).kind, RefusalKind::PeerLeft);
     assert_eq!(ask(&mut table, 3, 1, call(&[2, 3])), [(3, 1, Reply::Done)]);
 }
 
@@ -262,17 +262,17 @@ fn a_barrier_does_not_meet_an_all_gather() {
         1,
         gather(&[0, 1], 0, Purpose::AllGather, b"v"),
     );
-    assert_eq!(refused(&sent, 0, 1).why, Why::Mismatch);
-    assert_eq!(refused(&sent, 1, 1).why, Why::Mismatch);
+    assert_eq!(refused(&sent, 0, 1).kind, RefusalKind::Mismatch);
+    assert_eq!(refused(&sent, 1, 1).kind, RefusalKind::Mismatch);
 }
 
 #[test]
 fn a_rank_joins_once() {
     let mut table = Table::new(2, 0);
-    assert_eq!(table.join(2).unwrap_err().why, Why::Invalid);
+    assert_eq!(table.join(2).unwrap_err().kind, RefusalKind::Invalid);
     table.join(1).unwrap();
     assert_eq!(table.missing(), [0]);
-    assert_eq!(table.join(1).unwrap_err().why, Why::Mismatch);
+    assert_eq!(table.join(1).unwrap_err().kind, RefusalKind::Mismatch);
     table.lose(1, "gone");
     assert!(table.join(1).unwrap_err().message.contains("was lost"));
 }

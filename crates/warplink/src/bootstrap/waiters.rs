@@ -1,8 +1,8 @@
 //! Waits for keys, parked in the store until the keys are there or can no longer come.
 
 use super::frame::MAX_BODY;
-use super::message::{Bytes, Refusal, Reply, Then, Why};
-use super::table::{Standings, Values, first_lost, gone};
+use super::message::{Bytes, OnReady, Refusal, RefusalKind, Reply};
+use super::table::{MemberStates, Values, first_lost, gone};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 /// The most waits that one member may have parked.
@@ -14,7 +14,7 @@ pub(crate) struct Waiter {
     pub(crate) rank: u32,
     pub(crate) request: u64,
     keys: Vec<String>,
-    then: Then,
+    on_ready: OnReady,
     /// Empty: every other rank.
     on: Vec<u32>,
     /// The keys before this one were there when last looked at; this one is waited for.
@@ -26,14 +26,14 @@ impl Waiter {
         rank: u32,
         request: u64,
         keys: Vec<String>,
-        then: Then,
+        on_ready: OnReady,
         on: Vec<u32>,
     ) -> Self {
         Self {
             rank,
             request,
             keys,
-            then,
+            on_ready,
             on,
             at: 0,
         }
@@ -65,7 +65,7 @@ impl Waiter {
 
     /// The reply once every key is there.
     fn finish(&self, values: &mut Values) -> Reply {
-        if self.then == Then::Nothing {
+        if self.on_ready == OnReady::Nothing {
             return Reply::Done;
         }
         // Looked at before anything is taken, so that a reply too long to send loses nothing.
@@ -77,19 +77,19 @@ impl Waiter {
             .sum();
         if size + 16 > MAX_BODY {
             let message = format!("the values take {size} bytes; a reply holds {MAX_BODY}");
-            return Reply::Refused(Refusal::new(Why::Invalid, message));
+            return Reply::Refused(Refusal::new(RefusalKind::Invalid, message));
         }
-        let fetch = |key: &String| match self.then {
-            Then::Take => values.remove(key),
+        let fetch = |key: &String| match self.on_ready {
+            OnReady::Take => values.remove(key),
             _ => values.get(key).cloned(),
         };
         Reply::Values(self.keys.iter().filter_map(fetch).map(Bytes).collect())
     }
 
-    /// Why the wait cannot be met any more, if it cannot.
-    fn doom(&self, members: &Standings) -> Option<Refusal> {
+    /// RefusalKind the wait cannot be met any more, if it cannot.
+    fn failure(&self, members: &MemberStates) -> Option<Refusal> {
         let refusal = match self.on[..] {
-            [] => self.doom_without_others(members),
+            [] => self.failure_without_others(members),
             _ => match first_lost(self.on.iter().copied(), members) {
                 Some(rank) => gone(rank, members),
                 None => self.on.iter().find_map(|&rank| gone(rank, members)),
@@ -103,7 +103,7 @@ impl Waiter {
 
     /// Any other rank may set the key: one that is lost ends the wait, since it may have been the
     /// one; those that left in order end it only when nobody else remains.
-    fn doom_without_others(&self, members: &Standings) -> Option<Refusal> {
+    fn failure_without_others(&self, members: &MemberStates) -> Option<Refusal> {
         let others = || (0..members.len() as u32).filter(|&rank| rank != self.rank);
         if let Some(rank) = first_lost(others(), members) {
             return gone(rank, members);
@@ -134,21 +134,24 @@ impl Waiters {
         &mut self,
         mut waiter: Waiter,
         values: &mut Values,
-        members: &Standings,
+        members: &MemberStates,
     ) -> Result<Option<Reply>, Refusal> {
         if !waiter.advance(values) {
             return Ok(Some(waiter.finish(values)));
         }
-        if let Some(refusal) = waiter.doom(members) {
+        if let Some(refusal) = waiter.failure(members) {
             return Err(refusal);
         }
         if self.by_request.contains_key(&(waiter.rank, waiter.request)) {
-            return Err(Refusal::new(Why::Protocol, "a request's number is in use"));
+            return Err(Refusal::new(
+                RefusalKind::Protocol,
+                "a request's number is in use",
+            ));
         }
         let count = self.count.entry(waiter.rank).or_default();
         if *count >= MAX_PARKED {
             let message = format!("{MAX_PARKED} waits are under way already");
-            return Err(Refusal::new(Why::OutOfMemory, message));
+            return Err(Refusal::new(RefusalKind::OutOfMemory, message));
         }
         *count += 1;
         let ticket = self.next;
@@ -192,13 +195,13 @@ impl Waiters {
     }
 
     /// Removes the waits that can no longer be met.
-    pub(crate) fn doomed(&mut self, members: &Standings) -> Vec<(Waiter, Refusal)> {
-        let doomed: Vec<_> = self
+    pub(crate) fn take_failed(&mut self, members: &MemberStates) -> Vec<(Waiter, Refusal)> {
+        let take_failed: Vec<_> = self
             .parked
             .iter()
-            .filter_map(|(&ticket, waiter)| Some((ticket, waiter.doom(members)?)))
+            .filter_map(|(&ticket, waiter)| Some((ticket, waiter.failure(members)?)))
             .collect();
-        doomed
+        take_failed
             .into_iter()
             .filter_map(|(ticket, refusal)| Some((self.remove(ticket)?, refusal)))
             .collect()
