@@ -13,7 +13,7 @@ pub struct Deadline {
 impl Deadline {
     /// `limit` from now.
     pub fn after(limit: Duration) -> Self {
-        // An absurdly long limit must not overflow the clock; a year is as good as for ever.
+        // A longer limit could overflow the clock.
         let limit = limit.min(Duration::from_secs(365 * 24 * 3600));
         Self {
             at: Instant::now() + limit,
@@ -36,11 +36,11 @@ impl Deadline {
         self.limit
     }
 
-    /// The error of a wait for `what` that this deadline ended.
+    /// The error of a wait for `what`, a noun phrase, that this deadline ended.
     pub fn expired(&self, what: &str) -> Error {
         Error::new(
             ErrorKind::Timeout,
-            format!("{what} did not happen within {:?}", self.limit),
+            format!("timed out after {:?} waiting for {what}", self.limit),
         )
     }
 }

@@ -1,4 +1,7 @@
-//! The library's one error type: what happened, to whom, and what to do about it.
+//! The library's error type: what happened, to whom, what was expected, what to do.
+//!
+//! An error prints as one line: `rank 1: join: MESSAGE; EXPECTED (peer 3, key k); help: HELP`. Rank,
+//! operation, peer, key, device, code and help appear where they are known.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -49,7 +52,7 @@ pub enum ErrorKind {
     Verification,
     /// An operating-system call failed.
     Io,
-    /// A promise that the library makes to itself was broken; please report it.
+    /// A bug in the library; please report it.
     Internal,
 }
 
@@ -142,7 +145,7 @@ impl Error {
         self
     }
 
-    /// Says what to do about it.
+    /// Says what to do about it, as an imperative.
     pub fn help(mut self, help: impl Into<Cow<'static, str>>) -> Self {
         self.0.help = Some(help.into());
         self
@@ -156,6 +159,11 @@ impl Error {
     /// What happened, without the context around it.
     pub fn message(&self) -> &str {
         &self.0.message
+    }
+
+    /// What to do about it, if anything is known.
+    pub fn help_text(&self) -> Option<&str> {
+        self.0.help.as_deref()
     }
 
     /// The peer that this concerns, if one.
@@ -204,7 +212,7 @@ impl fmt::Display for Error {
             f.write_str(")")?;
         }
         match &inner.help {
-            Some(help) => write!(f, "; {help}"),
+            Some(help) => write!(f, "; help: {help}"),
             None => Ok(()),
         }
     }
@@ -224,15 +232,18 @@ mod tests {
 
     #[test]
     fn says_what_happened_to_whom_and_what_to_do() {
-        let error = Error::new(ErrorKind::Timeout, "nothing arrived within 5 s")
-            .during("exchange handles")
-            .on_rank(1)
-            .peer(3)
-            .key("x/3/1/7")
-            .help("is rank 3 running?");
+        let error = Error::new(
+            ErrorKind::Timeout,
+            "timed out after 5s waiting for the peer's region",
+        )
+        .during("exchange handles")
+        .on_rank(1)
+        .peer(3)
+        .key("x/3/1/7")
+        .help("check that rank 3 is running");
         assert_eq!(
             error.to_string(),
-            "rank 1: exchange handles: nothing arrived within 5 s (peer 3, key x/3/1/7); is rank 3 running?"
+            "rank 1: exchange handles: timed out after 5s waiting for the peer's region (peer 3, key x/3/1/7); help: check that rank 3 is running"
         );
         assert_eq!(
             (error.kind(), error.failed_peer()),

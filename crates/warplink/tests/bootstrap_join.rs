@@ -85,7 +85,10 @@ fn a_rank_given_twice_is_refused() {
             (ErrorKind::Mismatch, Some(1)),
             "{refused}"
         );
-        assert!(refused.to_string().contains("already there"), "{refused}");
+        assert!(
+            refused.to_string().contains("has already joined"),
+            "{refused}"
+        );
         all[0].store().set("k", b"v").unwrap();
         assert!(all[1].health().lost().is_empty());
         close_all(all);

@@ -100,7 +100,7 @@ impl Client {
                     .expired(&format!("a connection to the store at {address}"))
                     .peer(0)
                     .help(format!(
-                        "is rank 0 running, and does it reach that address? the last attempt: {error}"
+                        "check that rank 0 is running and can be reached at that address; the last attempt failed with: {error}"
                     )));
             }
             thread::sleep(pause.min(deadline.remaining()));
@@ -177,7 +177,7 @@ impl Client {
                 let when = format!("within {:?}", deadline.limit());
                 Err(missing_ranks(&missing, &when))
             }
-            _ => Err(deadline.expired("every rank's joining")),
+            _ => Err(deadline.expired("every rank to join")),
         }
     }
 
@@ -278,12 +278,13 @@ impl Client {
         let error = match state.over.clone() {
             Some(closed) => closed,
             None if self.health.left().contains(&0) => {
-                let message = "rank 0 has left and its store with it";
+                let message = "rank 0 closed the job, and the store with it";
                 Error::new(ErrorKind::PeerLeft, message).peer(0)
             }
-            None if matches!(state.phase, Phase::Abandoned(_)) => {
-                Error::new(ErrorKind::Closed, "rank 0 gave up on the job")
-            }
+            None if matches!(state.phase, Phase::Abandoned(_)) => Error::new(
+                ErrorKind::Closed,
+                "rank 0 stopped waiting for the other ranks to join",
+            ),
             None => {
                 self.health.lose(0, reason);
                 Error::new(ErrorKind::PeerLost, format!("rank 0 was lost: {reason}")).peer(0)
@@ -305,9 +306,9 @@ impl Client {
 
     /// Ends the connection and every call that is under way, and waits for the reading thread.
     pub(crate) fn close(&self) {
-        lock(&self.state)
-            .over
-            .get_or_insert_with(|| Error::new(ErrorKind::Closed, "this rank has left"));
+        lock(&self.state).over.get_or_insert_with(|| {
+            Error::new(ErrorKind::Closed, "this rank has closed its membership")
+        });
         self.outbox.close();
         let reader = lock(&self.reader).take();
         if let Some(reader) = reader {
@@ -325,7 +326,7 @@ fn missing_ranks(missing: &[u32], when: &str) -> Error {
     let names: Vec<_> = missing.iter().map(u32::to_string).collect();
     let message = format!("rank {} did not join {when}", names.join(", "));
     let error = Error::new(ErrorKind::Timeout, message)
-        .help("were all ranks started, with the same address and world size?");
+        .help("start every rank, with the same address and world size");
     match missing {
         [one, ..] => error.peer(*one as Rank),
         [] => error,

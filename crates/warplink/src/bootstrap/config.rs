@@ -40,10 +40,11 @@ impl FromStr for Rendezvous {
         if text.len() == 2 * UniqueId::SIZE {
             return text.parse().map(Self::Id);
         }
-        Err(
-            Error::new(ErrorKind::Parse, format!("'{text}' is no place to meet"))
-                .help("give ip:port, or the 256 hexadecimal digits of a unique id"),
+        Err(Error::new(
+            ErrorKind::Parse,
+            format!("unknown rendezvous '{text}'; expected ip:port or a unique id"),
         )
+        .help("give ip:port, or a unique id of 256 hexadecimal digits"))
     }
 }
 

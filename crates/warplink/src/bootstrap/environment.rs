@@ -105,7 +105,7 @@ impl Variables<'_> {
         };
         match text.parse() {
             Ok(number) => Ok(Some(number)),
-            Err(_) => Err(wrong(name, &text, "is no number in range")),
+            Err(_) => Err(wrong(name, &text, "is not a number in range")),
         }
     }
 
@@ -125,7 +125,7 @@ impl Variables<'_> {
             };
             if rank >= world {
                 return Err(Error::invalid(format!(
-                    "{} is {rank} and {} is {world}; a rank is less than the world size",
+                    "{} is {rank} and {} is {world}; expected a rank below the world size",
                     launcher.rank, launcher.world
                 )));
             }
@@ -145,7 +145,7 @@ impl Variables<'_> {
             })
             .collect();
         Err(Error::invalid(format!(
-            "no rank and world size are set; looked for {}",
+            "rank and world size are not set; expected {}",
             sought.join(", ")
         ))
         .help("start the ranks with a launcher, or set WARPLINK_RANK and WARPLINK_WORLD"))
@@ -157,7 +157,7 @@ impl Variables<'_> {
                 wrong(
                     "WARPLINK_ID",
                     "(not shown)",
-                    &format!("is no unique id: {}", error.message()),
+                    &format!("is not a unique id: {}", error.message()),
                 )
             });
         }
@@ -187,8 +187,8 @@ impl Variables<'_> {
             resolve(name, &host, port, rank)?
         } else {
             return Err(Error::invalid(
-                "no place to meet is set; looked for WARPLINK_ID, WARPLINK_ADDRESS, MASTER_ADDR, \
-                 OMPI_COMM_WORLD_LOCAL_SIZE equal to the world size, SLURM_STEP_NODELIST and \
+                "no rendezvous is set; expected WARPLINK_ID, WARPLINK_ADDRESS, MASTER_ADDR, \
+                 OMPI_COMM_WORLD_LOCAL_SIZE equal to the world size, SLURM_STEP_NODELIST or \
                  SLURM_JOB_NODELIST",
             )
             .help("set WARPLINK_ADDRESS to ip:port of rank 0's machine, the same on every rank"));
@@ -198,11 +198,13 @@ impl Variables<'_> {
 
     fn port(&self, derived: Option<u16>, sought: &str) -> Result<u16> {
         match self.number("WARPLINK_PORT")?.or(derived) {
-            Some(0) => Err(wrong("WARPLINK_PORT", "0", "is no port to meet at")),
+            Some(0) => Err(wrong(
+                "WARPLINK_PORT",
+                "0",
+                "is not a port that ranks can connect to; expected 1 to 65535",
+            )),
             Some(port) => Ok(port),
-            None => Err(Error::invalid(format!(
-                "no port to meet at is set; looked for {sought}"
-            ))),
+            None => Err(Error::invalid(format!("no port is set; expected {sought}"))),
         }
     }
 
@@ -211,19 +213,25 @@ impl Variables<'_> {
         let address = match (text.parse::<SocketAddr>(), text.rsplit_once(':')) {
             (Ok(address), _) => address,
             (_, Some((host, port))) => {
-                let port = port
-                    .parse()
-                    .map_err(|_| wrong(NAME, text, "has no port after its colon"))?;
+                let port = port.parse().map_err(|_| {
+                    wrong(
+                        NAME,
+                        text,
+                        "has no port after the colon; expected ip:port or host:port",
+                    )
+                })?;
                 resolve(NAME, host, port, rank)?
             }
-            _ => return Err(wrong(NAME, text, "is not of the form ip:port or host:port")),
+            _ => {
+                return Err(wrong(
+                    NAME,
+                    text,
+                    "is not an address; expected ip:port or host:port",
+                ));
+            }
         };
         match address.port() {
-            0 => Err(wrong(
-                NAME,
-                text,
-                "names port 0, which is no port to meet at",
-            )),
+            0 => Err(wrong(NAME, text, "has port 0; expected 1 to 65535")),
             _ => Ok(address),
         }
     }

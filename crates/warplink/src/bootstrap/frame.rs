@@ -29,7 +29,7 @@ pub(crate) struct Frame {
 pub(crate) fn encode(id: u64, body: &[u8]) -> Result<Vec<u8>> {
     if body.len() > MAX_BODY {
         return Err(Error::invalid(format!(
-            "a message of {} bytes exceeds the limit of {MAX_BODY}",
+            "a message has {} bytes; expected at most {MAX_BODY}",
             body.len()
         )));
     }
@@ -62,7 +62,7 @@ pub(crate) fn read(reader: &mut impl Read, limit: usize) -> Result<Option<Frame>
     if length > limit {
         return Err(Error::new(
             ErrorKind::Protocol,
-            format!("a frame announces {length} bytes; the limit is {limit}"),
+            format!("a frame announces {length} bytes; expected at most {limit}"),
         ));
     }
     let mut body = Vec::with_capacity(length.min(INITIAL_CAPACITY));

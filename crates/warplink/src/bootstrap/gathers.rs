@@ -6,7 +6,18 @@ use super::table::{MemberState, MemberStates, Outgoing, body, first_lost, gone};
 use std::collections::HashMap;
 use std::sync::Arc;
 
-/// What a member brought.
+/// A member's request to take part in a gather.
+#[derive(Debug)]
+pub(crate) struct Contribution {
+    pub(crate) rank: u32,
+    /// The number of the request.
+    pub(crate) request: u64,
+    pub(crate) id: GatherId,
+    pub(crate) purpose: Purpose,
+    pub(crate) value: Bytes,
+}
+
+/// What a member gave.
 #[derive(Debug)]
 struct Share {
     value: Bytes,
@@ -33,22 +44,21 @@ pub(crate) struct Gathers {
 
 impl Gathers {
     /// Takes a member's value; when it was the last, answers all.
-    #[allow(
-        clippy::too_many_arguments,
-        reason = "the parts of one request, and the store's state"
-    )]
     pub(crate) fn contribute(
         &mut self,
-        rank: u32,
-        request: u64,
-        id: GatherId,
-        purpose: Purpose,
-        value: Bytes,
+        contribution: Contribution,
         states: &MemberStates,
         out: &mut Vec<Outgoing>,
     ) -> Result<(), Refusal> {
+        let Contribution {
+            rank,
+            request,
+            id,
+            purpose,
+            value,
+        } = contribution;
         let Ok(position) = id.members.binary_search(&rank) else {
-            let message = format!("rank {rank} is no member of the group");
+            let message = format!("rank {rank} is not a member of the group");
             return Err(Refusal::new(RefusalKind::Invalid, message));
         };
         if let Some(refusal) = self.failure(&id, states) {
@@ -63,7 +73,7 @@ impl Gathers {
         });
         if gather.purpose != purpose {
             let message = format!(
-                "rank {rank} calls {purpose} where other members of its group call {}",
+                "rank {rank} calls {purpose}; the other members of its group call {}",
                 gather.purpose
             );
             let refusal = Refusal::new(RefusalKind::Mismatch, message).peer(rank);
@@ -72,7 +82,9 @@ impl Gathers {
         }
         let bytes = gather.bytes + value.0.len() + 10;
         if bytes > MAX_BODY {
-            let message = format!("the values of an all-gather exceed {MAX_BODY} bytes");
+            let message = format!(
+                "the values of an all-gather take {bytes} bytes; expected at most {MAX_BODY}"
+            );
             let refusal = Refusal::new(RefusalKind::Invalid, message).peer(rank);
             self.fail(&id, &refusal, out);
             return Err(refusal);
@@ -87,7 +99,7 @@ impl Gathers {
             _ => {
                 return Err(Refusal::new(
                     RefusalKind::Protocol,
-                    "a second value for one gather",
+                    "a rank sent two values for one gather",
                 ));
             }
         }

@@ -101,7 +101,7 @@ impl Group {
             .call(operation, &request, deadline)
             .map_err(|error| match error.kind() {
                 ErrorKind::Timeout => deadline
-                    .expired("the arrival of every member")
+                    .expired("every member to call it")
                     .during(operation)
                     .key(format!("group {:?}, call {sequence}", self.members)),
                 _ => error,
@@ -115,23 +115,30 @@ pub(crate) fn sort_members(members: &[Rank], rank: Rank, world: usize) -> Result
     let mut sorted = wire_ranks(members)?;
     sorted.sort_unstable();
     if let Some(twice) = sorted.windows(2).find(|pair| pair.first() == pair.last()) {
-        return failed(format!("rank {} is in the group twice", twice[0]));
+        return failed(format!(
+            "rank {} is listed twice; expected each rank once",
+            twice[0]
+        ));
     }
     if let Some(&outside) = members.iter().find(|&&member| member >= world) {
         return failed(format!(
-            "rank {outside} is out of range: the world has {world} ranks"
+            "rank {outside} is out of range; expected 0 to {}",
+            world - 1
         ));
     }
     if !members.contains(&rank) {
         return failed(format!(
-            "this rank, {rank}, is not in the group {members:?}"
+            "this rank, {rank}, is not in {members:?}; expected a group that contains it"
         ));
     }
     Ok(sorted)
 }
 
 fn unexpected() -> Error {
-    Error::new(ErrorKind::Protocol, "the store answered something else")
+    Error::new(
+        ErrorKind::Protocol,
+        "the store sent a reply of another type",
+    )
 }
 
 impl fmt::Debug for Group {

@@ -104,9 +104,9 @@ pub(crate) fn join(
     if !secret.verify(STORE, &[hello.as_bytes(), &nonce], &proof)? {
         return Err(Error::new(
             ErrorKind::Authentication,
-            "the store does not hold the secret that this rank holds",
+            "the store at this address does not hold this rank's secret",
         )
-        .help("give every rank the same unique id, or the same WARPLINK_SECRET; another job may be using this address"));
+        .help("give every rank the same unique id or WARPLINK_SECRET, and check that no other job uses this address"));
     }
     send(stream, &secret.proof(JOINER, &[hello.as_bytes(), &nonce])?)?;
     match message::decode(&receive(stream)?.ok_or_else(stopped)?)? {
@@ -124,13 +124,13 @@ pub(crate) fn accept(stream: &mut (impl Read + Write), secret: &Secret) -> Resul
         _ => {
             return Err(Error::new(
                 ErrorKind::Protocol,
-                "the first frame is no hello",
+                "the first frame is malformed; expected a join request",
             ));
         }
     };
     if hello.version.get() != VERSION {
         let message = format!(
-            "the store speaks version {VERSION} of the protocol, rank {} version {}",
+            "the store uses version {VERSION} of the protocol, rank {} uses version {}; expected the same",
             hello.rank, hello.version
         );
         let refusal = Refusal::new(RefusalKind::Mismatch, message);
@@ -147,12 +147,16 @@ pub(crate) fn accept(stream: &mut (impl Read + Write), secret: &Secret) -> Resul
         &message::encode(&Challenge::Prove { nonce, proof })?,
     )?;
     let claimed = receive(stream)?.ok_or_else(stopped)?;
-    let claimed = Proof::try_from(&claimed[..])
-        .map_err(|_| Error::new(ErrorKind::Protocol, "a proof of the wrong length"))?;
+    let claimed = Proof::try_from(&claimed[..]).map_err(|_| {
+        Error::new(
+            ErrorKind::Protocol,
+            "a proof has the wrong length; expected 32 bytes",
+        )
+    })?;
     if !secret.verify(JOINER, &[hello.as_bytes(), &nonce], &claimed)? {
         let refusal = Refusal::new(
             RefusalKind::Authentication,
-            "the proof does not fit the store's secret",
+            "the joining rank does not hold the store's secret",
         );
         refuse(stream, refusal.clone())?;
         return Err(refusal.into_error());

@@ -71,7 +71,7 @@ impl Bootstrap {
         let &JoinConfig { rank, world, .. } = config;
         if world == 0 || world > MAX_WORLD || rank >= world {
             return Err(Error::invalid(format!(
-                "rank {rank} of {world}: a world has 1 to {MAX_WORLD} ranks, numbered from 0"
+                "rank {rank} of {world} is out of range; expected a world of 1 to {MAX_WORLD} ranks, numbered from 0"
             )));
         }
         let deadline = Deadline::after(config.deadline);
@@ -224,7 +224,7 @@ impl Bootstrap {
             let remaining = server.wait_until_empty(deadline);
             if let [first, ..] = remaining[..] {
                 let names: Vec<_> = remaining.iter().map(Rank::to_string).collect();
-                let error = deadline.expired(&format!("the leaving of rank {}", names.join(", ")));
+                let error = deadline.expired(&format!("rank {} to leave", names.join(", ")));
                 result = result.and(Err(error.peer(first)));
             }
             drop(server);

@@ -231,7 +231,7 @@ impl Request {
                 if *on_ready == OnReady::Take && has_duplicates(keys) {
                     return Err(Refusal::new(
                         RefusalKind::Invalid,
-                        "a key is to be taken twice",
+                        "a key is listed twice; expected each key once",
                     ));
                 }
                 check_ranks(on, world)
@@ -245,7 +245,7 @@ impl Request {
                 if !id.members.is_sorted_by(|a, b| a < b) {
                     return Err(Refusal::new(
                         RefusalKind::Protocol,
-                        "the members of a group are not in ascending order",
+                        "the members of a group are not sorted; expected ascending order",
                     ));
                 }
                 Ok(())
@@ -260,7 +260,7 @@ fn check_keys<'a>(keys: impl ExactSizeIterator<Item = &'a String>) -> Result<(),
         return Err(Refusal::new(
             RefusalKind::Invalid,
             format!(
-                "{} keys in one request; the limit is {MAX_KEYS}",
+                "a request has {} keys; expected at most {MAX_KEYS}",
                 keys.len()
             ),
         ));
@@ -269,7 +269,7 @@ fn check_keys<'a>(keys: impl ExactSizeIterator<Item = &'a String>) -> Result<(),
         if key.is_empty() || key.len() > MAX_KEY {
             return Err(Refusal::new(
                 RefusalKind::Invalid,
-                format!("a key has {} bytes; it must have 1 to {MAX_KEY}", key.len()),
+                format!("a key has {} bytes; expected 1 to {MAX_KEY}", key.len()),
             ));
         }
     }
@@ -286,15 +286,19 @@ fn check_ranks(ranks: &[u32], world: usize) -> Result<(), Refusal> {
         None => Ok(()),
         Some(rank) => Err(Refusal::new(
             RefusalKind::Invalid,
-            format!("rank {rank} is out of range: the world has {world} ranks"),
+            format!("rank {rank} is out of range; the world has {world} ranks"),
         )),
     }
 }
 
 /// The body of a message.
 pub(crate) fn encode(message: &impl Serialize) -> Result<Vec<u8>> {
-    postcard::to_stdvec(message)
-        .map_err(|error| Error::new(ErrorKind::Internal, format!("encode a message: {error}")))
+    postcard::to_stdvec(message).map_err(|error| {
+        Error::new(
+            ErrorKind::Internal,
+            format!("a message cannot be encoded: {error}"),
+        )
+    })
 }
 
 /// The message in a body, all of whose bytes it must take up.
@@ -306,7 +310,7 @@ pub(crate) fn decode<T: DeserializeOwned>(body: &[u8]) -> Result<T> {
         Ok((message, [])) => Ok(message),
         Ok((_, rest)) => Err(Error::new(
             ErrorKind::Protocol,
-            format!("{} bytes follow a message", rest.len()),
+            format!("{} bytes follow a message; expected none", rest.len()),
         )),
         Err(error) => Err(Error::new(
             ErrorKind::Protocol,

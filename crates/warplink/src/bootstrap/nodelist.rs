@@ -12,7 +12,7 @@ const MAX_LENGTH: usize = 1 << 20;
 /// no list of numbers and ranges.
 pub(crate) fn first_host(list: &str) -> Result<String> {
     if list.len() > MAX_LENGTH {
-        return Err(bad("is too long"));
+        return Err(bad("is too long; expected at most 1 MiB"));
     }
     let mut host = String::new();
     let mut rest = list.trim();
@@ -20,7 +20,7 @@ pub(crate) fn first_host(list: &str) -> Result<String> {
         if let Some(inner) = rest.strip_prefix('[') {
             let (ranges, after) = inner
                 .split_once(']')
-                .ok_or_else(|| bad("does not close a bracket"))?;
+                .ok_or_else(|| bad("has an unclosed bracket"))?;
             host.push_str(first_number(ranges)?);
             rest = after;
         } else {
@@ -28,14 +28,16 @@ pub(crate) fn first_host(list: &str) -> Result<String> {
             let (name, after) = rest.split_at(end);
             let allowed = |c: char| c.is_ascii_alphanumeric() || "-._:".contains(c);
             if !name.chars().all(allowed) {
-                return Err(bad("holds a character that no host name has"));
+                return Err(bad(
+                    "contains a character that is not allowed in host names",
+                ));
             }
             host.push_str(name);
             rest = after;
         }
     }
     if host.is_empty() {
-        return Err(bad("begins with no host"));
+        return Err(bad("has no first host"));
     }
     Ok(host)
 }
@@ -47,11 +49,11 @@ fn first_number(ranges: &str) -> Result<&str> {
     for range in ranges.split(',') {
         let (low, high) = range.split_once('-').unwrap_or((range, range));
         if !is_number(low) || !is_number(high) {
-            return Err(bad("holds a bracket that is no list of numbers"));
+            return Err(bad("has a bracket that is not a list of numbers"));
         }
         first = first.or(Some(low));
     }
-    first.ok_or_else(|| bad("holds an empty bracket"))
+    first.ok_or_else(|| bad("has an empty bracket"))
 }
 
 fn bad(what: &'static str) -> Error {

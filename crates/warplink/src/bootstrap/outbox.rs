@@ -68,7 +68,7 @@ impl Outbox {
         if queue.bytes > MAX_QUEUED {
             return Err(Error::new(
                 ErrorKind::OutOfMemory,
-                "the receiver does not read",
+                "the receiver has stopped reading",
             ));
         }
         queue.frames.push_back(bytes);

@@ -67,7 +67,7 @@ impl Server {
     pub(crate) fn start(settings: Settings) -> Result<Self> {
         if settings.world == 0 || settings.world > MAX_WORLD {
             return Err(Error::invalid(format!(
-                "a world of {} ranks; it must have 1 to {MAX_WORLD}",
+                "a world of {} ranks is out of range; expected 1 to {MAX_WORLD}",
                 settings.world
             )));
         }
@@ -104,7 +104,7 @@ impl Server {
         self.shared
             .listener
             .local_addr()
-            .map_err(|error| Error::io("ask for the address", &error))
+            .map_err(|error| Error::io("get the store's address", &error))
     }
 
     /// Tells the members that nobody waits any more for the ranks that are missing.
@@ -266,7 +266,7 @@ impl Shared {
         let expected = self.settings.world as u64;
         if world != expected {
             let message = format!(
-                "rank {rank} was started for a world of {world} ranks, rank 0 for one of {expected}"
+                "rank {rank} was started for a world of {world} ranks, rank 0 for one of {expected}; expected the same"
             );
             return Err(Refusal::new(RefusalKind::Mismatch, message));
         }

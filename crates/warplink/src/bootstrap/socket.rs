@@ -57,7 +57,7 @@ pub(crate) fn listen(address: SocketAddr) -> Result<TcpListener> {
         );
         match kind {
             ErrorKind::AddressInUse => {
-                made.help("another process listens there; end it, or give the job another port")
+                made.help("end the process that listens there, or give the job another port")
             }
             _ => made,
         }

@@ -265,7 +265,7 @@ impl Store {
                     }
                     ErrorKind::Timeout => wait
                         .deadline
-                        .expired("the setting of the key")
+                        .expired("a rank to set the key")
                         .during(operation)
                         .key(named),
                     _ => error.key(named),
@@ -285,7 +285,11 @@ pub(crate) fn wire_ranks(ranks: &[Rank]) -> Result<Vec<u32>> {
 }
 
 fn unexpected(operation: &'static str) -> Error {
-    Error::new(ErrorKind::Protocol, "the store answered something else").during(operation)
+    Error::new(
+        ErrorKind::Protocol,
+        "the store sent a reply of another type",
+    )
+    .during(operation)
 }
 
 impl fmt::Debug for Store {

@@ -3,7 +3,7 @@
 //! No socket and no clock appear here. A request goes in, and what is to be sent comes out; so
 //! every path can be tested, and fuzzed, without a network.
 
-use super::gathers::Gathers;
+use super::gathers::{Contribution, Gathers};
 use super::message::{self, Bytes, Event, Refusal, RefusalKind, Reply, Request};
 use super::waiters::{Waiter, Waiters};
 use std::collections::HashMap;
@@ -61,7 +61,7 @@ impl Values {
         let used = self.used - old + Self::cost(&key, &value);
         if used > self.limit {
             let message = format!(
-                "the store would hold {used} bytes; its limit is {}",
+                "the store would hold {used} bytes; expected at most {}",
                 self.limit
             );
             return Err(Refusal::new(RefusalKind::OutOfMemory, message).key(&key));
@@ -132,11 +132,11 @@ impl Table {
     pub(crate) fn join(&mut self, rank: u32) -> Result<(), Refusal> {
         let world = self.world();
         if self.abandoned {
-            let message = "another rank gave up before every rank had joined";
+            let message = "another rank stopped waiting before every rank had joined";
             return Err(Refusal::new(RefusalKind::PeerLeft, message));
         }
         let Some(state) = self.members.get_mut(rank as usize) else {
-            let message = format!("rank {rank} is out of range: the world has {world} ranks");
+            let message = format!("rank {rank} is out of range; the world has {world} ranks");
             return Err(Refusal::new(RefusalKind::Invalid, message));
         };
         let past = match state {
@@ -144,11 +144,11 @@ impl Table {
                 *state = MemberState::Present;
                 return Ok(());
             }
-            MemberState::Present => "is already there",
-            MemberState::Left => "joined before and has left",
-            MemberState::Lost { .. } => "joined before and was lost",
+            MemberState::Present => "has already joined",
+            MemberState::Left => "has joined before and left",
+            MemberState::Lost { .. } => "has joined before and was lost",
         };
-        let message = format!("rank {rank} {past}; every process needs a rank of its own");
+        let message = format!("rank {rank} {past}; expected a rank of its own for every process");
         Err(Refusal::new(RefusalKind::Mismatch, message).peer(rank))
     }
 
@@ -262,16 +262,15 @@ impl Table {
                 purpose,
                 value,
             } => {
-                let members = &self.members;
-                self.gathers.contribute(
+                let contribution = Contribution {
                     rank,
-                    id,
-                    gather,
+                    request: id,
+                    id: gather,
                     purpose,
                     value,
-                    members,
-                    &mut self.out,
-                )?;
+                };
+                self.gathers
+                    .contribute(contribution, &self.members, &mut self.out)?;
                 return Ok(None);
             }
             Request::Cancel { id } => {
@@ -306,9 +305,11 @@ impl Table {
             None => 0,
             Some(Ok(bytes)) => i64::from_le_bytes(bytes),
             Some(Err(_)) => {
-                return Err(
-                    Refusal::new(RefusalKind::Invalid, "the value is no counter").key(&key),
-                );
+                return Err(Refusal::new(
+                    RefusalKind::Invalid,
+                    "the value is not a counter; expected 8 bytes",
+                )
+                .key(&key));
             }
         };
         let sum = current.checked_add(amount).ok_or_else(|| {

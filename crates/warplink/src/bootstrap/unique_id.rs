@@ -60,9 +60,11 @@ impl UniqueId {
     /// `0.0.0.0`; an operating-system error when `ip` is not this machine's and `port` is 0.
     pub fn create(ip: IpAddr, port: u16) -> Result<Self> {
         if ip.is_unspecified() || ip.is_multicast() {
-            return Err(Error::invalid(format!("a rank cannot connect to {ip}"))
-                .during("create a unique id")
-                .help("name an address of this machine that the other ranks reach"));
+            return Err(Error::invalid(format!(
+                "a rank cannot connect to {ip}; expected an address of this machine"
+            ))
+            .during("create a unique id")
+            .help("name an address of this machine that the other ranks reach"));
         }
         let secret = Secret::random()?;
         let address = match port {
@@ -128,36 +130,40 @@ impl UniqueId {
         };
         let layout = Layout::read_from_bytes(bytes).map_err(|_| {
             bad(format!(
-                "it has {} bytes instead of {}",
+                "it has {} bytes; expected {}",
                 bytes.len(),
                 Self::SIZE
             ))
         })?;
         if layout.magic != MAGIC {
-            return Err(bad("it does not begin as a unique id does".into()));
+            return Err(bad(
+                "it does not start with the marker of a unique id".into()
+            ));
         }
         if layout.version.get() != VERSION {
             return Err(bad(format!(
-                "it is of version {}; this library reads version {VERSION}",
+                "it has version {}; expected version {VERSION}",
                 layout.version
             )));
         }
         if layout.checksum != checksum(&bytes[..CHECKED]) {
-            return Err(bad(
-                "its checksum is wrong: it was altered on the way".into()
-            ));
+            return Err(bad("its checksum is wrong; it was altered".into()));
         }
         if layout.zero != [0; 56] || layout.reserved != [0; 2] {
-            return Err(bad("bytes that must be zero are not".into()));
+            return Err(bad("reserved bytes are set; expected zeros".into()));
         }
         let ip = match (layout.family.get(), layout.ip) {
             (4, [a, b, c, d, rest @ ..]) if rest == [0; 12] => IpAddr::from([a, b, c, d]),
             (6, octets) => IpAddr::from(octets),
-            (family, _) => return Err(bad(format!("it has no address of family {family}"))),
+            (family, _) => {
+                return Err(bad(format!(
+                    "it has the address family {family}; expected 4 or 6"
+                )));
+            }
         };
         if layout.port.get() == 0 || ip.is_unspecified() || ip.is_multicast() {
             return Err(bad(format!(
-                "nobody can connect to {ip} port {}",
+                "a rank cannot connect to {ip} port {}",
                 layout.port
             )));
         }
@@ -208,7 +214,7 @@ impl FromStr for UniqueId {
         let digits = text.trim().as_bytes();
         if digits.len() != 2 * Self::SIZE {
             return Err(bad(format!(
-                "it has {} characters instead of {} hexadecimal digits",
+                "it has {} characters; expected {} hexadecimal digits",
                 digits.len(),
                 2 * Self::SIZE
             )));
@@ -217,7 +223,7 @@ impl FromStr for UniqueId {
         for (byte, pair) in bytes.iter_mut().zip(digits.chunks_exact(2)) {
             for &digit in pair {
                 let value = char::from(digit).to_digit(16).ok_or_else(|| {
-                    bad("it holds a character that is no hexadecimal digit".into())
+                    bad("it has a character that is not a hexadecimal digit".into())
                 })?;
                 *byte = *byte << 4 | value as u8;
             }

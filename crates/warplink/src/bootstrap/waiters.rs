@@ -76,7 +76,7 @@ impl Waiter {
             .map(|value| value.len() + 10)
             .sum();
         if size + 16 > MAX_BODY {
-            let message = format!("the values take {size} bytes; a reply holds {MAX_BODY}");
+            let message = format!("the values take {size} bytes; expected at most {MAX_BODY}");
             return Reply::Refused(Refusal::new(RefusalKind::Invalid, message));
         }
         let fetch = |key: &String| match self.on_ready {
@@ -145,12 +145,12 @@ impl Waiters {
         if self.by_request.contains_key(&(waiter.rank, waiter.request)) {
             return Err(Refusal::new(
                 RefusalKind::Protocol,
-                "a request's number is in use",
+                "the number of a request is in use",
             ));
         }
         let count = self.count.entry(waiter.rank).or_default();
         if *count >= MAX_PARKED {
-            let message = format!("{MAX_PARKED} waits are under way already");
+            let message = format!("too many waits at once; expected at most {MAX_PARKED}");
             return Err(Refusal::new(RefusalKind::OutOfMemory, message));
         }
         *count += 1;
