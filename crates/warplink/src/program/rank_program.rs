@@ -41,6 +41,31 @@ pub struct RankProgram {
 }
 
 impl RankProgram {
+    /// Whether anything is computed on this rank.
+    pub fn computes(&self) -> bool {
+        self.operations.iter().any(|operation| {
+            matches!(
+                operation.kind,
+                OperationKind::Matmul { .. }
+                    | OperationKind::PostMatmul { .. }
+                    | OperationKind::Sum { .. }
+            )
+        })
+    }
+
+    /// Whether the collective engine carries any transfer or collective of this rank.
+    pub fn uses_engine(&self) -> bool {
+        let mut operations = self.operations.iter();
+        self.transfers.iter().any(TransferInstance::is_engine)
+            || operations.any(|operation| self.is_engine_work(&operation.kind))
+    }
+
+    /// Whether an operation is work of the collective engine.
+    pub fn is_engine_work(&self, kind: &OperationKind) -> bool {
+        let engine = |id: &TransferId| self.transfers[*id].is_engine();
+        matches!(kind, OperationKind::Collective { .. }) || kind.posted().iter().any(engine)
+    }
+
     /// The tensors that anything reads or writes on this rank. Others only give sends a name and a
     /// length whose bytes are stored straight into the receivers' memory.
     pub fn touched(&self) -> HashSet<TensorId> {
@@ -171,6 +196,13 @@ pub struct TransferInstance {
     pub exchange: ExchangeId,
     /// Its declaration.
     pub site: Site,
+}
+
+impl TransferInstance {
+    /// Whether the collective engine carries it.
+    pub const fn is_engine(&self) -> bool {
+        matches!(self.backend, Backend::Nccl)
+    }
 }
 
 /// One operation: the host enqueues it on its stream (or, for `Share`, does it at once).

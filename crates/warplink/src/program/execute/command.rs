@@ -1,15 +1,19 @@
-//! An operation with everything resolved, ready to be enqueued.
+//! What a run enqueues, with everything resolved.
 
-use crate::device::{CollectiveEngine, DeviceSlice, Event, PreparedLaunch, ReduceOp, Stream};
+use crate::device::{CollectiveEngine, DeviceSlice, Event, PreparedLaunch, Stream};
 use crate::dtype::DType;
 use crate::error::{Rank, Result};
 use crate::p2p::{Batch, Transfer, post_stores};
 use crate::program::ir::Collective;
 use std::sync::Arc;
 
+/// Index of the caller's stream.
+pub(super) const CALLER: usize = 0;
+
+/// One command to a stream.
 #[derive(Debug)]
 pub(super) struct Command {
-    /// Index of its stream; 0 is the caller's.
+    /// Index of its stream.
     pub(super) stream: usize,
     pub(super) kind: CommandKind,
     /// The operation of the program that it comes from.
@@ -24,20 +28,20 @@ pub(super) enum CommandKind {
     },
     Matmul(Arc<dyn PreparedLaunch>),
     Sum(Arc<dyn PreparedLaunch>),
-    /// One direct transfer, by its index: most posts and waits are of one.
-    Post(usize),
-    PostGroup(Vec<usize>),
-    /// Sends of products, and the products.
-    PostMatmul(Vec<usize>, Arc<dyn PreparedLaunch>),
-    Wait(usize),
-    WaitGroup(Vec<usize>),
-    /// Sends and receives of the engine, and the event that marks their end.
+    /// Direct transfers, as one group.
+    Post(Vec<Arc<Transfer>>),
+    /// Sends of matmul results, and the matmuls.
+    PostMatmul(Vec<Arc<Transfer>>, Arc<dyn PreparedLaunch>),
+    /// A wait for direct transfers.
+    Wait(Vec<Arc<Transfer>>),
+    /// Sends and receives of the engine.
     Exchange {
+        engine: Arc<dyn CollectiveEngine>,
         sends: Vec<(Rank, DeviceSlice)>,
         receives: Vec<(Rank, DeviceSlice)>,
-        done: Option<Event>,
     },
     Collective {
+        engine: Arc<dyn CollectiveEngine>,
         collective: Collective<Rank>,
         dtype: DType,
         target: DeviceSlice,
@@ -55,76 +59,63 @@ impl CommandKind {
             Self::Matmul(_) => "matmul",
             Self::Sum(_) => "sum",
             Self::Post(_) => "post",
-            Self::PostGroup(_) => "post group",
             Self::PostMatmul(..) => "post matmul",
             Self::Wait(_) => "wait",
-            Self::WaitGroup(_) => "wait group",
             Self::Exchange { .. } => "exchange",
             Self::Collective { .. } => "collective",
             Self::Record(_) => "record event",
             Self::WaitEvent(_) => "wait event",
         }
     }
+
+    /// Whether it only orders streams.
+    pub(super) const fn is_event(&self) -> bool {
+        matches!(self, Self::Record(_) | Self::WaitEvent(_))
+    }
 }
 
-/// What commands need beside their stream.
-pub(super) struct Enqueuer<'a> {
-    pub(super) transfers: &'a [Option<Transfer>],
-    pub(super) engine: Option<&'a dyn CollectiveEngine>,
-}
-
-impl Enqueuer<'_> {
-    fn transfer(&self, index: usize) -> Result<&Transfer> {
-        self.transfers
-            .get(index)
-            .and_then(Option::as_ref)
-            .ok_or_else(|| internal("a transfer was not exchanged"))
-    }
-
-    fn group(&self, indices: &[usize]) -> Result<Vec<&Transfer>> {
-        indices.iter().map(|index| self.transfer(*index)).collect()
-    }
-
-    /// Enqueues what `command` does on `stream`, which is the command's.
-    pub(super) fn enqueue(&self, command: &Command, stream: &Stream) -> Result<()> {
-        // Products are on streams of the pool as a rule, so that beside the caller's stream none runs.
-        // Where a program has it otherwise, a kernel waits for room until a tile is done.
-        let by_kernel = |batch: Batch<'_>| match command.stream {
-            0 => batch.in_kernel().enqueue(stream),
-            _ => batch.enqueue(stream),
-        };
-        let engine = || {
-            self.engine
-                .ok_or_else(|| internal("the engine was not joined"))
-        };
-        match &command.kind {
+impl Command {
+    /// Enqueues the command on `stream`, which is the command's.
+    pub(super) fn enqueue(&self, stream: &Stream) -> Result<()> {
+        match &self.kind {
             CommandKind::Copy { target, source } => stream.copy(target, source),
             CommandKind::Matmul(launch) | CommandKind::Sum(launch) => launch.enqueue(stream),
-            CommandKind::Post(index) => self.transfer(*index)?.post(stream),
-            CommandKind::PostGroup(indices) => by_kernel(Batch::new().post(self.group(indices)?)),
-            CommandKind::PostMatmul(indices, products) => {
-                post_stores(&self.group(indices)?, stream, |_| products.enqueue(stream))
+            CommandKind::Post(group) => self.batch(group).post(each(group)).enqueue(stream),
+            CommandKind::PostMatmul(group, matmuls) => {
+                let group: Vec<&Transfer> = each(group).collect();
+                post_stores(&group, stream, |_| matmuls.enqueue(stream))
             }
-            CommandKind::Wait(index) => self.transfer(*index)?.wait(stream),
-            CommandKind::WaitGroup(indices) => by_kernel(Batch::new().wait(self.group(indices)?)),
+            CommandKind::Wait(group) => self.batch(group).wait(each(group)).enqueue(stream),
             CommandKind::Exchange {
+                engine,
                 sends,
                 receives,
-                done,
-            } => {
-                engine()?.exchange(stream, sends, receives)?;
-                done.as_ref().map_or(Ok(()), |event| stream.record(event))
-            }
+            } => engine.exchange(stream, sends, receives),
             CommandKind::Collective {
+                engine,
                 collective,
                 dtype,
                 target,
                 source,
-            } => enqueue_collective(engine()?, stream, collective, *dtype, target, source),
+            } => enqueue_collective(&**engine, stream, collective, *dtype, target, source),
             CommandKind::Record(event) => stream.record(event),
             CommandKind::WaitEvent(event) => stream.wait_event(event),
         }
     }
+
+    /// An empty batch for `group`. Matmuls are on streams of the pool as a rule, so that beside the
+    /// caller's stream none runs, and signals may be set in a kernel. Where a program has it otherwise,
+    /// the kernel waits for room until a tile is done.
+    fn batch<'a>(&self, group: &[Arc<Transfer>]) -> Batch<'a> {
+        match self.stream == CALLER && group.len() > 1 {
+            true => Batch::new().in_kernel(),
+            false => Batch::new(),
+        }
+    }
+}
+
+fn each(group: &[Arc<Transfer>]) -> impl Iterator<Item = &Transfer> {
+    group.iter().map(|transfer| &**transfer)
 }
 
 fn enqueue_collective(
@@ -135,23 +126,12 @@ fn enqueue_collective(
     target: &DeviceSlice,
     source: &DeviceSlice,
 ) -> Result<()> {
-    let op = |op: &ReduceOp| *op;
     match collective {
         Collective::AllGather => engine.all_gather(stream, target, source),
-        Collective::AllReduce(reduce) => {
-            engine.all_reduce(stream, dtype, op(reduce), target, source)
-        }
-        Collective::ReduceScatter(reduce) => {
-            engine.reduce_scatter(stream, dtype, op(reduce), target, source)
-        }
+        Collective::AllReduce(op) => engine.all_reduce(stream, dtype, *op, target, source),
+        Collective::ReduceScatter(op) => engine.reduce_scatter(stream, dtype, *op, target, source),
         Collective::Broadcast(root) => engine.broadcast(stream, *root, target, source),
-        Collective::Reduce(reduce, root) => {
-            engine.reduce(stream, dtype, op(reduce), *root, target, source)
-        }
+        Collective::Reduce(op, root) => engine.reduce(stream, dtype, *op, *root, target, source),
         Collective::AllToAll => engine.all_to_all(stream, target, source),
     }
-}
-
-fn internal(what: &'static str) -> crate::error::Error {
-    crate::error::Error::new(crate::error::ErrorKind::Internal, what).during("run a program")
 }

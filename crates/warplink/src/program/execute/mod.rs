@@ -8,63 +8,34 @@
 //! ```
 //!
 //! Everything that can be done before a run is: expressions are resolved, memory is allocated,
-//! handles of all exchanges are exchanged in one batch, products are tuned. A run only enqueues.
+//! handles of all exchanges are exchanged in one batch, matmuls are tuned. A run only enqueues.
 //! Local tensors and streams come from pools of the executor, so that a plan bound anew finds
 //! registered memory that its peers still have mapped.
 
 mod bind;
 mod command;
+mod context;
+mod memory;
 mod plan;
 mod pool;
 mod resolve;
 mod trace;
 
-pub use bind::{Bindings, Prepared};
+pub use bind::Prepared;
+pub(crate) use context::{EngineSource, RankContext};
+pub use memory::Bindings;
 pub use plan::{CapturedPlan, Plan};
 pub use trace::{Trace, TraceSpan};
 
 use super::ir::Program;
 use super::rank_program::Parameters;
 use super::{refused, unroll, verify};
-use crate::bootstrap::Bootstrap;
-use crate::deadline::Deadline;
-use crate::device::{CollectiveEngine, Device, DeviceKind, Event, Priority, Stream};
+use crate::device::{CollectiveEngine, DeviceKind, Event, Priority, Stream};
 use crate::error::{Rank, Result};
-use crate::memory::Memory;
-use crate::p2p::Transfers;
 use crate::sync::lock;
 use pool::Pool;
 use std::fmt;
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
-
-/// Gives the collective engine, joining it on the first call.
-pub(crate) type EngineSource = Arc<dyn Fn() -> Result<Arc<dyn CollectiveEngine>> + Send + Sync>;
-
-/// What an executor stands on; the communicator gives it.
-#[derive(Clone)]
-pub(crate) struct RankContext {
-    pub(crate) device: Arc<dyn Device>,
-    pub(crate) bootstrap: Arc<Bootstrap>,
-    pub(crate) memory: Arc<Memory>,
-    pub(crate) transfers: Arc<Transfers>,
-    pub(crate) engine: EngineSource,
-    pub(crate) timeout: Duration,
-}
-
-impl RankContext {
-    pub(crate) fn rank(&self) -> Rank {
-        self.bootstrap.rank()
-    }
-
-    pub(crate) fn world(&self) -> usize {
-        self.bootstrap.world()
-    }
-
-    pub(crate) fn deadline(&self) -> Deadline {
-        Deadline::after(self.timeout)
-    }
-}
 
 /// How a program is prepared.
 #[derive(Clone, Copy, Debug)]

@@ -1,13 +1,11 @@
 //! A program bound to memory: enqueued any number of times, or captured into a graph.
 
-use super::RankContext;
-use super::bind::Tensor;
-use super::command::{Command, Enqueuer};
-use super::pool::Pool;
+use super::command::Command;
+use super::context::RankContext;
+use super::memory::PlanMemory;
 use super::trace::{Trace, Tracer};
-use crate::device::{CollectiveEngine, DeviceSlice, Graph, Stream};
+use crate::device::{DeviceSlice, Graph, Priority, Stream};
 use crate::error::{Error, ErrorKind, Result};
-use crate::memory::Region;
 use crate::p2p::Transfer;
 use crate::program::rank_program::RankProgram;
 use std::fmt;
@@ -17,17 +15,15 @@ use std::time::{Duration, Instant};
 /// A program that is ready to run. Runs follow one another on the caller's stream; the next may be
 /// enqueued before the last is done. Drop it when the streams that it ran on are done.
 pub struct Plan {
-    context: RankContext,
-    name: String,
-    rank_program: Arc<RankProgram>,
-    pool: Arc<Pool>,
-    pooled: Vec<Region>,
-    memory: Vec<Tensor>,
-    transfers: Vec<Option<Transfer>>,
-    engine: Option<Arc<dyn CollectiveEngine>>,
+    pub(super) context: RankContext,
+    pub(super) name: String,
+    pub(super) program: Arc<RankProgram>,
+    // Commands and transfers are dropped before the memory, of which they hold ranges.
+    pub(super) commands: Vec<Command>,
+    pub(super) transfers: Vec<Arc<Transfer>>,
     // By index; the caller's is not among them.
-    streams: Vec<Option<Stream>>,
-    commands: Vec<Command>,
+    pub(super) streams: Vec<Option<Stream>>,
+    pub(super) memory: PlanMemory,
 }
 
 impl fmt::Debug for Plan {
@@ -40,36 +36,6 @@ impl fmt::Debug for Plan {
 }
 
 impl Plan {
-    #[allow(
-        clippy::too_many_arguments,
-        reason = "the fields, from the one place that makes them"
-    )]
-    pub(super) fn new(
-        context: RankContext,
-        name: String,
-        rank_program: Arc<RankProgram>,
-        pool: Arc<Pool>,
-        pooled: Vec<Region>,
-        memory: Vec<Tensor>,
-        transfers: Vec<Option<Transfer>>,
-        engine: Option<Arc<dyn CollectiveEngine>>,
-        streams: Vec<Option<Stream>>,
-        commands: Vec<Command>,
-    ) -> Self {
-        Self {
-            context,
-            name,
-            rank_program,
-            pool,
-            pooled,
-            memory,
-            transfers,
-            engine,
-            streams,
-            commands,
-        }
-    }
-
     /// Name of the program.
     pub fn name(&self) -> &str {
         &self.name
@@ -83,12 +49,9 @@ impl Plan {
     /// The memory of the tensor `name`, bound or allocated, if this rank accesses it. Of several that
     /// a loop allocated under one name, the first.
     pub fn tensor(&self, name: &str) -> Option<&DeviceSlice> {
-        let index = self
-            .rank_program
-            .tensors
-            .iter()
-            .position(|tensor| *tensor.name == *name)?;
-        self.memory.get(index)?.slice()
+        let tensors = &self.program.tensors;
+        let id = tensors.iter().position(|tensor| *tensor.name == *name)?;
+        self.memory.tensor_slice(id)
     }
 
     /// Enqueues one run, starting from and joining back into `stream`. Does not block.
@@ -97,14 +60,7 @@ impl Plan {
     /// The device's fault, and what an operation says that cannot be enqueued, with its place in the
     /// program.
     pub fn run(&self, stream: &Stream) -> Result<()> {
-        let enqueuer = self.enqueuer();
-        for command in &self.commands {
-            let on = self.streams[command.stream].as_ref().unwrap_or(stream);
-            enqueuer
-                .enqueue(command, on)
-                .map_err(|error| self.locate(command, error))?;
-        }
-        Ok(())
+        self.for_each_command(stream, Command::enqueue)
     }
 
     /// As [`run`](Self::run), and tells how long the host took to enqueue each operation, with a word
@@ -114,16 +70,12 @@ impl Plan {
         stream: &Stream,
         tell: &mut dyn FnMut(&'static str, Duration),
     ) -> Result<()> {
-        let enqueuer = self.enqueuer();
-        for command in &self.commands {
-            let on = self.streams[command.stream].as_ref().unwrap_or(stream);
+        self.for_each_command(stream, |command, stream| {
             let start = Instant::now();
-            enqueuer
-                .enqueue(command, on)
-                .map_err(|error| self.locate(command, error))?;
+            command.enqueue(stream)?;
             tell(command.kind.name(), start.elapsed());
-        }
-        Ok(())
+            Ok(())
+        })
     }
 
     /// Turns the plan into one graph, to be launched in the place of [`run`](Self::run). Blocks
@@ -136,17 +88,14 @@ impl Plan {
     /// buffer may be read or written is posted twice without a wait between, or is not waited for:
     /// the values of a graph's signals are fixed.
     pub fn capture(self) -> Result<CapturedPlan> {
-        let stream = self
-            .context
-            .device
-            .create_stream(crate::device::Priority::Normal)?;
+        let stream = self.context.device.create_stream(Priority::Normal)?;
         stream.begin_capture()?;
         let recorded = self.run(&stream);
         let graph = stream.end_capture();
         recorded?;
-        for transfer in self.transfers.iter().flatten() {
-            transfer.check_recorded()?;
-        }
+        self.transfers
+            .iter()
+            .try_for_each(|transfer| transfer.check_recorded())?;
         Ok(CapturedPlan {
             graph: graph?,
             plan: self,
@@ -157,53 +106,47 @@ impl Plan {
     /// rank 0. Every rank calls this at the same time. Blocks until the run is done everywhere. Marks
     /// take time of their own, so the whole is slower than a run.
     pub fn trace(&self, stream: &Stream) -> Result<Option<Trace>> {
-        let enqueuer = self.enqueuer();
         let mut tracer = Tracer::start(&self.context, stream)?;
-        for command in &self.commands {
-            let on = self.streams[command.stream].as_ref().unwrap_or(stream);
-            let operation = &self.rank_program.operations[command.operation];
-            let label = || {
-                (
-                    operation.kind.name(),
-                    operation.site.to_string(),
-                    self.rank_program.streams[command.stream],
-                )
-            };
-            tracer
-                .around(&command.kind, label, on, || enqueuer.enqueue(command, on))
-                .map_err(|error| self.locate(command, error))?;
-        }
+        self.for_each_command(stream, |command, stream| {
+            if command.kind.is_event() {
+                return command.enqueue(stream);
+            }
+            let operation = &self.program.operations[command.operation];
+            let begin = tracer.mark(stream)?;
+            command.enqueue(stream)?;
+            let end = tracer.mark(stream)?;
+            let stream = self.program.streams[command.stream];
+            tracer.span(operation, stream, begin, end);
+            Ok(())
+        })?;
         stream.synchronize(self.context.deadline())?;
         tracer.finish(&self.context, &self.name)
     }
 
-    fn enqueuer(&self) -> Enqueuer<'_> {
-        Enqueuer {
-            transfers: &self.transfers,
-            engine: self.engine.as_deref(),
+    /// Calls `enqueue` for every command with its stream, where `caller` is the caller's.
+    fn for_each_command(
+        &self,
+        caller: &Stream,
+        mut enqueue: impl FnMut(&Command, &Stream) -> Result<()>,
+    ) -> Result<()> {
+        for command in &self.commands {
+            let stream = self.streams[command.stream].as_ref().unwrap_or(caller);
+            enqueue(command, stream).map_err(|error| self.locate(command, error))?;
         }
+        Ok(())
     }
 
     fn locate(&self, command: &Command, error: Error) -> Error {
         if error.kind() == ErrorKind::PeerLost {
             return error;
         }
-        let operation = &self.rank_program.operations[command.operation];
+        let operation = &self.program.operations[command.operation];
         error.during(format!(
             "enqueue {} of '{}', {}",
             operation.kind.name(),
             self.name,
             operation.site
         ))
-    }
-}
-
-impl Drop for Plan {
-    fn drop(&mut self) {
-        // Transfers go first: they hold ranges of the regions.
-        self.transfers.clear();
-        self.memory.clear();
-        self.pool.give_back(self.pooled.drain(..));
     }
 }
 

@@ -1,10 +1,9 @@
 //! When each operation of a run started and ended, in the format that Perfetto opens.
 
-use super::RankContext;
-use super::command::CommandKind;
+use super::context::RankContext;
 use crate::device::{Device, Event, Stream};
 use crate::error::{Error, ErrorKind, Rank, Result};
-use crate::program::rank_program::StreamKind;
+use crate::program::rank_program::{Operation, StreamKind};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
@@ -85,7 +84,7 @@ impl Trace {
         }
         for span in &self.spans {
             let tid = tracks
-                .binary_search(&(span.rank, &*span.stream))
+                .binary_search(&(span.rank, &span.stream))
                 .unwrap_or_default();
             events.push(PerfettoEvent {
                 name: &span.operation,
@@ -108,10 +107,11 @@ impl Trace {
 pub(super) struct Tracer {
     device: Arc<dyn Device>,
     zero: Event,
-    marks: Vec<Mark>,
+    spans: Vec<Span>,
 }
 
-struct Mark {
+/// An operation between two events.
+struct Span {
     operation: &'static str,
     site: String,
     stream: StreamKind,
@@ -129,37 +129,32 @@ impl Tracer {
         Ok(Self {
             device: context.device.clone(),
             zero,
-            marks: Vec::new(),
+            spans: Vec::new(),
         })
     }
 
-    /// Marks before and after `enqueue`. What only orders streams is not marked.
-    pub(super) fn around(
+    /// An event at the point where `stream` is.
+    pub(super) fn mark(&self, stream: &Stream) -> Result<Event> {
+        let event = self.device.create_event(true)?;
+        stream.record(&event)?;
+        Ok(event)
+    }
+
+    /// Notes that `operation` ran between two marks of `stream`.
+    pub(super) fn span(
         &mut self,
-        kind: &CommandKind,
-        label: impl FnOnce() -> (&'static str, String, StreamKind),
-        stream: &Stream,
-        enqueue: impl FnOnce() -> Result<()>,
-    ) -> Result<()> {
-        if matches!(kind, CommandKind::Record(_) | CommandKind::WaitEvent(_)) {
-            return enqueue();
-        }
-        let (operation, site, kind) = label();
-        let (begin, end) = (
-            self.device.create_event(true)?,
-            self.device.create_event(true)?,
-        );
-        stream.record(&begin)?;
-        enqueue()?;
-        stream.record(&end)?;
-        self.marks.push(Mark {
-            operation,
-            site,
-            stream: kind,
+        operation: &Operation,
+        stream: StreamKind,
+        begin: Event,
+        end: Event,
+    ) {
+        self.spans.push(Span {
+            operation: operation.kind.name(),
+            site: operation.site.to_string(),
+            stream,
             begin,
             end,
         });
-        Ok(())
     }
 
     /// Gathers the times of all ranks on rank 0.
@@ -167,16 +162,16 @@ impl Tracer {
         let rank = context.rank();
         let micros =
             |event: &Event| Ok::<f64, Error>(f64::from(event.elapsed_since(&self.zero)?) * 1e3);
-        let mut own = Vec::with_capacity(self.marks.len());
-        for mark in &self.marks {
-            let start = micros(&mark.begin)?;
+        let mut own = Vec::with_capacity(self.spans.len());
+        for span in &self.spans {
+            let start = micros(&span.begin)?;
             own.push(TraceSpan {
                 rank,
-                stream: mark.stream.to_string(),
-                operation: mark.operation.to_owned(),
-                site: mark.site.clone(),
+                stream: span.stream.to_string(),
+                operation: span.operation.to_owned(),
+                site: span.site.clone(),
                 start,
-                duration: micros(&mark.end)? - start,
+                duration: micros(&span.end)? - start,
             });
         }
         let bytes = postcard::to_stdvec(&own).map_err(|error| {

@@ -1,0 +1,129 @@
+//! The memory of a plan's tensors: bound by the caller or taken from the pool.
+
+use super::pool::Pool;
+use crate::device::DeviceSlice;
+use crate::error::{Error, ErrorKind, Result};
+use crate::memory::Region;
+use crate::program::ir::Role;
+use crate::program::rank_program::{Range, RankProgram, TensorId, TensorInstance};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// The caller's memory for a program's inputs and outputs, by name. Slices are borrowed: the plan
+/// holds them as long as it lives.
+pub type Bindings = BTreeMap<String, DeviceSlice>;
+
+/// The memory of one tensor.
+#[derive(Clone, Debug)]
+pub(super) enum TensorMemory {
+    Bound(DeviceSlice),
+    Pooled(Region),
+    /// There is none: nothing on this rank accesses it.
+    Nothing,
+}
+
+impl TensorMemory {
+    fn slice(&self) -> Option<&DeviceSlice> {
+        match self {
+            Self::Bound(slice) => Some(slice),
+            Self::Pooled(region) => Some(region.slice()),
+            Self::Nothing => None,
+        }
+    }
+}
+
+/// The memory of every tensor of a rank program. What came from the pool goes back when this is dropped.
+#[derive(Debug)]
+pub(super) struct PlanMemory {
+    pool: Arc<Pool>,
+    tensors: Vec<TensorMemory>,
+}
+
+impl PlanMemory {
+    /// Binds the tensors of `program` to `bindings`, and those that are not bound to memory of `pool`.
+    pub(super) fn bind(
+        program: &RankProgram,
+        bindings: &Bindings,
+        pool: &Arc<Pool>,
+    ) -> Result<Self> {
+        check_names(program, bindings)?;
+        let touched = program.touched();
+        let mut memory = Self {
+            pool: pool.clone(),
+            tensors: Vec::with_capacity(program.tensors.len()),
+        };
+        for (id, tensor) in program.tensors.iter().enumerate() {
+            let bound = match tensor.role {
+                Role::Local => None,
+                Role::Input | Role::Output => bindings.get(&*tensor.name),
+            };
+            let next = match (bound, tensor.role) {
+                (Some(slice), _) => TensorMemory::Bound(of_length(slice, tensor)?),
+                (None, Role::Input) => {
+                    return Err(Error::invalid(format!(
+                        "the input '{}' is not bound",
+                        tensor.name
+                    ))
+                    .help("bind every input of the program"));
+                }
+                (None, Role::Local) if !touched.contains(&id) => TensorMemory::Nothing,
+                (None, _) => TensorMemory::Pooled(pool.take(tensor.bytes)?),
+            };
+            memory.tensors.push(next);
+        }
+        Ok(memory)
+    }
+
+    pub(super) fn tensor(&self, id: TensorId) -> &TensorMemory {
+        &self.tensors[id]
+    }
+
+    /// The memory of a tensor, if this rank accesses it.
+    pub(super) fn tensor_slice(&self, id: TensorId) -> Option<&DeviceSlice> {
+        self.tensors.get(id)?.slice()
+    }
+
+    pub(super) fn slice(&self, range: &Range) -> Result<DeviceSlice> {
+        let tensor = self.tensor_slice(range.tensor).ok_or_else(|| {
+            Error::new(ErrorKind::Internal, "a tensor without memory is accessed")
+        })?;
+        tensor.slice(range.offset_bytes..range.end())
+    }
+}
+
+impl Drop for PlanMemory {
+    fn drop(&mut self) {
+        let pooled = self.tensors.drain(..).filter_map(|tensor| match tensor {
+            TensorMemory::Pooled(region) => Some(region),
+            TensorMemory::Bound(_) | TensorMemory::Nothing => None,
+        });
+        self.pool.give_back(pooled);
+    }
+}
+
+/// Fails where a binding names no input or output.
+fn check_names(program: &RankProgram, bindings: &Bindings) -> Result<()> {
+    let outer = program.tensors.iter().filter(|t| t.role != Role::Local);
+    let names: Vec<&str> = outer.map(|tensor| &*tensor.name).collect();
+    match bindings.keys().find(|name| !names.contains(&name.as_str())) {
+        None => Ok(()),
+        Some(name) => Err(
+            Error::invalid(format!("the program has no input or output '{name}'"))
+                .help(format!("it has {}", names.join(", "))),
+        ),
+    }
+}
+
+fn of_length(slice: &DeviceSlice, tensor: &TensorInstance) -> Result<DeviceSlice> {
+    if slice.bytes() == tensor.bytes {
+        return Ok(slice.clone());
+    }
+    Err(Error::invalid(format!(
+        "'{}' is {:?} of {}, {} bytes, but is bound to {}",
+        tensor.name,
+        tensor.shape,
+        tensor.dtype,
+        tensor.bytes,
+        slice.bytes()
+    )))
+}
