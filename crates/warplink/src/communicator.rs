@@ -7,7 +7,7 @@ use crate::device::{
     DeviceSlice, Event, Priority, Stream,
 };
 use crate::error::{Error, ErrorKind, Rank, Result};
-use crate::memory::{HANDLE_BYTES, Memory, Region, RemoteRegion};
+use crate::memory::{HANDLE_BYTES, MemoryRegistry, Region, RemoteRegion};
 use crate::p2p::{Protocol, Transfer, TransferRequest, Transfers};
 use crate::program::Executor;
 use crate::program::execute::{EngineSource, RankContext};
@@ -113,7 +113,7 @@ fn gpu_ordinal(local_rank: usize, visible: usize) -> Result<usize> {
 pub struct Communicator {
     device: Arc<dyn Device>,
     bootstrap: Arc<Bootstrap>,
-    memory: Arc<Memory>,
+    memory: Arc<MemoryRegistry>,
     transfers: Arc<Transfers>,
     engine: Arc<OnceLock<Arc<dyn CollectiveEngine>>>,
     timeout: Duration,
@@ -138,15 +138,15 @@ impl Communicator {
         let bootstrap = Bootstrap::join(&config.join)?;
         let deadline = Deadline::after(config.timeout);
         let secret = bootstrap.secret().clone();
-        let memory = Memory::start(rank, &device, secret.as_bytes(), |card| {
-            bootstrap.all_gather(&card, deadline)
+        let memory = MemoryRegistry::start(rank, &device, secret.as_bytes(), |info| {
+            bootstrap.all_gather(&info, deadline)
         })?;
         let memory = Arc::new(memory);
         let (fault, forgetful) = (device.fault().clone(), Arc::downgrade(&memory));
         bootstrap.health().when_lost(move |lost, error| {
             fault.raise(error.clone().on_rank(rank));
             if let Some(memory) = forgetful.upgrade() {
-                memory.forget(lost);
+                memory.forget_peer(lost);
             }
         });
         let transfers = Arc::new(Transfers::new(
@@ -204,20 +204,20 @@ impl Communicator {
         self.memory.register(slice)
     }
 
-    /// The handle of `region`, for `peer` to [`open`](Self::open), by whatever way it gets there. A
+    /// A handle of `region`, for `peer` to [`open_handle`](Self::open_handle), by whatever way it gets there. A
     /// handle is good for one opening, and keeps the memory allocated until that is undone.
-    pub fn describe(&self, region: &Region, peer: Rank) -> Result<[u8; HANDLE_BYTES]> {
-        self.memory.describe(region, peer)
+    pub fn export_handle(&self, region: &Region, peer: Rank) -> Result<[u8; HANDLE_BYTES]> {
+        self.memory.export_handle(region, peer)
     }
 
-    /// Maps the region that `peer` described, for one-sided copies in any stream. Nothing orders
+    /// Maps the region that `peer` exported, for one-sided copies in any stream. Nothing orders
     /// them with what the peer does; signals do.
     ///
     /// # Errors
     /// [`ErrorKind::InvalidHandle`] where the handle is truncated, altered, not `peer`'s, or its
     /// region is gone.
-    pub fn open(&self, peer: Rank, handle: &[u8]) -> Result<RemoteRegion> {
-        self.memory.open(peer, handle)
+    pub fn open_handle(&self, peer: Rank, handle: &[u8]) -> Result<RemoteRegion> {
+        self.memory.open_handle(peer, handle)
     }
 
     /// Makes a stream.

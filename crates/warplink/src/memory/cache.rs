@@ -24,7 +24,7 @@ pub(crate) trait Counted {
 }
 
 #[derive(Debug)]
-enum Slot<V> {
+enum Entry<V> {
     Opening,
     Open {
         generation: u64,
@@ -35,7 +35,7 @@ enum Slot<V> {
 
 #[derive(Debug)]
 struct Table<K, V> {
-    slots: HashMap<K, Slot<V>>,
+    entries: HashMap<K, Entry<V>>,
     clock: u64,
 }
 
@@ -43,19 +43,19 @@ struct Table<K, V> {
 pub(crate) struct MappingCache<K, V> {
     table: Mutex<Table<K, V>>,
     changed: Condvar,
-    bound: usize,
+    max_idle: usize,
 }
 
 impl<K: Copy + Eq + Hash, V: Counted> MappingCache<K, V> {
-    /// A table that keeps at most `bound` mappings that nobody uses.
-    pub(crate) fn new(bound: usize) -> Self {
+    /// A table that keeps at most `max_idle` mappings that nobody uses.
+    pub(crate) fn new(max_idle: usize) -> Self {
         Self {
             table: Mutex::new(Table {
-                slots: HashMap::new(),
+                entries: HashMap::new(),
                 clock: 0,
             }),
             changed: Condvar::new(),
-            bound,
+            max_idle,
         }
     }
 
@@ -71,8 +71,8 @@ impl<K: Copy + Eq + Hash, V: Counted> MappingCache<K, V> {
         loop {
             table.clock += 1;
             let now = table.clock;
-            match table.slots.get_mut(&key) {
-                Some(Slot::Open {
+            match table.entries.get_mut(&key) {
+                Some(Entry::Open {
                     generation: held,
                     value,
                     used,
@@ -81,16 +81,16 @@ impl<K: Copy + Eq + Hash, V: Counted> MappingCache<K, V> {
                     value.count();
                     return Ok(value.clone());
                 }
-                Some(Slot::Opening) => {
+                Some(Entry::Opening) => {
                     table = self
                         .changed
                         .wait(table)
                         .unwrap_or_else(std::sync::PoisonError::into_inner);
                 }
-                Some(Slot::Open { .. }) | None => break,
+                Some(Entry::Open { .. }) | None => break,
             }
         }
-        let stale = table.slots.insert(key, Slot::Opening);
+        let stale = table.entries.insert(key, Entry::Opening);
         drop(table);
         drop(stale);
         let opened = open();
@@ -100,9 +100,9 @@ impl<K: Copy + Eq + Hash, V: Counted> MappingCache<K, V> {
                 let value = Arc::new(value);
                 value.count();
                 let used = table.clock;
-                table.slots.insert(
+                table.entries.insert(
                     key,
-                    Slot::Open {
+                    Entry::Open {
                         generation,
                         value: value.clone(),
                         used,
@@ -111,11 +111,11 @@ impl<K: Copy + Eq + Hash, V: Counted> MappingCache<K, V> {
                 Ok(value)
             }
             Err(error) => {
-                table.slots.remove(&key);
+                table.entries.remove(&key);
                 Err(error)
             }
         };
-        let evicted = table.evict(self.bound);
+        let evicted = table.evict(self.max_idle);
         drop(table);
         self.changed.notify_all();
         drop(evicted);
@@ -126,15 +126,15 @@ impl<K: Copy + Eq + Hash, V: Counted> MappingCache<K, V> {
     /// gone from the table.
     pub(crate) fn revoke(&self, key: K, generation: u64) -> bool {
         let mut table = guard(&self.table);
-        match table.slots.get(&key) {
-            Some(Slot::Opening) => return false,
-            Some(Slot::Open {
+        match table.entries.get(&key) {
+            Some(Entry::Opening) => return false,
+            Some(Entry::Open {
                 generation: held, ..
             }) if *held != generation => return true,
-            Some(Slot::Open { value, .. }) if Arc::strong_count(value) > 1 => return false,
-            Some(Slot::Open { .. }) | None => {}
+            Some(Entry::Open { value, .. }) if Arc::strong_count(value) > 1 => return false,
+            Some(Entry::Open { .. }) | None => {}
         }
-        let revoked = table.slots.remove(&key);
+        let revoked = table.entries.remove(&key);
         drop(table);
         drop(revoked);
         true
@@ -148,23 +148,23 @@ impl<K: Copy + Eq + Hash, V: Counted> MappingCache<K, V> {
 
     /// How many mappings the table holds.
     pub(crate) fn len(&self) -> usize {
-        guard(&self.table).slots.len()
+        guard(&self.table).entries.len()
     }
 }
 
 impl<K: Copy + Eq + Hash, V> Table<K, V> {
-    /// Takes out the mappings unused for longest until at most `bound` that nobody uses are left.
-    fn evict(&mut self, bound: usize) -> Vec<Slot<V>> {
-        let idle = self.slots.iter().filter_map(|(key, slot)| match slot {
-            Slot::Open { value, used, .. } if Arc::strong_count(value) == 1 => Some((*used, *key)),
+    /// Takes out the mappings unused for longest until at most `max_idle` that nobody uses are left.
+    fn evict(&mut self, max_idle: usize) -> Vec<Entry<V>> {
+        let idle = self.entries.iter().filter_map(|(key, entry)| match entry {
+            Entry::Open { value, used, .. } if Arc::strong_count(value) == 1 => Some((*used, *key)),
             _ => None,
         });
         let mut idle: Vec<(u64, K)> = idle.collect();
         idle.sort_unstable_by_key(|(used, _)| *used);
-        let surplus = idle.len().saturating_sub(bound);
+        let surplus = idle.len().saturating_sub(max_idle);
         idle[..surplus]
             .iter()
-            .filter_map(|(_, key)| self.slots.remove(key))
+            .filter_map(|(_, key)| self.entries.remove(key))
             .collect()
     }
 }

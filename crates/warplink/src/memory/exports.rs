@@ -64,25 +64,15 @@ impl Exports {
         Ok(generation)
     }
 
-    /// The allocation that is registered as `generation`.
-    pub(super) fn allocation(&self, generation: u64) -> Option<u64> {
-        let table = lock(&self.table);
-        table
-            .entries
-            .get(&generation)
-            .map(|entry| entry.export.allocation.backing().identity())
-    }
-
     /// Ends one registration. Where it was the last, the entry is not given to new regions any
-    /// more, and the peers that hold handles of it are returned, to be asked to let go.
-    pub(super) fn unregister(&self, generation: u64) -> Vec<Rank> {
+    /// more, and the allocation and the peers that hold handles of it are returned, to be asked to
+    /// let go.
+    pub(super) fn unregister(&self, generation: u64) -> Option<(u64, Vec<Rank>)> {
         let mut table = lock(&self.table);
-        let Some(entry) = table.entries.get_mut(&generation) else {
-            return Vec::new();
-        };
+        let entry = table.entries.get_mut(&generation)?;
         entry.regions -= 1;
         if entry.regions > 0 {
-            return Vec::new();
+            return None;
         }
         let allocation = entry.export.allocation.backing().identity();
         let holders = entry.holders.keys().copied().collect();
@@ -90,11 +80,11 @@ impl Exports {
         let freed = table.take_if_free(generation);
         drop(table);
         drop(freed);
-        holders
+        Some((allocation, holders))
     }
 
-    /// Describes the region to `peer` and counts the handle.
-    pub(super) fn describe(
+    /// Makes a handle for `peer` and counts it.
+    pub(super) fn issue_handle(
         &self,
         generation: u64,
         peer: Rank,
@@ -102,15 +92,13 @@ impl Exports {
     ) -> Result<Handle> {
         let mut table = lock(&self.table);
         let entry = table.entries.get_mut(&generation);
-        let entry = entry.ok_or_else(|| {
-            Error::new(ErrorKind::Closed, "the region is not registered any more")
-        })?;
+        let entry = entry.ok_or_else(not_registered)?;
         *entry.holders.entry(peer).or_default() += 1;
         Ok(fill(&entry.export))
     }
 
     /// `peer` has given `handles` back: it holds no mapping that they led to.
-    pub(super) fn released(&self, generation: u64, peer: Rank, handles: u64) {
+    pub(super) fn handles_released(&self, generation: u64, peer: Rank, handles: u64) {
         let mut table = lock(&self.table);
         let Some(entry) = table.entries.get_mut(&generation) else {
             return;
@@ -131,7 +119,7 @@ impl Exports {
     }
 
     /// `peer` is gone and maps nothing any more.
-    pub(super) fn forget(&self, peer: Rank) {
+    pub(super) fn forget_peer(&self, peer: Rank) {
         let mut table = lock(&self.table);
         for entry in table.entries.values_mut() {
             entry.holders.remove(&peer);
@@ -157,9 +145,7 @@ impl Exports {
         let entry = table.entries.get(&generation);
         let entry =
             entry.filter(|entry| entry.export.allocation.backing().identity() == allocation);
-        let entry = entry.ok_or_else(|| {
-            Error::new(ErrorKind::Closed, "the region is not registered any more")
-        })?;
+        let entry = entry.ok_or_else(not_registered)?;
         let descriptor = entry.export.descriptor.as_ref();
         let descriptor = descriptor
             .ok_or_else(|| Error::new(ErrorKind::Unsupported, "the region has no descriptor"))?;
@@ -201,4 +187,9 @@ impl Table {
             None
         }
     }
+}
+
+fn not_registered() -> Error {
+    Error::new(ErrorKind::Closed, "the region is not registered any more")
+        .help("keep the region as long as peers open handles of it")
 }

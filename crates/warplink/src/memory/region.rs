@@ -2,7 +2,7 @@
 //! the last holder lets go.
 
 use super::cache::Counted;
-use super::{Inner, Subject};
+use super::{Message, Shared};
 use crate::device::{Backing, DeviceKind, DeviceSlice};
 use crate::error::{Error, ErrorKind, Rank, Result};
 use std::any::Any;
@@ -21,7 +21,7 @@ pub struct Region {
 
 #[derive(Debug)]
 pub(super) struct Registration {
-    pub(super) inner: Arc<Inner>,
+    pub(super) shared: Arc<Shared>,
     pub(super) generation: u64,
 }
 
@@ -49,7 +49,7 @@ pub(super) struct RemoteBacking {
     pub(super) bytes: usize,
     pub(super) identity: u64,
     pub(super) kind: DeviceKind,
-    pub(super) inner: Weak<Inner>,
+    pub(super) shared: Weak<Shared>,
     pub(super) owner: Rank,
     pub(super) generation: u64,
     pub(super) handles: Arc<AtomicU64>,
@@ -86,25 +86,27 @@ impl Drop for RemoteBacking {
     fn drop(&mut self) {
         // Unmapped first: the owner may free as soon as it is told.
         self.mapping = None;
-        if let Some(inner) = self.inner.upgrade() {
-            inner.tell(
-                self.owner,
-                Subject::Released,
-                self.generation,
-                self.handles.load(Ordering::Relaxed),
-            );
+        if let Some(shared) = self.shared.upgrade() {
+            let message = Message::HandlesReleased {
+                generation: self.generation,
+                handles: self.handles.load(Ordering::Relaxed),
+            };
+            shared.outbox.tell(self.owner, message);
         }
     }
 }
 
 impl Drop for Registration {
     fn drop(&mut self) {
-        let allocation = self.inner.exports.allocation(self.generation);
-        for peer in self.inner.exports.unregister(self.generation) {
-            if let Some(allocation) = allocation {
-                self.inner
-                    .tell(peer, Subject::Revoke, allocation, self.generation);
-            }
+        let Some((allocation, holders)) = self.shared.exports.unregister(self.generation) else {
+            return;
+        };
+        let message = Message::Unmap {
+            allocation,
+            generation: self.generation,
+        };
+        for peer in holders {
+            self.shared.outbox.tell(peer, message);
         }
     }
 }
@@ -143,19 +145,19 @@ impl Region {
     /// peer, where one still uses a mapping of it; the memory then stays allocated until it lets go.
     pub fn close(self, limit: Duration) -> Result<()> {
         let generation = self.generation();
-        let inner = self.registration.inner.clone();
+        let shared = self.registration.shared.clone();
         if Arc::strong_count(&self.registration) > 1 {
             return Err(Error::invalid("the region is still in use here").during("close a region"));
         }
         drop(self);
-        match inner.exports.wait_freed(generation, limit).first() {
+        match shared.exports.wait_freed(generation, limit).first() {
             None => Ok(()),
             Some(peer) => Err(Error::new(
                 ErrorKind::Timeout,
                 format!("a peer still maps the region after {limit:?}"),
             )
             .during("close a region")
-            .on_rank(inner.rank)
+            .on_rank(shared.rank)
             .peer(*peer)
             .help("drop the transfers that use it on the peer first")),
         }

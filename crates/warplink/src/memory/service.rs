@@ -4,7 +4,8 @@
 //! A request is one fixed record on a connection of its own, and so is the answer, with a
 //! descriptor where one was asked for. Every request carries the communicator's token.
 
-use crate::error::{Error, ErrorKind, Rank, Result};
+use super::message::{REQUEST_BYTES, Request, TOKEN_BYTES};
+use crate::error::{Error, ErrorKind, Result};
 use crate::sync::lock;
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
@@ -18,51 +19,16 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
-use zerocopy::little_endian::{U32, U64};
-use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 /// Longest that either side waits for the other's record; both are threads of this machine that
 /// do nothing else.
-const PATIENCE: Duration = Duration::from_secs(5);
-
-/// What is asked or told.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(u32)]
-pub(crate) enum Subject {
-    /// Asks the owner for the descriptor of allocation `first`, registered as `second`.
-    Descriptor = 1,
-    /// The owner asks to unmap its allocation `first`, registered as `second`.
-    Revoke = 2,
-    /// Tells the owner that registration `first` lost `second` handles.
-    Released = 3,
-    /// Tells a peer that its signal slots `first` will not be written any more.
-    SlotReleased = 4,
-}
-
-#[derive(Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
-#[repr(C)]
-struct Record {
-    token: [u8; 16],
-    subject: U32,
-    from: U32,
-    first: U64,
-    second: U64,
-}
-
-/// A request as the handler sees it.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Request {
-    pub(crate) subject: Subject,
-    pub(crate) from: Rank,
-    pub(crate) first: u64,
-    pub(crate) second: u64,
-}
+const MAX_WAIT: Duration = Duration::from_secs(5);
 
 /// Answers requests: a descriptor where one was asked for, else nothing; an error refuses.
-pub(crate) type Handler = Box<dyn Fn(Request) -> Result<Option<OwnedFd>> + Send + Sync>;
+pub(super) type Handler = Box<dyn Fn(Request) -> Result<Option<OwnedFd>> + Send + Sync>;
 
 /// The listening side, ended by [`Service::stop`] or drop.
-pub(crate) struct Service {
+pub(super) struct Service {
     name: Vec<u8>,
     stopping: Arc<AtomicBool>,
     thread: Mutex<Option<JoinHandle<()>>>,
@@ -97,14 +63,14 @@ fn address(name: &[u8]) -> Result<SocketAddrUnix> {
 
 fn limit(socket: impl AsFd) -> Result<()> {
     use rustix::net::sockopt::{Timeout, set_socket_timeout};
-    set_socket_timeout(&socket, Timeout::Recv, Some(PATIENCE))
+    set_socket_timeout(&socket, Timeout::Recv, Some(MAX_WAIT))
         .map_err(io("limit a socket's waits"))?;
-    set_socket_timeout(&socket, Timeout::Send, Some(PATIENCE)).map_err(io("limit a socket's waits"))
+    set_socket_timeout(&socket, Timeout::Send, Some(MAX_WAIT)).map_err(io("limit a socket's waits"))
 }
 
 impl Service {
     /// Listens under a random name and answers with `handler`, on a thread of its own.
-    pub(crate) fn start(token: [u8; 16], handler: Handler) -> Result<Self> {
+    pub(super) fn start(token: [u8; TOKEN_BYTES], handler: Handler) -> Result<Self> {
         let mut random = [0u8; 12];
         getrandom::fill(&mut random).map_err(|error| {
             Error::new(ErrorKind::Io, error.to_string()).during("draw a socket's name")
@@ -134,12 +100,12 @@ impl Service {
     }
 
     /// The name under which peers reach it.
-    pub(crate) fn name(&self) -> &[u8] {
+    pub(super) fn name(&self) -> &[u8] {
         &self.name
     }
 
     /// Ends the thread. Requests that come later are refused by the system.
-    pub(crate) fn stop(&self) {
+    pub(super) fn stop(&self) {
         let Some(thread) = lock(&self.thread).take() else {
             return;
         };
@@ -169,7 +135,7 @@ impl Drop for Service {
     }
 }
 
-fn serve(listener: &OwnedFd, token: &[u8; 16], handler: &Handler, stopping: &AtomicBool) {
+fn serve(listener: &OwnedFd, token: &[u8; TOKEN_BYTES], handler: &Handler, stopping: &AtomicBool) {
     while !stopping.load(Ordering::Acquire) {
         let connection = match rustix::net::accept_with(listener, SocketFlags::CLOEXEC) {
             Ok(connection) => connection,
@@ -190,12 +156,12 @@ fn serve(listener: &OwnedFd, token: &[u8; 16], handler: &Handler, stopping: &Ato
     }
 }
 
-fn answer(connection: &OwnedFd, token: &[u8; 16], handler: &Handler) -> Result<()> {
+fn answer(connection: &OwnedFd, token: &[u8; TOKEN_BYTES], handler: &Handler) -> Result<()> {
     limit(connection)?;
-    let mut bytes = [0; size_of::<Record>()];
+    let mut bytes = [0; REQUEST_BYTES];
     let (got, _) = rustix::net::recv(connection, &mut bytes[..], RecvFlags::empty())
         .map_err(io("read a request"))?;
-    let request = parse(&bytes[..got], token)?;
+    let request = Request::decode(&bytes[..got], token)?;
     let (status, descriptor) = match handler(request) {
         Ok(descriptor) => (0u32, descriptor),
         Err(error) => {
@@ -220,55 +186,26 @@ fn answer(connection: &OwnedFd, token: &[u8; 16], handler: &Handler) -> Result<(
     Ok(())
 }
 
-fn parse(bytes: &[u8], token: &[u8; 16]) -> Result<Request> {
-    let refuse = |what| Error::new(ErrorKind::Protocol, what).during("read a request");
-    let record = Record::read_from_bytes(bytes).map_err(|_| refuse("it has the wrong length"))?;
-    // Compared as a whole, so that the time taken does not tell how much of it fits.
-    let difference = record
-        .token
-        .iter()
-        .zip(token)
-        .fold(0, |all, (a, b)| all | (a ^ b));
-    if difference != 0 {
-        return Err(refuse("it does not carry the communicator's token"));
-    }
-    let subject = match record.subject.get() {
-        1 => Subject::Descriptor,
-        2 => Subject::Revoke,
-        3 => Subject::Released,
-        4 => Subject::SlotReleased,
-        _ => return Err(refuse("its subject is unknown")),
-    };
-    Ok(Request {
-        subject,
-        from: record.from.get() as Rank,
-        first: record.first.get(),
-        second: record.second.get(),
-    })
-}
-
 /// Sends `request` to the service called `name` and waits for the answer.
 ///
 /// # Errors
 /// [`ErrorKind::PeerLost`] where nobody listens, [`ErrorKind::InvalidHandle`] where it is refused.
-pub(crate) fn ask(name: &[u8], token: &[u8; 16], request: Request) -> Result<Option<OwnedFd>> {
+pub(super) fn ask(
+    name: &[u8],
+    token: &[u8; TOKEN_BYTES],
+    request: Request,
+) -> Result<Option<OwnedFd>> {
     let connection = socket()?;
     limit(&connection)?;
     rustix::net::connect(&connection, &address(name)?).map_err(|errno| match errno {
-        rustix::io::Errno::CONNREFUSED => {
-            Error::new(ErrorKind::PeerLost, "nobody listens on the peer's socket")
-                .during("connect to a peer's service")
-        }
+        rustix::io::Errno::CONNREFUSED => Error::new(
+            ErrorKind::PeerLost,
+            "the peer's memory service does not listen any more",
+        )
+        .during("connect to a peer's service"),
         other => io("connect to a peer's service")(other),
     })?;
-    let record = Record {
-        token: *token,
-        subject: (request.subject as u32).into(),
-        from: (request.from as u32).into(),
-        first: request.first.into(),
-        second: request.second.into(),
-    };
-    rustix::net::send(&connection, record.as_bytes(), SendFlags::NOSIGNAL)
+    rustix::net::send(&connection, &request.encode(token), SendFlags::NOSIGNAL)
         .map_err(io("send a request"))?;
     let mut status = [0; 4];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
@@ -303,38 +240,40 @@ pub(crate) fn ask(name: &[u8], token: &[u8; 16], request: Request) -> Result<Opt
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::memory::message::Message;
 
-    const REQUEST: Request = Request {
-        subject: Subject::Descriptor,
-        from: 2,
-        first: 7,
-        second: 9,
-    };
+    fn descriptor_of(allocation: u64) -> Request {
+        Request {
+            from: 2,
+            message: Message::Descriptor {
+                allocation,
+                generation: 9,
+            },
+        }
+    }
 
     #[test]
     fn a_descriptor_crosses_and_a_refusal_is_an_error() {
-        let handler: Handler = Box::new(|request| match request.first {
-            7 => Ok(Some(rustix::fs::memfd_create(
+        let handler: Handler = Box::new(|request| match request {
+            request if request == descriptor_of(7) => Ok(Some(rustix::fs::memfd_create(
                 "test",
                 rustix::fs::MemfdFlags::CLOEXEC,
             )?)),
             _ => Err(Error::new(ErrorKind::Closed, "gone")),
         });
         let service = Service::start([5; 16], handler).unwrap();
-        assert!(ask(service.name(), &[5; 16], REQUEST).unwrap().is_some());
-        let refused = ask(
-            service.name(),
-            &[5; 16],
-            Request {
-                first: 8,
-                ..REQUEST
-            },
-        )
-        .unwrap_err();
+        assert!(
+            ask(service.name(), &[5; 16], descriptor_of(7))
+                .unwrap()
+                .is_some()
+        );
+        let refused = ask(service.name(), &[5; 16], descriptor_of(8)).unwrap_err();
         assert_eq!(refused.kind(), ErrorKind::InvalidHandle);
         service.stop();
         assert_eq!(
-            ask(service.name(), &[5; 16], REQUEST).unwrap_err().kind(),
+            ask(service.name(), &[5; 16], descriptor_of(7))
+                .unwrap_err()
+                .kind(),
             ErrorKind::PeerLost
         );
     }
@@ -342,10 +281,14 @@ mod tests {
     #[test]
     fn without_the_token_nothing_is_answered_and_the_service_goes_on() {
         let service = Service::start([5; 16], Box::new(|_| Ok(None))).unwrap();
-        assert!(ask(service.name(), &[6; 16], REQUEST).is_err());
+        assert!(ask(service.name(), &[6; 16], descriptor_of(7)).is_err());
         let stray = socket().unwrap();
         rustix::net::connect(&stray, &address(service.name()).unwrap()).unwrap();
         rustix::net::send(&stray, b"short", SendFlags::NOSIGNAL).unwrap();
-        assert!(ask(service.name(), &[5; 16], REQUEST).unwrap().is_none());
+        assert!(
+            ask(service.name(), &[5; 16], descriptor_of(7))
+                .unwrap()
+                .is_none()
+        );
     }
 }

@@ -18,7 +18,7 @@ use crate::bootstrap::{Bootstrap, Wait};
 use crate::deadline::Deadline;
 use crate::device::Device;
 use crate::error::{Error, ErrorKind, Rank, Result};
-use crate::memory::{Memory, Region, RemoteRegion, Subject};
+use crate::memory::{MemoryRegistry, Message, Region, RemoteRegion};
 use crate::signal::{End, Posts, Protocol, RemoteSlot, Slot, SlotPool};
 use crate::sync::lock;
 use serde::{Deserialize, Serialize};
@@ -45,7 +45,7 @@ type Answer = std::result::Result<Side, String>;
 #[derive(Debug)]
 pub struct Transfers {
     bootstrap: Arc<Bootstrap>,
-    memory: Arc<Memory>,
+    memory: Arc<MemoryRegistry>,
     device: Arc<dyn Device>,
     pool: Arc<SlotPool>,
     table: Arc<SlotTable>,
@@ -71,7 +71,7 @@ struct Published<'a> {
 impl Transfers {
     pub(crate) fn new(
         bootstrap: &Arc<Bootstrap>,
-        memory: &Arc<Memory>,
+        memory: &Arc<MemoryRegistry>,
         device: &Arc<dyn Device>,
         protocol: Protocol,
     ) -> Self {
@@ -267,7 +267,7 @@ impl Transfers {
     fn side(&self, end: &mut Published<'_>) -> Result<Vec<u8>> {
         let (request, peer) = (end.request, end.request.peer);
         let mut describe = |region: &Region| {
-            let handle = self.memory.describe(region, peer)?;
+            let handle = self.memory.export_handle(region, peer)?;
             end.described.push(region.clone());
             Ok::<_, Error>(handle.to_vec())
         };
@@ -312,7 +312,7 @@ impl Transfers {
     /// Lets go of what an end holds that its peer has not taken.
     fn release(&self, end: &Published<'_>) {
         for region in &end.described {
-            self.memory.take_back(region, end.request.peer);
+            self.memory.cancel_handle(region, end.request.peer);
         }
         self.pool.recycle(end.slot.number);
     }
@@ -412,7 +412,7 @@ impl Transfers {
             side.buffer
                 .iter()
                 .chain([&side.inbound])
-                .for_each(|wire| self.memory.decline(request.peer, wire));
+                .for_each(|wire| self.memory.decline_handle(request.peer, wire));
             self.pool.recycle(slot.number);
             Err(context(Error::new(ErrorKind::Mismatch, what).help(help)))
         };
@@ -473,14 +473,14 @@ impl Transfers {
         let peer = request.peer;
         let words = self
             .memory
-            .open(peer, &side.inbound)
+            .open_handle(peer, &side.inbound)
             .and_then(|page| Ok((RemoteSlot::new(page.slice())?, page)));
         let mover = request.direction.end(protocol) == End::Mover;
         let buffer = match (&side.buffer, mover, &words) {
-            (Some(wire), true, Ok(_)) => self.memory.open(peer, wire).map(Some),
+            (Some(wire), true, Ok(_)) => self.memory.open_handle(peer, wire).map(Some),
             (None, false, _) => Ok(None),
             (Some(wire), ..) => {
-                self.memory.decline(peer, wire);
+                self.memory.decline_handle(peer, wire);
                 Err(wrong_kind())
             }
             (None, true, _) => Err(wrong_kind()),
@@ -507,7 +507,7 @@ fn wrong_kind() -> Error {
 #[derive(Debug)]
 pub(super) struct SlotTable {
     pool: Arc<SlotPool>,
-    memory: Weak<Memory>,
+    memory: Weak<MemoryRegistry>,
     half: Mutex<HashSet<u64>>,
 }
 
@@ -515,7 +515,7 @@ impl SlotTable {
     /// A transfer was dropped here.
     pub(super) fn dropped(&self, peer: Rank, own: u64, at_peer: u64) {
         if let Some(memory) = self.memory.upgrade() {
-            memory.tell(peer, Subject::SlotReleased, at_peer);
+            memory.tell(peer, Message::SlotReleased { slot: at_peer });
         }
         self.half_released(own);
     }

@@ -3,7 +3,7 @@
 use super::WordName;
 use crate::device::{Device, DeviceSlice, Word};
 use crate::error::{Error, Result};
-use crate::memory::{Memory, Region};
+use crate::memory::{MemoryRegistry, Region};
 use crate::sync::lock;
 use std::sync::{Arc, Mutex};
 
@@ -54,7 +54,7 @@ impl SlotPool {
     }
 
     /// A slot whose words are all zero.
-    pub(crate) fn take(&self, memory: &Memory) -> Result<Slot> {
+    pub(crate) fn take(&self, memory: &MemoryRegistry) -> Result<Slot> {
         let mut state = lock(&self.state);
         let number = match state.free.pop() {
             Some(number) => {

@@ -4,7 +4,7 @@ use crate::bootstrap::Bootstrap;
 use crate::deadline::Deadline;
 use crate::device::{CollectiveEngine, Device};
 use crate::error::{Rank, Result};
-use crate::memory::Memory;
+use crate::memory::MemoryRegistry;
 use crate::p2p::Transfers;
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,7 +17,7 @@ pub(crate) type EngineSource = Arc<dyn Fn() -> Result<Arc<dyn CollectiveEngine>>
 pub(crate) struct RankContext {
     pub(crate) device: Arc<dyn Device>,
     pub(crate) bootstrap: Arc<Bootstrap>,
-    pub(crate) memory: Arc<Memory>,
+    pub(crate) memory: Arc<MemoryRegistry>,
     pub(crate) transfers: Arc<Transfers>,
     pub(crate) engine: EngineSource,
     pub(crate) timeout: Duration,

@@ -1,8 +1,8 @@
-//! Memory and streams that plans take and give back.
+//! MemoryRegistry and streams that plans take and give back.
 
 use crate::device::{AllocationKind, Device, Priority, Stream};
 use crate::error::Result;
-use crate::memory::{Memory, Region};
+use crate::memory::{MemoryRegistry, Region};
 use crate::program::rank_program::StreamKind;
 use crate::sync::lock;
 use std::collections::BTreeMap;
@@ -11,14 +11,14 @@ use std::sync::{Arc, Mutex};
 #[derive(Debug)]
 pub(super) struct Pool {
     device: Arc<dyn Device>,
-    memory: Arc<Memory>,
+    memory: Arc<MemoryRegistry>,
     // Registered regions by length. They keep their registration, and peers their mappings.
     free: Mutex<BTreeMap<usize, Vec<Region>>>,
     streams: Mutex<BTreeMap<StreamKind, Stream>>,
 }
 
 impl Pool {
-    pub(super) fn new(device: &Arc<dyn Device>, memory: &Arc<Memory>) -> Self {
+    pub(super) fn new(device: &Arc<dyn Device>, memory: &Arc<MemoryRegistry>) -> Self {
         Self {
             device: device.clone(),
             memory: memory.clone(),

@@ -174,7 +174,7 @@ fn share(comm: &Communicator, region: &Region, from: usize) -> Result<RemoteRegi
     for peer in 0..comm.world() {
         match peer == comm.rank() {
             true => handles.extend_from_slice(&[0; HANDLE_BYTES]),
-            false => handles.extend_from_slice(&comm.describe(region, peer)?),
+            false => handles.extend_from_slice(&comm.export_handle(region, peer)?),
         }
     }
     let all = comm.all_gather_bytes(&handles)?;
@@ -185,7 +185,7 @@ fn share(comm: &Communicator, region: &Region, from: usize) -> Result<RemoteRegi
         .filter(|(peer, _)| *peer != comm.rank())
     {
         let own = &handles[comm.rank() * HANDLE_BYTES..(comm.rank() + 1) * HANDLE_BYTES];
-        let region = comm.open(peer, own)?;
+        let region = comm.open_handle(peer, own)?;
         if peer == from {
             opened = Some(region);
         }

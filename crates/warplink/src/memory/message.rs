@@ -1,0 +1,174 @@
+//! What ranks of one machine ask and tell one another about memory, as fixed records.
+
+use crate::error::{Error, ErrorKind, Rank, Result};
+use zerocopy::little_endian::{U32, U64};
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
+
+/// Bytes of a request on the wire.
+pub(super) const REQUEST_BYTES: usize = size_of::<Record>();
+
+/// Bytes of the token that every request carries.
+pub(super) const TOKEN_BYTES: usize = 16;
+
+/// What one rank asks or tells another.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Message {
+    /// Asks the owner for a descriptor of an allocation.
+    Descriptor { allocation: u64, generation: u64 },
+    /// The owner asks to unmap an allocation.
+    Unmap { allocation: u64, generation: u64 },
+    /// Tells the owner that handles of a registration are not used any more.
+    HandlesReleased { generation: u64, handles: u64 },
+    /// Tells a peer that its signal slot will not be written any more.
+    SlotReleased { slot: u64 },
+}
+
+/// A message and its sender.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Request {
+    pub(super) from: Rank,
+    pub(super) message: Message,
+}
+
+#[derive(Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+struct Record {
+    token: [u8; TOKEN_BYTES],
+    kind: U32,
+    from: U32,
+    arguments: [U64; 2],
+}
+
+impl Message {
+    fn to_wire(self) -> (u32, [u64; 2]) {
+        match self {
+            Self::Descriptor {
+                allocation,
+                generation,
+            } => (1, [allocation, generation]),
+            Self::Unmap {
+                allocation,
+                generation,
+            } => (2, [allocation, generation]),
+            Self::HandlesReleased {
+                generation,
+                handles,
+            } => (3, [generation, handles]),
+            Self::SlotReleased { slot } => (4, [slot, 0]),
+        }
+    }
+
+    fn from_wire(kind: u32, [first, second]: [u64; 2]) -> Option<Self> {
+        Some(match kind {
+            1 => Self::Descriptor {
+                allocation: first,
+                generation: second,
+            },
+            2 => Self::Unmap {
+                allocation: first,
+                generation: second,
+            },
+            3 => Self::HandlesReleased {
+                generation: first,
+                handles: second,
+            },
+            4 => Self::SlotReleased { slot: first },
+            _ => return None,
+        })
+    }
+}
+
+impl Request {
+    /// The request as it goes over the wire.
+    pub(super) fn encode(&self, token: &[u8; TOKEN_BYTES]) -> [u8; REQUEST_BYTES] {
+        let (kind, arguments) = self.message.to_wire();
+        let record = Record {
+            token: *token,
+            kind: kind.into(),
+            from: (self.from as u32).into(),
+            arguments: arguments.map(U64::new),
+        };
+        zerocopy::transmute!(record)
+    }
+
+    /// Reads a request that came over the wire.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Protocol`] where its length, token or kind is wrong.
+    pub(super) fn decode(bytes: &[u8], token: &[u8; TOKEN_BYTES]) -> Result<Self> {
+        let refuse = |what: String| Error::new(ErrorKind::Protocol, what).during("read a request");
+        let record = Record::read_from_bytes(bytes).map_err(|_| {
+            refuse(format!(
+                "the request has {} bytes; expected {REQUEST_BYTES}",
+                bytes.len()
+            ))
+        })?;
+        // Compared as a whole, so that the time taken does not tell how much of it fits.
+        let difference = record
+            .token
+            .iter()
+            .zip(token)
+            .fold(0, |all, (a, b)| all | (a ^ b));
+        if difference != 0 {
+            return Err(refuse(
+                "the request does not carry the communicator's token".to_owned(),
+            ));
+        }
+        let kind = record.kind.get();
+        let message = Message::from_wire(kind, record.arguments.map(U64::get))
+            .ok_or_else(|| refuse(format!("unknown kind of request {kind}; expected 1 to 4")))?;
+        Ok(Self {
+            from: record.from.get() as Rank,
+            message,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TOKEN: [u8; TOKEN_BYTES] = [5; TOKEN_BYTES];
+
+    #[test]
+    fn every_message_survives_the_wire() {
+        let messages = [
+            Message::Descriptor {
+                allocation: 7,
+                generation: 9,
+            },
+            Message::Unmap {
+                allocation: 1 << 40,
+                generation: 2,
+            },
+            Message::HandlesReleased {
+                generation: 3,
+                handles: u64::MAX,
+            },
+            Message::SlotReleased { slot: 11 },
+        ];
+        for message in messages {
+            let request = Request { from: 3, message };
+            assert_eq!(
+                Request::decode(&request.encode(&TOKEN), &TOKEN).unwrap(),
+                request
+            );
+        }
+    }
+
+    #[test]
+    fn wrong_lengths_tokens_and_kinds_are_refused() {
+        let request = Request {
+            from: 0,
+            message: Message::SlotReleased { slot: 1 },
+        };
+        let wire = request.encode(&TOKEN);
+        assert!(Request::decode(&wire[1..], &TOKEN).is_err());
+        assert!(Request::decode(&wire, &[6; TOKEN_BYTES]).is_err());
+        let mut unknown = wire;
+        unknown[TOKEN_BYTES] = 99;
+        let error = Request::decode(&unknown, &TOKEN).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Protocol);
+        assert!(error.to_string().contains("kind of request 99"), "{error}");
+    }
+}

@@ -1,0 +1,117 @@
+//! The ways to open a peer's allocation.
+
+use super::Shared;
+use super::handle::Handle;
+use super::message::Message;
+use super::region::RemoteBacking;
+use crate::device::{Backing, DeviceSlice, Opening};
+use crate::error::{Error, ErrorKind, Result};
+use crate::sync::lock;
+use std::collections::BTreeMap;
+use std::sync::atomic::AtomicU64;
+use std::sync::{Arc, Mutex, OnceLock, Weak};
+
+// Registered allocations of this process, for ranks that are threads of it.
+static IN_PROCESS: Mutex<BTreeMap<u64, Weak<dyn Backing>>> = Mutex::new(BTreeMap::new());
+
+/// A random number that tells this process from every other.
+pub(super) fn process_identity() -> [u8; 16] {
+    static IDENTITY: OnceLock<[u8; 16]> = OnceLock::new();
+    *IDENTITY.get_or_init(|| {
+        let mut identity = [0; 16];
+        if getrandom::fill(&mut identity).is_err() {
+            // Without randomness: the process id and the time, unique on this machine.
+            let now = std::time::SystemTime::now()
+                .duration_since(std::time::UNIX_EPOCH)
+                .unwrap_or_default();
+            identity[..8].copy_from_slice(&u64::from(std::process::id()).to_le_bytes());
+            identity[8..].copy_from_slice(&(now.as_nanos() as u64).to_le_bytes());
+        }
+        identity
+    })
+}
+
+/// Lets ranks that are threads of this process find the allocation.
+pub(super) fn publish_in_process(backing: &Arc<dyn Backing>) {
+    let mut known = lock(&IN_PROCESS);
+    known.retain(|_, weak| weak.strong_count() > 0);
+    known.insert(backing.identity(), Arc::downgrade(backing));
+}
+
+/// Maps the allocation that `handle` names. The owner is told when the mapping is closed, with the
+/// count of `handles`.
+pub(super) fn open(
+    shared: &Arc<Shared>,
+    handle: &Handle,
+    handles: &Arc<AtomicU64>,
+) -> Result<DeviceSlice> {
+    let mapped = import(shared, handle).map_err(|error| {
+        error
+            .during("open a peer's region")
+            .on_rank(shared.rank)
+            .peer(handle.owner)
+    })?;
+    let mapping = mapped.backing().clone();
+    Ok(DeviceSlice::whole(Arc::new(RemoteBacking {
+        base: mapping.base(),
+        bytes: mapping.bytes(),
+        identity: mapping.identity(),
+        kind: mapping.kind(),
+        mapping: Some(mapping),
+        shared: Arc::downgrade(shared),
+        owner: handle.owner,
+        generation: handle.generation,
+        handles: handles.clone(),
+    })))
+}
+
+/// The three ways: the same process, CUDA IPC, a descriptor.
+fn import(shared: &Shared, handle: &Handle) -> Result<DeviceSlice> {
+    let bytes = usize::try_from(handle.allocation_bytes).map_err(|_| {
+        Error::new(
+            ErrorKind::InvalidHandle,
+            format!(
+                "the allocation has {} bytes, more than this process can address",
+                handle.allocation_bytes
+            ),
+        )
+    })?;
+    if handle.process == process_identity() {
+        let backing = lock(&IN_PROCESS)
+            .get(&handle.allocation)
+            .and_then(Weak::upgrade)
+            .ok_or_else(|| {
+                Error::new(ErrorKind::InvalidHandle, "the peer's memory was freed")
+                    .help("keep the region until the peer has opened its handle")
+            })?;
+        let opening = Opening::SameProcess(DeviceSlice::whole(backing));
+        return shared.device.import(opening, bytes);
+    }
+    shared.peers()?.check_same_host(handle.owner)?;
+    let mut failed = None;
+    if let Some(ipc) = handle.ipc {
+        match shared.device.import(Opening::Ipc(ipc), bytes) {
+            Ok(mapped) => return Ok(mapped),
+            Err(error) => failed = Some(error),
+        }
+    }
+    if handle.descriptor {
+        let message = Message::Descriptor {
+            allocation: handle.allocation,
+            generation: handle.generation,
+        };
+        let descriptor = shared.ask(handle.owner, message)?.ok_or_else(|| {
+            Error::new(
+                ErrorKind::Protocol,
+                "the peer answered without a descriptor",
+            )
+        })?;
+        return shared.device.import(Opening::Descriptor(descriptor), bytes);
+    }
+    Err(failed.unwrap_or_else(|| {
+        Error::new(
+            ErrorKind::InvalidHandle,
+            "the handle has neither an IPC handle nor a descriptor",
+        )
+    }))
+}
