@@ -3,13 +3,12 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
-#[path = "program_random/play.rs"]
-mod play;
+mod program_support;
 
-use play::{End, play};
+use program_support::interpreter::{End, play};
+use program_support::sample::{Allowed, sample};
 use proptest::prelude::*;
 use std::collections::BTreeMap;
-use warplink::program::sample::{Allowed, sample};
 use warplink::program::{DiagnosticKind, unroll, verify};
 
 #[test]

@@ -9,6 +9,7 @@ mod agreement;
 mod common;
 #[path = "programs/product.rs"]
 mod product;
+mod program_support;
 
 use common::{assert_says, delays, kind, threads, threads_with, world};
 use half::{bf16, f16};

@@ -20,8 +20,6 @@ pub mod expr;
 pub mod ir;
 pub mod lower;
 pub mod rank_program;
-#[doc(hidden)]
-pub mod sample;
 pub mod text;
 pub mod unroll;
 pub mod verify;

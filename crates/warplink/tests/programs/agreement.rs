@@ -1,6 +1,7 @@
 //! What the verifier says of random programs, against what the host device does.
 
 use super::common::{delays, kind};
+use super::program_support::sample::{Allowed, Sample, sample};
 use std::net::{IpAddr, Ipv4Addr};
 use std::sync::{Barrier, Mutex};
 use std::time::Duration;
@@ -8,7 +9,6 @@ use warplink::bootstrap::{JoinConfig, Rendezvous, UniqueId};
 use warplink::device::{AllocationKind, Priority};
 use warplink::program::ir::Program;
 use warplink::program::ir::Role;
-use warplink::program::sample::{Allowed, Sample, sample};
 use warplink::program::{
     Bindings, DiagnosticKind, OperationKind, Parameters, PrepareOptions, unroll, verify,
 };

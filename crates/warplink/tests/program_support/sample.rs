@@ -5,35 +5,34 @@
 //! for what made its operands. Then some samples have lines left out, repeated or exchanged, which
 //! may or may not break them. The order of sums is fixed, so that results do not depend on timing.
 
-use super::ir::Program;
-use super::rank_program::Parameters;
-use crate::error::Result;
 use std::fmt::Write as _;
+use warplink::Result;
+use warplink::program::{Parameters, Program};
 
 /// A random program and what to run it with.
 #[derive(Clone, Debug)]
-pub struct Sample {
+pub(crate) struct Sample {
     /// Its text.
-    pub text: String,
+    pub(crate) text: String,
     /// The program.
-    pub program: Program,
+    pub(crate) program: Program,
     /// For how many ranks.
-    pub world: usize,
+    pub(crate) world: usize,
     /// How many streams the pool has.
-    pub streams: usize,
+    pub(crate) streams: usize,
     /// Values of its parameters.
-    pub parameters: Parameters,
+    pub(crate) parameters: Parameters,
     /// How many lines were left out, repeated or exchanged; where none were, it is right.
-    pub changes: usize,
+    pub(crate) changes: usize,
 }
 
 /// What samples may use.
 #[derive(Clone, Copy, Debug)]
-pub struct Allowed {
+pub(crate) struct Allowed {
     /// Transfers and collectives through the engine.
-    pub engine: bool,
+    pub(crate) engine: bool,
     /// Most lines that are changed.
-    pub changes: usize,
+    pub(crate) changes: usize,
 }
 
 impl Default for Allowed {
@@ -71,7 +70,7 @@ impl Random {
 ///
 /// # Errors
 /// None that a seed is known to cause; the text is parsed as any other.
-pub fn sample(seed: u64, allowed: Allowed) -> Result<Sample> {
+pub(crate) fn sample(seed: u64, allowed: Allowed) -> Result<Sample> {
     let mut random = Random(seed);
     let world = 2 + random.below(3);
     let streams = 1 + random.below(3);
