@@ -1,9 +1,9 @@
-//! The `warplink` command: starts ranks, and asks the library for what it can do on this machine.
+//! The `warplink` command: launches ranks, runs the demo and benchmarks, checks this machine.
 
 mod commands;
+mod gemm;
 mod launch;
 mod options;
-mod product;
 mod report;
 
 use clap::{Parser, Subcommand};
@@ -21,7 +21,7 @@ use std::process::ExitCode;
         warplink doctor\n  \
         warplink launch -n 4 -- ./my-program --size 1GiB\n  \
         warplink help launch\n\n\
-        A result goes to standard output, everything else to standard error."
+        Results go to standard output, everything else to standard error."
 )]
 struct Cli {
     #[command(flatten)]
@@ -61,7 +61,7 @@ fn main() -> ExitCode {
     match done {
         Ok(code) => code,
         Err(error) => {
-            report::complain(&format!("error: {error:#}"));
+            report::print_message(&format!("error: {error:#}"));
             ExitCode::FAILURE
         }
     }

@@ -8,18 +8,18 @@ use tracing_subscriber::EnvFilter;
 use warplink::DeviceKind;
 use warplink::device;
 
-/// Ranks that one machine may start; far above what any has use for, and low enough to be a slip
-/// of the finger's last stop.
+/// The most ranks that one machine may start: far more than is useful, few enough to catch a typing
+/// error.
 const MAX_RANKS: usize = 1024;
 
 /// What every subcommand takes, before or after its name.
 #[derive(Clone, Debug, Args)]
 pub(crate) struct Options {
-    /// Which device: host or cuda [default: cuda where a GPU can be used, else host]
+    /// Device to use: host or cuda [default: cuda if a GPU is usable, else host]
     #[arg(long, global = true, value_name = "DEVICE")]
     pub(crate) device: Option<DeviceKind>,
 
-    /// How many ranks [default: one for each GPU; 2 on the host device]
+    /// Number of ranks [default: one per GPU; 2 on the host device]
     #[arg(short = 'n', long, global = true, value_name = "N", value_parser = rank_count)]
     pub(crate) ranks: Option<usize>,
 
@@ -27,19 +27,18 @@ pub(crate) struct Options {
     #[arg(long, global = true)]
     pub(crate) json: bool,
 
-    /// Say more on standard error: -v for information, -vv to debug, -vvv for everything
+    /// Log more to standard error: -v info, -vv debug, -vvv trace
     #[arg(short, long, global = true, action = clap::ArgAction::Count)]
     pub(crate) verbose: u8,
 }
 
 impl Options {
-    /// The device that was asked for, or the best that is there.
+    /// The requested device, or the best one available.
     pub(crate) fn device(&self) -> DeviceKind {
         self.device.unwrap_or_else(DeviceKind::detect)
     }
 
-    /// The number of ranks that was asked for, or one for each GPU, or 2 on the host device, where
-    /// a rank takes no more than a process.
+    /// The requested number of ranks, or one per GPU, or 2 on the host device.
     pub(crate) fn ranks(&self) -> Result<usize> {
         match (self.ranks, self.device()) {
             (Some(ranks), _) => Ok(ranks),
@@ -48,7 +47,8 @@ impl Options {
                 let count = device::count(DeviceKind::Cuda)?;
                 ensure!(
                     count > 0,
-                    "this process sees no GPU; choose --device host, or set CUDA_VISIBLE_DEVICES"
+                    "this process sees no GPU; expected at least one; help: use --device host, or set \
+                     CUDA_VISIBLE_DEVICES"
                 );
                 Ok(count)
             }
@@ -59,7 +59,7 @@ impl Options {
 fn rank_count(text: &str) -> Result<usize, String> {
     match text.parse() {
         Ok(count) if (1..=MAX_RANKS).contains(&count) => Ok(count),
-        _ => Err(format!("give a number from 1 to {MAX_RANKS}")),
+        _ => Err(format!("expected a number from 1 to {MAX_RANKS}")),
     }
 }
 

@@ -1,10 +1,10 @@
-//! `warplink demo`: the main job, checked and timed.
+//! `warplink demo`: all-gather + matmul with and without overlap, checked and timed.
 
 use super::bench::timing::{Clock, Submission, Times};
 use super::ranks;
+use crate::gemm::sequential::Sequential;
+use crate::gemm::{Gemm, Op, Problem, common_seed, gemm_dtype};
 use crate::options::Options;
-use crate::product::plain::Plain;
-use crate::product::{Op, Problem, Product, common_seed, product_type};
 use crate::report;
 use crate::report::table::{Align, Table};
 use anyhow::Result;
@@ -15,12 +15,12 @@ use warplink::device::{Priority, Stream};
 use warplink::overlap::{self, Choice, Variant};
 use warplink::{Communicator, DType, DeviceKind, ErrorKind};
 
-/// Multiply a matrix that is spread over the ranks, while its parts still arrive
+/// Run an all-gather + matmul with and without overlap
 ///
-/// Every rank has a part of A's rows and all of B, and computes all of A · B: with overlap, each
-/// part is multiplied while the next arrives; without, everything is gathered first. Inputs are
-/// random, and the result is checked against a product in double precision; the exit status tells
-/// whether it is right. Times are those of the slowest rank, the median of all samples.
+/// Every rank holds some rows of A and all of B, and computes A · B. With overlap, each part of A is
+/// multiplied while the next arrives; without, A is gathered first. Inputs are random; results are
+/// checked against a GEMM in double precision, and the exit status is 1 if one is wrong. Times are
+/// medians over all samples; the slowest rank counts.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  \
     warplink demo\n  \
@@ -37,17 +37,15 @@ pub(crate) struct Demo {
     #[arg(long = "n", value_name = "N")]
     columns: Option<usize>,
     /// Element type: bf16, f16 or f32 [default: bf16 on cuda, f32 on host]
-    #[arg(long, value_name = "TYPE", value_parser = product_type)]
+    #[arg(long, value_name = "TYPE", value_parser = gemm_dtype)]
     dtype: Option<DType>,
-    /// How the parts travel: ring-get, ring-put, ring-fine, ring-coarse, pairwise-get,
-    /// pairwise-put, push-rotated or collective [default: what a model of the machine finds
-    /// fastest]
+    /// Variant of the overlapped program [default: what the cost model finds fastest]
     #[arg(long, value_name = "VARIANT")]
     variant: Option<Variant>,
-    /// Seed of the inputs [default: from the system's randomness]
+    /// Seed of the inputs [default: random]
     #[arg(long, value_name = "SEED")]
     seed: Option<u64>,
-    /// Samples of each time [default: 20 on cuda, 5 on host]
+    /// Samples per time [default: 20 on cuda, 5 on host]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     samples: Option<u16>,
 }
@@ -91,9 +89,10 @@ impl Demo {
                     print!("{}", outcome.text());
                 }
             }
-            Ok(match outcome.right {
-                true => ExitCode::SUCCESS,
-                false => ExitCode::FAILURE,
+            Ok(if outcome.right {
+                ExitCode::SUCCESS
+            } else {
+                ExitCode::FAILURE
             })
         })
     }
@@ -120,16 +119,16 @@ impl Demo {
             (None, DeviceKind::Host) => 5,
         };
         let seed = common_seed(comm, self.seed)?;
-        let mut product = Product::new(comm, self.problem(kind), seed)?;
+        let mut gemm = Gemm::new(comm, self.problem(kind), seed)?;
         let clock = Clock::new(comm, Priority::Normal)?;
 
-        let plan = product.plan(&overlap::Options {
+        let plan = gemm.plan(&overlap::Options {
             variant: self.variant,
             ..overlap::Options::default()
         })?;
         let choice: Choice = plan.choice().clone();
         let overlapped = time(
-            &mut product,
+            &mut gemm,
             &clock,
             samples,
             choice.variant.name().to_owned(),
@@ -138,38 +137,36 @@ impl Demo {
         drop(plan);
 
         // The engine is joined by all ranks together, so all find it missing or none does.
-        let plain = match product.plan(&overlap::Options::of(Variant::Collective)) {
+        let plain = match gemm.plan(&overlap::Options::of(Variant::Collective)) {
             Ok(plan) => {
                 let engine = comm.collective_engine()?.describe();
-                let name = format!("{engine}, then one product");
-                time(&mut product, &clock, samples, name, &|stream| {
-                    plan.run(stream)
-                })?
+                let name = format!("{engine}, then one GEMM");
+                time(&mut gemm, &clock, samples, name, &|stream| plan.run(stream))?
             }
             Err(error) if error.kind() == ErrorKind::LibraryMissing => {
-                let plain = Plain::new(&product)?;
-                let name = "own transfers (NCCL is not installed), then one product".to_owned();
-                time(&mut product, &clock, samples, name, &|stream| {
+                let plain = Sequential::new(&gemm)?;
+                let name = "own transfers (NCCL is not installed), then one GEMM".to_owned();
+                time(&mut gemm, &clock, samples, name, &|stream| {
                     plain.run(stream)
                 })?
             }
             Err(error) => return Err(error.into()),
         };
         let best = |way: &Way| way.eager.median.min(way.captured.median);
-        let right = product.is_right(overlapped.error) && product.is_right(plain.error);
+        let right = gemm.is_right(overlapped.error) && gemm.is_right(plain.error);
         Ok(Outcome {
             demo: "all-gather + matmul",
             device: comm.device().describe(),
             ranks: comm.world(),
-            problem: product.problem,
+            problem: gemm.problem,
             seed,
             variant: choice.variant.name(),
             reason: choice.to_string(),
             ratio: best(&plain) / best(&overlapped),
             overlapped,
             plain,
-            checked_rows: product.checked_rows(),
-            tolerance: product.problem.dtype.matmul_tolerance(),
+            checked_rows: gemm.checked_rows(),
+            tolerance: gemm.problem.dtype.matmul_tolerance(),
             right,
         })
     }
@@ -178,16 +175,16 @@ impl Demo {
 /// Checks a run of `work` over a poisoned result, times it, and checks what the last run left. The
 /// worse error counts.
 fn time(
-    product: &mut Product<'_>,
+    gemm: &mut Gemm<'_>,
     clock: &Clock<'_>,
     samples: usize,
     name: String,
     work: &dyn Fn(&Stream) -> Result<()>,
 ) -> Result<Way> {
-    let before = product.error_of(&clock.stream, work)?;
+    let before = gemm.error_of(&clock.stream, work)?;
     let eager = clock.measure(samples, Submission::Eager, work)?;
     let captured = clock.measure(samples, Submission::Captured, work)?;
-    let after = product.error()?;
+    let after = gemm.error()?;
     Ok(Way {
         name,
         eager,
@@ -212,7 +209,10 @@ impl Outcome {
             ("error", Align::Right),
             ("", Align::Left),
         ]);
-        for (title, way) in [("with overlap", &self.overlapped), ("without", &self.plain)] {
+        for (title, way) in [
+            ("with overlap", &self.overlapped),
+            ("without overlap", &self.plain),
+        ] {
             let best = way.eager.median.min(way.captured.median);
             table.row([
                 title.to_owned(),
@@ -223,17 +223,14 @@ impl Outcome {
                 way.name.clone(),
             ]);
         }
-        let verdict = match self.right {
-            true => "right",
-            false => "WRONG",
-        };
-        let tolerance = self.tolerance.map_or_else(String::new, |most| {
-            format!(", at most {most:.0e} is accepted")
-        });
+        let verdict = if self.right { "correct" } else { "WRONG" };
+        let tolerance = self
+            .tolerance
+            .map_or_else(String::new, |most| format!(" (tolerance {most:.0e})"));
         format!(
             "all-gather + matmul of {m} x {k} by {k} x {n}, {dtype}, {} ranks on {}\n\n{table}\n\
-             {:.3} times as fast with overlap. The result is {verdict}: relative error over {} rows \
-             of each rank{tolerance}; seed {}.\n\n{}",
+             Speedup with overlap: {:.3}. The result is {verdict}{tolerance}; checked {} rows per \
+             rank; seed {}.\n\n{}",
             self.ranks, self.device, self.ratio, self.checked_rows, self.seed, self.reason
         )
     }

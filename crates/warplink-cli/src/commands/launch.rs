@@ -12,18 +12,18 @@ use std::time::Duration;
 
 /// Start N ranks of a program on this machine
 ///
-/// Each rank gets WARPLINK_RANK, WARPLINK_WORLD, WARPLINK_LOCAL_RANK and WARPLINK_ID (where the
-/// ranks meet, and the secret that admits them), and what PyTorch reads: RANK, WORLD_SIZE,
-/// LOCAL_RANK, LOCAL_WORLD_SIZE and, where they are not set, MASTER_ADDR and MASTER_PORT.
-/// CUDA_DEVICE_MAX_CONNECTIONS becomes 32 where it is not set, so that a stream that waits does not
-/// hold up another. Standard input is empty.
+/// Each rank gets WARPLINK_RANK, WARPLINK_WORLD, WARPLINK_LOCAL_RANK and WARPLINK_ID (the
+/// rendezvous address and the job's secret), and the variables that PyTorch reads: RANK, WORLD_SIZE,
+/// LOCAL_RANK, LOCAL_WORLD_SIZE and, unless set, MASTER_ADDR and MASTER_PORT. Unless set,
+/// CUDA_DEVICE_MAX_CONNECTIONS becomes 32, so that a waiting stream does not block others. Standard
+/// input is empty.
 ///
-/// Lines of output are prefixed with their rank. When a rank fails, the others get SIGTERM and,
+/// Each line of output is prefixed with its rank. When a rank fails, the others get SIGTERM and,
 /// after the grace time, SIGKILL. SIGINT, SIGTERM, SIGHUP and SIGQUIT are passed on to all ranks; a
-/// second one ends them at once. No process of a rank outlives this command, however it ends.
+/// second one kills them. No process of a rank outlives this command, however it ends.
 ///
-/// The exit code is that of the first rank that failed, 128 and the signal's number where a signal
-/// ended it, 127 where the program was not found.
+/// The exit code is that of the first rank that failed, 128 plus the signal number if a signal ended
+/// it, 126 if the program cannot be executed, 127 if it was not found.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  \
     warplink launch -n 4 -- ./my-program --size 1GiB\n  \
@@ -31,11 +31,11 @@ use std::time::Duration;
     warplink launch -n 8 --env CUDA_VISIBLE_DEVICES={local_rank} -- ./my-program\n  \
     warplink launch -n 2 --json -- ./my-program > outcome.json")]
 pub(crate) struct Launch {
-    /// Set a variable for the ranks; {rank}, {local_rank} and {world} in V are replaced
+    /// Set a variable for the ranks; {rank}, {local_rank} and {world} in V are substituted
     #[arg(long = "env", value_name = "K=V")]
     env: Vec<Variable>,
 
-    /// Seconds between SIGTERM and SIGKILL when ranks are ended
+    /// Seconds between SIGTERM and SIGKILL
     #[arg(long, value_name = "SECONDS", default_value = "5", value_parser = seconds)]
     grace: Duration,
 
@@ -77,7 +77,7 @@ fn seconds(text: &str) -> Result<Duration, String> {
         .parse::<f64>()
         .ok()
         .and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
-    seconds.ok_or_else(|| "give a number of seconds, such as 5 or 0.5".into())
+    seconds.ok_or_else(|| "expected a number of seconds, such as 5 or 0.5".into())
 }
 
 /// What `--json` prints.

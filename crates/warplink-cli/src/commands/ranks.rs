@@ -19,9 +19,9 @@ pub(crate) fn run(
         return start(options);
     }
     let config = Config::from_env()?;
-    let comm = Communicator::join(&config).context("join the other ranks")?;
+    let comm = Communicator::join(&config).context("join the job")?;
     let code = body(&comm)?;
-    comm.close().context("leave the other ranks")?;
+    comm.close().context("leave the job")?;
     Ok(code)
 }
 
@@ -33,7 +33,7 @@ fn start(options: &Options) -> Result<ExitCode> {
         args: std::env::args_os().skip(1).collect(),
         env: vec![
             Variable::new("WARPLINK_DEVICE", options.device().to_string()),
-            // The vendor's library is to measure against without NVLink multicast.
+            // NCCL must not use NVLink multicast.
             Variable::new("NCCL_NVLS_ENABLE", "0".to_owned()),
         ],
         output: Output::Rank0Only,

@@ -53,11 +53,11 @@ impl FromStr for Variable {
 
     fn from_str(text: &str) -> Result<Self, String> {
         match text.split_once('=') {
-            Some((name, _)) if RESERVED.contains(&name) => {
-                Err(format!("launch itself sets {name}"))
-            }
+            Some((name, _)) if RESERVED.contains(&name) => Err(format!(
+                "{name} is set by the launcher; expected another name"
+            )),
             Some((name, value)) if !name.is_empty() => Ok(Self::new(name, value)),
-            _ => Err("give a name and a value, as in NAME=value".into()),
+            _ => Err("expected a name and a value, as in NAME=value".into()),
         }
     }
 }
@@ -132,12 +132,13 @@ impl MissingProgram {
 impl fmt::Display for MissingProgram {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let name = self.name.display();
-        match self.exists {
-            true => write!(f, "'{name}' is not an executable file"),
-            false => write!(
+        if self.exists {
+            write!(f, "'{name}' is not an executable file")
+        } else {
+            write!(
                 f,
-                "'{name}' was not found; give a path, or a name that is in PATH"
-            ),
+                "'{name}' was not found; expected a path, or a name in PATH"
+            )
         }
     }
 }

@@ -67,7 +67,7 @@ pub(crate) fn run(plan: &LaunchPlan) -> Result<Outcome> {
     let program = match environment::find_program(&plan.program) {
         Ok(program) => program,
         Err(missing) => {
-            report::complain(&missing.to_string());
+            report::print_message(&missing.to_string());
             return Ok(Outcome::not_started(missing.exit_code()));
         }
     };

@@ -5,7 +5,7 @@ use std::io::{self, Read, Write};
 use std::sync::{Mutex, PoisonError};
 
 /// A longer line is broken, so that a rank that never ends one does not fill the memory.
-const LONGEST_LINE: usize = 1 << 20;
+const MAX_LINE: usize = 1 << 20;
 
 /// The launcher's stream that a rank's output goes to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -88,9 +88,10 @@ fn prefix(rank: usize, colour: bool) -> Vec<u8> {
     // Cyan, yellow, green, magenta, blue and red, in the terminal's own shades.
     const COLOURS: [u8; 6] = [36, 33, 32, 35, 34, 31];
     let text = format!("[rank {rank}] ");
-    match colour {
-        true => format!("\x1b[{}m{text}\x1b[0m", COLOURS[rank % COLOURS.len()]).into_bytes(),
-        false => text.into_bytes(),
+    if colour {
+        format!("\x1b[{}m{text}\x1b[0m", COLOURS[rank % COLOURS.len()]).into_bytes()
+    } else {
+        text.into_bytes()
     }
 }
 
@@ -113,7 +114,7 @@ impl Prefixer {
     fn feed(&mut self, bytes: &[u8], ready: &mut Vec<u8>) {
         for piece in bytes.split_inclusive(|&byte| byte == b'\n') {
             self.partial.extend_from_slice(piece);
-            if piece.ends_with(b"\n") || self.partial.len() >= LONGEST_LINE {
+            if piece.ends_with(b"\n") || self.partial.len() >= MAX_LINE {
                 self.finish(ready);
             }
         }
@@ -160,7 +161,7 @@ mod tests {
 
     #[test]
     fn an_endless_line_is_broken() {
-        let chunk = vec![b'x'; LONGEST_LINE / 2 + 1];
+        let chunk = vec![b'x'; MAX_LINE / 2 + 1];
         let lines = prefixed(&[&chunk, &chunk, &chunk]);
         assert_eq!(lines.iter().filter(|&&byte| byte == b'\n').count(), 2);
         assert_eq!(

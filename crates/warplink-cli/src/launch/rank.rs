@@ -45,7 +45,9 @@ pub(super) fn command(program: &Path, args: &[OsString]) -> Command {
 /// only on failure, with the code to exit with.
 pub(crate) fn become_rank(args: &RankArgs) -> ExitCode {
     if let Err(error) = set_parent_process_death_signal(Some(Signal::KILL)) {
-        report::complain(&format!("error: tie a rank to its launcher: {error}"));
+        report::print_message(&format!(
+            "error: set the parent-death signal of a rank: {error}"
+        ));
         return ExitCode::FAILURE;
     }
     // A launcher that died before the line above sends no signal; another parent tells.
@@ -56,7 +58,7 @@ pub(crate) fn become_rank(args: &RankArgs) -> ExitCode {
         return ExitCode::FAILURE;
     };
     let error = Command::new(program).args(rest).exec();
-    report::complain(&format!("error: run '{}': {error}", program.display()));
+    report::print_message(&format!("error: run '{}': {error}", program.display()));
     ExitCode::from(if error.kind() == io::ErrorKind::NotFound {
         127
     } else {

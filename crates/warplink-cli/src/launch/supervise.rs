@@ -264,7 +264,7 @@ impl Watch {
         } else {
             ""
         };
-        report::complain(&format!("rank {rank} {}{rest}", exit.describe()));
+        report::print_message(&format!("rank {rank} {}{rest}", exit.describe()));
         self.end(ranks);
     }
 

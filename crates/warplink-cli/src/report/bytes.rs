@@ -32,7 +32,9 @@ impl FromStr for Bytes {
             .find(|c: char| !c.is_ascii_digit() && c != '.')
             .unwrap_or(text.len());
         let (number, unit) = text.split_at(split);
-        let bad = || format!("'{text}' is no number of bytes; write it as in 4KiB, 1GiB or 1500");
+        let bad = || {
+            format!("unknown size '{text}'; expected a number of bytes such as 4KiB, 1GiB or 1500")
+        };
         let factor = factor(unit.trim()).ok_or_else(bad)?;
         let (whole, fraction) = number.split_once('.').unwrap_or((number, "0"));
         let whole: u128 = whole.parse().map_err(|_| bad())?;
@@ -43,7 +45,9 @@ impl FromStr for Bytes {
         let fraction: u128 = fraction.parse().map_err(|_| bad())?;
         let scaled = fraction.checked_mul(factor).ok_or_else(bad)?;
         if !scaled.is_multiple_of(scale) {
-            return Err(format!("'{text}' is no whole number of bytes"));
+            return Err(format!(
+                "the size '{text}' is a fraction; expected a whole number of bytes"
+            ));
         }
         let total = whole
             .checked_mul(factor)
@@ -51,7 +55,7 @@ impl FromStr for Bytes {
         let total = total.and_then(|bytes| u64::try_from(bytes).ok());
         total
             .map(Self)
-            .ok_or_else(|| format!("'{text}' is too large"))
+            .ok_or_else(|| format!("the size '{text}' is too large; expected less than 16 EiB"))
     }
 }
 

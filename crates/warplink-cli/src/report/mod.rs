@@ -37,10 +37,10 @@ pub(crate) fn write_trace(path: &Path, trace: &Trace) -> Result<()> {
     std::fs::write(path, text).with_context(|| format!("write {}", path.display()))
 }
 
-/// Prints a line about what went wrong.
-pub(crate) fn complain(message: &str) {
-    // One write, so that it stays whole beside other writers; with standard error closed, there is
-    // nobody to tell.
+/// Prints a line on standard error.
+pub(crate) fn print_message(message: &str) {
+    // One write, so that lines of several processes do not mix. Nothing is to be done when standard
+    // error is closed.
     let _ = io::stderr()
         .lock()
         .write_all(format!("warplink: {message}\n").as_bytes());

@@ -10,9 +10,10 @@ pub(crate) struct Progress(ProgressBar);
 
 impl Progress {
     pub(crate) fn new(steps: u64, what: impl Into<Cow<'static, str>>) -> Self {
-        let target = match io::stderr().is_terminal() {
-            true => ProgressDrawTarget::stderr(),
-            false => ProgressDrawTarget::hidden(),
+        let target = if io::stderr().is_terminal() {
+            ProgressDrawTarget::stderr()
+        } else {
+            ProgressDrawTarget::hidden()
         };
         let bar = ProgressBar::with_draw_target(Some(steps), target).with_message(what);
         match ProgressStyle::with_template("{msg} {bar:30} {pos}/{len} {eta}") {

@@ -1,4 +1,4 @@
-//! `warplink bench`: measurements beside the floor of the hardware and the vendor's library.
+//! `warplink bench`: benchmarks, compared with the hardware's limits and the vendor's library.
 
 mod overlap;
 mod p2p;
@@ -11,7 +11,7 @@ use anyhow::Result;
 use clap::{Args, Subcommand};
 use std::process::ExitCode;
 
-/// Measure on this machine
+/// Run a benchmark on this machine
 #[derive(Debug, Args)]
 pub(crate) struct Bench {
     #[command(subcommand)]

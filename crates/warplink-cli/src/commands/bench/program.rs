@@ -1,9 +1,9 @@
-//! `warplink bench program`: what an operation of a host program costs the host.
+//! `warplink bench program`: host time per operation of a host program.
 
 use super::timing::Clock;
 use crate::commands::ranks;
+use crate::gemm::{Gemm, Op, Problem, common_seed};
 use crate::options::Options;
-use crate::product::{Op, Problem, Product, common_seed};
 use crate::report::print_json;
 use crate::report::table::{Align, Table};
 use anyhow::{Context, Result};
@@ -16,25 +16,25 @@ use warplink::device::{Priority, Stream};
 use warplink::overlap::{self, Variant};
 use warplink::{Communicator, DType, DeviceKind, ErrorKind};
 
-/// Measure the host's time to enqueue a program
+/// Measure the host time to enqueue a program
 ///
-/// Runs every variant of both overlapped products on matrices so small that only the enqueuing
-/// counts, and divides its time by the number of operations; then launches the same as a graph. Each
-/// time is the median over all runs of the slowest rank; those by kind are means on rank 0.
+/// Runs every variant of both overlapped operations on matrices so small that only enqueuing takes
+/// time, and divides that time by the number of operations. Then launches the same as a graph. Times
+/// are medians over all runs, of the slowest rank; times by kind are means on rank 0.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  \
     warplink bench program\n  \
     warplink bench program --device host -n 4 --samples 50 --json")]
 pub(crate) struct Program {
-    /// Runs that each figure is taken over
+    /// Runs per figure
     #[arg(long, value_name = "N", default_value = "200", value_parser = clap::value_parser!(u16).range(1..))]
     samples: u16,
-    /// Only these variants, with commas between them [default: all]
+    /// Variants to measure, separated by commas [default: all]
     #[arg(long, value_name = "A,B", value_delimiter = ',')]
     variants: Vec<Variant>,
 }
 
-/// Runs between two waits for the device, so that its queues do not fill and hold the host up.
+/// Runs between two waits for the device, so that its full queues do not block the host.
 const IN_A_ROW: usize = 4;
 
 #[derive(Debug, Serialize)]
@@ -97,16 +97,16 @@ impl Program {
                     DeviceKind::Host => DType::F32,
                 },
             };
-            let product = Product::new(comm, problem, seed)?;
+            let gemm = Gemm::new(comm, problem, seed)?;
             let wanted =
                 |variant: &Variant| self.variants.is_empty() || self.variants.contains(variant);
             for variant in Variant::ALL.into_iter().filter(wanted) {
-                match self.row(&clock, &product, variant) {
+                match self.row(&clock, &gemm, variant) {
                     Ok(row) => rows.push(row),
                     // Missing on every rank or on none: they join it together.
                     Err(error) if is_missing(&error) => {
                         if comm.rank() == 0 {
-                            crate::report::complain(&format!("without {variant}: {error:#}"));
+                            crate::report::print_message(&format!("skipped {variant}: {error:#}"));
                         }
                     }
                     Err(error) => return Err(error),
@@ -121,8 +121,8 @@ impl Program {
         })
     }
 
-    fn row(&self, clock: &Clock<'_>, product: &Product<'_>, variant: Variant) -> Result<Row> {
-        let bound = product
+    fn row(&self, clock: &Clock<'_>, gemm: &Gemm<'_>, variant: Variant) -> Result<Row> {
+        let bound = gemm
             .plan(&overlap::Options::of(variant))
             .with_context(|| format!("make a plan for {variant}"))?;
         let plan = bound.plans().first().context("there is no plan")?;
@@ -155,7 +155,7 @@ impl Program {
         let graph = clock.stream.end_capture()?;
         let launch = self.host_time(clock, &|stream| Ok(graph.launch(stream)?))?;
         Ok(Row {
-            op: product.problem.op,
+            op: gemm.problem.op,
             variant: variant.name(),
             operations,
             run,
@@ -230,7 +230,7 @@ impl Report {
             table.row(cells);
         }
         format!(
-            "{} ranks on {}; by kind: how many in a run, and ns for each\n\n{table}",
+            "{} ranks on {}; per kind: count per run x ns each\n\n{table}",
             self.ranks, self.device
         )
     }

@@ -4,8 +4,8 @@ use anyhow::Result;
 use warplink::Communicator;
 use warplink::device::{Event, Priority, Stream};
 
-/// A second stream, on which every other transfer of many runs: handing one over takes a few
-/// microseconds in which its stream moves nothing.
+/// A second stream that runs every other transfer: starting one takes a few microseconds in which its
+/// stream moves nothing.
 pub(super) struct SecondStream {
     stream: Stream,
     begin: Event,
@@ -29,7 +29,7 @@ impl SecondStream {
     }
 
     /// The stream for `turn`.
-    pub(super) fn lane<'s>(&'s self, turn: usize, first: &'s Stream) -> &'s Stream {
+    pub(super) fn stream_for<'s>(&'s self, turn: usize, first: &'s Stream) -> &'s Stream {
         if turn.is_multiple_of(2) {
             first
         } else {

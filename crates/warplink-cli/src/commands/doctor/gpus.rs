@@ -1,4 +1,4 @@
-//! What the driver says of the GPUs.
+//! What the driver reports about the GPUs.
 
 use super::{Check, Found};
 use serde::Serialize;
@@ -70,7 +70,7 @@ pub(super) fn checks(count: &warplink::Result<usize>) -> (Vec<Gpu>, Vec<Check>) 
         }
         Ok(0) => {
             let found = Found::missing(
-                "the driver is there, but shows this process no GPU",
+                "the driver shows this process no GPU",
                 "unset CUDA_VISIBLE_DEVICES; in a container, start it with --gpus all; or use \
                  --device host",
             );
@@ -84,7 +84,7 @@ pub(super) fn checks(count: &warplink::Result<usize>) -> (Vec<Gpu>, Vec<Check>) 
             Ok(capabilities) => all.push(capabilities),
             Err(error) => checks.push(needed(
                 &format!("GPU {ordinal}"),
-                Found::missing(error.to_string(), "see what nvidia-smi says of it"),
+                Found::missing(error.to_string(), "check this GPU with nvidia-smi"),
             )),
         }
     }
@@ -114,9 +114,10 @@ pub(super) fn checks(count: &warplink::Result<usize>) -> (Vec<Gpu>, Vec<Check>) 
         let without: Vec<String> = (all.iter().filter(|gpu| !has(gpu)))
             .map(|gpu| gpu.ordinal.to_string())
             .collect();
-        match without.is_empty() {
-            true => Found::ok("offered by every GPU"),
-            false => Found::missing(format!("not offered by GPU {}", without.join(", ")), help),
+        if without.is_empty() {
+            Found::ok("supported by every GPU")
+        } else {
+            Found::missing(format!("not supported by GPU {}", without.join(", ")), help)
         }
     };
     checks.push(needed(
@@ -128,18 +129,15 @@ pub(super) fn checks(count: &warplink::Result<usize>) -> (Vec<Gpu>, Vec<Check>) 
     ));
     checks.push(needed(
         "CUDA IPC",
-        every(
-            |gpu| gpu.ipc,
-            "use Linux outside of a virtual GPU, which does not offer it",
-        ),
+        every(|gpu| gpu.ipc, "use Linux, and no virtual GPU"),
     ));
     // Only memory that PyTorch's expandable segments (or the like) made needs these.
     checks.push(Check::new(
         AREA,
-        "virtual memory, shared by descriptor",
+        "virtual memory shared by descriptor",
         every(
             |gpu| gpu.virtual_memory && gpu.descriptors,
-            "allocate plain memory: without expandable segments in PyTorch",
+            "turn off expandable segments in PyTorch",
         ),
     ));
     (gpus, checks)
@@ -153,9 +151,10 @@ fn driver((major, minor): (u32, u32)) -> Found {
         version => format!("version {version}, "),
     };
     let detail = format!("{package}for CUDA up to {major}.{minor}");
-    match (major, minor) >= CUDA_VERSION {
-        true => Found::ok(detail),
-        false => Found::warning(detail, "install driver 570 or newer"),
+    if (major, minor) >= CUDA_VERSION {
+        Found::ok(detail)
+    } else {
+        Found::warning(detail, "install driver 570 or newer")
     }
 }
 
@@ -168,22 +167,24 @@ fn peer_access(gpus: &[Capabilities]) -> Found {
             apart.map(|(other, _)| format!("{} to {other}", gpu.ordinal))
         })
         .collect();
-    match apart.is_empty() {
-        true => Found::ok("between every pair"),
-        false => Found::missing(
+    if apart.is_empty() {
+        Found::ok("between every pair")
+    } else {
+        Found::missing(
             format!("not from {}", apart.join(", ")),
-            "choose GPUs that reach one another with CUDA_VISIBLE_DEVICES; `nvidia-smi topo -p2p r` \
-             shows which, and an IOMMU or ACS of the PCI bridges may be in the way",
-        ),
+            "choose GPUs that reach one another with CUDA_VISIBLE_DEVICES (see `nvidia-smi topo -p2p \
+             r`), and turn off IOMMU and PCI ACS",
+        )
     }
 }
 
 /// Compiles every kernel for the GPUs at hand, or for all that are served where there is none.
 pub(super) fn compile(gpus: &[Gpu]) -> Found {
     let present: BTreeSet<&str> = gpus.iter().map(|gpu| gpu.architecture.as_str()).collect();
-    let architectures: Vec<&str> = match present.is_empty() {
-        true => vec!["sm_80", "sm_90", "sm_100"],
-        false => present.into_iter().collect(),
+    let architectures: Vec<&str> = if present.is_empty() {
+        vec!["sm_80", "sm_90", "sm_100"]
+    } else {
+        present.into_iter().collect()
     };
     match cuda::compile_all(&architectures) {
         Ok(kernels) => Found::ok(format!(
@@ -193,7 +194,7 @@ pub(super) fn compile(gpus: &[Gpu]) -> Found {
         )),
         Err(error) => Found::missing(
             error.to_string(),
-            "install an NVRTC that knows this GPU: `pip install nvidia-cuda-nvrtc`",
+            "install an NVRTC that supports this GPU: `pip install nvidia-cuda-nvrtc`",
         ),
     }
 }
@@ -216,7 +217,7 @@ pub(super) fn environment() -> Vec<Check> {
 }
 
 fn connections(value: Option<&str>) -> Found {
-    let help = "export CUDA_DEVICE_MAX_CONNECTIONS=32, or leave it to `warplink launch`";
+    let help = "export CUDA_DEVICE_MAX_CONNECTIONS=32, or use `warplink launch`";
     match value.map(|value| (value, value.parse::<u32>())) {
         None => Found::warning(
             "not set; `warplink launch` sets it to 32, other launchers do not",
@@ -224,7 +225,7 @@ fn connections(value: Option<&str>) -> Found {
         ),
         Some((value, Ok(8..))) => Found::ok(value),
         Some((value, _)) => Found::warning(
-            format!("'{value}': streams that share a queue hold one another up while one waits"),
+            format!("{value}; streams that share a queue block one another while one waits"),
             help,
         ),
     }
@@ -235,11 +236,11 @@ fn multicast(value: Option<&str>) -> Found {
     match value {
         Some("0") => Found::ok("0"),
         None => Found::warning(
-            "not set; NCCL could use NVLink multicast, so Warplink will not start it",
+            "not set; Warplink does not start NCCL, which might use NVLink multicast",
             help,
         ),
         Some(value) => Found::warning(
-            format!("'{value}'; NCCL could use NVLink multicast, so Warplink will not start it"),
+            format!("{value}; Warplink does not start NCCL, which might use NVLink multicast"),
             help,
         ),
     }

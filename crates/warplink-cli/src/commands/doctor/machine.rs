@@ -1,4 +1,4 @@
-//! What the host device and the exchange of handles need of the operating system.
+//! What the host device and the exchange of handles need from the operating system.
 
 use super::{Check, Found};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
@@ -25,8 +25,8 @@ const AREA: &str = "machine";
 /// is shared by descriptor.
 const DESCRIPTORS: u64 = 1024;
 
-/// Longest wait for something that happens inside this machine.
-const SOON: Duration = Duration::from_secs(5);
+/// The most time that anything inside this machine may take.
+const TIMEOUT: Duration = Duration::from_secs(5);
 
 pub(super) fn checks() -> Vec<Check> {
     let tried = |outcome: io::Result<&str>, help: &str| match outcome {
@@ -47,7 +47,7 @@ pub(super) fn checks() -> Vec<Check> {
             AREA,
             "descriptors over Unix sockets",
             tried(
-                descriptor().map(|()| "one was passed and read through"),
+                descriptor().map(|()| "passed and read"),
                 "use a sandbox that allows Unix sockets and SCM_RIGHTS",
             ),
         )
@@ -56,7 +56,7 @@ pub(super) fn checks() -> Vec<Check> {
             AREA,
             "futex",
             tried(
-                futexes().map(|()| "there"),
+                futexes().map(|()| "works"),
                 "use a sandbox that allows futex",
             ),
         )
@@ -66,7 +66,7 @@ pub(super) fn checks() -> Vec<Check> {
             "loopback TCP",
             tried(
                 loopback().map(|()| "connected to 127.0.0.1"),
-                "bring the loopback interface up: ip link set lo up",
+                "bring up the loopback interface: ip link set lo up",
             ),
         ),
         Check::new(AREA, "boot id", boot_id()),
@@ -84,9 +84,12 @@ fn memfd() -> io::Result<()> {
 }
 
 fn same(bytes: &[u8]) -> io::Result<()> {
-    match bytes == b"warplink" {
-        true => Ok(()),
-        false => Err(io::Error::other("what was read is not what was written")),
+    if bytes == b"warplink" {
+        Ok(())
+    } else {
+        Err(io::Error::other(
+            "the data read differs from the data written",
+        ))
     }
 }
 
@@ -125,7 +128,8 @@ fn descriptor() -> io::Result<()> {
         RecvAncillaryMessage::ScmRights(mut descriptors) => descriptors.next(),
         _ => None,
     });
-    let passed = passed.ok_or_else(|| io::Error::other("no descriptor came with the message"))?;
+    let passed =
+        passed.ok_or_else(|| io::Error::other("no descriptor arrived with the message"))?;
     let mut back = [0; 8];
     File::from(passed).read_exact_at(&mut back, 0)?;
     same(&back)
@@ -144,10 +148,10 @@ fn futexes() -> io::Result<()> {
 
 fn loopback() -> io::Result<()> {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
-    let mut here = TcpStream::connect_timeout(&listener.local_addr()?, SOON)?;
+    let mut here = TcpStream::connect_timeout(&listener.local_addr()?, TIMEOUT)?;
     let (mut there, _) = listener.accept()?;
     here.write_all(b"warplink")?;
-    there.set_read_timeout(Some(SOON))?;
+    there.set_read_timeout(Some(TIMEOUT))?;
     let mut back = [0; 8];
     there.read_exact(&mut back)?;
     same(&back)
@@ -161,7 +165,7 @@ fn boot_id() -> Found {
             Found::ok(text.trim())
         }
         _ => Found::warning(
-            format!("{PATH} cannot be read, so machines cannot be told apart"),
+            format!("{PATH} cannot be read; machines cannot be told apart"),
             "mount /proc",
         ),
     }
@@ -173,8 +177,8 @@ fn open_files() -> Found {
         None => Found::ok("no limit"),
         Some(limit) if limit >= DESCRIPTORS => Found::ok(format!("at most {limit}")),
         Some(limit) => Found::warning(
-            format!("at most {limit}, which many ranks or allocations may exceed"),
-            format!("raise the limit: ulimit -n {DESCRIPTORS}"),
+            format!("at most {limit}; many ranks or allocations may need more"),
+            format!("raise the limit with: ulimit -n {DESCRIPTORS}"),
         ),
     }
 }

@@ -1,7 +1,7 @@
-//! `warplink doctor`: what works on this machine, and what to do about what does not.
+//! `warplink doctor`: checks what works on this machine and says how to fix what does not.
 //!
-//! What can be tried is tried, and not only asked for: ranks are started as processes that hand one
-//! another memory and read it back.
+//! Features are tried, not only queried: ranks are started as processes that share memory and read
+//! it back.
 
 mod gpus;
 mod machine;
@@ -22,14 +22,13 @@ use std::process::ExitCode;
 use warplink::DeviceKind;
 use warplink::device::{self, cuda};
 
-/// Say what works on this machine, and what to do about what does not
+/// Check what works on this machine and how to fix what does not
 ///
-/// Ranks are started on the host device, and on every GPU where there are any, and hand one another
-/// memory in every way that Warplink uses. Nothing is changed on the machine.
+/// Starts ranks on the host device and on every GPU, and lets them share memory in every way that
+/// Warplink uses. Does not change the machine.
 ///
-/// The exit code is 0 if the device works that --device names, or that would be chosen without it,
-/// and 1 if it does not. What is missing beside it (a library that only some commands need) is
-/// listed, and does not count.
+/// The exit code is 0 if the device given by --device (or the default device) works, else 1. Missing
+/// optional parts, such as a library that only some commands need, are listed but do not count.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  \
     warplink doctor\n  \
@@ -144,7 +143,7 @@ impl Doctor {
     pub(crate) fn run(self, options: &Options) -> Result<ExitCode> {
         let progress = Progress::new(4, "this machine");
         let mut checks = machine::checks();
-        progress.step("the host device");
+        progress.step("host device");
         checks.extend(trial::on_host());
         progress.step("GPUs");
         let wanted = options.device();
@@ -173,9 +172,10 @@ impl Doctor {
                 .write_all(report.to_text().as_bytes())
                 .context("print the report")?;
         }
-        Ok(match report.works {
-            true => ExitCode::SUCCESS,
-            false => ExitCode::FAILURE,
+        Ok(if report.works {
+            ExitCode::SUCCESS
+        } else {
+            ExitCode::FAILURE
         })
     }
 }
@@ -189,9 +189,9 @@ fn libraries(gpus: &[gpus::Gpu]) -> Vec<Check> {
             None => {
                 let without = match library.name {
                     "NVRTC" => "no kernel can be compiled",
-                    "cuBLASLt" => "no matrix product on a GPU, and no demo",
-                    "cuBLAS" => "products for several peers run one by one",
-                    _ => "no collectives of the vendor's, and no comparison with them",
+                    "cuBLASLt" => "no GEMM on a GPU, and no demo",
+                    "cuBLAS" => "GEMMs for several peers run one by one",
+                    _ => "no vendor collectives, and no comparison with them",
                 };
                 Found::missing(format!("not found; without it, {without}"), library.help)
             }
@@ -228,7 +228,7 @@ impl Report {
         }
         let todo: Vec<&Check> = self.checks.iter().filter(|c| c.help.is_some()).collect();
         if !todo.is_empty() {
-            text += "what to do\n";
+            text += "how to fix it\n";
         }
         for check in &todo {
             let help = check.help.as_deref().unwrap_or_default();
@@ -238,10 +238,7 @@ impl Report {
         if !todo.is_empty() {
             text.push('\n');
         }
-        let verdict = match self.works {
-            true => "works",
-            false => "does not work",
-        };
+        let verdict = if self.works { "works" } else { "does not work" };
         let _ = writeln!(text, "The {} device {verdict}.", self.device);
         text
     }
@@ -263,7 +260,7 @@ mod tests {
     }
 
     #[test]
-    fn a_report_says_what_to_do() {
+    fn a_report_says_how_to_fix_things() {
         let report = Report {
             version: "0",
             device: "host".into(),
@@ -278,7 +275,7 @@ mod tests {
         for part in [
             "one\n  a  ok  fine\n",
             "two\n  b  missing  gone\n",
-            "what to do\n  two, b: install it\n",
+            "how to fix it\n  two, b: install it\n",
             "The host device works.\n",
         ] {
             assert!(text.contains(part), "'{text}' does not contain '{part}'");

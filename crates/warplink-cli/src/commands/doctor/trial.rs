@@ -20,11 +20,11 @@ use warplink::{Communicator, Config, DType, DeviceKind, Error, ErrorKind};
 /// The hidden subcommand that is a rank of a trial.
 pub(crate) const TRIAL_COMMAND: &str = "__doctor-trial";
 
-/// Longest that a rank waits for another.
-const PATIENCE: Duration = Duration::from_secs(15);
+/// The most time that a rank waits for another.
+const RANK_TIMEOUT: Duration = Duration::from_secs(15);
 
-/// Longest that a trial may take in all.
-const LIMIT: Duration = Duration::from_secs(150);
+/// The most time that a trial may take in all.
+const TRIAL_TIMEOUT: Duration = Duration::from_secs(150);
 
 /// Bytes of a transfer: no multiple of a page or of a word, and more than fits one small kernel.
 const BYTES: usize = 100_003;
@@ -32,7 +32,7 @@ const BYTES: usize = 100_003;
 /// What is tried.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum What {
-    /// Memory, words, transfers and a product.
+    /// Memory, words, transfers and a GEMM.
     Device,
     /// The vendor's collectives.
     Collectives,
@@ -64,7 +64,7 @@ struct RankReport {
 }
 
 const WORDS: &str = "words in stream order";
-const PRODUCT: &str = "matrix product";
+const GEMM: &str = "GEMM";
 
 /// Tries the host device with two ranks.
 pub(super) fn on_host() -> Vec<Check> {
@@ -92,10 +92,10 @@ fn tried(area: &'static str, kind: DeviceKind, ranks: usize, what: What) -> Vec<
                 What::Collectives => "collectives",
             };
             let help = match kind {
-                DeviceKind::Host => "see what is missing of the machine, above",
+                DeviceKind::Host => "fix what is missing under machine, above",
                 DeviceKind::Cuda => {
                     "in a container, share the host's IPC and PID namespaces \
-                     (--ipc=host --pid=host); -v says more"
+                     (--ipc=host --pid=host); run with -v for details"
                 }
             };
             let check = Check::new(area, name, Found::missing(format!("{error:#}"), help));
@@ -146,27 +146,28 @@ fn summarize(
                     ))
                 }
                 Some((_, _, step, error)) if step.library_missing => {
-                    Found::missing(error.as_str(), "see the libraries below")
+                    Found::missing(error.as_str(), "install the library; see libraries below")
                 }
                 Some((rank, report, _, error)) => {
                     let help = match kind {
-                        DeviceKind::Host => "please report this",
+                        DeviceKind::Host => "report this as a bug",
                         DeviceKind::Cuda => {
-                            "compare with what is missing above; in a container, share the host's \
-                             IPC and PID namespaces (--ipc=host --pid=host)"
+                            "fix what is missing above; in a container, share the host's IPC and \
+                             PID namespaces (--ipc=host --pid=host)"
                         }
                     };
                     Found::missing(format!("rank {rank} on {}: {error}", report.device), help)
                 }
             };
             let check = Check::new(area, name, found);
-            // A device without products still transfers.
-            let optional = name == PRODUCT
+            // A device without GEMM still transfers.
+            let optional = name == GEMM
                 || what == What::Collectives
                 || (kind == DeviceKind::Cuda && name.starts_with(VIRTUAL));
-            match optional {
-                true => check,
-                false => check.needed_by(kind),
+            if optional {
+                check
+            } else {
+                check.needed_by(kind)
             }
         })
         .collect()
@@ -180,10 +181,10 @@ fn run_ranks(kind: DeviceKind, ranks: usize, what: What) -> Result<Vec<RankRepor
     // The link leads to the running binary also after its file was replaced.
     let mut child = Command::new("/proc/self/exe")
         .args(["launch", "--device", &device, "-n", &count])
-        // Whatever the caller set: NCCL must not use multicast.
+        // NCCL must not use multicast, whatever the caller has set.
         .args(["--env", "NCCL_NVLS_ENABLE=0", "--grace", "1"])
         .args(["--", "/proc/self/exe", TRIAL_COMMAND, argument])
-        .env("WARPLINK_TIMEOUT", PATIENCE.as_secs().to_string())
+        .env("WARPLINK_TIMEOUT", RANK_TIMEOUT.as_secs().to_string())
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
@@ -192,7 +193,7 @@ fn run_ranks(kind: DeviceKind, ranks: usize, what: What) -> Result<Vec<RankRepor
     // Read beside the waiting, so that a full pipe holds nobody up.
     let out = child.stdout.take().map(read_all);
     let err = child.stderr.take().map(read_all);
-    let end = Instant::now() + LIMIT;
+    let end = Instant::now() + TRIAL_TIMEOUT;
     let status = loop {
         if let Some(status) = child.try_wait().context("wait for the ranks")? {
             break Some(status);
@@ -211,8 +212,9 @@ fn run_ranks(kind: DeviceKind, ranks: usize, what: What) -> Result<Vec<RankRepor
             .unwrap_or_default()
     };
     let (out, err) = (text(out), text(err));
-    tracing::info!(%err, "what the ranks said");
-    let status = status.with_context(|| format!("the ranks did not end within {LIMIT:?}"))?;
+    tracing::info!(%err, "output of the ranks");
+    let status =
+        status.with_context(|| format!("the ranks did not end within {TRIAL_TIMEOUT:?}"))?;
     ensure!(status.success(), "{}", first_complaint(&err));
     parse(&out, ranks)
 }
@@ -232,24 +234,24 @@ fn parse(out: &str, ranks: usize) -> Result<Vec<RankReport>> {
         .map(|rank| {
             let prefix = format!("[rank {rank}] ");
             let line = out.lines().find_map(|line| line.strip_prefix(&prefix));
-            let line = line.with_context(|| format!("rank {rank} reported nothing"))?;
-            serde_json::from_str(line).with_context(|| format!("read what rank {rank} reported"))
+            let line = line.with_context(|| format!("rank {rank} printed no report"))?;
+            serde_json::from_str(line).with_context(|| format!("read the report of rank {rank}"))
         })
         .collect()
 }
 
-/// The line of the ranks' output that says best what went wrong.
+/// The line of the ranks' output that names the error.
 fn first_complaint(err: &str) -> &str {
     let mut lines = err.lines().filter(|line| !line.trim().is_empty());
     let error = err.lines().find(|line| line.contains("error: "));
     error
         .or_else(|| lines.next_back())
-        .unwrap_or("the ranks failed and said nothing")
+        .unwrap_or("the ranks failed without a message")
 }
 
 /// Is one rank of a trial.
 pub(crate) fn run_trial(args: &TrialArgs) -> Result<ExitCode> {
-    let comm = Communicator::join(&Config::from_env()?).context("join the other ranks")?;
+    let comm = Communicator::join(&Config::from_env()?).context("join the job")?;
     let steps = match args.what {
         What::Device => try_device(&comm),
         What::Collectives => vec![step("collectives", || try_collectives(&comm))],
@@ -261,7 +263,7 @@ pub(crate) fn run_trial(args: &TrialArgs) -> Result<ExitCode> {
     })?;
     // After a failure some ranks may be held up; the report is out, and that is what counts.
     match comm.close() {
-        Err(error) if !failed => Err(error).context("leave the other ranks"),
+        Err(error) if !failed => Err(error).context("leave the job"),
         _ => Ok(ExitCode::SUCCESS),
     }
 }
@@ -293,7 +295,7 @@ fn try_device(comm: &Communicator) -> Vec<Step> {
             steps.push(step(&name, || try_transfers(comm, kind, protocol)));
         }
     }
-    steps.push(step(PRODUCT, || try_product(comm)));
+    steps.push(step(GEMM, || try_gemm(comm)));
     steps
 }
 
@@ -317,9 +319,9 @@ fn try_words(comm: &Communicator) -> Result<String> {
     device.download(word.as_slice(), &mut bytes)?;
     ensure!(
         u64::from_le_bytes(bytes) == value,
-        "a word was written wrongly"
+        "a word has the wrong value"
     );
-    Ok("written, and waited for".to_owned())
+    Ok("written and waited for".to_owned())
 }
 
 /// Every rank sends to every other. A step that fails on one rank ends on all before anybody waits
@@ -365,7 +367,7 @@ fn try_transfers(comm: &Communicator, kind: AllocationKind, protocol: Protocol) 
             })
     });
     agree(comm, checked)?;
-    Ok("sent between every pair, read back and compared".to_owned())
+    Ok("sent between every pair and compared".to_owned())
 }
 
 fn carry_out(comm: &Communicator, transfers: &[Transfer]) -> Result<()> {
@@ -392,8 +394,8 @@ fn pattern(from: usize, to: usize) -> Vec<u8> {
         .collect()
 }
 
-/// The product of a matrix with the identity.
-fn try_product(comm: &Communicator) -> Result<String> {
+/// A GEMM with the identity matrix.
+fn try_gemm(comm: &Communicator) -> Result<String> {
     const SIZE: usize = 64;
     let device = comm.device();
     let values: Vec<f32> = (0..SIZE * SIZE).map(|i| (i % 97) as f32 - 48.0).collect();
@@ -409,8 +411,8 @@ fn try_product(comm: &Communicator) -> Result<String> {
     let stream = comm.create_stream(Priority::Normal)?;
     compute.matmul(&stream, &spec, a.slice(), b.slice(), c.slice(), None)?;
     comm.synchronize(&stream)?;
-    ensure!(c.download()? == values, "the product is wrong");
-    Ok("a matrix times the identity is itself".to_owned())
+    ensure!(c.download()? == values, "the GEMM result is wrong");
+    Ok("multiplied by the identity and compared".to_owned())
 }
 
 /// A sum over all ranks.
@@ -449,18 +451,15 @@ mod tests {
     #[test]
     fn one_rank_that_fails_fails_the_step_and_is_named() {
         let reports = [
-            report(&[(WORDS, Ok("fine"), false), (PRODUCT, Err("gone"), true)]),
-            report(&[(WORDS, Err("torn"), false), (PRODUCT, Err("gone"), true)]),
+            report(&[(WORDS, Ok("fine"), false), (GEMM, Err("gone"), true)]),
+            report(&[(WORDS, Err("torn"), false), (GEMM, Err("gone"), true)]),
         ];
         let checks = summarize("area", DeviceKind::Cuda, What::Device, &reports);
         assert_eq!(checks.len(), 2);
         assert!(checks[0].stops(DeviceKind::Cuda));
         assert_eq!(checks[0].detail, "rank 1 on cuda:0: torn");
         assert_eq!(checks[1].status, Status::Missing);
-        assert!(
-            !checks[1].stops(DeviceKind::Cuda),
-            "transfers need no product"
-        );
+        assert!(!checks[1].stops(DeviceKind::Cuda), "transfers need no GEMM");
     }
 
     #[test]

@@ -15,8 +15,8 @@ use warplink::program::{self, Parameters, Report, verify};
 
 /// Show, verify and run host programs
 ///
-/// A host program says what each rank enqueues: transfers, products and collectives, on several
-/// streams. Examples lie in examples/programs.
+/// A host program describes what each rank enqueues: transfers, GEMMs and collectives, on several
+/// streams. Examples are in examples/programs.
 #[derive(Debug, Args)]
 pub(crate) struct Program {
     #[command(subcommand)]
@@ -43,13 +43,13 @@ impl Program {
 /// A program and the values that it is looked at with.
 #[derive(Debug, Args)]
 struct Source {
-    /// The program's text
+    /// File with the program
     #[arg(value_name = "FILE")]
     file: PathBuf,
-    /// The value of a parameter; once for each
+    /// Value of a parameter; may be repeated
     #[arg(short, long = "param", value_name = "NAME=VALUE", value_parser = parameter)]
     parameters: Vec<(String, i64)>,
-    /// Streams of the pool
+    /// Streams in the pool
     #[arg(long, value_name = "N", default_value = "2", value_parser = clap::value_parser!(u8).range(1..))]
     streams: u8,
 }
@@ -82,13 +82,13 @@ fn parameter(text: &str) -> Result<(String, i64), String> {
             .then(|| value.trim().parse().ok())?
             .map(|value| (name.trim().to_owned(), value))
     };
-    read().ok_or_else(|| "give a name and a whole number, as in m=4096".to_owned())
+    read().ok_or_else(|| "expected a name and an integer, as in m=4096".to_owned())
 }
 
-/// Look for faults: deadlocks, races, lost signals, bytes that nothing wrote
+/// Check a program for deadlocks, races, lost signals and uninitialized bytes
 ///
-/// Follows the program of every rank, without running it. Prints what it found with the lines that
-/// take part; the exit status tells whether the program passed.
+/// Analyses the program of every rank without running it. Prints each fault with the lines involved;
+/// the exit status is 1 if there are any.
 #[derive(Debug, Args)]
 #[command(after_help = "Example:\n  \
     warplink program verify examples/programs/ring_pass.wlp --ranks 8 --param n=1024")]

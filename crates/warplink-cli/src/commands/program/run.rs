@@ -3,9 +3,9 @@
 use super::{Source, Text};
 use crate::commands::bench::timing::{Clock, Submission, Times};
 use crate::commands::ranks;
+use crate::gemm::common_seed;
+use crate::gemm::inputs::Matrix;
 use crate::options::Options;
-use crate::product::common_seed;
-use crate::product::inputs::Matrix;
 use crate::report::{print_json, write_trace};
 use anyhow::Result;
 use clap::Args;
@@ -19,25 +19,25 @@ use warplink::{Communicator, DType};
 
 /// Run a program on random inputs
 ///
-/// Verifies it, binds random inputs, and times it on the device: a time is that of the slowest rank,
-/// the median of all samples. The trace of one more run opens in Perfetto (ui.perfetto.dev), with a
-/// track for each rank and stream.
+/// Verifies the program, binds random inputs, and times it on the device. Times are medians over all
+/// samples; the slowest rank counts. A trace can be opened in Perfetto (ui.perfetto.dev); it has a
+/// track per rank and stream.
 #[derive(Debug, Args)]
 #[command(after_help = "Example:\n  \
     warplink program run examples/programs/ring_pass.wlp -n 2 --param n=1024 --trace trace.json")]
 pub(super) struct Run {
     #[command(flatten)]
     source: Source,
-    /// Write when each operation started and ended to this file
+    /// Write a trace of one run to this file
     #[arg(long, value_name = "FILE.json")]
     trace: Option<PathBuf>,
-    /// Samples of each time
+    /// Samples per time
     #[arg(long, value_name = "N", default_value = "10", value_parser = clap::value_parser!(u16).range(1..))]
     samples: u16,
-    /// Seed of the inputs [default: from the system's randomness]
+    /// Seed of the inputs [default: random]
     #[arg(long, value_name = "SEED")]
     seed: Option<u64>,
-    /// Run it even if the verifier finds faults; it may hang until the time limit
+    /// Run even if the verifier finds faults; the program may hang until the timeout
     #[arg(long)]
     unverified: bool,
 }

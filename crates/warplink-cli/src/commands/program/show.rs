@@ -41,13 +41,14 @@ impl Show {
             ..
         } = self.source.read()?;
         let Some(world) = options.ranks else {
-            match options.json {
-                true => print_json(&serde_json::json!({
+            if options.json {
+                print_json(&serde_json::json!({
                     "name": program.name,
                     "parameters": program.parameters,
                     "text": program.to_string(),
-                }))?,
-                false => print!("{program}"),
+                }))?
+            } else {
+                print!("{program}")
             }
             return Ok(ExitCode::SUCCESS);
         };

@@ -1,7 +1,7 @@
 //! The figures of one shape.
 
 use crate::commands::bench::timing::{Clock, Submission, Times, Work};
-use crate::product::{Op, Problem, Product};
+use crate::gemm::{Gemm, Op, Problem};
 use crate::report::write_trace;
 use anyhow::{Context, Result};
 use serde::Serialize;
@@ -64,9 +64,9 @@ pub(super) struct Figures {
     pub(super) problem: Problem,
     /// Floating-point operations of each rank.
     pub(super) flops: f64,
-    /// One product of the whole, without communication.
+    /// One GEMM of the whole, without communication.
     pub(super) compute: Submitted,
-    /// The same in as many products as there are ranks.
+    /// The same in one GEMM per rank.
     pub(super) compute_chunks: Submitted,
     /// Bytes that a rank receives over the link's rate, in seconds.
     pub(super) link_limit: f64,
@@ -84,7 +84,7 @@ pub(super) struct Row {
     pub(super) times: Submitted,
     /// Of the faster submission.
     pub(super) tflops: f64,
-    /// The product's time alone, measured in turn with this one, over this one.
+    /// The time of the GEMM alone, measured alternately with this one, divided by this one.
     pub(super) of_compute: f64,
     /// That time alone.
     pub(super) compute: Submitted,
@@ -92,7 +92,7 @@ pub(super) struct Row {
     pub(super) over_link: f64,
     /// The collective's time over this one.
     pub(super) over_collective: Option<f64>,
-    /// Relative, against a product in double precision, on some rows.
+    /// Relative, against a GEMM in double precision, on some rows.
     pub(super) error: f64,
     /// Relative, against the first variant, on more rows.
     pub(super) difference: f64,
@@ -113,7 +113,7 @@ impl Figures {
             .min_by(|a, b| a.times.best().total_cmp(&b.times.best()))
     }
 
-    /// The collective and one product.
+    /// The collective and one GEMM.
     pub(super) fn collective(&self) -> Option<&Row> {
         self.variants
             .iter()
@@ -121,7 +121,7 @@ impl Figures {
     }
 }
 
-/// How long a product runs before the first is timed; a GPU takes some tens of milliseconds to raise
+/// How long a GEMM runs before the first is timed; a GPU takes some tens of milliseconds to raise
 /// its clocks.
 const WARM_UP: Duration = Duration::from_millis(100);
 
@@ -133,8 +133,8 @@ pub(super) fn figures(
     settings: &Settings,
 ) -> Result<Figures> {
     let world = comm.world();
-    let mut product = Product::new(comm, problem, settings.seed)?;
-    let alone = Alone::new(&product)?;
+    let mut gemm = Gemm::new(comm, problem, settings.seed)?;
+    let alone = Alone::new(&gemm)?;
     clock.warm_up(WARM_UP, &|stream| alone.whole(stream))?;
     let compute = Submitted::of(clock, settings.samples, &|stream| alone.whole(stream))?;
     let compute_chunks = Submitted::of(clock, settings.samples, &|stream| alone.chunks(stream))?;
@@ -147,14 +147,14 @@ pub(super) fn figures(
             streams: settings.streams,
             ..Options::of(*variant)
         };
-        let plan = product
+        let plan = gemm
             .plan(&options)
             .with_context(|| format!("make a plan for {variant}"))?;
         let work = |stream: &Stream| plan.run(stream);
-        let error = product
+        let error = gemm
             .error_of(&clock.stream, &work)
             .with_context(|| format!("run {variant}"))?;
-        let difference = difference(clock, &product, &mut first)?;
+        let difference = difference(clock, &gemm, &mut first)?;
         let whole = |stream: &Stream| alone.whole(stream);
         let [beside, times] = Submitted::in_turn(clock, settings.samples, [&whole, &work])
             .with_context(|| format!("time {variant}"))?;
@@ -182,7 +182,7 @@ pub(super) fn figures(
             over_collective: None,
             error,
             difference,
-            right: product.is_right(error) && difference <= most,
+            right: gemm.is_right(error) && difference <= most,
         });
         choice = plan.choice().to_string();
     }
@@ -206,12 +206,8 @@ pub(super) fn figures(
 
 /// The relative difference between what the result holds and what it held for the first variant,
 /// on some rows; of the rank where it is largest.
-fn difference(
-    clock: &Clock<'_>,
-    product: &Product<'_>,
-    first: &mut Option<Vec<f64>>,
-) -> Result<f64> {
-    let now = product.some_rows()?;
+fn difference(clock: &Clock<'_>, gemm: &Gemm<'_>, first: &mut Option<Vec<f64>>) -> Result<f64> {
+    let now = gemm.some_rows()?;
     let own = match first {
         None => {
             *first = Some(now);
@@ -231,7 +227,7 @@ fn difference(
     Ok(clock.slowest(vec![own])?.median)
 }
 
-/// The product of a rank without any communication.
+/// The GEMM of a rank without any communication.
 struct Alone {
     whole: MatmulSpec,
     chunk: MatmulSpec,
@@ -242,26 +238,26 @@ struct Alone {
 }
 
 impl Alone {
-    fn new(product: &Product<'_>) -> Result<Self> {
-        let comm = product.comm;
+    fn new(gemm: &Gemm<'_>) -> Result<Self> {
+        let comm = gemm.comm;
         let (device, world) = (comm.device(), comm.world());
-        let Problem { op, m, k, n, dtype } = product.problem;
+        let Problem { op, m, k, n, dtype } = gemm.problem;
         let (a, c, depth) = match op {
             Op::AllGatherMatmul => {
-                // Its own part again and again: the content decides about the power that a product
+                // Its own part again and again: the content decides about the power that a GEMM
                 // takes, so it may not be just anything.
                 let a = device.allocate(m * k * dtype.size(), AllocationKind::Plain)?;
                 let stream = comm.create_stream(warplink::device::Priority::Normal)?;
-                let part = product.a.bytes();
+                let part = gemm.a.bytes();
                 for index in 0..world {
-                    stream.copy(&a.slice(index * part..(index + 1) * part)?, &product.a)?;
+                    stream.copy(&a.slice(index * part..(index + 1) * part)?, &gemm.a)?;
                 }
                 comm.synchronize(&stream)?;
-                (a, product.c.clone(), k)
+                (a, gemm.c.clone(), k)
             }
             Op::MatmulReduceScatter => {
                 let c = device.allocate(m * n * dtype.size(), AllocationKind::Plain)?;
-                (product.a.clone(), c, k / world)
+                (gemm.a.clone(), c, k / world)
             }
         };
         let whole = MatmulSpec::new(m, n, depth, dtype);
@@ -273,7 +269,7 @@ impl Alone {
             whole,
             chunk,
             a,
-            b: product.b.clone(),
+            b: gemm.b.clone(),
             c,
             compute,
         })

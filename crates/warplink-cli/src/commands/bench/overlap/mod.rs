@@ -1,5 +1,5 @@
-//! `warplink bench overlap`: overlapped products beside the product alone and the vendor's
-//! collective followed by it.
+//! `warplink bench overlap`: overlapped GEMMs, compared with the GEMM alone and the vendor's
+//! collective before or after it.
 
 mod measure;
 mod plot;
@@ -7,8 +7,8 @@ mod report;
 
 use super::timing::Clock;
 use crate::commands::ranks;
+use crate::gemm::{Op, Problem, common_seed, gemm_dtype};
 use crate::options::Options;
-use crate::product::{Op, Problem, common_seed, product_type};
 use crate::report::print_json;
 use crate::report::progress::Progress;
 use anyhow::{Context, Result};
@@ -22,15 +22,14 @@ use warplink::device::Priority;
 use warplink::overlap::Variant;
 use warplink::{Communicator, DType, DeviceKind, ErrorKind};
 
-/// Measure matrix products with their communication overlapped
+/// Measure GEMMs overlapped with their communication
 ///
-/// For each shape: the product alone, whole and in as many chunks as there are ranks; the vendor's
-/// collective before or after one product; and every variant of the overlapped program. Beside them
-/// stand two limits: the bytes that a rank receives over the link's rate, and the product alone.
-/// Every sample starts with a barrier over all ranks, the slowest rank counts, and a time is the
-/// median of all samples. Samples of a variant and of the product alone take turns, and 'of product'
-/// compares these two: a GPU's clocks drift. Every variant's result is checked. The variant that the
-/// model would choose is marked with '*'.
+/// For each shape, measures the GEMM alone, whole and in one chunk per rank; the vendor's collective
+/// before or after the GEMM; and every variant of the overlapped program. Two limits are shown: the
+/// time to receive the bytes at the link's rate, and the GEMM alone. Times are medians over samples
+/// that start with a barrier; the slowest rank counts. Samples of a variant and of the GEMM alone
+/// alternate, because GPU clocks drift; 'of GEMM' compares these two. All results are checked. '*'
+/// marks the variant that the cost model chooses.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  \
     warplink bench overlap\n  \
@@ -38,46 +37,46 @@ use warplink::{Communicator, DType, DeviceKind, ErrorKind};
     warplink bench overlap --ddlb --variants push-rotated,ring-put --output ddlb.json\n  \
     warplink bench overlap --device host -n 2 --shape 256,256,256")]
 pub(crate) struct Overlap {
-    /// A shape, m,k,n: A is m x k, B is k x n; can be repeated [default: four shapes on cuda, two
+    /// Shape m,k,n: A is m x k, B is k x n; may be repeated [default: four shapes on cuda, two
     /// small ones on host]
     #[arg(long = "shape", value_name = "M,K,N")]
     shapes: Vec<Shape>,
-    /// Every m, k and n of 512, 1024, 2048, 4096, 8192 and 16384, as the benchmark DDLB has them
+    /// All combinations of m, k and n from 512 to 16384, as in the DDLB benchmark
     #[arg(long, conflicts_with = "shapes")]
     ddlb: bool,
-    /// Which products; can be repeated [default: both]
+    /// Operation to measure; may be repeated [default: both]
     #[arg(long = "op", value_name = "OP")]
     ops: Vec<Op>,
     /// Element type: bf16, f16 or f32 [default: bf16 on cuda, f32 on host]
-    #[arg(long, value_name = "TYPE", value_parser = product_type)]
+    #[arg(long, value_name = "TYPE", value_parser = gemm_dtype)]
     dtype: Option<DType>,
-    /// Only these variants, with commas between them [default: all]
+    /// Variants to measure, separated by commas [default: all]
     #[arg(long, value_name = "A,B", value_delimiter = ',')]
     variants: Vec<Variant>,
-    /// Samples of each figure [default: 20 on cuda, 5 on host]
+    /// Samples per figure [default: 20 on cuda, 5 on host]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     samples: Option<u16>,
-    /// Streams that the products take turns on [default: as each variant does best]
+    /// Streams that GEMMs alternate on [default: the best for each variant]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(1..=32))]
     streams: Option<u8>,
-    /// Rate of the link, in 10^9 bytes a second, for its limit
+    /// Link rate in GB/s (10^9 bytes), for the link limit
     #[arg(long, value_name = "GB/S", default_value = "393", value_parser = positive)]
     link: f64,
-    /// Seed of the inputs [default: from the system's randomness]
+    /// Seed of the inputs [default: random]
     #[arg(long, value_name = "SEED")]
     seed: Option<u64>,
-    /// Write the figures as JSON to this file
+    /// Write the result as JSON to this file
     #[arg(long, value_name = "FILE.json")]
     output: Option<PathBuf>,
-    /// Write a trace of one more run of each variant into this folder, for Perfetto
+    /// Write a Perfetto trace of one run of each variant to this folder
     #[arg(long, value_name = "FOLDER")]
     traces: Option<PathBuf>,
-    /// Draw the figures as SVG into this file
+    /// Write a chart as SVG to this file
     #[arg(long, value_name = "FILE.svg")]
     plot: Option<PathBuf>,
 }
 
-/// The sizes of a product.
+/// The sizes of a GEMM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Shape {
     m: usize,
@@ -95,7 +94,7 @@ impl FromStr for Shape {
             .collect();
         match sizes[..] {
             [Some(m), Some(k), Some(n)] if m > 0 && k > 0 && n > 0 => Ok(Self { m, k, n }),
-            _ => Err("give three sizes, as in 8192,8192,3584".to_owned()),
+            _ => Err("expected three sizes, as in 8192,8192,3584".to_owned()),
         }
     }
 }
@@ -103,7 +102,7 @@ impl FromStr for Shape {
 fn positive(text: &str) -> Result<f64, String> {
     match text.parse::<f64>() {
         Ok(rate) if rate.is_finite() && rate > 0.0 => Ok(rate),
-        _ => Err("give a positive number".to_owned()),
+        _ => Err("expected a positive number".to_owned()),
     }
 }
 
@@ -137,9 +136,10 @@ impl Overlap {
                 }
                 self.write(&report)?;
             }
-            Ok(match report.is_right() {
-                true => ExitCode::SUCCESS,
-                false => ExitCode::FAILURE,
+            Ok(if report.is_right() {
+                ExitCode::SUCCESS
+            } else {
+                ExitCode::FAILURE
             })
         })
     }
@@ -167,7 +167,7 @@ impl Overlap {
             Ok(engine) => Some(engine.describe()),
             Err(error) if error.kind() == ErrorKind::LibraryMissing => {
                 if comm.rank() == 0 {
-                    crate::report::complain(&format!("without the collective: {error}"));
+                    crate::report::print_message(&format!("without the collective: {error}"));
                 }
                 None
             }
@@ -195,7 +195,7 @@ impl Overlap {
         }
         let clock = Clock::new(comm, Priority::Normal)?;
         let progress =
-            (comm.rank() == 0).then(|| Progress::new(problems.len() as u64, "overlapped products"));
+            (comm.rank() == 0).then(|| Progress::new(problems.len() as u64, "overlapped GEMMs"));
         let mut shapes = Vec::new();
         for problem in problems {
             let Problem { m, k, n, .. } = problem;

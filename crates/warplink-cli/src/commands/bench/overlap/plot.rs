@@ -1,9 +1,9 @@
-//! The figures as a drawing: for each shape, bars of the rates that the product alone, the
+//! The figures as a drawing: for each shape, bars of the rates that the GEMM alone, the
 //! collective with it, and the variants reach, and a line at the limit.
 
 use super::Report;
 use super::measure::Figures;
-use crate::product::Problem;
+use crate::gemm::Problem;
 use anyhow::{Result, anyhow};
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
@@ -91,9 +91,10 @@ fn panel(area: &Area<'_>, shape: &Figures, top: i32) -> Result<()> {
         let rate = format!("{} TFLOP/s", digits(bar.rate));
         // Inside the bar where there is room, so that the limit's line does not cross it.
         let end = x(bar.rate);
-        let (at, style) = match end - LEFT > 110 {
-            true => (end - 6, label(true).color(&WHITE)),
-            false => (end + 6, label(false)),
+        let (at, style) = if end - LEFT > 110 {
+            (end - 6, label(true).color(&WHITE))
+        } else {
+            (end + 6, label(false))
         };
         area.draw(&Text::new(rate, (at, middle), style))
             .map_err(failed)?;
@@ -104,9 +105,10 @@ fn panel(area: &Area<'_>, shape: &Figures, top: i32) -> Result<()> {
         RED.stroke_width(1),
     ))
     .map_err(failed)?;
-    let bound = match shape.link_limit > shape.compute.best() {
-        true => "limit: the link",
-        false => "limit: the product",
+    let bound = if shape.link_limit > shape.compute.best() {
+        "limit: the link"
+    } else {
+        "limit: the GEMM"
     };
     let style = label(true).color(&RED);
     area.draw(&Text::new(bound, (x(limit), bottom + 6), style))
@@ -116,8 +118,8 @@ fn panel(area: &Area<'_>, shape: &Figures, top: i32) -> Result<()> {
 fn bars(shape: &Figures) -> Vec<Bar> {
     let rate = |seconds: f64| shape.flops / seconds / 1e12;
     let alone = [
-        ("product alone", &shape.compute),
-        ("product in chunks", &shape.compute_chunks),
+        ("GEMM alone", &shape.compute),
+        ("GEMM in chunks", &shape.compute_chunks),
     ];
     let alone = alone.map(|(label, times)| Bar {
         label: label.to_owned(),

@@ -2,7 +2,7 @@
 
 use super::Report;
 use super::measure::{Figures, Submitted};
-use crate::product::Problem;
+use crate::gemm::Problem;
 use crate::report::table::{Align, Table};
 
 impl Report {
@@ -43,16 +43,17 @@ impl Figures {
             ("least", Align::Right),
             ("most", Align::Right),
             ("TFLOP/s", Align::Right),
-            ("of product", Align::Right),
+            ("of GEMM", Align::Right),
             ("over link", Align::Right),
             ("x collective", Align::Right),
             ("error", Align::Right),
         ]);
         let micros = |seconds: f64| format!("{:.1}", seconds * 1e6);
-        let times = |name: &str, times: &Submitted, of_product: f64| {
-            let faster = match times.captured.median <= times.eager.median {
-                true => times.captured,
-                false => times.eager,
+        let times = |name: &str, times: &Submitted, of_gemm: f64| {
+            let faster = if times.captured.median <= times.eager.median {
+                times.captured
+            } else {
+                times.eager
             };
             vec![
                 name.to_owned(),
@@ -61,13 +62,13 @@ impl Figures {
                 micros(faster.least),
                 micros(faster.most),
                 format!("{:.1}", self.flops / times.best() / 1e12),
-                format!("{of_product:.3}"),
+                format!("{of_gemm:.3}"),
             ]
         };
         let chunks = &self.compute_chunks;
-        table.row(times("product alone", &self.compute, 1.0));
-        let of_product = self.compute.best() / chunks.best();
-        table.row(times("in chunks", chunks, of_product));
+        table.row(times("GEMM alone", &self.compute, 1.0));
+        let of_gemm = self.compute.best() / chunks.best();
+        table.row(times("in chunks", chunks, of_gemm));
         table.row([
             "link alone".to_owned(),
             String::new(),

@@ -211,7 +211,7 @@ impl Rig<'_> {
                         if turn < turns {
                             batch = batch.post(ends());
                         }
-                        batch.enqueue(self.second.lane(turn, stream))?;
+                        batch.enqueue(self.second.stream_for(turn, stream))?;
                     }
                     self.second.join(stream)?;
                 }
@@ -236,7 +236,7 @@ impl Rig<'_> {
     ) -> Result<()> {
         self.second.fork(stream)?;
         for turn in 0..repeat {
-            self.second.lane(turn, stream).copy(target, source)?;
+            self.second.stream_for(turn, stream).copy(target, source)?;
         }
         self.second.join(stream)
     }

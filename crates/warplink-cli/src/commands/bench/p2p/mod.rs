@@ -1,4 +1,4 @@
-//! `warplink bench p2p`: send and receive beside the raw copy and the vendor's library.
+//! `warplink bench p2p`: send and receive, compared with raw copies and the vendor's library.
 
 mod measure;
 mod rig;
@@ -19,41 +19,48 @@ use warplink::Communicator;
 
 /// Measure send and receive between two ranks
 ///
-/// Latency is half of a round trip of two transfers between ranks 0 and 1, bandwidth that of many
-/// transfers from rank 0 to rank 1, on two streams in turn; with --ring, of every rank to its right
-/// neighbour at once. 'raw' has no protocol: for latency a copy into the peer's memory, a word
-/// written behind it and a wait for that word; for bandwidth the copies alone, one behind the other.
-/// 'raw-get' is the same copies made by the receiver, out of the peer's memory; it has no latency.
-/// The floor of 'get' is 'raw-get', that of 'put' and 'nccl' is 'raw', and the column 'of raw' is
-/// the bandwidth over that of the floor. 'nccl' is the vendor's library (on the host device, a
-/// stand-in for it). Every time is that of the slowest rank, the median of all samples.
+/// Latency is half a round trip between ranks 0 and 1. Bandwidth is that of many transfers from rank
+/// 0 to rank 1, alternating between two streams; with --ring, every rank sends to its right
+/// neighbour at the same time. Times are medians over all samples; the slowest rank counts.
+///
+/// raw      copies into the peer's memory without a protocol; for latency, each copy is followed by
+///          a write of a word that the peer waits for
+/// raw-get  the same copies issued by the receiver; bandwidth only
+/// put, get send and receive with that protocol
+/// nccl     the vendor's library (a substitute on the host device)
+///
+/// The column 'of raw' is the bandwidth divided by that of the raw copies in the same direction:
+/// raw-get for get, raw for put and nccl.
 #[derive(Debug, Args)]
-#[command(after_help = "Examples:\n  \
+#[command(
+    verbatim_doc_comment,
+    after_help = "Examples:\n  \
     warplink bench p2p\n  \
     warplink bench p2p -n 8 --ring --from 64MiB --to 1GiB\n  \
-    warplink bench p2p --device host -n 2 --to 1MiB --json > p2p.json")]
+    warplink bench p2p --device host -n 2 --to 1MiB --json > p2p.json"
+)]
 pub(crate) struct P2p {
-    /// The smallest size
+    /// Smallest size
     #[arg(long, value_name = "BYTES", default_value = "4KiB")]
     from: Bytes,
-    /// The largest size [default: 1GiB on cuda, 4MiB on host]
+    /// Largest size [default: 1GiB on cuda, 4MiB on host]
     #[arg(long, value_name = "BYTES")]
     to: Option<Bytes>,
-    /// Each size is so many times the one before
+    /// Factor between sizes
     #[arg(long, value_name = "N", default_value = "4", value_parser = clap::value_parser!(u64).range(2..))]
     step: u64,
-    /// Samples of each figure
+    /// Samples per figure
     #[arg(long, value_name = "N", default_value = "9", value_parser = clap::value_parser!(u16).range(1..))]
     samples: u16,
-    /// Every rank sends to its right neighbour at once, and only bandwidth is measured
+    /// Let every rank send to its right neighbour at once, and measure bandwidth only
     #[arg(long)]
     ring: bool,
-    /// Leave the vendor's library out
+    /// Do not measure the vendor's library
     #[arg(long)]
     no_nccl: bool,
 }
 
-/// Who moves the bytes: raw copies, one of the protocols or the vendor's library.
+/// What moves the bytes: raw copies, a protocol or the vendor's library.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 enum Way {
@@ -119,7 +126,7 @@ impl P2p {
         ranks::run(options, |comm| {
             ensure!(
                 comm.world() >= 2,
-                "a transfer needs two ranks; give --ranks 2 or more"
+                "a job of one rank has no peer to send to; expected at least two; help: use --ranks 2"
             );
             let report = self.measure(comm)?;
             if comm.rank() == 0 {
@@ -141,7 +148,9 @@ impl P2p {
             .0;
         ensure!(
             self.from.0 >= 8 && self.from.0 <= to,
-            "sizes go from at least 8 bytes up"
+            "--from is {} and --to is {}; expected 8 bytes <= from <= to",
+            self.from,
+            Bytes(to)
         );
         let sizes: Vec<u64> =
             std::iter::successors(Some(self.from.0), |size| size.checked_mul(self.step))
@@ -189,15 +198,15 @@ impl Report {
     fn table(&self) -> String {
         let mut text = format!("{} ranks on {}, {}", self.ranks, self.device, self.pattern);
         if let Some(nccl) = &self.nccl {
-            text.push_str(&format!(", beside {nccl}"));
+            text.push_str(&format!(", compared with {nccl}"));
         }
         text.push_str("\n\n");
         let mut table = Table::new([
             ("bytes", Align::Right),
-            ("way", Align::Left),
-            ("submitted", Align::Left),
-            ("one way (us)", Align::Right),
-            ("each of many (us)", Align::Right),
+            ("method", Align::Left),
+            ("submission", Align::Left),
+            ("latency (us)", Align::Right),
+            ("per transfer (us)", Align::Right),
             ("GB/s", Align::Right),
             ("of raw", Align::Right),
         ]);

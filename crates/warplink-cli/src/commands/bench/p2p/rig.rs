@@ -50,12 +50,13 @@ impl<'a> Rig<'a> {
         let remote_words = share(comm, &words, right)?;
         let pair =
             |slice: &DeviceSlice| -> Result<[Word; 2]> { Ok([slice.word(0)?, slice.word(64)?]) };
-        let engine = match nccl {
-            true => Some(
+        let engine = if nccl {
+            Some(
                 comm.collective_engine()
-                    .context("load the vendor's library (or give --no-nccl)")?,
-            ),
-            false => None,
+                    .context("load the vendor's library; help: use --no-nccl to leave it out")?,
+            )
+        } else {
+            None
         };
         Ok(Self {
             second: SecondStream::new(comm)?,
@@ -142,7 +143,7 @@ impl<'a> Rig<'a> {
                     .position(|(byte, at)| *byte != pattern(self.left, at));
                 if let Some(at) = wrong {
                     bail!(
-                        "rank {rank}: byte {} of {bytes} received by {} is wrong",
+                        "rank {rank}: byte {} of {bytes} received by {} is wrong; expected what the peer sent",
                         start + at,
                         way.name()
                     );
@@ -172,9 +173,10 @@ fn share(comm: &Communicator, region: &Region, from: usize) -> Result<RemoteRegi
     // A handle for every rank, so that who opens whose need not be known here.
     let mut handles = Vec::new();
     for peer in 0..comm.world() {
-        match peer == comm.rank() {
-            true => handles.extend_from_slice(&[0; HANDLE_BYTES]),
-            false => handles.extend_from_slice(&comm.export_handle(region, peer)?),
+        if peer == comm.rank() {
+            handles.extend_from_slice(&[0; HANDLE_BYTES])
+        } else {
+            handles.extend_from_slice(&comm.export_handle(region, peer)?)
         }
     }
     let all = comm.all_gather_bytes(&handles)?;

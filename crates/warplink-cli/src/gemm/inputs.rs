@@ -12,8 +12,8 @@ pub(crate) struct Matrix {
     dtype: DType,
 }
 
-/// Elements that one draw gives, and their significant bits.
-fn lanes(dtype: DType) -> (usize, u32) {
+/// Elements that one random word gives, and their significant bits.
+fn elements_per_word(dtype: DType) -> (usize, u32) {
     match dtype {
         DType::BF16 => (8, 8),
         DType::F16 => (4, 11),
@@ -43,19 +43,19 @@ impl Matrix {
 
     /// The elements of a row's `columns` into `out`, which has as many.
     pub(crate) fn row(&self, row: usize, columns: Range<usize>, out: &mut [f32]) {
-        let (lanes, bits) = lanes(self.dtype);
-        let width = 64 / lanes as u32;
+        let (per_word, bits) = elements_per_word(self.dtype);
+        let width = 64 / per_word as u32;
         let start = mix(self.seed.wrapping_add((row as u64 + 1).wrapping_mul(STEP)));
         let scale = 1.0 / (1_u32 << (bits - 1)) as f32;
         let mut at = columns.start;
         let mut out = out.iter_mut();
         while at < columns.end {
-            let drawn = mix(start.wrapping_add(((at / lanes) as u64 + 1).wrapping_mul(STEP)));
-            let first = at % lanes;
-            let last = lanes.min(first + columns.end - at);
-            for (lane, value) in (first..last).zip(&mut out) {
-                // The lane's highest bits, as a signed number.
-                let top = (drawn << (64 - width * (lane as u32 + 1))) as i64 >> (64 - bits);
+            let drawn = mix(start.wrapping_add(((at / per_word) as u64 + 1).wrapping_mul(STEP)));
+            let first = at % per_word;
+            let last = per_word.min(first + columns.end - at);
+            for (index, value) in (first..last).zip(&mut out) {
+                // The element's highest bits, as a signed number.
+                let top = (drawn << (64 - width * (index as u32 + 1))) as i64 >> (64 - bits);
                 *value = top as f32 * scale;
             }
             at += last - first;
@@ -103,7 +103,7 @@ fn encode(dtype: DType, values: &[f32], out: &mut [u8]) {
     }
 }
 
-/// The elements of `bytes`; of products' element types only.
+/// The elements of `bytes`; element types of GEMM only.
 pub(crate) fn decode(dtype: DType, bytes: &[u8]) -> impl Iterator<Item = f64> + '_ {
     bytes
         .chunks_exact(dtype.size())

@@ -1,12 +1,12 @@
-//! Rows of a product in double precision.
+//! Rows of a GEMM in double precision.
 
 use super::inputs::{Matrix, threads};
 use std::ops::Range;
 
-/// Products of at most this size are checked in full.
-const SMALL: u128 = 1 << 28;
+/// GEMMs of at most this many multiplications are checked in full.
+const MAX_FULL: u128 = 1 << 28;
 
-/// Rows of a larger one that are checked.
+/// Rows of a larger GEMM that are checked.
 const SAMPLED: usize = 16;
 
 /// Some rows of A · B.
@@ -19,13 +19,14 @@ pub(crate) struct Reference {
 }
 
 impl Reference {
-    /// Rows of `part` of the product: all of a small one, else some that `seed` chooses, spread over
+    /// Rows of `part` of the GEMM: all of a small one, else some that `seed` chooses, spread over
     /// the part. `ranks` of this machine share its processors.
     pub(crate) fn new(a: &Matrix, b: &Matrix, part: Range<usize>, ranks: usize, seed: u64) -> Self {
         let size = part.len() as u128 * a.columns as u128 * b.columns as u128;
-        let count = match size <= SMALL {
-            true => part.len(),
-            false => SAMPLED.min(part.len()),
+        let count = if size <= MAX_FULL {
+            part.len()
+        } else {
+            SAMPLED.min(part.len())
         };
         let rows: Vec<usize> = (0..count)
             .map(|index| {
@@ -76,7 +77,7 @@ impl Reference {
     }
 }
 
-/// Some columns of the product of `left`, rows of `depth`, and `b`.
+/// Some columns of the GEMM of `left`, rows of `depth`, and `b`.
 fn block(left: &[f32], depth: usize, b: &Matrix, columns: Range<usize>) -> Vec<f64> {
     let width = columns.len();
     let mut sums = vec![0.0; left.len() / depth * width];
@@ -104,7 +105,7 @@ mod tests {
     use warplink::DType;
 
     #[test]
-    fn rows_are_those_of_the_product() {
+    fn rows_are_those_of_the_gemm() {
         let (a, b) = (
             Matrix::new(1, 1, 12, 20, DType::F32),
             Matrix::new(1, 2, 20, 7, DType::F32),
@@ -126,7 +127,7 @@ mod tests {
     }
 
     #[test]
-    fn a_large_product_is_sampled() {
+    fn a_large_gemm_is_sampled() {
         let (a, b) = (
             Matrix::new(1, 1, 1 << 20, 64, DType::BF16),
             Matrix::new(1, 2, 64, 16, DType::BF16),

@@ -1,9 +1,8 @@
-//! Distributed matrix products for the demo and the benchmarks: their inputs, the plans that compute
-//! them, and the check of their results.
+//! Distributed GEMMs for the demo and the benchmarks: inputs, plans, and the check of results.
 
 pub(crate) mod inputs;
-pub(crate) mod plain;
 mod reference;
+pub(crate) mod sequential;
 
 use anyhow::{Context, Result, bail, ensure};
 use inputs::Matrix;
@@ -18,13 +17,13 @@ use warplink::overlap::{
 use warplink::program::{Executor, Plan};
 use warplink::{Communicator, DType};
 
-/// Which product.
+/// Which operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, clap::ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Op {
-    /// A's rows are gathered, then multiplied
+    /// Gather the rows of A, then multiply
     AllGatherMatmul,
-    /// Partial products are added up, and their rows scattered
+    /// Multiply, then sum the partial results and scatter their rows
     MatmulReduceScatter,
 }
 
@@ -37,7 +36,7 @@ impl fmt::Display for Op {
     }
 }
 
-/// A product of an `m × k` by a `k × n` matrix over all ranks.
+/// A GEMM of an `m × k` by a `k × n` matrix over all ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub(crate) struct Problem {
     pub(crate) op: Op,
@@ -52,26 +51,29 @@ fn as_text<S: serde::Serializer>(value: &DType, serializer: S) -> Result<S::Ok, 
     serializer.serialize_str(value.name())
 }
 
-/// Reads an element type that has products.
-pub(crate) fn product_type(text: &str) -> Result<DType, String> {
+/// Reads an element type that GEMM supports.
+pub(crate) fn gemm_dtype(text: &str) -> Result<DType, String> {
     match text.parse::<DType>() {
         Ok(dtype) if dtype.matmul_tolerance().is_some() => Ok(dtype),
-        _ => Err("give bf16, f16 or f32".to_owned()),
+        _ => Err("expected bf16, f16 or f32".to_owned()),
     }
 }
 
 impl Problem {
-    /// Fails where the ranks cannot share it.
+    /// Fails if the ranks cannot share it.
     pub(crate) fn check(&self, world: usize) -> Result<()> {
         let Self { m, k, n, .. } = *self;
-        ensure!(m > 0 && k > 0 && n > 0, "m, k and n are at least 1");
+        ensure!(
+            m > 0 && k > 0 && n > 0,
+            "m, k and n are {m}, {k} and {n}; expected at least 1"
+        );
         ensure!(
             m.is_multiple_of(world),
-            "m = {m} does not divide by the {world} ranks; give a multiple of {world}"
+            "m = {m} is not divisible by {world} ranks; expected a multiple of {world}"
         );
         ensure!(
             self.op == Op::AllGatherMatmul || k.is_multiple_of(world),
-            "k = {k} does not divide by the {world} ranks; give a multiple of {world}"
+            "k = {k} is not divisible by {world} ranks; expected a multiple of {world}"
         );
         let bytes = |rows: usize, columns: usize| {
             rows.checked_mul(columns)
@@ -81,7 +83,7 @@ impl Problem {
             [bytes(m, k), bytes(k, n), bytes(m, n)]
                 .iter()
                 .all(Option::is_some),
-            "a matrix of this problem has more bytes than there are addresses"
+            "a matrix of {m} x {k} x {n} has more bytes than can be addressed; expected smaller sizes"
         );
         Ok(())
     }
@@ -108,12 +110,12 @@ impl Problem {
 
 /// A plan of either kind.
 #[derive(Debug)]
-pub(crate) enum ProductPlan {
+pub(crate) enum GemmPlan {
     Gather(AllGatherMatmulPlan),
     Scatter(MatmulReduceScatterPlan),
 }
 
-impl ProductPlan {
+impl GemmPlan {
     pub(crate) fn run(&self, stream: &Stream) -> Result<()> {
         match self {
             Self::Gather(plan) => plan.run(stream)?,
@@ -138,7 +140,7 @@ impl ProductPlan {
 }
 
 /// A problem with its inputs on this rank's device.
-pub(crate) struct Product<'a> {
+pub(crate) struct Gemm<'a> {
     pub(crate) comm: &'a Communicator,
     pub(crate) problem: Problem,
     pub(crate) a: DeviceSlice,
@@ -149,7 +151,7 @@ pub(crate) struct Product<'a> {
     seed: u64,
 }
 
-impl<'a> Product<'a> {
+impl<'a> Gemm<'a> {
     /// Draws the inputs; with the same `seed` on every rank.
     pub(crate) fn new(comm: &'a Communicator, problem: Problem, seed: u64) -> Result<Self> {
         let (rank, world) = (comm.rank(), comm.world());
@@ -188,7 +190,7 @@ impl<'a> Product<'a> {
     }
 
     /// A plan for it. Every rank calls this at the same time.
-    pub(crate) fn plan(&self, options: &Options) -> warplink::Result<ProductPlan> {
+    pub(crate) fn plan(&self, options: &Options) -> warplink::Result<GemmPlan> {
         let Problem { m, k, n, dtype, .. } = self.problem;
         let (a, b, c) = (self.a.clone(), self.b.clone(), self.c.clone());
         match self.problem.op {
@@ -209,7 +211,7 @@ impl<'a> Product<'a> {
                     gathered: None,
                 };
                 AllGatherMatmulPlan::new(&self.executor, &problem, options, &buffers)
-                    .map(ProductPlan::Gather)
+                    .map(GemmPlan::Gather)
             }
             Op::MatmulReduceScatter => {
                 let problem = MatmulReduceScatter {
@@ -226,13 +228,13 @@ impl<'a> Product<'a> {
                     c,
                 };
                 MatmulReduceScatterPlan::new(&self.executor, &problem, options, &buffers)
-                    .map(ProductPlan::Scatter)
+                    .map(GemmPlan::Scatter)
             }
         }
     }
 
     /// Runs `work` once over a poisoned result, and gives the relative error of what it computes,
-    /// over all ranks: the norm of the difference to a double-precision product over the latter's,
+    /// over all ranks: the norm of the difference to a double-precision GEMM over the latter's,
     /// over all rows of a small problem and some of a large one. Every rank calls this at the same
     /// time.
     pub(crate) fn error_of(
@@ -267,7 +269,7 @@ impl<'a> Product<'a> {
             ));
         }
         let Some(reference) = &self.reference else {
-            bail!("the reference is not there");
+            bail!("the reference is missing");
         };
         let row_bytes = self.problem.n * self.problem.dtype.size();
         let mut row = vec![0; row_bytes];
@@ -298,13 +300,13 @@ impl<'a> Product<'a> {
 
     /// Some rows of what the result holds, always the same ones.
     pub(crate) fn some_rows(&self) -> Result<Vec<f64>> {
-        const MOST: usize = 128;
+        const MAX_ROWS: usize = 128;
         let row_bytes = self.problem.n * self.problem.dtype.size();
         let rows = self.c.bytes() / row_bytes;
         let mut row = vec![0; row_bytes];
         let mut values = Vec::new();
-        for index in 0..rows.min(MOST) {
-            let at = index * rows / rows.min(MOST);
+        for index in 0..rows.min(MAX_ROWS) {
+            let at = index * rows / rows.min(MAX_ROWS);
             let part = self.c.slice(at * row_bytes..(at + 1) * row_bytes)?;
             self.comm.device().download(&part, &mut row)?;
             values.extend(inputs::decode(self.problem.dtype, &row));
@@ -344,6 +346,6 @@ pub(crate) fn common_seed(comm: &Communicator, given: Option<u64>) -> Result<u64
         None => getrandom::u64().map_err(|error| anyhow::anyhow!("draw a seed: {error}"))?,
     };
     let all = comm.all_gather_bytes(&own.to_le_bytes())?;
-    let first = all.first().context("rank 0 has drawn no seed")?;
+    let first = all.first().context("rank 0 sent no seed")?;
     Ok(u64::from_le_bytes(first.as_slice().try_into()?))
 }

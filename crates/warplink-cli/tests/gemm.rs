@@ -1,4 +1,4 @@
-//! The demo, the benchmarks of products and programs, and `warplink program`, on the host device.
+//! The demo, the benchmarks of GEMMs and programs, and `warplink program`, on the host device.
 
 // A test fails by panicking.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
@@ -73,7 +73,7 @@ fn the_demo_takes_a_variant_and_a_seed() {
     for part in [
         "with overlap",
         "without",
-        "The result is right",
+        "The result is correct",
         "seed 5",
         "ring-get, as asked",
     ] {
@@ -84,8 +84,8 @@ fn the_demo_takes_a_variant_and_a_seed() {
 #[test]
 fn the_demo_refuses_what_cannot_be_shared() {
     for (args, part) in [
-        (["--m", "7"], "m = 7 does not divide by the 2 ranks"),
-        (["--dtype", "f64"], "give bf16, f16 or f32"),
+        (["--m", "7"], "m = 7 is not divisible by 2 ranks"),
+        (["--dtype", "f64"], "expected bf16, f16 or f32"),
         (["--variant", "circle"], "'circle' is no variant"),
         (["--k", "0"], "at least 1"),
     ] {

@@ -1,15 +1,15 @@
 //! An all-gather + matmul without overlap: everything is gathered, then multiplied.
 
-use super::{Op, Product};
+use super::{Gemm, Op};
 use anyhow::{Result, ensure};
 use std::sync::Arc;
 use warplink::device::{Compute, DeviceSlice, MatmulSpec, Stream};
 use warplink::memory::Region;
 use warplink::p2p::{Protocol, Transfer, TransferRequest, post_all, wait_all};
 
-/// Every rank's part goes to every other in one group of transfers; then one product. What there is
-/// to compare with where the vendor's collectives are not installed.
-pub(crate) struct Plain {
+/// Every rank sends its part to every other in one group of transfers; then one GEMM. The baseline
+/// where the vendor's collectives are not installed.
+pub(crate) struct Sequential {
     transfers: Vec<Transfer>,
     gathered: Region,
     own: DeviceSlice,
@@ -20,18 +20,18 @@ pub(crate) struct Plain {
     spec: MatmulSpec,
 }
 
-impl Plain {
+impl Sequential {
     /// Every rank makes one at the same time.
-    pub(crate) fn new(product: &Product<'_>) -> Result<Self> {
-        let (comm, problem) = (product.comm, product.problem);
+    pub(crate) fn new(gemm: &Gemm<'_>) -> Result<Self> {
+        let (comm, problem) = (gemm.comm, gemm.problem);
         ensure!(
             problem.op == Op::AllGatherMatmul,
-            "only what is gathered can be gathered"
+            "the baseline supports all-gather + matmul only"
         );
         let (rank, world) = (comm.rank(), comm.world());
-        let part = product.a.bytes();
+        let part = gemm.a.bytes();
         let gathered = comm.alloc(part * world)?;
-        let source = comm.register(&product.a)?;
+        let source = comm.register(&gemm.a)?;
         let mut requests = Vec::new();
         // In rotated order, so that in each step every rank is the target of one other.
         for step in 1..world {
@@ -47,9 +47,9 @@ impl Plain {
             transfers: comm.exchange(&requests)?,
             own: gathered.slice().slice(rank * part..(rank + 1) * part)?,
             gathered,
-            a: product.a.clone(),
-            b: product.b.clone(),
-            c: product.c.clone(),
+            a: gemm.a.clone(),
+            b: gemm.b.clone(),
+            c: gemm.c.clone(),
             compute,
             spec,
         })
