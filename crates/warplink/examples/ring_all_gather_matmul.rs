@@ -113,7 +113,7 @@ impl Problem {
     /// The memory of chunk `index` of A, as a region of its own. It can be sent like any other.
     fn chunk_of_a(&self, index: usize) -> Result<Region> {
         let bytes = self.rows * self.k * size_of::<bf16>();
-        self.a.range(index * bytes..(index + 1) * bytes)
+        self.a.slice(index * bytes..(index + 1) * bytes)
     }
 
     /// The memory of chunk `index` of C.
@@ -234,8 +234,8 @@ fn overlapped(comm: &Communicator, problem: &Problem, ring: &Ring, on: &dyn Comp
         on.matmul(
             &ring.computation,
             &problem.product(1),
-            problem.chunk_of_a(chunk)?.slice(),
-            problem.b.slice(),
+            problem.chunk_of_a(chunk)?.memory(),
+            problem.b.memory(),
             &problem.chunk_of_c(chunk)?,
             None,
         )
@@ -265,9 +265,9 @@ fn one_after_the_other(problem: &Problem, ring: &Ring, on: &dyn Compute) -> Resu
     on.matmul(
         &ring.computation,
         &problem.product(ring.steps.len() + 1),
-        problem.a.slice(),
-        problem.b.slice(),
-        problem.c.slice(),
+        problem.a.memory(),
+        problem.b.memory(),
+        problem.c.memory(),
         None,
     )?;
     ring.end()
@@ -347,7 +347,7 @@ fn check(
     let bytes: Vec<u8> = (chunks[rank].iter())
         .flat_map(|value| value.to_le_bytes())
         .collect();
-    comm.device().upload(own.slice(), &bytes)?;
+    own.upload(&bytes)?;
     problem.b.upload(&b)?;
 
     // An upload is not in a stream. This barrier keeps a neighbour from receiving anything before

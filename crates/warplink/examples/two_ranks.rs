@@ -32,7 +32,7 @@ fn rank(comm: &Communicator) -> Result<()> {
 
     match comm.rank() {
         0 => {
-            comm.device().upload(region.slice(), &message)?;
+            region.upload(&message)?;
             comm.send(&region, 1, TAG, &stream)?;
             // The bytes have moved when the stream is done, and not before.
             comm.synchronize(&stream)?;
@@ -42,7 +42,7 @@ fn rank(comm: &Communicator) -> Result<()> {
             comm.synchronize(&stream)?;
 
             let mut received = vec![0; message.len()];
-            comm.device().download(region.slice(), &mut received)?;
+            comm.device().download(region.memory(), &mut received)?;
             if received != message {
                 return Err(Error::invalid("rank 1 received something else"));
             }

@@ -41,7 +41,7 @@
 //!     // From here on only streams do.
 //!     let stream = comm.create_stream(Priority::High)?;
 //!     for _round in 0..32 {
-//!         stream.fill(own.slice(), rank as u8)?;
+//!         stream.fill(own.memory(), rank as u8)?;
 //!         post_all(&group, &stream)?;
 //!         wait_all(&group, &stream)?;
 //!         // Now `received` holds the left neighbour's bytes, and `own` may change.

@@ -142,7 +142,7 @@ fn a_peer_that_never_comes_is_named_on_all() {
         let id = new_id();
         let configs = [0, 1, 3].map(|rank| {
             let mut config = config(&id, rank, 5);
-            config.deadline = Duration::from_millis(400);
+            config.timeout = Duration::from_millis(400);
             config
         });
         let begun = Instant::now();
@@ -154,7 +154,7 @@ fn a_peer_that_never_comes_is_named_on_all() {
         assert!(begun.elapsed() < Duration::from_secs(3));
 
         let mut alone = JoinConfig::new(Rendezvous::Address(free_address()), 1, 2);
-        alone.deadline = Duration::from_millis(200);
+        alone.timeout = Duration::from_millis(200);
         let missing = error(Bootstrap::join(&alone));
         assert_eq!(
             (missing.kind(), missing.failed_peer()),

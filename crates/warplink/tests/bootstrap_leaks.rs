@@ -70,7 +70,7 @@ fn a_thousand_exchanges_and_many_jobs_leave_nothing_behind() {
         // Joins that fail.
         let id = new_id();
         let mut alone = config(&id, 0, 2);
-        alone.deadline = Duration::from_millis(50);
+        alone.timeout = Duration::from_millis(50);
         assert!(join_all(vec![alone]).pop().unwrap().is_err());
         settles("fd", descriptors);
         settles("task", threads);

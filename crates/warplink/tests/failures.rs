@@ -97,8 +97,8 @@ fn die_in_a_transfer(
     let (send, receive) = (comm.alloc(bytes)?, comm.alloc(bytes)?);
     let stream = comm.create_stream(Priority::Normal)?;
     let transfers = comm.exchange(&[
-        TransferRequest::send(&send, right, 0).protocol(protocol),
-        TransferRequest::receive(&receive, left, 0).protocol(protocol),
+        TransferRequest::send(&send, right, 0).with_protocol(protocol),
+        TransferRequest::receive(&receive, left, 0).with_protocol(protocol),
     ])?;
     let group: Vec<&Transfer> = transfers.iter().collect();
     for round in 0.. {
@@ -224,7 +224,7 @@ fn lengths_that_differ_are_told_to_both_and_nothing_is_lost() {
     pair(|comm| {
         let peer = 1 - comm.rank();
         let region = comm.alloc(4096).unwrap();
-        let half = region.range(0..2048).unwrap();
+        let half = region.slice(0..2048).unwrap();
         let request = match comm.rank() {
             0 => TransferRequest::send(&region, peer, 5),
             _ => TransferRequest::receive(&half, peer, 5),
@@ -246,18 +246,14 @@ fn lengths_that_differ_are_told_to_both_and_nothing_is_lost() {
 fn works(comm: &Communicator, peer: usize, tag: u64) {
     let region = comm.alloc(512).unwrap();
     let stream = comm.create_stream(Priority::Normal).unwrap();
-    comm.device()
-        .upload(region.slice(), &[comm.rank() as u8 + 1; 512])
-        .unwrap();
+    region.upload(&[comm.rank() as u8 + 1; 512]).unwrap();
     let request = match comm.rank() {
         0 => TransferRequest::send(&region, peer, tag),
         _ => TransferRequest::receive(&region, peer, tag),
     };
     comm.once(&[request], &stream).unwrap();
     comm.synchronize(&stream).unwrap();
-    let mut seen = [0; 512];
-    comm.device().download(region.slice(), &mut seen).unwrap();
-    assert_eq!(seen, [1; 512]);
+    assert_eq!(region.download().unwrap(), [1; 512]);
 }
 
 #[test]
@@ -266,8 +262,8 @@ fn protocols_that_differ_are_told_to_both() {
         let peer = 1 - comm.rank();
         let region = comm.alloc(4096).unwrap();
         let request = match comm.rank() {
-            0 => TransferRequest::send(&region, peer, 5).protocol(Protocol::Get),
-            _ => TransferRequest::receive(&region, peer, 5).protocol(Protocol::Put),
+            0 => TransferRequest::send(&region, peer, 5).with_protocol(Protocol::Get),
+            _ => TransferRequest::receive(&region, peer, 5).with_protocol(Protocol::Put),
         };
         let error = comm.exchange(&[request]).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Mismatch);
@@ -286,8 +282,8 @@ fn a_peer_that_never_exchanges_is_named_and_a_second_try_works() {
             let region = comm.alloc(4096).unwrap();
             for protocol in [Protocol::Get, Protocol::Put] {
                 let requests = [
-                    TransferRequest::send(&region, peer, 8).protocol(protocol),
-                    TransferRequest::receive(&region, peer, 8).protocol(protocol),
+                    TransferRequest::send(&region, peer, 8).with_protocol(protocol),
+                    TransferRequest::receive(&region, peer, 8).with_protocol(protocol),
                 ];
                 let deadline = Deadline::after(Duration::from_millis(200));
                 let error = comm.exchange_until(&requests, deadline).unwrap_err();
@@ -327,10 +323,10 @@ fn memory_that_is_no_region_is_refused() {
         let region = comm.alloc(4096).unwrap();
         // A range that passes the end, and one that would if it did not overflow.
         assert_says(
-            &region.range(4000..5000).unwrap_err(),
+            &region.slice(4000..5000).unwrap_err(),
             &["4000..5000", "4096"],
         );
-        assert!(region.range(usize::MAX - 1..usize::MAX).is_err());
+        assert!(region.slice(usize::MAX - 1..usize::MAX).is_err());
         assert!(
             comm.device()
                 .allocate(64, AllocationKind::Plain)
@@ -369,7 +365,7 @@ fn a_region_of_another_communicator_is_refused() {
         if comm.rank() == 0 {
             let region = foreign.lock().unwrap().take().unwrap();
             let error = comm
-                .exchange(&[TransferRequest::send(&region, 1, 0).protocol(Protocol::Get)])
+                .exchange(&[TransferRequest::send(&region, 1, 0).with_protocol(Protocol::Get)])
                 .unwrap_err();
             assert_says(&error, &["another communicator"]);
         }
@@ -388,7 +384,7 @@ fn a_region_in_use_by_a_peer_is_not_freed() {
             _ => TransferRequest::receive(&region, peer, 0),
         };
         // Get: rank 1 maps the region of rank 0.
-        let transfers = comm.exchange(&[request.protocol(Protocol::Get)]).unwrap();
+        let transfers = comm.exchange(&[request.with_protocol(Protocol::Get)]).unwrap();
         if comm.rank() == 0 {
             let error = region.clone().close(Duration::from_millis(10)).unwrap_err();
             assert_says(&error, &["in use here"]);
@@ -424,7 +420,7 @@ fn ranks_on_different_devices_and_worlds_are_refused() {
             JoinConfig::new(Rendezvous::Id(id.clone()), rank, world),
             kind(),
         );
-        config.join.deadline = Duration::from_secs(3);
+        config.join.timeout = Duration::from_secs(3);
         Communicator::join(&config)
     };
     std::thread::scope(|scope| {

@@ -268,7 +268,7 @@ fn what_does_not_fit_is_refused() {
             .unwrap();
         let error = prepared.bind(&Bindings::new()).expect_err("A is missing");
         assert_says(&error, &["'A' is not bound"]);
-        let slice = comm.alloc(16).unwrap().slice().clone();
+        let slice = comm.alloc(16).unwrap().memory().clone();
         let bindings = Bindings::from([("A".into(), slice.clone()), ("X".into(), slice)]);
         let error = prepared.bind(&bindings).expect_err("there is no X");
         assert_says(&error, &["no input or output 'X'", "A, C"]);

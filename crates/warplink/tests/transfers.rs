@@ -17,16 +17,6 @@ use warplink::{Communicator, ErrorKind};
 
 const PROTOCOLS: [Protocol; 2] = [Protocol::Get, Protocol::Put];
 
-fn upload(comm: &Communicator, region: &Region, bytes: &[u8]) {
-    comm.device().upload(region.slice(), bytes).unwrap();
-}
-
-fn download(comm: &Communicator, region: &Region) -> Vec<u8> {
-    let mut bytes = vec![0; region.bytes()];
-    comm.device().download(region.slice(), &mut bytes).unwrap();
-    bytes
-}
-
 fn neighbours(comm: &Communicator) -> (usize, usize) {
     let (rank, world) = (comm.rank(), comm.world());
     ((rank + 1) % world, (rank + world - 1) % world)
@@ -42,8 +32,8 @@ fn ring(
 ) -> Vec<Transfer> {
     let (right, left) = neighbours(comm);
     comm.exchange(&[
-        TransferRequest::send(send, right, tag).protocol(protocol),
-        TransferRequest::receive(receive, left, tag).protocol(protocol),
+        TransferRequest::send(send, right, tag).with_protocol(protocol),
+        TransferRequest::receive(receive, left, tag).with_protocol(protocol),
     ])
     .unwrap()
 }
@@ -57,12 +47,12 @@ fn ring_of_rounds(comm: &Communicator) {
         let transfers = ring(comm, &send, &receive, tag as u64, protocol);
         let group: Vec<&Transfer> = transfers.iter().collect();
         for round in 0..32 {
-            upload(comm, &send, &values(comm.rank(), round, 10_000));
+            send.upload(&values(comm.rank(), round, 10_000)).unwrap();
             post_all(&group, &stream).unwrap();
             wait_all(&group, &stream).unwrap();
             comm.synchronize(&stream).unwrap();
             assert_eq!(
-                download(comm, &receive),
+                receive.download().unwrap(),
                 values(left, round, 10_000),
                 "{protocol}, round {round}"
             );
@@ -106,15 +96,16 @@ fn a_neighbours_value_is_read_through_its_handle() {
     processes(world(2), |comm| {
         let peer = 1 - comm.rank();
         let (own, seen) = (comm.alloc(8).unwrap(), comm.alloc(8).unwrap());
-        upload(comm, &own, &(comm.rank() as u64 + 41).to_le_bytes());
+        own.upload(&(comm.rank() as u64 + 41).to_le_bytes())
+            .unwrap();
         let stream = comm.create_stream(Priority::Normal).unwrap();
         let requests = [
-            TransferRequest::send(&own, peer, 0).protocol(Protocol::Get),
-            TransferRequest::receive(&seen, peer, 0).protocol(Protocol::Get),
+            TransferRequest::send(&own, peer, 0).with_protocol(Protocol::Get),
+            TransferRequest::receive(&seen, peer, 0).with_protocol(Protocol::Get),
         ];
         comm.once(&requests, &stream).unwrap();
         comm.synchronize(&stream).unwrap();
-        assert_eq!(download(comm, &seen), (peer as u64 + 41).to_le_bytes());
+        assert_eq!(seen.download().unwrap(), (peer as u64 + 41).to_le_bytes());
     });
 }
 
@@ -128,16 +119,16 @@ fn the_middle_of_an_allocation_on_either_side() {
                 let whole = comm.device().allocate(3 << 20, kind).unwrap();
                 comm.device().upload(&whole, &vec![0; 3 << 20]).unwrap();
                 let whole = comm.register(&whole).unwrap();
-                let from = whole.range(1_000_003..1_300_003).unwrap();
-                let to = whole.range(2_000_001..2_300_001).unwrap();
-                upload(comm, &from, &values(comm.rank(), 5, 300_000));
+                let from = whole.slice(1_000_003..1_300_003).unwrap();
+                let to = whole.slice(2_000_001..2_300_001).unwrap();
+                from.upload(&values(comm.rank(), 5, 300_000)).unwrap();
                 let requests = [
-                    TransferRequest::receive(&to, peer, 1).protocol(protocol),
-                    TransferRequest::send(&from, peer, 1).protocol(protocol),
+                    TransferRequest::receive(&to, peer, 1).with_protocol(protocol),
+                    TransferRequest::send(&from, peer, 1).with_protocol(protocol),
                 ];
                 comm.once(&requests, &stream).unwrap();
                 comm.synchronize(&stream).unwrap();
-                let all = download(comm, &whole);
+                let all = whole.download().unwrap();
                 assert_eq!(all[2_000_001..2_300_001], values(peer, 5, 300_000));
                 assert!(
                     all[..1_000_003].iter().all(|byte| *byte == 0),
@@ -172,7 +163,7 @@ fn memory_that_somebody_else_allocated() {
         };
         let own = comm.register(&borrowed.unwrap()).unwrap();
         let into = comm.alloc(4096).unwrap();
-        upload(comm, &own, &values(comm.rank(), 1, 4096));
+        own.upload(&values(comm.rank(), 1, 4096)).unwrap();
         comm.once(
             &[
                 TransferRequest::send(&own, peer, 0),
@@ -182,7 +173,7 @@ fn memory_that_somebody_else_allocated() {
         )
         .unwrap();
         comm.synchronize(&stream).unwrap();
-        assert_eq!(download(comm, &into), values(peer, 1, 4096));
+        assert_eq!(into.download().unwrap(), values(peer, 1, 4096));
     });
 }
 
@@ -200,11 +191,11 @@ fn a_buffer_replaced_on_one_rank_only() {
                     drop(send);
                     send = comm.alloc(1 << 16).unwrap();
                 }
-                upload(comm, &send, &values(comm.rank(), round, 1 << 16));
+                send.upload(&values(comm.rank(), round, 1 << 16)).unwrap();
                 let transfers = comm
                     .exchange(&[
-                        TransferRequest::send(&send, peer, 9).protocol(protocol),
-                        TransferRequest::receive(&receive, peer, 9).protocol(protocol),
+                        TransferRequest::send(&send, peer, 9).with_protocol(protocol),
+                        TransferRequest::receive(&receive, peer, 9).with_protocol(protocol),
                     ])
                     .unwrap();
                 let group: Vec<&Transfer> = transfers.iter().collect();
@@ -212,7 +203,7 @@ fn a_buffer_replaced_on_one_rank_only() {
                 wait_all(&group, &stream).unwrap();
                 comm.synchronize(&stream).unwrap();
                 assert_eq!(
-                    download(comm, &receive),
+                    receive.download().unwrap(),
                     values(peer, round, 1 << 16),
                     "{protocol}, round {round}"
                 );
@@ -241,14 +232,14 @@ fn a_thousand_exchanges_leave_nothing_behind() {
             // Every fourth exchange is of fresh memory.
             let (send, receive) = (comm.alloc(4096).unwrap(), comm.alloc(4096).unwrap());
             for step in 0..4 {
-                upload(comm, &send, &values(comm.rank(), tag + step, 4096));
+                send.upload(&values(comm.rank(), tag + step, 4096)).unwrap();
                 let requests = [
                     TransferRequest::send(&send, peer, 3),
                     TransferRequest::receive(&receive, peer, 3),
                 ];
                 comm.once(&requests, &stream).unwrap();
                 comm.synchronize(&stream).unwrap();
-                assert_eq!(download(comm, &receive), values(peer, tag + step, 4096));
+                assert_eq!(receive.download().unwrap(), values(peer, tag + step, 4096));
             }
         };
         let settle = || {
@@ -295,13 +286,10 @@ fn a_group_completes_in_any_order_on_each_rank() {
                     let protocol = PROTOCOLS[(tag as usize + rank.min(peer)) % 2];
                     let bytes = 1000 + 77 * tag as usize;
                     let (send, receive) = (comm.alloc(bytes).unwrap(), comm.alloc(bytes).unwrap());
-                    upload(
-                        comm,
-                        &send,
-                        &values(rank * 100 + peer, round * 10 + tag as usize, bytes),
-                    );
-                    requests.push(TransferRequest::send(&send, peer, tag).protocol(protocol));
-                    requests.push(TransferRequest::receive(&receive, peer, tag).protocol(protocol));
+                    send.upload(&values(rank * 100 + peer, round * 10 + tag as usize, bytes))
+                        .unwrap();
+                    requests.push(TransferRequest::send(&send, peer, tag).with_protocol(protocol));
+                    requests.push(TransferRequest::receive(&receive, peer, tag).with_protocol(protocol));
                     checks.push((
                         receive,
                         values(peer * 100 + rank, round * 10 + tag as usize, bytes),
@@ -316,7 +304,7 @@ fn a_group_completes_in_any_order_on_each_rank() {
             comm.once(&requests, &stream).unwrap();
             comm.synchronize(&stream).unwrap();
             for (receive, want) in checks {
-                assert_eq!(download(comm, &receive), want);
+                assert_eq!(receive.download().unwrap(), want);
             }
         }
     });
@@ -330,7 +318,7 @@ fn batches_need_not_be_cut_alike() {
         let regions: Vec<_> = (0..4).map(|_| comm.alloc(64).unwrap()).collect();
         if comm.rank() == 0 {
             for (tag, region) in regions.iter().enumerate() {
-                upload(comm, region, &[tag as u8 + 1; 64]);
+                region.upload(&[tag as u8 + 1; 64]).unwrap();
                 comm.send(region, peer, tag as u64, &stream).unwrap();
             }
         } else {
@@ -343,7 +331,7 @@ fn batches_need_not_be_cut_alike() {
         }
         comm.synchronize(&stream).unwrap();
         for (tag, region) in regions.iter().enumerate() {
-            assert_eq!(download(comm, region), [tag as u8 + 1; 64]);
+            assert_eq!(region.download().unwrap(), [tag as u8 + 1; 64]);
         }
     });
 }
@@ -358,13 +346,13 @@ fn a_sender_that_runs_ahead_loses_no_signal() {
             let stream = comm.create_stream(Priority::Normal).unwrap();
             for protocol in PROTOCOLS {
                 let region = comm.alloc(256).unwrap();
-                upload(comm, &region, &[7; 256]);
+                region.upload(&[7; 256]).unwrap();
                 let request = match comm.rank() {
                     0 => TransferRequest::send(&region, peer, 1),
                     _ => TransferRequest::receive(&region, peer, 1),
                 };
                 let transfer = comm
-                    .exchange(&[request.protocol(protocol)])
+                    .exchange(&[request.with_protocol(protocol)])
                     .unwrap()
                     .remove(0);
                 // One rank posts a hundred before the other posts any, then the other way round.
@@ -386,7 +374,7 @@ fn a_sender_that_runs_ahead_loses_no_signal() {
                 }
                 transfer.wait(&stream).unwrap();
                 comm.synchronize(&stream).unwrap();
-                assert_eq!(download(comm, &region), [7; 256]);
+                assert_eq!(region.download().unwrap(), [7; 256]);
             }
         },
     );
@@ -411,19 +399,19 @@ fn a_wait_on_another_stream_waits() {
                 );
                 let transfers = comm
                     .exchange(&[
-                        TransferRequest::send(&send, peer, 1).protocol(protocol),
-                        TransferRequest::receive(&receive, peer, 1).protocol(protocol),
+                        TransferRequest::send(&send, peer, 1).with_protocol(protocol),
+                        TransferRequest::receive(&receive, peer, 1).with_protocol(protocol),
                     ])
                     .unwrap();
                 let group: Vec<&Transfer> = transfers.iter().collect();
                 for round in 0..20 {
-                    upload(comm, &send, &values(comm.rank(), round, 1 << 16));
+                    send.upload(&values(comm.rank(), round, 1 << 16)).unwrap();
                     post_all(&group, &posts).unwrap();
                     wait_all(&group, &waits).unwrap();
-                    waits.copy(seen.slice(), receive.slice()).unwrap();
+                    waits.copy(&seen, &receive).unwrap();
                     comm.synchronize(&waits).unwrap();
                     assert_eq!(
-                        download(comm, &seen),
+                        seen.download().unwrap(),
                         values(peer, round, 1 << 16),
                         "{protocol}, round {round}"
                     );
@@ -443,7 +431,7 @@ fn stores(comm: &Communicator) {
     let transfers = comm
         .exchange(&[
             TransferRequest::store(3000, right, 7),
-            TransferRequest::receive(&receive, left, 7).protocol(Protocol::Put),
+            TransferRequest::receive(&receive, left, 7).with_protocol(Protocol::Put),
         ])
         .unwrap();
     let [store, take] = &transfers[..] else {
@@ -456,7 +444,7 @@ fn stores(comm: &Communicator) {
         post_stores(&[store], &stream, |targets| {
             // In two parts, which are both there when the receiver hears of it.
             for part in [0..1000, 1000..3000] {
-                let from = source.slice().slice(part.clone())?;
+                let from = source.slice(part.clone())?;
                 stream.copy(&targets[0].slice(part)?, &from)?;
             }
             Ok(())
@@ -468,13 +456,13 @@ fn stores(comm: &Communicator) {
     enqueue();
     let graph = stream.end_capture().unwrap();
     for round in 0..20 {
-        upload(comm, &source, &values(comm.rank(), round, 3000));
+        source.upload(&values(comm.rank(), round, 3000)).unwrap();
         match round % 2 {
             0 => enqueue(),
             _ => graph.launch(&stream).unwrap(),
         }
         comm.synchronize(&stream).unwrap();
-        assert_eq!(download(comm, &receive), values(left, round, 3000));
+        assert_eq!(receive.download().unwrap(), values(left, round, 3000));
     }
     // There is nothing to copy, and nothing to store for who receives.
     let error = store.post(&stream).unwrap_err();
@@ -482,10 +470,10 @@ fn stores(comm: &Communicator) {
     // That harmed nothing.
     enqueue();
     comm.synchronize(&stream).unwrap();
-    assert_eq!(download(comm, &receive), values(left, 19, 3000));
+    assert_eq!(receive.download().unwrap(), values(left, 19, 3000));
     let error = post_stores(&[take], &stream, |_| Ok(())).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
-    let by_get = TransferRequest::store(64, right, 8).protocol(Protocol::Get);
+    let by_get = TransferRequest::store(64, right, 8).with_protocol(Protocol::Get);
     let error = comm.exchange(&[by_get]).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
     comm.barrier().unwrap();

@@ -12,7 +12,7 @@ use warplink::p2p::{Protocol, Transfer, TransferRequest, post_all, wait_all};
 pub(crate) struct Sequential {
     transfers: Vec<Transfer>,
     gathered: Region,
-    own: DeviceSlice,
+    own: Region,
     a: DeviceSlice,
     b: DeviceSlice,
     c: DeviceSlice,
@@ -36,16 +36,16 @@ impl Sequential {
         // In rotated order, so that in each step every rank is the target of one other.
         for step in 1..world {
             let (to, from) = ((rank + world - step) % world, (rank + step) % world);
-            let target = gathered.range(from * part..(from + 1) * part)?;
-            requests.push(TransferRequest::send(&source, to, 0).protocol(Protocol::Put));
-            requests.push(TransferRequest::receive(&target, from, 0).protocol(Protocol::Put));
+            let target = gathered.slice(from * part..(from + 1) * part)?;
+            requests.push(TransferRequest::send(&source, to, 0).with_protocol(Protocol::Put));
+            requests.push(TransferRequest::receive(&target, from, 0).with_protocol(Protocol::Put));
         }
         let spec = MatmulSpec::new(problem.m, problem.n, problem.k, problem.dtype);
         let compute = comm.compute()?;
         compute.prepare_matmul(&spec)?;
         Ok(Self {
             transfers: comm.exchange(&requests)?,
-            own: gathered.slice().slice(rank * part..(rank + 1) * part)?,
+            own: gathered.slice(rank * part..(rank + 1) * part)?,
             gathered,
             a: gemm.a.clone(),
             b: gemm.b.clone(),
@@ -62,7 +62,7 @@ impl Sequential {
             post_all(&group, stream)?;
             wait_all(&group, stream)?;
         }
-        let gathered = self.gathered.slice();
+        let gathered = self.gathered.memory();
         Ok(self
             .compute
             .matmul(stream, &self.spec, gathered, &self.b, &self.c, None)?)

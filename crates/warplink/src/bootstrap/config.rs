@@ -62,7 +62,7 @@ pub struct JoinConfig {
     pub local_rank: usize,
     /// How long joining may take, until every rank has joined; also the limit of store calls that
     /// do not wait for a key. 60 seconds unless told otherwise.
-    pub deadline: Duration,
+    pub timeout: Duration,
     /// The text whose hash is the key when the rendezvous is a plain address. It is hashed once,
     /// not stretched, so make it long and random. A [`UniqueId`] brings its own secret.
     pub secret: Option<String>,
@@ -82,7 +82,7 @@ impl JoinConfig {
             rank,
             world,
             local_rank: rank,
-            deadline: Duration::from_secs(60),
+            timeout: Duration::from_secs(60),
             secret: None,
             heartbeat: Duration::from_secs(1),
             store_limit: 1 << 30,
@@ -117,7 +117,7 @@ impl fmt::Debug for JoinConfig {
             .field("rank", &self.rank)
             .field("world", &self.world)
             .field("local_rank", &self.local_rank)
-            .field("deadline", &self.deadline)
+            .field("timeout", &self.timeout)
             .field("secret", &self.secret.as_ref().map(|_| ".."))
             .field("heartbeat", &self.heartbeat)
             .field("store_limit", &self.store_limit)

@@ -74,7 +74,7 @@ impl Bootstrap {
                 "rank {rank} of {world} is out of range; expected a world of 1 to {MAX_WORLD} ranks, numbered from 0"
             )));
         }
-        let deadline = Deadline::after(config.deadline);
+        let deadline = Deadline::after(config.timeout);
         let key = config.key()?;
         let address = config.rendezvous.address();
         let server = (rank == 0)
@@ -109,7 +109,7 @@ impl Bootstrap {
             client.close();
             return Err(error);
         }
-        let store = Store::new(client.clone(), config.deadline);
+        let store = Store::new(client.clone(), config.timeout);
         let all: Vec<Rank> = (0..world).collect();
         let sorted = sort_members(&all, rank, world)?;
         let everyone = Group::new(client.clone(), all, sorted.clone(), 0);

@@ -4,6 +4,7 @@ use super::{AllocationKind, Device, DeviceSlice};
 use crate::dtype::Element;
 use crate::error::{Error, Result};
 use std::marker::PhantomData;
+use std::ops::Range;
 use std::sync::Arc;
 
 /// `len` elements of `T` on a device. Values are copied in and out; no reference is handed out,
@@ -47,14 +48,22 @@ impl<T: Element> DeviceBuffer<T> {
     }
 
     /// Its memory.
-    pub fn slice(&self) -> &DeviceSlice {
+    pub fn memory(&self) -> &DeviceSlice {
         &self.slice
     }
 
-    /// The memory of elements `range`.
-    pub fn elements(&self, range: std::ops::Range<usize>) -> Result<DeviceSlice> {
-        self.slice
-            .slice(range.start * size_of::<T>()..range.end * size_of::<T>())
+    /// The elements `range`, as a buffer of the same memory.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where the range is
+    /// reversed or passes the end.
+    pub fn slice(&self, range: Range<usize>) -> Result<Self> {
+        let bytes = |elements: usize| elements.saturating_mul(size_of::<T>());
+        Ok(Self {
+            device: self.device.clone(),
+            slice: self.slice.slice(bytes(range.start)..bytes(range.end))?,
+            element: PhantomData,
+        })
     }
 
     /// Copies `values` (as many as it holds) in. Blocks; ordered after nothing in a stream.
@@ -73,5 +82,11 @@ impl<T: Element> DeviceBuffer<T> {
                 T::read_from_bytes(chunk).map_err(|_| Error::invalid("a chunk is not one element"))
             })
             .collect()
+    }
+}
+
+impl<T> AsRef<DeviceSlice> for DeviceBuffer<T> {
+    fn as_ref(&self) -> &DeviceSlice {
+        &self.slice
     }
 }

@@ -118,6 +118,12 @@ impl DeviceSlice {
     }
 }
 
+impl AsRef<Self> for DeviceSlice {
+    fn as_ref(&self) -> &Self {
+        self
+    }
+}
+
 impl fmt::Debug for DeviceSlice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}[{:#x}; {}]", self.kind(), self.address(), self.bytes)

@@ -82,13 +82,17 @@ impl Stream {
     }
 
     /// Copies `source` to `target`, of the same length, either of which may be a peer's.
-    pub fn copy(&self, target: &DeviceSlice, source: &DeviceSlice) -> Result<()> {
-        self.0.copy(target, source)
+    pub fn copy(
+        &self,
+        target: impl AsRef<DeviceSlice>,
+        source: impl AsRef<DeviceSlice>,
+    ) -> Result<()> {
+        self.0.copy(target.as_ref(), source.as_ref())
     }
 
     /// Sets every byte of `target`.
-    pub fn fill(&self, target: &DeviceSlice, byte: u8) -> Result<()> {
-        self.0.fill(target, byte)
+    pub fn fill(&self, target: impl AsRef<DeviceSlice>, byte: u8) -> Result<()> {
+        self.0.fill(target.as_ref(), byte)
     }
 
     /// Writes and waits, in the order given.

@@ -113,7 +113,7 @@ impl Drop for Registration {
 
 impl Region {
     /// Its memory.
-    pub fn slice(&self) -> &DeviceSlice {
+    pub fn memory(&self) -> &DeviceSlice {
         &self.slice
     }
 
@@ -122,11 +122,31 @@ impl Region {
         self.slice.bytes()
     }
 
+    /// Copies `bytes` (as many as the region has) in. Blocks until that is done; it is ordered after
+    /// nothing in a stream.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`] for another length; the device's fault when it is raised.
+    pub fn upload(&self, bytes: &[u8]) -> Result<()> {
+        self.registration.inner.device.upload(&self.slice, bytes)
+    }
+
+    /// Copies all bytes out. Blocks until that is done; it is ordered after nothing in a stream.
+    ///
+    /// # Errors
+    /// The device's fault when it is raised.
+    pub fn download(&self) -> Result<Vec<u8>> {
+        let mut bytes = vec![0; self.slice.bytes()];
+        let device = &self.registration.inner.device;
+        device.download(&self.slice, &mut bytes)?;
+        Ok(bytes)
+    }
+
     /// The bytes `range` of this region, as a region of the same registration.
     ///
     /// # Errors
     /// [`ErrorKind::InvalidArgument`] where the range passes the end.
-    pub fn range(&self, range: Range<usize>) -> Result<Self> {
+    pub fn slice(&self, range: Range<usize>) -> Result<Self> {
         Ok(Self {
             slice: self.slice.slice(range)?,
             registration: self.registration.clone(),
@@ -171,7 +191,30 @@ impl RemoteRegion {
     }
 
     /// Its memory, at an address of this process.
-    pub fn slice(&self) -> &DeviceSlice {
+    pub fn memory(&self) -> &DeviceSlice {
+        &self.slice
+    }
+
+    /// The bytes `range` of this region, of the same mapping.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`] where the range passes the end.
+    pub fn slice(&self, range: Range<usize>) -> Result<Self> {
+        Ok(Self {
+            slice: self.slice.slice(range)?,
+            ..self.clone()
+        })
+    }
+}
+
+impl AsRef<DeviceSlice> for Region {
+    fn as_ref(&self) -> &DeviceSlice {
+        &self.slice
+    }
+}
+
+impl AsRef<DeviceSlice> for RemoteRegion {
+    fn as_ref(&self) -> &DeviceSlice {
         &self.slice
     }
 }

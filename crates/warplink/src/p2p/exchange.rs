@@ -474,7 +474,7 @@ impl Transfers {
         let words = self
             .memory
             .open_handle(peer, &side.inbound)
-            .and_then(|page| Ok((RemoteSlot::new(page.slice())?, page)));
+            .and_then(|page| Ok((RemoteSlot::new(page.memory())?, page)));
         let mover = request.direction.end(protocol) == End::Mover;
         let buffer = match (&side.buffer, mover, &words) {
             (Some(wire), true, Ok(_)) => self.memory.open_handle(peer, wire).map(Some),
@@ -487,7 +487,8 @@ impl Transfers {
         };
         let (remote_slot, page) = words?;
         let buffer = buffer?;
-        let other_length = |remote: &RemoteRegion| remote.slice().bytes() != request.buffer.bytes();
+        let other_length =
+            |remote: &RemoteRegion| remote.memory().bytes() != request.buffer.bytes();
         if buffer.as_ref().is_some_and(other_length) {
             return Err(Error::new(
                 ErrorKind::InvalidHandle,

@@ -122,7 +122,7 @@ impl TransferRequest {
 
     /// Chooses the protocol of this transfer, the same on both ranks; otherwise it is the
     /// communicator's.
-    pub fn protocol(mut self, protocol: Protocol) -> Self {
+    pub fn with_protocol(mut self, protocol: Protocol) -> Self {
         self.protocol = Some(protocol);
         self
     }

@@ -192,7 +192,7 @@ impl Transfer {
                     .key(self.key()),
             );
         };
-        let (own, remote) = (region.slice(), self.remote()?);
+        let (own, remote) = (region.memory(), self.remote()?);
         Ok(match self.direction {
             Direction::Send => (remote, own),
             Direction::Receive => (own, remote),
@@ -202,7 +202,7 @@ impl Transfer {
     /// The peer's buffer, at the end that moves.
     pub(super) fn remote(&self) -> Result<&DeviceSlice> {
         match &self.remote {
-            Some(remote) => Ok(remote.slice()),
+            Some(remote) => Ok(remote.memory()),
             None => Err(Error::new(ErrorKind::Internal, "the mover has no mapping")),
         }
     }

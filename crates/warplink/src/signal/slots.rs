@@ -84,7 +84,7 @@ impl SlotPool {
             .pages
             .get(page)
             .ok_or_else(|| Error::invalid("there is no such signal slot"))?;
-        let inbound = page.range(start..start + REMOTE_SLOT_BYTES)?;
+        let inbound = page.slice(start..start + REMOTE_SLOT_BYTES)?;
         Ok(Slot {
             number,
             words,
@@ -113,7 +113,7 @@ impl State {
             .pages
             .get(page)
             .ok_or_else(|| Error::invalid("there is no such signal slot"))?;
-        page.slice().slice(start..start + SLOT_BYTES)
+        page.memory().slice(start..start + SLOT_BYTES)
     }
 }
 

@@ -19,7 +19,7 @@ pub(crate) fn new_id() -> UniqueId {
 
 pub(crate) fn config(id: &UniqueId, rank: Rank, world: usize) -> JoinConfig {
     let mut config = JoinConfig::new(Rendezvous::Id(id.clone()), rank, world);
-    config.deadline = Duration::from_secs(20);
+    config.timeout = Duration::from_secs(20);
     config
 }
 

@@ -24,11 +24,15 @@ fn a_batch_waits_and_posts_again_in_a_graph() {
             wait_all(&transfers.iter().collect::<Vec<_>>(), &stream).unwrap();
             let graph = stream.end_capture().unwrap();
             for round in 0..10 {
-                upload(comm, &send, &values(comm.rank(), round, bytes));
+                send.upload(&values(comm.rank(), round, bytes)).unwrap();
                 graph.launch(&stream).unwrap();
                 comm.synchronize(&stream).unwrap();
                 let want = values(neighbours(comm).1, round, bytes);
-                assert_eq!(download(comm, &receive), want, "{protocol}, {bytes} bytes");
+                assert_eq!(
+                    receive.download().unwrap(),
+                    want,
+                    "{protocol}, {bytes} bytes"
+                );
                 // The right neighbour reads, or the left one writes, until it has launched too.
                 comm.barrier().unwrap();
             }
@@ -42,13 +46,13 @@ fn replay(comm: &Communicator, times: usize) {
     let stream = comm.create_stream(Priority::Normal).unwrap();
     for protocol in PROTOCOLS {
         let (send, receive) = (comm.alloc(4096).unwrap(), comm.alloc(4096).unwrap());
-        upload(comm, &send, &[rank as u8; 4096]);
+        send.upload(&[rank as u8; 4096]).unwrap();
         let transfers = ring(comm, &send, &receive, 4, protocol);
         let group: Vec<&Transfer> = transfers.iter().collect();
         stream.begin_capture().unwrap();
         post_all(&group, &stream).unwrap();
         wait_all(&group, &stream).unwrap();
-        stream.copy(send.slice(), receive.slice()).unwrap();
+        stream.copy(&send, &receive).unwrap();
         let graph = stream.end_capture().unwrap();
         let mut replayed = 0;
         while replayed < times {
@@ -59,7 +63,7 @@ fn replay(comm: &Communicator, times: usize) {
             replayed += batch;
             let from = (rank + world * times - replayed) % world;
             assert_eq!(
-                download(comm, &send),
+                send.download().unwrap(),
                 [from as u8; 4096],
                 "{protocol} after {replayed} replays"
             );
@@ -69,7 +73,7 @@ fn replay(comm: &Communicator, times: usize) {
         wait_all(&group, &stream).unwrap();
         comm.synchronize(&stream).unwrap();
         let from = (rank + world * (times + 1) - replayed - 1) % world;
-        assert_eq!(download(comm, &receive), [from as u8; 4096]);
+        assert_eq!(receive.download().unwrap(), [from as u8; 4096]);
         comm.barrier().unwrap();
     }
 }
@@ -114,20 +118,20 @@ fn steps_that_other_streams_wait_for(comm: &Communicator) {
             post_all(&group, &posts).unwrap();
             for (wait, seen) in waits.iter().zip(step) {
                 wait_all(&group, wait).unwrap();
-                wait.copy(seen.slice(), receive.slice()).unwrap();
+                wait.copy(&seen, &receive).unwrap();
             }
             for wait in &waits {
                 after(&posts, wait);
             }
-            posts.copy(send.slice(), receive.slice()).unwrap();
+            posts.copy(&send, &receive).unwrap();
         }
         after(&main, &posts);
         let graph = main.end_capture().unwrap();
         for round in 0..20 {
-            upload(comm, &send, &values(rank, round, BYTES));
+            send.upload(&values(rank, round, BYTES)).unwrap();
             // Otherwise what was seen in the round before would do.
             for seen in seen.iter().flatten() {
-                upload(comm, seen, &[0; BYTES]);
+                seen.upload(&[0; BYTES]).unwrap();
             }
             comm.barrier().unwrap();
             graph.launch(&main).unwrap();
@@ -136,7 +140,7 @@ fn steps_that_other_streams_wait_for(comm: &Communicator) {
                 let from = (rank + 2 * world - 1 - step) % world;
                 for seen in seen {
                     assert_eq!(
-                        download(comm, seen),
+                        seen.download().unwrap(),
                         values(from, round, BYTES),
                         "{protocol}, round {round}, step {step}"
                     );
@@ -170,7 +174,7 @@ fn a_second_captured_post_needs_a_wait_between() {
             _ => TransferRequest::receive(&region, peer, 1),
         };
         let transfer = comm
-            .exchange(&[request.protocol(Protocol::Get)])
+            .exchange(&[request.with_protocol(Protocol::Get)])
             .unwrap()
             .remove(0);
         let stream = comm.create_stream(Priority::Normal).unwrap();

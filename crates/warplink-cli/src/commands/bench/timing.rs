@@ -66,8 +66,8 @@ impl<'a> Clock<'a> {
         } else {
             let (right, left) = ((rank + 1) % world, (rank + world - 1) % world);
             comm.exchange(&[
-                TransferRequest::send(&words[0], right, u64::MAX).protocol(Protocol::Put),
-                TransferRequest::receive(&words[1], left, u64::MAX).protocol(Protocol::Put),
+                TransferRequest::send(&words[0], right, u64::MAX).with_protocol(Protocol::Put),
+                TransferRequest::receive(&words[1], left, u64::MAX).with_protocol(Protocol::Put),
             ])?
         };
         let (begin, end) = (

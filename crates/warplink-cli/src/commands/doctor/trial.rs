@@ -346,8 +346,8 @@ fn try_transfers(comm: &Communicator, kind: AllocationKind, protocol: Protocol) 
     let prepared = agree(comm, prepared)?;
     let mut requests = Vec::new();
     for (&peer, (send, receive)) in peers.iter().zip(&prepared) {
-        requests.push(TransferRequest::send(send, peer, 0).protocol(protocol));
-        requests.push(TransferRequest::receive(receive, peer, 0).protocol(protocol));
+        requests.push(TransferRequest::send(send, peer, 0).with_protocol(protocol));
+        requests.push(TransferRequest::receive(receive, peer, 0).with_protocol(protocol));
     }
     let transfers = agree(comm, comm.exchange(&requests).map_err(Into::into))?;
     let checked = carry_out(comm, &transfers).and_then(|()| {
@@ -355,8 +355,7 @@ fn try_transfers(comm: &Communicator, kind: AllocationKind, protocol: Protocol) 
             .iter()
             .zip(&prepared)
             .try_for_each(|(&peer, (_, to))| {
-                let mut bytes = vec![0; BYTES];
-                comm.device().download(to.slice(), &mut bytes)?;
+                let bytes = to.download()?;
                 let expected = pattern(peer, rank);
                 let wrong = bytes.iter().zip(&expected).filter(|(a, b)| a != b).count();
                 ensure!(
@@ -409,7 +408,7 @@ fn try_gemm(comm: &Communicator) -> Result<String> {
     let spec = MatmulSpec::new(SIZE, SIZE, SIZE, DType::F32);
     compute.prepare_matmul(&spec)?;
     let stream = comm.create_stream(Priority::Normal)?;
-    compute.matmul(&stream, &spec, a.slice(), b.slice(), c.slice(), None)?;
+    compute.matmul(&stream, &spec, a.memory(), b.memory(), c.memory(), None)?;
     comm.synchronize(&stream)?;
     ensure!(c.download()? == values, "the GEMM result is wrong");
     Ok("multiplied by the identity and compared".to_owned())
@@ -422,7 +421,13 @@ fn try_collectives(comm: &Communicator) -> Result<String> {
     let own = DeviceBuffer::from_values(device, &[comm.rank() as f32 + 1.0; 16])?;
     let sum = DeviceBuffer::from_values(device, &[0f32; 16])?;
     let stream = comm.create_stream(Priority::Normal)?;
-    engine.all_reduce(&stream, DType::F32, ReduceOp::Sum, sum.slice(), own.slice())?;
+    engine.all_reduce(
+        &stream,
+        DType::F32,
+        ReduceOp::Sum,
+        sum.memory(),
+        own.memory(),
+    )?;
     comm.synchronize(&stream)?;
     let expected = (comm.world() * (comm.world() + 1) / 2) as f32;
     ensure!(sum.download()? == [expected; 16], "the sum is wrong");

@@ -146,12 +146,12 @@ impl Prepared {
                     region
                 }
             };
-            let part = region.range(range.offset_bytes..range.end())?;
+            let part = region.slice(range.offset_bytes..range.end())?;
             let request = match transfer.direction {
                 Direction::Send => TransferRequest::send(&part, transfer.peer, tag),
                 Direction::Receive => TransferRequest::receive(&part, transfer.peer, tag),
             };
-            requests.push(request.protocol(protocol));
+            requests.push(request.with_protocol(protocol));
         }
         Ok(requests)
     }

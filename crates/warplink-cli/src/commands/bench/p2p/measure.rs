@@ -51,12 +51,12 @@ impl Rig<'_> {
 
     /// A send to the right and a receive from the left, [`DEPTH`] times.
     fn transfers(&self, bytes: usize, protocol: Protocol) -> Result<Vec<[Transfer; 2]>> {
-        let (own, into) = (self.own.range(0..bytes)?, self.into.range(0..bytes)?);
+        let (own, into) = (self.own.slice(0..bytes)?, self.into.slice(0..bytes)?);
         let mut requests = Vec::new();
         if self.takes_part() {
             for tag in 0..DEPTH as u64 {
-                requests.push(TransferRequest::send(&own, self.right, tag).protocol(protocol));
-                requests.push(TransferRequest::receive(&into, self.left, tag).protocol(protocol));
+                requests.push(TransferRequest::send(&own, self.right, tag).with_protocol(protocol));
+                requests.push(TransferRequest::receive(&into, self.left, tag).with_protocol(protocol));
             }
         }
         let mut transfers = self.clock.comm.exchange(&requests)?.into_iter();
@@ -78,22 +78,19 @@ impl Rig<'_> {
     ) -> Result<Times> {
         // Enough that the time at the two ends does not count.
         let round_trips = ((512usize << 20) / bytes).clamp(2, 50);
-        let (own, into) = (
-            self.own.slice().slice(0..bytes)?,
-            self.into.slice().slice(0..bytes)?,
-        );
-        let remote = self.remote_into.slice().slice(0..bytes)?;
+        let (own, into) = (self.own.slice(0..bytes)?, self.into.slice(0..bytes)?);
+        let remote = self.remote_into.slice(0..bytes)?;
         let rank = self.clock.comm.rank();
         let send = |stream: &Stream| -> Result<()> {
             if let (Way::Nccl, Some(engine)) = (way, &self.engine) {
-                return Ok(engine.exchange(stream, &[(self.right, own.clone())], &[])?);
+                return Ok(engine.exchange(stream, &[(self.right, own.memory().clone())], &[])?);
             }
             stream.copy(&remote, &own)?;
             self.signal(stream, submission)
         };
         let receive = |stream: &Stream| -> Result<()> {
             if let (Way::Nccl, Some(engine)) = (way, &self.engine) {
-                return Ok(engine.exchange(stream, &[], &[(self.left, into.clone())])?);
+                return Ok(engine.exchange(stream, &[], &[(self.left, into.memory().clone())])?);
             }
             self.await_signal(stream, submission)
         };
@@ -152,19 +149,16 @@ impl Rig<'_> {
         } else {
             repeat
         };
-        let (own, into) = (
-            self.own.slice().slice(0..bytes)?,
-            self.into.slice().slice(0..bytes)?,
-        );
-        let remote_into = self.remote_into.slice().slice(0..bytes)?;
-        let remote_own = self.remote_own.slice().slice(0..bytes)?;
+        let (own, into) = (self.own.slice(0..bytes)?, self.into.slice(0..bytes)?);
+        let remote_into = self.remote_into.slice(0..bytes)?;
+        let remote_own = self.remote_own.slice(0..bytes)?;
         let rank = self.clock.comm.rank();
         let (sends, receives) = (self.ring || rank == 0, self.ring || rank == 1);
         let times = self.clock.measure(samples, submission, &|stream| {
             match (way, &self.engine) {
                 (Way::Raw, _) => {
                     if sends {
-                        self.copies(stream, repeat, &remote_into, &own)?;
+                        self.copies(stream, repeat, remote_into.memory(), own.memory())?;
                         self.signal(stream, submission)?;
                     }
                     if receives {
@@ -173,16 +167,16 @@ impl Rig<'_> {
                 }
                 // The receiver's own streams say when the last one is there.
                 (Way::RawGet, _) if receives => {
-                    self.copies(stream, repeat, &into, &remote_own)?;
+                    self.copies(stream, repeat, into.memory(), remote_own.memory())?;
                 }
                 (Way::RawGet, _) => {}
                 (Way::Nccl, Some(engine)) if sends || receives => {
                     let to: Vec<_> = sends
-                        .then(|| (self.right, own.clone()))
+                        .then(|| (self.right, own.memory().clone()))
                         .into_iter()
                         .collect();
                     let from: Vec<_> = receives
-                        .then(|| (self.left, into.clone()))
+                        .then(|| (self.left, into.memory().clone()))
                         .into_iter()
                         .collect();
                     for _ in 0..repeat {

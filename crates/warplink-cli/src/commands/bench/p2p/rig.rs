@@ -42,7 +42,7 @@ impl<'a> Rig<'a> {
         let clock = Clock::new(comm, Priority::High)?;
         let (own, into) = (comm.alloc(largest)?, comm.alloc(largest)?);
         let sent: Vec<u8> = (0..largest).map(|at| pattern(comm.rank(), at)).collect();
-        comm.device().upload(own.slice(), &sent)?;
+        own.upload(&sent)?;
         let words = comm.register(&comm.device().allocate_signals(4096)?)?;
         let (right, left) = Self::peers(comm, ring);
         let remote_into = share(comm, &into, right)?;
@@ -69,8 +69,8 @@ impl<'a> Rig<'a> {
             into,
             remote_into,
             remote_own,
-            remote_words: pair(remote_words.slice())?,
-            words: pair(words.slice())?,
+            remote_words: pair(remote_words.memory())?,
+            words: pair(words.memory())?,
             sent: Cell::new(0),
             received: Cell::new(0),
         })
@@ -132,11 +132,7 @@ impl<'a> Rig<'a> {
         if self.ring || rank == 1 {
             let part = bytes.min(64 << 10);
             for start in [0, bytes - part] {
-                let mut got = vec![0; part];
-                self.clock
-                    .comm
-                    .device()
-                    .download(&self.into.slice().slice(start..start + part)?, &mut got)?;
+                let got = self.into.slice(start..start + part)?.download()?;
                 let wrong = got
                     .iter()
                     .zip(start..)
@@ -152,7 +148,7 @@ impl<'a> Rig<'a> {
         }
         // A peer's last copy may still be under way until it has passed the barrier.
         self.clock.comm.barrier()?;
-        self.clock.stream.fill(self.into.slice(), 0xff)?;
+        self.clock.stream.fill(&self.into, 0xff)?;
         self.clock.comm.synchronize(&self.clock.stream)?;
         Ok(self.clock.comm.barrier()?)
     }
