@@ -58,7 +58,7 @@ use half::bf16;
 use std::process::ExitCode;
 use std::time::Instant;
 use warplink::device::{
-    AllocationKind, Compute, DeviceBuffer, DeviceSlice, Event, MatmulSpec, Priority, Stream,
+    AllocationKind, Compute, DeviceBuffer, Event, MatmulSpec, Priority, Stream,
 };
 use warplink::dtype::Element;
 use warplink::memory::Region;
@@ -117,9 +117,9 @@ impl Problem {
     }
 
     /// The memory of chunk `index` of C.
-    fn chunk_of_c(&self, index: usize) -> Result<DeviceSlice> {
+    fn chunk_of_c(&self, index: usize) -> Result<DeviceBuffer<bf16>> {
         let elements = self.rows * self.n;
-        self.c.elements(index * elements..(index + 1) * elements)
+        self.c.slice(index * elements..(index + 1) * elements)
     }
 
     /// The product of `chunks` chunks of A with B.
@@ -236,7 +236,7 @@ fn overlapped(comm: &Communicator, problem: &Problem, ring: &Ring, on: &dyn Comp
             &problem.product(1),
             problem.chunk_of_a(chunk)?.memory(),
             problem.b.memory(),
-            &problem.chunk_of_c(chunk)?,
+            problem.chunk_of_c(chunk)?.memory(),
             None,
         )
     };

@@ -25,9 +25,9 @@ fn copies_happen_in_stream_order() {
     );
     device.upload(&a, &[3; 4096]).unwrap();
     for round in 0..100u8 {
-        stream.fill(&a.slice(0..2048).unwrap(), round).unwrap();
+        stream.fill(a.slice(0..2048).unwrap(), round).unwrap();
         stream.copy(&b, &a).unwrap();
-        stream.copy(&c.slice(0..4096).unwrap(), &b).unwrap();
+        stream.copy(c.slice(0..4096).unwrap(), &b).unwrap();
     }
     stream.synchronize(soon()).unwrap();
     let mut seen = vec![0; 4096];
@@ -289,7 +289,7 @@ fn bad_lengths_and_ranges_are_errors() {
     assert!(a.word(usize::MAX).is_err());
     assert!(device.upload(&a, &[0; 99]).is_err());
     assert!(device.download(&a, &mut [0; 101]).is_err());
-    assert!(stream.copy(&a, &a.slice(0..50).unwrap()).is_err());
+    assert!(stream.copy(&a, a.slice(0..50).unwrap()).is_err());
 }
 
 #[test]

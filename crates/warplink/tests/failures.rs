@@ -384,12 +384,19 @@ fn a_region_in_use_by_a_peer_is_not_freed() {
             _ => TransferRequest::receive(&region, peer, 0),
         };
         // Get: rank 1 maps the region of rank 0.
-        let transfers = comm.exchange(&[request.with_protocol(Protocol::Get)]).unwrap();
+        let transfers = comm
+            .exchange(&[request.with_protocol(Protocol::Get)])
+            .unwrap();
         if comm.rank() == 0 {
-            let error = region.clone().close(Duration::from_millis(10)).unwrap_err();
+            let error = region
+                .clone()
+                .close(Deadline::after(Duration::from_millis(10)))
+                .unwrap_err();
             assert_says(&error, &["in use here"]);
             drop(transfers);
-            let error = region.close(Duration::from_millis(100)).unwrap_err();
+            let error = region
+                .close(Deadline::after(Duration::from_millis(100)))
+                .unwrap_err();
             assert_eq!(
                 (error.kind(), error.failed_peer()),
                 (ErrorKind::Timeout, Some(1)),

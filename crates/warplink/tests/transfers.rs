@@ -289,7 +289,9 @@ fn a_group_completes_in_any_order_on_each_rank() {
                     send.upload(&values(rank * 100 + peer, round * 10 + tag as usize, bytes))
                         .unwrap();
                     requests.push(TransferRequest::send(&send, peer, tag).with_protocol(protocol));
-                    requests.push(TransferRequest::receive(&receive, peer, tag).with_protocol(protocol));
+                    requests.push(
+                        TransferRequest::receive(&receive, peer, tag).with_protocol(protocol),
+                    );
                     checks.push((
                         receive,
                         values(peer * 100 + rank, round * 10 + tag as usize, bytes),

@@ -48,7 +48,7 @@ impl Bootstrap {
     /// Joins the job, and returns once every rank has.
     ///
     /// Rank 0 starts to serve the store; the others try to connect until they reach it. Blocks for
-    /// at most [`JoinConfig::deadline`], or about a second longer.
+    /// at most [`JoinConfig::timeout`], or about a second longer.
     ///
     /// # Errors
     /// - [`ErrorKind::InvalidArgument`]: the rank is not below the world size.

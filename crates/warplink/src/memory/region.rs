@@ -3,13 +3,13 @@
 
 use super::cache::Counted;
 use super::{Message, Shared};
+use crate::deadline::Deadline;
 use crate::device::{Backing, DeviceKind, DeviceSlice};
-use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::error::{Error, Rank, Result};
 use std::any::Any;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
-use std::time::Duration;
 
 /// Local memory registered for peers. Clones are the same registration; with the last of them it
 /// ends, and the memory is freed when no peer maps it any more.
@@ -126,9 +126,10 @@ impl Region {
     /// nothing in a stream.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`] for another length; the device's fault when it is raised.
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) for another
+    /// length; the device's fault when it is raised.
     pub fn upload(&self, bytes: &[u8]) -> Result<()> {
-        self.registration.inner.device.upload(&self.slice, bytes)
+        self.registration.shared.device.upload(&self.slice, bytes)
     }
 
     /// Copies all bytes out. Blocks until that is done; it is ordered after nothing in a stream.
@@ -137,7 +138,7 @@ impl Region {
     /// The device's fault when it is raised.
     pub fn download(&self) -> Result<Vec<u8>> {
         let mut bytes = vec![0; self.slice.bytes()];
-        let device = &self.registration.inner.device;
+        let device = &self.registration.shared.device;
         device.download(&self.slice, &mut bytes)?;
         Ok(bytes)
     }
@@ -145,7 +146,8 @@ impl Region {
     /// The bytes `range` of this region, as a region of the same registration.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`] where the range passes the end.
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where the range
+    /// passes the end.
     pub fn slice(&self, range: Range<usize>) -> Result<Self> {
         Ok(Self {
             slice: self.slice.slice(range)?,
@@ -161,25 +163,27 @@ impl Region {
     /// Ends the registration and waits until no peer maps the memory. Other clones must be gone.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`] where the region has clones, [`ErrorKind::Timeout`], with the
-    /// peer, where one still uses a mapping of it; the memory then stays allocated until it lets go.
-    pub fn close(self, limit: Duration) -> Result<()> {
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where the region
+    /// has clones, [`ErrorKind::Timeout`](crate::ErrorKind::Timeout), with the peer, where one still uses a mapping of it; the memory then stays allocated until it lets go.
+    pub fn close(self, deadline: Deadline) -> Result<()> {
         let generation = self.generation();
         let shared = self.registration.shared.clone();
         if Arc::strong_count(&self.registration) > 1 {
             return Err(Error::invalid("the region is still in use here").during("close a region"));
         }
         drop(self);
-        match shared.exports.wait_freed(generation, limit).first() {
+        match shared
+            .exports
+            .wait_freed(generation, deadline.remaining())
+            .first()
+        {
             None => Ok(()),
-            Some(peer) => Err(Error::new(
-                ErrorKind::Timeout,
-                format!("a peer still maps the region after {limit:?}"),
-            )
-            .during("close a region")
-            .on_rank(shared.rank)
-            .peer(*peer)
-            .help("drop the transfers that use it on the peer first")),
+            Some(peer) => Err(deadline
+                .expired("the release of the region by a peer that maps it")
+                .during("close a region")
+                .on_rank(shared.rank)
+                .peer(*peer)
+                .help("drop the transfers that use it on the peer first")),
         }
     }
 }
@@ -198,7 +202,8 @@ impl RemoteRegion {
     /// The bytes `range` of this region, of the same mapping.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`] where the range passes the end.
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where the range
+    /// passes the end.
     pub fn slice(&self, range: Range<usize>) -> Result<Self> {
         Ok(Self {
             slice: self.slice.slice(range)?,

@@ -1,7 +1,7 @@
 //! Transfers in graphs: recorded once, launched any number of times.
 
 use super::common::{assert_says, delays, processes, threads, threads_with, values, world};
-use super::{PROTOCOLS, download, neighbours, ring, upload};
+use super::{PROTOCOLS, neighbours, ring};
 use std::time::Duration;
 use warplink::Communicator;
 use warplink::device::{Priority, Stream};
@@ -118,7 +118,7 @@ fn steps_that_other_streams_wait_for(comm: &Communicator) {
             post_all(&group, &posts).unwrap();
             for (wait, seen) in waits.iter().zip(step) {
                 wait_all(&group, wait).unwrap();
-                wait.copy(&seen, &receive).unwrap();
+                wait.copy(seen, &receive).unwrap();
             }
             for wait in &waits {
                 after(&posts, wait);

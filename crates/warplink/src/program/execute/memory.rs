@@ -26,7 +26,7 @@ impl TensorMemory {
     fn slice(&self) -> Option<&DeviceSlice> {
         match self {
             Self::Bound(slice) => Some(slice),
-            Self::Pooled(region) => Some(region.slice()),
+            Self::Pooled(region) => Some(region.memory()),
             Self::Nothing => None,
         }
     }

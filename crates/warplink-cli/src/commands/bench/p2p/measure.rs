@@ -56,7 +56,8 @@ impl Rig<'_> {
         if self.takes_part() {
             for tag in 0..DEPTH as u64 {
                 requests.push(TransferRequest::send(&own, self.right, tag).with_protocol(protocol));
-                requests.push(TransferRequest::receive(&into, self.left, tag).with_protocol(protocol));
+                requests
+                    .push(TransferRequest::receive(&into, self.left, tag).with_protocol(protocol));
             }
         }
         let mut transfers = self.clock.comm.exchange(&requests)?.into_iter();
