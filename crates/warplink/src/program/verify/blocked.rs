@@ -1,8 +1,7 @@
 //! Who waits for whom, where a program does not end.
 
-use super::execute::Need;
-use super::simulate::{Item, Run};
-use super::{Diagnostics, place_of};
+use super::diagnostics::{Diagnostics, place_of, place_of_transfer};
+use super::state::{Item, Need, Run};
 use crate::error::Rank;
 use crate::program::diagnostic::{DiagnosticKind, Place};
 use crate::program::ir::{Backend, Direction};
@@ -16,7 +15,7 @@ const MAX_SAID: usize = 6;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Agent {
     Host(Rank),
-    Lane(usize),
+    Stream(usize),
 }
 
 /// Why an agent does not go on.
@@ -37,10 +36,10 @@ pub(super) fn report(run: &Run<'_>, diagnostics: &mut Diagnostics<'_>) -> bool {
     let hosts = (0..run.ranks.len())
         .filter(|&rank| run.hosts[rank].next < run.ranks[rank].operations.len())
         .map(Agent::Host);
-    let lanes = (0..run.lanes.len())
-        .filter(|&lane| !run.lanes[lane].queue.is_empty())
-        .map(Agent::Lane);
-    let stuck: Vec<Agent> = hosts.chain(lanes).collect();
+    let streams = (0..run.streams.len())
+        .filter(|&stream| !run.streams[stream].queue.is_empty())
+        .map(Agent::Stream);
+    let stuck: Vec<Agent> = hosts.chain(streams).collect();
     // Every agent waits for one other: following them ends in a circle, or at what nobody does.
     let mut seen: HashMap<Agent, usize> = HashMap::new();
     for (walk, &start) in stuck.iter().enumerate() {
@@ -113,7 +112,7 @@ fn say(run: &Run<'_>, chain: &[(Agent, Blocked)], circle: bool, diagnostics: &mu
 fn why(run: &Run<'_>, agent: Agent) -> Option<Blocked> {
     match agent {
         Agent::Host(rank) => why_host(run, rank),
-        Agent::Lane(lane) => why_lane(run, lane),
+        Agent::Stream(stream) => why_stream(run, stream),
     }
 }
 
@@ -138,10 +137,10 @@ fn why_host(run: &Run<'_>, rank: Rank) -> Option<Blocked> {
     })
 }
 
-fn why_lane(run: &Run<'_>, lane: usize) -> Option<Blocked> {
-    let rank = run.lanes[lane].rank;
-    let (operation, need) = match *run.lanes[lane].queue.front()? {
-        Item::Operation(operation) => (operation, run.need(lane, operation)?),
+fn why_stream(run: &Run<'_>, stream: usize) -> Option<Blocked> {
+    let rank = run.streams[stream].rank;
+    let (operation, need) = match *run.streams[stream].queue.front()? {
+        Item::Operation(operation) => (operation, run.need(stream, operation)?),
         Item::WaitEvent(event, operation) => (operation, Need::Event(event)),
         Item::Record(_) => return None,
     };
@@ -158,7 +157,7 @@ fn why_lane(run: &Run<'_>, lane: usize) -> Option<Blocked> {
             post_of(run, peer, partner, number).map_or_else(
                 || {
                     let times = run.links.posts[peer][partner].len();
-                    let declared = super::place_of_transfer(run.ranks, peer, partner);
+                    let declared = place_of_transfer(run.ranks, peer, partner);
                     let what = format!(
                         "rank {peer} to {verb} ('{name}', declared in {}), which it posts {times} \
                          times and not {number}",
@@ -190,9 +189,9 @@ fn why_lane(run: &Run<'_>, lane: usize) -> Option<Blocked> {
         }
         Need::Event(event) => {
             let other = run.events[event].1;
-            let stream = other - run.first_lane[rank];
+            let stream = other - run.first_stream[rank];
             let what = format!("its stream {}", run.ranks[rank].streams[stream]);
-            (what, Some(Agent::Lane(other)), None)
+            (what, Some(Agent::Stream(other)), None)
         }
     };
     Some(Blocked {
@@ -220,6 +219,6 @@ fn agent_of(run: &Run<'_>, rank: Rank, operation: usize) -> Agent {
         Agent::Host(rank)
     } else {
         let stream = run.ranks[rank].operations[operation].stream;
-        Agent::Lane(run.first_lane[rank] + stream)
+        Agent::Stream(run.first_stream[rank] + stream)
     }
 }

@@ -5,8 +5,8 @@
 pub(super) struct Clock(Box<[u32]>);
 
 impl Clock {
-    pub(super) fn new(lanes: usize) -> Self {
-        Self(vec![0; lanes].into())
+    pub(super) fn new(streams: usize) -> Self {
+        Self(vec![0; streams].into())
     }
 
     /// Adds what `other` knows.
@@ -24,17 +24,17 @@ impl Clock {
             .all(|(own, theirs)| own <= theirs)
     }
 
-    pub(super) fn get(&self, lane: usize) -> u32 {
-        self.0[lane]
+    pub(super) fn get(&self, stream: usize) -> u32 {
+        self.0[stream]
     }
 
-    /// Counts one more operation of `lane` and returns its number.
-    pub(super) fn tick(&mut self, lane: usize) -> u32 {
-        self.0[lane] += 1;
-        self.0[lane]
+    /// Counts one more operation of `stream` and returns its number.
+    pub(super) fn tick(&mut self, stream: usize) -> u32 {
+        self.0[stream] += 1;
+        self.0[stream]
     }
 
-    pub(super) fn set(&mut self, lane: usize, time: u32) {
-        self.0[lane] = time;
+    pub(super) fn set(&mut self, stream: usize, time: u32) {
+        self.0[stream] = time;
     }
 }

@@ -1,7 +1,7 @@
 //! What must fit between ranks before anything runs: transfers and their partners, collectives,
 //! inputs and outputs.
 
-use super::{Diagnostics, place_of, place_of_transfer};
+use super::diagnostics::{Diagnostics, place_of, place_of_transfer};
 use crate::error::Rank;
 use crate::program::diagnostic::{DiagnosticKind, Place};
 use crate::program::ir::{Backend, Direction, Role, Sharding};

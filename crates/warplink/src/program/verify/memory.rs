@@ -29,7 +29,7 @@ pub(super) enum Mode {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Access {
     pub(super) actor: Actor,
-    pub(super) lane: usize,
+    pub(super) stream: usize,
     pub(super) time: u32,
     pub(super) mode: Mode,
 }
@@ -38,7 +38,7 @@ impl Access {
     /// Whether it comes before what has `clock` and belongs to `actor`. Parts of one operation are
     /// not in order.
     fn precedes(&self, clock: &Clock, actor: Actor) -> bool {
-        self.actor != actor && clock.get(self.lane) >= self.time
+        self.actor != actor && clock.get(self.stream) >= self.time
     }
 }
 
@@ -70,20 +70,20 @@ pub(super) struct Memory {
 }
 
 impl Memory {
-    /// Memory before a run; `lanes` are the callers' streams, on which time 1 is the start.
-    pub(super) fn new(ranks: &[RankProgram], lanes: &[usize]) -> Self {
+    /// Memory before a run; `streams` are the callers' streams, on which time 1 is the start.
+    pub(super) fn new(ranks: &[RankProgram], streams: &[usize]) -> Self {
         let tensors = ranks
             .iter()
-            .zip(lanes)
+            .zip(streams)
             .enumerate()
-            .map(|(rank, (rank_program, &lane))| {
+            .map(|(rank, (rank_program, &stream))| {
                 let fresh = |tensor: &crate::program::TensorInstance| {
                     vec![Segment {
                         end: tensor.bytes,
                         written: tensor.role == Role::Input,
                         write: Access {
                             actor: Actor::Before(rank),
-                            lane,
+                            stream,
                             time: 1,
                             mode: Mode::Write,
                         },
@@ -154,7 +154,7 @@ impl Memory {
         for (tensor, segments) in self.tensors[rank].iter().enumerate() {
             for segment in segments {
                 let all = std::iter::once(&segment.write).chain(&segment.reads);
-                let open = all.filter(|access| clock.get(access.lane) < access.time);
+                let open = all.filter(|access| clock.get(access.stream) < access.time);
                 list.extend(open.map(|access| (*access, tensor)));
             }
         }

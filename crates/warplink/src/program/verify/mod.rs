@@ -24,28 +24,27 @@
 //! - Runs follow one another on the caller's stream: what the program accesses must come after the
 //!   stream's state at the start and before its state at the end, also where a peer accesses it.
 
+mod advance;
 mod blocked;
 mod clock;
-mod execute;
+mod diagnostics;
 mod link;
 mod memory;
 mod simulate;
+mod state;
 mod violation;
 
-use super::diagnostic::{Diagnostic, DiagnosticKind, Place};
+use super::diagnostic::Diagnostic;
 use super::ir::Program;
 use super::rank_program::{Parameters, RankProgram};
-use super::text::summary;
 use super::unroll::unroll_or_diagnose;
-use crate::error::Rank;
-use std::collections::HashMap;
+use diagnostics::Diagnostics;
 use std::fmt;
 
 /// The most operations of all ranks together.
 pub const MAX_OPERATIONS: usize = 1 << 21;
 
-/// The most different diagnostics that are reported.
-pub const MAX_DIAGNOSTICS: usize = 64;
+pub use diagnostics::MAX_DIAGNOSTICS;
 
 /// What a program that passed does, for all ranks together.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -137,94 +136,5 @@ fn report(ranks: &[RankProgram]) -> Report {
         transfers: transfers / 2,
         exchanges: ranks.iter().map(|rank| rank.exchanges.len()).sum(),
         bytes,
-    }
-}
-
-/// Collects diagnostics, one for each kind and set of statements.
-struct Diagnostics<'p> {
-    program: &'p Program,
-    list: Vec<Diagnostic>,
-    known: HashMap<(DiagnosticKind, Vec<u32>), usize>,
-}
-
-impl<'p> Diagnostics<'p> {
-    fn new(program: &'p Program) -> Self {
-        Self {
-            program,
-            list: Vec::new(),
-            known: HashMap::new(),
-        }
-    }
-
-    /// Adds a diagnostic; `message` is asked for only where it is the first of its kind there.
-    fn add(
-        &mut self,
-        kind: DiagnosticKind,
-        places: Vec<Place>,
-        message: impl FnOnce(&Self) -> String,
-    ) {
-        let lines = lines_of(&places);
-        if let Some(&index) = self.known.get(&(kind, lines)) {
-            self.list[index].repeated += 1;
-        } else if self.list.len() < MAX_DIAGNOSTICS {
-            let message = message(self);
-            self.add_made(Diagnostic::new(kind, message, places));
-        }
-    }
-
-    fn add_made(&mut self, diagnostic: Diagnostic) {
-        let lines = lines_of(&diagnostic.places);
-        let next = self.list.len();
-        let index = *self.known.entry((diagnostic.kind, lines)).or_insert(next);
-        if index == next {
-            self.list.push(diagnostic);
-        } else {
-            self.list[index].repeated += 1;
-        }
-    }
-
-    fn too_large(&mut self) {
-        self.add(DiagnosticKind::Malformed, Vec::new(), |_| {
-            "the program is too large to verify: too many operations, ranks or streams".to_owned()
-        });
-    }
-
-    /// The diagnostics so far, if there are any.
-    fn end_of_stage(&mut self) -> Result<(), Vec<Diagnostic>> {
-        if self.list.is_empty() {
-            return Ok(());
-        }
-        Err(std::mem::take(&mut self.list))
-    }
-
-    /// `` rank 2, line 12 (j = 3): `post s` ``.
-    fn say(&self, place: &Place) -> String {
-        match summary(self.program, place.site.line) {
-            text if text.is_empty() => place.to_string(),
-            text => format!("{place}: `{text}`"),
-        }
-    }
-}
-
-/// The lines of places, in an order that does not depend on which was seen first.
-fn lines_of(places: &[Place]) -> Vec<u32> {
-    let mut lines: Vec<u32> = places.iter().map(|place| place.site.line).collect();
-    lines.sort_unstable();
-    lines
-}
-
-/// The place of an operation.
-fn place_of(ranks: &[RankProgram], rank: Rank, operation: usize) -> Place {
-    Place {
-        rank,
-        site: ranks[rank].operations[operation].site.clone(),
-    }
-}
-
-/// The place where a transfer is declared.
-fn place_of_transfer(ranks: &[RankProgram], rank: Rank, transfer: usize) -> Place {
-    Place {
-        rank,
-        site: ranks[rank].transfers[transfer].site.clone(),
     }
 }

@@ -1,7 +1,7 @@
 //! What went wrong with accesses and signals, and how it is said.
 
+use super::diagnostics::{Diagnostics, place_of};
 use super::memory::{Access, Actor, Memory, Mode, Violation};
-use super::{Diagnostics, place_of};
 use crate::error::Rank;
 use crate::program::diagnostic::{DiagnosticKind, Place};
 use crate::program::ir::Role;

@@ -2,74 +2,60 @@
 
 use super::clock::Clock;
 use super::memory::{Access, Actor, Mode};
-use super::simulate::{Item, Run, copies};
+use super::state::{Item, Need, Run, copies};
 use super::violation::Violations;
 use crate::error::Rank;
 use crate::program::ir::{Backend, Collective, Direction};
 use crate::program::rank_program::{OperationKind, Range, TransferId};
 
-/// What a stream needs before it can go on.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Need {
-    /// The other end's post of this number, of a transfer of this rank.
-    Peer(TransferId, usize),
-    /// This rank's own post of this number, which copies on another stream.
-    Own(TransferId, usize),
-    /// The engine's operation before it on this rank.
-    Engine(usize),
-    /// Another rank at the same collective.
-    Collective(Rank, usize),
-    /// A mark on another stream.
-    Event(usize),
-}
-
 impl Run<'_> {
     /// Does the next item of a stream; `false` where there is none or it has to wait.
-    pub(super) fn advance(&mut self, lane: usize, violations: &mut Violations) -> bool {
-        let Some(&item) = self.lanes[lane].queue.front() else {
+    pub(super) fn advance(&mut self, stream: usize, violations: &mut Violations) -> bool {
+        let Some(&item) = self.streams[stream].queue.front() else {
             return false;
         };
         match item {
             Item::Record(event) => {
-                self.events[event].0 = Some(self.lanes[lane].clock.clone());
-                self.wake_rank(self.lanes[lane].rank);
+                self.events[event].0 = Some(self.streams[stream].clock.clone());
+                self.wake_rank(self.streams[stream].rank);
             }
             Item::WaitEvent(event, operation) => {
                 let Some(mark) = &self.events[event].0 else {
                     return false;
                 };
-                self.lanes[lane].clock.join(mark);
-                self.lanes[lane].clock.tick(lane);
-                self.lanes[lane].last = Some(operation);
+                self.streams[stream].clock.join(mark);
+                self.streams[stream].clock.tick(stream);
+                self.streams[stream].last = Some(operation);
             }
             Item::Operation(operation) => {
-                if !self.lanes[lane].begun && self.waits_for_engine(lane, operation).is_none() {
-                    self.lanes[lane].clock.tick(lane);
-                    self.lanes[lane].begun = true;
-                    self.begin(lane, operation, violations);
+                if !self.streams[stream].begun && self.waits_for_engine(stream, operation).is_none()
+                {
+                    self.streams[stream].clock.tick(stream);
+                    self.streams[stream].begun = true;
+                    self.begin(stream, operation, violations);
                 }
-                if self.need(lane, operation).is_some() {
+                if self.need(stream, operation).is_some() {
                     return false;
                 }
-                self.finish(lane, operation, violations);
-                self.lanes[lane].last = Some(operation);
-                self.lanes[lane].begun = false;
+                self.finish(stream, operation, violations);
+                self.streams[stream].last = Some(operation);
+                self.streams[stream].begun = false;
             }
         }
-        self.lanes[lane].queue.pop_front();
+        self.streams[stream].queue.pop_front();
         true
     }
 
-    fn waits_for_engine(&self, lane: usize, operation: usize) -> Option<Need> {
-        let engine = &self.engines[self.lanes[lane].rank];
+    fn waits_for_engine(&self, stream: usize, operation: usize) -> Option<Need> {
+        let engine = &self.engines[self.streams[stream].rank];
         let turn = engine.order.binary_search(&operation).ok()?;
         (turn > engine.done).then(|| Need::Engine(engine.order[turn - 1]))
     }
 
     /// What the operation at the head of a stream still waits for.
-    pub(super) fn need(&self, lane: usize, operation: usize) -> Option<Need> {
-        let rank = self.lanes[lane].rank;
-        if let Some(need) = self.waits_for_engine(lane, operation) {
+    pub(super) fn need(&self, stream: usize, operation: usize) -> Option<Need> {
+        let rank = self.streams[stream].rank;
+        if let Some(need) = self.waits_for_engine(stream, operation) {
             return Some(need);
         }
         let rank_program = &self.ranks[rank];
@@ -113,8 +99,8 @@ impl Run<'_> {
     }
 
     /// What an operation does without waiting: signals, and its arrival at what others wait for.
-    fn begin(&mut self, lane: usize, operation: usize, violations: &mut Violations) {
-        let (rank, ranks) = (self.lanes[lane].rank, self.ranks);
+    fn begin(&mut self, stream: usize, operation: usize, violations: &mut Violations) {
+        let (rank, ranks) = (self.streams[stream].rank, self.ranks);
         match &ranks[rank].operations[operation].kind {
             OperationKind::Post(group) => {
                 for (position, &id) in group.iter().enumerate() {
@@ -122,9 +108,11 @@ impl Run<'_> {
                     let number = self.counts[rank][operation][position];
                     match transfer.backend {
                         Backend::Direct(protocol) if copies(transfer.direction, protocol) => {}
-                        Backend::Direct(_) => self.signal(lane, operation, id, number, violations),
+                        Backend::Direct(_) => {
+                            self.signal(stream, operation, id, number, violations)
+                        }
                         Backend::Nccl => {
-                            let clock = self.lanes[lane].clock.clone();
+                            let clock = self.streams[stream].clock.clone();
                             fill(&mut self.ends[rank][id].arrived, number, clock);
                             self.wake_rank(transfer.peer);
                         }
@@ -133,7 +121,7 @@ impl Run<'_> {
             }
             OperationKind::Collective { .. } => {
                 if let Some(number) = self.collective_number(rank, operation) {
-                    let clock = self.lanes[lane].clock.clone();
+                    let clock = self.streams[stream].clock.clone();
                     self.collectives[number][rank] = Some(clock);
                     if self.collectives[number].iter().all(Option::is_some) {
                         (0..ranks.len()).for_each(|rank| self.wake_rank(rank));
@@ -147,16 +135,16 @@ impl Run<'_> {
     /// Writes the word that the peer waits for; its values must be written in order.
     fn signal(
         &mut self,
-        lane: usize,
+        stream: usize,
         operation: usize,
         id: TransferId,
         number: usize,
         violations: &mut Violations,
     ) {
-        let rank = self.lanes[lane].rank;
+        let rank = self.streams[stream].rank;
         let peer = self.ranks[rank].transfers[id].peer;
         let partner = self.links.partners[rank][id];
-        let clock = self.lanes[lane].clock.clone();
+        let clock = self.streams[stream].clock.clone();
         let before = number
             .checked_sub(2)
             .map(|index| self.links.posts[rank][id][index]);
@@ -171,13 +159,13 @@ impl Run<'_> {
     }
 
     /// What an operation does once it has all that it waits for.
-    fn finish(&mut self, lane: usize, operation: usize, violations: &mut Violations) {
-        let (rank, ranks) = (self.lanes[lane].rank, self.ranks);
+    fn finish(&mut self, stream: usize, operation: usize, violations: &mut Violations) {
+        let (rank, ranks) = (self.streams[stream].rank, self.ranks);
         let mut touch = |run: &mut Self, range: Range, mode: Mode| {
-            let time = run.lanes[lane].clock.get(lane);
+            let time = run.streams[stream].clock.get(stream);
             let access = Access {
                 actor: Actor::Operation(rank, operation),
-                lane,
+                stream,
                 time,
                 mode,
             };
@@ -230,14 +218,14 @@ impl Run<'_> {
                     if in_place { Mode::Update } else { Mode::Write },
                 );
             }
-            OperationKind::Post(group) => self.finish_post(lane, operation, group, violations),
+            OperationKind::Post(group) => self.finish_post(stream, operation, group, violations),
             OperationKind::PostMatmul {
                 group, a, b, bias, ..
             } => {
                 for range in a.iter().chain([b]).chain(bias) {
                     touch(self, *range, Mode::Read);
                 }
-                self.finish_post(lane, operation, group, violations);
+                self.finish_post(stream, operation, group, violations);
             }
             OperationKind::Wait(group) => {
                 for (position, &id) in group.iter().enumerate() {
@@ -252,7 +240,7 @@ impl Run<'_> {
                     };
                     // Signals are in order, or else reported: the last stands for all.
                     if let Some(Some(clock)) = slots.get(number.wrapping_sub(1)) {
-                        self.lanes[lane].clock.join(clock);
+                        self.streams[stream].clock.join(clock);
                     }
                 }
             }
@@ -264,7 +252,7 @@ impl Run<'_> {
             } => {
                 // Others know that this rank came, not that it is done; and what it reads and writes
                 // it may touch before they come.
-                self.lanes[lane].clock.tick(lane);
+                self.streams[stream].clock.tick(stream);
                 let (reads, writes) = match collective {
                     Collective::Broadcast(root) => (*root == rank, true),
                     Collective::Reduce(_, root) => (true, *root == rank),
@@ -287,7 +275,7 @@ impl Run<'_> {
                         _ => 0..ranks.len(),
                     };
                     for clock in self.collectives[number][from].iter().flatten() {
-                        self.lanes[lane].clock.join(clock);
+                        self.streams[stream].clock.join(clock);
                     }
                 }
                 self.engine_done(rank);
@@ -304,13 +292,13 @@ impl Run<'_> {
     /// no copy of a group counts on another's signal.
     fn finish_post(
         &mut self,
-        lane: usize,
+        stream: usize,
         operation: usize,
         group: &[TransferId],
         violations: &mut Violations,
     ) {
-        let (rank, ranks) = (self.lanes[lane].rank, self.ranks);
-        let start = self.lanes[lane].clock.clone();
+        let (rank, ranks) = (self.streams[stream].rank, self.ranks);
+        let start = self.streams[stream].clock.clone();
         let mut end = start.clone();
         let mut engine = false;
         let kind = &ranks[rank].operations[operation].kind;
@@ -332,8 +320,8 @@ impl Run<'_> {
             engine |= moves.is_none();
             // A time of its own, so that its signal does not vouch for copies after it.
             let mut clock = start.clone();
-            let time = end.tick(lane);
-            clock.set(lane, time);
+            let time = end.tick(stream);
+            clock.set(stream, time);
             let receives = transfer.direction == Direction::Receive;
             let ordered_by = match moves {
                 Some(_) => self.ends[rank][id].incoming.get(number - 1),
@@ -344,10 +332,10 @@ impl Run<'_> {
                 clock.join(signal);
             }
             end.join(&clock);
-            self.lanes[lane].clock = clock;
+            self.streams[stream].clock = clock;
             let access = |mode| Access {
                 actor: Actor::Operation(rank, operation),
-                lane,
+                stream,
                 time,
                 mode,
             };
@@ -363,9 +351,9 @@ impl Run<'_> {
                 self.access(rank, transfer.range, access(own), violations);
             }
             if moves.is_some() {
-                self.signal(lane, operation, id, number, violations);
+                self.signal(stream, operation, id, number, violations);
             }
-            let clock = self.lanes[lane].clock.clone();
+            let clock = self.streams[stream].clock.clone();
             let before = number
                 .checked_sub(2)
                 .map(|index| self.links.posts[rank][id][index]);
@@ -377,7 +365,7 @@ impl Run<'_> {
             }
             fill(slots, number, clock);
         }
-        self.lanes[lane].clock = end;
+        self.streams[stream].clock = end;
         self.wake_rank(rank);
         if engine {
             self.engine_done(rank);

@@ -1,0 +1,100 @@
+//! Collecting what is wrong, each violation of a set of statements once.
+
+use crate::error::Rank;
+use crate::program::diagnostic::{Diagnostic, DiagnosticKind, Place};
+use crate::program::ir::Program;
+use crate::program::rank_program::RankProgram;
+use crate::program::text::summary;
+use std::collections::HashMap;
+
+/// The most different diagnostics that are reported.
+pub const MAX_DIAGNOSTICS: usize = 64;
+
+/// Collects diagnostics, one for each kind and set of statements.
+pub(super) struct Diagnostics<'p> {
+    program: &'p Program,
+    pub(super) list: Vec<Diagnostic>,
+    known: HashMap<(DiagnosticKind, Vec<u32>), usize>,
+}
+
+impl<'p> Diagnostics<'p> {
+    pub(super) fn new(program: &'p Program) -> Self {
+        Self {
+            program,
+            list: Vec::new(),
+            known: HashMap::new(),
+        }
+    }
+
+    /// Adds a diagnostic; `message` is asked for only where it is the first of its kind there.
+    pub(super) fn add(
+        &mut self,
+        kind: DiagnosticKind,
+        places: Vec<Place>,
+        message: impl FnOnce(&Self) -> String,
+    ) {
+        let lines = lines_of(&places);
+        if let Some(&index) = self.known.get(&(kind, lines)) {
+            self.list[index].repeated += 1;
+        } else if self.list.len() < MAX_DIAGNOSTICS {
+            let message = message(self);
+            self.add_made(Diagnostic::new(kind, message, places));
+        }
+    }
+
+    pub(super) fn add_made(&mut self, diagnostic: Diagnostic) {
+        let lines = lines_of(&diagnostic.places);
+        let next = self.list.len();
+        let index = *self.known.entry((diagnostic.kind, lines)).or_insert(next);
+        if index == next {
+            self.list.push(diagnostic);
+        } else {
+            self.list[index].repeated += 1;
+        }
+    }
+
+    pub(super) fn too_large(&mut self) {
+        self.add(DiagnosticKind::Malformed, Vec::new(), |_| {
+            "the program is too large to verify: too many operations, ranks or streams".to_owned()
+        });
+    }
+
+    /// The diagnostics so far, if there are any.
+    pub(super) fn end_of_stage(&mut self) -> Result<(), Vec<Diagnostic>> {
+        if self.list.is_empty() {
+            return Ok(());
+        }
+        Err(std::mem::take(&mut self.list))
+    }
+
+    /// `` rank 2, line 12 (j = 3): `post s` ``.
+    pub(super) fn say(&self, place: &Place) -> String {
+        match summary(self.program, place.site.line) {
+            text if text.is_empty() => place.to_string(),
+            text => format!("{place}: `{text}`"),
+        }
+    }
+}
+
+/// The lines of places, in an order that does not depend on which was seen first.
+fn lines_of(places: &[Place]) -> Vec<u32> {
+    let mut lines: Vec<u32> = places.iter().map(|place| place.site.line).collect();
+    lines.sort_unstable();
+    lines
+}
+
+/// The place of an operation.
+pub(super) fn place_of(ranks: &[RankProgram], rank: Rank, operation: usize) -> Place {
+    Place {
+        rank,
+        site: ranks[rank].operations[operation].site.clone(),
+    }
+}
+
+/// The place where a transfer is declared.
+pub(super) fn place_of_transfer(ranks: &[RankProgram], rank: Rank, transfer: usize) -> Place {
+    Place {
+        rank,
+        site: ranks[rank].transfers[transfer].site.clone(),
+    }
+}
