@@ -8,7 +8,7 @@ use crate::device::{
 };
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::memory::{HANDLE_BYTES, MemoryRegistry, Region, RemoteRegion};
-use crate::p2p::{Protocol, Transfer, TransferRequest, Transfers};
+use crate::p2p::{Protocol, Transfer, TransferExchange, TransferRequest};
 use crate::program::Executor;
 use crate::program::execute::{EngineSource, RankContext};
 use crate::sync::lock;
@@ -114,7 +114,7 @@ pub struct Communicator {
     device: Arc<dyn Device>,
     bootstrap: Arc<Bootstrap>,
     memory: Arc<MemoryRegistry>,
-    transfers: Arc<Transfers>,
+    transfers: Arc<TransferExchange>,
     engine: Arc<OnceLock<Arc<dyn CollectiveEngine>>>,
     timeout: Duration,
     // Transfers of `send` and `receive` whose streams may still use them.
@@ -149,7 +149,7 @@ impl Communicator {
                 memory.forget_peer(lost);
             }
         });
-        let transfers = Arc::new(Transfers::new(
+        let transfers = Arc::new(TransferExchange::new(
             &bootstrap,
             &memory,
             &device,
@@ -225,7 +225,7 @@ impl Communicator {
         self.device.create_stream(priority)
     }
 
-    /// Matches transfers with their other ends; see [`Transfers::exchange`]. Blocks until the peers
+    /// Matches transfers with their other ends; see [`TransferExchange::exchange`]. Blocks until the peers
     /// have exchanged theirs.
     pub fn exchange(&self, requests: &[TransferRequest]) -> Result<Vec<Transfer>> {
         self.transfers.exchange(requests, self.deadline())

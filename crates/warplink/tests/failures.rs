@@ -307,7 +307,7 @@ fn wrong_peers_are_refused() {
             .exchange(&[TransferRequest::send(&region, comm.rank(), 0)])
             .unwrap_err();
         assert_eq!(to_self.kind(), ErrorKind::InvalidArgument);
-        assert_says(&to_self, &["to oneself"]);
+        assert_says(&to_self, &["this rank itself"]);
         let nobody = comm
             .exchange(&[TransferRequest::receive(&region, 99, 0)])
             .unwrap_err();

@@ -1,6 +1,6 @@
 //! Send and receive between two ranks, by tag, in stream order and without copies in between.
 //!
-//! Two ranks first *exchange* what the other needs to know of a transfer ([`Transfers::exchange`]),
+//! Two ranks first *exchange* what the other needs to know of a transfer ([`TransferExchange::exchange`]),
 //! which gives each a [`Transfer`]. From then on they *post* it and *wait* for it on their streams
 //! as often as they like, and no rank's host waits for another's:
 //!
@@ -18,14 +18,17 @@
 //! The protocols are those of nvFuser's CUDA IPC backend (pull requests 3910 and 5325), with
 //! counting signals in the place of its two-state semaphores.
 
+mod batch;
 mod exchange;
-mod group;
+mod protocol;
 mod recording;
 mod request;
+mod slot_releases;
 mod transfer;
 
-pub use crate::signal::Protocol;
-pub use exchange::Transfers;
-pub use group::{Batch, post_all, post_stores, wait_all};
+pub use batch::{Batch, post_all, post_stores, wait_all};
+pub use exchange::TransferExchange;
+pub use protocol::Protocol;
+pub(crate) use request::MatchKey;
 pub use request::{Direction, TransferRequest};
 pub use transfer::Transfer;

@@ -1,8 +1,8 @@
 //! What a rank asks for when it exchanges a transfer.
 
+use super::protocol::{Protocol, Role};
 use crate::error::Rank;
 use crate::memory::Region;
-use crate::signal::{End, Protocol};
 use std::fmt;
 
 /// Which way the bytes go, seen from this rank.
@@ -23,11 +23,11 @@ impl Direction {
         }
     }
 
-    /// Which end of a transfer this direction is under `protocol`.
-    pub(crate) fn end(self, protocol: Protocol) -> End {
+    /// What the end of this direction does under `protocol`.
+    pub(super) fn role(self, protocol: Protocol) -> Role {
         match (self, protocol) {
-            (Self::Send, Protocol::Put) | (Self::Receive, Protocol::Get) => End::Mover,
-            (Self::Send, Protocol::Get) | (Self::Receive, Protocol::Put) => End::Announcer,
+            (Self::Send, Protocol::Put) | (Self::Receive, Protocol::Get) => Role::Initiator,
+            (Self::Send, Protocol::Get) | (Self::Receive, Protocol::Put) => Role::Target,
         }
     }
 }
@@ -66,10 +66,16 @@ impl Buffer {
     }
 }
 
-/// The ends of one direction that are exchanged with one peer under one tag.
-pub(crate) type Lane = (Rank, u64, Direction);
+/// What matches the two ends of transfers; of those with one key, the n-th meets the peer's n-th.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct MatchKey {
+    pub(crate) peer: Rank,
+    pub(crate) tag: u64,
+    pub(crate) direction: Direction,
+}
 
-/// One end of a transfer, to be matched with the other by [`exchange`](super::Transfers::exchange).
+/// One end of a transfer, to be matched with the other by
+/// [`exchange`](super::TransferExchange::exchange).
 #[derive(Clone, Debug)]
 pub struct TransferRequest {
     pub(super) direction: Direction,
@@ -80,8 +86,12 @@ pub struct TransferRequest {
 }
 
 impl TransferRequest {
-    pub(super) fn lane(&self) -> Lane {
-        (self.peer, self.tag, self.direction)
+    pub(super) fn match_key(&self) -> MatchKey {
+        MatchKey {
+            peer: self.peer,
+            tag: self.tag,
+            direction: self.direction,
+        }
     }
 
     /// Sends `region` to `peer`. `tag` tells transfers between the same two ranks apart; those with

@@ -1,13 +1,14 @@
 //! A transfer that was exchanged, to be posted and waited for any number of times.
 
-use super::exchange::SlotTable;
-use super::group::{post_all, wait_all};
-use super::recording::{Place, Recording, Waiting};
+use super::batch::{post_all, wait_all};
+use super::protocol::{PostCounter, PostNumber, Protocol, Role, Steps};
+use super::recording::{GraphMark, Recording, Waiting};
 use super::request::{Buffer, Direction};
+use super::slot_releases::SlotReleases;
 use crate::device::{DeviceSlice, MemoryOp, Stream, Word};
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::memory::{Region, RemoteRegion};
-use crate::signal::{End, Mode, Posts, Protocol, RemoteSlot, Signal, Slot, Steps, WordName};
+use crate::signal::{RemoteSlot, SignalOp, SignalWord, Slot};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -22,18 +23,18 @@ pub struct Transfer {
     pub(super) peer: Rank,
     pub(super) tag: u64,
     pub(super) buffer: Buffer,
-    // The peer's buffer, where this end moves the bytes.
+    // The peer's buffer, at the initiator.
     pub(super) remote: Option<RemoteRegion>,
     pub(super) slot: Slot,
     pub(super) remote_slot: RemoteSlot,
-    pub(super) _remote_page: RemoteRegion,
+    pub(super) _remote_slot_page: RemoteRegion,
     pub(super) peer_slot: u64,
-    pub(super) posts: Posts,
+    pub(super) posts: PostCounter,
     pub(super) recording: Recording,
-    pub(super) place: Place,
+    pub(super) graph_mark: GraphMark,
     // The stream of the last post, by its number.
     pub(super) posted_on: AtomicU64,
-    pub(super) table: Arc<SlotTable>,
+    pub(super) releases: Arc<SlotReleases>,
 }
 
 impl Transfer {
@@ -81,8 +82,8 @@ impl Transfer {
         wait_all(&[self], stream)
     }
 
-    pub(super) fn end(&self) -> End {
-        self.direction.end(self.protocol)
+    pub(super) fn role(&self) -> Role {
+        self.direction.role(self.protocol)
     }
 
     /// Fails where a post in the graph `capture`, if there is one, cannot be. `waited` says whether the
@@ -90,7 +91,7 @@ impl Transfer {
     pub(super) fn check_post(&self, capture: Option<u64>, waited: Option<bool>) -> Result<()> {
         capture.map_or(Ok(()), |capture| {
             self.recording
-                .check(self.end(), capture, waited)
+                .check(self.role(), capture, waited)
                 .map_err(|error| error.peer(self.peer).key(self.key()))
         })
     }
@@ -101,7 +102,7 @@ impl Transfer {
     /// # Errors
     /// [`ErrorKind::InvalidArgument`].
     pub(crate) fn check_recorded(&self) -> Result<()> {
-        match self.end() == End::Announcer && self.recording.is_open() {
+        match self.role() == Role::Target && self.recording.is_open() {
             true => Err(Error::invalid(
                 "a transfer is posted in a graph that does not wait for it",
             )
@@ -119,16 +120,16 @@ impl Transfer {
         &self,
         stream: &Stream,
         capture: Option<u64>,
-    ) -> Result<(Mode, Steps, bool)> {
+    ) -> Result<(PostNumber, Steps, bool)> {
         self.check_post(capture, None)?;
-        let (mode, marks) = match capture {
-            Some(capture) => self.recording.post(self.end(), capture, stream.raw()),
+        let (post, marks) = match capture {
+            Some(capture) => self.recording.post(self.role(), capture, stream.raw()),
             None => {
                 self.posted_on.store(stream.raw(), Ordering::Relaxed);
                 (self.posts.next(), false)
             }
         };
-        Ok((mode, Steps::post(self.end(), mode), marks))
+        Ok((post, Steps::post(self.role(), post), marks))
     }
 
     /// What a wait on `stream` is for, what it enqueues, and whether it has to follow the place that
@@ -137,56 +138,56 @@ impl Transfer {
         &self,
         stream: &Stream,
         capture: Option<u64>,
-    ) -> Result<Option<(Mode, Steps, bool)>> {
+    ) -> Result<Option<(PostNumber, Steps, bool)>> {
         if let Some(capture) = capture {
             let waiting = self
                 .recording
-                .wait(self.end(), capture, stream.raw())
+                .wait(self.role(), capture, stream.raw())
                 .map_err(|error| error.peer(self.peer).key(self.key()))?;
-            return Ok(waiting.map(|Waiting { mode, follows }| {
-                (mode, Steps::wait(self.end(), mode, !follows), follows)
+            return Ok(waiting.map(|Waiting { post, follows }| {
+                (post, Steps::wait(self.role(), post, !follows), follows)
             }));
         }
         let same_stream = self.posted_on.load(Ordering::Relaxed) == stream.raw();
         let posts = self.posts.so_far();
-        Ok(posts.map(|mode| (mode, Steps::wait(self.end(), mode, same_stream), false)))
+        Ok(posts.map(|post| (post, Steps::wait(self.role(), post, same_stream), false)))
     }
 
     /// The operation on a word that `signal` means for this transfer.
-    pub(super) fn operation(&self, signal: Signal, mode: Mode) -> Result<MemoryOp<'_>> {
-        let captured = matches!(mode, Mode::Captured(_));
+    pub(super) fn operation(&self, signal: SignalOp, post: PostNumber) -> Result<MemoryOp<'_>> {
+        let captured = matches!(post, PostNumber::Captured(_));
         Ok(match signal {
-            Signal::Set(name, value) => MemoryOp::Write {
+            SignalOp::Set(name, value) => MemoryOp::Write {
                 word: self.word(name, captured),
                 value,
             },
-            Signal::Reset(name) => MemoryOp::Reset {
+            SignalOp::Reset(name) => MemoryOp::Reset {
                 word: self.word(name, captured),
             },
-            Signal::Await(WordName::Outbound, _) => {
+            SignalOp::Wait(SignalWord::Outbound, _) => {
                 return Err(Error::new(
                     ErrorKind::Internal,
                     "a rank waits on its own memory only",
                 ));
             }
-            Signal::Await(name, value) => MemoryOp::Wait {
+            SignalOp::Wait(name, value) => MemoryOp::Wait {
                 word: self.word(name, captured),
                 value,
             },
         })
     }
 
-    fn word(&self, name: WordName, captured: bool) -> &Word {
+    fn word(&self, name: SignalWord, captured: bool) -> &Word {
         self.slot
             .word(name, captured)
             .unwrap_or_else(|| self.remote_slot.word(captured))
     }
 
-    /// Target and source of the copy, at the end that moves.
-    pub(super) fn ends(&self) -> Result<(&DeviceSlice, &DeviceSlice)> {
+    /// Destination and source of the copy, at the initiator.
+    pub(super) fn copy_operands(&self) -> Result<(&DeviceSlice, &DeviceSlice)> {
         let Some(region) = self.buffer.region() else {
             return Err(
-                Error::invalid("a send without memory of its own has nothing to copy")
+                Error::invalid("a send without a buffer of its own has nothing to copy")
                     .help("post it with post_stores")
                     .peer(self.peer)
                     .key(self.key()),
@@ -199,11 +200,14 @@ impl Transfer {
         })
     }
 
-    /// The peer's buffer, at the end that moves.
+    /// The peer's buffer, at the initiator.
     pub(super) fn remote(&self) -> Result<&DeviceSlice> {
         match &self.remote {
             Some(remote) => Ok(remote.memory()),
-            None => Err(Error::new(ErrorKind::Internal, "the mover has no mapping")),
+            None => Err(Error::new(
+                ErrorKind::Internal,
+                "the initiator has no mapping of the peer's buffer",
+            )),
         }
     }
 
@@ -213,11 +217,15 @@ impl Transfer {
     /// # Errors
     /// [`ErrorKind::InvalidArgument`] for a receive, and for a send by get.
     pub fn target(&self) -> Result<&DeviceSlice> {
-        match (self.direction, self.end()) {
-            (Direction::Send, End::Mover) => self.remote(),
-            _ => Err(Error::invalid("only what is sent by put can be stored")
-                .peer(self.peer)
-                .key(self.key())),
+        match (self.direction, self.role()) {
+            (Direction::Send, Role::Initiator) => self.remote(),
+            _ => Err(Error::invalid(format!(
+                "a {} by {} has no receive buffer to store into; expected a send by put",
+                self.direction, self.protocol
+            ))
+            .help("use put, and store on the sender's side")
+            .peer(self.peer)
+            .key(self.key())),
         }
     }
 
@@ -228,7 +236,7 @@ impl Transfer {
 
 impl Drop for Transfer {
     fn drop(&mut self) {
-        self.table
-            .dropped(self.peer, self.slot.number, self.peer_slot);
+        self.releases
+            .end_dropped(self.peer, self.slot.number, self.peer_slot);
     }
 }

@@ -1,8 +1,8 @@
 //! The memory that signals live in: slots of words, handed out from pages that peers map whole.
 
-use super::WordName;
+use super::SignalWord;
 use crate::device::{Device, DeviceSlice, Word};
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::memory::{MemoryRegistry, Region};
 use crate::sync::lock;
 use std::sync::{Arc, Mutex};
@@ -54,7 +54,7 @@ impl SlotPool {
     }
 
     /// A slot whose words are all zero.
-    pub(crate) fn take(&self, memory: &MemoryRegistry) -> Result<Slot> {
+    pub(crate) fn allocate(&self, memory: &MemoryRegistry) -> Result<Slot> {
         let mut state = lock(&self.state);
         let number = match state.free.pop() {
             Some(number) => {
@@ -80,10 +80,7 @@ impl SlotPool {
             slice.word(COMPLETED)?,
         ];
         let (page, start) = State::place(number);
-        let page = state
-            .pages
-            .get(page)
-            .ok_or_else(|| Error::invalid("there is no such signal slot"))?;
+        let page = state.pages.get(page).ok_or_else(|| unknown_slot(number))?;
         let inbound = page.slice(start..start + REMOTE_SLOT_BYTES)?;
         Ok(Slot {
             number,
@@ -109,10 +106,7 @@ impl State {
 
     fn slice(&self, number: u64) -> Result<DeviceSlice> {
         let (page, start) = Self::place(number);
-        let page = self
-            .pages
-            .get(page)
-            .ok_or_else(|| Error::invalid("there is no such signal slot"))?;
+        let page = self.pages.get(page).ok_or_else(|| unknown_slot(number))?;
         page.memory().slice(start..start + SLOT_BYTES)
     }
 }
@@ -124,11 +118,11 @@ impl Slot {
     }
 
     /// The word `name`; `None` for the one that lies at the peer.
-    pub(crate) fn word(&self, name: WordName, captured: bool) -> Option<&Word> {
+    pub(crate) fn word(&self, name: SignalWord, captured: bool) -> Option<&Word> {
         match name {
-            WordName::Inbound => Some(&self.words[usize::from(captured)]),
-            WordName::Completed => Some(&self.words[2]),
-            WordName::Outbound => None,
+            SignalWord::Inbound => Some(&self.words[usize::from(captured)]),
+            SignalWord::Completed => Some(&self.words[2]),
+            SignalWord::Outbound => None,
         }
     }
 }
@@ -145,4 +139,11 @@ impl RemoteSlot {
     pub(crate) fn word(&self, captured: bool) -> &Word {
         &self.words[usize::from(captured)]
     }
+}
+
+fn unknown_slot(number: u64) -> Error {
+    Error::new(
+        ErrorKind::Internal,
+        format!("signal slot {number} is not in any page"),
+    )
 }

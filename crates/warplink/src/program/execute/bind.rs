@@ -7,7 +7,7 @@ use super::pool::Pool;
 use super::resolve::Resolver;
 use crate::error::{Error, Result};
 use crate::memory::Region;
-use crate::p2p::{Direction, Protocol, Transfer, TransferRequest};
+use crate::p2p::{Direction, MatchKey, Protocol, Transfer, TransferRequest};
 use crate::program::ir::Backend;
 use crate::program::rank_program::{RankProgram, TensorId, TransferInstance};
 use std::collections::HashMap;
@@ -119,11 +119,15 @@ impl Prepared {
 
     /// Tells the peers that this rank cannot bind, which would otherwise wait for it.
     fn refuse(&self, error: &Error) {
-        let lanes: Vec<_> = self
+        let ends: Vec<_> = self
             .direct()
-            .map(|(transfer, _)| (transfer.peer, tag(transfer), transfer.direction))
+            .map(|(transfer, _)| MatchKey {
+                peer: transfer.peer,
+                tag: tag(transfer),
+                direction: transfer.direction,
+            })
             .collect();
-        self.context.transfers.refuse(&lanes, &error.to_string());
+        self.context.transfers.refuse(&ends, &error.to_string());
     }
 
     /// What is to be exchanged, over `memory`.

@@ -5,7 +5,7 @@ use crate::deadline::Deadline;
 use crate::device::{CollectiveEngine, Device};
 use crate::error::{Rank, Result};
 use crate::memory::MemoryRegistry;
-use crate::p2p::Transfers;
+use crate::p2p::TransferExchange;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -18,7 +18,7 @@ pub(crate) struct RankContext {
     pub(crate) device: Arc<dyn Device>,
     pub(crate) bootstrap: Arc<Bootstrap>,
     pub(crate) memory: Arc<MemoryRegistry>,
-    pub(crate) transfers: Arc<Transfers>,
+    pub(crate) transfers: Arc<TransferExchange>,
     pub(crate) engine: EngineSource,
     pub(crate) timeout: Duration,
 }

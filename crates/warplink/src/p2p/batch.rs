@@ -1,9 +1,10 @@
 //! Posting and waiting for many transfers at once.
 
+use super::protocol::{PostNumber, Role};
 use super::transfer::Transfer;
 use crate::device::{DeviceSlice, MemoryOp, Stream, StreamOp};
 use crate::error::Result;
-use crate::signal::{End, Mode, Signal};
+use crate::signal::SignalOp;
 
 /// Posts and waits to be enqueued together, which a device does in fewer steps than one by one: a
 /// small transfer, with what it waits for and what waits for it, becomes one kernel.
@@ -79,8 +80,8 @@ impl<'a> Batch<'a> {
             if *kind == Kind::Wait {
                 continue;
             }
-            if transfer.end() == End::Mover {
-                transfer.ends()?;
+            if transfer.role() == Role::Initiator {
+                transfer.copy_operands()?;
             }
             if queue.capture.is_some() {
                 let same = |before: &&Part<'_>| std::ptr::eq(before.transfer, *transfer);
@@ -117,7 +118,7 @@ struct Queue<'a, 's> {
     /// in a graph may be marked behind all of it.
     whole: bool,
     operations: Vec<StreamOp<'a>>,
-    /// Whose place is behind the operations.
+    /// Whose graph mark is behind the operations.
     marks: Vec<&'a Transfer>,
 }
 
@@ -135,33 +136,33 @@ impl<'a, 's> Queue<'a, 's> {
 
     /// Posts a group; the order of its steps is what [`Batch`] says.
     fn post(&mut self, group: impl Iterator<Item = &'a Transfer>) -> Result<()> {
-        let (mut again, mut movers) = (Vec::new(), Vec::new());
+        let (mut again, mut copies) = (Vec::new(), Vec::new());
         for transfer in group {
-            let (mode, steps, marks) = transfer.begin_post(self.stream, self.capture)?;
+            let (post, steps, marks) = transfer.begin_post(self.stream, self.capture)?;
             if steps.copy {
-                movers.push((transfer, mode, steps, marks));
-            } else if matches!(mode, Mode::Captured(2..)) {
-                again.push((transfer, mode, steps));
+                copies.push((transfer, post, steps, marks));
+            } else if matches!(post, PostNumber::Captured(2..)) {
+                again.push((transfer, post, steps));
             } else {
-                self.signals(transfer, mode, steps.before)?;
+                self.signals(transfer, post, steps.before)?;
                 self.marks.extend(marks.then_some(transfer));
             }
         }
         // These wait for their post before.
-        for (transfer, mode, steps) in again {
-            self.signals(transfer, mode, steps.before)?;
+        for (transfer, post, steps) in again {
+            self.signals(transfer, post, steps.before)?;
         }
         self.mark()?;
         // All waits, all copies, all signals: the copy engine is not held up between the copies.
-        for (transfer, mode, steps, _) in &movers {
-            self.signals(transfer, *mode, steps.before)?;
+        for (transfer, post, steps, _) in &copies {
+            self.signals(transfer, *post, steps.before)?;
         }
-        for (transfer, ..) in &movers {
-            let (target, source) = transfer.ends()?;
+        for (transfer, ..) in &copies {
+            let (target, source) = transfer.copy_operands()?;
             self.operations.push(StreamOp::Copy { target, source });
         }
-        for (transfer, mode, steps, marks) in movers {
-            self.signals(transfer, mode, steps.after)?;
+        for (transfer, post, steps, marks) in copies {
+            self.signals(transfer, post, steps.after)?;
             self.marks.extend(marks.then_some(transfer));
         }
         self.mark()
@@ -169,15 +170,15 @@ impl<'a, 's> Queue<'a, 's> {
 
     fn wait(&mut self, transfers: impl Iterator<Item = &'a Transfer>) -> Result<()> {
         for transfer in transfers {
-            let Some((mode, steps, follows)) = transfer.begin_wait(self.stream, self.capture)?
+            let Some((post, steps, follows)) = transfer.begin_wait(self.stream, self.capture)?
             else {
                 continue;
             };
             if follows {
                 self.flush()?;
-                transfer.place.follow(self.stream)?;
+                transfer.graph_mark.wait(self.stream)?;
             }
-            self.signals(transfer, mode, steps.before)?;
+            self.signals(transfer, post, steps.before)?;
         }
         Ok(())
     }
@@ -185,11 +186,11 @@ impl<'a, 's> Queue<'a, 's> {
     fn signals(
         &mut self,
         transfer: &'a Transfer,
-        mode: Mode,
-        signals: [Option<Signal>; 2],
+        post: PostNumber,
+        signals: [Option<SignalOp>; 2],
     ) -> Result<()> {
         for signal in signals.into_iter().flatten() {
-            let operation = transfer.operation(signal, mode)?;
+            let operation = transfer.operation(signal, post)?;
             self.operations.push(operation.into());
         }
         Ok(())
@@ -219,7 +220,7 @@ impl<'a, 's> Queue<'a, 's> {
         }
         self.marks
             .drain(..)
-            .try_for_each(|transfer| transfer.place.mark(self.stream))
+            .try_for_each(|transfer| transfer.graph_mark.record(self.stream))
     }
 }
 
@@ -277,17 +278,17 @@ pub fn post_stores(
     // What stores is a kernel as a rule, and so finds no more room than these do.
     let mut queue = Queue::new(stream, true)?;
     let begun = transfers.iter().map(|transfer| {
-        let (mode, steps, marks) = transfer.begin_post(stream, queue.capture)?;
-        Ok((*transfer, mode, steps, marks))
+        let (post, steps, marks) = transfer.begin_post(stream, queue.capture)?;
+        Ok((*transfer, post, steps, marks))
     });
     let begun = begun.collect::<Result<Vec<_>>>()?;
-    for (transfer, mode, steps, _) in &begun {
-        queue.signals(transfer, *mode, steps.before)?;
+    for (transfer, post, steps, _) in &begun {
+        queue.signals(transfer, *post, steps.before)?;
     }
     queue.flush()?;
     store(&targets)?;
-    for (transfer, mode, steps, marks) in begun {
-        queue.signals(transfer, mode, steps.after)?;
+    for (transfer, post, steps, marks) in begun {
+        queue.signals(transfer, post, steps.after)?;
         queue.marks.extend(marks.then_some(transfer));
     }
     queue.flush()

@@ -1,0 +1,160 @@
+//! Making a transfer from what both ends offer.
+
+use super::{EndMessage, EndOffer, PublishedEnd, TransferExchange};
+use crate::error::{Error, ErrorKind, Result};
+use crate::memory::RemoteRegion;
+use crate::p2p::protocol::{PostCounter, Protocol, Role};
+use crate::p2p::recording::{GraphMark, Recording};
+use crate::p2p::request::TransferRequest;
+use crate::p2p::transfer::Transfer;
+use crate::signal::RemoteSlot;
+use std::sync::atomic::AtomicU64;
+
+/// What an end has of its peer's memory.
+struct PeerMappings {
+    slot_page: RemoteRegion,
+    slot: RemoteSlot,
+    /// The buffer, at the initiator.
+    buffer: Option<RemoteRegion>,
+}
+
+impl TransferExchange {
+    /// The transfer of `end` and the end that the peer published as `message`.
+    pub(super) fn match_end(&self, end: PublishedEnd<'_>, message: &[u8]) -> Result<Transfer> {
+        let request = end.request;
+        match EndMessage::decode(message).map_err(|error| self.with_context(&end, error))? {
+            EndMessage::Offer(offer) => {
+                self.clear_refusals(request.match_key());
+                self.match_offer(end, &offer)
+            }
+            EndMessage::Refusal { reason } => {
+                let error = Error::new(
+                    ErrorKind::PeerFailed,
+                    format!("the peer gave up before its end: {reason}"),
+                )
+                .help("correct what the peer says, and try again on every rank");
+                if let Err(error) = self.bootstrap.store().delete(&end.own_key) {
+                    tracing::debug!(%error, key = end.own_key, "an end could not be taken back");
+                }
+                self.release(&end);
+                Err(self.with_context(&end, error))
+            }
+        }
+    }
+
+    fn match_offer(&self, end: PublishedEnd<'_>, offer: &EndOffer) -> Result<Transfer> {
+        let request = end.request;
+        if let Err(error) = check_alike(request, end.protocol, offer) {
+            // The peer finds the same and gives up too, so nobody will write to the slot.
+            offer
+                .buffer
+                .iter()
+                .chain([&offer.inbound])
+                .for_each(|wire| self.memory.decline_handle(request.peer, wire));
+            self.slots.recycle(end.slot.number);
+            return Err(self.with_context(&end, error));
+        }
+        let mapped = match self.map(offer, request, end.protocol) {
+            Ok(mapped) => mapped,
+            Err(error) => {
+                // The peer believes in the transfer, and lets go of this end when it drops its own.
+                self.releases
+                    .end_dropped(request.peer, end.slot.number, offer.slot);
+                return Err(self.with_context(&end, error));
+            }
+        };
+        Ok(Transfer {
+            direction: request.direction,
+            protocol: end.protocol,
+            peer: request.peer,
+            tag: request.tag,
+            buffer: request.buffer.clone(),
+            remote: mapped.buffer,
+            slot: end.slot,
+            remote_slot: mapped.slot,
+            _remote_slot_page: mapped.slot_page,
+            peer_slot: offer.slot,
+            posts: PostCounter::default(),
+            recording: Recording::default(),
+            graph_mark: GraphMark::new(&self.device),
+            posted_on: AtomicU64::new(0),
+            releases: self.releases.clone(),
+        })
+    }
+
+    /// Maps what the peer offers: its words, and its buffer where this end copies.
+    fn map(
+        &self,
+        offer: &EndOffer,
+        request: &TransferRequest,
+        protocol: Protocol,
+    ) -> Result<PeerMappings> {
+        let peer = request.peer;
+        let words = self
+            .memory
+            .open_handle(peer, &offer.inbound)
+            .and_then(|page| Ok((RemoteSlot::new(page.memory())?, page)));
+        let initiator = request.direction.role(protocol) == Role::Initiator;
+        let buffer = match (&offer.buffer, initiator, &words) {
+            (Some(wire), true, Ok(_)) => self.memory.open_handle(peer, wire).map(Some),
+            (None, false, _) => Ok(None),
+            (Some(wire), ..) => {
+                self.memory.decline_handle(peer, wire);
+                Err(wrong_role())
+            }
+            (None, true, _) => Err(wrong_role()),
+        };
+        let (slot, slot_page) = words?;
+        let buffer = buffer?;
+        let expected = request.buffer.bytes();
+        if let Some(remote) = &buffer
+            && remote.memory().bytes() != expected
+        {
+            let what = format!(
+                "the handle of the peer's buffer covers {} bytes; expected {expected}",
+                remote.memory().bytes()
+            );
+            return Err(Error::new(ErrorKind::InvalidHandle, what));
+        }
+        Ok(PeerMappings {
+            slot_page,
+            slot,
+            buffer,
+        })
+    }
+
+    fn with_context(&self, end: &PublishedEnd<'_>, error: Error) -> Error {
+        error
+            .during("exchange transfers")
+            .on_rank(self.bootstrap.rank())
+            .peer(end.request.peer)
+            .key(end.own_key.clone())
+    }
+}
+
+/// Fails where the two ends differ in length or protocol.
+fn check_alike(request: &TransferRequest, protocol: Protocol, offer: &EndOffer) -> Result<()> {
+    let bytes = request.buffer.bytes() as u64;
+    if offer.bytes != bytes {
+        let what = format!(
+            "this rank's {} has {bytes} bytes, the peer's end {}",
+            request.direction, offer.bytes
+        );
+        return Err(Error::new(ErrorKind::Mismatch, what).help("give both ends the same length"));
+    }
+    if offer.protocol != protocol {
+        let what = format!("this rank uses {protocol}, the peer {}", offer.protocol);
+        return Err(
+            Error::new(ErrorKind::Mismatch, what).help("choose the same protocol on both ranks")
+        );
+    }
+    Ok(())
+}
+
+fn wrong_role() -> Error {
+    Error::new(
+        ErrorKind::Protocol,
+        "the peer offers a buffer where it copies, or none where it does not",
+    )
+    .help("run the same version of Warplink on every rank")
+}

@@ -1,0 +1,261 @@
+//! Matching the two ends of transfers, in batches, pairwise, without a barrier.
+//!
+//! Every end is published in the store under a key of its own, which its peer takes: the two
+//! ranks, the tag, the direction, and how many with these were exchanged before. So batches need
+//! not be cut alike on the two ranks. All ends of a batch are published before any is waited for.
+//!
+//! Both ranks always publish, whether or not their mappings are cached, and a handle names the
+//! generation of its registration: a rank whose cache is filled while its peer's is not neither
+//! waits for what does not come nor uses a mapping of what was replaced.
+//!
+//! ```text
+//!   publish      each request's offer, or nothing at all       (this file)
+//!   matching     with the peer's offer: a transfer, or why not
+//!   withdrawal   of what no peer took, where the exchange fails
+//!   refusal      of ends that will never come, with the reason
+//! ```
+
+mod matching;
+mod offer;
+mod refusal;
+mod withdrawal;
+
+use super::protocol::{Protocol, Role};
+use super::request::{Direction, MatchKey, TransferRequest};
+use super::slot_releases::SlotReleases;
+use super::transfer::Transfer;
+use crate::bootstrap::{Bootstrap, Wait};
+use crate::deadline::Deadline;
+use crate::device::Device;
+use crate::error::{Error, Rank, Result};
+use crate::memory::{MemoryRegistry, Region};
+use crate::signal::{Slot, SlotPool};
+use crate::sync::lock;
+use offer::{EndMessage, EndOffer};
+use refusal::Refusals;
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex};
+
+/// Exchanges the transfers of one rank.
+#[derive(Debug)]
+pub struct TransferExchange {
+    bootstrap: Arc<Bootstrap>,
+    memory: Arc<MemoryRegistry>,
+    device: Arc<dyn Device>,
+    slots: Arc<SlotPool>,
+    releases: Arc<SlotReleases>,
+    default_protocol: Protocol,
+    // How many transfers were exchanged under each key.
+    counts: Mutex<HashMap<MatchKey, u64>>,
+    refusals: Refusals,
+}
+
+/// An end of this rank that was published.
+struct PublishedEnd<'a> {
+    request: &'a TransferRequest,
+    protocol: Protocol,
+    slot: Slot,
+    number: u64,
+    own_key: String,
+    peer_key: String,
+    // Whose handles the peer is to get.
+    exported: Vec<Region>,
+}
+
+impl TransferExchange {
+    pub(crate) fn new(
+        bootstrap: &Arc<Bootstrap>,
+        memory: &Arc<MemoryRegistry>,
+        device: &Arc<dyn Device>,
+        default_protocol: Protocol,
+    ) -> Self {
+        let slots = Arc::new(SlotPool::new(device));
+        Self {
+            bootstrap: bootstrap.clone(),
+            memory: memory.clone(),
+            device: device.clone(),
+            releases: SlotReleases::start(&slots, memory),
+            slots,
+            default_protocol,
+            counts: Mutex::default(),
+            refusals: Refusals::default(),
+        }
+    }
+
+    /// Matches every request with its peer's, and gives the transfers in the same order. Blocks the
+    /// caller until all peers have exchanged the other ends, in batches cut in any way; two ranks
+    /// that each wait in one batch for what the other has in a later one wait until `deadline`.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) for a peer that is this
+    /// rank or none;
+    /// [`ErrorKind::Mismatch`](crate::ErrorKind::Mismatch), on both ranks, where lengths or
+    /// protocols differ;
+    /// [`ErrorKind::Timeout`](crate::ErrorKind::Timeout) or
+    /// [`ErrorKind::PeerLost`](crate::ErrorKind::PeerLost), with the peer and what was waited for;
+    /// [`ErrorKind::PeerFailed`](crate::ErrorKind::PeerFailed) where the peer says that its end will
+    /// not come. A batch that fails for want of a peer is withdrawn, and may be exchanged again.
+    pub fn exchange(
+        &self,
+        requests: &[TransferRequest],
+        deadline: Deadline,
+    ) -> Result<Vec<Transfer>> {
+        requests
+            .iter()
+            .try_for_each(|request| self.check(request))?;
+        let published = self.publish(requests)?;
+        let keys: Vec<String> = published.iter().map(|end| end.peer_key.clone()).collect();
+        let mut peers: Vec<Rank> = requests.iter().map(|request| request.peer).collect();
+        peers.sort_unstable();
+        peers.dedup();
+        let taken = self
+            .bootstrap
+            .store()
+            .multi_take(&keys, &Wait::on(peers, deadline));
+        let messages = match taken {
+            Ok(messages) => messages,
+            Err(error) => {
+                self.withdraw(published);
+                return Err(error
+                    .during("exchange transfers")
+                    .on_rank(self.bootstrap.rank()));
+            }
+        };
+        // Every end is matched before the first failure is reported, so that none is left behind.
+        let matched: Vec<_> = published
+            .into_iter()
+            .zip(messages)
+            .map(|(end, message)| self.match_end(end, &message))
+            .collect();
+        matched.into_iter().collect()
+    }
+
+    fn check(&self, request: &TransferRequest) -> Result<()> {
+        let (rank, world) = (self.bootstrap.rank(), self.bootstrap.world());
+        let invalid = |what: String, help: &'static str| {
+            Err(Error::invalid(what)
+                .during("exchange transfers")
+                .on_rank(rank)
+                .peer(request.peer)
+                .help(help))
+        };
+        if request.peer == rank {
+            return invalid(
+                format!("the peer of a {} is this rank itself", request.direction),
+                "use Stream::copy within a rank",
+            );
+        }
+        if request.peer >= world {
+            return invalid(
+                format!(
+                    "unknown peer {}; expected less than {world}, as there are {world} ranks",
+                    request.peer
+                ),
+                "name a rank of this communicator",
+            );
+        }
+        if request.buffer.region().is_none() && request.protocol != Some(Protocol::Put) {
+            return invalid(
+                "a send without a buffer of its own uses get; expected put".to_owned(),
+                "use put for what is stored into the receiver's memory",
+            );
+        }
+        Ok(())
+    }
+
+    /// Publishes every end at once.
+    fn publish<'a>(&self, requests: &'a [TransferRequest]) -> Result<Vec<PublishedEnd<'a>>> {
+        let mut published = Vec::with_capacity(requests.len());
+        let mut pairs = Vec::with_capacity(requests.len());
+        for request in requests {
+            match self.prepare(request) {
+                Ok((end, message)) => {
+                    pairs.push((end.own_key.clone(), message));
+                    published.push(end);
+                }
+                Err(error) => {
+                    // Nothing was published yet.
+                    self.roll_back(published);
+                    return Err(error);
+                }
+            }
+        }
+        if let Err(error) = self.bootstrap.store().multi_set(&pairs) {
+            self.roll_back(published);
+            return Err(error
+                .during("publish transfers")
+                .on_rank(self.bootstrap.rank()));
+        }
+        Ok(published)
+    }
+
+    /// An end, and what is to be published for it.
+    fn prepare<'a>(&self, request: &'a TransferRequest) -> Result<(PublishedEnd<'a>, Vec<u8>)> {
+        let slot = self.slots.allocate(&self.memory)?;
+        let key = request.match_key();
+        let number = self.next_number(key);
+        let mut end = PublishedEnd {
+            request,
+            protocol: request.protocol.unwrap_or(self.default_protocol),
+            slot,
+            number,
+            own_key: self.store_key(key, number, request.direction),
+            peer_key: self.store_key(key, number, request.direction.reversed()),
+            exported: Vec::new(),
+        };
+        match self.offer(&mut end).and_then(|offer| offer.encode()) {
+            Ok(message) => Ok((end, message)),
+            Err(error) => {
+                self.roll_back(vec![end]);
+                Err(error)
+            }
+        }
+    }
+
+    /// What `end` tells its peer; the handles in it are noted, to be cancelled if it never arrives.
+    fn offer(&self, end: &mut PublishedEnd<'_>) -> Result<EndMessage> {
+        let (request, peer) = (end.request, end.request.peer);
+        let mut export = |region: &Region| {
+            let handle = self.memory.export_handle(region, peer)?;
+            end.exported.push(region.clone());
+            Ok::<_, Error>(handle.to_vec())
+        };
+        let buffer = match request.direction.role(end.protocol) {
+            Role::Target => request.buffer.region().map(&mut export).transpose()?,
+            Role::Initiator => None,
+        };
+        let inbound = export(end.slot.inbound())?;
+        Ok(EndMessage::Offer(EndOffer {
+            bytes: request.buffer.bytes() as u64,
+            protocol: end.protocol,
+            buffer,
+            inbound,
+            slot: end.slot.number,
+        }))
+    }
+
+    /// Where the end of `direction` of transfer `number` under `key` is published.
+    fn store_key(&self, key: MatchKey, number: u64, direction: Direction) -> String {
+        let rank = self.bootstrap.rank();
+        let (from, to) = match key.direction {
+            Direction::Send => (rank, key.peer),
+            Direction::Receive => (key.peer, rank),
+        };
+        format!("p2p/{from}>{to}/tag {}/{number}/{direction}", key.tag)
+    }
+
+    /// Numbers the next end under `key`.
+    fn next_number(&self, key: MatchKey) -> u64 {
+        let mut counts = lock(&self.counts);
+        let count = counts.entry(key).or_default();
+        *count += 1;
+        *count - 1
+    }
+
+    /// Makes `number` the next again: no peer has seen the end, so that a later try meets the peer's.
+    fn reuse_number(&self, key: MatchKey, number: u64) {
+        let mut counts = lock(&self.counts);
+        let count = counts.entry(key).or_default();
+        *count = (*count).min(number);
+    }
+}

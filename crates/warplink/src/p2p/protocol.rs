@@ -1,0 +1,364 @@
+//! The get and put protocols, as data: which end of a transfer sets which word, waits for which, and
+//! copies.
+//!
+//! A transfer has two ends. The *initiator* is the end whose stream copies: the receiver under
+//! [`Protocol::Get`], the sender under [`Protocol::Put`]. The *target* is the other end: it says that
+//! its buffer may be read (get) or written (put), and learns when that is done.
+//!
+//! ```text
+//!   target's stream                    initiator's stream
+//!   post: set initiator.inbound  ───►  wait for inbound
+//!                                      copy
+//!   wait for inbound             ◄───  set target.inbound, set own completed
+//! ```
+//!
+//! # Invariants
+//! 1. *Counting.* Outside of graphs the n-th post of an end uses the value n, and waits are for "at
+//!    least n": whoever runs ahead loses no signal.
+//! 2. *Counting in graphs.* What a graph captures has its values fixed, so captured steps use words
+//!    of their own, which start anew with every launch. A target's first post of a launch resets its
+//!    own word; the initiator sets it to the number of its post in the graph, and waits are for "at
+//!    least" that. The other way the word toggles: the initiator resets it as it reads it, and a
+//!    target's next post of a launch waits until the one before is done. A launch follows the one
+//!    before, and the last post in a graph is waited for in it, so no signal meets a reset that it
+//!    should have followed. Both ends must be captured with as many posts.
+//! 3. A wait is always for a word in the waiter's own memory.
+
+use crate::error::{Error, ErrorKind, Result};
+use crate::signal::{SignalOp, SignalWord};
+use crate::sync::{AtomicU64, Ordering};
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::str::FromStr;
+
+/// Which end of a transfer copies.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum Protocol {
+    /// The receiver reads the sender's memory once the sender has said that it may.
+    Get,
+    /// The sender writes the receiver's memory once the receiver has said that it may.
+    #[default]
+    Put,
+}
+
+impl fmt::Display for Protocol {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Get => "get",
+            Self::Put => "put",
+        })
+    }
+}
+
+impl FromStr for Protocol {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        match text {
+            "get" => Ok(Self::Get),
+            "put" => Ok(Self::Put),
+            _ => Err(Error::new(
+                ErrorKind::Parse,
+                format!("unknown protocol '{text}'; expected get or put"),
+            )
+            .help("use get or put")),
+        }
+    }
+}
+
+/// What an end does in a transfer; see the module.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum Role {
+    Target,
+    Initiator,
+}
+
+/// Which post of an end: done once, or recorded into a graph.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum PostNumber {
+    /// Done once; counted from 1.
+    Eager(u64),
+    /// Recorded, on words of its own; counted from 1 in its graph.
+    Captured(u64),
+}
+
+/// What an end enqueues: signals, then the copy if it is the initiator, then signals.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Steps {
+    pub(super) before: [Option<SignalOp>; 2],
+    pub(super) copy: bool,
+    pub(super) after: [Option<SignalOp>; 2],
+}
+
+impl Steps {
+    const NONE: Self = Self {
+        before: [None; 2],
+        copy: false,
+        after: [None; 2],
+    };
+
+    /// What posting enqueues at the end with `role`.
+    pub(super) fn post(role: Role, post: PostNumber) -> Self {
+        use SignalOp::{Reset, Set, Wait};
+        use SignalWord::{Completed, Inbound, Outbound};
+        match (role, post) {
+            (Role::Target, PostNumber::Eager(number)) => Self {
+                before: [Some(Set(Outbound, number)), None],
+                ..Self::NONE
+            },
+            (Role::Target, PostNumber::Captured(number)) => Self {
+                before: [
+                    Some(match number {
+                        0 | 1 => Reset(Inbound),
+                        _ => Wait(Inbound, number - 1),
+                    }),
+                    Some(Set(Outbound, 1)),
+                ],
+                ..Self::NONE
+            },
+            (Role::Initiator, PostNumber::Eager(number)) => Self {
+                before: [Some(Wait(Inbound, number)), None],
+                copy: true,
+                after: [Some(Set(Outbound, number)), Some(Set(Completed, number))],
+            },
+            (Role::Initiator, PostNumber::Captured(number)) => Self {
+                before: [Some(Wait(Inbound, 1)), Some(Reset(Inbound))],
+                copy: true,
+                after: [Some(Set(Outbound, number)), None],
+            },
+        }
+    }
+
+    /// What waiting enqueues at the end with `role`; `same_stream` when that is the stream of the
+    /// post. In a graph, a stream that is not comes behind the post.
+    pub(super) fn wait(role: Role, post: PostNumber, same_stream: bool) -> Self {
+        let wait = match (role, post) {
+            (Role::Target, PostNumber::Eager(number) | PostNumber::Captured(number)) => {
+                Some(SignalOp::Wait(SignalWord::Inbound, number))
+            }
+            (Role::Initiator, PostNumber::Eager(number)) if !same_stream => {
+                Some(SignalOp::Wait(SignalWord::Completed, number))
+            }
+            (Role::Initiator, _) => None,
+        };
+        Self {
+            before: [wait, None],
+            ..Self::NONE
+        }
+    }
+}
+
+/// Counts an end's posts outside of graphs.
+#[derive(Debug, Default)]
+pub(super) struct PostCounter(AtomicU64);
+
+impl PostCounter {
+    /// Numbers the next post.
+    pub(super) fn next(&self) -> PostNumber {
+        PostNumber::Eager(self.0.fetch_add(1, Ordering::Relaxed) + 1)
+    }
+
+    /// What a wait is for: every post so far. `None` where there was none.
+    pub(super) fn so_far(&self) -> Option<PostNumber> {
+        let posts = self.0.load(Ordering::Relaxed);
+        (posts > 0).then_some(PostNumber::Eager(posts))
+    }
+}
+
+#[cfg(all(test, loom))]
+mod loom_tests {
+    //! The steps above, run by loom's threads in the place of streams.
+
+    use super::*;
+    use loom::cell::UnsafeCell;
+    use loom::sync::Arc;
+    use loom::thread;
+
+    #[derive(Default)]
+    struct EndWords {
+        inbound: AtomicU64,
+        completed: AtomicU64,
+    }
+
+    struct Pair {
+        target: EndWords,
+        initiator: EndWords,
+        // What the initiator copies: written by the target's side under get.
+        source: UnsafeCell<u64>,
+        destination: UnsafeCell<u64>,
+    }
+
+    // SAFETY: loom checks every access to the cells; that they are ordered is what is tested.
+    unsafe impl Sync for Pair {}
+    // SAFETY: as above.
+    unsafe impl Send for Pair {}
+
+    impl Pair {
+        fn word(&self, role: Role, name: SignalWord) -> &AtomicU64 {
+            let (own, other) = match role {
+                Role::Target => (&self.target, &self.initiator),
+                Role::Initiator => (&self.initiator, &self.target),
+            };
+            match name {
+                SignalWord::Inbound => &own.inbound,
+                SignalWord::Outbound => &other.inbound,
+                SignalWord::Completed => &own.completed,
+            }
+        }
+
+        fn run(&self, role: Role, steps: Steps) {
+            let signal = |signal: SignalOp| match signal {
+                SignalOp::Set(name, value) => self.word(role, name).store(value, Ordering::Release),
+                // Ordered before later sets by their release, and by nothing else.
+                SignalOp::Reset(name) => self.word(role, name).store(0, Ordering::Relaxed),
+                SignalOp::Wait(name, value) => {
+                    while (self
+                        .word(role, name)
+                        .load(Ordering::Acquire)
+                        .wrapping_sub(value) as i64)
+                        < 0
+                    {
+                        thread::yield_now();
+                    }
+                }
+            };
+            steps.before.into_iter().flatten().for_each(signal);
+            if steps.copy {
+                // SAFETY: loom fails the test where an access is not ordered.
+                let value = self.source.with(|source| unsafe { *source });
+                // SAFETY: as above.
+                self.destination.with_mut(|bytes| unsafe { *bytes = value });
+            }
+            steps.after.into_iter().flatten().for_each(signal);
+        }
+    }
+
+    fn pair() -> Arc<Pair> {
+        Arc::new(Pair {
+            target: EndWords::default(),
+            initiator: EndWords::default(),
+            source: UnsafeCell::new(0),
+            destination: UnsafeCell::new(0),
+        })
+    }
+
+    /// Get: the target changes its buffer only after its wait, and the initiator reads what was
+    /// announced; eager counting and captured toggling alike.
+    fn rounds(posts: [PostNumber; 2]) {
+        loom::model(move || {
+            let pair = pair();
+            let sender = pair.clone();
+            let target = thread::spawn(move || {
+                for (round, post) in posts.into_iter().enumerate() {
+                    // SAFETY: loom fails the test where the initiator may still read.
+                    sender
+                        .source
+                        .with_mut(|source| unsafe { *source = round as u64 + 1 });
+                    sender.run(Role::Target, Steps::post(Role::Target, post));
+                    sender.run(Role::Target, Steps::wait(Role::Target, post, true));
+                }
+            });
+            for (round, post) in posts.into_iter().enumerate() {
+                pair.run(Role::Initiator, Steps::post(Role::Initiator, post));
+                pair.run(Role::Initiator, Steps::wait(Role::Initiator, post, true));
+                // SAFETY: the destination is this thread's alone.
+                let got = pair.destination.with(|bytes| unsafe { *bytes });
+                assert_eq!(got, round as u64 + 1, "a stale or torn value");
+            }
+            target.join().unwrap();
+        });
+    }
+
+    #[test]
+    fn loom_counted_rounds() {
+        rounds([PostNumber::Eager(1), PostNumber::Eager(2)]);
+    }
+
+    /// Two in one graph, and one graph launched twice.
+    #[test]
+    fn loom_captured_rounds() {
+        rounds([PostNumber::Captured(1), PostNumber::Captured(2)]);
+        rounds([PostNumber::Captured(1), PostNumber::Captured(1)]);
+    }
+
+    /// Put: the target is the receiver, and reads the destination after its wait.
+    fn put_rounds(posts: [PostNumber; 2]) {
+        loom::model(move || {
+            let pair = pair();
+            let receiver = pair.clone();
+            let target = thread::spawn(move || {
+                for (round, post) in posts.into_iter().enumerate() {
+                    receiver.run(Role::Target, Steps::post(Role::Target, post));
+                    receiver.run(Role::Target, Steps::wait(Role::Target, post, true));
+                    // SAFETY: loom fails the test where the initiator may still write.
+                    let got = receiver.destination.with(|bytes| unsafe { *bytes });
+                    assert_eq!(got, round as u64 + 1, "a stale or torn value");
+                }
+            });
+            for (round, post) in posts.into_iter().enumerate() {
+                // SAFETY: the source is this thread's alone.
+                pair.source
+                    .with_mut(|source| unsafe { *source = round as u64 + 1 });
+                pair.run(Role::Initiator, Steps::post(Role::Initiator, post));
+            }
+            target.join().unwrap();
+        });
+    }
+
+    #[test]
+    fn loom_put_counted_rounds() {
+        put_rounds([PostNumber::Eager(1), PostNumber::Eager(2)]);
+    }
+
+    #[test]
+    fn loom_put_captured_rounds() {
+        put_rounds([PostNumber::Captured(1), PostNumber::Captured(2)]);
+        put_rounds([PostNumber::Captured(1), PostNumber::Captured(1)]);
+    }
+
+    /// A target that posts twice before it waits loses nothing.
+    #[test]
+    fn loom_running_ahead_loses_no_signal() {
+        loom::model(|| {
+            let pair = pair();
+            let sender = pair.clone();
+            let target = thread::spawn(move || {
+                sender.run(
+                    Role::Target,
+                    Steps::post(Role::Target, PostNumber::Eager(1)),
+                );
+                sender.run(
+                    Role::Target,
+                    Steps::post(Role::Target, PostNumber::Eager(2)),
+                );
+                sender.run(
+                    Role::Target,
+                    Steps::wait(Role::Target, PostNumber::Eager(2), true),
+                );
+            });
+            pair.run(
+                Role::Initiator,
+                Steps::post(Role::Initiator, PostNumber::Eager(1)),
+            );
+            pair.run(
+                Role::Initiator,
+                Steps::post(Role::Initiator, PostNumber::Eager(2)),
+            );
+            target.join().unwrap();
+        });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn posts_are_counted_and_a_wait_is_for_all_of_them() {
+        let posts = PostCounter::default();
+        assert_eq!(posts.so_far(), None);
+        assert_eq!(posts.next(), PostNumber::Eager(1));
+        assert_eq!(posts.next(), PostNumber::Eager(2));
+        assert_eq!(posts.so_far(), Some(PostNumber::Eager(2)));
+    }
+}
