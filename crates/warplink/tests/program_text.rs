@@ -191,9 +191,12 @@ fn parameters_and_requirements_are_the_callers_fault() {
     };
     assert_eq!(with(&[("n", 4)]), Ok(()));
     for (list, part) in [
-        (&[("n", 3)][..], "requires n % world == 0, n = 3, world = 2"),
-        (&[], "needs the parameter 'n'"),
-        (&[("n", 4), ("q", 1)], "has no parameter 'q'"),
+        (&[("n", 3)][..], "expected n % world == 0, n = 3, world = 2"),
+        (&[], "the parameter 'n' of 'p' has no value"),
+        (
+            &[("n", 4), ("q", 1)],
+            "unknown parameter 'q' of 'p'; expected n",
+        ),
     ] {
         let (kind, text) = with(list).unwrap_err();
         assert_eq!(kind, ErrorKind::InvalidArgument);
@@ -235,7 +238,7 @@ fn a_transfer_is_named_by_the_indices_of_its_loops() {
             "wait s[j + 1]",
             "",
             "",
-            "s[j + 1] stands for s[0][1], which was not shared before",
+            "s[j + 1] stands for s[0][1], which is not shared before",
         ),
         (
             "",
@@ -250,7 +253,7 @@ fn a_transfer_is_named_by_the_indices_of_its_loops() {
             "",
             "has 3 indices, but 's' is declared inside 2 loops",
         ),
-        ("wait q", "", "", "no transfer 'q' was shared before"),
+        ("wait q", "", "", "unknown transfer 'q'"),
     ] {
         let error = with(place, after, end).unwrap_err();
         assert!(error.contains(part), "{error}");

@@ -365,7 +365,7 @@ mod faulty {
     }
 
     #[test]
-    fn each_is_refused_for_its_fault() {
+    fn each_is_refused_for_its_violation() {
         let folder = format!("{}/tests/faulty-programs", env!("CARGO_MANIFEST_DIR"));
         let (mut count, mut wrong) = (0, Vec::new());
         for entry in std::fs::read_dir(folder).unwrap() {
@@ -374,7 +374,7 @@ mod faulty {
             let text = std::fs::read_to_string(&path).unwrap();
             let program = Program::parse(&text).unwrap_or_else(|e| panic!("{name}:\n{e}"));
             assert_eq!(Program::parse(&program.to_string()).unwrap(), program);
-            let kind: DiagnosticKind = header(&text, "fault")[0].parse().unwrap();
+            let kind: DiagnosticKind = header(&text, "violation")[0].parse().unwrap();
             let marked = text.lines().position(|line| line.ends_with("# <- here"));
             let marked = marked.unwrap_or_else(|| panic!("{name} marks no line")) + 1;
             for world in header(&text, "world") {

@@ -99,7 +99,7 @@ impl FromStr for DiagnosticKind {
             .ok_or_else(|| {
                 Error::new(
                     ErrorKind::Parse,
-                    format!("'{text}' is not a kind of diagnostic"),
+                    format!("unknown kind of diagnostic '{text}'"),
                 )
             })
     }

@@ -133,23 +133,30 @@ impl<'p> Unroller<'p> {
         };
         if rank >= world || world > MAX_RANKS {
             return requirement(format!(
-                "rank {rank} of {world} ranks: there are 1 to {MAX_RANKS}, numbered from 0"
+                "rank {rank} of {world} ranks; expected 1 to {MAX_RANKS} ranks, numbered from 0"
             ));
         }
         if self.pool == 0 || self.pool > MAX_STREAMS {
             return requirement(format!(
-                "a pool of {} streams: it has 1 to {MAX_STREAMS}",
+                "a pool of {} streams; expected 1 to {MAX_STREAMS}",
                 self.pool
             ));
         }
         for name in parameters.keys() {
             if !program.parameters.contains(name) {
-                return requirement(format!("'{}' has no parameter '{name}'", program.name));
+                return requirement(format!(
+                    "unknown parameter '{name}' of '{}'; expected {}",
+                    program.name,
+                    program.parameters.join(", ")
+                ));
             }
         }
         for name in &program.parameters {
             let Some(value) = parameters.get(name) else {
-                return requirement(format!("'{}' needs the parameter '{name}'", program.name));
+                return requirement(format!(
+                    "the parameter '{name}' of '{}' has no value",
+                    program.name
+                ));
             };
             self.bind(name, Bound::Integer(*value))?;
         }
@@ -166,7 +173,7 @@ impl<'p> Unroller<'p> {
         inner: impl FnOnce(&mut Self) -> Result<(), Diagnostic>,
     ) -> Result<(), Diagnostic> {
         if self.blocks >= DEEPEST_BLOCK {
-            let message = format!("blocks are nested deeper than {DEEPEST_BLOCK}");
+            let message = format!("blocks are nested too deep; expected at most {DEEPEST_BLOCK}");
             return Err(self.diagnostic(DiagnosticKind::Malformed, message));
         }
         self.blocks += 1;
@@ -181,7 +188,7 @@ impl<'p> Unroller<'p> {
         match &statement.kind {
             StatementKind::Require(condition) => {
                 if !self.condition(condition)? {
-                    let mut message = format!("requires {condition}");
+                    let mut message = format!("expected {condition}");
                     for (name, bound) in &self.names {
                         if let Bound::Integer(value) = bound {
                             message += &format!(", {name} = {value}");
@@ -200,7 +207,7 @@ impl<'p> Unroller<'p> {
             StatementKind::LetTensor { name, value } => {
                 if value.selections.is_empty() {
                     let message =
-                        format!("'{name}' would be another name for all of '{}'", value.name);
+                        format!("'{name}' is all of '{}'; expected a part of it", value.name);
                     return Err(self.diagnostic(DiagnosticKind::Malformed, message));
                 }
                 let view = self.view(value)?;
@@ -323,10 +330,10 @@ impl<'p> Unroller<'p> {
     fn declare(&mut self, declaration: &'p Declaration) -> Result<(), Diagnostic> {
         let name = &declaration.name;
         if declaration.role != Role::Local && self.blocks > 1 {
-            let message = format!("'{name}' is declared inside a loop or branch");
+            let message = format!("'{name}' is an input or output inside a loop or branch");
             return Err(self.diagnostic(
                 DiagnosticKind::Malformed,
-                message + "; inputs and outputs are the same on every rank",
+                message + "; expected it outside, since it is the same on every rank",
             ));
         }
         let axes = declaration.shape.len();
@@ -337,8 +344,8 @@ impl<'p> Unroller<'p> {
         };
         if !sharded || axes > MAX_AXES {
             let message = format!(
-                "'{name}' has {axes} axes; a tensor has 1 to {MAX_AXES}, with one for what it is \
-                 sharded over (and others beside a loop's)"
+                "'{name}' has {axes} axes; expected 1 to {MAX_AXES}, with the axis that it is \
+                 sharded over among them, and another beside a loop's"
             );
             return Err(self.diagnostic(DiagnosticKind::Mismatch, message));
         }
@@ -349,13 +356,14 @@ impl<'p> Unroller<'p> {
             let value = self.integer(expression)?;
             let extent = usize::try_from(value).ok().filter(|extent| *extent > 0);
             let Some(extent) = extent else {
-                let message = format!("extent {expression} of '{name}' is {value}, not positive");
+                let message =
+                    format!("extent {expression} of '{name}' is {value}; expected at least 1");
                 return Err(self.diagnostic(DiagnosticKind::OutOfBounds, message));
             };
             bytes = match bytes.checked_mul(extent) {
                 Some(bytes) if bytes <= most => bytes,
                 _ => {
-                    let message = format!("'{name}' has more than {most} bytes");
+                    let message = format!("'{name}' is too large; expected at most {most} bytes");
                     return Err(self.diagnostic(DiagnosticKind::OutOfBounds, message));
                 }
             };
@@ -393,7 +401,9 @@ impl<'p> Unroller<'p> {
         let view = self.view(&whole)?;
         let tensor = &self.made.tensors[view.tensor];
         if tensor.role != Role::Local || *tensor.name != *name {
-            let message = format!("'{name}' was not allocated by the program under this name");
+            let message = format!(
+                "'{name}' is not allocated by the program; expected the name of an 'allocate'"
+            );
             return Err(self.diagnostic(DiagnosticKind::Malformed, message));
         }
         self.deallocated.insert(view.tensor, self.site.line);

@@ -83,7 +83,7 @@ impl<'p> Unroller<'p> {
         }
         Err(self.diagnostic(
             DiagnosticKind::Malformed,
-            format!("the program takes more than {MAX_STEPS} steps on one rank"),
+            format!("the program takes too many steps on one rank; expected at most {MAX_STEPS}"),
         ))
     }
 
@@ -99,17 +99,17 @@ impl<'p> Unroller<'p> {
         if !crate::program::text::is_name(name) {
             return Err(self.diagnostic(
                 DiagnosticKind::Malformed,
-                format!("'{name}' cannot be a name: it is reserved or no word"),
+                format!("'{name}' cannot be a name; expected a word that is not reserved"),
             ));
         }
         if self.lookup(name).is_some() {
             return Err(self.diagnostic(
                 DiagnosticKind::Malformed,
-                format!("'{name}' is already bound here"),
+                format!("'{name}' already has a meaning here; expected a new name"),
             ));
         }
         if self.names.len() >= MAX_NAMES {
-            let message = format!("more than {MAX_NAMES} names are bound at one time");
+            let message = format!("too many names at one time; expected at most {MAX_NAMES}");
             return Err(self.diagnostic(DiagnosticKind::Malformed, message));
         }
         self.names.push((name, value));
@@ -167,7 +167,10 @@ impl<'p> Unroller<'p> {
             Ok(number) if number < limit => Ok(number),
             _ => Err(self.diagnostic(
                 DiagnosticKind::OutOfBounds,
-                format!("{what} {expression} is {value}, which is not in 0..{limit}"),
+                format!(
+                    "{what} {expression} is {value}; expected 0 to {}",
+                    limit.saturating_sub(1)
+                ),
             )),
         }
     }
@@ -191,13 +194,13 @@ impl<'p> Unroller<'p> {
             Some(_) => {
                 return Err(self.diagnostic(
                     DiagnosticKind::Malformed,
-                    format!("'{name}' is not a tensor"),
+                    format!("'{name}' is not a tensor; expected one"),
                 ));
             }
             None => {
                 return Err(self.diagnostic(
                     DiagnosticKind::Malformed,
-                    format!("no tensor '{name}' is known here"),
+                    format!("unknown tensor '{name}'"),
                 ));
             }
         };
@@ -205,7 +208,7 @@ impl<'p> Unroller<'p> {
             let [extent, rest @ ..] = &view.shape[..] else {
                 return Err(self.diagnostic(
                     DiagnosticKind::Mismatch,
-                    format!("{reference} selects from a single element"),
+                    format!("{reference} selects from a single element; expected fewer indices"),
                 ));
             };
             let (extent, slice) = (*extent, rest.iter().product::<usize>());
@@ -225,7 +228,7 @@ impl<'p> Unroller<'p> {
                         _ => {
                             return Err(self.diagnostic(
                                 DiagnosticKind::OutOfBounds,
-                                format!("{reference}: {a}..{b} is empty or not within 0..{extent}"),
+                                format!("{reference} selects {a}..{b}; expected a part of 0..{extent} that is not empty"),
                             ));
                         }
                     }
@@ -243,7 +246,10 @@ impl<'p> Unroller<'p> {
     ) -> Result<TransferId, Diagnostic> {
         let name = &reference.name;
         let Some(named) = self.transfers.get(name.as_str()) else {
-            return Err(self.diagnostic(kind, format!("no transfer '{name}' was shared before")));
+            return Err(self.diagnostic(
+                kind,
+                format!("unknown transfer '{name}'; expected one that is shared before"),
+            ));
         };
         let indices = reference
             .indices
@@ -272,7 +278,7 @@ impl<'p> Unroller<'p> {
         let message = match tried {
             Some(key) => {
                 let key: String = key.iter().map(|value| format!("[{value}]")).collect();
-                format!("{reference} stands for {name}{key}, which was not shared before")
+                format!("{reference} stands for {name}{key}, which is not shared before")
             }
             None if fits || indices.len() > depth => format!(
                 "{reference} has {} indices, but '{name}' is declared inside {depth} loops",
@@ -312,7 +318,7 @@ impl<'p> Unroller<'p> {
                 _ => {
                     return Err(self.diagnostic(
                         DiagnosticKind::Malformed,
-                        format!("'{name}' is not a stream that is known here"),
+                        format!("unknown stream '{name}'"),
                     ));
                 }
             },

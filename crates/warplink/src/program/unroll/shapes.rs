@@ -32,7 +32,10 @@ impl Unroller<'_> {
         }
         Err(self.diagnostic(
             DiagnosticKind::InputWritten,
-            format!("'{}' is an input and may not be written", tensor.name),
+            format!(
+                "the input '{}' is written; expected an output or an allocated tensor",
+                tensor.name
+            ),
         ))
     }
 
@@ -40,7 +43,7 @@ impl Unroller<'_> {
         self.writable(target)?;
         if target.dtype != source.dtype || target.squeezed() != source.squeezed() {
             return Err(self.mismatch(format!(
-                "copies {} to {}",
+                "copies {} to {}; expected the same shape and type",
                 shape_of(source),
                 shape_of(target)
             )));
@@ -54,12 +57,12 @@ impl Unroller<'_> {
     pub(super) fn sum(&self, target: &View, sources: &[View]) -> Result<OperationKind, Diagnostic> {
         self.writable(target)?;
         if sources.is_empty() {
-            return Err(self.mismatch("the sum of nothing"));
+            return Err(self.mismatch("a sum has no operand; expected at least one"));
         }
         for source in sources {
             if target.dtype != source.dtype || target.squeezed() != source.squeezed() {
                 return Err(self.mismatch(format!(
-                    "adds {} to a sum that goes to {}",
+                    "adds {} to a sum that goes to {}; expected the same shape and type",
                     shape_of(source),
                     shape_of(target)
                 )));
@@ -139,7 +142,7 @@ impl Unroller<'_> {
         let all = || [a, b].into_iter().chain(bias);
         if dtype.matmul_tolerance().is_none() || all().any(|view| view.dtype != dtype) {
             return Err(self.mismatch(format!(
-                "multiplies {} by {} into {}: all must be of one type, f16, bf16 or f32",
+                "multiplies {} by {} into {}; expected one type, f16, bf16 or f32",
                 shape_of(a),
                 shape_of(b),
                 shape_of(target)
@@ -147,7 +150,7 @@ impl Unroller<'_> {
         }
         let wrong = || {
             self.mismatch(format!(
-                "multiplies {} by {} into {}: it takes […, m, k] by [k, n] into […, m, n]",
+                "multiplies {} by {} into {}; expected […, m, k] by [k, n] into […, m, n]",
                 shape_of(a),
                 shape_of(b),
                 shape_of(target)
@@ -171,7 +174,7 @@ impl Unroller<'_> {
             && bias.shape != [n]
         {
             return Err(self.mismatch(format!(
-                "adds a bias {} to rows of {n} elements",
+                "adds a bias {} to rows of {n} elements; expected one element for each",
                 shape_of(bias)
             )));
         }
@@ -193,23 +196,23 @@ impl Unroller<'_> {
         let (fits, rule) = match collective {
             Collective::AllGather => (
                 from.checked_mul(world) == Some(to),
-                "the target is as long as the sources of all ranks",
+                "a target as long as the sources of all ranks",
             ),
             Collective::ReduceScatter(_) => (
                 to.checked_mul(world) == Some(from),
-                "the source is as long as the targets of all ranks",
+                "a source as long as the targets of all ranks",
             ),
             Collective::AllToAll => (
                 to == from && from.is_multiple_of(world),
-                "both are as long and divide by the world size",
+                "two of one length that divides by the number of ranks",
             ),
             Collective::AllReduce(_) | Collective::Broadcast(_) | Collective::Reduce(..) => {
-                (to == from, "both are as long")
+                (to == from, "two of one length")
             }
         };
         if !fits || target.dtype != source.dtype {
             return Err(self.mismatch(format!(
-                "{} of {} into {} on {world} ranks: {rule}, of one type",
+                "{} of {} into {} on {world} ranks; expected {rule}, of one type",
                 collective.name(),
                 shape_of(source),
                 shape_of(target)

@@ -74,11 +74,13 @@ impl<'p> Unroller<'p> {
         }
         let peer = self.number_below(&transfer.peer, self.made.world, "peer")?;
         if peer == self.made.rank {
-            let message = format!("the peer of '{name}' is the rank itself");
+            let message = format!("the peer of '{name}' is the rank itself; expected another");
             return Err(self.diagnostic(DiagnosticKind::OutOfBounds, message));
         }
         if self.lookup(name).is_some() || !crate::program::text::is_name(name) {
-            let message = format!("'{name}' cannot name a transfer: it is bound or no name");
+            let message = format!(
+                "'{name}' cannot name a transfer; expected a word that has no meaning here"
+            );
             return Err(self.diagnostic(DiagnosticKind::Malformed, message));
         }
         let tag = self.integer(&transfer.tag)?;
@@ -91,7 +93,10 @@ impl<'p> Unroller<'p> {
         }
         if let Some(before) = named.instances.insert(key, id) {
             let line = self.made.transfers[before].site.line;
-            let message = format!("a transfer '{name}' of these indices was shared in line {line}");
+            let message = format!(
+                "a transfer '{name}' with these indices is already shared in line {line}; expected \
+                 another name"
+            );
             return Err(self.diagnostic(DiagnosticKind::Malformed, message));
         }
         let ordinal = self
@@ -125,7 +130,7 @@ impl<'p> Unroller<'p> {
             let tensor = unroller.made.transfers[id].range.tensor;
             if let Some(line) = unroller.deallocated.get(&tensor) {
                 let message = format!(
-                    "{reference} accesses '{}', which was deallocated in line {line}",
+                    "{reference} accesses '{}', which is deallocated in line {line}",
                     unroller.made.tensors[tensor].name
                 );
                 return Err(unroller.diagnostic(DiagnosticKind::UseAfterDeallocate, message));
@@ -152,7 +157,7 @@ impl<'p> Unroller<'p> {
                 (send.direction, send.backend) == (Direction::Send, Backend::Direct(Protocol::Put));
             if !stored {
                 let message = format!(
-                    "{} is not a send via put, so no product can be stored where it goes",
+                    "{} is not a send via put; expected one to store a matmul where it goes",
                     posted.send
                 );
                 return Err(unroller.diagnostic(DiagnosticKind::Malformed, message));
@@ -175,8 +180,8 @@ impl<'p> Unroller<'p> {
                 return Ok(());
             }
             let message = format!(
-                "the product of {} has another size, right operand or bias than those before it \
-                 in the group",
+                "the matmul of {} differs from those before it in the group; expected the same \
+                 size, right operand and bias",
                 posted.send
             );
             Err(unroller.diagnostic(DiagnosticKind::Mismatch, message))
@@ -200,7 +205,7 @@ impl<'p> Unroller<'p> {
         if seen.insert(id) {
             return Ok(id);
         }
-        let message = format!("{reference} is posted twice in one group");
+        let message = format!("{reference} is posted twice in one group; expected once");
         Err(self.diagnostic(DiagnosticKind::Malformed, message))
     }
 
@@ -209,7 +214,7 @@ impl<'p> Unroller<'p> {
         self.each(list, |unroller, reference| {
             let id = unroller.transfer(reference, DiagnosticKind::UnpostedWait)?;
             if unroller.posts[id] == 0 {
-                let message = format!("{reference} is waited for, but was not posted before");
+                let message = format!("{reference} is waited for, but not posted before; expected its post before the wait");
                 return Err(unroller.diagnostic(DiagnosticKind::UnpostedWait, message));
             }
             group.push(id);

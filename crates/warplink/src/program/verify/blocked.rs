@@ -103,7 +103,7 @@ fn say(run: &Run<'_>, chain: &[(Agent, Blocked)], circle: bool, diagnostics: &mu
             message += &format!("; and {} more like these", order.len() - MAX_SAID);
         }
         if circle {
-            message += ", so that each waits for the next and the last for the first";
+            message += "; each waits for the next and the last for the first";
         }
         message
     });
@@ -129,7 +129,7 @@ fn why_host(run: &Run<'_>, rank: Rank) -> Option<Blocked> {
         rank,
         operation,
         what: format!(
-            "rank {peer} to share '{}' ({}), which its host has not come to",
+            "rank {peer} to share '{}' ({}), which its host has not reached",
             partner.name, also.site
         ),
         on: Some(Agent::Host(peer)),
@@ -149,7 +149,7 @@ fn why_stream(run: &Run<'_>, stream: usize) -> Option<Blocked> {
             let transfer = &run.ranks[rank].transfers[id];
             let (peer, partner) = (transfer.peer, run.links.partners[rank][id]);
             let verb = match (transfer.direction, transfer.backend) {
-                (_, Backend::Nccl) => "meet it in the engine",
+                (_, Backend::Nccl) => "post it to the engine",
                 (Direction::Send, _) => "receive",
                 (Direction::Receive, _) => "send",
             };
@@ -184,7 +184,7 @@ fn why_stream(run: &Run<'_>, stream: usize) -> Option<Blocked> {
         Need::Collective(absent, number) => {
             let operation = *run.links.collectives[absent].get(number)?;
             let place = place_of(run.ranks, absent, operation);
-            let what = format!("rank {absent} to come to the collective, {}", place.site);
+            let what = format!("rank {absent} to reach the collective, {}", place.site);
             (what, Some(agent_of(run, absent, operation)), Some(place))
         }
         Need::Event(event) => {

@@ -55,7 +55,8 @@ impl<'p> Diagnostics<'p> {
 
     pub(super) fn too_large(&mut self) {
         self.add(DiagnosticKind::Malformed, Vec::new(), |_| {
-            "the program is too large to verify: too many operations, ranks or streams".to_owned()
+            "the program is too large to verify; expected fewer operations, ranks or streams"
+                .to_owned()
         });
     }
 

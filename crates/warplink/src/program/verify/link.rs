@@ -123,7 +123,7 @@ fn unmatched(ranks: &[RankProgram], rank: Rank, id: TransferId, diagnostics: &mu
             }
             None => message += " at all",
         }
-        message + "; the host waits for it for ever"
+        message + "; its host would wait for ever"
     });
 }
 
@@ -183,7 +183,7 @@ fn interfaces(ranks: &[RankProgram], diagnostics: &mut Diagnostics<'_>) {
                 let places = vec![place(rank, own), place(0, first)];
                 diagnostics.add(DiagnosticKind::Mismatch, places.clone(), |said| {
                     format!(
-                        "{} has shape {:?}, but {:?} on rank 0",
+                        "{} has shape {:?}; expected {:?} as on rank 0",
                         said.say(&places[0]),
                         own.shape,
                         first.shape
@@ -209,7 +209,7 @@ fn collectives(ranks: &[RankProgram], links: &Links, diagnostics: &mut Diagnosti
                 let places = vec![place_of(ranks, more, operation)];
                 diagnostics.add(DiagnosticKind::CollectiveOrder, places.clone(), |said| {
                     format!(
-                        "{} is one collective more than the {position} that rank {less} calls",
+                        "{} is one collective more than the {position} of rank {less}; expected the same on every rank",
                         said.say(&places[0])
                     )
                 });
@@ -248,12 +248,12 @@ fn collectives(ranks: &[RankProgram], links: &Links, diagnostics: &mut Diagnosti
             let places = vec![place_of(ranks, rank, b), place_of(ranks, 0, a)];
             diagnostics.add(kind, places.clone(), |said| {
                 format!(
-                    "{} comes where {} is due; {}",
+                    "{} is called where rank 0 calls {}; {}",
                     said.say(&places[0]),
                     said.say(&places[1]),
                     match kind {
-                        DiagnosticKind::Mismatch => "their lengths or types differ",
-                        _ => "all ranks call the same ones in the same order",
+                        DiagnosticKind::Mismatch => "expected the same lengths and types",
+                        _ => "expected the same collectives in the same order",
                     }
                 )
             });
@@ -299,7 +299,7 @@ fn engine_pairs(ranks: &[RankProgram], links: &Links, diagnostics: &mut Diagnost
                 ];
                 diagnostics.add(DiagnosticKind::Mismatch, places.clone(), |said| {
                     format!(
-                        "{} posts a send of tag {} where {} posts a receive of tag {}: the engine \
+                        "{} posts a send of tag {} where {} posts a receive of tag {}; the engine \
                          pairs them in the order of posting",
                         said.say(&places[0]),
                         ranks[rank].transfers[id].tag,

@@ -130,7 +130,7 @@ impl Run<'_> {
                 ];
                 diagnostics.add(DiagnosticKind::LostSignal, places.clone(), |said| {
                     format!(
-                        "{} signals rank {}, which posts the other end, {}, only {theirs} times: \
+                        "{} signals rank {}, which posts the other end, {}, only {theirs} times; \
                          nothing waits for the signal, and the next run would take it for its own",
                         said.say(&places[0]),
                         transfer.peer,
@@ -157,7 +157,7 @@ impl Run<'_> {
                     diagnostics.add(DiagnosticKind::Unjoined, places.clone(), |said| {
                         format!(
                             "{} is enqueued on {}, which the caller's stream does not synchronize \
-                             with afterwards: the run may end before it",
+                             with afterwards; the run may end before it",
                             said.say(&places[0]),
                             kind
                         )

@@ -50,8 +50,8 @@ impl Violations {
             let places = vec![place_of(ranks, rank, post), place_of(ranks, rank, before)];
             diagnostics.add(DiagnosticKind::LostSignal, places.clone(), |said| {
                 format!(
-                    "{} is not ordered after the same transfer's post before it, {}: the older \
-                     signal may overwrite the newer one",
+                    "{} is not ordered after the post of the same transfer before it, {}; the \
+                     older signal may overwrite the newer one",
                     said.say(&places[0]),
                     said.say(&places[1])
                 )
@@ -138,8 +138,8 @@ fn report_conflict(
     };
     diagnostics.add(kind, places.clone(), |said| match &places[..] {
         [only] => format!(
-            "{} on {} {} {what} of rank {rank}, but nothing orders it after the start of the run \
-             on that rank's caller stream: it races with what came before",
+            "{} on {} {} {what} of rank {rank}, unordered with what that rank's caller stream did \
+             before the run",
             said.say(only),
             stream_of(ranks, second),
             verb(second)
@@ -181,7 +181,7 @@ pub(super) fn report_unfinished(
     let name = &ranks[rank].tensors[tensor].name;
     diagnostics.add(DiagnosticKind::Race, places.clone(), |said| match &places[..] {
         [place, ..] => format!(
-            "{} on {} {} '{name}' of rank {rank}, and may still do so when the run ends there: it \
+            "{} on {} {} '{name}' of rank {rank}, and may still do so when the run ends there; it \
              races with the caller and the next run",
             said.say(place),
             stream_of(ranks, access),
