@@ -11,23 +11,11 @@
 //! # The problem
 //!
 //! A is a tall matrix whose rows are spread over the ranks: each holds one *chunk* of them. Every
-//! rank has a matrix B of its own, and wants the product of *all* of A with it:
-//!
-//! ```text
-//!            k                 n                  n
-//!        ┌───────┐         ┌───────┐          ┌───────┐
-//!  rank 0│ A[0]  │         │       │          │ C[0]  │
-//!        ├───────┤         │   B   │          ├───────┤
-//!  rank 1│ A[1]  │    ·    │       │    =     │ C[1]  │    on every rank, each with its own B
-//!        ├───────┤       k │       │          ├───────┤
-//!  rank 2│ A[2]  │         │       │          │ C[2]  │
-//!        └───────┘         └───────┘          └───────┘
-//! ```
-//!
-//! This is how a layer of a model begins whose weights B are split over GPUs by columns. The plain
-//! way is to gather A first and to multiply then. But chunk C[i] needs chunk A[i] alone, so a rank
-//! can begin with the chunk that it has, and multiply each other one when it arrives. Then most of
-//! the communication hides behind the products.
+//! rank has a matrix B of its own, and wants the product C of *all* of A with it. This is how a layer
+//! of a model begins whose weights B are split over GPUs by columns. The plain way is to gather A
+//! first and to multiply then. But chunk C[i] needs chunk A[i] alone, so a rank can begin with the
+//! chunk that it has, and multiply each other one when it arrives. Then most of the communication
+//! hides behind the products.
 //!
 //! # The ring
 //!
@@ -46,36 +34,31 @@
 //! On GPUs, copy engines move the bytes while the multiprocessors multiply. On the host device both
 //! take the same processors, so there the example shows how it is done, and not that it is faster.
 //!
-//! # Read on in this order
-//!
 //! [`Ring::new`] exchanges the transfers, once. [`Ring::step`] is one step of the ring.
-//! [`overlapped`] and [`one_after_the_other`] are the two ways. [`rank`] puts it together, checks
-//! both against a reference in double precision, and measures.
+//! [`overlapped`] and [`sequential`] are the two ways. [`rank`] checks both and measures them.
 
 mod ranks;
 
 use half::bf16;
 use std::process::ExitCode;
+use std::sync::Arc;
 use std::time::Instant;
 use warplink::device::{
     AllocationKind, Compute, DeviceBuffer, Event, MatmulSpec, Priority, Stream,
 };
-use warplink::dtype::Element;
 use warplink::memory::Region;
-use warplink::p2p::{Transfer, TransferRequest};
+use warplink::p2p::{Transfer, TransferRequest, post_all};
 use warplink::{Communicator, DType, DeviceKind, Error, ErrorKind, Result};
+use zerocopy::IntoBytes;
 
 /// How often each way is measured.
 const SAMPLES: usize = 7;
-
-/// How many rows of each chunk of C are checked. All columns of them are.
-const ROWS_CHECKED: usize = 4;
 
 fn main() -> ExitCode {
     ranks::run(4, rank)
 }
 
-/// The sizes of the problem, and what a rank needs of it.
+/// The sizes of the problem, and a rank's matrices.
 struct Problem {
     /// Rows of one chunk of A and of C.
     rows: usize,
@@ -86,10 +69,10 @@ struct Problem {
     /// All of A, one chunk after the other, of which this rank fills its own. It is a *region*:
     /// memory that the neighbours may reach.
     a: Region,
-    /// This rank's B. No peer needs it, so it is plain device memory.
+    /// This rank's B and C. No peer needs them, so they are plain device memory.
     b: DeviceBuffer<bf16>,
-    /// This rank's C.
     c: DeviceBuffer<bf16>,
+    compute: Arc<dyn Compute>,
 }
 
 impl Problem {
@@ -100,6 +83,12 @@ impl Problem {
             DeviceKind::Cuda => (2048, 4096, 4096),
         };
         let (world, device) = (comm.world(), comm.device());
+        // Chooses algorithms and loads kernels now. To load a kernel while a stream waits for a peer
+        // could end in a deadlock.
+        let compute = comm.compute()?;
+        for chunks in [1, world] {
+            compute.prepare_matmul(&MatmulSpec::new(chunks * rows, n, k, DType::BF16))?;
+        }
         Ok(Self {
             rows,
             k,
@@ -107,41 +96,46 @@ impl Problem {
             a: comm.alloc(world * rows * k * size_of::<bf16>())?,
             b: DeviceBuffer::new(device, k * n, AllocationKind::Plain)?,
             c: DeviceBuffer::new(device, world * rows * n, AllocationKind::Plain)?,
+            compute,
         })
     }
 
-    /// The memory of chunk `index` of A, as a region of its own. It can be sent like any other.
-    fn chunk_of_a(&self, index: usize) -> Result<Region> {
+    /// Chunk `index` of A, as a region of its own. It can be sent like any other.
+    fn chunk(&self, index: usize) -> Result<Region> {
         let bytes = self.rows * self.k * size_of::<bf16>();
         self.a.slice(index * bytes..(index + 1) * bytes)
     }
 
-    /// The memory of chunk `index` of C.
-    fn chunk_of_c(&self, index: usize) -> Result<DeviceBuffer<bf16>> {
-        let elements = self.rows * self.n;
-        self.c.slice(index * elements..(index + 1) * elements)
-    }
-
-    /// The product of `chunks` chunks of A with B.
-    fn product(&self, chunks: usize) -> MatmulSpec {
-        MatmulSpec::new(chunks * self.rows, self.n, self.k, DType::BF16)
+    /// Enqueues the product of `count` chunks of A, from `first` on, with B.
+    fn multiply(&self, stream: &Stream, first: usize, count: usize) -> Result<()> {
+        let spec = MatmulSpec::new(count * self.rows, self.n, self.k, DType::BF16);
+        let (a, c) = (self.rows * self.k * size_of::<bf16>(), self.rows * self.n);
+        let a = self.a.slice(first * a..(first + count) * a)?;
+        let c = self.c.slice(first * c..(first + count) * c)?;
+        let b = self.b.memory();
+        (self.compute).matmul(stream, &spec, a.memory(), b, c.memory(), None)
     }
 }
 
 /// The ring's transfers, and the two streams that the work goes to.
 struct Ring {
-    /// By step: the send to the right and the receive from the left.
-    steps: Vec<(Transfer, Transfer)>,
-    /// By step: which chunk arrives.
-    arriving: Vec<usize>,
-    /// By step: reached when the chunk is there.
-    arrived: Vec<Event>,
+    steps: Vec<Step>,
     /// Reached when the products of the last run are done.
     computed: Event,
     /// What communicates. It comes first where the device has to choose, since others wait for it.
     communication: Stream,
     /// What multiplies.
     computation: Stream,
+}
+
+/// One step: the send to the right and the receive from the left.
+struct Step {
+    send: Transfer,
+    receive: Transfer,
+    /// Which chunk arrives.
+    chunk: usize,
+    /// Reached when it is there.
+    arrived: Event,
 }
 
 impl Ring {
@@ -153,288 +147,197 @@ impl Ring {
     fn new(comm: &Communicator, problem: &Problem) -> Result<Self> {
         let (rank, world) = (comm.rank(), comm.world());
         let (right, left) = ((rank + 1) % world, (rank + world - 1) % world);
+        let chunk = |from: usize, step: usize| (from + world - step) % world;
 
-        let (mut requests, mut arriving, mut arrived) = (Vec::new(), Vec::new(), Vec::new());
+        let mut requests = Vec::new();
         for step in 0..world - 1 {
-            let leaves = (rank + world - step) % world;
-            let arrives = (left + world - step) % world;
+            let (leaves, arrives) = (chunk(rank, step), chunk(left, step));
             // The two ends of a transfer name the same tag. The left neighbour sends in its step
             // what this rank receives in its own, so the step is a fitting one.
             let tag = step as u64;
-            requests.push(TransferRequest::send(
-                &problem.chunk_of_a(leaves)?,
-                right,
-                tag,
-            ));
+            requests.push(TransferRequest::send(&problem.chunk(leaves)?, right, tag));
             // It is received where it belongs in A: nothing is staged or copied again.
             requests.push(TransferRequest::receive(
-                &problem.chunk_of_a(arrives)?,
+                &problem.chunk(arrives)?,
                 left,
                 tag,
             ));
-            arriving.push(arrives);
-            arrived.push(comm.device().create_event(false)?);
         }
-        // One call for all of them: it publishes every end before it waits for the neighbours'.
+        // One call for all of them: it publishes every end before it waits for the neighbours'. The
+        // transfers come in the order of the requests.
         let mut transfers = comm.exchange(&requests)?.into_iter();
-        // They come in the order of the requests.
         let mut steps = Vec::new();
         while let (Some(send), Some(receive)) = (transfers.next(), transfers.next()) {
-            steps.push((send, receive));
+            steps.push(Step {
+                send,
+                receive,
+                chunk: chunk(left, steps.len()),
+                arrived: comm.device().create_event(false)?,
+            });
         }
         Ok(Self {
             steps,
-            arriving,
-            arrived,
             computed: comm.device().create_event(false)?,
             communication: comm.create_stream(Priority::High)?,
             computation: comm.create_stream(Priority::Normal)?,
         })
     }
 
-    /// Enqueues the beginning of a run.
-    fn begin(&self) -> Result<()> {
-        // The chunks of the last run are overwritten now, so its products must be done with them.
-        // (The first time, nothing was recorded in the event, and nothing is waited for.)
-        self.communication.wait_event(&self.computed)
-    }
-
     /// Enqueues one step of the ring. Nothing here blocks this thread, and nothing has moved when
     /// it returns.
-    fn step(&self, step: usize) -> Result<()> {
-        let (send, receive) = &self.steps[step];
+    fn step(&self, step: &Step) -> Result<()> {
         let stream = &self.communication;
         // Both are posted as one group. Posting tells a neighbour that this rank is ready, and may
         // have to wait for the neighbour to be ready too. In a ring everybody would wait for
         // everybody if the send were posted first and the receive after it; a group has no order,
         // so it always completes.
-        warplink::p2p::post_all(&[send, receive], stream)?;
+        post_all(&[&step.send, &step.receive], stream)?;
         // From here on in this stream, the chunk is there. The next step sends it on.
-        receive.wait(stream)?;
+        step.receive.wait(stream)?;
         // The other stream learns by an event.
-        stream.record(&self.arrived[step])
+        stream.record(&step.arrived)
     }
 
-    /// Enqueues the end of a run.
+    /// Enqueues what is between two runs, at the end of each.
     fn end(&self) -> Result<()> {
         // A chunk that a neighbour has not read yet must not be overwritten. With the put protocol
         // that is so when the send is through, and there is nothing to wait for; with get, the
         // neighbour says when it has read.
-        for (send, _) in &self.steps {
-            send.wait(&self.communication)?;
+        for step in &self.steps {
+            step.send.wait(&self.communication)?;
         }
-        // And this run's products come before the next run.
-        self.computation.record(&self.computed)
+        // Nor one that this run's products have not read.
+        self.computation.record(&self.computed)?;
+        self.communication.wait_event(&self.computed)
     }
 }
 
 /// Enqueues a run in which each chunk is multiplied while the next one arrives.
-fn overlapped(comm: &Communicator, problem: &Problem, ring: &Ring, on: &dyn Compute) -> Result<()> {
-    let multiply = |chunk: usize| {
-        on.matmul(
-            &ring.computation,
-            &problem.product(1),
-            problem.chunk_of_a(chunk)?.memory(),
-            problem.b.memory(),
-            problem.chunk_of_c(chunk)?.memory(),
-            None,
-        )
-    };
-    ring.begin()?;
+fn overlapped(comm: &Communicator, problem: &Problem, ring: &Ring) -> Result<()> {
     // This rank's own chunk is there from the beginning.
-    multiply(comm.rank())?;
-    for step in 0..ring.steps.len() {
+    problem.multiply(&ring.computation, comm.rank(), 1)?;
+    for step in &ring.steps {
         // The communication stream does not wait for products: it runs ahead as far as it can.
         ring.step(step)?;
         // The computation stream waits for the chunk that it needs next, and for no more.
-        ring.computation.wait_event(&ring.arrived[step])?;
-        multiply(ring.arriving[step])?;
+        ring.computation.wait_event(&step.arrived)?;
+        problem.multiply(&ring.computation, step.chunk, 1)?;
     }
     ring.end()
 }
 
 /// Enqueues a run that gathers all of A first and then multiplies it as a whole.
-fn one_after_the_other(problem: &Problem, ring: &Ring, on: &dyn Compute) -> Result<()> {
-    ring.begin()?;
-    for step in 0..ring.steps.len() {
+fn sequential(comm: &Communicator, problem: &Problem, ring: &Ring) -> Result<()> {
+    for step in &ring.steps {
         ring.step(step)?;
+        ring.computation.wait_event(&step.arrived)?;
     }
-    if let Some(last) = ring.arrived.last() {
-        ring.computation.wait_event(last)?;
-    }
-    on.matmul(
-        &ring.computation,
-        &problem.product(ring.steps.len() + 1),
-        problem.a.memory(),
-        problem.b.memory(),
-        problem.c.memory(),
-        None,
-    )?;
+    problem.multiply(&ring.computation, 0, comm.world())?;
     ring.end()
 }
 
 /// What every rank does.
 fn rank(comm: &Communicator) -> Result<()> {
-    if comm.world() < 2 {
+    let (rank, world) = (comm.rank(), comm.world());
+    if world < 2 {
         return Err(Error::invalid("a ring takes at least two ranks"));
     }
     let problem = Problem::new(comm)?;
     let ring = Ring::new(comm, &problem)?;
-
-    // Chooses algorithms and loads kernels now. To load a kernel while a stream waits for a peer
-    // could end in a deadlock.
-    let compute = comm.compute()?;
-    compute.prepare_matmul(&problem.product(1))?;
-    compute.prepare_matmul(&problem.product(comm.world()))?;
-
-    let overlapped = || overlapped(comm, &problem, &ring, &*compute);
-    let apart = || one_after_the_other(&problem, &ring, &*compute);
-
-    let errors = [
-        check(comm, &problem, &ring, &apart)?,
-        check(comm, &problem, &ring, &overlapped)?,
+    // Blocks until both streams are done. If a peer is lost meanwhile, this is an error that names it.
+    let finish = || {
+        comm.synchronize(&ring.communication)?;
+        comm.synchronize(&ring.computation)
+    };
+    let mut times = Vec::new();
+    let ways = [
+        ("one after the other", sequential as fn(&_, &_, &_) -> _),
+        ("overlapped", overlapped),
     ];
-    let times = [
-        measure(comm, &ring, &apart)?,
-        measure(comm, &ring, &overlapped)?,
-    ];
-
-    if comm.rank() == 0 {
-        let (m, k, n) = (comm.world() * problem.rows, problem.k, problem.n);
-        println!(
-            "{m} x {k} times {k} x {n} in bf16 on each of {} ranks, {}",
-            comm.world(),
-            comm.device().describe()
-        );
-        for (name, time, error) in [
-            ("one after the other", times[0], errors[0]),
-            ("overlapped", times[1], errors[1]),
-        ] {
-            println!("{name:>20}: {:9.3} ms, error {error:.1e}", time * 1e3);
+    for (round, (name, run)) in ways.into_iter().enumerate() {
+        // Other matrices each time, so that nothing that an earlier run left behind looks right.
+        let seeds: Vec<u64> = (0..world)
+            .map(|rank| (round * world + rank) as u64)
+            .collect();
+        let chunk = random(seeds[rank], problem.rows * problem.k);
+        problem.chunk(rank)?.upload(chunk.as_bytes())?;
+        problem.b.upload(&random(!seeds[rank], problem.b.len()))?;
+        // An upload is not in a stream. This barrier keeps a neighbour from receiving anything
+        // before it was made, and the streams were idle before it.
+        comm.barrier()?;
+        run(comm, &problem, &ring)?;
+        finish()?;
+        let error = largest(comm, relative_error(&problem, &seeds, rank)?)?;
+        // A GEMM in bf16 is a little wrong; this one may be no more so than any other.
+        if error.is_nan() || error > DType::BF16.matmul_tolerance().unwrap_or(0.0) {
+            let message = format!("the product has a relative error of {error:.1e}");
+            return Err(Error::new(ErrorKind::Internal, message));
         }
+
+        let mut samples = Vec::new();
+        for _ in 0..SAMPLES {
+            comm.barrier()?;
+            let start = Instant::now();
+            run(comm, &problem, &ring)?;
+            finish()?;
+            samples.push(largest(comm, start.elapsed().as_secs_f64())?);
+        }
+        samples.sort_by(f64::total_cmp);
+        times.push(samples[SAMPLES / 2]);
+        if rank == 0 {
+            println!(
+                "{name:>20}: {:9.3} ms, error {error:.1e}",
+                times[round] * 1e3
+            );
+        }
+    }
+    if rank == 0 {
         println!("{:>20}: {:9.3}", "ratio", times[0] / times[1]);
     }
     Ok(())
 }
 
-/// Runs `run` once on fresh random matrices, and fails where C is wrong on any rank. Returns the
-/// largest relative error.
-fn check(
-    comm: &Communicator,
-    problem: &Problem,
-    ring: &Ring,
-    run: &dyn Fn() -> Result<()>,
-) -> Result<f64> {
-    let (rank, world) = (comm.rank(), comm.world());
+/// The relative error of the first row of each chunk of C. The reference is made from the seeds of
+/// all ranks, so what arrived over the ring is compared with what should have arrived.
+fn relative_error(problem: &Problem, seeds: &[u64], rank: usize) -> Result<f64> {
     let (rows, k, n) = (problem.rows, problem.k, problem.n);
-
-    // Each rank draws a seed and tells it to all. So a rank can make the others' chunks itself, for
-    // the reference, and what arrived over the ring is compared with what should have arrived. The
-    // matrices are new every time, so that nothing that an earlier run left behind looks right.
-    let mut seed = [0; 8];
-    getrandom::fill(&mut seed).map_err(|error| Error::new(ErrorKind::Io, error.to_string()))?;
-    let mut seeds = Vec::new();
-    for bytes in comm.all_gather_bytes(&seed)? {
-        let bytes = bytes
-            .try_into()
-            .map_err(|_| Error::new(ErrorKind::Protocol, "a seed has 8 bytes"))?;
-        seeds.push(u64::from_le_bytes(bytes));
-    }
-    let chunks: Vec<Vec<bf16>> = (seeds.iter()).map(|seed| random(*seed, rows * k)).collect();
-    let b = random(!seeds[rank], k * n);
-
-    let own = problem.chunk_of_a(rank)?;
-    let bytes: Vec<u8> = (chunks[rank].iter())
-        .flat_map(|value| value.to_le_bytes())
-        .collect();
-    own.upload(&bytes)?;
-    problem.b.upload(&b)?;
-
-    // An upload is not in a stream. This barrier keeps a neighbour from receiving anything before
-    // it was made, and the streams were idle before it.
-    comm.barrier()?;
-    run()?;
-    finish(comm, ring)?;
-
-    let c = problem.c.download()?;
-    let b: Vec<f64> = b.into_iter().map(Element::to_f64).collect();
+    let (b, c) = (random(!seeds[rank], k * n), problem.c.download()?);
     let (mut difference, mut norm) = (0.0, 0.0);
-    for (index, chunk) in chunks.iter().enumerate() {
-        for picked in 0..ROWS_CHECKED.min(rows) {
-            // The first row, the last, and some between them.
-            let row = picked * (rows - 1) / (ROWS_CHECKED - 1);
-            let mut reference = vec![0.0; n];
-            for (a, row_of_b) in chunk[row * k..][..k].iter().zip(b.chunks_exact(n)) {
-                let a = Element::to_f64(*a);
-                for (sum, b) in reference.iter_mut().zip(row_of_b) {
-                    *sum += a * b;
-                }
-            }
-            let row_of_c = &c[(index * rows + row) * n..][..n];
-            for (value, exact) in row_of_c.iter().zip(&reference) {
-                difference += (Element::to_f64(*value) - exact).powi(2);
-                norm += exact * exact;
+    for (seed, c) in seeds.iter().zip(c.chunks(rows * n)) {
+        let mut exact = vec![0.0; n];
+        for (a, b) in random(*seed, k).iter().zip(b.chunks(n)) {
+            for (sum, b) in exact.iter_mut().zip(b) {
+                *sum += a.to_f64() * b.to_f64();
             }
         }
-    }
-    let error = (difference / norm).sqrt();
-    let errors = comm.all_gather_bytes(&error.to_le_bytes())?;
-
-    // Products in bf16 are a little wrong; these may be no more so than any other.
-    let tolerance = DType::BF16.matmul_tolerance().unwrap_or(0.0);
-    let mut largest = 0.0_f64;
-    for (peer, bytes) in errors.iter().enumerate().take(world) {
-        let error = f64::from_le_bytes(bytes.as_slice().try_into().unwrap_or([0xff; 8]));
-        if error.is_nan() || error > tolerance {
-            return Err(Error::new(
-                ErrorKind::Internal,
-                format!("the product of rank {peer} is wrong: its relative error is {error:.1e}"),
-            ));
+        for (value, exact) in c.iter().zip(exact) {
+            difference += (value.to_f64() - exact).powi(2);
+            norm += exact * exact;
         }
-        largest = largest.max(error);
     }
-    Ok(largest)
+    Ok((difference / norm).sqrt())
 }
 
-/// The median time of `run`, in seconds, in which the slowest rank counts.
-fn measure(comm: &Communicator, ring: &Ring, run: &dyn Fn() -> Result<()>) -> Result<f64> {
-    let mut times = Vec::new();
-    for sample in 0..SAMPLES + 1 {
-        comm.barrier()?;
-        let start = Instant::now();
-        run()?;
-        finish(comm, ring)?;
-        let own = start.elapsed().as_secs_f64();
-        let mut slowest = own;
-        for bytes in comm.all_gather_bytes(&own.to_le_bytes())? {
-            slowest = slowest.max(f64::from_le_bytes(bytes.try_into().unwrap_or([0; 8])));
-        }
-        // The first is for warming up.
-        if sample > 0 {
-            times.push(slowest);
-        }
-    }
-    times.sort_by(f64::total_cmp);
-    Ok(times[times.len() / 2])
-}
-
-/// Blocks until both streams are done. If a peer is lost meanwhile, this is an error that names it.
-fn finish(comm: &Communicator, ring: &Ring) -> Result<()> {
-    comm.synchronize(&ring.communication)?;
-    comm.synchronize(&ring.computation)
+/// The largest of the ranks' values.
+fn largest(comm: &Communicator, value: f64) -> Result<f64> {
+    let values = comm.all_gather_bytes(&value.to_le_bytes())?;
+    let values = values
+        .into_iter()
+        .map(|bytes| bytes.try_into().map_or(f64::NAN, f64::from_le_bytes));
+    Ok(values.max_by(f64::total_cmp).unwrap_or(value))
 }
 
 /// `count` values between -1 and 1 that depend on `seed` alone.
 fn random(seed: u64, count: usize) -> Vec<bf16> {
-    let mut state = seed | 1;
+    // xorshift64*: good enough for matrices, and short.
+    let mut state = seed.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     (0..count)
         .map(|_| {
-            // xorshift64*: good enough for matrices, and short.
             state ^= state >> 12;
             state ^= state << 25;
             state ^= state >> 27;
             let bits = state.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 40;
-            Element::from_f64(bits as f64 / f64::from(1 << 23) - 1.0)
+            bf16::from_f64(bits as f64 / f64::from(1 << 23) - 1.0)
         })
         .collect()
 }

@@ -1,109 +1,21 @@
 //! The front door: the ranks of a job, their device, and what they do together.
 
-use crate::bootstrap::{Bootstrap, JoinConfig};
+use crate::bootstrap::{Bootstrap, JoinConfig, Rendezvous, UniqueId};
+use crate::config::Config;
 use crate::deadline::Deadline;
 use crate::device::{
-    self, AllocationKind, CollectiveEngine, Compute, Delays, Device, DeviceConfig, DeviceKind,
-    DeviceSlice, Event, Priority, Stream,
+    self, AllocationKind, CollectiveEngine, Compute, Device, DeviceKind, DeviceSlice, Event,
+    Priority, Stream,
 };
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::memory::{HANDLE_BYTES, MemoryRegistry, Region, RemoteRegion};
-use crate::p2p::{Protocol, Transfer, TransferExchange, TransferRequest};
+use crate::p2p::{Transfer, TransferExchange, TransferRequest};
 use crate::program::Executor;
 use crate::program::execute::{EngineSource, RankContext};
 use crate::sync::lock;
+use std::net::Ipv4Addr;
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
-
-/// How a rank joins the others and which device it uses.
-#[derive(Clone, Debug)]
-pub struct Config {
-    /// Where the ranks meet, and which of them this is.
-    pub join: JoinConfig,
-    /// The device.
-    pub device: DeviceConfig,
-    /// The protocol of transfers that do not choose one; the same on every rank.
-    pub protocol: Protocol,
-    /// Limit of every wait on the host that is not given its own deadline.
-    pub timeout: Duration,
-}
-
-impl Config {
-    /// The device's first ordinal, put, and 60 seconds.
-    pub fn new(join: JoinConfig, kind: DeviceKind) -> Self {
-        Self {
-            join,
-            device: DeviceConfig::new(kind, 0),
-            protocol: Protocol::default(),
-            timeout: Duration::from_secs(60),
-        }
-    }
-
-    /// Reads the environment: who this is as [`JoinConfig::from_env`] says, and
-    ///
-    /// | variable | meaning |
-    /// |---|---|
-    /// | `WARPLINK_DEVICE` | `host` or `cuda`; a GPU where there is one |
-    /// | `WARPLINK_PROTOCOL` | `get` or `put`; put |
-    /// | `WARPLINK_TIMEOUT` | limit of waits on the host, in seconds; 60 |
-    /// | `WARPLINK_HOST_DELAY_US` | random delay of up to so many microseconds before every operation of the host device, to bring out missing waits |
-    ///
-    /// The GPU is the one with the local rank's ordinal, or the only one that the process sees.
-    pub fn from_env() -> Result<Self> {
-        Self::from_variables(JoinConfig::from_env()?, |name| std::env::var(name).ok())
-    }
-
-    /// As [`from_env`](Self::from_env), with the ranks given and the variables looked up by `get`.
-    pub fn from_variables(join: JoinConfig, get: impl Fn(&str) -> Option<String>) -> Result<Self> {
-        let kind = match get("WARPLINK_DEVICE") {
-            Some(name) => name.parse()?,
-            None => DeviceKind::detect(),
-        };
-        let mut config = Self::new(join, kind);
-        config.device.ordinal = match kind {
-            DeviceKind::Host => 0,
-            DeviceKind::Cuda => gpu_ordinal(config.join.local_rank, device::count(kind)?)?,
-        };
-        if let Some(protocol) = get("WARPLINK_PROTOCOL") {
-            config.protocol = protocol.parse()?;
-        }
-        let number = |name: &str| match get(name) {
-            None => Ok(None),
-            Some(text) => match text.parse::<u64>() {
-                Ok(number) => Ok(Some(number)),
-                Err(_) => Err(Error::new(
-                    ErrorKind::Parse,
-                    format!("{name} is '{text}', which is no whole number"),
-                )),
-            },
-        };
-        if let Some(seconds) = number("WARPLINK_TIMEOUT")? {
-            config.timeout = Duration::from_secs(seconds);
-        }
-        if let Some(longest) = number("WARPLINK_HOST_DELAY_US")? {
-            let seed = config.join.rank as u64 + 1;
-            config.device.delays = Some(Delays {
-                seed,
-                longest: Duration::from_micros(longest),
-            });
-        }
-        Ok(config)
-    }
-}
-
-/// The ordinal among the `visible` GPUs for the rank with `local_rank` on this machine.
-fn gpu_ordinal(local_rank: usize, visible: usize) -> Result<usize> {
-    match visible {
-        0 => Err(Error::new(ErrorKind::Unsupported, "no GPU is visible").help("use --device host")),
-        // Each rank was given its own.
-        1 => Ok(0),
-        _ if local_rank < visible => Ok(local_rank),
-        _ => Err(Error::invalid(format!(
-            "local rank {local_rank} has no GPU of its own among {visible}"
-        ))
-        .help("start no more ranks than there are GPUs")),
-    }
-}
 
 /// One rank's membership in a job. Every method that involves other ranks says whether it blocks;
 /// waits on the host end at the configured timeout, and when a rank is lost, with an error that
@@ -164,6 +76,49 @@ impl Communicator {
             timeout: config.timeout,
             under_way: Mutex::default(),
         })
+    }
+
+    /// Runs `body` as every rank of a job of `world` ranks, each a thread of this process. The
+    /// device is the one that the environment says, as for [`from_env`](Self::from_env); with fewer
+    /// GPUs than ranks, several ranks share one. Blocks until all have ended.
+    ///
+    /// # Errors
+    /// The first error of the lowest rank that failed for a reason of its own, or that lost a peer
+    /// where none did.
+    pub fn run_threads(world: usize, body: impl Fn(&Self) -> Result<()> + Sync) -> Result<()> {
+        let id = UniqueId::create(Ipv4Addr::LOCALHOST.into(), 0)?;
+        let variable = |name: &str| std::env::var(name).ok();
+        let gpus = match Config::device_kind(variable)? {
+            DeviceKind::Host => world,
+            DeviceKind::Cuda => device::count(DeviceKind::Cuda)?,
+        };
+        let run = |rank: Rank| {
+            let join = JoinConfig::new(Rendezvous::Id(id.clone()), rank, world)
+                .with_local_rank(rank % gpus.max(1));
+            let comm = Self::join(&Config::from_variables(join, variable)?)?;
+            body(&comm)?;
+            comm.close()
+        };
+        let results: Vec<Result<()>> = std::thread::scope(|scope| {
+            let run = &run;
+            let ranks: Vec<_> = (0..world)
+                .map(|rank| scope.spawn(move || run(rank)))
+                .collect();
+            let panicked = || Error::new(ErrorKind::Internal, "the thread of a rank panicked");
+            ranks
+                .into_iter()
+                .enumerate()
+                .map(|(rank, thread)| match thread.join() {
+                    Ok(result) => result,
+                    Err(_) => Err(panicked().on_rank(rank)),
+                })
+                .collect()
+        });
+        let mut errors: Vec<Error> = results.into_iter().filter_map(Result::err).collect();
+        // Those that only lost a peer come after the reason why it was lost.
+        errors
+            .sort_by_key(|error| matches!(error.kind(), ErrorKind::PeerLost | ErrorKind::PeerLeft));
+        errors.into_iter().next().map_or(Ok(()), Err)
     }
 
     /// This rank.

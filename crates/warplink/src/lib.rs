@@ -41,7 +41,7 @@
 //!     // From here on only streams do.
 //!     let stream = comm.create_stream(Priority::High)?;
 //!     for _round in 0..32 {
-//!         stream.fill(own.memory(), rank as u8)?;
+//!         stream.fill(&own, rank as u8)?;
 //!         post_all(&group, &stream)?;
 //!         wait_all(&group, &stream)?;
 //!         // Now `received` holds the left neighbour's bytes, and `own` may change.
@@ -56,6 +56,7 @@
 
 pub mod bootstrap;
 pub mod communicator;
+mod config;
 pub mod deadline;
 pub mod device;
 pub mod dtype;
@@ -67,7 +68,8 @@ pub mod program;
 pub mod signal;
 pub mod sync;
 
-pub use communicator::{Communicator, Config};
+pub use communicator::Communicator;
+pub use config::Config;
 pub use deadline::Deadline;
 pub use device::{Device, DeviceKind};
 pub use dtype::DType;

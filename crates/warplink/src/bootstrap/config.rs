@@ -89,6 +89,24 @@ impl JoinConfig {
         }
     }
 
+    /// Sets this process's number among those on its machine.
+    pub fn with_local_rank(mut self, local_rank: usize) -> Self {
+        self.local_rank = local_rank;
+        self
+    }
+
+    /// Sets how long joining may take.
+    pub fn with_timeout(mut self, timeout: Duration) -> Self {
+        self.timeout = timeout;
+        self
+    }
+
+    /// Sets the text whose hash is the key when the rendezvous is a plain address.
+    pub fn with_secret(mut self, secret: impl Into<String>) -> Self {
+        self.secret = Some(secret.into());
+        self
+    }
+
     /// Reads the configuration from this process's environment.
     ///
     /// See [`JoinConfig::from_variables`] for what it looks for. Blocks while a host name is

@@ -1,0 +1,120 @@
+//! What a rank is told when it joins: where the ranks meet, the device, and the limits.
+
+use crate::bootstrap::JoinConfig;
+use crate::device::{self, Delays, DeviceConfig, DeviceKind};
+use crate::error::{Error, ErrorKind, Result};
+use crate::p2p::Protocol;
+use std::time::Duration;
+
+/// How a rank joins the others and which device it uses.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// Where the ranks meet, and which of them this is.
+    pub join: JoinConfig,
+    /// The device.
+    pub device: DeviceConfig,
+    /// The protocol of transfers that do not choose one; the same on every rank.
+    pub protocol: Protocol,
+    /// Limit of every wait on the host that is not given its own deadline.
+    pub timeout: Duration,
+}
+
+impl Config {
+    /// The device's first ordinal, put, and 60 seconds.
+    pub fn new(join: JoinConfig, kind: DeviceKind) -> Self {
+        Self {
+            join,
+            device: DeviceConfig::new(kind, 0),
+            protocol: Protocol::default(),
+            timeout: Duration::from_secs(60),
+        }
+    }
+
+    /// Sets the protocol of transfers that do not choose one.
+    pub fn with_protocol(mut self, protocol: Protocol) -> Self {
+        self.protocol = protocol;
+        self
+    }
+
+    /// Sets the limit of every wait on the host that is not given its own deadline.
+    pub fn with_timeout(mut self, timeout: Duration) -> Self {
+        self.timeout = timeout;
+        self
+    }
+
+    /// Delays the host device's operations at random; see [`Delays`].
+    pub fn with_delays(mut self, delays: Delays) -> Self {
+        self.device.delays = Some(delays);
+        self
+    }
+
+    /// Reads the environment: who this is as [`JoinConfig::from_env`] says, and
+    ///
+    /// | variable | meaning |
+    /// |---|---|
+    /// | `WARPLINK_DEVICE` | `host` or `cuda`; a GPU where there is one |
+    /// | `WARPLINK_PROTOCOL` | `get` or `put`; put |
+    /// | `WARPLINK_TIMEOUT` | limit of waits on the host, in seconds; 60 |
+    /// | `WARPLINK_HOST_DELAY_US` | random delay of up to so many microseconds before every operation of the host device, to bring out missing waits |
+    ///
+    /// The GPU is the one with the local rank's ordinal, or the only one that the process sees.
+    pub fn from_env() -> Result<Self> {
+        Self::from_variables(JoinConfig::from_env()?, |name| std::env::var(name).ok())
+    }
+
+    /// As [`from_env`](Self::from_env), with the ranks given and the variables looked up by `get`.
+    pub fn from_variables(join: JoinConfig, get: impl Fn(&str) -> Option<String>) -> Result<Self> {
+        let kind = Self::device_kind(&get)?;
+        let mut config = Self::new(join, kind);
+        config.device.ordinal = match kind {
+            DeviceKind::Host => 0,
+            DeviceKind::Cuda => gpu_ordinal(config.join.local_rank, device::count(kind)?)?,
+        };
+        if let Some(protocol) = get("WARPLINK_PROTOCOL") {
+            config.protocol = protocol.parse()?;
+        }
+        let number = |name: &str| match get(name) {
+            None => Ok(None),
+            Some(text) => match text.parse::<u64>() {
+                Ok(number) => Ok(Some(number)),
+                Err(_) => Err(Error::new(
+                    ErrorKind::Parse,
+                    format!("{name} is '{text}', which is no whole number"),
+                )),
+            },
+        };
+        if let Some(seconds) = number("WARPLINK_TIMEOUT")? {
+            config.timeout = Duration::from_secs(seconds);
+        }
+        if let Some(longest) = number("WARPLINK_HOST_DELAY_US")? {
+            let seed = config.join.rank as u64 + 1;
+            config.device.delays = Some(Delays {
+                seed,
+                longest: Duration::from_micros(longest),
+            });
+        }
+        Ok(config)
+    }
+
+    /// The device that the variables ask for; a GPU where there is one if they do not.
+    pub(crate) fn device_kind(get: impl Fn(&str) -> Option<String>) -> Result<DeviceKind> {
+        match get("WARPLINK_DEVICE") {
+            Some(name) => name.parse(),
+            None => Ok(DeviceKind::detect()),
+        }
+    }
+}
+
+/// The ordinal among the `visible` GPUs for the rank with `local_rank` on this machine.
+fn gpu_ordinal(local_rank: usize, visible: usize) -> Result<usize> {
+    match visible {
+        0 => Err(Error::new(ErrorKind::Unsupported, "no GPU is visible").help("use --device host")),
+        // Each rank was given its own.
+        1 => Ok(0),
+        _ if local_rank < visible => Ok(local_rank),
+        _ => Err(Error::invalid(format!(
+            "local rank {local_rank} has no GPU of its own among {visible}"
+        ))
+        .help("start no more ranks than there are GPUs")),
+    }
+}
