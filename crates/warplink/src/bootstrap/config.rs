@@ -14,7 +14,8 @@ pub enum Rendezvous {
     /// An address and the secret that admits to it.
     Id(UniqueId),
     /// Only an address. The key is then [`JoinConfig::secret`], or, without one, a key that
-    /// everybody knows: any process that reaches the address can join.
+    /// everybody knows: any process that reaches the address can join. So without a secret the
+    /// address must be a loopback address, unless [`JoinConfig::allow_insecure`] is set.
     Address(SocketAddr),
 }
 
@@ -66,6 +67,9 @@ pub struct JoinConfig {
     /// The text whose hash is the key when the rendezvous is a plain address. It is hashed once,
     /// not stretched, so make it long and random. A [`UniqueId`] brings its own secret.
     pub secret: Option<String>,
+    /// Whether a job without a secret may use an address that other machines can reach. Anybody who
+    /// reaches it can then join and read what the ranks exchange.
+    pub allow_insecure: bool,
     /// How long a connection may be silent before the system probes it. A machine that vanished is
     /// noticed after about four of these; a process that died, at once. At least, and unless told
     /// otherwise, one second.
@@ -84,6 +88,7 @@ impl JoinConfig {
             local_rank: rank,
             timeout: Duration::from_secs(60),
             secret: None,
+            allow_insecure: false,
             heartbeat: Duration::from_secs(1),
             store_limit: 1 << 30,
         }
@@ -115,15 +120,30 @@ impl JoinConfig {
     /// # Errors
     /// As [`JoinConfig::from_variables`].
     pub fn from_env() -> Result<Self> {
-        Self::from_variables(|name| std::env::var(name).ok())
+        Self::from_variables(|name| std::env::var_os(name))
     }
 
     /// The key that joining proves.
     pub(crate) fn key(&self) -> Result<Secret> {
         match (&self.rendezvous, &self.secret) {
             (Rendezvous::Id(id), _) => Ok(id.secret().clone()),
+            (Rendezvous::Address(_), Some(text)) if text.trim().is_empty() => Err(Error::invalid(
+                "the secret is blank; expected a long random text",
+            )
+            .help("give every rank the same secret")),
             (Rendezvous::Address(_), Some(text)) => Secret::from_text(text),
-            (Rendezvous::Address(_), None) => Ok(Secret::well_known()),
+            (Rendezvous::Address(address), None)
+                if address.ip().is_loopback() || self.allow_insecure =>
+            {
+                Ok(Secret::well_known())
+            }
+            (Rendezvous::Address(address), None) => Err(Error::invalid(format!(
+                "other machines can reach {address} and the job has no secret; expected one"
+            ))
+            .help(
+                "set WARPLINK_SECRET to the same random text on every rank, use a unique id, or set \
+                 WARPLINK_ALLOW_INSECURE=1 to let anybody join",
+            )),
         }
     }
 }
@@ -137,6 +157,7 @@ impl fmt::Debug for JoinConfig {
             .field("local_rank", &self.local_rank)
             .field("timeout", &self.timeout)
             .field("secret", &self.secret.as_ref().map(|_| ".."))
+            .field("allow_insecure", &self.allow_insecure)
             .field("heartbeat", &self.heartbeat)
             .field("store_limit", &self.store_limit)
             .finish()
@@ -161,6 +182,26 @@ mod tests {
         );
         for bad in ["", "node:80", "127.0.0.1", &"0".repeat(256)] {
             assert!(bad.parse::<Rendezvous>().is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn a_job_without_a_secret_stays_on_this_machine() {
+        let config = |address: &str| JoinConfig::new(address.parse().unwrap(), 0, 1);
+        assert!(config("127.0.0.1:80").key().is_ok());
+        assert!(config("[::1]:80").key().is_ok());
+        for address in ["10.0.0.1:80", "0.0.0.0:80", "[::]:80"] {
+            let mut config = config(address);
+            let error = config.key().unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+            assert!(error.to_string().contains("WARPLINK_SECRET"), "{error}");
+            config.allow_insecure = true;
+            assert!(config.key().is_ok());
+            config.allow_insecure = false;
+            config.secret = Some(" \t".into());
+            assert!(config.key().is_err(), "a blank secret");
+            config.secret = Some("long and random".into());
+            assert!(config.key().is_ok());
         }
     }
 

@@ -4,6 +4,7 @@ use super::config::{JoinConfig, Rendezvous};
 use super::nodelist;
 use crate::error::{Error, ErrorKind, Result};
 use sha2::{Digest, Sha256};
+use std::ffi::OsString;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, ToSocketAddrs};
 
 /// The variables of one launcher that say who this process is.
@@ -74,33 +75,39 @@ impl JoinConfig {
     /// 5. under Slurm, the first node of `SLURM_STEP_NODELIST` or `SLURM_JOB_NODELIST`, with
     ///    `WARPLINK_PORT` or else a port derived from `SLURM_JOB_ID` and `SLURM_STEP_ID`.
     ///
-    /// `WARPLINK_SECRET`, if set, becomes [`JoinConfig::secret`]. An empty variable counts as not
-    /// set. Blocks while a host name is resolved.
+    /// `WARPLINK_SECRET`, if set, becomes [`JoinConfig::secret`], and `WARPLINK_ALLOW_INSECURE=1`
+    /// sets [`JoinConfig::allow_insecure`]. An empty variable counts as not set, except for the
+    /// secret, which must not be blank. Blocks while a host name is resolved.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`] that lists what was looked for when something is not set, and
-    /// [`ErrorKind::Parse`] naming the variable when a value makes no sense.
-    pub fn from_variables(lookup: impl Fn(&str) -> Option<String>) -> Result<Self> {
-        let variables = Variables(&|name| {
-            lookup(name)
-                .map(|value| value.trim().to_owned())
-                .filter(|value| !value.is_empty())
-        });
-        variables
+    /// [`ErrorKind::InvalidArgument`] that lists what was looked for when something is not set, or
+    /// when the secret is blank; [`ErrorKind::Parse`] naming the variable when a value is malformed
+    /// or not UTF-8.
+    pub fn from_variables(lookup: impl Fn(&str) -> Option<OsString>) -> Result<Self> {
+        Variables(&lookup)
             .read()
             .map_err(|error| error.during("read the job's variables"))
     }
 }
 
-struct Variables<'a>(&'a dyn Fn(&str) -> Option<String>);
+struct Variables<'a>(&'a dyn Fn(&str) -> Option<OsString>);
 
 impl Variables<'_> {
-    fn get(&self, name: &str) -> Option<String> {
-        (self.0)(name)
+    /// A variable without surrounding white space; `None` if it is empty.
+    fn get(&self, name: &str) -> Result<Option<String>> {
+        Ok(self.get_raw(name)?.filter(|value| !value.is_empty()))
+    }
+
+    fn get_raw(&self, name: &str) -> Result<Option<String>> {
+        match (self.0)(name).map(OsString::into_string) {
+            None => Ok(None),
+            Some(Ok(value)) => Ok(Some(value.trim().to_owned())),
+            Some(Err(_)) => Err(wrong(name, "(not shown)", "is not UTF-8; expected text")),
+        }
     }
 
     fn number<T: std::str::FromStr>(&self, name: &str) -> Result<Option<T>> {
-        let Some(text) = self.get(name) else {
+        let Some(text) = self.get(name)? else {
             return Ok(None);
         };
         match text.parse() {
@@ -109,11 +116,34 @@ impl Variables<'_> {
         }
     }
 
+    /// A blank secret is a mistake, and must not count as none.
+    fn secret(&self) -> Result<Option<String>> {
+        const NAME: &str = "WARPLINK_SECRET";
+        match self.get_raw(NAME)? {
+            Some(text) if text.is_empty() => Err(Error::invalid(format!(
+                "{NAME} is blank; expected a long random text"
+            ))
+            .help(format!(
+                "set {NAME} to the same text on every rank, or unset it"
+            ))),
+            secret => Ok(secret),
+        }
+    }
+
+    fn flag(&self, name: &str) -> Result<bool> {
+        match self.get(name)?.as_deref() {
+            None | Some("0") => Ok(false),
+            Some("1") => Ok(true),
+            Some(text) => Err(wrong(name, text, "is not a switch; expected 0 or 1")),
+        }
+    }
+
     fn read(&self) -> Result<JoinConfig> {
         let (rank, world, local_rank) = self.identity()?;
         let mut config = JoinConfig::new(self.rendezvous(rank, world)?, rank, world);
         config.local_rank = local_rank;
-        config.secret = self.get("WARPLINK_SECRET");
+        config.secret = self.secret()?;
+        config.allow_insecure = self.flag("WARPLINK_ALLOW_INSECURE")?;
         Ok(config)
     }
 
@@ -152,7 +182,7 @@ impl Variables<'_> {
     }
 
     fn rendezvous(&self, rank: usize, world: usize) -> Result<Rendezvous> {
-        if let Some(id) = self.get("WARPLINK_ID") {
+        if let Some(id) = self.get("WARPLINK_ID")? {
             return id.parse().map(Rendezvous::Id).map_err(|error: Error| {
                 wrong(
                     "WARPLINK_ID",
@@ -161,27 +191,24 @@ impl Variables<'_> {
                 )
             });
         }
-        let address = if let Some(text) = self.get("WARPLINK_ADDRESS") {
+        let address = if let Some(text) = self.get("WARPLINK_ADDRESS")? {
             self.host_and_port(&text, rank)?
-        } else if let Some(host) = self.get("MASTER_ADDR") {
+        } else if let Some(host) = self.get("MASTER_ADDR")? {
             let beside_torch = self
                 .number::<u16>("MASTER_PORT")?
                 .and_then(|port| port.checked_add(1));
             let port = self.port(beside_torch, "WARPLINK_PORT or MASTER_PORT")?;
             resolve("MASTER_ADDR", &host, port, rank)?
         } else if self.number("OMPI_COMM_WORLD_LOCAL_SIZE")? == Some(world) {
-            let derived = self.get("PMIX_NAMESPACE").map(|job| derived_port(&[&job]));
+            let derived = self.get("PMIX_NAMESPACE")?.map(|job| derived_port(&[&job]));
             let port = self.port(derived, "WARPLINK_PORT or PMIX_NAMESPACE")?;
             (Ipv4Addr::LOCALHOST, port).into()
-        } else if let Some((name, nodes)) = ["SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"]
-            .into_iter()
-            .find_map(|name| Some((name, self.get(name)?)))
-        {
+        } else if let Some((name, nodes)) = self.node_list()? {
             let host = nodelist::first_host(&nodes)
                 .map_err(|error| wrong(name, &nodes, error.message()))?;
-            let step = self.get("SLURM_STEP_ID").unwrap_or_default();
+            let step = self.get("SLURM_STEP_ID")?.unwrap_or_default();
             let derived = self
-                .get("SLURM_JOB_ID")
+                .get("SLURM_JOB_ID")?
                 .map(|job| derived_port(&[&job, &step]));
             let port = self.port(derived, "WARPLINK_PORT or SLURM_JOB_ID")?;
             resolve(name, &host, port, rank)?
@@ -194,6 +221,16 @@ impl Variables<'_> {
             .help("set WARPLINK_ADDRESS to ip:port of rank 0's machine, the same on every rank"));
         };
         Ok(Rendezvous::Address(address))
+    }
+
+    /// The nodes of a Slurm job, and the variable that lists them.
+    fn node_list(&self) -> Result<Option<(&'static str, String)>> {
+        for name in ["SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"] {
+            if let Some(nodes) = self.get(name)? {
+                return Ok(Some((name, nodes)));
+            }
+        }
+        Ok(None)
     }
 
     fn port(&self, derived: Option<u16>, sought: &str) -> Result<u16> {

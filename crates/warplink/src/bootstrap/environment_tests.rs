@@ -6,7 +6,7 @@ use std::collections::HashMap;
 
 fn read(variables: &[(&str, &str)]) -> Result<JoinConfig> {
     let map: HashMap<_, _> = variables.iter().copied().collect();
-    JoinConfig::from_variables(|name| map.get(name).map(|value| (*value).to_owned()))
+    JoinConfig::from_variables(|name| map.get(name).map(|value| value.into()))
 }
 
 fn who(config: &JoinConfig) -> (usize, usize, usize) {
@@ -141,8 +141,48 @@ fn an_empty_variable_counts_as_not_set() {
         ("WARPLINK_RANK", ""),
         ("RANK", "0"),
         ("WORLD_SIZE", "1"),
-        ("WARPLINK_SECRET", " "),
     ])
     .unwrap();
     assert_eq!((who(&config), config.secret), ((0, 1, 0), None));
+}
+
+#[test]
+fn a_secret_that_is_blank_or_not_utf_8_is_refused() {
+    use std::os::unix::ffi::OsStringExt;
+    let base = [
+        ("WARPLINK_RANK", "0"),
+        ("WARPLINK_WORLD", "1"),
+        ("WARPLINK_ADDRESS", "127.0.0.1:4000"),
+    ];
+    for blank in ["", " ", "\t\n"] {
+        let error = read(&[&base[..], &[("WARPLINK_SECRET", blank)]].concat()).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+        assert!(error.to_string().contains("WARPLINK_SECRET"), "{error}");
+    }
+    for name in ["WARPLINK_SECRET", "WARPLINK_RANK"] {
+        let error = JoinConfig::from_variables(|wanted| {
+            if wanted == name {
+                return Some(OsString::from_vec(vec![b'a', 0xff]));
+            }
+            let found = base.iter().find(|(name, _)| *name == wanted);
+            found.map(|(_, value)| value.into())
+        })
+        .unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Parse);
+        assert!(error.to_string().contains(name), "{error}");
+    }
+}
+
+#[test]
+fn insecure_jobs_need_a_switch() {
+    let base = [
+        ("WARPLINK_RANK", "0"),
+        ("WARPLINK_WORLD", "1"),
+        ("WARPLINK_ADDRESS", "10.0.0.1:4000"),
+    ];
+    let with = |value| read(&[&base[..], &[("WARPLINK_ALLOW_INSECURE", value)]].concat());
+    assert!(!read(&base).unwrap().allow_insecure);
+    assert!(!with("0").unwrap().allow_insecure);
+    assert!(with("1").unwrap().allow_insecure);
+    assert!(with("yes").is_err());
 }
