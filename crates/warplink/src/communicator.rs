@@ -52,7 +52,8 @@ impl Communicator {
         let secret = bootstrap.secret().clone();
         let memory = MemoryRegistry::start(rank, &device, secret.as_bytes(), |info| {
             bootstrap.all_gather(&info, deadline)
-        })?;
+        })
+        .inspect_err(|error| bootstrap.abort(&format!("it aborted: {error}")))?;
         let memory = Arc::new(memory);
         let (fault, forgetful) = (device.fault().clone(), Arc::downgrade(&memory));
         bootstrap.health().when_lost(move |lost, error| {
@@ -335,12 +336,49 @@ impl Communicator {
     }
 
     /// Leaves in order: unmaps peers' memory, and returns when every rank has. Blocks; transfers
-    /// and streams that use them must be done and dropped.
+    /// and streams that use them must be done and dropped. It is the only orderly way to leave: for
+    /// its peers, a rank that drops its communicator is lost.
+    ///
+    /// # Errors
+    /// Those of [`barrier`](Self::barrier) when a peer is lost or does not close. This rank has left
+    /// all the same.
     pub fn close(self) -> Result<()> {
         lock(&self.under_way).clear();
         self.memory.release_idle();
-        self.barrier()?;
+        let deadline = self.deadline();
+        let barrier = self.bootstrap.barrier(deadline);
         self.memory.stop();
-        self.bootstrap.close(self.deadline())
+        barrier.and(self.bootstrap.close(deadline))
+    }
+
+    /// Leaves as a failure: every wait of the peers that depends on this rank ends with an error
+    /// that names it and `reason`, and so do the waits in this rank's own streams. Later calls fail.
+    /// Blocks for about two seconds at most; does nothing after [`close`](Self::close) or an earlier
+    /// abort.
+    pub fn abort(&self, reason: &str) {
+        self.end(&format!("it aborted: {reason}"));
+    }
+
+    fn end(&self, reason: &str) {
+        self.bootstrap.abort(reason);
+        let message = format!("this rank's communicator ended: {reason}");
+        self.device
+            .fault()
+            .raise(Error::new(ErrorKind::Closed, message).on_rank(self.rank()));
+    }
+}
+
+/// A communicator that is dropped without [`Communicator::close`] has failed: its peers are told so,
+/// and do not wait for it.
+impl Drop for Communicator {
+    fn drop(&mut self) {
+        if self.bootstrap.is_closed() {
+            return;
+        }
+        self.end(if std::thread::panicking() {
+            "it panicked"
+        } else {
+            "it dropped its communicator without closing it"
+        });
     }
 }

@@ -24,7 +24,7 @@ pub enum ErrorKind {
     Mismatch,
     /// A wait passed its deadline.
     Timeout,
-    /// A rank died or its connection dropped.
+    /// A rank died, aborted or was dropped without being closed, or its connection ended.
     PeerLost,
     /// A rank left in order while something still depended on it.
     PeerLeft,

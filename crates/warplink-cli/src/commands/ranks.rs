@@ -20,7 +20,8 @@ pub(crate) fn run(
     }
     let config = Config::from_env()?;
     let comm = Communicator::join(&config).context("join the job")?;
-    let code = body(&comm)?;
+    // The peers' errors then name the cause.
+    let code = body(&comm).inspect_err(|error| comm.abort(&format!("{error:#}")))?;
     comm.close().context("leave the job")?;
     Ok(code)
 }

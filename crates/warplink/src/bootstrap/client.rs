@@ -3,7 +3,7 @@
 use super::frame;
 use super::handshake;
 use super::health::Health;
-use super::message::{self, Event, Reply, Request};
+use super::message::{self, Event, MAX_REASON, Reply, Request};
 use super::outbox::Outbox;
 use super::secret::Secret;
 use super::socket::{self, DeadlineStream};
@@ -286,8 +286,12 @@ impl Client {
                 "rank 0 stopped waiting for the other ranks to join",
             ),
             None => {
+                // Without effect if rank 0 has said why it aborts.
                 self.health.lose(0, reason);
-                Error::new(ErrorKind::PeerLost, format!("rank 0 was lost: {reason}")).peer(0)
+                match self.health.check(&[0]) {
+                    Err(lost) => lost,
+                    Ok(()) => Error::new(ErrorKind::PeerLost, reason.to_owned()).peer(0),
+                }
             }
         };
         state.over = Some(error.clone());
@@ -302,6 +306,17 @@ impl Client {
     /// Says goodbye: the store takes this rank for one that left in order.
     pub(crate) fn leave(&self, deadline: Deadline) -> Result<()> {
         self.call("leave", &Request::Leave, deadline).map(drop)
+    }
+
+    /// Has the store tell the others that this rank is lost, and why.
+    pub(crate) fn abort(&self, reason: &str, deadline: Deadline) -> Result<()> {
+        let mut length = reason.len().min(MAX_REASON);
+        while !reason.is_char_boundary(length) {
+            length -= 1;
+        }
+        let reason = reason[..length].to_owned();
+        self.call("abort", &Request::Abort { reason }, deadline)
+            .map(drop)
     }
 
     /// Ends the connection and every call that is under way, and waits for the reading thread.

@@ -15,10 +15,10 @@ use crate::sync::lock;
 use std::collections::HashMap;
 use std::fmt;
 use std::sync::{Arc, Mutex};
-use std::thread;
+use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-/// How long dropping a member may take.
+/// The most time that an abort may take.
 const DROP_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// A rank's membership in its job: the store, collectives of bytes, and news of the others.
@@ -218,8 +218,7 @@ impl Bootstrap {
                 ErrorKind::PeerLeft => Ok(()),
                 _ => Err(error),
             });
-        let notifier = self.client.health().close();
-        self.client.close();
+        let notifier = self.disconnect();
         if let Some(server) = server {
             let remaining = server.wait_until_empty(deadline);
             if let [first, ..] = remaining[..] {
@@ -229,24 +228,65 @@ impl Bootstrap {
             }
             drop(server);
         }
-        if let Some(notifier) = notifier {
-            // A callback may be what closes; and one that hangs must not hold up the closing.
-            while !notifier.is_finished()
-                && notifier.thread().id() != thread::current().id()
-                && !deadline.passed()
-            {
-                thread::sleep(Duration::from_millis(1));
-            }
-        }
+        finish(notifier, deadline);
         result.map_err(|error| error.on_rank(self.rank).during("leave"))
+    }
+
+    /// Ends this rank's membership as a failure: for the others it is lost, and `reason` is in their
+    /// errors, as in "rank 1 was lost: REASON". At most 4,096 bytes of it are sent.
+    ///
+    /// Calls that are under way on this rank end with [`ErrorKind::Closed`], as do later ones. When
+    /// rank 0 aborts, the store ends with it. Blocks for about two seconds at most. Does nothing
+    /// after [`Bootstrap::close`] or an earlier abort. Dropping a member that was not closed aborts
+    /// it.
+    pub fn abort(&self, reason: &str) {
+        let mut stage = lock(&self.server);
+        let Stage::Open(server) = std::mem::replace(&mut *stage, Stage::Closed) else {
+            return;
+        };
+        let deadline = Deadline::after(DROP_TIMEOUT);
+        tracing::debug!(rank = self.rank, reason, "aborting");
+        if let Err(error) = self.client.abort(reason, deadline) {
+            // The end of the connection tells the others, without the reason.
+            tracing::debug!(%error, "could not send the reason of an abort");
+        }
+        let notifier = self.disconnect();
+        drop(server);
+        finish(notifier, deadline);
+    }
+
+    /// Whether this rank has closed its membership or aborted it.
+    pub fn is_closed(&self) -> bool {
+        matches!(*lock(&self.server), Stage::Closed)
+    }
+
+    fn disconnect(&self) -> Option<JoinHandle<()>> {
+        let notifier = self.client.health().close();
+        self.client.close();
+        notifier
     }
 }
 
+/// Waits for the thread that calls callbacks. A callback may be what closes the membership, and one
+/// that hangs must not block its end.
+fn finish(notifier: Option<JoinHandle<()>>, deadline: Deadline) {
+    let Some(notifier) = notifier else { return };
+    while !notifier.is_finished()
+        && notifier.thread().id() != thread::current().id()
+        && !deadline.passed()
+    {
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// A member that is dropped without [`Bootstrap::close`] has failed: the others must not wait for it.
 impl Drop for Bootstrap {
     fn drop(&mut self) {
-        if let Err(error) = self.close(Deadline::after(DROP_TIMEOUT)) {
-            tracing::warn!(%error, "left the job without an orderly close");
-        }
+        self.abort(if thread::panicking() {
+            "it panicked"
+        } else {
+            "it left the job without closing it"
+        });
     }
 }
 

@@ -10,6 +10,8 @@ use std::sync::Arc;
 pub(crate) const MAX_KEY: usize = 1024;
 /// The most keys in one request.
 pub(crate) const MAX_KEYS: usize = 1 << 16;
+/// The longest reason of an abort, in bytes.
+pub(crate) const MAX_REASON: usize = 4096;
 /// The most ranks in a job.
 pub(crate) const MAX_WORLD: usize = 1 << 16;
 
@@ -123,6 +125,10 @@ pub(crate) enum Request {
     Missing,
     /// The sender leaves in order.
     Leave,
+    /// The sender is lost to the others, for this reason.
+    Abort {
+        reason: String,
+    },
 }
 
 /// What the store answers.
@@ -250,7 +256,14 @@ impl Request {
                 }
                 Ok(())
             }
-            Self::Cancel { .. } | Self::Missing | Self::Leave => Ok(()),
+            Self::Abort { reason } if reason.len() > MAX_REASON => Err(Refusal::new(
+                RefusalKind::Invalid,
+                format!(
+                    "a reason has {} bytes; expected at most {MAX_REASON}",
+                    reason.len()
+                ),
+            )),
+            Self::Cancel { .. } | Self::Missing | Self::Leave | Self::Abort { .. } => Ok(()),
         }
     }
 }

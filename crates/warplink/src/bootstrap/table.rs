@@ -178,7 +178,7 @@ impl Table {
         self.broadcast(&Event::Abandoned { missing });
     }
 
-    /// The connection of `rank` ended without a goodbye.
+    /// `rank` aborted, or its connection ended without a goodbye.
     pub(crate) fn lose(&mut self, rank: u32, reason: &str) {
         if self.depart(
             rank,
@@ -283,6 +283,10 @@ impl Table {
             Request::Missing => Reply::Ranks(self.missing()),
             Request::Leave => {
                 self.leave(rank);
+                Reply::Done
+            }
+            Request::Abort { reason } => {
+                self.lose(rank, &reason);
                 Reply::Done
             }
         }))
