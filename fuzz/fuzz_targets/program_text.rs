@@ -2,7 +2,8 @@
 //! and verified without a panic.
 #![no_main]
 
-use warplink::program::{Parameters, Program, verify};
+use warplink::program::ir::ParameterKind;
+use warplink::program::{Parameters, Program, Value, verify};
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
     let Ok(text) = std::str::from_utf8(bytes) else {
@@ -17,7 +18,14 @@ libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
     let parameters: Parameters = program
         .parameters
         .iter()
-        .map(|name| (name.clone(), 4))
+        .filter_map(|parameter| {
+            let value = match parameter.kind {
+                ParameterKind::Integer => Value::Integer(4),
+                ParameterKind::List => Value::List(vec![4, 2]),
+                ParameterKind::OneOf(_) => return None,
+            };
+            Some((parameter.name.clone(), value))
+        })
         .collect();
     let _ = verify(&program, 2, 2, &parameters);
 });

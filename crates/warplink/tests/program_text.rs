@@ -6,12 +6,12 @@ use proptest::prelude::*;
 use warplink::ErrorKind;
 use warplink::program::expr::{Comparison, Operator};
 use warplink::program::ir::{
-    Branch, Collective, Declaration, Each, Loop, Over, PostedMatmul, Role, Selection, Sharding,
-    ShareItem, ShareItemKind, Statement, StatementKind, StreamRef, TensorRef, Transfer,
-    TransferRef,
+    Branch, Collective, Declaration, Each, ElementType, Loop, Over, Parameter, ParameterKind,
+    PostedMatmul, Role, Selection, Sharding, ShareItem, ShareItemKind, Statement, StatementKind,
+    StreamRef, TensorRef, Transfer, TransferRef,
 };
 use warplink::program::{
-    Backend, Condition, Direction, Expr, Parameters, Program, Protocol, unroll,
+    Backend, Condition, Direction, Expr, Parameters, Program, Protocol, Value, unroll,
 };
 use warplink::{DType, device::ReduceOp};
 
@@ -305,10 +305,17 @@ fn expr() -> impl Strategy<Value = Expr> {
         Just(Operator::Divide),
         Just(Operator::Remainder),
         Just(Operator::ShiftLeft),
+        Just(Operator::ShiftRight),
+        Just(Operator::Xor),
+        Just(Operator::Min),
+        Just(Operator::Max),
     ];
     leaf.prop_recursive(4, 16, 2, move |inner| {
         prop_oneof![
             inner.clone().prop_map(|a| Expr::Negative(a.into())),
+            inner.clone().prop_map(|a| Expr::Log2(a.into())),
+            (name(), inner.clone()).prop_map(|(list, index)| Expr::Element(list, index.into())),
+            name().prop_map(Expr::Count),
             (operator.clone(), inner.clone(), inner).prop_map(|(op, a, b)| Expr::Binary(
                 op,
                 a.into(),
@@ -316,6 +323,24 @@ fn expr() -> impl Strategy<Value = Expr> {
             )),
         ]
     })
+}
+
+/// An integer that is not an element of a list alone, which reads like a tensor.
+fn number() -> impl Strategy<Value = Expr> {
+    expr().prop_filter("is no tensor", |value| !matches!(value, Expr::Element(..)))
+}
+
+fn parameter() -> impl Strategy<Value = Parameter> {
+    let numbers = prop::collection::btree_set(0..9_i64, 1..4);
+    let types = prop::collection::hash_set(prop::sample::select(&DType::ALL[..]), 1..4);
+    let one_of = |values: Vec<Value>| ParameterKind::OneOf(values);
+    let kind = prop_oneof![
+        Just(ParameterKind::Integer),
+        Just(ParameterKind::List),
+        numbers.prop_map(move |set| one_of(set.into_iter().map(Value::from).collect())),
+        types.prop_map(move |set| one_of(set.into_iter().map(Value::from).collect())),
+    ];
+    (name(), kind).prop_map(|(name, kind)| Parameter { name, kind })
 }
 
 fn condition() -> impl Strategy<Value = Condition> {
@@ -327,7 +352,10 @@ fn condition() -> impl Strategy<Value = Condition> {
         Just(Comparison::Greater),
         Just(Comparison::GreaterOrEqual),
     ];
-    let leaf = (comparison, expr(), expr()).prop_map(|(c, a, b)| Condition::Compare(c, a, b));
+    let leaf = prop_oneof![
+        (comparison, expr(), expr()).prop_map(|(c, a, b)| Condition::Compare(c, a, b)),
+        name().prop_map(Condition::Given),
+    ];
     leaf.prop_recursive(3, 8, 2, |inner| {
         prop_oneof![
             inner.clone().prop_map(|a| Condition::Not(a.into())),
@@ -370,28 +398,36 @@ fn stream() -> impl Strategy<Value = StreamRef> {
 
 fn declaration() -> impl Strategy<Value = Declaration> {
     let role = prop_oneof![Just(Role::Input), Just(Role::Output), Just(Role::Local)];
-    let dtype = prop::sample::select(&DType::ALL[..]);
+    let dtype = prop_oneof![
+        prop::sample::select(&DType::ALL[..]).prop_map(ElementType::Fixed),
+        name().prop_map(ElementType::Parameter),
+    ];
+    let family = (name(), expr(), expr()).prop_map(|(index, from, to)| Over { index, from, to });
     (
-        role,
-        name(),
+        (role, any::<bool>()),
+        (name(), prop::option::of(family)),
         dtype,
         prop::collection::vec(expr(), 1..4),
         0..5_usize,
     )
-        .prop_map(|(role, name, dtype, shape, sharded)| {
-            let sharding = match sharded {
-                0 | 1 => Sharding::Whole,
-                2 => Sharding::Loop,
-                axis => Sharding::Ranks(axis % shape.len()),
-            };
-            Declaration {
-                role,
-                name,
-                dtype,
-                shape,
-                sharding,
-            }
-        })
+        .prop_map(
+            |((role, optional), (name, family), dtype, shape, sharded)| {
+                let sharding = match sharded {
+                    0 | 1 => Sharding::Whole,
+                    2 => Sharding::Loop,
+                    axis => Sharding::Ranks(axis % shape.len()),
+                };
+                Declaration {
+                    role,
+                    optional: optional && role != Role::Local,
+                    name,
+                    family,
+                    dtype,
+                    shape,
+                    sharding,
+                }
+            },
+        )
 }
 
 fn collective() -> impl Strategy<Value = Collective<Expr>> {
@@ -476,7 +512,7 @@ fn statements() -> impl Strategy<Value = Vec<Statement>> {
         condition().prop_map(StatementKind::Require),
         declaration().prop_map(StatementKind::Declare),
         name().prop_map(StatementKind::Deallocate),
-        (name(), expr()).prop_map(|(name, value)| StatementKind::LetInteger { name, value }),
+        (name(), number()).prop_map(|(name, value)| StatementKind::LetInteger { name, value }),
         (name(), selected).prop_map(|(name, value)| StatementKind::LetTensor { name, value }),
         (tensor(), tensor()).prop_map(|(target, source)| StatementKind::Copy { target, source }),
         (
@@ -521,11 +557,15 @@ fn statements() -> impl Strategy<Value = Vec<Statement>> {
         stream().prop_map(StatementKind::Synchronize),
     ]
     .prop_map(Statement::from);
-    blocks(
+    let forked = blocks(
         leaf,
         |it| StatementKind::For(it).into(),
         |it| StatementKind::If(it).into(),
-    )
+    );
+    (prop::option::of(each(stream())), forked).prop_map(|(streams, body)| match streams {
+        Some(streams) => vec![StatementKind::Fork { streams, body }.into()],
+        None => body,
+    })
 }
 
 proptest! {
@@ -534,10 +574,13 @@ proptest! {
     #[test]
     fn what_is_printed_parses_to_the_same(
         name in name(),
-        parameters in prop::collection::btree_set(name(), 0..4),
+        parameters in prop::collection::vec(parameter(), 0..4),
         body in statements(),
     ) {
-        let program = Program { name, parameters: parameters.into_iter().collect(), body };
+        let mut parameters = parameters;
+        parameters.sort_by(|a, b| a.name.cmp(&b.name));
+        parameters.dedup_by(|a, b| a.name == b.name);
+        let program = Program { name, parameters, body };
         let printed = program.to_string();
         let parsed = Program::parse(&printed).map_err(|e| TestCaseError::fail(e.to_string()))?;
         prop_assert_eq!(&parsed, &program, "{}", printed);

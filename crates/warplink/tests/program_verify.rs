@@ -29,7 +29,7 @@ fn the_examples_pass() {
             let sizes = program
                 .parameters
                 .iter()
-                .map(|name| (name.as_str(), 240 * 16))
+                .map(|parameter| (parameter.name.as_str(), 240 * 16))
                 .collect::<Vec<_>>();
             for streams in [1, 2, 3] {
                 match verify(&program, world, streams, &parameters(&sizes)) {

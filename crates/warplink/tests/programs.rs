@@ -541,7 +541,7 @@ fn the_examples_run() {
             let parameters = program
                 .parameters
                 .iter()
-                .map(|name| (name.clone(), 32))
+                .map(|parameter| (parameter.name.clone(), 32))
                 .collect();
             let prepared = executor
                 .prepare(&program, &parameters, PrepareOptions::default())

@@ -14,7 +14,13 @@ pub enum Expr {
     Name(String),
     /// `-a`.
     Negative(Box<Expr>),
-    /// `a + b` and the like.
+    /// `n[i]`, an element of a list.
+    Element(String, Box<Expr>),
+    /// `count(n)`, the length of a list.
+    Count(String),
+    /// `log2(a)`, rounded down, of an `a` above 0.
+    Log2(Box<Expr>),
+    /// `a + b`, `min(a, b)` and the like.
     Binary(Operator, Box<Expr>, Box<Expr>),
 }
 
@@ -33,6 +39,14 @@ pub enum Operator {
     Remainder,
     /// `<<`: `a << b` is `a` times 2 to the `b`, for a `b` from 0 to 62.
     ShiftLeft,
+    /// `>>`: `a >> b` is `a / 2^b`, rounded towards minus infinity, for a `b` from 0 to 62.
+    ShiftRight,
+    /// `^`, the bits in which two integers differ: `rank ^ 1` is a neighbour.
+    Xor,
+    /// `min(a, b)`.
+    Min,
+    /// `max(a, b)`.
+    Max,
 }
 
 /// A comparison of integers.
@@ -57,6 +71,8 @@ pub enum Comparison {
 pub enum Condition {
     /// `a == b` and the like.
     Compare(Comparison, Expr, Expr),
+    /// `given(bias)`: whether the caller binds an optional tensor.
+    Given(String),
     /// `not a`.
     Not(Box<Condition>),
     /// `a and b`; `b` is not evaluated where `a` fails.
@@ -76,6 +92,8 @@ pub enum EvaluationError {
     DivisionByZero,
     /// A shift by less than 0 or more than 62.
     ShiftRange,
+    /// The logarithm of a number below 1.
+    Logarithm,
     /// Nested deeper than [`DEEPEST`].
     TooDeep,
 }
@@ -87,16 +105,18 @@ impl fmt::Display for EvaluationError {
             Self::Overflow => f.write_str("the value overflows 64 bits"),
             Self::DivisionByZero => f.write_str("division by zero"),
             Self::ShiftRange => f.write_str("a shift by less than 0 or more than 62"),
+            Self::Logarithm => f.write_str("the logarithm of a number below 1"),
             Self::TooDeep => write!(f, "the expression is nested deeper than {DEEPEST}"),
         }
     }
 }
 
 impl Expr {
-    /// The value, with `lookup` giving the values of names.
+    /// The value, with `lookup` giving the values of names. What else a program can say in the place
+    /// of an integer is looked up as it is printed: `n[2]`, `count(n)`, `given(bias)` (1 or 0).
     ///
     /// # Errors
-    /// An unknown name, an overflow, a division by zero, a shift out of range.
+    /// An unknown name, an overflow, a division by zero, a shift or logarithm out of range.
     pub fn evaluate(&self, lookup: &dyn Fn(&str) -> Option<i64>) -> Result<i64, EvaluationError> {
         self.evaluate_within(lookup, DEEPEST)
     }
@@ -110,6 +130,20 @@ impl Expr {
         match self {
             Self::Number(value) => Ok(*value),
             Self::Name(name) => lookup(name).ok_or_else(|| EvaluationError::Unknown(name.clone())),
+            Self::Element(list, index) => {
+                let index = index.evaluate_within(lookup, left)?;
+                let name = format!("{list}[{index}]");
+                lookup(&name).ok_or(EvaluationError::Unknown(name))
+            }
+            Self::Count(list) => {
+                let name = format!("count({list})");
+                lookup(&name).ok_or(EvaluationError::Unknown(name))
+            }
+            Self::Log2(a) => a
+                .evaluate_within(lookup, left)?
+                .checked_ilog2()
+                .map(i64::from)
+                .ok_or(EvaluationError::Logarithm),
             Self::Negative(a) => a
                 .evaluate_within(lookup, left)?
                 .checked_neg()
@@ -124,8 +158,8 @@ impl Expr {
     /// How deep it is nested; a number or name is 1.
     pub fn depth(&self) -> usize {
         match self {
-            Self::Number(_) | Self::Name(_) => 1,
-            Self::Negative(a) => 1 + a.depth(),
+            Self::Number(_) | Self::Name(_) | Self::Count(_) => 1,
+            Self::Negative(a) | Self::Element(_, a) | Self::Log2(a) => 1 + a.depth(),
             Self::Binary(_, a, b) => 1 + a.depth().max(b.depth()),
         }
     }
@@ -151,8 +185,14 @@ impl Operator {
             Self::Remainder => {
                 Some(a.wrapping_rem(b)).map(|r| if self.floors(a, b) { r + b } else { r })
             }
-            Self::ShiftLeft if !(0..=62).contains(&b) => return Err(EvaluationError::ShiftRange),
+            Self::ShiftLeft | Self::ShiftRight if !(0..=62).contains(&b) => {
+                return Err(EvaluationError::ShiftRange);
+            }
             Self::ShiftLeft => a.checked_mul(1 << b),
+            Self::ShiftRight => Some(a >> b),
+            Self::Xor => Some(a ^ b),
+            Self::Min => Some(a.min(b)),
+            Self::Max => Some(a.max(b)),
         };
         value.ok_or(EvaluationError::Overflow)
     }
@@ -162,7 +202,7 @@ impl Operator {
         a.wrapping_rem(b) != 0 && (a < 0) != (b < 0)
     }
 
-    /// Its sign in program text.
+    /// Its sign in program text; for `min` and `max`, the name of the function.
     pub const fn sign(self) -> &'static str {
         match self {
             Self::Add => "+",
@@ -171,6 +211,10 @@ impl Operator {
             Self::Divide => "/",
             Self::Remainder => "%",
             Self::ShiftLeft => "<<",
+            Self::ShiftRight => ">>",
+            Self::Xor => "^",
+            Self::Min => "min",
+            Self::Max => "max",
         }
     }
 }
@@ -220,6 +264,10 @@ impl Condition {
             Self::Compare(comparison, a, b) => {
                 comparison.holds(a.evaluate(lookup)?, b.evaluate(lookup)?)
             }
+            Self::Given(tensor) => {
+                let name = format!("given({tensor})");
+                lookup(&name).ok_or(EvaluationError::Unknown(name))? != 0
+            }
             Self::Not(a) => !a.evaluate_within(lookup, left)?,
             Self::And(a, b) => {
                 a.evaluate_within(lookup, left)? && b.evaluate_within(lookup, left)?
@@ -233,7 +281,7 @@ impl Condition {
     /// How deep it is nested, without the expressions that it compares.
     pub fn depth(&self) -> usize {
         match self {
-            Self::Compare(..) => 1,
+            Self::Compare(..) | Self::Given(_) => 1,
             Self::Not(a) => 1 + a.depth(),
             Self::And(a, b) | Self::Or(a, b) => 1 + a.depth().max(b.depth()),
         }

@@ -6,6 +6,7 @@
 //! loops around the declaration.
 
 use super::expr::{Condition, Expr};
+use super::parameters::Value;
 use crate::device::ReduceOp;
 use crate::dtype::DType;
 pub use crate::p2p::{Direction, Protocol};
@@ -16,10 +17,55 @@ use std::fmt;
 pub struct Program {
     /// Its name.
     pub name: String,
-    /// Names of the integers that a caller gives values to, such as `m`, `k`, `n`.
-    pub parameters: Vec<String>,
+    /// What a caller gives values to, such as `m`, `k`, `n`.
+    pub parameters: Vec<Parameter>,
     /// What each rank does.
     pub body: Vec<Statement>,
+}
+
+/// A parameter, whose value the caller gives.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Parameter {
+    /// Its name.
+    pub name: String,
+    /// Which values it takes.
+    pub kind: ParameterKind,
+}
+
+/// Which values a parameter takes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ParameterKind {
+    /// `m`: an integer.
+    Integer,
+    /// `n[]`: a list of integers, `n[0]`, `n[1]`, … of which there are `count(n)`.
+    List,
+    /// `parts = 1 | 2 | 4`, `T = bf16 | f16`: one of these, all integers or all element types. A
+    /// caller may leave it open; then it is the first, or the one with which a cost model finds the
+    /// program fastest.
+    OneOf(Vec<Value>),
+}
+
+impl ParameterKind {
+    /// What a caller who leaves it open leaves open; empty where it must be given.
+    pub fn alternatives(&self) -> &[Value] {
+        match self {
+            Self::Integer | Self::List => &[],
+            Self::OneOf(alternatives) => alternatives,
+        }
+    }
+}
+
+impl fmt::Display for ParameterKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Integer => f.write_str("an integer"),
+            Self::List => f.write_str("a list of integers"),
+            Self::OneOf(alternatives) => {
+                let words: Vec<String> = alternatives.iter().map(Value::to_string).collect();
+                f.write_str(&words.join(" or "))
+            }
+        }
+    }
 }
 
 /// A line of the program's text, from 1; 0 where a statement was built and not parsed.
@@ -134,6 +180,15 @@ pub enum StatementKind {
     GetStream(String),
     /// `set_stream pool(j % streams)`: makes a stream the current one.
     SetStream(StreamRef),
+    /// `fork high(0), pool(i) for i in 0..streams { … }`: the streams named start after what the
+    /// current stream was given so far, and after the block the current stream goes on when they are
+    /// all done.
+    Fork {
+        /// The streams; none is the current one.
+        streams: Vec<Each<StreamRef>>,
+        /// What is done between.
+        body: Vec<Statement>,
+    },
     /// `synchronize pool(j)`: holds the current stream until what another was given so far is done.
     Synchronize(StreamRef),
     /// `for j in 0..world { … }`.
@@ -252,15 +307,36 @@ pub enum Role {
     Local,
 }
 
-/// A tensor: every rank has its own instance.
+/// The element type of a declaration.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ElementType {
+    /// `bf16`.
+    Fixed(DType),
+    /// The value of a parameter.
+    Parameter(String),
+}
+
+impl From<DType> for ElementType {
+    fn from(dtype: DType) -> Self {
+        Self::Fixed(dtype)
+    }
+}
+
+/// A tensor, of which every rank has its own instance, or a family of them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Declaration {
     /// What it is to the caller.
     pub role: Role,
+    /// `optional`: the caller may leave it out. An input that is left out adds nothing as a bias and
+    /// is otherwise not to be read; an output that is left out is memory of the program's own.
+    pub optional: bool,
     /// Its name.
     pub name: String,
+    /// `B[i]: … for i in 0..count(n)`: a family with a member for each value of the index, named
+    /// `B[0]`, `B[1]`, … and so on. Its shape may use the index.
+    pub family: Option<Over>,
     /// Its element type.
-    pub dtype: DType,
+    pub dtype: ElementType,
     /// Extents of this rank's instance, outermost first; row-major and contiguous.
     pub shape: Vec<Expr>,
     /// How the instance relates to the tensor as a whole.

@@ -8,6 +8,7 @@
 //! | module | subject |
 //! |---|---|
 //! | [`ir`], [`expr`] | the representation |
+//! | [`parameters`] | the values that a caller gives |
 //! | [`text`] | the grammar, parser and printer |
 //! | [`rank_program`], [`mod@unroll`] | a program for one rank: a flat list of operations |
 //! | [`lower`] | from matrix products over sharded operands to programs |
@@ -19,6 +20,7 @@ pub mod execute;
 pub mod expr;
 pub mod ir;
 pub mod lower;
+pub mod parameters;
 pub mod rank_program;
 pub mod text;
 pub mod unroll;
@@ -28,9 +30,10 @@ pub use diagnostic::{Diagnostic, DiagnosticKind, Place, refused};
 pub use execute::{Bindings, CapturedPlan, Executor, Plan, PrepareOptions, Prepared, Trace};
 pub use expr::{Condition, Expr};
 pub use ir::{Backend, Direction, Program, Protocol};
+pub use parameters::{Parameters, Value};
 pub use rank_program::{
-    Operation, OperationKind, Parameters, Range, RankProgram, Site, StreamKind, TensorId,
-    TensorInstance, TransferId, TransferInstance,
+    Operation, OperationKind, Range, RankProgram, Site, StreamKind, TensorId, TensorInstance,
+    TransferId, TransferInstance,
 };
 pub use unroll::unroll;
 pub use verify::{Report, verify};

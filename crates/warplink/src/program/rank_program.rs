@@ -4,12 +4,9 @@
 use super::ir::{Backend, Collective, Direction, Protocol, Role, Sharding};
 use crate::dtype::DType;
 use crate::error::Rank;
-use std::collections::{BTreeMap, HashSet};
+use std::collections::HashSet;
 use std::fmt;
 use std::sync::Arc;
-
-/// Values of a program's parameters by name.
-pub type Parameters = BTreeMap<String, i64>;
 
 /// Index of a tensor in [`RankProgram::tensors`].
 pub type TensorId = usize;

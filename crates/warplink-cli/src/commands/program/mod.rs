@@ -11,7 +11,8 @@ use clap::{Args, Subcommand};
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use warplink::program::{self, Parameters, Report, verify};
+use warplink::DType;
+use warplink::program::{self, Parameters, Report, Value, verify};
 
 /// Show, verify and run host programs
 ///
@@ -48,7 +49,10 @@ struct Source {
     file: PathBuf,
     /// Value of a parameter; may be repeated
     #[arg(short, long = "param", value_name = "NAME=VALUE", value_parser = parameter)]
-    parameters: Vec<(String, i64)>,
+    parameters: Vec<(String, Value)>,
+    /// An optional tensor to bind; once for each
+    #[arg(long = "with", value_name = "NAME")]
+    tensors: Vec<String>,
     /// Streams in the pool
     #[arg(long, value_name = "N", default_value = "2", value_parser = clap::value_parser!(u8).range(1..))]
     streams: u8,
@@ -70,19 +74,36 @@ impl Source {
         Ok(Text {
             text,
             program,
-            parameters: self.parameters.iter().cloned().collect(),
+            parameters: self.tensors.iter().fold(
+                self.parameters.iter().cloned().collect(),
+                |parameters: Parameters, name| parameters.with_tensor(name),
+            ),
         })
     }
 }
 
-fn parameter(text: &str) -> Result<(String, i64), String> {
+/// `m=4096`, `n=1024,512`, `T=bf16`.
+fn parameter(text: &str) -> Result<(String, Value), String> {
     let read = || {
         let (name, value) = text.split_once('=')?;
-        program::text::is_name(name.trim())
-            .then(|| value.trim().parse().ok())?
-            .map(|value| (name.trim().to_owned(), value))
+        let (name, value) = (name.trim(), value.trim());
+        if !program::text::is_name(name) {
+            return None;
+        }
+        let value = match value.parse::<DType>() {
+            Ok(dtype) => Value::ElementType(dtype),
+            Err(_) if value.contains(',') => {
+                let elements = value.split(',').map(|element| element.trim().parse());
+                Value::List(elements.collect::<Result<_, _>>().ok()?)
+            }
+            Err(_) => Value::Integer(value.parse().ok()?),
+        };
+        Some((name.to_owned(), value))
     };
-    read().ok_or_else(|| "expected a name and an integer, as in m=4096".to_owned())
+    read().ok_or_else(|| {
+        "expected a name and an integer, a list or an element type, as in m=4096, n=1024,512 or T=bf16"
+            .to_owned()
+    })
 }
 
 /// Check a program for deadlocks, races, lost signals and uninitialized bytes
@@ -173,9 +194,14 @@ mod tests {
 
     #[test]
     fn parameters_are_read() {
-        assert_eq!(parameter("m=8"), Ok(("m".to_owned(), 8)));
-        assert_eq!(parameter(" m = -8 "), Ok(("m".to_owned(), -8)));
-        for text in ["", "m", "m=", "=8", "m=x", "rank=1", "1m=2"] {
+        let read = |text, name: &str, value| {
+            assert_eq!(parameter(text), Ok((name.to_owned(), value)));
+        };
+        read("m=8", "m", Value::Integer(8));
+        read(" m = -8 ", "m", Value::Integer(-8));
+        read("n=1, 2", "n", Value::List(vec![1, 2]));
+        read("T=bf16", "T", Value::ElementType(DType::BF16));
+        for text in ["", "m", "m=", "=8", "m=x", "n=1,", "rank=1", "1m=2"] {
             assert!(parameter(text).is_err(), "{text}");
         }
     }

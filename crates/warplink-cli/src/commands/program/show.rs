@@ -44,7 +44,7 @@ impl Show {
             if options.json {
                 print_json(&serde_json::json!({
                     "name": program.name,
-                    "parameters": program.parameters,
+                    "parameters": program.parameters.iter().map(ToString::to_string).collect::<Vec<_>>(),
                     "text": program.to_string(),
                 }))?
             } else {

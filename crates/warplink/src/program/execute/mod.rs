@@ -28,7 +28,7 @@ pub use plan::{CapturedPlan, Plan};
 pub use trace::{Trace, TraceSpan};
 
 use super::ir::Program;
-use super::rank_program::Parameters;
+use super::parameters::Parameters;
 use super::{refused, unroll, verify};
 use crate::device::{CollectiveEngine, DeviceKind, Event, Priority, Stream};
 use crate::error::{Rank, Result};

@@ -16,7 +16,7 @@ pub use gather::{AllGatherMatmul, lower_all_gather_matmul};
 pub use scatter::{MatmulReduceScatter, lower_matmul_reduce_scatter};
 
 use super::ir::Program;
-use super::rank_program::Parameters;
+use super::parameters::Parameters;
 use crate::error::{Error, ErrorKind, Result};
 use std::fmt;
 use std::str::FromStr;

@@ -1,10 +1,13 @@
 //! Programs as text.
 //!
 //! ```text
-//! program   = "program" NAME "(" [NAME {"," NAME}] ")" block
+//! program   = "program" NAME "(" [parameter {"," parameter}] ")" block
+//! parameter = NAME ["[" "]"] | NAME "=" value {"|" value}
+//!                                                      value: a number or a DTYPE
 //! block     = "{" {statement separator} "}"            separator: the end of a line, or ";"
 //! statement = "require" condition
-//!           | ("input" | "output" | "allocate") NAME ":" DTYPE "[" axis {"," axis} "]"
+//!           | ["optional"] ("input" | "output" | "allocate") NAME ["[" NAME "]"] ":" (DTYPE | NAME)
+//!             "[" axis {"," axis} "]" [each]             with an index, a family with a member for each
 //!           | "deallocate" NAME
 //!           | "let" NAME "=" (integer | tensor)        a tensor here has at least one selection
 //!           | tensor "=" ("copy" "(" tensor ")" | "matmul" "(" tensor "," tensor ")"
@@ -16,6 +19,7 @@
 //!           | "post" transfer "=" (matmul | linear) [each]
 //!           | "wait" transfer [each] {"," transfer [each]}
 //!           | "get_stream" NAME | "set_stream" stream | "synchronize" stream
+//!           | "fork" stream [each] {"," stream [each]} block
 //!           | "for" NAME "in" integer ".." integer block
 //!           | "if" condition block ["else" (block | "if" …)]
 //! axis      = integer ["over" ("ranks" | "loop")]
@@ -31,9 +35,10 @@
 //! op        = "sum" | "max" | "min"
 //! ```
 //!
-//! Integers have `+ - * / %`, `<<`, which binds least of them, and parentheses; conditions have
-//! comparisons and `and or not`. `/` rounds down, `%` has the sign of its divisor, and `a << b` is
-//! `a` times 2 to the `b`. A line goes on where a parenthesis or bracket is open
+//! Integers have, from what binds most, `* / %`, `+ -`, `<< >>` and `^` (the bits in which two differ),
+//! `min(a, b)`, `max(a, b)`, `log2(a)`, elements `n[i]` of a list and its `count(n)`, and parentheses;
+//! conditions have comparisons, `given(NAME)` for an optional tensor, and `and or not`. `/` rounds
+//! down, `%` has the sign of its divisor, and `a << b` is `a` times 2 to the `b`. A line goes on where a parenthesis or bracket is open
 //! or after a comma or an operator. A comment goes from `#` to the end of its line; comments are
 //! not part of the program and are lost when it is printed.
 //!
@@ -60,7 +65,7 @@ pub const LONGEST_TEXT: usize = 1 << 20;
 pub const DEEPEST_BLOCK: usize = 32;
 
 /// Words with a meaning, which no name may be.
-pub const RESERVED: [&str; 46] = [
+pub const RESERVED: [&str; 51] = [
     "program",
     "require",
     "input",
@@ -107,6 +112,11 @@ pub const RESERVED: [&str; 46] = [
     "rank",
     "world",
     "streams",
+    "fork",
+    "optional",
+    "count",
+    "given",
+    "log2",
 ];
 
 /// Whether `name` can be the name of a tensor, integer, transfer or stream.

@@ -210,7 +210,7 @@ impl<'a> Parser<'a> {
             Comparison::Greater,
         ];
         let start = self.peek();
-        let left = self.shift()?;
+        let left = self.difference()?;
         let Some(comparison) = ALL
             .into_iter()
             .find(|comparison| self.is(comparison.sign()))
@@ -219,7 +219,7 @@ impl<'a> Parser<'a> {
         };
         self.at += 1;
         let next = self.peek();
-        let right = self.shift()?;
+        let right = self.difference()?;
         Ok(Value::Truth(Condition::Compare(
             comparison,
             self.number_of(start, left)?,
@@ -227,8 +227,12 @@ impl<'a> Parser<'a> {
         )))
     }
 
+    fn difference(&mut self) -> Parsed<Value> {
+        self.chain(Self::shift, &[Operator::Xor])
+    }
+
     fn shift(&mut self) -> Parsed<Value> {
-        self.chain(Self::sum, &[Operator::ShiftLeft])
+        self.chain(Self::sum, &[Operator::ShiftLeft, Operator::ShiftRight])
     }
 
     fn sum(&mut self) -> Parsed<Value> {
@@ -291,17 +295,54 @@ impl<'a> Parser<'a> {
                 self.expect(")")?;
                 Ok(inner)
             }
+            (TokenKind::Word, "min" | "max" | "log2" | "count" | "given") if self.is("(") => {
+                self.at += 1;
+                let value = self.nested(|parser| parser.call(token))?;
+                self.expect(")")?;
+                Ok(value)
+            }
             (TokenKind::Word, "rank" | "world" | "streams") => {
                 Ok(Value::Integer(Expr::Name(token.text.to_owned())))
             }
             (TokenKind::Word, name) if is_name(name) => {
-                Ok(Value::Integer(Expr::Name(name.to_owned())))
+                if !self.take("[") {
+                    return Ok(Value::Integer(Expr::Name(name.to_owned())));
+                }
+                let index = self.nested(Self::integer)?;
+                self.expect("]")?;
+                let element = Expr::Element(name.to_owned(), Box::new(index));
+                self.within_depth(token, element.depth())?;
+                Ok(Value::Integer(element))
             }
             _ => {
                 self.at -= 1;
                 Err(self.expected("an integer expression"))
             }
         }
+    }
+
+    /// The arguments of the function that `name` names.
+    fn call(&mut self, name: Token<'a>) -> Parsed<Value> {
+        let expression = match name.text {
+            "count" => Expr::Count(self.name("a list's name")?),
+            "given" => {
+                let tensor = self.name("an optional tensor's name")?;
+                return Ok(Value::Truth(Condition::Given(tensor)));
+            }
+            "log2" => Expr::Log2(Box::new(self.integer()?)),
+            function => {
+                let operator = if function == "min" {
+                    Operator::Min
+                } else {
+                    Operator::Max
+                };
+                let first = self.integer()?;
+                self.expect(",")?;
+                Expr::Binary(operator, Box::new(first), Box::new(self.integer()?))
+            }
+        };
+        self.within_depth(name, expression.depth())?;
+        Ok(Value::Integer(expression))
     }
 
     fn number_of(&self, start: Token<'_>, value: Value) -> Parsed<Expr> {

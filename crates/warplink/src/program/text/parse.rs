@@ -7,9 +7,11 @@ use crate::device::ReduceOp;
 use crate::dtype::DType;
 use crate::program::expr::Expr;
 use crate::program::ir::{
-    Branch, Collective, Declaration, Each, Line, Loop, PostedMatmul, Program, Role, Sharding,
-    Statement, StatementKind, TensorRef,
+    Branch, Collective, Declaration, Each, ElementType, Line, Loop, Parameter, ParameterKind,
+    PostedMatmul, Program, Role, Sharding, Statement, StatementKind, TensorRef,
 };
+use crate::program::parameters::Value;
+use std::mem::discriminant;
 
 /// Parses a whole program.
 pub(super) fn program(text: &str) -> Parsed<Program> {
@@ -18,12 +20,13 @@ pub(super) fn program(text: &str) -> Parsed<Program> {
     parser.expect("program")?;
     let name = parser.name("the program's name")?;
     parser.expect("(")?;
-    let mut parameters: Vec<String> = Vec::new();
+    let mut parameters: Vec<Parameter> = Vec::new();
     while !parser.is(")") {
         let token = parser.peek();
-        let parameter = parser.name("a parameter's name or ')'")?;
-        if parameters.contains(&parameter) {
-            return Err(parser.wrong(token, format!("parameter '{parameter}' is named twice")));
+        let parameter = parser.parameter()?;
+        let name = &parameter.name;
+        if parameters.iter().any(|other| other.name == *name) {
+            return Err(parser.wrong(token, format!("parameter '{name}' is named twice")));
         }
         parameters.push(parameter);
         if !parser.take(",") && !parser.is(")") {
@@ -44,6 +47,47 @@ pub(super) fn program(text: &str) -> Parsed<Program> {
 }
 
 impl Parser<'_> {
+    /// `m`, `n[]` or `parts = 1 | 2`.
+    fn parameter(&mut self) -> Parsed<Parameter> {
+        let name = self.name("a parameter's name or ')'")?;
+        let kind = if self.take("[") {
+            self.expect("]")?;
+            ParameterKind::List
+        } else if self.take("=") {
+            ParameterKind::OneOf(self.alternatives()?)
+        } else {
+            ParameterKind::Integer
+        };
+        Ok(Parameter { name, kind })
+    }
+
+    /// `1 | 2 | 4` or `bf16 | f16`.
+    fn alternatives(&mut self) -> Parsed<Vec<Value>> {
+        let mut list: Vec<Value> = Vec::new();
+        loop {
+            let token = self.next();
+            let value = match token.kind {
+                TokenKind::Number(number) => i64::try_from(number).ok().map(Value::Integer),
+                TokenKind::Word => token.text.parse().ok().map(Value::ElementType),
+                _ => None,
+            };
+            let alike = |value: &Value| {
+                list.iter()
+                    .all(|first| discriminant(first) == discriminant(value) && first != value)
+            };
+            let Some(value) = value.filter(alike) else {
+                self.at -= 1;
+                return Err(self.expected(
+                    "another number below 2^63, or another element type where the first is one",
+                ));
+            };
+            list.push(value);
+            if !self.take("|") {
+                return Ok(list);
+            }
+        }
+    }
+
     fn skip_line_ends(&mut self) {
         while self.peek().kind == TokenKind::LineEnd {
             self.at += 1;
@@ -75,8 +119,7 @@ impl Parser<'_> {
                 return Err(self.expected(&format!("'}}' for the '{{' that line {line} opens")));
             }
             list.push(statement(self)?);
-            let over = matches!(self.peek().kind, TokenKind::LineEnd | TokenKind::End);
-            if !over && !self.is(";") && !self.is("}") {
+            if !self.is_statement_end() {
                 return Err(self.expected("the end of the statement"));
             }
         }
@@ -95,9 +138,12 @@ impl Parser<'_> {
         self.at += 1;
         let kind = match first.text {
             "require" => StatementKind::Require(self.condition()?),
-            "input" => StatementKind::Declare(self.declaration(Role::Input)?),
-            "output" => StatementKind::Declare(self.declaration(Role::Output)?),
-            "allocate" => StatementKind::Declare(self.declaration(Role::Local)?),
+            "optional" if self.take("input") => self.declaration(Role::Input, true)?,
+            "optional" if self.take("output") => self.declaration(Role::Output, true)?,
+            "optional" => return Err(self.expected("'input' or 'output'")),
+            "input" => self.declaration(Role::Input, false)?,
+            "output" => self.declaration(Role::Output, false)?,
+            "allocate" => self.declaration(Role::Local, false)?,
             "deallocate" => StatementKind::Deallocate(self.name("a tensor's name")?),
             "let" => self.binding()?,
             "share" => StatementKind::Share(self.block(Self::share_item)?),
@@ -106,6 +152,10 @@ impl Parser<'_> {
             "get_stream" => StatementKind::GetStream(self.name("a name for the stream")?),
             "set_stream" => StatementKind::SetStream(self.stream()?),
             "synchronize" => StatementKind::Synchronize(self.stream()?),
+            "fork" => StatementKind::Fork {
+                streams: self.each(Self::stream)?,
+                body: self.block(Self::statement)?,
+            },
             "for" => StatementKind::For(self.repetition(Self::statement)?),
             "if" => {
                 let wrap = |branch, line| Statement {
@@ -126,25 +176,47 @@ impl Parser<'_> {
     fn binding(&mut self) -> Parsed<StatementKind> {
         let name = self.name("the name to bind")?;
         self.expect("=")?;
-        // No integer is followed by a bracket, so one after the first word means a tensor.
-        let tensor = self.peek().kind == TokenKind::Word && self.peek_at(1).text == "[";
-        Ok(if tensor {
-            let value = self.tensor()?;
-            StatementKind::LetTensor { name, value }
-        } else {
-            let value = self.integer()?;
-            StatementKind::LetInteger { name, value }
-        })
+        // A word with brackets is a tensor or the element of a list; only the first ends the statement
+        // where the brackets end, and `n[0]` alone is told apart when the name is known.
+        if self.peek().kind == TokenKind::Word && self.peek_at(1).text == "[" {
+            let start = self.at;
+            if let Ok(value) = self.tensor()
+                && self.is_statement_end()
+            {
+                return Ok(StatementKind::LetTensor { name, value });
+            }
+            self.at = start;
+        }
+        let value = self.integer()?;
+        Ok(StatementKind::LetInteger { name, value })
     }
 
-    fn declaration(&mut self, role: Role) -> Parsed<Declaration> {
+    fn is_statement_end(&self) -> bool {
+        matches!(self.peek().kind, TokenKind::LineEnd | TokenKind::End)
+            || self.is(";")
+            || self.is("}")
+    }
+
+    fn declaration(&mut self, role: Role, optional: bool) -> Parsed<StatementKind> {
         let name = self.name("a tensor's name")?;
+        let mut index = None;
+        if self.take("[") {
+            index = Some((self.peek(), self.name("the index of a family of tensors")?));
+            self.expect("]")?;
+        }
         self.expect(":")?;
         let token = self.peek();
-        let dtype: DType = token
-            .text
-            .parse()
-            .map_err(|_| self.expected("an element type: f16, bf16, f32, f64, i32 or u8"))?;
+        let dtype = match token.text.parse::<DType>() {
+            Ok(dtype) => ElementType::Fixed(dtype),
+            Err(_) if token.kind == TokenKind::Word && is_name(token.text) => {
+                ElementType::Parameter(token.text.to_owned())
+            }
+            Err(_) => {
+                return Err(self.expected(
+                    "an element type: f16, bf16, f32, f64, i32, u8 or a parameter that is one",
+                ));
+            }
+        };
         self.at += 1;
         self.expect("[")?;
         let (mut shape, mut sharding) = (Vec::new(), Sharding::Whole);
@@ -175,13 +247,28 @@ impl Parser<'_> {
         if !self.take("]") {
             return Err(self.expected("',' or ']'"));
         }
-        Ok(Declaration {
+        let next = self.peek();
+        let family = self.over()?;
+        match (&index, &family) {
+            (None, None) => {}
+            (Some((_, index)), Some(over)) if *index == over.index => {}
+            (Some((token, index)), None) => {
+                return Err(self.wrong(*token, format!("'for {index} in' does not follow")));
+            }
+            _ => {
+                let message = "the index in brackets after the name is not this one".to_owned();
+                return Err(self.wrong(next, message));
+            }
+        }
+        Ok(StatementKind::Declare(Declaration {
             role,
+            optional,
             name,
+            family,
             dtype,
             shape,
             sharding,
-        })
+        }))
     }
 
     /// `target = …` or `target += …`.

@@ -3,9 +3,9 @@
 use crate::device::ReduceOp;
 use crate::program::expr::{Condition, Expr, Operator};
 use crate::program::ir::{
-    Backend, Branch, Collective, Declaration, Direction, Each, Loop, Over, Program, Protocol, Role,
-    Selection, Sharding, ShareItem, ShareItemKind, Statement, StatementKind, StreamRef, TensorRef,
-    Transfer, TransferRef,
+    Backend, Branch, Collective, Declaration, Direction, Each, ElementType, Loop, Over, Parameter,
+    ParameterKind, Program, Protocol, Role, Selection, Sharding, ShareItem, ShareItemKind,
+    Statement, StatementKind, StreamRef, TensorRef, Transfer, TransferRef,
 };
 use std::fmt::{self, Display, Formatter};
 
@@ -16,6 +16,7 @@ pub fn summary(program: &Program, line: u32) -> String {
         statements.iter().find_map(|statement| {
             let inside = match &statement.kind {
                 StatementKind::For(repetition) => of(&repetition.body, line),
+                StatementKind::Fork { body, .. } => of(body, line),
                 StatementKind::If(branch) => {
                     of(&branch.then, line).or_else(|| of(&branch.otherwise, line))
                 }
@@ -59,13 +60,12 @@ impl<T> Indented<'_, T> {
 
 impl Display for Program {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        write!(
-            f,
-            "program {}({}) {{",
-            self.name,
-            self.parameters.join(", ")
-        )?;
-        f.write_str("\n")?;
+        write!(f, "program {}(", self.name)?;
+        for (position, parameter) in self.parameters.iter().enumerate() {
+            let lead = if position == 0 { "" } else { ", " };
+            write!(f, "{lead}{parameter}")?;
+        }
+        f.write_str(") {\n")?;
         let mut before: Option<&StatementKind> = None;
         for statement in &self.body {
             // Declarations stand together, and what takes several lines stands apart.
@@ -75,7 +75,10 @@ impl Display for Program {
             let tall = |kind: &StatementKind| {
                 matches!(
                     kind,
-                    StatementKind::For(_) | StatementKind::If(_) | StatementKind::Share(_)
+                    StatementKind::For(_)
+                        | StatementKind::If(_)
+                        | StatementKind::Share(_)
+                        | StatementKind::Fork { .. }
                 )
             };
             if let Some(before) = before
@@ -146,6 +149,10 @@ impl Display for Indented<'_, Statement> {
             StatementKind::GetStream(name) => write!(f, "get_stream {name}")?,
             StatementKind::SetStream(stream) => write!(f, "set_stream {stream}")?,
             StatementKind::Synchronize(stream) => write!(f, "synchronize {stream}")?,
+            StatementKind::Fork { streams, body } => {
+                write!(f, "fork {} ", List(streams))?;
+                block(f, self.0, body)?;
+            }
             StatementKind::For(repetition) => print_loop(f, self.0, repetition)?,
             StatementKind::If(branch) => print_branch(f, self.0, branch, |s| match &s.kind {
                 StatementKind::If(branch) => Some(branch),
@@ -253,7 +260,17 @@ impl Display for Declaration {
             Role::Output => "output",
             Role::Local => "allocate",
         };
-        write!(f, "{role} {}: {}[", self.name, self.dtype)?;
+        if self.optional {
+            f.write_str("optional ")?;
+        }
+        write!(f, "{role} {}", self.name)?;
+        if let Some(over) = &self.family {
+            write!(f, "[{}]", over.index)?;
+        }
+        match &self.dtype {
+            ElementType::Fixed(dtype) => write!(f, ": {dtype}[")?,
+            ElementType::Parameter(name) => write!(f, ": {name}[")?,
+        }
         for (axis, extent) in self.shape.iter().enumerate() {
             let lead = if axis == 0 { "" } else { ", " };
             write!(f, "{lead}{extent}")?;
@@ -263,7 +280,25 @@ impl Display for Declaration {
                 _ => {}
             }
         }
-        f.write_str("]")
+        f.write_str("]")?;
+        over(f, self.family.as_ref())
+    }
+}
+
+impl Display for Parameter {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.name)?;
+        match &self.kind {
+            ParameterKind::Integer => Ok(()),
+            ParameterKind::List => f.write_str("[]"),
+            ParameterKind::OneOf(alternatives) => {
+                for (position, value) in alternatives.iter().enumerate() {
+                    let lead = if position == 0 { " = " } else { " | " };
+                    write!(f, "{lead}{value}")?;
+                }
+                Ok(())
+            }
+        }
     }
 }
 
@@ -338,10 +373,17 @@ const fn op_name(op: ReduceOp) -> &'static str {
 /// How tightly an expression's outermost operator binds.
 fn tightness(expression: &Expr) -> u8 {
     match expression {
-        Expr::Binary(Operator::ShiftLeft, ..) => 1,
-        Expr::Binary(Operator::Add | Operator::Subtract, ..) => 2,
-        Expr::Binary(..) => 3,
-        Expr::Number(_) | Expr::Name(_) | Expr::Negative(_) => 4,
+        Expr::Binary(Operator::Xor, ..) => 1,
+        Expr::Binary(Operator::ShiftLeft | Operator::ShiftRight, ..) => 2,
+        Expr::Binary(Operator::Add | Operator::Subtract, ..) => 3,
+        Expr::Binary(Operator::Multiply | Operator::Divide | Operator::Remainder, ..) => 4,
+        Expr::Binary(Operator::Min | Operator::Max, ..)
+        | Expr::Number(_)
+        | Expr::Name(_)
+        | Expr::Element(..)
+        | Expr::Count(_)
+        | Expr::Log2(_)
+        | Expr::Negative(_) => 5,
     }
 }
 
@@ -357,6 +399,12 @@ impl Display for Expr {
         match self {
             Self::Number(value) => value.fmt(f),
             Self::Name(name) => f.write_str(name),
+            Self::Element(list, index) => write!(f, "{list}[{index}]"),
+            Self::Count(list) => write!(f, "count({list})"),
+            Self::Log2(a) => write!(f, "log2({a})"),
+            Self::Binary(operator @ (Operator::Min | Operator::Max), a, b) => {
+                write!(f, "{}({a}, {b})", operator.sign())
+            }
             Self::Negative(a) => {
                 // Without parentheses, a sign before a number is part of the number.
                 f.write_str("-")?;
@@ -377,7 +425,7 @@ fn tightness_of_condition(condition: &Condition) -> u8 {
         Condition::Or(..) => 1,
         Condition::And(..) => 2,
         Condition::Not(_) => 3,
-        Condition::Compare(..) => 4,
+        Condition::Compare(..) | Condition::Given(_) => 4,
     }
 }
 
@@ -393,6 +441,7 @@ impl Display for Condition {
         let own = tightness_of_condition(self);
         match self {
             Self::Compare(comparison, a, b) => write!(f, "{a} {} {b}", comparison.sign()),
+            Self::Given(tensor) => write!(f, "given({tensor})"),
             Self::Not(a) => {
                 f.write_str("not ")?;
                 within(f, a, tightness_of_condition(a) < own)

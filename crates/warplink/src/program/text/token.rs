@@ -24,15 +24,15 @@ pub(super) struct Token<'a> {
 }
 
 /// Signs, longer ones before those that they start with.
-const SIGNS: [&str; 24] = [
-    "..", "==", "!=", "<=", ">=", "<<", "+=", "{", "}", "(", ")", "[", "]", ",", ":", ";", "=",
-    "<", ">", "+", "-", "*", "/", "%",
+const SIGNS: [&str; 27] = [
+    "..", "==", "!=", "<=", ">=", "<<", ">>", "+=", "{", "}", "(", ")", "[", "]", ",", ":", ";",
+    "=", "<", ">", "+", "-", "*", "/", "%", "^", "|",
 ];
 
 /// After one of these a statement cannot be over, so that the line's end does not count.
-const CONTINUES: [&str; 20] = [
-    "..", "==", "!=", "<=", ">=", "<<", "+=", ",", ":", "=", "<", ">", "+", "-", "*", "/", "%",
-    "and", "or", "not",
+const CONTINUES: [&str; 23] = [
+    "..", "==", "!=", "<=", ">=", "<<", ">>", "+=", ",", ":", "=", "<", ">", "+", "-", "*", "/",
+    "%", "^", "|", "and", "or", "not",
 ];
 
 /// Splits `text` into tokens, the last of which is the end.

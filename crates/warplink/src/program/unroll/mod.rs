@@ -3,23 +3,23 @@
 //! What can be seen wrong on one rank alone is found here: names, bounds, shapes, writes to inputs,
 //! uses after a deallocation and waits before any post, both in the order of the host.
 
+mod declare;
 mod scope;
 mod shapes;
 mod transfers;
 
 use super::diagnostic::{Diagnostic, DiagnosticKind, Place};
+use super::expr::Expr;
 use super::ir::{
-    Branch, Collective, Declaration, Direction, Each, Program, Role, Sharding, Statement,
-    StatementKind, TensorRef,
+    Branch, Collective, Direction, Each, Program, Role, Selection, Statement, StatementKind,
+    StreamRef, TensorRef,
 };
-use super::rank_program::{
-    Operation, OperationKind, Parameters, RankProgram, Site, StreamKind, TensorId, TensorInstance,
-};
+use super::parameters::{Parameters, Value};
+use super::rank_program::{Operation, OperationKind, RankProgram, Site, StreamKind, TensorId};
 use super::text::DEEPEST_BLOCK;
 use crate::error::{Rank, Result};
 use scope::{Bound, Named, OpenLoop, View};
-use std::collections::{BTreeMap, HashMap};
-use std::sync::Arc;
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 /// The most steps that a program may take on one rank: statements, iterations and items of lists.
 pub const MAX_STEPS: usize = 1 << 20;
@@ -88,6 +88,8 @@ pub fn unroll_or_diagnose(
         posts: Vec::new(),
         deallocated: HashMap::new(),
         site: Site::default(),
+        given: BTreeSet::new(),
+        optional: BTreeMap::new(),
         steps: 0,
         blocks: 0,
     };
@@ -112,6 +114,10 @@ struct Unroller<'p> {
     /// The lines of deallocations.
     deallocated: HashMap<TensorId, u32>,
     site: Site,
+    /// The optional tensors that the caller binds.
+    given: BTreeSet<String>,
+    /// The optional tensors declared so far, and whether the caller binds them.
+    optional: BTreeMap<&'p str, bool>,
     steps: usize,
     /// Blocks that are open.
     blocks: usize,
@@ -142,23 +148,44 @@ impl<'p> Unroller<'p> {
                 self.pool
             ));
         }
-        for name in parameters.keys() {
-            if !program.parameters.contains(name) {
+        for (name, _) in parameters.iter() {
+            if !program.parameters.iter().any(|p| p.name == *name) {
+                let names: Vec<&str> = program.parameters.iter().map(|p| &*p.name).collect();
                 return requirement(format!(
                     "unknown parameter '{name}' of '{}'; expected {}",
                     program.name,
-                    program.parameters.join(", ")
+                    names.join(", ")
                 ));
             }
         }
-        for name in &program.parameters {
-            let Some(value) = parameters.get(name) else {
+        for tensor in parameters.tensors() {
+            let declares = |statement: &Statement| match &statement.kind {
+                StatementKind::Declare(it) => it.optional && it.name == *tensor,
+                _ => false,
+            };
+            if !program.body.iter().any(declares) {
+                let name = &program.name;
+                return requirement(format!("unknown optional tensor '{tensor}' of '{name}'"));
+            }
+        }
+        self.given = parameters.tensors().map(str::to_owned).collect();
+        for parameter in &program.parameters {
+            let name = &parameter.name;
+            if parameters.value(name).is_none() && parameter.kind.alternatives().is_empty() {
                 return requirement(format!(
                     "the parameter '{name}' of '{}' has no value",
                     program.name
                 ));
+            }
+            let bound = match parameters.resolve(parameter) {
+                Ok(Value::Integer(value)) => Bound::Integer(value),
+                Ok(Value::List(values)) => Bound::List(values.into()),
+                Ok(Value::ElementType(dtype)) => Bound::ElementType(dtype),
+                Err(error) => {
+                    return requirement(format!("'{}': {}", program.name, error.message()));
+                }
             };
-            self.bind(name, Bound::Integer(*value))?;
+            self.bind(name, bound)?;
         }
         Ok(())
     }
@@ -205,6 +232,13 @@ impl<'p> Unroller<'p> {
                 self.bind(name, Bound::Integer(value))?;
             }
             StatementKind::LetTensor { name, value } => {
+                if let Some(Bound::List(_)) = self.lookup(&value.name)
+                    && let [Selection::Index(index)] = &value.selections[..]
+                {
+                    let element = Expr::Element(value.name.clone(), Box::new(index.clone()));
+                    let element = self.integer(&element)?;
+                    return self.bind(name, Bound::Integer(element));
+                }
                 if value.selections.is_empty() {
                     let message =
                         format!("'{name}' is all of '{}'; expected a part of it", value.name);
@@ -224,7 +258,7 @@ impl<'p> Unroller<'p> {
                 bias,
                 accumulate,
             } => {
-                let bias = bias.as_ref().map(|bias| self.view(bias)).transpose()?;
+                let bias = self.bias(bias.as_ref())?;
                 let views = (&self.view(target)?, &self.view(a)?, &self.view(b)?);
                 let kind = self.matmul(views, bias.as_ref(), *accumulate)?;
                 self.enqueue(kind);
@@ -272,6 +306,7 @@ impl<'p> Unroller<'p> {
                     self.enqueue(OperationKind::Synchronize(other));
                 }
             }
+            StatementKind::Fork { streams, body } => self.fork(streams, body)?,
             StatementKind::For(it) => {
                 let id = std::ptr::from_ref(it).addr();
                 self.repeat((id, &it.index), (&it.from, &it.to), |unroller| {
@@ -327,68 +362,34 @@ impl<'p> Unroller<'p> {
         Ok(())
     }
 
-    fn declare(&mut self, declaration: &'p Declaration) -> Result<(), Diagnostic> {
-        let name = &declaration.name;
-        if declaration.role != Role::Local && self.blocks > 1 {
-            let message = format!("'{name}' is an input or output inside a loop or branch");
-            return Err(self.diagnostic(
-                DiagnosticKind::Malformed,
-                message + "; expected it outside, since it is the same on every rank",
-            ));
+    /// The streams start after the current one; after the body, the current one goes on after them.
+    fn fork(
+        &mut self,
+        streams: &'p [Each<StreamRef>],
+        body: &'p [Statement],
+    ) -> Result<(), Diagnostic> {
+        let origin = self.current;
+        let mut forked: Vec<usize> = Vec::new();
+        self.each(streams, |unroller, stream| {
+            let index = unroller.stream(stream)?;
+            if index == origin || forked.contains(&index) {
+                let message = format!("{stream} is forked twice, or is the current stream");
+                return Err(unroller.diagnostic(DiagnosticKind::Malformed, message));
+            }
+            forked.push(index);
+            Ok(())
+        })?;
+        for &stream in &forked {
+            self.current = stream;
+            self.enqueue(OperationKind::Synchronize(origin));
         }
-        let axes = declaration.shape.len();
-        let sharded = match declaration.sharding {
-            Sharding::Whole => axes > 0,
-            Sharding::Loop => axes > 1,
-            Sharding::Ranks(axis) => axis < axes,
-        };
-        if !sharded || axes > MAX_AXES {
-            let message = format!(
-                "'{name}' has {axes} axes; expected 1 to {MAX_AXES}, with the axis that it is \
-                 sharded over among them, and another beside a loop's"
-            );
-            return Err(self.diagnostic(DiagnosticKind::Mismatch, message));
-        }
-        let mut shape = Vec::with_capacity(axes);
-        // Offsets within it must fit an isize, as of any allocation.
-        let (mut bytes, most) = (declaration.dtype.size(), isize::MAX.unsigned_abs());
-        for expression in &declaration.shape {
-            let value = self.integer(expression)?;
-            let extent = usize::try_from(value).ok().filter(|extent| *extent > 0);
-            let Some(extent) = extent else {
-                let message =
-                    format!("extent {expression} of '{name}' is {value}; expected at least 1");
-                return Err(self.diagnostic(DiagnosticKind::OutOfBounds, message));
-            };
-            bytes = match bytes.checked_mul(extent) {
-                Some(bytes) if bytes <= most => bytes,
-                _ => {
-                    let message = format!("'{name}' is too large; expected at most {most} bytes");
-                    return Err(self.diagnostic(DiagnosticKind::OutOfBounds, message));
-                }
-            };
-            shape.push(extent);
-        }
-        let tensor = self.made.tensors.len();
-        let site = self.here();
-        self.made.tensors.push(TensorInstance {
-            name: Arc::from(name.as_str()),
-            dtype: declaration.dtype,
-            shape: shape.clone(),
-            sharding: declaration.sharding,
-            bytes,
-            role: declaration.role,
-            site,
-        });
-        let view = View {
-            tensor,
-            dtype: declaration.dtype,
-            offset: 0,
-            shape,
-        };
-        self.bind(name, Bound::Tensor(view))?;
-        if declaration.role == Role::Local {
-            self.enqueue(OperationKind::Allocate(tensor));
+        self.current = origin;
+        let line = self.site.line;
+        self.block(body)?;
+        self.at_line(line);
+        self.current = origin;
+        for &stream in &forked {
+            self.enqueue(OperationKind::Synchronize(stream));
         }
         Ok(())
     }

@@ -6,13 +6,20 @@ use crate::program::diagnostic::{Diagnostic, DiagnosticKind, Place};
 use crate::program::expr::{Condition, Expr};
 use crate::program::ir::{Selection, StreamRef, TensorRef, TransferRef};
 use crate::program::rank_program::{Range, Site, StreamKind, TensorId, TransferId};
+use std::rc::Rc;
 use std::sync::Arc;
 
 /// What a name stands for.
 #[derive(Clone, Debug)]
 pub(super) enum Bound {
     Integer(i64),
+    List(Rc<[i64]>),
+    ElementType(DType),
     Tensor(View),
+    /// A family of tensors, by index.
+    Family(Rc<[View]>),
+    /// An optional input that the caller leaves out.
+    Absent,
     Stream(usize),
 }
 
@@ -134,8 +141,33 @@ impl<'p> Unroller<'p> {
             "streams" => i64::try_from(self.pool).ok(),
             _ => match self.lookup(name) {
                 Some(Bound::Integer(value)) => Some(*value),
-                _ => None,
+                Some(_) => None,
+                None => self.composite_named(name),
             },
+        }
+    }
+
+    /// What is no name, but stands where an integer can: `n[2]`, `count(n)`, `given(bias)`.
+    fn composite_named(&self, text: &str) -> Option<i64> {
+        if let Some(tensor) = text
+            .strip_prefix("given(")
+            .and_then(|t| t.strip_suffix(')'))
+        {
+            return self.optional.get(tensor).map(|given| i64::from(*given));
+        }
+        if let Some(list) = text
+            .strip_prefix("count(")
+            .and_then(|t| t.strip_suffix(')'))
+        {
+            return match self.lookup(list) {
+                Some(Bound::List(values)) => i64::try_from(values.len()).ok(),
+                _ => None,
+            };
+        }
+        let (list, index) = text.strip_suffix(']')?.split_once('[')?;
+        match self.lookup(list) {
+            Some(Bound::List(values)) => values.get(index.parse::<usize>().ok()?).copied(),
+            _ => None,
         }
     }
 
@@ -187,10 +219,38 @@ impl<'p> Unroller<'p> {
         Ok(view)
     }
 
+    /// The bias that `reference` selects; `None` where there is none, or the caller leaves it out.
+    pub(super) fn bias(&self, reference: Option<&TensorRef>) -> Result<Option<View>, Diagnostic> {
+        match reference {
+            Some(reference) if !matches!(self.lookup(&reference.name), Some(Bound::Absent)) => {
+                self.view(reference).map(Some)
+            }
+            _ => Ok(None),
+        }
+    }
+
     fn view_of(&self, reference: &TensorRef) -> Result<View, Diagnostic> {
         let name = &reference.name;
+        let mut selections = &reference.selections[..];
         let mut view = match self.lookup(name) {
             Some(Bound::Tensor(view)) => view.clone(),
+            Some(Bound::Family(members)) => {
+                let [Selection::Index(index), rest @ ..] = selections else {
+                    let message = format!("'{name}' is a family of tensors; expected '{name}[i]'");
+                    return Err(self.diagnostic(DiagnosticKind::Malformed, message));
+                };
+                selections = rest;
+                let index =
+                    self.number_below(index, members.len(), &format!("{reference}: member"))?;
+                members[index].clone()
+            }
+            Some(Bound::Absent) => {
+                let message = format!(
+                    "the optional input '{name}' is left out by the caller and cannot be read; \
+                     expected a condition 'given({name})' around it"
+                );
+                return Err(self.diagnostic(DiagnosticKind::Malformed, message));
+            }
             Some(_) => {
                 return Err(self.diagnostic(
                     DiagnosticKind::Malformed,
@@ -204,7 +264,7 @@ impl<'p> Unroller<'p> {
                 ));
             }
         };
-        for selection in &reference.selections {
+        for selection in selections {
             let [extent, rest @ ..] = &view.shape[..] else {
                 return Err(self.diagnostic(
                     DiagnosticKind::Mismatch,

@@ -163,11 +163,7 @@ impl<'p> Unroller<'p> {
                 return Err(unroller.diagnostic(DiagnosticKind::Malformed, message));
             }
             let (a, b) = (unroller.view(&posted.a)?, unroller.view(&posted.b)?);
-            let bias = posted
-                .bias
-                .as_ref()
-                .map(|bias| unroller.view(bias))
-                .transpose()?;
+            let bias = unroller.bias(posted.bias.as_ref())?;
             let next = unroller.stored_matmul(id, &a, &b, bias.as_ref())?;
             let alike = match &mut whole {
                 None => {

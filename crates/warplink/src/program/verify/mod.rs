@@ -36,7 +36,8 @@ mod violation;
 
 use super::diagnostic::Diagnostic;
 use super::ir::Program;
-use super::rank_program::{Parameters, RankProgram};
+use super::parameters::Parameters;
+use super::rank_program::RankProgram;
 use super::unroll::unroll_or_diagnose;
 use diagnostics::Diagnostics;
 use std::fmt;

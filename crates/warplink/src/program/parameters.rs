@@ -1,0 +1,208 @@
+//! What a caller gives a program besides memory: the values of its parameters, and which of its
+//! optional tensors are there.
+
+use super::ir::{Parameter, ParameterKind};
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+
+/// The value of a parameter.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Value {
+    /// `m`, and one of `parts = 1 | 2 | 4`.
+    Integer(i64),
+    /// `n[]`.
+    List(Vec<i64>),
+    /// One of `T = bf16 | f16`.
+    ElementType(DType),
+}
+
+impl From<i64> for Value {
+    fn from(value: i64) -> Self {
+        Self::Integer(value)
+    }
+}
+
+impl From<i32> for Value {
+    fn from(value: i32) -> Self {
+        Self::Integer(value.into())
+    }
+}
+
+impl From<Vec<i64>> for Value {
+    fn from(values: Vec<i64>) -> Self {
+        Self::List(values)
+    }
+}
+
+impl From<DType> for Value {
+    fn from(dtype: DType) -> Self {
+        Self::ElementType(dtype)
+    }
+}
+
+impl fmt::Display for Value {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Integer(value) => value.fmt(f),
+            Self::List(values) => {
+                let values: Vec<String> = values.iter().map(i64::to_string).collect();
+                f.write_str(&values.join(","))
+            }
+            Self::ElementType(dtype) => dtype.fmt(f),
+        }
+    }
+}
+
+/// Values of a program's parameters by name, and the names of the optional tensors that the caller
+/// binds.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Parameters {
+    values: BTreeMap<String, Value>,
+    given: BTreeSet<String>,
+}
+
+impl Parameters {
+    /// No values.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// With `value` for `name`.
+    pub fn with(mut self, name: impl Into<String>, value: impl Into<Value>) -> Self {
+        self.insert(name, value);
+        self
+    }
+
+    /// With the optional tensor `name`, which the caller is going to bind.
+    pub fn with_tensor(mut self, name: impl Into<String>) -> Self {
+        self.given.insert(name.into());
+        self
+    }
+
+    /// Sets the value of `name`.
+    pub fn insert(&mut self, name: impl Into<String>, value: impl Into<Value>) {
+        self.values.insert(name.into(), value.into());
+    }
+
+    /// The value of `name`.
+    pub fn value(&self, name: &str) -> Option<&Value> {
+        self.values.get(name)
+    }
+
+    /// Every name and its value.
+    pub fn iter(&self) -> impl Iterator<Item = (&str, &Value)> {
+        self.values
+            .iter()
+            .map(|(name, value)| (name.as_str(), value))
+    }
+
+    /// Whether the caller binds the optional tensor `name`.
+    pub fn has_tensor(&self, name: &str) -> bool {
+        self.given.contains(name)
+    }
+
+    /// The optional tensors that the caller binds.
+    pub fn tensors(&self) -> impl Iterator<Item = &str> {
+        self.given.iter().map(String::as_str)
+    }
+
+    /// The value of `parameter`: what was given, or else the first alternative.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where there is neither, or
+    /// what was given is of another kind or not among the alternatives.
+    pub(crate) fn resolve(&self, parameter: &Parameter) -> Result<Value> {
+        let Parameter { name, kind } = parameter;
+        let Some(value) = self.values.get(name) else {
+            return kind
+                .alternatives()
+                .first()
+                .cloned()
+                .ok_or_else(|| Error::invalid(format!("parameter '{name}' has no value")));
+        };
+        let fits = match (kind, value) {
+            (ParameterKind::Integer, Value::Integer(_)) | (ParameterKind::List, Value::List(_)) => {
+                true
+            }
+            // A list of one element is written like a number.
+            (ParameterKind::List, Value::Integer(only)) => return Ok(Value::List(vec![*only])),
+            (ParameterKind::OneOf(alternatives), value) => alternatives.contains(value),
+            _ => false,
+        };
+        if fits {
+            Ok(value.clone())
+        } else {
+            Err(Error::invalid(format!(
+                "parameter '{name}' is {value}; expected {kind}"
+            )))
+        }
+    }
+}
+
+impl<N: Into<String>, V: Into<Value>> FromIterator<(N, V)> for Parameters {
+    fn from_iter<I: IntoIterator<Item = (N, V)>>(values: I) -> Self {
+        let mut parameters = Self::new();
+        for (name, value) in values {
+            parameters.insert(name, value);
+        }
+        parameters
+    }
+}
+
+impl<N: Into<String>, V: Into<Value>, const COUNT: usize> From<[(N, V); COUNT]> for Parameters {
+    fn from(values: [(N, V); COUNT]) -> Self {
+        values.into_iter().collect()
+    }
+}
+
+impl fmt::Display for Parameters {
+    /// `m=4096, n=1024,512, T=bf16`.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (position, (name, value)) in self.iter().enumerate() {
+            let lead = if position == 0 { "" } else { ", " };
+            write!(f, "{lead}{name}={value}")?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parameter(kind: ParameterKind) -> Parameter {
+        Parameter {
+            name: "p".to_owned(),
+            kind,
+        }
+    }
+
+    #[test]
+    fn the_first_alternative_is_the_default() {
+        let parts = parameter(ParameterKind::OneOf(vec![2.into(), 4.into()]));
+        let resolve = |parameters: Parameters| parameters.resolve(&parts);
+        assert_eq!(resolve(Parameters::new()).unwrap(), Value::Integer(2));
+        assert_eq!(resolve([("p", 4)].into()).unwrap(), Value::Integer(4));
+        let error = resolve([("p", 3)].into()).unwrap_err().to_string();
+        assert!(
+            error.contains("parameter 'p' is 3; expected 2 or 4"),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn values_are_of_the_kind_that_is_declared() {
+        let list = parameter(ParameterKind::List);
+        let one = Parameters::from([("p", 7)]);
+        assert_eq!(one.resolve(&list).unwrap(), Value::List(vec![7]));
+        let number = parameter(ParameterKind::Integer);
+        assert!(Parameters::new().resolve(&number).is_err());
+        let many = Parameters::new().with("p", vec![1, 2]);
+        assert!(many.resolve(&number).is_err());
+        let dtype = parameter(ParameterKind::OneOf(vec![DType::BF16.into()]));
+        assert!(one.resolve(&dtype).is_err());
+        assert_eq!(many.to_string(), "p=1,2");
+    }
+}

@@ -1,0 +1,132 @@
+//! Declarations: tensors and families of them.
+
+use super::scope::{Bound, View};
+use super::{MAX_AXES, Unroller};
+use crate::dtype::DType;
+use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
+use crate::program::ir::{Declaration, ElementType, Role, Sharding};
+use crate::program::rank_program::{OperationKind, TensorInstance};
+use std::sync::Arc;
+
+impl<'p> Unroller<'p> {
+    pub(super) fn declare(&mut self, declaration: &'p Declaration) -> Result<(), Diagnostic> {
+        let name = &declaration.name;
+        if declaration.role != Role::Local && self.blocks > 1 {
+            let message = format!(
+                "'{name}' is an input or output inside a loop or branch; expected it outside, since it is \
+                 the same on every rank"
+            );
+            return Err(self.diagnostic(DiagnosticKind::Malformed, message));
+        }
+        let mut role = declaration.role;
+        if declaration.optional {
+            let given = self.given.contains(name.as_str());
+            self.optional.insert(name, given);
+            match (given, role) {
+                (true, _) => {}
+                (false, Role::Input) => return self.bind(name, Bound::Absent),
+                (false, _) => role = Role::Local,
+            }
+        }
+        let dtype = self.element_type(declaration)?;
+        let Some(over) = &declaration.family else {
+            let view = self.tensor(declaration, Arc::from(name.as_str()), dtype, role)?;
+            return self.bind(name, Bound::Tensor(view));
+        };
+        let (from, to) = (self.integer(&over.from)?, self.integer(&over.to)?);
+        if from != 0 {
+            let message = format!("the members of '{name}' are counted from {from}; expected 0");
+            return Err(self.diagnostic(DiagnosticKind::OutOfBounds, message));
+        }
+        let mut members = Vec::new();
+        for index in from..to {
+            self.step()?;
+            let member = Arc::from(format!("{name}[{index}]"));
+            members.push(self.scoped(|unroller| {
+                unroller.bind(&over.index, Bound::Integer(index))?;
+                unroller.tensor(declaration, member, dtype, role)
+            })?);
+        }
+        self.bind(name, Bound::Family(members.into()))
+    }
+
+    fn element_type(&self, declaration: &Declaration) -> Result<DType, Diagnostic> {
+        match &declaration.dtype {
+            ElementType::Fixed(dtype) => Ok(*dtype),
+            ElementType::Parameter(name) => match self.lookup(name) {
+                Some(Bound::ElementType(dtype)) => Ok(*dtype),
+                _ => {
+                    let message = format!(
+                        "the element type of '{}' is '{name}', which is neither an element type nor \
+                         a parameter that is one",
+                        declaration.name
+                    );
+                    Err(self.diagnostic(DiagnosticKind::Malformed, message))
+                }
+            },
+        }
+    }
+
+    /// Enters one tensor under the name that callers bind it by.
+    fn tensor(
+        &mut self,
+        declaration: &'p Declaration,
+        name: Arc<str>,
+        dtype: DType,
+        role: Role,
+    ) -> Result<View, Diagnostic> {
+        let axes = declaration.shape.len();
+        let sharded = match declaration.sharding {
+            Sharding::Whole => axes > 0,
+            Sharding::Loop => axes > 1,
+            Sharding::Ranks(axis) => axis < axes,
+        };
+        if !sharded || axes > MAX_AXES {
+            let message = format!(
+                "'{name}' has {axes} axes; expected 1 to {MAX_AXES}, with the axis that it is \
+                 sharded over among them, and another beside a loop's"
+            );
+            return Err(self.diagnostic(DiagnosticKind::Mismatch, message));
+        }
+        let mut shape = Vec::with_capacity(axes);
+        // Offsets within it must fit an isize, as of any allocation.
+        let (mut bytes, limit) = (dtype.size(), isize::MAX.unsigned_abs());
+        for expression in &declaration.shape {
+            let value = self.integer(expression)?;
+            let extent = usize::try_from(value).ok().filter(|extent| *extent > 0);
+            let Some(extent) = extent else {
+                let message =
+                    format!("extent {expression} of '{name}' is {value}; expected at least 1");
+                return Err(self.diagnostic(DiagnosticKind::OutOfBounds, message));
+            };
+            bytes = match bytes.checked_mul(extent) {
+                Some(bytes) if bytes <= limit => bytes,
+                _ => {
+                    let message = format!("'{name}' is too large; expected at most {limit} bytes");
+                    return Err(self.diagnostic(DiagnosticKind::OutOfBounds, message));
+                }
+            };
+            shape.push(extent);
+        }
+        let tensor = self.made.tensors.len();
+        let site = self.here();
+        self.made.tensors.push(TensorInstance {
+            name,
+            dtype,
+            shape: shape.clone(),
+            sharding: declaration.sharding,
+            bytes,
+            role,
+            site,
+        });
+        if role == Role::Local {
+            self.enqueue(OperationKind::Allocate(tensor));
+        }
+        Ok(View {
+            tensor,
+            dtype,
+            offset: 0,
+            shape,
+        })
+    }
+}
