@@ -2,11 +2,11 @@
 
 use super::{DeviceSlice, Stream};
 use crate::dtype::DType;
-use crate::error::{Rank, Result};
+use crate::error::{Error, Rank, Result};
 use std::fmt;
 
-/// Gathers one byte string from every rank, in rank order.
-pub type UniqueBytesExchange<'a> = &'a mut dyn FnMut(Vec<u8>) -> Result<Vec<Vec<u8>>>;
+/// Gathers one byte string from every rank, in rank order; what an engine joins with.
+pub type AllGatherBytes<'a> = &'a mut dyn FnMut(Vec<u8>) -> Result<Vec<Vec<u8>>>;
 
 /// How values of several ranks become one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -19,68 +19,188 @@ pub enum ReduceOp {
     Min,
 }
 
-/// Collectives of all ranks, enqueued on a stream. Every rank calls the same ones in the same
-/// order with fitting lengths.
+/// Which collective. `Root` is a rank, or an expression for one in the text of a program.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Collective<Root = Rank> {
+    /// The target is every rank's source, in rank order.
+    AllGather,
+    /// The target is the reduction of every rank's source.
+    AllReduce(ReduceOp),
+    /// The target is this rank's part of the reduction of every rank's source.
+    ReduceScatter(ReduceOp),
+    /// The target is the root's source.
+    Broadcast(Root),
+    /// On the root, the target is the reduction of every rank's source.
+    Reduce(ReduceOp, Root),
+    /// Part p of the target is this rank's part of rank p's source.
+    AllToAll,
+}
+
+impl<Root> Collective<Root> {
+    /// Its name in program text and in errors.
+    pub const fn name(&self) -> &'static str {
+        match self {
+            Self::AllGather => "all_gather",
+            Self::AllReduce(_) => "all_reduce",
+            Self::ReduceScatter(_) => "reduce_scatter",
+            Self::Broadcast(_) => "broadcast",
+            Self::Reduce(..) => "reduce",
+            Self::AllToAll => "all_to_all",
+        }
+    }
+}
+
+/// What an engine is asked to enqueue.
+#[derive(Clone, Debug)]
+pub enum CollectiveRequest {
+    /// A collective of all ranks.
+    Collective {
+        /// Which.
+        collective: Collective,
+        /// The type of the elements, for those that reduce.
+        dtype: DType,
+        /// What is written.
+        target: DeviceSlice,
+        /// What is read.
+        source: DeviceSlice,
+    },
+    /// Sends and receives, all at once: none waits for another of the same request.
+    Exchange {
+        /// To whom, and what.
+        sends: Vec<(Rank, DeviceSlice)>,
+        /// From whom, and where to.
+        receives: Vec<(Rank, DeviceSlice)>,
+    },
+}
+
+impl CollectiveRequest {
+    /// Its name, for errors.
+    pub const fn name(&self) -> &'static str {
+        match self {
+            Self::Collective { collective, .. } => collective.name(),
+            Self::Exchange { .. } => "exchange",
+        }
+    }
+
+    /// All device memory that it names.
+    pub fn slices(&self) -> Vec<&DeviceSlice> {
+        match self {
+            Self::Collective { target, source, .. } => vec![target, source],
+            Self::Exchange { sends, receives } => {
+                let both = sends.iter().chain(receives);
+                both.map(|(_, slice)| slice).collect()
+            }
+        }
+    }
+
+    /// Fails where lengths do not fit together in a world of `world` ranks, or a rank is not in it.
+    pub(crate) fn check(&self, world: usize) -> Result<()> {
+        let checked = match self {
+            Self::Collective {
+                collective,
+                dtype,
+                target,
+                source,
+            } => check_collective(*collective, *dtype, target.bytes(), source.bytes(), world),
+            Self::Exchange { sends, receives } => {
+                let mut both = sends.iter().chain(receives);
+                both.try_for_each(|(peer, _)| check_rank(*peer, world))
+            }
+        };
+        checked.map_err(|error| error.during(self.name()))
+    }
+}
+
+/// The collectives of all ranks. Every rank enqueues the same ones in the same order with fitting
+/// lengths.
 pub trait CollectiveEngine: Send + Sync + fmt::Debug {
     /// Name and version, for tables.
     fn describe(&self) -> String;
 
-    /// `target` (world × `source`) becomes every rank's `source`, in rank order.
-    fn all_gather(&self, stream: &Stream, target: &DeviceSlice, source: &DeviceSlice)
-    -> Result<()>;
-
-    /// `target` becomes the reduction of every rank's `source`, on every rank.
-    fn all_reduce(
-        &self,
-        stream: &Stream,
-        dtype: DType,
-        op: ReduceOp,
-        target: &DeviceSlice,
-        source: &DeviceSlice,
-    ) -> Result<()>;
-
-    /// `target` becomes this rank's part of the reduction of every rank's `source` (world × `target`).
-    fn reduce_scatter(
-        &self,
-        stream: &Stream,
-        dtype: DType,
-        op: ReduceOp,
-        target: &DeviceSlice,
-        source: &DeviceSlice,
-    ) -> Result<()>;
-
-    /// `target` becomes the `source` of rank `root`.
-    fn broadcast(
-        &self,
-        stream: &Stream,
-        root: Rank,
-        target: &DeviceSlice,
-        source: &DeviceSlice,
-    ) -> Result<()>;
-
-    /// On rank `root`, `target` becomes the reduction of every rank's `source`.
-    fn reduce(
-        &self,
-        stream: &Stream,
-        dtype: DType,
-        op: ReduceOp,
-        root: Rank,
-        target: &DeviceSlice,
-        source: &DeviceSlice,
-    ) -> Result<()>;
-
-    /// Part p of `target` becomes this rank's part of rank p's `source`.
-    fn all_to_all(&self, stream: &Stream, target: &DeviceSlice, source: &DeviceSlice)
-    -> Result<()>;
-
-    /// Sends and receives, all at once: none waits for another of the same call.
-    fn exchange(
-        &self,
-        stream: &Stream,
-        sends: &[(Rank, DeviceSlice)],
-        receives: &[(Rank, DeviceSlice)],
-    ) -> Result<()>;
+    /// Enqueues `request` on `stream`. Does not block.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where lengths do not fit
+    /// together or a rank is out of range;
+    /// [`ErrorKind::Closed`](crate::ErrorKind::Closed) once the engine was aborted.
+    fn enqueue(&self, stream: &Stream, request: &CollectiveRequest) -> Result<()>;
 
     /// Ends what is under way, so that a lost peer does not hold this rank.
     fn abort(&self);
+}
+
+fn check_collective(
+    collective: Collective,
+    dtype: DType,
+    target: usize,
+    source: usize,
+    world: usize,
+) -> Result<()> {
+    // The shorter side, how often it makes the longer one, and whether elements are reduced.
+    let (part, whole, times, reduces) = match collective {
+        Collective::AllGather => (source, target, world, false),
+        Collective::ReduceScatter(_) => (target, source, world, true),
+        Collective::AllReduce(_) | Collective::Reduce(..) => (source, target, 1, true),
+        Collective::Broadcast(_) | Collective::AllToAll => (source, target, 1, false),
+    };
+    if part.checked_mul(times) != Some(whole) {
+        return Err(Error::invalid(format!(
+            "the target has {target} bytes and the source {source}; \
+             expected one to be {times} times the other"
+        ))
+        .help("pass slices of fitting lengths"));
+    }
+    if collective == Collective::AllToAll && !source.is_multiple_of(world) {
+        return Err(Error::invalid(format!(
+            "the source has {source} bytes; expected a multiple of the {world} ranks"
+        ))
+        .help("pass as many bytes for every rank"));
+    }
+    if reduces && !part.is_multiple_of(dtype.size()) {
+        return Err(Error::invalid(format!(
+            "a slice has {part} bytes; expected a multiple of the {} bytes of {dtype}",
+            dtype.size()
+        ))
+        .help("pass whole elements"));
+    }
+    match collective {
+        Collective::Broadcast(root) | Collective::Reduce(_, root) => check_rank(root, world),
+        _ => Ok(()),
+    }
+}
+
+fn check_rank(rank: Rank, world: usize) -> Result<()> {
+    if rank < world {
+        return Ok(());
+    }
+    Err(Error::invalid(format!(
+        "rank {rank} is out of range; expected a rank below {world}"
+    ))
+    .help("name a rank of the world")
+    .peer(rank))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lengths_and_roots_that_do_not_fit_are_refused() {
+        let check = |collective, target, source| {
+            check_collective(collective, DType::F32, target, source, 4).is_ok()
+        };
+        let (sum, all_to_all) = (ReduceOp::Sum, Collective::AllToAll);
+        assert!(check(Collective::AllGather, 36, 9) && !check(Collective::AllGather, 35, 9));
+        assert!(check(all_to_all, 12, 12) && !check(all_to_all, 10, 10));
+        assert!(
+            check(Collective::AllReduce(sum), 8, 8) && !check(Collective::AllReduce(sum), 9, 9)
+        );
+        let scatter = Collective::ReduceScatter(sum);
+        assert!(check(scatter, 8, 32) && !check(scatter, 6, 24) && !check(scatter, 8, 8));
+        assert!(check(Collective::Broadcast(3), 5, 5) && !check(Collective::Broadcast(4), 5, 5));
+        assert!(check(Collective::Reduce(sum, 0), 4, 4));
+        assert!(
+            !check(Collective::Reduce(sum, 0), 4, 8) && !check(Collective::Reduce(sum, 9), 4, 4)
+        );
+    }
 }

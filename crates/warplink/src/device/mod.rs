@@ -27,7 +27,7 @@ mod slice;
 mod stream;
 
 pub use buffer::DeviceBuffer;
-pub use collective::{CollectiveEngine, ReduceOp, UniqueBytesExchange};
+pub use collective::{AllGatherBytes, Collective, CollectiveEngine, CollectiveRequest, ReduceOp};
 pub use compute::{Compute, MatmulSpec, PreparedLaunch};
 pub use fault::Fault;
 pub use slice::{Backing, DeviceSlice, Word};
@@ -274,7 +274,7 @@ pub trait Device: Send + Sync + fmt::Debug {
     fn compute(&self) -> Result<Arc<dyn Compute>>;
 
     /// Joins the vendor's collectives. Every one of `world` ranks calls this at the same time, with
-    /// an `exchange` that gathers bytes from all.
+    /// an `all_gather` of bytes among them.
     ///
     /// # Errors
     /// [`ErrorKind::LibraryMissing`] without the vendor's library.
@@ -282,6 +282,6 @@ pub trait Device: Send + Sync + fmt::Debug {
         &self,
         rank: usize,
         world: usize,
-        exchange: UniqueBytesExchange<'_>,
+        all_gather: AllGatherBytes<'_>,
     ) -> Result<Arc<dyn CollectiveEngine>>;
 }

@@ -7,7 +7,7 @@
 
 use super::expr::{Condition, Expr};
 use super::parameters::Value;
-use crate::device::ReduceOp;
+pub use crate::device::Collective;
 use crate::dtype::DType;
 pub use crate::p2p::{Direction, Protocol};
 use std::fmt;
@@ -423,35 +423,4 @@ pub enum StreamRef {
     High(Expr),
     /// A name that `get_stream` bound.
     Named(String),
-}
-
-/// A collective; `Root` is an expression in a program and a rank once unrolled.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Collective<Root> {
-    /// The target is every rank's source, in rank order.
-    AllGather,
-    /// The target is the reduction of every rank's source.
-    AllReduce(ReduceOp),
-    /// The target is this rank's part of the reduction of every rank's source.
-    ReduceScatter(ReduceOp),
-    /// The target is the root's source.
-    Broadcast(Root),
-    /// On the root, the target is the reduction of every rank's source.
-    Reduce(ReduceOp, Root),
-    /// Part p of the target is this rank's part of rank p's source.
-    AllToAll,
-}
-
-impl<Root> Collective<Root> {
-    /// Its name in program text.
-    pub const fn name(&self) -> &'static str {
-        match self {
-            Self::AllGather => "all_gather",
-            Self::AllReduce(_) => "all_reduce",
-            Self::ReduceScatter(_) => "reduce_scatter",
-            Self::Broadcast(_) => "broadcast",
-            Self::Reduce(..) => "reduce",
-            Self::AllToAll => "all_to_all",
-        }
-    }
 }

@@ -12,7 +12,10 @@ use std::io::Read;
 use std::process::{Command, ExitCode, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
-use warplink::device::{AllocationKind, DeviceBuffer, MatmulSpec, MemoryOp, Priority, ReduceOp};
+use warplink::device::{
+    AllocationKind, Collective, CollectiveRequest, DeviceBuffer, MatmulSpec, MemoryOp, Priority,
+    ReduceOp,
+};
 use warplink::memory::Region;
 use warplink::p2p::{Batch, Protocol, Transfer, TransferRequest};
 use warplink::{Communicator, Config, DType, DeviceKind, Error, ErrorKind};
@@ -421,13 +424,13 @@ fn try_collectives(comm: &Communicator) -> Result<String> {
     let own = DeviceBuffer::from_values(device, &[comm.rank() as f32 + 1.0; 16])?;
     let sum = DeviceBuffer::from_values(device, &[0f32; 16])?;
     let stream = comm.create_stream(Priority::Normal)?;
-    engine.all_reduce(
-        &stream,
-        DType::F32,
-        ReduceOp::Sum,
-        sum.memory(),
-        own.memory(),
-    )?;
+    let request = CollectiveRequest::Collective {
+        collective: Collective::AllReduce(ReduceOp::Sum),
+        dtype: DType::F32,
+        target: sum.memory().clone(),
+        source: own.memory().clone(),
+    };
+    engine.enqueue(&stream, &request)?;
     comm.synchronize(&stream)?;
     let expected = (comm.world() * (comm.world() + 1) / 2) as f32;
     ensure!(sum.download()? == [expected; 16], "the sum is wrong");

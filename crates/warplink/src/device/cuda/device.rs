@@ -11,8 +11,8 @@ use super::stream::CudaStream;
 use super::transfer::TransferKernel;
 use super::virtual_memory::VirtualMemory;
 use crate::device::{
-    AllocationKind, CollectiveEngine, Compute, Device, DeviceIdentity, DeviceKind, DeviceSlice,
-    Event, Export, Fault, Opening, Priority, Stream, UniqueBytesExchange,
+    AllGatherBytes, AllocationKind, CollectiveEngine, Compute, Device, DeviceIdentity, DeviceKind,
+    DeviceSlice, Event, Export, Fault, Opening, Priority, Stream,
 };
 use crate::error::{Error, Result};
 use crate::sync::lock;
@@ -154,11 +154,11 @@ impl Device for CudaDevice {
         &self,
         rank: usize,
         world: usize,
-        exchange: UniqueBytesExchange<'_>,
+        all_gather: AllGatherBytes<'_>,
     ) -> Result<Arc<dyn CollectiveEngine>> {
         self.gpu.fault.check()?;
         Ok(Arc::new(NcclEngine::join(
-            &self.gpu, rank, world, exchange,
+            &self.gpu, rank, world, all_gather,
         )?))
     }
 }

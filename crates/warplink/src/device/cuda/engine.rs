@@ -5,9 +5,11 @@ use super::memory::CudaBacking;
 use super::nccl::{Handle, Nccl, NcclComm, UNIQUE_ID};
 use super::quiet;
 use super::stream::CudaStream;
-use crate::device::{CollectiveEngine, DeviceSlice, ReduceOp, Stream, UniqueBytesExchange};
+use crate::device::{
+    AllGatherBytes, Collective, CollectiveEngine, CollectiveRequest, DeviceSlice, ReduceOp, Stream,
+};
 use crate::dtype::DType;
-use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::error::{Error, ErrorKind, Result};
 use std::ffi::{c_int, c_void};
 use std::sync::Arc;
 
@@ -33,7 +35,7 @@ impl NcclEngine {
         gpu: &Arc<Gpu>,
         rank: usize,
         world: usize,
-        exchange: UniqueBytesExchange<'_>,
+        all_gather: AllGatherBytes<'_>,
     ) -> Result<Self> {
         let number = |value: usize| {
             c_int::try_from(value)
@@ -54,7 +56,7 @@ impl NcclEngine {
         };
         let mut mine = vec![u8::from(id.is_ok())];
         mine.extend(id.as_deref().unwrap_or_default());
-        let everybodys = exchange(mine)?;
+        let everybodys = all_gather(mine)?;
         let nccl = nccl?;
         id?;
         if let Some(peer) = everybodys
@@ -100,61 +102,6 @@ impl NcclEngine {
             name: nccl.describe(),
         })
     }
-
-    /// Runs one call with the GPU's context current.
-    fn call(
-        &self,
-        operation: &'static str,
-        stream: &Stream,
-        slices: &[&DeviceSlice],
-        call: impl FnOnce(&Nccl, Handle, *mut c_void) -> c_int,
-    ) -> Result<()> {
-        slices
-            .iter()
-            .try_for_each(|slice| CudaBacking::of(slice).map(drop))?;
-        let stream = CudaStream::of(stream, &self.gpu)?;
-        let (_, _entered) = stream.enter()?;
-        let _relaxed = self.gpu.context.relax_capture();
-        let _enqueuing = quiet::enqueuing();
-        // What failed because of a fault is that fault.
-        self.comm
-            .call(operation, |nccl, comm| {
-                call(nccl, comm, stream.handle().cast())
-            })
-            .map_err(|error| self.gpu.fault.check().err().unwrap_or(error))
-    }
-
-    /// Runs several calls as one.
-    fn group(
-        &self,
-        operation: &'static str,
-        stream: &Stream,
-        slices: &[&DeviceSlice],
-        calls: impl FnOnce(&Nccl, Handle, *mut c_void) -> c_int,
-    ) -> Result<()> {
-        self.call(operation, stream, slices, |nccl, comm, stream| {
-            // SAFETY: the function takes nothing; the group is ended below on this thread.
-            let started = unsafe { (nccl.ncclGroupStart)() };
-            if started != 0 {
-                return started;
-            }
-            let called = calls(nccl, comm, stream);
-            // SAFETY: started just above on this thread.
-            let ended = unsafe { (nccl.ncclGroupEnd)() };
-            if called != 0 { called } else { ended }
-        })
-    }
-
-    fn check_rank(&self, rank: Rank) -> Result<c_int> {
-        if rank >= self.world {
-            return Err(
-                Error::invalid(format!("rank {rank} is not in a world of {}", self.world))
-                    .peer(rank),
-            );
-        }
-        c_int::try_from(rank)
-            .map_err(|_| Error::invalid(format!("rank {rank} is too large for NCCL")))
-    }
 }
 
 /// Device memory as NCCL takes it.
@@ -181,277 +128,121 @@ fn operator(op: ReduceOp) -> c_int {
     }
 }
 
-/// Fails unless `whole` is `times` as long as `part`.
-fn check_lengths(
-    operation: &'static str,
-    whole: &DeviceSlice,
-    times: usize,
-    part: &DeviceSlice,
-) -> Result<()> {
-    if part.bytes().checked_mul(times) == Some(whole.bytes()) {
-        return Ok(());
-    }
-    let text = format!(
-        "{} bytes on one side and {} on the other, {times} of which should make it",
-        whole.bytes(),
-        part.bytes()
-    );
-    Err(Error::invalid(text).during(operation))
-}
-
-/// Elements of a slice.
-fn elements(operation: &'static str, slice: &DeviceSlice, dtype: DType) -> Result<usize> {
-    if slice.bytes().is_multiple_of(dtype.size()) {
-        return Ok(slice.bytes() / dtype.size());
-    }
-    Err(Error::invalid(format!(
-        "{} bytes are no whole number of {dtype} elements",
-        slice.bytes()
-    ))
-    .during(operation))
-}
-
 impl CollectiveEngine for NcclEngine {
     fn describe(&self) -> String {
         self.name.clone()
     }
 
-    fn all_gather(
-        &self,
-        stream: &Stream,
-        target: &DeviceSlice,
-        source: &DeviceSlice,
-    ) -> Result<()> {
-        check_lengths("all-gather", target, self.world, source)?;
-        self.call(
-            "all-gather",
-            stream,
-            &[target, source],
-            |nccl, comm, stream| {
-                // SAFETY: the slices are live device memory of fitting lengths, as was checked; stream
-                // and communicator are of the current context.
-                unsafe {
-                    (nccl.ncclAllGather)(
-                        pointer(source),
-                        pointer(target),
-                        source.bytes(),
-                        BYTES,
-                        comm,
-                        stream,
-                    )
-                }
-            },
-        )
-    }
-
-    fn all_reduce(
-        &self,
-        stream: &Stream,
-        dtype: DType,
-        op: ReduceOp,
-        target: &DeviceSlice,
-        source: &DeviceSlice,
-    ) -> Result<()> {
-        check_lengths("all-reduce", target, 1, source)?;
-        let count = elements("all-reduce", source, dtype)?;
-        let (dtype, op) = (data_type(dtype), operator(op));
-        self.call(
-            "all-reduce",
-            stream,
-            &[target, source],
-            |nccl, comm, stream| {
-                // SAFETY: as for all-gather.
-                unsafe {
-                    (nccl.ncclAllReduce)(
-                        pointer(source),
-                        pointer(target),
-                        count,
-                        dtype,
-                        op,
-                        comm,
-                        stream,
-                    )
-                }
-            },
-        )
-    }
-
-    fn reduce_scatter(
-        &self,
-        stream: &Stream,
-        dtype: DType,
-        op: ReduceOp,
-        target: &DeviceSlice,
-        source: &DeviceSlice,
-    ) -> Result<()> {
-        check_lengths("reduce-scatter", source, self.world, target)?;
-        let count = elements("reduce-scatter", target, dtype)?;
-        let (dtype, op) = (data_type(dtype), operator(op));
-        self.call(
-            "reduce-scatter",
-            stream,
-            &[target, source],
-            |nccl, comm, stream| {
-                // SAFETY: as for all-gather.
-                unsafe {
-                    (nccl.ncclReduceScatter)(
-                        pointer(source),
-                        pointer(target),
-                        count,
-                        dtype,
-                        op,
-                        comm,
-                        stream,
-                    )
-                }
-            },
-        )
-    }
-
-    fn broadcast(
-        &self,
-        stream: &Stream,
-        root: Rank,
-        target: &DeviceSlice,
-        source: &DeviceSlice,
-    ) -> Result<()> {
-        check_lengths("broadcast", target, 1, source)?;
-        let root = self.check_rank(root)?;
-        self.call(
-            "broadcast",
-            stream,
-            &[target, source],
-            |nccl, comm, stream| {
-                // SAFETY: as for all-gather.
-                unsafe {
-                    (nccl.ncclBroadcast)(
-                        pointer(source),
-                        pointer(target),
-                        source.bytes(),
-                        BYTES,
-                        root,
-                        comm,
-                        stream,
-                    )
-                }
-            },
-        )
-    }
-
-    fn reduce(
-        &self,
-        stream: &Stream,
-        dtype: DType,
-        op: ReduceOp,
-        root: Rank,
-        target: &DeviceSlice,
-        source: &DeviceSlice,
-    ) -> Result<()> {
-        check_lengths("reduce", target, 1, source)?;
-        let count = elements("reduce", source, dtype)?;
-        let (dtype, op, root) = (data_type(dtype), operator(op), self.check_rank(root)?);
-        self.call("reduce", stream, &[target, source], |nccl, comm, stream| {
-            // SAFETY: as for all-gather.
-            unsafe {
-                (nccl.ncclReduce)(
-                    pointer(source),
-                    pointer(target),
-                    count,
-                    dtype,
-                    op,
-                    root,
-                    comm,
-                    stream,
-                )
-            }
-        })
-    }
-
-    fn all_to_all(
-        &self,
-        stream: &Stream,
-        target: &DeviceSlice,
-        source: &DeviceSlice,
-    ) -> Result<()> {
-        check_lengths("all-to-all", target, 1, source)?;
-        if !source.bytes().is_multiple_of(self.world) {
-            let text = format!(
-                "{} bytes do not divide among {} ranks",
-                source.bytes(),
-                self.world
-            );
-            return Err(Error::invalid(text).during("all-to-all"));
-        }
-        let part = source.bytes() / self.world;
-        self.group(
-            "all-to-all",
-            stream,
-            &[target, source],
-            |nccl, comm, stream| {
-                (0..self.world)
-                    .map(|peer| {
-                        let (from, to) = (
-                            pointer(source).wrapping_byte_add(peer * part),
-                            pointer(target).wrapping_byte_add(peer * part),
-                        );
-                        let peer = peer as c_int;
-                        // SAFETY: part `peer` of both slices; otherwise as for all-gather.
-                        let sent =
-                            unsafe { (nccl.ncclSend)(from, part, BYTES, peer, comm, stream) };
-                        // SAFETY: as above.
-                        let received =
-                            unsafe { (nccl.ncclRecv)(to, part, BYTES, peer, comm, stream) };
-                        if sent != 0 { sent } else { received }
-                    })
-                    .find(|code| *code != 0)
-                    .unwrap_or(0)
-            },
-        )
-    }
-
-    fn exchange(
-        &self,
-        stream: &Stream,
-        sends: &[(Rank, DeviceSlice)],
-        receives: &[(Rank, DeviceSlice)],
-    ) -> Result<()> {
-        for (rank, slice) in sends.iter().chain(receives) {
-            self.check_rank(*rank)?;
+    fn enqueue(&self, stream: &Stream, request: &CollectiveRequest) -> Result<()> {
+        request.check(self.world)?;
+        for slice in request.slices() {
             CudaBacking::of(slice)?;
         }
-        self.group("exchange", stream, &[], |nccl, comm, stream| {
-            let sent = sends.iter().map(|(rank, slice)| {
-                // SAFETY: the slice is live device memory; stream and communicator are of the
-                // current context.
-                unsafe {
-                    (nccl.ncclSend)(
-                        pointer(slice),
-                        slice.bytes(),
-                        BYTES,
-                        *rank as c_int,
-                        comm,
-                        stream,
-                    )
-                }
-            });
-            let received = receives.iter().map(|(rank, slice)| {
-                // SAFETY: as above.
-                unsafe {
-                    (nccl.ncclRecv)(
-                        pointer(slice),
-                        slice.bytes(),
-                        BYTES,
-                        *rank as c_int,
-                        comm,
-                        stream,
-                    )
-                }
-            });
-            sent.chain(received).find(|code| *code != 0).unwrap_or(0)
-        })
+        let stream = CudaStream::of(stream, &self.gpu)?;
+        let (_, _entered) = stream.enter()?;
+        let _relaxed = self.gpu.context.relax_capture();
+        let _enqueuing = quiet::enqueuing();
+        self.comm
+            .call(request.name(), |nccl, comm| {
+                // SAFETY: the slices are live device memory of fitting lengths, and ranks are below
+                // the world, as was checked; stream and communicator are of the current context.
+                unsafe { issue(nccl, comm, stream.handle().cast(), request, self.world) }
+            })
+            // What failed because of a fault is that fault.
+            .map_err(|error| self.gpu.fault.check().err().unwrap_or(error))
     }
 
     fn abort(&self) {
         self.comm.abort();
     }
+}
+
+/// Calls NCCL for `request`; gives its code.
+///
+/// # Safety
+/// `request` must have passed its check for `world` ranks and name live device memory; `comm` must
+/// be a communicator of so many ranks, and `stream` a stream, of the current context.
+unsafe fn issue(
+    nccl: &Nccl,
+    comm: Handle,
+    stream: *mut c_void,
+    request: &CollectiveRequest,
+    world: usize,
+) -> c_int {
+    let (collective, dtype, target, source) = match request {
+        CollectiveRequest::Exchange { sends, receives } => {
+            return group(nccl, || {
+                let sent = sends.iter().map(|(rank, slice)| {
+                    let (data, bytes, rank) = (pointer(slice), slice.bytes(), *rank as c_int);
+                    // SAFETY: the caller vouches for memory, rank, communicator and stream.
+                    unsafe { (nccl.ncclSend)(data, bytes, BYTES, rank, comm, stream) }
+                });
+                let received = receives.iter().map(|(rank, slice)| {
+                    let (data, bytes, rank) = (pointer(slice), slice.bytes(), *rank as c_int);
+                    // SAFETY: as above.
+                    unsafe { (nccl.ncclRecv)(data, bytes, BYTES, rank, comm, stream) }
+                });
+                sent.chain(received).find(|code| *code != 0).unwrap_or(0)
+            });
+        }
+        CollectiveRequest::Collective {
+            collective,
+            dtype,
+            target,
+            source,
+        } => (*collective, *dtype, target, source),
+    };
+    let (from, to, bytes) = (pointer(source), pointer(target), source.bytes());
+    let (elements, data_type) = (bytes / dtype.size(), data_type(dtype));
+    match collective {
+        // SAFETY: the caller vouches for memory of fitting lengths, communicator and stream.
+        Collective::AllGather => unsafe {
+            (nccl.ncclAllGather)(from, to, bytes, BYTES, comm, stream)
+        },
+        // SAFETY: as above.
+        Collective::AllReduce(op) => unsafe {
+            (nccl.ncclAllReduce)(from, to, elements, data_type, operator(op), comm, stream)
+        },
+        Collective::ReduceScatter(op) => {
+            let (elements, op) = (target.bytes() / dtype.size(), operator(op));
+            // SAFETY: as above.
+            unsafe { (nccl.ncclReduceScatter)(from, to, elements, data_type, op, comm, stream) }
+        }
+        // SAFETY: as above, and for the root.
+        Collective::Broadcast(root) => unsafe {
+            (nccl.ncclBroadcast)(from, to, bytes, BYTES, root as c_int, comm, stream)
+        },
+        Collective::Reduce(op, root) => {
+            let (op, root) = (operator(op), root as c_int);
+            // SAFETY: as above, and for the root.
+            unsafe { (nccl.ncclReduce)(from, to, elements, data_type, op, root, comm, stream) }
+        }
+        Collective::AllToAll => group(nccl, || {
+            let part = bytes / world;
+            let mut codes = (0..world).map(|peer| {
+                let from = from.wrapping_byte_add(peer * part);
+                let to = to.wrapping_byte_add(peer * part);
+                let peer = peer as c_int;
+                // SAFETY: part `peer` of both slices; otherwise as above.
+                let sent = unsafe { (nccl.ncclSend)(from, part, BYTES, peer, comm, stream) };
+                // SAFETY: as above.
+                let received = unsafe { (nccl.ncclRecv)(to, part, BYTES, peer, comm, stream) };
+                if sent != 0 { sent } else { received }
+            });
+            codes.find(|code| *code != 0).unwrap_or(0)
+        }),
+    }
+}
+
+/// Several calls as one.
+fn group(nccl: &Nccl, calls: impl FnOnce() -> c_int) -> c_int {
+    // SAFETY: the function takes nothing; the group is ended below on this thread.
+    let started = unsafe { (nccl.ncclGroupStart)() };
+    if started != 0 {
+        return started;
+    }
+    let called = calls();
+    // SAFETY: started just above on this thread.
+    let ended = unsafe { (nccl.ncclGroupEnd)() };
+    if called != 0 { called } else { ended }
 }

@@ -6,7 +6,10 @@
 
 use super::operation::{Context, Operation};
 use super::{compute, memory, stream};
-use crate::device::{CollectiveEngine, DeviceSlice, ReduceOp, Stream, UniqueBytesExchange, Word};
+use crate::device::{
+    AllGatherBytes, Collective, CollectiveEngine, CollectiveRequest, DeviceSlice, ReduceOp, Stream,
+    Word,
+};
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Rank, Result};
 use std::ops::Range;
@@ -45,15 +48,11 @@ struct Move {
 impl HostCollectives {
     /// Maps every rank's outbox. The files are opened through the owners' descriptors, so nothing
     /// is left behind by a rank that dies.
-    pub(super) fn join(
-        rank: Rank,
-        world: usize,
-        exchange: UniqueBytesExchange<'_>,
-    ) -> Result<Self> {
+    pub(super) fn join(rank: Rank, world: usize, all_gather: AllGatherBytes<'_>) -> Result<Self> {
         let own = memory::allocate(BOX * world)?;
         let descriptor = memory::descriptor(&own)?;
         let path = format!("/proc/{}/fd/{}", std::process::id(), descriptor.as_raw_fd());
-        let paths = exchange(path.into_bytes())?;
+        let paths = all_gather(path.into_bytes())?;
         let outboxes = paths.into_iter().enumerate().map(|(peer, path)| {
             if peer == rank {
                 return Ok(own.clone());
@@ -72,7 +71,7 @@ impl HostCollectives {
             ));
         }
         // The descriptor must stay open until every peer has opened it.
-        exchange(Vec::new())?;
+        all_gather(Vec::new())?;
         Ok(Self {
             inner: Arc::new(Inner {
                 rank,
@@ -86,7 +85,7 @@ impl HostCollectives {
         self.inner.outboxes.len()
     }
 
-    fn enqueue(
+    fn enqueue_task(
         &self,
         stream: &Stream,
         task: impl Fn(&Inner, &Context) -> Result<()> + Send + Sync + 'static,
@@ -103,7 +102,7 @@ impl HostCollectives {
         parts: Vec<DeviceSlice>,
         slots: Vec<DeviceSlice>,
     ) -> Result<()> {
-        self.enqueue(stream, move |inner, context| {
+        self.enqueue_task(stream, move |inner, context| {
             memory::copy(&slots[inner.rank], &parts[inner.rank]);
             let others = |slices: &[DeviceSlice]| -> Vec<(Rank, DeviceSlice)> {
                 slices
@@ -117,18 +116,17 @@ impl HostCollectives {
         })
     }
 
-    fn parts(&self, slice: &DeviceSlice, each: usize) -> Result<Vec<DeviceSlice>> {
-        check(
-            each > 0 && slice.bytes() == each * self.world(),
-            "the longer side is not world times the shorter",
-        )?;
+    /// The slice in as many equal parts as there are ranks.
+    fn parts(&self, slice: &DeviceSlice) -> Result<Vec<DeviceSlice>> {
+        let each = slice.bytes() / self.world();
         (0..self.world())
             .map(|part| slice.slice(part * each..(part + 1) * each))
             .collect()
     }
 
+    /// Memory of `each` bytes for every rank.
     fn scratch(&self, each: usize) -> Result<Vec<DeviceSlice>> {
-        self.parts(&memory::allocate(each * self.world())?, each)
+        self.parts(&memory::allocate(each * self.world())?)
     }
 
     fn reduce_into(
@@ -140,17 +138,48 @@ impl HostCollectives {
         sources: Vec<DeviceSlice>,
     ) -> Result<()> {
         let target = target.clone();
-        self.enqueue(stream, move |_, _| {
+        self.enqueue_task(stream, move |_, _| {
             compute::reduce(dtype, op, &target, &sources)
         })
     }
-}
 
-fn check(holds: bool, otherwise: &'static str) -> Result<()> {
-    if holds {
-        Ok(())
-    } else {
-        Err(Error::invalid(otherwise).during("enqueue a collective"))
+    fn broadcast(
+        &self,
+        stream: &Stream,
+        root: Rank,
+        target: &DeviceSlice,
+        source: &DeviceSlice,
+    ) -> Result<()> {
+        let (target, source) = (target.clone(), source.clone());
+        self.enqueue_task(stream, move |inner, context| {
+            if inner.rank != root {
+                return inner.advance(context, &[], &[(root, target.clone())]);
+            }
+            memory::copy(&target, &source);
+            let others = (0..inner.outboxes.len()).filter(|peer| *peer != root);
+            let sends: Vec<_> = others.map(|peer| (peer, source.clone())).collect();
+            inner.advance(context, &sends, &[])
+        })
+    }
+
+    fn exchange(
+        &self,
+        stream: &Stream,
+        sends: Vec<(Rank, DeviceSlice)>,
+        receives: Vec<(Rank, DeviceSlice)>,
+    ) -> Result<()> {
+        let mut peers = sends.iter().chain(&receives).map(|(peer, _)| *peer);
+        if let Some(peer) = peers.find(|peer| *peer == self.inner.rank) {
+            return Err(
+                Error::invalid("the peer is this rank; expected another one")
+                    .help("copy within a rank on a stream")
+                    .during("exchange")
+                    .peer(peer),
+            );
+        }
+        self.enqueue_task(stream, move |inner, context| {
+            inner.advance(context, &sends, &receives)
+        })
     }
 }
 
@@ -252,132 +281,46 @@ impl CollectiveEngine for HostCollectives {
         "host collectives".to_owned()
     }
 
-    fn all_gather(
-        &self,
-        stream: &Stream,
-        target: &DeviceSlice,
-        source: &DeviceSlice,
-    ) -> Result<()> {
-        let slots = self.parts(target, source.bytes())?;
-        self.scatter(stream, vec![source.clone(); self.world()], slots)
-    }
-
-    fn all_reduce(
-        &self,
-        stream: &Stream,
-        dtype: DType,
-        op: ReduceOp,
-        target: &DeviceSlice,
-        source: &DeviceSlice,
-    ) -> Result<()> {
-        check(
-            target.bytes() == source.bytes(),
-            "source and target differ in length",
-        )?;
-        let scratch = self.scratch(source.bytes())?;
-        self.scatter(stream, vec![source.clone(); self.world()], scratch.clone())?;
-        self.reduce_into(stream, dtype, op, target, scratch)
-    }
-
-    fn reduce_scatter(
-        &self,
-        stream: &Stream,
-        dtype: DType,
-        op: ReduceOp,
-        target: &DeviceSlice,
-        source: &DeviceSlice,
-    ) -> Result<()> {
-        let parts = self.parts(source, target.bytes())?;
-        let scratch = self.scratch(target.bytes())?;
-        self.scatter(stream, parts, scratch.clone())?;
-        self.reduce_into(stream, dtype, op, target, scratch)
-    }
-
-    fn broadcast(
-        &self,
-        stream: &Stream,
-        root: Rank,
-        target: &DeviceSlice,
-        source: &DeviceSlice,
-    ) -> Result<()> {
-        check(root < self.world(), "the root is no rank")?;
-        check(
-            target.bytes() == source.bytes(),
-            "source and target differ in length",
-        )?;
-        let (target, source) = (target.clone(), source.clone());
-        self.enqueue(stream, move |inner, context| {
-            if inner.rank != root {
-                return inner.advance(context, &[], &[(root, target.clone())]);
+    fn enqueue(&self, stream: &Stream, request: &CollectiveRequest) -> Result<()> {
+        request.check(self.world())?;
+        let (collective, dtype, target, source) = match request {
+            CollectiveRequest::Exchange { sends, receives } => {
+                return self.exchange(stream, sends.clone(), receives.clone());
             }
-            memory::copy(&target, &source);
-            let others = (0..inner.outboxes.len()).filter(|peer| *peer != root);
-            let sends: Vec<_> = others.map(|peer| (peer, source.clone())).collect();
-            inner.advance(context, &sends, &[])
-        })
-    }
-
-    fn reduce(
-        &self,
-        stream: &Stream,
-        dtype: DType,
-        op: ReduceOp,
-        root: Rank,
-        target: &DeviceSlice,
-        source: &DeviceSlice,
-    ) -> Result<()> {
-        check(root < self.world(), "the root is no rank")?;
-        check(
-            target.bytes() == source.bytes(),
-            "source and target differ in length",
-        )?;
-        if self.inner.rank != root {
-            return self.exchange(stream, &[(root, source.clone())], &[]);
-        }
-        let scratch = self.scratch(source.bytes())?;
-        let slots = scratch
-            .iter()
-            .cloned()
-            .enumerate()
-            .filter(|(peer, _)| *peer != root);
-        self.exchange(stream, &[], &slots.collect::<Vec<_>>())?;
-        let mut sources = scratch;
-        sources[root] = source.clone();
-        self.reduce_into(stream, dtype, op, target, sources)
-    }
-
-    fn all_to_all(
-        &self,
-        stream: &Stream,
-        target: &DeviceSlice,
-        source: &DeviceSlice,
-    ) -> Result<()> {
-        check(
-            target.bytes() == source.bytes(),
-            "source and target differ in length",
-        )?;
-        let each = source.bytes() / self.world();
-        self.scatter(stream, self.parts(source, each)?, self.parts(target, each)?)
-    }
-
-    fn exchange(
-        &self,
-        stream: &Stream,
-        sends: &[(Rank, DeviceSlice)],
-        receives: &[(Rank, DeviceSlice)],
-    ) -> Result<()> {
-        let peers = sends.iter().chain(receives).map(|(peer, _)| *peer);
-        for peer in peers {
-            if peer == self.inner.rank || peer >= self.world() {
-                return Err(Error::invalid("the peer is this rank or no rank")
-                    .peer(peer)
-                    .during("exchange"));
+            CollectiveRequest::Collective {
+                collective,
+                dtype,
+                target,
+                source,
+            } => (*collective, *dtype, target, source),
+        };
+        let to_everybody = || vec![source.clone(); self.world()];
+        match collective {
+            Collective::AllGather => self.scatter(stream, to_everybody(), self.parts(target)?),
+            Collective::AllToAll => self.scatter(stream, self.parts(source)?, self.parts(target)?),
+            Collective::AllReduce(op) => {
+                let scratch = self.scratch(source.bytes())?;
+                self.scatter(stream, to_everybody(), scratch.clone())?;
+                self.reduce_into(stream, dtype, op, target, scratch)
+            }
+            Collective::ReduceScatter(op) => {
+                let scratch = self.scratch(target.bytes())?;
+                self.scatter(stream, self.parts(source)?, scratch.clone())?;
+                self.reduce_into(stream, dtype, op, target, scratch)
+            }
+            Collective::Broadcast(root) => self.broadcast(stream, root, target, source),
+            Collective::Reduce(_, root) if self.inner.rank != root => {
+                self.exchange(stream, vec![(root, source.clone())], Vec::new())
+            }
+            Collective::Reduce(op, root) => {
+                let mut sources = self.scratch(source.bytes())?;
+                let others = sources.iter().cloned().enumerate();
+                let others = others.filter(|(peer, _)| *peer != root).collect();
+                self.exchange(stream, Vec::new(), others)?;
+                sources[root] = source.clone();
+                self.reduce_into(stream, dtype, op, target, sources)
             }
         }
-        let (sends, receives) = (sends.to_vec(), receives.to_vec());
-        self.enqueue(stream, move |inner, context| {
-            inner.advance(context, &sends, &receives)
-        })
     }
 
     fn abort(&self) {

@@ -14,8 +14,8 @@ mod operation;
 mod stream;
 
 use super::{
-    AllocationKind, CollectiveEngine, Compute, Delays, Device, DeviceIdentity, DeviceKind,
-    DeviceSlice, Event, Export, Fault, Opening, Priority, Stream, UniqueBytesExchange,
+    AllGatherBytes, AllocationKind, CollectiveEngine, Compute, Delays, Device, DeviceIdentity,
+    DeviceKind, DeviceSlice, Event, Export, Fault, Opening, Priority, Stream,
 };
 use crate::device::machine_identity;
 use crate::error::{Error, ErrorKind, Result};
@@ -158,10 +158,10 @@ impl Device for HostDevice {
         &self,
         rank: usize,
         world: usize,
-        exchange: UniqueBytesExchange<'_>,
+        all_gather: AllGatherBytes<'_>,
     ) -> Result<Arc<dyn CollectiveEngine>> {
         Ok(Arc::new(collective::HostCollectives::join(
-            rank, world, exchange,
+            rank, world, all_gather,
         )?))
     }
 }

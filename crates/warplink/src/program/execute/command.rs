@@ -1,10 +1,10 @@
 //! What a run enqueues, with everything resolved.
 
-use crate::device::{CollectiveEngine, DeviceSlice, Event, PreparedLaunch, Stream};
-use crate::dtype::DType;
-use crate::error::{Rank, Result};
+use crate::device::{
+    CollectiveEngine, CollectiveRequest, DeviceSlice, Event, PreparedLaunch, Stream,
+};
+use crate::error::Result;
 use crate::p2p::{Batch, Transfer, post_stores};
-use crate::program::ir::Collective;
 use std::sync::Arc;
 
 /// Index of the caller's stream.
@@ -34,19 +34,8 @@ pub(super) enum CommandKind {
     PostMatmul(Vec<Arc<Transfer>>, Arc<dyn PreparedLaunch>),
     /// A wait for direct transfers.
     Wait(Vec<Arc<Transfer>>),
-    /// Sends and receives of the engine.
-    Exchange {
-        engine: Arc<dyn CollectiveEngine>,
-        sends: Vec<(Rank, DeviceSlice)>,
-        receives: Vec<(Rank, DeviceSlice)>,
-    },
-    Collective {
-        engine: Arc<dyn CollectiveEngine>,
-        collective: Collective<Rank>,
-        dtype: DType,
-        target: DeviceSlice,
-        source: DeviceSlice,
-    },
+    /// A collective of the engine, or its sends and receives.
+    Collective(Arc<dyn CollectiveEngine>, CollectiveRequest),
     Record(Event),
     WaitEvent(Event),
 }
@@ -61,8 +50,8 @@ impl CommandKind {
             Self::Post(_) => "post",
             Self::PostMatmul(..) => "post matmul",
             Self::Wait(_) => "wait",
-            Self::Exchange { .. } => "exchange",
-            Self::Collective { .. } => "collective",
+            Self::Collective(_, CollectiveRequest::Exchange { .. }) => "exchange",
+            Self::Collective(_, CollectiveRequest::Collective { .. }) => "collective",
             Self::Record(_) => "record event",
             Self::WaitEvent(_) => "wait event",
         }
@@ -86,18 +75,7 @@ impl Command {
                 post_stores(&group, stream, |_| matmuls.enqueue(stream))
             }
             CommandKind::Wait(group) => self.batch(group).wait(each(group)).enqueue(stream),
-            CommandKind::Exchange {
-                engine,
-                sends,
-                receives,
-            } => engine.exchange(stream, sends, receives),
-            CommandKind::Collective {
-                engine,
-                collective,
-                dtype,
-                target,
-                source,
-            } => enqueue_collective(&**engine, stream, collective, *dtype, target, source),
+            CommandKind::Collective(engine, request) => engine.enqueue(stream, request),
             CommandKind::Record(event) => stream.record(event),
             CommandKind::WaitEvent(event) => stream.wait_event(event),
         }
@@ -116,22 +94,4 @@ impl Command {
 
 fn each(group: &[Arc<Transfer>]) -> impl Iterator<Item = &Transfer> {
     group.iter().map(|transfer| &**transfer)
-}
-
-fn enqueue_collective(
-    engine: &dyn CollectiveEngine,
-    stream: &Stream,
-    collective: &Collective<Rank>,
-    dtype: DType,
-    target: &DeviceSlice,
-    source: &DeviceSlice,
-) -> Result<()> {
-    match collective {
-        Collective::AllGather => engine.all_gather(stream, target, source),
-        Collective::AllReduce(op) => engine.all_reduce(stream, dtype, *op, target, source),
-        Collective::ReduceScatter(op) => engine.reduce_scatter(stream, dtype, *op, target, source),
-        Collective::Broadcast(root) => engine.broadcast(stream, *root, target, source),
-        Collective::Reduce(op, root) => engine.reduce(stream, dtype, *op, *root, target, source),
-        Collective::AllToAll => engine.all_to_all(stream, target, source),
-    }
 }

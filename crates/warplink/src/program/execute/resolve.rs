@@ -3,7 +3,8 @@
 use super::command::{Command, CommandKind};
 use super::memory::PlanMemory;
 use crate::device::{
-    CollectiveEngine, Compute, Device, DeviceSlice, Event, MatmulSpec, PreparedLaunch,
+    CollectiveEngine, CollectiveRequest, Compute, Device, DeviceSlice, Event, MatmulSpec,
+    PreparedLaunch,
 };
 use crate::error::{Error, ErrorKind, Result};
 use crate::p2p::{Direction, Transfer};
@@ -95,13 +96,13 @@ impl<'a> Resolver<'a> {
                 target,
                 source,
             } => {
-                let kind = CommandKind::Collective {
-                    engine: self.engine()?,
+                let request = CollectiveRequest::Collective {
                     collective: *collective,
                     dtype: *dtype,
                     target: self.memory.slice(target)?,
                     source: self.memory.slice(source)?,
                 };
+                let kind = CommandKind::Collective(self.engine()?, request);
                 return self.push_engine(stream, kind, &[]);
             }
             OperationKind::Copy { target, source } => CommandKind::Copy {
@@ -219,11 +220,11 @@ impl<'a> Resolver<'a> {
                 .map(|transfer| Ok((transfer.peer, self.memory.slice(&transfer.range)?)))
                 .collect::<Result<Vec<_>>>()
         };
-        let kind = CommandKind::Exchange {
-            engine: self.engine()?,
+        let request = CollectiveRequest::Exchange {
             sends: of(Direction::Send)?,
             receives: of(Direction::Receive)?,
         };
+        let kind = CommandKind::Collective(self.engine()?, request);
         self.push_engine(stream, kind, &engine)
     }
 

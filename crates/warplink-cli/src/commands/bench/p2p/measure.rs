@@ -4,7 +4,7 @@ use super::rig::Rig;
 use super::{Row, Way};
 use crate::commands::bench::timing::{Submission, Times};
 use anyhow::Result;
-use warplink::device::{DeviceSlice, Stream};
+use warplink::device::{CollectiveRequest, DeviceSlice, Stream};
 use warplink::p2p::{Batch, Protocol, Transfer, TransferRequest};
 
 /// Transfers of one protocol that are under way at once, so that handing a buffer over is hidden
@@ -82,16 +82,24 @@ impl Rig<'_> {
         let (own, into) = (self.own.slice(0..bytes)?, self.into.slice(0..bytes)?);
         let remote = self.remote_into.slice(0..bytes)?;
         let rank = self.clock.comm.rank();
+        let send_by_engine = CollectiveRequest::Exchange {
+            sends: vec![(self.right, own.memory().clone())],
+            receives: Vec::new(),
+        };
+        let receive_by_engine = CollectiveRequest::Exchange {
+            sends: Vec::new(),
+            receives: vec![(self.left, into.memory().clone())],
+        };
         let send = |stream: &Stream| -> Result<()> {
             if let (Way::Nccl, Some(engine)) = (way, &self.engine) {
-                return Ok(engine.exchange(stream, &[(self.right, own.memory().clone())], &[])?);
+                return Ok(engine.enqueue(stream, &send_by_engine)?);
             }
             stream.copy(&remote, &own)?;
             self.signal(stream, submission)
         };
         let receive = |stream: &Stream| -> Result<()> {
             if let (Way::Nccl, Some(engine)) = (way, &self.engine) {
-                return Ok(engine.exchange(stream, &[], &[(self.left, into.memory().clone())])?);
+                return Ok(engine.enqueue(stream, &receive_by_engine)?);
             }
             self.await_signal(stream, submission)
         };
@@ -172,16 +180,14 @@ impl Rig<'_> {
                 }
                 (Way::RawGet, _) => {}
                 (Way::Nccl, Some(engine)) if sends || receives => {
-                    let to: Vec<_> = sends
-                        .then(|| (self.right, own.memory().clone()))
-                        .into_iter()
-                        .collect();
-                    let from: Vec<_> = receives
-                        .then(|| (self.left, into.memory().clone()))
-                        .into_iter()
-                        .collect();
+                    let to = sends.then(|| (self.right, own.memory().clone()));
+                    let from = receives.then(|| (self.left, into.memory().clone()));
+                    let request = CollectiveRequest::Exchange {
+                        sends: to.into_iter().collect(),
+                        receives: from.into_iter().collect(),
+                    };
                     for _ in 0..repeat {
-                        engine.exchange(stream, &to, &from)?;
+                        engine.enqueue(stream, &request)?;
                     }
                 }
                 (Way::Nccl, _) => {}
