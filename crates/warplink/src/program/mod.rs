@@ -15,6 +15,7 @@
 //! | [`mod@verify`], [`diagnostic`] | whether the ranks' programs fit together, and what is wrong if not |
 //! | [`execute`] | runs a program on a device |
 
+pub mod cost;
 pub mod diagnostic;
 pub mod execute;
 pub mod expr;

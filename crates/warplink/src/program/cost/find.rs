@@ -1,0 +1,212 @@
+//! Which model describes a device: one that a user measured, a shipped one, or a guess.
+
+use super::model::HardwareModel;
+use crate::device::Device;
+use crate::error::{Error, Result};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, OnceLock};
+
+/// Names a file with the model to use, whatever the device.
+pub const MODEL_VARIABLE: &str = "WARPLINK_MODEL";
+
+/// Where caches are, when they are not where such things usually are.
+const CACHE_VARIABLE: &str = "WARPLINK_CACHE_DIR";
+
+/// The models that come with the library. Those that name no device are guesses for all of their
+/// kind.
+const SHIPPED: [&str; 3] = [
+    include_str!("../../../models/h200-8.json"),
+    include_str!("../../../models/generic-gpu.json"),
+    include_str!("../../../models/host.json"),
+];
+
+/// What a device says about itself, as far as it tells which model describes it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DeviceDescription {
+    /// Its kind, as [`DeviceKind`](crate::device::DeviceKind) is printed.
+    pub kind: String,
+    /// Its name for people, in which the device's model occurs.
+    pub text: String,
+}
+
+impl DeviceDescription {
+    /// What `device` says.
+    pub fn of(device: &dyn Device) -> Self {
+        Self {
+            kind: device.kind().to_string(),
+            text: device.describe(),
+        }
+    }
+}
+
+impl HardwareModel {
+    /// The model for `world` ranks on such devices: the file that `WARPLINK_MODEL` names; else, of
+    /// the models in [`directory`], then of the shipped ones that name the device, the one measured
+    /// on the nearest number of ranks; else a guess for any device of its kind.
+    ///
+    /// Ranks that read different files may come to different choices: give all of them the same.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Io`](crate::ErrorKind::Io) or [`ErrorKind::Parse`](crate::ErrorKind::Parse) for a
+    /// named file that cannot be read, and [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported)
+    /// where there is no model at all for such a device. A file of the directory that cannot be read
+    /// is passed over with a warning.
+    pub fn find(device: &DeviceDescription, world: usize) -> Result<Arc<Self>> {
+        if let Some(path) = std::env::var_os(MODEL_VARIABLE).filter(|path| !path.is_empty()) {
+            return Self::read(Path::new(&path)).map(Arc::new);
+        }
+        let measured = directory().map(|path| models_in(&path)).unwrap_or_default();
+        for (models, named) in [(&measured[..], true), (shipped(), true), (shipped(), false)] {
+            if let Some(model) = nearest(models, device, world, named) {
+                return Ok(model);
+            }
+        }
+        Err(Error::new(
+            crate::ErrorKind::Unsupported,
+            format!(
+                "no hardware model describes devices of kind '{}'",
+                device.kind
+            ),
+        )
+        .device(device.text.clone())
+        .help("measure one with `warplink tune`"))
+    }
+
+    /// Reads the model in a file.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Io`](crate::ErrorKind::Io) where it cannot be read,
+    /// [`ErrorKind::Parse`](crate::ErrorKind::Parse) where it is not a model.
+    pub fn read(path: &Path) -> Result<Self> {
+        let text = std::fs::read_to_string(path)
+            .map_err(|error| Error::io(format!("read {}", path.display()), &error))?;
+        Self::from_json(&text).map_err(|error| error.key(path.display().to_string()))
+    }
+
+    /// Whether it describes such devices. With `named` it must name them; else it must be a guess.
+    fn describes(&self, device: &DeviceDescription, named: bool) -> bool {
+        let model = &self.device.model;
+        self.device.kind == device.kind
+            && model.is_empty() != named
+            && device.text.to_lowercase().contains(&model.to_lowercase())
+    }
+}
+
+/// Where `warplink tune` puts what it measured; none where the environment names no place for it.
+pub fn directory() -> Option<PathBuf> {
+    let variable = |name| {
+        std::env::var_os(name)
+            .filter(|value| !value.is_empty())
+            .map(PathBuf::from)
+    };
+    variable(CACHE_VARIABLE)
+        .or_else(|| variable("XDG_CACHE_HOME").map(|path| path.join("warplink")))
+        .or_else(|| variable("HOME").map(|path| path.join(".cache/warplink")))
+        .filter(|path| path.is_absolute())
+        .map(|path| path.join("models"))
+}
+
+/// The models that come with the library.
+pub fn shipped() -> &'static [Arc<HardwareModel>] {
+    static MODELS: OnceLock<Vec<Arc<HardwareModel>>> = OnceLock::new();
+    MODELS.get_or_init(|| {
+        let read = |text: &&str| match HardwareModel::from_json(text) {
+            Ok(model) => Some(Arc::new(model)),
+            Err(error) => {
+                tracing::warn!(%error, "a shipped hardware model is passed over");
+                None
+            }
+        };
+        SHIPPED.iter().filter_map(read).collect()
+    })
+}
+
+fn models_in(directory: &Path) -> Vec<Arc<HardwareModel>> {
+    let Ok(entries) = std::fs::read_dir(directory) else {
+        return Vec::new();
+    };
+    let mut paths: Vec<PathBuf> = entries
+        .filter_map(|entry| Some(entry.ok()?.path()))
+        .filter(|path| {
+            path.extension()
+                .is_some_and(|extension| extension == "json")
+        })
+        .collect();
+    // Every rank takes the same of several that fit as well.
+    paths.sort();
+    let read = |path: &PathBuf| match HardwareModel::read(path) {
+        Ok(model) => Some(Arc::new(model)),
+        Err(error) => {
+            tracing::warn!(%error, "a hardware model is passed over");
+            None
+        }
+    };
+    paths.iter().filter_map(read).collect()
+}
+
+/// Of the `models` that describe such devices, the one measured on the nearest number of ranks.
+fn nearest(
+    models: &[Arc<HardwareModel>],
+    device: &DeviceDescription,
+    world: usize,
+    named: bool,
+) -> Option<Arc<HardwareModel>> {
+    let distance = |model: &&Arc<HardwareModel>| model.device.ranks.abs_diff(world);
+    let fitting = models.iter().filter(|model| model.describes(device, named));
+    fitting.min_by_key(distance).cloned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn device(kind: &str, text: &str) -> DeviceDescription {
+        DeviceDescription {
+            kind: kind.to_owned(),
+            text: text.to_owned(),
+        }
+    }
+
+    #[test]
+    fn shipped_models_are_read() {
+        assert_eq!(shipped().len(), SHIPPED.len());
+    }
+
+    #[test]
+    fn a_model_that_names_the_device_goes_before_a_guess() {
+        let of = |text: &str, named| nearest(shipped(), &device("cuda", text), 4, named);
+        let known = "GPU 0: NVIDIA H200";
+        assert!(of(known, true).unwrap().name.contains("H200"));
+        assert!(of("GPU 0: something new", true).is_none());
+        assert!(of("GPU 0: something new", false).is_some());
+    }
+
+    #[test]
+    fn the_nearest_number_of_ranks_is_taken() {
+        let of_ranks = |ranks| {
+            let mut model = (*shipped()[0]).clone();
+            model.device.ranks = ranks;
+            Arc::new(model)
+        };
+        let models = [of_ranks(2), of_ranks(8)];
+        let device = device("cuda", "NVIDIA H200");
+        for (world, ranks) in [(1, 2), (2, 2), (4, 2), (6, 8), (64, 8)] {
+            let model = nearest(&models, &device, world, true).unwrap();
+            assert_eq!(model.device.ranks, ranks, "{world}");
+        }
+    }
+
+    #[test]
+    fn what_is_written_is_read_again() {
+        let directory = tempfile::tempdir().unwrap();
+        for model in shipped() {
+            let path = directory.path().join("model.json");
+            std::fs::write(&path, model.to_json().unwrap()).unwrap();
+            assert_eq!(HardwareModel::read(&path).unwrap(), **model);
+        }
+        std::fs::write(directory.path().join("bad.json"), "{}").unwrap();
+        assert_eq!(models_in(directory.path()).len(), 1);
+        let missing = HardwareModel::read(&directory.path().join("none")).unwrap_err();
+        assert_eq!(missing.kind(), crate::ErrorKind::Io);
+    }
+}

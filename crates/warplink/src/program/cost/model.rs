@@ -1,0 +1,272 @@
+//! What a machine can do: a JSON file of measured rates, latencies and times.
+//!
+//! `warplink tune` writes such a file. Units are seconds, bytes, and bytes per second, whatever the
+//! field; sizes are those of one rank.
+
+use super::collective::Collectives;
+use super::curve::Curve;
+use super::gemm::{Gemm, Grid};
+use crate::error::{Error, ErrorKind, Result};
+use serde::{Deserialize, Serialize};
+
+/// The version of the file's format.
+pub const FORMAT: u32 = 1;
+
+/// A machine as the simulation sees it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct HardwareModel {
+    /// The version of the format, [`FORMAT`].
+    pub format: u32,
+    /// Its name, for people.
+    pub name: String,
+    /// Which devices it describes.
+    pub device: DeviceMatch,
+    /// Where the figures come from.
+    pub source: Source,
+    /// Memory of a device, and kernels that are bound by it.
+    pub memory: Memory,
+    /// Matrix multiplications.
+    pub gemm: Gemm,
+    /// Transfers between devices.
+    pub link: Link,
+    /// What passes between operations.
+    pub latency: Latency,
+    /// Time that the host takes to enqueue.
+    pub host: Host,
+    /// How much slower work is beside other work, beyond what shared resources explain.
+    pub interference: Interference,
+    /// The collectives of the engine.
+    pub collectives: Collectives,
+}
+
+/// Which devices a model describes.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct DeviceMatch {
+    /// The kind of device, as [`DeviceKind`](crate::device::DeviceKind) is printed.
+    pub kind: String,
+    /// The device's model: a part of what the device says about itself. Empty for any.
+    pub model: String,
+    /// How many ranks were measured together.
+    pub ranks: usize,
+    /// How the devices are connected, for people.
+    pub topology: String,
+    /// Multiprocessors of a device; processors of the machine where ranks share them.
+    pub multiprocessors: usize,
+    /// Whether all ranks share the same multiprocessors and memory, as processes of one machine do.
+    pub shared: bool,
+}
+
+/// Where a model's figures come from.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Source {
+    /// The machine.
+    pub machine: String,
+    /// When, as year-month-day.
+    pub date: String,
+    /// By which command.
+    pub command: String,
+    /// What else to know: what is guessed, and from what.
+    pub notes: String,
+}
+
+/// Memory of a device.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Memory {
+    /// Bytes read and written per second.
+    pub rate: f64,
+    /// Seconds of a kernel that does nothing, one of many in a row on one stream.
+    pub kernel: f64,
+    /// Seconds of a copy within the memory, by its bytes.
+    pub copy: Curve,
+    /// The share of the multiprocessors that a copy, within memory or between devices, keeps busy.
+    pub copy_occupancy: f64,
+    /// The share of the multiprocessors that a sum keeps busy.
+    pub sum_occupancy: f64,
+}
+
+/// Transfers between two devices.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Link {
+    /// Up to so many bytes, a transfer is done by one kernel, with its waits and signals.
+    pub kernel_limit: u64,
+    /// Seconds of a put by a kernel, by bytes, one of many in a row on one stream.
+    pub kernel_put: Curve,
+    /// Seconds of a get by a kernel.
+    pub kernel_get: Curve,
+    /// Seconds of a put by the copy engine, alone on the link.
+    pub put: Curve,
+    /// Seconds of a get by the copy engine.
+    pub get: Curve,
+    /// Rate at which every rank puts to one neighbour, all ranks at once.
+    pub put_ring: f64,
+    /// Rate at which every rank gets from one neighbour, all ranks at once.
+    pub get_ring: f64,
+    /// Rate at which every rank puts to the others in turn, all ranks at once.
+    pub put_rotated: f64,
+    /// Rate at which every rank gets from the others in turn, all ranks at once.
+    pub get_rotated: f64,
+    /// Rate at which a multiplication stores its result into the memory of peers.
+    pub stored: f64,
+    /// Of a multiplication whose result is stored into the memory of peers, the share of its own
+    /// time that is not hidden behind the stores.
+    pub stored_exposed: f64,
+}
+
+/// What passes between operations.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Latency {
+    /// A write of a word, or a wait for one that is already there, in a stream: one end of a signal.
+    pub word: f64,
+    /// Each further word that is written or waited for by the same operation.
+    pub more_words: f64,
+    /// A write of a word, or a wait for one, inside a kernel.
+    pub kernel_word: f64,
+    /// So many operations on words at once are done by a kernel, on the caller's stream.
+    pub words_in_kernel: usize,
+    /// From a point of one stream to what waits for it on another of the same rank.
+    pub event: f64,
+    /// From a copy, a word or an event to the start of a kernel behind it on the stream.
+    pub launch: f64,
+    /// The wait of a kernel for room on the multiprocessors beside a multiplication.
+    pub room: f64,
+}
+
+/// Seconds that the host takes to enqueue an operation.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Host {
+    /// A matrix multiplication.
+    pub matmul: f64,
+    /// A sum.
+    pub sum: f64,
+    /// A copy within the memory.
+    pub copy: f64,
+    /// A transfer that this rank moves, with its waits and signals.
+    pub transfer: f64,
+    /// A transfer that the peer moves, or a wait.
+    pub word: f64,
+    /// The record of an event, or a stream's wait for one.
+    pub event: f64,
+    /// A collective of the engine.
+    pub collective: f64,
+    /// The launch of a graph.
+    pub graph: f64,
+}
+
+/// Speed of work beside other work on the same rank, over its speed alone: 1 where it is as fast.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Interference {
+    /// A multiplication while a put leaves or arrives.
+    pub matmul_beside_put: f64,
+    /// A multiplication while a get leaves or arrives.
+    pub matmul_beside_get: f64,
+    /// A put or get while a multiplication runs at either end.
+    pub copy_beside_matmul: f64,
+}
+
+impl Default for Interference {
+    fn default() -> Self {
+        Self {
+            matmul_beside_put: 1.0,
+            matmul_beside_get: 1.0,
+            copy_beside_matmul: 1.0,
+        }
+    }
+}
+
+impl HardwareModel {
+    /// Reads a model.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Parse`] for text that is not a model of this format, and for figures that cannot be.
+    pub fn from_json(text: &str) -> Result<Self> {
+        let model: Self = serde_json::from_str(text).map_err(|error| {
+            Error::new(ErrorKind::Parse, format!("not a hardware model: {error}"))
+                .help("measure one with `warplink tune`")
+        })?;
+        model
+            .check()
+            .map_err(|error| error.during(format!("read the hardware model '{}'", model.name)))?;
+        Ok(model)
+    }
+
+    /// Writes it, to be read by [`from_json`](Self::from_json).
+    ///
+    /// # Errors
+    /// [`ErrorKind::Internal`] where it cannot be written as JSON.
+    pub fn to_json(&self) -> Result<String> {
+        serde_json::to_string(self)
+            .map_err(|error| Error::new(ErrorKind::Internal, error.to_string()))
+    }
+
+    /// Fails unless every figure can be.
+    fn check(&self) -> Result<()> {
+        if self.format != FORMAT {
+            return Err(Error::new(
+                ErrorKind::Parse,
+                format!("format {}; expected {FORMAT}", self.format),
+            )
+            .help("measure the machine again with `warplink tune`"));
+        }
+        self.gemm.grids.iter().try_for_each(Grid::check)?;
+        self.collectives.check()?;
+        for (name, curve) in [
+            ("memory.copy", &self.memory.copy),
+            ("link.kernel_put", &self.link.kernel_put),
+            ("link.kernel_get", &self.link.kernel_get),
+            ("link.put", &self.link.put),
+            ("link.get", &self.link.get),
+        ] {
+            curve.check(name)?;
+        }
+        let (link, latency, host) = (&self.link, &self.latency, &self.host);
+        let beside = &self.interference;
+        for (name, rate) in [
+            ("memory.rate", self.memory.rate),
+            ("link.put_ring", link.put_ring),
+            ("link.get_ring", link.get_ring),
+            ("link.put_rotated", link.put_rotated),
+            ("link.get_rotated", link.get_rotated),
+            ("link.stored", link.stored),
+            ("interference.matmul_beside_put", beside.matmul_beside_put),
+            ("interference.matmul_beside_get", beside.matmul_beside_get),
+            ("interference.copy_beside_matmul", beside.copy_beside_matmul),
+            ("device.multiprocessors", self.device.multiprocessors as f64),
+        ] {
+            if !(rate.is_finite() && rate > 0.0) {
+                return Err(refused(name, rate, "a number above 0"));
+            }
+        }
+        for (name, seconds) in [
+            ("memory.kernel", self.memory.kernel),
+            ("memory.copy_occupancy", self.memory.copy_occupancy),
+            ("memory.sum_occupancy", self.memory.sum_occupancy),
+            ("link.stored_exposed", link.stored_exposed),
+            ("latency.word", latency.word),
+            ("latency.more_words", latency.more_words),
+            ("latency.kernel_word", latency.kernel_word),
+            ("latency.event", latency.event),
+            ("latency.launch", latency.launch),
+            ("latency.room", latency.room),
+            ("host.matmul", host.matmul),
+            ("host.sum", host.sum),
+            ("host.copy", host.copy),
+            ("host.transfer", host.transfer),
+            ("host.word", host.word),
+            ("host.event", host.event),
+            ("host.collective", host.collective),
+            ("host.graph", host.graph),
+        ] {
+            if !(seconds.is_finite() && seconds >= 0.0) {
+                return Err(refused(name, seconds, "0 or more"));
+            }
+        }
+        Ok(())
+    }
+}
+
+fn refused(name: &str, value: f64, expected: &str) -> Error {
+    Error::new(
+        ErrorKind::Parse,
+        format!("'{name}' is {value}; expected {expected}"),
+    )
+}

@@ -1,0 +1,363 @@
+//! Posts of transfers and waits for them as steps of streams.
+//!
+//! A transfer's *initiator* moves the bytes: the receiver of a get, the sender of a put. The other
+//! end, the *target*, signals that it is ready and is told when the bytes have moved.
+
+use super::Submission;
+use super::collective::EXCHANGE;
+use super::model;
+use super::report::Bound;
+use super::schedule::{Class, EGRESS, INGRESS, MEMORY, PORT, RankState, Schedule, Step, Work};
+use crate::dtype::DType;
+use crate::program::ir::{Backend, Direction, Protocol};
+use crate::program::{RankProgram, TransferId, TransferInstance};
+
+/// The protocol of a transfer that this end initiates.
+fn initiates(transfer: &TransferInstance) -> Option<Protocol> {
+    match (transfer.backend, transfer.direction) {
+        (Backend::Direct(Protocol::Put), Direction::Send) => Some(Protocol::Put),
+        (Backend::Direct(Protocol::Get), Direction::Receive) => Some(Protocol::Get),
+        _ => None,
+    }
+}
+
+/// Whether a rank copies to or from several peers in turn.
+pub(super) fn rotates(program: &RankProgram) -> bool {
+    let initiated = program.transfers.iter().filter(|t| initiates(t).is_some());
+    let mut peers = initiated.map(|transfer| transfer.peer);
+    let first = peers.next();
+    peers.any(|peer| Some(peer) != first)
+}
+
+/// Seconds of the host to post `group`.
+pub(super) fn host_seconds(program: &RankProgram, group: &[TransferId], host: &model::Host) -> f64 {
+    let (mut initiated, mut engine) = (0, 0);
+    for &id in group {
+        let transfer = &program.transfers[id];
+        initiated += usize::from(initiates(transfer).is_some());
+        engine += usize::from(transfer.backend == Backend::Nccl);
+    }
+    let of_engine = if engine > 0 { host.collective } else { 0.0 };
+    let direct = match (group.len() - engine, initiated) {
+        (0, _) => 0.0,
+        (_, 0) => host.word,
+        (_, initiated) => initiated as f64 * host.transfer,
+    };
+    of_engine + direct
+}
+
+impl Schedule<'_> {
+    /// Posts a group: what tells a peer first, then waits, copies, and what tells of them.
+    pub(super) fn add_post(
+        &mut self,
+        state: &mut RankState,
+        program: &RankProgram,
+        group: &[TransferId],
+    ) {
+        let (mut targets, mut initiated, mut engine) = (Vec::new(), Vec::new(), Vec::new());
+        for &id in group {
+            let (posts, posted_on) = &mut state.posts[id];
+            *posts += 1;
+            *posted_on = state.stream;
+            let transfer = &program.transfers[id];
+            match (transfer.backend, initiates(transfer)) {
+                (Backend::Nccl, _) => engine.push(id),
+                (Backend::Direct(_), None) => targets.push(id),
+                (Backend::Direct(_), Some(protocol)) => initiated.push((id, protocol)),
+            }
+        }
+        let largest = initiated
+            .iter()
+            .map(|(id, _)| program.transfers[*id].range.bytes);
+        let in_kernels = largest
+            .max()
+            .is_some_and(|most| most as u64 <= self.model.link.kernel_limit);
+        if in_kernels {
+            self.post_in_kernels(state, program, &targets, &initiated);
+        } else {
+            self.post_by_engine(state, program, &targets, &initiated);
+        }
+        if !engine.is_empty() {
+            self.post_to_engine(state, program, &engine);
+        }
+    }
+
+    fn post_in_kernels(
+        &mut self,
+        state: &mut RankState,
+        program: &RankProgram,
+        targets: &[TransferId],
+        initiated: &[(TransferId, Protocol)],
+    ) {
+        let word = self.model.latency.kernel_word;
+        self.kernel(state);
+        for &id in targets {
+            self.signal(state, program, id, word);
+        }
+        for &(id, _) in initiated {
+            self.await_target(state, id);
+            self.step(state, Step::Delay(word));
+        }
+        for &(id, protocol) in initiated {
+            self.copy(state, program, id, protocol, true);
+            self.signal(state, program, id, word);
+            let done = self.completed(program.rank, id);
+            self.step(state, Step::Add(done, word));
+        }
+        self.step(state, Step::Delay(word));
+    }
+
+    fn post_by_engine(
+        &mut self,
+        state: &mut RankState,
+        program: &RankProgram,
+        targets: &[TransferId],
+        initiated: &[(TransferId, Protocol)],
+    ) {
+        if !targets.is_empty() {
+            self.words(state, targets.len());
+            for &id in targets {
+                self.signal(state, program, id, 0.0);
+            }
+        }
+        if initiated.is_empty() {
+            return;
+        }
+        for &(id, _) in initiated {
+            self.await_target(state, id);
+        }
+        self.words(state, initiated.len());
+        for &(id, protocol) in initiated {
+            self.copy(state, program, id, protocol, false);
+        }
+        self.tell(state, program, initiated.iter().map(|(id, _)| *id));
+    }
+
+    /// Writes that `group` has moved, to the peers and for the own streams.
+    fn tell(
+        &mut self,
+        state: &mut RankState,
+        program: &RankProgram,
+        group: impl ExactSizeIterator<Item = TransferId>,
+    ) {
+        let latency = &self.model.latency;
+        // In a graph, own streams follow by the graph's edges.
+        let each = match self.submission {
+            Submission::Eager => 2.0,
+            Submission::Captured => 1.0,
+        };
+        let (first, more) = (latency.word, latency.more_words);
+        for (position, id) in group.enumerate() {
+            self.delay(state, if position == 0 { first } else { each * more });
+            self.signal(state, program, id, 0.0);
+            let done = self.completed(program.rank, id);
+            self.step(state, Step::Add(done, (each - 1.0) * more));
+        }
+        self.step(state, Step::Delay((each - 1.0) * more));
+    }
+
+    /// Operations on words, together.
+    fn words(&mut self, state: &mut RankState, count: usize) {
+        let latency = &self.model.latency;
+        if state.stream == 0 && latency.words_in_kernel > 0 && count >= latency.words_in_kernel {
+            let seconds = self.model.memory.kernel + latency.kernel_word;
+            self.kernel(state);
+            self.step(state, Step::Delay(seconds));
+        } else {
+            let seconds = latency.word + (count - 1) as f64 * latency.more_words;
+            self.delay(state, seconds);
+        }
+    }
+
+    /// Sets the word of a transfer's other end.
+    fn signal(&mut self, state: &RankState, program: &RankProgram, id: TransferId, seconds: f64) {
+        let peer = program.transfers[id].peer;
+        let word = self.incoming(peer, self.partners[program.rank][id]);
+        self.step(state, Step::Add(word, seconds));
+    }
+
+    /// Waits until the target of the last post has signalled.
+    fn await_target(&mut self, state: &RankState, id: TransferId) {
+        let word = self.incoming(self.programs[state.rank].rank, id);
+        self.step(state, Step::Await(word, state.posts[id].0));
+    }
+
+    fn copy(
+        &mut self,
+        state: &mut RankState,
+        program: &RankProgram,
+        id: TransferId,
+        protocol: Protocol,
+        in_kernel: bool,
+    ) {
+        let transfer = &program.transfers[id];
+        let (link, memory) = (&self.model.link, &self.model.memory);
+        let (engine, kernel, ring, rotated) = match protocol {
+            Protocol::Put => (&link.put, &link.kernel_put, link.put_ring, link.put_rotated),
+            Protocol::Get => (&link.get, &link.kernel_get, link.get_ring, link.get_rotated),
+        };
+        let bytes = transfer.range.bytes as f64;
+        let seconds = if in_kernel { kernel } else { engine }.seconds(bytes);
+        let rate = bytes / seconds;
+        let (share, in_memory) = (rate / engine.peak(), rate / memory.rate);
+        let port = rate / 2.0 / if state.rotates { rotated } else { ring };
+        let occupancy = match in_kernel {
+            true => 1.0 / self.model.device.multiprocessors as f64,
+            false => memory.copy_occupancy,
+        };
+        let peer = self.stand_in(transfer.peer);
+        let (from, to) = match transfer.direction {
+            Direction::Send => (state.rank, peer),
+            Direction::Receive => (peer, state.rank),
+        };
+        let first = self.demands.len();
+        self.demand(from, EGRESS, share);
+        self.demand(to, INGRESS, share);
+        for rank in [from, to] {
+            self.demand(rank, PORT, port);
+            self.demand(rank, MEMORY, in_memory);
+        }
+        if !in_kernel {
+            self.engine_copy(state);
+        }
+        let class = match (in_kernel, protocol) {
+            (true, _) => Class::SmallKernel,
+            (false, Protocol::Put) => Class::Put,
+            (false, Protocol::Get) => Class::Get,
+        };
+        let work = Work {
+            occupancy,
+            class,
+            ..Work::new(seconds, Bound::Link, [state.rank, peer])
+        };
+        self.work(state, first, work);
+    }
+
+    /// Sends and receives of the engine: each starts when both ends have come.
+    fn post_to_engine(
+        &mut self,
+        state: &mut RankState,
+        program: &RankProgram,
+        group: &[TransferId],
+    ) {
+        self.follow_engine(state);
+        for &id in group {
+            let arrived = self.arrived(program.rank, id);
+            self.step(state, Step::Add(arrived, 0.0));
+        }
+        self.kernel(state);
+        let of = |direction| {
+            let ids = group.iter().copied();
+            ids.filter(move |id| program.transfers[*id].direction == direction)
+        };
+        for id in of(Direction::Send) {
+            let transfer = &program.transfers[id];
+            let partner = self.partners[program.rank][id];
+            let there = self.arrived(transfer.peer, partner);
+            self.step(state, Step::Await(there, state.posts[id].0));
+            let bytes = transfer.range.bytes as f64;
+            let seconds = self.model.collectives.seconds(EXCHANGE, self.world, bytes);
+            self.engine_work(state, seconds, bytes);
+            let received = self.completed(transfer.peer, partner);
+            self.step(state, Step::Add(received, 0.0));
+        }
+        for id in of(Direction::Receive) {
+            let received = self.completed(program.rank, id);
+            self.step(state, Step::Await(received, state.posts[id].0));
+        }
+        self.mark_engine(state);
+        if let Some(engine) = state.engine {
+            state.carried.extend(group.iter().map(|id| (*id, engine)));
+        }
+    }
+
+    /// Multiplications whose results are stored into the receivers' memory.
+    pub(super) fn add_stored(
+        &mut self,
+        state: &mut RankState,
+        program: &RankProgram,
+        group: &[TransferId],
+        dtype: DType,
+        (m, k, n): (usize, usize, usize),
+    ) {
+        for &id in group {
+            state.posts[id].0 += 1;
+            state.posts[id].1 = state.stream;
+            self.await_target(state, id);
+        }
+        self.words(state, group.len());
+        let rows = m * group.len();
+        let matmul = self.gemm(dtype, (rows, k, n));
+        let link = &self.model.link;
+        let each = (m * n * dtype.size()) as f64;
+        let bytes = each * group.len() as f64;
+        let stored = bytes / link.stored + link.stored_exposed * matmul;
+        let seconds = stored.max(matmul);
+        let (peak, ring) = (link.put.peak(), link.put_ring);
+        let read = ((rows * k + k * n) * dtype.size()) as f64;
+        let in_memory = read / seconds / self.model.memory.rate;
+        let first = self.demands.len();
+        self.demand(state.rank, EGRESS, bytes / seconds / peak);
+        self.demand(state.rank, PORT, bytes / seconds / 2.0 / ring);
+        self.demand(state.rank, MEMORY, in_memory);
+        for &id in group {
+            let peer = self.stand_in(program.transfers[id].peer);
+            self.demand(peer, INGRESS, each / seconds / peak);
+            self.demand(peer, PORT, each / seconds / 2.0 / ring);
+            self.demand(peer, MEMORY, each / seconds / self.model.memory.rate);
+        }
+        self.kernel(state);
+        let bound = if stored > matmul {
+            Bound::Link
+        } else {
+            Bound::Matmul
+        };
+        let multiprocessors = self.model.device.multiprocessors;
+        let work = Work {
+            occupancy: self.model.gemm.occupancy(rows, n, multiprocessors),
+            class: Class::Matmul,
+            ..Work::new(seconds, bound, [state.rank, state.rank])
+        };
+        self.work(state, first, work);
+        self.tell(state, program, group.iter().copied());
+    }
+
+    /// Waits until all posts so far of `group` are complete.
+    pub(super) fn add_wait(
+        &mut self,
+        state: &mut RankState,
+        program: &RankProgram,
+        group: &[TransferId],
+    ) {
+        let (mut words, mut events) = (0, 0);
+        for &id in group {
+            let (posts, posted_on) = state.posts[id];
+            let transfer = &program.transfers[id];
+            if let Backend::Nccl = transfer.backend {
+                if let Some(&(stream, done)) = state.carried.get(&id)
+                    && stream != state.stream
+                {
+                    self.step(state, Step::Await(done, 1));
+                    events += 1;
+                }
+            } else if initiates(transfer).is_none() {
+                let word = self.incoming(program.rank, id);
+                self.step(state, Step::Await(word, posts));
+                words += 1;
+            } else if posted_on != state.stream {
+                let done = self.completed(program.rank, id);
+                self.step(state, Step::Await(done, posts));
+                match self.submission {
+                    Submission::Eager => words += 1,
+                    Submission::Captured => events += 1,
+                }
+            }
+        }
+        if words > 0 {
+            self.words(state, words);
+        }
+        if events > 0 {
+            self.delay(state, self.model.latency.event);
+        }
+    }
+}

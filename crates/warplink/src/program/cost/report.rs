@@ -1,0 +1,247 @@
+//! What a simulation says.
+
+use super::model::HardwareModel;
+use super::schedule::{Class, EGRESS, INGRESS, MEMORY, Schedule};
+use super::simulate::Outcome;
+use crate::error::Rank;
+use serde::Serialize;
+use std::fmt;
+
+/// What time goes to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Bound {
+    /// Puts and gets.
+    Link,
+    /// Matrix multiplications.
+    Matmul,
+    /// Copies within a device's memory, and sums.
+    Memory,
+    /// The engine's collectives, sends and receives.
+    Collective,
+    /// Signals, events and starts of kernels.
+    Latency,
+    /// The host, which enqueues.
+    Host,
+}
+
+impl Bound {
+    /// Every bound.
+    pub const ALL: [Self; 6] = [
+        Self::Link,
+        Self::Matmul,
+        Self::Memory,
+        Self::Collective,
+        Self::Latency,
+        Self::Host,
+    ];
+
+    /// A word for it.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Link => "link",
+            Self::Matmul => "matmul",
+            Self::Memory => "memory",
+            Self::Collective => "collective",
+            Self::Latency => "latency",
+            Self::Host => "host",
+        }
+    }
+}
+
+impl fmt::Display for Bound {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// Seconds for each [`Bound`] along a chain of operations, each of which waited for the one before.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Path([f64; Bound::ALL.len()]);
+
+impl Path {
+    pub(super) fn of(bound: Bound, seconds: f64) -> Self {
+        let mut path = Self::default();
+        path.add(bound, seconds);
+        path
+    }
+
+    pub(super) fn add(&mut self, bound: Bound, seconds: f64) {
+        self.0[bound as usize] += seconds;
+    }
+
+    /// All of it.
+    pub fn seconds(&self) -> f64 {
+        self.0.iter().sum()
+    }
+
+    /// What went to `bound`.
+    pub fn of_bound(&self, bound: Bound) -> f64 {
+        self.0[bound as usize]
+    }
+
+    /// What most of it went to.
+    pub fn most(&self) -> Bound {
+        let by_time = |a: &Bound, b: &Bound| self.of_bound(*a).total_cmp(&self.of_bound(*b));
+        Bound::ALL
+            .into_iter()
+            .max_by(by_time)
+            .unwrap_or(Bound::Latency)
+    }
+}
+
+/// How long a rank's resources were in use, in seconds of full use.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Busy {
+    /// The rank.
+    pub rank: Rank,
+    /// Matrix multiplications, one at a time.
+    pub matmul: f64,
+    /// The link to other ranks.
+    pub egress: f64,
+    /// The link from other ranks.
+    pub ingress: f64,
+    /// Memory.
+    pub memory: f64,
+    /// The host, which enqueues.
+    pub host: f64,
+}
+
+/// When an operation started and ended, in seconds from the start of the program.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Span {
+    /// The rank.
+    pub rank: Rank,
+    /// The operation, an index into [`RankProgram::operations`](crate::program::RankProgram::operations).
+    pub operation: usize,
+    /// When its stream came to it.
+    pub start: f64,
+    /// When its stream went on.
+    pub end: f64,
+}
+
+/// What a program costs. Printed, it explains itself.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Cost {
+    /// From the first operation that a host enqueues to the end of the last on any rank.
+    pub seconds: f64,
+    /// What most of the time goes to, along the chain of operations that ends last.
+    pub bound: Bound,
+    /// What all of it goes to, along that chain.
+    pub critical: Path,
+    /// Resources in use, for each rank that was simulated.
+    pub busy: Vec<Busy>,
+    /// Whether one rank was simulated for all, because all do the same in rotation.
+    pub symmetric: bool,
+    /// Every operation, where [`SimulateOptions::timeline`](super::SimulateOptions::timeline) asked
+    /// for it; rank after rank, in the order in which the host enqueues.
+    pub timeline: Vec<Span>,
+    /// The name of the model.
+    pub model: String,
+}
+
+impl Cost {
+    /// The rank, of those simulated, whose resources are in use for longest.
+    pub fn busiest(&self) -> Option<&Busy> {
+        let sum = |busy: &Busy| busy.matmul + busy.egress + busy.ingress + busy.memory;
+        self.busy.iter().max_by(|a, b| sum(a).total_cmp(&sum(b)))
+    }
+}
+
+impl fmt::Display for Cost {
+    /// The time and its bound, the chain that ends last, and the busiest rank.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let micros = |seconds: f64| seconds * 1e6;
+        let share = |seconds: f64| 100.0 * seconds / self.seconds.max(f64::MIN_POSITIVE);
+        writeln!(
+            f,
+            "{:.1} us on {}, bound by {}",
+            micros(self.seconds),
+            self.model,
+            self.bound
+        )?;
+        write!(f, "  longest chain: ")?;
+        let mut parts: Vec<(Bound, f64)> = Bound::ALL
+            .into_iter()
+            .map(|bound| (bound, self.critical.of_bound(bound)))
+            .filter(|(_, seconds)| *seconds > 0.0)
+            .collect();
+        parts.sort_by(|a, b| b.1.total_cmp(&a.1));
+        for (position, (bound, seconds)) in parts.iter().enumerate() {
+            let lead = if position == 0 { "" } else { ", " };
+            write!(f, "{lead}{bound} {:.1} us", micros(*seconds))?;
+        }
+        writeln!(f)?;
+        if let Some(busy) = self.busiest() {
+            let whose = if self.symmetric {
+                "every rank".to_owned()
+            } else {
+                format!("rank {}", busy.rank)
+            };
+            write!(f, "  {whose} is busy: ")?;
+            let parts = [
+                ("matmul", busy.matmul),
+                ("link out", busy.egress),
+                ("link in", busy.ingress),
+                ("memory", busy.memory),
+                ("host", busy.host),
+            ];
+            for (position, (name, seconds)) in parts.into_iter().enumerate() {
+                let lead = if position == 0 { "" } else { ", " };
+                write!(
+                    f,
+                    "{lead}{name} {:.1} us ({:.0} %)",
+                    micros(seconds),
+                    share(seconds)
+                )?;
+            }
+            writeln!(f)?;
+        }
+        Ok(())
+    }
+}
+
+/// Puts the outcome of a schedule in words.
+pub(super) fn cost(schedule: &Schedule<'_>, outcome: Outcome, model: &HardwareModel) -> Cost {
+    let mut matmul = vec![0.0; schedule.programs.len()];
+    for work in schedule
+        .works
+        .iter()
+        .filter(|work| work.class == Class::Matmul)
+    {
+        matmul[work.ranks[0] as usize] += work.seconds;
+    }
+    let busy = (0..schedule.programs.len())
+        .map(|rank| {
+            let of = |resource| outcome.busy[schedule.resource(rank, resource) as usize];
+            Busy {
+                rank,
+                matmul: matmul[rank],
+                egress: of(EGRESS),
+                ingress: of(INGRESS),
+                memory: of(MEMORY),
+                host: schedule.host[rank],
+            }
+        })
+        .collect();
+    let timeline = outcome
+        .spans
+        .iter()
+        .zip(&schedule.operations)
+        .map(|((start, end), id)| Span {
+            rank: id.rank,
+            operation: id.operation,
+            start: *start,
+            end: *end,
+        })
+        .collect();
+    Cost {
+        seconds: outcome.seconds,
+        bound: outcome.critical.most(),
+        critical: outcome.critical,
+        busy,
+        symmetric: schedule.copies > 1.0,
+        timeline,
+        model: model.name.clone(),
+    }
+}

@@ -1,0 +1,272 @@
+//! How work that runs at one time shares the resources of all ranks.
+//!
+//! Work has a speed from 0 to 1, its speed over that alone. At speed s it takes s times its demand
+//! from each resource that it needs, and no resource gives more than 1:
+//!
+//! 1. Multiprocessors go to kernels in order of arrival, those of high priority first; each takes
+//!    what it keeps busy, as far as that is left.
+//! 2. Work is slower beside some other work, as the model says.
+//! 3. Links and memory are shared so that the slowest work is as fast as can be, then the next, and
+//!    so on.
+
+use super::model::Interference;
+use super::schedule::{Class, RESOURCES, Schedule, Work};
+
+/// Work that has less left than this, in seconds of it alone, is done.
+const DONE: f64 = 1e-12;
+
+/// What is left of a resource, below which it counts as used up.
+const USED_UP: f64 = 1e-9;
+
+/// Work that runs.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Active {
+    pub(super) work: u32,
+    /// The stream that it runs on.
+    pub(super) lane: u32,
+    /// When it started.
+    pub(super) started: f64,
+    /// Seconds left of it alone.
+    remaining: f64,
+    speed: f64,
+    limit: f64,
+    settled: bool,
+}
+
+/// Everything that runs.
+pub(super) struct Resources<'a> {
+    schedule: &'a Schedule<'a>,
+    /// In order of arrival.
+    active: Vec<Active>,
+    /// The share of each resource in use.
+    load: Vec<f64>,
+    /// Seconds of full use of each resource so far.
+    busy: Vec<f64>,
+    /// Of each resource, the sum of the demands of work whose speed still grows.
+    growing: Vec<f64>,
+    /// For each rank, what runs: multiplications, puts, gets.
+    running: Vec<[u32; 3]>,
+    /// Multiprocessors left, for each rank.
+    left: Vec<f64>,
+    stale: bool,
+}
+
+impl<'a> Resources<'a> {
+    pub(super) fn new(schedule: &'a Schedule<'a>) -> Self {
+        let ranks = schedule.programs.len();
+        let count = ranks * RESOURCES as usize;
+        Self {
+            schedule,
+            active: Vec::new(),
+            load: vec![0.0; count],
+            busy: vec![0.0; count],
+            growing: vec![0.0; count],
+            running: vec![[0; 3]; ranks],
+            left: vec![1.0; ranks],
+            stale: false,
+        }
+    }
+
+    /// Starts `work` of a stream.
+    pub(super) fn start(&mut self, work: u32, lane: u32, now: f64) {
+        let it = &self.schedule.works[work as usize];
+        let mut remaining = it.seconds;
+        if it.class == Class::SmallKernel && self.running[it.ranks[0] as usize][0] > 0 {
+            remaining += self.schedule.model.latency.room;
+        }
+        self.count(it, 1);
+        self.active.push(Active {
+            work,
+            lane,
+            started: now,
+            remaining,
+            speed: 0.0,
+            limit: 0.0,
+            settled: false,
+        });
+        self.stale = true;
+    }
+
+    fn count(&mut self, work: &Work, change: i32) {
+        let class = match work.class {
+            Class::Matmul => 0,
+            Class::Put => 1,
+            Class::Get => 2,
+            Class::SmallKernel | Class::Other => return,
+        };
+        let [first, second] = work.ranks.map(|rank| rank as usize);
+        let mut add = |rank: usize| {
+            let count = &mut self.running[rank][class];
+            *count = count.saturating_add_signed(change);
+        };
+        add(first);
+        if second != first {
+            add(second);
+        }
+    }
+
+    /// Seconds until the next work is done; none where nothing runs on.
+    pub(super) fn next(&mut self) -> Option<f64> {
+        if std::mem::take(&mut self.stale) {
+            self.share();
+        }
+        let moving = self.active.iter().filter(|active| active.speed > 0.0);
+        let ends = moving.map(|active| active.remaining / active.speed);
+        ends.fold(None, |least: Option<f64>, end| {
+            Some(least.map_or(end, |least| least.min(end)))
+        })
+    }
+
+    /// Lets `seconds` pass, no more than [`next`](Self::next) has said.
+    pub(super) fn advance(&mut self, seconds: f64) {
+        for active in &mut self.active {
+            active.remaining -= seconds * active.speed;
+        }
+        for (busy, load) in self.busy.iter_mut().zip(&self.load) {
+            *busy += load * seconds;
+        }
+    }
+
+    /// Takes what is done out.
+    pub(super) fn take_done(&mut self, done: &mut Vec<Active>) {
+        let before = done.len();
+        self.active.retain(|active| {
+            let over = active.remaining <= DONE;
+            if over {
+                done.push(*active);
+            }
+            !over
+        });
+        for active in &done[before..] {
+            self.count(&self.schedule.works[active.work as usize], -1);
+            self.stale = true;
+        }
+    }
+
+    /// Seconds of full use of each resource, by its number.
+    pub(super) fn into_busy(self) -> Vec<f64> {
+        self.busy
+    }
+
+    /// Sets the speed of everything that runs.
+    fn share(&mut self) {
+        self.limit();
+        self.load.fill(0.0);
+        self.growing.fill(0.0);
+        let schedule = self.schedule;
+        let mut over = false;
+        for active in &mut self.active {
+            active.speed = active.limit;
+            active.settled = active.limit <= 0.0;
+            for &(resource, demand) in demands(schedule, active.work) {
+                let load = &mut self.load[resource as usize];
+                *load += demand * active.limit;
+                over |= *load > 1.0 + USED_UP;
+            }
+        }
+        if over {
+            self.fill();
+        }
+    }
+
+    /// Speeds grow together; one stops at its limit or where a resource is used up.
+    fn fill(&mut self) {
+        let schedule = self.schedule;
+        self.load.fill(0.0);
+        for active in &mut self.active {
+            active.speed = 0.0;
+            if !active.settled {
+                for &(resource, demand) in demands(schedule, active.work) {
+                    self.growing[resource as usize] += demand;
+                }
+            }
+        }
+        loop {
+            let mut step = f64::INFINITY;
+            for active in self.active.iter().filter(|active| !active.settled) {
+                step = step.min(active.limit - active.speed);
+            }
+            if step.is_infinite() {
+                return;
+            }
+            for (load, growing) in self.load.iter().zip(&self.growing) {
+                if *growing > USED_UP {
+                    step = step.min((1.0 - load).max(0.0) / growing);
+                }
+            }
+            for (load, growing) in self.load.iter_mut().zip(&self.growing) {
+                *load += growing * step;
+            }
+            for index in 0..self.active.len() {
+                let active = &mut self.active[index];
+                if active.settled {
+                    continue;
+                }
+                active.speed += step;
+                let needs = demands(schedule, active.work);
+                let at_limit = active.limit - active.speed <= USED_UP * active.limit;
+                let held =
+                    |&(resource, _): &(u32, f64)| self.load[resource as usize] >= 1.0 - USED_UP;
+                if at_limit || needs.iter().any(held) {
+                    active.settled = true;
+                    for &(resource, demand) in needs {
+                        let growing = &mut self.growing[resource as usize];
+                        *growing = (*growing - demand).max(0.0);
+                    }
+                }
+            }
+        }
+    }
+
+    /// How fast each may be by multiprocessors and interference.
+    fn limit(&mut self) {
+        let schedule = self.schedule;
+        let beside = &schedule.model.interference;
+        self.left.fill(1.0);
+        for high in [true, false] {
+            for active in &mut self.active {
+                let work = &schedule.works[active.work as usize];
+                if work.high != high {
+                    continue;
+                }
+                let mut limit = 1.0;
+                if work.occupancy > 0.0 {
+                    let left = &mut self.left[work.ranks[0] as usize];
+                    limit = (*left / work.occupancy).clamp(0.0, 1.0);
+                    *left = (*left - limit * work.occupancy).max(0.0);
+                    if limit < USED_UP {
+                        limit = 0.0;
+                    }
+                }
+                active.limit = limit * slowed(work, &self.running, beside);
+            }
+        }
+    }
+}
+
+/// The speed of `work` beside what else runs.
+fn slowed(work: &Work, running: &[[u32; 3]], beside: &Interference) -> f64 {
+    let [first, second] = work.ranks.map(|rank| running[rank as usize]);
+    match work.class {
+        Class::Matmul => {
+            let put = if first[1] > 0 {
+                beside.matmul_beside_put
+            } else {
+                1.0
+            };
+            let get = if first[2] > 0 {
+                beside.matmul_beside_get
+            } else {
+                1.0
+            };
+            put.min(get)
+        }
+        Class::Put | Class::Get if first[0] > 0 || second[0] > 0 => beside.copy_beside_matmul,
+        _ => 1.0,
+    }
+}
+
+fn demands<'s>(schedule: &'s Schedule<'_>, work: u32) -> &'s [(u32, f64)] {
+    let (first, end) = schedule.works[work as usize].demands;
+    &schedule.demands[first as usize..end as usize]
+}

@@ -1,0 +1,262 @@
+//! The simulation: streams do their steps in order, and time jumps from one event to the next.
+
+use super::report::{Bound, Path};
+use super::resources::Resources;
+use super::schedule::{Schedule, Step};
+use crate::error::{Error, ErrorKind, Result};
+use std::cmp::{Ordering, Reverse};
+use std::collections::BinaryHeap;
+
+/// Events so close together happen at once.
+const AT_ONCE: f64 = 1e-13;
+
+/// What came of it.
+pub(super) struct Outcome {
+    /// When the last stream was done.
+    pub(super) seconds: f64,
+    /// What the time went to, along the chain of operations that ended last.
+    pub(super) critical: Path,
+    /// Seconds of full use of each resource.
+    pub(super) busy: Vec<f64>,
+    /// Start and end of each operation, where they are asked for.
+    pub(super) spans: Vec<(f64, f64)>,
+}
+
+/// A stream.
+#[derive(Clone, Debug, Default)]
+struct Lane {
+    /// The next step.
+    next: usize,
+    /// What the time up to now went to.
+    path: Path,
+}
+
+/// A count that streams add to and wait for.
+#[derive(Clone, Debug, Default)]
+struct Counter {
+    value: u32,
+    /// Streams, and what they wait for.
+    waiting: Vec<(u32, u32)>,
+}
+
+/// What happens at a point in time.
+#[derive(Clone, Copy, Debug)]
+enum Event {
+    /// A stream goes on.
+    Resume(u32),
+    /// A counter gets one more.
+    Add(u32, Path),
+}
+
+struct Timer {
+    time: f64,
+    /// Timers of one time go off in the order in which they were set.
+    number: u64,
+    event: Event,
+}
+
+impl PartialEq for Timer {
+    fn eq(&self, other: &Self) -> bool {
+        self.cmp(other) == Ordering::Equal
+    }
+}
+
+impl Eq for Timer {}
+
+impl PartialOrd for Timer {
+    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl Ord for Timer {
+    fn cmp(&self, other: &Self) -> Ordering {
+        let time = self.time.total_cmp(&other.time);
+        time.then(self.number.cmp(&other.number))
+    }
+}
+
+struct Simulation<'a> {
+    schedule: &'a Schedule<'a>,
+    resources: Resources<'a>,
+    lanes: Vec<Lane>,
+    counters: Vec<Counter>,
+    timers: BinaryHeap<Reverse<Timer>>,
+    timers_set: u64,
+    /// Streams that can go on.
+    ready: Vec<u32>,
+    now: f64,
+    spans: Vec<(f64, f64)>,
+}
+
+/// Runs the schedule to its end.
+///
+/// # Errors
+/// [`ErrorKind::Verification`] where streams wait for one another for ever.
+pub(super) fn run(schedule: &Schedule<'_>, timeline: bool) -> Result<Outcome> {
+    let spans = if timeline {
+        schedule.operations.len()
+    } else {
+        0
+    };
+    let lanes = schedule.lanes.len();
+    let mut simulation = Simulation {
+        schedule,
+        resources: Resources::new(schedule),
+        lanes: vec![Lane::default(); lanes],
+        counters: vec![Counter::default(); schedule.counters as usize],
+        timers: BinaryHeap::new(),
+        timers_set: 0,
+        // The first stream is the last to be taken off.
+        ready: (0..lanes as u32).rev().collect(),
+        now: 0.0,
+        spans: vec![(0.0, 0.0); spans],
+    };
+    simulation.go();
+    simulation.outcome()
+}
+
+impl Simulation<'_> {
+    fn go(&mut self) {
+        let mut done = Vec::new();
+        loop {
+            while let Some(lane) = self.ready.pop() {
+                self.step(lane);
+            }
+            let work = self.resources.next().map(|seconds| self.now + seconds);
+            let timer = self.timers.peek().map(|Reverse(timer)| timer.time);
+            let Some(time) = [work, timer].into_iter().flatten().reduce(f64::min) else {
+                return;
+            };
+            self.resources.advance((time - self.now).max(0.0));
+            self.now = self.now.max(time);
+            self.resources.take_done(&mut done);
+            for active in done.drain(..) {
+                let work = &self.schedule.works[active.work as usize];
+                self.lanes[active.lane as usize]
+                    .path
+                    .add(work.bound, self.now - active.started);
+                self.ready.push(active.lane);
+            }
+            while let Some(Reverse(timer)) = self.timers.peek()
+                && timer.time <= self.now + AT_ONCE
+                && let Some(Reverse(timer)) = self.timers.pop()
+            {
+                match timer.event {
+                    Event::Resume(lane) => self.ready.push(lane),
+                    Event::Add(counter, path) => self.add(counter, &path),
+                }
+            }
+        }
+    }
+
+    /// Lets a stream go on as far as it can.
+    fn step(&mut self, number: u32) {
+        let steps = &self.schedule.lanes[number as usize];
+        loop {
+            let lane = &mut self.lanes[number as usize];
+            let Some(&step) = steps.get(lane.next) else {
+                return;
+            };
+            lane.next += 1;
+            match step {
+                Step::NotBefore(time) if time > self.now => {
+                    lane.path = Path::of(Bound::Host, time);
+                    return self.set(time, Event::Resume(number));
+                }
+                Step::NotBefore(_) => {}
+                Step::Begin(operation) => {
+                    if let Some(span) = self.spans.get_mut(operation as usize) {
+                        span.0 = self.now;
+                    }
+                }
+                Step::End(operation) => {
+                    if let Some(span) = self.spans.get_mut(operation as usize) {
+                        span.1 = self.now;
+                    }
+                }
+                Step::Await(counter, value) => {
+                    let counter = &mut self.counters[counter as usize];
+                    if counter.value < value {
+                        return counter.waiting.push((number, value));
+                    }
+                }
+                Step::Add(counter, seconds) => {
+                    let mut path = lane.path;
+                    if seconds > 0.0 {
+                        path.add(Bound::Latency, seconds);
+                        self.set(self.now + seconds, Event::Add(counter, path));
+                    } else {
+                        self.add(counter, &path);
+                    }
+                }
+                Step::Delay(seconds) if seconds > 0.0 => {
+                    lane.path.add(Bound::Latency, seconds);
+                    return self.set(self.now + seconds, Event::Resume(number));
+                }
+                Step::Delay(_) => {}
+                Step::Work(work) => return self.resources.start(work, number, self.now),
+            }
+        }
+    }
+
+    fn set(&mut self, time: f64, event: Event) {
+        self.timers_set += 1;
+        self.timers.push(Reverse(Timer {
+            time,
+            number: self.timers_set,
+            event,
+        }));
+    }
+
+    /// Adds one to a counter. Who waited for it goes on, and owes its time to what came here.
+    fn add(&mut self, counter: u32, path: &Path) {
+        let counter = &mut self.counters[counter as usize];
+        counter.value += 1;
+        let value = counter.value;
+        let (lanes, ready) = (&mut self.lanes, &mut self.ready);
+        counter.waiting.retain(|&(lane, wanted)| {
+            let goes_on = wanted <= value;
+            if goes_on {
+                lanes[lane as usize].path = *path;
+                ready.push(lane);
+            }
+            !goes_on
+        });
+    }
+
+    fn outcome(self) -> Result<Outcome> {
+        let unfinished = |(number, lane): (usize, &Lane)| {
+            (lane.next < self.schedule.lanes[number].len()).then_some(number)
+        };
+        // A stream that waits has passed the step, but nothing takes its number off a counter.
+        let waiting = self
+            .counters
+            .iter()
+            .any(|counter| !counter.waiting.is_empty());
+        if waiting
+            || self
+                .lanes
+                .iter()
+                .enumerate()
+                .any(|lane| unfinished(lane).is_some())
+        {
+            return Err(Error::new(
+                ErrorKind::Verification,
+                "streams wait for one another and never finish",
+            )
+            .during("simulate a program")
+            .help("verify the program"));
+        }
+        let last = self
+            .lanes
+            .iter()
+            .max_by(|a, b| a.path.seconds().total_cmp(&b.path.seconds()));
+        Ok(Outcome {
+            seconds: self.now,
+            critical: last.map(|lane| lane.path).unwrap_or_default(),
+            busy: self.resources.into_busy(),
+            spans: self.spans,
+        })
+    }
+}
