@@ -4,17 +4,16 @@ use crate::bootstrap::{Bootstrap, JoinConfig, Rendezvous, UniqueId};
 use crate::config::Config;
 use crate::deadline::Deadline;
 use crate::device::{
-    self, AllocationKind, CollectiveEngine, Compute, Device, DeviceKind, DeviceSlice, Event,
+    self, AllocationKind, CollectiveEngine, Compute, Device, DeviceKind, DeviceSlice, InFlight,
     Priority, Stream,
 };
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::memory::{HANDLE_BYTES, MemoryRegistry, Region, RemoteRegion};
-use crate::p2p::{Transfer, TransferExchange, TransferRequest};
+use crate::p2p::{Batch, Transfer, TransferExchange, TransferRequest};
 use crate::program::Executor;
 use crate::program::execute::{EngineSource, RankContext};
-use crate::sync::lock;
 use std::net::Ipv4Addr;
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 /// One rank's membership in a job. Every method that involves other ranks says whether it blocks;
@@ -29,8 +28,7 @@ pub struct Communicator {
     transfers: Arc<TransferExchange>,
     engine: Arc<OnceLock<Arc<dyn CollectiveEngine>>>,
     timeout: Duration,
-    // Transfers of `send` and `receive` whose streams may still use them.
-    under_way: Mutex<Vec<(Event, Transfer)>>,
+    in_flight: Arc<InFlight>,
 }
 
 impl Communicator {
@@ -68,6 +66,7 @@ impl Communicator {
             &device,
             config.protocol,
         ));
+        let in_flight = Arc::new(InFlight::new(&device));
         Ok(Self {
             device,
             bootstrap,
@@ -75,7 +74,7 @@ impl Communicator {
             transfers,
             engine: Arc::default(),
             timeout: config.timeout,
-            under_way: Mutex::default(),
+            in_flight,
         })
     }
 
@@ -219,32 +218,15 @@ impl Communicator {
             .on_rank(self.rank())
             .help("exchange the transfers before the capture, post and wait in it"));
         }
-        self.reap()?;
+        self.in_flight.release_finished();
         let transfers = self.exchange(requests)?;
-        let group: Vec<&Transfer> = transfers.iter().collect();
-        crate::p2p::post_all(&group, stream)?;
-        crate::p2p::wait_all(&group, stream)?;
-        let end = self.device.create_event(false)?;
-        stream.record(&end)?;
-        lock(&self.under_way).extend(
-            transfers
-                .into_iter()
-                .map(|transfer| (end.clone(), transfer)),
-        );
-        Ok(())
-    }
-
-    /// Drops the transfers of one use that are done.
-    fn reap(&self) -> Result<()> {
-        let mut under_way = lock(&self.under_way);
-        let mut left = Vec::new();
-        for (end, transfer) in under_way.drain(..) {
-            if !end.is_reached()? {
-                left.push((end, transfer));
-            }
-        }
-        *under_way = left;
-        Ok(())
+        let enqueued = Batch::new()
+            .post(&transfers)
+            .wait(&transfers)
+            .enqueue(stream);
+        // Also where that failed: some of it may have been enqueued.
+        self.in_flight.hold(&[stream], transfers);
+        enqueued
     }
 
     /// Blocks until `stream` is done.
@@ -317,6 +299,7 @@ impl Communicator {
             bootstrap: self.bootstrap.clone(),
             memory: self.memory.clone(),
             transfers: self.transfers.clone(),
+            in_flight: self.in_flight.clone(),
             engine: self.engine_source(),
             timeout: self.timeout,
         })
@@ -330,7 +313,7 @@ impl Communicator {
 
     /// Unmaps what no transfer uses, and tells its owners. Blocks until they were told.
     pub fn release_idle(&self) -> Result<()> {
-        self.reap()?;
+        self.in_flight.release_finished();
         self.memory.release_idle();
         Ok(())
     }
@@ -343,7 +326,9 @@ impl Communicator {
     /// Those of [`barrier`](Self::barrier) when a peer is lost or does not close. This rank has left
     /// all the same.
     pub fn close(self) -> Result<()> {
-        lock(&self.under_way).clear();
+        if !self.in_flight.wait_until_empty(self.deadline()) {
+            tracing::warn!("streams still use transfers of a communicator that is closed");
+        }
         self.memory.release_idle();
         let deadline = self.deadline();
         let barrier = self.bootstrap.barrier(deadline);
@@ -372,6 +357,7 @@ impl Communicator {
 /// and do not wait for it.
 impl Drop for Communicator {
     fn drop(&mut self) {
+        self.in_flight.release_in_background();
         if self.bootstrap.is_closed() {
             return;
         }

@@ -23,6 +23,7 @@ mod compute;
 pub mod cuda;
 mod fault;
 pub(crate) mod host;
+mod in_flight;
 mod slice;
 mod stream;
 
@@ -30,6 +31,7 @@ pub use buffer::DeviceBuffer;
 pub use collective::{AllGatherBytes, Collective, CollectiveEngine, CollectiveRequest, ReduceOp};
 pub use compute::{Compute, MatmulSpec, PreparedLaunch};
 pub use fault::Fault;
+pub(crate) use in_flight::InFlight;
 pub use slice::{Backing, DeviceSlice, Word};
 pub(crate) use stream::sequence_apart;
 pub use stream::{

@@ -78,9 +78,10 @@ impl Runs {
             .on_rank(self.executor.rank())
             .help("make a plan before the capture, and run that in it"));
         }
-        self.run(stream)?;
-        self.executor.keep_until_done(self.plans, stream)?;
-        Ok(self.choice)
+        let enqueued = self.run(stream);
+        // Also where that failed: some of it may have been enqueued.
+        self.executor.keep_until_done(self.plans, stream);
+        enqueued.map(|()| self.choice)
     }
 
     pub(super) fn debug(&self, name: &str, f: &mut fmt::Formatter<'_>) -> fmt::Result {

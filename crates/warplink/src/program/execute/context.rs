@@ -2,7 +2,7 @@
 
 use crate::bootstrap::Bootstrap;
 use crate::deadline::Deadline;
-use crate::device::{CollectiveEngine, Device};
+use crate::device::{CollectiveEngine, Device, InFlight};
 use crate::error::{Rank, Result};
 use crate::memory::MemoryRegistry;
 use crate::p2p::TransferExchange;
@@ -19,6 +19,7 @@ pub(crate) struct RankContext {
     pub(crate) bootstrap: Arc<Bootstrap>,
     pub(crate) memory: Arc<MemoryRegistry>,
     pub(crate) transfers: Arc<TransferExchange>,
+    pub(crate) in_flight: Arc<InFlight>,
     pub(crate) engine: EngineSource,
     pub(crate) timeout: Duration,
 }

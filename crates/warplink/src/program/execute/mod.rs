@@ -30,12 +30,11 @@ pub use trace::{Trace, TraceSpan};
 use super::ir::Program;
 use super::parameters::Parameters;
 use super::{refused, unroll, verify};
-use crate::device::{CollectiveEngine, DeviceKind, Event, Priority, Stream};
+use crate::device::{CollectiveEngine, DeviceKind, Priority, Stream};
 use crate::error::{Rank, Result};
-use crate::sync::lock;
 use pool::Pool;
 use std::fmt;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 /// How a program is prepared.
 #[derive(Clone, Copy, Debug)]
@@ -64,11 +63,7 @@ impl Default for PrepareOptions {
 pub struct Executor {
     context: RankContext,
     pool: Arc<Pool>,
-    under_way: Arc<Mutex<Vec<UnderWay>>>,
 }
-
-/// Plans of one use, and the event at the end of their run.
-type UnderWay = (Event, Vec<Plan>);
 
 impl fmt::Debug for Executor {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -82,11 +77,7 @@ impl fmt::Debug for Executor {
 impl Executor {
     pub(crate) fn new(context: RankContext) -> Self {
         let pool = Arc::new(Pool::new(&context.device, &context.memory));
-        Self {
-            context,
-            pool,
-            under_way: Arc::default(),
-        }
+        Self { context, pool }
     }
 
     /// This rank.
@@ -114,16 +105,9 @@ impl Executor {
         self.context.device.create_stream(Priority::Normal)
     }
 
-    /// Keeps `plans` until what `stream` was given so far is done, and lets go of earlier ones that
-    /// are.
-    pub(crate) fn keep_until_done(&self, plans: Vec<Plan>, stream: &Stream) -> Result<()> {
-        let end = self.context.device.create_event(false)?;
-        stream.record(&end)?;
-        let mut under_way = lock(&self.under_way);
-        under_way.push((end, plans));
-        // What cannot be asked is kept: its memory may still be in use.
-        under_way.retain(|(end, _)| !end.is_reached().unwrap_or(false));
-        Ok(())
+    /// Keeps `plans` until what `stream` was given so far is done.
+    pub(crate) fn keep_until_done(&self, plans: Vec<Plan>, stream: &Stream) {
+        self.context.in_flight.hold(&[stream], plans);
     }
 
     /// Verifies `program` for this world and unrolls it for this rank. Involves no other rank.
