@@ -147,8 +147,12 @@ impl Exports {
             entry.filter(|entry| entry.export.allocation.backing().identity() == allocation);
         let entry = entry.ok_or_else(not_registered)?;
         let descriptor = entry.export.descriptor.as_ref();
-        let descriptor = descriptor
-            .ok_or_else(|| Error::new(ErrorKind::Unsupported, "the region has no descriptor"))?;
+        let descriptor = descriptor.ok_or_else(|| {
+            Error::new(
+                ErrorKind::Unsupported,
+                "the region cannot be opened by descriptor",
+            )
+        })?;
         descriptor
             .try_clone()
             .map_err(|error| Error::io("duplicate a descriptor", &error))

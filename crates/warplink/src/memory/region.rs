@@ -169,7 +169,9 @@ impl Region {
         let generation = self.generation();
         let shared = self.registration.shared.clone();
         if Arc::strong_count(&self.registration) > 1 {
-            return Err(Error::invalid("the region is still in use here").during("close a region"));
+            return Err(Error::invalid("the region is still in use here")
+                .during("close a region")
+                .help("drop the other clones of the region and the transfers that hold it"));
         }
         drop(self);
         match shared

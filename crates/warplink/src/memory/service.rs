@@ -232,7 +232,8 @@ pub(super) fn ask(
             ErrorKind::InvalidHandle,
             "the peer refused: it does not share this region any more",
         )
-        .during("ask a peer's service"));
+        .during("ask a peer's service")
+        .help("exchange the region anew"));
     }
     Ok(descriptor)
 }

@@ -199,18 +199,19 @@ impl<'a, 's> Queue<'a, 's> {
     /// Has places marked here, if there are any and it matters: another stream that follows one waits
     /// for nothing that comes behind.
     fn mark(&mut self) -> Result<()> {
-        match self.marks.is_empty() || self.whole {
-            true => Ok(()),
-            false => self.flush(),
+        if self.marks.is_empty() || self.whole {
+            return Ok(());
         }
+        self.flush()
     }
 
     /// Enqueues what was collected.
     fn flush(&mut self) -> Result<()> {
         if !self.operations.is_empty() {
-            let signals = match self.in_kernel {
-                true => only_signals(&self.operations),
-                false => None,
+            let signals = if self.in_kernel {
+                only_signals(&self.operations)
+            } else {
+                None
             };
             match signals {
                 Some(signals) => self.stream.memory_ops_in_kernel(&signals)?,

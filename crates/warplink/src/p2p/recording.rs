@@ -44,14 +44,14 @@ impl Recording {
     pub(super) fn check(&self, role: Role, capture: u64, waited: Option<bool>) -> Result<()> {
         let noted = lock(&self.posted).filter(|before| before.capture == capture);
         let waited = waited.or(noted.map(|before| before.waited));
-        match role == Role::Target && waited == Some(false) {
-            true => Err(Error::invalid(
-                "a transfer is posted twice in one graph without a wait between",
+        if role == Role::Target && waited == Some(false) {
+            return Err(Error::invalid(
+                "the transfer is posted twice in one graph without a wait between",
             )
             .during("post a transfer")
-            .help("wait for it first, or exchange a second transfer")),
-            false => Ok(()),
+            .help("wait for it first, or exchange a second transfer"));
         }
+        Ok(())
     }
 
     /// Whether the last post was not waited for.
@@ -94,11 +94,9 @@ impl Recording {
             Some(posted) if role == Role::Target && !posted.waited => {
                 // Told once: the recording of that graph may have been given up.
                 posted.waited = true;
-                Err(
-                    Error::invalid("a transfer that was posted in another graph")
-                        .during("wait for a transfer")
-                        .help("record its wait in the graph of its post"),
-                )
+                Err(Error::invalid("the transfer was posted in another graph")
+                    .during("wait for a transfer")
+                    .help("record its wait in the graph of its post"))
             }
             _ => Ok(None),
         }

@@ -102,16 +102,16 @@ impl Transfer {
     /// # Errors
     /// [`ErrorKind::InvalidArgument`].
     pub(crate) fn check_recorded(&self) -> Result<()> {
-        match self.role() == Role::Target && self.recording.is_open() {
-            true => Err(Error::invalid(
-                "a transfer is posted in a graph that does not wait for it",
+        if self.role() == Role::Target && self.recording.is_open() {
+            return Err(Error::invalid(
+                "the transfer is posted in a graph that does not wait for it",
             )
             .during("end a capture")
             .help("wait for it before the end")
             .peer(self.peer)
-            .key(self.key())),
-            false => Ok(()),
+            .key(self.key()));
         }
+        Ok(())
     }
 
     /// Numbers a post on `stream`, in the graph `capture` if there is one. What it enqueues, and
