@@ -1,6 +1,6 @@
 //! What a GPU and its driver can do, as far as it matters here.
 
-use super::context::Context;
+use super::driver::context::Context;
 use super::driver::{Driver, status};
 use crate::device::DeviceIdentity;
 use crate::error::Result;

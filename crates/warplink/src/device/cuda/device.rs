@@ -1,15 +1,15 @@
 //! The `cuda` device.
 
-use super::borrowed;
 use super::compute::CudaCompute;
-use super::engine::NcclEngine;
-use super::event::CudaEvent;
 use super::gpu::Gpu;
+use super::kernels::transfer::TransferKernel;
+use super::memory::borrowed;
+use super::memory::sharing;
+use super::memory::virtual_memory::VirtualMemory;
 use super::memory::{CudaBacking, PlainMemory, Source, next_identity};
-use super::sharing;
+use super::nccl::engine::NcclEngine;
 use super::stream::CudaStream;
-use super::transfer::TransferKernel;
-use super::virtual_memory::VirtualMemory;
+use super::stream::event::CudaEvent;
 use crate::device::{
     AllGatherBytes, AllocationKind, CollectiveEngine, Compute, Device, DeviceIdentity, DeviceKind,
     DeviceSlice, Event, Export, Fault, Opening, Priority, Stream,

@@ -2,14 +2,14 @@
 //! that have to be there before anything goes wrong.
 
 use super::capabilities::{self, Capabilities};
-use super::context::Context;
+use super::compute::workspace::Workspaces;
+use super::driver::context::Context;
+use super::kernels::transfer::TransferKernel;
 use super::memory::PlainMemory;
-use super::memory_ops;
-use super::reaper::Reaper;
-use super::signals::Signals;
-use super::staging::Staging;
-use super::transfer::TransferKernel;
-use super::workspace::Workspaces;
+use super::memory::reaper::Reaper;
+use super::memory::staging::Staging;
+use super::stream::memory_ops;
+use super::stream::signals::Signals;
 use crate::device::Fault;
 use crate::error::Result;
 use std::fmt;

@@ -1,21 +1,14 @@
 //! NVIDIA GPUs, through the driver, which is loaded at run time.
 //!
-//! | file | subject |
+//! | folder or file | subject |
 //! |---|---|
-//! | `library` | finding the vendor's libraries |
-//! | `driver` | the driver's functions and its errors |
-//! | `context`, `raw` | the primary context; streams, events and pinned memory as the driver has them |
+//! | `driver/` | the driver's functions and errors; finding the vendor's libraries (`library`); the primary context; streams, events and pinned memory as the driver has them (`raw`) |
 //! | `gpu`, `device` | what everything of one GPU shares; the device as the traits want it |
-//! | `memory`, `virtual_memory`, `borrowed` | allocations, ours and others' |
-//! | `sharing`, `ipc` | giving allocations to peers and opening theirs |
-//! | `staging`, `signals` | blocking copies; ending waits after a fault |
-//! | `reaper`, `quiet` | freeing; when it may be done |
-//! | `stream`, `memory_ops`, `event`, `graph` | what is enqueued, and recording it |
-//! | `nvrtc`, `cache`, `module` | compiling, keeping, loading kernels |
-//! | `transfer`, `sum` | the kernels: a small transfer; adding |
-//! | `blas`, `plan`, `compute`, `workspace` | cuBLASLt; products and sums; scratch memory of products |
-//! | `batch`, `recorded` | cuBLAS; several products in one launch; launches ready to be repeated |
-//! | `nccl`, `engine` | NCCL; collectives over it |
+//! | `memory/` | allocations, ours and others'; giving them to peers and opening theirs (`sharing`, `ipc`); blocking copies (`staging`); freeing (`reaper`), and when it may be done (`quiescence`) |
+//! | `stream/` | what is enqueued, and recording it; ending waits after a fault (`signals`) |
+//! | `kernels/` | compiling (`nvrtc`), keeping and loading kernels; a small transfer; adding |
+//! | `compute/` | GEMMs by `cublas_lt`, several in one launch by `cublas`; their algorithms and scratch memory; launches ready to be repeated (`recorded`) |
+//! | `nccl/` | NCCL; collectives over it |
 //! | `capabilities` | what a GPU can do, for the doctor |
 //!
 //! # What holds here
@@ -27,44 +20,19 @@
 //!    wait for a peer: the driver might block without bound.
 //! 4. A missing library or symbol is an error.
 
-mod batch;
-mod blas;
-mod borrowed;
-mod cache;
 mod capabilities;
 mod compute;
-mod context;
 mod device;
 mod driver;
-mod engine;
-mod event;
 mod gpu;
-mod graph;
-mod ipc;
-mod library;
+mod kernels;
 mod memory;
-mod memory_ops;
-mod module;
 mod nccl;
-mod nvrtc;
-mod plan;
-mod poll;
-mod quiet;
-mod raw;
-mod reaper;
-mod recorded;
-mod sharing;
-mod signals;
-mod staging;
 mod stream;
-mod sum;
-mod transfer;
-mod virtual_memory;
-mod workspace;
 
 pub use capabilities::{Capabilities, capabilities};
-pub use library::{LibraryReport, libraries};
-pub use nvrtc::{CompiledKernel, compile_all};
+pub use driver::library::{LibraryReport, libraries};
+pub use kernels::nvrtc::{CompiledKernel, compile_all};
 
 use super::Device;
 use crate::error::Result;

@@ -1,0 +1,252 @@
+//! A matrix product as cuBLASLt wants it, with the algorithm that was chosen for it.
+
+use super::cublas_lt::{BlasLt, Description, Handle, Layout, NOT_SUPPORTED, Preference, Proposal};
+use crate::device::MatmulSpec;
+use crate::dtype::DType;
+use crate::error::{Error, ErrorKind, Result};
+use crate::sync::lock;
+use cudarc::cublaslt::sys::{
+    cublasLtMatmulAlgo_t, cublasLtMatmulDescAttributes_t as DescAttribute,
+    cublasLtMatmulPreferenceAttributes_t as PreferenceAttribute, cudaDataType_t,
+};
+use std::ffi::{c_int, c_void};
+use std::fmt;
+use std::sync::Mutex;
+
+/// Most algorithms that are asked for.
+pub(crate) const CANDIDATES: usize = 8;
+
+/// Alignment beyond which none is better.
+pub(crate) const BEST_ALIGNMENT: u32 = 256;
+
+/// Addresses of one product's operands.
+#[derive(Clone, Copy)]
+pub(crate) struct Operands {
+    pub(crate) a: u64,
+    pub(crate) b: u64,
+    pub(crate) c: u64,
+    pub(crate) bias: u64,
+}
+
+impl Operands {
+    /// The alignments of A, B and C, as far as they matter.
+    pub(crate) fn alignments(&self) -> [u32; 3] {
+        [self.a, self.b, self.c].map(|address| {
+            1 << address
+                .trailing_zeros()
+                .min(BEST_ALIGNMENT.trailing_zeros())
+        })
+    }
+}
+
+/// A product as cuBLASLt wants it described, and the algorithms that it proposes.
+///
+/// cuBLASLt has matrices by columns, which by rows are their transposes; so what is asked for is
+/// Cᵀ = Bᵀ·Aᵀ: its first operand is our B, an `n × k` matrix by columns, its second our A, `k × m`,
+/// its result our C, `n × m`. Its bias runs along the result's rows, which are our columns.
+pub(crate) struct Plan {
+    library: &'static BlasLt,
+    spec: MatmulSpec,
+    /// Behind a lock, since the bias vector's address is set in it for each product.
+    description: Mutex<Description>,
+    first: Layout,
+    second: Layout,
+    result: Layout,
+    chosen: Proposal,
+}
+
+impl Plan {
+    /// Describes `spec` and asks for algorithms with at most `workspace` bytes of scratch memory
+    /// and operands aligned as those given.
+    pub(crate) fn propose(
+        handle: &Handle,
+        spec: &MatmulSpec,
+        operands: &Operands,
+        workspace: usize,
+    ) -> Result<(Self, Vec<Proposal>)> {
+        let library = handle.library;
+        let kind = data_type(spec.dtype)?;
+        let description = Description::create(library, spec)?;
+        if spec.bias {
+            description.set(
+                DescAttribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER,
+                &operands.bias,
+            )?;
+        }
+        let first = Layout::create(library, kind, spec.n, spec.k)?;
+        let second = Layout::create(library, kind, spec.k, spec.m)?;
+        let result = Layout::create(library, kind, spec.n, spec.m)?;
+        let preference = Preference::create(library)?;
+        let [a, b, c] = operands.alignments();
+        preference.set(
+            PreferenceAttribute::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
+            &workspace,
+        )?;
+        preference.set(
+            PreferenceAttribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES,
+            &b,
+        )?;
+        preference.set(
+            PreferenceAttribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
+            &a,
+        )?;
+        preference.set(
+            PreferenceAttribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES,
+            &c,
+        )?;
+        preference.set(
+            PreferenceAttribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES,
+            &c,
+        )?;
+        let nothing = Proposal {
+            algorithm: cublasLtMatmulAlgo_t { data: [0; 8] },
+            workspace: 0,
+            state: NOT_SUPPORTED,
+            waves: 0.0,
+            reserved: [0; 4],
+        };
+        let mut proposals = [nothing; CANDIDATES];
+        let mut count = 0;
+        // SAFETY: everything described above is live; there is room for as many proposals as asked.
+        let code = unsafe {
+            (library.cublasLtMatmulAlgoGetHeuristic)(
+                handle.raw,
+                description.raw,
+                first.raw,
+                second.raw,
+                result.raw,
+                result.raw,
+                preference.raw,
+                CANDIDATES as c_int,
+                proposals.as_mut_ptr(),
+                &mut count,
+            )
+        };
+        library
+            .check(code, "choose an algorithm for a matrix product")
+            .map_err(|error| error.key(format!("{spec:?}")))?;
+        let count = usize::try_from(count).unwrap_or(0).min(CANDIDATES);
+        let usable: Vec<_> = proposals[..count]
+            .iter()
+            .copied()
+            .filter(|one| one.state == 0)
+            .collect();
+        let chosen = *usable.first().ok_or_else(|| {
+            Error::new(
+                ErrorKind::Unsupported,
+                format!("cuBLASLt has no algorithm for {spec:?}"),
+            )
+        })?;
+        let description = Mutex::new(description);
+        Ok((
+            Self {
+                library,
+                spec: *spec,
+                description,
+                first,
+                second,
+                result,
+                chosen,
+            },
+            usable,
+        ))
+    }
+
+    /// Uses `proposal` from now on.
+    pub(crate) fn choose(&mut self, proposal: Proposal) {
+        self.chosen = proposal;
+    }
+
+    /// Bytes of scratch memory that it needs.
+    pub(crate) fn workspace(&self) -> usize {
+        self.chosen.workspace
+    }
+
+    /// Enqueues the product.
+    ///
+    /// # Safety
+    /// The operands must be live device memory of what the description says, aligned as those it
+    /// was planned with; `scratch` must have [`workspace`](Self::workspace) bytes that nothing else
+    /// uses meanwhile; `stream` must be a stream of the current context, the handle's.
+    pub(crate) unsafe fn enqueue(
+        &self,
+        handle: &Handle,
+        operands: &Operands,
+        scratch: u64,
+        stream: *mut c_void,
+    ) -> Result<()> {
+        let (one, beta) = (1.0_f32, if self.spec.accumulate { 1.0_f32 } else { 0.0 });
+        let device = |address: u64| address as usize as *mut c_void;
+        let description = lock(&self.description);
+        if self.spec.bias {
+            description.set(
+                DescAttribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER,
+                &operands.bias,
+            )?;
+        }
+        // SAFETY: the caller vouches for operands, scratch memory and stream; both factors are read
+        // during the call, of the scale type `f32`, and the result may be added in place, since
+        // both have one layout.
+        let code = unsafe {
+            (self.library.cublasLtMatmul)(
+                handle.raw,
+                description.raw,
+                (&raw const one).cast(),
+                device(operands.b),
+                self.first.raw,
+                device(operands.a),
+                self.second.raw,
+                (&raw const beta).cast(),
+                device(operands.c),
+                self.result.raw,
+                device(operands.c),
+                self.result.raw,
+                &self.chosen.algorithm,
+                device(scratch),
+                self.chosen.workspace,
+                stream,
+            )
+        };
+        self.library
+            .check(code, "enqueue a matrix product")
+            .map_err(|error| error.key(format!("{:?}", self.spec)))
+    }
+}
+
+impl fmt::Debug for Plan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "Plan({:?}, {} waves, {} bytes of scratch)",
+            self.spec, self.chosen.waves, self.chosen.workspace
+        )
+    }
+}
+
+fn data_type(dtype: DType) -> Result<cudaDataType_t> {
+    match dtype {
+        DType::F16 => Ok(cudaDataType_t::CUDA_R_16F),
+        DType::BF16 => Ok(cudaDataType_t::CUDA_R_16BF),
+        DType::F32 => Ok(cudaDataType_t::CUDA_R_32F),
+        _ => Err(
+            Error::invalid(format!("there is no matrix product of {dtype}"))
+                .help("use f16, bf16 or f32"),
+        ),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn alignments_are_powers_of_two_up_to_the_best() {
+        let operands = Operands {
+            a: 0x1000,
+            b: 0x1002,
+            c: 0x1010,
+            bias: 0,
+        };
+        assert_eq!(operands.alignments(), [256, 2, 16]);
+    }
+}

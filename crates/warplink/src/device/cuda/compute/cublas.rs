@@ -1,0 +1,320 @@
+//! Several products in one launch, through cuBLAS, which unlike cuBLASLt takes the places of results
+//! from a list, so that each may lie in another peer's memory.
+
+use super::Scratch;
+use crate::device::cuda::driver::function_table;
+use crate::device::cuda::driver::library::{self, CUBLAS};
+use crate::device::cuda::gpu::Gpu;
+use crate::device::cuda::memory::PlainMemory;
+use crate::device::cuda::stream::CudaStream;
+use crate::device::{DeviceSlice, MatmulSpec, Stream, StreamBackend};
+use crate::dtype::DType;
+use crate::error::{Error, ErrorKind, Result};
+use crate::sync::lock;
+use std::ffi::{c_char, c_int, c_void};
+use std::fmt;
+use std::sync::{Arc, Mutex, OnceLock};
+
+/// `CUBLAS_OP_N`.
+const NOT_TRANSPOSED: c_int = 0;
+/// `CUBLAS_COMPUTE_32F`.
+const COMPUTE_F32: c_int = 68;
+/// `CUBLAS_GEMM_DEFAULT`.
+const DEFAULT_ALGORITHM: c_int = -1;
+
+/// Scratch memory that the library gets, as NVIDIA recommends for the newest GPUs.
+const WORKSPACE: usize = 32 << 20;
+
+/// What rows and addresses have to be multiples of: the library does not see the addresses when it
+/// chooses a kernel, and takes the best alignment for granted.
+const ALIGNMENT: u64 = 16;
+
+function_table! {
+    /// The library's functions.
+    Blas {
+        cublasGetStatusString(c_int) -> *const c_char;
+        cublasCreate_v2(*mut *mut c_void) -> c_int;
+        cublasDestroy_v2(*mut c_void) -> c_int;
+        cublasSetStream_v2(*mut c_void, *mut c_void) -> c_int;
+        cublasSetWorkspace_v2(*mut c_void, *mut c_void, usize) -> c_int;
+        cublasGemmBatchedEx(
+            *mut c_void, c_int, c_int, c_int, c_int, c_int, *const c_void, *const c_void, c_int, c_int, *const c_void,
+            c_int, c_int, *const c_void, *const c_void, c_int, c_int, c_int, c_int, c_int,
+        ) -> c_int;
+    }
+    optional {}
+}
+
+impl Blas {
+    fn get() -> Result<&'static Self> {
+        static LIBRARY: OnceLock<Blas> = OnceLock::new();
+        if let Some(library) = LIBRARY.get() {
+            return Ok(library);
+        }
+        let library = Self::resolve(&library::load(&CUBLAS)?)?;
+        Ok(LIBRARY.get_or_init(|| library))
+    }
+
+    fn check(&self, code: c_int, operation: &'static str) -> Result<()> {
+        if code == 0 {
+            return Ok(());
+        }
+        // SAFETY: for every code the library gives a string of its own that is never freed.
+        let text = unsafe { (self.cublasGetStatusString)(code) };
+        // SAFETY: as above, and it ends with a zero.
+        let text = unsafe { library::message(text) };
+        Err(Error::new(ErrorKind::Driver, text)
+            .during(operation)
+            .code(code.into()))
+    }
+}
+
+/// The library's handle, for one GPU. Its stream is set for each call.
+pub(crate) struct Batches {
+    library: &'static Blas,
+    gpu: Arc<Gpu>,
+    handle: Mutex<Handle>,
+}
+
+struct Handle(*mut c_void);
+
+// SAFETY: the library allows a handle on every thread, one at a time.
+unsafe impl Send for Handle {}
+
+/// Whether the library does all of `products` at once.
+pub(crate) fn takes(
+    spec: &MatmulSpec,
+    products: &[(DeviceSlice, DeviceSlice)],
+    b: &DeviceSlice,
+) -> bool {
+    let size = spec.dtype.size() as u64;
+    let rows = [spec.n as u64 * size, spec.k as u64 * size];
+    let addresses = products
+        .iter()
+        .flat_map(|(a, c)| [a, c])
+        .chain([b])
+        .map(DeviceSlice::address);
+    products.len() > 1
+        && !spec.bias
+        && !spec.accumulate
+        && spec.multiprocessors.is_none()
+        && data_type(spec.dtype).is_some()
+        && rows
+            .into_iter()
+            .chain(addresses)
+            .all(|value| value.is_multiple_of(ALIGNMENT))
+}
+
+/// `cudaDataType_t`.
+fn data_type(dtype: DType) -> Option<c_int> {
+    match dtype {
+        DType::F32 => Some(0),
+        DType::F16 => Some(2),
+        DType::BF16 => Some(14),
+        _ => None,
+    }
+}
+
+impl Batches {
+    /// Loads the library and makes a handle for the GPU.
+    pub(crate) fn create(gpu: &Arc<Gpu>) -> Result<Self> {
+        let library = Blas::get()?;
+        let _entered = gpu.context.enter()?;
+        let _relaxed = gpu.context.relax_capture();
+        let mut raw = std::ptr::null_mut();
+        // SAFETY: `raw` is a place for one handle, and the GPU's context is current.
+        let code = unsafe { (library.cublasCreate_v2)(&mut raw) };
+        library.check(code, "start cuBLAS")?;
+        Ok(Self {
+            library,
+            gpu: gpu.clone(),
+            handle: Mutex::new(Handle(raw)),
+        })
+    }
+
+    /// Lists the products on the device, and runs as many on scratch memory, which loads the kernel.
+    pub(crate) fn prepare(
+        self: &Arc<Self>,
+        spec: &MatmulSpec,
+        products: &[(DeviceSlice, DeviceSlice)],
+        b: &DeviceSlice,
+        scratch: &Scratch,
+    ) -> Result<Batch> {
+        let list = |addresses: &dyn Fn(usize) -> [u64; 3]| -> Result<Lists> {
+            Lists::make(&self.gpu, products.len(), addresses)
+        };
+        let tried = list(&|_| [scratch.operands.a, scratch.operands.b, scratch.operands.c])?;
+        let workspace_bytes = scratch.workspace_bytes.min(WORKSPACE);
+        let workspace = (scratch.workspace, workspace_bytes);
+        {
+            let _entered = self.gpu.context.enter()?;
+            let _relaxed = self.gpu.context.relax_capture();
+            // SAFETY: the lists name the scratch operands, which are of what `spec` says; all
+            // products write the same values to one result, which nobody reads.
+            unsafe { self.enqueue(spec, &tried, workspace, scratch.stream.raw.cast())? };
+        }
+        scratch.wait(&self.gpu)?;
+        let lists = list(&|index| {
+            let (a, c) = &products[index];
+            [a.address(), b.address(), c.address()]
+        })?;
+        Ok(Batch {
+            batches: self.clone(),
+            spec: *spec,
+            lists,
+            workspace_bytes,
+            _products: products.to_vec(),
+            _b: b.clone(),
+        })
+    }
+
+    /// Enqueues the listed products.
+    ///
+    /// # Safety
+    /// The lists must name live device memory of what `spec` says, aligned to [`ALIGNMENT`];
+    /// `workspace` must be memory that nothing else uses meanwhile; `stream` must be a stream of the
+    /// context, which must be current.
+    unsafe fn enqueue(
+        &self,
+        spec: &MatmulSpec,
+        lists: &Lists,
+        workspace: (u64, usize),
+        stream: *mut c_void,
+    ) -> Result<()> {
+        let (one, zero) = (1.0_f32, 0.0_f32);
+        let device = |address: u64| address as usize as *mut c_void;
+        let kind = data_type(spec.dtype).ok_or_else(|| {
+            Error::invalid(format!("there is no matrix product of {}", spec.dtype))
+        })?;
+        // Each was checked to fit when the product was.
+        let [m, n, k] = [spec.m as c_int, spec.n as c_int, spec.k as c_int];
+        let [a, b, c] = lists.addresses();
+        let handle = lock(&self.handle);
+        // SAFETY: the handle is live and used by this thread alone; the caller vouches for the rest.
+        // The library sees matrices by columns, for which ours are their transposes: it is asked
+        // for Cᵀ = Bᵀ·Aᵀ.
+        unsafe {
+            let code = (self.library.cublasSetStream_v2)(handle.0, stream);
+            self.library
+                .check(code, "set the stream of matrix products")?;
+            // After the stream, which takes the library's own workspace with it.
+            let code =
+                (self.library.cublasSetWorkspace_v2)(handle.0, device(workspace.0), workspace.1);
+            self.library
+                .check(code, "set the scratch memory of matrix products")?;
+            let code = (self.library.cublasGemmBatchedEx)(
+                handle.0,
+                NOT_TRANSPOSED,
+                NOT_TRANSPOSED,
+                n,
+                m,
+                k,
+                (&raw const one).cast(),
+                device(b),
+                kind,
+                n,
+                device(a),
+                kind,
+                k,
+                (&raw const zero).cast(),
+                device(c),
+                kind,
+                n,
+                lists.count as c_int,
+                COMPUTE_F32,
+                DEFAULT_ALGORITHM,
+            );
+            self.library
+                .check(code, "enqueue matrix products")
+                .map_err(|error| error.key(format!("{spec:?}")))
+        }
+    }
+}
+
+impl Drop for Batches {
+    fn drop(&mut self) {
+        let handle = lock(&self.handle).0 as usize;
+        let library = self.library;
+        // The library frees memory of its own with the handle, which may block.
+        self.gpu.reaper.run(move |_| {
+            // SAFETY: created once, destroyed once, with the context current.
+            let code = unsafe { (library.cublasDestroy_v2)(handle as *mut c_void) };
+            if code != 0 {
+                tracing::warn!(code, "a handle of cuBLAS was not destroyed");
+            }
+        });
+    }
+}
+
+impl fmt::Debug for Batches {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("cuBLAS")
+    }
+}
+
+/// Addresses of operands and results in device memory: all left operands, all right, all results.
+struct Lists {
+    memory: PlainMemory,
+    count: usize,
+}
+
+impl Lists {
+    fn make(gpu: &Arc<Gpu>, count: usize, addresses: &dyn Fn(usize) -> [u64; 3]) -> Result<Self> {
+        let mut bytes = vec![0_u8; 3 * count * size_of::<u64>()];
+        for index in 0..count {
+            for (list, address) in addresses(index).into_iter().enumerate() {
+                let at = (list * count + index) * size_of::<u64>();
+                bytes[at..at + size_of::<u64>()].copy_from_slice(&address.to_ne_bytes());
+            }
+        }
+        let memory = PlainMemory::allocate(gpu, bytes.len())?;
+        // SAFETY: the memory was allocated with as many bytes.
+        unsafe { gpu.staging.upload(memory.address, &bytes)? };
+        Ok(Self { memory, count })
+    }
+
+    fn addresses(&self) -> [u64; 3] {
+        let each = (self.count * size_of::<u64>()) as u64;
+        [0, 1, 2].map(|list| self.memory.address + list * each)
+    }
+}
+
+/// Products that are ready.
+pub(crate) struct Batch {
+    batches: Arc<Batches>,
+    spec: MatmulSpec,
+    lists: Lists,
+    workspace_bytes: usize,
+    // Kept alive.
+    _products: Vec<(DeviceSlice, DeviceSlice)>,
+    _b: DeviceSlice,
+}
+
+impl Batch {
+    /// Enqueues all of them, in any order.
+    pub(crate) fn enqueue(&self, stream: &Stream) -> Result<()> {
+        let gpu = &self.batches.gpu;
+        let stream = CudaStream::of(stream, gpu)?;
+        let (_, _entered) = stream.enter()?;
+        let _relaxed = gpu.context.relax_capture();
+        let scratch = gpu.workspaces.address(
+            &gpu.context,
+            stream.handle() as usize,
+            stream.capture_id()?,
+            self.workspace_bytes,
+        )?;
+        let workspace = (scratch, self.workspace_bytes);
+        // SAFETY: the slices are kept, and were checked to be of what `spec` says and aligned; the
+        // scratch memory belongs to this stream or capture.
+        unsafe {
+            self.batches
+                .enqueue(&self.spec, &self.lists, workspace, stream.handle().cast())
+        }
+    }
+}
+
+impl fmt::Debug for Batch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Batch({} of {:?})", self.lists.count, self.spec)
+    }
+}

@@ -1,0 +1,71 @@
+//! Work with fixed operands, recorded once into a graph of its own: launching that takes the driver
+//! less of the host's time than enqueuing a kernel, and much less than asking a library to.
+
+use crate::device::cuda::gpu::Gpu;
+use crate::device::cuda::stream::CudaStream;
+use crate::device::{Graph, PreparedLaunch, Stream};
+use crate::error::Result;
+use crate::sync::lock;
+use std::fmt;
+use std::sync::{Arc, Mutex};
+
+/// Records work on a stream of its own.
+#[derive(Debug)]
+pub(crate) struct Recorder {
+    // One recording at a time.
+    stream: Mutex<Stream>,
+}
+
+impl Recorder {
+    pub(crate) fn create(gpu: &Arc<Gpu>) -> Result<Self> {
+        Ok(Self {
+            stream: Mutex::new(Stream::new(CudaStream::create(gpu, false)?)),
+        })
+    }
+
+    /// Records what `work` enqueues. It must enqueue the same on every call.
+    pub(crate) fn record(
+        &self,
+        work: impl Fn(&Stream) -> Result<()> + Send + Sync + 'static,
+    ) -> Result<Arc<dyn PreparedLaunch>> {
+        let stream = lock(&self.stream);
+        stream.begin_capture()?;
+        let enqueued = work(&stream);
+        let graph = stream.end_capture();
+        enqueued?;
+        Ok(Arc::new(Recorded {
+            graph: Some(graph?),
+            work,
+        }))
+    }
+
+    /// The same without a graph, for what would have it hold much scratch memory.
+    pub(crate) fn unrecorded(
+        work: impl Fn(&Stream) -> Result<()> + Send + Sync + 'static,
+    ) -> Arc<dyn PreparedLaunch> {
+        Arc::new(Recorded { graph: None, work })
+    }
+}
+
+/// Work and the graph that holds it.
+struct Recorded<W> {
+    // Before the work, whose memory it uses.
+    graph: Option<Graph>,
+    work: W,
+}
+
+impl<W: Fn(&Stream) -> Result<()> + Send + Sync> PreparedLaunch for Recorded<W> {
+    fn enqueue(&self, stream: &Stream) -> Result<()> {
+        match &self.graph {
+            // A graph is not launched into another one.
+            Some(graph) if !stream.is_capturing()? => graph.launch(stream),
+            _ => (self.work)(stream),
+        }
+    }
+}
+
+impl<W> fmt::Debug for Recorded<W> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Recorded({:?})", self.graph)
+    }
+}

@@ -1,0 +1,146 @@
+//! A GPU's primary context, and making it the calling thread's.
+
+use super::{Driver, status};
+use crate::error::Result;
+use cudarc::driver::sys::{CUcontext, CUdevice, CUstreamCaptureMode};
+use std::ffi::c_int;
+use std::fmt;
+use std::marker::PhantomData;
+use std::sync::Arc;
+
+/// The primary context of a GPU, which PyTorch and everything else on the CUDA runtime use too, so
+/// that memory and streams can be shared. Everything made in it holds it.
+pub(crate) struct Context {
+    pub(crate) driver: &'static Driver,
+    pub(crate) device: CUdevice,
+    pub(crate) ordinal: usize,
+    pub(crate) raw: CUcontext,
+}
+
+// SAFETY: the pointer is a handle that the driver accepts on every thread.
+unsafe impl Send for Context {}
+// SAFETY: as above; the driver synchronizes its own state.
+unsafe impl Sync for Context {}
+
+impl Context {
+    /// Retains the primary context of the GPU with `ordinal`.
+    pub(crate) fn retain(ordinal: usize) -> Result<Arc<Self>> {
+        let driver = Driver::get()?;
+        let device = driver.device(ordinal)?;
+        let mut raw = std::ptr::null_mut();
+        // SAFETY: `raw` is a place for one context and `device` came from the driver.
+        let code = unsafe { (driver.cuDevicePrimaryCtxRetain)(&mut raw, device) };
+        driver.check(code, "retain the GPU's context")?;
+        Ok(Arc::new(Self {
+            driver,
+            device,
+            ordinal,
+            raw,
+        }))
+    }
+
+    /// Makes this the calling thread's context until the guard is dropped. Costs one query where
+    /// it is already; nothing is remembered here, since others change it behind our back.
+    #[inline]
+    pub(crate) fn enter(&self) -> Result<Entered<'_>> {
+        let mut current = std::ptr::null_mut();
+        // SAFETY: `current` is a place for one context.
+        let answer = unsafe { (self.driver.cuCtxGetCurrent)(&mut current) };
+        if answer == status::SUCCESS && current == self.raw {
+            return Ok(Entered {
+                context: self,
+                restore: std::ptr::null_mut(),
+                thread: PhantomData,
+            });
+        }
+        self.switch(current)
+    }
+
+    #[cold]
+    fn switch(&self, previous: CUcontext) -> Result<Entered<'_>> {
+        // SAFETY: the context is retained for as long as `self` lives.
+        let code = unsafe { (self.driver.cuCtxSetCurrent)(self.raw) };
+        self.driver.check(code, "make the GPU's context current")?;
+        Ok(Entered {
+            context: self,
+            restore: previous,
+            thread: PhantomData,
+        })
+    }
+
+    /// Lets the calling thread do, until the guard is dropped, what a stream capture by anybody in
+    /// the process would forbid (allocate, query): none of it touches the captured streams.
+    pub(crate) fn relax_capture(&self) -> Relaxed<'_> {
+        let mut mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED as c_int;
+        // SAFETY: `mode` is a place for one mode, read and then set to the thread's previous one.
+        let answer = unsafe { (self.driver.cuThreadExchangeStreamCaptureMode)(&mut mode) };
+        Relaxed {
+            context: self,
+            previous: (answer == status::SUCCESS).then_some(mode),
+            thread: PhantomData,
+        }
+    }
+}
+
+impl Drop for Context {
+    fn drop(&mut self) {
+        // SAFETY: retained once, when this was made.
+        let code = unsafe { (self.driver.cuDevicePrimaryCtxRelease_v2)(self.device) };
+        if code != status::SUCCESS {
+            tracing::warn!(
+                code,
+                ordinal = self.ordinal,
+                "the GPU's context was not released"
+            );
+        }
+    }
+}
+
+impl fmt::Debug for Context {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Context(cuda:{})", self.ordinal)
+    }
+}
+
+/// While it lives, the context is the thread's; then the one before it is again.
+pub(crate) struct Entered<'a> {
+    context: &'a Context,
+    restore: CUcontext,
+    /// The current context belongs to a thread, so that this must stay on its own.
+    thread: PhantomData<*const ()>,
+}
+
+impl Drop for Entered<'_> {
+    #[inline]
+    fn drop(&mut self) {
+        if !self.restore.is_null() {
+            // SAFETY: it was the thread's context before; if its owner destroyed it meanwhile the
+            // driver refuses it and the thread keeps ours.
+            let code = unsafe { (self.context.driver.cuCtxSetCurrent)(self.restore) };
+            if code != status::SUCCESS {
+                tracing::warn!(code, "the thread's previous context was not restored");
+            }
+        }
+    }
+}
+
+/// While it lives, the thread's capture mode is relaxed; then it is the one before.
+pub(crate) struct Relaxed<'a> {
+    context: &'a Context,
+    previous: Option<c_int>,
+    /// The mode belongs to a thread.
+    thread: PhantomData<*const ()>,
+}
+
+impl Drop for Relaxed<'_> {
+    fn drop(&mut self) {
+        if let Some(mut mode) = self.previous {
+            // SAFETY: `mode` is a place for one mode and holds one that the driver gave.
+            let code =
+                unsafe { (self.context.driver.cuThreadExchangeStreamCaptureMode)(&mut mode) };
+            if code != status::SUCCESS {
+                tracing::warn!(code, "the thread's capture mode was not restored");
+            }
+        }
+    }
+}

@@ -1,0 +1,290 @@
+//! The driver's functions, each resolved once by the name of the version that is meant.
+//!
+//! The names carry their version suffix, so that no header's renaming is needed: `cuStreamWaitValue64`
+//! without a suffix, for example, is an older function that a current driver refuses. Codes come
+//! back as integers: a newer driver may return one that no enumeration of today knows.
+
+pub(super) mod context;
+pub(super) mod library;
+pub(super) mod poll;
+pub(super) mod raw;
+
+use self::library::{DRIVER, Loaded};
+use crate::error::{Error, ErrorKind, Result};
+use cudarc::driver::sys::*;
+use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong, c_void};
+use std::sync::OnceLock;
+
+/// A code that the driver returned; zero is success.
+pub(super) type Status = c_int;
+
+/// The codes that are told apart.
+pub(super) mod status {
+    use super::Status;
+    pub(crate) const SUCCESS: Status = 0;
+    pub(crate) const OUT_OF_MEMORY: Status = 2;
+    pub(crate) const INVALID_VALUE: Status = 1;
+    pub(crate) const NO_DEVICE: Status = 100;
+    pub(crate) const INVALID_CONTEXT: Status = 201;
+    pub(crate) const ALREADY_MAPPED: Status = 208;
+    pub(crate) const NOT_READY: Status = 600;
+    pub(crate) const PEER_ACCESS_ALREADY_ENABLED: Status = 704;
+    pub(crate) const NOT_SUPPORTED: Status = 801;
+    pub(crate) const CAPTURE_IMPLICIT: Status = 906;
+}
+
+/// Declares a table of a library's functions and how it is loaded.
+macro_rules! function_table {
+    (
+        $(#[$meta:meta])* $table:ident {
+            $($field:ident ( $($argument:ty),* $(,)? ) -> $result:ty;)*
+        }
+        optional {
+            $($maybe:ident ( $($maybe_argument:ty),* $(,)? ) -> $maybe_result:ty;)*
+        }
+    ) => {
+        $(#[$meta])*
+        #[allow(non_snake_case)]
+        pub(crate) struct $table {
+            $(pub(crate) $field: unsafe extern "C" fn($($argument),*) -> $result,)*
+            $(pub(crate) $maybe: Option<unsafe extern "C" fn($($maybe_argument),*) -> $maybe_result>,)*
+        }
+
+        impl $table {
+            /// Resolves every function.
+            fn resolve(library: &$crate::device::cuda::driver::library::Loaded) -> $crate::error::Result<Self> {
+                Ok(Self {
+                    // SAFETY: each signature is that of the vendor's header for this very symbol,
+                    // with integers in place of enumerations, which have the same representation.
+                    $($field: unsafe { library.get(stringify!($field)) }?,)*
+                    // SAFETY: as above.
+                    $($maybe: unsafe { library.find(stringify!($maybe)) },)*
+                })
+            }
+        }
+    };
+}
+pub(super) use function_table;
+
+function_table! {
+    /// The driver's functions.
+    Driver {
+        cuInit(c_uint) -> Status;
+        cuDriverGetVersion(*mut c_int) -> Status;
+        cuGetErrorName(Status, *mut *const c_char) -> Status;
+        cuGetErrorString(Status, *mut *const c_char) -> Status;
+        cuDeviceGetCount(*mut c_int) -> Status;
+        cuDeviceGet(*mut CUdevice, c_int) -> Status;
+        cuDeviceGetName(*mut c_char, c_int, CUdevice) -> Status;
+        cuDeviceGetAttribute(*mut c_int, CUdevice_attribute, CUdevice) -> Status;
+        cuDeviceTotalMem_v2(*mut usize, CUdevice) -> Status;
+        cuDeviceCanAccessPeer(*mut c_int, CUdevice, CUdevice) -> Status;
+        cuDevicePrimaryCtxRetain(*mut CUcontext, CUdevice) -> Status;
+        cuDevicePrimaryCtxRelease_v2(CUdevice) -> Status;
+        cuCtxSetCurrent(CUcontext) -> Status;
+        cuCtxGetCurrent(*mut CUcontext) -> Status;
+        cuCtxGetStreamPriorityRange(*mut c_int, *mut c_int) -> Status;
+        cuCtxEnablePeerAccess(CUcontext, c_uint) -> Status;
+        cuThreadExchangeStreamCaptureMode(*mut c_int) -> Status;
+        cuMemAlloc_v2(*mut CUdeviceptr, usize) -> Status;
+        cuMemFree_v2(CUdeviceptr) -> Status;
+        cuMemHostAlloc(*mut *mut c_void, usize, c_uint) -> Status;
+        cuMemFreeHost(*mut c_void) -> Status;
+        cuMemGetAddressRange_v2(*mut CUdeviceptr, *mut usize, CUdeviceptr) -> Status;
+        cuPointerGetAttribute(*mut c_void, CUpointer_attribute, CUdeviceptr) -> Status;
+        cuMemAddressReserve(*mut CUdeviceptr, usize, usize, CUdeviceptr, c_ulonglong) -> Status;
+        cuMemAddressFree(CUdeviceptr, usize) -> Status;
+        cuMemCreate(*mut CUmemGenericAllocationHandle, usize, *const CUmemAllocationProp, c_ulonglong) -> Status;
+        cuMemRelease(CUmemGenericAllocationHandle) -> Status;
+        cuMemMap(CUdeviceptr, usize, usize, CUmemGenericAllocationHandle, c_ulonglong) -> Status;
+        cuMemUnmap(CUdeviceptr, usize) -> Status;
+        cuMemSetAccess(CUdeviceptr, usize, *const CUmemAccessDesc, usize) -> Status;
+        cuMemGetAllocationGranularity(*mut usize, *const CUmemAllocationProp, CUmemAllocationGranularity_flags) -> Status;
+        cuMemExportToShareableHandle(*mut c_void, CUmemGenericAllocationHandle, CUmemAllocationHandleType, c_ulonglong) -> Status;
+        cuMemImportFromShareableHandle(*mut CUmemGenericAllocationHandle, *mut c_void, CUmemAllocationHandleType) -> Status;
+        cuMemRetainAllocationHandle(*mut CUmemGenericAllocationHandle, *mut c_void) -> Status;
+        cuIpcGetMemHandle(*mut CUipcMemHandle, CUdeviceptr) -> Status;
+        cuIpcOpenMemHandle_v2(*mut CUdeviceptr, CUipcMemHandle, c_uint) -> Status;
+        cuIpcCloseMemHandle(CUdeviceptr) -> Status;
+        cuStreamCreateWithPriority(*mut CUstream, c_uint, c_int) -> Status;
+        cuStreamDestroy_v2(CUstream) -> Status;
+        cuStreamQuery(CUstream) -> Status;
+        cuStreamGetCtx(CUstream, *mut CUcontext) -> Status;
+        cuStreamWaitEvent(CUstream, CUevent, c_uint) -> Status;
+        cuStreamBeginCapture_v2(CUstream, CUstreamCaptureMode) -> Status;
+        cuStreamEndCapture(CUstream, *mut CUgraph) -> Status;
+        cuStreamIsCapturing(CUstream, *mut c_int) -> Status;
+        cuStreamWriteValue64_v2(CUstream, CUdeviceptr, u64, c_uint) -> Status;
+        cuStreamWaitValue64_v2(CUstream, CUdeviceptr, u64, c_uint) -> Status;
+        cuStreamBatchMemOp_v2(CUstream, c_uint, *mut CUstreamBatchMemOpParams, c_uint) -> Status;
+        cuMemcpyDtoDAsync_v2(CUdeviceptr, CUdeviceptr, usize, CUstream) -> Status;
+        cuMemcpyHtoDAsync_v2(CUdeviceptr, *const c_void, usize, CUstream) -> Status;
+        cuMemcpyDtoHAsync_v2(*mut c_void, CUdeviceptr, usize, CUstream) -> Status;
+        cuMemsetD8Async(CUdeviceptr, u8, usize, CUstream) -> Status;
+        cuEventCreate(*mut CUevent, c_uint) -> Status;
+        cuEventRecord(CUevent, CUstream) -> Status;
+        cuEventQuery(CUevent) -> Status;
+        cuEventDestroy_v2(CUevent) -> Status;
+        cuEventElapsedTime(*mut f32, CUevent, CUevent) -> Status;
+        cuGraphGetNodes(CUgraph, *mut CUgraphNode, *mut usize) -> Status;
+        cuGraphInstantiateWithFlags(*mut CUgraphExec, CUgraph, c_ulonglong) -> Status;
+        cuGraphUpload(CUgraphExec, CUstream) -> Status;
+        cuGraphLaunch(CUgraphExec, CUstream) -> Status;
+        cuGraphExecDestroy(CUgraphExec) -> Status;
+        cuGraphDestroy(CUgraph) -> Status;
+        cuModuleLoadData(*mut CUmodule, *const c_void) -> Status;
+        cuModuleUnload(CUmodule) -> Status;
+        cuModuleGetFunction(*mut CUfunction, CUmodule, *const c_char) -> Status;
+        cuFuncGetAttribute(*mut c_int, CUfunction_attribute, CUfunction) -> Status;
+        cuLaunchKernel(
+            CUfunction, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, CUstream, *mut *mut c_void, *mut *mut c_void,
+        ) -> Status;
+    }
+    optional {
+        cuDeviceGetUuid_v2(*mut CUuuid, CUdevice) -> Status;
+        cuDeviceGetUuid(*mut CUuuid, CUdevice) -> Status;
+        cuEventElapsedTime_v2(*mut f32, CUevent, CUevent) -> Status;
+        cuFuncLoad(CUfunction) -> Status;
+        cuCtxCreate_v2(*mut CUcontext, c_uint, CUdevice) -> Status;
+        cuCtxDestroy_v2(CUcontext) -> Status;
+        cuStreamGetCaptureInfo_v2(
+            CUstream, *mut c_int, *mut u64, *mut CUgraph, *mut *const CUgraphNode, *mut usize,
+        ) -> Status;
+        cuStreamUpdateCaptureDependencies(CUstream, *mut CUgraphNode, usize, c_uint) -> Status;
+        cuGraphAddBatchMemOpNode(
+            *mut CUgraphNode, CUgraph, *const CUgraphNode, usize, *const CUDA_BATCH_MEM_OP_NODE_PARAMS,
+        ) -> Status;
+    }
+}
+
+impl std::fmt::Debug for Driver {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Driver")
+    }
+}
+
+impl Driver {
+    /// The driver of this process, loaded and started.
+    ///
+    /// # Errors
+    /// [`ErrorKind::LibraryMissing`] without it, [`ErrorKind::Driver`] if it does not start. A
+    /// failure is not remembered: the next call tries again.
+    pub(super) fn get() -> Result<&'static Self> {
+        static DRIVER_TABLE: OnceLock<Driver> = OnceLock::new();
+        if let Some(driver) = DRIVER_TABLE.get() {
+            return Ok(driver);
+        }
+        let library: Loaded = library::load(&DRIVER)?;
+        let driver = Self::resolve(&library)?;
+        // SAFETY: the only valid argument is 0; starting twice, also from two threads, is allowed.
+        let code = unsafe { (driver.cuInit)(0) };
+        driver.check(code, "start the driver")?;
+        Ok(DRIVER_TABLE.get_or_init(|| driver))
+    }
+
+    /// Turns a code into a result.
+    #[inline]
+    pub(super) fn check(&self, code: Status, operation: &'static str) -> Result<()> {
+        if code == status::SUCCESS {
+            Ok(())
+        } else {
+            Err(self.error(code, operation))
+        }
+    }
+
+    /// The error for a code other than success.
+    #[cold]
+    pub(super) fn error(&self, code: Status, operation: &'static str) -> Error {
+        let kind = match code {
+            status::OUT_OF_MEMORY => ErrorKind::OutOfMemory,
+            status::NOT_SUPPORTED => ErrorKind::Unsupported,
+            _ => ErrorKind::Driver,
+        };
+        let name = self
+            .text(self.cuGetErrorName, code)
+            .unwrap_or_else(|| "an unknown error".to_owned());
+        let message = match self.text(self.cuGetErrorString, code) {
+            Some(text) => format!("{name}: {text}"),
+            None => name,
+        };
+        let error = Error::new(kind, message)
+            .during(operation)
+            .code(code.into());
+        match code {
+            status::NO_DEVICE => {
+                error.help("is a GPU there, and does CUDA_VISIBLE_DEVICES name it?")
+            }
+            _ => error,
+        }
+    }
+
+    fn text(
+        &self,
+        ask: unsafe extern "C" fn(Status, *mut *const c_char) -> Status,
+        code: Status,
+    ) -> Option<String> {
+        let mut text = std::ptr::null();
+        // SAFETY: `text` is a place for one pointer. An unknown code is refused with an error.
+        let answer = unsafe { ask(code, &mut text) };
+        if answer != status::SUCCESS || text.is_null() {
+            return None;
+        }
+        // SAFETY: on success the driver gives a string of its own that lives as long as it.
+        let text = unsafe { CStr::from_ptr(text) };
+        Some(text.to_string_lossy().into_owned())
+    }
+
+    /// The driver's version, as 1000 × major + 10 × minor.
+    pub(super) fn version(&self) -> Result<i32> {
+        let mut version = 0;
+        // SAFETY: `version` is a place for one integer.
+        let code = unsafe { (self.cuDriverGetVersion)(&mut version) };
+        self.check(code, "ask for the driver's version")?;
+        Ok(version)
+    }
+
+    /// How many GPUs this process sees.
+    pub(super) fn device_count(&self) -> Result<usize> {
+        let mut count = 0;
+        // SAFETY: `count` is a place for one integer.
+        let code = unsafe { (self.cuDeviceGetCount)(&mut count) };
+        self.check(code, "count the GPUs")?;
+        Ok(usize::try_from(count).unwrap_or(0))
+    }
+
+    /// The GPU with `ordinal`.
+    pub(super) fn device(&self, ordinal: usize) -> Result<CUdevice> {
+        let count = self.device_count()?;
+        let number = c_int::try_from(ordinal)
+            .ok()
+            .filter(|_| ordinal < count)
+            .ok_or_else(|| {
+                Error::invalid(format!(
+                    "there is no GPU {ordinal}: this process sees {count}"
+                ))
+                .help("does CUDA_VISIBLE_DEVICES name it?")
+            })?;
+        let mut device = 0;
+        // SAFETY: `device` is a place for one device.
+        let code = unsafe { (self.cuDeviceGet)(&mut device, number) };
+        self.check(code, "open the GPU")?;
+        Ok(device)
+    }
+
+    /// An attribute of a GPU; an attribute that the driver does not know counts as 0.
+    pub(super) fn attribute(&self, device: CUdevice, attribute: CUdevice_attribute) -> i32 {
+        let mut value = 0;
+        // SAFETY: `value` is a place for one integer; an unknown attribute is refused.
+        let answer = unsafe { (self.cuDeviceGetAttribute)(&mut value, attribute, device) };
+        if answer == status::SUCCESS { value } else { 0 }
+    }
+
+    /// Whether the first GPU can map the second's memory.
+    pub(super) fn can_access_peer(&self, device: CUdevice, peer: CUdevice) -> Result<bool> {
+        let mut can = 0;
+        // SAFETY: `can` is a place for one integer.
+        let code = unsafe { (self.cuDeviceCanAccessPeer)(&mut can, device, peer) };
+        self.check(code, "ask for peer access")?;
+        Ok(can != 0)
+    }
+}

@@ -1,0 +1,156 @@
+//! Machine code kept on disk, by what it was made from. An entry carries a digest of itself, so
+//! that one that was cut short or altered is made anew.
+
+use crate::error::Result;
+use sha2::{Digest, Sha256};
+use std::fs;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Where the cache is, when it is not where such things usually are.
+const DIRECTORY_VARIABLE: &str = "WARPLINK_CACHE_DIR";
+
+/// Bytes of a digest.
+const DIGEST: usize = 32;
+
+/// The directory of the cache; none where the environment names no place for it.
+pub(crate) fn directory() -> Option<PathBuf> {
+    let variable = |name| {
+        std::env::var_os(name)
+            .filter(|value| !value.is_empty())
+            .map(PathBuf::from)
+    };
+    variable(DIRECTORY_VARIABLE)
+        .or_else(|| variable("XDG_CACHE_HOME").map(|path| path.join("warplink")))
+        .or_else(|| variable("HOME").map(|path| path.join(".cache/warplink")))
+        .filter(|path| path.is_absolute())
+}
+
+/// The name of the entry that is made from `parts`.
+pub(crate) fn key(parts: &[&str]) -> String {
+    let mut digest = Sha256::new();
+    for part in parts {
+        // With lengths, so that no two lists of parts look alike.
+        digest.update((part.len() as u64).to_le_bytes());
+        digest.update(part);
+    }
+    digest
+        .finalize()
+        .iter()
+        .map(|byte| format!("{byte:02x}"))
+        .collect()
+}
+
+/// The entry `key`, or what `make` makes, which is then kept. A cache that cannot be read or
+/// written only costs time.
+pub(crate) fn get_or_make(
+    directory: Option<&Path>,
+    key: &str,
+    make: impl FnOnce() -> Result<Vec<u8>>,
+) -> Result<Vec<u8>> {
+    let Some(directory) = directory else {
+        return make();
+    };
+    let path = directory.join(format!("{key}.cubin"));
+    if let Some(content) = fs::read(&path).ok().and_then(|bytes| checked(&bytes)) {
+        return Ok(content);
+    }
+    let content = make()?;
+    if let Err(error) = write(directory, &path, &content) {
+        tracing::debug!(%error, path = %path.display(), "a kernel was not kept on disk");
+    }
+    Ok(content)
+}
+
+/// What an entry holds, if it is whole.
+fn checked(bytes: &[u8]) -> Option<Vec<u8>> {
+    let (digest, content) = bytes.split_at_checked(DIGEST)?;
+    (!content.is_empty() && digest == Sha256::digest(content).as_slice()).then(|| content.to_vec())
+}
+
+/// Writes an entry under another name first, so that nobody sees half of it.
+fn write(directory: &Path, path: &Path, content: &[u8]) -> std::io::Result<()> {
+    static NUMBER: AtomicU64 = AtomicU64::new(0);
+    fs::create_dir_all(directory)?;
+    let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+    let temporary = path.with_extension(format!("{}-{number}", std::process::id()));
+    let result = fs::File::create(&temporary)
+        .and_then(|mut file| {
+            file.write_all(&Sha256::digest(content))?;
+            file.write_all(content)
+        })
+        .and_then(|()| fs::rename(&temporary, path));
+    if result.is_err() {
+        // The first error is the one to report; the file may not even be there.
+        let _ = fs::remove_file(&temporary);
+    }
+    result
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::Error;
+
+    fn never() -> Result<Vec<u8>> {
+        Err(Error::invalid("made again"))
+    }
+
+    #[test]
+    fn keeps_what_was_made_and_makes_what_was_damaged() {
+        let root = tempfile::tempdir().unwrap();
+        let directory = root.path().join("below");
+        let key = key(&["source", "sm_90"]);
+        let made = || Ok(vec![1, 2, 3, 4]);
+        assert_eq!(
+            get_or_make(Some(&directory), &key, made).unwrap(),
+            [1, 2, 3, 4]
+        );
+        assert_eq!(
+            get_or_make(Some(&directory), &key, never).unwrap(),
+            [1, 2, 3, 4]
+        );
+
+        let path = directory.join(format!("{key}.cubin"));
+        let whole = fs::read(&path).unwrap();
+        let mut altered = whole.clone();
+        *altered.last_mut().unwrap() ^= 1;
+        for damaged in [
+            &whole[..whole.len() - 1],
+            &whole[..DIGEST],
+            &whole[..5],
+            &[],
+            &altered,
+        ] {
+            fs::write(&path, damaged).unwrap();
+            assert!(get_or_make(Some(&directory), &key, never).is_err());
+            assert_eq!(
+                get_or_make(Some(&directory), &key, made).unwrap(),
+                [1, 2, 3, 4]
+            );
+            assert_eq!(fs::read(&path).unwrap(), whole);
+        }
+        // Nothing but the entry is left behind.
+        assert_eq!(fs::read_dir(&directory).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn a_place_that_cannot_be_written_only_costs_time() {
+        let root = tempfile::tempdir().unwrap();
+        let file = root.path().join("file");
+        fs::write(&file, "").unwrap();
+        assert_eq!(
+            get_or_make(Some(&file.join("below")), "key", || Ok(vec![7])).unwrap(),
+            [7]
+        );
+        assert_eq!(get_or_make(None, "key", || Ok(vec![8])).unwrap(), [8]);
+    }
+
+    #[test]
+    fn keys_tell_lists_of_parts_apart() {
+        assert_ne!(key(&["ab", "c"]), key(&["a", "bc"]));
+        assert_ne!(key(&["a"]), key(&["a", ""]));
+        assert_eq!(key(&["a"]).len(), 64);
+    }
+}

@@ -1,0 +1,141 @@
+//! Machine code in the GPU, and launching it.
+
+use super::nvrtc::{self, Source};
+use crate::device::cuda::driver::context::Context;
+use crate::device::cuda::driver::{Status, status};
+use crate::device::cuda::gpu::Gpu;
+use crate::error::Result;
+use cudarc::driver::sys::{CUfunction, CUfunction_attribute_enum, CUmodule, CUstream};
+use std::ffi::{CStr, c_void};
+use std::fmt;
+use std::sync::Arc;
+
+/// Machine code that was loaded.
+pub(crate) struct Module {
+    context: Arc<Context>,
+    raw: CUmodule,
+}
+
+// SAFETY: the pointer is a handle that the driver accepts on every thread.
+unsafe impl Send for Module {}
+// SAFETY: as above; the driver synchronizes its own state.
+unsafe impl Sync for Module {}
+
+impl Module {
+    /// Compiles `source` for the GPU, unless that was done before, and loads it.
+    pub(crate) fn load(gpu: &Gpu, source: &Source) -> Result<Arc<Self>> {
+        let code = nvrtc::machine_code(source, &gpu.capabilities.architecture())?;
+        let context = &gpu.context;
+        let _entered = context.enter()?;
+        let _relaxed = context.relax_capture();
+        let mut raw = std::ptr::null_mut();
+        // SAFETY: `raw` is a place for one module; `code` is a whole image, made by NVRTC for this
+        // GPU and checked when it came from disk.
+        let answer = unsafe { (context.driver.cuModuleLoadData)(&mut raw, code.as_ptr().cast()) };
+        context
+            .driver
+            .check(answer, "load a kernel")
+            .map_err(|error| error.key(source.name).device(gpu.describe()))?;
+        Ok(Arc::new(Self {
+            context: context.clone(),
+            raw,
+        }))
+    }
+
+    /// The kernel `name`, put into the GPU at once: one that is put there when it is first launched
+    /// would wait for a kernel that spins.
+    pub(crate) fn function(self: &Arc<Self>, name: &'static CStr) -> Result<Function> {
+        let driver = self.context.driver;
+        let _entered = self.context.enter()?;
+        let _relaxed = self.context.relax_capture();
+        let mut raw = std::ptr::null_mut();
+        // SAFETY: `raw` is a place for one function; the name ends with a zero.
+        let code: Status =
+            unsafe { (driver.cuModuleGetFunction)(&mut raw, self.raw, name.as_ptr()) };
+        driver
+            .check(code, "find a kernel")
+            .map_err(|error| error.key(name.to_string_lossy()))?;
+        let code = match driver.cuFuncLoad {
+            // SAFETY: the function was found just now.
+            Some(load) => unsafe { load(raw) },
+            None => {
+                let mut registers = 0;
+                let which = CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_NUM_REGS;
+                // SAFETY: as above, and `registers` is a place for one integer. Asking loads it.
+                unsafe { (driver.cuFuncGetAttribute)(&mut registers, which, raw) }
+            }
+        };
+        driver
+            .check(code, "load a kernel")
+            .map_err(|error| error.key(name.to_string_lossy()))?;
+        Ok(Function {
+            module: self.clone(),
+            raw,
+        })
+    }
+}
+
+impl Drop for Module {
+    fn drop(&mut self) {
+        let entered = self.context.enter();
+        let _relaxed = self.context.relax_capture();
+        // SAFETY: loaded once, unloaded once; every function of it holds it.
+        let code = unsafe { (self.context.driver.cuModuleUnload)(self.raw) };
+        if code != status::SUCCESS || entered.is_err() {
+            tracing::warn!(code, "a kernel was not unloaded");
+        }
+    }
+}
+
+impl fmt::Debug for Module {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Module({:p})", self.raw)
+    }
+}
+
+/// A kernel that can be launched.
+#[derive(Debug)]
+pub(crate) struct Function {
+    module: Arc<Module>,
+    raw: CUfunction,
+}
+
+// SAFETY: the pointer is a handle that the driver accepts on every thread, valid with its module.
+unsafe impl Send for Function {}
+// SAFETY: as above.
+unsafe impl Sync for Function {}
+
+impl Function {
+    /// Enqueues `grid` blocks of `block` threads on `stream`, of the current context.
+    ///
+    /// # Safety
+    /// `parameters` must point to values of the kernel's parameter types, in order, and what the
+    /// kernel does with them must be sound.
+    pub(crate) unsafe fn launch(
+        &self,
+        stream: CUstream,
+        grid: u32,
+        block: u32,
+        parameters: &mut [*mut c_void],
+    ) -> Result<()> {
+        let driver = self.module.context.driver;
+        let none = std::ptr::null_mut();
+        // SAFETY: the caller vouches for the parameters, which the driver copies; no extra options.
+        let code = unsafe {
+            (driver.cuLaunchKernel)(
+                self.raw,
+                grid,
+                1,
+                1,
+                block,
+                1,
+                1,
+                0,
+                stream,
+                parameters.as_mut_ptr(),
+                none,
+            )
+        };
+        driver.check(code, "launch a kernel")
+    }
+}

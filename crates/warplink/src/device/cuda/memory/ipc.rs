@@ -1,0 +1,163 @@
+//! A peer's memory opened by CUDA IPC handle.
+//!
+//! The driver's behaviour when one process opens one handle twice has changed over time (refused,
+//! the same address, a count), so here it never happens: a table of the process gives a second
+//! opening the first one's mapping, and an opening waits while an earlier mapping is being closed.
+
+use crate::device::cuda::driver::context::Context;
+use crate::device::cuda::driver::status;
+use crate::device::cuda::gpu::Gpu;
+use crate::error::{Error, ErrorKind, Result};
+use crate::sync::lock;
+use cudarc::driver::sys::CUipcMemHandle;
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::ffi::c_char;
+use std::sync::{Arc, Condvar, Mutex, OnceLock, Weak};
+use std::time::{Duration, Instant};
+
+/// `CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS`.
+const LAZY_PEER_ACCESS: u32 = 1;
+
+/// How long an opening waits for an earlier mapping of the same handle to be closed.
+const CLOSING: Duration = Duration::from_secs(10);
+
+/// Which context and which handle.
+type Key = (usize, [u8; 64]);
+
+enum Slot {
+    Open(Weak<IpcMapping>),
+    /// Dropped, but the driver is still to close it; or about to be opened.
+    Busy,
+}
+
+#[derive(Default)]
+struct Table {
+    slots: Mutex<HashMap<Key, Slot>>,
+    changed: Condvar,
+}
+
+fn table() -> &'static Table {
+    static TABLE: OnceLock<Table> = OnceLock::new();
+    TABLE.get_or_init(Table::default)
+}
+
+/// Gives a slot back, and wakes whoever waits for it.
+fn clear(key: &Key) {
+    lock(&table().slots).remove(key);
+    table().changed.notify_all();
+}
+
+/// A mapping of a peer's allocation. It is closed when the last holder drops it.
+pub(crate) struct IpcMapping {
+    gpu: Arc<Gpu>,
+    key: Key,
+    pub(crate) address: u64,
+    /// Bytes from `address` to the end of the peer's allocation.
+    pub(crate) bytes: usize,
+    pub(crate) identity: u64,
+}
+
+impl IpcMapping {
+    /// Opens `handle`, or shares the mapping that is already open.
+    pub(crate) fn open(gpu: &Arc<Gpu>, handle: &[u8; 64]) -> Result<Arc<Self>> {
+        let key = (gpu.context.raw as usize, *handle);
+        let table = table();
+        let give_up = Instant::now() + CLOSING;
+        let mut slots = lock(&table.slots);
+        loop {
+            match slots.entry(key) {
+                Entry::Vacant(vacant) => {
+                    vacant.insert(Slot::Busy);
+                    break;
+                }
+                // A mapping that cannot be upgraded is being dropped: its drop clears the slot.
+                Entry::Occupied(slot) => {
+                    if let Slot::Open(mapping) = slot.get()
+                        && let Some(mapping) = mapping.upgrade()
+                    {
+                        return Ok(mapping);
+                    }
+                }
+            }
+            let left = give_up.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(Error::new(ErrorKind::Timeout, format!("an earlier mapping was not closed within {CLOSING:?}"))
+                    .during("open a peer's memory by IPC handle")
+                    .help("a stream still waits, and the driver closes a mapping only when the GPU is idle"));
+            }
+            slots = table
+                .changed
+                .wait_timeout(slots, left)
+                .unwrap_or_else(std::sync::PoisonError::into_inner)
+                .0;
+        }
+        drop(slots);
+        match Self::open_alone(gpu, key) {
+            Ok(mapping) => {
+                lock(&table.slots).insert(key, Slot::Open(Arc::downgrade(&mapping)));
+                table.changed.notify_all();
+                Ok(mapping)
+            }
+            Err(error) => {
+                clear(&key);
+                Err(error)
+            }
+        }
+    }
+
+    /// Opens the handle whose slot is held.
+    fn open_alone(gpu: &Arc<Gpu>, key: Key) -> Result<Arc<Self>> {
+        let _entered = gpu.context.enter()?;
+        let _relaxed = gpu.context.relax_capture();
+        let driver = gpu.context.driver;
+        let handle = CUipcMemHandle {
+            reserved: key.1.map(|byte| byte as c_char),
+        };
+        let mut address = 0;
+        // SAFETY: `address` is a place for one address, and the context is current. A handle that
+        // is not one of the driver's is refused.
+        let code =
+            unsafe { (driver.cuIpcOpenMemHandle_v2)(&mut address, handle, LAZY_PEER_ACCESS) };
+        driver.check(code, "open a peer's memory by IPC handle").map_err(|error| match code {
+            status::INVALID_CONTEXT => error.help("a process cannot open a handle of its own; hand over the slice itself"),
+            status::ALREADY_MAPPED => error.help("somebody else in this process has opened the same allocation"),
+            status::INVALID_VALUE => error.help("has the owner freed the memory?"),
+            _ => error.help("both processes must see their GPUs in one container, with peer access between them"),
+        })?;
+        let (mut base, mut size) = (0, 0);
+        // SAFETY: both are places for one value each; the address was mapped just now.
+        let code = unsafe { (driver.cuMemGetAddressRange_v2)(&mut base, &mut size, address) };
+        if let Err(error) = driver.check(code, "ask for the extent of a peer's memory") {
+            close(&gpu.context, address);
+            return Err(error);
+        }
+        let bytes = (base + size as u64).saturating_sub(address) as usize;
+        Ok(Arc::new(Self {
+            gpu: gpu.clone(),
+            key,
+            address,
+            bytes,
+            identity: super::next_identity(),
+        }))
+    }
+}
+
+impl Drop for IpcMapping {
+    fn drop(&mut self) {
+        let (key, address) = (self.key, self.address);
+        lock(&table().slots).insert(key, Slot::Busy);
+        self.gpu.reaper.run(move |context| {
+            close(context, address);
+            clear(&key);
+        });
+    }
+}
+
+fn close(context: &Context, address: u64) {
+    // SAFETY: opened once, closed once; nothing names the mapping any more.
+    let code = unsafe { (context.driver.cuIpcCloseMemHandle)(address) };
+    if code != status::SUCCESS {
+        tracing::warn!(code, "a peer's memory at {address:#x} was not unmapped");
+    }
+}

@@ -1,0 +1,235 @@
+//! What a slice of GPU memory lies in: plain memory, signal pages, memory of the virtual memory
+//! interface, memory that others own, and a peer's memory mapped here.
+
+pub(super) mod borrowed;
+pub(super) mod ipc;
+pub(super) mod quiescence;
+pub(super) mod reaper;
+pub(super) mod sharing;
+pub(super) mod staging;
+pub(super) mod virtual_memory;
+
+use self::ipc::IpcMapping;
+use self::virtual_memory::VirtualMemory;
+use crate::device::cuda::driver::status;
+use crate::device::cuda::gpu::Gpu;
+use crate::device::{Backing, DeviceKind, DeviceSlice};
+use crate::error::{Error, ErrorKind, Result};
+use std::any::Any;
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+/// Plain allocations are whole multiples of this. The driver cuts smaller ones out of a block of
+/// this size, and a handle of one would give a peer the whole block, with what else is in it.
+const BLOCK: usize = 2 << 20;
+
+/// How long an allocation that does not fit waits for memory that is still to be freed.
+const FREEING: Duration = Duration::from_secs(1);
+
+/// Set in the identity of memory that others allocated, whose numbers the driver gives.
+const FOREIGN: u64 = 1 << 63;
+
+/// A new number for an allocation of ours.
+pub(super) fn next_identity() -> u64 {
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    NEXT.fetch_add(1, Ordering::Relaxed)
+}
+
+/// The number of an allocation of others', from the driver's for it.
+pub(super) fn foreign_identity(buffer: u64) -> u64 {
+    FOREIGN | buffer
+}
+
+/// Every backing of the `cuda` device.
+pub(super) struct CudaBacking {
+    pub(super) gpu: Arc<Gpu>,
+    base: u64,
+    bytes: usize,
+    identity: u64,
+    pub(super) source: Source,
+}
+
+/// Where the memory is from. Dropping it frees, unmaps or gives back.
+pub(super) enum Source {
+    Plain {
+        _held: PlainMemory,
+    },
+    Virtual(VirtualMemory),
+    Borrowed(Borrowed),
+    /// A peer's, opened by IPC handle; the mapping may be shared by several backings.
+    Ipc {
+        _held: Arc<IpcMapping>,
+    },
+    /// A peer's, opened by descriptor.
+    Descriptor {
+        _held: VirtualMemory,
+    },
+}
+
+/// Memory that others own, held by holding their owner.
+pub(super) struct Borrowed {
+    /// Dropping it tells them that it is no longer used.
+    pub(super) _owner: Arc<dyn Any + Send + Sync>,
+    /// Whether the driver makes an IPC handle for it.
+    pub(super) ipc_capable: bool,
+}
+
+impl CudaBacking {
+    pub(super) fn slice(
+        gpu: &Arc<Gpu>,
+        base: u64,
+        bytes: usize,
+        identity: u64,
+        source: Source,
+    ) -> DeviceSlice {
+        DeviceSlice::whole(Arc::new(Self {
+            gpu: gpu.clone(),
+            base,
+            bytes,
+            identity,
+            source,
+        }))
+    }
+
+    /// The backing of a slice of this device.
+    pub(super) fn of(slice: &DeviceSlice) -> Result<&Self> {
+        slice.backing().as_any().downcast_ref().ok_or_else(|| {
+            Error::invalid(format!(
+                "the slice is of device {}, not of a GPU",
+                slice.kind()
+            ))
+        })
+    }
+}
+
+impl Backing for CudaBacking {
+    fn base(&self) -> u64 {
+        self.base
+    }
+
+    fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    fn identity(&self) -> u64 {
+        self.identity
+    }
+
+    fn kind(&self) -> DeviceKind {
+        DeviceKind::Cuda
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+impl fmt::Debug for CudaBacking {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let source = match self.source {
+            Source::Plain { .. } => "plain",
+            Source::Virtual(_) => "virtual",
+            Source::Borrowed(_) => "borrowed",
+            Source::Ipc { .. } => "peer's by IPC",
+            Source::Descriptor { .. } => "peer's by descriptor",
+        };
+        write!(
+            f,
+            "{source} memory of {:?}: {} bytes at {:#x}",
+            self.gpu.context, self.bytes, self.base
+        )
+    }
+}
+
+/// Memory from the driver's plain allocation.
+pub(super) struct PlainMemory {
+    gpu: Arc<Gpu>,
+    pub(super) address: u64,
+    signals: bool,
+}
+
+impl PlainMemory {
+    /// Allocates at least `bytes`.
+    pub(super) fn allocate(gpu: &Arc<Gpu>, bytes: usize) -> Result<Self> {
+        if bytes == 0 {
+            return Err(Error::invalid("an allocation needs at least one byte"));
+        }
+        let whole = bytes
+            .checked_next_multiple_of(BLOCK)
+            .ok_or_else(|| Error::invalid("the allocation overflows"))?;
+        let _entered = gpu.context.enter()?;
+        let _relaxed = gpu.context.relax_capture();
+        let driver = gpu.context.driver;
+        let mut address = 0;
+        // SAFETY: `address` is a place for one address, and the context is current.
+        let mut code = unsafe { (driver.cuMemAlloc_v2)(&mut address, whole) };
+        if code == status::OUT_OF_MEMORY && gpu.reaper.flush(FREEING) {
+            // SAFETY: as above.
+            code = unsafe { (driver.cuMemAlloc_v2)(&mut address, whole) };
+        }
+        driver
+            .check(code, "allocate device memory")
+            .map_err(|error| {
+                error
+                    .device(gpu.describe())
+                    .help(format!("{whole} bytes were asked for"))
+            })?;
+        Ok(Self {
+            gpu: gpu.clone(),
+            address,
+            signals: false,
+        })
+    }
+
+    /// Allocates zeros that the device's fault ends waits for.
+    pub(super) fn allocate_signals(gpu: &Arc<Gpu>, bytes: usize) -> Result<Self> {
+        if !bytes.is_multiple_of(size_of::<u64>()) {
+            return Err(Error::invalid(format!(
+                "{bytes} bytes are no whole number of 8-byte words"
+            )));
+        }
+        let mut memory = Self::allocate(gpu, bytes)?;
+        // SAFETY: just allocated, of at least as many bytes.
+        unsafe { gpu.staging.zero(memory.address, bytes)? };
+        memory.signals = true;
+        gpu.signals.add(memory.address, bytes);
+        Ok(memory)
+    }
+
+    /// The same with what a slice needs.
+    pub(super) fn into_slice(self, bytes: usize) -> DeviceSlice {
+        let (gpu, address) = (self.gpu.clone(), self.address);
+        CudaBacking::slice(
+            &gpu,
+            address,
+            bytes,
+            next_identity(),
+            Source::Plain { _held: self },
+        )
+    }
+}
+
+impl Drop for PlainMemory {
+    fn drop(&mut self) {
+        let signals = self.signals.then(|| self.gpu.signals.clone());
+        let address = self.address;
+        // Ends what waits on the page: the stream would never be quiet.
+        let retire = move || signals.iter().for_each(|signals| signals.retire(address));
+        self.gpu.reaper.run_after(retire, move |context| {
+            // SAFETY: allocated once and freed once; nothing names it any more.
+            let code = unsafe { (context.driver.cuMemFree_v2)(address) };
+            if code != status::SUCCESS {
+                tracing::warn!(code, "device memory at {address:#x} was not freed");
+            }
+        });
+    }
+}
+
+/// Fails where memory of a peer, or of another kind, is asked to be shared on.
+pub(super) fn not_ours() -> Error {
+    Error::new(ErrorKind::Unsupported, "the slice lies in a peer's memory")
+        .during("export device memory")
+        .help("only the rank that allocated memory can export it")
+}

@@ -1,0 +1,142 @@
+//! Giving allocations to peers and opening theirs.
+
+use super::ipc::IpcMapping;
+use super::virtual_memory::{self, VirtualMemory};
+use super::{CudaBacking, Source, next_identity, not_ours};
+use crate::device::cuda::driver::status;
+use crate::device::cuda::gpu::Gpu;
+use crate::device::{Backing, DeviceSlice, Export, Opening};
+use crate::error::{Error, ErrorKind, Result};
+use cudarc::driver::sys::CUipcMemHandle;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+
+/// Makes what a peer needs to open the allocation that `slice` lies in.
+pub(crate) fn export(slice: &DeviceSlice) -> Result<Export> {
+    let backing = CudaBacking::of(slice)?;
+    let gpu = &*backing.gpu;
+    let (ipc, descriptor) = match &backing.source {
+        Source::Plain { .. } => (Some(ipc_handle(gpu, backing.base())?), None),
+        Source::Virtual(memory) => (None, Some(memory.export()?)),
+        Source::Borrowed(borrowed) if borrowed.ipc_capable => {
+            (Some(ipc_handle(gpu, backing.base())?), None)
+        }
+        Source::Borrowed(_) => (None, Some(mapped_descriptor(gpu, backing)?)),
+        Source::Ipc { .. } | Source::Descriptor { .. } => return Err(not_ours()),
+    };
+    Ok(Export {
+        allocation: slice.allocation(),
+        ipc,
+        descriptor,
+    })
+}
+
+fn ipc_handle(gpu: &Gpu, base: u64) -> Result<[u8; 64]> {
+    let _entered = gpu.context.enter()?;
+    let _relaxed = gpu.context.relax_capture();
+    let mut handle = CUipcMemHandle { reserved: [0; 64] };
+    // SAFETY: `handle` is a place for one handle; an address that cannot be shared is refused.
+    let code = unsafe { (gpu.context.driver.cuIpcGetMemHandle)(&mut handle, base) };
+    gpu.context
+        .driver
+        .check(code, "make an IPC handle")
+        .map_err(|error| error.device(gpu.describe()))?;
+    Ok(handle.reserved.map(|byte| byte as u8))
+}
+
+/// A descriptor of memory that others mapped.
+fn mapped_descriptor(gpu: &Gpu, backing: &CudaBacking) -> Result<OwnedFd> {
+    virtual_memory::export_mapped(gpu, backing.base()).map_err(|error| {
+        let text = format!("the memory can be shared neither by IPC nor by descriptor: {}", error.message());
+        Error::new(ErrorKind::Unsupported, text)
+            .during("export device memory")
+            .device(gpu.describe())
+            .code(error.failed_code().unwrap_or_default())
+            .help("memory of a stream-ordered pool (cudaMallocAsync) cannot be shared unless its pool was made for it; use cudaMalloc, or PyTorch's own allocator")
+    })
+}
+
+/// Opens a peer's allocation of `bytes`.
+pub(crate) fn import(gpu: &Arc<Gpu>, opening: Opening, bytes: usize) -> Result<DeviceSlice> {
+    if bytes == 0 {
+        return Err(Error::new(
+            ErrorKind::InvalidHandle,
+            "the handle is of an allocation of 0 bytes",
+        ));
+    }
+    let too_small = |has: usize| {
+        Error::new(
+            ErrorKind::InvalidHandle,
+            format!("the peer's allocation has {has} bytes, the handle says {bytes}"),
+        )
+        .during("open a peer's memory")
+    };
+    match opening {
+        Opening::SameProcess(slice) => {
+            let whole = slice.allocation();
+            if whole.bytes() < bytes {
+                return Err(too_small(whole.bytes()));
+            }
+            reach(gpu, CudaBacking::of(&whole)?)?;
+            Ok(whole)
+        }
+        Opening::Ipc(handle) => {
+            let mapping = IpcMapping::open(gpu, &handle)?;
+            if mapping.bytes < bytes {
+                return Err(too_small(mapping.bytes));
+            }
+            let (address, identity) = (mapping.address, mapping.identity);
+            Ok(CudaBacking::slice(
+                gpu,
+                address,
+                bytes,
+                identity,
+                Source::Ipc { _held: mapping },
+            ))
+        }
+        Opening::Descriptor(descriptor) => {
+            let memory = VirtualMemory::import(gpu, descriptor.as_fd(), bytes)?;
+            let address = memory.address;
+            Ok(CudaBacking::slice(
+                gpu,
+                address,
+                bytes,
+                next_identity(),
+                Source::Descriptor { _held: memory },
+            ))
+        }
+    }
+}
+
+/// Lets `gpu` reach memory of another GPU of this process.
+fn reach(gpu: &Gpu, backing: &CudaBacking) -> Result<()> {
+    let (mine, theirs) = (&gpu.context, &backing.gpu.context);
+    if mine.device == theirs.device {
+        return Ok(());
+    }
+    if !mine.driver.can_access_peer(mine.device, theirs.device)? {
+        let text = format!(
+            "GPU {} cannot map the memory of GPU {}",
+            mine.ordinal, theirs.ordinal
+        );
+        return Err(Error::new(ErrorKind::Unsupported, text)
+            .during("open a peer's memory")
+            .help("`warplink doctor` shows which GPUs reach which"));
+    }
+    let _entered = mine.enter()?;
+    let _relaxed = mine.relax_capture();
+    // SAFETY: both contexts are retained for as long as they are held; the only valid flags are 0.
+    let code = unsafe { (mine.driver.cuCtxEnablePeerAccess)(theirs.raw, 0) };
+    if code != status::PEER_ACCESS_ALREADY_ENABLED {
+        mine.driver.check(code, "enable peer access")?;
+    }
+    match &backing.source {
+        Source::Virtual(memory) => memory.allow(gpu),
+        // What others mapped by the virtual memory interface does not follow peer access either.
+        Source::Borrowed(borrowed) if !borrowed.ipc_capable => {
+            virtual_memory::allow(gpu, backing.base(), backing.bytes())
+        }
+        Source::Ipc { .. } | Source::Descriptor { .. } => Err(not_ours()),
+        _ => Ok(()),
+    }
+}

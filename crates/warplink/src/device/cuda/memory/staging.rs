@@ -1,0 +1,197 @@
+//! Blocking copies between host memory and the device, through pinned memory and a stream of their
+//! own, so that they wait for no other stream: one may be held by a peer.
+
+use crate::deadline::Deadline;
+use crate::device::Fault;
+use crate::device::cuda::driver::context::Context;
+use crate::device::cuda::driver::poll::poll;
+use crate::device::cuda::driver::raw::{Pinned, RawEvent, RawStream};
+use crate::error::{Error, ErrorKind, Result};
+use crate::sync::lock;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+/// Bytes of one half of the pinned buffer: while the GPU copies one half the host fills the other.
+const HALF: usize = 4 << 20;
+
+/// Longest time for one half. A copy takes below a millisecond; more means that something holds
+/// the copy engine.
+const LIMIT: Duration = Duration::from_secs(60);
+
+/// How long after a fault a copy may still end by itself.
+const GRACE: Duration = Duration::from_secs(2);
+
+/// The pinned buffer and the stream of a device's blocking copies.
+#[derive(Debug)]
+pub(crate) struct Staging {
+    context: Arc<Context>,
+    fault: Arc<Fault>,
+    inner: Mutex<Inner>,
+}
+
+#[derive(Debug)]
+struct Inner {
+    stream: RawStream,
+    done: [RawEvent; 2],
+    /// `None` only while dropped.
+    buffer: Option<Pinned>,
+    /// Whether a call gave up while the GPU was still to use the buffer.
+    abandoned: bool,
+}
+
+impl Staging {
+    pub(crate) fn create(context: &Arc<Context>, fault: &Arc<Fault>) -> Result<Self> {
+        let event = || RawEvent::create(context, false);
+        let inner = Inner {
+            stream: RawStream::create(context, true)?,
+            done: [event()?, event()?],
+            buffer: Some(Pinned::allocate(context, 2 * HALF)?),
+            abandoned: false,
+        };
+        Ok(Self {
+            context: context.clone(),
+            fault: fault.clone(),
+            inner: Mutex::new(inner),
+        })
+    }
+
+    /// Copies `bytes` to the device.
+    ///
+    /// # Safety
+    /// `target` must be device memory of as many bytes.
+    pub(crate) unsafe fn upload(&self, target: u64, bytes: &[u8]) -> Result<()> {
+        self.with(|inner, buffer, wait| {
+            for (part, chunk) in bytes.chunks(HALF).enumerate() {
+                let half = part % 2;
+                if part >= 2 {
+                    wait(&inner.done[half])?;
+                }
+                // SAFETY: the half's last copy is done: awaited just now or by the call before.
+                // Nothing changes the half before its event is reached, and the caller vouches for
+                // the target.
+                unsafe {
+                    buffer.write(half * HALF, chunk);
+                    buffer.copy_to(
+                        half * HALF,
+                        target + (part * HALF) as u64,
+                        chunk.len(),
+                        inner.stream.raw,
+                    )?;
+                    inner.done[half].record(inner.stream.raw)?;
+                }
+            }
+            inner.done.iter().try_for_each(wait)
+        })
+    }
+
+    /// Copies to `bytes` from the device.
+    ///
+    /// # Safety
+    /// `source` must be device memory of as many bytes.
+    pub(crate) unsafe fn download(&self, source: u64, bytes: &mut [u8]) -> Result<()> {
+        self.with(|inner, buffer, wait| {
+            let total = bytes.len();
+            let enqueue = |buffer: &Pinned, part: usize| -> Result<()> {
+                let start = part * HALF;
+                if start >= total {
+                    return Ok(());
+                }
+                let (half, length) = (part % 2, HALF.min(total - start));
+                // SAFETY: the half was read out before a further copy into it is enqueued, and is
+                // read again only when its event is reached; the caller vouches for the source.
+                unsafe {
+                    buffer.copy_from(
+                        half * HALF,
+                        source + start as u64,
+                        length,
+                        inner.stream.raw,
+                    )?;
+                    inner.done[half].record(inner.stream.raw)
+                }
+            };
+            enqueue(buffer, 0)?;
+            enqueue(buffer, 1)?;
+            for (part, chunk) in bytes.chunks_mut(HALF).enumerate() {
+                let half = part % 2;
+                wait(&inner.done[half])?;
+                // SAFETY: the copy into this half is done, and no further one is enqueued yet.
+                unsafe { buffer.read(half * HALF, chunk) };
+                enqueue(buffer, part + 2)?;
+            }
+            Ok(())
+        })
+    }
+
+    /// Sets `bytes` at `target` to zero.
+    ///
+    /// # Safety
+    /// `target` must be device memory of as many bytes.
+    pub(crate) unsafe fn zero(&self, target: u64, bytes: usize) -> Result<()> {
+        self.with(|inner, _, wait| {
+            // SAFETY: the caller vouches for the range; stream and context are ours.
+            let code = unsafe {
+                (self.context.driver.cuMemsetD8Async)(target, 0, bytes, inner.stream.raw)
+            };
+            self.context
+                .driver
+                .check(code, "set device memory to zero")?;
+            // SAFETY: stream and event are of this context, which is current.
+            unsafe { inner.done[0].record(inner.stream.raw)? };
+            wait(&inner.done[0])
+        })
+    }
+
+    /// Runs `work` alone, with the context current and the buffer unused by the GPU.
+    fn with(
+        &self,
+        work: impl FnOnce(&Inner, &mut Pinned, &dyn Fn(&RawEvent) -> Result<()>) -> Result<()>,
+    ) -> Result<()> {
+        let mut inner = lock(&self.inner);
+        let _entered = self.context.enter()?;
+        let _relaxed = self.context.relax_capture();
+        let wait = |event: &RawEvent| self.wait(|| event.is_reached());
+        if inner.abandoned {
+            self.wait(|| inner.stream.is_idle())?;
+        }
+        let Some(mut buffer) = inner.buffer.take() else {
+            return Err(Error::new(
+                ErrorKind::Internal,
+                "the pinned buffer was lost when a copy panicked",
+            ));
+        };
+        let result = work(&inner, &mut buffer, &wait);
+        inner.buffer = Some(buffer);
+        inner.abandoned = result.is_err();
+        result
+    }
+
+    fn wait(&self, ready: impl FnMut() -> Result<bool>) -> Result<()> {
+        let deadline = Deadline::after(LIMIT);
+        let mut faulted_at = None;
+        poll(ready, || {
+            if self.fault.error().is_some()
+                && faulted_at.get_or_insert_with(Instant::now).elapsed() > GRACE
+            {
+                return self.fault.check();
+            }
+            if deadline.passed() {
+                Err(deadline.expired("a copy between host and device"))
+            } else {
+                Ok(())
+            }
+        })
+    }
+}
+
+impl Drop for Staging {
+    fn drop(&mut self) {
+        let mut inner = lock(&self.inner);
+        if inner.abandoned && !inner.stream.is_idle().unwrap_or(false) {
+            // The GPU may still use the buffer, and waiting for that here could take for ever.
+            std::mem::forget(inner.buffer.take());
+            tracing::warn!(
+                "a pinned buffer is leaked, since a copy that was given up may still use it"
+            );
+        }
+    }
+}

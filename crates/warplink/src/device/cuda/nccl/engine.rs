@@ -1,0 +1,248 @@
+//! The vendor's collectives, over NCCL.
+
+use super::{Handle, Nccl, NcclComm, UNIQUE_ID};
+use crate::device::cuda::gpu::Gpu;
+use crate::device::cuda::memory::CudaBacking;
+use crate::device::cuda::memory::quiescence;
+use crate::device::cuda::stream::CudaStream;
+use crate::device::{
+    AllGatherBytes, Collective, CollectiveEngine, CollectiveRequest, DeviceSlice, ReduceOp, Stream,
+};
+use crate::dtype::DType;
+use crate::error::{Error, ErrorKind, Result};
+use std::ffi::{c_int, c_void};
+use std::sync::Arc;
+
+/// `ncclUint8`, for what is only moved.
+const BYTES: c_int = 1;
+
+/// What a rank says first: whether it can join.
+const READY: u8 = 1;
+
+/// Collectives of all ranks.
+#[derive(Debug)]
+pub(crate) struct NcclEngine {
+    gpu: Arc<Gpu>,
+    /// Held apart, so that a fault ends it also while a call holds this.
+    comm: Arc<NcclComm>,
+    world: usize,
+    name: String,
+}
+
+impl NcclEngine {
+    /// Joins the other ranks.
+    pub(crate) fn join(
+        gpu: &Arc<Gpu>,
+        rank: usize,
+        world: usize,
+        all_gather: AllGatherBytes<'_>,
+    ) -> Result<Self> {
+        let number = |value: usize| {
+            c_int::try_from(value)
+                .map_err(|_| Error::invalid(format!("{value} is too large for NCCL")))
+        };
+        if rank >= world {
+            return Err(Error::invalid(format!(
+                "rank {rank} is not in a world of {world}"
+            )));
+        }
+        let ranks = (number(rank)?, number(world)?);
+        // A rank that cannot join says so, since the others would wait for it.
+        let nccl = Nccl::get();
+        let id = match &nccl {
+            Ok(nccl) if rank == 0 => nccl.unique_id().map(|id| id.to_vec()),
+            Ok(_) => Ok(Vec::new()),
+            Err(error) => Err(error.clone()),
+        };
+        let mut mine = vec![u8::from(id.is_ok())];
+        mine.extend(id.as_deref().unwrap_or_default());
+        let everybodys = all_gather(mine)?;
+        let nccl = nccl?;
+        id?;
+        if let Some(peer) = everybodys
+            .iter()
+            .position(|said| said.first() != Some(&READY))
+        {
+            return Err(Error::new(ErrorKind::Mismatch, "a rank has no NCCL")
+                .during("join NCCL")
+                .peer(peer));
+        }
+        let id: [u8; UNIQUE_ID] = everybodys
+            .first()
+            .and_then(|said| said.get(1..))
+            .and_then(|id| id.try_into().ok())
+            .ok_or_else(|| {
+                Error::new(ErrorKind::Protocol, "rank 0 gave no id")
+                    .during("join NCCL")
+                    .peer(0)
+            })?;
+        let comm = NcclComm::join(nccl, &gpu.context, id, ranks.0, ranks.1, || {
+            gpu.fault.check()
+        })?;
+        let comm = Arc::new(comm);
+        let weak = Arc::downgrade(&comm);
+        gpu.fault.when_raised(move || {
+            let end = move || {
+                if let Some(comm) = weak.upgrade() {
+                    comm.abort();
+                }
+            };
+            // Whoever raises a fault must not be held up by NCCL.
+            if let Err(error) = std::thread::Builder::new()
+                .name("warplink-nccl-abort".to_owned())
+                .spawn(end)
+            {
+                tracing::warn!(%error, "NCCL is not ended");
+            }
+        });
+        Ok(Self {
+            gpu: gpu.clone(),
+            comm,
+            world,
+            name: nccl.describe(),
+        })
+    }
+}
+
+/// Device memory as NCCL takes it.
+fn pointer(slice: &DeviceSlice) -> *mut c_void {
+    slice.address() as usize as *mut c_void
+}
+
+fn data_type(dtype: DType) -> c_int {
+    match dtype {
+        DType::U8 => BYTES,
+        DType::I32 => 2,
+        DType::F16 => 6,
+        DType::F32 => 7,
+        DType::F64 => 8,
+        DType::BF16 => 9,
+    }
+}
+
+fn operator(op: ReduceOp) -> c_int {
+    match op {
+        ReduceOp::Sum => 0,
+        ReduceOp::Max => 2,
+        ReduceOp::Min => 3,
+    }
+}
+
+impl CollectiveEngine for NcclEngine {
+    fn describe(&self) -> String {
+        self.name.clone()
+    }
+
+    fn enqueue(&self, stream: &Stream, request: &CollectiveRequest) -> Result<()> {
+        request.check(self.world)?;
+        for slice in request.slices() {
+            CudaBacking::of(slice)?;
+        }
+        let stream = CudaStream::of(stream, &self.gpu)?;
+        let (_, _entered) = stream.enter()?;
+        let _relaxed = self.gpu.context.relax_capture();
+        let _enqueuing = quiescence::enqueuing();
+        self.comm
+            .call(request.name(), |nccl, comm| {
+                // SAFETY: the slices are live device memory of fitting lengths, and ranks are below
+                // the world, as was checked; stream and communicator are of the current context.
+                unsafe { issue(nccl, comm, stream.handle().cast(), request, self.world) }
+            })
+            // What failed because of a fault is that fault.
+            .map_err(|error| self.gpu.fault.check().err().unwrap_or(error))
+    }
+
+    fn abort(&self) {
+        self.comm.abort();
+    }
+}
+
+/// Calls NCCL for `request`; gives its code.
+///
+/// # Safety
+/// `request` must have passed its check for `world` ranks and name live device memory; `comm` must
+/// be a communicator of so many ranks, and `stream` a stream, of the current context.
+unsafe fn issue(
+    nccl: &Nccl,
+    comm: Handle,
+    stream: *mut c_void,
+    request: &CollectiveRequest,
+    world: usize,
+) -> c_int {
+    let (collective, dtype, target, source) = match request {
+        CollectiveRequest::Exchange { sends, receives } => {
+            return group(nccl, || {
+                let sent = sends.iter().map(|(rank, slice)| {
+                    let (data, bytes, rank) = (pointer(slice), slice.bytes(), *rank as c_int);
+                    // SAFETY: the caller vouches for memory, rank, communicator and stream.
+                    unsafe { (nccl.ncclSend)(data, bytes, BYTES, rank, comm, stream) }
+                });
+                let received = receives.iter().map(|(rank, slice)| {
+                    let (data, bytes, rank) = (pointer(slice), slice.bytes(), *rank as c_int);
+                    // SAFETY: as above.
+                    unsafe { (nccl.ncclRecv)(data, bytes, BYTES, rank, comm, stream) }
+                });
+                sent.chain(received).find(|code| *code != 0).unwrap_or(0)
+            });
+        }
+        CollectiveRequest::Collective {
+            collective,
+            dtype,
+            target,
+            source,
+        } => (*collective, *dtype, target, source),
+    };
+    let (from, to, bytes) = (pointer(source), pointer(target), source.bytes());
+    let (elements, data_type) = (bytes / dtype.size(), data_type(dtype));
+    match collective {
+        // SAFETY: the caller vouches for memory of fitting lengths, communicator and stream.
+        Collective::AllGather => unsafe {
+            (nccl.ncclAllGather)(from, to, bytes, BYTES, comm, stream)
+        },
+        // SAFETY: as above.
+        Collective::AllReduce(op) => unsafe {
+            (nccl.ncclAllReduce)(from, to, elements, data_type, operator(op), comm, stream)
+        },
+        Collective::ReduceScatter(op) => {
+            let (elements, op) = (target.bytes() / dtype.size(), operator(op));
+            // SAFETY: as above.
+            unsafe { (nccl.ncclReduceScatter)(from, to, elements, data_type, op, comm, stream) }
+        }
+        // SAFETY: as above, and for the root.
+        Collective::Broadcast(root) => unsafe {
+            (nccl.ncclBroadcast)(from, to, bytes, BYTES, root as c_int, comm, stream)
+        },
+        Collective::Reduce(op, root) => {
+            let (op, root) = (operator(op), root as c_int);
+            // SAFETY: as above, and for the root.
+            unsafe { (nccl.ncclReduce)(from, to, elements, data_type, op, root, comm, stream) }
+        }
+        Collective::AllToAll => group(nccl, || {
+            let part = bytes / world;
+            let mut codes = (0..world).map(|peer| {
+                let from = from.wrapping_byte_add(peer * part);
+                let to = to.wrapping_byte_add(peer * part);
+                let peer = peer as c_int;
+                // SAFETY: part `peer` of both slices; otherwise as above.
+                let sent = unsafe { (nccl.ncclSend)(from, part, BYTES, peer, comm, stream) };
+                // SAFETY: as above.
+                let received = unsafe { (nccl.ncclRecv)(to, part, BYTES, peer, comm, stream) };
+                if sent != 0 { sent } else { received }
+            });
+            codes.find(|code| *code != 0).unwrap_or(0)
+        }),
+    }
+}
+
+/// Several calls as one.
+fn group(nccl: &Nccl, calls: impl FnOnce() -> c_int) -> c_int {
+    // SAFETY: the function takes nothing; the group is ended below on this thread.
+    let started = unsafe { (nccl.ncclGroupStart)() };
+    if started != 0 {
+        return started;
+    }
+    let called = calls();
+    // SAFETY: started just above on this thread.
+    let ended = unsafe { (nccl.ncclGroupEnd)() };
+    if called != 0 { called } else { ended }
+}

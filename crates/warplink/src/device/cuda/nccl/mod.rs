@@ -1,0 +1,342 @@
+//! NCCL: its functions, and a communicator of its own that can be ended from outside.
+
+pub(super) mod engine;
+
+use crate::device::cuda::driver::context::Context;
+use crate::device::cuda::driver::function_table;
+use crate::device::cuda::driver::library;
+use crate::error::{Error, ErrorKind, Result};
+use crate::sync::lock;
+use std::ffi::{CStr, c_char, c_int, c_void};
+use std::fmt;
+use std::sync::atomic::{AtomicPtr, Ordering};
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::sync::{Arc, Mutex, OnceLock};
+use std::time::{Duration, Instant};
+
+/// NCCL uses multicast where it can, unless this variable says "0", and multicast must not be used
+/// on every machine.
+const MULTICAST_VARIABLE: &str = "NCCL_NVLS_ENABLE";
+
+/// Bytes of NCCL's unique id.
+pub(super) const UNIQUE_ID: usize = 128;
+
+/// How long joining may take.
+const JOINING: Duration = Duration::from_secs(120);
+
+/// How long ending a communicator waits for calls that are inside NCCL.
+const INSIDE: Duration = Duration::from_secs(1);
+
+/// How long a drop waits for NCCL to take a communicator down.
+const LEAVING: Duration = Duration::from_secs(5);
+
+/// `ncclComm_t`.
+pub(super) type Handle = *mut c_void;
+
+/// `ncclUniqueId`, which NCCL takes by value.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(super) struct UniqueId {
+    internal: [c_char; UNIQUE_ID],
+}
+
+function_table! {
+    /// NCCL's functions.
+    Nccl {
+        ncclGetVersion(*mut c_int) -> c_int;
+        ncclGetErrorString(c_int) -> *const c_char;
+        ncclGetUniqueId(*mut UniqueId) -> c_int;
+        ncclCommInitRank(*mut Handle, c_int, UniqueId, c_int) -> c_int;
+        ncclCommDestroy(Handle) -> c_int;
+        ncclCommAbort(Handle) -> c_int;
+        ncclAllGather(*const c_void, *mut c_void, usize, c_int, Handle, *mut c_void) -> c_int;
+        ncclAllReduce(*const c_void, *mut c_void, usize, c_int, c_int, Handle, *mut c_void) -> c_int;
+        ncclReduceScatter(*const c_void, *mut c_void, usize, c_int, c_int, Handle, *mut c_void) -> c_int;
+        ncclBroadcast(*const c_void, *mut c_void, usize, c_int, c_int, Handle, *mut c_void) -> c_int;
+        ncclReduce(*const c_void, *mut c_void, usize, c_int, c_int, c_int, Handle, *mut c_void) -> c_int;
+        ncclSend(*const c_void, usize, c_int, c_int, Handle, *mut c_void) -> c_int;
+        ncclRecv(*mut c_void, usize, c_int, c_int, Handle, *mut c_void) -> c_int;
+        ncclGroupStart() -> c_int;
+        ncclGroupEnd() -> c_int;
+    }
+    optional {
+        ncclGetLastError(Handle) -> *const c_char;
+    }
+}
+
+impl Nccl {
+    /// NCCL, if it can be had without multicast.
+    pub(super) fn get() -> Result<&'static Self> {
+        // Before loading: NCCL may read its environment as soon as it is there.
+        check_multicast(std::env::var(MULTICAST_VARIABLE).ok().as_deref())?;
+        static LIBRARY: OnceLock<Nccl> = OnceLock::new();
+        if let Some(library) = LIBRARY.get() {
+            return Ok(library);
+        }
+        let library = Self::resolve(&library::load(&library::NCCL)?)?;
+        Ok(LIBRARY.get_or_init(|| library))
+    }
+
+    /// Turns a code into a result.
+    pub(super) fn check(&self, code: c_int, operation: &'static str) -> Result<()> {
+        if code == 0 {
+            return Ok(());
+        }
+        // SAFETY: for every code NCCL gives a string of its own that is never freed.
+        let name = text(unsafe { (self.ncclGetErrorString)(code) });
+        let name = name.unwrap_or_else(|| "an unknown error".to_owned());
+        // SAFETY: NCCL ignores the communicator, and gives the last error of any.
+        let last = self
+            .ncclGetLastError
+            .and_then(|ask| text(unsafe { ask(std::ptr::null_mut()) }));
+        let message = match last.filter(|last| !last.is_empty()) {
+            Some(last) => format!("{name}: {last}"),
+            None => name,
+        };
+        Err(Error::new(ErrorKind::Driver, message)
+            .during(operation)
+            .code(code.into()))
+    }
+
+    /// Name and version.
+    pub(super) fn describe(&self) -> String {
+        let mut version = 0;
+        // SAFETY: `version` is a place for one integer.
+        let code = unsafe { (self.ncclGetVersion)(&mut version) };
+        match code {
+            0 => format!(
+                "NCCL {}.{}.{}",
+                version / 10000,
+                version % 10000 / 100,
+                version % 100
+            ),
+            _ => "NCCL".to_owned(),
+        }
+    }
+
+    /// A new id, by which ranks find one another.
+    pub(super) fn unique_id(&self) -> Result<[u8; UNIQUE_ID]> {
+        let mut id = UniqueId {
+            internal: [0; UNIQUE_ID],
+        };
+        // SAFETY: `id` is a place for one id.
+        let code = unsafe { (self.ncclGetUniqueId)(&mut id) };
+        self.check(code, "make an id for NCCL")?;
+        Ok(id.internal.map(|byte| byte as u8))
+    }
+}
+
+fn text(text: *const c_char) -> Option<String> {
+    if text.is_null() {
+        return None;
+    }
+    // SAFETY: NCCL's strings end with a zero and live long enough to be copied here.
+    Some(
+        unsafe { CStr::from_ptr(text) }
+            .to_string_lossy()
+            .into_owned(),
+    )
+}
+
+fn check_multicast(value: Option<&str>) -> Result<()> {
+    if value == Some("0") {
+        return Ok(());
+    }
+    let text = format!(
+        "{MULTICAST_VARIABLE} is {}, and NCCL would use NVLink multicast",
+        value.unwrap_or("not set")
+    );
+    Err(Error::new(ErrorKind::Unsupported, text)
+        .during("load NCCL")
+        .help(format!(
+            "set {MULTICAST_VARIABLE}=0 in the environment of every rank"
+        )))
+}
+
+/// A communicator of NCCL's.
+pub(super) struct NcclComm {
+    nccl: &'static Nccl,
+    context: Arc<Context>,
+    /// Null once it has been ended.
+    raw: AtomicPtr<c_void>,
+    /// Held during calls: NCCL takes one at a time.
+    calls: Mutex<()>,
+}
+
+impl NcclComm {
+    /// Joins `world` ranks as `rank`. `go_on` is asked again and again, and ends the wait.
+    pub(super) fn join(
+        nccl: &'static Nccl,
+        context: &Arc<Context>,
+        id: [u8; UNIQUE_ID],
+        rank: c_int,
+        world: c_int,
+        go_on: impl Fn() -> Result<()>,
+    ) -> Result<Self> {
+        // On a thread of its own: NCCL waits without bound for a rank that never comes.
+        let (done, result) = channel();
+        let joining = context.clone();
+        let spawned = std::thread::Builder::new()
+            .name("warplink-nccl-join".to_owned())
+            .spawn(move || {
+                let joined = join_here(nccl, &joining, id, rank, world);
+                // Nobody waits any more where the wait was ended; the drop takes it down.
+                let _ = done.send(joined);
+            });
+        spawned.map_err(|error| Error::io("start the thread that joins NCCL", &error))?;
+        let start = Instant::now();
+        loop {
+            match result.recv_timeout(Duration::from_millis(10)) {
+                Ok(joined) => return joined,
+                Err(RecvTimeoutError::Timeout) => go_on()?,
+                Err(RecvTimeoutError::Disconnected) => {
+                    return Err(Error::new(
+                        ErrorKind::Internal,
+                        "the thread that joins NCCL ended",
+                    )
+                    .during("join NCCL"));
+                }
+            }
+            if start.elapsed() > JOINING {
+                let text = format!("not all {world} ranks joined within {JOINING:?}");
+                return Err(Error::new(ErrorKind::Timeout, text).during("join NCCL"));
+            }
+        }
+    }
+
+    /// Runs `call` on the communicator, alone.
+    pub(super) fn call(
+        &self,
+        operation: &'static str,
+        call: impl FnOnce(&Nccl, Handle) -> c_int,
+    ) -> Result<()> {
+        let _alone = lock(&self.calls);
+        let raw = self.raw.load(Ordering::Acquire);
+        if raw.is_null() {
+            return Err(
+                Error::new(ErrorKind::Closed, "the communicator was ended").during(operation)
+            );
+        }
+        self.nccl.check(call(self.nccl, raw), operation)
+    }
+
+    /// Ends it and what is under way.
+    pub(super) fn abort(&self) {
+        let raw = self.raw.swap(std::ptr::null_mut(), Ordering::AcqRel);
+        if raw.is_null() {
+            return;
+        }
+        // A call that waits inside NCCL for the lost peer ends only by this, so that waiting for it
+        // is bounded.
+        let start = Instant::now();
+        let mut alone = self.calls.try_lock().ok();
+        while alone.is_none() && start.elapsed() < INSIDE {
+            std::thread::sleep(Duration::from_millis(1));
+            alone = self.calls.try_lock().ok();
+        }
+        let entered = self.context.enter();
+        let _relaxed = self.context.relax_capture();
+        // SAFETY: taken out just above, so that nobody else ends it or starts a call on it; NCCL
+        // allows this while another thread is inside a call.
+        let code = unsafe { (self.nccl.ncclCommAbort)(raw) };
+        if code != 0 || entered.is_err() {
+            tracing::warn!(code, "a communicator of NCCL's was not ended");
+        }
+    }
+}
+
+fn join_here(
+    nccl: &'static Nccl,
+    context: &Arc<Context>,
+    id: [u8; UNIQUE_ID],
+    rank: c_int,
+    world: c_int,
+) -> Result<NcclComm> {
+    let _entered = context.enter()?;
+    let _relaxed = context.relax_capture();
+    let id = UniqueId {
+        internal: id.map(|byte| byte as c_char),
+    };
+    let mut raw = std::ptr::null_mut();
+    // SAFETY: `raw` is a place for one communicator, and the GPU's context is current.
+    let code = unsafe { (nccl.ncclCommInitRank)(&mut raw, world, id, rank) };
+    nccl.check(code, "join NCCL")?;
+    Ok(NcclComm {
+        nccl,
+        context: context.clone(),
+        raw: AtomicPtr::new(raw),
+        calls: Mutex::new(()),
+    })
+}
+
+impl Drop for NcclComm {
+    fn drop(&mut self) {
+        let raw = AtomicPtr::new(self.raw.swap(std::ptr::null_mut(), Ordering::AcqRel));
+        if raw.load(Ordering::Relaxed).is_null() {
+            return;
+        }
+        let (nccl, context) = (self.nccl, self.context.clone());
+        let (done, ended) = channel();
+        // On a thread of its own, since NCCL may wait for other ranks to take theirs down.
+        let spawned = std::thread::Builder::new()
+            .name("warplink-nccl-leave".to_owned())
+            .spawn(move || {
+                let _entered = context.enter();
+                let _relaxed = context.relax_capture();
+                // SAFETY: taken out just above, so that this is its only use.
+                let code = unsafe { (nccl.ncclCommDestroy)(raw.into_inner()) };
+                // Nobody waits any more where the drop's patience has ended.
+                let _ = done.send(code);
+            });
+        match spawned.map(|_| ended.recv_timeout(LEAVING)) {
+            Ok(Ok(0)) => {}
+            Ok(Ok(code)) => tracing::warn!(code, "a communicator of NCCL's was not destroyed"),
+            Ok(Err(_)) => tracing::warn!("NCCL still takes a communicator down after {LEAVING:?}"),
+            Err(error) => tracing::warn!(%error, "a communicator of NCCL's is leaked"),
+        }
+    }
+}
+
+impl fmt::Debug for NcclComm {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "NcclComm({:p})", self.raw.load(Ordering::Relaxed))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn refuses_to_start_unless_multicast_is_off() {
+        assert!(check_multicast(Some("0")).is_ok());
+        for value in [None, Some("1"), Some(""), Some("2")] {
+            let error = check_multicast(value).unwrap_err();
+            assert!(
+                error.to_string().contains("set NCCL_NVLS_ENABLE=0"),
+                "{error}"
+            );
+        }
+    }
+
+    #[test]
+    fn the_library_has_every_function_where_it_is_found() {
+        if let Ok(loaded) = library::load(&library::NCCL) {
+            let nccl = Nccl::resolve(&loaded).unwrap();
+            assert!(
+                nccl.describe().starts_with("NCCL 2."),
+                "{}",
+                nccl.describe()
+            );
+        }
+    }
+
+    #[test]
+    fn the_id_has_nccls_layout() {
+        assert_eq!(
+            size_of::<UniqueId>(),
+            size_of::<cudarc::nccl::sys::ncclUniqueId>()
+        );
+        assert_eq!(size_of::<UniqueId>(), UNIQUE_ID);
+    }
+}

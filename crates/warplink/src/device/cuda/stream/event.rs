@@ -1,0 +1,65 @@
+//! Events of a GPU.
+
+use crate::device::cuda::driver::raw::RawEvent;
+use crate::device::cuda::gpu::Gpu;
+use crate::device::{Event, EventBackend};
+use crate::error::{Error, Result};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// A mark in a stream.
+#[derive(Debug)]
+pub(crate) struct CudaEvent {
+    gpu: Arc<Gpu>,
+    pub(crate) raw: RawEvent,
+    timing: bool,
+    recorded: AtomicBool,
+}
+
+impl CudaEvent {
+    pub(crate) fn create(gpu: &Arc<Gpu>, timing: bool) -> Result<Self> {
+        let raw = RawEvent::create(&gpu.context, timing)?;
+        Ok(Self {
+            gpu: gpu.clone(),
+            raw,
+            timing,
+            recorded: AtomicBool::new(false),
+        })
+    }
+
+    /// The event behind the trait.
+    pub(crate) fn of(event: &Event) -> Result<&Self> {
+        event
+            .backend()
+            .ok_or_else(|| Error::invalid("the event is of another device"))
+    }
+
+    /// Notes that it has been recorded.
+    pub(crate) fn mark(&self) {
+        self.recorded.store(true, Ordering::Release);
+    }
+}
+
+impl EventBackend for CudaEvent {
+    fn elapsed_since(&self, earlier: &Event) -> Result<f32> {
+        self.gpu.fault.check()?;
+        let earlier = Self::of(earlier)?;
+        if !self.timing || !earlier.timing {
+            return Err(Error::invalid(
+                "an event made without timing cannot measure time",
+            ));
+        }
+        let _relaxed = self.gpu.context.relax_capture();
+        self.raw.elapsed_since(&earlier.raw)
+    }
+
+    fn is_reached(&self) -> Result<bool> {
+        self.gpu.fault.check()?;
+        // The driver calls an event reached that was never recorded.
+        if !self.recorded.load(Ordering::Acquire) {
+            return Ok(false);
+        }
+        let _relaxed = self.gpu.context.relax_capture();
+        self.raw.is_reached()
+    }
+}

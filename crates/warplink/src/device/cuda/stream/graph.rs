@@ -1,0 +1,128 @@
+//! Graphs: work recorded once and launched many times.
+
+use super::CudaStream;
+use crate::device::cuda::compute::workspace::Workspace;
+use crate::device::cuda::driver::status;
+use crate::device::cuda::gpu::Gpu;
+use crate::device::cuda::memory::quiescence;
+use crate::device::{GraphBackend, Stream};
+use crate::error::{Error, ErrorKind, Result};
+use crate::sync::lock;
+use cudarc::driver::sys::{CUgraph, CUgraphExec, CUstream};
+use std::fmt;
+use std::sync::{Arc, Mutex};
+
+/// A graph, ready to launch.
+pub(crate) struct CudaGraph {
+    gpu: Arc<Gpu>,
+    /// Behind a lock, since the driver takes no two calls on one graph at a time.
+    exec: Mutex<Exec>,
+    operations: usize,
+    /// Scratch memory of the products in it.
+    workspaces: Vec<Workspace>,
+}
+
+/// The driver's handle of a graph that is ready to launch.
+struct Exec(CUgraphExec);
+
+// SAFETY: the pointer is a handle that the driver accepts on every thread, one at a time.
+unsafe impl Send for Exec {}
+
+impl CudaGraph {
+    /// Makes `graph` ready to launch, and destroys it: only what was made from it is kept.
+    ///
+    /// # Safety
+    /// `graph` must be null or a graph of this GPU that nobody else uses, and `stream` a valid
+    /// stream of its context, not recording.
+    pub(crate) unsafe fn instantiate(
+        gpu: &Arc<Gpu>,
+        graph: CUgraph,
+        workspaces: Vec<Workspace>,
+        stream: CUstream,
+    ) -> Result<Self> {
+        let mut made = Self {
+            gpu: gpu.clone(),
+            exec: Mutex::new(Exec(std::ptr::null_mut())),
+            operations: 0,
+            workspaces,
+        };
+        if graph.is_null() {
+            return Err(Error::new(
+                ErrorKind::Driver,
+                "recording was spoiled, and there is no graph",
+            ));
+        }
+        let driver = gpu.context.driver;
+        let _relaxed = gpu.context.relax_capture();
+        let exec = made
+            .exec
+            .get_mut()
+            .unwrap_or_else(std::sync::PoisonError::into_inner);
+        // SAFETY: with no place for nodes the driver only says how many there are; the caller
+        // vouches for the graph.
+        let counted =
+            unsafe { (driver.cuGraphGetNodes)(graph, std::ptr::null_mut(), &mut made.operations) };
+        // SAFETY: there is a place for one graph; no flags.
+        let code = unsafe { (driver.cuGraphInstantiateWithFlags)(&mut exec.0, graph, 0) };
+        // SAFETY: nobody else uses the graph, and what was made from it does not need it.
+        let destroyed = unsafe { (driver.cuGraphDestroy)(graph) };
+        if destroyed != status::SUCCESS {
+            tracing::warn!(code = destroyed, "a recorded graph was not destroyed");
+        }
+        driver.check(counted, "count a graph's operations")?;
+        driver.check(code, "make a graph ready to launch")?;
+        // So that the first launch does not pay for it.
+        // SAFETY: the graph was made just now; the caller vouches for the stream.
+        let code = unsafe { (driver.cuGraphUpload)(exec.0, stream) };
+        driver.check(code, "upload a graph")?;
+        Ok(made)
+    }
+}
+
+impl GraphBackend for CudaGraph {
+    fn launch(&self, stream: &Stream) -> Result<()> {
+        let stream = CudaStream::of(stream, &self.gpu)?;
+        let (driver, _entered) = stream.enter()?;
+        let exec = lock(&self.exec);
+        let _enqueuing = quiescence::enqueuing();
+        // SAFETY: the graph is live, used by one thread at a time, and of the stream's context.
+        let code = unsafe { (driver.cuGraphLaunch)(exec.0, stream.handle()) };
+        driver.check(code, "launch a graph")
+    }
+
+    fn operations(&self) -> usize {
+        self.operations
+    }
+}
+
+impl Drop for CudaGraph {
+    fn drop(&mut self) {
+        let exec = self
+            .exec
+            .get_mut()
+            .unwrap_or_else(std::sync::PoisonError::into_inner)
+            .0;
+        if !exec.is_null() {
+            let entered = self.gpu.context.enter();
+            // SAFETY: made once and destroyed once; a launch under way is let finish first.
+            let code = unsafe { (self.gpu.context.driver.cuGraphExecDestroy)(exec) };
+            if code != status::SUCCESS || entered.is_err() {
+                tracing::warn!(code, "a graph was not destroyed");
+            }
+        }
+        let workspaces = std::mem::take(&mut self.workspaces);
+        if !workspaces.is_empty() {
+            self.gpu.reaper.run(move |_| drop(workspaces));
+        }
+    }
+}
+
+impl fmt::Debug for CudaGraph {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "CudaGraph({:?}, {} operations)",
+            self.gpu, self.operations
+        )
+    }
+}

@@ -1,0 +1,286 @@
+//! Writes to words and waits for words in stream order, eager and recorded.
+
+use crate::device::cuda::driver::context::Context;
+use crate::device::cuda::driver::raw::RawStream;
+use crate::device::cuda::driver::{Driver, Status, status};
+use crate::device::{DeviceKind, MemoryOp, Word};
+use crate::error::{Error, ErrorKind, Result};
+use cudarc::driver::sys::*;
+use std::ffi::{c_int, c_uint};
+use std::mem::MaybeUninit;
+use std::sync::Arc;
+
+/// Operations handed to the driver at once; it takes fewer than 256.
+const BATCH: usize = 64;
+
+/// `CU_STREAM_WRITE_VALUE_DEFAULT`: everything before the write is visible to the whole system first.
+const WRITE_AFTER_ALL: c_uint = 0;
+/// `CU_STREAM_WAIT_VALUE_GEQ`: until the signed difference of word and value is not negative.
+const WAIT_AT_LEAST: c_uint = 0;
+/// `CU_STREAM_SET_CAPTURE_DEPENDENCIES`.
+const SET_DEPENDENCIES: c_uint = 1;
+
+/// Enqueues `ops` on `stream`, of the current context.
+pub(crate) fn enqueue(driver: &Driver, stream: CUstream, ops: &[MemoryOp<'_>]) -> Result<()> {
+    match ops {
+        [] => Ok(()),
+        [MemoryOp::Write { word, value }] => {
+            let address = address(word)?;
+            // SAFETY: the word is aligned memory of a live slice; stream and context are valid.
+            let code = unsafe {
+                (driver.cuStreamWriteValue64_v2)(stream, address, *value, WRITE_AFTER_ALL)
+            };
+            driver.check(code, "enqueue a write of a word")
+        }
+        [MemoryOp::Wait { word, value }] => {
+            let address = address(word)?;
+            // SAFETY: as above.
+            let code =
+                unsafe { (driver.cuStreamWaitValue64_v2)(stream, address, *value, WAIT_AT_LEAST) };
+            driver.check(code, "enqueue a wait for a word")
+        }
+        _ => in_batches(ops, |batch| {
+            // SAFETY: the batch has as many valid operations as are said, on words of live slices.
+            let code = unsafe {
+                (driver.cuStreamBatchMemOp_v2)(stream, batch.len() as c_uint, batch.as_mut_ptr(), 0)
+            };
+            driver.check(code, "enqueue writes of and waits for words")
+        }),
+    }
+}
+
+/// Adds `ops` to the graph that `stream` is recording, for drivers that do not record the calls
+/// that enqueue them.
+pub(crate) fn add_to_capture(
+    context: &Context,
+    stream: CUstream,
+    ops: &[MemoryOp<'_>],
+) -> Result<()> {
+    let driver = context.driver;
+    let (Some(add), Some(update)) = (
+        driver.cuGraphAddBatchMemOpNode,
+        driver.cuStreamUpdateCaptureDependencies,
+    ) else {
+        return Err(Error::new(
+            ErrorKind::Unsupported,
+            "the driver records no waits for words into a graph",
+        )
+        .help("install a newer driver, or do without capture"));
+    };
+    in_batches(ops, |batch| {
+        let capture = Capture::of(driver, stream)?;
+        let params = CUDA_BATCH_MEM_OP_NODE_PARAMS {
+            ctx: context.raw,
+            count: batch.len() as c_uint,
+            paramArray: batch.as_mut_ptr(),
+            flags: 0,
+        };
+        let mut node = std::ptr::null_mut();
+        // SAFETY: graph and dependencies are those of the capture under way, unchanged since they
+        // were asked for; the parameters name as many operations as are there, and are copied.
+        let code = unsafe {
+            add(
+                &mut node,
+                capture.graph,
+                capture.dependencies,
+                capture.count,
+                &params,
+            )
+        };
+        driver.check(code, "record writes of and waits for words")?;
+        // SAFETY: `node` is the one node just added to this stream's graph.
+        let code = unsafe { update(stream, &mut node, 1, SET_DEPENDENCIES) };
+        driver.check(code, "record writes of and waits for words")
+    })
+}
+
+/// What a stream is recording.
+pub(crate) struct Capture {
+    /// Its number, unique in the process; `None` where nothing is recorded.
+    pub(crate) id: Option<u64>,
+    graph: CUgraph,
+    dependencies: *const CUgraphNode,
+    count: usize,
+}
+
+impl Capture {
+    /// What `stream` is recording.
+    pub(crate) fn of(driver: &Driver, stream: CUstream) -> Result<Self> {
+        let Some(ask) = driver.cuStreamGetCaptureInfo_v2 else {
+            return Err(Error::new(
+                ErrorKind::Unsupported,
+                "the driver does not say what a stream records",
+            ));
+        };
+        let (mut state, mut id, mut count): (c_int, u64, usize) = (0, 0, 0);
+        let (mut graph, mut dependencies) = (std::ptr::null_mut(), std::ptr::null());
+        // SAFETY: each is a place for one value.
+        let code = unsafe {
+            ask(
+                stream,
+                &mut state,
+                &mut id,
+                &mut graph,
+                &mut dependencies,
+                &mut count,
+            )
+        };
+        driver.check(code, "ask what a stream records")?;
+        let active = state == CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_ACTIVE as c_int;
+        Ok(Self {
+            id: active.then_some(id),
+            graph,
+            dependencies,
+            count,
+        })
+    }
+}
+
+/// Whether `stream` is recording.
+#[inline]
+pub(crate) fn is_capturing(driver: &Driver, stream: CUstream) -> Result<bool> {
+    let mut state = 0;
+    // SAFETY: `state` is a place for one integer; the caller's stream is valid.
+    let code = unsafe { (driver.cuStreamIsCapturing)(stream, &mut state) };
+    driver.check(code, "ask whether a stream records")?;
+    Ok(state != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE as c_int)
+}
+
+/// Whether the driver records the calls of [`enqueue`]: tried on a stream of its own, since a
+/// refused call would spoil a capture that matters. `address` is a word that holds zero or more.
+pub(crate) fn are_captured(context: &Arc<Context>, address: u64) -> Result<bool> {
+    let stream = RawStream::create(context, false)?;
+    let _entered = context.enter()?;
+    let _relaxed = context.relax_capture();
+    let driver = context.driver;
+    let relaxed = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+    // SAFETY: the stream is ours, and not recording.
+    let code = unsafe { (driver.cuStreamBeginCapture_v2)(stream.raw, relaxed) };
+    driver.check(code, "begin recording")?;
+    let mut batch = [write_params(address, 0), wait_params(address, 0)];
+    // SAFETY: what is recorded here never runs; the word is live all the same.
+    let codes: [Status; 3] = unsafe {
+        [
+            (driver.cuStreamWriteValue64_v2)(stream.raw, address, 0, WRITE_AFTER_ALL),
+            (driver.cuStreamWaitValue64_v2)(stream.raw, address, 0, WAIT_AT_LEAST),
+            (driver.cuStreamBatchMemOp_v2)(stream.raw, 2, batch.as_mut_ptr(), 0),
+        ]
+    };
+    let mut graph = std::ptr::null_mut();
+    // SAFETY: `graph` is a place for one graph; recording began on this stream.
+    let ended = unsafe { (driver.cuStreamEndCapture)(stream.raw, &mut graph) };
+    if !graph.is_null() {
+        // SAFETY: the graph is ours, and nothing was made from it.
+        let code = unsafe { (driver.cuGraphDestroy)(graph) };
+        if code != status::SUCCESS {
+            tracing::warn!(code, "a graph was not destroyed");
+        }
+    }
+    let captured = codes == [status::SUCCESS; 3] && ended == status::SUCCESS;
+    if !captured {
+        tracing::debug!(
+            ?codes,
+            ended,
+            "the driver does not record stream memory operations by itself"
+        );
+    }
+    Ok(captured)
+}
+
+fn in_batches(
+    ops: &[MemoryOp<'_>],
+    mut give: impl FnMut(&mut [CUstreamBatchMemOpParams]) -> Result<()>,
+) -> Result<()> {
+    let mut storage = [const { MaybeUninit::<CUstreamBatchMemOpParams>::uninit() }; BATCH];
+    for chunk in ops.chunks(BATCH) {
+        for (place, op) in storage.iter_mut().zip(chunk) {
+            place.write(match op {
+                MemoryOp::Write { word, value } => write_params(address(word)?, *value),
+                // The driver's current interface has no write without a barrier.
+                MemoryOp::Reset { word } => write_params(address(word)?, 0),
+                MemoryOp::Wait { word, value } => wait_params(address(word)?, *value),
+            });
+        }
+        // SAFETY: the first `chunk.len()` places were written just above, and there are as many,
+        // since a chunk has at most `BATCH` operations.
+        let batch =
+            unsafe { std::slice::from_raw_parts_mut(storage.as_mut_ptr().cast(), chunk.len()) };
+        give(batch)?;
+    }
+    Ok(())
+}
+
+/// Where a word of a GPU is; fails for one of another device.
+#[inline]
+pub(crate) fn address(word: &Word) -> Result<u64> {
+    match word.as_slice().kind() {
+        DeviceKind::Cuda => Ok(word.address()),
+        kind => Err(Error::invalid(format!(
+            "a stream of a GPU cannot use a word of device {kind}"
+        ))),
+    }
+}
+
+fn write_params(address: u64, value: u64) -> CUstreamBatchMemOpParams {
+    let mut params = CUstreamBatchMemOpParams { pad: [0; 6] };
+    params.writeValue = CUstreamBatchMemOpParams_union_CUstreamMemOpWriteValueParams_st {
+        operation: CUstreamBatchMemOpType::CU_STREAM_MEM_OP_WRITE_VALUE_64,
+        address,
+        __bindgen_anon_1:
+            CUstreamBatchMemOpParams_union_CUstreamMemOpWriteValueParams_st__bindgen_ty_1 {
+                value64: value,
+            },
+        flags: WRITE_AFTER_ALL,
+        alias: 0,
+    };
+    params
+}
+
+fn wait_params(address: u64, value: u64) -> CUstreamBatchMemOpParams {
+    let mut params = CUstreamBatchMemOpParams { pad: [0; 6] };
+    params.waitValue = CUstreamBatchMemOpParams_union_CUstreamMemOpWaitValueParams_st {
+        operation: CUstreamBatchMemOpType::CU_STREAM_MEM_OP_WAIT_VALUE_64,
+        address,
+        __bindgen_anon_1:
+            CUstreamBatchMemOpParams_union_CUstreamMemOpWaitValueParams_st__bindgen_ty_1 {
+                value64: value,
+            },
+        flags: WAIT_AT_LEAST,
+        alias: 0,
+    };
+    params
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::mem::offset_of;
+
+    #[test]
+    fn operations_have_the_drivers_layout() {
+        type Wait = CUstreamBatchMemOpParams_union_CUstreamMemOpWaitValueParams_st;
+        type Write = CUstreamBatchMemOpParams_union_CUstreamMemOpWriteValueParams_st;
+        assert_eq!(size_of::<CUstreamBatchMemOpParams>(), 48);
+        for offsets in [
+            [
+                offset_of!(Wait, address),
+                offset_of!(Wait, __bindgen_anon_1),
+                offset_of!(Wait, flags),
+                offset_of!(Wait, alias),
+            ],
+            [
+                offset_of!(Write, address),
+                offset_of!(Write, __bindgen_anon_1),
+                offset_of!(Write, flags),
+                offset_of!(Write, alias),
+            ],
+        ] {
+            assert_eq!(offsets, [8, 16, 24, 32]);
+        }
+        // SAFETY: `pad` covers the whole union, which was wholly initialized.
+        let (write, wait) = unsafe { (write_params(0x1000, 7).pad, wait_params(0x2000, 9).pad) };
+        assert_eq!([write[0] as u32, wait[0] as u32], [5, 4]);
+        assert_eq!((write[1], write[2], write[3] as u32), (0x1000, 7, 0));
+        assert_eq!((wait[1], wait[2], wait[3] as u32), (0x2000, 9, 0));
+    }
+}

@@ -1,0 +1,412 @@
+//! Streams of a GPU: copies, fills, words, events, capture.
+
+pub(super) mod event;
+pub(super) mod graph;
+pub(super) mod memory_ops;
+pub(super) mod signals;
+
+use self::event::CudaEvent;
+use self::graph::CudaGraph;
+use self::memory_ops::Capture;
+use crate::deadline::Deadline;
+use crate::device::cuda::driver::context::Entered;
+use crate::device::cuda::driver::poll::poll;
+use crate::device::cuda::driver::raw::RawStream;
+use crate::device::cuda::driver::{Driver, status};
+use crate::device::cuda::gpu::Gpu;
+use crate::device::cuda::kernels::transfer::MOST_OPERATIONS;
+use crate::device::cuda::memory::quiescence::{self, Watch};
+use crate::device::{
+    DeviceKind, DeviceSlice, Event, Graph, MemoryOp, Stream, StreamBackend, StreamOp,
+    sequence_apart,
+};
+use crate::error::{Error, Result};
+use cudarc::driver::sys::*;
+use std::any::Any;
+use std::fmt;
+use std::sync::Arc;
+
+/// So many operations on words take the unit that does them longer than the launch of a kernel.
+const WORTH_A_KERNEL: usize = 4;
+
+/// `CU_STREAM_PER_THREAD`.
+const PER_THREAD: u64 = 2;
+
+/// A stream, ours or somebody else's.
+pub(super) struct CudaStream {
+    gpu: Arc<Gpu>,
+    raw: CUstream,
+    watch: Watch,
+    /// There until the stream is let go of.
+    keep: Option<Keep>,
+}
+
+/// What keeps the stream valid.
+enum Keep {
+    /// It is ours, and destroyed with this.
+    Own { _stream: RawStream },
+    /// It is theirs, and this holds them.
+    Foreign { _owner: Arc<dyn Any + Send + Sync> },
+}
+
+// SAFETY: the raw pointer is a handle that the driver accepts on every thread, and it is kept valid.
+unsafe impl Send for CudaStream {}
+// SAFETY: as above; the driver serializes what threads enqueue.
+unsafe impl Sync for CudaStream {}
+
+impl CudaStream {
+    pub(super) fn create(gpu: &Arc<Gpu>, high: bool) -> Result<Arc<Self>> {
+        let stream = RawStream::create(&gpu.context, high)?;
+        // SAFETY: the stream was made just now, and is given to the watch in the end.
+        let watch = unsafe { Watch::keep(&gpu.context, stream.raw) };
+        Ok(Arc::new(Self {
+            gpu: gpu.clone(),
+            raw: stream.raw,
+            watch,
+            keep: Some(Keep::Own { _stream: stream }),
+        }))
+    }
+
+    /// A stream that somebody else made.
+    ///
+    /// # Safety
+    /// `raw` must be a valid stream of this GPU's primary context for as long as `owner` is held.
+    pub(super) unsafe fn borrow(
+        gpu: &Arc<Gpu>,
+        raw: u64,
+        owner: Arc<dyn Any + Send + Sync>,
+    ) -> Result<Arc<Self>> {
+        if raw == PER_THREAD {
+            return Err(Error::invalid(
+                "the default stream per thread is another one on every thread",
+            )
+            .during("borrow a stream")
+            .device(gpu.describe())
+            .help("make a stream and borrow that"));
+        }
+        let _entered = gpu.context.enter()?;
+        let raw = raw as usize as CUstream;
+        let mut context = std::ptr::null_mut();
+        // SAFETY: `context` is a place for one context; the caller vouches for the stream.
+        let code = unsafe { (gpu.context.driver.cuStreamGetCtx)(raw, &mut context) };
+        gpu.context
+            .driver
+            .check(code, "ask for a stream's context")?;
+        if context != gpu.context.raw {
+            return Err(
+                Error::invalid("the stream is of another GPU or context").device(gpu.describe())
+            );
+        }
+        // SAFETY: the stream is of the context, and its owner is given to the watch in the end.
+        let watch = unsafe { Watch::keep(&gpu.context, raw) };
+        Ok(Arc::new(Self {
+            gpu: gpu.clone(),
+            raw,
+            watch,
+            keep: Some(Keep::Foreign { _owner: owner }),
+        }))
+    }
+
+    /// The stream behind the trait, which must be of `gpu`'s context.
+    pub(super) fn of<'a>(stream: &'a Stream, gpu: &Gpu) -> Result<&'a Self> {
+        let stream: &Self = stream
+            .backend()
+            .ok_or_else(|| Error::invalid("the stream is of another device"))?;
+        if stream.gpu.context.raw != gpu.context.raw {
+            return Err(
+                Error::invalid(format!("the stream is of {}", stream.gpu.describe()))
+                    .device(gpu.describe()),
+            );
+        }
+        Ok(stream)
+    }
+
+    /// The driver's handle, for calls made while this is held.
+    pub(super) fn handle(&self) -> CUstream {
+        self.raw
+    }
+
+    /// Fails where the device's fault was raised; makes the context current.
+    #[inline]
+    pub(super) fn enter(&self) -> Result<(&'static Driver, Entered<'_>)> {
+        self.gpu.fault.check()?;
+        Ok((self.gpu.context.driver, self.gpu.context.enter()?))
+    }
+}
+
+impl Drop for CudaStream {
+    fn drop(&mut self) {
+        let Some(keep) = self.keep.take() else {
+            return;
+        };
+        // Nobody could end the capture of one that still records; it has no work of its own.
+        match memory_ops::is_capturing(self.gpu.context.driver, self.raw) {
+            Ok(true) => self.watch.end(),
+            _ => self.watch.leave(Box::new(keep)),
+        }
+    }
+}
+
+#[inline]
+fn check_copy(target: &DeviceSlice, source: &DeviceSlice) -> Result<()> {
+    if target.bytes() != source.bytes() {
+        return Err(Error::invalid(format!(
+            "a copy from {} to {} bytes",
+            source.bytes(),
+            target.bytes()
+        )));
+    }
+    check_kind(target)?;
+    check_kind(source)
+}
+
+#[inline]
+fn check_kind(slice: &DeviceSlice) -> Result<()> {
+    match slice.kind() {
+        DeviceKind::Cuda => Ok(()),
+        kind => Err(Error::invalid(format!(
+            "a stream of a GPU cannot use memory of device {kind}"
+        ))),
+    }
+}
+
+impl StreamBackend for CudaStream {
+    fn copy(&self, target: &DeviceSlice, source: &DeviceSlice) -> Result<()> {
+        check_copy(target, source)?;
+        let (driver, _entered) = self.enter()?;
+        if target.bytes() == 0 {
+            return Ok(());
+        }
+        // SAFETY: both slices are live device memory of as many bytes; that they stay so until the
+        // copy is done is the caller's to see to (rule 4 of the device module).
+        let code = unsafe {
+            (driver.cuMemcpyDtoDAsync_v2)(
+                target.address(),
+                source.address(),
+                target.bytes(),
+                self.raw,
+            )
+        };
+        driver.check(code, "enqueue a copy")
+    }
+
+    fn fill(&self, target: &DeviceSlice, byte: u8) -> Result<()> {
+        check_kind(target)?;
+        let (driver, _entered) = self.enter()?;
+        if target.bytes() == 0 {
+            return Ok(());
+        }
+        // SAFETY: the slice is live device memory of as many bytes.
+        let code =
+            unsafe { (driver.cuMemsetD8Async)(target.address(), byte, target.bytes(), self.raw) };
+        driver.check(code, "enqueue a fill")
+    }
+
+    fn memory_ops(&self, ops: &[MemoryOp<'_>]) -> Result<()> {
+        let (driver, _entered) = self.enter()?;
+        let _enqueuing = quiescence::enqueuing();
+        if !self.gpu.captures_memory_ops() && memory_ops::is_capturing(driver, self.raw)? {
+            return memory_ops::add_to_capture(&self.gpu.context, self.raw, ops);
+        }
+        memory_ops::enqueue(driver, self.raw, ops)
+    }
+
+    fn memory_ops_in_kernel(&self, ops: &[MemoryOp<'_>]) -> Result<()> {
+        let kernel = self.gpu.transfer_kernel.get().and_then(Option::as_ref);
+        let Some(kernel) = kernel.filter(|_| ops.len() >= WORTH_A_KERNEL) else {
+            return self.memory_ops(ops);
+        };
+        let (_, _entered) = self.enter()?;
+        let _enqueuing = quiescence::enqueuing();
+        ops.chunks(MOST_OPERATIONS)
+            .try_for_each(|ops| kernel.enqueue(self.raw, ops, None, &[]))
+    }
+
+    fn sequence(&self, ops: &[StreamOp<'_>]) -> Result<()> {
+        let kernel = self.gpu.transfer_kernel.get().and_then(Option::as_ref);
+        let Some(kernel) = kernel else {
+            return sequence_apart(self, ops);
+        };
+        let _enqueuing = quiescence::enqueuing();
+        let mut pending: Vec<MemoryOp<'_>> = Vec::with_capacity(MOST_OPERATIONS);
+        let mut rest = ops.iter().peekable();
+        while let Some(op) = rest.next() {
+            match op {
+                StreamOp::Memory(op) => pending.push(*op),
+                StreamOp::Copy { target, source } if kernel.takes(target.bytes()) => {
+                    check_copy(target, source)?;
+                    // What does not fit into the launch goes before it.
+                    let early = pending.len().saturating_sub(MOST_OPERATIONS / 2);
+                    if early > 0 {
+                        self.memory_ops(&pending[..early])?;
+                        pending.drain(..early);
+                    }
+                    let before = pending.len();
+                    while pending.len() < MOST_OPERATIONS
+                        && let Some(StreamOp::Memory(op)) = rest.peek()
+                    {
+                        pending.push(*op);
+                        rest.next();
+                    }
+                    let (_, _entered) = self.enter()?;
+                    let (before, after) = pending.split_at(before);
+                    kernel.enqueue(self.raw, before, Some((target, source)), after)?;
+                    pending.clear();
+                }
+                StreamOp::Copy { target, source } => {
+                    self.memory_ops(&pending)?;
+                    pending.clear();
+                    self.copy(target, source)?;
+                }
+            }
+        }
+        self.memory_ops(&pending)
+    }
+
+    fn record(&self, event: &Event) -> Result<()> {
+        let event = CudaEvent::of(event)?;
+        let (_, _entered) = self.enter()?;
+        if event.raw.context.raw != self.gpu.context.raw {
+            return Err(
+                Error::invalid("the event is of another GPU than the stream")
+                    .device(self.gpu.describe()),
+            );
+        }
+        // SAFETY: the stream is valid, and of the event's context, which is current.
+        unsafe { event.raw.record(self.raw)? };
+        event.mark();
+        Ok(())
+    }
+
+    fn wait_event(&self, event: &Event) -> Result<()> {
+        let event = CudaEvent::of(event)?;
+        let (driver, _entered) = self.enter()?;
+        let _enqueuing = quiescence::enqueuing();
+        // SAFETY: event and stream are live; an event of another GPU is allowed here.
+        let code = unsafe { (driver.cuStreamWaitEvent)(self.raw, event.raw.raw, 0) };
+        driver.check(code, "enqueue a wait for an event")
+    }
+
+    fn synchronize(&self, deadline: Deadline) -> Result<()> {
+        let (driver, _entered) = self.enter()?;
+        if memory_ops::is_capturing(driver, self.raw)? {
+            return Err(
+                Error::invalid("a stream that is recording cannot be waited for")
+                    .during("synchronize"),
+            );
+        }
+        let _relaxed = self.gpu.context.relax_capture();
+        // SAFETY: the stream is valid as long as `self`.
+        let ready = || match unsafe { (driver.cuStreamQuery)(self.raw) } {
+            status::NOT_READY => Ok(false),
+            code => driver.check(code, "wait for a stream").map(|()| true),
+        };
+        poll(ready, || {
+            self.gpu.fault.check()?;
+            if deadline.passed() {
+                return Err(deadline
+                    .expired("the end of a stream's work")
+                    .device(self.gpu.describe()));
+            }
+            Ok(())
+        })?;
+        // A fault ends waits that nobody satisfied: the work behind them ran on what was there.
+        self.gpu.fault.check()
+    }
+
+    fn is_idle(&self) -> Result<bool> {
+        let (driver, _entered) = self.enter()?;
+        if memory_ops::is_capturing(driver, self.raw)? {
+            return Err(Error::invalid(
+                "a stream that is recording is neither idle nor busy",
+            ));
+        }
+        let _relaxed = self.gpu.context.relax_capture();
+        // SAFETY: the stream is valid as long as `self`.
+        match unsafe { (driver.cuStreamQuery)(self.raw) } {
+            status::NOT_READY => Ok(false),
+            code => driver.check(code, "query a stream").map(|()| true),
+        }
+    }
+
+    fn begin_capture(&self) -> Result<()> {
+        let (driver, _entered) = self.enter()?;
+        let _enqueuing = quiescence::enqueuing();
+        // What this thread does meanwhile must not be something that a capture breaks on; other
+        // threads go on undisturbed.
+        let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+        // SAFETY: the stream is valid; one that records already is refused.
+        let code = unsafe { (driver.cuStreamBeginCapture_v2)(self.raw, mode) };
+        driver.check(code, "begin recording")
+    }
+
+    fn end_capture(&self) -> Result<Graph> {
+        // Without `enter`, so that a fault leaves no stream recording for ever.
+        let driver = self.gpu.context.driver;
+        let _entered = self.gpu.context.enter()?;
+        let id = match memory_ops::is_capturing(driver, self.raw)? {
+            true => Capture::of(driver, self.raw)
+                .ok()
+                .and_then(|capture| capture.id),
+            false => {
+                return Err(Error::invalid("the stream is not recording").during("end recording"));
+            }
+        };
+        let mut graph = std::ptr::null_mut();
+        // SAFETY: `graph` is a place for one graph, and the stream is valid.
+        let code = unsafe { (driver.cuStreamEndCapture)(self.raw, &mut graph) };
+        let workspaces = id
+            .map(|id| self.gpu.workspaces.take(id))
+            .unwrap_or_default();
+        // SAFETY: the graph, where there is one, was made just now and is handed over. Also when
+        // recording failed it is, to be destroyed.
+        let graph = unsafe { CudaGraph::instantiate(&self.gpu, graph, workspaces, self.raw) };
+        driver.check(code, "end recording")?;
+        self.gpu.fault.check()?;
+        Ok(Graph::new(Arc::new(graph?)))
+    }
+
+    fn capture_id(&self) -> Result<Option<u64>> {
+        let (driver, _entered) = self.enter()?;
+        if !memory_ops::is_capturing(driver, self.raw)? {
+            return Ok(None);
+        }
+        match Capture::of(driver, self.raw)?.id {
+            Some(id) => Ok(Some(id)),
+            None => Err(Error::invalid("what the stream was recording was spoiled")
+                .device(self.gpu.describe())
+                .help("end the capture, and leave out what the driver does not record")),
+        }
+    }
+
+    fn is_capturing(&self) -> Result<bool> {
+        let (driver, _entered) = self.enter()?;
+        memory_ops::is_capturing(driver, self.raw)
+    }
+
+    fn raw(&self) -> u64 {
+        self.raw as usize as u64
+    }
+}
+
+impl fmt::Debug for CudaStream {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "CudaStream({:?}, {:p})", self.gpu, self.raw)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::mem::offset_of;
+
+    #[test]
+    fn descriptions_of_virtual_memory_have_the_drivers_layout() {
+        assert_eq!(size_of::<CUmemAllocationProp>(), 32);
+        assert_eq!(offset_of!(CUmemAllocationProp, location), 8);
+        assert_eq!(offset_of!(CUmemAllocationProp, win32HandleMetaData), 16);
+        assert_eq!(offset_of!(CUmemAllocationProp, allocFlags), 24);
+        assert_eq!(size_of::<CUmemAccessDesc>(), 12);
+        assert_eq!((size_of::<CUipcMemHandle>(), size_of::<CUuuid>()), (64, 16));
+    }
+}

@@ -1,0 +1,294 @@
+//! Ending every wait in the device's streams when its fault is raised.
+//!
+//! A stream that waits for a word ends its wait only when the word changes, and the peer that was
+//! to change it is gone. So a thread writes a value that every wait is satisfied by into all words
+//! of all signal pages, again and again, since what a released stream does next may reset words or
+//! wait for more. Thread, stream and buffer are made with the device: to make them when something
+//! is wrong already would be too late.
+
+use crate::device::cuda::driver::context::Context;
+use crate::device::cuda::driver::raw::{Pinned, RawStream};
+use crate::device::cuda::driver::status;
+use crate::error::Error;
+use crate::error::Result;
+use crate::sync::lock;
+use cudarc::driver::sys::{CUcontext, CUstream};
+use std::collections::HashMap;
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::{Duration, Instant};
+
+/// At least every value that is waited for, as long as epochs stay below it; values are compared
+/// as a signed difference, so it must also be less than 2^63 from every one.
+const POISON: u64 = 1 << 62;
+
+/// Bytes of the buffer that the poison is copied from.
+const BUFFER: usize = 64 << 10;
+
+/// Time from one round of writes to the next.
+const PERIOD: Duration = Duration::from_millis(20);
+
+/// Longest that freeing a page waits for its waits to end.
+const RETIREMENT: Duration = Duration::from_secs(1);
+
+/// Rounds that the stream may be held up before the writes go another way.
+const HELD_UP_ROUNDS: u32 = 10;
+
+#[derive(Debug, Default)]
+struct State {
+    /// Bytes of each live page, by address.
+    pages: HashMap<u64, usize>,
+    /// Pages that are about to be freed, and must first let go whoever still waits on them.
+    retiring: HashMap<u64, usize>,
+    raised: bool,
+    stopped: bool,
+}
+
+/// The live signal pages of a device and the thread that ends waits for them.
+#[derive(Debug, Default)]
+pub(crate) struct Signals {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+impl Signals {
+    /// Starts the thread. It ends when [`stop`](Self::stop) is called.
+    pub(crate) fn start(context: &Arc<Context>) -> Result<Arc<Self>> {
+        let signals = Arc::new(Self::default());
+        let stream = RawStream::create(context, true)?;
+        let mut buffer = Pinned::allocate(context, BUFFER)?;
+        let words = POISON.to_ne_bytes().repeat(BUFFER / size_of::<u64>());
+        // SAFETY: nothing has been enqueued with this buffer yet.
+        unsafe { buffer.write(0, &words) };
+        let poisoner = Poisoner {
+            context: context.clone(),
+            signals: signals.clone(),
+            stream,
+            buffer,
+            other: None,
+            held_up: 0,
+        };
+        std::thread::Builder::new()
+            .name(format!("warplink-fault-{}", context.ordinal))
+            .spawn(move || poisoner.run())
+            .map_err(|error| Error::io("start the thread that ends waits", &error))?;
+        Ok(signals)
+    }
+
+    /// Adds a page of zeros.
+    pub(crate) fn add(&self, address: u64, bytes: usize) {
+        lock(&self.state).pages.insert(address, bytes);
+    }
+
+    /// Takes a page out before it is freed, and ends what waits on it: the driver would hold the
+    /// freeing up until a stream that waits is done, for ever perhaps. No write to the page is
+    /// under way after this. Blocks until then, or for a second where the GPU is held up.
+    pub(crate) fn retire(&self, address: u64) {
+        let mut state = lock(&self.state);
+        let Some(bytes) = state.pages.remove(&address) else {
+            return;
+        };
+        if state.stopped {
+            return;
+        }
+        state.retiring.insert(address, bytes);
+        self.changed.notify_all();
+        let waited = self.changed.wait_timeout_while(state, RETIREMENT, |state| {
+            !state.stopped && state.retiring.contains_key(&address)
+        });
+        let mut state = waited.unwrap_or_else(std::sync::PoisonError::into_inner).0;
+        if state.retiring.remove(&address).is_some() {
+            tracing::warn!("a signal page is freed though its waits may not have ended");
+        }
+    }
+
+    /// Ends all waits from now on.
+    pub(crate) fn raise(&self) {
+        lock(&self.state).raised = true;
+        self.changed.notify_all();
+    }
+
+    /// Ends the thread.
+    pub(crate) fn stop(&self) {
+        lock(&self.state).stopped = true;
+        self.changed.notify_all();
+    }
+}
+
+struct Poisoner {
+    context: Arc<Context>,
+    signals: Arc<Signals>,
+    stream: RawStream,
+    buffer: Pinned,
+    other: Option<OtherContext>,
+    held_up: u32,
+}
+
+impl Poisoner {
+    fn run(mut self) {
+        let signals = self.signals.clone();
+        let mut state = lock(&signals.state);
+        let mut warned = false;
+        while !state.stopped {
+            // Held while enqueuing, so that no page is freed under a write.
+            let result = self.serve(&mut state);
+            if let Err(error) = result
+                && !std::mem::replace(&mut warned, true)
+            {
+                tracing::warn!(%error, "waits in streams may not end");
+            }
+            signals.changed.notify_all();
+            state = if state.raised || !state.retiring.is_empty() {
+                signals
+                    .changed
+                    .wait_timeout(state, PERIOD)
+                    .unwrap_or_else(std::sync::PoisonError::into_inner)
+                    .0
+            } else {
+                signals
+                    .changed
+                    .wait(state)
+                    .unwrap_or_else(std::sync::PoisonError::into_inner)
+            };
+        }
+    }
+
+    /// Writes what the state asks for, and lets go of the pages whose last write is done.
+    fn serve(&mut self, state: &mut State) -> Result<()> {
+        if state.raised {
+            self.round(&state.pages)?;
+        }
+        if state.retiring.is_empty() {
+            return Ok(());
+        }
+        if !self.round(&state.retiring)? {
+            return Ok(());
+        }
+        let until = Instant::now() + PERIOD;
+        while Instant::now() < until {
+            let _entered = self.context.enter()?;
+            let _relaxed = self.context.relax_capture();
+            if self.stream.is_idle()? {
+                state.retiring.clear();
+                return Ok(());
+            }
+            std::thread::yield_now();
+        }
+        Ok(())
+    }
+
+    /// Enqueues one write of every word, unless those of an earlier round are still to be done;
+    /// whether it did.
+    fn round(&mut self, pages: &HashMap<u64, usize>) -> Result<bool> {
+        let entered = self.context.enter()?;
+        let _relaxed = self.context.relax_capture();
+        if self.stream.is_idle()? {
+            self.held_up = 0;
+            return self.write(pages, self.stream.raw).map(|()| true);
+        }
+        drop(entered);
+        // The hardware has fewer queues than there can be streams, and a stream that waits holds
+        // up whatever shares its queue. Another context has queues of its own.
+        self.held_up += 1;
+        if self.held_up < HELD_UP_ROUNDS {
+            return Ok(false);
+        }
+        if self.other.is_none() {
+            self.other = OtherContext::create(&self.context)?;
+        }
+        let Some(other) = &self.other else {
+            return Ok(false);
+        };
+        other.with(|stream| self.write(pages, stream))
+    }
+
+    fn write(&self, pages: &HashMap<u64, usize>, stream: CUstream) -> Result<()> {
+        for (&address, &bytes) in pages {
+            let mut done = 0;
+            while done < bytes {
+                let part = BUFFER.min(bytes - done);
+                // SAFETY: the page is live: it is removed, under the lock that is held here, before
+                // it is freed, and freeing waits for what is enqueued. The buffer never changes,
+                // and the stream is of the current context.
+                unsafe {
+                    self.buffer
+                        .copy_to(0, address + done as u64, part, stream)?
+                };
+                done += part;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A second context on the same GPU, made only when the first one's queues are held up. Memory of
+/// the process has the same addresses in both.
+struct OtherContext {
+    context: Arc<Context>,
+    raw: CUcontext,
+    stream: CUstream,
+}
+
+// SAFETY: both pointers are handles that the driver accepts on every thread.
+unsafe impl Send for OtherContext {}
+
+impl OtherContext {
+    fn create(context: &Arc<Context>) -> Result<Option<Self>> {
+        let driver = context.driver;
+        let (Some(create), Some(_)) = (driver.cuCtxCreate_v2, driver.cuCtxDestroy_v2) else {
+            return Ok(None);
+        };
+        // Restores this thread's context, which the creation replaces.
+        let _entered = context.enter()?;
+        let mut other = Self {
+            context: context.clone(),
+            raw: std::ptr::null_mut(),
+            stream: std::ptr::null_mut(),
+        };
+        // SAFETY: `raw` is a place for one context, and 0 asks for no special scheduling.
+        let code = unsafe { create(&mut other.raw, 0, context.device) };
+        driver.check(code, "create a second context")?;
+        // SAFETY: `stream` is a place for one stream; the new context is current; 1 asks for a
+        // stream that is not ordered with the default one; a priority out of range is clamped.
+        let code = unsafe { (driver.cuStreamCreateWithPriority)(&mut other.stream, 1, -1) };
+        // SAFETY: the primary context is retained for as long as it is held here.
+        let back = unsafe { (driver.cuCtxSetCurrent)(context.raw) };
+        driver.check(code, "create a stream in a second context")?;
+        driver.check(back, "make the GPU's context current")?;
+        Ok(Some(other))
+    }
+
+    /// Runs `work` with this context current, if its stream has nothing left to do.
+    fn with(&self, work: impl FnOnce(CUstream) -> Result<()>) -> Result<bool> {
+        let driver = self.context.driver;
+        let _entered = self.context.enter()?;
+        // SAFETY: the context lives as long as `self`.
+        let code = unsafe { (driver.cuCtxSetCurrent)(self.raw) };
+        driver.check(code, "enter a second context")?;
+        // SAFETY: the stream lives as long as its context.
+        let result = match unsafe { (driver.cuStreamQuery)(self.stream) } {
+            status::NOT_READY => Ok(false),
+            code => driver
+                .check(code, "query a stream")
+                .and_then(|()| work(self.stream))
+                .map(|()| true),
+        };
+        // SAFETY: the primary context is retained for as long as it is held here.
+        let code = unsafe { (driver.cuCtxSetCurrent)(self.context.raw) };
+        driver.check(code, "make the GPU's context current")?;
+        result
+    }
+}
+
+impl Drop for OtherContext {
+    fn drop(&mut self) {
+        if let Some(destroy) = self.context.driver.cuCtxDestroy_v2
+            && !self.raw.is_null()
+        {
+            // SAFETY: made by `create`, destroyed once; its stream goes with it.
+            let code = unsafe { destroy(self.raw) };
+            if code != status::SUCCESS {
+                tracing::warn!(code, "a second context was not destroyed");
+            }
+        }
+    }
+}
