@@ -10,17 +10,25 @@ use super::table::{Outgoing, Table};
 use crate::deadline::Deadline;
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::sync::lock;
-use std::collections::HashMap;
+use rustix::io::Errno;
+use rustix::process::{Resource, getrlimit};
+use std::collections::{BTreeMap, HashMap};
 use std::io::BufReader;
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// How long a connection may take over the handshake.
-const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
-/// The most connections that may be in a handshake at a time.
-const MAX_UNAUTHENTICATED: usize = 512;
+const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(2);
+/// How long a connection in its handshake is safe from being dropped for a new one; a member needs a
+/// few milliseconds.
+const MIN_PATIENCE: Duration = Duration::from_millis(100);
+/// The most connections that may be in a handshake at a time, where the process may have many
+/// descriptors.
+const MAX_UNAUTHENTICATED: usize = 64;
+/// How long the server rests when the process is out of descriptors.
+const DESCRIPTOR_PAUSE: Duration = Duration::from_millis(20);
 
 /// What the server needs to know.
 pub(crate) struct Settings {
@@ -42,7 +50,9 @@ struct Shared {
     settings: Settings,
     session: [u8; 32],
     state: Mutex<State>,
-    /// Signalled when a member joins or goes.
+    /// The most connections that may be in a handshake at a time.
+    max_unauthenticated: usize,
+    /// Signalled when a member joins or goes, and when a handshake ends.
     changed: Condvar,
 }
 
@@ -54,7 +64,11 @@ struct State {
     threads: HashMap<u64, JoinHandle<()>>,
     /// Connections whose threads are about to end.
     finished: Vec<u64>,
-    unauthenticated: usize,
+    /// Connections in their handshake, the oldest first, and since when; without those that were
+    /// dropped for others.
+    unauthenticated: BTreeMap<u64, Instant>,
+    /// How many threads are in a handshake.
+    handshakes: usize,
     next: u64,
     closing: bool,
 }
@@ -83,10 +97,12 @@ impl Server {
                 streams: HashMap::new(),
                 threads: HashMap::new(),
                 finished: Vec::new(),
-                unauthenticated: 0,
+                unauthenticated: BTreeMap::new(),
+                handshakes: 0,
                 next: 0,
                 closing: false,
             }),
+            max_unauthenticated: max_unauthenticated(),
             changed: Condvar::new(),
         });
         let accepting = {
@@ -147,6 +163,7 @@ impl Server {
             }
             state.outboxes.values().cloned().collect()
         };
+        self.shared.changed.notify_all();
         // On Linux this ends the accept() that is under way.
         let _ = rustix::net::shutdown(&self.shared.listener, rustix::net::Shutdown::Both);
         let _ = accepting.join();
@@ -169,23 +186,71 @@ impl Drop for Server {
 
 impl Shared {
     fn accept_all(self: Arc<Self>) {
+        let mut warned: Option<Instant> = None;
         loop {
+            self.make_room();
             let accepted = self.listener.accept();
             if lock(&self.state).closing {
                 return;
             }
-            match accepted {
-                Ok((stream, _)) => self.clone().admit(stream),
-                Err(error) => {
-                    // Out of descriptors, say: it may pass, and must not turn into a busy loop.
-                    tracing::warn!(%error, "could not accept a connection");
-                    thread::sleep(Duration::from_millis(20));
+            let error = match accepted {
+                Ok((stream, _)) => {
+                    self.clone().admit(stream);
+                    continue;
                 }
+                Err(error) => error,
+            };
+            let errno = error.raw_os_error().map(Errno::from_raw_os_error);
+            if errno == Some(Errno::MFILE) || errno == Some(Errno::NFILE) {
+                // Once in a while: this may happen as often as anybody connects.
+                if warned.is_none_or(|at| at.elapsed() > Duration::from_secs(10)) {
+                    warned = Some(Instant::now());
+                    tracing::warn!(
+                        limit = getrlimit(Resource::Nofile).current,
+                        "the process has no file descriptor left to let a rank join; \
+                         raise the limit with ulimit -n, or close files"
+                    );
+                }
+                self.drop_unauthenticated(&mut lock(&self.state), usize::MAX, Duration::ZERO);
+            } else {
+                tracing::warn!(%error, "could not accept a connection");
+            }
+            // It may pass, and must not turn into a busy loop.
+            thread::sleep(DESCRIPTOR_PAUSE);
+        }
+    }
+
+    /// Blocks until another connection may begin its handshake; drops the oldest that takes too
+    /// long over its own.
+    fn make_room(&self) {
+        let mut state = lock(&self.state);
+        while !state.closing && state.handshakes >= self.max_unauthenticated {
+            self.drop_unauthenticated(&mut state, 1, MIN_PATIENCE);
+            state = self
+                .changed
+                .wait_timeout(state, DESCRIPTOR_PAUSE)
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
+        }
+    }
+
+    /// Drops up to `count` connections whose handshakes are at least as old as `age`.
+    fn drop_unauthenticated(&self, state: &mut State, count: usize, age: Duration) {
+        for _ in 0..count {
+            match state.unauthenticated.first_key_value() {
+                Some((&id, since)) if since.elapsed() >= age => {
+                    state.unauthenticated.remove(&id);
+                    if let Some(stream) = state.streams.get(&id) {
+                        // Its thread finds the connection closed, and ends.
+                        let _ = stream.shutdown(Shutdown::Both);
+                    }
+                }
+                _ => return,
             }
         }
     }
 
-    /// Gives a new connection a thread, unless there are too many unauthenticated connections already.
+    /// Gives a new connection a thread.
     fn admit(self: Arc<Self>, stream: TcpStream) {
         let stream = Arc::new(stream);
         let mut state = lock(&self.state);
@@ -195,7 +260,7 @@ impl Shared {
                 let _ = thread.join();
             }
         }
-        if state.closing || state.unauthenticated >= MAX_UNAUTHENTICATED {
+        if state.closing {
             return;
         }
         let id = state.next;
@@ -203,7 +268,8 @@ impl Shared {
         match spawn("warplink-store", move || shared.serve(id, own)) {
             Ok(thread) => {
                 state.next += 1;
-                state.unauthenticated += 1;
+                state.handshakes += 1;
+                state.unauthenticated.insert(id, Instant::now());
                 state.streams.insert(id, stream);
                 state.threads.insert(id, thread);
             }
@@ -213,8 +279,13 @@ impl Shared {
 
     /// A connection from its first byte to its last.
     fn serve(&self, id: u64, stream: Arc<TcpStream>) {
-        let member = self.greet(&stream);
-        lock(&self.state).unauthenticated -= 1;
+        let member = self.greet(id, &stream);
+        {
+            let mut state = lock(&self.state);
+            state.handshakes -= 1;
+            state.unauthenticated.remove(&id);
+        }
+        self.changed.notify_all();
         match member {
             Ok((rank, outbox)) => {
                 let reason = self.attend(rank, &stream);
@@ -236,12 +307,12 @@ impl Shared {
     }
 
     /// The handshake, and the admission of the rank.
-    fn greet(&self, stream: &Arc<TcpStream>) -> Result<(u32, Arc<Outbox>)> {
+    fn greet(&self, id: u64, stream: &Arc<TcpStream>) -> Result<(u32, Arc<Outbox>)> {
         socket::set_options(stream, self.settings.heartbeat)
             .map_err(|error| Error::io("set socket options", &error))?;
         let mut timed = DeadlineStream::new(stream, Deadline::after(HANDSHAKE_TIMEOUT));
         let claim = handshake::accept(&mut timed, &self.settings.secret)?;
-        match self.enter(claim.rank, claim.world, stream) {
+        match self.enter(id, claim.rank, claim.world, stream) {
             Ok(entered) => {
                 timed
                     .finish()
@@ -259,6 +330,7 @@ impl Shared {
 
     fn enter(
         &self,
+        id: u64,
         rank: u64,
         world: u64,
         stream: &Arc<TcpStream>,
@@ -275,6 +347,10 @@ impl Shared {
             .map_err(|error| Refusal::new(RefusalKind::Protocol, error.to_string()))?;
         let outbox = Outbox::new(stream.clone());
         let mut state = lock(&self.state);
+        if state.unauthenticated.remove(&id).is_none() {
+            let message = "the connection was dropped for another; expected a faster handshake";
+            return Err(Refusal::new(RefusalKind::Protocol, message));
+        }
         state.table.join(rank)?;
         // Under the lock, so that no event overtakes the welcome. Should it fail, the reader finds
         // the connection closed, and the rank is lost.
@@ -332,6 +408,14 @@ impl Shared {
             }
         }
     }
+}
+
+/// Strangers get an eighth of the descriptors that this process may have.
+fn max_unauthenticated() -> usize {
+    let limit = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
+    usize::try_from(limit / 8)
+        .unwrap_or(usize::MAX)
+        .clamp(4, MAX_UNAUTHENTICATED)
 }
 
 fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>> {

@@ -1,0 +1,196 @@
+//! Connections of processes that do not belong to the job.
+#![allow(
+    clippy::unwrap_used,
+    clippy::panic,
+    reason = "a test fails by panicking"
+)]
+
+mod bootstrap_support;
+
+use bootstrap_support::{close_all, config, new_id, soon, within};
+use rustix::process::{Resource, Rlimit, setrlimit};
+use std::io::{BufReader, Read, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::process::{Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+use warplink::bootstrap::{Bootstrap, UniqueId};
+use warplink::{Deadline, Result};
+
+fn rank_0(id: &UniqueId) -> thread::JoinHandle<Result<std::sync::Arc<Bootstrap>>> {
+    let config = config(id, 0, 2);
+    thread::spawn(move || Bootstrap::join(&config))
+}
+
+/// A hello that the store answers with a challenge.
+fn hello(version: u32) -> Vec<u8> {
+    let mut body = b"WPLK".to_vec();
+    body.extend(version.to_le_bytes());
+    body.extend(1u64.to_le_bytes());
+    body.extend(2u64.to_le_bytes());
+    body.extend([9; 32]);
+    frame(&body)
+}
+
+fn frame(body: &[u8]) -> Vec<u8> {
+    let mut bytes = (body.len() as u32).to_le_bytes().to_vec();
+    bytes.extend([0; 8]);
+    bytes.extend(body);
+    bytes
+}
+
+/// Sends bytes as a stranger, and returns what came back until the store closed the connection.
+fn intrude(address: SocketAddr, bytes: &[u8]) -> Vec<u8> {
+    let mut stream = TcpStream::connect(address).unwrap();
+    // The store may close the connection before it has read everything.
+    let _ = stream.write_all(bytes);
+    let _ = stream.shutdown(std::net::Shutdown::Write);
+    let mut answer = Vec::new();
+    let _ = stream.read_to_end(&mut answer);
+    answer
+}
+
+#[test]
+fn strangers_cannot_disturb_the_members() {
+    within(60, || {
+        let id = new_id();
+        let zero = rank_0(&id);
+        let one = Bootstrap::join(&config(&id, 1, 2)).unwrap();
+        let all = vec![zero.join().unwrap().unwrap(), one];
+        let address = id.address();
+
+        // A handshake that is cut off after every byte, with a proof that cannot be right.
+        let whole = [hello(1), frame(&[0; 32])].concat();
+        for length in 0..=whole.len() {
+            intrude(address, &whole[..length]);
+        }
+        // Whoever does not know the secret is told so, and nothing else of what it sends is read.
+        let mut request = whole.clone();
+        request.extend(frame(&[0; 100]));
+        assert!(!intrude(address, &request).is_empty());
+        // Garbage, lengths beyond the limit, another protocol, another version.
+        intrude(address, &[0xff; 5000]);
+        intrude(address, b"GET / HTTP/1.1\r\n\r\n");
+        for length in [4097u32, 64 << 20, u32::MAX] {
+            assert!(intrude(address, &[&length.to_le_bytes()[..], &[0; 8]].concat()).is_empty());
+        }
+        let answer = intrude(address, &hello(2));
+        let text = String::from_utf8_lossy(&answer);
+        assert!(
+            text.contains("version 1") && text.contains("version 2"),
+            "{text}"
+        );
+
+        all[0].store().set("k", b"v").unwrap();
+        all[1].barrier(Deadline::after(Duration::ZERO)).unwrap_err();
+        all[0].barrier(soon()).unwrap();
+        assert!(all.iter().all(|member| member.health().lost().is_empty()));
+        close_all(all);
+    });
+}
+
+#[test]
+fn an_idle_connection_is_dropped_and_holds_up_nobody() {
+    within(30, || {
+        let id = new_id();
+        let zero = rank_0(&id);
+        let idle: Vec<_> = (0..50)
+            .map(|_| TcpStream::connect(id.address()).unwrap())
+            .collect();
+        let begun = Instant::now();
+        let one = Bootstrap::join(&config(&id, 1, 2)).unwrap();
+        assert!(begun.elapsed() < Duration::from_secs(2));
+        for mut stream in idle {
+            stream
+                .set_read_timeout(Some(Duration::from_secs(10)))
+                .unwrap();
+            // Closed or reset by the store; a time-out of the read would be another error.
+            match stream.read(&mut [0; 1]) {
+                Ok(count) => assert_eq!(count, 0),
+                Err(error) => assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset),
+            }
+        }
+        close_all(vec![zero.join().unwrap().unwrap(), one]);
+    });
+}
+
+/// Says to a copy of this binary that it is rank 0, and where.
+const RANK_0: &str = "BOOTSTRAP_TEST_RANK_0";
+/// How many descriptors that rank 0 may have.
+const DESCRIPTORS: u64 = 256;
+/// How many of them it needs for itself.
+const NEEDED: usize = 128;
+const ROUNDS: usize = 100;
+
+/// Not a test of its own: what a copy of this binary runs as rank 0.
+#[test]
+fn child() {
+    let Ok(id) = std::env::var(RANK_0) else {
+        return;
+    };
+    within(60, move || {
+        let limit = Rlimit {
+            current: Some(DESCRIPTORS),
+            maximum: Some(DESCRIPTORS),
+        };
+        setrlimit(Resource::Nofile, limit).unwrap();
+        let member = Bootstrap::join(&config(&id.parse().unwrap(), 0, 2)).unwrap();
+        for _ in 0..ROUNDS {
+            let files: Vec<_> = (0..NEEDED)
+                .map(|_| std::fs::File::open("/dev/null").unwrap())
+                .collect();
+            member.barrier(soon()).unwrap();
+            drop(files);
+        }
+        member.close(soon()).unwrap();
+    });
+    println!("\nclosed");
+}
+
+#[test]
+fn a_thousand_idle_connections_take_nothing_that_members_need() {
+    within(120, || {
+        let id = new_id();
+        id.release();
+        let mut rank_0 = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "child", "--nocapture"])
+            .env(RANK_0, id.to_string())
+            .stdout(Stdio::piped())
+            .stdin(Stdio::null())
+            .spawn()
+            .unwrap();
+        let until = Instant::now() + Duration::from_secs(10);
+        let mut idle = Vec::new();
+        while idle.len() < 1000 {
+            match TcpStream::connect(id.address()) {
+                Ok(stream) => idle.push(stream),
+                Err(error) => {
+                    assert!(Instant::now() < until, "{error}");
+                    thread::sleep(Duration::from_millis(5));
+                }
+            }
+        }
+        let begun = Instant::now();
+        let member = Bootstrap::join(&config(&id, 1, 2)).unwrap();
+        assert!(
+            begun.elapsed() < Duration::from_secs(10),
+            "joining took {:?}",
+            begun.elapsed()
+        );
+        for round in 0..ROUNDS {
+            idle.extend((0..10).filter_map(|_| TcpStream::connect(id.address()).ok()));
+            let begun = Instant::now();
+            member.barrier(soon()).unwrap();
+            let took = begun.elapsed();
+            assert!(took < Duration::from_secs(1), "round {round} took {took:?}");
+        }
+        member.close(soon()).unwrap();
+        let mut output = String::new();
+        BufReader::new(rank_0.stdout.take().unwrap())
+            .read_to_string(&mut output)
+            .unwrap();
+        assert!(rank_0.wait().unwrap().success(), "{output}");
+        assert!(output.contains("closed"), "{output}");
+        drop(idle);
+    });
+}
