@@ -1,5 +1,6 @@
-//! `warplink program`: shows, verifies and runs host programs.
+//! `warplink program`: shows, verifies, runs and costs host programs.
 
+mod cost;
 mod diagnostics;
 mod run;
 mod show;
@@ -14,7 +15,7 @@ use std::process::ExitCode;
 use warplink::DType;
 use warplink::program::{self, Parameters, Report, Value, verify};
 
-/// Show, verify and run host programs
+/// Show, verify, cost and run host programs
 ///
 /// A host program describes what each rank enqueues: transfers, GEMMs and collectives, on several
 /// streams. Examples are in examples/programs.
@@ -28,6 +29,7 @@ pub(crate) struct Program {
 enum What {
     Show(show::Show),
     Verify(Verify),
+    Cost(cost::Cost),
     Run(run::Run),
 }
 
@@ -36,6 +38,7 @@ impl Program {
         match self.what {
             What::Show(command) => command.run(options),
             What::Verify(command) => command.run(options),
+            What::Cost(command) => command.run(options),
             What::Run(command) => command.run(options),
         }
     }

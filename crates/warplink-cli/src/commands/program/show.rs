@@ -100,7 +100,7 @@ impl Show {
 }
 
 /// An operation in the words of program text.
-fn describe(rank_program: &RankProgram, kind: &OperationKind) -> String {
+pub(super) fn describe(rank_program: &RankProgram, kind: &OperationKind) -> String {
     let part = |range: &Range| part(rank_program, range);
     let name = |id: usize| {
         rank_program

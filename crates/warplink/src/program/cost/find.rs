@@ -14,10 +14,13 @@ const CACHE_VARIABLE: &str = "WARPLINK_CACHE_DIR";
 
 /// The models that come with the library. Those that name no device are guesses for all of their
 /// kind.
-const SHIPPED: [&str; 3] = [
-    include_str!("../../../models/h200-8.json"),
-    include_str!("../../../models/generic-gpu.json"),
-    include_str!("../../../models/host.json"),
+const SHIPPED: [(&str, &str); 3] = [
+    ("h200-8", include_str!("../../../models/h200-8.json")),
+    (
+        "generic-gpu",
+        include_str!("../../../models/generic-gpu.json"),
+    ),
+    ("host", include_str!("../../../models/host.json")),
 ];
 
 /// What a device says about itself, as far as it tells which model describes it.
@@ -56,7 +59,11 @@ impl HardwareModel {
             return Self::read(Path::new(&path)).map(Arc::new);
         }
         let measured = directory().map(|path| models_in(&path)).unwrap_or_default();
-        for (models, named) in [(&measured[..], true), (shipped(), true), (shipped(), false)] {
+        for (models, named) in [
+            (&measured[..], true),
+            (all_shipped(), true),
+            (all_shipped(), false),
+        ] {
             if let Some(model) = nearest(models, device, world, named) {
                 return Ok(model);
             }
@@ -106,14 +113,20 @@ pub fn directory() -> Option<PathBuf> {
         .map(|path| path.join("models"))
 }
 
+/// The model that comes with the library under this name.
+pub fn shipped(name: &str) -> Option<Arc<HardwareModel>> {
+    let position = SHIPPED.iter().position(|(known, _)| *known == name)?;
+    all_shipped().get(position).cloned()
+}
+
 /// The models that come with the library.
-pub fn shipped() -> &'static [Arc<HardwareModel>] {
+pub fn all_shipped() -> &'static [Arc<HardwareModel>] {
     static MODELS: OnceLock<Vec<Arc<HardwareModel>>> = OnceLock::new();
     MODELS.get_or_init(|| {
-        let read = |text: &&str| match HardwareModel::from_json(text) {
+        let read = |(name, text): &(&str, &str)| match HardwareModel::from_json(text) {
             Ok(model) => Some(Arc::new(model)),
             Err(error) => {
-                tracing::warn!(%error, "a shipped hardware model is passed over");
+                tracing::warn!(%error, name, "a shipped hardware model is passed over");
                 None
             }
         };
@@ -169,12 +182,12 @@ mod tests {
 
     #[test]
     fn shipped_models_are_read() {
-        assert_eq!(shipped().len(), SHIPPED.len());
+        assert_eq!(all_shipped().len(), SHIPPED.len());
     }
 
     #[test]
     fn a_model_that_names_the_device_goes_before_a_guess() {
-        let of = |text: &str, named| nearest(shipped(), &device("cuda", text), 4, named);
+        let of = |text: &str, named| nearest(all_shipped(), &device("cuda", text), 4, named);
         let known = "GPU 0: NVIDIA H200";
         assert!(of(known, true).unwrap().name.contains("H200"));
         assert!(of("GPU 0: something new", true).is_none());
@@ -184,7 +197,7 @@ mod tests {
     #[test]
     fn the_nearest_number_of_ranks_is_taken() {
         let of_ranks = |ranks| {
-            let mut model = (*shipped()[0]).clone();
+            let mut model = (*all_shipped()[0]).clone();
             model.device.ranks = ranks;
             Arc::new(model)
         };
@@ -199,7 +212,7 @@ mod tests {
     #[test]
     fn what_is_written_is_read_again() {
         let directory = tempfile::tempdir().unwrap();
-        for model in shipped() {
+        for model in all_shipped() {
             let path = directory.path().join("model.json");
             std::fs::write(&path, model.to_json().unwrap()).unwrap();
             assert_eq!(HardwareModel::read(&path).unwrap(), **model);

@@ -154,7 +154,7 @@ mod tests {
 
     #[test]
     fn one_rank_stands_for_all_that_do_the_same() {
-        for model in find::shipped() {
+        for model in find::all_shipped() {
             for ranks in lowered(4, (4096, 512, 2048)) {
                 let partners = link::partners(&ranks).unwrap();
                 if !symmetry::is_symmetric(&ranks, &partners) {
@@ -177,7 +177,7 @@ mod tests {
 
     #[test]
     fn every_lowering_is_simulated_on_every_shipped_model() {
-        for model in find::shipped() {
+        for model in find::all_shipped() {
             for shape in [(8, 8, 1), (32768, 16384, 1024)] {
                 for ranks in lowered(8, shape) {
                     let cost = simulate(&ranks, model).unwrap();

@@ -1,0 +1,151 @@
+//! `warplink program cost`: how long a program takes on a hardware model.
+
+use super::show::describe;
+use super::{Source, Text};
+use crate::options::Options;
+use crate::report::print_json;
+use crate::report::table::{Align, Table};
+use anyhow::{Context, Result, bail};
+use clap::Args;
+use serde::Serialize;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::Arc;
+use warplink::device::{self, DeviceConfig};
+use warplink::program::cost::find::shipped;
+use warplink::program::cost::{
+    Bound, Busy, Cost as Estimate, DeviceDescription, HardwareModel, SimulateOptions, Span,
+    Submission, simulate_with,
+};
+use warplink::program::{RankProgram, unroll, verify};
+
+/// Estimate how long a program takes, and what bounds it
+///
+/// Simulates all ranks on a model of the hardware: what `warplink tune` measured on this machine, else
+/// what is known or guessed of its devices. Prints the time, the resources in use, and when each
+/// operation of the busiest rank starts and ends.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:\n  \
+    warplink program cost examples/programs/ring_pass.wlp --ranks 8 --param n=1048576\n  \
+    warplink program cost examples/programs/ring_pass.wlp --param n=1024 --model h200-8 --captured")]
+pub(super) struct Cost {
+    #[command(flatten)]
+    source: Source,
+    /// A hardware model: a file, or the name of one that comes with warplink [default: this
+    /// machine's]
+    #[arg(long, value_name = "FILE|NAME")]
+    model: Option<PathBuf>,
+    /// The program runs as one graph, rather than operation by operation
+    #[arg(long)]
+    captured: bool,
+}
+
+#[derive(Serialize)]
+struct Json<'a> {
+    program: &'a str,
+    model: &'a str,
+    ranks: usize,
+    seconds: f64,
+    bound: Bound,
+    /// Seconds of each bound along the chain of operations that ends last.
+    chain: serde_json::Map<String, serde_json::Value>,
+    symmetric: bool,
+    busy: &'a [Busy],
+    timeline: &'a [Span],
+}
+
+impl Cost {
+    pub(super) fn run(self, options: &Options) -> Result<ExitCode> {
+        let Text {
+            program,
+            parameters,
+            ..
+        } = self.source.read()?;
+        let world = options.ranks.unwrap_or(2);
+        let streams = self.source.streams.into();
+        if verify(&program, world, streams, &parameters).is_err() {
+            bail!(
+                "'{}' does not verify for {world} ranks; see `warplink program verify`",
+                program.name
+            );
+        }
+        let model = self.model(options, world)?;
+        let ranks = (0..world)
+            .map(|rank| unroll(&program, rank, world, streams, &parameters))
+            .collect::<warplink::Result<Vec<RankProgram>>>()?;
+        let simulate = SimulateOptions {
+            submission: match self.captured {
+                true => Submission::Captured,
+                false => Submission::Eager,
+            },
+            timeline: true,
+        };
+        let cost = simulate_with(&ranks, &model, simulate)?;
+        if options.json {
+            let chain = Bound::ALL.into_iter().map(|bound| {
+                let seconds = cost.critical.of_bound(bound);
+                (bound.name().to_owned(), seconds.into())
+            });
+            print_json(&Json {
+                program: &program.name,
+                model: &cost.model,
+                ranks: world,
+                seconds: cost.seconds,
+                bound: cost.bound,
+                chain: chain.collect(),
+                symmetric: cost.symmetric,
+                busy: &cost.busy,
+                timeline: &cost.timeline,
+            })?;
+        } else {
+            print!("{} on {world} ranks: {cost}", program.name);
+            print!("\n{}", timeline(&cost, &ranks));
+        }
+        Ok(ExitCode::SUCCESS)
+    }
+
+    fn model(&self, options: &Options, world: usize) -> Result<Arc<HardwareModel>> {
+        if let Some(path) = &self.model {
+            let named = shipped(&path.to_string_lossy());
+            return match named {
+                Some(model) => Ok(model),
+                None => Ok(Arc::new(HardwareModel::read(path)?)),
+            };
+        }
+        let device = device::open(&DeviceConfig::new(options.device(), 0))
+            .context("open the device whose model is wanted; or give --model")?;
+        Ok(HardwareModel::find(
+            &DeviceDescription::of(&*device),
+            world,
+        )?)
+    }
+}
+
+/// When each operation of the busiest rank started and ended.
+fn timeline(cost: &Estimate, ranks: &[RankProgram]) -> Table {
+    let mut table = Table::new([
+        ("start (us)", Align::Right),
+        ("end (us)", Align::Right),
+        ("stream", Align::Left),
+        ("at", Align::Left),
+        ("operation", Align::Left),
+    ]);
+    let busiest = cost.busiest().map_or(0, |busy| busy.rank);
+    for span in cost.timeline.iter().filter(|span| span.rank == busiest) {
+        let Some(program) = ranks.get(span.rank) else {
+            continue;
+        };
+        let Some(operation) = program.operations.get(span.operation) else {
+            continue;
+        };
+        let stream = program.streams.get(operation.stream);
+        table.row([
+            format!("{:.1}", span.start * 1e6),
+            format!("{:.1}", span.end * 1e6),
+            stream.map(ToString::to_string).unwrap_or_default(),
+            operation.site.to_string(),
+            describe(program, &operation.kind),
+        ]);
+    }
+    table
+}
