@@ -7,8 +7,8 @@
 typedef unsigned long long u64;
 typedef unsigned int u32;
 
-// Must match MOST_OPERATIONS and BLOCK on the host.
-#define MOST_OPERATIONS 16
+// Must match MAX_OPERATIONS and BLOCK on the host.
+#define MAX_OPERATIONS 16
 #define BLOCK 1024
 
 // Loads that one thread has under way before it stores, to cover the latency of a peer's memory.
@@ -29,7 +29,7 @@ struct Transfer {
     // Bit i: operation i waits, or resets a word of this GPU; otherwise it sets.
     u32 waits;
     u32 resets;
-    Operation operations[MOST_OPERATIONS];
+    Operation operations[MAX_OPERATIONS];
 };
 
 static __device__ __forceinline__ u64 load_acquire(u64 word) {

@@ -251,7 +251,7 @@ impl Communicator {
         self.bootstrap.all_gather(bytes, self.deadline())
     }
 
-    /// Matrix products and sums of the device.
+    /// Matmuls and sums of the device.
     pub fn compute(&self) -> Result<Arc<dyn Compute>> {
         self.device.compute()
     }

@@ -86,11 +86,11 @@ impl Config {
         if let Some(seconds) = number("WARPLINK_TIMEOUT")? {
             config.timeout = Duration::from_secs(seconds);
         }
-        if let Some(longest) = number("WARPLINK_HOST_DELAY_US")? {
+        if let Some(max) = number("WARPLINK_HOST_DELAY_US")? {
             let seed = config.join.rank as u64 + 1;
             config.device.delays = Some(Delays {
                 seed,
-                longest: Duration::from_micros(longest),
+                max: Duration::from_micros(max),
             });
         }
         Ok(config)

@@ -442,7 +442,7 @@ fn a_batch_of_products_is_its_products() {
                 .collect();
             let batch = compute
                 .clone()
-                .prepare_products(&spec, &products, &b, vector)
+                .prepare_matmuls(&spec, &products, &b, vector)
                 .unwrap();
             stream.begin_capture().unwrap();
             batch.enqueue(&stream).unwrap();
@@ -472,7 +472,7 @@ fn a_batch_of_products_is_its_products() {
     let (a, c) = (upload(DType::F32, 1, 64), upload(DType::F32, 2, 64));
     let spec = MatmulSpec::new(8, 8, 8, DType::F32);
     let short = [(a.clone(), c.slice(0..128).unwrap())];
-    let error = compute.prepare_products(&spec, &short, &a, None);
+    let error = compute.prepare_matmuls(&spec, &short, &a, None);
     assert_eq!(error.unwrap_err().kind(), ErrorKind::InvalidArgument);
 }
 

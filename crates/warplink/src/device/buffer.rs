@@ -19,9 +19,10 @@ pub struct DeviceBuffer<T> {
 impl<T: Element> DeviceBuffer<T> {
     /// Allocates `len` elements (more than none); their values are undefined.
     pub fn new(device: &Arc<dyn Device>, len: usize, kind: AllocationKind) -> Result<Self> {
-        let bytes = len
-            .checked_mul(size_of::<T>())
-            .ok_or_else(|| Error::invalid(format!("{len} elements overflow")))?;
+        let bytes = len.checked_mul(size_of::<T>()).ok_or_else(|| {
+            Error::invalid(format!("{len} elements overflow the address space"))
+                .during("allocate device memory")
+        })?;
         let slice = device.allocate(bytes, kind)?;
         Ok(Self {
             device: device.clone(),

@@ -1,8 +1,8 @@
-//! Matrix products and sums, enqueued on a stream.
+//! Matmuls and sums, enqueued on a stream.
 
 use super::{DeviceSlice, Stream};
 use crate::dtype::DType;
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use std::fmt;
 use std::sync::Arc;
 
@@ -20,14 +20,12 @@ pub struct MatmulSpec {
     pub dtype: DType,
     /// Whether a vector of `n` is added to each row of C.
     pub bias: bool,
-    /// Whether the product is added to what C holds instead of replacing it.
+    /// Whether A·B is added to what C holds instead of replacing it.
     pub accumulate: bool,
-    /// Multiprocessors that the product may use, where communication needs the rest.
-    pub multiprocessors: Option<u32>,
 }
 
 impl MatmulSpec {
-    /// A plain product.
+    /// A plain matmul.
     pub fn new(m: usize, n: usize, k: usize, dtype: DType) -> Self {
         Self {
             m,
@@ -36,7 +34,6 @@ impl MatmulSpec {
             dtype,
             bias: false,
             accumulate: false,
-            multiprocessors: None,
         }
     }
 
@@ -61,20 +58,38 @@ impl MatmulSpec {
         for (name, slice, rows, columns) in sides.into_iter().chain(bias_side) {
             if bytes(rows, columns) != Some(slice.bytes()) || rows == 0 || columns == 0 {
                 return Err(Error::invalid(format!(
-                    "{name} should hold {rows} x {columns} elements of {}, but has {} bytes",
-                    self.dtype,
-                    slice.bytes()
+                    "{name} has {} bytes; expected {rows} x {columns} elements of {}",
+                    slice.bytes(),
+                    self.dtype
                 ))
-                .during("matrix product"));
+                .during("matmul")
+                .help("pass slices of the lengths that the spec says, none of them empty"));
             }
         }
         if bias.is_some() != self.bias {
-            return Err(
-                Error::invalid("a bias is given exactly when the product has one")
-                    .during("matrix product"),
-            );
+            return Err(Error::invalid(
+                "the bias does not fit the spec; expected one exactly if `bias` is set",
+            )
+            .during("matmul")
+            .help("set `bias` in the spec, or pass none"));
         }
         Ok(())
+    }
+
+    /// Fails for a type that no device multiplies.
+    pub(crate) fn check_dtype(&self) -> Result<()> {
+        if self.dtype.matmul_tolerance().is_some() {
+            return Ok(());
+        }
+        Err(Error::new(
+            ErrorKind::Unsupported,
+            format!(
+                "unsupported element type {}; expected f16, bf16 or f32",
+                self.dtype
+            ),
+        )
+        .during("matmul")
+        .help("use f16, bf16 or f32"))
     }
 
     /// Floating-point operations: one multiplication and one addition for each of `m·n·k`.
@@ -83,17 +98,18 @@ impl MatmulSpec {
     }
 }
 
-/// Matrix products and sums of a device.
+/// Matmuls and sums of a device.
 pub trait Compute: Send + Sync + fmt::Debug {
     /// Chooses the algorithm and loads what it needs for `spec`, so that no later call does: a
     /// module that is loaded while a kernel spins can deadlock. Blocks.
     fn prepare_matmul(&self, spec: &MatmulSpec) -> Result<()>;
 
-    /// Enqueues a product.
+    /// Enqueues a matmul.
     ///
     /// # Errors
     /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where a slice's length is
-    /// not what `spec` says, `bias` is not there when it should be, or the type has no product.
+    /// not what `spec` says or `bias` is not there when it should be;
+    /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) for a type that has no matmul.
     fn matmul(
         &self,
         stream: &Stream,
@@ -104,16 +120,16 @@ pub trait Compute: Send + Sync + fmt::Debug {
         bias: Option<&DeviceSlice>,
     ) -> Result<()>;
 
-    /// Makes products of one right operand ready to be enqueued at once: `c = a · b` for each `(a, c)`
-    /// of `products`. A result may lie in a peer's memory. Loads what it needs, as
+    /// Makes matmuls of one right operand ready to be enqueued at once: `c = a · b` for each `(a, c)`
+    /// of `matmuls`. A result may lie in a peer's memory. Loads what it needs, as
     /// [`prepare_matmul`](Self::prepare_matmul). Blocks.
     ///
     /// # Errors
     /// As [`matmul`](Self::matmul).
-    fn prepare_products(
+    fn prepare_matmuls(
         self: Arc<Self>,
         spec: &MatmulSpec,
-        products: &[(DeviceSlice, DeviceSlice)],
+        matmuls: &[(DeviceSlice, DeviceSlice)],
         b: &DeviceSlice,
         bias: Option<&DeviceSlice>,
     ) -> Result<Arc<dyn PreparedLaunch>>;
@@ -149,14 +165,14 @@ pub trait PreparedLaunch: Send + Sync + fmt::Debug {
 }
 
 impl MatmulSpec {
-    /// Fails unless every product fits.
+    /// Fails unless every matmul fits.
     pub(crate) fn check_all(
         &self,
-        products: &[(DeviceSlice, DeviceSlice)],
+        matmuls: &[(DeviceSlice, DeviceSlice)],
         b: &DeviceSlice,
         bias: Option<&DeviceSlice>,
     ) -> Result<()> {
-        products
+        matmuls
             .iter()
             .try_for_each(|(a, c)| self.check(a, b, c, bias))
     }

@@ -117,7 +117,9 @@ impl InFlight {
     fn record(&self, stream: &Stream) -> Result<Event> {
         // The mark would become a part of the graph.
         if stream.is_capturing()? {
-            return Err(Error::invalid("the stream is recording a graph"));
+            return Err(
+                Error::invalid("the stream is recording a graph").help("end the capture first")
+            );
         }
         let event = self.device.create_event(false)?;
         stream.record(&event)?;
@@ -166,9 +168,10 @@ mod tests {
         }
 
         fn is_reached(&self) -> Result<bool> {
-            match self.0.load(Ordering::Relaxed) {
-                true => Ok(true),
-                false => Err(Error::new(ErrorKind::Driver, "cannot be asked now")),
+            if self.0.load(Ordering::Relaxed) {
+                Ok(true)
+            } else {
+                Err(Error::new(ErrorKind::Driver, "cannot be asked now"))
             }
         }
     }

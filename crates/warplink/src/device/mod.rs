@@ -82,10 +82,11 @@ impl FromStr for DeviceKind {
         match text {
             "host" => Ok(Self::Host),
             "cuda" => Ok(Self::Cuda),
-            _ => Err(
-                Error::new(ErrorKind::Parse, format!("'{text}' is no device"))
-                    .help("use host or cuda"),
-            ),
+            _ => Err(Error::new(
+                ErrorKind::Parse,
+                format!("unknown device '{text}'; expected host or cuda"),
+            )
+            .help("use host or cuda")),
         }
     }
 }
@@ -129,7 +130,7 @@ pub struct Delays {
     /// Seed of the delays; streams of one device draw different ones.
     pub seed: u64,
     /// The longest delay.
-    pub longest: Duration,
+    pub max: Duration,
 }
 
 /// Opens a device. Each rank opens its own, also where ranks are threads of one process.
@@ -269,7 +270,7 @@ pub trait Device: Send + Sync + fmt::Debug {
     /// [`ErrorKind::InvalidHandle`] where it is smaller than `bytes`.
     fn import(&self, opening: Opening, bytes: usize) -> Result<DeviceSlice>;
 
-    /// Matrix products and sums.
+    /// Matmuls and sums.
     ///
     /// # Errors
     /// [`ErrorKind::LibraryMissing`] without the vendor's libraries.

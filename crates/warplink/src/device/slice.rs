@@ -76,9 +76,10 @@ impl DeviceSlice {
     pub fn slice(&self, range: Range<usize>) -> Result<Self> {
         if range.start > range.end || range.end > self.bytes {
             return Err(Error::invalid(format!(
-                "bytes {}..{} are not in a slice of {} bytes",
+                "range {}..{} is out of bounds; expected an ordered range within {} bytes",
                 range.start, range.end, self.bytes
-            )));
+            ))
+            .help("slice within the bounds"));
         }
         Ok(Self {
             backing: self.backing.clone(),
@@ -100,13 +101,14 @@ impl DeviceSlice {
     pub fn word(&self, offset: usize) -> Result<Word> {
         let end = offset
             .checked_add(8)
-            .ok_or_else(|| Error::invalid("the word's offset overflows"))?;
+            .ok_or_else(|| Error::invalid("the offset of the word overflows the address space"))?;
         let slice = self.slice(offset..end)?;
         if !slice.address().is_multiple_of(8) {
             return Err(Error::invalid(format!(
-                "the word at {:#x} is not aligned to 8 bytes",
+                "the word is at {:#x}; expected an address aligned to 8 bytes",
                 slice.address()
-            )));
+            ))
+            .help("use an offset that is a multiple of 8"));
         }
         Ok(Word(slice))
     }

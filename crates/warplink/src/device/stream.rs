@@ -13,7 +13,7 @@ pub enum Priority {
     /// As other work.
     #[default]
     Normal,
-    /// Before other work; for communication, so that it is not held up by products.
+    /// Before other work; for communication, so that it is not held up by matmuls.
     High,
 }
 

@@ -240,10 +240,10 @@ pub fn threads_with(
 }
 
 /// Random delays for [`threads_with`].
-pub fn delays(config: &mut Config, longest: Duration) {
+pub fn delays(config: &mut Config, max: Duration) {
     config.device.delays = Some(Delays {
         seed: config.join.rank as u64 + 1,
-        longest,
+        max,
     });
 }
 

@@ -46,7 +46,7 @@ impl Capabilities {
             |which: CUdevice_attribute| u32::try_from(driver.attribute(device, which)).unwrap_or(0);
         let version = u32::try_from(driver.version()?).unwrap_or(0);
         let mut memory = 0;
-        // SAFETY: `memory` is a place for one size.
+        // SAFETY: `memory` is an output parameter for one size.
         let code = unsafe { (driver.cuDeviceTotalMem_v2)(&mut memory, device) };
         driver.check(code, "ask for the GPU's memory")?;
         let mut peers = Vec::new();
@@ -127,7 +127,7 @@ fn identity(driver: &Driver, device: CUdevice) -> Result<DeviceIdentity> {
         .into_iter()
         .flatten()
     {
-        // SAFETY: `uuid` is a place for one UUID.
+        // SAFETY: `uuid` is an output parameter for one UUID.
         code = unsafe { ask(&mut uuid, device) };
         if code == status::SUCCESS {
             break;

@@ -168,10 +168,11 @@ fn check_length(operation: &'static str, slice: &DeviceSlice, bytes: usize) -> R
         return Ok(());
     }
     Err(Error::invalid(format!(
-        "a slice of {} bytes, but {bytes} on the host",
+        "the slice has {} bytes and the host buffer {bytes}; expected the same length",
         slice.bytes()
     ))
-    .during(operation))
+    .during(operation)
+    .help("pass a buffer as long as the slice"))
 }
 
 impl fmt::Debug for CudaDevice {

@@ -67,7 +67,7 @@ impl HostCollectives {
         if outboxes.len() != world {
             return Err(Error::new(
                 ErrorKind::Mismatch,
-                format!("{} ranks answered of {world}", outboxes.len()),
+                format!("{} ranks answered; expected {world}", outboxes.len()),
             ));
         }
         // The descriptor must stay open until every peer has opened it.
@@ -186,7 +186,9 @@ impl HostCollectives {
 impl Inner {
     fn side(&self, from: Rank, to: Rank, data: &DeviceSlice, sends: bool) -> Result<Move> {
         let outbox = self.outboxes.get(from).filter(|_| to < self.outboxes.len());
-        let outbox = outbox.ok_or_else(|| Error::invalid("no such rank").peer(from.max(to)))?;
+        let outbox = outbox.ok_or_else(|| {
+            Error::invalid(format!("rank {} is out of range", from.max(to))).peer(from.max(to))
+        })?;
         let start = to * BOX;
         Ok(Move {
             chunk: outbox.slice(start + HEADER..start + BOX)?,
@@ -230,10 +232,10 @@ impl Inner {
             }
             context.fault.check()?;
             if self.aborted.load(Ordering::Acquire) {
-                return Err(Error::new(
-                    ErrorKind::Closed,
-                    "the collectives were aborted",
-                ));
+                return Err(
+                    Error::new(ErrorKind::Closed, "the collectives were aborted")
+                        .help("join again with the ranks that are left"),
+                );
             }
             idle += 1;
             if idle < 100 {

@@ -1,4 +1,4 @@
-//! Matrix products (the `gemm` crate) and element-wise reductions on the host.
+//! Matmuls (the `gemm` crate) and element-wise reductions on the host.
 
 use super::memory;
 use super::operation::Operation;
@@ -14,7 +14,7 @@ pub(super) struct HostCompute;
 
 impl Compute for HostCompute {
     fn prepare_matmul(&self, spec: &MatmulSpec) -> Result<()> {
-        check_dtype(spec.dtype)
+        spec.check_dtype()
     }
 
     fn matmul(
@@ -27,27 +27,27 @@ impl Compute for HostCompute {
         bias: Option<&DeviceSlice>,
     ) -> Result<()> {
         spec.check(a, b, c, bias)?;
-        check_dtype(spec.dtype)?;
+        spec.check_dtype()?;
         let (spec, a, b, c, bias) = (*spec, a.clone(), b.clone(), c.clone(), bias.cloned());
         stream::from_dyn(stream)?.enqueue(Operation::Task(Arc::new(move |_| match spec.dtype {
-            DType::F16 => product::<half::f16>(&spec, &a, &b, &c, bias.as_ref()),
-            DType::BF16 => product::<half::bf16>(&spec, &a, &b, &c, bias.as_ref()),
-            _ => product::<f32>(&spec, &a, &b, &c, bias.as_ref()),
+            DType::F16 => matmul::<half::f16>(&spec, &a, &b, &c, bias.as_ref()),
+            DType::BF16 => matmul::<half::bf16>(&spec, &a, &b, &c, bias.as_ref()),
+            _ => matmul::<f32>(&spec, &a, &b, &c, bias.as_ref()),
         })))
     }
 
-    fn prepare_products(
+    fn prepare_matmuls(
         self: Arc<Self>,
         spec: &MatmulSpec,
-        products: &[(DeviceSlice, DeviceSlice)],
+        matmuls: &[(DeviceSlice, DeviceSlice)],
         b: &DeviceSlice,
         bias: Option<&DeviceSlice>,
     ) -> Result<Arc<dyn PreparedLaunch>> {
-        spec.check_all(products, b, bias)?;
-        check_dtype(spec.dtype)?;
-        Ok(Arc::new(Products {
+        spec.check_all(matmuls, b, bias)?;
+        spec.check_dtype()?;
+        Ok(Arc::new(Matmuls {
             spec: *spec,
-            products: products.to_vec(),
+            matmuls: matmuls.to_vec(),
             b: b.clone(),
             bias: bias.cloned(),
         }))
@@ -82,18 +82,18 @@ impl Compute for HostCompute {
     }
 }
 
-/// Products one after the other.
+/// Matmuls one after the other.
 #[derive(Debug)]
-struct Products {
+struct Matmuls {
     spec: MatmulSpec,
-    products: Vec<(DeviceSlice, DeviceSlice)>,
+    matmuls: Vec<(DeviceSlice, DeviceSlice)>,
     b: DeviceSlice,
     bias: Option<DeviceSlice>,
 }
 
-impl PreparedLaunch for Products {
+impl PreparedLaunch for Matmuls {
     fn enqueue(&self, stream: &Stream) -> Result<()> {
-        self.products.iter().try_for_each(|(a, c)| {
+        self.matmuls.iter().try_for_each(|(a, c)| {
             HostCompute.matmul(stream, &self.spec, a, &self.b, c, self.bias.as_ref())
         })
     }
@@ -118,29 +118,32 @@ fn check_sum(dtype: DType, target: &DeviceSlice, sources: &[DeviceSlice]) -> Res
             .iter()
             .any(|source| source.bytes() != target.bytes())
     {
-        return Err(Error::invalid("a sum takes sources as long as its target").during("sum"));
+        return Err(Error::invalid(format!(
+            "the {} sources do not all have the {} bytes of the target; expected one or more that do",
+            sources.len(),
+            target.bytes()
+        ))
+        .during("sum")
+        .help("pass sources as long as the target"));
     }
     if dtype == DType::U8 {
-        return Err(Error::new(ErrorKind::Unsupported, "bytes have no sum").during("sum"));
+        return Err(Error::new(
+            ErrorKind::Unsupported,
+            "unsupported element type u8; expected a number type",
+        )
+        .during("sum")
+        .help("use i32, f16, bf16, f32 or f64"));
     }
     if !target.bytes().is_multiple_of(dtype.size()) {
         return Err(Error::invalid(format!(
-            "{target:?} does not hold whole elements of {dtype}"
+            "the target has {} bytes; expected a multiple of the {} bytes of {dtype}",
+            target.bytes(),
+            dtype.size()
         ))
-        .during("sum"));
+        .during("sum")
+        .help("pass whole elements"));
     }
     Ok(())
-}
-
-fn check_dtype(dtype: DType) -> Result<()> {
-    if dtype.matmul_tolerance().is_some() {
-        return Ok(());
-    }
-    Err(Error::new(
-        ErrorKind::Unsupported,
-        format!("no matrix product of {dtype}"),
-    )
-    .help("use f16, bf16 or f32"))
 }
 
 fn read<T: Element>(slice: &DeviceSlice) -> Result<Vec<T>> {
@@ -157,8 +160,8 @@ fn read_f32<T: Element>(slice: &DeviceSlice) -> Result<Vec<f32>> {
         .collect())
 }
 
-/// Products of every type run in `f32`: half types are widened and the result is rounded once.
-fn product<T: Element>(
+/// Matmuls of every type run in `f32`: half types are widened and the result is rounded once.
+fn matmul<T: Element>(
     spec: &MatmulSpec,
     a: &DeviceSlice,
     b: &DeviceSlice,

@@ -85,9 +85,9 @@ impl HostEvent {
         let marked = match &*lock(&self.recorded) {
             Recorded::InStream(mark) => *mark,
             _ => {
-                return Err(
-                    Error::invalid("the event was not recorded in a stream").during("measure time")
-                );
+                return Err(Error::invalid("the event was not recorded in a stream")
+                    .during("measure time")
+                    .help("record it first, outside of a capture"));
             }
         };
         let reached = *lock(&self.state.reached);
@@ -96,11 +96,12 @@ impl HostEvent {
             .filter(|_| self.timing && reached.mark >= marked)
             .ok_or_else(|| {
                 Error::invalid(if self.timing {
-                    "the event is not reached"
+                    "the stream has not reached the event"
                 } else {
-                    "the event was made without timing"
+                    "the event was created without timing"
                 })
                 .during("measure time")
+                .help("create both events with timing, and synchronize first")
             })
     }
 }
@@ -129,7 +130,8 @@ pub(super) fn from_dyn(event: &Event) -> Result<&HostEvent> {
     event.backend().ok_or_else(|| {
         Error::new(
             ErrorKind::InvalidArgument,
-            "the event is not of the host device",
+            "the event belongs to another device; expected one of the host device",
         )
+        .help("use an event of the same device")
     })
 }

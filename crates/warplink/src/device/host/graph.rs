@@ -1,6 +1,6 @@
 //! Operations recorded once and launched many times.
 //!
-//! A graph has a lane for every stream that took part. Lanes run beside one another, as the
+//! A graph has a branch for every stream that took part. Branches run beside one another, as the
 //! streams would have, and are ordered only by the marks recorded in them.
 
 use super::event::EventState;
@@ -23,7 +23,7 @@ pub(super) struct CapturedMark {
 #[derive(Debug)]
 pub(super) struct Session {
     number: u64,
-    /// Of the device, for the lanes' own threads.
+    /// Of the device, for the branches' own threads.
     delays: Option<Delays>,
     recording: Mutex<Recording>,
     ended: AtomicBool,
@@ -31,8 +31,8 @@ pub(super) struct Session {
 
 #[derive(Debug, Default)]
 struct Recording {
-    lanes: Vec<Vec<Operation>>,
-    // For each mark, its lane and how many operations preceded it there.
+    branches: Vec<Vec<Operation>>,
+    // For each mark, its branch and how many operations preceded it there.
     marks: Vec<(usize, usize)>,
 }
 
@@ -52,22 +52,24 @@ impl Session {
         self.number
     }
 
-    /// Adds a lane and gives its number.
+    /// Adds a branch and gives its number.
     pub(super) fn join(&self) -> usize {
         let mut recording = lock(&self.recording);
-        recording.lanes.push(Vec::new());
-        recording.lanes.len() - 1
+        recording.branches.push(Vec::new());
+        recording.branches.len() - 1
     }
 
-    pub(super) fn push(&self, lane: usize, operation: Operation) {
-        lock(&self.recording).lanes[lane].push(operation);
+    pub(super) fn push(&self, branch: usize, operation: Operation) {
+        lock(&self.recording).branches[branch].push(operation);
     }
 
-    pub(super) fn mark(&self, lane: usize) -> usize {
+    pub(super) fn mark(&self, branch: usize) -> usize {
         let recording = &mut *lock(&self.recording);
         let mark = recording.marks.len();
-        recording.marks.push((lane, recording.lanes[lane].len()));
-        recording.lanes[lane].push(Operation::RecordInGraph(mark));
+        recording
+            .marks
+            .push((branch, recording.branches[branch].len()));
+        recording.branches[branch].push(Operation::RecordInGraph(mark));
         mark
     }
 
@@ -76,15 +78,15 @@ impl Session {
         self.ended.load(Ordering::Acquire)
     }
 
-    /// Ends the capture. Fails where a lane has work that the first lane does not wait for.
+    /// Ends the capture. Fails where a branch has work that the first branch does not wait for.
     pub(super) fn finish(&self, fault: &Arc<Fault>) -> Result<Arc<GraphInner>> {
         self.ended.store(true, Ordering::Release);
         let recording = std::mem::take(&mut *lock(&self.recording));
-        let mut joined = vec![0; recording.lanes.len()];
-        let mut open = vec![(0, 0..recording.lanes.first().map_or(0, Vec::len))];
-        while let Some((lane, range)) = open.pop() {
-            joined[lane] = joined[lane].max(range.end);
-            for operation in &recording.lanes[lane][range] {
+        let mut joined = vec![0; recording.branches.len()];
+        let mut open = vec![(0, 0..recording.branches.first().map_or(0, Vec::len))];
+        while let Some((branch, range)) = open.pop() {
+            joined[branch] = joined[branch].max(range.end);
+            for operation in &recording.branches[branch][range] {
                 if let Operation::WaitInGraph(mark) = operation {
                     let (from, position) = recording.marks[*mark];
                     if joined[from] < position {
@@ -93,35 +95,35 @@ impl Session {
                 }
             }
         }
-        for (lane, operations) in recording.lanes.iter().enumerate() {
-            if operations[joined[lane]..]
+        for (branch, operations) in recording.branches.iter().enumerate() {
+            if operations[joined[branch]..]
                 .iter()
                 .any(|operation| !matches!(operation, Operation::RecordInGraph(_)))
             {
-                return Err(
-                    Error::invalid("a stream that took part was not joined back")
-                        .during("end a capture")
-                        .help("record an event in it and let the first stream wait for that"),
-                );
+                return Err(Error::invalid(
+                    "a stream that took part in the capture was not joined back",
+                )
+                .during("end a capture")
+                .help("record an event in it and let the first stream wait for the event"));
             }
         }
-        let lanes = recording.lanes.into_iter().enumerate();
-        let lanes = lanes.map(|(lane, operations)| {
-            // The first lane runs on the thread that launches.
-            let stream = (lane > 0)
+        let branches = recording.branches.into_iter().enumerate();
+        let branches = branches.map(|(branch, operations)| {
+            // The first branch runs on the thread that launches.
+            let stream = (branch > 0)
                 .then(|| {
-                    let number = self.number << 16 | lane as u64;
+                    let number = self.number << 16 | branch as u64;
                     HostStream::start(number, fault.clone(), self.delays)
                 })
                 .transpose()?;
-            Ok(Lane {
+            Ok(Branch {
                 operations: operations.into(),
                 stream,
             })
         });
-        let lanes = lanes.collect::<Result<_>>()?;
+        let branches = branches.collect::<Result<_>>()?;
         Ok(Arc::new(GraphInner {
-            lanes,
+            branches,
             marks: recording.marks.len(),
             launching: Mutex::new(()),
         }))
@@ -129,35 +131,35 @@ impl Session {
 }
 
 #[derive(Debug)]
-struct Lane {
+struct Branch {
     operations: Arc<[Operation]>,
     stream: Option<Arc<HostStream>>,
 }
 
 #[derive(Debug)]
 pub(super) struct GraphInner {
-    lanes: Vec<Lane>,
+    branches: Vec<Branch>,
     marks: usize,
     launching: Mutex<()>,
 }
 
 impl GraphInner {
-    /// Runs every lane once, on the thread of the stream that launched and on the lanes' own.
+    /// Runs every branch once, on the thread of the stream that launched and on the branches' own.
     pub(super) fn run(&self, context: &Context) -> Result<()> {
         let _one_at_a_time = lock(&self.launching);
         let marks: Arc<[EventState]> = (0..self.marks).map(|_| EventState::default()).collect();
         let ends: Vec<_> = self
-            .lanes
+            .branches
             .iter()
             .skip(1)
             .map(|_| Arc::new(EventState::default()))
             .collect();
-        for (lane, end) in self.lanes.iter().skip(1).zip(&ends) {
-            let (operations, marks) = (lane.operations.clone(), marks.clone());
+        for (branch, end) in self.branches.iter().skip(1).zip(&ends) {
+            let (operations, marks) = (branch.operations.clone(), marks.clone());
             let run = Operation::Task(Arc::new(move |own: &Context| {
-                run_lane(&own.within_graph(marks.clone()), &operations)
+                run_branch(&own.within_graph(marks.clone()), &operations)
             }));
-            if let Some(stream) = &lane.stream {
+            if let Some(stream) = &branch.stream {
                 stream.enqueue(run)?;
                 stream.enqueue(Operation::Record {
                     event: end.clone(),
@@ -165,13 +167,13 @@ impl GraphInner {
                 })?;
             }
         }
-        let mut result = match self.lanes.first() {
-            Some(first) => run_lane(&context.within_graph(marks), &first.operations),
+        let mut result = match self.branches.first() {
+            Some(first) => run_branch(&context.within_graph(marks), &first.operations),
             None => Ok(()),
         };
-        for (lane, end) in self.lanes.iter().skip(1).zip(&ends) {
+        for (branch, end) in self.branches.iter().skip(1).zip(&ends) {
             result = result.and(end.wait(1, &context.fault));
-            if let Some(stream) = &lane.stream {
+            if let Some(stream) = &branch.stream {
                 result = result.and(stream.check());
             }
         }
@@ -179,8 +181,8 @@ impl GraphInner {
     }
 }
 
-/// A lane that fails still makes its marks, so that the others end.
-fn run_lane(context: &Context, operations: &[Operation]) -> Result<()> {
+/// A branch that fails still makes its marks, so that the others end.
+fn run_branch(context: &Context, operations: &[Operation]) -> Result<()> {
     let mut result = Ok(());
     for operation in operations {
         if result.is_ok() || matches!(operation, Operation::RecordInGraph(_)) {
@@ -200,12 +202,17 @@ impl GraphBackend for HostGraph {
             return Err(Error::new(
                 crate::ErrorKind::Unsupported,
                 "a graph cannot be launched into a capture",
-            ));
+            )
+            .help("end the capture first"));
         }
         stream.enqueue(Operation::Launch(self.0.clone()))
     }
 
     fn operations(&self) -> usize {
-        self.0.lanes.iter().map(|lane| lane.operations.len()).sum()
+        self.0
+            .branches
+            .iter()
+            .map(|branch| branch.operations.len())
+            .sum()
     }
 }

@@ -95,7 +95,11 @@ impl Drop for Mapping {
 /// Allocates `bytes` of zeros that other processes can map.
 pub(super) fn allocate(bytes: usize) -> Result<DeviceSlice> {
     if bytes == 0 {
-        return Err(Error::invalid("an allocation of no bytes").during("allocate memory"));
+        return Err(
+            Error::invalid("the allocation has 0 bytes; expected at least 1")
+                .during("allocate memory")
+                .help("leave out empty allocations"),
+        );
     }
     let fail = |errno: rustix::io::Errno| {
         Error::io(
@@ -117,7 +121,7 @@ pub(super) fn map(descriptor: OwnedFd, bytes: usize) -> Result<DeviceSlice> {
         return Err(Error::new(
             ErrorKind::InvalidHandle,
             format!(
-                "the descriptor holds {} bytes, the handle says {bytes}",
+                "the descriptor holds {} bytes; expected the {bytes} of the handle",
                 status.st_size
             ),
         )
@@ -158,10 +162,10 @@ pub(super) fn borrow(
     owner: Arc<dyn Any + Send + Sync>,
 ) -> Result<DeviceSlice> {
     if address == 0 || bytes == 0 || address.checked_add(bytes as u64).is_none() {
-        return Err(
-            Error::invalid(format!("{bytes} bytes at {address:#x} are no memory"))
-                .during("borrow memory"),
-        );
+        return Err(Error::invalid(format!(
+            "{bytes} bytes at {address:#x} are not a range of memory"
+        ))
+        .during("borrow memory"));
     }
     let inside = lock(&MAPPINGS)
         .range(..=address)
@@ -186,9 +190,9 @@ pub(super) fn borrow(
         inside: Some(mapping),
         _owner: owner,
     };
-    let end = offset
-        .checked_add(bytes)
-        .ok_or_else(|| Error::invalid("the borrowed range overflows"))?;
+    let end = offset.checked_add(bytes).ok_or_else(|| {
+        Error::invalid("the borrowed range overflows the address space").during("borrow memory")
+    })?;
     DeviceSlice::whole(Arc::new(borrowed)).slice(offset..end)
 }
 
@@ -204,7 +208,7 @@ pub(super) fn descriptor(slice: &DeviceSlice) -> Result<OwnedFd> {
     let Some(mapping) = mapping else {
         return Err(Error::new(
             ErrorKind::Unsupported,
-            format!("{slice:?} is borrowed memory that no file stands behind"),
+            format!("{slice:?} is borrowed memory without a file; expected memory that the device allocated"),
         )
         .during("export memory")
         .help("allocate it with the device"));
@@ -263,10 +267,11 @@ fn check_length(slice: &DeviceSlice, bytes: usize) -> Result<()> {
     if slice.bytes() == bytes {
         return Ok(());
     }
-    Err(
-        Error::invalid(format!("{bytes} bytes do not fit {slice:?}"))
-            .during("copy between host and device"),
-    )
+    Err(Error::invalid(format!(
+        "the slice has {} bytes and the host buffer {bytes}; expected the same length",
+        slice.bytes()
+    ))
+    .during("copy between host and device"))
 }
 
 /// Sets a word after all earlier writes of this thread, and wakes those that sleep on it.

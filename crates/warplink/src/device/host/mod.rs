@@ -48,8 +48,10 @@ fn check_kind(slice: &DeviceSlice) -> Result<()> {
         return Ok(());
     }
     Err(Error::invalid(format!(
-        "{slice:?} is not memory of the host device"
-    )))
+        "{slice:?} belongs to device {}; expected memory of the host device",
+        slice.kind()
+    ))
+    .help("use memory of the same device"))
 }
 
 impl Device for HostDevice {
@@ -120,7 +122,8 @@ impl Device for HostDevice {
             "the host device's streams have no raw form",
         )
         .during("borrow a stream")
-        .device(self.describe()))
+        .device(self.describe())
+        .help("create a stream"))
     }
 
     fn create_event(&self, timing: bool) -> Result<Event> {

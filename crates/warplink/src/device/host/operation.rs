@@ -39,7 +39,7 @@ pub(super) enum Operation {
         event: Arc<EventState>,
         mark: u64,
     },
-    /// Record and wait between the lanes of one graph, by the number of the mark in it.
+    /// Record and wait between the branches of one graph, by the number of the mark in it.
     RecordInGraph(usize),
     WaitInGraph(usize),
     Task(Task),
@@ -114,8 +114,8 @@ impl Context {
         let x = self.draw();
         // Half of the operations go undelayed, so that orders mix more than if all were late.
         if x & (1 << 40) == 0 {
-            let longest = delays.longest.as_nanos() as u64;
-            std::thread::sleep(Duration::from_nanos(x % longest.max(1)));
+            let max = delays.max.as_nanos() as u64;
+            std::thread::sleep(Duration::from_nanos(x % max.max(1)));
         }
     }
 
@@ -154,7 +154,7 @@ impl Context {
         marks.ok_or_else(|| {
             Error::new(
                 crate::ErrorKind::Internal,
-                "a graph's mark outside its launch",
+                "an operation of a graph ran outside of its launch",
             )
         })
     }

@@ -26,7 +26,7 @@ pub(crate) struct HostStream {
 #[derive(Debug)]
 struct Capture {
     session: Arc<Session>,
-    lane: usize,
+    branch: usize,
 }
 
 #[derive(Debug)]
@@ -77,7 +77,7 @@ impl HostStream {
     pub(super) fn enqueue(&self, operation: Operation) -> Result<()> {
         self.check()?;
         if let Some(capture) = &*self.capture() {
-            capture.session.push(capture.lane, operation);
+            capture.session.push(capture.branch, operation);
             return Ok(());
         }
         let mut queue = lock(&self.shared.queue);
@@ -154,10 +154,13 @@ impl StreamBackend for HostStream {
         check_kind(target)?;
         check_kind(source)?;
         if target.bytes() != source.bytes() {
-            return Err(
-                Error::invalid(format!("{source:?} and {target:?} differ in length"))
-                    .during("copy"),
-            );
+            return Err(Error::invalid(format!(
+                "the source has {} bytes and the target {}; expected the same length",
+                source.bytes(),
+                target.bytes()
+            ))
+            .during("copy")
+            .help("pass slices of the same length"));
         }
         self.enqueue(Operation::Copy {
             target: target.clone(),
@@ -204,7 +207,7 @@ impl StreamBackend for HostStream {
     fn record(&self, event: &Event) -> Result<()> {
         let event: &HostEvent = event::from_dyn(event)?;
         if let Some(capture) = &*self.capture() {
-            let mark = capture.session.mark(capture.lane);
+            let mark = capture.session.mark(capture.branch);
             *lock(&event.recorded) = Recorded::InGraph(CapturedMark {
                 session: capture.session.clone(),
                 mark,
@@ -232,15 +235,16 @@ impl StreamBackend for HostStream {
             (Recorded::InStream(_), Some(_)) => Err(Error::invalid(
                 "the event was recorded outside of the capture",
             )
-            .during("wait for an event")),
+            .during("wait for an event")
+            .help("record it in a stream of the capture")),
             (Recorded::InGraph(captured), None) => {
-                let lane = captured.session.join();
+                let branch = captured.session.join();
                 captured
                     .session
-                    .push(lane, Operation::WaitInGraph(captured.mark));
+                    .push(branch, Operation::WaitInGraph(captured.mark));
                 *capture = Some(Capture {
                     session: captured.session,
-                    lane,
+                    branch,
                 });
                 Ok(())
             }
@@ -248,22 +252,22 @@ impl StreamBackend for HostStream {
                 if Arc::ptr_eq(&captured.session, &own.session) =>
             {
                 own.session
-                    .push(own.lane, Operation::WaitInGraph(captured.mark));
+                    .push(own.branch, Operation::WaitInGraph(captured.mark));
                 Ok(())
             }
             (Recorded::InGraph(_), Some(_)) => {
                 Err(Error::invalid("the event was recorded in another capture")
-                    .during("wait for an event"))
+                    .during("wait for an event")
+                    .help("record it in a stream of the same capture"))
             }
         }
     }
 
     fn synchronize(&self, deadline: Deadline) -> Result<()> {
         if self.is_capturing()? {
-            return Err(
-                Error::invalid("a stream that records a graph cannot be waited for")
-                    .during("synchronize"),
-            );
+            return Err(Error::invalid("the stream is recording a graph")
+                .during("synchronize")
+                .help("end the capture first"));
         }
         let mut queue = lock(&self.shared.queue);
         let end = queue.enqueued;
@@ -272,7 +276,7 @@ impl StreamBackend for HostStream {
             if deadline.passed() {
                 let left = end - queue.completed;
                 return Err(deadline.expired("the end of a stream's work").during("synchronize").help(format!(
-                    "{left} operations are left, the first of them still under way: is every transfer posted by both ranks?"
+                    "check that both ranks post every transfer: {left} operations are left, the first of them under way"
                 )));
             }
             let nap = deadline.remaining().min(Duration::from_millis(10));
@@ -296,24 +300,24 @@ impl StreamBackend for HostStream {
     fn begin_capture(&self) -> Result<()> {
         let mut capture = self.capture();
         if capture.is_some() {
-            return Err(
-                Error::invalid("the stream already records a graph").during("begin a capture")
-            );
+            return Err(Error::invalid("the stream is already recording a graph")
+                .during("begin a capture")
+                .help("end that capture first"));
         }
         let session = Arc::new(Session::new(self.delays));
-        let lane = session.join();
-        *capture = Some(Capture { session, lane });
+        let branch = session.join();
+        *capture = Some(Capture { session, branch });
         Ok(())
     }
 
     fn end_capture(&self) -> Result<Graph> {
         let mut own = self.capture();
         match &*own {
-            Some(capture) if capture.lane == 0 => {}
+            Some(capture) if capture.branch == 0 => {}
             _ => {
-                return Err(
-                    Error::invalid("no capture began in this stream").during("end a capture")
-                );
+                return Err(Error::invalid("the stream did not begin a capture")
+                    .during("end a capture")
+                    .help("end it on the stream that began it"));
             }
         }
         let capture = own
@@ -336,7 +340,8 @@ pub(super) fn from_dyn(stream: &Stream) -> Result<&HostStream> {
     stream.backend().ok_or_else(|| {
         Error::new(
             ErrorKind::InvalidArgument,
-            "the stream is not of the host device",
+            "the stream belongs to another device; expected one of the host device",
         )
+        .help("use a stream of the same device")
     })
 }

@@ -275,7 +275,7 @@ impl<'a> Resolver<'a> {
         let bias = bias.map(|bias| self.memory.slice(bias)).transpose()?;
         let b = self.memory.slice(b)?;
         self.compute()?
-            .prepare_products(spec, pairs, &b, bias.as_ref())
+            .prepare_matmuls(spec, pairs, &b, bias.as_ref())
     }
 }
 

@@ -1,7 +1,7 @@
-//! Several products in one launch, through cuBLAS, which unlike cuBLASLt takes the places of results
+//! Several matmuls in one launch, through cuBLAS, which unlike cuBLASLt takes the places of results
 //! from a list, so that each may lie in another peer's memory.
 
-use super::Scratch;
+use super::tuning::Scratch;
 use crate::device::cuda::driver::function_table;
 use crate::device::cuda::driver::library::{self, CUBLAS};
 use crate::device::cuda::gpu::Gpu;
@@ -70,7 +70,7 @@ impl Blas {
 }
 
 /// The library's handle, for one GPU. Its stream is set for each call.
-pub(crate) struct Batches {
+pub(super) struct BatchedGemms {
     library: &'static Blas,
     gpu: Arc<Gpu>,
     handle: Mutex<Handle>,
@@ -81,23 +81,22 @@ struct Handle(*mut c_void);
 // SAFETY: the library allows a handle on every thread, one at a time.
 unsafe impl Send for Handle {}
 
-/// Whether the library does all of `products` at once.
-pub(crate) fn takes(
+/// Whether the library does all of `matmuls` at once.
+pub(super) fn takes(
     spec: &MatmulSpec,
-    products: &[(DeviceSlice, DeviceSlice)],
+    matmuls: &[(DeviceSlice, DeviceSlice)],
     b: &DeviceSlice,
 ) -> bool {
     let size = spec.dtype.size() as u64;
     let rows = [spec.n as u64 * size, spec.k as u64 * size];
-    let addresses = products
+    let addresses = matmuls
         .iter()
         .flat_map(|(a, c)| [a, c])
         .chain([b])
         .map(DeviceSlice::address);
-    products.len() > 1
+    matmuls.len() > 1
         && !spec.bias
         && !spec.accumulate
-        && spec.multiprocessors.is_none()
         && data_type(spec.dtype).is_some()
         && rows
             .into_iter()
@@ -115,14 +114,14 @@ fn data_type(dtype: DType) -> Option<c_int> {
     }
 }
 
-impl Batches {
+impl BatchedGemms {
     /// Loads the library and makes a handle for the GPU.
-    pub(crate) fn create(gpu: &Arc<Gpu>) -> Result<Self> {
+    pub(super) fn create(gpu: &Arc<Gpu>) -> Result<Self> {
         let library = Blas::get()?;
         let _entered = gpu.context.enter()?;
         let _relaxed = gpu.context.relax_capture();
         let mut raw = std::ptr::null_mut();
-        // SAFETY: `raw` is a place for one handle, and the GPU's context is current.
+        // SAFETY: `raw` is an output parameter for one handle, and the GPU's context is current.
         let code = unsafe { (library.cublasCreate_v2)(&mut raw) };
         library.check(code, "start cuBLAS")?;
         Ok(Self {
@@ -132,16 +131,16 @@ impl Batches {
         })
     }
 
-    /// Lists the products on the device, and runs as many on scratch memory, which loads the kernel.
-    pub(crate) fn prepare(
+    /// Lists the matmuls on the device, and runs as many on scratch memory, which loads the kernel.
+    pub(super) fn prepare(
         self: &Arc<Self>,
         spec: &MatmulSpec,
-        products: &[(DeviceSlice, DeviceSlice)],
+        matmuls: &[(DeviceSlice, DeviceSlice)],
         b: &DeviceSlice,
         scratch: &Scratch,
-    ) -> Result<Batch> {
+    ) -> Result<BatchedGemm> {
         let list = |addresses: &dyn Fn(usize) -> [u64; 3]| -> Result<Lists> {
-            Lists::make(&self.gpu, products.len(), addresses)
+            Lists::make(&self.gpu, matmuls.len(), addresses)
         };
         let tried = list(&|_| [scratch.operands.a, scratch.operands.b, scratch.operands.c])?;
         let workspace_bytes = scratch.workspace_bytes.min(WORKSPACE);
@@ -150,25 +149,25 @@ impl Batches {
             let _entered = self.gpu.context.enter()?;
             let _relaxed = self.gpu.context.relax_capture();
             // SAFETY: the lists name the scratch operands, which are of what `spec` says; all
-            // products write the same values to one result, which nobody reads.
+            // matmuls write the same values to one result, which nobody reads.
             unsafe { self.enqueue(spec, &tried, workspace, scratch.stream.raw.cast())? };
         }
         scratch.wait(&self.gpu)?;
         let lists = list(&|index| {
-            let (a, c) = &products[index];
+            let (a, c) = &matmuls[index];
             [a.address(), b.address(), c.address()]
         })?;
-        Ok(Batch {
-            batches: self.clone(),
+        Ok(BatchedGemm {
+            batched: self.clone(),
             spec: *spec,
             lists,
             workspace_bytes,
-            _products: products.to_vec(),
+            _matmuls: matmuls.to_vec(),
             _b: b.clone(),
         })
     }
 
-    /// Enqueues the listed products.
+    /// Enqueues the listed matmuls.
     ///
     /// # Safety
     /// The lists must name live device memory of what `spec` says, aligned to [`ALIGNMENT`];
@@ -184,9 +183,12 @@ impl Batches {
         let (one, zero) = (1.0_f32, 0.0_f32);
         let device = |address: u64| address as usize as *mut c_void;
         let kind = data_type(spec.dtype).ok_or_else(|| {
-            Error::invalid(format!("there is no matrix product of {}", spec.dtype))
+            Error::invalid(format!(
+                "unsupported element type {}; expected f16, bf16 or f32",
+                spec.dtype
+            ))
         })?;
-        // Each was checked to fit when the product was.
+        // Each was checked to fit when the matmul was.
         let [m, n, k] = [spec.m as c_int, spec.n as c_int, spec.k as c_int];
         let [a, b, c] = lists.addresses();
         let handle = lock(&self.handle);
@@ -195,13 +197,12 @@ impl Batches {
         // for Cᵀ = Bᵀ·Aᵀ.
         unsafe {
             let code = (self.library.cublasSetStream_v2)(handle.0, stream);
-            self.library
-                .check(code, "set the stream of matrix products")?;
+            self.library.check(code, "set the stream of matmuls")?;
             // After the stream, which takes the library's own workspace with it.
             let code =
                 (self.library.cublasSetWorkspace_v2)(handle.0, device(workspace.0), workspace.1);
             self.library
-                .check(code, "set the scratch memory of matrix products")?;
+                .check(code, "set the scratch memory of matmuls")?;
             let code = (self.library.cublasGemmBatchedEx)(
                 handle.0,
                 NOT_TRANSPOSED,
@@ -225,13 +226,13 @@ impl Batches {
                 DEFAULT_ALGORITHM,
             );
             self.library
-                .check(code, "enqueue matrix products")
+                .check(code, "enqueue matmuls")
                 .map_err(|error| error.key(format!("{spec:?}")))
         }
     }
 }
 
-impl Drop for Batches {
+impl Drop for BatchedGemms {
     fn drop(&mut self) {
         let handle = lock(&self.handle).0 as usize;
         let library = self.library;
@@ -246,7 +247,7 @@ impl Drop for Batches {
     }
 }
 
-impl fmt::Debug for Batches {
+impl fmt::Debug for BatchedGemms {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("cuBLAS")
     }
@@ -279,27 +280,27 @@ impl Lists {
     }
 }
 
-/// Products that are ready.
-pub(crate) struct Batch {
-    batches: Arc<Batches>,
+/// Matmuls that are ready.
+pub(super) struct BatchedGemm {
+    batched: Arc<BatchedGemms>,
     spec: MatmulSpec,
     lists: Lists,
     workspace_bytes: usize,
     // Kept alive.
-    _products: Vec<(DeviceSlice, DeviceSlice)>,
+    _matmuls: Vec<(DeviceSlice, DeviceSlice)>,
     _b: DeviceSlice,
 }
 
-impl Batch {
+impl BatchedGemm {
     /// Enqueues all of them, in any order.
-    pub(crate) fn enqueue(&self, stream: &Stream) -> Result<()> {
-        let gpu = &self.batches.gpu;
+    pub(super) fn enqueue(&self, stream: &Stream) -> Result<()> {
+        let gpu = &self.batched.gpu;
         let stream = CudaStream::of(stream, gpu)?;
         let (_, _entered) = stream.enter()?;
         let _relaxed = gpu.context.relax_capture();
         let scratch = gpu.workspaces.address(
             &gpu.context,
-            stream.handle() as usize,
+            stream.raw_stream() as usize,
             stream.capture_id()?,
             self.workspace_bytes,
         )?;
@@ -307,14 +308,18 @@ impl Batch {
         // SAFETY: the slices are kept, and were checked to be of what `spec` says and aligned; the
         // scratch memory belongs to this stream or capture.
         unsafe {
-            self.batches
-                .enqueue(&self.spec, &self.lists, workspace, stream.handle().cast())
+            self.batched.enqueue(
+                &self.spec,
+                &self.lists,
+                workspace,
+                stream.raw_stream().cast(),
+            )
         }
     }
 }
 
-impl fmt::Debug for Batch {
+impl fmt::Debug for BatchedGemm {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Batch({} of {:?})", self.lists.count, self.spec)
+        write!(f, "BatchedGemm({} of {:?})", self.lists.count, self.spec)
     }
 }

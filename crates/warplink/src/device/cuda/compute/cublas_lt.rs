@@ -1,4 +1,4 @@
-//! cuBLASLt: its functions, and the objects that describe a product to it.
+//! cuBLASLt: its functions, and the objects that describe a matmul to it.
 
 use crate::device::MatmulSpec;
 use crate::device::cuda::driver::function_table;
@@ -107,7 +107,7 @@ impl Handle {
     pub(crate) fn create() -> Result<Self> {
         let library = BlasLt::get()?;
         let mut raw = std::ptr::null_mut();
-        // SAFETY: `raw` is a place for one handle.
+        // SAFETY: `raw` is an output parameter for one handle.
         let code = unsafe { (library.cublasLtCreate)(&mut raw) };
         library.check(code, "start cuBLASLt")?;
         Ok(Self { library, raw })
@@ -182,18 +182,12 @@ impl Description {
             cublasComputeType_t::CUBLAS_COMPUTE_32F,
             cudaDataType_t::CUDA_R_32F,
         );
-        // SAFETY: `raw` is a place for one description.
+        // SAFETY: `raw` is an output parameter for one description.
         let code = unsafe { (library.cublasLtMatmulDescCreate)(&mut raw, compute, scale) };
-        library.check(code, "describe a matrix product")?;
+        library.check(code, "describe a matmul")?;
         let description = Self { library, raw };
         if spec.bias {
             description.set(DescAttribute::CUBLASLT_MATMUL_DESC_EPILOGUE, &EPILOGUE_BIAS)?;
-        }
-        if let Some(multiprocessors) = spec.multiprocessors {
-            let count = c_int::try_from(multiprocessors).map_err(|_| {
-                Error::invalid(format!("{multiprocessors} multiprocessors are too many"))
-            })?;
-            description.set(DescAttribute::CUBLASLT_MATMUL_DESC_SM_COUNT_TARGET, &count)?;
         }
         Ok(description)
     }
@@ -209,7 +203,7 @@ impl Description {
                 size_of::<T>(),
             )
         };
-        self.library.check(code, "describe a matrix product")
+        self.library.check(code, "describe a matmul")
     }
 }
 
@@ -222,7 +216,7 @@ impl Layout {
         columns: usize,
     ) -> Result<Self> {
         let mut raw = std::ptr::null_mut();
-        // SAFETY: `raw` is a place for one layout.
+        // SAFETY: `raw` is an output parameter for one layout.
         let code = unsafe {
             (library.cublasLtMatrixLayoutCreate)(
                 &mut raw,
@@ -240,7 +234,7 @@ impl Layout {
 impl Preference {
     pub(crate) fn create(library: &'static BlasLt) -> Result<Self> {
         let mut raw = std::ptr::null_mut();
-        // SAFETY: `raw` is a place for one preference.
+        // SAFETY: `raw` is an output parameter for one preference.
         let code = unsafe { (library.cublasLtMatmulPreferenceCreate)(&mut raw) };
         library.check(code, "say what an algorithm may use")?;
         Ok(Self { library, raw })

@@ -1,4 +1,4 @@
-//! Scratch memory of matrix products: one piece for each stream, since two products that run at the
+//! Scratch memory of matmuls: one piece for each stream, since two matmuls that run at the
 //! same time must not share it, and one for each stream that takes part in a capture, which the
 //! graph then owns, since it may run at the same time as the stream that it was recorded on.
 
@@ -23,11 +23,11 @@ impl Workspace {
         let _entered = context.enter()?;
         let _relaxed = context.relax_capture();
         let mut address = 0;
-        // SAFETY: `address` is a place for one address, and the context is current.
+        // SAFETY: `address` is an output parameter for one address, and the context is current.
         let code = unsafe { (context.driver.cuMemAlloc_v2)(&mut address, bytes) };
         context
             .driver
-            .check(code, "allocate scratch memory of matrix products")?;
+            .check(code, "allocate scratch memory of matmuls")?;
         Ok(Self {
             context: context.clone(),
             address,

@@ -28,7 +28,7 @@ impl Context {
         let driver = Driver::get()?;
         let device = driver.device(ordinal)?;
         let mut raw = std::ptr::null_mut();
-        // SAFETY: `raw` is a place for one context and `device` came from the driver.
+        // SAFETY: `raw` is an output parameter for one context and `device` came from the driver.
         let code = unsafe { (driver.cuDevicePrimaryCtxRetain)(&mut raw, device) };
         driver.check(code, "retain the GPU's context")?;
         Ok(Arc::new(Self {
@@ -44,7 +44,7 @@ impl Context {
     #[inline]
     pub(crate) fn enter(&self) -> Result<Entered<'_>> {
         let mut current = std::ptr::null_mut();
-        // SAFETY: `current` is a place for one context.
+        // SAFETY: `current` is an output parameter for one context.
         let answer = unsafe { (self.driver.cuCtxGetCurrent)(&mut current) };
         if answer == status::SUCCESS && current == self.raw {
             return Ok(Entered {
@@ -72,7 +72,7 @@ impl Context {
     /// the process would forbid (allocate, query): none of it touches the captured streams.
     pub(crate) fn relax_capture(&self) -> Relaxed<'_> {
         let mut mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED as c_int;
-        // SAFETY: `mode` is a place for one mode, read and then set to the thread's previous one.
+        // SAFETY: `mode` is an output parameter for one mode, read and then set to the thread's previous one.
         let answer = unsafe { (self.driver.cuThreadExchangeStreamCaptureMode)(&mut mode) };
         Relaxed {
             context: self,
@@ -135,7 +135,7 @@ pub(crate) struct Relaxed<'a> {
 impl Drop for Relaxed<'_> {
     fn drop(&mut self) {
         if let Some(mut mode) = self.previous {
-            // SAFETY: `mode` is a place for one mode and holds one that the driver gave.
+            // SAFETY: `mode` is an output parameter for one mode and holds one that the driver gave.
             let code =
                 unsafe { (self.context.driver.cuThreadExchangeStreamCaptureMode)(&mut mode) };
             if code != status::SUCCESS {

@@ -211,9 +211,8 @@ impl Driver {
             .during(operation)
             .code(code.into());
         match code {
-            status::NO_DEVICE => {
-                error.help("is a GPU there, and does CUDA_VISIBLE_DEVICES name it?")
-            }
+            status::NO_DEVICE => error
+                .help("check that the machine has a GPU and that CUDA_VISIBLE_DEVICES names it"),
             _ => error,
         }
     }
@@ -224,7 +223,7 @@ impl Driver {
         code: Status,
     ) -> Option<String> {
         let mut text = std::ptr::null();
-        // SAFETY: `text` is a place for one pointer. An unknown code is refused with an error.
+        // SAFETY: `text` is an output parameter for one pointer. An unknown code is refused with an error.
         let answer = unsafe { ask(code, &mut text) };
         if answer != status::SUCCESS || text.is_null() {
             return None;
@@ -237,7 +236,7 @@ impl Driver {
     /// The driver's version, as 1000 × major + 10 × minor.
     pub(super) fn version(&self) -> Result<i32> {
         let mut version = 0;
-        // SAFETY: `version` is a place for one integer.
+        // SAFETY: `version` is an output parameter for one integer.
         let code = unsafe { (self.cuDriverGetVersion)(&mut version) };
         self.check(code, "ask for the driver's version")?;
         Ok(version)
@@ -246,7 +245,7 @@ impl Driver {
     /// How many GPUs this process sees.
     pub(super) fn device_count(&self) -> Result<usize> {
         let mut count = 0;
-        // SAFETY: `count` is a place for one integer.
+        // SAFETY: `count` is an output parameter for one integer.
         let code = unsafe { (self.cuDeviceGetCount)(&mut count) };
         self.check(code, "count the GPUs")?;
         Ok(usize::try_from(count).unwrap_or(0))
@@ -260,12 +259,12 @@ impl Driver {
             .filter(|_| ordinal < count)
             .ok_or_else(|| {
                 Error::invalid(format!(
-                    "there is no GPU {ordinal}: this process sees {count}"
+                    "unknown GPU {ordinal}; expected an ordinal below {count}, the number of GPUs that this process sees"
                 ))
-                .help("does CUDA_VISIBLE_DEVICES name it?")
+                .help("check that CUDA_VISIBLE_DEVICES names it")
             })?;
         let mut device = 0;
-        // SAFETY: `device` is a place for one device.
+        // SAFETY: `device` is an output parameter for one device.
         let code = unsafe { (self.cuDeviceGet)(&mut device, number) };
         self.check(code, "open the GPU")?;
         Ok(device)
@@ -274,7 +273,7 @@ impl Driver {
     /// An attribute of a GPU; an attribute that the driver does not know counts as 0.
     pub(super) fn attribute(&self, device: CUdevice, attribute: CUdevice_attribute) -> i32 {
         let mut value = 0;
-        // SAFETY: `value` is a place for one integer; an unknown attribute is refused.
+        // SAFETY: `value` is an output parameter for one integer; an unknown attribute is refused.
         let answer = unsafe { (self.cuDeviceGetAttribute)(&mut value, attribute, device) };
         if answer == status::SUCCESS { value } else { 0 }
     }
@@ -282,7 +281,7 @@ impl Driver {
     /// Whether the first GPU can map the second's memory.
     pub(super) fn can_access_peer(&self, device: CUdevice, peer: CUdevice) -> Result<bool> {
         let mut can = 0;
-        // SAFETY: `can` is a place for one integer.
+        // SAFETY: `can` is an output parameter for one integer.
         let code = unsafe { (self.cuDeviceCanAccessPeer)(&mut can, device, peer) };
         self.check(code, "ask for peer access")?;
         Ok(can != 0)

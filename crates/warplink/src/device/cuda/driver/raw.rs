@@ -35,7 +35,7 @@ impl RawStream {
         driver.check(code, "ask for stream priorities")?;
         let mut raw = std::ptr::null_mut();
         let priority = if high { greatest } else { least };
-        // SAFETY: `raw` is a place for one stream, and the context is current.
+        // SAFETY: `raw` is an output parameter for one stream, and the context is current.
         let code = unsafe { (driver.cuStreamCreateWithPriority)(&mut raw, NON_BLOCKING, priority) };
         driver.check(code, "create a stream")?;
         Ok(Self {
@@ -97,7 +97,7 @@ impl RawEvent {
             CUevent_flags::CU_EVENT_DISABLE_TIMING
         };
         let mut raw = std::ptr::null_mut();
-        // SAFETY: `raw` is a place for one event, and the context is current.
+        // SAFETY: `raw` is an output parameter for one event, and the context is current.
         let code = unsafe { (context.driver.cuEventCreate)(&mut raw, flags as c_uint) };
         context.driver.check(code, "create an event")?;
         Ok(Self {
@@ -138,7 +138,7 @@ impl RawEvent {
             .cuEventElapsedTime_v2
             .unwrap_or(driver.cuEventElapsedTime);
         let mut milliseconds = 0.0;
-        // SAFETY: `milliseconds` is a place for one float; both events live.
+        // SAFETY: `milliseconds` is an output parameter for one float; both events live.
         let code = unsafe { elapsed(&mut milliseconds, earlier.raw, self.raw) };
         driver.check(code, "measure the time between two events")?;
         Ok(milliseconds)
@@ -179,7 +179,7 @@ impl Pinned {
         let _entered = context.enter()?;
         let _relaxed = context.relax_capture();
         let mut pointer: *mut c_void = std::ptr::null_mut();
-        // SAFETY: `pointer` is a place for one pointer, and the context is current.
+        // SAFETY: `pointer` is an output parameter for one pointer, and the context is current.
         let code = unsafe { (context.driver.cuMemHostAlloc)(&mut pointer, bytes, PORTABLE) };
         context.driver.check(code, "allocate pinned host memory")?;
         Ok(Self {

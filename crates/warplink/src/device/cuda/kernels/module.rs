@@ -29,7 +29,7 @@ impl Module {
         let _entered = context.enter()?;
         let _relaxed = context.relax_capture();
         let mut raw = std::ptr::null_mut();
-        // SAFETY: `raw` is a place for one module; `code` is a whole image, made by NVRTC for this
+        // SAFETY: `raw` is an output parameter for one module; `code` is a whole image, made by NVRTC for this
         // GPU and checked when it came from disk.
         let answer = unsafe { (context.driver.cuModuleLoadData)(&mut raw, code.as_ptr().cast()) };
         context
@@ -49,7 +49,7 @@ impl Module {
         let _entered = self.context.enter()?;
         let _relaxed = self.context.relax_capture();
         let mut raw = std::ptr::null_mut();
-        // SAFETY: `raw` is a place for one function; the name ends with a zero.
+        // SAFETY: `raw` is an output parameter for one function; the name ends with a zero.
         let code: Status =
             unsafe { (driver.cuModuleGetFunction)(&mut raw, self.raw, name.as_ptr()) };
         driver
@@ -61,7 +61,7 @@ impl Module {
             None => {
                 let mut registers = 0;
                 let which = CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_NUM_REGS;
-                // SAFETY: as above, and `registers` is a place for one integer. Asking loads it.
+                // SAFETY: as above, and `registers` is an output parameter for one integer. Asking loads it.
                 unsafe { (driver.cuFuncGetAttribute)(&mut registers, which, raw) }
             }
         };

@@ -76,7 +76,7 @@ impl Compiler {
 
     fn version(&self) -> Result<(i32, i32)> {
         let (mut major, mut minor) = (0, 0);
-        // SAFETY: both are places for one integer each.
+        // SAFETY: both are output parameters for one integer each.
         let code = unsafe { (self.nvrtcVersion)(&mut major, &mut minor) };
         self.check(code, "ask for NVRTC's version")?;
         Ok((major, minor))
@@ -84,7 +84,7 @@ impl Compiler {
 
     /// Compiles `source` for `architecture`, such as `sm_90`, to machine code.
     fn compile(&self, source: &Source, architecture: &str) -> Result<Vec<u8>> {
-        let inner = |_| Error::invalid("a zero byte in a kernel's source, name or option");
+        let inner = |_| Error::invalid("a kernel's source, name or option contains a zero byte");
         let text = CString::new(source.text).map_err(inner)?;
         let name = CString::new(source.name).map_err(inner)?;
         let options = options(architecture)
@@ -97,7 +97,7 @@ impl Compiler {
             raw: std::ptr::null_mut(),
         };
         let (none, no_names) = (std::ptr::null(), std::ptr::null());
-        // SAFETY: `raw` is a place for one program; both strings end with a zero; no headers.
+        // SAFETY: `raw` is an output parameter for one program; both strings end with a zero; no headers.
         let code = unsafe {
             (self.nvrtcCreateProgram)(
                 &mut program.raw,
@@ -127,7 +127,7 @@ impl Compiler {
             .code(code.into())
         })?;
         let mut bytes = 0;
-        // SAFETY: `bytes` is a place for one size.
+        // SAFETY: `bytes` is an output parameter for one size.
         let code = unsafe { (self.nvrtcGetCUBINSize)(program.raw, &mut bytes) };
         self.check(code, "take a kernel's machine code")?;
         let mut image = vec![0_u8; bytes];
@@ -139,8 +139,9 @@ impl Compiler {
                 "NVRTC made no machine code of {} for {architecture}",
                 source.name
             );
-            return Err(Error::new(ErrorKind::Driver, text)
-                .help("the architecture must be a real one, such as sm_90"));
+            return Err(
+                Error::new(ErrorKind::Driver, text).help("name a real architecture, such as sm_90")
+            );
         }
         Ok(image)
     }
@@ -156,7 +157,7 @@ impl Program<'_> {
     /// What the compiler said about it.
     fn log(&self) -> Option<String> {
         let mut bytes = 0;
-        // SAFETY: `bytes` is a place for one size; the program is live.
+        // SAFETY: `bytes` is an output parameter for one size; the program is live.
         if unsafe { (self.compiler.nvrtcGetProgramLogSize)(self.raw, &mut bytes) } != 0 {
             return None;
         }

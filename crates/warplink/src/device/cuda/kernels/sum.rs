@@ -32,7 +32,7 @@ struct Sources {
 #[derive(Debug)]
 pub(crate) struct SumKernels {
     functions: [(DType, Function); 5],
-    most_blocks: u32,
+    max_blocks: u32,
 }
 
 impl SumKernels {
@@ -47,7 +47,7 @@ impl SumKernels {
         ];
         Ok(Self {
             functions,
-            most_blocks: gpu.capabilities.multiprocessors.max(1) * BLOCKS_PER_MULTIPROCESSOR,
+            max_blocks: gpu.capabilities.multiprocessors.max(1) * BLOCKS_PER_MULTIPROCESSOR,
         })
     }
 
@@ -64,7 +64,13 @@ impl SumKernels {
             .functions
             .iter()
             .find(|(of, _)| *of == dtype)
-            .ok_or_else(|| Error::invalid(format!("there is no sum of {dtype}")).during("sum"))?;
+            .ok_or_else(|| {
+                Error::invalid(format!(
+                    "unsupported element type {dtype}; expected a number type"
+                ))
+                .during("sum")
+                .help("use i32, f16, bf16, f32 or f64")
+            })?;
         let vectors = check(dtype, target, sources)?;
         let stream = CudaStream::of(stream, gpu)?;
         let (_, _entered) = stream.enter()?;
@@ -90,7 +96,7 @@ impl SumKernels {
             };
         let blocks = count
             .div_ceil(per_block as u64)
-            .clamp(1, self.most_blocks.into()) as u32;
+            .clamp(1, self.max_blocks.into()) as u32;
         let mut parameters: [*mut c_void; 5] = [
             (&raw mut at).cast(),
             (&raw mut number).cast(),
@@ -100,7 +106,7 @@ impl SumKernels {
         ];
         // SAFETY: the parameters are the kernel's, in order. All slices are live device memory of
         // `count` elements, aligned to an element and, where `vectors` says so, to a vector.
-        unsafe { function.launch(stream.handle(), blocks, BLOCK, &mut parameters) }
+        unsafe { function.launch(stream.raw_stream(), blocks, BLOCK, &mut parameters) }
     }
 }
 
@@ -109,14 +115,15 @@ fn check(dtype: DType, target: &DeviceSlice, sources: &[DeviceSlice]) -> Result<
     let wrong = |text: String| Err(Error::invalid(text).during("sum"));
     if sources.is_empty() || sources.len() > MAX_SOURCES {
         return wrong(format!(
-            "{} sources, but from 1 to {MAX_SOURCES} can be added at once",
+            "the sum has {} sources; expected 1 to {MAX_SOURCES}",
             sources.len()
         ));
     }
     if !target.bytes().is_multiple_of(dtype.size()) {
         return wrong(format!(
-            "{} bytes are no whole number of {dtype} elements",
-            target.bytes()
+            "the target has {} bytes; expected a multiple of the {} bytes of {dtype}",
+            target.bytes(),
+            dtype.size()
         ));
     }
     let mut vectors = true;
@@ -124,17 +131,20 @@ fn check(dtype: DType, target: &DeviceSlice, sources: &[DeviceSlice]) -> Result<
         CudaBacking::of(slice)?;
         if slice.bytes() != target.bytes() {
             return wrong(format!(
-                "a source of {} bytes for a target of {}",
+                "a source has {} bytes; expected the {} of the target",
                 slice.bytes(),
                 target.bytes()
             ));
         }
         if !slice.address().is_multiple_of(dtype.size() as u64) {
-            return wrong(format!("{slice:?} is not aligned to an element of {dtype}"));
+            return wrong(format!(
+                "{slice:?} is not aligned to {} bytes; expected whole elements of {dtype}",
+                dtype.size()
+            ));
         }
         if slice.overlaps(target) && slice.address() != target.address() {
             return wrong(format!(
-                "{slice:?} overlaps a part of the target {target:?}"
+                "source {slice:?} overlaps a part of the target {target:?}; expected the same slice or none of it"
             ));
         }
         vectors &= slice.address().is_multiple_of(VECTOR as u64);

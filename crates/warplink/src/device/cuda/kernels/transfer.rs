@@ -10,7 +10,7 @@ use cudarc::driver::sys::CUstream;
 use std::ffi::c_void;
 
 /// Most operations of one launch; must match the kernel.
-pub(crate) const MOST_OPERATIONS: usize = 16;
+pub(crate) const MAX_OPERATIONS: usize = 16;
 
 /// Most threads of the block; must match the kernel's launch bounds.
 const BLOCK: u32 = 1024;
@@ -33,7 +33,7 @@ struct Parameters {
     count: u32,
     waits: u32,
     resets: u32,
-    operations: [[u64; 2]; MOST_OPERATIONS],
+    operations: [[u64; 2]; MAX_OPERATIONS],
 }
 
 /// The kernel, loaded before anything can spin.
@@ -78,7 +78,7 @@ impl TransferKernel {
     }
 
     /// Enqueues `before`, the copy from the second slice to the first, if there is one, and `after`:
-    /// at most [`MOST_OPERATIONS`].
+    /// at most [`MAX_OPERATIONS`].
     pub(crate) fn enqueue(
         &self,
         stream: CUstream,
@@ -96,7 +96,7 @@ impl TransferKernel {
             count: (before.len() + after.len()) as u32,
             waits: 0,
             resets: 0,
-            operations: [[0; 2]; MOST_OPERATIONS],
+            operations: [[0; 2]; MAX_OPERATIONS],
         };
         for (index, (operation, slot)) in before
             .iter()
@@ -137,7 +137,7 @@ mod tests {
 
     #[test]
     fn the_layout_is_the_kernels() {
-        assert_eq!(size_of::<Parameters>(), 40 + 16 * MOST_OPERATIONS);
+        assert_eq!(size_of::<Parameters>(), 40 + 16 * MAX_OPERATIONS);
         assert_eq!(std::mem::offset_of!(Parameters, operations), 40);
     }
 }

@@ -30,16 +30,20 @@ pub(crate) unsafe fn borrow(
             .device(gpu.describe())
     };
     if bytes == 0 {
-        return Err(foreign("a view needs at least one byte".to_owned()));
+        return Err(foreign(
+            "the view has 0 bytes; expected at least 1".to_owned(),
+        ));
     }
     if attribute(gpu, Attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE, address) != Some(DEVICE_MEMORY) {
-        return Err(foreign(format!("{address:#x} is no device memory")));
+        return Err(foreign(format!(
+            "{address:#x} is not device memory; expected memory of this GPU"
+        )));
     }
     if let Some(ordinal) = attribute(gpu, Attribute::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, address)
         && ordinal as u32 as usize != gpu.context.ordinal
     {
         return Err(foreign(format!(
-            "{address:#x} is memory of GPU {}",
+            "{address:#x} is memory of GPU {}; expected memory of this GPU",
             ordinal as u32
         )));
     }
@@ -48,9 +52,11 @@ pub(crate) unsafe fn borrow(
     // SAFETY: both are places for one value each; an unknown address is refused.
     let code = unsafe { (driver.cuMemGetAddressRange_v2)(&mut base, &mut size, address) };
     driver.check(code, "find the allocation behind an address")?;
-    let end = address
-        .checked_add(bytes as u64)
-        .ok_or_else(|| foreign("the range overflows".to_owned()))?;
+    let end = address.checked_add(bytes as u64).ok_or_else(|| {
+        foreign(format!(
+            "{bytes} bytes at {address:#x} overflow the address space"
+        ))
+    })?;
     let allocation_end = base + size as u64;
     let ipc_capable = attribute(
         gpu,
@@ -73,7 +79,7 @@ pub(crate) unsafe fn borrow(
                 .help("register parts that lie in one each, allocate from this library, or turn expandable segments off for this tensor"));
         }
         return Err(foreign(format!(
-            "{bytes} bytes at {address:#x} pass the allocation's end at {allocation_end:#x}"
+            "{bytes} bytes at {address:#x} pass the end of the allocation; expected an end of at most {allocation_end:#x}"
         )));
     }
     // Without a number of the driver's, nothing tells whether it is the allocation of last time, so

@@ -82,9 +82,9 @@ impl IpcMapping {
             }
             let left = give_up.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                return Err(Error::new(ErrorKind::Timeout, format!("an earlier mapping was not closed within {CLOSING:?}"))
+                return Err(Error::new(ErrorKind::Timeout, format!("an earlier mapping of the allocation was not closed within {CLOSING:?}"))
                     .during("open a peer's memory by IPC handle")
-                    .help("a stream still waits, and the driver closes a mapping only when the GPU is idle"));
+                    .help("synchronize streams that still wait: the driver closes a mapping only when the GPU is idle"));
             }
             slots = table
                 .changed
@@ -115,7 +115,7 @@ impl IpcMapping {
             reserved: key.1.map(|byte| byte as c_char),
         };
         let mut address = 0;
-        // SAFETY: `address` is a place for one address, and the context is current. A handle that
+        // SAFETY: `address` is an output parameter for one address, and the context is current. A handle that
         // is not one of the driver's is refused.
         let code =
             unsafe { (driver.cuIpcOpenMemHandle_v2)(&mut address, handle, LAZY_PEER_ACCESS) };

@@ -97,7 +97,7 @@ impl CudaBacking {
     pub(super) fn of(slice: &DeviceSlice) -> Result<&Self> {
         slice.backing().as_any().downcast_ref().ok_or_else(|| {
             Error::invalid(format!(
-                "the slice is of device {}, not of a GPU",
+                "the slice belongs to device {}; expected a GPU's",
                 slice.kind()
             ))
         })
@@ -154,16 +154,21 @@ impl PlainMemory {
     /// Allocates at least `bytes`.
     pub(super) fn allocate(gpu: &Arc<Gpu>, bytes: usize) -> Result<Self> {
         if bytes == 0 {
-            return Err(Error::invalid("an allocation needs at least one byte"));
+            return Err(
+                Error::invalid("the allocation has 0 bytes; expected at least 1")
+                    .during("allocate device memory")
+                    .help("leave out empty allocations"),
+            );
         }
-        let whole = bytes
-            .checked_next_multiple_of(BLOCK)
-            .ok_or_else(|| Error::invalid("the allocation overflows"))?;
+        let whole = bytes.checked_next_multiple_of(BLOCK).ok_or_else(|| {
+            Error::invalid(format!("{bytes} bytes overflow the address space"))
+                .during("allocate device memory")
+        })?;
         let _entered = gpu.context.enter()?;
         let _relaxed = gpu.context.relax_capture();
         let driver = gpu.context.driver;
         let mut address = 0;
-        // SAFETY: `address` is a place for one address, and the context is current.
+        // SAFETY: `address` is an output parameter for one address, and the context is current.
         let mut code = unsafe { (driver.cuMemAlloc_v2)(&mut address, whole) };
         if code == status::OUT_OF_MEMORY && gpu.reaper.flush(FREEING) {
             // SAFETY: as above.
@@ -187,8 +192,10 @@ impl PlainMemory {
     pub(super) fn allocate_signals(gpu: &Arc<Gpu>, bytes: usize) -> Result<Self> {
         if !bytes.is_multiple_of(size_of::<u64>()) {
             return Err(Error::invalid(format!(
-                "{bytes} bytes are no whole number of 8-byte words"
-            )));
+                "signals have {bytes} bytes; expected a multiple of 8"
+            ))
+            .during("allocate device memory")
+            .help("allocate whole words"));
         }
         let mut memory = Self::allocate(gpu, bytes)?;
         // SAFETY: just allocated, of at least as many bytes.
@@ -229,7 +236,10 @@ impl Drop for PlainMemory {
 
 /// Fails where memory of a peer, or of another kind, is asked to be shared on.
 pub(super) fn not_ours() -> Error {
-    Error::new(ErrorKind::Unsupported, "the slice lies in a peer's memory")
-        .during("export device memory")
-        .help("only the rank that allocated memory can export it")
+    Error::new(
+        ErrorKind::Unsupported,
+        "the slice is a mapping of a peer's memory; expected memory allocated or borrowed here",
+    )
+    .during("export device memory")
+    .help("export it on the rank that allocated it")
 }

@@ -1,6 +1,6 @@
 //! Moments at which no stream of this process has work.
 //!
-//! A call of the driver's that frees or unmaps waits until the GPU is idle, and meanwhile holds up
+//! A driver call that frees or unmaps waits until the GPU is idle, and meanwhile holds up
 //! what other threads enqueue, on any GPU of the process. If a stream waits for a peer at that time,
 //! and the peer for what one of these threads is about to enqueue, nobody goes on. So such calls are
 //! made when no stream has work, and until they return nothing is enqueued that might wait.
@@ -20,7 +20,7 @@ static GATE: RwLock<()> = RwLock::new(());
 /// The streams through which this process reaches peers.
 static STREAMS: Mutex<Vec<Watched>> = Mutex::new(Vec::new());
 
-/// Between two looks: from the first to the longest.
+/// Between two looks: at first and at most.
 const PAUSES: [Duration; 2] = [Duration::from_micros(20), Duration::from_millis(2)];
 
 /// How long streams may be found busy before what waits for peers is held back for a while, so that
@@ -47,7 +47,7 @@ impl Watched {
         };
         let _relaxed = self.context.relax_capture();
         let (raw, mut capture) = (self.raw as CUstream, 0);
-        // SAFETY: a stream is watched no longer than it lives; `capture` is a place for one integer.
+        // SAFETY: a stream is watched no longer than it lives; `capture` is an output parameter for one integer.
         let code = unsafe { (driver.cuStreamIsCapturing)(raw, &mut capture) };
         // A stream that records must not be asked, nor a default one while another records. Both last
         // only briefly.
@@ -59,7 +59,7 @@ impl Watched {
     }
 }
 
-/// Keeps an eye on a stream until its work is done after it was let go of.
+/// Watches a stream until its work is done, also after its last handle was dropped.
 #[derive(Debug)]
 pub(crate) struct Watch(u64);
 
@@ -116,24 +116,21 @@ pub(crate) fn enqueuing() -> RwLockReadGuard<'static, ()> {
 
 /// Blocks until no stream has work, and gives what keeps it so: as long as it is held, nothing is
 /// enqueued that may wait for a peer. Runs `meanwhile` before every look.
-pub(crate) fn quiet(mut meanwhile: impl FnMut()) -> RwLockWriteGuard<'static, ()> {
-    let ([mut patience, most_patience], [mut hold, longest_hold]) = (PATIENCE, HOLD);
+pub(crate) fn await_quiescence(mut meanwhile: impl FnMut()) -> RwLockWriteGuard<'static, ()> {
+    let ([mut patience, max_patience], [mut hold, max_hold]) = (PATIENCE, HOLD);
     let (mut busy_since, mut pause) = (Instant::now(), PAUSES[0]);
     loop {
         meanwhile();
         sweep();
         let holding = busy_since.elapsed() > patience;
-        let limit = match holding {
-            true => hold,
-            false => Duration::ZERO,
-        };
+        let limit = if holding { hold } else { Duration::ZERO };
         if let Some(gate) = closed_and_idle(limit) {
             return gate;
         }
         if holding {
             busy_since = Instant::now();
-            patience = most_patience.min(2 * patience);
-            hold = longest_hold.min(2 * hold);
+            patience = max_patience.min(2 * patience);
+            hold = max_hold.min(2 * hold);
         }
         std::thread::sleep(pause);
         pause = PAUSES[1].min(2 * pause);

@@ -5,7 +5,7 @@
 //! moment when no stream has work, and the caller waits for that thread only briefly: in the ordinary
 //! case the memory is back when the drop returns.
 
-use super::quiescence::quiet;
+use super::quiescence::await_quiescence;
 use crate::device::cuda::driver::context::Context;
 use crate::error::{Error, Result};
 use std::sync::Arc;
@@ -94,7 +94,7 @@ fn work(context: &Context, queue: &Receiver<Job>, late: &AtomicBool) {
         };
         start(next);
         // What comes meanwhile may end what streams wait for, and there may be few quiet moments.
-        let gate = quiet(|| queue.try_iter().for_each(&mut start));
+        let gate = await_quiescence(|| queue.try_iter().for_each(&mut start));
         match context.enter() {
             Ok(_entered) => {
                 let _relaxed = context.relax_capture();

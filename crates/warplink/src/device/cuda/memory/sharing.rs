@@ -35,7 +35,7 @@ fn ipc_handle(gpu: &Gpu, base: u64) -> Result<[u8; 64]> {
     let _entered = gpu.context.enter()?;
     let _relaxed = gpu.context.relax_capture();
     let mut handle = CUipcMemHandle { reserved: [0; 64] };
-    // SAFETY: `handle` is a place for one handle; an address that cannot be shared is refused.
+    // SAFETY: `handle` is an output parameter for one handle; an address that cannot be shared is refused.
     let code = unsafe { (gpu.context.driver.cuIpcGetMemHandle)(&mut handle, base) };
     gpu.context
         .driver
@@ -61,13 +61,14 @@ pub(crate) fn import(gpu: &Arc<Gpu>, opening: Opening, bytes: usize) -> Result<D
     if bytes == 0 {
         return Err(Error::new(
             ErrorKind::InvalidHandle,
-            "the handle is of an allocation of 0 bytes",
-        ));
+            "the handle names 0 bytes; expected at least 1",
+        )
+        .during("open a peer's memory"));
     }
     let too_small = |has: usize| {
         Error::new(
             ErrorKind::InvalidHandle,
-            format!("the peer's allocation has {has} bytes, the handle says {bytes}"),
+            format!("the peer's allocation has {has} bytes; expected the {bytes} of its handle"),
         )
         .during("open a peer's memory")
     };
@@ -121,7 +122,7 @@ fn reach(gpu: &Gpu, backing: &CudaBacking) -> Result<()> {
         );
         return Err(Error::new(ErrorKind::Unsupported, text)
             .during("open a peer's memory")
-            .help("`warplink doctor` shows which GPUs reach which"));
+            .help("run `warplink doctor` to see which GPUs reach which"));
     }
     let _entered = mine.enter()?;
     let _relaxed = mine.relax_capture();

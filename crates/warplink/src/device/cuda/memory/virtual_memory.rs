@@ -33,15 +33,19 @@ impl VirtualMemory {
     /// Allocates at least `bytes` and maps them.
     pub(crate) fn allocate(gpu: &Arc<Gpu>, bytes: usize) -> Result<Self> {
         if bytes == 0 {
-            return Err(Error::invalid("an allocation needs at least one byte"));
+            return Err(
+                Error::invalid("the allocation has 0 bytes; expected at least 1")
+                    .during("allocate device memory")
+                    .help("leave out empty allocations"),
+            );
         }
         if !gpu.capabilities.virtual_memory || !gpu.capabilities.descriptors {
             return Err(Error::new(
                 ErrorKind::Unsupported,
-                "the GPU has no memory that is shared by descriptor",
+                "the GPU cannot share memory by descriptor",
             )
             .device(gpu.describe())
-            .help("use plain allocations"));
+            .help("use AllocationKind::Plain"));
         }
         let _entered = gpu.context.enter()?;
         let _relaxed = gpu.context.relax_capture();
@@ -49,7 +53,7 @@ impl VirtualMemory {
         let property = property(gpu);
         let bytes = round_up(gpu, &property, bytes)?;
         let mut handle = 0;
-        // SAFETY: `handle` is a place for one handle, `property` is fully set, no flags exist.
+        // SAFETY: `handle` is an output parameter for one handle, `property` is fully set, no flags exist.
         let mut code = unsafe { (driver.cuMemCreate)(&mut handle, bytes, &property, 0) };
         if code == status::OUT_OF_MEMORY && gpu.reaper.flush(std::time::Duration::from_secs(1)) {
             // SAFETY: as above.
@@ -74,7 +78,7 @@ impl VirtualMemory {
         let mut handle = 0;
         // The driver takes the descriptor's number in place of a pointer.
         let number = descriptor.as_raw_fd() as usize as *mut c_void;
-        // SAFETY: `handle` is a place for one handle. The descriptor is open during the call; one
+        // SAFETY: `handle` is an output parameter for one handle. The descriptor is open during the call; one
         // that is not of the driver's making is refused.
         let code =
             unsafe { (driver.cuMemImportFromShareableHandle)(&mut handle, number, DESCRIPTOR) };
@@ -84,7 +88,7 @@ impl VirtualMemory {
             if error.failed_code() == Some(status::INVALID_VALUE.into()) {
                 Error::new(
                     ErrorKind::InvalidHandle,
-                    format!("the peer's memory does not have {bytes} bytes"),
+                    format!("the peer's allocation is smaller than expected: its handle says {bytes} bytes"),
                 )
                 .during("map a peer's memory")
                 .code(status::INVALID_VALUE.into())
@@ -104,7 +108,7 @@ impl VirtualMemory {
             handle,
             stage: Stage::Handle,
         };
-        // SAFETY: `address` is a place for one address; 0 asks for any alignment and any address.
+        // SAFETY: `address` is an output parameter for one address; 0 asks for any alignment and any address.
         let code = unsafe { (driver.cuMemAddressReserve)(&mut memory.address, bytes, 0, 0, 0) };
         driver.check(code, "reserve addresses")?;
         memory.stage = Stage::Reserved;
@@ -172,7 +176,7 @@ pub(crate) fn export_mapped(gpu: &Gpu, address: u64) -> Result<OwnedFd> {
     let _entered = gpu.context.enter()?;
     let driver = gpu.context.driver;
     let mut handle = 0;
-    // SAFETY: `handle` is a place for one handle; an address that is not mapped memory of the
+    // SAFETY: `handle` is an output parameter for one handle; an address that is not mapped memory of the
     // virtual memory interface is refused.
     let code = unsafe {
         (driver.cuMemRetainAllocationHandle)(&mut handle, address as usize as *mut c_void)
@@ -241,7 +245,7 @@ fn property(gpu: &Gpu) -> CUmemAllocationProp {
 fn round_up(gpu: &Gpu, property: &CUmemAllocationProp, bytes: usize) -> Result<usize> {
     let mut granularity = 0;
     let which = CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_MINIMUM;
-    // SAFETY: `granularity` is a place for one size, and `property` is fully set.
+    // SAFETY: `granularity` is an output parameter for one size, and `property` is fully set.
     let code = unsafe {
         (gpu.context.driver.cuMemGetAllocationGranularity)(&mut granularity, property, which)
     };
@@ -250,5 +254,8 @@ fn round_up(gpu: &Gpu, property: &CUmemAllocationProp, bytes: usize) -> Result<u
         .check(code, "ask for the granularity of virtual memory")?;
     bytes
         .checked_next_multiple_of(granularity.max(1))
-        .ok_or_else(|| Error::invalid("the allocation overflows"))
+        .ok_or_else(|| {
+            Error::invalid("the allocation overflows the address space")
+                .during("allocate device memory")
+        })
 }

@@ -38,12 +38,16 @@ impl NcclEngine {
         all_gather: AllGatherBytes<'_>,
     ) -> Result<Self> {
         let number = |value: usize| {
-            c_int::try_from(value)
-                .map_err(|_| Error::invalid(format!("{value} is too large for NCCL")))
+            c_int::try_from(value).map_err(|_| {
+                Error::invalid(format!(
+                    "{value} is too large for NCCL; expected at most {}",
+                    c_int::MAX
+                ))
+            })
         };
         if rank >= world {
             return Err(Error::invalid(format!(
-                "rank {rank} is not in a world of {world}"
+                "rank {rank} is out of range; expected a rank below {world}"
             )));
         }
         let ranks = (number(rank)?, number(world)?);
@@ -63,18 +67,25 @@ impl NcclEngine {
             .iter()
             .position(|said| said.first() != Some(&READY))
         {
-            return Err(Error::new(ErrorKind::Mismatch, "a rank has no NCCL")
-                .during("join NCCL")
-                .peer(peer));
+            return Err(Error::new(
+                ErrorKind::Mismatch,
+                "a peer could not load NCCL; expected it on every rank",
+            )
+            .during("join NCCL")
+            .peer(peer)
+            .help("run `warplink doctor` on the machine of that rank"));
         }
         let id: [u8; UNIQUE_ID] = everybodys
             .first()
             .and_then(|said| said.get(1..))
             .and_then(|id| id.try_into().ok())
             .ok_or_else(|| {
-                Error::new(ErrorKind::Protocol, "rank 0 gave no id")
-                    .during("join NCCL")
-                    .peer(0)
+                Error::new(
+                    ErrorKind::Protocol,
+                    "rank 0 sent an invalid id; expected 128 bytes",
+                )
+                .during("join NCCL")
+                .peer(0)
             })?;
         let comm = NcclComm::join(nccl, &gpu.context, id, ranks.0, ranks.1, || {
             gpu.fault.check()
@@ -146,7 +157,7 @@ impl CollectiveEngine for NcclEngine {
             .call(request.name(), |nccl, comm| {
                 // SAFETY: the slices are live device memory of fitting lengths, and ranks are below
                 // the world, as was checked; stream and communicator are of the current context.
-                unsafe { issue(nccl, comm, stream.handle().cast(), request, self.world) }
+                unsafe { issue(nccl, comm, stream.raw_stream().cast(), request, self.world) }
             })
             // What failed because of a fault is that fault.
             .map_err(|error| self.gpu.fault.check().err().unwrap_or(error))

@@ -101,7 +101,7 @@ impl Nccl {
     /// Name and version.
     pub(super) fn describe(&self) -> String {
         let mut version = 0;
-        // SAFETY: `version` is a place for one integer.
+        // SAFETY: `version` is an output parameter for one integer.
         let code = unsafe { (self.ncclGetVersion)(&mut version) };
         match code {
             0 => format!(
@@ -119,7 +119,7 @@ impl Nccl {
         let mut id = UniqueId {
             internal: [0; UNIQUE_ID],
         };
-        // SAFETY: `id` is a place for one id.
+        // SAFETY: `id` is an output parameter for one id.
         let code = unsafe { (self.ncclGetUniqueId)(&mut id) };
         self.check(code, "make an id for NCCL")?;
         Ok(id.internal.map(|byte| byte as u8))
@@ -192,14 +192,16 @@ impl NcclComm {
                 Err(RecvTimeoutError::Disconnected) => {
                     return Err(Error::new(
                         ErrorKind::Internal,
-                        "the thread that joins NCCL ended",
+                        "the thread that joins NCCL ended without a result",
                     )
                     .during("join NCCL"));
                 }
             }
             if start.elapsed() > JOINING {
-                let text = format!("not all {world} ranks joined within {JOINING:?}");
-                return Err(Error::new(ErrorKind::Timeout, text).during("join NCCL"));
+                let text = format!("the {world} ranks did not all join within {JOINING:?}");
+                return Err(Error::new(ErrorKind::Timeout, text)
+                    .during("join NCCL")
+                    .help("check that every rank asks for the collective engine"));
             }
         }
     }
@@ -214,7 +216,9 @@ impl NcclComm {
         let raw = self.raw.load(Ordering::Acquire);
         if raw.is_null() {
             return Err(
-                Error::new(ErrorKind::Closed, "the communicator was ended").during(operation)
+                Error::new(ErrorKind::Closed, "the NCCL communicator was aborted")
+                    .during(operation)
+                    .help("join again with the ranks that are left"),
             );
         }
         self.nccl.check(call(self.nccl, raw), operation)
@@ -258,7 +262,7 @@ fn join_here(
         internal: id.map(|byte| byte as c_char),
     };
     let mut raw = std::ptr::null_mut();
-    // SAFETY: `raw` is a place for one communicator, and the GPU's context is current.
+    // SAFETY: `raw` is an output parameter for one communicator, and the GPU's context is current.
     let code = unsafe { (nccl.ncclCommInitRank)(&mut raw, world, id, rank) };
     nccl.check(code, "join NCCL")?;
     Ok(NcclComm {

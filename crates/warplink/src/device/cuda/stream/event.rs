@@ -29,9 +29,10 @@ impl CudaEvent {
 
     /// The event behind the trait.
     pub(crate) fn of(event: &Event) -> Result<&Self> {
-        event
-            .backend()
-            .ok_or_else(|| Error::invalid("the event is of another device"))
+        event.backend().ok_or_else(|| {
+            Error::invalid("the event belongs to another device; expected one of a GPU")
+                .help("use an event of the same device")
+        })
     }
 
     /// Notes that it has been recorded.
@@ -46,8 +47,10 @@ impl EventBackend for CudaEvent {
         let earlier = Self::of(earlier)?;
         if !self.timing || !earlier.timing {
             return Err(Error::invalid(
-                "an event made without timing cannot measure time",
-            ));
+                "an event was created without timing; expected two with it",
+            )
+            .during("measure time")
+            .help("create the events with timing"));
         }
         let _relaxed = self.gpu.context.relax_capture();
         self.raw.elapsed_since(&earlier.raw)

@@ -18,7 +18,7 @@ pub(crate) struct CudaGraph {
     /// Behind a lock, since the driver takes no two calls on one graph at a time.
     exec: Mutex<Exec>,
     operations: usize,
-    /// Scratch memory of the products in it.
+    /// Scratch memory of the matmuls in it.
     workspaces: Vec<Workspace>,
 }
 
@@ -49,8 +49,10 @@ impl CudaGraph {
         if graph.is_null() {
             return Err(Error::new(
                 ErrorKind::Driver,
-                "recording was spoiled, and there is no graph",
-            ));
+                "the capture is invalid, and the driver gave no graph",
+            )
+            .during("end a capture")
+            .help("record again without calls that cannot be recorded"));
         }
         let driver = gpu.context.driver;
         let _relaxed = gpu.context.relax_capture();
@@ -58,11 +60,11 @@ impl CudaGraph {
             .exec
             .get_mut()
             .unwrap_or_else(std::sync::PoisonError::into_inner);
-        // SAFETY: with no place for nodes the driver only says how many there are; the caller
+        // SAFETY: with a null list of nodes the driver only says how many there are; the caller
         // vouches for the graph.
         let counted =
             unsafe { (driver.cuGraphGetNodes)(graph, std::ptr::null_mut(), &mut made.operations) };
-        // SAFETY: there is a place for one graph; no flags.
+        // SAFETY: `exec.0` is an output parameter for one graph; no flags.
         let code = unsafe { (driver.cuGraphInstantiateWithFlags)(&mut exec.0, graph, 0) };
         // SAFETY: nobody else uses the graph, and what was made from it does not need it.
         let destroyed = unsafe { (driver.cuGraphDestroy)(graph) };
@@ -86,7 +88,7 @@ impl GraphBackend for CudaGraph {
         let exec = lock(&self.exec);
         let _enqueuing = quiescence::enqueuing();
         // SAFETY: the graph is live, used by one thread at a time, and of the stream's context.
-        let code = unsafe { (driver.cuGraphLaunch)(exec.0, stream.handle()) };
+        let code = unsafe { (driver.cuGraphLaunch)(exec.0, stream.raw_stream()) };
         driver.check(code, "launch a graph")
     }
 

@@ -63,9 +63,9 @@ pub(crate) fn add_to_capture(
     ) else {
         return Err(Error::new(
             ErrorKind::Unsupported,
-            "the driver records no waits for words into a graph",
+            "the driver cannot record waits for words into a graph",
         )
-        .help("install a newer driver, or do without capture"));
+        .help("install a newer driver, or do not capture"));
     };
     in_batches(ops, |batch| {
         let capture = Capture::of(driver, stream)?;
@@ -109,12 +109,14 @@ impl Capture {
         let Some(ask) = driver.cuStreamGetCaptureInfo_v2 else {
             return Err(Error::new(
                 ErrorKind::Unsupported,
-                "the driver does not say what a stream records",
-            ));
+                "the driver does not tell the capture of a stream",
+            )
+            .during("record into a graph")
+            .help("install a newer driver, or do not capture"));
         };
         let (mut state, mut id, mut count): (c_int, u64, usize) = (0, 0, 0);
         let (mut graph, mut dependencies) = (std::ptr::null_mut(), std::ptr::null());
-        // SAFETY: each is a place for one value.
+        // SAFETY: each is an output parameter for one value.
         let code = unsafe {
             ask(
                 stream,
@@ -140,7 +142,7 @@ impl Capture {
 #[inline]
 pub(crate) fn is_capturing(driver: &Driver, stream: CUstream) -> Result<bool> {
     let mut state = 0;
-    // SAFETY: `state` is a place for one integer; the caller's stream is valid.
+    // SAFETY: `state` is an output parameter for one integer; the caller's stream is valid.
     let code = unsafe { (driver.cuStreamIsCapturing)(stream, &mut state) };
     driver.check(code, "ask whether a stream records")?;
     Ok(state != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE as c_int)
@@ -167,7 +169,7 @@ pub(crate) fn are_captured(context: &Arc<Context>, address: u64) -> Result<bool>
         ]
     };
     let mut graph = std::ptr::null_mut();
-    // SAFETY: `graph` is a place for one graph; recording began on this stream.
+    // SAFETY: `graph` is an output parameter for one graph; recording began on this stream.
     let ended = unsafe { (driver.cuStreamEndCapture)(stream.raw, &mut graph) };
     if !graph.is_null() {
         // SAFETY: the graph is ours, and nothing was made from it.
@@ -216,8 +218,9 @@ pub(crate) fn address(word: &Word) -> Result<u64> {
     match word.as_slice().kind() {
         DeviceKind::Cuda => Ok(word.address()),
         kind => Err(Error::invalid(format!(
-            "a stream of a GPU cannot use a word of device {kind}"
-        ))),
+            "the word belongs to device {kind}; expected a GPU's"
+        ))
+        .help("use words of the stream's device")),
     }
 }
 

@@ -14,7 +14,7 @@ use crate::device::cuda::driver::poll::poll;
 use crate::device::cuda::driver::raw::RawStream;
 use crate::device::cuda::driver::{Driver, status};
 use crate::device::cuda::gpu::Gpu;
-use crate::device::cuda::kernels::transfer::MOST_OPERATIONS;
+use crate::device::cuda::kernels::transfer::MAX_OPERATIONS;
 use crate::device::cuda::memory::quiescence::{self, Watch};
 use crate::device::{
     DeviceKind, DeviceSlice, Event, Graph, MemoryOp, Stream, StreamBackend, StreamOp,
@@ -78,24 +78,27 @@ impl CudaStream {
     ) -> Result<Arc<Self>> {
         if raw == PER_THREAD {
             return Err(Error::invalid(
-                "the default stream per thread is another one on every thread",
+                "the per-thread default stream differs on every thread; expected a stream that is the same on all",
             )
             .during("borrow a stream")
             .device(gpu.describe())
-            .help("make a stream and borrow that"));
+            .help("create a stream and borrow it"));
         }
         let _entered = gpu.context.enter()?;
         let raw = raw as usize as CUstream;
         let mut context = std::ptr::null_mut();
-        // SAFETY: `context` is a place for one context; the caller vouches for the stream.
+        // SAFETY: `context` is an output parameter for one context; the caller vouches for the stream.
         let code = unsafe { (gpu.context.driver.cuStreamGetCtx)(raw, &mut context) };
         gpu.context
             .driver
             .check(code, "ask for a stream's context")?;
         if context != gpu.context.raw {
-            return Err(
-                Error::invalid("the stream is of another GPU or context").device(gpu.describe())
-            );
+            return Err(Error::invalid(
+                "the stream belongs to another context; expected the GPU's primary one",
+            )
+            .during("borrow a stream")
+            .device(gpu.describe())
+            .help("borrow the stream on the device that it was created on"));
         }
         // SAFETY: the stream is of the context, and its owner is given to the watch in the end.
         let watch = unsafe { Watch::keep(&gpu.context, raw) };
@@ -109,20 +112,23 @@ impl CudaStream {
 
     /// The stream behind the trait, which must be of `gpu`'s context.
     pub(super) fn of<'a>(stream: &'a Stream, gpu: &Gpu) -> Result<&'a Self> {
-        let stream: &Self = stream
-            .backend()
-            .ok_or_else(|| Error::invalid("the stream is of another device"))?;
+        let stream: &Self = stream.backend().ok_or_else(|| {
+            Error::invalid("the stream belongs to another device; expected one of a GPU")
+                .help("use a stream of the same device")
+        })?;
         if stream.gpu.context.raw != gpu.context.raw {
-            return Err(
-                Error::invalid(format!("the stream is of {}", stream.gpu.describe()))
-                    .device(gpu.describe()),
-            );
+            return Err(Error::invalid(format!(
+                "the stream belongs to {}; expected one of this GPU",
+                stream.gpu.describe()
+            ))
+            .device(gpu.describe())
+            .help("use a stream of the same device"));
         }
         Ok(stream)
     }
 
-    /// The driver's handle, for calls made while this is held.
-    pub(super) fn handle(&self) -> CUstream {
+    /// The driver's stream, for calls made while this is held.
+    pub(super) fn raw_stream(&self) -> CUstream {
         self.raw
     }
 
@@ -151,10 +157,12 @@ impl Drop for CudaStream {
 fn check_copy(target: &DeviceSlice, source: &DeviceSlice) -> Result<()> {
     if target.bytes() != source.bytes() {
         return Err(Error::invalid(format!(
-            "a copy from {} to {} bytes",
+            "the source has {} bytes and the target {}; expected the same length",
             source.bytes(),
             target.bytes()
-        )));
+        ))
+        .during("copy")
+        .help("pass slices of the same length"));
     }
     check_kind(target)?;
     check_kind(source)
@@ -165,8 +173,9 @@ fn check_kind(slice: &DeviceSlice) -> Result<()> {
     match slice.kind() {
         DeviceKind::Cuda => Ok(()),
         kind => Err(Error::invalid(format!(
-            "a stream of a GPU cannot use memory of device {kind}"
-        ))),
+            "the memory belongs to device {kind}; expected a GPU's"
+        ))
+        .help("use memory of the stream's device")),
     }
 }
 
@@ -218,7 +227,7 @@ impl StreamBackend for CudaStream {
         };
         let (_, _entered) = self.enter()?;
         let _enqueuing = quiescence::enqueuing();
-        ops.chunks(MOST_OPERATIONS)
+        ops.chunks(MAX_OPERATIONS)
             .try_for_each(|ops| kernel.enqueue(self.raw, ops, None, &[]))
     }
 
@@ -228,7 +237,7 @@ impl StreamBackend for CudaStream {
             return sequence_apart(self, ops);
         };
         let _enqueuing = quiescence::enqueuing();
-        let mut pending: Vec<MemoryOp<'_>> = Vec::with_capacity(MOST_OPERATIONS);
+        let mut pending: Vec<MemoryOp<'_>> = Vec::with_capacity(MAX_OPERATIONS);
         let mut rest = ops.iter().peekable();
         while let Some(op) = rest.next() {
             match op {
@@ -236,13 +245,13 @@ impl StreamBackend for CudaStream {
                 StreamOp::Copy { target, source } if kernel.takes(target.bytes()) => {
                     check_copy(target, source)?;
                     // What does not fit into the launch goes before it.
-                    let early = pending.len().saturating_sub(MOST_OPERATIONS / 2);
+                    let early = pending.len().saturating_sub(MAX_OPERATIONS / 2);
                     if early > 0 {
                         self.memory_ops(&pending[..early])?;
                         pending.drain(..early);
                     }
                     let before = pending.len();
-                    while pending.len() < MOST_OPERATIONS
+                    while pending.len() < MAX_OPERATIONS
                         && let Some(StreamOp::Memory(op)) = rest.peek()
                     {
                         pending.push(*op);
@@ -267,10 +276,12 @@ impl StreamBackend for CudaStream {
         let event = CudaEvent::of(event)?;
         let (_, _entered) = self.enter()?;
         if event.raw.context.raw != self.gpu.context.raw {
-            return Err(
-                Error::invalid("the event is of another GPU than the stream")
-                    .device(self.gpu.describe()),
-            );
+            return Err(Error::invalid(
+                "the event belongs to another GPU; expected one of the stream's",
+            )
+            .during("record an event")
+            .device(self.gpu.describe())
+            .help("create the event on the stream's device"));
         }
         // SAFETY: the stream is valid, and of the event's context, which is current.
         unsafe { event.raw.record(self.raw)? };
@@ -290,10 +301,9 @@ impl StreamBackend for CudaStream {
     fn synchronize(&self, deadline: Deadline) -> Result<()> {
         let (driver, _entered) = self.enter()?;
         if memory_ops::is_capturing(driver, self.raw)? {
-            return Err(
-                Error::invalid("a stream that is recording cannot be waited for")
-                    .during("synchronize"),
-            );
+            return Err(Error::invalid("the stream is recording a graph")
+                .during("synchronize")
+                .help("end the capture first"));
         }
         let _relaxed = self.gpu.context.relax_capture();
         // SAFETY: the stream is valid as long as `self`.
@@ -317,9 +327,9 @@ impl StreamBackend for CudaStream {
     fn is_idle(&self) -> Result<bool> {
         let (driver, _entered) = self.enter()?;
         if memory_ops::is_capturing(driver, self.raw)? {
-            return Err(Error::invalid(
-                "a stream that is recording is neither idle nor busy",
-            ));
+            return Err(Error::invalid("the stream is recording a graph")
+                .during("query a stream")
+                .help("end the capture first"));
         }
         let _relaxed = self.gpu.context.relax_capture();
         // SAFETY: the stream is valid as long as `self`.
@@ -344,16 +354,16 @@ impl StreamBackend for CudaStream {
         // Without `enter`, so that a fault leaves no stream recording for ever.
         let driver = self.gpu.context.driver;
         let _entered = self.gpu.context.enter()?;
-        let id = match memory_ops::is_capturing(driver, self.raw)? {
-            true => Capture::of(driver, self.raw)
-                .ok()
-                .and_then(|capture| capture.id),
-            false => {
-                return Err(Error::invalid("the stream is not recording").during("end recording"));
-            }
-        };
+        if !memory_ops::is_capturing(driver, self.raw)? {
+            return Err(Error::invalid("the stream is not recording a graph")
+                .during("end a capture")
+                .help("begin a capture first"));
+        }
+        let id = Capture::of(driver, self.raw)
+            .ok()
+            .and_then(|capture| capture.id);
         let mut graph = std::ptr::null_mut();
-        // SAFETY: `graph` is a place for one graph, and the stream is valid.
+        // SAFETY: `graph` is an output parameter for one graph, and the stream is valid.
         let code = unsafe { (driver.cuStreamEndCapture)(self.raw, &mut graph) };
         let workspaces = id
             .map(|id| self.gpu.workspaces.take(id))
@@ -373,9 +383,11 @@ impl StreamBackend for CudaStream {
         }
         match Capture::of(driver, self.raw)?.id {
             Some(id) => Ok(Some(id)),
-            None => Err(Error::invalid("what the stream was recording was spoiled")
-                .device(self.gpu.describe())
-                .help("end the capture, and leave out what the driver does not record")),
+            None => Err(Error::invalid(
+                "the capture is invalid: it met a call that cannot be recorded",
+            )
+            .device(self.gpu.describe())
+            .help("end the capture and record again without that call")),
         }
     }
 

@@ -1,4 +1,4 @@
-//! A matrix product as cuBLASLt wants it, with the algorithm that was chosen for it.
+//! A matmul as cuBLASLt wants it, with the algorithm that was chosen for it.
 
 use super::cublas_lt::{BlasLt, Description, Handle, Layout, NOT_SUPPORTED, Preference, Proposal};
 use crate::device::MatmulSpec;
@@ -19,7 +19,7 @@ pub(crate) const CANDIDATES: usize = 8;
 /// Alignment beyond which none is better.
 pub(crate) const BEST_ALIGNMENT: u32 = 256;
 
-/// Addresses of one product's operands.
+/// Addresses of one matmul's operands.
 #[derive(Clone, Copy)]
 pub(crate) struct Operands {
     pub(crate) a: u64,
@@ -39,15 +39,15 @@ impl Operands {
     }
 }
 
-/// A product as cuBLASLt wants it described, and the algorithms that it proposes.
+/// A matmul as cuBLASLt wants it described, and the algorithms that it proposes.
 ///
 /// cuBLASLt has matrices by columns, which by rows are their transposes; so what is asked for is
 /// Cᵀ = Bᵀ·Aᵀ: its first operand is our B, an `n × k` matrix by columns, its second our A, `k × m`,
 /// its result our C, `n × m`. Its bias runs along the result's rows, which are our columns.
-pub(crate) struct Plan {
+pub(crate) struct Gemm {
     library: &'static BlasLt,
     spec: MatmulSpec,
-    /// Behind a lock, since the bias vector's address is set in it for each product.
+    /// Behind a lock, since the bias vector's address is set in it for each matmul.
     description: Mutex<Description>,
     first: Layout,
     second: Layout,
@@ -55,7 +55,7 @@ pub(crate) struct Plan {
     chosen: Proposal,
 }
 
-impl Plan {
+impl Gemm {
     /// Describes `spec` and asks for algorithms with at most `workspace` bytes of scratch memory
     /// and operands aligned as those given.
     pub(crate) fn propose(
@@ -123,7 +123,7 @@ impl Plan {
             )
         };
         library
-            .check(code, "choose an algorithm for a matrix product")
+            .check(code, "choose an algorithm for a matmul")
             .map_err(|error| error.key(format!("{spec:?}")))?;
         let count = usize::try_from(count).unwrap_or(0).min(CANDIDATES);
         let usable: Vec<_> = proposals[..count]
@@ -136,6 +136,7 @@ impl Plan {
                 ErrorKind::Unsupported,
                 format!("cuBLASLt has no algorithm for {spec:?}"),
             )
+            .help("use other sizes or another element type")
         })?;
         let description = Mutex::new(description);
         Ok((
@@ -162,11 +163,11 @@ impl Plan {
         self.chosen.workspace
     }
 
-    /// Enqueues the product.
+    /// Enqueues the matmul.
     ///
     /// # Safety
     /// The operands must be live device memory of what the description says, aligned as those it
-    /// was planned with; `scratch` must have [`workspace`](Self::workspace) bytes that nothing else
+    /// was prepared with; `scratch` must have [`workspace`](Self::workspace) bytes that nothing else
     /// uses meanwhile; `stream` must be a stream of the current context, the handle's.
     pub(crate) unsafe fn enqueue(
         &self,
@@ -208,16 +209,16 @@ impl Plan {
             )
         };
         self.library
-            .check(code, "enqueue a matrix product")
+            .check(code, "enqueue a matmul")
             .map_err(|error| error.key(format!("{:?}", self.spec)))
     }
 }
 
-impl fmt::Debug for Plan {
+impl fmt::Debug for Gemm {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
-            "Plan({:?}, {} waves, {} bytes of scratch)",
+            "Gemm({:?}, {} waves, {} bytes of scratch)",
             self.spec, self.chosen.waves, self.chosen.workspace
         )
     }
@@ -228,10 +229,10 @@ fn data_type(dtype: DType) -> Result<cudaDataType_t> {
         DType::F16 => Ok(cudaDataType_t::CUDA_R_16F),
         DType::BF16 => Ok(cudaDataType_t::CUDA_R_16BF),
         DType::F32 => Ok(cudaDataType_t::CUDA_R_32F),
-        _ => Err(
-            Error::invalid(format!("there is no matrix product of {dtype}"))
-                .help("use f16, bf16 or f32"),
-        ),
+        _ => Err(Error::invalid(format!(
+            "unsupported element type {dtype}; expected f16, bf16 or f32"
+        ))
+        .help("use f16, bf16 or f32")),
     }
 }
 

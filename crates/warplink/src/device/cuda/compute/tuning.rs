@@ -1,0 +1,256 @@
+//! Choosing the algorithm of a matmul, by timing those that cuBLASLt proposes on scratch memory.
+
+use super::CudaCompute;
+use super::cublas_lt::Proposal;
+use super::gemm::{Gemm, Operands};
+use crate::deadline::Deadline;
+use crate::device::MatmulSpec;
+use crate::device::cuda::driver::poll::poll;
+use crate::device::cuda::driver::raw::{RawEvent, RawStream};
+use crate::device::cuda::gpu::Gpu;
+use crate::device::cuda::memory::PlainMemory;
+use crate::dtype::DType;
+use crate::error::{Error, ErrorKind, Result};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// Turns the timing of candidates off when it is "0"; cuBLASLt's first choice is used then.
+const TUNING_VARIABLE: &str = "WARPLINK_MATMUL_TUNING";
+
+/// Floating-point operations below which the first choice is as good as any.
+const WORTH_TUNING: f64 = 1e9;
+
+/// Longest time for timing the candidates of one matmul.
+const TUNING_TIME: Duration = Duration::from_millis(500);
+
+/// Time to run each candidate for.
+const SAMPLE: f32 = 3.0;
+
+/// Up to this multiple of the fastest candidate's time, another may be as fast.
+const CLOSE: f32 = 1.06;
+
+/// How many candidates run again.
+const FINALISTS: usize = 4;
+
+/// How often each of them does.
+const ROUNDS: usize = 4;
+
+/// Longest time for one matmul.
+const LIMIT: Duration = Duration::from_secs(60);
+
+impl CudaCompute {
+    /// Runs and, where it is worth it, times the candidates on scratch memory.
+    pub(super) fn choose_and_run(&self, spec: &MatmulSpec) -> Result<Gemm> {
+        let scratch = Scratch::allocate(&self.gpu, spec, self.workspace)?;
+        let (mut gemm, proposals) =
+            Gemm::propose(&self.handle, spec, &scratch.operands, self.workspace)?;
+        let tune = spec.operations() >= WORTH_TUNING
+            && proposals.len() > 1
+            && std::env::var_os(TUNING_VARIABLE).is_none_or(|value| value != "0");
+        if tune && let Some(fastest) = self.fastest(&mut gemm, &proposals, &scratch)? {
+            gemm.choose(fastest);
+        }
+        // Also loads the kernels of the chosen one, whether or not it was timed.
+        self.run(&gemm, &scratch, 1)?;
+        tracing::debug!(?gemm, "prepared a matmul");
+        Ok(gemm)
+    }
+
+    /// The fastest of `proposals`, or none if none of them runs.
+    ///
+    /// Those that one sample finds close to the fastest run again in turns: within one sample a GPU's
+    /// clocks may change by more than they differ.
+    fn fastest(
+        &self,
+        gemm: &mut Gemm,
+        proposals: &[Proposal],
+        scratch: &Scratch,
+    ) -> Result<Option<Proposal>> {
+        let start = Instant::now();
+        let mut tried = Vec::new();
+        for &proposal in proposals {
+            if start.elapsed() > TUNING_TIME {
+                break;
+            }
+            gemm.choose(proposal);
+            // The first run loads kernels. A proposal that does not run after all is passed over.
+            let Ok(_) = self.run(gemm, scratch, 1) else {
+                self.gpu.fault.check()?;
+                continue;
+            };
+            let once = self.run(gemm, scratch, 1)?;
+            let times = (SAMPLE / once.max(1e-3)).clamp(2.0, 50.0) as u32;
+            let time = self.run(gemm, scratch, times)? / times as f32;
+            tried.push((time, times, proposal));
+        }
+        tried.sort_by(|a, b| a.0.total_cmp(&b.0));
+        let Some(&(least, ..)) = tried.first() else {
+            return Ok(None);
+        };
+        tried.retain(|(time, ..)| *time <= least * CLOSE);
+        tried.truncate(FINALISTS);
+        for _ in 0..ROUNDS {
+            // Whole rounds, so that all have as many chances.
+            if start.elapsed() > TUNING_TIME {
+                break;
+            }
+            for (time, times, proposal) in &mut tried {
+                gemm.choose(*proposal);
+                let again = self.run(gemm, scratch, *times)? / *times as f32;
+                *time = time.min(again);
+            }
+        }
+        let best = tried.iter().min_by(|a, b| a.0.total_cmp(&b.0));
+        Ok(best.map(|(_, _, proposal)| *proposal))
+    }
+
+    /// Milliseconds for so many runs.
+    fn run(&self, gemm: &Gemm, scratch: &Scratch, times: u32) -> Result<f32> {
+        let gpu = &self.gpu;
+        let _entered = gpu.context.enter()?;
+        let _relaxed = gpu.context.relax_capture();
+        // SAFETY: event and stream are of the context, which is current.
+        unsafe { scratch.start.record(scratch.stream.raw)? };
+        for _ in 0..times {
+            // SAFETY: the scratch operands are of what the gemm describes, and aligned better than
+            // anything; the scratch memory and the stream are used by this call alone.
+            unsafe {
+                gemm.enqueue(
+                    &self.handle,
+                    &scratch.operands,
+                    scratch.workspace,
+                    scratch.stream.raw.cast(),
+                )?;
+            }
+        }
+        // SAFETY: as above.
+        unsafe { scratch.end.record(scratch.stream.raw)? };
+        scratch.wait(gpu)?;
+        scratch.end.elapsed_since(&scratch.start)
+    }
+}
+
+/// Memory, a stream and events to try matmuls with.
+pub(super) struct Scratch {
+    _memory: [PlainMemory; 5],
+    pub(super) operands: Operands,
+    pub(super) workspace: u64,
+    pub(super) workspace_bytes: usize,
+    pub(super) stream: RawStream,
+    start: RawEvent,
+    end: RawEvent,
+}
+
+impl Scratch {
+    /// Allocates operands for `spec`, with random values: matmuls of zeros take less power, and so
+    /// less time, than others.
+    pub(super) fn allocate(
+        gpu: &Arc<Gpu>,
+        spec: &MatmulSpec,
+        workspace_bytes: usize,
+    ) -> Result<Self> {
+        let bytes = |rows: usize, columns: usize| {
+            let elements = rows
+                .checked_mul(columns)
+                .and_then(|elements| elements.checked_mul(spec.dtype.size()));
+            elements.ok_or_else(|| {
+                Error::invalid(format!(
+                    "operands of {} x {} x {} overflow the address space",
+                    spec.m, spec.n, spec.k
+                ))
+                .help("split the matrices")
+            })
+        };
+        let (a_bytes, b_bytes, c_bytes) = (
+            bytes(spec.m, spec.k)?,
+            bytes(spec.k, spec.n)?,
+            bytes(spec.m, spec.n)?,
+        );
+        let bias_bytes = bytes(1, spec.n)?;
+        let make = |bytes| PlainMemory::allocate(gpu, bytes);
+        let memory = [
+            make(a_bytes)?,
+            make(b_bytes)?,
+            make(c_bytes)?,
+            make(bias_bytes)?,
+            make(workspace_bytes)?,
+        ];
+        let [a, b, c, bias, workspace] = [0, 1, 2, 3, 4].map(|which: usize| memory[which].address);
+        let scratch = Self {
+            operands: Operands { a, b, c, bias },
+            workspace,
+            workspace_bytes,
+            stream: RawStream::create(&gpu.context, false)?,
+            start: RawEvent::create(&gpu.context, true)?,
+            end: RawEvent::create(&gpu.context, true)?,
+            _memory: memory,
+        };
+        let tile = random_tile(spec.dtype)?;
+        for (address, bytes) in [(a, a_bytes), (b, b_bytes), (c, c_bytes), (bias, bias_bytes)] {
+            scratch.fill(gpu, address, bytes, &tile)?;
+        }
+        scratch.wait(gpu)?;
+        Ok(scratch)
+    }
+
+    /// Fills memory with repetitions of `tile`.
+    fn fill(&self, gpu: &Gpu, address: u64, bytes: usize, tile: &[u8]) -> Result<()> {
+        let mut done = tile.len().min(bytes);
+        // SAFETY: the memory was allocated with at least so many bytes.
+        unsafe { gpu.staging.upload(address, &tile[..done])? };
+        let _entered = gpu.context.enter()?;
+        while done < bytes {
+            let part = done.min(bytes - done);
+            let driver = gpu.context.driver;
+            // SAFETY: both ranges are in the memory, and they do not overlap; the stream is ours.
+            let code = unsafe {
+                (driver.cuMemcpyDtoDAsync_v2)(address + done as u64, address, part, self.stream.raw)
+            };
+            driver.check(code, "fill scratch memory")?;
+            done += part;
+        }
+        Ok(())
+    }
+
+    pub(super) fn wait(&self, gpu: &Gpu) -> Result<()> {
+        let deadline = Deadline::after(LIMIT);
+        poll(
+            || self.stream.is_idle(),
+            || {
+                gpu.fault.check()?;
+                if deadline.passed() {
+                    Err(deadline.expired("the end of a matmul"))
+                } else {
+                    Ok(())
+                }
+            },
+        )
+    }
+}
+
+/// Random values between -1 and 1, as bytes.
+fn random_tile(dtype: DType) -> Result<Vec<u8>> {
+    const ELEMENTS: usize = 1 << 18;
+    let mut state = 0x9e37_79b9_7f4a_7c15_u64;
+    let mut value = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state >> 40) as f32 / (1_u32 << 23) as f32 - 1.0
+    };
+    let mut bytes = Vec::with_capacity(ELEMENTS * dtype.size());
+    for _ in 0..ELEMENTS {
+        match dtype {
+            DType::F16 => bytes.extend(half::f16::from_f32(value()).to_ne_bytes()),
+            DType::BF16 => bytes.extend(half::bf16::from_f32(value()).to_ne_bytes()),
+            DType::F32 => bytes.extend(value().to_ne_bytes()),
+            _ => {
+                return Err(Error::new(
+                    ErrorKind::Internal,
+                    format!("no random values of {dtype}"),
+                ));
+            }
+        }
+    }
+    Ok(bytes)
+}
