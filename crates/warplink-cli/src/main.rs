@@ -3,6 +3,7 @@
 mod commands;
 mod gemm;
 mod launch;
+mod memory;
 mod options;
 mod report;
 
@@ -46,7 +47,11 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    let cli = Cli::parse();
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) => return refuse(&error),
+    };
+    let json = cli.options.json;
     options::start_log(cli.options.verbose);
     let done = match cli.command {
         Command::Bench(command) => command.run(&cli.options),
@@ -61,10 +66,21 @@ fn main() -> ExitCode {
     match done {
         Ok(code) => code,
         Err(error) => {
-            report::print_message(&format!("error: {error:#}"));
+            report::print_error(&error, json);
             ExitCode::FAILURE
         }
     }
+}
+
+/// Explains wrong arguments, or prints the help that was asked for.
+fn refuse(error: &clap::Error) -> ExitCode {
+    let own = std::env::args_os().take_while(|argument| argument != "--");
+    if error.use_stderr() && own.skip(1).any(|argument| argument == "--json") {
+        report::print_usage_error(error.to_string().trim());
+    }
+    // Nothing is to be done when the stream is closed.
+    let _ = error.print();
+    ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(2))
 }
 
 #[cfg(test)]

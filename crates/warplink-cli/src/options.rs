@@ -16,7 +16,7 @@ const MAX_RANKS: usize = 1024;
 #[derive(Clone, Debug, Args)]
 pub(crate) struct Options {
     /// Device to use: host or cuda [default: cuda if a GPU is usable, else host]
-    #[arg(long, global = true, value_name = "DEVICE")]
+    #[arg(long, global = true, value_name = "DEVICE", env = "WARPLINK_DEVICE")]
     pub(crate) device: Option<DeviceKind>,
 
     /// Number of ranks [default: one per GPU; 2 on the host device]
@@ -77,6 +77,8 @@ pub(crate) fn start_log(verbose: u8) {
     let _ = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(io::stderr)
+        // It would panic when standard error is closed.
+        .log_internal_errors(false)
         .with_ansi(has_colour(&io::stderr()))
         .try_init();
 }

@@ -86,7 +86,7 @@ fn the_demo_refuses_what_cannot_be_shared() {
     for (args, part) in [
         (["--m", "7"], "m = 7 is not divisible by 2 ranks"),
         (["--dtype", "f64"], "expected bf16, f16 or f32"),
-        (["--variant", "circle"], "'circle' is no variant"),
+        (["--variant", "circle"], "invalid value 'circle'"),
         (["--k", "0"], "at least 1"),
     ] {
         let args = [&["demo", "--device", "host"], &args[..]].concat();
@@ -218,7 +218,7 @@ fn a_program_is_shown() {
             &["-n", "2", "--rank", "2", "-p", "n=8"][..],
             "rank 2 is not one of 2",
         ),
-        (&["-n", "2"], "needs the parameter 'n'"),
+        (&["-n", "2"], "the parameter 'n'"),
         (&["--rank", "1"], "--ranks"),
     ] {
         let args = [&["program", "show", &file], args].concat();

@@ -3,7 +3,7 @@
 use super::bench::timing::{Clock, Submission, Times};
 use super::ranks;
 use crate::gemm::sequential::Sequential;
-use crate::gemm::{Gemm, Op, Problem, common_seed, gemm_dtype};
+use crate::gemm::{Gemm, Op, Problem, common_seed, gemm_dtype, variant_parser};
 use crate::options::Options;
 use crate::report;
 use crate::report::table::{Align, Table};
@@ -40,7 +40,7 @@ pub(crate) struct Demo {
     #[arg(long, value_name = "TYPE", value_parser = gemm_dtype)]
     dtype: Option<DType>,
     /// Variant of the overlapped program [default: what the cost model finds fastest]
-    #[arg(long, value_name = "VARIANT")]
+    #[arg(long, value_name = "VARIANT", value_parser = variant_parser())]
     variant: Option<Variant>,
     /// Seed of the inputs [default: random]
     #[arg(long, value_name = "SEED")]
@@ -86,7 +86,7 @@ impl Demo {
                 if options.json {
                     report::print_json(&outcome)?;
                 } else {
-                    print!("{}", outcome.text());
+                    report::print_text(&outcome.text())?;
                 }
             }
             Ok(if outcome.right {

@@ -10,6 +10,9 @@ use std::ffi::OsString;
 use std::process::ExitCode;
 use std::time::Duration;
 
+/// The longest grace time.
+const MAX_GRACE: Duration = Duration::from_secs(24 * 3600);
+
 /// Start N ranks of a program on this machine
 ///
 /// Each rank gets WARPLINK_RANK, WARPLINK_WORLD, WARPLINK_LOCAL_RANK and WARPLINK_ID (the
@@ -76,8 +79,9 @@ fn seconds(text: &str) -> Result<Duration, String> {
     let seconds = text
         .parse::<f64>()
         .ok()
-        .and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
-    seconds.ok_or_else(|| "expected a number of seconds, such as 5 or 0.5".into())
+        .and_then(|seconds| Duration::try_from_secs_f64(seconds).ok())
+        .filter(|seconds| *seconds <= MAX_GRACE);
+    seconds.ok_or_else(|| "expected a number of seconds from 0 to 86400, such as 5 or 0.5".into())
 }
 
 /// What `--json` prints.

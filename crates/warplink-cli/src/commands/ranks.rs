@@ -3,6 +3,7 @@
 
 use crate::launch::{self, LaunchPlan, Output, Variable};
 use crate::options::Options;
+use crate::report;
 use anyhow::{Context, Result};
 use std::process::ExitCode;
 use std::time::Duration;
@@ -20,10 +21,18 @@ pub(crate) fn run(
     }
     let config = Config::from_env()?;
     let comm = Communicator::join(&config).context("join the job")?;
-    // The peers' errors then name the cause.
-    let code = body(&comm).inspect_err(|error| comm.abort(&format!("{error:#}")))?;
-    comm.close().context("leave the job")?;
-    Ok(code)
+    match body(&comm) {
+        Ok(code) => {
+            comm.close().context("leave the job")?;
+            Ok(code)
+        }
+        Err(error) => {
+            // Printed first, so that the cause appears before the errors that follow from it.
+            report::print_error(&error, options.json);
+            comm.abort(&format!("{error:#}"));
+            Ok(ExitCode::FAILURE)
+        }
+    }
 }
 
 fn start(options: &Options) -> Result<ExitCode> {

@@ -4,7 +4,9 @@ pub(crate) mod inputs;
 mod reference;
 pub(crate) mod sequential;
 
+use crate::memory;
 use anyhow::{Context, Result, bail, ensure};
+use clap::builder::{PossibleValuesParser, TypedValueParser};
 use inputs::Matrix;
 use reference::Reference;
 use serde::Serialize;
@@ -12,10 +14,10 @@ use std::fmt;
 use warplink::device::{AllocationKind, DeviceSlice, Stream};
 use warplink::overlap::{
     AllGatherMatmul, AllGatherMatmulBuffers, AllGatherMatmulPlan, Choice, MatmulReduceScatter,
-    MatmulReduceScatterBuffers, MatmulReduceScatterPlan, Options,
+    MatmulReduceScatterBuffers, MatmulReduceScatterPlan, Options, Variant,
 };
 use warplink::program::{Executor, Plan};
-use warplink::{Communicator, DType};
+use warplink::{Communicator, DType, DeviceKind};
 
 /// Which operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, clap::ValueEnum)]
@@ -59,6 +61,12 @@ pub(crate) fn gemm_dtype(text: &str) -> Result<DType, String> {
     }
 }
 
+/// Reads a variant; `--help` lists them all.
+pub(crate) fn variant_parser() -> impl TypedValueParser<Value = Variant> {
+    PossibleValuesParser::new(Variant::ALL.map(Variant::name))
+        .try_map(|name| name.parse::<Variant>())
+}
+
 impl Problem {
     /// Fails if the ranks cannot share it.
     pub(crate) fn check(&self, world: usize) -> Result<()> {
@@ -86,6 +94,21 @@ impl Problem {
             "a matrix of {m} x {k} x {n} has more bytes than can be addressed; expected smaller sizes"
         );
         Ok(())
+    }
+
+    /// Fails if the matrices do not fit this machine's memory.
+    fn check_memory(&self, kind: DeviceKind, world: usize) -> Result<()> {
+        let bytes = |rows: usize, columns: usize| {
+            rows as u128 * columns as u128 * self.dtype.size() as u128
+        };
+        let Self { m, k, n, .. } = *self;
+        let (a, b, c) = (bytes(m, k), bytes(k, n), bytes(m, n));
+        let ranks = world as u128;
+        let (host, device) = match self.op {
+            Op::AllGatherMatmul => (b.max(a / ranks), a + b + c),
+            Op::MatmulReduceScatter => (a.max(b) / ranks, (a + b) / ranks + c),
+        };
+        memory::check(kind, world, host, device)
     }
 
     /// Floating-point operations of each rank.
@@ -156,6 +179,7 @@ impl<'a> Gemm<'a> {
     pub(crate) fn new(comm: &'a Communicator, problem: Problem, seed: u64) -> Result<Self> {
         let (rank, world) = (comm.rank(), comm.world());
         problem.check(world)?;
+        problem.check_memory(comm.device().kind(), world)?;
         let Problem { m, k, n, dtype, .. } = problem;
         let (a, b) = matrices(&problem, seed);
         let (rows, depth) = (m / world, k / world);

@@ -10,6 +10,7 @@ pub(crate) mod table;
 
 use anyhow::{Context, Result};
 use serde::Serialize;
+use std::fs::File;
 use std::io::{self, IsTerminal, Write};
 use std::path::Path;
 use warplink::program::Trace;
@@ -20,14 +21,83 @@ pub(crate) fn has_colour(target: &impl IsTerminal) -> bool {
     wanted && target.is_terminal()
 }
 
-/// Prints a result for machines.
+/// Prints a result for people.
+///
+/// # Errors
+/// Standard output is closed, or its disk is full.
+pub(crate) fn print_text(text: &str) -> Result<()> {
+    print(text.as_bytes())
+}
+
+/// Prints a result for machines, as one line.
+///
+/// # Errors
+/// As [`print_text`].
 pub(crate) fn print_json(result: &impl Serialize) -> Result<()> {
     let mut text = serde_json::to_vec(result).context("write the result as JSON")?;
     text.push(b'\n');
+    print(&text)
+}
+
+fn print(text: &[u8]) -> Result<()> {
     let mut out = io::stdout().lock();
-    out.write_all(&text)
+    out.write_all(text)
         .and_then(|()| out.flush())
-        .context("print the result")
+        .context("write the result to standard output")
+}
+
+/// An error for machines.
+#[derive(Debug, Serialize)]
+struct JsonError {
+    message: String,
+    /// Of the library's errors: their kind, the peer and the code, if there are any.
+    kind: Option<String>,
+    peer: Option<usize>,
+    code: Option<i64>,
+    help: Option<String>,
+}
+
+/// Prints an error on standard error, and with `json` also as an object `{"error": …}` in place of
+/// the result.
+pub(crate) fn print_error(error: &anyhow::Error, json: bool) {
+    print_message(&format!("error: {error:#}"));
+    if json {
+        let library = error.downcast_ref::<warplink::Error>();
+        print_json_error(&JsonError {
+            message: format!("{error:#}"),
+            kind: library.map(|error| format!("{:?}", error.kind())),
+            peer: library.and_then(warplink::Error::failed_peer),
+            code: library.and_then(warplink::Error::failed_code),
+            help: library.and_then(|error| error.help_text().map(str::to_owned)),
+        });
+    }
+}
+
+/// Prints an error in the arguments for machines.
+pub(crate) fn print_usage_error(message: &str) {
+    print_json_error(&JsonError {
+        message: message.to_owned(),
+        kind: Some("InvalidArgument".to_owned()),
+        peer: None,
+        code: None,
+        help: None,
+    });
+}
+
+fn print_json_error(error: &JsonError) {
+    if let Err(error) = print_json(&serde_json::json!({ "error": error })) {
+        print_message(&format!("error: {error:#}"));
+    }
+}
+
+/// Checks that a file can be written, so that a wrong path is reported before the work.
+pub(crate) fn check_output(path: &Path) -> Result<()> {
+    File::options()
+        .create(true)
+        .append(true)
+        .open(path)
+        .map(drop)
+        .with_context(|| format!("open {} for writing", path.display()))
 }
 
 /// Writes the trace of a run in the format that Perfetto opens.

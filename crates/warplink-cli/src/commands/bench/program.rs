@@ -2,10 +2,10 @@
 
 use super::timing::Clock;
 use crate::commands::ranks;
-use crate::gemm::{Gemm, Op, Problem, common_seed};
+use crate::gemm::{Gemm, Op, Problem, common_seed, variant_parser};
 use crate::options::Options;
-use crate::report::print_json;
 use crate::report::table::{Align, Table};
+use crate::report::{print_json, print_text};
 use anyhow::{Context, Result};
 use clap::Args;
 use serde::Serialize;
@@ -30,7 +30,7 @@ pub(crate) struct Program {
     #[arg(long, value_name = "N", default_value = "200", value_parser = clap::value_parser!(u16).range(1..))]
     samples: u16,
     /// Variants to measure, separated by commas [default: all]
-    #[arg(long, value_name = "A,B", value_delimiter = ',')]
+    #[arg(long, value_name = "A,B", value_delimiter = ',', value_parser = variant_parser())]
     variants: Vec<Variant>,
 }
 
@@ -75,7 +75,7 @@ impl Program {
                 if options.json {
                     print_json(&report)?;
                 } else {
-                    print!("{}", report.text());
+                    print_text(&report.text())?;
                 }
             }
             Ok(ExitCode::SUCCESS)

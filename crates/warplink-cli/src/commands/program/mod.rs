@@ -6,7 +6,7 @@ mod run;
 mod show;
 
 use crate::options::Options;
-use crate::report::print_json;
+use crate::report::{print_json, print_text};
 use anyhow::{Context, Result};
 use clap::{Args, Subcommand};
 use serde::Serialize;
@@ -172,15 +172,13 @@ impl Verify {
             })?;
         } else {
             match &verdict {
-                Ok(report) => println!("{report}"),
+                Ok(report) => print_text(&format!("{report}\n"))?,
                 Err(diagnostics) => {
                     for diagnostic in diagnostics {
-                        println!(
-                            "{}",
-                            diagnostics::explain(diagnostic, &self.source.file, &text)
-                        );
+                        let found = diagnostics::explain(diagnostic, &self.source.file, &text);
+                        print_text(&format!("{found}\n"))?;
                     }
-                    println!("{} fails for {ranks} ranks", program.name);
+                    print_text(&format!("{} fails for {ranks} ranks\n", program.name))?;
                 }
             }
         }

@@ -5,8 +5,9 @@ use crate::commands::bench::timing::{Clock, Submission, Times};
 use crate::commands::ranks;
 use crate::gemm::common_seed;
 use crate::gemm::inputs::Matrix;
+use crate::memory;
 use crate::options::Options;
-use crate::report::{print_json, write_trace};
+use crate::report::{self, print_json, write_trace};
 use anyhow::Result;
 use clap::Args;
 use serde::Serialize;
@@ -58,21 +59,24 @@ impl Run {
     pub(super) fn run(self, options: &Options) -> Result<ExitCode> {
         // Before any rank starts, so that a slip in the text is told once.
         let text = self.source.read()?;
+        if let Some(path) = &self.trace {
+            report::check_output(path)?;
+        }
         ranks::run(options, |comm| {
             let outcome = self.outcome(comm, &text)?;
             if comm.rank() == 0 {
                 if options.json {
                     print_json(&outcome)?;
                 } else {
-                    println!(
-                        "{}: {} operations on rank 0 of {}, {}; {:.1} us, {:.1} us captured",
+                    report::print_text(&format!(
+                        "{}: {} operations on rank 0 of {}, {}; {:.1} us, {:.1} us captured\n",
                         outcome.program,
                         outcome.operations,
                         outcome.ranks,
                         outcome.device,
                         outcome.eager.median * 1e6,
                         outcome.captured.median * 1e6
-                    );
+                    ))?;
                 }
             }
             Ok(ExitCode::SUCCESS)
@@ -118,6 +122,10 @@ impl Run {
         let prepared = executor.prepare(&text.program, &text.parameters, options)?;
         let mut bindings = Bindings::new();
         let tensors = &prepared.rank_program().tensors;
+        let all = tensors.iter().map(|tensor| tensor.bytes as u128).sum();
+        let largest = tensors.iter().map(|tensor| tensor.bytes as u128).max();
+        let kind = comm.device().kind();
+        memory::check(kind, comm.world(), largest.unwrap_or(0), all)?;
         for (index, tensor) in tensors.iter().enumerate() {
             if tensor.role == Role::Input {
                 // What every rank has in whole is the same everywhere.

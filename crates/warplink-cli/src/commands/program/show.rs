@@ -2,7 +2,7 @@
 
 use super::{Source, Text};
 use crate::options::Options;
-use crate::report::print_json;
+use crate::report::{print_json, print_text};
 use anyhow::{Result, ensure};
 use clap::Args;
 use serde::Serialize;
@@ -48,12 +48,16 @@ impl Show {
                     "text": program.to_string(),
                 }))?
             } else {
-                print!("{program}")
+                print_text(&program.to_string())?
             }
             return Ok(ExitCode::SUCCESS);
         };
         let rank = self.rank.unwrap_or(0);
-        ensure!(rank < world, "rank {rank} is not one of {world}");
+        ensure!(
+            rank < world,
+            "rank {rank} is not one of {world} ranks; expected 0 to {}",
+            world - 1
+        );
         let streams = self.source.streams.into();
         let rank_program = unroll(&program, rank, world, streams, &parameters)?;
         let lines: Vec<Line> = rank_program
@@ -79,15 +83,15 @@ impl Show {
             print_json(&lines)?;
             return Ok(ExitCode::SUCCESS);
         }
-        println!("{}, rank {rank} of {world}", program.name);
+        let mut text = format!("{}, rank {rank} of {world}\n", program.name);
         for line in lines {
             let indices: Vec<String> = line
                 .indices
                 .iter()
                 .map(|(name, value)| format!("{name} = {value}"))
                 .collect();
-            println!(
-                "{:>8}  {:<60}  # line {}{}{}",
+            text += &format!(
+                "{:>8}  {:<60}  # line {}{}{}\n",
                 line.stream,
                 line.operation,
                 line.line,
@@ -95,6 +99,7 @@ impl Show {
                 indices.join(", ")
             );
         }
+        print_text(&text)?;
         Ok(ExitCode::SUCCESS)
     }
 }

@@ -7,10 +7,10 @@ mod report;
 
 use super::timing::Clock;
 use crate::commands::ranks;
-use crate::gemm::{Op, Problem, common_seed, gemm_dtype};
+use crate::gemm::{Op, Problem, common_seed, gemm_dtype, variant_parser};
 use crate::options::Options;
-use crate::report::print_json;
 use crate::report::progress::Progress;
+use crate::report::{check_output, print_json, print_text};
 use anyhow::{Context, Result};
 use clap::Args;
 use measure::{Figures, Settings};
@@ -51,7 +51,7 @@ pub(crate) struct Overlap {
     #[arg(long, value_name = "TYPE", value_parser = gemm_dtype)]
     dtype: Option<DType>,
     /// Variants to measure, separated by commas [default: all]
-    #[arg(long, value_name = "A,B", value_delimiter = ',')]
+    #[arg(long, value_name = "A,B", value_delimiter = ',', value_parser = variant_parser())]
     variants: Vec<Variant>,
     /// Samples per figure [default: 20 on cuda, 5 on host]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
@@ -126,13 +126,20 @@ struct Report {
 
 impl Overlap {
     pub(crate) fn run(self, options: &Options) -> Result<ExitCode> {
+        for path in [&self.output, &self.plot].into_iter().flatten() {
+            check_output(path)?;
+        }
+        if let Some(folder) = &self.traces {
+            std::fs::create_dir_all(folder)
+                .with_context(|| format!("create {}", folder.display()))?;
+        }
         ranks::run(options, |comm| {
             let report = self.measure(comm)?;
             if comm.rank() == 0 {
                 if options.json {
                     print_json(&report)?;
                 } else {
-                    print!("{}", report.text());
+                    print_text(&report.text())?;
                 }
                 self.write(&report)?;
             }
@@ -167,7 +174,7 @@ impl Overlap {
             Ok(engine) => Some(engine.describe()),
             Err(error) if error.kind() == ErrorKind::LibraryMissing => {
                 if comm.rank() == 0 {
-                    crate::report::print_message(&format!("without the collective: {error}"));
+                    crate::report::print_message(&format!("skipped the collective: {error}"));
                 }
                 None
             }
@@ -189,10 +196,6 @@ impl Overlap {
             seed: common_seed(comm, self.seed)?,
             traces: self.traces.clone(),
         };
-        if let (Some(folder), 0) = (&self.traces, comm.rank()) {
-            std::fs::create_dir_all(folder)
-                .with_context(|| format!("make {}", folder.display()))?;
-        }
         let clock = Clock::new(comm, Priority::Normal)?;
         let progress =
             (comm.rank() == 0).then(|| Progress::new(problems.len() as u64, "overlapped GEMMs"));

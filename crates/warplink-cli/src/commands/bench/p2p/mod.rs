@@ -133,7 +133,7 @@ impl P2p {
                 if options.json {
                     report::print_json(&report)?
                 } else {
-                    print!("{}", report.table())
+                    report::print_text(&report.table())?
                 }
             }
             Ok(ExitCode::SUCCESS)

@@ -1,0 +1,38 @@
+//! Whether what a command is asked for fits this machine's memory.
+
+use anyhow::{Result, ensure};
+use warplink::DeviceKind;
+
+/// Fails if ranks on this machine would need more than its memory: each of `ranks` needs `host`
+/// bytes, and `device` bytes of device memory, which the host device takes from the same memory.
+///
+/// An allocation that is far too large ends the process instead of failing.
+pub(crate) fn check(kind: DeviceKind, ranks: usize, host: u128, device: u128) -> Result<()> {
+    let each = match kind {
+        DeviceKind::Host => host.saturating_add(device),
+        DeviceKind::Cuda => host,
+    };
+    let needed = each.saturating_mul(ranks as u128);
+    let info = rustix::system::sysinfo();
+    let there = u128::from(info.totalram) * u128::from(info.mem_unit);
+    ensure!(
+        needed <= there,
+        "{ranks} ranks need {} GiB of memory; expected at most {} GiB; help: choose smaller sizes",
+        needed.div_ceil(1 << 30),
+        there >> 30,
+    );
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn absurd_sizes_are_refused() {
+        assert!(check(DeviceKind::Host, 2, 1 << 20, 1 << 20).is_ok());
+        assert!(check(DeviceKind::Host, 2, 1 << 20, 1 << 60).is_err());
+        assert!(check(DeviceKind::Cuda, 2, 1 << 20, 1 << 60).is_ok());
+        assert!(check(DeviceKind::Cuda, usize::MAX, u128::MAX, 0).is_err());
+    }
+}

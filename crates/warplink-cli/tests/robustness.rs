@@ -1,0 +1,229 @@
+//! Closed pipes, full disks, absurd sizes and other wrong input: errors, not panics.
+
+// A test fails by panicking.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+#[allow(dead_code, reason = "shared with the tests of endings")]
+mod common;
+
+use common::{stderr, stdout, warplink};
+use serde_json::Value;
+use std::fs::File;
+use std::process::{Command, Output};
+use warplink::overlap::Variant;
+
+const HOST: [&str; 2] = ["--device", "host"];
+const SMALL: [&str; 8] = ["--m", "48", "--k", "32", "--n", "24", "--samples", "2"];
+
+fn example(name: &str) -> String {
+    format!(
+        "{}/../../examples/programs/{name}.wlp",
+        env!("CARGO_MANIFEST_DIR")
+    )
+}
+
+/// Fails unless the command failed with an error that says `part`.
+fn assert_error(output: &Output, part: &str) {
+    let text = stderr(output);
+    let code = output.status.code();
+    assert!(matches!(code, Some(1 | 2)), "{code:?}: {text}");
+    assert!(text.contains(part), "'{part}' is not in:\n{text}");
+    assert!(!text.contains("panicked"), "{text}");
+}
+
+#[test]
+fn a_closed_pipe_is_an_error() {
+    let demo = [&["demo"][..], &HOST, &SMALL].concat().join(" ");
+    let script = format!("{} {demo} | true", env!("CARGO_BIN_EXE_warplink"));
+    let output = Command::new("sh").args(["-c", &script]).output().unwrap();
+    let text = stderr(&output);
+    assert!(
+        text.contains("write the result to standard output: Broken pipe"),
+        "{text}"
+    );
+    assert!(!text.contains("panicked"), "{text}");
+}
+
+#[test]
+fn a_full_disk_is_an_error() {
+    let program = example("ring_pass");
+    for args in [
+        &[&["demo"][..], &HOST, &SMALL].concat()[..],
+        &[&["demo", "--json"][..], &HOST, &SMALL].concat(),
+        &["program", "show", &program],
+        &["program", "show", &program, "-n", "2", "-p", "n=8"],
+        &["program", "verify", &program, "-n", "2", "-p", "n=8"],
+        &[
+            "bench",
+            "p2p",
+            "--to",
+            "4KiB",
+            "--samples",
+            "1",
+            "--device",
+            "host",
+        ],
+        &["bench", "program", "--samples", "1", "--device", "host"],
+        &["launch", "--json", "-n", "1", "--", "true"],
+    ] {
+        let output = warplink(args)
+            .stdout(File::options().write(true).open("/dev/full").unwrap())
+            .output()
+            .unwrap();
+        assert_error(&output, "No space left on device");
+    }
+}
+
+#[test]
+fn absurd_sizes_are_errors() {
+    let program = example("ring_pass");
+    let huge = "1000000000000";
+    let shape = format!("{huge},{huge},2");
+    let parameter = format!("n={huge}");
+    for (args, part) in [
+        (&["demo", "--k", huge][..], "GiB of memory"),
+        (&["demo", "--m", huge, "--n", huge], "expected smaller"),
+        (&["demo", "--n", "18446744073709551615"], "expected"),
+        (&["bench", "overlap", "--shape", &shape], "expected smaller"),
+        (
+            &["bench", "p2p", "--to", "1000TiB", "--from", "1TiB"],
+            "GiB of memory",
+        ),
+        (
+            &["program", "run", &program, "-p", &parameter],
+            "GiB of memory",
+        ),
+        (
+            &["launch", "--grace", "1e19", "--", "true"],
+            "from 0 to 86400",
+        ),
+        (
+            &["launch", "--grace", "inf", "--", "true"],
+            "from 0 to 86400",
+        ),
+    ] {
+        let output = warplink(args)
+            .env("WARPLINK_DEVICE", "host")
+            .output()
+            .unwrap();
+        assert_error(&output, part);
+    }
+}
+
+#[test]
+fn the_variable_for_the_device_holds_for_every_command() {
+    let with = |device: &str, args: &[&str]| {
+        warplink(args)
+            .env("WARPLINK_DEVICE", device)
+            .output()
+            .unwrap()
+    };
+    let output = with("host", &["doctor", "--json"]);
+    let report: Value = serde_json::from_str(&stdout(&output)).unwrap();
+    assert_eq!(report["device"], "host");
+    let output = with(
+        "host",
+        &["launch", "--", "sh", "-c", "echo $WARPLINK_DEVICE"],
+    );
+    // Two ranks are the default of the host device.
+    assert_eq!(stdout(&output).matches("host\n").count(), 2);
+    let program = example("ring_pass");
+    for args in [
+        &["demo"][..],
+        &["doctor"],
+        &["bench", "p2p"],
+        &["launch", "--", "true"],
+        &["program", "show", &program],
+    ] {
+        assert_error(&with("tpu", args), "tpu");
+    }
+}
+
+/// The error in the only object on standard output.
+fn json_error(args: &[&str]) -> Value {
+    let output = warplink(args).output().unwrap();
+    assert!(!output.status.success());
+    let text = stdout(&output);
+    assert_eq!(text.lines().count(), 1, "{text}\n{}", stderr(&output));
+    let object: Value = serde_json::from_str(&text).unwrap();
+    object["error"].clone()
+}
+
+#[test]
+fn errors_are_json_where_results_are() {
+    let error = json_error(&["demo", "--device", "host", "--json", "--m", "7"]);
+    assert!(error["message"].as_str().unwrap().contains("divisible"));
+    let error = json_error(&["demo", "--json", "--variant", "circle"]);
+    assert!(error["message"].as_str().unwrap().contains("circle"));
+    assert_eq!(error["kind"], "InvalidArgument");
+    let error = json_error(&["program", "verify", "--json", "no-such-file.wlp"]);
+    assert!(error["message"].as_str().unwrap().contains("no-such-file"));
+}
+
+#[test]
+fn output_files_are_opened_first() {
+    for (option, path) in [
+        ("--output", "/no/such/folder/o.json"),
+        ("--plot", "/no/such/folder/o.svg"),
+        ("--traces", "/proc/no/such/folder"),
+    ] {
+        // Ranks would fail as well, but by another error.
+        let output = warplink(&["bench", "overlap", "--device", "host", option, path])
+            .env("WARPLINK_PROTOCOL", "push")
+            .output()
+            .unwrap();
+        assert_error(&output, path);
+    }
+    let program = example("ring_pass");
+    let args = [
+        "program",
+        "run",
+        &program,
+        "-p",
+        "n=8",
+        "--trace",
+        "/no/t.json",
+    ];
+    let output = warplink(&args)
+        .env("WARPLINK_PROTOCOL", "push")
+        .output()
+        .unwrap();
+    assert_error(&output, "/no/t.json");
+}
+
+#[test]
+fn help_lists_every_variant() {
+    for command in [&["demo"][..], &["bench", "overlap"], &["bench", "program"]] {
+        let output = warplink(&[command, &["--help"]].concat()).output().unwrap();
+        let text = stdout(&output);
+        for variant in Variant::ALL {
+            assert!(
+                text.contains(variant.name()),
+                "{variant} is not in:\n{text}"
+            );
+        }
+    }
+}
+
+#[test]
+fn a_demo_that_succeeds_warns_of_nothing() {
+    for _ in 0..5 {
+        let output = warplink(&[&["demo", "-n", "3"][..], &HOST, &SMALL].concat())
+            .output()
+            .unwrap();
+        assert!(output.status.success());
+        assert_eq!(stderr(&output), "");
+    }
+}
+
+#[test]
+fn the_cause_of_a_failure_is_printed_first() {
+    for _ in 0..5 {
+        let output = warplink(&["bench", "overlap", "--device", "host", "--shape", "7,7,7"])
+            .output()
+            .unwrap();
+        let text = stderr(&output);
+        let first = text.lines().next().unwrap();
+        assert!(first.contains("is not divisible by 2 ranks"), "{text}");
+    }
+}
