@@ -116,3 +116,74 @@ fn nothing_is_left_when_the_launcher_is_killed() {
         running.sleeping()
     );
 }
+
+#[test]
+fn nothing_is_left_in_sessions_of_their_own() {
+    // The second has no variable left to be known by.
+    let script = "setsid sleep MARK & env -i setsid sleep MARK & sleep 1";
+    let mut running = Running::start(2, script, 4);
+    let (code, text) = running.finish();
+    assert_eq!(code, Some(0), "{text}");
+    assert_eq!(running.sleeping(), 0);
+}
+
+#[test]
+fn nothing_is_left_in_other_sessions_when_the_launcher_is_killed() {
+    let mut running = Running::start(2, "setsid sleep MARK & sleep MARK", 4);
+    running.signal("KILL");
+    running.child.wait().unwrap();
+    assert!(
+        within(SOON, || running.sleeping() == 0),
+        "{} processes are left",
+        running.sleeping()
+    );
+}
+
+#[test]
+fn stopped_ranks_are_killed_after_the_grace_time() {
+    // Rank 1 stops before it sleeps.
+    let script = "[ $RANK = 0 ] || kill -s STOP $$; sleep MARK";
+    let start = Instant::now();
+    let mut running = Running::start(2, script, 1);
+    running.signal("TERM");
+    let (code, text) = running.finish();
+    assert_eq!(code, Some(128 + 15), "{text}");
+    assert!(start.elapsed() < SOON, "took {:?}", start.elapsed());
+
+    let script = "[ $RANK = 0 ] || kill -s STOP $$; sleep 0.3; exit 5";
+    let output = launch_with(&["--grace", "0.5"], 2, script);
+    assert_eq!(output.status.code(), Some(5));
+}
+
+#[test]
+fn nohup_is_honoured() {
+    let script = format!(
+        "trap '' HUP; exec {} launch -n 2 -- sh -c 'sleep 1; echo done'",
+        env!("CARGO_BIN_EXE_warplink")
+    );
+    let child = std::process::Command::new("sh")
+        .args(["-c", &script])
+        .stdout(std::process::Stdio::piped())
+        .spawn()
+        .unwrap();
+    std::thread::sleep(Duration::from_millis(500));
+    let pid = child.id().to_string();
+    let sent = std::process::Command::new("kill")
+        .args(["-s", "HUP", &pid])
+        .status()
+        .unwrap();
+    assert!(sent.success());
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(0));
+    assert_eq!(stdout(&output).matches("done").count(), 2);
+}
+
+#[test]
+fn ranks_that_fail_together_all_say_why() {
+    // The rank with the cause is not the first to exit.
+    let script = "[ $RANK = 0 ] || exit 4; sleep 0.2; echo the cause >&2; exit 3";
+    for _ in 0..5 {
+        let text = stderr(&launch(2, script));
+        assert!(text.contains("[rank 0] the cause"), "{text}");
+    }
+}

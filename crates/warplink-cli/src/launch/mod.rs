@@ -1,11 +1,12 @@
 //! Starts the ranks of a program on this machine and sees them through to their end.
 //!
-//! Each rank leads a process group of its own, so that whatever it starts can be ended with it. A
-//! rank is first this command itself (`become_rank`), which ties its life to the launcher's and then
-//! turns into the program. What a rank started is ended by a second process, the guard, should the
-//! launcher be killed without a chance to do so.
+//! Each rank leads a process group of its own, so that it can be signalled with what it starts. A rank
+//! is first this command itself (`become_rank`), which ties its life to the launcher's and then turns
+//! into the program. What ranks leave is killed, whatever group or session it is in (`leftovers`); if
+//! the launcher is killed, a second process, the guard, does that.
 
 mod environment;
+mod leftovers;
 mod output;
 mod rank;
 mod supervise;
@@ -17,6 +18,7 @@ pub(crate) use supervise::Outcome;
 use crate::report;
 use anyhow::{Context, Result};
 use environment::Environment;
+use leftovers::Mark;
 use output::{Printer, Target};
 use rank::Ranks;
 use std::ffi::OsString;
@@ -74,10 +76,12 @@ pub(crate) fn run(plan: &LaunchPlan) -> Result<Outcome> {
     let supervisor = supervise::Supervisor::new()?;
     let environment = Environment::new(plan.ranks)?;
     let printer = Arc::new(Printer::new());
-    let mut ranks = Ranks::new(plan.ranks)?;
+    let mark = Mark::new()?;
+    let mut ranks = Ranks::new(plan.ranks, mark.clone())?;
     for rank in 0..plan.ranks {
         let mut command = rank::command(&program, &plan.args);
         environment.apply(rank, &plan.env, &mut command);
+        mark.apply(&mut command);
         let [out, err] = targets(plan.output, rank);
         command.process_group(0).stdin(Stdio::null());
         command.stdout(out.stdio()).stderr(err.stdio());

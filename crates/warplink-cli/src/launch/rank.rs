@@ -1,5 +1,6 @@
 //! The processes of a launch: ranks, and the guard that ends what ranks leave.
 
+use super::leftovers::{Mark, is_stopped};
 use super::this_command;
 use crate::report;
 use anyhow::{Context, Result};
@@ -18,6 +19,8 @@ pub(crate) const GUARD_COMMAND: &str = "__guard";
 
 /// What the guard reads when the launcher has ended everything itself.
 const DONE: &str = "done";
+/// What the guard reads before the mark of the launch.
+const MARKED: &str = "mark ";
 
 /// The arguments of the hidden subcommand that becomes a rank.
 #[derive(Debug, Args)]
@@ -67,20 +70,27 @@ pub(crate) fn become_rank(args: &RankArgs) -> ExitCode {
 }
 
 /// Waits until the launcher closes its end of standard input, which it also does by dying. Unless
-/// it has said that it is done, kills the process groups that it has named.
+/// it has said that it is done, kills the process groups that it has named and what carries its mark.
 pub(crate) fn guard() -> Result<ExitCode> {
-    let mut groups = Vec::new();
+    let (mut groups, mut mark) = (Vec::new(), None);
     for line in io::stdin().lock().lines() {
         // A line that cannot be read ends the wait as the end of input does.
         let Ok(line) = line else { break };
         if line == DONE {
             return Ok(ExitCode::SUCCESS);
         }
+        if let Some(text) = line.strip_prefix(MARKED) {
+            mark = Mark::from_text(text);
+            continue;
+        }
         groups.extend(line.parse().ok().and_then(Pid::from_raw));
     }
     for group in groups {
         // It fails for a group of which nothing is left.
         let _ = kill_process_group(group, Signal::KILL);
+    }
+    if let Some(mark) = mark {
+        mark.kill_all(None);
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -91,11 +101,12 @@ pub(super) struct Ranks {
     children: Vec<Child>,
     guard: Child,
     guard_input: Option<ChildStdin>,
+    mark: Mark,
 }
 
 impl Ranks {
     /// No ranks yet, but the guard.
-    pub(super) fn new(capacity: usize) -> Result<Self> {
+    pub(super) fn new(capacity: usize, mark: Mark) -> Result<Self> {
         let mut guard = this_command()
             .arg(GUARD_COMMAND)
             // In a group of its own, it does not get the signals of the launcher's terminal.
@@ -105,11 +116,15 @@ impl Ranks {
             .stderr(Stdio::null())
             .spawn()
             .context("start the guard of the ranks")?;
-        let guard_input = guard.stdin.take();
+        let mut guard_input = guard.stdin.take();
+        if let Some(input) = &mut guard_input {
+            writeln!(input, "{MARKED}{}", mark.as_text()).context("tell the guard")?;
+        }
         Ok(Self {
             children: Vec::with_capacity(capacity),
             guard,
             guard_input,
+            mark,
         })
     }
 
@@ -137,6 +152,17 @@ impl Ranks {
     }
 }
 
+impl Ranks {
+    /// Kills the ranks that are stopped, and what they started: they cannot react to a signal.
+    pub(super) fn kill_stopped(&self) {
+        for group in self.children.iter().filter_map(pid) {
+            if is_stopped(group) {
+                let _ = kill_process_group(group, Signal::KILL);
+            }
+        }
+    }
+}
+
 impl Drop for Ranks {
     fn drop(&mut self) {
         self.signal(Signal::KILL);
@@ -144,6 +170,7 @@ impl Drop for Ranks {
             // Killed above, so that this ends at once; a failure means that nothing is left.
             let _ = child.wait();
         }
+        self.mark.kill_all(pid(&self.guard));
         if let Some(mut input) = self.guard_input.take() {
             // A guard that is gone needs no word.
             let _ = writeln!(input, "{DONE}");

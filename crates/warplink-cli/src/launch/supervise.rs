@@ -8,6 +8,7 @@ use rustix::io::Errno;
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, waitid};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGPIPE, SIGQUIT, SIGTERM};
 use signal_hook::iterator::{Handle, Signals};
+use std::collections::BTreeSet;
 use std::io::Read;
 use std::process::{Child, ExitCode};
 use std::sync::Arc;
@@ -15,9 +16,13 @@ use std::sync::mpsc::{self, Receiver, Sender};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How long to wait for the rest of the output once no rank is left. Only a process that left its
-/// rank's process group can still hold it open.
-const DRAIN: Duration = Duration::from_secs(2);
+/// How long to wait for the rest of the output once no rank is left.
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(2);
+/// How long the other ranks go on after the first failure. Ranks that fail together then all print
+/// why: the one whose failure is the cause is not always the first to exit.
+const SETTLE_TIME: Duration = Duration::from_millis(500);
+/// How often to look for stopped ranks once they were signalled.
+const STOPPED_INTERVAL: Duration = Duration::from_secs(1);
 
 /// How ranks ended.
 #[derive(Debug)]
@@ -113,8 +118,12 @@ impl Supervisor {
     pub(super) fn new() -> Result<Self> {
         let (sender, events) = mpsc::channel();
         let (pumping, drained) = mpsc::channel();
-        let mut signals =
-            Signals::new([SIGINT, SIGTERM, SIGHUP, SIGQUIT]).context("take over signals")?;
+        let mut handled = vec![SIGINT, SIGTERM, SIGQUIT];
+        // Under nohup it stays ignored, by the ranks as well.
+        if !is_ignored(SIGHUP) {
+            handled.push(SIGHUP);
+        }
+        let mut signals = Signals::new(handled).context("handle signals")?;
         let handle = signals.handle();
         let to = sender.clone();
         spawn("signals", move || {
@@ -181,22 +190,25 @@ impl Supervisor {
             },
             running: ranks.len(),
             signalled: false,
-            kill_at: None,
+            ending: false,
+            timers: BTreeSet::new(),
             grace,
         };
         while watch.running > 0 {
-            match self.next(watch.kill_at) {
+            let next = watch.timers.first().map(|(at, _)| *at);
+            match self.next(next) {
                 Some(event) => watch.handle(event, &ranks),
                 None => {
-                    watch.kill_at = None;
-                    ranks.signal(Signal::KILL);
+                    if let Some((_, timer)) = watch.timers.pop_first() {
+                        watch.expire(timer, &ranks);
+                    }
                 }
             }
         }
         drop(ranks);
         drop(self.pumping);
         // What arrives is the end of the channel, or nothing in time.
-        let _ = self.drained.recv_timeout(DRAIN);
+        let _ = self.drained.recv_timeout(DRAIN_TIMEOUT);
         self.signals.close();
         tracing::info!(
             seconds = self.started.elapsed().as_secs_f64(),
@@ -225,14 +237,42 @@ struct Watch {
     outcome: Outcome,
     running: usize,
     signalled: bool,
-    kill_at: Option<Instant>,
+    ending: bool,
+    /// What is to be done, and when; the next first.
+    timers: BTreeSet<(Instant, Timer)>,
     grace: Duration,
 }
 
+/// What happens at a later time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Timer {
+    /// The ranks get SIGTERM.
+    End,
+    /// The ranks get SIGKILL.
+    Kill,
+    /// Ranks that are stopped get SIGKILL.
+    KillStopped,
+}
+
 impl Watch {
+    fn after(&mut self, time: Duration, timer: Timer) {
+        self.timers.insert((Instant::now() + time, timer));
+    }
+
+    fn expire(&mut self, timer: Timer, ranks: &Ranks) {
+        match timer {
+            Timer::End => self.end(ranks),
+            Timer::Kill => ranks.signal(Signal::KILL),
+            Timer::KillStopped => {
+                ranks.kill_stopped();
+                self.after(STOPPED_INTERVAL, Timer::KillStopped);
+            }
+        }
+    }
+
     fn handle(&mut self, event: Event, ranks: &Ranks) {
         match event {
-            Event::Exited(rank, exit) => self.exited(rank, exit, ranks),
+            Event::Exited(rank, exit) => self.exited(rank, exit),
             Event::Signal(number) => {
                 let again = std::mem::replace(&mut self.signalled, true);
                 let signal = if again {
@@ -241,6 +281,9 @@ impl Watch {
                     Signal::from_named_raw(number)
                 };
                 ranks.signal(signal.unwrap_or(Signal::KILL));
+                if !again {
+                    self.after(self.grace, Timer::KillStopped);
+                }
             }
             // As in a pipeline whose reader is gone: nobody is left to write for.
             Event::OutputClosed => {
@@ -250,7 +293,7 @@ impl Watch {
         }
     }
 
-    fn exited(&mut self, rank: usize, exit: RankExit, ranks: &Ranks) {
+    fn exited(&mut self, rank: usize, exit: RankExit) {
         self.running -= 1;
         if let Some(place) = self.outcome.exits.get_mut(rank) {
             *place = exit;
@@ -265,13 +308,14 @@ impl Watch {
             ""
         };
         report::print_message(&format!("rank {rank} {}{rest}", exit.describe()));
-        self.end(ranks);
+        self.after(SETTLE_TIME, Timer::End);
     }
 
     fn end(&mut self, ranks: &Ranks) {
-        if self.kill_at.is_none() {
-            self.kill_at = Some(Instant::now() + self.grace);
+        if !self.ending {
+            self.ending = true;
             ranks.signal(Signal::TERM);
+            self.after(self.grace, Timer::Kill);
         }
     }
 }
@@ -294,6 +338,16 @@ fn wait_for(pid: Pid) -> RankExit {
             Err(_) => return RankExit::default(),
         }
     }
+}
+
+/// Whether this process was started with a signal ignored.
+fn is_ignored(signal: i32) -> bool {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let mask = status
+        .lines()
+        .find_map(|line| line.strip_prefix("SigIgn:"))
+        .and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
+    mask.is_some_and(|mask| mask & (1 << (signal - 1)) != 0)
 }
 
 fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> Result<()> {
