@@ -104,7 +104,7 @@ impl Error {
         };
         let made = Self::new(kind, error.to_string()).during(operation);
         match error.raw_os_error() {
-            Some(code) => made.code(code.into()),
+            Some(code) => made.with_code(code.into()),
             None => made,
         }
     }
@@ -122,25 +122,25 @@ impl Error {
     }
 
     /// Names the peer that this concerns.
-    pub fn peer(mut self, peer: Rank) -> Self {
+    pub fn with_peer(mut self, peer: Rank) -> Self {
         self.0.peer = Some(peer);
         self
     }
 
     /// Names the store key, signal or connection that this concerns.
-    pub fn key(mut self, key: impl Into<String>) -> Self {
+    pub fn with_key(mut self, key: impl Into<String>) -> Self {
         self.0.key = Some(key.into());
         self
     }
 
     /// Names the device.
-    pub fn device(mut self, device: impl Into<String>) -> Self {
+    pub fn with_device(mut self, device: impl Into<String>) -> Self {
         self.0.device = Some(device.into());
         self
     }
 
     /// Adds the code that a driver, a library or the system returned.
-    pub fn code(mut self, code: i64) -> Self {
+    pub fn with_code(mut self, code: i64) -> Self {
         self.0.code = Some(code);
         self
     }
@@ -167,12 +167,12 @@ impl Error {
     }
 
     /// The peer that this concerns, if one.
-    pub fn failed_peer(&self) -> Option<Rank> {
+    pub fn peer(&self) -> Option<Rank> {
         self.0.peer
     }
 
     /// The code that a driver, a library or the system returned, if one.
-    pub fn failed_code(&self) -> Option<i64> {
+    pub fn code(&self) -> Option<i64> {
         self.0.code
     }
 }
@@ -238,16 +238,13 @@ mod tests {
         )
         .during("exchange handles")
         .on_rank(1)
-        .peer(3)
-        .key("x/3/1/7")
+        .with_peer(3)
+        .with_key("x/3/1/7")
         .help("check that rank 3 is running");
         assert_eq!(
             error.to_string(),
             "rank 1: exchange handles: timed out after 5s waiting for the peer's region (peer 3, key x/3/1/7); help: check that rank 3 is running"
         );
-        assert_eq!(
-            (error.kind(), error.failed_peer()),
-            (ErrorKind::Timeout, Some(3))
-        );
+        assert_eq!((error.kind(), error.peer()), (ErrorKind::Timeout, Some(3)));
     }
 }

@@ -94,7 +94,7 @@ fn end_while(
 
 fn check(error: &Error, victim: usize, ending: Ending, took: Duration) {
     assert_eq!(
-        (error.kind(), error.failed_peer()),
+        (error.kind(), error.peer()),
         (ErrorKind::PeerLost, Some(victim)),
         "{error}"
     );

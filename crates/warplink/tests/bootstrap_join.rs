@@ -80,7 +80,7 @@ fn a_rank_given_twice_is_refused() {
             .collect();
         let refused = error(Bootstrap::join(&config(&id, 1, 2)));
         assert_eq!(
-            (refused.kind(), refused.failed_peer()),
+            (refused.kind(), refused.peer()),
             (ErrorKind::Mismatch, Some(1)),
             "{refused}"
         );
@@ -156,7 +156,7 @@ fn a_peer_that_never_comes_is_named_on_all() {
         alone.timeout = Duration::from_millis(200);
         let missing = error(Bootstrap::join(&alone));
         assert_eq!(
-            (missing.kind(), missing.failed_peer()),
+            (missing.kind(), missing.peer()),
             (ErrorKind::Timeout, Some(0))
         );
         assert!(

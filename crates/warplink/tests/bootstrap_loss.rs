@@ -67,11 +67,7 @@ fn child() {
         std::io::stdin().read_line(&mut String::new()).unwrap();
         println!("\nacting");
         let error = act(&role, &member, victim).unwrap_err();
-        println!(
-            "\nended {:?} {:?} {error}",
-            error.kind(),
-            error.failed_peer()
-        );
+        println!("\nended {:?} {:?} {error}", error.kind(), error.peer());
         let told = losses.recv_timeout(Duration::from_secs(5)).unwrap();
         assert_eq!(told, (victim, ErrorKind::PeerLost));
         let late = mpsc::channel();

@@ -186,7 +186,7 @@ fn a_rank_that_leaves_in_order_is_not_lost() {
         last.close(soon()).unwrap();
         for error in [waiting.join().unwrap(), barrier.join().unwrap()] {
             assert_eq!(
-                (error.kind(), error.failed_peer()),
+                (error.kind(), error.peer()),
                 (ErrorKind::PeerLeft, Some(2)),
                 "{error}"
             );
@@ -229,13 +229,13 @@ fn rank_0_serves_until_the_others_have_left() {
         let all = members(2);
         let error = all[0].close(brief()).unwrap_err();
         assert_eq!(
-            (error.kind(), error.failed_peer()),
+            (error.kind(), error.peer()),
             (ErrorKind::Timeout, Some(1)),
             "{error}"
         );
         let error = all[1].barrier(soon()).unwrap_err();
         assert_eq!(
-            (error.kind(), error.failed_peer()),
+            (error.kind(), error.peer()),
             (ErrorKind::PeerLeft, Some(0)),
             "{error}"
         );

@@ -117,12 +117,9 @@ fn a_wait_is_for_at_least_the_value() {
     assert_eq!(error.kind(), ErrorKind::Timeout);
     device
         .fault()
-        .raise(warplink::Error::new(ErrorKind::PeerLost, "rank 1 is lost").peer(1));
+        .raise(warplink::Error::new(ErrorKind::PeerLost, "rank 1 is lost").with_peer(1));
     let error = stream.synchronize(soon()).unwrap_err();
-    assert_eq!(
-        (error.kind(), error.failed_peer()),
-        (ErrorKind::PeerLost, Some(1))
-    );
+    assert_eq!((error.kind(), error.peer()), (ErrorKind::PeerLost, Some(1)));
 }
 
 /// A driver may hold a call that frees until the device is idle, and everything else with it.

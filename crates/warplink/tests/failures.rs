@@ -44,7 +44,7 @@ fn survive(victim: usize, until_dead: impl Fn(&Communicator, &dyn Fn()) -> Resul
         let error = until_dead(&comm, &die).unwrap_err();
         let took = started.elapsed();
         assert_eq!(
-            (error.kind(), error.failed_peer()),
+            (error.kind(), error.peer()),
             (ErrorKind::PeerLost, Some(victim)),
             "{error}"
         );
@@ -196,7 +196,7 @@ fn a_rank_killed_in_a_barrier() {
                 let started = Instant::now();
                 let error = comm.barrier().unwrap_err();
                 assert_eq!(
-                    (error.kind(), error.failed_peer()),
+                    (error.kind(), error.peer()),
                     (ErrorKind::PeerLost, Some(victim)),
                     "{error}"
                 );
@@ -231,7 +231,7 @@ fn lengths_that_differ_are_told_to_both_and_nothing_is_lost() {
         };
         let error = comm.exchange(&[request]).unwrap_err();
         assert_eq!(
-            (error.kind(), error.failed_peer()),
+            (error.kind(), error.peer()),
             (ErrorKind::Mismatch, Some(peer))
         );
         assert_says(
@@ -398,7 +398,7 @@ fn a_region_in_use_by_a_peer_is_not_freed() {
                 .close(Deadline::after(Duration::from_millis(100)))
                 .unwrap_err();
             assert_eq!(
-                (error.kind(), error.failed_peer()),
+                (error.kind(), error.peer()),
                 (ErrorKind::Timeout, Some(1)),
                 "{error}"
             );

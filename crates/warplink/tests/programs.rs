@@ -354,7 +354,7 @@ fn a_rank_that_cannot_bind_tells_its_peers() {
                 let error = bound.unwrap_err();
                 assert_eq!(error.kind(), ErrorKind::PeerFailed);
                 assert_says(&error, &["gave up", "'A'", "255"]);
-                assert_eq!(error.failed_peer(), Some(failing));
+                assert_eq!(error.peer(), Some(failing));
             } else {
                 // Not a neighbour: it has a plan, and drops it.
                 bound.unwrap();

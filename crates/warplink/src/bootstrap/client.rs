@@ -98,7 +98,7 @@ impl Client {
             if deadline.passed() {
                 return Err(deadline
                     .expired(&format!("a connection to the store at {address}"))
-                    .peer(0)
+                    .with_peer(0)
                     .help(format!(
                         "check that rank 0 is running and can be reached at that address; the last attempt failed with: {error}"
                     )));
@@ -279,7 +279,7 @@ impl Client {
             Some(closed) => closed,
             None if self.health.left().contains(&0) => {
                 let message = "rank 0 closed the job, and the store with it";
-                Error::new(ErrorKind::PeerLeft, message).peer(0)
+                Error::new(ErrorKind::PeerLeft, message).with_peer(0)
             }
             None if matches!(state.phase, Phase::Abandoned(_)) => Error::new(
                 ErrorKind::Closed,
@@ -290,7 +290,7 @@ impl Client {
                 self.health.lose(0, reason);
                 match self.health.check(&[0]) {
                     Err(lost) => lost,
-                    Ok(()) => Error::new(ErrorKind::PeerLost, reason.to_owned()).peer(0),
+                    Ok(()) => Error::new(ErrorKind::PeerLost, reason.to_owned()).with_peer(0),
                 }
             }
         };
@@ -343,7 +343,7 @@ fn missing_ranks(missing: &[u32], when: &str) -> Error {
     let error = Error::new(ErrorKind::Timeout, message)
         .help("start every rank, with the same address and world size");
     match missing {
-        [one, ..] => error.peer(*one as Rank),
+        [one, ..] => error.with_peer(*one as Rank),
         [] => error,
     }
 }

@@ -76,7 +76,7 @@ impl Gathers {
                 "rank {rank} calls {purpose}; the other members of its group call {}",
                 gather.purpose
             );
-            let refusal = Refusal::new(RefusalKind::Mismatch, message).peer(rank);
+            let refusal = Refusal::new(RefusalKind::Mismatch, message).with_peer(rank);
             self.fail(&id, &refusal, out);
             return Err(refusal);
         }
@@ -85,7 +85,7 @@ impl Gathers {
             let message = format!(
                 "the values of an all-gather take {bytes} bytes; expected at most {MAX_BODY}"
             );
-            let refusal = Refusal::new(RefusalKind::Invalid, message).peer(rank);
+            let refusal = Refusal::new(RefusalKind::Invalid, message).with_peer(rank);
             self.fail(&id, &refusal, out);
             return Err(refusal);
         }

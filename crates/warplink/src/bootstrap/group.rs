@@ -103,7 +103,7 @@ impl Group {
                 ErrorKind::Timeout => deadline
                     .expired("every member to call it")
                     .during(operation)
-                    .key(format!("group {:?}, call {sequence}", self.members)),
+                    .with_key(format!("group {:?}, call {sequence}", self.members)),
                 _ => error,
             })
     }

@@ -60,7 +60,8 @@ impl Health {
             }
             if inner.left.contains(&rank) {
                 return Err(
-                    Error::new(ErrorKind::PeerLeft, format!("rank {rank} has left")).peer(rank),
+                    Error::new(ErrorKind::PeerLeft, format!("rank {rank} has left"))
+                        .with_peer(rank),
                 );
             }
         }
@@ -100,7 +101,7 @@ impl Health {
             ErrorKind::PeerLost,
             format!("rank {rank} was lost: {reason}"),
         )
-        .peer(rank);
+        .with_peer(rank);
         inner.lost.insert(rank, error.clone());
         for callback in inner.callbacks.clone() {
             inner.submit((callback, rank, error.clone()));

@@ -224,7 +224,7 @@ impl Bootstrap {
             if let [first, ..] = remaining[..] {
                 let names: Vec<_> = remaining.iter().map(Rank::to_string).collect();
                 let error = deadline.expired(&format!("rank {} to leave", names.join(", ")));
-                result = result.and(Err(error.peer(first)));
+                result = result.and(Err(error.with_peer(first)));
             }
             drop(server);
         }

@@ -194,12 +194,12 @@ impl Refusal {
         }
     }
 
-    pub(crate) fn peer(mut self, peer: u32) -> Self {
+    pub(crate) fn with_peer(mut self, peer: u32) -> Self {
         self.peer = Some(peer);
         self
     }
 
-    pub(crate) fn key(mut self, key: &str) -> Self {
+    pub(crate) fn with_key(mut self, key: &str) -> Self {
         self.key = Some(key.to_owned());
         self
     }
@@ -218,10 +218,10 @@ impl Refusal {
         };
         let mut error = Error::new(kind, self.message);
         if let Some(peer) = self.peer {
-            error = error.peer(peer as Rank);
+            error = error.with_peer(peer as Rank);
         }
         match self.key {
-            Some(key) => error.key(key),
+            Some(key) => error.with_key(key),
             None => error,
         }
     }

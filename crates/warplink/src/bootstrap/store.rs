@@ -205,7 +205,7 @@ impl Store {
             .client
             .call(operation, request, Deadline::after(self.limit));
         answer.map_err(|error| match key {
-            Some(key) => error.key(key),
+            Some(key) => error.with_key(key),
             None => error,
         })
     }
@@ -260,15 +260,13 @@ impl Store {
             .map_err(
                 // The store names the very key that is missing when a peer is gone.
                 |error| match error.kind() {
-                    ErrorKind::PeerLost | ErrorKind::PeerLeft if error.failed_peer() != Some(0) => {
-                        error
-                    }
+                    ErrorKind::PeerLost | ErrorKind::PeerLeft if error.peer() != Some(0) => error,
                     ErrorKind::Timeout => wait
                         .deadline
                         .expired("a rank to set the key")
                         .during(operation)
-                        .key(named),
-                    _ => error.key(named),
+                        .with_key(named),
+                    _ => error.with_key(named),
                 },
             )
     }

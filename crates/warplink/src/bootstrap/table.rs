@@ -64,7 +64,7 @@ impl Values {
                 "the store would hold {used} bytes; expected at most {}",
                 self.limit
             );
-            return Err(Refusal::new(RefusalKind::OutOfMemory, message).key(&key));
+            return Err(Refusal::new(RefusalKind::OutOfMemory, message).with_key(&key));
         }
         self.used = used;
         self.map.insert(key, value);
@@ -149,7 +149,7 @@ impl Table {
             MemberState::Lost { .. } => "has joined before and was lost",
         };
         let message = format!("rank {rank} {past}; expected a rank of its own for every process");
-        Err(Refusal::new(RefusalKind::Mismatch, message).peer(rank))
+        Err(Refusal::new(RefusalKind::Mismatch, message).with_peer(rank))
     }
 
     /// Tells all that the job is complete, if it is. Call it after the new member was welcomed.
@@ -313,11 +313,11 @@ impl Table {
                     RefusalKind::Invalid,
                     "the value is not a counter; expected 8 bytes",
                 )
-                .key(&key));
+                .with_key(&key));
             }
         };
         let sum = current.checked_add(amount).ok_or_else(|| {
-            Refusal::new(RefusalKind::Invalid, "the counter would overflow").key(&key)
+            Refusal::new(RefusalKind::Invalid, "the counter would overflow").with_key(&key)
         })?;
         self.set(key, sum.to_le_bytes().as_slice().into())?;
         Ok(sum)
@@ -369,15 +369,15 @@ pub(crate) fn first_lost(
 pub(crate) fn gone(rank: u32, members: &MemberStates) -> Option<Refusal> {
     match members.get(rank as usize)? {
         MemberState::Absent | MemberState::Present => None,
-        MemberState::Left => {
-            Some(Refusal::new(RefusalKind::PeerLeft, format!("rank {rank} has left")).peer(rank))
-        }
+        MemberState::Left => Some(
+            Refusal::new(RefusalKind::PeerLeft, format!("rank {rank} has left")).with_peer(rank),
+        ),
         MemberState::Lost { reason } => Some(
             Refusal::new(
                 RefusalKind::PeerLost,
                 format!("rank {rank} was lost: {reason}"),
             )
-            .peer(rank),
+            .with_peer(rank),
         ),
     }
 }

@@ -96,7 +96,7 @@ impl Waiter {
             },
         }?;
         Some(match self.watched() {
-            Some(key) => refusal.key(key),
+            Some(key) => refusal.with_key(key),
             None => refusal,
         })
     }

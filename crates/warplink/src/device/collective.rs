@@ -177,7 +177,7 @@ fn check_rank(rank: Rank, world: usize) -> Result<()> {
         "rank {rank} is out of range; expected a rank below {world}"
     ))
     .help("name a rank of the world")
-    .peer(rank))
+    .with_peer(rank))
 }
 
 #[cfg(test)]

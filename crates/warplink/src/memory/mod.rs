@@ -145,7 +145,7 @@ impl MemoryRegistry {
             return Err(
                 Error::invalid("the region is registered with another communicator")
                     .on_rank(shared.rank)
-                    .peer(peer)
+                    .with_peer(peer)
                     .help("register the memory with the communicator that transfers it"),
             );
         }
@@ -226,7 +226,7 @@ impl MemoryRegistry {
     fn decode(&self, peer: Rank, wire: &[u8]) -> Result<Handle> {
         let shared = &self.shared;
         let handle = Handle::decode(wire, &shared.key)
-            .map_err(|error| error.on_rank(shared.rank).peer(peer))?;
+            .map_err(|error| error.on_rank(shared.rank).with_peer(peer))?;
         let kind = shared.device.kind();
         if handle.owner != peer || handle.kind != kind {
             let what = format!(
@@ -236,7 +236,7 @@ impl MemoryRegistry {
             return Err(Error::new(ErrorKind::InvalidHandle, what)
                 .during("read a handle")
                 .on_rank(shared.rank)
-                .peer(peer));
+                .with_peer(peer));
         }
         Ok(handle)
     }
@@ -300,7 +300,7 @@ impl Shared {
             message,
         };
         service::ask(self.peers()?.service(peer)?, &self.token, request)
-            .map_err(|error| error.on_rank(self.rank).peer(peer))
+            .map_err(|error| error.on_rank(self.rank).with_peer(peer))
     }
 
     /// Does what a peer asks for.

@@ -49,7 +49,7 @@ pub(super) fn open(
         error
             .during("open a peer's region")
             .on_rank(shared.rank)
-            .peer(handle.owner)
+            .with_peer(handle.owner)
     })?;
     let mapping = mapped.backing().clone();
     Ok(DeviceSlice::whole(Arc::new(RemoteBacking {

@@ -53,7 +53,7 @@ impl Peers {
             let info: PeerInfo = postcard::from_bytes(&bytes).map_err(|error| {
                 Error::new(ErrorKind::Protocol, error.to_string())
                     .during("read peer information")
-                    .peer(peer)
+                    .with_peer(peer)
             })?;
             if info.cuda != own.cuda {
                 return Err(Error::new(
@@ -61,7 +61,7 @@ impl Peers {
                     "one rank uses a GPU and another the host device",
                 )
                 .on_rank(rank)
-                .peer(peer)
+                .with_peer(peer)
                 .help("give every rank the same --device"));
             }
             infos.push(info);
@@ -95,7 +95,7 @@ impl Peers {
                 "unknown rank {peer}; expected less than {}",
                 self.infos.len()
             ))
-            .peer(peer)
+            .with_peer(peer)
         })
     }
 }

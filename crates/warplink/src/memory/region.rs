@@ -184,7 +184,7 @@ impl Region {
                 .expired("the release of the region by a peer that maps it")
                 .during("close a region")
                 .on_rank(shared.rank)
-                .peer(*peer)
+                .with_peer(*peer)
                 .help("drop the transfers that use it on the peer first")),
         }
     }

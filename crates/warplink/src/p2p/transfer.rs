@@ -92,7 +92,7 @@ impl Transfer {
         capture.map_or(Ok(()), |capture| {
             self.recording
                 .check(self.role(), capture, waited)
-                .map_err(|error| error.peer(self.peer).key(self.key()))
+                .map_err(|error| error.with_peer(self.peer).with_key(self.key()))
         })
     }
 
@@ -108,8 +108,8 @@ impl Transfer {
             )
             .during("end a capture")
             .help("wait for it before the end")
-            .peer(self.peer)
-            .key(self.key()));
+            .with_peer(self.peer)
+            .with_key(self.key()));
         }
         Ok(())
     }
@@ -143,7 +143,7 @@ impl Transfer {
             let waiting = self
                 .recording
                 .wait(self.role(), capture, stream.raw())
-                .map_err(|error| error.peer(self.peer).key(self.key()))?;
+                .map_err(|error| error.with_peer(self.peer).with_key(self.key()))?;
             return Ok(waiting.map(|Waiting { post, follows }| {
                 (post, Steps::wait(self.role(), post, !follows), follows)
             }));
@@ -189,8 +189,8 @@ impl Transfer {
             return Err(
                 Error::invalid("a send without a buffer of its own has nothing to copy")
                     .help("post it with post_stores")
-                    .peer(self.peer)
-                    .key(self.key()),
+                    .with_peer(self.peer)
+                    .with_key(self.key()),
             );
         };
         let (own, remote) = (region.memory(), self.remote()?);
@@ -224,8 +224,8 @@ impl Transfer {
                 self.direction, self.protocol
             ))
             .help("use put, and store on the sender's side")
-            .peer(self.peer)
-            .key(self.key())),
+            .with_peer(self.peer)
+            .with_key(self.key())),
         }
     }
 

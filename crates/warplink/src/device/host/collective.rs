@@ -60,8 +60,8 @@ impl HostCollectives {
             let path = String::from_utf8_lossy(&path).into_owned();
             let file = std::fs::File::options().read(true).write(true).open(&path);
             let file =
-                file.map_err(|error| Error::io(format!("open {path}"), &error).peer(peer))?;
-            memory::map(file.into(), BOX * world).map_err(|error| error.peer(peer))
+                file.map_err(|error| Error::io(format!("open {path}"), &error).with_peer(peer))?;
+            memory::map(file.into(), BOX * world).map_err(|error| error.with_peer(peer))
         });
         let outboxes = outboxes.collect::<Result<Vec<_>>>()?;
         if outboxes.len() != world {
@@ -174,7 +174,7 @@ impl HostCollectives {
                 Error::invalid("the peer is this rank; expected another one")
                     .help("copy within a rank on a stream")
                     .during("exchange")
-                    .peer(peer),
+                    .with_peer(peer),
             );
         }
         self.enqueue_task(stream, move |inner, context| {
@@ -187,7 +187,7 @@ impl Inner {
     fn side(&self, from: Rank, to: Rank, data: &DeviceSlice, sends: bool) -> Result<Move> {
         let outbox = self.outboxes.get(from).filter(|_| to < self.outboxes.len());
         let outbox = outbox.ok_or_else(|| {
-            Error::invalid(format!("rank {} is out of range", from.max(to))).peer(from.max(to))
+            Error::invalid(format!("rank {} is out of range", from.max(to))).with_peer(from.max(to))
         })?;
         let start = to * BOX;
         Ok(Move {

@@ -122,7 +122,7 @@ impl Device for HostDevice {
             "the host device's streams have no raw form",
         )
         .during("borrow a stream")
-        .device(self.describe())
+        .with_device(self.describe())
         .help("create a stream"))
     }
 

@@ -127,8 +127,8 @@ impl TransferExchange {
         error
             .during("exchange transfers")
             .on_rank(self.bootstrap.rank())
-            .peer(end.request.peer)
-            .key(end.own_key.clone())
+            .with_peer(end.request.peer)
+            .with_key(end.own_key.clone())
     }
 }
 

@@ -136,7 +136,7 @@ impl TransferExchange {
             Err(Error::invalid(what)
                 .during("exchange transfers")
                 .on_rank(rank)
-                .peer(request.peer)
+                .with_peer(request.peer)
                 .help(help))
         };
         if request.peer == rank {

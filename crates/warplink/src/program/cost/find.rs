@@ -75,7 +75,7 @@ impl HardwareModel {
                 device.kind
             ),
         )
-        .device(device.text.clone())
+        .with_device(device.text.clone())
         .help("measure one with `warplink tune`"))
     }
 
@@ -87,7 +87,7 @@ impl HardwareModel {
     pub fn read(path: &Path) -> Result<Self> {
         let text = std::fs::read_to_string(path)
             .map_err(|error| Error::io(format!("read {}", path.display()), &error))?;
-        Self::from_json(&text).map_err(|error| error.key(path.display().to_string()))
+        Self::from_json(&text).map_err(|error| error.with_key(path.display().to_string()))
     }
 
     /// Whether it describes such devices. With `named` it must name them; else it must be a guess.

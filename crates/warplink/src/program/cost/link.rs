@@ -41,7 +41,7 @@ pub(super) fn partners(ranks: &[RankProgram]) -> Result<Partners> {
                 )
                 .during("simulate a program")
                 .on_rank(rank)
-                .peer(transfer.peer)
+                .with_peer(transfer.peer)
                 .help("verify the program")
             })
         };

@@ -188,7 +188,7 @@ impl Tracer {
             let part: Vec<TraceSpan> = postcard::from_bytes(bytes).map_err(|error| {
                 Error::new(ErrorKind::Protocol, error.to_string())
                     .during("read a trace")
-                    .peer(peer)
+                    .with_peer(peer)
             })?;
             spans.extend(part);
         }

@@ -65,7 +65,7 @@ impl Blas {
         let text = unsafe { library::message(text) };
         Err(Error::new(ErrorKind::Driver, text)
             .during(operation)
-            .code(code.into()))
+            .with_code(code.into()))
     }
 }
 
@@ -227,7 +227,7 @@ impl BatchedGemms {
             );
             self.library
                 .check(code, "enqueue matmuls")
-                .map_err(|error| error.key(format!("{spec:?}")))
+                .map_err(|error| error.with_key(format!("{spec:?}")))
         }
     }
 }

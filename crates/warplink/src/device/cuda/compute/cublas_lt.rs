@@ -87,7 +87,9 @@ impl BlasLt {
         let text = unsafe { (self.cublasLtGetStatusString)(code) };
         // SAFETY: as above, and it ends with a zero.
         let text = unsafe { library::message(text) };
-        Err(Error::new(kind, text).during(operation).code(code.into()))
+        Err(Error::new(kind, text)
+            .during(operation)
+            .with_code(code.into()))
     }
 }
 

@@ -124,7 +124,7 @@ impl Gemm {
         };
         library
             .check(code, "choose an algorithm for a matmul")
-            .map_err(|error| error.key(format!("{spec:?}")))?;
+            .map_err(|error| error.with_key(format!("{spec:?}")))?;
         let count = usize::try_from(count).unwrap_or(0).min(CANDIDATES);
         let usable: Vec<_> = proposals[..count]
             .iter()
@@ -210,7 +210,7 @@ impl Gemm {
         };
         self.library
             .check(code, "enqueue a matmul")
-            .map_err(|error| error.key(format!("{:?}", self.spec)))
+            .map_err(|error| error.with_key(format!("{:?}", self.spec)))
     }
 }
 

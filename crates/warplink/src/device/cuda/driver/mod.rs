@@ -209,7 +209,7 @@ impl Driver {
         };
         let error = Error::new(kind, message)
             .during(operation)
-            .code(code.into());
+            .with_code(code.into());
         match code {
             status::NO_DEVICE => error
                 .help("check that the machine has a GPU and that CUDA_VISIBLE_DEVICES names it"),

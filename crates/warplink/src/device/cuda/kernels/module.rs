@@ -35,7 +35,7 @@ impl Module {
         context
             .driver
             .check(answer, "load a kernel")
-            .map_err(|error| error.key(source.name).device(gpu.describe()))?;
+            .map_err(|error| error.with_key(source.name).with_device(gpu.describe()))?;
         Ok(Arc::new(Self {
             context: context.clone(),
             raw,
@@ -54,7 +54,7 @@ impl Module {
             unsafe { (driver.cuModuleGetFunction)(&mut raw, self.raw, name.as_ptr()) };
         driver
             .check(code, "find a kernel")
-            .map_err(|error| error.key(name.to_string_lossy()))?;
+            .map_err(|error| error.with_key(name.to_string_lossy()))?;
         let code = match driver.cuFuncLoad {
             // SAFETY: the function was found just now.
             Some(load) => unsafe { load(raw) },
@@ -67,7 +67,7 @@ impl Module {
         };
         driver
             .check(code, "load a kernel")
-            .map_err(|error| error.key(name.to_string_lossy()))?;
+            .map_err(|error| error.with_key(name.to_string_lossy()))?;
         Ok(Function {
             module: self.clone(),
             raw,

@@ -71,7 +71,7 @@ impl Compiler {
         let text = unsafe { library::message(text) };
         Err(Error::new(ErrorKind::Driver, text)
             .during(operation)
-            .code(code.into()))
+            .with_code(code.into()))
     }
 
     fn version(&self) -> Result<(i32, i32)> {
@@ -124,7 +124,7 @@ impl Compiler {
                 ),
             )
             .during("compile a kernel")
-            .code(code.into())
+            .with_code(code.into())
         })?;
         let mut bytes = 0;
         // SAFETY: `bytes` is an output parameter for one size.

@@ -40,7 +40,7 @@ fn ipc_handle(gpu: &Gpu, base: u64) -> Result<[u8; 64]> {
     gpu.context
         .driver
         .check(code, "make an IPC handle")
-        .map_err(|error| error.device(gpu.describe()))?;
+        .map_err(|error| error.with_device(gpu.describe()))?;
     Ok(handle.reserved.map(|byte| byte as u8))
 }
 
@@ -50,8 +50,8 @@ fn mapped_descriptor(gpu: &Gpu, backing: &CudaBacking) -> Result<OwnedFd> {
         let text = format!("the memory can be shared neither by IPC nor by descriptor: {}", error.message());
         Error::new(ErrorKind::Unsupported, text)
             .during("export device memory")
-            .device(gpu.describe())
-            .code(error.failed_code().unwrap_or_default())
+            .with_device(gpu.describe())
+            .with_code(error.code().unwrap_or_default())
             .help("memory of a stream-ordered pool (cudaMallocAsync) cannot be shared unless its pool was made for it; use cudaMalloc, or PyTorch's own allocator")
     })
 }

@@ -44,7 +44,7 @@ impl VirtualMemory {
                 ErrorKind::Unsupported,
                 "the GPU cannot share memory by descriptor",
             )
-            .device(gpu.describe())
+            .with_device(gpu.describe())
             .help("use AllocationKind::Plain"));
         }
         let _entered = gpu.context.enter()?;
@@ -63,7 +63,7 @@ impl VirtualMemory {
             .check(code, "allocate physical memory")
             .map_err(|error| {
                 error
-                    .device(gpu.describe())
+                    .with_device(gpu.describe())
                     .help(format!("{bytes} bytes were asked for"))
             })?;
         Self::map(gpu, handle, bytes)
@@ -85,13 +85,13 @@ impl VirtualMemory {
         driver.check(code, "open a peer's memory by descriptor")?;
         Self::map(gpu, handle, bytes).map_err(|error| {
             // Mapping past the end of the physical memory is an invalid value.
-            if error.failed_code() == Some(status::INVALID_VALUE.into()) {
+            if error.code() == Some(status::INVALID_VALUE.into()) {
                 Error::new(
                     ErrorKind::InvalidHandle,
                     format!("the peer's allocation is smaller than expected: its handle says {bytes} bytes"),
                 )
                 .during("map a peer's memory")
-                .code(status::INVALID_VALUE.into())
+                .with_code(status::INVALID_VALUE.into())
             } else {
                 error
             }

@@ -72,7 +72,7 @@ impl NcclEngine {
                 "a peer could not load NCCL; expected it on every rank",
             )
             .during("join NCCL")
-            .peer(peer)
+            .with_peer(peer)
             .help("run `warplink doctor` on the machine of that rank"));
         }
         let id: [u8; UNIQUE_ID] = everybodys
@@ -85,7 +85,7 @@ impl NcclEngine {
                     "rank 0 sent an invalid id; expected 128 bytes",
                 )
                 .during("join NCCL")
-                .peer(0)
+                .with_peer(0)
             })?;
         let comm = NcclComm::join(nccl, &gpu.context, id, ranks.0, ranks.1, || {
             gpu.fault.check()

@@ -95,7 +95,7 @@ impl Nccl {
         };
         Err(Error::new(ErrorKind::Driver, message)
             .during(operation)
-            .code(code.into()))
+            .with_code(code.into()))
     }
 
     /// Name and version.

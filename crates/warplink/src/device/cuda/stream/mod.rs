@@ -81,7 +81,7 @@ impl CudaStream {
                 "the per-thread default stream differs on every thread; expected a stream that is the same on all",
             )
             .during("borrow a stream")
-            .device(gpu.describe())
+            .with_device(gpu.describe())
             .help("create a stream and borrow it"));
         }
         let _entered = gpu.context.enter()?;
@@ -97,7 +97,7 @@ impl CudaStream {
                 "the stream belongs to another context; expected the GPU's primary one",
             )
             .during("borrow a stream")
-            .device(gpu.describe())
+            .with_device(gpu.describe())
             .help("borrow the stream on the device that it was created on"));
         }
         // SAFETY: the stream is of the context, and its owner is given to the watch in the end.
@@ -121,7 +121,7 @@ impl CudaStream {
                 "the stream belongs to {}; expected one of this GPU",
                 stream.gpu.describe()
             ))
-            .device(gpu.describe())
+            .with_device(gpu.describe())
             .help("use a stream of the same device"));
         }
         Ok(stream)
@@ -280,7 +280,7 @@ impl StreamBackend for CudaStream {
                 "the event belongs to another GPU; expected one of the stream's",
             )
             .during("record an event")
-            .device(self.gpu.describe())
+            .with_device(self.gpu.describe())
             .help("create the event on the stream's device"));
         }
         // SAFETY: the stream is valid, and of the event's context, which is current.
@@ -316,7 +316,7 @@ impl StreamBackend for CudaStream {
             if deadline.passed() {
                 return Err(deadline
                     .expired("the end of a stream's work")
-                    .device(self.gpu.describe()));
+                    .with_device(self.gpu.describe()));
             }
             Ok(())
         })?;
@@ -386,7 +386,7 @@ impl StreamBackend for CudaStream {
             None => Err(Error::invalid(
                 "the capture is invalid: it met a call that cannot be recorded",
             )
-            .device(self.gpu.describe())
+            .with_device(self.gpu.describe())
             .help("end the capture and record again without that call")),
         }
     }
