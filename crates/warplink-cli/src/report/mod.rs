@@ -66,8 +66,8 @@ pub(crate) fn print_error(error: &anyhow::Error, json: bool) {
         print_json_error(&JsonError {
             message: format!("{error:#}"),
             kind: library.map(|error| format!("{:?}", error.kind())),
-            peer: library.and_then(warplink::Error::failed_peer),
-            code: library.and_then(warplink::Error::failed_code),
+            peer: library.and_then(warplink::Error::peer),
+            code: library.and_then(warplink::Error::code),
             help: library.and_then(|error| error.help_text().map(str::to_owned)),
         });
     }
