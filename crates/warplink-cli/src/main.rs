@@ -38,6 +38,7 @@ enum Command {
     Doctor(commands::doctor::Doctor),
     Launch(commands::launch::Launch),
     Program(commands::program::Program),
+    Tune(commands::tune::Tune),
     #[command(name = commands::doctor::TRIAL_COMMAND, hide = true)]
     DoctorTrial(commands::doctor::TrialArgs),
     #[command(name = launch::RANK_COMMAND, hide = true)]
@@ -60,6 +61,7 @@ fn main() -> ExitCode {
         Command::DoctorTrial(args) => commands::doctor::run_trial(&args),
         Command::Launch(command) => command.run(&cli.options),
         Command::Program(command) => command.run(&cli.options),
+        Command::Tune(command) => command.run(&cli.options),
         Command::Rank(args) => Ok(launch::become_rank(&args)),
         Command::Guard => launch::guard(),
     };

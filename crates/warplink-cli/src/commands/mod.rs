@@ -6,3 +6,4 @@ pub(crate) mod doctor;
 pub(crate) mod launch;
 pub(crate) mod program;
 mod ranks;
+pub(crate) mod tune;

@@ -24,6 +24,7 @@ pub mod cuda;
 mod fault;
 pub(crate) mod host;
 mod in_flight;
+mod properties;
 mod slice;
 mod stream;
 
@@ -32,6 +33,7 @@ pub use collective::{AllGatherBytes, Collective, CollectiveEngine, CollectiveReq
 pub use compute::{Compute, MatmulSpec, PreparedLaunch};
 pub use fault::Fault;
 pub(crate) use in_flight::InFlight;
+pub use properties::DeviceProperties;
 pub use slice::{Backing, DeviceSlice, Word};
 pub(crate) use stream::sequence_apart;
 pub use stream::{
@@ -202,6 +204,9 @@ pub trait Device: Send + Sync + fmt::Debug {
 
     /// Name for people: kind, ordinal, model.
     fn describe(&self) -> String;
+
+    /// What is known of it without measuring.
+    fn properties(&self) -> DeviceProperties;
 
     /// Which physical device.
     fn identity(&self) -> DeviceIdentity;

@@ -3,7 +3,7 @@
 mod overlap;
 mod p2p;
 mod program;
-mod second_stream;
+pub(crate) mod second_stream;
 pub(crate) mod timing;
 
 use crate::options::Options;

@@ -6,14 +6,14 @@ use warplink::device::{Event, Priority, Stream};
 
 /// A second stream that runs every other transfer: starting one takes a few microseconds in which its
 /// stream moves nothing.
-pub(super) struct SecondStream {
+pub(crate) struct SecondStream {
     stream: Stream,
     begin: Event,
     end: Event,
 }
 
 impl SecondStream {
-    pub(super) fn new(comm: &Communicator) -> Result<Self> {
+    pub(crate) fn new(comm: &Communicator) -> Result<Self> {
         let event = || comm.device().create_event(false);
         Ok(Self {
             stream: comm.create_stream(Priority::High)?,
@@ -23,13 +23,13 @@ impl SecondStream {
     }
 
     /// Starts the second stream where `first` is.
-    pub(super) fn fork(&self, first: &Stream) -> Result<()> {
+    pub(crate) fn fork(&self, first: &Stream) -> Result<()> {
         first.record(&self.begin)?;
         Ok(self.stream.wait_event(&self.begin)?)
     }
 
     /// The stream for `turn`.
-    pub(super) fn stream_for<'s>(&'s self, turn: usize, first: &'s Stream) -> &'s Stream {
+    pub(crate) fn stream_for<'s>(&'s self, turn: usize, first: &'s Stream) -> &'s Stream {
         if turn.is_multiple_of(2) {
             first
         } else {
@@ -38,7 +38,7 @@ impl SecondStream {
     }
 
     /// Holds `first` until the second stream is done.
-    pub(super) fn join(&self, first: &Stream) -> Result<()> {
+    pub(crate) fn join(&self, first: &Stream) -> Result<()> {
         self.stream.record(&self.end)?;
         Ok(first.wait_event(&self.end)?)
     }

@@ -12,7 +12,7 @@ use super::stream::CudaStream;
 use super::stream::event::CudaEvent;
 use crate::device::{
     AllGatherBytes, AllocationKind, CollectiveEngine, Compute, Device, DeviceIdentity, DeviceKind,
-    DeviceSlice, Event, Export, Fault, Opening, Priority, Stream,
+    DeviceProperties, DeviceSlice, Event, Export, Fault, Opening, Priority, Stream,
 };
 use crate::error::{Error, Result};
 use crate::sync::lock;
@@ -43,6 +43,16 @@ impl Device for CudaDevice {
 
     fn describe(&self) -> String {
         self.gpu.describe()
+    }
+
+    fn properties(&self) -> DeviceProperties {
+        let kernel = self.gpu.transfer_kernel.get().and_then(Option::as_ref);
+        DeviceProperties {
+            model: self.gpu.capabilities.name.clone(),
+            multiprocessors: self.gpu.capabilities.multiprocessors as usize,
+            shared: false,
+            kernel_copy_limit: kernel.map_or(0, TransferKernel::limit),
+        }
     }
 
     fn identity(&self) -> DeviceIdentity {

@@ -17,7 +17,7 @@ use super::{
     AllGatherBytes, AllocationKind, CollectiveEngine, Compute, Delays, Device, DeviceIdentity,
     DeviceKind, DeviceSlice, Event, Export, Fault, Opening, Priority, Stream,
 };
-use crate::device::machine_identity;
+use crate::device::{DeviceProperties, machine_identity};
 use crate::error::{Error, ErrorKind, Result};
 use std::any::Any;
 use std::sync::Arc;
@@ -62,6 +62,15 @@ impl Device for HostDevice {
     fn describe(&self) -> String {
         let threads = std::thread::available_parallelism().map_or(1, usize::from);
         format!("host ({threads} hardware threads)")
+    }
+
+    fn properties(&self) -> DeviceProperties {
+        DeviceProperties {
+            model: "host".to_owned(),
+            multiprocessors: std::thread::available_parallelism().map_or(1, usize::from),
+            shared: true,
+            kernel_copy_limit: 0,
+        }
     }
 
     fn identity(&self) -> DeviceIdentity {

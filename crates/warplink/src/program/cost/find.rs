@@ -23,21 +23,25 @@ const SHIPPED: [(&str, &str); 3] = [
     ("host", include_str!("../../../models/host.json")),
 ];
 
-/// What a device says about itself, as far as it tells which model describes it.
+/// What tells which model describes a device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceDescription {
     /// Its kind, as [`DeviceKind`](crate::device::DeviceKind) is printed.
     pub kind: String,
-    /// Its name for people, in which the device's model occurs.
-    pub text: String,
+    /// Its model, the same for all devices that are built alike.
+    pub model: String,
+    /// Its multiprocessors, or threads of processors.
+    pub multiprocessors: usize,
 }
 
 impl DeviceDescription {
-    /// What `device` says.
+    /// That of `device`.
     pub fn of(device: &dyn Device) -> Self {
+        let properties = device.properties();
         Self {
             kind: device.kind().to_string(),
-            text: device.describe(),
+            model: properties.model,
+            multiprocessors: properties.multiprocessors,
         }
     }
 }
@@ -59,14 +63,13 @@ impl HardwareModel {
             return Self::read(Path::new(&path)).map(Arc::new);
         }
         let measured = directory().map(|path| models_in(&path)).unwrap_or_default();
-        for (models, named) in [
-            (&measured[..], true),
-            (all_shipped(), true),
-            (all_shipped(), false),
-        ] {
-            if let Some(model) = nearest(models, device, world, named) {
-                return Ok(model);
-            }
+        let known = nearest(&measured, device, world, true)
+            .or_else(|| nearest(all_shipped(), device, world, true));
+        if let Some(model) = known {
+            return Ok(model);
+        }
+        if let Some(guess) = nearest(all_shipped(), device, world, false) {
+            return Ok(Arc::new(guess.scaled_to(device.multiprocessors)));
         }
         Err(Error::new(
             crate::ErrorKind::Unsupported,
@@ -75,7 +78,7 @@ impl HardwareModel {
                 device.kind
             ),
         )
-        .with_device(device.text.clone())
+        .with_device(device.model.clone())
         .help("measure one with `warplink tune`"))
     }
 
@@ -90,12 +93,30 @@ impl HardwareModel {
         Self::from_json(&text).map_err(|error| error.with_key(path.display().to_string()))
     }
 
+    /// A guess for a device with so many multiprocessors from figures for another number of them.
+    fn scaled_to(&self, multiprocessors: usize) -> Self {
+        let mut model = self.clone();
+        let multiprocessors = multiprocessors.max(1);
+        let share = self.device.multiprocessors as f64 / multiprocessors as f64;
+        model.device.multiprocessors = multiprocessors;
+        model.memory.copy_occupancy = (self.memory.copy_occupancy * share).min(1.0);
+        if !self.device.shared {
+            model.memory.rate /= share;
+            for grid in &mut model.gemm.grids {
+                grid.seconds
+                    .iter_mut()
+                    .for_each(|seconds| *seconds *= share);
+            }
+        }
+        model
+    }
+
     /// Whether it describes such devices. With `named` it must name them; else it must be a guess.
     fn describes(&self, device: &DeviceDescription, named: bool) -> bool {
         let model = &self.device.model;
         self.device.kind == device.kind
             && model.is_empty() != named
-            && device.text.to_lowercase().contains(&model.to_lowercase())
+            && device.model.to_lowercase().contains(&model.to_lowercase())
     }
 }
 
@@ -173,10 +194,11 @@ fn nearest(
 mod tests {
     use super::*;
 
-    fn device(kind: &str, text: &str) -> DeviceDescription {
+    fn device(kind: &str, model: &str) -> DeviceDescription {
         DeviceDescription {
             kind: kind.to_owned(),
-            text: text.to_owned(),
+            model: model.to_owned(),
+            multiprocessors: 100,
         }
     }
 
@@ -188,10 +210,19 @@ mod tests {
     #[test]
     fn a_model_that_names_the_device_goes_before_a_guess() {
         let of = |text: &str, named| nearest(all_shipped(), &device("cuda", text), 4, named);
-        let known = "GPU 0: NVIDIA H200";
+        let known = "NVIDIA H200";
         assert!(of(known, true).unwrap().name.contains("H200"));
-        assert!(of("GPU 0: something new", true).is_none());
-        assert!(of("GPU 0: something new", false).is_some());
+        assert!(of("something new", true).is_none());
+        assert!(of("something new", false).is_some());
+    }
+
+    #[test]
+    fn a_guess_follows_the_number_of_multiprocessors() {
+        let guess = shipped("generic-gpu").unwrap();
+        let half = guess.scaled_to(guess.device.multiprocessors / 2);
+        let seconds =
+            |model: &HardwareModel| model.gemm.seconds(crate::DType::BF16, 4096, 4096, 4096);
+        assert!((seconds(&half) / seconds(&guess) - 2.0).abs() < 1e-9);
     }
 
     #[test]

@@ -71,6 +71,11 @@ impl TransferKernel {
         }
     }
 
+    /// The longest copy that is better done by the kernel.
+    pub(in super::super) fn limit(&self) -> usize {
+        self.largest
+    }
+
     /// Whether a copy of `bytes` is better done by the kernel.
     #[inline]
     pub(crate) fn takes(&self, bytes: usize) -> bool {

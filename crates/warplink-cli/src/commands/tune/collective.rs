@@ -1,0 +1,81 @@
+//! The vendor's collectives.
+
+use super::rig::Rig;
+use crate::commands::bench::timing::Submission;
+use anyhow::Result;
+use warplink::device::{Collective, CollectiveRequest, ReduceOp};
+use warplink::program::cost::HardwareModel;
+use warplink::program::cost::collective::{CollectiveTimes, Collectives, EXCHANGE};
+use warplink::program::cost::curve::Curve;
+use warplink::{DType, ErrorKind};
+
+/// Measures all of them, and gives the engine's name; none where its library is missing.
+pub(super) fn measure(rig: &Rig<'_>, model: &mut HardwareModel) -> Result<Option<String>> {
+    let engine = match rig.comm.collective_engine() {
+        // Missing on every rank or on none: they join it together.
+        Err(error) if error.kind() == ErrorKind::LibraryMissing => return Ok(None),
+        other => other?,
+    };
+    let world = rig.comm.world();
+    let times = |name: &str, request: &dyn Fn(usize) -> Result<CollectiveRequest>| {
+        let mut points = Vec::new();
+        for bytes in rig.sizes() {
+            // Every rank's part is a number of whole elements.
+            let bytes = bytes
+                .next_multiple_of(4 * world)
+                .min(rig.largest / (4 * world) * 4 * world);
+            let request = request(bytes)?;
+            let repeat = ((64 << 20) / bytes).clamp(2, 16);
+            let seconds = rig.each(repeat, Submission::Captured, &|stream| {
+                Ok(engine.enqueue(stream, &request)?)
+            })?;
+            points.push((bytes as u64, seconds));
+        }
+        points.dedup_by_key(|point| point.0);
+        Ok::<_, anyhow::Error>(CollectiveTimes {
+            name: name.to_owned(),
+            world,
+            times: Curve(points),
+        })
+    };
+    let of = |collective: Collective, target: usize, source: usize| -> Result<CollectiveRequest> {
+        Ok(CollectiveRequest::Collective {
+            collective,
+            dtype: DType::F32,
+            target: rig.into.memory().slice(0..target)?,
+            source: rig.own.memory().slice(0..source)?,
+        })
+    };
+    let add = ReduceOp::Sum;
+    model.collectives = Collectives(vec![
+        times("all_gather", &|bytes| {
+            of(Collective::AllGather, bytes, bytes / world)
+        })?,
+        times("reduce_scatter", &|bytes| {
+            of(Collective::ReduceScatter(add), bytes / world, bytes)
+        })?,
+        times("all_reduce", &|bytes| {
+            of(Collective::AllReduce(add), bytes, bytes)
+        })?,
+        times("all_to_all", &|bytes| {
+            of(Collective::AllToAll, bytes, bytes)
+        })?,
+        times("broadcast", &|bytes| {
+            of(Collective::Broadcast(0), bytes, bytes)
+        })?,
+        times("reduce", &|bytes| {
+            of(Collective::Reduce(add, 0), bytes, bytes)
+        })?,
+        times(EXCHANGE, &|bytes| {
+            Ok(CollectiveRequest::Exchange {
+                sends: vec![(rig.right(), rig.own.memory().slice(0..bytes)?)],
+                receives: vec![(rig.left(), rig.into.memory().slice(0..bytes)?)],
+            })
+        })?,
+    ]);
+    let small = of(Collective::AllGather, 1024 * world, 1024)?;
+    let stream = &rig.clock.stream;
+    let host = rig.host(&mut || Ok(engine.enqueue(stream, &small)?))?;
+    model.host.collective = rig.median(host)?;
+    Ok(Some(engine.describe()))
+}

@@ -1,0 +1,160 @@
+//! Matrix multiplications over a grid of shapes.
+
+use super::rig::Rig;
+use anyhow::{Context, Result};
+use warplink::DType;
+use warplink::device::{DeviceSlice, MatmulSpec};
+use warplink::program::cost::gemm::Grid;
+
+/// Bytes of the pattern that fills the operands.
+const PATTERN: usize = 4 << 20;
+
+/// Measures a grid for each of `dtypes`: of rows that are multiples of 16 bytes, and, where that
+/// matters, of others. The ranks share the shapes, unless they share a device.
+pub(super) fn measure(
+    rig: &Rig<'_>,
+    dtypes: &[DType],
+    largest: usize,
+    step: impl Fn(&str),
+) -> Result<Vec<Grid>> {
+    let shared = rig.comm.device().properties().shared;
+    let mut grids = Vec::new();
+    for &dtype in dtypes {
+        for aligned in [true, false] {
+            // Processors load from anywhere.
+            if shared && !aligned {
+                continue;
+            }
+            grids.push(grid(rig, dtype, aligned, largest, shared)?);
+        }
+        step(&format!("matrices of {dtype}"));
+    }
+    Ok(grids)
+}
+
+/// 1, 16, 64, 256, 1024, … up to `largest`.
+fn sizes(largest: usize) -> Vec<usize> {
+    let from_16 = std::iter::successors(Some(16_usize), |size| size.checked_mul(4));
+    let rest = from_16.take_while(|size| *size <= largest);
+    std::iter::once(1).chain(rest).collect()
+}
+
+/// The sizes of k and n: multiples of 8, or odd.
+fn columns(largest: usize, aligned: bool) -> Vec<usize> {
+    let size = |size: usize| match (aligned, size) {
+        (true, 1) => 8,
+        (true, size) => size,
+        (false, 1) => 1,
+        (false, size) if size == largest => size - 1,
+        (false, size) => size + 1,
+    };
+    let mut columns: Vec<usize> = sizes(largest).into_iter().map(size).collect();
+    if aligned {
+        // 8 and 16 differ little.
+        columns.retain(|size| *size != 16);
+    }
+    columns
+}
+
+fn grid(rig: &Rig<'_>, dtype: DType, aligned: bool, largest: usize, shared: bool) -> Result<Grid> {
+    let rows = sizes(largest);
+    let columns = columns(largest, aligned);
+    let most = |sizes: &[usize]| sizes.last().copied().unwrap_or(1);
+    let (m, k, n) = (most(&rows), most(&columns), most(&columns));
+    let operand = |elements: usize| filled(rig, elements * dtype.size(), dtype);
+    let (a, b, c) = (operand(m * k)?, operand(k * n)?, operand(m * n)?);
+    let (rank, world) = (rig.comm.rank(), rig.comm.world());
+    let sharers = if shared { 1 } else { world };
+    let mut seconds = Vec::new();
+    for &m in &rows {
+        let shapes: Vec<_> = columns
+            .iter()
+            .flat_map(|&k| columns.iter().map(move |&n| (k, n)))
+            .collect();
+        let mut own = Vec::new();
+        for (index, &(k, n)) in shapes.iter().enumerate() {
+            own.push(match index % sharers == rank {
+                true => shape(rig, dtype, (m, k, n), [&a, &b, &c])?,
+                false => f64::NAN,
+            });
+        }
+        // Nobody is left alone for longer than a row of the grid.
+        let all = rig.gather(&own)?;
+        for index in 0..shapes.len() {
+            let measured = all.get(index % sharers).and_then(|own| own.get(index));
+            seconds.push(*measured.context("a rank has not measured its shapes")?);
+        }
+    }
+    Ok(Grid {
+        dtype,
+        aligned,
+        m: rows,
+        k: columns.clone(),
+        n: columns,
+        seconds: seconds.into_iter().map(rounded).collect(),
+    })
+}
+
+/// Seconds of one shape, by the path that programs take.
+fn shape(
+    rig: &Rig<'_>,
+    dtype: DType,
+    (m, k, n): (usize, usize, usize),
+    [a, b, c]: [&DeviceSlice; 3],
+) -> Result<f64> {
+    let part = |slice: &DeviceSlice, elements: usize| slice.slice(0..elements * dtype.size());
+    let spec = MatmulSpec::new(m, n, k, dtype);
+    let products = [(part(a, m * k)?, part(c, m * n)?)];
+    let compute = rig.comm.compute()?;
+    let launch = compute.prepare_matmuls(&spec, &products, &part(b, k * n)?, None)?;
+    rig.alone(&|stream| Ok(launch.enqueue(stream)?))
+        .with_context(|| format!("multiply {m} x {k} by {k} x {n} of {dtype}"))
+}
+
+/// Memory of numbers between -1 and 1 that no two rows have in common: a device takes less power for
+/// zeros, and is faster.
+pub(super) fn filled(rig: &Rig<'_>, bytes: usize, dtype: DType) -> Result<DeviceSlice> {
+    let slice = rig.allocate(bytes)?;
+    let size = dtype.size();
+    let pattern: Vec<u8> = (0..PATTERN.min(bytes) / size)
+        .flat_map(|index| {
+            let value = (index as u32).wrapping_mul(2_654_435_761) >> 8;
+            let value = value as f32 / (1_u32 << 23) as f32 - 1.0;
+            let bits = value.to_bits();
+            match dtype {
+                DType::F32 => bits.to_le_bytes().to_vec(),
+                DType::BF16 => bits.to_le_bytes()[2..].to_vec(),
+                _ => half::f16::from_f32(value).to_le_bytes().to_vec(),
+            }
+        })
+        .collect();
+    let mut done = pattern.len().min(bytes);
+    rig.comm
+        .device()
+        .upload(&slice.slice(0..done)?, &pattern[..done])?;
+    let stream = &rig.clock.stream;
+    while done < bytes {
+        let more = done.min(bytes - done);
+        stream.copy(slice.slice(done..done + more)?, slice.slice(0..more)?)?;
+        done += more;
+    }
+    rig.comm.synchronize(stream)?;
+    Ok(slice)
+}
+
+/// Four digits, which is more than is known.
+fn rounded(seconds: f64) -> f64 {
+    format!("{seconds:.3e}").parse().unwrap_or(seconds)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_aligned_or_odd() {
+        assert_eq!(sizes(1024), [1, 16, 64, 256, 1024]);
+        assert_eq!(columns(1024, true), [8, 64, 256, 1024]);
+        assert_eq!(columns(1024, false), [1, 17, 65, 257, 1023]);
+    }
+}

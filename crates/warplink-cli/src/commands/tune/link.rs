@@ -1,0 +1,119 @@
+//! Transfers between ranks: alone, and all at once.
+
+use super::rig::Rig;
+use crate::commands::bench::timing::Submission;
+use anyhow::{Context, Result};
+use warplink::device::{DeviceSlice, Stream, StreamOp};
+use warplink::p2p::Protocol;
+use warplink::program::cost::HardwareModel;
+use warplink::program::cost::curve::Curve;
+
+/// Who copies: the first rank alone, or all at once.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Who {
+    First,
+    All,
+}
+
+pub(super) fn measure(rig: &Rig<'_>, model: &mut HardwareModel) -> Result<()> {
+    if rig.comm.world() == 1 {
+        return Ok(());
+    }
+    let limit = rig.comm.device().properties().kernel_copy_limit;
+    model.link.kernel_limit = limit as u64;
+    let curve = |protocol, in_kernel: bool| -> Result<Curve> {
+        let fits = |bytes: &usize| !in_kernel || *bytes <= limit;
+        let mut points = Vec::new();
+        for bytes in rig.sizes().into_iter().filter(fits) {
+            let seconds = copies(rig, protocol, bytes, in_kernel)?;
+            points.push((bytes as u64, seconds));
+        }
+        Ok(Curve(points))
+    };
+    model.link.put = curve(Protocol::Put, false)?;
+    model.link.get = curve(Protocol::Get, false)?;
+    model.link.kernel_put = curve(Protocol::Put, true)?;
+    model.link.kernel_get = curve(Protocol::Get, true)?;
+    let bytes = rig.largest.min(64 << 20);
+    let neighbour = |protocol| peers(rig, protocol, bytes, false);
+    let rotated = |protocol| peers(rig, protocol, bytes, true);
+    model.link.put_ring = neighbour(Protocol::Put)?;
+    model.link.get_ring = neighbour(Protocol::Get)?;
+    model.link.put_rotated = rotated(Protocol::Put)?;
+    model.link.get_rotated = rotated(Protocol::Get)?;
+    Ok(())
+}
+
+/// Target and source of a copy of `bytes` to or from the neighbour at a distance.
+pub(super) fn ends(
+    rig: &Rig<'_>,
+    protocol: Protocol,
+    distance: usize,
+    bytes: usize,
+) -> Result<(DeviceSlice, DeviceSlice)> {
+    let (rank, world) = (rig.comm.rank(), rig.comm.world());
+    let missing = || format!("rank {rank} has no peer at distance {distance}");
+    Ok(match protocol {
+        Protocol::Put => {
+            let remote = rig.remote_into[(rank + distance) % world].as_ref();
+            let target = remote.with_context(missing)?.memory();
+            (target.slice(0..bytes)?, rig.own.memory().slice(0..bytes)?)
+        }
+        Protocol::Get => {
+            let remote = rig.remote_own[(rank + world - distance) % world].as_ref();
+            let source = remote.with_context(missing)?.memory();
+            (rig.into.memory().slice(0..bytes)?, source.slice(0..bytes)?)
+        }
+    })
+}
+
+/// Seconds of one of many copies in a row from one rank to another.
+fn copies(rig: &Rig<'_>, protocol: Protocol, bytes: usize, in_kernel: bool) -> Result<f64> {
+    let (target, source) = ends(rig, protocol, 1, bytes)?;
+    let repeat = ((256 << 20) / bytes).clamp(4, 32);
+    repeated(rig, Who::First, repeat, &|stream| {
+        if in_kernel {
+            stream.sequence(&[StreamOp::Copy {
+                target: &target,
+                source: &source,
+            }])?;
+        } else {
+            stream.copy(&target, &source)?;
+        }
+        Ok(())
+    })
+}
+
+/// Bytes per second of every rank when all copy at once: to one neighbour, or to all in turn.
+fn peers(rig: &Rig<'_>, protocol: Protocol, bytes: usize, rotated: bool) -> Result<f64> {
+    let distances = if rotated { rig.comm.world() - 1 } else { 1 };
+    let turns: Vec<_> = (1..=distances)
+        .map(|distance| ends(rig, protocol, distance, bytes))
+        .collect::<Result<_>>()?;
+    let repeat = 8_usize.div_ceil(distances);
+    let seconds = repeated(rig, Who::All, repeat, &|stream| {
+        let mut turns = turns.iter();
+        turns.try_for_each(|(target, source)| Ok(stream.copy(target, source)?))
+    })?;
+    Ok((bytes * distances) as f64 / seconds)
+}
+
+fn repeated(
+    rig: &Rig<'_>,
+    who: Who,
+    repeat: usize,
+    work: &dyn Fn(&Stream) -> Result<()>,
+) -> Result<f64> {
+    let first = rig.comm.rank() == 0;
+    // A graph of nothing cannot be captured everywhere; the others are done at once.
+    let submission = match who {
+        Who::All => Submission::Captured,
+        Who::First => Submission::Eager,
+    };
+    rig.each(repeat, submission, &|stream| {
+        if who == Who::All || first {
+            work(stream)?;
+        }
+        Ok(())
+    })
+}

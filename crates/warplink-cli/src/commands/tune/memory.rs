@@ -1,0 +1,44 @@
+//! Copies within a device's memory, and sums.
+
+use super::rig::Rig;
+use crate::commands::bench::timing::Submission;
+use anyhow::Result;
+use warplink::DType;
+use warplink::program::cost::HardwareModel;
+use warplink::program::cost::curve::Curve;
+
+/// Bytes of a sum that takes no time but that of its kernel.
+const LEAST: usize = 1024;
+
+pub(super) fn measure(rig: &Rig<'_>, model: &mut HardwareModel) -> Result<()> {
+    let compute = rig.comm.compute()?;
+    let (own, into) = (rig.own.memory(), rig.into.memory());
+    let sum = |bytes: usize| -> Result<f64> {
+        let half = bytes / 2;
+        let sources = [own.slice(0..half)?, own.slice(half..2 * half)?];
+        let target = into.slice(0..half)?;
+        let launch = compute.clone().prepare_sum(DType::F32, &target, &sources)?;
+        rig.each(16, Submission::Captured, &|stream| {
+            Ok(launch.enqueue(stream)?)
+        })
+    };
+    model.memory.kernel = sum(LEAST)?;
+    let seconds = sum(rig.largest)? - model.memory.kernel;
+    model.memory.rate = 1.5 * rig.largest as f64 / seconds.max(1e-9);
+    let mut points = Vec::new();
+    for bytes in rig.sizes() {
+        let (target, source) = (into.slice(0..bytes)?, own.slice(0..bytes)?);
+        let seconds = rig.each(16, Submission::Captured, &|stream| {
+            Ok(stream.copy(&target, &source)?)
+        })?;
+        points.push((bytes as u64, seconds));
+    }
+    model.memory.copy = Curve(points);
+    let one = 1.0 / model.device.multiprocessors as f64;
+    // The engines of a GPU copy without its multiprocessors, which a sum fills.
+    (model.memory.copy_occupancy, model.memory.sum_occupancy) = match model.device.shared {
+        true => (one, one),
+        false => (0.0, 1.0),
+    };
+    Ok(())
+}

@@ -1,0 +1,228 @@
+//! `warplink tune`: measures the machine, for the cost model.
+
+mod beside;
+mod collective;
+mod gemm;
+mod latency;
+mod link;
+mod memory;
+mod report;
+mod rig;
+
+use crate::commands::ranks;
+use crate::options::Options;
+use crate::report::print_json;
+use crate::report::progress::Progress;
+use anyhow::{Context, Result};
+use clap::Args;
+use rig::Rig;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::{SystemTime, UNIX_EPOCH};
+use warplink::program::cost::model::{DeviceMatch, FORMAT, Source};
+use warplink::program::cost::{DeviceDescription, HardwareModel, find};
+use warplink::{Communicator, DType};
+
+/// Measure this machine for the cost model
+///
+/// Measures matrix multiplications over a grid of shapes, transfers between neighbours alone and all
+/// at once, the collectives of the vendor's library, copies and sums, the latencies of signals and
+/// events, the host's time to enqueue, and how much work of one kind slows another. Writes a hardware
+/// model, by which warplink then chooses how to overlap communication, and `warplink program cost`
+/// estimates programs. Nothing else should run on the machine meanwhile.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:\n  \
+    warplink tune\n  \
+    warplink tune -n 2 --dtypes bf16,f16,f32 --output h200-2.json\n  \
+    warplink tune --device host -n 2 --largest-shape 256")]
+pub(crate) struct Tune {
+    /// File to write [default: in the cache directory, where warplink looks for it]
+    #[arg(long, value_name = "FILE")]
+    output: Option<PathBuf>,
+    /// Element types of the matrix multiplications; f16 and bf16 stand for one another [default:
+    /// bf16,f32]
+    #[arg(long, value_name = "T,…", value_delimiter = ',')]
+    dtypes: Vec<DType>,
+    /// Largest extent of a matrix [default: 16384 on cuda, 512 on host]
+    #[arg(long, value_name = "N")]
+    largest_shape: Option<usize>,
+    /// Largest transfer [default: 256MiB on cuda, 1MiB on host]
+    #[arg(long, value_name = "BYTES")]
+    largest_transfer: Option<crate::report::bytes::Bytes>,
+    /// Samples of each figure
+    #[arg(long, value_name = "N", default_value = "5", value_parser = clap::value_parser!(u16).range(1..))]
+    samples: u16,
+    /// Leave the vendor's collectives out
+    #[arg(long)]
+    no_nccl: bool,
+}
+
+impl Tune {
+    pub(crate) fn run(self, options: &Options) -> Result<ExitCode> {
+        ranks::run(options, |comm| {
+            let model = self.measure(comm)?;
+            if comm.rank() == 0 {
+                let path = self.path(&model)?;
+                write(&path, &model)?;
+                if options.json {
+                    print_json(&model)?;
+                } else {
+                    print!("{}", report::text(&model));
+                    println!("\nwritten to {}", path.display());
+                }
+            }
+            Ok(ExitCode::SUCCESS)
+        })
+    }
+
+    fn measure(&self, comm: &Communicator) -> Result<HardwareModel> {
+        let properties = comm.device().properties();
+        // What cannot be measured stays as it is known or guessed.
+        let description = DeviceDescription::of(&**comm.device());
+        let mut model = (*HardwareModel::find(&description, comm.world())?).clone();
+        let transfer = match (&self.largest_transfer, properties.shared) {
+            (Some(bytes), _) => usize::try_from(bytes.0).context("sizes fit the memory")?,
+            (None, false) => 256 << 20,
+            (None, true) => 1 << 20,
+        };
+        let shape = self
+            .largest_shape
+            .unwrap_or(if properties.shared { 512 } else { 16384 });
+        let dtypes = match &self.dtypes[..] {
+            [] => vec![DType::BF16, DType::F32],
+            given => given.to_vec(),
+        };
+        let progress = (comm.rank() == 0).then(|| Progress::new(7, "measure"));
+        let step = |what: &str| {
+            if let Some(progress) = &progress {
+                progress.step(what.to_owned());
+            }
+        };
+        let rig = Rig::new(comm, transfer, self.samples.into())?;
+        model.format = FORMAT;
+        model.name = format!("{} x {}", comm.world(), properties.model);
+        model.device = DeviceMatch {
+            kind: description.kind,
+            model: properties.model.clone(),
+            ranks: comm.world(),
+            topology: "every rank to its right neighbour was measured".to_owned(),
+            multiprocessors: properties.multiprocessors,
+            shared: properties.shared,
+        };
+        memory::measure(&rig, &mut model)?;
+        step("memory");
+        link::measure(&rig, &mut model)?;
+        step("transfers");
+        latency::measure(&rig, &mut model)?;
+        step("latencies");
+        let engine = match self.no_nccl || comm.world() == 1 {
+            true => None,
+            false => collective::measure(&rig, &mut model)?,
+        };
+        step("collectives");
+        model.gemm.grids = gemm::measure(&rig, &dtypes, shape, step)?;
+        if properties.shared {
+            // One thread computes each.
+            model.gemm.tile = (usize::MAX >> 16, usize::MAX >> 16);
+            model.gemm.smallest_tile = model.gemm.tile;
+        }
+        beside::measure(&rig, &mut model)?;
+        step("work beside work");
+        let command: Vec<String> = std::env::args().skip(1).collect();
+        model.source = Source {
+            machine: format!("{} ranks on {}", comm.world(), properties.model),
+            date: today(),
+            command: format!("warplink {}", command.join(" ")),
+            notes: match engine {
+                Some(engine) => format!("collectives of {engine}"),
+                None => "collectives were not measured".to_owned(),
+            },
+        };
+        Ok(model)
+    }
+
+    fn path(&self, model: &HardwareModel) -> Result<PathBuf> {
+        if let Some(path) = &self.output {
+            return Ok(path.clone());
+        }
+        let directory = find::directory().context("no cache directory; use --output FILE")?;
+        let name: String = model
+            .device
+            .model
+            .chars()
+            .map(|letter| {
+                if letter.is_ascii_alphanumeric() {
+                    letter
+                } else {
+                    '-'
+                }
+            })
+            .collect();
+        let ranks = model.device.ranks;
+        Ok(directory.join(format!("{}-{ranks}.json", name.to_lowercase())))
+    }
+}
+
+/// Writes the model under another name first, so that nobody reads half of it.
+fn write(path: &Path, model: &HardwareModel) -> Result<()> {
+    let text = model.to_json()?;
+    let parent = path
+        .parent()
+        .filter(|parent| !parent.as_os_str().is_empty());
+    if let Some(parent) = parent {
+        std::fs::create_dir_all(parent).with_context(|| format!("make {}", parent.display()))?;
+    }
+    let partial = path.with_extension(format!("{}.partial", std::process::id()));
+    std::fs::write(&partial, text + "\n")
+        .and_then(|()| std::fs::rename(&partial, path))
+        .with_context(|| format!("write {}", path.display()))
+}
+
+/// The date in UTC, as year-month-day.
+fn today() -> String {
+    let seconds = SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .map_or(0, |since| since.as_secs());
+    date(seconds / 86_400)
+}
+
+/// The date so many days after 1970-01-01.
+fn date(days: u64) -> String {
+    let leap = |year: u64| {
+        year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400))
+    };
+    let (mut year, mut left) = (1970, days);
+    while left >= 365 + u64::from(leap(year)) {
+        left -= 365 + u64::from(leap(year));
+        year += 1;
+    }
+    let february = 28 + u64::from(leap(year));
+    let lengths = [31, february, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31];
+    let mut month = 1;
+    for length in lengths {
+        if left < length {
+            break;
+        }
+        left -= length;
+        month += 1;
+    }
+    format!("{year}-{month:02}-{:02}", left + 1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn dates_are_those_of_the_calendar() {
+        for (days, text) in [
+            (0, "1970-01-01"),
+            (59, "1970-03-01"),
+            (11_016, "2000-02-29"),
+            (20_454, "2026-01-01"),
+            (20_818, "2026-12-31"),
+        ] {
+            assert_eq!(date(days), text);
+        }
+    }
+}

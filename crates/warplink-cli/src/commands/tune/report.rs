@@ -1,0 +1,62 @@
+//! A short account of what was measured.
+
+use crate::report::bytes::Bytes;
+use crate::report::table::{Align, Table};
+use warplink::program::cost::HardwareModel;
+
+/// The figures that say most about a machine.
+pub(super) fn text(model: &HardwareModel) -> String {
+    let mut table = Table::new([("", Align::Left), ("measured", Align::Right)]);
+    let rate = |rate: f64| format!("{:.1} GB/s", rate / 1e9);
+    let micros = |seconds: f64| format!("{:.2} us", seconds * 1e6);
+    let (link, latency, host) = (&model.link, &model.latency, &model.host);
+    let percent = |share: f64| format!("{:.1} %", 100.0 * share);
+    let beside = &model.interference;
+    for (name, value) in [
+        ("memory, sum", rate(model.memory.rate)),
+        ("put, one pair", rate(link.put.peak())),
+        ("get, one pair", rate(link.get.peak())),
+        ("put, all at once", rate(link.put_ring)),
+        ("get, all at once", rate(link.get_ring)),
+        ("put, all to all in turn", rate(link.put_rotated)),
+        ("get, all to all in turn", rate(link.get_rotated)),
+        ("results stored at peers", rate(link.stored)),
+        ("signal", micros(2.0 * latency.word)),
+        ("signal between kernels", micros(2.0 * latency.kernel_word)),
+        ("event", micros(latency.event)),
+        ("kernel that does nothing", micros(model.memory.kernel)),
+        ("kernel behind a word", micros(latency.launch)),
+        ("host, a matmul", micros(host.matmul)),
+        ("host, a transfer", micros(host.transfer)),
+        ("host, a wait", micros(host.word)),
+        ("host, a collective", micros(host.collective)),
+        ("matmul beside a put", percent(beside.matmul_beside_put)),
+        ("matmul beside a get", percent(beside.matmul_beside_get)),
+        ("copy beside a matmul", percent(beside.copy_beside_matmul)),
+    ] {
+        table.row([name.to_owned(), value]);
+    }
+    for grid in &model.gemm.grids {
+        let last = |sizes: &[usize]| sizes.last().copied().unwrap_or(1);
+        let (m, k, n) = (last(&grid.m), last(&grid.k), last(&grid.n));
+        let seconds = grid.seconds.last().copied().unwrap_or(f64::NAN);
+        let flops = 2.0 * m as f64 * k as f64 * n as f64 / seconds / 1e12;
+        let name = format!("{}, {m} x {k} x {n}", grid.dtype);
+        table.row([name, format!("{flops:.2} TFLOP/s")]);
+    }
+    for times in model
+        .collectives
+        .0
+        .iter()
+        .filter(|times| times.world == model.device.ranks)
+    {
+        for (bytes, seconds) in [times.times.0.first(), times.times.0.last()]
+            .into_iter()
+            .flatten()
+        {
+            let name = format!("{} of {}", times.name, Bytes(*bytes));
+            table.row([name, micros(*seconds)]);
+        }
+    }
+    format!("{}\n\n{table}", model.name)
+}

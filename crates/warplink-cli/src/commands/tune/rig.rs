@@ -1,0 +1,202 @@
+//! What everything is measured with: memory of all ranks, streams, and clocks.
+
+use crate::commands::bench::second_stream::SecondStream;
+use crate::commands::bench::timing::{Clock, Submission};
+use anyhow::{Context, Result};
+use std::time::Instant;
+use warplink::Communicator;
+use warplink::device::{AllocationKind, DeviceSlice, Event, Priority, Stream, Word};
+use warplink::memory::{HANDLE_BYTES, Region, RemoteRegion};
+
+/// Seconds that the repetitions of one sample should take together.
+const SAMPLE: f64 = 1e-3;
+
+pub(super) struct Rig<'a> {
+    pub(super) comm: &'a Communicator,
+    pub(super) clock: Clock<'a>,
+    pub(super) second: SecondStream,
+    pub(super) samples: usize,
+    /// The largest transfer.
+    pub(super) largest: usize,
+    /// Memory that peers read, and that they write.
+    pub(super) own: Region,
+    pub(super) into: Region,
+    /// The same of every peer; none for this rank.
+    pub(super) remote_own: Vec<Option<RemoteRegion>>,
+    pub(super) remote_into: Vec<Option<RemoteRegion>>,
+    /// Words that the left neighbour writes, and those of the right one.
+    pub(super) words: [Word; 2],
+    pub(super) remote_words: Option<[Word; 2]>,
+    _words: Region,
+    _remote_words: Vec<Option<RemoteRegion>>,
+    begin: Event,
+    end: Event,
+}
+
+impl<'a> Rig<'a> {
+    /// Every rank makes one at the same time.
+    pub(super) fn new(comm: &'a Communicator, largest: usize, samples: usize) -> Result<Self> {
+        let (own, into) = (comm.alloc(largest)?, comm.alloc(largest)?);
+        let words = comm.register(&comm.device().allocate_signals(4096)?)?;
+        let remote_words = share(comm, &words)?;
+        let pair =
+            |slice: &DeviceSlice| -> Result<[Word; 2]> { Ok([slice.word(0)?, slice.word(64)?]) };
+        let right = (comm.rank() + 1) % comm.world();
+        let rig = Self {
+            clock: Clock::new(comm, Priority::Normal)?,
+            second: SecondStream::new(comm)?,
+            samples,
+            largest,
+            remote_own: share(comm, &own)?,
+            remote_into: share(comm, &into)?,
+            own,
+            into,
+            words: pair(words.memory())?,
+            remote_words: remote_words[right]
+                .as_ref()
+                .map(|remote| pair(remote.memory()))
+                .transpose()?,
+            _words: words,
+            _remote_words: remote_words,
+            begin: comm.device().create_event(true)?,
+            end: comm.device().create_event(true)?,
+            comm,
+        };
+        rig.clock.stream.fill(&rig.own, 0x3c)?;
+        rig.clock.stream.fill(&rig.into, 0)?;
+        comm.synchronize(&rig.clock.stream)?;
+        Ok(rig)
+    }
+
+    pub(super) fn right(&self) -> usize {
+        (self.comm.rank() + 1) % self.comm.world()
+    }
+
+    pub(super) fn left(&self) -> usize {
+        (self.comm.rank() + self.comm.world() - 1) % self.comm.world()
+    }
+
+    /// Sizes from 1 KiB to the largest transfer, each four times the one before.
+    pub(super) fn sizes(&self) -> Vec<usize> {
+        std::iter::successors(Some(1024_usize), |size| size.checked_mul(4))
+            .take_while(|size| *size <= self.largest)
+            .collect()
+    }
+
+    pub(super) fn allocate(&self, bytes: usize) -> Result<DeviceSlice> {
+        Ok(self.comm.device().allocate(bytes, AllocationKind::Plain)?)
+    }
+
+    /// Seconds of one of many repetitions of `work` in a row, captured into a graph: the median of
+    /// the samples, each that of the slowest rank. Every rank calls this with as much to do.
+    pub(super) fn each(
+        &self,
+        repeat: usize,
+        submission: Submission,
+        work: &dyn Fn(&Stream) -> Result<()>,
+    ) -> Result<f64> {
+        let times = self.clock.measure(self.samples, submission, &|stream| {
+            (0..repeat).try_for_each(|_| work(stream))
+        })?;
+        Ok(times.median / repeat as f64)
+    }
+
+    /// As [`each`](Self::each) for this rank alone: other ranks need not call it.
+    pub(super) fn alone(&self, work: &dyn Fn(&Stream) -> Result<()>) -> Result<f64> {
+        let stream = &self.clock.stream;
+        // The first run loads what is missing.
+        let mut once = 0.0;
+        for _ in 0..2 {
+            once = self.timed(stream, &|| work(stream))?;
+        }
+        let repeat = (SAMPLE / once.max(1e-6)).clamp(1.0, 20.0) as usize;
+        stream.begin_capture()?;
+        let recorded = (0..repeat).try_for_each(|_| work(stream));
+        let graph = stream.end_capture();
+        recorded?;
+        let graph = graph?;
+        let mut times = Vec::new();
+        for _ in 0..self.samples.min(3) {
+            times.push(self.timed(stream, &|| Ok(graph.launch(stream)?))? / repeat as f64);
+        }
+        times.sort_by(f64::total_cmp);
+        times
+            .get(times.len() / 2)
+            .copied()
+            .context("no sample was taken")
+    }
+
+    /// Seconds that `stream` takes for what `work` enqueues.
+    pub(super) fn timed(&self, stream: &Stream, work: &dyn Fn() -> Result<()>) -> Result<f64> {
+        stream.record(&self.begin)?;
+        work()?;
+        stream.record(&self.end)?;
+        self.comm.synchronize(stream)?;
+        Ok(f64::from(self.end.elapsed_since(&self.begin)?) / 1e3)
+    }
+
+    /// Seconds of the host for one of many calls of `work`.
+    pub(super) fn host(&self, work: &mut dyn FnMut() -> Result<()>) -> Result<f64> {
+        const ROUNDS: usize = 16;
+        const IN_A_ROW: usize = 8;
+        let mut times = Vec::new();
+        for _ in 0..ROUNDS {
+            self.comm.synchronize(&self.clock.stream)?;
+            let start = Instant::now();
+            for _ in 0..IN_A_ROW {
+                work()?;
+            }
+            times.push(start.elapsed().as_secs_f64() / IN_A_ROW as f64);
+        }
+        self.comm.synchronize(&self.clock.stream)?;
+        times.sort_by(f64::total_cmp);
+        times
+            .get(ROUNDS / 2)
+            .copied()
+            .context("no sample was taken")
+    }
+
+    /// The median over the ranks of a figure that each has measured.
+    pub(super) fn median(&self, own: f64) -> Result<f64> {
+        let mut all = self.gather(&[own])?.concat();
+        all.sort_by(f64::total_cmp);
+        all.get(all.len() / 2)
+            .copied()
+            .context("no rank has measured")
+    }
+
+    /// What every rank has measured.
+    pub(super) fn gather(&self, own: &[f64]) -> Result<Vec<Vec<f64>>> {
+        let bytes: Vec<u8> = own.iter().flat_map(|value| value.to_le_bytes()).collect();
+        let all = self.comm.all_gather_bytes(&bytes)?;
+        let values = |bytes: &Vec<u8>| {
+            let each = bytes
+                .chunks_exact(8)
+                .filter_map(|part| part.try_into().ok());
+            each.map(f64::from_le_bytes).collect()
+        };
+        Ok(all.iter().map(values).collect())
+    }
+}
+
+/// Maps every peer's `region`.
+pub(super) fn share(comm: &Communicator, region: &Region) -> Result<Vec<Option<RemoteRegion>>> {
+    let mut handles = Vec::new();
+    for peer in 0..comm.world() {
+        if peer == comm.rank() {
+            handles.extend_from_slice(&[0; HANDLE_BYTES]);
+        } else {
+            handles.extend_from_slice(&comm.export_handle(region, peer)?);
+        }
+    }
+    let all = comm.all_gather_bytes(&handles)?;
+    let own = comm.rank() * HANDLE_BYTES..(comm.rank() + 1) * HANDLE_BYTES;
+    let open = |(peer, handles): (usize, &Vec<u8>)| -> Result<Option<RemoteRegion>> {
+        if peer == comm.rank() {
+            return Ok(None);
+        }
+        let handle = handles.get(own.clone()).context("read a peer's handle")?;
+        Ok(Some(comm.open_handle(peer, handle)?))
+    };
+    all.iter().enumerate().map(open).collect()
+}
