@@ -10,11 +10,13 @@ mod bootstrap_support;
 use bootstrap_support::{close_all, config, new_id, soon, within};
 use rustix::process::{Resource, Rlimit, setrlimit};
 use std::io::{BufReader, Read, Write};
-use std::net::{SocketAddr, TcpStream};
+use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
-use warplink::bootstrap::{Bootstrap, UniqueId};
+use warplink::bootstrap::{Bootstrap, JoinConfig, Rendezvous, UniqueId};
 use warplink::{Deadline, Result};
 
 fn rank_0(id: &UniqueId) -> thread::JoinHandle<Result<std::sync::Arc<Bootstrap>>> {
@@ -60,7 +62,7 @@ fn strangers_cannot_disturb_the_members() {
         let address = id.address();
 
         // A handshake that is cut off after every byte, with a proof that cannot be right.
-        let whole = [hello(1), frame(&[0; 32])].concat();
+        let whole = [hello(2), frame(&[0; 32])].concat();
         for length in 0..=whole.len() {
             intrude(address, &whole[..length]);
         }
@@ -74,10 +76,10 @@ fn strangers_cannot_disturb_the_members() {
         for length in [4097u32, 64 << 20, u32::MAX] {
             assert!(intrude(address, &[&length.to_le_bytes()[..], &[0; 8]].concat()).is_empty());
         }
-        let answer = intrude(address, &hello(2));
+        let answer = intrude(address, &hello(3));
         let text = String::from_utf8_lossy(&answer);
         assert!(
-            text.contains("version 1") && text.contains("version 2"),
+            text.contains("version 2") && text.contains("version 3"),
             "{text}"
         );
 
@@ -193,4 +195,91 @@ fn a_thousand_idle_connections_take_nothing_that_members_need() {
         assert!(output.contains("closed"), "{output}");
         drop(idle);
     });
+}
+
+/// What the relay does with the next bytes that the member sends.
+const PASS: u8 = 0;
+const ALTER: u8 = 1;
+const REPLAY: u8 = 2;
+
+/// Passes bytes on between a member and the store, and tampers with them once told to.
+fn relay(store: SocketAddr, tamper: Arc<AtomicU8>) -> SocketAddr {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    thread::spawn(move || {
+        let (member, _) = listener.accept().unwrap();
+        let store = loop {
+            match TcpStream::connect(store) {
+                Ok(stream) => break stream,
+                Err(_) => thread::sleep(Duration::from_millis(5)),
+            }
+        };
+        let (mut from, mut to) = (store.try_clone().unwrap(), member.try_clone().unwrap());
+        thread::spawn(move || {
+            let _ = std::io::copy(&mut from, &mut to);
+            let _ = to.shutdown(std::net::Shutdown::Both);
+        });
+        let (mut from, mut to) = (member, store);
+        let mut chunk = [0; 4096];
+        while let Ok(count @ 1..) = from.read(&mut chunk) {
+            let sent = match tamper.swap(PASS, Ordering::SeqCst) {
+                // The first byte of the body, behind the header.
+                ALTER => {
+                    chunk[12] ^= 1;
+                    to.write_all(&chunk[..count])
+                }
+                REPLAY => to
+                    .write_all(&chunk[..count])
+                    .and_then(|()| to.write_all(&chunk[..count])),
+                _ => to.write_all(&chunk[..count]),
+            };
+            if sent.is_err() {
+                break;
+            }
+        }
+        let _ = to.shutdown(std::net::Shutdown::Both);
+    });
+    address
+}
+
+#[test]
+fn altered_and_replayed_frames_are_refused_after_joining_too() {
+    for how in [ALTER, REPLAY] {
+        within(30, move || {
+            let store = TcpListener::bind("127.0.0.1:0")
+                .unwrap()
+                .local_addr()
+                .unwrap();
+            let tamper = Arc::new(AtomicU8::new(PASS));
+            let relayed = relay(store, tamper.clone());
+            let joined = bootstrap_support::join_all(
+                [store, relayed]
+                    .into_iter()
+                    .enumerate()
+                    .map(|(rank, address)| {
+                        let mut config = JoinConfig::new(Rendezvous::Address(address), rank, 2);
+                        config.secret = Some("long and random".into());
+                        config
+                    })
+                    .collect(),
+            );
+            let [zero, one] = &joined[..] else {
+                unreachable!()
+            };
+            let (zero, one) = (zero.as_ref().unwrap(), one.as_ref().unwrap());
+            assert_eq!(one.store().add("count", 1).unwrap(), 1);
+            tamper.store(how, Ordering::SeqCst);
+            let _ = one.store().add("count", 1);
+            // The relay's second copy follows the answer to the first.
+            let until = Instant::now() + Duration::from_secs(5);
+            while zero.health().lost().is_empty() {
+                assert!(Instant::now() < until, "the tampering went unnoticed");
+                thread::sleep(Duration::from_millis(1));
+            }
+            let error = zero.health().check(&[1]).unwrap_err();
+            assert!(error.to_string().contains("altered or replayed"), "{error}");
+            let count = if how == ALTER { 1 } else { 2 };
+            assert_eq!(zero.store().add("count", 0).unwrap(), count);
+        });
+    }
 }

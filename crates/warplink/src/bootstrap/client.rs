@@ -5,6 +5,7 @@ use super::handshake;
 use super::health::Health;
 use super::message::{self, Event, MAX_REASON, Reply, Request};
 use super::outbox::Outbox;
+use super::seal::{Opener, Seals};
 use super::secret::Secret;
 use super::socket::{self, DeadlineStream};
 use crate::deadline::Deadline;
@@ -87,7 +88,7 @@ impl Client {
         deadline: Deadline,
     ) -> Result<(Arc<Self>, [u8; 32])> {
         let mut pause = Duration::from_millis(5);
-        let (stream, session) = loop {
+        let (stream, session, seals) = loop {
             let error = match Self::attempt(address, identity, deadline) {
                 Ok(connected) => break connected,
                 Err(error) if error.kind() == ErrorKind::Io => error,
@@ -108,7 +109,7 @@ impl Client {
         };
         let stream = Arc::new(stream);
         let client = Arc::new(Self {
-            outbox: Outbox::new(stream.clone()),
+            outbox: Outbox::new(stream.clone(), seals.sealer),
             state: Mutex::new(State {
                 calls: HashMap::new(),
                 phase: Phase::Joining,
@@ -122,7 +123,7 @@ impl Client {
         let reading = client.clone();
         let reader = thread::Builder::new()
             .name("warplink-client".into())
-            .spawn(move || reading.read_all(&stream))
+            .spawn(move || reading.read_all(&stream, seals.opener))
             .map_err(|error| Error::io("start a thread", &error))?;
         *lock(&client.reader) = Some(reader);
         Ok((client, session))
@@ -132,16 +133,17 @@ impl Client {
         address: SocketAddr,
         identity: &Identity<'_>,
         deadline: Deadline,
-    ) -> Result<(TcpStream, [u8; 32])> {
+    ) -> Result<(TcpStream, [u8; 32], Seals)> {
         let failed = |error| Error::io("connect", &error);
         let limit = deadline.remaining().min(Duration::from_secs(5));
         let stream = socket::connect(address, limit).map_err(failed)?;
         socket::set_options(&stream, identity.heartbeat).map_err(failed)?;
         // Rank 0 may have the port but not have begun to serve, so the whole time is allowed.
         let mut timed = DeadlineStream::new(&stream, deadline);
-        let session = handshake::join(&mut timed, identity.secret, identity.rank, identity.world)?;
+        let (session, seals) =
+            handshake::join(&mut timed, identity.secret, identity.rank, identity.world)?;
         timed.finish().map_err(failed)?;
-        Ok((stream, session))
+        Ok((stream, session, seals))
     }
 
     /// Waits until every rank has joined.
@@ -232,13 +234,15 @@ impl Client {
         answer.unwrap_or_else(|| Err(deadline.expired("the answer")))
     }
 
-    fn read_all(&self, stream: &TcpStream) {
+    fn read_all(&self, stream: &TcpStream, mut opener: Opener) {
         let mut reader = BufReader::with_capacity(16 << 10, stream);
         let reason = loop {
-            match frame::read(&mut reader, frame::MAX_BODY).and_then(|frame| match frame {
-                Some(frame) => self.handle(frame).map(Some),
-                None => Ok(None),
-            }) {
+            match opener
+                .read(&mut reader, frame::MAX_BODY)
+                .and_then(|frame| match frame {
+                    Some(frame) => self.handle(frame).map(Some),
+                    None => Ok(None),
+                }) {
                 Ok(Some(())) => {}
                 Ok(None) => break "the connection to its store was closed".to_owned(),
                 Err(error) => {

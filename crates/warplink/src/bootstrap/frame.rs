@@ -25,15 +25,15 @@ pub(crate) struct Frame {
     pub(crate) body: Vec<u8>,
 }
 
-/// The bytes of a frame.
-pub(crate) fn encode(id: u64, body: &[u8]) -> Result<Vec<u8>> {
+/// The bytes of a frame, with room for `extra` more.
+pub(crate) fn encode(id: u64, body: &[u8], extra: usize) -> Result<Vec<u8>> {
     if body.len() > MAX_BODY {
         return Err(Error::invalid(format!(
             "a message has {} bytes; expected at most {MAX_BODY}",
             body.len()
         )));
     }
-    let mut bytes = Vec::with_capacity(HEADER + body.len());
+    let mut bytes = Vec::with_capacity(HEADER + body.len() + extra);
     bytes.extend_from_slice(&(body.len() as u32).to_le_bytes());
     bytes.extend_from_slice(&id.to_le_bytes());
     bytes.extend_from_slice(body);
@@ -79,7 +79,8 @@ pub(crate) fn read(reader: &mut impl Read, limit: usize) -> Result<Option<Frame>
     }))
 }
 
-fn truncated() -> Error {
+/// The error of a stream that ends too early.
+pub(crate) fn truncated() -> Error {
     Error::new(
         ErrorKind::Protocol,
         "the connection ended in the middle of a frame",
@@ -94,7 +95,7 @@ mod tests {
     proptest! {
         #[test]
         fn survives_and_ends_cleanly(id: u64, body: Vec<u8>) {
-            let bytes = encode(id, &body).unwrap();
+            let bytes = encode(id, &body, 0).unwrap();
             let mut reader = &bytes[..];
             prop_assert_eq!(read(&mut reader, MAX_BODY).unwrap(), Some(Frame { id, body }));
             prop_assert_eq!(read(&mut reader, MAX_BODY).unwrap(), None);
@@ -109,7 +110,7 @@ mod tests {
 
     #[test]
     fn refuses_a_truncation_at_every_byte() {
-        let bytes = encode(9, b"a body").unwrap();
+        let bytes = encode(9, b"a body", 0).unwrap();
         for length in 1..bytes.len() {
             let error = read(&mut &bytes[..length], MAX_BODY).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::Protocol, "{length} bytes");

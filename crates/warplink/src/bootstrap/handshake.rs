@@ -8,11 +8,12 @@
 //! store  → joiner  welcome: the session, or a refusal
 //! ```
 //!
-//! The store proves itself first, so that a joiner tells nothing to a stranger. The challenge
-//! authenticates the join; what follows is neither encrypted nor signed.
+//! The store proves itself first, so that a joiner tells nothing to a stranger. Everything after the
+//! joiner's proof is sealed (`seal.rs`), under keys that both derive from the secret and the nonces.
 
 use super::frame::{self, MAX_HANDSHAKE};
 use super::message::{self, Refusal, RefusalKind};
+use super::seal::{Opener, Sealer, Seals};
 use super::secret::{Proof, Secret, random_bytes};
 use crate::error::{Error, ErrorKind, Rank, Result};
 use serde::{Deserialize, Serialize};
@@ -21,7 +22,7 @@ use zerocopy::byteorder::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 /// The version of the protocol between members and the store.
-pub(crate) const VERSION: u32 = 1;
+pub(crate) const VERSION: u32 = 2;
 const MAGIC: [u8; 4] = *b"WPLK";
 
 /// The first frame. Its layout stays the same in every version, so that each can name the other.
@@ -55,14 +56,18 @@ enum JoinReply {
 pub(crate) struct Claim {
     pub(crate) rank: u64,
     pub(crate) world: u64,
+    /// The store's, for the connection.
+    pub(crate) seals: Seals,
 }
 
 const STORE: &str = "warplink join: store";
 const JOINER: &str = "warplink join: joiner";
+const FROM_STORE: &str = "warplink frames: store";
+const FROM_JOINER: &str = "warplink frames: joiner";
 
 fn send(stream: &mut impl Write, body: &[u8]) -> Result<()> {
     stream
-        .write_all(&frame::encode(0, body)?)
+        .write_all(&frame::encode(0, body, 0)?)
         .map_err(|error| Error::io("send a handshake", &error))
 }
 
@@ -78,7 +83,7 @@ fn stopped() -> Error {
     )
 }
 
-/// The joiner's side. Returns what identifies the session.
+/// The joiner's side. Returns what identifies the session, and the joiner's seals.
 ///
 /// # Errors
 /// [`ErrorKind::Io`] when the connection ends, which is worth another attempt; the other kinds
@@ -88,7 +93,7 @@ pub(crate) fn join(
     secret: &Secret,
     rank: Rank,
     world: usize,
-) -> Result<[u8; 32]> {
+) -> Result<([u8; 32], Seals)> {
     let hello = Hello {
         magic: MAGIC,
         version: VERSION.into(),
@@ -109,14 +114,20 @@ pub(crate) fn join(
         .help("give every rank the same unique id or WARPLINK_SECRET, and check that no other job uses this address"));
     }
     send(stream, &secret.proof(JOINER, &[hello.as_bytes(), &nonce])?)?;
-    match message::decode(&receive(stream)?.ok_or_else(stopped)?)? {
-        JoinReply::Welcome { session } => Ok(session),
+    let transcript = [hello.as_bytes(), &nonce[..]];
+    let mut seals = Seals {
+        sealer: Sealer::new(&secret.proof(FROM_JOINER, &transcript)?)?,
+        opener: Opener::new(&secret.proof(FROM_STORE, &transcript)?)?,
+    };
+    let reply = seals.opener.read(stream, MAX_HANDSHAKE)?;
+    match message::decode(&reply.ok_or_else(stopped)?.body)? {
+        JoinReply::Welcome { session } => Ok((session, seals)),
         JoinReply::Refused(refusal) => Err(refusal.into_error()),
     }
 }
 
-/// The store's side, up to and including the joiner's proof. The answer is the caller's to give,
-/// with [`welcome`] or [`refuse`].
+/// The store's side, up to and including the joiner's proof. The caller then sends a sealed frame
+/// with [`welcome`] or [`refusal`].
 pub(crate) fn accept(stream: &mut (impl Read + Write), secret: &Secret) -> Result<Claim> {
     let bytes = receive(stream)?.ok_or_else(stopped)?;
     let hello = match Hello::read_from_bytes(&bytes) {
@@ -154,16 +165,22 @@ pub(crate) fn accept(stream: &mut (impl Read + Write), secret: &Secret) -> Resul
         )
     })?;
     if !secret.verify(JOINER, &[hello.as_bytes(), &nonce], &claimed)? {
-        let refusal = Refusal::new(
+        let denied = Refusal::new(
             RefusalKind::Authentication,
             "the joining rank does not hold the store's secret",
         );
-        refuse(stream, refusal.clone())?;
-        return Err(refusal.into_error());
+        // The joiner could not read a sealed one.
+        send(stream, &refusal(&denied)?)?;
+        return Err(denied.into_error());
     }
+    let transcript = [hello.as_bytes(), &nonce[..]];
     Ok(Claim {
         rank: hello.rank.get(),
         world: hello.world.get(),
+        seals: Seals {
+            sealer: Sealer::new(&secret.proof(FROM_STORE, &transcript)?)?,
+            opener: Opener::new(&secret.proof(FROM_JOINER, &transcript)?)?,
+        },
     })
 }
 
@@ -172,7 +189,7 @@ pub(crate) fn welcome(session: [u8; 32]) -> Result<Vec<u8>> {
     message::encode(&JoinReply::Welcome { session })
 }
 
-/// Tells a joiner why it is not admitted.
-pub(crate) fn refuse(stream: &mut impl Write, refusal: Refusal) -> Result<()> {
-    send(stream, &message::encode(&JoinReply::Refused(refusal))?)
+/// The body of the last frame to a joiner that is not admitted.
+pub(crate) fn refusal(refusal: &Refusal) -> Result<Vec<u8>> {
+    message::encode(&JoinReply::Refused(refusal.clone()))
 }

@@ -42,7 +42,7 @@
 //! | `client.rs` | a member's connection |
 //! | `server.rs` | the connections of all members, on rank 0 |
 //! | `table.rs`, `waiters.rs`, `gathers.rs` | the store's state, without sockets or clocks |
-//! | `handshake.rs`, `message.rs`, `frame.rs` | the protocol, from the outside in |
+//! | `handshake.rs`, `message.rs`, `seal.rs`, `frame.rs` | the protocol, from the outside in |
 //! | `outbox.rs`, `socket.rs` | sending without blocking, socket options |
 
 mod client;
@@ -57,6 +57,7 @@ mod member;
 mod message;
 mod nodelist;
 mod outbox;
+mod seal;
 mod secret;
 mod server;
 mod socket;

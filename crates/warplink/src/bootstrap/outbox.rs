@@ -1,6 +1,7 @@
 //! Sending frames without ever blocking the sender.
 
 use super::frame;
+use super::seal::Sealer;
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::lock;
 use rustix::net::{SendFlags, send};
@@ -18,14 +19,14 @@ const MAX_QUEUED: usize = 4 * frame::MAX_BODY;
 /// A frame goes straight into the socket's buffer while that has room. What does not fit waits in
 /// a queue, which a thread of its own empties and then ends: in the common case nobody has to be
 /// woken, and a receiver that stalls holds up nobody else.
-#[derive(Debug)]
 pub(crate) struct Outbox {
     stream: Arc<TcpStream>,
     queue: Mutex<Queue>,
 }
 
-#[derive(Debug, Default)]
 struct Queue {
+    /// Frames are sealed in the order in which they are sent.
+    sealer: Sealer,
     frames: VecDeque<Vec<u8>>,
     bytes: usize,
     draining: bool,
@@ -34,18 +35,25 @@ struct Queue {
 }
 
 impl Outbox {
-    pub(crate) fn new(stream: Arc<TcpStream>) -> Arc<Self> {
+    pub(crate) fn new(stream: Arc<TcpStream>, sealer: Sealer) -> Arc<Self> {
         Arc::new(Self {
             stream,
-            queue: Mutex::default(),
+            queue: Mutex::new(Queue {
+                sealer,
+                frames: VecDeque::new(),
+                bytes: 0,
+                draining: false,
+                closed: false,
+                drain: None,
+            }),
         })
     }
 
     /// Sends a frame or queues it. On an error the connection is shut down, which its reader sees.
     pub(crate) fn push(self: &Arc<Self>, id: u64, body: &[u8]) -> Result<()> {
-        // Too long a message is the caller's mistake and leaves the connection as it is.
-        let bytes = frame::encode(id, body)?;
         let mut queue = lock(&self.queue);
+        // Too long a message is the caller's mistake and leaves the connection as it is.
+        let bytes = queue.sealer.seal(id, body)?;
         let result = self.place(&mut queue, bytes);
         if result.is_err() {
             self.shut(&mut queue);

@@ -4,6 +4,7 @@ use super::frame;
 use super::handshake;
 use super::message::{self, MAX_WORLD, Refusal, RefusalKind, Request};
 use super::outbox::Outbox;
+use super::seal::Opener;
 use super::secret::{Secret, random_bytes};
 use super::socket::{self, DeadlineStream};
 use super::table::{Outgoing, Table};
@@ -287,8 +288,8 @@ impl Shared {
         }
         self.changed.notify_all();
         match member {
-            Ok((rank, outbox)) => {
-                let reason = self.attend(rank, &stream);
+            Ok((rank, outbox, opener)) => {
+                let reason = self.attend(rank, &stream, opener);
                 outbox.close();
                 let mut state = lock(&self.state);
                 if !state.closing {
@@ -307,34 +308,28 @@ impl Shared {
     }
 
     /// The handshake, and the admission of the rank.
-    fn greet(&self, id: u64, stream: &Arc<TcpStream>) -> Result<(u32, Arc<Outbox>)> {
+    fn greet(&self, id: u64, stream: &Arc<TcpStream>) -> Result<(u32, Arc<Outbox>, Opener)> {
         socket::set_options(stream, self.settings.heartbeat)
             .map_err(|error| Error::io("set socket options", &error))?;
         let mut timed = DeadlineStream::new(stream, Deadline::after(HANDSHAKE_TIMEOUT));
         let claim = handshake::accept(&mut timed, &self.settings.secret)?;
-        match self.enter(id, claim.rank, claim.world, stream) {
-            Ok(entered) => {
+        let outbox = Outbox::new(stream.clone(), claim.seals.sealer);
+        match self.enter(id, claim.rank, claim.world, &outbox) {
+            Ok(rank) => {
                 timed
                     .finish()
                     .map_err(|error| Error::io("set socket options", &error))?;
-                let (rank, outbox) = entered;
                 self.changed.notify_all();
-                Ok((rank, outbox))
+                Ok((rank, outbox, claim.seals.opener))
             }
             Err(refusal) => {
-                handshake::refuse(&mut timed, refusal.clone())?;
+                outbox.push(0, &handshake::refusal(&refusal)?)?;
                 Err(refusal.into_error())
             }
         }
     }
 
-    fn enter(
-        &self,
-        id: u64,
-        rank: u64,
-        world: u64,
-        stream: &Arc<TcpStream>,
-    ) -> Result<(u32, Arc<Outbox>), Refusal> {
+    fn enter(&self, id: u64, rank: u64, world: u64, outbox: &Arc<Outbox>) -> Result<u32, Refusal> {
         let expected = self.settings.world as u64;
         if world != expected {
             let message = format!(
@@ -345,7 +340,6 @@ impl Shared {
         let rank = u32::try_from(rank).unwrap_or(u32::MAX);
         let welcome = handshake::welcome(self.session)
             .map_err(|error| Refusal::new(RefusalKind::Protocol, error.to_string()))?;
-        let outbox = Outbox::new(stream.clone());
         let mut state = lock(&self.state);
         if state.unauthenticated.remove(&id).is_none() {
             let message = "the connection was dropped for another; expected a faster handshake";
@@ -358,14 +352,14 @@ impl Shared {
         state.outboxes.insert(rank, outbox.clone());
         state.table.announce();
         self.deliver(state);
-        Ok((rank, outbox))
+        Ok(rank)
     }
 
     /// Handles a member's requests; returns why its connection ended.
-    fn attend(&self, rank: u32, stream: &TcpStream) -> String {
+    fn attend(&self, rank: u32, stream: &TcpStream, mut opener: Opener) -> String {
         let mut reader = BufReader::with_capacity(16 << 10, stream);
         loop {
-            let frame = match frame::read(&mut reader, frame::MAX_BODY) {
+            let frame = match opener.read(&mut reader, frame::MAX_BODY) {
                 Ok(Some(frame)) => frame,
                 Ok(None) => return "its connection was closed".into(),
                 Err(error) => return format!("its connection failed: {}", error.message()),
