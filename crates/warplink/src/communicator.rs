@@ -159,8 +159,9 @@ impl Communicator {
         self.memory.register(slice)
     }
 
-    /// A handle of `region`, for `peer` to [`open_handle`](Self::open_handle), by whatever way it gets there. A
-    /// handle is good for one opening, and keeps the memory allocated until that is undone.
+    /// A handle of `region`, for `peer` to [`open_handle`](Self::open_handle), by whatever way it
+    /// gets there. A handle is good for one opening, and keeps the memory allocated until that is
+    /// undone.
     pub fn export_handle(&self, region: &Region, peer: Rank) -> Result<[u8; HANDLE_BYTES]> {
         self.memory.export_handle(region, peer)
     }
@@ -180,8 +181,8 @@ impl Communicator {
         self.device.create_stream(priority)
     }
 
-    /// Matches transfers with their other ends; see [`TransferExchange::exchange`]. Blocks until the peers
-    /// have exchanged theirs.
+    /// Matches transfers with their other ends; see [`TransferExchange::exchange`]. Blocks until
+    /// the peers have exchanged theirs.
     pub fn exchange(&self, requests: &[TransferRequest]) -> Result<Vec<Transfer>> {
         self.transfers.exchange(requests, self.deadline())
     }

@@ -146,7 +146,8 @@ pub trait Compute: Send + Sync + fmt::Debug {
     ) -> Result<Arc<dyn PreparedLaunch>>;
 
     /// Enqueues `target = Σ sources`, element by element, in order, accumulated in `f32` (in `f64`
-    /// and `i32` for these; bytes have no sum). `target` may be one of the sources. All have the same length.
+    /// and `i32` for these; bytes have no sum). `target` may be one of the sources. All have the
+    /// same length.
     fn sum(
         &self,
         stream: &Stream,
@@ -156,8 +157,8 @@ pub trait Compute: Send + Sync + fmt::Debug {
     ) -> Result<()>;
 }
 
-/// Work with fixed operands, made ready to be enqueued again and again in less of the host's time than
-/// by the calls that name them. It keeps its memory.
+/// Work with fixed operands, made ready to be enqueued again and again in less of the host's time
+/// than by the calls that name them. It keeps its memory.
 pub trait PreparedLaunch: Send + Sync + fmt::Debug {
     /// Enqueues the work. Does not block. Enqueued on several streams at once, it may run one after
     /// the other.

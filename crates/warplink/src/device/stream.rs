@@ -100,8 +100,8 @@ impl Stream {
         self.0.memory_ops(ops)
     }
 
-    /// As [`memory_ops`](Self::memory_ops), but in one kernel where the device gains by that, which it
-    /// does from a few on. A kernel waits for room on a multiprocessor, which a GEMM on another
+    /// As [`memory_ops`](Self::memory_ops), but in one kernel where the device gains by that, which
+    /// it does from a few on. A kernel waits for room on a multiprocessor, which a GEMM on another
     /// stream may leave none of.
     pub fn memory_ops_in_kernel(&self, ops: &[MemoryOp<'_>]) -> Result<()> {
         self.0.memory_ops_in_kernel(ops)

@@ -164,7 +164,8 @@ impl Region {
     ///
     /// # Errors
     /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where the region
-    /// has clones, [`ErrorKind::Timeout`](crate::ErrorKind::Timeout), with the peer, where one still uses a mapping of it; the memory then stays allocated until it lets go.
+    /// has clones, [`ErrorKind::Timeout`](crate::ErrorKind::Timeout), with the peer, where one
+    /// still uses a mapping of it; the memory then stays allocated until it lets go.
     pub fn close(self, deadline: Deadline) -> Result<()> {
         let generation = self.generation();
         let shared = self.registration.shared.clone();

@@ -72,7 +72,8 @@ impl Context {
     /// the process would forbid (allocate, query): none of it touches the captured streams.
     pub(crate) fn relax_capture(&self) -> Relaxed<'_> {
         let mut mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED as c_int;
-        // SAFETY: `mode` is an output parameter for one mode, read and then set to the thread's previous one.
+        // SAFETY: `mode` is an output parameter for one mode, read and then set to the thread's
+        // previous one.
         let answer = unsafe { (self.driver.cuThreadExchangeStreamCaptureMode)(&mut mode) };
         Relaxed {
             context: self,

@@ -1,8 +1,9 @@
 //! The driver's functions, each resolved once by the name of the version that is meant.
 //!
-//! The names carry their version suffix, so that no header's renaming is needed: `cuStreamWaitValue64`
-//! without a suffix, for example, is an older function that a current driver refuses. Codes come
-//! back as integers: a newer driver may return one that no enumeration of today knows.
+//! The names carry their version suffix, so that no header's renaming is needed:
+//! `cuStreamWaitValue64` without a suffix, for example, is an older function that a current driver
+//! refuses. Codes come back as integers: a newer driver may return one that no enumeration of today
+//! knows.
 
 pub(super) mod context;
 pub(super) mod library;
@@ -223,7 +224,8 @@ impl Driver {
         code: Status,
     ) -> Option<String> {
         let mut text = std::ptr::null();
-        // SAFETY: `text` is an output parameter for one pointer. An unknown code is refused with an error.
+        // SAFETY: `text` is an output parameter for one pointer. An unknown code is refused with an
+        // error.
         let answer = unsafe { ask(code, &mut text) };
         if answer != status::SUCCESS || text.is_null() {
             return None;

@@ -29,8 +29,8 @@ impl Module {
         let _entered = context.enter()?;
         let _relaxed = context.relax_capture();
         let mut raw = std::ptr::null_mut();
-        // SAFETY: `raw` is an output parameter for one module; `code` is a whole image, made by NVRTC for this
-        // GPU and checked when it came from disk.
+        // SAFETY: `raw` is an output parameter for one module; `code` is a whole image, made by
+        // NVRTC for this GPU and checked when it came from disk.
         let answer = unsafe { (context.driver.cuModuleLoadData)(&mut raw, code.as_ptr().cast()) };
         context
             .driver
@@ -61,7 +61,8 @@ impl Module {
             None => {
                 let mut registers = 0;
                 let which = CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_NUM_REGS;
-                // SAFETY: as above, and `registers` is an output parameter for one integer. Asking loads it.
+                // SAFETY: as above, and `registers` is an output parameter for one integer. Asking
+                // loads it.
                 unsafe { (driver.cuFuncGetAttribute)(&mut registers, which, raw) }
             }
         };

@@ -97,7 +97,8 @@ impl Compiler {
             raw: std::ptr::null_mut(),
         };
         let (none, no_names) = (std::ptr::null(), std::ptr::null());
-        // SAFETY: `raw` is an output parameter for one program; both strings end with a zero; no headers.
+        // SAFETY: `raw` is an output parameter for one program; both strings end with a zero; no
+        // headers.
         let code = unsafe {
             (self.nvrtcCreateProgram)(
                 &mut program.raw,

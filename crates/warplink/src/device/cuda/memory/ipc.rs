@@ -115,8 +115,8 @@ impl IpcMapping {
             reserved: key.1.map(|byte| byte as c_char),
         };
         let mut address = 0;
-        // SAFETY: `address` is an output parameter for one address, and the context is current. A handle that
-        // is not one of the driver's is refused.
+        // SAFETY: `address` is an output parameter for one address, and the context is current. A
+        // handle that is not one of the driver's is refused.
         let code =
             unsafe { (driver.cuIpcOpenMemHandle_v2)(&mut address, handle, LAZY_PEER_ACCESS) };
         driver.check(code, "open a peer's memory by IPC handle").map_err(|error| match code {

@@ -47,7 +47,8 @@ impl Watched {
         };
         let _relaxed = self.context.relax_capture();
         let (raw, mut capture) = (self.raw as CUstream, 0);
-        // SAFETY: a stream is watched no longer than it lives; `capture` is an output parameter for one integer.
+        // SAFETY: a stream is watched no longer than it lives; `capture` is an output parameter for
+        // one integer.
         let code = unsafe { (driver.cuStreamIsCapturing)(raw, &mut capture) };
         // A stream that records must not be asked, nor a default one while another records. Both last
         // only briefly.

@@ -35,7 +35,8 @@ fn ipc_handle(gpu: &Gpu, base: u64) -> Result<[u8; 64]> {
     let _entered = gpu.context.enter()?;
     let _relaxed = gpu.context.relax_capture();
     let mut handle = CUipcMemHandle { reserved: [0; 64] };
-    // SAFETY: `handle` is an output parameter for one handle; an address that cannot be shared is refused.
+    // SAFETY: `handle` is an output parameter for one handle; an address that cannot be shared is
+    // refused.
     let code = unsafe { (gpu.context.driver.cuIpcGetMemHandle)(&mut handle, base) };
     gpu.context
         .driver

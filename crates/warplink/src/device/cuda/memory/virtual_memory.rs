@@ -53,7 +53,8 @@ impl VirtualMemory {
         let property = property(gpu);
         let bytes = round_up(gpu, &property, bytes)?;
         let mut handle = 0;
-        // SAFETY: `handle` is an output parameter for one handle, `property` is fully set, no flags exist.
+        // SAFETY: `handle` is an output parameter for one handle, `property` is fully set, no flags
+        // exist.
         let mut code = unsafe { (driver.cuMemCreate)(&mut handle, bytes, &property, 0) };
         if code == status::OUT_OF_MEMORY && gpu.reaper.flush(std::time::Duration::from_secs(1)) {
             // SAFETY: as above.
@@ -78,8 +79,8 @@ impl VirtualMemory {
         let mut handle = 0;
         // The driver takes the descriptor's number in place of a pointer.
         let number = descriptor.as_raw_fd() as usize as *mut c_void;
-        // SAFETY: `handle` is an output parameter for one handle. The descriptor is open during the call; one
-        // that is not of the driver's making is refused.
+        // SAFETY: `handle` is an output parameter for one handle. The descriptor is open during the
+        // call; one that is not of the driver's making is refused.
         let code =
             unsafe { (driver.cuMemImportFromShareableHandle)(&mut handle, number, DESCRIPTOR) };
         driver.check(code, "open a peer's memory by descriptor")?;
@@ -108,7 +109,8 @@ impl VirtualMemory {
             handle,
             stage: Stage::Handle,
         };
-        // SAFETY: `address` is an output parameter for one address; 0 asks for any alignment and any address.
+        // SAFETY: `address` is an output parameter for one address; 0 asks for any alignment and
+        // any address.
         let code = unsafe { (driver.cuMemAddressReserve)(&mut memory.address, bytes, 0, 0, 0) };
         driver.check(code, "reserve addresses")?;
         memory.stage = Stage::Reserved;
@@ -176,8 +178,8 @@ pub(crate) fn export_mapped(gpu: &Gpu, address: u64) -> Result<OwnedFd> {
     let _entered = gpu.context.enter()?;
     let driver = gpu.context.driver;
     let mut handle = 0;
-    // SAFETY: `handle` is an output parameter for one handle; an address that is not mapped memory of the
-    // virtual memory interface is refused.
+    // SAFETY: `handle` is an output parameter for one handle; an address that is not mapped memory
+    // of the virtual memory interface is refused.
     let code = unsafe {
         (driver.cuMemRetainAllocationHandle)(&mut handle, address as usize as *mut c_void)
     };

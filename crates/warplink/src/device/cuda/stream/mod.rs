@@ -87,7 +87,8 @@ impl CudaStream {
         let _entered = gpu.context.enter()?;
         let raw = raw as usize as CUstream;
         let mut context = std::ptr::null_mut();
-        // SAFETY: `context` is an output parameter for one context; the caller vouches for the stream.
+        // SAFETY: `context` is an output parameter for one context; the caller vouches for the
+        // stream.
         let code = unsafe { (gpu.context.driver.cuStreamGetCtx)(raw, &mut context) };
         gpu.context
             .driver

@@ -247,8 +247,9 @@ impl OtherContext {
         // SAFETY: `raw` is an output parameter for one context, and 0 asks for no special scheduling.
         let code = unsafe { create(&mut other.raw, 0, context.device) };
         driver.check(code, "create a second context")?;
-        // SAFETY: `stream` is an output parameter for one stream; the new context is current; 1 asks for a
-        // stream that is not ordered with the default one; a priority out of range is clamped.
+        // SAFETY: `stream` is an output parameter for one stream; the new context is current; 1
+        // asks for a stream that is not ordered with the default one; a priority out of range is
+        // clamped.
         let code = unsafe { (driver.cuStreamCreateWithPriority)(&mut other.stream, 1, -1) };
         // SAFETY: the primary context is retained for as long as it is held here.
         let back = unsafe { (driver.cuCtxSetCurrent)(context.raw) };
