@@ -139,7 +139,7 @@ impl Demo {
         // The engine is joined by all ranks together, so all find it missing or none does.
         let plain = match gemm.plan(&overlap::Options::of(Variant::Collective)) {
             Ok(plan) => {
-                let engine = comm.collective_engine()?.describe();
+                let engine = comm.collective_engine()?.name();
                 let name = format!("{engine}, then one GEMM");
                 time(&mut gemm, &clock, samples, name, &|stream| plan.run(stream))?
             }
@@ -156,7 +156,7 @@ impl Demo {
         let right = gemm.is_right(overlapped.error) && gemm.is_right(plain.error);
         Ok(Outcome {
             demo: "all-gather + matmul",
-            device: comm.device().describe(),
+            device: comm.device().name(),
             ranks: comm.world(),
             problem: gemm.problem,
             seed,

@@ -115,7 +115,7 @@ impl CollectiveRequest {
 /// lengths.
 pub trait CollectiveEngine: Send + Sync + fmt::Debug {
     /// Name and version, for tables.
-    fn describe(&self) -> String;
+    fn name(&self) -> String;
 
     /// Enqueues `request` on `stream`. Does not block.
     ///

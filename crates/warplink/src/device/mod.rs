@@ -203,7 +203,7 @@ pub trait Device: Send + Sync + fmt::Debug {
     fn kind(&self) -> DeviceKind;
 
     /// Name for people: kind, ordinal, model.
-    fn describe(&self) -> String;
+    fn name(&self) -> String;
 
     /// What is known of it without measuring.
     fn properties(&self) -> DeviceProperties;

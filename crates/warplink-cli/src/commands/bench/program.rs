@@ -115,7 +115,7 @@ impl Program {
         }
         Ok(Report {
             benchmark: "program",
-            device: comm.device().describe(),
+            device: comm.device().name(),
             ranks: comm.world(),
             rows,
         })

@@ -261,7 +261,7 @@ pub(crate) fn run_trial(args: &TrialArgs) -> Result<ExitCode> {
     };
     let failed = steps.iter().any(|step| step.outcome.is_err());
     print_json(&RankReport {
-        device: comm.device().describe(),
+        device: comm.device().name(),
         steps,
     })?;
     // After a failure some ranks may be held up; the report is out, and that is what counts.
@@ -434,7 +434,7 @@ fn try_collectives(comm: &Communicator) -> Result<String> {
     comm.synchronize(&stream)?;
     let expected = (comm.world() * (comm.world() + 1) / 2) as f32;
     ensure!(sum.download()? == [expected; 16], "the sum is wrong");
-    Ok(format!("{}, a sum over all ranks", engine.describe()))
+    Ok(format!("{}, a sum over all ranks", engine.name()))
 }
 
 #[cfg(test)]

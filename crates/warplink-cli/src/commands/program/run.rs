@@ -99,7 +99,7 @@ impl Run {
         }
         Ok(Outcome {
             program: text.program.name.clone(),
-            device: comm.device().describe(),
+            device: comm.device().name(),
             ranks: comm.world(),
             operations: plan.operations(),
             eager,

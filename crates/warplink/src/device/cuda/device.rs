@@ -41,8 +41,8 @@ impl Device for CudaDevice {
         DeviceKind::Cuda
     }
 
-    fn describe(&self) -> String {
-        self.gpu.describe()
+    fn name(&self) -> String {
+        self.gpu.name()
     }
 
     fn properties(&self) -> DeviceProperties {
@@ -187,6 +187,6 @@ fn check_length(operation: &'static str, slice: &DeviceSlice, bytes: usize) -> R
 
 impl fmt::Debug for CudaDevice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.gpu.describe())
+        f.write_str(&self.gpu.name())
     }
 }

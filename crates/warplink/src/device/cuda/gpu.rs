@@ -69,7 +69,7 @@ impl Gpu {
     }
 
     /// Name for people.
-    pub(super) fn describe(&self) -> String {
+    pub(super) fn name(&self) -> String {
         format!("cuda:{} {}", self.context.ordinal, self.capabilities.name)
     }
 }
@@ -86,6 +86,6 @@ impl Drop for Gpu {
 
 impl fmt::Debug for Gpu {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.describe())
+        f.write_str(&self.name())
     }
 }

@@ -95,15 +95,15 @@ impl HostCollectives {
         stream::from_dyn(stream)?.enqueue(Operation::Task(Arc::new(task)))
     }
 
-    /// Everybody's `parts[p]` goes to rank p; what arrives from rank p goes to `slots[p]`.
+    /// Every rank's `parts[p]` goes to rank p; what arrives from rank p goes to `targets[p]`.
     fn scatter(
         &self,
         stream: &Stream,
         parts: Vec<DeviceSlice>,
-        slots: Vec<DeviceSlice>,
+        targets: Vec<DeviceSlice>,
     ) -> Result<()> {
         self.enqueue_task(stream, move |inner, context| {
-            memory::copy(&slots[inner.rank], &parts[inner.rank]);
+            memory::copy(&targets[inner.rank], &parts[inner.rank]);
             let others = |slices: &[DeviceSlice]| -> Vec<(Rank, DeviceSlice)> {
                 slices
                     .iter()
@@ -112,7 +112,7 @@ impl HostCollectives {
                     .filter(|(peer, _)| *peer != inner.rank)
                     .collect()
             };
-            inner.advance(context, &others(&parts), &others(&slots))
+            inner.advance(context, &others(&parts), &others(&targets))
         })
     }
 
@@ -279,7 +279,7 @@ impl Move {
 }
 
 impl CollectiveEngine for HostCollectives {
-    fn describe(&self) -> String {
+    fn name(&self) -> String {
         "host collectives".to_owned()
     }
 
@@ -296,13 +296,13 @@ impl CollectiveEngine for HostCollectives {
                 source,
             } => (*collective, *dtype, target, source),
         };
-        let to_everybody = || vec![source.clone(); self.world()];
+        let to_all = || vec![source.clone(); self.world()];
         match collective {
-            Collective::AllGather => self.scatter(stream, to_everybody(), self.parts(target)?),
+            Collective::AllGather => self.scatter(stream, to_all(), self.parts(target)?),
             Collective::AllToAll => self.scatter(stream, self.parts(source)?, self.parts(target)?),
             Collective::AllReduce(op) => {
                 let scratch = self.scratch(source.bytes())?;
-                self.scatter(stream, to_everybody(), scratch.clone())?;
+                self.scatter(stream, to_all(), scratch.clone())?;
                 self.reduce_into(stream, dtype, op, target, scratch)
             }
             Collective::ReduceScatter(op) => {

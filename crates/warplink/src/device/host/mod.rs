@@ -59,7 +59,7 @@ impl Device for HostDevice {
         DeviceKind::Host
     }
 
-    fn describe(&self) -> String {
+    fn name(&self) -> String {
         let threads = std::thread::available_parallelism().map_or(1, usize::from);
         format!("host ({threads} hardware threads)")
     }
@@ -131,7 +131,7 @@ impl Device for HostDevice {
             "the host device's streams have no raw form",
         )
         .during("borrow a stream")
-        .with_device(self.describe())
+        .with_device(self.name())
         .help("create a stream"))
     }
 

@@ -171,7 +171,7 @@ impl Overlap {
         }
         // All ranks join the engine together, so all find it missing or none does.
         let nccl = match comm.collective_engine() {
-            Ok(engine) => Some(engine.describe()),
+            Ok(engine) => Some(engine.name()),
             Err(error) if error.kind() == ErrorKind::LibraryMissing => {
                 if comm.rank() == 0 {
                     crate::report::print_message(&format!("skipped the collective: {error}"));
@@ -214,7 +214,7 @@ impl Overlap {
         }
         Ok(Report {
             benchmark: "overlap",
-            device: comm.device().describe(),
+            device: comm.device().name(),
             ranks: comm.world(),
             nccl,
             streams: settings.streams,

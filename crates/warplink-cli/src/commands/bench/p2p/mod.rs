@@ -182,10 +182,10 @@ impl P2p {
                 }
             }
         }
-        let engine = rig.engine.as_ref().map(|engine| engine.describe());
+        let engine = rig.engine.as_ref().map(|engine| engine.name());
         Ok(Report {
             benchmark: "p2p",
-            device: comm.device().describe(),
+            device: comm.device().name(),
             ranks: comm.world(),
             pattern: if self.ring { "ring" } else { "pair" },
             nccl: engine,

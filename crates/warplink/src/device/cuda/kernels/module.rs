@@ -35,7 +35,7 @@ impl Module {
         context
             .driver
             .check(answer, "load a kernel")
-            .map_err(|error| error.with_key(source.name).with_device(gpu.describe()))?;
+            .map_err(|error| error.with_key(source.name).with_device(gpu.name()))?;
         Ok(Arc::new(Self {
             context: context.clone(),
             raw,

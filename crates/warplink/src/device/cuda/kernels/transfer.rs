@@ -103,13 +103,13 @@ impl TransferKernel {
             resets: 0,
             operations: [[0; 2]; MAX_OPERATIONS],
         };
-        for (index, (operation, slot)) in before
+        for (index, (operation, entry)) in before
             .iter()
             .chain(after)
             .zip(&mut parameters.operations)
             .enumerate()
         {
-            *slot = match operation {
+            *entry = match operation {
                 MemoryOp::Write { word, value } => [address(word)?, *value],
                 MemoryOp::Reset { word } => {
                     resets |= 1 << index;

@@ -27,7 +27,7 @@ pub(crate) unsafe fn borrow(
     let foreign = |text: String| {
         Error::invalid(text)
             .during("borrow device memory")
-            .with_device(gpu.describe())
+            .with_device(gpu.name())
     };
     if bytes == 0 {
         return Err(foreign(
@@ -75,7 +75,7 @@ pub(crate) unsafe fn borrow(
             );
             return Err(Error::new(ErrorKind::Unsupported, text)
                 .during("borrow device memory")
-                .with_device(gpu.describe())
+                .with_device(gpu.name())
                 .help("register parts that lie in one each, allocate from this library, or turn expandable segments off for this tensor"));
         }
         return Err(foreign(format!(

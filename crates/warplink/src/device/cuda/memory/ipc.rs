@@ -25,7 +25,7 @@ const CLOSING: Duration = Duration::from_secs(10);
 /// Which context and which handle.
 type Key = (usize, [u8; 64]);
 
-enum Slot {
+enum MappingState {
     Open(Weak<IpcMapping>),
     /// Dropped, but the driver is still to close it; or about to be opened.
     Busy,
@@ -33,7 +33,7 @@ enum Slot {
 
 #[derive(Default)]
 struct Table {
-    slots: Mutex<HashMap<Key, Slot>>,
+    states: Mutex<HashMap<Key, MappingState>>,
     changed: Condvar,
 }
 
@@ -42,9 +42,9 @@ fn table() -> &'static Table {
     TABLE.get_or_init(Table::default)
 }
 
-/// Gives a slot back, and wakes whoever waits for it.
+/// Removes an entry, and wakes whoever waits for that.
 fn clear(key: &Key) {
-    lock(&table().slots).remove(key);
+    lock(&table().states).remove(key);
     table().changed.notify_all();
 }
 
@@ -64,16 +64,16 @@ impl IpcMapping {
         let key = (gpu.context.raw as usize, *handle);
         let table = table();
         let give_up = Instant::now() + CLOSING;
-        let mut slots = lock(&table.slots);
+        let mut states = lock(&table.states);
         loop {
-            match slots.entry(key) {
+            match states.entry(key) {
                 Entry::Vacant(vacant) => {
-                    vacant.insert(Slot::Busy);
+                    vacant.insert(MappingState::Busy);
                     break;
                 }
-                // A mapping that cannot be upgraded is being dropped: its drop clears the slot.
-                Entry::Occupied(slot) => {
-                    if let Slot::Open(mapping) = slot.get()
+                // A mapping that cannot be upgraded is being dropped: its drop clears the state.
+                Entry::Occupied(state) => {
+                    if let MappingState::Open(mapping) = state.get()
                         && let Some(mapping) = mapping.upgrade()
                     {
                         return Ok(mapping);
@@ -86,16 +86,16 @@ impl IpcMapping {
                     .during("open a peer's memory by IPC handle")
                     .help("synchronize streams that still wait: the driver closes a mapping only when the GPU is idle"));
             }
-            slots = table
+            states = table
                 .changed
-                .wait_timeout(slots, left)
+                .wait_timeout(states, left)
                 .unwrap_or_else(std::sync::PoisonError::into_inner)
                 .0;
         }
-        drop(slots);
+        drop(states);
         match Self::open_alone(gpu, key) {
             Ok(mapping) => {
-                lock(&table.slots).insert(key, Slot::Open(Arc::downgrade(&mapping)));
+                lock(&table.states).insert(key, MappingState::Open(Arc::downgrade(&mapping)));
                 table.changed.notify_all();
                 Ok(mapping)
             }
@@ -106,7 +106,7 @@ impl IpcMapping {
         }
     }
 
-    /// Opens the handle whose slot is held.
+    /// Opens the handle whose state is held.
     fn open_alone(gpu: &Arc<Gpu>, key: Key) -> Result<Arc<Self>> {
         let _entered = gpu.context.enter()?;
         let _relaxed = gpu.context.relax_capture();
@@ -146,7 +146,7 @@ impl IpcMapping {
 impl Drop for IpcMapping {
     fn drop(&mut self) {
         let (key, address) = (self.key, self.address);
-        lock(&table().slots).insert(key, Slot::Busy);
+        lock(&table().states).insert(key, MappingState::Busy);
         self.gpu.reaper.run(move |context| {
             close(context, address);
             clear(&key);

@@ -178,7 +178,7 @@ impl PlainMemory {
             .check(code, "allocate device memory")
             .map_err(|error| {
                 error
-                    .with_device(gpu.describe())
+                    .with_device(gpu.name())
                     .help(format!("{whole} bytes were asked for"))
             })?;
         Ok(Self {

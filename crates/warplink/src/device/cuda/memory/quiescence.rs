@@ -21,15 +21,15 @@ static GATE: RwLock<()> = RwLock::new(());
 static STREAMS: Mutex<Vec<Watched>> = Mutex::new(Vec::new());
 
 /// Between two looks: at first and at most.
-const PAUSES: [Duration; 2] = [Duration::from_micros(20), Duration::from_millis(2)];
+const POLL_INTERVALS: [Duration; 2] = [Duration::from_micros(20), Duration::from_millis(2)];
 
 /// How long streams may be found busy before what waits for peers is held back for a while, so that
 /// they can run empty: at first, and at most.
-const PATIENCE: [Duration; 2] = [Duration::from_millis(200), Duration::from_secs(5)];
+const BUSY_LIMITS: [Duration; 2] = [Duration::from_millis(200), Duration::from_secs(5)];
 
 /// For how long it is held back: at first, and at most. Long for a stream that only has to finish,
 /// short for one that waits in vain.
-const HOLD: [Duration; 2] = [Duration::from_millis(10), Duration::from_millis(200)];
+const HOLD_LIMITS: [Duration; 2] = [Duration::from_millis(10), Duration::from_millis(200)];
 
 struct Watched {
     number: u64,
@@ -118,23 +118,23 @@ pub(crate) fn enqueuing() -> RwLockReadGuard<'static, ()> {
 /// Blocks until no stream has work, and gives what keeps it so: as long as it is held, nothing is
 /// enqueued that may wait for a peer. Runs `meanwhile` before every look.
 pub(crate) fn await_quiescence(mut meanwhile: impl FnMut()) -> RwLockWriteGuard<'static, ()> {
-    let ([mut patience, max_patience], [mut hold, max_hold]) = (PATIENCE, HOLD);
-    let (mut busy_since, mut pause) = (Instant::now(), PAUSES[0]);
+    let ([mut busy_limit, max_busy_limit], [mut hold, max_hold]) = (BUSY_LIMITS, HOLD_LIMITS);
+    let (mut busy_since, mut pause) = (Instant::now(), POLL_INTERVALS[0]);
     loop {
         meanwhile();
         sweep();
-        let holding = busy_since.elapsed() > patience;
+        let holding = busy_since.elapsed() > busy_limit;
         let limit = if holding { hold } else { Duration::ZERO };
         if let Some(gate) = closed_and_idle(limit) {
             return gate;
         }
         if holding {
             busy_since = Instant::now();
-            patience = max_patience.min(2 * patience);
+            busy_limit = max_busy_limit.min(2 * busy_limit);
             hold = max_hold.min(2 * hold);
         }
         std::thread::sleep(pause);
-        pause = PAUSES[1].min(2 * pause);
+        pause = POLL_INTERVALS[1].min(2 * pause);
     }
 }
 
@@ -156,6 +156,6 @@ fn closed_and_idle(limit: Duration) -> Option<RwLockWriteGuard<'static, ()>> {
         if start.elapsed() >= limit {
             return None;
         }
-        std::thread::sleep(PAUSES[0]);
+        std::thread::sleep(POLL_INTERVALS[0]);
     }
 }

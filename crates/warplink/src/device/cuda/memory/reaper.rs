@@ -14,7 +14,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Duration;
 
 /// How long a drop waits for its memory to be freed.
-const PATIENCE: Duration = Duration::from_millis(100);
+const MAX_WAIT: Duration = Duration::from_millis(100);
 
 /// Something to free.
 struct Job {
@@ -66,7 +66,7 @@ impl Reaper {
             tracing::warn!("the thread that frees device memory has ended; memory is leaked");
             return;
         }
-        if !self.late.load(Ordering::Acquire) && wait.recv_timeout(PATIENCE).is_err() {
+        if !self.late.load(Ordering::Acquire) && wait.recv_timeout(MAX_WAIT).is_err() {
             self.late.store(true, Ordering::Release);
             tracing::debug!("device memory is freed later: the GPU is busy");
         }

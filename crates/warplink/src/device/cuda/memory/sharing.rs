@@ -41,7 +41,7 @@ fn ipc_handle(gpu: &Gpu, base: u64) -> Result<[u8; 64]> {
     gpu.context
         .driver
         .check(code, "make an IPC handle")
-        .map_err(|error| error.with_device(gpu.describe()))?;
+        .map_err(|error| error.with_device(gpu.name()))?;
     Ok(handle.reserved.map(|byte| byte as u8))
 }
 
@@ -51,7 +51,7 @@ fn mapped_descriptor(gpu: &Gpu, backing: &CudaBacking) -> Result<OwnedFd> {
         let text = format!("the memory can be shared neither by IPC nor by descriptor: {}", error.message());
         Error::new(ErrorKind::Unsupported, text)
             .during("export device memory")
-            .with_device(gpu.describe())
+            .with_device(gpu.name())
             .with_code(error.code().unwrap_or_default())
             .help("memory of a stream-ordered pool (cudaMallocAsync) cannot be shared unless its pool was made for it; use cudaMalloc, or PyTorch's own allocator")
     })

@@ -44,7 +44,7 @@ impl VirtualMemory {
                 ErrorKind::Unsupported,
                 "the GPU cannot share memory by descriptor",
             )
-            .with_device(gpu.describe())
+            .with_device(gpu.name())
             .help("use AllocationKind::Plain"));
         }
         let _entered = gpu.context.enter()?;
@@ -64,7 +64,7 @@ impl VirtualMemory {
             .check(code, "allocate physical memory")
             .map_err(|error| {
                 error
-                    .with_device(gpu.describe())
+                    .with_device(gpu.name())
                     .help(format!("{bytes} bytes were asked for"))
             })?;
         Self::map(gpu, handle, bytes)

@@ -60,12 +60,12 @@ impl NcclEngine {
         };
         let mut mine = vec![u8::from(id.is_ok())];
         mine.extend(id.as_deref().unwrap_or_default());
-        let everybodys = all_gather(mine)?;
+        let answers = all_gather(mine)?;
         let nccl = nccl?;
         id?;
-        if let Some(peer) = everybodys
+        if let Some(peer) = answers
             .iter()
-            .position(|said| said.first() != Some(&READY))
+            .position(|answer| answer.first() != Some(&READY))
         {
             return Err(Error::new(
                 ErrorKind::Mismatch,
@@ -75,9 +75,9 @@ impl NcclEngine {
             .with_peer(peer)
             .help("run `warplink doctor` on the machine of that rank"));
         }
-        let id: [u8; UNIQUE_ID] = everybodys
+        let id: [u8; UNIQUE_ID] = answers
             .first()
-            .and_then(|said| said.get(1..))
+            .and_then(|answer| answer.get(1..))
             .and_then(|id| id.try_into().ok())
             .ok_or_else(|| {
                 Error::new(
@@ -110,7 +110,7 @@ impl NcclEngine {
             gpu: gpu.clone(),
             comm,
             world,
-            name: nccl.describe(),
+            name: nccl.name(),
         })
     }
 }
@@ -140,7 +140,7 @@ fn operator(op: ReduceOp) -> c_int {
 }
 
 impl CollectiveEngine for NcclEngine {
-    fn describe(&self) -> String {
+    fn name(&self) -> String {
         self.name.clone()
     }
 

@@ -99,7 +99,7 @@ impl Nccl {
     }
 
     /// Name and version.
-    pub(super) fn describe(&self) -> String {
+    pub(super) fn name(&self) -> String {
         let mut version = 0;
         // SAFETY: `version` is an output parameter for one integer.
         let code = unsafe { (self.ncclGetVersion)(&mut version) };
@@ -327,11 +327,7 @@ mod tests {
     fn the_library_has_every_function_where_it_is_found() {
         if let Ok(loaded) = library::load(&library::NCCL) {
             let nccl = Nccl::resolve(&loaded).unwrap();
-            assert!(
-                nccl.describe().starts_with("NCCL 2."),
-                "{}",
-                nccl.describe()
-            );
+            assert!(nccl.name().starts_with("NCCL 2."), "{}", nccl.name());
         }
     }
 

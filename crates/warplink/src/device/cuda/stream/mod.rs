@@ -81,7 +81,7 @@ impl CudaStream {
                 "the per-thread default stream differs on every thread; expected a stream that is the same on all",
             )
             .during("borrow a stream")
-            .with_device(gpu.describe())
+            .with_device(gpu.name())
             .help("create a stream and borrow it"));
         }
         let _entered = gpu.context.enter()?;
@@ -98,7 +98,7 @@ impl CudaStream {
                 "the stream belongs to another context; expected the GPU's primary one",
             )
             .during("borrow a stream")
-            .with_device(gpu.describe())
+            .with_device(gpu.name())
             .help("borrow the stream on the device that it was created on"));
         }
         // SAFETY: the stream is of the context, and its owner is given to the watch in the end.
@@ -120,9 +120,9 @@ impl CudaStream {
         if stream.gpu.context.raw != gpu.context.raw {
             return Err(Error::invalid(format!(
                 "the stream belongs to {}; expected one of this GPU",
-                stream.gpu.describe()
+                stream.gpu.name()
             ))
-            .with_device(gpu.describe())
+            .with_device(gpu.name())
             .help("use a stream of the same device"));
         }
         Ok(stream)
@@ -281,7 +281,7 @@ impl StreamBackend for CudaStream {
                 "the event belongs to another GPU; expected one of the stream's",
             )
             .during("record an event")
-            .with_device(self.gpu.describe())
+            .with_device(self.gpu.name())
             .help("create the event on the stream's device"));
         }
         // SAFETY: the stream is valid, and of the event's context, which is current.
@@ -317,7 +317,7 @@ impl StreamBackend for CudaStream {
             if deadline.passed() {
                 return Err(deadline
                     .expired("the end of a stream's work")
-                    .with_device(self.gpu.describe()));
+                    .with_device(self.gpu.name()));
             }
             Ok(())
         })?;
@@ -387,7 +387,7 @@ impl StreamBackend for CudaStream {
             None => Err(Error::invalid(
                 "the capture is invalid: it met a call that cannot be recorded",
             )
-            .with_device(self.gpu.describe())
+            .with_device(self.gpu.name())
             .help("end the capture and record again without that call")),
         }
     }
