@@ -77,5 +77,5 @@ pub(super) fn measure(rig: &Rig<'_>, model: &mut HardwareModel) -> Result<Option
     let stream = &rig.clock.stream;
     let host = rig.host(&mut || Ok(engine.enqueue(stream, &small)?))?;
     model.host.collective = rig.median(host)?;
-    Ok(Some(engine.describe()))
+    Ok(Some(engine.name()))
 }
