@@ -8,7 +8,10 @@ mod common;
 
 use common::{stderr, stdout, warplink};
 use serde_json::Value;
-use warplink::program::lower::Variant;
+use warplink::overlap::{AllGatherMatmulLowering, MatmulReduceScatterLowering};
+
+const LOWERINGS: usize =
+    AllGatherMatmulLowering::ALL.len() + MatmulReduceScatterLowering::ALL.len();
 
 fn json(args: &[&str]) -> Value {
     let output = warplink(args).output().unwrap();
@@ -53,7 +56,7 @@ fn the_demo_is_right_in_every_type() {
 }
 
 #[test]
-fn the_demo_takes_a_variant_and_a_seed() {
+fn the_demo_takes_a_lowering_and_a_seed() {
     let args = [
         &[
             "demo",
@@ -61,7 +64,7 @@ fn the_demo_takes_a_variant_and_a_seed() {
             "host",
             "--seed",
             "5",
-            "--variant",
+            "--lowering",
             "ring-get",
         ],
         &SMALL[..],
@@ -75,7 +78,7 @@ fn the_demo_takes_a_variant_and_a_seed() {
         "without",
         "The result is correct",
         "seed 5",
-        "ring-get, as asked",
+        "ring-get, as requested",
     ] {
         assert!(text.contains(part), "{part} is not in:\n{text}");
     }
@@ -86,7 +89,10 @@ fn the_demo_refuses_what_cannot_be_shared() {
     for (args, part) in [
         (["--m", "7"], "m = 7 is not divisible by 2 ranks"),
         (["--dtype", "f64"], "expected bf16, f16 or f32"),
-        (["--variant", "circle"], "invalid value 'circle'"),
+        (
+            ["--lowering", "circle"],
+            "one of collective, in-order, push",
+        ),
         (["--k", "0"], "at least 1"),
     ] {
         let args = [&["demo", "--device", "host"], &args[..]].concat();
@@ -98,7 +104,7 @@ fn the_demo_refuses_what_cannot_be_shared() {
 }
 
 #[test]
-fn bench_overlap_measures_every_variant() {
+fn bench_overlap_measures_every_lowering() {
     let folder = tempfile::tempdir().unwrap();
     let (file, plot) = (folder.path().join("o.json"), folder.path().join("o.svg"));
     let traces = folder.path().join("traces");
@@ -124,31 +130,26 @@ fn bench_overlap_measures_every_variant() {
     let shapes = result["shapes"].as_array().unwrap();
     assert_eq!(shapes.len(), 2);
     for shape in shapes {
-        let variants = shape["variants"].as_array().unwrap();
-        assert_eq!(variants.len(), Variant::ALL.len());
-        assert_eq!(
-            variants.iter().filter(|row| row["chosen"] == true).count(),
-            1
-        );
-        for row in variants {
+        let lowerings = shape["lowerings"].as_array().unwrap();
+        assert_eq!(lowerings.len(), LOWERINGS / 2);
+        let chosen = lowerings.iter().filter(|row| row["chosen"] == true);
+        assert_eq!(chosen.count(), 1);
+        for row in lowerings {
             assert_eq!(row["right"], true, "{row}");
             let captured = row["times"]["captured"]["median"].as_f64().unwrap();
             assert!(captured > 0.0);
         }
     }
-    assert_eq!(
-        std::fs::read_dir(&traces).unwrap().count(),
-        2 * Variant::ALL.len()
-    );
+    assert_eq!(std::fs::read_dir(&traces).unwrap().count(), LOWERINGS);
     let drawing = std::fs::read_to_string(&plot).unwrap();
     assert!(
-        drawing.starts_with("<svg") && drawing.contains("push-rotated"),
+        drawing.starts_with("<svg") && drawing.contains("in-order"),
         "{drawing}"
     );
 }
 
 #[test]
-fn bench_overlap_takes_some_variants() {
+fn bench_overlap_takes_some_lowerings() {
     let args = [
         "bench",
         "overlap",
@@ -158,8 +159,8 @@ fn bench_overlap_takes_some_variants() {
         "16,16,16",
         "--op",
         "all-gather-matmul",
-        "--variants",
-        "ring-put,collective",
+        "--lowerings",
+        "ring-put,collective,../../examples/programs/all_gather_matmul_coarse.wlp",
         "--samples",
         "1",
     ];
@@ -167,12 +168,43 @@ fn bench_overlap_takes_some_variants() {
     assert!(output.status.success(), "{}", stderr(&output));
     let text = stdout(&output);
     assert!(
-        text.contains("ring-put") && text.contains("collective"),
+        ["ring-put", "collective", "all_gather_matmul_coarse",]
+            .iter()
+            .all(|part| text.contains(part)),
         "{text}"
     );
     assert!(
-        !text.contains("pairwise") && !text.contains("reduce-scatter"),
+        !text.contains("in-order ") && !text.contains("reduce-scatter"),
         "{text}"
+    );
+}
+
+#[test]
+fn bench_overlap_draws_the_same_random_shapes_for_a_seed() {
+    let shapes = || {
+        let args = [
+            "bench", "overlap", "--device", "host", "--random", "4", "--seed", "11",
+        ];
+        let more = [
+            "--op",
+            "all-gather-matmul",
+            "--lowerings",
+            "in-order",
+            "--samples",
+            "1",
+        ];
+        let result = json(&[&args[..], &more[..], &["--json"]].concat());
+        let shapes = result["shapes"].as_array().unwrap().clone();
+        shapes
+            .iter()
+            .map(|shape| [&shape["m"], &shape["k"], &shape["n"]].map(|size| size.as_u64().unwrap()))
+            .collect::<Vec<_>>()
+    };
+    let first = shapes();
+    assert_eq!((first.len(), &first), (4, &shapes()));
+    assert!(
+        first.iter().all(|[m, k, _]| m % 2 == 0 && k % 2 == 0),
+        "{first:?}"
     );
 }
 
@@ -189,7 +221,7 @@ fn bench_program_counts_operations() {
     ]);
     let rows = result["rows"].as_array().unwrap();
     // Both operations.
-    assert_eq!(rows.len(), 2 * Variant::ALL.len());
+    assert_eq!(rows.len(), LOWERINGS);
     for row in rows {
         assert!(row["operation"].as_f64().unwrap() > 0.0);
         let kinds = row["kinds"].as_object().unwrap().values();
@@ -218,7 +250,10 @@ fn a_program_is_shown() {
             &["-n", "2", "--rank", "2", "-p", "n=8"][..],
             "rank 2 is not one of 2",
         ),
-        (&["-n", "2"], "the parameter 'n'"),
+        (
+            &["-n", "2"],
+            "the parameter 'n' of 'ring_pass' has no value",
+        ),
         (&["--rank", "1"], "--ranks"),
     ] {
         let args = [&["program", "show", &file], args].concat();
@@ -230,7 +265,7 @@ fn a_program_is_shown() {
 
 #[test]
 fn a_program_is_verified() {
-    let file = example("all_gather_matmul_push");
+    let file = example("all_gather_matmul_coarse");
     let sizes = ["-p", "m=48", "-p", "k=16", "-p", "n=16"];
     let args = [&["program", "verify", &file, "-n", "3"], &sizes[..]].concat();
     let output = warplink(&args).output().unwrap();
@@ -277,7 +312,7 @@ fn a_program_runs_and_leaves_a_trace() {
     let result = json(&[
         "program",
         "run",
-        &example("matmul_reduce_scatter"),
+        &example("matmul_reduce_scatter_early_sums"),
         "--device",
         "host",
         "-n",

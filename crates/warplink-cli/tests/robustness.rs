@@ -10,7 +10,7 @@ use common::{stderr, stdout, warplink};
 use serde_json::Value;
 use std::fs::File;
 use std::process::{Command, Output};
-use warplink::overlap::Variant;
+use warplink::overlap::{AllGatherMatmulLowering, MatmulReduceScatterLowering};
 
 const HOST: [&str; 2] = ["--device", "host"];
 const SMALL: [&str; 8] = ["--m", "48", "--k", "32", "--n", "24", "--samples", "2"];
@@ -153,7 +153,7 @@ fn json_error(args: &[&str]) -> Value {
 fn errors_are_json_where_results_are() {
     let error = json_error(&["demo", "--device", "host", "--json", "--m", "7"]);
     assert!(error["message"].as_str().unwrap().contains("divisible"));
-    let error = json_error(&["demo", "--json", "--variant", "circle"]);
+    let error = json_error(&["demo", "--json", "--lowering", "circle"]);
     assert!(error["message"].as_str().unwrap().contains("circle"));
     assert_eq!(error["kind"], "InvalidArgument");
     let error = json_error(&["program", "verify", "--json", "no-such-file.wlp"]);
@@ -192,15 +192,18 @@ fn output_files_are_opened_first() {
 }
 
 #[test]
-fn help_lists_every_variant() {
+fn help_lists_every_lowering() {
     for command in [&["demo"][..], &["bench", "overlap"], &["bench", "program"]] {
         let output = warplink(&[command, &["--help"]].concat()).output().unwrap();
         let text = stdout(&output);
-        for variant in Variant::ALL {
-            assert!(
-                text.contains(variant.name()),
-                "{variant} is not in:\n{text}"
-            );
+        let gathers = AllGatherMatmulLowering::ALL.iter().map(|one| one.name());
+        let scatters = MatmulReduceScatterLowering::ALL
+            .iter()
+            .map(|one| one.name());
+        // The demo is an all-gather.
+        let scatters = scatters.filter(|_| command != ["demo"]);
+        for name in gathers.chain(scatters) {
+            assert!(text.contains(name), "{name} is not in:\n{text}");
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Programs that run: overlapped products of every variant, graphs, bindings, traces, and what the
+//! Programs that run: overlapped matmuls of every lowering, graphs, bindings, traces, and what the
 //! verifier says against what happens. Ranks are threads.
 
 // A test fails by panicking.
@@ -7,35 +7,53 @@
 #[path = "programs/agreement.rs"]
 mod agreement;
 mod common;
-#[path = "programs/product.rs"]
-mod product;
+#[path = "programs/matmul.rs"]
+mod matmul;
 mod program_support;
 
 use common::{assert_says, delays, kind, threads, threads_with, world};
 use half::{bf16, f16};
-use product::{Case, Inputs, Memory};
+use matmul::{Case, Inputs, Memory};
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 use warplink::device::{AllocationKind, Priority};
 use warplink::overlap::{
-    AllGatherMatmul, AllGatherMatmulPlan, Leading, MatmulReduceScatter, MatmulReduceScatterPlan,
-    Options, Variant, all_gather_matmul, matmul_reduce_scatter,
+    AllGatherMatmul, AllGatherMatmulLowering, Leading, Lowering, MatmulReduceScatter,
+    MatmulReduceScatterLowering, Options, all_gather_matmul, matmul_reduce_scatter,
 };
-use warplink::program::lower::{lower_all_gather_matmul, lower_matmul_reduce_scatter};
-use warplink::program::{Bindings, PrepareOptions, Program};
+use warplink::program::lower::Problem;
+use warplink::program::{Bindings, Parameters, PrepareOptions, Program};
 use warplink::{Communicator, DType, DeviceKind, ErrorKind};
 
-/// The variants that this machine has libraries for.
-fn variants(comm: &Communicator) -> Vec<Variant> {
+/// The library's lowerings and the examples of an operation, as far as this machine has libraries for
+/// them. A test that was carried to another machine has no examples.
+fn lowerings<P: Problem>(comm: &Communicator, operation: &str) -> Vec<Lowering> {
     let engine = match comm.collective_engine() {
         Ok(_) => true,
         Err(error) if error.kind() == ErrorKind::LibraryMissing => false,
         Err(error) => panic!("{error}"),
     };
-    Variant::ALL
-        .into_iter()
-        .filter(|variant| engine || *variant != Variant::Collective)
-        .collect()
+    let mut all = P::lowerings().unwrap();
+    all.retain(|lowering| engine || lowering.name() != "collective");
+    let folder = format!("{}/../../examples/programs", env!("CARGO_MANIFEST_DIR"));
+    for file in std::fs::read_dir(folder).into_iter().flatten() {
+        let path = file.unwrap().path();
+        let name = path.file_stem().unwrap().to_string_lossy().into_owned();
+        if name.starts_with(operation) {
+            let text = std::fs::read_to_string(&path).unwrap();
+            all.push(Lowering::parse(&name, &text).unwrap());
+        }
+    }
+    all.sort_by(|a, b| a.name().cmp(b.name()));
+    all
+}
+
+fn gathers(comm: &Communicator) -> Vec<Lowering> {
+    lowerings::<AllGatherMatmul>(comm, "all_gather_matmul")
+}
+
+fn scatters(comm: &Communicator) -> Vec<Lowering> {
+    lowerings::<MatmulReduceScatter>(comm, "matmul_reduce_scatter")
 }
 
 /// Worlds of 1 to 4 ranks, or as many as there are GPUs.
@@ -50,67 +68,66 @@ fn delayed(config: &mut warplink::Config) {
     }
 }
 
-/// Every variant of both products, a few times each with other inputs.
-fn every_variant<T: warplink::dtype::Element>(comm: &Communicator, streams: usize) {
+/// Every lowering of both operations, a few times each with other inputs.
+fn every_lowering<T: warplink::dtype::Element>(comm: &Communicator, streams: usize) {
     let executor = comm.executor();
     let stream = comm.create_stream(Priority::Normal).unwrap();
-    for variant in variants(comm) {
-        for bias in [false, true] {
-            let options = Options {
-                streams: Some(streams),
-                ..Options::of(variant)
-            };
-            let case = Case::of::<T>(comm, bias);
-            let (gather, scatter) = (Memory::gather(comm, &case), Memory::scatter(comm, &case));
-            let plans = (
-                AllGatherMatmulPlan::new(
-                    &executor,
-                    &case.gather(),
-                    &options,
-                    &gather.gather_buffers(&case),
-                )
-                .unwrap(),
-                MatmulReduceScatterPlan::new(
-                    &executor,
-                    &case.scatter(),
-                    &options,
-                    &scatter.scatter_buffers(&case),
-                )
-                .unwrap(),
-            );
-            assert_eq!(plans.0.choice().variant, variant);
-            for seed in 0..3 {
-                let inputs = Inputs::<T>::draw(&case, 10 * seed + u64::from(bias));
+    for bias in [false, true] {
+        let case = Case::of::<T>(comm, bias);
+        let (gather, scatter) = (Memory::gather(comm, &case), Memory::scatter(comm, &case));
+        let options = |lowering: &Lowering| Options {
+            streams,
+            ..Options::only(lowering.clone())
+        };
+        let seeds = (0..3).map(|seed| 10 * seed + u64::from(bias));
+        for lowering in gathers(comm) {
+            let buffers = gather.gather_buffers(&case);
+            let plan = case.gather().plan(&executor, &options(&lowering), &buffers);
+            let plan = plan.unwrap();
+            assert_eq!(plan.choice().name(), lowering.name());
+            for seed in seeds.clone() {
+                let inputs = Inputs::<T>::draw(&case, seed);
                 gather.fill_gather(comm, &case, &inputs);
-                scatter.fill_scatter(comm, &case, &inputs);
-                plans.0.run(&stream).unwrap();
-                plans.1.run(&stream).unwrap();
+                plan.run(&stream).unwrap();
                 comm.synchronize(&stream).unwrap();
-                gather.check_gather(comm, &case, &inputs, variant.name());
-                scatter.check_scatter(comm, &case, &inputs, variant.name());
+                gather.check_gather(comm, &case, &inputs, lowering.name());
+            }
+        }
+        for lowering in scatters(comm) {
+            let buffers = scatter.scatter_buffers(&case);
+            let plan = case
+                .scatter()
+                .plan(&executor, &options(&lowering), &buffers);
+            let plan = plan.unwrap();
+            for seed in seeds.clone() {
+                let inputs = Inputs::<T>::draw(&case, seed);
+                scatter.fill_scatter(comm, &case, &inputs);
+                plan.run(&stream).unwrap();
+                comm.synchronize(&stream).unwrap();
+                scatter.check_scatter(comm, &case, &inputs, lowering.name());
             }
         }
     }
 }
 
 #[test]
-fn every_variant_is_right_under_delays_in_f32() {
+fn every_lowering_is_right_under_delays_in_f32() {
     for world in worlds() {
-        threads_with(world, delayed, |comm| every_variant::<f32>(comm, 2));
+        threads_with(world, delayed, |comm| every_lowering::<f32>(comm, 2));
     }
 }
 
 #[test]
-fn every_variant_is_right_under_delays_in_bf16() {
+fn every_lowering_is_right_under_delays_in_bf16() {
     for world in worlds() {
-        threads_with(world, delayed, |comm| every_variant::<bf16>(comm, 1));
+        threads_with(world, delayed, |comm| every_lowering::<bf16>(comm, 1));
     }
 }
 
 #[test]
-fn every_variant_is_right_under_delays_in_f16() {
+fn every_lowering_is_right_under_delays_in_f16() {
     for world in worlds() {
-        threads_with(world, delayed, |comm| every_variant::<f16>(comm, 3));
+        threads_with(world, delayed, |comm| every_lowering::<f16>(comm, 3));
     }
 }
 
@@ -119,42 +136,39 @@ fn a_graph_is_right_a_thousand_times() {
     threads(world(2), |comm| {
         let executor = comm.executor();
         let stream = comm.create_stream(Priority::Normal).unwrap();
-        for variant in variants(comm) {
-            let case = Case::of::<f32>(comm, true);
-            let (gather, scatter) = (Memory::gather(comm, &case), Memory::scatter(comm, &case));
-            let options = Options::of(variant);
-            let graphs = (
-                AllGatherMatmulPlan::new(
-                    &executor,
-                    &case.gather(),
-                    &options,
-                    &gather.gather_buffers(&case),
-                )
-                .unwrap()
-                .capture()
-                .unwrap(),
-                MatmulReduceScatterPlan::new(
-                    &executor,
-                    &case.scatter(),
-                    &options,
-                    &scatter.scatter_buffers(&case),
-                )
-                .unwrap()
-                .capture()
-                .unwrap(),
-            );
-            for round in 0..20 {
-                let inputs = Inputs::<f32>::draw(&case, round);
-                gather.fill_gather(comm, &case, &inputs);
-                scatter.fill_scatter(comm, &case, &inputs);
-                for _ in 0..50 {
-                    graphs.0.launch(&stream).unwrap();
-                    graphs.1.launch(&stream).unwrap();
+        let case = Case::of::<f32>(comm, true);
+        let (gather, scatter) = (Memory::gather(comm, &case), Memory::scatter(comm, &case));
+        let rounds =
+            |launch: &dyn Fn(), check: &dyn Fn(&Inputs<f32>), fill: &dyn Fn(&Inputs<f32>)| {
+                for round in 0..20 {
+                    let inputs = Inputs::<f32>::draw(&case, round);
+                    fill(&inputs);
+                    (0..50).for_each(|_| launch());
+                    comm.synchronize(&stream).unwrap();
+                    check(&inputs);
                 }
-                comm.synchronize(&stream).unwrap();
-                gather.check_gather(comm, &case, &inputs, variant.name());
-                scatter.check_scatter(comm, &case, &inputs, variant.name());
-            }
+            };
+        for lowering in gathers(comm) {
+            let options = Options::only(lowering.clone());
+            let buffers = gather.gather_buffers(&case);
+            let plan = case.gather().plan(&executor, &options, &buffers).unwrap();
+            let graph = plan.capture().unwrap();
+            rounds(
+                &|| graph.launch(&stream).unwrap(),
+                &|inputs| gather.check_gather(comm, &case, inputs, lowering.name()),
+                &|inputs| gather.fill_gather(comm, &case, inputs),
+            );
+        }
+        for lowering in scatters(comm) {
+            let options = Options::only(lowering.clone());
+            let buffers = scatter.scatter_buffers(&case);
+            let plan = case.scatter().plan(&executor, &options, &buffers).unwrap();
+            let graph = plan.capture().unwrap();
+            rounds(
+                &|| graph.launch(&stream).unwrap(),
+                &|inputs| scatter.check_scatter(comm, &case, inputs, lowering.name()),
+                &|inputs| scatter.fill_scatter(comm, &case, inputs),
+            );
         }
     });
 }
@@ -176,7 +190,7 @@ fn the_functions_and_several_operands() {
             let choice =
                 all_gather_matmul(&executor, &stream, &case.gather(), &options, &buffers).unwrap();
             assert!(!choice.forced);
-            assert!(choice.to_string().contains(choice.variant.name()));
+            assert!(choice.to_string().contains(choice.name()));
             let buffers = scatter.scatter_buffers(&case);
             matmul_reduce_scatter(&executor, &stream, &case.scatter(), &options, &buffers).unwrap();
             comm.synchronize(&stream).unwrap();
@@ -205,13 +219,16 @@ fn leading_dimensions_before_the_shared_one() {
             ..Options::default()
         };
         let buffers = gather.gather_buffers(&case);
-        AllGatherMatmulPlan::new(&executor, &case.gather(), &options, &buffers)
+        case.gather()
+            .plan(&executor, &options, &buffers)
             .unwrap()
             .run(&stream)
             .and_then(|()| comm.synchronize(&stream))
             .unwrap();
         let buffers = scatter.scatter_buffers(&case);
-        let graph = MatmulReduceScatterPlan::new(&executor, &case.scatter(), &options, &buffers)
+        let graph = case
+            .scatter()
+            .plan(&executor, &options, &buffers)
             .unwrap()
             .capture()
             .unwrap();
@@ -230,8 +247,9 @@ fn what_does_not_fit_is_refused() {
         let memory = Memory::gather(comm, &case);
         let good = memory.gather_buffers(&case);
         let options = Options::default();
-        let refused = |problem, buffers, parts: &[&str]| {
-            let error = AllGatherMatmulPlan::new(&executor, &problem, &options, &buffers)
+        let refused = |problem: AllGatherMatmul, buffers, parts: &[&str]| {
+            let error = problem
+                .plan(&executor, &options, &buffers)
                 .expect_err("it should be refused");
             assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
             assert_says(&error, parts);
@@ -239,11 +257,11 @@ fn what_does_not_fit_is_refused() {
         if comm.world() > 1 {
             let mut odd = case.gather();
             odd.m += 1;
-            refused(odd, good.clone(), &["does not divide by", "pad it"]);
+            refused(odd, good.clone(), &["expected a multiple of", "pad it"]);
         }
         let mut short = good.clone();
         short.c[0] = short.c[0].slice(0..8).unwrap();
-        refused(case.gather(), short, &["'C'", "8"]);
+        refused(case.gather(), short, &["'C[0]'", "8"]);
         let mut fewer = good.clone();
         fewer.b.clear();
         refused(case.gather(), fewer, &["0 slices", "B"]);
@@ -252,7 +270,7 @@ fn what_does_not_fit_is_refused() {
         refused(case.gather(), biased, &["bias"]);
         let mut kept = good.clone();
         kept.gathered = Some(kept.a.clone());
-        refused(case.gather(), kept, &["keeps it"]);
+        refused(case.gather(), kept, &["not kept"]);
         let mut wide = case.gather();
         wide.dtype = DType::F64;
         refused(wide, good.clone(), &["f64"]);
@@ -288,9 +306,9 @@ fn a_buffer_replaced_on_one_rank() {
     threads_with(world(3), delayed, |comm| {
         let executor = comm.executor();
         let stream = comm.create_stream(Priority::Normal).unwrap();
-        for variant in variants(comm) {
+        for lowering in gathers(comm) {
             let case = Case::of::<f32>(comm, false);
-            let options = Options::of(variant);
+            let options = Options::only(lowering.clone());
             let mut memory = Memory::gather(comm, &case);
             for round in 0..4 {
                 if round > 0 && comm.rank() == round % comm.world() {
@@ -299,11 +317,11 @@ fn a_buffer_replaced_on_one_rank() {
                 let inputs = Inputs::<f32>::draw(&case, round as u64);
                 memory.fill_gather(comm, &case, &inputs);
                 let buffers = memory.gather_buffers(&case);
-                let plan = AllGatherMatmulPlan::new(&executor, &case.gather(), &options, &buffers);
+                let plan = case.gather().plan(&executor, &options, &buffers);
                 let plan = plan.unwrap();
                 plan.run(&stream).unwrap();
                 comm.synchronize(&stream).unwrap();
-                memory.check_gather(comm, &case, &inputs, variant.name());
+                memory.check_gather(comm, &case, &inputs, lowering.name());
             }
         }
     });
@@ -375,9 +393,9 @@ fn a_trace_has_spans_of_every_rank() {
         let memory = Memory::gather(comm, &case);
         let inputs = Inputs::<f32>::draw(&case, 1);
         memory.fill_gather(comm, &case, &inputs);
-        let options = Options::of(Variant::PushRotated);
+        let options = Options::only(AllGatherMatmulLowering::Push.lowering().unwrap());
         let buffers = memory.gather_buffers(&case);
-        let plan = AllGatherMatmulPlan::new(&executor, &case.gather(), &options, &buffers).unwrap();
+        let plan = case.gather().plan(&executor, &options, &buffers).unwrap();
         let trace = plan.plans()[0].trace(&stream).unwrap();
         memory.check_gather(comm, &case, &inputs, "traced");
         let Some(trace) = trace else {
@@ -411,13 +429,13 @@ fn stored<T: warplink::dtype::Element>(comm: &Communicator) {
     let case = Case::of::<T>(comm, true);
     let memory = [(); 2].map(|()| Memory::scatter(comm, &case));
     let [eager, captured] = memory.each_ref().map(|memory| {
-        MatmulReduceScatterPlan::new(
-            &executor,
-            &case.scatter(),
-            &Options::of(Variant::PushFine),
-            &memory.scatter_buffers(&case),
-        )
-        .unwrap()
+        case.scatter()
+            .plan(
+                &executor,
+                &Options::only(MatmulReduceScatterLowering::Store.lowering().unwrap()),
+                &memory.scatter_buffers(&case),
+            )
+            .unwrap()
     });
     let captured = captured.capture().unwrap();
     for seed in 0..6 {
@@ -445,108 +463,92 @@ fn products_are_stored_at_their_owners() {
     });
 }
 
-/// Products that are large enough for parts would take the host device minutes, so small ones are cut
-/// by hand.
+/// Every combination of what a lowering leaves open, on sizes that suit them all.
 #[test]
-fn shards_and_blocks_in_parts_are_right() {
-    threads_with(world(4), delayed, |comm| {
-        let executor = comm.executor();
-        let stream = comm.create_stream(Priority::Normal).unwrap();
-        let (m, k, n, dtype, bias) = (32, 32, 32, DType::BF16, false);
-        let gather = AllGatherMatmul {
-            m,
-            k,
-            n: vec![n],
-            dtype,
-            bias,
-            keep: false,
-        };
-        let scatter = MatmulReduceScatter {
-            m,
-            k,
-            n,
-            dtype,
-            bias,
-        };
-        let mut cut = 0;
-        for (variant, streams) in variants(comm)
-            .into_iter()
-            .zip([1, 2, 3].into_iter().cycle())
-        {
-            let world = comm.world();
-            for lowered in [
-                lower_all_gather_matmul(&gather, world, variant, streams).unwrap(),
-                lower_matmul_reduce_scatter(&scatter, world, variant, streams).unwrap(),
-            ] {
-                let text = lowered.text.replace("let parts = 1", "let parts = 2");
-                if text == lowered.text {
-                    continue;
-                }
-                // Around one ring, two, and as many as one for each other rank.
-                let strides = match text.contains("let stride = ") {
-                    true => 1..world.max(2),
-                    false => 1..2,
-                };
-                for stride in strides {
-                    cut += 1;
-                    let lanes = if stride == 1 { 1 } else { 2 };
-                    let text = text
-                        .replace("let stride = 2", &format!("let stride = {stride}"))
-                        .replace("let stride = 1", &format!("let stride = {stride}"))
-                        .replace("let lanes = 2", &format!("let lanes = {lanes}"));
-                    let program = Program::parse(&text).unwrap();
-                    let options = PrepareOptions {
-                        streams,
-                        ..PrepareOptions::default()
-                    };
-                    let prepared = executor
-                        .prepare(&program, &lowered.parameters, options)
-                        .unwrap();
-                    product::run_example(comm, &stream, &program.name, &prepared);
-                }
-            }
-        }
-        assert_eq!(cut, 3 + comm.world().max(2) - 1);
-    });
-}
-
-#[test]
-fn the_examples_run() {
-    let folder = format!("{}/../../examples/programs", env!("CARGO_MANIFEST_DIR"));
-    let texts: Vec<String> = match std::fs::read_dir(folder) {
-        Ok(files) => files
-            .map(|file| std::fs::read_to_string(file.unwrap().path()).unwrap())
-            .collect(),
-        // The test was carried to another machine without them.
-        Err(_) => return,
-    };
-    assert!(texts.len() >= 6);
+fn every_alternative_is_right() {
     // Three ranks do not divide the sizes.
     let ranks = match world(4) {
         3 => 2,
         ranks => ranks,
     };
     threads_with(ranks, delayed, |comm| {
+        let executor = comm.executor();
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        let (n, dtype, bias, keep) = (32, DType::BF16, false, false);
+        let gather = AllGatherMatmul {
+            m: 64,
+            k: 32,
+            n: vec![n],
+            dtype,
+            bias,
+            keep,
+        };
+        let scatter = MatmulReduceScatter {
+            m: 64,
+            k: 32,
+            n,
+            dtype,
+            bias,
+        };
+        let gather = gather.parameters(comm.world()).unwrap();
+        let scatter = scatter.parameters(comm.world()).unwrap();
+        let gathers = gathers(comm)
+            .into_iter()
+            .map(|lowering| (lowering, &gather));
+        let scatters = scatters(comm)
+            .into_iter()
+            .map(|lowering| (lowering, &scatter));
+        let mut count = 0;
+        for ((lowering, given), streams) in
+            gathers.chain(scatters).zip([1, 2, 3].into_iter().cycle())
+        {
+            for parameters in combinations(&lowering, given) {
+                let options = PrepareOptions {
+                    streams,
+                    ..PrepareOptions::default()
+                };
+                match executor.prepare(lowering.program(), &parameters, options) {
+                    Ok(prepared) => {
+                        count += 1;
+                        matmul::run_example(comm, &stream, &lowering.program().name, &prepared);
+                    }
+                    Err(error) if error.kind() == ErrorKind::InvalidArgument => {}
+                    Err(error) => panic!("{} with {parameters}: {error}", lowering.name()),
+                }
+            }
+        }
+        assert!(count >= 16, "{count}");
+    });
+}
+
+/// Every combination of alternatives, whether or not it suits the sizes.
+fn combinations(lowering: &Lowering, given: &Parameters) -> Vec<Parameters> {
+    let mut all = vec![given.clone()];
+    for parameter in &lowering.program().parameters {
+        if given.value(&parameter.name).is_none() {
+            let with = |combination: &Parameters| -> Vec<Parameters> {
+                let values = parameter.kind.alternatives().iter();
+                values
+                    .map(|value| combination.clone().with(&parameter.name, value.clone()))
+                    .collect()
+            };
+            all = all.iter().flat_map(with).collect();
+        }
+    }
+    all
+}
+
+#[test]
+fn the_smallest_example_runs() {
+    threads_with(world(4), delayed, |comm| {
         if comm.world() < 2 {
             return;
         }
         let executor = comm.executor();
         let stream = comm.create_stream(Priority::Normal).unwrap();
-        for text in &texts {
-            // Two rings take more than two ranks.
-            if comm.world() == 2 && text.contains("require world > 2") {
-                continue;
-            }
-            let program = Program::parse(text).unwrap();
-            let parameters = program
-                .parameters
-                .iter()
-                .map(|parameter| (parameter.name.clone(), 32))
-                .collect();
-            let prepared = executor
-                .prepare(&program, &parameters, PrepareOptions::default())
-                .unwrap();
-            product::run_example(comm, &stream, &program.name, &prepared);
-        }
+        let text = include_str!("../../../examples/programs/ring_pass.wlp");
+        let program = Program::parse(text).unwrap();
+        let prepared = executor.prepare(&program, &[("n", 32)].into(), PrepareOptions::default());
+        matmul::run_example(comm, &stream, &program.name, &prepared.unwrap());
     });
 }

@@ -3,16 +3,16 @@
 use super::bench::timing::{Clock, Submission, Times};
 use super::ranks;
 use crate::gemm::sequential::Sequential;
-use crate::gemm::{Gemm, Op, Problem, common_seed, gemm_dtype, variant_parser};
+use crate::gemm::{Gemm, Op, Problem, common_seed, gemm_dtype, lowering_name};
 use crate::options::Options;
 use crate::report;
 use crate::report::table::{Align, Table};
-use anyhow::Result;
+use anyhow::{Context, Result};
 use clap::Args;
 use serde::Serialize;
 use std::process::ExitCode;
 use warplink::device::{Priority, Stream};
-use warplink::overlap::{self, Choice, Variant};
+use warplink::overlap::{self, Choice};
 use warplink::{Communicator, DType, DeviceKind, ErrorKind};
 
 /// Run an all-gather + matmul with and without overlap
@@ -25,7 +25,7 @@ use warplink::{Communicator, DType, DeviceKind, ErrorKind};
 #[command(after_help = "Examples:\n  \
     warplink demo\n  \
     warplink demo -n 4 --m 4096 --k 4096 --n 1024 --dtype f16\n  \
-    warplink demo --variant ring-get --json")]
+    warplink demo --lowering ring-get --json")]
 pub(crate) struct Demo {
     /// Rows of A on all ranks together [default: 8192 on cuda, 512 on host]
     #[arg(long, value_name = "M")]
@@ -39,9 +39,10 @@ pub(crate) struct Demo {
     /// Element type: bf16, f16 or f32 [default: bf16 on cuda, f32 on host]
     #[arg(long, value_name = "TYPE", value_parser = gemm_dtype)]
     dtype: Option<DType>,
-    /// Variant of the overlapped program [default: what the cost model finds fastest]
-    #[arg(long, value_name = "VARIANT", value_parser = variant_parser())]
-    variant: Option<Variant>,
+    /// Lowering to run: collective, in-order, push, ring-put, ring-get or FILE.wlp [default: what the
+    /// cost model finds fastest]
+    #[arg(long, value_name = "NAME|FILE.wlp", value_parser = lowering_name)]
+    lowering: Option<String>,
     /// Seed of the inputs [default: random]
     #[arg(long, value_name = "SEED")]
     seed: Option<u64>,
@@ -67,7 +68,7 @@ struct Outcome {
     #[serde(flatten)]
     problem: Problem,
     seed: u64,
-    variant: &'static str,
+    lowering: String,
     reason: String,
     overlapped: Way,
     plain: Way,
@@ -122,8 +123,17 @@ impl Demo {
         let mut gemm = Gemm::new(comm, self.problem(kind), seed)?;
         let clock = Clock::new(comm, Priority::Normal)?;
 
+        let op = gemm.problem.op;
+        let lowering = match &self.lowering {
+            None => None,
+            Some(name) => {
+                let selected = op.select(std::slice::from_ref(name))?;
+                let lowering = selected.into_iter().next();
+                Some(lowering.with_context(|| format!("'{name}' is not a lowering of {op}"))?)
+            }
+        };
         let plan = gemm.plan(&overlap::Options {
-            variant: self.variant,
+            lowering,
             ..overlap::Options::default()
         })?;
         let choice: Choice = plan.choice().clone();
@@ -131,17 +141,19 @@ impl Demo {
             &mut gemm,
             &clock,
             samples,
-            choice.variant.name().to_owned(),
-            &|stream| plan.run(stream),
+            choice.name().to_owned(),
+            &|stream| Ok(plan.run(stream)?),
         )?;
         drop(plan);
 
         // The engine is joined by all ranks together, so all find it missing or none does.
-        let plain = match gemm.plan(&overlap::Options::of(Variant::Collective)) {
+        let plain = match gemm.plan(&overlap::Options::only(op.collective()?)) {
             Ok(plan) => {
                 let engine = comm.collective_engine()?.name();
                 let name = format!("{engine}, then one GEMM");
-                time(&mut gemm, &clock, samples, name, &|stream| plan.run(stream))?
+                time(&mut gemm, &clock, samples, name, &|stream| {
+                    Ok(plan.run(stream)?)
+                })?
             }
             Err(error) if error.kind() == ErrorKind::LibraryMissing => {
                 let plain = Sequential::new(&gemm)?;
@@ -160,7 +172,7 @@ impl Demo {
             ranks: comm.world(),
             problem: gemm.problem,
             seed,
-            variant: choice.variant.name(),
+            lowering: choice.name().to_owned(),
             reason: choice.to_string(),
             ratio: best(&plain) / best(&overlapped),
             overlapped,

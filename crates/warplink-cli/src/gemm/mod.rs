@@ -6,17 +6,19 @@ pub(crate) mod sequential;
 
 use crate::memory;
 use anyhow::{Context, Result, bail, ensure};
-use clap::builder::{PossibleValuesParser, TypedValueParser};
 use inputs::Matrix;
 use reference::Reference;
 use serde::Serialize;
 use std::fmt;
+use std::path::Path;
 use warplink::device::{AllocationKind, DeviceSlice, Stream};
 use warplink::overlap::{
-    AllGatherMatmul, AllGatherMatmulBuffers, AllGatherMatmulPlan, Choice, MatmulReduceScatter,
-    MatmulReduceScatterBuffers, MatmulReduceScatterPlan, Options, Variant,
+    AllGatherMatmul, AllGatherMatmulBuffers, AllGatherMatmulLowering, Lowering,
+    MatmulReduceScatter, MatmulReduceScatterBuffers, MatmulReduceScatterLowering, Options,
+    OverlapPlan,
 };
-use warplink::program::{Executor, Plan};
+use warplink::program::Executor;
+use warplink::program::lower::Problem as _;
 use warplink::{Communicator, DType, DeviceKind};
 
 /// Which operation.
@@ -36,6 +38,77 @@ impl fmt::Display for Op {
             Self::MatmulReduceScatter => "matmul + reduce-scatter",
         })
     }
+}
+
+impl Op {
+    pub(crate) const ALL: [Self; 2] = [Self::AllGatherMatmul, Self::MatmulReduceScatter];
+
+    /// The library's lowerings.
+    pub(crate) fn lowerings(self) -> warplink::Result<Vec<Lowering>> {
+        match self {
+            Self::AllGatherMatmul => AllGatherMatmul::lowerings(),
+            Self::MatmulReduceScatter => MatmulReduceScatter::lowerings(),
+        }
+    }
+
+    /// The lowering without overlap: the collective engine, and one GEMM.
+    pub(crate) fn collective(self) -> warplink::Result<Lowering> {
+        match self {
+            Self::AllGatherMatmul => AllGatherMatmulLowering::Collective.lowering(),
+            Self::MatmulReduceScatter => MatmulReduceScatterLowering::Collective.lowering(),
+        }
+    }
+
+    /// Those of the library's lowerings that `names` names, or all if there are no names, and the
+    /// `.wlp` files among the names whose programs are named after the operation.
+    pub(crate) fn select(self, names: &[String]) -> Result<Vec<Lowering>> {
+        let own = self.lowerings()?;
+        if names.is_empty() {
+            return Ok(own);
+        }
+        let mut selected = Vec::new();
+        for name in names {
+            if !name.ends_with(".wlp") {
+                selected.extend(own.iter().find(|lowering| lowering.name() == name).cloned());
+                continue;
+            }
+            let text = std::fs::read_to_string(name).with_context(|| format!("read {name}"))?;
+            let stem = Path::new(name).file_stem().unwrap_or_default();
+            let lowering = Lowering::parse(&stem.to_string_lossy(), &text)
+                .with_context(|| format!("parse {name}"))?;
+            if lowering.program().name.starts_with(self.prefix()) {
+                selected.push(lowering);
+            }
+        }
+        Ok(selected)
+    }
+
+    /// What the names of programs for the operation start with.
+    const fn prefix(self) -> &'static str {
+        match self {
+            Self::AllGatherMatmul => "all_gather_matmul",
+            Self::MatmulReduceScatter => "matmul_reduce_scatter",
+        }
+    }
+}
+
+/// Checks a name on the command line: that of a lowering of either operation, or a program's file.
+pub(crate) fn lowering_name(text: &str) -> Result<String, String> {
+    let mut names: Vec<String> = Vec::new();
+    for op in Op::ALL {
+        for lowering in op.lowerings().map_err(|error| error.to_string())? {
+            if !names.iter().any(|name| name == lowering.name()) {
+                names.push(lowering.name().to_owned());
+            }
+        }
+    }
+    if text.ends_with(".wlp") || names.iter().any(|name| name == text) {
+        return Ok(text.to_owned());
+    }
+    Err(format!(
+        "unknown lowering; expected a file FILE.wlp or one of {}",
+        names.join(", ")
+    ))
 }
 
 /// A GEMM of an `m × k` by a `k × n` matrix over all ranks.
@@ -59,12 +132,6 @@ pub(crate) fn gemm_dtype(text: &str) -> Result<DType, String> {
         Ok(dtype) if dtype.matmul_tolerance().is_some() => Ok(dtype),
         _ => Err("expected bf16, f16 or f32".to_owned()),
     }
-}
-
-/// Reads a variant; `--help` lists them all.
-pub(crate) fn variant_parser() -> impl TypedValueParser<Value = Variant> {
-    PossibleValuesParser::new(Variant::ALL.map(Variant::name))
-        .try_map(|name| name.parse::<Variant>())
 }
 
 impl Problem {
@@ -131,37 +198,6 @@ impl Problem {
     }
 }
 
-/// A plan of either kind.
-#[derive(Debug)]
-pub(crate) enum GemmPlan {
-    Gather(AllGatherMatmulPlan),
-    Scatter(MatmulReduceScatterPlan),
-}
-
-impl GemmPlan {
-    pub(crate) fn run(&self, stream: &Stream) -> Result<()> {
-        match self {
-            Self::Gather(plan) => plan.run(stream)?,
-            Self::Scatter(plan) => plan.run(stream)?,
-        }
-        Ok(())
-    }
-
-    pub(crate) fn choice(&self) -> &Choice {
-        match self {
-            Self::Gather(plan) => plan.choice(),
-            Self::Scatter(plan) => plan.choice(),
-        }
-    }
-
-    pub(crate) fn plans(&self) -> &[Plan] {
-        match self {
-            Self::Gather(plan) => plan.plans(),
-            Self::Scatter(plan) => plan.plans(),
-        }
-    }
-}
-
 /// A problem with its inputs on this rank's device.
 pub(crate) struct Gemm<'a> {
     pub(crate) comm: &'a Communicator,
@@ -214,7 +250,7 @@ impl<'a> Gemm<'a> {
     }
 
     /// A plan for it. Every rank calls this at the same time.
-    pub(crate) fn plan(&self, options: &Options) -> warplink::Result<GemmPlan> {
+    pub(crate) fn plan(&self, options: &Options) -> warplink::Result<OverlapPlan> {
         let Problem { m, k, n, dtype, .. } = self.problem;
         let (a, b, c) = (self.a.clone(), self.b.clone(), self.c.clone());
         match self.problem.op {
@@ -234,8 +270,7 @@ impl<'a> Gemm<'a> {
                     c: vec![c],
                     gathered: None,
                 };
-                AllGatherMatmulPlan::new(&self.executor, &problem, options, &buffers)
-                    .map(GemmPlan::Gather)
+                problem.plan(&self.executor, options, &buffers)
             }
             Op::MatmulReduceScatter => {
                 let problem = MatmulReduceScatter {
@@ -251,8 +286,7 @@ impl<'a> Gemm<'a> {
                     bias: None,
                     c,
                 };
-                MatmulReduceScatterPlan::new(&self.executor, &problem, options, &buffers)
-                    .map(GemmPlan::Scatter)
+                problem.plan(&self.executor, options, &buffers)
             }
         }
     }

@@ -1,12 +1,10 @@
 //! All-gather + matmul.
 
-use super::runs::{Bound, CapturedOverlap, Runs, available, check, several};
-use super::{AllGatherMatmul, Choice, Options, machine_of};
+use super::plan::{Bound, OverlapPlan, family};
+use super::{AllGatherMatmul, Choice, Options};
 use crate::device::{DeviceSlice, Stream};
 use crate::error::{Error, Result};
-use crate::program::lower::{choose_all_gather_matmul, lower_all_gather_matmul};
-use crate::program::{Executor, Plan};
-use std::fmt;
+use crate::program::Executor;
 
 /// The memory of an all-gather + matmul. With [`Options::outer`] above 1, `a`, the results and
 /// `gathered` hold so many of these one after the other.
@@ -25,110 +23,51 @@ pub struct AllGatherMatmulBuffers {
     pub gathered: Option<DeviceSlice>,
 }
 
-/// An all-gather + matmul that is ready to run on given memory, any number of times.
-///
-/// Every rank makes the same plans in the same order. Drop a plan when the streams that it ran on
-/// are done; the memory is kept until then.
-pub struct AllGatherMatmulPlan {
-    runs: Runs,
-}
-
-impl fmt::Debug for AllGatherMatmulPlan {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.runs.debug("AllGatherMatmulPlan", f)
-    }
-}
-
-impl AllGatherMatmulPlan {
-    /// Makes a plan: chooses the variant, lowers and verifies it, exchanges handles and tunes the
-    /// products. Every rank calls this at the same time with the same problem and options. Blocks
-    /// until the peers have exchanged theirs.
+impl AllGatherMatmul {
+    /// Makes a plan: chooses the lowering and verifies it, exchanges handles and tunes the matmuls.
+    /// Every rank calls this at the same time with the same problem and options. Blocks until the
+    /// peers have exchanged theirs.
     ///
     /// # Errors
     /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where `m` does not divide
-    /// by the world size, a size is zero, the element type has no products, or a slice is not as
-    /// long as the problem says;
-    /// [`ErrorKind::LibraryMissing`](crate::ErrorKind::LibraryMissing) where the collective variant
-    /// is forced and there is no library for it.
-    pub fn new(
+    /// by the world size, a size is zero, the element type has no matmul, or a slice is not as long as
+    /// the problem says; [`ErrorKind::LibraryMissing`](crate::ErrorKind::LibraryMissing) where only
+    /// the collective is allowed and there is no library for it.
+    pub fn plan(
+        &self,
         executor: &Executor,
-        problem: &AllGatherMatmul,
         options: &Options,
         buffers: &AllGatherMatmulBuffers,
-    ) -> Result<Self> {
-        Self::make(executor, problem, options, buffers)
-            .map_err(|error| error.on_rank(executor.rank()))
-    }
-
-    fn make(
-        executor: &Executor,
-        problem: &AllGatherMatmul,
-        options: &Options,
-        buffers: &AllGatherMatmulBuffers,
-    ) -> Result<Self> {
-        check(options)?;
-        let world = executor.world();
-        let machine = match &options.machine {
-            Some(machine) => machine.clone(),
-            None => machine_of(executor.device_kind()),
-        };
-        let choice = choose_all_gather_matmul(problem, world, &machine, options.variant)?;
+    ) -> Result<OverlapPlan> {
+        let count = self.n.len();
+        let biases = if self.bias { count } else { 0 };
         let mut tensors = vec![Bound::parted("A", &buffers.a)];
-        tensors.extend(several("B", &buffers.b, problem.n.len(), Bound::shared)?);
-        tensors.extend(several("C", &buffers.c, problem.n.len(), Bound::parted)?);
-        let biases = if problem.bias { problem.n.len() } else { 0 };
-        tensors.extend(several("bias", &buffers.bias, biases, Bound::shared)?);
-        match (&buffers.gathered, problem.keep) {
+        tensors.extend(family("B", &buffers.b, count, Bound::shared)?);
+        tensors.extend(family("C", &buffers.c, count, Bound::parted)?);
+        tensors.extend(family("bias", &buffers.bias, biases, Bound::shared)?);
+        match (&buffers.gathered, self.keep) {
             (Some(gathered), true) => tensors.push(Bound::parted("G", gathered)),
             (None, false) => {}
-            _ => {
-                return Err(Error::invalid(
-                    "memory for the gathered A is given exactly when the problem keeps it",
-                ));
+            (given, _) => {
+                return Err(Error::invalid(if given.is_some() {
+                    "there is memory for the gathered A; expected none, since it is not kept"
+                } else {
+                    "there is no memory for the gathered A; expected some, since it is kept"
+                }));
             }
         }
-        let mut choice = available(executor, choice)?;
-        choice.streams = options.streams.unwrap_or(choice.variant.gather_streams());
-        let lowered = lower_all_gather_matmul(problem, world, choice.variant, choice.streams)?;
-        let runs = Runs::new(executor, choice, lowered, options, &tensors)?;
-        Ok(Self { runs })
-    }
-
-    /// Enqueues one run, starting from and joining back into `stream`. Does not block. The next may
-    /// be enqueued before it is done.
-    pub fn run(&self, stream: &Stream) -> Result<()> {
-        self.runs.run(stream)
-    }
-
-    /// Turns the plan into one graph. Blocks while the graph is prepared.
-    pub fn capture(self) -> Result<CapturedOverlap> {
-        self.runs.capture()
-    }
-
-    /// The variant, and why.
-    pub fn choice(&self) -> &Choice {
-        &self.runs.choice
-    }
-
-    /// The text of the host program that runs.
-    pub fn program(&self) -> &str {
-        &self.runs.lowered.text
-    }
-
-    /// The bound programs, one for each outer index.
-    pub fn plans(&self) -> &[Plan] {
-        &self.runs.plans
+        OverlapPlan::new(executor, self, options, &tensors)
     }
 }
 
 /// Enqueues an all-gather + matmul once: makes a plan, runs it, and lets go of it when the run is
 /// done. Every rank calls this at the same time. Blocks until the peers have exchanged handles, not
-/// until the result is there. For what repeats, make an [`AllGatherMatmulPlan`] instead. Gives the
-/// variant that runs, and why.
+/// until the result is there. For what repeats, make a [plan](AllGatherMatmul::plan) instead. Gives
+/// the lowering that runs, and why.
 ///
 /// # Errors
-/// As [`AllGatherMatmulPlan::new`];
-/// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) in a capture.
+/// As [`AllGatherMatmul::plan`]; [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) in a
+/// capture.
 pub fn all_gather_matmul(
     executor: &Executor,
     stream: &Stream,
@@ -136,7 +75,5 @@ pub fn all_gather_matmul(
     options: &Options,
     buffers: &AllGatherMatmulBuffers,
 ) -> Result<Choice> {
-    AllGatherMatmulPlan::new(executor, problem, options, buffers)?
-        .runs
-        .once(stream)
+    problem.plan(executor, options, buffers)?.once(stream)
 }

@@ -2,13 +2,13 @@
 //!
 //! | call | what it computes |
 //! |---|---|
-//! | [`all_gather_matmul`], [`AllGatherMatmulPlan`] | `C = A · B`, where every rank has a part of A's rows and wants all of C |
-//! | [`matmul_reduce_scatter`], [`MatmulReduceScatterPlan`] | `C = A · B`, where every rank has a part of the contraction and wants a part of C's rows |
+//! | [`all_gather_matmul`], [`AllGatherMatmul::plan`] | `C = A · B`, where every rank has a part of A's rows and wants all of C |
+//! | [`matmul_reduce_scatter`], [`MatmulReduceScatter::plan`] | `C = A · B`, where every rank has a part of the contraction and wants a part of C's rows |
 //!
 //! A plan is made once, by all ranks at the same time, for slices of device memory; then every
-//! [`run`](AllGatherMatmulPlan::run) only enqueues. The functions are for one use. Both are lowered
-//! to a host program (see [`lower`](crate::program::lower)): which variant of it runs is chosen by a
-//! cost model, or by [`Options::variant`], and a plan's `choice()` explains it.
+//! [`run`](OverlapPlan::run) only enqueues. The functions are for one use. Both are lowered
+//! to a host program (see [`lower`](crate::program::lower)). Which lowering runs is chosen by a cost
+//! model, or by [`Options::lowering`], and a plan's `choice()` explains it.
 //!
 //! Elements are bf16, f16 or f32, accumulated in f32. Everything is row-major and contiguous.
 //!
@@ -21,30 +21,41 @@
 //! other.
 
 mod gather;
-mod machine;
-mod runs;
+mod plan;
 mod scatter;
 
-pub use crate::program::lower::{AllGatherMatmul, Choice, Machine, MatmulReduceScatter, Variant};
-pub use gather::{AllGatherMatmulBuffers, AllGatherMatmulPlan, all_gather_matmul};
-pub use machine::machine_of;
-pub use runs::CapturedOverlap;
-pub use scatter::{MatmulReduceScatterBuffers, MatmulReduceScatterPlan, matmul_reduce_scatter};
+pub use crate::program::lower::{
+    AllGatherMatmul, AllGatherMatmulLowering, Choice, Lowering, MatmulReduceScatter,
+    MatmulReduceScatterLowering,
+};
+pub use gather::{AllGatherMatmulBuffers, all_gather_matmul};
+pub use plan::{CapturedOverlap, OverlapPlan};
+pub use scatter::{MatmulReduceScatterBuffers, matmul_reduce_scatter};
 
 use crate::error::{Error, Result};
+use crate::program::cost::HardwareModel;
+use std::sync::Arc;
 
-/// How a plan is made.
+/// How many streams the matmuls of a plan take turns on unless [`Options::streams`] says otherwise:
+/// with two, one fills the device while the last tiles of the other run.
+pub const DEFAULT_STREAMS: usize = 2;
+
+/// How a plan is made; the same on every rank.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// The variant, on every rank the same; the cost model's where none is given.
-    pub variant: Option<Variant>,
-    /// How many streams the products take turns on; the choice's where none is given.
-    pub streams: Option<usize>,
+    /// The only lowering that is allowed. Where there is none, the cost model chooses among the
+    /// library's and `added`.
+    pub lowering: Option<Lowering>,
+    /// Lowerings of the caller's, to be chosen among as well.
+    pub added: Vec<Lowering>,
+    /// How many streams the matmuls take turns on.
+    pub streams: usize,
     /// How often the whole is done, for the leading dimensions before the one that is shared; see
     /// [`Leading::outer`].
     pub outer: usize,
-    /// What the cost model takes the machine for; measurements of such a device where none is given.
-    pub machine: Option<Machine>,
+    /// What the cost model takes the machine for; the model that is found for the device where none
+    /// is given.
+    pub model: Option<Arc<HardwareModel>>,
     /// Whether the lowered program is verified before it runs.
     pub verify: bool,
 }
@@ -52,20 +63,21 @@ pub struct Options {
 impl Default for Options {
     fn default() -> Self {
         Self {
-            variant: None,
-            streams: None,
+            lowering: None,
+            added: Vec::new(),
+            streams: DEFAULT_STREAMS,
             outer: 1,
-            machine: None,
+            model: None,
             verify: true,
         }
     }
 }
 
 impl Options {
-    /// The defaults with `variant` forced.
-    pub fn of(variant: Variant) -> Self {
+    /// The defaults with `lowering` alone allowed.
+    pub fn only(lowering: Lowering) -> Self {
         Self {
-            variant: Some(variant),
+            lowering: Some(lowering),
             ..Self::default()
         }
     }

@@ -38,6 +38,17 @@ pub struct RankProgram {
 }
 
 impl RankProgram {
+    /// Whether anything in it is done by the collective engine.
+    pub fn needs_engine(&self) -> bool {
+        let collective =
+            |operation: &Operation| matches!(operation.kind, OperationKind::Collective { .. });
+        self.operations.iter().any(collective)
+            || self
+                .transfers
+                .iter()
+                .any(|transfer| transfer.backend == Backend::Nccl)
+    }
+
     /// Whether anything is computed on this rank.
     pub fn computes(&self) -> bool {
         self.operations.iter().any(|operation| {

@@ -2,7 +2,7 @@
 
 use super::timing::Clock;
 use crate::commands::ranks;
-use crate::gemm::{Gemm, Op, Problem, common_seed, variant_parser};
+use crate::gemm::{Gemm, Op, Problem, common_seed, lowering_name};
 use crate::options::Options;
 use crate::report::table::{Align, Table};
 use crate::report::{print_json, print_text};
@@ -13,12 +13,12 @@ use std::collections::BTreeMap;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 use warplink::device::{Priority, Stream};
-use warplink::overlap::{self, Variant};
+use warplink::overlap::{self, Lowering};
 use warplink::{Communicator, DType, DeviceKind, ErrorKind};
 
 /// Measure the host time to enqueue a program
 ///
-/// Runs every variant of both overlapped operations on matrices so small that only enqueuing takes
+/// Runs every lowering of both overlapped operations on matrices so small that only enqueuing takes
 /// time, and divides that time by the number of operations. Then launches the same as a graph. Times
 /// are medians over all runs, of the slowest rank; times by kind are means on rank 0.
 #[derive(Debug, Args)]
@@ -29,9 +29,10 @@ pub(crate) struct Program {
     /// Runs per figure
     #[arg(long, value_name = "N", default_value = "200", value_parser = clap::value_parser!(u16).range(1..))]
     samples: u16,
-    /// Variants to measure, separated by commas [default: all]
-    #[arg(long, value_name = "A,B", value_delimiter = ',', value_parser = variant_parser())]
-    variants: Vec<Variant>,
+    /// Lowerings to measure, separated by commas: collective, in-order, push, ring-put, ring-get,
+    /// rings, store, or FILE.wlp [default: all but files]
+    #[arg(long, value_name = "A,B", value_delimiter = ',', value_parser = lowering_name)]
+    lowerings: Vec<String>,
 }
 
 /// Runs between two waits for the device, so that its full queues do not block the host.
@@ -40,7 +41,7 @@ const IN_A_ROW: usize = 4;
 #[derive(Debug, Serialize)]
 struct Row {
     op: Op,
-    variant: &'static str,
+    lowering: String,
     /// That a run enqueues.
     operations: usize,
     /// Nanoseconds of the host for a run.
@@ -98,15 +99,16 @@ impl Program {
                 },
             };
             let gemm = Gemm::new(comm, problem, seed)?;
-            let wanted =
-                |variant: &Variant| self.variants.is_empty() || self.variants.contains(variant);
-            for variant in Variant::ALL.into_iter().filter(wanted) {
-                match self.row(&clock, &gemm, variant) {
+            for lowering in op.select(&self.lowerings)? {
+                match self.row(&clock, &gemm, &lowering) {
                     Ok(row) => rows.push(row),
                     // Missing on every rank or on none: they join it together.
                     Err(error) if is_missing(&error) => {
                         if comm.rank() == 0 {
-                            crate::report::print_message(&format!("skipped {variant}: {error:#}"));
+                            crate::report::print_message(&format!(
+                                "skipped {}: {error:#}",
+                                lowering.name()
+                            ));
                         }
                     }
                     Err(error) => return Err(error),
@@ -121,10 +123,10 @@ impl Program {
         })
     }
 
-    fn row(&self, clock: &Clock<'_>, gemm: &Gemm<'_>, variant: Variant) -> Result<Row> {
+    fn row(&self, clock: &Clock<'_>, gemm: &Gemm<'_>, lowering: &Lowering) -> Result<Row> {
         let bound = gemm
-            .plan(&overlap::Options::of(variant))
-            .with_context(|| format!("make a plan for {variant}"))?;
+            .plan(&overlap::Options::only(lowering.clone()))
+            .with_context(|| format!("make a plan for {}", lowering.name()))?;
         let plan = bound.plans().first().context("there is no plan")?;
         let operations = plan.operations();
         let run = self.host_time(clock, &|stream| Ok(plan.run(stream)?))?;
@@ -156,7 +158,7 @@ impl Program {
         let launch = self.host_time(clock, &|stream| Ok(graph.launch(stream)?))?;
         Ok(Row {
             op: gemm.problem.op,
-            variant: variant.name(),
+            lowering: lowering.name().to_owned(),
             operations,
             run,
             operation: run / operations as f64,
@@ -216,7 +218,7 @@ impl Report {
         let mut table = Table::new(columns.into_iter().chain(by_kind));
         for row in &self.rows {
             let mut cells = vec![
-                format!("{}, {}", row.op, row.variant),
+                format!("{}, {}", row.op, row.lowering),
                 row.operations.to_string(),
                 format!("{:.1}", row.run / 1e3),
                 format!("{:.0}", row.operation),

@@ -33,14 +33,6 @@ pub(crate) struct Times {
     pub(crate) most: f64,
 }
 
-impl Times {
-    const NONE: Self = Self {
-        median: f64::NAN,
-        least: f64::NAN,
-        most: f64::NAN,
-    };
-}
-
 /// What is timed: it enqueues the same on every call.
 pub(crate) type Work<'a> = &'a dyn Fn(&Stream) -> Result<()>;
 
@@ -102,21 +94,21 @@ impl<'a> Clock<'a> {
         submission: Submission,
         work: Work<'_>,
     ) -> Result<Times> {
-        let [times] = self.measure_in_turn(samples, submission, [work])?;
-        Ok(times)
+        let times = self.measure_in_turn(samples, submission, &[work])?;
+        times.first().copied().context("nothing was timed")
     }
 
     /// As [`measure`](Self::measure) for several works that take turns, a sample of each after the
     /// other: so they see the same clocks and temperatures, and can be compared more closely.
-    pub(crate) fn measure_in_turn<const N: usize>(
+    pub(crate) fn measure_in_turn(
         &self,
         samples: usize,
         submission: Submission,
-        works: [Work<'_>; N],
-    ) -> Result<[Times; N]> {
+        works: &[Work<'_>],
+    ) -> Result<Vec<Times>> {
         let stream = &self.stream;
-        let mut turns = Vec::with_capacity(N);
-        for work in works {
+        let mut turns = Vec::with_capacity(works.len());
+        for &work in works {
             let graph = match submission {
                 Submission::Eager => None,
                 Submission::Captured => {
@@ -127,7 +119,7 @@ impl<'a> Clock<'a> {
             };
             turns.push((work, graph));
         }
-        let mut times = [const { Vec::new() }; N];
+        let mut times = vec![Vec::new(); works.len()];
         const WARM_UP: usize = 2;
         for sample in 0..samples + WARM_UP {
             for ((work, graph), times) in turns.iter().zip(&mut times) {
@@ -145,11 +137,7 @@ impl<'a> Clock<'a> {
                 }
             }
         }
-        let mut slowest = [Times::NONE; N];
-        for (slowest, own) in slowest.iter_mut().zip(times) {
-            *slowest = self.slowest(own)?;
-        }
-        Ok(slowest)
+        times.into_iter().map(|own| self.slowest(own)).collect()
     }
 
     /// Holds the stream until every other rank's got here: one round of the ring for each rank

@@ -116,10 +116,7 @@ pub fn simulate_with(
 mod tests {
     use super::*;
     use crate::dtype::DType;
-    use crate::program::lower::{
-        AllGatherMatmul, MatmulReduceScatter, Variant, lower_all_gather_matmul,
-        lower_matmul_reduce_scatter,
-    };
+    use crate::program::lower::{AllGatherMatmul, MatmulReduceScatter, Problem, lower};
     use crate::program::unroll;
 
     fn lowered(world: usize, (m, k, n): (usize, usize, usize)) -> Vec<Vec<RankProgram>> {
@@ -138,16 +135,18 @@ mod tests {
             dtype: DType::BF16,
             bias: false,
         };
+        let mut all = unrolled(&gather, world);
+        all.extend(unrolled(&scatter, world));
+        all
+    }
+
+    fn unrolled<P: Problem>(problem: &P, world: usize) -> Vec<Vec<RankProgram>> {
         let mut all = Vec::new();
-        for variant in Variant::ALL {
-            for lowered in [
-                lower_all_gather_matmul(&gather, world, variant, 2).unwrap(),
-                lower_matmul_reduce_scatter(&scatter, world, variant, 2).unwrap(),
-            ] {
-                let rank =
-                    |rank| unroll(&lowered.program, rank, world, 2, &lowered.parameters).unwrap();
-                all.push((0..world).map(rank).collect());
-            }
+        for lowering in P::lowerings().unwrap() {
+            let lowered = lower(problem, &lowering, world, 2).unwrap();
+            let rank =
+                |rank| unroll(lowered.program(), rank, world, 2, &lowered.parameters).unwrap();
+            all.push((0..world).map(rank).collect());
         }
         all
     }

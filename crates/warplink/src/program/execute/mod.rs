@@ -30,7 +30,7 @@ pub use trace::{Trace, TraceSpan};
 use super::ir::Program;
 use super::parameters::Parameters;
 use super::{refused, unroll, verify};
-use crate::device::{CollectiveEngine, DeviceKind, Priority, Stream};
+use crate::device::{CollectiveEngine, Device, Priority, Stream};
 use crate::error::{Rank, Result};
 use pool::Pool;
 use std::fmt;
@@ -90,9 +90,9 @@ impl Executor {
         self.context.world()
     }
 
-    /// Which device its programs run on.
-    pub fn device_kind(&self) -> DeviceKind {
-        self.context.device.kind()
+    /// The device that its programs run on.
+    pub fn device(&self) -> &dyn Device {
+        &*self.context.device
     }
 
     /// The vendor's collectives, joined on the first call.

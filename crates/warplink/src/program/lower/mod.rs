@@ -1,187 +1,250 @@
-//! Lowering: from a matrix product whose operand or result is spread over the ranks to a program
-//! that overlaps the communication with the product.
+//! Lowerings: programs that overlap a matrix multiplication with the communication that feeds or
+//! follows it.
 //!
-//! A lowering writes a program's text, with its sizes as parameters, so that what runs can be read,
-//! kept and changed; [`Lowered::text`] is that text, comments included.
+//! A lowering is a program in a file beside this one. Its header declares what a caller gives (sizes,
+//! element type) and what may be left open (`parts = 1 | 2 | 4`); a cost model chooses among the
+//! lowerings of an operation and among what they leave open. What runs is the file as it stands, so
+//! it can be read, kept and changed. A caller's own file is a lowering too ([`Lowering::parse`]).
+//!
+//! | module | subject |
+//! |---|---|
+//! | `problem` | what is to be computed, and which parameters that gives a lowering |
+//! | `choose` | which lowering is used, with which parameters |
 
 mod choose;
-mod gather;
-mod scatter;
-mod template;
+mod problem;
 
-pub use choose::{
-    Choice, Estimate, Machine, choose_all_gather_matmul, choose_matmul_reduce_scatter,
-};
-pub use gather::{AllGatherMatmul, lower_all_gather_matmul};
-pub use scatter::{MatmulReduceScatter, lower_matmul_reduce_scatter};
+pub use choose::{Choice, Estimate, choose, lower};
+pub use problem::{AllGatherMatmul, MatmulReduceScatter, Problem};
 
 use super::ir::Program;
 use super::parameters::Parameters;
 use crate::error::{Error, ErrorKind, Result};
 use std::fmt;
 use std::str::FromStr;
+use std::sync::Arc;
 
-/// How the communication is laid out.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum Variant {
-    /// Around a ring, each rank fetching from its predecessor.
-    RingGet,
-    /// Around a ring, each rank putting to its successor.
-    RingPut,
-    /// Around rings by puts, in parts. All-gather: parts of shards travel on two streams, so that the
-    /// handover of one is hidden by the transfer of another; for where the link is the bound.
-    /// Reduce-scatter: each product adds to what arrived, around as many rings as a part has steps to
-    /// arrive in; for large blocks.
-    RingFine,
-    /// All-gather: around a ring by gets, and few, large products of several shards at once.
-    /// Reduce-scatter: fetched by the owners, who add up early what arrives early. For where the
-    /// products are the bound.
-    RingCoarse,
-    /// Directly between each two ranks, the receiver fetching.
-    PairwiseGet,
-    /// Directly between each two ranks, the sender putting, each step in a stream with its product.
-    PairwisePut,
-    /// Directly between each two ranks: one stream of high priority puts to all, in rotated order.
-    PushRotated,
-    /// Directly between each two ranks, in the smallest pieces. All-gather: as rotated puts, but with
-    /// the last shard in parts, so that little is left to multiply after the last arrival.
-    /// Reduce-scatter: without copies, every tile of the products being stored where it is added up.
-    PushFine,
-    /// The engine's collective, and one product before or after it: no overlap.
-    Collective,
+/// A program that lowers an operation. Cheap to clone.
+#[derive(Clone)]
+pub struct Lowering {
+    name: Arc<str>,
+    text: Arc<str>,
+    program: Arc<Program>,
 }
 
-impl Variant {
-    /// Every variant.
-    pub const ALL: [Self; 9] = [
-        Self::RingGet,
-        Self::RingPut,
-        Self::RingFine,
-        Self::RingCoarse,
-        Self::PairwiseGet,
-        Self::PairwisePut,
-        Self::PushRotated,
-        Self::PushFine,
-        Self::Collective,
-    ];
-
-    /// How many streams the products of an all-gather + matmul best take turns on: with two, one
-    /// fills the device while the last tiles of the other run.
-    pub const fn gather_streams(self) -> usize {
-        2
-    }
-
-    /// How many streams the products of a matmul + reduce-scatter best take turns on. What one
-    /// leaves must leave early, and of two streams a device may run the later product first. There are
-    /// two where there are just two products, one for the others and the own, and where the later
-    /// product waits for an arrival.
-    pub const fn scatter_streams(self) -> usize {
-        match self {
-            Self::PushFine | Self::RingFine => 2,
-            _ => 1,
-        }
+impl Lowering {
+    /// The lowering `name` in `text`. Its parameters and tensors are those of the other lowerings of
+    /// its operation, and it may have others of which it lists the alternatives.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Parse`] where `text` is not a program.
+    pub fn parse(name: &str, text: &str) -> Result<Self> {
+        Ok(Self {
+            name: Arc::from(name),
+            program: Arc::new(Program::parse(text)?),
+            text: Arc::from(text),
+        })
     }
 
     /// Its name in tables and on the command line.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::RingGet => "ring-get",
-            Self::RingPut => "ring-put",
-            Self::RingFine => "ring-fine",
-            Self::RingCoarse => "ring-coarse",
-            Self::PairwiseGet => "pairwise-get",
-            Self::PairwisePut => "pairwise-put",
-            Self::PushRotated => "push-rotated",
-            Self::PushFine => "push-fine",
-            Self::Collective => "collective",
-        }
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Its text, comments included; lines in diagnostics are lines of it.
+    pub fn text(&self) -> &str {
+        &self.text
+    }
+
+    /// The program.
+    pub fn program(&self) -> &Program {
+        &self.program
     }
 }
 
-impl fmt::Display for Variant {
+impl fmt::Debug for Lowering {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
+        f.debug_tuple("Lowering").field(&self.name).finish()
     }
 }
 
-impl FromStr for Variant {
-    type Err = Error;
-
-    fn from_str(text: &str) -> Result<Self> {
-        Self::ALL
-            .into_iter()
-            .find(|variant| variant.name() == text)
-            .ok_or_else(|| {
-                let names: Vec<&str> = Self::ALL.into_iter().map(Self::name).collect();
-                Error::new(ErrorKind::Parse, format!("'{text}' is no variant"))
-                    .help(format!("use {}", names.join(", ")))
-            })
+impl PartialEq for Lowering {
+    fn eq(&self, other: &Self) -> bool {
+        self.name == other.name && self.text == other.text
     }
 }
 
-/// What a lowering makes.
+/// A lowering with the values of all its parameters.
 #[derive(Clone, Debug)]
 pub struct Lowered {
-    /// The variant.
-    pub variant: Variant,
-    /// The program's text, with comments; lines in diagnostics are lines of it.
-    pub text: String,
-    /// The program.
-    pub program: Program,
-    /// The sizes that it was made for.
+    /// The lowering.
+    pub lowering: Lowering,
+    /// Sizes, element type, and the alternative of what the lowering leaves open.
     pub parameters: Parameters,
     /// How many streams the pool has.
     pub streams: usize,
 }
 
-/// What both lowerings refuse.
-fn check(world: usize, sizes: &[(&str, usize)], divided: &[&str], streams: usize) -> Result<()> {
-    if world == 0 || streams == 0 || streams > super::unroll::MAX_STREAMS {
-        return Err(Error::invalid(format!(
-            "a program for {world} ranks with {streams} streams: there is at least one of each"
-        )));
+impl Lowered {
+    /// The program.
+    pub fn program(&self) -> &Program {
+        self.lowering.program()
     }
-    for (name, size) in sizes {
-        if *size == 0 {
-            return Err(Error::invalid(format!("{name} is 0")));
-        }
-        if divided.contains(name) && !size.is_multiple_of(world) {
-            let padded = size.next_multiple_of(world);
-            return Err(Error::invalid(format!(
-                "{name} = {size} does not divide by the {world} ranks that share it"
-            ))
-            .help(format!("pad it to {padded}")));
-        }
-    }
-    Ok(())
 }
 
-/// Sizes as parameters of a program.
-fn parameters(sizes: &[(&str, usize)]) -> Result<Parameters> {
-    sizes
-        .iter()
-        .map(|(name, size)| {
-            let value = i64::try_from(*size)
-                .map_err(|_| Error::invalid(format!("{name} = {size} is too large")))?;
-            Ok(((*name).to_owned(), value))
-        })
-        .collect()
+/// Declares the lowerings of an operation, one line for each: its name, and the file that holds it.
+macro_rules! lowerings {
+    ($(#[$doc:meta])* $visibility:vis enum $operation:ident {
+        $($(#[$about:meta])* $lowering:ident = $name:literal, $file:literal;)*
+    }) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+        $visibility enum $operation {
+            $($(#[$about])* $lowering,)*
+        }
+
+        impl $operation {
+            /// Every lowering of the operation.
+            $visibility const ALL: &[Self] = &[$(Self::$lowering),*];
+
+            /// Its name in tables and on the command line.
+            $visibility const fn name(self) -> &'static str {
+                match self {
+                    $(Self::$lowering => $name,)*
+                }
+            }
+
+            /// Its text.
+            $visibility const fn text(self) -> &'static str {
+                match self {
+                    $(Self::$lowering => include_str!($file),)*
+                }
+            }
+
+            /// Itself, as a program.
+            ///
+            /// # Errors
+            /// None, as long as the library's own files are programs.
+            $visibility fn lowering(self) -> Result<Lowering> {
+                Lowering::parse(self.name(), self.text()).map_err(|error| {
+                    Error::new(ErrorKind::Internal, format!("parse {}: {error}", self.name()))
+                })
+            }
+        }
+
+        impl fmt::Display for $operation {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str(self.name())
+            }
+        }
+
+        impl FromStr for $operation {
+            type Err = Error;
+
+            fn from_str(text: &str) -> Result<Self> {
+                let found = Self::ALL.iter().copied().find(|lowering| lowering.name() == text);
+                found.ok_or_else(|| {
+                    let names: Vec<&str> = Self::ALL.iter().map(|lowering| lowering.name()).collect();
+                    let names = names.join(", ");
+                    Error::new(
+                        ErrorKind::Parse,
+                        format!("unknown lowering '{text}'; expected one of {names}"),
+                    )
+                })
+            }
+        }
+    };
 }
 
-/// Parses what a lowering wrote.
-fn made(
-    variant: Variant,
-    text: String,
-    sizes: &[(&str, usize)],
-    streams: usize,
-) -> Result<Lowered> {
-    let program = Program::parse(&text)
-        .map_err(|error| Error::new(ErrorKind::Internal, format!("a lowered program: {error}")))?;
-    Ok(Lowered {
-        variant,
-        program,
-        parameters: parameters(sizes)?,
-        streams,
-        text,
-    })
+lowerings! {
+    /// How an all-gather + matmul is lowered. The head of each file says how it works.
+    pub enum AllGatherMatmulLowering {
+        /// The engine's all-gather, then one matmul: no overlap.
+        Collective = "collective", "all_gather_matmul/collective.wlp";
+        /// Puts and matmuls on the caller's stream alone: for small sizes.
+        InOrder = "in-order", "all_gather_matmul/in-order.wlp";
+        /// Each rank puts to all others, the last shard in parts.
+        Push = "push", "all_gather_matmul/push.wlp";
+        /// Around a ring by puts, in parts.
+        RingPut = "ring-put", "all_gather_matmul/ring-put.wlp";
+        /// Around a ring by gets.
+        RingGet = "ring-get", "all_gather_matmul/ring-get.wlp";
+    }
+}
+
+lowerings! {
+    /// How a matmul + reduce-scatter is lowered. The head of each file says how it works.
+    pub enum MatmulReduceScatterLowering {
+        /// One matmul, then the engine's reduce-scatter: no overlap.
+        Collective = "collective", "matmul_reduce_scatter/collective.wlp";
+        /// A matmul, puts and a sum on the caller's stream alone: for small sizes.
+        InOrder = "in-order", "matmul_reduce_scatter/in-order.wlp";
+        /// Each block is put to its owner, who adds them up at the end.
+        Push = "push", "matmul_reduce_scatter/push.wlp";
+        /// Each rank adds its product to what arrives, around one ring or several.
+        Rings = "rings", "matmul_reduce_scatter/rings.wlp";
+        /// Matmuls store their tiles straight into the owners' memory.
+        Store = "store", "matmul_reduce_scatter/store.wlp";
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::dtype::DType;
+    use crate::program::cost::find::shipped;
+    use crate::program::verify;
+
+    // One more lowering takes one more line.
+    lowerings! {
+        /// The lowerings of a library with one more.
+        enum OneMore {
+            /// There already.
+            Push = "push", "all_gather_matmul/push.wlp";
+            /// Added.
+            Pairwise = "pairwise-get",
+                "../../../../../examples/programs/all_gather_matmul_pairwise_get.wlp";
+        }
+    }
+
+    #[test]
+    fn a_lowering_is_a_file_and_a_line() {
+        assert_eq!(
+            "pairwise-get".parse::<OneMore>().unwrap(),
+            OneMore::Pairwise
+        );
+        let error = "pairwise".parse::<OneMore>().unwrap_err().to_string();
+        assert!(
+            error.contains("expected one of push, pairwise-get"),
+            "{error}"
+        );
+        let problem = AllGatherMatmul {
+            m: 64,
+            k: 32,
+            n: vec![16, 8],
+            dtype: DType::F16,
+            bias: true,
+            keep: true,
+        };
+        let all = OneMore::ALL.iter().map(|one| one.lowering().unwrap());
+        let choice = choose(
+            &problem,
+            &all.collect::<Vec<_>>(),
+            4,
+            2,
+            &shipped("h200-8").unwrap(),
+        )
+        .unwrap();
+        assert_eq!(choice.estimates.len(), 2);
+        let added = [OneMore::Pairwise.lowering().unwrap()];
+        let Lowered {
+            lowering,
+            parameters,
+            streams,
+        } = choose(&problem, &added, 4, 2, &shipped("h200-8").unwrap())
+            .unwrap()
+            .lowered;
+        assert_eq!(lowering.name(), "pairwise-get");
+        verify(lowering.program(), 4, streams, &parameters).unwrap();
+    }
 }

@@ -9,11 +9,14 @@ use std::path::PathBuf;
 use std::time::Duration;
 use warplink::Communicator;
 use warplink::device::{AllocationKind, DeviceSlice, MatmulSpec, Stream};
-use warplink::overlap::{Options, Variant};
+use warplink::overlap::{DEFAULT_STREAMS, Lowering, Options};
 
 /// What every shape is measured with.
 pub(super) struct Settings {
-    pub(super) variants: Vec<Variant>,
+    /// Names of lowerings and files of programs; all lowerings where there are none.
+    pub(super) names: Vec<String>,
+    /// Whether there is a collective engine.
+    pub(super) engine: bool,
     pub(super) samples: usize,
     /// Where they are forced.
     pub(super) streams: Option<usize>,
@@ -24,6 +27,14 @@ pub(super) struct Settings {
     pub(super) traces: Option<PathBuf>,
 }
 
+impl Settings {
+    fn lowerings(&self, op: Op) -> Result<Vec<Lowering>> {
+        let mut selected = op.select(&self.names)?;
+        selected.retain(|lowering| self.engine || lowering.name() != COLLECTIVE);
+        Ok(selected)
+    }
+}
+
 /// Times of one way to submit the same work.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub(super) struct Submitted {
@@ -32,23 +43,15 @@ pub(super) struct Submitted {
 }
 
 impl Submitted {
-    fn of(clock: &Clock<'_>, samples: usize, work: Work<'_>) -> Result<Self> {
-        let [this] = Self::in_turn(clock, samples, [work])?;
-        Ok(this)
-    }
-
     /// Of works that take turns.
-    fn in_turn<const N: usize>(
-        clock: &Clock<'_>,
-        samples: usize,
-        works: [Work<'_>; N],
-    ) -> Result<[Self; N]> {
+    fn in_turn(clock: &Clock<'_>, samples: usize, works: &[Work<'_>]) -> Result<Vec<Self>> {
         let eager = clock.measure_in_turn(samples, Submission::Eager, works)?;
         let captured = clock.measure_in_turn(samples, Submission::Captured, works)?;
-        Ok(std::array::from_fn(|index| Self {
-            eager: eager[index],
-            captured: captured[index],
-        }))
+        Ok(eager
+            .into_iter()
+            .zip(captured)
+            .map(|(eager, captured)| Self { eager, captured })
+            .collect())
     }
 
     /// Seconds of the faster one.
@@ -64,62 +67,77 @@ pub(super) struct Figures {
     pub(super) problem: Problem,
     /// Floating-point operations of each rank.
     pub(super) flops: f64,
-    /// One GEMM of the whole, without communication.
+    /// One GEMM of the whole, without communication, in turn with the lowerings.
     pub(super) compute: Submitted,
-    /// The same in one GEMM per rank.
+    /// The same in as many GEMMs as there are ranks.
     pub(super) compute_chunks: Submitted,
     /// Bytes that a rank receives over the link's rate, in seconds.
     pub(super) link_limit: f64,
-    pub(super) variants: Vec<Row>,
-    /// What the model says, and why.
+    pub(super) lowerings: Vec<Row>,
+    /// What the cost model says, and why.
     pub(super) choice: String,
 }
 
-/// A variant's times, and how right its result is.
+/// A lowering's times, and how right its result is.
 #[derive(Debug, Serialize)]
 pub(super) struct Row {
-    pub(super) variant: &'static str,
-    /// Whether the model would choose it.
+    pub(super) lowering: String,
+    /// What it leaves open, as the cost model chose it.
+    pub(super) parameters: String,
+    /// Whether the cost model would choose it.
     pub(super) chosen: bool,
+    /// What the cost model expects, in seconds.
+    pub(super) expected: f64,
     pub(super) times: Submitted,
     /// Of the faster submission.
     pub(super) tflops: f64,
-    /// The time of the GEMM alone, measured alternately with this one, divided by this one.
+    /// The GEMM's time alone over this one.
     pub(super) of_compute: f64,
-    /// That time alone.
-    pub(super) compute: Submitted,
     /// This time over that of the link alone.
     pub(super) over_link: f64,
     /// The collective's time over this one.
     pub(super) over_collective: Option<f64>,
     /// Relative, against a GEMM in double precision, on some rows.
     pub(super) error: f64,
-    /// Relative, against the first variant, on more rows.
+    /// Relative, against the first lowering, on more rows.
     pub(super) difference: f64,
     pub(super) right: bool,
 }
 
 impl Figures {
-    /// Seconds that no variant can be below.
+    /// Seconds that no lowering can be below.
     pub(super) fn limit(&self) -> f64 {
         self.compute.best().max(self.link_limit)
     }
 
-    /// The fastest variant with overlap.
+    /// The fastest lowering with overlap.
     pub(super) fn fastest(&self) -> Option<&Row> {
-        self.variants
+        self.lowerings
             .iter()
-            .filter(|row| row.variant != Variant::Collective.name())
+            .filter(|row| row.lowering != COLLECTIVE)
             .min_by(|a, b| a.times.best().total_cmp(&b.times.best()))
     }
 
     /// The collective and one GEMM.
     pub(super) fn collective(&self) -> Option<&Row> {
-        self.variants
-            .iter()
-            .find(|row| row.variant == Variant::Collective.name())
+        self.lowerings.iter().find(|row| row.lowering == COLLECTIVE)
+    }
+
+    /// The lowering that the cost model would choose.
+    pub(super) fn chosen(&self) -> Option<&Row> {
+        self.lowerings.iter().find(|row| row.chosen)
+    }
+
+    /// The fastest time of the chosen lowering's over the chosen one's; 1 where the choice was right.
+    pub(super) fn of_best(&self) -> Option<f64> {
+        let best = self.lowerings.iter().map(|row| row.times.best());
+        let best = best.min_by(f64::total_cmp)?;
+        self.chosen().map(|chosen| best / chosen.times.best())
     }
 }
+
+/// The lowering without overlap.
+pub(super) const COLLECTIVE: &str = "collective";
 
 /// How long a GEMM runs before the first is timed; a GPU takes some tens of milliseconds to raise
 /// its clocks.
@@ -136,75 +154,90 @@ pub(super) fn figures(
     let mut gemm = Gemm::new(comm, problem, settings.seed)?;
     let alone = Alone::new(&gemm)?;
     clock.warm_up(WARM_UP, &|stream| alone.whole(stream))?;
-    let compute = Submitted::of(clock, settings.samples, &|stream| alone.whole(stream))?;
-    let compute_chunks = Submitted::of(clock, settings.samples, &|stream| alone.chunks(stream))?;
-    let flops = problem.flops(world);
-    let link_limit = problem.link_bytes(world) / settings.link;
-    let mut rows: Vec<Row> = Vec::new();
-    let (mut first, mut choice) = (None, String::new());
-    for variant in &settings.variants {
-        let options = Options {
-            streams: settings.streams,
-            ..Options::of(*variant)
-        };
+    let options = |lowering: Option<Lowering>| Options {
+        lowering,
+        streams: settings.streams.unwrap_or(DEFAULT_STREAMS),
+        ..Options::default()
+    };
+    // With the collective among them where there is an engine, as any caller's plan would be.
+    let choice = gemm.plan(&options(None))?.choice().clone();
+    let mut first = None;
+    let mut plans = Vec::new();
+    for lowering in settings.lowerings(problem.op)? {
+        let name = lowering.name().to_owned();
         let plan = gemm
-            .plan(&options)
-            .with_context(|| format!("make a plan for {variant}"))?;
-        let work = |stream: &Stream| plan.run(stream);
+            .plan(&options(Some(lowering)))
+            .with_context(|| format!("make a plan for {name}"))?;
         let error = gemm
-            .error_of(&clock.stream, &work)
-            .with_context(|| format!("run {variant}"))?;
+            .error_of(&clock.stream, &|stream| Ok(plan.run(stream)?))
+            .with_context(|| format!("run {name}"))?;
         let difference = difference(clock, &gemm, &mut first)?;
-        let whole = |stream: &Stream| alone.whole(stream);
-        let [beside, times] = Submitted::in_turn(clock, settings.samples, [&whole, &work])
-            .with_context(|| format!("time {variant}"))?;
-        if let Some(folder) = &settings.traces {
-            for plan in plan.plans() {
-                if let Some(trace) = plan.trace(&clock.stream)? {
-                    let Problem { m, k, n, .. } = problem;
-                    let name = format!("{}-{m}-{k}-{n}.json", trace.program);
-                    write_trace(&folder.join(name), &trace)?;
-                }
+        plans.push((plan, error, difference));
+    }
+    let runs: Vec<_> = plans
+        .iter()
+        .map(|(plan, ..)| |stream: &Stream| Ok(plan.run(stream)?))
+        .collect();
+    let (whole, chunks) = (
+        |stream: &Stream| alone.whole(stream),
+        |stream: &Stream| alone.chunks(stream),
+    );
+    let mut works: Vec<Work<'_>> = vec![&whole, &chunks];
+    works.extend(runs.iter().map(|run| run as Work<'_>));
+    let times = Submitted::in_turn(clock, settings.samples, &works)?;
+    let [compute, compute_chunks, times @ ..] = &times[..] else {
+        anyhow::bail!("nothing was timed");
+    };
+    if let Some(folder) = &settings.traces {
+        for plan in plans.iter().flat_map(|(plan, ..)| plan.plans()) {
+            if let Some(trace) = plan.trace(&clock.stream)? {
+                let Problem { m, k, n, .. } = problem;
+                let name = format!("{}-{m}-{k}-{n}.json", trace.program);
+                write_trace(&folder.join(name), &trace)?;
             }
         }
-        let (estimates, best) = (&plan.choice().estimates, times.best());
-        let most = 2.0 * problem.dtype.matmul_tolerance().unwrap_or_default();
+    }
+    let flops = problem.flops(world);
+    let link_limit = problem.link_bytes(world) / settings.link;
+    let most = 2.0 * problem.dtype.matmul_tolerance().unwrap_or_default();
+    let mut rows = Vec::new();
+    for ((plan, error, difference), times) in plans.iter().zip(times) {
+        let own = plan.choice();
+        let estimate = own.estimates.first().context("no estimate of a lowering")?;
+        let best = times.best();
         rows.push(Row {
-            variant: variant.name(),
-            chosen: estimates
-                .first()
-                .is_some_and(|best| best.variant == *variant),
-            times,
+            lowering: own.name().to_owned(),
+            parameters: estimate.chosen.to_string(),
+            chosen: own.name() == choice.name(),
+            expected: estimate.seconds,
+            times: *times,
             tflops: flops / best / 1e12,
-            of_compute: beside.best() / best,
-            compute: beside,
+            of_compute: compute.best() / best,
             over_link: best / link_limit,
             over_collective: None,
-            error,
-            difference,
-            right: gemm.is_right(error) && difference <= most,
+            error: *error,
+            difference: *difference,
+            right: gemm.is_right(*error) && *difference <= most,
         });
-        choice = plan.choice().to_string();
     }
-    let collective = rows
-        .iter()
-        .find(|row| row.variant == Variant::Collective.name())
-        .map(|row| row.times.best());
-    for row in &mut rows {
-        row.over_collective = collective.map(|collective| collective / row.times.best());
-    }
-    Ok(Figures {
+    let mut figures = Figures {
         problem,
         flops,
-        compute,
-        compute_chunks,
+        compute: *compute,
+        compute_chunks: *compute_chunks,
         link_limit,
-        variants: rows,
-        choice,
-    })
+        lowerings: rows,
+        choice: choice.to_string(),
+    };
+    if let Some(collective) = figures.collective().map(|row| row.times.best()) {
+        for row in &mut figures.lowerings {
+            row.over_collective = Some(collective / row.times.best());
+        }
+    }
+    Ok(figures)
 }
 
-/// The relative difference between what the result holds and what it held for the first variant,
+/// The relative difference between what the result holds and what it held for the first lowering,
 /// on some rows; of the rank where it is largest.
 fn difference(clock: &Clock<'_>, gemm: &Gemm<'_>, first: &mut Option<Vec<f64>>) -> Result<f64> {
     let now = gemm.some_rows()?;

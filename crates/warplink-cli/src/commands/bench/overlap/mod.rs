@@ -7,7 +7,7 @@ mod report;
 
 use super::timing::Clock;
 use crate::commands::ranks;
-use crate::gemm::{Op, Problem, common_seed, gemm_dtype, variant_parser};
+use crate::gemm::{Op, Problem, common_seed, gemm_dtype, lowering_name};
 use crate::options::Options;
 use crate::report::progress::Progress;
 use crate::report::{check_output, print_json, print_text};
@@ -19,22 +19,24 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::str::FromStr;
 use warplink::device::Priority;
-use warplink::overlap::Variant;
+use warplink::program::cost::{DeviceDescription, HardwareModel};
 use warplink::{Communicator, DType, DeviceKind, ErrorKind};
 
 /// Measure GEMMs overlapped with their communication
 ///
-/// For each shape, measures the GEMM alone, whole and in one chunk per rank; the vendor's collective
-/// before or after the GEMM; and every variant of the overlapped program. Two limits are shown: the
+/// For each shape, measures the GEMM alone, whole and in one chunk per rank, and every lowering: the
+/// collective engine before or after the GEMM, and the overlapped programs. Two limits are shown: the
 /// time to receive the bytes at the link's rate, and the GEMM alone. Times are medians over samples
-/// that start with a barrier; the slowest rank counts. Samples of a variant and of the GEMM alone
-/// alternate, because GPU clocks drift; 'of GEMM' compares these two. All results are checked. '*'
-/// marks the variant that the cost model chooses.
+/// that start with a barrier; the slowest rank counts. Samples of all alternate, because GPU clocks
+/// drift. All results are checked. '*' marks the lowering that the cost model chooses, and the last
+/// lines tell how good its choices were.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  \
     warplink bench overlap\n  \
     warplink bench overlap --shape 8192,8192,3584 --op all-gather-matmul --plot overlap.svg\n  \
-    warplink bench overlap --ddlb --variants push-rotated,ring-put --output ddlb.json\n  \
+    warplink bench overlap --ddlb --lowerings push,ring-put --output ddlb.json\n  \
+    warplink bench overlap --random 100 --output random.json\n  \
+    warplink bench overlap --lowerings push,my_own.wlp --shape 4096,4096,4096\n  \
     warplink bench overlap --device host -n 2 --shape 256,256,256")]
 pub(crate) struct Overlap {
     /// Shape m,k,n: A is m x k, B is k x n; may be repeated [default: four shapes on cuda, two
@@ -44,31 +46,36 @@ pub(crate) struct Overlap {
     /// All combinations of m, k and n from 512 to 16384, as in the DDLB benchmark
     #[arg(long, conflicts_with = "shapes")]
     ddlb: bool,
+    /// So many random shapes, from 1 to 16384 (256 on host) in each direction, of random operations and element
+    /// types unless --op and --dtype are given; the same ones for the same --seed
+    #[arg(long, value_name = "N", conflicts_with_all = ["shapes", "ddlb"])]
+    random: Option<u16>,
     /// Operation to measure; may be repeated [default: both]
     #[arg(long = "op", value_name = "OP")]
     ops: Vec<Op>,
     /// Element type: bf16, f16 or f32 [default: bf16 on cuda, f32 on host]
     #[arg(long, value_name = "TYPE", value_parser = gemm_dtype)]
     dtype: Option<DType>,
-    /// Variants to measure, separated by commas [default: all]
-    #[arg(long, value_name = "A,B", value_delimiter = ',', value_parser = variant_parser())]
-    variants: Vec<Variant>,
+    /// Lowerings to measure, separated by commas: collective, in-order, push, ring-put, ring-get,
+    /// rings, store, or FILE.wlp [default: all but files]
+    #[arg(long, value_name = "A,B", value_delimiter = ',', value_parser = lowering_name)]
+    lowerings: Vec<String>,
     /// Samples per figure [default: 20 on cuda, 5 on host]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     samples: Option<u16>,
-    /// Streams that GEMMs alternate on [default: the best for each variant]
+    /// Streams that GEMMs alternate on [default: 2]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(1..=32))]
     streams: Option<u8>,
-    /// Link rate in GB/s (10^9 bytes), for the link limit
-    #[arg(long, value_name = "GB/S", default_value = "393", value_parser = positive)]
-    link: f64,
+    /// Link rate in GB/s (10^9 bytes), for the link limit [default: from the hardware model]
+    #[arg(long, value_name = "GB/S", value_parser = positive)]
+    link: Option<f64>,
     /// Seed of the inputs [default: random]
     #[arg(long, value_name = "SEED")]
     seed: Option<u64>,
     /// Write the result as JSON to this file
     #[arg(long, value_name = "FILE.json")]
     output: Option<PathBuf>,
-    /// Write a Perfetto trace of one run of each variant to this folder
+    /// Write a Perfetto trace of one run of each lowering to this folder
     #[arg(long, value_name = "FOLDER")]
     traces: Option<PathBuf>,
     /// Write a chart as SVG to this file
@@ -103,6 +110,29 @@ fn positive(text: &str) -> Result<f64, String> {
     match text.parse::<f64>() {
         Ok(rate) if rate.is_finite() && rate > 0.0 => Ok(rate),
         _ => Err("expected a positive number".to_owned()),
+    }
+}
+
+/// The largest size of a random shape.
+const fn max_random(kind: DeviceKind) -> usize {
+    match kind {
+        DeviceKind::Cuda => 16384,
+        DeviceKind::Host => 256,
+    }
+}
+
+/// A generator of numbers that are the same on every rank for the same seed (SplitMix64).
+struct Random(u64);
+
+impl Random {
+    /// From 0 up to 1.
+    fn unit(&mut self) -> f64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut bits = self.0;
+        bits = (bits ^ (bits >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        bits = (bits ^ (bits >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        bits ^= bits >> 31;
+        (bits >> 11) as f64 / (1_u64 << 53) as f64
     }
 }
 
@@ -165,7 +195,11 @@ impl Overlap {
 
     fn measure(&self, comm: &Communicator) -> Result<Report> {
         let kind = comm.device().kind();
-        let problems = self.problems(kind);
+        let seed = common_seed(comm, self.seed)?;
+        let problems = match self.random {
+            None => self.problems(kind),
+            Some(count) => self.random_problems(count, comm, seed),
+        };
         for problem in &problems {
             problem.check(comm.world())?;
         }
@@ -180,20 +214,24 @@ impl Overlap {
             }
             Err(error) => return Err(error.into()),
         };
-        let wanted = |variant: &Variant| {
-            (self.variants.is_empty() || self.variants.contains(variant))
-                && (nccl.is_some() || *variant != Variant::Collective)
+        let link = match self.link {
+            Some(link) => link * 1e9,
+            None => {
+                let device = DeviceDescription::of(&**comm.device());
+                HardwareModel::find(&device, comm.world())?.link.put.peak()
+            }
         };
         let settings = Settings {
-            variants: Variant::ALL.into_iter().filter(wanted).collect(),
+            names: self.lowerings.clone(),
+            engine: nccl.is_some(),
             samples: match (self.samples, kind) {
                 (Some(samples), _) => samples.into(),
                 (None, DeviceKind::Cuda) => 20,
                 (None, DeviceKind::Host) => 5,
             },
             streams: self.streams.map(usize::from),
-            link: self.link * 1e9,
-            seed: common_seed(comm, self.seed)?,
+            link,
+            seed,
             traces: self.traces.clone(),
         };
         let clock = Clock::new(comm, Priority::Normal)?;
@@ -219,10 +257,49 @@ impl Overlap {
             nccl,
             streams: settings.streams,
             samples: settings.samples,
-            link: self.link,
+            link: settings.link / 1e9,
             seed: settings.seed,
             shapes,
         })
+    }
+
+    /// Shapes whose sizes are spread evenly over their logarithms, rounded up to what the ranks can
+    /// share.
+    fn random_problems(&self, count: u16, comm: &Communicator, seed: u64) -> Vec<Problem> {
+        let (world, max) = (comm.world(), max_random(comm.device().kind()) as f64);
+        let mut random = Random(seed);
+        let mut size = |multiple: usize| {
+            let size = max.powf(random.unit()).round() as usize;
+            size.next_multiple_of(multiple)
+        };
+        let shapes: Vec<(usize, usize, usize)> = (0..count)
+            .map(|_| (size(world), size(world), size(1)))
+            .collect();
+        let ops = self.ops();
+        let dtypes = match self.dtype {
+            Some(dtype) => vec![dtype],
+            None => vec![DType::BF16, DType::F16, DType::F32],
+        };
+        shapes
+            .into_iter()
+            .enumerate()
+            .map(|(index, (m, k, n))| Problem {
+                op: ops[index % ops.len()],
+                m,
+                k,
+                n,
+                dtype: dtypes[index / ops.len() % dtypes.len()],
+            })
+            .collect()
+    }
+
+    /// The operations to measure, at least one.
+    fn ops(&self) -> Vec<Op> {
+        if self.ops.is_empty() {
+            Op::ALL.to_vec()
+        } else {
+            self.ops.clone()
+        }
     }
 
     fn problems(&self, kind: DeviceKind) -> Vec<Problem> {
@@ -244,10 +321,7 @@ impl Overlap {
             .to_vec(),
             (_, _, DeviceKind::Host) => [(256, 512, 256), (512, 512, 64)].map(shape).to_vec(),
         };
-        let ops = match &self.ops[..] {
-            [] => &[Op::AllGatherMatmul, Op::MatmulReduceScatter],
-            ops => ops,
-        };
+        let ops = self.ops();
         let dtype = self.dtype.unwrap_or(match kind {
             DeviceKind::Cuda => DType::BF16,
             DeviceKind::Host => DType::F32,

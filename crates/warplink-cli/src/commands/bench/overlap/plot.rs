@@ -1,5 +1,5 @@
 //! The figures as a drawing: for each shape, bars of the rates that the GEMM alone, the
-//! collective with it, and the variants reach, and a line at the limit.
+//! collective with it, and the lowerings reach, and a line at the limit.
 
 use super::Report;
 use super::measure::Figures;
@@ -24,7 +24,7 @@ struct Bar {
 
 const ALONE: RGBColor = RGBColor(150, 150, 150);
 const COLLECTIVE: RGBColor = RGBColor(214, 140, 60);
-const VARIANT: RGBColor = RGBColor(70, 130, 190);
+const LOWERING: RGBColor = RGBColor(70, 130, 190);
 const CHOSEN: RGBColor = RGBColor(30, 85, 150);
 
 /// The drawing, as SVG.
@@ -126,11 +126,11 @@ fn bars(shape: &Figures) -> Vec<Bar> {
         rate: rate(times.best()),
         colour: ALONE,
     });
-    let collective = shape.collective().map(|row| row.variant);
-    let fastest = shape.fastest().map(|row| row.variant);
-    let variants = shape.variants.iter().map(|row| {
-        let mut label = row.variant.to_owned();
-        if Some(row.variant) == fastest {
+    let collective = shape.collective().map(|row| &row.lowering);
+    let fastest = shape.fastest().map(|row| &row.lowering);
+    let lowerings = shape.lowerings.iter().map(|row| {
+        let mut label = row.lowering.clone();
+        if Some(&row.lowering) == fastest {
             label += ", fastest";
         }
         if row.chosen {
@@ -140,13 +140,13 @@ fn bars(shape: &Figures) -> Vec<Bar> {
             label,
             rate: rate(row.times.best()),
             colour: match row {
-                _ if Some(row.variant) == collective => COLLECTIVE,
+                _ if Some(&row.lowering) == collective => COLLECTIVE,
                 row if row.chosen => CHOSEN,
-                _ => VARIANT,
+                _ => LOWERING,
             },
         }
     });
-    alone.into_iter().chain(variants).collect()
+    alone.into_iter().chain(lowerings).collect()
 }
 
 /// Three significant digits.

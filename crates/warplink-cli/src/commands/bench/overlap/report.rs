@@ -6,11 +6,11 @@ use crate::gemm::Problem;
 use crate::report::table::{Align, Table};
 
 impl Report {
-    /// Whether every variant computed what it should.
+    /// Whether every lowering computed what it should.
     pub(super) fn is_right(&self) -> bool {
         self.shapes
             .iter()
-            .flat_map(|shape| &shape.variants)
+            .flat_map(|shape| &shape.lowerings)
             .all(|row| row.right)
     }
 
@@ -23,9 +23,39 @@ impl Report {
         if let Some(streams) = self.streams {
             text += &format!("{streams} streams, ");
         }
-        text += &format!("link {} GB/s\n", self.link);
+        text += &format!("link {:.1} GB/s\n", self.link);
         for shape in &self.shapes {
             text += &shape.text();
+        }
+        text + &self.choices()
+    }
+
+    /// How good the cost model's choices were, over all shapes.
+    fn choices(&self) -> String {
+        let of_best: Vec<f64> = self.shapes.iter().filter_map(Figures::of_best).collect();
+        let over: Vec<f64> = self
+            .shapes
+            .iter()
+            .filter_map(|shape| shape.chosen()?.over_collective)
+            .collect();
+        let least = |values: &[f64]| values.iter().copied().fold(f64::INFINITY, f64::min);
+        let mut text = String::new();
+        if !of_best.is_empty() {
+            let close = of_best.iter().filter(|&&ratio| ratio >= 0.95).count();
+            text += &format!(
+                "\nThe chosen lowering is within 5 % of the fastest on {close} of {} shapes; at worst it \
+                 reaches {:.3} of it.\n",
+                of_best.len(),
+                least(&of_best)
+            );
+        }
+        if !over.is_empty() {
+            let ahead = over.iter().filter(|&&ratio| ratio >= 0.97).count();
+            text += &format!(
+                "It is at least 0.97 as fast as the collective on {ahead} of {} shapes; at worst {:.3}.\n",
+                over.len(),
+                least(&over)
+            );
         }
         text
     }
@@ -47,6 +77,8 @@ impl Figures {
             ("over link", Align::Right),
             ("x collective", Align::Right),
             ("error", Align::Right),
+            ("expected", Align::Right),
+            ("", Align::Left),
         ]);
         let micros = |seconds: f64| format!("{:.1}", seconds * 1e6);
         let times = |name: &str, times: &Submitted, of_gemm: f64| {
@@ -74,9 +106,9 @@ impl Figures {
             String::new(),
             micros(self.link_limit),
         ]);
-        for row in &self.variants {
+        for row in &self.lowerings {
             let mark = if row.chosen { " *" } else { "" };
-            let name = format!("{}{mark}", row.variant);
+            let name = format!("{}{mark}", row.lowering);
             let mut cells = times(&name, &row.times, row.of_compute);
             cells.push(format!("{:.3}", row.over_link));
             cells.push(
@@ -85,6 +117,8 @@ impl Figures {
             );
             let verdict = if row.right { "" } else { " WRONG" };
             cells.push(format!("{:.1e}{verdict}", row.error));
+            cells.push(micros(row.expected));
+            cells.push(row.parameters.clone());
             table.row(cells);
         }
         format!("\n{op}, m {m}, k {k}, n {n}, {dtype}\n{table}")

@@ -358,13 +358,12 @@ pub(crate) fn run_example(comm: &Communicator, stream: &Stream, name: &str, prep
         bindings.insert(name.clone(), slice);
     }
     let plan = prepared.bind(&bindings).unwrap();
-    let product =
-        name.starts_with("all_gather_matmul") || name.starts_with("matmul_reduce_scatter");
+    let gather = name.starts_with("all_gather_matmul");
     for round in 0..2_u64 {
-        if product {
+        if gather || name.starts_with("matmul_reduce_scatter") {
             assert_eq!(inputs["A"].dtype, DType::BF16, "{name}");
             let case = Case {
-                m: 32,
+                m: 64,
                 k: 32,
                 n: 32,
                 dtype: DType::BF16,
@@ -374,24 +373,26 @@ pub(crate) fn run_example(comm: &Communicator, stream: &Stream, name: &str, prep
                 outer: 1,
                 world,
             };
+            let (b, c) = if gather { ("B[0]", "C[0]") } else { ("B", "C") };
             let memory = Memory {
                 a: bindings["A"].clone(),
-                b: vec![bindings["B"].clone()],
+                b: vec![bindings[b].clone()],
                 bias: Vec::new(),
-                c: vec![bindings["C"].clone()],
+                c: vec![bindings[c].clone()],
                 gathered: None,
             };
             let inputs = Inputs::<half::bf16>::draw(&case, round);
-            let gather = name.starts_with("all_gather");
-            match gather {
-                true => memory.fill_gather(comm, &case, &inputs),
-                false => memory.fill_scatter(comm, &case, &inputs),
+            if gather {
+                memory.fill_gather(comm, &case, &inputs);
+            } else {
+                memory.fill_scatter(comm, &case, &inputs);
             }
             plan.run(stream).unwrap();
             comm.synchronize(stream).unwrap();
-            match gather {
-                true => memory.check_gather(comm, &case, &inputs, name),
-                false => memory.check_scatter(comm, &case, &inputs, name),
+            if gather {
+                memory.check_gather(comm, &case, &inputs, name);
+            } else {
+                memory.check_scatter(comm, &case, &inputs, name);
             }
         } else {
             assert_eq!(name, "ring_pass", "an example without a check");

@@ -1,0 +1,268 @@
+//! A plan of either operation: one program, bound once for each index of the outer dimensions.
+
+use super::{Choice, Lowering, Options};
+use crate::device::{DeviceSlice, Graph, Stream};
+use crate::error::{Error, ErrorKind, Result};
+use crate::program::cost::{DeviceDescription, HardwareModel};
+use crate::program::lower::{Problem, choose};
+use crate::program::{Bindings, Executor, Plan, PrepareOptions};
+use std::fmt;
+
+/// An operation that is ready to run on given memory, any number of times.
+///
+/// Every rank makes the same plans in the same order. Drop a plan when the streams that it ran on
+/// are done; the memory is kept until then.
+pub struct OverlapPlan {
+    executor: Executor,
+    choice: Choice,
+    plans: Vec<Plan>,
+}
+
+impl fmt::Debug for OverlapPlan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("OverlapPlan")
+            .field("subject", &self.choice.subject)
+            .field("lowering", &self.choice.name())
+            .field("plans", &self.plans.len())
+            .finish()
+    }
+}
+
+impl OverlapPlan {
+    /// Chooses the lowering of `problem`, verifies it, and binds it to part `index` of every one of
+    /// `tensors`, for each outer index. Every rank calls this at the same time.
+    pub(super) fn new<P: Problem>(
+        executor: &Executor,
+        problem: &P,
+        options: &Options,
+        tensors: &[Bound],
+    ) -> Result<Self> {
+        Self::make(executor, problem, options, tensors)
+            .map_err(|error| error.on_rank(executor.rank()))
+    }
+
+    fn make<P: Problem>(
+        executor: &Executor,
+        problem: &P,
+        options: &Options,
+        tensors: &[Bound],
+    ) -> Result<Self> {
+        let outer = options.outer;
+        if outer == 0 {
+            return Err(Error::invalid("outer is 0; expected at least 1"));
+        }
+        let choice = available(executor, problem, options)?;
+        let prepare = PrepareOptions {
+            streams: choice.lowered.streams,
+            verify: options.verify,
+        };
+        let lowered = &choice.lowered;
+        let prepared = executor.prepare(lowered.program(), &lowered.parameters, prepare)?;
+        let bindings = (0..outer)
+            .map(|index| {
+                tensors
+                    .iter()
+                    .map(|tensor| Ok((tensor.name.clone(), tensor.part(index, outer)?)))
+                    .collect::<Result<Bindings>>()
+            })
+            .collect::<Result<Vec<_>>>()?;
+        let plans = bindings
+            .iter()
+            .map(|bindings| prepared.bind(bindings))
+            .collect::<Result<_>>()?;
+        Ok(Self {
+            executor: executor.clone(),
+            choice,
+            plans,
+        })
+    }
+
+    /// Enqueues one run, starting from and joining back into `stream`. Does not block. The next may
+    /// be enqueued before it is done.
+    ///
+    /// # Errors
+    /// The device's fault, and what an operation says that cannot be enqueued.
+    pub fn run(&self, stream: &Stream) -> Result<()> {
+        self.plans.iter().try_for_each(|plan| plan.run(stream))
+    }
+
+    /// Turns the plan into one graph. Blocks while the graph is prepared.
+    ///
+    /// # Errors
+    /// As [`run`](Self::run), and what the device says that cannot capture.
+    pub fn capture(self) -> Result<CapturedOverlap> {
+        let stream = self.executor.create_stream()?;
+        stream.begin_capture()?;
+        let recorded = self.run(&stream);
+        let graph = stream.end_capture();
+        recorded?;
+        Ok(CapturedOverlap {
+            graph: graph?,
+            plan: self,
+        })
+    }
+
+    /// The lowering, and why.
+    pub fn choice(&self) -> &Choice {
+        &self.choice
+    }
+
+    /// The text of the host program that runs.
+    pub fn text(&self) -> &str {
+        self.choice.lowered.lowering.text()
+    }
+
+    /// The bound programs, one for each outer index.
+    pub fn plans(&self) -> &[Plan] {
+        &self.plans
+    }
+
+    /// Enqueues a run, and keeps the plan until it is done.
+    pub(super) fn once(self, stream: &Stream) -> Result<Choice> {
+        if stream.is_capturing()? {
+            return Err(Error::new(
+                ErrorKind::Unsupported,
+                "a plan of one use cannot be captured",
+            )
+            .on_rank(self.executor.rank())
+            .help("make a plan before the capture, and run that in it"));
+        }
+        let enqueued = self.run(stream);
+        // Also where that failed: some of it may have been enqueued.
+        self.executor.keep_until_done(self.plans, stream);
+        enqueued.map(|()| self.choice)
+    }
+}
+
+/// A caller's slice for a tensor of the program.
+pub(super) struct Bound {
+    name: String,
+    slice: DeviceSlice,
+    /// Whether every outer index has a part of it, rather than all of it.
+    parted: bool,
+}
+
+impl Bound {
+    /// A tensor that has a part for each outer index: A, C and G.
+    pub(super) fn parted(name: impl Into<String>, slice: &DeviceSlice) -> Self {
+        Self {
+            name: name.into(),
+            slice: slice.clone(),
+            parted: true,
+        }
+    }
+
+    /// A tensor that all outer indices use: B and the bias.
+    pub(super) fn shared(name: impl Into<String>, slice: &DeviceSlice) -> Self {
+        Self {
+            name: name.into(),
+            slice: slice.clone(),
+            parted: false,
+        }
+    }
+
+    fn part(&self, index: usize, outer: usize) -> Result<DeviceSlice> {
+        if !self.parted || outer == 1 {
+            return Ok(self.slice.clone());
+        }
+        let bytes = self.slice.bytes();
+        if !bytes.is_multiple_of(outer) {
+            return Err(Error::invalid(format!(
+                "'{}' has {bytes} bytes, which are not {outer} equal parts",
+                self.name
+            )));
+        }
+        let each = bytes / outer;
+        self.slice.slice(index * each..(index + 1) * each)
+    }
+}
+
+/// A family's members as the program names them: `B[0]`, `B[1]`, …
+pub(super) fn family(
+    name: &str,
+    slices: &[DeviceSlice],
+    expected: usize,
+    make: fn(String, &DeviceSlice) -> Bound,
+) -> Result<Vec<Bound>> {
+    if slices.len() != expected {
+        return Err(Error::invalid(format!(
+            "{name} has {} slices; expected {expected}",
+            slices.len()
+        )));
+    }
+    Ok(slices
+        .iter()
+        .enumerate()
+        .map(|(index, slice)| make(format!("{name}[{index}]"), slice))
+        .collect())
+}
+
+/// The choice; without the lowerings that need the collective engine where its library is missing and
+/// nobody asked for one. Every rank comes to the same end: they join the engine together.
+fn available<P: Problem>(executor: &Executor, problem: &P, options: &Options) -> Result<Choice> {
+    let world = executor.world();
+    let model = match &options.model {
+        Some(model) => model.clone(),
+        None => HardwareModel::find(&DeviceDescription::of(executor.device()), world)?,
+    };
+    let allowed: Vec<Lowering> = match &options.lowering {
+        Some(lowering) => vec![lowering.clone()],
+        None => P::lowerings()?
+            .into_iter()
+            .chain(options.added.iter().cloned())
+            .collect(),
+    };
+    let choice = choose(problem, &allowed, world, options.streams, &model)?;
+    if choice.forced || !choice.needs_engine() {
+        return Ok(choice);
+    }
+    match executor.collective_engine() {
+        Err(error) if error.kind() == ErrorKind::LibraryMissing => {
+            let without: Vec<Lowering> = choice
+                .estimates
+                .into_iter()
+                .filter(|estimate| !estimate.needs_engine)
+                .map(|estimate| estimate.lowering)
+                .collect();
+            let mut choice = choose(problem, &without, world, options.streams, &model)?;
+            choice.forced = false;
+            Ok(choice)
+        }
+        Err(error) => Err(error),
+        Ok(_) => Ok(choice),
+    }
+}
+
+/// A plan as one graph, launched in the place of its runs. Launches of one plan and runs of it take
+/// turns in the same order on every rank.
+pub struct CapturedOverlap {
+    // Before the plan, whose memory and streams it uses.
+    graph: Graph,
+    plan: OverlapPlan,
+}
+
+impl fmt::Debug for CapturedOverlap {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("CapturedOverlap").field(&self.plan).finish()
+    }
+}
+
+impl CapturedOverlap {
+    /// Enqueues the whole on `stream`. Does not block.
+    ///
+    /// # Errors
+    /// The device's fault.
+    pub fn launch(&self, stream: &Stream) -> Result<()> {
+        self.graph.launch(stream)
+    }
+
+    /// How many operations the graph holds.
+    pub fn operations(&self) -> usize {
+        self.graph.operations()
+    }
+
+    /// The lowering, and why.
+    pub fn choice(&self) -> &Choice {
+        self.plan.choice()
+    }
+}

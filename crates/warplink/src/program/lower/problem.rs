@@ -1,0 +1,164 @@
+//! What is to be computed, and which parameters that gives a lowering.
+
+use super::{AllGatherMatmulLowering, Lowering, MatmulReduceScatterLowering};
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::program::parameters::Parameters;
+
+/// An operation that is lowered.
+pub trait Problem {
+    /// What a lowering is given.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where `world` ranks cannot
+    /// share the sizes, a size is zero, or the element type has no matmul.
+    fn parameters(&self, world: usize) -> Result<Parameters>;
+
+    /// What is computed, for people.
+    fn subject(&self) -> String;
+
+    /// The library's lowerings of the operation.
+    ///
+    /// # Errors
+    /// None, as long as the library's own files are programs.
+    fn lowerings() -> Result<Vec<Lowering>>;
+}
+
+/// `C[i] = A · B[i] + bias[i]`, where every rank has a part of A's rows, all of every B, and wants all
+/// of every C.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct AllGatherMatmul {
+    /// Rows of A on all ranks together.
+    pub m: usize,
+    /// Columns of A.
+    pub k: usize,
+    /// Columns of each B.
+    pub n: Vec<usize>,
+    /// Element type.
+    pub dtype: DType,
+    /// Whether a bias is added to each row.
+    pub bias: bool,
+    /// Whether the gathered A is an output, `G`.
+    pub keep: bool,
+}
+
+impl Problem for AllGatherMatmul {
+    fn parameters(&self, world: usize) -> Result<Parameters> {
+        if self.n.is_empty() {
+            return Err(Error::invalid(
+                "there is no right operand; expected at least one",
+            ));
+        }
+        check(self.dtype, world, &[("m", self.m)], &[("k", self.k)])?;
+        let n: Vec<i64> = self
+            .n
+            .iter()
+            .map(|&n| size("n", n))
+            .collect::<Result<_>>()?;
+        let mut parameters = Parameters::new()
+            .with("m", size("m", self.m)?)
+            .with("k", size("k", self.k)?)
+            .with("n", n)
+            .with("T", self.dtype);
+        if self.bias {
+            parameters = parameters.with_tensor("bias");
+        }
+        if self.keep {
+            parameters = parameters.with_tensor("G");
+        }
+        Ok(parameters)
+    }
+
+    fn subject(&self) -> String {
+        let n: Vec<String> = self.n.iter().map(usize::to_string).collect();
+        let (m, k, n, dtype) = (self.m, self.k, n.join(" and "), self.dtype);
+        format!("all-gather + matmul, m {m}, k {k}, n {n}, {dtype}")
+    }
+
+    fn lowerings() -> Result<Vec<Lowering>> {
+        let all = AllGatherMatmulLowering::ALL.iter();
+        all.map(|one| one.lowering()).collect()
+    }
+}
+
+/// `C = A · B + bias`, where every rank has a part of the contraction and wants a part of C's rows.
+///
+/// Where the world is more than one rank, sums are formed from partial products rounded to the element
+/// type; where they add up around a ring they are rounded at every rank.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MatmulReduceScatter {
+    /// Rows of A; every rank gets its part of as many rows of C.
+    pub m: usize,
+    /// Columns of A and rows of B on all ranks together.
+    pub k: usize,
+    /// Columns of B.
+    pub n: usize,
+    /// Element type; partial sums travel in it.
+    pub dtype: DType,
+    /// Whether a bias is added to each row.
+    pub bias: bool,
+}
+
+impl Problem for MatmulReduceScatter {
+    fn parameters(&self, world: usize) -> Result<Parameters> {
+        let shared = [("m", self.m), ("k", self.k)];
+        check(self.dtype, world, &shared, &[("n", self.n)])?;
+        let parameters = Parameters::new()
+            .with("m", size("m", self.m)?)
+            .with("k", size("k", self.k)?)
+            .with("n", size("n", self.n)?)
+            .with("T", self.dtype);
+        Ok(if self.bias {
+            parameters.with_tensor("bias")
+        } else {
+            parameters
+        })
+    }
+
+    fn subject(&self) -> String {
+        let (m, k, n, dtype) = (self.m, self.k, self.n, self.dtype);
+        format!("matmul + reduce-scatter, m {m}, k {k}, n {n}, {dtype}")
+    }
+
+    fn lowerings() -> Result<Vec<Lowering>> {
+        let all = MatmulReduceScatterLowering::ALL.iter();
+        all.map(|one| one.lowering()).collect()
+    }
+}
+
+/// Refuses what no lowering can do; `shared` are the sizes that the ranks share among them.
+fn check(
+    dtype: DType,
+    world: usize,
+    shared: &[(&str, usize)],
+    others: &[(&str, usize)],
+) -> Result<()> {
+    if dtype.matmul_tolerance().is_none() {
+        return Err(Error::invalid(format!(
+            "unsupported element type {dtype} of a matmul; expected bf16, f16 or f32"
+        )));
+    }
+    if let Some((name, _)) = shared.iter().chain(others).find(|(_, size)| *size == 0) {
+        return Err(Error::invalid(format!("{name} is 0; expected at least 1")));
+    }
+    for (name, size) in shared {
+        if world == 0 || !size.is_multiple_of(world) {
+            let padded = size.next_multiple_of(world.max(1));
+            return Err(Error::invalid(format!(
+                "{name} is {size}; expected a multiple of the {world} ranks that share it"
+            ))
+            .help(format!("pad it to {padded}")));
+        }
+    }
+    Ok(())
+}
+
+fn size(name: &str, size: usize) -> Result<i64> {
+    match i64::try_from(size) {
+        Ok(0) => Err(Error::invalid(format!("{name} is 0; expected at least 1"))),
+        Ok(size) => Ok(size),
+        Err(_) => Err(Error::invalid(format!(
+            "{name} is {size}; expected less than 2^63"
+        ))),
+    }
+}

@@ -1,0 +1,280 @@
+//! The library's lowerings and the example programs: verified for many worlds, with every alternative,
+//! and chosen among by the cost model.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+use std::time::Instant;
+use warplink::program::cost::find::shipped;
+use warplink::program::lower::{
+    AllGatherMatmul, AllGatherMatmulLowering, Choice, Lowered, Lowering, MatmulReduceScatter,
+    MatmulReduceScatterLowering, Problem, choose, lower,
+};
+use warplink::program::{DiagnosticKind, Parameters, Program, Value, verify};
+use warplink::{DType, ErrorKind};
+
+fn gather(world: usize, keep: bool, n: &[usize]) -> AllGatherMatmul {
+    AllGatherMatmul {
+        m: 16 * world,
+        k: 16,
+        n: n.to_vec(),
+        dtype: DType::BF16,
+        bias: n.len() > 1,
+        keep,
+    }
+}
+
+fn scatter(world: usize, bias: bool) -> MatmulReduceScatter {
+    MatmulReduceScatter {
+        m: 16 * world,
+        k: 8 * world,
+        n: 16,
+        dtype: DType::F16,
+        bias,
+    }
+}
+
+/// The example programs whose names start with `operation`.
+fn examples(operation: &str) -> Vec<Lowering> {
+    let folder = format!("{}/../../examples/programs", env!("CARGO_MANIFEST_DIR"));
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        let name = path.file_stem().unwrap().to_string_lossy().into_owned();
+        if name.starts_with(operation) {
+            let text = std::fs::read_to_string(&path).unwrap();
+            found.push(Lowering::parse(&name, &text).unwrap());
+        }
+    }
+    assert!(found.len() >= 4, "{operation}");
+    found
+}
+
+fn gathers() -> Vec<Lowering> {
+    let own = AllGatherMatmul::lowerings().unwrap();
+    own.into_iter().chain(examples("all_gather")).collect()
+}
+
+fn scatters() -> Vec<Lowering> {
+    let own = MatmulReduceScatter::lowerings().unwrap();
+    own.into_iter().chain(examples("matmul_")).collect()
+}
+
+/// Every combination of alternatives, whether or not it suits the sizes.
+fn combinations(lowering: &Lowering, given: &Parameters) -> Vec<Parameters> {
+    let mut all = vec![given.clone()];
+    for parameter in &lowering.program().parameters {
+        if given.value(&parameter.name).is_none() {
+            let with = |combination: &Parameters| -> Vec<Parameters> {
+                let values = parameter.kind.alternatives().iter();
+                values
+                    .map(|value: &Value| combination.clone().with(&parameter.name, value.clone()))
+                    .collect()
+            };
+            all = all.iter().flat_map(with).collect();
+        }
+    }
+    all
+}
+
+/// Verifies `lowering` with every alternative, and gives how many suit the world.
+fn accepted(lowering: &Lowering, world: usize, streams: usize, given: &Parameters) -> usize {
+    let mut suitable = 0;
+    for parameters in combinations(lowering, given) {
+        match verify(lowering.program(), world, streams, &parameters) {
+            Ok(_) => suitable += 1,
+            Err(diagnostics) if diagnostics[0].kind == DiagnosticKind::Requirement => {}
+            Err(diagnostics) => {
+                println!("{}", lowering.text());
+                for diagnostic in &diagnostics {
+                    println!("{diagnostic}");
+                }
+                panic!(
+                    "{} is refused for {world} ranks: {parameters}",
+                    lowering.name()
+                );
+            }
+        }
+    }
+    suitable
+}
+
+#[test]
+fn every_lowering_and_example_passes_for_1_to_16_ranks() {
+    for world in 1..=16 {
+        for streams in [1, 2, 3] {
+            for lowering in gathers() {
+                for (keep, n) in [(false, &[24][..]), (true, &[24, 8])] {
+                    let given = gather(world, keep, n).parameters(world).unwrap();
+                    assert!(accepted(&lowering, world, streams, &given) > 0);
+                }
+            }
+            for lowering in scatters() {
+                for bias in [false, true] {
+                    let given = scatter(world, bias).parameters(world).unwrap();
+                    assert!(accepted(&lowering, world, streams, &given) > 0);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn the_smallest_example_passes() {
+    let path = format!(
+        "{}/../../examples/programs/ring_pass.wlp",
+        env!("CARGO_MANIFEST_DIR")
+    );
+    let program = Program::parse(&std::fs::read_to_string(path).unwrap()).unwrap();
+    for world in 2..=16 {
+        verify(&program, world, 1, &[("n", 16)].into()).unwrap();
+    }
+}
+
+#[test]
+fn what_is_printed_is_the_same_program() {
+    for lowering in gathers().into_iter().chain(scatters()) {
+        let printed = lowering.program().to_string();
+        assert_eq!(&Program::parse(&printed).unwrap(), lowering.program());
+    }
+}
+
+/// Alternatives that suit the sizes are all there, up to as many rings as half of the ranks.
+#[test]
+fn what_does_not_suit_the_sizes_is_left_out() {
+    let suitable =
+        |lowering: Lowering, given: &Parameters, world| accepted(&lowering, world, 2, given);
+    let push = || AllGatherMatmulLowering::Push.lowering().unwrap();
+    let mut problem = gather(2, false, &[8]);
+    for (rows, parts) in [(1, 1), (2, 2), (3, 1), (12, 3), (16, 5), (64, 5)] {
+        problem.m = 2 * rows;
+        let given = problem.parameters(2).unwrap();
+        assert_eq!(suitable(push(), &given, 2), parts, "{rows} rows");
+    }
+    let rings = || MatmulReduceScatterLowering::Rings.lowering().unwrap();
+    for (world, strides) in [(1, 1), (2, 1), (3, 1), (4, 2), (8, 4), (16, 4)] {
+        let given = scatter(world, true).parameters(world).unwrap();
+        assert_eq!(
+            suitable(rings(), &given, world),
+            4 * strides,
+            "{world} ranks"
+        );
+    }
+}
+
+#[test]
+fn sizes_that_do_not_divide_are_refused_with_a_way_out() {
+    let push = AllGatherMatmulLowering::Push.lowering().unwrap();
+    let problem = AllGatherMatmul {
+        m: 100,
+        ..gather(8, false, &[8])
+    };
+    let error = lower(&problem, &push, 8, 2).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+    assert!(error.to_string().ends_with("pad it to 104"), "{error}");
+    let problem = AllGatherMatmul {
+        dtype: DType::I32,
+        ..gather(8, false, &[8])
+    };
+    assert!(lower(&problem, &push, 8, 2).is_err());
+    assert!(lower(&gather(8, false, &[]), &push, 8, 2).is_err());
+    assert!(lower(&gather(8, false, &[8, 0]), &push, 8, 2).is_err());
+}
+
+#[test]
+fn the_choice_explains_itself_and_can_be_forced() {
+    let model = &shipped("h200-8").unwrap();
+    let problem = |m, k, n| AllGatherMatmul {
+        m,
+        k,
+        ..gather(8, false, &[n])
+    };
+    let choice = |m, k, n| -> Choice {
+        let problem = problem(m, k, n);
+        let own = AllGatherMatmul::lowerings().unwrap();
+        let choice = choose(&problem, &own, 8, 2, model).unwrap();
+        println!("{choice}");
+        assert!(!choice.forced);
+        assert_eq!(choice.estimates.len(), AllGatherMatmulLowering::ALL.len());
+        let seconds: Vec<f64> = choice.estimates.iter().map(|e| e.seconds).collect();
+        assert!(seconds.is_sorted(), "{seconds:?}");
+        let Lowered {
+            lowering,
+            parameters,
+            streams,
+        } = &choice.lowered;
+        verify(lowering.program(), 8, *streams, parameters).unwrap();
+        choice
+    };
+    // Bound by matmuls and by the link: overlap pays.
+    for (m, k, n) in [
+        (32768, 16384, 8192),
+        (32768, 16384, 1024),
+        (8192, 8192, 3584),
+    ] {
+        assert!(!choice(m, k, n).needs_engine());
+    }
+    // So small that forks cost more than they hide.
+    let small = choice(64, 64, 64);
+    assert!(
+        ["in-order", "collective"].contains(&small.name()),
+        "{small}"
+    );
+    let ring = [AllGatherMatmulLowering::RingGet.lowering().unwrap()];
+    let forced = choose(&problem(64, 64, 64), &ring, 8, 2, model).unwrap();
+    assert!(forced.forced && forced.name() == "ring-get");
+    assert!(forced.to_string().contains("as requested"));
+    assert!(choose(&problem(64, 64, 64), &[], 8, 2, model).is_err());
+}
+
+/// Every fork, wait, synchronize and post of a lowering is there for a reason.
+#[test]
+fn nothing_can_be_left_out() {
+    let gather = gather(4, true, &[8]).parameters(4).unwrap();
+    let scatter = scatter(4, true).parameters(4).unwrap();
+    let gathers = gathers().into_iter().map(|lowering| (lowering, &gather));
+    let scatters = scatters().into_iter().map(|lowering| (lowering, &scatter));
+    for (lowering, given) in gathers.chain(scatters) {
+        let lines: Vec<&str> = lowering.text().lines().collect();
+        for (number, line) in lines.iter().enumerate() {
+            let words = ["wait ", "synchronize ", "post "];
+            if !words.iter().any(|word| line.trim_start().starts_with(word)) {
+                continue;
+            }
+            let mut rest = lines.clone();
+            rest.remove(number);
+            let program = Program::parse(&rest.join("\n")).unwrap();
+            // With some alternative, it is missed.
+            let missed = combinations(&lowering, given).iter().any(|parameters| {
+                match verify(&program, 4, 2, parameters) {
+                    Ok(_) => false,
+                    Err(diagnostics) => diagnostics[0].kind != DiagnosticKind::Requirement,
+                }
+            });
+            let line = line.trim();
+            assert!(
+                missed,
+                "{} does without line {}: {line}",
+                lowering.name(),
+                number + 1
+            );
+        }
+    }
+}
+
+#[test]
+fn sixty_four_ranks_are_fast() {
+    let gather = gather(64, true, &[8]).parameters(64).unwrap();
+    let scatter = scatter(64, true).parameters(64).unwrap();
+    let gathers = AllGatherMatmul::lowerings().unwrap().into_iter();
+    let scatters = MatmulReduceScatter::lowerings().unwrap().into_iter();
+    let gathers = gathers.map(|lowering| (lowering, &gather));
+    let scatters = scatters.map(|lowering| (lowering, &scatter));
+    for (lowering, given) in gathers.chain(scatters) {
+        let start = Instant::now();
+        verify(lowering.program(), 64, 2, given).unwrap();
+        let took = start.elapsed();
+        println!("{}: {took:?}", lowering.name());
+        let limit = if cfg!(debug_assertions) { 30.0 } else { 1.0 };
+        assert!(took.as_secs_f64() < limit, "{}: {took:?}", lowering.name());
+    }
+}
