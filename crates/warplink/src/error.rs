@@ -102,7 +102,12 @@ impl Error {
             std::io::ErrorKind::TimedOut | std::io::ErrorKind::WouldBlock => ErrorKind::Timeout,
             _ => ErrorKind::Io,
         };
-        let made = Self::new(kind, error.to_string()).during(operation);
+        let message = match kind {
+            // The system says "resource temporarily unavailable" of a timeout.
+            ErrorKind::Timeout => Cow::Borrowed("the other side did not answer in time"),
+            _ => Cow::Owned(error.to_string()),
+        };
+        let made = Self::new(kind, message).during(operation);
         match error.raw_os_error() {
             Some(code) => made.with_code(code.into()),
             None => made,
@@ -169,6 +174,11 @@ impl Error {
     /// The peer that this concerns, if one.
     pub fn peer(&self) -> Option<Rank> {
         self.0.peer
+    }
+
+    /// The store key, signal or connection that this concerns, if one.
+    pub fn key(&self) -> Option<&str> {
+        self.0.key.as_deref()
     }
 
     /// The code that a driver, a library or the system returned, if one.
@@ -246,5 +256,17 @@ mod tests {
             "rank 1: exchange handles: timed out after 5s waiting for the peer's region (peer 3, key x/3/1/7); help: check that rank 3 is running"
         );
         assert_eq!((error.kind(), error.peer()), (ErrorKind::Timeout, Some(3)));
+    }
+
+    #[test]
+    fn a_timeout_of_the_system_is_told_in_words() {
+        let error = Error::io("read a frame", &std::io::ErrorKind::WouldBlock.into());
+        assert_eq!(
+            (error.kind(), error.to_string().as_str()),
+            (
+                ErrorKind::Timeout,
+                "read a frame: the other side did not answer in time"
+            )
+        );
     }
 }

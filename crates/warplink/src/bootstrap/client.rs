@@ -3,7 +3,7 @@
 use super::frame;
 use super::handshake;
 use super::health::Health;
-use super::message::{self, Event, MAX_REASON, Reply, Request};
+use super::message::{self, Event, MAX_REASON, RefusalKind, Reply, Request};
 use super::outbox::Outbox;
 use super::seal::{Opener, Seals};
 use super::secret::Secret;
@@ -195,12 +195,13 @@ impl Client {
     ) -> Result<Reply> {
         self.exchange(request, deadline)
             .and_then(|reply| match reply {
-                Reply::Refused(refusal) => Err(refusal.into_error()),
+                Reply::Refused(mut refusal) => {
+                    if refusal.kind == RefusalKind::Cancelled {
+                        refusal.message = deadline.expired(&refusal.message).message().to_owned();
+                    }
+                    Err(refusal.into_error())
+                }
                 reply => Ok(reply),
-            })
-            .map_err(|error| match error.kind() {
-                ErrorKind::Timeout => deadline.expired("the answer"),
-                _ => error,
             })
             .map_err(|error| error.during(operation.to_owned()))
     }
@@ -231,7 +232,7 @@ impl Client {
             call.wait(CANCEL_TIMEOUT)
         });
         lock(&self.state).calls.remove(&id);
-        answer.unwrap_or_else(|| Err(deadline.expired("the answer")))
+        answer.unwrap_or_else(|| Err(deadline.expired("the store to answer").with_peer(0)))
     }
 
     fn read_all(&self, stream: &TcpStream, mut opener: Opener) {

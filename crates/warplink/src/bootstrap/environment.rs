@@ -6,6 +6,7 @@ use crate::error::{Error, ErrorKind, Result};
 use sha2::{Digest, Sha256};
 use std::ffi::OsString;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, ToSocketAddrs};
+use std::time::Duration;
 
 /// The variables of one launcher that say who this process is.
 struct Launcher {
@@ -75,6 +76,7 @@ impl JoinConfig {
     /// 5. under Slurm, the first node of `SLURM_STEP_NODELIST` or `SLURM_JOB_NODELIST`, with
     ///    `WARPLINK_PORT` or else a port derived from `SLURM_JOB_ID` and `SLURM_STEP_ID`.
     ///
+    /// `WARPLINK_TIMEOUT`, if set, is [`JoinConfig::timeout`] in seconds.
     /// `WARPLINK_SECRET`, if set, becomes [`JoinConfig::secret`], and `WARPLINK_ALLOW_INSECURE=1`
     /// sets [`JoinConfig::allow_insecure`]. An empty variable counts as not set, except for the
     /// secret, which must not be blank. Blocks while a host name is resolved.
@@ -142,6 +144,9 @@ impl Variables<'_> {
         let (rank, world, local_rank) = self.identity()?;
         let mut config = JoinConfig::new(self.rendezvous(rank, world)?, rank, world);
         config.local_rank = local_rank;
+        if let Some(seconds) = self.number("WARPLINK_TIMEOUT")? {
+            config.timeout = Duration::from_secs(seconds);
+        }
         config.secret = self.secret()?;
         config.allow_insecure = self.flag("WARPLINK_ALLOW_INSECURE")?;
         Ok(config)

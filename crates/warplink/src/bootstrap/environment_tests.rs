@@ -186,3 +186,16 @@ fn insecure_jobs_need_a_switch() {
     assert!(with("1").unwrap().allow_insecure);
     assert!(with("yes").is_err());
 }
+
+#[test]
+fn the_timeout_holds_for_joining() {
+    let base = [
+        ("WARPLINK_RANK", "0"),
+        ("WARPLINK_WORLD", "2"),
+        ("WARPLINK_ADDRESS", "127.0.0.1:4000"),
+    ];
+    let with = |value| read(&[&base[..], &[("WARPLINK_TIMEOUT", value)]].concat());
+    assert_eq!(read(&base).unwrap().timeout, Duration::from_secs(60));
+    assert_eq!(with("2").unwrap().timeout, Duration::from_secs(2));
+    assert!(with("soon").is_err());
+}

@@ -127,16 +127,29 @@ impl Gathers {
         }
     }
 
-    /// The caller no longer waits for this request; false when there is none of that number.
+    /// The caller no longer waits for this request. Says whom it waited for; `None` when there is no
+    /// request of that number.
     ///
     /// Its value stays, so that the others are not held up and the next gather of the group is the
     /// same one on every rank.
-    pub(crate) fn cancel(&mut self, rank: u32, request: u64) -> bool {
-        let Some(id) = self.by_request.remove(&(rank, request)) else {
-            return false;
-        };
+    pub(crate) fn cancel(&mut self, rank: u32, request: u64) -> Option<Refusal> {
+        let id = self.by_request.remove(&(rank, request))?;
         self.stop_answering(&id, rank);
-        true
+        let gather = self.open.get(&id)?;
+        let missing: Vec<u32> = id
+            .members
+            .iter()
+            .zip(&gather.shares)
+            .filter(|(_, share)| share.is_none())
+            .map(|(&member, _)| member)
+            .collect();
+        let names: Vec<_> = missing.iter().map(u32::to_string).collect();
+        let awaited = format!("rank {} to call {}", names.join(", "), gather.purpose);
+        let refusal = Refusal::new(RefusalKind::Cancelled, awaited);
+        Some(match missing[..] {
+            [first, ..] => refusal.with_peer(first),
+            [] => refusal,
+        })
     }
 
     /// Whether nothing at all is left.

@@ -97,15 +97,7 @@ impl Group {
             Purpose::AllGather => "all-gather",
             Purpose::Barrier => "barrier",
         };
-        self.client
-            .call(operation, &request, deadline)
-            .map_err(|error| match error.kind() {
-                ErrorKind::Timeout => deadline
-                    .expired("every member to call it")
-                    .during(operation)
-                    .with_key(format!("group {:?}, call {sequence}", self.members)),
-                _ => error,
-            })
+        self.client.call(operation, &request, deadline)
     }
 }
 

@@ -258,15 +258,10 @@ impl Store {
                 wait.deadline,
             )
             .map_err(
-                // The store names the very key that is missing when a peer is gone.
-                |error| match error.kind() {
-                    ErrorKind::PeerLost | ErrorKind::PeerLeft if error.peer() != Some(0) => error,
-                    ErrorKind::Timeout => wait
-                        .deadline
-                        .expired("a rank to set the key")
-                        .during(operation)
-                        .with_key(named),
-                    _ => error.with_key(named),
+                // The store names the very key that is missing.
+                |error| match error.key() {
+                    Some(_) => error,
+                    None => error.with_key(named),
                 },
             )
     }

@@ -274,8 +274,8 @@ impl Table {
                 return Ok(None);
             }
             Request::Cancel { id } => {
-                if self.waiters.cancel(rank, id) || self.gathers.cancel(rank, id) {
-                    let refusal = Refusal::new(RefusalKind::Cancelled, "the deadline passed");
+                let cancelled = self.waiters.cancel(rank, id);
+                if let Some(refusal) = cancelled.or_else(|| self.gathers.cancel(rank, id)) {
                     self.answer(rank, id, &Reply::Refused(refusal));
                 }
                 return Ok(None);

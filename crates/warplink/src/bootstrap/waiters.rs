@@ -215,10 +215,22 @@ impl Waiters {
         }
     }
 
-    /// Removes a wait; false when there is none of that number.
-    pub(crate) fn cancel(&mut self, rank: u32, request: u64) -> bool {
-        let ticket = self.by_request.get(&(rank, request)).copied();
-        ticket.is_some_and(|ticket| self.remove(ticket).is_some())
+    /// Removes a wait, and says what it still waited for; `None` when there is no wait of that
+    /// number.
+    pub(crate) fn cancel(&mut self, rank: u32, request: u64) -> Option<Refusal> {
+        let ticket = self.by_request.get(&(rank, request)).copied()?;
+        let waiter = self.remove(ticket)?;
+        let refusal = match waiter.on[..] {
+            [rank] => {
+                let awaited = format!("rank {rank} to set the key");
+                Refusal::new(RefusalKind::Cancelled, awaited).with_peer(rank)
+            }
+            _ => Refusal::new(RefusalKind::Cancelled, "a rank to set the key"),
+        };
+        Some(match waiter.watched() {
+            Some(key) => refusal.with_key(key),
+            None => refusal,
+        })
     }
 
     /// Whether nothing at all is left.

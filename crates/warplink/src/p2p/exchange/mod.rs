@@ -27,7 +27,7 @@ use super::transfer::Transfer;
 use crate::bootstrap::{Bootstrap, Wait};
 use crate::deadline::Deadline;
 use crate::device::Device;
-use crate::error::{Error, Rank, Result};
+use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::memory::{MemoryRegistry, Region};
 use crate::signal::{Slot, SlotPool};
 use crate::sync::lock;
@@ -87,13 +87,13 @@ impl TransferExchange {
     /// that each wait in one batch for what the other has in a later one wait until `deadline`.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) for a peer that is this
+    /// [`ErrorKind::InvalidArgument`] for a peer that is this
     /// rank or none;
-    /// [`ErrorKind::Mismatch`](crate::ErrorKind::Mismatch), on both ranks, where lengths or
+    /// [`ErrorKind::Mismatch`], on both ranks, where lengths or
     /// protocols differ;
-    /// [`ErrorKind::Timeout`](crate::ErrorKind::Timeout) or
-    /// [`ErrorKind::PeerLost`](crate::ErrorKind::PeerLost), with the peer and what was waited for;
-    /// [`ErrorKind::PeerFailed`](crate::ErrorKind::PeerFailed) where the peer says that its end will
+    /// [`ErrorKind::Timeout`] or
+    /// [`ErrorKind::PeerLost`], with the peer and what was waited for;
+    /// [`ErrorKind::PeerFailed`] where the peer says that its end will
     /// not come. A batch that fails for want of a peer is withdrawn, and may be exchanged again.
     pub fn exchange(
         &self,
@@ -115,6 +115,7 @@ impl TransferExchange {
         let messages = match taken {
             Ok(messages) => messages,
             Err(error) => {
+                let error = name_missing_end(error, &published, deadline);
                 self.withdraw(published);
                 return Err(error
                     .during("exchange transfers")
@@ -257,5 +258,24 @@ impl TransferExchange {
         let mut counts = lock(&self.counts);
         let count = counts.entry(key).or_default();
         *count = (*count).min(number);
+    }
+}
+
+/// A timeout in the terms of the caller: whose end did not come, and with which tag.
+fn name_missing_end(error: Error, published: &[PublishedEnd<'_>], deadline: Deadline) -> Error {
+    let missing = published
+        .iter()
+        .find(|end| error.key() == Some(end.peer_key.as_str()));
+    match missing {
+        Some(PublishedEnd { request, .. }) if error.kind() == ErrorKind::Timeout => deadline
+            .expired(&format!(
+                "rank {} to exchange its {} with tag {}",
+                request.peer,
+                request.direction.reversed(),
+                request.tag
+            ))
+            .with_peer(request.peer)
+            .help("check that the peer exchanges this transfer too"),
+        _ => error,
     }
 }

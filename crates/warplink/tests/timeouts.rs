@@ -1,0 +1,84 @@
+//! What a timeout says: the operation, the peer, the tag or key, and how long was waited.
+
+// A test fails by panicking.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+mod common;
+
+use common::{assert_says, threads, world};
+use std::time::Duration;
+use warplink::bootstrap::Wait;
+use warplink::p2p::TransferRequest;
+use warplink::{Communicator, Deadline, Error, ErrorKind, Rank};
+
+fn brief() -> Deadline {
+    Deadline::after(Duration::from_millis(50))
+}
+
+/// Rank 0 of two waits in vain for rank 1.
+fn time_out(wait: impl Fn(&Communicator) -> Error + Send + Sync, parts: &[&str]) {
+    threads(world(2), |comm| {
+        if comm.rank() == 0 {
+            let error = wait(comm);
+            assert_eq!(
+                (error.kind(), error.peer()),
+                (ErrorKind::Timeout, Some(1 as Rank)),
+                "{error}"
+            );
+            assert_says(&error, &["timed out after 50ms waiting for"]);
+            assert_says(&error, parts);
+        }
+        comm.barrier().unwrap();
+    });
+}
+
+#[test]
+fn a_barrier_names_who_did_not_come() {
+    time_out(
+        |comm| {
+            let group = comm.bootstrap().group(&[0, 1]).unwrap();
+            group.barrier(brief()).unwrap_err()
+        },
+        &["barrier: ", "rank 1 to call barrier"],
+    );
+}
+
+#[test]
+fn an_all_gather_names_who_did_not_come() {
+    time_out(
+        |comm| {
+            let group = comm.bootstrap().group(&[1, 0]).unwrap();
+            group.all_gather(b"x", brief()).unwrap_err()
+        },
+        &["all-gather: ", "rank 1 to call all-gather"],
+    );
+}
+
+#[test]
+fn a_wait_for_a_key_names_the_rank_and_the_key() {
+    time_out(
+        |comm| {
+            comm.bootstrap().store().set("there", b"1").unwrap();
+            let keys = ["there", "never", "nor this"].map(str::to_owned);
+            let wait = Wait::on([1], brief());
+            let error = comm.bootstrap().store().multi_get(&keys, &wait);
+            error.unwrap_err()
+        },
+        &["rank 1 to set the key", "key never)"],
+    );
+}
+
+#[test]
+fn an_exchange_names_the_end_that_did_not_come() {
+    time_out(
+        |comm| {
+            let region = comm.alloc(64).unwrap();
+            let request = TransferRequest::send(&region, 1, 8);
+            comm.exchange_until(&[request], brief()).unwrap_err()
+        },
+        &[
+            "rank 0: exchange transfers: ",
+            "rank 1 to exchange its receive with tag 8",
+        ],
+    );
+}
