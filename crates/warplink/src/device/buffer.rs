@@ -1,6 +1,7 @@
 //! Device memory with an element type.
 
-use super::{AllocationKind, Device, DeviceSlice};
+use super::interface::{AllocationKind, Device};
+use super::slice::DeviceSlice;
 use crate::dtype::Element;
 use crate::error::{Error, Result};
 use std::marker::PhantomData;

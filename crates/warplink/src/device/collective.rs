@@ -1,6 +1,7 @@
 //! The vendor's collectives, as a peer to compare with and to hand over to.
 
-use super::{DeviceSlice, Stream};
+use super::slice::DeviceSlice;
+use super::stream::Stream;
 use crate::dtype::DType;
 use crate::error::{Error, Rank, Result};
 use std::fmt;

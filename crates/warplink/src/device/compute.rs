@@ -1,6 +1,7 @@
 //! Matmuls and sums, enqueued on a stream.
 
-use super::{DeviceSlice, Stream};
+use super::slice::DeviceSlice;
+use super::stream::Stream;
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
 use std::fmt;
@@ -107,9 +108,9 @@ pub trait Compute: Send + Sync + fmt::Debug {
     /// Enqueues a matmul.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where a slice's length is
+    /// [`ErrorKind::InvalidArgument`] where a slice's length is
     /// not what `spec` says or `bias` is not there when it should be;
-    /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) for a type that has no matmul.
+    /// [`ErrorKind::Unsupported`] for a type that has no matmul.
     fn matmul(
         &self,
         stream: &Stream,

@@ -1,6 +1,7 @@
 //! What streams may still use, kept until they are past it.
 
-use super::{Device, Event, Stream};
+use super::interface::Device;
+use super::stream::{Event, Stream};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::sync::lock;

@@ -1,6 +1,6 @@
 //! Views of device memory: an address, a length, and what keeps both valid.
 
-use super::DeviceKind;
+use super::config::DeviceKind;
 use crate::error::{Error, Result};
 use std::any::Any;
 use std::fmt;

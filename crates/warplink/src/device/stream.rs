@@ -1,6 +1,6 @@
 //! Streams, events and graphs.
 
-use super::{DeviceSlice, Word};
+use super::slice::{DeviceSlice, Word};
 use crate::deadline::Deadline;
 use crate::error::Result;
 use std::any::Any;

@@ -1,0 +1,148 @@
+//! A device as one rank uses it, and how its memory is handed to peers.
+
+use super::collective::{AllGatherBytes, CollectiveEngine};
+use super::compute::Compute;
+use super::config::DeviceKind;
+use super::fault::Fault;
+use super::identity::DeviceIdentity;
+use super::properties::DeviceProperties;
+use super::slice::DeviceSlice;
+use super::stream::{Event, Priority, Stream};
+use crate::error::Result;
+use std::any::Any;
+use std::fmt;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+/// How memory is to be allocated.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum AllocationKind {
+    /// The device's plain allocation; on a GPU it is shared by CUDA IPC.
+    Plain,
+    /// Memory from the virtual memory interface; on a GPU it is shared by file descriptor.
+    Virtual,
+}
+
+/// What a peer needs to open an allocation, made by its owner.
+#[derive(Debug)]
+pub struct Export {
+    /// The whole allocation; holding it keeps the memory allocated.
+    pub allocation: DeviceSlice,
+    /// The CUDA IPC handle, where the allocation has one.
+    pub ipc: Option<[u8; 64]>,
+    /// A descriptor that maps the allocation, where there is one.
+    pub descriptor: Option<OwnedFd>,
+}
+
+/// One way to open a peer's allocation.
+#[derive(Debug)]
+pub enum Opening {
+    /// The owner is this process: its slice itself (a GPU enables peer access).
+    SameProcess(DeviceSlice),
+    /// By CUDA IPC handle.
+    Ipc([u8; 64]),
+    /// By descriptor.
+    Descriptor(OwnedFd),
+}
+
+/// A device as one rank uses it.
+pub trait Device: Send + Sync + fmt::Debug {
+    /// Which of the devices.
+    fn kind(&self) -> DeviceKind;
+
+    /// Name for people: kind, ordinal, model.
+    fn name(&self) -> String;
+
+    /// What is known of it without measuring.
+    fn properties(&self) -> DeviceProperties;
+
+    /// Which physical device.
+    fn identity(&self) -> DeviceIdentity;
+
+    /// Raised when a peer is lost; see [`Fault`].
+    fn fault(&self) -> &Arc<Fault>;
+
+    /// Allocates `bytes` (more than zero), freed when the last slice of it is dropped. The content
+    /// is undefined.
+    fn allocate(&self, bytes: usize, kind: AllocationKind) -> Result<DeviceSlice>;
+
+    /// Allocates `bytes` of words for signals, all zero. Waits on them end when the device's fault
+    /// is raised.
+    fn allocate_signals(&self, bytes: usize) -> Result<DeviceSlice>;
+
+    /// A view of `bytes` at `address` that somebody else allocated (PyTorch, say); `owner` is held
+    /// as long as the view, or its export, is. [`Backing::identity`](super::Backing::identity)
+    /// tells two allocations at one address apart.
+    ///
+    /// # Safety
+    /// `address` must be device memory of this device, allocated for as long as `owner` is held,
+    /// and nothing may access it in a way that Rust forbids for shared memory.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where the range is not
+    /// inside one allocation.
+    unsafe fn borrow(
+        &self,
+        address: u64,
+        bytes: usize,
+        owner: Arc<dyn Any + Send + Sync>,
+    ) -> Result<DeviceSlice>;
+
+    /// Copies `bytes` to `target` (of the same length), and returns when that is done. Ordered
+    /// after nothing that is in a stream.
+    fn upload(&self, target: &DeviceSlice, bytes: &[u8]) -> Result<()>;
+
+    /// Copies `source` (of the same length) to `bytes`, and returns when that is done. Ordered
+    /// after nothing that is in a stream.
+    fn download(&self, source: &DeviceSlice, bytes: &mut [u8]) -> Result<()>;
+
+    /// Makes a stream.
+    fn create_stream(&self, priority: Priority) -> Result<Stream>;
+
+    /// A stream that somebody else made; `owner` is held as long as it.
+    ///
+    /// # Safety
+    /// `raw` must be a valid stream of this device's context for as long as `owner` is held.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) on the host device, whose streams
+    /// have no raw form.
+    unsafe fn borrow_stream(&self, raw: u64, owner: Arc<dyn Any + Send + Sync>) -> Result<Stream>;
+
+    /// Makes an event; only one with `timing` can measure time.
+    fn create_event(&self, timing: bool) -> Result<Event>;
+
+    /// Makes what a peer needs to open the allocation that `slice` lies in.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) where the allocation cannot be
+    /// shared.
+    fn export(&self, slice: &DeviceSlice) -> Result<Export>;
+
+    /// Maps a peer's allocation of `bytes`. It is unmapped when the last slice of it is dropped.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Driver`](crate::ErrorKind::Driver) or [`ErrorKind::Io`](crate::ErrorKind::Io)
+    /// where it cannot be opened, [`ErrorKind::InvalidHandle`](crate::ErrorKind::InvalidHandle)
+    /// where it is smaller than `bytes`.
+    fn import(&self, opening: Opening, bytes: usize) -> Result<DeviceSlice>;
+
+    /// Matmuls and sums.
+    ///
+    /// # Errors
+    /// [`ErrorKind::LibraryMissing`](crate::ErrorKind::LibraryMissing) without the vendor's
+    /// libraries.
+    fn compute(&self) -> Result<Arc<dyn Compute>>;
+
+    /// Joins the vendor's collectives. Every one of `world` ranks calls this at the same time, with
+    /// an `all_gather` of bytes among them.
+    ///
+    /// # Errors
+    /// [`ErrorKind::LibraryMissing`](crate::ErrorKind::LibraryMissing) without the vendor's library.
+    fn collective_engine(
+        &self,
+        rank: usize,
+        world: usize,
+        all_gather: AllGatherBytes<'_>,
+    ) -> Result<Arc<dyn CollectiveEngine>>;
+}
