@@ -113,6 +113,7 @@ def h200():
         },
         "memory": {
             "rate": 4.0e12,
+            "sum_rate": 4.0e12,
             "kernel": 2.0e-6,
             "copy": curve([(4 * KIB, 2.0), (MIB, 3.0), (64 * MIB, 36.0), (GIB, 540.0)]),
             "copy_occupancy": 0.0,
@@ -192,7 +193,7 @@ def generic_gpu():
         "command": "models/generate.py",
         "notes": "a guess for a GPU that nobody measured; run `warplink tune`",
     }
-    model["memory"]["rate"] = 2.0e12
+    model["memory"].update(rate=2.0e12, sum_rate=2.0e12)
     model["gemm"] = gpu_gemm(280e12, 20e12, 108, 3.0e-6, 2.0e12)
     link = model["link"]
     for name in ["put", "get"]:
@@ -236,7 +237,8 @@ def host():
             "notes": "rough figures: how they compare is what counts",
         },
         "memory": {
-            "rate": 20e9,
+            "rate": 40e9,
+            "sum_rate": 4e9,
             "kernel": 3e-6,
             "copy": copy,
             "copy_occupancy": 0.5,

@@ -48,6 +48,7 @@ fn machine() -> HardwareModel {
         source: Source::default(),
         memory: Memory {
             rate: 1e12,
+            sum_rate: 1e12,
             kernel: 0.0,
             copy: byte.clone(),
             copy_occupancy: 0.0,

@@ -3,9 +3,9 @@
 use super::show::describe;
 use super::{Source, Text};
 use crate::options::Options;
-use crate::report::print_json;
 use crate::report::table::{Align, Table};
-use anyhow::{Context, Result, bail};
+use crate::report::{print_json, print_text};
+use anyhow::{Context, Result};
 use clap::Args;
 use serde::Serialize;
 use std::path::PathBuf;
@@ -17,7 +17,7 @@ use warplink::program::cost::{
     Bound, Busy, Cost as Estimate, DeviceDescription, HardwareModel, SimulateOptions, Span,
     Submission, simulate_with,
 };
-use warplink::program::{RankProgram, unroll, verify};
+use warplink::program::{RankProgram, refused, unroll, verify};
 
 /// Estimate how long a program takes, and what bounds it
 ///
@@ -63,11 +63,8 @@ impl Cost {
         } = self.source.read()?;
         let world = options.ranks.unwrap_or(2);
         let streams = self.source.streams.into();
-        if verify(&program, world, streams, &parameters).is_err() {
-            bail!(
-                "'{}' does not verify for {world} ranks; see `warplink program verify`",
-                program.name
-            );
+        if let Err(diagnostics) = verify(&program, world, streams, &parameters) {
+            return Err(refused(&program.name, &diagnostics).into());
         }
         let model = self.model(options, world)?;
         let ranks = (0..world)
@@ -98,8 +95,9 @@ impl Cost {
                 timeline: &cost.timeline,
             })?;
         } else {
-            print!("{} on {world} ranks: {cost}", program.name);
-            print!("\n{}", timeline(&cost, &ranks));
+            let timeline = timeline(&cost, &ranks);
+            let name = &program.name;
+            print_text(&format!("{name} on {world} ranks: {cost}\n{timeline}"))?;
         }
         Ok(ExitCode::SUCCESS)
     }

@@ -25,7 +25,8 @@ pub(super) fn measure(rig: &Rig<'_>, model: &mut HardwareModel) -> Result<Option
                 .next_multiple_of(4 * world)
                 .min(rig.largest / (4 * world) * 4 * world);
             let request = request(bytes)?;
-            let repeat = ((64 << 20) / bytes).clamp(2, 16);
+            let most = if model.device.shared { 4 } else { 16 };
+            let repeat = ((64 << 20) / bytes).clamp(2, most);
             let seconds = rig.each(repeat, Submission::Captured, &|stream| {
                 Ok(engine.enqueue(stream, &request)?)
             })?;

@@ -10,7 +10,8 @@ use warplink::program::cost::gemm::Grid;
 const PATTERN: usize = 4 << 20;
 
 /// Measures a grid for each of `dtypes`: of rows that are multiples of 16 bytes, and, where that
-/// matters, of others. The ranks share the shapes, unless they share a device.
+/// matters, of others. The ranks divide the shapes among them; where they share the processors, each
+/// measures all at the same time, if there are enough of these, and the slowest counts.
 pub(super) fn measure(
     rig: &Rig<'_>,
     dtypes: &[DType],
@@ -64,7 +65,11 @@ fn grid(rig: &Rig<'_>, dtype: DType, aligned: bool, largest: usize, shared: bool
     let operand = |elements: usize| filled(rig, elements * dtype.size(), dtype);
     let (a, b, c) = (operand(m * k)?, operand(k * n)?, operand(m * n)?);
     let (rank, world) = (rig.comm.rank(), rig.comm.world());
-    let sharers = if shared { 1 } else { world };
+    let multiprocessors = rig.comm.device().properties().multiprocessors;
+    let measures = |index: usize| match shared {
+        false => index % world == rank,
+        true => rank == 0 || world <= multiprocessors,
+    };
     let mut seconds = Vec::new();
     for &m in &rows {
         let shapes: Vec<_> = columns
@@ -73,16 +78,17 @@ fn grid(rig: &Rig<'_>, dtype: DType, aligned: bool, largest: usize, shared: bool
             .collect();
         let mut own = Vec::new();
         for (index, &(k, n)) in shapes.iter().enumerate() {
-            own.push(match index % sharers == rank {
-                true => shape(rig, dtype, (m, k, n), [&a, &b, &c])?,
-                false => f64::NAN,
+            own.push(if measures(index) {
+                shape(rig, dtype, (m, k, n), [&a, &b, &c])?
+            } else {
+                0.0
             });
         }
         // Nobody is left alone for longer than a row of the grid.
         let all = rig.gather(&own)?;
         for index in 0..shapes.len() {
-            let measured = all.get(index % sharers).and_then(|own| own.get(index));
-            seconds.push(*measured.context("a rank has not measured its shapes")?);
+            let of_ranks = all.iter().filter_map(|own| own.get(index));
+            seconds.push(of_ranks.copied().fold(0.0, f64::max));
         }
     }
     Ok(Grid {

@@ -105,12 +105,7 @@ fn repeated(
     work: &dyn Fn(&Stream) -> Result<()>,
 ) -> Result<f64> {
     let first = rig.comm.rank() == 0;
-    // A graph of nothing cannot be captured everywhere; the others are done at once.
-    let submission = match who {
-        Who::All => Submission::Captured,
-        Who::First => Submission::Eager,
-    };
-    rig.each(repeat, submission, &|stream| {
+    rig.each(repeat, Submission::Eager, &|stream| {
         if who == Who::All || first {
             work(stream)?;
         }

@@ -18,22 +18,22 @@ pub(super) fn measure(rig: &Rig<'_>, model: &mut HardwareModel) -> Result<()> {
         let sources = [own.slice(0..half)?, own.slice(half..2 * half)?];
         let target = into.slice(0..half)?;
         let launch = compute.clone().prepare_sum(DType::F32, &target, &sources)?;
-        rig.each(16, Submission::Captured, &|stream| {
-            Ok(launch.enqueue(stream)?)
-        })
+        rig.each(16, Submission::Eager, &|stream| Ok(launch.enqueue(stream)?))
     };
     model.memory.kernel = sum(LEAST)?;
     let seconds = sum(rig.largest)? - model.memory.kernel;
-    model.memory.rate = 1.5 * rig.largest as f64 / seconds.max(1e-9);
+    model.memory.sum_rate = 1.5 * rig.largest as f64 / seconds.max(1e-9);
     let mut points = Vec::new();
     for bytes in rig.sizes() {
         let (target, source) = (into.slice(0..bytes)?, own.slice(0..bytes)?);
-        let seconds = rig.each(16, Submission::Captured, &|stream| {
+        let seconds = rig.each(16, Submission::Eager, &|stream| {
             Ok(stream.copy(&target, &source)?)
         })?;
         points.push((bytes as u64, seconds));
     }
     model.memory.copy = Curve(points);
+    // Whichever comes closer to what the memory can do; a copy reads and writes.
+    model.memory.rate = model.memory.sum_rate.max(2.0 * model.memory.copy.peak());
     let one = 1.0 / model.device.multiprocessors as f64;
     // The engines of a GPU copy without its multiprocessors, which a sum fills.
     (model.memory.copy_occupancy, model.memory.sum_occupancy) = match model.device.shared {

@@ -11,8 +11,8 @@ mod rig;
 
 use crate::commands::ranks;
 use crate::options::Options;
-use crate::report::print_json;
 use crate::report::progress::Progress;
+use crate::report::{check_output, print_json, print_text};
 use anyhow::{Context, Result};
 use clap::Args;
 use rig::Rig;
@@ -59,6 +59,9 @@ pub(crate) struct Tune {
 
 impl Tune {
     pub(crate) fn run(self, options: &Options) -> Result<ExitCode> {
+        if let Some(path) = &self.output {
+            check_output(path)?;
+        }
         ranks::run(options, |comm| {
             let model = self.measure(comm)?;
             if comm.rank() == 0 {
@@ -67,8 +70,8 @@ impl Tune {
                 if options.json {
                     print_json(&model)?;
                 } else {
-                    print!("{}", report::text(&model));
-                    println!("\nwritten to {}", path.display());
+                    let text = report::text(&model);
+                    print_text(&format!("{text}\nwritten to {}\n", path.display()))?;
                 }
             }
             Ok(ExitCode::SUCCESS)

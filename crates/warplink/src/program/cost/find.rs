@@ -102,6 +102,7 @@ impl HardwareModel {
         model.memory.copy_occupancy = (self.memory.copy_occupancy * share).min(1.0);
         if !self.device.shared {
             model.memory.rate /= share;
+            model.memory.sum_rate /= share;
             for grid in &mut model.gemm.grids {
                 grid.seconds
                     .iter_mut()

@@ -17,7 +17,7 @@
 //! | [`curve`], [`gemm`], [`collective`] | measured times by size, and what lies between |
 //! | [`find`] | which model describes a device |
 //! | `link`, `symmetry` | which transfers belong together; whether all ranks do the same |
-//! | `schedule`, `post` | from operations to steps of streams |
+//! | `schedule`, `operations`, `post` | from operations to steps of streams |
 //! | `simulate`, `resources` | the simulation, and how work that runs at one time shares resources |
 //! | [`report`] | the result |
 //!
@@ -45,6 +45,7 @@ pub mod find;
 pub mod gemm;
 mod link;
 pub mod model;
+mod operations;
 mod post;
 pub mod report;
 mod resources;

@@ -72,8 +72,10 @@ pub struct Source {
 /// Memory of a device.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Memory {
-    /// Bytes read and written per second.
+    /// Bytes read and written per second by everything together.
     pub rate: f64,
+    /// Bytes read and written per second by a sum.
+    pub sum_rate: f64,
     /// Seconds of a kernel that does nothing, one of many in a row on one stream.
     pub kernel: f64,
     /// Seconds of a copy within the memory, by its bytes.
@@ -222,6 +224,7 @@ impl HardwareModel {
         let beside = &self.interference;
         for (name, rate) in [
             ("memory.rate", self.memory.rate),
+            ("memory.sum_rate", self.memory.sum_rate),
             ("link.put_ring", link.put_ring),
             ("link.get_ring", link.get_ring),
             ("link.put_rotated", link.put_rotated),

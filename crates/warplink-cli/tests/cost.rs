@@ -1,0 +1,134 @@
+//! `warplink tune` and `warplink program cost`, as processes.
+
+#![allow(
+    clippy::unwrap_used,
+    reason = "a test that fails here should stop here"
+)]
+
+#[allow(dead_code, reason = "shared with the tests of endings")]
+mod common;
+
+use common::{stderr, stdout, warplink};
+use std::path::Path;
+
+/// Every rank multiplies, passes the result on and multiplies again.
+const PROGRAM: &str = "
+program pipeline(n) {
+    input  A: f32[n, n]
+    input  B: f32[n, n]
+    allocate C: f32[n, n]
+    allocate D: f32[n, n]
+    allocate E: f32[n, n]
+    output F: f32[n, n]
+
+    share {
+        give = send D to (rank + 1) % world via put
+        take = receive E from (rank - 1) % world via put
+    }
+    C = matmul(A, B)
+    D = matmul(C, B)
+    post give, take
+    wait give, take
+    F = matmul(E, B)
+}
+";
+
+fn json(args: &[&str]) -> serde_json::Value {
+    let output = warplink(args).output().unwrap();
+    assert!(output.status.success(), "{}", stderr(&output));
+    serde_json::from_str(&stdout(&output)).unwrap()
+}
+
+fn example() -> String {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples/programs/ring_pass.wlp");
+    path.to_str().unwrap().to_owned()
+}
+
+#[test]
+fn a_cost_has_a_bound_and_a_timeline() {
+    let example = example();
+    let args = [
+        "program",
+        "cost",
+        &example,
+        "-n",
+        "4",
+        "--param",
+        "n=67108864",
+        "--model",
+        "h200-8",
+    ];
+    let output = warplink(&args).output().unwrap();
+    let text = stdout(&output);
+    assert!(output.status.success(), "{}", stderr(&output));
+    assert!(text.contains("bound by link"), "{text}");
+    assert!(text.contains("post give(A to 1, tag 0)"), "{text}");
+
+    let eager = json(&[&args[..], &["--json"]].concat());
+    assert_eq!(eager["ranks"], 4);
+    assert_eq!(eager["bound"], "link");
+    assert_eq!(eager["timeline"].as_array().unwrap().len(), 2);
+    let seconds = |value: &serde_json::Value| value["seconds"].as_f64().unwrap();
+    // 256 MiB at 388 GB/s.
+    assert!((600e-6..800e-6).contains(&seconds(&eager)), "{eager}");
+    let captured = json(&[&args[..], &["--json", "--captured"]].concat());
+    assert!(seconds(&captured) > 600e-6);
+}
+
+#[test]
+fn wrong_models_and_programs_are_refused() {
+    let example = example();
+    let refused = |args: &[&str]| {
+        let args = [&["program", "cost", &example, "--param", "n=64"], args].concat();
+        let output = warplink(&args).output().unwrap();
+        assert!(!output.status.success());
+        stderr(&output)
+    };
+    assert!(refused(&["--model", "no-such-model"]).contains("no-such-model"));
+    assert!(refused(&["--model", &example]).contains("not a hardware model"));
+    assert!(refused(&["-n", "1", "--model", "host"]).contains("world > 1"));
+}
+
+#[test]
+fn what_tune_measures_predicts_programs_within_a_factor_of_two() {
+    let directory = tempfile::tempdir().unwrap();
+    let (model, program) = (
+        directory.path().join("model.json"),
+        directory.path().join("pipeline.wlp"),
+    );
+    std::fs::write(&program, PROGRAM).unwrap();
+    let (model, program) = (model.to_str().unwrap(), program.to_str().unwrap());
+    let host = ["--device", "host", "-n", "2", "--json"];
+    let mut ratios = Vec::new();
+    // The machine may be busy with other tests while one is measured and not the other.
+    for _ in 0..4 {
+        let tune = [
+            "tune",
+            "--output",
+            model,
+            "--dtypes",
+            "f32",
+            "--largest-shape",
+            "64",
+            "--largest-transfer",
+            "64KiB",
+            "--samples",
+            "3",
+        ];
+        let measured = json(&[&tune[..], &host].concat());
+        assert_eq!(measured["device"]["ranks"], 2);
+        let of = |what: &str, more: &[&str]| {
+            let args = ["program", what, program, "--param", "n=64"];
+            json(&[&args[..], more, &host].concat())
+        };
+        let predicted = of("cost", &["--model", model])["seconds"].as_f64().unwrap();
+        let run = of("run", &["--samples", "9"]);
+        let took = run["eager"]["median"].as_f64().unwrap();
+        let ratio = predicted / took;
+        if (0.5..=2.0).contains(&ratio) {
+            return;
+        }
+        ratios.push(ratio);
+    }
+    unreachable!("predicted over measured: {ratios:?}");
+}

@@ -1,0 +1,135 @@
+//! Operations that do not transfer, as steps of streams.
+
+use super::collective::link_bytes;
+use super::report::Bound;
+use super::schedule::{Class, EGRESS, INGRESS, MEMORY, PORT, RankState, Schedule, Step, Work};
+use crate::dtype::DType;
+
+impl Schedule<'_> {
+    /// Seconds of a matrix multiplication.
+    pub(super) fn gemm(&mut self, dtype: DType, (m, k, n): (usize, usize, usize)) -> f64 {
+        let gemm = &self.model.gemm;
+        let shapes = &mut self.shapes;
+        *shapes
+            .entry((dtype, m, k, n))
+            .or_insert_with(|| gemm.seconds(dtype, m, k, n))
+    }
+
+    pub(super) fn add_matmul(
+        &mut self,
+        state: &mut RankState,
+        dtype: DType,
+        (m, k, n): (usize, usize, usize),
+    ) {
+        let seconds = self.gemm(dtype, (m, k, n));
+        let bytes = (m * k + k * n + m * n) as f64 * dtype.size() as f64;
+        let first = self.demands.len();
+        self.demand(state.rank, MEMORY, bytes / seconds / self.model.memory.rate);
+        self.kernel(state);
+        let multiprocessors = self.model.device.multiprocessors;
+        let work = Work {
+            occupancy: self.model.gemm.occupancy(m, n, multiprocessors),
+            class: Class::Matmul,
+            ..Work::new(seconds, Bound::Matmul, [state.rank, state.rank])
+        };
+        self.work(state, first, work);
+    }
+
+    pub(super) fn add_copy(&mut self, state: &mut RankState, bytes: f64) {
+        let memory = &self.model.memory;
+        let seconds = memory.copy.seconds(bytes);
+        let (share, occupancy) = (2.0 * bytes / seconds / memory.rate, memory.copy_occupancy);
+        let first = self.demands.len();
+        self.demand(state.rank, MEMORY, share);
+        self.engine_copy(state);
+        let work = Work {
+            occupancy,
+            ..Work::new(seconds, Bound::Memory, [state.rank, state.rank])
+        };
+        self.work(state, first, work);
+    }
+
+    /// A sum that reads and writes so many bytes.
+    pub(super) fn add_sum(&mut self, state: &mut RankState, bytes: f64) {
+        let memory = &self.model.memory;
+        let seconds = memory.kernel + bytes / memory.sum_rate;
+        let (share, occupancy) = (bytes / seconds / memory.rate, memory.sum_occupancy);
+        let first = self.demands.len();
+        self.demand(state.rank, MEMORY, share);
+        self.kernel(state);
+        let work = Work {
+            occupancy,
+            ..Work::new(seconds, Bound::Memory, [state.rank, state.rank])
+        };
+        self.work(state, first, work);
+    }
+
+    pub(super) fn add_collective(&mut self, state: &mut RankState, name: &str, bytes: f64) {
+        self.follow_engine(state);
+        let number = state.collectives;
+        state.collectives += 1;
+        while self.collectives.len() <= number {
+            let counter = self.new_counter();
+            self.collectives.push(counter);
+        }
+        let arrived = self.collectives[number];
+        self.step(state, Step::Add(arrived, 0.0));
+        self.step(state, Step::Await(arrived, self.programs.len() as u32));
+        self.kernel(state);
+        let seconds = self.engine_seconds(name, bytes);
+        let crossing = link_bytes(name, self.world, bytes);
+        self.engine_work(state, seconds, crossing);
+        self.mark_engine(state);
+    }
+
+    /// Seconds of an operation of the engine; those of its bytes over the link where none was
+    /// measured.
+    pub(super) fn engine_seconds(&self, name: &str, bytes: f64) -> f64 {
+        if self.model.collectives.0.is_empty() {
+            return link_bytes(name, self.world, bytes) / self.model.link.put_ring;
+        }
+        self.model.collectives.seconds(name, self.world, bytes)
+    }
+
+    /// Work of the engine in which so many bytes leave this rank and as many arrive.
+    pub(super) fn engine_work(&mut self, state: &RankState, seconds: f64, bytes: f64) {
+        let (link, memory) = (&self.model.link, &self.model.memory);
+        let rate = if seconds > 0.0 { bytes / seconds } else { 0.0 };
+        let (peak, ring, occupancy) = (link.put.peak(), link.put_ring, memory.copy_occupancy);
+        let memory = rate / memory.rate;
+        let first = self.demands.len();
+        self.demand(state.rank, EGRESS, rate / peak);
+        self.demand(state.rank, INGRESS, rate / peak);
+        self.demand(state.rank, PORT, rate / ring);
+        self.demand(state.rank, MEMORY, 2.0 * memory);
+        let work = Work {
+            occupancy,
+            ..Work::new(seconds, Bound::Collective, [state.rank, state.rank])
+        };
+        self.work(state, first, work);
+    }
+
+    /// The engine's operations run in the host's order, on whatever stream.
+    pub(super) fn follow_engine(&mut self, state: &mut RankState) {
+        if let Some((stream, done)) = state.engine
+            && stream != state.stream
+        {
+            self.step(state, Step::Await(done, 1));
+            self.delay(state, self.model.latency.event);
+        }
+    }
+
+    pub(super) fn mark_engine(&mut self, state: &mut RankState) {
+        let done = self.new_counter();
+        self.step(state, Step::Add(done, 0.0));
+        state.engine = Some((state.stream, done));
+    }
+
+    pub(super) fn add_synchronize(&mut self, state: &mut RankState, other: usize) {
+        let event = self.new_counter();
+        let lane = &mut self.lanes[state.first_lane + other];
+        lane.extend([Step::NotBefore(state.host), Step::Add(event, 0.0)]);
+        self.step(state, Step::Await(event, 1));
+        self.delay(state, self.model.latency.event);
+    }
+}
