@@ -3,26 +3,37 @@
 //!
 //! A request is one fixed record on a connection of its own, and so is the answer, with a
 //! descriptor where one was asked for. Every request carries the communicator's token.
+//!
+//! Any process of the machine can connect. So both sides ask the kernel whether the other runs as
+//! the same user, and one thread waits for the requests of all connections at a time: one that is
+//! silent holds up nobody.
 
 use super::message::{REQUEST_BYTES, Request, TOKEN_BYTES};
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::lock;
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::io::Errno;
+use rustix::net::sockopt::socket_peercred;
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
 };
+use std::collections::VecDeque;
 use std::fmt;
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Longest that either side waits for the other's record; both are threads of this machine that
 /// do nothing else.
 const MAX_WAIT: Duration = Duration::from_secs(5);
+/// The most connections whose requests have not come; the oldest makes room for another.
+const MAX_PENDING: usize = 64;
+/// The most connections that are accepted before requests are looked at again.
+const MAX_ACCEPTED: usize = 64;
 
 /// Answers requests: a descriptor where one was asked for, else nothing; an error refuses.
 pub(super) type Handler = Box<dyn Fn(Request) -> Result<Option<OwnedFd>> + Send + Sync>;
@@ -30,7 +41,8 @@ pub(super) type Handler = Box<dyn Fn(Request) -> Result<Option<OwnedFd>> + Send 
 /// The listening side, ended by [`Service::stop`] or drop.
 pub(super) struct Service {
     name: Vec<u8>,
-    stopping: Arc<AtomicBool>,
+    /// Readable once the thread is to end.
+    stop: Arc<OwnedFd>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
@@ -84,17 +96,19 @@ impl Service {
         );
         let name = name.into_bytes();
         let listener = socket()?;
+        rustix::io::ioctl_fionbio(&listener, true).map_err(io("configure a Unix socket"))?;
         rustix::net::bind(&listener, &address(&name)?).map_err(io("bind a Unix socket"))?;
         rustix::net::listen(&listener, 128).map_err(io("listen on a Unix socket"))?;
-        let stopping = Arc::new(AtomicBool::new(false));
-        let stop = stopping.clone();
+        let stop = eventfd(0, EventfdFlags::CLOEXEC).map_err(io("make an event descriptor"))?;
+        let stop = Arc::new(stop);
+        let stopped = stop.clone();
         let thread = std::thread::Builder::new()
             .name("warplink-service".to_owned())
-            .spawn(move || serve(&listener, &token, &handler, &stop))
+            .spawn(move || Server::new(&token, &handler).run(&listener, &stopped))
             .map_err(|error| Error::io("start the service thread", &error))?;
         Ok(Self {
             name,
-            stopping,
+            stop,
             thread: Mutex::new(Some(thread)),
         })
     }
@@ -109,22 +123,13 @@ impl Service {
         let Some(thread) = lock(&self.thread).take() else {
             return;
         };
-        self.stopping.store(true, Ordering::Release);
-        // The listener sleeps in accept until somebody connects.
-        let woken = socket().and_then(|socket| {
-            rustix::net::connect(&socket, &address(&self.name)?)
-                .map_err(io("connect to the own service"))
-        });
+        if let Err(errno) = rustix::io::write(&*self.stop, &1u64.to_ne_bytes()) {
+            tracing::warn!(%errno, "the service thread could not be told to end");
+            return;
+        }
         // The last handle may be dropped by the service's own thread, which cannot wait for itself.
-        let own = thread.thread().id() == std::thread::current().id();
-        match woken {
-            Ok(()) if !own => {
-                if thread.join().is_err() {
-                    tracing::error!("the service thread panicked");
-                }
-            }
-            Ok(()) => {}
-            Err(error) => tracing::warn!(%error, "the service thread could not be woken to end"),
+        if thread.thread().id() != std::thread::current().id() && thread.join().is_err() {
+            tracing::error!("the service thread panicked");
         }
     }
 }
@@ -135,29 +140,129 @@ impl Drop for Service {
     }
 }
 
-fn serve(listener: &OwnedFd, token: &[u8; TOKEN_BYTES], handler: &Handler, stopping: &AtomicBool) {
-    while !stopping.load(Ordering::Acquire) {
-        let connection = match rustix::net::accept_with(listener, SocketFlags::CLOEXEC) {
-            Ok(connection) => connection,
-            Err(rustix::io::Errno::INTR | rustix::io::Errno::CONNABORTED) => continue,
-            Err(errno) => {
-                tracing::warn!(%errno, "accepting a peer's request failed");
-                // Out of descriptors, most likely: leave others time to close theirs.
-                std::thread::sleep(Duration::from_millis(10));
+/// A connection whose request has not come yet.
+struct Pending {
+    connection: OwnedFd,
+    since: Instant,
+}
+
+/// The listening thread's state.
+struct Server<'a> {
+    token: &'a [u8; TOKEN_BYTES],
+    handler: &'a Handler,
+    /// The oldest first.
+    pending: VecDeque<Pending>,
+}
+
+impl<'a> Server<'a> {
+    fn new(token: &'a [u8; TOKEN_BYTES], handler: &'a Handler) -> Self {
+        Self {
+            token,
+            handler,
+            pending: VecDeque::new(),
+        }
+    }
+
+    /// Accepts and answers until `stop` is readable.
+    fn run(mut self, listener: &OwnedFd, stop: &OwnedFd) {
+        loop {
+            let mut polled = vec![
+                PollFd::new(stop, PollFlags::IN),
+                PollFd::new(listener, PollFlags::IN),
+            ];
+            let connections = self.pending.iter().map(|pending| &pending.connection);
+            polled.extend(connections.map(|connection| PollFd::new(connection, PollFlags::IN)));
+            let limit = self.pending.front().map(|oldest| {
+                let left = MAX_WAIT.saturating_sub(oldest.since.elapsed());
+                Timespec {
+                    tv_sec: left.as_secs().cast_signed(),
+                    tv_nsec: left.subsec_nanos().into(),
+                }
+            });
+            match poll(&mut polled, limit.as_ref()) {
+                Ok(_) => {}
+                Err(Errno::INTR) => continue,
+                Err(errno) => {
+                    tracing::error!(%errno, "the memory service cannot wait for requests");
+                    return;
+                }
+            }
+            let ready: Vec<bool> = polled.iter().map(|fd| !fd.revents().is_empty()).collect();
+            let [stopped, connecting, requests @ ..] = &ready[..] else {
+                return;
+            };
+            if *stopped {
+                return;
+            }
+            self.answer_ready(requests);
+            if *connecting {
+                self.accept_all(listener);
+            }
+        }
+    }
+
+    /// Answers the connections that are ready, and drops those that waited too long.
+    fn answer_ready(&mut self, ready: &[bool]) {
+        for (pending, ready) in std::mem::take(&mut self.pending).into_iter().zip(ready) {
+            if *ready {
+                if let Err(error) = answer(&pending.connection, self.token, self.handler) {
+                    tracing::debug!(%error, "a request was not answered");
+                }
+            } else if pending.since.elapsed() < MAX_WAIT {
+                self.pending.push_back(pending);
+            }
+        }
+    }
+
+    fn accept_all(&mut self, listener: &OwnedFd) {
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        for _ in 0..MAX_ACCEPTED {
+            let connection = match rustix::net::accept_with(listener, flags) {
+                Ok(connection) => connection,
+                Err(Errno::AGAIN) => return,
+                Err(Errno::INTR | Errno::CONNABORTED) => continue,
+                Err(errno) => {
+                    tracing::warn!(
+                        %errno,
+                        "a peer's request could not be accepted; raise the limit of file \
+                         descriptors with ulimit -n if they are used up"
+                    );
+                    // A connection without a request gives its descriptor back.
+                    self.pending.pop_front();
+                    std::thread::sleep(Duration::from_millis(10));
+                    return;
+                }
+            };
+            if !is_same_user(&connection) {
                 continue;
             }
-        };
-        if stopping.load(Ordering::Acquire) {
-            return;
+            if self.pending.len() >= MAX_PENDING {
+                self.pending.pop_front();
+            }
+            self.pending.push_back(Pending {
+                connection,
+                since: Instant::now(),
+            });
         }
-        if let Err(error) = answer(&connection, token, handler) {
-            tracing::debug!(%error, "a request was not answered");
+    }
+}
+
+/// Whether the process at the other end runs as the same user as this one, says the kernel.
+fn is_same_user(connection: &OwnedFd) -> bool {
+    match socket_peercred(connection) {
+        Ok(peer) if peer.uid == rustix::process::geteuid() => true,
+        Ok(peer) => {
+            tracing::debug!(?peer.uid, "a process of another user was refused");
+            false
+        }
+        Err(errno) => {
+            tracing::debug!(%errno, "a process of an unknown user was refused");
+            false
         }
     }
 }
 
 fn answer(connection: &OwnedFd, token: &[u8; TOKEN_BYTES], handler: &Handler) -> Result<()> {
-    limit(connection)?;
     let mut bytes = [0; REQUEST_BYTES];
     let (got, _) = rustix::net::recv(connection, &mut bytes[..], RecvFlags::empty())
         .map_err(io("read a request"))?;
@@ -205,6 +310,14 @@ pub(super) fn ask(
         .during("connect to a peer's service"),
         other => io("connect to a peer's service")(other),
     })?;
+    // The name may be another's by now, who must not learn the token.
+    if !is_same_user(&connection) {
+        return Err(Error::new(
+            ErrorKind::PeerLost,
+            "the peer's memory service belongs to another user; expected the same",
+        )
+        .during("connect to a peer's service"));
+    }
     rustix::net::send(&connection, &request.encode(token), SendFlags::NOSIGNAL)
         .map_err(io("send a request"))?;
     let mut status = [0; 4];
@@ -291,5 +404,26 @@ mod tests {
                 .unwrap()
                 .is_none()
         );
+    }
+
+    #[test]
+    fn silent_connections_hold_up_nobody() {
+        let service = Service::start([5; 16], Box::new(|_| Ok(None))).unwrap();
+        let silent: Vec<OwnedFd> = (0..3 * MAX_PENDING)
+            .map(|_| {
+                let socket = socket().unwrap();
+                rustix::net::connect(&socket, &address(service.name()).unwrap()).unwrap();
+                socket
+            })
+            .collect();
+        for _ in 0..10 {
+            let begun = Instant::now();
+            ask(service.name(), &[5; 16], descriptor_of(7)).unwrap();
+            assert!(begun.elapsed() < Duration::from_secs(1), "held up");
+        }
+        let begun = Instant::now();
+        service.stop();
+        assert!(begun.elapsed() < Duration::from_secs(1), "held up");
+        drop(silent);
     }
 }
