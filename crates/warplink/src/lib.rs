@@ -6,7 +6,7 @@
 //! | module | subject |
 //! |---|---|
 //! | [`communicator`] | the front door: join the other ranks, allocate, exchange, synchronize |
-//! | [`overlap`] | matrix products overlapped with the communication that feeds or follows them |
+//! | [`overlap`] | matmuls overlapped with the communication that feeds or follows them |
 //! | [`program`] | host programs: what each rank enqueues, verified before it runs |
 //! | [`p2p`] | send and receive in stream order, with the get and the put protocol |
 //! | [`signal`] | words that one rank sets and another waits for |
