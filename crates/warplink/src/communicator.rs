@@ -243,10 +243,15 @@ impl Communicator {
     /// Blocks until `stream` is done.
     ///
     /// # Errors
-    /// [`ErrorKind::PeerLost`], which names the rank, when one is lost; [`ErrorKind::Timeout`].
+    /// [`ErrorKind::PeerLost`], which names the rank, when one is lost; [`ErrorKind::Timeout`], which
+    /// names a peer and a tag that are waited for.
     pub fn synchronize(&self, stream: &Stream) -> Result<()> {
         stream
             .synchronize(self.deadline())
+            .map_err(|error| match error.kind() {
+                ErrorKind::Timeout => self.transfers.explain_timeout(error),
+                _ => error,
+            })
             .map_err(|error| error.on_rank(self.rank()))?;
         // A fault lets waits go, so work that ended because of it must not pass for done.
         self.device.fault().check()

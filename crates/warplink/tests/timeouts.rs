@@ -8,6 +8,7 @@ mod common;
 use common::{assert_says, threads, world};
 use std::time::Duration;
 use warplink::bootstrap::Wait;
+use warplink::device::Priority;
 use warplink::p2p::TransferRequest;
 use warplink::{Communicator, Deadline, Error, ErrorKind, Rank};
 
@@ -80,5 +81,52 @@ fn an_exchange_names_the_end_that_did_not_come() {
             "rank 0: exchange transfers: ",
             "rank 1 to exchange its receive with tag 8",
         ],
+    );
+}
+
+#[test]
+fn a_stream_names_the_transfer_that_its_peer_has_not_posted() {
+    common::threads_with(
+        world(2),
+        |config| config.timeout = Duration::from_millis(500),
+        |comm| {
+            let peer = 1 - comm.rank();
+            let regions = [comm.alloc(64).unwrap(), comm.alloc(64).unwrap()];
+            let requests = match comm.rank() {
+                0 => [4, 5].map(|tag| TransferRequest::receive(&regions[0], peer, tag)),
+                _ => [4, 5].map(|tag| TransferRequest::send(&regions[1], peer, tag)),
+            };
+            let transfers = comm.exchange(&requests).unwrap();
+            let stream = comm.create_stream(Priority::Normal).unwrap();
+            if comm.rank() == 0 {
+                for transfer in &transfers {
+                    transfer.post(&stream).unwrap();
+                    transfer.wait(&stream).unwrap();
+                }
+                let error = comm.synchronize(&stream).unwrap_err();
+                assert_eq!(
+                    (error.kind(), error.peer()),
+                    (ErrorKind::Timeout, Some(1 as Rank)),
+                    "{error}"
+                );
+                assert_says(
+                    &error,
+                    &[
+                        "rank 0: synchronize: timed out after 500ms",
+                        "rank 1 has not posted its send with tag 5",
+                    ],
+                );
+            } else {
+                // One of the two comes in time.
+                transfers[0].post(&stream).unwrap();
+                transfers[0].wait(&stream).unwrap();
+                comm.synchronize(&stream).unwrap();
+                std::thread::sleep(Duration::from_millis(700));
+                transfers[1].post(&stream).unwrap();
+                transfers[1].wait(&stream).unwrap();
+            }
+            comm.synchronize(&stream).unwrap();
+            comm.barrier().unwrap();
+        },
     );
 }

@@ -20,6 +20,7 @@
 
 mod batch;
 mod exchange;
+mod progress;
 mod protocol;
 mod recording;
 mod request;

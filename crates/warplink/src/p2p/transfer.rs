@@ -1,7 +1,8 @@
 //! A transfer that was exchanged, to be posted and waited for any number of times.
 
 use super::batch::{post_all, wait_all};
-use super::protocol::{PostCounter, PostNumber, Protocol, Role, Steps};
+use super::progress::Progress;
+use super::protocol::{PostNumber, Protocol, Role, Steps};
 use super::recording::{GraphMark, Recording, Waiting};
 use super::request::{Buffer, Direction};
 use super::slot_releases::SlotReleases;
@@ -29,7 +30,7 @@ pub struct Transfer {
     pub(super) remote_slot: RemoteSlot,
     pub(super) _remote_slot_page: RemoteRegion,
     pub(super) peer_slot: u64,
-    pub(super) posts: PostCounter,
+    pub(super) progress: Arc<Progress>,
     pub(super) recording: Recording,
     pub(super) graph_mark: GraphMark,
     // The stream of the last post, by its number.
@@ -126,7 +127,7 @@ impl Transfer {
             Some(capture) => self.recording.post(self.role(), capture, stream.raw()),
             None => {
                 self.posted_on.store(stream.raw(), Ordering::Relaxed);
-                (self.posts.next(), false)
+                (self.progress.post(), false)
             }
         };
         Ok((post, Steps::post(self.role(), post), marks))
@@ -149,7 +150,7 @@ impl Transfer {
             }));
         }
         let same_stream = self.posted_on.load(Ordering::Relaxed) == stream.raw();
-        let posts = self.posts.so_far();
+        let posts = self.progress.posts();
         Ok(posts.map(|post| (post, Steps::wait(self.role(), post, same_stream), false)))
     }
 

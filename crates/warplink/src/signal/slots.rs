@@ -117,6 +117,11 @@ impl Slot {
         &self.inbound
     }
 
+    /// The word that the peer sets outside of graphs.
+    pub(crate) fn inbound_word(&self) -> &Word {
+        &self.words[0]
+    }
+
     /// The word `name`; `None` for the one that lies at the peer.
     pub(crate) fn word(&self, name: SignalWord, captured: bool) -> Option<&Word> {
         match name {

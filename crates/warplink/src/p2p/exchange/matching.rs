@@ -3,7 +3,7 @@
 use super::{EndMessage, EndOffer, PublishedEnd, TransferExchange};
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::RemoteRegion;
-use crate::p2p::protocol::{PostCounter, Protocol, Role};
+use crate::p2p::protocol::{Protocol, Role};
 use crate::p2p::recording::{GraphMark, Recording};
 use crate::p2p::request::TransferRequest;
 use crate::p2p::transfer::Transfer;
@@ -63,6 +63,7 @@ impl TransferExchange {
                 return Err(self.with_context(&end, error));
             }
         };
+        let inbound = end.slot.inbound_word().clone();
         Ok(Transfer {
             direction: request.direction,
             protocol: end.protocol,
@@ -74,7 +75,7 @@ impl TransferExchange {
             remote_slot: mapped.slot,
             _remote_slot_page: mapped.slot_page,
             peer_slot: offer.slot,
-            posts: PostCounter::default(),
+            progress: self.progress.add(request, inbound),
             recording: Recording::default(),
             graph_mark: GraphMark::new(&self.device),
             posted_on: AtomicU64::new(0),

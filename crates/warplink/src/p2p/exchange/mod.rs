@@ -20,6 +20,7 @@ mod offer;
 mod refusal;
 mod withdrawal;
 
+use super::progress::ProgressList;
 use super::protocol::{Protocol, Role};
 use super::request::{Direction, MatchKey, TransferRequest};
 use super::slot_releases::SlotReleases;
@@ -48,6 +49,7 @@ pub struct TransferExchange {
     // How many transfers were exchanged under each key.
     counts: Mutex<HashMap<MatchKey, u64>>,
     refusals: Refusals,
+    progress: ProgressList,
 }
 
 /// An end of this rank that was published.
@@ -79,6 +81,7 @@ impl TransferExchange {
             default_protocol,
             counts: Mutex::default(),
             refusals: Refusals::default(),
+            progress: ProgressList::default(),
         }
     }
 
@@ -129,6 +132,34 @@ impl TransferExchange {
             .map(|(end, message)| self.match_end(end, &message))
             .collect();
         matched.into_iter().collect()
+    }
+
+    /// The error of a stream that was waited for in vain, in the terms of the caller: which transfers
+    /// in streams of this rank wait for their peers, and since when. Blocks while it reads their
+    /// signals.
+    pub(crate) fn explain_timeout(&self, error: Error) -> Error {
+        let waiting = self.progress.waiting(&*self.device);
+        let Some(first) = waiting.first() else {
+            return error;
+        };
+        let more = match waiting.len() - 1 {
+            0 => String::new(),
+            more => format!(", and {more} other transfers"),
+        };
+        Error::new(
+            error.kind(),
+            format!(
+                "{}: rank {} has not posted its {} with tag {} for {:.1?}{more}",
+                error.message(),
+                first.peer,
+                first.direction.reversed(),
+                first.tag,
+                first.since,
+            ),
+        )
+        .during("synchronize")
+        .with_peer(first.peer)
+        .help("check that both ranks post every transfer")
     }
 
     fn check(&self, request: &TransferRequest) -> Result<()> {

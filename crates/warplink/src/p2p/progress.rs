@@ -1,0 +1,103 @@
+//! Which transfers wait for their peers, for the errors of waits that time out.
+
+use super::protocol::{PostCounter, PostNumber};
+use super::request::{Direction, TransferRequest};
+use crate::device::{Device, Word};
+use crate::error::Rank;
+use crate::sync::lock;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, LazyLock, Mutex, Weak};
+use std::time::{Duration, Instant};
+
+/// What the times of posts are counted from.
+static START: LazyLock<Instant> = LazyLock::new(Instant::now);
+
+/// How far one end has come outside of graphs.
+#[derive(Debug)]
+pub(super) struct Progress {
+    direction: Direction,
+    peer: Rank,
+    tag: u64,
+    /// The word that the peer sets to the number of its own post.
+    inbound: Word,
+    posts: PostCounter,
+    /// When the last post was enqueued, in nanoseconds since `START`.
+    posted_at: AtomicU64,
+}
+
+impl Progress {
+    /// Numbers the next post.
+    pub(super) fn post(&self) -> PostNumber {
+        let since = u64::try_from(START.elapsed().as_nanos()).unwrap_or(u64::MAX);
+        self.posted_at.store(since, Ordering::Relaxed);
+        self.posts.next()
+    }
+
+    /// What a wait is for: every post so far. `None` where there was none.
+    pub(super) fn posts(&self) -> Option<PostNumber> {
+        self.posts.so_far()
+    }
+
+    /// What the end waits for, unless its peer has met every post. Reads device memory, and blocks
+    /// for that.
+    fn waiting(&self, device: &dyn Device) -> Option<Waiting> {
+        let Some(PostNumber::Eager(posts)) = self.posts.so_far() else {
+            return None;
+        };
+        let mut met = [0; 8];
+        device.download(self.inbound.as_slice(), &mut met).ok()?;
+        if u64::from_le_bytes(met) >= posts {
+            return None;
+        }
+        let posted = Duration::from_nanos(self.posted_at.load(Ordering::Relaxed));
+        Some(Waiting {
+            direction: self.direction,
+            peer: self.peer,
+            tag: self.tag,
+            since: START.elapsed().saturating_sub(posted),
+        })
+    }
+}
+
+/// An end whose last post the peer has not met.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Waiting {
+    pub(super) direction: Direction,
+    pub(super) peer: Rank,
+    pub(super) tag: u64,
+    /// For how long.
+    pub(super) since: Duration,
+}
+
+/// The ends of one rank, as long as they exist.
+#[derive(Debug, Default)]
+pub(super) struct ProgressList(Mutex<Vec<Weak<Progress>>>);
+
+impl ProgressList {
+    /// Adds the end of `request`, whose peer sets `inbound`.
+    pub(super) fn add(&self, request: &TransferRequest, inbound: Word) -> Arc<Progress> {
+        let progress = Arc::new(Progress {
+            direction: request.direction,
+            peer: request.peer,
+            tag: request.tag,
+            inbound,
+            posts: PostCounter::default(),
+            posted_at: AtomicU64::new(0),
+        });
+        let mut list = lock(&self.0);
+        // Swept when the list would grow, so that adding takes constant time on average.
+        if list.len() == list.capacity() {
+            list.retain(|progress| progress.strong_count() > 0);
+        }
+        list.push(Arc::downgrade(&progress));
+        progress
+    }
+
+    /// The ends that wait for their peers, the longest waiting first.
+    pub(super) fn waiting(&self, device: &dyn Device) -> Vec<Waiting> {
+        let ends: Vec<Arc<Progress>> = lock(&self.0).iter().filter_map(Weak::upgrade).collect();
+        let mut waiting: Vec<Waiting> = ends.iter().filter_map(|end| end.waiting(device)).collect();
+        waiting.sort_by_key(|end| std::cmp::Reverse(end.since));
+        waiting
+    }
+}
