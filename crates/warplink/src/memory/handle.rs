@@ -11,7 +11,7 @@ use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 const MAGIC: [u8; 4] = *b"WPLH";
-const VERSION: u16 = 2;
+const VERSION: u16 = 1;
 const OPEN_BY_IPC: u16 = 1;
 const OPEN_BY_DESCRIPTOR: u16 = 2;
 const TAG_BYTES: usize = 16;
@@ -32,7 +32,6 @@ struct Wire {
     device: [u8; 16],
     allocation: U64,
     generation: U64,
-    region: U64,
     allocation_bytes: U64,
     offset: U64,
     bytes: U64,
@@ -55,8 +54,6 @@ pub struct Handle {
     pub allocation: u64,
     /// Number of this registration of the allocation; never used again by its owner.
     pub generation: u64,
-    /// Number of the region, where its owner is to be told when it is not used any more; else 0.
-    pub region: u64,
     /// Bytes of the whole allocation.
     pub allocation_bytes: u64,
     /// Offset of the region in the allocation, in bytes.
@@ -138,7 +135,6 @@ impl Handle {
             device: self.device.0,
             allocation: self.allocation.into(),
             generation: self.generation.into(),
-            region: self.region.into(),
             allocation_bytes: self.allocation_bytes.into(),
             offset: self.offset.into(),
             bytes: self.bytes.into(),
@@ -205,7 +201,6 @@ impl Handle {
             process: wire.process,
             allocation: wire.allocation.get(),
             generation: wire.generation.get(),
-            region: wire.region.get(),
             allocation_bytes: wire.allocation_bytes.get(),
             offset: wire.offset.get(),
             bytes: wire.bytes.get(),
@@ -235,7 +230,6 @@ mod tests {
             process: [7; 16],
             allocation: 5,
             generation: 6,
-            region: 7,
             allocation_bytes: 4096,
             offset: 100,
             bytes: 200,
@@ -251,7 +245,7 @@ mod tests {
             Handle::decode(&example().encode(&key), &key).unwrap(),
             example()
         );
-        assert_eq!(HANDLE_BYTES, 176);
+        assert_eq!(HANDLE_BYTES, 168);
     }
 
     #[test]

@@ -2,7 +2,6 @@
 
 use super::Shared;
 use super::message::Message;
-use crate::deadline::Deadline;
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::sync::lock;
 use std::collections::HashSet;
@@ -61,17 +60,11 @@ impl Outbox {
 }
 
 impl Notifier {
-    /// Starts the thread, which ends when `shared` is gone. It also closes mappings that were not used
-    /// for `max_idle_age`.
-    pub(super) fn start(
-        outbox: Outbox,
-        queue: Queue,
-        shared: Weak<Shared>,
-        max_idle_age: Duration,
-    ) -> Result<Self> {
+    /// Starts the thread, which ends when `shared` is gone.
+    pub(super) fn start(outbox: Outbox, queue: Queue, shared: Weak<Shared>) -> Result<Self> {
         let thread = std::thread::Builder::new()
             .name("warplink-notifier".to_owned())
-            .spawn(move || run(&queue, &shared, max_idle_age / 2))
+            .spawn(move || run(&queue, &shared))
             .map_err(|error| Error::io("start the notifier thread", &error))?;
         Ok(Self {
             outbox,
@@ -92,22 +85,9 @@ impl Notifier {
     }
 }
 
-fn run(queue: &Queue, shared: &Weak<Shared>, aging_interval: Duration) {
+fn run(queue: &Queue, shared: &Weak<Shared>) {
     let mut gone: HashSet<Rank> = HashSet::new();
-    let mut aging = Deadline::after(aging_interval);
-    loop {
-        if aging.passed() {
-            let Some(shared) = shared.upgrade() else {
-                return;
-            };
-            shared.mappings.age();
-            aging = Deadline::after(aging_interval);
-        }
-        let notice = match queue.0.recv_timeout(aging.remaining()) {
-            Ok(notice) => notice,
-            Err(mpsc::RecvTimeoutError::Timeout) => continue,
-            Err(mpsc::RecvTimeoutError::Disconnected) => return,
-        };
+    while let Ok(notice) = queue.0.recv() {
         match notice {
             Notice::Tell(peer, message) => {
                 let Some(shared) = shared.upgrade() else {

@@ -155,6 +155,15 @@ impl Expr {
         }
     }
 
+    /// How many numbers, names and operators it has.
+    pub fn terms(&self) -> usize {
+        match self {
+            Self::Number(_) | Self::Name(_) | Self::Count(_) => 1,
+            Self::Negative(a) | Self::Element(_, a) | Self::Log2(a) => 1 + a.terms(),
+            Self::Binary(_, a, b) => 1 + a.terms() + b.terms(),
+        }
+    }
+
     /// How deep it is nested; a number or name is 1.
     pub fn depth(&self) -> usize {
         match self {
@@ -276,6 +285,16 @@ impl Condition {
                 a.evaluate_within(lookup, left)? || b.evaluate_within(lookup, left)?
             }
         })
+    }
+
+    /// How many numbers, names and operators it has.
+    pub fn terms(&self) -> usize {
+        match self {
+            Self::Compare(_, a, b) => 1 + a.terms() + b.terms(),
+            Self::Given(_) => 1,
+            Self::Not(a) => 1 + a.terms(),
+            Self::And(a, b) | Self::Or(a, b) => 1 + a.terms() + b.terms(),
+        }
     }
 
     /// How deep it is nested, without the expressions that it compares.

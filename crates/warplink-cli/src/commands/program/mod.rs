@@ -10,6 +10,7 @@ use crate::report::{print_json, print_text};
 use anyhow::{Context, Result};
 use clap::{Args, Subcommand};
 use serde::Serialize;
+use std::io::Read as _;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use warplink::DType;
@@ -71,7 +72,7 @@ struct Text {
 impl Source {
     fn read(&self) -> Result<Text> {
         let name = self.file.display();
-        let text = std::fs::read_to_string(&self.file).with_context(|| format!("read {name}"))?;
+        let text = read_limited(&self.file).with_context(|| format!("read {name}"))?;
         let program = program::Program::parse_text(&text)
             .map_err(|error| anyhow::anyhow!("{name}, {error}"))?;
         Ok(Text {
@@ -83,6 +84,24 @@ impl Source {
             ),
         })
     }
+}
+
+/// The text of a file, if it is not longer than a program may be: what is too long is not read.
+fn read_limited(file: &Path) -> std::io::Result<String> {
+    let limit = program::text::LONGEST_TEXT;
+    let mut text = String::new();
+    let read = std::fs::File::open(file)?
+        .take(limit as u64 + 1)
+        .read_to_string(&mut text);
+    if text.len() > limit {
+        let message = format!("the file is too long for a program; expected at most {limit} bytes");
+        return Err(std::io::Error::new(
+            std::io::ErrorKind::FileTooLarge,
+            message,
+        ));
+    }
+    read?;
+    Ok(text)
 }
 
 /// `m=4096`, `n=1024,512`, `T=bf16`.

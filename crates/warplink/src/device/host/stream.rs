@@ -2,7 +2,6 @@
 
 use super::event::{self, HostEvent, Recorded};
 use super::graph::{CapturedMark, HostGraph, Session};
-use super::memory::AwaitedWord;
 use super::operation::{Context, Operation};
 use super::{check_kind, event::EventState};
 use crate::deadline::Deadline;
@@ -193,7 +192,7 @@ impl StreamBackend for HostStream {
                     value,
                 },
                 MemoryOp::Wait { word, value } => Operation::Wait {
-                    word: AwaitedWord::new(word),
+                    word: word.clone(),
                     at_least: value,
                 },
             })?;

@@ -61,6 +61,9 @@ use std::str::FromStr;
 /// Longest text that is parsed, in bytes.
 pub const LONGEST_TEXT: usize = 1 << 20;
 
+/// The most parameters of a program.
+pub const MAX_PARAMETERS: usize = 1024;
+
 /// Deepest nesting of blocks.
 pub const DEEPEST_BLOCK: usize = 32;
 

@@ -2,15 +2,15 @@
 
 use super::operand::{Parsed, Parser};
 use super::token::{TokenKind, tokens};
-use super::{DEEPEST_BLOCK, is_name};
+use super::{DEEPEST_BLOCK, MAX_PARAMETERS, is_name};
 use crate::device::ReduceOp;
 use crate::dtype::DType;
 use crate::program::expr::Expr;
 use crate::program::ir::{
-    Branch, Collective, Declaration, Each, ElementType, Line, Loop, PostedMatmul, Program, Role,
-    Sharding, Statement, StatementKind, TensorRef,
+    Branch, Collective, Declaration, Each, ElementType, Line, Loop, Parameter, ParameterKind,
+    PostedMatmul, Program, Role, Sharding, Statement, StatementKind, TensorRef,
 };
-use crate::program::parameters::{Parameter, ParameterKind, Value};
+use crate::program::parameters::Value;
 use std::mem::discriminant;
 
 /// Parses a whole program.
@@ -27,6 +27,10 @@ pub(super) fn program(text: &str) -> Parsed<Program> {
         let name = &parameter.name;
         if parameters.iter().any(|other| other.name == *name) {
             return Err(parser.wrong(token, format!("parameter '{name}' is named twice")));
+        }
+        if parameters.len() == MAX_PARAMETERS {
+            let message = format!("too many parameters; expected at most {MAX_PARAMETERS}");
+            return Err(parser.wrong(token, message));
         }
         parameters.push(parameter);
         if !parser.take(",") && !parser.is(")") {

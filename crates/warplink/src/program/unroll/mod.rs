@@ -19,10 +19,23 @@ use super::rank_program::{Operation, OperationKind, RankProgram, Site, StreamKin
 use super::text::DEEPEST_BLOCK;
 use crate::error::{Rank, Result};
 use scope::{Bound, Named, OpenLoop, View};
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::cell::Cell;
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
 /// The most steps that a program may take on one rank: statements, iterations and items of lists.
 pub const MAX_STEPS: usize = 1 << 20;
+
+/// The most steps on all ranks together.
+pub const MAX_ALL_STEPS: usize = 1 << 23;
+
+/// The most operations of all ranks together.
+pub const MAX_OPERATIONS: usize = 1 << 21;
+
+/// The most transfers of all ranks together, counted at both ends.
+pub const MAX_TRANSFERS: usize = 1 << 20;
+
+/// How many terms of expressions are evaluated for the work of a step.
+const WORK_PER_STEP: usize = 8;
 
 /// The most names that are bound at one time.
 pub const MAX_NAMES: usize = 4096;
@@ -69,6 +82,39 @@ pub fn unroll_or_diagnose(
     streams: usize,
     parameters: &Parameters,
 ) -> Result<RankProgram, Diagnostic> {
+    let mut budget = Budget::default();
+    unroll_within(&mut budget, program, rank, (world, streams), parameters)
+}
+
+/// What all ranks together may still take.
+#[derive(Clone, Debug)]
+pub(super) struct Budget {
+    steps: usize,
+    operations: usize,
+    transfers: usize,
+    /// Whether a rank was refused for want of it.
+    pub(super) exhausted: bool,
+}
+
+impl Default for Budget {
+    fn default() -> Self {
+        Self {
+            steps: MAX_ALL_STEPS,
+            operations: MAX_OPERATIONS,
+            transfers: MAX_TRANSFERS,
+            exhausted: false,
+        }
+    }
+}
+
+/// As [`unroll_or_diagnose`], for one of several ranks that share a budget.
+pub(super) fn unroll_within(
+    budget: &mut Budget,
+    program: &Program,
+    rank: Rank,
+    (world, streams): (usize, usize),
+    parameters: &Parameters,
+) -> Result<RankProgram, Diagnostic> {
     let mut unroller = Unroller {
         made: RankProgram {
             rank,
@@ -82,6 +128,8 @@ pub fn unroll_or_diagnose(
         pool: streams,
         current: 0,
         names: Vec::new(),
+        bound: HashMap::new(),
+        valid_names: HashSet::new(),
         loops: Vec::new(),
         transfers: BTreeMap::new(),
         ordinals: HashMap::new(),
@@ -90,12 +138,20 @@ pub fn unroll_or_diagnose(
         site: Site::default(),
         given: BTreeSet::new(),
         optional: BTreeMap::new(),
+        budget: budget.clone(),
         steps: 0,
+        work: Cell::new(0),
         blocks: 0,
     };
-    unroller.start(program, parameters)?;
-    unroller.block(&program.body)?;
-    Ok(unroller.made)
+    let outcome = unroller
+        .start(program, parameters)
+        .and_then(|()| unroller.block(&program.body));
+    budget.exhausted = unroller.budget.exhausted;
+    budget.steps = budget.steps.saturating_sub(unroller.steps());
+    let made = unroller.made;
+    budget.operations = budget.operations.saturating_sub(made.operations.len());
+    budget.transfers = budget.transfers.saturating_sub(made.transfers.len());
+    outcome.map(|()| made)
 }
 
 struct Unroller<'p> {
@@ -104,7 +160,11 @@ struct Unroller<'p> {
     pool: usize,
     /// The current stream.
     current: usize,
-    names: Vec<(&'p str, Bound)>,
+    /// The names that have a meaning, in the order in which they got it.
+    names: Vec<&'p str>,
+    bound: HashMap<&'p str, Bound>,
+    /// The names that were checked, of loops for instance.
+    valid_names: HashSet<&'p str>,
     loops: Vec<OpenLoop>,
     transfers: BTreeMap<&'p str, Named>,
     /// How many transfers each direction, peer and tag has.
@@ -118,7 +178,10 @@ struct Unroller<'p> {
     given: BTreeSet<String>,
     /// The optional tensors declared so far, and whether the caller binds them.
     optional: BTreeMap<&'p str, bool>,
+    budget: Budget,
     steps: usize,
+    /// Terms of expressions that were evaluated.
+    work: Cell<usize>,
     /// Blocks that are open.
     blocks: usize,
 }
@@ -148,8 +211,16 @@ impl<'p> Unroller<'p> {
                 self.pool
             ));
         }
+        if program.parameters.len() > MAX_NAMES {
+            return requirement(format!(
+                "'{}' has {} parameters; expected at most {MAX_NAMES}",
+                program.name,
+                program.parameters.len()
+            ));
+        }
+        let names: HashSet<&str> = program.parameters.iter().map(|p| &*p.name).collect();
         for (name, _) in parameters.iter() {
-            if !program.parameters.iter().any(|p| p.name == *name) {
+            if !names.contains(name) {
                 let names: Vec<&str> = program.parameters.iter().map(|p| &*p.name).collect();
                 return requirement(format!(
                     "unknown parameter '{name}' of '{}'; expected {}",
@@ -216,8 +287,8 @@ impl<'p> Unroller<'p> {
             StatementKind::Require(condition) => {
                 if !self.condition(condition)? {
                     let mut message = format!("expected {condition}");
-                    for (name, bound) in &self.names {
-                        if let Bound::Integer(value) = bound {
+                    for name in &self.names {
+                        if let Some(Bound::Integer(value)) = self.bound.get(name) {
                             message += &format!(", {name} = {value}");
                         }
                     }

@@ -1,6 +1,8 @@
 //! Names and what they stand for while a program is unrolled.
 
-use super::{MAX_NAMES, MAX_STEPS, Unroller};
+use super::{
+    MAX_ALL_STEPS, MAX_NAMES, MAX_OPERATIONS, MAX_STEPS, MAX_TRANSFERS, Unroller, WORK_PER_STEP,
+};
 use crate::dtype::DType;
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind, Place};
 use crate::program::expr::{Condition, Expr};
@@ -61,8 +63,8 @@ pub(super) struct OpenLoop {
 }
 
 /// The transfers of one name.
-#[derive(Default)]
 pub(super) struct Named {
+    pub(super) name: Arc<str>,
     /// The loops around each of the name's declarations.
     pub(super) paths: Vec<Vec<usize>>,
     /// By the values of those loops.
@@ -85,31 +87,61 @@ impl<'p> Unroller<'p> {
     /// Counts work, so that no text can keep the caller busy for ever.
     pub(super) fn step(&mut self) -> Result<(), Diagnostic> {
         self.steps += 1;
-        if self.steps <= MAX_STEPS {
-            return Ok(());
+        let steps = self.steps();
+        if steps > MAX_STEPS {
+            self.budget.exhausted = true;
+            return Err(self.too_large(MAX_STEPS, "steps on one rank"));
         }
-        Err(self.diagnostic(
+        for (used, left, limit, what) in [
+            (steps, self.budget.steps, MAX_ALL_STEPS, "steps"),
+            (
+                self.made.operations.len(),
+                self.budget.operations,
+                MAX_OPERATIONS,
+                "operations",
+            ),
+            (
+                self.made.transfers.len(),
+                self.budget.transfers,
+                MAX_TRANSFERS,
+                "transfers, counted at both ends",
+            ),
+        ] {
+            if used > left {
+                self.budget.exhausted = true;
+                return Err(self.too_large(limit, &format!("{what} on all ranks together")));
+            }
+        }
+        Ok(())
+    }
+
+    /// The steps that were taken.
+    pub(super) fn steps(&self) -> usize {
+        self.steps + self.work.get() / WORK_PER_STEP
+    }
+
+    fn too_large(&self, limit: usize, what: &str) -> Diagnostic {
+        self.diagnostic(
             DiagnosticKind::Malformed,
-            format!("the program takes too many steps on one rank; expected at most {MAX_STEPS}"),
-        ))
+            format!("the program is too large; expected at most {limit} {what}"),
+        )
     }
 
     pub(super) fn lookup(&self, name: &str) -> Option<&Bound> {
-        self.names
-            .iter()
-            .rev()
-            .find(|(bound, _)| *bound == name)
-            .map(|(_, value)| value)
+        self.bound.get(name)
     }
 
     pub(super) fn bind(&mut self, name: &'p str, value: Bound) -> Result<(), Diagnostic> {
-        if !crate::program::text::is_name(name) {
-            return Err(self.diagnostic(
-                DiagnosticKind::Malformed,
-                format!("'{name}' cannot be a name; expected a word that is not reserved"),
-            ));
+        if !self.valid_names.contains(name) {
+            if !crate::program::text::is_name(name) {
+                return Err(self.diagnostic(
+                    DiagnosticKind::Malformed,
+                    format!("'{name}' cannot be a name; expected a word that is not reserved"),
+                ));
+            }
+            self.valid_names.insert(name);
         }
-        if self.lookup(name).is_some() {
+        if self.bound.contains_key(name) {
             return Err(self.diagnostic(
                 DiagnosticKind::Malformed,
                 format!("'{name}' already has a meaning here; expected a new name"),
@@ -119,7 +151,8 @@ impl<'p> Unroller<'p> {
             let message = format!("too many names at one time; expected at most {MAX_NAMES}");
             return Err(self.diagnostic(DiagnosticKind::Malformed, message));
         }
-        self.names.push((name, value));
+        self.names.push(name);
+        self.bound.insert(name, value);
         Ok(())
     }
 
@@ -130,7 +163,9 @@ impl<'p> Unroller<'p> {
     ) -> Result<T, Diagnostic> {
         let before = self.names.len();
         let result = inner(self)?;
-        self.names.truncate(before);
+        for name in self.names.drain(before..) {
+            self.bound.remove(name);
+        }
         Ok(result)
     }
 
@@ -172,6 +207,7 @@ impl<'p> Unroller<'p> {
     }
 
     pub(super) fn integer(&self, expression: &Expr) -> Result<i64, Diagnostic> {
+        self.work.set(self.work.get() + expression.terms());
         expression
             .evaluate(&|name| self.integer_named(name))
             .map_err(|error| {
@@ -180,6 +216,7 @@ impl<'p> Unroller<'p> {
     }
 
     pub(super) fn condition(&self, condition: &Condition) -> Result<bool, Diagnostic> {
+        self.work.set(self.work.get() + condition.terms());
         condition
             .evaluate(&|name| self.integer_named(name))
             .map_err(|error| {

@@ -1,7 +1,7 @@
 //! Transfers: what is shared, posted and waited for.
 
 use super::Unroller;
-use super::scope::Bound;
+use super::scope::{Bound, Named};
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
 use crate::program::ir::{
     Backend, Direction, Each, PostedMatmul, Protocol, ShareItem, ShareItemKind, Transfer,
@@ -10,7 +10,7 @@ use crate::program::ir::{
 use crate::program::rank_program::{
     ExchangeId, OperationKind, Range, TransferId, TransferInstance,
 };
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 impl<'p> Unroller<'p> {
@@ -87,7 +87,12 @@ impl<'p> Unroller<'p> {
         let id = self.made.transfers.len();
         let path: Vec<usize> = self.loops.iter().map(|open| open.id).collect();
         let key: Vec<i64> = self.loops.iter().map(|open| open.value).collect();
-        let named = self.transfers.entry(name).or_default();
+        let named = self.transfers.entry(name).or_insert_with(|| Named {
+            name: Arc::from(name),
+            paths: Vec::new(),
+            instances: HashMap::new(),
+        });
+        let shared_name = named.name.clone();
         if !named.paths.contains(&path) {
             named.paths.push(path);
         }
@@ -105,7 +110,7 @@ impl<'p> Unroller<'p> {
             .or_default();
         let site = self.site.clone();
         self.made.transfers.push(TransferInstance {
-            name: Arc::from(name),
+            name: shared_name,
             direction: transfer.direction,
             range: view.range(),
             dtype: view.dtype,

@@ -1,11 +1,11 @@
 //! Doing what a stream was given, one item at a time.
 
 use super::clock::Clock;
-use super::memory::{Access, Actor, Mode};
-use super::state::{Item, Need, Run, copies};
+use super::memory::{Access, Actor, Mode as AccessMode};
+use super::state::{Item, Mode, Need, Run, moves};
 use super::violation::Violations;
 use crate::error::Rank;
-use crate::program::ir::{Backend, Collective, Direction};
+use crate::program::ir::Collective;
 use crate::program::rank_program::{OperationKind, Range, TransferId};
 
 impl Run<'_> {
@@ -16,34 +16,74 @@ impl Run<'_> {
         };
         match item {
             Item::Record(event) => {
-                self.events[event].0 = Some(self.streams[stream].clock.clone());
-                self.wake_rank(self.streams[stream].rank);
+                let snapshot = self.streams[stream].clock.snapshot(stream);
+                let event = &mut self.events[event];
+                event.reached = true;
+                event.clock = Some(snapshot);
+                if let Some(waiting) = event.waiting {
+                    self.wake(waiting);
+                }
             }
             Item::WaitEvent(event, operation) => {
-                let Some(mark) = &self.events[event].0 else {
+                let event = &mut self.events[event];
+                if !event.reached {
+                    event.waiting = Some(stream);
                     return false;
-                };
-                self.streams[stream].clock.join(mark);
-                self.streams[stream].clock.tick(stream);
+                }
+                if let Some(mark) = event.clock.take() {
+                    self.streams[stream].clock.learn(&mark);
+                }
+                self.tick(stream);
                 self.streams[stream].last = Some(operation);
             }
             Item::Operation(operation) => {
-                if !self.streams[stream].begun && self.waits_for_engine(stream, operation).is_none()
-                {
-                    self.streams[stream].clock.tick(stream);
-                    self.streams[stream].begun = true;
-                    self.begin(stream, operation, violations);
-                }
-                if self.need(stream, operation).is_some() {
+                if !self.perform(stream, operation, violations) {
                     return false;
                 }
-                self.finish(stream, operation, violations);
-                self.streams[stream].last = Some(operation);
-                self.streams[stream].begun = false;
+                let state = &mut self.streams[stream];
+                state.last = Some(operation);
+                state.begun = false;
             }
         }
         self.streams[stream].queue.pop_front();
         true
+    }
+
+    /// Does an operation as far as it gets; whether it is done.
+    fn perform(&mut self, stream: usize, operation: usize, violations: &mut Violations) -> bool {
+        if !self.streams[stream].begun {
+            if self.waits_for_engine(stream, operation).is_some() {
+                return false;
+            }
+            self.tick(stream);
+            self.streams[stream].begun = true;
+            self.streams[stream].progress = 0;
+            self.begin(stream, operation, violations);
+        }
+        let rank = self.streams[stream].rank;
+        let positions = self.positions(rank, operation);
+        loop {
+            let position = self.streams[stream].progress;
+            if position >= positions {
+                break;
+            }
+            if let Some(need) = self.need_at(stream, operation, position) {
+                self.wait_for(stream, need);
+                return false;
+            }
+            self.pass(stream, operation, position, violations);
+            self.streams[stream].progress += 1;
+        }
+        self.finish(stream, operation, violations);
+        true
+    }
+
+    /// What the operation at the head of a stream still waits for.
+    pub(super) fn need(&self, stream: usize, operation: usize) -> Option<Need> {
+        match self.streams[stream].begun {
+            true => self.need_at(stream, operation, self.streams[stream].progress),
+            false => self.waits_for_engine(stream, operation),
+        }
     }
 
     fn waits_for_engine(&self, stream: usize, operation: usize) -> Option<Need> {
@@ -52,49 +92,98 @@ impl Run<'_> {
         (turn > engine.done).then(|| Need::Engine(engine.order[turn - 1]))
     }
 
-    /// What the operation at the head of a stream still waits for.
-    pub(super) fn need(&self, stream: usize, operation: usize) -> Option<Need> {
-        let rank = self.streams[stream].rank;
-        if let Some(need) = self.waits_for_engine(stream, operation) {
-            return Some(need);
+    /// How many things an operation may have to wait for, one after another. A post waits for the
+    /// signals that it repeats in a graph, and then for those of the peers.
+    fn positions(&self, rank: Rank, operation: usize) -> usize {
+        match &self.ranks[rank].operations[operation].kind {
+            OperationKind::Post(group) => 2 * group.len(),
+            OperationKind::PostMatmul { group, .. } | OperationKind::Wait(group) => group.len(),
+            OperationKind::Collective { .. } => 1,
+            _ => 0,
         }
-        let rank_program = &self.ranks[rank];
-        let counts = self.counts[rank][operation].iter().copied();
-        match &rank_program.operations[operation].kind {
-            OperationKind::Post(group) | OperationKind::PostMatmul { group, .. } => {
-                group.iter().zip(counts).find_map(|(&id, number)| {
-                    let transfer = &rank_program.transfers[id];
-                    let here = match transfer.backend {
-                        Backend::Direct(protocol) => {
-                            !copies(transfer.direction, protocol)
-                                || filled(&self.ends[rank][id].incoming, number)
-                        }
-                        Backend::Nccl => {
-                            let partner = self.links.partners[rank][id];
-                            filled(&self.ends[transfer.peer][partner].arrived, number)
-                        }
-                    };
-                    (!here).then_some(Need::Peer(id, number))
-                })
+    }
+
+    /// What has to be there before an operation gets past `position`, if it is not.
+    fn need_at(&self, stream: usize, operation: usize, position: usize) -> Option<Need> {
+        let rank = self.streams[stream].rank;
+        match &self.ranks[rank].operations[operation].kind {
+            OperationKind::Post(group) if position < group.len() => {
+                let id = group[position];
+                let again = self.again(rank, operation, position)?;
+                let done = self.ends[rank][id].incoming.has(again - 1);
+                (!done).then_some(Need::Peer(id, again - 1))
             }
-            OperationKind::Wait(group) => group.iter().zip(counts).find_map(|(&id, number)| {
-                let transfer = &rank_program.transfers[id];
+            OperationKind::Post(group) => {
+                self.needs_peer(rank, operation, group, position - group.len())
+            }
+            OperationKind::PostMatmul { group, .. } => {
+                self.needs_peer(rank, operation, group, position)
+            }
+            OperationKind::Wait(group) => {
+                let id = *group.get(position)?;
+                let transfer = &self.ranks[rank].transfers[id];
+                let number = self.links.numbers[rank].at(operation, position);
                 let end = &self.ends[rank][id];
-                let all = |slots: &[Option<Clock>]| (1..=number).find(|n| !filled(slots, *n));
-                match transfer.backend {
-                    Backend::Direct(protocol) if !copies(transfer.direction, protocol) => {
-                        all(&end.incoming).map(|missing| Need::Peer(id, missing))
-                    }
-                    _ => all(&end.completed).map(|missing| Need::Own(id, missing)),
+                if moves(transfer.direction, transfer.backend) {
+                    return end.completed.missing(number).map(|n| Need::Own(id, n));
                 }
-            }),
+                if self.mode == Mode::Captured && !end.placed {
+                    return Some(Need::Own(id, 1));
+                }
+                end.incoming.missing(number).map(|n| Need::Peer(id, n))
+            }
             OperationKind::Collective { .. } => {
                 let number = self.collective_number(rank, operation)?;
-                let arrived = &self.collectives[number];
-                let absent = arrived.iter().position(Option::is_none)?;
+                let meeting = &self.collectives[number];
+                if meeting.count == self.ranks.len() {
+                    return None;
+                }
+                let absent = meeting.present.iter().position(|present| !present)?;
                 Some(Need::Collective(absent, number))
             }
             _ => None,
+        }
+    }
+
+    /// The number of a post that in a graph waits until the post before it is done: one that only
+    /// signals, and not for the first time.
+    fn again(&self, rank: Rank, operation: usize, position: usize) -> Option<usize> {
+        let &id = self.ranks[rank].operations[operation]
+            .kind
+            .posted()
+            .get(position)?;
+        let transfer = &self.ranks[rank].transfers[id];
+        let number = self.links.numbers[rank].at(operation, position);
+        let again = self.mode == Mode::Captured
+            && number > 1
+            && !moves(transfer.direction, transfer.backend);
+        again.then_some(number)
+    }
+
+    fn needs_peer(
+        &self,
+        rank: Rank,
+        operation: usize,
+        group: &[TransferId],
+        position: usize,
+    ) -> Option<Need> {
+        let id = *group.get(position)?;
+        let transfer = &self.ranks[rank].transfers[id];
+        let number = self.links.numbers[rank].at(operation, position);
+        let there = !moves(transfer.direction, transfer.backend)
+            || self.ends[rank][id].incoming.has(number);
+        (!there).then_some(Need::Peer(id, number))
+    }
+
+    /// Has a stream woken when what it needs may be there.
+    fn wait_for(&mut self, stream: usize, need: Need) {
+        let rank = self.streams[stream].rank;
+        match need {
+            Need::Peer(id, _) => self.ends[rank][id].incoming.wait(stream),
+            Need::Own(id, _) => self.ends[rank][id].completed.wait(stream),
+            Need::Collective(_, number) => self.collectives[number].waiting.push(stream),
+            // The engine's next operation is woken by the one before it, a mark's by the mark.
+            Need::Engine(_) | Need::Event(_) => {}
         }
     }
 
@@ -105,30 +194,82 @@ impl Run<'_> {
             OperationKind::Post(group) => {
                 for (position, &id) in group.iter().enumerate() {
                     let transfer = &ranks[rank].transfers[id];
-                    let number = self.counts[rank][operation][position];
-                    match transfer.backend {
-                        Backend::Direct(protocol) if copies(transfer.direction, protocol) => {}
-                        Backend::Direct(_) => {
-                            self.signal(stream, operation, id, number, violations)
-                        }
-                        Backend::Nccl => {
-                            let clock = self.streams[stream].clock.clone();
-                            fill(&mut self.ends[rank][id].arrived, number, clock);
-                            self.wake_rank(transfer.peer);
-                        }
+                    if self.again(rank, operation, position).is_some() {
+                        continue;
+                    }
+                    let number = self.links.numbers[rank].at(operation, position);
+                    if transfer.is_engine() {
+                        let partner = self.links.partners[rank][id];
+                        let clock = self.streams[stream].clock.clone();
+                        let word = &mut self.ends[transfer.peer][partner].incoming;
+                        let woken = word.write(number, stream, &clock);
+                        self.wake_all(woken);
+                    } else if !moves(transfer.direction, transfer.backend) {
+                        self.signal(stream, (operation, id, number), violations);
                     }
                 }
             }
-            OperationKind::Collective { .. } => {
+            OperationKind::Collective { collective, .. } => {
                 if let Some(number) = self.collective_number(rank, operation) {
-                    let clock = self.streams[stream].clock.clone();
-                    self.collectives[number][rank] = Some(clock);
-                    if self.collectives[number].iter().all(Option::is_some) {
-                        (0..ranks.len()).for_each(|rank| self.wake_rank(rank));
-                    }
+                    let root = match collective {
+                        Collective::Broadcast(root) => Some(*root),
+                        _ => None,
+                    };
+                    self.arrive(stream, number, root);
                 }
             }
             _ => {}
+        }
+    }
+
+    fn arrive(&mut self, stream: usize, number: usize, root: Option<Rank>) {
+        let (rank, world) = (self.streams[stream].rank, self.ranks.len());
+        let clock = &self.streams[stream].clock;
+        let meeting = &mut self.collectives[number];
+        meeting.present.resize(world, false);
+        meeting.present[rank] = true;
+        meeting.count += 1;
+        if root == Some(rank) {
+            meeting.root = Some(clock.clone());
+        }
+        match &mut meeting.all {
+            Some(all) => all.join(clock),
+            all => *all = Some(clock.clone()),
+        }
+        if meeting.count == world {
+            meeting.present = Vec::new();
+            let woken = std::mem::take(&mut meeting.waiting);
+            self.wake_all(woken);
+        }
+    }
+
+    /// What an operation does when it has got past `position`.
+    fn pass(
+        &mut self,
+        stream: usize,
+        operation: usize,
+        position: usize,
+        violations: &mut Violations,
+    ) {
+        if self.mode == Mode::Eager {
+            return;
+        }
+        let (rank, ranks) = (self.streams[stream].rank, self.ranks);
+        let OperationKind::Post(group) = &ranks[rank].operations[operation].kind else {
+            return;
+        };
+        if let (Some(number), Some(&id)) =
+            (self.again(rank, operation, position), group.get(position))
+        {
+            self.signal(stream, (operation, id, number), violations);
+        }
+        // Behind the last of these, other streams may wait.
+        if position + 1 == group.len() {
+            for &id in group {
+                self.ends[rank][id].placed = true;
+                let woken = self.ends[rank][id].completed.woken();
+                self.wake_all(woken);
+            }
         }
     }
 
@@ -136,39 +277,27 @@ impl Run<'_> {
     fn signal(
         &mut self,
         stream: usize,
-        operation: usize,
-        id: TransferId,
-        number: usize,
+        (operation, id, number): (usize, TransferId, usize),
         violations: &mut Violations,
     ) {
         let rank = self.streams[stream].rank;
         let peer = self.ranks[rank].transfers[id].peer;
         let partner = self.links.partners[rank][id];
-        let clock = self.streams[stream].clock.clone();
-        let before = number
-            .checked_sub(2)
-            .map(|index| self.links.posts[rank][id][index]);
-        let slots = &mut self.ends[peer][partner].incoming;
-        if let Some(before) = before
-            && !in_order(slots, number, &clock)
-        {
+        let clock = &self.streams[stream].clock;
+        let word = &mut self.ends[peer][partner].incoming;
+        if self.mode == Mode::Eager && number > 1 && !word.in_order(number, clock) {
+            let before = self.links.posts[rank][id][number - 2];
             violations.unordered_signal(rank, before, operation);
         }
-        fill(slots, number, clock);
-        self.wake_rank(peer);
+        let woken = word.write(number, stream, clock);
+        self.wake_all(woken);
     }
 
     /// What an operation does once it has all that it waits for.
     fn finish(&mut self, stream: usize, operation: usize, violations: &mut Violations) {
         let (rank, ranks) = (self.streams[stream].rank, self.ranks);
-        let mut touch = |run: &mut Self, range: Range, mode: Mode| {
-            let time = run.streams[stream].clock.get(stream);
-            let access = Access {
-                actor: Actor::Operation(rank, operation),
-                stream,
-                time,
-                mode,
-            };
+        let mut touch = |run: &mut Self, range: Range, mode: AccessMode| {
+            let access = run.access_of(stream, operation, mode);
             run.access(rank, range, access, violations);
         };
         match &ranks[rank].operations[operation].kind {
@@ -181,11 +310,11 @@ impl Run<'_> {
                     offset_bytes: 0,
                     bytes: ranks[rank].tensors[*tensor].bytes,
                 };
-                touch(self, all, Mode::Deallocate);
+                touch(self, all, AccessMode::Deallocate);
             }
             OperationKind::Copy { target, source } => {
-                touch(self, *source, Mode::Read);
-                touch(self, *target, Mode::Write);
+                touch(self, *source, AccessMode::Read);
+                touch(self, *target, AccessMode::Write);
             }
             OperationKind::Matmul {
                 a,
@@ -196,12 +325,11 @@ impl Run<'_> {
                 ..
             } => {
                 for range in [Some(a), Some(b), bias.as_ref()].into_iter().flatten() {
-                    touch(self, *range, Mode::Read);
+                    touch(self, *range, AccessMode::Read);
                 }
-                let mode = if *accumulate {
-                    Mode::Update
-                } else {
-                    Mode::Write
+                let mode = match accumulate {
+                    true => AccessMode::Update,
+                    false => AccessMode::Write,
                 };
                 touch(self, *c, mode);
             }
@@ -209,38 +337,40 @@ impl Run<'_> {
                 target, sources, ..
             } => {
                 for source in sources.iter().filter(|source| *source != target) {
-                    touch(self, *source, Mode::Read);
+                    touch(self, *source, AccessMode::Read);
                 }
-                let in_place = sources.contains(target);
-                touch(
-                    self,
-                    *target,
-                    if in_place { Mode::Update } else { Mode::Write },
-                );
+                let mode = match sources.contains(target) {
+                    true => AccessMode::Update,
+                    false => AccessMode::Write,
+                };
+                touch(self, *target, mode);
             }
             OperationKind::Post(group) => self.finish_post(stream, operation, group, violations),
             OperationKind::PostMatmul {
                 group, a, b, bias, ..
             } => {
                 for range in a.iter().chain([b]).chain(bias) {
-                    touch(self, *range, Mode::Read);
+                    touch(self, *range, AccessMode::Read);
                 }
                 self.finish_post(stream, operation, group, violations);
             }
             OperationKind::Wait(group) => {
-                for (position, &id) in group.iter().enumerate() {
-                    let number = self.counts[rank][operation][position];
+                let links = self.links;
+                for (&id, number) in group.iter().zip(links.numbers[rank].of(operation)) {
                     let transfer = &ranks[rank].transfers[id];
-                    let end = &self.ends[rank][id];
-                    let slots = match transfer.backend {
-                        Backend::Direct(protocol) if !copies(transfer.direction, protocol) => {
-                            &end.incoming
-                        }
-                        _ => &end.completed,
+                    let end = &mut self.ends[rank][id];
+                    let mover = moves(transfer.direction, transfer.backend);
+                    let first = self.first_stream[rank];
+                    let posted_on = || {
+                        let post = *links.posts[rank][id].get(number.checked_sub(1)?)?;
+                        Some(first + ranks[rank].operations[post].stream)
                     };
                     // Signals are in order, or else reported: the last stands for all.
-                    if let Some(Some(clock)) = slots.get(number.wrapping_sub(1)) {
-                        self.streams[stream].clock.join(clock);
+                    let clock = &mut self.streams[stream].clock;
+                    if !mover {
+                        end.incoming.read(number, clock);
+                    } else if posted_on() != Some(stream) {
+                        end.completed.read(number, clock);
                     }
                 }
             }
@@ -252,44 +382,70 @@ impl Run<'_> {
             } => {
                 // Others know that this rank came, not that it is done; and what it reads and writes
                 // it may touch before they come.
-                self.streams[stream].clock.tick(stream);
+                self.tick(stream);
                 let (reads, writes) = match collective {
                     Collective::Broadcast(root) => (*root == rank, true),
                     Collective::Reduce(_, root) => (true, *root == rank),
                     _ => (true, true),
                 };
                 if target == source && reads && writes {
-                    touch(self, *target, Mode::Update);
+                    touch(self, *target, AccessMode::Update);
                 } else {
                     if reads {
-                        touch(self, *source, Mode::Read);
+                        touch(self, *source, AccessMode::Read);
                     }
                     if writes {
-                        touch(self, *target, Mode::Write);
+                        touch(self, *target, AccessMode::Write);
                     }
                 }
                 if let Some(number) = self.collective_number(rank, operation) {
-                    let from = match collective {
-                        Collective::Broadcast(root) => *root..*root + 1,
-                        Collective::Reduce(_, root) if *root != rank => rank..rank + 1,
-                        _ => 0..ranks.len(),
-                    };
-                    for clock in self.collectives[number][from].iter().flatten() {
-                        self.streams[stream].clock.join(clock);
-                    }
+                    self.leave(stream, number, collective);
                 }
                 self.engine_done(rank);
             }
         }
     }
 
-    fn engine_done(&mut self, rank: Rank) {
-        self.engines[rank].done += 1;
-        self.wake_rank(rank);
+    /// Adds what a rank learns from a collective.
+    fn leave(&mut self, stream: usize, number: usize, collective: &Collective<Rank>) {
+        let rank = self.streams[stream].rank;
+        let meeting = &mut self.collectives[number];
+        let learned = match collective {
+            Collective::Broadcast(_) => &meeting.root,
+            Collective::Reduce(_, root) if *root != rank => &None,
+            _ => &meeting.all,
+        };
+        if let Some(learned) = learned {
+            self.streams[stream].clock.join(learned);
+        }
+        meeting.left += 1;
+        if meeting.left == self.ranks.len() {
+            (meeting.all, meeting.root) = (None, None);
+        }
     }
 
-    /// Does the copies of a group. Each begins after the start of the group and its own signal, and
-    /// no copy of a group counts on another's signal.
+    fn access_of(&self, stream: usize, operation: usize, mode: AccessMode) -> Access {
+        let state = &self.streams[stream];
+        Access {
+            actor: Actor::operation(state.rank, operation),
+            stream: stream as u32,
+            time: state.clock.get(stream),
+            mode,
+        }
+    }
+
+    /// Lets the engine's next operation on a rank begin.
+    fn engine_done(&mut self, rank: Rank) {
+        let engine = &mut self.engines[rank];
+        engine.done += 1;
+        if let Some(&next) = engine.order.get(engine.done) {
+            let stream = self.first_stream[rank] + self.ranks[rank].operations[next].stream;
+            self.wake(stream);
+        }
+    }
+
+    /// Does what a group moves. Each part begins after the start of the group and its own signal, and
+    /// counts on no other's; the signals that it is done come after all parts.
     fn finish_post(
         &mut self,
         stream: usize,
@@ -297,99 +453,78 @@ impl Run<'_> {
         group: &[TransferId],
         violations: &mut Violations,
     ) {
-        let (rank, ranks) = (self.streams[stream].rank, self.ranks);
+        let (rank, ranks, links) = (self.streams[stream].rank, self.ranks, self.links);
+        // What the group announced at its start says nothing of what it moves.
+        self.tick(stream);
         let start = self.streams[stream].clock.clone();
         let mut end = start.clone();
-        let mut engine = false;
         let kind = &ranks[rank].operations[operation].kind;
         let stored = matches!(kind, OperationKind::PostMatmul { .. });
-        for (position, &id) in group.iter().enumerate() {
+        let movers: Vec<(TransferId, usize)> = group
+            .iter()
+            .copied()
+            .zip(links.numbers[rank].of(operation))
+            .filter(|&(id, _)| {
+                let transfer = &ranks[rank].transfers[id];
+                moves(transfer.direction, transfer.backend)
+            })
+            .collect();
+        for &(id, number) in &movers {
             let transfer = &ranks[rank].transfers[id];
-            let number = self.counts[rank][operation][position];
             let (peer, partner) = (transfer.peer, self.links.partners[rank][id]);
             let theirs = ranks[peer].transfers[partner].range;
-            let moves = match transfer.backend {
-                Backend::Direct(protocol) => {
-                    if !copies(transfer.direction, protocol) {
-                        continue;
-                    }
-                    Some(protocol)
-                }
-                Backend::Nccl => None,
-            };
-            engine |= moves.is_none();
-            // A time of its own, so that its signal does not vouch for copies after it.
+            let receives = transfer.direction == crate::program::ir::Direction::Receive;
             let mut clock = start.clone();
-            let time = end.tick(stream);
-            clock.set(stream, time);
-            let receives = transfer.direction == Direction::Receive;
-            let ordered_by = match moves {
-                Some(_) => self.ends[rank][id].incoming.get(number - 1),
-                None if receives => self.ends[peer][partner].arrived.get(number - 1),
-                None => None,
-            };
-            if let Some(Some(signal)) = ordered_by {
-                clock.join(signal);
+            // Through the engine, a receive comes after its send has started; a send says nothing
+            // about its receive.
+            if !transfer.is_engine() || receives {
+                self.ends[rank][id].incoming.read(number, &mut clock);
             }
             end.join(&clock);
             self.streams[stream].clock = clock;
-            let access = |mode| Access {
-                actor: Actor::Operation(rank, operation),
-                stream,
-                time,
-                mode,
-            };
             let (own, other) = match receives {
-                true => (Mode::Write, Mode::Read),
-                false => (Mode::Read, Mode::Write),
+                true => (AccessMode::Write, AccessMode::Read),
+                false => (AccessMode::Read, AccessMode::Write),
             };
-            if moves.is_some() {
-                self.access(peer, theirs, access(other), violations);
+            if !transfer.is_engine() {
+                let access = self.access_of(stream, operation, other);
+                self.access(peer, theirs, access, violations);
             }
-            // A product that is stored straight away leaves the sender's own memory alone.
+            // A matmul that is stored straight away leaves the sender's own memory alone.
             if !stored {
-                self.access(rank, transfer.range, access(own), violations);
+                let access = self.access_of(stream, operation, own);
+                self.access(rank, transfer.range, access, violations);
             }
-            if moves.is_some() {
-                self.signal(stream, operation, id, number, violations);
-            }
-            let clock = self.streams[stream].clock.clone();
-            let before = number
-                .checked_sub(2)
-                .map(|index| self.links.posts[rank][id][index]);
-            let slots = &mut self.ends[rank][id].completed;
-            if let Some(before) = before
-                && !in_order(slots, number, &clock)
-            {
-                violations.unordered_signal(rank, before, operation);
-            }
-            fill(slots, number, clock);
         }
         self.streams[stream].clock = end;
-        self.wake_rank(rank);
+        let mut engine = false;
+        for (id, number) in movers {
+            match ranks[rank].transfers[id].is_engine() {
+                true => engine = true,
+                false => self.signal(stream, (operation, id, number), violations),
+            }
+            self.complete(stream, (operation, id, number), violations);
+        }
         if engine {
             self.engine_done(rank);
         }
     }
-}
 
-fn filled(slots: &[Option<Clock>], number: usize) -> bool {
-    matches!(slots.get(number.wrapping_sub(1)), Some(Some(_)))
-}
-
-fn fill(slots: &mut Vec<Option<Clock>>, number: usize, clock: Clock) {
-    if slots.len() < number {
-        slots.resize(number, None);
-    }
-    if let Some(slot) = number.checked_sub(1).and_then(|index| slots.get_mut(index)) {
-        *slot = Some(clock);
-    }
-}
-
-/// Whether the value before `number` was written, by something that precedes `clock`.
-fn in_order(slots: &[Option<Clock>], number: usize, clock: &Clock) -> bool {
-    match slots.get(number.wrapping_sub(2)) {
-        Some(Some(before)) => before.precedes(clock),
-        _ => false,
+    /// Tells this rank's other streams that its part of a transfer is done.
+    fn complete(
+        &mut self,
+        stream: usize,
+        (operation, id, number): (usize, TransferId, usize),
+        violations: &mut Violations,
+    ) {
+        let rank = self.streams[stream].rank;
+        let clock: &Clock = &self.streams[stream].clock;
+        let word = &mut self.ends[rank][id].completed;
+        if self.mode == Mode::Eager && number > 1 && !word.in_order(number, clock) {
+            let before = self.links.posts[rank][id][number - 2];
+            violations.unordered_signal(rank, before, operation);
+        }
+        let woken = word.write(number, stream, clock);
+        self.wake_all(woken);
     }
 }

@@ -121,7 +121,7 @@ fn why_host(run: &Run<'_>, rank: Rank) -> Option<Blocked> {
     let OperationKind::Share(exchange) = run.ranks[rank].operations.get(operation)?.kind else {
         return None;
     };
-    let id = run.missing_share(rank, exchange)?;
+    let (_, id) = run.missing_share(rank, exchange)?;
     let peer = run.ranks[rank].transfers[id].peer;
     let partner = &run.ranks[peer].transfers[run.links.partners[rank][id]];
     let also = place_of(run.ranks, peer, run.links.shares[peer][partner.exchange]);
@@ -188,7 +188,7 @@ fn why_stream(run: &Run<'_>, stream: usize) -> Option<Blocked> {
             (what, Some(agent_of(run, absent, operation)), Some(place))
         }
         Need::Event(event) => {
-            let other = run.events[event].1;
+            let other = run.events[event].stream;
             let stream = other - run.first_stream[rank];
             let what = format!("its stream {}", run.ranks[rank].streams[stream]);
             (what, Some(Agent::Stream(other)), None)

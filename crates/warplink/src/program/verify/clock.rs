@@ -1,40 +1,277 @@
 //! Vector clocks: for each stream of each rank, how much of it has happened before.
+//!
+//! A clock is a tree of counts whose branches are shared with the clocks that it was made from, so
+//! that what it costs is what is new in it. Where streams know little of one another, or the same,
+//! that is little.
+
+use std::cell::Cell;
+use std::rc::Rc;
+
+/// Counts in a leaf, as a power of two.
+const LEAF_BITS: usize = 5;
+
+/// Branches of a node, as a power of two.
+const BRANCH_BITS: usize = 4;
+
+type Branch = Option<Rc<Node>>;
+
+/// Makes clocks, and knows how much memory they take.
+#[derive(Debug)]
+pub(super) struct Clocks {
+    /// Levels of nodes above the leaves.
+    levels: usize,
+    nodes: Rc<Cell<usize>>,
+}
 
 /// A count of operations for each stream of all ranks.
 #[derive(Clone, Debug)]
-pub(super) struct Clock(Box<[u32]>);
+pub(super) struct Clock {
+    root: Branch,
+    levels: usize,
+    /// How many nodes all clocks together have.
+    nodes: Rc<Cell<usize>>,
+}
+
+/// What a stream knew at a time.
+#[derive(Clone, Debug)]
+pub(super) struct Snapshot {
+    stream: usize,
+    time: u32,
+    clock: Clock,
+}
+
+impl Snapshot {
+    /// Whether `clock` knows all of it: who knows an operation knows all that came before it.
+    pub(super) fn precedes(&self, clock: &Clock) -> bool {
+        clock.get(self.stream) >= self.time
+    }
+}
+
+#[derive(Debug)]
+struct Node {
+    content: Content,
+    nodes: Rc<Cell<usize>>,
+}
+
+#[derive(Clone, Debug)]
+enum Content {
+    Leaf([u32; 1 << LEAF_BITS]),
+    Inner([Branch; 1 << BRANCH_BITS]),
+}
+
+impl Clocks {
+    /// For clocks of `streams` streams.
+    pub(super) fn new(streams: usize) -> Self {
+        let mut levels = 0;
+        while streams > 1 << (LEAF_BITS + BRANCH_BITS * levels) {
+            levels += 1;
+        }
+        Self {
+            levels,
+            nodes: Rc::default(),
+        }
+    }
+
+    /// A clock that knows of nothing.
+    pub(super) fn clock(&self) -> Clock {
+        Clock {
+            root: None,
+            levels: self.levels,
+            nodes: self.nodes.clone(),
+        }
+    }
+
+    /// How many nodes all clocks together have.
+    pub(super) fn nodes(&self) -> usize {
+        self.nodes.get()
+    }
+}
 
 impl Clock {
-    pub(super) fn new(streams: usize) -> Self {
-        Self(vec![0; streams].into())
+    /// What `stream` knows, whose clock this is.
+    pub(super) fn snapshot(&self, stream: usize) -> Snapshot {
+        Snapshot {
+            stream,
+            time: self.get(stream),
+            clock: self.clone(),
+        }
+    }
+
+    /// Adds what is in a snapshot.
+    pub(super) fn learn(&mut self, snapshot: &Snapshot) {
+        if !snapshot.precedes(self) {
+            self.join(&snapshot.clock);
+        }
     }
 
     /// Adds what `other` knows.
     pub(super) fn join(&mut self, other: &Self) {
-        for (own, theirs) in self.0.iter_mut().zip(&other.0) {
-            *own = (*own).max(*theirs);
+        match (&self.root, &other.root) {
+            (_, None) => {}
+            (None, Some(theirs)) => self.root = Some(theirs.clone()),
+            (Some(own), Some(theirs)) => self.root = Some(joined(own, theirs)),
         }
     }
 
-    /// Whether `other` knows all that this does.
-    pub(super) fn precedes(&self, other: &Self) -> bool {
-        self.0
-            .iter()
-            .zip(&other.0)
-            .all(|(own, theirs)| own <= theirs)
-    }
-
     pub(super) fn get(&self, stream: usize) -> u32 {
-        self.0[stream]
+        let mut branch = &self.root;
+        for level in (0..=self.levels).rev() {
+            match branch.as_ref().map(|node| &node.content) {
+                None => return 0,
+                Some(Content::Leaf(counts)) => return counts[leaf_index(stream)],
+                Some(Content::Inner(branches)) => branch = &branches[index(stream, level)],
+            }
+        }
+        0
     }
 
     /// Counts one more operation of `stream` and returns its number.
     pub(super) fn tick(&mut self, stream: usize) -> u32 {
-        self.0[stream] += 1;
-        self.0[stream]
+        let time = self.get(stream) + 1;
+        self.set(stream, time);
+        time
     }
 
     pub(super) fn set(&mut self, stream: usize, time: u32) {
-        self.0[stream] = time;
+        let mut branch = &mut self.root;
+        for level in (0..=self.levels).rev() {
+            let node = branch.get_or_insert_with(|| Rc::new(Node::new(level, &self.nodes)));
+            match &mut Rc::make_mut(node).content {
+                Content::Leaf(counts) => {
+                    counts[leaf_index(stream)] = time;
+                    return;
+                }
+                Content::Inner(branches) => branch = &mut branches[index(stream, level)],
+            }
+        }
+    }
+}
+
+impl Node {
+    fn new(level: usize, nodes: &Rc<Cell<usize>>) -> Self {
+        let content = match level {
+            0 => Content::Leaf([0; 1 << LEAF_BITS]),
+            _ => Content::Inner(Default::default()),
+        };
+        Self::of(content, nodes)
+    }
+
+    fn of(content: Content, nodes: &Rc<Cell<usize>>) -> Self {
+        nodes.set(nodes.get() + 1);
+        Self {
+            content,
+            nodes: nodes.clone(),
+        }
+    }
+}
+
+impl Clone for Node {
+    fn clone(&self) -> Self {
+        Self::of(self.content.clone(), &self.nodes)
+    }
+}
+
+impl Drop for Node {
+    fn drop(&mut self) {
+        self.nodes.set(self.nodes.get() - 1);
+    }
+}
+
+const fn leaf_index(stream: usize) -> usize {
+    stream & ((1 << LEAF_BITS) - 1)
+}
+
+/// The branch that leads to `stream` from a node with `level` levels below it.
+const fn index(stream: usize, level: usize) -> usize {
+    (stream >> (LEAF_BITS + BRANCH_BITS * (level - 1))) & ((1 << BRANCH_BITS) - 1)
+}
+
+/// The larger of both in every count; one of the two where that has them all.
+fn joined(own: &Rc<Node>, theirs: &Rc<Node>) -> Rc<Node> {
+    if Rc::ptr_eq(own, theirs) {
+        return own.clone();
+    }
+    let (mut is_own, mut is_theirs) = (true, true);
+    let content = match (&own.content, &theirs.content) {
+        (Content::Leaf(a), Content::Leaf(b)) => {
+            let mut counts = *a;
+            for ((count, a), b) in counts.iter_mut().zip(a).zip(b) {
+                *count = (*a).max(*b);
+                is_own &= a >= b;
+                is_theirs &= b >= a;
+            }
+            Content::Leaf(counts)
+        }
+        (Content::Inner(a), Content::Inner(b)) => {
+            let mut branches: [Branch; 1 << BRANCH_BITS] = Default::default();
+            for ((branch, a), b) in branches.iter_mut().zip(a).zip(b) {
+                match (a, b) {
+                    (None, None) => {}
+                    (Some(a), None) => {
+                        *branch = Some(a.clone());
+                        is_theirs = false;
+                    }
+                    (None, Some(b)) => {
+                        *branch = Some(b.clone());
+                        is_own = false;
+                    }
+                    (Some(a), Some(b)) => {
+                        let both = joined(a, b);
+                        is_own &= Rc::ptr_eq(&both, a);
+                        is_theirs &= Rc::ptr_eq(&both, b);
+                        *branch = Some(both);
+                    }
+                }
+            }
+            Content::Inner(branches)
+        }
+        // Trees of one simulation are as deep.
+        (own, _) => own.clone(),
+    };
+    match (is_theirs, is_own) {
+        (true, _) => theirs.clone(),
+        (false, true) => own.clone(),
+        (false, false) => Rc::new(Node::of(content, &own.nodes)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn clock(clocks: &Clocks, counts: &[(usize, u32)]) -> Clock {
+        let mut clock = clocks.clock();
+        for &(stream, time) in counts {
+            clock.set(stream, time);
+        }
+        clock
+    }
+
+    fn counts() -> impl Strategy<Value = Vec<(usize, u32)>> {
+        proptest::collection::vec((0_usize..1500, 1_u32..4), 0..40)
+    }
+
+    proptest! {
+        #[test]
+        fn clocks_join_and_compare_as_lists_of_counts_do(a in counts(), b in counts()) {
+            let clocks = Clocks::new(1500);
+            let (one, other) = (clock(&clocks, &a), clock(&clocks, &b));
+            let list = |clock: &Clock| (0..1500).map(|s| clock.get(s)).collect::<Vec<_>>();
+            let (x, y) = (list(&one), list(&other));
+            let mut both = one.clone();
+            both.join(&other);
+            let largest: Vec<u32> = x.iter().zip(&y).map(|(a, b)| *a.max(b)).collect();
+            prop_assert_eq!(list(&both), largest);
+            let before = list(&both);
+            let mut next = both.clone();
+            prop_assert_eq!(next.tick(7), before[7] + 1);
+            prop_assert_eq!(list(&both), before);
+            let mut knows = other.clone();
+            knows.learn(&next.snapshot(7));
+            prop_assert_eq!(list(&knows), list(&next));
+            drop((one, other, both, next, knows));
+            prop_assert_eq!(clocks.nodes(), 0);
+        }
     }
 }

@@ -53,10 +53,9 @@ impl<'p> Diagnostics<'p> {
         }
     }
 
-    pub(super) fn too_large(&mut self) {
+    pub(super) fn too_large(&mut self, expected: &str) {
         self.add(DiagnosticKind::Malformed, Vec::new(), |_| {
-            "the program is too large to verify; expected fewer operations, ranks or streams"
-                .to_owned()
+            format!("the program is too large to verify; expected {expected}")
         });
     }
 

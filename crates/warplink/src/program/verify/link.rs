@@ -2,11 +2,15 @@
 //! inputs and outputs.
 
 use super::diagnostics::{Diagnostics, place_of, place_of_transfer};
+use super::numbers::Numbers;
 use crate::error::Rank;
 use crate::program::diagnostic::{DiagnosticKind, Place};
 use crate::program::ir::{Backend, Direction, Role, Sharding};
 use crate::program::rank_program::{OperationKind, RankProgram, TransferId};
 use std::collections::HashMap;
+
+/// The most unmatched transfers of a rank that are counted.
+const MAX_UNMATCHED: usize = 10_000;
 
 /// What the ranks are to one another.
 pub(super) struct Links {
@@ -18,6 +22,8 @@ pub(super) struct Links {
     pub(super) shares: Vec<Vec<usize>>,
     /// For each rank, its collectives, in the host's order.
     pub(super) collectives: Vec<Vec<usize>>,
+    /// For each rank, the numbers of its posts and waits.
+    pub(super) numbers: Vec<Numbers>,
 }
 
 /// Matches the ranks, and reports what does not.
@@ -27,6 +33,7 @@ pub(super) fn link(ranks: &[RankProgram], diagnostics: &mut Diagnostics<'_>) -> 
         posts: Vec::new(),
         shares: Vec::new(),
         collectives: Vec::new(),
+        numbers: ranks.iter().map(Numbers::new).collect(),
     };
     for rank_program in ranks {
         let mut posts = vec![Vec::new(); rank_program.transfers.len()];
@@ -63,9 +70,17 @@ fn partners(ranks: &[RankProgram], diagnostics: &mut Diagnostics<'_>) -> Vec<Vec
                 .collect()
         })
         .collect();
+    let nearest: Vec<HashMap<(Direction, Rank), TransferId>> = ranks
+        .iter()
+        .map(|rank_program| {
+            let keyed = rank_program.transfers.iter().enumerate().rev();
+            keyed.map(|(id, t)| ((t.direction, t.peer), id)).collect()
+        })
+        .collect();
     let mut all = Vec::with_capacity(ranks.len());
     for (rank, rank_program) in ranks.iter().enumerate() {
         let mut own = Vec::with_capacity(rank_program.transfers.len());
+        let mut missing = 0;
         for (id, transfer) in rank_program.transfers.iter().enumerate() {
             let opposite = match transfer.direction {
                 Direction::Send => Direction::Receive,
@@ -75,7 +90,13 @@ fn partners(ranks: &[RankProgram], diagnostics: &mut Diagnostics<'_>) -> Vec<Vec
             let partner = tables[transfer.peer].get(&key).copied();
             own.push(partner.unwrap_or(0));
             match partner {
-                None => unmatched(ranks, rank, id, diagnostics),
+                None if missing > MAX_UNMATCHED => {}
+                None => {
+                    missing += 1;
+                    // What the peer does share with this rank helps to see the mistake.
+                    let near = nearest[transfer.peer].get(&(opposite, rank)).copied();
+                    unmatched(ranks, (rank, id), near, diagnostics);
+                }
                 // Once for each pair is enough.
                 Some(partner) if transfer.direction == Direction::Send => {
                     compare(ranks, (rank, id), partner, diagnostics);
@@ -88,15 +109,15 @@ fn partners(ranks: &[RankProgram], diagnostics: &mut Diagnostics<'_>) -> Vec<Vec
     all
 }
 
-fn unmatched(ranks: &[RankProgram], rank: Rank, id: TransferId, diagnostics: &mut Diagnostics<'_>) {
+fn unmatched(
+    ranks: &[RankProgram],
+    (rank, id): (Rank, TransferId),
+    near: Option<TransferId>,
+    diagnostics: &mut Diagnostics<'_>,
+) {
     let transfer = &ranks[rank].transfers[id];
     let place = place_of_transfer(ranks, rank, id);
-    // What the peer does share with this rank helps to see the mistake.
     let peer = &ranks[transfer.peer];
-    let near = peer
-        .transfers
-        .iter()
-        .position(|other| other.peer == rank && other.direction != transfer.direction);
     let mut places = vec![place];
     places.extend(near.map(|near| place_of_transfer(ranks, transfer.peer, near)));
     diagnostics.add(DiagnosticKind::AsymmetricExchange, places.clone(), |said| {

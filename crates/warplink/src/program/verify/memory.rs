@@ -4,14 +4,22 @@ use super::clock::Clock;
 use crate::error::Rank;
 use crate::program::ir::Role;
 use crate::program::rank_program::{Range, RankProgram};
+use std::collections::BTreeMap;
 
 /// Who accessed: an operation of a rank, or the state before the run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Actor {
     /// The caller, or the run before, on the caller's stream of this rank.
-    Before(Rank),
+    Before,
     /// Operation number of this rank.
-    Operation(Rank, usize),
+    Operation(u32, u32),
+}
+
+impl Actor {
+    pub(super) fn operation(rank: Rank, operation: usize) -> Self {
+        // Both are below the limits of what is verified.
+        Self::Operation(rank as u32, operation as u32)
+    }
 }
 
 /// What an access does.
@@ -29,7 +37,7 @@ pub(super) enum Mode {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Access {
     pub(super) actor: Actor,
-    pub(super) stream: usize,
+    pub(super) stream: u32,
     pub(super) time: u32,
     pub(super) mode: Mode,
 }
@@ -38,7 +46,11 @@ impl Access {
     /// Whether it comes before what has `clock` and belongs to `actor`. Parts of one operation are
     /// not in order.
     fn precedes(&self, clock: &Clock, actor: Actor) -> bool {
-        self.actor != actor && clock.get(self.stream) >= self.time
+        self.actor != actor && self.is_known_to(clock)
+    }
+
+    fn is_known_to(&self, clock: &Clock) -> bool {
+        clock.get(self.stream as usize) >= self.time
     }
 }
 
@@ -59,102 +71,94 @@ struct Segment {
     end: usize,
     written: bool,
     write: Access,
-    /// Reads since the write, of which none precedes another.
+    /// Reads since the write, by stream; the last of each stream stands for those before it.
     reads: Vec<Access>,
+    /// How many reads there may be before those that precede another are left out.
+    room: usize,
+}
+
+/// The bytes of one tensor.
+#[derive(Debug)]
+struct Bytes {
+    /// All of them, until only a part is accessed.
+    whole: Option<Segment>,
+    /// Segments by where they start, without gaps.
+    parts: BTreeMap<usize, Segment>,
 }
 
 /// The bytes of all tensors of all ranks.
 pub(super) struct Memory {
-    /// For each rank and tensor, segments in order, without gaps.
-    tensors: Vec<Vec<Vec<Segment>>>,
+    tensors: Vec<Vec<Bytes>>,
 }
 
 impl Memory {
     /// Memory before a run; `streams` are the callers' streams, on which time 1 is the start.
     pub(super) fn new(ranks: &[RankProgram], streams: &[usize]) -> Self {
+        let fresh = |program: &RankProgram, stream: usize| {
+            let bytes = |tensor: &crate::program::TensorInstance| {
+                let whole = Segment {
+                    end: tensor.bytes,
+                    written: tensor.role == Role::Input,
+                    write: Access {
+                        actor: Actor::Before,
+                        stream: stream as u32,
+                        time: 1,
+                        mode: Mode::Write,
+                    },
+                    reads: Vec::new(),
+                    room: 0,
+                };
+                Bytes {
+                    whole: Some(whole),
+                    parts: BTreeMap::new(),
+                }
+            };
+            program.tensors.iter().map(bytes).collect()
+        };
         let tensors = ranks
             .iter()
             .zip(streams)
-            .enumerate()
-            .map(|(rank, (rank_program, &stream))| {
-                let fresh = |tensor: &crate::program::TensorInstance| {
-                    vec![Segment {
-                        end: tensor.bytes,
-                        written: tensor.role == Role::Input,
-                        write: Access {
-                            actor: Actor::Before(rank),
-                            stream,
-                            time: 1,
-                            mode: Mode::Write,
-                        },
-                        reads: Vec::new(),
-                    }]
-                };
-                rank_program.tensors.iter().map(fresh).collect()
-            })
-            .collect();
-        Self { tensors }
+            .map(|(program, stream)| fresh(program, *stream));
+        Self {
+            tensors: tensors.collect(),
+        }
     }
 
-    /// Notes an access to bytes of `rank` and returns what is wrong with it.
+    /// Notes an access to bytes of `rank` and tells what is wrong with it.
     pub(super) fn access(
         &mut self,
         rank: Rank,
         range: Range,
         access: Access,
         clock: &Clock,
-    ) -> Vec<Violation> {
-        let mut violations: Vec<Violation> = Vec::new();
-        let segments = &mut self.tensors[rank][range.tensor];
-        let first = split(segments, range.offset_bytes);
-        let last = split(segments, range.end());
-        for index in first..last {
-            let start = match index.checked_sub(1) {
-                Some(before) => segments[before].end,
-                None => 0,
-            };
-            let segment = &mut segments[index];
+        mut tell: impl FnMut(Violation),
+    ) {
+        let bytes = &mut self.tensors[rank][range.tensor];
+        if let Some(segment) = &mut bytes.whole
+            && (range.offset_bytes, range.end()) == (0, segment.end)
+        {
+            return segment.access(range, access, clock, &mut tell);
+        }
+        let parts = bytes.parts();
+        split(parts, range.offset_bytes);
+        split(parts, range.end());
+        for (&start, segment) in parts.range_mut(range.offset_bytes..range.end()) {
             let part = Range {
                 tensor: range.tensor,
                 offset_bytes: start,
                 bytes: segment.end - start,
             };
-            if !segment.write.precedes(clock, access.actor) {
-                violations.push(Violation::Conflict(segment.write, part));
-            } else if segment.write.mode == Mode::Deallocate {
-                violations.push(Violation::Deallocated(segment.write));
-            }
-            if segment.write.mode == Mode::Deallocate {
-                continue;
-            }
-            if matches!(access.mode, Mode::Read | Mode::Update) && !segment.written {
-                violations.push(Violation::Unwritten(part));
-            }
-            if access.mode == Mode::Read {
-                segment
-                    .reads
-                    .retain(|read| !read.precedes(clock, access.actor));
-                segment.reads.push(access);
-                continue;
-            }
-            for read in segment.reads.drain(..) {
-                if !read.precedes(clock, access.actor) {
-                    violations.push(Violation::Conflict(read, part));
-                }
-            }
-            segment.write = access;
-            segment.written = true;
+            segment.access(part, access, clock, &mut tell);
         }
-        violations
     }
 
     /// Accesses to tensors of `rank` that may not be over where `clock` is.
     pub(super) fn unfinished(&self, rank: Rank, clock: &Clock) -> Vec<(Access, usize)> {
         let mut list: Vec<(Access, usize)> = Vec::new();
-        for (tensor, segments) in self.tensors[rank].iter().enumerate() {
-            for segment in segments {
+        for (tensor, bytes) in self.tensors[rank].iter().enumerate() {
+            for segment in bytes.segments() {
                 let all = std::iter::once(&segment.write).chain(&segment.reads);
-                let open = all.filter(|access| clock.get(access.stream) < access.time);
+                let open = all.filter(|access| !access.is_known_to(clock));
                 list.extend(open.map(|access| (*access, tensor)));
             }
         }
@@ -164,7 +168,7 @@ impl Memory {
     /// The first bytes of a tensor that nothing wrote, if there are any.
     pub(super) fn unwritten(&self, rank: Rank, tensor: usize) -> Option<(usize, usize)> {
         let mut start = 0;
-        for segment in &self.tensors[rank][tensor] {
+        for segment in self.tensors[rank][tensor].segments() {
             if !segment.written {
                 return Some((start, segment.end));
             }
@@ -174,18 +178,77 @@ impl Memory {
     }
 }
 
-/// Makes `at` a boundary between segments, and returns the index of the one that starts there.
-fn split(segments: &mut Vec<Segment>, at: usize) -> usize {
-    let index = segments.partition_point(|segment| segment.end <= at);
-    let start = match index.checked_sub(1) {
-        Some(before) => segments[before].end,
-        None => 0,
-    };
-    if at == start || index == segments.len() {
-        return index;
+impl Bytes {
+    fn parts(&mut self) -> &mut BTreeMap<usize, Segment> {
+        if let Some(segment) = self.whole.take() {
+            self.parts.insert(0, segment);
+        }
+        &mut self.parts
     }
-    let mut left = segments[index].clone();
-    left.end = at;
-    segments.insert(index, left);
-    index + 1
+
+    fn segments(&self) -> impl Iterator<Item = &Segment> {
+        self.whole.iter().chain(self.parts.values())
+    }
+}
+
+impl Segment {
+    /// Notes an access to all of the segment, which is `part`.
+    fn access(
+        &mut self,
+        part: Range,
+        access: Access,
+        clock: &Clock,
+        tell: &mut impl FnMut(Violation),
+    ) {
+        if !self.write.precedes(clock, access.actor) {
+            tell(Violation::Conflict(self.write, part));
+        } else if self.write.mode == Mode::Deallocate {
+            tell(Violation::Deallocated(self.write));
+        }
+        if self.write.mode == Mode::Deallocate {
+            return;
+        }
+        if matches!(access.mode, Mode::Read | Mode::Update) && !self.written {
+            tell(Violation::Unwritten(part));
+        }
+        if access.mode == Mode::Read {
+            self.read(access, clock);
+            return;
+        }
+        for read in self.reads.drain(..) {
+            if !read.precedes(clock, access.actor) {
+                tell(Violation::Conflict(read, part));
+            }
+        }
+        self.write = access;
+        self.written = true;
+    }
+
+    fn read(&mut self, access: Access, clock: &Clock) {
+        match self
+            .reads
+            .binary_search_by_key(&access.stream, |read| read.stream)
+        {
+            Ok(index) => self.reads[index] = access,
+            Err(index) => self.reads.insert(index, access),
+        }
+        if self.reads.len() > self.room {
+            self.reads
+                .retain(|read| read.actor == access.actor || !read.is_known_to(clock));
+            self.room = 2 * self.reads.len() + 4;
+        }
+    }
+}
+
+/// Makes `at` a boundary between segments.
+fn split(parts: &mut BTreeMap<usize, Segment>, at: usize) {
+    let Some((&start, segment)) = parts.range_mut(..=at).next_back() else {
+        return;
+    };
+    if start == at || segment.end <= at {
+        return;
+    }
+    let right = segment.clone();
+    segment.end = at;
+    parts.insert(at, right);
 }

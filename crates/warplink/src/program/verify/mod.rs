@@ -16,7 +16,7 @@
 //!   signals *ready*; posting the send waits for it, copies, and signals *done*, for which waiting
 //!   for the receive waits. Waiting on the side that copies waits for the copy.
 //! - In a group, signals that wait for nothing come first; then all waits; then all copies, in any
-//!   order, each followed by its signal.
+//!   order; then the signals that they are done. So each of these stands for all copies of the group.
 //! - The collective engine runs its operations on a rank one after another, in the order in which
 //!   the host gave them, whatever their streams. For a deadlock this is counted on, for an order
 //!   between accesses it is not. A receive through the engine comes after its send has started; a
@@ -30,21 +30,21 @@ mod clock;
 mod diagnostics;
 mod link;
 mod memory;
+mod numbers;
 mod simulate;
 mod state;
 mod violation;
+mod word;
 
 use super::diagnostic::Diagnostic;
 use super::ir::Program;
 use super::parameters::Parameters;
 use super::rank_program::RankProgram;
-use super::unroll::unroll_or_diagnose;
+use super::unroll::{Budget, unroll_within};
 use diagnostics::Diagnostics;
 use std::fmt;
 
-/// The most operations of all ranks together.
-pub const MAX_OPERATIONS: usize = 1 << 21;
-
+pub use super::unroll::MAX_OPERATIONS;
 pub use diagnostics::MAX_DIAGNOSTICS;
 
 /// What a program that passed does, for all ranks together.
@@ -88,25 +88,18 @@ pub fn verify(
 ) -> Result<Report, Vec<Diagnostic>> {
     let mut diagnostics = Diagnostics::new(program);
     let mut ranks: Vec<RankProgram> = Vec::with_capacity(world.min(super::unroll::MAX_RANKS));
-    let mut operations = 0;
+    let mut budget = Budget::default();
     // A world of none has no rank to refuse it.
     for rank in 0..world.max(1) {
-        match unroll_or_diagnose(program, rank, world, streams, parameters) {
-            Ok(rank_program) => {
-                operations += rank_program.operations.len();
-                ranks.push(rank_program);
-            }
+        match unroll_within(&mut budget, program, rank, (world, streams), parameters) {
+            Ok(rank_program) => ranks.push(rank_program),
             Err(diagnostic) => {
                 let global = diagnostic.places.iter().all(|place| place.site.line == 0);
                 diagnostics.add_made(diagnostic);
-                if global {
+                if global || budget.exhausted {
                     break;
                 }
             }
-        }
-        if operations > MAX_OPERATIONS {
-            diagnostics.too_large();
-            break;
         }
     }
     diagnostics.end_of_stage()?;

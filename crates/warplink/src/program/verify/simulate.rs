@@ -3,26 +3,24 @@
 use super::blocked;
 use super::diagnostics::{Diagnostics, place_of, place_of_transfer};
 use super::link::Links;
-use super::state::{Item, Run};
+use super::state::{EventState, Item, Mode, Run};
 use super::violation::{Violations, report_unfinished, report_unwritten_outputs};
 use crate::error::Rank;
 use crate::program::diagnostic::DiagnosticKind;
 use crate::program::rank_program::{OperationKind, RankProgram};
 use std::collections::HashSet;
 
-/// The most numbers that all clocks together may hold; beyond it, verifying would exhaust memory.
-const MAX_CLOCK_ENTRIES: usize = 1 << 30;
+/// The most nodes that all clocks together may have, which bounds the memory that they take.
+const MAX_CLOCK_NODES: usize = 2 << 20;
 
 /// Runs the program of all ranks and reports what goes wrong.
 pub(super) fn simulate(ranks: &[RankProgram], links: &Links, diagnostics: &mut Diagnostics<'_>) {
-    let streams: usize = ranks.iter().map(|rank| rank.streams.len()).sum();
-    if too_large(ranks, streams) {
-        diagnostics.too_large();
+    let mut run = Run::new(Mode::Eager, ranks, links);
+    let mut violations = Violations::default();
+    if !run.go(&mut violations) {
+        diagnostics.too_large("fewer streams, or fewer transfers between waits");
         return;
     }
-    let mut run = Run::new(ranks, links, streams);
-    let mut violations = Violations::default();
-    run.go(&mut violations);
     let stuck = blocked::report(&run, diagnostics);
     if stuck {
         return;
@@ -34,32 +32,22 @@ pub(super) fn simulate(ranks: &[RankProgram], links: &Links, diagnostics: &mut D
     }
 }
 
-fn too_large(ranks: &[RankProgram], streams: usize) -> bool {
-    let operations = ranks.iter().flat_map(|rank| &rank.operations);
-    let clocks: usize = operations
-        .map(|operation| match &operation.kind {
-            OperationKind::Post(group) | OperationKind::PostMatmul { group, .. } => 2 * group.len(),
-            OperationKind::Synchronize(_) | OperationKind::Collective { .. } => 1,
-            _ => 0,
-        })
-        .sum();
-    clocks
-        .saturating_add(streams)
-        .checked_mul(streams)
-        .is_none_or(|entries| entries > MAX_CLOCK_ENTRIES)
-}
-
 impl Run<'_> {
-    fn go(&mut self, violations: &mut Violations) {
+    /// Runs as far as it goes; `false` where the clocks take too much memory.
+    fn go(&mut self, violations: &mut Violations) -> bool {
         loop {
             if let Some(rank) = self.host_work.pop() {
                 self.hosts[rank].scheduled = false;
                 self.run_host(rank);
             } else if let Some(stream) = self.stream_work.pop() {
                 self.streams[stream].scheduled = false;
-                while self.advance(stream, violations) {}
+                while self.advance(stream, violations) {
+                    if self.clocks.nodes() > MAX_CLOCK_NODES {
+                        return false;
+                    }
+                }
             } else {
-                return;
+                return true;
             }
         }
     }
@@ -78,7 +66,12 @@ impl Run<'_> {
                 OperationKind::Synchronize(other) => {
                     let other = self.first_stream[rank] + other;
                     let event = self.events.len();
-                    self.events.push((None, other));
+                    self.events.push(EventState {
+                        stream: other,
+                        reached: false,
+                        clock: None,
+                        waiting: None,
+                    });
                     self.streams[other].queue.push_back(Item::Record(event));
                     self.streams[stream]
                         .queue
@@ -110,7 +103,9 @@ impl Run<'_> {
                 }
             }
         }
-        self.missing_share(rank, exchange).is_none()
+        let missing = self.missing_share(rank, exchange);
+        self.hosts[rank].progress = missing.map_or(0, |(position, _)| position);
+        missing.is_none()
     }
 
     /// Posts of one end without a counterpart leave a signal behind that the next run would take
@@ -165,7 +160,7 @@ impl Run<'_> {
                 }
             }
             for (access, tensor) in self.memory.unfinished(rank, end) {
-                if !loose.contains(&access.stream) {
+                if !loose.contains(&(access.stream as usize)) {
                     report_unfinished(self.ranks, rank, tensor, &access, diagnostics);
                 }
             }

@@ -1,13 +1,25 @@
 //! The state of all ranks' hosts and streams while a program is simulated.
 
-use super::clock::Clock;
+use super::clock::{Clock, Clocks, Snapshot};
 use super::link::Links;
-use super::memory::{Access, Memory, Violation};
+use super::memory::{Access, Memory};
+use super::numbers::Numbers;
 use super::violation::Violations;
+use super::word::Word;
 use crate::error::Rank;
-use crate::program::ir::{Direction, Protocol};
+use crate::program::ir::{Backend, Direction, Protocol};
 use crate::program::rank_program::{OperationKind, Range, RankProgram, TransferId};
 use std::collections::VecDeque;
+
+/// How the ranks run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Mode {
+    /// Operations are enqueued: posts count.
+    Eager,
+    /// The run is one graph: a transfer that is posted again waits until it is done the time before.
+    /// Nothing but who waits for whom is followed: a graph has every order that an eager run has.
+    Captured,
+}
 
 /// What a stream was given.
 #[derive(Clone, Copy, Debug)]
@@ -20,6 +32,21 @@ pub(super) enum Item {
     WaitEvent(usize, usize),
 }
 
+/// What a stream needs before it can go on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Need {
+    /// The other end's post of this number, of a transfer of this rank.
+    Peer(TransferId, usize),
+    /// This rank's own post of this number, on another stream.
+    Own(TransferId, usize),
+    /// The engine's operation before it on this rank.
+    Engine(usize),
+    /// Another rank at the same collective.
+    Collective(Rank, usize),
+    /// A mark on another stream.
+    Event(usize),
+}
+
 /// A stream of a rank.
 pub(super) struct StreamState {
     pub(super) rank: Rank,
@@ -27,6 +54,8 @@ pub(super) struct StreamState {
     pub(super) queue: VecDeque<Item>,
     /// Whether the first of these has begun: given its signals, or arrived at its collective.
     pub(super) begun: bool,
+    /// How much of what the first of these needs was there.
+    pub(super) progress: usize,
     pub(super) clock: Clock,
     pub(super) scheduled: bool,
     /// The operation that it did last.
@@ -39,22 +68,31 @@ pub(super) struct Host {
     pub(super) next: usize,
     /// Exchanges whose handles have been given to the peers.
     pub(super) shared: Vec<bool>,
+    /// How many transfers of the exchange that comes next the peers have shared.
+    pub(super) progress: usize,
     pub(super) scheduled: bool,
 }
 
 /// What has become of one end of a transfer.
-#[derive(Default)]
 pub(super) struct End {
-    /// The word that the peer writes: the state at each of its values, from 1.
-    pub(super) incoming: Vec<Option<Clock>>,
-    /// The word that this rank writes when its own copy is done.
-    pub(super) completed: Vec<Option<Clock>>,
-    /// Starts of this end's posts to the engine.
-    pub(super) arrived: Vec<Option<Clock>>,
+    /// What the peer tells: its signals, or that it started its posts to the engine.
+    pub(super) incoming: Word,
+    /// What this rank tells itself when its own copy is done.
+    pub(super) completed: Word,
+    /// In a graph, whether the first post is so far that other streams may wait behind it.
+    pub(super) placed: bool,
+}
+
+/// A point in a stream that another waits for.
+pub(super) struct EventState {
+    /// The stream that marks it.
+    pub(super) stream: usize,
+    pub(super) reached: bool,
+    pub(super) clock: Option<Snapshot>,
+    pub(super) waiting: Option<usize>,
 }
 
 /// An operation of the engine: what follows on the rank waits until it is done.
-#[derive(Default)]
 pub(super) struct Engine {
     /// Operations in the host's order.
     pub(super) order: Vec<usize>,
@@ -62,8 +100,23 @@ pub(super) struct Engine {
     pub(super) done: usize,
 }
 
+/// A collective that ranks come to.
+#[derive(Default)]
+pub(super) struct Meeting {
+    /// Which ranks have come, and how many; forgotten when all have.
+    pub(super) present: Vec<bool>,
+    pub(super) count: usize,
+    /// What had happened before any of them came.
+    pub(super) all: Option<Clock>,
+    /// The same for the root alone.
+    pub(super) root: Option<Clock>,
+    pub(super) waiting: Vec<usize>,
+    pub(super) left: usize,
+}
+
 /// The ranks as they run.
 pub(super) struct Run<'a> {
+    pub(super) mode: Mode,
     pub(super) ranks: &'a [RankProgram],
     pub(super) links: &'a Links,
     /// For each rank, the number of its first stream.
@@ -71,42 +124,25 @@ pub(super) struct Run<'a> {
     pub(super) streams: Vec<StreamState>,
     pub(super) hosts: Vec<Host>,
     pub(super) ends: Vec<Vec<End>>,
-    /// For each rank and operation: which of its posts of a transfer a post is, or how many posts
-    /// a wait covers; in the order of the group.
-    pub(super) counts: Vec<Vec<Vec<usize>>>,
-    /// For each event: the state that it marks, and the stream that marks it.
-    pub(super) events: Vec<(Option<Clock>, usize)>,
+    pub(super) events: Vec<EventState>,
     pub(super) engines: Vec<Engine>,
-    /// For each collective, the state in which each rank came to it.
-    pub(super) collectives: Vec<Vec<Option<Clock>>>,
+    pub(super) collectives: Vec<Meeting>,
     pub(super) memory: Memory,
+    pub(super) clocks: Clocks,
     pub(super) stream_work: Vec<usize>,
     pub(super) host_work: Vec<Rank>,
 }
 
-/// What a stream needs before it can go on.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Need {
-    /// The other end's post of this number, of a transfer of this rank.
-    Peer(TransferId, usize),
-    /// This rank's own post of this number, which copies on another stream.
-    Own(TransferId, usize),
-    /// The engine's operation before it on this rank.
-    Engine(usize),
-    /// Another rank at the same collective.
-    Collective(Rank, usize),
-    /// A mark on another stream.
-    Event(usize),
-}
-
 impl<'a> Run<'a> {
-    pub(super) fn new(ranks: &'a [RankProgram], links: &'a Links, total: usize) -> Self {
+    pub(super) fn new(mode: Mode, ranks: &'a [RankProgram], links: &'a Links) -> Self {
+        let total = ranks.iter().map(|rank| rank.streams.len()).sum();
+        let clocks = Clocks::new(total);
         let (mut first_stream, mut streams) = (Vec::new(), Vec::with_capacity(total));
-        for (rank, rank_program) in ranks.iter().enumerate() {
+        for (rank, program) in ranks.iter().enumerate() {
             first_stream.push(streams.len());
-            for stream in 0..rank_program.streams.len() {
-                let mut clock = Clock::new(total);
-                if stream == 0 {
+            for stream in 0..program.streams.len() {
+                let mut clock = clocks.clock();
+                if stream == 0 && mode == Mode::Eager {
                     // The state in which the caller hands over.
                     clock.set(streams.len(), 1);
                 }
@@ -114,34 +150,33 @@ impl<'a> Run<'a> {
                     rank,
                     queue: VecDeque::new(),
                     begun: false,
+                    progress: 0,
                     clock,
                     scheduled: false,
                     last: None,
                 });
             }
         }
-        let host = |rank_program: &RankProgram| Host {
+        let host = |program: &RankProgram| Host {
             next: 0,
-            shared: vec![false; rank_program.exchanges.len()],
+            shared: vec![false; program.exchanges.len()],
+            progress: 0,
             scheduled: true,
-        };
-        let ends = |rank_program: &RankProgram| {
-            let end = |_| End::default();
-            rank_program.transfers.iter().map(end).collect()
         };
         let collectives = links.collectives.first().map_or(0, Vec::len);
         Self {
+            mode,
             ranks,
             links,
             memory: Memory::new(ranks, &first_stream),
             first_stream,
             streams,
             hosts: ranks.iter().map(host).collect(),
-            ends: ranks.iter().map(ends).collect(),
-            counts: ranks.iter().map(counts).collect(),
+            ends: ends(mode, ranks, links),
             events: Vec::new(),
             engines: ranks.iter().map(engine).collect(),
-            collectives: (0..collectives).map(|_| vec![None; ranks.len()]).collect(),
+            collectives: (0..collectives).map(|_| Meeting::default()).collect(),
+            clocks,
             stream_work: Vec::new(),
             host_work: (0..ranks.len()).collect(),
         }
@@ -155,18 +190,25 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// Lets every stream of a rank look again.
-    pub(super) fn wake_rank(&mut self, rank: Rank) {
-        let first = self.first_stream[rank];
-        for stream in first..first + self.ranks[rank].streams.len() {
+    pub(super) fn wake_all(&mut self, streams: Vec<usize>) {
+        for stream in streams {
             self.wake(stream);
         }
     }
 
-    /// The first transfer of an exchange that the peer has not shared.
-    pub(super) fn missing_share(&self, rank: Rank, exchange: usize) -> Option<TransferId> {
+    /// Counts an operation of a stream, where that is followed.
+    pub(super) fn tick(&mut self, stream: usize) {
+        if self.mode == Mode::Eager {
+            self.streams[stream].clock.tick(stream);
+        }
+    }
+
+    /// The first transfer of an exchange that the peer has not shared, and its position.
+    pub(super) fn missing_share(&self, rank: Rank, exchange: usize) -> Option<(usize, TransferId)> {
         let own = &self.ranks[rank];
-        own.exchanges[exchange].iter().copied().find(|&id| {
+        let from = self.hosts[rank].progress;
+        let rest = own.exchanges[exchange].iter().copied().enumerate();
+        rest.skip(from).find(|&(_, id)| {
             let peer = own.transfers[id].peer;
             let partner = &self.ranks[peer].transfers[self.links.partners[rank][id]];
             !self.hosts[peer].shared[partner.exchange]
@@ -189,51 +231,92 @@ impl<'a> Run<'a> {
         access: Access,
         violations: &mut Violations,
     ) {
-        let clock = &self.streams[access.stream].clock;
-        let found: Vec<Violation> = self.memory.access(rank, range, access, clock);
-        for violation in found {
+        if self.mode == Mode::Captured || violations.is_full() {
+            return;
+        }
+        let clock = &self.streams[access.stream as usize].clock;
+        self.memory.access(rank, range, access, clock, |violation| {
             violations.add(rank, access, range, violation);
+        });
+    }
+}
+
+/// The ends of all transfers, with how often each value of their words will be read.
+fn ends(mode: Mode, ranks: &[RankProgram], links: &Links) -> Vec<Vec<End>> {
+    let mut all: Vec<Vec<End>> = Vec::with_capacity(ranks.len());
+    for (rank, program) in ranks.iter().enumerate() {
+        let transfers = program.transfers.iter().enumerate();
+        let mut ends: Vec<End> = transfers
+            .map(|(id, transfer)| {
+                let theirs = &links.posts[transfer.peer][links.partners[rank][id]];
+                let own = match moves(transfer.direction, transfer.backend) {
+                    true => links.posts[rank][id].len(),
+                    false => 0,
+                };
+                End {
+                    incoming: Word::new(theirs.len()),
+                    completed: Word::new(own),
+                    placed: false,
+                }
+            })
+            .collect();
+        if mode == Mode::Eager {
+            expect_readers(program, &links.posts[rank], &links.numbers[rank], &mut ends);
+        }
+        all.push(ends);
+    }
+    all
+}
+
+fn expect_readers(
+    program: &RankProgram,
+    posts: &[Vec<usize>],
+    numbers: &Numbers,
+    ends: &mut [End],
+) {
+    for (index, operation) in program.operations.iter().enumerate() {
+        let (group, waits) = match &operation.kind {
+            OperationKind::Wait(group) => (group, true),
+            OperationKind::Post(group) | OperationKind::PostMatmul { group, .. } => (group, false),
+            _ => continue,
+        };
+        for (&id, number) in group.iter().zip(numbers.of(index)) {
+            let transfer = &program.transfers[id];
+            let mover = moves(transfer.direction, transfer.backend);
+            let post = |number: usize| Some(*posts[id].get(number.checked_sub(1)?)?);
+            match (waits, mover) {
+                (true, false) => ends[id].incoming.expect_reader(number),
+                (true, true) => {
+                    // A stream knows what it did itself.
+                    let stream = post(number).map(|post| program.operations[post].stream);
+                    if stream != Some(operation.stream) {
+                        ends[id].completed.expect_reader(number);
+                    }
+                }
+                (false, true) => ends[id].incoming.expect_reader(number),
+                (false, false) => {}
+            }
         }
     }
 }
 
-/// Numbers the posts of each transfer, and counts the posts before each wait.
-fn counts(rank_program: &RankProgram) -> Vec<Vec<usize>> {
-    let mut posted = vec![0; rank_program.transfers.len()];
-    let count = |kind: &OperationKind| match kind {
-        OperationKind::Post(group) | OperationKind::PostMatmul { group, .. } => {
-            let number = |&id: &TransferId| {
-                posted[id] += 1;
-                posted[id]
-            };
-            group.iter().map(number).collect()
-        }
-        OperationKind::Wait(group) => group.iter().map(|&id| posted[id]).collect(),
-        _ => Vec::new(),
-    };
-    rank_program
-        .operations
-        .iter()
-        .map(|operation| &operation.kind)
-        .map(count)
-        .collect()
-}
-
-fn engine(rank_program: &RankProgram) -> Engine {
-    let operations = rank_program.operations.iter().enumerate();
+fn engine(program: &RankProgram) -> Engine {
+    let operations = program.operations.iter().enumerate();
     Engine {
         order: operations
-            .filter(|(_, operation)| rank_program.is_engine_work(&operation.kind))
+            .filter(|(_, operation)| program.is_engine_work(&operation.kind))
             .map(|(index, _)| index)
             .collect(),
         done: 0,
     }
 }
 
-/// Whether this end of a direct transfer copies.
-pub(super) fn copies(direction: Direction, protocol: Protocol) -> bool {
+/// Whether this end of a transfer moves bytes: copies, or takes part in an exchange of the engine.
+pub(super) fn moves(direction: Direction, backend: Backend) -> bool {
     matches!(
-        (direction, protocol),
-        (Direction::Receive, Protocol::Get) | (Direction::Send, Protocol::Put)
+        (direction, backend),
+        (_, Backend::Nccl)
+            | (Direction::Receive, Backend::Direct(Protocol::Get))
+            | (Direction::Send, Backend::Direct(Protocol::Put))
     )
 }

@@ -24,8 +24,7 @@ pub(super) struct Violations {
 
 impl Violations {
     pub(super) fn add(&mut self, rank: Rank, access: Access, range: Range, violation: Violation) {
-        let kept = self.conflicts.len() + self.deallocated.len() + self.unwritten.len();
-        if kept >= MAX_KEPT {
+        if self.is_full() {
             return;
         }
         match violation {
@@ -37,6 +36,11 @@ impl Violations {
             }
             Violation::Unwritten(range) => self.unwritten.push((rank, access, range)),
         }
+    }
+
+    /// Whether no more are kept.
+    pub(super) fn is_full(&self) -> bool {
+        self.conflicts.len() + self.deallocated.len() + self.unwritten.len() >= MAX_KEPT
     }
 
     pub(super) fn unordered_signal(&mut self, rank: Rank, before: usize, post: usize) {
@@ -80,7 +84,7 @@ impl Violations {
                     && bytes.tensor == range.tensor
                     && bytes.offset_bytes < range.end()
                     && range.offset_bytes < bytes.end()
-                    && !matches!(a.actor, Actor::Before(_))
+                    && !matches!(a.actor, Actor::Before)
             });
             if raced {
                 continue;
@@ -99,8 +103,10 @@ impl Violations {
 
 fn places_of(ranks: &[RankProgram], accesses: &[&Access]) -> Vec<Place> {
     let place = |access: &&Access| match access.actor {
-        Actor::Before(_) => None,
-        Actor::Operation(rank, operation) => Some(place_of(ranks, rank, operation)),
+        Actor::Before => None,
+        Actor::Operation(rank, operation) => {
+            Some(place_of(ranks, rank as usize, operation as usize))
+        }
     };
     accesses.iter().filter_map(place).collect()
 }
@@ -116,10 +122,10 @@ const fn verb(access: &Access) -> &'static str {
 /// The stream of an access's operation.
 fn stream_of(ranks: &[RankProgram], access: &Access) -> String {
     match access.actor {
-        Actor::Before(_) => "caller".to_owned(),
+        Actor::Before => "caller".to_owned(),
         Actor::Operation(rank, operation) => {
-            let rank_program = &ranks[rank];
-            rank_program.streams[rank_program.operations[operation].stream].to_string()
+            let rank_program = &ranks[rank as usize];
+            rank_program.streams[rank_program.operations[operation as usize].stream].to_string()
         }
     }
 }

@@ -40,6 +40,8 @@ struct Stream {
     jobs: std::collections::VecDeque<Job>,
     /// Chains of steps of the job at hand, which go on in any order; none before it begins.
     chains: Option<Vec<Vec<Step>>>,
+    /// Steps that come after all of these.
+    after: Vec<Step>,
 }
 
 struct Play<'a> {
@@ -257,8 +259,9 @@ impl<'a> Play<'a> {
                     if turn.is_some_and(|turn| turn > self.engine[rank].1) {
                         return false;
                     }
-                    let chains = self.begin(rank, run, index);
-                    self.streams[rank][stream].chains = Some(chains);
+                    let (chains, after) = self.begin(rank, run, index);
+                    let state = &mut self.streams[rank][stream];
+                    (state.chains, state.after) = (Some(chains), after);
                     return true;
                 };
                 let mut order: Vec<usize> = (0..chains.len()).collect();
@@ -272,6 +275,9 @@ impl<'a> Play<'a> {
                     }
                 }
                 chains.retain(|chain| !chain.is_empty());
+                if chains.is_empty() && !self.streams[rank][stream].after.is_empty() {
+                    chains.push(std::mem::take(&mut self.streams[rank][stream].after));
+                }
                 if !chains.is_empty() {
                     self.streams[rank][stream].chains = Some(chains);
                     return moved;

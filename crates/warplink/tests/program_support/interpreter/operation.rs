@@ -5,8 +5,14 @@ use super::step::{Product, Step, Word, elements};
 use warplink::program::{Backend, Direction, OperationKind, Protocol, Range};
 
 impl Play<'_> {
-    /// The steps of an operation; what waits for nothing is done at once.
-    pub(super) fn begin(&mut self, rank: usize, run: usize, index: usize) -> Vec<Vec<Step>> {
+    /// The steps of an operation, as chains that go on in any order and what comes after all of them;
+    /// what waits for nothing is done at once.
+    pub(super) fn begin(
+        &mut self,
+        rank: usize,
+        run: usize,
+        index: usize,
+    ) -> (Vec<Vec<Step>>, Vec<Step>) {
         let ranks = self.ranks;
         let rank_program = &ranks[rank];
         let numbers = self
@@ -15,6 +21,7 @@ impl Play<'_> {
             .cloned()
             .unwrap_or_default();
         let mut chains: Vec<Vec<Step>> = Vec::new();
+        let mut after: Vec<Step> = Vec::new();
         match &rank_program.operations[index].kind {
             OperationKind::Copy { target, source } => {
                 chains.push(halves(target, |from, count| {
@@ -83,9 +90,9 @@ impl Play<'_> {
                                 };
                                 Step::Copy(place(target), place(source), count)
                             }));
-                            chain.push(Step::Set(peer, Word::Incoming, partner, number));
-                            chain.push(done);
                             chains.push(chain);
+                            after.push(Step::Set(peer, Word::Incoming, partner, number));
+                            after.push(done);
                         }
                     }
                 }
@@ -128,7 +135,7 @@ impl Play<'_> {
                 ..
             } => {
                 // One kernel: it waits for all receivers, and tells them when all is stored.
-                let (mut chain, mut after) = (Vec::new(), Vec::new());
+                let mut chain = Vec::new();
                 let mut products = Vec::new();
                 for ((&id, &number), a) in group.iter().zip(&numbers).zip(a) {
                     let (peer, partner) =
@@ -148,7 +155,6 @@ impl Play<'_> {
                     after.push(Step::Set(rank, Word::Completed, id, number));
                 }
                 chain.extend(products);
-                chain.extend(after);
                 chains.push(chain);
             }
             OperationKind::Matmul { .. } | OperationKind::PostMatmul { .. } => {
@@ -170,7 +176,7 @@ impl Play<'_> {
         if chains.is_empty() {
             chains.push(vec![Step::Copy((rank, 0, 0), (rank, 0, 0), 0)]);
         }
-        chains
+        (chains, after)
     }
 }
 

@@ -1,0 +1,467 @@
+//! What verification costs: time and memory in proportion to the operations, or an early refusal.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+use std::fmt::Write as _;
+use std::time::{Duration, Instant};
+use warplink::DType;
+use warplink::program::lower::{
+    AllGatherMatmul, AllGatherMatmulLowering, MatmulReduceScatter, MatmulReduceScatterLowering,
+    lower,
+};
+use warplink::program::{Diagnostic, Parameters, Program, Report, verify};
+
+/// How many times as long a debug build may take.
+const DEBUG_FACTOR: u32 = if cfg!(debug_assertions) { 20 } else { 1 };
+
+/// `n`, or less in a debug build.
+const fn size(n: i64) -> i64 {
+    if cfg!(debug_assertions) {
+        n.div_euclid(10)
+    } else {
+        n
+    }
+}
+
+/// The most memory that the process had, in MB, where the system says so.
+fn peak_mb() -> Option<u64> {
+    let status = std::fs::read_to_string("/proc/self/status").ok()?;
+    let line = status.lines().find(|line| line.starts_with("VmHWM:"))?;
+    let kb: u64 = line.split_whitespace().nth(1)?.parse().ok()?;
+    Some(kb / 1024)
+}
+
+/// How long this thread has run, where the system says so.
+fn time_on_processor() -> Option<Duration> {
+    let text = std::fs::read_to_string("/proc/thread-self/schedstat").ok()?;
+    Some(Duration::from_nanos(
+        text.split_whitespace().next()?.parse().ok()?,
+    ))
+}
+
+/// Runs `case` in a process of its own, and fails where it takes longer or needs more memory than
+/// allowed.
+fn within(name: &str, limit: Duration, limit_mb: u64, case: impl FnOnce()) {
+    const CASE: &str = "WARPLINK_LIMITS_CASE";
+    match std::env::var(CASE) {
+        Ok(wanted) if wanted == name => {
+            let (start, busy) = (Instant::now(), time_on_processor());
+            case();
+            // What others on the machine do does not count.
+            let took = match (busy, time_on_processor()) {
+                (Some(before), Some(after)) => after - before,
+                _ => start.elapsed(),
+            };
+            let peak = peak_mb().unwrap_or(0);
+            println!("{name}: {took:.3?}, {peak} MB");
+            assert!(took < limit * DEBUG_FACTOR, "{name} took {took:?}");
+            assert!(peak < limit_mb, "{name} needed {peak} MB");
+        }
+        Ok(_) => {}
+        Err(_) => {
+            let output = std::process::Command::new(std::env::current_exe().unwrap())
+                .args(["--nocapture", "--test-threads=1"])
+                .env(CASE, name)
+                .output()
+                .unwrap();
+            let said = String::from_utf8_lossy(&output.stdout);
+            let noise = ["running ", "test result", "ok", "failures", "FAILED"];
+            for line in said.lines().map(|line| {
+                line.trim_start_matches(
+                    "test verification_costs_time_and_memory_in_proportion ... ",
+                )
+            }) {
+                if !line.is_empty() && !noise.iter().any(|noise| line.starts_with(noise)) {
+                    println!("{line}");
+                }
+            }
+            if !output.status.success() {
+                println!(
+                    "{name} FAILS: {}",
+                    String::from_utf8_lossy(&output.stderr)
+                        .lines()
+                        .nth(2)
+                        .unwrap_or_default()
+                );
+            }
+            if !output.status.success() && std::env::var_os("WARPLINK_MEASURE").is_none() {
+                panic!("{name}:\n{said}{}", String::from_utf8_lossy(&output.stderr));
+            }
+        }
+    }
+}
+
+fn check(
+    text: &str,
+    world: usize,
+    streams: usize,
+    parameters: &[(&str, i64)],
+) -> Result<Report, Vec<Diagnostic>> {
+    let program = match Program::parse(text) {
+        Ok(program) => program,
+        Err(error) => {
+            let error = error.to_string();
+            let kind = warplink::program::DiagnosticKind::Malformed;
+            return Err(vec![Diagnostic::new(kind, error, Vec::new())]);
+        }
+    };
+    let mut given = Parameters::new();
+    for &(name, value) in parameters {
+        given.insert(name, value);
+    }
+    verify(&program, world, streams, &given)
+}
+
+const TWO_SECONDS: Duration = Duration::from_secs(2);
+
+fn ordinary(world: usize, streams: usize, limit: Duration, limit_mb: u64) {
+    let gather = AllGatherMatmul {
+        m: 8 * world,
+        k: 16,
+        n: vec![24],
+        dtype: DType::BF16,
+        bias: false,
+        keep: true,
+    };
+    let scatter = MatmulReduceScatter {
+        m: 4 * world,
+        k: 8 * world,
+        n: 16,
+        dtype: DType::F16,
+        bias: true,
+    };
+    let gathers = AllGatherMatmulLowering::ALL.iter().map(|one| {
+        let lowering = one.lowering().unwrap();
+        ("gather", lower(&gather, &lowering, world, streams).unwrap())
+    });
+    let scatters = MatmulReduceScatterLowering::ALL.iter().map(|one| {
+        let lowering = one.lowering().unwrap();
+        let lowered = lower(&scatter, &lowering, world, streams).unwrap();
+        ("scatter", lowered)
+    });
+    for (operation, lowered) in gathers.chain(scatters) {
+        let name = format!(
+            "{operation} {} × {world} × {streams}",
+            lowered.lowering.name()
+        );
+        within(&name, limit, limit_mb, || {
+            match verify(lowered.program(), world, streams, &lowered.parameters) {
+                Ok(report) => println!("{} operations", report.operations),
+                Err(diagnostics) => panic!("{name}: {}", diagnostics[0]),
+            }
+        });
+    }
+}
+
+fn unmatched_transfers() {
+    let text = "program unmatched(n) {
+        input A: f32[n]
+        allocate W: f32[n]
+        share {
+            for i in 0..n {
+                if rank == 0 {
+                    s = send A[i] to 1 tag i via put
+                } else {
+                    r = receive W[i] from 0 tag n + i via put
+                }
+            }
+        }
+    }";
+    within("unmatched transfers", TWO_SECONDS, 500, || {
+        let refused = check(text, 2, 1, &[("n", size(200_000))]).unwrap_err();
+        println!("{}", refused[0]);
+    });
+    let text = text.replace(
+        "r = receive W[i] from 0 tag n + i",
+        "s = send W[i] to 0 tag i",
+    );
+    within("transfers without an end", TWO_SECONDS, 500, || {
+        let refused = check(&text, 2, 1, &[("n", size(200_000))]).unwrap_err();
+        println!("{}", refused[0]);
+    });
+}
+
+fn reversed_copies() {
+    let text = "program reversed(n) {
+        input A: f32[n]
+        output C: f32[n]
+        for i in 0..n {
+            C[n - 1 - i] = copy(A[n - 1 - i])
+        }
+    }";
+    within("reversed copies", TWO_SECONDS, 500, || {
+        check(text, 1, 1, &[("n", size(300_000))]).unwrap();
+    });
+    // Rows that are read in one order and written in another, on two streams.
+    let text = "program woven(n) {
+        input A: f32[2 * n]
+        output C: f32[2 * n]
+        for i in 0..n {
+            set_stream caller
+            C[2 * i] = copy(A[2 * n - 1 - 2 * i])
+            set_stream pool(0)
+            if i == 0 {
+                synchronize caller
+            }
+            C[2 * i + 1] = copy(A[2 * n - 2 - 2 * i])
+        }
+        set_stream caller
+        synchronize pool(0)
+    }";
+    within("woven copies", TWO_SECONDS, 500, || {
+        check(text, 1, 1, &[("n", size(100_000))]).unwrap();
+    });
+}
+
+/// Copies that each race with all others.
+fn racing_copies() {
+    let text = "program racing(n) {
+        input A: f32[1]
+        output C: f32[n]
+        for i in 0..n {
+            set_stream pool(i % streams)
+            C[i] = copy(A[0])
+            C[0] = copy(A[0])
+        }
+    }";
+    within("racing copies", TWO_SECONDS, 500, || {
+        let refused = check(text, 1, 8, &[("n", size(100_000))]).unwrap_err();
+        println!("{}", refused[0]);
+    });
+    // A range that many streams read, then many write.
+    let text = "program readers(n) {
+        input A: f32[n]
+        output C: f32[streams, n]
+        for s in 0..streams {
+            set_stream pool(s)
+            synchronize caller
+            for i in 0..n {
+                C[s][i] = copy(A[i])
+            }
+        }
+        set_stream caller
+        for s in 0..streams {
+            synchronize pool(s)
+        }
+    }";
+    within("many readers", TWO_SECONDS, 500, || {
+        check(text, 1, 64, &[("n", size(4000))]).unwrap();
+    });
+}
+
+fn long_expressions() {
+    for (name, part, lead, end) in [
+        ("sums", "1+", "let x = ", "1"),
+        ("negations", "-", "let x = ", "1"),
+        ("parentheses", "(", "let x = ", "1"),
+        ("conditions", "1 == 1 and ", "require ", "1 == 1"),
+        ("negated conditions", "not ", "require ", "1 == 1"),
+    ] {
+        let long = part.repeat(500_000 / part.len());
+        let text = format!("program long() {{\n    {lead}{long}{end}\n}}\n");
+        within(name, TWO_SECONDS, 500, || {
+            let said = check(&text, 2, 1, &[]).unwrap_err()[0].to_string();
+            assert!(said.len() < 2000, "{name}: {} bytes", said.len());
+            println!("{}", said.lines().next().unwrap());
+        });
+    }
+    // 200 kB, evaluated again and again.
+    let mut long = "rank".to_owned();
+    while long.len() < 100_000 {
+        long = format!("({long} + {long})");
+    }
+    let text = format!(
+        "program long() {{\n    for i in 0..100000 {{\n        require {long} >= 0\n    }}\n}}\n"
+    );
+    within("long expressions", TWO_SECONDS, 500, || {
+        let refused = check(&text, 2, 1, &[]).unwrap_err();
+        let said = refused[0].to_string();
+        assert!(said.len() < 2000, "{} bytes", said.len());
+        println!("{said}");
+    });
+}
+
+/// Loops that do nothing, on many ranks.
+fn many_steps() {
+    let text = "program idle(n) {
+        for i in 0..n {
+            for j in 0..n {
+                let x = i + j
+            }
+        }
+    }";
+    for (name, world, n) in [("idle loops", 4096, 500), ("a long idle loop", 2, 5000)] {
+        within(name, TWO_SECONDS, 500, || {
+            let refused = check(text, world, 2, &[("n", n)]).unwrap_err();
+            assert_eq!(refused.len(), 1);
+            println!("{}", refused[0]);
+        });
+    }
+}
+
+/// One transfer that is posted and waited for again and again, or at the end.
+fn repeated_posts() {
+    let text = "program again(n) {
+        input A: f32[8]
+        output C: f32[8]
+        share {
+            s = send A to (rank + 1) % world via get
+            r = receive C from (rank - 1) % world via get
+        }
+        for i in 0..n {
+            post s, r
+            wait s, r
+        }
+    }";
+    within("repeated posts", TWO_SECONDS, 500, || {
+        check(text, 16, 2, &[("n", size(40_000))]).unwrap();
+    });
+    let text = "program groups(n) {
+        input A: f32[n]
+        output C: f32[n]
+        let peer = 1 - rank
+        share {
+            for i in 0..n {
+                s = send A[i] to peer tag i via put
+                r = receive C[i] from peer tag i via put
+            }
+        }
+        post r[i] for i in 0..n
+        post s[n - 1 - i] for i in 0..n
+        wait s[i] for i in 0..n
+        wait r[n - 1 - i] for i in 0..n
+    }";
+    within("large groups", TWO_SECONDS, 500, || {
+        check(text, 2, 2, &[("n", size(100_000))]).unwrap();
+    });
+    // Posted one by one in the other order than the peer.
+    let text = text
+        .replace("post r[i] for i in 0..n", "for i in 0..n { post r[i] }")
+        .replace(
+            "post s[n - 1 - i] for i in 0..n",
+            "for i in 0..n { post s[n - 1 - i] }",
+        );
+    within("posts in the other order", TWO_SECONDS, 500, || {
+        check(&text, 2, 2, &[("n", size(60_000))]).unwrap();
+    });
+}
+
+fn many_parameters() {
+    let names: Vec<String> = (0..60_000).map(|i| format!("p{i}")).collect();
+    let text = format!("program many({}) {{\n}}\n", names.join(", "));
+    let values: Vec<(&str, i64)> = names.iter().map(|name| (name.as_str(), 1)).collect();
+    within("many parameters", TWO_SECONDS, 500, || {
+        let refused = check(&text, 2, 1, &values).unwrap_err();
+        println!("{}", refused[0]);
+    });
+    // As many as there may be, used all the time.
+    let names: Vec<String> = (0..1000).map(|i| format!("p{i}")).collect();
+    let mut text = format!(
+        "program many({}) {{\n    input A: f32[p0]\n    output C: f32[p0]\n    for i in 0..100000 {{\n",
+        names.join(", ")
+    );
+    for name in ["p0", "p999"] {
+        let _ = writeln!(text, "        require {name} == 1");
+    }
+    text += "    }\n    C = copy(A)\n}\n";
+    within("used parameters", TWO_SECONDS, 500, || {
+        let verdict = check(&text, 1, 1, &values[..1000]);
+        verdict.unwrap_or_else(|e| panic!("{}", e[0]));
+    });
+}
+
+fn many_transfers() {
+    let text = "program ring(n) {
+        input A: f32[8]
+        output C: f32[8]
+        allocate W: f32[8]
+        W = copy(A)
+        for i in 0..n {
+            share {
+                s = send W to (rank + 1) % world via get
+                r = receive C from (rank - 1) % world via get
+            }
+            post s, r
+            wait s, r
+            W = copy(C)
+        }
+    }";
+    let world = 64;
+    within("many transfers", TWO_SECONDS, 500, || {
+        check(text, world, 2, &[("n", size(2000))]).unwrap();
+    });
+    within("too many transfers", TWO_SECONDS, 500, || {
+        let refused = check(text, world, 2, &[("n", 150_000)]).unwrap_err();
+        assert_eq!(refused.len(), 1);
+        println!("{}", refused[0]);
+    });
+    // One exchange of everything, posted from the last to the first.
+    let text = "program all(n) {
+        input A: f32[n]
+        output C: f32[world, n]
+        C[rank] = copy(A)
+        share {
+            for j in 1..world {
+                for i in 0..n {
+                    s = send A[i] to (rank + j) % world tag i via put
+                    r = receive C[(rank - j) % world][i] from (rank - j) % world tag i via put
+                }
+            }
+        }
+        post r[j][n - 1 - i] for j in 1..world for i in 0..n
+        post s[j][i] for j in 1..world for i in 0..n
+        wait s[j][i] for j in 1..world for i in 0..n
+        wait r[j][i] for j in 1..world for i in 0..n
+    }";
+    let text = text
+        .replace(
+            "post r[j][n - 1 - i] for j in 1..world for i in 0..n",
+            "for j in 1..world { post r[j][n - 1 - i] for i in 0..n }",
+        )
+        .replace(
+            "post s[j][i] for j in 1..world for i in 0..n",
+            "for j in 1..world { post s[j][i] for i in 0..n }",
+        )
+        .replace(
+            "wait s[j][i] for j in 1..world for i in 0..n",
+            "for j in 1..world { wait s[j][i] for i in 0..n }",
+        )
+        .replace(
+            "wait r[j][i] for j in 1..world for i in 0..n",
+            "for j in 1..world { wait r[j][i] for i in 0..n }",
+        );
+    within("all to all", TWO_SECONDS, 500, || {
+        check(&text, world, 2, &[("n", size(32))]).unwrap();
+    });
+}
+
+fn many_collectives() {
+    let text = "program collectives(n) {
+        input A: f32[world, 8]
+        output C: f32[world, 8]
+        C = all_reduce(A, sum)
+        for i in 0..n {
+            C = all_reduce(C, sum)
+        }
+    }";
+    within("many collectives", TWO_SECONDS, 500, || {
+        check(text, 256, 8, &[("n", size(500))]).unwrap();
+    });
+}
+
+/// One test, so that what is measured is one case at a time.
+#[test]
+fn verification_costs_time_and_memory_in_proportion() {
+    ordinary(64, 2, Duration::from_millis(200), 100);
+    let large = if cfg!(debug_assertions) { 96 } else { 256 };
+    ordinary(large, 8, TWO_SECONDS, 500);
+    unmatched_transfers();
+    long_expressions();
+    many_parameters();
+    many_collectives();
+    racing_copies();
+    reversed_copies();
+    many_transfers();
+    many_steps();
+    repeated_posts();
+}
