@@ -8,7 +8,7 @@ use crate::memory;
 use anyhow::{Context, Result, bail, ensure};
 use inputs::Matrix;
 use reference::Reference;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::path::Path;
 use warplink::device::{AllocationKind, DeviceSlice, Stream};
@@ -18,11 +18,12 @@ use warplink::overlap::{
     OverlapPlan,
 };
 use warplink::program::Executor;
-use warplink::program::lower::Problem as _;
+use warplink::program::cost::HardwareModel;
+use warplink::program::lower::{Choice, Problem as _, choose};
 use warplink::{Communicator, DType, DeviceKind};
 
 /// Which operation.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, clap::ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Op {
     /// Gather the rows of A, then multiply
@@ -135,6 +136,41 @@ pub(crate) fn gemm_dtype(text: &str) -> Result<DType, String> {
 }
 
 impl Problem {
+    fn gather(&self) -> AllGatherMatmul {
+        AllGatherMatmul {
+            m: self.m,
+            k: self.k,
+            n: vec![self.n],
+            dtype: self.dtype,
+            bias: false,
+            keep: false,
+        }
+    }
+
+    fn scatter(&self) -> MatmulReduceScatter {
+        MatmulReduceScatter {
+            m: self.m,
+            k: self.k,
+            n: self.n,
+            dtype: self.dtype,
+            bias: false,
+        }
+    }
+
+    /// What the cost model chooses among the library's lowerings.
+    pub(crate) fn choose(
+        &self,
+        world: usize,
+        streams: usize,
+        model: &HardwareModel,
+    ) -> warplink::Result<Choice> {
+        let lowerings = self.op.lowerings()?;
+        match self.op {
+            Op::AllGatherMatmul => choose(&self.gather(), &lowerings, world, streams, model),
+            Op::MatmulReduceScatter => choose(&self.scatter(), &lowerings, world, streams, model),
+        }
+    }
+
     /// Fails if the ranks cannot share it.
     pub(crate) fn check(&self, world: usize) -> Result<()> {
         let Self { m, k, n, .. } = *self;
@@ -251,18 +287,9 @@ impl<'a> Gemm<'a> {
 
     /// A plan for it. Every rank calls this at the same time.
     pub(crate) fn plan(&self, options: &Options) -> warplink::Result<OverlapPlan> {
-        let Problem { m, k, n, dtype, .. } = self.problem;
         let (a, b, c) = (self.a.clone(), self.b.clone(), self.c.clone());
         match self.problem.op {
             Op::AllGatherMatmul => {
-                let problem = AllGatherMatmul {
-                    m,
-                    k,
-                    n: vec![n],
-                    dtype,
-                    bias: false,
-                    keep: false,
-                };
                 let buffers = AllGatherMatmulBuffers {
                     a,
                     b: vec![b],
@@ -270,23 +297,20 @@ impl<'a> Gemm<'a> {
                     c: vec![c],
                     gathered: None,
                 };
-                problem.plan(&self.executor, options, &buffers)
+                self.problem
+                    .gather()
+                    .plan(&self.executor, options, &buffers)
             }
             Op::MatmulReduceScatter => {
-                let problem = MatmulReduceScatter {
-                    m,
-                    k,
-                    n,
-                    dtype,
-                    bias: false,
-                };
                 let buffers = MatmulReduceScatterBuffers {
                     a,
                     b,
                     bias: None,
                     c,
                 };
-                problem.plan(&self.executor, options, &buffers)
+                self.problem
+                    .scatter()
+                    .plan(&self.executor, options, &buffers)
             }
         }
     }

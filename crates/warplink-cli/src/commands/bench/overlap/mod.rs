@@ -3,6 +3,7 @@
 
 mod measure;
 mod plot;
+mod replay;
 mod report;
 
 use super::timing::Clock;
@@ -15,10 +16,11 @@ use anyhow::{Context, Result};
 use clap::Args;
 use measure::{Figures, Settings};
 use serde::Serialize;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::str::FromStr;
 use warplink::device::Priority;
+use warplink::program::cost::find::shipped;
 use warplink::program::cost::{DeviceDescription, HardwareModel};
 use warplink::{Communicator, DType, DeviceKind, ErrorKind};
 
@@ -50,6 +52,13 @@ pub(crate) struct Overlap {
     /// types unless --op and --dtype are given; the same ones for the same --seed
     #[arg(long, value_name = "N", conflicts_with_all = ["shapes", "ddlb"])]
     random: Option<u16>,
+    /// Measure nothing: choose anew for the shapes in FILE, which --output wrote, and tell where the
+    /// choice is not among the fastest
+    #[arg(long, value_name = "FILE.json", requires = "model", conflicts_with_all = ["shapes", "ddlb", "random"])]
+    replay: Option<PathBuf>,
+    /// With --replay: the hardware model, a file or the name of one that is shipped
+    #[arg(long, value_name = "MODEL", requires = "replay")]
+    model: Option<String>,
     /// Operation to measure; may be repeated [default: both]
     #[arg(long = "op", value_name = "OP")]
     ops: Vec<Op>,
@@ -156,6 +165,14 @@ struct Report {
 
 impl Overlap {
     pub(crate) fn run(self, options: &Options) -> Result<ExitCode> {
+        if let (Some(file), Some(model)) = (&self.replay, &self.model) {
+            let model = match shipped(model) {
+                Some(model) => model,
+                None => HardwareModel::read(Path::new(model))?.into(),
+            };
+            print_text(&replay::replay(file, &model)?)?;
+            return Ok(ExitCode::SUCCESS);
+        }
         for path in [&self.output, &self.plot].into_iter().flatten() {
             check_output(path)?;
         }

@@ -38,27 +38,35 @@ impl Report {
             .iter()
             .filter_map(|shape| shape.chosen()?.over_collective)
             .collect();
-        let least = |values: &[f64]| values.iter().copied().fold(f64::INFINITY, f64::min);
-        let mut text = String::new();
-        if !of_best.is_empty() {
-            let close = of_best.iter().filter(|&&ratio| ratio >= 0.95).count();
-            text += &format!(
-                "\nThe chosen lowering is within 5 % of the fastest on {close} of {} shapes; at worst it \
-                 reaches {:.3} of it.\n",
-                of_best.len(),
-                least(&of_best)
-            );
-        }
-        if !over.is_empty() {
-            let ahead = over.iter().filter(|&&ratio| ratio >= 0.97).count();
-            text += &format!(
-                "It is at least 0.97 as fast as the collective on {ahead} of {} shapes; at worst {:.3}.\n",
-                over.len(),
-                least(&over)
-            );
-        }
-        text
+        judgement(&of_best, &over)
     }
+}
+
+/// How good choices were: the fastest time over the chosen one's, and the collective's over it.
+pub(super) fn judgement(of_best: &[f64], over_collective: &[f64]) -> String {
+    let least = |values: &[f64]| values.iter().copied().fold(f64::INFINITY, f64::min);
+    let mut text = String::new();
+    if !of_best.is_empty() {
+        let close = of_best.iter().filter(|&&ratio| ratio >= 0.95).count();
+        text += &format!(
+            "\nThe chosen lowering is within 5 % of the fastest on {close} of {} shapes; at worst it \
+             reaches {:.3} of it.\n",
+            of_best.len(),
+            least(of_best)
+        );
+    }
+    if !over_collective.is_empty() {
+        let ahead = over_collective
+            .iter()
+            .filter(|&&ratio| ratio >= 0.97)
+            .count();
+        text += &format!(
+            "It is at least 0.97 as fast as the collective on {ahead} of {} shapes; at worst {:.3}.\n",
+            over_collective.len(),
+            least(over_collective)
+        );
+    }
+    text
 }
 
 impl Figures {

@@ -1,0 +1,106 @@
+//! `bench overlap --replay`: what the cost model would choose today for shapes that were measured
+//! before. So a change of the model, or of the simulation, is judged without the machine.
+
+use super::measure::COLLECTIVE;
+use crate::gemm::{Op, Problem};
+use anyhow::{Context, Result};
+use serde::Deserialize;
+use std::path::Path;
+use warplink::DType;
+use warplink::overlap::DEFAULT_STREAMS;
+use warplink::program::cost::HardwareModel;
+
+/// A report that `bench overlap --output` wrote.
+#[derive(Deserialize)]
+struct Measured {
+    ranks: usize,
+    shapes: Vec<Shape>,
+}
+
+#[derive(Deserialize)]
+struct Shape {
+    op: Op,
+    m: usize,
+    k: usize,
+    n: usize,
+    dtype: String,
+    lowerings: Vec<Row>,
+}
+
+#[derive(Deserialize)]
+struct Row {
+    lowering: String,
+    parameters: String,
+    times: Submitted,
+}
+
+#[derive(Deserialize)]
+struct Submitted {
+    eager: Times,
+    captured: Times,
+}
+
+#[derive(Deserialize)]
+struct Times {
+    median: f64,
+}
+
+impl Row {
+    fn best(&self) -> f64 {
+        self.times.eager.median.min(self.times.captured.median)
+    }
+}
+
+/// Chooses anew for every shape in `file`, and tells where the choice is not among the best.
+pub(super) fn replay(file: &Path, model: &HardwareModel) -> Result<String> {
+    let bytes = std::fs::read(file).with_context(|| format!("read {}", file.display()))?;
+    let measured: Measured = serde_json::from_slice(&bytes)
+        .with_context(|| format!("{} is not a report of bench overlap", file.display()))?;
+    let (mut text, mut of_best, mut over) = (String::new(), Vec::new(), Vec::new());
+    for shape in &measured.shapes {
+        let dtype: DType = shape.dtype.parse()?;
+        let problem = Problem {
+            op: shape.op,
+            m: shape.m,
+            k: shape.k,
+            n: shape.n,
+            dtype,
+        };
+        let choice = problem.choose(measured.ranks, DEFAULT_STREAMS, model)?;
+        let row = |name: &str| shape.lowerings.iter().find(|row| row.lowering == name);
+        // What was not measured cannot be judged.
+        let Some(chosen) = row(choice.name()) else {
+            continue;
+        };
+        let best = shape.lowerings.iter().map(Row::best);
+        let of_this = best.fold(f64::INFINITY, f64::min) / chosen.best();
+        of_best.push(of_this);
+        let of_collective = row(COLLECTIVE).map(|row| row.best() / chosen.best());
+        over.extend(of_collective);
+        if of_this >= 0.95 && of_collective.is_none_or(|ratio| ratio >= 0.97) {
+            continue;
+        }
+        text += &format!("\n{}: {of_this:.3} of the fastest\n", choice.subject);
+        for row in &shape.lowerings {
+            let estimate = choice
+                .estimates
+                .iter()
+                .find(|estimate| estimate.lowering.name() == row.lowering);
+            let mark = if row.lowering == choice.name() {
+                " *"
+            } else {
+                ""
+            };
+            text += &format!(
+                "  {:12} {:9.1} eager {:9.1} captured {:9.1} expected{mark}  measured {}, expected {}\n",
+                row.lowering,
+                row.times.eager.median * 1e6,
+                row.times.captured.median * 1e6,
+                estimate.map_or(f64::NAN, |estimate| estimate.seconds * 1e6),
+                row.parameters,
+                estimate.map_or_else(String::new, |estimate| estimate.chosen.to_string())
+            );
+        }
+    }
+    Ok(text + &super::report::judgement(&of_best, &over))
+}
