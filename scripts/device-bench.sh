@@ -1,31 +1,51 @@
 #!/usr/bin/env bash
-# Measures on all GPUs of this machine: transfers, host programs, overlapped products, and PyTorch's
-# fused products beside them. Full tables and JSON go to $OUT.
+# Measures on all GPUs of this machine: the hardware model, transfers, host programs, overlapped GEMMs,
+# and PyTorch's fused operations beside them. Full tables and JSON go to $OUT/bench.tar.
+#
+# PARTS names the parts to run. With a command of an earlier commit in device-bin/base/, the parts
+# p2p, ring and overlap are measured with both, one after the other.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 OUT=${OUT:-device-out}
-mkdir -p "$OUT"
+mkdir -p "$OUT/bench"
 export CUDA_DEVICE_MAX_CONNECTIONS=32 NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NO_COLOR=1
 ranks=${RANKS:-$(nvidia-smi -L | wc -l)}
 part() { # name, limit in seconds, command
+    local name=$1 limit=$2 start=$SECONDS
+    shift 2
+    timeout --kill-after=5 "$limit" "$@" >"$OUT/bench/$name.log" 2>&1 || echo "$name ended with $?"
+    echo "== $name, $((SECONDS - start)) s"
+    head -c "${PART_BYTES:-6000}" "$OUT/bench/$name.log"
+}
+both() { # name, limit, arguments of the command
     local name=$1 limit=$2
     shift 2
-    echo "== $name"
-    timeout --kill-after=5 "$limit" "$@" >"$OUT/$name.log" 2>&1 || echo "$name ended with $?"
-    cat "$OUT/$name.log"
+    if [ -x device-bin/base/warplink ]; then
+        part "$name-base" "$limit" device-bin/base/warplink "$@"
+    fi
+    part "$name" "$limit" device-bin/warplink "$@"
 }
-for name in ${PARTS:-p2p ring program overlap torch}; do
+for name in ${PARTS:-tune p2p ring program overlap random torch}; do
     case $name in
-    p2p) part p2p 60 device-bin/warplink bench p2p -n "$ranks" ${P2P_ARGS:-} ;;
-    ring) part ring 60 device-bin/warplink bench p2p -n "$ranks" --ring --from 64KiB --step 16 ${RING_ARGS:-} ;;
+    tune)
+        part tune 280 device-bin/warplink tune -n "$ranks" --output "$OUT/bench/model.json" ${TUNE_ARGS:-}
+        if [ -s "$OUT/bench/model.json" ]; then export WARPLINK_MODEL=$OUT/bench/model.json; fi
+        ;;
+    p2p) both p2p 60 bench p2p -n "$ranks" ${P2P_ARGS:-} ;;
+    ring) both ring 60 bench p2p -n "$ranks" --ring --from 64KiB --step 16 ${RING_ARGS:-} ;;
     program) part program 60 device-bin/warplink bench program -n "$ranks" ${PROGRAM_ARGS:-} ;;
     overlap)
-        part overlap 240 device-bin/warplink bench overlap -n "$ranks" --output "$OUT/overlap.json" \
-            --plot "$OUT/overlap.svg" ${OVERLAP_ARGS:-}
+        both overlap 240 bench overlap -n "$ranks" ${OVERLAP_ARGS:-}
+        ;;
+    random)
+        part random 280 device-bin/warplink bench overlap -n "$ranks" --random 100 --samples 10 \
+            --output "$OUT/bench/random.json" ${RANDOM_ARGS:-}
+        tail -n 3 "$OUT/bench/random.log"
         ;;
     torch)
-        part torch 150 torchrun --nproc-per-node "$ranks" scripts/torch_overlap.py --output "$OUT/torch.json" \
-            ${TORCH_ARGS:-}
+        part torch 150 torchrun --nproc-per-node "$ranks" scripts/torch_overlap.py \
+            --output "$OUT/bench/torch.json" ${TORCH_ARGS:-}
         ;;
     esac
 done
+tar -C "$OUT" -cf "$OUT/bench.tar" bench && rm -r "$OUT/bench"

@@ -2,7 +2,7 @@
 //! and verified without a panic.
 #![no_main]
 
-use warplink::program::ir::ParameterKind;
+use warplink::program::parameters::ParameterKind;
 use warplink::program::{Parameters, Program, Value, verify};
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {

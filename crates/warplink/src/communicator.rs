@@ -48,9 +48,13 @@ impl Communicator {
         let bootstrap = Bootstrap::join(&config.join)?;
         let deadline = Deadline::after(config.timeout);
         let secret = bootstrap.secret().clone();
-        let memory = MemoryRegistry::start(rank, &device, secret.as_bytes(), |info| {
-            bootstrap.all_gather(&info, deadline)
-        })
+        let memory = MemoryRegistry::start(
+            rank,
+            &device,
+            secret.as_bytes(),
+            config.idle_mappings,
+            |info| bootstrap.all_gather(&info, deadline),
+        )
         .inspect_err(|error| bootstrap.abort(&format!("it aborted: {error}")))?;
         let memory = Arc::new(memory);
         let (fault, forgetful) = (device.fault().clone(), Arc::downgrade(&memory));
@@ -67,6 +71,12 @@ impl Communicator {
             config.protocol,
         ));
         let in_flight = Arc::new(InFlight::new(&device));
+        let held = Arc::downgrade(&in_flight);
+        memory.when_out_of_memory(move || {
+            if let Some(held) = held.upgrade() {
+                held.release_finished();
+            }
+        });
         Ok(Self {
             device,
             bootstrap,
@@ -148,7 +158,7 @@ impl Communicator {
 
     /// Allocates `bytes` and registers them. The content is undefined.
     pub fn alloc(&self, bytes: usize) -> Result<Region> {
-        self.register(&self.device.allocate(bytes, AllocationKind::Plain)?)
+        self.register(&self.memory.allocate(bytes, AllocationKind::Plain)?)
     }
 
     /// Registers memory for peers; it stays allocated as long as the region, or a peer's mapping.

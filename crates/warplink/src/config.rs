@@ -3,6 +3,7 @@
 use crate::bootstrap::JoinConfig;
 use crate::device::{self, Delays, DeviceConfig, DeviceKind};
 use crate::error::{Error, ErrorKind, Result};
+use crate::memory::IdleMappings;
 use crate::p2p::Protocol;
 use std::time::Duration;
 
@@ -17,6 +18,8 @@ pub struct Config {
     pub protocol: Protocol,
     /// Limit of every wait on the host that is not given its own deadline.
     pub timeout: Duration,
+    /// Limits of the mappings of peers' memory that are kept though nothing uses them.
+    pub idle_mappings: IdleMappings,
 }
 
 impl Config {
@@ -27,6 +30,7 @@ impl Config {
             device: DeviceConfig::new(kind, 0),
             protocol: Protocol::default(),
             timeout: Duration::from_secs(60),
+            idle_mappings: IdleMappings::default(),
         }
     }
 
@@ -39,6 +43,12 @@ impl Config {
     /// Sets the limit of every wait on the host that is not given its own deadline.
     pub fn with_timeout(mut self, timeout: Duration) -> Self {
         self.timeout = timeout;
+        self
+    }
+
+    /// Sets the limits of the mappings of peers' memory that are kept though nothing uses them.
+    pub fn with_idle_mappings(mut self, limits: IdleMappings) -> Self {
+        self.idle_mappings = limits;
         self
     }
 

@@ -127,6 +127,12 @@ pub trait Device: Send + Sync + fmt::Debug {
     /// where it is smaller than `bytes`.
     fn import(&self, opening: Opening, bytes: usize) -> Result<DeviceSlice>;
 
+    /// Runs `then` when everything of this device that was dropped so far is unmapped and freed,
+    /// which a device may do later than the drop. Does not block.
+    fn after_unmapping(&self, then: Box<dyn FnOnce() + Send>) {
+        then();
+    }
+
     /// Matmuls and sums.
     ///
     /// # Errors

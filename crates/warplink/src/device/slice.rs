@@ -19,6 +19,11 @@ pub trait Backing: Any + Send + Sync + fmt::Debug {
     fn identity(&self) -> u64;
     /// Which device's memory it is.
     fn kind(&self) -> DeviceKind;
+    /// Whether it is somebody else's memory, whose owner is held: then several may lie in one
+    /// allocation, and dropping one may run its owner's code.
+    fn is_borrowed(&self) -> bool {
+        false
+    }
     /// Itself, for the device that made it.
     fn as_any(&self) -> &dyn Any;
 }

@@ -1,12 +1,14 @@
 //! The table of mappings of peers' allocations.
 //!
 //! Opening is slow (14 CUDA IPC handles took 200 ms), so a mapping is kept when its last user is
-//! gone, up to a bound. The table knows nothing of devices: what it holds is opened by a closure.
+//! gone, within limits. The table knows neither devices nor clocks: what it holds is opened by a
+//! closure, and what is old is told by [`MappingCache::age`].
 //!
 //! # Invariants
 //! 1. At most one open of a key is under way; others that want it wait for the outcome.
 //! 2. A mapping of one generation is never given to a request for another.
-//! 3. A mapping in use is neither evicted nor revoked.
+//! 3. A mapping in use is neither evicted nor revoked; one that was revoked while it was in use, was
+//!    being opened or was still to be opened is closed when its last user is gone.
 //! 4. The table's lock is not held while a mapping is opened or closed: opening asks the owner,
 //!    whose own threads may at that moment want this table.
 //! 5. Every handle that was opened is counted once, and the count comes back when the mapping it
@@ -14,295 +16,327 @@
 
 use crate::error::Result;
 use crate::sync::{Arc, Condvar, Mutex, guard};
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
+use std::fmt;
 use std::hash::Hash;
+use std::ops::Deref;
 
-/// Something that can be counted on: how many handles led to it.
-pub(crate) trait Counted {
-    /// Counts one more handle.
-    fn count(&self);
+/// Revocations that are remembered of what is not open. One that crosses the closing of its mapping
+/// is never asked for again.
+const MAX_EARLY_REVOCATIONS: usize = 4096;
+
+/// What the table holds.
+pub(super) trait Mapping {
+    /// Counts one more handle that led to it.
+    fn count_handle(&self);
+
+    /// How much memory it maps.
+    fn bytes(&self) -> u64;
+
+    /// Whether it is worth keeping when nobody uses it.
+    fn is_kept_idle(&self) -> bool {
+        true
+    }
 }
 
-#[derive(Debug)]
-enum Entry<V> {
-    Opening,
-    Open {
-        generation: u64,
-        value: Arc<V>,
-        used: u64,
-    },
+/// How much is kept though nobody uses it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct CacheLimits {
+    pub(super) idle_count: usize,
+    pub(super) idle_bytes: u64,
 }
 
-#[derive(Debug)]
-struct Table<K, V> {
-    entries: HashMap<K, Entry<V>>,
-    clock: u64,
+/// Mappings by key.
+pub(super) struct MappingCache<K: Copy + Eq + Hash, V: Mapping>(Arc<Shared<K, V>>);
+
+/// A mapping in use, until this is dropped.
+pub(super) struct Lease<K: Copy + Eq + Hash, V: Mapping> {
+    cache: Arc<Shared<K, V>>,
+    key: K,
+    serial: u64,
+    value: Arc<V>,
 }
 
-#[derive(Debug)]
-pub(crate) struct MappingCache<K, V> {
+struct Shared<K, V> {
     table: Mutex<Table<K, V>>,
     changed: Condvar,
-    max_idle: usize,
+    limits: CacheLimits,
 }
 
-impl<K: Copy + Eq + Hash, V: Counted> MappingCache<K, V> {
-    /// A table that keeps at most `max_idle` mappings that nobody uses.
-    pub(crate) fn new(max_idle: usize) -> Self {
-        Self {
+struct Table<K, V> {
+    entries: HashMap<K, Entry<V>>,
+    // Counts openings and releases: the order in which mappings were used last.
+    clock: u64,
+    // Counts calls of `age`.
+    epoch: u64,
+    early_revocations: VecDeque<(K, u64)>,
+}
+
+enum Entry<V> {
+    Opening { generation: u64, revoked: bool },
+    Open(Open<V>),
+}
+
+struct Open<V> {
+    generation: u64,
+    /// Tells it from others that were open under its key.
+    serial: u64,
+    value: Arc<V>,
+    users: usize,
+    revoked: bool,
+    /// When it was used last.
+    used: u64,
+    used_epoch: u64,
+}
+
+impl<K: Copy + Eq + Hash, V: Mapping> MappingCache<K, V> {
+    /// An empty table.
+    pub(super) fn new(limits: CacheLimits) -> Self {
+        Self(Arc::new(Shared {
             table: Mutex::new(Table {
                 entries: HashMap::new(),
                 clock: 0,
+                epoch: 0,
+                early_revocations: VecDeque::new(),
             }),
             changed: Condvar::new(),
-            max_idle,
-        }
+            limits,
+        }))
     }
 
     /// The mapping of `generation` under `key`, opened with `open` where there is none. An older
     /// generation is dropped from the table; its users keep it.
-    pub(crate) fn open(
+    pub(super) fn open(
         &self,
         key: K,
         generation: u64,
         open: impl FnOnce() -> Result<V>,
-    ) -> Result<Arc<V>> {
-        let mut table = guard(&self.table);
+    ) -> Result<Lease<K, V>> {
+        let mut table = guard(&self.0.table);
         loop {
             table.clock += 1;
             let now = table.clock;
             match table.entries.get_mut(&key) {
-                Some(Entry::Open {
-                    generation: held,
-                    value,
-                    used,
-                }) if *held == generation => {
-                    *used = now;
-                    value.count();
-                    return Ok(value.clone());
+                Some(Entry::Open(entry)) if entry.generation == generation => {
+                    entry.used = now;
+                    entry.users += 1;
+                    entry.value.count_handle();
+                    let (serial, value) = (entry.serial, entry.value.clone());
+                    return Ok(self.lease(key, serial, value));
                 }
-                Some(Entry::Opening) => {
+                Some(Entry::Opening { .. }) => {
                     table = self
+                        .0
                         .changed
                         .wait(table)
                         .unwrap_or_else(std::sync::PoisonError::into_inner);
                 }
-                Some(Entry::Open { .. }) | None => break,
+                Some(Entry::Open(_)) | None => break,
             }
         }
-        let stale = table.entries.insert(key, Entry::Opening);
+        let revoked = table.take_early_revocation(key, generation);
+        let opening = Entry::Opening {
+            generation,
+            revoked,
+        };
+        let stale = table.entries.insert(key, opening);
         drop(table);
         drop(stale);
         let opened = open();
-        let mut table = guard(&self.table);
+        let mut table = guard(&self.0.table);
         let result = match opened {
             Ok(value) => {
                 let value = Arc::new(value);
-                value.count();
-                let used = table.clock;
-                table.entries.insert(
-                    key,
-                    Entry::Open {
-                        generation,
-                        value: value.clone(),
-                        used,
-                    },
-                );
-                Ok(value)
+                value.count_handle();
+                let serial = table.clock;
+                table.finish_opening(key, serial, value.clone());
+                Ok((serial, value))
             }
             Err(error) => {
                 table.entries.remove(&key);
                 Err(error)
             }
         };
-        let evicted = table.evict(self.max_idle);
+        let evicted = table.evict(&self.0.limits);
         drop(table);
-        self.changed.notify_all();
+        self.0.changed.notify_all();
         drop(evicted);
-        result
+        result.map(|(serial, value)| self.lease(key, serial, value))
     }
 
-    /// Drops the mapping of `generation` under `key` unless it is in use. Returns whether it is
-    /// gone from the table.
-    pub(crate) fn revoke(&self, key: K, generation: u64) -> bool {
-        let mut table = guard(&self.table);
-        match table.entries.get(&key) {
-            Some(Entry::Opening) => return false,
-            Some(Entry::Open {
-                generation: held, ..
-            }) if *held != generation => return true,
-            Some(Entry::Open { value, .. }) if Arc::strong_count(value) > 1 => return false,
-            Some(Entry::Open { .. }) | None => {}
+    fn lease(&self, key: K, serial: u64, value: Arc<V>) -> Lease<K, V> {
+        Lease {
+            cache: self.0.clone(),
+            key,
+            serial,
+            value,
         }
-        let revoked = table.entries.remove(&key);
+    }
+
+    /// Closes the mapping of `generation` under `key`, at once or when its last user is gone.
+    pub(super) fn revoke(&self, key: K, generation: u64) {
+        let mut table = guard(&self.0.table);
+        let revoked = table.revoke(key, generation);
         drop(table);
         drop(revoked);
-        true
     }
 
-    /// Drops every mapping that nobody uses.
-    pub(crate) fn release_idle(&self) {
-        let idle = guard(&self.table).evict(0);
+    /// Closes every mapping that nobody uses.
+    pub(super) fn release_idle(&self) {
+        let none = CacheLimits {
+            idle_count: 0,
+            idle_bytes: 0,
+        };
+        let idle = guard(&self.0.table).evict(&none);
         drop(idle);
     }
 
+    /// Closes what was used before the last call and not since.
+    pub(super) fn age(&self) {
+        let mut table = guard(&self.0.table);
+        let epoch = table.epoch;
+        table.epoch += 1;
+        let old: Vec<_> = table
+            .entries
+            .extract_if(|_, entry| {
+                matches!(entry, Entry::Open(open) if open.users == 0 && open.used_epoch < epoch)
+            })
+            .collect();
+        drop(table);
+        drop(old);
+    }
+
     /// How many mappings the table holds.
-    pub(crate) fn len(&self) -> usize {
-        guard(&self.table).entries.len()
+    pub(super) fn len(&self) -> usize {
+        guard(&self.0.table).entries.len()
     }
 }
 
-impl<K: Copy + Eq + Hash, V> Table<K, V> {
-    /// Takes out the mappings unused for longest until at most `max_idle` that nobody uses are left.
-    fn evict(&mut self, max_idle: usize) -> Vec<Entry<V>> {
+impl<K: Copy + Eq + Hash, V: Mapping> Table<K, V> {
+    fn finish_opening(&mut self, key: K, serial: u64, value: Arc<V>) {
+        let revoked = matches!(
+            self.entries.get(&key),
+            Some(Entry::Opening { revoked: true, .. })
+        );
+        let generation = match self.entries.get(&key) {
+            Some(Entry::Opening { generation, .. }) => *generation,
+            // Whoever opens has put the entry there, and nobody else removes it.
+            Some(Entry::Open(_)) | None => return,
+        };
+        let open = Open {
+            generation,
+            serial,
+            value,
+            users: 1,
+            revoked,
+            used: self.clock,
+            used_epoch: self.epoch,
+        };
+        self.entries.insert(key, Entry::Open(open));
+    }
+
+    /// Takes the entry out, or notes that it is to be once nobody uses it.
+    fn revoke(&mut self, key: K, of: u64) -> Option<Entry<V>> {
+        match self.entries.get_mut(&key) {
+            Some(Entry::Opening {
+                generation,
+                revoked,
+            }) if *generation == of => *revoked = true,
+            Some(Entry::Open(open)) if open.generation == of && open.users > 0 => {
+                open.revoked = true;
+            }
+            Some(Entry::Open(open)) if open.generation == of => {
+                return self.entries.remove(&key);
+            }
+            // The handle is still on its way here, or its mapping was closed just now.
+            _ => {
+                if self.early_revocations.len() == MAX_EARLY_REVOCATIONS {
+                    self.early_revocations.pop_front();
+                }
+                self.early_revocations.push_back((key, of));
+            }
+        }
+        None
+    }
+
+    fn take_early_revocation(&mut self, key: K, generation: u64) -> bool {
+        let found = self
+            .early_revocations
+            .iter()
+            .position(|early| *early == (key, generation));
+        found.is_some_and(|index| self.early_revocations.remove(index).is_some())
+    }
+
+    /// One user of a mapping is gone. Takes out what is to be closed because of it.
+    fn release(&mut self, key: K, serial: u64, limits: &CacheLimits) -> Vec<Entry<V>> {
+        self.clock += 1;
+        let (now, epoch) = (self.clock, self.epoch);
+        let Some(Entry::Open(open)) = self.entries.get_mut(&key) else {
+            return Vec::new();
+        };
+        if open.serial != serial {
+            return Vec::new();
+        }
+        open.users -= 1;
+        (open.used, open.used_epoch) = (now, epoch);
+        if open.users > 0 {
+            return Vec::new();
+        }
+        if open.revoked || !open.value.is_kept_idle() {
+            return self.entries.remove(&key).into_iter().collect();
+        }
+        self.evict(limits)
+    }
+
+    /// Takes out the mappings unused for longest until those that nobody uses are within `limits`.
+    fn evict(&mut self, limits: &CacheLimits) -> Vec<Entry<V>> {
         let idle = self.entries.iter().filter_map(|(key, entry)| match entry {
-            Entry::Open { value, used, .. } if Arc::strong_count(value) == 1 => Some((*used, *key)),
+            Entry::Open(open) if open.users == 0 => Some((open.used, *key, open.value.bytes())),
             _ => None,
         });
-        let mut idle: Vec<(u64, K)> = idle.collect();
-        idle.sort_unstable_by_key(|(used, _)| *used);
-        let surplus = idle.len().saturating_sub(max_idle);
-        idle[..surplus]
-            .iter()
-            .filter_map(|(_, key)| self.entries.remove(key))
-            .collect()
+        let mut idle: Vec<(u64, K, u64)> = idle.collect();
+        idle.sort_unstable_by_key(|(used, ..)| *used);
+        let mut count = idle.len();
+        let mut bytes: u64 = idle.iter().map(|(.., bytes)| *bytes).sum();
+        let mut evicted = Vec::new();
+        for (_, key, size) in idle {
+            if count <= limits.idle_count && bytes <= limits.idle_bytes {
+                break;
+            }
+            count -= 1;
+            bytes -= size;
+            evicted.extend(self.entries.remove(&key));
+        }
+        evicted
     }
 }
 
-#[cfg(all(test, not(loom)))]
-mod tests {
-    use super::*;
-    use crate::error::{Error, ErrorKind};
-    use std::sync::atomic::{AtomicUsize, Ordering};
+impl<K: Copy + Eq + Hash, V: Mapping> Deref for Lease<K, V> {
+    type Target = V;
 
-    struct Value(u64, AtomicUsize);
-
-    impl Counted for Value {
-        fn count(&self) {
-            self.1.fetch_add(1, Ordering::Relaxed);
-        }
-    }
-
-    fn value(number: u64) -> Result<Value> {
-        Ok(Value(number, AtomicUsize::new(0)))
-    }
-
-    #[test]
-    fn a_hit_does_not_open_and_is_counted() {
-        let cache = MappingCache::new(4);
-        let first = cache.open(1, 10, || value(100)).unwrap();
-        let again = cache.open(1, 10, || panic!("opened twice")).unwrap();
-        assert_eq!((again.0, again.1.load(Ordering::Relaxed)), (100, 2));
-        drop((first, again));
-        assert_eq!(cache.len(), 1);
-    }
-
-    #[test]
-    fn another_generation_is_opened_anew() {
-        let cache = MappingCache::new(4);
-        let old = cache.open(1, 10, || value(100)).unwrap();
-        let new = cache.open(1, 11, || value(101)).unwrap();
-        assert_eq!((old.0, new.0), (100, 101));
-    }
-
-    #[test]
-    fn a_failed_open_leaves_nothing() {
-        let cache = MappingCache::<u32, Value>::new(4);
-        let error = cache
-            .open(1, 10, || Err(Error::new(ErrorKind::Driver, "no")))
-            .err()
-            .unwrap();
-        assert_eq!(error.kind(), ErrorKind::Driver);
-        assert_eq!(cache.open(1, 10, || value(5)).unwrap().0, 5);
-    }
-
-    #[test]
-    fn the_bound_evicts_what_was_unused_longest_and_nothing_in_use() {
-        let cache = MappingCache::new(2);
-        let kept = cache.open(0, 1, || value(0)).unwrap();
-        for key in 1..=3 {
-            drop(cache.open(key, 1, || value(key)).unwrap());
-        }
-        // The third is still held while the eviction runs, so one more than the bound may stay.
-        assert!(cache.len() <= 4);
-        drop(cache.open(4, 1, || value(4)).unwrap());
-        assert!(cache.len() <= 4);
-        let hit = cache
-            .open(0, 1, || panic!("the one in use was evicted"))
-            .unwrap();
-        assert!(Arc::ptr_eq(&kept, &hit));
-        assert!(!cache.revoke(0, 1));
-        drop((kept, hit));
-        assert!(cache.revoke(0, 1));
-        cache.release_idle();
-        assert_eq!(cache.len(), 0);
+    fn deref(&self) -> &V {
+        &self.value
     }
 }
 
-#[cfg(all(test, loom))]
-mod loom_tests {
-    use super::*;
-    use loom::sync::atomic::{AtomicUsize, Ordering};
-    use loom::thread;
-
-    /// Counts opens under way and handles, and gives the count back when it is closed.
-    struct Value {
-        generation: u64,
-        handles: AtomicUsize,
-        back: Arc<AtomicUsize>,
+impl<K: Copy + Eq + Hash, V: Mapping> fmt::Debug for MappingCache<K, V> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("MappingCache").finish_non_exhaustive()
     }
+}
 
-    impl Counted for Value {
-        fn count(&self) {
-            self.handles.fetch_add(1, Ordering::Relaxed);
-        }
+impl<K: Copy + Eq + Hash, V: Mapping> fmt::Debug for Lease<K, V> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Lease").finish_non_exhaustive()
     }
+}
 
-    impl Drop for Value {
-        fn drop(&mut self) {
-            self.back
-                .fetch_add(self.handles.load(Ordering::Relaxed), Ordering::Relaxed);
-        }
-    }
-
-    /// Invariants 1, 2 and 5 with two ranks' threads that open while the owner revokes.
-    #[test]
-    fn loom_open_and_revoke() {
-        loom::model(|| {
-            let cache = Arc::new(MappingCache::<u32, Value>::new(1));
-            let opening = Arc::new(AtomicUsize::new(0));
-            let back = Arc::new(AtomicUsize::new(0));
-            let opener = |generation: u64| {
-                let (cache, opening, back) = (cache.clone(), opening.clone(), back.clone());
-                move || {
-                    let opened = cache.open(1, generation, || {
-                        assert_eq!(
-                            opening.fetch_add(1, Ordering::SeqCst),
-                            0,
-                            "two opens of one key"
-                        );
-                        opening.fetch_sub(1, Ordering::SeqCst);
-                        Ok(Value {
-                            generation,
-                            handles: AtomicUsize::new(0),
-                            back: back.clone(),
-                        })
-                    });
-                    assert_eq!(opened.unwrap().generation, generation, "a stale mapping");
-                }
-            };
-            let first = thread::spawn(opener(1));
-            let second = thread::spawn(opener(2));
-            cache.revoke(1, 1);
-            first.join().unwrap();
-            second.join().unwrap();
-            cache.release_idle();
-            assert_eq!(cache.len(), 0);
-            assert_eq!(
-                back.load(Ordering::SeqCst),
-                2,
-                "a handle was not given back"
-            );
-        });
+impl<K: Copy + Eq + Hash, V: Mapping> Drop for Lease<K, V> {
+    fn drop(&mut self) {
+        let mut table = guard(&self.cache.table);
+        let closed = table.release(self.key, self.serial, &self.cache.limits);
+        // Mappings are closed outside of the lock: these, and this one if it is in no table any more.
+        drop(table);
+        drop(closed);
     }
 }

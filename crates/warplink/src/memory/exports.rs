@@ -1,20 +1,56 @@
-//! The owner's side: which allocations are registered, and which peers may still reach them.
+//! The owner's side: which regions are registered, in which allocations, and which peers may still
+//! reach them.
+//!
+//! # Invariants
+//! 1. An allocation is held by at least one of its regions until no peer maps it: memory must not be
+//!    freed under a mapping.
+//! 2. A region of memory that somebody else owns is held until it is not registered any more and no
+//!    peer uses it, and not longer, except for 1.
+//! 3. What was held is dropped outside of the lock, and where that may run somebody else's code, on
+//!    a thread that may wait ([`Releaser`]).
 
 use super::handle::Handle;
-use crate::device::{DeviceSlice, Export};
+use super::releaser::Releaser;
+use crate::device::{Backing, DeviceSlice, Export};
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::sync::lock;
 use std::collections::{BTreeMap, HashMap};
 use std::os::fd::OwnedFd;
-use std::sync::{Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
-/// Registered allocations by generation. An entry outlives its last region until no peer maps it:
-/// memory must not be freed under a mapping.
+/// Registered allocations by generation.
 #[derive(Debug, Default)]
 pub(super) struct Exports {
     table: Mutex<Table>,
     changed: Condvar,
+    releaser: Releaser,
+}
+
+/// What a region is registered as.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct RegionNumbers {
+    pub(super) generation: u64,
+    pub(super) region: u64,
+}
+
+/// What the end of a registration means for peers.
+#[derive(Debug, Default)]
+pub(super) struct EndedRegistration {
+    pub(super) allocation: u64,
+    /// The peers that hold handles of the allocation, where no region of it is registered any more.
+    pub(super) asked_to_unmap: Vec<Rank>,
+}
+
+/// How a handle opens an allocation.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct ExportedAllocation {
+    pub(super) identity: u64,
+    pub(super) bytes: u64,
+    pub(super) ipc: Option<[u8; 64]>,
+    pub(super) descriptor: bool,
+    /// The number of the region, where the owner waits for the end of its use; else 0.
+    pub(super) region: u64,
 }
 
 #[derive(Debug, Default)]
@@ -22,131 +58,194 @@ struct Table {
     entries: HashMap<u64, Entry>,
     // The entry of each allocation that regions are registered in.
     current: HashMap<u64, u64>,
+    // The entry of each region that waits for the end of its use.
+    generation_of_region: HashMap<u64, u64>,
     generations: u64,
+    regions: u64,
 }
 
 #[derive(Debug)]
 struct Entry {
-    export: Export,
-    regions: usize,
+    allocation: u64,
+    bytes: u64,
+    ipc: Option<[u8; 64]>,
+    descriptor: Option<OwnedFd>,
+    regions: BTreeMap<u64, RegionEntry>,
     // How many handles each peer was sent and has not given back.
-    holders: BTreeMap<Rank, u64>,
+    holders: Holders,
+}
+
+#[derive(Debug)]
+struct RegionEntry {
+    backing: Arc<dyn Backing>,
+    registered: bool,
+    // How many handles of this region each peer uses, where its memory is somebody else's.
+    users: Holders,
+}
+
+/// How many handles each peer holds.
+#[derive(Debug, Default)]
+struct Holders(BTreeMap<Rank, u64>);
+
+/// What is to be dropped outside of the lock.
+#[must_use]
+#[derive(Debug, Default)]
+struct Freed {
+    entries: Vec<Entry>,
+    regions: Vec<RegionEntry>,
 }
 
 impl Exports {
-    /// Registers the allocation of `slice` once more; `export` makes the entry if it is the first.
-    /// Returns its generation.
+    /// Registers `slice` as a region of its allocation; `export` opens the allocation to peers if
+    /// the region is its first.
     pub(super) fn register(
         &self,
         slice: &DeviceSlice,
         export: impl FnOnce() -> Result<Export>,
-    ) -> Result<u64> {
+    ) -> Result<RegionNumbers> {
         let allocation = slice.backing().identity();
         let mut table = lock(&self.table);
-        if let Some(generation) = table.current.get(&allocation).copied()
-            && let Some(entry) = table.entries.get_mut(&generation)
-        {
-            entry.regions += 1;
-            return Ok(generation);
+        let known = table.current.get(&allocation).copied();
+        let generation = match known {
+            Some(generation) => generation,
+            None => {
+                let export = export()?;
+                table.add(allocation, slice.backing().bytes() as u64, export)
+            }
+        };
+        table.regions += 1;
+        let region = table.regions;
+        let backing = slice.backing().clone();
+        if backing.is_borrowed() {
+            table.generation_of_region.insert(region, generation);
         }
-        let export = export()?;
-        table.generations += 1;
-        let generation = table.generations;
-        table.entries.insert(
-            generation,
-            Entry {
-                export,
-                regions: 1,
-                holders: BTreeMap::new(),
-            },
-        );
-        table.current.insert(allocation, generation);
-        Ok(generation)
+        if let Some(entry) = table.entries.get_mut(&generation) {
+            let registered = RegionEntry {
+                backing,
+                registered: true,
+                users: Holders::default(),
+            };
+            entry.regions.insert(region, registered);
+        }
+        Ok(RegionNumbers { generation, region })
     }
 
-    /// Ends one registration. Where it was the last, the entry is not given to new regions any
-    /// more, and the allocation and the peers that hold handles of it are returned, to be asked to
-    /// let go.
-    pub(super) fn unregister(&self, generation: u64) -> Option<(u64, Vec<Rank>)> {
+    /// Ends one registration. Where it was the last of its allocation, the entry is not given to new
+    /// regions any more, and the peers that hold handles of it are to be asked to unmap it.
+    pub(super) fn unregister(&self, numbers: RegionNumbers) -> EndedRegistration {
+        let generation = numbers.generation;
         let mut table = lock(&self.table);
-        let entry = table.entries.get_mut(&generation)?;
-        entry.regions -= 1;
-        if entry.regions > 0 {
-            return None;
+        let Some(entry) = table.entries.get_mut(&generation) else {
+            return EndedRegistration::default();
+        };
+        if let Some(region) = entry.regions.get_mut(&numbers.region) {
+            region.registered = false;
         }
-        let allocation = entry.export.allocation.backing().identity();
-        let holders = entry.holders.keys().copied().collect();
-        table.current.remove(&allocation);
-        let freed = table.take_if_free(generation);
+        let allocation = entry.allocation;
+        let mut asked_to_unmap = Vec::new();
+        if !entry.is_registered() {
+            asked_to_unmap = entry.holders.peers();
+            table.current.remove(&allocation);
+        }
+        let freed = table.free_unused(generation);
         drop(table);
+        // On the caller's thread, which gives the memory up.
         drop(freed);
-        Some((allocation, holders))
+        self.changed.notify_all();
+        EndedRegistration {
+            allocation,
+            asked_to_unmap,
+        }
     }
 
     /// Makes a handle for `peer` and counts it.
     pub(super) fn issue_handle(
         &self,
-        generation: u64,
+        numbers: RegionNumbers,
         peer: Rank,
-        fill: impl FnOnce(&Export) -> Handle,
+        fill: impl FnOnce(&ExportedAllocation) -> Handle,
     ) -> Result<Handle> {
         let mut table = lock(&self.table);
-        let entry = table.entries.get_mut(&generation);
+        let entry = table.entries.get_mut(&numbers.generation);
         let entry = entry.ok_or_else(not_registered)?;
-        *entry.holders.entry(peer).or_default() += 1;
-        Ok(fill(&entry.export))
+        let region = entry
+            .regions
+            .get_mut(&numbers.region)
+            .ok_or_else(not_registered)?;
+        let reported = region.backing.is_borrowed();
+        if reported {
+            region.users.add(peer);
+        }
+        entry.holders.add(peer);
+        Ok(fill(&ExportedAllocation {
+            identity: entry.allocation,
+            bytes: entry.bytes,
+            ipc: entry.ipc,
+            descriptor: entry.descriptor.is_some(),
+            region: if reported { numbers.region } else { 0 },
+        }))
+    }
+
+    /// Takes back a handle that never reached `peer`.
+    pub(super) fn cancel_handle(&self, numbers: RegionNumbers, peer: Rank) {
+        self.region_released(numbers.region, peer, 1);
+        self.handles_released(numbers.generation, peer, 1);
     }
 
     /// `peer` has given `handles` back: it holds no mapping that they led to.
     pub(super) fn handles_released(&self, generation: u64, peer: Rank, handles: u64) {
         let mut table = lock(&self.table);
-        let Some(entry) = table.entries.get_mut(&generation) else {
+        if let Some(entry) = table.entries.get_mut(&generation) {
+            entry.holders.remove(peer, handles);
+        }
+        let freed = table.free_unused(generation);
+        drop(table);
+        self.let_go(freed);
+    }
+
+    /// `peer` does not use `handles` handles of a region any more.
+    pub(super) fn region_released(&self, region: u64, peer: Rank, handles: u64) {
+        let mut table = lock(&self.table);
+        let Some(generation) = table.generation_of_region.get(&region).copied() else {
             return;
         };
-        let left = entry
-            .holders
-            .get(&peer)
-            .map_or(0, |held| held.saturating_sub(handles));
-        if left == 0 {
-            entry.holders.remove(&peer);
-        } else {
-            entry.holders.insert(peer, left);
+        if let Some(entry) = table.entries.get_mut(&generation)
+            && let Some(region) = entry.regions.get_mut(&region)
+        {
+            region.users.remove(peer, handles);
         }
-        let freed = table.take_if_free(generation);
+        let freed = table.free_unused(generation);
         drop(table);
-        self.changed.notify_all();
-        drop(freed);
+        self.let_go(freed);
     }
 
     /// `peer` is gone and maps nothing any more.
     pub(super) fn forget_peer(&self, peer: Rank) {
         let mut table = lock(&self.table);
-        for entry in table.entries.values_mut() {
-            entry.holders.remove(&peer);
+        let mut freed = Freed::default();
+        let generations: Vec<u64> = table.entries.keys().copied().collect();
+        for generation in generations {
+            if let Some(entry) = table.entries.get_mut(&generation) {
+                entry.holders.0.remove(&peer);
+                for region in entry.regions.values_mut() {
+                    region.users.0.remove(&peer);
+                }
+            }
+            let of_entry = table.free_unused(generation);
+            freed.entries.extend(of_entry.entries);
+            freed.regions.extend(of_entry.regions);
         }
-        let free: Vec<u64> = table
-            .entries
-            .iter()
-            .filter(|(_, entry)| entry.is_free())
-            .map(|(key, _)| *key)
-            .collect();
-        let freed: Vec<_> = free
-            .into_iter()
-            .filter_map(|generation| table.entries.remove(&generation))
-            .collect();
         drop(table);
-        self.changed.notify_all();
-        drop(freed);
+        self.let_go(freed);
     }
 
     /// A descriptor of the allocation, for a peer that holds a handle of it.
     pub(super) fn descriptor(&self, generation: u64, allocation: u64) -> Result<OwnedFd> {
         let table = lock(&self.table);
         let entry = table.entries.get(&generation);
-        let entry =
-            entry.filter(|entry| entry.export.allocation.backing().identity() == allocation);
+        let entry = entry.filter(|entry| entry.allocation == allocation);
         let entry = entry.ok_or_else(not_registered)?;
-        let descriptor = entry.export.descriptor.as_ref();
+        let descriptor = entry.descriptor.as_ref();
         let descriptor = descriptor.ok_or_else(|| {
             Error::new(
                 ErrorKind::Unsupported,
@@ -158,38 +257,141 @@ impl Exports {
             .map_err(|error| Error::io("duplicate a descriptor", &error))
     }
 
-    /// Waits until `generation` is freed, at most for `limit`; tells which peers still hold it.
-    pub(super) fn wait_freed(&self, generation: u64, limit: Duration) -> Vec<Rank> {
+    /// Waits until a region that is not registered any more is freed, at most for `limit`; tells
+    /// which peers still hold it.
+    pub(super) fn wait_freed(&self, numbers: RegionNumbers, limit: Duration) -> Vec<Rank> {
         let table = lock(&self.table);
-        let waited = self.changed.wait_timeout_while(table, limit, |table| {
-            table.entries.contains_key(&generation)
-        });
+        let waited = self
+            .changed
+            .wait_timeout_while(table, limit, |table| table.holds(numbers).is_some());
         let table = waited.unwrap_or_else(PoisonError::into_inner).0;
         table
+            .holds(numbers)
+            .map_or_else(Vec::new, |entry| entry.holders.peers())
+    }
+
+    /// What is allocated only because peers map it: the peers, and what they are to unmap.
+    pub(super) fn unregistered(&self) -> Vec<(Rank, u64, u64)> {
+        let table = lock(&self.table);
+        let left = table
             .entries
-            .get(&generation)
-            .map_or_else(Vec::new, |entry| entry.holders.keys().copied().collect())
+            .iter()
+            .filter(|(_, entry)| !entry.is_registered());
+        left.flat_map(|(generation, entry)| {
+            let peers = entry.holders.peers().into_iter();
+            peers.map(|peer| (peer, entry.allocation, *generation))
+        })
+        .collect()
+    }
+
+    /// Waits until something was freed, or for `limit`.
+    pub(super) fn wait_for_change(&self, limit: Duration) {
+        let table = lock(&self.table);
+        let count = table.entries.len();
+        // Whatever ends the wait, the caller looks again.
+        drop(
+            self.changed
+                .wait_timeout_while(table, limit, |table| table.entries.len() >= count),
+        );
     }
 
     /// How many allocations are registered or still held by a peer.
     pub(super) fn len(&self) -> usize {
         lock(&self.table).entries.len()
     }
-}
 
-impl Entry {
-    fn is_free(&self) -> bool {
-        self.regions == 0 && self.holders.is_empty()
+    /// Drops what was freed because of what a peer said.
+    fn let_go(&self, freed: Freed) {
+        self.releaser.release(freed.is_borrowed(), freed);
+        self.changed.notify_all();
     }
 }
 
 impl Table {
-    fn take_if_free(&mut self, generation: u64) -> Option<Entry> {
-        if self.entries.get(&generation).is_some_and(Entry::is_free) {
-            self.entries.remove(&generation)
-        } else {
-            None
+    /// Adds an entry for an allocation; its generation.
+    fn add(&mut self, allocation: u64, bytes: u64, export: Export) -> u64 {
+        self.generations += 1;
+        let generation = self.generations;
+        self.entries.insert(
+            generation,
+            Entry {
+                allocation,
+                bytes,
+                ipc: export.ipc,
+                descriptor: export.descriptor,
+                regions: BTreeMap::new(),
+                holders: Holders::default(),
+            },
+        );
+        self.current.insert(allocation, generation);
+        generation
+    }
+
+    /// The entry that holds a region.
+    fn holds(&self, numbers: RegionNumbers) -> Option<&Entry> {
+        let entry = self.entries.get(&numbers.generation);
+        entry.filter(|entry| entry.regions.contains_key(&numbers.region))
+    }
+
+    /// Takes out what is neither registered nor reached by a peer.
+    fn free_unused(&mut self, generation: u64) -> Freed {
+        let mut freed = Freed::default();
+        let Some(entry) = self.entries.get_mut(&generation) else {
+            return freed;
+        };
+        let unused: Vec<u64> = entry
+            .regions
+            .iter()
+            .filter(|(_, region)| !region.registered && region.users.0.is_empty())
+            .map(|(number, _)| *number)
+            .collect();
+        for number in unused {
+            if entry.regions.len() == 1 && !entry.holders.0.is_empty() {
+                break;
+            }
+            freed.regions.extend(entry.regions.remove(&number));
+            self.generation_of_region.remove(&number);
         }
+        if entry.regions.is_empty() {
+            freed.entries.extend(self.entries.remove(&generation));
+        }
+        freed
+    }
+}
+
+impl Entry {
+    fn is_registered(&self) -> bool {
+        self.regions.values().any(|region| region.registered)
+    }
+}
+
+impl Holders {
+    fn add(&mut self, peer: Rank) {
+        *self.0.entry(peer).or_default() += 1;
+    }
+
+    fn remove(&mut self, peer: Rank, handles: u64) {
+        let left = self
+            .0
+            .get(&peer)
+            .map_or(0, |held| held.saturating_sub(handles));
+        if left == 0 {
+            self.0.remove(&peer);
+        } else {
+            self.0.insert(peer, left);
+        }
+    }
+
+    fn peers(&self) -> Vec<Rank> {
+        self.0.keys().copied().collect()
+    }
+}
+
+impl Freed {
+    fn is_borrowed(&self) -> bool {
+        let entries = self.entries.iter().flat_map(|entry| entry.regions.values());
+        let mut regions = entries.chain(&self.regions);
+        regions.any(|region| region.backing.is_borrowed())
     }
 }
 

@@ -11,7 +11,7 @@ use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 const MAGIC: [u8; 4] = *b"WPLH";
-const VERSION: u16 = 1;
+const VERSION: u16 = 2;
 const OPEN_BY_IPC: u16 = 1;
 const OPEN_BY_DESCRIPTOR: u16 = 2;
 const TAG_BYTES: usize = 16;
@@ -32,6 +32,7 @@ struct Wire {
     device: [u8; 16],
     allocation: U64,
     generation: U64,
+    region: U64,
     allocation_bytes: U64,
     offset: U64,
     bytes: U64,
@@ -54,6 +55,8 @@ pub struct Handle {
     pub allocation: u64,
     /// Number of this registration of the allocation; never used again by its owner.
     pub generation: u64,
+    /// Number of the region, where its owner is to be told when it is not used any more; else 0.
+    pub region: u64,
     /// Bytes of the whole allocation.
     pub allocation_bytes: u64,
     /// Offset of the region in the allocation, in bytes.
@@ -135,6 +138,7 @@ impl Handle {
             device: self.device.0,
             allocation: self.allocation.into(),
             generation: self.generation.into(),
+            region: self.region.into(),
             allocation_bytes: self.allocation_bytes.into(),
             offset: self.offset.into(),
             bytes: self.bytes.into(),
@@ -201,6 +205,7 @@ impl Handle {
             process: wire.process,
             allocation: wire.allocation.get(),
             generation: wire.generation.get(),
+            region: wire.region.get(),
             allocation_bytes: wire.allocation_bytes.get(),
             offset: wire.offset.get(),
             bytes: wire.bytes.get(),
@@ -230,6 +235,7 @@ mod tests {
             process: [7; 16],
             allocation: 5,
             generation: 6,
+            region: 7,
             allocation_bytes: 4096,
             offset: 100,
             bytes: 200,
@@ -245,7 +251,7 @@ mod tests {
             Handle::decode(&example().encode(&key), &key).unwrap(),
             example()
         );
-        assert_eq!(HANDLE_BYTES, 168);
+        assert_eq!(HANDLE_BYTES, 176);
     }
 
     #[test]

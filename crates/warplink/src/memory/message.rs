@@ -19,6 +19,9 @@ pub(crate) enum Message {
     Unmap { allocation: u64, generation: u64 },
     /// Tells the owner that handles of a registration are not used any more.
     HandlesReleased { generation: u64, handles: u64 },
+    /// Tells the owner that handles of a region are not used any more, though its allocation may
+    /// still be mapped.
+    RegionReleased { region: u64, handles: u64 },
     /// Tells a peer that its signal slot will not be written any more.
     SlotReleased { slot: u64 },
 }
@@ -55,6 +58,7 @@ impl Message {
                 handles,
             } => (3, [generation, handles]),
             Self::SlotReleased { slot } => (4, [slot, 0]),
+            Self::RegionReleased { region, handles } => (5, [region, handles]),
         }
     }
 
@@ -73,6 +77,10 @@ impl Message {
                 handles: second,
             },
             4 => Self::SlotReleased { slot: first },
+            5 => Self::RegionReleased {
+                region: first,
+                handles: second,
+            },
             _ => return None,
         })
     }
@@ -116,7 +124,7 @@ impl Request {
         }
         let kind = record.kind.get();
         let message = Message::from_wire(kind, record.arguments.map(U64::get))
-            .ok_or_else(|| refuse(format!("unknown kind of request {kind}; expected 1 to 4")))?;
+            .ok_or_else(|| refuse(format!("unknown kind of request {kind}; expected 1 to 5")))?;
         Ok(Self {
             from: record.from.get() as Rank,
             message,
@@ -146,6 +154,10 @@ mod tests {
                 handles: u64::MAX,
             },
             Message::SlotReleased { slot: 11 },
+            Message::RegionReleased {
+                region: 5,
+                handles: 1,
+            },
         ];
         for message in messages {
             let request = Request { from: 3, message };

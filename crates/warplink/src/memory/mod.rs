@@ -9,40 +9,56 @@
 //!    identity and generation; a mapping of the old one is never used for it.
 
 mod cache;
+#[cfg(all(test, loom))]
+mod cache_loom;
+#[cfg(all(test, not(loom)))]
+mod cache_tests;
 mod exports;
 mod handle;
+mod limits;
+mod mapping;
 mod message;
 mod notifier;
 mod opening;
 mod peers;
 mod region;
+mod releaser;
 mod service;
 
 pub use handle::{HANDLE_BYTES, Handle, HandleKey};
+pub use limits::IdleMappings;
 pub(crate) use message::Message;
 pub use region::{Region, RemoteRegion};
 
-use crate::device::{Device, DeviceSlice};
+use crate::deadline::Deadline;
+use crate::device::{AllocationKind, Device, DeviceSlice};
 use crate::error::{Error, ErrorKind, Rank, Result};
-use cache::MappingCache;
+use crate::sync::lock;
+use cache::{CacheLimits, MappingCache};
 use exports::Exports;
+use mapping::{Mapped, RemoteBacking};
 use message::Request;
 use notifier::{Notifier, Outbox};
 use opening::process_identity;
 use peers::{PeerInfo, Peers};
-use region::{Mapped, Registration};
+use region::Registration;
 use service::Service;
 use std::os::fd::OwnedFd;
-use std::sync::atomic::AtomicU64;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock};
+use std::time::Duration;
 
-/// Mappings that are kept though nobody uses them.
-const MAX_IDLE_MAPPINGS: usize = 256;
+/// The longest that an allocation waits for peers to let go of memory that it could use.
+const MAX_RECLAIM: Duration = Duration::from_secs(2);
+
+/// Between two attempts of such an allocation.
+const RECLAIM_INTERVAL: Duration = Duration::from_millis(20);
 
 /// The key of a mapping: whose memory, and which allocation of it.
 type MappingKey = (Rank, u64);
 
 type SlotReleasedHandler = Box<dyn Fn(Rank, u64) + Send + Sync>;
+
+type Reclaimer = Box<dyn Fn() + Send + Sync>;
 
 /// A rank's registrations, and its mappings of peers' memory.
 #[derive(Debug)]
@@ -63,6 +79,7 @@ struct Shared {
     mappings: MappingCache<MappingKey, Mapped>,
     outbox: Outbox,
     slot_released: OnceLock<SlotReleasedHandler>,
+    reclaimers: Mutex<Vec<Reclaimer>>,
 }
 
 impl MemoryRegistry {
@@ -72,6 +89,7 @@ impl MemoryRegistry {
         rank: Rank,
         device: &Arc<dyn Device>,
         secret: &[u8],
+        idle: IdleMappings,
         all_gather: impl FnOnce(Vec<u8>) -> Result<Vec<Vec<u8>>>,
     ) -> Result<Self> {
         let (outbox, queue) = notifier::queue();
@@ -83,9 +101,13 @@ impl MemoryRegistry {
             key,
             peers: OnceLock::new(),
             exports: Exports::default(),
-            mappings: MappingCache::new(MAX_IDLE_MAPPINGS),
+            mappings: MappingCache::new(CacheLimits {
+                idle_count: idle.max_count,
+                idle_bytes: idle.max_bytes,
+            }),
             outbox: outbox.clone(),
             slot_released: OnceLock::new(),
+            reclaimers: Mutex::default(),
         });
         let answering = Arc::downgrade(&shared);
         let service = Service::start(
@@ -98,12 +120,56 @@ impl MemoryRegistry {
         let own = PeerInfo::of_this_rank(&**device, service.name());
         // Set once, here; nobody else has the table yet.
         let _ = shared.peers.set(Peers::gather(rank, &own, all_gather)?);
-        let notifier = Notifier::start(outbox, queue, Arc::downgrade(&shared))?;
+        let notifier = Notifier::start(outbox, queue, Arc::downgrade(&shared), idle.max_age)?;
         Ok(Self {
             shared,
             service,
             notifier,
         })
+    }
+
+    /// Allocates memory of the device. Where there is not enough, has everything let go of that is
+    /// kept for later, asks peers to unmap what is only theirs any more, and waits for them, for two
+    /// seconds at most.
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfMemory`].
+    pub(crate) fn allocate(&self, bytes: usize, kind: AllocationKind) -> Result<DeviceSlice> {
+        let shared = &self.shared;
+        let enough = |result: &Result<DeviceSlice>| !matches!(result, Err(error) if error.kind() == ErrorKind::OutOfMemory);
+        let first = shared.device.allocate(bytes, kind);
+        if enough(&first) {
+            return first;
+        }
+        lock(&shared.reclaimers)
+            .iter()
+            .for_each(|reclaim| reclaim());
+        shared.mappings.release_idle();
+        for (peer, allocation, generation) in shared.exports.unregistered() {
+            let message = Message::Unmap {
+                allocation,
+                generation,
+            };
+            self.tell(peer, message);
+        }
+        let deadline = Deadline::after(MAX_RECLAIM);
+        loop {
+            let left = shared.exports.unregistered();
+            let again = shared.device.allocate(bytes, kind);
+            if enough(&again) {
+                return again;
+            }
+            if left.is_empty() || deadline.passed() {
+                return again.map_err(|error| error.on_rank(shared.rank));
+            }
+            let interval = RECLAIM_INTERVAL.min(deadline.remaining());
+            shared.exports.wait_for_change(interval);
+        }
+    }
+
+    /// Calls `reclaim` when memory runs out, to let go of what is kept for later.
+    pub(crate) fn when_out_of_memory(&self, reclaim: impl Fn() + Send + Sync + 'static) {
+        lock(&self.shared.reclaimers).push(Box::new(reclaim));
     }
 
     /// Registers `slice` for peers. What it registers stays allocated as long as a region of it, or
@@ -119,18 +185,17 @@ impl MemoryRegistry {
                     .on_rank(self.shared.rank),
             );
         }
-        let generation = self.shared.exports.register(slice, || {
-            let export = self.shared.device.export(slice)?;
-            opening::publish_in_process(export.allocation.backing());
-            Ok(export)
-        });
-        let generation = generation
-            .map_err(|error| error.during("register memory").on_rank(self.shared.rank))?;
+        let shared = &self.shared;
+        let numbers = shared
+            .exports
+            .register(slice, || shared.device.export(slice))
+            .map_err(|error| error.during("register memory").on_rank(shared.rank))?;
+        opening::publish_in_process(slice.backing());
         Ok(Region {
             slice: slice.clone(),
             registration: Arc::new(Registration {
-                shared: self.shared.clone(),
-                generation,
+                shared: shared.clone(),
+                numbers,
             }),
         })
     }
@@ -150,24 +215,23 @@ impl MemoryRegistry {
             );
         }
         let slice = &region.slice;
-        let handle = shared
-            .exports
-            .issue_handle(region.generation(), peer, |export| {
-                let backing = export.allocation.backing();
-                Handle {
+        let handle =
+            shared
+                .exports
+                .issue_handle(region.registration.numbers, peer, |allocation| Handle {
                     owner: shared.rank,
                     kind: shared.device.kind(),
                     device: shared.device.identity(),
                     process: process_identity(),
-                    allocation: backing.identity(),
+                    allocation: allocation.identity,
                     generation: region.generation(),
-                    allocation_bytes: backing.bytes() as u64,
+                    region: allocation.region,
+                    allocation_bytes: allocation.bytes,
                     offset: slice.offset() as u64,
                     bytes: slice.bytes() as u64,
-                    ipc: export.ipc,
-                    descriptor: export.descriptor.is_some(),
-                }
-            })?;
+                    ipc: allocation.ipc,
+                    descriptor: allocation.descriptor,
+                })?;
         Ok(handle.encode(&shared.key))
     }
 
@@ -175,7 +239,7 @@ impl MemoryRegistry {
     pub(crate) fn cancel_handle(&self, region: &Region, peer: Rank) {
         self.shared
             .exports
-            .handles_released(region.generation(), peer, 1);
+            .cancel_handle(region.registration.numbers, peer);
     }
 
     /// Maps the region that `peer` exported, from the cache where it is there.
@@ -185,23 +249,17 @@ impl MemoryRegistry {
     /// region is gone; what the device says where it cannot be opened.
     pub(crate) fn open_handle(&self, peer: Rank, wire: &[u8]) -> Result<RemoteRegion> {
         let handle = self.decode(peer, wire)?;
-        let handles = Arc::new(AtomicU64::new(0));
-        let opened =
-            self.shared
-                .mappings
-                .open((peer, handle.allocation), handle.generation, || {
-                    Ok(Mapped {
-                        whole: opening::open(&self.shared, &handle, &handles)?,
-                        handles: handles.clone(),
-                    })
-                });
-        let mapped = opened.inspect_err(|_| self.release_handle(&handle))?;
+        let shared = &self.shared;
+        let key = (peer, handle.allocation);
+        let lease = shared
+            .mappings
+            .open(key, handle.generation, || opening::open(shared, &handle))
+            .inspect_err(|_| self.release_handle(&handle))?;
+        let whole = RemoteBacking::slice(shared, &handle, lease);
         let (start, bytes) = (handle.offset as usize, handle.bytes as usize);
-        let slice = mapped.whole.slice(start..start + bytes)?;
         Ok(RemoteRegion {
             owner: peer,
-            slice,
-            _mapped: mapped,
+            slice: whole.slice(start..start + bytes)?,
         })
     }
 
@@ -221,6 +279,13 @@ impl MemoryRegistry {
             handles: 1,
         };
         self.tell(handle.owner, message);
+        if handle.region != 0 {
+            let message = Message::RegionReleased {
+                region: handle.region,
+                handles: 1,
+            };
+            self.tell(handle.owner, message);
+        }
     }
 
     fn decode(&self, peer: Rank, wire: &[u8]) -> Result<Handle> {
@@ -322,6 +387,9 @@ impl Shared {
                 generation,
                 handles,
             } => self.exports.handles_released(generation, from, handles),
+            Message::RegionReleased { region, handles } => {
+                self.exports.region_released(region, from, handles);
+            }
             Message::SlotReleased { slot } => {
                 if let Some(handler) = self.slot_released.get() {
                     handler(from, slot);

@@ -2,6 +2,7 @@
 
 use super::Shared;
 use super::message::Message;
+use crate::deadline::Deadline;
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::sync::lock;
 use std::collections::HashSet;
@@ -60,11 +61,17 @@ impl Outbox {
 }
 
 impl Notifier {
-    /// Starts the thread, which ends when `shared` is gone.
-    pub(super) fn start(outbox: Outbox, queue: Queue, shared: Weak<Shared>) -> Result<Self> {
+    /// Starts the thread, which ends when `shared` is gone. It also closes mappings that were not used
+    /// for `max_idle_age`.
+    pub(super) fn start(
+        outbox: Outbox,
+        queue: Queue,
+        shared: Weak<Shared>,
+        max_idle_age: Duration,
+    ) -> Result<Self> {
         let thread = std::thread::Builder::new()
             .name("warplink-notifier".to_owned())
-            .spawn(move || run(&queue, &shared))
+            .spawn(move || run(&queue, &shared, max_idle_age / 2))
             .map_err(|error| Error::io("start the notifier thread", &error))?;
         Ok(Self {
             outbox,
@@ -85,9 +92,22 @@ impl Notifier {
     }
 }
 
-fn run(queue: &Queue, shared: &Weak<Shared>) {
+fn run(queue: &Queue, shared: &Weak<Shared>, aging_interval: Duration) {
     let mut gone: HashSet<Rank> = HashSet::new();
-    while let Ok(notice) = queue.0.recv() {
+    let mut aging = Deadline::after(aging_interval);
+    loop {
+        if aging.passed() {
+            let Some(shared) = shared.upgrade() else {
+                return;
+            };
+            shared.mappings.age();
+            aging = Deadline::after(aging_interval);
+        }
+        let notice = match queue.0.recv_timeout(aging.remaining()) {
+            Ok(notice) => notice,
+            Err(mpsc::RecvTimeoutError::Timeout) => continue,
+            Err(mpsc::RecvTimeoutError::Disconnected) => return,
+        };
         match notice {
             Notice::Tell(peer, message) => {
                 let Some(shared) = shared.upgrade() else {

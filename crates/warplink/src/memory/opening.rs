@@ -2,17 +2,17 @@
 
 use super::Shared;
 use super::handle::Handle;
+use super::mapping::Mapped;
 use super::message::Message;
-use super::region::RemoteBacking;
 use crate::device::{Backing, DeviceSlice, Opening};
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::lock;
 use std::collections::BTreeMap;
-use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 
-// Registered allocations of this process, for ranks that are threads of it.
-static IN_PROCESS: Mutex<BTreeMap<u64, Weak<dyn Backing>>> = Mutex::new(BTreeMap::new());
+// What holds the registered allocations of this process, for ranks that are threads of it. Several
+// may hold one allocation: somebody's memory, borrowed in parts.
+static IN_PROCESS: Mutex<BTreeMap<u64, Vec<Weak<dyn Backing>>>> = Mutex::new(BTreeMap::new());
 
 /// A random number that tells this process from every other.
 pub(super) fn process_identity() -> [u8; 16] {
@@ -34,35 +34,27 @@ pub(super) fn process_identity() -> [u8; 16] {
 /// Lets ranks that are threads of this process find the allocation.
 pub(super) fn publish_in_process(backing: &Arc<dyn Backing>) {
     let mut known = lock(&IN_PROCESS);
-    known.retain(|_, weak| weak.strong_count() > 0);
-    known.insert(backing.identity(), Arc::downgrade(backing));
+    known.retain(|_, holders| {
+        holders.retain(|holder| holder.strong_count() > 0);
+        !holders.is_empty()
+    });
+    let holders = known.entry(backing.identity()).or_default();
+    let same = |holder: &Weak<dyn Backing>| holder.ptr_eq(&Arc::downgrade(backing));
+    if !holders.iter().any(same) {
+        holders.push(Arc::downgrade(backing));
+    }
 }
 
-/// Maps the allocation that `handle` names. The owner is told when the mapping is closed, with the
-/// count of `handles`.
-pub(super) fn open(
-    shared: &Arc<Shared>,
-    handle: &Handle,
-    handles: &Arc<AtomicU64>,
-) -> Result<DeviceSlice> {
+/// Maps the allocation that `handle` names.
+pub(super) fn open(shared: &Arc<Shared>, handle: &Handle) -> Result<Mapped> {
     let mapped = import(shared, handle).map_err(|error| {
         error
             .during("open a peer's region")
             .on_rank(shared.rank)
             .with_peer(handle.owner)
     })?;
-    let mapping = mapped.backing().clone();
-    Ok(DeviceSlice::whole(Arc::new(RemoteBacking {
-        base: mapping.base(),
-        bytes: mapping.bytes(),
-        identity: mapping.identity(),
-        kind: mapping.kind(),
-        mapping: Some(mapping),
-        shared: Arc::downgrade(shared),
-        owner: handle.owner,
-        generation: handle.generation,
-        handles: handles.clone(),
-    })))
+    let same_process = handle.process == process_identity();
+    Ok(Mapped::new(shared, handle, &mapped, same_process))
 }
 
 /// The three ways: the same process, CUDA IPC, a descriptor.
@@ -79,7 +71,7 @@ fn import(shared: &Shared, handle: &Handle) -> Result<DeviceSlice> {
     if handle.process == process_identity() {
         let backing = lock(&IN_PROCESS)
             .get(&handle.allocation)
-            .and_then(Weak::upgrade)
+            .and_then(|holders| holders.iter().find_map(Weak::upgrade))
             .ok_or_else(|| {
                 Error::new(ErrorKind::InvalidHandle, "the peer's memory was freed")
                     .help("keep the region until the peer has opened its handle")

@@ -1,15 +1,12 @@
-//! Registered memory here, and mappings of peers' memory: what holds them, and what happens when
-//! the last holder lets go.
+//! Registered memory here, and peers' regions mapped here.
 
-use super::cache::Counted;
+use super::exports::RegionNumbers;
 use super::{Message, Shared};
 use crate::deadline::Deadline;
-use crate::device::{Backing, DeviceKind, DeviceSlice};
+use crate::device::DeviceSlice;
 use crate::error::{Error, Rank, Result};
-use std::any::Any;
 use std::ops::Range;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 
 /// Local memory registered for peers. Clones are the same registration; with the last of them it
 /// ends, and the memory is freed when no peer maps it any more.
@@ -22,90 +19,24 @@ pub struct Region {
 #[derive(Debug)]
 pub(super) struct Registration {
     pub(super) shared: Arc<Shared>,
-    pub(super) generation: u64,
+    pub(super) numbers: RegionNumbers,
 }
 
-/// A peer's region, mapped here.
+/// A peer's region, mapped here as long as this, a clone or a slice of it is there.
 #[derive(Clone, Debug)]
 pub struct RemoteRegion {
     pub(super) owner: Rank,
     pub(super) slice: DeviceSlice,
-    pub(super) _mapped: crate::sync::Arc<Mapped>,
-}
-
-/// A mapping and the count of handles that led to it.
-#[derive(Debug)]
-pub(super) struct Mapped {
-    pub(super) whole: DeviceSlice,
-    pub(super) handles: Arc<AtomicU64>,
-}
-
-/// The device's mapping, which tells its owner when it is closed. Slices hold this one, so the
-/// owner is told only when nothing here can reach its memory any more.
-#[derive(Debug)]
-pub(super) struct RemoteBacking {
-    pub(super) mapping: Option<Arc<dyn Backing>>,
-    pub(super) base: u64,
-    pub(super) bytes: usize,
-    pub(super) identity: u64,
-    pub(super) kind: DeviceKind,
-    pub(super) shared: Weak<Shared>,
-    pub(super) owner: Rank,
-    pub(super) generation: u64,
-    pub(super) handles: Arc<AtomicU64>,
-}
-
-impl Counted for Mapped {
-    fn count(&self) {
-        self.handles.fetch_add(1, Ordering::Relaxed);
-    }
-}
-
-impl Backing for RemoteBacking {
-    fn base(&self) -> u64 {
-        self.base
-    }
-    fn bytes(&self) -> usize {
-        self.bytes
-    }
-    fn identity(&self) -> u64 {
-        self.identity
-    }
-    fn kind(&self) -> DeviceKind {
-        self.kind
-    }
-    fn as_any(&self) -> &dyn Any {
-        match &self.mapping {
-            Some(mapping) => mapping.as_any(),
-            None => self,
-        }
-    }
-}
-
-impl Drop for RemoteBacking {
-    fn drop(&mut self) {
-        // Unmapped first: the owner may free as soon as it is told.
-        self.mapping = None;
-        if let Some(shared) = self.shared.upgrade() {
-            let message = Message::HandlesReleased {
-                generation: self.generation,
-                handles: self.handles.load(Ordering::Relaxed),
-            };
-            shared.outbox.tell(self.owner, message);
-        }
-    }
 }
 
 impl Drop for Registration {
     fn drop(&mut self) {
-        let Some((allocation, holders)) = self.shared.exports.unregister(self.generation) else {
-            return;
-        };
+        let ended = self.shared.exports.unregister(self.numbers);
         let message = Message::Unmap {
-            allocation,
-            generation: self.generation,
+            allocation: ended.allocation,
+            generation: self.numbers.generation,
         };
-        for peer in holders {
+        for peer in ended.asked_to_unmap {
             self.shared.outbox.tell(peer, message);
         }
     }
@@ -157,7 +88,7 @@ impl Region {
 
     /// Number of the registration; another one after the memory was registered anew.
     pub fn generation(&self) -> u64 {
-        self.registration.generation
+        self.registration.numbers.generation
     }
 
     /// Ends the registration and waits until no peer maps the memory. Other clones must be gone.
@@ -167,7 +98,7 @@ impl Region {
     /// has clones, [`ErrorKind::Timeout`](crate::ErrorKind::Timeout), with the peer, where one
     /// still uses a mapping of it; the memory then stays allocated until it lets go.
     pub fn close(self, deadline: Deadline) -> Result<()> {
-        let generation = self.generation();
+        let numbers = self.registration.numbers;
         let shared = self.registration.shared.clone();
         if Arc::strong_count(&self.registration) > 1 {
             return Err(Error::invalid("the region is still in use here")
@@ -177,7 +108,7 @@ impl Region {
         drop(self);
         match shared
             .exports
-            .wait_freed(generation, deadline.remaining())
+            .wait_freed(numbers, deadline.remaining())
             .first()
         {
             None => Ok(()),

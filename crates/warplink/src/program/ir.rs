@@ -6,7 +6,7 @@
 //! loops around the declaration.
 
 use super::expr::{Condition, Expr};
-use super::parameters::Value;
+use super::parameters::Parameter;
 pub use crate::device::Collective;
 use crate::dtype::DType;
 pub use crate::p2p::{Direction, Protocol};
@@ -21,51 +21,6 @@ pub struct Program {
     pub parameters: Vec<Parameter>,
     /// What each rank does.
     pub body: Vec<Statement>,
-}
-
-/// A parameter, whose value the caller gives.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Parameter {
-    /// Its name.
-    pub name: String,
-    /// Which values it takes.
-    pub kind: ParameterKind,
-}
-
-/// Which values a parameter takes.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum ParameterKind {
-    /// `m`: an integer.
-    Integer,
-    /// `n[]`: a list of integers, `n[0]`, `n[1]`, … of which there are `count(n)`.
-    List,
-    /// `parts = 1 | 2 | 4`, `T = bf16 | f16`: one of these, all integers or all element types. A
-    /// caller may leave it open; then it is the first, or the one with which a cost model finds the
-    /// program fastest.
-    OneOf(Vec<Value>),
-}
-
-impl ParameterKind {
-    /// What a caller who leaves it open leaves open; empty where it must be given.
-    pub fn alternatives(&self) -> &[Value] {
-        match self {
-            Self::Integer | Self::List => &[],
-            Self::OneOf(alternatives) => alternatives,
-        }
-    }
-}
-
-impl fmt::Display for ParameterKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Integer => f.write_str("an integer"),
-            Self::List => f.write_str("a list of integers"),
-            Self::OneOf(alternatives) => {
-                let words: Vec<String> = alternatives.iter().map(Value::to_string).collect();
-                f.write_str(&words.join(" or "))
-            }
-        }
-    }
 }
 
 /// A line of the program's text, from 1; 0 where a statement was built and not parsed.

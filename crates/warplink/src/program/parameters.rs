@@ -1,7 +1,6 @@
 //! What a caller gives a program besides memory: the values of its parameters, and which of its
 //! optional tensors are there.
 
-use super::ir::{Parameter, ParameterKind};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use std::collections::{BTreeMap, BTreeSet};
@@ -51,6 +50,51 @@ impl fmt::Display for Value {
                 f.write_str(&values.join(","))
             }
             Self::ElementType(dtype) => dtype.fmt(f),
+        }
+    }
+}
+
+/// A parameter, whose value the caller gives.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Parameter {
+    /// Its name.
+    pub name: String,
+    /// Which values it takes.
+    pub kind: ParameterKind,
+}
+
+/// Which values a parameter takes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ParameterKind {
+    /// `m`: an integer.
+    Integer,
+    /// `n[]`: a list of integers, `n[0]`, `n[1]`, … of which there are `count(n)`.
+    List,
+    /// `parts = 1 | 2 | 4`, `T = bf16 | f16`: one of these, all integers or all element types. A
+    /// caller may leave it open; then it is the first, or the one with which a cost model finds the
+    /// program fastest.
+    OneOf(Vec<Value>),
+}
+
+impl ParameterKind {
+    /// What a caller who leaves it open leaves open; empty where it must be given.
+    pub fn alternatives(&self) -> &[Value] {
+        match self {
+            Self::Integer | Self::List => &[],
+            Self::OneOf(alternatives) => alternatives,
+        }
+    }
+}
+
+impl fmt::Display for ParameterKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Integer => f.write_str("an integer"),
+            Self::List => f.write_str("a list of integers"),
+            Self::OneOf(alternatives) => {
+                let words: Vec<String> = alternatives.iter().map(Value::to_string).collect();
+                f.write_str(&words.join(" or "))
+            }
         }
     }
 }

@@ -52,6 +52,8 @@ pub struct Ranks {
     pub own_gpu_only: bool,
     /// Further variables of the processes.
     pub env: BTreeMap<String, String>,
+    /// A change to each rank's configuration.
+    pub config: Option<fn(&mut Config)>,
 }
 
 /// How a rank ended.
@@ -110,7 +112,11 @@ impl Ranks {
                 parent,
                 "the test ended before its rank began"
             );
-            body(Communicator::join(&config_of_rank()).unwrap());
+            let mut config = config_of_rank();
+            if let Some(change) = self.config {
+                change(&mut config);
+            }
+            body(Communicator::join(&config).unwrap());
             return None;
         }
         let name = std::thread::current()

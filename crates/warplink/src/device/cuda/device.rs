@@ -148,6 +148,10 @@ impl Device for CudaDevice {
         sharing::import(&self.gpu, opening, bytes)
     }
 
+    fn after_unmapping(&self, then: Box<dyn FnOnce() + Send>) {
+        self.gpu.reaper.after(then);
+    }
+
     fn compute(&self) -> Result<Arc<dyn Compute>> {
         self.gpu.fault.check()?;
         let mut made = lock(&self.compute);

@@ -61,7 +61,7 @@ impl HostCollectives {
             let file = std::fs::File::options().read(true).write(true).open(&path);
             let file =
                 file.map_err(|error| Error::io(format!("open {path}"), &error).with_peer(peer))?;
-            memory::map(file.into(), BOX * world).map_err(|error| error.with_peer(peer))
+            memory::map(file.into(), BOX * world, None).map_err(|error| error.with_peer(peer))
         });
         let outboxes = outboxes.collect::<Result<Vec<_>>>()?;
         if outboxes.len() != world {

@@ -1,5 +1,6 @@
 //! Shared-memory files mapped into this process, and every raw access to them.
 
+use super::unmapping::LateUnmapping;
 use crate::device::{Backing, DeviceKind, DeviceSlice, Word};
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::lock;
@@ -25,6 +26,13 @@ struct Mapping {
     descriptor: OwnedFd,
 }
 
+/// What slices of a mapping lie in.
+#[derive(Debug)]
+struct Allocation {
+    mapping: Arc<Mapping>,
+    late: Option<LateUnmapping>,
+}
+
 /// Memory that somebody else answers for, inside one of this process's mappings or beside them.
 #[derive(Debug)]
 struct Borrowed {
@@ -32,7 +40,7 @@ struct Borrowed {
     bytes: usize,
     identity: u64,
     // The mapping that it lies in, which alone can be shared with peers.
-    inside: Option<Arc<dyn Backing>>,
+    inside: Option<Arc<Mapping>>,
     _owner: Arc<dyn Any + Send + Sync>,
 }
 
@@ -45,15 +53,72 @@ fn next_identity() -> u64 {
     IDENTITIES.fetch_add(1, Ordering::Relaxed)
 }
 
-impl Backing for Mapping {
+/// A word that a stream waits for. It stays mapped, but the wait does not keep its allocation: once
+/// nobody else has it, nobody can set the word.
+#[derive(Clone, Debug)]
+pub(super) struct AwaitedWord {
+    address: u64,
+    allocation: Weak<dyn Backing>,
+    // What keeps the address valid.
+    _held: Held,
+}
+
+#[derive(Clone, Debug)]
+enum Held {
+    Mapping { _held: Arc<Mapping> },
+    Backing { _held: Arc<dyn Backing> },
+}
+
+/// A word that stays mapped, at an aligned address, as long as this.
+pub(super) trait MappedWord {
+    fn address(&self) -> u64;
+}
+
+impl MappedWord for Word {
+    fn address(&self) -> u64 {
+        self.address()
+    }
+}
+
+impl MappedWord for AwaitedWord {
+    fn address(&self) -> u64 {
+        self.address
+    }
+}
+
+impl AwaitedWord {
+    pub(super) fn new(word: &Word) -> Self {
+        let backing = word.as_slice().backing();
+        let held = match backing.as_any().downcast_ref::<Allocation>() {
+            Some(Allocation { mapping, .. }) => Held::Mapping {
+                _held: mapping.clone(),
+            },
+            None => Held::Backing {
+                _held: backing.clone(),
+            },
+        };
+        Self {
+            address: word.address(),
+            allocation: Arc::downgrade(backing),
+            _held: held,
+        }
+    }
+
+    /// Whether anybody is left who could set it.
+    pub(super) fn can_be_set(&self) -> bool {
+        self.allocation.strong_count() > 0
+    }
+}
+
+impl Backing for Allocation {
     fn base(&self) -> u64 {
-        self.base
+        self.mapping.base
     }
     fn bytes(&self) -> usize {
-        self.bytes
+        self.mapping.bytes
     }
     fn identity(&self) -> u64 {
-        self.identity
+        self.mapping.identity
     }
     fn kind(&self) -> DeviceKind {
         DeviceKind::Host
@@ -76,8 +141,19 @@ impl Backing for Borrowed {
     fn kind(&self) -> DeviceKind {
         DeviceKind::Host
     }
+    fn is_borrowed(&self) -> bool {
+        true
+    }
     fn as_any(&self) -> &dyn Any {
         self
+    }
+}
+
+impl Drop for Allocation {
+    fn drop(&mut self) {
+        if let Some(late) = &self.late {
+            late.unmap(self.mapping.clone());
+        }
     }
 }
 
@@ -109,11 +185,15 @@ pub(super) fn allocate(bytes: usize) -> Result<DeviceSlice> {
     };
     let descriptor = rustix::fs::memfd_create("warplink", MemfdFlags::CLOEXEC).map_err(fail)?;
     rustix::fs::ftruncate(&descriptor, bytes as u64).map_err(fail)?;
-    map_file(descriptor, bytes)
+    map_file(descriptor, bytes, None)
 }
 
 /// Maps a peer's file, which must hold at least `bytes`.
-pub(super) fn map(descriptor: OwnedFd, bytes: usize) -> Result<DeviceSlice> {
+pub(super) fn map(
+    descriptor: OwnedFd,
+    bytes: usize,
+    late: Option<LateUnmapping>,
+) -> Result<DeviceSlice> {
     let status = rustix::fs::fstat(&descriptor)
         .map_err(|errno| Error::io("inspect a received descriptor", &errno.into()))?;
     // Touching pages past the end of a file raises SIGBUS, so its length is checked, not trusted.
@@ -127,10 +207,10 @@ pub(super) fn map(descriptor: OwnedFd, bytes: usize) -> Result<DeviceSlice> {
         )
         .during("map a peer's memory"));
     }
-    map_file(descriptor, bytes)
+    map_file(descriptor, bytes, late)
 }
 
-fn map_file(descriptor: OwnedFd, bytes: usize) -> Result<DeviceSlice> {
+fn map_file(descriptor: OwnedFd, bytes: usize, late: Option<LateUnmapping>) -> Result<DeviceSlice> {
     let mapped = bytes.next_multiple_of(rustix::param::page_size());
     // SAFETY: a new mapping at an address of the kernel's choice touches no memory in use.
     let base = unsafe {
@@ -152,7 +232,7 @@ fn map_file(descriptor: OwnedFd, bytes: usize) -> Result<DeviceSlice> {
         descriptor,
     });
     lock(&MAPPINGS).insert(mapping.base, Arc::downgrade(&mapping));
-    Ok(DeviceSlice::whole(mapping))
+    Ok(DeviceSlice::whole(Arc::new(Allocation { mapping, late })))
 }
 
 /// A view of memory that `owner` keeps.
@@ -202,9 +282,8 @@ pub(super) fn descriptor(slice: &DeviceSlice) -> Result<OwnedFd> {
     let inside = any
         .downcast_ref::<Borrowed>()
         .and_then(|borrowed| borrowed.inside.as_ref());
-    let mapping = inside
-        .map_or(any, |backing| backing.as_any())
-        .downcast_ref::<Mapping>();
+    let whole = || any.downcast_ref().map(|Allocation { mapping, .. }| mapping);
+    let mapping = inside.or_else(whole);
     let Some(mapping) = mapping else {
         return Err(Error::new(
             ErrorKind::Unsupported,
@@ -283,12 +362,12 @@ pub(super) fn store(word: &Word, value: u64) {
 }
 
 /// The word's value; what was written before the store that set it is visible after.
-pub(super) fn load(word: &Word) -> u64 {
+pub(super) fn load(word: &impl MappedWord) -> u64 {
     atomic(word).load(Ordering::Acquire)
 }
 
 /// Sleeps until the word is not `seen`, is written, or `limit` has passed.
-pub(super) fn sleep_while(word: &Word, seen: u64, limit: Duration) {
+pub(super) fn sleep_while(word: &impl MappedWord, seen: u64, limit: Duration) {
     let limit = futex::Timespec {
         tv_sec: limit.as_secs() as i64,
         tv_nsec: i64::from(limit.subsec_nanos()),
@@ -303,13 +382,13 @@ pub(super) fn sleep_while(word: &Word, seen: u64, limit: Duration) {
     );
 }
 
-fn atomic(word: &Word) -> &AtomicU64 {
+fn atomic(word: &impl MappedWord) -> &AtomicU64 {
     // SAFETY: a word is 8 mapped bytes, aligned, for as long as it is borrowed here, and every
     // process accesses words atomically only.
     unsafe { AtomicU64::from_ptr(word.address() as *mut u64) }
 }
 
-fn low_half(word: &Word) -> &AtomicU32 {
+fn low_half(word: &impl MappedWord) -> &AtomicU32 {
     let low = word.address() + if cfg!(target_endian = "big") { 4 } else { 0 };
     // SAFETY: as for `atomic`. Only the kernel reads through this address, as a futex.
     unsafe { AtomicU32::from_ptr(low as *mut u32) }
@@ -325,7 +404,7 @@ mod tests {
         let borrowed = borrow(whole.address() + 100, 50, Arc::new(())).unwrap();
         assert_eq!((borrowed.offset(), borrowed.bytes()), (100, 50));
         assert_eq!(borrowed.backing().identity(), whole.backing().identity());
-        let mapped = map(descriptor(&borrowed).unwrap(), 10_000).unwrap();
+        let mapped = map(descriptor(&borrowed).unwrap(), 10_000, None).unwrap();
         write_bytes(&borrowed, &[7; 50]).unwrap();
         let mut seen = [0; 50];
         read_bytes(&mapped.slice(100..150).unwrap(), &mut seen).unwrap();
@@ -346,7 +425,7 @@ mod tests {
     #[test]
     fn a_short_file_is_refused() {
         let whole = allocate(100).unwrap();
-        let error = map(descriptor(&whole).unwrap(), 200).unwrap_err();
+        let error = map(descriptor(&whole).unwrap(), 200, None).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::InvalidHandle);
         assert!(allocate(0).is_err());
     }

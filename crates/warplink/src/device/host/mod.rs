@@ -12,6 +12,7 @@ mod graph;
 mod memory;
 mod operation;
 mod stream;
+mod unmapping;
 
 use super::{
     AllGatherBytes, AllocationKind, CollectiveEngine, Compute, Delays, Device, DeviceIdentity,
@@ -20,8 +21,9 @@ use super::{
 use crate::device::{DeviceProperties, machine_identity};
 use crate::error::{Error, ErrorKind, Result};
 use std::any::Any;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+use unmapping::LateUnmapping;
 
 #[derive(Debug)]
 pub(crate) struct HostDevice {
@@ -29,6 +31,8 @@ pub(crate) struct HostDevice {
     fault: Arc<Fault>,
     delays: Option<Delays>,
     streams: AtomicU64,
+    /// Started for the first mapping, where tests ask for delays.
+    late_unmapping: OnceLock<LateUnmapping>,
 }
 
 impl HostDevice {
@@ -38,7 +42,20 @@ impl HostDevice {
             fault: Arc::default(),
             delays,
             streams: AtomicU64::new(1),
+            late_unmapping: OnceLock::new(),
         })
+    }
+
+    /// What unmaps late, where tests ask for delays.
+    fn late_unmapping(&self) -> Result<Option<LateUnmapping>> {
+        let Some(delays) = self.delays else {
+            return Ok(None);
+        };
+        if let Some(late) = self.late_unmapping.get() {
+            return Ok(Some(late.clone()));
+        }
+        let late = LateUnmapping::start(delays)?;
+        Ok(Some(self.late_unmapping.get_or_init(|| late).clone()))
     }
 }
 
@@ -153,12 +170,21 @@ impl Device for HostDevice {
     fn import(&self, opening: Opening, bytes: usize) -> Result<DeviceSlice> {
         match opening {
             Opening::SameProcess(slice) => check_kind(&slice).map(|()| slice),
-            Opening::Descriptor(descriptor) => memory::map(descriptor, bytes),
+            Opening::Descriptor(descriptor) => {
+                memory::map(descriptor, bytes, self.late_unmapping()?)
+            }
             Opening::Ipc(_) => Err(Error::new(
                 ErrorKind::InvalidHandle,
                 "a CUDA IPC handle cannot be opened on the host device",
             )
             .during("open a handle")),
+        }
+    }
+
+    fn after_unmapping(&self, then: Box<dyn FnOnce() + Send>) {
+        match self.late_unmapping.get() {
+            Some(late) => late.then(then),
+            None => then(),
         }
     }
 

@@ -2,9 +2,9 @@
 
 use super::event::EventState;
 use super::graph::GraphInner;
-use super::memory;
+use super::memory::{self, AwaitedWord, MappedWord};
 use crate::device::{Delays, DeviceSlice, Fault, Word};
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
@@ -28,7 +28,7 @@ pub(super) enum Operation {
         value: u64,
     },
     Wait {
-        word: Word,
+        word: AwaitedWord,
         at_least: u64,
     },
     Record {
@@ -153,7 +153,7 @@ impl Context {
         let marks = self.marks.as_ref().and_then(|marks| marks.get(mark));
         marks.ok_or_else(|| {
             Error::new(
-                crate::ErrorKind::Internal,
+                ErrorKind::Internal,
                 "an operation of a graph ran outside of its launch",
             )
         })
@@ -176,7 +176,7 @@ impl Context {
     }
 
     /// Spins briefly, then sleeps; ends with the fault when it is raised.
-    pub(super) fn wait(&self, word: &Word, at_least: u64) -> Result<()> {
+    pub(super) fn wait(&self, word: &AwaitedWord, at_least: u64) -> Result<()> {
         const SPINS: usize = 200;
         // The fault is looked for this often by a sleeper that nobody wakes.
         const NAP: Duration = Duration::from_millis(10);
@@ -190,6 +190,14 @@ impl Context {
                 std::hint::spin_loop();
             } else {
                 self.fault.check()?;
+                if !word.can_be_set() {
+                    return Err(Error::new(
+                        ErrorKind::Closed,
+                        format!("the word at {:#x} was freed", word.address()),
+                    )
+                    .during("wait for a word")
+                    .help("keep the word until the streams that wait for it are done"));
+                }
                 memory::sleep_while(word, seen, NAP);
             }
         }

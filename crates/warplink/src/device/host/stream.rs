@@ -2,6 +2,7 @@
 
 use super::event::{self, HostEvent, Recorded};
 use super::graph::{CapturedMark, HostGraph, Session};
+use super::memory::AwaitedWord;
 use super::operation::{Context, Operation};
 use super::{check_kind, event::EventState};
 use crate::deadline::Deadline;
@@ -192,7 +193,7 @@ impl StreamBackend for HostStream {
                     value,
                 },
                 MemoryOp::Wait { word, value } => Operation::Wait {
-                    word: word.clone(),
+                    word: AwaitedWord::new(word),
                     at_least: value,
                 },
             })?;

@@ -77,6 +77,12 @@ impl fmt::Debug for Executor {
 impl Executor {
     pub(crate) fn new(context: RankContext) -> Self {
         let pool = Arc::new(Pool::new(&context.device, &context.memory));
+        let kept = Arc::downgrade(&pool);
+        context.memory.when_out_of_memory(move || {
+            if let Some(pool) = kept.upgrade() {
+                pool.release_free();
+            }
+        });
         Self { context, pool }
     }
 

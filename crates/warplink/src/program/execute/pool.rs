@@ -1,4 +1,4 @@
-//! MemoryRegistry and streams that plans take and give back.
+//! Memory and streams that plans take and give back.
 
 use crate::device::{AllocationKind, Device, Priority, Stream};
 use crate::error::Result;
@@ -27,6 +27,12 @@ impl Pool {
         }
     }
 
+    /// Lets go of the regions that no plan uses.
+    pub(super) fn release_free(&self) {
+        let free = std::mem::take(&mut *lock(&self.free));
+        drop(free);
+    }
+
     /// A region of exactly `bytes`, with whatever the last user left in it.
     pub(super) fn take(&self, bytes: usize) -> Result<Region> {
         let kept = lock(&self.free).get_mut(&bytes).and_then(Vec::pop);
@@ -34,7 +40,7 @@ impl Pool {
             Some(region) => Ok(region),
             None => self
                 .memory
-                .register(&self.device.allocate(bytes, AllocationKind::Plain)?),
+                .register(&self.memory.allocate(bytes, AllocationKind::Plain)?),
         }
     }
 

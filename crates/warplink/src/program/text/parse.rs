@@ -7,10 +7,10 @@ use crate::device::ReduceOp;
 use crate::dtype::DType;
 use crate::program::expr::Expr;
 use crate::program::ir::{
-    Branch, Collective, Declaration, Each, ElementType, Line, Loop, Parameter, ParameterKind,
-    PostedMatmul, Program, Role, Sharding, Statement, StatementKind, TensorRef,
+    Branch, Collective, Declaration, Each, ElementType, Line, Loop, PostedMatmul, Program, Role,
+    Sharding, Statement, StatementKind, TensorRef,
 };
-use crate::program::parameters::Value;
+use crate::program::parameters::{Parameter, ParameterKind, Value};
 use std::mem::discriminant;
 
 /// Parses a whole program.

@@ -3,10 +3,11 @@
 use crate::device::ReduceOp;
 use crate::program::expr::{Condition, Expr, Operator};
 use crate::program::ir::{
-    Backend, Branch, Collective, Declaration, Direction, Each, ElementType, Loop, Over, Parameter,
-    ParameterKind, Program, Protocol, Role, Selection, Sharding, ShareItem, ShareItemKind,
-    Statement, StatementKind, StreamRef, TensorRef, Transfer, TransferRef,
+    Backend, Branch, Collective, Declaration, Direction, Each, ElementType, Loop, Over, Program,
+    Protocol, Role, Selection, Sharding, ShareItem, ShareItemKind, Statement, StatementKind,
+    StreamRef, TensorRef, Transfer, TransferRef,
 };
+use crate::program::parameters::{Parameter, ParameterKind};
 use std::fmt::{self, Display, Formatter};
 
 /// The first line of the statement or declared transfer that stands on `line` of the program's

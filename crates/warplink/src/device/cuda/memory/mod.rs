@@ -121,6 +121,10 @@ impl Backing for CudaBacking {
         DeviceKind::Cuda
     }
 
+    fn is_borrowed(&self) -> bool {
+        matches!(self.source, Source::Borrowed(_))
+    }
+
     fn as_any(&self) -> &dyn Any {
         self
     }

@@ -72,6 +72,20 @@ impl Reaper {
         }
     }
 
+    /// Has the thread run `then` once everything given to it so far is freed. Does not wait.
+    pub(crate) fn after(&self, then: impl FnOnce() + Send + 'static) {
+        // Jobs are done in order; nobody listens for the end of this one.
+        let (done, _) = channel();
+        let job = Job {
+            first: Box::new(|| ()),
+            free: Box::new(|_| then()),
+            done,
+        };
+        if self.sender.send(job).is_err() {
+            tracing::warn!("the thread that frees device memory has ended");
+        }
+    }
+
     /// Waits, up to `limit`, until everything given to the thread so far is freed; whether it is.
     pub(crate) fn flush(&self, limit: Duration) -> bool {
         let (done, wait) = channel();

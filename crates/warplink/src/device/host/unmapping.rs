@@ -1,0 +1,48 @@
+//! Unmapping late, as a GPU's driver does, where tests ask for delays.
+
+use crate::device::Delays;
+use crate::error::{Error, Result};
+use std::any::Any;
+use std::sync::mpsc::{Sender, channel};
+
+/// What is unmapped or done, in the order given.
+enum Job {
+    Unmap(Box<dyn Any + Send>),
+    Then(Box<dyn FnOnce() + Send>),
+}
+
+/// The thread that unmaps. It ends after its last work when all clones of this are dropped.
+#[derive(Clone, Debug)]
+pub(super) struct LateUnmapping(Sender<Job>);
+
+impl LateUnmapping {
+    pub(super) fn start(delays: Delays) -> Result<Self> {
+        let (sender, queue) = channel();
+        std::thread::Builder::new()
+            .name("warplink-unmap".to_owned())
+            .spawn(move || {
+                for job in queue {
+                    match job {
+                        Job::Unmap(mapping) => {
+                            std::thread::sleep(delays.max);
+                            drop(mapping);
+                        }
+                        Job::Then(then) => then(),
+                    }
+                }
+            })
+            .map_err(|error| Error::io("start the thread that unmaps late", &error))?;
+        Ok(Self(sender))
+    }
+
+    /// Drops `mapping` later.
+    pub(super) fn unmap(&self, mapping: impl Any + Send) {
+        // The thread lives as long as this.
+        let _ = self.0.send(Job::Unmap(Box::new(mapping)));
+    }
+
+    /// Runs `then` when everything so far is unmapped.
+    pub(super) fn then(&self, then: Box<dyn FnOnce() + Send>) {
+        let _ = self.0.send(Job::Then(then));
+    }
+}

@@ -1,0 +1,149 @@
+//! A peer's allocation mapped here, and what uses it.
+
+use super::cache::{Lease, Mapping};
+use super::handle::Handle;
+use super::{MappingKey, Message, Shared};
+use crate::device::{Backing, DeviceKind, DeviceSlice};
+use crate::error::Rank;
+use std::any::Any;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
+
+/// A mapping of a peer's allocation. When it is closed, and not before, the owner is told that the
+/// handles which led to it are not used any more.
+#[derive(Debug)]
+pub(super) struct Mapped {
+    // Dropped in this order.
+    mapping: Arc<dyn Backing>,
+    handles: OpenedHandles,
+    same_process: bool,
+}
+
+/// The handles of one registration that led to a mapping, given back when this is dropped.
+#[derive(Debug)]
+struct OpenedHandles {
+    shared: Weak<Shared>,
+    owner: Rank,
+    generation: u64,
+    count: AtomicU64,
+}
+
+/// What slices of a peer's region lie in: its mapping, in use as long as there is one of them.
+#[derive(Debug)]
+pub(super) struct RemoteBacking {
+    lease: Lease<MappingKey, Mapped>,
+    /// Tells the owner when the region is not used any more, where the owner waits for that.
+    _use: Option<RegionUse>,
+}
+
+/// One handle's use of a region whose owner waits for its end.
+#[derive(Debug)]
+struct RegionUse {
+    shared: Weak<Shared>,
+    owner: Rank,
+    region: u64,
+}
+
+impl Mapped {
+    pub(super) fn new(
+        shared: &Arc<Shared>,
+        handle: &Handle,
+        mapping: &DeviceSlice,
+        same_process: bool,
+    ) -> Self {
+        Self {
+            mapping: mapping.backing().clone(),
+            handles: OpenedHandles {
+                shared: Arc::downgrade(shared),
+                owner: handle.owner,
+                generation: handle.generation,
+                count: AtomicU64::new(0),
+            },
+            same_process,
+        }
+    }
+}
+
+impl Mapping for Mapped {
+    fn count_handle(&self) {
+        self.handles.count.fetch_add(1, Ordering::Relaxed);
+    }
+
+    fn bytes(&self) -> u64 {
+        self.mapping.bytes() as u64
+    }
+
+    /// Memory of this process costs nothing to open, and would be kept allocated.
+    fn is_kept_idle(&self) -> bool {
+        !self.same_process
+    }
+}
+
+impl Drop for OpenedHandles {
+    fn drop(&mut self) {
+        let Some(shared) = self.shared.upgrade() else {
+            return;
+        };
+        let message = Message::HandlesReleased {
+            generation: self.generation,
+            handles: self.count.load(Ordering::Relaxed),
+        };
+        let (outbox, owner) = (shared.outbox.clone(), self.owner);
+        // The owner may free as soon as it is told, and the device may still be unmapping.
+        shared
+            .device
+            .after_unmapping(Box::new(move || outbox.tell(owner, message)));
+    }
+}
+
+impl RemoteBacking {
+    /// The whole allocation of `handle`, mapped as `lease`.
+    pub(super) fn slice(
+        shared: &Arc<Shared>,
+        handle: &Handle,
+        lease: Lease<MappingKey, Mapped>,
+    ) -> DeviceSlice {
+        DeviceSlice::whole(Arc::new(Self {
+            lease,
+            _use: (handle.region != 0).then(|| RegionUse {
+                shared: Arc::downgrade(shared),
+                owner: handle.owner,
+                region: handle.region,
+            }),
+        }))
+    }
+}
+
+impl Backing for RemoteBacking {
+    fn base(&self) -> u64 {
+        self.lease.mapping.base()
+    }
+
+    fn bytes(&self) -> usize {
+        self.lease.mapping.bytes()
+    }
+
+    fn identity(&self) -> u64 {
+        self.lease.mapping.identity()
+    }
+
+    fn kind(&self) -> DeviceKind {
+        self.lease.mapping.kind()
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self.lease.mapping.as_any()
+    }
+}
+
+impl Drop for RegionUse {
+    fn drop(&mut self) {
+        if let Some(shared) = self.shared.upgrade() {
+            let message = Message::RegionReleased {
+                region: self.region,
+                handles: 1,
+            };
+            shared.outbox.tell(self.owner, message);
+        }
+    }
+}

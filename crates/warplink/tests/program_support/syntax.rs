@@ -1,0 +1,296 @@
+//! Random programs as the parser sees them: any statements, whether or not they make sense.
+
+use proptest::prelude::*;
+use warplink::program::expr::{Comparison, Operator};
+use warplink::program::ir::{
+    Branch, Collective, Declaration, Each, ElementType, Loop, Over, PostedMatmul, Role, Selection,
+    Sharding, ShareItem, ShareItemKind, Statement, StatementKind, StreamRef, TensorRef, Transfer,
+    TransferRef,
+};
+use warplink::program::parameters::{Parameter, ParameterKind};
+use warplink::program::{Backend, Condition, Direction, Expr, Protocol, Value};
+use warplink::{DType, device::ReduceOp};
+
+pub(crate) fn name() -> impl Strategy<Value = String> {
+    "[a-z_][a-zA-Z0-9_]{0,6}".prop_filter("not reserved", |name| {
+        warplink::program::text::is_name(name)
+    })
+}
+
+fn expr() -> impl Strategy<Value = Expr> {
+    let leaf = prop_oneof![
+        any::<i64>().prop_map(Expr::Number),
+        (0..20_i64).prop_map(Expr::Number),
+        name().prop_map(Expr::Name),
+        prop_oneof![Just("rank"), Just("world"), Just("streams")]
+            .prop_map(|n| Expr::Name(n.into())),
+    ];
+    let operator = prop_oneof![
+        Just(Operator::Add),
+        Just(Operator::Subtract),
+        Just(Operator::Multiply),
+        Just(Operator::Divide),
+        Just(Operator::Remainder),
+        Just(Operator::ShiftLeft),
+        Just(Operator::ShiftRight),
+        Just(Operator::Xor),
+        Just(Operator::Min),
+        Just(Operator::Max),
+    ];
+    leaf.prop_recursive(4, 16, 2, move |inner| {
+        prop_oneof![
+            inner.clone().prop_map(|a| Expr::Negative(a.into())),
+            inner.clone().prop_map(|a| Expr::Log2(a.into())),
+            (name(), inner.clone()).prop_map(|(list, index)| Expr::Element(list, index.into())),
+            name().prop_map(Expr::Count),
+            (operator.clone(), inner.clone(), inner).prop_map(|(op, a, b)| Expr::Binary(
+                op,
+                a.into(),
+                b.into()
+            )),
+        ]
+    })
+}
+
+/// An integer that is not an element of a list alone, which reads like a tensor.
+fn number() -> impl Strategy<Value = Expr> {
+    expr().prop_filter("is no tensor", |value| !matches!(value, Expr::Element(..)))
+}
+
+pub(crate) fn parameter() -> impl Strategy<Value = Parameter> {
+    let numbers = prop::collection::btree_set(0..9_i64, 1..4);
+    let types = prop::collection::hash_set(prop::sample::select(&DType::ALL[..]), 1..4);
+    let one_of = |values: Vec<Value>| ParameterKind::OneOf(values);
+    let kind = prop_oneof![
+        Just(ParameterKind::Integer),
+        Just(ParameterKind::List),
+        numbers.prop_map(move |set| one_of(set.into_iter().map(Value::from).collect())),
+        types.prop_map(move |set| one_of(set.into_iter().map(Value::from).collect())),
+    ];
+    (name(), kind).prop_map(|(name, kind)| Parameter { name, kind })
+}
+
+fn condition() -> impl Strategy<Value = Condition> {
+    let comparison = prop_oneof![
+        Just(Comparison::Equal),
+        Just(Comparison::NotEqual),
+        Just(Comparison::Less),
+        Just(Comparison::LessOrEqual),
+        Just(Comparison::Greater),
+        Just(Comparison::GreaterOrEqual),
+    ];
+    let leaf = prop_oneof![
+        (comparison, expr(), expr()).prop_map(|(c, a, b)| Condition::Compare(c, a, b)),
+        name().prop_map(Condition::Given),
+    ];
+    leaf.prop_recursive(3, 8, 2, |inner| {
+        prop_oneof![
+            inner.clone().prop_map(|a| Condition::Not(a.into())),
+            (inner.clone(), inner.clone()).prop_map(|(a, b)| Condition::And(a.into(), b.into())),
+            (inner.clone(), inner).prop_map(|(a, b)| Condition::Or(a.into(), b.into())),
+        ]
+    })
+}
+
+fn tensor() -> impl Strategy<Value = TensorRef> {
+    let selection = prop_oneof![
+        expr().prop_map(Selection::Index),
+        (expr(), expr()).prop_map(|(a, b)| Selection::Range(a, b)),
+    ];
+    (name(), prop::collection::vec(selection, 0..3))
+        .prop_map(|(name, selections)| TensorRef { name, selections })
+}
+
+fn transfer() -> impl Strategy<Value = TransferRef> {
+    (name(), prop::collection::vec(expr(), 0..3))
+        .prop_map(|(name, indices)| TransferRef { name, indices })
+}
+
+fn each<T: Clone + std::fmt::Debug>(
+    item: impl Strategy<Value = T>,
+) -> impl Strategy<Value = Vec<Each<T>>> {
+    let over = (name(), expr(), expr()).prop_map(|(index, from, to)| Over { index, from, to });
+    let each = (item, prop::option::of(over)).prop_map(|(item, over)| Each { item, over });
+    prop::collection::vec(each, 1..4)
+}
+
+fn stream() -> impl Strategy<Value = StreamRef> {
+    prop_oneof![
+        Just(StreamRef::Caller),
+        expr().prop_map(StreamRef::Pool),
+        expr().prop_map(StreamRef::High),
+        name().prop_map(StreamRef::Named),
+    ]
+}
+
+fn declaration() -> impl Strategy<Value = Declaration> {
+    let role = prop_oneof![Just(Role::Input), Just(Role::Output), Just(Role::Local)];
+    let dtype = prop_oneof![
+        prop::sample::select(&DType::ALL[..]).prop_map(ElementType::Fixed),
+        name().prop_map(ElementType::Parameter),
+    ];
+    let family = (name(), expr(), expr()).prop_map(|(index, from, to)| Over { index, from, to });
+    (
+        (role, any::<bool>()),
+        (name(), prop::option::of(family)),
+        dtype,
+        prop::collection::vec(expr(), 1..4),
+        0..5_usize,
+    )
+        .prop_map(
+            |((role, optional), (name, family), dtype, shape, sharded)| {
+                let sharding = match sharded {
+                    0 | 1 => Sharding::Whole,
+                    2 => Sharding::Loop,
+                    axis => Sharding::Ranks(axis % shape.len()),
+                };
+                Declaration {
+                    role,
+                    optional: optional && role != Role::Local,
+                    name,
+                    family,
+                    dtype,
+                    shape,
+                    sharding,
+                }
+            },
+        )
+}
+
+fn collective() -> impl Strategy<Value = Collective<Expr>> {
+    let op = || {
+        prop_oneof![
+            Just(ReduceOp::Sum),
+            Just(ReduceOp::Max),
+            Just(ReduceOp::Min)
+        ]
+    };
+    prop_oneof![
+        Just(Collective::AllGather),
+        Just(Collective::AllToAll),
+        op().prop_map(Collective::AllReduce),
+        op().prop_map(Collective::ReduceScatter),
+        expr().prop_map(Collective::Broadcast),
+        (op(), expr()).prop_map(|(op, root)| Collective::Reduce(op, root)),
+    ]
+}
+
+fn blocks<S: Clone + std::fmt::Debug + 'static>(
+    leaf: impl Strategy<Value = S> + 'static,
+    repeat: fn(Loop<S>) -> S,
+    branch: fn(Branch<S>) -> S,
+) -> impl Strategy<Value = Vec<S>> {
+    let one = leaf.prop_recursive(3, 12, 3, move |inner| {
+        let body = prop::collection::vec(inner, 0..3);
+        prop_oneof![
+            (name(), expr(), expr(), body.clone()).prop_map(move |(index, from, to, body)| repeat(
+                Loop {
+                    index,
+                    from,
+                    to,
+                    body
+                }
+            )),
+            (condition(), body.clone(), body).prop_map(move |(condition, then, otherwise)| {
+                branch(Branch {
+                    condition,
+                    then,
+                    otherwise,
+                })
+            }),
+        ]
+    });
+    prop::collection::vec(one, 0..4)
+}
+
+fn share() -> impl Strategy<Value = Vec<ShareItem>> {
+    let backend = prop_oneof![
+        Just(Backend::Direct(Protocol::Get)),
+        Just(Backend::Direct(Protocol::Put)),
+        Just(Backend::Nccl),
+    ];
+    let direction = prop_oneof![Just(Direction::Send), Just(Direction::Receive)];
+    let leaf = prop_oneof![
+        (name(), direction, tensor(), expr(), expr(), backend).prop_map(
+            |(name, direction, tensor, peer, tag, backend)| {
+                ShareItemKind::Transfer(Transfer {
+                    name,
+                    direction,
+                    tensor,
+                    peer,
+                    tag,
+                    backend,
+                })
+                .into()
+            }
+        ),
+        (name(), expr()).prop_map(|(name, value)| ShareItemKind::LetInteger { name, value }.into()),
+    ];
+    blocks(
+        leaf,
+        |it| ShareItemKind::For(it).into(),
+        |it| ShareItemKind::If(it).into(),
+    )
+}
+
+pub(crate) fn statements() -> impl Strategy<Value = Vec<Statement>> {
+    let selected = tensor().prop_filter("selects", |tensor| !tensor.selections.is_empty());
+    let leaf = prop_oneof![
+        condition().prop_map(StatementKind::Require),
+        declaration().prop_map(StatementKind::Declare),
+        name().prop_map(StatementKind::Deallocate),
+        (name(), number()).prop_map(|(name, value)| StatementKind::LetInteger { name, value }),
+        (name(), selected).prop_map(|(name, value)| StatementKind::LetTensor { name, value }),
+        (tensor(), tensor()).prop_map(|(target, source)| StatementKind::Copy { target, source }),
+        (
+            tensor(),
+            tensor(),
+            tensor(),
+            prop::option::of(tensor()),
+            any::<bool>()
+        )
+            .prop_map(|(target, a, b, bias, accumulate)| StatementKind::Matmul {
+                target,
+                a,
+                b,
+                bias,
+                accumulate
+            }),
+        (tensor(), each(tensor()))
+            .prop_map(|(target, sources)| StatementKind::Sum { target, sources }),
+        (tensor(), tensor(), collective()).prop_map(|(target, source, collective)| {
+            StatementKind::Collective {
+                target,
+                source,
+                collective,
+            }
+        }),
+        share().prop_map(StatementKind::Share),
+        each(transfer()).prop_map(StatementKind::Post),
+        (
+            transfer(),
+            tensor(),
+            tensor(),
+            prop::option::of(tensor()),
+            prop::option::of((name(), expr(), expr()))
+        )
+            .prop_map(|(send, a, b, bias, over)| StatementKind::PostMatmul(Each {
+                item: PostedMatmul { send, a, b, bias },
+                over: over.map(|(index, from, to)| Over { index, from, to }),
+            })),
+        each(transfer()).prop_map(StatementKind::Wait),
+        name().prop_map(StatementKind::GetStream),
+        stream().prop_map(StatementKind::SetStream),
+        stream().prop_map(StatementKind::Synchronize),
+    ]
+    .prop_map(Statement::from);
+    let forked = blocks(
+        leaf,
+        |it| StatementKind::For(it).into(),
+        |it| StatementKind::If(it).into(),
+    );
+    (prop::option::of(each(stream())), forked).prop_map(|(streams, body)| match streams {
+        Some(streams) => vec![StatementKind::Fork { streams, body }.into()],
+        None => body,
+    })
+}
