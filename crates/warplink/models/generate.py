@@ -3,7 +3,8 @@
 
 They hold figures that were measured on eight H200 one by one (docs/performance.md), a guess for any
 other GPU, and rough figures of a machine without one. Times of matrix multiplications come from a
-formula here; a model that `warplink tune` has measured replaces these files.
+formula here; a model that `warplink tune` has measured replaces these files. Where there is one of two
+H200, h200-2.json, that of eight takes from it what does not depend on their number.
 """
 
 import json
@@ -182,6 +183,21 @@ def h200():
     }
 
 
+def with_measured(model):
+    """What was measured on fewer of the same devices goes before a formula."""
+    path = HERE / "h200-2.json"
+    if path.exists():
+        measured = json.loads(path.read_text())
+        for part in ["memory", "gemm", "latency", "host", "interference"]:
+            model[part] = measured[part]
+        for name in ["kernel_limit", "kernel_put", "kernel_get", "put", "get"]:
+            model["link"][name] = measured["link"][name]
+        model["source"]["notes"] = "rates of eight at once measured one by one; the rest on two: " + (
+            measured["source"]["command"]
+        )
+    return model
+
+
 def generic_gpu():
     """Figures between those of recent GPUs on NVLink and older ones: how they compare counts."""
     model = h200()
@@ -293,5 +309,5 @@ def host():
     }
 
 
-for name, make in [("h200-8", h200), ("generic-gpu", generic_gpu), ("host", host)]:
+for name, make in [("h200-8", lambda: with_measured(h200())), ("generic-gpu", generic_gpu), ("host", host)]:
     (HERE / f"{name}.json").write_text(json.dumps(make(), separators=(",", ":")) + "\n")

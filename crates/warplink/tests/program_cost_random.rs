@@ -3,7 +3,6 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
-#[allow(dead_code, reason = "shared with other tests of programs")]
 mod program_support;
 
 use program_support::sample::{Allowed, sample};

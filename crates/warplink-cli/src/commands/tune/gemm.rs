@@ -97,7 +97,7 @@ fn grid(rig: &Rig<'_>, dtype: DType, aligned: bool, largest: usize, shared: bool
         m: rows,
         k: columns.clone(),
         n: columns,
-        seconds: seconds.into_iter().map(rounded).collect(),
+        seconds,
     })
 }
 
@@ -146,11 +146,6 @@ pub(super) fn filled(rig: &Rig<'_>, bytes: usize, dtype: DType) -> Result<Device
     }
     rig.comm.synchronize(stream)?;
     Ok(slice)
-}
-
-/// Four digits, which is more than is known.
-fn rounded(seconds: f64) -> f64 {
-    format!("{seconds:.3e}").parse().unwrap_or(seconds)
 }
 
 #[cfg(test)]

@@ -1,6 +1,6 @@
 //! Transfers between ranks: alone, and all at once.
 
-use super::rig::Rig;
+use super::rig::{self, Rig};
 use crate::commands::bench::timing::Submission;
 use anyhow::{Context, Result};
 use warplink::device::{DeviceSlice, Stream, StreamOp};
@@ -28,7 +28,7 @@ pub(super) fn measure(rig: &Rig<'_>, model: &mut HardwareModel) -> Result<()> {
             let seconds = copies(rig, protocol, bytes, in_kernel)?;
             points.push((bytes as u64, seconds));
         }
-        Ok(Curve(points))
+        Ok(rig::curve(points))
     };
     model.link.put = curve(Protocol::Put, false)?;
     model.link.get = curve(Protocol::Get, false)?;

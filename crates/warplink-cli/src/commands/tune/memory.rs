@@ -1,11 +1,10 @@
 //! Copies within a device's memory, and sums.
 
-use super::rig::Rig;
+use super::rig::{Rig, curve};
 use crate::commands::bench::timing::Submission;
 use anyhow::Result;
 use warplink::DType;
 use warplink::program::cost::HardwareModel;
-use warplink::program::cost::curve::Curve;
 
 /// Bytes of a sum that takes no time but that of its kernel.
 const LEAST: usize = 1024;
@@ -31,7 +30,7 @@ pub(super) fn measure(rig: &Rig<'_>, model: &mut HardwareModel) -> Result<()> {
         })?;
         points.push((bytes as u64, seconds));
     }
-    model.memory.copy = Curve(points);
+    model.memory.copy = curve(points);
     // Whichever comes closer to what the memory can do; a copy reads and writes.
     model.memory.rate = model.memory.sum_rate.max(2.0 * model.memory.copy.peak());
     let one = 1.0 / model.device.multiprocessors as f64;

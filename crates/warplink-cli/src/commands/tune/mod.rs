@@ -63,7 +63,7 @@ impl Tune {
             check_output(path)?;
         }
         ranks::run(options, |comm| {
-            let model = self.measure(comm)?;
+            let model = rounded(&self.measure(comm)?)?;
             if comm.rank() == 0 {
                 let path = self.path(&model)?;
                 write(&path, &model)?;
@@ -95,7 +95,8 @@ impl Tune {
             [] => vec![DType::BF16, DType::F32],
             given => given.to_vec(),
         };
-        let progress = (comm.rank() == 0).then(|| Progress::new(7, "measure"));
+        let progress =
+            (comm.rank() == 0).then(|| Progress::new(5 + dtypes.len() as u64, "measure"));
         let step = |what: &str| {
             if let Some(progress) = &progress {
                 progress.step(what.to_owned());
@@ -131,11 +132,10 @@ impl Tune {
         }
         beside::measure(&rig, &mut model)?;
         step("work beside work");
-        let command: Vec<String> = std::env::args().skip(1).collect();
         model.source = Source {
             machine: format!("{} ranks on {}", comm.world(), properties.model),
             date: today(),
-            command: format!("warplink {}", command.join(" ")),
+            command: command(std::env::args().skip(1)),
             notes: match engine {
                 Some(engine) => format!("collectives of {engine}"),
                 None => "collectives were not measured".to_owned(),
@@ -166,9 +166,47 @@ impl Tune {
     }
 }
 
-/// Writes the model under another name first, so that nobody reads half of it.
+/// The command with these arguments, but for where its result goes, which is no part of it.
+fn command(arguments: impl Iterator<Item = String>) -> String {
+    let mut command = "warplink".to_owned();
+    let mut is_path = false;
+    for argument in arguments {
+        if !std::mem::take(&mut is_path) && !argument.starts_with("--output") {
+            command = format!("{command} {argument}");
+        } else {
+            is_path = argument == "--output";
+        }
+    }
+    command
+}
+
+/// Four digits of every figure, which is more than is known of it.
+fn rounded(model: &HardwareModel) -> Result<HardwareModel> {
+    fn round(value: &mut serde_json::Value) {
+        match value {
+            serde_json::Value::Number(number) => {
+                if !number.is_u64()
+                    && let Some(figure) = number.as_f64()
+                    && let Ok(rounded) = format!("{figure:.3e}").parse::<f64>()
+                {
+                    *value = rounded.into();
+                }
+            }
+            serde_json::Value::Array(values) => values.iter_mut().for_each(round),
+            serde_json::Value::Object(fields) => fields.values_mut().for_each(round),
+            _ => {}
+        }
+    }
+    let mut value = serde_json::to_value(model).context("round the figures")?;
+    round(&mut value);
+    serde_json::from_value(value).context("round the figures")
+}
+
+/// Writes the model under another name first, so that nobody reads half of it. A model with a figure
+/// that cannot be is written, too, so that what was measured is not lost.
 fn write(path: &Path, model: &HardwareModel) -> Result<()> {
     let text = model.to_json()?;
+    let checked = HardwareModel::from_json(&text);
     let parent = path
         .parent()
         .filter(|parent| !parent.as_os_str().is_empty());
@@ -178,7 +216,9 @@ fn write(path: &Path, model: &HardwareModel) -> Result<()> {
     let partial = path.with_extension(format!("{}.partial", std::process::id()));
     std::fs::write(&partial, text + "\n")
         .and_then(|()| std::fs::rename(&partial, path))
-        .with_context(|| format!("write {}", path.display()))
+        .with_context(|| format!("write {}", path.display()))?;
+    checked.with_context(|| format!("check what was written to {}", path.display()))?;
+    Ok(())
 }
 
 /// The date in UTC, as year-month-day.
@@ -215,6 +255,14 @@ fn date(days: u64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_command_is_told_without_where_its_result_goes() {
+        let told = |text: &str| command(text.split(' ').map(str::to_owned));
+        assert_eq!(told("tune -n 2"), "warplink tune -n 2");
+        assert_eq!(told("tune --output a/b -n 2"), "warplink tune -n 2");
+        assert_eq!(told("tune -n 2 --output=a/b"), "warplink tune -n 2");
+    }
 
     #[test]
     fn dates_are_those_of_the_calendar() {
