@@ -65,6 +65,7 @@ fn a_full_disk_is_an_error() {
         ],
         &["bench", "program", "--samples", "1", "--device", "host"],
         &["launch", "--json", "-n", "1", "--", "true"],
+        &["launch", "-n", "2", "--", "sh", "-c", "echo text; sleep 60"],
     ] {
         let output = warplink(args)
             .stdout(File::options().write(true).open("/dev/full").unwrap())
@@ -93,6 +94,8 @@ fn absurd_sizes_are_errors() {
             &["program", "run", &program, "-p", &parameter],
             "GiB of memory",
         ),
+        (&["tune", "--largest-shape", huge], "expected 1 to"),
+        (&["tune", "--largest-transfer", "1000TiB"], "GiB of memory"),
         (
             &["launch", "--grace", "1e19", "--", "true"],
             "from 0 to 86400",

@@ -166,12 +166,14 @@ fn find_in(name: &OsStr, search: &OsStr) -> Result<PathBuf, MissingProgram> {
             Err(missing(path.exists()))
         };
     }
-    let mut candidates =
-        env::split_paths(search).map(|folder| match folder.as_os_str().is_empty() {
-            // An empty entry is the current folder; the './' keeps the name from being looked up again.
-            true => Path::new(".").join(name),
-            false => folder.join(name),
-        });
+    let mut candidates = env::split_paths(search).map(|folder| {
+        if folder.as_os_str().is_empty() {
+            // The current folder; the './' keeps the name from being looked up again.
+            Path::new(".").join(name)
+        } else {
+            folder.join(name)
+        }
+    });
     candidates
         .find(|path| executable(path))
         .ok_or_else(|| missing(false))

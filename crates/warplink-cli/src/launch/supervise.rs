@@ -9,7 +9,7 @@ use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, waitid};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGPIPE, SIGQUIT, SIGTERM};
 use signal_hook::iterator::{Handle, Signals};
 use std::collections::BTreeSet;
-use std::io::Read;
+use std::io::{self, Read};
 use std::process::{Child, ExitCode};
 use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, Sender};
@@ -98,7 +98,8 @@ impl RankExit {
 enum Event {
     Exited(usize, RankExit),
     Signal(i32),
-    OutputClosed,
+    /// The launcher's own output cannot be written.
+    OutputFailed(io::Error),
 }
 
 /// Collects what happens to the ranks from the threads that wait for it.
@@ -156,8 +157,8 @@ impl Supervisor {
             Arc::clone(printer),
         );
         spawn("output", move || {
-            if output::pump(rank, stream, target, &printer).is_err() {
-                let _ = events.send(Event::OutputClosed);
+            if let Err(error) = output::pump(rank, stream, target, &printer) {
+                let _ = events.send(Event::OutputFailed(error));
             }
             drop(open);
         })
@@ -285,12 +286,25 @@ impl Watch {
                     self.after(self.grace, Timer::KillStopped);
                 }
             }
-            // As in a pipeline whose reader is gone: nobody is left to write for.
-            Event::OutputClosed => {
-                self.outcome.otherwise = 128 + SIGPIPE as u8;
+            Event::OutputFailed(error) => {
+                if self.outcome.otherwise == 0 {
+                    self.outcome.otherwise = self.output_failed(&error);
+                }
                 self.end(ranks);
             }
         }
+    }
+
+    /// Reports why the ranks' output is lost, and returns what to exit with.
+    fn output_failed(&self, error: &io::Error) -> u8 {
+        // As in a pipeline whose reader is gone: nobody is left to write for.
+        if error.kind() == io::ErrorKind::BrokenPipe {
+            return 128 + SIGPIPE as u8;
+        }
+        report::print_message(&format!(
+            "error: write the output of the ranks: {error}; ending the ranks"
+        ));
+        1
     }
 
     fn exited(&mut self, rank: usize, exit: RankExit) {

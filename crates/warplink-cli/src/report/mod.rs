@@ -90,13 +90,21 @@ fn print_json_error(error: &JsonError) {
     }
 }
 
-/// Checks that a file can be written, so that a wrong path is reported before the work.
+/// Checks that a file can be written, so that a wrong path is reported before the work. Leaves no
+/// empty file behind.
 pub(crate) fn check_output(path: &Path) -> Result<()> {
+    let there = path.exists();
     File::options()
         .create(true)
         .append(true)
         .open(path)
-        .map(drop)
+        .and_then(|_| {
+            if there {
+                Ok(())
+            } else {
+                std::fs::remove_file(path)
+            }
+        })
         .with_context(|| format!("open {} for writing", path.display()))
 }
 

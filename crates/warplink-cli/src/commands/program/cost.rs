@@ -71,9 +71,10 @@ impl Cost {
             .map(|rank| unroll(&program, rank, world, streams, &parameters))
             .collect::<warplink::Result<Vec<RankProgram>>>()?;
         let simulate = SimulateOptions {
-            submission: match self.captured {
-                true => Submission::Captured,
-                false => Submission::Eager,
+            submission: if self.captured {
+                Submission::Captured
+            } else {
+                Submission::Eager
             },
             timeline: true,
         };

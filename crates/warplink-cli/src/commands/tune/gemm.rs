@@ -66,9 +66,12 @@ fn grid(rig: &Rig<'_>, dtype: DType, aligned: bool, largest: usize, shared: bool
     let (a, b, c) = (operand(m * k)?, operand(k * n)?, operand(m * n)?);
     let (rank, world) = (rig.comm.rank(), rig.comm.world());
     let multiprocessors = rig.comm.device().properties().multiprocessors;
-    let measures = |index: usize| match shared {
-        false => index % world == rank,
-        true => rank == 0 || world <= multiprocessors,
+    let measures = |index: usize| {
+        if shared {
+            rank == 0 || world <= multiprocessors
+        } else {
+            index % world == rank
+        }
     };
     let mut seconds = Vec::new();
     for &m in &rows {

@@ -35,9 +35,10 @@ pub(super) fn measure(rig: &Rig<'_>, model: &mut HardwareModel) -> Result<()> {
     model.memory.rate = model.memory.sum_rate.max(2.0 * model.memory.copy.peak());
     let one = 1.0 / model.device.multiprocessors as f64;
     // The engines of a GPU copy without its multiprocessors, which a sum fills.
-    (model.memory.copy_occupancy, model.memory.sum_occupancy) = match model.device.shared {
-        true => (one, one),
-        false => (0.0, 1.0),
+    (model.memory.copy_occupancy, model.memory.sum_occupancy) = if model.device.shared {
+        (one, one)
+    } else {
+        (0.0, 1.0)
     };
     Ok(())
 }

@@ -13,7 +13,7 @@ use crate::commands::ranks;
 use crate::options::Options;
 use crate::report::progress::Progress;
 use crate::report::{check_output, print_json, print_text};
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use clap::Args;
 use rig::Rig;
 use std::path::{Path, PathBuf};
@@ -22,6 +22,9 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use warplink::program::cost::model::{DeviceMatch, FORMAT, Source};
 use warplink::program::cost::{DeviceDescription, HardwareModel, find};
 use warplink::{Communicator, DType};
+
+/// The largest extent of a matrix that can be asked for.
+const MAX_SHAPE: usize = 1 << 17;
 
 /// Measure this machine for the cost model
 ///
@@ -91,6 +94,10 @@ impl Tune {
         let shape = self
             .largest_shape
             .unwrap_or(if properties.shared { 512 } else { 16384 });
+        ensure!(
+            (1..=MAX_SHAPE).contains(&shape),
+            "--largest-shape is {shape}; expected 1 to {MAX_SHAPE}"
+        );
         let dtypes = match &self.dtypes[..] {
             [] => vec![DType::BF16, DType::F32],
             given => given.to_vec(),
@@ -119,9 +126,10 @@ impl Tune {
         step("transfers");
         latency::measure(&rig, &mut model)?;
         step("latencies");
-        let engine = match self.no_nccl || comm.world() == 1 {
-            true => None,
-            false => collective::measure(&rig, &mut model)?,
+        let engine = if self.no_nccl || comm.world() == 1 {
+            None
+        } else {
+            collective::measure(&rig, &mut model)?
         };
         step("collectives");
         model.gemm.grids = gemm::measure(&rig, &dtypes, shape, step)?;

@@ -2,6 +2,7 @@
 
 use crate::commands::bench::second_stream::SecondStream;
 use crate::commands::bench::timing::{Clock, Submission};
+use crate::memory;
 use anyhow::{Context, Result};
 use std::time::Instant;
 use warplink::Communicator;
@@ -37,6 +38,8 @@ pub(super) struct Rig<'a> {
 impl<'a> Rig<'a> {
     /// Every rank makes one at the same time.
     pub(super) fn new(comm: &'a Communicator, largest: usize, samples: usize) -> Result<Self> {
+        let bytes = largest as u128;
+        memory::check(comm.device().kind(), comm.world(), 0, 2 * bytes)?;
         let (own, into) = (comm.alloc(largest)?, comm.alloc(largest)?);
         let words = comm.register(&comm.device().allocate_signals(4096)?)?;
         let remote_words = share(comm, &words)?;
