@@ -5,7 +5,8 @@
 //!
 //! | module | subject |
 //! |---|---|
-//! | [`communicator`] | the front door: join the other ranks, allocate, exchange, synchronize |
+//! | [`job`] | this process among the others |
+//! | [`communicator`] | the front door: a group of ranks that allocate, exchange, synchronize |
 //! | [`overlap`] | matmuls overlapped with the communication that feeds or follows them |
 //! | [`program`] | host programs: what each rank enqueues, verified before it runs |
 //! | [`p2p`] | send and receive in stream order, with the get and the put protocol |
@@ -61,6 +62,7 @@ pub mod deadline;
 pub mod device;
 pub mod dtype;
 pub mod error;
+pub mod job;
 pub mod memory;
 pub mod overlap;
 pub mod p2p;
@@ -74,6 +76,7 @@ pub use deadline::Deadline;
 pub use device::{Device, DeviceKind};
 pub use dtype::DType;
 pub use error::{Error, ErrorKind, Rank, Result};
+pub use job::Job;
 
 // The code of the README is run with the other examples of the documentation.
 #[cfg(doctest)]

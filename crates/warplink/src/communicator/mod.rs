@@ -1,34 +1,31 @@
 //! The front door: the ranks of a job, their device, and what they do together.
 
-use crate::bootstrap::{Bootstrap, JoinConfig, Rendezvous, UniqueId};
+mod services;
+mod threads;
+
+use crate::bootstrap::Bootstrap;
 use crate::config::Config;
 use crate::deadline::Deadline;
 use crate::device::{
-    self, AllocationKind, CollectiveEngine, Compute, Device, DeviceKind, DeviceSlice, InFlight,
-    Priority, Stream,
+    AllocationKind, CollectiveEngine, Compute, Device, DeviceSlice, Priority, Stream,
 };
 use crate::error::{Error, ErrorKind, Rank, Result};
-use crate::memory::{HANDLE_BYTES, MemoryRegistry, Region, RemoteRegion};
+use crate::memory::{HANDLE_BYTES, Region, RemoteRegion};
 use crate::p2p::{Batch, Transfer, TransferExchange, TransferRequest};
 use crate::program::Executor;
 use crate::program::execute::{EngineSource, RankContext};
-use std::net::Ipv4Addr;
+use services::JobServices;
 use std::sync::{Arc, OnceLock};
-use std::time::Duration;
 
 /// One rank's membership in a job. Every method that involves other ranks says whether it blocks;
 /// waits on the host end at the configured timeout, and when a rank is lost, with an error that
 /// names it. A lost rank ends the communicator: streams that wait for signals are let go, and every
-/// later call fails.
-#[derive(Debug)]
+/// later call fails. Clones are the same membership.
+#[derive(Clone, Debug)]
 pub struct Communicator {
-    device: Arc<dyn Device>,
-    bootstrap: Arc<Bootstrap>,
-    memory: Arc<MemoryRegistry>,
+    job: Arc<JobServices>,
     transfers: Arc<TransferExchange>,
     engine: Arc<OnceLock<Arc<dyn CollectiveEngine>>>,
-    timeout: Duration,
-    in_flight: Arc<InFlight>,
 }
 
 impl Communicator {
@@ -40,125 +37,52 @@ impl Communicator {
     /// Joins the other ranks. Blocks until all have joined.
     ///
     /// # Errors
-    /// What [`Bootstrap::join`] and [`device::open`] say, and [`ErrorKind::Mismatch`] where ranks
+    /// What [`Bootstrap::join`] and [`device::open`](crate::device::open) say, and
+    /// [`ErrorKind::Mismatch`] where ranks
     /// chose different devices.
     pub fn join(config: &Config) -> Result<Self> {
-        let rank = config.join.rank;
-        let device = device::open(&config.device).map_err(|error| error.on_rank(rank))?;
-        let bootstrap = Bootstrap::join(&config.join)?;
-        let deadline = Deadline::after(config.timeout);
-        let secret = bootstrap.secret().clone();
-        let memory = MemoryRegistry::start(
-            rank,
-            &device,
-            secret.as_bytes(),
-            config.idle_mappings,
-            |info| bootstrap.all_gather(&info, deadline),
-        )
-        .inspect_err(|error| bootstrap.abort(&format!("it aborted: {error}")))?;
-        let memory = Arc::new(memory);
-        let (fault, forgetful) = (device.fault().clone(), Arc::downgrade(&memory));
-        bootstrap.health().when_lost(move |lost, error| {
-            fault.raise(error.clone().on_rank(rank));
-            if let Some(memory) = forgetful.upgrade() {
-                memory.forget_peer(lost);
-            }
-        });
+        let job = JobServices::join(config)?;
         let transfers = Arc::new(TransferExchange::new(
-            &bootstrap,
-            &memory,
-            &device,
-            config.protocol,
+            &job.bootstrap,
+            &job.memory,
+            &job.device,
+            job.protocol,
         ));
-        let in_flight = Arc::new(InFlight::new(&device));
-        let held = Arc::downgrade(&in_flight);
-        memory.when_out_of_memory(move || {
-            if let Some(held) = held.upgrade() {
-                held.release_finished();
-            }
-        });
         Ok(Self {
-            device,
-            bootstrap,
-            memory,
+            job,
             transfers,
             engine: Arc::default(),
-            timeout: config.timeout,
-            in_flight,
         })
-    }
-
-    /// Runs `body` as every rank of a job of `world` ranks, each a thread of this process. The
-    /// device is the one that the environment says, as for [`from_env`](Self::from_env); with fewer
-    /// GPUs than ranks, several ranks share one. Blocks until all have ended.
-    ///
-    /// # Errors
-    /// The first error of the lowest rank that failed for a reason of its own, or that lost a peer
-    /// where none did.
-    pub fn run_threads(world: usize, body: impl Fn(&Self) -> Result<()> + Sync) -> Result<()> {
-        let id = UniqueId::create(Ipv4Addr::LOCALHOST.into(), 0)?;
-        let variable = |name: &str| std::env::var(name).ok();
-        let gpus = match Config::device_kind(variable)? {
-            DeviceKind::Host => world,
-            DeviceKind::Cuda => device::count(DeviceKind::Cuda)?,
-        };
-        let run = |rank: Rank| {
-            let join = JoinConfig::new(Rendezvous::Id(id.clone()), rank, world)
-                .with_local_rank(rank % gpus.max(1));
-            let comm = Self::join(&Config::from_variables(join, variable)?)?;
-            body(&comm)?;
-            comm.close()
-        };
-        let results: Vec<Result<()>> = std::thread::scope(|scope| {
-            let run = &run;
-            let ranks: Vec<_> = (0..world)
-                .map(|rank| scope.spawn(move || run(rank)))
-                .collect();
-            let panicked = || Error::new(ErrorKind::Internal, "the thread of a rank panicked");
-            ranks
-                .into_iter()
-                .enumerate()
-                .map(|(rank, thread)| match thread.join() {
-                    Ok(result) => result,
-                    Err(_) => Err(panicked().on_rank(rank)),
-                })
-                .collect()
-        });
-        let mut errors: Vec<Error> = results.into_iter().filter_map(Result::err).collect();
-        // Those that only lost a peer come after the reason why it was lost.
-        errors
-            .sort_by_key(|error| matches!(error.kind(), ErrorKind::PeerLost | ErrorKind::PeerLeft));
-        errors.into_iter().next().map_or(Ok(()), Err)
     }
 
     /// This rank.
     pub fn rank(&self) -> Rank {
-        self.bootstrap.rank()
+        self.job.bootstrap.rank()
     }
 
     /// How many ranks there are.
     pub fn world(&self) -> usize {
-        self.bootstrap.world()
+        self.job.bootstrap.world()
     }
 
     /// The device.
     pub fn device(&self) -> &Arc<dyn Device> {
-        &self.device
+        &self.job.device
     }
 
     /// The store, and collectives of bytes.
     pub fn bootstrap(&self) -> &Arc<Bootstrap> {
-        &self.bootstrap
+        &self.job.bootstrap
     }
 
     /// A deadline of the configured timeout from now.
     pub fn deadline(&self) -> Deadline {
-        Deadline::after(self.timeout)
+        self.job.deadline()
     }
 
     /// Allocates `bytes` and registers them. The content is undefined.
     pub fn alloc(&self, bytes: usize) -> Result<Region> {
-        self.register(&self.memory.allocate(bytes, AllocationKind::Plain)?)
+        self.register(&self.job.device.allocate(bytes, AllocationKind::Plain)?)
     }
 
     /// Registers memory for peers; it stays allocated as long as the region, or a peer's mapping.
@@ -166,14 +90,14 @@ impl Communicator {
     /// # Errors
     /// [`ErrorKind::Unsupported`] where the memory cannot be shared.
     pub fn register(&self, slice: &DeviceSlice) -> Result<Region> {
-        self.memory.register(slice)
+        self.job.memory.register(slice)
     }
 
     /// A handle of `region`, for `peer` to [`open_handle`](Self::open_handle), by whatever way it
     /// gets there. A handle is good for one opening, and keeps the memory allocated until that is
     /// undone.
     pub fn export_handle(&self, region: &Region, peer: Rank) -> Result<[u8; HANDLE_BYTES]> {
-        self.memory.export_handle(region, peer)
+        self.job.memory.export_handle(region, peer)
     }
 
     /// Maps the region that `peer` exported, for one-sided copies in any stream. Nothing orders
@@ -183,12 +107,12 @@ impl Communicator {
     /// [`ErrorKind::InvalidHandle`] where the handle is truncated, altered, not `peer`'s, or its
     /// region is gone.
     pub fn open_handle(&self, peer: Rank, handle: &[u8]) -> Result<RemoteRegion> {
-        self.memory.open_handle(peer, handle)
+        self.job.memory.open_handle(peer, handle)
     }
 
     /// Makes a stream.
     pub fn create_stream(&self, priority: Priority) -> Result<Stream> {
-        self.device.create_stream(priority)
+        self.job.device.create_stream(priority)
     }
 
     /// Matches transfers with their other ends; see [`TransferExchange::exchange`]. Blocks until
@@ -229,14 +153,14 @@ impl Communicator {
             .on_rank(self.rank())
             .help("exchange the transfers before the capture, post and wait in it"));
         }
-        self.in_flight.release_finished();
+        self.job.in_flight.release_finished();
         let transfers = self.exchange(requests)?;
         let enqueued = Batch::new()
             .post(&transfers)
             .wait(&transfers)
             .enqueue(stream);
         // Also where that failed: some of it may have been enqueued.
-        self.in_flight.hold(&[stream], transfers);
+        self.job.in_flight.hold(&[stream], transfers);
         enqueued
     }
 
@@ -254,22 +178,22 @@ impl Communicator {
             })
             .map_err(|error| error.on_rank(self.rank()))?;
         // A fault lets waits go, so work that ended because of it must not pass for done.
-        self.device.fault().check()
+        self.job.device.fault().check()
     }
 
     /// Blocks until every rank has called it. It orders hosts, not streams.
     pub fn barrier(&self) -> Result<()> {
-        self.bootstrap.barrier(self.deadline())
+        self.job.bootstrap.barrier(self.deadline())
     }
 
     /// Every rank's bytes, in rank order. Blocks until every rank has called it.
     pub fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
-        self.bootstrap.all_gather(bytes, self.deadline())
+        self.job.bootstrap.all_gather(bytes, self.deadline())
     }
 
     /// Matmuls and sums of the device.
     pub fn compute(&self) -> Result<Arc<dyn Compute>> {
-        self.device.compute()
+        self.job.device.compute()
     }
 
     /// The vendor's collectives (NCCL on GPUs). The first call joins them, on every rank at the
@@ -285,10 +209,10 @@ impl Communicator {
     fn engine_source(&self) -> EngineSource {
         let (joined, device, bootstrap) = (
             self.engine.clone(),
-            self.device.clone(),
-            self.bootstrap.clone(),
+            self.job.device.clone(),
+            self.job.bootstrap.clone(),
         );
-        let timeout = self.timeout;
+        let timeout = self.job.timeout;
         Arc::new(move || {
             if let Some(engine) = joined.get() {
                 return Ok(engine.clone());
@@ -311,26 +235,26 @@ impl Communicator {
     /// made anew.
     pub fn executor(&self) -> Executor {
         Executor::new(RankContext {
-            device: self.device.clone(),
-            bootstrap: self.bootstrap.clone(),
-            memory: self.memory.clone(),
+            device: self.job.device.clone(),
+            bootstrap: self.job.bootstrap.clone(),
+            memory: self.job.memory.clone(),
             transfers: self.transfers.clone(),
-            in_flight: self.in_flight.clone(),
+            in_flight: self.job.in_flight.clone(),
             engine: self.engine_source(),
-            timeout: self.timeout,
+            timeout: self.job.timeout,
         })
     }
 
     /// How many allocations are registered here (or still mapped by a peer), and how many of
     /// peers' are mapped here.
     pub fn registrations_and_mappings(&self) -> (usize, usize) {
-        self.memory.counts()
+        self.job.memory.counts()
     }
 
     /// Unmaps what no transfer uses, and tells its owners. Blocks until they were told.
     pub fn release_idle(&self) -> Result<()> {
-        self.in_flight.release_finished();
-        self.memory.release_idle();
+        self.job.in_flight.release_finished();
+        self.job.memory.release_idle();
         Ok(())
     }
 
@@ -342,14 +266,8 @@ impl Communicator {
     /// Those of [`barrier`](Self::barrier) when a peer is lost or does not close. This rank has left
     /// all the same.
     pub fn close(self) -> Result<()> {
-        if !self.in_flight.wait_until_empty(self.deadline()) {
-            tracing::warn!("streams still use transfers of a communicator that is closed");
-        }
-        self.memory.release_idle();
-        let deadline = self.deadline();
-        let barrier = self.bootstrap.barrier(deadline);
-        self.memory.stop();
-        barrier.and(self.bootstrap.close(deadline))
+        self.job
+            .close(|deadline| self.job.bootstrap.barrier(deadline))
     }
 
     /// Leaves as a failure: every wait of the peers that depends on this rank ends with an error
@@ -357,30 +275,6 @@ impl Communicator {
     /// Blocks for about two seconds at most; does nothing after [`close`](Self::close) or an earlier
     /// abort.
     pub fn abort(&self, reason: &str) {
-        self.end(&format!("it aborted: {reason}"));
-    }
-
-    fn end(&self, reason: &str) {
-        self.bootstrap.abort(reason);
-        let message = format!("this rank's communicator ended: {reason}");
-        self.device
-            .fault()
-            .raise(Error::new(ErrorKind::Closed, message).on_rank(self.rank()));
-    }
-}
-
-/// A communicator that is dropped without [`Communicator::close`] has failed: its peers are told so,
-/// and do not wait for it.
-impl Drop for Communicator {
-    fn drop(&mut self) {
-        self.in_flight.release_in_background();
-        if self.bootstrap.is_closed() {
-            return;
-        }
-        self.end(if std::thread::panicking() {
-            "it panicked"
-        } else {
-            "it dropped its communicator without closing it"
-        });
+        self.job.end(&format!("it aborted: {reason}"));
     }
 }

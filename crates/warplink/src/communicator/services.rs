@@ -1,0 +1,113 @@
+//! What a rank runs once for its job, and all of its communicators use.
+
+use crate::bootstrap::Bootstrap;
+use crate::config::Config;
+use crate::deadline::Deadline;
+use crate::device::{self, Device, InFlight};
+use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::memory::MemoryRegistry;
+use crate::p2p::Protocol;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// This process among the others: the store, the device, the memory service, and what is in flight.
+/// When the last communicator of the job is dropped and the job was not closed, this rank has failed.
+#[derive(Debug)]
+pub(super) struct JobServices {
+    pub(super) device: Arc<dyn Device>,
+    pub(super) bootstrap: Arc<Bootstrap>,
+    pub(super) memory: Arc<MemoryRegistry>,
+    pub(super) in_flight: Arc<InFlight>,
+    pub(super) protocol: Protocol,
+    pub(super) timeout: Duration,
+}
+
+impl JobServices {
+    /// Joins the other ranks. Blocks until all have joined.
+    pub(super) fn join(config: &Config) -> Result<Arc<Self>> {
+        let rank = config.join.rank;
+        let device = device::open(&config.device).map_err(|error| error.on_rank(rank))?;
+        let bootstrap = Bootstrap::join(&config.join)?;
+        let deadline = Deadline::after(config.timeout);
+        let secret = bootstrap.secret().clone();
+        let memory = MemoryRegistry::start(
+            rank,
+            &device,
+            secret.as_bytes(),
+            config.idle_mappings,
+            |info| bootstrap.all_gather(&info, deadline),
+        )
+        .inspect_err(|error| bootstrap.abort(&format!("it aborted: {error}")))?;
+        let memory = Arc::new(memory);
+        let (fault, forgetful) = (device.fault().clone(), Arc::downgrade(&memory));
+        bootstrap.health().when_lost(move |lost, error| {
+            fault.raise(error.clone().on_rank(rank));
+            if let Some(memory) = forgetful.upgrade() {
+                memory.forget_peer(lost);
+            }
+        });
+        let in_flight = Arc::new(InFlight::new(&device));
+        let held = Arc::downgrade(&in_flight);
+        memory.when_out_of_memory(move || {
+            if let Some(held) = held.upgrade() {
+                held.release_finished();
+            }
+        });
+        Ok(Arc::new(Self {
+            device,
+            bootstrap,
+            memory,
+            in_flight,
+            protocol: config.protocol,
+            timeout: config.timeout,
+        }))
+    }
+
+    /// This process's rank in the job.
+    pub(super) fn rank(&self) -> Rank {
+        self.bootstrap.rank()
+    }
+
+    /// A deadline of the configured timeout from now.
+    pub(super) fn deadline(&self) -> Deadline {
+        Deadline::after(self.timeout)
+    }
+
+    /// Leaves in order; see [`Communicator::close`](super::Communicator::close). `barrier` waits for
+    /// the ranks that are still there.
+    pub(super) fn close(&self, barrier: impl FnOnce(Deadline) -> Result<()>) -> Result<()> {
+        if !self.in_flight.wait_until_empty(self.deadline()) {
+            tracing::warn!("streams still use transfers of a communicator that is closed");
+        }
+        self.memory.release_idle();
+        let deadline = self.deadline();
+        let together = barrier(deadline);
+        self.memory.stop();
+        together.and(self.bootstrap.close(deadline))
+    }
+
+    /// Leaves as a failure, for `reason`.
+    pub(super) fn end(&self, reason: &str) {
+        self.bootstrap.abort(reason);
+        let message = format!("this rank's communicator ended: {reason}");
+        self.device
+            .fault()
+            .raise(Error::new(ErrorKind::Closed, message).on_rank(self.rank()));
+    }
+}
+
+/// A job that is dropped without being closed has failed: its peers are told so, and do not wait
+/// for this rank.
+impl Drop for JobServices {
+    fn drop(&mut self) {
+        self.in_flight.release_in_background();
+        if self.bootstrap.is_closed() {
+            return;
+        }
+        self.end(if std::thread::panicking() {
+            "it panicked"
+        } else {
+            "it dropped its communicator without closing it"
+        });
+    }
+}

@@ -1,0 +1,53 @@
+//! A whole job in one process, each rank a thread.
+
+use super::Communicator;
+use crate::bootstrap::{JoinConfig, Rendezvous, UniqueId};
+use crate::config::Config;
+use crate::device::{self, DeviceKind};
+use crate::error::{Error, ErrorKind, Rank, Result};
+use std::net::Ipv4Addr;
+
+impl Communicator {
+    /// Runs `body` as every rank of a job of `world` ranks, each a thread of this process. The
+    /// device is the one that the environment says, as for [`from_env`](Self::from_env); with fewer
+    /// GPUs than ranks, several ranks share one. Blocks until all have ended.
+    ///
+    /// # Errors
+    /// The first error of the lowest rank that failed for a reason of its own, or that lost a peer
+    /// where none did.
+    pub fn run_threads(world: usize, body: impl Fn(&Self) -> Result<()> + Sync) -> Result<()> {
+        let id = UniqueId::create(Ipv4Addr::LOCALHOST.into(), 0)?;
+        let variable = |name: &str| std::env::var(name).ok();
+        let gpus = match Config::device_kind(variable)? {
+            DeviceKind::Host => world,
+            DeviceKind::Cuda => device::count(DeviceKind::Cuda)?,
+        };
+        let run = |rank: Rank| {
+            let join = JoinConfig::new(Rendezvous::Id(id.clone()), rank, world)
+                .with_local_rank(rank % gpus.max(1));
+            let comm = Self::join(&Config::from_variables(join, variable)?)?;
+            body(&comm)?;
+            comm.close()
+        };
+        let results: Vec<Result<()>> = std::thread::scope(|scope| {
+            let run = &run;
+            let ranks: Vec<_> = (0..world)
+                .map(|rank| scope.spawn(move || run(rank)))
+                .collect();
+            let panicked = || Error::new(ErrorKind::Internal, "the thread of a rank panicked");
+            ranks
+                .into_iter()
+                .enumerate()
+                .map(|(rank, thread)| match thread.join() {
+                    Ok(result) => result,
+                    Err(_) => Err(panicked().on_rank(rank)),
+                })
+                .collect()
+        });
+        let mut errors: Vec<Error> = results.into_iter().filter_map(Result::err).collect();
+        // Those that only lost a peer come after the reason why it was lost.
+        errors
+            .sort_by_key(|error| matches!(error.kind(), ErrorKind::PeerLost | ErrorKind::PeerLeft));
+        errors.into_iter().next().map_or(Ok(()), Err)
+    }
+}
