@@ -46,7 +46,7 @@ pub(crate) struct Client {
 struct State {
     calls: HashMap<u64, Arc<Call>>,
     phase: Phase,
-    /// RefusalKind the connection ended, or that this rank closed it.
+    /// Why the connection ended, or that this rank closed it.
     over: Option<Error>,
 }
 

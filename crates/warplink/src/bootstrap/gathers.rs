@@ -1,8 +1,9 @@
 //! Gathers: every member gives a value and gets the values of all.
 
 use super::frame::MAX_BODY;
+use super::members::{MemberState, MemberStates, first_lost, gone};
 use super::message::{Bytes, GatherId, Purpose, Refusal, RefusalKind, Reply};
-use super::table::{MemberState, MemberStates, Outgoing, body, first_lost, gone};
+use super::outgoing::{Outgoing, body};
 use std::collections::HashMap;
 use std::sync::Arc;
 
@@ -168,7 +169,7 @@ impl Gathers {
         }
     }
 
-    /// RefusalKind the gather cannot complete: a member is lost, or left before it gave its value.
+    /// Why the gather cannot complete: a member is lost, or left before it gave its value.
     fn failure(&self, id: &GatherId, states: &MemberStates) -> Option<Refusal> {
         if let Some(rank) = first_lost(id.members.iter().copied(), states) {
             return gone(rank, states);

@@ -162,7 +162,7 @@ pub(crate) enum Event {
     },
 }
 
-/// RefusalKind a request or a join was refused.
+/// Why a request or a join was refused.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Refusal {
     pub(crate) kind: RefusalKind,

@@ -41,7 +41,7 @@
 //! | `store.rs`, `group.rs`, `health.rs` | what a member can do and learn |
 //! | `client.rs` | a member's connection |
 //! | `server.rs` | the connections of all members, on rank 0 |
-//! | `table.rs`, `waiters.rs`, `gathers.rs` | the store's state, without sockets or clocks |
+//! | `table.rs`, `members.rs`, `values.rs`, `waiters.rs`, `gathers.rs`, `outgoing.rs` | the store's state, without sockets or clocks |
 //! | `handshake.rs`, `message.rs`, `seal.rs`, `frame.rs` | the protocol, from the outside in |
 //! | `outbox.rs`, `socket.rs` | sending without blocking, socket options |
 
@@ -54,9 +54,11 @@ mod group;
 mod handshake;
 mod health;
 mod member;
+mod members;
 mod message;
 mod nodelist;
 mod outbox;
+mod outgoing;
 mod seal;
 mod secret;
 mod server;
@@ -64,6 +66,7 @@ mod socket;
 mod store;
 mod table;
 mod unique_id;
+mod values;
 mod waiters;
 
 #[cfg(any(test, fuzzing))]

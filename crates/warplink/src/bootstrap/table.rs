@@ -4,73 +4,12 @@
 //! every path can be tested, and fuzzed, without a network.
 
 use super::gathers::{Contribution, Gathers};
-use super::message::{self, Bytes, Event, Refusal, RefusalKind, Reply, Request};
+use super::members::MemberState;
+use super::message::{Bytes, Event, Refusal, RefusalKind, Reply, Request};
+use super::outgoing::{Outgoing, body};
+use super::values::Values;
 use super::waiters::{Waiter, Waiters};
-use std::collections::HashMap;
 use std::sync::Arc;
-
-/// A frame to send. Frames of one gather share their body.
-#[derive(Debug, Clone)]
-pub(crate) struct Outgoing {
-    pub(crate) to: u32,
-    /// The request that it answers, or 0 for an event.
-    pub(crate) id: u64,
-    pub(crate) body: Arc<[u8]>,
-}
-
-/// What became of a rank.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum MemberState {
-    Absent,
-    Present,
-    Left,
-    Lost { reason: String },
-}
-
-/// Every rank's state.
-pub(crate) type MemberStates = [MemberState];
-
-/// Values by key, within a limit on their memory.
-#[derive(Debug)]
-pub(crate) struct Values {
-    map: HashMap<String, Arc<[u8]>>,
-    used: usize,
-    limit: usize,
-}
-
-impl Values {
-    /// What an entry costs beyond its key and value, roughly.
-    const ENTRY: usize = 64;
-
-    pub(crate) fn get(&self, key: &str) -> Option<&Arc<[u8]>> {
-        self.map.get(key)
-    }
-
-    pub(crate) fn remove(&mut self, key: &str) -> Option<Arc<[u8]>> {
-        let value = self.map.remove(key)?;
-        self.used -= Self::cost(key, &value);
-        Some(value)
-    }
-
-    fn cost(key: &str, value: &[u8]) -> usize {
-        key.len() + value.len() + Self::ENTRY
-    }
-
-    fn insert(&mut self, key: String, value: Arc<[u8]>) -> Result<(), Refusal> {
-        let old = self.map.get(&key).map_or(0, |old| Self::cost(&key, old));
-        let used = self.used - old + Self::cost(&key, &value);
-        if used > self.limit {
-            let message = format!(
-                "the store would hold {used} bytes; expected at most {}",
-                self.limit
-            );
-            return Err(Refusal::new(RefusalKind::OutOfMemory, message).with_key(&key));
-        }
-        self.used = used;
-        self.map.insert(key, value);
-        Ok(())
-    }
-}
 
 /// The whole state of a store.
 #[derive(Debug)]
@@ -89,11 +28,7 @@ impl Table {
     pub(crate) fn new(world: usize, limit: usize) -> Self {
         Self {
             members: vec![MemberState::Absent; world],
-            values: Values {
-                map: HashMap::new(),
-                used: 0,
-                limit,
-            },
+            values: Values::new(limit),
             waiters: Waiters::default(),
             gathers: Gathers::default(),
             abandoned: false,
@@ -339,46 +274,6 @@ impl Table {
             id: 0,
             body: body.clone(),
         }));
-    }
-}
-
-/// An encoded message. Encoding to memory cannot fail; were it to, the empty body that results is
-/// refused by the receiver as malformed.
-pub(crate) fn body(message: &impl serde::Serialize) -> Arc<[u8]> {
-    match message::encode(message) {
-        Ok(body) => body.into(),
-        Err(error) => {
-            tracing::error!(%error, "could not encode a message");
-            Arc::default()
-        }
-    }
-}
-
-/// The first of `ranks` that is lost.
-///
-/// Where one rank was lost, others often leave because of it; so the lost one is what to name.
-pub(crate) fn first_lost(
-    ranks: impl IntoIterator<Item = u32>,
-    members: &MemberStates,
-) -> Option<u32> {
-    let lost = |rank: &u32| matches!(members.get(*rank as usize), Some(MemberState::Lost { .. }));
-    ranks.into_iter().find(lost)
-}
-
-/// RefusalKind a wait that depends on `rank` cannot be met, if it cannot.
-pub(crate) fn gone(rank: u32, members: &MemberStates) -> Option<Refusal> {
-    match members.get(rank as usize)? {
-        MemberState::Absent | MemberState::Present => None,
-        MemberState::Left => Some(
-            Refusal::new(RefusalKind::PeerLeft, format!("rank {rank} has left")).with_peer(rank),
-        ),
-        MemberState::Lost { reason } => Some(
-            Refusal::new(
-                RefusalKind::PeerLost,
-                format!("rank {rank} was lost: {reason}"),
-            )
-            .with_peer(rank),
-        ),
     }
 }
 

@@ -1,8 +1,9 @@
 //! Waits for keys, parked in the store until the keys are there or can no longer come.
 
 use super::frame::MAX_BODY;
+use super::members::{MemberStates, first_lost, gone};
 use super::message::{Bytes, OnReady, Refusal, RefusalKind, Reply};
-use super::table::{MemberStates, Values, first_lost, gone};
+use super::values::Values;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 /// The most waits that one member may have parked.
@@ -86,7 +87,7 @@ impl Waiter {
         Reply::Values(self.keys.iter().filter_map(fetch).map(Bytes).collect())
     }
 
-    /// RefusalKind the wait cannot be met any more, if it cannot.
+    /// Why the wait cannot be met any more, if it cannot.
     fn failure(&self, members: &MemberStates) -> Option<Refusal> {
         let refusal = match self.on[..] {
             [] => self.failure_without_others(members),

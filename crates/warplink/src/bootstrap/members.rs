@@ -1,0 +1,43 @@
+//! What the store knows of every rank.
+
+use super::message::{Refusal, RefusalKind};
+
+/// What became of a rank.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum MemberState {
+    Absent,
+    Present,
+    Left,
+    Lost { reason: String },
+}
+
+/// Every rank's state.
+pub(crate) type MemberStates = [MemberState];
+
+/// The first of `ranks` that is lost.
+///
+/// Where one rank was lost, others often leave because of it; so the lost one is what to name.
+pub(crate) fn first_lost(
+    ranks: impl IntoIterator<Item = u32>,
+    members: &MemberStates,
+) -> Option<u32> {
+    let lost = |rank: &u32| matches!(members.get(*rank as usize), Some(MemberState::Lost { .. }));
+    ranks.into_iter().find(lost)
+}
+
+/// Why a wait that depends on `rank` cannot be met, if it cannot.
+pub(crate) fn gone(rank: u32, members: &MemberStates) -> Option<Refusal> {
+    match members.get(rank as usize)? {
+        MemberState::Absent | MemberState::Present => None,
+        MemberState::Left => Some(
+            Refusal::new(RefusalKind::PeerLeft, format!("rank {rank} has left")).with_peer(rank),
+        ),
+        MemberState::Lost { reason } => Some(
+            Refusal::new(
+                RefusalKind::PeerLost,
+                format!("rank {rank} was lost: {reason}"),
+            )
+            .with_peer(rank),
+        ),
+    }
+}
