@@ -39,6 +39,11 @@ pub struct Capabilities {
 }
 
 impl Capabilities {
+    /// The device's name in messages.
+    pub(super) fn device_name(&self) -> String {
+        format!("cuda:{} {}", self.ordinal, self.name)
+    }
+
     /// Asks the driver. Makes no context.
     pub(super) fn of(driver: &Driver, device: CUdevice, ordinal: usize) -> Result<Self> {
         use CUdevice_attribute_enum as Attribute;

@@ -29,8 +29,11 @@ pub(super) struct CudaDevice {
 
 impl CudaDevice {
     pub(super) fn open(ordinal: usize) -> Result<Arc<Self>> {
+        let gpu = Gpu::open(ordinal)?;
+        let word = PlainMemory::allocate(&gpu, size_of::<u64>())?;
+        gpu.try_capturing(word.address)?;
         Ok(Arc::new(Self {
-            gpu: Gpu::open(ordinal)?,
+            gpu,
             compute: Mutex::new(None),
         }))
     }
@@ -88,7 +91,7 @@ impl Device for CudaDevice {
         // Loading waits for what spins, so the kernel is there before the first word to spin on.
         self.gpu
             .transfer_kernel
-            .get_or_init(|| TransferKernel::load(&self.gpu));
+            .get_or_init(|| TransferKernel::load(&self.gpu.context, &self.gpu.capabilities));
         Ok(PlainMemory::allocate_signals(&self.gpu, bytes)?.into_slice(bytes))
     }
 

@@ -5,7 +5,6 @@ use super::capabilities::{self, Capabilities};
 use super::compute::workspace::Workspaces;
 use super::driver::context::Context;
 use super::kernels::transfer::TransferKernel;
-use super::memory::PlainMemory;
 use super::memory::reaper::Reaper;
 use super::memory::staging::Staging;
 use super::stream::memory_ops;
@@ -45,7 +44,7 @@ impl Gpu {
                 signals.raise();
             }
         });
-        let gpu = Arc::new(Self {
+        Ok(Arc::new(Self {
             context,
             fault,
             capabilities,
@@ -55,11 +54,15 @@ impl Gpu {
             workspaces: Workspaces::default(),
             transfer_kernel: OnceLock::new(),
             captures_memory_ops: OnceLock::new(),
-        });
-        let word = PlainMemory::allocate(&gpu, size_of::<u64>())?;
-        let captures = memory_ops::are_captured(&gpu.context, word.address)?;
-        gpu.captures_memory_ops.get_or_init(|| captures);
-        Ok(gpu)
+        }))
+    }
+
+    /// Finds out, with a live word at `address`, what [`captures_memory_ops`](Self::captures_memory_ops)
+    /// says.
+    pub(super) fn try_capturing(&self, address: u64) -> Result<()> {
+        let captures = memory_ops::are_captured(&self.context, address)?;
+        self.captures_memory_ops.get_or_init(|| captures);
+        Ok(())
     }
 
     /// Whether the driver records writes and waits into graphs.
@@ -70,7 +73,7 @@ impl Gpu {
 
     /// Name for people.
     pub(super) fn name(&self) -> String {
-        format!("cuda:{} {}", self.context.ordinal, self.capabilities.name)
+        self.capabilities.device_name()
     }
 }
 

@@ -1,9 +1,9 @@
 //! Machine code in the GPU, and launching it.
 
 use super::nvrtc::{self, Source};
+use crate::device::cuda::capabilities::Capabilities;
 use crate::device::cuda::driver::context::Context;
 use crate::device::cuda::driver::{Status, status};
-use crate::device::cuda::gpu::Gpu;
 use crate::error::Result;
 use cudarc::driver::sys::{CUfunction, CUfunction_attribute_enum, CUmodule, CUstream};
 use std::ffi::{CStr, c_void};
@@ -23,9 +23,12 @@ unsafe impl Sync for Module {}
 
 impl Module {
     /// Compiles `source` for the GPU, unless that was done before, and loads it.
-    pub(crate) fn load(gpu: &Gpu, source: &Source) -> Result<Arc<Self>> {
-        let code = nvrtc::machine_code(source, &gpu.capabilities.architecture())?;
-        let context = &gpu.context;
+    pub(crate) fn load(
+        context: &Arc<Context>,
+        capabilities: &Capabilities,
+        source: &Source,
+    ) -> Result<Arc<Self>> {
+        let code = nvrtc::machine_code(source, &capabilities.architecture())?;
         let _entered = context.enter()?;
         let _relaxed = context.relax_capture();
         let mut raw = std::ptr::null_mut();
@@ -35,7 +38,11 @@ impl Module {
         context
             .driver
             .check(answer, "load a kernel")
-            .map_err(|error| error.with_key(source.name).with_device(gpu.name()))?;
+            .map_err(|error| {
+                error
+                    .with_key(source.name)
+                    .with_device(capabilities.device_name())
+            })?;
         Ok(Arc::new(Self {
             context: context.clone(),
             raw,

@@ -37,7 +37,7 @@ pub(crate) struct SumKernels {
 
 impl SumKernels {
     pub(crate) fn load(gpu: &Gpu) -> Result<Self> {
-        let module = Module::load(gpu, &nvrtc::SUM)?;
+        let module = Module::load(&gpu.context, &gpu.capabilities, &nvrtc::SUM)?;
         let functions = [
             (DType::F16, module.function(c"warplink_sum_f16")?),
             (DType::BF16, module.function(c"warplink_sum_bf16")?),

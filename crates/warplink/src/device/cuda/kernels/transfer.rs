@@ -2,12 +2,14 @@
 
 use super::module::{Function, Module};
 use super::nvrtc;
-use crate::device::cuda::gpu::Gpu;
+use crate::device::cuda::capabilities::Capabilities;
+use crate::device::cuda::driver::context::Context;
 use crate::device::cuda::stream::memory_ops::address;
 use crate::device::{DeviceSlice, MemoryOp};
 use crate::error::Result;
 use cudarc::driver::sys::CUstream;
 use std::ffi::c_void;
+use std::sync::Arc;
 
 /// Most operations of one launch; must match the kernel.
 pub(crate) const MAX_OPERATIONS: usize = 16;
@@ -46,13 +48,13 @@ pub(crate) struct TransferKernel {
 impl TransferKernel {
     /// Loads the kernel; `None` where the compiler is missing or it was switched off, and the copy
     /// engine does small transfers too.
-    pub(crate) fn load(gpu: &Gpu) -> Option<Self> {
+    pub(crate) fn load(context: &Arc<Context>, capabilities: &Capabilities) -> Option<Self> {
         let largest = match std::env::var("WARPLINK_KERNEL_BYTES") {
             Err(_) => DEFAULT_LARGEST,
             Ok(text) => text.parse().unwrap_or_else(|_| {
                 tracing::warn!(
                     text,
-                    "WARPLINK_KERNEL_BYTES is no number of bytes; it is ignored"
+                    "unknown value of WARPLINK_KERNEL_BYTES; expected a number of bytes; it is ignored"
                 );
                 DEFAULT_LARGEST
             }),
@@ -60,7 +62,7 @@ impl TransferKernel {
         if largest == 0 {
             return None;
         }
-        let function = Module::load(gpu, &nvrtc::TRANSFER)
+        let function = Module::load(context, capabilities, &nvrtc::TRANSFER)
             .and_then(|module| module.function(c"warplink_transfer"));
         match function {
             Ok(function) => Some(Self { function, largest }),
