@@ -1,11 +1,12 @@
 //! Marks in streams.
 
-use super::graph::CapturedMark;
-use crate::device::{Event, EventBackend, Fault};
+use super::capture::CapturedMark;
+use super::mark::EventState;
+use crate::device::{Event, EventBackend};
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::lock;
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::sync::{Arc, Mutex};
+use std::time::Instant;
 
 /// An event: marks are numbered in the order in which they are recorded, and waiting for one is
 /// waiting for its number.
@@ -25,41 +26,6 @@ pub(super) enum Recorded {
     InGraph(CapturedMark),
 }
 
-#[derive(Debug, Default)]
-pub(super) struct EventState {
-    reached: Mutex<Reached>,
-    change: Condvar,
-}
-
-#[derive(Clone, Copy, Debug, Default)]
-struct Reached {
-    mark: u64,
-    at: Option<Instant>,
-}
-
-impl EventState {
-    pub(super) fn reach(&self, mark: u64) {
-        let mut reached = lock(&self.reached);
-        if mark > reached.mark {
-            *reached = Reached {
-                mark,
-                at: Some(Instant::now()),
-            };
-        }
-        self.change.notify_all();
-    }
-
-    pub(super) fn wait(&self, mark: u64, fault: &Fault) -> Result<()> {
-        let mut reached = lock(&self.reached);
-        while reached.mark < mark {
-            fault.check()?;
-            let waited = self.change.wait_timeout(reached, Duration::from_millis(10));
-            reached = waited.unwrap_or_else(PoisonError::into_inner).0;
-        }
-        Ok(())
-    }
-}
-
 impl HostEvent {
     pub(super) fn new(timing: bool) -> Self {
         Self {
@@ -75,7 +41,7 @@ impl HostEvent {
         let mark = match &*recorded {
             Recorded::InStream(mark) => mark + 1,
             // A mark in a graph leaves the numbers of the stream's marks as they are.
-            Recorded::Never | Recorded::InGraph(_) => lock(&self.state.reached).mark + 1,
+            Recorded::Never | Recorded::InGraph(_) => self.state.reached().mark + 1,
         };
         *recorded = Recorded::InStream(mark);
         mark
@@ -90,7 +56,7 @@ impl HostEvent {
                     .help("record it first, outside of a capture"));
             }
         };
-        let reached = *lock(&self.state.reached);
+        let reached = self.state.reached();
         reached
             .at
             .filter(|_| self.timing && reached.mark >= marked)
@@ -119,7 +85,7 @@ impl EventBackend for HostEvent {
 
     fn is_reached(&self) -> Result<bool> {
         Ok(match &*lock(&self.recorded) {
-            Recorded::InStream(mark) => lock(&self.state.reached).mark >= *mark,
+            Recorded::InStream(mark) => self.state.reached().mark >= *mark,
             Recorded::Never => true,
             Recorded::InGraph(_) => false,
         })

@@ -5,14 +5,17 @@
 //! is late, and tests can delay any operation at random ([`Delays`]), so that a missing wait shows
 //! as a wrong result.
 
+mod capture;
 mod collective;
 mod compute;
 mod event;
 mod graph;
+mod mark;
 mod memory;
 mod operation;
 mod stream;
 mod unmapping;
+mod worker;
 
 use super::{
     AllGatherBytes, AllocationKind, CollectiveEngine, Compute, Delays, Device, DeviceIdentity,

@@ -1,7 +1,6 @@
 //! What a stream's thread does, one operation at a time.
 
-use super::event::EventState;
-use super::graph::GraphInner;
+use super::mark::EventState;
 use super::memory::{self, AwaitedWord, MappedWord};
 use crate::device::{Delays, DeviceSlice, Fault, Word};
 use crate::error::{Error, ErrorKind, Result};
@@ -43,7 +42,6 @@ pub(super) enum Operation {
     RecordInGraph(usize),
     WaitInGraph(usize),
     Task(Task),
-    Launch(Arc<GraphInner>),
 }
 
 impl fmt::Debug for Operation {
@@ -60,7 +58,6 @@ impl fmt::Debug for Operation {
             Self::RecordInGraph(mark) => write!(f, "record mark {mark} of the graph"),
             Self::WaitInGraph(mark) => write!(f, "wait for mark {mark} of the graph"),
             Self::Task(_) => f.write_str("task"),
-            Self::Launch(_) => f.write_str("launch a graph"),
         }
     }
 }
@@ -143,7 +140,6 @@ impl Context {
             Operation::WaitEvent { event, mark } => event.wait(*mark, &self.fault)?,
             Operation::WaitInGraph(mark) => self.mark(*mark)?.wait(1, &self.fault)?,
             Operation::Task(task) => task(self)?,
-            Operation::Launch(graph) => graph.run(self)?,
             Operation::Record { .. } | Operation::RecordInGraph(_) => {}
         }
         Ok(())

@@ -1,26 +1,28 @@
-//! A stream: a queue and a thread that works it off in order.
+//! Streams, which a worker works off in order, and the graphs that they record and launch.
 
+use super::capture::{CapturedMark, Session};
+use super::check_kind;
 use super::event::{self, HostEvent, Recorded};
-use super::graph::{CapturedMark, HostGraph, Session};
+use super::graph::RecordedGraph;
+use super::mark::EventState;
 use super::memory::AwaitedWord;
 use super::operation::{Context, Operation};
-use super::{check_kind, event::EventState};
+use super::worker::Worker;
 use crate::deadline::Deadline;
 use crate::device::{
-    Delays, DeviceSlice, Event, Fault, Graph, MemoryOp, Stream, StreamBackend, StreamOp,
-    sequence_apart,
+    Delays, DeviceSlice, Event, Fault, Graph, GraphBackend, MemoryOp, Stream, StreamBackend,
+    StreamOp, sequence_apart,
 };
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::lock;
-use std::collections::VecDeque;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
-use std::time::Duration;
+use std::sync::{Arc, Mutex, MutexGuard};
 
 #[derive(Debug)]
 pub(crate) struct HostStream {
     number: u64,
+    fault: Arc<Fault>,
     delays: Option<Delays>,
-    shared: Arc<Shared>,
+    worker: Worker,
     capture: Mutex<Option<Capture>>,
 }
 
@@ -30,46 +32,18 @@ struct Capture {
     branch: usize,
 }
 
-#[derive(Debug)]
-struct Shared {
-    fault: Arc<Fault>,
-    queue: Mutex<Queue>,
-    work: Condvar,
-    done: Condvar,
-    // The first failure of an operation; what follows it is not done.
-    failure: OnceLock<Error>,
-}
-
-#[derive(Debug, Default)]
-struct Queue {
-    waiting: VecDeque<Operation>,
-    enqueued: u64,
-    completed: u64,
-    closed: bool,
-}
-
 impl HostStream {
     pub(super) fn start(
         number: u64,
         fault: Arc<Fault>,
         delays: Option<Delays>,
     ) -> Result<Arc<Self>> {
-        let shared = Arc::new(Shared {
-            fault: fault.clone(),
-            queue: Mutex::default(),
-            work: Condvar::new(),
-            done: Condvar::new(),
-            failure: OnceLock::new(),
-        });
-        let worker = shared.clone();
-        std::thread::Builder::new()
-            .name(format!("warplink-stream-{number}"))
-            .spawn(move || work(&worker, &Context::new(fault, delays, number)))
-            .map_err(|error| Error::io("start a stream's thread", &error))?;
+        let worker = Worker::start(number, fault.clone(), delays)?;
         Ok(Arc::new(Self {
             number,
+            fault,
             delays,
-            shared,
+            worker,
             capture: Mutex::new(None),
         }))
     }
@@ -81,12 +55,7 @@ impl HostStream {
             capture.session.push(capture.branch, operation);
             return Ok(());
         }
-        let mut queue = lock(&self.shared.queue);
-        queue.waiting.push_back(operation);
-        queue.enqueued += 1;
-        drop(queue);
-        self.shared.work.notify_one();
-        Ok(())
+        self.worker.enqueue(operation)
     }
 
     /// The capture that this stream takes part in, unless it has ended.
@@ -101,52 +70,8 @@ impl HostStream {
         capture
     }
 
-    /// The fault, or the first failure of an operation.
-    pub(super) fn check(&self) -> Result<()> {
-        self.shared.fault.check()?;
-        self.shared
-            .failure
-            .get()
-            .map_or(Ok(()), |error| Err(error.clone()))
-    }
-}
-
-/// Works the queue off until the stream is dropped and the queue is empty.
-fn work(shared: &Shared, context: &Context) {
-    let mut queue = lock(&shared.queue);
-    loop {
-        let Some(operation) = queue.waiting.pop_front() else {
-            if queue.closed {
-                return;
-            }
-            queue = shared
-                .work
-                .wait(queue)
-                .unwrap_or_else(PoisonError::into_inner);
-            continue;
-        };
-        drop(queue);
-        let mark = matches!(operation, Operation::Record { .. });
-        if (mark || shared.failure.get().is_none())
-            && let Err(error) = context.perform(&operation)
-        {
-            tracing::debug!(?operation, %error, "an operation in a stream failed");
-            // A second failure cannot be set, and only the first matters.
-            let _ = shared.failure.set(error);
-        }
-        // What the operation holds is released before it counts as done.
-        drop(operation);
-        queue = lock(&shared.queue);
-        queue.completed += 1;
-        shared.done.notify_all();
-    }
-}
-
-impl Drop for HostStream {
-    /// What is enqueued is still done, as on a GPU; nothing is waited for.
-    fn drop(&mut self) {
-        lock(&self.shared.queue).closed = true;
-        self.shared.work.notify_one();
+    fn check(&self) -> Result<()> {
+        self.worker.check()
     }
 }
 
@@ -270,32 +195,11 @@ impl StreamBackend for HostStream {
                 .during("synchronize")
                 .help("end the capture first"));
         }
-        let mut queue = lock(&self.shared.queue);
-        let end = queue.enqueued;
-        while queue.completed < end {
-            self.check()?;
-            if deadline.passed() {
-                let left = end - queue.completed;
-                return Err(deadline.expired("the end of a stream's work").during("synchronize").help(format!(
-                    "check that both ranks post every transfer: {left} operations are left, the first of them under way"
-                )));
-            }
-            let nap = deadline.remaining().min(Duration::from_millis(10));
-            queue = self
-                .shared
-                .done
-                .wait_timeout(queue, nap)
-                .unwrap_or_else(PoisonError::into_inner)
-                .0;
-        }
-        drop(queue);
-        self.check()
+        self.worker.wait(deadline)
     }
 
     fn is_idle(&self) -> Result<bool> {
-        self.check()?;
-        let queue = lock(&self.shared.queue);
-        Ok(queue.completed == queue.enqueued)
+        self.worker.is_idle()
     }
 
     fn begin_capture(&self) -> Result<()> {
@@ -305,7 +209,7 @@ impl StreamBackend for HostStream {
                 .during("begin a capture")
                 .help("end that capture first"));
         }
-        let session = Arc::new(Session::new(self.delays));
+        let session = Arc::new(Session::new());
         let branch = session.join();
         *capture = Some(Capture { session, branch });
         Ok(())
@@ -324,8 +228,10 @@ impl StreamBackend for HostStream {
         let capture = own
             .take()
             .ok_or_else(|| Error::new(ErrorKind::Internal, "the capture vanished"))?;
-        let graph = capture.session.finish(&self.shared.fault)?;
-        Ok(Graph::new(Arc::new(HostGraph(graph))))
+        let recording = capture.session.finish()?;
+        let number = capture.session.number();
+        let graph = RecordedGraph::new(recording, number, &self.fault, self.delays)?;
+        Ok(Graph::new(Arc::new(HostGraph(Arc::new(graph)))))
     }
 
     fn capture_id(&self) -> Result<Option<u64>> {
@@ -334,6 +240,31 @@ impl StreamBackend for HostStream {
 
     fn raw(&self) -> u64 {
         self.number
+    }
+}
+
+/// A graph, launched by a stream.
+#[derive(Debug)]
+struct HostGraph(Arc<RecordedGraph>);
+
+impl GraphBackend for HostGraph {
+    fn launch(&self, stream: &Stream) -> Result<()> {
+        let stream = from_dyn(stream)?;
+        if stream.is_capturing()? {
+            return Err(Error::new(
+                ErrorKind::Unsupported,
+                "a graph cannot be launched into a capture",
+            )
+            .help("end the capture first"));
+        }
+        let graph = self.0.clone();
+        stream.enqueue(Operation::Task(Arc::new(move |context: &Context| {
+            graph.run(context)
+        })))
+    }
+
+    fn operations(&self) -> usize {
+        self.0.operations()
     }
 }
 

@@ -1,0 +1,48 @@
+//! Marks that streams reach and wait for.
+
+use crate::device::Fault;
+use crate::error::Result;
+use crate::sync::lock;
+use std::sync::{Condvar, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// How far the marks of an event were reached.
+#[derive(Debug, Default)]
+pub(super) struct EventState {
+    reached: Mutex<Reached>,
+    change: Condvar,
+}
+
+/// The last mark that was reached, and when.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Reached {
+    pub(super) mark: u64,
+    pub(super) at: Option<Instant>,
+}
+
+impl EventState {
+    pub(super) fn reached(&self) -> Reached {
+        *lock(&self.reached)
+    }
+
+    pub(super) fn reach(&self, mark: u64) {
+        let mut reached = lock(&self.reached);
+        if mark > reached.mark {
+            *reached = Reached {
+                mark,
+                at: Some(Instant::now()),
+            };
+        }
+        self.change.notify_all();
+    }
+
+    pub(super) fn wait(&self, mark: u64, fault: &Fault) -> Result<()> {
+        let mut reached = lock(&self.reached);
+        while reached.mark < mark {
+            fault.check()?;
+            let waited = self.change.wait_timeout(reached, Duration::from_millis(10));
+            reached = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+        Ok(())
+    }
+}

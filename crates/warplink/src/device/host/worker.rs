@@ -1,0 +1,141 @@
+//! A queue of operations and the thread that works it off in order.
+
+use super::operation::{Context, Operation};
+use crate::deadline::Deadline;
+use crate::device::{Delays, Fault};
+use crate::error::{Error, Result};
+use crate::sync::lock;
+use std::collections::VecDeque;
+use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
+use std::time::Duration;
+
+/// The thread's owner. Dropping it ends the thread once the queue is empty.
+#[derive(Debug)]
+pub(super) struct Worker {
+    shared: Arc<Shared>,
+}
+
+impl Worker {
+    pub(super) fn start(number: u64, fault: Arc<Fault>, delays: Option<Delays>) -> Result<Self> {
+        let shared = Arc::new(Shared {
+            fault: fault.clone(),
+            queue: Mutex::default(),
+            work: Condvar::new(),
+            done: Condvar::new(),
+            failure: OnceLock::new(),
+        });
+        let worker = shared.clone();
+        std::thread::Builder::new()
+            .name(format!("warplink-stream-{number}"))
+            .spawn(move || work(&worker, &Context::new(fault, delays, number)))
+            .map_err(|error| Error::io("start a stream's thread", &error))?;
+        Ok(Self { shared })
+    }
+
+    pub(super) fn enqueue(&self, operation: Operation) -> Result<()> {
+        self.check()?;
+        let mut queue = lock(&self.shared.queue);
+        queue.waiting.push_back(operation);
+        queue.enqueued += 1;
+        drop(queue);
+        self.shared.work.notify_one();
+        Ok(())
+    }
+
+    /// The fault, or the first failure of an operation.
+    pub(super) fn check(&self) -> Result<()> {
+        self.shared.fault.check()?;
+        self.shared
+            .failure
+            .get()
+            .map_or(Ok(()), |error| Err(error.clone()))
+    }
+
+    /// Waits until what is enqueued now is done.
+    pub(super) fn wait(&self, deadline: Deadline) -> Result<()> {
+        let mut queue = lock(&self.shared.queue);
+        let end = queue.enqueued;
+        while queue.completed < end {
+            self.check()?;
+            if deadline.passed() {
+                let left = end - queue.completed;
+                return Err(deadline.expired("the end of a stream's work").during("synchronize").help(format!(
+                    "check that both ranks post every transfer: {left} operations are left, the first of them under way"
+                )));
+            }
+            let nap = deadline.remaining().min(Duration::from_millis(10));
+            queue = self
+                .shared
+                .done
+                .wait_timeout(queue, nap)
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
+        }
+        drop(queue);
+        self.check()
+    }
+
+    /// Whether everything that was enqueued is done.
+    pub(super) fn is_idle(&self) -> Result<bool> {
+        self.check()?;
+        let queue = lock(&self.shared.queue);
+        Ok(queue.completed == queue.enqueued)
+    }
+}
+
+impl Drop for Worker {
+    /// What is enqueued is still done, as on a GPU; nothing is waited for.
+    fn drop(&mut self) {
+        lock(&self.shared.queue).closed = true;
+        self.shared.work.notify_one();
+    }
+}
+
+#[derive(Debug)]
+struct Shared {
+    fault: Arc<Fault>,
+    queue: Mutex<Queue>,
+    work: Condvar,
+    done: Condvar,
+    // The first failure of an operation; what follows it is not done.
+    failure: OnceLock<Error>,
+}
+
+#[derive(Debug, Default)]
+struct Queue {
+    waiting: VecDeque<Operation>,
+    enqueued: u64,
+    completed: u64,
+    closed: bool,
+}
+
+/// Works the queue off until the stream is dropped and the queue is empty.
+fn work(shared: &Shared, context: &Context) {
+    let mut queue = lock(&shared.queue);
+    loop {
+        let Some(operation) = queue.waiting.pop_front() else {
+            if queue.closed {
+                return;
+            }
+            queue = shared
+                .work
+                .wait(queue)
+                .unwrap_or_else(PoisonError::into_inner);
+            continue;
+        };
+        drop(queue);
+        let mark = matches!(operation, Operation::Record { .. });
+        if (mark || shared.failure.get().is_none())
+            && let Err(error) = context.perform(&operation)
+        {
+            tracing::debug!(?operation, %error, "an operation in a stream failed");
+            // A second failure cannot be set, and only the first matters.
+            let _ = shared.failure.set(error);
+        }
+        // What the operation holds is released before it counts as done.
+        drop(operation);
+        queue = lock(&shared.queue);
+        queue.completed += 1;
+        shared.done.notify_all();
+    }
+}
