@@ -108,6 +108,22 @@ impl<'a> Batch<'a> {
     }
 }
 
+impl Transfer {
+    /// Enqueues this end's part on `stream`; see the table in the [module](super). Does not block.
+    /// Posts of one transfer must be ordered among one another. A graph must hold as many posts of this
+    /// end as the peer's graph of the other, and the waits for them; where it holds several, each
+    /// waits until the one before is done.
+    pub fn post(&self, stream: &Stream) -> Result<()> {
+        post_all(&[self], stream)
+    }
+
+    /// Enqueues the wait for every post so far on `stream`; under capture, for the last in the same
+    /// graph. Does not block. Without a post it does nothing. Any number of streams may wait.
+    pub fn wait(&self, stream: &Stream) -> Result<()> {
+        wait_all(&[self], stream)
+    }
+}
+
 /// Operations that a stream is to get together.
 struct Queue<'a, 's> {
     stream: &'s Stream,
