@@ -2,7 +2,7 @@
 
 use super::model::HardwareModel;
 use crate::device::Device;
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
@@ -72,7 +72,7 @@ impl HardwareModel {
             return Ok(Arc::new(guess.scaled_to(device.multiprocessors)));
         }
         Err(Error::new(
-            crate::ErrorKind::Unsupported,
+            ErrorKind::Unsupported,
             format!(
                 "no hardware model describes devices of kind '{}'",
                 device.kind
@@ -194,6 +194,7 @@ fn nearest(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::dtype::DType;
 
     fn device(kind: &str, model: &str) -> DeviceDescription {
         DeviceDescription {
@@ -221,8 +222,7 @@ mod tests {
     fn a_guess_follows_the_number_of_multiprocessors() {
         let guess = shipped("generic-gpu").unwrap();
         let half = guess.scaled_to(guess.device.multiprocessors / 2);
-        let seconds =
-            |model: &HardwareModel| model.gemm.seconds(crate::DType::BF16, 4096, 4096, 4096);
+        let seconds = |model: &HardwareModel| model.gemm.seconds(DType::BF16, 4096, 4096, 4096);
         assert!((seconds(&half) / seconds(&guess) - 2.0).abs() < 1e-9);
     }
 
@@ -252,6 +252,6 @@ mod tests {
         std::fs::write(directory.path().join("bad.json"), "{}").unwrap();
         assert_eq!(models_in(directory.path()).len(), 1);
         let missing = HardwareModel::read(&directory.path().join("none")).unwrap_err();
-        assert_eq!(missing.kind(), crate::ErrorKind::Io);
+        assert_eq!(missing.kind(), ErrorKind::Io);
     }
 }
