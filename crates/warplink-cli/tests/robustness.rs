@@ -159,6 +159,8 @@ fn errors_are_json_where_results_are() {
     let error = json_error(&["demo", "--json", "--lowering", "circle"]);
     assert!(error["message"].as_str().unwrap().contains("circle"));
     assert_eq!(error["kind"], "InvalidArgument");
+    let error = json_error(&["launch", "--json", "-n", "2", "--", "no-such-program"]);
+    assert!(error["message"].as_str().unwrap().contains("was not found"));
     let error = json_error(&["program", "verify", "--json", "no-such-file.wlp"]);
     assert!(error["message"].as_str().unwrap().contains("no-such-file"));
 }

@@ -89,7 +89,15 @@ fn seconds(text: &str) -> Result<Duration, String> {
 struct Report {
     exit_code: u8,
     first_failure: Option<usize>,
+    /// Why no rank was started.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    error: Option<LaunchError>,
     ranks: Vec<RankReport>,
+}
+
+#[derive(Debug, Serialize)]
+struct LaunchError {
+    message: String,
 }
 
 #[derive(Debug, Serialize)]
@@ -115,6 +123,7 @@ impl Report {
         Self {
             exit_code: outcome.code(),
             first_failure: outcome.first_failure,
+            error: outcome.error.clone().map(|message| LaunchError { message }),
             ranks: ranks.collect(),
         }
     }

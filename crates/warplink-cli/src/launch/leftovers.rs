@@ -5,8 +5,9 @@
 //! them once the launcher is gone.
 
 use anyhow::{Result, anyhow};
+use rustix::io::Errno;
 use rustix::process::{
-    Pid, PidfdFlags, Signal, WaitOptions, getpid, pidfd_open, pidfd_send_signal,
+    Pid, PidfdFlags, Signal, WaitOptions, getpid, kill_process, pidfd_open, pidfd_send_signal,
     set_child_subreaper, waitpid,
 };
 use std::os::unix::ffi::OsStrExt;
@@ -60,13 +61,19 @@ impl Mark {
                     continue;
                 }
                 // Held before it is looked at, so that the number cannot stand for another process.
-                let Ok(process) = pidfd_open(pid, PidfdFlags::empty()) else {
-                    continue;
+                let process = match pidfd_open(pid, PidfdFlags::empty()) {
+                    Ok(process) => Some(process),
+                    // An old kernel; the number has to do.
+                    Err(Errno::NOSYS) => None,
+                    Err(_) => continue,
                 };
                 let is_child = parent(pid) == Some(getpid());
                 if is_child || self.is_on(pid) {
                     found = true;
-                    let _ = pidfd_send_signal(&process, Signal::KILL);
+                    let _ = match process {
+                        Some(process) => pidfd_send_signal(&process, Signal::KILL),
+                        None => kill_process(pid, Signal::KILL),
+                    };
                 }
                 if is_child {
                     let _ = waitpid(Some(pid), WaitOptions::NOHANG);

@@ -69,8 +69,11 @@ pub(crate) fn run(plan: &LaunchPlan) -> Result<Outcome> {
     let program = match environment::find_program(&plan.program) {
         Ok(program) => program,
         Err(missing) => {
-            report::print_message(&missing.to_string());
-            return Ok(Outcome::not_started(missing.exit_code()));
+            report::print_message(&format!("error: {missing}"));
+            return Ok(Outcome::not_started(
+                missing.exit_code(),
+                missing.to_string(),
+            ));
         }
     };
     let supervisor = supervise::Supervisor::new()?;

@@ -33,15 +33,18 @@ pub(crate) struct Outcome {
     pub(crate) first_failure: Option<usize>,
     /// What to exit with where no rank failed: not 0 where the launcher itself gave up.
     otherwise: u8,
+    /// Why no rank was started.
+    pub(crate) error: Option<String>,
 }
 
 impl Outcome {
     /// Nothing was started.
-    pub(super) fn not_started(code: u8) -> Self {
+    pub(super) fn not_started(code: u8, error: String) -> Self {
         Self {
             exits: Vec::new(),
             first_failure: None,
             otherwise: code,
+            error: Some(error),
         }
     }
 
@@ -188,6 +191,7 @@ impl Supervisor {
                 exits: vec![RankExit::default(); ranks.len()],
                 first_failure: None,
                 otherwise: 0,
+                error: None,
             },
             running: ranks.len(),
             signalled: false,
@@ -386,6 +390,7 @@ mod tests {
             exits: exits.iter().map(exit).collect(),
             first_failure,
             otherwise: 0,
+            error: None,
         }
     }
 
@@ -400,7 +405,7 @@ mod tests {
             outcome(&[(None, Some(9)), (Some(3), None)], Some(0)).code(),
             137
         );
-        assert_eq!(Outcome::not_started(127).code(), 127);
+        assert_eq!(Outcome::not_started(127, String::new()).code(), 127);
     }
 
     #[test]

@@ -18,8 +18,8 @@ use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-/// The most time that an abort may take.
-const DROP_TIMEOUT: Duration = Duration::from_secs(2);
+/// How long an abort waits for the store.
+const DROP_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// A rank's membership in its job: the store, collectives of bytes, and news of the others.
 ///
