@@ -195,7 +195,7 @@ fn the_choice_explains_itself_and_can_be_forced() {
         println!("{choice}");
         assert!(!choice.forced);
         assert_eq!(choice.estimates.len(), AllGatherMatmulLowering::ALL.len());
-        let seconds: Vec<f64> = choice.estimates.iter().map(|e| e.seconds).collect();
+        let seconds: Vec<f64> = choice.estimates.iter().map(|e| e.seconds()).collect();
         assert!(seconds.is_sorted(), "{seconds:?}");
         let Lowered {
             lowering,

@@ -2,7 +2,7 @@
 
 use super::{Lowered, Lowering, Problem};
 use crate::error::{Error, Result};
-use crate::program::cost::{Bound, HardwareModel, simulate};
+use crate::program::cost::{Bound, HardwareModel, SimulateOptions, Submission, simulate_with};
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
 use crate::program::parameters::{Parameters, Value};
 use crate::program::rank_program::RankProgram;
@@ -24,11 +24,20 @@ pub struct Estimate {
     /// What it left open, and is best with.
     pub chosen: Parameters,
     /// Seconds from start to end of an eager run.
-    pub seconds: f64,
+    pub eager: f64,
+    /// Seconds from start to end of a launch as one graph.
+    pub captured: f64,
     /// What most of that time is spent on.
     pub bound: Bound,
     /// Whether it needs the collective engine.
     pub needs_engine: bool,
+}
+
+impl Estimate {
+    /// Seconds of the faster submission, which is what lowerings are compared by.
+    pub fn seconds(&self) -> f64 {
+        self.eager.min(self.captured)
+    }
 }
 
 /// A lowering, and why.
@@ -70,9 +79,10 @@ impl fmt::Display for Choice {
         for estimate in &self.estimates {
             write!(
                 f,
-                "  {:12} {:10.1} us, bound by {}",
+                "  {:12} {:10.1} us eager, {:10.1} us captured, bound by {}",
                 estimate.lowering.name(),
-                estimate.seconds * 1e6,
+                estimate.eager * 1e6,
+                estimate.captured * 1e6,
                 estimate.bound
             )?;
             if estimate.chosen != Parameters::new() {
@@ -92,7 +102,7 @@ impl fmt::Display for Choice {
 ///
 /// # Errors
 /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where the problem does not suit
-/// the world, or no lowering does; what [`simulate`] says.
+/// the world, or no lowering does; what [`simulate_with`] says.
 pub fn choose(
     problem: &impl Problem,
     lowerings: &[Lowering],
@@ -115,20 +125,32 @@ pub fn choose(
                 }
                 Err(diagnostic) => return Err(diagnostic.into()),
             };
-            let cost = simulate(&ranks, model)?;
-            if best.as_ref().is_none_or(|best| cost.seconds < best.seconds) {
-                best = Some(Estimate {
-                    lowering: lowering.clone(),
-                    chosen,
-                    seconds: cost.seconds,
-                    bound: cost.bound,
-                    needs_engine: ranks.iter().any(RankProgram::needs_engine),
-                });
+            let [eager, captured] = [Submission::Eager, Submission::Captured].map(|submission| {
+                let options = SimulateOptions {
+                    submission,
+                    ..SimulateOptions::default()
+                };
+                simulate_with(&ranks, model, options)
+            });
+            let (eager, captured) = (eager?, captured?);
+            let estimate = Estimate {
+                lowering: lowering.clone(),
+                chosen,
+                eager: eager.seconds,
+                captured: captured.seconds,
+                bound: eager.bound,
+                needs_engine: ranks.iter().any(RankProgram::needs_engine),
+            };
+            if best
+                .as_ref()
+                .is_none_or(|best| estimate.seconds() < best.seconds())
+            {
+                best = Some(estimate);
             }
         }
         estimates.extend(best);
     }
-    estimates.sort_by(|a, b| a.seconds.total_cmp(&b.seconds));
+    estimates.sort_by(|a, b| a.seconds().total_cmp(&b.seconds()));
     let Some(fastest) = estimates.first() else {
         let error = Error::invalid(format!("no lowering fits {}", problem.subject()));
         return Err(match refusal {
@@ -137,7 +159,7 @@ pub fn choose(
         });
     };
     let close = |estimate: &&Estimate| {
-        estimate.needs_engine && estimate.seconds * ADVANTAGE <= fastest.seconds
+        estimate.needs_engine && estimate.seconds() * ADVANTAGE <= fastest.seconds()
     };
     let taken = estimates.iter().find(close).unwrap_or(fastest);
     Ok(Choice {

@@ -209,7 +209,7 @@ pub(super) fn figures(
             lowering: own.name().to_owned(),
             parameters: estimate.chosen.to_string(),
             chosen: own.name() == choice.name(),
-            expected: estimate.seconds,
+            expected: estimate.seconds(),
             times: *times,
             tflops: flops / best / 1e12,
             of_compute: compute.best() / best,

@@ -92,11 +92,12 @@ pub(super) fn replay(file: &Path, model: &HardwareModel) -> Result<String> {
                 ""
             };
             text += &format!(
-                "  {:12} {:9.1} eager {:9.1} captured {:9.1} expected{mark}  measured {}, expected {}\n",
+                "  {:12} {:9.1} eager {:9.1} captured, expected {:9.1} and {:9.1}{mark}  measured {}, expected {}\n",
                 row.lowering,
                 row.times.eager.median * 1e6,
                 row.times.captured.median * 1e6,
-                estimate.map_or(f64::NAN, |estimate| estimate.seconds * 1e6),
+                estimate.map_or(f64::NAN, |estimate| estimate.eager * 1e6),
+                estimate.map_or(f64::NAN, |estimate| estimate.captured * 1e6),
                 row.parameters,
                 estimate.map_or_else(String::new, |estimate| estimate.chosen.to_string())
             );
