@@ -160,12 +160,12 @@ fn matmuls_share_the_multiprocessors() {
     // Ten elements fill all ten: the second waits.
     let full = on_two_streams("P = matmul(X, Y)", "Q = matmul(X, Y)");
     takes(cost(&full, 1, &machine()).seconds, 2000.0);
-    // Ten of twenty: they run side by side.
+    // Ten elements, each on two of forty: they run side by side.
     let mut model = machine();
-    model.device.multiprocessors = 20;
+    model.device.multiprocessors = 40;
     takes(cost(&full, 1, &model).seconds, 1000.0);
-    // Ten of fifteen leave half of what the second needs until the first is done.
-    model.device.multiprocessors = 15;
+    // Twenty of thirty leave half of what the second needs until the first is done.
+    model.device.multiprocessors = 30;
     takes(cost(&full, 1, &model).seconds, 1000.0 + 500.0);
 }
 

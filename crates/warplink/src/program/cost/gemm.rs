@@ -7,6 +7,12 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 /// Bytes that rows must be a multiple of to count as aligned.
 const ALIGNMENT: usize = 16;
 
+/// The share of the idle multiprocessors of a last wave that another multiplication fills.
+const TAIL_FILLED: f64 = 0.5;
+
+/// How many multiprocessors share a tile where there are more of them than tiles.
+const SHARERS_OF_TILE: f64 = 2.0;
+
 /// Times of matrix multiplications on one device, and how much of the device they fill.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Gemm {
@@ -56,16 +62,22 @@ impl Gemm {
     }
 
     /// The share of `multiprocessors` that an `m × n` result keeps busy on average, above 0 and up to
-    /// 1: the tiles over those of as many full waves.
+    /// 1, as far as another multiplication beside it gains by what is idle.
+    ///
+    /// Of the last wave of a large result, another can fill half: it starts before that wave, and its
+    /// own first wave ends late. For results with fewer tiles than multiprocessors, libraries share the
+    /// contraction of a tile among several of them.
     pub fn occupancy(&self, m: usize, n: usize, multiprocessors: usize) -> f64 {
         let all = multiprocessors.max(1);
         let tiles =
             |(rows, columns): (usize, usize)| m.div_ceil(rows.max(1)) * n.div_ceil(columns.max(1));
         let large = tiles(self.tile);
         if large >= all {
-            large as f64 / (large.div_ceil(all) * all) as f64
+            let full = large as f64 / (large.div_ceil(all) * all) as f64;
+            1.0 - TAIL_FILLED * (1.0 - full)
         } else {
-            (tiles(self.smallest_tile).max(1) as f64 / all as f64).min(1.0)
+            let tiles = tiles(self.smallest_tile).max(1) as f64 * SHARERS_OF_TILE;
+            (tiles / all as f64).min(1.0)
         }
     }
 }
@@ -230,8 +242,9 @@ mod tests {
         // 128 tiles are fewer than multiprocessors, but there are smaller ones.
         assert_eq!(occupancy(2048, 2048), 1.0);
         // 198 tiles in two waves.
-        assert!((occupancy(128 * 198, 256) - 0.75).abs() < 1e-12);
-        assert!((occupancy(64, 64) - 1.0 / 132.0).abs() < 1e-12);
+        // A wave and a half: of the quarter that is idle, half is filled.
+        assert!((occupancy(128 * 198, 256) - 0.875).abs() < 1e-12);
+        assert!((occupancy(64, 64) - 2.0 / 132.0).abs() < 1e-12);
     }
 
     proptest! {
