@@ -66,6 +66,9 @@ struct Inner {
     message: Cow<'static, str>,
     operation: Option<Cow<'static, str>>,
     rank: Option<Rank>,
+    /// The same ranks in the job, where a communicator numbers them otherwise.
+    job_rank: Option<Rank>,
+    job_peer: Option<Rank>,
     peer: Option<Rank>,
     key: Option<String>,
     device: Option<String>,
@@ -81,6 +84,8 @@ impl Error {
             message: message.into(),
             operation: None,
             rank: None,
+            job_rank: None,
+            job_peer: None,
             peer: None,
             key: None,
             device: None,
@@ -132,6 +137,32 @@ impl Error {
         self
     }
 
+    /// Names the ranks as a communicator numbers them and, where the job has them by other numbers,
+    /// as the job does. Those that the error names are the job's, and `numbered` gives theirs; or,
+    /// with `jobs`, they are the communicator's already, and it gives the job's.
+    pub(crate) fn in_group(
+        mut self,
+        (rank, job_rank): (Rank, Rank),
+        jobs: Option<&dyn Fn(Rank) -> Option<Rank>>,
+        numbered: &dyn Fn(Rank) -> Option<Rank>,
+    ) -> Self {
+        if self.0.job_rank.is_some() {
+            return self;
+        }
+        self.0.rank = Some(rank);
+        self.0.job_rank = Some(job_rank);
+        if let Some(peer) = self.0.peer {
+            match jobs {
+                Some(jobs) => self.0.job_peer = jobs(peer),
+                None => {
+                    self.0.job_peer = Some(peer);
+                    self.0.peer = numbered(peer);
+                }
+            }
+        }
+        self
+    }
+
     /// Names the store key, signal or connection that this concerns.
     pub fn with_key(mut self, key: impl Into<String>) -> Self {
         self.0.key = Some(key.into());
@@ -171,9 +202,15 @@ impl Error {
         self.0.help.as_deref()
     }
 
-    /// The peer that this concerns, if one.
+    /// The peer that this concerns, if one, by its rank in the communicator that was called. `None`
+    /// also where that does not contain the peer.
     pub fn peer(&self) -> Option<Rank> {
         self.0.peer
+    }
+
+    /// The peer that this concerns, if one, by its rank in the job.
+    pub fn job_peer(&self) -> Option<Rank> {
+        self.0.job_peer.or(self.0.peer)
     }
 
     /// The store key, signal or connection that this concerns, if one.
@@ -191,7 +228,12 @@ impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let inner = &*self.0;
         if let Some(rank) = inner.rank {
-            write!(f, "rank {rank}: ")?;
+            match inner.job_rank {
+                Some(job_rank) if job_rank != rank => {
+                    write!(f, "rank {rank} (rank {job_rank} of the job): ")?;
+                }
+                _ => write!(f, "rank {rank}: ")?,
+            }
         }
         if let Some(operation) = &inner.operation {
             write!(f, "{operation}: ")?;
@@ -208,6 +250,9 @@ impl fmt::Display for Error {
         };
         if let Some(peer) = inner.peer {
             field(f, "peer", &peer)?;
+        }
+        if let Some(peer) = inner.job_peer.filter(|_| inner.job_peer != inner.peer) {
+            field(f, "in the job peer", &peer)?;
         }
         if let Some(key) = &inner.key {
             field(f, "key", key)?;

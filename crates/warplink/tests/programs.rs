@@ -10,6 +10,8 @@ mod common;
 #[path = "programs/matmul.rs"]
 mod matmul;
 mod program_support;
+#[path = "programs/subgroups.rs"]
+mod subgroups;
 
 use common::{assert_says, delays, kind, threads, threads_with, world};
 use half::{bf16, f16};

@@ -5,9 +5,45 @@ use super::message::{Bytes, GatherId, Purpose, Reply, Request};
 use super::store::wire_ranks;
 use crate::deadline::Deadline;
 use crate::error::{Error, ErrorKind, Rank, Result};
+use sha2::{Digest, Sha256};
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+
+/// What tells a group from the others of its job. Its members derive it alike, each for itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct GroupName([u8; 16]);
+
+impl GroupName {
+    /// The group of all ranks.
+    pub(crate) const WORLD: Self = Self([0; 16]);
+
+    /// The name of a group that was made from this one in the way `how`, the `number`-th of the same
+    /// members.
+    pub(crate) fn child(self, how: &str, members: &[Rank], number: u64) -> Self {
+        let mut hash = Sha256::new();
+        hash.update(self.0);
+        hash.update(format!("{how} {number} {members:?}"));
+        let digest: [u8; 32] = hash.finalize().into();
+        let mut name = [0; 16];
+        name.copy_from_slice(&digest[..16]);
+        Self(name)
+    }
+
+    /// The number of the group among those of the same members, out of the way of counted ones.
+    fn instance(self) -> u64 {
+        let [a, b, c, d, e, f, g, h, ..] = self.0;
+        u64::from_le_bytes([a, b, c, d, e, f, g, h]) | 1 << 63
+    }
+
+    /// `key`, for this group alone.
+    fn key(self, key: &str) -> String {
+        match self {
+            Self::WORLD => key.to_owned(),
+            Self(name) => format!("{:032x}/{key}", u128::from_be_bytes(name)),
+        }
+    }
+}
 
 /// Some or all of the ranks, for all-gathers and barriers among them.
 ///
@@ -21,6 +57,9 @@ pub struct Group {
     sorted: Vec<u32>,
     instance: u64,
     sequence: AtomicU64,
+    /// This rank's place among the members.
+    rank: Rank,
+    name: GroupName,
 }
 
 impl Group {
@@ -28,17 +67,80 @@ impl Group {
     /// with the same members it is.
     pub(crate) fn new(
         client: Arc<Client>,
+        rank: Rank,
         members: Vec<Rank>,
         sorted: Vec<u32>,
         instance: u64,
     ) -> Self {
+        let place = members.iter().position(|&member| member == rank);
         Self {
             client,
+            // A group contains its own rank, as was checked.
+            rank: place.unwrap_or_default(),
             members,
             sorted,
             instance,
             sequence: AtomicU64::new(0),
+            name: GroupName::WORLD,
         }
+    }
+
+    /// The same with a name of its own.
+    pub(crate) fn named(mut self, name: GroupName) -> Self {
+        self.instance = name.instance();
+        self.name = name;
+        self
+    }
+
+    /// This rank's place among the members.
+    pub fn rank(&self) -> Rank {
+        self.rank
+    }
+
+    /// How many members there are.
+    pub fn world(&self) -> usize {
+        self.members.len()
+    }
+
+    pub(crate) fn name(&self) -> GroupName {
+        self.name
+    }
+
+    /// The rank in the job of the member `rank`.
+    pub(crate) fn job_rank(&self, rank: Rank) -> Result<Rank> {
+        self.members.get(rank).copied().ok_or_else(|| {
+            Error::invalid(format!(
+                "rank {rank} is out of range; expected less than {}",
+                self.world()
+            ))
+            .with_peer(rank)
+        })
+    }
+
+    /// The member that has `rank` in the job.
+    pub(crate) fn member(&self, rank: Rank) -> Option<Rank> {
+        self.members.iter().position(|&member| member == rank)
+    }
+
+    /// A key of the store for this group alone.
+    pub(crate) fn key(&self, key: &str) -> String {
+        self.name.key(key)
+    }
+
+    /// An error that names ranks of the job, in the numbers of this group.
+    pub(crate) fn in_own_ranks(&self, error: Error) -> Error {
+        error.in_group(self.own_ranks(), None, &|peer| self.member(peer))
+    }
+
+    /// An error that names members of this group, with the job's numbers added.
+    pub(crate) fn with_job_ranks(&self, error: Error) -> Error {
+        let jobs = |peer| self.members.get(peer).copied();
+        error.in_group(self.own_ranks(), Some(&jobs), &|_| None)
+    }
+
+    fn own_ranks(&self) -> (Rank, Rank) {
+        let job_rank = self.members.get(self.rank).copied();
+        (self.rank, job_rank.unwrap_or(self.rank))
     }
 
     /// The members, in the order in which the group was made.

@@ -2,7 +2,7 @@
 
 use super::client::{Client, Identity};
 use super::config::JoinConfig;
-use super::group::{Group, sort_members};
+use super::group::{Group, GroupName, sort_members};
 use super::health::Health;
 use super::message::MAX_WORLD;
 use super::secret::Secret;
@@ -32,7 +32,7 @@ pub struct Bootstrap {
     secret: Secret,
     client: Arc<Client>,
     store: Store,
-    everyone: Group,
+    everyone: Arc<Group>,
     /// How many groups of the same members were made.
     groups: Mutex<HashMap<Vec<u32>, u64>>,
     /// On rank 0, until it has left; the lock also lets only one thread close at a time.
@@ -112,7 +112,7 @@ impl Bootstrap {
         let store = Store::new(client.clone(), config.timeout);
         let all: Vec<Rank> = (0..world).collect();
         let sorted = sort_members(&all, rank, world)?;
-        let everyone = Group::new(client.clone(), all, sorted.clone(), 0);
+        let everyone = Arc::new(Group::new(client.clone(), rank, all, sorted.clone(), 0));
         Ok(Arc::new(Self {
             rank,
             world,
@@ -190,10 +190,23 @@ impl Bootstrap {
         *count += 1;
         Ok(Group::new(
             self.client.clone(),
+            self.rank,
             members.to_vec(),
             sorted,
             instance,
         ))
+    }
+
+    /// The group of all ranks.
+    pub(crate) fn everyone(&self) -> &Arc<Group> {
+        &self.everyone
+    }
+
+    /// A group of some of the ranks, in the order given, that has `name` on every one of them.
+    pub(crate) fn named_group(&self, members: &[Rank], name: GroupName) -> Result<Group> {
+        let sorted = sort_members(members, self.rank, self.world)?;
+        let group = Group::new(self.client.clone(), self.rank, members.to_vec(), sorted, 0);
+        Ok(group.named(name))
     }
 
     /// Leaves in order: the others take this rank for one that left, not for one that was lost.

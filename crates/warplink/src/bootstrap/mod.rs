@@ -74,6 +74,7 @@ pub mod fuzzing;
 
 pub use config::{JoinConfig, Rendezvous};
 pub use group::Group;
+pub(crate) use group::GroupName;
 pub use health::Health;
 pub use member::Bootstrap;
 pub use secret::Secret;

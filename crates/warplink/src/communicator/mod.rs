@@ -1,9 +1,10 @@
-//! The front door: the ranks of a job, their device, and what they do together.
+//! The front door: a group of the ranks of a job, their device, and what they do together.
 
+mod groups;
 mod services;
 mod threads;
 
-use crate::bootstrap::Bootstrap;
+use crate::bootstrap::{Bootstrap, Group, GroupName};
 use crate::config::Config;
 use crate::deadline::Deadline;
 use crate::device::{
@@ -15,18 +16,29 @@ use crate::p2p::{Batch, Transfer, TransferExchange, TransferRequest};
 use crate::program::Executor;
 use crate::program::execute::{EngineSource, RankContext};
 use services::JobServices;
-use std::sync::{Arc, OnceLock};
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, OnceLock};
 
-/// One rank's membership in a job. Every method that involves other ranks says whether it blocks;
-/// waits on the host end at the configured timeout, and when a rank is lost, with an error that
-/// names it. A lost rank ends the communicator: streams that wait for signals are let go, and every
-/// later call fails. Clones are the same membership.
+/// An ordered group of the ranks of a [`Job`](crate::Job), seen from one of them. A communicator has
+/// ranks, tags, keys and signals of its own: its ranks are numbered from 0 in its order, and nothing
+/// that is done in it meets what is done in another. What a process has once (device, connection to
+/// the store, threads, registered memory) is the job's, so that a communicator costs little.
+///
+/// Every method that involves other ranks says whether it blocks; waits on the host end at the
+/// configured timeout, and when a rank is lost, with an error that names it. A lost rank ends the
+/// communicator: streams that wait for signals are let go, and every later call fails. Clones are the
+/// same communicator.
 #[derive(Clone, Debug)]
 pub struct Communicator {
     job: Arc<JobServices>,
+    group: Arc<Group>,
     transfers: Arc<TransferExchange>,
     engine: Arc<OnceLock<Arc<dyn CollectiveEngine>>>,
+    made: Arc<Mutex<MadeGroups>>,
 }
+
+/// How many groups were made from a communicator, in which way and of which members.
+type MadeGroups = HashMap<(&'static str, Vec<Rank>), u64>;
 
 impl Communicator {
     /// Joins as the environment says; see [`Config::from_env`]. Blocks until all ranks have joined.
@@ -42,27 +54,47 @@ impl Communicator {
     /// chose different devices.
     pub fn join(config: &Config) -> Result<Self> {
         let job = JobServices::join(config)?;
-        let transfers = Arc::new(TransferExchange::new(
+        let everyone = job.bootstrap.everyone().clone();
+        Ok(Self::of(&job, everyone))
+    }
+
+    /// The communicator of `group`. Does not communicate.
+    fn of(job: &Arc<JobServices>, group: Arc<Group>) -> Self {
+        let transfers = TransferExchange::new(
             &job.bootstrap,
+            &group,
             &job.memory,
             &job.device,
+            &job.slots,
             job.protocol,
-        ));
-        Ok(Self {
-            job,
-            transfers,
+        );
+        Self {
+            job: job.clone(),
+            group,
+            transfers: Arc::new(transfers),
             engine: Arc::default(),
-        })
+            made: Arc::default(),
+        }
     }
 
-    /// This rank.
+    /// This rank's number in the communicator.
     pub fn rank(&self) -> Rank {
-        self.job.bootstrap.rank()
+        self.group.rank()
     }
 
-    /// How many ranks there are.
+    /// How many ranks the communicator has.
     pub fn world(&self) -> usize {
-        self.job.bootstrap.world()
+        self.group.world()
+    }
+
+    /// The ranks in the job of the communicator's ranks, in its order.
+    pub fn job_ranks(&self) -> &[Rank] {
+        self.group.members()
+    }
+
+    /// Whether it is the communicator of all ranks of the job.
+    fn is_world(&self) -> bool {
+        self.group.name() == GroupName::WORLD
     }
 
     /// The device.
@@ -70,7 +102,8 @@ impl Communicator {
         &self.job.device
     }
 
-    /// The store, and collectives of bytes.
+    /// This process's membership in the job: the store, and collectives of bytes among all ranks of
+    /// the job, whose numbers are the job's.
     pub fn bootstrap(&self) -> &Arc<Bootstrap> {
         &self.job.bootstrap
     }
@@ -97,7 +130,9 @@ impl Communicator {
     /// gets there. A handle is good for one opening, and keeps the memory allocated until that is
     /// undone.
     pub fn export_handle(&self, region: &Region, peer: Rank) -> Result<[u8; HANDLE_BYTES]> {
-        self.job.memory.export_handle(region, peer)
+        let peer = self.group.job_rank(peer)?;
+        let handle = self.job.memory.export_handle(region, peer);
+        handle.map_err(|error| self.group.in_own_ranks(error))
     }
 
     /// Maps the region that `peer` exported, for one-sided copies in any stream. Nothing orders
@@ -107,7 +142,9 @@ impl Communicator {
     /// [`ErrorKind::InvalidHandle`] where the handle is truncated, altered, not `peer`'s, or its
     /// region is gone.
     pub fn open_handle(&self, peer: Rank, handle: &[u8]) -> Result<RemoteRegion> {
-        self.job.memory.open_handle(peer, handle)
+        let peer = self.group.job_rank(peer)?;
+        let opened = self.job.memory.open_handle(peer, handle);
+        opened.map_err(|error| self.group.in_own_ranks(error))
     }
 
     /// Makes a stream.
@@ -183,12 +220,14 @@ impl Communicator {
 
     /// Blocks until every rank has called it. It orders hosts, not streams.
     pub fn barrier(&self) -> Result<()> {
-        self.job.bootstrap.barrier(self.deadline())
+        let barrier = self.group.barrier(self.deadline());
+        barrier.map_err(|error| self.group.in_own_ranks(error))
     }
 
     /// Every rank's bytes, in rank order. Blocks until every rank has called it.
     pub fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
-        self.job.bootstrap.all_gather(bytes, self.deadline())
+        let gathered = self.group.all_gather(bytes, self.deadline());
+        gathered.map_err(|error| self.group.in_own_ranks(error))
     }
 
     /// Matmuls and sums of the device.
@@ -207,20 +246,18 @@ impl Communicator {
 
     /// Joins the engine once, whoever asks first.
     fn engine_source(&self) -> EngineSource {
-        let (joined, device, bootstrap) = (
-            self.engine.clone(),
-            self.job.device.clone(),
-            self.job.bootstrap.clone(),
-        );
-        let timeout = self.job.timeout;
+        let (joined, device) = (self.engine.clone(), self.job.device.clone());
+        let (group, timeout) = (self.group.clone(), self.job.timeout);
         Arc::new(move || {
             if let Some(engine) = joined.get() {
                 return Ok(engine.clone());
             }
             let deadline = Deadline::after(timeout);
-            let mut exchange = |bytes: Vec<u8>| bootstrap.all_gather(&bytes, deadline);
-            let engine =
-                device.collective_engine(bootstrap.rank(), bootstrap.world(), &mut exchange)?;
+            let mut exchange = |bytes: Vec<u8>| {
+                let gathered = group.all_gather(&bytes, deadline);
+                gathered.map_err(|error| group.in_own_ranks(error))
+            };
+            let engine = device.collective_engine(group.rank(), group.world(), &mut exchange)?;
             let aborted = Arc::downgrade(&engine);
             device.fault().when_raised(move || {
                 if let Some(engine) = aborted.upgrade() {
@@ -236,7 +273,7 @@ impl Communicator {
     pub fn executor(&self) -> Executor {
         Executor::new(RankContext {
             device: self.job.device.clone(),
-            bootstrap: self.job.bootstrap.clone(),
+            group: self.group.clone(),
             memory: self.job.memory.clone(),
             transfers: self.transfers.clone(),
             in_flight: self.job.in_flight.clone(),
@@ -258,19 +295,24 @@ impl Communicator {
         Ok(())
     }
 
-    /// Leaves in order: unmaps peers' memory, and returns when every rank has. Blocks; transfers
-    /// and streams that use them must be done and dropped. It is the only orderly way to leave: for
-    /// its peers, a rank that drops its communicator is lost.
+    /// Closes the communicator: blocks until every rank of it has. Transfers and streams that use
+    /// them must be done and dropped.
+    ///
+    /// Closing the [world](crate::Job::world) is leaving the job in order: it unmaps peers' memory,
+    /// and no communicator of the job can be used any more. It is the only orderly way to leave: for
+    /// its peers, a rank that drops the last communicator of a job is lost.
     ///
     /// # Errors
-    /// Those of [`barrier`](Self::barrier) when a peer is lost or does not close. This rank has left
-    /// all the same.
+    /// Those of [`barrier`](Self::barrier) when a peer is lost or does not close. The communicator is
+    /// closed all the same.
     pub fn close(self) -> Result<()> {
-        self.job
-            .close(|deadline| self.job.bootstrap.barrier(deadline))
+        if self.is_world() {
+            return self.job.close(|deadline| self.group.barrier(deadline));
+        }
+        self.barrier()
     }
 
-    /// Leaves as a failure: every wait of the peers that depends on this rank ends with an error
+    /// Leaves the job as a failure: every wait of the peers that depends on this rank ends with an error
     /// that names it and `reason`, and so do the waits in this rank's own streams. Later calls fail.
     /// Blocks for about two seconds at most; does nothing after [`close`](Self::close) or an earlier
     /// abort.

@@ -6,7 +6,7 @@ use crate::deadline::Deadline;
 use crate::device::{self, Device, InFlight};
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::memory::MemoryRegistry;
-use crate::p2p::Protocol;
+use crate::p2p::{Protocol, SlotDirectory};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -18,6 +18,7 @@ pub(super) struct JobServices {
     pub(super) bootstrap: Arc<Bootstrap>,
     pub(super) memory: Arc<MemoryRegistry>,
     pub(super) in_flight: Arc<InFlight>,
+    pub(super) slots: Arc<SlotDirectory>,
     pub(super) protocol: Protocol,
     pub(super) timeout: Duration,
 }
@@ -54,6 +55,7 @@ impl JobServices {
             }
         });
         Ok(Arc::new(Self {
+            slots: SlotDirectory::start(&memory),
             device,
             bootstrap,
             memory,

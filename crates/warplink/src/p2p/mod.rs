@@ -32,4 +32,5 @@ pub use exchange::TransferExchange;
 pub use protocol::Protocol;
 pub(crate) use request::MatchKey;
 pub use request::{Direction, TransferRequest};
+pub(crate) use slot_releases::SlotDirectory;
 pub use transfer::Transfer;

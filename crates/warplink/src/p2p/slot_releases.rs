@@ -1,35 +1,82 @@
 //! When a signal slot may be used again: when neither end will write to it any more.
 
+use crate::device::Device;
 use crate::error::Rank;
 use crate::memory::{MemoryRegistry, Message};
 use crate::signal::SlotPool;
 use crate::sync::lock;
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, Weak};
 
-/// Which slots of this rank one of the two ends has let go of.
+/// Slots of one pool are numbered from a multiple of this.
+const SLOTS_OF_A_POOL: u64 = 1 << 32;
+
+/// The slot pools of a job, one for each communicator that exchanges transfers.
+#[derive(Debug, Default)]
+pub(crate) struct SlotDirectory(Mutex<Pools>);
+
+#[derive(Debug, Default)]
+struct Pools {
+    next: u64,
+    by_number: HashMap<u64, Weak<SlotReleases>>,
+}
+
+impl SlotDirectory {
+    /// An empty directory that hears of the slots that peers release.
+    pub(crate) fn start(memory: &MemoryRegistry) -> Arc<Self> {
+        let directory = Arc::new(Self::default());
+        let told = Arc::downgrade(&directory);
+        memory.when_slot_released(move |_, slot| {
+            if let Some(directory) = told.upgrade() {
+                directory.release(slot);
+            }
+        });
+        directory
+    }
+
+    /// One of the two ends let go of a slot of this rank.
+    fn release(&self, slot: u64) {
+        let pool = lock(&self.0)
+            .by_number
+            .get(&(slot / SLOTS_OF_A_POOL))
+            .and_then(Weak::upgrade);
+        if let Some(pool) = pool {
+            pool.release(slot);
+        }
+    }
+}
+
+/// Which slots of a pool of this rank one of the two ends has let go of.
 #[derive(Debug)]
 pub(super) struct SlotReleases {
     slots: Arc<SlotPool>,
+    directory: Arc<SlotDirectory>,
+    /// Of the pool in the directory.
+    number: u64,
     memory: Weak<MemoryRegistry>,
     released_once: Mutex<HashSet<u64>>,
 }
 
 impl SlotReleases {
-    /// Starts to hear of slots that peers release.
-    pub(super) fn start(slots: &Arc<SlotPool>, memory: &Arc<MemoryRegistry>) -> Arc<Self> {
+    /// A new pool that `directory` knows.
+    pub(super) fn start(
+        directory: &Arc<SlotDirectory>,
+        device: &Arc<dyn Device>,
+        memory: &Arc<MemoryRegistry>,
+    ) -> (Arc<SlotPool>, Arc<Self>) {
+        let mut pools = lock(&directory.0);
+        let number = pools.next;
+        pools.next += 1;
+        let slots = Arc::new(SlotPool::new(device, number * SLOTS_OF_A_POOL));
         let releases = Arc::new(Self {
             slots: slots.clone(),
+            directory: directory.clone(),
+            number,
             memory: Arc::downgrade(memory),
             released_once: Mutex::default(),
         });
-        let told = Arc::downgrade(&releases);
-        memory.when_slot_released(move |_, slot| {
-            if let Some(releases) = told.upgrade() {
-                releases.release(slot);
-            }
-        });
-        releases
+        pools.by_number.insert(number, Arc::downgrade(&releases));
+        (slots, releases)
     }
 
     /// This rank dropped its end of a transfer: it will write neither to the slot `own` nor to the
@@ -50,5 +97,11 @@ impl SlotReleases {
         } else {
             released_once.insert(slot);
         }
+    }
+}
+
+impl Drop for SlotReleases {
+    fn drop(&mut self) {
+        lock(&self.directory.0).by_number.remove(&self.number);
     }
 }

@@ -21,6 +21,8 @@ pub struct Transfer {
     pub(super) direction: Direction,
     pub(super) protocol: Protocol,
     pub(super) peer: Rank,
+    /// The peer's rank in the job.
+    pub(super) job_peer: Rank,
     pub(super) tag: u64,
     pub(super) buffer: Buffer,
     // The peer's buffer, at the initiator.
@@ -48,7 +50,7 @@ impl Transfer {
         self.protocol
     }
 
-    /// The other rank.
+    /// The other rank, in the communicator that the transfer was exchanged in.
     pub fn peer(&self) -> Rank {
         self.peer
     }
@@ -223,6 +225,6 @@ impl Transfer {
 impl Drop for Transfer {
     fn drop(&mut self) {
         self.releases
-            .end_dropped(self.peer, self.slot.number, self.peer_slot);
+            .end_dropped(self.job_peer, self.slot.number, self.peer_slot);
     }
 }

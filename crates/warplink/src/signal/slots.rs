@@ -21,6 +21,8 @@ const REMOTE_SLOT_BYTES: usize = 16;
 #[derive(Debug)]
 pub(crate) struct SlotPool {
     device: Arc<dyn Device>,
+    /// The number of the first slot, so that no two pools of a job number slots alike.
+    first: u64,
     state: Mutex<State>,
 }
 
@@ -46,9 +48,10 @@ pub(crate) struct RemoteSlot {
 }
 
 impl SlotPool {
-    pub(crate) fn new(device: &Arc<dyn Device>) -> Self {
+    pub(crate) fn new(device: &Arc<dyn Device>, first: u64) -> Self {
         Self {
             device: device.clone(),
+            first,
             state: Mutex::default(),
         }
     }
@@ -83,7 +86,7 @@ impl SlotPool {
         let page = state.pages.get(page).ok_or_else(|| unknown_slot(number))?;
         let inbound = page.slice(start..start + REMOTE_SLOT_BYTES)?;
         Ok(Slot {
-            number,
+            number: self.first + number,
             words,
             inbound,
         })
@@ -91,7 +94,7 @@ impl SlotPool {
 
     /// Takes back a slot that neither end will write any more.
     pub(crate) fn recycle(&self, number: u64) {
-        lock(&self.state).free.push(number);
+        lock(&self.state).free.push(number - self.first);
     }
 }
 

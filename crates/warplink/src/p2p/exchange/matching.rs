@@ -44,13 +44,14 @@ impl TransferExchange {
 
     fn match_offer(&self, end: PublishedEnd<'_>, offer: &EndOffer) -> Result<Transfer> {
         let request = end.request;
+        let job_peer = self.group.job_rank(request.peer)?;
         if let Err(error) = check_alike(request, end.protocol, offer) {
             // The peer finds the same and gives up too, so nobody will write to the slot.
             offer
                 .buffer
                 .iter()
                 .chain([&offer.inbound])
-                .for_each(|wire| self.memory.decline_handle(request.peer, wire));
+                .for_each(|wire| self.memory.decline_handle(job_peer, wire));
             self.slots.recycle(end.slot.number);
             return Err(self.with_context(&end, error));
         }
@@ -59,7 +60,7 @@ impl TransferExchange {
             Err(error) => {
                 // The peer believes in the transfer, and lets go of this end when it drops its own.
                 self.releases
-                    .end_dropped(request.peer, end.slot.number, offer.slot);
+                    .end_dropped(job_peer, end.slot.number, offer.slot);
                 return Err(self.with_context(&end, error));
             }
         };
@@ -68,6 +69,7 @@ impl TransferExchange {
             direction: request.direction,
             protocol: end.protocol,
             peer: request.peer,
+            job_peer,
             tag: request.tag,
             buffer: request.buffer.clone(),
             remote: mapped.buffer,
@@ -90,7 +92,7 @@ impl TransferExchange {
         request: &TransferRequest,
         protocol: Protocol,
     ) -> Result<PeerMappings> {
-        let peer = request.peer;
+        let peer = self.group.job_rank(request.peer)?;
         let words = self
             .memory
             .open_handle(peer, &offer.inbound)
@@ -127,7 +129,7 @@ impl TransferExchange {
     fn with_context(&self, end: &PublishedEnd<'_>, error: Error) -> Error {
         error
             .during("exchange transfers")
-            .on_rank(self.bootstrap.rank())
+            .on_rank(self.group.rank())
             .with_peer(end.request.peer)
             .with_key(end.own_key.clone())
     }

@@ -23,9 +23,9 @@ mod withdrawal;
 use super::progress::ProgressList;
 use super::protocol::{Protocol, Role};
 use super::request::{Direction, MatchKey, TransferRequest};
-use super::slot_releases::SlotReleases;
+use super::slot_releases::{SlotDirectory, SlotReleases};
 use super::transfer::Transfer;
-use crate::bootstrap::{Bootstrap, Wait};
+use crate::bootstrap::{Bootstrap, Group, Wait};
 use crate::deadline::Deadline;
 use crate::device::Device;
 use crate::error::{Error, ErrorKind, Rank, Result};
@@ -37,10 +37,11 @@ use refusal::Refusals;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
-/// Exchanges the transfers of one rank.
+/// Exchanges the transfers of one rank in one communicator, whose ranks its requests name.
 #[derive(Debug)]
 pub struct TransferExchange {
     bootstrap: Arc<Bootstrap>,
+    group: Arc<Group>,
     memory: Arc<MemoryRegistry>,
     device: Arc<dyn Device>,
     slots: Arc<SlotPool>,
@@ -67,16 +68,19 @@ struct PublishedEnd<'a> {
 impl TransferExchange {
     pub(crate) fn new(
         bootstrap: &Arc<Bootstrap>,
+        group: &Arc<Group>,
         memory: &Arc<MemoryRegistry>,
         device: &Arc<dyn Device>,
+        directory: &Arc<SlotDirectory>,
         default_protocol: Protocol,
     ) -> Self {
-        let slots = Arc::new(SlotPool::new(device));
+        let (slots, releases) = SlotReleases::start(directory, device, memory);
         Self {
             bootstrap: bootstrap.clone(),
+            group: group.clone(),
             memory: memory.clone(),
             device: device.clone(),
-            releases: SlotReleases::start(&slots, memory),
+            releases,
             slots,
             default_protocol,
             counts: Mutex::default(),
@@ -103,12 +107,20 @@ impl TransferExchange {
         requests: &[TransferRequest],
         deadline: Deadline,
     ) -> Result<Vec<Transfer>> {
+        self.match_all(requests, deadline)
+            .map_err(|error| self.group.with_job_ranks(error))
+    }
+
+    fn match_all(&self, requests: &[TransferRequest], deadline: Deadline) -> Result<Vec<Transfer>> {
         requests
             .iter()
             .try_for_each(|request| self.check(request))?;
         let published = self.publish(requests)?;
         let keys: Vec<String> = published.iter().map(|end| end.peer_key.clone()).collect();
-        let mut peers: Vec<Rank> = requests.iter().map(|request| request.peer).collect();
+        let peers = requests
+            .iter()
+            .map(|request| self.group.job_rank(request.peer));
+        let mut peers: Vec<Rank> = peers.collect::<Result<_>>()?;
         peers.sort_unstable();
         peers.dedup();
         let taken = self
@@ -118,11 +130,12 @@ impl TransferExchange {
         let messages = match taken {
             Ok(messages) => messages,
             Err(error) => {
+                let error = self.group.in_own_ranks(error);
                 let error = name_missing_end(error, &published, deadline);
                 self.withdraw(published);
                 return Err(error
                     .during("exchange transfers")
-                    .on_rank(self.bootstrap.rank()));
+                    .on_rank(self.group.rank()));
             }
         };
         // Every end is matched before the first failure is reported, so that none is left behind.
@@ -163,7 +176,7 @@ impl TransferExchange {
     }
 
     fn check(&self, request: &TransferRequest) -> Result<()> {
-        let (rank, world) = (self.bootstrap.rank(), self.bootstrap.world());
+        let (rank, world) = (self.group.rank(), self.group.world());
         let invalid = |what: String, help: &'static str| {
             Err(Error::invalid(what)
                 .during("exchange transfers")
@@ -214,9 +227,7 @@ impl TransferExchange {
         }
         if let Err(error) = self.bootstrap.store().multi_set(&pairs) {
             self.roll_back(published);
-            return Err(error
-                .during("publish transfers")
-                .on_rank(self.bootstrap.rank()));
+            return Err(self.group.in_own_ranks(error).during("publish transfers"));
         }
         Ok(published)
     }
@@ -246,9 +257,11 @@ impl TransferExchange {
 
     /// What `end` tells its peer; the handles in it are noted, to be cancelled if it never arrives.
     fn offer(&self, end: &mut PublishedEnd<'_>) -> Result<EndMessage> {
-        let (request, peer) = (end.request, end.request.peer);
+        let request = end.request;
+        let peer = self.group.job_rank(request.peer)?;
         let mut export = |region: &Region| {
-            let handle = self.memory.export_handle(region, peer)?;
+            let handle = self.memory.export_handle(region, peer);
+            let handle = handle.map_err(|error| self.group.in_own_ranks(error))?;
             end.exported.push(region.clone());
             Ok::<_, Error>(handle.to_vec())
         };
@@ -268,12 +281,15 @@ impl TransferExchange {
 
     /// Where the end of `direction` of transfer `number` under `key` is published.
     fn store_key(&self, key: MatchKey, number: u64, direction: Direction) -> String {
-        let rank = self.bootstrap.rank();
+        let rank = self.group.rank();
         let (from, to) = match key.direction {
             Direction::Send => (rank, key.peer),
             Direction::Receive => (key.peer, rank),
         };
-        format!("p2p/{from}>{to}/tag {}/{number}/{direction}", key.tag)
+        self.group.key(&format!(
+            "p2p/{from}>{to}/tag {}/{number}/{direction}",
+            key.tag
+        ))
     }
 
     /// Numbers the next end under `key`.

@@ -21,7 +21,7 @@ impl TransferExchange {
                 Ok(true) => self.roll_back(vec![end]),
                 Ok(false) => {
                     // The peer publishes before it takes, so its end is there.
-                    match store.take(&end.peer_key, &wait_for(&end)) {
+                    match store.take(&end.peer_key, &self.wait_for(&end)) {
                         Ok(message) => drop(self.match_end(end, &message)),
                         Err(error) => {
                             tracing::debug!(%error, key = end.peer_key, "an end could not be withdrawn");
@@ -45,8 +45,10 @@ impl TransferExchange {
 
     /// Lets go of what an end holds that its peer has not taken.
     pub(super) fn release(&self, end: &PublishedEnd<'_>) {
-        for region in &end.exported {
-            self.memory.cancel_handle(region, end.request.peer);
+        if let Ok(peer) = self.group.job_rank(end.request.peer) {
+            for region in &end.exported {
+                self.memory.cancel_handle(region, peer);
+            }
         }
         self.slots.recycle(end.slot.number);
     }
@@ -59,7 +61,7 @@ impl TransferExchange {
             if !store.check(&[&end.peer_key])? {
                 return Ok(false);
             }
-            let message = store.get(&end.peer_key, &wait_for(end))?;
+            let message = store.get(&end.peer_key, &self.wait_for(end))?;
             match EndMessage::decode(&message) {
                 Ok(EndMessage::Refusal { .. }) => store.delete(&end.peer_key),
                 _ => Ok(false),
@@ -70,8 +72,9 @@ impl TransferExchange {
             false
         })
     }
-}
 
-fn wait_for(end: &PublishedEnd<'_>) -> Wait {
-    Wait::on(vec![end.request.peer], Deadline::after(MAX_WAIT))
+    fn wait_for(&self, end: &PublishedEnd<'_>) -> Wait {
+        let peer = self.group.job_rank(end.request.peer).into_iter();
+        Wait::on(peer.collect::<Vec<_>>(), Deadline::after(MAX_WAIT))
+    }
 }

@@ -1,6 +1,6 @@
 //! What an executor works with on its rank.
 
-use crate::bootstrap::Bootstrap;
+use crate::bootstrap::Group;
 use crate::deadline::Deadline;
 use crate::device::{CollectiveEngine, Device, InFlight};
 use crate::error::{Rank, Result};
@@ -12,11 +12,11 @@ use std::time::Duration;
 /// Gives the collective engine, joining it on the first call.
 pub(crate) type EngineSource = Arc<dyn Fn() -> Result<Arc<dyn CollectiveEngine>> + Send + Sync>;
 
-/// The rank, its device and the services that the communicator runs for it.
+/// The rank in its communicator, its device, and the services of its job.
 #[derive(Clone)]
 pub(crate) struct RankContext {
     pub(crate) device: Arc<dyn Device>,
-    pub(crate) bootstrap: Arc<Bootstrap>,
+    pub(crate) group: Arc<Group>,
     pub(crate) memory: Arc<MemoryRegistry>,
     pub(crate) transfers: Arc<TransferExchange>,
     pub(crate) in_flight: Arc<InFlight>,
@@ -26,11 +26,23 @@ pub(crate) struct RankContext {
 
 impl RankContext {
     pub(crate) fn rank(&self) -> Rank {
-        self.bootstrap.rank()
+        self.group.rank()
     }
 
     pub(crate) fn world(&self) -> usize {
-        self.bootstrap.world()
+        self.group.world()
+    }
+
+    /// Every rank's bytes, in rank order. Blocks until every rank has called it.
+    pub(crate) fn all_gather(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
+        let gathered = self.group.all_gather(bytes, self.deadline());
+        gathered.map_err(|error| self.group.in_own_ranks(error))
+    }
+
+    /// Blocks until every rank has called it.
+    pub(crate) fn barrier(&self) -> Result<()> {
+        let barrier = self.group.barrier(self.deadline());
+        barrier.map_err(|error| self.group.in_own_ranks(error))
     }
 
     pub(crate) fn deadline(&self) -> Deadline {

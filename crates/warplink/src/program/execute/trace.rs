@@ -124,7 +124,7 @@ impl Tracer {
     pub(super) fn start(context: &RankContext, stream: &Stream) -> Result<Self> {
         stream.synchronize(context.deadline())?;
         let zero = context.device.create_event(true)?;
-        context.bootstrap.barrier(context.deadline())?;
+        context.barrier()?;
         stream.record(&zero)?;
         Ok(Self {
             device: context.device.clone(),
@@ -179,7 +179,7 @@ impl Tracer {
                 .during("gather a trace")
                 .on_rank(rank)
         })?;
-        let all = context.bootstrap.all_gather(&bytes, context.deadline())?;
+        let all = context.all_gather(&bytes)?;
         if rank != 0 {
             return Ok(None);
         }

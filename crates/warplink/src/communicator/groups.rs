@@ -1,0 +1,90 @@
+//! Communicators of some of a communicator's ranks.
+
+use super::Communicator;
+use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::sync::lock;
+use std::sync::Arc;
+
+impl Communicator {
+    /// The communicator of `ranks` of this one, this rank among them, in their order. Ranks that are
+    /// not listed need not call anything. Does not communicate, and so does not block.
+    ///
+    /// Every rank that is listed calls it with the same list. When several communicators of one list
+    /// are made, the first on one rank is the first on all.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`] where a rank is out of range or listed twice, or where this rank
+    /// is not listed.
+    pub fn subgroup(&self, ranks: &[Rank]) -> Result<Self> {
+        self.subgroup_of(ranks).map_err(|error| {
+            let error = error.during("make a subgroup");
+            self.group.with_job_ranks(error)
+        })
+    }
+
+    fn subgroup_of(&self, ranks: &[Rank]) -> Result<Self> {
+        for (index, rank) in ranks.iter().enumerate() {
+            if ranks[..index].contains(rank) {
+                return Err(Error::invalid(format!(
+                    "rank {rank} is listed twice; expected each rank once"
+                )));
+            }
+        }
+        if !ranks.contains(&self.rank()) {
+            return Err(Error::invalid(format!(
+                "this rank, {}, is not in {ranks:?}; expected a list that contains it",
+                self.rank()
+            )));
+        }
+        let members = ranks.iter().map(|&rank| self.group.job_rank(rank));
+        let members = members.collect::<Result<Vec<_>>>()?;
+        let number = self.number("subgroup", &members);
+        self.child("subgroup", &members, number)
+    }
+
+    /// The communicator of the ranks that give the same `color`, ordered by `key` and, where keys are
+    /// equal, by their rank here. Every rank of this communicator calls it at the same time. Blocks
+    /// until all have: one round trip to the store.
+    ///
+    /// # Errors
+    /// Those of [`barrier`](Self::barrier).
+    pub fn split(&self, color: u64, key: i64) -> Result<Self> {
+        let number = self.number("split", &[]);
+        let own = [color.to_le_bytes(), key.to_le_bytes()].concat();
+        let all = self.all_gather_bytes(&own)?;
+        let mut ranks = Vec::new();
+        for (rank, bytes) in all.iter().enumerate() {
+            let Some((color, key)) = bytes.split_first_chunk().and_then(|(color, rest)| {
+                let key = rest.try_into().ok().map(i64::from_le_bytes);
+                Some((u64::from_le_bytes(*color), key?))
+            }) else {
+                return Err(Error::new(
+                    ErrorKind::Protocol,
+                    format!("rank {rank} sent {} bytes; expected 16", bytes.len()),
+                )
+                .during("split a communicator")
+                .help("call split at the same time on every rank"));
+            };
+            ranks.push((color, key, rank));
+        }
+        ranks.retain(|&(theirs, ..)| theirs == color);
+        ranks.sort_unstable();
+        let members = ranks.iter().map(|&(.., rank)| self.group.job_rank(rank));
+        self.child("split", &members.collect::<Result<Vec<_>>>()?, number)
+    }
+
+    /// How many groups of `members` (ranks of the job) were made in the way `how` before this one.
+    fn number(&self, how: &'static str, members: &[Rank]) -> u64 {
+        let mut made = lock(&self.made);
+        let count = made.entry((how, members.to_vec())).or_default();
+        *count += 1;
+        *count - 1
+    }
+
+    /// The communicator of `members`, ranks of the job.
+    fn child(&self, how: &str, members: &[Rank], number: u64) -> Result<Self> {
+        let name = self.group.name().child(how, members, number);
+        let group = self.job.bootstrap.named_group(members, name)?;
+        Ok(Self::of(&self.job, Arc::new(group)))
+    }
+}

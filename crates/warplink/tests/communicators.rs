@@ -1,0 +1,262 @@
+//! Communicators of some of a job's ranks: ranks, tags and keys of their own, and what they cost.
+
+// A test fails by panicking.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+mod common;
+
+use common::{assert_says, delays, kind, processes, threads, threads_with, values, world};
+use std::time::{Duration, Instant};
+use warplink::device::Priority;
+use warplink::p2p::{Transfer, TransferRequest, post_all, wait_all};
+use warplink::{Communicator, Deadline, DeviceKind, ErrorKind};
+
+/// Lists of ranks of a job of four that overlap, in orders of their own.
+const GROUPS: [&[usize]; 4] = [&[0, 1, 2], &[3, 2, 1], &[2, 0], &[1, 0, 3, 2]];
+
+/// What a test needs at least.
+fn has_ranks(comm: &Communicator, ranks: usize) -> bool {
+    comm.world() >= ranks
+}
+
+/// Two transfers in a ring of `comm`, sending `bytes` with the tag that every ring here uses.
+struct Ring {
+    send: warplink::memory::Region,
+    receive: warplink::memory::Region,
+    transfers: Vec<Transfer>,
+}
+
+impl Ring {
+    fn new(comm: &Communicator, bytes: usize) -> Self {
+        let (rank, world) = (comm.rank(), comm.world());
+        let (send, receive) = (comm.alloc(bytes).unwrap(), comm.alloc(bytes).unwrap());
+        let transfers = comm
+            .exchange(&[
+                TransferRequest::send(&send, (rank + 1) % world, 7),
+                TransferRequest::receive(&receive, (rank + world - 1) % world, 7),
+            ])
+            .unwrap();
+        Self {
+            send,
+            receive,
+            transfers,
+        }
+    }
+}
+
+#[test]
+fn overlapping_groups_transfer_at_once_with_the_same_tags() {
+    let slow = |config: &mut _| delays(config, Duration::from_micros(200));
+    threads_with(world(4), slow, |comm| {
+        if !has_ranks(comm, 4) {
+            return;
+        }
+        let own = GROUPS.iter().enumerate();
+        let own: Vec<_> = own
+            .filter(|(_, ranks)| ranks.contains(&comm.rank()))
+            .map(|(number, ranks)| (number, *ranks, comm.subgroup(ranks).unwrap()))
+            .collect();
+        let rings: Vec<_> = own.iter().map(|(.., comm)| Ring::new(comm, 4096)).collect();
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        let seed = |number: usize, rank: usize| number * 100 + rank;
+        for round in 0..5 {
+            for ((number, _, group), ring) in own.iter().zip(&rings) {
+                let bytes = values(seed(*number, group.rank()), round, 4096);
+                ring.send.upload(&bytes).unwrap();
+            }
+            comm.barrier().unwrap();
+            let all: Vec<&Transfer> = rings.iter().flat_map(|ring| &ring.transfers).collect();
+            post_all(&all, &stream).unwrap();
+            wait_all(&all, &stream).unwrap();
+            comm.synchronize(&stream).unwrap();
+            for ((number, _, group), ring) in own.iter().zip(&rings) {
+                let left = (group.rank() + group.world() - 1) % group.world();
+                let expected = values(seed(*number, left), round, 4096);
+                assert!(
+                    ring.receive.download().unwrap() == expected,
+                    "group {number}, round {round}"
+                );
+            }
+        }
+        for (_, ranks, group) in &own {
+            assert_eq!(group.job_ranks(), *ranks);
+            assert_eq!(ranks[group.rank()], comm.rank());
+            group.barrier().unwrap();
+            let all = group.all_gather_bytes(&[comm.rank() as u8]).unwrap();
+            let expected: Vec<_> = ranks.iter().map(|rank| vec![*rank as u8]).collect();
+            assert_eq!(all, expected);
+        }
+        drop(rings);
+        for (.., group) in own {
+            group.close().unwrap();
+        }
+        // The job goes on without them.
+        comm.barrier().unwrap();
+    });
+}
+
+#[test]
+fn groups_of_one_list_are_told_apart_by_their_order() {
+    threads(world(2), |comm| {
+        if !has_ranks(comm, 2) {
+            return;
+        }
+        let groups = [(); 3].map(|()| comm.subgroup(&[1, 0]).unwrap());
+        let within = groups[0].subgroup(&[1, 0]).unwrap();
+        assert_eq!(within.job_ranks(), [0, 1]);
+        // Rank 0 asks in another order than rank 1, so that two of one name would meet.
+        let mut order: Vec<&Communicator> = groups.iter().chain([&within, comm]).collect();
+        let region = comm.alloc(64).unwrap();
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        let mut transfers = Vec::new();
+        for group in &order {
+            let request = match comm.rank() {
+                0 => TransferRequest::send(&region, 1 - group.rank(), 0),
+                _ => TransferRequest::receive(&region, 1 - group.rank(), 0),
+            };
+            transfers.extend(group.exchange(&[request]).unwrap());
+        }
+        if comm.rank() == 0 {
+            order.reverse();
+            transfers.reverse();
+        }
+        let all: Vec<_> = transfers.iter().collect();
+        post_all(&all, &stream).unwrap();
+        wait_all(&all, &stream).unwrap();
+        comm.synchronize(&stream).unwrap();
+        drop(transfers);
+    });
+}
+
+#[test]
+fn split_orders_by_key_and_then_by_rank() {
+    threads(world(4), |comm| {
+        if !has_ranks(comm, 4) {
+            return;
+        }
+        let rank = comm.rank();
+        let halves = comm.split(rank as u64 % 2, -(rank as i64)).unwrap();
+        let expected = [[2, 0], [3, 1]][rank % 2];
+        assert_eq!(halves.job_ranks(), expected);
+        let same = comm.split(5, 0).unwrap();
+        assert_eq!(same.job_ranks(), [0, 1, 2, 3]);
+        let alone = halves.split(rank as u64, 0).unwrap();
+        assert_eq!((alone.rank(), alone.world()), (0, 1));
+        alone.barrier().unwrap();
+        // A ring in each half, at once.
+        let ring = Ring::new(&halves, 512);
+        ring.send.upload(&[rank as u8; 512]).unwrap();
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        let all: Vec<_> = ring.transfers.iter().collect();
+        post_all(&all, &stream).unwrap();
+        wait_all(&all, &stream).unwrap();
+        comm.synchronize(&stream).unwrap();
+        let peer = halves.job_ranks()[1 - halves.rank()];
+        assert_eq!(ring.receive.download().unwrap(), [peer as u8; 512]);
+    });
+}
+
+#[test]
+fn wrong_lists_are_refused_and_errors_name_both_numbers() {
+    threads(world(3), |comm| {
+        if !has_ranks(comm, 3) {
+            return;
+        }
+        for (list, says) in [
+            (&[0, 1, 2, 2][..], "listed twice"),
+            (&[0, 1, 2, 3], "out of range"),
+            (&[], "not in"),
+        ] {
+            let error = comm.subgroup(list).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+            assert_says(&error, &[says, &format!("rank {}", comm.rank())]);
+        }
+        if comm.rank() == 0 {
+            assert!(comm.subgroup(&[1, 2]).is_err());
+            return comm.barrier().unwrap();
+        }
+        let group = comm.subgroup(&[2, 1]).unwrap();
+        if group.rank() == 0 {
+            let region = group.alloc(64).unwrap();
+            let soon = Deadline::after(Duration::from_millis(200));
+            let request = TransferRequest::receive(&region, 1, 3);
+            let error = group.exchange_until(&[request], soon).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
+            assert_eq!((error.peer(), error.job_peer()), (Some(1), Some(1)));
+            assert_says(&error, &["rank 0 (rank 2 of the job)", "rank 1", "tag 3"]);
+            let beyond = TransferRequest::receive(&region, 2, 3);
+            let error = group.exchange(&[beyond]).unwrap_err();
+            assert_says(&error, &["there are 2 ranks"]);
+        }
+        comm.barrier().unwrap();
+    });
+}
+
+fn entries(of: &str) -> usize {
+    std::fs::read_dir(of).unwrap().count()
+}
+
+#[test]
+fn two_hundred_communicators_take_no_thread_and_no_descriptor() {
+    processes(world(2), |comm| {
+        if !has_ranks(comm, 2) {
+            return;
+        }
+        let count = || (entries("/proc/self/task"), entries("/proc/self/fd"));
+        comm.split(0, 0).unwrap().barrier().unwrap();
+        let before = count();
+        let groups: Vec<_> = (0..200)
+            .map(|number| match number % 2 {
+                0 => comm.split(number, comm.rank() as i64).unwrap(),
+                _ => comm.subgroup(&[1, 0]).unwrap(),
+            })
+            .collect();
+        for group in &groups {
+            group.barrier().unwrap();
+        }
+        assert_eq!(count(), before, "threads and descriptors");
+        // Signals cost a page each, of which the host device makes a descriptor, until they are gone.
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        let region = comm.alloc(64).unwrap();
+        let with_stream = count();
+        for group in &groups {
+            match comm.rank() {
+                0 => group.send(&region, 1 - group.rank(), 0, &stream).unwrap(),
+                _ => group
+                    .receive(&region, 1 - group.rank(), 0, &stream)
+                    .unwrap(),
+            }
+        }
+        comm.synchronize(&stream).unwrap();
+        assert_eq!(count().0, with_stream.0, "threads");
+        drop(groups);
+        comm.barrier().unwrap();
+        let until = Instant::now() + Duration::from_secs(20);
+        while kind() == DeviceKind::Host && count().1 > with_stream.1 + 10 {
+            assert!(Instant::now() < until, "{:?} of {with_stream:?}", count());
+            comm.release_idle().unwrap();
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        comm.barrier().unwrap();
+    });
+}
+
+#[test]
+fn a_split_of_eight_ranks_is_quick() {
+    processes(world(8), |comm| {
+        comm.barrier().unwrap();
+        let mut took: Vec<Duration> = (0..51)
+            .map(|round| {
+                let start = Instant::now();
+                let half = comm.split(comm.rank() as u64 % 2, round).unwrap();
+                assert_eq!(half.world(), comm.world().div_ceil(2));
+                start.elapsed()
+            })
+            .collect();
+        took.sort_unstable();
+        println!("a split takes {:?}, at most {:?}", took[25], took[50]);
+        if !cfg!(debug_assertions) {
+            assert!(took[25] < Duration::from_millis(2), "{took:?}");
+        }
+    });
+}
