@@ -448,9 +448,10 @@ fn a_batch_of_products_is_its_products() {
                 for (_, c) in &products {
                     device.upload(c, &vec![0xff; c.bytes()]).unwrap();
                 }
-                match captured {
-                    false => batch.enqueue(&stream).unwrap(),
-                    true => graph.launch(&stream).unwrap(),
+                if captured {
+                    graph.launch(&stream).unwrap()
+                } else {
+                    batch.enqueue(&stream).unwrap()
                 }
                 stream.synchronize(soon()).unwrap();
                 for ((_, c), wanted) in products.iter().zip(&wanted) {

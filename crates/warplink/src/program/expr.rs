@@ -3,7 +3,7 @@
 use std::fmt;
 
 /// The deepest nesting that an expression may have, so that walking one cannot exhaust the stack.
-pub const DEEPEST: usize = 64;
+pub const MAX_DEPTH: usize = 64;
 
 /// An integer expression, evaluated in `i64` with every overflow an error.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -94,7 +94,7 @@ pub enum EvaluationError {
     ShiftRange,
     /// The logarithm of a number below 1.
     Logarithm,
-    /// Nested deeper than [`DEEPEST`].
+    /// Nested deeper than [`MAX_DEPTH`].
     TooDeep,
 }
 
@@ -106,7 +106,7 @@ impl fmt::Display for EvaluationError {
             Self::DivisionByZero => f.write_str("division by zero"),
             Self::ShiftRange => f.write_str("a shift by less than 0 or more than 62"),
             Self::Logarithm => f.write_str("the logarithm of a number below 1"),
-            Self::TooDeep => write!(f, "the expression is nested deeper than {DEEPEST}"),
+            Self::TooDeep => write!(f, "the expression is nested deeper than {MAX_DEPTH}"),
         }
     }
 }
@@ -118,7 +118,7 @@ impl Expr {
     /// # Errors
     /// An unknown name, an overflow, a division by zero, a shift or logarithm out of range.
     pub fn evaluate(&self, lookup: &dyn Fn(&str) -> Option<i64>) -> Result<i64, EvaluationError> {
-        self.evaluate_within(lookup, DEEPEST)
+        self.evaluate_within(lookup, MAX_DEPTH)
     }
 
     fn evaluate_within(
@@ -260,7 +260,7 @@ impl Condition {
     /// # Errors
     /// As [`Expr::evaluate`].
     pub fn evaluate(&self, lookup: &dyn Fn(&str) -> Option<i64>) -> Result<bool, EvaluationError> {
-        self.evaluate_within(lookup, DEEPEST)
+        self.evaluate_within(lookup, MAX_DEPTH)
     }
 
     fn evaluate_within(

@@ -85,9 +85,10 @@ pub(crate) fn sample(seed: u64, allowed: Allowed) -> Result<Sample> {
     };
     let steps = 1 + writer.random.below(4);
     writer.write(steps, allowed.engine);
-    let changes = match writer.random.chance(3) {
-        true => 0,
-        false => writer.change(allowed.changes),
+    let changes = if writer.random.chance(3) {
+        0
+    } else {
+        writer.change(allowed.changes)
     };
     let slots = writer.made_on.len();
     let mut text = String::from("program sample(n) {\n");

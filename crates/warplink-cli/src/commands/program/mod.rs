@@ -88,7 +88,7 @@ impl Source {
 
 /// The text of a file, if it is not longer than a program may be: what is too long is not read.
 fn read_limited(file: &Path) -> std::io::Result<String> {
-    let limit = program::text::LONGEST_TEXT;
+    let limit = program::text::MAX_TEXT_BYTES;
     let mut text = String::new();
     let read = std::fs::File::open(file)?
         .take(limit as u64 + 1)

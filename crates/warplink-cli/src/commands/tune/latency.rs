@@ -16,14 +16,14 @@ const ROUND_TRIPS: usize = 32;
 const SMALL: usize = 1024;
 
 /// No figure of a device is less than this.
-const LEAST: f64 = 50e-9;
+const MIN_SECONDS: f64 = 50e-9;
 
 /// From how many on a device does operations on words in a kernel, where it has one.
 const WORDS_IN_KERNEL: usize = 4;
 
 pub(super) fn measure(rig: &Rig<'_>, model: &mut HardwareModel) -> Result<()> {
     let (one, eight) = (own_words(rig, 1)?, own_words(rig, 8)?);
-    model.latency.more_words = ((eight - one) / 7.0).max(LEAST);
+    model.latency.more_words = ((eight - one) / 7.0).max(MIN_SECONDS);
     model.latency.words_in_kernel = match model.link.kernel_limit {
         0 => 0,
         _ => WORDS_IN_KERNEL,
@@ -31,14 +31,14 @@ pub(super) fn measure(rig: &Rig<'_>, model: &mut HardwareModel) -> Result<()> {
     model.latency.word = one;
     model.latency.kernel_word = one;
     if rig.comm.world() > 1 {
-        model.latency.word = (words_round_trip(rig)? / 4.0).max(LEAST);
+        model.latency.word = (words_round_trip(rig)? / 4.0).max(MIN_SECONDS);
         if model.link.kernel_limit > 0 {
             let way = transfers_round_trip(rig)? / 2.0;
             let copy = model.link.kernel_put.seconds(SMALL as f64);
-            model.latency.kernel_word = ((way - copy) / 2.0).max(LEAST);
+            model.latency.kernel_word = ((way - copy) / 2.0).max(MIN_SECONDS);
         }
     }
-    model.latency.event = (events(rig)? / 2.0).max(LEAST);
+    model.latency.event = (events(rig)? / 2.0).max(MIN_SECONDS);
     model.latency.launch = (launches(rig, one)? - model.memory.kernel).max(0.0);
     host(rig, model)
 }
@@ -187,7 +187,7 @@ fn host(rig: &Rig<'_>, model: &mut HardwareModel) -> Result<()> {
             receive.post(stream)?;
             Ok(send.post(stream)?)
         })?;
-        host.word = rig.median(word - half)?.max(LEAST);
+        host.word = rig.median(word - half)?.max(MIN_SECONDS);
         host.transfer = (rig.median(half)? - host.word).max(host.word);
         rig.comm.barrier()?;
     }

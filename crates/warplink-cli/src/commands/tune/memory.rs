@@ -7,7 +7,7 @@ use warplink::DType;
 use warplink::program::cost::HardwareModel;
 
 /// Bytes of a sum that takes no time but that of its kernel.
-const LEAST: usize = 1024;
+const MIN_BYTES: usize = 1024;
 
 pub(super) fn measure(rig: &Rig<'_>, model: &mut HardwareModel) -> Result<()> {
     let compute = rig.comm.compute()?;
@@ -19,7 +19,7 @@ pub(super) fn measure(rig: &Rig<'_>, model: &mut HardwareModel) -> Result<()> {
         let launch = compute.clone().prepare_sum(DType::F32, &target, &sources)?;
         rig.each(16, Submission::Eager, &|stream| Ok(launch.enqueue(stream)?))
     };
-    model.memory.kernel = sum(LEAST)?;
+    model.memory.kernel = sum(MIN_BYTES)?;
     let seconds = sum(rig.largest)? - model.memory.kernel;
     model.memory.sum_rate = 1.5 * rig.largest as f64 / seconds.max(1e-9);
     let mut points = Vec::new();

@@ -201,9 +201,10 @@ impl Schedule<'_> {
         let rate = bytes / seconds;
         let (share, in_memory) = (rate / engine.peak(), rate / memory.rate);
         let port = rate / 2.0 / if state.rotates { rotated } else { ring };
-        let occupancy = match in_kernel {
-            true => 1.0 / self.model.device.multiprocessors as f64,
-            false => memory.copy_occupancy,
+        let occupancy = if in_kernel {
+            1.0 / self.model.device.multiprocessors as f64
+        } else {
+            memory.copy_occupancy
         };
         let peer = self.stand_in(transfer.peer);
         let (from, to) = match transfer.direction {

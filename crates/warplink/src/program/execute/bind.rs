@@ -76,13 +76,15 @@ impl Prepared {
             .inspect_err(|error| self.refuse(error))?;
         let transfers = self.exchange(&requests)?;
         let program = &self.program;
-        let compute = match program.computes() {
-            true => Some(self.context.device.compute()?),
-            false => None,
+        let compute = if program.computes() {
+            Some(self.context.device.compute()?)
+        } else {
+            None
         };
-        let engine = match program.uses_engine() {
-            true => Some((self.context.engine)()?),
-            false => None,
+        let engine = if program.uses_engine() {
+            Some((self.context.engine)()?)
+        } else {
+            None
         };
         let streams = program.streams.iter().map(|kind| self.pool.stream(*kind));
         let streams = streams.collect::<Result<Vec<_>>>()?;

@@ -85,9 +85,10 @@ impl Command {
     /// caller's stream none runs, and signals may be set in a kernel. Where a program has it otherwise,
     /// the kernel waits for room until a tile is done.
     fn batch<'a>(&self, group: &[Arc<Transfer>]) -> Batch<'a> {
-        match self.stream == CALLER && group.len() > 1 {
-            true => Batch::new().in_kernel(),
-            false => Batch::new(),
+        if self.stream == CALLER && group.len() > 1 {
+            Batch::new().in_kernel()
+        } else {
+            Batch::new()
         }
     }
 }

@@ -58,14 +58,14 @@ use crate::error::{Error, ErrorKind, Result};
 use std::fmt;
 use std::str::FromStr;
 
-/// Longest text that is parsed, in bytes.
-pub const LONGEST_TEXT: usize = 1 << 20;
+/// Most bytes of a text that is parsed.
+pub const MAX_TEXT_BYTES: usize = 1 << 20;
 
 /// The most parameters of a program.
 pub const MAX_PARAMETERS: usize = 1024;
 
-/// Deepest nesting of blocks.
-pub const DEEPEST_BLOCK: usize = 32;
+/// Most blocks inside one another.
+pub const MAX_BLOCK_DEPTH: usize = 32;
 
 /// Words with a meaning, which no name may be.
 pub const RESERVED: [&str; 51] = [

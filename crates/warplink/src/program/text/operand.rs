@@ -2,7 +2,7 @@
 
 use super::token::{Token, TokenKind, error_at};
 use super::{ParseError, is_name};
-use crate::program::expr::{Comparison, Condition, DEEPEST, Expr, Operator};
+use crate::program::expr::{Comparison, Condition, Expr, MAX_DEPTH, Operator};
 
 /// The result of a parsing function.
 pub(super) type Parsed<T> = Result<T, ParseError>;
@@ -138,10 +138,10 @@ impl<'a> Parser<'a> {
 
     /// Counts a level of nesting around `inner`; the limit keeps the stack from overflowing.
     fn nested<T>(&mut self, inner: impl FnOnce(&mut Self) -> Parsed<T>) -> Parsed<T> {
-        if self.nesting >= DEEPEST {
+        if self.nesting >= MAX_DEPTH {
             return Err(self.wrong(
                 self.peek(),
-                format!("the expression is nested deeper than {DEEPEST}"),
+                format!("the expression is nested deeper than {MAX_DEPTH}"),
             ));
         }
         self.nesting += 1;
@@ -364,12 +364,12 @@ impl<'a> Parser<'a> {
     }
 
     fn within_depth(&self, start: Token<'_>, depth: usize) -> Parsed<()> {
-        if depth <= DEEPEST {
+        if depth <= MAX_DEPTH {
             return Ok(());
         }
         Err(self.wrong(
             start,
-            format!("the expression is nested deeper than {DEEPEST}"),
+            format!("the expression is nested deeper than {MAX_DEPTH}"),
         ))
     }
 }

@@ -2,7 +2,7 @@
 
 use super::operand::{Parsed, Parser};
 use super::token::{TokenKind, tokens};
-use super::{DEEPEST_BLOCK, MAX_PARAMETERS, is_name};
+use super::{MAX_BLOCK_DEPTH, MAX_PARAMETERS, is_name};
 use crate::device::ReduceOp;
 use crate::dtype::DType;
 use crate::program::expr::Expr;
@@ -102,10 +102,10 @@ impl Parser<'_> {
     fn block<S>(&mut self, statement: fn(&mut Self) -> Parsed<S>) -> Parsed<Vec<S>> {
         let start = self.peek();
         self.expect("{")?;
-        if self.blocks >= DEEPEST_BLOCK {
+        if self.blocks >= MAX_BLOCK_DEPTH {
             return Err(self.wrong(
                 start,
-                format!("blocks are nested deeper than {DEEPEST_BLOCK}"),
+                format!("blocks are nested deeper than {MAX_BLOCK_DEPTH}"),
             ));
         }
         self.blocks += 1;
@@ -452,10 +452,10 @@ impl Parser<'_> {
             self.at += ahead + 1;
             let token = self.peek();
             if self.take("if") {
-                if self.blocks >= DEEPEST_BLOCK {
+                if self.blocks >= MAX_BLOCK_DEPTH {
                     return Err(self.wrong(
                         token,
-                        format!("blocks are nested deeper than {DEEPEST_BLOCK}"),
+                        format!("blocks are nested deeper than {MAX_BLOCK_DEPTH}"),
                     ));
                 }
                 self.blocks += 1;

@@ -1,6 +1,6 @@
 //! Words, numbers and signs of a program's text.
 
-use super::{LONGEST_TEXT, ParseError};
+use super::{MAX_TEXT_BYTES, ParseError};
 
 /// What a token is; its text tells the rest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,11 +37,11 @@ const CONTINUES: [&str; 23] = [
 
 /// Splits `text` into tokens, the last of which is the end.
 pub(super) fn tokens(text: &str) -> Result<Vec<Token<'_>>, ParseError> {
-    if text.len() > LONGEST_TEXT {
+    if text.len() > MAX_TEXT_BYTES {
         return Err(error_at(
             text,
             0,
-            format!("the text is longer than {LONGEST_TEXT} bytes"),
+            format!("the text is longer than {MAX_TEXT_BYTES} bytes"),
         ));
     }
     let mut list: Vec<Token<'_>> = Vec::new();

@@ -16,7 +16,7 @@ use super::ir::{
 };
 use super::parameters::{Parameters, Value};
 use super::rank_program::{Operation, OperationKind, RankProgram, Site, StreamKind, TensorId};
-use super::text::DEEPEST_BLOCK;
+use super::text::MAX_BLOCK_DEPTH;
 use crate::error::{Rank, Result};
 use scope::{Bound, Named, OpenLoop, View};
 use std::cell::Cell;
@@ -270,8 +270,8 @@ impl<'p> Unroller<'p> {
         &mut self,
         inner: impl FnOnce(&mut Self) -> Result<(), Diagnostic>,
     ) -> Result<(), Diagnostic> {
-        if self.blocks >= DEEPEST_BLOCK {
-            let message = format!("blocks are nested too deep; expected at most {DEEPEST_BLOCK}");
+        if self.blocks >= MAX_BLOCK_DEPTH {
+            let message = format!("blocks are nested too deep; expected at most {MAX_BLOCK_DEPTH}");
             return Err(self.diagnostic(DiagnosticKind::Malformed, message));
         }
         self.blocks += 1;

@@ -112,9 +112,10 @@ impl Unroller<'_> {
             tensor: send.range.tensor,
             dtype: send.dtype,
             offset: send.range.offset_bytes / send.dtype.size(),
-            shape: match elements.is_multiple_of(columns) {
-                true => vec![elements / columns, columns],
-                false => vec![elements],
+            shape: if elements.is_multiple_of(columns) {
+                vec![elements / columns, columns]
+            } else {
+                vec![elements]
             },
         };
         let [m, n, k] = self.product(&sent, a, b, bias)?;

@@ -80,9 +80,10 @@ impl Run<'_> {
 
     /// What the operation at the head of a stream still waits for.
     pub(super) fn need(&self, stream: usize, operation: usize) -> Option<Need> {
-        match self.streams[stream].begun {
-            true => self.need_at(stream, operation, self.streams[stream].progress),
-            false => self.waits_for_engine(stream, operation),
+        if self.streams[stream].begun {
+            self.need_at(stream, operation, self.streams[stream].progress)
+        } else {
+            self.waits_for_engine(stream, operation)
         }
     }
 
@@ -327,9 +328,10 @@ impl Run<'_> {
                 for range in [Some(a), Some(b), bias.as_ref()].into_iter().flatten() {
                     touch(self, *range, AccessMode::Read);
                 }
-                let mode = match accumulate {
-                    true => AccessMode::Update,
-                    false => AccessMode::Write,
+                let mode = if *accumulate {
+                    AccessMode::Update
+                } else {
+                    AccessMode::Write
                 };
                 touch(self, *c, mode);
             }
@@ -339,9 +341,10 @@ impl Run<'_> {
                 for source in sources.iter().filter(|source| *source != target) {
                     touch(self, *source, AccessMode::Read);
                 }
-                let mode = match sources.contains(target) {
-                    true => AccessMode::Update,
-                    false => AccessMode::Write,
+                let mode = if sources.contains(target) {
+                    AccessMode::Update
+                } else {
+                    AccessMode::Write
                 };
                 touch(self, *target, mode);
             }
@@ -482,9 +485,10 @@ impl Run<'_> {
             }
             end.join(&clock);
             self.streams[stream].clock = clock;
-            let (own, other) = match receives {
-                true => (AccessMode::Write, AccessMode::Read),
-                false => (AccessMode::Read, AccessMode::Write),
+            let (own, other) = if receives {
+                (AccessMode::Write, AccessMode::Read)
+            } else {
+                (AccessMode::Read, AccessMode::Write)
             };
             if !transfer.is_engine() {
                 let access = self.access_of(stream, operation, other);
@@ -499,9 +503,10 @@ impl Run<'_> {
         self.streams[stream].clock = end;
         let mut engine = false;
         for (id, number) in movers {
-            match ranks[rank].transfers[id].is_engine() {
-                true => engine = true,
-                false => self.signal(stream, (operation, id, number), violations),
+            if ranks[rank].transfers[id].is_engine() {
+                engine = true
+            } else {
+                self.signal(stream, (operation, id, number), violations)
             }
             self.complete(stream, (operation, id, number), violations);
         }

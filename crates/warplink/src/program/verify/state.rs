@@ -249,9 +249,10 @@ fn ends(mode: Mode, ranks: &[RankProgram], links: &Links) -> Vec<Vec<End>> {
         let mut ends: Vec<End> = transfers
             .map(|(id, transfer)| {
                 let theirs = &links.posts[transfer.peer][links.partners[rank][id]];
-                let own = match moves(transfer.direction, transfer.backend) {
-                    true => links.posts[rank][id].len(),
-                    false => 0,
+                let own = if moves(transfer.direction, transfer.backend) {
+                    links.posts[rank][id].len()
+                } else {
+                    0
                 };
                 End {
                     incoming: Word::new(theirs.len()),

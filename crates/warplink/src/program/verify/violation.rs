@@ -138,9 +138,10 @@ fn report_conflict(
     let places = places_of(ranks, &[second, first]);
     let what = describe(&ranks[*rank], range);
     let freed = [first, second].iter().any(|a| a.mode == Mode::Deallocate);
-    let kind = match freed {
-        true => DiagnosticKind::UseAfterDeallocate,
-        false => DiagnosticKind::Race,
+    let kind = if freed {
+        DiagnosticKind::UseAfterDeallocate
+    } else {
+        DiagnosticKind::Race
     };
     diagnostics.add(kind, places.clone(), |said| match &places[..] {
         [only] => format!(

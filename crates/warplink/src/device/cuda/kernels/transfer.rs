@@ -23,7 +23,7 @@ const BYTES_PER_THREAD: usize = 16 * 4;
 
 /// Transfers up to this length run in the kernel unless `WARPLINK_KERNEL_BYTES` says otherwise. One
 /// block moves about 40 GB/s over a link, so that a longer one is faster by the copy engine.
-const DEFAULT_LARGEST: usize = 256 << 10;
+const DEFAULT_MAX_BYTES: usize = 256 << 10;
 
 /// As the kernel has it.
 #[repr(C)]
@@ -50,13 +50,13 @@ impl TransferKernel {
     /// engine does small transfers too.
     pub(crate) fn load(context: &Arc<Context>, capabilities: &Capabilities) -> Option<Self> {
         let largest = match std::env::var("WARPLINK_KERNEL_BYTES") {
-            Err(_) => DEFAULT_LARGEST,
+            Err(_) => DEFAULT_MAX_BYTES,
             Ok(text) => text.parse().unwrap_or_else(|_| {
                 tracing::warn!(
                     text,
                     "unknown value of WARPLINK_KERNEL_BYTES; expected a number of bytes; it is ignored"
                 );
-                DEFAULT_LARGEST
+                DEFAULT_MAX_BYTES
             }),
         };
         if largest == 0 {
