@@ -17,9 +17,10 @@
 //! | [`curve`], [`gemm`], [`collective`] | measured times by size, and what lies between |
 //! | [`find`] | which model describes a device |
 //! | `link`, `symmetry` | which transfers belong together; whether all ranks do the same |
-//! | `schedule`, `operations`, `post` | from operations to steps of streams |
+//! | `build`, `operations`, `post` | from operations to steps of streams |
+//! | `schedule`, `step` | the steps, and what they need |
 //! | `simulate`, `resources` | the simulation, and how work that runs at one time shares resources |
-//! | [`report`] | the result |
+//! | [`report`], `bound` | the result, and what time goes to |
 //!
 //! Every figure of a machine comes from its model. Units are seconds, bytes, and bytes per second.
 //!
@@ -39,6 +40,8 @@
 //! Where all ranks do the same in rotation, as most programs do, one of them is simulated and stands
 //! for all.
 
+mod bound;
+mod build;
 pub mod collective;
 pub mod curve;
 pub mod find;
@@ -51,11 +54,13 @@ pub mod report;
 mod resources;
 mod schedule;
 mod simulate;
+mod step;
 mod symmetry;
 
+pub use bound::{Bound, Path};
 pub use find::DeviceDescription;
 pub use model::HardwareModel;
-pub use report::{Bound, Busy, Cost, Span};
+pub use report::{Busy, Cost, Span};
 
 use super::RankProgram;
 use crate::error::Result;

@@ -1,8 +1,9 @@
 //! Operations that do not transfer, as steps of streams.
 
+use super::bound::Bound;
 use super::collective::link_bytes;
-use super::report::Bound;
-use super::schedule::{Class, EGRESS, INGRESS, MEMORY, PORT, RankState, Schedule, Step, Work};
+use super::schedule::{RankState, Schedule};
+use super::step::{Class, EGRESS, INGRESS, MEMORY, PORT, Step, Work};
 use crate::dtype::DType;
 
 impl Schedule<'_> {

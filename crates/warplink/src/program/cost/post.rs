@@ -4,10 +4,11 @@
 //! end, the *target*, signals that it is ready and is told when the bytes have moved.
 
 use super::Submission;
+use super::bound::Bound;
 use super::collective::EXCHANGE;
 use super::model;
-use super::report::Bound;
-use super::schedule::{Class, EGRESS, INGRESS, MEMORY, PORT, RankState, Schedule, Step, Work};
+use super::schedule::{RankState, Schedule};
+use super::step::{Class, EGRESS, INGRESS, MEMORY, PORT, Step, Work};
 use crate::dtype::DType;
 use crate::program::ir::{Backend, Direction, Protocol};
 use crate::program::{RankProgram, TransferId, TransferInstance};

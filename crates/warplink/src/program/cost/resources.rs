@@ -10,7 +10,8 @@
 //!    so on.
 
 use super::model::Interference;
-use super::schedule::{Class, RESOURCES, Schedule, Work};
+use super::schedule::Schedule;
+use super::step::{Class, RESOURCES, Work};
 
 /// Work that has less left than this, in seconds of it alone, is done.
 const DONE: f64 = 1e-12;

@@ -1,8 +1,9 @@
 //! The simulation: streams do their steps in order, and time jumps from one event to the next.
 
-use super::report::{Bound, Path};
+use super::bound::{Bound, Path};
 use super::resources::Resources;
-use super::schedule::{Schedule, Step};
+use super::schedule::Schedule;
+use super::step::Step;
 use crate::error::{Error, ErrorKind, Result};
 use std::cmp::{Ordering, Reverse};
 use std::collections::BinaryHeap;

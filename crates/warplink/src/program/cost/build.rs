@@ -1,0 +1,151 @@
+//! From the operations of rank programs to a schedule.
+
+use super::collective::larger_side;
+use super::link::Partners;
+use super::model::HardwareModel;
+use super::post::{self, rotates};
+use super::schedule::{OperationId, RankState, Schedule};
+use super::step::Step;
+use super::{SimulateOptions, Submission};
+use crate::program::{OperationKind, RankProgram, StreamKind};
+use std::collections::HashMap;
+
+impl<'a> Schedule<'a> {
+    /// Schedules `programs`: those of all `world` ranks, or of the one that stands for all.
+    pub(super) fn new(
+        programs: &'a [RankProgram],
+        world: usize,
+        partners: &'a Partners,
+        model: &'a HardwareModel,
+        options: SimulateOptions,
+    ) -> Self {
+        let mut schedule = Self {
+            model,
+            programs,
+            partners,
+            submission: options.submission,
+            world,
+            copies: world as f64 / programs.len().max(1) as f64,
+            lanes: Vec::new(),
+            works: Vec::new(),
+            demands: Vec::new(),
+            counters: 0,
+            operations: Vec::new(),
+            host: Vec::new(),
+            first_counter: Vec::new(),
+            collectives: Vec::new(),
+            shapes: HashMap::new(),
+        };
+        for program in programs {
+            schedule.first_counter.push(schedule.counters);
+            schedule.counters += 3 * program.transfers.len() as u32;
+        }
+        for (rank, program) in programs.iter().enumerate() {
+            schedule.add_rank(rank, program);
+        }
+        schedule
+    }
+
+    fn add_rank(&mut self, rank: usize, program: &RankProgram) {
+        let mut state = RankState {
+            rank,
+            first_lane: self.lanes.len(),
+            stream: 0,
+            high: false,
+            host: 0.0,
+            after_kernel: vec![true; program.streams.len()],
+            posts: vec![(0, 0); program.transfers.len()],
+            rotates: rotates(program),
+            engine: None,
+            carried: HashMap::new(),
+            collectives: 0,
+        };
+        self.lanes
+            .extend(program.streams.iter().map(|_| Vec::new()));
+        if self.submission == Submission::Captured {
+            state.host = self.model.host.graph;
+        }
+        for (index, operation) in program.operations.iter().enumerate() {
+            state.stream = operation.stream;
+            let kind = program.streams.get(operation.stream);
+            state.high = matches!(kind, Some(StreamKind::High(_)));
+            self.add_operation(&mut state, program, index, &operation.kind);
+        }
+        self.host.push(state.host);
+    }
+
+    fn add_operation(
+        &mut self,
+        state: &mut RankState,
+        program: &RankProgram,
+        index: usize,
+        kind: &OperationKind,
+    ) {
+        if matches!(
+            kind,
+            OperationKind::Allocate(_) | OperationKind::Deallocate(_) | OperationKind::Share(_)
+        ) {
+            // Done when the program is bound.
+            return;
+        }
+        if self.submission == Submission::Eager {
+            state.host += self.host_seconds(program, kind);
+        }
+        let id = self.operations.len() as u32;
+        self.operations.push(OperationId {
+            rank: program.rank,
+            operation: index,
+        });
+        self.step(state, Step::NotBefore(state.host));
+        self.step(state, Step::Begin(id));
+        match kind {
+            OperationKind::Copy { target, .. } => self.add_copy(state, target.bytes as f64),
+            OperationKind::Matmul { dtype, m, n, k, .. } => {
+                self.add_matmul(state, *dtype, (*m, *k, *n));
+            }
+            OperationKind::Sum {
+                target, sources, ..
+            } => self.add_sum(state, target.bytes as f64 * (sources.len() + 1) as f64),
+            OperationKind::Post(group) => self.add_post(state, program, group),
+            OperationKind::PostMatmul {
+                group,
+                dtype,
+                m,
+                n,
+                k,
+                ..
+            } => self.add_stored(state, program, group, *dtype, (*m, *k, *n)),
+            OperationKind::Wait(group) => self.add_wait(state, program, group),
+            OperationKind::Collective {
+                collective,
+                target,
+                source,
+                ..
+            } => {
+                let bytes = larger_side(collective, target.bytes, source.bytes);
+                self.add_collective(state, collective.name(), bytes);
+            }
+            OperationKind::Synchronize(other) => self.add_synchronize(state, *other),
+            OperationKind::Allocate(_) | OperationKind::Deallocate(_) | OperationKind::Share(_) => {
+            }
+        }
+        self.step(state, Step::End(id));
+    }
+
+    fn host_seconds(&self, program: &RankProgram, kind: &OperationKind) -> f64 {
+        let host = &self.model.host;
+        match kind {
+            OperationKind::Copy { .. } => host.copy,
+            OperationKind::Matmul { .. } => host.matmul,
+            OperationKind::Sum { .. } => host.sum,
+            OperationKind::Post(group) => post::host_seconds(program, group, host),
+            OperationKind::PostMatmul { .. } => host.matmul + host.transfer,
+            OperationKind::Wait(_) => host.word,
+            OperationKind::Collective { .. } => host.collective,
+            OperationKind::Synchronize(_) => 2.0 * host.event,
+            OperationKind::Allocate(_) | OperationKind::Deallocate(_) | OperationKind::Share(_) => {
+                0.0
+            }
+        }
+    }
+}
