@@ -4,6 +4,8 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod common;
+#[path = "lifetimes/in_use.rs"]
+mod in_use;
 
 use common::{Ranks, kind, processes, threads, world};
 use std::sync::Arc;

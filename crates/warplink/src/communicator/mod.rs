@@ -66,6 +66,7 @@ impl Communicator {
             &job.memory,
             &job.device,
             &job.slots,
+            &job.in_flight,
             job.protocol,
         );
         Self {
@@ -115,7 +116,7 @@ impl Communicator {
 
     /// Allocates `bytes` and registers them. The content is undefined.
     pub fn alloc(&self, bytes: usize) -> Result<Region> {
-        self.register(&self.job.device.allocate(bytes, AllocationKind::Plain)?)
+        self.register(&self.job.memory.allocate(bytes, AllocationKind::Plain)?)
     }
 
     /// Registers memory for peers; it stays allocated as long as the region, or a peer's mapping.
@@ -192,16 +193,13 @@ impl Communicator {
         }
         self.job.in_flight.release_finished();
         let transfers = self.exchange(requests)?;
-        let enqueued = Batch::new()
+        Batch::new()
             .post(&transfers)
             .wait(&transfers)
-            .enqueue(stream);
-        // Also where that failed: some of it may have been enqueued.
-        self.job.in_flight.hold(&[stream], transfers);
-        enqueued
+            .enqueue(stream)
     }
 
-    /// Blocks until `stream` is done.
+    /// Blocks until `stream` is done, and lets go of what was dropped while it used it.
     ///
     /// # Errors
     /// [`ErrorKind::PeerLost`], which names the rank, when one is lost; [`ErrorKind::Timeout`], which
@@ -214,6 +212,7 @@ impl Communicator {
                 _ => error,
             })
             .map_err(|error| error.on_rank(self.rank()))?;
+        self.job.in_flight.release_finished();
         // A fault lets waits go, so work that ended because of it must not pass for done.
         self.job.device.fault().check()
     }
@@ -295,16 +294,17 @@ impl Communicator {
         Ok(())
     }
 
-    /// Closes the communicator: blocks until every rank of it has. Transfers and streams that use
-    /// them must be done and dropped.
+    /// Closes the communicator: blocks until every rank of it has.
     ///
-    /// Closing the [world](crate::Job::world) is leaving the job in order: it unmaps peers' memory,
-    /// and no communicator of the job can be used any more. It is the only orderly way to leave: for
-    /// its peers, a rank that drops the last communicator of a job is lost.
+    /// Closing the [world](crate::Job::world) is leaving the job in order: it waits for what streams
+    /// still do with transfers and plans that were dropped, unmaps peers' memory, and no communicator
+    /// of the job can be used any more. It is the only orderly way to leave: for its peers, a rank that
+    /// drops the last communicator of a job is lost.
     ///
     /// # Errors
-    /// Those of [`barrier`](Self::barrier) when a peer is lost or does not close. The communicator is
-    /// closed all the same.
+    /// [`ErrorKind::Timeout`] where streams still wait for peers at the deadline; this rank then
+    /// leaves as by [`abort`](Self::abort). Those of [`barrier`](Self::barrier) when a peer is lost or
+    /// does not close. The communicator is closed all the same.
     pub fn close(self) -> Result<()> {
         if self.is_world() {
             return self.job.close(|deadline| self.group.barrier(deadline));

@@ -78,8 +78,14 @@ impl JobServices {
     /// Leaves in order; see [`Communicator::close`](super::Communicator::close). `barrier` waits for
     /// the ranks that are still there.
     pub(super) fn close(&self, barrier: impl FnOnce(Deadline) -> Result<()>) -> Result<()> {
-        if !self.in_flight.wait_until_empty(self.deadline()) {
-            tracing::warn!("streams still use transfers of a communicator that is closed");
+        let deadline = self.deadline();
+        if !self.in_flight.wait_until_empty(deadline) && self.device.fault().error().is_none() {
+            self.end("it closed its communicator while its streams waited for peers");
+            return Err(deadline
+                .expired("the end of streams' work")
+                .during("close the communicator")
+                .on_rank(self.rank())
+                .help("check that both ranks post every transfer, or abort the communicator"));
         }
         self.memory.release_idle();
         let deadline = self.deadline();
@@ -102,7 +108,6 @@ impl JobServices {
 /// for this rank.
 impl Drop for JobServices {
     fn drop(&mut self) {
-        self.in_flight.release_in_background();
         if self.bootstrap.is_closed() {
             return;
         }

@@ -1,26 +1,44 @@
 //! What streams may still use, kept until they are past it.
 
-use super::interface::Device;
-use super::stream::{Event, Stream};
+use super::{Device, Event, Stream};
 use crate::deadline::Deadline;
-use crate::error::{Error, Result};
 use crate::sync::lock;
 use std::any::Any;
 use std::fmt;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::ops::Deref;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 /// Between two looks at what is left, at first and at most.
 const POLL_INTERVALS: [Duration; 2] = [Duration::from_millis(1), Duration::from_millis(50)];
 
+/// How long streams may take to end after the device's fault, which ends their waits.
+const MAX_AFTER_FAULT: Duration = Duration::from_secs(2);
+
+/// From so many streams on, those that are idle are forgotten before another is noted.
+const MAX_STREAMS_UNCHECKED: usize = 4;
+
 /// The one list of work in flight: things that streams may still use, each with marks in these
-/// streams behind its last use. What cannot be asked whether it is reached counts as in use.
+/// streams behind its last use. What cannot be asked whether it is reached counts as in use. While
+/// there is something, a thread looks whether it may go.
 pub(crate) struct InFlight {
     device: Arc<dyn Device>,
-    held: Mutex<Vec<Held>>,
+    state: Mutex<State>,
+}
+
+/// A value that streams use. When it is dropped, it is kept until they are past it.
+#[derive(Debug)]
+pub(crate) struct InUse<T: Send + Sync + 'static> {
+    value: Arc<T>,
+    streams: Mutex<Vec<Stream>>,
+    in_flight: Arc<InFlight>,
+}
+
+#[derive(Default)]
+struct State {
+    held: Vec<Held>,
     /// Whether a thread looks at what is left.
-    polled: AtomicBool,
+    polled: bool,
 }
 
 struct Held {
@@ -39,115 +57,167 @@ impl InFlight {
     pub(crate) fn new(device: &Arc<dyn Device>) -> Self {
         Self {
             device: device.clone(),
-            held: Mutex::default(),
-            polled: AtomicBool::new(false),
+            state: Mutex::default(),
         }
     }
 
-    /// Keeps `item` until `streams` have done what they were given so far, and lets go of earlier
-    /// items that no stream uses any more. Does not block.
-    pub(crate) fn hold(&self, streams: &[&Stream], item: impl Any + Send) {
-        let marks = streams.iter().map(|stream| self.mark(stream)).collect();
+    /// Keeps `item` until `streams` have done what they were given so far. Does not block.
+    pub(crate) fn hold(self: &Arc<Self>, streams: &[Stream], item: impl Any + Send) {
+        let busy = streams.iter().filter(|stream| is_busy(stream));
+        let marks: Vec<Mark> = busy.map(mark).collect();
+        if marks.is_empty() {
+            return drop(item);
+        }
         self.hold_behind(marks, Box::new(item));
-        self.release_finished();
     }
 
     /// Lets go of what no stream uses any more. Does not block.
     pub(crate) fn release_finished(&self) {
         let mut marked = Vec::new();
-        let finished: Vec<Held> = lock(&self.held)
-            .extract_if(.., |held| self.is_finished(held, &mut marked))
+        let finished: Vec<Held> = lock(&self.state)
+            .held
+            .extract_if(.., |held| held.is_finished(&mut marked))
             .collect();
         // Not under the lock: what items and streams do when they are dropped may lead back here.
         drop(marked);
         drop(finished);
     }
 
-    /// Blocks until everything is let go of, at most until `deadline` or until the device's fault,
-    /// after which streams cannot be asked; whether nothing is left.
+    /// Blocks until everything is let go of, at most until `deadline`, or for two seconds after the
+    /// device's fault, which ends what streams wait for; whether nothing is left.
     pub(crate) fn wait_until_empty(&self, deadline: Deadline) -> bool {
         let [mut interval, max_interval] = POLL_INTERVALS;
+        let mut after_fault = None;
         loop {
             self.release_finished();
-            let empty = lock(&self.held).is_empty();
-            if empty || deadline.passed() || self.device.fault().error().is_some() {
-                return empty;
+            if lock(&self.state).held.is_empty() {
+                return true;
+            }
+            if self.device.fault().error().is_some() {
+                after_fault.get_or_insert_with(|| Deadline::after(MAX_AFTER_FAULT));
+            }
+            if deadline.passed() || after_fault.is_some_and(|deadline| deadline.passed()) {
+                return false;
             }
             std::thread::sleep(interval.min(deadline.remaining()));
             interval = max_interval.min(2 * interval);
         }
     }
 
-    /// Has a thread let go of what is left, for an owner that goes away. Does not block.
-    pub(crate) fn release_in_background(self: &Arc<Self>) {
-        self.release_finished();
-        if lock(&self.held).is_empty() || self.polled.swap(true, Ordering::AcqRel) {
+    fn hold_behind(self: &Arc<Self>, marks: Vec<Mark>, item: Box<dyn Any + Send>) {
+        let mut state = lock(&self.state);
+        state.held.push(Held { marks, _item: item });
+        if std::mem::replace(&mut state.polled, true) {
             return;
         }
+        drop(state);
         let own = self.clone();
         let started = std::thread::Builder::new()
             .name("warplink-in-flight".to_owned())
-            .spawn(move || {
-                let deadline = Deadline::after(Duration::MAX);
-                let empty = own.wait_until_empty(deadline);
-                own.polled.store(false, Ordering::Release);
-                if !empty {
-                    tracing::debug!("streams that failed cannot be asked; what they use is kept");
-                }
-            });
+            .spawn(move || own.poll());
         if let Err(error) = started {
-            self.polled.store(false, Ordering::Release);
-            tracing::warn!(%error, "what streams still use is kept for good");
+            // Later calls try again, and look at what is left themselves.
+            lock(&self.state).polled = false;
+            tracing::warn!(%error, "what streams still use is kept for longer");
         }
     }
 
-    fn hold_behind(&self, marks: Vec<Mark>, item: Box<dyn Any + Send>) {
-        lock(&self.held).push(Held { marks, _item: item });
-    }
-
-    fn mark(&self, stream: &Stream) -> Mark {
-        match self.record(stream) {
-            Ok(event) => Mark::Recorded(event),
-            Err(error) => {
-                tracing::debug!(%error, "a stream cannot be marked yet");
-                Mark::Unrecorded(stream.clone())
+    /// Looks at what is left until nothing is.
+    fn poll(&self) {
+        let [mut interval, max_interval] = POLL_INTERVALS;
+        loop {
+            std::thread::sleep(interval);
+            interval = max_interval.min(2 * interval);
+            self.release_finished();
+            let mut state = lock(&self.state);
+            if state.held.is_empty() {
+                state.polled = false;
+                return;
             }
         }
     }
+}
 
-    fn record(&self, stream: &Stream) -> Result<Event> {
-        // The mark would become a part of the graph.
-        if stream.is_capturing()? {
-            return Err(
-                Error::invalid("the stream is recording a graph").help("end the capture first")
-            );
-        }
-        let event = self.device.create_event(false)?;
-        stream.record(&event)?;
-        Ok(event)
-    }
-
-    /// Whether all marks of `held` are reached. Streams that could be marked now go to `marked`.
-    fn is_finished(&self, held: &mut Held, marked: &mut Vec<Mark>) -> bool {
-        for mark in &mut held.marks {
+impl Held {
+    /// Whether all marks are reached. Streams that could be marked now go to `marked`.
+    fn is_finished(&mut self, marked: &mut Vec<Mark>) -> bool {
+        for mark in &mut self.marks {
             if let Mark::Unrecorded(stream) = mark
-                && let Ok(event) = self.record(stream)
+                && let Ok(event) = stream.record_end()
             {
                 marked.push(std::mem::replace(mark, Mark::Recorded(event)));
             }
         }
-        held.marks.retain(|mark| match mark {
+        self.marks.retain(|mark| match mark {
             Mark::Recorded(event) => !event.is_reached().unwrap_or(false),
             Mark::Unrecorded(_) => true,
         });
-        held.marks.is_empty()
+        self.marks.is_empty()
+    }
+}
+
+/// Whether the stream has work or records some; also where it cannot be asked.
+fn is_busy(stream: &Stream) -> bool {
+    stream.is_capturing().unwrap_or(true) || !stream.is_idle().unwrap_or(false)
+}
+
+fn mark(stream: &Stream) -> Mark {
+    match stream.record_end() {
+        Ok(event) => Mark::Recorded(event),
+        Err(error) => {
+            tracing::debug!(%error, "a stream cannot be marked yet");
+            Mark::Unrecorded(stream.clone())
+        }
+    }
+}
+
+impl<T: Send + Sync> InUse<T> {
+    pub(crate) fn new(value: T, in_flight: &Arc<InFlight>) -> Self {
+        Self {
+            value: Arc::new(value),
+            streams: Mutex::default(),
+            in_flight: in_flight.clone(),
+        }
+    }
+
+    /// Notes that `stream` uses the value from now on.
+    pub(crate) fn note(&self, stream: &Stream) {
+        let mut streams = lock(&self.streams);
+        if streams.iter().any(|noted| noted.raw() == stream.raw()) {
+            return;
+        }
+        let mut idle = Vec::new();
+        if streams.len() >= MAX_STREAMS_UNCHECKED {
+            idle.extend(streams.extract_if(.., |stream| !is_busy(stream)));
+        }
+        streams.push(stream.clone());
+        // Streams may be somebody else's, and do anything when they are let go of.
+        drop(streams);
+        drop(idle);
+    }
+}
+
+impl<T: Send + Sync> Deref for InUse<T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        &self.value
+    }
+}
+
+impl<T: Send + Sync + 'static> Drop for InUse<T> {
+    fn drop(&mut self) {
+        let streams = std::mem::take(&mut *lock(&self.streams));
+        if !streams.is_empty() {
+            self.in_flight.hold(&streams, self.value.clone());
+        }
     }
 }
 
 impl fmt::Debug for InFlight {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("InFlight")
-            .field("items", &lock(&self.held).len())
+            .field("items", &lock(&self.state).held.len())
             .finish_non_exhaustive()
     }
 }
@@ -155,9 +225,11 @@ impl fmt::Debug for InFlight {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::{AllocationKind, DeviceConfig, DeviceKind, EventBackend, MemoryOp};
-    use crate::device::{Priority, open};
-    use crate::error::ErrorKind;
+    use crate::device::{
+        AllocationKind, DeviceConfig, DeviceKind, EventBackend, MemoryOp, Priority, open,
+    };
+    use crate::error::{Error, ErrorKind, Result};
+    use std::sync::atomic::{AtomicBool, Ordering};
 
     /// An event that can be asked only once it is allowed.
     #[derive(Debug, Default)]
@@ -170,10 +242,9 @@ mod tests {
 
         fn is_reached(&self) -> Result<bool> {
             if self.0.load(Ordering::Relaxed) {
-                Ok(true)
-            } else {
-                Err(Error::new(ErrorKind::Driver, "cannot be asked now"))
+                return Ok(true);
             }
+            Err(Error::new(ErrorKind::Driver, "cannot be asked now"))
         }
     }
 
@@ -181,9 +252,17 @@ mod tests {
         open(&DeviceConfig::new(DeviceKind::Host, 0)).unwrap()
     }
 
+    fn soon() -> Deadline {
+        Deadline::after(Duration::from_millis(20))
+    }
+
+    fn late() -> Deadline {
+        Deadline::after(Duration::from_secs(10))
+    }
+
     #[test]
     fn what_cannot_be_asked_is_kept_and_so_is_what_comes_after_it() {
-        let in_flight = InFlight::new(&host());
+        let in_flight = Arc::new(InFlight::new(&host()));
         let (silent, item, other) = (Arc::new(Silent::default()), Arc::new(()), Arc::new(()));
         for item in [&item, &other] {
             let marks = vec![Mark::Recorded(Event::new(silent.clone()))];
@@ -193,7 +272,7 @@ mod tests {
         assert_eq!(Arc::strong_count(&item), 2, "dropped while in use");
         assert_eq!(Arc::strong_count(&other), 2, "dropped while in use");
         silent.0.store(true, Ordering::Relaxed);
-        in_flight.release_finished();
+        assert!(in_flight.wait_until_empty(late()));
         assert_eq!(
             (Arc::strong_count(&item), Arc::strong_count(&other)),
             (1, 1)
@@ -201,9 +280,9 @@ mod tests {
     }
 
     #[test]
-    fn items_are_kept_until_every_stream_is_past_them() {
+    fn items_are_kept_until_every_stream_is_past_them_and_then_let_go_by_themselves() {
         let device = host();
-        let in_flight = InFlight::new(&device);
+        let in_flight = Arc::new(InFlight::new(&device));
         let signals = device.allocate_signals(64).unwrap();
         let word = signals.word(0).unwrap();
         let streams = [(); 2].map(|()| device.create_stream(Priority::Normal).unwrap());
@@ -212,33 +291,69 @@ mod tests {
             value: 1,
         };
         streams[1].memory_ops(&[wait]).unwrap();
-        let item = Arc::new(());
-        in_flight.hold(&[&streams[0], &streams[1]], item.clone());
-        let soon = Deadline::after(Duration::from_millis(20));
-        assert!(!in_flight.wait_until_empty(soon));
-        assert_eq!(Arc::strong_count(&item), 2);
+        let item = InUse::new((), &in_flight);
+        streams.iter().for_each(|stream| item.note(stream));
+        let left = Arc::downgrade(&item.value);
+        drop(item);
+        assert!(!in_flight.wait_until_empty(soon()));
+        assert_eq!(left.strong_count(), 1);
         device.upload(&signals, &[1; 64]).unwrap();
-        assert!(in_flight.wait_until_empty(Deadline::after(Duration::from_secs(10))));
-        assert_eq!(Arc::strong_count(&item), 1);
+        let limit = late();
+        while left.strong_count() > 0 {
+            assert!(!limit.passed(), "never let go of");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    #[test]
+    fn a_fault_ends_waits_and_what_they_kept_is_let_go() {
+        let device = host();
+        let in_flight = Arc::new(InFlight::new(&device));
+        let signals = device.allocate_signals(64).unwrap();
+        let word = signals.word(0).unwrap();
+        let stream = device.create_stream(Priority::Normal).unwrap();
+        let wait = MemoryOp::Wait {
+            word: &word,
+            value: 1,
+        };
+        stream.memory_ops(&[wait]).unwrap();
+        let items = [(); 2].map(|()| Arc::new(()));
+        in_flight.hold(std::slice::from_ref(&stream), items[0].clone());
+        device
+            .fault()
+            .raise(Error::new(ErrorKind::PeerLost, "a peer is gone"));
+        // Also what is dropped only now.
+        in_flight.hold(std::slice::from_ref(&stream), items[1].clone());
+        assert!(in_flight.wait_until_empty(late()));
+        assert!(items.iter().all(|item| Arc::strong_count(item) == 1));
     }
 
     #[test]
     fn a_stream_that_records_a_graph_is_marked_later_and_not_in_the_graph() {
         let device = host();
-        let in_flight = InFlight::new(&device);
+        let in_flight = Arc::new(InFlight::new(&device));
+        let signals = device.allocate_signals(64).unwrap();
+        let word = signals.word(0).unwrap();
         let stream = device.create_stream(Priority::Normal).unwrap();
         let memory = device.allocate(64, AllocationKind::Plain).unwrap();
+        let wait = MemoryOp::Wait {
+            word: &word,
+            value: 1,
+        };
+        stream.memory_ops(&[wait]).unwrap();
         stream.begin_capture().unwrap();
         stream.fill(&memory, 1).unwrap();
         let item = Arc::new(());
-        in_flight.hold(&[&stream], item.clone());
+        in_flight.hold(std::slice::from_ref(&stream), item.clone());
         let graph = stream.end_capture().unwrap();
         assert_eq!(
             graph.operations(),
             1,
             "the mark was recorded into the graph"
         );
-        assert!(in_flight.wait_until_empty(Deadline::after(Duration::from_secs(10))));
+        assert!(!in_flight.wait_until_empty(soon()));
+        device.upload(&signals, &[1; 64]).unwrap();
+        assert!(in_flight.wait_until_empty(late()));
         assert_eq!(Arc::strong_count(&item), 1);
     }
 }

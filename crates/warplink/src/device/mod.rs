@@ -38,7 +38,7 @@ pub use config::{Delays, DeviceConfig, DeviceKind};
 pub use fault::Fault;
 pub use identity::DeviceIdentity;
 pub(crate) use identity::machine_identity;
-pub(crate) use in_flight::InFlight;
+pub(crate) use in_flight::{InFlight, InUse};
 pub use interface::{AllocationKind, Device, Export, Opening};
 pub use properties::DeviceProperties;
 pub use slice::{Backing, DeviceSlice, Word};

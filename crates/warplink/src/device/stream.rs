@@ -118,6 +118,16 @@ impl Stream {
         self.0.record(event)
     }
 
+    /// A mark behind everything that was enqueued so far, for what is to be kept until the stream is
+    /// past it: it can be recorded, and asked whether it is reached, after the device's fault too.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) while the stream records a
+    /// graph, of which the mark would become a part.
+    pub fn record_end(&self) -> Result<Event> {
+        self.0.record_end()
+    }
+
     /// Holds the stream until the point that `event` marked when this was called.
     pub fn wait_event(&self, event: &Event) -> Result<()> {
         self.0.wait_event(event)
@@ -258,6 +268,9 @@ pub trait StreamBackend: Any + Send + Sync + fmt::Debug {
 
     /// See [`Stream::record`].
     fn record(&self, event: &Event) -> Result<()>;
+
+    /// See [`Stream::record_end`].
+    fn record_end(&self) -> Result<Event>;
 
     /// See [`Stream::wait_event`].
     fn wait_event(&self, event: &Event) -> Result<()>;

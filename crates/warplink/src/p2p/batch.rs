@@ -75,18 +75,23 @@ impl<'a> Batch<'a> {
     /// captured twice without a wait between, or a send that has no memory to copy from.
     pub fn enqueue(&self, stream: &Stream) -> Result<()> {
         let mut queue = Queue::new(stream, self.in_kernel)?;
+        for part in &self.parts {
+            part.transfer.end.note(stream);
+        }
         // Before any post is numbered: a number without a post would be waited for in vain.
         for (index, Part { kind, transfer }) in self.parts.iter().enumerate() {
             if *kind == Kind::Wait {
                 continue;
             }
-            if transfer.role() == Role::Initiator {
-                transfer.copy_operands()?;
+            if transfer.end.role() == Role::Initiator {
+                transfer.end.copy_operands()?;
             }
             if queue.capture.is_some() {
                 let same = |before: &&Part<'_>| std::ptr::eq(before.transfer, *transfer);
                 let before = self.parts[..index].iter().rfind(same);
-                transfer.check_post(queue.capture, before.map(|part| part.kind == Kind::Wait))?;
+                transfer
+                    .end
+                    .check_post(queue.capture, before.map(|part| part.kind == Kind::Wait))?;
             }
         }
         queue.whole = queue.capture.is_some()
@@ -154,7 +159,7 @@ impl<'a, 's> Queue<'a, 's> {
     fn post(&mut self, group: impl Iterator<Item = &'a Transfer>) -> Result<()> {
         let (mut again, mut copies) = (Vec::new(), Vec::new());
         for transfer in group {
-            let (post, steps, marks) = transfer.begin_post(self.stream, self.capture)?;
+            let (post, steps, marks) = transfer.end.begin_post(self.stream, self.capture)?;
             if steps.copy {
                 copies.push((transfer, post, steps, marks));
             } else if matches!(post, PostNumber::Captured(2..)) {
@@ -174,7 +179,7 @@ impl<'a, 's> Queue<'a, 's> {
             self.signals(transfer, *post, steps.before)?;
         }
         for (transfer, ..) in &copies {
-            let (target, source) = transfer.copy_operands()?;
+            let (target, source) = transfer.end.copy_operands()?;
             self.operations.push(StreamOp::Copy { target, source });
         }
         for (transfer, post, steps, marks) in copies {
@@ -186,13 +191,14 @@ impl<'a, 's> Queue<'a, 's> {
 
     fn wait(&mut self, transfers: impl Iterator<Item = &'a Transfer>) -> Result<()> {
         for transfer in transfers {
-            let Some((post, steps, follows)) = transfer.begin_wait(self.stream, self.capture)?
+            let Some((post, steps, follows)) =
+                transfer.end.begin_wait(self.stream, self.capture)?
             else {
                 continue;
             };
             if follows {
                 self.flush()?;
-                transfer.graph_mark.wait(self.stream)?;
+                transfer.end.graph_mark.wait(self.stream)?;
             }
             self.signals(transfer, post, steps.before)?;
         }
@@ -206,7 +212,7 @@ impl<'a, 's> Queue<'a, 's> {
         signals: [Option<SignalOp>; 2],
     ) -> Result<()> {
         for signal in signals.into_iter().flatten() {
-            let operation = transfer.operation(signal, post)?;
+            let operation = transfer.end.operation(signal, post)?;
             self.operations.push(operation.into());
         }
         Ok(())
@@ -237,7 +243,7 @@ impl<'a, 's> Queue<'a, 's> {
         }
         self.marks
             .drain(..)
-            .try_for_each(|transfer| transfer.graph_mark.record(self.stream))
+            .try_for_each(|transfer| transfer.end.graph_mark.record(self.stream))
     }
 }
 
@@ -294,8 +300,11 @@ pub fn post_stores(
     }
     // What stores is a kernel as a rule, and so finds no more room than these do.
     let mut queue = Queue::new(stream, true)?;
+    transfers
+        .iter()
+        .for_each(|transfer| transfer.end.note(stream));
     let begun = transfers.iter().map(|transfer| {
-        let (post, steps, marks) = transfer.begin_post(stream, queue.capture)?;
+        let (post, steps, marks) = transfer.end.begin_post(stream, queue.capture)?;
         Ok((*transfer, post, steps, marks))
     });
     let begun = begun.collect::<Result<Vec<_>>>()?;

@@ -19,6 +19,7 @@
 //! counting signals in the place of its two-state semaphores.
 
 mod batch;
+mod end;
 mod exchange;
 mod progress;
 mod protocol;

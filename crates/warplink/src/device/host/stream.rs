@@ -147,6 +147,20 @@ impl StreamBackend for HostStream {
         })
     }
 
+    fn record_end(&self) -> Result<Event> {
+        if self.capture().is_some() {
+            return Err(recording());
+        }
+        let event = HostEvent::new(false);
+        let mark = event.next_mark();
+        // Marks are made after a failure too.
+        self.worker.push(Operation::Record {
+            event: event.state.clone(),
+            mark,
+        });
+        Ok(Event::new(Arc::new(event)))
+    }
+
     fn wait_event(&self, event: &Event) -> Result<()> {
         let event: &HostEvent = event::from_dyn(event)?;
         let recorded = lock(&event.recorded).clone();
@@ -276,4 +290,10 @@ pub(super) fn from_dyn(stream: &Stream) -> Result<&HostStream> {
         )
         .help("use a stream of the same device")
     })
+}
+
+fn recording() -> Error {
+    Error::invalid("the stream is recording a graph")
+        .during("mark the end of a stream's work")
+        .help("end the capture first")
 }

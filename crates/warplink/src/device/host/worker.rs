@@ -34,12 +34,17 @@ impl Worker {
 
     pub(super) fn enqueue(&self, operation: Operation) -> Result<()> {
         self.check()?;
+        self.push(operation);
+        Ok(())
+    }
+
+    /// Puts `operation` into the queue, also after a failure.
+    pub(super) fn push(&self, operation: Operation) {
         let mut queue = lock(&self.shared.queue);
         queue.waiting.push_back(operation);
         queue.enqueued += 1;
         drop(queue);
         self.shared.work.notify_one();
-        Ok(())
     }
 
     /// The fault, or the first failure of an operation.

@@ -3,6 +3,7 @@
 use super::{EndMessage, EndOffer, PublishedEnd, TransferExchange};
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::RemoteRegion;
+use crate::p2p::end::TransferEnd;
 use crate::p2p::protocol::{Protocol, Role};
 use crate::p2p::recording::{GraphMark, Recording};
 use crate::p2p::request::TransferRequest;
@@ -65,7 +66,7 @@ impl TransferExchange {
             }
         };
         let inbound = end.slot.inbound_word().clone();
-        Ok(Transfer {
+        let end = TransferEnd {
             direction: request.direction,
             protocol: end.protocol,
             peer: request.peer,
@@ -82,7 +83,8 @@ impl TransferExchange {
             graph_mark: GraphMark::new(&self.device),
             posted_on: AtomicU64::new(0),
             releases: self.releases.clone(),
-        })
+        };
+        Ok(Transfer::new(end, &self.in_flight))
     }
 
     /// Maps what the peer offers: its words, and its buffer where this end copies.

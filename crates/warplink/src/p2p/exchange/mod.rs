@@ -27,7 +27,7 @@ use super::slot_releases::{SlotDirectory, SlotReleases};
 use super::transfer::Transfer;
 use crate::bootstrap::{Bootstrap, Group, Wait};
 use crate::deadline::Deadline;
-use crate::device::Device;
+use crate::device::{Device, InFlight};
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::memory::{MemoryRegistry, Region};
 use crate::signal::{Slot, SlotPool};
@@ -44,6 +44,7 @@ pub struct TransferExchange {
     group: Arc<Group>,
     memory: Arc<MemoryRegistry>,
     device: Arc<dyn Device>,
+    in_flight: Arc<InFlight>,
     slots: Arc<SlotPool>,
     releases: Arc<SlotReleases>,
     default_protocol: Protocol,
@@ -72,6 +73,7 @@ impl TransferExchange {
         memory: &Arc<MemoryRegistry>,
         device: &Arc<dyn Device>,
         directory: &Arc<SlotDirectory>,
+        in_flight: &Arc<InFlight>,
         default_protocol: Protocol,
     ) -> Self {
         let (slots, releases) = SlotReleases::start(directory, device, memory);
@@ -80,6 +82,7 @@ impl TransferExchange {
             group: group.clone(),
             memory: memory.clone(),
             device: device.clone(),
+            in_flight: in_flight.clone(),
             releases,
             slots,
             default_protocol,

@@ -2,7 +2,7 @@
 
 use super::context::RankContext;
 use super::memory::{Bindings, PlanMemory, TensorMemory};
-use super::plan::Plan;
+use super::plan::{Plan, PlanParts};
 use super::pool::Pool;
 use super::resolve::Resolver;
 use crate::error::{Error, Result};
@@ -97,7 +97,7 @@ impl Prepared {
             engine,
         )
         .commands()?;
-        Ok(Plan {
+        Ok(Plan::new(PlanParts {
             context: self.context.clone(),
             name: self.name.clone(),
             program: program.clone(),
@@ -105,7 +105,7 @@ impl Prepared {
             transfers: transfers.into_iter().flatten().collect(),
             streams,
             memory,
-        })
+        }))
     }
 
     /// The direct transfers of the program, in its order.

@@ -113,7 +113,9 @@ impl Executor {
 
     /// Keeps `plans` until what `stream` was given so far is done.
     pub(crate) fn keep_until_done(&self, plans: Vec<Plan>, stream: &Stream) {
-        self.context.in_flight.hold(&[stream], plans);
+        self.context
+            .in_flight
+            .hold(std::slice::from_ref(stream), plans);
     }
 
     /// Verifies `program` for this world and unrolls it for this rank. Involves no other rank.

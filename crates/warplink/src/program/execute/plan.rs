@@ -4,7 +4,7 @@ use super::command::Command;
 use super::context::RankContext;
 use super::memory::PlanMemory;
 use super::trace::{Trace, Tracer};
-use crate::device::{DeviceSlice, Graph, Priority, Stream};
+use crate::device::{DeviceSlice, Graph, InUse, Priority, Stream};
 use crate::error::{Error, ErrorKind, Result};
 use crate::p2p::Transfer;
 use crate::program::rank_program::RankProgram;
@@ -13,8 +13,14 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// A program that is ready to run. Runs follow one another on the caller's stream; the next may be
-/// enqueued before the last is done. Drop it when the streams that it ran on are done.
+/// enqueued before the last is done. It may be dropped at any time: what its runs need is kept until
+/// the streams are past them. A graph that it was captured into by others does not keep it.
 pub struct Plan {
+    parts: InUse<PlanParts>,
+}
+
+/// What a plan holds.
+pub(super) struct PlanParts {
     pub(super) context: RankContext,
     pub(super) name: String,
     pub(super) program: Arc<RankProgram>,
@@ -29,29 +35,36 @@ pub struct Plan {
 impl fmt::Debug for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Plan")
-            .field("name", &self.name)
-            .field("commands", &self.commands.len())
+            .field("name", &self.parts.name)
+            .field("commands", &self.parts.commands.len())
             .finish_non_exhaustive()
     }
 }
 
 impl Plan {
+    pub(super) fn new(parts: PlanParts) -> Self {
+        let in_flight = parts.context.in_flight.clone();
+        Self {
+            parts: InUse::new(parts, &in_flight),
+        }
+    }
+
     /// Name of the program.
     pub fn name(&self) -> &str {
-        &self.name
+        &self.parts.name
     }
 
     /// How many operations one run enqueues.
     pub fn operations(&self) -> usize {
-        self.commands.len()
+        self.parts.commands.len()
     }
 
     /// The memory of the tensor `name`, bound or allocated, if this rank accesses it. Of several that
     /// a loop allocated under one name, the first.
     pub fn tensor(&self, name: &str) -> Option<&DeviceSlice> {
-        let tensors = &self.program.tensors;
+        let tensors = &self.parts.program.tensors;
         let id = tensors.iter().position(|tensor| *tensor.name == *name)?;
-        self.memory.tensor_slice(id)
+        self.parts.memory.tensor_slice(id)
     }
 
     /// Enqueues one run, starting from and joining back into `stream`. Does not block.
@@ -88,16 +101,17 @@ impl Plan {
     /// buffer may be read or written is posted twice without a wait between, or is not waited for:
     /// the values of a graph's signals are fixed.
     pub fn capture(self) -> Result<CapturedPlan> {
-        let stream = self.context.device.create_stream(Priority::Normal)?;
+        let stream = self.parts.context.device.create_stream(Priority::Normal)?;
         stream.begin_capture()?;
         let recorded = self.run(&stream);
         let graph = stream.end_capture();
         recorded?;
-        self.transfers
+        self.parts
+            .transfers
             .iter()
             .try_for_each(|transfer| transfer.check_recorded())?;
         Ok(CapturedPlan {
-            graph: graph?,
+            graph: InUse::new(graph?, &self.parts.context.in_flight),
             plan: self,
         })
     }
@@ -106,21 +120,21 @@ impl Plan {
     /// rank 0. Every rank calls this at the same time. Blocks until the run is done everywhere. Marks
     /// take time of their own, so the whole is slower than a run.
     pub fn trace(&self, stream: &Stream) -> Result<Option<Trace>> {
-        let mut tracer = Tracer::start(&self.context, stream)?;
+        let mut tracer = Tracer::start(&self.parts.context, stream)?;
         self.for_each_command(stream, |command, stream| {
             if command.kind.is_event() {
                 return command.enqueue(stream);
             }
-            let operation = &self.program.operations[command.operation];
+            let operation = &self.parts.program.operations[command.operation];
             let begin = tracer.mark(stream)?;
             command.enqueue(stream)?;
             let end = tracer.mark(stream)?;
-            let stream = self.program.streams[command.stream];
+            let stream = self.parts.program.streams[command.stream];
             tracer.span(operation, stream, begin, end);
             Ok(())
         })?;
-        stream.synchronize(self.context.deadline())?;
-        tracer.finish(&self.context, &self.name)
+        stream.synchronize(self.parts.context.deadline())?;
+        tracer.finish(&self.parts.context, &self.parts.name)
     }
 
     /// Calls `enqueue` for every command with its stream, where `caller` is the caller's.
@@ -129,22 +143,35 @@ impl Plan {
         caller: &Stream,
         mut enqueue: impl FnMut(&Command, &Stream) -> Result<()>,
     ) -> Result<()> {
-        for command in &self.commands {
-            let stream = self.streams[command.stream].as_ref().unwrap_or(caller);
-            enqueue(command, stream).map_err(|error| self.locate(command, error))?;
+        // What other streams do joins back into the caller's.
+        self.parts.note(caller);
+        for command in &self.parts.commands {
+            let stream = self.parts.streams[command.stream]
+                .as_ref()
+                .unwrap_or(caller);
+            enqueue(command, stream).map_err(|error| {
+                // But nothing does any more after this.
+                self.note_own_streams();
+                self.locate(command, error)
+            })?;
         }
         Ok(())
+    }
+
+    fn note_own_streams(&self) {
+        let streams = self.parts.streams.iter().flatten();
+        streams.for_each(|stream| self.parts.note(stream));
     }
 
     fn locate(&self, command: &Command, error: Error) -> Error {
         if error.kind() == ErrorKind::PeerLost {
             return error;
         }
-        let operation = &self.program.operations[command.operation];
+        let operation = &self.parts.program.operations[command.operation];
         error.during(format!(
             "enqueue {} of '{}', {}",
             operation.kind.name(),
-            self.name,
+            self.parts.name,
             operation.site
         ))
     }
@@ -154,13 +181,15 @@ impl Plan {
 #[derive(Debug)]
 pub struct CapturedPlan {
     // Before the plan, whose memory and streams it uses.
-    graph: Graph,
+    graph: InUse<Graph>,
     plan: Plan,
 }
 
 impl CapturedPlan {
     /// Enqueues the whole plan on `stream`. Does not block.
     pub fn launch(&self, stream: &Stream) -> Result<()> {
+        self.graph.note(stream);
+        self.plan.parts.note(stream);
         self.graph.launch(stream)
     }
 

@@ -13,6 +13,8 @@ pub(crate) struct CudaEvent {
     gpu: Arc<Gpu>,
     pub(crate) raw: RawEvent,
     timing: bool,
+    /// Whether it can be asked after the fault too.
+    after_fault: bool,
     recorded: AtomicBool,
 }
 
@@ -23,8 +25,16 @@ impl CudaEvent {
             gpu: gpu.clone(),
             raw,
             timing,
+            after_fault: false,
             recorded: AtomicBool::new(false),
         })
+    }
+
+    /// One that can be asked after the device's fault too.
+    pub(crate) fn create_for_release(gpu: &Arc<Gpu>) -> Result<Self> {
+        let mut event = Self::create(gpu, false)?;
+        event.after_fault = true;
+        Ok(event)
     }
 
     /// The event behind the trait.
@@ -57,7 +67,9 @@ impl EventBackend for CudaEvent {
     }
 
     fn is_reached(&self) -> Result<bool> {
-        self.gpu.fault.check()?;
+        if !self.after_fault {
+            self.gpu.fault.check()?;
+        }
         // The driver calls an event reached that was never recorded.
         if !self.recorded.load(Ordering::Acquire) {
             return Ok(false);

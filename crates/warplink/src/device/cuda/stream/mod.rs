@@ -290,6 +290,23 @@ impl StreamBackend for CudaStream {
         Ok(())
     }
 
+    fn record_end(&self) -> Result<Event> {
+        // Not by `enter`, which fails after a fault.
+        let context = &self.gpu.context;
+        let _entered = context.enter()?;
+        let _relaxed = context.relax_capture();
+        if memory_ops::is_capturing(context.driver, self.raw)? {
+            return Err(Error::invalid("the stream is recording a graph")
+                .during("mark the end of a stream's work")
+                .help("end the capture first"));
+        }
+        let event = CudaEvent::create_for_release(&self.gpu)?;
+        // SAFETY: the stream is valid, and of the event's context, which is current.
+        unsafe { event.raw.record(self.raw)? };
+        event.mark();
+        Ok(Event::new(Arc::new(event)))
+    }
+
     fn wait_event(&self, event: &Event) -> Result<()> {
         let event = CudaEvent::of(event)?;
         let (driver, _entered) = self.enter()?;

@@ -1,0 +1,194 @@
+//! One rank's end of a transfer: its memory, its words and the peer's, and what they are set to.
+
+use super::progress::Progress;
+use super::protocol::{PostNumber, Protocol, Role, Steps};
+use super::recording::{GraphMark, Recording, Waiting};
+use super::request::{Buffer, Direction};
+use super::slot_releases::SlotReleases;
+use crate::device::{DeviceSlice, MemoryOp, Stream, Word};
+use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::memory::RemoteRegion;
+use crate::signal::{RemoteSlot, SignalOp, SignalWord, Slot};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// What an end of a transfer holds. When it is dropped, its signal words may be used for other
+/// transfers as soon as the other end is gone too, so no stream may use it any more.
+#[derive(Debug)]
+pub(super) struct TransferEnd {
+    pub(super) direction: Direction,
+    pub(super) protocol: Protocol,
+    pub(super) peer: Rank,
+    /// The peer's rank in the job.
+    pub(super) job_peer: Rank,
+    pub(super) tag: u64,
+    pub(super) buffer: Buffer,
+    // The peer's buffer, at the initiator.
+    pub(super) remote: Option<RemoteRegion>,
+    pub(super) slot: Slot,
+    pub(super) remote_slot: RemoteSlot,
+    pub(super) _remote_slot_page: RemoteRegion,
+    pub(super) peer_slot: u64,
+    pub(super) progress: Arc<Progress>,
+    pub(super) recording: Recording,
+    pub(super) graph_mark: GraphMark,
+    // The stream of the last post, by its number.
+    pub(super) posted_on: AtomicU64,
+    pub(super) releases: Arc<SlotReleases>,
+}
+
+impl TransferEnd {
+    pub(super) fn role(&self) -> Role {
+        self.direction.role(self.protocol)
+    }
+
+    /// Fails where a post in the graph `capture`, if there is one, cannot be. `waited` says whether the
+    /// last thing that the graph is to have of the transfer before is a wait, if that is not noted yet.
+    pub(super) fn check_post(&self, capture: Option<u64>, waited: Option<bool>) -> Result<()> {
+        capture.map_or(Ok(()), |capture| {
+            self.recording
+                .check(self.role(), capture, waited)
+                .map_err(|error| error.with_peer(self.peer).with_key(self.key()))
+        })
+    }
+
+    /// Fails where the graph that was recorded last has a post that it does not wait for and would
+    /// meet again at its next launch.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`].
+    pub(super) fn check_recorded(&self) -> Result<()> {
+        if self.role() == Role::Target && self.recording.is_open() {
+            return Err(Error::invalid(
+                "the transfer is posted in a graph that does not wait for it",
+            )
+            .during("end a capture")
+            .help("wait for it before the end")
+            .with_peer(self.peer)
+            .with_key(self.key()));
+        }
+        Ok(())
+    }
+
+    /// Numbers a post on `stream`, in the graph `capture` if there is one. What it enqueues, and
+    /// whether its place in the graph is to be marked.
+    pub(super) fn begin_post(
+        &self,
+        stream: &Stream,
+        capture: Option<u64>,
+    ) -> Result<(PostNumber, Steps, bool)> {
+        self.check_post(capture, None)?;
+        let (post, marks) = match capture {
+            Some(capture) => self.recording.post(self.role(), capture, stream.raw()),
+            None => {
+                self.posted_on.store(stream.raw(), Ordering::Relaxed);
+                (self.progress.post(), false)
+            }
+        };
+        Ok((post, Steps::post(self.role(), post), marks))
+    }
+
+    /// What a wait on `stream` is for, what it enqueues, and whether it has to follow the place that
+    /// was marked.
+    pub(super) fn begin_wait(
+        &self,
+        stream: &Stream,
+        capture: Option<u64>,
+    ) -> Result<Option<(PostNumber, Steps, bool)>> {
+        if let Some(capture) = capture {
+            let waiting = self
+                .recording
+                .wait(self.role(), capture, stream.raw())
+                .map_err(|error| error.with_peer(self.peer).with_key(self.key()))?;
+            return Ok(waiting.map(|Waiting { post, follows }| {
+                (post, Steps::wait(self.role(), post, !follows), follows)
+            }));
+        }
+        let same_stream = self.posted_on.load(Ordering::Relaxed) == stream.raw();
+        let posts = self.progress.posts();
+        Ok(posts.map(|post| (post, Steps::wait(self.role(), post, same_stream), false)))
+    }
+
+    /// The operation on a word that `signal` means for this transfer.
+    pub(super) fn operation(&self, signal: SignalOp, post: PostNumber) -> Result<MemoryOp<'_>> {
+        let captured = matches!(post, PostNumber::Captured(_));
+        Ok(match signal {
+            SignalOp::Set(name, value) => MemoryOp::Write {
+                word: self.word(name, captured),
+                value,
+            },
+            SignalOp::Reset(name) => MemoryOp::Reset {
+                word: self.word(name, captured),
+            },
+            SignalOp::Wait(SignalWord::Outbound, _) => {
+                return Err(Error::new(
+                    ErrorKind::Internal,
+                    "a rank waits on its own memory only",
+                ));
+            }
+            SignalOp::Wait(name, value) => MemoryOp::Wait {
+                word: self.word(name, captured),
+                value,
+            },
+        })
+    }
+
+    fn word(&self, name: SignalWord, captured: bool) -> &Word {
+        self.slot
+            .word(name, captured)
+            .unwrap_or_else(|| self.remote_slot.word(captured))
+    }
+
+    /// Destination and source of the copy, at the initiator.
+    pub(super) fn copy_operands(&self) -> Result<(&DeviceSlice, &DeviceSlice)> {
+        let Some(region) = self.buffer.region() else {
+            return Err(
+                Error::invalid("a send without a buffer of its own has nothing to copy")
+                    .help("post it with post_stores")
+                    .with_peer(self.peer)
+                    .with_key(self.key()),
+            );
+        };
+        let (own, remote) = (region.memory(), self.remote()?);
+        Ok(match self.direction {
+            Direction::Send => (remote, own),
+            Direction::Receive => (own, remote),
+        })
+    }
+
+    /// The peer's buffer, at the initiator.
+    pub(super) fn remote(&self) -> Result<&DeviceSlice> {
+        match &self.remote {
+            Some(remote) => Ok(remote.memory()),
+            None => Err(Error::new(
+                ErrorKind::Internal,
+                "the initiator has no mapping of the peer's buffer",
+            )),
+        }
+    }
+
+    /// The receiver's buffer, at the sender by put.
+    pub(super) fn receive_buffer(&self) -> Result<&DeviceSlice> {
+        match (self.direction, self.role()) {
+            (Direction::Send, Role::Initiator) => self.remote(),
+            _ => Err(Error::invalid(format!(
+                "a {} by {} has no receive buffer to store into; expected a send by put",
+                self.direction, self.protocol
+            ))
+            .help("use put, and store on the sender's side")
+            .with_peer(self.peer)
+            .with_key(self.key())),
+        }
+    }
+
+    fn key(&self) -> String {
+        format!("{} with tag {}", self.direction, self.tag)
+    }
+}
+
+impl Drop for TransferEnd {
+    fn drop(&mut self) {
+        self.releases
+            .end_dropped(self.job_peer, self.slot.number, self.peer_slot);
+    }
+}
