@@ -2,8 +2,8 @@
 //!
 //! Every rank runs the same program; integer expressions over `rank`, `world`, `streams`, loop
 //! indices and the program's parameters make the ranks differ. A program is built from text
-//! ([`Program::parse`]) or by a lowering, verified for a world size, unrolled for one rank, and
-//! executed:
+//! ([`Program::parse`]) or is a lowering of the library's, is verified for a world size, unrolled for
+//! one rank, and executed. `docs/language.md` teaches the language.
 //!
 //! | module | subject |
 //! |---|---|
@@ -11,8 +11,9 @@
 //! | [`parameters`] | the values that a caller gives |
 //! | [`text`] | the grammar, parser and printer |
 //! | [`rank_program`], [`mod@unroll`] | a program for one rank: a flat list of operations |
-//! | [`lower`] | from matrix products over sharded operands to programs |
+//! | [`lower`] | programs for matmuls over sharded operands, and the choice among them |
 //! | [`mod@verify`], [`diagnostic`] | whether the ranks' programs fit together, and what is wrong if not |
+//! | [`cost`] | how long a program takes on a model of the hardware |
 //! | [`execute`] | runs a program on a device |
 
 pub mod cost;

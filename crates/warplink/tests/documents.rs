@@ -1,0 +1,215 @@
+//! What the documents say is so: the programs and outputs in docs/language.md, and the files and tests
+//! that ARCHITECTURE.md names.
+//!
+//! The line that opens a block of docs/language.md says how it is checked: `world=2,4`, values of parameters,
+//! `given=` optional tensors, `refused=` the violation of a faulty program, whose diagnostic is the
+//! block of text that follows.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use warplink::DType;
+use warplink::program::cost::{find, simulate};
+use warplink::program::ir::Program;
+use warplink::program::parameters::ParameterKind;
+use warplink::program::{Parameters, unroll, verify};
+
+const PAGE: &str = include_str!("../../../docs/language.md");
+
+const ARCHITECTURE: &str = include_str!("../../../ARCHITECTURE.md");
+
+struct Block<'a> {
+    language: &'a str,
+    options: BTreeMap<&'a str, &'a str>,
+    text: String,
+}
+
+fn blocks() -> Vec<Block<'static>> {
+    let (mut blocks, mut open): (Vec<Block<'_>>, Option<Block<'_>>) = (Vec::new(), None);
+    for line in PAGE.lines() {
+        match (line.strip_prefix("```"), open.take()) {
+            (Some(""), Some(block)) => blocks.push(block),
+            (Some(header), None) => {
+                let mut words = header.split_whitespace();
+                open = Some(Block {
+                    language: words.next().expect("a block names its language"),
+                    options: words.map(|word| word.split_once('=').unwrap()).collect(),
+                    text: String::new(),
+                });
+            }
+            (None, Some(mut block)) => {
+                block.text.push_str(line);
+                block.text.push('\n');
+                open = Some(block);
+            }
+            (None, None) => {}
+            (Some(_), Some(_)) => panic!("a block in a block: {line}"),
+        }
+    }
+    assert!(open.is_none(), "the last block does not end");
+    blocks
+}
+
+impl Block<'_> {
+    fn worlds(&self) -> Vec<usize> {
+        let worlds = self.options["world"].split(',');
+        worlds.map(|world| world.parse().unwrap()).collect()
+    }
+
+    fn parameters(&self, program: &Program) -> Parameters {
+        let mut parameters = Parameters::new();
+        for parameter in &program.parameters {
+            let Some(value) = self.options.get(parameter.name.as_str()) else {
+                continue;
+            };
+            let list = value.split(',').map(|item| item.parse::<i64>());
+            parameters = match (&parameter.kind, value.parse::<i64>()) {
+                (ParameterKind::List, _) => parameters.with(
+                    &parameter.name,
+                    list.collect::<Result<Vec<_>, _>>().unwrap(),
+                ),
+                (_, Ok(number)) => parameters.with(&parameter.name, number),
+                (_, Err(_)) => parameters.with(&parameter.name, value.parse::<DType>().unwrap()),
+            };
+        }
+        for tensor in self
+            .options
+            .get("given")
+            .iter()
+            .flat_map(|given| given.split(','))
+        {
+            parameters = parameters.with_tensor(tensor);
+        }
+        parameters
+    }
+}
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
+}
+
+fn file(path: &str) -> String {
+    std::fs::read_to_string(root().join(path)).unwrap_or_else(|error| panic!("{path}: {error}"))
+}
+
+#[test]
+fn every_program_is_what_the_page_says() {
+    let blocks = blocks();
+    let (mut accepted, mut refused) = (0, 0);
+    for (index, block) in blocks.iter().enumerate() {
+        if block.language != "wlp" {
+            continue;
+        }
+        let text = &block.text;
+        let program = Program::parse(text).unwrap_or_else(|error| panic!("{error}"));
+        if let Some(path) = block.options.get("file") {
+            assert_eq!(*text, file(path), "{path}");
+        }
+        let parameters = block.parameters(&program);
+        for world in block.worlds() {
+            let verified = verify(&program, world, 2, &parameters);
+            let Some(violation) = block.options.get("refused") else {
+                let report = verified.unwrap_or_else(|diagnostics| {
+                    panic!("{} for {world} ranks: {}", program.name, diagnostics[0])
+                });
+                assert_eq!(report.world, world);
+                accepted += 1;
+                continue;
+            };
+            let diagnostics = verified.expect_err(&program.name);
+            assert_eq!(diagnostics[0].kind.name(), *violation);
+            assert_eq!(format!("{}\n", diagnostics[0]), blocks[index + 1].text);
+            refused += 1;
+        }
+    }
+    assert!(accepted > 10 && refused > 0, "{accepted} and {refused}");
+}
+
+/// Figures change when a machine is measured anew; what is said does not.
+#[test]
+fn every_cost_reads_as_the_page_shows_it() {
+    let words = |text: &str| text.replace(|c: char| c.is_ascii_digit(), "");
+    let costs: Vec<_> = blocks()
+        .into_iter()
+        .filter(|block| block.options.contains_key("cost"))
+        .collect();
+    assert!(!costs.is_empty());
+    for block in costs {
+        let program = Program::parse(&file(block.options["file"])).unwrap();
+        let parameters = block.parameters(&program);
+        let world = block.worlds()[0];
+        let ranks: Vec<_> = (0..world)
+            .map(|rank| unroll(&program, rank, world, 2, &parameters).unwrap())
+            .collect();
+        let model = find::shipped(block.options["cost"]).unwrap();
+        let cost = simulate(&ranks, &model).unwrap().to_string();
+        assert_eq!(words(&cost), words(&block.text), "{cost}");
+    }
+}
+
+#[test]
+fn every_command_names_a_program_that_is_there() {
+    for block in blocks().iter().filter(|block| block.language == "sh") {
+        for line in block.text.lines() {
+            assert!(line.starts_with("warplink program "), "{line}");
+            let path = line.split_whitespace().find(|word| word.ends_with(".wlp"));
+            Program::parse(&file(path.unwrap())).unwrap();
+        }
+    }
+}
+
+/// The words in backticks, outside of blocks.
+fn quoted(text: &str) -> impl Iterator<Item = &str> {
+    let lines = text
+        .lines()
+        .filter(|line| line.matches('`').count() % 2 == 0);
+    lines.flat_map(|line| line.split('`').skip(1).step_by(2))
+}
+
+/// The text of every Rust file below `folder`.
+fn sources(folder: &Path, text: &mut String) {
+    for entry in std::fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            sources(&path, text);
+        } else if path.extension().is_some_and(|extension| extension == "rs") {
+            text.push_str(&std::fs::read_to_string(path).unwrap());
+        }
+    }
+}
+
+#[test]
+fn every_file_that_the_architecture_names_is_there() {
+    let folders = [
+        "",
+        "crates/warplink",
+        "crates/warplink/src",
+        "crates/warplink/src/program",
+    ]
+    .map(|folder| root().join(folder));
+    let paths = quoted(ARCHITECTURE).filter(|word| word.contains('/') && !word.contains(' '));
+    let missing: Vec<_> = paths
+        .filter(|path| !folders.iter().any(|folder| folder.join(path).exists()))
+        .filter(|path| !root().join("crates/warplink-cli").join(path).exists())
+        .collect();
+    assert!(missing.is_empty(), "{missing:?}");
+}
+
+#[test]
+fn every_test_that_the_architecture_names_is_there() {
+    let mut code = String::new();
+    sources(&root().join("crates"), &mut code);
+    let table = ARCHITECTURE.split("\n## Invariants").nth(1).unwrap();
+    let table = table.split("\n## ").next().unwrap();
+    let names: Vec<_> = quoted(table)
+        .filter(|word| word.contains('_') && !word.contains(['/', '.']))
+        .map(|name| name.trim_end_matches('…'))
+        .collect();
+    assert!(names.len() > 20, "{names:?}");
+    let missing: Vec<_> = names
+        .into_iter()
+        .filter(|name| !code.contains(&format!("fn {name}")))
+        .collect();
+    assert!(missing.is_empty(), "{missing:?}");
+}
