@@ -5,7 +5,7 @@
 
 mod program_support;
 
-use program_support::interpreter::{End, play};
+use program_support::interpreter::{End, Submission, play};
 use program_support::sample::{Allowed, sample};
 use proptest::prelude::*;
 use std::collections::BTreeMap;
@@ -75,12 +75,19 @@ fn agrees(seed: u64, orders: u64) {
         return;
     };
     match verdict {
-        Ok(_) => {
-            let first = play(&ranks, 0);
-            for order in 0..orders {
-                let end = play(&ranks, order);
+        Ok(report) => {
+            let first = play(&ranks, Submission::Eager, 0);
+            for order in 0..2 * orders {
+                let how = match (&report.eager_only, order % 2) {
+                    (None, 1) => Submission::Captured,
+                    _ => Submission::Eager,
+                };
+                let end = play(&ranks, how, order);
                 let End::Outputs(outputs) = &end else {
-                    panic!("seed {seed} is accepted and hangs:\n{}", sample.text);
+                    panic!(
+                        "seed {seed} is accepted and hangs, {how:?}:\n{}",
+                        sample.text
+                    );
                 };
                 let whole = outputs.iter().flatten().all(|value| value.is_finite());
                 assert!(
@@ -90,10 +97,23 @@ fn agrees(seed: u64, orders: u64) {
                 );
                 assert_eq!(end, first, "seed {seed}, order {order}\n{}", sample.text);
             }
+            if let Some(diagnostic) = &report.eager_only
+                && diagnostic.message.starts_with("as a graph")
+            {
+                for order in 0..orders {
+                    let end = play(&ranks, Submission::Captured, order);
+                    assert_eq!(
+                        end,
+                        End::Stuck,
+                        "seed {seed}: {diagnostic}\n{}",
+                        sample.text
+                    );
+                }
+            }
         }
         Err(diagnostics) if diagnostics[0].kind == DiagnosticKind::Deadlock => {
             for order in 0..orders {
-                let end = play(&ranks, order);
+                let end = play(&ranks, Submission::Eager, order);
                 assert_eq!(
                     end,
                     End::Stuck,

@@ -39,11 +39,13 @@ pub enum DiagnosticKind {
     UnwrittenOutput,
     /// A stream's work is not joined to the caller's stream at the end.
     Unjoined,
+    /// The program runs, but not as a graph.
+    EagerOnly,
 }
 
 impl DiagnosticKind {
     /// Every kind.
-    pub const ALL: [Self; 15] = [
+    pub const ALL: [Self; 16] = [
         Self::Requirement,
         Self::Malformed,
         Self::OutOfBounds,
@@ -59,6 +61,7 @@ impl DiagnosticKind {
         Self::UnwrittenRead,
         Self::UnwrittenOutput,
         Self::Unjoined,
+        Self::EagerOnly,
     ];
 
     /// Its name in reports.
@@ -79,6 +82,7 @@ impl DiagnosticKind {
             Self::UnwrittenRead => "unwritten-read",
             Self::UnwrittenOutput => "unwritten-output",
             Self::Unjoined => "unjoined",
+            Self::EagerOnly => "eager-only",
         }
     }
 }

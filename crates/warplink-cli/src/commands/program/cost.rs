@@ -63,8 +63,10 @@ impl Cost {
         } = self.source.read()?;
         let world = options.ranks.unwrap_or(2);
         let streams = self.source.streams.into();
-        if let Err(diagnostics) = verify(&program, world, streams, &parameters) {
-            return Err(refused(&program.name, &diagnostics).into());
+        let report = verify(&program, world, streams, &parameters)
+            .map_err(|diagnostics| refused(&program.name, &diagnostics))?;
+        if let (true, Some(diagnostic)) = (self.captured, &report.eager_only) {
+            anyhow::bail!("{diagnostic}; leave out --captured");
         }
         let model = self.model(options, world)?;
         let ranks = (0..world)

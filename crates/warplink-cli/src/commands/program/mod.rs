@@ -157,6 +157,9 @@ struct Counts {
     transfers: usize,
     exchanges: usize,
     bytes: u128,
+    /// Why the program cannot run as a graph.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    eager_only: Option<diagnostics::Json>,
 }
 
 impl From<&Report> for Counts {
@@ -167,6 +170,7 @@ impl From<&Report> for Counts {
             transfers: report.transfers,
             exchanges: report.exchanges,
             bytes: report.bytes,
+            eager_only: report.eager_only.as_ref().map(diagnostics::Json::from),
         }
     }
 }

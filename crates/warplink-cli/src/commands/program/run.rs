@@ -51,7 +51,12 @@ struct Outcome {
     /// That rank 0 enqueues for a run.
     operations: usize,
     eager: Times,
-    captured: Times,
+    /// Absent where the program runs eagerly only.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    captured: Option<Times>,
+    /// Why it does.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    eager_only: Option<String>,
     seed: u64,
 }
 
@@ -68,14 +73,19 @@ impl Run {
                 if options.json {
                     print_json(&outcome)?;
                 } else {
+                    let captured = match &outcome.captured {
+                        Some(captured) => format!("{:.1} us captured", captured.median * 1e6),
+                        None => "not captured".to_owned(),
+                    };
+                    let why = outcome.eager_only.iter().map(|why| format!("{why}\n"));
                     report::print_text(&format!(
-                        "{}: {} operations on rank 0 of {}, {}; {:.1} us, {:.1} us captured\n",
+                        "{}: {} operations on rank 0 of {}, {}; {:.1} us, {captured}\n{}",
                         outcome.program,
                         outcome.operations,
                         outcome.ranks,
                         outcome.device,
                         outcome.eager.median * 1e6,
-                        outcome.captured.median * 1e6
+                        why.collect::<String>()
                     ))?;
                 }
             }
@@ -91,7 +101,11 @@ impl Run {
         let work = |stream: &warplink::device::Stream| Ok(plan.run(stream)?);
         let samples = self.samples.into();
         let eager = clock.measure(samples, Submission::Eager, &work)?;
-        let captured = clock.measure(samples, Submission::Captured, &work)?;
+        let eager_only = plan.eager_only().map(ToString::to_string);
+        let captured = match eager_only {
+            None => Some(clock.measure(samples, Submission::Captured, &work)?),
+            Some(_) => None,
+        };
         if let Some(path) = &self.trace
             && let Some(trace) = plan.trace(&clock.stream)?
         {
@@ -104,6 +118,7 @@ impl Run {
             operations: plan.operations(),
             eager,
             captured,
+            eager_only,
             seed,
         })
     }

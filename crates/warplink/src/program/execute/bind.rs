@@ -8,6 +8,7 @@ use super::resolve::Resolver;
 use crate::error::{Error, Result};
 use crate::memory::Region;
 use crate::p2p::{Direction, MatchKey, Protocol, Transfer, TransferRequest};
+use crate::program::diagnostic::Diagnostic;
 use crate::program::ir::Backend;
 use crate::program::rank_program::{RankProgram, TensorId, TransferInstance};
 use std::collections::HashMap;
@@ -15,10 +16,13 @@ use std::sync::Arc;
 
 /// A program prepared for this rank, to be bound to memory.
 pub struct Prepared {
-    context: RankContext,
-    pool: Arc<Pool>,
-    name: String,
-    program: Arc<RankProgram>,
+    pub(super) context: RankContext,
+    pub(super) pool: Arc<Pool>,
+    pub(super) name: String,
+    pub(super) program: Arc<RankProgram>,
+    // Whether any rank uses the collective engine, which all join then.
+    pub(super) uses_engine: bool,
+    pub(super) eager_only: Option<Arc<Diagnostic>>,
 }
 
 impl std::fmt::Debug for Prepared {
@@ -30,23 +34,14 @@ impl std::fmt::Debug for Prepared {
 }
 
 impl Prepared {
-    pub(super) fn new(
-        context: RankContext,
-        pool: Arc<Pool>,
-        name: String,
-        program: RankProgram,
-    ) -> Self {
-        Self {
-            context,
-            pool,
-            name,
-            program: Arc::new(program),
-        }
-    }
-
     /// The program as this rank runs it.
     pub fn rank_program(&self) -> &RankProgram {
         &self.program
+    }
+
+    /// Why the program cannot run as a graph, if the verifier found that it cannot.
+    pub fn eager_only(&self) -> Option<&Diagnostic> {
+        self.eager_only.as_deref()
     }
 
     /// Binds inputs and outputs to memory and exchanges handles with the peers, so that runs only
@@ -81,7 +76,7 @@ impl Prepared {
         } else {
             None
         };
-        let engine = if program.uses_engine() {
+        let engine = if self.uses_engine {
             Some((self.context.engine)()?)
         } else {
             None
@@ -105,6 +100,7 @@ impl Prepared {
             transfers: transfers.into_iter().flatten().collect(),
             streams,
             memory,
+            eager_only: self.eager_only.clone(),
         }))
     }
 

@@ -130,19 +130,35 @@ impl Executor {
         options: PrepareOptions,
     ) -> Result<Prepared> {
         let (rank, world) = (self.context.rank(), self.context.world());
-        if options.verify
-            && let Err(diagnostics) = verify(program, world, options.streams, parameters)
-        {
-            return Err(refused(&program.name, &diagnostics)
-                .during(format!("verify '{}' for {world} ranks", program.name))
-                .on_rank(rank));
-        }
-        let rank_program = unroll(program, rank, world, options.streams, parameters)?;
-        Ok(Prepared::new(
-            self.context.clone(),
-            self.pool.clone(),
-            program.name.clone(),
-            rank_program,
-        ))
+        let report = if options.verify {
+            let verdict = verify(program, world, options.streams, parameters);
+            Some(verdict.map_err(|diagnostics| {
+                refused(&program.name, &diagnostics)
+                    .during(format!("verify '{}' for {world} ranks", program.name))
+                    .on_rank(rank)
+            })?)
+        } else {
+            None
+        };
+        let of_rank = |rank| unroll(program, rank, world, options.streams, parameters);
+        let rank_program = of_rank(rank)?;
+        let uses_engine = match &report {
+            Some(report) => report.uses_engine,
+            None => {
+                let others = (0..world).filter(|other| *other != rank);
+                rank_program.uses_engine()
+                    || others
+                        .filter_map(|other| of_rank(other).ok())
+                        .any(|other| other.uses_engine())
+            }
+        };
+        Ok(Prepared {
+            context: self.context.clone(),
+            pool: self.pool.clone(),
+            name: program.name.clone(),
+            program: Arc::new(rank_program),
+            uses_engine,
+            eager_only: report.and_then(|report| report.eager_only).map(Arc::new),
+        })
     }
 }

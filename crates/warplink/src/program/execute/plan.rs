@@ -7,6 +7,7 @@ use super::trace::{Trace, Tracer};
 use crate::device::{DeviceSlice, Graph, InUse, Priority, Stream};
 use crate::error::{Error, ErrorKind, Result};
 use crate::p2p::Transfer;
+use crate::program::diagnostic::Diagnostic;
 use crate::program::rank_program::RankProgram;
 use std::fmt;
 use std::sync::Arc;
@@ -30,6 +31,7 @@ pub(super) struct PlanParts {
     // By index; the caller's is not among them.
     pub(super) streams: Vec<Option<Stream>>,
     pub(super) memory: PlanMemory,
+    pub(super) eager_only: Option<Arc<Diagnostic>>,
 }
 
 impl fmt::Debug for Plan {
@@ -67,12 +69,29 @@ impl Plan {
         self.parts.memory.tensor_slice(id)
     }
 
+    /// Why the program cannot run as a graph, if the verifier found that it cannot.
+    pub fn eager_only(&self) -> Option<&Diagnostic> {
+        self.parts.eager_only.as_deref()
+    }
+
+    fn not_capturable(&self, diagnostic: &Diagnostic) -> Error {
+        Error::invalid(diagnostic.to_string())
+            .during(format!("capture '{}'", self.parts.name))
+            .help("run the plan without a graph, or change the program")
+    }
+
     /// Enqueues one run, starting from and joining back into `stream`. Does not block.
     ///
     /// # Errors
     /// The device's fault, and what an operation says that cannot be enqueued, with its place in the
     /// program.
     pub fn run(&self, stream: &Stream) -> Result<()> {
+        // Who records the run himself is told by the program's words and not by a driver's.
+        if let Some(diagnostic) = &self.parts.eager_only
+            && stream.is_capturing()?
+        {
+            return Err(self.not_capturable(diagnostic));
+        }
         self.for_each_command(stream, Command::enqueue)
     }
 
@@ -97,10 +116,12 @@ impl Plan {
     /// is done the time before.
     ///
     /// # Errors
-    /// As [`run`](Self::run), and [`ErrorKind::InvalidArgument`] where what tells a peer that a
-    /// buffer may be read or written is posted twice without a wait between, or is not waited for:
-    /// the values of a graph's signals are fixed.
+    /// As [`run`](Self::run), and [`ErrorKind::InvalidArgument`] where the program runs
+    /// [eagerly only](Self::eager_only).
     pub fn capture(self) -> Result<CapturedPlan> {
+        if let Some(diagnostic) = &self.parts.eager_only {
+            return Err(self.not_capturable(diagnostic));
+        }
         let stream = self.parts.context.device.create_stream(Priority::Normal)?;
         stream.begin_capture()?;
         let recorded = self.run(&stream);

@@ -457,10 +457,6 @@ impl Run<'_> {
         violations: &mut Violations,
     ) {
         let (rank, ranks, links) = (self.streams[stream].rank, self.ranks, self.links);
-        // What the group announced at its start says nothing of what it moves.
-        self.tick(stream);
-        let start = self.streams[stream].clock.clone();
-        let mut end = start.clone();
         let kind = &ranks[rank].operations[operation].kind;
         let stored = matches!(kind, OperationKind::PostMatmul { .. });
         let movers: Vec<(TransferId, usize)> = group
@@ -472,6 +468,13 @@ impl Run<'_> {
                 moves(transfer.direction, transfer.backend)
             })
             .collect();
+        if movers.is_empty() {
+            return;
+        }
+        // What the group announced at its start says nothing of what it moves.
+        self.tick(stream);
+        let start = self.streams[stream].clock.clone();
+        let mut end = start.clone();
         for &(id, number) in &movers {
             let transfer = &ranks[rank].transfers[id];
             let (peer, partner) = (transfer.peer, self.links.partners[rank][id]);

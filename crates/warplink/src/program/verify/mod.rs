@@ -21,11 +21,16 @@
 //!   the host gave them, whatever their streams. For a deadlock this is counted on, for an order
 //!   between accesses it is not. A receive through the engine comes after its send has started; a
 //!   send says nothing about its receive.
+//! - As a graph, the program has every order that it has eagerly, and more: what tells a peer that a
+//!   buffer may be read or written waits, where it is posted again, until it is done the time before.
+//!   So a program that passes is followed once more to see whether it ends as a graph; and it has to
+//!   be one that can be recorded (`capture`). Where it is not, it is run eagerly.
 //! - Runs follow one another on the caller's stream: what the program accesses must come after the
 //!   stream's state at the start and before its state at the end, also where a peer accesses it.
 
 mod advance;
 mod blocked;
+mod capture;
 mod clock;
 mod diagnostics;
 mod link;
@@ -62,6 +67,11 @@ pub struct Report {
     pub exchanges: usize,
     /// Bytes that the posts move between ranks.
     pub bytes: u128,
+    /// Why the program cannot run as a graph, if it cannot: then it is run eagerly.
+    pub eager_only: Option<Diagnostic>,
+    /// Whether a transfer or collective of any rank is carried by the collective engine, which all
+    /// ranks join then.
+    pub uses_engine: bool,
 }
 
 impl fmt::Display for Report {
@@ -71,7 +81,11 @@ impl fmt::Display for Report {
             "verified for {} ranks: {} operations in {} streams, {} transfers of {} bytes in all, \
              {} exchanges of handles; no deadlock, no race, every output written",
             self.world, self.operations, self.streams, self.transfers, self.bytes, self.exchanges
-        )
+        )?;
+        match &self.eager_only {
+            Some(diagnostic) => write!(f, "\n  {diagnostic}"),
+            None => Ok(()),
+        }
     }
 }
 
@@ -107,10 +121,11 @@ pub fn verify(
     diagnostics.end_of_stage()?;
     simulate::simulate(&ranks, &links, &mut diagnostics);
     diagnostics.end_of_stage()?;
-    Ok(report(&ranks))
+    let eager_only = capture::eager_only(program, &ranks, &links);
+    Ok(report(&ranks, eager_only))
 }
 
-fn report(ranks: &[RankProgram]) -> Report {
+fn report(ranks: &[RankProgram], eager_only: Option<Diagnostic>) -> Report {
     let transfers: usize = ranks.iter().map(|rank| rank.transfers.len()).sum();
     let mut bytes = 0_u128;
     for rank in ranks {
@@ -130,5 +145,7 @@ fn report(ranks: &[RankProgram]) -> Report {
         transfers: transfers / 2,
         exchanges: ranks.iter().map(|rank| rank.exchanges.len()).sum(),
         bytes,
+        eager_only,
+        uses_engine: ranks.iter().any(RankProgram::uses_engine),
     }
 }

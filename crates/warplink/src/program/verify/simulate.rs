@@ -6,7 +6,8 @@ use super::link::Links;
 use super::state::{EventState, Item, Mode, Run};
 use super::violation::{Violations, report_unfinished, report_unwritten_outputs};
 use crate::error::Rank;
-use crate::program::diagnostic::DiagnosticKind;
+use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
+use crate::program::ir::Program;
 use crate::program::rank_program::{OperationKind, RankProgram};
 use std::collections::HashSet;
 
@@ -30,6 +31,19 @@ pub(super) fn simulate(ranks: &[RankProgram], links: &Links, diagnostics: &mut D
     if diagnostics.list.is_empty() {
         run.ending(diagnostics);
     }
+}
+
+/// What is stuck where the programs of all ranks run as graphs, if anything is.
+pub(super) fn stuck_as_graph(
+    program: &Program,
+    ranks: &[RankProgram],
+    links: &Links,
+) -> Option<Diagnostic> {
+    let mut diagnostics = Diagnostics::new(program);
+    let mut run = Run::new(Mode::Captured, ranks, links);
+    run.go(&mut Violations::default());
+    blocked::report(&run, &mut diagnostics);
+    diagnostics.list.into_iter().next()
 }
 
 impl Run<'_> {

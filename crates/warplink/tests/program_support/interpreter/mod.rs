@@ -46,6 +46,7 @@ struct Stream {
 
 struct Play<'a> {
     ranks: &'a [RankProgram],
+    submission: Submission,
     random: u64,
     memory: Vec<Vec<Vec<f64>>>,
     words: Vec<HashMap<(Word, TransferId), i64>>,
@@ -67,9 +68,19 @@ struct Play<'a> {
 
 const RUNS: usize = 2;
 
+/// How the ranks run their programs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Submission {
+    /// Operation by operation; posts count.
+    Eager,
+    /// As a graph, launched for each run. What only signals waits, when it is posted again in a graph,
+    /// until it is done the time before, and other streams' waits come behind its first post.
+    Captured,
+}
+
 /// Plays the program of all ranks in an order that `seed` determines.
-pub(crate) fn play(ranks: &[RankProgram], seed: u64) -> End {
-    let mut play = Play::new(ranks, seed);
+pub(crate) fn play(ranks: &[RankProgram], submission: Submission, seed: u64) -> End {
+    let mut play = Play::new(ranks, submission, seed);
     loop {
         // Agents in a random order, until one of them can take a step.
         let mut agents: Vec<(usize, Option<usize>)> = Vec::new();
@@ -103,7 +114,7 @@ pub(crate) fn play(ranks: &[RankProgram], seed: u64) -> End {
 }
 
 impl<'a> Play<'a> {
-    fn new(ranks: &'a [RankProgram], seed: u64) -> Self {
+    fn new(ranks: &'a [RankProgram], submission: Submission, seed: u64) -> Self {
         let partners = ranks.iter().enumerate().map(|(rank, rank_program)| {
             let partner = |t: &warplink::program::TransferInstance| {
                 let theirs = &ranks[t.peer].transfers;
@@ -117,6 +128,7 @@ impl<'a> Play<'a> {
         });
         let mut play = Self {
             ranks,
+            submission,
             random: seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1,
             memory: ranks
                 .iter()

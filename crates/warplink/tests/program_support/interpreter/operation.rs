@@ -1,10 +1,17 @@
 //! From operations to steps.
 
-use super::Play;
 use super::step::{Product, Step, Word, elements};
+use super::{Play, Submission};
 use warplink::program::{Backend, Direction, OperationKind, Protocol, Range};
 
 impl Play<'_> {
+    /// How often a rank posts a transfer in one run.
+    fn posts_per_run(&self, rank: usize, id: usize) -> i64 {
+        let operations = self.ranks[rank].operations.iter();
+        let posts = operations.flat_map(|operation| operation.kind.posted());
+        posts.filter(|posted| **posted == id).count() as i64
+    }
+
     /// The steps of an operation, as chains that go on in any order and what comes after all of them;
     /// what waits for nothing is done at once.
     pub(super) fn begin(
@@ -58,6 +65,8 @@ impl Play<'_> {
             }
             OperationKind::Post(group) => {
                 let mut engine = false;
+                let captured = self.submission == Submission::Captured;
+                let (mut again, mut told) = (Vec::new(), Vec::new());
                 for (&id, &number) in group.iter().zip(&numbers) {
                     let transfer = &rank_program.transfers[id];
                     let (peer, partner) = (transfer.peer, self.partners[rank][id]);
@@ -70,11 +79,20 @@ impl Play<'_> {
                                 Direction::Send => Step::Mail(id, number),
                                 Direction::Receive => Step::Take(id, number),
                             };
-                            chains.push(vec![mail, done]);
+                            chains.push(vec![mail]);
+                            after.push(done);
                         }
                         (Backend::Direct(Protocol::Get), Direction::Send)
                         | (Backend::Direct(Protocol::Put), Direction::Receive) => {
-                            self.words[peer].insert((Word::Incoming, partner), number);
+                            let tell = Step::Set(peer, Word::Incoming, partner, number);
+                            let placed = Step::Set(rank, Word::Placed, id, run as i64 + 1);
+                            if captured && number > run as i64 * self.posts_per_run(rank, id) + 1 {
+                                again.push(Step::Await(Word::Incoming, id, number - 1));
+                                again.push(tell);
+                            } else {
+                                self.step(rank, &tell);
+                            }
+                            told.push(placed);
                         }
                         (Backend::Direct(_), direction) => {
                             let theirs = &ranks[peer].transfers[partner].range;
@@ -84,6 +102,10 @@ impl Play<'_> {
                                 Direction::Receive => (own, other),
                             };
                             let mut chain = vec![Step::Await(Word::Incoming, id, number)];
+                            if captured {
+                                let run = run as i64 + 1;
+                                chain.insert(0, Step::Await(Word::Told, index, run));
+                            }
                             chain.extend(halves(target.1, |from, count| {
                                 let place = |(rank, range): (usize, &Range)| {
                                     (rank, range.tensor, elements(range).0 + from)
@@ -96,10 +118,15 @@ impl Play<'_> {
                         }
                     }
                 }
+                if captured {
+                    told.push(Step::Set(rank, Word::Told, index, run as i64 + 1));
+                    again.extend(told);
+                    chains.push(again);
+                }
                 if engine {
                     // All parts first: the engine is held until the group is over.
-                    let all = chains.concat();
-                    chains = vec![all.into_iter().chain([Step::Release]).collect()];
+                    chains = vec![chains.concat()];
+                    after.push(Step::Release);
                 }
             }
             OperationKind::Matmul {
@@ -168,7 +195,11 @@ impl Play<'_> {
                         | (Backend::Direct(Protocol::Put), Direction::Receive) => Word::Incoming,
                         _ => Word::Completed,
                     };
-                    chains.push(vec![Step::Await(word, id, number)]);
+                    let mut chain = vec![Step::Await(word, id, number)];
+                    if self.submission == Submission::Captured && word == Word::Incoming {
+                        chain.insert(0, Step::Await(Word::Placed, id, run as i64 + 1));
+                    }
+                    chains.push(chain);
                 }
             }
             _ => {}

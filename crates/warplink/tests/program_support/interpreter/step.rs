@@ -58,6 +58,10 @@ pub(super) enum Word {
     Incoming,
     Completed,
     Arrived,
+    /// In a graph, the run in which a transfer's first post came last.
+    Placed,
+    /// In a graph, the run in which an operation told all that it tells before it moves.
+    Told,
 }
 
 /// The first element of a range and how many it has.

@@ -1,0 +1,301 @@
+//! Whether a rank's operations can be recorded into one graph.
+//!
+//! The caller's stream begins the recording. Another stream takes part from the moment that it waits
+//! for an event of one that does; what it was given before is not recorded but done, once, and is
+//! missing whenever the graph is launched. At the end, the caller's stream has to come after all that
+//! was recorded, by events: the signals of transfers are no order of a graph.
+//!
+//! The values of a graph's signals are fixed. So what tells a peer that a buffer may be read or
+//! written is told again only after a wait, and the last is waited for in the graph.
+
+use super::clock::{Clock, Clocks, Snapshot};
+use super::diagnostics::{Diagnostics, place_of};
+use super::link::Links;
+use super::simulate;
+use super::state::moves;
+use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
+use crate::program::ir::Program;
+use crate::program::rank_program::{Operation, OperationKind, RankProgram, TransferId};
+use std::collections::HashMap;
+
+/// Why a rank's operations cannot be recorded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Obstacle {
+    /// The operation is on a stream that does not take part yet.
+    NotRecorded(usize),
+    /// The operation waits for this stream, which does not take part yet.
+    WaitsForOutside(usize, usize),
+    /// The operation posts a transfer again that was posted, without a wait between.
+    PostedAgain(usize, TransferId),
+    /// The operation posts a transfer that is not waited for after it.
+    NotAwaited(usize, TransferId),
+    /// The caller's stream does not come after the operation.
+    NotJoined(usize),
+}
+
+/// A point in a stream: its index, and what had been recorded before it.
+type Mark = (usize, Snapshot);
+
+struct Recording<'a> {
+    program: &'a RankProgram,
+    /// Whether each stream takes part.
+    recorded: Vec<bool>,
+    clocks: Vec<Clock>,
+    /// The operation that each stream was given last.
+    last: Vec<usize>,
+    /// For each transfer, the post behind which other streams wait: the first of an end that only
+    /// signals, the last of one that moves.
+    places: Vec<Option<Mark>>,
+    /// For each transfer that is posted and not waited for, the post.
+    open: Vec<Option<usize>>,
+    /// Whether events order the engine's operations.
+    orders_engine: bool,
+    engine_last: Option<Mark>,
+    engine_posts: HashMap<TransferId, Mark>,
+}
+
+/// Why a program that runs eagerly does not run as a graph, if it does not.
+pub(super) fn eager_only(
+    program: &Program,
+    ranks: &[RankProgram],
+    links: &Links,
+) -> Option<Diagnostic> {
+    let mut obstacles = ranks
+        .iter()
+        .filter_map(|rank| Some((rank, obstacle(rank)?)));
+    if let Some((rank, obstacle)) = obstacles.next() {
+        return Some(obstacle.diagnostic(program, ranks, rank));
+    }
+    let again = |rank: &RankProgram| {
+        let mut transfers = rank.transfers.iter().zip(&links.posts[rank.rank]);
+        transfers.any(|(transfer, posts)| {
+            posts.len() > 1 && !moves(transfer.direction, transfer.backend)
+        })
+    };
+    if !ranks.iter().any(again) {
+        return None;
+    }
+    let stuck = simulate::stuck_as_graph(program, ranks, links)?;
+    let message = format!("as a graph, the program would not end: {}", stuck.message);
+    Some(Diagnostic::new(
+        DiagnosticKind::EagerOnly,
+        message,
+        stuck.places,
+    ))
+}
+
+impl Obstacle {
+    fn diagnostic(
+        self,
+        program: &Program,
+        ranks: &[RankProgram],
+        rank: &RankProgram,
+    ) -> Diagnostic {
+        let (Self::NotRecorded(index)
+        | Self::WaitsForOutside(index, _)
+        | Self::PostedAgain(index, _)
+        | Self::NotAwaited(index, _)
+        | Self::NotJoined(index)) = self;
+        let place = place_of(ranks, rank.rank, index);
+        let said = Diagnostics::new(program).say(&place);
+        let stream = rank.streams[rank.operations[index].stream];
+        let why = match self {
+            Self::NotRecorded(_) => format!(
+                "is on {stream} before that stream synchronizes with the caller's, so a graph would \
+                 not contain it"
+            ),
+            Self::WaitsForOutside(_, other) => format!(
+                "waits for {} before that stream synchronizes with the caller's, which a graph cannot",
+                rank.streams[other]
+            ),
+            Self::PostedAgain(_, id) => format!(
+                "posts '{}' again without a wait for the post before, and the signals of a graph do \
+                 not count",
+                rank.transfers[id].name
+            ),
+            Self::NotAwaited(_, id) => format!(
+                "posts '{}', which nothing waits for afterwards, as a graph has to",
+                rank.transfers[id].name
+            ),
+            Self::NotJoined(_) => format!(
+                "is on {stream}, with which the caller's stream does not synchronize afterwards, as a \
+                 graph has to"
+            ),
+        };
+        let message = format!("{said} {why}; the program runs eagerly only");
+        Diagnostic::new(DiagnosticKind::EagerOnly, message, vec![place])
+    }
+}
+
+/// What stands in the way of recording `program`, if anything does.
+fn obstacle(program: &RankProgram) -> Option<Obstacle> {
+    let streams = program.streams.len();
+    let clocks = Clocks::new(streams);
+    let engine = |operation: &&Operation| program.is_engine_work(&operation.kind);
+    let mut engine_streams = program.operations.iter().filter(engine).map(|o| o.stream);
+    let first = engine_streams.next();
+    let mut recording = Recording {
+        program,
+        recorded: (0..streams).map(|stream| stream == 0).collect(),
+        clocks: vec![clocks.clock(); streams],
+        last: vec![0; streams],
+        places: vec![None; program.transfers.len()],
+        open: vec![None; program.transfers.len()],
+        orders_engine: engine_streams.any(|stream| Some(stream) != first),
+        engine_last: None,
+        engine_posts: HashMap::new(),
+    };
+    let recorded = (0..program.operations.len()).try_for_each(|index| recording.record(index));
+    recorded.and_then(|()| recording.end()).err()
+}
+
+impl Recording<'_> {
+    fn record(&mut self, index: usize) -> Result<(), Obstacle> {
+        let operation = &self.program.operations[index];
+        let stream = operation.stream;
+        match &operation.kind {
+            OperationKind::Allocate(_) | OperationKind::Deallocate(_) | OperationKind::Share(_) => {
+                Ok(())
+            }
+            OperationKind::Synchronize(other) => {
+                if !self.recorded[*other] {
+                    return Err(if self.recorded[stream] {
+                        Obstacle::WaitsForOutside(index, *other)
+                    } else {
+                        Obstacle::NotRecorded(index)
+                    });
+                }
+                let mark = (*other, self.clocks[*other].snapshot(*other));
+                self.follow(index, stream, &mark);
+                Ok(())
+            }
+            OperationKind::Wait(group) => self.wait(index, stream, group),
+            OperationKind::Post(group) => self.post(index, stream, group),
+            OperationKind::PostMatmul { group, .. } => {
+                self.add(index, stream)?;
+                self.place(stream, group);
+                Ok(())
+            }
+            OperationKind::Collective { .. } => self.engine(index, stream, &[]),
+            OperationKind::Copy { .. }
+            | OperationKind::Matmul { .. }
+            | OperationKind::Sum { .. } => self.add(index, stream),
+        }
+    }
+
+    /// Adds an operation to a stream.
+    fn add(&mut self, index: usize, stream: usize) -> Result<(), Obstacle> {
+        if !self.recorded[stream] {
+            return Err(Obstacle::NotRecorded(index));
+        }
+        self.clocks[stream].tick(stream);
+        self.last[stream] = index;
+        Ok(())
+    }
+
+    /// Has a stream wait for a mark of another, so that it takes part from there on.
+    fn follow(&mut self, index: usize, stream: usize, (other, mark): &Mark) {
+        if *other != stream {
+            self.recorded[stream] = true;
+            self.clocks[stream].learn(mark);
+            self.clocks[stream].tick(stream);
+            self.last[stream] = index;
+        }
+    }
+
+    fn place(&mut self, stream: usize, group: &[TransferId]) {
+        let mark = (stream, self.clocks[stream].snapshot(stream));
+        for &id in group {
+            self.places[id] = Some(mark.clone());
+        }
+    }
+
+    fn engine(
+        &mut self,
+        index: usize,
+        stream: usize,
+        group: &[TransferId],
+    ) -> Result<(), Obstacle> {
+        if let Some(last) = self.engine_last.clone() {
+            self.follow(index, stream, &last);
+        }
+        self.add(index, stream)?;
+        if self.orders_engine || !group.is_empty() {
+            let mark = (stream, self.clocks[stream].snapshot(stream));
+            self.engine_posts
+                .extend(group.iter().map(|id| (*id, mark.clone())));
+            self.engine_last = Some(mark);
+        }
+        Ok(())
+    }
+
+    fn split(&self, group: &[TransferId]) -> (Vec<TransferId>, Vec<TransferId>) {
+        let transfers = &self.program.transfers;
+        group.iter().partition(|id| !transfers[**id].is_engine())
+    }
+
+    fn moves(&self, id: TransferId) -> bool {
+        let transfer = &self.program.transfers[id];
+        moves(transfer.direction, transfer.backend)
+    }
+
+    fn post(&mut self, index: usize, stream: usize, group: &[TransferId]) -> Result<(), Obstacle> {
+        let (direct, engine) = self.split(group);
+        let (movers, signals): (Vec<_>, Vec<_>) =
+            direct.into_iter().partition(|id| self.moves(*id));
+        if !signals.is_empty() {
+            self.add(index, stream)?;
+            for &id in &signals {
+                if self.open[id].replace(index).is_some() {
+                    return Err(Obstacle::PostedAgain(index, id));
+                }
+            }
+            let first: Vec<_> = signals
+                .into_iter()
+                .filter(|id| self.places[*id].is_none())
+                .collect();
+            self.place(stream, &first);
+        }
+        if !movers.is_empty() {
+            self.add(index, stream)?;
+            self.place(stream, &movers);
+        }
+        if engine.is_empty() {
+            Ok(())
+        } else {
+            self.engine(index, stream, &engine)
+        }
+    }
+
+    fn wait(&mut self, index: usize, stream: usize, group: &[TransferId]) -> Result<(), Obstacle> {
+        let (direct, engine) = self.split(group);
+        if !direct.is_empty() {
+            self.add(index, stream)?;
+        }
+        for id in direct {
+            if let Some(place) = self.places[id].clone() {
+                self.follow(index, stream, &place);
+            }
+            self.open[id] = None;
+        }
+        for id in engine {
+            if let Some(mark) = self.engine_posts.get(&id).cloned() {
+                self.follow(index, stream, &mark);
+            }
+        }
+        Ok(())
+    }
+
+    fn end(&self) -> Result<(), Obstacle> {
+        for (stream, clock) in self.clocks.iter().enumerate() {
+            if self.clocks[0].get(stream) < clock.get(stream) {
+                return Err(Obstacle::NotJoined(self.last[stream]));
+            }
+        }
+        let open = self.open.iter().enumerate();
+        match open.filter_map(|(id, post)| Some((id, (*post)?))).next() {
+            Some((id, post)) => Err(Obstacle::NotAwaited(post, id)),
+            None => Ok(()),
+        }
+    }
+}
