@@ -7,7 +7,7 @@ cd "$(dirname "$0")/.."
 out=device-bin
 rm -rf "$out"
 mkdir -p "$out"
-tests=(device_contract transfers failures abort timeouts)
+tests=(device_contract transfers failures lifetimes abort timeouts)
 for optional in programs; do
     if [ -f "crates/warplink/tests/$optional.rs" ]; then tests+=("$optional"); fi
 done

@@ -39,7 +39,11 @@ fn cache() -> Arc<MappingCache<u32, Value>> {
 /// Invariants 1, 2 and 5 with two ranks' threads that open while the owner revokes.
 #[test]
 fn loom_open_and_revoke() {
-    loom::model(|| {
+    // With three threads, all interleavings take many minutes; a bug that needs more preemptions than
+    // these is rare.
+    let mut model = loom::model::Builder::new();
+    model.preemption_bound = Some(3);
+    model.check(|| {
         let cache = cache();
         let opening = Arc::new(AtomicUsize::new(0));
         let back = Arc::new(AtomicUsize::new(0));
