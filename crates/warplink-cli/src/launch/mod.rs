@@ -7,13 +7,14 @@
 
 mod environment;
 mod leftovers;
+mod outcome;
 mod output;
 mod rank;
 mod supervise;
 
 pub(crate) use environment::Variable;
+pub(crate) use outcome::Outcome;
 pub(crate) use rank::{GUARD_COMMAND, RANK_COMMAND, RankArgs, become_rank, guard};
-pub(crate) use supervise::Outcome;
 
 use crate::report;
 use anyhow::{Context, Result};

@@ -1,5 +1,6 @@
 //! Watches ranks, their output and the launcher's signals until everything has ended.
 
+use super::outcome::{Outcome, RankExit};
 use super::output::{self, Printer, Target};
 use super::rank::{self, Ranks};
 use crate::report;
@@ -10,7 +11,7 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGPIPE, SIGQUIT, SIGTERM};
 use signal_hook::iterator::{Handle, Signals};
 use std::collections::BTreeSet;
 use std::io::{self, Read};
-use std::process::{Child, ExitCode};
+use std::process::Child;
 use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::thread;
@@ -23,79 +24,6 @@ const DRAIN_TIMEOUT: Duration = Duration::from_secs(2);
 const SETTLE_TIME: Duration = Duration::from_millis(500);
 /// How often to look for stopped ranks once they were signalled.
 const STOPPED_INTERVAL: Duration = Duration::from_secs(1);
-
-/// How ranks ended.
-#[derive(Debug)]
-pub(crate) struct Outcome {
-    /// By rank.
-    pub(crate) exits: Vec<RankExit>,
-    /// The rank that failed before the others.
-    pub(crate) first_failure: Option<usize>,
-    /// What to exit with where no rank failed: not 0 where the launcher itself gave up.
-    otherwise: u8,
-    /// Why no rank was started.
-    pub(crate) error: Option<String>,
-}
-
-impl Outcome {
-    /// Nothing was started.
-    pub(super) fn not_started(code: u8, error: String) -> Self {
-        Self {
-            exits: Vec::new(),
-            first_failure: None,
-            otherwise: code,
-            error: Some(error),
-        }
-    }
-
-    /// The code of the first rank that failed, 128 and the signal's number where one ended it.
-    pub(crate) fn code(&self) -> u8 {
-        match self.first_failure.and_then(|rank| self.exits.get(rank)) {
-            Some(exit) => exit.shell_code(),
-            None => self.otherwise,
-        }
-    }
-
-    pub(crate) fn exit_code(&self) -> ExitCode {
-        ExitCode::from(self.code())
-    }
-}
-
-/// How one rank ended.
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct RankExit {
-    /// What it exited with.
-    pub(crate) code: Option<i32>,
-    /// The signal that ended it.
-    pub(crate) signal: Option<i32>,
-    /// How long it ran.
-    pub(crate) after: Duration,
-}
-
-impl RankExit {
-    fn failed(&self) -> bool {
-        self.code != Some(0)
-    }
-
-    fn shell_code(&self) -> u8 {
-        let code = self
-            .code
-            .or(self.signal.map(|signal| 128 + signal))
-            .unwrap_or(1);
-        u8::try_from(code).unwrap_or(1)
-    }
-
-    fn describe(&self) -> String {
-        match (self.code, self.signal) {
-            (Some(code), _) => format!("exited with code {code}"),
-            (None, Some(signal)) => {
-                let name = signal_hook::low_level::signal_name(signal).unwrap_or("a signal");
-                format!("was ended by {name} ({signal})")
-            }
-            (None, None) => "ended in an unknown way".into(),
-        }
-    }
-}
 
 #[derive(Debug)]
 enum Event {
@@ -374,51 +302,4 @@ fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> Result<()> {
         .spawn(body)
         .context("start a thread")?;
     Ok(())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn outcome(exits: &[(Option<i32>, Option<i32>)], first_failure: Option<usize>) -> Outcome {
-        let exit = |&(code, signal)| RankExit {
-            code,
-            signal,
-            after: Duration::ZERO,
-        };
-        Outcome {
-            exits: exits.iter().map(exit).collect(),
-            first_failure,
-            otherwise: 0,
-            error: None,
-        }
-    }
-
-    #[test]
-    fn the_first_failure_decides_the_code() {
-        assert_eq!(outcome(&[(Some(0), None), (Some(0), None)], None).code(), 0);
-        assert_eq!(
-            outcome(&[(None, Some(15)), (Some(3), None)], Some(1)).code(),
-            3
-        );
-        assert_eq!(
-            outcome(&[(None, Some(9)), (Some(3), None)], Some(0)).code(),
-            137
-        );
-        assert_eq!(Outcome::not_started(127, String::new()).code(), 127);
-    }
-
-    #[test]
-    fn an_end_is_described() {
-        let exit = |code, signal| {
-            RankExit {
-                code,
-                signal,
-                after: Duration::ZERO,
-            }
-            .describe()
-        };
-        assert_eq!(exit(Some(3), None), "exited with code 3");
-        assert_eq!(exit(None, Some(9)), "was ended by SIGKILL (9)");
-    }
 }

@@ -5,9 +5,11 @@
 
 mod gpus;
 mod machine;
+mod steps;
 mod trial;
 
-pub(crate) use trial::{TRIAL_COMMAND, TrialArgs, run_trial};
+pub(crate) use steps::{TrialArgs, run_trial};
+pub(crate) use trial::TRIAL_COMMAND;
 
 use crate::options::Options;
 use crate::report;

@@ -1,0 +1,226 @@
+//! What is to be computed: the operation, the sizes and the element type.
+
+use crate::memory;
+use anyhow::{Context, Result, ensure};
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::path::Path;
+use warplink::overlap::{
+    AllGatherMatmul, AllGatherMatmulLowering, Lowering, MatmulReduceScatter,
+    MatmulReduceScatterLowering,
+};
+use warplink::program::cost::HardwareModel;
+use warplink::program::lower::{Choice, Problem as _, choose};
+use warplink::{DType, DeviceKind};
+
+/// Which operation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum Op {
+    /// Gather the rows of A, then multiply
+    AllGatherMatmul,
+    /// Multiply, then sum the partial results and scatter their rows
+    MatmulReduceScatter,
+}
+
+impl fmt::Display for Op {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::AllGatherMatmul => "all-gather + matmul",
+            Self::MatmulReduceScatter => "matmul + reduce-scatter",
+        })
+    }
+}
+
+impl Op {
+    pub(crate) const ALL: [Self; 2] = [Self::AllGatherMatmul, Self::MatmulReduceScatter];
+
+    /// The library's lowerings.
+    pub(crate) fn lowerings(self) -> warplink::Result<Vec<Lowering>> {
+        match self {
+            Self::AllGatherMatmul => AllGatherMatmul::lowerings(),
+            Self::MatmulReduceScatter => MatmulReduceScatter::lowerings(),
+        }
+    }
+
+    /// The lowering without overlap: the collective engine, and one GEMM.
+    pub(crate) fn collective(self) -> warplink::Result<Lowering> {
+        match self {
+            Self::AllGatherMatmul => AllGatherMatmulLowering::Collective.lowering(),
+            Self::MatmulReduceScatter => MatmulReduceScatterLowering::Collective.lowering(),
+        }
+    }
+
+    /// Those of the library's lowerings that `names` names, or all if there are no names, and the
+    /// `.wlp` files among the names whose programs are named after the operation.
+    pub(crate) fn select(self, names: &[String]) -> Result<Vec<Lowering>> {
+        let own = self.lowerings()?;
+        if names.is_empty() {
+            return Ok(own);
+        }
+        let mut selected = Vec::new();
+        for name in names {
+            if !name.ends_with(".wlp") {
+                selected.extend(own.iter().find(|lowering| lowering.name() == name).cloned());
+                continue;
+            }
+            let text = std::fs::read_to_string(name).with_context(|| format!("read {name}"))?;
+            let stem = Path::new(name).file_stem().unwrap_or_default();
+            let lowering = Lowering::parse(&stem.to_string_lossy(), &text)
+                .with_context(|| format!("parse {name}"))?;
+            if lowering.program().name.starts_with(self.prefix()) {
+                selected.push(lowering);
+            }
+        }
+        Ok(selected)
+    }
+
+    /// What the names of programs for the operation start with.
+    const fn prefix(self) -> &'static str {
+        match self {
+            Self::AllGatherMatmul => "all_gather_matmul",
+            Self::MatmulReduceScatter => "matmul_reduce_scatter",
+        }
+    }
+}
+
+/// Checks a name on the command line: that of a lowering of either operation, or a program's file.
+pub(crate) fn lowering_name(text: &str) -> Result<String, String> {
+    let mut names: Vec<String> = Vec::new();
+    for op in Op::ALL {
+        for lowering in op.lowerings().map_err(|error| error.to_string())? {
+            if !names.iter().any(|name| name == lowering.name()) {
+                names.push(lowering.name().to_owned());
+            }
+        }
+    }
+    if text.ends_with(".wlp") || names.iter().any(|name| name == text) {
+        return Ok(text.to_owned());
+    }
+    Err(format!(
+        "unknown lowering; expected a file FILE.wlp or one of {}",
+        names.join(", ")
+    ))
+}
+
+/// A GEMM of an `m × k` by a `k × n` matrix over all ranks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub(crate) struct Problem {
+    pub(crate) op: Op,
+    pub(crate) m: usize,
+    pub(crate) k: usize,
+    pub(crate) n: usize,
+    #[serde(serialize_with = "as_text")]
+    pub(crate) dtype: DType,
+}
+
+fn as_text<S: serde::Serializer>(value: &DType, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_str(value.name())
+}
+
+/// Reads an element type that GEMM supports.
+pub(crate) fn gemm_dtype(text: &str) -> Result<DType, String> {
+    match text.parse::<DType>() {
+        Ok(dtype) if dtype.matmul_tolerance().is_some() => Ok(dtype),
+        _ => Err("expected bf16, f16 or f32".to_owned()),
+    }
+}
+
+impl Problem {
+    pub(super) fn gather(&self) -> AllGatherMatmul {
+        AllGatherMatmul {
+            m: self.m,
+            k: self.k,
+            n: vec![self.n],
+            dtype: self.dtype,
+            bias: false,
+            keep: false,
+        }
+    }
+
+    pub(super) fn scatter(&self) -> MatmulReduceScatter {
+        MatmulReduceScatter {
+            m: self.m,
+            k: self.k,
+            n: self.n,
+            dtype: self.dtype,
+            bias: false,
+        }
+    }
+
+    /// What the cost model chooses among the library's lowerings.
+    pub(crate) fn choose(
+        &self,
+        world: usize,
+        streams: usize,
+        model: &HardwareModel,
+    ) -> warplink::Result<Choice> {
+        let lowerings = self.op.lowerings()?;
+        match self.op {
+            Op::AllGatherMatmul => choose(&self.gather(), &lowerings, world, streams, model),
+            Op::MatmulReduceScatter => choose(&self.scatter(), &lowerings, world, streams, model),
+        }
+    }
+
+    /// Fails if the ranks cannot share it.
+    pub(crate) fn check(&self, world: usize) -> Result<()> {
+        let Self { m, k, n, .. } = *self;
+        ensure!(
+            m > 0 && k > 0 && n > 0,
+            "m, k and n are {m}, {k} and {n}; expected at least 1"
+        );
+        ensure!(
+            m.is_multiple_of(world),
+            "m = {m} is not divisible by {world} ranks; expected a multiple of {world}"
+        );
+        ensure!(
+            self.op == Op::AllGatherMatmul || k.is_multiple_of(world),
+            "k = {k} is not divisible by {world} ranks; expected a multiple of {world}"
+        );
+        let bytes = |rows: usize, columns: usize| {
+            rows.checked_mul(columns)
+                .and_then(|elements| elements.checked_mul(self.dtype.size()))
+        };
+        ensure!(
+            [bytes(m, k), bytes(k, n), bytes(m, n)]
+                .iter()
+                .all(Option::is_some),
+            "a matrix of {m} x {k} x {n} has more bytes than can be addressed; expected smaller sizes"
+        );
+        Ok(())
+    }
+
+    /// Fails if the matrices do not fit this machine's memory.
+    pub(super) fn check_memory(&self, kind: DeviceKind, world: usize) -> Result<()> {
+        let bytes = |rows: usize, columns: usize| {
+            rows as u128 * columns as u128 * self.dtype.size() as u128
+        };
+        let Self { m, k, n, .. } = *self;
+        let (a, b, c) = (bytes(m, k), bytes(k, n), bytes(m, n));
+        let ranks = world as u128;
+        let (host, device) = match self.op {
+            Op::AllGatherMatmul => (b.max(a / ranks), a + b + c),
+            Op::MatmulReduceScatter => (a.max(b) / ranks, (a + b) / ranks + c),
+        };
+        memory::check(kind, world, host, device)
+    }
+
+    /// Floating-point operations of each rank.
+    pub(crate) fn flops(&self, world: usize) -> f64 {
+        let all = 2.0 * self.m as f64 * self.k as f64 * self.n as f64;
+        match self.op {
+            Op::AllGatherMatmul => all,
+            Op::MatmulReduceScatter => all / world as f64,
+        }
+    }
+
+    /// Bytes that each rank receives.
+    pub(crate) fn link_bytes(&self, world: usize) -> f64 {
+        let columns = match self.op {
+            Op::AllGatherMatmul => self.k,
+            Op::MatmulReduceScatter => self.n,
+        };
+        let whole = self.m as f64 * columns as f64 * self.dtype.size() as f64;
+        whole * (world - 1) as f64 / world as f64
+    }
+}
