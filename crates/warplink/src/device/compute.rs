@@ -7,6 +7,9 @@ use crate::error::{Error, ErrorKind, Result};
 use std::fmt;
 use std::sync::Arc;
 
+/// The most sources that every device adds up in one sum.
+pub const MAX_SUM_SOURCES: usize = 16;
+
 /// C = A·B, all row-major and contiguous: A is `m × k`, B is `k × n`, C is `m × n`, of one element
 /// type, accumulated in `f32`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -33,7 +33,7 @@ mod stream;
 
 pub use buffer::DeviceBuffer;
 pub use collective::{AllGatherBytes, Collective, CollectiveEngine, CollectiveRequest, ReduceOp};
-pub use compute::{Compute, MatmulSpec, PreparedLaunch};
+pub use compute::{Compute, MAX_SUM_SOURCES, MatmulSpec, PreparedLaunch};
 pub use config::{Delays, DeviceConfig, DeviceKind};
 pub use fault::Fault;
 pub use identity::DeviceIdentity;

@@ -71,7 +71,53 @@ impl PlanMemory {
             };
             memory.tensors.push(next);
         }
+        memory.check_overlaps(program)?;
         Ok(memory)
+    }
+
+    /// Fails where an output is bound to bytes of another tensor: the verifier counts on it that
+    /// tensors are apart. Inputs are only read, so they may overlap.
+    fn check_overlaps(&self, program: &RankProgram) -> Result<()> {
+        let mut bound: Vec<(&DeviceSlice, &TensorInstance)> = self
+            .tensors
+            .iter()
+            .zip(&program.tensors)
+            .filter_map(|(memory, tensor)| match memory {
+                TensorMemory::Bound(slice) => Some((slice, tensor)),
+                TensorMemory::Pooled(_) | TensorMemory::Nothing => None,
+            })
+            .collect();
+        bound.sort_by_key(|(slice, _)| slice.address());
+        // The output that ends last, and the tensor that does, of those that start before.
+        let mut output: Option<(&DeviceSlice, &TensorInstance)> = None;
+        let mut any: Option<(&DeviceSlice, &TensorInstance)> = None;
+        let end = |slice: &DeviceSlice| slice.address() + slice.bytes() as u64;
+        for next in bound {
+            let before = if next.1.role == Role::Output {
+                any
+            } else {
+                output
+            };
+            if let Some(before) = before
+                && before.0.overlaps(next.0)
+            {
+                return Err(Error::invalid(format!(
+                    "'{}' and '{}' are bound to memory that overlaps; expected memory of its own for \
+                     every output",
+                    before.1.name, next.1.name
+                )));
+            }
+            let later = |last: &Option<(&DeviceSlice, &TensorInstance)>| {
+                last.is_none_or(|(slice, _)| end(slice) < end(next.0))
+            };
+            if later(&any) {
+                any = Some(next);
+            }
+            if next.1.role == Role::Output && later(&output) {
+                output = Some(next);
+            }
+        }
+        Ok(())
     }
 
     pub(super) fn tensor(&self, id: TensorId) -> &TensorMemory {

@@ -2,10 +2,12 @@
 
 use super::command::{Command, CommandKind};
 use super::memory::PlanMemory;
+use crate::device::MAX_SUM_SOURCES;
 use crate::device::{
     CollectiveEngine, CollectiveRequest, Compute, Device, DeviceSlice, Event, MatmulSpec,
     PreparedLaunch,
 };
+use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
 use crate::p2p::{Direction, Transfer};
 use crate::program::rank_program::{
@@ -117,7 +119,7 @@ impl<'a> Resolver<'a> {
                 let sources = sources.iter().map(|source| self.memory.slice(source));
                 let sources = sources.collect::<Result<Vec<_>>>()?;
                 let target = self.memory.slice(target)?;
-                CommandKind::Sum(self.compute()?.prepare_sum(*dtype, &target, &sources)?)
+                return self.sum(stream, *dtype, &target, sources);
             }
             OperationKind::Matmul {
                 a,
@@ -253,6 +255,36 @@ impl<'a> Resolver<'a> {
             transfer.ok_or_else(|| internal("a transfer was not exchanged"))
         };
         group.iter().map(exchanged).collect()
+    }
+
+    /// Adds a sum: as several, each adding to what is there, where it has more sources than a device
+    /// takes at once.
+    fn sum(
+        &mut self,
+        stream: usize,
+        dtype: DType,
+        target: &DeviceSlice,
+        mut sources: Vec<DeviceSlice>,
+    ) -> Result<()> {
+        // What the target holds counts before it is overwritten.
+        let is_target = |source: &DeviceSlice| source.address() == target.address();
+        if sources.len() > MAX_SUM_SOURCES
+            && let Some(position) = sources.iter().position(is_target)
+        {
+            sources[..=position].rotate_right(1);
+        }
+        let first = sources.len().min(MAX_SUM_SOURCES);
+        let rest = sources.split_off(first);
+        let mut parts = vec![sources];
+        for more in rest.chunks(MAX_SUM_SOURCES - 1) {
+            let before = std::iter::once(target);
+            parts.push(before.chain(more).cloned().collect());
+        }
+        for sources in parts {
+            let launch = self.compute()?.prepare_sum(dtype, target, &sources)?;
+            self.push(stream, CommandKind::Sum(launch));
+        }
+        Ok(())
     }
 
     fn compute(&self) -> Result<Arc<dyn Compute>> {

@@ -1,7 +1,7 @@
 //! Declarations: tensors and families of them.
 
 use super::scope::{Bound, View};
-use super::{MAX_AXES, Unroller};
+use super::{MAX_AXES, MAX_TENSOR_BYTES, Unroller};
 use crate::dtype::DType;
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
 use crate::program::ir::{Declaration, ElementType, Role, Sharding};
@@ -89,8 +89,7 @@ impl<'p> Unroller<'p> {
             return Err(self.diagnostic(DiagnosticKind::Mismatch, message));
         }
         let mut shape = Vec::with_capacity(axes);
-        // Offsets within it must fit an isize, as of any allocation.
-        let (mut bytes, limit) = (dtype.size(), isize::MAX.unsigned_abs());
+        let (mut bytes, limit) = (dtype.size(), MAX_TENSOR_BYTES);
         for expression in &declaration.shape {
             let value = self.integer(expression)?;
             let extent = usize::try_from(value).ok().filter(|extent| *extent > 0);

@@ -43,6 +43,12 @@ pub const MAX_NAMES: usize = 4096;
 /// The most axes of a tensor.
 pub const MAX_AXES: usize = 8;
 
+/// The most bytes of a tensor, more than any device has.
+pub const MAX_TENSOR_BYTES: usize = 1 << 44;
+
+/// Tags are from minus this to below this, so that they differ in the bits that travel.
+pub const TAG_LIMIT: i64 = 1 << 62;
+
 /// The most ranks that a program is unrolled for.
 pub const MAX_RANKS: usize = 4096;
 

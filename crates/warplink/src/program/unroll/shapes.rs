@@ -2,6 +2,7 @@
 
 use super::Unroller;
 use super::scope::View;
+use crate::dtype::DType;
 use crate::error::Rank;
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
 use crate::program::ir::{Collective, Role};
@@ -58,6 +59,9 @@ impl Unroller<'_> {
         self.writable(target)?;
         if sources.is_empty() {
             return Err(self.mismatch("a sum has no operand; expected at least one"));
+        }
+        if target.dtype == DType::U8 {
+            return Err(self.mismatch("a sum of u8; expected f16, bf16, f32, f64 or i32"));
         }
         for source in sources {
             if target.dtype != source.dtype || target.squeezed() != source.squeezed() {

@@ -1,7 +1,7 @@
 //! Transfers: what is shared, posted and waited for.
 
-use super::Unroller;
 use super::scope::{Bound, Named};
+use super::{TAG_LIMIT, Unroller};
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
 use crate::program::ir::{
     Backend, Direction, Each, PostedMatmul, Protocol, ShareItem, ShareItemKind, Transfer,
@@ -84,6 +84,10 @@ impl<'p> Unroller<'p> {
             return Err(self.diagnostic(DiagnosticKind::Malformed, message));
         }
         let tag = self.integer(&transfer.tag)?;
+        if !(-TAG_LIMIT..TAG_LIMIT).contains(&tag) {
+            let message = format!("the tag of '{name}' is {tag}; expected -2^62 to 2^62 - 1");
+            return Err(self.diagnostic(DiagnosticKind::OutOfBounds, message));
+        }
         let id = self.made.transfers.len();
         let path: Vec<usize> = self.loops.iter().map(|open| open.id).collect();
         let key: Vec<i64> = self.loops.iter().map(|open| open.value).collect();
@@ -143,6 +147,11 @@ impl<'p> Unroller<'p> {
             group.push(id);
             Ok(())
         })?;
+        let engine = |id: &TransferId| self.made.transfers[*id].is_engine();
+        if group.iter().any(engine) && !group.iter().all(engine) {
+            let message = "a group has transfers via nccl and others; expected one post for each";
+            return Err(self.diagnostic(DiagnosticKind::Mismatch, message));
+        }
         for id in &group {
             self.posts[*id] += 1;
         }

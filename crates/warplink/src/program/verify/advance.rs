@@ -391,8 +391,12 @@ impl Run<'_> {
                     Collective::Reduce(_, root) => (true, *root == rank),
                     _ => (true, true),
                 };
-                if target == source && reads && writes {
-                    touch(self, *target, AccessMode::Update);
+                if let (Some(in_place), true, true) =
+                    (in_place(collective, target, source, rank), reads, writes)
+                {
+                    for (range, mode) in in_place {
+                        touch(self, range, mode);
+                    }
                 } else {
                     if reads {
                         touch(self, *source, AccessMode::Read);
@@ -535,4 +539,43 @@ impl Run<'_> {
         let woken = word.write(number, stream, clock);
         self.wake_all(woken);
     }
+}
+
+/// What a collective accesses whose target and source are one buffer in the way that engines
+/// document: the source of an all-gather is this rank's slot of the target, the target of a
+/// reduce-scatter is this rank's part of the source, and those of a reduction or broadcast are one. An
+/// all-to-all cannot be in place.
+fn in_place(
+    collective: &Collective<Rank>,
+    target: &Range,
+    source: &Range,
+    rank: Rank,
+) -> Option<Vec<(Range, AccessMode)>> {
+    let (whole, own, others) = match collective {
+        Collective::AllToAll => return None,
+        Collective::AllGather => (target, source, AccessMode::Write),
+        Collective::ReduceScatter(_) => (source, target, AccessMode::Read),
+        Collective::AllReduce(_) | Collective::Broadcast(_) | Collective::Reduce(..) => {
+            let update = vec![(*target, AccessMode::Update)];
+            return (target == source).then_some(update);
+        }
+    };
+    let offset = whole
+        .offset_bytes
+        .checked_add(own.bytes.checked_mul(rank)?)?;
+    if own.tensor != whole.tensor || own.offset_bytes != offset {
+        return None;
+    }
+    let part = |from: usize, to: usize| Range {
+        tensor: whole.tensor,
+        offset_bytes: from,
+        bytes: to - from,
+    };
+    let parts = [
+        (part(whole.offset_bytes, own.offset_bytes), others),
+        (*own, AccessMode::Update),
+        (part(own.end(), whole.end()), others),
+    ];
+    let not_empty = parts.into_iter().filter(|(range, _)| range.bytes > 0);
+    Some(not_empty.collect())
 }

@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 use std::ffi::{c_uint, c_void};
 
 /// Most sources; must match the kernel.
-const MAX_SOURCES: usize = 16;
+const MAX_SOURCES: usize = crate::device::MAX_SUM_SOURCES;
 
 /// Threads of a block; must not pass the kernel's launch bounds.
 const BLOCK: u32 = 512;
