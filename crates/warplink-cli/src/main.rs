@@ -17,6 +17,7 @@ use std::process::ExitCode;
     name = "warplink",
     version,
     about,
+    arg_required_else_help = true,
     after_help = "Examples:\n  \
         warplink demo\n  \
         warplink doctor\n  \

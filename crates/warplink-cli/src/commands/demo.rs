@@ -12,7 +12,7 @@ use clap::Args;
 use serde::Serialize;
 use std::process::ExitCode;
 use warplink::device::{Priority, Stream};
-use warplink::overlap::{self, Choice};
+use warplink::overlap::{self, Choice, Lowering};
 use warplink::{Communicator, DType, DeviceKind, ErrorKind};
 
 /// Run an all-gather + matmul with and without overlap
@@ -81,7 +81,12 @@ struct Outcome {
 
 impl Demo {
     pub(crate) fn run(self, options: &Options) -> Result<ExitCode> {
-        ranks::run(options, |comm| {
+        let check = |kind, world| {
+            let problem = self.problem(kind);
+            problem.check(world)?;
+            self.lowering(problem.op).map(drop)
+        };
+        ranks::run_checked(options, check, |comm| {
             let outcome = self.outcome(comm)?;
             if comm.rank() == 0 {
                 if options.json {
@@ -112,6 +117,17 @@ impl Demo {
         }
     }
 
+    /// The lowering that is asked for.
+    fn lowering(&self, op: Op) -> Result<Option<Lowering>> {
+        let Some(name) = &self.lowering else {
+            return Ok(None);
+        };
+        let selected = op.select(std::slice::from_ref(name))?;
+        let lowering = selected.into_iter().next();
+        let lowering = lowering.with_context(|| format!("'{name}' is not a lowering of {op}"))?;
+        Ok(Some(lowering))
+    }
+
     fn outcome(&self, comm: &Communicator) -> Result<Outcome> {
         let kind = comm.device().kind();
         let samples = match (self.samples, kind) {
@@ -124,14 +140,7 @@ impl Demo {
         let clock = Clock::new(comm, Priority::Normal)?;
 
         let op = gemm.problem.op;
-        let lowering = match &self.lowering {
-            None => None,
-            Some(name) => {
-                let selected = op.select(std::slice::from_ref(name))?;
-                let lowering = selected.into_iter().next();
-                Some(lowering.with_context(|| format!("'{name}' is not a lowering of {op}"))?)
-            }
-        };
+        let lowering = self.lowering(op)?;
         let plan = gemm.plan(&overlap::Options {
             lowering,
             ..overlap::Options::default()

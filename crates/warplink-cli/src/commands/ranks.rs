@@ -7,7 +7,7 @@ use crate::report;
 use anyhow::{Context, Result};
 use std::process::ExitCode;
 use std::time::Duration;
-use warplink::{Communicator, Config};
+use warplink::{Communicator, Config, DeviceKind};
 
 /// Runs `body` in every rank. In the process that was called, that means starting the ranks and
 /// waiting for them; in a rank (started so, or by `warplink launch`, torchrun or mpirun with
@@ -16,7 +16,18 @@ pub(crate) fn run(
     options: &Options,
     body: impl FnOnce(&Communicator) -> Result<ExitCode>,
 ) -> Result<ExitCode> {
+    run_checked(options, |_, _| Ok(()), body)
+}
+
+/// As [`run`], after `check` of the device and the number of ranks: what it refuses is said once, and
+/// not by every rank.
+pub(crate) fn run_checked(
+    options: &Options,
+    check: impl FnOnce(DeviceKind, usize) -> Result<()>,
+    body: impl FnOnce(&Communicator) -> Result<ExitCode>,
+) -> Result<ExitCode> {
     if std::env::var_os("WARPLINK_RANK").is_none() {
+        check(options.device(), options.ranks()?)?;
         return start(options);
     }
     let config = Config::from_env()?;

@@ -33,8 +33,7 @@ impl FromStr for DeviceKind {
             _ => Err(Error::new(
                 ErrorKind::Parse,
                 format!("unknown device '{text}'; expected host or cuda"),
-            )
-            .help("use host or cuda")),
+            )),
         }
     }
 }

@@ -160,11 +160,9 @@ impl Parameters {
     pub(crate) fn resolve(&self, parameter: &Parameter) -> Result<Value> {
         let Parameter { name, kind } = parameter;
         let Some(value) = self.values.get(name) else {
-            return kind
-                .alternatives()
-                .first()
-                .cloned()
-                .ok_or_else(|| Error::invalid(format!("parameter '{name}' has no value")));
+            return kind.alternatives().first().cloned().ok_or_else(|| {
+                Error::invalid(format!("parameter '{name}' has no value; expected {kind}"))
+            });
         };
         let fits = match (kind, value) {
             (ParameterKind::Integer, Value::Integer(_)) | (ParameterKind::List, Value::List(_)) => {

@@ -13,6 +13,7 @@ use std::process::ExitCode;
 
 /// Run a benchmark on this machine
 #[derive(Debug, Args)]
+#[command(arg_required_else_help = true)]
 pub(crate) struct Bench {
     #[command(subcommand)]
     what: What,

@@ -5,14 +5,14 @@ use super::{Source, Text};
 use crate::options::Options;
 use crate::report::table::{Align, Table};
 use crate::report::{print_json, print_text};
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use clap::Args;
 use serde::Serialize;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 use warplink::device::{self, DeviceConfig};
-use warplink::program::cost::find::shipped;
+use warplink::program::cost::find::{shipped, shipped_names};
 use warplink::program::cost::{
     Bound, Busy, Cost as Estimate, DeviceDescription, HardwareModel, SimulateOptions, Span,
     Submission, simulate_with,
@@ -21,8 +21,8 @@ use warplink::program::{RankProgram, refused, unroll, verify};
 
 /// Estimate how long a program takes, and what bounds it
 ///
-/// Simulates all ranks on a model of the hardware: what `warplink tune` measured on this machine, else
-/// what is known or guessed of its devices. Prints the time, the resources in use, and when each
+/// Simulates all ranks on a model of the hardware: the one that `warplink tune` measured on this
+/// machine, else an included one of the same device, else a guess. Prints the time, the resources in use, and when each
 /// operation of the busiest rank starts and ends.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  \
@@ -31,11 +31,10 @@ use warplink::program::{RankProgram, refused, unroll, verify};
 pub(super) struct Cost {
     #[command(flatten)]
     source: Source,
-    /// A hardware model: a file, or the name of one that comes with warplink [default: this
-    /// machine's]
+    /// Hardware model: a file, or the name of one that is included [default: this machine's]
     #[arg(long, value_name = "FILE|NAME")]
     model: Option<PathBuf>,
-    /// The program runs as one graph, rather than operation by operation
+    /// Estimate a run as one graph instead of operation by operation
     #[arg(long)]
     captured: bool,
 }
@@ -110,7 +109,12 @@ impl Cost {
             let named = shipped(&path.to_string_lossy());
             return match named {
                 Some(model) => Ok(model),
-                None => Ok(Arc::new(HardwareModel::read(path)?)),
+                None if path.exists() => Ok(Arc::new(HardwareModel::read(path)?)),
+                None => bail!(
+                    "unknown hardware model '{}'; expected a file, or one of {}",
+                    path.display(),
+                    shipped_names().collect::<Vec<_>>().join(", ")
+                ),
             };
         }
         let device = device::open(&DeviceConfig::new(options.device(), 0))

@@ -21,6 +21,7 @@ use warplink::program::{self, Parameters, Report, Value, verify};
 /// A host program describes what each rank enqueues: transfers, GEMMs and collectives, on several
 /// streams. Examples are in examples/programs.
 #[derive(Debug, Args)]
+#[command(arg_required_else_help = true)]
 pub(crate) struct Program {
     #[command(subcommand)]
     what: What,
@@ -54,7 +55,7 @@ struct Source {
     /// Value of a parameter; may be repeated
     #[arg(short, long = "param", value_name = "NAME=VALUE", value_parser = parameter)]
     parameters: Vec<(String, Value)>,
-    /// An optional tensor to bind; once for each
+    /// Optional tensor to bind; may be repeated
     #[arg(long = "with", value_name = "NAME")]
     tensors: Vec<String>,
     /// Streams in the pool

@@ -141,6 +141,11 @@ pub fn shipped(name: &str) -> Option<Arc<HardwareModel>> {
     all_shipped().get(position).cloned()
 }
 
+/// The names of the models that come with the library.
+pub fn shipped_names() -> impl Iterator<Item = &'static str> {
+    SHIPPED.iter().map(|(name, _)| *name)
+}
+
 /// The models that come with the library.
 pub fn all_shipped() -> &'static [Arc<HardwareModel>] {
     static MODELS: OnceLock<Vec<Arc<HardwareModel>>> = OnceLock::new();

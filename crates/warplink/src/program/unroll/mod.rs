@@ -250,8 +250,8 @@ impl<'p> Unroller<'p> {
             let name = &parameter.name;
             if parameters.value(name).is_none() && parameter.kind.alternatives().is_empty() {
                 return requirement(format!(
-                    "the parameter '{name}' of '{}' has no value",
-                    program.name
+                    "the parameter '{name}' of '{}' has no value; expected {}",
+                    program.name, parameter.kind
                 ));
             }
             let bound = match parameters.resolve(parameter) {

@@ -15,7 +15,7 @@ use clap::Args;
 use rig::Rig;
 use serde::Serialize;
 use std::process::ExitCode;
-use warplink::Communicator;
+use warplink::{Communicator, DeviceKind};
 
 /// Measure send and receive between two ranks
 ///
@@ -123,11 +123,15 @@ struct Report {
 
 impl P2p {
     pub(crate) fn run(self, options: &Options) -> Result<ExitCode> {
-        ranks::run(options, |comm| {
+        let check = |kind, world| {
             ensure!(
-                comm.world() >= 2,
+                world >= 2,
                 "a job of one rank has no peer to send to; expected at least two; help: use --ranks 2"
             );
+            self.largest(kind).map(drop)
+        };
+        ranks::run_checked(options, check, |comm| {
+            check(comm.device().kind(), comm.world())?;
             let report = self.measure(comm)?;
             if comm.rank() == 0 {
                 if options.json {
@@ -140,18 +144,22 @@ impl P2p {
         })
     }
 
-    fn measure(&self, comm: &Communicator) -> Result<Report> {
-        let cuda = comm.device().kind() == warplink::DeviceKind::Cuda;
-        let to = self
-            .to
-            .unwrap_or(Bytes(if cuda { 1 << 30 } else { 4 << 20 }))
-            .0;
+    /// The largest size, if it goes with the smallest.
+    fn largest(&self, kind: DeviceKind) -> Result<u64> {
+        let to = self.to.unwrap_or(match kind {
+            DeviceKind::Cuda => Bytes(1 << 30),
+            DeviceKind::Host => Bytes(4 << 20),
+        });
         ensure!(
-            self.from.0 >= 8 && self.from.0 <= to,
-            "--from is {} and --to is {}; expected 8 bytes <= from <= to",
+            self.from.0 >= 8 && self.from.0 <= to.0,
+            "--from is {} and --to is {to}; expected 8 bytes <= from <= to",
             self.from,
-            Bytes(to)
         );
+        Ok(to.0)
+    }
+
+    fn measure(&self, comm: &Communicator) -> Result<Report> {
+        let to = self.largest(comm.device().kind())?;
         let sizes: Vec<u64> =
             std::iter::successors(Some(self.from.0), |size| size.checked_mul(self.step))
                 .take_while(|size| *size <= to)
