@@ -55,8 +55,8 @@ impl DType {
         }
     }
 
-    /// Largest relative error, ‖out − ref‖ / ‖ref‖, accepted of a matrix product that accumulates
-    /// in `f32` and rounds its operands and result to this type; `None` where products are not
+    /// Largest relative error, ‖out − ref‖ / ‖ref‖, accepted of a matmul that accumulates
+    /// in `f32` and rounds its operands and result to this type; `None` where matmuls are not
     /// offered.
     pub const fn matmul_tolerance(self) -> Option<f64> {
         match self {

@@ -1,4 +1,4 @@
-//! Matrix products overlapped with the communication that feeds or follows them.
+//! Matmuls overlapped with the communication that feeds or follows them.
 //!
 //! | call | what it computes |
 //! |---|---|
@@ -87,7 +87,7 @@ impl Options {
 /// ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Leading {
-    /// How many separate products there are: the product of the dimensions before the shared one.
+    /// How many separate matmuls there are: the product of the dimensions before the shared one.
     pub outer: usize,
     /// Rows of each: the product of the shared dimension and those after it, but the last. This is
     /// the `m` of [`AllGatherMatmul`] and [`MatmulReduceScatter`].

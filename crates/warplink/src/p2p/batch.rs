@@ -52,7 +52,7 @@ impl<'a> Batch<'a> {
     }
 
     /// If the batch has no copy, enqueues its signals in a kernel where that is faster. For streams
-    /// beside which no product runs that would leave a kernel no room.
+    /// beside which no matmul runs that would leave a kernel no room.
     pub fn in_kernel(mut self) -> Self {
         self.in_kernel = true;
         self
@@ -275,7 +275,7 @@ pub fn wait_all(transfers: &[&Transfer], stream: &Stream) -> Result<()> {
 }
 
 /// Posts sends whose bytes are not copied but stored into the receivers' memory by something else: a
-/// kernel, or a product whose result lies there. `store` gets the receivers' buffers, in the order of
+/// kernel, or a matmul whose result lies there. `store` gets the receivers' buffers, in the order of
 /// `transfers`, and enqueues on `stream` what writes each of them in full; before it stands the wait
 /// until all of them may be written, behind it what tells that they are. Does not block.
 ///

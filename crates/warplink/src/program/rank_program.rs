@@ -238,7 +238,7 @@ pub enum OperationKind {
         /// What is read.
         source: Range,
     },
-    /// A matrix product: `c = a · b (+ bias) (+ c)`, row-major, `m × k` by `k × n`.
+    /// A matmul: `c = a · b (+ bias) (+ c)`, row-major, `m × k` by `k × n`.
     Matmul {
         /// Left operand.
         a: Range,

@@ -362,7 +362,7 @@ impl Run<'_> {
                 for (&id, number) in group.iter().zip(links.numbers[rank].of(operation)) {
                     let transfer = &ranks[rank].transfers[id];
                     let end = &mut self.ends[rank][id];
-                    let mover = moves(transfer.direction, transfer.backend);
+                    let initiates = moves(transfer.direction, transfer.backend);
                     let first = self.first_stream[rank];
                     let posted_on = || {
                         let post = *links.posts[rank][id].get(number.checked_sub(1)?)?;
@@ -370,7 +370,7 @@ impl Run<'_> {
                     };
                     // Signals are in order, or else reported: the last stands for all.
                     let clock = &mut self.streams[stream].clock;
-                    if !mover {
+                    if !initiates {
                         end.incoming.read(number, clock);
                     } else if posted_on() != Some(stream) {
                         end.completed.read(number, clock);
@@ -463,7 +463,7 @@ impl Run<'_> {
         let (rank, ranks, links) = (self.streams[stream].rank, self.ranks, self.links);
         let kind = &ranks[rank].operations[operation].kind;
         let stored = matches!(kind, OperationKind::PostMatmul { .. });
-        let movers: Vec<(TransferId, usize)> = group
+        let initiators: Vec<(TransferId, usize)> = group
             .iter()
             .copied()
             .zip(links.numbers[rank].of(operation))
@@ -472,14 +472,14 @@ impl Run<'_> {
                 moves(transfer.direction, transfer.backend)
             })
             .collect();
-        if movers.is_empty() {
+        if initiators.is_empty() {
             return;
         }
         // What the group announced at its start says nothing of what it moves.
         self.tick(stream);
         let start = self.streams[stream].clock.clone();
         let mut end = start.clone();
-        for &(id, number) in &movers {
+        for &(id, number) in &initiators {
             let transfer = &ranks[rank].transfers[id];
             let (peer, partner) = (transfer.peer, self.links.partners[rank][id]);
             let theirs = ranks[peer].transfers[partner].range;
@@ -509,7 +509,7 @@ impl Run<'_> {
         }
         self.streams[stream].clock = end;
         let mut engine = false;
-        for (id, number) in movers {
+        for (id, number) in initiators {
             if ranks[rank].transfers[id].is_engine() {
                 engine = true
             } else {
