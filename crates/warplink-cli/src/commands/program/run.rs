@@ -15,7 +15,9 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use warplink::device::{AllocationKind, Priority};
 use warplink::program::ir::{Role, Sharding};
-use warplink::program::{Bindings, Executor, Plan, PrepareOptions, TensorInstance};
+use warplink::program::{
+    Bindings, Executor, Plan, PrepareOptions, TensorInstance, refused, verify,
+};
 use warplink::{Communicator, DType};
 
 /// Run a program on random inputs
@@ -62,12 +64,21 @@ struct Outcome {
 
 impl Run {
     pub(super) fn run(self, options: &Options) -> Result<ExitCode> {
-        // Before any rank starts, so that a slip in the text is told once.
+        // Before any rank starts, so that what is wrong is said once.
         let text = self.source.read()?;
         if let Some(path) = &self.trace {
             report::check_output(path)?;
         }
-        ranks::run(options, |comm| {
+        let check = |_, world| {
+            let streams = self.source.streams.into();
+            match verify(&text.program, world, streams, &text.parameters) {
+                Err(diagnostics) if !self.unverified => {
+                    Err(refused(&text.program.name, &diagnostics).into())
+                }
+                _ => Ok(()),
+            }
+        };
+        ranks::run_checked(options, check, |comm| {
             let outcome = self.outcome(comm, &text)?;
             if comm.rank() == 0 {
                 if options.json {
