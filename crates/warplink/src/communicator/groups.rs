@@ -1,6 +1,6 @@
 //! Communicators of some of a communicator's ranks.
 
-use super::Communicator;
+use super::{Communicator, losses};
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::sync::lock;
 use std::sync::Arc;
@@ -73,6 +73,41 @@ impl Communicator {
         self.child("split", &members.collect::<Result<Vec<_>>>()?, number)
     }
 
+    /// The communicator of the ranks of this one that are still there, in its order. Ranks that are
+    /// left call it at the same time, as a rule when an operation failed with
+    /// [`ErrorKind::PeerLost`]; it takes the place of this communicator, also where closing this one is
+    /// leaving the job. Blocks until all ranks that are left have called it.
+    ///
+    /// Streams that waited for a rank that was lost, and transfers and plans of this communicator,
+    /// cannot be used any more; regions, the device and other streams can.
+    ///
+    /// # Errors
+    /// [`ErrorKind::PeerLost`] when rank 0 of the job was lost, which serves the store;
+    /// [`ErrorKind::Timeout`] at the configured timeout.
+    pub fn survivors(&self) -> Result<Self> {
+        let deadline = self.deadline();
+        let bootstrap = &self.job.bootstrap;
+        loop {
+            let left = losses::remaining(bootstrap);
+            let members = self.group.members().iter().copied();
+            let members: Vec<_> = members.filter(|member| left.contains(member)).collect();
+            let number = self.number("survivors", &members);
+            let name = self.group.name().child("survivors", &members, number);
+            let group = bootstrap.named_group(&members, name)?;
+            match group.barrier(deadline) {
+                Ok(()) => return Ok(Self::of(&self.job, Arc::new(group), self.is_world)),
+                // One more: those that are left agree on the rest.
+                Err(error)
+                    if error.peer().is_some_and(|peer| members.contains(&peer))
+                        && losses::is_gone(bootstrap, &error, deadline) => {}
+                Err(error) => {
+                    let error = error.during("find the ranks that are left");
+                    return Err(self.group.in_own_ranks(error));
+                }
+            }
+        }
+    }
+
     /// How many groups of `members` (ranks of the job) were made in the way `how` before this one.
     fn number(&self, how: &'static str, members: &[Rank]) -> u64 {
         let mut made = lock(&self.made);
@@ -85,6 +120,6 @@ impl Communicator {
     fn child(&self, how: &str, members: &[Rank], number: u64) -> Result<Self> {
         let name = self.group.name().child(how, members, number);
         let group = self.job.bootstrap.named_group(members, name)?;
-        Ok(Self::of(&self.job, Arc::new(group)))
+        Ok(Self::of(&self.job, Arc::new(group), false))
     }
 }

@@ -1,18 +1,19 @@
 //! The front door: a group of the ranks of a job, their device, and what they do together.
 
 mod groups;
+mod losses;
 mod services;
 mod threads;
 
-use crate::bootstrap::{Bootstrap, Group, GroupName};
+use crate::bootstrap::{Bootstrap, Group};
 use crate::config::Config;
 use crate::deadline::Deadline;
 use crate::device::{
-    AllocationKind, CollectiveEngine, Compute, Device, DeviceSlice, Priority, Stream,
+    AllocationKind, CollectiveEngine, Compute, Device, DeviceSlice, Fault, Priority, Stream,
 };
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::memory::{HANDLE_BYTES, Region, RemoteRegion};
-use crate::p2p::{Batch, Transfer, TransferExchange, TransferRequest};
+use crate::p2p::{Batch, ExchangeServices, Transfer, TransferExchange, TransferRequest};
 use crate::program::Executor;
 use crate::program::execute::{EngineSource, RankContext};
 use services::JobServices;
@@ -26,12 +27,18 @@ use std::sync::{Arc, Mutex, OnceLock};
 ///
 /// Every method that involves other ranks says whether it blocks; waits on the host end at the
 /// configured timeout, and when a rank is lost, with an error that names it. A lost rank ends the
-/// communicator: streams that wait for signals are let go, and every later call fails. Clones are the
-/// same communicator.
+/// communicators that contain it, and no others: streams that wait for their signals fail and stay
+/// failed, and so does every later call; the ranks that are left go on in the communicator that
+/// [`survivors`](Self::survivors) makes. Rank 0 of the job serves the store: its loss ends all. Clones
+/// are the same communicator.
 #[derive(Clone, Debug)]
 pub struct Communicator {
     job: Arc<JobServices>,
     group: Arc<Group>,
+    /// Raised when a rank of it is lost.
+    fault: Arc<Fault>,
+    /// Whether closing it is leaving the job.
+    is_world: bool,
     transfers: Arc<TransferExchange>,
     engine: Arc<OnceLock<Arc<dyn CollectiveEngine>>>,
     made: Arc<Mutex<MadeGroups>>,
@@ -55,23 +62,27 @@ impl Communicator {
     pub fn join(config: &Config) -> Result<Self> {
         let job = JobServices::join(config)?;
         let everyone = job.bootstrap.everyone().clone();
-        Ok(Self::of(&job, everyone))
+        Ok(Self::of(&job, everyone, true))
     }
 
     /// The communicator of `group`. Does not communicate.
-    fn of(job: &Arc<JobServices>, group: Arc<Group>) -> Self {
-        let transfers = TransferExchange::new(
-            &job.bootstrap,
-            &group,
-            &job.memory,
-            &job.device,
-            &job.slots,
-            &job.in_flight,
-            job.protocol,
-        );
+    fn of(job: &Arc<JobServices>, group: Arc<Group>, is_world: bool) -> Self {
+        let fault = Arc::<Fault>::default();
+        job.losses.add(&group, &fault, job.bootstrap.health());
+        let services = ExchangeServices {
+            bootstrap: job.bootstrap.clone(),
+            memory: job.memory.clone(),
+            device: job.device.clone(),
+            slots: job.slots.clone(),
+            in_flight: job.in_flight.clone(),
+            protocol: job.protocol,
+        };
+        let transfers = TransferExchange::new(&group, &fault, services);
         Self {
             job: job.clone(),
             group,
+            fault,
+            is_world,
             transfers: Arc::new(transfers),
             engine: Arc::default(),
             made: Arc::default(),
@@ -91,11 +102,6 @@ impl Communicator {
     /// The ranks in the job of the communicator's ranks, in its order.
     pub fn job_ranks(&self) -> &[Rank] {
         self.group.members()
-    }
-
-    /// Whether it is the communicator of all ranks of the job.
-    fn is_world(&self) -> bool {
-        self.group.name() == GroupName::WORLD
     }
 
     /// The device.
@@ -214,7 +220,8 @@ impl Communicator {
             .map_err(|error| error.on_rank(self.rank()))?;
         self.job.in_flight.release_finished();
         // A fault lets waits go, so work that ended because of it must not pass for done.
-        self.job.device.fault().check()
+        self.job.device.fault().check()?;
+        self.fault.check()
     }
 
     /// Blocks until every rank has called it. It orders hosts, not streams.
@@ -246,7 +253,8 @@ impl Communicator {
     /// Joins the engine once, whoever asks first.
     fn engine_source(&self) -> EngineSource {
         let (joined, device) = (self.engine.clone(), self.job.device.clone());
-        let (group, timeout) = (self.group.clone(), self.job.timeout);
+        let (group, fault) = (self.group.clone(), self.fault.clone());
+        let timeout = self.job.timeout;
         Arc::new(move || {
             if let Some(engine) = joined.get() {
                 return Ok(engine.clone());
@@ -256,13 +264,8 @@ impl Communicator {
                 let gathered = group.all_gather(&bytes, deadline);
                 gathered.map_err(|error| group.in_own_ranks(error))
             };
-            let engine = device.collective_engine(group.rank(), group.world(), &mut exchange)?;
-            let aborted = Arc::downgrade(&engine);
-            device.fault().when_raised(move || {
-                if let Some(engine) = aborted.upgrade() {
-                    engine.abort();
-                }
-            });
+            let engine =
+                device.collective_engine(group.rank(), group.world(), &fault, &mut exchange)?;
             Ok(joined.get_or_init(|| engine).clone())
         })
     }
@@ -296,17 +299,17 @@ impl Communicator {
 
     /// Closes the communicator: blocks until every rank of it has.
     ///
-    /// Closing the [world](crate::Job::world) is leaving the job in order: it waits for what streams
-    /// still do with transfers and plans that were dropped, unmaps peers' memory, and no communicator
-    /// of the job can be used any more. It is the only orderly way to leave: for its peers, a rank that
-    /// drops the last communicator of a job is lost.
+    /// Closing the [world](crate::Job::world), or the [survivors](Self::survivors) of it, is leaving the
+    /// job in order: it waits for what streams still do with transfers and plans that were dropped,
+    /// unmaps peers' memory, and no communicator of the job can be used any more. It is the only orderly
+    /// way to leave: for its peers, a rank that drops the last communicator of a job is lost.
     ///
     /// # Errors
     /// [`ErrorKind::Timeout`] where streams still wait for peers at the deadline; this rank then
     /// leaves as by [`abort`](Self::abort). Those of [`barrier`](Self::barrier) when a peer is lost or
     /// does not close. The communicator is closed all the same.
     pub fn close(self) -> Result<()> {
-        if self.is_world() {
+        if self.is_world {
             return self.job.close(|deadline| self.group.barrier(deadline));
         }
         self.barrier()

@@ -1,5 +1,6 @@
 //! What a rank runs once for its job, and all of its communicators use.
 
+use super::losses::{self, Losses};
 use crate::bootstrap::Bootstrap;
 use crate::config::Config;
 use crate::deadline::Deadline;
@@ -16,6 +17,7 @@ use std::time::Duration;
 pub(super) struct JobServices {
     pub(super) device: Arc<dyn Device>,
     pub(super) bootstrap: Arc<Bootstrap>,
+    pub(super) losses: Arc<Losses>,
     pub(super) memory: Arc<MemoryRegistry>,
     pub(super) in_flight: Arc<InFlight>,
     pub(super) slots: Arc<SlotDirectory>,
@@ -40,12 +42,18 @@ impl JobServices {
         )
         .inspect_err(|error| bootstrap.abort(&format!("it aborted: {error}")))?;
         let memory = Arc::new(memory);
-        let (fault, forgetful) = (device.fault().clone(), Arc::downgrade(&memory));
+        let losses = Arc::new(Losses::default());
+        let (told, forgetful) = (losses.clone(), Arc::downgrade(&memory));
+        let joined = Arc::downgrade(&bootstrap);
         bootstrap.health().when_lost(move |lost, error| {
-            fault.raise(error.clone().on_rank(rank));
+            told.announce(lost, error);
             if let Some(memory) = forgetful.upgrade() {
                 memory.forget_peer(lost);
             }
+            if let Some(bootstrap) = joined.upgrade() {
+                losses::wait_until_all_know(&bootstrap, lost);
+            }
+            told.release(lost);
         });
         let in_flight = Arc::new(InFlight::new(&device));
         let held = Arc::downgrade(&in_flight);
@@ -58,6 +66,7 @@ impl JobServices {
             slots: SlotDirectory::start(&memory),
             device,
             bootstrap,
+            losses,
             memory,
             in_flight,
             protocol: config.protocol,

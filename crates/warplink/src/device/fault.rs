@@ -3,25 +3,47 @@
 use crate::error::{Error, Result};
 use crate::sync::lock;
 use std::fmt;
-use std::sync::{Mutex, OnceLock};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
 
 type Hook = Box<dyn FnOnce() + Send>;
 
-/// Raised at most once, by whoever learns that a peer is lost. From then on every wait in the
-/// device's streams ends, and [`Fault::check`] gives the error that was raised first.
+/// Raised at most once, by whoever learns that a peer is lost. A device has one that concerns all of
+/// its work, and each communicator has one that concerns the signals of its own. Raising it has two
+/// steps: from the first on, everything that it concerns fails with the error that was raised first;
+/// with the second, the waits in streams end. Between them the other ranks can be told, so that
+/// nobody takes what a released stream does for good.
 #[derive(Default)]
 pub struct Fault {
-    error: OnceLock<Error>,
+    error: Arc<OnceLock<Error>>,
+    released: AtomicBool,
     hooks: Mutex<Vec<Hook>>,
 }
 
 impl Fault {
-    /// Raises it with `error`; a second error is dropped, since the first is the cause.
+    /// Raises it with `error`, in both steps; a second error is dropped, since the first is the cause.
     pub fn raise(&self, error: Error) {
-        if self.error.set(error).is_ok() {
-            let hooks = std::mem::take(&mut *lock(&self.hooks));
-            hooks.into_iter().for_each(|hook| hook());
-        }
+        self.announce(error);
+        self.release();
+    }
+
+    /// The first step: host calls and streams fail with `error`. What waits on a GPU goes on waiting.
+    pub(crate) fn announce(&self, error: Error) {
+        // A second error cannot be set, and only the first matters.
+        let _ = self.error.set(error);
+    }
+
+    /// The second step, after the first: waits end.
+    pub(crate) fn release(&self) {
+        let mut hooks = lock(&self.hooks);
+        self.released.store(true, Ordering::Release);
+        let hooks = std::mem::take(&mut *hooks);
+        hooks.into_iter().for_each(|hook| hook());
+    }
+
+    /// Whether waits are to end.
+    pub(crate) fn is_released(&self) -> bool {
+        self.released.load(Ordering::Acquire)
     }
 
     /// The error that was raised, if one was.
@@ -37,10 +59,10 @@ impl Fault {
         }
     }
 
-    /// Runs `hook` once when it is raised, or at once if it has been.
+    /// Runs `hook` once when waits are to end, or at once if they are already.
     pub(crate) fn when_raised(&self, hook: impl FnOnce() + Send + 'static) {
         let mut hooks = lock(&self.hooks);
-        if self.error.get().is_none() {
+        if !self.is_released() {
             hooks.push(Box::new(hook));
             return;
         }
@@ -52,5 +74,113 @@ impl Fault {
 impl fmt::Debug for Fault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_tuple("Fault").field(&self.error.get()).finish()
+    }
+}
+
+/// The faults that concern a stream: those of the words that it waits for, and those that concern
+/// what it follows. It fails when one is raised, and stays failed: what it did after a wait that was
+/// let go must not pass for done.
+#[derive(Debug, Default)]
+pub(crate) struct FaultSet(Mutex<Vec<Concern>>);
+
+#[derive(Clone, Debug)]
+struct Concern {
+    error: Arc<OnceLock<Error>>,
+    /// When it is gone and was not raised, it never will be.
+    fault: Weak<Fault>,
+}
+
+impl FaultSet {
+    pub(crate) fn add(&self, fault: &Arc<Fault>) {
+        let mut concerns = lock(&self.0);
+        if concerns
+            .iter()
+            .any(|held| Arc::ptr_eq(&held.error, &fault.error))
+        {
+            return;
+        }
+        concerns.retain(Concern::matters);
+        concerns.push(Concern {
+            error: fault.error.clone(),
+            fault: Arc::downgrade(fault),
+        });
+    }
+
+    /// Adds every fault of `other`.
+    pub(crate) fn add_all(&self, other: &Self) {
+        if std::ptr::eq(self, other) {
+            return;
+        }
+        // Not under both locks, which two streams may take in either order.
+        let added = lock(&other.0).clone();
+        if added.is_empty() {
+            return;
+        }
+        let mut concerns = lock(&self.0);
+        concerns.retain(Concern::matters);
+        for concern in added {
+            if !concerns
+                .iter()
+                .any(|held| Arc::ptr_eq(&held.error, &concern.error))
+            {
+                concerns.push(concern);
+            }
+        }
+    }
+
+    /// Forgets what it has, and takes the faults of `other`.
+    pub(crate) fn replace(&self, other: &Self) {
+        let taken = lock(&other.0).clone();
+        *lock(&self.0) = taken;
+    }
+
+    /// Fails with the error of a fault that was raised, if one was.
+    pub(crate) fn check(&self) -> Result<()> {
+        let concerns = lock(&self.0);
+        let raised = concerns.iter().find_map(|concern| concern.error.get());
+        raised.map_or(Ok(()), |error| Err(error.clone()))
+    }
+}
+
+impl Concern {
+    fn matters(&self) -> bool {
+        self.error.get().is_some() || self.fault.strong_count() > 0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::ErrorKind;
+
+    #[test]
+    fn waits_end_in_the_second_step_only() {
+        let (fault, ended) = (Fault::default(), Arc::new(AtomicBool::new(false)));
+        let told = ended.clone();
+        fault.when_raised(move || told.store(true, Ordering::Release));
+        fault.announce(Error::new(ErrorKind::PeerLost, "first"));
+        fault.announce(Error::new(ErrorKind::PeerLost, "second"));
+        assert_eq!(fault.check().unwrap_err().message(), "first");
+        assert!(!ended.load(Ordering::Acquire) && !fault.is_released());
+        fault.release();
+        assert!(ended.load(Ordering::Acquire) && fault.is_released());
+    }
+
+    #[test]
+    fn a_set_keeps_what_was_raised_and_forgets_what_cannot_be() {
+        let (set, follower) = (FaultSet::default(), FaultSet::default());
+        let faults = [(); 3].map(|()| Arc::new(Fault::default()));
+        faults.iter().for_each(|fault| set.add(fault));
+        set.add(&faults[0]);
+        assert_eq!(lock(&set.0).len(), 3);
+        follower.add_all(&set);
+        let [raised, gone, _kept] = faults;
+        raised.raise(Error::new(ErrorKind::PeerLost, "lost"));
+        drop((raised, gone));
+        set.add(&Arc::new(Fault::default()));
+        assert_eq!(lock(&set.0).len(), 3, "raised, kept and new");
+        assert!(set.check().is_err() && follower.check().is_err());
+        follower.replace(&FaultSet::default());
+        assert!(follower.check().is_ok());
     }
 }

@@ -68,7 +68,13 @@ pub trait Device: Send + Sync + fmt::Debug {
 
     /// Allocates `bytes` of words for signals, all zero. Waits on them end when the device's fault
     /// is raised.
-    fn allocate_signals(&self, bytes: usize) -> Result<DeviceSlice>;
+    fn allocate_signals(&self, bytes: usize) -> Result<DeviceSlice> {
+        self.allocate_signals_for(bytes, self.fault())
+    }
+
+    /// As [`allocate_signals`](Self::allocate_signals); waits on the words end, and the streams that
+    /// wait for them fail, also when `fault` is raised.
+    fn allocate_signals_for(&self, bytes: usize, fault: &Arc<Fault>) -> Result<DeviceSlice>;
 
     /// A view of `bytes` at `address` that somebody else allocated (PyTorch, say); `owner` is held
     /// as long as the view, or its export, is. [`Backing::identity`](super::Backing::identity)
@@ -141,7 +147,8 @@ pub trait Device: Send + Sync + fmt::Debug {
     fn compute(&self) -> Result<Arc<dyn Compute>>;
 
     /// Joins the vendor's collectives. Every one of `world` ranks calls this at the same time, with
-    /// an `all_gather` of bytes among them.
+    /// an `all_gather` of bytes among them. When `fault` is raised, the collectives end, and the
+    /// streams that do them fail.
     ///
     /// # Errors
     /// [`ErrorKind::LibraryMissing`](crate::ErrorKind::LibraryMissing) without the vendor's library.
@@ -149,6 +156,7 @@ pub trait Device: Send + Sync + fmt::Debug {
         &self,
         rank: usize,
         world: usize,
+        fault: &Arc<Fault>,
         all_gather: AllGatherBytes<'_>,
     ) -> Result<Arc<dyn CollectiveEngine>>;
 }

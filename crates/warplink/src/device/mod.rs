@@ -14,8 +14,10 @@
 //! 4. Memory that an enqueued operation names must stay allocated until the operation is done. The
 //!    host device sees to that itself; on a GPU, freeing while in use is the caller's to avoid, by
 //!    synchronizing first.
-//! 5. After [`Fault::raise`], waits in streams end, and everything that can fail on the device
-//!    fails with the error that was raised.
+//! 5. After [`Fault::raise`] of the device's fault, waits in streams end, and everything that can
+//!    fail on the device fails with the error that was raised. After that of a communicator's, so do
+//!    the waits for its signals, the streams that wait for them, and those that follow such a stream
+//!    by an event; all else goes on.
 
 mod buffer;
 mod collective;
@@ -36,6 +38,7 @@ pub use collective::{AllGatherBytes, Collective, CollectiveEngine, CollectiveReq
 pub use compute::{Compute, MAX_SUM_SOURCES, MatmulSpec, PreparedLaunch};
 pub use config::{Delays, DeviceConfig, DeviceKind};
 pub use fault::Fault;
+pub(crate) use fault::FaultSet;
 pub use identity::DeviceIdentity;
 pub(crate) use identity::machine_identity;
 pub(crate) use in_flight::{InFlight, InUse};

@@ -1,6 +1,7 @@
 //! Views of device memory: an address, a length, and what keeps both valid.
 
 use super::config::DeviceKind;
+use super::fault::Fault;
 use crate::error::{Error, Result};
 use std::any::Any;
 use std::fmt;
@@ -23,6 +24,10 @@ pub trait Backing: Any + Send + Sync + fmt::Debug {
     /// allocation, and dropping one may run its owner's code.
     fn is_borrowed(&self) -> bool {
         false
+    }
+    /// What ends waits for words in it, where it holds signals.
+    fn fault(&self) -> Option<&Arc<Fault>> {
+        None
     }
     /// Itself, for the device that made it.
     fn as_any(&self) -> &dyn Any;
@@ -145,6 +150,11 @@ impl Word {
     /// Its address.
     pub fn address(&self) -> u64 {
         self.0.address()
+    }
+
+    /// What ends waits for it, where it is a signal of this process.
+    pub(crate) fn fault(&self) -> Option<&Arc<Fault>> {
+        self.0.backing.fault()
     }
 
     /// Its bytes.

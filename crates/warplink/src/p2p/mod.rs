@@ -29,6 +29,7 @@ mod slot_releases;
 mod transfer;
 
 pub use batch::{Batch, post_all, post_stores, wait_all};
+pub(crate) use exchange::ExchangeServices;
 pub use exchange::TransferExchange;
 pub use protocol::Protocol;
 pub(crate) use request::MatchKey;

@@ -1,6 +1,6 @@
 //! When a signal slot may be used again: when neither end will write to it any more.
 
-use crate::device::Device;
+use crate::device::{Device, Fault};
 use crate::error::Rank;
 use crate::memory::{MemoryRegistry, Message};
 use crate::signal::SlotPool;
@@ -62,12 +62,13 @@ impl SlotReleases {
     pub(super) fn start(
         directory: &Arc<SlotDirectory>,
         device: &Arc<dyn Device>,
+        fault: &Arc<Fault>,
         memory: &Arc<MemoryRegistry>,
     ) -> (Arc<SlotPool>, Arc<Self>) {
         let mut pools = lock(&directory.0);
         let number = pools.next;
         pools.next += 1;
-        let slots = Arc::new(SlotPool::new(device, number * SLOTS_OF_A_POOL));
+        let slots = Arc::new(SlotPool::new(device, fault, number * SLOTS_OF_A_POOL));
         let releases = Arc::new(Self {
             slots: slots.clone(),
             directory: directory.clone(),

@@ -1,7 +1,7 @@
 //! The memory that signals live in: slots of words, handed out from pages that peers map whole.
 
 use super::SignalWord;
-use crate::device::{Device, DeviceSlice, Word};
+use crate::device::{Device, DeviceSlice, Fault, Word};
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::{MemoryRegistry, Region};
 use crate::sync::lock;
@@ -21,6 +21,8 @@ const REMOTE_SLOT_BYTES: usize = 16;
 #[derive(Debug)]
 pub(crate) struct SlotPool {
     device: Arc<dyn Device>,
+    /// What ends waits for its words.
+    fault: Arc<Fault>,
     /// The number of the first slot, so that no two pools of a job number slots alike.
     first: u64,
     state: Mutex<State>,
@@ -48,9 +50,10 @@ pub(crate) struct RemoteSlot {
 }
 
 impl SlotPool {
-    pub(crate) fn new(device: &Arc<dyn Device>, first: u64) -> Self {
+    pub(crate) fn new(device: &Arc<dyn Device>, fault: &Arc<Fault>, first: u64) -> Self {
         Self {
             device: device.clone(),
+            fault: fault.clone(),
             first,
             state: Mutex::default(),
         }
@@ -68,7 +71,8 @@ impl SlotPool {
                 number
             }
             None => {
-                let page = memory.register(&self.device.allocate_signals(PAGE_BYTES)?)?;
+                let page = self.device.allocate_signals_for(PAGE_BYTES, &self.fault)?;
+                let page = memory.register(&page)?;
                 let first = (state.pages.len() * (PAGE_BYTES / SLOT_BYTES)) as u64;
                 state.pages.push(page);
                 let rest = first + 1..first + (PAGE_BYTES / SLOT_BYTES) as u64;

@@ -86,13 +86,13 @@ impl Device for CudaDevice {
         }
     }
 
-    fn allocate_signals(&self, bytes: usize) -> Result<DeviceSlice> {
+    fn allocate_signals_for(&self, bytes: usize, fault: &Arc<Fault>) -> Result<DeviceSlice> {
         self.gpu.fault.check()?;
         // Loading waits for what spins, so the kernel is there before the first word to spin on.
         self.gpu
             .transfer_kernel
             .get_or_init(|| TransferKernel::load(&self.gpu.context, &self.gpu.capabilities));
-        Ok(PlainMemory::allocate_signals(&self.gpu, bytes)?.into_slice(bytes))
+        Ok(PlainMemory::allocate_signals(&self.gpu, bytes, fault)?.into_slice(bytes))
     }
 
     unsafe fn borrow(
@@ -171,11 +171,12 @@ impl Device for CudaDevice {
         &self,
         rank: usize,
         world: usize,
+        fault: &Arc<Fault>,
         all_gather: AllGatherBytes<'_>,
     ) -> Result<Arc<dyn CollectiveEngine>> {
         self.gpu.fault.check()?;
         Ok(Arc::new(NcclEngine::join(
-            &self.gpu, rank, world, all_gather,
+            &self.gpu, rank, world, fault, all_gather,
         )?))
     }
 }

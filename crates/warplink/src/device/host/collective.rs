@@ -7,8 +7,8 @@
 use super::operation::{Context, Operation};
 use super::{compute, memory, stream};
 use crate::device::{
-    AllGatherBytes, Collective, CollectiveEngine, CollectiveRequest, DeviceSlice, ReduceOp, Stream,
-    Word,
+    AllGatherBytes, Collective, CollectiveEngine, CollectiveRequest, DeviceSlice, Fault, ReduceOp,
+    Stream, Word,
 };
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Rank, Result};
@@ -33,6 +33,7 @@ struct Inner {
     rank: Rank,
     outboxes: Vec<DeviceSlice>,
     aborted: AtomicBool,
+    fault: Arc<Fault>,
 }
 
 /// A send or a receive under way.
@@ -48,7 +49,12 @@ struct Move {
 impl HostCollectives {
     /// Maps every rank's outbox. The files are opened through the owners' descriptors, so nothing
     /// is left behind by a rank that dies.
-    pub(super) fn join(rank: Rank, world: usize, all_gather: AllGatherBytes<'_>) -> Result<Self> {
+    pub(super) fn join(
+        rank: Rank,
+        world: usize,
+        fault: &Arc<Fault>,
+        all_gather: AllGatherBytes<'_>,
+    ) -> Result<Self> {
         let own = memory::allocate(BOX * world)?;
         let descriptor = memory::descriptor(&own)?;
         let path = format!("/proc/{}/fd/{}", std::process::id(), descriptor.as_raw_fd());
@@ -77,6 +83,7 @@ impl HostCollectives {
                 rank,
                 outboxes,
                 aborted: AtomicBool::new(false),
+                fault: fault.clone(),
             }),
         })
     }
@@ -92,7 +99,9 @@ impl HostCollectives {
     ) -> Result<()> {
         let inner = self.inner.clone();
         let task = move |context: &Context| task(&inner, context);
-        stream::from_dyn(stream)?.enqueue(Operation::Task(Arc::new(task)))
+        let stream = stream::from_dyn(stream)?;
+        stream.depend_on(&self.inner.fault);
+        stream.enqueue(Operation::Task(Arc::new(task)))
     }
 
     /// Every rank's `parts[p]` goes to rank p; what arrives from rank p goes to `targets[p]`.
@@ -230,7 +239,7 @@ impl Inner {
                 idle = 0;
                 continue;
             }
-            context.fault.check()?;
+            context.check()?;
             if self.aborted.load(Ordering::Acquire) {
                 return Err(
                     Error::new(ErrorKind::Closed, "the collectives were aborted")

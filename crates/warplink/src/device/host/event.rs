@@ -2,7 +2,7 @@
 
 use super::capture::CapturedMark;
 use super::mark::EventState;
-use crate::device::{Event, EventBackend};
+use crate::device::{Event, EventBackend, FaultSet};
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::lock;
 use std::sync::{Arc, Mutex};
@@ -15,6 +15,8 @@ pub(super) struct HostEvent {
     timing: bool,
     pub(super) state: Arc<EventState>,
     pub(super) recorded: Mutex<Recorded>,
+    /// Those of the stream in which it was recorded last.
+    pub(super) faults: FaultSet,
 }
 
 /// Where the event was recorded last.
@@ -32,6 +34,7 @@ impl HostEvent {
             timing,
             state: Arc::default(),
             recorded: Mutex::default(),
+            faults: FaultSet::default(),
         }
     }
 

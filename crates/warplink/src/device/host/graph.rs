@@ -73,8 +73,12 @@ impl RecordedGraph {
             .collect();
         for (branch, end) in self.branches.iter().skip(1).zip(&ends) {
             let (operations, marks) = (branch.operations.clone(), marks.clone());
+            let faults = context.faults.clone();
             let run = Operation::Task(Arc::new(move |own: &Context| {
-                run_branch(&own.within_graph(marks.clone()), &operations)
+                run_branch(
+                    &own.within_graph(marks.clone(), faults.clone()),
+                    &operations,
+                )
             }));
             if let Some(worker) = &branch.worker {
                 worker.enqueue(run)?;
@@ -85,7 +89,10 @@ impl RecordedGraph {
             }
         }
         let mut result = match self.branches.first() {
-            Some(first) => run_branch(&context.within_graph(marks), &first.operations),
+            Some(first) => run_branch(
+                &context.within_graph(marks, context.faults.clone()),
+                &first.operations,
+            ),
             None => Ok(()),
         };
         for (branch, end) in self.branches.iter().skip(1).zip(&ends) {

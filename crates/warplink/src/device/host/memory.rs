@@ -1,7 +1,7 @@
 //! Shared-memory files mapped into this process, and every raw access to them.
 
 use super::unmapping::LateUnmapping;
-use crate::device::{Backing, DeviceKind, DeviceSlice, Word};
+use crate::device::{Backing, DeviceKind, DeviceSlice, Fault, Word};
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::lock;
 use rustix::fs::MemfdFlags;
@@ -31,6 +31,8 @@ struct Mapping {
 struct Allocation {
     mapping: Arc<Mapping>,
     late: Option<LateUnmapping>,
+    /// Of signals: what ends waits for them.
+    fault: Option<Arc<Fault>>,
 }
 
 /// Memory that somebody else answers for, inside one of this process's mappings or beside them.
@@ -123,6 +125,9 @@ impl Backing for Allocation {
     fn kind(&self) -> DeviceKind {
         DeviceKind::Host
     }
+    fn fault(&self) -> Option<&Arc<Fault>> {
+        self.fault.as_ref()
+    }
     fn as_any(&self) -> &dyn Any {
         self
     }
@@ -170,6 +175,11 @@ impl Drop for Mapping {
 
 /// Allocates `bytes` of zeros that other processes can map.
 pub(super) fn allocate(bytes: usize) -> Result<DeviceSlice> {
+    allocate_for(bytes, None)
+}
+
+/// As [`allocate`], for signals that `fault` ends waits for.
+pub(super) fn allocate_for(bytes: usize, fault: Option<Arc<Fault>>) -> Result<DeviceSlice> {
     if bytes == 0 {
         return Err(
             Error::invalid("the allocation has 0 bytes; expected at least 1")
@@ -185,7 +195,7 @@ pub(super) fn allocate(bytes: usize) -> Result<DeviceSlice> {
     };
     let descriptor = rustix::fs::memfd_create("warplink", MemfdFlags::CLOEXEC).map_err(fail)?;
     rustix::fs::ftruncate(&descriptor, bytes as u64).map_err(fail)?;
-    map_file(descriptor, bytes, None)
+    map_file(descriptor, bytes, None, fault)
 }
 
 /// Maps a peer's file, which must hold at least `bytes`.
@@ -207,10 +217,15 @@ pub(super) fn map(
         )
         .during("map a peer's memory"));
     }
-    map_file(descriptor, bytes, late)
+    map_file(descriptor, bytes, late, None)
 }
 
-fn map_file(descriptor: OwnedFd, bytes: usize, late: Option<LateUnmapping>) -> Result<DeviceSlice> {
+fn map_file(
+    descriptor: OwnedFd,
+    bytes: usize,
+    late: Option<LateUnmapping>,
+    fault: Option<Arc<Fault>>,
+) -> Result<DeviceSlice> {
     let mapped = bytes.next_multiple_of(rustix::param::page_size());
     // SAFETY: a new mapping at an address of the kernel's choice touches no memory in use.
     let base = unsafe {
@@ -232,7 +247,11 @@ fn map_file(descriptor: OwnedFd, bytes: usize, late: Option<LateUnmapping>) -> R
         descriptor,
     });
     lock(&MAPPINGS).insert(mapping.base, Arc::downgrade(&mapping));
-    Ok(DeviceSlice::whole(Arc::new(Allocation { mapping, late })))
+    Ok(DeviceSlice::whole(Arc::new(Allocation {
+        mapping,
+        late,
+        fault,
+    })))
 }
 
 /// A view of memory that `owner` keeps.

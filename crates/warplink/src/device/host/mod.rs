@@ -110,8 +110,8 @@ impl Device for HostDevice {
         Ok(slice)
     }
 
-    fn allocate_signals(&self, bytes: usize) -> Result<DeviceSlice> {
-        memory::allocate(bytes)
+    fn allocate_signals_for(&self, bytes: usize, fault: &Arc<Fault>) -> Result<DeviceSlice> {
+        memory::allocate_for(bytes, Some(fault.clone()))
     }
 
     unsafe fn borrow(
@@ -199,10 +199,11 @@ impl Device for HostDevice {
         &self,
         rank: usize,
         world: usize,
+        fault: &Arc<Fault>,
         all_gather: AllGatherBytes<'_>,
     ) -> Result<Arc<dyn CollectiveEngine>> {
         Ok(Arc::new(collective::HostCollectives::join(
-            rank, world, all_gather,
+            rank, world, fault, all_gather,
         )?))
     }
 }

@@ -2,7 +2,7 @@
 
 use super::mark::EventState;
 use super::memory::{self, AwaitedWord, MappedWord};
-use crate::device::{Delays, DeviceSlice, Fault, Word};
+use crate::device::{Delays, DeviceSlice, Fault, FaultSet, Word};
 use crate::error::{Error, ErrorKind, Result};
 use std::fmt;
 use std::sync::Arc;
@@ -66,6 +66,8 @@ impl fmt::Debug for Operation {
 #[derive(Debug)]
 pub(super) struct Context {
     pub(super) fault: Arc<Fault>,
+    /// What else ends the work of the stream.
+    pub(super) faults: Arc<FaultSet>,
     pub(super) delays: Option<Delays>,
     pub(super) random: std::cell::Cell<u64>,
     /// The marks of the graph that is being launched, if one is.
@@ -73,22 +75,36 @@ pub(super) struct Context {
 }
 
 impl Context {
-    pub(super) fn new(fault: Arc<Fault>, delays: Option<Delays>, number: u64) -> Self {
+    pub(super) fn new(
+        fault: Arc<Fault>,
+        faults: Arc<FaultSet>,
+        delays: Option<Delays>,
+        number: u64,
+    ) -> Self {
         let seed =
             delays.map_or(1, |delays| delays.seed) ^ number.wrapping_mul(0x9e37_79b9_7f4a_7c15);
         Self {
             fault,
+            faults,
             delays,
             random: std::cell::Cell::new(seed | 1),
             marks: None,
         }
     }
 
-    /// The same thread, for the marks of one launch of a graph; with other delays than the last.
-    pub(super) fn within_graph(&self, marks: Arc<[EventState]>) -> Self {
+    /// Fails where a fault that concerns the stream was raised.
+    pub(super) fn check(&self) -> Result<()> {
+        self.fault.check()?;
+        self.faults.check()
+    }
+
+    /// The same thread, for the marks of one launch of a graph by a stream that `faults` concern;
+    /// with other delays than the last.
+    pub(super) fn within_graph(&self, marks: Arc<[EventState]>, faults: Arc<FaultSet>) -> Self {
         let seed = self.draw();
         Self {
             fault: self.fault.clone(),
+            faults,
             delays: self.delays,
             random: std::cell::Cell::new(seed | 1),
             marks: Some(marks),
@@ -129,7 +145,7 @@ impl Context {
                 self.mark(*mark)?.reach(1);
                 return Ok(());
             }
-            _ => self.fault.check()?,
+            _ => self.check()?,
         }
         self.delay();
         match operation {
@@ -185,7 +201,7 @@ impl Context {
             if round < SPINS {
                 std::hint::spin_loop();
             } else {
-                self.fault.check()?;
+                self.check()?;
                 if !word.can_be_set() {
                     return Err(Error::new(
                         ErrorKind::Closed,

@@ -10,8 +10,8 @@ use super::operation::{Context, Operation};
 use super::worker::Worker;
 use crate::deadline::Deadline;
 use crate::device::{
-    Delays, DeviceSlice, Event, Fault, Graph, GraphBackend, MemoryOp, Stream, StreamBackend,
-    StreamOp, sequence_apart,
+    Delays, DeviceSlice, Event, Fault, FaultSet, Graph, GraphBackend, MemoryOp, Stream,
+    StreamBackend, StreamOp, sequence_apart,
 };
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::lock;
@@ -70,6 +70,11 @@ impl HostStream {
         capture
     }
 
+    /// Has the stream fail when `fault` is raised.
+    pub(super) fn depend_on(&self, fault: &Arc<Fault>) {
+        self.worker.faults().add(fault);
+    }
+
     fn check(&self) -> Result<()> {
         self.worker.check()
     }
@@ -108,6 +113,9 @@ impl StreamBackend for HostStream {
             | MemoryOp::Reset { word }
             | MemoryOp::Wait { word, .. }) = op;
             check_kind(word.as_slice())?;
+            if let (MemoryOp::Wait { .. }, Some(fault)) = (op, word.fault()) {
+                self.depend_on(fault);
+            }
             self.enqueue(match *op {
                 MemoryOp::Reset { word } => Operation::Write {
                     word: word.clone(),
@@ -132,6 +140,7 @@ impl StreamBackend for HostStream {
 
     fn record(&self, event: &Event) -> Result<()> {
         let event: &HostEvent = event::from_dyn(event)?;
+        event.faults.replace(self.worker.faults());
         if let Some(capture) = &*self.capture() {
             let mark = capture.session.mark(capture.branch);
             *lock(&event.recorded) = Recorded::InGraph(CapturedMark {
@@ -141,7 +150,7 @@ impl StreamBackend for HostStream {
             return Ok(());
         }
         let mark = event.next_mark();
-        self.enqueue(Operation::Record {
+        self.worker.enqueue_mark(Operation::Record {
             event: event.state.clone(),
             mark,
         })
@@ -163,6 +172,7 @@ impl StreamBackend for HostStream {
 
     fn wait_event(&self, event: &Event) -> Result<()> {
         let event: &HostEvent = event::from_dyn(event)?;
+        self.worker.faults().add_all(&event.faults);
         let recorded = lock(&event.recorded).clone();
         let mut capture = self.capture();
         match (recorded, &*capture) {
@@ -245,7 +255,12 @@ impl StreamBackend for HostStream {
         let recording = capture.session.finish()?;
         let number = capture.session.number();
         let graph = RecordedGraph::new(recording, number, &self.fault, self.delays)?;
-        Ok(Graph::new(Arc::new(HostGraph(Arc::new(graph)))))
+        let faults = FaultSet::default();
+        faults.add_all(self.worker.faults());
+        Ok(Graph::new(Arc::new(HostGraph {
+            graph: Arc::new(graph),
+            faults,
+        })))
     }
 
     fn capture_id(&self) -> Result<Option<u64>> {
@@ -259,7 +274,11 @@ impl StreamBackend for HostStream {
 
 /// A graph, launched by a stream.
 #[derive(Debug)]
-struct HostGraph(Arc<RecordedGraph>);
+struct HostGraph {
+    graph: Arc<RecordedGraph>,
+    /// Those of the stream that recorded it.
+    faults: FaultSet,
+}
 
 impl GraphBackend for HostGraph {
     fn launch(&self, stream: &Stream) -> Result<()> {
@@ -271,14 +290,15 @@ impl GraphBackend for HostGraph {
             )
             .help("end the capture first"));
         }
-        let graph = self.0.clone();
+        stream.worker.faults().add_all(&self.faults);
+        let graph = self.graph.clone();
         stream.enqueue(Operation::Task(Arc::new(move |context: &Context| {
             graph.run(context)
         })))
     }
 
     fn operations(&self) -> usize {
-        self.0.operations()
+        self.graph.operations()
     }
 }
 

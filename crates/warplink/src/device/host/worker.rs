@@ -2,7 +2,7 @@
 
 use super::operation::{Context, Operation};
 use crate::deadline::Deadline;
-use crate::device::{Delays, Fault};
+use crate::device::{Delays, Fault, FaultSet};
 use crate::error::{Error, Result};
 use crate::sync::lock;
 use std::collections::VecDeque;
@@ -17,8 +17,10 @@ pub(super) struct Worker {
 
 impl Worker {
     pub(super) fn start(number: u64, fault: Arc<Fault>, delays: Option<Delays>) -> Result<Self> {
+        let faults = Arc::<FaultSet>::default();
         let shared = Arc::new(Shared {
             fault: fault.clone(),
+            faults: faults.clone(),
             queue: Mutex::default(),
             work: Condvar::new(),
             done: Condvar::new(),
@@ -27,13 +29,20 @@ impl Worker {
         let worker = shared.clone();
         std::thread::Builder::new()
             .name(format!("warplink-stream-{number}"))
-            .spawn(move || work(&worker, &Context::new(fault, delays, number)))
+            .spawn(move || work(&worker, &Context::new(fault, faults, delays, number)))
             .map_err(|error| Error::io("start a stream's thread", &error))?;
         Ok(Self { shared })
     }
 
     pub(super) fn enqueue(&self, operation: Operation) -> Result<()> {
         self.check()?;
+        self.push(operation);
+        Ok(())
+    }
+
+    /// Enqueues a mark, which is reached also when the stream has failed.
+    pub(super) fn enqueue_mark(&self, operation: Operation) -> Result<()> {
+        self.shared.fault.check()?;
         self.push(operation);
         Ok(())
     }
@@ -47,9 +56,15 @@ impl Worker {
         self.shared.work.notify_one();
     }
 
-    /// The fault, or the first failure of an operation.
+    /// The faults that concern what is enqueued, beside the device's.
+    pub(super) fn faults(&self) -> &FaultSet {
+        &self.shared.faults
+    }
+
+    /// A fault, or the first failure of an operation.
     pub(super) fn check(&self) -> Result<()> {
         self.shared.fault.check()?;
+        self.shared.faults.check()?;
         self.shared
             .failure
             .get()
@@ -99,6 +114,7 @@ impl Drop for Worker {
 #[derive(Debug)]
 struct Shared {
     fault: Arc<Fault>,
+    faults: Arc<FaultSet>,
     queue: Mutex<Queue>,
     work: Condvar,
     done: Condvar,

@@ -27,7 +27,7 @@ use super::slot_releases::{SlotDirectory, SlotReleases};
 use super::transfer::Transfer;
 use crate::bootstrap::{Bootstrap, Group, Wait};
 use crate::deadline::Deadline;
-use crate::device::{Device, InFlight};
+use crate::device::{Device, Fault, InFlight};
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::memory::{MemoryRegistry, Region};
 use crate::signal::{Slot, SlotPool};
@@ -45,6 +45,7 @@ pub struct TransferExchange {
     memory: Arc<MemoryRegistry>,
     device: Arc<dyn Device>,
     in_flight: Arc<InFlight>,
+    fault: Arc<Fault>,
     slots: Arc<SlotPool>,
     releases: Arc<SlotReleases>,
     default_protocol: Protocol,
@@ -52,6 +53,17 @@ pub struct TransferExchange {
     counts: Mutex<HashMap<MatchKey, u64>>,
     refusals: Refusals,
     progress: ProgressList,
+}
+
+/// What the exchanges of all communicators of a rank share.
+pub(crate) struct ExchangeServices {
+    pub(crate) bootstrap: Arc<Bootstrap>,
+    pub(crate) memory: Arc<MemoryRegistry>,
+    pub(crate) device: Arc<dyn Device>,
+    pub(crate) slots: Arc<SlotDirectory>,
+    pub(crate) in_flight: Arc<InFlight>,
+    /// Of transfers that do not choose one.
+    pub(crate) protocol: Protocol,
 }
 
 /// An end of this rank that was published.
@@ -67,25 +79,27 @@ struct PublishedEnd<'a> {
 }
 
 impl TransferExchange {
-    pub(crate) fn new(
-        bootstrap: &Arc<Bootstrap>,
-        group: &Arc<Group>,
-        memory: &Arc<MemoryRegistry>,
-        device: &Arc<dyn Device>,
-        directory: &Arc<SlotDirectory>,
-        in_flight: &Arc<InFlight>,
-        default_protocol: Protocol,
-    ) -> Self {
-        let (slots, releases) = SlotReleases::start(directory, device, memory);
+    /// The exchange of `group`, whose waits end when `fault` is raised.
+    pub(crate) fn new(group: &Arc<Group>, fault: &Arc<Fault>, services: ExchangeServices) -> Self {
+        let ExchangeServices {
+            bootstrap,
+            memory,
+            device,
+            slots: directory,
+            in_flight,
+            protocol,
+        } = services;
+        let (slots, releases) = SlotReleases::start(&directory, &device, fault, &memory);
         Self {
-            bootstrap: bootstrap.clone(),
+            bootstrap,
             group: group.clone(),
-            memory: memory.clone(),
-            device: device.clone(),
-            in_flight: in_flight.clone(),
+            memory,
+            device,
+            in_flight,
+            fault: fault.clone(),
             releases,
             slots,
-            default_protocol,
+            default_protocol: protocol,
             counts: Mutex::default(),
             refusals: Refusals::default(),
             progress: ProgressList::default(),
@@ -115,6 +129,7 @@ impl TransferExchange {
     }
 
     fn match_all(&self, requests: &[TransferRequest], deadline: Deadline) -> Result<Vec<Transfer>> {
+        self.fault.check()?;
         requests
             .iter()
             .try_for_each(|request| self.check(request))?;

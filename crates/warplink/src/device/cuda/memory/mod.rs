@@ -13,7 +13,7 @@ use self::ipc::IpcMapping;
 use self::virtual_memory::VirtualMemory;
 use crate::device::cuda::driver::status;
 use crate::device::cuda::gpu::Gpu;
-use crate::device::{Backing, DeviceKind, DeviceSlice};
+use crate::device::{Backing, DeviceKind, DeviceSlice, Fault};
 use crate::error::{Error, ErrorKind, Result};
 use std::any::Any;
 use std::fmt;
@@ -54,7 +54,7 @@ pub(super) struct CudaBacking {
 /// Where the memory is from. Dropping it frees, unmaps or gives back.
 pub(super) enum Source {
     Plain {
-        _held: PlainMemory,
+        held: PlainMemory,
     },
     Virtual(VirtualMemory),
     Borrowed(Borrowed),
@@ -125,6 +125,13 @@ impl Backing for CudaBacking {
         matches!(self.source, Source::Borrowed(_))
     }
 
+    fn fault(&self) -> Option<&Arc<Fault>> {
+        match &self.source {
+            Source::Plain { held } => held.fault.as_ref(),
+            _ => None,
+        }
+    }
+
     fn as_any(&self) -> &dyn Any {
         self
     }
@@ -151,7 +158,8 @@ impl fmt::Debug for CudaBacking {
 pub(super) struct PlainMemory {
     gpu: Arc<Gpu>,
     pub(super) address: u64,
-    signals: bool,
+    /// Of signals: what ends waits for them.
+    fault: Option<Arc<Fault>>,
 }
 
 impl PlainMemory {
@@ -188,12 +196,16 @@ impl PlainMemory {
         Ok(Self {
             gpu: gpu.clone(),
             address,
-            signals: false,
+            fault: None,
         })
     }
 
-    /// Allocates zeros that the device's fault ends waits for.
-    pub(super) fn allocate_signals(gpu: &Arc<Gpu>, bytes: usize) -> Result<Self> {
+    /// Allocates zeros that `fault`, and the device's, ends waits for.
+    pub(super) fn allocate_signals(
+        gpu: &Arc<Gpu>,
+        bytes: usize,
+        fault: &Arc<Fault>,
+    ) -> Result<Self> {
         if !bytes.is_multiple_of(size_of::<u64>()) {
             return Err(Error::invalid(format!(
                 "signals have {bytes} bytes; expected a multiple of 8"
@@ -204,8 +216,8 @@ impl PlainMemory {
         let mut memory = Self::allocate(gpu, bytes)?;
         // SAFETY: just allocated, of at least as many bytes.
         unsafe { gpu.staging.zero(memory.address, bytes)? };
-        memory.signals = true;
-        gpu.signals.add(memory.address, bytes);
+        memory.fault = Some(fault.clone());
+        gpu.signals.add(memory.address, bytes, fault);
         Ok(memory)
     }
 
@@ -217,14 +229,14 @@ impl PlainMemory {
             address,
             bytes,
             next_identity(),
-            Source::Plain { _held: self },
+            Source::Plain { held: self },
         )
     }
 }
 
 impl Drop for PlainMemory {
     fn drop(&mut self) {
-        let signals = self.signals.then(|| self.gpu.signals.clone());
+        let signals = self.fault.take().map(|_| self.gpu.signals.clone());
         let address = self.address;
         // Ends what waits on the page: the stream would never be quiet.
         let retire = move || signals.iter().for_each(|signals| signals.retire(address));

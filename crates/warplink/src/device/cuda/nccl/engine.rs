@@ -6,7 +6,8 @@ use crate::device::cuda::memory::CudaBacking;
 use crate::device::cuda::memory::quiescence;
 use crate::device::cuda::stream::CudaStream;
 use crate::device::{
-    AllGatherBytes, Collective, CollectiveEngine, CollectiveRequest, DeviceSlice, ReduceOp, Stream,
+    AllGatherBytes, Collective, CollectiveEngine, CollectiveRequest, DeviceSlice, Fault, ReduceOp,
+    Stream,
 };
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
@@ -23,6 +24,7 @@ const READY: u8 = 1;
 #[derive(Debug)]
 pub(crate) struct NcclEngine {
     gpu: Arc<Gpu>,
+    fault: Arc<Fault>,
     /// Held apart, so that a fault ends it also while a call holds this.
     comm: Arc<NcclComm>,
     world: usize,
@@ -35,6 +37,7 @@ impl NcclEngine {
         gpu: &Arc<Gpu>,
         rank: usize,
         world: usize,
+        fault: &Arc<Fault>,
         all_gather: AllGatherBytes<'_>,
     ) -> Result<Self> {
         let number = |value: usize| {
@@ -88,26 +91,30 @@ impl NcclEngine {
                 .with_peer(0)
             })?;
         let comm = NcclComm::join(nccl, &gpu.context, id, ranks.0, ranks.1, || {
-            gpu.fault.check()
+            gpu.fault.check()?;
+            fault.check()
         })?;
         let comm = Arc::new(comm);
-        let weak = Arc::downgrade(&comm);
-        gpu.fault.when_raised(move || {
-            let end = move || {
-                if let Some(comm) = weak.upgrade() {
-                    comm.abort();
+        for fault in [&gpu.fault, fault] {
+            let weak = Arc::downgrade(&comm);
+            fault.when_raised(move || {
+                let end = move || {
+                    if let Some(comm) = weak.upgrade() {
+                        comm.abort();
+                    }
+                };
+                // Whoever raises a fault must not be held up by NCCL.
+                if let Err(error) = std::thread::Builder::new()
+                    .name("warplink-nccl-abort".to_owned())
+                    .spawn(end)
+                {
+                    tracing::warn!(%error, "NCCL is not ended");
                 }
-            };
-            // Whoever raises a fault must not be held up by NCCL.
-            if let Err(error) = std::thread::Builder::new()
-                .name("warplink-nccl-abort".to_owned())
-                .spawn(end)
-            {
-                tracing::warn!(%error, "NCCL is not ended");
-            }
-        });
+            });
+        }
         Ok(Self {
             gpu: gpu.clone(),
+            fault: fault.clone(),
             comm,
             world,
             name: nccl.name(),
@@ -150,6 +157,7 @@ impl CollectiveEngine for NcclEngine {
             CudaBacking::of(slice)?;
         }
         let stream = CudaStream::of(stream, &self.gpu)?;
+        stream.faults().add(&self.fault);
         let (_, _entered) = stream.enter()?;
         let _relaxed = self.gpu.context.relax_capture();
         let _enqueuing = quiescence::enqueuing();
@@ -160,7 +168,10 @@ impl CollectiveEngine for NcclEngine {
                 unsafe { issue(nccl, comm, stream.raw_stream().cast(), request, self.world) }
             })
             // What failed because of a fault is that fault.
-            .map_err(|error| self.gpu.fault.check().err().unwrap_or(error))
+            .map_err(|error| {
+                let raised = self.gpu.fault.check().and_then(|()| self.fault.check());
+                raised.err().unwrap_or(error)
+            })
     }
 
     fn abort(&self) {

@@ -2,7 +2,7 @@
 
 use crate::device::cuda::driver::raw::RawEvent;
 use crate::device::cuda::gpu::Gpu;
-use crate::device::{Event, EventBackend};
+use crate::device::{Event, EventBackend, FaultSet};
 use crate::error::{Error, Result};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -16,6 +16,8 @@ pub(crate) struct CudaEvent {
     /// Whether it can be asked after the fault too.
     after_fault: bool,
     recorded: AtomicBool,
+    /// Those of the stream in which it was recorded last.
+    pub(crate) faults: FaultSet,
 }
 
 impl CudaEvent {
@@ -27,6 +29,7 @@ impl CudaEvent {
             timing,
             after_fault: false,
             recorded: AtomicBool::new(false),
+            faults: FaultSet::default(),
         })
     }
 

@@ -5,7 +5,7 @@ use crate::device::cuda::compute::workspace::Workspace;
 use crate::device::cuda::driver::status;
 use crate::device::cuda::gpu::Gpu;
 use crate::device::cuda::memory::quiescence;
-use crate::device::{GraphBackend, Stream};
+use crate::device::{FaultSet, GraphBackend, Stream};
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::lock;
 use cudarc::driver::sys::{CUgraph, CUgraphExec, CUstream};
@@ -18,6 +18,8 @@ pub(crate) struct CudaGraph {
     /// Behind a lock, since the driver takes no two calls on one graph at a time.
     exec: Mutex<Exec>,
     operations: usize,
+    /// Those of the stream that recorded it.
+    faults: FaultSet,
     /// Scratch memory of the matmuls in it.
     workspaces: Vec<Workspace>,
 }
@@ -44,6 +46,7 @@ impl CudaGraph {
             gpu: gpu.clone(),
             exec: Mutex::new(Exec(std::ptr::null_mut())),
             operations: 0,
+            faults: FaultSet::default(),
             workspaces,
         };
         if graph.is_null() {
@@ -79,11 +82,17 @@ impl CudaGraph {
         driver.check(code, "upload a graph")?;
         Ok(made)
     }
+
+    /// Has streams that launch it fail when one of `faults` is raised.
+    pub(crate) fn depend_on(&self, faults: &FaultSet) {
+        self.faults.add_all(faults);
+    }
 }
 
 impl GraphBackend for CudaGraph {
     fn launch(&self, stream: &Stream) -> Result<()> {
         let stream = CudaStream::of(stream, &self.gpu)?;
+        stream.faults().add_all(&self.faults);
         let (driver, _entered) = stream.enter()?;
         let exec = lock(&self.exec);
         let _enqueuing = quiescence::enqueuing();

@@ -17,7 +17,7 @@ use crate::device::cuda::gpu::Gpu;
 use crate::device::cuda::kernels::transfer::MAX_OPERATIONS;
 use crate::device::cuda::memory::quiescence::{self, Watch};
 use crate::device::{
-    DeviceKind, DeviceSlice, Event, Graph, MemoryOp, Stream, StreamBackend, StreamOp,
+    DeviceKind, DeviceSlice, Event, FaultSet, Graph, MemoryOp, Stream, StreamBackend, StreamOp,
     sequence_apart,
 };
 use crate::error::{Error, Result};
@@ -36,6 +36,8 @@ const PER_THREAD: u64 = 2;
 pub(super) struct CudaStream {
     gpu: Arc<Gpu>,
     raw: CUstream,
+    /// What ends its work, beside the device's fault.
+    faults: FaultSet,
     watch: Watch,
     /// There until the stream is let go of.
     keep: Option<Keep>,
@@ -62,6 +64,7 @@ impl CudaStream {
         Ok(Arc::new(Self {
             gpu: gpu.clone(),
             raw: stream.raw,
+            faults: FaultSet::default(),
             watch,
             keep: Some(Keep::Own { _stream: stream }),
         }))
@@ -106,6 +109,7 @@ impl CudaStream {
         Ok(Arc::new(Self {
             gpu: gpu.clone(),
             raw,
+            faults: FaultSet::default(),
             watch,
             keep: Some(Keep::Foreign { _owner: owner }),
         }))
@@ -133,11 +137,36 @@ impl CudaStream {
         self.raw
     }
 
-    /// Fails where the device's fault was raised; makes the context current.
+    /// Fails where a fault that concerns the stream was raised; makes the context current.
     #[inline]
     pub(super) fn enter(&self) -> Result<(&'static Driver, Entered<'_>)> {
+        self.faults.check()?;
+        self.enter_failed()
+    }
+
+    /// As [`enter`](Self::enter), also where the stream has failed and the device has not: to mark it
+    /// and to ask about it.
+    #[inline]
+    fn enter_failed(&self) -> Result<(&'static Driver, Entered<'_>)> {
         self.gpu.fault.check()?;
         Ok((self.gpu.context.driver, self.gpu.context.enter()?))
+    }
+
+    /// What ends its work, beside the device's fault.
+    pub(super) fn faults(&self) -> &FaultSet {
+        &self.faults
+    }
+
+    /// Has the stream fail when what ends a wait of `ops` is raised.
+    #[inline]
+    fn depend_on<'a>(&self, ops: impl IntoIterator<Item = &'a MemoryOp<'a>>) {
+        for op in ops {
+            if let MemoryOp::Wait { word, .. } = op
+                && let Some(fault) = word.fault()
+            {
+                self.faults.add(fault);
+            }
+        }
     }
 }
 
@@ -213,6 +242,7 @@ impl StreamBackend for CudaStream {
     }
 
     fn memory_ops(&self, ops: &[MemoryOp<'_>]) -> Result<()> {
+        self.depend_on(ops);
         let (driver, _entered) = self.enter()?;
         let _enqueuing = quiescence::enqueuing();
         if !self.gpu.captures_memory_ops() && memory_ops::is_capturing(driver, self.raw)? {
@@ -226,6 +256,7 @@ impl StreamBackend for CudaStream {
         let Some(kernel) = kernel.filter(|_| ops.len() >= WORTH_A_KERNEL) else {
             return self.memory_ops(ops);
         };
+        self.depend_on(ops);
         let (_, _entered) = self.enter()?;
         let _enqueuing = quiescence::enqueuing();
         ops.chunks(MAX_OPERATIONS)
@@ -237,6 +268,10 @@ impl StreamBackend for CudaStream {
         let Some(kernel) = kernel else {
             return sequence_apart(self, ops);
         };
+        self.depend_on(ops.iter().filter_map(|op| match op {
+            StreamOp::Memory(op) => Some(op),
+            StreamOp::Copy { .. } => None,
+        }));
         let _enqueuing = quiescence::enqueuing();
         let mut pending: Vec<MemoryOp<'_>> = Vec::with_capacity(MAX_OPERATIONS);
         let mut rest = ops.iter().peekable();
@@ -275,7 +310,8 @@ impl StreamBackend for CudaStream {
 
     fn record(&self, event: &Event) -> Result<()> {
         let event = CudaEvent::of(event)?;
-        let (_, _entered) = self.enter()?;
+        event.faults.replace(&self.faults);
+        let (_, _entered) = self.enter_failed()?;
         if event.raw.context.raw != self.gpu.context.raw {
             return Err(Error::invalid(
                 "the event belongs to another GPU; expected one of the stream's",
@@ -309,6 +345,7 @@ impl StreamBackend for CudaStream {
 
     fn wait_event(&self, event: &Event) -> Result<()> {
         let event = CudaEvent::of(event)?;
+        self.faults.add_all(&event.faults);
         let (driver, _entered) = self.enter()?;
         let _enqueuing = quiescence::enqueuing();
         // SAFETY: event and stream are live; an event of another GPU is allowed here.
@@ -331,6 +368,7 @@ impl StreamBackend for CudaStream {
         };
         poll(ready, || {
             self.gpu.fault.check()?;
+            self.faults.check()?;
             if deadline.passed() {
                 return Err(deadline
                     .expired("the end of a stream's work")
@@ -339,7 +377,8 @@ impl StreamBackend for CudaStream {
             Ok(())
         })?;
         // A fault ends waits that nobody satisfied: the work behind them ran on what was there.
-        self.gpu.fault.check()
+        self.gpu.fault.check()?;
+        self.faults.check()
     }
 
     fn is_idle(&self) -> Result<bool> {
@@ -391,7 +430,9 @@ impl StreamBackend for CudaStream {
         let graph = unsafe { CudaGraph::instantiate(&self.gpu, graph, workspaces, self.raw) };
         driver.check(code, "end recording")?;
         self.gpu.fault.check()?;
-        Ok(Graph::new(Arc::new(graph?)))
+        let graph = graph?;
+        graph.depend_on(&self.faults);
+        Ok(Graph::new(Arc::new(graph)))
     }
 
     fn capture_id(&self) -> Result<Option<u64>> {
@@ -410,7 +451,7 @@ impl StreamBackend for CudaStream {
     }
 
     fn is_capturing(&self) -> Result<bool> {
-        let (driver, _entered) = self.enter()?;
+        let (driver, _entered) = self.enter_failed()?;
         memory_ops::is_capturing(driver, self.raw)
     }
 

@@ -1,4 +1,5 @@
-//! Ending every wait in the device's streams when its fault is raised.
+//! Ending waits in the device's streams when a fault is raised: all of them for the device's, those
+//! for the signals of a communicator for its own.
 //!
 //! A stream that waits for a word ends its wait only when the word changes, and the peer that was
 //! to change it is gone. So a thread writes a value that every wait is satisfied by into all words
@@ -6,6 +7,7 @@
 //! wait for more. Thread, stream and buffer are made with the device: to make them when something
 //! is wrong already would be too late.
 
+use crate::device::Fault;
 use crate::device::cuda::driver::context::Context;
 use crate::device::cuda::driver::raw::{Pinned, RawStream};
 use crate::device::cuda::driver::status;
@@ -35,12 +37,30 @@ const HELD_UP_ROUNDS: u32 = 10;
 
 #[derive(Debug, Default)]
 struct State {
-    /// Bytes of each live page, by address.
-    pages: HashMap<u64, usize>,
+    /// Each live page, by address.
+    pages: HashMap<u64, Page>,
     /// Pages that are about to be freed, and must first let go whoever still waits on them.
     retiring: HashMap<u64, usize>,
     raised: bool,
     stopped: bool,
+}
+
+#[derive(Debug)]
+struct Page {
+    bytes: usize,
+    /// What ends waits for its words.
+    fault: Arc<Fault>,
+}
+
+impl State {
+    /// The pages whose waits are to end, with their bytes.
+    fn released(&self) -> HashMap<u64, usize> {
+        let released = self.pages.iter();
+        released
+            .filter(|(_, page)| self.raised || page.fault.is_released())
+            .map(|(&address, page)| (address, page.bytes))
+            .collect()
+    }
 }
 
 /// The live signal pages of a device and the thread that ends waits for them.
@@ -74,9 +94,21 @@ impl Signals {
         Ok(signals)
     }
 
-    /// Adds a page of zeros.
-    pub(crate) fn add(&self, address: u64, bytes: usize) {
-        lock(&self.state).pages.insert(address, bytes);
+    /// Adds a page of zeros. Waits for its words end when `fault` is raised.
+    pub(crate) fn add(self: &Arc<Self>, address: u64, bytes: usize, fault: &Arc<Fault>) {
+        let page = Page {
+            bytes,
+            fault: fault.clone(),
+        };
+        lock(&self.state).pages.insert(address, page);
+        let waiting = Arc::downgrade(self);
+        fault.when_raised(move || {
+            if let Some(signals) = waiting.upgrade() {
+                // Taken and released, so that the thread is not between looking and waiting.
+                drop(lock(&signals.state));
+                signals.changed.notify_all();
+            }
+        });
     }
 
     /// Takes a page out before it is freed, and ends what waits on it: the driver would hold the
@@ -84,7 +116,7 @@ impl Signals {
     /// under way after this. Blocks until then, or for a second where the GPU is held up.
     pub(crate) fn retire(&self, address: u64) {
         let mut state = lock(&self.state);
-        let Some(bytes) = state.pages.remove(&address) else {
+        let Some(Page { bytes, .. }) = state.pages.remove(&address) else {
             return;
         };
         if state.stopped {
@@ -137,7 +169,7 @@ impl Poisoner {
                 tracing::warn!(%error, "waits in streams may not end");
             }
             signals.changed.notify_all();
-            state = if state.raised || !state.retiring.is_empty() {
+            state = if !state.released().is_empty() || !state.retiring.is_empty() {
                 signals
                     .changed
                     .wait_timeout(state, PERIOD)
@@ -154,8 +186,9 @@ impl Poisoner {
 
     /// Writes what the state asks for, and lets go of the pages whose last write is done.
     fn serve(&mut self, state: &mut State) -> Result<()> {
-        if state.raised {
-            self.round(&state.pages)?;
+        let released = state.released();
+        if !released.is_empty() {
+            self.round(&released)?;
         }
         if state.retiring.is_empty() {
             return Ok(());

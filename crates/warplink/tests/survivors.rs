@@ -1,0 +1,231 @@
+//! A lost rank ends the communicators that contain it; the ranks that are left go on.
+
+// A test fails by panicking.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+mod common;
+
+use common::{Ended, Ranks, kind, values, world};
+use std::time::{Duration, Instant};
+use warplink::device::Priority;
+use warplink::overlap::{AllGatherMatmul, AllGatherMatmulBuffers, Options};
+use warplink::p2p::{Protocol, Transfer, TransferRequest, post_all, wait_all};
+use warplink::{Communicator, DType, DeviceKind, Error, ErrorKind};
+
+/// How soon the others must have their error, and how soon they must have gone on.
+const SOON: Duration = Duration::from_secs(5);
+
+fn kill_self() -> ! {
+    // The others are to be inside of what one will not leave.
+    std::thread::sleep(Duration::from_millis(100));
+    rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL)
+        .unwrap();
+    unreachable!("a process outlived SIGKILL")
+}
+
+/// Runs four ranks, of which `victims` are killed in `body`; the others end it.
+fn four(victims: &[usize], body: impl FnOnce(Communicator)) {
+    let ranks = Ranks {
+        world: world(4),
+        ..Ranks::default()
+    };
+    if ranks.world < 4 {
+        return;
+    }
+    let ended = ranks.start(|comm| {
+        body(comm);
+        println!("survived");
+    });
+    for (rank, end) in ended.iter().flatten().enumerate() {
+        let Ended { code, output, .. } = end;
+        if victims.contains(&rank) {
+            assert_eq!(*code, None, "rank {rank} ended by itself:\n{output}");
+        } else {
+            assert_eq!(*code, Some(0), "rank {rank}:\n{output}");
+            assert!(output.contains("survived"), "rank {rank}:\n{output}");
+        }
+    }
+}
+
+/// Rounds in a ring of `comm`, each checked; `before` is called with the round's number first.
+fn ring(
+    comm: &Communicator,
+    protocol: Protocol,
+    rounds: usize,
+    before: impl Fn(usize),
+) -> Result<(), Error> {
+    const BYTES: usize = 64 << 10;
+    let (rank, world) = (comm.rank(), comm.world());
+    let (right, left) = ((rank + 1) % world, (rank + world - 1) % world);
+    let (send, receive) = (comm.alloc(BYTES)?, comm.alloc(BYTES)?);
+    let stream = comm.create_stream(Priority::Normal)?;
+    let transfers = comm.exchange(&[
+        TransferRequest::send(&send, right, 0).with_protocol(protocol),
+        TransferRequest::receive(&receive, left, 0).with_protocol(protocol),
+    ])?;
+    let group: Vec<&Transfer> = transfers.iter().collect();
+    for round in 0..rounds {
+        before(round);
+        send.upload(&values(comm.job_ranks()[rank], round, BYTES))?;
+        post_all(&group, &stream)?;
+        wait_all(&group, &stream)?;
+        comm.synchronize(&stream)?;
+        let sent = values(comm.job_ranks()[left], round, BYTES);
+        assert!(receive.download()? == sent, "wrong data in round {round}");
+    }
+    Ok(())
+}
+
+#[test]
+fn the_group_without_the_lost_rank_goes_on() {
+    for protocol in [Protocol::Put, Protocol::Get] {
+        // One protocol to a run of the ranks; they run this test from its start.
+        let name = protocol.to_string();
+        if common::is_rank() && std::env::var("PROTOCOL").as_ref() != Ok(&name) {
+            continue;
+        }
+        let mut ranks = Ranks {
+            world: world(4),
+            ..Ranks::default()
+        };
+        if ranks.world < 4 {
+            return;
+        }
+        ranks.env.insert("PROTOCOL".to_owned(), name);
+        let ended = ranks.start(|comm| {
+            let half = comm.split(comm.rank() as u64 / 2, 0).unwrap();
+            comm.barrier().unwrap();
+            if comm.rank() >= 2 {
+                let started = Instant::now();
+                let die = |round| {
+                    if comm.rank() == 3 && round == 5 {
+                        kill_self();
+                    }
+                };
+                let error = ring(&half, protocol, usize::MAX, die).unwrap_err();
+                assert!(started.elapsed() < SOON, "{error}");
+                assert_eq!(error.kind(), ErrorKind::PeerLost, "{error}");
+                assert_eq!((error.peer(), error.job_peer()), (Some(1), Some(3)));
+                common::assert_says(&error, &["rank 0 (rank 2 of the job)", "rank 3 was lost"]);
+                let alone = half.survivors().unwrap();
+                assert_eq!(alone.job_ranks(), [2]);
+            } else {
+                // In the middle of this the other half loses a rank.
+                let rounds = || ring(&half, protocol, 300, |_| {}).unwrap();
+                rounds();
+                let error = comm.barrier().unwrap_err();
+                assert_eq!((error.kind(), error.peer()), (ErrorKind::PeerLost, Some(3)));
+                rounds();
+                half.split(0, 1).unwrap().barrier().unwrap();
+            }
+            let left = comm.survivors().unwrap();
+            assert_eq!(left.job_ranks(), [0, 1, 2]);
+            left.close().unwrap();
+        });
+        for (rank, end) in ended.iter().flatten().enumerate() {
+            let wanted = (rank != 3).then_some(0);
+            assert_eq!(end.code, wanted, "rank {rank}:\n{}", end.output);
+        }
+    }
+}
+
+#[test]
+fn the_survivors_go_on_with_right_data_after_each_loss() {
+    four(&[3, 1], |world| {
+        let mut comm = world.clone();
+        for victim in [3, 1] {
+            let die = |round| {
+                if world.rank() == victim && round == 4 {
+                    kill_self();
+                }
+            };
+            let error = ring(&comm, Protocol::default(), usize::MAX, die).unwrap_err();
+            let lost = Instant::now();
+            assert_eq!(error.kind(), ErrorKind::PeerLost, "{error}");
+            assert_eq!(error.job_peer(), Some(victim), "{error}");
+            comm = comm.survivors().unwrap();
+            assert!(!comm.job_ranks().contains(&victim));
+            ring(&comm, Protocol::default(), 10, |_| {}).unwrap();
+            assert!(lost.elapsed() < SOON, "{:?}", lost.elapsed());
+            // A program among those that are left.
+            let (m, n, k) = (4 * comm.world(), 8, 8);
+            let case = AllGatherMatmul {
+                m,
+                k,
+                n: vec![n],
+                dtype: DType::F32,
+                bias: false,
+                keep: false,
+            };
+            let bytes = |count: usize| comm.alloc(4 * count).unwrap();
+            let (a, b, c) = (bytes(4 * k), bytes(k * n), bytes(m * n));
+            let ones = 1f32.to_le_bytes();
+            a.upload(&ones.repeat(4 * k)).unwrap();
+            b.upload(&ones.repeat(k * n)).unwrap();
+            let stream = comm.create_stream(Priority::Normal).unwrap();
+            let buffers = AllGatherMatmulBuffers {
+                a: a.memory().clone(),
+                b: vec![b.memory().clone()],
+                bias: Vec::new(),
+                c: vec![c.memory().clone()],
+                gathered: None,
+            };
+            let plan = case.plan(&comm.executor(), &Options::default(), &buffers);
+            let plan = plan.unwrap();
+            plan.run(&stream).unwrap();
+            comm.synchronize(&stream).unwrap();
+            let expected = (k as f32).to_le_bytes().repeat(m * n);
+            assert!(c.download().unwrap() == expected, "a wrong product");
+        }
+        assert_eq!(comm.job_ranks(), [0, 2]);
+        drop(world);
+        comm.close().unwrap();
+    });
+}
+
+#[test]
+fn a_loss_of_several_at_once_is_agreed_on() {
+    four(&[2, 3], |comm| {
+        let die = |round| {
+            if comm.rank() >= 2 && round == 3 {
+                kill_self();
+            }
+        };
+        let error = ring(&comm, Protocol::default(), usize::MAX, die).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::PeerLost, "{error}");
+        let mut left = comm.survivors().unwrap();
+        while left.world() > 2 {
+            // One of them was lost only after that.
+            left.barrier().unwrap_err();
+            left = left.survivors().unwrap();
+        }
+        assert_eq!(left.job_ranks(), [0, 1]);
+        ring(&left, Protocol::default(), 20, |_| {}).unwrap();
+        drop(comm);
+        left.close().unwrap();
+    });
+}
+
+#[test]
+fn without_rank_0_nobody_goes_on_and_everybody_learns_why() {
+    four(&[0], |comm| {
+        let pair = comm.split(u64::from(comm.rank() >= 2), 0).unwrap();
+        let die = |round| {
+            if comm.rank() == 0 && round == 5 {
+                kill_self();
+            }
+        };
+        let error = ring(&pair, Protocol::default(), usize::MAX, die).unwrap_err();
+        assert_eq!(
+            (error.kind(), error.job_peer()),
+            (ErrorKind::PeerLost, Some(0)),
+            "{error}"
+        );
+        let error = comm.survivors().unwrap_err();
+        assert_eq!(error.job_peer(), Some(0), "{error}");
+        if kind() == DeviceKind::Host {
+            // Nothing of this rank is in the way of another job.
+            drop((pair, comm));
+        }
+    });
+}
