@@ -76,7 +76,7 @@ pub use deadline::Deadline;
 pub use device::{Device, DeviceKind};
 pub use dtype::DType;
 pub use error::{Error, ErrorKind, Rank, Result};
-pub use job::Job;
+pub use job::{Job, PendingJob};
 
 // The code of the README is run with the other examples of the documentation.
 #[cfg(doctest)]
