@@ -54,8 +54,8 @@ impl HardwareModel {
     /// Ranks that read different files may come to different choices: give all of them the same.
     ///
     /// # Errors
-    /// [`ErrorKind::Io`](crate::ErrorKind::Io) or [`ErrorKind::Parse`](crate::ErrorKind::Parse) for a
-    /// named file that cannot be read, and [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported)
+    /// [`ErrorKind::Io`] or [`ErrorKind::Parse`] for a
+    /// named file that cannot be read, and [`ErrorKind::Unsupported`]
     /// where there is no model at all for such a device. A file of the directory that cannot be read
     /// is passed over with a warning.
     pub fn find(device: &DeviceDescription, world: usize) -> Result<Arc<Self>> {
@@ -85,8 +85,8 @@ impl HardwareModel {
     /// Reads the model in a file.
     ///
     /// # Errors
-    /// [`ErrorKind::Io`](crate::ErrorKind::Io) where it cannot be read,
-    /// [`ErrorKind::Parse`](crate::ErrorKind::Parse) where it is not a model.
+    /// [`ErrorKind::Io`] where it cannot be read,
+    /// [`ErrorKind::Parse`] where it is not a model.
     pub fn read(path: &Path) -> Result<Self> {
         let text = std::fs::read_to_string(path)
             .map_err(|error| Error::io(format!("read {}", path.display()), &error))?;
