@@ -38,8 +38,8 @@ for name in ${PARTS:-tune p2p ring program overlap random torch}; do
         both overlap 240 bench overlap -n "$ranks" ${OVERLAP_ARGS:-}
         ;;
     random)
-        part random 280 device-bin/warplink bench overlap -n "$ranks" --random 100 --samples 10 \
-            --output "$OUT/bench/random.json" ${RANDOM_ARGS:-}
+        part random 280 device-bin/warplink bench overlap -n "$ranks" --random 100 \
+            --output "$OUT/bench/random.json" ${RANDOM_ARGS:---samples 10}
         tail -n 3 "$OUT/bench/random.log"
         ;;
     torch)

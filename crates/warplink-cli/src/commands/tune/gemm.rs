@@ -33,9 +33,11 @@ pub(super) fn measure(
     Ok(grids)
 }
 
-/// 1, 16, 64, 256, 1024, … up to `largest`.
-fn sizes(largest: usize) -> Vec<usize> {
-    let from_16 = std::iter::successors(Some(16_usize), |size| size.checked_mul(4));
+/// 1, 16, 64, 256, 1024 and so on up to `largest`; with `fine`, every power of two from 1024 on, where
+/// how a result divides into tiles and waves matters most.
+fn sizes(largest: usize, fine: bool) -> Vec<usize> {
+    let next = |size: &usize| size.checked_mul(if fine && *size >= 1024 { 2 } else { 4 });
+    let from_16 = std::iter::successors(Some(16_usize), next);
     let rest = from_16.take_while(|size| *size <= largest);
     std::iter::once(1).chain(rest).collect()
 }
@@ -49,7 +51,7 @@ fn columns(largest: usize, aligned: bool) -> Vec<usize> {
         (false, size) if size == largest => size - 1,
         (false, size) => size + 1,
     };
-    let mut columns: Vec<usize> = sizes(largest).into_iter().map(size).collect();
+    let mut columns: Vec<usize> = sizes(largest, aligned).into_iter().map(size).collect();
     if aligned {
         // 8 and 16 differ little.
         columns.retain(|size| *size != 16);
@@ -58,7 +60,7 @@ fn columns(largest: usize, aligned: bool) -> Vec<usize> {
 }
 
 fn grid(rig: &Rig<'_>, dtype: DType, aligned: bool, largest: usize, shared: bool) -> Result<Grid> {
-    let rows = sizes(largest);
+    let rows = sizes(largest, aligned);
     let columns = columns(largest, aligned);
     let most = |sizes: &[usize]| sizes.last().copied().unwrap_or(1);
     let (m, k, n) = (most(&rows), most(&columns), most(&columns));
@@ -157,7 +159,9 @@ mod tests {
 
     #[test]
     fn sizes_are_aligned_or_odd() {
-        assert_eq!(sizes(1024), [1, 16, 64, 256, 1024]);
+        assert_eq!(sizes(1024, true), [1, 16, 64, 256, 1024]);
+        assert_eq!(sizes(4096, true)[4..], [1024, 2048, 4096]);
+        assert_eq!(sizes(4096, false)[4..], [1024, 4096]);
         assert_eq!(columns(1024, true), [8, 64, 256, 1024]);
         assert_eq!(columns(1024, false), [1, 17, 65, 257, 1023]);
     }

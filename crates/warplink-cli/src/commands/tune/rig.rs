@@ -4,7 +4,7 @@ use crate::commands::bench::second_stream::SecondStream;
 use crate::commands::bench::timing::{Clock, Submission};
 use crate::memory;
 use anyhow::{Context, Result};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use warplink::Communicator;
 use warplink::device::{AllocationKind, DeviceSlice, Event, Priority, Stream, Word};
 use warplink::memory::{HANDLE_BYTES, Region, RemoteRegion};
@@ -12,6 +12,9 @@ use warplink::program::cost::curve::Curve;
 
 /// Seconds that the repetitions of one sample should take together.
 const SAMPLE: f64 = 1e-3;
+
+/// How long work runs before it is timed on one rank alone.
+const WARM_UP: Duration = Duration::from_millis(20);
 
 pub(super) struct Rig<'a> {
     pub(super) comm: &'a Communicator,
@@ -113,6 +116,12 @@ impl<'a> Rig<'a> {
             once = self.timed(stream, &|| work(stream))?;
         }
         let repeat = (SAMPLE / once.max(1e-6)).clamp(1.0, 32.0) as usize;
+        // A device that has been idle runs faster than one at its power limit, where programs that
+        // compute for long run.
+        let start = Instant::now();
+        while start.elapsed() < WARM_UP {
+            self.timed(stream, &|| (0..repeat).try_for_each(|_| work(stream)))?;
+        }
         let mut times = Vec::new();
         for _ in 0..self.samples.min(3) {
             let all = self.timed(stream, &|| (0..repeat).try_for_each(|_| work(stream)))?;
