@@ -160,12 +160,12 @@ fn matmuls_share_the_multiprocessors() {
     // Ten elements fill all ten: the second waits.
     let full = on_two_streams("P = matmul(X, Y)", "Q = matmul(X, Y)");
     takes(cost(&full, 1, &machine()).seconds, 2000.0);
-    // Ten elements, each on two of forty: they run side by side.
+    // Ten elements, each on four of eighty: they run side by side.
     let mut model = machine();
-    model.device.multiprocessors = 40;
+    model.device.multiprocessors = 80;
     takes(cost(&full, 1, &model).seconds, 1000.0);
-    // Twenty of thirty leave half of what the second needs until the first is done.
-    model.device.multiprocessors = 30;
+    // Forty of sixty leave half of what the second needs until the first is done.
+    model.device.multiprocessors = 60;
     takes(cost(&full, 1, &model).seconds, 1000.0 + 500.0);
 }
 

@@ -1,5 +1,6 @@
 //! The vendor's collectives.
 
+use super::latency::single_run;
 use super::rig::Rig;
 use crate::commands::bench::timing::Submission;
 use anyhow::Result;
@@ -78,5 +79,12 @@ pub(super) fn measure(rig: &Rig<'_>, model: &mut HardwareModel) -> Result<Option
     let stream = &rig.clock.stream;
     let host = rig.host(&mut || Ok(engine.enqueue(stream, &small)?))?;
     model.host.collective = rig.median(host)?;
+    let single = rig.each(1, Submission::Captured, &|stream| {
+        Ok(engine.enqueue(stream, &small)?)
+    })?;
+    let in_a_row = model
+        .collectives
+        .seconds("all_gather", world, (1024 * world) as f64);
+    model.latency.collective = (single - in_a_row - single_run(rig, model)?).max(0.0);
     Ok(Some(engine.name()))
 }

@@ -5,7 +5,7 @@ use crate::commands::bench::timing::Submission;
 use anyhow::{Context, Result};
 use std::cell::Cell;
 use warplink::device::{MatmulSpec, MemoryOp, Stream};
-use warplink::p2p::{Batch, Protocol, Transfer, TransferRequest};
+use warplink::p2p::{Batch, Protocol, Transfer, TransferRequest, post_all, wait_all};
 use warplink::program::cost::HardwareModel;
 use warplink::{Communicator, DType};
 
@@ -14,6 +14,9 @@ const ROUND_TRIPS: usize = 32;
 
 /// Bytes of a transfer whose size does not count.
 const SMALL: usize = 1024;
+
+/// Bytes of a transfer that the copy engine does.
+const ENGINE_COPY: usize = 1 << 20;
 
 /// No figure of a device is less than this.
 const MIN_SECONDS: f64 = 50e-9;
@@ -40,7 +43,38 @@ pub(super) fn measure(rig: &Rig<'_>, model: &mut HardwareModel) -> Result<()> {
     }
     model.latency.event = (events(rig)? / 2.0).max(MIN_SECONDS);
     model.latency.launch = (launches(rig, one)? - model.memory.kernel).max(0.0);
+    if rig.comm.world() > 1 {
+        model.latency.captured_copy = captured_copy(rig)?;
+    }
     host(rig, model)
+}
+
+/// Seconds that a transfer by the copy engine takes longer in a graph than eagerly, beyond what a
+/// kernel does.
+fn captured_copy(rig: &Rig<'_>) -> Result<f64> {
+    let bytes = ENGINE_COPY.min(rig.largest);
+    let pair = pair(rig, bytes)?;
+    let group: Vec<&Transfer> = pair.iter().collect();
+    let kernel = small_sum(rig)?;
+    let longer = |work: &dyn Fn(&Stream) -> Result<()>| -> Result<f64> {
+        let captured = rig.each(1, Submission::Captured, work)?;
+        Ok(captured - rig.each(1, Submission::Eager, work)?)
+    };
+    let copy = longer(&|stream| {
+        post_all(&group, stream)?;
+        Ok(wait_all(&group, stream)?)
+    })?;
+    let kernel = longer(&|stream| Ok(kernel.enqueue(stream)?))?;
+    Ok((copy - kernel).max(0.0))
+}
+
+/// Seconds of a single captured run of a small kernel beyond one of many in a row.
+pub(super) fn single_run(rig: &Rig<'_>, model: &HardwareModel) -> Result<f64> {
+    let kernel = small_sum(rig)?;
+    let single = rig.each(1, Submission::Captured, &|stream| {
+        Ok(kernel.enqueue(stream)?)
+    })?;
+    Ok(single - model.memory.kernel)
 }
 
 /// Seconds of a write of so many words of this rank's own at once.

@@ -26,6 +26,8 @@ pub(super) fn text(model: &HardwareModel) -> String {
         ("event", micros(latency.event)),
         ("kernel that does nothing", micros(model.memory.kernel)),
         ("kernel behind a word", micros(latency.launch)),
+        ("more for a copy in a graph", micros(latency.captured_copy)),
+        ("more for a single collective", micros(latency.collective)),
         ("host, a matmul", micros(host.matmul)),
         ("host, a transfer", micros(host.transfer)),
         ("host, a wait", micros(host.word)),

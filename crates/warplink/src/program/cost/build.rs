@@ -139,7 +139,7 @@ impl<'a> Schedule<'a> {
             OperationKind::Matmul { .. } => host.matmul,
             OperationKind::Sum { .. } => host.sum,
             OperationKind::Post(group) => post::host_seconds(program, group, host),
-            OperationKind::PostMatmul { .. } => host.matmul + host.transfer,
+            OperationKind::PostMatmul { .. } => host.transfer,
             OperationKind::Wait(_) => host.word,
             OperationKind::Collective { .. } => host.collective,
             OperationKind::Synchronize(_) => 2.0 * host.event,

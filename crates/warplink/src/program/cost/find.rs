@@ -14,8 +14,9 @@ const CACHE_VARIABLE: &str = "WARPLINK_CACHE_DIR";
 
 /// The models that come with the library. Those that name no device are guesses for all of their
 /// kind.
-const SHIPPED: [(&str, &str); 3] = [
+const SHIPPED: [(&str, &str); 4] = [
     ("h200-8", include_str!("../../../models/h200-8.json")),
+    ("h200-2", include_str!("../../../models/h200-2.json")),
     (
         "generic-gpu",
         include_str!("../../../models/generic-gpu.json"),

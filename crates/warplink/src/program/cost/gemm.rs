@@ -11,7 +11,7 @@ const ALIGNMENT: usize = 16;
 const TAIL_FILLED: f64 = 0.5;
 
 /// How many multiprocessors share a tile where there are more of them than tiles.
-const SHARERS_OF_TILE: f64 = 2.0;
+const SHARERS_OF_TILE: f64 = 4.0;
 
 /// Times of matrix multiplications on one device, and how much of the device they fill.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -244,7 +244,7 @@ mod tests {
         // 198 tiles in two waves.
         // A wave and a half: of the quarter that is idle, half is filled.
         assert!((occupancy(128 * 198, 256) - 0.875).abs() < 1e-12);
-        assert!((occupancy(64, 64) - 2.0 / 132.0).abs() < 1e-12);
+        assert!((occupancy(64, 64) - 4.0 / 132.0).abs() < 1e-12);
     }
 
     proptest! {

@@ -131,6 +131,12 @@ pub struct Latency {
     pub launch: f64,
     /// The wait of a kernel for room on the multiprocessors beside a multiplication.
     pub room: f64,
+    /// How much longer a transfer by the copy engine takes as a node of a graph.
+    #[serde(default)]
+    pub captured_copy: f64,
+    /// How much longer a collective takes alone than as one of many in a row.
+    #[serde(default)]
+    pub collective: f64,
 }
 
 /// Seconds that the host takes to enqueue an operation.

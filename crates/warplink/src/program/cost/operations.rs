@@ -77,6 +77,7 @@ impl Schedule<'_> {
         self.step(state, Step::Add(arrived, 0.0));
         self.step(state, Step::Await(arrived, self.programs.len() as u32));
         self.kernel(state);
+        self.delay(state, self.model.latency.collective);
         let seconds = self.engine_seconds(name, bytes);
         let crossing = link_bytes(name, self.world, bytes);
         self.engine_work(state, seconds, crossing);

@@ -221,6 +221,9 @@ impl Schedule<'_> {
         }
         if !in_kernel {
             self.engine_copy(state);
+            if self.submission == Submission::Captured {
+                self.delay(state, self.model.latency.captured_copy);
+            }
         }
         let class = match (in_kernel, protocol) {
             (true, _) => Class::SmallKernel,
