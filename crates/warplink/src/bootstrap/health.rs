@@ -113,6 +113,11 @@ impl Health {
         lock(&self.0).left.insert(rank);
     }
 
+    /// Whether this rank has ended its membership, so that no callback need go on.
+    pub(crate) fn is_closed(&self) -> bool {
+        lock(&self.0).closed
+    }
+
     /// Ends the notifications. The thread that makes them ends after the call that is under way;
     /// it is handed to the caller to wait for.
     pub(crate) fn close(&self) -> Option<JoinHandle<()>> {

@@ -15,6 +15,9 @@ const MAX_TELLING: Duration = Duration::from_secs(2);
 /// How long the others have to notice when the store is lost, which they see by themselves.
 const NOTICING: Duration = Duration::from_millis(200);
 
+/// Between two looks at what is known.
+const POLL_INTERVAL: Duration = Duration::from_millis(1);
+
 /// The communicators of a job here, by what ends their waits.
 #[derive(Debug, Default)]
 pub(super) struct Losses(Mutex<Vec<(Weak<Fault>, Arc<Group>)>>);
@@ -72,7 +75,10 @@ pub(super) fn wait_until_all_know(bootstrap: &Bootstrap, lost: Rank) {
     loop {
         let left = remaining(bootstrap);
         if left.first() != Some(&0) {
-            std::thread::sleep(NOTICING.min(deadline.remaining()));
+            let noticed = Deadline::after(NOTICING);
+            while !noticed.passed() && !bootstrap.health().is_closed() {
+                std::thread::sleep(POLL_INTERVAL);
+            }
             return;
         }
         let together = bootstrap
@@ -104,11 +110,13 @@ pub(super) fn is_gone(bootstrap: &Bootstrap, error: &Error, deadline: Deadline) 
     else {
         return false;
     };
-    while bootstrap.health().check(&[peer]).is_ok() {
-        if deadline.passed() {
+    let health = bootstrap.health();
+    while health.check(&[peer]).is_ok() {
+        // Not by the membership, whose end waits for the callback that may have called this.
+        if deadline.passed() || health.is_closed() {
             return false;
         }
-        std::thread::sleep(Duration::from_millis(1));
+        std::thread::sleep(POLL_INTERVAL);
     }
-    !bootstrap.is_closed()
+    !health.is_closed()
 }
