@@ -9,7 +9,10 @@ libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
     };
     let _ = Handle::decode(bytes, &key);
     // With a hash that fits, what lies behind its check is reached as well.
-    let Some(Ok(mut wire)) = bytes.get(..HANDLE_BYTES).map(<[u8; HANDLE_BYTES]>::try_from) else {
+    let Some(Ok(mut wire)) = bytes
+        .get(..HANDLE_BYTES)
+        .map(<[u8; HANDLE_BYTES]>::try_from)
+    else {
         return;
     };
     key.seal(&mut wire);

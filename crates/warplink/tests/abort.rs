@@ -195,10 +195,10 @@ fn the_first_abort_counts_and_later_calls_fail() {
     let id = UniqueId::create(IpAddr::V4(Ipv4Addr::LOCALHOST), 0).unwrap();
     let join = JoinConfig::new(Rendezvous::Id(id), 0, 1);
     let comm = Communicator::join(&Config::new(join, kind())).unwrap();
+    let stream = comm.create_stream(Priority::Normal).unwrap();
     comm.abort("first");
     comm.abort("second");
     assert_eq!(comm.barrier().unwrap_err().kind(), ErrorKind::Closed);
-    let stream = comm.create_stream(Priority::Normal).unwrap();
     let error = comm.synchronize(&stream).unwrap_err();
     assert!(error.to_string().contains("it aborted: first"), "{error}");
 }
