@@ -43,6 +43,8 @@ fn slower(model: &HardwareModel, factor: f64) -> HardwareModel {
         &mut slow.latency.event,
         &mut slow.latency.launch,
         &mut slow.latency.room,
+        &mut slow.latency.captured_copy,
+        &mut slow.latency.collective,
         &mut slow.host.matmul,
         &mut slow.host.sum,
         &mut slow.host.copy,

@@ -256,6 +256,8 @@ impl HardwareModel {
             ("latency.event", latency.event),
             ("latency.launch", latency.launch),
             ("latency.room", latency.room),
+            ("latency.captured_copy", latency.captured_copy),
+            ("latency.collective", latency.collective),
             ("host.matmul", host.matmul),
             ("host.sum", host.sum),
             ("host.copy", host.copy),
