@@ -100,9 +100,12 @@ pub(crate) fn check_output(path: &Path) -> Result<()> {
         .open(path)
         .and_then(|_| {
             if there {
-                Ok(())
-            } else {
-                std::fs::remove_file(path)
+                return Ok(());
+            }
+            match std::fs::remove_file(path) {
+                // Another rank has checked the same file, and removed it.
+                Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+                other => other,
             }
         })
         .with_context(|| format!("open {} for writing", path.display()))
