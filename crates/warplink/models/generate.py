@@ -81,6 +81,8 @@ def gpu_gemm(flops, flops_f32, multiprocessors, floor, memory):
     return {
         "tile": [128, 256],
         "smallest_tile": [64, 64],
+        "tail_filled": 0.5,
+        "tile_sharers": 4.0,
         "grids": [
             grid("bf16", SIZES, formula(flops, 2)),
             grid("f16", SIZES, formula(flops, 2)),
@@ -148,6 +150,8 @@ def h200():
             "event": 1.5e-6,
             "launch": 2.5e-6,
             "room": 0.0,
+            "captured_copy": 0.0,
+            "collective": 0.0,
         },
         "host": {
             "matmul": 1.8e-6,
@@ -263,6 +267,8 @@ def host():
         "gemm": {
             "tile": [1 << 20, 1 << 20],
             "smallest_tile": [1 << 20, 1 << 20],
+            "tail_filled": 0.5,
+            "tile_sharers": 4.0,
             "grids": [grid(dtype, sizes, product) for dtype in ["f32", "f16", "bf16"]],
         },
         "link": {
@@ -286,6 +292,8 @@ def host():
             "event": 10e-6,
             "launch": 1e-6,
             "room": 0.0,
+            "captured_copy": 0.0,
+            "collective": 0.0,
         },
         "host": {
             "matmul": 0.3e-6,

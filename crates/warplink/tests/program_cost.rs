@@ -57,6 +57,8 @@ fn machine() -> HardwareModel {
         gemm: Gemm {
             tile: (1, 1),
             smallest_tile: (1, 1),
+            tail_filled: 1.0,
+            tile_sharers: 1.0,
             grids: vec![grid],
         },
         link: Link {
@@ -160,12 +162,12 @@ fn matmuls_share_the_multiprocessors() {
     // Ten elements fill all ten: the second waits.
     let full = on_two_streams("P = matmul(X, Y)", "Q = matmul(X, Y)");
     takes(cost(&full, 1, &machine()).seconds, 2000.0);
-    // Ten elements, each on four of eighty: they run side by side.
+    // Ten of twenty: they run side by side.
     let mut model = machine();
-    model.device.multiprocessors = 80;
+    model.device.multiprocessors = 20;
     takes(cost(&full, 1, &model).seconds, 1000.0);
-    // Forty of sixty leave half of what the second needs until the first is done.
-    model.device.multiprocessors = 60;
+    // Ten of fifteen leave half of what the second needs until the first is done.
+    model.device.multiprocessors = 15;
     takes(cost(&full, 1, &model).seconds, 1000.0 + 500.0);
 }
 

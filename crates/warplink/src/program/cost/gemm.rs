@@ -7,12 +7,6 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 /// Bytes that rows must be a multiple of to count as aligned.
 const ALIGNMENT: usize = 16;
 
-/// The share of the idle multiprocessors of a last wave that another multiplication fills.
-const TAIL_FILLED: f64 = 0.5;
-
-/// How many multiprocessors share a tile where there are more of them than tiles.
-const SHARERS_OF_TILE: f64 = 4.0;
-
 /// Times of matrix multiplications on one device, and how much of the device they fill.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Gemm {
@@ -20,6 +14,11 @@ pub struct Gemm {
     pub tile: (usize, usize),
     /// The same for results with fewer tiles than multiprocessors.
     pub smallest_tile: (usize, usize),
+    /// The share of the multiprocessors left idle by a last wave that another multiplication fills.
+    pub tail_filled: f64,
+    /// How many multiprocessors share a tile, each a part of the contraction, where there are more of
+    /// them than tiles.
+    pub tile_sharers: f64,
     /// Measured times.
     pub grids: Vec<Grid>,
 }
@@ -64,9 +63,8 @@ impl Gemm {
     /// The share of `multiprocessors` that an `m × n` result keeps busy on average, above 0 and up to
     /// 1, as far as another multiplication beside it gains by what is idle.
     ///
-    /// Of the last wave of a large result, another can fill half: it starts before that wave, and its
-    /// own first wave ends late. For results with fewer tiles than multiprocessors, libraries share the
-    /// contraction of a tile among several of them.
+    /// Another fills only a share of what a last wave leaves idle: its own first wave then ends late.
+    /// For results with few tiles, libraries share the contraction of a tile among multiprocessors.
     pub fn occupancy(&self, m: usize, n: usize, multiprocessors: usize) -> f64 {
         let all = multiprocessors.max(1);
         let tiles =
@@ -74,9 +72,9 @@ impl Gemm {
         let large = tiles(self.tile);
         if large >= all {
             let full = large as f64 / (large.div_ceil(all) * all) as f64;
-            1.0 - TAIL_FILLED * (1.0 - full)
+            1.0 - self.tail_filled * (1.0 - full)
         } else {
-            let tiles = tiles(self.smallest_tile).max(1) as f64 * SHARERS_OF_TILE;
+            let tiles = tiles(self.smallest_tile).max(1) as f64 * self.tile_sharers;
             (tiles / all as f64).min(1.0)
         }
     }
@@ -198,6 +196,8 @@ mod tests {
         Gemm {
             tile: (128, 256),
             smallest_tile: (64, 64),
+            tail_filled: 0.5,
+            tile_sharers: 4.0,
             grids: vec![grid],
         }
     }

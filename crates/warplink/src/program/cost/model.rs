@@ -132,10 +132,8 @@ pub struct Latency {
     /// The wait of a kernel for room on the multiprocessors beside a multiplication.
     pub room: f64,
     /// How much longer a transfer by the copy engine takes as a node of a graph.
-    #[serde(default)]
     pub captured_copy: f64,
     /// How much longer a collective takes alone than as one of many in a row.
-    #[serde(default)]
     pub collective: f64,
 }
 
