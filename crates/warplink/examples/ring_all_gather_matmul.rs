@@ -268,7 +268,7 @@ fn rank(comm: &Communicator) -> Result<()> {
         for (index, chunk) in c.chunks(problem.rows * problem.n).enumerate() {
             if chunk.iter().any(|c| *c != value(index)) {
                 let message = format!("chunk {index} of C is wrong");
-                return Err(Error::new(ErrorKind::Internal, message).on_rank(rank));
+                return Err(Error::new(ErrorKind::Internal, message).with_rank(rank));
             }
         }
 

@@ -118,13 +118,16 @@ impl Config {
 /// The ordinal among the `visible` GPUs for the rank with `local_rank` on this machine.
 fn gpu_ordinal(local_rank: usize, visible: usize) -> Result<usize> {
     match visible {
-        0 => Err(Error::new(ErrorKind::Unsupported, "no GPU is visible").help("use --device host")),
+        0 => {
+            Err(Error::new(ErrorKind::Unsupported, "no GPU is visible")
+                .with_help("use --device host"))
+        }
         // Each rank was given its own.
         1 => Ok(0),
         _ if local_rank < visible => Ok(local_rank),
         _ => Err(Error::invalid(format!(
             "local rank {local_rank} has no GPU of its own among {visible}"
         ))
-        .help("start no more ranks than there are GPUs")),
+        .with_help("start no more ranks than there are GPUs")),
     }
 }

@@ -83,7 +83,7 @@ impl FromStr for DType {
             .find(|dtype| dtype.name() == text)
             .ok_or_else(|| {
                 Error::new(ErrorKind::Parse, format!("'{text}' is no element type"))
-                    .help("use f16, bf16, f32, f64, i32 or u8")
+                    .with_help("use f16, bf16, f32, f64, i32 or u8")
             })
     }
 }

@@ -112,7 +112,7 @@ impl Error {
             ErrorKind::Timeout => Cow::Borrowed("the other side did not answer in time"),
             _ => Cow::Owned(error.to_string()),
         };
-        let made = Self::new(kind, message).during(operation);
+        let made = Self::new(kind, message).with_operation(operation);
         match error.raw_os_error() {
             Some(code) => made.with_code(code.into()),
             None => made,
@@ -120,13 +120,13 @@ impl Error {
     }
 
     /// Names the operation that failed; the outermost caller's word stands.
-    pub fn during(mut self, operation: impl Into<Cow<'static, str>>) -> Self {
+    pub fn with_operation(mut self, operation: impl Into<Cow<'static, str>>) -> Self {
         self.0.operation = Some(operation.into());
         self
     }
 
     /// Names the rank on which this happened.
-    pub fn on_rank(mut self, rank: Rank) -> Self {
+    pub fn with_rank(mut self, rank: Rank) -> Self {
         self.0.rank = Some(rank);
         self
     }
@@ -182,7 +182,7 @@ impl Error {
     }
 
     /// Says what to do about it, as an imperative.
-    pub fn help(mut self, help: impl Into<Cow<'static, str>>) -> Self {
+    pub fn with_help(mut self, help: impl Into<Cow<'static, str>>) -> Self {
         self.0.help = Some(help.into());
         self
     }
@@ -198,7 +198,7 @@ impl Error {
     }
 
     /// What to do about it, if anything is known.
-    pub fn help_text(&self) -> Option<&str> {
+    pub fn help(&self) -> Option<&str> {
         self.0.help.as_deref()
     }
 
@@ -291,11 +291,11 @@ mod tests {
             ErrorKind::Timeout,
             "timed out after 5s waiting for the peer's region",
         )
-        .during("exchange handles")
-        .on_rank(1)
+        .with_operation("exchange handles")
+        .with_rank(1)
         .with_peer(3)
         .with_key("x/3/1/7")
-        .help("check that rank 3 is running");
+        .with_help("check that rank 3 is running");
         assert_eq!(
             error.to_string(),
             "rank 1: exchange handles: timed out after 5s waiting for the peer's region (peer 3, key x/3/1/7); help: check that rank 3 is running"

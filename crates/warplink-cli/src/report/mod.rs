@@ -68,7 +68,7 @@ pub(crate) fn print_error(error: &anyhow::Error, json: bool) {
             kind: library.map(|error| format!("{:?}", error.kind())),
             peer: library.and_then(warplink::Error::peer),
             code: library.and_then(warplink::Error::code),
-            help: library.and_then(|error| error.help_text().map(str::to_owned)),
+            help: library.and_then(|error| error.help().map(str::to_owned)),
         });
     }
 }

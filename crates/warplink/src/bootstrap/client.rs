@@ -100,7 +100,7 @@ impl Client {
                 return Err(deadline
                     .expired(&format!("a connection to the store at {address}"))
                     .with_peer(0)
-                    .help(format!(
+                    .with_help(format!(
                         "check that rank 0 is running and can be reached at that address; the last attempt failed with: {error}"
                     )));
             }
@@ -203,7 +203,7 @@ impl Client {
                 }
                 reply => Ok(reply),
             })
-            .map_err(|error| error.during(operation.to_owned()))
+            .map_err(|error| error.with_operation(operation.to_owned()))
     }
 
     fn exchange(&self, request: &Request, deadline: Deadline) -> Result<Reply> {
@@ -346,7 +346,7 @@ fn missing_ranks(missing: &[u32], when: &str) -> Error {
     let names: Vec<_> = missing.iter().map(u32::to_string).collect();
     let message = format!("rank {} did not join {when}", names.join(", "));
     let error = Error::new(ErrorKind::Timeout, message)
-        .help("start every rank, with the same address and world size");
+        .with_help("start every rank, with the same address and world size");
     match missing {
         [one, ..] => error.with_peer(*one as Rank),
         [] => error,

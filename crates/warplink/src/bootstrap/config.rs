@@ -45,7 +45,7 @@ impl FromStr for Rendezvous {
             ErrorKind::Parse,
             format!("unknown rendezvous '{text}'; expected ip:port or a unique id"),
         )
-        .help("give ip:port, or a unique id of 256 hexadecimal digits"))
+        .with_help("give ip:port, or a unique id of 256 hexadecimal digits"))
     }
 }
 
@@ -130,7 +130,7 @@ impl JoinConfig {
             (Rendezvous::Address(_), Some(text)) if text.trim().is_empty() => Err(Error::invalid(
                 "the secret is blank; expected a long random text",
             )
-            .help("give every rank the same secret")),
+            .with_help("give every rank the same secret")),
             (Rendezvous::Address(_), Some(text)) => Secret::from_text(text),
             (Rendezvous::Address(address), None)
                 if address.ip().is_loopback() || self.allow_insecure =>
@@ -140,7 +140,7 @@ impl JoinConfig {
             (Rendezvous::Address(address), None) => Err(Error::invalid(format!(
                 "other machines can reach {address} and the job has no secret; expected one"
             ))
-            .help(
+            .with_help(
                 "set WARPLINK_SECRET to the same random text on every rank, use a unique id, or set \
                  WARPLINK_ALLOW_INSECURE=1 to let anybody join",
             )),

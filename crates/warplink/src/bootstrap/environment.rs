@@ -88,7 +88,7 @@ impl JoinConfig {
     pub fn from_variables(lookup: impl Fn(&str) -> Option<OsString>) -> Result<Self> {
         Variables(&lookup)
             .read()
-            .map_err(|error| error.during("read the job's variables"))
+            .map_err(|error| error.with_operation("read the job's variables"))
     }
 }
 
@@ -125,7 +125,7 @@ impl Variables<'_> {
             Some(text) if text.is_empty() => Err(Error::invalid(format!(
                 "{NAME} is blank; expected a long random text"
             ))
-            .help(format!(
+            .with_help(format!(
                 "set {NAME} to the same text on every rank, or unset it"
             ))),
             secret => Ok(secret),
@@ -183,7 +183,7 @@ impl Variables<'_> {
             "rank and world size are not set; expected {}",
             sought.join(", ")
         ))
-        .help("start the ranks with a launcher, or set WARPLINK_RANK and WARPLINK_WORLD"))
+        .with_help("start the ranks with a launcher, or set WARPLINK_RANK and WARPLINK_WORLD"))
     }
 
     fn rendezvous(&self, rank: usize, world: usize) -> Result<Rendezvous> {
@@ -223,7 +223,9 @@ impl Variables<'_> {
                  OMPI_COMM_WORLD_LOCAL_SIZE equal to the world size, SLURM_STEP_NODELIST or \
                  SLURM_JOB_NODELIST",
             )
-            .help("set WARPLINK_ADDRESS to ip:port of rank 0's machine, the same on every rank"));
+            .with_help(
+                "set WARPLINK_ADDRESS to ip:port of rank 0's machine, the same on every rank",
+            ));
         };
         Ok(Rendezvous::Address(address))
     }

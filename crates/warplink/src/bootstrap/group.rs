@@ -205,7 +205,7 @@ impl Group {
 
 /// Checks the members of a group and puts them in ascending order.
 pub(crate) fn sort_members(members: &[Rank], rank: Rank, world: usize) -> Result<Vec<u32>> {
-    let failed = |message: String| Err(Error::invalid(message).during("make a group"));
+    let failed = |message: String| Err(Error::invalid(message).with_operation("make a group"));
     let mut sorted = wire_ranks(members)?;
     sorted.sort_unstable();
     if let Some(twice) = sorted.windows(2).find(|pair| pair.first() == pair.last()) {

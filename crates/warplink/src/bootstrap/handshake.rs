@@ -111,7 +111,7 @@ pub(crate) fn join(
             ErrorKind::Authentication,
             "the store at this address does not hold this rank's secret",
         )
-        .help("give every rank the same unique id or WARPLINK_SECRET, and check that no other job uses this address"));
+        .with_help("give every rank the same unique id or WARPLINK_SECRET, and check that no other job uses this address"));
     }
     send(stream, &secret.proof(JOINER, &[hello.as_bytes(), &nonce])?)?;
     let transcript = [hello.as_bytes(), &nonce[..]];

@@ -62,8 +62,8 @@ impl Bootstrap {
     ///   first gives up.
     pub fn join(config: &JoinConfig) -> Result<Arc<Self>> {
         Self::enter(config).map_err(|error| {
-            let error = error.on_rank(config.rank);
-            error.during("join")
+            let error = error.with_rank(config.rank);
+            error.with_operation("join")
         })
     }
 
@@ -242,7 +242,7 @@ impl Bootstrap {
             drop(server);
         }
         finish(notifier, deadline);
-        result.map_err(|error| error.on_rank(self.rank).during("leave"))
+        result.map_err(|error| error.with_rank(self.rank).with_operation("leave"))
     }
 
     /// Ends this rank's membership as a failure: for the others it is lost, and `reason` is in their

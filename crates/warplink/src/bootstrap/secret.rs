@@ -81,7 +81,7 @@ impl fmt::Debug for Secret {
 pub(crate) fn random_bytes<const N: usize>() -> Result<[u8; N]> {
     let mut bytes = [0; N];
     getrandom::fill(&mut bytes).map_err(|error| {
-        Error::new(ErrorKind::Io, error.to_string()).during("read random bytes")
+        Error::new(ErrorKind::Io, error.to_string()).with_operation("read random bytes")
     })?;
     Ok(bytes)
 }

@@ -20,7 +20,8 @@ const BACKLOG: i32 = 4096;
 pub(crate) fn reserve(ip: IpAddr) -> Result<SocketAddr> {
     let failed = |error: io::Error| {
         let kind = Error::io("listen", &error).kind();
-        Error::new(kind, format!("cannot listen on {ip}: {error}")).during("create a unique id")
+        Error::new(kind, format!("cannot listen on {ip}: {error}"))
+            .with_operation("create a unique id")
     };
     let listener = TcpListener::bind((ip, 0)).map_err(failed)?;
     rustix::net::listen(&listener, BACKLOG).map_err(|errno| failed(errno.into()))?;
@@ -57,7 +58,7 @@ pub(crate) fn listen(address: SocketAddr) -> Result<TcpListener> {
         );
         match kind {
             ErrorKind::AddressInUse => {
-                made.help("end the process that listens there, or give the job another port")
+                made.with_help("end the process that listens there, or give the job another port")
             }
             _ => made,
         }

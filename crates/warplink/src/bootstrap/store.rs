@@ -282,7 +282,7 @@ fn unexpected(operation: &'static str) -> Error {
         ErrorKind::Protocol,
         "the store sent a reply of another type",
     )
-    .during(operation)
+    .with_operation(operation)
 }
 
 impl fmt::Debug for Store {

@@ -63,8 +63,8 @@ impl UniqueId {
             return Err(Error::invalid(format!(
                 "a rank cannot connect to {ip}; expected an address of this machine"
             ))
-            .during("create a unique id")
-            .help("name an address of this machine that the other ranks reach"));
+            .with_operation("create a unique id")
+            .with_help("name an address of this machine that the other ranks reach"));
         }
         let secret = Secret::random()?;
         let address = match port {
@@ -126,7 +126,7 @@ impl UniqueId {
     /// [`ErrorKind::InvalidHandle`] when they are truncated, altered or of another version.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
         let bad = |message: String| {
-            Error::new(ErrorKind::InvalidHandle, message).during("read a unique id")
+            Error::new(ErrorKind::InvalidHandle, message).with_operation("read a unique id")
         };
         let layout = Layout::read_from_bytes(bytes).map_err(|_| {
             bad(format!(
@@ -209,8 +209,9 @@ impl FromStr for UniqueId {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        let bad =
-            |message: String| Error::new(ErrorKind::Parse, message).during("read a unique id");
+        let bad = |message: String| {
+            Error::new(ErrorKind::Parse, message).with_operation("read a unique id")
+        };
         let digits = text.trim().as_bytes();
         if digits.len() != 2 * Self::SIZE {
             return Err(bad(format!(

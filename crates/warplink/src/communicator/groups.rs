@@ -17,7 +17,7 @@ impl Communicator {
     /// is not listed.
     pub fn subgroup(&self, ranks: &[Rank]) -> Result<Self> {
         self.subgroup_of(ranks).map_err(|error| {
-            let error = error.during("make a subgroup");
+            let error = error.with_operation("make a subgroup");
             self.group.with_job_ranks(error)
         })
     }
@@ -62,8 +62,8 @@ impl Communicator {
                     ErrorKind::Protocol,
                     format!("rank {rank} sent {} bytes; expected 16", bytes.len()),
                 )
-                .during("split a communicator")
-                .help("call split at the same time on every rank"));
+                .with_operation("split a communicator")
+                .with_help("call split at the same time on every rank"));
             };
             ranks.push((color, key, rank));
         }
@@ -101,7 +101,7 @@ impl Communicator {
                     if error.peer().is_some_and(|peer| members.contains(&peer))
                         && losses::is_gone(bootstrap, &error, deadline) => {}
                 Err(error) => {
-                    let error = error.during("find the ranks that are left");
+                    let error = error.with_operation("find the ranks that are left");
                     return Err(self.group.in_own_ranks(error));
                 }
             }

@@ -194,8 +194,8 @@ impl Communicator {
                 ErrorKind::Unsupported,
                 "a transfer of one use cannot be captured",
             )
-            .on_rank(self.rank())
-            .help("exchange the transfers before the capture, post and wait in it"));
+            .with_rank(self.rank())
+            .with_help("exchange the transfers before the capture, post and wait in it"));
         }
         self.job.in_flight.release_finished();
         let transfers = self.exchange(requests)?;
@@ -217,7 +217,7 @@ impl Communicator {
                 ErrorKind::Timeout => self.transfers.explain_timeout(error),
                 _ => error,
             })
-            .map_err(|error| error.on_rank(self.rank()))?;
+            .map_err(|error| error.with_rank(self.rank()))?;
         self.job.in_flight.release_finished();
         // A fault lets waits go, so work that ended because of it must not pass for done.
         self.job.device.fault().check()?;

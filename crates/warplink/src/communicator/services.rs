@@ -29,7 +29,7 @@ impl JobServices {
     /// Joins the other ranks. Blocks until all have joined.
     pub(super) fn join(config: &Config) -> Result<Arc<Self>> {
         let rank = config.join.rank;
-        let device = device::open(&config.device).map_err(|error| error.on_rank(rank))?;
+        let device = device::open(&config.device).map_err(|error| error.with_rank(rank))?;
         let bootstrap = Bootstrap::join(&config.join)?;
         let deadline = Deadline::after(config.timeout);
         let secret = bootstrap.secret().clone();
@@ -92,9 +92,11 @@ impl JobServices {
             self.end("it closed its communicator while its streams waited for peers");
             return Err(deadline
                 .expired("the end of streams' work")
-                .during("close the communicator")
-                .on_rank(self.rank())
-                .help("check that both ranks post every transfer, or abort the communicator"));
+                .with_operation("close the communicator")
+                .with_rank(self.rank())
+                .with_help(
+                    "check that both ranks post every transfer, or abort the communicator",
+                ));
         }
         self.memory.release_idle();
         let deadline = self.deadline();
@@ -109,7 +111,7 @@ impl JobServices {
         let message = format!("this rank's communicator ended: {reason}");
         self.device
             .fault()
-            .raise(Error::new(ErrorKind::Closed, message).on_rank(self.rank()));
+            .raise(Error::new(ErrorKind::Closed, message).with_rank(self.rank()));
     }
 }
 

@@ -40,7 +40,7 @@ impl Communicator {
                 .enumerate()
                 .map(|(rank, thread)| match thread.join() {
                     Ok(result) => result,
-                    Err(_) => Err(panicked().on_rank(rank)),
+                    Err(_) => Err(panicked().with_rank(rank)),
                 })
                 .collect()
         });

@@ -22,7 +22,7 @@ impl<T: Element> DeviceBuffer<T> {
     pub fn new(device: &Arc<dyn Device>, len: usize, kind: AllocationKind) -> Result<Self> {
         let bytes = len.checked_mul(size_of::<T>()).ok_or_else(|| {
             Error::invalid(format!("{len} elements overflow the address space"))
-                .during("allocate device memory")
+                .with_operation("allocate device memory")
         })?;
         let slice = device.allocate(bytes, kind)?;
         Ok(Self {

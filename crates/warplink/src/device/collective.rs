@@ -108,7 +108,7 @@ impl CollectiveRequest {
                 both.try_for_each(|(peer, _)| check_rank(*peer, world))
             }
         };
-        checked.map_err(|error| error.during(self.name()))
+        checked.map_err(|error| error.with_operation(self.name()))
     }
 }
 
@@ -149,20 +149,20 @@ fn check_collective(
             "the target has {target} bytes and the source {source}; \
              expected one to be {times} times the other"
         ))
-        .help("pass slices of fitting lengths"));
+        .with_help("pass slices of fitting lengths"));
     }
     if collective == Collective::AllToAll && !source.is_multiple_of(world) {
         return Err(Error::invalid(format!(
             "the source has {source} bytes; expected a multiple of the {world} ranks"
         ))
-        .help("pass as many bytes for every rank"));
+        .with_help("pass as many bytes for every rank"));
     }
     if reduces && !part.is_multiple_of(dtype.size()) {
         return Err(Error::invalid(format!(
             "a slice has {part} bytes; expected a multiple of the {} bytes of {dtype}",
             dtype.size()
         ))
-        .help("pass whole elements"));
+        .with_help("pass whole elements"));
     }
     match collective {
         Collective::Broadcast(root) | Collective::Reduce(_, root) => check_rank(root, world),
@@ -177,7 +177,7 @@ fn check_rank(rank: Rank, world: usize) -> Result<()> {
     Err(Error::invalid(format!(
         "rank {rank} is out of range; expected a rank below {world}"
     ))
-    .help("name a rank of the world")
+    .with_help("name a rank of the world")
     .with_peer(rank))
 }
 

@@ -66,16 +66,16 @@ impl MatmulSpec {
                     slice.bytes(),
                     self.dtype
                 ))
-                .during("matmul")
-                .help("pass slices of the lengths that the spec says, none of them empty"));
+                .with_operation("matmul")
+                .with_help("pass slices of the lengths that the spec says, none of them empty"));
             }
         }
         if bias.is_some() != self.bias {
             return Err(Error::invalid(
                 "the bias does not fit the spec; expected one exactly if `bias` is set",
             )
-            .during("matmul")
-            .help("set `bias` in the spec, or pass none"));
+            .with_operation("matmul")
+            .with_help("set `bias` in the spec, or pass none"));
         }
         Ok(())
     }
@@ -92,8 +92,8 @@ impl MatmulSpec {
                 self.dtype
             ),
         )
-        .during("matmul")
-        .help("use f16, bf16 or f32"))
+        .with_operation("matmul")
+        .with_help("use f16, bf16 or f32"))
     }
 
     /// Floating-point operations: one multiplication and one addition for each of `m·n·k`.

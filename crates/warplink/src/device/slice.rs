@@ -89,7 +89,7 @@ impl DeviceSlice {
                 "range {}..{} is out of bounds; expected an ordered range within {} bytes",
                 range.start, range.end, self.bytes
             ))
-            .help("slice within the bounds"));
+            .with_help("slice within the bounds"));
         }
         Ok(Self {
             backing: self.backing.clone(),
@@ -118,7 +118,7 @@ impl DeviceSlice {
                 "the word is at {:#x}; expected an address aligned to 8 bytes",
                 slice.address()
             ))
-            .help("use an offset that is a multiple of 8"));
+            .with_help("use an offset that is a multiple of 8"));
         }
         Ok(Word(slice))
     }

@@ -397,5 +397,5 @@ impl Freed {
 
 fn not_registered() -> Error {
     Error::new(ErrorKind::Closed, "the region is not registered any more")
-        .help("keep the region as long as peers open handles of it")
+        .with_help("keep the region as long as peers open handles of it")
 }

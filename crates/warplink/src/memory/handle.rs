@@ -87,7 +87,7 @@ impl HandleKey {
     pub fn new(secret: &[u8]) -> Result<Self> {
         let mut mac = Hmac::<Sha256>::new_from_slice(secret).map_err(|_| {
             Error::new(ErrorKind::Internal, "the hash does not take this secret")
-                .during("make the key of handles")
+                .with_operation("make the key of handles")
         })?;
         mac.update(b"warplink handle");
         Ok(Self(mac))
@@ -156,8 +156,9 @@ impl Handle {
     /// [`ErrorKind::InvalidHandle`] where it is truncated, altered, of another version, or
     /// describes a range outside of its allocation.
     pub fn decode(bytes: &[u8], key: &HandleKey) -> Result<Self> {
-        let invalid =
-            |what: String| Error::new(ErrorKind::InvalidHandle, what).during("read a handle");
+        let invalid = |what: String| {
+            Error::new(ErrorKind::InvalidHandle, what).with_operation("read a handle")
+        };
         let wire = Wire::read_from_bytes(bytes).map_err(|_| {
             invalid(format!(
                 "the handle has {} bytes; expected {HANDLE_BYTES}",
@@ -174,7 +175,7 @@ impl Handle {
                 "the handle has version {}; expected {VERSION}",
                 wire.version
             ))
-            .help("run the same version of Warplink on every rank"));
+            .with_help("run the same version of Warplink on every rank"));
         }
         if !key.holds(&bytes[..UNTAGGED_BYTES], &wire.tag) {
             return Err(invalid(

@@ -104,7 +104,8 @@ impl Request {
     /// # Errors
     /// [`ErrorKind::Protocol`] where its length, token or kind is wrong.
     pub(super) fn decode(bytes: &[u8], token: &[u8; TOKEN_BYTES]) -> Result<Self> {
-        let refuse = |what: String| Error::new(ErrorKind::Protocol, what).during("read a request");
+        let refuse =
+            |what: String| Error::new(ErrorKind::Protocol, what).with_operation("read a request");
         let record = Record::read_from_bytes(bytes).map_err(|_| {
             refuse(format!(
                 "the request has {} bytes; expected {REQUEST_BYTES}",

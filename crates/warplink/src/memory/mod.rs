@@ -160,7 +160,7 @@ impl MemoryRegistry {
                 return again;
             }
             if left.is_empty() || deadline.passed() {
-                return again.map_err(|error| error.on_rank(shared.rank));
+                return again.map_err(|error| error.with_rank(shared.rank));
             }
             let interval = RECLAIM_INTERVAL.min(deadline.remaining());
             shared.exports.wait_for_change(interval);
@@ -181,15 +181,19 @@ impl MemoryRegistry {
         if slice.bytes() == 0 {
             return Err(
                 Error::invalid("the slice has no bytes; expected at least one")
-                    .during("register memory")
-                    .on_rank(self.shared.rank),
+                    .with_operation("register memory")
+                    .with_rank(self.shared.rank),
             );
         }
         let shared = &self.shared;
         let numbers = shared
             .exports
             .register(slice, || shared.device.export(slice))
-            .map_err(|error| error.during("register memory").on_rank(shared.rank))?;
+            .map_err(|error| {
+                error
+                    .with_operation("register memory")
+                    .with_rank(shared.rank)
+            })?;
         opening::publish_in_process(slice.backing());
         Ok(Region {
             slice: slice.clone(),
@@ -209,9 +213,9 @@ impl MemoryRegistry {
         if !Arc::ptr_eq(shared, &region.registration.shared) {
             return Err(
                 Error::invalid("the region is registered with another communicator")
-                    .on_rank(shared.rank)
+                    .with_rank(shared.rank)
                     .with_peer(peer)
-                    .help("register the memory with the communicator that transfers it"),
+                    .with_help("register the memory with the communicator that transfers it"),
             );
         }
         let slice = &region.slice;
@@ -291,7 +295,7 @@ impl MemoryRegistry {
     fn decode(&self, peer: Rank, wire: &[u8]) -> Result<Handle> {
         let shared = &self.shared;
         let handle = Handle::decode(wire, &shared.key)
-            .map_err(|error| error.on_rank(shared.rank).with_peer(peer))?;
+            .map_err(|error| error.with_rank(shared.rank).with_peer(peer))?;
         let kind = shared.device.kind();
         if handle.owner != peer || handle.kind != kind {
             let what = format!(
@@ -299,8 +303,8 @@ impl MemoryRegistry {
                 handle.owner, handle.kind
             );
             return Err(Error::new(ErrorKind::InvalidHandle, what)
-                .during("read a handle")
-                .on_rank(shared.rank)
+                .with_operation("read a handle")
+                .with_rank(shared.rank)
                 .with_peer(peer));
         }
         Ok(handle)
@@ -365,7 +369,7 @@ impl Shared {
             message,
         };
         service::ask(self.peers()?.service(peer)?, &self.token, request)
-            .map_err(|error| error.on_rank(self.rank).with_peer(peer))
+            .map_err(|error| error.with_rank(self.rank).with_peer(peer))
     }
 
     /// Does what a peer asks for.

@@ -49,8 +49,8 @@ pub(super) fn publish_in_process(backing: &Arc<dyn Backing>) {
 pub(super) fn open(shared: &Arc<Shared>, handle: &Handle) -> Result<Mapped> {
     let mapped = import(shared, handle).map_err(|error| {
         error
-            .during("open a peer's region")
-            .on_rank(shared.rank)
+            .with_operation("open a peer's region")
+            .with_rank(shared.rank)
             .with_peer(handle.owner)
     })?;
     let same_process = handle.process == process_identity();
@@ -74,7 +74,7 @@ fn import(shared: &Shared, handle: &Handle) -> Result<DeviceSlice> {
             .and_then(|holders| holders.iter().find_map(Weak::upgrade))
             .ok_or_else(|| {
                 Error::new(ErrorKind::InvalidHandle, "the peer's memory was freed")
-                    .help("keep the region until the peer has opened its handle")
+                    .with_help("keep the region until the peer has opened its handle")
             })?;
         let opening = Opening::SameProcess(DeviceSlice::whole(backing));
         return shared.device.import(opening, bytes);

@@ -46,13 +46,14 @@ impl Peers {
         all_gather: impl FnOnce(Vec<u8>) -> Result<Vec<Vec<u8>>>,
     ) -> Result<Self> {
         let encoded = postcard::to_stdvec(own).map_err(|error| {
-            Error::new(ErrorKind::Internal, error.to_string()).during("encode peer information")
+            Error::new(ErrorKind::Internal, error.to_string())
+                .with_operation("encode peer information")
         })?;
         let mut infos = Vec::new();
         for (peer, bytes) in all_gather(encoded)?.into_iter().enumerate() {
             let info: PeerInfo = postcard::from_bytes(&bytes).map_err(|error| {
                 Error::new(ErrorKind::Protocol, error.to_string())
-                    .during("read peer information")
+                    .with_operation("read peer information")
                     .with_peer(peer)
             })?;
             if info.cuda != own.cuda {
@@ -60,9 +61,9 @@ impl Peers {
                     ErrorKind::Mismatch,
                     "one rank uses a GPU and another the host device",
                 )
-                .on_rank(rank)
+                .with_rank(rank)
                 .with_peer(peer)
-                .help("give every rank the same --device"));
+                .with_help("give every rank the same --device"));
             }
             infos.push(info);
         }
@@ -83,7 +84,7 @@ impl Peers {
             return Ok(());
         }
         Err(
-            Error::new(ErrorKind::Unsupported, "the peer is on another machine").help(
+            Error::new(ErrorKind::Unsupported, "the peer is on another machine").with_help(
                 "transfers reach the ranks of one machine; use a collective engine between machines",
             ),
         )

@@ -102,8 +102,8 @@ impl Region {
         let shared = self.registration.shared.clone();
         if Arc::strong_count(&self.registration) > 1 {
             return Err(Error::invalid("the region is still in use here")
-                .during("close a region")
-                .help("drop the other clones of the region and the transfers that hold it"));
+                .with_operation("close a region")
+                .with_help("drop the other clones of the region and the transfers that hold it"));
         }
         drop(self);
         match shared
@@ -114,10 +114,10 @@ impl Region {
             None => Ok(()),
             Some(peer) => Err(deadline
                 .expired("the release of the region by a peer that maps it")
-                .during("close a region")
-                .on_rank(shared.rank)
+                .with_operation("close a region")
+                .with_rank(shared.rank)
                 .with_peer(*peer)
-                .help("drop the transfers that use it on the peer first")),
+                .with_help("drop the transfers that use it on the peer first")),
         }
     }
 }

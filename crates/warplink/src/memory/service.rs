@@ -85,7 +85,7 @@ impl Service {
     pub(super) fn start(token: [u8; TOKEN_BYTES], handler: Handler) -> Result<Self> {
         let mut random = [0u8; 12];
         getrandom::fill(&mut random).map_err(|error| {
-            Error::new(ErrorKind::Io, error.to_string()).during("draw a socket's name")
+            Error::new(ErrorKind::Io, error.to_string()).with_operation("draw a socket's name")
         })?;
         let name = format!(
             "warplink-{}",
@@ -307,7 +307,7 @@ pub(super) fn ask(
             ErrorKind::PeerLost,
             "the peer's memory service does not listen any more",
         )
-        .during("connect to a peer's service"),
+        .with_operation("connect to a peer's service"),
         other => io("connect to a peer's service")(other),
     })?;
     // The name may be another's by now, who must not learn the token.
@@ -316,7 +316,7 @@ pub(super) fn ask(
             ErrorKind::PeerLost,
             "the peer's memory service belongs to another user; expected the same",
         )
-        .during("connect to a peer's service"));
+        .with_operation("connect to a peer's service"));
     }
     rustix::net::send(&connection, &request.encode(token), SendFlags::NOSIGNAL)
         .map_err(io("send a request"))?;
@@ -345,8 +345,8 @@ pub(super) fn ask(
             ErrorKind::InvalidHandle,
             "the peer refused: it does not share this region any more",
         )
-        .during("ask a peer's service")
-        .help("exchange the region anew"));
+        .with_operation("ask a peer's service")
+        .with_help("exchange the region anew"));
     }
     Ok(descriptor)
 }

@@ -38,7 +38,7 @@ impl OverlapPlan {
         tensors: &[Bound],
     ) -> Result<Self> {
         Self::make(executor, problem, options, tensors)
-            .map_err(|error| error.on_rank(executor.rank()))
+            .map_err(|error| error.with_rank(executor.rank()))
     }
 
     fn make<P: Problem>(
@@ -124,8 +124,8 @@ impl OverlapPlan {
                 ErrorKind::Unsupported,
                 "a plan of one use cannot be captured",
             )
-            .on_rank(self.executor.rank())
-            .help("make a plan before the capture, and run that in it"));
+            .with_rank(self.executor.rank())
+            .with_help("make a plan before the capture, and run that in it"));
         }
         let enqueued = self.run(stream);
         // Also where that failed: some of it may have been enqueued.

@@ -62,8 +62,8 @@ impl TransferEnd {
             return Err(Error::invalid(
                 "the transfer is posted in a graph that does not wait for it",
             )
-            .during("end a capture")
-            .help("wait for it before the end")
+            .with_operation("end a capture")
+            .with_help("wait for it before the end")
             .with_peer(self.peer)
             .with_key(self.key()));
         }
@@ -144,7 +144,7 @@ impl TransferEnd {
         let Some(region) = self.buffer.region() else {
             return Err(
                 Error::invalid("a send without a buffer of its own has nothing to copy")
-                    .help("post it with post_stores")
+                    .with_help("post it with post_stores")
                     .with_peer(self.peer)
                     .with_key(self.key()),
             );
@@ -175,7 +175,7 @@ impl TransferEnd {
                 "a {} by {} has no receive buffer to store into; expected a send by put",
                 self.direction, self.protocol
             ))
-            .help("use put, and store on the sender's side")
+            .with_help("use put, and store on the sender's side")
             .with_peer(self.peer)
             .with_key(self.key())),
         }

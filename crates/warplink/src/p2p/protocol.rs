@@ -61,7 +61,7 @@ impl FromStr for Protocol {
                 ErrorKind::Parse,
                 format!("unknown protocol '{text}'; expected get or put"),
             )
-            .help("use get or put")),
+            .with_help("use get or put")),
         }
     }
 }

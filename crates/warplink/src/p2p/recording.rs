@@ -48,8 +48,8 @@ impl Recording {
             return Err(Error::invalid(
                 "the transfer is posted twice in one graph without a wait between",
             )
-            .during("post a transfer")
-            .help("wait for it first, or exchange a second transfer"));
+            .with_operation("post a transfer")
+            .with_help("wait for it first, or exchange a second transfer"));
         }
         Ok(())
     }
@@ -95,8 +95,8 @@ impl Recording {
                 // Told once: the recording of that graph may have been given up.
                 posted.waited = true;
                 Err(Error::invalid("the transfer was posted in another graph")
-                    .during("wait for a transfer")
-                    .help("record its wait in the graph of its post"))
+                    .with_operation("wait for a transfer")
+                    .with_help("record its wait in the graph of its post"))
             }
             _ => Ok(None),
         }

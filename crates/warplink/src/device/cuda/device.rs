@@ -189,8 +189,8 @@ fn check_length(operation: &'static str, slice: &DeviceSlice, bytes: usize) -> R
         "the slice has {} bytes and the host buffer {bytes}; expected the same length",
         slice.bytes()
     ))
-    .during(operation)
-    .help("pass a buffer as long as the slice"))
+    .with_operation(operation)
+    .with_help("pass a buffer as long as the slice"))
 }
 
 impl fmt::Debug for CudaDevice {

@@ -96,8 +96,8 @@ impl Session {
                 return Err(Error::invalid(
                     "a stream that took part in the capture was not joined back",
                 )
-                .during("end a capture")
-                .help("record an event in it and let the first stream wait for the event"));
+                .with_operation("end a capture")
+                .with_help("record an event in it and let the first stream wait for the event"));
             }
         }
         Ok(recording)

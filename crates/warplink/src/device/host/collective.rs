@@ -181,8 +181,8 @@ impl HostCollectives {
         if let Some(peer) = peers.find(|peer| *peer == self.inner.rank) {
             return Err(
                 Error::invalid("the peer is this rank; expected another one")
-                    .help("copy within a rank on a stream")
-                    .during("exchange")
+                    .with_help("copy within a rank on a stream")
+                    .with_operation("exchange")
                     .with_peer(peer),
             );
         }
@@ -243,7 +243,7 @@ impl Inner {
             if self.aborted.load(Ordering::Acquire) {
                 return Err(
                     Error::new(ErrorKind::Closed, "the collectives were aborted")
-                        .help("join again with the ranks that are left"),
+                        .with_help("join again with the ranks that are left"),
                 );
             }
             idle += 1;

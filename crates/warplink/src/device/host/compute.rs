@@ -123,16 +123,16 @@ fn check_sum(dtype: DType, target: &DeviceSlice, sources: &[DeviceSlice]) -> Res
             sources.len(),
             target.bytes()
         ))
-        .during("sum")
-        .help("pass sources as long as the target"));
+        .with_operation("sum")
+        .with_help("pass sources as long as the target"));
     }
     if dtype == DType::U8 {
         return Err(Error::new(
             ErrorKind::Unsupported,
             "unsupported element type u8; expected a number type",
         )
-        .during("sum")
-        .help("use i32, f16, bf16, f32 or f64"));
+        .with_operation("sum")
+        .with_help("use i32, f16, bf16, f32 or f64"));
     }
     if !target.bytes().is_multiple_of(dtype.size()) {
         return Err(Error::invalid(format!(
@@ -140,8 +140,8 @@ fn check_sum(dtype: DType, target: &DeviceSlice, sources: &[DeviceSlice]) -> Res
             target.bytes(),
             dtype.size()
         ))
-        .during("sum")
-        .help("pass whole elements"));
+        .with_operation("sum")
+        .with_help("pass whole elements"));
     }
     Ok(())
 }

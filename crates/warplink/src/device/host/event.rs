@@ -55,8 +55,8 @@ impl HostEvent {
             Recorded::InStream(mark) => *mark,
             _ => {
                 return Err(Error::invalid("the event was not recorded in a stream")
-                    .during("measure time")
-                    .help("record it first, outside of a capture"));
+                    .with_operation("measure time")
+                    .with_help("record it first, outside of a capture"));
             }
         };
         let reached = self.state.reached();
@@ -69,8 +69,8 @@ impl HostEvent {
                 } else {
                     "the event was created without timing"
                 })
-                .during("measure time")
-                .help("create both events with timing, and synchronize first")
+                .with_operation("measure time")
+                .with_help("create both events with timing, and synchronize first")
             })
     }
 }
@@ -101,6 +101,6 @@ pub(super) fn from_dyn(event: &Event) -> Result<&HostEvent> {
             ErrorKind::InvalidArgument,
             "the event belongs to another device; expected one of the host device",
         )
-        .help("use an event of the same device")
+        .with_help("use an event of the same device")
     })
 }

@@ -183,8 +183,8 @@ pub(super) fn allocate_for(bytes: usize, fault: Option<Arc<Fault>>) -> Result<De
     if bytes == 0 {
         return Err(
             Error::invalid("the allocation has 0 bytes; expected at least 1")
-                .during("allocate memory")
-                .help("leave out empty allocations"),
+                .with_operation("allocate memory")
+                .with_help("leave out empty allocations"),
         );
     }
     let fail = |errno: rustix::io::Errno| {
@@ -215,7 +215,7 @@ pub(super) fn map(
                 status.st_size
             ),
         )
-        .during("map a peer's memory"));
+        .with_operation("map a peer's memory"));
     }
     map_file(descriptor, bytes, late, None)
 }
@@ -264,7 +264,7 @@ pub(super) fn borrow(
         return Err(Error::invalid(format!(
             "{bytes} bytes at {address:#x} are not a range of memory"
         ))
-        .during("borrow memory"));
+        .with_operation("borrow memory"));
     }
     let inside = lock(&MAPPINGS)
         .range(..=address)
@@ -290,7 +290,8 @@ pub(super) fn borrow(
         _owner: owner,
     };
     let end = offset.checked_add(bytes).ok_or_else(|| {
-        Error::invalid("the borrowed range overflows the address space").during("borrow memory")
+        Error::invalid("the borrowed range overflows the address space")
+            .with_operation("borrow memory")
     })?;
     DeviceSlice::whole(Arc::new(borrowed)).slice(offset..end)
 }
@@ -308,8 +309,8 @@ pub(super) fn descriptor(slice: &DeviceSlice) -> Result<OwnedFd> {
             ErrorKind::Unsupported,
             format!("{slice:?} is borrowed memory without a file; expected memory that the device allocated"),
         )
-        .during("export memory")
-        .help("allocate it with the device"));
+        .with_operation("export memory")
+        .with_help("allocate it with the device"));
     };
     mapping
         .descriptor
@@ -369,7 +370,7 @@ fn check_length(slice: &DeviceSlice, bytes: usize) -> Result<()> {
         "the slice has {} bytes and the host buffer {bytes}; expected the same length",
         slice.bytes()
     ))
-    .during("copy between host and device"))
+    .with_operation("copy between host and device"))
 }
 
 /// Sets a word after all earlier writes of this thread, and wakes those that sleep on it.

@@ -71,7 +71,7 @@ fn check_kind(slice: &DeviceSlice) -> Result<()> {
         "{slice:?} belongs to device {}; expected memory of the host device",
         slice.kind()
     ))
-    .help("use memory of the same device"))
+    .with_help("use memory of the same device"))
 }
 
 impl Device for HostDevice {
@@ -150,9 +150,9 @@ impl Device for HostDevice {
             ErrorKind::Unsupported,
             "the host device's streams have no raw form",
         )
-        .during("borrow a stream")
+        .with_operation("borrow a stream")
         .with_device(self.name())
-        .help("create a stream"))
+        .with_help("create a stream"))
     }
 
     fn create_event(&self, timing: bool) -> Result<Event> {
@@ -180,7 +180,7 @@ impl Device for HostDevice {
                 ErrorKind::InvalidHandle,
                 "a CUDA IPC handle cannot be opened on the host device",
             )
-            .during("open a handle")),
+            .with_operation("open a handle")),
         }
     }
 

@@ -207,8 +207,8 @@ impl Context {
                         ErrorKind::Closed,
                         format!("the word at {:#x} was freed", word.address()),
                     )
-                    .during("wait for a word")
-                    .help("keep the word until the streams that wait for it are done"));
+                    .with_operation("wait for a word")
+                    .with_help("keep the word until the streams that wait for it are done"));
                 }
                 memory::sleep_while(word, seen, NAP);
             }

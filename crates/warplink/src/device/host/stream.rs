@@ -90,8 +90,8 @@ impl StreamBackend for HostStream {
                 source.bytes(),
                 target.bytes()
             ))
-            .during("copy")
-            .help("pass slices of the same length"));
+            .with_operation("copy")
+            .with_help("pass slices of the same length"));
         }
         self.enqueue(Operation::Copy {
             target: target.clone(),
@@ -185,8 +185,8 @@ impl StreamBackend for HostStream {
             (Recorded::InStream(_), Some(_)) => Err(Error::invalid(
                 "the event was recorded outside of the capture",
             )
-            .during("wait for an event")
-            .help("record it in a stream of the capture")),
+            .with_operation("wait for an event")
+            .with_help("record it in a stream of the capture")),
             (Recorded::InGraph(captured), None) => {
                 let branch = captured.session.join();
                 captured
@@ -207,8 +207,8 @@ impl StreamBackend for HostStream {
             }
             (Recorded::InGraph(_), Some(_)) => {
                 Err(Error::invalid("the event was recorded in another capture")
-                    .during("wait for an event")
-                    .help("record it in a stream of the same capture"))
+                    .with_operation("wait for an event")
+                    .with_help("record it in a stream of the same capture"))
             }
         }
     }
@@ -216,8 +216,8 @@ impl StreamBackend for HostStream {
     fn synchronize(&self, deadline: Deadline) -> Result<()> {
         if self.is_capturing()? {
             return Err(Error::invalid("the stream is recording a graph")
-                .during("synchronize")
-                .help("end the capture first"));
+                .with_operation("synchronize")
+                .with_help("end the capture first"));
         }
         self.worker.wait(deadline)
     }
@@ -230,8 +230,8 @@ impl StreamBackend for HostStream {
         let mut capture = self.capture();
         if capture.is_some() {
             return Err(Error::invalid("the stream is already recording a graph")
-                .during("begin a capture")
-                .help("end that capture first"));
+                .with_operation("begin a capture")
+                .with_help("end that capture first"));
         }
         let session = Arc::new(Session::new());
         let branch = session.join();
@@ -245,8 +245,8 @@ impl StreamBackend for HostStream {
             Some(capture) if capture.branch == 0 => {}
             _ => {
                 return Err(Error::invalid("the stream did not begin a capture")
-                    .during("end a capture")
-                    .help("end it on the stream that began it"));
+                    .with_operation("end a capture")
+                    .with_help("end it on the stream that began it"));
             }
         }
         let capture = own
@@ -288,7 +288,7 @@ impl GraphBackend for HostGraph {
                 ErrorKind::Unsupported,
                 "a graph cannot be launched into a capture",
             )
-            .help("end the capture first"));
+            .with_help("end the capture first"));
         }
         stream.worker.faults().add_all(&self.faults);
         let graph = self.graph.clone();
@@ -308,12 +308,12 @@ pub(super) fn from_dyn(stream: &Stream) -> Result<&HostStream> {
             ErrorKind::InvalidArgument,
             "the stream belongs to another device; expected one of the host device",
         )
-        .help("use a stream of the same device")
+        .with_help("use a stream of the same device")
     })
 }
 
 fn recording() -> Error {
     Error::invalid("the stream is recording a graph")
-        .during("mark the end of a stream's work")
-        .help("end the capture first")
+        .with_operation("mark the end of a stream's work")
+        .with_help("end the capture first")
 }

@@ -79,7 +79,7 @@ impl Worker {
             self.check()?;
             if deadline.passed() {
                 let left = end - queue.completed;
-                return Err(deadline.expired("the end of a stream's work").during("synchronize").help(format!(
+                return Err(deadline.expired("the end of a stream's work").with_operation("synchronize").with_help(format!(
                     "check that both ranks post every transfer: {left} operations are left, the first of them under way"
                 )));
             }

@@ -33,7 +33,7 @@ impl TransferExchange {
                     ErrorKind::PeerFailed,
                     format!("the peer gave up before its end: {reason}"),
                 )
-                .help("correct what the peer says, and try again on every rank");
+                .with_help("correct what the peer says, and try again on every rank");
                 if let Err(error) = self.bootstrap.store().delete(&end.own_key) {
                     tracing::debug!(%error, key = end.own_key, "an end could not be taken back");
                 }
@@ -130,8 +130,8 @@ impl TransferExchange {
 
     fn with_context(&self, end: &PublishedEnd<'_>, error: Error) -> Error {
         error
-            .during("exchange transfers")
-            .on_rank(self.group.rank())
+            .with_operation("exchange transfers")
+            .with_rank(self.group.rank())
             .with_peer(end.request.peer)
             .with_key(end.own_key.clone())
     }
@@ -145,13 +145,14 @@ fn check_alike(request: &TransferRequest, protocol: Protocol, offer: &EndOffer) 
             "this rank's {} has {bytes} bytes, the peer's end {}",
             request.direction, offer.bytes
         );
-        return Err(Error::new(ErrorKind::Mismatch, what).help("give both ends the same length"));
+        return Err(
+            Error::new(ErrorKind::Mismatch, what).with_help("give both ends the same length")
+        );
     }
     if offer.protocol != protocol {
         let what = format!("this rank uses {protocol}, the peer {}", offer.protocol);
-        return Err(
-            Error::new(ErrorKind::Mismatch, what).help("choose the same protocol on both ranks")
-        );
+        return Err(Error::new(ErrorKind::Mismatch, what)
+            .with_help("choose the same protocol on both ranks"));
     }
     Ok(())
 }
@@ -161,5 +162,5 @@ fn wrong_role() -> Error {
         ErrorKind::Protocol,
         "the peer offers a buffer where it copies, or none where it does not",
     )
-    .help("run the same version of Warplink on every rank")
+    .with_help("run the same version of Warplink on every rank")
 }

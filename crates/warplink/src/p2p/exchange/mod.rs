@@ -152,8 +152,8 @@ impl TransferExchange {
                 let error = name_missing_end(error, &published, deadline);
                 self.withdraw(published);
                 return Err(error
-                    .during("exchange transfers")
-                    .on_rank(self.group.rank()));
+                    .with_operation("exchange transfers")
+                    .with_rank(self.group.rank()));
             }
         };
         // Every end is matched before the first failure is reported, so that none is left behind.
@@ -188,19 +188,19 @@ impl TransferExchange {
                 first.since,
             ),
         )
-        .during("synchronize")
+        .with_operation("synchronize")
         .with_peer(first.peer)
-        .help("check that both ranks post every transfer")
+        .with_help("check that both ranks post every transfer")
     }
 
     fn check(&self, request: &TransferRequest) -> Result<()> {
         let (rank, world) = (self.group.rank(), self.group.world());
         let invalid = |what: String, help: &'static str| {
             Err(Error::invalid(what)
-                .during("exchange transfers")
-                .on_rank(rank)
+                .with_operation("exchange transfers")
+                .with_rank(rank)
                 .with_peer(request.peer)
-                .help(help))
+                .with_help(help))
         };
         if request.peer == rank {
             return invalid(
@@ -245,7 +245,10 @@ impl TransferExchange {
         }
         if let Err(error) = self.bootstrap.store().multi_set(&pairs) {
             self.roll_back(published);
-            return Err(self.group.in_own_ranks(error).during("publish transfers"));
+            return Err(self
+                .group
+                .in_own_ranks(error)
+                .with_operation("publish transfers"));
         }
         Ok(published)
     }
@@ -340,7 +343,7 @@ fn name_missing_end(error: Error, published: &[PublishedEnd<'_>], deadline: Dead
                 request.tag
             ))
             .with_peer(request.peer)
-            .help("check that the peer exchanges this transfer too"),
+            .with_help("check that the peer exchanges this transfer too"),
         _ => error,
     }
 }

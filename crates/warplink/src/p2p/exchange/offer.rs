@@ -30,7 +30,8 @@ pub(super) enum EndMessage {
 impl EndMessage {
     pub(super) fn encode(&self) -> Result<Vec<u8>> {
         postcard::to_stdvec(self).map_err(|error| {
-            Error::new(ErrorKind::Internal, error.to_string()).during("encode a transfer's end")
+            Error::new(ErrorKind::Internal, error.to_string())
+                .with_operation("encode a transfer's end")
         })
     }
 
@@ -40,7 +41,7 @@ impl EndMessage {
                 ErrorKind::Protocol,
                 format!("the peer's end is malformed: {error}"),
             )
-            .help("run the same version of Warplink on every rank")
+            .with_help("run the same version of Warplink on every rank")
         })
     }
 }

@@ -80,7 +80,7 @@ impl HardwareModel {
             ),
         )
         .with_device(device.model.clone())
-        .help("measure one with `warplink tune`"))
+        .with_help("measure one with `warplink tune`"))
     }
 
     /// Reads the model in a file.

@@ -39,10 +39,10 @@ pub(super) fn partners(ranks: &[RankProgram]) -> Result<Partners> {
                         transfer.direction, transfer.name, transfer.site
                     ),
                 )
-                .during("simulate a program")
-                .on_rank(rank)
+                .with_operation("simulate a program")
+                .with_rank(rank)
                 .with_peer(transfer.peer)
-                .help("verify the program")
+                .with_help("verify the program")
             })
         };
         program.transfers.iter().map(other).collect()

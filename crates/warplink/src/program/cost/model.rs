@@ -187,11 +187,11 @@ impl HardwareModel {
     pub fn from_json(text: &str) -> Result<Self> {
         let model: Self = serde_json::from_str(text).map_err(|error| {
             Error::new(ErrorKind::Parse, format!("not a hardware model: {error}"))
-                .help("measure one with `warplink tune`")
+                .with_help("measure one with `warplink tune`")
         })?;
-        model
-            .check()
-            .map_err(|error| error.during(format!("read the hardware model '{}'", model.name)))?;
+        model.check().map_err(|error| {
+            error.with_operation(format!("read the hardware model '{}'", model.name))
+        })?;
         Ok(model)
     }
 
@@ -211,7 +211,7 @@ impl HardwareModel {
                 ErrorKind::Parse,
                 format!("format {}; expected {FORMAT}", self.format),
             )
-            .help("measure the machine again with `warplink tune`"));
+            .with_help("measure the machine again with `warplink tune`"));
         }
         self.gemm.grids.iter().try_for_each(Grid::check)?;
         self.collectives.check()?;

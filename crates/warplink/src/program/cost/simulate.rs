@@ -246,8 +246,8 @@ impl Simulation<'_> {
                 ErrorKind::Verification,
                 "streams wait for one another and never finish",
             )
-            .during("simulate a program")
-            .help("verify the program"));
+            .with_operation("simulate a program")
+            .with_help("verify the program"));
         }
         let last = self
             .lanes

@@ -57,11 +57,11 @@ impl Prepared {
     /// exchange with one that fails may have their plan; all drop it and bind again.
     pub fn bind(&self, bindings: &Bindings) -> Result<Plan> {
         self.plan(bindings)
-            .map_err(|error| error.on_rank(self.context.rank()))
+            .map_err(|error| error.with_rank(self.context.rank()))
     }
 
     fn plan(&self, bindings: &Bindings) -> Result<Plan> {
-        let during = |error: Error| error.during(format!("bind '{}'", self.name));
+        let during = |error: Error| error.with_operation(format!("bind '{}'", self.name));
         let (memory, requests) = PlanMemory::bind(&self.program, bindings, &self.pool)
             .map_err(during)
             .and_then(|memory| {

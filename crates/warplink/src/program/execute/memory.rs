@@ -64,7 +64,7 @@ impl PlanMemory {
                         "the input '{}' is not bound",
                         tensor.name
                     ))
-                    .help("bind every input of the program"));
+                    .with_help("bind every input of the program"));
                 }
                 (None, Role::Local) if !touched.contains(&id) => TensorMemory::Nothing,
                 (None, _) => TensorMemory::Pooled(pool.take(tensor.bytes)?),
@@ -155,7 +155,7 @@ fn check_names(program: &RankProgram, bindings: &Bindings) -> Result<()> {
         None => Ok(()),
         Some(name) => Err(
             Error::invalid(format!("the program has no input or output '{name}'"))
-                .help(format!("it has {}", names.join(", "))),
+                .with_help(format!("it has {}", names.join(", "))),
         ),
     }
 }

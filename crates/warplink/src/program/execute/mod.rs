@@ -134,8 +134,8 @@ impl Executor {
             let verdict = verify(program, world, options.streams, parameters);
             Some(verdict.map_err(|diagnostics| {
                 refused(&program.name, &diagnostics)
-                    .during(format!("verify '{}' for {world} ranks", program.name))
-                    .on_rank(rank)
+                    .with_operation(format!("verify '{}' for {world} ranks", program.name))
+                    .with_rank(rank)
             })?)
         } else {
             None

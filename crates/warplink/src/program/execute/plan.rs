@@ -76,8 +76,8 @@ impl Plan {
 
     fn not_capturable(&self, diagnostic: &Diagnostic) -> Error {
         Error::invalid(diagnostic.to_string())
-            .during(format!("capture '{}'", self.parts.name))
-            .help("run the plan without a graph, or change the program")
+            .with_operation(format!("capture '{}'", self.parts.name))
+            .with_help("run the plan without a graph, or change the program")
     }
 
     /// Enqueues one run, starting from and joining back into `stream`. Does not block.
@@ -189,7 +189,7 @@ impl Plan {
             return error;
         }
         let operation = &self.parts.program.operations[command.operation];
-        error.during(format!(
+        error.with_operation(format!(
             "enqueue {} of '{}', {}",
             operation.kind.name(),
             self.parts.name,

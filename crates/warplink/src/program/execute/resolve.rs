@@ -312,5 +312,5 @@ impl<'a> Resolver<'a> {
 }
 
 fn internal(what: &'static str) -> Error {
-    Error::new(ErrorKind::Internal, what).during("resolve a program")
+    Error::new(ErrorKind::Internal, what).with_operation("resolve a program")
 }

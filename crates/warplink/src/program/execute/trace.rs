@@ -176,8 +176,8 @@ impl Tracer {
         }
         let bytes = postcard::to_stdvec(&own).map_err(|error| {
             Error::new(ErrorKind::Internal, error.to_string())
-                .during("gather a trace")
-                .on_rank(rank)
+                .with_operation("gather a trace")
+                .with_rank(rank)
         })?;
         let all = context.all_gather(&bytes)?;
         if rank != 0 {
@@ -187,7 +187,7 @@ impl Tracer {
         for (peer, bytes) in all.iter().enumerate() {
             let part: Vec<TraceSpan> = postcard::from_bytes(bytes).map_err(|error| {
                 Error::new(ErrorKind::Protocol, error.to_string())
-                    .during("read a trace")
+                    .with_operation("read a trace")
                     .with_peer(peer)
             })?;
             spans.extend(part);

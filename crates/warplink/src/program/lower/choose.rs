@@ -154,8 +154,8 @@ pub fn choose(
     let Some(fastest) = estimates.first() else {
         let error = Error::invalid(format!("no lowering fits {}", problem.subject()));
         return Err(match refusal {
-            Some(diagnostic) => error.help(diagnostic.to_string()),
-            None => error.help("allow at least one lowering"),
+            Some(diagnostic) => error.with_help(diagnostic.to_string()),
+            None => error.with_help("allow at least one lowering"),
         });
     };
     let close = |estimate: &&Estimate| {
@@ -227,7 +227,7 @@ fn combinations(lowering: &Lowering, given: &Parameters) -> Result<Vec<Parameter
                 "lowering '{}' leaves more than {MAX_COMBINATIONS} combinations open",
                 lowering.name()
             ))
-            .help("list fewer alternatives"));
+            .with_help("list fewer alternatives"));
         }
         let with = |combination: &Parameters| {
             let combination = combination.clone();

@@ -147,7 +147,7 @@ fn check(
             return Err(Error::invalid(format!(
                 "{name} is {size}; expected a multiple of the {world} ranks that share it"
             ))
-            .help(format!("pad it to {padded}")));
+            .with_help(format!("pad it to {padded}")));
         }
     }
     Ok(())

@@ -64,7 +64,7 @@ impl Blas {
         // SAFETY: as above, and it ends with a zero.
         let text = unsafe { library::message(text) };
         Err(Error::new(ErrorKind::Driver, text)
-            .during(operation)
+            .with_operation(operation)
             .with_code(code.into()))
     }
 }

@@ -88,7 +88,7 @@ impl BlasLt {
         // SAFETY: as above, and it ends with a zero.
         let text = unsafe { library::message(text) };
         Err(Error::new(kind, text)
-            .during(operation)
+            .with_operation(operation)
             .with_code(code.into()))
     }
 }

@@ -136,7 +136,7 @@ impl Gemm {
                 ErrorKind::Unsupported,
                 format!("cuBLASLt has no algorithm for {spec:?}"),
             )
-            .help("use other sizes or another element type")
+            .with_help("use other sizes or another element type")
         })?;
         let description = Mutex::new(description);
         Ok((
@@ -232,7 +232,7 @@ fn data_type(dtype: DType) -> Result<cudaDataType_t> {
         _ => Err(Error::invalid(format!(
             "unsupported element type {dtype}; expected f16, bf16 or f32"
         ))
-        .help("use f16, bf16 or f32")),
+        .with_help("use f16, bf16 or f32")),
     }
 }
 

@@ -108,7 +108,7 @@ impl Compute for CudaCompute {
         }
         let gemm = self
             .choose_and_run(spec)
-            .map_err(|error| error.during("prepare a matmul"))?;
+            .map_err(|error| error.with_operation("prepare a matmul"))?;
         self.keep(key, gemm);
         Ok(())
     }
@@ -242,8 +242,8 @@ fn check_spec(spec: &MatmulSpec) -> Result<()> {
             "m, n and k are {}, {} and {}; expected each from 1 to {max}",
             spec.m, spec.n, spec.k
         ))
-        .during("matmul")
-        .help("split the matrices, and leave out empty ones"));
+        .with_operation("matmul")
+        .with_help("split the matrices, and leave out empty ones"));
     }
     Ok(())
 }
@@ -257,6 +257,6 @@ fn check_alignment(name: &str, slice: &DeviceSlice, dtype: DType) -> Result<()> 
         slice.address(),
         dtype.size()
     ))
-    .during("matmul")
-    .help("slice at whole elements"))
+    .with_operation("matmul")
+    .with_help("slice at whole elements"))
 }

@@ -158,7 +158,7 @@ impl Scratch {
                     "operands of {} x {} x {} overflow the address space",
                     spec.m, spec.n, spec.k
                 ))
-                .help("split the matrices")
+                .with_help("split the matrices")
             })
         };
         let (a_bytes, b_bytes, c_bytes) = (

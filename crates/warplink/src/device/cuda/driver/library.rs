@@ -99,7 +99,7 @@ impl Loaded {
                 self.name,
                 self.path.display()
             );
-            Error::new(ErrorKind::LibraryMissing, message).help(self.help)
+            Error::new(ErrorKind::LibraryMissing, message).with_help(self.help)
         })
     }
 }
@@ -128,7 +128,7 @@ pub(crate) fn load(wanted: &'static Wanted) -> Result<Loaded> {
             ErrorKind::LibraryMissing,
             format!("{} was not found (tried {})", wanted.name, tried.join(", ")),
         )
-        .help(wanted.help)
+        .with_help(wanted.help)
     })
 }
 

@@ -209,11 +209,12 @@ impl Driver {
             None => name,
         };
         let error = Error::new(kind, message)
-            .during(operation)
+            .with_operation(operation)
             .with_code(code.into());
         match code {
-            status::NO_DEVICE => error
-                .help("check that the machine has a GPU and that CUDA_VISIBLE_DEVICES names it"),
+            status::NO_DEVICE => error.with_help(
+                "check that the machine has a GPU and that CUDA_VISIBLE_DEVICES names it",
+            ),
             _ => error,
         }
     }
@@ -263,7 +264,7 @@ impl Driver {
                 Error::invalid(format!(
                     "unknown GPU {ordinal}; expected an ordinal below {count}, the number of GPUs that this process sees"
                 ))
-                .help("check that CUDA_VISIBLE_DEVICES names it")
+                .with_help("check that CUDA_VISIBLE_DEVICES names it")
             })?;
         let mut device = 0;
         // SAFETY: `device` is an output parameter for one device.

@@ -70,7 +70,7 @@ impl Compiler {
         // SAFETY: as above, and it ends with a zero.
         let text = unsafe { library::message(text) };
         Err(Error::new(ErrorKind::Driver, text)
-            .during(operation)
+            .with_operation(operation)
             .with_code(code.into()))
     }
 
@@ -124,7 +124,7 @@ impl Compiler {
                     error.message()
                 ),
             )
-            .during("compile a kernel")
+            .with_operation("compile a kernel")
             .with_code(code.into())
         })?;
         let mut bytes = 0;
@@ -140,9 +140,8 @@ impl Compiler {
                 "NVRTC made no machine code of {} for {architecture}",
                 source.name
             );
-            return Err(
-                Error::new(ErrorKind::Driver, text).help("name a real architecture, such as sm_90")
-            );
+            return Err(Error::new(ErrorKind::Driver, text)
+                .with_help("name a real architecture, such as sm_90"));
         }
         Ok(image)
     }

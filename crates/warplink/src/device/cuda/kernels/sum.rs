@@ -68,8 +68,8 @@ impl SumKernels {
                 Error::invalid(format!(
                     "unsupported element type {dtype}; expected a number type"
                 ))
-                .during("sum")
-                .help("use i32, f16, bf16, f32 or f64")
+                .with_operation("sum")
+                .with_help("use i32, f16, bf16, f32 or f64")
             })?;
         let vectors = check(dtype, target, sources)?;
         let stream = CudaStream::of(stream, gpu)?;
@@ -112,7 +112,7 @@ impl SumKernels {
 
 /// Fails where the kernel could not do it; whether all addresses are aligned to a vector.
 fn check(dtype: DType, target: &DeviceSlice, sources: &[DeviceSlice]) -> Result<bool> {
-    let wrong = |text: String| Err(Error::invalid(text).during("sum"));
+    let wrong = |text: String| Err(Error::invalid(text).with_operation("sum"));
     if sources.is_empty() || sources.len() > MAX_SOURCES {
         return wrong(format!(
             "the sum has {} sources; expected 1 to {MAX_SOURCES}",

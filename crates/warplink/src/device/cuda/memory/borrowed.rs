@@ -26,7 +26,7 @@ pub(crate) unsafe fn borrow(
     let _relaxed = gpu.context.relax_capture();
     let foreign = |text: String| {
         Error::invalid(text)
-            .during("borrow device memory")
+            .with_operation("borrow device memory")
             .with_device(gpu.name())
     };
     if bytes == 0 {
@@ -74,9 +74,9 @@ pub(crate) unsafe fn borrow(
                 "{bytes} bytes at {address:#x} span several physical allocations; one ends at {allocation_end:#x}"
             );
             return Err(Error::new(ErrorKind::Unsupported, text)
-                .during("borrow device memory")
+                .with_operation("borrow device memory")
                 .with_device(gpu.name())
-                .help("register parts that lie in one each, allocate from this library, or turn expandable segments off for this tensor"));
+                .with_help("register parts that lie in one each, allocate from this library, or turn expandable segments off for this tensor"));
         }
         return Err(foreign(format!(
             "{bytes} bytes at {address:#x} pass the end of the allocation; expected an end of at most {allocation_end:#x}"

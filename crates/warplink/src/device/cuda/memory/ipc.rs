@@ -83,8 +83,8 @@ impl IpcMapping {
             let left = give_up.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 return Err(Error::new(ErrorKind::Timeout, format!("an earlier mapping of the allocation was not closed within {CLOSING:?}"))
-                    .during("open a peer's memory by IPC handle")
-                    .help("synchronize streams that still wait: the driver closes a mapping only when the GPU is idle"));
+                    .with_operation("open a peer's memory by IPC handle")
+                    .with_help("synchronize streams that still wait: the driver closes a mapping only when the GPU is idle"));
             }
             states = table
                 .changed
@@ -120,10 +120,10 @@ impl IpcMapping {
         let code =
             unsafe { (driver.cuIpcOpenMemHandle_v2)(&mut address, handle, LAZY_PEER_ACCESS) };
         driver.check(code, "open a peer's memory by IPC handle").map_err(|error| match code {
-            status::INVALID_CONTEXT => error.help("a process cannot open a handle of its own; hand over the slice itself"),
-            status::ALREADY_MAPPED => error.help("somebody else in this process has opened the same allocation"),
-            status::INVALID_VALUE => error.help("has the owner freed the memory?"),
-            _ => error.help("both processes must see their GPUs in one container, with peer access between them"),
+            status::INVALID_CONTEXT => error.with_help("a process cannot open a handle of its own; hand over the slice itself"),
+            status::ALREADY_MAPPED => error.with_help("somebody else in this process has opened the same allocation"),
+            status::INVALID_VALUE => error.with_help("has the owner freed the memory?"),
+            _ => error.with_help("both processes must see their GPUs in one container, with peer access between them"),
         })?;
         let (mut base, mut size) = (0, 0);
         // SAFETY: both are places for one value each; the address was mapped just now.

@@ -168,13 +168,13 @@ impl PlainMemory {
         if bytes == 0 {
             return Err(
                 Error::invalid("the allocation has 0 bytes; expected at least 1")
-                    .during("allocate device memory")
-                    .help("leave out empty allocations"),
+                    .with_operation("allocate device memory")
+                    .with_help("leave out empty allocations"),
             );
         }
         let whole = bytes.checked_next_multiple_of(BLOCK).ok_or_else(|| {
             Error::invalid(format!("{bytes} bytes overflow the address space"))
-                .during("allocate device memory")
+                .with_operation("allocate device memory")
         })?;
         let _entered = gpu.context.enter()?;
         let _relaxed = gpu.context.relax_capture();
@@ -191,7 +191,7 @@ impl PlainMemory {
             .map_err(|error| {
                 error
                     .with_device(gpu.name())
-                    .help(format!("{whole} bytes were asked for"))
+                    .with_help(format!("{whole} bytes were asked for"))
             })?;
         Ok(Self {
             gpu: gpu.clone(),
@@ -210,8 +210,8 @@ impl PlainMemory {
             return Err(Error::invalid(format!(
                 "signals have {bytes} bytes; expected a multiple of 8"
             ))
-            .during("allocate device memory")
-            .help("allocate whole words"));
+            .with_operation("allocate device memory")
+            .with_help("allocate whole words"));
         }
         let mut memory = Self::allocate(gpu, bytes)?;
         // SAFETY: just allocated, of at least as many bytes.
@@ -256,6 +256,6 @@ pub(super) fn not_ours() -> Error {
         ErrorKind::Unsupported,
         "the slice is a mapping of a peer's memory; expected memory allocated or borrowed here",
     )
-    .during("export device memory")
-    .help("export it on the rank that allocated it")
+    .with_operation("export device memory")
+    .with_help("export it on the rank that allocated it")
 }

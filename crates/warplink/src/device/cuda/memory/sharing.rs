@@ -50,10 +50,10 @@ fn mapped_descriptor(gpu: &Gpu, backing: &CudaBacking) -> Result<OwnedFd> {
     virtual_memory::export_mapped(gpu, backing.base()).map_err(|error| {
         let text = format!("the memory can be shared neither by IPC nor by descriptor: {}", error.message());
         Error::new(ErrorKind::Unsupported, text)
-            .during("export device memory")
+            .with_operation("export device memory")
             .with_device(gpu.name())
             .with_code(error.code().unwrap_or_default())
-            .help("memory of a stream-ordered pool (cudaMallocAsync) cannot be shared unless its pool was made for it; use cudaMalloc, or PyTorch's own allocator")
+            .with_help("memory of a stream-ordered pool (cudaMallocAsync) cannot be shared unless its pool was made for it; use cudaMalloc, or PyTorch's own allocator")
     })
 }
 
@@ -64,14 +64,14 @@ pub(crate) fn import(gpu: &Arc<Gpu>, opening: Opening, bytes: usize) -> Result<D
             ErrorKind::InvalidHandle,
             "the handle names 0 bytes; expected at least 1",
         )
-        .during("open a peer's memory"));
+        .with_operation("open a peer's memory"));
     }
     let too_small = |has: usize| {
         Error::new(
             ErrorKind::InvalidHandle,
             format!("the peer's allocation has {has} bytes; expected the {bytes} of its handle"),
         )
-        .during("open a peer's memory")
+        .with_operation("open a peer's memory")
     };
     match opening {
         Opening::SameProcess(slice) => {
@@ -122,8 +122,8 @@ fn reach(gpu: &Gpu, backing: &CudaBacking) -> Result<()> {
             mine.ordinal, theirs.ordinal
         );
         return Err(Error::new(ErrorKind::Unsupported, text)
-            .during("open a peer's memory")
-            .help("run `warplink doctor` to see which GPUs reach which"));
+            .with_operation("open a peer's memory")
+            .with_help("run `warplink doctor` to see which GPUs reach which"));
     }
     let _entered = mine.enter()?;
     let _relaxed = mine.relax_capture();

@@ -35,8 +35,8 @@ impl VirtualMemory {
         if bytes == 0 {
             return Err(
                 Error::invalid("the allocation has 0 bytes; expected at least 1")
-                    .during("allocate device memory")
-                    .help("leave out empty allocations"),
+                    .with_operation("allocate device memory")
+                    .with_help("leave out empty allocations"),
             );
         }
         if !gpu.capabilities.virtual_memory || !gpu.capabilities.descriptors {
@@ -45,7 +45,7 @@ impl VirtualMemory {
                 "the GPU cannot share memory by descriptor",
             )
             .with_device(gpu.name())
-            .help("use AllocationKind::Plain"));
+            .with_help("use AllocationKind::Plain"));
         }
         let _entered = gpu.context.enter()?;
         let _relaxed = gpu.context.relax_capture();
@@ -65,7 +65,7 @@ impl VirtualMemory {
             .map_err(|error| {
                 error
                     .with_device(gpu.name())
-                    .help(format!("{bytes} bytes were asked for"))
+                    .with_help(format!("{bytes} bytes were asked for"))
             })?;
         Self::map(gpu, handle, bytes)
     }
@@ -91,7 +91,7 @@ impl VirtualMemory {
                     ErrorKind::InvalidHandle,
                     format!("the peer's allocation is smaller than expected: its handle says {bytes} bytes"),
                 )
-                .during("map a peer's memory")
+                .with_operation("map a peer's memory")
                 .with_code(status::INVALID_VALUE.into())
             } else {
                 error
@@ -207,12 +207,12 @@ fn export(gpu: &Gpu, handle: CUmemGenericAllocationHandle) -> Result<OwnedFd> {
         )
     };
     gpu.context.driver.check(code, "export memory by descriptor").map_err(|error| {
-        error.help("memory must be allocated as shareable by descriptor; in PyTorch, expandable segments are unless they were made for fabric handles")
+        error.with_help("memory must be allocated as shareable by descriptor; in PyTorch, expandable segments are unless they were made for fabric handles")
     })?;
     if descriptor < 0 {
         return Err(
             Error::new(ErrorKind::Driver, "the driver gave no descriptor")
-                .during("export memory by descriptor"),
+                .with_operation("export memory by descriptor"),
         );
     }
     // SAFETY: the driver made this descriptor for the caller, who is its only owner.
@@ -258,6 +258,6 @@ fn round_up(gpu: &Gpu, property: &CUmemAllocationProp, bytes: usize) -> Result<u
         .checked_next_multiple_of(granularity.max(1))
         .ok_or_else(|| {
             Error::invalid("the allocation overflows the address space")
-                .during("allocate device memory")
+                .with_operation("allocate device memory")
         })
 }

@@ -74,9 +74,9 @@ impl NcclEngine {
                 ErrorKind::Mismatch,
                 "a peer could not load NCCL; expected it on every rank",
             )
-            .during("join NCCL")
+            .with_operation("join NCCL")
             .with_peer(peer)
-            .help("run `warplink doctor` on the machine of that rank"));
+            .with_help("run `warplink doctor` on the machine of that rank"));
         }
         let id: [u8; UNIQUE_ID] = answers
             .first()
@@ -87,7 +87,7 @@ impl NcclEngine {
                     ErrorKind::Protocol,
                     "rank 0 sent an invalid id; expected 128 bytes",
                 )
-                .during("join NCCL")
+                .with_operation("join NCCL")
                 .with_peer(0)
             })?;
         let comm = NcclComm::join(nccl, &gpu.context, id, ranks.0, ranks.1, || {

@@ -94,7 +94,7 @@ impl Nccl {
             None => name,
         };
         Err(Error::new(ErrorKind::Driver, message)
-            .during(operation)
+            .with_operation(operation)
             .with_code(code.into()))
     }
 
@@ -147,8 +147,8 @@ fn check_multicast(value: Option<&str>) -> Result<()> {
         value.unwrap_or("not set")
     );
     Err(Error::new(ErrorKind::Unsupported, text)
-        .during("load NCCL")
-        .help(format!(
+        .with_operation("load NCCL")
+        .with_help(format!(
             "set {MULTICAST_VARIABLE}=0 in the environment of every rank"
         )))
 }
@@ -194,14 +194,14 @@ impl NcclComm {
                         ErrorKind::Internal,
                         "the thread that joins NCCL ended without a result",
                     )
-                    .during("join NCCL"));
+                    .with_operation("join NCCL"));
                 }
             }
             if start.elapsed() > JOINING {
                 let text = format!("the {world} ranks did not all join within {JOINING:?}");
                 return Err(Error::new(ErrorKind::Timeout, text)
-                    .during("join NCCL")
-                    .help("check that every rank asks for the collective engine"));
+                    .with_operation("join NCCL")
+                    .with_help("check that every rank asks for the collective engine"));
             }
         }
     }
@@ -217,8 +217,8 @@ impl NcclComm {
         if raw.is_null() {
             return Err(
                 Error::new(ErrorKind::Closed, "the NCCL communicator was aborted")
-                    .during(operation)
-                    .help("join again with the ranks that are left"),
+                    .with_operation(operation)
+                    .with_help("join again with the ranks that are left"),
             );
         }
         self.nccl.check(call(self.nccl, raw), operation)

@@ -44,7 +44,7 @@ impl CudaEvent {
     pub(crate) fn of(event: &Event) -> Result<&Self> {
         event.backend().ok_or_else(|| {
             Error::invalid("the event belongs to another device; expected one of a GPU")
-                .help("use an event of the same device")
+                .with_help("use an event of the same device")
         })
     }
 
@@ -62,8 +62,8 @@ impl EventBackend for CudaEvent {
             return Err(Error::invalid(
                 "an event was created without timing; expected two with it",
             )
-            .during("measure time")
-            .help("create the events with timing"));
+            .with_operation("measure time")
+            .with_help("create the events with timing"));
         }
         let _relaxed = self.gpu.context.relax_capture();
         self.raw.elapsed_since(&earlier.raw)

@@ -54,8 +54,8 @@ impl CudaGraph {
                 ErrorKind::Driver,
                 "the capture is invalid, and the driver gave no graph",
             )
-            .during("end a capture")
-            .help("record again without calls that cannot be recorded"));
+            .with_operation("end a capture")
+            .with_help("record again without calls that cannot be recorded"));
         }
         let driver = gpu.context.driver;
         let _relaxed = gpu.context.relax_capture();

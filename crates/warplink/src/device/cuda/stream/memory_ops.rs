@@ -65,7 +65,7 @@ pub(crate) fn add_to_capture(
             ErrorKind::Unsupported,
             "the driver cannot record waits for words into a graph",
         )
-        .help("install a newer driver, or do not capture"));
+        .with_help("install a newer driver, or do not capture"));
     };
     in_batches(ops, |batch| {
         let capture = Capture::of(driver, stream)?;
@@ -111,8 +111,8 @@ impl Capture {
                 ErrorKind::Unsupported,
                 "the driver does not tell the capture of a stream",
             )
-            .during("record into a graph")
-            .help("install a newer driver, or do not capture"));
+            .with_operation("record into a graph")
+            .with_help("install a newer driver, or do not capture"));
         };
         let (mut state, mut id, mut count): (c_int, u64, usize) = (0, 0, 0);
         let (mut graph, mut dependencies) = (std::ptr::null_mut(), std::ptr::null());
@@ -220,7 +220,7 @@ pub(crate) fn address(word: &Word) -> Result<u64> {
         kind => Err(Error::invalid(format!(
             "the word belongs to device {kind}; expected a GPU's"
         ))
-        .help("use words of the stream's device")),
+        .with_help("use words of the stream's device")),
     }
 }
 

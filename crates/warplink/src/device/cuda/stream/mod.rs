@@ -83,9 +83,9 @@ impl CudaStream {
             return Err(Error::invalid(
                 "the per-thread default stream differs on every thread; expected a stream that is the same on all",
             )
-            .during("borrow a stream")
+            .with_operation("borrow a stream")
             .with_device(gpu.name())
-            .help("create a stream and borrow it"));
+            .with_help("create a stream and borrow it"));
         }
         let _entered = gpu.context.enter()?;
         let raw = raw as usize as CUstream;
@@ -100,9 +100,9 @@ impl CudaStream {
             return Err(Error::invalid(
                 "the stream belongs to another context; expected the GPU's primary one",
             )
-            .during("borrow a stream")
+            .with_operation("borrow a stream")
             .with_device(gpu.name())
-            .help("borrow the stream on the device that it was created on"));
+            .with_help("borrow the stream on the device that it was created on"));
         }
         // SAFETY: the stream is of the context, and its owner is given to the watch in the end.
         let watch = unsafe { Watch::keep(&gpu.context, raw) };
@@ -119,7 +119,7 @@ impl CudaStream {
     pub(super) fn of<'a>(stream: &'a Stream, gpu: &Gpu) -> Result<&'a Self> {
         let stream: &Self = stream.backend().ok_or_else(|| {
             Error::invalid("the stream belongs to another device; expected one of a GPU")
-                .help("use a stream of the same device")
+                .with_help("use a stream of the same device")
         })?;
         if stream.gpu.context.raw != gpu.context.raw {
             return Err(Error::invalid(format!(
@@ -127,7 +127,7 @@ impl CudaStream {
                 stream.gpu.name()
             ))
             .with_device(gpu.name())
-            .help("use a stream of the same device"));
+            .with_help("use a stream of the same device"));
         }
         Ok(stream)
     }
@@ -191,8 +191,8 @@ fn check_copy(target: &DeviceSlice, source: &DeviceSlice) -> Result<()> {
             source.bytes(),
             target.bytes()
         ))
-        .during("copy")
-        .help("pass slices of the same length"));
+        .with_operation("copy")
+        .with_help("pass slices of the same length"));
     }
     check_kind(target)?;
     check_kind(source)
@@ -205,7 +205,7 @@ fn check_kind(slice: &DeviceSlice) -> Result<()> {
         kind => Err(Error::invalid(format!(
             "the memory belongs to device {kind}; expected a GPU's"
         ))
-        .help("use memory of the stream's device")),
+        .with_help("use memory of the stream's device")),
     }
 }
 
@@ -316,9 +316,9 @@ impl StreamBackend for CudaStream {
             return Err(Error::invalid(
                 "the event belongs to another GPU; expected one of the stream's",
             )
-            .during("record an event")
+            .with_operation("record an event")
             .with_device(self.gpu.name())
-            .help("create the event on the stream's device"));
+            .with_help("create the event on the stream's device"));
         }
         // SAFETY: the stream is valid, and of the event's context, which is current.
         unsafe { event.raw.record(self.raw)? };
@@ -333,8 +333,8 @@ impl StreamBackend for CudaStream {
         let _relaxed = context.relax_capture();
         if memory_ops::is_capturing(context.driver, self.raw)? {
             return Err(Error::invalid("the stream is recording a graph")
-                .during("mark the end of a stream's work")
-                .help("end the capture first"));
+                .with_operation("mark the end of a stream's work")
+                .with_help("end the capture first"));
         }
         let event = CudaEvent::create_for_release(&self.gpu)?;
         // SAFETY: the stream is valid, and of the event's context, which is current.
@@ -357,8 +357,8 @@ impl StreamBackend for CudaStream {
         let (driver, _entered) = self.enter()?;
         if memory_ops::is_capturing(driver, self.raw)? {
             return Err(Error::invalid("the stream is recording a graph")
-                .during("synchronize")
-                .help("end the capture first"));
+                .with_operation("synchronize")
+                .with_help("end the capture first"));
         }
         let _relaxed = self.gpu.context.relax_capture();
         // SAFETY: the stream is valid as long as `self`.
@@ -385,8 +385,8 @@ impl StreamBackend for CudaStream {
         let (driver, _entered) = self.enter()?;
         if memory_ops::is_capturing(driver, self.raw)? {
             return Err(Error::invalid("the stream is recording a graph")
-                .during("query a stream")
-                .help("end the capture first"));
+                .with_operation("query a stream")
+                .with_help("end the capture first"));
         }
         let _relaxed = self.gpu.context.relax_capture();
         // SAFETY: the stream is valid as long as `self`.
@@ -413,8 +413,8 @@ impl StreamBackend for CudaStream {
         let _entered = self.gpu.context.enter()?;
         if !memory_ops::is_capturing(driver, self.raw)? {
             return Err(Error::invalid("the stream is not recording a graph")
-                .during("end a capture")
-                .help("begin a capture first"));
+                .with_operation("end a capture")
+                .with_help("begin a capture first"));
         }
         let id = Capture::of(driver, self.raw)
             .ok()
@@ -446,7 +446,7 @@ impl StreamBackend for CudaStream {
                 "the capture is invalid: it met a call that cannot be recorded",
             )
             .with_device(self.gpu.name())
-            .help("end the capture and record again without that call")),
+            .with_help("end the capture and record again without that call")),
         }
     }
 
