@@ -114,6 +114,7 @@ def h200():
             "command": "models/generate.py",
             "notes": "rates and latencies measured one by one; times of matrix multiplications by a formula",
         },
+        "uncertainty": 1.6,
         "memory": {
             "rate": 4.0e12,
             "sum_rate": 4.0e12,
@@ -213,6 +214,7 @@ def generic_gpu():
         "command": "models/generate.py",
         "notes": "a guess for a GPU that nobody measured; run `warplink tune`",
     }
+    model["uncertainty"] = 2.5
     model["memory"].update(rate=2.0e12, sum_rate=2.0e12)
     model["gemm"] = gpu_gemm(280e12, 20e12, 108, 3.0e-6, 2.0e12)
     link = model["link"]
@@ -256,6 +258,7 @@ def host():
             "command": "models/generate.py",
             "notes": "rough figures: how they compare is what counts",
         },
+        "uncertainty": 1.0,
         "memory": {
             "rate": 40e9,
             "sum_rate": 4e9,

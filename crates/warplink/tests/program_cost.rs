@@ -46,6 +46,7 @@ fn machine() -> HardwareModel {
             shared: false,
         },
         source: Source::default(),
+        uncertainty: 1.0,
         memory: Memory {
             rate: 1e12,
             sum_rate: 1e12,

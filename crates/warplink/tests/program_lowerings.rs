@@ -6,8 +6,8 @@
 use std::time::Instant;
 use warplink::program::cost::find::shipped;
 use warplink::program::lower::{
-    AllGatherMatmul, AllGatherMatmulLowering, Choice, Lowered, Lowering, MatmulReduceScatter,
-    MatmulReduceScatterLowering, Problem, choose, lower,
+    AllGatherMatmul, AllGatherMatmulLowering, Choice, Decision, Lowered, Lowering,
+    MatmulReduceScatter, MatmulReduceScatterLowering, Problem, choose, lower,
 };
 use warplink::program::{DiagnosticKind, Parameters, Program, Value, verify};
 use warplink::{DType, ErrorKind};
@@ -193,9 +193,13 @@ fn the_choice_explains_itself_and_can_be_forced() {
         let own = AllGatherMatmul::lowerings().unwrap();
         let choice = choose(&problem, &own, 8, 2, model).unwrap();
         println!("{choice}");
-        assert!(!choice.forced);
+        assert_eq!(choice.decision, Decision::Model);
         assert_eq!(choice.estimates.len(), AllGatherMatmulLowering::ALL.len());
-        let seconds: Vec<f64> = choice.estimates.iter().map(|e| e.seconds()).collect();
+        let seconds: Vec<f64> = choice
+            .estimates
+            .iter()
+            .map(|e| e.expected.seconds())
+            .collect();
         assert!(seconds.is_sorted(), "{seconds:?}");
         let Lowered {
             lowering,
@@ -221,7 +225,7 @@ fn the_choice_explains_itself_and_can_be_forced() {
     );
     let ring = [AllGatherMatmulLowering::RingGet.lowering().unwrap()];
     let forced = choose(&problem(64, 64, 64), &ring, 8, 2, model).unwrap();
-    assert!(forced.forced && forced.name() == "ring-get");
+    assert!(forced.decision == Decision::Request && forced.name() == "ring-get");
     assert!(forced.to_string().contains("as requested"));
     assert!(choose(&problem(64, 64, 64), &[], 8, 2, model).is_err());
 }

@@ -12,6 +12,8 @@ mod matmul;
 mod program_support;
 #[path = "programs/subgroups.rs"]
 mod subgroups;
+#[path = "programs/trials.rs"]
+mod trials;
 
 use common::{assert_says, delays, kind, threads, threads_with, world};
 use half::{bf16, f16};
@@ -23,7 +25,7 @@ use warplink::overlap::{
     AllGatherMatmul, AllGatherMatmulLowering, Leading, Lowering, MatmulReduceScatter,
     MatmulReduceScatterLowering, Options, all_gather_matmul, matmul_reduce_scatter,
 };
-use warplink::program::lower::Problem;
+use warplink::program::lower::{Decision, Problem};
 use warplink::program::{Bindings, Parameters, PrepareOptions, Program};
 use warplink::{Communicator, DType, DeviceKind, ErrorKind};
 
@@ -191,7 +193,7 @@ fn the_functions_and_several_operands() {
             let buffers = gather.gather_buffers(&case);
             let choice =
                 all_gather_matmul(&executor, &stream, &case.gather(), &options, &buffers).unwrap();
-            assert!(!choice.forced);
+            assert_eq!(choice.decision, Decision::Model);
             assert!(choice.to_string().contains(choice.name()));
             let buffers = scatter.scatter_buffers(&case);
             matmul_reduce_scatter(&executor, &stream, &case.scatter(), &options, &buffers).unwrap();

@@ -13,7 +13,9 @@ use crate::device::{
 };
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::memory::{HANDLE_BYTES, Region, RemoteRegion};
-use crate::p2p::{Batch, ExchangeServices, Transfer, TransferExchange, TransferRequest};
+use crate::p2p::{
+    Batch, ExchangeServices, StreamBarrier, Transfer, TransferExchange, TransferRequest,
+};
 use crate::program::Executor;
 use crate::program::execute::{EngineSource, RankContext};
 use services::JobServices;
@@ -228,6 +230,12 @@ impl Communicator {
     pub fn barrier(&self) -> Result<()> {
         let barrier = self.group.barrier(self.deadline());
         barrier.map_err(|error| self.group.in_own_ranks(error))
+    }
+
+    /// A barrier of streams, to be enqueued any number of times. Every rank makes one at the same time.
+    pub fn stream_barrier(&self) -> Result<StreamBarrier> {
+        let place = (self.rank(), self.world());
+        StreamBarrier::new(&self.job.memory, &self.transfers, place, self.deadline())
     }
 
     /// Every rank's bytes, in rank order. Blocks until every rank has called it.

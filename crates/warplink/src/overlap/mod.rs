@@ -8,7 +8,8 @@
 //! A plan is made once, by all ranks at the same time, for slices of device memory; then every
 //! [`run`](OverlapPlan::run) only enqueues. The functions are for one use. Both are lowered
 //! to a host program (see [`lower`](crate::program::lower)). Which lowering runs is chosen by a cost
-//! model, or by [`Options::lowering`], and a plan's `choice()` explains it.
+//! model, by trials of those that it finds close, or by [`Options::lowering`]; a plan's `choice()`
+//! explains it.
 //!
 //! Elements are bf16, f16 or f32, accumulated in f32. Everything is row-major and contiguous.
 //!
@@ -23,9 +24,10 @@
 mod gather;
 mod plan;
 mod scatter;
+mod trial;
 
 pub use crate::program::lower::{
-    AllGatherMatmul, AllGatherMatmulLowering, Choice, Lowering, MatmulReduceScatter,
+    AllGatherMatmul, AllGatherMatmulLowering, Choice, Decision, Lowering, MatmulReduceScatter,
     MatmulReduceScatterLowering,
 };
 pub use gather::{AllGatherMatmulBuffers, all_gather_matmul};
@@ -56,6 +58,10 @@ pub struct Options {
     /// What the cost model takes the machine for; the model that is found for the device where none
     /// is given.
     pub model: Option<Arc<HardwareModel>>,
+    /// Whether a plan is decided by times on the machine where the model finds several lowerings within
+    /// its [uncertainty](HardwareModel::uncertainty). Making the plan then takes up to some tenths of a
+    /// second longer, and memory for another result. The functions of one use never try.
+    pub trials: bool,
     /// Whether the lowered program is verified before it runs.
     pub verify: bool,
 }
@@ -68,6 +74,7 @@ impl Default for Options {
             streams: DEFAULT_STREAMS,
             outer: 1,
             model: None,
+            trials: true,
             verify: true,
         }
     }

@@ -1,10 +1,10 @@
 //! A plan of either operation: one program, bound once for each index of the outer dimensions.
 
-use super::{Choice, Lowering, Options};
+use super::{Choice, Lowering, Options, trial};
 use crate::device::{DeviceSlice, Graph, Stream};
 use crate::error::{Error, ErrorKind, Result};
 use crate::program::cost::{DeviceDescription, HardwareModel};
-use crate::program::lower::{Problem, choose};
+use crate::program::lower::{Decision, Problem, choose};
 use crate::program::{Bindings, Executor, Plan, PrepareOptions};
 use std::fmt;
 
@@ -51,11 +51,21 @@ impl OverlapPlan {
         if outer == 0 {
             return Err(Error::invalid("outer is 0; expected at least 1"));
         }
-        let choice = available(executor, problem, options)?;
+        let model = match &options.model {
+            Some(model) => model.clone(),
+            None => {
+                HardwareModel::find(&DeviceDescription::of(executor.device()), executor.world())?
+            }
+        };
+        let mut choice = available(executor, problem, options, &model)?;
         let prepare = PrepareOptions {
             streams: choice.lowered.streams,
             verify: options.verify,
         };
+        if options.trials && choice.decision != Decision::Request {
+            let tensors = (tensors, outer);
+            trial::decide(&mut choice, model.uncertainty, executor, prepare, tensors)?;
+        }
         let lowered = &choice.lowered;
         let prepared = executor.prepare(lowered.program(), &lowered.parameters, prepare)?;
         let bindings = (0..outer)
@@ -70,6 +80,10 @@ impl OverlapPlan {
             .iter()
             .map(|bindings| prepared.bind(bindings))
             .collect::<Result<_>>()?;
+        if choice.decision == Decision::Trial {
+            // What the lowerings that lost wrote to.
+            executor.release_free();
+        }
         Ok(Self {
             executor: executor.clone(),
             choice,
@@ -140,28 +154,50 @@ pub(super) struct Bound {
     slice: DeviceSlice,
     /// Whether every outer index has a part of it, rather than all of it.
     parted: bool,
+    written: bool,
 }
 
 impl Bound {
-    /// A tensor that has a part for each outer index: A, C and G.
+    /// An input that has a part for each outer index: A.
     pub(super) fn parted(name: impl Into<String>, slice: &DeviceSlice) -> Self {
         Self {
             name: name.into(),
             slice: slice.clone(),
             parted: true,
+            written: false,
         }
     }
 
-    /// A tensor that all outer indices use: B and the bias.
+    /// An output, which has a part for each outer index: C and G.
+    pub(super) fn written(name: impl Into<String>, slice: &DeviceSlice) -> Self {
+        Self {
+            written: true,
+            ..Self::parted(name, slice)
+        }
+    }
+
+    /// An input that all outer indices use: B and the bias.
     pub(super) fn shared(name: impl Into<String>, slice: &DeviceSlice) -> Self {
         Self {
             name: name.into(),
             slice: slice.clone(),
             parted: false,
+            written: false,
         }
     }
 
-    fn part(&self, index: usize, outer: usize) -> Result<DeviceSlice> {
+    /// Its name in the program.
+    pub(super) fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Whether it is an output.
+    pub(super) fn is_written(&self) -> bool {
+        self.written
+    }
+
+    /// The part of one outer index.
+    pub(super) fn part(&self, index: usize, outer: usize) -> Result<DeviceSlice> {
         if !self.parted || outer == 1 {
             return Ok(self.slice.clone());
         }
@@ -199,12 +235,13 @@ pub(super) fn family(
 
 /// The choice; without the lowerings that need the collective engine where its library is missing and
 /// nobody asked for one. Every rank comes to the same end: they join the engine together.
-fn available<P: Problem>(executor: &Executor, problem: &P, options: &Options) -> Result<Choice> {
+fn available<P: Problem>(
+    executor: &Executor,
+    problem: &P,
+    options: &Options,
+    model: &HardwareModel,
+) -> Result<Choice> {
     let world = executor.world();
-    let model = match &options.model {
-        Some(model) => model.clone(),
-        None => HardwareModel::find(&DeviceDescription::of(executor.device()), world)?,
-    };
     let allowed: Vec<Lowering> = match &options.lowering {
         Some(lowering) => vec![lowering.clone()],
         None => P::lowerings()?
@@ -212,8 +249,12 @@ fn available<P: Problem>(executor: &Executor, problem: &P, options: &Options) ->
             .chain(options.added.iter().cloned())
             .collect(),
     };
-    let choice = choose(problem, &allowed, world, options.streams, &model)?;
-    if choice.forced || !choice.needs_engine() {
+    let choice = choose(problem, &allowed, world, options.streams, model)?;
+    let needs_engine = choice
+        .estimates
+        .iter()
+        .any(|estimate| estimate.needs_engine);
+    if choice.decision == Decision::Request || !needs_engine {
         return Ok(choice);
     }
     match executor.collective_engine() {
@@ -222,10 +263,10 @@ fn available<P: Problem>(executor: &Executor, problem: &P, options: &Options) ->
                 .estimates
                 .into_iter()
                 .filter(|estimate| !estimate.needs_engine)
-                .map(|estimate| estimate.lowering)
+                .map(|estimate| estimate.lowered.lowering)
                 .collect();
-            let mut choice = choose(problem, &without, world, options.streams, &model)?;
-            choice.forced = false;
+            let mut choice = choose(problem, &without, world, options.streams, model)?;
+            choice.decision = Decision::Model;
             Ok(choice)
         }
         Err(error) => Err(error),

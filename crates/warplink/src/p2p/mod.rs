@@ -26,6 +26,7 @@ mod protocol;
 mod recording;
 mod request;
 mod slot_releases;
+mod stream_barrier;
 mod transfer;
 
 pub use batch::{Batch, post_all, post_stores, wait_all};
@@ -35,4 +36,5 @@ pub use protocol::Protocol;
 pub(crate) use request::MatchKey;
 pub use request::{Direction, TransferRequest};
 pub(crate) use slot_releases::SlotDirectory;
+pub use stream_barrier::StreamBarrier;
 pub use transfer::Transfer;

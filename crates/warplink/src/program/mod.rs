@@ -25,6 +25,7 @@ pub mod lower;
 pub mod parameters;
 pub mod rank_program;
 pub mod text;
+pub mod times;
 pub mod unroll;
 pub mod verify;
 

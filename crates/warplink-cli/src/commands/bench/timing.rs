@@ -8,8 +8,7 @@ use anyhow::{Context, Result};
 use std::time::{Duration, Instant};
 use warplink::Communicator;
 use warplink::device::{Event, Priority, Stream};
-use warplink::memory::Region;
-use warplink::p2p::{Protocol, Transfer, TransferRequest, post_all, wait_all};
+use warplink::p2p::StreamBarrier;
 
 /// How stream work is given to the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
@@ -42,26 +41,13 @@ pub(crate) struct Clock<'a> {
     pub(crate) stream: Stream,
     begin: Event,
     end: Event,
-    // A step of a ring, which holds every stream until its left neighbour's got there.
-    ring: Vec<Transfer>,
-    _words: [Region; 2],
+    barrier: StreamBarrier,
 }
 
 impl<'a> Clock<'a> {
     /// Every rank makes one at the same time.
     pub(crate) fn new(comm: &'a Communicator, priority: Priority) -> Result<Self> {
         let stream = comm.create_stream(priority)?;
-        let words = [comm.alloc(64)?, comm.alloc(64)?];
-        let (rank, world) = (comm.rank(), comm.world());
-        let ring = if world == 1 {
-            Vec::new()
-        } else {
-            let (right, left) = ((rank + 1) % world, (rank + world - 1) % world);
-            comm.exchange(&[
-                TransferRequest::send(&words[0], right, u64::MAX).with_protocol(Protocol::Put),
-                TransferRequest::receive(&words[1], left, u64::MAX).with_protocol(Protocol::Put),
-            ])?
-        };
         let (begin, end) = (
             comm.device().create_event(true)?,
             comm.device().create_event(true)?,
@@ -71,8 +57,7 @@ impl<'a> Clock<'a> {
             stream,
             begin,
             end,
-            ring,
-            _words: words,
+            barrier: comm.stream_barrier()?,
         })
     }
 
@@ -124,7 +109,7 @@ impl<'a> Clock<'a> {
         for sample in 0..samples + WARM_UP {
             for ((work, graph), times) in turns.iter().zip(&mut times) {
                 self.comm.barrier()?;
-                self.align()?;
+                self.barrier.enqueue(stream)?;
                 stream.record(&self.begin)?;
                 match graph {
                     Some(graph) => graph.launch(stream)?,
@@ -138,17 +123,6 @@ impl<'a> Clock<'a> {
             }
         }
         times.into_iter().map(|own| self.slowest(own)).collect()
-    }
-
-    /// Holds the stream until every other rank's got here: one round of the ring for each rank
-    /// but one.
-    fn align(&self) -> Result<()> {
-        let group: Vec<&Transfer> = self.ring.iter().collect();
-        for _ in 1..self.comm.world() {
-            post_all(&group, &self.stream)?;
-            wait_all(&group, &self.stream)?;
-        }
-        Ok(())
     }
 
     /// Statistics over the samples of each of which the slowest rank counts.

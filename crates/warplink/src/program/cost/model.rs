@@ -23,6 +23,9 @@ pub struct HardwareModel {
     pub device: DeviceMatch,
     /// Where the figures come from.
     pub source: Source,
+    /// How far estimates may be off: a program that is estimated at up to this multiple of another's
+    /// time may be as fast. At least 1; with 1, estimates alone decide.
+    pub uncertainty: f64,
     /// Memory of a device, and kernels that are bound by it.
     pub memory: Memory,
     /// Matrix multiplications.
@@ -212,6 +215,9 @@ impl HardwareModel {
                 format!("format {}; expected {FORMAT}", self.format),
             )
             .with_help("measure the machine again with `warplink tune`"));
+        }
+        if !(self.uncertainty.is_finite() && self.uncertainty >= 1.0) {
+            return Err(refused("uncertainty", self.uncertainty, "1 or more"));
         }
         self.gemm.grids.iter().try_for_each(Grid::check)?;
         self.collectives.check()?;

@@ -5,7 +5,7 @@ use crate::deadline::Deadline;
 use crate::device::{CollectiveEngine, Device, InFlight};
 use crate::error::{Rank, Result};
 use crate::memory::MemoryRegistry;
-use crate::p2p::TransferExchange;
+use crate::p2p::{StreamBarrier, TransferExchange};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -43,6 +43,12 @@ impl RankContext {
     pub(crate) fn barrier(&self) -> Result<()> {
         let barrier = self.group.barrier(self.deadline());
         barrier.map_err(|error| self.group.in_own_ranks(error))
+    }
+
+    /// A barrier of streams. Every rank makes one at the same time.
+    pub(crate) fn stream_barrier(&self) -> Result<StreamBarrier> {
+        let place = (self.rank(), self.world());
+        StreamBarrier::new(&self.memory, &self.transfers, place, self.deadline())
     }
 
     pub(crate) fn deadline(&self) -> Deadline {

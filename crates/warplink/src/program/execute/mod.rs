@@ -19,6 +19,7 @@ mod memory;
 mod plan;
 mod pool;
 mod resolve;
+mod timing;
 mod trace;
 
 pub use bind::Prepared;
@@ -109,6 +110,16 @@ impl Executor {
     /// A stream of the device.
     pub(crate) fn create_stream(&self) -> Result<Stream> {
         self.context.device.create_stream(Priority::Normal)
+    }
+
+    /// Lets go of the memory that no plan uses.
+    pub(crate) fn release_free(&self) {
+        self.pool.release_free();
+    }
+
+    /// Every rank's bytes, in rank order. Blocks until every rank has called it.
+    pub(crate) fn all_gather(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
+        self.context.all_gather(bytes)
     }
 
     /// Keeps `plans` until what `stream` was given so far is done.

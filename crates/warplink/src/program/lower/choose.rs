@@ -6,38 +6,50 @@ use crate::program::cost::{Bound, HardwareModel, SimulateOptions, Submission, si
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
 use crate::program::parameters::{Parameters, Value};
 use crate::program::rank_program::RankProgram;
+use crate::program::times::Times;
 use crate::program::unroll::unroll_or_diagnose;
 use std::fmt;
 
-/// How much faster than the engine's collective another lowering has to be in the model. What two
-/// simulations differ by less may be the model's error, and the collective needs no exchange.
-const ADVANTAGE: f64 = 0.98;
+/// The share of the collective's time that another lowering has to be below. What two times differ by
+/// less may be an error of the model or of measuring, and the collective needs no exchange.
+const ADVANTAGE: f64 = 0.97;
 
 /// The most combinations of alternatives of one lowering that are simulated.
 const MAX_COMBINATIONS: usize = 256;
 
-/// What a lowering is expected to take.
-#[derive(Clone, Debug, PartialEq)]
+/// What a lowering takes.
+#[derive(Clone, Debug)]
 pub struct Estimate {
-    /// The lowering.
-    pub lowering: Lowering,
+    /// The lowering, and the values of its parameters.
+    pub lowered: Lowered,
     /// What it left open, and is best with.
     pub chosen: Parameters,
-    /// Seconds from start to end of an eager run.
-    pub eager: f64,
-    /// Seconds from start to end of a launch as one graph.
-    pub captured: f64,
-    /// What most of that time is spent on.
+    /// By the cost model.
+    pub expected: Times,
+    /// On the machine, where a trial was made of it.
+    pub measured: Option<Times>,
+    /// What most of the expected time is spent on.
     pub bound: Bound,
     /// Whether it needs the collective engine.
     pub needs_engine: bool,
 }
 
 impl Estimate {
-    /// Seconds of the faster submission, which is what lowerings are compared by.
-    pub fn seconds(&self) -> f64 {
-        self.eager.min(self.captured)
+    /// The name of the lowering.
+    pub fn name(&self) -> &str {
+        self.lowered.lowering.name()
     }
+}
+
+/// What decided about a lowering.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Decision {
+    /// It is the only one that was allowed.
+    Request,
+    /// The cost model finds it fastest.
+    Model,
+    /// It was the fastest on the machine, of those that the cost model finds close to the fastest.
+    Trial,
 }
 
 /// A lowering, and why.
@@ -45,9 +57,9 @@ impl Estimate {
 pub struct Choice {
     /// The lowering, and the values of its parameters.
     pub lowered: Lowered,
-    /// Whether it is the only one that was allowed.
-    pub forced: bool,
-    /// Every lowering that fits the problem, the fastest first.
+    /// What decided.
+    pub decision: Decision,
+    /// Every lowering that fits the problem, the one with the shortest expected time first.
     pub estimates: Vec<Estimate>,
     /// What is computed, and on what.
     pub subject: String,
@@ -61,30 +73,81 @@ impl Choice {
 
     /// Whether the lowering needs the collective engine.
     pub fn needs_engine(&self) -> bool {
+        self.estimates.iter().any(|estimate| {
+            estimate.lowered.lowering == self.lowered.lowering && estimate.needs_engine
+        })
+    }
+
+    /// The estimates of at most `uncertainty` times the shortest expected time: any of them may be the
+    /// fastest on the machine.
+    pub(crate) fn contenders(&self, uncertainty: f64) -> impl Iterator<Item = &Estimate> {
+        let shortest = self
+            .estimates
+            .first()
+            .map_or(0.0, |first| first.expected.seconds());
         self.estimates
             .iter()
-            .any(|estimate| estimate.lowering == self.lowered.lowering && estimate.needs_engine)
+            .filter(move |estimate| estimate.expected.seconds() <= shortest * uncertainty)
     }
+
+    /// Decides by times on the machine instead: those of lowerings, by their names.
+    pub(crate) fn decide(&mut self, measured: &[(String, Times)]) {
+        for (name, times) in measured {
+            let estimate = self
+                .estimates
+                .iter_mut()
+                .find(|estimate| estimate.name() == name);
+            if let Some(estimate) = estimate {
+                estimate.measured = Some(*times);
+            }
+        }
+        let tried = self.estimates.iter().filter_map(|estimate| {
+            let seconds = estimate.measured?.seconds();
+            Some((estimate, seconds))
+        });
+        if let Some(taken) = preferred(tried) {
+            self.lowered = taken.lowered.clone();
+            self.decision = Decision::Trial;
+        }
+    }
+}
+
+/// The fastest, or the one that needs the collective engine where that is almost as fast.
+fn preferred<'a>(
+    estimates: impl Iterator<Item = (&'a Estimate, f64)> + Clone,
+) -> Option<&'a Estimate> {
+    let fastest = estimates.clone().min_by(|a, b| a.1.total_cmp(&b.1))?;
+    let close = |(estimate, seconds): &(&Estimate, f64)| {
+        estimate.needs_engine && seconds * ADVANTAGE <= fastest.1
+    };
+    Some(estimates.clone().find(close).unwrap_or(fastest).0)
 }
 
 impl fmt::Display for Choice {
     /// The explanation: a line for the decision and one for each lowering.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let why = if self.forced {
-            "as requested"
-        } else {
-            "the fastest in the cost model"
+        let why = match self.decision {
+            Decision::Request => "as requested",
+            Decision::Model => "the fastest in the cost model",
+            Decision::Trial => "the fastest on the machine",
         };
         writeln!(f, "{}: {}, {why}", self.subject, self.name())?;
         for estimate in &self.estimates {
             write!(
                 f,
                 "  {:12} {:10.1} us eager, {:10.1} us captured, bound by {}",
-                estimate.lowering.name(),
-                estimate.eager * 1e6,
-                estimate.captured * 1e6,
+                estimate.name(),
+                estimate.expected.eager * 1e6,
+                estimate.expected.captured * 1e6,
                 estimate.bound
             )?;
+            if let Some(measured) = estimate.measured {
+                let (eager, captured) = (measured.eager * 1e6, measured.captured * 1e6);
+                write!(
+                    f,
+                    "; measured {eager:.1} us eager, {captured:.1} us captured"
+                )?;
+            }
             if estimate.chosen != Parameters::new() {
                 write!(f, " ({})", estimate.chosen)?;
             }
@@ -134,41 +197,47 @@ pub fn choose(
             });
             let (eager, captured) = (eager?, captured?);
             let estimate = Estimate {
-                lowering: lowering.clone(),
+                lowered: Lowered {
+                    lowering: lowering.clone(),
+                    parameters,
+                    streams,
+                },
                 chosen,
-                eager: eager.seconds,
-                captured: captured.seconds,
+                expected: Times {
+                    eager: eager.seconds,
+                    captured: captured.seconds,
+                },
+                measured: None,
                 bound: eager.bound,
                 needs_engine: ranks.iter().any(RankProgram::needs_engine),
             };
             if best
                 .as_ref()
-                .is_none_or(|best| estimate.seconds() < best.seconds())
+                .is_none_or(|best| estimate.expected.seconds() < best.expected.seconds())
             {
                 best = Some(estimate);
             }
         }
         estimates.extend(best);
     }
-    estimates.sort_by(|a, b| a.seconds().total_cmp(&b.seconds()));
-    let Some(fastest) = estimates.first() else {
+    estimates.sort_by(|a, b| a.expected.seconds().total_cmp(&b.expected.seconds()));
+    let expected = estimates
+        .iter()
+        .map(|estimate| (estimate, estimate.expected.seconds()));
+    let Some(taken) = preferred(expected) else {
         let error = Error::invalid(format!("no lowering fits {}", problem.subject()));
         return Err(match refusal {
             Some(diagnostic) => error.with_help(diagnostic.to_string()),
             None => error.with_help("allow at least one lowering"),
         });
     };
-    let close = |estimate: &&Estimate| {
-        estimate.needs_engine && estimate.seconds() * ADVANTAGE <= fastest.seconds()
-    };
-    let taken = estimates.iter().find(close).unwrap_or(fastest);
     Ok(Choice {
-        lowered: Lowered {
-            lowering: taken.lowering.clone(),
-            parameters: merged(&given, &taken.chosen),
-            streams,
+        lowered: taken.lowered.clone(),
+        decision: if lowerings.len() == 1 {
+            Decision::Request
+        } else {
+            Decision::Model
         },
-        forced: lowerings.len() == 1,
         subject: format!("{} on {world} ranks of {}", problem.subject(), model.name),
         estimates,
     })

@@ -14,7 +14,7 @@
 mod choose;
 mod problem;
 
-pub use choose::{Choice, Estimate, choose, lower};
+pub use choose::{Choice, Decision, Estimate, choose, lower};
 pub use problem::{AllGatherMatmul, MatmulReduceScatter, Problem};
 
 use super::ir::Program;

@@ -74,7 +74,7 @@ pub(super) struct Figures {
     /// Bytes that a rank receives over the link's rate, in seconds.
     pub(super) link_limit: f64,
     pub(super) lowerings: Vec<Row>,
-    /// What the cost model says, and why.
+    /// What a plan chooses, and why.
     pub(super) choice: String,
 }
 
@@ -84,8 +84,10 @@ pub(super) struct Row {
     pub(super) lowering: String,
     /// What it leaves open, as the cost model chose it.
     pub(super) parameters: String,
-    /// Whether the cost model would choose it.
+    /// Whether a plan chooses it.
     pub(super) chosen: bool,
+    /// Whether the cost model alone would choose it.
+    pub(super) modelled: bool,
     /// What the cost model expects, in seconds.
     pub(super) expected: f64,
     pub(super) times: Submitted,
@@ -123,16 +125,26 @@ impl Figures {
         self.lowerings.iter().find(|row| row.lowering == COLLECTIVE)
     }
 
-    /// The lowering that the cost model would choose.
+    /// The lowering that a plan chooses.
     pub(super) fn chosen(&self) -> Option<&Row> {
         self.lowerings.iter().find(|row| row.chosen)
     }
 
     /// The fastest time of the chosen lowering's over the chosen one's; 1 where the choice was right.
     pub(super) fn of_best(&self) -> Option<f64> {
+        self.chosen().and_then(|chosen| self.over_best(chosen))
+    }
+
+    /// The fastest time over that of the cost model's choice.
+    pub(super) fn model_of_best(&self) -> Option<f64> {
+        let modelled = self.lowerings.iter().find(|row| row.modelled);
+        modelled.and_then(|modelled| self.over_best(modelled))
+    }
+
+    fn over_best(&self, row: &Row) -> Option<f64> {
         let best = self.lowerings.iter().map(|row| row.times.best());
-        let best = best.min_by(f64::total_cmp)?;
-        self.chosen().map(|chosen| best / chosen.times.best())
+        best.min_by(f64::total_cmp)
+            .map(|best| best / row.times.best())
     }
 }
 
@@ -161,6 +173,11 @@ pub(super) fn figures(
     };
     // With the collective among them where there is an engine, as any caller's plan would be.
     let choice = gemm.plan(&options(None))?.choice().clone();
+    let alone_by_model = Options {
+        trials: false,
+        ..options(None)
+    };
+    let modelled = gemm.plan(&alone_by_model)?.choice().name().to_owned();
     let mut first = None;
     let mut plans = Vec::new();
     for lowering in settings.lowerings(problem.op)? {
@@ -209,7 +226,8 @@ pub(super) fn figures(
             lowering: own.name().to_owned(),
             parameters: estimate.chosen.to_string(),
             chosen: own.name() == choice.name(),
-            expected: estimate.seconds(),
+            modelled: own.name() == modelled,
+            expected: estimate.expected.seconds(),
             times: *times,
             tflops: flops / best / 1e12,
             of_compute: compute.best() / best,

@@ -30,8 +30,8 @@ use warplink::{Communicator, DType, DeviceKind, ErrorKind};
 /// collective engine before or after the GEMM, and the overlapped programs. Two limits are shown: the
 /// time to receive the bytes at the link's rate, and the GEMM alone. Times are medians over samples
 /// that start with a barrier; the slowest rank counts. Samples of all alternate, because GPU clocks
-/// drift. All results are checked. '*' marks the lowering that the cost model chooses, and the last
-/// lines tell how good its choices were.
+/// drift. All results are checked. '*' marks the lowering that a plan chooses, and the last
+/// lines tell how good the choices were.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  \
     warplink bench overlap\n  \
@@ -48,8 +48,8 @@ pub(crate) struct Overlap {
     /// All combinations of m, k and n from 512 to 16384, as in the DDLB benchmark
     #[arg(long, conflicts_with = "shapes")]
     ddlb: bool,
-    /// So many random shapes, from 1 to 16384 (256 on host) in each direction, of random operations and element
-    /// types unless --op and --dtype are given; the same ones for the same --seed
+    /// Measure N random shapes: sizes from 1 to 16384 (256 on host), and random operations and element
+    /// types unless --op and --dtype are given. The same --seed gives the same shapes
     #[arg(long, value_name = "N", conflicts_with_all = ["shapes", "ddlb"])]
     random: Option<u16>,
     /// Measure nothing: choose anew for the shapes in FILE, which --output wrote, and tell where the

@@ -85,7 +85,7 @@ pub(super) fn replay(file: &Path, model: &HardwareModel) -> Result<String> {
             let estimate = choice
                 .estimates
                 .iter()
-                .find(|estimate| estimate.lowering.name() == row.lowering);
+                .find(|estimate| estimate.name() == row.lowering);
             let mark = if row.lowering == choice.name() {
                 " *"
             } else {
@@ -96,8 +96,8 @@ pub(super) fn replay(file: &Path, model: &HardwareModel) -> Result<String> {
                 row.lowering,
                 row.times.eager.median * 1e6,
                 row.times.captured.median * 1e6,
-                estimate.map_or(f64::NAN, |estimate| estimate.eager * 1e6),
-                estimate.map_or(f64::NAN, |estimate| estimate.captured * 1e6),
+                estimate.map_or(f64::NAN, |estimate| estimate.expected.eager * 1e6),
+                estimate.map_or(f64::NAN, |estimate| estimate.expected.captured * 1e6),
                 row.parameters,
                 estimate.map_or_else(String::new, |estimate| estimate.chosen.to_string())
             );

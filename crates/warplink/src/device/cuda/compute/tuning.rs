@@ -17,9 +17,6 @@ use std::time::{Duration, Instant};
 /// Turns the timing of candidates off when it is "0"; cuBLASLt's first choice is used then.
 const TUNING_VARIABLE: &str = "WARPLINK_MATMUL_TUNING";
 
-/// Floating-point operations below which the first choice is as good as any.
-const WORTH_TUNING: f64 = 1e9;
-
 /// Longest time for timing the candidates of one matmul.
 const TUNING_TIME: Duration = Duration::from_millis(500);
 
@@ -39,13 +36,12 @@ const ROUNDS: usize = 4;
 const LIMIT: Duration = Duration::from_secs(60);
 
 impl CudaCompute {
-    /// Runs and, where it is worth it, times the candidates on scratch memory.
+    /// Runs the candidates and, where there are several, times them on scratch memory.
     pub(super) fn choose_and_run(&self, spec: &MatmulSpec) -> Result<Gemm> {
         let scratch = Scratch::allocate(&self.gpu, spec, self.workspace)?;
         let (mut gemm, proposals) =
             Gemm::propose(&self.handle, spec, &scratch.operands, self.workspace)?;
-        let tune = spec.operations() >= WORTH_TUNING
-            && proposals.len() > 1
+        let tune = proposals.len() > 1
             && std::env::var_os(TUNING_VARIABLE).is_none_or(|value| value != "0");
         if tune && let Some(fastest) = self.fastest(&mut gemm, &proposals, &scratch)? {
             gemm.choose(fastest);

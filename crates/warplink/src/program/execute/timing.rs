@@ -1,0 +1,128 @@
+//! Times of plans on the machine, to compare them.
+
+use super::plan::{CapturedPlan, Plan};
+use super::{Executor, RankContext};
+use crate::device::{Event, Priority, Stream};
+use crate::error::{Error, ErrorKind, Result};
+use crate::p2p::StreamBarrier;
+use crate::program::times::Times;
+
+/// Runs of each plan before the first that counts.
+const WARM_UP: usize = 2;
+
+impl Executor {
+    /// Times `plans` in turn, so that all see the same clocks, `samples` times each as every submission.
+    /// All ranks start a run together, and the slowest counts. Every rank calls this at the same time
+    /// with plans of the same programs, and all get the same times. Blocks until all is done.
+    pub(crate) fn time_in_turn(&self, plans: Vec<Plan>, samples: usize) -> Result<Vec<Times>> {
+        let clock = Clock::new(&self.context)?;
+        let eager: Vec<_> = plans
+            .iter()
+            .map(|plan| |stream: &Stream| plan.run(stream))
+            .collect();
+        let eager = clock.medians(&eager, samples)?;
+        let captured: Vec<Option<CapturedPlan>> = plans
+            .into_iter()
+            .map(|plan| match plan.eager_only() {
+                Some(_) => Ok(None),
+                None => plan.capture().map(Some),
+            })
+            .collect::<Result<_>>()?;
+        let launches: Vec<_> = captured
+            .iter()
+            .flatten()
+            .map(|plan| |stream: &Stream| plan.launch(stream))
+            .collect();
+        let mut launched = clock.medians(&launches, samples)?.into_iter();
+        let captured = captured.iter().map(|plan| match plan {
+            Some(_) => launched.next().unwrap_or(f64::INFINITY),
+            None => f64::INFINITY,
+        });
+        Ok(eager
+            .into_iter()
+            .zip(captured)
+            .map(|(eager, captured)| Times { eager, captured })
+            .collect())
+    }
+}
+
+struct Clock<'a> {
+    context: &'a RankContext,
+    stream: Stream,
+    begin: Event,
+    end: Event,
+    barrier: StreamBarrier,
+}
+
+impl<'a> Clock<'a> {
+    fn new(context: &'a RankContext) -> Result<Self> {
+        let device = &context.device;
+        Ok(Self {
+            stream: device.create_stream(Priority::Normal)?,
+            begin: device.create_event(true)?,
+            end: device.create_event(true)?,
+            barrier: context.stream_barrier()?,
+            context,
+        })
+    }
+
+    /// The median of each of `works`.
+    fn medians(
+        &self,
+        works: &[impl Fn(&Stream) -> Result<()>],
+        samples: usize,
+    ) -> Result<Vec<f64>> {
+        let mut own = Vec::with_capacity(samples * works.len());
+        for sample in 0..samples + WARM_UP {
+            for work in works {
+                self.context.barrier()?;
+                self.barrier.enqueue(&self.stream)?;
+                self.stream.record(&self.begin)?;
+                work(&self.stream)?;
+                self.stream.record(&self.end)?;
+                self.stream.synchronize(self.context.deadline())?;
+                if sample >= WARM_UP {
+                    own.push(f64::from(self.end.elapsed_since(&self.begin)?) / 1e3);
+                }
+            }
+        }
+        let slowest = self.slowest(&own)?;
+        Ok((0..works.len())
+            .map(|work| {
+                let mut times: Vec<f64> = slowest
+                    .iter()
+                    .copied()
+                    .skip(work)
+                    .step_by(works.len())
+                    .collect();
+                times.sort_by(f64::total_cmp);
+                times.get(times.len() / 2).copied().unwrap_or(f64::INFINITY)
+            })
+            .collect())
+    }
+
+    /// The largest of all ranks for each of `own`.
+    fn slowest(&self, own: &[f64]) -> Result<Vec<f64>> {
+        let bytes: Vec<u8> = own.iter().flat_map(|time| time.to_le_bytes()).collect();
+        let mut slowest = own.to_vec();
+        for rank in self.context.all_gather(&bytes)? {
+            if rank.len() != bytes.len() {
+                return Err(Error::new(
+                    ErrorKind::Mismatch,
+                    format!(
+                        "a rank timed {} runs; expected {}",
+                        rank.len() / size_of::<f64>(),
+                        own.len()
+                    ),
+                )
+                .with_operation("time plans")
+                .with_help("call this with the same programs on every rank"));
+            }
+            for (slowest, time) in slowest.iter_mut().zip(rank.chunks_exact(size_of::<f64>())) {
+                let time = time.try_into().map_or(f64::INFINITY, f64::from_le_bytes);
+                *slowest = slowest.max(time);
+            }
+        }
+        Ok(slowest)
+    }
+}
