@@ -8,7 +8,7 @@ out=device-bin
 rm -rf "$out"
 mkdir -p "$out"
 tests=(device_contract transfers failures lifetimes abort timeouts)
-for optional in programs; do
+for optional in programs program_language; do
     if [ -f "crates/warplink/tests/$optional.rs" ]; then tests+=("$optional"); fi
 done
 

@@ -79,14 +79,14 @@ fn a_cost_has_a_bound_and_a_timeline() {
 fn wrong_models_and_programs_are_refused() {
     let example = example();
     let refused = |args: &[&str]| {
-        let args = [&["program", "cost", &example, "--param", "n=64"], args].concat();
+        let args = [&["program", "cost", &example], args].concat();
         let output = warplink(&args).output().unwrap();
         assert!(!output.status.success());
         stderr(&output)
     };
-    assert!(refused(&["--model", "no-such-model"]).contains("no-such-model"));
-    assert!(refused(&["--model", &example]).contains("not a hardware model"));
-    assert!(refused(&["-n", "1", "--model", "host"]).contains("world > 1"));
+    assert!(refused(&["--param", "n=64", "--model", "no-such-model"]).contains("no-such-model"));
+    assert!(refused(&["--param", "n=64", "--model", &example]).contains("not a hardware model"));
+    assert!(refused(&["--param", "n=-1", "--model", "host"]).contains("is -1"));
 }
 
 #[test]

@@ -545,9 +545,6 @@ fn combinations(lowering: &Lowering, given: &Parameters) -> Vec<Parameters> {
 #[test]
 fn the_smallest_example_runs() {
     threads_with(world(4), delayed, |comm| {
-        if comm.world() < 2 {
-            return;
-        }
         let executor = comm.executor();
         let stream = comm.create_stream(Priority::Normal).unwrap();
         let text = include_str!("../../../examples/programs/ring_pass.wlp");

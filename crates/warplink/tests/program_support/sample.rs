@@ -185,10 +185,10 @@ impl Writer {
         self.names
     }
 
-    /// Every rank sends a slot to the rank some steps on.
+    /// Every rank sends a slot to the rank some steps on, or to itself.
     fn shift(&mut self, engine: bool) {
         let (from, to) = (self.some_slot(), self.made_on.len());
-        let distance = 1 + self.random.below(self.world - 1);
+        let distance = self.random.below(self.world);
         let via = ["get", "put", "nccl"][self.random.below(if engine { 3 } else { 2 })];
         let name = self.name();
         let (s, r) = (format!("s{name}"), format!("r{name}"));

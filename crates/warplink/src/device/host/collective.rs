@@ -177,15 +177,6 @@ impl HostCollectives {
         sends: Vec<(Rank, DeviceSlice)>,
         receives: Vec<(Rank, DeviceSlice)>,
     ) -> Result<()> {
-        let mut peers = sends.iter().chain(&receives).map(|(peer, _)| *peer);
-        if let Some(peer) = peers.find(|peer| *peer == self.inner.rank) {
-            return Err(
-                Error::invalid("the peer is this rank; expected another one")
-                    .with_help("copy within a rank on a stream")
-                    .with_operation("exchange")
-                    .with_peer(peer),
-            );
-        }
         self.enqueue_task(stream, move |inner, context| {
             inner.advance(context, &sends, &receives)
         })
@@ -227,10 +218,11 @@ impl Inner {
         while !moves.is_empty() {
             let mut moved = false;
             // Two transfers of one pair and direction share an outbox: only the first may advance.
-            let mut busy: Vec<u64> = Vec::new();
+            let mut busy: Vec<(u64, bool)> = Vec::new();
             for side in &mut moves {
-                if !busy.contains(&side.posted.address()) {
-                    busy.push(side.posted.address());
+                let lane = (side.posted.address(), side.sends);
+                if !busy.contains(&lane) {
+                    busy.push(lane);
                     moved |= side.step(context)?;
                 }
             }

@@ -108,11 +108,11 @@ impl TransferExchange {
 
     /// Matches every request with its peer's, and gives the transfers in the same order. Blocks the
     /// caller until all peers have exchanged the other ends, in batches cut in any way; two ranks
-    /// that each wait in one batch for what the other has in a later one wait until `deadline`.
+    /// that each wait in one batch for what the other has in a later one wait until `deadline`. A
+    /// peer may be this rank: then both ends are in its batches, and the transfer is a copy.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`] for a peer that is this
-    /// rank or none;
+    /// [`ErrorKind::InvalidArgument`] for a peer that is no rank;
     /// [`ErrorKind::Mismatch`], on both ranks, where lengths or
     /// protocols differ;
     /// [`ErrorKind::Timeout`] or
@@ -202,12 +202,6 @@ impl TransferExchange {
                 .with_peer(request.peer)
                 .with_help(help))
         };
-        if request.peer == rank {
-            return invalid(
-                format!("the peer of a {} is this rank itself", request.direction),
-                "use Stream::copy within a rank",
-            );
-        }
         if request.peer >= world {
             return invalid(
                 format!(

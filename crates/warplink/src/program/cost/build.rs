@@ -99,7 +99,7 @@ impl<'a> Schedule<'a> {
         self.step(state, Step::NotBefore(state.host));
         self.step(state, Step::Begin(id));
         match kind {
-            OperationKind::Copy { target, .. } => self.add_copy(state, target.bytes as f64),
+            OperationKind::Copy { target, .. } => self.copy_work(state, target.bytes as f64),
             OperationKind::Matmul { dtype, m, n, k, .. } => {
                 self.add_matmul(state, *dtype, (*m, *k, *n));
             }

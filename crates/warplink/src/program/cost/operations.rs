@@ -36,7 +36,8 @@ impl Schedule<'_> {
         self.work(state, first, work);
     }
 
-    pub(super) fn add_copy(&mut self, state: &mut RankState, bytes: f64) {
+    /// A copy within a rank's memory.
+    pub(super) fn copy_work(&mut self, state: &mut RankState, bytes: f64) {
         let memory = &self.model.memory;
         let seconds = memory.copy.seconds(bytes);
         let (share, occupancy) = (2.0 * bytes / seconds / memory.rate, memory.copy_occupancy);

@@ -183,6 +183,7 @@ impl Schedule<'_> {
         self.step(state, Step::Await(word, state.posts[id].0));
     }
 
+    /// The copy of a transfer; one of a rank to itself takes what a copy takes.
     fn copy(
         &mut self,
         state: &mut RankState,
@@ -192,6 +193,9 @@ impl Schedule<'_> {
         in_kernel: bool,
     ) {
         let transfer = &program.transfers[id];
+        if transfer.peer == program.rank {
+            return self.copy_work(state, transfer.range.bytes as f64);
+        }
         let (link, memory) = (&self.model.link, &self.model.memory);
         let (engine, kernel, ring, rotated) = match protocol {
             Protocol::Put => (&link.put, &link.kernel_put, link.put_ring, link.put_rotated),

@@ -73,10 +73,6 @@ impl<'p> Unroller<'p> {
             self.writable(&view)?;
         }
         let peer = self.number_below(&transfer.peer, self.made.world, "peer")?;
-        if peer == self.made.rank {
-            let message = format!("the peer of '{name}' is the rank itself; expected another");
-            return Err(self.diagnostic(DiagnosticKind::OutOfBounds, message));
-        }
         if self.lookup(name).is_some() || !crate::program::text::is_name(name) {
             let message = format!(
                 "'{name}' cannot name a transfer; expected a word that has no meaning here"

@@ -1,0 +1,11 @@
+//! What the language of host programs offers, run on every rank eagerly and as a graph. The same cases
+//! run on GPUs.
+
+// A test fails by panicking.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+mod common;
+#[path = "program_language/own_peer.rs"]
+mod own_peer;
+#[path = "program_language/run.rs"]
+mod run;
