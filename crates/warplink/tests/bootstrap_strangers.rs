@@ -66,7 +66,7 @@ fn strangers_cannot_disturb_the_members() {
         for length in 0..=whole.len() {
             intrude(address, &whole[..length]);
         }
-        // Whoever does not know the secret is told so, and nothing else of what it sends is read.
+        // A stranger that does not know the secret is told so, and nothing else of what it sends is read.
         let mut request = whole.clone();
         request.extend(frame(&[0; 100]));
         assert!(!intrude(address, &request).is_empty());

@@ -139,7 +139,7 @@ fn what_is_freed_while_a_stream_waits_holds_nobody_up() {
         };
         waiting.memory_ops(&[wait]).unwrap();
         drop(freed);
-        // Whoever lets go of memory waits for it for a moment; what frees it is at it now.
+        // Letting go of memory waits for it for a moment; the thread that frees it is at work now.
         std::thread::sleep(Duration::from_millis(20));
         for _ in 0..100 {
             other.copy(&a, &b).unwrap();

@@ -331,7 +331,7 @@ fn a_buffer_replaced_on_one_rank() {
     });
 }
 
-/// Whoever cannot bind says so to those that would wait for it, and all can bind again. So they can
+/// A rank that cannot bind says so to those that would wait for it, and all can bind again. So they can
 /// where all fail, and refuse one another.
 #[test]
 fn a_rank_that_cannot_bind_tells_its_peers() {

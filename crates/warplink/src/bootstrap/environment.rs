@@ -46,7 +46,7 @@ const LAUNCHERS: [Launcher; 4] = [
 ];
 
 /// Ports that are derived begin here; they end below 32768, where Linux begins to hand out ports
-/// to whoever asks for any.
+/// to every caller that asks for one.
 const FIRST_PORT: u16 = 20000;
 const PORTS: u32 = 12000;
 

@@ -121,7 +121,7 @@ impl<'a> DeadlineStream<'a> {
         Self { stream, deadline }
     }
 
-    /// Lifts the time limits for whoever uses the stream next.
+    /// Lifts the time limits for the next user of the stream.
     pub(crate) fn finish(self) -> io::Result<()> {
         self.stream.set_read_timeout(None)?;
         self.stream.set_write_timeout(None)

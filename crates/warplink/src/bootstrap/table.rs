@@ -89,7 +89,7 @@ impl Table {
 
     /// Tells all that the job is complete, if it is. Call it after the new member was welcomed.
     pub(crate) fn announce(&mut self) {
-        // Whoever joins late learns what happened before; repeating it to the others does no harm.
+        // A rank that joins late learns what happened before; repeating it to the others does no harm.
         for (rank, state) in (0..).zip(self.members.clone()) {
             match state {
                 MemberState::Lost { reason } => self.broadcast(&Event::Lost { rank, reason }),

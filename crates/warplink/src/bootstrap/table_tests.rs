@@ -312,7 +312,7 @@ fn arbitrary_frames_never_panic() {
         for rank in 0..4 {
             table.lose(rank, "the end");
         }
-        // Whoever is gone leaves nothing behind.
+        // A rank that is gone leaves nothing behind.
         prop_assert!(table.waiters.is_empty() && table.gathers.is_empty());
     });
 }

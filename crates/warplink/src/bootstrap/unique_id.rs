@@ -37,7 +37,7 @@ const _: () = assert!(size_of::<Layout>() == UniqueId::SIZE);
 /// What a job's ranks need to find and admit one another: an address and a secret.
 ///
 /// One process makes it with [`UniqueId::create`] and hands it to the others as 128 bytes or as
-/// 256 hexadecimal digits. Whoever holds it can join, so treat it as a password; its `Debug` form
+/// 256 hexadecimal digits. A process that holds it can join, so treat it as a password; its `Debug` form
 /// leaves the secret out, its `Display` form does not.
 #[derive(Clone)]
 pub struct UniqueId {

@@ -258,7 +258,7 @@ impl Communicator {
         (self.engine_source())()
     }
 
-    /// Joins the engine once, whoever asks first.
+    /// Joins the engine once, on the first call from any place.
     fn engine_source(&self) -> EngineSource {
         let (joined, device) = (self.engine.clone(), self.job.device.clone());
         let (group, fault) = (self.group.clone(), self.fault.clone());

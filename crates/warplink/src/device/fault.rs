@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, OnceLock, Weak};
 
 type Hook = Box<dyn FnOnce() + Send>;
 
-/// Raised at most once, by whoever learns that a peer is lost. A device has one that concerns all of
+/// Raised at most once, by the first thread that learns that a peer is lost. A device has one that concerns all of
 /// its work, and each communicator has one that concerns the signals of its own. Raising it has two
 /// steps: from the first on, everything that it concerns fails with the error that was raised first;
 /// with the second, the waits in streams end. Between them the other ranks can be told, so that

@@ -279,7 +279,7 @@ mod tests {
         );
     }
 
-    /// Sets `word` to 1 in a stream, as whoever ends a wait does.
+    /// Sets `word` to 1 in a stream, as the end of a wait does.
     fn set(device: &Arc<dyn Device>, word: &crate::device::Word) {
         let stream = device.create_stream(Priority::Normal).unwrap();
         let write = MemoryOp::Write { word, value: 1 };

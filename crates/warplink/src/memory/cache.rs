@@ -220,7 +220,7 @@ impl<K: Copy + Eq + Hash, V: Mapping> Table<K, V> {
         );
         let generation = match self.entries.get(&key) {
             Some(Entry::Opening { generation, .. }) => *generation,
-            // Whoever opens has put the entry there, and nobody else removes it.
+            // The opening thread has put the entry there, and no other removes it.
             Some(Entry::Open(_)) | None => return,
         };
         let open = Open {

@@ -3,7 +3,7 @@
 use super::{Choice, Lowering, Options, trial};
 use crate::device::{DeviceSlice, Graph, Stream};
 use crate::error::{Error, ErrorKind, Result};
-use crate::program::cost::{DeviceDescription, HardwareModel};
+use crate::program::cost::HardwareModel;
 use crate::program::lower::{Decision, Problem, choose};
 use crate::program::{Bindings, Executor, Plan, PrepareOptions};
 use std::fmt;
@@ -53,9 +53,7 @@ impl OverlapPlan {
         }
         let model = match &options.model {
             Some(model) => model.clone(),
-            None => {
-                HardwareModel::find(&DeviceDescription::of(executor.device()), executor.world())?
-            }
+            None => executor.hardware_model()?.clone(),
         };
         let mut choice = available(executor, problem, options, &model)?;
         let prepare = PrepareOptions {

@@ -14,7 +14,7 @@
 //!
 //! # Invariants
 //! 1. *Counting.* Outside of graphs the n-th post of an end uses the value n, and waits are for "at
-//!    least n": whoever runs ahead loses no signal.
+//!    least n": an end that runs ahead loses no signal.
 //! 2. *Counting in graphs.* What a graph captures has its values fixed, so captured steps use words
 //!    of their own, which start anew with every launch. A target's first post of a launch resets its
 //!    own word; the initiator sets it to the number of its post in the graph, and waits are for "at

@@ -65,7 +65,7 @@ impl SlotPool {
         let number = match state.free.pop() {
             Some(number) => {
                 let slice = state.slice(number)?;
-                // Kept zero between uses by whoever recycled it would race with the peer's last
+                // Kept zero between uses by the thread that recycled it would race with the peer's last
                 // signal; now nobody writes.
                 self.device.upload(&slice, &[0; SLOT_BYTES])?;
                 number

@@ -289,7 +289,7 @@ impl Writer {
         self.line("}");
         self.pending.push(format!("s{name}[j] for j in 1..world"));
         self.made_on.push(adder.clone());
-        // The adder waited for these, so whoever comes after it comes after them.
+        // The adder waited for these, so what comes after it comes after them.
         self.made_on.extend((1..self.world).map(|_| adder.clone()));
     }
 

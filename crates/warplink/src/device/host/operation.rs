@@ -132,7 +132,7 @@ impl Context {
         }
     }
 
-    /// Does `operation`. After a fault only marks are still made, so that whoever waits goes on.
+    /// Does `operation`. After a fault only marks are still made, so that waiting threads go on.
     pub(super) fn perform(&self, operation: &Operation) -> Result<()> {
         match operation {
             Operation::Record { event, mark } => {

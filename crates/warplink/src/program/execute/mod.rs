@@ -28,6 +28,7 @@ pub use memory::Bindings;
 pub use plan::{CapturedPlan, Plan};
 pub use trace::{Trace, TraceSpan};
 
+use super::cost::{DeviceDescription, HardwareModel};
 use super::ir::Program;
 use super::parameters::Parameters;
 use super::{refused, unroll, verify};
@@ -35,7 +36,7 @@ use crate::device::{CollectiveEngine, Device, Priority, Stream};
 use crate::error::{Rank, Result};
 use pool::Pool;
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 /// How a program is prepared.
 #[derive(Clone, Copy, Debug)]
@@ -64,6 +65,7 @@ impl Default for PrepareOptions {
 pub struct Executor {
     context: RankContext,
     pool: Arc<Pool>,
+    model: Arc<OnceLock<Arc<HardwareModel>>>,
 }
 
 impl fmt::Debug for Executor {
@@ -84,7 +86,11 @@ impl Executor {
                 pool.release_free();
             }
         });
-        Self { context, pool }
+        Self {
+            context,
+            pool,
+            model: Arc::default(),
+        }
     }
 
     /// This rank.
@@ -100,6 +106,18 @@ impl Executor {
     /// The device that its programs run on.
     pub fn device(&self) -> &dyn Device {
         &*self.context.device
+    }
+
+    /// The model of the machine, as [`HardwareModel::find`] finds it on the first call.
+    ///
+    /// # Errors
+    /// As that.
+    pub fn hardware_model(&self) -> Result<&Arc<HardwareModel>> {
+        if let Some(model) = self.model.get() {
+            return Ok(model);
+        }
+        let found = HardwareModel::find(&DeviceDescription::of(self.device()), self.world())?;
+        Ok(self.model.get_or_init(|| found))
     }
 
     /// The vendor's collectives, joined on the first call.

@@ -22,7 +22,7 @@ use super::parameters::Parameters;
 use crate::error::{Error, ErrorKind, Result};
 use std::fmt;
 use std::str::FromStr;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 /// A program that lowers an operation. Cheap to clone.
 #[derive(Clone)]
@@ -121,14 +121,21 @@ macro_rules! lowerings {
                 }
             }
 
-            /// Itself, as a program.
+            /// Itself, as a program. It is parsed on the first call.
             ///
             /// # Errors
             /// None, as long as the library's own files are programs.
             $visibility fn lowering(self) -> Result<Lowering> {
-                Lowering::parse(self.name(), self.text()).map_err(|error| {
+                static PARSED: [OnceLock<Lowering>; $operation::ALL.len()] =
+                    [const { OnceLock::new() }; $operation::ALL.len()];
+                let parsed = &PARSED[self as usize];
+                if let Some(lowering) = parsed.get() {
+                    return Ok(lowering.clone());
+                }
+                let lowering = Lowering::parse(self.name(), self.text()).map_err(|error| {
                     Error::new(ErrorKind::Internal, format!("parse {}: {error}", self.name()))
-                })
+                })?;
+                Ok(parsed.get_or_init(|| lowering).clone())
             }
         }
 

@@ -42,7 +42,7 @@ fn table() -> &'static Table {
     TABLE.get_or_init(Table::default)
 }
 
-/// Removes an entry, and wakes whoever waits for that.
+/// Removes an entry, and wakes the threads that wait for that.
 fn clear(key: &Key) {
     lock(&table().states).remove(key);
     table().changed.notify_all();

@@ -103,7 +103,7 @@ impl NcclEngine {
                         comm.abort();
                     }
                 };
-                // Whoever raises a fault must not be held up by NCCL.
+                // The thread that raises a fault must not be held up by NCCL.
                 if let Err(error) = std::thread::Builder::new()
                     .name("warplink-nccl-abort".to_owned())
                     .spawn(end)

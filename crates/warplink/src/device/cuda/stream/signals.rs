@@ -39,7 +39,7 @@ const HELD_UP_ROUNDS: u32 = 10;
 struct State {
     /// Each live page, by address.
     pages: HashMap<u64, Page>,
-    /// Pages that are about to be freed, and must first let go whoever still waits on them.
+    /// Pages that are about to be freed, and whose remaining waits must be ended first.
     retiring: HashMap<u64, usize>,
     raised: bool,
     stopped: bool,
