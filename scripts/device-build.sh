@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 out=device-bin
-rm -rf "$out"
+rm -f "$out"/warplink "$out"/test-*
 mkdir -p "$out"
 tests=(device_contract transfers failures lifetimes abort timeouts)
 for optional in programs program_language; do
@@ -24,5 +24,5 @@ for line in sys.stdin:
     if message.get("executable") and message["target"]["kind"] == ["test"]:
         print(message["target"]["name"], message["executable"])
 ' | while read -r name executable; do cp "$executable" "$out/test-$name"; done
-strip "$out"/*
+strip "$out"/warplink "$out"/test-*
 du -sh "$out"

@@ -1,11 +1,22 @@
 #!/usr/bin/env bash
 # Runs the device tests on GPUs: the same cases as on the host device, one after another, since each
 # takes all GPUs. Logs go to $OUT; the summary is printed last.
+#
+# With RANKS_PER_GPU=N, up to N ranks share a GPU through CUDA's multi-process service. That shows what is
+# right, also on one GPU; times mean nothing.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 OUT=${OUT:-device-out}
 mkdir -p "$OUT"
 export WARPLINK_TEST_DEVICE=cuda CUDA_DEVICE_MAX_CONNECTIONS=32 NCCL_NVLS_ENABLE=0 NO_COLOR=1
+if ((${RANKS_PER_GPU:-1} > 1)); then
+    export WARPLINK_TEST_RANKS_PER_GPU=$RANKS_PER_GPU CUDA_DEVICE_MAX_CONNECTIONS=$((64 / RANKS_PER_GPU))
+    service=$(mktemp -d)
+    export CUDA_MPS_PIPE_DIRECTORY=$service CUDA_MPS_LOG_DIRECTORY=$service
+    PATH=$PATH:$(dirname "$(command -v nvidia-smi || echo /usr/local/nvidia/bin/nvidia-smi)")
+    nvidia-cuda-mps-control -d || exit
+    trap 'echo quit | nvidia-cuda-mps-control; rm -rf "$service"' EXIT
+fi
 failed=0
 for test in device-bin/test-*; do
     name=$(basename "$test")

@@ -28,12 +28,24 @@ pub fn kind() -> DeviceKind {
     }
 }
 
-/// `wanted` ranks, or as many as there are GPUs.
+/// How many ranks share a GPU; above 1 where `WARPLINK_TEST_RANKS_PER_GPU` says so and CUDA's
+/// multi-process service runs.
+fn ranks_per_gpu() -> usize {
+    std::env::var("WARPLINK_TEST_RANKS_PER_GPU").map_or(1, |ranks| ranks.parse().unwrap())
+}
+
+/// `wanted` ranks, or as many as the GPUs have room for.
 pub fn world(wanted: usize) -> usize {
     match kind() {
         DeviceKind::Host => wanted,
-        DeviceKind::Cuda => wanted.min(device::count(DeviceKind::Cuda).unwrap()),
+        // A rank may see one GPU alone.
+        DeviceKind::Cuda if is_rank() => std::env::var("WARPLINK_WORLD").unwrap().parse().unwrap(),
+        DeviceKind::Cuda => wanted.min(gpus() * ranks_per_gpu()),
     }
+}
+
+fn gpus() -> usize {
+    device::count(DeviceKind::Cuda).unwrap()
 }
 
 /// The device under test, alone.
@@ -149,6 +161,17 @@ impl Ranks {
             if self.own_gpu_only {
                 command.env("CUDA_VISIBLE_DEVICES", rank.to_string());
             }
+            let shared = ranks_per_gpu();
+            if kind() == DeviceKind::Cuda && shared > 1 {
+                command
+                    .env("CUDA_VISIBLE_DEVICES", (rank % gpus()).to_string())
+                    .env("WARPLINK_LOCAL_RANK", "0")
+                    // More connections of all ranks of a GPU together find no memory.
+                    .env(
+                        "CUDA_DEVICE_MAX_CONNECTIONS",
+                        (64 / shared).clamp(1, 32).to_string(),
+                    );
+            }
             command.spawn().unwrap()
         });
         let children: Vec<Child> = children.collect();
@@ -229,7 +252,7 @@ pub fn threads_with(
                     let mut config =
                         Config::new(JoinConfig::new(Rendezvous::Id(id), rank, world), kind());
                     if kind() == DeviceKind::Cuda {
-                        config.device.ordinal = rank;
+                        config.device.ordinal = rank % gpus();
                     }
                     config.timeout = Duration::from_secs(60);
                     change(&mut config);
