@@ -7,6 +7,9 @@ use crate::memory::IdleMappings;
 use crate::p2p::Protocol;
 use std::time::Duration;
 
+/// Bytes of freed regions that are kept for later ones, unless configured otherwise.
+const MAX_POOLED_BYTES: u64 = 1 << 30;
+
 /// How a rank joins the others and which device it uses.
 #[derive(Clone, Debug)]
 pub struct Config {
@@ -20,10 +23,12 @@ pub struct Config {
     pub timeout: Duration,
     /// Limits of the mappings of peers' memory that are kept though nothing uses them.
     pub idle_mappings: IdleMappings,
+    /// Most bytes of freed regions that are kept for later ones.
+    pub max_pooled_bytes: u64,
 }
 
 impl Config {
-    /// The device's first ordinal, put, and 60 seconds.
+    /// The device's first ordinal, put, 60 seconds, and 1 GiB of freed memory kept.
     pub fn new(join: JoinConfig, kind: DeviceKind) -> Self {
         Self {
             join,
@@ -31,6 +36,7 @@ impl Config {
             protocol: Protocol::default(),
             timeout: Duration::from_secs(60),
             idle_mappings: IdleMappings::default(),
+            max_pooled_bytes: MAX_POOLED_BYTES,
         }
     }
 
@@ -49,6 +55,12 @@ impl Config {
     /// Sets the limits of the mappings of peers' memory that are kept though nothing uses them.
     pub fn with_idle_mappings(mut self, limits: IdleMappings) -> Self {
         self.idle_mappings = limits;
+        self
+    }
+
+    /// Sets how many bytes of freed regions are kept for later ones; with 0, all are freed at once.
+    pub fn with_max_pooled_bytes(mut self, bytes: u64) -> Self {
+        self.max_pooled_bytes = bytes;
         self
     }
 

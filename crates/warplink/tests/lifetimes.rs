@@ -6,6 +6,10 @@
 mod common;
 #[path = "lifetimes/in_use.rs"]
 mod in_use;
+#[path = "lifetimes/pool.rs"]
+mod pool;
+#[path = "lifetimes/rounds.rs"]
+mod rounds;
 
 use common::{Ranks, kind, processes, threads, world};
 use std::sync::Arc;
@@ -79,6 +83,13 @@ fn exchange_fresh(comm: &Communicator, stream: &warplink::device::Stream, bytes:
     ];
     comm.once(&requests, stream).unwrap();
     comm.synchronize(stream).unwrap();
+}
+
+/// Fails with the output of a rank that failed.
+fn assert_all_ended(ended: &[common::Ended]) {
+    for (rank, end) in ended.iter().enumerate() {
+        assert_eq!(end.code, Some(0), "rank {rank} failed:\n{}", end.output);
+    }
 }
 
 #[test]

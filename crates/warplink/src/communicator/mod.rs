@@ -122,9 +122,15 @@ impl Communicator {
         self.job.deadline()
     }
 
-    /// Allocates `bytes` and registers them. The content is undefined.
+    /// Allocates `bytes` and registers them. The content is undefined. Memory of regions that were
+    /// dropped is used again, once no stream and no peer uses it any more; up to
+    /// [`Config::max_pooled_bytes`] are kept for that.
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfMemory`], after all that is kept for later was given back, and peers had two
+    /// seconds to unmap what was freed.
     pub fn alloc(&self, bytes: usize) -> Result<Region> {
-        self.register(&self.job.memory.allocate(bytes, AllocationKind::Plain)?)
+        self.job.memory.allocate(bytes, AllocationKind::Plain)
     }
 
     /// Registers memory for peers; it stays allocated as long as the region, or a peer's mapping.
@@ -303,6 +309,24 @@ impl Communicator {
         self.job.in_flight.release_finished();
         self.job.memory.release_idle();
         Ok(())
+    }
+
+    /// Gives all memory that was freed and is kept for later allocations back to the system, and unmaps
+    /// what no transfer uses, here and at the peers that map what was freed. Blocks until that is
+    /// done. On a GPU, the driver may meanwhile wait for work of other libraries and hold up whatever
+    /// is enqueued.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Timeout`] at `deadline`, with the peer that still maps memory, or where streams of
+    /// this process had work until then. What is not given back is kept, as before.
+    pub fn trim(&self, deadline: Deadline) -> Result<()> {
+        self.job.in_flight.release_finished();
+        self.job.memory.trim(deadline)
+    }
+
+    /// Bytes of freed memory that are registered and kept for later allocations.
+    pub fn pooled_bytes(&self) -> u64 {
+        self.job.memory.pooled_bytes()
     }
 
     /// Closes the communicator: blocks until every rank of it has.

@@ -38,6 +38,7 @@ impl JobServices {
             &device,
             secret.as_bytes(),
             config.idle_mappings,
+            config.max_pooled_bytes,
             |info| bootstrap.all_gather(&info, deadline),
         )
         .inspect_err(|error| bootstrap.abort(&format!("it aborted: {error}")))?;

@@ -8,6 +8,7 @@ use super::identity::DeviceIdentity;
 use super::properties::DeviceProperties;
 use super::slice::DeviceSlice;
 use super::stream::{Event, Priority, Stream};
+use crate::deadline::Deadline;
 use crate::error::Result;
 use std::any::Any;
 use std::fmt;
@@ -137,6 +138,30 @@ pub trait Device: Send + Sync + fmt::Debug {
     /// which a device may do later than the drop. Does not block.
     fn after_unmapping(&self, then: Box<dyn FnOnce() + Send>) {
         then();
+    }
+
+    /// Runs `then` when streams of this process are past every use of the allocation of `slice` that
+    /// was enqueued so far. Does not block. Where enqueued operations hold their memory themselves,
+    /// that is at once.
+    fn after_uses(&self, _slice: &DeviceSlice, then: Box<dyn FnOnce() + Send>) {
+        then();
+    }
+
+    /// Told before memory that was freed is used again, of which nobody has a slice any more.
+    fn prepare_reuse(&self, _slice: &DeviceSlice) {}
+
+    /// Bytes of memory that an allocation may find, where the device has memory of its own.
+    fn available_memory(&self) -> Result<Option<u64>> {
+        Ok(None)
+    }
+
+    /// Gives memory that was freed and is kept for later allocations back to the system. Blocks until
+    /// that is done, at most until `deadline`.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Timeout`](crate::ErrorKind::Timeout) where streams had work until then.
+    fn trim(&self, _deadline: Deadline) -> Result<()> {
+        Ok(())
     }
 
     /// Matmuls and sums.

@@ -25,6 +25,9 @@ pub trait Backing: Any + Send + Sync + fmt::Debug {
     fn is_borrowed(&self) -> bool {
         false
     }
+    /// Has the memory given back to the system when it is freed, and not used for something else: a
+    /// rank that was lost may still write to it.
+    fn forbid_reuse(&self) {}
     /// What ends waits for words in it, where it holds signals.
     fn fault(&self) -> Option<&Arc<Fault>> {
         None

@@ -8,10 +8,15 @@
 //!    peer uses it, and not longer, except for 1.
 //! 3. What was held is dropped outside of the lock, and where that may run somebody else's code, on
 //!    a thread that may wait ([`Releaser`]).
+//! 4. An allocation is used again ([`pool`]) only if nobody has a slice of it, no stream here and no
+//!    peer uses it, and no rank that was lost has mapped it.
 
+mod pool;
+
+use self::pool::Pooled;
 use super::handle::Handle;
 use super::releaser::Releaser;
-use crate::device::{Backing, DeviceSlice, Export};
+use crate::device::{AllocationKind, Backing, DeviceSlice, Export};
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::sync::lock;
 use std::collections::{BTreeMap, HashMap};
@@ -20,7 +25,7 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
 /// Registered allocations by generation.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Exports {
     table: Mutex<Table>,
     changed: Condvar,
@@ -34,12 +39,21 @@ pub(super) struct RegionNumbers {
     pub(super) region: u64,
 }
 
-/// What the end of a registration means for peers.
+/// What a peer is to be asked to unmap.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Unwanted {
+    pub(super) peer: Rank,
+    pub(super) allocation: u64,
+    pub(super) generation: u64,
+}
+
+/// What the end of a registration leads to.
 #[derive(Debug, Default)]
 pub(super) struct EndedRegistration {
-    pub(super) allocation: u64,
-    /// The peers that hold handles of the allocation, where no region of it is registered any more.
-    pub(super) asked_to_unmap: Vec<Rank>,
+    /// What is not registered any more, and what had to leave the pool.
+    pub(super) unwanted: Vec<Unwanted>,
+    /// What has entered the pool: it is used again when the device's streams are past it.
+    pub(super) pooled: Option<DeviceSlice>,
 }
 
 /// How a handle opens an allocation.
@@ -62,6 +76,10 @@ struct Table {
     generation_of_region: HashMap<u64, u64>,
     generations: u64,
     regions: u64,
+    // The generations of allocations in the pool, by their bytes and the order in which they entered.
+    pool: BTreeMap<(u64, u64), u64>,
+    max_pooled_bytes: u64,
+    pooled_so_far: u64,
 }
 
 #[derive(Debug)]
@@ -73,13 +91,18 @@ struct Entry {
     regions: BTreeMap<u64, RegionEntry>,
     // How many handles each peer was sent and has not given back.
     holders: Holders,
+    // How it was allocated, where it was for this table and may be used again.
+    reusable: Option<AllocationKind>,
+    // Holds the allocation once no region of it is registered, where it is to be used again.
+    pooled: Option<Pooled>,
 }
 
 #[derive(Debug)]
 struct RegionEntry {
     backing: Arc<dyn Backing>,
     registered: bool,
-    // How many handles of this region each peer uses, where its memory is somebody else's.
+    // How many handles of this region each peer uses, where the end of its use matters: where its
+    // memory is somebody else's, or is to be used again.
     users: Holders,
 }
 
@@ -96,11 +119,25 @@ struct Freed {
 }
 
 impl Exports {
+    /// An empty table, which keeps up to `max_pooled_bytes` of freed allocations for later ones.
+    pub(super) fn new(max_pooled_bytes: u64) -> Self {
+        Self {
+            table: Mutex::new(Table {
+                max_pooled_bytes,
+                ..Table::default()
+            }),
+            changed: Condvar::new(),
+            releaser: Releaser::default(),
+        }
+    }
+
     /// Registers `slice` as a region of its allocation; `export` opens the allocation to peers if
-    /// the region is its first.
+    /// the region is its first. Where the allocation is `reusable`, it is used again after its last
+    /// region.
     pub(super) fn register(
         &self,
         slice: &DeviceSlice,
+        reusable: Option<AllocationKind>,
         export: impl FnOnce() -> Result<Export>,
     ) -> Result<RegionNumbers> {
         let allocation = slice.backing().identity();
@@ -110,28 +147,17 @@ impl Exports {
             Some(generation) => generation,
             None => {
                 let export = export()?;
-                table.add(allocation, slice.backing().bytes() as u64, export)
+                table.add(allocation, slice.backing().bytes() as u64, reusable, export)
             }
         };
-        table.regions += 1;
-        let region = table.regions;
         let backing = slice.backing().clone();
-        if backing.is_borrowed() {
-            table.generation_of_region.insert(region, generation);
-        }
-        if let Some(entry) = table.entries.get_mut(&generation) {
-            let registered = RegionEntry {
-                backing,
-                registered: true,
-                users: Holders::default(),
-            };
-            entry.regions.insert(region, registered);
-        }
-        Ok(RegionNumbers { generation, region })
+        table.leave_pool(generation);
+        Ok(table.add_region(generation, backing))
     }
 
-    /// Ends one registration. Where it was the last of its allocation, the entry is not given to new
-    /// regions any more, and the peers that hold handles of it are to be asked to unmap it.
+    /// Ends one registration. Where it was the last of its allocation, this enters the pool, or its
+    /// entry is not given to new regions any more, and the peers that hold handles of it are to be
+    /// asked to unmap it.
     pub(super) fn unregister(&self, numbers: RegionNumbers) -> EndedRegistration {
         let generation = numbers.generation;
         let mut table = lock(&self.table);
@@ -141,21 +167,21 @@ impl Exports {
         if let Some(region) = entry.regions.get_mut(&numbers.region) {
             region.registered = false;
         }
-        let allocation = entry.allocation;
-        let mut asked_to_unmap = Vec::new();
+        let mut ended = EndedRegistration::default();
+        let mut freed = Freed::default();
         if !entry.is_registered() {
-            asked_to_unmap = entry.holders.peers();
-            table.current.remove(&allocation);
+            ended.pooled = table.enter_pool(generation, numbers.region);
+            if ended.pooled.is_none() {
+                ended.unwanted = table.give_up(generation);
+            }
+            table.limit_pool(&mut ended.unwanted, &mut freed);
         }
-        let freed = table.free_unused(generation);
+        freed.extend(table.free_unused(generation));
         drop(table);
         // On the caller's thread, which gives the memory up.
         drop(freed);
         self.changed.notify_all();
-        EndedRegistration {
-            allocation,
-            asked_to_unmap,
-        }
+        ended
     }
 
     /// Makes a handle for `peer` and counts it.
@@ -172,7 +198,7 @@ impl Exports {
             .regions
             .get_mut(&numbers.region)
             .ok_or_else(not_registered)?;
-        let reported = region.backing.is_borrowed();
+        let reported = region.backing.is_borrowed() || entry.reusable.is_some();
         if reported {
             region.users.add(peer);
         }
@@ -219,24 +245,25 @@ impl Exports {
         self.let_go(freed);
     }
 
-    /// `peer` is gone and maps nothing any more.
-    pub(super) fn forget_peer(&self, peer: Rank) {
+    /// `peer` is gone, and is not waited for any more; what other peers are to be asked to unmap.
+    pub(super) fn forget_peer(&self, peer: Rank) -> Vec<Unwanted> {
         let mut table = lock(&self.table);
-        let mut freed = Freed::default();
+        let (mut unwanted, mut freed) = (Vec::new(), Freed::default());
         let generations: Vec<u64> = table.entries.keys().copied().collect();
         for generation in generations {
             if let Some(entry) = table.entries.get_mut(&generation) {
-                entry.holders.0.remove(&peer);
                 for region in entry.regions.values_mut() {
                     region.users.0.remove(&peer);
                 }
+                if entry.holders.0.remove(&peer).is_some() {
+                    unwanted.extend(table.never_reuse(generation));
+                }
             }
-            let of_entry = table.free_unused(generation);
-            freed.entries.extend(of_entry.entries);
-            freed.regions.extend(of_entry.regions);
+            freed.extend(table.free_unused(generation));
         }
         drop(table);
         self.let_go(freed);
+        unwanted
     }
 
     /// A descriptor of the allocation, for a peer that holds a handle of it.
@@ -270,18 +297,15 @@ impl Exports {
             .map_or_else(Vec::new, |entry| entry.holders.peers())
     }
 
-    /// What is allocated only because peers map it: the peers, and what they are to unmap.
-    pub(super) fn unregistered(&self) -> Vec<(Rank, u64, u64)> {
+    /// What is allocated only because peers map it.
+    pub(super) fn unregistered(&self) -> Vec<Unwanted> {
         let table = lock(&self.table);
         let left = table
             .entries
             .iter()
-            .filter(|(_, entry)| !entry.is_registered());
-        left.flat_map(|(generation, entry)| {
-            let peers = entry.holders.peers().into_iter();
-            peers.map(|peer| (peer, entry.allocation, *generation))
-        })
-        .collect()
+            .filter(|(_, entry)| !entry.is_registered() && !entry.is_kept());
+        left.flat_map(|(generation, entry)| entry.unwanted(*generation))
+            .collect()
     }
 
     /// Waits until something was freed, or for `limit`.
@@ -295,9 +319,14 @@ impl Exports {
         );
     }
 
-    /// How many allocations are registered or still held by a peer.
+    /// How many allocations are registered, or still used or held by a peer. What is in the pool and
+    /// unused does not count.
     pub(super) fn len(&self) -> usize {
-        lock(&self.table).entries.len()
+        let table = lock(&self.table);
+        let entries = table.entries.values();
+        entries
+            .filter(|entry| !entry.regions.is_empty() || !entry.is_kept())
+            .count()
     }
 
     /// Drops what was freed because of what a peer said.
@@ -309,7 +338,13 @@ impl Exports {
 
 impl Table {
     /// Adds an entry for an allocation; its generation.
-    fn add(&mut self, allocation: u64, bytes: u64, export: Export) -> u64 {
+    fn add(
+        &mut self,
+        allocation: u64,
+        bytes: u64,
+        reusable: Option<AllocationKind>,
+        export: Export,
+    ) -> u64 {
         self.generations += 1;
         let generation = self.generations;
         self.entries.insert(
@@ -321,10 +356,41 @@ impl Table {
                 descriptor: export.descriptor,
                 regions: BTreeMap::new(),
                 holders: Holders::default(),
+                reusable,
+                pooled: None,
             },
         );
         self.current.insert(allocation, generation);
         generation
+    }
+
+    /// Adds a registered region to an entry.
+    fn add_region(&mut self, generation: u64, backing: Arc<dyn Backing>) -> RegionNumbers {
+        self.regions += 1;
+        let region = self.regions;
+        if let Some(entry) = self.entries.get_mut(&generation) {
+            if backing.is_borrowed() || entry.reusable.is_some() {
+                self.generation_of_region.insert(region, generation);
+            }
+            let registered = RegionEntry {
+                backing,
+                registered: true,
+                users: Holders::default(),
+            };
+            entry.regions.insert(region, registered);
+        }
+        RegionNumbers { generation, region }
+    }
+
+    /// Gives an entry to new regions no more; what peers are to unmap.
+    fn give_up(&mut self, generation: u64) -> Vec<Unwanted> {
+        let Some(entry) = self.entries.get(&generation) else {
+            return Vec::new();
+        };
+        if self.current.get(&entry.allocation) == Some(&generation) {
+            self.current.remove(&entry.allocation);
+        }
+        entry.unwanted(generation)
     }
 
     /// The entry that holds a region.
@@ -346,13 +412,15 @@ impl Table {
             .map(|(number, _)| *number)
             .collect();
         for number in unused {
-            if entry.regions.len() == 1 && !entry.holders.0.is_empty() {
+            let last = entry.regions.len() == 1 && entry.pooled.is_none();
+            if last && !entry.holders.0.is_empty() {
                 break;
             }
             freed.regions.extend(entry.regions.remove(&number));
             self.generation_of_region.remove(&number);
         }
-        if entry.regions.is_empty() {
+        let held = entry.is_kept() || entry.pooled.is_some() && !entry.holders.0.is_empty();
+        if entry.regions.is_empty() && !held {
             freed.entries.extend(self.entries.remove(&generation));
         }
         freed
@@ -362,6 +430,23 @@ impl Table {
 impl Entry {
     fn is_registered(&self) -> bool {
         self.regions.values().any(|region| region.registered)
+    }
+
+    /// Whether it is in the pool, to be used again.
+    fn is_kept(&self) -> bool {
+        self.pooled.as_ref().is_some_and(Pooled::is_kept)
+    }
+
+    /// What the peers that hold handles of it are to be asked.
+    fn unwanted(&self, generation: u64) -> Vec<Unwanted> {
+        let peers = self.holders.peers().into_iter();
+        peers
+            .map(|peer| Unwanted {
+                peer,
+                allocation: self.allocation,
+                generation,
+            })
+            .collect()
     }
 }
 
@@ -388,6 +473,11 @@ impl Holders {
 }
 
 impl Freed {
+    fn extend(&mut self, other: Self) {
+        self.entries.extend(other.entries);
+        self.regions.extend(other.regions);
+    }
+
     fn is_borrowed(&self) -> bool {
         let entries = self.entries.iter().flat_map(|entry| entry.regions.values());
         let mut regions = entries.chain(&self.regions);

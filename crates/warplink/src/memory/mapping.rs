@@ -32,8 +32,8 @@ struct OpenedHandles {
 #[derive(Debug)]
 pub(super) struct RemoteBacking {
     lease: Lease<MappingKey, Mapped>,
-    /// Tells the owner when the region is not used any more, where the owner waits for that.
-    _use: Option<RegionUse>,
+    /// The use of which the owner is told the end, where it waits for that.
+    region_use: Option<RegionUse>,
 }
 
 /// One handle's use of a region whose owner waits for its end.
@@ -105,7 +105,7 @@ impl RemoteBacking {
     ) -> DeviceSlice {
         DeviceSlice::whole(Arc::new(Self {
             lease,
-            _use: (handle.region != 0).then(|| RegionUse {
+            region_use: (handle.region != 0).then(|| RegionUse {
                 shared: Arc::downgrade(shared),
                 owner: handle.owner,
                 region: handle.region,
@@ -136,14 +136,22 @@ impl Backing for RemoteBacking {
     }
 }
 
-impl Drop for RegionUse {
+impl Drop for RemoteBacking {
     fn drop(&mut self) {
-        if let Some(shared) = self.shared.upgrade() {
-            let message = Message::RegionReleased {
-                region: self.region,
-                handles: 1,
-            };
-            shared.outbox.tell(self.owner, message);
-        }
+        let Some(region_use) = self.region_use.take() else {
+            return;
+        };
+        let Some(shared) = region_use.shared.upgrade() else {
+            return;
+        };
+        let message = Message::RegionReleased {
+            region: region_use.region,
+            handles: 1,
+        };
+        let (outbox, owner) = (shared.outbox.clone(), region_use.owner);
+        // The owner may use the memory for something else as soon as it is told.
+        let mapping = DeviceSlice::whole(self.lease.mapping.clone());
+        let tell = move || outbox.tell(owner, message);
+        shared.device.after_uses(&mapping, Box::new(tell));
     }
 }

@@ -7,6 +7,8 @@
 //!    the communicator closes; then the owner is told how many handles came back.
 //! 3. A freed and reallocated buffer at the same address is another allocation, with another
 //!    identity and generation; a mapping of the old one is never used for it.
+//! 4. An allocation that is kept for reuse is not freed: it stays registered, and mapped by peers. It
+//!    is used again when no stream and no peer uses it.
 
 mod cache;
 #[cfg(all(test, loom))]
@@ -35,7 +37,7 @@ use crate::device::{AllocationKind, Device, DeviceSlice};
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::sync::lock;
 use cache::{CacheLimits, MappingCache};
-use exports::Exports;
+use exports::{Exports, RegionNumbers, Unwanted};
 use mapping::{Mapped, RemoteBacking};
 use message::Request;
 use notifier::{Notifier, Outbox};
@@ -90,6 +92,7 @@ impl MemoryRegistry {
         device: &Arc<dyn Device>,
         secret: &[u8],
         idle: IdleMappings,
+        max_pooled_bytes: u64,
         all_gather: impl FnOnce(Vec<u8>) -> Result<Vec<Vec<u8>>>,
     ) -> Result<Self> {
         let (outbox, queue) = notifier::queue();
@@ -100,7 +103,7 @@ impl MemoryRegistry {
             token: key.token(),
             key,
             peers: OnceLock::new(),
-            exports: Exports::default(),
+            exports: Exports::new(max_pooled_bytes),
             mappings: MappingCache::new(CacheLimits {
                 idle_count: idle.max_count,
                 idle_bytes: idle.max_bytes,
@@ -128,30 +131,29 @@ impl MemoryRegistry {
         })
     }
 
-    /// Allocates memory of the device. Where there is not enough, has everything let go of that is
-    /// kept for later, asks peers to unmap what is only theirs any more, and waits for them, for two
-    /// seconds at most.
+    /// Allocates `bytes` and registers them: in an allocation that was freed and kept, if one fits.
+    /// Where there is not enough memory, has everything let go of that is kept for later, asks peers
+    /// to unmap what is only theirs any more, and waits for them, for two seconds at most.
     ///
     /// # Errors
     /// [`ErrorKind::OutOfMemory`].
-    pub(crate) fn allocate(&self, bytes: usize, kind: AllocationKind) -> Result<DeviceSlice> {
+    pub(crate) fn allocate(&self, bytes: usize, kind: AllocationKind) -> Result<Region> {
+        let shared = &self.shared;
+        if let Some((slice, numbers)) = shared.exports.reuse(bytes, kind) {
+            shared.device.prepare_reuse(&slice);
+            return Ok(self.region(slice, numbers));
+        }
+        self.register_as(&self.allocate_fresh(bytes, kind)?, Some(kind))
+    }
+
+    fn allocate_fresh(&self, bytes: usize, kind: AllocationKind) -> Result<DeviceSlice> {
         let shared = &self.shared;
         let enough = |result: &Result<DeviceSlice>| !matches!(result, Err(error) if error.kind() == ErrorKind::OutOfMemory);
         let first = shared.device.allocate(bytes, kind);
         if enough(&first) {
             return first;
         }
-        lock(&shared.reclaimers)
-            .iter()
-            .for_each(|reclaim| reclaim());
-        shared.mappings.release_idle();
-        for (peer, allocation, generation) in shared.exports.unregistered() {
-            let message = Message::Unmap {
-                allocation,
-                generation,
-            };
-            self.tell(peer, message);
-        }
+        self.let_go_of_unused();
         let deadline = Deadline::after(MAX_RECLAIM);
         loop {
             let left = shared.exports.unregistered();
@@ -167,6 +169,43 @@ impl MemoryRegistry {
         }
     }
 
+    /// Lets go of everything that is kept for later, and asks peers to unmap what is only theirs.
+    fn let_go_of_unused(&self) {
+        let shared = &self.shared;
+        lock(&shared.reclaimers)
+            .iter()
+            .for_each(|reclaim| reclaim());
+        shared.mappings.release_idle();
+        // Those that left just now are not registered any more either.
+        shared.exports.empty_pool();
+        shared.ask_to_unmap(shared.exports.unregistered());
+    }
+
+    /// Gives memory that is kept for later back to the system, and unmaps what nobody uses; peers are
+    /// asked to unmap it too. Blocks until that is done, at most until `deadline`.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Timeout`], with a peer that still maps memory, or where streams still had work.
+    pub(crate) fn trim(&self, deadline: Deadline) -> Result<()> {
+        let shared = &self.shared;
+        self.let_go_of_unused();
+        shared.outbox.flush();
+        let late = |error: Error| error.with_operation("trim memory").with_rank(shared.rank);
+        while let Some(left) = shared.exports.unregistered().first() {
+            if deadline.passed() {
+                return Err(late(
+                    deadline
+                        .expired("the release of freed memory by a peer that maps it")
+                        .with_peer(left.peer)
+                        .with_help("drop the transfers that use it on the peer first"),
+                ));
+            }
+            let interval = RECLAIM_INTERVAL.min(deadline.remaining());
+            shared.exports.wait_for_change(interval);
+        }
+        shared.device.trim(deadline).map_err(late)
+    }
+
     /// Calls `reclaim` when memory runs out, to let go of what is kept for later.
     pub(crate) fn when_out_of_memory(&self, reclaim: impl Fn() + Send + Sync + 'static) {
         lock(&self.shared.reclaimers).push(Box::new(reclaim));
@@ -178,6 +217,10 @@ impl MemoryRegistry {
     /// # Errors
     /// [`ErrorKind::Unsupported`] where the memory cannot be shared.
     pub(crate) fn register(&self, slice: &DeviceSlice) -> Result<Region> {
+        self.register_as(slice, None)
+    }
+
+    fn register_as(&self, slice: &DeviceSlice, reusable: Option<AllocationKind>) -> Result<Region> {
         if slice.bytes() == 0 {
             return Err(
                 Error::invalid("the slice has no bytes; expected at least one")
@@ -188,20 +231,24 @@ impl MemoryRegistry {
         let shared = &self.shared;
         let numbers = shared
             .exports
-            .register(slice, || shared.device.export(slice))
+            .register(slice, reusable, || shared.device.export(slice))
             .map_err(|error| {
                 error
                     .with_operation("register memory")
                     .with_rank(shared.rank)
             })?;
         opening::publish_in_process(slice.backing());
-        Ok(Region {
-            slice: slice.clone(),
+        Ok(self.region(slice.clone(), numbers))
+    }
+
+    fn region(&self, slice: DeviceSlice, numbers: RegionNumbers) -> Region {
+        Region {
+            slice,
             registration: Arc::new(Registration {
-                shared: shared.clone(),
+                shared: self.shared.clone(),
                 numbers,
             }),
-        })
+        }
     }
 
     /// A handle of `region` for `peer`, which must either open it or decline it.
@@ -322,9 +369,9 @@ impl MemoryRegistry {
         }
     }
 
-    /// A rank died or left: nothing of it is mapped any more on its side.
+    /// A rank died or left: what it maps is not waited for any more.
     pub(crate) fn forget_peer(&self, peer: Rank) {
-        self.shared.exports.forget_peer(peer);
+        self.shared.forget_peer(peer);
     }
 
     /// Unmaps what nobody uses, and returns when its owners have been told.
@@ -333,13 +380,21 @@ impl MemoryRegistry {
         self.shared.outbox.flush();
     }
 
-    /// How many allocations are registered (or still mapped by a peer), and how many are mapped.
+    /// How many allocations are registered (or still mapped by a peer), and how many are mapped. What
+    /// is kept for later does not count.
     pub(crate) fn counts(&self) -> (usize, usize) {
         (self.shared.exports.len(), self.shared.mappings.len())
     }
 
-    /// Unmaps what nobody uses and stops the threads. What peers still map is not waited for.
+    /// Bytes of freed memory that are kept for later.
+    pub(crate) fn pooled_bytes(&self) -> u64 {
+        self.shared.exports.pooled_bytes()
+    }
+
+    /// Frees what is kept for later, unmaps what nobody uses and stops the threads. What peers still
+    /// map is not waited for.
     pub(crate) fn stop(&self) {
+        self.shared.exports.close_pool();
         self.shared.mappings.release_idle();
         self.notifier.stop();
         self.service.stop();
@@ -360,6 +415,26 @@ impl Shared {
                 "peers are asked before their information was gathered",
             )
         })
+    }
+
+    fn forget_peer(&self, peer: Rank) {
+        self.ask_to_unmap(self.exports.forget_peer(peer));
+    }
+
+    /// Has peers asked to unmap what is not to be used again. Does not block.
+    fn ask_to_unmap(&self, unwanted: Vec<Unwanted>) {
+        for Unwanted {
+            peer,
+            allocation,
+            generation,
+        } in unwanted
+        {
+            let message = Message::Unmap {
+                allocation,
+                generation,
+            };
+            self.outbox.tell(peer, message);
+        }
     }
 
     /// Asks `peer`'s service and waits for the answer, which may carry a descriptor.

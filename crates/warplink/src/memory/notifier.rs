@@ -114,7 +114,7 @@ fn run(queue: &Queue, shared: &Weak<Shared>, aging_interval: Duration) {
                     return;
                 };
                 if gone.contains(&peer) {
-                    shared.exports.forget_peer(peer);
+                    shared.forget_peer(peer);
                     continue;
                 }
                 match shared.ask(peer, message) {
@@ -122,7 +122,7 @@ fn run(queue: &Queue, shared: &Weak<Shared>, aging_interval: Duration) {
                     // A peer that does not listen any more maps nothing any more.
                     Err(error) if error.kind() == ErrorKind::PeerLost => {
                         gone.insert(peer);
-                        shared.exports.forget_peer(peer);
+                        shared.forget_peer(peer);
                     }
                     Err(error) => tracing::warn!(%error, ?message, "a peer could not be told"),
                 }

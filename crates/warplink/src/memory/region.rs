@@ -1,7 +1,7 @@
 //! Registered memory here, and peers' regions mapped here.
 
+use super::Shared;
 use super::exports::RegionNumbers;
-use super::{Message, Shared};
 use crate::deadline::Deadline;
 use crate::device::DeviceSlice;
 use crate::error::{Error, Rank, Result};
@@ -9,7 +9,8 @@ use std::ops::Range;
 use std::sync::Arc;
 
 /// Local memory registered for peers. Clones are the same registration; with the last of them it
-/// ends, and the memory is freed when no peer maps it any more.
+/// ends. Memory that was [allocated](crate::Communicator::alloc) with the region is then used for a
+/// later one, once no stream and no peer uses it; other memory is let go of when no peer maps it.
 #[derive(Clone, Debug)]
 pub struct Region {
     pub(super) slice: DeviceSlice,
@@ -32,12 +33,15 @@ pub struct RemoteRegion {
 impl Drop for Registration {
     fn drop(&mut self) {
         let ended = self.shared.exports.unregister(self.numbers);
-        let message = Message::Unmap {
-            allocation: ended.allocation,
-            generation: self.numbers.generation,
-        };
-        for peer in ended.asked_to_unmap {
-            self.shared.outbox.tell(peer, message);
+        self.shared.ask_to_unmap(ended.unwanted);
+        if let Some(pooled) = ended.pooled {
+            let (shared, generation) = (Arc::downgrade(&self.shared), self.numbers.generation);
+            let past = move || {
+                if let Some(shared) = shared.upgrade() {
+                    shared.exports.streams_are_past(generation);
+                }
+            };
+            self.shared.device.after_uses(&pooled, Box::new(past));
         }
     }
 }
@@ -86,12 +90,14 @@ impl Region {
         })
     }
 
-    /// Number of the registration; another one after the memory was registered anew.
+    /// Number of the registration of the allocation that it lies in; another one after that was freed
+    /// or no region of it was registered meanwhile.
     pub fn generation(&self) -> u64 {
         self.registration.numbers.generation
     }
 
-    /// Ends the registration and waits until no peer maps the memory. Other clones must be gone.
+    /// Ends the registration and waits until no peer maps the memory, which is freed and not kept for
+    /// later. Other clones must be gone.
     ///
     /// # Errors
     /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where the region
@@ -105,6 +111,7 @@ impl Region {
                 .with_operation("close a region")
                 .with_help("drop the other clones of the region and the transfers that hold it"));
         }
+        shared.exports.keep_out_of_pool(numbers.generation);
         drop(self);
         match shared
             .exports

@@ -41,7 +41,7 @@ impl StreamBarrier {
         (rank, world): (usize, usize),
         deadline: Deadline,
     ) -> Result<Self> {
-        let token = || memory.register(&memory.allocate(BYTES, AllocationKind::Plain)?);
+        let token = || memory.allocate(BYTES, AllocationKind::Plain);
         let tokens = [token()?, token()?];
         let ring = if world == 1 {
             Vec::new()

@@ -17,7 +17,7 @@ use warplink::bootstrap::{JoinConfig, Rendezvous, UniqueId};
 use warplink::device::{self, Delays, Device, DeviceConfig};
 use warplink::{Communicator, Config, DeviceKind, Error};
 
-/// Longest that the ranks of one test may run.
+/// Longest that the ranks of one test may run, unless it says otherwise.
 pub const LIMIT: Duration = Duration::from_secs(120);
 
 /// The device under test.
@@ -66,6 +66,8 @@ pub struct Ranks {
     pub env: BTreeMap<String, String>,
     /// A change to each rank's configuration.
     pub config: Option<fn(&mut Config)>,
+    /// Longest that they may run, instead of [`LIMIT`].
+    pub limit: Option<Duration>,
 }
 
 /// How a rank ended.
@@ -142,7 +144,8 @@ impl Ranks {
         let children = (0..self.world).map(|rank| {
             let mut command = Command::new(std::env::current_exe().unwrap());
             command
-                .args([&name, "--exact", "--nocapture", "--test-threads=1"])
+                .args([&name, "--exact", "--include-ignored"])
+                .args(["--nocapture", "--test-threads=1"])
                 .env(RANK, rank.to_string())
                 .env("WARPLINK_RANK", rank.to_string())
                 .env("WARPLINK_LOCAL_RANK", rank.to_string())
@@ -175,13 +178,13 @@ impl Ranks {
             command.spawn().unwrap()
         });
         let children: Vec<Child> = children.collect();
-        Some(wait_all(children, started))
+        Some(wait_all(children, started, self.limit.unwrap_or(LIMIT)))
     }
 }
 
 /// Waits for all, and kills what is left at the limit. Output is read beside the waiting, so that a
 /// full pipe holds nobody up.
-fn wait_all(children: Vec<Child>, started: Instant) -> Vec<Ended> {
+fn wait_all(children: Vec<Child>, started: Instant, limit: Duration) -> Vec<Ended> {
     let waiting: Vec<_> = children
         .into_iter()
         .map(|mut child| {
@@ -207,7 +210,7 @@ fn wait_all(children: Vec<Child>, started: Instant) -> Vec<Ended> {
                 if let Some(status) = child.try_wait().unwrap() {
                     break Some(status);
                 }
-                if started.elapsed() > LIMIT {
+                if started.elapsed() > limit {
                     child.kill().unwrap();
                     child.wait().unwrap();
                     break None;

@@ -1,7 +1,7 @@
 //! What is dropped while a stream may still use it is kept until the stream is past it.
 
+use super::Footprint;
 use super::common::{assert_says, kind, processes, threads, world};
-use super::{Footprint, MIB, exchange_fresh};
 use std::net::{IpAddr, Ipv4Addr};
 use std::time::Duration;
 use warplink::bootstrap::{JoinConfig, Rendezvous, UniqueId};
@@ -172,25 +172,5 @@ fn leaving_ends_streams_that_still_wait() {
         let before = Footprint::now();
         (0..5).for_each(|_| round());
         Footprint::assert_back(&before);
-    });
-}
-
-/// Rounds of alloc, exchange, send and drop: what is held is flat from the hundredth round on.
-/// `WARPLINK_TEST_ROUNDS` says how many.
-#[test]
-fn rounds_of_fresh_memory_run_in_constant_memory() {
-    let rounds = std::env::var("WARPLINK_TEST_ROUNDS");
-    let rounds: usize = rounds.map_or(1000, |rounds| rounds.parse().unwrap());
-    processes(world(2), |comm| {
-        let stream = comm.create_stream(Priority::Normal).unwrap();
-        (0..100).for_each(|_| exchange_fresh(comm, &stream, MIB));
-        comm.barrier().unwrap();
-        let before = Footprint::now();
-        for _ in 100..rounds {
-            exchange_fresh(comm, &stream, MIB);
-        }
-        comm.barrier().unwrap();
-        Footprint::assert_back(&before);
-        comm.barrier().unwrap();
     });
 }

@@ -103,11 +103,16 @@ impl Device for HostDevice {
 
     fn allocate(&self, bytes: usize, _kind: AllocationKind) -> Result<DeviceSlice> {
         let slice = memory::allocate(bytes)?;
-        // Fresh pages are zero, which hides reads of what nothing wrote; tests see garbage instead.
-        if self.delays.is_some() {
-            memory::fill(&slice, 0xa5);
-        }
+        self.prepare_reuse(&slice);
         Ok(slice)
+    }
+
+    fn prepare_reuse(&self, slice: &DeviceSlice) {
+        // Fresh pages are zero, and used ones hold what was right once, which hides reads of what
+        // nothing wrote; tests see garbage instead.
+        if self.delays.is_some() {
+            memory::fill(slice, 0xa5);
+        }
     }
 
     fn allocate_signals_for(&self, bytes: usize, fault: &Arc<Fault>) -> Result<DeviceSlice> {

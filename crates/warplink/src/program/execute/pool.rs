@@ -38,9 +38,7 @@ impl Pool {
         let kept = lock(&self.free).get_mut(&bytes).and_then(Vec::pop);
         match kept {
             Some(region) => Ok(region),
-            None => self
-                .memory
-                .register(&self.memory.allocate(bytes, AllocationKind::Plain)?),
+            None => self.memory.allocate(bytes, AllocationKind::Plain),
         }
     }
 

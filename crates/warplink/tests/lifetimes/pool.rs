@@ -1,0 +1,179 @@
+//! Freed regions are used again, when nobody uses them any more and not before.
+
+use super::common::{Ranks, kind, processes, threads_with, world};
+use super::{MIB, eventually, exchange_fresh, shared_mappings};
+use std::time::Duration;
+use warplink::device::Priority;
+use warplink::memory::{Region, RemoteRegion};
+use warplink::{Communicator, DeviceKind};
+
+/// Bytes of no other allocation here.
+const BYTES: usize = 3 * MIB;
+
+/// A region of rank 0, which rank 1 has mapped; its number on rank 0.
+fn mapped_by_the_peer(comm: &Communicator) -> (u64, Option<RemoteRegion>) {
+    let peer = 1 - comm.rank();
+    if comm.rank() == 1 {
+        let handle = comm.all_gather_bytes(&[]).unwrap().remove(peer);
+        return (0, Some(comm.open_handle(peer, &handle).unwrap()));
+    }
+    let region = comm.alloc(BYTES).unwrap();
+    let handle = comm.export_handle(&region, peer).unwrap();
+    comm.all_gather_bytes(&handle).unwrap();
+    (region.memory().backing().identity(), None)
+}
+
+#[test]
+fn memory_is_not_used_again_while_a_peer_uses_it() {
+    processes(world(2), |comm| {
+        let (first, remote) = mapped_by_the_peer(comm);
+        comm.barrier().unwrap();
+        if comm.rank() == 0 {
+            std::thread::sleep(Duration::from_millis(50));
+            let other = comm.alloc(BYTES).unwrap();
+            assert_ne!(
+                other.memory().backing().identity(),
+                first,
+                "the peer uses it"
+            );
+            comm.barrier().unwrap();
+            // The peer still maps it, but does not use it.
+            let is_used_again = || {
+                // What was freed last is used first.
+                let regions = [(); 3].map(|()| comm.alloc(BYTES).unwrap());
+                let identity = |region: &Region| region.memory().backing().identity();
+                regions.iter().any(|region| identity(region) == first)
+            };
+            eventually("the memory is used again", is_used_again, String::new);
+        } else {
+            comm.barrier().unwrap();
+            drop(remote);
+        }
+        comm.barrier().unwrap();
+    });
+}
+
+#[test]
+fn memory_is_not_used_again_while_a_slice_of_it_is_held() {
+    processes(1, |comm| {
+        let region = comm.alloc(BYTES).unwrap();
+        let slice = region.memory().slice(16..32).unwrap();
+        let first = region.memory().backing().identity();
+        drop(region);
+        assert_eq!(comm.pooled_bytes(), BYTES as u64);
+        let other = comm.alloc(BYTES).unwrap();
+        assert_ne!(other.memory().backing().identity(), first);
+        drop((other, slice));
+        let regions = [(); 2].map(|()| comm.alloc(BYTES).unwrap());
+        let again = regions.map(|region| region.memory().backing().identity());
+        assert!(again.contains(&first), "{first} of {again:?}");
+    });
+}
+
+#[test]
+fn memory_that_is_used_again_contains_garbage_on_the_host_device() {
+    if kind() != DeviceKind::Host {
+        return;
+    }
+    let delayed = |config: &mut warplink::Config| {
+        super::common::delays(config, Duration::from_micros(1));
+    };
+    threads_with(1, delayed, |comm| {
+        let region = comm.alloc(BYTES).unwrap();
+        let first = region.memory().backing().identity();
+        region.upload(&[7; BYTES]).unwrap();
+        drop(region);
+        let again = comm.alloc(BYTES).unwrap();
+        assert_eq!(again.memory().backing().identity(), first);
+        assert_eq!(again.download().unwrap(), [0xa5; BYTES]);
+    });
+}
+
+#[test]
+fn a_peer_finds_memory_that_is_used_again_still_mapped() {
+    processes(world(2), |comm| {
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        (0..20).for_each(|_| exchange_fresh(comm, &stream, BYTES));
+        comm.barrier().unwrap();
+        let (_, mapped) = comm.registrations_and_mappings();
+        // Only a region that is allocated before its predecessor came back needs another.
+        assert!(mapped < 10, "{mapped} mappings");
+        comm.barrier().unwrap();
+    });
+}
+
+#[test]
+fn trimming_gives_back_what_is_kept_here_and_unmaps_it_at_peers() {
+    processes(world(2), |comm| {
+        comm.barrier().unwrap();
+        let before = shared_mappings();
+        let (first, remote) = mapped_by_the_peer(comm);
+        drop(remote);
+        comm.barrier().unwrap();
+        if comm.rank() == 0 {
+            assert_eq!(comm.pooled_bytes(), BYTES as u64);
+            comm.trim(comm.deadline()).unwrap();
+            assert_eq!((comm.pooled_bytes(), shared_mappings()), (0, before));
+            assert_ne!(first, 0);
+        }
+        comm.barrier().unwrap();
+        assert_eq!(comm.registrations_and_mappings(), (0, 0));
+        assert_eq!(shared_mappings(), before, "the peer has unmapped it");
+        comm.barrier().unwrap();
+    });
+}
+
+#[test]
+fn trimming_names_the_peer_that_still_maps_memory() {
+    processes(world(2), |comm| {
+        let (_, remote) = mapped_by_the_peer(comm);
+        comm.barrier().unwrap();
+        if comm.rank() == 0 {
+            let soon = warplink::Deadline::after(Duration::from_millis(100));
+            let error = comm.trim(soon).unwrap_err();
+            super::common::assert_says(&error, &["trim memory", "peer 1"]);
+        }
+        comm.barrier().unwrap();
+        drop(remote);
+        comm.barrier().unwrap();
+    });
+}
+
+#[test]
+fn what_a_lost_rank_has_mapped_is_not_used_again() {
+    let ranks = Ranks {
+        world: world(3),
+        ..Ranks::default()
+    };
+    if ranks.world < 3 {
+        return;
+    }
+    let Some(ended) = ranks.start(|comm| {
+        let region = comm.alloc(BYTES).unwrap();
+        let first = region.memory().backing().identity();
+        let peer = (comm.rank() + 1) % 3;
+        let handle = comm.export_handle(&region, peer).unwrap();
+        let handles = comm.all_gather_bytes(&handle).unwrap();
+        let owner = (comm.rank() + 2) % 3;
+        let remote = comm.open_handle(owner, &handles[owner]).unwrap();
+        comm.barrier().unwrap();
+        if comm.rank() == 2 {
+            comm.abort("this test wants it to");
+            return;
+        }
+        drop((region, remote));
+        let survivors = comm.survivors().unwrap();
+        for _ in 0..50 {
+            let again = survivors.alloc(BYTES).unwrap();
+            if comm.rank() == 1 {
+                // Rank 2 may still write to the first.
+                assert_ne!(again.memory().backing().identity(), first);
+            }
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        survivors.close().unwrap();
+    }) else {
+        return;
+    };
+    super::assert_all_ended(&ended);
+}

@@ -1,0 +1,180 @@
+//! Rounds of alloc, exchange, send and drop: what a process holds is flat from the hundredth on.
+
+use super::common::{Ranks, world};
+use super::{Footprint, MIB, assert_all_ended, exchange_fresh};
+use std::time::{Duration, Instant};
+use warplink::device::{Priority, Stream};
+use warplink::{Communicator, Config};
+
+/// From this round on, nothing may grow.
+const SETTLED: usize = 100;
+
+/// Device memory that a driver may take for itself meanwhile, in MiB.
+const DEVICE_SLACK_MIB: u64 = 64;
+
+/// Most bytes that a rank keeps for reuse, by default.
+const MAX_KEPT: u64 = 1 << 30;
+
+/// How many rounds, of how many bytes.
+#[derive(Clone, Copy, Debug)]
+struct Rounds {
+    count: usize,
+    bytes: usize,
+}
+
+impl Rounds {
+    /// As given, or what `WARPLINK_TEST_ROUNDS` and `WARPLINK_TEST_MIB` say.
+    fn or_from_env(count: usize, mib: usize) -> Self {
+        let number = |name: &str| std::env::var(name).map(|text| text.parse::<usize>().unwrap());
+        Self {
+            count: number("WARPLINK_TEST_ROUNDS").unwrap_or(count),
+            bytes: number("WARPLINK_TEST_MIB").unwrap_or(mib) * MIB,
+        }
+    }
+
+    /// Runs them on two ranks, and prints what these hold every thousand rounds.
+    fn run(self, config: Option<fn(&mut Config)>, limit: Option<Duration>) {
+        let ranks = Ranks {
+            world: world(2),
+            config,
+            limit,
+            ..Ranks::default()
+        };
+        let Some(ended) = ranks.start(|comm| {
+            self.of_rank(&comm);
+            comm.close().unwrap();
+        }) else {
+            return;
+        };
+        assert_all_ended(&ended);
+        for (rank, end) in ended.iter().enumerate() {
+            let lines = end.output.lines().filter(|line| line.contains("rounds:"));
+            lines.for_each(|line| println!("rank {rank}, {line}"));
+        }
+    }
+
+    fn of_rank(self, comm: &Communicator) {
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        let begun = Instant::now();
+        let mut settled = None;
+        for round in 1..=self.count {
+            send_fresh(comm, &stream, round, self.bytes);
+            if round == SETTLED {
+                settled = Some(Held::now(comm));
+            }
+            if round % 1000 == 0 || round == self.count {
+                let (held, seconds) = (Held::now(comm), begun.elapsed().as_secs_f64());
+                println!("{round} rounds: {seconds:.1} s, {held:?}");
+                if let Some(before) = &settled {
+                    before.assert_flat(comm);
+                }
+            }
+        }
+        comm.barrier().unwrap();
+    }
+}
+
+/// What a rank holds of the system and of the device.
+#[derive(Debug)]
+struct Held {
+    process: Footprint,
+    /// Kept for reuse, by this rank and its peer, which has mapped it.
+    kept_mib: usize,
+    device_free_mib: Option<u64>,
+}
+
+impl Held {
+    /// Every rank calls this at the same time.
+    fn now(comm: &Communicator) -> Self {
+        let kept = comm.pooled_bytes();
+        assert!(kept <= MAX_KEPT, "{kept} bytes are kept");
+        let all = comm.all_gather_bytes(&kept.to_le_bytes()).unwrap();
+        let all = all
+            .iter()
+            .map(|one| u64::from_le_bytes(one[..].try_into().unwrap()));
+        let free = comm.device().available_memory().unwrap();
+        Self {
+            process: Footprint::now(),
+            kept_mib: all.sum::<u64>() as usize / MIB,
+            device_free_mib: free.map(|free| free / MIB as u64),
+        }
+    }
+
+    /// Nothing has grown since, but for what is kept for reuse, which is bounded.
+    fn assert_flat(&self, comm: &Communicator) {
+        let now = Self::now(comm);
+        let more = now.kept_mib.saturating_sub(self.kept_mib);
+        let mut before = self.process;
+        before.resident_mib += more;
+        Footprint::assert_back(&before);
+        if let (Some(before), Some(now)) = (self.device_free_mib, now.device_free_mib) {
+            let least = before.saturating_sub(DEVICE_SLACK_MIB + more as u64);
+            assert!(
+                now >= least,
+                "{now} MiB of the device are free; before, {before}"
+            );
+        }
+    }
+}
+
+/// Rank 0 sends a fresh buffer to a fresh buffer of rank 1, and both drop theirs.
+fn send_fresh(comm: &Communicator, stream: &Stream, round: usize, bytes: usize) {
+    let region = comm.alloc(bytes).unwrap();
+    let mark = (round as u64).to_le_bytes();
+    // Its two ends say which round it is of.
+    let ends = [0..mark.len(), bytes - mark.len()..bytes].map(|end| region.slice(end).unwrap());
+    if comm.rank() == 0 {
+        ends.iter().for_each(|end| end.upload(&mark).unwrap());
+        comm.send(&region, 1, 7, stream).unwrap();
+    } else {
+        comm.receive(&region, 0, 7, stream).unwrap();
+    }
+    comm.synchronize(stream).unwrap();
+    for end in &ends {
+        assert_eq!(end.download().unwrap(), mark, "in round {round}");
+    }
+}
+
+#[test]
+fn rounds_of_fresh_memory_run_in_constant_memory() {
+    Rounds::or_from_env(1000, 1).run(None, None);
+}
+
+#[test]
+fn rounds_without_a_pool_run_in_constant_memory() {
+    let no_pool: fn(&mut Config) = |config| config.max_pooled_bytes = 0;
+    Rounds::or_from_env(300, 1).run(Some(no_pool), None);
+}
+
+/// The number that is promised. Most of its time is that of copying.
+#[test]
+#[ignore = "takes many minutes on the host device"]
+fn ten_thousand_rounds_of_256_mib_run_in_constant_memory() {
+    let limit = Duration::from_secs(3600);
+    Rounds::or_from_env(10_000, 256).run(None, Some(limit));
+}
+
+/// Both ranks send at once, in sizes that seldom fit what was freed before, and more than is kept.
+#[test]
+fn rounds_of_changing_sizes_run_in_constant_memory() {
+    const KEPT: u64 = 32 * MIB as u64;
+    let ranks = Ranks {
+        world: world(2),
+        config: Some(|config| config.max_pooled_bytes = KEPT),
+        ..Ranks::default()
+    };
+    ranks.run(|comm| {
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        let round = |round: usize| {
+            exchange_fresh(comm, &stream, MIB + round % 17 * (MIB / 2));
+            assert!(comm.pooled_bytes() <= KEPT, "{}", comm.pooled_bytes());
+        };
+        (0..SETTLED).for_each(round);
+        comm.barrier().unwrap();
+        let before = Footprint::now();
+        (SETTLED..300).for_each(round);
+        comm.barrier().unwrap();
+        Footprint::assert_back(&before);
+        comm.barrier().unwrap();
+    });
+}
