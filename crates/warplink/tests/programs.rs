@@ -6,6 +6,8 @@
 
 #[path = "programs/agreement.rs"]
 mod agreement;
+#[path = "programs/binding.rs"]
+mod binding;
 mod common;
 #[path = "programs/matmul.rs"]
 mod matmul;
@@ -19,8 +21,8 @@ use common::{assert_says, delays, kind, threads, threads_with, world};
 use half::{bf16, f16};
 use matmul::{Case, Inputs, Memory};
 use std::collections::BTreeSet;
-use std::time::{Duration, Instant};
-use warplink::device::{AllocationKind, Priority};
+use std::time::Duration;
+use warplink::device::Priority;
 use warplink::overlap::{
     AllGatherMatmul, AllGatherMatmulLowering, Leading, Lowering, MatmulReduceScatter,
     MatmulReduceScatterLowering, Options, all_gather_matmul, matmul_reduce_scatter,
@@ -327,63 +329,6 @@ fn a_buffer_replaced_on_one_rank() {
                 comm.synchronize(&stream).unwrap();
                 memory.check_gather(comm, &case, &inputs, lowering.name());
             }
-        }
-    });
-}
-
-/// A rank that cannot bind says so to those that would wait for it, and all can bind again. So they can
-/// where all fail, and refuse one another.
-#[test]
-fn a_rank_that_cannot_bind_tells_its_peers() {
-    threads_with(world(4), delayed, |comm| {
-        let (rank, world) = (comm.rank(), comm.world());
-        if world < 2 {
-            return;
-        }
-        let text = include_str!("../../../examples/programs/ring_pass.wlp");
-        let program = Program::parse(text).unwrap();
-        let parameters = [("n".to_owned(), 64)].into();
-        let executor = comm.executor();
-        let prepared = executor
-            .prepare(&program, &parameters, PrepareOptions::default())
-            .unwrap();
-        let stream = comm.create_stream(Priority::Normal).unwrap();
-        let allocate = |bytes| {
-            comm.device()
-                .allocate(bytes, AllocationKind::Plain)
-                .unwrap()
-        };
-        let bind = |bytes| {
-            let (a, b) = (allocate(bytes), allocate(256));
-            prepared.bind(&[("A".to_owned(), a), ("B".to_owned(), b)].into())
-        };
-        for round in 0..6 {
-            let everybody = round % 3 == 2;
-            let failing = round % world;
-            let apart = (rank + world - failing) % world;
-            let start = Instant::now();
-            let bound = bind(if everybody || rank == failing {
-                255
-            } else {
-                256
-            });
-            assert!(start.elapsed() < Duration::from_secs(5));
-            if everybody || rank == failing {
-                let error = bound.unwrap_err();
-                assert_eq!(error.kind(), ErrorKind::InvalidArgument);
-                assert_says(&error, &["'A'", "255"]);
-            } else if apart == 1 || apart == world - 1 {
-                let error = bound.unwrap_err();
-                assert_eq!(error.kind(), ErrorKind::PeerFailed);
-                assert_says(&error, &["gave up", "'A'", "255"]);
-                assert_eq!(error.peer(), Some(failing));
-            } else {
-                // Not a neighbour: it has a plan, and drops it.
-                bound.unwrap();
-            }
-            let plan = bind(256).unwrap();
-            plan.run(&stream).unwrap();
-            comm.synchronize(&stream).unwrap();
         }
     });
 }

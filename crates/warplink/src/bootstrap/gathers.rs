@@ -132,11 +132,18 @@ impl Gathers {
     /// request of that number.
     ///
     /// Its value stays, so that the others are not held up and the next gather of the group is the
-    /// same one on every rank.
+    /// same one on every rank. That of a bind becomes empty: those that come later learn that this
+    /// rank does not go on.
     pub(crate) fn cancel(&mut self, rank: u32, request: u64) -> Option<Refusal> {
         let id = self.by_request.remove(&(rank, request))?;
         self.stop_answering(&id, rank);
-        let gather = self.open.get(&id)?;
+        let gather = self.open.get_mut(&id)?;
+        if gather.purpose == Purpose::Bind
+            && let Ok(position) = id.members.binary_search(&rank)
+            && let Some(Some(share)) = gather.shares.get_mut(position)
+        {
+            share.value = Bytes::from(&[][..]);
+        }
         let missing: Vec<u32> = id
             .members
             .iter()
@@ -194,7 +201,7 @@ impl Gathers {
         };
         let reply = match gather.purpose {
             Purpose::Barrier => Reply::Done,
-            Purpose::AllGather => Reply::Values(
+            Purpose::AllGather | Purpose::Bind => Reply::Values(
                 gather
                     .shares
                     .iter()

@@ -154,11 +154,27 @@ impl Group {
     /// # Errors
     /// [`ErrorKind::PeerLost`] or [`ErrorKind::PeerLeft`], naming the member, when one is gone;
     /// [`ErrorKind::Timeout`] at the deadline, in which case the others still get what this rank
-    /// gave; [`ErrorKind::Mismatch`] when another member calls [`Group::barrier`] instead;
+    /// gave; [`ErrorKind::Mismatch`] when another member calls [`Group::barrier`] or binds a program
+    /// instead;
     /// [`ErrorKind::InvalidArgument`] when all values together exceed 64 MiB;
     /// [`ErrorKind::Closed`] when this rank has left.
     pub fn all_gather(&self, bytes: &[u8], deadline: Deadline) -> Result<Vec<Vec<u8>>> {
-        match self.gather(Purpose::AllGather, bytes, deadline)? {
+        self.gather_values(Purpose::AllGather, bytes, deadline)
+    }
+
+    /// As [`Group::all_gather`], for the steps of binding a program: where a member stopped waiting at
+    /// its deadline, the others get nothing in the place of what it gave.
+    pub(crate) fn gather_votes(&self, bytes: &[u8], deadline: Deadline) -> Result<Vec<Vec<u8>>> {
+        self.gather_values(Purpose::Bind, bytes, deadline)
+    }
+
+    fn gather_values(
+        &self,
+        purpose: Purpose,
+        bytes: &[u8],
+        deadline: Deadline,
+    ) -> Result<Vec<Vec<u8>>> {
+        match self.gather(purpose, bytes, deadline)? {
             Reply::Values(values) if values.len() == self.members.len() => self
                 .members
                 .iter()
@@ -195,11 +211,7 @@ impl Group {
             purpose,
             value: Bytes::from(value),
         };
-        let operation = match purpose {
-            Purpose::AllGather => "all-gather",
-            Purpose::Barrier => "barrier",
-        };
-        self.client.call(operation, &request, deadline)
+        self.client.call(&purpose.to_string(), &request, deadline)
     }
 }
 

@@ -63,6 +63,8 @@ pub(crate) enum OnReady {
 pub(crate) enum Purpose {
     AllGather,
     Barrier,
+    /// A step of binding a program, which no rank passes alone.
+    Bind,
 }
 
 impl fmt::Display for Purpose {
@@ -70,6 +72,7 @@ impl fmt::Display for Purpose {
         f.write_str(match self {
             Self::AllGather => "all-gather",
             Self::Barrier => "barrier",
+            Self::Bind => "bind",
         })
     }
 }

@@ -40,6 +40,11 @@ impl AllGatherMatmul {
         options: &Options,
         buffers: &AllGatherMatmulBuffers,
     ) -> Result<OverlapPlan> {
+        OverlapPlan::new(executor, self, options, self.tensors(buffers))
+    }
+
+    /// The memory of the program's tensors.
+    fn tensors(&self, buffers: &AllGatherMatmulBuffers) -> Result<Vec<Bound>> {
         let count = self.n.len();
         let biases = if self.bias { count } else { 0 };
         let mut tensors = vec![Bound::parted("A", &buffers.a)];
@@ -57,7 +62,7 @@ impl AllGatherMatmul {
                 }));
             }
         }
-        OverlapPlan::new(executor, self, options, &tensors)
+        Ok(tensors)
     }
 }
 

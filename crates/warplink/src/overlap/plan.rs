@@ -4,6 +4,7 @@ use super::{Choice, Lowering, Options, trial};
 use crate::device::{DeviceSlice, Graph, Stream};
 use crate::error::{Error, ErrorKind, Result};
 use crate::program::cost::HardwareModel;
+use crate::program::execute::Digest;
 use crate::program::lower::{Decision, Problem, choose};
 use crate::program::{Bindings, Executor, Plan, PrepareOptions};
 use std::fmt;
@@ -30,12 +31,13 @@ impl fmt::Debug for OverlapPlan {
 
 impl OverlapPlan {
     /// Chooses the lowering of `problem`, verifies it, and binds it to part `index` of every one of
-    /// `tensors`, for each outer index. Every rank calls this at the same time.
+    /// `tensors`, for each outer index. Every rank calls this at the same time, and all learn what any
+    /// of them fails for.
     pub(super) fn new<P: Problem>(
         executor: &Executor,
         problem: &P,
         options: &Options,
-        tensors: &[Bound],
+        tensors: Result<Vec<Bound>>,
     ) -> Result<Self> {
         Self::make(executor, problem, options, tensors)
             .map_err(|error| error.with_rank(executor.rank()))
@@ -45,38 +47,58 @@ impl OverlapPlan {
         executor: &Executor,
         problem: &P,
         options: &Options,
-        tensors: &[Bound],
+        tensors: Result<Vec<Bound>>,
     ) -> Result<Self> {
         let outer = options.outer;
-        if outer == 0 {
-            return Err(Error::invalid("outer is 0; expected at least 1"));
-        }
-        let model = match &options.model {
-            Some(model) => model.clone(),
-            None => executor.hardware_model()?.clone(),
+        let local = || {
+            if outer == 0 {
+                return Err(Error::invalid("outer is 0; expected at least 1"));
+            }
+            let tensors = tensors?;
+            let parts = (0..outer).map(|index| bindings(&tensors, index, outer));
+            let parts = parts.collect::<Result<Vec<_>>>()?;
+            let model = match &options.model {
+                Some(model) => model.clone(),
+                None => executor.hardware_model()?.clone(),
+            };
+            let choice = choose_first(executor, problem, options, &model)?;
+            Ok((choice, tensors, parts, model))
         };
-        let mut choice = available(executor, problem, options, &model)?;
-        let prepare = PrepareOptions {
-            streams: choice.lowered.streams,
-            verify: options.verify,
+        let local = local();
+        // Before the engine is joined, which those join who have chosen alike.
+        let digest = local
+            .as_ref()
+            .map_err(Error::clone)
+            .and_then(|(choice, ..)| {
+                let lowered = &choice.lowered;
+                let digest = Digest::of(lowered.program(), &lowered.parameters, lowered.streams)?;
+                let names: Vec<_> = choice.estimates.iter().map(|one| one.name()).collect();
+                Ok(digest
+                    .with("outer", outer)
+                    .with("trials", options.trials)
+                    .with("lowerings", names.join(",")))
+            });
+        executor.agree(digest.as_ref())?;
+        let (choice, tensors, parts, model) = local?;
+        let prepare = || {
+            let mut choice = available(executor, problem, options, &model, choice)?;
+            let prepare = PrepareOptions {
+                streams: choice.lowered.streams,
+                verify: options.verify,
+            };
+            if options.trials && choice.decision != Decision::Request {
+                let tensors = (&tensors[..], outer);
+                trial::decide(&mut choice, model.uncertainty, executor, prepare, tensors)?;
+            }
+            let lowered = &choice.lowered;
+            let prepared = executor.prepare(lowered.program(), &lowered.parameters, prepare)?;
+            Ok((choice, prepared))
         };
-        if options.trials && choice.decision != Decision::Request {
-            let tensors = (tensors, outer);
-            trial::decide(&mut choice, model.uncertainty, executor, prepare, tensors)?;
-        }
-        let lowered = &choice.lowered;
-        let prepared = executor.prepare(lowered.program(), &lowered.parameters, prepare)?;
-        let bindings = (0..outer)
-            .map(|index| {
-                tensors
-                    .iter()
-                    .map(|tensor| Ok((tensor.name.clone(), tensor.part(index, outer)?)))
-                    .collect::<Result<Bindings>>()
-            })
-            .collect::<Result<Vec<_>>>()?;
-        let plans = bindings
+        let prepared = prepare();
+        let (choice, prepared) = prepared.inspect_err(|error| executor.give_up_binding(error))?;
+        let plans = parts
             .iter()
-            .map(|bindings| prepared.bind(bindings))
+            .map(|part| prepared.bind(part))
             .collect::<Result<_>>()?;
         if choice.decision == Decision::Trial {
             // What the lowerings that lost wrote to.
@@ -231,15 +253,21 @@ pub(super) fn family(
         .collect())
 }
 
-/// The choice; without the lowerings that need the collective engine where its library is missing and
-/// nobody asked for one. Every rank comes to the same end: they join the engine together.
-fn available<P: Problem>(
+/// What the program's tensors are bound to for one outer index.
+fn bindings(tensors: &[Bound], index: usize, outer: usize) -> Result<Bindings> {
+    tensors
+        .iter()
+        .map(|tensor| Ok((tensor.name.clone(), tensor.part(index, outer)?)))
+        .collect()
+}
+
+/// The choice among all that is allowed, whether or not the collective engine's library is there.
+fn choose_first<P: Problem>(
     executor: &Executor,
     problem: &P,
     options: &Options,
     model: &HardwareModel,
 ) -> Result<Choice> {
-    let world = executor.world();
     let allowed: Vec<Lowering> = match &options.lowering {
         Some(lowering) => vec![lowering.clone()],
         None => P::lowerings()?
@@ -247,11 +275,20 @@ fn available<P: Problem>(
             .chain(options.added.iter().cloned())
             .collect(),
     };
-    let choice = choose(problem, &allowed, world, options.streams, model)?;
-    let needs_engine = choice
-        .estimates
-        .iter()
-        .any(|estimate| estimate.needs_engine);
+    choose(problem, &allowed, executor.world(), options.streams, model)
+}
+
+/// The choice; without the lowerings that need the collective engine where its library is missing and
+/// nobody asked for one. Every rank comes to the same end: they join the engine together.
+fn available<P: Problem>(
+    executor: &Executor,
+    problem: &P,
+    options: &Options,
+    model: &HardwareModel,
+    choice: Choice,
+) -> Result<Choice> {
+    let mut estimates = choice.estimates.iter();
+    let needs_engine = estimates.any(|estimate| estimate.needs_engine);
     if choice.decision == Decision::Request || !needs_engine {
         return Ok(choice);
     }
@@ -263,6 +300,7 @@ fn available<P: Problem>(
                 .filter(|estimate| !estimate.needs_engine)
                 .map(|estimate| estimate.lowered.lowering)
                 .collect();
+            let world = executor.world();
             let mut choice = choose(problem, &without, world, options.streams, model)?;
             choice.decision = Decision::Model;
             Ok(choice)

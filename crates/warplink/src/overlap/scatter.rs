@@ -38,6 +38,11 @@ impl MatmulReduceScatter {
         options: &Options,
         buffers: &MatmulReduceScatterBuffers,
     ) -> Result<OverlapPlan> {
+        OverlapPlan::new(executor, self, options, self.tensors(buffers))
+    }
+
+    /// The memory of the program's tensors.
+    fn tensors(&self, buffers: &MatmulReduceScatterBuffers) -> Result<Vec<Bound>> {
         let mut tensors = vec![
             Bound::parted("A", &buffers.a),
             Bound::shared("B", &buffers.b),
@@ -54,7 +59,7 @@ impl MatmulReduceScatter {
                 }));
             }
         }
-        OverlapPlan::new(executor, self, options, &tensors)
+        Ok(tensors)
     }
 }
 

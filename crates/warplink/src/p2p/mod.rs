@@ -33,7 +33,6 @@ pub use batch::{Batch, post_all, post_stores, wait_all};
 pub(crate) use exchange::ExchangeServices;
 pub use exchange::TransferExchange;
 pub use protocol::Protocol;
-pub(crate) use request::MatchKey;
 pub use request::{Direction, TransferRequest};
 pub(crate) use slot_releases::SlotDirectory;
 pub use stream_barrier::StreamBarrier;

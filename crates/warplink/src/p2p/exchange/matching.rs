@@ -1,6 +1,6 @@
 //! Making a transfer from what both ends offer.
 
-use super::{EndMessage, EndOffer, PublishedEnd, TransferExchange};
+use super::{EndOffer, PublishedEnd, TransferExchange};
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::RemoteRegion;
 use crate::p2p::end::TransferEnd;
@@ -23,30 +23,9 @@ impl TransferExchange {
     /// The transfer of `end` and the end that the peer published as `message`.
     pub(super) fn match_end(&self, end: PublishedEnd<'_>, message: &[u8]) -> Result<Transfer> {
         let request = end.request;
-        match EndMessage::decode(message).map_err(|error| self.with_context(&end, error))? {
-            EndMessage::Offer(offer) => {
-                self.clear_refusals(request.match_key());
-                self.match_offer(end, &offer)
-            }
-            EndMessage::Refusal { reason } => {
-                let error = Error::new(
-                    ErrorKind::PeerFailed,
-                    format!("the peer gave up before its end: {reason}"),
-                )
-                .with_help("correct what the peer says, and try again on every rank");
-                if let Err(error) = self.bootstrap.store().delete(&end.own_key) {
-                    tracing::debug!(%error, key = end.own_key, "an end could not be taken back");
-                }
-                self.release(&end);
-                Err(self.with_context(&end, error))
-            }
-        }
-    }
-
-    fn match_offer(&self, end: PublishedEnd<'_>, offer: &EndOffer) -> Result<Transfer> {
-        let request = end.request;
+        let offer = EndOffer::decode(message).map_err(|error| self.with_context(&end, error))?;
         let job_peer = self.group.job_rank(request.peer)?;
-        if let Err(error) = check_alike(request, end.protocol, offer) {
+        if let Err(error) = check_alike(request, end.protocol, &offer) {
             // The peer finds the same and gives up too, so nobody will write to the slot.
             offer
                 .buffer
@@ -56,7 +35,7 @@ impl TransferExchange {
             self.slots.recycle(end.slot.number);
             return Err(self.with_context(&end, error));
         }
-        let mapped = match self.map(offer, request, end.protocol) {
+        let mapped = match self.map(&offer, request, end.protocol) {
             Ok(mapped) => mapped,
             Err(error) => {
                 // The peer believes in the transfer, and lets go of this end when it drops its own.

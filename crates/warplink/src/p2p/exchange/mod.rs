@@ -12,12 +12,10 @@
 //!   publish      each request's offer, or nothing at all       (this file)
 //!   matching     with the peer's offer: a transfer, or why not
 //!   withdrawal   of what no peer took, where the exchange fails
-//!   refusal      of ends that will never come, with the reason
 //! ```
 
 mod matching;
 mod offer;
-mod refusal;
 mod withdrawal;
 
 use super::progress::ProgressList;
@@ -32,8 +30,7 @@ use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::memory::{MemoryRegistry, Region};
 use crate::signal::{Slot, SlotPool};
 use crate::sync::lock;
-use offer::{EndMessage, EndOffer};
-use refusal::Refusals;
+use offer::EndOffer;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
@@ -51,7 +48,6 @@ pub struct TransferExchange {
     default_protocol: Protocol,
     // How many transfers were exchanged under each key.
     counts: Mutex<HashMap<MatchKey, u64>>,
-    refusals: Refusals,
     progress: ProgressList,
 }
 
@@ -65,6 +61,9 @@ pub(crate) struct ExchangeServices {
     /// Of transfers that do not choose one.
     pub(crate) protocol: Protocol,
 }
+
+/// This rank's ends of a batch, which were published.
+pub(crate) struct PublishedEnds<'a>(Vec<PublishedEnd<'a>>);
 
 /// An end of this rank that was published.
 struct PublishedEnd<'a> {
@@ -101,7 +100,6 @@ impl TransferExchange {
             slots,
             default_protocol: protocol,
             counts: Mutex::default(),
-            refusals: Refusals::default(),
             progress: ProgressList::default(),
         }
     }
@@ -116,9 +114,8 @@ impl TransferExchange {
     /// [`ErrorKind::Mismatch`], on both ranks, where lengths or
     /// protocols differ;
     /// [`ErrorKind::Timeout`] or
-    /// [`ErrorKind::PeerLost`], with the peer and what was waited for;
-    /// [`ErrorKind::PeerFailed`] where the peer says that its end will
-    /// not come. A batch that fails for want of a peer is withdrawn, and may be exchanged again.
+    /// [`ErrorKind::PeerLost`], with the peer and what was waited for. A batch that fails for want of
+    /// a peer is withdrawn, and may be exchanged again.
     pub fn exchange(
         &self,
         requests: &[TransferRequest],
@@ -129,15 +126,21 @@ impl TransferExchange {
     }
 
     fn match_all(&self, requests: &[TransferRequest], deadline: Deadline) -> Result<Vec<Transfer>> {
-        self.fault.check()?;
-        requests
-            .iter()
-            .try_for_each(|request| self.check(request))?;
         let published = self.publish(requests)?;
+        self.complete(published, deadline)
+    }
+
+    /// Takes what the peers publish for the ends that this rank has, and makes the transfers. Blocks
+    /// until all are there. What cannot be completed is withdrawn.
+    pub(crate) fn complete(
+        &self,
+        PublishedEnds(published): PublishedEnds<'_>,
+        deadline: Deadline,
+    ) -> Result<Vec<Transfer>> {
         let keys: Vec<String> = published.iter().map(|end| end.peer_key.clone()).collect();
-        let peers = requests
+        let peers = published
             .iter()
-            .map(|request| self.group.job_rank(request.peer));
+            .map(|end| self.group.job_rank(end.request.peer));
         let mut peers: Vec<Rank> = peers.collect::<Result<_>>()?;
         peers.sort_unstable();
         peers.dedup();
@@ -150,7 +153,7 @@ impl TransferExchange {
             Err(error) => {
                 let error = self.group.in_own_ranks(error);
                 let error = name_missing_end(error, &published, deadline);
-                self.withdraw(published);
+                self.withdraw(PublishedEnds(published));
                 return Err(error
                     .with_operation("exchange transfers")
                     .with_rank(self.group.rank()));
@@ -220,8 +223,13 @@ impl TransferExchange {
         Ok(())
     }
 
-    /// Publishes every end at once.
-    fn publish<'a>(&self, requests: &'a [TransferRequest]) -> Result<Vec<PublishedEnd<'a>>> {
+    /// Publishes this rank's end of every request at once, for [`complete`](Self::complete) or
+    /// [`withdraw`](Self::withdraw). Does not wait for a peer.
+    pub(crate) fn publish<'a>(&self, requests: &'a [TransferRequest]) -> Result<PublishedEnds<'a>> {
+        self.fault.check()?;
+        requests
+            .iter()
+            .try_for_each(|request| self.check(request))?;
         let mut published = Vec::with_capacity(requests.len());
         let mut pairs = Vec::with_capacity(requests.len());
         for request in requests {
@@ -244,7 +252,7 @@ impl TransferExchange {
                 .in_own_ranks(error)
                 .with_operation("publish transfers"));
         }
-        Ok(published)
+        Ok(PublishedEnds(published))
     }
 
     /// An end, and what is to be published for it.
@@ -271,7 +279,7 @@ impl TransferExchange {
     }
 
     /// What `end` tells its peer; the handles in it are noted, to be cancelled if it never arrives.
-    fn offer(&self, end: &mut PublishedEnd<'_>) -> Result<EndMessage> {
+    fn offer(&self, end: &mut PublishedEnd<'_>) -> Result<EndOffer> {
         let request = end.request;
         let peer = self.group.job_rank(request.peer)?;
         let mut export = |region: &Region| {
@@ -285,13 +293,13 @@ impl TransferExchange {
             Role::Initiator => None,
         };
         let inbound = export(end.slot.inbound())?;
-        Ok(EndMessage::Offer(EndOffer {
+        Ok(EndOffer {
             bytes: request.buffer.bytes() as u64,
             protocol: end.protocol,
             buffer,
             inbound,
             slot: end.slot.number,
-        }))
+        })
     }
 
     /// Where the end of `direction` of transfer `number` under `key` is published.

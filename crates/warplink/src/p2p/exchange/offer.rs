@@ -4,7 +4,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::p2p::protocol::Protocol;
 use serde::{Deserialize, Serialize};
 
-/// What one end tells the other.
+/// What one end tells the other, under its key in the store.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct EndOffer {
     pub(super) bytes: u64,
@@ -17,17 +17,7 @@ pub(super) struct EndOffer {
     pub(super) slot: u64,
 }
 
-/// What stands under an end's key in the store.
-#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) enum EndMessage {
-    Offer(EndOffer),
-    /// The end will not come.
-    Refusal {
-        reason: String,
-    },
-}
-
-impl EndMessage {
+impl EndOffer {
     pub(super) fn encode(&self) -> Result<Vec<u8>> {
         postcard::to_stdvec(self).map_err(|error| {
             Error::new(ErrorKind::Internal, error.to_string())
@@ -51,22 +41,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn offers_and_refusals_survive_the_wire() {
-        let offer = EndMessage::Offer(EndOffer {
+    fn offers_survive_the_wire() {
+        let offer = EndOffer {
             bytes: 4096,
             protocol: Protocol::Get,
             buffer: Some(vec![1; 168]),
             inbound: vec![2; 168],
             slot: 7,
-        });
-        let refusal = EndMessage::Refusal {
-            reason: "no input".to_owned(),
         };
-        for message in [offer, refusal] {
-            let wire = message.encode().unwrap();
-            assert_eq!(EndMessage::decode(&wire).unwrap(), message);
-            let error = EndMessage::decode(&wire[..wire.len() - 1]).unwrap_err();
-            assert_eq!(error.kind(), ErrorKind::Protocol);
-        }
+        let wire = offer.encode().unwrap();
+        assert_eq!(EndOffer::decode(&wire).unwrap(), offer);
+        let error = EndOffer::decode(&wire[..wire.len() - 1]).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Protocol);
     }
 }

@@ -1,13 +1,15 @@
 //! From a rank program and the caller's memory to a plan.
 
+use super::agreement::Digest;
 use super::context::RankContext;
 use super::memory::{Bindings, PlanMemory, TensorMemory};
 use super::plan::{Plan, PlanParts};
 use super::pool::Pool;
 use super::resolve::Resolver;
+use crate::device::CollectiveEngine;
 use crate::error::{Error, Result};
 use crate::memory::Region;
-use crate::p2p::{Direction, MatchKey, Protocol, Transfer, TransferRequest};
+use crate::p2p::{Direction, Protocol, Transfer, TransferRequest};
 use crate::program::diagnostic::Diagnostic;
 use crate::program::ir::Backend;
 use crate::program::rank_program::{RankProgram, TensorId, TransferInstance};
@@ -20,6 +22,8 @@ pub struct Prepared {
     pub(super) pool: Arc<Pool>,
     pub(super) name: String,
     pub(super) program: Arc<RankProgram>,
+    // What every rank brings alike.
+    pub(super) digest: Arc<Digest>,
     // Whether any rank uses the collective engine, which all join then.
     pub(super) uses_engine: bool,
     pub(super) eager_only: Option<Arc<Diagnostic>>,
@@ -47,37 +51,84 @@ impl Prepared {
     /// Binds inputs and outputs to memory and exchanges handles with the peers, so that runs only
     /// enqueue. Every rank calls this at the same time, also where only one of them has new memory;
     /// mappings that are still right are kept. Outputs that are not bound are allocated. Blocks
-    /// until the peers have bound theirs.
+    /// until every rank has bound its own: either all have a plan, or none has.
     ///
     /// # Errors
     /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) for an input that is
     /// missing, a name that the program does not have, or memory of another length than the
-    /// tensor's; [`ErrorKind::PeerFailed`](crate::ErrorKind::PeerFailed), with what it says, where that
-    /// happens to a rank that this one exchanges with; and what else the exchange says. Ranks that do not
-    /// exchange with one that fails may have their plan; all drop it and bind again.
+    /// tensor's; [`ErrorKind::Mismatch`](crate::ErrorKind::Mismatch), on every rank, where one brings
+    /// another program, other parameters or another number of streams;
+    /// [`ErrorKind::PeerFailed`](crate::ErrorKind::PeerFailed), with what it says, where another rank
+    /// fails; and what else the exchange says. All ranks may bind again.
     pub fn bind(&self, bindings: &Bindings) -> Result<Plan> {
-        self.plan(bindings)
-            .map_err(|error| error.with_rank(self.context.rank()))
+        self.plan(bindings).map_err(|error| {
+            let group = &self.context.group;
+            group.with_job_ranks(error.with_rank(self.context.rank()))
+        })
     }
 
     fn plan(&self, bindings: &Bindings) -> Result<Plan> {
-        let during = |error: Error| error.with_operation(format!("bind '{}'", self.name));
-        let (memory, requests) = PlanMemory::bind(&self.program, bindings, &self.pool)
-            .map_err(during)
+        let exchange = &self.context.transfers;
+        let local = PlanMemory::bind(&self.program, bindings, &self.pool)
+            .map_err(|error| error.with_operation(format!("bind '{}'", self.name)))
             .and_then(|memory| {
                 let requests = self.requests(&memory)?;
                 Ok((memory, requests))
-            })
-            .inspect_err(|error| self.refuse(error))?;
-        let transfers = self.exchange(&requests)?;
+            });
+        let published = local
+            .as_ref()
+            .map_err(Error::clone)
+            .and_then(|(_, requests)| exchange.publish(requests));
+        let agreed = self
+            .context
+            .agree(published.as_ref().map(|_| &*self.digest));
+        let published = match (published, agreed) {
+            (Ok(published), Ok(())) => published,
+            (Ok(published), Err(error)) => {
+                exchange.withdraw(published);
+                return Err(error);
+            }
+            (Err(_), Err(error)) | (Err(error), Ok(())) => return Err(error),
+        };
+        // All ranks are here, so those that are left out of the exchange join the engine too.
+        let engine = match self
+            .uses_engine
+            .then(|| (self.context.engine)())
+            .transpose()
+        {
+            Ok(engine) => engine,
+            Err(error) => {
+                exchange.withdraw(published);
+                return self.context.agree_on(Err(error));
+            }
+        };
+        let transfers = exchange.complete(published, self.context.deadline());
+        let resolved = match (local, transfers) {
+            (Ok((memory, _)), Ok(transfers)) => self.resolve(memory, transfers, engine),
+            (Err(error), _) | (_, Err(error)) => Err(error),
+        };
+        self.context.agree_on(resolved)
+    }
+
+    /// The plan over `memory` and the exchanged `transfers`.
+    fn resolve(
+        &self,
+        memory: PlanMemory,
+        transfers: Vec<Transfer>,
+        engine: Option<Arc<dyn CollectiveEngine>>,
+    ) -> Result<Plan> {
         let program = &self.program;
+        let mut exchanged = transfers.into_iter();
+        let transfers: Vec<Option<Arc<Transfer>>> = program
+            .transfers
+            .iter()
+            .map(|transfer| match transfer.backend {
+                Backend::Direct(_) => exchanged.next().map(Arc::new),
+                Backend::Nccl => None,
+            })
+            .collect();
         let compute = if program.computes() {
             Some(self.context.device.compute()?)
-        } else {
-            None
-        };
-        let engine = if self.uses_engine {
-            Some((self.context.engine)()?)
         } else {
             None
         };
@@ -115,19 +166,6 @@ impl Prepared {
             })
     }
 
-    /// Tells the peers that this rank cannot bind, which would otherwise wait for it.
-    fn refuse(&self, error: &Error) {
-        let ends: Vec<_> = self
-            .direct()
-            .map(|(transfer, _)| MatchKey {
-                peer: transfer.peer,
-                tag: tag(transfer),
-                direction: transfer.direction,
-            })
-            .collect();
-        self.context.transfers.refuse(&ends, &error.to_string());
-    }
-
     /// What is to be exchanged, over `memory`.
     fn requests(&self, memory: &PlanMemory) -> Result<Vec<TransferRequest>> {
         let mut registered: HashMap<TensorId, Region> = HashMap::new();
@@ -156,23 +194,6 @@ impl Prepared {
             requests.push(request.with_protocol(protocol));
         }
         Ok(requests)
-    }
-
-    /// Exchanges the direct transfers of all exchanges in one batch: every range is known, so
-    /// nothing has to wait for the program to get there.
-    fn exchange(&self, requests: &[TransferRequest]) -> Result<Vec<Option<Arc<Transfer>>>> {
-        let mut exchanged = self
-            .context
-            .transfers
-            .exchange(requests, self.context.deadline())?
-            .into_iter();
-        let transfers = self.program.transfers.iter();
-        Ok(transfers
-            .map(|transfer| match transfer.backend {
-                Backend::Direct(_) => exchanged.next().map(Arc::new),
-                Backend::Nccl => None,
-            })
-            .collect())
     }
 }
 

@@ -12,6 +12,7 @@
 //! Local tensors and streams come from pools of the executor, so that a plan bound anew finds
 //! registered memory that its peers still have mapped.
 
+mod agreement;
 mod bind;
 mod command;
 mod context;
@@ -22,6 +23,7 @@ mod resolve;
 mod timing;
 mod trace;
 
+pub(crate) use agreement::Digest;
 pub use bind::Prepared;
 pub(crate) use context::{EngineSource, RankContext};
 pub use memory::Bindings;
@@ -33,7 +35,7 @@ use super::ir::Program;
 use super::parameters::Parameters;
 use super::{refused, unroll, verify};
 use crate::device::{CollectiveEngine, Device, Priority, Stream};
-use crate::error::{Rank, Result};
+use crate::error::{Error, Rank, Result};
 use pool::Pool;
 use std::fmt;
 use std::sync::{Arc, OnceLock};
@@ -140,6 +142,18 @@ impl Executor {
         self.context.all_gather(bytes)
     }
 
+    /// Fails on every rank where one of them failed before it had a digest, or where digests differ.
+    /// Blocks until all have called it.
+    pub(crate) fn agree(&self, digest: Result<&Digest, &Error>) -> Result<()> {
+        self.context.agree(digest)
+    }
+
+    /// Tells the other ranks, which bind a program, that this one cannot. Blocks until they do.
+    pub(crate) fn give_up_binding(&self, error: &Error) {
+        // Told or not, this rank fails with its own error.
+        let _ = self.context.agree(Err(error));
+    }
+
     /// Keeps `plans` until what `stream` was given so far is done.
     pub(crate) fn keep_until_done(&self, plans: Vec<Plan>, stream: &Stream) {
         self.context
@@ -186,6 +200,7 @@ impl Executor {
             pool: self.pool.clone(),
             name: program.name.clone(),
             program: Arc::new(rank_program),
+            digest: Arc::new(Digest::of(program, parameters, options.streams)?),
             uses_engine,
             eager_only: report.and_then(|report| report.eager_only).map(Arc::new),
         })
