@@ -10,6 +10,7 @@
 //! | [`overlap`] | matmuls overlapped with the communication that feeds or follows them |
 //! | [`program`] | host programs: what each rank enqueues, verified before it runs |
 //! | [`p2p`] | send and receive in stream order, with the get and the put protocol |
+//! | [`channel`] | connections, and channels that kernels put, signal and wait through |
 //! | [`signal`] | words that one rank sets and another waits for |
 //! | [`memory`] | regions, handles on the wire, mappings of a peer's memory, their cache |
 //! | [`bootstrap`] | the key-value store, unique ids, all-gather and barrier of bytes |
@@ -56,6 +57,7 @@
 //! The examples `two_ranks` and `ring_all_gather_matmul` are made to be read next.
 
 pub mod bootstrap;
+pub mod channel;
 pub mod communicator;
 mod config;
 pub mod deadline;

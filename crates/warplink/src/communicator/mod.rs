@@ -6,6 +6,9 @@ mod services;
 mod threads;
 
 use crate::bootstrap::{Bootstrap, Group};
+use crate::channel::{
+    Connection, ConnectionExchange, ConnectionRequest, ConnectionServices, Connections,
+};
 use crate::config::Config;
 use crate::deadline::Deadline;
 use crate::device::{
@@ -42,6 +45,7 @@ pub struct Communicator {
     /// Whether closing it is leaving the job.
     is_world: bool,
     transfers: Arc<TransferExchange>,
+    connections: Arc<ConnectionExchange>,
     engine: Arc<OnceLock<Arc<dyn CollectiveEngine>>>,
     made: Arc<Mutex<MadeGroups>>,
 }
@@ -71,6 +75,14 @@ impl Communicator {
     fn of(job: &Arc<JobServices>, group: Arc<Group>, is_world: bool) -> Self {
         let fault = Arc::<Fault>::default();
         job.losses.add(&group, &fault, job.bootstrap.health());
+        let connections = ConnectionServices {
+            bootstrap: job.bootstrap.clone(),
+            memory: job.memory.clone(),
+            device: job.device.clone(),
+            slots: job.slots.clone(),
+            in_flight: job.in_flight.clone(),
+        };
+        let connections = ConnectionExchange::new(&group, &fault, connections);
         let services = ExchangeServices {
             bootstrap: job.bootstrap.clone(),
             memory: job.memory.clone(),
@@ -86,6 +98,7 @@ impl Communicator {
             fault,
             is_world,
             transfers: Arc::new(transfers),
+            connections: Arc::new(connections),
             engine: Arc::default(),
             made: Arc::default(),
         }
@@ -180,6 +193,27 @@ impl Communicator {
         deadline: Deadline,
     ) -> Result<Vec<Transfer>> {
         self.transfers.exchange(requests, deadline)
+    }
+
+    /// Connects with peers, for channels in kernels; see [`ConnectionExchange::connect`]. Blocks until the
+    /// peers have requested their ends.
+    pub fn connect(&self, requests: &[ConnectionRequest]) -> Result<Connections> {
+        self.connections.connect(requests, self.deadline())
+    }
+
+    /// As [`connect`](Self::connect), with a deadline of one's own.
+    pub fn connect_until(
+        &self,
+        requests: &[ConnectionRequest],
+        deadline: Deadline,
+    ) -> Result<Connections> {
+        self.connections.connect(requests, deadline)
+    }
+
+    /// Adds regions to connections; see [`ConnectionExchange::add_regions`]. Blocks until the peers have
+    /// added theirs.
+    pub fn add_regions(&self, added: &[(&Connection, &Region)]) -> Result<Vec<u32>> {
+        self.connections.add_regions(added, self.deadline())
     }
 
     /// Sends `region` once: exchanges, posts and waits on `stream`. Blocks the caller until the

@@ -7,7 +7,8 @@ use crate::deadline::Deadline;
 use crate::device::{self, Device, InFlight};
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::memory::MemoryRegistry;
-use crate::p2p::{Protocol, SlotDirectory};
+use crate::p2p::Protocol;
+use crate::signal::SlotDirectory;
 use std::sync::Arc;
 use std::time::Duration;
 

@@ -5,6 +5,7 @@ use super::compute::Compute;
 use super::config::DeviceKind;
 use super::fault::Fault;
 use super::identity::DeviceIdentity;
+use super::module::{Module, ModuleSource};
 use super::properties::DeviceProperties;
 use super::slice::DeviceSlice;
 use super::stream::{Event, Priority, Stream};
@@ -163,6 +164,22 @@ pub trait Device: Send + Sync + fmt::Debug {
     fn trim(&self, _deadline: Deadline) -> Result<()> {
         Ok(())
     }
+
+    /// Loads code of the user's: on a GPU compiles CUDA C++ (from the disk where that was done before, by
+    /// the same compiler) or takes machine code; on the host device takes the closures. Blocks, on a GPU
+    /// perhaps until all kernels that run are done, so load modules before anything waits for a peer.
+    ///
+    /// # Safety
+    /// On a GPU, kernels of the module must be free of undefined behaviour when they are launched with
+    /// arguments of their parameters' types: in particular, they reach no memory but what their arguments
+    /// name. On the host device it is always sound.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) where the source has no code for this
+    /// device, [`ErrorKind::LibraryMissing`](crate::ErrorKind::LibraryMissing) without the compiler,
+    /// [`ErrorKind::Driver`](crate::ErrorKind::Driver), with the compiler's messages, where it does not
+    /// compile, or cannot be loaded.
+    unsafe fn load_module(&self, source: &ModuleSource) -> Result<Module>;
 
     /// Matmuls and sums.
     ///

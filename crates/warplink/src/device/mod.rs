@@ -20,6 +20,7 @@
 //!    by an event; all else goes on.
 
 mod buffer;
+pub(crate) mod channel;
 mod collective;
 mod compute;
 mod config;
@@ -29,20 +30,27 @@ pub(crate) mod host;
 mod identity;
 mod in_flight;
 mod interface;
+mod launch;
+mod module;
 mod properties;
 mod slice;
 mod stream;
 
 pub use buffer::DeviceBuffer;
+pub use channel::{At, ChannelArray, ChannelHandle, ChannelMemory};
 pub use collective::{AllGatherBytes, Collective, CollectiveEngine, CollectiveRequest, ReduceOp};
 pub use compute::{Compute, MAX_SUM_SOURCES, MatmulSpec, PreparedLaunch};
 pub use config::{Delays, DeviceConfig, DeviceKind};
 pub use fault::Fault;
 pub(crate) use fault::FaultSet;
+pub use host::channel::BlockChannel;
+pub use host::kernel::Block;
 pub use identity::DeviceIdentity;
 pub(crate) use identity::machine_identity;
 pub(crate) use in_flight::{InFlight, InUse};
 pub use interface::{AllocationKind, Device, Export, Opening};
+pub use launch::{Argument, Launch};
+pub use module::{Kernel, Module, ModuleSource};
 pub use properties::DeviceProperties;
 pub use slice::{Backing, DeviceSlice, Word};
 pub(crate) use stream::sequence_apart;

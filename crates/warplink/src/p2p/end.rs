@@ -4,11 +4,10 @@ use super::progress::Progress;
 use super::protocol::{PostNumber, Protocol, Role, Steps};
 use super::recording::{GraphMark, Recording, Waiting};
 use super::request::{Buffer, Direction};
-use super::slot_releases::SlotReleases;
 use crate::device::{DeviceSlice, MemoryOp, Stream, Word};
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::memory::RemoteRegion;
-use crate::signal::{RemoteSlot, SignalOp, SignalWord, Slot};
+use crate::signal::{RemoteSlot, SignalOp, SignalWord, Slot, SlotReleases};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 

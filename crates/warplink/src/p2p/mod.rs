@@ -25,7 +25,6 @@ mod progress;
 mod protocol;
 mod recording;
 mod request;
-mod slot_releases;
 mod stream_barrier;
 mod transfer;
 
@@ -34,6 +33,5 @@ pub(crate) use exchange::ExchangeServices;
 pub use exchange::TransferExchange;
 pub use protocol::Protocol;
 pub use request::{Direction, TransferRequest};
-pub(crate) use slot_releases::SlotDirectory;
 pub use stream_barrier::StreamBarrier;
 pub use transfer::Transfer;

@@ -1,12 +1,18 @@
 //! Words that one rank sets and another waits for.
 //!
-//! Every end of a transfer has a slot of such words in its own memory, and waits on that alone: a
-//! wait is always for a word in the waiter's own memory. The peer maps the slot's page and sets the
-//! inbound words in it. Which end sets which word, and when, is the protocol's
-//! ([`p2p`](crate::p2p)).
+//! Every end of a transfer, and of a connection, has a slot of such words in its own memory, and waits
+//! on that alone: a wait is always for a word in the waiter's own memory. The peer maps the slot's page
+//! and sets the inbound words in it. Which end sets which word, and when, is the protocol's
+//! ([`p2p`](crate::p2p), [`channel`](crate::channel)).
+//!
+//! When waits are to end ([`Fault`](crate::device::Fault)), a GPU's pages are filled with a value that is
+//! at least every epoch, so that streams go on, and that kernels know to be no epoch: every word of a
+//! slot, its abort word too.
 
+mod releases;
 mod slots;
 
+pub(crate) use releases::{SlotDirectory, SlotReleases};
 pub(crate) use slots::{RemoteSlot, Slot, SlotPool};
 
 /// A word of a transfer, from one end's point of view.

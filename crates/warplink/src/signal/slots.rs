@@ -13,6 +13,8 @@ const SLOT_BYTES: usize = 64;
 const INBOUND: usize = 0;
 const INBOUND_CAPTURED: usize = 8;
 const COMPLETED: usize = 16;
+const AWAITED: usize = 24;
+const ABORT: usize = 32;
 
 /// Bytes of a slot that a peer needs: its two inbound words.
 const REMOTE_SLOT_BYTES: usize = 16;
@@ -39,8 +41,22 @@ struct State {
 #[derive(Debug)]
 pub(crate) struct Slot {
     pub(crate) number: u64,
+    memory: DeviceSlice,
     words: [Word; 3],
     inbound: Region,
+}
+
+/// The words of a slot as a channel uses them.
+#[derive(Debug)]
+pub(crate) struct ChannelWords {
+    /// How often the peer has signalled; the only one that it writes.
+    pub(crate) inbound: Word,
+    /// How many signals kernels have waited for.
+    pub(crate) awaited: Word,
+    /// Up to where the proxy has done what it was asked for.
+    pub(crate) completed: Word,
+    /// Zero until the waits are ended.
+    pub(crate) abort: Word,
 }
 
 /// The inbound words of the other end, mapped here.
@@ -91,6 +107,7 @@ impl SlotPool {
         let inbound = page.slice(start..start + REMOTE_SLOT_BYTES)?;
         Ok(Slot {
             number: self.first + number,
+            memory: slice,
             words,
             inbound,
         })
@@ -127,6 +144,16 @@ impl Slot {
     /// The word that the peer sets outside of graphs.
     pub(crate) fn inbound_word(&self) -> &Word {
         &self.words[0]
+    }
+
+    /// Its words for a channel.
+    pub(crate) fn channel_words(&self) -> Result<ChannelWords> {
+        Ok(ChannelWords {
+            inbound: self.memory.word(INBOUND)?,
+            awaited: self.memory.word(AWAITED)?,
+            completed: self.memory.word(COMPLETED)?,
+            abort: self.memory.word(ABORT)?,
+        })
     }
 
     /// The word `name`; `None` for the one that lies at the peer.

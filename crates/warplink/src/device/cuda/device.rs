@@ -3,6 +3,7 @@
 use super::compute::CudaCompute;
 use super::gpu::Gpu;
 use super::kernels::transfer::TransferKernel;
+use super::kernels::user::UserModule;
 use super::memory::borrowed;
 use super::memory::sharing;
 use super::memory::virtual_memory::VirtualMemory;
@@ -12,7 +13,8 @@ use super::stream::CudaStream;
 use super::stream::event::CudaEvent;
 use crate::device::{
     AllGatherBytes, AllocationKind, CollectiveEngine, Compute, Device, DeviceIdentity, DeviceKind,
-    DeviceProperties, DeviceSlice, Event, Export, Fault, Opening, Priority, Stream,
+    DeviceProperties, DeviceSlice, Event, Export, Fault, Module, ModuleSource, Opening, Priority,
+    Stream,
 };
 use crate::error::{Error, Result};
 use crate::sync::lock;
@@ -153,6 +155,13 @@ impl Device for CudaDevice {
 
     fn after_unmapping(&self, then: Box<dyn FnOnce() + Send>) {
         self.gpu.reaper.after(then);
+    }
+
+    unsafe fn load_module(&self, source: &ModuleSource) -> Result<Module> {
+        self.gpu.fault.check()?;
+        // SAFETY: the caller vouches for the code.
+        let module = unsafe { UserModule::load(&self.gpu, source)? };
+        Ok(Module::new(Arc::new(module)))
     }
 
     fn compute(&self) -> Result<Arc<dyn Compute>> {

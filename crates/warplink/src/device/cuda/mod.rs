@@ -6,7 +6,7 @@
 //! | `gpu`, `device` | what everything of one GPU shares; the device as the traits want it |
 //! | `memory/` | allocations, ours and others'; giving them to peers and opening theirs (`sharing`, `ipc`); blocking copies (`staging`); freeing (`reaper`), and when it may be done (`quiescence`) |
 //! | `stream/` | what is enqueued, and recording it; ending waits after a fault (`signals`) |
-//! | `kernels/` | compiling (`nvrtc`), keeping and loading kernels; a small transfer; adding |
+//! | `kernels/` | compiling (`nvrtc`), keeping and loading kernels, also users' (`user`); a small transfer; adding |
 //! | `compute/` | GEMMs by `cublas_lt`, several in one launch by `cublas`; their algorithms and scratch memory; launches ready to be repeated (`recorded`) |
 //! | `nccl/` | NCCL; collectives over it |
 //! | `capabilities` | what a GPU can do, for the doctor |
@@ -32,7 +32,7 @@ mod stream;
 
 pub use capabilities::{Capabilities, capabilities};
 pub use driver::library::{LibraryReport, libraries};
-pub use kernels::nvrtc::{CompiledKernel, compile_all};
+pub use kernels::nvrtc::{CompiledKernel, compile, compile_all};
 
 use super::Device;
 use crate::error::Result;

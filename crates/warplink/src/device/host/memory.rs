@@ -376,9 +376,31 @@ fn check_length(slice: &DeviceSlice, bytes: usize) -> Result<()> {
 /// Sets a word after all earlier writes of this thread, and wakes those that sleep on it.
 pub(super) fn store(word: &Word, value: u64) {
     atomic(word).store(value, Ordering::Release);
+    wake(word);
+}
+
+fn wake(word: &Word) {
     if let Err(errno) = futex::wake(low_half(word), futex::Flags::empty(), i32::MAX as u32) {
         tracing::error!(address = word.address(), %errno, "waking waiters failed");
     }
+}
+
+/// As [`store`], for words that nobody sleeps on.
+pub(super) fn set(word: &Word, value: u64) {
+    atomic(word).store(value, Ordering::Release);
+}
+
+/// Adds one to a word after all earlier writes of this thread, and wakes those that sleep on it. The value
+/// before.
+pub(super) fn increment(word: &Word) -> u64 {
+    let before = atomic(word).fetch_add(1, Ordering::AcqRel);
+    wake(word);
+    before
+}
+
+/// Sets a word to `new` if it is `old`; otherwise gives what it is.
+pub(super) fn exchange(word: &Word, old: u64, new: u64) -> Result<u64, u64> {
+    atomic(word).compare_exchange(old, new, Ordering::AcqRel, Ordering::Acquire)
 }
 
 /// The word's value; what was written before the store that set it is visible after.

@@ -6,10 +6,12 @@
 //! as a wrong result.
 
 mod capture;
+pub(crate) mod channel;
 mod collective;
 mod compute;
 mod event;
 mod graph;
+pub(crate) mod kernel;
 mod mark;
 mod memory;
 mod operation;
@@ -19,7 +21,7 @@ mod worker;
 
 use super::{
     AllGatherBytes, AllocationKind, CollectiveEngine, Compute, Delays, Device, DeviceIdentity,
-    DeviceKind, DeviceSlice, Event, Export, Fault, Opening, Priority, Stream,
+    DeviceKind, DeviceSlice, Event, Export, Fault, Module, ModuleSource, Opening, Priority, Stream,
 };
 use crate::device::{DeviceProperties, machine_identity};
 use crate::error::{Error, ErrorKind, Result};
@@ -194,6 +196,11 @@ impl Device for HostDevice {
             Some(late) => late.then(then),
             None => then(),
         }
+    }
+
+    unsafe fn load_module(&self, source: &ModuleSource) -> Result<Module> {
+        self.fault.check()?;
+        Ok(Module::new(Arc::new(kernel::HostModule::load(source)?)))
     }
 
     fn compute(&self) -> Result<Arc<dyn Compute>> {

@@ -111,6 +111,18 @@ impl Context {
         }
     }
 
+    /// The same stream, for another thread that does a part of its work.
+    pub(super) fn for_block(&self) -> Self {
+        let seed = self.draw();
+        Self {
+            fault: self.fault.clone(),
+            faults: self.faults.clone(),
+            delays: self.delays,
+            random: std::cell::Cell::new(seed | 1),
+            marks: None,
+        }
+    }
+
     /// The next pseudo-random number of the thread.
     fn draw(&self) -> u64 {
         let mut x = self.random.get();
@@ -172,7 +184,7 @@ impl Context {
     }
 
     /// In two halves with a delay between, so that a reader that does not wait sees half.
-    fn copy(&self, target: &DeviceSlice, source: &DeviceSlice) -> Result<()> {
+    pub(super) fn copy(&self, target: &DeviceSlice, source: &DeviceSlice) -> Result<()> {
         if self.delays.is_none() || target.bytes() < 2 {
             memory::copy(target, source);
             return Ok(());

@@ -140,12 +140,17 @@ function_table! {
         cuLaunchKernel(
             CUfunction, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, CUstream, *mut *mut c_void, *mut *mut c_void,
         ) -> Status;
+        cuLaunchCooperativeKernel(
+            CUfunction, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, CUstream, *mut *mut c_void,
+        ) -> Status;
+        cuFuncSetAttribute(CUfunction, CUfunction_attribute, c_int) -> Status;
     }
     optional {
         cuDeviceGetUuid_v2(*mut CUuuid, CUdevice) -> Status;
         cuDeviceGetUuid(*mut CUuuid, CUdevice) -> Status;
         cuEventElapsedTime_v2(*mut f32, CUevent, CUevent) -> Status;
         cuFuncLoad(CUfunction) -> Status;
+        cuFuncGetParamInfo(CUfunction, usize, *mut usize, *mut usize) -> Status;
         cuCtxCreate_v2(*mut CUcontext, c_uint, CUdevice) -> Status;
         cuCtxDestroy_v2(CUcontext) -> Status;
         cuStreamGetCaptureInfo_v2(

@@ -1,12 +1,13 @@
 //! Machine code in the GPU, and launching it.
 
 use super::nvrtc::{self, Source};
+use crate::device::Launch;
 use crate::device::cuda::capabilities::Capabilities;
 use crate::device::cuda::driver::context::Context;
 use crate::device::cuda::driver::{Status, status};
 use crate::error::Result;
 use cudarc::driver::sys::{CUfunction, CUfunction_attribute_enum, CUmodule, CUstream};
-use std::ffi::{CStr, c_void};
+use std::ffi::{CStr, c_int, c_void};
 use std::fmt;
 use std::sync::Arc;
 
@@ -29,20 +30,29 @@ impl Module {
         source: &Source,
     ) -> Result<Arc<Self>> {
         let code = nvrtc::machine_code(source, &capabilities.architecture())?;
+        // SAFETY: a whole image, made by NVRTC for this GPU and checked when it came from disk.
+        unsafe { Self::load_image(context, capabilities, source.name, &code) }
+    }
+
+    /// Loads machine code.
+    ///
+    /// # Safety
+    /// `code` must be a whole image of a format that the driver takes, which need not be for this GPU.
+    pub(crate) unsafe fn load_image(
+        context: &Arc<Context>,
+        capabilities: &Capabilities,
+        name: &str,
+        code: &[u8],
+    ) -> Result<Arc<Self>> {
         let _entered = context.enter()?;
         let _relaxed = context.relax_capture();
         let mut raw = std::ptr::null_mut();
-        // SAFETY: `raw` is an output parameter for one module; `code` is a whole image, made by
-        // NVRTC for this GPU and checked when it came from disk.
+        // SAFETY: `raw` is an output parameter for one module; the caller vouches for the image.
         let answer = unsafe { (context.driver.cuModuleLoadData)(&mut raw, code.as_ptr().cast()) };
         context
             .driver
             .check(answer, "load a kernel")
-            .map_err(|error| {
-                error
-                    .with_key(source.name)
-                    .with_device(capabilities.device_name())
-            })?;
+            .map_err(|error| error.with_key(name).with_device(capabilities.device_name()))?;
         Ok(Arc::new(Self {
             context: context.clone(),
             raw,
@@ -51,7 +61,7 @@ impl Module {
 
     /// The kernel `name`, put into the GPU at once: one that is put there when it is first launched
     /// would wait for a kernel that spins.
-    pub(crate) fn function(self: &Arc<Self>, name: &'static CStr) -> Result<Function> {
+    pub(crate) fn function(self: &Arc<Self>, name: &CStr) -> Result<Function> {
         let driver = self.context.driver;
         let _entered = self.context.enter()?;
         let _relaxed = self.context.relax_capture();
@@ -126,7 +136,41 @@ impl Function {
         block: u32,
         parameters: &mut [*mut c_void],
     ) -> Result<()> {
+        let launch = Launch::new(grid, block);
+        // SAFETY: as the caller says.
+        unsafe { self.launch_as(stream, &launch, parameters) }
+    }
+
+    /// As [`launch`](Self::launch), with everything that a launch can have.
+    ///
+    /// # Safety
+    /// As for [`launch`](Self::launch).
+    pub(crate) unsafe fn launch_as(
+        &self,
+        stream: CUstream,
+        launch: &Launch,
+        parameters: &mut [*mut c_void],
+    ) -> Result<()> {
         let driver = self.module.context.driver;
+        let (grid, block, shared) = (launch.blocks, launch.threads, launch.shared_bytes);
+        if launch.together {
+            // SAFETY: the caller vouches for the parameters, which the driver copies.
+            let code = unsafe {
+                (driver.cuLaunchCooperativeKernel)(
+                    self.raw,
+                    grid,
+                    1,
+                    1,
+                    block,
+                    1,
+                    1,
+                    shared,
+                    stream,
+                    parameters.as_mut_ptr(),
+                )
+            };
+            return driver.check(code, "launch a kernel with all blocks together");
+        }
         let none = std::ptr::null_mut();
         // SAFETY: the caller vouches for the parameters, which the driver copies; no extra options.
         let code = unsafe {
@@ -138,12 +182,41 @@ impl Function {
                 block,
                 1,
                 1,
-                0,
+                shared,
                 stream,
                 parameters.as_mut_ptr(),
                 none,
             )
         };
         driver.check(code, "launch a kernel")
+    }
+
+    /// Allows launches with `bytes` of dynamic shared memory, which the driver wants to be asked for beyond
+    /// 48 KiB.
+    pub(crate) fn allow_shared(&self, bytes: u32) -> Result<()> {
+        let driver = self.module.context.driver;
+        let _entered = self.module.context.enter()?;
+        let which = CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+        let bytes = c_int::try_from(bytes).unwrap_or(c_int::MAX);
+        // SAFETY: the function lives as long as `self`; the driver refuses what the GPU does not have.
+        let code = unsafe { (driver.cuFuncSetAttribute)(self.raw, which, bytes) };
+        driver.check(code, "allow dynamic shared memory")
+    }
+
+    /// The bytes of each parameter, where the driver tells them.
+    pub(crate) fn parameter_bytes(&self) -> Option<Vec<usize>> {
+        let ask = self.module.context.driver.cuFuncGetParamInfo?;
+        let _entered = self.module.context.enter().ok()?;
+        let mut all = Vec::new();
+        loop {
+            let (mut offset, mut bytes) = (0, 0);
+            // SAFETY: both are output parameters for one size; a number past the last is refused.
+            let code = unsafe { ask(self.raw, all.len(), &mut offset, &mut bytes) };
+            match code {
+                status::SUCCESS => all.push(bytes),
+                status::INVALID_VALUE => return Some(all),
+                _ => return None,
+            }
+        }
     }
 }

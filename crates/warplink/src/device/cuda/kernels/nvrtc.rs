@@ -1,11 +1,11 @@
-//! Compiling the kernels that are embedded in the library for the GPU at hand.
+//! Compiling CUDA C++ for the GPU at hand: the kernels that are embedded in the library, and users'.
 
 use super::cache;
 use crate::device::cuda::driver::function_table;
 use crate::device::cuda::driver::library::{self, NVRTC};
 use crate::error::{Error, ErrorKind, Result};
 use cudarc::nvrtc::sys::nvrtcProgram;
-use std::ffi::{CString, c_char, c_int};
+use std::ffi::{CStr, CString, c_char, c_int};
 use std::sync::OnceLock;
 
 /// A piece of CUDA C++ that is embedded in the library.
@@ -27,8 +27,30 @@ pub(crate) const TRANSFER: Source = Source {
     text: include_str!("../../../../kernels/transfer.cu"),
 };
 
+/// Every call of a channel.
+const CHANNEL: Source = Source {
+    name: "channel.cu",
+    text: include_str!("../../../../kernels/channel.cu"),
+};
+
 /// Every kernel file; each is compiled by itself.
-const SOURCES: [&Source; 2] = [&SUM, &TRANSFER];
+const SOURCES: [&Source; 3] = [&SUM, &TRANSFER, &CHANNEL];
+
+/// What kernels may include, by name.
+const HEADERS: [(&CStr, &str); 3] = [
+    (
+        c"warplink/device.cuh",
+        include_str!("../../../../kernels/warplink/device.cuh"),
+    ),
+    (
+        c"warplink/groups.cuh",
+        include_str!("../../../../kernels/warplink/groups.cuh"),
+    ),
+    (
+        c"warplink/memory.cuh",
+        include_str!("../../../../kernels/warplink/memory.cuh"),
+    ),
+];
 
 /// What every file is compiled with, besides the architecture.
 const OPTIONS: [&str; 2] = ["--std=c++17", "--extra-device-vectorization"];
@@ -82,31 +104,44 @@ impl Compiler {
         Ok((major, minor))
     }
 
-    /// Compiles `source` for `architecture`, such as `sm_90`, to machine code.
-    fn compile(&self, source: &Source, architecture: &str) -> Result<Vec<u8>> {
-        let inner = |_| Error::invalid("a kernel's source, name or option contains a zero byte");
-        let text = CString::new(source.text).map_err(inner)?;
-        let name = CString::new(source.name).map_err(inner)?;
-        let options = options(architecture)
-            .into_iter()
-            .map(|option| CString::new(option).map_err(inner))
+    /// Compiles `text`, the file `name`, with `options` for `architecture`, such as `sm_90`, to machine
+    /// code.
+    fn compile(
+        &self,
+        name: &str,
+        text: &str,
+        options: &[String],
+        architecture: &str,
+    ) -> Result<Vec<u8>> {
+        let inner = |_| {
+            Error::invalid("a kernel's source, name or option contains a zero byte")
+                .with_operation("compile a kernel")
+        };
+        let source_name = CString::new(name).map_err(inner)?;
+        let text = CString::new(text).map_err(inner)?;
+        let options = options
+            .iter()
+            .map(|option| CString::new(option.as_str()).map_err(inner))
             .collect::<Result<Vec<_>>>()?;
         let pointers: Vec<_> = options.iter().map(|option| option.as_ptr()).collect();
+        let headers = HEADERS.map(|(_, text)| CString::new(text).map_err(inner));
+        let headers = headers.into_iter().collect::<Result<Vec<_>>>()?;
+        let header_texts: Vec<_> = headers.iter().map(|text| text.as_ptr()).collect();
+        let header_names = HEADERS.map(|(name, _)| name.as_ptr());
         let mut program = Program {
             compiler: self,
             raw: std::ptr::null_mut(),
         };
-        let (none, no_names) = (std::ptr::null(), std::ptr::null());
-        // SAFETY: `raw` is an output parameter for one program; both strings end with a zero; no
-        // headers.
+        // SAFETY: `raw` is an output parameter for one program; all strings end with a zero; there are as
+        // many headers, with their names, as is said.
         let code = unsafe {
             (self.nvrtcCreateProgram)(
                 &mut program.raw,
                 text.as_ptr(),
-                name.as_ptr(),
-                0,
-                none,
-                no_names,
+                source_name.as_ptr(),
+                HEADERS.len() as c_int,
+                header_texts.as_ptr(),
+                header_names.as_ptr(),
             )
         };
         self.check(code, "create a program for NVRTC")?;
@@ -118,11 +153,7 @@ impl Compiler {
             let log = program.log().unwrap_or_default();
             Error::new(
                 ErrorKind::Driver,
-                format!(
-                    "{} for {architecture}: {}\n{log}",
-                    source.name,
-                    error.message()
-                ),
+                format!("{name} for {architecture}: {}\n{log}", error.message()),
             )
             .with_operation("compile a kernel")
             .with_code(code.into())
@@ -136,10 +167,7 @@ impl Compiler {
         let code = unsafe { (self.nvrtcGetCUBIN)(program.raw, image.as_mut_ptr().cast()) };
         self.check(code, "take a kernel's machine code")?;
         if image.is_empty() {
-            let text = format!(
-                "NVRTC made no machine code of {} for {architecture}",
-                source.name
-            );
+            let text = format!("NVRTC made no machine code of {name} for {architecture}");
             return Err(Error::new(ErrorKind::Driver, text)
                 .with_help("name a real architecture, such as sm_90"));
         }
@@ -184,23 +212,35 @@ impl Drop for Program<'_> {
     }
 }
 
-fn options(architecture: &str) -> Vec<String> {
+fn options(architecture: &str, further: &[String]) -> Vec<String> {
     let given = OPTIONS.into_iter().map(str::to_owned);
     std::iter::once(format!("--gpu-architecture={architecture}"))
         .chain(given)
+        .chain(further.iter().cloned())
         .collect()
 }
 
 /// The machine code of `source` for `architecture`, from the disk where it was compiled before.
 pub(crate) fn machine_code(source: &Source, architecture: &str) -> Result<Vec<u8>> {
+    machine_code_of(source.name, source.text, &[], architecture)
+}
+
+/// As [`machine_code`], of any text, with further options.
+pub(crate) fn machine_code_of(
+    name: &str,
+    text: &str,
+    further: &[String],
+    architecture: &str,
+) -> Result<Vec<u8>> {
     let compiler = Compiler::get()?;
     let (major, minor) = compiler.version()?;
     let version = format!("nvrtc {major}.{minor}");
-    let options = options(architecture);
-    let mut parts = vec![version.as_str(), source.name, source.text];
+    let options = options(architecture, further);
+    let mut parts = vec![version.as_str(), name, text];
     parts.extend(options.iter().map(String::as_str));
+    parts.extend(HEADERS.iter().map(|(_, header)| *header));
     cache::get_or_make(cache::directory().as_deref(), &cache::key(&parts), || {
-        compiler.compile(source, architecture)
+        compiler.compile(name, text, &options, architecture)
     })
 }
 
@@ -213,6 +253,16 @@ pub struct CompiledKernel {
     pub architecture: String,
     /// Bytes of machine code.
     pub bytes: usize,
+}
+
+/// Compiles `text`, CUDA C++ that may include `<warplink/device.cuh>`, for `architecture`, such as `sm_90`,
+/// anew, and gives the machine code. Needs no GPU.
+///
+/// # Errors
+/// As [`compile_all`].
+pub fn compile(name: &str, text: &str, architecture: &str) -> Result<Vec<u8>> {
+    let options = options(architecture, &[]);
+    Compiler::get()?.compile(name, text, &options, architecture)
 }
 
 /// Compiles every kernel for each of `architectures`, such as `sm_90`, anew. Needs no GPU.
@@ -229,7 +279,9 @@ pub fn compile_all(architectures: &[&str]) -> Result<Vec<CompiledKernel>> {
     });
     pairs
         .map(|(source, architecture)| {
-            let bytes = compiler.compile(source, architecture)?.len();
+            let options = options(architecture, &[]);
+            let code = compiler.compile(source.name, source.text, &options, architecture)?;
+            let bytes = code.len();
             Ok(CompiledKernel {
                 name: source.name,
                 architecture: (*architecture).to_owned(),

@@ -1,9 +1,9 @@
 //! When a signal slot may be used again: when neither end will write to it any more.
 
+use super::SlotPool;
 use crate::device::{Device, Fault};
 use crate::error::Rank;
 use crate::memory::{MemoryRegistry, Message};
-use crate::signal::SlotPool;
 use crate::sync::lock;
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, Weak};
@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, Weak};
 /// Slots of one pool are numbered from a multiple of this.
 const SLOTS_OF_A_POOL: u64 = 1 << 32;
 
-/// The slot pools of a job, one for each communicator that exchanges transfers.
+/// The slot pools of a job, two for each communicator: of its transfers and of its channels.
 #[derive(Debug, Default)]
 pub(crate) struct SlotDirectory(Mutex<Pools>);
 
@@ -48,7 +48,7 @@ impl SlotDirectory {
 
 /// Which slots of a pool of this rank one of the two ends has let go of.
 #[derive(Debug)]
-pub(super) struct SlotReleases {
+pub(crate) struct SlotReleases {
     slots: Arc<SlotPool>,
     directory: Arc<SlotDirectory>,
     /// Of the pool in the directory.
@@ -59,7 +59,7 @@ pub(super) struct SlotReleases {
 
 impl SlotReleases {
     /// A new pool that `directory` knows.
-    pub(super) fn start(
+    pub(crate) fn start(
         directory: &Arc<SlotDirectory>,
         device: &Arc<dyn Device>,
         fault: &Arc<Fault>,
@@ -80,9 +80,9 @@ impl SlotReleases {
         (slots, releases)
     }
 
-    /// This rank dropped its end of a transfer: it will write neither to the slot `own` nor to the
+    /// This rank dropped its end of a transfer or a connection: it will write neither to the slot `own` nor to the
     /// slot `at_peer` of `peer` any more.
-    pub(super) fn end_dropped(&self, peer: Rank, own: u64, at_peer: u64) {
+    pub(crate) fn end_dropped(&self, peer: Rank, own: u64, at_peer: u64) {
         if let Some(memory) = self.memory.upgrade() {
             memory.tell(peer, Message::SlotReleased { slot: at_peer });
         }

@@ -1,0 +1,523 @@
+// Warplink's channels, as kernels see them: put, get, signal, wait and flush.
+//
+// Include it in CUDA C++ that nvcc or NVRTC compiles (C++17, sm_70 and newer); there is nothing to link.
+// A channel comes from the host (`Connection::channel`) as a kernel's argument, by value or in an array.
+//
+//     #include <warplink/device.cuh>
+//
+//     extern "C" __global__ void ping(warplink::Channel channel, unsigned long long bytes) {
+//         channel.put_with_signal(warplink::Block(), 0, 0, bytes);
+//         if (channel.wait(warplink::Block()) != warplink::Status::ok) return;
+//         // The peer's bytes are here.
+//     }
+//
+// # Groups
+// The threads that make a call together: Thread (the calling one alone), Warp, Block, or, for what needs
+// no synchronization, Grid. Every thread of the group makes the same call with the same arguments, and
+// all of them get the same status. What the threads of a group wrote before a call is seen by all of them
+// in it (except in packets' calls and those of Grid). Any number of groups may use one channel at the same
+// time.
+//
+// # Order
+// | call | when it returns |
+// |---|---|
+// | put | nothing is known; neither the source nor the target may be touched until more is |
+// | signal | what the group put before it, and wrote to the peer, will be seen by who waits for the signal |
+// | flush | what the group put before it may be overwritten, what it got may be read |
+// | wait | what preceded the awaited signal at the peer is seen by the group |
+// | get | nothing is known until a flush |
+//
+// `put_with_signal` is a put and a signal, `put_with_signal_and_flush` a flush as well. Signals count:
+// none is lost when a sender runs ahead, and each wait is for one signal. A signal orders what its own
+// group did, and what that group knows to be done (by a barrier of the block, say); not what other groups
+// do at the same time.
+//
+// # Kinds
+// A direct channel stores to and loads from the peer's memory itself. A proxied one hands triggers to a
+// thread of the host, which has the copy engine move the bytes; its calls take no multiprocessor's time,
+// but the host's round trip. On a proxied channel the source must stay as it is until a flush.
+//
+// # Failure
+// Every call gives a status. It is `aborted` when the peer, or this rank, has failed: then nothing may be
+// assumed, and the kernel should end. The host's next call says why.
+
+#ifndef WARPLINK_DEVICE_CUH
+#define WARPLINK_DEVICE_CUH
+
+#include <warplink/groups.cuh>
+#include <warplink/memory.cuh>
+
+namespace warplink {
+
+enum class Status : u32 {
+    ok = 0,
+    // The peer or this rank has failed, or the proxy was stopped.
+    aborted = 1,
+    // An offset or a length passes the end of a region, or the region is not there.
+    out_of_range = 2,
+    // An address or a length is not aligned as the call wants it.
+    misaligned = 3,
+    // The kind of channel does not do this.
+    unsupported = 4,
+};
+
+// A place in one of a connection's regions: the region that it was made with is number 0.
+struct At {
+    u32 region;
+    u64 offset;
+    __device__ __forceinline__ At(u64 offset) : region(0), offset(offset) {}
+    __device__ __forceinline__ At(u32 region, u64 offset) : region(region), offset(offset) {}
+};
+
+namespace detail {
+
+// A range of memory: a region, here or mapped from the peer.
+struct Window {
+    u64 base;
+    u64 bytes;
+};
+
+// Must match the host.
+constexpr u32 regions = 16;
+constexpr u32 kind_put = 1, kind_get = 2, kind_signal = 4, kind_flush = 8;
+// The most bytes of one trigger: a multiple of every alignment.
+constexpr u64 trigger_bytes = 1ull << 31;
+
+}  // namespace detail
+
+// A connection to a peer, as a kernel has it. Plain data: copy it, pass it by value, keep it in arrays.
+// The members are the library's; kernels use the calls.
+struct Channel {
+    u64 local, local_bytes;
+    u64 remote, remote_bytes;
+    u64 inbound, awaited, outbound, completed, abort;
+    u64 windows;
+    u64 ring, head, tail, tail_seen;
+    u32 slots, connection;
+    u32 peer, proxied;
+
+    // ---- signals
+
+    // Counts up the peer's epoch by one, after everything that the group did before.
+    template <typename Group>
+    __device__ __forceinline__ Status signal(Group group) const {
+        group.sync();
+        if (!proxied) {
+            if (group.rank() == 0) detail::add_release(outbound);
+            return Status::ok;
+        }
+        return triggers(group, detail::kind_signal, At(0), At(0), 0, nullptr);
+    }
+
+    // Blocks until the peer has signalled once more than was waited for.
+    template <typename Group>
+    __device__ __forceinline__ Status wait(Group group) const {
+        bool failed = false;
+        if (group.rank() == 0) failed = reach(inbound, detail::increment(awaited) + 1) != Status::ok;
+        return shared(group, failed);
+    }
+
+    // Blocks until the peer has signalled `epoch` times in all. Uses up no signal.
+    template <typename Group>
+    __device__ __forceinline__ Status wait_until(Group group, u64 epoch) const {
+        bool failed = false;
+        if (group.rank() == 0) failed = reach(inbound, epoch) != Status::ok;
+        return shared(group, failed);
+    }
+
+    // How often the peer has signalled so far; what preceded these signals is seen by the thread. From
+    // 2^61 on it is no count: the waits were ended.
+    __device__ __forceinline__ u64 epoch() const { return detail::load_acquire(inbound); }
+
+    // As `wait`, where that would not block: `arrived` says whether there was a signal to use up.
+    template <typename Group>
+    __device__ __forceinline__ Status poll(Group group, bool &arrived) const {
+        bool failed = false, found = false;
+        if (group.rank() == 0) {
+            u64 taken = detail::load_relaxed(awaited);
+            while (true) {
+                const u64 seen = detail::load_acquire(inbound);
+                failed = seen >= detail::ended_epoch || taken >= detail::ended_epoch;
+                if (failed || (long long)(seen - taken) <= 0) break;
+                const u64 found_as = atomicCAS((u64 *)awaited, taken, taken + 1);
+                found = found_as == taken;
+                if (found) break;
+                taken = found_as;
+            }
+        }
+        arrived = group.any(found);
+        return shared(group, failed);
+    }
+
+    // ---- data
+
+    // Copies `bytes` from a region here to one of the peer's.
+    template <typename Group>
+    __device__ __forceinline__ Status put(Group group, At target, At source, u64 bytes) const {
+        u64 to, from;
+        const Status status = places(target, source, bytes, to, from);
+        if (status != Status::ok) return status;
+        if (!proxied) {
+            begin(group);
+            detail::copy(to, from, bytes, group.rank(), group.size());
+            return Status::ok;
+        }
+        return proxied_call(group, detail::kind_put, target, source, bytes, nullptr);
+    }
+
+    // Copies `bytes` from a region of the peer's to one here.
+    template <typename Group>
+    __device__ __forceinline__ Status get(Group group, At target, At source, u64 bytes) const {
+        u64 to, from;
+        const Status status = places(source, target, bytes, from, to);
+        if (status != Status::ok) return status;
+        if (!proxied) {
+            begin(group);
+            detail::copy(to, from, bytes, group.rank(), group.size());
+            return Status::ok;
+        }
+        return proxied_call(group, detail::kind_get, source, target, bytes, nullptr);
+    }
+
+    // A put and a signal.
+    template <typename Group>
+    __device__ __forceinline__ Status put_with_signal(Group group, At target, At source, u64 bytes) const {
+        if (!proxied) {
+            const Status status = put(group, target, source, bytes);
+            return status == Status::ok ? signal(group) : status;
+        }
+        u64 to, from;
+        const Status status = places(target, source, bytes, to, from);
+        if (status != Status::ok) return status;
+        return proxied_call(group, detail::kind_put | detail::kind_signal, target, source, bytes, nullptr);
+    }
+
+    // A put, a signal and a flush.
+    template <typename Group>
+    __device__ __forceinline__ Status put_with_signal_and_flush(Group group, At target, At source, u64 bytes) const {
+        if (!proxied) {
+            const Status status = put_with_signal(group, target, source, bytes);
+            return status == Status::ok ? flush(group) : status;
+        }
+        u64 to, from, position;
+        Status status = places(target, source, bytes, to, from);
+        if (status != Status::ok) return status;
+        const u32 kind = detail::kind_put | detail::kind_signal | detail::kind_flush;
+        status = proxied_call(group, kind, target, source, bytes, &position);
+        return status == Status::ok ? await_flush(group, position) : status;
+    }
+
+    // Blocks until what was put on this channel before may be overwritten, and what was got may be read.
+    // It waits for nothing that was put after it, or on another channel.
+    template <typename Group>
+    __device__ __forceinline__ Status flush(Group group) const {
+        group.sync();
+        // The loads of a direct put and the stores of a direct get are the group's own.
+        if (!proxied) return Status::ok;
+        u64 position;
+        const Status status = triggers(group, detail::kind_flush, At(0), At(0), 0, &position);
+        return status == Status::ok ? await_flush(group, position) : status;
+    }
+
+    // ---- packets: data that carries its own flag, for what is small; direct channels only
+    //
+    // The sender stores data and flag together, and the receiver polls the place until the flag is there:
+    // no signal, no fence. Each place is written once for each flag, which differs from what was there
+    // before (count up, from 1); it may be written again when the peer is known to have read it. The
+    // group needs no synchronization: each thread reads what it returns with.
+    //
+    // | | data | takes, in the target | aligned to |
+    // |---|---|---|---|
+    // | packets8 | 4 of 8 bytes | 2 × bytes | 4 (target 8) |
+    // | packets16 | 8 of 16 bytes | 2 × bytes | 8 (target 16) |
+    // | packets128 | 120 of 128 bytes | 128 × ⌈bytes ÷ 120⌉ | 8 (target 128) |
+    //
+    // `packets128` wants groups of whole warps and a link that keeps lines of 128 bytes whole, as NVLink
+    // does.
+
+    // Puts `bytes` of a region here as packets of 8 bytes.
+    template <typename Group>
+    __device__ __forceinline__ Status put_packets8(Group group, At target, At source, u64 bytes, u32 flag) const {
+        u64 to, from;
+        const Status status = packet_places(target, 2 * bytes, 8, source, bytes, 4, to, from);
+        if (status != Status::ok) return status;
+        const u32 *in = (const u32 *)from;
+        for (u64 i = group.rank(); i < bytes / 4; i += group.size())
+            asm volatile("st.volatile.global.v2.u32 [%0], {%1, %2};" ::"l"(to + 8 * i), "r"(in[i]), "r"(flag) : "memory");
+        return Status::ok;
+    }
+
+    // Reads what the peer put here with the same flag.
+    template <typename Group>
+    __device__ __forceinline__ Status read_packets8(Group group, At target, At source, u64 bytes, u32 flag) const {
+        u64 to, from;
+        const Status status = own_packet_places(source, 2 * bytes, 8, target, bytes, 4, from, to);
+        if (status != Status::ok) return status;
+        bool failed = false;
+        for (u64 i = group.rank(); i < bytes / 4 && !failed; i += group.size()) {
+            u32 data, seen, polls = 0;
+            while (true) {
+                asm volatile("ld.volatile.global.v2.u32 {%0, %1}, [%2];" : "=r"(data), "=r"(seen) : "l"(from + 8 * i) : "memory");
+                if (seen == flag) break;
+                if ((failed = is_ended(++polls))) break;
+            }
+            if (!failed) ((u32 *)to)[i] = data;
+        }
+        return shared(group, failed);
+    }
+
+    // Puts `bytes` of a region here as packets of 16 bytes.
+    template <typename Group>
+    __device__ __forceinline__ Status put_packets16(Group group, At target, At source, u64 bytes, u32 flag) const {
+        u64 to, from;
+        const Status status = packet_places(target, 2 * bytes, 16, source, bytes, 8, to, from);
+        if (status != Status::ok) return status;
+        const uint2 *in = (const uint2 *)from;
+        for (u64 i = group.rank(); i < bytes / 8; i += group.size()) {
+            const uint2 data = in[i];
+            asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %2};" ::"l"(to + 16 * i), "r"(data.x), "r"(flag), "r"(data.y) : "memory");
+        }
+        return Status::ok;
+    }
+
+    // Reads what the peer put here with the same flag.
+    template <typename Group>
+    __device__ __forceinline__ Status read_packets16(Group group, At target, At source, u64 bytes, u32 flag) const {
+        u64 to, from;
+        const Status status = own_packet_places(source, 2 * bytes, 16, target, bytes, 8, from, to);
+        if (status != Status::ok) return status;
+        bool failed = false;
+        for (u64 i = group.rank(); i < bytes / 8 && !failed; i += group.size()) {
+            uint2 data;
+            u32 first, second, polls = 0;
+            while (true) {
+                asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                             : "=r"(data.x), "=r"(first), "=r"(data.y), "=r"(second)
+                             : "l"(from + 16 * i)
+                             : "memory");
+                if (first == flag && second == flag) break;
+                if ((failed = is_ended(++polls))) break;
+            }
+            if (!failed) ((uint2 *)to)[i] = data;
+        }
+        return shared(group, failed);
+    }
+
+    // Puts `bytes` of a region here as packets of 128 bytes, each by 8 threads at once.
+    template <typename Group>
+    __device__ __forceinline__ Status put_packets128(Group group, At target, At source, u64 bytes, u64 flag) const {
+        const u64 lines = (bytes + 119) / 120;
+        u64 to, from;
+        const Status status = packet_places(target, 128 * lines, 128, source, bytes, 8, to, from);
+        if (status != Status::ok) return status;
+        if (group.size() % 32 != 0) return Status::unsupported;
+        const u64 *in = (const u64 *)from;
+        const u32 part = group.rank() & 7u, mask = 0xffu << (threadIdx.x & 24u);
+        const u64 words = bytes / 8;
+        for (u64 line = group.rank() / 8; line < lines; line += group.size() / 8) {
+            const u64 at = 15 * line + 2 * part;
+            const u64 first = at < words ? in[at] : 0;
+            const u64 second = part == 7 ? flag : at + 1 < words ? in[at + 1] : 0;
+            __syncwarp(mask);
+            asm volatile("st.volatile.global.v2.u64 [%0], {%1, %2};" ::"l"(to + 128 * line + 16 * part), "l"(first), "l"(second) : "memory");
+        }
+        return Status::ok;
+    }
+
+    // Reads what the peer put here with the same flag.
+    template <typename Group>
+    __device__ __forceinline__ Status read_packets128(Group group, At target, At source, u64 bytes, u64 flag) const {
+        const u64 lines = (bytes + 119) / 120;
+        u64 to, from;
+        const Status status = own_packet_places(source, 128 * lines, 128, target, bytes, 8, from, to);
+        if (status != Status::ok) return status;
+        if (group.size() % 32 != 0) return Status::unsupported;
+        u64 *out = (u64 *)to;
+        const u32 part = group.rank() & 7u, mask = 0xffu << (threadIdx.x & 24u);
+        const u64 words = bytes / 8;
+        bool failed = false;
+        for (u64 line = group.rank() / 8; line < lines && !failed; line += group.size() / 8) {
+            u64 first, second;
+            u32 polls = 0;
+            while (true) {
+                __syncwarp(mask);
+                asm volatile("ld.volatile.global.v2.u64 {%0, %1}, [%2];" : "=l"(first), "=l"(second) : "l"(from + 128 * line + 16 * part) : "memory");
+                if (__shfl_sync(mask, second, 7, 8) == flag) break;
+                // All 8 threads end together.
+                if ((failed = __any_sync(mask, is_ended(++polls)))) break;
+            }
+            if (failed) break;
+            const u64 at = 15 * line + 2 * part;
+            if (at < words) out[at] = first;
+            if (part != 7 && at + 1 < words) out[at + 1] = second;
+        }
+        return shared(group, failed);
+    }
+
+    // ---- what the calls are made of
+
+    // What threads of the group wrote before is seen by all of them after it.
+    template <typename Group>
+    __device__ __forceinline__ static void begin(Group group) {
+        if constexpr (Group::synchronizes) group.sync();
+    }
+
+    template <typename Group>
+    __device__ __forceinline__ static Status shared(Group group, bool failed) {
+        return group.any(failed) ? Status::aborted : Status::ok;
+    }
+
+    // Whether the waits were ended, looked at now and then.
+    __device__ __forceinline__ bool is_ended(u32 polls) const {
+        return polls % detail::polls_per_look == 0 && detail::load_relaxed(abort) != 0;
+    }
+
+    // Whether the waits were ended or the proxy was stopped, looked at now and then.
+    __device__ __forceinline__ bool is_stopped(u32 polls) const {
+        if (polls % detail::polls_per_look != 0) return false;
+        return detail::load_relaxed(abort) != 0 || detail::load_relaxed(tail + 8) != 0;
+    }
+
+    // Blocks until the word, a count, is at least `value`.
+    __device__ __forceinline__ Status reach(u64 word, u64 value) const {
+        for (u32 polls = 1;; polls++) {
+            const u64 seen = detail::load_acquire(word);
+            if (seen >= detail::ended_epoch) return Status::aborted;
+            if ((long long)(seen - value) >= 0) return Status::ok;
+            if (is_ended(polls)) return Status::aborted;
+        }
+    }
+
+    // The address of a place here, or 0 where `bytes` from there are not all in the region.
+    __device__ __forceinline__ u64 here(At at, u64 bytes) const {
+        if (at.region == 0) return inside(detail::Window{local, local_bytes}, at.offset, bytes);
+        if (at.region >= detail::regions) return 0;
+        return inside(((const detail::Window *)windows)[at.region], at.offset, bytes);
+    }
+
+    // The address of a place at the peer, mapped here, or 0 as above.
+    __device__ __forceinline__ u64 there(At at, u64 bytes) const {
+        if (at.region == 0) return inside(detail::Window{remote, remote_bytes}, at.offset, bytes);
+        if (at.region >= detail::regions) return 0;
+        return inside(((const detail::Window *)windows)[detail::regions + at.region], at.offset, bytes);
+    }
+
+    __device__ __forceinline__ static u64 inside(detail::Window window, u64 offset, u64 bytes) {
+        return offset <= window.bytes && bytes <= window.bytes - offset ? window.base + offset : 0;
+    }
+
+    __device__ __forceinline__ Status places(At peers, At own, u64 bytes, u64 &to, u64 &from) const {
+        to = there(peers, bytes);
+        from = here(own, bytes);
+        return to != 0 && from != 0 ? Status::ok : Status::out_of_range;
+    }
+
+    __device__ __forceinline__ Status packet_places(
+        At target, u64 packed, u32 packet, At source, u64 bytes, u32 unit, u64 &to, u64 &from) const {
+        if (proxied) return Status::unsupported;
+        return checked(there(target, packed), packet, here(source, bytes), unit, bytes, to, from);
+    }
+
+    __device__ __forceinline__ Status own_packet_places(
+        At source, u64 packed, u32 packet, At target, u64 bytes, u32 unit, u64 &from, u64 &to) const {
+        return checked(here(source, packed), packet, here(target, bytes), unit, bytes, from, to);
+    }
+
+    __device__ __forceinline__ static Status checked(
+        u64 packets, u32 packet, u64 plain, u32 unit, u64 bytes, u64 &packets_at, u64 &plain_at) {
+        if (packets == 0 || plain == 0) return Status::out_of_range;
+        packets_at = packets;
+        plain_at = plain;
+        return packets % packet == 0 && plain % unit == 0 && bytes % unit == 0 ? Status::ok : Status::misaligned;
+    }
+
+    template <typename Group>
+    __device__ __forceinline__ Status proxied_call(Group group, u32 kind, At peers, At own, u64 bytes, u64 *position) const {
+        if constexpr (Group::synchronizes) {
+            group.sync();
+            return triggers(group, kind, peers, own, bytes, position);
+        } else {
+            return Status::unsupported;
+        }
+    }
+
+    // Hands a request to the proxy, in several triggers where it is long. `position`, where it is asked
+    // for, is set in the first thread.
+    template <typename Group>
+    __device__ __forceinline__ Status triggers(Group group, u32 kind, At peers, At own, u64 bytes, u64 *position) const {
+        bool failed = false;
+        if (group.rank() == 0) {
+            const u32 move = kind & (detail::kind_put | detail::kind_get);
+            while (bytes > detail::trigger_bytes && !failed) {
+                u64 unused;
+                failed = !push(move, peers, own, detail::trigger_bytes, unused);
+                peers.offset += detail::trigger_bytes;
+                own.offset += detail::trigger_bytes;
+                bytes -= detail::trigger_bytes;
+            }
+            u64 at = 0;
+            failed = failed || !push(kind, peers, own, bytes, at);
+            if (position != nullptr) *position = at;
+        }
+        return shared(group, failed);
+    }
+
+    // Puts one trigger into the FIFO, once there is room; false when the waits were ended.
+    __device__ __forceinline__ bool push(u32 kind, At peers, At own, u64 bytes, u64 &position) const {
+        position = detail::increment(head);
+        if (position >= detail::load_relaxed(tail_seen) + slots) {
+            for (u32 polls = 1;; polls++) {
+                const u64 seen = detail::load_acquire(tail);
+                if (position < seen + slots) {
+                    detail::max_release(tail_seen, seen);
+                    break;
+                }
+                if (is_stopped(polls)) return false;
+            }
+        }
+        // Each half says in which lap of the ring it was stored, so that the proxy never takes a half
+        // that is not there yet.
+        const u64 lap = (position & slots) == 0 ? 1ull << 63 : 0;
+        const u64 first = lap | (u64)kind << 59 | (u64)connection << 49 | (u64)own.region << 45 | own.offset << 9 | (bytes & 511u);
+        const u64 second = lap | (u64)peers.region << 59 | peers.offset << 23 | bytes >> 9;
+        detail::fence();
+        asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(ring + 16 * (position & (slots - 1))), "l"(first), "l"(second) : "memory");
+        return true;
+    }
+
+    // Blocks until the proxy has done what it found before `position`, and that.
+    template <typename Group>
+    __device__ __forceinline__ Status await_flush(Group group, u64 position) const {
+        bool failed = false;
+        if (group.rank() == 0) {
+            for (u32 polls = 1;; polls++) {
+                const u64 seen = detail::load_acquire(completed);
+                if ((failed = seen >= detail::ended_epoch)) break;
+                if ((long long)(seen - (position + 1)) >= 0) break;
+                if (is_stopped(polls)) {
+                    // What was done before the proxy ended counts.
+                    failed = (long long)(detail::load_acquire(completed) - (position + 1)) < 0;
+                    break;
+                }
+            }
+        }
+        return shared(group, failed);
+    }
+};
+
+static_assert(sizeof(Channel) == 128, "the host has the same layout");
+
+// Blocks until all peers have called it: signals on each of `count` channels and waits for each. What the
+// group, and the peers' groups, put and wrote before it is seen after it. Uses the channels' signals.
+template <typename Group>
+__device__ __forceinline__ Status barrier(Group group, const Channel *channels, u32 count) {
+    group.sync();
+    bool failed = false;
+    for (u32 i = group.rank(); i < count; i += group.size()) failed |= channels[i].signal(Thread()) != Status::ok;
+    for (u32 i = group.rank(); i < count; i += group.size()) failed |= channels[i].wait(Thread()) != Status::ok;
+    return Channel::shared(group, failed);
+}
+
+}  // namespace warplink
+
+#endif

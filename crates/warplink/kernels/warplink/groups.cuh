@@ -1,0 +1,54 @@
+// The threads that make a call together; a part of device.cuh.
+
+#ifndef WARPLINK_GROUPS_CUH
+#define WARPLINK_GROUPS_CUH
+
+namespace warplink {
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+// The calling thread alone.
+struct Thread {
+    static constexpr bool synchronizes = true;
+    __device__ __forceinline__ u32 rank() const { return 0; }
+    __device__ __forceinline__ u32 size() const { return 1; }
+    __device__ __forceinline__ void sync() const {}
+    __device__ __forceinline__ bool any(bool value) const { return value; }
+};
+
+// The 32 threads of a warp of a one-dimensional block.
+struct Warp {
+    static constexpr bool synchronizes = true;
+    __device__ __forceinline__ u32 rank() const { return threadIdx.x & 31u; }
+    __device__ __forceinline__ u32 size() const { return 32; }
+    __device__ __forceinline__ void sync() const { __syncwarp(); }
+    __device__ __forceinline__ bool any(bool value) const {
+        const bool found = __any_sync(0xffffffffu, value);
+        // Which alone orders memory.
+        __syncwarp();
+        return found;
+    }
+};
+
+// All threads of a one-dimensional block.
+struct Block {
+    static constexpr bool synchronizes = true;
+    __device__ __forceinline__ u32 rank() const { return threadIdx.x; }
+    __device__ __forceinline__ u32 size() const { return blockDim.x; }
+    __device__ __forceinline__ void sync() const { __syncthreads(); }
+    __device__ __forceinline__ bool any(bool value) const { return __syncthreads_or(value); }
+};
+
+// All threads of a one-dimensional grid: for direct put and get, and for packets, of which each thread
+// does a part. It cannot be synchronized, so each thread has a status of its own.
+struct Grid {
+    static constexpr bool synchronizes = false;
+    __device__ __forceinline__ u32 rank() const { return blockIdx.x * blockDim.x + threadIdx.x; }
+    __device__ __forceinline__ u32 size() const { return gridDim.x * blockDim.x; }
+    __device__ __forceinline__ bool any(bool value) const { return value; }
+};
+
+}  // namespace warplink
+
+#endif

@@ -1,0 +1,87 @@
+// Accesses to memory that channels are made of; a part of device.cuh.
+
+#ifndef WARPLINK_MEMORY_CUH
+#define WARPLINK_MEMORY_CUH
+
+#include <warplink/groups.cuh>
+
+namespace warplink {
+namespace detail {
+
+// From here on a count means that the waits were ended. Must match the host.
+constexpr u64 ended_epoch = 1ull << 61;
+// Polls from one look at the abort word to the next.
+constexpr u32 polls_per_look = 256;
+
+__device__ __forceinline__ u64 load_acquire(u64 word) {
+    u64 value;
+    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ u64 load_relaxed(u64 word) {
+    u64 value;
+    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+    return value;
+}
+
+// Adds one after everything before it is visible to the whole system.
+__device__ __forceinline__ void add_release(u64 word) {
+    asm volatile("red.release.sys.global.add.u64 [%0], 1;" ::"l"(word) : "memory");
+}
+
+__device__ __forceinline__ void max_release(u64 word, u64 value) {
+    asm volatile("red.release.gpu.global.max.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+}
+
+__device__ __forceinline__ void fence() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+
+__device__ __forceinline__ u64 increment(u64 word) {
+    u64 before;
+    asm volatile("atom.relaxed.gpu.global.add.u64 %0, [%1], 1;" : "=l"(before) : "l"(word) : "memory");
+    return before;
+}
+
+// Loads that a thread has under way before it stores, to cover the latency of a peer's memory.
+constexpr u32 in_flight = 4;
+
+template <typename T>
+__device__ __forceinline__ void copy_items(u64 target, u64 source, u64 count, u32 rank, u32 size) {
+    const T *in = (const T *)source;
+    T *out = (T *)target;
+    const u64 stride = size;
+    u64 i = rank;
+    for (; i + (in_flight - 1) * stride < count; i += in_flight * stride) {
+        T values[in_flight];
+#pragma unroll
+        for (u32 j = 0; j < in_flight; j++) values[j] = in[i + j * stride];
+#pragma unroll
+        for (u32 j = 0; j < in_flight; j++) out[i + j * stride] = values[j];
+    }
+    for (; i < count; i += stride) out[i] = in[i];
+}
+
+// Copies by the widest accesses that the alignment of both allows.
+__device__ __forceinline__ void copy(u64 target, u64 source, u64 bytes, u32 rank, u32 size) {
+    const u64 apart = target ^ source;
+    if ((apart & 15u) == 0) {
+        u64 head = (16u - (target & 15u)) & 15u;
+        if (head > bytes) head = bytes;
+        copy_items<unsigned char>(target, source, head, rank, size);
+        const u64 whole = (bytes - head) / 16;
+        copy_items<uint4>(target + head, source + head, whole, rank, size);
+        const u64 done = head + 16 * whole;
+        copy_items<unsigned char>(target + done, source + done, bytes - done, rank, size);
+    } else if (((target | source) & 3u) == 0) {
+        const u64 whole = bytes / 4;
+        copy_items<u32>(target, source, whole, rank, size);
+        copy_items<unsigned char>(target + 4 * whole, source + 4 * whole, bytes - 4 * whole, rank, size);
+    } else {
+        copy_items<unsigned char>(target, source, bytes, rank, size);
+    }
+}
+
+}  // namespace detail
+}  // namespace warplink
+
+#endif

@@ -1,0 +1,235 @@
+//! Connections that were set up, and the channels that kernels get of them.
+
+use super::request::Transport;
+use super::tables::Table;
+use crate::device::channel::Side;
+use crate::device::{
+    Argument, At, ChannelArray, ChannelHandle, ChannelMemory, Device, DeviceSlice, InFlight, InUse,
+    Stream, Word,
+};
+use crate::error::{Error, Rank, Result};
+use crate::memory::{Region, RemoteRegion};
+use crate::signal::{Slot, SlotReleases};
+use crate::sync::lock;
+use std::fmt;
+use std::sync::{Arc, Mutex};
+
+/// One rank's end of a connection: a peer and a tag. It keeps its regions registered, and the peer's
+/// mapped. Clones are the same end.
+///
+/// It may be dropped at any time: what kernels need is kept until the streams that they were launched into
+/// are past them. A graph that one was captured into does not keep it, and must not be launched any more.
+#[derive(Clone)]
+pub struct Connection {
+    end: Arc<InUse<ConnectionEnd>>,
+}
+
+/// What an end of a connection holds. When it is dropped, its words may be used for other connections as
+/// soon as the other end is gone too, so no stream may use it any more.
+#[derive(Debug)]
+pub(super) struct ConnectionEnd {
+    pub(super) peer: Rank,
+    /// The peer's rank in the job.
+    pub(super) job_peer: Rank,
+    pub(super) tag: u64,
+    /// Which of those with this peer and tag.
+    pub(super) number: u64,
+    pub(super) transport: Transport,
+    pub(super) memory: Arc<ChannelMemory>,
+    /// Of both sides, in the order of their numbers.
+    pub(super) regions: Mutex<Vec<(Region, RemoteRegion)>>,
+    pub(super) slot: Slot,
+    pub(super) peer_slot: u64,
+    pub(super) _remote_slot_page: RemoteRegion,
+    pub(super) _table: Table,
+    pub(super) releases: Arc<SlotReleases>,
+}
+
+impl Connection {
+    pub(super) fn new(end: ConnectionEnd, in_flight: &Arc<InFlight>) -> Self {
+        Self {
+            end: Arc::new(InUse::new(end, in_flight)),
+        }
+    }
+
+    pub(super) fn end(&self) -> &ConnectionEnd {
+        &self.end
+    }
+
+    /// The other rank, in the communicator that the connection was made in.
+    pub fn peer(&self) -> Rank {
+        self.end.peer
+    }
+
+    /// The tag that it was made with.
+    pub fn tag(&self) -> u64 {
+        self.end.tag
+    }
+
+    /// How its bytes move.
+    pub fn transport(&self) -> Transport {
+        self.end.transport
+    }
+
+    /// This rank's region `number`: 0 is the one that the connection was made with.
+    pub fn region(&self, number: u32) -> Option<Region> {
+        let regions = lock(&self.end.regions);
+        regions.get(number as usize).map(|(own, _)| own.clone())
+    }
+
+    /// Bytes of the peer's region `number`.
+    pub fn peer_bytes(&self, number: u32) -> Option<usize> {
+        let regions = lock(&self.end.regions);
+        let (_, peers) = regions.get(number as usize)?;
+        Some(peers.memory().bytes())
+    }
+
+    /// Its channel, for the arguments of a kernel.
+    pub fn channel(&self) -> Argument {
+        Argument::Channel(Arc::new(self.clone()))
+    }
+
+    /// The word that the peer's signals count up, for waits in a stream
+    /// ([`MemoryOp::Wait`](crate::device::MemoryOp::Wait)), which use up none.
+    pub fn inbound(&self) -> &Word {
+        &self.end.memory.parts().inbound
+    }
+
+    /// Enqueues a copy of `source` to the peer's memory, from `target` on, on `stream`. Nothing orders it
+    /// with what kernels do; signals of a kernel that follows on `stream` do.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where it would pass the end of
+    /// the peer's region, or that is not there.
+    pub fn write(
+        &self,
+        stream: &Stream,
+        target: impl Into<At>,
+        source: impl AsRef<DeviceSlice>,
+    ) -> Result<()> {
+        let source = source.as_ref();
+        let target = self.range(Side::Peers, target.into(), source)?;
+        stream.copy(&target, source)?;
+        self.end.note(stream);
+        Ok(())
+    }
+
+    /// Enqueues a copy of the peer's memory, from `source` on, to `target` on `stream`; see
+    /// [`write`](Self::write).
+    ///
+    /// # Errors
+    /// As for [`write`](Self::write).
+    pub fn read(
+        &self,
+        stream: &Stream,
+        target: impl AsRef<DeviceSlice>,
+        source: impl Into<At>,
+    ) -> Result<()> {
+        let target = target.as_ref();
+        let source = self.range(Side::Peers, source.into(), target)?;
+        stream.copy(target, &source)?;
+        self.end.note(stream);
+        Ok(())
+    }
+
+    fn range(&self, side: Side, at: At, like: &DeviceSlice) -> Result<DeviceSlice> {
+        let memory = &self.end.memory;
+        if let Some(fault) = memory.fault() {
+            fault.check()?;
+        }
+        let range = memory.parts().windows.range(side, at, like.bytes() as u64);
+        range.map_err(|error| error.with_peer(self.end.peer).with_key(self.end.key()))
+    }
+}
+
+impl ChannelHandle for Connection {
+    fn memory(&self) -> &Arc<ChannelMemory> {
+        &self.end.memory
+    }
+
+    fn note(&self, stream: &Stream) {
+        self.end.note(stream);
+    }
+}
+
+impl From<&Connection> for Argument {
+    fn from(connection: &Connection) -> Self {
+        connection.channel()
+    }
+}
+
+impl fmt::Debug for Connection {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Connection")
+            .field("peer", &self.end.peer)
+            .field("tag", &self.end.tag)
+            .field("transport", &self.end.transport)
+            .finish_non_exhaustive()
+    }
+}
+
+impl ConnectionEnd {
+    /// What it is, for messages.
+    pub(super) fn key(&self) -> String {
+        format!("connection with tag {}", self.tag)
+    }
+}
+
+impl Drop for ConnectionEnd {
+    fn drop(&mut self) {
+        self.releases
+            .end_dropped(self.job_peer, self.slot.number, self.peer_slot);
+    }
+}
+
+/// The connections that were made together, in the order of their requests.
+#[derive(Clone, Debug)]
+pub struct Connections {
+    device: Arc<dyn Device>,
+    all: Vec<Connection>,
+}
+
+impl Connections {
+    pub(super) fn new(device: &Arc<dyn Device>, all: Vec<Connection>) -> Self {
+        Self {
+            device: device.clone(),
+            all,
+        }
+    }
+
+    /// The connection to `peer` with `tag`.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where there is none.
+    pub fn find(&self, peer: Rank, tag: u64) -> Result<&Connection> {
+        let found = self
+            .all
+            .iter()
+            .find(|connection| (connection.peer(), connection.tag()) == (peer, tag));
+        found.ok_or_else(|| {
+            Error::invalid(format!("no connection to rank {peer} with tag {tag}"))
+                .with_operation("find a connection")
+                .with_peer(peer)
+                .with_help("connect to that rank with that tag first")
+        })
+    }
+
+    /// All of them.
+    pub fn all(&self) -> &[Connection] {
+        &self.all
+    }
+
+    /// Their channels, for a kernel that takes `const warplink::Channel *`, in the order of the requests.
+    /// Blocks until they are in the device's memory.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where there are none.
+    pub fn channels(&self) -> Result<Argument> {
+        let channels: Vec<Arc<dyn ChannelHandle>> = self
+            .all
+            .iter()
+            .map(|connection| Arc::new(connection.clone()) as Arc<dyn ChannelHandle>)
+            .collect();
+        ChannelArray::new(&self.device, &channels).map(Argument::Channels)
+    }
+}

@@ -1,0 +1,55 @@
+//! What is published for one end of a connection.
+
+use crate::channel::request::Transport;
+use crate::error::{Error, ErrorKind, Result};
+use serde::{Deserialize, Serialize};
+
+/// What one end tells the other.
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct EndOffer {
+    pub(super) transport: Transport,
+    /// The handle of the region.
+    pub(super) region: Vec<u8>,
+    /// The handle of the inbound words of this end's slot.
+    pub(super) inbound: Vec<u8>,
+    /// The slot's number.
+    pub(super) slot: u64,
+}
+
+impl EndOffer {
+    pub(super) fn encode(&self) -> Result<Vec<u8>> {
+        postcard::to_stdvec(self).map_err(|error| {
+            Error::new(ErrorKind::Internal, error.to_string())
+                .with_operation("encode a connection's end")
+        })
+    }
+
+    pub(super) fn decode(bytes: &[u8]) -> Result<Self> {
+        postcard::from_bytes(bytes).map_err(|error| {
+            Error::new(
+                ErrorKind::Protocol,
+                format!("the peer's end is malformed: {error}"),
+            )
+            .with_help("run the same version of Warplink on every rank")
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn offers_survive_the_wire() {
+        let offer = EndOffer {
+            transport: Transport::Direct,
+            region: vec![1; 168],
+            inbound: vec![2; 168],
+            slot: 7,
+        };
+        let wire = offer.encode().unwrap();
+        assert_eq!(EndOffer::decode(&wire).unwrap(), offer);
+        let error = EndOffer::decode(&wire[..wire.len() - 1]).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Protocol);
+    }
+}

@@ -1,0 +1,53 @@
+//! What a rank asks for when it connects.
+
+use crate::error::Rank;
+use crate::memory::Region;
+use serde::{Deserialize, Serialize};
+use std::fmt;
+
+/// How the bytes of a connection reach the peer.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum Transport {
+    /// The kernel itself stores to and loads from the peer's memory, which is mapped. On GPUs the link
+    /// must carry atomics, as NVLink does.
+    #[default]
+    Direct,
+}
+
+impl fmt::Display for Transport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Direct => "direct",
+        })
+    }
+}
+
+/// One end of a connection, to be connected with the other by
+/// [`connect`](super::ConnectionExchange::connect).
+#[derive(Clone, Debug)]
+pub struct ConnectionRequest {
+    pub(super) peer: Rank,
+    pub(super) tag: u64,
+    pub(super) region: Region,
+    pub(super) transport: Transport,
+}
+
+impl ConnectionRequest {
+    /// A connection to `peer` with `tag`, between `region` here and the one that the peer gives, which may
+    /// have another length. Both kernels may put to and get from both. Direct.
+    pub fn new(peer: Rank, tag: u64, region: &Region) -> Self {
+        Self {
+            peer,
+            tag,
+            region: region.clone(),
+            transport: Transport::default(),
+        }
+    }
+
+    /// Chooses how the bytes move; the same on both ranks.
+    pub fn with_transport(mut self, transport: Transport) -> Self {
+        self.transport = transport;
+        self
+    }
+}

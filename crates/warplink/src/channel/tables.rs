@@ -1,0 +1,63 @@
+//! Memory for the tables of regions that kernels read, cut from pages.
+
+use crate::device::channel::TABLE_BYTES;
+use crate::device::{AllocationKind, Device, DeviceSlice};
+use crate::error::Result;
+use crate::sync::lock;
+use std::sync::{Arc, Mutex};
+
+const PAGE_BYTES: usize = 64 << 10;
+
+/// Hands out tables.
+#[derive(Debug)]
+pub(super) struct TablePool {
+    device: Arc<dyn Device>,
+    free: Mutex<Vec<DeviceSlice>>,
+}
+
+/// The memory of a table, which goes back to its pool when it is dropped.
+#[derive(Debug)]
+pub(super) struct Table {
+    slice: DeviceSlice,
+    pool: Arc<TablePool>,
+}
+
+impl TablePool {
+    pub(super) fn new(device: &Arc<dyn Device>) -> Arc<Self> {
+        Arc::new(Self {
+            device: device.clone(),
+            free: Mutex::default(),
+        })
+    }
+
+    /// Memory for one table; its content is undefined.
+    pub(super) fn allocate(self: &Arc<Self>) -> Result<Table> {
+        let mut free = lock(&self.free);
+        if free.is_empty() {
+            let page = self.device.allocate(PAGE_BYTES, AllocationKind::Plain)?;
+            for start in (0..PAGE_BYTES).step_by(TABLE_BYTES) {
+                free.push(page.slice(start..start + TABLE_BYTES)?);
+            }
+        }
+        let slice = match free.pop() {
+            Some(slice) => slice,
+            None => self.device.allocate(TABLE_BYTES, AllocationKind::Plain)?,
+        };
+        Ok(Table {
+            slice,
+            pool: self.clone(),
+        })
+    }
+}
+
+impl Table {
+    pub(super) fn memory(&self) -> &DeviceSlice {
+        &self.slice
+    }
+}
+
+impl Drop for Table {
+    fn drop(&mut self) {
+        lock(&self.pool.free).push(self.slice.clone());
+    }
+}

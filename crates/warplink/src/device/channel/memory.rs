@@ -1,0 +1,248 @@
+//! The memory and the words of a channel, and how they are laid out for kernels.
+
+use super::fifo::Fifo;
+use super::trigger::{At, MAX_REGIONS};
+use crate::device::{Device, DeviceKind, DeviceSlice, Fault, Word};
+use crate::error::{Error, Result};
+use crate::sync::lock;
+use std::fmt;
+use std::sync::{Arc, Mutex};
+
+/// Bytes of the table of a connection's regions.
+pub(crate) const TABLE_BYTES: usize = 2 * MAX_REGIONS * ENTRY_BYTES;
+
+/// Bytes of an entry: address and length.
+const ENTRY_BYTES: usize = 16;
+
+/// 8-byte units of a channel as kernels have it.
+const DESCRIPTOR_WORDS: usize = 16;
+
+/// What a kernel knows of a connection. The addresses in it stay valid as long as it.
+pub struct ChannelMemory {
+    parts: ChannelParts,
+}
+
+/// What a channel is made of.
+#[derive(Debug)]
+pub(crate) struct ChannelParts {
+    /// The rank at the other end.
+    pub(crate) peer: u32,
+    /// The regions of both sides; there is at least one of each.
+    pub(crate) windows: Arc<Windows>,
+    /// In this rank's memory: how often the peer has signalled.
+    pub(crate) inbound: Word,
+    /// How many signals kernels have waited for.
+    pub(crate) awaited: Word,
+    /// Up to which position of the FIFO what was asked for is done.
+    pub(crate) completed: Word,
+    /// Not zero when the waits were ended.
+    pub(crate) abort: Word,
+    /// The peer's inbound word, mapped here.
+    pub(crate) outbound: Word,
+    /// The proxy, where there is one.
+    pub(crate) proxy: Option<ProxyEnd>,
+}
+
+/// How a channel reaches its proxy.
+#[derive(Clone, Debug)]
+pub(crate) struct ProxyEnd {
+    pub(crate) fifo: Arc<Fifo>,
+    /// The number of the connection there.
+    pub(crate) connection: u32,
+}
+
+/// The regions of a connection on both sides, for the host and in a table for kernels.
+pub(crate) struct Windows {
+    device: Arc<dyn Device>,
+    table: DeviceSlice,
+    sides: Mutex<[Vec<DeviceSlice>; 2]>,
+}
+
+/// Whose region it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Side {
+    Own,
+    Peers,
+}
+
+impl Windows {
+    /// Regions that begin with these, with `table` (of [`TABLE_BYTES`]) for kernels.
+    pub(crate) fn new(
+        device: &Arc<dyn Device>,
+        table: DeviceSlice,
+        own: DeviceSlice,
+        peers: DeviceSlice,
+    ) -> Result<Self> {
+        let windows = Self {
+            device: device.clone(),
+            table,
+            sides: Mutex::new([vec![own], vec![peers]]),
+        };
+        windows.upload()?;
+        Ok(windows)
+    }
+
+    /// Adds a region on each side, under the number that is given back. Blocks until kernels find it.
+    pub(crate) fn add(&self, own: DeviceSlice, peers: DeviceSlice) -> Result<u32> {
+        let number = self.next()?;
+        let mut sides = lock(&self.sides);
+        sides[0].push(own);
+        sides[1].push(peers);
+        drop(sides);
+        self.upload()?;
+        Ok(number)
+    }
+
+    /// The number that the next region gets.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where there are as many as there
+    /// can be.
+    pub(crate) fn next(&self) -> Result<u32> {
+        let number = self.count();
+        if number < MAX_REGIONS {
+            return Ok(number as u32);
+        }
+        Err(Error::invalid(format!(
+            "the connection has {number} regions already; expected at most {MAX_REGIONS}"
+        ))
+        .with_help("make a further connection with another tag"))
+    }
+
+    /// How many regions there are on each side.
+    fn count(&self) -> usize {
+        lock(&self.sides)[0].len()
+    }
+
+    /// The `bytes` from `at` on, on one side.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where they are not all in a
+    /// region.
+    pub(crate) fn range(&self, side: Side, at: At, bytes: u64) -> Result<DeviceSlice> {
+        let region = lock(&self.sides)[side as usize]
+            .get(at.region as usize)
+            .cloned();
+        let whose = match side {
+            Side::Own => "this rank",
+            Side::Peers => "the peer",
+        };
+        let Some(region) = region else {
+            return Err(Error::invalid(format!(
+                "unknown region {} of {whose}; expected less than {}",
+                at.region,
+                self.count()
+            ))
+            .with_help("add the region on both ranks first"));
+        };
+        let end = at.offset.checked_add(bytes);
+        match end.filter(|end| *end <= region.bytes() as u64) {
+            Some(end) => region.slice(at.offset as usize..end as usize),
+            None => Err(Error::invalid(format!(
+                "{bytes} bytes from offset {} pass the end of region {} of {whose}; expected at most {}",
+                at.offset,
+                at.region,
+                region.bytes()
+            ))
+            .with_help("name a range within the region")),
+        }
+    }
+
+    fn upload(&self) -> Result<()> {
+        let mut bytes = Vec::with_capacity(TABLE_BYTES);
+        for side in &*lock(&self.sides) {
+            for region in 0..MAX_REGIONS {
+                let entry = side
+                    .get(region)
+                    .map_or([0, 0], |region| [region.address(), region.bytes() as u64]);
+                bytes.extend(entry.into_iter().flat_map(u64::to_ne_bytes));
+            }
+        }
+        self.device.upload(&self.table, &bytes)
+    }
+}
+
+impl ChannelMemory {
+    pub(crate) fn new(parts: ChannelParts) -> Self {
+        Self { parts }
+    }
+
+    /// Which device's memory it is.
+    pub fn kind(&self) -> DeviceKind {
+        self.parts.inbound.as_slice().kind()
+    }
+
+    /// The rank at the other end.
+    pub fn peer(&self) -> u32 {
+        self.parts.peer
+    }
+
+    pub(crate) fn parts(&self) -> &ChannelParts {
+        &self.parts
+    }
+
+    /// What ends its waits.
+    pub(crate) fn fault(&self) -> Option<&Arc<Fault>> {
+        self.parts.inbound.fault()
+    }
+
+    /// As kernels have it; must match them.
+    pub(crate) fn descriptor(&self) -> [u64; DESCRIPTOR_WORDS] {
+        let parts = &self.parts;
+        let sides = lock(&parts.windows.sides);
+        let window = |side: Side| {
+            let region = sides[side as usize].first();
+            region.map_or([0, 0], |region| [region.address(), region.bytes() as u64])
+        };
+        let ([own, own_bytes], [peers, peers_bytes]) = (window(Side::Own), window(Side::Peers));
+        let halves = |low: u32, high: u32| u64::from(high) << 32 | u64::from(low);
+        let mut words = [
+            own,
+            own_bytes,
+            peers,
+            peers_bytes,
+            parts.inbound.address(),
+            parts.awaited.address(),
+            parts.outbound.address(),
+            parts.completed.address(),
+            parts.abort.address(),
+            parts.windows.table.address(),
+            0,
+            0,
+            0,
+            0,
+            0,
+            halves(parts.peer, u32::from(parts.proxy.is_some())),
+        ];
+        if let Some(ProxyEnd { fifo, connection }) = &parts.proxy {
+            let addresses = fifo.addresses();
+            let counters = addresses.counters.map_or(0, |slice| slice.address());
+            let proxy = [
+                addresses.ring,
+                counters,
+                addresses.tail,
+                counters + 8,
+                halves(fifo.slots() as u32, *connection),
+            ];
+            words[10..15].copy_from_slice(&proxy);
+        }
+        words
+    }
+}
+
+impl fmt::Debug for ChannelMemory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let kind = if self.parts.proxy.is_some() {
+            "proxied"
+        } else {
+            "direct"
+        };
+        write!(f, "{kind} channel to rank {}", self.parts.peer)
+    }
+}
+
+impl fmt::Debug for Windows {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Windows").field(&self.sides).finish()
+    }
+}

@@ -1,0 +1,176 @@
+//! Users' kernels: modules of CUDA C++ or machine code, and launches with checked arguments.
+
+use super::module::{Function, Module};
+use super::nvrtc;
+use crate::device::cuda::gpu::Gpu;
+use crate::device::cuda::memory::quiescence;
+use crate::device::cuda::stream::CudaStream;
+use crate::device::module::{CudaCode, KernelBackend, ModuleBackend};
+use crate::device::{Argument, DeviceKind, Launch, ModuleSource, Stream};
+use crate::error::{Error, ErrorKind, Result};
+use std::ffi::{CString, c_void};
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+/// Dynamic shared memory that every launch may have.
+const SHARED_WITHOUT_ASKING: u32 = 48 << 10;
+
+/// A module of the user's.
+pub(crate) struct UserModule {
+    gpu: Arc<Gpu>,
+    name: String,
+    module: Arc<Module>,
+}
+
+impl UserModule {
+    /// Compiles, where that is needed, and loads.
+    ///
+    /// # Safety
+    /// As [`Device::load_module`](crate::device::Device::load_module) says; an image must be whole.
+    pub(crate) unsafe fn load(gpu: &Arc<Gpu>, source: &ModuleSource) -> Result<Self> {
+        let compiled;
+        let image: &[u8] = match source.code() {
+            Some(CudaCode::Image(image)) => image,
+            Some(CudaCode::Text(text)) => {
+                let architecture = gpu.capabilities.architecture();
+                compiled =
+                    nvrtc::machine_code_of(source.name(), text, source.options(), &architecture)?;
+                &compiled
+            }
+            None => {
+                return Err(
+                    Error::new(ErrorKind::Unsupported, "the module has no code for a GPU")
+                        .with_operation("load a module")
+                        .with_key(source.name())
+                        .with_device(gpu.name())
+                        .with_help("add it with ModuleSource::with_cuda or with_cubin"),
+                );
+            }
+        };
+        // SAFETY: made by the compiler for this GPU, or the caller vouches for it.
+        let module =
+            unsafe { Module::load_image(&gpu.context, &gpu.capabilities, source.name(), image)? };
+        Ok(Self {
+            gpu: gpu.clone(),
+            name: source.name().to_owned(),
+            module,
+        })
+    }
+}
+
+impl ModuleBackend for UserModule {
+    fn kernel(&self, name: &str) -> Result<Arc<dyn KernelBackend>> {
+        let unknown = || crate::device::module::unknown_kernel(&self.name, name, [].iter());
+        let c_name = CString::new(name).map_err(|_| unknown())?;
+        let function = self.module.function(&c_name).map_err(|error| {
+            tracing::debug!(%error, name, "a module has no such kernel");
+            unknown().with_device(self.gpu.name())
+        })?;
+        Ok(Arc::new(UserKernel {
+            gpu: self.gpu.clone(),
+            name: name.to_owned(),
+            parameters: function.parameter_bytes(),
+            shared: AtomicU32::new(SHARED_WITHOUT_ASKING),
+            function,
+        }))
+    }
+}
+
+impl fmt::Debug for UserModule {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "UserModule({} on {:?})", self.name, self.gpu)
+    }
+}
+
+/// A kernel of the user's.
+struct UserKernel {
+    gpu: Arc<Gpu>,
+    name: String,
+    /// The bytes of each parameter, where the driver tells them.
+    parameters: Option<Vec<usize>>,
+    /// Dynamic shared memory that the driver was asked to allow.
+    shared: AtomicU32,
+    function: Function,
+}
+
+impl UserKernel {
+    /// Fails where the arguments do not match the parameters.
+    fn check(&self, arguments: &[Argument]) -> Result<()> {
+        let failed = |text: String, help: &'static str| {
+            Err(Error::invalid(text)
+                .with_operation("launch a kernel")
+                .with_key(&*self.name)
+                .with_device(self.gpu.name())
+                .with_help(help))
+        };
+        let other =
+            |argument: &&Argument| argument.kind().is_some_and(|kind| kind != DeviceKind::Cuda);
+        if let Some(argument) = arguments.iter().find(other) {
+            return failed(
+                format!("{argument:?} is not a GPU's; expected memory of one"),
+                "use memory of the stream's device",
+            );
+        }
+        let Some(parameters) = &self.parameters else {
+            return Ok(());
+        };
+        if parameters.len() != arguments.len() {
+            return failed(
+                format!(
+                    "the launch has {} arguments; expected {}",
+                    arguments.len(),
+                    parameters.len()
+                ),
+                "give one argument for each of the kernel's parameters",
+            );
+        }
+        for (number, (argument, &bytes)) in arguments.iter().zip(parameters).enumerate() {
+            let (_, given) = argument.words();
+            if given != bytes {
+                return failed(
+                    format!(
+                        "argument {number}, {}, has {given} bytes; expected the {bytes} of the parameter",
+                        argument.type_name()
+                    ),
+                    "give each parameter an argument of its type",
+                );
+            }
+        }
+        Ok(())
+    }
+}
+
+impl KernelBackend for UserKernel {
+    fn launch(&self, stream: &Stream, launch: &Launch, arguments: &[Argument]) -> Result<()> {
+        self.check(arguments)?;
+        let stream = CudaStream::of(stream, &self.gpu)?;
+        for fault in arguments.iter().flat_map(Argument::faults) {
+            stream.faults().add(fault);
+        }
+        if launch.shared_bytes > self.shared.load(Ordering::Relaxed) {
+            self.function.allow_shared(launch.shared_bytes)?;
+            self.shared.store(launch.shared_bytes, Ordering::Relaxed);
+        }
+        let mut values: Vec<Vec<u64>> = arguments.iter().map(|one| one.words().0).collect();
+        let mut pointers: Vec<*mut c_void> = values
+            .iter_mut()
+            .map(|words| words.as_mut_ptr().cast())
+            .collect();
+        let (_, _entered) = stream.enter()?;
+        let _enqueuing = quiescence::enqueuing();
+        // SAFETY: the arguments have as many bytes as the parameters, as was checked where the driver tells
+        // them; that the kernel does nothing unsound with them was promised when it was loaded.
+        let launched = unsafe {
+            self.function
+                .launch_as(stream.raw_stream(), launch, &mut pointers)
+        };
+        launched.map_err(|error| error.with_key(&*self.name).with_device(self.gpu.name()))
+    }
+}
+
+impl fmt::Debug for UserKernel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Kernel({} on {:?})", self.name, self.gpu)
+    }
+}

@@ -1,0 +1,459 @@
+//! The calls of a channel for kernels of the host device, with the meanings of `warplink/device.cuh`.
+
+use super::memory::{self, AwaitedWord};
+use super::operation::Context;
+use crate::device::channel::fifo::stopped;
+use crate::device::channel::trigger::{Movement, Trigger};
+use crate::device::channel::{ChannelParts, ProxyEnd, Side};
+use crate::device::{At, ChannelMemory, DeviceSlice, Word};
+use crate::error::{Error, ErrorKind, Result};
+use std::time::Duration;
+
+/// Data bytes and all bytes of a packet of 128 bytes.
+const LINE: (u64, u64) = (120, 128);
+
+/// Longest pause of a thread that looks for something again and again.
+const NAP: Duration = Duration::from_micros(50);
+
+/// Looks before a thread that waits begins to pause.
+const SPINS: u32 = 200;
+
+/// A channel, as a block of a kernel of the host device has it. The calls are those of
+/// `warplink::Channel` in `warplink/device.cuh`, made by the whole block: they have the same meanings,
+/// and fail where those give another status than `ok`.
+#[derive(Debug)]
+pub struct BlockChannel<'a> {
+    memory: &'a ChannelMemory,
+    context: &'a Context,
+}
+
+impl<'a> BlockChannel<'a> {
+    pub(super) fn new(memory: &'a ChannelMemory, context: &'a Context) -> Self {
+        Self { memory, context }
+    }
+
+    /// The rank at the other end.
+    pub fn peer(&self) -> u32 {
+        self.memory.peer()
+    }
+
+    /// Copies `bytes` from a region here to one of the peer's; nothing is known until a signal or a
+    /// flush.
+    pub fn put(&self, target: impl Into<At>, source: impl Into<At>, bytes: u64) -> Result<()> {
+        self.movement(
+            Movement::Put,
+            target.into(),
+            source.into(),
+            bytes,
+            [false; 2],
+        )
+    }
+
+    /// Copies `bytes` from a region of the peer's to one here; nothing is known until a flush.
+    pub fn get(&self, target: impl Into<At>, source: impl Into<At>, bytes: u64) -> Result<()> {
+        self.movement(
+            Movement::Get,
+            source.into(),
+            target.into(),
+            bytes,
+            [false; 2],
+        )
+    }
+
+    /// A put and a signal.
+    pub fn put_with_signal(
+        &self,
+        target: impl Into<At>,
+        source: impl Into<At>,
+        bytes: u64,
+    ) -> Result<()> {
+        self.movement(
+            Movement::Put,
+            target.into(),
+            source.into(),
+            bytes,
+            [true, false],
+        )
+    }
+
+    /// A put, a signal and a flush.
+    pub fn put_with_signal_and_flush(
+        &self,
+        target: impl Into<At>,
+        source: impl Into<At>,
+        bytes: u64,
+    ) -> Result<()> {
+        self.movement(
+            Movement::Put,
+            target.into(),
+            source.into(),
+            bytes,
+            [true; 2],
+        )
+    }
+
+    /// Counts up the peer's epoch by one, after everything that the block did before.
+    pub fn signal(&self) -> Result<()> {
+        self.context.check()?;
+        match &self.parts().proxy {
+            None => {
+                self.context.delay();
+                memory::increment(&self.parts().outbound);
+            }
+            Some(proxy) => {
+                self.push(proxy, Trigger::signal(proxy.connection))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Blocks until what was put on this channel before may be overwritten, and what was got may be read.
+    pub fn flush(&self) -> Result<()> {
+        self.context.check()?;
+        let Some(proxy) = &self.parts().proxy else {
+            return Ok(());
+        };
+        let mut trigger = Trigger::signal(proxy.connection);
+        (trigger.signal, trigger.flush) = (false, true);
+        let position = self.push(proxy, trigger)?;
+        self.await_flush(proxy, position)
+    }
+
+    /// Blocks until the peer has signalled once more than was waited for.
+    pub fn wait(&self) -> Result<()> {
+        let awaited = memory::increment(&self.parts().awaited) + 1;
+        self.wait_until(awaited)
+    }
+
+    /// Blocks until the peer has signalled `epoch` times in all. Uses up no signal.
+    pub fn wait_until(&self, epoch: u64) -> Result<()> {
+        let word = AwaitedWord::new(&self.parts().inbound);
+        self.context.wait(&word, epoch)
+    }
+
+    /// As [`wait`](Self::wait), where that would not block; whether there was a signal to use up.
+    pub fn poll(&self) -> Result<bool> {
+        self.context.check()?;
+        let parts = self.parts();
+        let mut taken = memory::load(&parts.awaited);
+        while memory::load(&parts.inbound) as i64 - taken as i64 > 0 {
+            match memory::exchange(&parts.awaited, taken, taken + 1) {
+                Ok(_) => return Ok(true),
+                Err(found) => taken = found,
+            }
+        }
+        Ok(false)
+    }
+
+    /// How often the peer has signalled so far.
+    pub fn epoch(&self) -> u64 {
+        memory::load(&self.parts().inbound)
+    }
+
+    /// Puts `bytes` as packets of 8 bytes, of which 4 are data, with `flag`.
+    pub fn put_packets8(
+        &self,
+        target: impl Into<At>,
+        source: impl Into<At>,
+        bytes: u64,
+        flag: u32,
+    ) -> Result<()> {
+        self.put_packets(target.into(), source.into(), bytes, flag, [4, 8])
+    }
+
+    /// Reads what the peer put here by [`put_packets8`](Self::put_packets8) with the same flag.
+    pub fn read_packets8(
+        &self,
+        target: impl Into<At>,
+        source: impl Into<At>,
+        bytes: u64,
+        flag: u32,
+    ) -> Result<()> {
+        self.read_packets(target.into(), source.into(), bytes, flag, [4, 8])
+    }
+
+    /// Puts `bytes` as packets of 16 bytes, of which 8 are data, with `flag`.
+    pub fn put_packets16(
+        &self,
+        target: impl Into<At>,
+        source: impl Into<At>,
+        bytes: u64,
+        flag: u32,
+    ) -> Result<()> {
+        self.put_packets(target.into(), source.into(), bytes, flag, [8, 16])
+    }
+
+    /// Reads what the peer put here by [`put_packets16`](Self::put_packets16) with the same flag.
+    pub fn read_packets16(
+        &self,
+        target: impl Into<At>,
+        source: impl Into<At>,
+        bytes: u64,
+        flag: u32,
+    ) -> Result<()> {
+        self.read_packets(target.into(), source.into(), bytes, flag, [8, 16])
+    }
+
+    /// Puts `bytes` as packets of 128 bytes, of which 120 are data, with `flag`.
+    pub fn put_packets128(
+        &self,
+        target: impl Into<At>,
+        source: impl Into<At>,
+        bytes: u64,
+        flag: u64,
+    ) -> Result<()> {
+        let (data, line) = LINE;
+        let packed = line * bytes.div_ceil(data);
+        let (target, source) =
+            self.packet_places(target.into(), packed, source.into(), bytes, [8, 128])?;
+        for (number, line) in self.words_of_lines(&target).enumerate() {
+            let [words @ .., flag_word] = &line?;
+            for (place, word) in words.iter().enumerate() {
+                let at = data as usize * number + 8 * place;
+                let mut value = [0; 8];
+                if at < source.bytes() {
+                    memory::read_bytes(&source.slice(at..at + 8)?, &mut value)?;
+                }
+                memory::set(word, u64::from_ne_bytes(value));
+            }
+            self.context.delay();
+            memory::set(flag_word, flag);
+        }
+        Ok(())
+    }
+
+    /// Reads what the peer put here by [`put_packets128`](Self::put_packets128) with the same flag.
+    pub fn read_packets128(
+        &self,
+        target: impl Into<At>,
+        source: impl Into<At>,
+        bytes: u64,
+        flag: u64,
+    ) -> Result<()> {
+        let (data, line) = LINE;
+        let packed = line * bytes.div_ceil(data);
+        let (source, target) =
+            self.own_packet_places(source.into(), packed, target.into(), bytes, [8, 128])?;
+        for (number, line) in self.words_of_lines(&source).enumerate() {
+            let [words @ .., flag_word] = &line?;
+            self.spin(|| Ok(memory::load(flag_word) == flag))?;
+            for (place, word) in words.iter().enumerate() {
+                let at = data as usize * number + 8 * place;
+                if at < target.bytes() {
+                    let value = memory::load(word).to_ne_bytes();
+                    memory::write_bytes(&target.slice(at..at + 8)?, &value)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn parts(&self) -> &ChannelParts {
+        self.memory.parts()
+    }
+
+    /// A put or a get, and the signal and the flush after it.
+    fn movement(
+        &self,
+        movement: Movement,
+        peers: At,
+        own: At,
+        bytes: u64,
+        [signal, flush]: [bool; 2],
+    ) -> Result<()> {
+        self.context.check()?;
+        let windows = &self.parts().windows;
+        let peers_range = windows.range(Side::Peers, peers, bytes)?;
+        let own_range = windows.range(Side::Own, own, bytes)?;
+        let Some(proxy) = &self.parts().proxy else {
+            match movement {
+                Movement::Put => self.context.copy(&peers_range, &own_range)?,
+                Movement::Get => self.context.copy(&own_range, &peers_range)?,
+            }
+            return if signal { self.signal() } else { Ok(()) };
+        };
+        let trigger = Trigger {
+            movement: Some(movement),
+            signal,
+            flush,
+            connection: proxy.connection,
+            bytes,
+            own,
+            peers,
+        };
+        let position = self.push(proxy, trigger)?;
+        if flush {
+            self.await_flush(proxy, position)?;
+        }
+        Ok(())
+    }
+
+    /// Hands a trigger to the proxy, once there is room.
+    fn push(&self, proxy: &ProxyEnd, trigger: Trigger) -> Result<u64> {
+        self.context.delay();
+        let mut looks = 0;
+        proxy.fifo.push(trigger.encode(), || {
+            looks += 1;
+            self.pause(looks)
+        })
+    }
+
+    /// Blocks until the proxy has done what it found before `position`, and that.
+    fn await_flush(&self, proxy: &ProxyEnd, position: u64) -> Result<()> {
+        let done = || memory::load(&self.parts().completed) > position;
+        self.spin(|| {
+            if done() {
+                return Ok(true);
+            }
+            // What was done before the proxy ended counts.
+            if proxy.fifo.is_stopped() && !done() {
+                return Err(stopped());
+            }
+            Ok(false)
+        })
+    }
+
+    /// Looks until `ready`, or until the waits are ended.
+    fn spin(&self, ready: impl Fn() -> Result<bool>) -> Result<()> {
+        let mut looks = 0;
+        while !ready()? {
+            looks += 1;
+            self.pause(looks)?;
+        }
+        Ok(())
+    }
+
+    /// Between two looks.
+    fn pause(&self, looks: u32) -> Result<()> {
+        if looks < SPINS {
+            std::hint::spin_loop();
+            return Ok(());
+        }
+        self.context.check()?;
+        std::thread::sleep(NAP);
+        Ok(())
+    }
+
+    fn put_packets(
+        &self,
+        target: At,
+        source: At,
+        bytes: u64,
+        flag: u32,
+        alignment: [u64; 2],
+    ) -> Result<()> {
+        let (target, source) = self.packet_places(target, 2 * bytes, source, bytes, alignment)?;
+        self.context.delay();
+        // A packet of 16 bytes is two of 8.
+        for packet in 0..bytes as usize / 4 {
+            let mut data = [0; 4];
+            memory::read_bytes(&source.slice(4 * packet..4 * packet + 4)?, &mut data)?;
+            let value = u64::from(flag) << 32 | u64::from(u32::from_le_bytes(data));
+            memory::set(&target.word(8 * packet)?, value.to_le());
+        }
+        Ok(())
+    }
+
+    fn read_packets(
+        &self,
+        target: At,
+        source: At,
+        bytes: u64,
+        flag: u32,
+        alignment: [u64; 2],
+    ) -> Result<()> {
+        let (source, target) =
+            self.own_packet_places(source, 2 * bytes, target, bytes, alignment)?;
+        for packet in 0..bytes as usize / 4 {
+            let word = source.word(8 * packet)?;
+            let value = || u64::from_le(memory::load(&word));
+            self.spin(|| Ok(value() >> 32 == u64::from(flag)))?;
+            let data = (value() as u32).to_le_bytes();
+            memory::write_bytes(&target.slice(4 * packet..4 * packet + 4)?, &data)?;
+        }
+        Ok(())
+    }
+
+    /// The words of each packet of 128 bytes.
+    fn words_of_lines<'s>(
+        &self,
+        lines: &'s DeviceSlice,
+    ) -> impl Iterator<Item = Result<[Word; 16]>> + 's {
+        (0..lines.bytes() / LINE.1 as usize).map(move |line| {
+            let words: Result<Vec<Word>> = (0..16)
+                .map(|word| lines.word(LINE.1 as usize * line + 8 * word))
+                .collect();
+            let words = words?.try_into();
+            words.map_err(|_| Error::new(ErrorKind::Internal, "a line has 16 words"))
+        })
+    }
+
+    fn packet_places(
+        &self,
+        target: At,
+        packed: u64,
+        source: At,
+        bytes: u64,
+        alignment: [u64; 2],
+    ) -> Result<(DeviceSlice, DeviceSlice)> {
+        if self.parts().proxy.is_some() {
+            return Err(Error::new(
+                ErrorKind::Unsupported,
+                "a proxied channel does not put packets",
+            )
+            .with_operation("put packets")
+            .with_help("use a direct channel"));
+        }
+        let windows = &self.parts().windows;
+        let target = windows.range(Side::Peers, target, packed)?;
+        let source = windows.range(Side::Own, source, bytes)?;
+        check_aligned(&target, &source, bytes, alignment)?;
+        Ok((target, source))
+    }
+
+    fn own_packet_places(
+        &self,
+        source: At,
+        packed: u64,
+        target: At,
+        bytes: u64,
+        alignment: [u64; 2],
+    ) -> Result<(DeviceSlice, DeviceSlice)> {
+        let windows = &self.parts().windows;
+        let source = windows.range(Side::Own, source, packed)?;
+        let target = windows.range(Side::Own, target, bytes)?;
+        check_aligned(&source, &target, bytes, alignment)?;
+        Ok((source, target))
+    }
+}
+
+/// Fails where packets, or the data beside them, are not aligned.
+fn check_aligned(
+    packets: &DeviceSlice,
+    plain: &DeviceSlice,
+    bytes: u64,
+    [unit, packet]: [u64; 2],
+) -> Result<()> {
+    let aligned = packets.address().is_multiple_of(packet)
+        && plain.address().is_multiple_of(unit)
+        && bytes.is_multiple_of(unit);
+    if aligned {
+        return Ok(());
+    }
+    Err(Error::invalid(format!(
+        "packets at {:#x} of {bytes} bytes at {:#x}; expected multiples of {packet} and of {unit} bytes",
+        packets.address(),
+        plain.address()
+    ))
+    .with_operation("put or read packets")
+    .with_help("align offsets and lengths"))
+}
+
+impl super::kernel::Block<'_> {
+    /// Blocks until all peers have called it with their channels: signals on each of `channels` and waits
+    /// for each.
+    pub fn barrier(&self, channels: &[BlockChannel<'_>]) -> Result<()> {
+        channels.iter().try_for_each(BlockChannel::signal)?;
+        channels.iter().try_for_each(BlockChannel::wait)
+    }
+}

@@ -1,0 +1,254 @@
+//! Kernels of the host device: a closure for each block.
+
+use super::channel::BlockChannel;
+use super::operation::{Context, Operation};
+use super::{check_kind, memory, stream};
+use crate::device::module::{HostKernel, KernelBackend, ModuleBackend, unknown_kernel};
+use crate::device::{Argument, DeviceKind, DeviceSlice, Launch, ModuleSource, Stream};
+use crate::error::{Error, ErrorKind, Result};
+use std::collections::BTreeMap;
+use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+
+/// Most blocks of a launch: each has a thread.
+const MAX_BLOCKS: u32 = 256;
+
+/// What a kernel of the host device is run with: one block of a launch.
+#[derive(Debug)]
+pub struct Block<'a> {
+    index: u32,
+    launch: Launch,
+    arguments: &'a [Argument],
+    context: Context,
+}
+
+impl Block<'_> {
+    /// The block's number in the grid.
+    pub fn index(&self) -> u32 {
+        self.index
+    }
+
+    /// How many blocks the launch has.
+    pub fn blocks(&self) -> u32 {
+        self.launch.blocks
+    }
+
+    /// How many threads a block of the launch would have on a GPU.
+    pub fn threads(&self) -> u32 {
+        self.launch.threads
+    }
+
+    /// The unsigned integer that is argument `number`.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`] where the launch has no such argument; likewise for the others.
+    pub fn u64(&self, number: usize) -> Result<u64> {
+        match self.argument(number)? {
+            Argument::U64(value) => Ok(*value),
+            Argument::U32(value) => Ok(u64::from(*value)),
+            other => Err(mismatch(number, other, "an unsigned integer")),
+        }
+    }
+
+    /// The unsigned integer of 32 bits that is argument `number`.
+    pub fn u32(&self, number: usize) -> Result<u32> {
+        match self.argument(number)? {
+            Argument::U32(value) => Ok(*value),
+            other => Err(mismatch(number, other, "u32")),
+        }
+    }
+
+    /// The number that is argument `number`.
+    pub fn f32(&self, number: usize) -> Result<f32> {
+        match self.argument(number)? {
+            Argument::F32(value) => Ok(*value),
+            other => Err(mismatch(number, other, "f32")),
+        }
+    }
+
+    /// The memory that is argument `number`.
+    pub fn slice(&self, number: usize) -> Result<&DeviceSlice> {
+        match self.argument(number)? {
+            Argument::Slice(slice) => Ok(slice),
+            other => Err(mismatch(number, other, "a slice")),
+        }
+    }
+
+    /// The channel that is argument `number`.
+    pub fn channel(&self, number: usize) -> Result<BlockChannel<'_>> {
+        match self.argument(number)? {
+            Argument::Channel(channel) => Ok(BlockChannel::new(channel.memory(), &self.context)),
+            other => Err(mismatch(number, other, "a channel")),
+        }
+    }
+
+    /// The channels that are argument `number`.
+    pub fn channels(&self, number: usize) -> Result<Vec<BlockChannel<'_>>> {
+        match self.argument(number)? {
+            Argument::Channels(channels) => {
+                let channels = channels.handles().iter();
+                Ok(channels
+                    .map(|channel| BlockChannel::new(channel.memory(), &self.context))
+                    .collect())
+            }
+            other => Err(mismatch(number, other, "channels")),
+        }
+    }
+
+    /// Copies `bytes` to `target`, of the same length.
+    pub fn write(&self, target: &DeviceSlice, bytes: &[u8]) -> Result<()> {
+        check_kind(target)?;
+        memory::write_bytes(target, bytes)
+    }
+
+    /// Copies `source` to `bytes`, of the same length.
+    pub fn read(&self, source: &DeviceSlice, bytes: &mut [u8]) -> Result<()> {
+        check_kind(source)?;
+        memory::read_bytes(source, bytes)
+    }
+
+    fn argument(&self, number: usize) -> Result<&Argument> {
+        self.arguments.get(number).ok_or_else(|| {
+            Error::invalid(format!(
+                "the kernel asks for argument {number}; the launch has {}",
+                self.arguments.len()
+            ))
+            .with_operation("run a kernel")
+            .with_help("launch it with all of its arguments")
+        })
+    }
+}
+
+fn mismatch(number: usize, argument: &Argument, expected: &str) -> Error {
+    Error::invalid(format!(
+        "argument {number} is {}; expected {expected}",
+        argument.type_name()
+    ))
+    .with_operation("run a kernel")
+    .with_help("launch the kernel with the arguments that it asks for")
+}
+
+/// The closures of a module.
+#[derive(Clone)]
+pub(super) struct HostModule {
+    name: String,
+    kernels: BTreeMap<String, Arc<HostKernel>>,
+}
+
+impl HostModule {
+    pub(super) fn load(source: &ModuleSource) -> Result<Self> {
+        if source.host_kernels().is_empty() {
+            return Err(Error::new(
+                ErrorKind::Unsupported,
+                "the module has no kernels for the host device",
+            )
+            .with_operation("load a module")
+            .with_key(source.name())
+            .with_help("add them with ModuleSource::with_host_kernel"));
+        }
+        Ok(Self {
+            name: source.name().to_owned(),
+            kernels: source.host_kernels().clone(),
+        })
+    }
+}
+
+impl ModuleBackend for HostModule {
+    fn kernel(&self, name: &str) -> Result<Arc<dyn KernelBackend>> {
+        let body = self.kernels.get(name).cloned();
+        let body = body.ok_or_else(|| unknown_kernel(&self.name, name, self.kernels.keys()))?;
+        Ok(Arc::new(HostKernelBackend {
+            name: name.to_owned(),
+            body,
+        }))
+    }
+}
+
+impl fmt::Debug for HostModule {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "HostModule({}: {:?})", self.name, self.kernels.keys())
+    }
+}
+
+struct HostKernelBackend {
+    name: String,
+    body: Arc<HostKernel>,
+}
+
+impl KernelBackend for HostKernelBackend {
+    fn launch(&self, stream: &Stream, launch: &Launch, arguments: &[Argument]) -> Result<()> {
+        let stream = stream::from_dyn(stream)?;
+        let failed = |error: Error| error.with_operation("launch a kernel");
+        let invalid = |text: String, help: &'static str| {
+            failed(Error::invalid(text))
+                .with_key(&*self.name)
+                .with_help(help)
+        };
+        if launch.blocks > MAX_BLOCKS {
+            let text = format!(
+                "{} blocks; expected at most {MAX_BLOCKS} on the host device",
+                launch.blocks
+            );
+            return Err(invalid(text, "launch fewer blocks"));
+        }
+        let other =
+            |argument: &&Argument| argument.kind().is_some_and(|kind| kind != DeviceKind::Host);
+        if let Some(argument) = arguments.iter().find(other) {
+            let text = format!("{argument:?} is not of the host device");
+            return Err(invalid(text, "use memory of the stream's device"));
+        }
+        for fault in arguments.iter().flat_map(Argument::faults) {
+            stream.depend_on(fault);
+        }
+        let (body, launch, arguments) = (self.body.clone(), *launch, arguments.to_vec());
+        let name = self.name.clone();
+        stream.enqueue(Operation::Task(Arc::new(move |context: &Context| {
+            run(&*body, launch, &arguments, context).map_err(|error| error.with_key(&*name))
+        })))
+    }
+}
+
+impl fmt::Debug for HostKernelBackend {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Kernel({})", self.name)
+    }
+}
+
+/// Runs all blocks at the same time, and gives the error of the first that failed.
+fn run(body: &HostKernel, launch: Launch, arguments: &[Argument], context: &Context) -> Result<()> {
+    let block = |index: u32| Block {
+        index,
+        launch,
+        arguments,
+        context: context.for_block(),
+    };
+    let first = block(0);
+    std::thread::scope(|scope| {
+        let mut others = Vec::new();
+        for index in 1..launch.blocks {
+            let block = block(index);
+            let thread = std::thread::Builder::new()
+                .name(format!("warplink-block-{index}"))
+                .spawn_scoped(scope, move || run_block(body, &block))
+                .map_err(|error| Error::io("start a block's thread", &error))?;
+            others.push(thread);
+        }
+        let first = run_block(body, &first);
+        let others = others.into_iter().map(|thread| thread.join());
+        let results: Vec<Result<()>> = others
+            .map(|ended| ended.unwrap_or_else(|_| Err(panicked())))
+            .collect();
+        first.and(results.into_iter().collect())
+    })
+}
+
+fn run_block(body: &HostKernel, block: &Block<'_>) -> Result<()> {
+    catch_unwind(AssertUnwindSafe(|| body(block))).unwrap_or_else(|_| Err(panicked()))
+}
+
+fn panicked() -> Error {
+    Error::new(ErrorKind::Internal, "a kernel of the host device panicked")
+        .with_operation("run a kernel")
+        .with_help("return an error from the closure instead")
+}

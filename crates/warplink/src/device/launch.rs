@@ -1,0 +1,177 @@
+//! How a kernel is launched, and with which arguments.
+
+use super::channel::{ChannelArray, ChannelHandle};
+use super::config::DeviceKind;
+use super::fault::Fault;
+use super::slice::DeviceSlice;
+use super::stream::Stream;
+use std::fmt;
+use std::sync::Arc;
+
+/// The shape of a launch: a grid of blocks of threads, each of one dimension.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Launch {
+    pub(crate) blocks: u32,
+    pub(crate) threads: u32,
+    pub(crate) shared_bytes: u32,
+    pub(crate) together: bool,
+}
+
+impl Launch {
+    /// `blocks` blocks of `threads` threads. The host device runs a closure for each block, and tells it
+    /// the number of threads.
+    pub fn new(blocks: u32, threads: u32) -> Self {
+        Self {
+            blocks,
+            threads,
+            shared_bytes: 0,
+            together: false,
+        }
+    }
+
+    /// With so many bytes of dynamic shared memory for each block.
+    pub fn with_shared_bytes(mut self, bytes: u32) -> Self {
+        self.shared_bytes = bytes;
+        self
+    }
+
+    /// Only with all blocks on the device at the same time, so that they may wait for one another; a
+    /// launch that does not fit is an error. On the host device they always are.
+    pub fn with_all_blocks_together(mut self) -> Self {
+        self.together = true;
+        self
+    }
+}
+
+/// The value of a kernel's parameter.
+#[derive(Clone)]
+#[non_exhaustive]
+pub enum Argument {
+    /// `unsigned int`.
+    U32(u32),
+    /// `int`.
+    I32(i32),
+    /// `unsigned long long`.
+    U64(u64),
+    /// `long long`.
+    I64(i64),
+    /// `float`.
+    F32(f32),
+    /// `double`.
+    F64(f64),
+    /// A pointer to the first byte.
+    Slice(DeviceSlice),
+    /// `warplink::Channel`, by value.
+    Channel(Arc<dyn ChannelHandle>),
+    /// `const warplink::Channel *`: the first of several.
+    Channels(Arc<ChannelArray>),
+}
+
+impl Argument {
+    /// The bytes of the parameter, in 8-byte units of which the last may be used in part, and how many.
+    pub(crate) fn words(&self) -> (Vec<u64>, usize) {
+        match self {
+            Self::U32(value) => (vec![u64::from(*value)], 4),
+            Self::I32(value) => (vec![u64::from(*value as u32)], 4),
+            Self::F32(value) => (vec![u64::from(value.to_bits())], 4),
+            Self::U64(value) => (vec![*value], 8),
+            Self::I64(value) => (vec![*value as u64], 8),
+            Self::F64(value) => (vec![value.to_bits()], 8),
+            Self::Slice(slice) => (vec![slice.address()], 8),
+            Self::Channel(channel) => {
+                let words = channel.memory().descriptor();
+                (words.to_vec(), 8 * words.len())
+            }
+            Self::Channels(channels) => (vec![channels.table().address()], 8),
+        }
+    }
+
+    /// Which device's memory it names.
+    pub(crate) fn kind(&self) -> Option<DeviceKind> {
+        match self {
+            Self::Slice(slice) => Some(slice.kind()),
+            Self::Channel(channel) => Some(channel.memory().kind()),
+            Self::Channels(channels) => Some(channels.table().kind()),
+            _ => None,
+        }
+    }
+
+    /// The faults that end waits in a kernel which has it.
+    pub(crate) fn faults(&self) -> Vec<&Arc<Fault>> {
+        match self {
+            Self::Slice(slice) => slice.backing().fault().into_iter().collect(),
+            Self::Channel(channel) => channel.memory().fault().into_iter().collect(),
+            Self::Channels(channels) => {
+                let faults = channels.handles().iter();
+                faults
+                    .filter_map(|channel| channel.memory().fault())
+                    .collect()
+            }
+            _ => Vec::new(),
+        }
+    }
+
+    /// Has what it names kept until `stream` is past what was enqueued so far.
+    pub(crate) fn note(&self, stream: &Stream) {
+        match self {
+            Self::Channel(channel) => channel.note(stream),
+            Self::Channels(channels) => {
+                channels.handles().iter().for_each(|one| one.note(stream));
+            }
+            _ => {}
+        }
+    }
+
+    /// What it is, for messages.
+    pub(crate) fn type_name(&self) -> &'static str {
+        match self {
+            Self::U32(_) => "u32",
+            Self::I32(_) => "i32",
+            Self::U64(_) => "u64",
+            Self::I64(_) => "i64",
+            Self::F32(_) => "f32",
+            Self::F64(_) => "f64",
+            Self::Slice(_) => "a slice",
+            Self::Channel(_) => "a channel",
+            Self::Channels(_) => "channels",
+        }
+    }
+}
+
+impl fmt::Debug for Argument {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::U32(value) => write!(f, "{value}"),
+            Self::I32(value) => write!(f, "{value}"),
+            Self::U64(value) => write!(f, "{value}"),
+            Self::I64(value) => write!(f, "{value}"),
+            Self::F32(value) => write!(f, "{value}"),
+            Self::F64(value) => write!(f, "{value}"),
+            Self::Slice(slice) => slice.fmt(f),
+            Self::Channel(channel) => channel.memory().fmt(f),
+            Self::Channels(channels) => channels.fmt(f),
+        }
+    }
+}
+
+/// Arguments made of the values themselves.
+macro_rules! from_values {
+    ($($type:ty => $variant:ident),* $(,)?) => {$(
+        impl From<$type> for Argument {
+            fn from(value: $type) -> Self {
+                Self::$variant(value)
+            }
+        }
+    )*};
+}
+
+from_values!(
+    u32 => U32, i32 => I32, u64 => U64, i64 => I64, f32 => F32, f64 => F64,
+    DeviceSlice => Slice, Arc<ChannelArray> => Channels,
+);
+
+impl From<&DeviceSlice> for Argument {
+    fn from(slice: &DeviceSlice) -> Self {
+        Self::Slice(slice.clone())
+    }
+}

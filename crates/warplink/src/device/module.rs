@@ -1,0 +1,193 @@
+//! Code of the user's for a device: modules, the kernels in them, and launching these.
+
+use super::launch::{Argument, Launch};
+use super::stream::Stream;
+use crate::error::{Error, Result};
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::Arc;
+
+/// What a module is made of: CUDA C++ or machine code for GPUs, closures for the host device, or both,
+/// so that one program runs on either.
+#[derive(Clone, Default)]
+pub struct ModuleSource {
+    name: String,
+    code: Option<CudaCode>,
+    options: Vec<String>,
+    host: BTreeMap<String, Arc<HostKernel>>,
+}
+
+/// A kernel of the host device.
+pub(crate) type HostKernel = dyn Fn(&super::Block<'_>) -> Result<()> + Send + Sync;
+
+/// Code for a GPU.
+#[derive(Clone)]
+pub(crate) enum CudaCode {
+    /// CUDA C++.
+    Text(String),
+    /// What a compiler made of it: a cubin, a fat binary or PTX that ends with a zero.
+    Image(Arc<[u8]>),
+}
+
+impl ModuleSource {
+    /// Nothing yet; `name` is for messages.
+    pub fn new(name: impl Into<String>) -> Self {
+        Self {
+            name: name.into(),
+            ..Self::default()
+        }
+    }
+
+    /// With CUDA C++, which is compiled for the GPU at hand when the module is loaded for the first time.
+    /// It may include `<warplink/device.cuh>`. Kernels are `extern "C"`, so that they are found by name.
+    pub fn with_cuda(mut self, text: impl Into<String>) -> Self {
+        self.code = Some(CudaCode::Text(text.into()));
+        self
+    }
+
+    /// With machine code for the GPU at hand (a cubin or a fat binary), or PTX.
+    pub fn with_cubin(mut self, image: impl Into<Vec<u8>>) -> Self {
+        let mut image = image.into();
+        // PTX is text, whose end the driver finds by a zero; other images ignore one.
+        image.push(0);
+        self.code = Some(CudaCode::Image(image.into()));
+        self
+    }
+
+    /// With an option of the compiler's, such as `-DBLOCK=256`.
+    pub fn with_option(mut self, option: impl Into<String>) -> Self {
+        self.options.push(option.into());
+        self
+    }
+
+    /// With the kernel `name` of the host device: `body` runs once for each block, all at the same time.
+    pub fn with_host_kernel(
+        mut self,
+        name: impl Into<String>,
+        body: impl Fn(&super::Block<'_>) -> Result<()> + Send + Sync + 'static,
+    ) -> Self {
+        self.host.insert(name.into(), Arc::new(body));
+        self
+    }
+
+    /// Its name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    pub(crate) fn code(&self) -> Option<&CudaCode> {
+        self.code.as_ref()
+    }
+
+    pub(crate) fn options(&self) -> &[String] {
+        &self.options
+    }
+
+    pub(crate) fn host_kernels(&self) -> &BTreeMap<String, Arc<HostKernel>> {
+        &self.host
+    }
+}
+
+impl fmt::Debug for ModuleSource {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ModuleSource")
+            .field("name", &self.name)
+            .field("cuda", &self.code.is_some())
+            .field("host", &self.host.keys())
+            .finish_non_exhaustive()
+    }
+}
+
+/// Code that was loaded into a device; see [`Device::load_module`](super::Device::load_module). A clone
+/// is another handle of the same module.
+#[derive(Clone)]
+pub struct Module(Arc<dyn ModuleBackend>);
+
+impl Module {
+    /// The handle of what a device loaded.
+    pub(crate) fn new(backend: Arc<dyn ModuleBackend>) -> Self {
+        Self(backend)
+    }
+
+    /// The kernel `name`, ready to launch.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where the module has no such
+    /// kernel.
+    pub fn kernel(&self, name: &str) -> Result<Kernel> {
+        self.0.kernel(name).map(Kernel)
+    }
+}
+
+impl fmt::Debug for Module {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+/// A kernel of a module, which it keeps loaded. A clone is another handle of the same kernel.
+#[derive(Clone)]
+pub struct Kernel(Arc<dyn KernelBackend>);
+
+impl Kernel {
+    /// Enqueues the kernel on `stream`, of the module's device. Does not block. Where the stream records a
+    /// graph, the launch is recorded with the values of its arguments.
+    ///
+    /// Memory that arguments name must stay allocated until the kernel is done; channels see to that
+    /// themselves, except in graphs. If the kernel waits for signals of a communicator, by channels among
+    /// its arguments, the stream fails when the communicator does.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where number, sizes or kinds of the
+    /// arguments are not those of the kernel's parameters (as far as the driver tells), for a grid that is
+    /// empty or too large, and for a stream of another device;
+    /// [`ErrorKind::Driver`](crate::ErrorKind::Driver) where the launch fails.
+    pub fn launch(&self, stream: &Stream, launch: &Launch, arguments: &[Argument]) -> Result<()> {
+        if launch.blocks == 0 || launch.threads == 0 {
+            return Err(Error::invalid(format!(
+                "a launch of {} blocks of {} threads; expected at least one of each",
+                launch.blocks, launch.threads
+            ))
+            .with_operation("launch a kernel")
+            .with_help("leave out launches that have nothing to do"));
+        }
+        self.0.launch(stream, launch, arguments)?;
+        arguments.iter().for_each(|argument| argument.note(stream));
+        Ok(())
+    }
+}
+
+impl fmt::Debug for Kernel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+/// A module as a device loads it; the methods are those of [`Module`].
+pub(crate) trait ModuleBackend: Send + Sync + fmt::Debug {
+    /// See [`Module::kernel`].
+    fn kernel(&self, name: &str) -> Result<Arc<dyn KernelBackend>>;
+}
+
+/// A kernel as a device has it; the methods are those of [`Kernel`].
+pub(crate) trait KernelBackend: Send + Sync + fmt::Debug {
+    /// See [`Kernel::launch`].
+    fn launch(&self, stream: &Stream, launch: &Launch, arguments: &[Argument]) -> Result<()>;
+}
+
+/// That the module has no kernel `name`, but `known`.
+pub(crate) fn unknown_kernel<'a>(
+    module: &str,
+    name: &str,
+    known: impl Iterator<Item = &'a String>,
+) -> Error {
+    let known: Vec<&str> = known.map(String::as_str).collect();
+    let expected = match known.len() {
+        0 => "an extern \"C\" kernel of the module".to_owned(),
+        _ => known.join(", "),
+    };
+    Error::invalid(format!("unknown kernel '{name}'; expected {expected}"))
+        .with_operation("find a kernel")
+        .with_key(module.to_owned())
+        .with_help("name a kernel of the module, which is extern \"C\" in CUDA C++")
+}
