@@ -1,8 +1,9 @@
-//! Random programs and an interpreter of programs, for tests that compare the verifier's verdict with
-//! what happens.
+//! Random programs, an interpreter of programs, and what either says of the verifier's verdicts.
 
 // Not every test uses all of it.
-#![allow(dead_code)]
+#![allow(dead_code, unused_imports)]
 
+pub(crate) mod device;
+pub(crate) mod evidence;
 pub(crate) mod interpreter;
 pub(crate) mod sample;

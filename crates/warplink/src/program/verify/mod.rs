@@ -15,8 +15,10 @@
 //!   copies, and signals *done*, for which waiting for the send waits. *put*: posting the receive
 //!   signals *ready*; posting the send waits for it, copies, and signals *done*, for which waiting
 //!   for the receive waits. Waiting on the side that copies waits for the copy.
-//! - In a group, signals that wait for nothing come first; then all waits; then all copies, in any
-//!   order; then the signals that they are done. So each of these stands for all copies of the group.
+//! - In a group, signals that wait for nothing come first; then each copy, or each matmul that is
+//!   stored at a peer, behind the signal of its own transfer and in any order; then the signals that
+//!   they are done. So each of these stands for all copies of the group, and a copy counts on no other's
+//!   signal.
 //! - The collective engine runs its operations on a rank one after another, in the order in which
 //!   the host gave them, whatever their streams. For a deadlock this is counted on, for an order
 //!   between accesses it is not. A receive through the engine comes after its send has started; a
@@ -32,7 +34,10 @@ mod advance;
 mod blocked;
 mod capture;
 mod clock;
+mod collective;
 mod diagnostics;
+mod finish;
+mod group;
 mod link;
 mod memory;
 mod numbers;

@@ -1,181 +1,241 @@
-//! A stage on which rank programs are played in random orders.
+//! A stage on which rank programs are played in any order that their streams allow.
 //!
 //! It shares nothing with the verifier: memory is numbers, signals are words that are set, hosts
-//! and streams take one small step at a time, and which of them is next is drawn. Copies take two
-//! steps. The program runs twice in a row; in between, the caller's stream takes the outputs, sets
-//! other inputs and spoils the rest.
+//! and streams take one small step at a time, and a [`Schedule`] says which of them is next. Copies
+//! take two steps. The program runs twice in a row; in between, the caller's stream takes the outputs,
+//! sets other inputs and spoils the rest.
+//!
+//! Every cell of memory remembers the order of its writes, and every read the writes before it. Two
+//! plays whose [`Outcome::order`] differs are a race, whether or not a value shows it.
 
+mod memory;
 mod operation;
+mod schedule;
 mod step;
 
-use std::collections::HashMap;
-use step::{Step, Word};
-use warplink::program::ir::Role;
-use warplink::program::{Backend, OperationKind, RankProgram, TransferId};
+pub(crate) use memory::{Fault, input};
+pub(crate) use schedule::{Engine, Hold, Pick, Random, Schedule, Submission};
 
-/// How a play ends.
+use memory::{Actor, Memory};
+use std::collections::{BTreeSet, HashMap, VecDeque};
+use step::{Step, Word};
+use warplink::program::{Backend, OperationKind, RankProgram, TransferId, TransferInstance};
+
+/// How often the program is run.
+pub(crate) const RUNS: usize = 2;
+
+/// How a play ended.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) enum End {
-    /// Nobody can take a step, and not everybody is done.
-    Stuck,
+pub(crate) struct Outcome {
+    /// Nobody could take a step, and not everybody was done.
+    pub(crate) stuck: bool,
     /// The outputs of each run and rank.
-    Outputs(Vec<Vec<f64>>),
+    pub(crate) outputs: Vec<Vec<f64>>,
+    /// Stands for the order of all accesses to the same cells.
+    pub(crate) order: u64,
+    /// What is wrong whatever the values are.
+    pub(crate) faults: BTreeSet<Fault>,
+}
+
+/// The programs of all ranks, ready to be played.
+pub(crate) struct Interpreter<'a> {
+    ranks: &'a [RankProgram],
+    partners: Vec<Vec<TransferId>>,
+    /// How often a rank posts a transfer in one run.
+    posts: Vec<Vec<i64>>,
+    /// For each rank and operation, how many collectives come before it.
+    collectives_before: Vec<Vec<usize>>,
 }
 
 /// One thing that a stream was given.
-#[derive(Clone, Debug)]
+#[derive(Clone, Copy, Debug)]
 enum Job {
     Operation {
         index: usize,
         run: usize,
+        /// Its turn at the engine, if it has one.
+        turn: Option<usize>,
     },
     Record(usize),
-    WaitEvent(usize),
+    WaitEvent {
+        event: usize,
+        run: usize,
+    },
     /// The caller's work at the end of a run.
     Boundary(usize),
 }
 
+/// Steps of an operation that come one after another.
+struct Chain {
+    by: Actor,
+    steps: VecDeque<Step>,
+}
+
 #[derive(Default)]
 struct Stream {
-    jobs: std::collections::VecDeque<Job>,
+    jobs: VecDeque<Job>,
     /// Chains of steps of the job at hand, which go on in any order; none before it begins.
-    chains: Option<Vec<Vec<Step>>>,
+    chains: Option<Vec<Chain>>,
     /// Steps that come after all of these.
-    after: Vec<Step>,
+    after: VecDeque<Step>,
 }
 
 struct Play<'a> {
+    stage: &'a Interpreter<'a>,
     ranks: &'a [RankProgram],
-    submission: Submission,
-    random: u64,
-    memory: Vec<Vec<Vec<f64>>>,
+    schedule: &'a Schedule,
+    random: Random,
+    memory: Memory,
     words: Vec<HashMap<(Word, TransferId), i64>>,
     streams: Vec<Vec<Stream>>,
     /// Run and operation that a host is at.
     hosts: Vec<(usize, usize)>,
-    shared: Vec<Vec<usize>>,
-    posts: Vec<Vec<i64>>,
+    shared: Vec<Vec<bool>>,
+    posted: Vec<Vec<i64>>,
     /// The numbers of each operation's posts, by rank, run and operation.
     numbers: HashMap<(usize, usize, usize), Vec<i64>>,
-    partners: Vec<Vec<TransferId>>,
     events: Vec<bool>,
     mail: HashMap<(usize, TransferId, i64), Vec<f64>>,
-    collectives: HashMap<usize, Vec<Option<Vec<f64>>>>,
-    /// Operations of the engine in the order of the host, and how many are done.
-    engine: Vec<(Vec<(usize, usize)>, usize)>,
+    collectives: HashMap<usize, Vec<(bool, Option<Vec<f64>>)>>,
+    /// How many operations the engine was given, and how many are done.
+    engine: Vec<(usize, usize)>,
     outputs: Vec<Vec<f64>>,
 }
 
-const RUNS: usize = 2;
-
-/// How the ranks run their programs.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Submission {
-    /// Operation by operation; posts count.
-    Eager,
-    /// As a graph, launched for each run. What only signals waits, when it is posted again in a graph,
-    /// until it is done the time before, and other streams' waits come behind its first post.
-    Captured,
-}
-
-/// Plays the program of all ranks in an order that `seed` determines.
-pub(crate) fn play(ranks: &[RankProgram], submission: Submission, seed: u64) -> End {
-    let mut play = Play::new(ranks, submission, seed);
-    loop {
-        // Agents in a random order, until one of them can take a step.
-        let mut agents: Vec<(usize, Option<usize>)> = Vec::new();
-        for (rank, rank_program) in ranks.iter().enumerate() {
-            agents.push((rank, None));
-            agents.extend((0..rank_program.streams.len()).map(|stream| (rank, Some(stream))));
-        }
-        let mut moved = false;
-        while !agents.is_empty() && !moved {
-            let at = play.below(agents.len());
-            moved = match agents.swap_remove(at) {
-                (rank, None) => play.host(rank),
-                (rank, Some(stream)) => play.stream(rank, stream),
+impl<'a> Interpreter<'a> {
+    pub(crate) fn new(ranks: &'a [RankProgram]) -> Self {
+        let partner = |rank: usize, t: &TransferInstance| {
+            let fits = |o: &TransferInstance| {
+                o.direction != t.direction && (o.peer, o.tag, o.ordinal) == (rank, t.tag, t.ordinal)
             };
-        }
-        if !moved {
-            break;
+            let theirs = ranks[t.peer].transfers.iter().position(fits);
+            theirs.unwrap_or(usize::MAX)
+        };
+        let count = |program: &RankProgram| {
+            let mut posts = vec![0; program.transfers.len()];
+            for operation in &program.operations {
+                for &id in operation.kind.posted() {
+                    posts[id] += 1;
+                }
+            }
+            posts
+        };
+        let before = |program: &RankProgram| {
+            let mut before = 0;
+            let counts = program.operations.iter().map(|operation| {
+                let here = before;
+                before += usize::from(matches!(operation.kind, OperationKind::Collective { .. }));
+                here
+            });
+            let mut counts: Vec<usize> = counts.collect();
+            counts.push(before);
+            counts
+        };
+        Self {
+            ranks,
+            partners: ranks
+                .iter()
+                .enumerate()
+                .map(|(rank, p)| p.transfers.iter().map(|t| partner(rank, t)).collect())
+                .collect(),
+            posts: ranks.iter().map(count).collect(),
+            collectives_before: ranks.iter().map(before).collect(),
         }
     }
-    let hosts_done = play.hosts.iter().all(|(run, _)| *run == RUNS);
-    let streams_done = play
-        .streams
-        .iter()
-        .flatten()
-        .all(|stream| stream.jobs.is_empty());
-    if hosts_done && streams_done {
-        End::Outputs(play.outputs)
-    } else {
-        End::Stuck
+
+    /// For each transfer of each rank, the peer's; `None` where one has none.
+    pub(crate) fn partner(&self, rank: usize, id: TransferId) -> Option<TransferId> {
+        Some(self.partners[rank][id]).filter(|partner| *partner != usize::MAX)
+    }
+
+    /// How often a rank posts a transfer in a run.
+    pub(crate) fn posts(&self, rank: usize, id: TransferId) -> i64 {
+        self.posts[rank][id]
+    }
+
+    /// Plays the program of all ranks.
+    pub(crate) fn play(&self, schedule: &Schedule) -> Outcome {
+        let ranks = self.ranks;
+        let mut play = Play::new(self, schedule);
+        // Hosts and streams.
+        let mut agents: Vec<(usize, Option<usize>)> = Vec::new();
+        for (rank, program) in ranks.iter().enumerate() {
+            agents.push((rank, None));
+            agents.extend((0..program.streams.len()).map(|stream| (rank, Some(stream))));
+        }
+        play.random.shuffle(&mut agents);
+        while play.any(&mut agents) {}
+        let hosts_done = play.hosts.iter().all(|(run, _)| *run == RUNS);
+        let mut streams = play.streams.iter().flatten();
+        let stuck = !(hosts_done && streams.all(|stream| stream.jobs.is_empty()));
+        Outcome {
+            stuck,
+            outputs: play.outputs,
+            order: play.memory.order(),
+            faults: play.memory.faults,
+        }
     }
 }
 
 impl<'a> Play<'a> {
-    fn new(ranks: &'a [RankProgram], submission: Submission, seed: u64) -> Self {
-        let partners = ranks.iter().enumerate().map(|(rank, rank_program)| {
-            let partner = |t: &warplink::program::TransferInstance| {
-                let theirs = &ranks[t.peer].transfers;
-                let fits = |o: &warplink::program::TransferInstance| {
-                    o.direction != t.direction
-                        && (o.peer, o.tag, o.ordinal) == (rank, t.tag, t.ordinal)
-                };
-                theirs.iter().position(fits).unwrap_or(usize::MAX)
-            };
-            rank_program.transfers.iter().map(partner).collect()
-        });
+    fn new(stage: &'a Interpreter<'a>, schedule: &'a Schedule) -> Self {
+        let ranks = stage.ranks;
         let mut play = Self {
+            stage,
             ranks,
-            submission,
-            random: seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1,
-            memory: ranks
-                .iter()
-                .map(|r| {
-                    r.tensors
-                        .iter()
-                        .map(|t| vec![f64::NAN; t.bytes / 4])
-                        .collect()
-                })
-                .collect(),
+            schedule,
+            random: Random::new(schedule.seed),
+            memory: Memory::new(ranks),
             words: vec![HashMap::new(); ranks.len()],
             streams: ranks
                 .iter()
                 .map(|r| r.streams.iter().map(|_| Stream::default()).collect())
                 .collect(),
             hosts: vec![(0, 0); ranks.len()],
-            shared: vec![Vec::new(); ranks.len()],
-            posts: ranks.iter().map(|r| vec![0; r.transfers.len()]).collect(),
+            shared: ranks
+                .iter()
+                .map(|r| vec![false; r.exchanges.len()])
+                .collect(),
+            posted: ranks.iter().map(|r| vec![0; r.transfers.len()]).collect(),
             numbers: HashMap::new(),
-            partners: partners.collect(),
             events: Vec::new(),
             mail: HashMap::new(),
             collectives: HashMap::new(),
-            engine: vec![(Vec::new(), 0); ranks.len()],
+            engine: vec![(0, 0); ranks.len()],
             outputs: vec![Vec::new(); RUNS * ranks.len()],
         };
-        (0..ranks.len()).for_each(|rank| play.prepare(rank, 0));
+        for rank in 0..ranks.len() {
+            play.memory.prepare(&ranks[rank], 0);
+        }
         play
     }
 
-    fn below(&mut self, limit: usize) -> usize {
-        self.random ^= self.random << 13;
-        self.random ^= self.random >> 7;
-        self.random ^= self.random << 17;
-        (self.random >> 20) as usize % limit
-    }
-
-    /// Sets inputs for a run and spoils all else.
-    fn prepare(&mut self, rank: usize, run: usize) {
-        for (tensor, instance) in self.ranks[rank].tensors.iter().enumerate() {
-            for (index, value) in self.memory[rank][tensor].iter_mut().enumerate() {
-                *value = match instance.role {
-                    Role::Input => (100 * run + 10 * rank + index + 1) as f64,
-                    _ => f64::NAN,
+    /// Has one agent take a step; what is held only where nobody else can.
+    fn any(&mut self, agents: &mut [(usize, Option<usize>)]) -> bool {
+        for held_too in [false, true] {
+            if held_too && self.schedule.held.is_empty() {
+                return false;
+            }
+            for done in 0..agents.len() {
+                if self.schedule.pick == Pick::Uniform {
+                    let next = done + self.random.below(agents.len() - done);
+                    agents.swap(done, next);
+                }
+                let moved = match agents[done] {
+                    (rank, None) => self.host(rank),
+                    (rank, Some(stream)) => self.stream(rank, stream, held_too),
                 };
+                if moved {
+                    // Now and then, another comes first.
+                    if self.schedule.pick == Pick::Priorities && self.random.below(16) == 0 {
+                        let other = self.random.below(agents.len());
+                        agents.swap(0, other);
+                    }
+                    return true;
+                }
             }
         }
+        false
     }
 
     /// A step of a host: one operation is enqueued or, for a share, done.
@@ -184,8 +244,8 @@ impl<'a> Play<'a> {
         if run == RUNS {
             return false;
         }
-        let rank_program = &self.ranks[rank];
-        let Some(operation) = rank_program.operations.get(index) else {
+        let program = &self.ranks[rank];
+        let Some(operation) = program.operations.get(index) else {
             self.streams[rank][0].jobs.push_back(Job::Boundary(run));
             self.hosts[rank] = (run + 1, 0);
             return true;
@@ -193,21 +253,19 @@ impl<'a> Play<'a> {
         let stream = operation.stream;
         match &operation.kind {
             OperationKind::Share(exchange) => {
-                if self.shared[rank].contains(exchange) {
-                    let there = rank_program.exchanges[*exchange].iter().all(|&id| {
-                        let peer = rank_program.transfers[id].peer;
-                        let partner = self.partners[rank][id];
-                        let theirs = &self.ranks[peer].transfers;
-                        theirs
-                            .get(partner)
-                            .is_some_and(|t| self.shared[peer].contains(&t.exchange))
-                    });
-                    if !there {
-                        return false;
-                    }
-                } else {
-                    self.shared[rank].push(*exchange);
+                if !self.shared[rank][*exchange] {
+                    self.shared[rank][*exchange] = true;
                     return true;
+                }
+                let there = program.exchanges[*exchange].iter().all(|&id| {
+                    let peer = program.transfers[id].peer;
+                    let theirs = self.ranks[peer]
+                        .transfers
+                        .get(self.stage.partners[rank][id]);
+                    theirs.is_some_and(|t| self.shared[peer][t.exchange])
+                });
+                if !there {
+                    return false;
                 }
             }
             OperationKind::Synchronize(other) => {
@@ -218,29 +276,26 @@ impl<'a> Play<'a> {
                     .push_back(Job::Record(event));
                 self.streams[rank][stream]
                     .jobs
-                    .push_back(Job::WaitEvent(event));
+                    .push_back(Job::WaitEvent { event, run });
             }
             kind => {
                 let mut engine = matches!(kind, OperationKind::Collective { .. });
-                if let OperationKind::Post(group)
-                | OperationKind::PostMatmul { group, .. }
-                | OperationKind::Wait(group) = kind
-                {
-                    let posting = !matches!(kind, OperationKind::Wait(_));
-                    let mut numbers = Vec::new();
-                    for &id in group {
-                        self.posts[rank][id] += i64::from(posting);
-                        numbers.push(self.posts[rank][id]);
-                        engine |= posting && rank_program.transfers[id].backend == Backend::Nccl;
-                    }
-                    self.numbers.insert((rank, run, index), numbers);
+                let (group, posting) = match kind {
+                    OperationKind::Wait(group) => (&group[..], false),
+                    kind => (kind.posted(), true),
+                };
+                let mut numbers = Vec::new();
+                for &id in group {
+                    self.posted[rank][id] += i64::from(posting);
+                    numbers.push(self.posted[rank][id]);
+                    engine |= posting && program.transfers[id].backend == Backend::Nccl;
                 }
-                if engine {
-                    self.engine[rank].0.push((run, index));
-                }
+                self.numbers.insert((rank, run, index), numbers);
+                let turn = engine.then_some(self.engine[rank].0);
+                self.engine[rank].0 += usize::from(engine);
                 self.streams[rank][stream]
                     .jobs
-                    .push_back(Job::Operation { index, run });
+                    .push_back(Job::Operation { index, run, turn });
             }
         }
         self.hosts[rank].1 += 1;
@@ -248,47 +303,55 @@ impl<'a> Play<'a> {
     }
 
     /// A step of a stream.
-    fn stream(&mut self, rank: usize, stream: usize) -> bool {
-        let Some(job) = self.streams[rank][stream].jobs.front().cloned() else {
+    fn stream(&mut self, rank: usize, stream: usize, held_too: bool) -> bool {
+        let Some(&job) = self.streams[rank][stream].jobs.front() else {
             return false;
         };
+        let held = |hold: Hold| !held_too && self.schedule.held.contains(&hold);
         match job {
             Job::Record(event) => self.events[event] = true,
-            Job::WaitEvent(event) if !self.events[event] => return false,
-            Job::WaitEvent(_) => {}
-            Job::Boundary(run) => {
-                for (tensor, instance) in self.ranks[rank].tensors.iter().enumerate() {
-                    if instance.role == Role::Output {
-                        let values = self.memory[rank][tensor].clone();
-                        self.outputs[run * self.ranks.len() + rank].extend(values);
-                    }
-                }
-                self.prepare(rank, run + 1);
-            }
-            Job::Operation { index, run } => {
-                let Some(mut chains) = self.streams[rank][stream].chains.take() else {
-                    let turn = self.engine[rank].0.iter().position(|o| *o == (run, index));
-                    if turn.is_some_and(|turn| turn > self.engine[rank].1) {
+            Job::WaitEvent { event, .. } if !self.events[event] => return false,
+            Job::WaitEvent { .. } => {}
+            Job::Boundary(_) if held(Hold::Boundary { rank }) => return false,
+            Job::Boundary(run) => self.boundary(rank, run),
+            Job::Operation { index, run, turn } => {
+                if self.streams[rank][stream].chains.is_none() {
+                    let waits = self.schedule.engine == Engine::OneByOne
+                        && turn.is_some_and(|turn| turn > self.engine[rank].1);
+                    if waits || held(Hold::Operation { rank, index }) {
                         return false;
                     }
                     let (chains, after) = self.begin(rank, run, index);
                     let state = &mut self.streams[rank][stream];
                     (state.chains, state.after) = (Some(chains), after);
                     return true;
-                };
-                let mut order: Vec<usize> = (0..chains.len()).collect();
+                }
+                let accesses_held = held(Hold::Accesses { rank, index });
+                let mut chains = self.streams[rank][stream].chains.take().unwrap_or_default();
                 let mut moved = false;
-                while !order.is_empty() && !moved {
-                    let at = self.below(order.len());
-                    let chain = order.swap_remove(at);
-                    moved = self.step(rank, &chains[chain][0]);
+                for done in 0..chains.len() {
+                    let next = done + self.random.below(chains.len() - done);
+                    chains.swap(done, next);
+                    let chain = &mut chains[done];
+                    let Some(step) = chain.steps.front() else {
+                        continue;
+                    };
+                    if accesses_held && step.is_access() {
+                        continue;
+                    }
+                    moved = self.step(rank, chain.by, step);
                     if moved {
-                        chains[chain].remove(0);
+                        chain.steps.pop_front();
+                        break;
                     }
                 }
-                chains.retain(|chain| !chain.is_empty());
-                if chains.is_empty() && !self.streams[rank][stream].after.is_empty() {
-                    chains.push(std::mem::take(&mut self.streams[rank][stream].after));
+                chains.retain(|chain| !chain.steps.is_empty());
+                let after = &mut self.streams[rank][stream].after;
+                if chains.is_empty() && !after.is_empty() {
+                    chains.push(Chain {
+                        by: Actor::default(),
+                        steps: std::mem::take(after),
+                    });
                 }
                 if !chains.is_empty() {
                     self.streams[rank][stream].chains = Some(chains);
@@ -298,5 +361,30 @@ impl<'a> Play<'a> {
         }
         self.streams[rank][stream].jobs.pop_front();
         true
+    }
+
+    /// What the caller does between runs.
+    fn boundary(&mut self, rank: usize, run: usize) {
+        let left = self.streams[rank].iter().skip(1).any(|stream| {
+            // What only has to say that it is done is done.
+            let chains = stream.chains.iter().flatten();
+            let mut rest = chains.flat_map(|chain| &chain.steps);
+            let is_done = stream.chains.is_some()
+                && rest.all(|s| matches!(s, Step::Nothing | Step::Set(..) | Step::Release));
+            stream
+                .jobs
+                .iter()
+                .skip(usize::from(is_done))
+                .any(|job| match job {
+                    Job::Operation { run: of, .. } | Job::WaitEvent { run: of, .. } => *of <= run,
+                    Job::Record(_) | Job::Boundary(_) => false,
+                })
+        });
+        if left {
+            self.memory.faults.insert(Fault::LeftOver { rank });
+        }
+        let place = run * self.ranks.len() + rank;
+        self.outputs[place] = self.memory.take_outputs(&self.ranks[rank], run);
+        self.memory.prepare(&self.ranks[rank], run + 1);
     }
 }

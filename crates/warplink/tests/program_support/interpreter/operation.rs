@@ -1,17 +1,27 @@
 //! From operations to steps.
 
+use super::memory::Actor;
+use super::schedule::Submission;
 use super::step::{Product, Step, Word, elements};
-use super::{Play, Submission};
-use warplink::program::{Backend, Direction, OperationKind, Protocol, Range};
+use super::{Chain, Play};
+use std::collections::VecDeque;
+use warplink::program::ir::Collective;
+use warplink::program::{
+    Backend, Direction, OperationKind, Protocol, Range, RankProgram, TransferId,
+};
+
+/// What an operation is made of.
+#[derive(Default)]
+struct Parts {
+    /// Done when it begins.
+    at_once: Vec<Step>,
+    /// Chains that go on in any order.
+    chains: Vec<Vec<Step>>,
+    /// What comes after all of these.
+    after: VecDeque<Step>,
+}
 
 impl Play<'_> {
-    /// How often a rank posts a transfer in one run.
-    fn posts_per_run(&self, rank: usize, id: usize) -> i64 {
-        let operations = self.ranks[rank].operations.iter();
-        let posts = operations.flat_map(|operation| operation.kind.posted());
-        posts.filter(|posted| **posted == id).count() as i64
-    }
-
     /// The steps of an operation, as chains that go on in any order and what comes after all of them;
     /// what waits for nothing is done at once.
     pub(super) fn begin(
@@ -19,115 +29,43 @@ impl Play<'_> {
         rank: usize,
         run: usize,
         index: usize,
-    ) -> (Vec<Vec<Step>>, Vec<Step>) {
-        let ranks = self.ranks;
-        let rank_program = &ranks[rank];
-        let numbers = self
-            .numbers
-            .get(&(rank, run, index))
-            .cloned()
-            .unwrap_or_default();
-        let mut chains: Vec<Vec<Step>> = Vec::new();
-        let mut after: Vec<Step> = Vec::new();
-        match &rank_program.operations[index].kind {
+    ) -> (Vec<Chain>, VecDeque<Step>) {
+        let numbers = self.numbers.get(&(rank, run, index));
+        let numbers = numbers.cloned().unwrap_or_default();
+        let parts = self.parts(rank, run, index, &numbers);
+        for step in &parts.at_once {
+            self.step(rank, Actor::default(), step);
+        }
+        let mut chains = parts.chains;
+        if chains.is_empty() {
+            chains.push(vec![Step::Nothing]);
+        }
+        let numbered = chains.into_iter().enumerate();
+        let chains = numbered.map(|(chain, steps)| Chain {
+            by: Actor::new(rank, run, index, chain),
+            steps: steps.into(),
+        });
+        (chains.collect(), parts.after)
+    }
+
+    fn parts(&self, rank: usize, run: usize, index: usize, numbers: &[i64]) -> Parts {
+        let program = &self.ranks[rank];
+        let mut parts = Parts::default();
+        match &program.operations[index].kind {
             OperationKind::Copy { target, source } => {
-                chains.push(halves(target, |from, count| {
-                    let ((t, _), (s, _)) = (elements(target), elements(source));
-                    let target = (rank, target.tensor, t + from);
-                    Step::Copy(target, (rank, source.tensor, s + from), count)
+                parts.chains.push(halves(program, target, |from, count| {
+                    let t = elements(program, target).0 + from;
+                    let s = elements(program, source).0 + from;
+                    Step::Copy((rank, target.tensor, t), (rank, source.tensor, s), count)
                 }));
             }
             OperationKind::Sum {
                 target, sources, ..
             } => {
-                chains.push(halves(target, |from, count| {
-                    let place = |range: &Range| (range.tensor, elements(range).0 + from);
+                parts.chains.push(halves(program, target, |from, count| {
+                    let place = |range: &Range| (range.tensor, elements(program, range).0 + from);
                     Step::Sum(place(target), sources.iter().map(place).collect(), count)
                 }));
-            }
-            OperationKind::Collective {
-                collective,
-                target,
-                source,
-                ..
-            } => {
-                let own = rank_program.operations[..index].iter();
-                let all = rank_program.operations.iter();
-                let is = |o: &&warplink::program::Operation| {
-                    matches!(o.kind, OperationKind::Collective { .. })
-                };
-                let number = run * all.filter(is).count() + own.filter(is).count();
-                chains.push(vec![
-                    Step::Bring(number, *source),
-                    Step::Fetch(number, *collective, *target),
-                    Step::Release,
-                ]);
-            }
-            OperationKind::Post(group) => {
-                let mut engine = false;
-                let captured = self.submission == Submission::Captured;
-                let (mut again, mut told) = (Vec::new(), Vec::new());
-                for (&id, &number) in group.iter().zip(&numbers) {
-                    let transfer = &rank_program.transfers[id];
-                    let (peer, partner) = (transfer.peer, self.partners[rank][id]);
-                    let done = Step::Set(rank, Word::Completed, id, number);
-                    match (transfer.backend, transfer.direction) {
-                        (Backend::Nccl, direction) => {
-                            engine = true;
-                            self.words[rank].insert((Word::Arrived, id), number);
-                            let mail = match direction {
-                                Direction::Send => Step::Mail(id, number),
-                                Direction::Receive => Step::Take(id, number),
-                            };
-                            chains.push(vec![mail]);
-                            after.push(done);
-                        }
-                        (Backend::Direct(Protocol::Get), Direction::Send)
-                        | (Backend::Direct(Protocol::Put), Direction::Receive) => {
-                            let tell = Step::Set(peer, Word::Incoming, partner, number);
-                            let placed = Step::Set(rank, Word::Placed, id, run as i64 + 1);
-                            if captured && number > run as i64 * self.posts_per_run(rank, id) + 1 {
-                                again.push(Step::Await(Word::Incoming, id, number - 1));
-                                again.push(tell);
-                            } else {
-                                self.step(rank, &tell);
-                            }
-                            told.push(placed);
-                        }
-                        (Backend::Direct(_), direction) => {
-                            let theirs = &ranks[peer].transfers[partner].range;
-                            let (own, other) = ((rank, &transfer.range), (peer, theirs));
-                            let (target, source) = match direction {
-                                Direction::Send => (other, own),
-                                Direction::Receive => (own, other),
-                            };
-                            let mut chain = vec![Step::Await(Word::Incoming, id, number)];
-                            if captured {
-                                let run = run as i64 + 1;
-                                chain.insert(0, Step::Await(Word::Told, index, run));
-                            }
-                            chain.extend(halves(target.1, |from, count| {
-                                let place = |(rank, range): (usize, &Range)| {
-                                    (rank, range.tensor, elements(range).0 + from)
-                                };
-                                Step::Copy(place(target), place(source), count)
-                            }));
-                            chains.push(chain);
-                            after.push(Step::Set(peer, Word::Incoming, partner, number));
-                            after.push(done);
-                        }
-                    }
-                }
-                if captured {
-                    told.push(Step::Set(rank, Word::Told, index, run as i64 + 1));
-                    again.extend(told);
-                    chains.push(again);
-                }
-                if engine {
-                    // All parts first: the engine is held until the group is over.
-                    chains = vec![chains.concat()];
-                    after.push(Step::Release);
-                }
             }
             OperationKind::Matmul {
                 a,
@@ -149,7 +87,7 @@ impl Play<'_> {
                     depth: *k,
                     accumulate: *accumulate,
                 };
-                chains.push(product.steps(*m));
+                parts.chains.push(product.steps(*m));
             }
             OperationKind::PostMatmul {
                 group,
@@ -161,58 +99,183 @@ impl Play<'_> {
                 k,
                 ..
             } => {
-                // One kernel: it waits for all receivers, and tells them when all is stored.
-                let mut chain = Vec::new();
-                let mut products = Vec::new();
-                for ((&id, &number), a) in group.iter().zip(&numbers).zip(a) {
-                    let (peer, partner) =
-                        (rank_program.transfers[id].peer, self.partners[rank][id]);
-                    chain.push(Step::Await(Word::Incoming, id, number));
+                for ((&id, &number), a) in group.iter().zip(numbers).zip(a) {
+                    let (peer, partner) = self.peer(rank, id);
                     let product = Product {
                         rank: peer,
-                        c: ranks[peer].transfers[partner].range,
+                        c: self.ranks[peer].transfers[partner].range,
                         a: *a,
                         b: *b,
                         columns: *n,
                         depth: *k,
                         accumulate: false,
                     };
-                    products.extend(product.steps(*m));
-                    after.push(Step::Set(peer, Word::Incoming, partner, number));
-                    after.push(Step::Set(rank, Word::Completed, id, number));
+                    let mut chain = vec![Step::Await(Word::Incoming, id, number)];
+                    chain.extend(product.steps(*m));
+                    parts.chains.push(chain);
+                    let told = Step::Set(peer, Word::Incoming, partner, number);
+                    let done = Step::Set(rank, Word::Completed, id, number);
+                    parts.after.extend([told, done]);
                 }
-                chain.extend(products);
-                chains.push(chain);
             }
             OperationKind::Matmul { .. } | OperationKind::PostMatmul { .. } => {
                 panic!("a bias is not played")
             }
+            OperationKind::Collective {
+                collective,
+                target,
+                source,
+                ..
+            } => {
+                let before = &self.stage.collectives_before[rank];
+                let number = run * before[program.operations.len()] + before[index];
+                parts
+                    .chains
+                    .push(collective_steps(rank, number, collective, target, source));
+            }
+            OperationKind::Post(group) => self.post(rank, run, index, (group, numbers), &mut parts),
             OperationKind::Wait(group) => {
-                for (&id, &number) in group.iter().zip(&numbers) {
-                    let transfer = &rank_program.transfers[id];
-                    let word = match (transfer.backend, transfer.direction) {
-                        (Backend::Direct(Protocol::Get), Direction::Send)
-                        | (Backend::Direct(Protocol::Put), Direction::Receive) => Word::Incoming,
-                        _ => Word::Completed,
+                for (&id, &number) in group.iter().zip(numbers) {
+                    let word = if moves(program, id) {
+                        Word::Completed
+                    } else {
+                        Word::Incoming
                     };
                     let mut chain = vec![Step::Await(word, id, number)];
-                    if self.submission == Submission::Captured && word == Word::Incoming {
+                    if self.schedule.submission == Submission::Captured && word == Word::Incoming {
                         chain.insert(0, Step::Await(Word::Placed, id, run as i64 + 1));
                     }
-                    chains.push(chain);
+                    parts.chains.push(chain);
                 }
             }
-            _ => {}
+            OperationKind::Deallocate(tensor) => {
+                parts.chains.push(vec![Step::Deallocate(*tensor)]);
+            }
+            OperationKind::Allocate(_)
+            | OperationKind::Share(_)
+            | OperationKind::Synchronize(_) => {}
         }
-        if chains.is_empty() {
-            chains.push(vec![Step::Copy((rank, 0, 0), (rank, 0, 0), 0)]);
+        parts
+    }
+
+    fn peer(&self, rank: usize, id: TransferId) -> (usize, TransferId) {
+        let peer = self.ranks[rank].transfers[id].peer;
+        (peer, self.stage.partners[rank][id])
+    }
+
+    fn post(
+        &self,
+        rank: usize,
+        run: usize,
+        index: usize,
+        (group, numbers): (&[TransferId], &[i64]),
+        parts: &mut Parts,
+    ) {
+        let program = &self.ranks[rank];
+        let captured = self.schedule.submission == Submission::Captured;
+        let (mut again, mut placed) = (Vec::new(), Vec::new());
+        let mut engine: Vec<Vec<Step>> = Vec::new();
+        for (&id, &number) in group.iter().zip(numbers) {
+            let transfer = &program.transfers[id];
+            let (peer, partner) = self.peer(rank, id);
+            let told = Step::Set(peer, Word::Incoming, partner, number);
+            let done = Step::Set(rank, Word::Completed, id, number);
+            if transfer.backend == Backend::Nccl {
+                parts
+                    .at_once
+                    .push(Step::Set(rank, Word::Arrived, id, number));
+                engine.push(match transfer.direction {
+                    Direction::Send => vec![Step::Mail(id, number), Step::Linger(transfer.range)],
+                    Direction::Receive => vec![Step::Take(id, number)],
+                });
+                parts.after.push_back(done);
+            } else if moves(program, id) {
+                let theirs = &self.ranks[peer].transfers[partner].range;
+                let (own, other) = ((rank, &transfer.range), (peer, theirs));
+                let (target, source) = match transfer.direction {
+                    Direction::Send => (other, own),
+                    Direction::Receive => (own, other),
+                };
+                let mut chain = vec![Step::Await(Word::Incoming, id, number)];
+                if captured {
+                    chain.insert(0, Step::Await(Word::Told, index, run as i64 + 1));
+                }
+                let place = |(rank, range): (usize, &Range), from: usize| {
+                    let first = elements(&self.ranks[rank], range).0;
+                    (rank, range.tensor, first + from)
+                };
+                chain.extend(halves(program, &transfer.range, |from, count| {
+                    Step::Copy(place(target, from), place(source, from), count)
+                }));
+                parts.chains.push(chain);
+                parts.after.extend([told, done]);
+            } else {
+                let first = run as i64 * self.stage.posts[rank][id] + 1;
+                if captured && number > first {
+                    again.push(Step::Await(Word::Incoming, id, number - 1));
+                    again.push(told);
+                } else {
+                    parts.at_once.push(told);
+                }
+                placed.push(Step::Set(rank, Word::Placed, id, run as i64 + 1));
+            }
         }
-        (chains, after)
+        if !engine.is_empty() {
+            // Its parts go on side by side; it is held until the group is over.
+            parts.chains.extend(engine);
+            parts.after.push_back(Step::Release);
+        }
+        // Last, so that all others have the same number in either submission.
+        if captured {
+            placed.push(Step::Set(rank, Word::Told, index, run as i64 + 1));
+            again.extend(placed);
+            parts.chains.push(again);
+        }
     }
 }
 
+/// Whether an end of a transfer copies, or takes part in an exchange of the engine.
+fn moves(program: &RankProgram, id: TransferId) -> bool {
+    let transfer = &program.transfers[id];
+    !matches!(
+        (transfer.backend, transfer.direction),
+        (Backend::Direct(Protocol::Get), Direction::Send)
+            | (Backend::Direct(Protocol::Put), Direction::Receive)
+    )
+}
+
+fn collective_steps(
+    rank: usize,
+    number: usize,
+    collective: &Collective<usize>,
+    target: &Range,
+    source: &Range,
+) -> Vec<Step> {
+    let (reads, writes) = match collective {
+        Collective::Broadcast(root) => (*root == rank, true),
+        Collective::Reduce(_, root) => (true, *root == rank),
+        _ => (true, true),
+    };
+    let in_place = target.tensor == source.tensor
+        && target.offset_bytes < source.end()
+        && source.offset_bytes < target.end();
+    let mut steps = vec![Step::Arrive(number)];
+    if writes && !(reads && in_place) {
+        steps.push(Step::Spoil(*target));
+    }
+    if reads {
+        steps.push(Step::Bring(number, *source));
+    }
+    steps.push(Step::Fetch(number, *collective, *target));
+    if reads && !(writes && in_place) {
+        steps.push(Step::Linger(*source));
+    }
+    steps.push(Step::Release);
+    steps
+}
+
 /// A range in two halves, so that others may come in between.
-fn halves(range: &Range, step: impl Fn(usize, usize) -> Step) -> Vec<Step> {
-    let count = elements(range).1;
+fn halves(program: &RankProgram, range: &Range, step: impl Fn(usize, usize) -> Step) -> Vec<Step> {
+    let count = elements(program, range).1;
     vec![step(0, count / 2), step(count / 2, count - count / 2)]
 }

@@ -1,14 +1,18 @@
 //! Small steps that operations are made of.
 
 use super::Play;
+use super::memory::{Actor, Fault};
+use super::schedule::{Engine, Submission};
 use std::ops::Range as Rows;
 use warplink::device::ReduceOp;
 use warplink::program::ir::Collective;
-use warplink::program::{Range, TransferId};
+use warplink::program::{Range, RankProgram, TransferId};
 
 /// A part of an operation that is done at once.
 #[derive(Clone, Debug)]
 pub(super) enum Step {
+    /// Does nothing.
+    Nothing,
     /// Waits until a word of this rank is at least a value.
     Await(Word, TransferId, i64),
     /// Sets a word of a rank.
@@ -23,12 +27,20 @@ pub(super) enum Step {
     Mail(TransferId, i64),
     /// Takes what is on its way.
     Take(TransferId, i64),
+    /// Comes to a collective.
+    Arrive(usize),
     /// Leaves this rank's part of a collective.
     Bring(usize, Range),
     /// Takes the result of a collective, once all are there.
     Fetch(usize, Collective<usize>, Range),
+    /// Reads a range that is not needed any more: an engine may, until it is done.
+    Linger(Range),
+    /// Writes garbage where a result will be: an engine may, once it has begun.
+    Spoil(Range),
     /// The engine is free again.
     Release,
+    /// Ends a tensor's life.
+    Deallocate(usize),
 }
 
 /// A product of matrices.
@@ -65,113 +77,204 @@ pub(super) enum Word {
 }
 
 /// The first element of a range and how many it has.
-pub(super) fn elements(range: &Range) -> (usize, usize) {
-    (range.offset_bytes / 4, range.bytes / 4)
+pub(super) fn elements(program: &RankProgram, range: &Range) -> (usize, usize) {
+    let size = program.tensors[range.tensor].dtype.size();
+    (range.offset_bytes / size, range.bytes / size)
+}
+
+impl Step {
+    /// Whether it accesses memory.
+    pub(super) const fn is_access(&self) -> bool {
+        match self {
+            Self::Nothing | Self::Await(..) | Self::Set(..) | Self::Arrive(_) | Self::Release => {
+                false
+            }
+            Self::Copy(..)
+            | Self::Sum(..)
+            | Self::Multiply(..)
+            | Self::Mail(..)
+            | Self::Take(..)
+            | Self::Bring(..)
+            | Self::Fetch(..)
+            | Self::Linger(_)
+            | Self::Spoil(_)
+            | Self::Deallocate(_) => true,
+        }
+    }
 }
 
 impl Play<'_> {
     /// Takes a step, if it can be taken.
-    pub(super) fn step(&mut self, rank: usize, step: &Step) -> bool {
+    pub(super) fn step(&mut self, rank: usize, by: Actor, step: &Step) -> bool {
+        let ranks = self.ranks;
         match step {
+            Step::Nothing => {}
             Step::Await(word, id, number) => {
                 let value = self.words[rank].get(&(*word, *id)).copied();
                 return value.unwrap_or(0) >= *number;
             }
             Step::Set(rank, word, id, number) => {
-                self.words[*rank].insert((*word, *id), *number);
+                let before = self.words[*rank].insert((*word, *id), *number);
+                if self.schedule.submission == Submission::Eager
+                    && matches!(word, Word::Incoming | Word::Completed)
+                    && before.is_some_and(|before| before >= *number)
+                {
+                    let fault = Fault::SignalBackwards { rank: *rank };
+                    self.memory.faults.insert(fault);
+                }
             }
             Step::Copy(target, source, count) => {
                 for index in 0..*count {
-                    let value = self.memory[source.0][source.1][source.2 + index];
-                    self.memory[target.0][target.1][target.2 + index] = value;
+                    let value = self.memory.load(by, (source.0, source.1, source.2 + index));
+                    let target = (target.0, target.1, target.2 + index);
+                    self.memory.store(by, target, value);
                 }
             }
             Step::Sum(target, sources, count) => {
                 for index in 0..*count {
-                    let value = |s: &(usize, usize)| self.memory[rank][s.0][s.1 + index];
-                    let sum = sources.iter().map(value).sum();
-                    self.memory[rank][target.0][target.1 + index] = sum;
+                    let sum = sources
+                        .iter()
+                        .map(|s| self.memory.load(by, (rank, s.0, s.1 + index)))
+                        .sum();
+                    let target = (rank, target.0, target.1 + index);
+                    self.memory.store(by, target, sum);
                 }
             }
-            Step::Multiply(product, rows) => {
-                let [a, b, c] = [product.a, product.b, product.c]
-                    .map(|range| (range.tensor, elements(&range).0));
-                for row in rows.clone() {
-                    for column in 0..product.columns {
-                        let term = |depth: usize| {
-                            let left = a.1 + row * product.depth + depth;
-                            let right = b.1 + depth * product.columns + column;
-                            self.memory[rank][a.0][left] * self.memory[rank][b.0][right]
-                        };
-                        let mut value: f64 = (0..product.depth).map(term).sum();
-                        let target = c.1 + row * product.columns + column;
-                        let place = &mut self.memory[product.rank][c.0][target];
-                        if product.accumulate {
-                            value += *place;
-                        }
-                        *place = value;
-                    }
-                }
-            }
+            Step::Multiply(product, rows) => self.multiply(rank, by, product, rows.clone()),
             Step::Mail(id, number) => {
-                let transfer = &self.ranks[rank].transfers[*id];
-                let partner = self.partners[rank][*id];
+                let transfer = &ranks[rank].transfers[*id];
+                let partner = self.stage.partners[rank][*id];
                 let arrived = self.words[transfer.peer].get(&(Word::Arrived, partner));
-                if arrived.is_none_or(|arrived| arrived < number) {
+                if self.schedule.engine == Engine::OneByOne
+                    && arrived.is_none_or(|arrived| arrived < number)
+                {
                     return false;
                 }
-                let values = self.read(rank, &transfer.range);
+                let values = self.read(by, rank, &transfer.range);
                 self.mail.insert((transfer.peer, partner, *number), values);
             }
             Step::Take(id, number) => {
                 let Some(values) = self.mail.remove(&(rank, *id, *number)) else {
                     return false;
                 };
-                let range = self.ranks[rank].transfers[*id].range;
-                self.write(rank, &range, &values);
+                let range = ranks[rank].transfers[*id].range;
+                self.write(by, rank, &range, &values);
             }
+            Step::Arrive(number) => self.meeting(*number)[rank].0 = true,
             Step::Bring(number, source) => {
-                let values = self.read(rank, source);
-                let world = self.ranks.len();
-                let brought = self.collectives.entry(*number);
-                brought.or_insert_with(|| vec![None; world])[rank] = Some(values);
+                let values = self.read(by, rank, source);
+                self.meeting(*number)[rank].1 = Some(values);
             }
             Step::Fetch(number, collective, target) => {
-                let brought: Option<Vec<Vec<f64>>> =
-                    self.collectives[number].iter().cloned().collect();
-                let Some(brought) = brought else {
-                    return false;
-                };
-                let fold = |op: ReduceOp| {
-                    let join = |a: f64, b: f64| match op {
-                        ReduceOp::Sum => a + b,
-                        ReduceOp::Max if a.is_nan() || b.is_nan() => f64::NAN,
-                        ReduceOp::Max => a.max(b),
-                        ReduceOp::Min => a.min(b),
-                    };
-                    let columns = 0..brought[0].len();
-                    let column = |i: usize| brought.iter().map(move |v| v[i]).reduce(join);
-                    columns.filter_map(column).collect::<Vec<f64>>()
-                };
-                let values = match collective {
-                    Collective::AllReduce(op) => fold(*op),
-                    Collective::Broadcast(root) => brought[*root].clone(),
-                    other => panic!("{} is not played", other.name()),
-                };
-                self.write(rank, target, &values);
+                return self.fetch(rank, by, *number, collective, target);
+            }
+            Step::Linger(range) => {
+                self.read(by, rank, range);
+            }
+            Step::Spoil(range) => {
+                let count = elements(&ranks[rank], range).1;
+                self.write(by, rank, range, &vec![f64::NAN; count]);
             }
             Step::Release => self.engine[rank].1 += 1,
+            Step::Deallocate(tensor) => self.memory.deallocate(by, rank, *tensor),
         }
         true
     }
 
-    fn read(&self, rank: usize, range: &Range) -> Vec<f64> {
-        let (first, count) = elements(range);
-        self.memory[rank][range.tensor][first..first + count].to_vec()
+    fn multiply(&mut self, rank: usize, by: Actor, product: &Product, rows: Rows<usize>) {
+        let program = &self.ranks[rank];
+        let [a, b] = [product.a, product.b].map(|r| (r.tensor, elements(program, &r).0));
+        let c = elements(&self.ranks[product.rank], &product.c).0;
+        for row in rows {
+            for column in 0..product.columns {
+                let mut value = 0.0;
+                for depth in 0..product.depth {
+                    let left = (rank, a.0, a.1 + row * product.depth + depth);
+                    let right = (rank, b.0, b.1 + depth * product.columns + column);
+                    value += self.memory.load(by, left) * self.memory.load(by, right);
+                }
+                let index = c + row * product.columns + column;
+                let target = (product.rank, product.c.tensor, index);
+                if product.accumulate {
+                    value += self.memory.load(by, target);
+                }
+                self.memory.store(by, target, value);
+            }
+        }
     }
 
-    fn write(&mut self, rank: usize, range: &Range, values: &[f64]) {
-        let (first, count) = elements(range);
-        self.memory[rank][range.tensor][first..first + count].copy_from_slice(values);
+    /// Who has come to a collective, and what each brought.
+    fn meeting(&mut self, number: usize) -> &mut Vec<(bool, Option<Vec<f64>>)> {
+        let world = self.ranks.len();
+        let meeting = self.collectives.entry(number);
+        meeting.or_insert_with(|| vec![(false, None); world])
+    }
+
+    fn fetch(
+        &mut self,
+        rank: usize,
+        by: Actor,
+        number: usize,
+        collective: &Collective<usize>,
+        target: &Range,
+    ) -> bool {
+        let one_by_one = self.schedule.engine == Engine::OneByOne;
+        let meeting = self.meeting(number);
+        if one_by_one && meeting.iter().any(|(there, _)| !there) {
+            return false;
+        }
+        let from = |source: usize| meeting[source].1.clone();
+        let values = match collective {
+            Collective::Broadcast(root) => from(*root),
+            Collective::Reduce(_, root) if *root != rank => return true,
+            _ => {
+                let all: Option<Vec<Vec<f64>>> = (0..meeting.len()).map(from).collect();
+                all.map(|all| combine(collective, &all, rank))
+            }
+        };
+        let Some(values) = values else {
+            return false;
+        };
+        self.write(by, rank, target, &values);
+        true
+    }
+
+    fn read(&mut self, by: Actor, rank: usize, range: &Range) -> Vec<f64> {
+        let (first, count) = elements(&self.ranks[rank], range);
+        (first..first + count)
+            .map(|index| self.memory.load(by, (rank, range.tensor, index)))
+            .collect()
+    }
+
+    fn write(&mut self, by: Actor, rank: usize, range: &Range, values: &[f64]) {
+        let (first, _) = elements(&self.ranks[rank], range);
+        for (index, value) in values.iter().enumerate() {
+            self.memory
+                .store(by, (rank, range.tensor, first + index), *value);
+        }
+    }
+}
+
+/// What a collective gives to a rank.
+fn combine(collective: &Collective<usize>, all: &[Vec<f64>], rank: usize) -> Vec<f64> {
+    let fold = |op: ReduceOp| -> Vec<f64> {
+        let join = |a: f64, b: f64| match op {
+            ReduceOp::Sum => a + b,
+            ReduceOp::Max => a.max(b),
+            ReduceOp::Min => a.min(b),
+        };
+        let column = |index: usize| all.iter().map(|v| v[index]).reduce(join);
+        (0..all[0].len()).filter_map(column).collect()
+    };
+    let part = |values: &[f64]| {
+        let length = values.len() / all.len();
+        values[rank * length..(rank + 1) * length].to_vec()
+    };
+    match collective {
+        Collective::AllReduce(op) | Collective::Reduce(op, _) => fold(*op),
+        Collective::ReduceScatter(op) => part(&fold(*op)),
+        Collective::AllGather => all.concat(),
+        Collective::AllToAll => all.iter().flat_map(|values| part(values)).collect(),
+        Collective::Broadcast(root) => all[*root].clone(),
     }
 }

@@ -1,120 +1,13 @@
-//! Random small programs, for tests that compare the verifier's word with execution.
-//!
-//! A sample is first written so that it is right: steps that shift a slot around the ranks, add up or
-//! multiply slots, store products at other ranks, or call a collective, each on a stream that waits
-//! for what made its operands. Then some samples have lines left out, repeated or exchanged, which
-//! may or may not break them. The order of sums is fixed, so that results do not depend on timing.
+//! Programs that are right: steps that shift slots around the ranks, add up or multiply them, store
+//! products at other ranks, or call a collective, each on a stream that waits for what made its
+//! operands. The order of sums is fixed, so that results do not depend on timing.
 
-use std::fmt::Write as _;
-use warplink::Result;
-use warplink::program::{Parameters, Program};
+use super::super::interpreter::Random;
+use super::Allowed;
 
-/// A random program and what to run it with.
-#[derive(Clone, Debug)]
-pub(crate) struct Sample {
-    /// Its text.
-    pub(crate) text: String,
-    /// The program.
-    pub(crate) program: Program,
-    /// For how many ranks.
-    pub(crate) world: usize,
-    /// How many streams the pool has.
-    pub(crate) streams: usize,
-    /// Values of its parameters.
-    pub(crate) parameters: Parameters,
-    /// How many lines were left out, repeated or exchanged; where none were, it is right.
-    pub(crate) changes: usize,
-}
-
-/// What samples may use.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Allowed {
-    /// Transfers and collectives through the engine.
-    pub(crate) engine: bool,
-    /// Most lines that are changed.
-    pub(crate) changes: usize,
-}
-
-impl Default for Allowed {
-    fn default() -> Self {
-        Self {
-            engine: true,
-            changes: 2,
-        }
-    }
-}
-
-/// Numbers that look random (splitmix64).
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    /// A number below `limit`, which is small and not zero.
-    fn below(&mut self, limit: usize) -> usize {
-        (self.next() % limit.max(1) as u64) as usize
-    }
-
-    fn chance(&mut self, of: usize) -> bool {
-        self.below(of) == 0
-    }
-}
-
-/// The sample of a seed.
-///
-/// # Errors
-/// None that a seed is known to cause; the text is parsed as any other.
-pub(crate) fn sample(seed: u64, allowed: Allowed) -> Result<Sample> {
-    let mut random = Random(seed);
-    let world = 2 + random.below(3);
-    let streams = 1 + random.below(3);
-    let mut writer = Writer {
-        random,
-        world,
-        streams,
-        lines: Vec::new(),
-        made_on: vec!["caller".to_owned()],
-        pending: Vec::new(),
-        names: 0,
-    };
-    let steps = 1 + writer.random.below(4);
-    writer.write(steps, allowed.engine);
-    let changes = if writer.random.chance(3) {
-        0
-    } else {
-        writer.change(allowed.changes)
-    };
-    let slots = writer.made_on.len();
-    let mut text = String::from("program sample(n) {\n");
-    text += "    input A: f32[n, n]\n    output C: f32[n, n]\n";
-    let _ = writeln!(text, "    allocate W: f32[{slots}, n, n]");
-    // Stands for what is stored at other ranks.
-    text += "    allocate P: f32[n, n]\n";
-    let mut depth = 1;
-    for line in &writer.lines {
-        depth -= usize::from(line.starts_with('}'));
-        let _ = writeln!(text, "{:1$}{line}", "", depth * 4);
-        depth += usize::from(line.ends_with('{'));
-    }
-    text += "}\n";
-    Ok(Sample {
-        program: Program::parse(&text)?,
-        text,
-        world,
-        streams,
-        parameters: Parameters::from([("n".to_owned(), 2)]),
-        changes,
-    })
-}
-
-struct Writer {
-    random: Random,
+/// Writes the lines of a program.
+pub(super) struct Writer<'r> {
+    random: &'r mut Random,
     world: usize,
     streams: usize,
     lines: Vec<String>,
@@ -125,26 +18,48 @@ struct Writer {
     names: usize,
 }
 
-impl Writer {
+impl<'r> Writer<'r> {
+    pub(super) fn new(random: &'r mut Random, world: usize, streams: usize) -> Self {
+        Self {
+            random,
+            world,
+            streams,
+            lines: Vec::new(),
+            made_on: vec!["caller".to_owned()],
+            pending: Vec::new(),
+            names: 0,
+        }
+    }
+
+    /// The lines of a program of some steps, and how many slots it uses.
+    pub(super) fn write(mut self, allowed: Allowed) -> (Vec<String>, usize) {
+        let steps = 1 + self.random.below(4);
+        self.write_steps(steps, allowed.engine);
+        let slots = self.made_on.len();
+        (self.lines, slots)
+    }
+
     fn line(&mut self, line: impl Into<String>) {
         self.lines.push(line.into());
     }
 
-    fn write(&mut self, steps: usize, engine: bool) {
+    fn write_steps(&mut self, steps: usize, engine: bool) {
         self.line("W[0] = copy(A)");
         for stream in 0..self.streams {
             self.line(format!("set_stream pool({stream})"));
             self.line("synchronize caller");
         }
         for _ in 0..steps {
-            match self.random.below(if engine { 8 } else { 6 }) {
+            match self.random.below(if engine { 12 } else { 9 }) {
                 0 => self.ring(),
                 1 => self.pairwise(),
                 2 => self.add(),
                 3 => self.multiply(),
                 4 => self.store(),
-                5 => self.shift(engine),
-                6 => self.collective(),
+                5 => self.repeat(),
+                6 => self.forked(),
+                7 => self.scratch(),
+                9 | 10 => self.collective(),
                 _ => self.shift(engine),
             }
         }
@@ -360,51 +275,119 @@ impl Writer {
         self.made_on.extend((0..last).map(|_| stream.clone()));
     }
 
+    /// One transfer that is posted again and again, over one buffer or two by turns.
+    fn repeat(&mut self) {
+        let (from, sum, buffers) = (
+            self.some_slot(),
+            self.made_on.len(),
+            1 + self.random.below(2),
+        );
+        let first = sum + 1;
+        let name = self.name();
+        let via = ["get", "put"][self.random.below(2)];
+        let distance = 1 + self.random.below(self.world - 1);
+        let times = 2 + self.random.below(3);
+        self.line("share {");
+        self.line(format!("for b in 0..{buffers} {{"));
+        self.line(format!(
+            "s{name} = send W[{sum}] to (rank + {distance}) % world tag {name} via {via}"
+        ));
+        self.line(format!(
+            "r{name} = receive W[{first} + b] from (rank - {distance}) % world tag {name} via {via}"
+        ));
+        self.line("}");
+        self.line("}");
+        let stream = self.stream_after(&[from]);
+        self.line(format!("W[{sum}] = copy(W[{from}])"));
+        self.line(format!("for j in 0..{times} {{"));
+        let each = format!("[j % {buffers}]");
+        if self.random.chance(2) {
+            self.line(format!("post s{name}{each}, r{name}{each}"));
+        } else {
+            let (tells, moves) = if via == "get" { ('s', 'r') } else { ('r', 's') };
+            self.line(format!("post {tells}{name}{each}"));
+            self.line(format!("post {moves}{name}{each}"));
+        }
+        self.line(format!("wait r{name}{each}"));
+        self.line(format!("wait s{name}{each}"));
+        self.line(format!(
+            "W[{sum}] = sum(W[{sum}], W[{first} + j % {buffers}])"
+        ));
+        self.line("}");
+        self.made_on.extend((0..=buffers).map(|_| stream.clone()));
+    }
+
+    /// A copy on streams that are forked for it.
+    fn forked(&mut self) {
+        let (from, to) = (self.some_slot(), self.made_on.len());
+        let stream = self.stream_after(&[from]);
+        self.line("fork high(0), high(1) {");
+        self.line("set_stream high(0)");
+        self.line(format!("W[{to}] = copy(W[{from}])"));
+        self.line("set_stream high(1)");
+        self.line(format!("W[{}] = copy(W[{from}])", to + 1));
+        self.line("}");
+        self.made_on.extend([stream.clone(), stream]);
+    }
+
+    /// Memory that is there for a sum only.
+    fn scratch(&mut self) {
+        let (a, b, to) = (self.some_slot(), self.some_slot(), self.made_on.len());
+        let name = self.name();
+        let stream = self.stream_after(&[a, b]);
+        self.line(format!("allocate D{name}: f32[n, n]"));
+        self.line(format!("D{name} = sum(W[{a}], W[{b}])"));
+        self.line(format!("W[{to}] = copy(D{name})"));
+        self.line(format!("deallocate D{name}"));
+        self.made_on.push(stream);
+    }
+
     fn collective(&mut self) {
         let (from, to) = (self.some_slot(), self.made_on.len());
         let stream = self.stream_after(&[from]);
         let root = self.random.below(self.world);
-        let call = match self.random.below(3) {
-            0 => format!("all_reduce(W[{from}], sum)"),
-            1 => format!("all_reduce(W[{from}], max)"),
-            _ => format!("broadcast(W[{from}] from {root})"),
+        let op = ["sum", "max", "min"][self.random.below(3)];
+        let kind = self.random.below(7);
+        let call = match kind {
+            0 => format!("all_reduce(W[{from}], {op})"),
+            1 => format!("broadcast(W[{from}] from {root})"),
+            2 => {
+                // What other ranks do not get is what they had.
+                self.line(format!("W[{to}] = copy(W[{from}])"));
+                format!("reduce(W[{from}], {op} to {root})")
+            }
+            3 => {
+                self.line(format!("W[{to}] = copy(W[{from}])"));
+                format!("all_reduce(W[{to}], {op})")
+            }
+            _ => {
+                let name = self.name();
+                self.line(format!("allocate G{name}: f32[world, n, n]"));
+                let slot = self.random.below(self.world);
+                match kind {
+                    4 => self.line(format!("G{name} = all_gather(W[{from}])")),
+                    5 => {
+                        self.line(format!("G{name}[rank] = copy(W[{from}])"));
+                        self.line(format!("G{name} = all_gather(G{name}[rank])"));
+                    }
+                    _ => {
+                        let other = self.name();
+                        self.line(format!("allocate G{other}: f32[world, n, n]"));
+                        self.line(format!(
+                            "for j in 0..world {{ G{other}[j] = copy(W[{from}]) }}"
+                        ));
+                        if self.random.chance(2) {
+                            self.line(format!("G{name} = all_to_all(G{other})"));
+                        } else {
+                            self.line(format!("G{name} = all_gather(W[{from}])"));
+                            self.line(format!("G{name}[{slot}] = reduce_scatter(G{other}, {op})"));
+                        }
+                    }
+                }
+                format!("copy(G{name}[{slot}])")
+            }
         };
         self.line(format!("W[{to}] = {call}"));
         self.made_on.push(stream);
-    }
-
-    /// Leaves out, repeats or exchanges up to `most` lines; how many it did.
-    fn change(&mut self, most: usize) -> usize {
-        let single = |line: &str| !line.contains('{') && !line.contains('}');
-        let mut done = 0;
-        for _ in 0..1 + self.random.below(most.max(1)) {
-            let at = self.random.below(self.lines.len());
-            let declares = |line: &str| line.contains(" = send ") || line.contains(" = receive ");
-            if most == 0 || !single(&self.lines[at]) || declares(&self.lines[at]) {
-                continue;
-            }
-            match self.random.below(5) {
-                0 | 1 => {
-                    self.lines.remove(at);
-                }
-                3 if self.lines[at].contains("[j]") && !self.lines[at].contains(" for ") => {
-                    let shifted = ["[j - 1]", "[j + 1]"][self.random.below(2)];
-                    self.lines[at] = self.lines[at].replace("[j]", shifted);
-                }
-                2 => {
-                    let line = self.lines[at].clone();
-                    self.lines.insert(at, line);
-                }
-                _ => {
-                    let next = self.lines.get(at + 1);
-                    if !next.is_some_and(|next| single(next) && !declares(next)) {
-                        continue;
-                    }
-                    self.lines.swap(at, at + 1);
-                }
-            }
-            done += 1;
-        }
-        done
     }
 }

@@ -1,0 +1,106 @@
+//! What an operation accesses.
+
+use super::memory::{Access, Actor, Mode as AccessMode};
+use super::state::Run;
+use super::violation::Violations;
+use crate::error::Rank;
+use crate::program::rank_program::{OperationKind, Range};
+
+impl Run<'_> {
+    /// What an operation does once it has all that it waits for.
+    pub(super) fn finish(&mut self, stream: usize, operation: usize, violations: &mut Violations) {
+        let (rank, ranks) = (self.streams[stream].rank, self.ranks);
+        let mut touch = |run: &mut Self, range: Range, mode: AccessMode| {
+            run.touch((stream, operation), (rank, range), mode, violations);
+        };
+        match &ranks[rank].operations[operation].kind {
+            OperationKind::Allocate(_)
+            | OperationKind::Share(_)
+            | OperationKind::Synchronize(_) => {}
+            OperationKind::Deallocate(tensor) => {
+                let all = Range {
+                    tensor: *tensor,
+                    offset_bytes: 0,
+                    bytes: ranks[rank].tensors[*tensor].bytes,
+                };
+                touch(self, all, AccessMode::Deallocate);
+            }
+            OperationKind::Copy { target, source } => {
+                touch(self, *source, AccessMode::Read);
+                touch(self, *target, AccessMode::Write);
+            }
+            OperationKind::Matmul {
+                a,
+                b,
+                c,
+                bias,
+                accumulate,
+                ..
+            } => {
+                for range in [Some(a), Some(b), bias.as_ref()].into_iter().flatten() {
+                    touch(self, *range, AccessMode::Read);
+                }
+                let mode = if *accumulate {
+                    AccessMode::Update
+                } else {
+                    AccessMode::Write
+                };
+                touch(self, *c, mode);
+            }
+            OperationKind::Sum {
+                target, sources, ..
+            } => {
+                for source in sources.iter().filter(|source| *source != target) {
+                    touch(self, *source, AccessMode::Read);
+                }
+                let mode = if sources.contains(target) {
+                    AccessMode::Update
+                } else {
+                    AccessMode::Write
+                };
+                touch(self, *target, mode);
+            }
+            OperationKind::Post(group) | OperationKind::PostMatmul { group, .. } => {
+                self.finish_post(stream, operation, group, violations);
+            }
+            OperationKind::Wait(group) => self.finish_wait(stream, operation, group),
+            OperationKind::Collective {
+                collective,
+                target,
+                source,
+                ..
+            } => {
+                let places = (target, source);
+                self.finish_collective(stream, operation, collective, places, violations);
+            }
+        }
+    }
+
+    /// Notes that an operation of a stream accesses a range of a rank's memory, with the stream's clock.
+    pub(super) fn touch(
+        &mut self,
+        (stream, operation): (usize, usize),
+        (owner, range): (Rank, Range),
+        mode: AccessMode,
+        violations: &mut Violations,
+    ) {
+        let state = &self.streams[stream];
+        let access = Access {
+            actor: Actor::operation(state.rank, operation),
+            stream: stream as u32,
+            time: state.clock.get(stream),
+            mode,
+        };
+        self.access(owner, range, access, violations);
+    }
+
+    /// Lets the engine's next operation on a rank begin.
+    pub(super) fn engine_done(&mut self, rank: Rank) {
+        let engine = &mut self.engines[rank];
+        engine.done += 1;
+        if let Some(&next) = engine.order.get(engine.done) {
+            let stream = self.first_stream[rank] + self.ranks[rank].operations[next].stream;
+            self.wake(stream);
+        }
+    }
+}

@@ -1,0 +1,308 @@
+//! Running accepted programs on the host device, eagerly and as graphs, under random delays. Ranks are
+//! threads that stay joined from one program to the next.
+
+use super::evidence::Accepted;
+use super::interpreter::{RUNS, input};
+use super::sample::Sample;
+use std::collections::HashMap;
+use std::net::{IpAddr, Ipv4Addr};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread::JoinHandle;
+use std::time::Duration;
+use warplink::bootstrap::{JoinConfig, Rendezvous, UniqueId};
+use warplink::device::{AllocationKind, Delays, DeviceSlice, Priority, Stream};
+use warplink::program::ir::Role;
+use warplink::program::{Bindings, Executor, PrepareOptions, TensorInstance};
+use warplink::{Communicator, Config, DType, Deadline, DeviceKind, Error, ErrorKind, Result};
+
+/// Longest random delay of an operation.
+const DELAY: Duration = Duration::from_micros(60);
+
+/// How many programs run before the ranks join anew, with other delays.
+const PROGRAMS: u64 = 5000;
+
+/// How far a value may be from the interpreter's, relative to it.
+const TOLERANCE: f64 = 1e-5;
+
+/// Runs programs of any number of ranks.
+pub(crate) struct Runner {
+    seed: u64,
+    limit: Duration,
+    crews: HashMap<usize, Crew>,
+}
+
+/// Ranks that have joined one another.
+struct Crew {
+    orders: Vec<Sender<Option<Arc<Order>>>>,
+    results: Receiver<(usize, Result<Vec<Vec<f64>>>)>,
+    threads: Vec<JoinHandle<()>>,
+    left: u64,
+}
+
+/// What ranks are to run.
+struct Order {
+    sample: Sample,
+    as_graph: bool,
+}
+
+impl Runner {
+    /// Programs that take longer than `limit` count as hanging.
+    pub(crate) fn new(seed: u64, limit: Duration) -> Self {
+        Self {
+            seed,
+            limit,
+            crews: HashMap::new(),
+        }
+    }
+
+    /// Runs an accepted program.
+    ///
+    /// # Errors
+    /// What hangs, fails, or is not what the interpreter says.
+    pub(crate) fn run(
+        &mut self,
+        sample: &Sample,
+        accepted: &Accepted,
+    ) -> std::result::Result<(), String> {
+        let world = sample.world;
+        let (seed, limit) = (self.seed, self.limit);
+        let crew = self
+            .crews
+            .entry(world)
+            .or_insert_with(|| Crew::join(world, seed, limit));
+        let order = Arc::new(Order {
+            sample: sample.clone(),
+            as_graph: accepted.as_graph,
+        });
+        for rank in &crew.orders {
+            rank.send(Some(order.clone())).map_err(|e| e.to_string())?;
+        }
+        let mut wrong = None;
+        for _ in 0..world {
+            let (rank, ended) = crew.results.recv().map_err(|error| error.to_string())?;
+            let said = match ended {
+                Ok(outputs) => differs(rank, &outputs, accepted, world),
+                Err(error) => Some(format!("rank {rank}: {error}")),
+            };
+            wrong = wrong.or(said);
+        }
+        crew.left -= 1;
+        if crew.left == 0 || wrong.is_some() {
+            self.seed += 1;
+            if let Some(crew) = self.crews.remove(&world) {
+                crew.leave();
+            }
+        }
+        wrong.map_or(Ok(()), |what| {
+            Err(format!("accepted, but on the device, {what}"))
+        })
+    }
+}
+
+impl Drop for Runner {
+    fn drop(&mut self) {
+        self.crews.drain().for_each(|(_, crew)| crew.leave());
+    }
+}
+
+impl Crew {
+    fn join(world: usize, seed: u64, limit: Duration) -> Self {
+        let id = UniqueId::create(IpAddr::V4(Ipv4Addr::LOCALHOST), 0).unwrap();
+        let (answer, results) = channel();
+        let mut orders = Vec::new();
+        let mut threads = Vec::new();
+        for rank in 0..world {
+            let (order, next) = channel();
+            orders.push(order);
+            let (id, answer) = (id.clone(), answer.clone());
+            threads.push(std::thread::spawn(move || {
+                let join = JoinConfig::new(Rendezvous::Id(id), rank, world);
+                let mut config = Config::new(join, DeviceKind::Host);
+                config.device.delays = Some(Delays {
+                    seed: 64 * seed + rank as u64 + 1,
+                    max: DELAY,
+                });
+                member(&config, &next, &answer, limit);
+            }));
+        }
+        Self {
+            orders,
+            results,
+            threads,
+            left: PROGRAMS,
+        }
+    }
+
+    /// Ends all ranks, also where they hang.
+    fn leave(self) {
+        for rank in &self.orders {
+            let _ = rank.send(None);
+        }
+        for thread in self.threads {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// A rank: runs what it is told until it is told to leave.
+fn member(
+    config: &Config,
+    orders: &Receiver<Option<Arc<Order>>>,
+    answer: &Sender<(usize, Result<Vec<Vec<f64>>>)>,
+    limit: Duration,
+) {
+    let comm = Communicator::join(config).unwrap();
+    let mut rank = Rank {
+        executor: comm.executor(),
+        stream: comm.create_stream(Priority::Normal).unwrap(),
+        memory: HashMap::new(),
+        limit,
+        comm: &comm,
+    };
+    while let Ok(Some(order)) = orders.recv() {
+        let ended = rank.run(&order);
+        let _ = answer.send((comm.rank(), ended));
+    }
+    drop(rank);
+    // What hangs is let go, so that the threads of its streams end.
+    let over = Error::new(ErrorKind::Closed, "the programs are over");
+    comm.device().fault().raise(over);
+}
+
+struct Rank<'a> {
+    comm: &'a Communicator,
+    executor: Executor,
+    stream: Stream,
+    /// Memory by length and number.
+    memory: HashMap<(usize, usize), DeviceSlice>,
+    limit: Duration,
+}
+
+impl Rank<'_> {
+    fn slice(&mut self, bytes: usize, number: usize) -> Result<DeviceSlice> {
+        if let Some(slice) = self.memory.get(&(bytes, number)) {
+            return Ok(slice.clone());
+        }
+        let slice = self.comm.device().allocate(bytes, AllocationKind::Plain)?;
+        self.memory.insert((bytes, number), slice.clone());
+        Ok(slice)
+    }
+
+    /// The outputs of all runs, eager ones first.
+    fn run(&mut self, order: &Order) -> Result<Vec<Vec<f64>>> {
+        let sample = &order.sample;
+        let options = PrepareOptions {
+            streams: sample.streams,
+            verify: false,
+        };
+        let prepared = self
+            .executor
+            .prepare(&sample.program, &sample.parameters, options)?;
+        let tensors = &prepared.rank_program().tensors;
+        let outer = tensors
+            .iter()
+            .enumerate()
+            .filter(|(_, t)| t.role != Role::Local);
+        let outer: Vec<(usize, &TensorInstance)> = outer.collect();
+        let mut bindings = Bindings::new();
+        // For each tensor, what is bound, and what is copied before or after each run.
+        let mut slices: Vec<(DeviceSlice, Vec<DeviceSlice>)> = Vec::new();
+        for &(tensor, instance) in &outer {
+            let bytes = instance.bytes;
+            let first = slices.len() * (2 * RUNS + 1);
+            let bound = self.slice(bytes, first)?;
+            let others = (1..=2 * RUNS).map(|number| self.slice(bytes, first + number));
+            let others = others.collect::<Result<Vec<_>>>()?;
+            if instance.role == Role::Input {
+                for (run, slice) in others.iter().enumerate() {
+                    let elements = bytes / DType::F32.size();
+                    let value = |at| input(run % RUNS, self.comm.rank(), tensor, at) as f32;
+                    let values: Vec<u8> = (0..elements)
+                        .map(value)
+                        .flat_map(f32::to_le_bytes)
+                        .collect();
+                    self.comm.device().upload(slice, &values)?;
+                }
+            }
+            bindings.insert(instance.name.to_string(), bound.clone());
+            slices.push((bound, others));
+        }
+        let run = |number: usize, enqueue: &dyn Fn(&Stream) -> Result<()>| -> Result<()> {
+            let roles = outer.iter().map(|(_, instance)| instance.role);
+            for (role, (bound, others)) in roles.clone().zip(&slices) {
+                match role {
+                    Role::Input => self.stream.copy(bound, &others[number])?,
+                    _ => self.stream.fill(bound, 0xff)?,
+                }
+            }
+            enqueue(&self.stream)?;
+            for (role, (bound, others)) in roles.zip(&slices) {
+                if role == Role::Output {
+                    self.stream.copy(&others[number], bound)?;
+                }
+            }
+            Ok(())
+        };
+        let mut submissions = 1;
+        let plan = prepared.bind(&bindings)?;
+        for number in 0..RUNS {
+            run(number, &|stream| plan.run(stream))?;
+        }
+        kept(plan, self.stream.synchronize(Deadline::after(self.limit)))?;
+        if order.as_graph {
+            submissions = 2;
+            let captured = prepared.bind(&bindings)?.capture()?;
+            for number in RUNS..2 * RUNS {
+                run(number, &|stream| captured.launch(stream))?;
+            }
+            kept(
+                captured,
+                self.stream.synchronize(Deadline::after(self.limit)),
+            )?;
+        }
+        let mut all = Vec::new();
+        for number in 0..submissions * RUNS {
+            let mut outputs = Vec::new();
+            for ((_, instance), (_, others)) in outer.iter().zip(&slices) {
+                if instance.role == Role::Output {
+                    let mut bytes = vec![0; instance.bytes];
+                    self.comm.device().download(&others[number], &mut bytes)?;
+                    let floats = bytes.chunks_exact(4).map(|b| [b[0], b[1], b[2], b[3]]);
+                    outputs.extend(floats.map(|b| f64::from(f32::from_le_bytes(b))));
+                }
+            }
+            all.push(outputs);
+        }
+        Ok(all)
+    }
+}
+
+/// `ended`; what failed is kept for good, since its streams still use it.
+fn kept<T>(plan: T, ended: Result<()>) -> Result<()> {
+    if ended.is_err() {
+        std::mem::forget(plan);
+    }
+    ended
+}
+
+/// Where a rank's outputs are not what the interpreter says.
+fn differs(rank: usize, outputs: &[Vec<f64>], accepted: &Accepted, world: usize) -> Option<String> {
+    for (number, own) in outputs.iter().enumerate() {
+        let expected = &accepted.outputs[number % RUNS * world + rank];
+        let near = |a: &f64, b: &f64| (a - b).abs() <= TOLERANCE * a.abs().max(1.0);
+        let same = own.len() == expected.len() && own.iter().zip(expected).all(|(a, b)| near(a, b));
+        if !same {
+            let how = if number < RUNS {
+                "eagerly"
+            } else {
+                "as a graph"
+            };
+            let run = number % RUNS;
+            return Some(format!(
+                "rank {rank}, run {run} {how} gives {own:?}; expected {expected:?}"
+            ));
+        }
+    }
+    None
+}

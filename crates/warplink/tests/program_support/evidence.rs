@@ -1,0 +1,410 @@
+//! Whether the verifier's word on a program is what happens: of an accepted one, that every order gives
+//! the same; of a refused one, that it hangs, that an order of accesses is left open, or that a rule is
+//! broken, shown without the verifier.
+
+use super::interpreter::{Engine, Fault, Hold, Interpreter, Outcome, Pick, Schedule, Submission};
+use super::sample::Sample;
+use std::collections::HashMap;
+use warplink::program::{
+    Backend, Diagnostic, DiagnosticKind, Direction, OperationKind, Range, RankProgram, TransferId,
+    unroll, verify,
+};
+
+/// How many orders of an accepted program are played, of each kind.
+const ORDERS: u64 = 4;
+
+/// How many random orders are tried where those that the diagnostic suggests show nothing.
+const TRIES: u64 = 400;
+
+/// A verdict that is right.
+#[derive(Clone, Debug)]
+pub(crate) struct Shown {
+    /// The verdict and what shows it, for counting.
+    pub(crate) class: String,
+    /// What an accepted program gives.
+    pub(crate) accepted: Option<Accepted>,
+}
+
+/// A program that runs.
+#[derive(Clone, Debug)]
+pub(crate) struct Accepted {
+    /// The programs of the ranks.
+    pub(crate) ranks: Vec<RankProgram>,
+    /// Whether it runs as a graph too.
+    pub(crate) as_graph: bool,
+    /// Outputs by run and rank.
+    pub(crate) outputs: Vec<Vec<f64>>,
+}
+
+/// Shows that the verdict on `sample` is right.
+///
+/// # Errors
+/// How the verdict and what happens disagree.
+pub(crate) fn check(sample: &Sample) -> Result<Shown, String> {
+    let verdict = verify(
+        &sample.program,
+        sample.world,
+        sample.streams,
+        &sample.parameters,
+    );
+    let unrolled: Result<Vec<RankProgram>, _> = (0..sample.world)
+        .map(|rank| {
+            unroll(
+                &sample.program,
+                rank,
+                sample.world,
+                sample.streams,
+                &sample.parameters,
+            )
+        })
+        .collect();
+    let ranks = match (unrolled, &verdict) {
+        (Ok(ranks), _) => ranks,
+        (Err(_), Err(diagnostics)) => {
+            let class = format!("refused, rule: {} of one rank", diagnostics[0].kind);
+            return Ok(Shown {
+                class,
+                accepted: None,
+            });
+        }
+        (Err(error), Ok(_)) => return Err(format!("accepted, but not unrolled: {error}")),
+    };
+    let stage = Interpreter::new(&ranks);
+    let case = Case {
+        ranks: &ranks,
+        stage: &stage,
+    };
+    match verdict {
+        Ok(report) => {
+            if let Some(diagnostic) = &report.eager_only
+                && diagnostic.message.starts_with("as a graph")
+            {
+                case.stuck(Submission::Captured)
+                    .map_err(|how| format!("{diagnostic}: {how}"))?;
+            }
+            let as_graph = report.eager_only.is_none();
+            let outputs = case.runs(as_graph)?;
+            let class = if as_graph {
+                "accepted"
+            } else {
+                "accepted, eagerly only"
+            };
+            Ok(Shown {
+                class: class.to_owned(),
+                accepted: Some(Accepted {
+                    ranks,
+                    as_graph,
+                    outputs,
+                }),
+            })
+        }
+        Err(diagnostics) => {
+            if sample.changes == 0 {
+                return Err(format!("unchanged, but refused: {}", diagnostics[0]));
+            }
+            let mut class = String::new();
+            // The first is what the others may follow from.
+            for diagnostic in diagnostics.iter().take(3) {
+                let how = case
+                    .shows(diagnostic)
+                    .map_err(|how| format!("{diagnostic}: {how}"))?;
+                if class.is_empty() {
+                    class = format!("refused, {how}");
+                }
+            }
+            Ok(Shown {
+                class,
+                accepted: None,
+            })
+        }
+    }
+}
+
+struct Case<'a> {
+    ranks: &'a [RankProgram],
+    stage: &'a Interpreter<'a>,
+}
+
+impl Case<'_> {
+    /// Plays an accepted program in several orders, which must not matter; its outputs.
+    fn runs(&self, as_graph: bool) -> Result<Vec<Vec<f64>>, String> {
+        let mut first: Option<Outcome> = None;
+        let submissions = [
+            Some(Submission::Eager),
+            as_graph.then_some(Submission::Captured),
+        ];
+        for submission in submissions.into_iter().flatten() {
+            for seed in 0..ORDERS {
+                let held = self.some_holds(seed);
+                let schedule = Schedule::new(submission, seed).holding(held);
+                let outcome = self.stage.play(&schedule);
+                let wrong = |what: &str| Err(format!("accepted, but {what}: {schedule:?}"));
+                if outcome.stuck {
+                    return wrong("hangs");
+                }
+                if let Some(fault) = outcome.faults.first() {
+                    return wrong(&format!("{fault:?}"));
+                }
+                if outcome.outputs.iter().flatten().any(|v| !v.is_finite()) {
+                    return wrong("gives garbage");
+                }
+                match &first {
+                    Some(first) if first.outputs != outcome.outputs => {
+                        return wrong("gives other values");
+                    }
+                    Some(first) if first.order != outcome.order => {
+                        return wrong("accesses memory in another order");
+                    }
+                    Some(_) => {}
+                    None => first = Some(outcome),
+                }
+            }
+        }
+        Ok(first.map(|first| first.outputs).unwrap_or_default())
+    }
+
+    /// A few operations to be done late, by some seed.
+    fn some_holds(&self, seed: u64) -> Vec<Hold> {
+        let mut random =
+            super::interpreter::Random::new(seed ^ self.ranks[0].operations.len() as u64);
+        let mut held = Vec::new();
+        for _ in 0..seed.min(3) {
+            let rank = random.below(self.ranks.len());
+            let index = random.below(self.ranks[rank].operations.len());
+            held.push(match random.below(5) {
+                0 => Hold::Boundary { rank },
+                1 | 2 => Hold::Accesses { rank, index },
+                _ => Hold::Operation { rank, index },
+            });
+        }
+        held
+    }
+
+    fn stuck(&self, submission: Submission) -> Result<(), String> {
+        for seed in 0..ORDERS {
+            let schedule = Schedule::new(submission, seed).with_engine(Engine::OneByOne);
+            if !self.stage.play(&schedule).stuck {
+                return Err(format!("it ends: {schedule:?}"));
+            }
+        }
+        Ok(())
+    }
+
+    /// What shows a diagnostic.
+    fn shows(&self, diagnostic: &Diagnostic) -> Result<String, String> {
+        let kind = diagnostic.kind;
+        let rule = |broken: bool| {
+            if broken {
+                Ok(format!("rule: {kind}"))
+            } else {
+                Err("the rule is kept".to_owned())
+            }
+        };
+        match kind {
+            DiagnosticKind::Deadlock => {
+                self.stuck(Submission::Eager)?;
+                Ok("deadlock".to_owned())
+            }
+            DiagnosticKind::Race => self.race(diagnostic),
+            DiagnosticKind::UnwrittenRead => self.fault(diagnostic, |fault| {
+                matches!(fault, Fault::UnwrittenRead { .. })
+            }),
+            DiagnosticKind::UnwrittenOutput => self.fault(diagnostic, |fault| {
+                matches!(fault, Fault::UnwrittenOutput { .. })
+            }),
+            DiagnosticKind::Unjoined => {
+                self.fault(diagnostic, |fault| matches!(fault, Fault::LeftOver { .. }))
+            }
+            DiagnosticKind::UseAfterDeallocate => self
+                .fault(diagnostic, |fault| {
+                    matches!(fault, Fault::Deallocated { .. })
+                })
+                .or_else(|_| self.race(diagnostic)),
+            DiagnosticKind::LostSignal => {
+                if self.unequal_posts() {
+                    return Ok("rule: as many posts of both ends".to_owned());
+                }
+                self.fault(diagnostic, |fault| {
+                    matches!(fault, Fault::SignalBackwards { .. })
+                })
+            }
+            DiagnosticKind::AsymmetricExchange => rule(
+                self.ends()
+                    .any(|(rank, id)| self.stage.partner(rank, id).is_none()),
+            ),
+            DiagnosticKind::CollectiveOrder => rule(self.collectives_differ(false)),
+            DiagnosticKind::Mismatch => rule(
+                self.collectives_differ(true) || self.ends_differ() || self.engine_order_differs(),
+            ),
+            _ => Err("a kind that nothing shows".to_owned()),
+        }
+    }
+
+    /// The operations that a diagnostic names.
+    fn operations(&self, diagnostic: &Diagnostic) -> Vec<(usize, usize)> {
+        let mut found = Vec::new();
+        for place in &diagnostic.places {
+            let operations = self.ranks[place.rank].operations.iter().enumerate();
+            let here = operations.filter(|(_, operation)| operation.site == place.site);
+            found.extend(here.map(|(index, _)| (place.rank, index)));
+        }
+        found.dedup();
+        found
+    }
+
+    /// Orders that are likely to show a diagnostic, and then random ones.
+    fn orders(&self, diagnostic: &Diagnostic) -> impl Iterator<Item = Schedule> {
+        let operations = self.operations(diagnostic);
+        let mut held: Vec<Hold> = Vec::new();
+        for &(rank, index) in &operations {
+            held.push(Hold::Accesses { rank, index });
+            held.push(Hold::Operation { rank, index });
+        }
+        held.extend((0..self.ranks.len()).map(|rank| Hold::Boundary { rank }));
+        let engines = [Engine::AtOnce, Engine::OneByOne];
+        let directed = held.into_iter().flat_map(move |hold| {
+            engines.map(|engine| {
+                let schedule = Schedule::new(Submission::Eager, 1);
+                schedule.with_engine(engine).holding([hold])
+            })
+        });
+        let random = (0..TRIES).map(|seed| Schedule::new(Submission::Eager, seed));
+        directed.chain(random)
+    }
+
+    fn fault(
+        &self,
+        diagnostic: &Diagnostic,
+        is: impl Fn(&Fault) -> bool,
+    ) -> Result<String, String> {
+        for schedule in self.orders(diagnostic) {
+            if self.stage.play(&schedule).faults.iter().any(&is) {
+                return Ok(diagnostic.kind.to_string());
+            }
+        }
+        Err("no order shows it".to_owned())
+    }
+
+    /// Two orders that differ in their accesses to the same memory.
+    fn race(&self, diagnostic: &Diagnostic) -> Result<String, String> {
+        if self.is_in_place(diagnostic) {
+            return Ok("rule: a target overlaps what is read".to_owned());
+        }
+        let mut first: Option<Outcome> = None;
+        let mut shown = false;
+        for (tried, schedule) in self.orders(diagnostic).enumerate() {
+            let outcome = self.stage.play(&schedule);
+            let Some(first) = &first else {
+                first = Some(outcome);
+                continue;
+            };
+            let same = |a: &f64, b: &f64| a == b || (a.is_nan() && b.is_nan());
+            let values = first.outputs.iter().flatten();
+            let differ = !values
+                .zip(outcome.outputs.iter().flatten())
+                .all(|(a, b)| same(a, b));
+            if differ || outcome.outputs.iter().flatten().any(|v| v.is_nan()) {
+                return Ok("race: wrong values".to_owned());
+            }
+            shown |= first.order != outcome.order;
+            if shown && tried >= 24 {
+                return Ok("race: another order of accesses".to_owned());
+            }
+        }
+        Err("every order gives the same".to_owned())
+    }
+
+    /// Whether a diagnostic is of one operation, whose target overlaps what it reads.
+    fn is_in_place(&self, diagnostic: &Diagnostic) -> bool {
+        let operations = self.operations(diagnostic);
+        let overlap = |a: &Range, b: &Range| {
+            a.tensor == b.tensor && a.offset_bytes < b.end() && b.offset_bytes < a.end()
+        };
+        let overlaps =
+            |&(rank, index): &(usize, usize)| match &self.ranks[rank].operations[index].kind {
+                OperationKind::Copy { target, source }
+                | OperationKind::Collective { target, source, .. } => overlap(target, source),
+                OperationKind::Matmul { a, b, c, .. } => overlap(a, c) || overlap(b, c),
+                OperationKind::Sum {
+                    target, sources, ..
+                } => sources.iter().any(|s| s != target && overlap(s, target)),
+                _ => false,
+            };
+        diagnostic.message.contains(" both ") && operations.iter().all(overlaps)
+    }
+
+    /// All ends of transfers.
+    fn ends(&self) -> impl Iterator<Item = (usize, TransferId)> {
+        let ranks = self.ranks.iter().enumerate();
+        ranks.flat_map(|(rank, program)| (0..program.transfers.len()).map(move |id| (rank, id)))
+    }
+
+    fn unequal_posts(&self) -> bool {
+        self.ends().any(|(rank, id)| {
+            let peer = self.ranks[rank].transfers[id].peer;
+            let theirs = self
+                .stage
+                .partner(rank, id)
+                .map(|partner| self.stage.posts(peer, partner));
+            theirs.is_some_and(|theirs| theirs != self.stage.posts(rank, id))
+        })
+    }
+
+    fn ends_differ(&self) -> bool {
+        self.ends().any(|(rank, id)| {
+            let own = &self.ranks[rank].transfers[id];
+            self.stage.partner(rank, id).is_some_and(|partner| {
+                let other = &self.ranks[own.peer].transfers[partner];
+                (own.range.bytes, own.dtype, own.backend)
+                    != (other.range.bytes, other.dtype, other.backend)
+            })
+        })
+    }
+
+    /// Whether ranks call other collectives, or the same with other lengths.
+    fn collectives_differ(&self, lengths: bool) -> bool {
+        let of = |program: &RankProgram| -> Vec<_> {
+            let operations = program.operations.iter();
+            operations
+                .filter_map(|operation| match &operation.kind {
+                    OperationKind::Collective {
+                        collective,
+                        dtype,
+                        target,
+                        source,
+                    } => {
+                        let sizes = (*dtype, target.bytes, source.bytes);
+                        Some((*collective, lengths.then_some(sizes)))
+                    }
+                    _ => None,
+                })
+                .collect()
+        };
+        let first = of(&self.ranks[0]);
+        self.ranks.iter().any(|program| of(program) != first)
+    }
+
+    /// Whether two ranks post the engine's transfers between them in different orders.
+    fn engine_order_differs(&self) -> bool {
+        let mut posts: HashMap<(usize, usize, Direction), Vec<TransferId>> = HashMap::new();
+        for (rank, program) in self.ranks.iter().enumerate() {
+            for operation in &program.operations {
+                for &id in operation.kind.posted() {
+                    let transfer = &program.transfers[id];
+                    if transfer.backend == Backend::Nccl {
+                        let key = (rank, transfer.peer, transfer.direction);
+                        posts.entry(key).or_default().push(id);
+                    }
+                }
+            }
+        }
+        posts.iter().any(|(&(rank, peer, direction), sends)| {
+            if direction != Direction::Send {
+                return false;
+            }
+            let receives = posts.get(&(peer, rank, Direction::Receive));
+            let mut pairs = sends.iter().zip(receives.into_iter().flatten());
+            pairs.any(|(&send, &receive)| self.stage.partner(rank, send) != Some(receive))
+        })
+    }
+}

@@ -1,0 +1,83 @@
+//! Random small programs, for tests that compare the verifier's word with execution.
+//!
+//! A sample is first written so that it is right (`writer`). Then some samples are changed, which may or
+//! may not break them (`mutation`).
+
+mod mutation;
+mod writer;
+
+use super::interpreter::Random;
+use std::fmt::Write as _;
+use warplink::Result;
+use warplink::program::{Parameters, Program};
+
+/// A random program and what to run it with.
+#[derive(Clone, Debug)]
+pub(crate) struct Sample {
+    /// Its text.
+    pub(crate) text: String,
+    /// The program.
+    pub(crate) program: Program,
+    /// For how many ranks.
+    pub(crate) world: usize,
+    /// How many streams the pool has.
+    pub(crate) streams: usize,
+    /// Values of its parameters.
+    pub(crate) parameters: Parameters,
+    /// How many mutations it has; where it has none, it is right.
+    pub(crate) changes: usize,
+}
+
+/// What samples may use.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Allowed {
+    /// Transfers and collectives through the engine.
+    pub(crate) engine: bool,
+    /// Most mutations.
+    pub(crate) changes: usize,
+}
+
+impl Default for Allowed {
+    fn default() -> Self {
+        Self {
+            engine: true,
+            changes: 2,
+        }
+    }
+}
+
+/// The sample of a seed.
+///
+/// # Errors
+/// What the parser says, where a mutation makes a text that is no program.
+pub(crate) fn sample(seed: u64, allowed: Allowed) -> Result<Sample> {
+    let mut random = Random::new(seed);
+    let world = 2 + random.below(3);
+    let streams = 1 + random.below(3);
+    let (mut lines, slots) = writer::Writer::new(&mut random, world, streams).write(allowed);
+    let changes = if allowed.changes == 0 || random.chance(3) {
+        0
+    } else {
+        mutation::mutate(&mut lines, &mut random, allowed, (world, streams, slots))
+    };
+    let mut text = String::from("program sample(n) {\n");
+    text += "    input A: f32[n, n]\n    output C: f32[n, n]\n";
+    let _ = writeln!(text, "    allocate W: f32[{slots}, n, n]");
+    // Stands for what is stored at other ranks.
+    text += "    allocate P: f32[n, n]\n";
+    let mut depth: usize = 1;
+    for line in &lines {
+        depth = depth.saturating_sub(usize::from(line.starts_with('}')));
+        let _ = writeln!(text, "{:1$}{line}", "", depth * 4);
+        depth += usize::from(line.ends_with('{'));
+    }
+    text += "}\n";
+    Ok(Sample {
+        program: Program::parse(&text)?,
+        text,
+        world,
+        streams,
+        parameters: Parameters::from([("n".to_owned(), 2)]),
+        changes,
+    })
+}
