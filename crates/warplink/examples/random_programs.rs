@@ -35,7 +35,7 @@ Usage: random_programs [--count N | --seconds S] [--seed FIRST] [--jobs N] [--ch
        random_programs --only SEED [--changes N] [--no-device]";
 
 /// How long a program may take on the device.
-const LIMIT: Duration = Duration::from_secs(20);
+const LIMIT: Duration = Duration::from_secs(180);
 
 /// How often the counts so far are printed.
 const EVERY: Duration = Duration::from_secs(60);
