@@ -11,6 +11,7 @@ use super::memory::{CudaBacking, PlainMemory, Source, next_identity};
 use super::nccl::engine::NcclEngine;
 use super::stream::CudaStream;
 use super::stream::event::CudaEvent;
+use crate::deadline::Deadline;
 use crate::device::{
     AllGatherBytes, AllocationKind, CollectiveEngine, Compute, Device, DeviceIdentity, DeviceKind,
     DeviceProperties, DeviceSlice, Event, Export, Fault, Module, ModuleSource, Opening, Priority,
@@ -21,6 +22,7 @@ use crate::sync::lock;
 use std::any::Any;
 use std::fmt;
 use std::sync::{Arc, Mutex};
+use std::time::Instant;
 
 /// A GPU as one rank uses it.
 pub(super) struct CudaDevice {
@@ -162,6 +164,41 @@ impl Device for CudaDevice {
         // SAFETY: the caller vouches for the code.
         let module = unsafe { UserModule::load(&self.gpu, source)? };
         Ok(Module::new(Arc::new(module)))
+    }
+
+    fn after_uses(&self, slice: &DeviceSlice, then: Box<dyn FnOnce() + Send>) {
+        let backing = CudaBacking::of(slice);
+        let pending = backing.map_or_else(|_| Vec::new(), |backing| backing.uses().pending());
+        if pending.is_empty() {
+            return then();
+        }
+        self.gpu.reaper.when_past(pending, then);
+    }
+
+    fn prepare_reuse(&self, slice: &DeviceSlice) {
+        if let Ok(backing) = CudaBacking::of(slice) {
+            backing.uses().clear();
+        }
+    }
+
+    fn available_memory(&self) -> Result<Option<u64>> {
+        let _entered = self.gpu.context.enter()?;
+        let (mut free, mut total) = (0, 0);
+        let driver = self.gpu.context.driver;
+        // SAFETY: both are output parameters for one size each, and the context is current.
+        let code = unsafe { (driver.cuMemGetInfo_v2)(&mut free, &mut total) };
+        driver.check(code, "ask for free device memory")?;
+        Ok(Some(free as u64))
+    }
+
+    fn trim(&self, deadline: Deadline) -> Result<()> {
+        if self.gpu.give_back(Instant::now() + deadline.remaining()) {
+            return Ok(());
+        }
+        Err(deadline
+            .expired("a moment at which no stream has work, to free device memory")
+            .with_device(self.gpu.name())
+            .with_help("synchronize the streams first; the memory is freed later"))
     }
 
     fn compute(&self) -> Result<Arc<dyn Compute>> {

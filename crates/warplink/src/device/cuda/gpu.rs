@@ -5,6 +5,8 @@ use super::capabilities::{self, Capabilities};
 use super::compute::workspace::Workspaces;
 use super::driver::context::Context;
 use super::kernels::transfer::TransferKernel;
+use super::memory::block_pool::{Block, BlockPool};
+use super::memory::free_block;
 use super::memory::reaper::Reaper;
 use super::memory::staging::Staging;
 use super::stream::memory_ops;
@@ -13,6 +15,10 @@ use crate::device::Fault;
 use crate::error::Result;
 use std::fmt;
 use std::sync::{Arc, OnceLock};
+use std::time::Instant;
+
+/// So large a part of the GPU's memory is kept when more is allocated of the driver.
+const POOLED_PART: usize = 4;
 
 /// An opened GPU. Streams, events and memory hold it.
 pub(super) struct Gpu {
@@ -20,6 +26,8 @@ pub(super) struct Gpu {
     pub(super) fault: Arc<Fault>,
     pub(super) capabilities: Capabilities,
     pub(super) reaper: Reaper,
+    /// Freed memory that is kept for the next allocation.
+    pub(super) blocks: Arc<BlockPool>,
     pub(super) staging: Staging,
     pub(super) signals: Arc<Signals>,
     pub(super) workspaces: Workspaces,
@@ -44,11 +52,13 @@ impl Gpu {
                 signals.raise();
             }
         });
+        let max_pooled_bytes = capabilities.memory / POOLED_PART;
         Ok(Arc::new(Self {
             context,
             fault,
             capabilities,
             reaper,
+            blocks: Arc::new(BlockPool::new(max_pooled_bytes)),
             staging,
             signals,
             workspaces: Workspaces::default(),
@@ -71,6 +81,19 @@ impl Gpu {
         self.captures_memory_ops.get().copied().unwrap_or(true)
     }
 
+    /// Gives freed memory that is kept to the driver, until `until` at most; whether that is done.
+    pub(super) fn give_back(&self, until: Instant) -> bool {
+        self.free_blocks(self.blocks.take_all());
+        self.reaper.flush(until)
+    }
+
+    /// Gives blocks that nobody uses to the driver. Does not wait.
+    pub(super) fn free_blocks(&self, blocks: Vec<Block>) {
+        for block in blocks {
+            free_block(&self.reaper, block);
+        }
+    }
+
     /// Name for people.
     pub(super) fn name(&self) -> String {
         self.capabilities.device_name()
@@ -84,6 +107,8 @@ impl Drop for Gpu {
         if !workspaces.is_empty() {
             self.reaper.run(move |_| drop(workspaces));
         }
+        self.free_blocks(self.blocks.close());
+        self.reaper.stop();
     }
 }
 

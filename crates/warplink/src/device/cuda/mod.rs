@@ -4,8 +4,8 @@
 //! |---|---|
 //! | `driver/` | the driver's functions and errors; finding the vendor's libraries (`library`); the primary context; streams, events and pinned memory as the driver has them (`raw`) |
 //! | `gpu`, `device` | what everything of one GPU shares; the device as the traits want it |
-//! | `memory/` | allocations, ours and others'; giving them to peers and opening theirs (`sharing`, `ipc`); blocking copies (`staging`); freeing (`reaper`), and when it may be done (`quiescence`) |
-//! | `stream/` | what is enqueued, and recording it; ending waits after a fault (`signals`) |
+//! | `memory/` | allocations, ours and others'; giving them to peers and opening theirs (`sharing`, `ipc`); blocking copies (`staging`); keeping what is freed (`block_pool`), giving it to the driver (`reaper`), and when that may be done (`gate`) |
+//! | `stream/` | what is enqueued, and recording it; how far streams are (`live`); ending waits after a fault (`signals`) |
 //! | `kernels/` | compiling (`nvrtc`), keeping and loading kernels, also users' (`user`); a small transfer; adding |
 //! | `compute/` | GEMMs by `cublas_lt`, several in one launch by `cublas`; their algorithms and scratch memory; launches ready to be repeated (`recorded`) |
 //! | `nccl/` | NCCL; collectives over it |
@@ -16,9 +16,12 @@
 //!    streams that wait for a peer.
 //! 2. A call leaves the thread's current context and capture mode as they were (a thread without a
 //!    context keeps ours).
-//! 3. A GPU's memory is neither freed nor unmapped on the thread that drops it, nor while a stream may
-//!    wait for a peer: the driver might block without bound.
-//! 4. A missing library or symbol is an error.
+//! 3. A GPU's memory is neither freed nor unmapped on the thread that drops it: the driver might block
+//!    without bound. What is freed is kept, and used again when streams are past it; it is given to
+//!    the driver when memory is short, on request and at close, at moments without work of this
+//!    process.
+//! 4. No lock that those take who enqueue is held while the driver may block.
+//! 5. A missing library or symbol is an error.
 
 mod capabilities;
 mod compute;

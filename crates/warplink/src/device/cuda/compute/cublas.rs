@@ -162,8 +162,8 @@ impl BatchedGemms {
             spec: *spec,
             lists,
             workspace_bytes,
-            _matmuls: matmuls.to_vec(),
-            _b: b.clone(),
+            matmuls: matmuls.to_vec(),
+            b: b.clone(),
         })
     }
 
@@ -287,8 +287,8 @@ pub(super) struct BatchedGemm {
     lists: Lists,
     workspace_bytes: usize,
     // Kept alive.
-    _matmuls: Vec<(DeviceSlice, DeviceSlice)>,
-    _b: DeviceSlice,
+    matmuls: Vec<(DeviceSlice, DeviceSlice)>,
+    b: DeviceSlice,
 }
 
 impl BatchedGemm {
@@ -297,10 +297,12 @@ impl BatchedGemm {
         let gpu = &self.batched.gpu;
         let stream = CudaStream::of(stream, gpu)?;
         let (_, _entered) = stream.enter()?;
+        let slices = self.matmuls.iter().flat_map(|(a, c)| [a, c]);
+        let _enqueuing = stream.enqueue(slices.chain([&self.b]));
         let _relaxed = gpu.context.relax_capture();
         let scratch = gpu.workspaces.address(
             &gpu.context,
-            stream.raw_stream() as usize,
+            stream.raw(),
             stream.capture_id()?,
             self.workspace_bytes,
         )?;

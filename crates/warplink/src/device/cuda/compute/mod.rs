@@ -131,6 +131,7 @@ impl Compute for CudaCompute {
         }
         let stream = CudaStream::of(stream, &self.gpu)?;
         let (_, _entered) = stream.enter()?;
+        let _enqueuing = stream.enqueue([a, b, c].into_iter().chain(bias));
         let operands = Operands {
             a: a.address(),
             b: b.address(),
@@ -152,8 +153,8 @@ impl Compute for CudaCompute {
                 let capture = stream.capture_id()?;
                 // A stream's piece serves all matmuls to come, a graph's only those in it.
                 let bytes = capture.map_or(self.workspace, |_| least);
-                let (context, raw) = (&self.gpu.context, stream.raw_stream() as usize);
-                self.gpu.workspaces.address(context, raw, capture, bytes)?
+                let (context, key) = (&self.gpu.context, stream.raw());
+                self.gpu.workspaces.address(context, key, capture, bytes)?
             }
         };
         // SAFETY: the operands are live device memory of what `spec` says, as was checked, and

@@ -49,7 +49,7 @@ impl Drop for Workspace {
 }
 
 /// Which stream, and which capture if it is recording one.
-type Key = (usize, Option<u64>);
+type Key = (u64, Option<u64>);
 
 /// The scratch memory of a device's streams.
 #[derive(Debug, Default)]
@@ -64,7 +64,7 @@ impl Workspaces {
     pub(crate) fn address(
         &self,
         context: &Arc<Context>,
-        stream: usize,
+        stream: u64,
         capture: Option<u64>,
         bytes: usize,
     ) -> Result<u64> {

@@ -31,7 +31,6 @@ pub(super) mod status {
     pub(crate) const NOT_READY: Status = 600;
     pub(crate) const PEER_ACCESS_ALREADY_ENABLED: Status = 704;
     pub(crate) const NOT_SUPPORTED: Status = 801;
-    pub(crate) const CAPTURE_IMPLICIT: Status = 906;
 }
 
 /// Declares a table of a library's functions and how it is loaded.
@@ -89,6 +88,7 @@ function_table! {
         cuThreadExchangeStreamCaptureMode(*mut c_int) -> Status;
         cuMemAlloc_v2(*mut CUdeviceptr, usize) -> Status;
         cuMemFree_v2(CUdeviceptr) -> Status;
+        cuMemGetInfo_v2(*mut usize, *mut usize) -> Status;
         cuMemHostAlloc(*mut *mut c_void, usize, c_uint) -> Status;
         cuMemFreeHost(*mut c_void) -> Status;
         cuMemGetAddressRange_v2(*mut CUdeviceptr, *mut usize, CUdeviceptr) -> Status;

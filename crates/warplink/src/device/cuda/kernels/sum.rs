@@ -78,6 +78,7 @@ impl SumKernels {
         if count == 0 {
             return Ok(());
         }
+        let _enqueuing = stream.enqueue(sources.iter().chain([target]));
         let mut at = Sources {
             at: [0; MAX_SOURCES],
         };

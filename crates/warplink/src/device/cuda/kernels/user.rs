@@ -3,7 +3,6 @@
 use super::module::{Function, Module};
 use super::nvrtc;
 use crate::device::cuda::gpu::Gpu;
-use crate::device::cuda::memory::quiescence;
 use crate::device::cuda::stream::CudaStream;
 use crate::device::module::{CudaCode, KernelBackend, ModuleBackend};
 use crate::device::{Argument, DeviceKind, Launch, ModuleSource, Stream};
@@ -158,7 +157,11 @@ impl KernelBackend for UserKernel {
             .map(|words| words.as_mut_ptr().cast())
             .collect();
         let (_, _entered) = stream.enter()?;
-        let _enqueuing = quiescence::enqueuing();
+        let slices = arguments.iter().filter_map(|argument| match argument {
+            Argument::Slice(slice) => Some(slice),
+            _ => None,
+        });
+        let _enqueuing = stream.enqueue(slices);
         // SAFETY: the arguments have as many bytes as the parameters, as was checked where the driver tells
         // them; that the kernel does nothing unsound with them was promised when it was loaded.
         let launched = unsafe {

@@ -2,7 +2,8 @@
 //!
 //! The driver's behaviour when one process opens one handle twice has changed over time (refused,
 //! the same address, a count), so here it never happens: a table of the process gives a second
-//! opening the first one's mapping, and an opening waits while an earlier mapping is being closed.
+//! opening the first one's mapping, also where that was dropped and is still to be closed. An opening
+//! waits only while the driver closes an earlier mapping.
 
 use crate::device::cuda::driver::context::Context;
 use crate::device::cuda::driver::status;
@@ -27,8 +28,19 @@ type Key = (usize, [u8; 64]);
 
 enum MappingState {
     Open(Weak<IpcMapping>),
-    /// Dropped, but the driver is still to close it; or about to be opened.
+    /// Dropped; it is closed when no stream has work, unless it is opened again before.
+    Unused(Extent),
+    /// Being opened or closed by the driver.
     Busy,
+}
+
+/// Where a mapping is.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Extent {
+    address: u64,
+    bytes: usize,
+    /// Tells it from others that were mapped at the address.
+    identity: u64,
 }
 
 #[derive(Default)]
@@ -71,14 +83,20 @@ impl IpcMapping {
                     vacant.insert(MappingState::Busy);
                     break;
                 }
-                // A mapping that cannot be upgraded is being dropped: its drop clears the state.
-                Entry::Occupied(state) => {
-                    if let MappingState::Open(mapping) = state.get()
-                        && let Some(mapping) = mapping.upgrade()
-                    {
+                Entry::Occupied(mut state) => match state.get() {
+                    MappingState::Open(mapping) => {
+                        if let Some(mapping) = mapping.upgrade() {
+                            return Ok(mapping);
+                        }
+                        // It is being dropped: its drop says that it is unused.
+                    }
+                    MappingState::Unused(extent) => {
+                        let mapping = Arc::new(Self::at(gpu, key, extent.address, extent.bytes));
+                        state.insert(MappingState::Open(Arc::downgrade(&mapping)));
                         return Ok(mapping);
                     }
-                }
+                    MappingState::Busy => {}
+                },
             }
             let left = give_up.saturating_duration_since(Instant::now());
             if left.is_zero() {
@@ -133,22 +151,42 @@ impl IpcMapping {
             return Err(error);
         }
         let bytes = (base + size as u64).saturating_sub(address) as usize;
-        Ok(Arc::new(Self {
+        Ok(Arc::new(Self::at(gpu, key, address, bytes)))
+    }
+
+    fn at(gpu: &Arc<Gpu>, key: Key, address: u64, bytes: usize) -> Self {
+        Self {
             gpu: gpu.clone(),
             key,
             address,
             bytes,
             identity: super::next_identity(),
-        }))
+        }
     }
 }
 
 impl Drop for IpcMapping {
     fn drop(&mut self) {
-        let (key, address) = (self.key, self.address);
-        lock(&table().states).insert(key, MappingState::Busy);
+        let (key, extent) = (
+            self.key,
+            Extent {
+                address: self.address,
+                bytes: self.bytes,
+                identity: self.identity,
+            },
+        );
+        lock(&table().states).insert(key, MappingState::Unused(extent));
+        table().changed.notify_all();
         self.gpu.reaper.run(move |context| {
-            close(context, address);
+            let mut states = lock(&table().states);
+            if !matches!(states.get(&key), Some(MappingState::Unused(unused)) if *unused == extent)
+            {
+                return;
+            }
+            states.insert(key, MappingState::Busy);
+            // The driver may take its time.
+            drop(states);
+            close(context, extent.address);
             clear(&key);
         });
     }

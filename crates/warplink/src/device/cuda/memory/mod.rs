@@ -1,25 +1,29 @@
 //! What a slice of GPU memory lies in: plain memory, signal pages, memory of the virtual memory
 //! interface, memory that others own, and a peer's memory mapped here.
 
+pub(super) mod block_pool;
 pub(super) mod borrowed;
+pub(super) mod gate;
 pub(super) mod ipc;
-pub(super) mod quiescence;
 pub(super) mod reaper;
 pub(super) mod sharing;
 pub(super) mod staging;
 pub(super) mod virtual_memory;
 
+use self::block_pool::Block;
 use self::ipc::IpcMapping;
+use self::reaper::Reaper;
 use self::virtual_memory::VirtualMemory;
 use crate::device::cuda::driver::status;
 use crate::device::cuda::gpu::Gpu;
+use crate::device::cuda::stream::live::{PendingUse, Uses};
 use crate::device::{Backing, DeviceKind, DeviceSlice, Fault};
 use crate::error::{Error, ErrorKind, Result};
 use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
 /// Plain allocations are whole multiples of this. The driver cuts smaller ones out of a block of
 /// this size, and a handle of one would give a peer the whole block, with what else is in it.
@@ -48,6 +52,8 @@ pub(super) struct CudaBacking {
     base: u64,
     bytes: usize,
     identity: u64,
+    /// The streams that it was used on.
+    uses: Arc<Uses>,
     pub(super) source: Source,
 }
 
@@ -84,13 +90,24 @@ impl CudaBacking {
         identity: u64,
         source: Source,
     ) -> DeviceSlice {
+        let uses = match &source {
+            Source::Plain { held } => held.uses.clone(),
+            _ => Arc::default(),
+        };
         DeviceSlice::whole(Arc::new(Self {
             gpu: gpu.clone(),
             base,
             bytes,
             identity,
+            uses,
             source,
         }))
+    }
+
+    /// The streams that it was used on.
+    #[inline]
+    pub(super) fn uses(&self) -> &Uses {
+        &self.uses
     }
 
     /// The backing of a slice of this device.
@@ -125,6 +142,12 @@ impl Backing for CudaBacking {
         matches!(self.source, Source::Borrowed(_))
     }
 
+    fn forbid_reuse(&self) {
+        if let Source::Plain { held } = &self.source {
+            held.reusable.store(false, Ordering::Release);
+        }
+    }
+
     fn fault(&self) -> Option<&Arc<Fault>> {
         match &self.source {
             Source::Plain { held } => held.fault.as_ref(),
@@ -154,10 +177,14 @@ impl fmt::Debug for CudaBacking {
     }
 }
 
-/// Memory from the driver's plain allocation.
+/// Memory from the driver's plain allocation. When it is dropped and streams are past it, it is kept
+/// for the next.
 pub(super) struct PlainMemory {
     gpu: Arc<Gpu>,
     pub(super) address: u64,
+    whole: usize,
+    uses: Arc<Uses>,
+    reusable: AtomicBool,
     /// Of signals: what ends waits for them.
     fault: Option<Arc<Fault>>,
 }
@@ -176,28 +203,42 @@ impl PlainMemory {
             Error::invalid(format!("{bytes} bytes overflow the address space"))
                 .with_operation("allocate device memory")
         })?;
+        let block = match gpu.blocks.take(whole) {
+            Some(block) => block,
+            None => Self::allocate_block(gpu, whole)?,
+        };
+        Ok(Self {
+            gpu: gpu.clone(),
+            address: block.address,
+            whole: block.bytes,
+            uses: Arc::default(),
+            reusable: AtomicBool::new(true),
+            fault: None,
+        })
+    }
+
+    /// A new block of the driver's.
+    fn allocate_block(gpu: &Arc<Gpu>, bytes: usize) -> Result<Block> {
+        gpu.free_blocks(gpu.blocks.take_surplus());
         let _entered = gpu.context.enter()?;
         let _relaxed = gpu.context.relax_capture();
         let driver = gpu.context.driver;
         let mut address = 0;
         // SAFETY: `address` is an output parameter for one address, and the context is current.
-        let mut code = unsafe { (driver.cuMemAlloc_v2)(&mut address, whole) };
-        if code == status::OUT_OF_MEMORY && gpu.reaper.flush(FREEING) {
+        let mut code = unsafe { (driver.cuMemAlloc_v2)(&mut address, bytes) };
+        if code == status::OUT_OF_MEMORY {
+            gpu.give_back(Instant::now() + FREEING);
             // SAFETY: as above.
-            code = unsafe { (driver.cuMemAlloc_v2)(&mut address, whole) };
+            code = unsafe { (driver.cuMemAlloc_v2)(&mut address, bytes) };
         }
         driver
             .check(code, "allocate device memory")
             .map_err(|error| {
                 error
                     .with_device(gpu.name())
-                    .with_help(format!("{whole} bytes were asked for"))
+                    .with_help(format!("{bytes} bytes were asked for"))
             })?;
-        Ok(Self {
-            gpu: gpu.clone(),
-            address,
-            fault: None,
-        })
+        Ok(Block { address, bytes })
     }
 
     /// Allocates zeros that `fault`, and the device's, ends waits for.
@@ -236,18 +277,53 @@ impl PlainMemory {
 
 impl Drop for PlainMemory {
     fn drop(&mut self) {
-        let signals = self.fault.take().map(|_| self.gpu.signals.clone());
-        let address = self.address;
-        // Ends what waits on the page: the stream would never be quiet.
-        let retire = move || signals.iter().for_each(|signals| signals.retire(address));
-        self.gpu.reaper.run_after(retire, move |context| {
-            // SAFETY: allocated once and freed once; nothing names it any more.
-            let code = unsafe { (context.driver.cuMemFree_v2)(address) };
-            if code != status::SUCCESS {
-                tracing::warn!(code, "device memory at {address:#x} was not freed");
+        let block = Block {
+            address: self.address,
+            bytes: self.whole,
+        };
+        let (uses, reusable) = (self.uses.clone(), self.reusable.load(Ordering::Acquire));
+        let (reaper, blocks) = (self.gpu.reaper.clone(), self.gpu.blocks.clone());
+        let keep = move || {
+            if reusable {
+                blocks.put(block)
+            } else {
+                Some(block)
             }
-        });
+        };
+        let free = {
+            let reaper = reaper.clone();
+            move || {
+                if let Some(block) = keep() {
+                    free_block(&reaper, block);
+                }
+            }
+        };
+        if self.fault.is_some() {
+            // Ends what waits on the page, which takes a moment: streams would never be past it.
+            let signals = self.gpu.signals.clone();
+            let again = reaper.clone();
+            return reaper.when_past(Vec::new(), move || {
+                signals.retire(block.address);
+                again.when_past(uses.pending(), free);
+            });
+        }
+        let pending: Vec<PendingUse> = uses.pending();
+        if pending.is_empty() {
+            return free();
+        }
+        reaper.when_past(pending, free);
     }
+}
+
+/// Gives a block that nobody uses to the driver, at a moment when no stream has work.
+pub(super) fn free_block(reaper: &Reaper, block: Block) {
+    reaper.run(move |context| {
+        // SAFETY: allocated once and freed once; nothing names it any more.
+        let code = unsafe { (context.driver.cuMemFree_v2)(block.address) };
+        if code != status::SUCCESS {
+            tracing::warn!(code, "device memory at {:#x} was not freed", block.address);
+        }
+    });
 }
 
 /// Fails where memory of a peer, or of another kind, is asked to be shared on.

@@ -1,126 +1,261 @@
-//! Freeing on a thread of its own.
+//! Giving memory to the driver, and waiting for streams to be past it, on a thread of its own.
 //!
-//! The driver may hold a call that frees or unmaps until the GPU is idle, and a stream may wait for
-//! a peer at that time. So that dropping a slice never blocks without bound, a thread does it, at a
-//! moment when no stream has work, and the caller waits for that thread only briefly: in the ordinary
-//! case the memory is back when the drop returns.
+//! A driver call that frees or unmaps waits until the GPU is idle, and a stream may wait for a peer
+//! at that time. So dropping never makes such a call: plain memory goes to a pool when streams are
+//! past it, and what cannot be used again is left to this thread, which calls the driver at moments
+//! when no stream has work of this process ([`gate`](super::gate)). Only where somebody waits for
+//! that (an allocation that finds no memory, a request to trim, the end of the device) is what is
+//! enqueued held back for moments, so that streams can run empty.
 
-use super::quiescence::await_quiescence;
+use super::gate::{Closed, GATE};
 use crate::device::cuda::driver::context::Context;
+use crate::device::cuda::stream::live::{PendingUse, all_done};
 use crate::error::{Error, Result};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Receiver, Sender, channel};
-use std::time::Duration;
+use crate::sync::lock;
+use std::collections::VecDeque;
+use std::fmt;
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
-/// How long a drop waits for its memory to be freed.
-const MAX_WAIT: Duration = Duration::from_millis(100);
+/// Between two looks at streams: at first and at most.
+const POLL_INTERVALS: [Duration; 2] = [Duration::from_micros(50), Duration::from_millis(2)];
 
-/// Something to free.
-struct Job {
-    /// What may be done at once, and may take a while.
-    first: Box<dyn FnOnce() + Send>,
-    free: Box<dyn FnOnce(&Context) + Send>,
-    done: Sender<()>,
+/// The longest that what is enqueued is held back, so that streams run empty, and how long it is let
+/// go on before the next time.
+const MAX_HOLD: Duration = Duration::from_millis(20);
+const REST: Duration = Duration::from_millis(5);
+
+/// For so long the driver is called in one moment without work.
+const MAX_MOMENT: Duration = Duration::from_millis(10);
+
+/// For so long what is enqueued is held back at times when the device was closed.
+const CLOSING: Duration = Duration::from_secs(2);
+
+/// The thread that frees what belongs to one context. Clones are handles of the same one.
+#[derive(Clone)]
+pub(crate) struct Reaper(Arc<Shared>);
+
+struct Shared {
+    state: Mutex<State>,
+    changed: Condvar,
 }
 
-/// The thread that frees what belongs to one context. It ends after its last work when this is
-/// dropped.
-#[derive(Debug)]
-pub(crate) struct Reaper {
-    sender: Sender<Job>,
-    /// Whether the thread is held up, so that waiting for it is in vain.
-    late: Arc<AtomicBool>,
+#[derive(Default)]
+struct State {
+    /// Done in order.
+    jobs: VecDeque<Job>,
+    /// How many jobs were given and done.
+    given: u64,
+    done: u64,
+    uses: Vec<Awaited>,
+    /// Until then, somebody waits for the jobs.
+    urgent_until: Option<Instant>,
+    stopped: bool,
+}
+
+enum Job {
+    /// A call that the driver may hold until the GPU is idle.
+    Driver(Box<dyn FnOnce(&Context) + Send>),
+    /// Something to be done after what precedes it.
+    Then(Box<dyn FnOnce() + Send>),
+}
+
+struct Awaited {
+    uses: Vec<PendingUse>,
+    then: Box<dyn FnOnce() + Send>,
 }
 
 impl Reaper {
     pub(crate) fn start(context: &Arc<Context>) -> Result<Self> {
-        let (sender, receiver) = channel();
-        let late = Arc::new(AtomicBool::new(false));
-        let (context, held_up) = (context.clone(), late.clone());
+        let shared = Arc::new(Shared {
+            state: Mutex::default(),
+            changed: Condvar::new(),
+        });
+        let (context, own) = (context.clone(), shared.clone());
         std::thread::Builder::new()
             .name(format!("warplink-free-{}", context.ordinal))
-            .spawn(move || work(&context, &receiver, &held_up))
+            .spawn(move || own.run(&context))
             .map_err(|error| Error::io("start the thread that frees device memory", &error))?;
-        Ok(Self { sender, late })
+        Ok(Self(shared))
     }
 
-    /// Has the thread run `free` with the context current, and waits for it briefly.
+    /// Has the driver called by `free`, with the context current, at a moment when no stream has work.
+    /// Does not wait.
     pub(crate) fn run(&self, free: impl FnOnce(&Context) + Send + 'static) {
-        self.run_after(|| (), free);
+        self.give(Job::Driver(Box::new(free)));
     }
 
-    /// As [`run`](Self::run), with `first` before, while streams may still have work.
-    pub(crate) fn run_after(
-        &self,
-        first: impl FnOnce() + Send + 'static,
-        free: impl FnOnce(&Context) + Send + 'static,
-    ) {
-        let (done, wait) = channel();
-        let job = Job {
-            first: Box::new(first),
-            free: Box::new(free),
-            done,
-        };
-        if self.sender.send(job).is_err() {
-            tracing::warn!("the thread that frees device memory has ended; memory is leaked");
-            return;
-        }
-        if !self.late.load(Ordering::Acquire) && wait.recv_timeout(MAX_WAIT).is_err() {
-            self.late.store(true, Ordering::Release);
-            tracing::debug!("device memory is freed later: the GPU is busy");
-        }
-    }
-
-    /// Has the thread run `then` once everything given to it so far is freed. Does not wait.
+    /// Has `then` run when everything given to [`run`](Self::run) so far is done. Does not wait.
     pub(crate) fn after(&self, then: impl FnOnce() + Send + 'static) {
-        // Jobs are done in order; nobody listens for the end of this one.
-        let (done, _) = channel();
-        let job = Job {
-            first: Box::new(|| ()),
-            free: Box::new(|_| then()),
-            done,
-        };
-        if self.sender.send(job).is_err() {
-            tracing::warn!("the thread that frees device memory has ended");
-        }
+        self.give(Job::Then(Box::new(then)));
     }
 
-    /// Waits, up to `limit`, until everything given to the thread so far is freed; whether it is.
-    pub(crate) fn flush(&self, limit: Duration) -> bool {
-        let (done, wait) = channel();
-        let job = Job {
-            first: Box::new(|| ()),
-            free: Box::new(|_| ()),
-            done,
-        };
-        self.sender.send(job).is_ok() && wait.recv_timeout(limit).is_ok()
+    /// Has `then` run when streams are past `uses`. Does not wait.
+    pub(crate) fn when_past(&self, uses: Vec<PendingUse>, then: impl FnOnce() + Send + 'static) {
+        let then = Box::new(then);
+        lock(&self.0.state).uses.push(Awaited { uses, then });
+        self.0.changed.notify_all();
+    }
+
+    /// Waits, until `until` at most, for everything given to [`run`](Self::run) so far; whether it is
+    /// done. Meanwhile, what is enqueued is held back for moments.
+    pub(crate) fn flush(&self, until: Instant) -> bool {
+        let mut state = lock(&self.0.state);
+        let given = state.given;
+        if state.done >= given {
+            return true;
+        }
+        state.urgent_until = state.urgent_until.max(Some(until));
+        self.0.changed.notify_all();
+        let limit = until.saturating_duration_since(Instant::now());
+        let waited = self
+            .0
+            .changed
+            .wait_timeout_while(state, limit, |state| state.done < given);
+        waited.unwrap_or_else(PoisonError::into_inner).0.done >= given
+    }
+
+    /// Ends the thread when all is done.
+    pub(crate) fn stop(&self) {
+        let mut state = lock(&self.0.state);
+        state.stopped = true;
+        state.urgent_until = state.urgent_until.max(Some(Instant::now() + CLOSING));
+        drop(state);
+        self.0.changed.notify_all();
+    }
+
+    fn give(&self, job: Job) {
+        let mut state = lock(&self.0.state);
+        state.jobs.push_back(job);
+        state.given += 1;
+        drop(state);
+        self.0.changed.notify_all();
     }
 }
 
-fn work(context: &Context, queue: &Receiver<Job>, late: &AtomicBool) {
-    while let Ok(next) = queue.recv() {
-        let (mut free, mut done) = (Vec::new(), Vec::new());
-        let mut start = |job: Job| {
-            (job.first)();
-            free.push(job.free);
-            done.push(job.done);
-        };
-        start(next);
-        // What comes meanwhile may end what streams wait for, and there may be few quiet moments.
-        let gate = await_quiescence(|| queue.try_iter().for_each(&mut start));
-        match context.enter() {
-            Ok(_entered) => {
-                let _relaxed = context.relax_capture();
-                free.into_iter().for_each(|free| free(context));
+impl Shared {
+    fn run(&self, context: &Context) {
+        let [first_interval, max_interval] = POLL_INTERVALS;
+        let mut interval = first_interval;
+        loop {
+            self.do_what_streams_are_past();
+            self.do_without_the_driver();
+            if self.give_to_the_driver(context) {
+                continue;
             }
-            Err(error) => tracing::warn!(%error, "device memory is leaked"),
+            let state = lock(&self.state);
+            let urgent = state.is_urgent();
+            if state.jobs.is_empty() && state.uses.is_empty() {
+                if state.stopped {
+                    return;
+                }
+                interval = first_interval;
+                // Whatever ends the wait, what is there is looked at.
+                drop(self.changed.wait(state));
+            } else {
+                let pause = if urgent { REST } else { interval };
+                drop(self.changed.wait_timeout(state, pause));
+                interval = max_interval.min(2 * interval);
+            }
         }
-        drop(gate);
-        late.store(false, Ordering::Release);
-        for done in done {
-            // Nobody listens any more where the caller's patience has ended.
-            let _ = done.send(());
+    }
+
+    fn do_what_streams_are_past(&self) {
+        // Not under the lock: the driver is asked.
+        let mut awaited = std::mem::take(&mut lock(&self.state).uses);
+        let past: Vec<Awaited> = awaited
+            .extract_if(.., |awaited| {
+                awaited.uses.retain_mut(|pending| !pending.is_past());
+                awaited.uses.is_empty()
+            })
+            .collect();
+        lock(&self.state).uses.extend(awaited);
+        past.into_iter().for_each(|past| (past.then)());
+    }
+
+    /// Does what comes before the next job that needs the driver.
+    fn do_without_the_driver(&self) {
+        let next = || {
+            let mut state = lock(&self.state);
+            match state.jobs.pop_front()? {
+                Job::Then(then) => Some(then),
+                job => {
+                    state.jobs.push_front(job);
+                    None
+                }
+            }
+        };
+        while let Some(then) = next() {
+            then();
+            self.note_done();
         }
+    }
+
+    /// Calls the driver for jobs, if there are any and no stream has work; whether it did.
+    fn give_to_the_driver(&self, context: &Context) -> bool {
+        let (idle, urgent) = {
+            let state = lock(&self.state);
+            (state.jobs.is_empty(), state.is_urgent())
+        };
+        if idle {
+            return false;
+        }
+        let Some(_closed) = moment_without_work(urgent) else {
+            return false;
+        };
+        let Ok(_entered) = context.enter() else {
+            return false;
+        };
+        let _relaxed = context.relax_capture();
+        let until = Instant::now() + MAX_MOMENT;
+        while Instant::now() < until {
+            let Some(job) = lock(&self.state).jobs.pop_front() else {
+                break;
+            };
+            match job {
+                Job::Driver(free) => free(context),
+                Job::Then(then) => then(),
+            }
+            self.note_done();
+        }
+        true
+    }
+
+    fn note_done(&self) {
+        lock(&self.state).done += 1;
+        self.changed.notify_all();
+    }
+}
+
+impl State {
+    fn is_urgent(&self) -> bool {
+        self.urgent_until
+            .is_some_and(|until| Instant::now() < until)
+    }
+}
+
+/// Closes the gate if no stream has work; where it is urgent, also where streams run empty soon.
+fn moment_without_work(urgent: bool) -> Option<Closed<'static>> {
+    if !urgent && !all_done() {
+        return None;
+    }
+    let closed = GATE.close()?;
+    let until = Instant::now() + MAX_HOLD;
+    while !all_done() {
+        if !urgent || Instant::now() > until {
+            return None;
+        }
+        std::thread::sleep(POLL_INTERVALS[0]);
+    }
+    Some(closed)
+}
+
+impl fmt::Debug for Reaper {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let state = lock(&self.0.state);
+        f.debug_struct("Reaper")
+            .field("jobs", &state.jobs.len())
+            .field("uses", &state.uses.len())
+            .finish_non_exhaustive()
     }
 }

@@ -1,6 +1,7 @@
 //! Memory from the virtual memory interface: physical memory, shared by descriptor, mapped into a
 //! range of addresses that was reserved for it.
 
+use super::FREEING;
 use crate::device::cuda::driver::status;
 use crate::device::cuda::gpu::Gpu;
 use crate::error::{Error, ErrorKind, Result};
@@ -8,6 +9,7 @@ use cudarc::driver::sys::*;
 use std::ffi::{c_int, c_void};
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::sync::Arc;
+use std::time::Instant;
 
 const DESCRIPTOR: CUmemAllocationHandleType =
     CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
@@ -56,7 +58,8 @@ impl VirtualMemory {
         // SAFETY: `handle` is an output parameter for one handle, `property` is fully set, no flags
         // exist.
         let mut code = unsafe { (driver.cuMemCreate)(&mut handle, bytes, &property, 0) };
-        if code == status::OUT_OF_MEMORY && gpu.reaper.flush(std::time::Duration::from_secs(1)) {
+        if code == status::OUT_OF_MEMORY {
+            gpu.give_back(Instant::now() + FREEING);
             // SAFETY: as above.
             code = unsafe { (driver.cuMemCreate)(&mut handle, bytes, &property, 0) };
         }

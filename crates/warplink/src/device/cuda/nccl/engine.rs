@@ -3,7 +3,6 @@
 use super::{Handle, Nccl, NcclComm, UNIQUE_ID};
 use crate::device::cuda::gpu::Gpu;
 use crate::device::cuda::memory::CudaBacking;
-use crate::device::cuda::memory::quiescence;
 use crate::device::cuda::stream::CudaStream;
 use crate::device::{
     AllGatherBytes, Collective, CollectiveEngine, CollectiveRequest, DeviceSlice, Fault, ReduceOp,
@@ -160,7 +159,7 @@ impl CollectiveEngine for NcclEngine {
         stream.faults().add(&self.fault);
         let (_, _entered) = stream.enter()?;
         let _relaxed = self.gpu.context.relax_capture();
-        let _enqueuing = quiescence::enqueuing();
+        let _enqueuing = stream.enqueue(request.slices());
         self.comm
             .call(request.name(), |nccl, comm| {
                 // SAFETY: the slices are live device memory of fitting lengths, and ranks are below

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 #[derive(Debug)]
 pub(crate) struct CudaEvent {
     gpu: Arc<Gpu>,
-    pub(crate) raw: RawEvent,
+    pub(crate) raw: Arc<RawEvent>,
     timing: bool,
     /// Whether it can be asked after the fault too.
     after_fault: bool,
@@ -22,7 +22,7 @@ pub(crate) struct CudaEvent {
 
 impl CudaEvent {
     pub(crate) fn create(gpu: &Arc<Gpu>, timing: bool) -> Result<Self> {
-        let raw = RawEvent::create(&gpu.context, timing)?;
+        let raw = Arc::new(RawEvent::create(&gpu.context, timing)?);
         Ok(Self {
             gpu: gpu.clone(),
             raw,
@@ -33,11 +33,16 @@ impl CudaEvent {
         })
     }
 
-    /// One that can be asked after the device's fault too.
-    pub(crate) fn create_for_release(gpu: &Arc<Gpu>) -> Result<Self> {
-        let mut event = Self::create(gpu, false)?;
-        event.after_fault = true;
-        Ok(event)
+    /// One that has been recorded, and can be asked after the device's fault too.
+    pub(crate) fn recorded_for_release(gpu: &Arc<Gpu>, raw: Arc<RawEvent>) -> Self {
+        Self {
+            gpu: gpu.clone(),
+            raw,
+            timing: false,
+            after_fault: true,
+            recorded: AtomicBool::new(true),
+            faults: FaultSet::default(),
+        }
     }
 
     /// The event behind the trait.

@@ -4,7 +4,6 @@ use super::CudaStream;
 use crate::device::cuda::compute::workspace::Workspace;
 use crate::device::cuda::driver::status;
 use crate::device::cuda::gpu::Gpu;
-use crate::device::cuda::memory::quiescence;
 use crate::device::{FaultSet, GraphBackend, Stream};
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::lock;
@@ -94,8 +93,8 @@ impl GraphBackend for CudaGraph {
         let stream = CudaStream::of(stream, &self.gpu)?;
         stream.faults().add_all(&self.faults);
         let (driver, _entered) = stream.enter()?;
+        let _enqueuing = stream.enqueue([]);
         let exec = lock(&self.exec);
-        let _enqueuing = quiescence::enqueuing();
         // SAFETY: the graph is live, used by one thread at a time, and of the stream's context.
         let code = unsafe { (driver.cuGraphLaunch)(exec.0, stream.raw_stream()) };
         driver.check(code, "launch a graph")

@@ -2,20 +2,22 @@
 
 pub(super) mod event;
 pub(super) mod graph;
+pub(super) mod live;
 pub(super) mod memory_ops;
 pub(super) mod signals;
 
 use self::event::CudaEvent;
 use self::graph::CudaGraph;
+use self::live::{Enqueuing, Keep, LiveStream};
 use self::memory_ops::Capture;
 use crate::deadline::Deadline;
 use crate::device::cuda::driver::context::Entered;
 use crate::device::cuda::driver::poll::poll;
-use crate::device::cuda::driver::raw::RawStream;
+use crate::device::cuda::driver::raw::{RawEvent, RawStream};
 use crate::device::cuda::driver::{Driver, status};
 use crate::device::cuda::gpu::Gpu;
 use crate::device::cuda::kernels::transfer::MAX_OPERATIONS;
-use crate::device::cuda::memory::quiescence::{self, Watch};
+use crate::device::cuda::memory::CudaBacking;
 use crate::device::{
     DeviceKind, DeviceSlice, Event, FaultSet, Graph, MemoryOp, Stream, StreamBackend, StreamOp,
     sequence_apart,
@@ -29,26 +31,13 @@ use std::sync::Arc;
 /// So many operations on words take the unit that does them longer than the launch of a kernel.
 const WORTH_A_KERNEL: usize = 4;
 
-/// `CU_STREAM_PER_THREAD`.
-const PER_THREAD: u64 = 2;
-
 /// A stream, ours or somebody else's.
 pub(super) struct CudaStream {
     gpu: Arc<Gpu>,
     raw: CUstream,
     /// What ends its work, beside the device's fault.
     faults: FaultSet,
-    watch: Watch,
-    /// There until the stream is let go of.
-    keep: Option<Keep>,
-}
-
-/// What keeps the stream valid.
-enum Keep {
-    /// It is ours, and destroyed with this.
-    Own { _stream: RawStream },
-    /// It is theirs, and this holds them.
-    Foreign { _owner: Arc<dyn Any + Send + Sync> },
+    live: Arc<LiveStream>,
 }
 
 // SAFETY: the raw pointer is a handle that the driver accepts on every thread, and it is kept valid.
@@ -59,18 +48,19 @@ unsafe impl Sync for CudaStream {}
 impl CudaStream {
     pub(super) fn create(gpu: &Arc<Gpu>, high: bool) -> Result<Arc<Self>> {
         let stream = RawStream::create(&gpu.context, high)?;
-        // SAFETY: the stream was made just now, and is given to the watch in the end.
-        let watch = unsafe { Watch::keep(&gpu.context, stream.raw) };
+        let raw = stream.raw;
+        // SAFETY: the stream was made just now, and is kept.
+        let live = unsafe { LiveStream::new(&gpu.context, raw, Keep::Own { _stream: stream }) };
         Ok(Arc::new(Self {
             gpu: gpu.clone(),
-            raw: stream.raw,
+            raw,
             faults: FaultSet::default(),
-            watch,
-            keep: Some(Keep::Own { _stream: stream }),
+            live,
         }))
     }
 
-    /// A stream that somebody else made.
+    /// A stream that somebody else made. The default stream of the calling thread can be used on that
+    /// thread only.
     ///
     /// # Safety
     /// `raw` must be a valid stream of this GPU's primary context for as long as `owner` is held.
@@ -79,14 +69,6 @@ impl CudaStream {
         raw: u64,
         owner: Arc<dyn Any + Send + Sync>,
     ) -> Result<Arc<Self>> {
-        if raw == PER_THREAD {
-            return Err(Error::invalid(
-                "the per-thread default stream differs on every thread; expected a stream that is the same on all",
-            )
-            .with_operation("borrow a stream")
-            .with_device(gpu.name())
-            .with_help("create a stream and borrow it"));
-        }
         let _entered = gpu.context.enter()?;
         let raw = raw as usize as CUstream;
         let mut context = std::ptr::null_mut();
@@ -104,14 +86,13 @@ impl CudaStream {
             .with_device(gpu.name())
             .with_help("borrow the stream on the device that it was created on"));
         }
-        // SAFETY: the stream is of the context, and its owner is given to the watch in the end.
-        let watch = unsafe { Watch::keep(&gpu.context, raw) };
+        // SAFETY: the stream is of the context, and its owner is kept.
+        let live = unsafe { LiveStream::new(&gpu.context, raw, Keep::Foreign { _owner: owner }) };
         Ok(Arc::new(Self {
             gpu: gpu.clone(),
             raw,
             faults: FaultSet::default(),
-            watch,
-            keep: Some(Keep::Foreign { _owner: owner }),
+            live,
         }))
     }
 
@@ -137,10 +118,36 @@ impl CudaStream {
         self.raw
     }
 
-    /// Fails where a fault that concerns the stream was raised; makes the context current.
+    /// To be held while something that uses `slices` is enqueued.
+    #[inline]
+    pub(super) fn enqueue<'a>(
+        &self,
+        slices: impl IntoIterator<Item = &'a DeviceSlice>,
+    ) -> Enqueuing<'_> {
+        for slice in slices {
+            if let Ok(backing) = CudaBacking::of(slice) {
+                backing.uses().note(&self.live);
+            }
+        }
+        self.live.enqueue()
+    }
+
+    /// As [`enqueue`](Self::enqueue), for operations on words.
+    #[inline]
+    fn enqueue_ops<'a>(&self, ops: impl IntoIterator<Item = &'a MemoryOp<'a>>) -> Enqueuing<'_> {
+        self.enqueue(ops.into_iter().map(|op| match op {
+            MemoryOp::Write { word, .. }
+            | MemoryOp::Reset { word }
+            | MemoryOp::Wait { word, .. } => word.as_slice(),
+        }))
+    }
+
+    /// Fails where a fault that concerns the stream was raised, and on another thread than that whose
+    /// default stream it is; makes the context current.
     #[inline]
     pub(super) fn enter(&self) -> Result<(&'static Driver, Entered<'_>)> {
         self.faults.check()?;
+        self.live.check_thread()?;
         self.enter_failed()
     }
 
@@ -150,6 +157,29 @@ impl CudaStream {
     fn enter_failed(&self) -> Result<(&'static Driver, Entered<'_>)> {
         self.gpu.fault.check()?;
         Ok((self.gpu.context.driver, self.gpu.context.enter()?))
+    }
+
+    /// A mark behind everything in a stream that is somebody else's, and must not be asked itself. Fails
+    /// where the stream is recording.
+    fn mark_of_foreign(&self) -> Result<Option<Arc<RawEvent>>> {
+        if self.live.is_foreign() {
+            return self.live.record().map(Some);
+        }
+        if memory_ops::is_capturing(self.gpu.context.driver, self.raw)? {
+            return Err(Error::invalid("the stream is recording a graph")
+                .with_operation("query a stream")
+                .with_help("end the capture first"));
+        }
+        Ok(None)
+    }
+
+    /// Whether everything in a stream of ours is done.
+    fn query(&self, driver: &Driver, operation: &'static str) -> Result<bool> {
+        // SAFETY: the stream is valid as long as `self`.
+        match unsafe { (driver.cuStreamQuery)(self.raw) } {
+            status::NOT_READY => Ok(false),
+            code => driver.check(code, operation).map(|()| true),
+        }
     }
 
     /// What ends its work, beside the device's fault.
@@ -166,19 +196,6 @@ impl CudaStream {
             {
                 self.faults.add(fault);
             }
-        }
-    }
-}
-
-impl Drop for CudaStream {
-    fn drop(&mut self) {
-        let Some(keep) = self.keep.take() else {
-            return;
-        };
-        // Nobody could end the capture of one that still records; it has no work of its own.
-        match memory_ops::is_capturing(self.gpu.context.driver, self.raw) {
-            Ok(true) => self.watch.end(),
-            _ => self.watch.leave(Box::new(keep)),
         }
     }
 }
@@ -216,6 +233,7 @@ impl StreamBackend for CudaStream {
         if target.bytes() == 0 {
             return Ok(());
         }
+        let _enqueuing = self.enqueue([target, source]);
         // SAFETY: both slices are live device memory of as many bytes; that they stay so until the
         // copy is done is the caller's to see to (rule 4 of the device module).
         let code = unsafe {
@@ -235,6 +253,7 @@ impl StreamBackend for CudaStream {
         if target.bytes() == 0 {
             return Ok(());
         }
+        let _enqueuing = self.enqueue([target]);
         // SAFETY: the slice is live device memory of as many bytes.
         let code =
             unsafe { (driver.cuMemsetD8Async)(target.address(), byte, target.bytes(), self.raw) };
@@ -244,7 +263,7 @@ impl StreamBackend for CudaStream {
     fn memory_ops(&self, ops: &[MemoryOp<'_>]) -> Result<()> {
         self.depend_on(ops);
         let (driver, _entered) = self.enter()?;
-        let _enqueuing = quiescence::enqueuing();
+        let _enqueuing = self.enqueue_ops(ops);
         if !self.gpu.captures_memory_ops() && memory_ops::is_capturing(driver, self.raw)? {
             return memory_ops::add_to_capture(&self.gpu.context, self.raw, ops);
         }
@@ -258,7 +277,7 @@ impl StreamBackend for CudaStream {
         };
         self.depend_on(ops);
         let (_, _entered) = self.enter()?;
-        let _enqueuing = quiescence::enqueuing();
+        let _enqueuing = self.enqueue_ops(ops);
         ops.chunks(MAX_OPERATIONS)
             .try_for_each(|ops| kernel.enqueue(self.raw, ops, None, &[]))
     }
@@ -272,7 +291,6 @@ impl StreamBackend for CudaStream {
             StreamOp::Memory(op) => Some(op),
             StreamOp::Copy { .. } => None,
         }));
-        let _enqueuing = quiescence::enqueuing();
         let mut pending: Vec<MemoryOp<'_>> = Vec::with_capacity(MAX_OPERATIONS);
         let mut rest = ops.iter().peekable();
         while let Some(op) = rest.next() {
@@ -295,6 +313,8 @@ impl StreamBackend for CudaStream {
                     }
                     let (_, _entered) = self.enter()?;
                     let (before, after) = pending.split_at(before);
+                    let _enqueuing = self.enqueue([*target, *source]);
+                    let _with_words = self.enqueue_ops(&pending);
                     kernel.enqueue(self.raw, before, Some((target, source)), after)?;
                     pending.clear();
                 }
@@ -328,18 +348,7 @@ impl StreamBackend for CudaStream {
 
     fn record_end(&self) -> Result<Event> {
         // Not by `enter`, which fails after a fault.
-        let context = &self.gpu.context;
-        let _entered = context.enter()?;
-        let _relaxed = context.relax_capture();
-        if memory_ops::is_capturing(context.driver, self.raw)? {
-            return Err(Error::invalid("the stream is recording a graph")
-                .with_operation("mark the end of a stream's work")
-                .with_help("end the capture first"));
-        }
-        let event = CudaEvent::create_for_release(&self.gpu)?;
-        // SAFETY: the stream is valid, and of the event's context, which is current.
-        unsafe { event.raw.record(self.raw)? };
-        event.mark();
+        let event = CudaEvent::recorded_for_release(&self.gpu, self.live.record()?);
         Ok(Event::new(Arc::new(event)))
     }
 
@@ -347,24 +356,20 @@ impl StreamBackend for CudaStream {
         let event = CudaEvent::of(event)?;
         self.faults.add_all(&event.faults);
         let (driver, _entered) = self.enter()?;
-        let _enqueuing = quiescence::enqueuing();
+        let _enqueuing = self.enqueue([]);
         // SAFETY: event and stream are live; an event of another GPU is allowed here.
         let code = unsafe { (driver.cuStreamWaitEvent)(self.raw, event.raw.raw, 0) };
         driver.check(code, "enqueue a wait for an event")
     }
 
     fn synchronize(&self, deadline: Deadline) -> Result<()> {
-        let (driver, _entered) = self.enter()?;
-        if memory_ops::is_capturing(driver, self.raw)? {
-            return Err(Error::invalid("the stream is recording a graph")
-                .with_operation("synchronize")
-                .with_help("end the capture first"));
-        }
+        self.faults.check()?;
+        let (driver, _entered) = self.enter_failed()?;
+        let mark = self.mark_of_foreign()?;
         let _relaxed = self.gpu.context.relax_capture();
-        // SAFETY: the stream is valid as long as `self`.
-        let ready = || match unsafe { (driver.cuStreamQuery)(self.raw) } {
-            status::NOT_READY => Ok(false),
-            code => driver.check(code, "wait for a stream").map(|()| true),
+        let ready = || match &mark {
+            Some(mark) => mark.is_reached(),
+            None => self.query(driver, "wait for a stream"),
         };
         poll(ready, || {
             self.gpu.fault.check()?;
@@ -382,23 +387,19 @@ impl StreamBackend for CudaStream {
     }
 
     fn is_idle(&self) -> Result<bool> {
-        let (driver, _entered) = self.enter()?;
-        if memory_ops::is_capturing(driver, self.raw)? {
-            return Err(Error::invalid("the stream is recording a graph")
-                .with_operation("query a stream")
-                .with_help("end the capture first"));
-        }
-        let _relaxed = self.gpu.context.relax_capture();
-        // SAFETY: the stream is valid as long as `self`.
-        match unsafe { (driver.cuStreamQuery)(self.raw) } {
-            status::NOT_READY => Ok(false),
-            code => driver.check(code, "query a stream").map(|()| true),
+        self.faults.check()?;
+        let (driver, _entered) = self.enter_failed()?;
+        match self.mark_of_foreign()? {
+            Some(mark) => mark.is_reached(),
+            None => {
+                let _relaxed = self.gpu.context.relax_capture();
+                self.query(driver, "query a stream")
+            }
         }
     }
 
     fn begin_capture(&self) -> Result<()> {
         let (driver, _entered) = self.enter()?;
-        let _enqueuing = quiescence::enqueuing();
         // What this thread does meanwhile must not be something that a capture breaks on; other
         // threads go on undisturbed.
         let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
@@ -410,6 +411,7 @@ impl StreamBackend for CudaStream {
     fn end_capture(&self) -> Result<Graph> {
         // Without `enter`, so that a fault leaves no stream recording for ever.
         let driver = self.gpu.context.driver;
+        self.live.check_thread()?;
         let _entered = self.gpu.context.enter()?;
         if !memory_ops::is_capturing(driver, self.raw)? {
             return Err(Error::invalid("the stream is not recording a graph")
@@ -451,12 +453,13 @@ impl StreamBackend for CudaStream {
     }
 
     fn is_capturing(&self) -> Result<bool> {
+        self.live.check_thread()?;
         let (driver, _entered) = self.enter_failed()?;
         memory_ops::is_capturing(driver, self.raw)
     }
 
     fn raw(&self) -> u64 {
-        self.raw as usize as u64
+        self.live.key()
     }
 }
 
