@@ -19,9 +19,13 @@ pub(crate) struct Options {
     #[arg(long, global = true, value_name = "DEVICE", env = "WARPLINK_DEVICE")]
     pub(crate) device: Option<DeviceKind>,
 
-    /// Number of ranks [default: one per GPU; 2 on the host device]
+    /// Number of ranks [default: one per GPU, or --ranks-per-gpu; 2 on the host device]
     #[arg(short = 'n', long, global = true, value_name = "N", value_parser = rank_count)]
     pub(crate) ranks: Option<usize>,
+
+    /// Ranks that share a GPU, through CUDA's multi-process service: for tests, as times mean nothing
+    #[arg(long, global = true, value_name = "N", value_parser = rank_count)]
+    ranks_per_gpu: Option<usize>,
 
     /// Print the result as one JSON object on standard output
     #[arg(long, global = true)]
@@ -44,15 +48,26 @@ impl Options {
             (Some(ranks), _) => Ok(ranks),
             (None, DeviceKind::Host) => Ok(2),
             (None, DeviceKind::Cuda) => {
+                let each = self.ranks_per_gpu()?.unwrap_or(1);
                 let count = device::count(DeviceKind::Cuda)?;
                 ensure!(
                     count > 0,
                     "this process sees no GPU; expected at least one; help: use --device host, or set \
                      CUDA_VISIBLE_DEVICES"
                 );
-                Ok(count)
+                Ok(count * each)
             }
         }
+    }
+
+    /// How many ranks share a GPU, where any do.
+    pub(crate) fn ranks_per_gpu(&self) -> Result<Option<usize>> {
+        ensure!(
+            self.ranks_per_gpu.is_none() || self.device != Some(DeviceKind::Host),
+            "--ranks-per-gpu is of GPUs; expected --device cuda; help: leave it out, as ranks always share \
+             the host device"
+        );
+        Ok(self.ranks_per_gpu)
     }
 }
 

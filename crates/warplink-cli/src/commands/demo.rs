@@ -164,7 +164,12 @@ impl Demo {
                     Ok(plan.run(stream)?)
                 })?
             }
-            Err(error) if error.kind() == ErrorKind::LibraryMissing => {
+            Err(error)
+                if matches!(
+                    error.kind(),
+                    ErrorKind::LibraryMissing | ErrorKind::Unsupported
+                ) =>
+            {
                 let plain = Sequential::new(&gemm)?;
                 let name = "own transfers (NCCL is not installed), then one GEMM".to_owned();
                 time(&mut gemm, &clock, samples, name, &|stream| {

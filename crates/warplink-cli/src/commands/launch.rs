@@ -21,6 +21,10 @@ const MAX_GRACE: Duration = Duration::from_secs(24 * 3600);
 /// CUDA_DEVICE_MAX_CONNECTIONS becomes 32, so that a waiting stream does not block others. Standard
 /// input is empty.
 ///
+/// With --ranks-per-gpu, neighbouring ranks share a GPU: CUDA's multi-process service is started for this
+/// launch and ended with it, CUDA_VISIBLE_DEVICES names each rank's GPU, and
+/// CUDA_DEVICE_MAX_CONNECTIONS is at most 64 divided by the ranks of a GPU.
+///
 /// Each line of output is prefixed with its rank. When a rank fails, the others get SIGTERM and,
 /// after the grace time, SIGKILL. SIGINT, SIGTERM, SIGHUP and SIGQUIT are passed on to all ranks; a
 /// second one kills them. No process of a rank outlives this command, however it ends.
@@ -32,6 +36,7 @@ const MAX_GRACE: Duration = Duration::from_secs(24 * 3600);
     warplink launch -n 4 -- ./my-program --size 1GiB\n  \
     warplink launch -n 8 --env NCCL_DEBUG=WARN -- python train.py\n  \
     warplink launch -n 8 --env CUDA_VISIBLE_DEVICES={local_rank} -- ./my-program\n  \
+    warplink launch -n 8 --ranks-per-gpu 4 -- ./my-program\n  \
     warplink launch -n 2 --json -- ./my-program > outcome.json")]
 pub(crate) struct Launch {
     /// Set a variable for the ranks; {rank}, {local_rank} and {world} in V are substituted
@@ -66,6 +71,7 @@ impl Launch {
                 Output::Prefixed
             },
             grace: self.grace,
+            ranks_per_gpu: options.ranks_per_gpu()?,
         };
         let outcome = launch::run(&plan)?;
         if options.json {

@@ -59,6 +59,7 @@ fn start(options: &Options) -> Result<ExitCode> {
         ],
         output: Output::Rank0Only,
         grace: Duration::from_secs(5),
+        ranks_per_gpu: options.ranks_per_gpu()?,
     };
     Ok(launch::run(&plan)?.exit_code())
 }

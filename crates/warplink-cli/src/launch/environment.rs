@@ -88,7 +88,7 @@ impl Environment {
     }
 
     /// Sets what `rank` finds in its environment.
-    pub(super) fn apply(&self, rank: usize, extra: &[Variable], command: &mut Command) {
+    pub(super) fn apply(&self, rank: usize, command: &mut Command) {
         let (rank_text, world) = (rank.to_string(), self.world.to_string());
         for name in ["WARPLINK_RANK", "WARPLINK_LOCAL_RANK", "RANK", "LOCAL_RANK"] {
             command.env(name, &rank_text);
@@ -102,6 +102,10 @@ impl Environment {
         // Streams that share one of a GPU's queues hold one another up when one of them waits for a
         // peer; 32 is the most queues there are.
         set_default(command, "CUDA_DEVICE_MAX_CONNECTIONS", "32".into());
+    }
+
+    /// Sets what the caller of the launcher wants, which overrides the rest.
+    pub(super) fn apply_extra(&self, rank: usize, extra: &[Variable], command: &mut Command) {
         for variable in extra {
             command.env(&variable.name, variable.value(rank, self.world));
         }
@@ -143,13 +147,9 @@ impl fmt::Display for MissingProgram {
     }
 }
 
-/// The file that `name` stands for, looked up once here so that a wrong name is said once and not
-/// by every rank.
-pub(super) fn find_program(name: &OsStr) -> Result<PathBuf, MissingProgram> {
-    find_in(name, &env::var_os("PATH").unwrap_or_default())
-}
-
-fn find_in(name: &OsStr, search: &OsStr) -> Result<PathBuf, MissingProgram> {
+/// The file that `name` stands for in the folders of `search`, looked up once here so that a wrong name
+/// is said once and not by every rank.
+pub(super) fn find_program(name: &OsStr, search: &OsStr) -> Result<PathBuf, MissingProgram> {
     let executable = |path: &Path| path.is_file() && access(path, Access::EXEC_OK).is_ok();
     let missing = |exists| MissingProgram {
         name: name.to_owned(),
@@ -200,7 +200,7 @@ mod tests {
 
     #[test]
     fn finds_programs_as_a_shell_does() {
-        let find = |name: &str| find_in(name.as_ref(), OsStr::new("/nowhere:/bin"));
+        let find = |name: &str| find_program(name.as_ref(), OsStr::new("/nowhere:/bin"));
         assert_eq!(find("sh"), Ok("/bin/sh".into()));
         assert_eq!(find("/bin/sh"), Ok("/bin/sh".into()));
         assert_eq!(find("no-such-program").unwrap_err().exit_code(), 127);

@@ -6,6 +6,7 @@
 //! the launcher is killed, a second process, the guard, does that.
 
 mod environment;
+mod gpu_service;
 mod leftovers;
 mod outcome;
 mod output;
@@ -19,6 +20,7 @@ pub(crate) use rank::{GUARD_COMMAND, RANK_COMMAND, RankArgs, become_rank, guard}
 use crate::report;
 use anyhow::{Context, Result};
 use environment::Environment;
+use gpu_service::{GpuService, GpuSharing};
 use leftovers::Mark;
 use output::{Printer, Target};
 use rank::Ranks;
@@ -43,6 +45,8 @@ pub(crate) struct LaunchPlan {
     pub(crate) output: Output,
     /// The time between SIGTERM and SIGKILL.
     pub(crate) grace: Duration,
+    /// How many ranks share a GPU, where any do.
+    pub(crate) ranks_per_gpu: Option<usize>,
 }
 
 /// Where the output of ranks goes.
@@ -67,7 +71,8 @@ pub(crate) enum Output {
 /// # Errors
 /// A process that cannot be started. What ranks do, failures included, is in the [`Outcome`].
 pub(crate) fn run(plan: &LaunchPlan) -> Result<Outcome> {
-    let program = match environment::find_program(&plan.program) {
+    let search = std::env::var_os("PATH").unwrap_or_default();
+    let program = match environment::find_program(&plan.program, &search) {
         Ok(program) => program,
         Err(missing) => {
             report::print_message(&format!("error: {missing}"));
@@ -77,14 +82,27 @@ pub(crate) fn run(plan: &LaunchPlan) -> Result<Outcome> {
             ));
         }
     };
+    let sharing = plan.ranks_per_gpu;
+    let sharing = sharing
+        .map(|each| GpuSharing::new(plan.ranks, each))
+        .transpose()?;
     let supervisor = supervise::Supervisor::new()?;
     let environment = Environment::new(plan.ranks)?;
     let printer = Arc::new(Printer::new());
     let mark = Mark::new()?;
     let mut ranks = Ranks::new(plan.ranks, mark.clone())?;
+    if sharing.is_some() {
+        let service = GpuService::start(&mark, |directory| ranks.clean_up(directory))?;
+        ranks.share(service);
+    }
     for rank in 0..plan.ranks {
         let mut command = rank::command(&program, &plan.args);
-        environment.apply(rank, &plan.env, &mut command);
+        environment.apply(rank, &mut command);
+        if let Some(sharing) = &sharing {
+            sharing.apply(rank, &mut command);
+        }
+        ranks.apply_service(&mut command);
+        environment.apply_extra(rank, &plan.env, &mut command);
         mark.apply(&mut command);
         let [out, err] = targets(plan.output, rank);
         command.process_group(0).stdin(Stdio::null());

@@ -1,5 +1,6 @@
 //! The processes of a launch: ranks, and the guard that ends what ranks leave.
 
+use super::gpu_service::GpuService;
 use super::leftovers::{Mark, is_stopped};
 use super::this_command;
 use crate::report;
@@ -21,6 +22,8 @@ pub(crate) const GUARD_COMMAND: &str = "__guard";
 const DONE: &str = "done";
 /// What the guard reads before the mark of the launch.
 const MARKED: &str = "mark ";
+/// What the guard reads before a directory that is to be removed.
+const DIRECTORY: &str = "directory ";
 
 /// The arguments of the hidden subcommand that becomes a rank.
 #[derive(Debug, Args)]
@@ -70,9 +73,10 @@ pub(crate) fn become_rank(args: &RankArgs) -> ExitCode {
 }
 
 /// Waits until the launcher closes its end of standard input, which it also does by dying. Unless
-/// it has said that it is done, kills the process groups that it has named and what carries its mark.
+/// it has said that it is done, kills the process groups that it has named and what carries its mark, and
+/// removes the directories that it has named.
 pub(crate) fn guard() -> Result<ExitCode> {
-    let (mut groups, mut mark) = (Vec::new(), None);
+    let (mut groups, mut mark, mut directories) = (Vec::new(), None, Vec::new());
     for line in io::stdin().lock().lines() {
         // A line that cannot be read ends the wait as the end of input does.
         let Ok(line) = line else { break };
@@ -81,6 +85,10 @@ pub(crate) fn guard() -> Result<ExitCode> {
         }
         if let Some(text) = line.strip_prefix(MARKED) {
             mark = Mark::from_text(text);
+            continue;
+        }
+        if let Some(path) = line.strip_prefix(DIRECTORY) {
+            directories.push(path.to_owned());
             continue;
         }
         groups.extend(line.parse().ok().and_then(Pid::from_raw));
@@ -92,6 +100,10 @@ pub(crate) fn guard() -> Result<ExitCode> {
     if let Some(mark) = mark {
         mark.kill_all(None);
     }
+    for directory in directories {
+        // It fails for one that was never made.
+        let _ = std::fs::remove_dir_all(directory);
+    }
     Ok(ExitCode::SUCCESS)
 }
 
@@ -102,6 +114,8 @@ pub(super) struct Ranks {
     guard: Child,
     guard_input: Option<ChildStdin>,
     mark: Mark,
+    /// What lets them share GPUs.
+    service: Option<GpuService>,
 }
 
 impl Ranks {
@@ -125,7 +139,30 @@ impl Ranks {
             guard,
             guard_input,
             mark,
+            service: None,
         })
+    }
+
+    /// Has `directory` removed also where this process is killed.
+    pub(super) fn clean_up(&mut self, directory: &Path) -> Result<()> {
+        match &mut self.guard_input {
+            Some(input) => {
+                writeln!(input, "{DIRECTORY}{}", directory.display()).context("tell the guard")
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// Keeps `service` as long as a rank runs.
+    pub(super) fn share(&mut self, service: GpuService) {
+        self.service = Some(service);
+    }
+
+    /// Lets `command` find the service, if there is one.
+    pub(super) fn apply_service(&self, command: &mut Command) {
+        if let Some(service) = &self.service {
+            service.apply(command);
+        }
     }
 
     /// Starts one more. Its process group must be its own.
@@ -170,6 +207,8 @@ impl Drop for Ranks {
             // Killed above, so that this ends at once; a failure means that nothing is left.
             let _ = child.wait();
         }
+        // After the ranks, which it serves, and before what is left is killed.
+        self.service = None;
         self.mark.kill_all(pid(&self.guard));
         if let Some(mut input) = self.guard_input.take() {
             // A guard that is gone needs no word.

@@ -61,6 +61,10 @@ pub trait Device: Send + Sync + fmt::Debug {
     /// Which physical device.
     fn identity(&self) -> DeviceIdentity;
 
+    /// Whether the device serves several processes at the same time, so that ranks in them may wait for
+    /// one another on it.
+    fn is_shareable(&self) -> bool;
+
     /// Raised when a peer is lost; see [`Fault`].
     fn fault(&self) -> &Arc<Fault>;
 

@@ -12,6 +12,8 @@ pub(super) struct PeerInfo {
     host: [u8; 16],
     device: [u8; 16],
     cuda: bool,
+    // Whether the device serves several processes at the same time.
+    shareable: bool,
     service: Vec<u8>,
 }
 
@@ -30,6 +32,7 @@ impl PeerInfo {
             host: machine_identity(),
             device: identity,
             cuda: device.kind() == DeviceKind::Cuda,
+            shareable: device.is_shareable(),
             service: service.to_vec(),
         }
     }
@@ -39,7 +42,8 @@ impl Peers {
     /// Exchanges `own` for the information of every rank with `all_gather`.
     ///
     /// # Errors
-    /// [`ErrorKind::Mismatch`] where ranks use different kinds of devices.
+    /// [`ErrorKind::Mismatch`] where ranks use different kinds of devices;
+    /// [`ErrorKind::Unsupported`] where two processes use a device that serves one at a time.
     pub(super) fn gather(
         rank: Rank,
         own: &PeerInfo,
@@ -67,6 +71,7 @@ impl Peers {
             }
             infos.push(info);
         }
+        check_sharing(&infos).map_err(|error| error.with_rank(rank))?;
         Ok(Self {
             own_host: own.host,
             infos,
@@ -98,5 +103,73 @@ impl Peers {
             ))
             .with_peer(peer)
         })
+    }
+}
+
+/// Fails where two processes use one device that does not serve both at the same time: what they run
+/// there takes turns, so that one waits for what the other cannot do. All ranks find the same.
+fn check_sharing(infos: &[PeerInfo]) -> Result<()> {
+    for (rank, info) in infos.iter().enumerate() {
+        let other = infos[..rank].iter().position(|other| {
+            (other.host, other.device) == (info.host, info.device)
+                && other.process != info.process
+                && !(other.shareable && info.shareable)
+        });
+        if let Some(other) = other {
+            return Err(Error::new(
+                ErrorKind::Unsupported,
+                format!(
+                    "ranks {other} and {rank} are two processes on one GPU, which serves one at a time; \
+                     expected a GPU for each"
+                ),
+            )
+            .with_operation("join")
+            .with_peer(other)
+            .with_help(
+                "start the ranks with `warplink launch --ranks-per-gpu`, or give each a GPU of its own",
+            ));
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn info(process: u8, device: u8, shareable: bool) -> PeerInfo {
+        PeerInfo {
+            process: [process; 16],
+            host: [0; 16],
+            device: [device; 16],
+            cuda: true,
+            shareable,
+            service: Vec::new(),
+        }
+    }
+
+    #[test]
+    fn two_processes_on_one_device_are_refused_unless_it_serves_both() {
+        let check = |infos: &[PeerInfo]| check_sharing(infos);
+        check(&[info(0, 0, false), info(1, 1, false)]).unwrap();
+        // Threads of one process share everything.
+        check(&[info(0, 0, false), info(0, 0, false)]).unwrap();
+        check(&[info(0, 0, true), info(1, 0, true)]).unwrap();
+        let mut elsewhere = info(1, 0, false);
+        elsewhere.host = [1; 16];
+        check(&[info(0, 0, false), elsewhere]).unwrap();
+        for first in [false, true] {
+            let infos = [info(2, 1, true), info(0, 0, first), info(1, 0, false)];
+            let error = check(&infos).unwrap_err();
+            assert_eq!(
+                (error.kind(), error.peer()),
+                (ErrorKind::Unsupported, Some(1))
+            );
+            let text = error.to_string();
+            assert!(
+                text.contains("ranks 1 and 2") && text.contains("--ranks-per-gpu"),
+                "{text}"
+            );
+        }
     }
 }

@@ -278,8 +278,8 @@ fn choose_first<P: Problem>(
     choose(problem, &allowed, executor.world(), options.streams, model)
 }
 
-/// The choice; without the lowerings that need the collective engine where its library is missing and
-/// nobody asked for one. Every rank comes to the same end: they join the engine together.
+/// The choice; without the lowerings that need the collective engine where there is none for these
+/// ranks and nobody asked for one. Every rank comes to the same end: they join the engine together.
 fn available<P: Problem>(
     executor: &Executor,
     problem: &P,
@@ -293,7 +293,7 @@ fn available<P: Problem>(
         return Ok(choice);
     }
     match executor.collective_engine() {
-        Err(error) if error.kind() == ErrorKind::LibraryMissing => {
+        Err(error) if is_unavailable(&error) => {
             let without: Vec<Lowering> = choice
                 .estimates
                 .into_iter()
@@ -308,6 +308,12 @@ fn available<P: Problem>(
         Err(error) => Err(error),
         Ok(_) => Ok(choice),
     }
+}
+
+/// Whether there is no collective engine for these ranks, which all of them find.
+fn is_unavailable(error: &Error) -> bool {
+    let kinds = [ErrorKind::LibraryMissing, ErrorKind::Unsupported];
+    kinds.contains(&error.kind())
 }
 
 /// A plan as one graph, launched in the place of its runs. Launches of one plan and runs of it take

@@ -258,7 +258,7 @@ fn what_fails_after_the_exchange_is_told_to_all() {
             if rank == failing {
                 let none = Rlimit {
                     current: Some(0),
-                    ..before.clone()
+                    ..before
                 };
                 setrlimit(Resource::Nofile, none).unwrap();
             }

@@ -14,7 +14,14 @@ use warplink::{DType, ErrorKind};
 pub(super) fn measure(rig: &Rig<'_>, model: &mut HardwareModel) -> Result<Option<String>> {
     let engine = match rig.comm.collective_engine() {
         // Missing on every rank or on none: they join it together.
-        Err(error) if error.kind() == ErrorKind::LibraryMissing => return Ok(None),
+        Err(error)
+            if matches!(
+                error.kind(),
+                ErrorKind::LibraryMissing | ErrorKind::Unsupported
+            ) =>
+        {
+            return Ok(None);
+        }
         other => other?,
     };
     let world = rig.comm.world();

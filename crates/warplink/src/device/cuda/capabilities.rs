@@ -34,6 +34,8 @@ pub struct Capabilities {
     pub descriptors: bool,
     /// Whether its memory can be reached by network cards.
     pub virtual_memory_rdma: bool,
+    /// Whether contexts on it are shared with other processes by the multi-process service.
+    pub multi_process_service: bool,
     /// For every other GPU that this process sees, its ordinal and whether this one maps its memory.
     pub peers: Vec<(usize, bool)>,
 }
@@ -86,6 +88,7 @@ impl Capabilities {
             virtual_memory_rdma: attribute(
                 Attribute::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED,
             ) != 0,
+            multi_process_service: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MPS_ENABLED) != 0,
             peers,
         })
     }

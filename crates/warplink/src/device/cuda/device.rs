@@ -66,6 +66,10 @@ impl Device for CudaDevice {
         self.gpu.capabilities.identity
     }
 
+    fn is_shareable(&self) -> bool {
+        self.gpu.capabilities.multi_process_service || finds_multi_process_service()
+    }
+
     fn fault(&self) -> &Arc<Fault> {
         &self.gpu.fault
     }
@@ -225,6 +229,13 @@ impl Device for CudaDevice {
             &self.gpu, rank, world, fault, all_gather,
         )?))
     }
+}
+
+/// Whether a multi-process service runs where the driver looks for one.
+fn finds_multi_process_service() -> bool {
+    let pipes = std::env::var_os("CUDA_MPS_PIPE_DIRECTORY");
+    let pipes = pipes.unwrap_or_else(|| "/tmp/nvidia-mps".into());
+    std::path::Path::new(&pipes).join("control").exists()
 }
 
 fn check_length(operation: &'static str, slice: &DeviceSlice, bytes: usize) -> Result<()> {

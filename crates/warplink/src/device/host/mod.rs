@@ -99,6 +99,10 @@ impl Device for HostDevice {
         self.identity
     }
 
+    fn is_shareable(&self) -> bool {
+        true
+    }
+
     fn fault(&self) -> &Arc<Fault> {
         &self.fault
     }

@@ -223,7 +223,12 @@ impl Overlap {
         // All ranks join the engine together, so all find it missing or none does.
         let nccl = match comm.collective_engine() {
             Ok(engine) => Some(engine.name()),
-            Err(error) if error.kind() == ErrorKind::LibraryMissing => {
+            Err(error)
+                if matches!(
+                    error.kind(),
+                    ErrorKind::LibraryMissing | ErrorKind::Unsupported
+                ) =>
+            {
                 if comm.rank() == 0 {
                     crate::report::print_message(&format!("skipped the collective: {error}"));
                 }

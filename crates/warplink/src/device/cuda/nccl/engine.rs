@@ -19,6 +19,9 @@ const BYTES: c_int = 1;
 /// What a rank says first: whether it can join.
 const READY: u8 = 1;
 
+/// The bytes of a GPU's identity, which a rank says next.
+const IDENTITY: usize = 16;
+
 /// Collectives of all ranks.
 #[derive(Debug)]
 pub(crate) struct NcclEngine {
@@ -61,6 +64,7 @@ impl NcclEngine {
             Err(error) => Err(error.clone()),
         };
         let mut mine = vec![u8::from(id.is_ok())];
+        mine.extend(gpu.capabilities.identity.0);
         mine.extend(id.as_deref().unwrap_or_default());
         let answers = all_gather(mine)?;
         let nccl = nccl?;
@@ -77,9 +81,20 @@ impl NcclEngine {
             .with_peer(peer)
             .with_help("run `warplink doctor` on the machine of that rank"));
         }
+        if let Some((first, second)) = on_one_gpu(&answers) {
+            return Err(Error::new(
+                ErrorKind::Unsupported,
+                format!("ranks {first} and {second} share a GPU; NCCL expects a GPU for each rank"),
+            )
+            .with_operation("join NCCL")
+            .with_peer(if rank == first { second } else { first })
+            .with_help(
+                "give each rank a GPU of its own, or use lowerings without the collective engine",
+            ));
+        }
         let id: [u8; UNIQUE_ID] = answers
             .first()
-            .and_then(|answer| answer.get(1..))
+            .and_then(|answer| answer.get(1 + IDENTITY..))
             .and_then(|id| id.try_into().ok())
             .ok_or_else(|| {
                 Error::new(
@@ -266,4 +281,27 @@ fn group(nccl: &Nccl, calls: impl FnOnce() -> c_int) -> c_int {
     // SAFETY: started just above on this thread.
     let ended = unsafe { (nccl.ncclGroupEnd)() };
     if called != 0 { called } else { ended }
+}
+
+/// The first two ranks whose answers name the same GPU.
+fn on_one_gpu(answers: &[Vec<u8>]) -> Option<(usize, usize)> {
+    let gpu = |rank: usize| answers.get(rank)?.get(1..1 + IDENTITY);
+    (0..answers.len()).find_map(|second| {
+        let found = (0..second).find(|&first| gpu(first).is_some() && gpu(first) == gpu(second));
+        found.map(|first| (first, second))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranks_on_one_gpu_are_found() {
+        let answer = |gpu: u8| [&[READY][..], &[gpu; IDENTITY]].concat();
+        assert_eq!(on_one_gpu(&[answer(0), answer(1), answer(2)]), None);
+        assert_eq!(on_one_gpu(&[answer(0), answer(1), answer(0)]), Some((0, 2)));
+        // One that says nothing is refused for that.
+        assert_eq!(on_one_gpu(&[Vec::new(), Vec::new()]), None);
+    }
 }

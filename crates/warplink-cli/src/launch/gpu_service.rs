@@ -1,0 +1,312 @@
+//! Ranks that share GPUs, by CUDA's multi-process service: without it, the work of one process on a GPU
+//! waits for that of another, and ranks wait for one another.
+//!
+//! Each launch has a service of its own, in private directories. It carries the mark of the launch, so
+//! that it ends also when the launcher is killed.
+
+use super::environment::find_program;
+use super::leftovers::Mark;
+use anyhow::{Context, Result, anyhow, bail, ensure};
+use std::env;
+use std::ffi::OsStr;
+use std::fs::DirBuilder;
+use std::io::Write;
+use std::os::unix::fs::DirBuilderExt;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// The command that starts the service and talks to it.
+const CONTROL: &str = "nvidia-cuda-mps-control";
+/// Where drivers put it, if not into a folder of `PATH`.
+const FOLDERS: [&str; 6] = [
+    "/usr/bin",
+    "/usr/local/bin",
+    "/usr/local/nvidia/bin",
+    "/usr/lib/nvidia/bin",
+    "/opt/nvidia/bin",
+    "/run/nvidia/driver/usr/bin",
+];
+/// The variable with the GPUs that a process sees.
+const VISIBLE: &str = "CUDA_VISIBLE_DEVICES";
+/// The variable with a process's number of queues on a GPU.
+const CONNECTIONS: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
+/// The most queues of all processes of a GPU together; with more, they run out of memory.
+const MAX_QUEUES: usize = 64;
+/// The most queues of one process.
+const MAX_QUEUES_EACH: usize = 32;
+/// The longest that the service takes to answer, and to end.
+const MAX_START: Duration = Duration::from_secs(20);
+const MAX_END: Duration = Duration::from_secs(5);
+/// The longest that one word to the service takes.
+const MAX_ANSWER: Duration = Duration::from_secs(5);
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
+
+/// How ranks are spread over GPUs.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct GpuSharing {
+    ranks_per_gpu: usize,
+    /// The GPUs as `CUDA_VISIBLE_DEVICES` names them, if this process does not see all.
+    gpus: Option<Vec<String>>,
+    queues: usize,
+}
+
+impl GpuSharing {
+    /// For `ranks` ranks, of which neighbours share a GPU.
+    ///
+    /// # Errors
+    /// Where `CUDA_VISIBLE_DEVICES` lists fewer GPUs than they need.
+    pub(super) fn new(ranks: usize, ranks_per_gpu: usize) -> Result<Self> {
+        let visible = env::var(VISIBLE).ok();
+        let queues = env::var(CONNECTIONS).ok();
+        Self::with(ranks, ranks_per_gpu, visible.as_deref(), queues.as_deref())
+    }
+
+    fn with(
+        ranks: usize,
+        ranks_per_gpu: usize,
+        visible: Option<&str>,
+        queues: Option<&str>,
+    ) -> Result<Self> {
+        let gpus = visible.map(|list| {
+            let names = list
+                .split(',')
+                .map(str::trim)
+                .filter(|name| !name.is_empty());
+            names.map(str::to_owned).collect::<Vec<_>>()
+        });
+        let needed = ranks.div_ceil(ranks_per_gpu);
+        let listed = gpus.as_ref().map_or(needed, Vec::len);
+        ensure!(
+            listed >= needed,
+            "{ranks} ranks at {ranks_per_gpu} per GPU need {needed} GPUs; {VISIBLE} lists {listed}"
+        );
+        let share = (MAX_QUEUES / ranks_per_gpu).clamp(1, MAX_QUEUES_EACH);
+        let wanted = queues.and_then(|queues| queues.parse().ok());
+        Ok(Self {
+            ranks_per_gpu,
+            gpus,
+            queues: wanted.map_or(share, |wanted: usize| wanted.clamp(1, share)),
+        })
+    }
+
+    /// Sets which GPU `rank` sees, and how many queues it has there.
+    pub(super) fn apply(&self, rank: usize, command: &mut Command) {
+        let gpu = rank / self.ranks_per_gpu;
+        let name = self.gpus.as_ref().and_then(|gpus| gpus.get(gpu)).cloned();
+        command
+            .env(VISIBLE, name.unwrap_or_else(|| gpu.to_string()))
+            .env(CONNECTIONS, self.queues.to_string());
+    }
+}
+
+/// A running service. Dropping it ends it and removes its directories.
+#[derive(Debug)]
+pub(super) struct GpuService {
+    control: PathBuf,
+    directory: PathBuf,
+    mark: Mark,
+}
+
+impl GpuService {
+    /// Starts the service, and waits until it answers. `made` is told its directory before anything is
+    /// in it.
+    ///
+    /// # Errors
+    /// Where the command that starts it is missing or fails, or the service does not answer.
+    pub(super) fn start(mark: &Mark, made: impl FnOnce(&Path) -> Result<()>) -> Result<Self> {
+        let control = find_control()?;
+        let random = getrandom::u64().map_err(|error| anyhow!("name a directory: {error}"))?;
+        let directory = env::temp_dir().join(format!("warplink-mps-{random:016x}"));
+        made(&directory)?;
+        let service = Self {
+            control,
+            directory,
+            mark: mark.clone(),
+        };
+        for folder in [&service.directory, &service.pipes(), &service.logs()] {
+            let made = DirBuilder::new().mode(0o700).create(folder);
+            made.with_context(|| format!("make the directory {}", folder.display()))?;
+        }
+        let status = service
+            .command()
+            .arg("-d")
+            .stdin(Stdio::null())
+            .status()
+            .with_context(|| format!("run {}", service.control.display()))?;
+        if !status.success() {
+            bail!(
+                "{CONTROL} -d failed ({status}){}; help: {}",
+                service.log(),
+                "check that the driver works with nvidia-smi, and that this user may use the GPUs"
+            );
+        }
+        let started = Instant::now();
+        while !service.answers() {
+            if started.elapsed() > MAX_START {
+                bail!(
+                    "CUDA's multi-process service did not answer within {MAX_START:?}{}",
+                    service.log()
+                );
+            }
+            thread::sleep(POLL_INTERVAL);
+        }
+        Ok(service)
+    }
+
+    /// Lets a rank find the service.
+    pub(super) fn apply(&self, command: &mut Command) {
+        command
+            .env("CUDA_MPS_PIPE_DIRECTORY", self.pipes())
+            .env("CUDA_MPS_LOG_DIRECTORY", self.logs());
+    }
+
+    fn pipes(&self) -> PathBuf {
+        self.directory.join("pipe")
+    }
+
+    fn logs(&self) -> PathBuf {
+        self.directory.join("log")
+    }
+
+    /// The end of the service's own log, for an error.
+    fn log(&self) -> String {
+        let text = std::fs::read_to_string(self.logs().join("control.log")).unwrap_or_default();
+        match text.lines().last() {
+            Some(line) => format!(": {line}"),
+            None => String::new(),
+        }
+    }
+
+    /// The control command in the service's environment.
+    fn command(&self) -> Command {
+        let mut command = Command::new(&self.control);
+        self.apply(&mut command);
+        self.mark.apply(&mut command);
+        command
+            // The service serves all GPUs, so that ranks name them as without it.
+            .env_remove(VISIBLE)
+            // Out of reach of the signals of the launcher's terminal.
+            .process_group(0)
+            .stdout(Stdio::null())
+            .stderr(Stdio::null());
+        command
+    }
+
+    /// Says a word to the service; whether it understood.
+    fn tell(&self, word: &str) -> bool {
+        let Ok(mut child) = self.command().stdin(Stdio::piped()).spawn() else {
+            return false;
+        };
+        if let Some(mut input) = child.stdin.take() {
+            let _ = writeln!(input, "{word}");
+        }
+        let until = Instant::now() + MAX_ANSWER;
+        loop {
+            match child.try_wait() {
+                Ok(Some(status)) => return status.success(),
+                Ok(None) if Instant::now() < until => thread::sleep(Duration::from_millis(2)),
+                _ => {
+                    let _ = child.kill();
+                    let _ = child.wait();
+                    return false;
+                }
+            }
+        }
+    }
+
+    fn answers(&self) -> bool {
+        self.tell("get_server_list")
+    }
+}
+
+impl Drop for GpuService {
+    fn drop(&mut self) {
+        if self.tell("quit") {
+            let until = Instant::now() + MAX_END;
+            while Instant::now() < until && self.answers() {
+                thread::sleep(POLL_INTERVAL);
+            }
+        }
+        // Whoever drops it kills what is left of it by its mark; the directories are not needed for that.
+        let _ = std::fs::remove_dir_all(&self.directory);
+    }
+}
+
+fn find_control() -> Result<PathBuf> {
+    let search = env::var_os("PATH").unwrap_or_default();
+    find_control_in(&search, &FOLDERS)
+}
+
+fn find_control_in(search: &OsStr, folders: &[&str]) -> Result<PathBuf> {
+    let folders = folders.iter().map(PathBuf::from);
+    let all = env::join_paths(env::split_paths(search).chain(folders)).unwrap_or_default();
+    find_program(OsStr::new(CONTROL), &all).map_err(|_| {
+        anyhow!(
+            "{CONTROL} was not found in PATH or beside the driver; help: install the compute part of \
+             the NVIDIA driver (nvidia-compute-utils), or start one rank per GPU"
+        )
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn variables(sharing: &GpuSharing, rank: usize) -> Vec<(String, String)> {
+        let mut command = Command::new("true");
+        sharing.apply(rank, &mut command);
+        let text = |part: &OsStr| part.to_string_lossy().into_owned();
+        let set = command.get_envs();
+        set.map(|(name, value)| (text(name), value.map(text).unwrap_or_default()))
+            .collect()
+    }
+
+    fn expected(gpu: &str, queues: &str) -> Vec<(String, String)> {
+        vec![
+            (CONNECTIONS.to_owned(), queues.to_owned()),
+            (VISIBLE.to_owned(), gpu.to_owned()),
+        ]
+    }
+
+    #[test]
+    fn neighbours_share_a_gpu_and_its_queues() {
+        let sharing = GpuSharing::with(8, 4, None, None).unwrap();
+        for rank in 0..8 {
+            let gpu = (rank / 4).to_string();
+            assert_eq!(variables(&sharing, rank), expected(&gpu, "16"));
+        }
+        let sharing = GpuSharing::with(8, 8, Some("GPU-a, GPU-b"), Some("32")).unwrap();
+        assert_eq!(variables(&sharing, 7), expected("GPU-a", "8"));
+        // Fewer queues than there may be stay as they are set.
+        let sharing = GpuSharing::with(4, 2, Some("5,3"), Some("4")).unwrap();
+        assert_eq!(variables(&sharing, 2), expected("3", "4"));
+        let one = GpuSharing::with(2, 1, None, None).unwrap();
+        assert_eq!(variables(&one, 1), expected("1", "32"));
+        let many = GpuSharing::with(100, 100, None, None).unwrap();
+        assert_eq!(variables(&many, 99), expected("0", "1"));
+    }
+
+    #[test]
+    fn gpus_that_are_not_there_are_told() {
+        let error = GpuSharing::with(8, 2, Some("0,1"), None)
+            .unwrap_err()
+            .to_string();
+        assert!(
+            error.contains("8 ranks at 2 per GPU need 4 GPUs"),
+            "{error}"
+        );
+        assert!(error.contains("lists 2"), "{error}");
+    }
+
+    #[test]
+    fn a_missing_service_says_what_to_install() {
+        let error = find_control_in(OsStr::new("/nowhere"), &["/nowhere/either"]).unwrap_err();
+        assert!(
+            error.to_string().contains("nvidia-compute-utils"),
+            "{error}"
+        );
+    }
+}
