@@ -56,6 +56,37 @@ fn the_demo_is_right_in_every_type() {
 }
 
 #[test]
+fn the_demo_and_the_benchmark_take_transposed_weights() {
+    let args = [
+        &["demo", "--device", "host", "--transposed-b", "--json"],
+        &SMALL[..],
+    ]
+    .concat();
+    let result = json(&args);
+    assert_eq!(result["right"], true, "{result}");
+    assert_eq!(result["transposed_b"], true);
+    assert!(result["reason"].as_str().unwrap().contains("B transposed"));
+    let result = json(&[
+        "bench",
+        "overlap",
+        "--device",
+        "host",
+        "--shape",
+        "32,32,16",
+        "--samples",
+        "1",
+        "--transposed-b",
+        "--json",
+    ]);
+    let rows = result["shapes"].as_array().unwrap().iter();
+    let rows = rows.flat_map(|shape| shape["lowerings"].as_array().unwrap());
+    assert_eq!(rows.clone().count(), LOWERINGS);
+    for row in rows {
+        assert_eq!(row["right"], true, "{row}");
+    }
+}
+
+#[test]
 fn the_demo_takes_a_lowering_and_a_seed() {
     let args = [
         &[

@@ -7,5 +7,7 @@
 mod common;
 #[path = "program_language/own_peer.rs"]
 mod own_peer;
+#[path = "program_language/products.rs"]
+mod products;
 #[path = "program_language/run.rs"]
 mod run;

@@ -9,11 +9,12 @@ use warplink::program::lower::{
     AllGatherMatmul, AllGatherMatmulLowering, Choice, Decision, Lowered, Lowering,
     MatmulReduceScatter, MatmulReduceScatterLowering, Problem, choose, lower,
 };
-use warplink::program::{DiagnosticKind, Parameters, Program, Value, verify};
+use warplink::program::{DiagnosticKind, Parameters, Program, verify};
 use warplink::{DType, ErrorKind};
 
 fn gather(world: usize, keep: bool, n: &[usize]) -> AllGatherMatmul {
     AllGatherMatmul {
+        transposed_b: false,
         m: 16 * world,
         k: 16,
         n: n.to_vec(),
@@ -25,6 +26,7 @@ fn gather(world: usize, keep: bool, n: &[usize]) -> AllGatherMatmul {
 
 fn scatter(world: usize, bias: bool) -> MatmulReduceScatter {
     MatmulReduceScatter {
+        transposed_b: false,
         m: 16 * world,
         k: 8 * world,
         n: 16,
@@ -59,21 +61,12 @@ fn scatters() -> Vec<Lowering> {
     own.into_iter().chain(examples("matmul_")).collect()
 }
 
-/// Every combination of alternatives, whether or not it suits the sizes.
+/// `given` with every combination of what `lowering` leaves open, whether or not it suits the sizes.
 fn combinations(lowering: &Lowering, given: &Parameters) -> Vec<Parameters> {
-    let mut all = vec![given.clone()];
-    for parameter in &lowering.program().parameters {
-        if given.value(&parameter.name).is_none() {
-            let with = |combination: &Parameters| -> Vec<Parameters> {
-                let values = parameter.kind.alternatives().iter();
-                values
-                    .map(|value: &Value| combination.clone().with(&parameter.name, value.clone()))
-                    .collect()
-            };
-            all = all.iter().flat_map(with).collect();
-        }
-    }
-    all
+    let open = lowering.combinations(given).unwrap();
+    open.iter()
+        .map(|chosen| given.clone().and(chosen))
+        .collect()
 }
 
 /// Verifies `lowering` with every alternative, and gives how many suit the world.
@@ -104,13 +97,17 @@ fn every_lowering_and_example_passes_for_1_to_16_ranks() {
         for streams in [1, 2, 3] {
             for lowering in gathers() {
                 for (keep, n) in [(false, &[24][..]), (true, &[24, 8])] {
-                    let given = gather(world, keep, n).parameters(world).unwrap();
+                    let mut problem = gather(world, keep, n);
+                    problem.transposed_b = keep;
+                    let given = problem.parameters(world).unwrap();
                     assert!(accepted(&lowering, world, streams, &given) > 0);
                 }
             }
             for lowering in scatters() {
                 for bias in [false, true] {
-                    let given = scatter(world, bias).parameters(world).unwrap();
+                    let mut problem = scatter(world, bias);
+                    problem.transposed_b = bias;
+                    let given = problem.parameters(world).unwrap();
                     assert!(accepted(&lowering, world, streams, &given) > 0);
                 }
             }
@@ -178,6 +175,32 @@ fn sizes_that_do_not_divide_are_refused_with_a_way_out() {
     assert!(lower(&problem, &push, 8, 2).is_err());
     assert!(lower(&gather(8, false, &[]), &push, 8, 2).is_err());
     assert!(lower(&gather(8, false, &[8, 0]), &push, 8, 2).is_err());
+}
+
+/// A lowering that was written before operands could be transposed goes on to be chosen for others.
+#[test]
+fn a_lowering_without_transposed_operands_takes_plain_ones() {
+    let text = AllGatherMatmulLowering::Push.text();
+    let text = text.replace(", transposed_b = 0 | 1", "");
+    let text = text.replace(" column_major if transposed_b == 1", "");
+    let old = Lowering::parse("old", &text).unwrap();
+    let mut problem = gather(4, false, &[8]);
+    lower(&problem, &old, 4, 2).unwrap();
+    let model = &shipped("h200-8").unwrap();
+    let all = [
+        AllGatherMatmulLowering::RingGet.lowering().unwrap(),
+        old.clone(),
+    ];
+    assert_eq!(
+        choose(&problem, &all, 4, 2, model).unwrap().estimates.len(),
+        2
+    );
+    problem.transposed_b = true;
+    let choice = choose(&problem, &all, 4, 2, model).unwrap();
+    assert_eq!(choice.estimates.len(), 1, "{choice}");
+    assert!(choice.subject.contains("B transposed"), "{choice}");
+    let error = lower(&problem, &old, 4, 2).unwrap_err();
+    assert!(error.to_string().contains("'transposed_b'"), "{error}");
 }
 
 #[test]

@@ -105,7 +105,7 @@ program p(n[]) {
     output C[i]: f32[4, n[i]] for i in 0..count(n)
     optional output K: f32[4, 2]
     K = copy(A)
-    for i in 0..count(n) { C[i] = linear(K, B[i], bias[i]) }
+    for i in 0..count(n) { C[i] = matmul(K, B[i]) + bias[i] }
 }";
 
 #[test]

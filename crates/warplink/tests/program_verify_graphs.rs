@@ -283,6 +283,7 @@ fn what_every_lowering_makes_is_a_graph() {
     for world in [1, 2, 3, 4, 8] {
         for streams in [1, 2, 3] {
             let gather = AllGatherMatmul {
+                transposed_b: false,
                 m: 512 * world,
                 k: 16,
                 n: vec![24, 8],
@@ -291,6 +292,7 @@ fn what_every_lowering_makes_is_a_graph() {
                 keep: true,
             };
             let scatter = MatmulReduceScatter {
+                transposed_b: false,
                 m: 512 * world,
                 k: 8 * world,
                 n: 16,

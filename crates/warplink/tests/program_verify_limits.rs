@@ -116,6 +116,7 @@ const TWO_SECONDS: Duration = Duration::from_secs(2);
 
 fn ordinary(world: usize, streams: usize, limit: Duration, limit_mb: u64) {
     let gather = AllGatherMatmul {
+        transposed_b: false,
         m: 8 * world,
         k: 16,
         n: vec![24],
@@ -124,6 +125,7 @@ fn ordinary(world: usize, streams: usize, limit: Duration, limit_mb: u64) {
         keep: true,
     };
     let scatter = MatmulReduceScatter {
+        transposed_b: false,
         m: 4 * world,
         k: 8 * world,
         n: 16,

@@ -85,14 +85,16 @@ fn delayed(config: &mut warplink::Config) {
 fn every_lowering<T: warplink::dtype::Element>(comm: &Communicator, streams: usize) {
     let executor = comm.executor();
     let stream = comm.create_stream(Priority::Normal).unwrap();
-    for bias in [false, true] {
-        let case = Case::of::<T>(comm, bias);
+    let cases = [false, true].map(|bias| Case::of::<T>(comm, bias));
+    // The same results of right operands that lie in memory the other way.
+    let transposed = Case::of::<T>(comm, true).transposed();
+    for (number, case) in cases.into_iter().chain([transposed]).enumerate() {
         let (gather, scatter) = (Memory::gather(comm, &case), Memory::scatter(comm, &case));
         let options = |lowering: &Lowering| Options {
             streams,
             ..Options::only(lowering.clone())
         };
-        let seeds = (0..3).map(|seed| 10 * seed + u64::from(bias));
+        let seeds = (0..3).map(|seed| 10 * seed + number as u64);
         for lowering in gathers(comm) {
             let buffers = gather.gather_buffers(&case);
             let plan = case.gather().plan(&executor, &options(&lowering), &buffers);
@@ -432,6 +434,7 @@ fn every_alternative_is_right() {
         let stream = comm.create_stream(Priority::Normal).unwrap();
         let (n, dtype, bias, keep) = (32, DType::BF16, false, false);
         let gather = AllGatherMatmul {
+            transposed_b: false,
             m: 64,
             k: 32,
             n: vec![n],
@@ -440,6 +443,7 @@ fn every_alternative_is_right() {
             keep,
         };
         let scatter = MatmulReduceScatter {
+            transposed_b: false,
             m: 64,
             k: 32,
             n,
@@ -458,7 +462,8 @@ fn every_alternative_is_right() {
         for ((lowering, given), streams) in
             gathers.chain(scatters).zip([1, 2, 3].into_iter().cycle())
         {
-            for parameters in combinations(&lowering, given) {
+            for chosen in lowering.combinations(given).unwrap() {
+                let parameters = given.clone().and(&chosen);
                 let options = PrepareOptions {
                     streams,
                     ..PrepareOptions::default()
@@ -475,23 +480,6 @@ fn every_alternative_is_right() {
         }
         assert!(count >= 16, "{count}");
     });
-}
-
-/// Every combination of alternatives, whether or not it suits the sizes.
-fn combinations(lowering: &Lowering, given: &Parameters) -> Vec<Parameters> {
-    let mut all = vec![given.clone()];
-    for parameter in &lowering.program().parameters {
-        if given.value(&parameter.name).is_none() {
-            let with = |combination: &Parameters| -> Vec<Parameters> {
-                let values = parameter.kind.alternatives().iter();
-                values
-                    .map(|value| combination.clone().with(&parameter.name, value.clone()))
-                    .collect()
-            };
-            all = all.iter().flat_map(with).collect();
-        }
-    }
-    all
 }
 
 #[test]

@@ -150,6 +150,7 @@ fn the_survivors_go_on_with_right_data_after_each_loss() {
             // A program among those that are left.
             let (m, n, k) = (4 * comm.world(), 8, 8);
             let case = AllGatherMatmul {
+                transposed_b: false,
                 m,
                 k,
                 n: vec![n],

@@ -39,6 +39,9 @@ pub(crate) struct Demo {
     /// Element type: bf16, f16 or f32 [default: bf16 on cuda, f32 on host]
     #[arg(long, value_name = "TYPE", value_parser = gemm_dtype)]
     dtype: Option<DType>,
+    /// Store B transposed, N x K, as the weights of a linear layer: [out, in]
+    #[arg(long)]
+    transposed_b: bool,
     /// Lowering to run: collective, in-order, push, ring-put, ring-get or FILE.wlp [default: what the
     /// cost model finds fastest]
     #[arg(long, value_name = "NAME|FILE.wlp", value_parser = lowering_name)]
@@ -114,6 +117,7 @@ impl Demo {
             k: self.k.unwrap_or(k),
             n: self.columns.unwrap_or(n),
             dtype: self.dtype.unwrap_or(dtype),
+            transposed_b: self.transposed_b,
         }
     }
 
@@ -226,7 +230,15 @@ fn time(
 
 impl Outcome {
     fn text(&self) -> String {
-        let Problem { m, k, n, dtype, .. } = self.problem;
+        let Problem {
+            m,
+            k,
+            n,
+            dtype,
+            transposed_b,
+            ..
+        } = self.problem;
+        let order = if transposed_b { " (transposed)" } else { "" };
         let mut table = Table::new([
             ("", Align::Left),
             ("eager (ms)", Align::Right),
@@ -254,7 +266,7 @@ impl Outcome {
             .tolerance
             .map_or_else(String::new, |most| format!(" (tolerance {most:.0e})"));
         format!(
-            "all-gather + matmul of {m} x {k} by {k} x {n}, {dtype}, {} ranks on {}\n\n{table}\n\
+            "all-gather + matmul of {m} x {k} by {k} x {n}{order}, {dtype}, {} ranks on {}\n\n{table}\n\
              Speedup with overlap: {:.3}. The result is {verdict}{tolerance}; checked {} rows per \
              rank; seed {}.\n\n{}",
             self.ranks, self.device, self.ratio, self.checked_rows, self.seed, self.reason

@@ -83,6 +83,20 @@ impl Matrix {
     }
 }
 
+/// The transpose of a matrix of `columns` columns.
+pub(crate) fn transposed(bytes: &[u8], columns: usize, dtype: DType) -> Vec<u8> {
+    let size = dtype.size();
+    let rows = bytes.len() / size / columns;
+    let mut out = vec![0; bytes.len()];
+    for (row, values) in bytes.chunks_exact(columns * size).enumerate() {
+        for (column, value) in values.chunks_exact(size).enumerate() {
+            let at = (column * rows + row) * size;
+            out[at..at + size].copy_from_slice(value);
+        }
+    }
+    out
+}
+
 /// How many threads each of `ranks` may use.
 pub(crate) fn threads(ranks: usize) -> usize {
     let all = std::thread::available_parallelism().map_or(1, usize::from);
@@ -140,6 +154,17 @@ mod tests {
                     .all(|(a, b)| f64::from(*a) == *b)
             );
         }
+    }
+
+    #[test]
+    fn a_transpose_has_rows_for_columns() {
+        let bytes = Matrix::new(7, 1, 3, 5, DType::F32).bytes(0..3, 0..5, 1);
+        let turned = transposed(&bytes, 5, DType::F32);
+        let [there, back] = [&bytes, &turned].map(|m| decode(DType::F32, m).collect::<Vec<_>>());
+        for (row, column) in [(0, 1), (2, 4), (1, 0)] {
+            assert_eq!(there[row * 5 + column], back[column * 3 + row]);
+        }
+        assert_eq!(transposed(&turned, 3, DType::F32), bytes);
     }
 
     #[test]

@@ -47,6 +47,11 @@ impl<'a> Gemm<'a> {
                 rows,
             ),
         };
+        let b = if problem.transposed_b {
+            inputs::transposed(&b, n, dtype)
+        } else {
+            b
+        };
         let device = comm.device();
         let place = |bytes: &[u8]| -> Result<DeviceSlice> {
             let slice = device.allocate(bytes.len(), AllocationKind::Plain)?;

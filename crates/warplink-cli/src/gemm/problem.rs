@@ -5,6 +5,7 @@ use anyhow::{Context, Result, ensure};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::path::Path;
+use warplink::device::MatmulSpec;
 use warplink::overlap::{
     AllGatherMatmul, AllGatherMatmulLowering, Lowering, MatmulReduceScatter,
     MatmulReduceScatterLowering,
@@ -112,6 +113,8 @@ pub(crate) struct Problem {
     pub(crate) n: usize,
     #[serde(serialize_with = "as_text")]
     pub(crate) dtype: DType,
+    /// Whether memory holds B's transpose.
+    pub(crate) transposed_b: bool,
 }
 
 fn as_text<S: serde::Serializer>(value: &DType, serializer: S) -> Result<S::Ok, S::Error> {
@@ -133,6 +136,7 @@ impl Problem {
             k: self.k,
             n: vec![self.n],
             dtype: self.dtype,
+            transposed_b: self.transposed_b,
             bias: false,
             keep: false,
         }
@@ -144,6 +148,7 @@ impl Problem {
             k: self.k,
             n: self.n,
             dtype: self.dtype,
+            transposed_b: self.transposed_b,
             bias: false,
         }
     }
@@ -203,6 +208,13 @@ impl Problem {
             Op::MatmulReduceScatter => (a.max(b) / ranks, (a + b) / ranks + c),
         };
         memory::check(kind, world, host, device)
+    }
+
+    /// The GEMM of `m` rows of A and `k` columns on one rank.
+    pub(crate) fn spec(&self, m: usize, k: usize) -> MatmulSpec {
+        let mut spec = MatmulSpec::new(m, self.n, k, self.dtype);
+        spec.transposed_b = self.transposed_b;
+        spec
     }
 
     /// Floating-point operations of each rank.

@@ -40,7 +40,7 @@ impl Sequential {
             requests.push(TransferRequest::send(&source, to, 0).with_protocol(Protocol::Put));
             requests.push(TransferRequest::receive(&target, from, 0).with_protocol(Protocol::Put));
         }
-        let spec = MatmulSpec::new(problem.m, problem.n, problem.k, problem.dtype);
+        let spec = problem.spec(problem.m, problem.k);
         let compute = comm.compute()?;
         compute.prepare_matmul(&spec)?;
         Ok(Self {

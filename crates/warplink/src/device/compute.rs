@@ -11,7 +11,8 @@ use std::sync::Arc;
 pub const MAX_SUM_SOURCES: usize = 16;
 
 /// C = A·B, all row-major and contiguous: A is `m × k`, B is `k × n`, C is `m × n`, of one element
-/// type, accumulated in `f32`.
+/// type, accumulated in `f32`. Of an operand that is transposed, memory holds the transpose: `k × m`
+/// for A, `n × k` for B.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct MatmulSpec {
     /// Rows of A and C.
@@ -22,6 +23,10 @@ pub struct MatmulSpec {
     pub k: usize,
     /// Type of every element: `f16`, `bf16` or `f32`.
     pub dtype: DType,
+    /// Whether memory holds A's transpose.
+    pub transposed_a: bool,
+    /// Whether memory holds B's transpose, as the weights of a linear layer: `[out, in]`.
+    pub transposed_b: bool,
     /// Whether a vector of `n` is added to each row of C.
     pub bias: bool,
     /// Whether A·B is added to what C holds instead of replacing it.
@@ -36,6 +41,8 @@ impl MatmulSpec {
             n,
             k,
             dtype,
+            transposed_a: false,
+            transposed_b: false,
             bias: false,
             accumulate: false,
         }

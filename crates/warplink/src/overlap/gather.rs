@@ -12,7 +12,7 @@ use crate::program::Executor;
 pub struct AllGatherMatmulBuffers {
     /// This rank's part of A, `[m / world, k]`.
     pub a: DeviceSlice,
-    /// The right operands, each `[k, n]`; not shared, whole on every rank.
+    /// The right operands, each `[k, n]` (`[n, k]` where it is transposed); not shared, whole on every rank.
     pub b: Vec<DeviceSlice>,
     /// For each right operand a vector of `n`, where the problem has a bias; else none.
     pub bias: Vec<DeviceSlice>,

@@ -11,7 +11,8 @@
 //! model, by trials of those that it finds close, or by [`Options::lowering`]; a plan's `choice()`
 //! explains it.
 //!
-//! Elements are bf16, f16 or f32, accumulated in f32. Everything is row-major and contiguous.
+//! Elements are bf16, f16 or f32, accumulated in f32. Everything is row-major and contiguous, but B may
+//! be transposed in memory (`transposed_b`), as the weights of a linear layer are.
 //!
 //! # Leading dimensions
 //! A may have more than two dimensions, `[.., m, k]`, and be gathered along any but the last; C

@@ -12,7 +12,7 @@ use crate::program::Executor;
 pub struct MatmulReduceScatterBuffers {
     /// This rank's part of A's columns, `[m, k / world]`.
     pub a: DeviceSlice,
-    /// This rank's part of B's rows, `[k / world, n]`.
+    /// This rank's part of B's rows, `[k / world, n]`; `[n, k / world]` where it is transposed.
     pub b: DeviceSlice,
     /// A vector of `n`, the same on every rank, exactly where the problem has a bias. It counts
     /// once.

@@ -91,16 +91,12 @@ pub enum StatementKind {
         /// What is read.
         source: TensorRef,
     },
-    /// `C = matmul(A, B)`, `C += matmul(A, B)`, `C = linear(A, B, bias)`.
+    /// `C = matmul(A, B)`, `C += matmul(A, B) + bias`, `C = linear(X, W, bias)`.
     Matmul {
         /// What is written, `m × n`.
         target: TensorRef,
-        /// Left operand, `m × k`.
-        a: TensorRef,
-        /// Right operand, `k × n`.
-        b: TensorRef,
-        /// A vector of `n` that is added to each row; its presence makes it `linear`.
-        bias: Option<TensorRef>,
+        /// What is computed.
+        product: Product,
         /// Whether the product is added to the target (`+=`).
         accumulate: bool,
     },
@@ -157,11 +153,19 @@ pub enum StatementKind {
 pub struct PostedMatmul {
     /// The send.
     pub send: TransferRef,
+    /// What is computed; with the same right operand and bias for all of a group.
+    pub product: Product,
+}
+
+/// A product of matrices: `matmul(A, B)`, `matmul(A, B) + bias`. `linear(X, W, bias)` is
+/// `matmul(X, transpose(W)) + bias`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Product {
     /// Left operand, `m × k`.
     pub a: TensorRef,
-    /// Right operand, `k × n`, the same for all products of a group.
+    /// Right operand, `k × n`.
     pub b: TensorRef,
-    /// A vector of `n` that is added to each row, the same for all; its presence makes it `linear`.
+    /// A vector of `n` that is added to each row.
     pub bias: Option<TensorRef>,
 }
 
@@ -292,10 +296,23 @@ pub struct Declaration {
     pub family: Option<Over>,
     /// Its element type.
     pub dtype: ElementType,
-    /// Extents of this rank's instance, outermost first; row-major and contiguous.
+    /// Extents of this rank's instance, outermost first.
     pub shape: Vec<Expr>,
+    /// In which order its memory holds the elements, which are contiguous.
+    pub order: Order,
     /// How the instance relates to the tensor as a whole.
     pub sharding: Sharding,
+}
+
+/// In which order memory holds the elements of a tensor.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Order {
+    /// The last axis varies fastest.
+    RowMajor,
+    /// `column_major`: the axis before the last varies fastest, so that memory holds the transpose.
+    ColumnMajor,
+    /// `column_major if transposed_b == 1`: so where the condition holds, and else row-major.
+    ColumnMajorIf(Condition),
 }
 
 /// How a rank's instance relates to the tensor as a whole.
@@ -310,13 +327,15 @@ pub enum Sharding {
     Loop,
 }
 
-/// A tensor, or the part of it that selections leave: always one contiguous range.
+/// A tensor, or the part of it that selections leave: `B[i][0..n]`, `transpose(B[i])`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TensorRef {
     /// The tensor's name, or that of an alias.
     pub name: String,
     /// Selections on the leading axis of what those before have left.
     pub selections: Vec<Selection>,
+    /// Whether the last two axes of what is selected are exchanged.
+    pub transposed: bool,
 }
 
 /// A selection on the leading axis.

@@ -125,6 +125,20 @@ impl Parameters {
         self
     }
 
+    /// With the values and tensors of `other`, which replace those of the same names.
+    pub fn and(mut self, other: &Self) -> Self {
+        let values = other.values.clone();
+        self.values.extend(values);
+        self.given.extend(other.given.iter().cloned());
+        self
+    }
+
+    /// Without a value for `name`.
+    pub(crate) fn without(mut self, name: &str) -> Self {
+        self.values.remove(name);
+        self
+    }
+
     /// Sets the value of `name`.
     pub fn insert(&mut self, name: impl Into<String>, value: impl Into<Value>) {
         self.values.insert(name.into(), value.into());

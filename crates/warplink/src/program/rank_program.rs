@@ -150,6 +150,8 @@ pub struct TensorInstance {
     pub dtype: DType,
     /// Its extents, outermost first.
     pub shape: Vec<usize>,
+    /// Whether its memory holds the transpose of its last two axes.
+    pub column_major: bool,
     /// How it relates to the tensor as a whole.
     pub sharding: Sharding,
     /// Its length; never zero.
@@ -238,7 +240,8 @@ pub enum OperationKind {
         /// What is read.
         source: Range,
     },
-    /// A matmul: `c = a · b (+ bias) (+ c)`, row-major, `m × k` by `k × n`.
+    /// A matmul: `c = a · b (+ bias) (+ c)`, row-major, `m × k` by `k × n`. Of an operand that is
+    /// transposed, memory holds the transpose.
     Matmul {
         /// Left operand.
         a: Range,
@@ -248,6 +251,8 @@ pub enum OperationKind {
         c: Range,
         /// A vector of `n`, added to each row.
         bias: Option<Range>,
+        /// Whether `a` and `b` are transposed.
+        transposed: [bool; 2],
         /// Element type of all.
         dtype: DType,
         /// Rows of `a` and `c`.
@@ -285,6 +290,8 @@ pub enum OperationKind {
         b: Range,
         /// A vector of `n`, added to each row of each.
         bias: Option<Range>,
+        /// Whether each of `a`, and `b`, are transposed.
+        transposed: [bool; 2],
         /// Element type of all.
         dtype: DType,
         /// Rows of each of `a` and of what is sent.
@@ -319,8 +326,11 @@ impl OperationKind {
             Self::Allocate(_) => "allocate",
             Self::Deallocate(_) => "deallocate",
             Self::Copy { .. } => "copy",
-            Self::Matmul { bias: None, .. } => "matmul",
-            Self::Matmul { bias: Some(_), .. } => "linear",
+            Self::Matmul {
+                transposed: [_, true],
+                ..
+            } => "linear",
+            Self::Matmul { .. } => "matmul",
             Self::Sum { .. } => "sum",
             Self::Share(_) => "share",
             Self::Post(_) => "post",

@@ -3,9 +3,9 @@
 use proptest::prelude::*;
 use warplink::program::expr::{Comparison, Operator};
 use warplink::program::ir::{
-    Branch, Collective, Declaration, Each, ElementType, Loop, Over, PostedMatmul, Role, Selection,
-    Sharding, ShareItem, ShareItemKind, Statement, StatementKind, StreamRef, TensorRef, Transfer,
-    TransferRef,
+    Branch, Collective, Declaration, Each, ElementType, Loop, Order, Over, PostedMatmul, Product,
+    Role, Selection, Sharding, ShareItem, ShareItemKind, Statement, StatementKind, StreamRef,
+    TensorRef, Transfer, TransferRef,
 };
 use warplink::program::parameters::{Parameter, ParameterKind};
 use warplink::program::{Backend, Condition, Direction, Expr, Protocol, Value};
@@ -93,12 +93,27 @@ fn condition() -> impl Strategy<Value = Condition> {
 }
 
 fn tensor() -> impl Strategy<Value = TensorRef> {
+    (target(), any::<bool>()).prop_map(|(tensor, transposed)| TensorRef {
+        transposed,
+        ..tensor
+    })
+}
+
+/// What can be written.
+fn target() -> impl Strategy<Value = TensorRef> {
     let selection = prop_oneof![
         expr().prop_map(Selection::Index),
         (expr(), expr()).prop_map(|(a, b)| Selection::Range(a, b)),
     ];
-    (name(), prop::collection::vec(selection, 0..3))
-        .prop_map(|(name, selections)| TensorRef { name, selections })
+    (name(), prop::collection::vec(selection, 0..3)).prop_map(|(name, selections)| TensorRef {
+        name,
+        selections,
+        transposed: false,
+    })
+}
+
+fn product() -> impl Strategy<Value = Product> {
+    (tensor(), tensor(), prop::option::of(tensor())).prop_map(|(a, b, bias)| Product { a, b, bias })
 }
 
 fn transfer() -> impl Strategy<Value = TransferRef> {
@@ -123,6 +138,14 @@ fn stream() -> impl Strategy<Value = StreamRef> {
     ]
 }
 
+fn order() -> impl Strategy<Value = Order> {
+    prop_oneof![
+        Just(Order::RowMajor),
+        Just(Order::ColumnMajor),
+        condition().prop_map(Order::ColumnMajorIf),
+    ]
+}
+
 fn declaration() -> impl Strategy<Value = Declaration> {
     let role = prop_oneof![Just(Role::Input), Just(Role::Output), Just(Role::Local)];
     let dtype = prop_oneof![
@@ -136,9 +159,10 @@ fn declaration() -> impl Strategy<Value = Declaration> {
         dtype,
         prop::collection::vec(expr(), 1..4),
         0..5_usize,
+        order(),
     )
         .prop_map(
-            |((role, optional), (name, family), dtype, shape, sharded)| {
+            |((role, optional), (name, family), dtype, shape, sharded, order)| {
                 let sharding = match sharded {
                     0 | 1 => Sharding::Whole,
                     2 => Sharding::Loop,
@@ -151,6 +175,7 @@ fn declaration() -> impl Strategy<Value = Declaration> {
                     family,
                     dtype,
                     shape,
+                    order,
                     sharding,
                 }
             },
@@ -241,24 +266,17 @@ pub(crate) fn statements() -> impl Strategy<Value = Vec<Statement>> {
         name().prop_map(StatementKind::Deallocate),
         (name(), number()).prop_map(|(name, value)| StatementKind::LetInteger { name, value }),
         (name(), selected).prop_map(|(name, value)| StatementKind::LetTensor { name, value }),
-        (tensor(), tensor()).prop_map(|(target, source)| StatementKind::Copy { target, source }),
-        (
-            tensor(),
-            tensor(),
-            tensor(),
-            prop::option::of(tensor()),
-            any::<bool>()
-        )
-            .prop_map(|(target, a, b, bias, accumulate)| StatementKind::Matmul {
+        (target(), tensor()).prop_map(|(target, source)| StatementKind::Copy { target, source }),
+        (target(), product(), any::<bool>()).prop_map(|(target, product, accumulate)| {
+            StatementKind::Matmul {
                 target,
-                a,
-                b,
-                bias,
-                accumulate
-            }),
-        (tensor(), each(tensor()))
+                product,
+                accumulate,
+            }
+        }),
+        (target(), each(tensor()))
             .prop_map(|(target, sources)| StatementKind::Sum { target, sources }),
-        (tensor(), tensor(), collective()).prop_map(|(target, source, collective)| {
+        (target(), tensor(), collective()).prop_map(|(target, source, collective)| {
             StatementKind::Collective {
                 target,
                 source,
@@ -269,13 +287,11 @@ pub(crate) fn statements() -> impl Strategy<Value = Vec<Statement>> {
         each(transfer()).prop_map(StatementKind::Post),
         (
             transfer(),
-            tensor(),
-            tensor(),
-            prop::option::of(tensor()),
+            product(),
             prop::option::of((name(), expr(), expr()))
         )
-            .prop_map(|(send, a, b, bias, over)| StatementKind::PostMatmul(Each {
-                item: PostedMatmul { send, a, b, bias },
+            .prop_map(|(send, product, over)| StatementKind::PostMatmul(Each {
+                item: PostedMatmul { send, product },
                 over: over.map(|(index, from, to)| Over { index, from, to }),
             })),
         each(transfer()).prop_map(StatementKind::Wait),

@@ -19,6 +19,7 @@ pub(crate) struct Case {
     n: usize,
     dtype: DType,
     bias: bool,
+    transposed_b: bool,
     operands: usize,
     keep: bool,
     outer: usize,
@@ -35,6 +36,7 @@ impl Case {
             n: 24,
             dtype: T::DTYPE,
             bias,
+            transposed_b: false,
             operands: 1,
             keep: false,
             outer: 1,
@@ -44,6 +46,14 @@ impl Case {
 
     pub(crate) fn operands(self, operands: usize) -> Self {
         Self { operands, ..self }
+    }
+
+    /// With right operands whose transposes are in memory.
+    pub(crate) fn transposed(self) -> Self {
+        Self {
+            transposed_b: true,
+            ..self
+        }
     }
 
     pub(crate) fn keeping(self) -> Self {
@@ -56,6 +66,7 @@ impl Case {
 
     pub(crate) fn gather(&self) -> AllGatherMatmul {
         AllGatherMatmul {
+            transposed_b: self.transposed_b,
             m: self.m,
             k: self.k,
             n: (0..self.operands)
@@ -69,12 +80,25 @@ impl Case {
 
     pub(crate) fn scatter(&self) -> MatmulReduceScatter {
         MatmulReduceScatter {
+            transposed_b: self.transposed_b,
             m: self.m,
             k: self.k,
             n: self.n,
             dtype: self.dtype,
             bias: self.bias,
         }
+    }
+
+    /// Rows of `n` elements of a right operand, as memory holds them.
+    fn in_memory<T: Element>(&self, values: &[T], n: usize) -> Vec<T> {
+        if !self.transposed_b {
+            return values.to_vec();
+        }
+        let columns = 0..n;
+        columns
+            .flat_map(|column| values.iter().skip(column).step_by(n))
+            .copied()
+            .collect()
     }
 
     /// Columns of a right operand; each has others.
@@ -226,8 +250,8 @@ impl Memory {
             a.extend_from_slice(&inputs.a[first..first + rows * case.k]);
         }
         upload(comm, &self.a, &a);
-        for (slice, values) in self.b.iter().zip(&inputs.b) {
-            upload(comm, slice, values);
+        for (operand, (slice, values)) in self.b.iter().zip(&inputs.b).enumerate() {
+            upload(comm, slice, &case.in_memory(values, case.columns(operand)));
         }
         self.fill_rest(comm, inputs);
     }
@@ -247,11 +271,8 @@ impl Memory {
             .collect();
         upload(comm, &self.a, &a);
         let n = case.n;
-        upload(
-            comm,
-            &self.b[0],
-            &inputs.b[0][first * n..(first + depth) * n],
-        );
+        let b = &inputs.b[0][first * n..(first + depth) * n];
+        upload(comm, &self.b[0], &case.in_memory(b, n));
         self.fill_rest(comm, inputs);
     }
 
@@ -368,6 +389,7 @@ pub(crate) fn run_example(comm: &Communicator, stream: &Stream, name: &str, prep
                 n: 32,
                 dtype: DType::BF16,
                 bias: false,
+                transposed_b: false,
                 operands: 1,
                 keep: false,
                 outer: 1,

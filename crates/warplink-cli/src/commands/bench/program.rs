@@ -97,6 +97,7 @@ impl Program {
                     DeviceKind::Cuda => DType::BF16,
                     DeviceKind::Host => DType::F32,
                 },
+                transposed_b: false,
             };
             let gemm = Gemm::new(comm, problem, seed)?;
             for lowering in op.select(&self.lowerings)? {

@@ -125,6 +125,7 @@ pub(super) fn describe(rank_program: &RankProgram, kind: &OperationKind) -> Stri
             b,
             c,
             bias,
+            transposed,
             m,
             n,
             k,
@@ -132,16 +133,8 @@ pub(super) fn describe(rank_program: &RankProgram, kind: &OperationKind) -> Stri
             ..
         } => {
             let sign = if *accumulate { "+=" } else { "=" };
-            let bias = bias
-                .as_ref()
-                .map_or_else(String::new, |bias| format!(", {}", part(bias)));
-            format!(
-                "{} {sign} {}({}, {}{bias})  {m} x {k} by {k} x {n}",
-                part(c),
-                kind.name(),
-                part(a),
-                part(b)
-            )
+            let product = product([part(a), part(b)], bias.as_ref().map(part), *transposed);
+            format!("{} {sign} {product}  {m} x {k} by {k} x {n}", part(c))
         }
         OperationKind::Sum {
             target, sources, ..
@@ -161,21 +154,22 @@ pub(super) fn describe(rank_program: &RankProgram, kind: &OperationKind) -> Stri
             a,
             b,
             bias,
+            transposed,
             m,
             n,
             k,
             ..
         } => {
-            let (matmul, bias) = match bias {
-                Some(bias) => ("linear", format!(", {}", part(bias))),
-                None => ("matmul", String::new()),
-            };
             let each: Vec<String> = ids
                 .iter()
                 .zip(a)
                 .map(|(id, a)| {
                     let send = group(rank_program, &[*id]);
-                    format!("{send} = {matmul}({}, {}{bias})", part(a), part(b))
+                    let bias = bias.as_ref().map(part);
+                    format!(
+                        "{send} = {}",
+                        product([part(a), part(b)], bias, *transposed)
+                    )
                 })
                 .collect();
             format!("post {}  {m} x {k} by {k} x {n}", each.join(", "))
@@ -193,6 +187,21 @@ pub(super) fn describe(rank_program: &RankProgram, kind: &OperationKind) -> Stri
                 stream.map(ToString::to_string).unwrap_or_default()
             )
         }
+    }
+}
+
+/// A product of `a` and `b`, in the words of program text.
+fn product([a, b]: [String; 2], bias: Option<String>, transposed: [bool; 2]) -> String {
+    let a = if transposed[0] {
+        format!("transpose({a})")
+    } else {
+        a
+    };
+    match (transposed[1], bias) {
+        (true, Some(bias)) => format!("linear({a}, {b}, {bias})"),
+        (true, None) => format!("linear({a}, {b})"),
+        (false, Some(bias)) => format!("matmul({a}, {b}) + {bias}"),
+        (false, None) => format!("matmul({a}, {b})"),
     }
 }
 

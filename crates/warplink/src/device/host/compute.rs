@@ -183,8 +183,19 @@ fn matmul<T: Element>(
                 .for_each(|(value, bias)| *value += bias)
         });
     }
+    // Steps from column to column and from row to row.
+    let strides = |transposed: bool, rows: usize, columns: usize| {
+        if transposed {
+            (rows as isize, 1)
+        } else {
+            (1, columns as isize)
+        }
+    };
+    let left = strides(spec.transposed_a, m, k);
+    let right = strides(spec.transposed_b, k, n);
     // SAFETY: the three vectors hold m·n, m·k and k·n values, and the strides are those of
-    // contiguous row-major matrices, so every access is inside; `out` overlaps neither operand.
+    // contiguous matrices by rows or columns, so every access is inside; `out` overlaps neither
+    // operand.
     unsafe {
         gemm::gemm(
             m,
@@ -195,11 +206,11 @@ fn matmul<T: Element>(
             n as isize,
             true,
             a.as_ptr(),
-            1,
-            k as isize,
+            left.0,
+            left.1,
             b.as_ptr(),
-            1,
-            n as isize,
+            right.0,
+            right.1,
             1.0,
             1.0,
             false,

@@ -127,6 +127,7 @@ mod tests {
 
     fn lowered(world: usize, (m, k, n): (usize, usize, usize)) -> Vec<Vec<RankProgram>> {
         let gather = AllGatherMatmul {
+            transposed_b: false,
             m,
             k,
             n: vec![n],
@@ -135,6 +136,7 @@ mod tests {
             keep: false,
         };
         let scatter = MatmulReduceScatter {
+            transposed_b: false,
             m,
             k,
             n,

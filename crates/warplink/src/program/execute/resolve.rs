@@ -126,6 +126,7 @@ impl<'a> Resolver<'a> {
                 b,
                 c,
                 bias,
+                transposed,
                 dtype,
                 m,
                 n,
@@ -134,6 +135,7 @@ impl<'a> Resolver<'a> {
             } => {
                 let mut spec = MatmulSpec::new(*m, *n, *k, *dtype);
                 spec.bias = bias.is_some();
+                [spec.transposed_a, spec.transposed_b] = *transposed;
                 spec.accumulate = *accumulate;
                 let pairs = [(self.memory.slice(a)?, self.memory.slice(c)?)];
                 CommandKind::Matmul(self.matmuls(&spec, &pairs, b, bias.as_ref())?)
@@ -143,6 +145,7 @@ impl<'a> Resolver<'a> {
                 a,
                 b,
                 bias,
+                transposed,
                 dtype,
                 m,
                 n,
@@ -150,6 +153,7 @@ impl<'a> Resolver<'a> {
             } => {
                 let mut spec = MatmulSpec::new(*m, *n, *k, *dtype);
                 spec.bias = bias.is_some();
+                [spec.transposed_a, spec.transposed_b] = *transposed;
                 let transfers = self.transfers(group)?;
                 let pairs = a
                     .iter()

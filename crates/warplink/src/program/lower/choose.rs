@@ -4,7 +4,7 @@ use super::{Lowered, Lowering, Problem};
 use crate::error::{Error, Result};
 use crate::program::cost::{Bound, HardwareModel, SimulateOptions, Submission, simulate_with};
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
-use crate::program::parameters::{Parameters, Value};
+use crate::program::parameters::Parameters;
 use crate::program::rank_program::RankProgram;
 use crate::program::times::Times;
 use crate::program::unroll::unroll_or_diagnose;
@@ -13,9 +13,6 @@ use std::fmt;
 /// The share of the collective's time that another lowering has to be below. What two times differ by
 /// less may be an error of the model or of measuring, and the collective needs no exchange.
 const ADVANTAGE: f64 = 0.97;
-
-/// The most combinations of alternatives of one lowering that are simulated.
-const MAX_COMBINATIONS: usize = 256;
 
 /// What a lowering takes.
 #[derive(Clone, Debug)]
@@ -177,8 +174,9 @@ pub fn choose(
     let (mut estimates, mut refusal): (Vec<Estimate>, _) = (Vec::new(), None);
     for lowering in lowerings {
         let mut best: Option<Estimate> = None;
-        for chosen in combinations(lowering, &given)? {
-            let parameters = merged(&given, &chosen);
+        let given = lowering.taken(&given);
+        for chosen in lowering.combinations(&given)? {
+            let parameters = given.clone().and(&chosen);
             let ranks = match unroll_all(lowering, world, streams, &parameters) {
                 Ok(ranks) => ranks,
                 // It does not fit these sizes.
@@ -254,10 +252,10 @@ pub fn lower(
     world: usize,
     streams: usize,
 ) -> Result<Lowered> {
-    let given = problem.parameters(world)?;
+    let given = lowering.taken(&problem.parameters(world)?);
     let mut refusal = None;
-    for chosen in combinations(lowering, &given)? {
-        let parameters = merged(&given, &chosen);
+    for chosen in lowering.combinations(&given)? {
+        let parameters = given.clone().and(&chosen);
         match unroll_all(lowering, world, streams, &parameters) {
             Ok(_) => {
                 return Ok(Lowered {
@@ -281,40 +279,4 @@ fn unroll_all(
     (0..world)
         .map(|rank| unroll_or_diagnose(lowering.program(), rank, world, streams, parameters))
         .collect()
-}
-
-/// Every combination of alternatives for the parameters that are not given.
-fn combinations(lowering: &Lowering, given: &Parameters) -> Result<Vec<Parameters>> {
-    let mut all = vec![Parameters::new()];
-    for parameter in &lowering.program().parameters {
-        if given.value(&parameter.name).is_some() {
-            continue;
-        }
-        let alternatives = parameter.kind.alternatives();
-        if all.len().saturating_mul(alternatives.len()) > MAX_COMBINATIONS {
-            return Err(Error::invalid(format!(
-                "lowering '{}' leaves more than {MAX_COMBINATIONS} combinations open",
-                lowering.name()
-            ))
-            .with_help("list fewer alternatives"));
-        }
-        let with = |combination: &Parameters| {
-            let combination = combination.clone();
-            let name = parameter.name.clone();
-            alternatives
-                .iter()
-                .map(move |value: &Value| combination.clone().with(name.clone(), value.clone()))
-                .collect::<Vec<_>>()
-        };
-        all = all.iter().flat_map(with).collect();
-    }
-    Ok(all)
-}
-
-fn merged(given: &Parameters, chosen: &Parameters) -> Parameters {
-    let mut merged = given.clone();
-    for (name, value) in chosen.iter() {
-        merged.insert(name, value.clone());
-    }
-    merged
 }

@@ -15,14 +15,18 @@ mod choose;
 mod problem;
 
 pub use choose::{Choice, Decision, Estimate, choose, lower};
+use problem::TRANSPOSED_B;
 pub use problem::{AllGatherMatmul, MatmulReduceScatter, Problem};
 
 use super::ir::Program;
-use super::parameters::Parameters;
+use super::parameters::{Parameter, Parameters, Value};
 use crate::error::{Error, ErrorKind, Result};
 use std::fmt;
 use std::str::FromStr;
 use std::sync::{Arc, OnceLock};
+
+/// The most combinations of alternatives of one lowering.
+const MAX_COMBINATIONS: usize = 256;
 
 /// A program that lowers an operation. Cheap to clone.
 #[derive(Clone)]
@@ -59,6 +63,48 @@ impl Lowering {
     /// The program.
     pub fn program(&self) -> &Program {
         &self.program
+    }
+
+    /// Every combination of alternatives for the parameters that `given` leaves open, whether or not it
+    /// suits the sizes: only what is chosen, to be [added](Parameters::and) to what is given.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`] where there are more than 256.
+    pub fn combinations(&self, given: &Parameters) -> Result<Vec<Parameters>> {
+        let mut all = vec![Parameters::new()];
+        for Parameter { name, kind } in &self.program.parameters {
+            if given.value(name).is_some() {
+                continue;
+            }
+            let alternatives = kind.alternatives();
+            if all.len().saturating_mul(alternatives.len()) > MAX_COMBINATIONS {
+                return Err(Error::invalid(format!(
+                    "lowering '{}' leaves more than {MAX_COMBINATIONS} combinations open",
+                    self.name
+                ))
+                .with_help("list fewer alternatives"));
+            }
+            let with = |combination: &Parameters| -> Vec<Parameters> {
+                let values = alternatives.iter();
+                values
+                    .map(|value| combination.clone().with(name.as_str(), value.clone()))
+                    .collect()
+            };
+            all = all.iter().flat_map(with).collect();
+        }
+        Ok(all)
+    }
+
+    /// What of `given` the program takes. One that was written before operands could be transposed
+    /// takes operands that are not.
+    fn taken(&self, given: &Parameters) -> Parameters {
+        let knows = |name: &str| self.program.parameters.iter().any(|p| p.name == name);
+        let plain = given.value(TRANSPOSED_B) == Some(&Value::Integer(0));
+        if plain && !knows(TRANSPOSED_B) {
+            given.clone().without(TRANSPOSED_B)
+        } else {
+            given.clone()
+        }
     }
 }
 
@@ -230,6 +276,7 @@ mod tests {
             k: 32,
             n: vec![16, 8],
             dtype: DType::F16,
+            transposed_b: false,
             bias: true,
             keep: true,
         };

@@ -5,6 +5,10 @@ use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::program::parameters::Parameters;
 
+/// The parameter that says whether memory holds B's transpose. A lowering that does not have it takes
+/// no other than row-major B.
+pub(super) const TRANSPOSED_B: &str = "transposed_b";
+
 /// An operation that is lowered.
 pub trait Problem {
     /// What a lowering is given.
@@ -36,6 +40,8 @@ pub struct AllGatherMatmul {
     pub n: Vec<usize>,
     /// Element type.
     pub dtype: DType,
+    /// Whether memory holds B's transpose, `[n, k]`, as the weights of a linear layer: `[out, in]`.
+    pub transposed_b: bool,
     /// Whether a bias is added to each row.
     pub bias: bool,
     /// Whether the gathered A is an output, `G`.
@@ -59,7 +65,8 @@ impl Problem for AllGatherMatmul {
             .with("m", size("m", self.m)?)
             .with("k", size("k", self.k)?)
             .with("n", n)
-            .with("T", self.dtype);
+            .with("T", self.dtype)
+            .with(TRANSPOSED_B, i64::from(self.transposed_b));
         if self.bias {
             parameters = parameters.with_tensor("bias");
         }
@@ -72,7 +79,8 @@ impl Problem for AllGatherMatmul {
     fn subject(&self) -> String {
         let n: Vec<String> = self.n.iter().map(usize::to_string).collect();
         let (m, k, n, dtype) = (self.m, self.k, n.join(" and "), self.dtype);
-        format!("all-gather + matmul, m {m}, k {k}, n {n}, {dtype}")
+        let order = order(self.transposed_b);
+        format!("all-gather + matmul, m {m}, k {k}, n {n}, {dtype}{order}")
     }
 
     fn lowerings() -> Result<Vec<Lowering>> {
@@ -95,6 +103,8 @@ pub struct MatmulReduceScatter {
     pub n: usize,
     /// Element type; partial sums travel in it.
     pub dtype: DType,
+    /// Whether memory holds B's transpose, `[n, k]`, as the weights of a linear layer: `[out, in]`.
+    pub transposed_b: bool,
     /// Whether a bias is added to each row.
     pub bias: bool,
 }
@@ -107,7 +117,8 @@ impl Problem for MatmulReduceScatter {
             .with("m", size("m", self.m)?)
             .with("k", size("k", self.k)?)
             .with("n", size("n", self.n)?)
-            .with("T", self.dtype);
+            .with("T", self.dtype)
+            .with(TRANSPOSED_B, i64::from(self.transposed_b));
         Ok(if self.bias {
             parameters.with_tensor("bias")
         } else {
@@ -117,13 +128,18 @@ impl Problem for MatmulReduceScatter {
 
     fn subject(&self) -> String {
         let (m, k, n, dtype) = (self.m, self.k, self.n, self.dtype);
-        format!("matmul + reduce-scatter, m {m}, k {k}, n {n}, {dtype}")
+        let order = order(self.transposed_b);
+        format!("matmul + reduce-scatter, m {m}, k {k}, n {n}, {dtype}{order}")
     }
 
     fn lowerings() -> Result<Vec<Lowering>> {
         let all = MatmulReduceScatterLowering::ALL.iter();
         all.map(|one| one.lowering()).collect()
     }
+}
+
+const fn order(transposed_b: bool) -> &'static str {
+    if transposed_b { ", B transposed" } else { "" }
 }
 
 /// Refuses what no lowering can do; `shared` are the sizes that the ranks share among them.

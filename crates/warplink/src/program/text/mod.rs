@@ -7,23 +7,27 @@
 //! block     = "{" {statement separator} "}"            separator: the end of a line, or ";"
 //! statement = "require" condition
 //!           | ["optional"] ("input" | "output" | "allocate") NAME ["[" NAME "]"] ":" (DTYPE | NAME)
-//!             "[" axis {"," axis} "]" [each]             with an index, a family with a member for each
+//!             "[" axis {"," axis} "]" ["column_major" ["if" condition]] [each]
+//!                                                      with an index, a family with a member for each
 //!           | "deallocate" NAME
 //!           | "let" NAME "=" (integer | tensor)        a tensor here has at least one selection
-//!           | tensor "=" ("copy" "(" tensor ")" | "matmul" "(" tensor "," tensor ")"
-//!                        | "linear" "(" tensor "," tensor "," tensor ")"
+//!           | tensor "=" ("copy" "(" tensor ")" | product
 //!                        | "sum" "(" tensor [each] {"," tensor [each]} ")" | collective)
-//!           | tensor "+=" (matmul | linear)
+//!           | tensor "+=" product
 //!           | "share" "{" {transfer | let | for | if} "}"
 //!           | "post" transfer [each] {"," transfer [each]}
-//!           | "post" transfer "=" (matmul | linear) [each]
+//!           | "post" transfer "=" product [each]
 //!           | "wait" transfer [each] {"," transfer [each]}
 //!           | "get_stream" NAME | "set_stream" stream | "synchronize" stream
 //!           | "fork" stream [each] {"," stream [each]} block
 //!           | "for" NAME "in" integer ".." integer block
 //!           | "if" condition block ["else" (block | "if" …)]
 //! axis      = integer ["over" ("ranks" | "loop")]
-//! tensor    = NAME {"[" integer [".." integer] "]"}
+//! tensor    = selected | "transpose" "(" selected ")"
+//! selected  = NAME {"[" integer [".." integer] "]"}
+//! product   = "matmul" "(" tensor "," tensor ")" ["+" tensor]
+//!           | "linear" "(" tensor "," tensor ["," tensor] ")"
+//!                                                      the second is transposed: weights are [out, in]
 //! transfer  = NAME "=" ("send" tensor "to" | "receive" tensor "from") integer ["tag" integer]
 //!             "via" ("get" | "put" | "nccl")           where it is declared, in "share"
 //!           | NAME {"[" integer "]"}                   where it is named
@@ -68,7 +72,7 @@ pub const MAX_PARAMETERS: usize = 1024;
 pub const MAX_BLOCK_DEPTH: usize = 32;
 
 /// Words with a meaning, which no name may be.
-pub const RESERVED: [&str; 51] = [
+pub const RESERVED: [&str; 53] = [
     "program",
     "require",
     "input",
@@ -79,6 +83,8 @@ pub const RESERVED: [&str; 51] = [
     "copy",
     "matmul",
     "linear",
+    "transpose",
+    "column_major",
     "sum",
     "max",
     "min",

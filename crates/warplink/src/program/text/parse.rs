@@ -7,8 +7,8 @@ use crate::device::ReduceOp;
 use crate::dtype::DType;
 use crate::program::expr::Expr;
 use crate::program::ir::{
-    Branch, Collective, Declaration, Each, ElementType, Line, Loop, PostedMatmul, Program, Role,
-    Sharding, Statement, StatementKind, TensorRef,
+    Branch, Collective, Declaration, Each, ElementType, Line, Loop, Order, PostedMatmul, Product,
+    Program, Role, Sharding, Statement, StatementKind, TensorRef,
 };
 use crate::program::parameters::{Parameter, ParameterKind, Value};
 use std::mem::discriminant;
@@ -182,6 +182,10 @@ impl Parser<'_> {
         self.expect("=")?;
         // A word with brackets is a tensor or the element of a list; only the first ends the statement
         // where the brackets end, and `n[0]` alone is told apart when the name is known.
+        if self.is("transpose") {
+            let value = self.tensor()?;
+            return Ok(StatementKind::LetTensor { name, value });
+        }
         if self.peek().kind == TokenKind::Word && self.peek_at(1).text == "[" {
             let start = self.at;
             if let Ok(value) = self.tensor()
@@ -251,6 +255,14 @@ impl Parser<'_> {
         if !self.take("]") {
             return Err(self.expected("',' or ']'"));
         }
+        let order = match (self.take("column_major"), self.is("if")) {
+            (false, _) => Order::RowMajor,
+            (true, false) => Order::ColumnMajor,
+            (true, true) => {
+                self.at += 1;
+                Order::ColumnMajorIf(self.condition()?)
+            }
+        };
         let next = self.peek();
         let family = self.over()?;
         match (&index, &family) {
@@ -271,6 +283,7 @@ impl Parser<'_> {
             family,
             dtype,
             shape,
+            order,
             sharding,
         }))
     }
@@ -293,12 +306,10 @@ impl Parser<'_> {
                     return Ok(StatementKind::Copy { target, source });
                 }
                 "matmul" | "linear" => {
-                    let (a, b, bias) = self.operands(token.text)?;
+                    let product = self.matrix_product(token.text)?;
                     return Ok(StatementKind::Matmul {
                         target,
-                        a,
-                        b,
-                        bias,
+                        product,
                         accumulate,
                     });
                 }
@@ -339,27 +350,37 @@ impl Parser<'_> {
             return Err(self.expected("matmul or linear"));
         }
         self.at += 1;
-        let (a, b, bias) = self.operands(token.text)?;
+        let product = self.matrix_product(token.text)?;
         Ok(StatementKind::PostMatmul(Each {
-            item: PostedMatmul { send, a, b, bias },
+            item: PostedMatmul { send, product },
             over: self.over()?,
         }))
     }
 
-    /// The arguments of `matmul` or `linear`, whichever `word` is.
-    fn operands(&mut self, word: &str) -> Parsed<(TensorRef, TensorRef, Option<TensorRef>)> {
+    /// What follows `matmul` or `linear`, whichever `word` is.
+    fn matrix_product(&mut self, word: &str) -> Parsed<Product> {
+        let linear = word == "linear";
         self.expect("(")?;
         let a = self.tensor()?;
         self.expect(",")?;
-        let b = self.tensor()?;
-        let bias = if word == "linear" {
-            self.expect(",")?;
-            Some(self.tensor()?)
-        } else {
-            None
-        };
-        self.expect(")")?;
-        Ok((a, b, bias))
+        let mut b = self.tensor()?;
+        // The weights of a linear layer are `[out, in]`.
+        b.transposed ^= linear;
+        let mut bias = None;
+        if linear && self.take(",") {
+            bias = Some(self.tensor()?);
+        }
+        if !self.take(")") {
+            return Err(self.expected(if linear && bias.is_none() {
+                "',' or ')'"
+            } else {
+                "')'"
+            }));
+        }
+        if !linear && self.take("+") {
+            bias = Some(self.tensor()?);
+        }
+        Ok(Product { a, b, bias })
     }
 
     fn only_argument(&mut self) -> Parsed<TensorRef> {

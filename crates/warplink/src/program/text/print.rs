@@ -3,9 +3,9 @@
 use crate::device::ReduceOp;
 use crate::program::expr::{Condition, Expr, Operator};
 use crate::program::ir::{
-    Backend, Branch, Collective, Declaration, Direction, Each, ElementType, Loop, Over, Program,
-    Protocol, Role, Selection, Sharding, ShareItem, ShareItemKind, Statement, StatementKind,
-    StreamRef, TensorRef, Transfer, TransferRef,
+    Backend, Branch, Collective, Declaration, Direction, Each, ElementType, Loop, Order, Over,
+    Product, Program, Protocol, Role, Selection, Sharding, ShareItem, ShareItemKind, Statement,
+    StatementKind, StreamRef, TensorRef, Transfer, TransferRef,
 };
 use crate::program::parameters::{Parameter, ParameterKind};
 use std::fmt::{self, Display, Formatter};
@@ -108,14 +108,11 @@ impl Display for Indented<'_, Statement> {
             StatementKind::Copy { target, source } => write!(f, "{target} = copy({source})")?,
             StatementKind::Matmul {
                 target,
-                a,
-                b,
-                bias,
+                product,
                 accumulate,
             } => {
                 let sign = if *accumulate { "+=" } else { "=" };
-                write!(f, "{target} {sign} ")?;
-                product(f, a, b, bias.as_ref())?;
+                write!(f, "{target} {sign} {product}")?;
             }
             StatementKind::Sum { target, sources } => {
                 write!(f, "{target} = sum({})", List(sources))?;
@@ -142,8 +139,7 @@ impl Display for Indented<'_, Statement> {
             }
             StatementKind::Post(list) => write!(f, "post {}", List(list))?,
             StatementKind::PostMatmul(each) => {
-                write!(f, "post {} = ", each.item.send)?;
-                product(f, &each.item.a, &each.item.b, each.item.bias.as_ref())?;
+                write!(f, "post {} = {}", each.item.send, each.item.product)?;
                 over(f, each.over.as_ref())?;
             }
             StatementKind::Wait(list) => write!(f, "wait {}", List(list))?,
@@ -242,15 +238,25 @@ fn over(f: &mut Formatter<'_>, over: Option<&Over>) -> fmt::Result {
     }
 }
 
-fn product(
-    f: &mut Formatter<'_>,
-    a: &TensorRef,
-    b: &TensorRef,
-    bias: Option<&TensorRef>,
-) -> fmt::Result {
-    match bias {
-        Some(bias) => write!(f, "linear({a}, {b}, {bias})"),
-        None => write!(f, "matmul({a}, {b})"),
+impl Display for Product {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        let Self { a, b, bias } = self;
+        if b.transposed {
+            let weights = TensorRef {
+                transposed: false,
+                ..b.clone()
+            };
+            write!(f, "linear({a}, {weights}")?;
+            if let Some(bias) = bias {
+                write!(f, ", {bias}")?;
+            }
+            return f.write_str(")");
+        }
+        write!(f, "matmul({a}, {b})")?;
+        match bias {
+            Some(bias) => write!(f, " + {bias}"),
+            None => Ok(()),
+        }
     }
 }
 
@@ -282,6 +288,11 @@ impl Display for Declaration {
             }
         }
         f.write_str("]")?;
+        match &self.order {
+            Order::RowMajor => {}
+            Order::ColumnMajor => f.write_str(" column_major")?,
+            Order::ColumnMajorIf(condition) => write!(f, " column_major if {condition}")?,
+        }
         over(f, self.family.as_ref())
     }
 }
@@ -333,13 +344,17 @@ impl Display for Backend {
 
 impl Display for TensorRef {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        if self.transposed {
+            f.write_str("transpose(")?;
+        }
         f.write_str(&self.name)?;
-        self.selections
-            .iter()
-            .try_for_each(|selection| match selection {
-                Selection::Index(index) => write!(f, "[{index}]"),
-                Selection::Range(from, to) => write!(f, "[{from}..{to}]"),
-            })
+        for selection in &self.selections {
+            match selection {
+                Selection::Index(index) => write!(f, "[{index}]")?,
+                Selection::Range(from, to) => write!(f, "[{from}..{to}]")?,
+            }
+        }
+        f.write_str(if self.transposed { ")" } else { "" })
     }
 }
 

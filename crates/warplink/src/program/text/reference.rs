@@ -14,6 +14,20 @@ impl Parser<'_> {
     }
 
     pub(super) fn tensor(&mut self) -> Parsed<TensorRef> {
+        if self.take("transpose") {
+            self.expect("(")?;
+            let inner = self.selected()?;
+            self.expect(")")?;
+            return Ok(TensorRef {
+                transposed: true,
+                ..inner
+            });
+        }
+        self.selected()
+    }
+
+    /// A tensor's name and selections.
+    fn selected(&mut self) -> Parsed<TensorRef> {
         let name = self.name("a tensor's name")?;
         let mut selections = Vec::new();
         while self.take("[") {
@@ -27,7 +41,11 @@ impl Parser<'_> {
                 return Err(self.expected("']' or '..'"));
             }
         }
-        Ok(TensorRef { name, selections })
+        Ok(TensorRef {
+            name,
+            selections,
+            transposed: false,
+        })
     }
 
     pub(super) fn transfer(&mut self) -> Parsed<TransferRef> {

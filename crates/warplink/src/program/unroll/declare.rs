@@ -4,7 +4,7 @@ use super::scope::{Bound, View};
 use super::{MAX_AXES, MAX_TENSOR_BYTES, Unroller};
 use crate::dtype::DType;
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
-use crate::program::ir::{Declaration, ElementType, Role, Sharding};
+use crate::program::ir::{Declaration, ElementType, Order, Role, Sharding};
 use crate::program::rank_program::{OperationKind, TensorInstance};
 use std::sync::Arc;
 
@@ -107,12 +107,31 @@ impl<'p> Unroller<'p> {
             };
             shape.push(extent);
         }
+        let column_major = match &declaration.order {
+            Order::RowMajor => false,
+            Order::ColumnMajor => true,
+            Order::ColumnMajorIf(condition) => self.condition(condition)?,
+        };
         let tensor = self.made.tensors.len();
+        let mut view = View::row_major(tensor, dtype, 0, shape.clone());
+        if column_major {
+            let mut memory = shape.clone();
+            if axes >= 2 {
+                memory.swap(axes - 2, axes - 1);
+            }
+            view = View::row_major(tensor, dtype, 0, memory);
+            if !view.transpose() {
+                let message =
+                    format!("'{name}' is column-major and has {axes} axes; expected at least 2");
+                return Err(self.diagnostic(DiagnosticKind::Mismatch, message));
+            }
+        }
         let site = self.here();
         self.made.tensors.push(TensorInstance {
             name,
             dtype,
-            shape: shape.clone(),
+            shape,
+            column_major,
             sharding: declaration.sharding,
             bytes,
             role,
@@ -121,11 +140,6 @@ impl<'p> Unroller<'p> {
         if role == Role::Local {
             self.enqueue(OperationKind::Allocate(tensor));
         }
-        Ok(View {
-            tensor,
-            dtype,
-            offset: 0,
-            shape,
-        })
+        Ok(view)
     }
 }

@@ -310,13 +310,14 @@ impl<'p> Unroller<'p> {
             }
             StatementKind::LetTensor { name, value } => {
                 if let Some(Bound::List(_)) = self.lookup(&value.name)
+                    && !value.transposed
                     && let [Selection::Index(index)] = &value.selections[..]
                 {
                     let element = Expr::Element(value.name.clone(), Box::new(index.clone()));
                     let element = self.integer(&element)?;
                     return self.bind(name, Bound::Integer(element));
                 }
-                if value.selections.is_empty() {
+                if value.selections.is_empty() && !value.transposed {
                     let message =
                         format!("'{name}' is all of '{}'; expected a part of it", value.name);
                     return Err(self.diagnostic(DiagnosticKind::Malformed, message));
@@ -330,14 +331,11 @@ impl<'p> Unroller<'p> {
             }
             StatementKind::Matmul {
                 target,
-                a,
-                b,
-                bias,
+                product,
                 accumulate,
             } => {
-                let bias = self.bias(bias.as_ref())?;
-                let views = (&self.view(target)?, &self.view(a)?, &self.view(b)?);
-                let kind = self.matmul(views, bias.as_ref(), *accumulate)?;
+                let operands = self.operands(product)?;
+                let kind = self.matmul(&self.view(target)?, &operands, *accumulate)?;
                 self.enqueue(kind);
             }
             StatementKind::Sum { target, sources } => {
@@ -475,6 +473,7 @@ impl<'p> Unroller<'p> {
         let whole = TensorRef {
             name: name.to_owned(),
             selections: Vec::new(),
+            transposed: false,
         };
         let view = self.view(&whole)?;
         let tensor = &self.made.tensors[view.tensor];

@@ -25,7 +25,7 @@ pub(super) enum Bound {
     Stream(usize),
 }
 
-/// A contiguous part of a tensor, with its shape.
+/// A part of a tensor, with its shape.
 #[derive(Clone, Debug)]
 pub(super) struct View {
     pub(super) tensor: TensorId,
@@ -33,14 +33,74 @@ pub(super) struct View {
     /// In elements.
     pub(super) offset: usize,
     pub(super) shape: Vec<usize>,
+    /// For each axis, the elements from one index to the next.
+    pub(super) strides: Vec<usize>,
 }
 
 impl View {
+    /// Contiguous elements from `offset` on, the last axis varying fastest.
+    pub(super) fn row_major(
+        tensor: TensorId,
+        dtype: DType,
+        offset: usize,
+        shape: Vec<usize>,
+    ) -> Self {
+        let mut strides = vec![1; shape.len()];
+        for axis in (1..shape.len()).rev() {
+            strides[axis - 1] = strides[axis] * shape[axis];
+        }
+        Self {
+            tensor,
+            dtype,
+            offset,
+            shape,
+            strides,
+        }
+    }
+
     pub(super) fn elements(&self) -> usize {
         self.shape.iter().product()
     }
 
-    pub(super) fn range(&self) -> Range {
+    /// Exchanges the last two axes, if there are two.
+    pub(super) fn transpose(&mut self) -> bool {
+        let axes = self.shape.len();
+        if axes < 2 {
+            return false;
+        }
+        self.shape.swap(axes - 2, axes - 1);
+        self.strides.swap(axes - 2, axes - 1);
+        true
+    }
+
+    /// All elements as one range, where they are contiguous and in order.
+    pub(super) fn range(&self) -> Option<Range> {
+        let mut expected = 1;
+        for (&extent, &stride) in self.shape.iter().zip(&self.strides).rev() {
+            if extent > 1 && stride != expected {
+                return None;
+            }
+            expected *= extent;
+        }
+        Some(self.cover())
+    }
+
+    /// The view as a matrix, its leading axes flattened into rows: rows, columns, and whether memory
+    /// holds the transpose. `None` where it has one axis, or elements that are not contiguous.
+    pub(super) fn matrix(&self) -> Option<(Range, [usize; 2], bool)> {
+        let (&columns, rows) = self.shape.split_last()?;
+        let (&last, before) = rows.split_last()?;
+        let size = [rows.iter().product(), columns];
+        if let Some(range) = self.range() {
+            return Some((range, size, false));
+        }
+        let single = before.iter().all(|extent| *extent == 1);
+        let transposed = single && self.strides.ends_with(&[1, last]);
+        transposed.then(|| (self.cover(), size, true))
+    }
+
+    /// As many elements as there are, from the first on.
+    fn cover(&self) -> Range {
         Range {
             tensor: self.tensor,
             offset_bytes: self.offset * self.dtype.size(),
@@ -302,24 +362,24 @@ impl<'p> Unroller<'p> {
             }
         };
         for selection in selections {
-            let [extent, rest @ ..] = &view.shape[..] else {
+            let (Some(&extent), Some(&stride)) = (view.shape.first(), view.strides.first()) else {
                 return Err(self.diagnostic(
                     DiagnosticKind::Mismatch,
                     format!("{reference} selects from a single element; expected fewer indices"),
                 ));
             };
-            let (extent, slice) = (*extent, rest.iter().product::<usize>());
             match selection {
                 Selection::Index(index) => {
                     let index = self.number_below(index, extent, &format!("{reference}: index"))?;
-                    view.offset += index * slice;
+                    view.offset += index * stride;
                     view.shape.remove(0);
+                    view.strides.remove(0);
                 }
                 Selection::Range(from, to) => {
                     let (a, b) = (self.integer(from)?, self.integer(to)?);
                     match (usize::try_from(a), usize::try_from(b)) {
                         (Ok(first), Ok(end)) if first < end && end <= extent => {
-                            view.offset += first * slice;
+                            view.offset += first * stride;
                             view.shape[0] = end - first;
                         }
                         _ => {
@@ -331,6 +391,10 @@ impl<'p> Unroller<'p> {
                     }
                 }
             }
+        }
+        if reference.transposed && !view.transpose() {
+            let message = format!("{reference} has fewer than two axes; expected a matrix");
+            return Err(self.diagnostic(DiagnosticKind::Mismatch, message));
         }
         Ok(view)
     }

@@ -5,8 +5,8 @@ use super::scope::View;
 use crate::dtype::DType;
 use crate::error::Rank;
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
-use crate::program::ir::{Collective, Role};
-use crate::program::rank_program::{OperationKind, TransferId};
+use crate::program::ir::{Collective, Product, Role};
+use crate::program::rank_program::{OperationKind, Range, TransferId};
 use std::fmt::Write as _;
 
 fn shape_of(view: &View) -> String {
@@ -18,6 +18,23 @@ fn shape_of(view: &View) -> String {
     }
     text.push(']');
     text
+}
+
+/// The operands of a product.
+pub(super) struct Operands {
+    a: View,
+    b: View,
+    bias: Option<View>,
+}
+
+/// A product whose operands fit.
+struct Matmul {
+    a: Range,
+    b: Range,
+    bias: Option<Range>,
+    transposed: [bool; 2],
+    /// `m`, `n` and `k`.
+    size: [usize; 3],
 }
 
 impl Unroller<'_> {
@@ -40,6 +57,18 @@ impl Unroller<'_> {
         ))
     }
 
+    /// The range of a view whose elements are contiguous and in order; `what` is done with it.
+    pub(super) fn range(&self, view: &View, what: &str) -> Result<Range, Diagnostic> {
+        view.range().ok_or_else(|| {
+            self.mismatch(format!(
+                "{} of '{}' that is {what} is not in the order of memory; expected what is, such as all \
+                 of a tensor or a range of its first axis",
+                shape_of(view),
+                self.made.tensors[view.tensor].name
+            ))
+        })
+    }
+
     pub(super) fn copy(&self, target: &View, source: &View) -> Result<OperationKind, Diagnostic> {
         self.writable(target)?;
         if target.dtype != source.dtype || target.squeezed() != source.squeezed() {
@@ -50,8 +79,8 @@ impl Unroller<'_> {
             )));
         }
         Ok(OperationKind::Copy {
-            target: target.range(),
-            source: source.range(),
+            target: self.range(target, "written")?,
+            source: self.range(source, "copied")?,
         })
     }
 
@@ -74,24 +103,43 @@ impl Unroller<'_> {
         }
         Ok(OperationKind::Sum {
             dtype: target.dtype,
-            target: target.range(),
-            sources: sources.iter().map(View::range).collect(),
+            target: self.range(target, "written")?,
+            sources: sources
+                .iter()
+                .map(|source| self.range(source, "added"))
+                .collect::<Result<_, _>>()?,
+        })
+    }
+
+    /// The operands that `product` names.
+    pub(super) fn operands(&self, product: &Product) -> Result<Operands, Diagnostic> {
+        Ok(Operands {
+            a: self.view(&product.a)?,
+            b: self.view(&product.b)?,
+            bias: self.bias(product.bias.as_ref())?,
         })
     }
 
     pub(super) fn matmul(
         &self,
-        (target, a, b): (&View, &View, &View),
-        bias: Option<&View>,
+        target: &View,
+        operands: &Operands,
         accumulate: bool,
     ) -> Result<OperationKind, Diagnostic> {
         self.writable(target)?;
-        let [m, n, k] = self.product(target, a, b, bias)?;
+        let Matmul {
+            a,
+            b,
+            bias,
+            transposed,
+            size: [m, n, k],
+        } = self.product(target, operands)?;
         Ok(OperationKind::Matmul {
-            a: a.range(),
-            b: b.range(),
-            c: target.range(),
-            bias: bias.map(View::range),
+            a,
+            b,
+            c: self.range(target, "written")?,
+            bias,
+            transposed,
             dtype: target.dtype,
             m,
             n,
@@ -104,30 +152,32 @@ impl Unroller<'_> {
     pub(super) fn stored_matmul(
         &self,
         id: TransferId,
-        a: &View,
-        b: &View,
-        bias: Option<&View>,
+        operands: &Operands,
     ) -> Result<OperationKind, Diagnostic> {
         let send = &self.made.transfers[id];
-        let columns = b.shape.last().copied().unwrap_or(1);
+        let columns = operands.b.shape.last().copied().unwrap_or(1);
         let elements = send.range.bytes / send.dtype.size();
         // What is sent is as long as the product; its shape is the receiver's affair.
-        let sent = View {
-            tensor: send.range.tensor,
-            dtype: send.dtype,
-            offset: send.range.offset_bytes / send.dtype.size(),
-            shape: if elements.is_multiple_of(columns) {
-                vec![elements / columns, columns]
-            } else {
-                vec![elements]
-            },
+        let shape = if elements.is_multiple_of(columns) {
+            vec![elements / columns, columns]
+        } else {
+            vec![elements]
         };
-        let [m, n, k] = self.product(&sent, a, b, bias)?;
+        let offset = send.range.offset_bytes / send.dtype.size();
+        let sent = View::row_major(send.range.tensor, send.dtype, offset, shape);
+        let Matmul {
+            a,
+            b,
+            bias,
+            transposed,
+            size: [m, n, k],
+        } = self.product(&sent, operands)?;
         Ok(OperationKind::PostMatmul {
             group: vec![id],
-            a: vec![a.range()],
-            b: b.range(),
-            bias: bias.map(View::range),
+            a: vec![a],
+            b,
+            bias,
+            transposed,
             dtype: send.dtype,
             m,
             n,
@@ -135,30 +185,36 @@ impl Unroller<'_> {
         })
     }
 
-    /// `m`, `n` and `k` of a product, if the shapes and types fit.
-    fn product(
-        &self,
-        target: &View,
-        a: &View,
-        b: &View,
-        bias: Option<&View>,
-    ) -> Result<[usize; 3], Diagnostic> {
+    /// Ranges and sizes of a product, if the shapes and types fit.
+    fn product(&self, target: &View, operands: &Operands) -> Result<Matmul, Diagnostic> {
+        let Operands { a, b, bias } = operands;
         let dtype = target.dtype;
-        let all = || [a, b].into_iter().chain(bias);
-        if dtype.matmul_tolerance().is_none() || all().any(|view| view.dtype != dtype) {
-            return Err(self.mismatch(format!(
-                "multiplies {} by {} into {}; expected one type, f16, bf16 or f32",
+        let mut all = [a, b].into_iter().chain(bias);
+        let multiplies = || {
+            format!(
+                "multiplies {} by {} into {}",
                 shape_of(a),
                 shape_of(b),
                 shape_of(target)
+            )
+        };
+        if dtype.matmul_tolerance().is_none() || all.any(|view| view.dtype != dtype) {
+            return Err(self.mismatch(format!(
+                "{}; expected one type, f16, bf16 or f32",
+                multiplies()
             )));
         }
         let wrong = || {
             self.mismatch(format!(
-                "multiplies {} by {} into {}; expected […, m, k] by [k, n] into […, m, n]",
-                shape_of(a),
-                shape_of(b),
-                shape_of(target)
+                "{}; expected […, m, k] by [k, n] into […, m, n]",
+                multiplies()
+            ))
+        };
+        let strided = |name: &str| {
+            self.mismatch(format!(
+                "{}, of which the {name} operand is neither in the order of memory nor the transpose \
+                 of a matrix that is; expected one of these, or a copy",
+                multiplies()
             ))
         };
         let ([rows @ .., k], &[depth, n], [out @ .., columns]) =
@@ -175,6 +231,9 @@ impl Unroller<'_> {
         if !fits {
             return Err(wrong());
         }
+        let (left, _, transposed_a) = a.matrix().ok_or_else(|| strided("left"))?;
+        let (right, _, transposed_b) = b.matrix().ok_or_else(|| strided("right"))?;
+        let bias = bias.as_ref();
         if let Some(bias) = bias
             && bias.shape != [n]
         {
@@ -183,7 +242,13 @@ impl Unroller<'_> {
                 shape_of(bias)
             )));
         }
-        Ok([m, n, *k])
+        Ok(Matmul {
+            a: left,
+            b: right,
+            bias: bias.map(|bias| self.range(bias, "added")).transpose()?,
+            transposed: [transposed_a, transposed_b],
+            size: [m, n, *k],
+        })
     }
 
     pub(super) fn collective(
@@ -226,8 +291,8 @@ impl Unroller<'_> {
         Ok(OperationKind::Collective {
             collective,
             dtype: target.dtype,
-            target: target.range(),
-            source: source.range(),
+            target: self.range(target, "written")?,
+            source: self.range(source, "read")?,
         })
     }
 }

@@ -69,6 +69,7 @@ impl<'p> Unroller<'p> {
     ) -> Result<(), Diagnostic> {
         let name = transfer.name.as_str();
         let view = self.view(&transfer.tensor)?;
+        let range = self.range(&view, "transferred")?;
         if transfer.direction == Direction::Receive {
             self.writable(&view)?;
         }
@@ -112,7 +113,7 @@ impl<'p> Unroller<'p> {
         self.made.transfers.push(TransferInstance {
             name: shared_name,
             direction: transfer.direction,
-            range: view.range(),
+            range,
             dtype: view.dtype,
             peer,
             tag,
@@ -172,9 +173,8 @@ impl<'p> Unroller<'p> {
                 );
                 return Err(unroller.diagnostic(DiagnosticKind::Malformed, message));
             }
-            let (a, b) = (unroller.view(&posted.a)?, unroller.view(&posted.b)?);
-            let bias = unroller.bias(posted.bias.as_ref())?;
-            let next = unroller.stored_matmul(id, &a, &b, bias.as_ref())?;
+            let operands = unroller.operands(&posted.product)?;
+            let next = unroller.stored_matmul(id, &operands)?;
             let alike = match &mut whole {
                 None => {
                     whole = Some(next);
@@ -235,7 +235,7 @@ impl<'p> Unroller<'p> {
 
 /// Adds the products of `next` to those of `whole`, if they are alike.
 fn join(whole: &mut OperationKind, next: &OperationKind) -> bool {
-    type Shared = (Range, Option<Range>, [usize; 3]);
+    type Shared = (Range, Option<Range>, [bool; 2], [usize; 3]);
     fn parts(kind: &OperationKind) -> Option<(&[TransferId], &[Range], Shared)> {
         match kind {
             OperationKind::PostMatmul {
@@ -243,11 +243,12 @@ fn join(whole: &mut OperationKind, next: &OperationKind) -> bool {
                 a,
                 b,
                 bias,
+                transposed,
                 m,
                 n,
                 k,
                 ..
-            } => Some((group, a, (*b, *bias, [*m, *n, *k]))),
+            } => Some((group, a, (*b, *bias, *transposed, [*m, *n, *k]))),
             _ => None,
         }
     }

@@ -71,7 +71,8 @@ impl Play<'_> {
                 a,
                 b,
                 c,
-                bias: None,
+                bias,
+                transposed,
                 m,
                 n,
                 k,
@@ -83,17 +84,21 @@ impl Play<'_> {
                     c: *c,
                     a: *a,
                     b: *b,
+                    bias: *bias,
                     columns: *n,
+                    transposed: *transposed,
+                    rows: *m,
                     depth: *k,
                     accumulate: *accumulate,
                 };
-                parts.chains.push(product.steps(*m));
+                parts.chains.push(product.steps());
             }
             OperationKind::PostMatmul {
                 group,
                 a,
                 b,
-                bias: None,
+                bias,
+                transposed,
                 m,
                 n,
                 k,
@@ -106,20 +111,20 @@ impl Play<'_> {
                         c: self.ranks[peer].transfers[partner].range,
                         a: *a,
                         b: *b,
+                        bias: *bias,
                         columns: *n,
+                        transposed: *transposed,
+                        rows: *m,
                         depth: *k,
                         accumulate: false,
                     };
                     let mut chain = vec![Step::Await(Word::Incoming, id, number)];
-                    chain.extend(product.steps(*m));
+                    chain.extend(product.steps());
                     parts.chains.push(chain);
                     let told = Step::Set(peer, Word::Incoming, partner, number);
                     let done = Step::Set(rank, Word::Completed, id, number);
                     parts.after.extend([told, done]);
                 }
-            }
-            OperationKind::Matmul { .. } | OperationKind::PostMatmul { .. } => {
-                panic!("a bias is not played")
             }
             OperationKind::Collective {
                 collective,

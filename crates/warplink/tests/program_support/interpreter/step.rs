@@ -51,6 +51,10 @@ pub(super) struct Product {
     pub(super) c: Range,
     pub(super) a: Range,
     pub(super) b: Range,
+    pub(super) bias: Option<Range>,
+    /// Whether memory holds the transposes of `a` and `b`.
+    pub(super) transposed: [bool; 2],
+    pub(super) rows: usize,
     pub(super) columns: usize,
     pub(super) depth: usize,
     pub(super) accumulate: bool,
@@ -58,7 +62,8 @@ pub(super) struct Product {
 
 impl Product {
     /// In two halves, so that others may come in between.
-    pub(super) fn steps(self, rows: usize) -> Vec<Step> {
+    pub(super) fn steps(self) -> Vec<Step> {
+        let rows = self.rows;
         [0..rows / 2, rows / 2..rows]
             .map(|rows| Step::Multiply(self, rows))
             .to_vec()
@@ -184,14 +189,29 @@ impl Play<'_> {
     fn multiply(&mut self, rank: usize, by: Actor, product: &Product, rows: Rows<usize>) {
         let program = &self.ranks[rank];
         let [a, b] = [product.a, product.b].map(|r| (r.tensor, elements(program, &r).0));
+        let bias = product
+            .bias
+            .map(|range| (range.tensor, elements(program, &range).0));
         let c = elements(&self.ranks[product.rank], &product.c).0;
         for row in rows {
             for column in 0..product.columns {
                 let mut value = 0.0;
                 for depth in 0..product.depth {
-                    let left = (rank, a.0, a.1 + row * product.depth + depth);
-                    let right = (rank, b.0, b.1 + depth * product.columns + column);
+                    let left = if product.transposed[0] {
+                        depth * product.rows + row
+                    } else {
+                        row * product.depth + depth
+                    };
+                    let right = if product.transposed[1] {
+                        column * product.depth + depth
+                    } else {
+                        depth * product.columns + column
+                    };
+                    let (left, right) = ((rank, a.0, a.1 + left), (rank, b.0, b.1 + right));
                     value += self.memory.load(by, left) * self.memory.load(by, right);
+                }
+                if let Some((tensor, first)) = bias {
+                    value += self.memory.load(by, (rank, tensor, first + column));
                 }
                 let index = c + row * product.columns + column;
                 let target = (product.rank, product.c.tensor, index);

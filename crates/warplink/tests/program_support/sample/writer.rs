@@ -230,11 +230,16 @@ impl<'r> Writer<'r> {
         let (a, b, c) = (self.some_slot(), self.some_slot(), self.some_slot());
         let to = self.made_on.len();
         let stream = self.stream_after(&[a, b, c]);
+        let product = match self.random.below(4) {
+            0 => format!("linear(W[{a}], W[{b}])"),
+            1 => format!("matmul(transpose(W[{a}]), W[{b}])"),
+            _ => format!("matmul(W[{a}], W[{b}])"),
+        };
         if self.random.chance(2) {
             self.line(format!("W[{to}] = copy(W[{c}])"));
-            self.line(format!("W[{to}] += matmul(W[{a}], W[{b}])"));
+            self.line(format!("W[{to}] += {product}"));
         } else {
-            self.line(format!("W[{to}] = matmul(W[{a}], W[{b}])"));
+            self.line(format!("W[{to}] = {product}"));
         }
         self.made_on.push(stream);
     }

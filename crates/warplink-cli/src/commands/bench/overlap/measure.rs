@@ -292,7 +292,9 @@ impl Alone {
     fn new(gemm: &Gemm<'_>) -> Result<Self> {
         let comm = gemm.comm;
         let (device, world) = (comm.device(), comm.world());
-        let Problem { op, m, k, n, dtype } = gemm.problem;
+        let Problem {
+            op, m, k, n, dtype, ..
+        } = gemm.problem;
         let (a, c, depth) = match op {
             Op::AllGatherMatmul => {
                 // Its own part again and again: the content decides about the power that a GEMM
@@ -311,8 +313,8 @@ impl Alone {
                 (gemm.a.clone(), c, k / world)
             }
         };
-        let whole = MatmulSpec::new(m, n, depth, dtype);
-        let chunk = MatmulSpec::new(m / world, n, depth, dtype);
+        let whole = gemm.problem.spec(m, depth);
+        let chunk = gemm.problem.spec(m / world, depth);
         let compute = comm.compute()?;
         compute.prepare_matmul(&whole)?;
         compute.prepare_matmul(&chunk)?;

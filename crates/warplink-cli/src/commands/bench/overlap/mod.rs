@@ -65,6 +65,9 @@ pub(crate) struct Overlap {
     /// Element type: bf16, f16 or f32 [default: bf16 on cuda, f32 on host]
     #[arg(long, value_name = "TYPE", value_parser = gemm_dtype)]
     dtype: Option<DType>,
+    /// Store B transposed, N x K, as the weights of a linear layer: [out, in]
+    #[arg(long)]
+    transposed_b: bool,
     /// Lowerings to measure, separated by commas: collective, in-order, push, ring-put, ring-get,
     /// rings, store, or FILE.wlp [default: all but files]
     #[arg(long, value_name = "A,B", value_delimiter = ',', value_parser = lowering_name)]
@@ -311,6 +314,7 @@ impl Overlap {
                 k,
                 n,
                 dtype: dtypes[index / ops.len() % dtypes.len()],
+                transposed_b: self.transposed_b,
             })
             .collect()
     }
@@ -350,9 +354,14 @@ impl Overlap {
         });
         ops.iter()
             .flat_map(|&op| {
-                shapes
-                    .iter()
-                    .map(move |&Shape { m, k, n }| Problem { op, m, k, n, dtype })
+                shapes.iter().map(move |&Shape { m, k, n }| Problem {
+                    op,
+                    m,
+                    k,
+                    n,
+                    dtype,
+                    transposed_b: self.transposed_b,
+                })
             })
             .collect()
     }

@@ -57,7 +57,9 @@ type Area<'a> = DrawingArea<SVGBackend<'a>, plotters::coord::Shift>;
 
 /// The bars of one shape, from `top` down.
 fn panel(area: &Area<'_>, shape: &Figures, top: i32) -> Result<()> {
-    let Problem { op, m, k, n, dtype } = shape.problem;
+    let Problem {
+        op, m, k, n, dtype, ..
+    } = shape.problem;
     let bars = bars(shape);
     let limit = shape.flops / shape.limit() / 1e12;
     let most = bars

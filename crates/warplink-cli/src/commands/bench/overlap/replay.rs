@@ -24,6 +24,8 @@ struct Shape {
     k: usize,
     n: usize,
     dtype: String,
+    #[serde(default)]
+    transposed_b: bool,
     lowerings: Vec<Row>,
 }
 
@@ -65,6 +67,7 @@ pub(super) fn replay(file: &Path, model: &HardwareModel) -> Result<String> {
             k: shape.k,
             n: shape.n,
             dtype,
+            transposed_b: shape.transposed_b,
         };
         let choice = problem.choose(measured.ranks, DEFAULT_STREAMS, model)?;
         let row = |name: &str| shape.lowerings.iter().find(|row| row.lowering == name);

@@ -17,6 +17,8 @@ use std::sync::{Arc, Mutex, OnceLock};
 
 /// `CUBLAS_OP_N`.
 const NOT_TRANSPOSED: c_int = 0;
+/// `CUBLAS_OP_T`.
+const TRANSPOSED: c_int = 1;
 /// `CUBLAS_COMPUTE_32F`.
 const COMPUTE_F32: c_int = 68;
 /// `CUBLAS_GEMM_DEFAULT`.
@@ -88,7 +90,10 @@ pub(super) fn takes(
     b: &DeviceSlice,
 ) -> bool {
     let size = spec.dtype.size() as u64;
-    let rows = [spec.n as u64 * size, spec.k as u64 * size];
+    // Lengths of rows in memory: of C, B and A.
+    let right = if spec.transposed_b { spec.k } else { spec.n };
+    let left = if spec.transposed_a { spec.m } else { spec.k };
+    let rows = [spec.n, right, left].map(|length| length as u64 * size);
     let addresses = matmuls
         .iter()
         .flat_map(|(a, c)| [a, c])
@@ -191,10 +196,19 @@ impl BatchedGemms {
         // Each was checked to fit when the matmul was.
         let [m, n, k] = [spec.m as c_int, spec.n as c_int, spec.k as c_int];
         let [a, b, c] = lists.addresses();
+        let operation = |transposed: bool| {
+            if transposed {
+                TRANSPOSED
+            } else {
+                NOT_TRANSPOSED
+            }
+        };
+        let right = if spec.transposed_b { k } else { n };
+        let left = if spec.transposed_a { m } else { k };
         let handle = lock(&self.handle);
         // SAFETY: the handle is live and used by this thread alone; the caller vouches for the rest.
         // The library sees matrices by columns, for which ours are their transposes: it is asked
-        // for Cᵀ = Bᵀ·Aᵀ.
+        // for Cᵀ = Bᵀ·Aᵀ, where it transposes what memory holds transposed.
         unsafe {
             let code = (self.library.cublasSetStream_v2)(handle.0, stream);
             self.library.check(code, "set the stream of matmuls")?;
@@ -205,18 +219,18 @@ impl BatchedGemms {
                 .check(code, "set the scratch memory of matmuls")?;
             let code = (self.library.cublasGemmBatchedEx)(
                 handle.0,
-                NOT_TRANSPOSED,
-                NOT_TRANSPOSED,
+                operation(spec.transposed_b),
+                operation(spec.transposed_a),
                 n,
                 m,
                 k,
                 (&raw const one).cast(),
                 device(b),
                 kind,
-                n,
+                right,
                 device(a),
                 kind,
-                k,
+                left,
                 (&raw const zero).cast(),
                 device(c),
                 kind,

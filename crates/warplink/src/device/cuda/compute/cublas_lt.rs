@@ -20,6 +20,8 @@ pub(crate) const NOT_SUPPORTED: c_int = 15;
 const ALLOCATION_FAILED: c_int = 3;
 /// `CUBLASLT_EPILOGUE_BIAS`.
 const EPILOGUE_BIAS: u32 = 4;
+/// `CUBLAS_OP_T`.
+const TRANSPOSED: c_int = 1;
 
 /// An algorithm that cuBLASLt proposes; its own type with the state as an integer, since a newer
 /// library may have states that no enumeration of today knows.
@@ -188,6 +190,13 @@ impl Description {
         let code = unsafe { (library.cublasLtMatmulDescCreate)(&mut raw, compute, scale) };
         library.check(code, "describe a matmul")?;
         let description = Self { library, raw };
+        // The library's first operand is our B.
+        if spec.transposed_b {
+            description.set(DescAttribute::CUBLASLT_MATMUL_DESC_TRANSA, &TRANSPOSED)?;
+        }
+        if spec.transposed_a {
+            description.set(DescAttribute::CUBLASLT_MATMUL_DESC_TRANSB, &TRANSPOSED)?;
+        }
         if spec.bias {
             description.set(DescAttribute::CUBLASLT_MATMUL_DESC_EPILOGUE, &EPILOGUE_BIAS)?;
         }

@@ -43,7 +43,8 @@ impl Operands {
 ///
 /// cuBLASLt has matrices by columns, which by rows are their transposes; so what is asked for is
 /// Cᵀ = Bᵀ·Aᵀ: its first operand is our B, an `n × k` matrix by columns, its second our A, `k × m`,
-/// its result our C, `n × m`. Its bias runs along the result's rows, which are our columns.
+/// its result our C, `n × m`. Its bias runs along the result's rows, which are our columns. Of an operand
+/// of ours that is transposed, it is given the matrix that memory holds, and asked to transpose it.
 pub(crate) struct Gemm {
     library: &'static BlasLt,
     spec: MatmulSpec,
@@ -73,8 +74,16 @@ impl Gemm {
                 &operands.bias,
             )?;
         }
-        let first = Layout::create(library, kind, spec.n, spec.k)?;
-        let second = Layout::create(library, kind, spec.k, spec.m)?;
+        let of = |transposed: bool, rows: usize, columns: usize| {
+            let (rows, columns) = if transposed {
+                (columns, rows)
+            } else {
+                (rows, columns)
+            };
+            Layout::create(library, kind, rows, columns)
+        };
+        let first = of(spec.transposed_b, spec.n, spec.k)?;
+        let second = of(spec.transposed_a, spec.k, spec.m)?;
         let result = Layout::create(library, kind, spec.n, spec.m)?;
         let preference = Preference::create(library)?;
         let [a, b, c] = operands.alignments();

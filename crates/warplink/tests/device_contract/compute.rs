@@ -1,0 +1,259 @@
+//! Matmuls and sums of a device, against double precision.
+
+use crate::common::{self, open_device};
+use crate::soon;
+use warplink::device::{AllocationKind, DeviceSlice, MatmulSpec, Priority};
+use warplink::{DType, ErrorKind};
+
+#[test]
+fn products_and_sums_agree_with_double_precision() {
+    let device = open_device();
+    let stream = device.create_stream(Priority::Normal).unwrap();
+    let compute = device.compute().unwrap();
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        for (bias, accumulate) in [(false, false), (true, false), (false, true)] {
+            for (transposed_a, transposed_b) in
+                [(false, false), (false, true), (true, false), (true, true)]
+            {
+                let spec = MatmulSpec {
+                    bias,
+                    accumulate,
+                    transposed_a,
+                    transposed_b,
+                    ..MatmulSpec::new(48, 40, 72, dtype)
+                };
+                check_product(&*device, &*compute, &stream, &spec);
+            }
+        }
+    }
+    for dtype in DType::ALL.into_iter().filter(|dtype| *dtype != DType::U8) {
+        let bytes = 1003 * dtype.size();
+        let parts: Vec<_> = (0..5)
+            .map(|_| device.allocate(bytes, AllocationKind::Plain).unwrap())
+            .collect();
+        for (index, part) in parts.iter().enumerate() {
+            device
+                .upload(part, &encode(dtype, &vec![index as f64 + 1.0; 1003]))
+                .unwrap();
+        }
+        let target = device.allocate(bytes, AllocationKind::Plain).unwrap();
+        compute.sum(&stream, dtype, &target, &parts).unwrap();
+        compute.sum(&stream, dtype, &parts[0], &parts[..2]).unwrap();
+        stream.synchronize(soon()).unwrap();
+        let mut seen = vec![0; bytes];
+        device.download(&target, &mut seen).unwrap();
+        assert_eq!(decode(dtype, &seen), vec![15.0; 1003], "{dtype}");
+        device.download(&parts[0], &mut seen).unwrap();
+        assert_eq!(decode(dtype, &seen), vec![3.0; 1003], "{dtype}, in place");
+    }
+    let a = device.allocate(64, AllocationKind::Plain).unwrap();
+    let spec = MatmulSpec::new(4, 4, 4, DType::F32);
+    assert!(
+        compute
+            .matmul(&stream, &spec, &a, &a, &a.slice(0..32).unwrap(), None)
+            .is_err()
+    );
+    assert!(
+        compute
+            .matmul(
+                &stream,
+                &MatmulSpec { bias: true, ..spec },
+                &a,
+                &a,
+                &a,
+                None
+            )
+            .is_err()
+    );
+    assert!(compute.sum(&stream, DType::F32, &a, &[]).is_err());
+}
+
+#[test]
+fn a_batch_of_products_is_its_products() {
+    let device = open_device();
+    let stream = device.create_stream(Priority::Normal).unwrap();
+    let compute = device.compute().unwrap();
+    let upload = |dtype: DType, seed: usize, count: usize| {
+        let raw = common::values(seed, 3, count);
+        let values: Vec<f64> = raw.iter().map(|b| f64::from(*b) / 128.0 - 1.0).collect();
+        let bytes = encode(dtype, &values);
+        let slice = device.allocate(bytes.len(), AllocationKind::Plain).unwrap();
+        device.upload(&slice, &bytes).unwrap();
+        slice
+    };
+    let download = |dtype: DType, slice: &DeviceSlice| {
+        let mut bytes = vec![0; slice.bytes()];
+        device.download(slice, &mut bytes).unwrap();
+        decode(dtype, &bytes)
+    };
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        // Rows that are and are not multiples of 16 bytes, with and without a bias, transposed or not.
+        for (m, n, k, bias, transposed_a, transposed_b) in [
+            (48, 40, 72, false, false, false),
+            (7, 5, 3, false, false, false),
+            (256, 128, 64, false, false, false),
+            (256, 512, 192, false, false, false),
+            (16, 16, 16, true, false, false),
+            (48, 40, 72, false, false, true),
+            (256, 512, 192, false, true, true),
+            (7, 5, 3, false, true, false),
+        ] {
+            let spec = MatmulSpec {
+                bias,
+                transposed_a,
+                transposed_b,
+                ..MatmulSpec::new(m, n, k, dtype)
+            };
+            let (b, vector) = (upload(dtype, 1, k * n), upload(dtype, 2, n));
+            let vector = bias.then_some(&vector);
+            let products: Vec<_> = (0..3)
+                .map(|index| (upload(dtype, 3 + index, m * k), upload(dtype, 9, m * n)))
+                .collect();
+            compute.prepare_matmul(&spec).unwrap();
+            let wanted: Vec<_> = products
+                .iter()
+                .map(|(a, _)| {
+                    let c = upload(dtype, 10, m * n);
+                    compute.matmul(&stream, &spec, a, &b, &c, vector).unwrap();
+                    c
+                })
+                .collect();
+            let batch = compute
+                .clone()
+                .prepare_matmuls(&spec, &products, &b, vector)
+                .unwrap();
+            stream.begin_capture().unwrap();
+            batch.enqueue(&stream).unwrap();
+            let graph = stream.end_capture().unwrap();
+            for captured in [false, true] {
+                for (_, c) in &products {
+                    device.upload(c, &vec![0xff; c.bytes()]).unwrap();
+                }
+                if captured {
+                    graph.launch(&stream).unwrap()
+                } else {
+                    batch.enqueue(&stream).unwrap()
+                }
+                stream.synchronize(soon()).unwrap();
+                for ((_, c), wanted) in products.iter().zip(&wanted) {
+                    let (seen, wanted) = (download(dtype, c), download(dtype, wanted));
+                    let off: f64 = seen.iter().zip(&wanted).map(|(a, b)| (a - b).powi(2)).sum();
+                    let norm: f64 = wanted.iter().map(|value| value * value).sum();
+                    let error = (off / norm).sqrt();
+                    assert!(
+                        error < dtype.matmul_tolerance().unwrap(),
+                        "{spec:?}, captured: {captured}: {error:.2e}"
+                    );
+                }
+            }
+        }
+    }
+    let (a, c) = (upload(DType::F32, 1, 64), upload(DType::F32, 2, 64));
+    let spec = MatmulSpec::new(8, 8, 8, DType::F32);
+    let short = [(a.clone(), c.slice(0..128).unwrap())];
+    let error = compute.prepare_matmuls(&spec, &short, &a, None);
+    assert_eq!(error.unwrap_err().kind(), ErrorKind::InvalidArgument);
+}
+
+fn check_product(
+    device: &dyn warplink::Device,
+    compute: &dyn warplink::device::Compute,
+    stream: &warplink::device::Stream,
+    spec: &MatmulSpec,
+) {
+    let (m, n, k, dtype) = (spec.m, spec.n, spec.k, spec.dtype);
+    let random = |seed: usize, count: usize| -> Vec<f64> {
+        let raw = common::values(seed, 7, count);
+        decode(
+            dtype,
+            &encode(
+                dtype,
+                &raw.iter()
+                    .map(|byte| f64::from(*byte) / 128.0 - 1.0)
+                    .collect::<Vec<_>>(),
+            ),
+        )
+    };
+    let (a, b, c, bias) = (
+        random(1, m * k),
+        random(2, k * n),
+        random(3, m * n),
+        random(4, n),
+    );
+    let upload = |values: &[f64]| {
+        let bytes = encode(dtype, values);
+        let slice = device.allocate(bytes.len(), AllocationKind::Plain).unwrap();
+        device.upload(&slice, &bytes).unwrap();
+        slice
+    };
+    let (da, db, dc, dbias) = (upload(&a), upload(&b), upload(&c), upload(&bias));
+    compute.prepare_matmul(spec).unwrap();
+    compute
+        .matmul(stream, spec, &da, &db, &dc, spec.bias.then_some(&dbias))
+        .unwrap();
+    stream.synchronize(soon()).unwrap();
+    let mut seen = vec![0; m * n * dtype.size()];
+    device.download(&dc, &mut seen).unwrap();
+    let seen = decode(dtype, &seen);
+    let (mut off, mut norm) = (0.0, 0.0);
+    for row in 0..m {
+        for column in 0..n {
+            let left = |i: usize| {
+                if spec.transposed_a {
+                    a[i * m + row]
+                } else {
+                    a[row * k + i]
+                }
+            };
+            let right = |i: usize| {
+                if spec.transposed_b {
+                    b[column * k + i]
+                } else {
+                    b[i * n + column]
+                }
+            };
+            let mut want: f64 = (0..k).map(|i| left(i) * right(i)).sum();
+            want += if spec.bias { bias[column] } else { 0.0 };
+            want += if spec.accumulate {
+                c[row * n + column]
+            } else {
+                0.0
+            };
+            off += (seen[row * n + column] - want).powi(2);
+            norm += want * want;
+        }
+    }
+    let error = (off / norm).sqrt();
+    assert!(
+        error < dtype.matmul_tolerance().unwrap(),
+        "{spec:?}: error {error:.2e}"
+    );
+}
+
+fn encode(dtype: DType, values: &[f64]) -> Vec<u8> {
+    let each = |value: &f64| -> Vec<u8> {
+        match dtype {
+            DType::F16 => half::f16::from_f64(*value).to_le_bytes().to_vec(),
+            DType::BF16 => half::bf16::from_f64(*value).to_le_bytes().to_vec(),
+            DType::F32 => (*value as f32).to_le_bytes().to_vec(),
+            DType::F64 => value.to_le_bytes().to_vec(),
+            DType::I32 => (*value as i32).to_le_bytes().to_vec(),
+            _ => vec![*value as u8],
+        }
+    };
+    values.iter().flat_map(each).collect()
+}
+
+fn decode(dtype: DType, bytes: &[u8]) -> Vec<f64> {
+    let each = |chunk: &[u8]| -> f64 {
+        match dtype {
+            DType::F16 => half::f16::from_le_bytes(chunk.try_into().unwrap()).to_f64(),
+            DType::BF16 => half::bf16::from_le_bytes(chunk.try_into().unwrap()).to_f64(),
+            DType::F32 => f32::from_le_bytes(chunk.try_into().unwrap()).into(),
+            DType::F64 => f64::from_le_bytes(chunk.try_into().unwrap()),
+            DType::I32 => i32::from_le_bytes(chunk.try_into().unwrap()).into(),
+            _ => chunk[0].into(),
+        }
+    };
+    bytes.chunks_exact(dtype.size()).map(each).collect()
+}
