@@ -28,7 +28,7 @@ use warplink::overlap::{
     MatmulReduceScatterLowering, Options, all_gather_matmul, matmul_reduce_scatter,
 };
 use warplink::program::lower::{Decision, Problem};
-use warplink::program::{Bindings, Parameters, PrepareOptions, Program};
+use warplink::program::{Bindings, PrepareOptions, Program};
 use warplink::{Communicator, DType, DeviceKind, ErrorKind};
 
 /// The library's lowerings and the examples of an operation, as far as this machine has libraries for
