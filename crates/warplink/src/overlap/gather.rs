@@ -1,6 +1,7 @@
 //! All-gather + matmul.
 
-use super::plan::{Bound, OverlapPlan, family};
+use super::operands::{Bound, family};
+use super::plan::OverlapPlan;
 use super::{AllGatherMatmul, Choice, Options};
 use crate::device::{DeviceSlice, Stream};
 use crate::error::{Error, Result};

@@ -23,6 +23,7 @@
 //! other.
 
 mod gather;
+mod operands;
 mod plan;
 mod scatter;
 mod trial;

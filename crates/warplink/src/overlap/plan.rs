@@ -1,12 +1,13 @@
 //! A plan of either operation: one program, bound once for each index of the outer dimensions.
 
+use super::operands::{Bound, bindings};
 use super::{Choice, Lowering, Options, trial};
-use crate::device::{DeviceSlice, Graph, Stream};
+use crate::device::{Graph, Stream};
 use crate::error::{Error, ErrorKind, Result};
 use crate::program::cost::HardwareModel;
 use crate::program::execute::Digest;
 use crate::program::lower::{Decision, Problem, choose};
-use crate::program::{Bindings, Executor, Plan, PrepareOptions};
+use crate::program::{Executor, Plan, PrepareOptions};
 use std::fmt;
 
 /// An operation that is ready to run on given memory, any number of times.
@@ -166,99 +167,6 @@ impl OverlapPlan {
         self.executor.keep_until_done(self.plans, stream);
         enqueued.map(|()| self.choice)
     }
-}
-
-/// A caller's slice for a tensor of the program.
-pub(super) struct Bound {
-    name: String,
-    slice: DeviceSlice,
-    /// Whether every outer index has a part of it, rather than all of it.
-    parted: bool,
-    written: bool,
-}
-
-impl Bound {
-    /// An input that has a part for each outer index: A.
-    pub(super) fn parted(name: impl Into<String>, slice: &DeviceSlice) -> Self {
-        Self {
-            name: name.into(),
-            slice: slice.clone(),
-            parted: true,
-            written: false,
-        }
-    }
-
-    /// An output, which has a part for each outer index: C and G.
-    pub(super) fn written(name: impl Into<String>, slice: &DeviceSlice) -> Self {
-        Self {
-            written: true,
-            ..Self::parted(name, slice)
-        }
-    }
-
-    /// An input that all outer indices use: B and the bias.
-    pub(super) fn shared(name: impl Into<String>, slice: &DeviceSlice) -> Self {
-        Self {
-            name: name.into(),
-            slice: slice.clone(),
-            parted: false,
-            written: false,
-        }
-    }
-
-    /// Its name in the program.
-    pub(super) fn name(&self) -> &str {
-        &self.name
-    }
-
-    /// Whether it is an output.
-    pub(super) fn is_written(&self) -> bool {
-        self.written
-    }
-
-    /// The part of one outer index.
-    pub(super) fn part(&self, index: usize, outer: usize) -> Result<DeviceSlice> {
-        if !self.parted || outer == 1 {
-            return Ok(self.slice.clone());
-        }
-        let bytes = self.slice.bytes();
-        if !bytes.is_multiple_of(outer) {
-            return Err(Error::invalid(format!(
-                "'{}' has {bytes} bytes, which are not {outer} equal parts",
-                self.name
-            )));
-        }
-        let each = bytes / outer;
-        self.slice.slice(index * each..(index + 1) * each)
-    }
-}
-
-/// A family's members as the program names them: `B[0]`, `B[1]`, …
-pub(super) fn family(
-    name: &str,
-    slices: &[DeviceSlice],
-    expected: usize,
-    make: fn(String, &DeviceSlice) -> Bound,
-) -> Result<Vec<Bound>> {
-    if slices.len() != expected {
-        return Err(Error::invalid(format!(
-            "{name} has {} slices; expected {expected}",
-            slices.len()
-        )));
-    }
-    Ok(slices
-        .iter()
-        .enumerate()
-        .map(|(index, slice)| make(format!("{name}[{index}]"), slice))
-        .collect())
-}
-
-/// What the program's tensors are bound to for one outer index.
-fn bindings(tensors: &[Bound], index: usize, outer: usize) -> Result<Bindings> {
-    tensors
-        .iter()
-        .map(|tensor| Ok((tensor.name.clone(), tensor.part(index, outer)?)))
-        .collect()
 }
 
 /// The choice among all that is allowed, whether or not the collective engine's library is there.

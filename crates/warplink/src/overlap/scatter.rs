@@ -1,6 +1,7 @@
 //! Matmul + reduce-scatter.
 
-use super::plan::{Bound, OverlapPlan};
+use super::operands::Bound;
+use super::plan::OverlapPlan;
 use super::{Choice, MatmulReduceScatter, Options};
 use crate::device::{DeviceSlice, Stream};
 use crate::error::{Error, Result};

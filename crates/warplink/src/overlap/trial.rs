@@ -1,7 +1,7 @@
 //! Trials: which of the lowerings that may be the fastest is so on the machine.
 
 use super::Choice;
-use super::plan::Bound;
+use super::operands::Bound;
 use crate::error::{Error, ErrorKind, Result};
 use crate::program::lower::Lowered;
 use crate::program::{Bindings, Executor, Plan, PrepareOptions};
