@@ -1,0 +1,98 @@
+//! The caller's memory for the tensors of a program.
+
+use crate::device::DeviceSlice;
+use crate::error::{Error, Result};
+use crate::program::Bindings;
+
+/// A caller's slice for a tensor of the program.
+pub(super) struct Bound {
+    name: String,
+    slice: DeviceSlice,
+    /// Whether every outer index has a part of it, rather than all of it.
+    parted: bool,
+    written: bool,
+}
+
+impl Bound {
+    /// An input that has a part for each outer index: A.
+    pub(super) fn parted(name: impl Into<String>, slice: &DeviceSlice) -> Self {
+        Self {
+            name: name.into(),
+            slice: slice.clone(),
+            parted: true,
+            written: false,
+        }
+    }
+
+    /// An output, which has a part for each outer index: C and G.
+    pub(super) fn written(name: impl Into<String>, slice: &DeviceSlice) -> Self {
+        Self {
+            written: true,
+            ..Self::parted(name, slice)
+        }
+    }
+
+    /// An input that all outer indices use: B and the bias.
+    pub(super) fn shared(name: impl Into<String>, slice: &DeviceSlice) -> Self {
+        Self {
+            name: name.into(),
+            slice: slice.clone(),
+            parted: false,
+            written: false,
+        }
+    }
+
+    /// Its name in the program.
+    pub(super) fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Whether it is an output.
+    pub(super) fn is_written(&self) -> bool {
+        self.written
+    }
+
+    /// The part of one outer index.
+    pub(super) fn part(&self, index: usize, outer: usize) -> Result<DeviceSlice> {
+        if !self.parted || outer == 1 {
+            return Ok(self.slice.clone());
+        }
+        let bytes = self.slice.bytes();
+        if !bytes.is_multiple_of(outer) {
+            return Err(Error::invalid(format!(
+                "'{}' has {bytes} bytes, which are not {outer} equal parts",
+                self.name
+            )));
+        }
+        let each = bytes / outer;
+        self.slice.slice(index * each..(index + 1) * each)
+    }
+}
+
+/// A family's members as the program names them: `B[0]`, `B[1]`, …
+pub(super) fn family(
+    name: &str,
+    slices: &[DeviceSlice],
+    expected: usize,
+    make: fn(String, &DeviceSlice) -> Bound,
+) -> Result<Vec<Bound>> {
+    if slices.len() != expected {
+        return Err(Error::invalid(format!(
+            "{name} has {} slices; expected {expected}",
+            slices.len()
+        )));
+    }
+    Ok(slices
+        .iter()
+        .enumerate()
+        .map(|(index, slice)| make(format!("{name}[{index}]"), slice))
+        .collect())
+}
+
+/// What the program's tensors are bound to for one outer index.
+pub(super) fn bindings(tensors: &[Bound], index: usize, outer: usize) -> Result<Bindings> {
+    tensors
+        .iter()
+        .map(|tensor| Ok((tensor.name.clone(), tensor.part(index, outer)?)))
+        .collect()
+}
