@@ -1,7 +1,7 @@
-//! What the documents say is so: the programs and outputs in docs/language.md, and the files and tests
+//! What the documents say is so: the programs and outputs in docs/language.md and docs/nvfuser.md, and the files and tests
 //! that ARCHITECTURE.md names.
 //!
-//! The line that opens a block of docs/language.md says how it is checked: `world=2,4`, values of parameters,
+//! The line that opens a block says how it is checked: `world=2,4`, values of parameters,
 //! `given=` optional tensors, `refused=` the violation of a faulty program, whose diagnostic is the
 //! block of text that follows.
 
@@ -15,7 +15,10 @@ use warplink::program::ir::Program;
 use warplink::program::parameters::ParameterKind;
 use warplink::program::{Parameters, unroll, verify};
 
-const PAGE: &str = include_str!("../../../docs/language.md");
+const PAGES: [&str; 2] = [
+    include_str!("../../../docs/language.md"),
+    include_str!("../../../docs/nvfuser.md"),
+];
 
 const ARCHITECTURE: &str = include_str!("../../../ARCHITECTURE.md");
 
@@ -27,7 +30,7 @@ struct Block<'a> {
 
 fn blocks() -> Vec<Block<'static>> {
     let (mut blocks, mut open): (Vec<Block<'_>>, Option<Block<'_>>) = (Vec::new(), None);
-    for line in PAGE.lines() {
+    for line in PAGES.iter().flat_map(|page| page.lines()) {
         match (line.strip_prefix("```"), open.take()) {
             (Some(""), Some(block)) => blocks.push(block),
             (Some(header), None) => {

@@ -5,13 +5,13 @@ use crate::run::Run;
 use warplink::program::{Parameters, Program, unroll};
 
 /// Small whole numbers, which every type holds exactly.
-fn element(rank: usize, name: &str, index: usize) -> f64 {
+pub(crate) fn element(rank: usize, name: &str, index: usize) -> f64 {
     let seed = name.bytes().map(usize::from).sum::<usize>();
     ((7 * index + 3 * rank + seed) % 5) as f64 - 2.0
 }
 
 /// `m × k` by `k × n`, of elements by row and column.
-fn product(
+pub(crate) fn product(
     [m, n, k]: [usize; 3],
     a: impl Fn(usize, usize) -> f64,
     b: impl Fn(usize, usize) -> f64,
