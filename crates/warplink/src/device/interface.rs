@@ -5,6 +5,7 @@ use super::compute::Compute;
 use super::config::DeviceKind;
 use super::fault::Fault;
 use super::identity::DeviceIdentity;
+use super::links::LinkQuery;
 use super::module::{Module, ModuleSource};
 use super::properties::DeviceProperties;
 use super::slice::DeviceSlice;
@@ -48,7 +49,7 @@ pub enum Opening {
 }
 
 /// A device as one rank uses it.
-pub trait Device: Send + Sync + fmt::Debug {
+pub trait Device: LinkQuery + Send + Sync + fmt::Debug {
     /// Which of the devices.
     fn kind(&self) -> DeviceKind;
 

@@ -19,6 +19,7 @@
 //!    the waits for its signals, the streams that wait for them, and those that follow such a stream
 //!    by an event; all else goes on.
 
+mod attachment;
 mod buffer;
 pub(crate) mod channel;
 mod collective;
@@ -31,11 +32,14 @@ mod identity;
 mod in_flight;
 mod interface;
 mod launch;
+mod links;
 mod module;
+mod pci;
 mod properties;
 mod slice;
 mod stream;
 
+pub use attachment::{Attachment, NetworkDevice, NetworkKind, PciDistance};
 pub use buffer::DeviceBuffer;
 pub use channel::{At, ChannelArray, ChannelHandle, ChannelMemory};
 pub use collective::{AllGatherBytes, Collective, CollectiveEngine, CollectiveRequest, ReduceOp};
@@ -50,7 +54,9 @@ pub(crate) use identity::machine_identity;
 pub(crate) use in_flight::{InFlight, InUse};
 pub use interface::{AllocationKind, Device, Export, Opening};
 pub use launch::{Argument, Launch};
+pub use links::{DeviceLink, DeviceLinks, LinkEnd, LinkQuery};
 pub use module::{Kernel, Module, ModuleSource};
+pub use pci::PciAddress;
 pub use properties::DeviceProperties;
 pub use slice::{Backing, DeviceSlice, Word};
 pub(crate) use stream::sequence_apart;

@@ -9,13 +9,14 @@ use super::memory::sharing;
 use super::memory::virtual_memory::VirtualMemory;
 use super::memory::{CudaBacking, PlainMemory, Source, next_identity};
 use super::nccl::engine::NcclEngine;
+use super::nvml::NvmlGpu;
 use super::stream::CudaStream;
 use super::stream::event::CudaEvent;
 use crate::deadline::Deadline;
 use crate::device::{
-    AllGatherBytes, AllocationKind, CollectiveEngine, Compute, Device, DeviceIdentity, DeviceKind,
-    DeviceProperties, DeviceSlice, Event, Export, Fault, Module, ModuleSource, Opening, Priority,
-    Stream,
+    AllGatherBytes, AllocationKind, Attachment, CollectiveEngine, Compute, Device, DeviceIdentity,
+    DeviceKind, DeviceLinks, DeviceProperties, DeviceSlice, Event, Export, Fault, LinkQuery,
+    Module, ModuleSource, Opening, PciAddress, Priority, Stream,
 };
 use crate::error::{Error, Result};
 use crate::sync::lock;
@@ -40,6 +41,27 @@ impl CudaDevice {
             gpu,
             compute: Mutex::new(None),
         }))
+    }
+
+    fn pci_address(&self) -> Result<PciAddress> {
+        self.gpu.context.driver.pci_address(self.gpu.context.device)
+    }
+}
+
+impl LinkQuery for CudaDevice {
+    fn attachment(&self) -> Result<Attachment> {
+        Ok(Attachment::find(Some(self.pci_address()?)))
+    }
+
+    fn links(&self) -> Result<DeviceLinks> {
+        NvmlGpu::open(self.pci_address()?)?.links()
+    }
+
+    fn reaches(&self, peer: Option<PciAddress>) -> Result<bool> {
+        match peer {
+            Some(peer) => NvmlGpu::open(self.pci_address()?)?.reaches(peer),
+            None => Ok(false),
+        }
     }
 }
 

@@ -9,6 +9,7 @@
 //! | `kernels/` | compiling (`nvrtc`), keeping and loading kernels, also users' (`user`); a small transfer; adding |
 //! | `compute/` | GEMMs by `cublas_lt`, several in one launch by `cublas`; their algorithms and scratch memory; launches ready to be repeated (`recorded`) |
 //! | `nccl/` | NCCL; collectives over it |
+//! | `nvml/` | NVML; a GPU's links and peer access |
 //! | `capabilities` | what a GPU can do, for the doctor |
 //!
 //! # What holds here
@@ -31,6 +32,7 @@ mod gpu;
 mod kernels;
 mod memory;
 mod nccl;
+mod nvml;
 mod stream;
 
 pub use capabilities::{Capabilities, capabilities};
@@ -82,7 +84,14 @@ mod tests {
         let names: Vec<_> = libraries().iter().map(|library| library.name).collect();
         assert_eq!(
             names,
-            ["the CUDA driver", "NVRTC", "cuBLASLt", "cuBLAS", "NCCL"]
+            [
+                "the CUDA driver",
+                "NVRTC",
+                "cuBLASLt",
+                "cuBLAS",
+                "NCCL",
+                "NVML"
+            ]
         );
     }
 }

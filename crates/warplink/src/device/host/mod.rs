@@ -20,8 +20,9 @@ mod unmapping;
 mod worker;
 
 use super::{
-    AllGatherBytes, AllocationKind, CollectiveEngine, Compute, Delays, Device, DeviceIdentity,
-    DeviceKind, DeviceSlice, Event, Export, Fault, Module, ModuleSource, Opening, Priority, Stream,
+    AllGatherBytes, AllocationKind, Attachment, CollectiveEngine, Compute, Delays, Device,
+    DeviceIdentity, DeviceKind, DeviceLink, DeviceLinks, DeviceSlice, Event, Export, Fault,
+    LinkEnd, LinkQuery, Module, ModuleSource, Opening, PciAddress, Priority, Stream,
 };
 use crate::device::{DeviceProperties, machine_identity};
 use crate::error::{Error, ErrorKind, Result};
@@ -74,6 +75,27 @@ fn check_kind(slice: &DeviceSlice) -> Result<()> {
         slice.kind()
     ))
     .with_help("use memory of the same device"))
+}
+
+impl LinkQuery for HostDevice {
+    fn attachment(&self) -> Result<Attachment> {
+        Ok(Attachment::find(None))
+    }
+
+    /// The memory that all ranks of a machine share stands for a switch with one link to each.
+    fn links(&self) -> Result<DeviceLinks> {
+        Ok(DeviceLinks {
+            links: vec![DeviceLink {
+                number: 0,
+                version: None,
+                end: LinkEnd::Switch,
+            }],
+        })
+    }
+
+    fn reaches(&self, peer: Option<PciAddress>) -> Result<bool> {
+        Ok(peer.is_none())
+    }
 }
 
 impl Device for HostDevice {

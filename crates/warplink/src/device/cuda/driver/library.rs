@@ -61,6 +61,13 @@ pub(crate) const NCCL: Wanted = Wanted {
     toolkit: true,
 };
 
+pub(crate) const NVML: Wanted = Wanted {
+    name: "NVML",
+    sonames: &["libnvidia-ml.so.1"],
+    help: "install the NVIDIA driver with its management library (libnvidia-ml.so.1); in a container, start it with NVIDIA_DRIVER_CAPABILITIES=compute,utility",
+    toolkit: false,
+};
+
 /// A library that was loaded. It stays loaded until the process ends, since function pointers
 /// into it are kept.
 #[derive(Debug)]
@@ -148,7 +155,7 @@ pub(crate) unsafe fn message(text: *const c_char) -> String {
 
 /// Says for each library where it is or where it was looked for.
 pub fn libraries() -> Vec<LibraryReport> {
-    [&DRIVER, &NVRTC, &CUBLAS_LT, &CUBLAS, &NCCL]
+    [&DRIVER, &NVRTC, &CUBLAS_LT, &CUBLAS, &NCCL, &NVML]
         .into_iter()
         .map(|wanted| {
             let (path, tried) = match search(wanted, &Places::of_this_process()) {

@@ -11,6 +11,7 @@ pub(super) mod poll;
 pub(super) mod raw;
 
 use self::library::{DRIVER, Loaded};
+use crate::device::PciAddress;
 use crate::error::{Error, ErrorKind, Result};
 use cudarc::driver::sys::*;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong, c_void};
@@ -76,6 +77,7 @@ function_table! {
         cuDeviceGetCount(*mut c_int) -> Status;
         cuDeviceGet(*mut CUdevice, c_int) -> Status;
         cuDeviceGetName(*mut c_char, c_int, CUdevice) -> Status;
+        cuDeviceGetPCIBusId(*mut c_char, c_int, CUdevice) -> Status;
         cuDeviceGetAttribute(*mut c_int, CUdevice_attribute, CUdevice) -> Status;
         cuDeviceTotalMem_v2(*mut usize, CUdevice) -> Status;
         cuDeviceCanAccessPeer(*mut c_int, CUdevice, CUdevice) -> Status;
@@ -276,6 +278,20 @@ impl Driver {
         let code = unsafe { (self.cuDeviceGet)(&mut device, number) };
         self.check(code, "open the GPU")?;
         Ok(device)
+    }
+
+    /// Where a GPU is on the PCI bus.
+    pub(super) fn pci_address(&self, device: CUdevice) -> Result<PciAddress> {
+        let mut text = [0 as c_char; 32];
+        // SAFETY: `text` has as many bytes as are said; the driver ends what it writes with a zero.
+        let code =
+            unsafe { (self.cuDeviceGetPCIBusId)(text.as_mut_ptr(), text.len() as c_int, device) };
+        self.check(code, "ask for the GPU's PCI address")?;
+        let bytes = text.map(|byte| byte as u8);
+        let text = CStr::from_bytes_until_nul(&bytes)
+            .map(|text| text.to_string_lossy().into_owned())
+            .unwrap_or_default();
+        text.parse()
     }
 
     /// An attribute of a GPU; an attribute that the driver does not know counts as 0.

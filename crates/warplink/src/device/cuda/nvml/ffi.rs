@@ -1,0 +1,144 @@
+//! NVML's functions, its codes, and the one structure that is read.
+
+use crate::device::PciAddress;
+use crate::device::cuda::driver::function_table;
+use crate::device::cuda::driver::library;
+use crate::error::{Error, ErrorKind, Result};
+use std::ffi::{CString, c_char, c_int, c_uint, c_void};
+use std::sync::OnceLock;
+
+/// `nvmlDevice_t`: a name for a GPU, good as long as the library is not shut down, which it never is.
+#[derive(Clone, Copy)]
+#[repr(transparent)]
+pub(super) struct Handle(*mut c_void);
+
+/// The codes that are told apart.
+pub(super) mod code {
+    use std::ffi::c_int;
+    pub(crate) const SUCCESS: c_int = 0;
+    pub(crate) const INVALID_ARGUMENT: c_int = 2;
+    pub(crate) const NOT_SUPPORTED: c_int = 3;
+    pub(crate) const NO_PERMISSION: c_int = 4;
+    pub(crate) const NOT_FOUND: c_int = 6;
+    pub(crate) const LIBRARY_VERSION_MISMATCH: c_int = 18;
+}
+
+/// What may be at the other end of a link (`nvmlIntNvLinkDeviceType_t`).
+pub(super) mod remote {
+    use std::ffi::c_int;
+    pub(crate) const GPU: c_int = 0;
+    pub(crate) const PROCESSOR: c_int = 1;
+    pub(crate) const SWITCH: c_int = 2;
+    pub(crate) const UNKNOWN: c_int = 0xff;
+}
+
+/// What one GPU may do with another's memory (`nvmlGpuP2PCapsIndex_t`), and the answer that it can.
+pub(super) mod p2p {
+    use std::ffi::c_int;
+    pub(crate) const READ: c_int = 0;
+    pub(crate) const WRITE: c_int = 1;
+    pub(crate) const OK: c_int = 0;
+}
+
+/// `nvmlPciInfo_t`, as the second version of the function for links fills it.
+#[repr(C)]
+#[derive(Default)]
+pub(super) struct PciInfo {
+    bus_id_legacy: [c_char; 16],
+    domain: c_uint,
+    bus: c_uint,
+    device: c_uint,
+    pci_device_id: c_uint,
+    pci_subsystem_id: c_uint,
+    bus_id: [c_char; 32],
+}
+
+impl PciInfo {
+    /// The address of the function that computes, the only one with links.
+    pub(super) fn address(&self) -> Option<PciAddress> {
+        Some(PciAddress {
+            domain: self.domain,
+            bus: self.bus.try_into().ok()?,
+            device: self.device.try_into().ok()?,
+            function: 0,
+        })
+    }
+}
+
+function_table! {
+    /// NVML's functions.
+    Nvml {
+        nvmlInit_v2() -> c_int;
+        nvmlErrorString(c_int) -> *const c_char;
+        nvmlDeviceGetHandleByPciBusId_v2(*const c_char, *mut Handle) -> c_int;
+        nvmlDeviceGetNvLinkState(Handle, c_uint, *mut c_int) -> c_int;
+        nvmlDeviceGetNvLinkVersion(Handle, c_uint, *mut c_uint) -> c_int;
+        nvmlDeviceGetNvLinkRemoteDeviceType(Handle, c_uint, *mut c_int) -> c_int;
+        nvmlDeviceGetNvLinkRemotePciInfo_v2(Handle, c_uint, *mut PciInfo) -> c_int;
+        nvmlDeviceGetP2PStatus(Handle, Handle, c_int, *mut c_int) -> c_int;
+    }
+    optional {}
+}
+
+impl Nvml {
+    /// NVML, loaded and started. A failure is not remembered: the next call tries again.
+    pub(super) fn get() -> Result<&'static Self> {
+        static LIBRARY: OnceLock<Nvml> = OnceLock::new();
+        if let Some(library) = LIBRARY.get() {
+            return Ok(library);
+        }
+        let library = Self::resolve(&library::load(&library::NVML)?)?;
+        // SAFETY: it takes no arguments; the library counts its starts, and is never shut down here.
+        let status = unsafe { (library.nvmlInit_v2)() };
+        library.check(status, "start NVML")?;
+        Ok(LIBRARY.get_or_init(|| library))
+    }
+
+    /// The GPU at `address`; null with a code that says why there is none.
+    pub(super) fn find(&self, address: PciAddress) -> Result<(Handle, c_int)> {
+        let text = CString::new(address.to_string())
+            .map_err(|error| Error::new(ErrorKind::Internal, error.to_string()))?;
+        let mut handle = Handle(std::ptr::null_mut());
+        // SAFETY: `text` ends with a zero, and `handle` is an output parameter for one handle.
+        let status = unsafe { (self.nvmlDeviceGetHandleByPciBusId_v2)(text.as_ptr(), &mut handle) };
+        Ok((handle, status))
+    }
+
+    /// Turns a code into a result.
+    pub(super) fn check(&self, status: c_int, operation: &'static str) -> Result<()> {
+        if status == code::SUCCESS {
+            return Ok(());
+        }
+        // SAFETY: for every code NVML gives a string of its own that is never freed.
+        let text = unsafe { library::message((self.nvmlErrorString)(status)) };
+        let error = Error::new(ErrorKind::Driver, format!("NVML: {text}"))
+            .with_operation(operation)
+            .with_code(status.into());
+        Err(match status {
+            code::LIBRARY_VERSION_MISMATCH => error.with_help(
+                "restart the machine, or reload the driver: NVML and the driver are of different versions",
+            ),
+            _ => error,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_structure_has_nvmls_layout() {
+        assert_eq!(size_of::<PciInfo>(), 68);
+        assert_eq!(std::mem::offset_of!(PciInfo, domain), 16);
+        assert_eq!(std::mem::offset_of!(PciInfo, device), 24);
+        assert_eq!(std::mem::offset_of!(PciInfo, bus_id), 36);
+    }
+
+    #[test]
+    fn the_library_has_every_function_where_it_is_found() {
+        if let Ok(loaded) = library::load(&library::NVML) {
+            assert!(Nvml::resolve(&loaded).is_ok());
+        }
+    }
+}

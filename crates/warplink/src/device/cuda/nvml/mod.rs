@@ -1,0 +1,163 @@
+//! NVML: what it tells about a GPU's links. GPUs are found by their address on the PCI bus, since NVML
+//! and the driver count them differently.
+
+mod ffi;
+
+use self::ffi::{Handle, Nvml, PciInfo, code, p2p, remote};
+use crate::device::{DeviceLink, DeviceLinks, LinkEnd, PciAddress};
+use crate::error::Result;
+use std::ffi::c_uint;
+
+/// More links than any GPU has, in case the library goes on for ever.
+const MAX_LINKS: c_uint = 64;
+
+/// A GPU, as NVML knows it.
+pub(super) struct NvmlGpu {
+    nvml: &'static Nvml,
+    handle: Handle,
+}
+
+impl NvmlGpu {
+    /// The GPU at `address`.
+    ///
+    /// # Errors
+    /// [`ErrorKind::LibraryMissing`](crate::ErrorKind::LibraryMissing) without NVML,
+    /// [`ErrorKind::Driver`](crate::ErrorKind::Driver) if it does not start or does not show the GPU.
+    pub(super) fn open(address: PciAddress) -> Result<Self> {
+        let nvml = Nvml::get()?;
+        let (handle, status) = nvml.find(address)?;
+        nvml.check(status, "find the GPU in NVML")
+            .map_err(|error| error.with_device(address.to_string()))?;
+        Ok(Self { nvml, handle })
+    }
+
+    /// The links that are up.
+    pub(super) fn links(&self) -> Result<DeviceLinks> {
+        let mut links = Vec::new();
+        for number in 0..MAX_LINKS {
+            let mut active = 0;
+            // SAFETY: the handle is NVML's, and `active` an output parameter for one integer.
+            let status =
+                unsafe { (self.nvml.nvmlDeviceGetNvLinkState)(self.handle, number, &mut active) };
+            match status {
+                code::SUCCESS if active != 0 => links.push(DeviceLink {
+                    number,
+                    version: self.version(number),
+                    end: self.end(number)?,
+                }),
+                // The link is down or not built in, or the GPU has none at all.
+                code::SUCCESS | code::NOT_SUPPORTED => {}
+                // No GPU of this kind has so many.
+                code::INVALID_ARGUMENT => break,
+                _ => self.nvml.check(status, "ask for the state of a link")?,
+            }
+        }
+        Ok(DeviceLinks { links })
+    }
+
+    /// Whether this GPU reads and writes the memory of the one at `peer` by itself. False also where
+    /// this process cannot see that GPU.
+    pub(super) fn reaches(&self, peer: PciAddress) -> Result<bool> {
+        let (handle, status) = self.nvml.find(peer)?;
+        match status {
+            code::NOT_FOUND | code::INVALID_ARGUMENT | code::NO_PERMISSION => return Ok(false),
+            _ => self.nvml.check(status, "find a peer's GPU in NVML")?,
+        }
+        for access in [p2p::READ, p2p::WRITE] {
+            let mut answer = p2p::OK;
+            // SAFETY: both handles are NVML's, and `answer` is an output parameter for one integer.
+            let status = unsafe {
+                (self.nvml.nvmlDeviceGetP2PStatus)(self.handle, handle, access, &mut answer)
+            };
+            if status == code::NOT_SUPPORTED {
+                return Ok(false);
+            }
+            self.nvml.check(status, "ask for peer access")?;
+            if answer != p2p::OK {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    /// The version of a link, where NVML tells one that is known.
+    fn version(&self, number: c_uint) -> Option<(u8, u8)> {
+        let mut version = 0;
+        // SAFETY: the handle is NVML's, and `version` an output parameter for one integer.
+        let status =
+            unsafe { (self.nvml.nvmlDeviceGetNvLinkVersion)(self.handle, number, &mut version) };
+        (status == code::SUCCESS).then(|| version_of(version))?
+    }
+
+    /// What is at the other end of a link that is up.
+    fn end(&self, number: c_uint) -> Result<LinkEnd> {
+        let mut kind = remote::UNKNOWN;
+        // SAFETY: the handle is NVML's, and `kind` an output parameter for one integer.
+        let status = unsafe {
+            (self.nvml.nvmlDeviceGetNvLinkRemoteDeviceType)(self.handle, number, &mut kind)
+        };
+        if !matches!(status, code::SUCCESS | code::NOT_SUPPORTED) {
+            self.nvml.check(status, "ask for the other end of a link")?;
+        }
+        match kind {
+            remote::SWITCH => Ok(LinkEnd::Switch),
+            remote::PROCESSOR => Ok(LinkEnd::Other),
+            remote::GPU => {
+                let mut info = PciInfo::default();
+                // SAFETY: the handle is NVML's, and `info` an output parameter of the layout that
+                // this version of the function fills.
+                let status = unsafe {
+                    (self.nvml.nvmlDeviceGetNvLinkRemotePciInfo_v2)(self.handle, number, &mut info)
+                };
+                self.nvml
+                    .check(status, "ask for the GPU at the other end of a link")?;
+                Ok(info.address().map_or(LinkEnd::Other, LinkEnd::Device))
+            }
+            // In a virtual machine the switches are the host's, and the guest's links end nowhere.
+            _ => Ok(LinkEnd::Switch),
+        }
+    }
+}
+
+/// Major and minor of NVML's number for a version.
+fn version_of(number: c_uint) -> Option<(u8, u8)> {
+    match number {
+        1 => Some((1, 0)),
+        2 => Some((2, 0)),
+        3 => Some((2, 2)),
+        4 => Some((3, 0)),
+        5 => Some((3, 1)),
+        6 => Some((4, 0)),
+        7 => Some((5, 0)),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::ErrorKind;
+
+    #[test]
+    fn without_nvml_the_error_says_what_to_install() {
+        let Err(error) = NvmlGpu::open("0000:00:00.0".parse().unwrap()) else {
+            return;
+        };
+        assert!(
+            matches!(error.kind(), ErrorKind::LibraryMissing | ErrorKind::Driver),
+            "{error}"
+        );
+        if error.kind() == ErrorKind::LibraryMissing {
+            assert!(
+                error.to_string().contains("install the NVIDIA driver"),
+                "{error}"
+            );
+        }
+    }
+
+    #[test]
+    fn versions_that_are_not_known_are_left_out() {
+        assert_eq!(version_of(6), Some((4, 0)));
+        assert_eq!((version_of(0), version_of(99)), (None, None));
+    }
+}
