@@ -5,6 +5,7 @@ use crate::device::{self, Delays, DeviceConfig, DeviceKind};
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::IdleMappings;
 use crate::p2p::Protocol;
+use crate::topology::{CLASS_VARIABLE, TopologyClass};
 use std::time::Duration;
 
 /// Bytes of freed regions that are kept for later ones, unless configured otherwise.
@@ -25,6 +26,9 @@ pub struct Config {
     pub idle_mappings: IdleMappings,
     /// Most bytes of freed regions that are kept for later ones.
     pub max_pooled_bytes: u64,
+    /// The class of the topology, whatever the devices' links are; see
+    /// [`Communicator::topology`](crate::Communicator::topology).
+    pub topology: Option<TopologyClass>,
 }
 
 impl Config {
@@ -37,6 +41,7 @@ impl Config {
             timeout: Duration::from_secs(60),
             idle_mappings: IdleMappings::default(),
             max_pooled_bytes: MAX_POOLED_BYTES,
+            topology: None,
         }
     }
 
@@ -77,6 +82,7 @@ impl Config {
     /// | `WARPLINK_DEVICE` | `host` or `cuda`; a GPU where there is one |
     /// | `WARPLINK_PROTOCOL` | `get` or `put`; put |
     /// | `WARPLINK_TIMEOUT` | limit of waits on the host, in seconds; 60 |
+    /// | `WARPLINK_TOPOLOGY` | `fully-connected`, `hybrid-cube-mesh` or `unknown`, whatever the devices' links are; for tests |
     /// | `WARPLINK_HOST_DELAY_US` | random delay of up to so many microseconds before every operation of the host device, to bring out missing waits |
     ///
     /// The GPU is the one with the local rank's ordinal, or the only one that the process sees.
@@ -94,6 +100,10 @@ impl Config {
         };
         if let Some(protocol) = get("WARPLINK_PROTOCOL") {
             config.protocol = protocol.parse()?;
+        }
+        if let Some(class) = get(CLASS_VARIABLE) {
+            let class = class.parse::<TopologyClass>();
+            config.topology = Some(class.map_err(|error| error.with_key(CLASS_VARIABLE))?);
         }
         let number = |name: &str| match get(name) {
             None => Ok(None),

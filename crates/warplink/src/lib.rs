@@ -13,6 +13,7 @@
 //! | [`channel`] | connections, and channels that kernels put, signal and wait through |
 //! | [`signal`] | words that one rank sets and another waits for |
 //! | [`memory`] | regions, handles on the wire, mappings of a peer's memory, their cache |
+//! | [`topology`] | the links between the ranks' devices, and what follows from them |
 //! | [`bootstrap`] | the key-value store, unique ids, all-gather and barrier of bytes |
 //! | [`device`] | what a device does, and the two that do it: `cuda` and `host` |
 //! | [`dtype`], [`error`], [`deadline`], [`sync`] | element types, the error type, deadlines, locks and atomics |
@@ -71,6 +72,7 @@ pub mod p2p;
 pub mod program;
 pub mod signal;
 pub mod sync;
+pub mod topology;
 
 pub use communicator::Communicator;
 pub use config::Config;

@@ -4,6 +4,7 @@ mod groups;
 mod losses;
 mod services;
 mod threads;
+mod topology;
 
 use crate::bootstrap::{Bootstrap, Group};
 use crate::channel::{
@@ -21,6 +22,7 @@ use crate::p2p::{
 };
 use crate::program::Executor;
 use crate::program::execute::{EngineSource, RankContext};
+use crate::topology::Topology;
 use services::JobServices;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, OnceLock};
@@ -48,6 +50,7 @@ pub struct Communicator {
     connections: Arc<ConnectionExchange>,
     engine: Arc<OnceLock<Arc<dyn CollectiveEngine>>>,
     made: Arc<Mutex<MadeGroups>>,
+    topology: Arc<Mutex<Option<Arc<Topology>>>>,
 }
 
 /// How many groups were made from a communicator, in which way and of which members.
@@ -101,6 +104,7 @@ impl Communicator {
             connections: Arc::new(connections),
             engine: Arc::default(),
             made: Arc::default(),
+            topology: Arc::default(),
         }
     }
 

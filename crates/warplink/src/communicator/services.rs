@@ -9,6 +9,7 @@ use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::memory::MemoryRegistry;
 use crate::p2p::Protocol;
 use crate::signal::SlotDirectory;
+use crate::topology::TopologyClass;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -24,6 +25,8 @@ pub(super) struct JobServices {
     pub(super) slots: Arc<SlotDirectory>,
     pub(super) protocol: Protocol,
     pub(super) timeout: Duration,
+    /// The class that is forced.
+    pub(super) topology: Option<TopologyClass>,
 }
 
 impl JobServices {
@@ -73,6 +76,7 @@ impl JobServices {
             in_flight,
             protocol: config.protocol,
             timeout: config.timeout,
+            topology: config.topology,
         }))
     }
 

@@ -1,0 +1,305 @@
+//! The links between the devices of ranks, and what each rank reaches.
+
+use super::place::Place;
+use crate::device::{DeviceLinks, LinkEnd, LinkQuery};
+use crate::error::{Error, ErrorKind, Rank, Result};
+use serde::{Deserialize, Serialize};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// What a rank found out about the links of its device: what it tells the others second.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LinkCounts {
+    /// How many links lead straight to each rank's device; ranks without any are left out.
+    #[serde(default)]
+    pub direct: BTreeMap<Rank, u32>,
+    /// How many links lead to switches.
+    #[serde(default)]
+    pub switch: u32,
+    /// The ranks whose memory the device reads and writes by itself, over links or over the bus.
+    #[serde(default)]
+    pub reaches: BTreeSet<Rank>,
+    /// The version of the links, such as `4.0`, as far as the device tells it.
+    #[serde(default)]
+    pub version: Option<String>,
+    /// Why nothing was found out, if so.
+    #[serde(default)]
+    pub error: Option<String>,
+}
+
+/// What connects two ranks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case", tag = "by", content = "links")]
+pub enum Connection {
+    /// The rank itself.
+    Itself,
+    /// So many links from device to device.
+    Links(u32),
+    /// Switches, with so many links to them from the device that has fewer.
+    Switches(u32),
+    /// The bus of the machine: each device reaches the other's memory, but not over links.
+    Bus,
+    /// Nothing by which one device reaches the other's memory.
+    Nothing,
+}
+
+/// The links among the devices of all ranks, as the ranks told them.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Mesh {
+    /// For each rank, a number for its machine.
+    machines: Vec<usize>,
+    counts: Vec<LinkCounts>,
+}
+
+impl LinkCounts {
+    /// Asks the device of `rank`. A failure is a part of the answer, so that the rank can give one.
+    pub(super) fn ask(device: &(impl LinkQuery + ?Sized), rank: Rank, places: &[Place]) -> Self {
+        let links = match device.links() {
+            Ok(links) => links,
+            Err(error) => return Self::failed(&error),
+        };
+        let Some(own) = places.get(rank) else {
+            return Self::default();
+        };
+        let mut reaches = BTreeSet::new();
+        for (peer, place) in places.iter().enumerate() {
+            if peer == rank || place.machine != own.machine {
+                continue;
+            }
+            match device.reaches(place.address) {
+                Ok(true) => {
+                    reaches.insert(peer);
+                }
+                Ok(false) => {}
+                Err(error) => return Self::failed(&error),
+            }
+        }
+        Self {
+            reaches,
+            ..Self::count(&links, rank, places)
+        }
+    }
+
+    /// An answer without links, because of `error`.
+    pub(super) fn failed(error: &Error) -> Self {
+        Self {
+            error: Some(error.to_string()),
+            ..Self::default()
+        }
+    }
+
+    /// Finds the ranks at the other ends. Several ranks may use one device.
+    fn count(links: &DeviceLinks, rank: Rank, places: &[Place]) -> Self {
+        let mut counts = Self::default();
+        for link in &links.links {
+            match link.end {
+                LinkEnd::Switch => counts.switch += 1,
+                LinkEnd::Other => {}
+                LinkEnd::Device(address) => {
+                    for (peer, place) in places.iter().enumerate() {
+                        let same = places
+                            .get(rank)
+                            .is_some_and(|own| own.machine == place.machine);
+                        if peer != rank && same && place.address == Some(address) {
+                            *counts.direct.entry(peer).or_default() += 1;
+                        }
+                    }
+                }
+            }
+        }
+        let version = links.links.iter().filter_map(|link| link.version).min();
+        counts.version = version.map(|(major, minor)| format!("{major}.{minor}"));
+        counts
+    }
+
+    /// Checks an answer that came from `rank`, one of `world`.
+    pub(super) fn check(&self, rank: Rank, world: usize) -> Result<()> {
+        let named = self.direct.keys().chain(&self.reaches);
+        match named.copied().find(|&peer| peer >= world || peer == rank) {
+            None => Ok(()),
+            Some(peer) => Err(Error::new(
+                ErrorKind::Protocol,
+                format!(
+                    "the answer of rank {rank} names a link to rank {peer}; expected another rank \
+                     below {world}"
+                ),
+            )),
+        }
+    }
+}
+
+impl Mesh {
+    /// The mesh of ranks at `places` that counted these links, in rank order.
+    pub(super) fn new(places: &[Place], counts: Vec<LinkCounts>) -> Self {
+        let mut known: Vec<&str> = Vec::new();
+        let machines = places
+            .iter()
+            .map(|place| {
+                let found = known.iter().position(|machine| *machine == place.machine);
+                found.unwrap_or_else(|| {
+                    known.push(&place.machine);
+                    known.len() - 1
+                })
+            })
+            .collect();
+        Self { machines, counts }
+    }
+
+    /// How many ranks there are.
+    pub fn world(&self) -> usize {
+        self.counts.len()
+    }
+
+    /// A number for the machine of `rank`, counted from 0 in the order of ranks.
+    pub fn machine(&self, rank: Rank) -> Option<usize> {
+        self.machines.get(rank).copied()
+    }
+
+    /// What `rank` counted.
+    pub fn counts(&self, rank: Rank) -> Option<&LinkCounts> {
+        self.counts.get(rank)
+    }
+
+    /// How many links lead straight from one rank's device to the other's; the smaller number, where
+    /// the two count differently.
+    pub fn direct(&self, rank: Rank, peer: Rank) -> u32 {
+        self.counted(rank, peer).min(self.counted(peer, rank))
+    }
+
+    /// How many links `rank` counted to `peer`.
+    pub fn counted(&self, rank: Rank, peer: Rank) -> u32 {
+        let counts = self.counts.get(rank);
+        counts
+            .and_then(|counts| counts.direct.get(&peer))
+            .copied()
+            .unwrap_or(0)
+    }
+
+    /// How many links to switches two ranks of one machine both have.
+    pub fn through_switches(&self, rank: Rank, peer: Rank) -> u32 {
+        match (self.counts.get(rank), self.counts.get(peer)) {
+            (Some(own), Some(theirs)) if self.machines.get(rank) == self.machines.get(peer) => {
+                own.switch.min(theirs.switch)
+            }
+            _ => 0,
+        }
+    }
+
+    /// What connects two ranks: of several ways, the first in the order of [`Connection`].
+    pub fn connection(&self, rank: Rank, peer: Rank) -> Connection {
+        if rank == peer {
+            return Connection::Itself;
+        }
+        let reaches = |rank: Rank, peer| {
+            let counts = self.counts.get(rank);
+            counts.is_some_and(|counts| counts.reaches.contains(&peer))
+        };
+        match (self.direct(rank, peer), self.through_switches(rank, peer)) {
+            (0, 0) if reaches(rank, peer) && reaches(peer, rank) => Connection::Bus,
+            (0, 0) => Connection::Nothing,
+            (0, links) => Connection::Switches(links),
+            (links, _) => Connection::Links(links),
+        }
+    }
+
+    /// Whether links, straight or through switches, connect two ranks.
+    pub fn is_linked(&self, rank: Rank, peer: Rank) -> bool {
+        matches!(
+            self.connection(rank, peer),
+            Connection::Links(_) | Connection::Switches(_)
+        )
+    }
+
+    /// The ranks whose memory `rank` reaches, over links or over the bus.
+    pub fn reached_by(&self, rank: Rank) -> Vec<Rank> {
+        let unreached = [Connection::Itself, Connection::Nothing];
+        (0..self.world())
+            .filter(|&peer| !unreached.contains(&self.connection(rank, peer)))
+            .collect()
+    }
+
+    /// Every pair of ranks, the smaller first.
+    pub(super) fn pairs(&self) -> impl Iterator<Item = (Rank, Rank)> + use<> {
+        let world = self.world();
+        (0..world).flat_map(move |rank| (rank + 1..world).map(move |peer| (rank, peer)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::DeviceLink;
+
+    fn place(machine: &str, address: &str) -> Place {
+        Place {
+            machine: machine.to_owned(),
+            host: machine.to_owned(),
+            device: "made up".to_owned(),
+            address: Some(address.parse().unwrap()),
+            numa_node: None,
+            network: None,
+        }
+    }
+
+    fn links(ends: &[LinkEnd]) -> DeviceLinks {
+        let link = |(number, &end)| DeviceLink {
+            number,
+            version: Some((4, 0)),
+            end,
+        };
+        DeviceLinks {
+            links: (0..).zip(ends).map(link).collect(),
+        }
+    }
+
+    #[test]
+    fn links_are_counted_by_the_address_at_their_other_end() {
+        let places = [
+            place("a", "0000:10:00.0"),
+            place("a", "0000:20:00.0"),
+            // As an address on another machine, which no link leads to.
+            place("b", "0000:20:00.0"),
+            place("a", "0000:30:00.0"),
+        ];
+        let device = |address: &str| LinkEnd::Device(address.parse().unwrap());
+        let found = links(&[
+            device("0000:20:00.0"),
+            LinkEnd::Switch,
+            device("0000:20:00.0"),
+            LinkEnd::Other,
+            // A device that no rank uses.
+            device("0000:40:00.0"),
+        ]);
+        let counts = LinkCounts::count(&found, 0, &places);
+        assert_eq!(counts.direct, BTreeMap::from([(1, 2)]));
+        assert_eq!(counts.switch, 1);
+        assert_eq!(counts.version.as_deref(), Some("4.0"));
+    }
+
+    #[test]
+    fn ranks_on_two_machines_share_no_switch() {
+        let places = [
+            place("a", "0000:10:00.0"),
+            place("b", "0000:10:00.0"),
+            place("a", "0000:20:00.0"),
+        ];
+        let counts = LinkCounts {
+            switch: 18,
+            ..LinkCounts::default()
+        };
+        let mesh = Mesh::new(&places, vec![counts; 3]);
+        assert_eq!(mesh.connection(0, 2), Connection::Switches(18));
+        assert_eq!(mesh.connection(0, 1), Connection::Nothing);
+        assert_eq!(mesh.reached_by(0), [2]);
+    }
+
+    #[test]
+    fn an_answer_that_names_no_other_rank_is_refused() {
+        for direct in [BTreeMap::from([(2, 1)]), BTreeMap::from([(0, 1)])] {
+            let counts = LinkCounts {
+                direct,
+                ..LinkCounts::default()
+            };
+            assert_eq!(counts.check(0, 2).unwrap_err().kind(), ErrorKind::Protocol);
+        }
+    }
+}

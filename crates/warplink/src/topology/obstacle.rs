@@ -1,0 +1,199 @@
+//! Why the direct path is not possible.
+
+use super::class::TopologyClass;
+use crate::device::PciAddress;
+use crate::error::Rank;
+use serde::Serialize;
+use std::fmt;
+
+/// Something that keeps ranks from sending straight into one another's memory.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case", tag = "what")]
+pub enum Obstacle {
+    /// The ranks run on several machines.
+    DifferentMachines {
+        /// The ranks of each machine, and the machine's name.
+        machines: Vec<(String, Vec<Rank>)>,
+    },
+    /// Several ranks use one device.
+    SharedDevice {
+        /// Where the device is.
+        address: PciAddress,
+        /// These ranks.
+        ranks: Vec<Rank>,
+    },
+    /// A rank cannot tell what its device is linked to.
+    LinksUnknown {
+        /// The rank.
+        rank: Rank,
+        /// Why.
+        reason: String,
+    },
+    /// Two ranks see different meshes: they count the links between them differently.
+    MeshesDiffer {
+        /// One rank.
+        rank: Rank,
+        /// How many links it sees.
+        links: u32,
+        /// The other.
+        peer: Rank,
+        /// How many that sees.
+        peer_links: u32,
+    },
+    /// The mesh is of no known class: no links connect some ranks.
+    NotLinked {
+        /// The first such rank.
+        rank: Rank,
+        /// The first rank that it has no link to.
+        peer: Rank,
+        /// How many pairs there are like this.
+        pairs: usize,
+    },
+    /// The environment forces the class `unknown`.
+    ForcedUnknown,
+    /// The environment forces a class on one rank, and another or none on another.
+    ForcedDifferently {
+        /// One rank.
+        rank: Rank,
+        /// What is forced on it.
+        class: Option<TopologyClass>,
+        /// The other.
+        peer: Rank,
+        /// What is forced on that.
+        peer_class: Option<TopologyClass>,
+    },
+    /// The environment forces a class that needs another number of ranks.
+    ForcedOutOfPlace {
+        /// The class.
+        class: TopologyClass,
+        /// How many ranks there are.
+        world: usize,
+    },
+}
+
+impl Obstacle {
+    /// Whether a class that is forced leaves it in the way.
+    pub(super) fn withstands_force(&self) -> bool {
+        matches!(
+            self,
+            Self::DifferentMachines { .. }
+                | Self::ForcedUnknown
+                | Self::ForcedDifferently { .. }
+                | Self::ForcedOutOfPlace { .. }
+        )
+    }
+}
+
+impl fmt::Display for Obstacle {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::DifferentMachines { machines } => {
+                write!(f, "the ranks run on {} machines: ", machines.len())?;
+                for (index, (host, ranks)) in machines.iter().enumerate() {
+                    let lead = if index == 0 { "" } else { ", " };
+                    write!(f, "{lead}{} on {host}", list(ranks))?;
+                }
+                Ok(())
+            }
+            Self::SharedDevice { address, ranks } => {
+                write!(f, "{} use one device, {address}", list(ranks))
+            }
+            Self::LinksUnknown { rank, reason } => {
+                write!(f, "rank {rank} cannot tell its links: {reason}")
+            }
+            Self::MeshesDiffer {
+                rank,
+                links,
+                peer,
+                peer_links,
+            } => write!(
+                f,
+                "rank {rank} sees {links} links to rank {peer}, which sees {peer_links}"
+            ),
+            Self::NotLinked { rank, peer, pairs } => {
+                write!(f, "no link connects ranks {rank} and {peer}")?;
+                match pairs {
+                    1 => Ok(()),
+                    2 => f.write_str(", and one other pair is not linked either"),
+                    _ => write!(f, ", and {} other pairs are not linked either", pairs - 1),
+                }
+            }
+            Self::ForcedUnknown => f.write_str("the class unknown is forced"),
+            Self::ForcedDifferently {
+                rank,
+                class,
+                peer,
+                peer_class,
+            } => {
+                let name = |class: &Option<TopologyClass>| {
+                    class.map_or_else(|| "none".to_owned(), |class| class.to_string())
+                };
+                write!(
+                    f,
+                    "the class {} is forced on rank {rank} and {} on rank {peer}",
+                    name(class),
+                    name(peer_class)
+                )
+            }
+            Self::ForcedOutOfPlace { class, world } => {
+                write!(f, "the class {class} is forced on {world} ranks")
+            }
+        }
+    }
+}
+
+/// `rank 3`, or `ranks 0 to 3, 5`.
+fn list(ranks: &[Rank]) -> String {
+    let mut runs: Vec<(Rank, Rank)> = Vec::new();
+    for &rank in ranks {
+        match runs.last_mut() {
+            Some((_, last)) if *last + 1 == rank => *last = rank,
+            _ => runs.push((rank, rank)),
+        }
+    }
+    let text: Vec<_> = runs
+        .iter()
+        .map(|&(first, last)| match last - first {
+            0 => first.to_string(),
+            1 => format!("{first}, {last}"),
+            _ => format!("{first} to {last}"),
+        })
+        .collect();
+    let word = if ranks.len() == 1 { "rank" } else { "ranks" };
+    format!("{word} {}", text.join(", "))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_obstacle_names_the_ranks() {
+        let machines = vec![
+            ("a".to_owned(), vec![0, 1, 2, 5]),
+            ("b".to_owned(), vec![3]),
+        ];
+        assert_eq!(
+            Obstacle::DifferentMachines { machines }.to_string(),
+            "the ranks run on 2 machines: ranks 0 to 2, 5 on a, rank 3 on b"
+        );
+        let shared = Obstacle::SharedDevice {
+            address: "0000:1b:00.0".parse().unwrap(),
+            ranks: vec![0, 1],
+        };
+        assert_eq!(
+            shared.to_string(),
+            "ranks 0, 1 use one device, 0000:1b:00.0"
+        );
+        let forced = Obstacle::ForcedDifferently {
+            rank: 0,
+            class: None,
+            peer: 2,
+            peer_class: Some(TopologyClass::FullyConnected),
+        };
+        assert_eq!(
+            forced.to_string(),
+            "the class none is forced on rank 0 and fully-connected on rank 2"
+        );
+    }
+}

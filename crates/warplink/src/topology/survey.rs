@@ -1,0 +1,282 @@
+//! A topology from the answers of all ranks, and as a file.
+
+use super::class::TopologyClass;
+use super::cube;
+use super::mesh::{LinkCounts, Mesh};
+use super::obstacle::Obstacle;
+use super::place::Place;
+use crate::error::{Error, ErrorKind, Rank, Result};
+use serde::{Deserialize, Serialize};
+use std::fmt;
+
+/// What one rank told the others.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RankAnswer {
+    /// Who and where it is.
+    pub place: Place,
+    /// The links of its device.
+    #[serde(default)]
+    pub links: LinkCounts,
+}
+
+/// What connects the ranks of a communicator, the same on all of them.
+///
+/// ```
+/// use warplink::topology::{Connection, Topology, TopologyClass};
+///
+/// let text = r#"{ "ranks": [
+///     { "place": { "machine": "a", "host": "a", "device": "GPU" }, "links": { "direct": { "1": 4 } } },
+///     { "place": { "machine": "a", "host": "a", "device": "GPU" }, "links": { "direct": { "0": 4 } } }
+/// ] }"#;
+/// let topology = Topology::from_json(text)?;
+/// assert_eq!(topology.class(), TopologyClass::FullyConnected);
+/// assert_eq!(topology.mesh().connection(0, 1), Connection::Links(4));
+/// assert!(topology.is_direct());
+/// # Ok::<(), warplink::Error>(())
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Topology {
+    places: Vec<Place>,
+    mesh: Mesh,
+    class: TopologyClass,
+    is_forced: bool,
+    obstacles: Vec<Obstacle>,
+}
+
+/// A file with a recorded topology. What follows from the answers is not read, but found again.
+#[derive(Deserialize)]
+struct Recorded {
+    ranks: Vec<RankAnswer>,
+}
+
+#[derive(Serialize)]
+struct Recording<'a> {
+    class: TopologyClass,
+    forced: bool,
+    direct: bool,
+    obstacles: &'a [Obstacle],
+    ranks: Vec<RankAnswer>,
+}
+
+impl Topology {
+    /// What follows from the answers of all ranks, in rank order, and from the classes that the
+    /// environment forces on them.
+    pub(super) fn new(answers: Vec<RankAnswer>, forced: &[Option<TopologyClass>]) -> Self {
+        let (places, counts): (Vec<_>, Vec<_>) = answers
+            .into_iter()
+            .map(|answer| (answer.place, answer.links))
+            .unzip();
+        let mesh = Mesh::new(&places, counts);
+        let mut obstacles = found(&places, &mesh);
+        let own = TopologyClass::of(&mesh);
+        let class = match agreed(forced, mesh.world()) {
+            Ok(class) => class,
+            Err(obstacle) => {
+                obstacles.push(obstacle);
+                None
+            }
+        };
+        if class.is_some() {
+            obstacles.retain(Obstacle::withstands_force);
+        }
+        if class == Some(TopologyClass::Unknown) {
+            obstacles.push(Obstacle::ForcedUnknown);
+        }
+        if class.is_none() && own == TopologyClass::Unknown {
+            obstacles.extend(unlinked(&mesh));
+        }
+        Self {
+            places,
+            mesh,
+            class: class.unwrap_or(own),
+            is_forced: class.is_some(),
+            obstacles,
+        }
+    }
+
+    /// Reads a topology that was recorded by [`to_json`](Self::to_json), or written by hand.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Parse`] where the text is none.
+    pub fn from_json(text: &str) -> Result<Self> {
+        let malformed = |message: String| {
+            Error::new(ErrorKind::Parse, message).with_operation("read a topology")
+        };
+        let recorded: Recorded =
+            serde_json::from_str(text).map_err(|error| malformed(error.to_string()))?;
+        if recorded.ranks.is_empty() {
+            return Err(malformed(
+                "the list of ranks is empty; expected one or more".to_owned(),
+            ));
+        }
+        for (rank, answer) in recorded.ranks.iter().enumerate() {
+            let checked = answer.links.check(rank, recorded.ranks.len());
+            checked.map_err(|error| malformed(error.message().to_owned()))?;
+        }
+        let forced = vec![None; recorded.ranks.len()];
+        Ok(Self::new(recorded.ranks, &forced))
+    }
+
+    /// The answers of all ranks and what follows from them, as JSON.
+    ///
+    /// # Errors
+    /// None that is known; writing JSON may fail in principle.
+    pub fn to_json(&self) -> Result<String> {
+        serde_json::to_string(self).map_err(|error| {
+            Error::new(ErrorKind::Internal, error.to_string()).with_operation("write a topology")
+        })
+    }
+
+    /// Who and where each rank is, in rank order.
+    pub fn places(&self) -> &[Place] {
+        &self.places
+    }
+
+    /// The links.
+    pub fn mesh(&self) -> &Mesh {
+        &self.mesh
+    }
+
+    /// The class of the mesh, or the one that is forced.
+    pub fn class(&self) -> TopologyClass {
+        self.class
+    }
+
+    /// Whether the environment forces the class.
+    pub fn is_forced(&self) -> bool {
+        self.is_forced
+    }
+
+    /// Whether every rank may reach every other's memory in the way of the class. If not,
+    /// [`obstacles`](Self::obstacles) says why.
+    pub fn is_direct(&self) -> bool {
+        self.obstacles.is_empty()
+    }
+
+    /// What speaks against the direct path; nothing if it is possible.
+    pub fn obstacles(&self) -> &[Obstacle] {
+        &self.obstacles
+    }
+
+    /// For the class hybrid cube mesh, the rank at each position: 0 to 3 are one group, 4 to 7 the
+    /// other, and position p faces p + 4. In rank order where the class is forced on another mesh.
+    pub fn cube_positions(&self) -> Option<[Rank; cube::CUBE_RANKS]> {
+        if self.class != TopologyClass::HybridCubeMesh {
+            return None;
+        }
+        let in_order = std::array::from_fn(|position| position);
+        Some(cube::positions(&self.mesh).unwrap_or(in_order))
+    }
+
+    fn answers(&self) -> Vec<RankAnswer> {
+        let counts = (0..).map_while(|rank| self.mesh.counts(rank).cloned());
+        let places = self.places.iter().cloned();
+        places
+            .zip(counts)
+            .map(|(place, links)| RankAnswer { place, links })
+            .collect()
+    }
+}
+
+impl Serialize for Topology {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        Recording {
+            class: self.class,
+            forced: self.is_forced,
+            direct: self.is_direct(),
+            obstacles: &self.obstacles,
+            ranks: self.answers(),
+        }
+        .serialize(serializer)
+    }
+}
+
+impl fmt::Display for Topology {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let forced = if self.is_forced { " (forced)" } else { "" };
+        write!(f, "{} ranks, {}{forced}", self.places.len(), self.class)?;
+        for obstacle in &self.obstacles {
+            write!(f, "; {obstacle}")?;
+        }
+        Ok(())
+    }
+}
+
+/// The obstacles that the answers tell of by themselves.
+fn found(places: &[Place], mesh: &Mesh) -> Vec<Obstacle> {
+    let mut obstacles = Vec::new();
+    let mut machines: Vec<(String, Vec<Rank>)> = Vec::new();
+    for (rank, place) in places.iter().enumerate() {
+        let machine = mesh.machine(rank).unwrap_or(0);
+        match machines.get_mut(machine) {
+            Some((_, ranks)) => ranks.push(rank),
+            None => machines.push((place.host.clone(), vec![rank])),
+        }
+    }
+    if machines.len() > 1 {
+        obstacles.push(Obstacle::DifferentMachines { machines });
+    }
+    for (rank, place) in places.iter().enumerate() {
+        let sharing = |other: &Rank| places[*other].shares_device_with(place);
+        let ranks: Vec<Rank> = (0..places.len()).filter(sharing).collect();
+        if let (Some(address), [first, _, ..]) = (place.address, ranks.as_slice())
+            && *first == rank
+        {
+            obstacles.push(Obstacle::SharedDevice { address, ranks });
+        }
+    }
+    for rank in 0..mesh.world() {
+        if let Some(reason) = mesh.counts(rank).and_then(|counts| counts.error.clone()) {
+            obstacles.push(Obstacle::LinksUnknown { rank, reason });
+        }
+    }
+    for (rank, peer) in mesh.pairs() {
+        let (links, peer_links) = (mesh.counted(rank, peer), mesh.counted(peer, rank));
+        let told = |rank| {
+            mesh.counts(rank)
+                .is_some_and(|counts| counts.error.is_none())
+        };
+        if links != peer_links && told(rank) && told(peer) {
+            obstacles.push(Obstacle::MeshesDiffer {
+                rank,
+                links,
+                peer,
+                peer_links,
+            });
+        }
+    }
+    obstacles
+}
+
+/// The pairs without links, as one obstacle.
+fn unlinked(mesh: &Mesh) -> Option<Obstacle> {
+    let mut pairs = mesh
+        .pairs()
+        .filter(|&(rank, peer)| !mesh.is_linked(rank, peer));
+    let (rank, peer) = pairs.next()?;
+    Some(Obstacle::NotLinked {
+        rank,
+        peer,
+        pairs: 1 + pairs.count(),
+    })
+}
+
+/// The class that is forced on all ranks alike.
+fn agreed(
+    forced: &[Option<TopologyClass>],
+    world: usize,
+) -> std::result::Result<Option<TopologyClass>, Obstacle> {
+    let first = forced.first().copied().flatten();
+    if let Some(peer) = forced.iter().position(|class| *class != first) {
+        return Err(Obstacle::ForcedDifferently {
+            rank: 0,
+            class: first,
+            peer,
+            peer_class: forced.get(peer).copied().flatten(),
+        });
+    }
+    match first {
+        Some(class) if !class.fits(world) => Err(Obstacle::ForcedOutOfPlace { class, world }),
+        _ => Ok(first),
+    }
+}
