@@ -39,6 +39,7 @@ enum Command {
     Doctor(commands::doctor::Doctor),
     Launch(commands::launch::Launch),
     Program(commands::program::Program),
+    Topo(commands::topo::Topo),
     Tune(commands::tune::Tune),
     #[command(name = commands::doctor::TRIAL_COMMAND, hide = true)]
     DoctorTrial(commands::doctor::TrialArgs),
@@ -62,6 +63,7 @@ fn main() -> ExitCode {
         Command::DoctorTrial(args) => commands::doctor::run_trial(&args),
         Command::Launch(command) => command.run(&cli.options),
         Command::Program(command) => command.run(&cli.options),
+        Command::Topo(command) => command.run(&cli.options),
         Command::Tune(command) => command.run(&cli.options),
         Command::Rank(args) => Ok(launch::become_rank(&args)),
         Command::Guard => launch::guard(),

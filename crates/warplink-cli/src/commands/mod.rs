@@ -6,4 +6,5 @@ pub(crate) mod doctor;
 pub(crate) mod launch;
 pub(crate) mod program;
 mod ranks;
+pub(crate) mod topo;
 pub(crate) mod tune;

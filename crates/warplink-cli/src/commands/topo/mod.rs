@@ -1,0 +1,69 @@
+//! `warplink topo`: what connects the ranks, as a matrix and as a drawing.
+
+mod draw;
+mod layout;
+mod text;
+
+use super::ranks;
+use crate::options::Options;
+use crate::report;
+use anyhow::{Context, Result};
+use clap::Args;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use warplink::topology::Topology;
+
+/// Show what connects the ranks: links, NUMA nodes, network devices
+///
+/// Prints for each rank where its device is, and for each two ranks the links between their devices;
+/// then the class of the mesh, and whether ranks may send straight into one another's memory.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:\n  \
+    warplink topo\n  \
+    warplink topo --json > machine.json\n  \
+    warplink topo --mesh machine.json --svg machine.svg")]
+pub(crate) struct Topo {
+    /// Draw the links into this file, as SVG
+    #[arg(long, value_name = "FILE")]
+    svg: Option<PathBuf>,
+    /// Show what is recorded in this file, written with --json, instead of this machine
+    #[arg(long, value_name = "FILE", conflicts_with = "ranks")]
+    mesh: Option<PathBuf>,
+}
+
+impl Topo {
+    pub(crate) fn run(self, options: &Options) -> Result<ExitCode> {
+        if let Some(path) = &self.svg {
+            report::check_output(path)?;
+        }
+        if let Some(path) = &self.mesh {
+            self.show(&recorded(path)?, options)?;
+            return Ok(ExitCode::SUCCESS);
+        }
+        ranks::run(options, |comm| {
+            let topology = comm.topology()?;
+            if comm.rank() == 0 {
+                self.show(&topology, options)?;
+            }
+            Ok(ExitCode::SUCCESS)
+        })
+    }
+
+    fn show(&self, topology: &Topology, options: &Options) -> Result<()> {
+        if let Some(path) = &self.svg {
+            let drawing = draw::draw(topology)?;
+            std::fs::write(path, drawing).with_context(|| format!("write {}", path.display()))?;
+        }
+        if options.json {
+            report::print_json(topology)
+        } else {
+            report::print_text(&text::describe(topology))
+        }
+    }
+}
+
+/// The topology in a file.
+fn recorded(path: &Path) -> Result<Topology> {
+    let text = std::fs::read_to_string(path).with_context(|| format!("read {}", path.display()))?;
+    Topology::from_json(&text).with_context(|| format!("read {}", path.display()))
+}

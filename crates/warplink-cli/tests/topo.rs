@@ -1,0 +1,116 @@
+//! `warplink topo`: this machine, and recorded ones.
+
+#![allow(clippy::unwrap_used)]
+
+#[allow(dead_code, reason = "shared with the tests of launch")]
+mod common;
+
+use common::{stderr, stdout, warplink};
+use serde_json::Value;
+
+fn mesh(name: &str) -> String {
+    let directory = concat!(env!("CARGO_MANIFEST_DIR"), "/../warplink/tests/meshes");
+    format!("{directory}/{name}.json")
+}
+
+#[test]
+fn ranks_on_the_host_device_are_connected_by_its_memory() {
+    let output = warplink(&["topo", "--device", "host", "-n", "3"])
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{}", stderr(&output));
+    let text = stdout(&output);
+    assert!(text.contains("mem  mem    -\n"), "{text}");
+    let end = "class: fully-connected\ndirect path: possible\n";
+    assert!(text.ends_with(end), "{text}");
+}
+
+#[test]
+fn what_is_printed_as_json_can_be_shown_again() {
+    let output = warplink(&["topo", "--device", "host", "-n", "2", "--json"])
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{}", stderr(&output));
+    let printed: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(printed["class"], "fully-connected");
+    assert_eq!(printed["ranks"].as_array().unwrap().len(), 2);
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("machine.json");
+    std::fs::write(&path, &output.stdout).unwrap();
+    let again = warplink(&["topo", "--json", "--mesh", path.to_str().unwrap()])
+        .output()
+        .unwrap();
+    assert_eq!(stdout(&again), stdout(&output));
+}
+
+#[test]
+fn a_recorded_mesh_is_explained_and_drawn() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("mesh.svg");
+    let svg = path.to_str().unwrap();
+    let cube = mesh("hybrid-cube-mesh-permuted");
+    let output = warplink(&["topo", "--mesh", &cube, "--svg", svg])
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{}", stderr(&output));
+    let text = stdout(&output);
+    for part in [
+        "groups: 0 2 5 7 and 6 4 1 3; facing ranks: 0-6 2-4 5-1 7-3",
+        "L2    2 links from device to device",
+        "0000:86:00.0     1  mlx5_2 (InfiniBand, same PCI switch)",
+    ] {
+        assert!(text.contains(part), "'{text}' does not contain '{part}'");
+    }
+    let drawing = std::fs::read_to_string(&path).unwrap();
+    for part in [
+        "rank 7",
+        "0000:8a:00.0",
+        "NUMA node 1",
+        "links between groups",
+    ] {
+        assert!(
+            drawing.contains(part),
+            "'{drawing}' does not contain '{part}'"
+        );
+    }
+}
+
+#[test]
+fn what_keeps_ranks_from_the_direct_path_is_said() {
+    let output = warplink(&["topo", "--mesh", &mesh("two-machines")])
+        .output()
+        .unwrap();
+    let text = stdout(&output);
+    assert!(text.contains("direct path: not possible\n"), "{text}");
+    assert!(
+        text.contains("ranks 0, 1 on node-0, ranks 2, 3 on node-1"),
+        "{text}"
+    );
+}
+
+#[test]
+fn a_class_is_forced_by_the_environment() {
+    let run = |class: &str| {
+        warplink(&["topo", "--device", "host", "-n", "2"])
+            .env("WARPLINK_TOPOLOGY", class)
+            .output()
+            .unwrap()
+    };
+    let text = stdout(&run("unknown"));
+    assert!(text.contains("class: unknown, forced"), "{text}");
+    let refused = run("torus");
+    assert_eq!(refused.status.code(), Some(1));
+    assert!(stderr(&refused).contains("unknown topology class 'torus'"));
+}
+
+#[test]
+fn a_file_that_is_no_mesh_is_refused() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("mesh.json");
+    std::fs::write(&path, "{}").unwrap();
+    for path in [path.to_str().unwrap(), "/nonexistent/mesh.json"] {
+        let output = warplink(&["topo", "--mesh", path]).output().unwrap();
+        assert_eq!(output.status.code(), Some(1));
+        assert!(stderr(&output).contains(path), "{}", stderr(&output));
+    }
+}
