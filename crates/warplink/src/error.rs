@@ -28,6 +28,9 @@ pub enum ErrorKind {
     PeerLost,
     /// A rank left in order while something still depended on it.
     PeerLeft,
+    /// The other ranks go on without this one: they did not hear of it for longer than
+    /// [`heartbeat_limit`](crate::bootstrap::JoinConfig::heartbeat_limit), or its connection was cut.
+    GivenUp,
     /// A rank failed before its part in what this rank does with it; the message says how.
     PeerFailed,
     /// A process that joins does not hold the secret.

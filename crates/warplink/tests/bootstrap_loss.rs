@@ -81,8 +81,16 @@ fn child() {
             member.health().check(&[victim]).unwrap_err().kind(),
             ErrorKind::PeerLost
         );
-        let closed = member.close(soon());
-        assert_eq!(closed.is_ok(), victim != 0, "{closed:?}");
+        // Whoever was lost: the store is served, if by another rank.
+        let store = member.store();
+        store.set(format!("left/{rank}"), b"here").unwrap();
+        let others = (0..WORLD).filter(|other| ![rank, victim].contains(other));
+        for other in others {
+            let wait = Wait::on([other], soon());
+            let value = store.get(&format!("left/{other}"), &wait).unwrap();
+            assert_eq!(value, b"here");
+        }
+        member.close(soon()).unwrap();
     });
     println!("\nclosed");
 }

@@ -5,23 +5,15 @@
 
 mod common;
 
-use common::{Ended, Ranks, kind, values, world};
+use common::{Ended, Ranks, kill_self, ring, world};
 use std::time::{Duration, Instant};
 use warplink::device::Priority;
 use warplink::overlap::{AllGatherMatmul, AllGatherMatmulBuffers, Options};
-use warplink::p2p::{Protocol, Transfer, TransferRequest, post_all, wait_all};
-use warplink::{Communicator, DType, DeviceKind, Error, ErrorKind};
+use warplink::p2p::Protocol;
+use warplink::{Communicator, DType, ErrorKind};
 
 /// How soon the others must have their error, and how soon they must have gone on.
 const SOON: Duration = Duration::from_secs(5);
-
-fn kill_self() -> ! {
-    // The others are to be inside of what one will not leave.
-    std::thread::sleep(Duration::from_millis(100));
-    rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL)
-        .unwrap();
-    unreachable!("a process outlived SIGKILL")
-}
 
 /// Runs four ranks, of which `victims` are killed in `body`; the others end it.
 fn four(victims: &[usize], body: impl FnOnce(Communicator)) {
@@ -45,35 +37,6 @@ fn four(victims: &[usize], body: impl FnOnce(Communicator)) {
             assert!(output.contains("survived"), "rank {rank}:\n{output}");
         }
     }
-}
-
-/// Rounds in a ring of `comm`, each checked; `before` is called with the round's number first.
-fn ring(
-    comm: &Communicator,
-    protocol: Protocol,
-    rounds: usize,
-    before: impl Fn(usize),
-) -> Result<(), Error> {
-    const BYTES: usize = 64 << 10;
-    let (rank, world) = (comm.rank(), comm.world());
-    let (right, left) = ((rank + 1) % world, (rank + world - 1) % world);
-    let (send, receive) = (comm.alloc(BYTES)?, comm.alloc(BYTES)?);
-    let stream = comm.create_stream(Priority::Normal)?;
-    let transfers = comm.exchange(&[
-        TransferRequest::send(&send, right, 0).with_protocol(protocol),
-        TransferRequest::receive(&receive, left, 0).with_protocol(protocol),
-    ])?;
-    let group: Vec<&Transfer> = transfers.iter().collect();
-    for round in 0..rounds {
-        before(round);
-        send.upload(&values(comm.job_ranks()[rank], round, BYTES))?;
-        post_all(&group, &stream)?;
-        wait_all(&group, &stream)?;
-        comm.synchronize(&stream)?;
-        let sent = values(comm.job_ranks()[left], round, BYTES);
-        assert!(receive.download()? == sent, "wrong data in round {round}");
-    }
-    Ok(())
 }
 
 #[test]
@@ -204,29 +167,5 @@ fn a_loss_of_several_at_once_is_agreed_on() {
         ring(&left, Protocol::default(), 20, |_| {}).unwrap();
         drop(comm);
         left.close().unwrap();
-    });
-}
-
-#[test]
-fn without_rank_0_nobody_goes_on_and_everybody_learns_why() {
-    four(&[0], |comm| {
-        let pair = comm.split(u64::from(comm.rank() >= 2), 0).unwrap();
-        let die = |round| {
-            if comm.rank() == 0 && round == 5 {
-                kill_self();
-            }
-        };
-        let error = ring(&pair, Protocol::default(), usize::MAX, die).unwrap_err();
-        assert_eq!(
-            (error.kind(), error.job_peer()),
-            (ErrorKind::PeerLost, Some(0)),
-            "{error}"
-        );
-        let error = comm.survivors().unwrap_err();
-        assert_eq!(error.job_peer(), Some(0), "{error}");
-        if kind() == DeviceKind::Host {
-            // Nothing of this rank is in the way of another job.
-            drop((pair, comm));
-        }
     });
 }

@@ -1,63 +1,79 @@
-//! A member's connection to the store: many requests at a time over one socket.
+//! A member's requests to the store: many at a time over one connection.
+//!
+//! The connection may end because the rank that serves the store was lost. Then `handover.rs` finds
+//! the rank that serves it next, and the requests that were not answered are sent again.
 
+use super::connection::{Identity, Link};
 use super::frame;
-use super::handshake;
 use super::health::Health;
-use super::message::{self, Event, MAX_REASON, RefusalKind, Reply, Request};
+use super::journal::Journal;
+use super::message::{self, Answer, Event, MAX_REASON, RefusalKind, Reply, Request};
 use super::outbox::Outbox;
-use super::seal::{Opener, Seals};
-use super::secret::Secret;
-use super::socket::{self, DeadlineStream};
+use super::pulse::{Heard, Pulse, not_heard};
+use super::seal::Opener;
+use super::server::Server;
 use crate::deadline::Deadline;
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::sync::lock;
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::io::BufReader;
 use std::net::{SocketAddr, TcpStream};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// How long, beyond its deadline, a request waits for the store to confirm that it was cancelled.
 ///
 /// Without the confirmation a value that was just taken could be on its way and be lost.
 const CANCEL_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Who connects, and as what.
-pub(crate) struct Identity<'a> {
-    pub(crate) rank: Rank,
-    pub(crate) world: usize,
-    pub(crate) secret: &'a Secret,
-    pub(crate) heartbeat: Duration,
-}
-
-/// The connection. Its reading thread ends when the connection does.
+/// A member's end of the connection to the store. Its reading thread ends when there is no store any
+/// more.
 pub(crate) struct Client {
-    outbox: Arc<Outbox>,
-    state: Mutex<State>,
+    pub(super) identity: Identity,
+    pub(super) health: Health,
+    /// This process's server, which serves should it come to that.
+    pub(super) server: Arc<Server>,
+    pub(super) state: Mutex<State>,
     /// Signalled when `phase` or `over` changes.
-    changed: Condvar,
+    pub(super) changed: Condvar,
     next: AtomicU64,
-    health: Health,
     reader: Mutex<Option<JoinHandle<()>>>,
 }
 
-struct State {
-    calls: HashMap<u64, Arc<Call>>,
-    phase: Phase,
-    /// Why the connection ended, or that this rank closed it.
-    over: Option<Error>,
+pub(super) struct State {
+    /// By number, which is the order in which they are sent again.
+    calls: BTreeMap<u64, Arc<Call>>,
+    pub(super) phase: Phase,
+    /// The connection, except between the loss of one store and the handshake of the next.
+    pub(super) link: Option<Arc<Outbox>>,
+    /// Whether the store takes requests: not before it has been restored.
+    pub(super) open: bool,
+    /// What identifies the job.
+    pub(super) session: [u8; 32],
+    /// The rank that serves.
+    pub(super) serving: Rank,
+    /// Where each rank would serve.
+    pub(super) standby: Vec<Option<SocketAddr>>,
+    /// When the rank that serves was last heard.
+    pub(super) pulse: Arc<Pulse>,
+    /// Why this rank has given up the one that serves.
+    pub(super) given_up: Option<String>,
+    pub(super) journal: Journal,
+    /// Why there is no store any more, or that this rank has left it.
+    pub(super) over: Option<Error>,
 }
 
-enum Phase {
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Phase {
     Joining,
     Ready,
     Abandoned(Vec<u32>),
 }
 
-#[derive(Default)]
 struct Call {
+    request: Request,
     answer: Mutex<Option<Result<Reply>>>,
     answered: Condvar,
 }
@@ -79,71 +95,41 @@ impl Call {
 }
 
 impl Client {
-    /// Connects and passes the handshake, trying again until the deadline while nobody answers.
-    /// Returns the session beside the connection.
-    pub(crate) fn connect(
-        address: SocketAddr,
-        identity: &Identity<'_>,
+    /// A member that reads from `link` on a thread of its own.
+    pub(crate) fn start(
+        identity: Identity,
         health: Health,
-        deadline: Deadline,
-    ) -> Result<(Arc<Self>, [u8; 32])> {
-        let mut pause = Duration::from_millis(5);
-        let (stream, session, seals) = loop {
-            let error = match Self::attempt(address, identity, deadline) {
-                Ok(connected) => break connected,
-                Err(error) if error.kind() == ErrorKind::Io => error,
-                // A single attempt is shorter than the deadline, so it may time out before it.
-                Err(error) if error.kind() == ErrorKind::Timeout => error,
-                Err(error) => return Err(error),
-            };
-            if deadline.passed() {
-                return Err(deadline
-                    .expired(&format!("a connection to the store at {address}"))
-                    .with_peer(0)
-                    .with_help(format!(
-                        "check that rank 0 is running and can be reached at that address; the last attempt failed with: {error}"
-                    )));
-            }
-            thread::sleep(pause.min(deadline.remaining()));
-            pause = (pause * 2).min(Duration::from_millis(250));
-        };
-        let stream = Arc::new(stream);
+        server: Arc<Server>,
+        link: Link,
+    ) -> Result<Arc<Self>> {
         let client = Arc::new(Self {
-            outbox: Outbox::new(stream.clone(), seals.sealer),
+            identity,
+            health,
+            server,
             state: Mutex::new(State {
-                calls: HashMap::new(),
+                calls: BTreeMap::new(),
                 phase: Phase::Joining,
+                link: Some(link.outbox.clone()),
+                open: true,
+                session: link.session,
+                serving: link.serving,
+                standby: Vec::new(),
+                pulse: link.pulse.clone(),
+                given_up: None,
+                journal: Journal::default(),
                 over: None,
             }),
             changed: Condvar::new(),
             next: AtomicU64::new(1),
-            health,
             reader: Mutex::new(None),
         });
         let reading = client.clone();
         let reader = thread::Builder::new()
             .name("warplink-client".into())
-            .spawn(move || reading.read_all(&stream, seals.opener))
+            .spawn(move || reading.run(link))
             .map_err(|error| Error::io("start a thread", &error))?;
         *lock(&client.reader) = Some(reader);
-        Ok((client, session))
-    }
-
-    fn attempt(
-        address: SocketAddr,
-        identity: &Identity<'_>,
-        deadline: Deadline,
-    ) -> Result<(TcpStream, [u8; 32], Seals)> {
-        let failed = |error| Error::io("connect", &error);
-        let limit = deadline.remaining().min(Duration::from_secs(5));
-        let stream = socket::connect(address, limit).map_err(failed)?;
-        socket::set_options(&stream, identity.heartbeat).map_err(failed)?;
-        // Rank 0 may have the port but not have begun to serve, so the whole time is allowed.
-        let mut timed = DeadlineStream::new(&stream, deadline);
-        let (session, seals) =
-            handshake::join(&mut timed, identity.secret, identity.rank, identity.world)?;
-        timed.finish().map_err(failed)?;
-        Ok((stream, session, seals))
+        Ok(client)
     }
 
     /// Waits until every rank has joined.
@@ -172,7 +158,7 @@ impl Client {
                 .0;
         }
         drop(state);
-        match self.call("join", &Request::Missing, Deadline::after(CANCEL_TIMEOUT)) {
+        match self.call("join", Request::Missing, Deadline::after(CANCEL_TIMEOUT)) {
             // The last came just now.
             Ok(Reply::Ranks(missing)) if missing.is_empty() => Ok(()),
             Ok(Reply::Ranks(missing)) => {
@@ -190,7 +176,7 @@ impl Client {
     pub(crate) fn call(
         &self,
         operation: &str,
-        request: &Request,
+        request: Request,
         deadline: Deadline,
     ) -> Result<Reply> {
         self.exchange(request, deadline)
@@ -206,44 +192,64 @@ impl Client {
             .map_err(|error| error.with_operation(operation.to_owned()))
     }
 
-    fn exchange(&self, request: &Request, deadline: Deadline) -> Result<Reply> {
-        let body = message::encode(request)?;
+    fn exchange(&self, request: Request, deadline: Deadline) -> Result<Reply> {
+        let body = message::encode(&request)?;
         let id = self.next.fetch_add(1, Ordering::Relaxed);
-        let call = Arc::new(Call::default());
-        {
+        let call = Arc::new(Call {
+            request,
+            answer: Mutex::default(),
+            answered: Condvar::new(),
+        });
+        let link = {
             let mut state = lock(&self.state);
             if let Some(error) = &state.over {
                 return Err(error.clone());
             }
             state.calls.insert(id, call.clone());
-        }
-        if let Err(error) = self.outbox.push(id, &body) {
-            // When the connection is gone, its reader says why.
-            let answer = match error.kind() {
-                ErrorKind::InvalidArgument => None,
-                _ => call.wait(CANCEL_TIMEOUT),
-            };
+            state.open_link()
+        };
+        // Without a store, the next one gets it. The same holds where the connection is gone, which its
+        // reader finds.
+        if let Some(link) = link
+            && let Err(error) = link.push(id, &body)
+            && error.kind() == ErrorKind::InvalidArgument
+        {
             lock(&self.state).calls.remove(&id);
-            return answer.unwrap_or(Err(error));
+            return Err(error);
         }
         let answer = call.wait(deadline.remaining()).or_else(|| {
             let cancel = message::encode(&Request::Cancel { id }).ok()?;
-            self.outbox.push(0, &cancel).ok()?;
+            let link = lock(&self.state).open_link()?;
+            link.push(0, &cancel).ok()?;
             call.wait(CANCEL_TIMEOUT)
         });
-        lock(&self.state).calls.remove(&id);
-        answer.unwrap_or_else(|| Err(deadline.expired("the store to answer").with_peer(0)))
+        let serving = {
+            let mut state = lock(&self.state);
+            state.calls.remove(&id);
+            state.serving
+        };
+        answer.unwrap_or_else(|| Err(deadline.expired("the store to answer").with_peer(serving)))
     }
 
-    fn read_all(&self, stream: &TcpStream, mut opener: Opener) {
-        let mut reader = BufReader::with_capacity(16 << 10, stream);
-        let reason = loop {
-            match opener
-                .read(&mut reader, frame::MAX_BODY)
-                .and_then(|frame| match frame {
-                    Some(frame) => self.handle(frame).map(Some),
-                    None => Ok(None),
-                }) {
+    /// Reads until there is no store any more.
+    fn run(&self, mut link: Link) {
+        loop {
+            let reason = self.read_all(&link.stream, link.opener, &link.pulse);
+            link.outbox.close();
+            match self.next_store(&reason) {
+                Some(next) => link = next,
+                None => return self.end(&reason),
+            }
+        }
+    }
+
+    /// Why the connection ended.
+    fn read_all(&self, stream: &TcpStream, mut opener: Opener, pulse: &Arc<Pulse>) -> String {
+        let heard = Heard::new(stream, pulse.clone());
+        let mut reader = BufReader::with_capacity(16 << 10, heard);
+        let ended = loop {
+            let read = opener.read(&mut reader, frame::MAX_BODY);
+            match read.and_then(|frame| frame.map(|frame| self.handle(frame)).transpose()) {
                 Ok(Some(())) => {}
                 Ok(None) => break "the connection to its store was closed".to_owned(),
                 Err(error) => {
@@ -251,25 +257,33 @@ impl Client {
                 }
             }
         };
-        self.outbox.close();
-        self.end(&reason);
+        lock(&self.state).given_up.take().unwrap_or(ended)
     }
 
     fn handle(&self, frame: frame::Frame) -> Result<()> {
         if frame.id != 0 {
-            let answer = message::decode(&frame.body)?;
-            let call = lock(&self.state).calls.remove(&frame.id);
+            let Answer { version, reply } = message::decode(&frame.body)?;
+            let mut state = lock(&self.state);
+            let call = state.calls.remove(&frame.id);
             // Without a call, its deadline passed.
             if let Some(call) = call {
-                call.finish(Ok(answer));
+                state.journal.record(&call.request, version, &reply);
+                drop(state);
+                call.finish(Ok(reply));
             }
             return Ok(());
         }
         match message::decode(&frame.body)? {
+            Event::Alive => return Ok(()),
+            Event::Lost { rank, reason } if rank as Rank == self.identity.rank => {
+                self.give_up_membership(&reason);
+            }
             Event::Lost { rank, reason } => self.health.lose(rank as Rank, &reason),
             Event::Left { rank } => self.health.leave(rank as Rank),
-            Event::Ready => lock(&self.state).phase = Phase::Ready,
+            Event::Ready { standby } => self.ready(standby),
             Event::Abandoned { missing } => lock(&self.state).phase = Phase::Abandoned(missing),
+            Event::Forget { keys } => lock(&self.state).journal.forget(&keys),
+            Event::Checkpoint { version } => lock(&self.state).journal.checkpoint(version),
         }
         // Taken and released, so that nobody is between looking and waiting.
         drop(lock(&self.state));
@@ -277,25 +291,75 @@ impl Client {
         Ok(())
     }
 
-    /// The connection ended: so does every call.
+    /// The store takes requests. Sends it those that another has not answered.
+    fn ready(&self, standby: Vec<Option<SocketAddr>>) {
+        let mut state = lock(&self.state);
+        state.phase = Phase::Ready;
+        state.standby = standby;
+        if state.open {
+            return;
+        }
+        state.open = true;
+        let Some(link) = state.link.clone() else {
+            return;
+        };
+        let serving = state.serving;
+        let unsure = |call: &Call| {
+            matches!(
+                call.request,
+                Request::Add { .. } | Request::CompareAndSet { .. }
+            )
+        };
+        for (&id, call) in &state.calls {
+            if unsure(call) {
+                let message = "the rank that served the store was lost before it answered; expected an answer";
+                call.finish(Err(Error::new(ErrorKind::PeerLost, message)
+                    .with_peer(serving)
+                    .with_help("read the key to see whether it was changed")));
+            } else if let Ok(body) = message::encode(&call.request) {
+                // Where this fails, the reader finds the connection closed.
+                let _ = link.push(id, &body);
+            }
+        }
+        state.calls.retain(|_, call| !unsure(call));
+    }
+
+    /// The others go on without this rank.
+    pub(super) fn give_up_membership(&self, reason: &str) {
+        let message = format!("the other ranks gave this rank up: {reason}");
+        let error = Error::new(ErrorKind::GivenUp, message)
+            .with_rank(self.identity.rank)
+            .with_help("end this process, or join a new job");
+        let mut state = lock(&self.state);
+        state.over.get_or_insert_with(|| error.clone());
+        let link = state.link.clone();
+        drop(state);
+        self.health.end(&error);
+        if let Some(link) = link {
+            link.shut_down();
+        }
+    }
+
+    /// There is no store any more: so every call ends.
     fn end(&self, reason: &str) {
         let mut state = lock(&self.state);
+        let serving = state.serving;
         let error = match state.over.clone() {
             Some(closed) => closed,
-            None if self.health.left().contains(&0) => {
-                let message = "rank 0 closed the job, and the store with it";
-                Error::new(ErrorKind::PeerLeft, message).with_peer(0)
+            None if self.health.left().contains(&serving) => {
+                let message = format!("rank {serving} closed the job, and the store with it");
+                Error::new(ErrorKind::PeerLeft, message).with_peer(serving)
             }
             None if matches!(state.phase, Phase::Abandoned(_)) => Error::new(
                 ErrorKind::Closed,
-                "rank 0 stopped waiting for the other ranks to join",
+                format!("rank {serving} stopped waiting for the other ranks to join"),
             ),
             None => {
-                // Without effect if rank 0 has said why it aborts.
-                self.health.lose(0, reason);
-                match self.health.check(&[0]) {
+                // Without effect if the rank has said why it aborts.
+                self.health.lose(serving, reason);
+                match self.health.check(&[serving]) {
                     Err(lost) => lost,
-                    Ok(()) => Error::new(ErrorKind::PeerLost, reason.to_owned()).with_peer(0),
+                    Ok(()) => Error::new(ErrorKind::PeerLost, reason.to_owned()).with_peer(serving),
                 }
             }
         };
@@ -306,11 +370,44 @@ impl Client {
             call.finish(Err(error.clone()));
         }
         self.changed.notify_all();
+        if error.kind() == ErrorKind::GivenUp {
+            // Should it have served, the others look for the next once this ends.
+            self.server.shut_down();
+        }
+        if error.kind() != ErrorKind::Closed {
+            self.health.end(&error);
+        }
+    }
+
+    /// Shows the store that this process runs, and gives the store up if it does not show the same.
+    /// Nothing before `awake_since` counts.
+    pub(crate) fn beat(&self, limit: Duration, awake_since: Instant) {
+        let Ok(alive) = message::encode(&Request::Alive) else {
+            return;
+        };
+        let (link, silence) = {
+            let state = lock(&self.state);
+            let Some(link) = state.link.clone() else {
+                return;
+            };
+            (link, state.pulse.silence(awake_since))
+        };
+        if silence <= limit {
+            // Where this fails, the reader finds the connection closed.
+            let _ = link.push(0, &alive);
+            return;
+        }
+        let reason = not_heard(limit);
+        lock(&self.state).given_up = Some(reason.clone());
+        if let Ok(given_up) = message::encode(&Request::GiveUp { reason }) {
+            let _ = link.push(0, &given_up);
+        }
+        link.shut_down();
     }
 
     /// Says goodbye: the store takes this rank for one that left in order.
     pub(crate) fn leave(&self, deadline: Deadline) -> Result<()> {
-        self.call("leave", &Request::Leave, deadline).map(drop)
+        self.call("leave", Request::Leave, deadline).map(drop)
     }
 
     /// Has the store tell the others that this rank is lost, and why.
@@ -320,16 +417,22 @@ impl Client {
             length -= 1;
         }
         let reason = reason[..length].to_owned();
-        self.call("abort", &Request::Abort { reason }, deadline)
+        self.call("abort", Request::Abort { reason }, deadline)
             .map(drop)
     }
 
     /// Ends the connection and every call that is under way, and waits for the reading thread.
     pub(crate) fn close(&self) {
-        lock(&self.state).over.get_or_insert_with(|| {
-            Error::new(ErrorKind::Closed, "this rank has closed its membership")
-        });
-        self.outbox.close();
+        let link = {
+            let mut state = lock(&self.state);
+            state.over.get_or_insert_with(|| {
+                Error::new(ErrorKind::Closed, "this rank has closed its membership")
+            });
+            state.link.clone()
+        };
+        if let Some(link) = link {
+            link.close();
+        }
         let reader = lock(&self.reader).take();
         if let Some(reader) = reader {
             let _ = reader.join();
@@ -338,6 +441,13 @@ impl Client {
 
     pub(crate) fn health(&self) -> &Health {
         &self.health
+    }
+}
+
+impl State {
+    /// The connection, if the store takes requests.
+    fn open_link(&self) -> Option<Arc<Outbox>> {
+        self.link.clone().filter(|_| self.open)
     }
 }
 

@@ -20,7 +20,7 @@ pub enum Rendezvous {
 }
 
 impl Rendezvous {
-    /// Where rank 0 serves the store.
+    /// Where the store is served at first.
     pub fn address(&self) -> SocketAddr {
         match self {
             Self::Id(id) => id.address(),
@@ -55,7 +55,7 @@ impl FromStr for Rendezvous {
 pub struct JoinConfig {
     /// Where the ranks meet.
     pub rendezvous: Rendezvous,
-    /// This process's rank, from 0 to `world` less one. Rank 0 serves the store.
+    /// This process's rank, from 0 to `world` less one.
     pub rank: Rank,
     /// How many ranks there are.
     pub world: usize,
@@ -74,7 +74,14 @@ pub struct JoinConfig {
     /// noticed after about four of these; a process that died, at once. At least, and unless told
     /// otherwise, one second.
     pub heartbeat: Duration,
-    /// On rank 0: how many bytes the store's keys and values may take; 1 GiB unless told otherwise.
+    /// How long a rank may give no sign of life until the others go on without it. It sends them from a
+    /// thread of its own, so only what stops the whole process keeps them away: a signal, a debugger, a
+    /// machine that swaps. Until the limit its peers wait. After it their waits end with
+    /// [`ErrorKind::PeerLost`], and once it runs again, its own calls end with [`ErrorKind::GivenUp`]. 4
+    /// seconds unless told otherwise, and at least 0.1; give every rank the same, and a long one to stop
+    /// ranks in a debugger.
+    pub heartbeat_limit: Duration,
+    /// On the rank that serves the store: how many bytes the store's keys and values may take; 1 GiB unless told otherwise.
     pub store_limit: usize,
 }
 
@@ -90,6 +97,7 @@ impl JoinConfig {
             secret: None,
             allow_insecure: false,
             heartbeat: Duration::from_secs(1),
+            heartbeat_limit: Duration::from_secs(4),
             store_limit: 1 << 30,
         }
     }
@@ -103,6 +111,12 @@ impl JoinConfig {
     /// Sets how long joining may take.
     pub fn with_timeout(mut self, timeout: Duration) -> Self {
         self.timeout = timeout;
+        self
+    }
+
+    /// Sets how long a rank may give no sign of life until the others go on without it.
+    pub fn with_heartbeat_limit(mut self, limit: Duration) -> Self {
+        self.heartbeat_limit = limit;
         self
     }
 
@@ -159,6 +173,7 @@ impl fmt::Debug for JoinConfig {
             .field("secret", &self.secret.as_ref().map(|_| ".."))
             .field("allow_insecure", &self.allow_insecure)
             .field("heartbeat", &self.heartbeat)
+            .field("heartbeat_limit", &self.heartbeat_limit)
             .field("store_limit", &self.store_limit)
             .finish()
     }

@@ -76,7 +76,8 @@ impl JoinConfig {
     /// 5. under Slurm, the first node of `SLURM_STEP_NODELIST` or `SLURM_JOB_NODELIST`, with
     ///    `WARPLINK_PORT` or else a port derived from `SLURM_JOB_ID` and `SLURM_STEP_ID`.
     ///
-    /// `WARPLINK_TIMEOUT`, if set, is [`JoinConfig::timeout`] in seconds.
+    /// `WARPLINK_TIMEOUT`, if set, is [`JoinConfig::timeout`] in seconds, and
+    /// `WARPLINK_HEARTBEAT_LIMIT` is [`JoinConfig::heartbeat_limit`] in seconds, such as `0.5`.
     /// `WARPLINK_SECRET`, if set, becomes [`JoinConfig::secret`], and `WARPLINK_ALLOW_INSECURE=1`
     /// sets [`JoinConfig::allow_insecure`]. An empty variable counts as not set, except for the
     /// secret, which must not be blank. Blocks while a host name is resolved.
@@ -146,6 +147,11 @@ impl Variables<'_> {
         config.local_rank = local_rank;
         if let Some(seconds) = self.number("WARPLINK_TIMEOUT")? {
             config.timeout = Duration::from_secs(seconds);
+        }
+        const LIMIT: &str = "WARPLINK_HEARTBEAT_LIMIT";
+        if let Some(seconds) = self.number::<f64>(LIMIT)? {
+            config.heartbeat_limit = Duration::try_from_secs_f64(seconds)
+                .map_err(|_| wrong(LIMIT, &seconds.to_string(), "is not a number in range"))?;
         }
         config.secret = self.secret()?;
         config.allow_insecure = self.flag("WARPLINK_ALLOW_INSECURE")?;

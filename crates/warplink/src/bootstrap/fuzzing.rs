@@ -1,6 +1,6 @@
 //! What the fuzz targets call: every parser that sees bytes from a socket or text from a launcher.
 
-use super::message::{self, Event, Reply, Request};
+use super::message::{self, Answer, Entry, Event, Request};
 use super::table::Table;
 use super::{UniqueId, frame, nodelist};
 
@@ -11,7 +11,7 @@ pub fn store_frames(bytes: &[u8]) {
     let mut table = Table::new(WORLD as usize, 1 << 20);
     for rank in 0..WORLD {
         // None of them can be there yet.
-        let _ = table.join(rank);
+        let _ = table.join(rank, None);
     }
     let mut reader = bytes;
     while let Ok(Some(frame)) = frame::read(&mut reader, frame::MAX_HANDSHAKE) {
@@ -24,13 +24,14 @@ pub fn store_frames(bytes: &[u8]) {
             let read = match sent.id {
                 0 => {
                     message::decode::<Event>(&sent.body).is_ok()
-                        || message::decode::<Reply>(&sent.body).is_ok()
+                        || message::decode::<Answer>(&sent.body).is_ok()
                 }
-                _ => message::decode::<Reply>(&sent.body).is_ok(),
+                _ => message::decode::<Answer>(&sent.body).is_ok(),
             };
             assert!(read, "the store sent what no member can read");
         }
-        let _ = message::decode::<Reply>(&frame.body);
+        let _ = message::decode::<Answer>(&frame.body);
+        let _ = message::decode::<Entry>(&frame.body);
         let _ = message::decode::<Event>(&frame.body);
     }
     for rank in 0..WORLD {

@@ -2,7 +2,7 @@
 
 use super::frame::MAX_BODY;
 use super::members::{MemberState, MemberStates, first_lost, gone};
-use super::message::{Bytes, GatherId, Purpose, Refusal, RefusalKind, Reply};
+use super::message::{Answer, Bytes, GatherId, Purpose, Refusal, RefusalKind, Reply};
 use super::outgoing::{Outgoing, body};
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -41,6 +41,8 @@ struct Gather {
 pub(crate) struct Gathers {
     open: HashMap<GatherId, Gather>,
     by_request: HashMap<(u32, u64), GatherId>,
+    /// Results that some members got from a store that was lost, for those that did not.
+    completed: HashMap<GatherId, Reply>,
 }
 
 impl Gathers {
@@ -58,6 +60,14 @@ impl Gathers {
             purpose,
             value,
         } = contribution;
+        if let Some(reply) = self.completed.get(&id) {
+            out.push(Outgoing {
+                to: rank,
+                id: request,
+                body: unversioned(reply.clone()),
+            });
+            return Ok(());
+        }
         let Ok(position) = id.members.binary_search(&rank) else {
             let message = format!("rank {rank} is not a member of the group");
             return Err(Refusal::new(RefusalKind::Invalid, message));
@@ -112,6 +122,11 @@ impl Gathers {
             self.complete(&id, out);
         }
         Ok(())
+    }
+
+    /// A member got this result from a store that was lost.
+    pub(crate) fn restore(&mut self, id: GatherId, reply: Reply) {
+        self.completed.insert(id, reply);
     }
 
     /// Ends the gathers that a departed rank makes impossible.
@@ -210,14 +225,19 @@ impl Gathers {
                     .collect(),
             ),
         };
-        self.answer(id, &gather, body(&reply), out);
+        self.answer(id, &gather, unversioned(reply), out);
     }
 
     fn fail(&mut self, id: &GatherId, refusal: &Refusal, out: &mut Vec<Outgoing>) {
         let Some(gather) = self.open.remove(id) else {
             return;
         };
-        self.answer(id, &gather, body(&Reply::Refused(refusal.clone())), out);
+        self.answer(
+            id,
+            &gather,
+            unversioned(Reply::Refused(refusal.clone())),
+            out,
+        );
     }
 
     fn answer(&mut self, id: &GatherId, gather: &Gather, body: Arc<[u8]>, out: &mut Vec<Outgoing>) {
@@ -232,4 +252,9 @@ impl Gathers {
             }
         }
     }
+}
+
+/// An answer to a request that changes no key.
+fn unversioned(reply: Reply) -> Arc<[u8]> {
+    body(&Answer { version: 0, reply })
 }

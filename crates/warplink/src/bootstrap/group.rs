@@ -211,7 +211,7 @@ impl Group {
             purpose,
             value: Bytes::from(value),
         };
-        self.client.call(&purpose.to_string(), &request, deadline)
+        self.client.call(&purpose.to_string(), request, deadline)
     }
 }
 

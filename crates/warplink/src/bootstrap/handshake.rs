@@ -4,15 +4,15 @@
 //! ```text
 //! joiner → store   hello: version, rank, world, nonce
 //! store  → joiner  challenge: nonce, proof over hello and both nonces under "store"
-//! joiner → store   proof over the same under "joiner"
+//! joiner → store   proof over the same under "joiner", and what it comes for
 //! store  → joiner  welcome: the session, or a refusal
 //! ```
 //!
 //! The store proves itself first, so that a joiner tells nothing to a stranger. Everything after the
 //! joiner's proof is sealed (`seal.rs`), under keys that both derive from the secret and the nonces.
 
-use super::frame::{self, MAX_HANDSHAKE};
-use super::message::{self, Refusal, RefusalKind};
+use super::frame::{self, MAX_BODY, MAX_HANDSHAKE};
+use super::message::{self, Entry, Refusal, RefusalKind};
 use super::seal::{Opener, Sealer, Seals};
 use super::secret::{Proof, Secret, random_bytes};
 use crate::error::{Error, ErrorKind, Rank, Result};
@@ -22,7 +22,7 @@ use zerocopy::byteorder::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 /// The version of the protocol between members and the store.
-pub(crate) const VERSION: u32 = 2;
+pub(crate) const VERSION: u32 = 3;
 const MAGIC: [u8; 4] = *b"WPLK";
 
 /// The first frame. Its layout stays the same in every version, so that each can name the other.
@@ -48,7 +48,7 @@ enum Challenge {
 
 #[derive(Serialize, Deserialize)]
 enum JoinReply {
-    Welcome { session: [u8; 32] },
+    Welcome { session: [u8; 32], serving: u32 },
     Refused(Refusal),
 }
 
@@ -56,6 +56,7 @@ enum JoinReply {
 pub(crate) struct Claim {
     pub(crate) rank: u64,
     pub(crate) world: u64,
+    pub(crate) entry: Entry,
     /// The store's, for the connection.
     pub(crate) seals: Seals,
 }
@@ -83,7 +84,8 @@ fn stopped() -> Error {
     )
 }
 
-/// The joiner's side. Returns what identifies the session, and the joiner's seals.
+/// The joiner's side, up to and including what it comes for: the process at the other end lives and
+/// holds the secret. Returns the joiner's seals; [`welcomed`] comes next.
 ///
 /// # Errors
 /// [`ErrorKind::Io`] when the connection ends, which is worth another attempt; the other kinds
@@ -93,7 +95,8 @@ pub(crate) fn join(
     secret: &Secret,
     rank: Rank,
     world: usize,
-) -> Result<([u8; 32], Seals)> {
+    entry: &Entry,
+) -> Result<Seals> {
     let hello = Hello {
         magic: MAGIC,
         version: VERSION.into(),
@@ -119,9 +122,21 @@ pub(crate) fn join(
         sealer: Sealer::new(&secret.proof(FROM_JOINER, &transcript)?)?,
         opener: Opener::new(&secret.proof(FROM_STORE, &transcript)?)?,
     };
+    stream
+        .write_all(&seals.sealer.seal(0, &message::encode(entry)?)?)
+        .map_err(|error| Error::io("send a handshake", &error))?;
+    Ok(seals)
+}
+
+/// The end of the joiner's side, once the store has admitted it: what identifies the session, and the
+/// rank that serves.
+///
+/// # Errors
+/// As [`join`].
+pub(crate) fn welcomed(stream: &mut impl Read, seals: &mut Seals) -> Result<([u8; 32], Rank)> {
     let reply = seals.opener.read(stream, MAX_HANDSHAKE)?;
     match message::decode(&reply.ok_or_else(stopped)?.body)? {
-        JoinReply::Welcome { session } => Ok((session, seals)),
+        JoinReply::Welcome { session, serving } => Ok((session, serving as Rank)),
         JoinReply::Refused(refusal) => Err(refusal.into_error()),
     }
 }
@@ -174,19 +189,23 @@ pub(crate) fn accept(stream: &mut (impl Read + Write), secret: &Secret) -> Resul
         return Err(denied.into_error());
     }
     let transcript = [hello.as_bytes(), &nonce[..]];
+    let mut seals = Seals {
+        sealer: Sealer::new(&secret.proof(FROM_STORE, &transcript)?)?,
+        opener: Opener::new(&secret.proof(FROM_JOINER, &transcript)?)?,
+    };
+    let entry = seals.opener.read(stream, MAX_BODY)?.ok_or_else(stopped)?;
     Ok(Claim {
         rank: hello.rank.get(),
         world: hello.world.get(),
-        seals: Seals {
-            sealer: Sealer::new(&secret.proof(FROM_STORE, &transcript)?)?,
-            opener: Opener::new(&secret.proof(FROM_JOINER, &transcript)?)?,
-        },
+        entry: message::decode(&entry.body)?,
+        seals,
     })
 }
 
 /// The body of the last frame to a joiner that is admitted.
-pub(crate) fn welcome(session: [u8; 32]) -> Result<Vec<u8>> {
-    message::encode(&JoinReply::Welcome { session })
+pub(crate) fn welcome(session: [u8; 32], serving: Rank) -> Result<Vec<u8>> {
+    let serving = serving as u32;
+    message::encode(&JoinReply::Welcome { session, serving })
 }
 
 /// The body of the last frame to a joiner that is not admitted.

@@ -9,23 +9,33 @@ use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
 
 type Callback = dyn Fn(Rank, &Error) + Send + Sync;
-type Job = (Arc<Callback>, Rank, Error);
+type Job = Box<dyn FnOnce() + Send>;
+type EndCallback = dyn Fn(&Error) + Send + Sync;
 
 /// What is known about the other ranks: who was lost, who left in order.
 ///
-/// A rank is lost when its connection to the store ends without a goodbye: its process died, its
-/// machine vanished, or it broke the protocol. Rank 0 serves the store; when the connection to it
-/// ends, rank 0 is lost. Cheap to clone; clones share what they know. No method blocks.
+/// A rank is lost when its connection to the store ends without a goodbye (its process died, its
+/// machine vanished, or it broke the protocol), and when it was not heard of for
+/// [`JoinConfig::heartbeat_limit`](super::JoinConfig::heartbeat_limit). The same holds of the rank that
+/// serves the store. Cheap to clone; clones share what they know. No method blocks.
 #[derive(Clone)]
 pub struct Health(Arc<Mutex<Inner>>);
 
 #[derive(Default)]
 struct Inner {
-    lost: BTreeMap<Rank, Error>,
+    lost: BTreeMap<Rank, Loss>,
     left: BTreeSet<Rank>,
+    /// Why this rank is no member any more, though it did not leave.
+    ended: Option<Error>,
     callbacks: Vec<Arc<Callback>>,
+    end_callbacks: Vec<Arc<EndCallback>>,
     notifier: Option<Notifier>,
     closed: bool,
+}
+
+struct Loss {
+    reason: String,
+    error: Error,
 }
 
 struct Notifier {
@@ -55,8 +65,8 @@ impl Health {
     pub fn check(&self, dependencies: &[Rank]) -> Result<()> {
         let inner = lock(&self.0);
         for &rank in dependencies {
-            if let Some(error) = inner.lost.get(&rank) {
-                return Err(error.clone());
+            if let Some(loss) = inner.lost.get(&rank) {
+                return Err(loss.error.clone());
             }
             if inner.left.contains(&rank) {
                 return Err(
@@ -82,12 +92,60 @@ impl Health {
         let already: Vec<_> = inner
             .lost
             .iter()
-            .map(|(&rank, error)| (rank, error.clone()))
+            .map(|(&rank, loss)| (rank, loss.error.clone()))
             .collect();
         for (rank, error) in already {
-            inner.submit((callback.clone(), rank, error));
+            let callback = callback.clone();
+            inner.submit(Box::new(move || callback(rank, &error)));
         }
         inner.callbacks.push(callback);
+    }
+
+    /// Has `callback` called once when the others go on without this rank, from the same thread as
+    /// those of [`when_lost`](Self::when_lost), or at once if that has happened.
+    pub(crate) fn when_ended(&self, callback: impl Fn(&Error) + Send + Sync + 'static) {
+        let mut inner = lock(&self.0);
+        if let Some(error) = inner.ended.clone() {
+            drop(inner);
+            callback(&error);
+        } else if !inner.closed {
+            inner.end_callbacks.push(Arc::new(callback));
+        }
+    }
+
+    /// Records that the others go on without this rank.
+    pub(crate) fn end(&self, error: &Error) {
+        let mut inner = lock(&self.0);
+        if inner.closed || inner.ended.is_some() {
+            return;
+        }
+        tracing::warn!(%error, "this rank is no member of its job any more");
+        inner.ended = Some(error.clone());
+        for callback in std::mem::take(&mut inner.end_callbacks) {
+            let error = error.clone();
+            inner.submit(Box::new(move || callback(&error)));
+        }
+    }
+
+    /// Why `rank` was lost, if it was.
+    pub(crate) fn reason(&self, rank: Rank) -> Option<String> {
+        let inner = lock(&self.0);
+        inner.lost.get(&rank).map(|loss| loss.reason.clone())
+    }
+
+    /// Whether `rank` is neither lost nor has left.
+    pub(crate) fn is_there(&self, rank: Rank) -> bool {
+        let inner = lock(&self.0);
+        !inner.lost.contains_key(&rank) && !inner.left.contains(&rank)
+    }
+
+    /// The lost ranks, each with the reason, and those that left, as they go over the wire.
+    pub(crate) fn gone(&self) -> (Vec<(u32, String)>, Vec<u32>) {
+        let inner = lock(&self.0);
+        let lost = inner.lost.iter();
+        let lost = lost.map(|(&rank, loss)| (rank as u32, loss.reason.clone()));
+        let left = inner.left.iter().map(|&rank| rank as u32);
+        (lost.collect(), left.collect())
     }
 
     /// Records a loss, once per rank, and has the callbacks called.
@@ -102,9 +160,16 @@ impl Health {
             format!("rank {rank} was lost: {reason}"),
         )
         .with_peer(rank);
-        inner.lost.insert(rank, error.clone());
+        inner.lost.insert(
+            rank,
+            Loss {
+                reason: reason.to_owned(),
+                error: error.clone(),
+            },
+        );
         for callback in inner.callbacks.clone() {
-            inner.submit((callback, rank, error.clone()));
+            let error = error.clone();
+            inner.submit(Box::new(move || callback(rank, &error)));
         }
     }
 
@@ -124,6 +189,7 @@ impl Health {
         let mut inner = lock(&self.0);
         inner.closed = true;
         inner.callbacks.clear();
+        inner.end_callbacks.clear();
         // Dropping the sender ends the thread's loop.
         inner.notifier.take().map(|notifier| notifier.thread)
     }
@@ -134,11 +200,7 @@ impl Inner {
     fn submit(&mut self, job: Job) {
         if self.notifier.is_none() {
             let (jobs, queue) = mpsc::channel::<Job>();
-            let run = move || {
-                queue
-                    .iter()
-                    .for_each(|(callback, rank, error)| callback(rank, &error))
-            };
+            let run = move || queue.iter().for_each(|job| job());
             match thread::Builder::new()
                 .name("warplink-health".into())
                 .spawn(run)

@@ -1,10 +1,12 @@
 //! Joining a job, being a member of it, and leaving.
 
-use super::client::{Client, Identity};
-use super::config::JoinConfig;
+use super::client::Client;
+use super::config::{JoinConfig, Rendezvous};
+use super::connection::{self, Identity};
 use super::group::{Group, GroupName, sort_members};
 use super::health::Health;
-use super::message::MAX_WORLD;
+use super::heartbeat::Heartbeat;
+use super::message::{Entry, MAX_WORLD};
 use super::secret::Secret;
 use super::server::{Server, Settings};
 use super::socket;
@@ -14,17 +16,26 @@ use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::sync::lock;
 use std::collections::HashMap;
 use std::fmt;
-use std::sync::{Arc, Mutex};
+use std::net::TcpListener;
+use std::sync::{Arc, Mutex, OnceLock};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 /// How long an abort waits for the store.
 const DROP_TIMEOUT: Duration = Duration::from_secs(1);
 
+/// The shortest limit of silence. Less would take a rank that the system runs late for stopped.
+const MIN_HEARTBEAT_LIMIT: Duration = Duration::from_millis(100);
+
+/// How long a rank of the process that made a unique id waits for rank 0 to join in the same process,
+/// before it serves in its place.
+const RANK_0_TIMEOUT: Duration = Duration::from_millis(500);
+
 /// A rank's membership in its job: the store, collectives of bytes, and news of the others.
 ///
-/// Rank 0 serves the store for all; should it die, every call of the others ends with an error
-/// that names it. All methods may be called from any thread.
+/// One rank serves the store for all: rank 0, or the one whose process made the unique id. Should it be
+/// lost, the one with the lowest number of those that are left serves it; what depends on the lost rank
+/// ends with an error that names it, and the rest goes on. All methods may be called from any thread.
 pub struct Bootstrap {
     rank: Rank,
     world: usize,
@@ -35,24 +46,23 @@ pub struct Bootstrap {
     everyone: Arc<Group>,
     /// How many groups of the same members were made.
     groups: Mutex<HashMap<Vec<u32>, u64>>,
-    /// On rank 0, until it has left; the lock also lets only one thread close at a time.
-    server: Mutex<Stage>,
-}
-
-enum Stage {
-    Open(Option<Server>),
-    Closed,
+    server: Arc<Server>,
+    heartbeat: Heartbeat,
+    /// The lock also lets only one thread close at a time.
+    is_closed: Mutex<bool>,
 }
 
 impl Bootstrap {
     /// Joins the job, and returns once every rank has.
     ///
-    /// Rank 0 starts to serve the store; the others try to connect until they reach it. Blocks for
+    /// Rank 0 starts to serve the store, or a rank of the process that made the unique id and still holds
+    /// its port; the others try to connect until they reach it. Blocks for
     /// at most [`JoinConfig::timeout`], or about a second longer.
     ///
     /// # Errors
     /// - [`ErrorKind::InvalidArgument`]: the rank is not below the world size.
-    /// - [`ErrorKind::AddressInUse`]: on rank 0, another process listens at the address.
+    /// - [`ErrorKind::AddressInUse`]: on rank 0, another process listens at the address, and that is not
+    ///   of a unique id.
     /// - [`ErrorKind::Mismatch`]: another world size than rank 0's, a rank that another process
     ///   has, or another version of the protocol.
     /// - [`ErrorKind::Authentication`]: this process and the store do not hold the same secret.
@@ -74,39 +84,79 @@ impl Bootstrap {
                 "rank {rank} of {world} is out of range; expected a world of 1 to {MAX_WORLD} ranks, numbered from 0"
             )));
         }
+        if config.heartbeat_limit < MIN_HEARTBEAT_LIMIT {
+            return Err(Error::invalid(format!(
+                "the heartbeat limit is {:?}; expected at least {MIN_HEARTBEAT_LIMIT:?}",
+                config.heartbeat_limit
+            )));
+        }
         let deadline = Deadline::after(config.timeout);
-        let key = config.key()?;
-        let address = config.rendezvous.address();
-        let server = (rank == 0)
-            .then(|| {
-                Server::start(Settings {
-                    address,
-                    world,
-                    secret: key.clone(),
-                    heartbeat: config.heartbeat,
-                    store_limit: config.store_limit,
-                })
-            })
-            .transpose()?;
-        let target = match &server {
-            Some(server) => socket::local_target(server.address()?),
-            None => address,
-        };
         let identity = Identity {
             rank,
             world,
-            secret: &key,
+            secret: config.key()?,
             heartbeat: config.heartbeat,
+            heartbeat_limit: config.heartbeat_limit,
         };
         let health = Health::new();
-        let (client, session) = Client::connect(target, &identity, health, deadline)?;
-        if let Err(error) = client.wait_until_ready(deadline) {
-            if let Some(server) = &server {
-                server.abandon();
+        let start = |listener, serves| {
+            let settings = Settings {
+                rank,
+                world,
+                secret: identity.secret.clone(),
+                heartbeat: config.heartbeat,
+                heartbeat_limit: config.heartbeat_limit,
+                store_limit: config.store_limit,
+                health: health.clone(),
+            };
+            Server::start(listener, serves, settings).map(Arc::new)
+        };
+        let address = config.rendezvous.address();
+        // Of a rank that does not serve from the start, once it knows by which of its addresses the
+        // others reach it.
+        let own = OnceLock::new();
+        let target = match listener_of_job(config)? {
+            Some(listener) => {
+                let bound = listener.local_addr();
+                let bound = bound.map_err(|error| Error::io("get the store's address", &error))?;
+                let _ = own.set(start(listener, true)?);
+                socket::local_target(bound)
             }
+            None => address,
+        };
+        let entry = |ip| {
+            if own.get().is_none() {
+                let _ = own.set(start(socket::listen_on_any_port(ip)?, false)?);
+            }
+            let standby = own.get().filter(|server| !server.serves());
+            let standby = standby.map(|server| server.address()).transpose()?;
+            Ok(Entry::Join { standby })
+        };
+        let joined = connection::join(target, &identity, deadline, &entry);
+        let link =
+            joined.inspect_err(|_| own.get().into_iter().for_each(|server| server.stop()))?;
+        let session = link.session;
+        let key = identity.secret.clone();
+        let server = own.into_inner().ok_or_else(|| {
+            Error::new(
+                ErrorKind::Internal,
+                "a rank joined without a server of its own",
+            )
+        })?;
+        let client =
+            Client::start(identity, health, server.clone(), link).inspect_err(|_| server.stop())?;
+        let heartbeat = Heartbeat::start(client.clone(), server.clone(), config.heartbeat_limit)
+            .inspect_err(|_| {
+                client.close();
+                server.stop();
+            })?;
+        if let Err(error) = client.wait_until_ready(deadline) {
+            server.abandon();
             // A rank that gives up was not lost: it goes in order, and so do the others then.
             let _ = client.leave(Deadline::after(DROP_TIMEOUT));
+            heartbeat.stop();
             client.close();
+            server.stop();
             return Err(error);
         }
         let store = Store::new(client.clone(), config.timeout);
@@ -122,7 +172,9 @@ impl Bootstrap {
             store,
             everyone,
             groups: Mutex::new(HashMap::from([(sorted, 1)])),
-            server: Mutex::new(Stage::Open(server)),
+            server,
+            heartbeat,
+            is_closed: Mutex::new(false),
         }))
     }
 
@@ -211,36 +263,37 @@ impl Bootstrap {
 
     /// Leaves in order: the others take this rank for one that left, not for one that was lost.
     ///
-    /// Rank 0 goes on serving the store until all others have left or were lost, or the deadline
-    /// passes. Calls that are under way on this rank end with [`ErrorKind::Closed`], as do later
+    /// The rank that serves the store goes on until all others have left or were lost, or the deadline
+    /// passes; then another serves it. Calls that are under way on this rank end with [`ErrorKind::Closed`], as do later
     /// ones. Closing again does nothing.
     ///
     /// # Errors
-    /// [`ErrorKind::Timeout`] naming the ranks that still remain, on rank 0, and
-    /// [`ErrorKind::PeerLost`] naming rank 0 when it is gone. This rank has left all the same.
+    /// [`ErrorKind::Timeout`] naming the ranks that still remain, on the rank that serves the store;
+    /// [`ErrorKind::GivenUp`] where the others went on without this rank. It has left all the same.
     pub fn close(&self, deadline: Deadline) -> Result<()> {
-        let mut stage = lock(&self.server);
-        let Stage::Open(server) = std::mem::replace(&mut *stage, Stage::Closed) else {
+        let mut is_closed = lock(&self.is_closed);
+        if std::mem::replace(&mut *is_closed, true) {
             return Ok(());
-        };
+        }
         let mut result = self
             .client
             .leave(deadline)
             .or_else(|error| match error.kind() {
-                // Rank 0 may be gone by the time the others leave.
+                // The rank that serves may be gone by the time the others leave.
                 ErrorKind::PeerLeft => Ok(()),
                 _ => Err(error),
             });
         let notifier = self.disconnect();
-        if let Some(server) = server {
-            let remaining = server.wait_until_empty(deadline);
+        if self.server.serves() {
+            let remaining = self.server.wait_until_empty(deadline);
             if let [first, ..] = remaining[..] {
                 let names: Vec<_> = remaining.iter().map(Rank::to_string).collect();
                 let error = deadline.expired(&format!("rank {} to leave", names.join(", ")));
                 result = result.and(Err(error.with_peer(first)));
             }
-            drop(server);
         }
+        self.heartbeat.stop();
+        self.server.stop();
         finish(notifier, deadline);
         result.map_err(|error| error.with_rank(self.rank).with_operation("leave"))
     }
@@ -248,15 +301,14 @@ impl Bootstrap {
     /// Ends this rank's membership as a failure: for the others it is lost, and `reason` is in their
     /// errors, as in "rank 1 was lost: REASON". At most 4,096 bytes of it are sent.
     ///
-    /// Calls that are under way on this rank end with [`ErrorKind::Closed`], as do later ones. When
-    /// rank 0 aborts, the store ends with it. Blocks for about two seconds at most. Does nothing
+    /// Calls that are under way on this rank end with [`ErrorKind::Closed`], as do later ones. Blocks for about two seconds at most. Does nothing
     /// after [`Bootstrap::close`] or an earlier abort. Dropping a member that was not closed aborts
     /// it.
     pub fn abort(&self, reason: &str) {
-        let mut stage = lock(&self.server);
-        let Stage::Open(server) = std::mem::replace(&mut *stage, Stage::Closed) else {
+        let mut is_closed = lock(&self.is_closed);
+        if std::mem::replace(&mut *is_closed, true) {
             return;
-        };
+        }
         let deadline = Deadline::after(DROP_TIMEOUT);
         tracing::debug!(rank = self.rank, reason, "aborting");
         if let Err(error) = self.client.abort(reason, deadline) {
@@ -264,19 +316,44 @@ impl Bootstrap {
             tracing::debug!(%error, "could not send the reason of an abort");
         }
         let notifier = self.disconnect();
-        drop(server);
+        self.heartbeat.stop();
+        self.server.stop();
         finish(notifier, deadline);
     }
 
     /// Whether this rank has closed its membership or aborted it.
     pub fn is_closed(&self) -> bool {
-        matches!(*lock(&self.server), Stage::Closed)
+        *lock(&self.is_closed)
     }
 
     fn disconnect(&self) -> Option<JoinHandle<()>> {
         let notifier = self.client.health().close();
         self.client.close();
         notifier
+    }
+}
+
+/// The listener at the job's address, if this rank is to serve the store: rank 0 does, or a rank of the
+/// process that holds the port for a unique id.
+fn listener_of_job(config: &JoinConfig) -> Result<Option<TcpListener>> {
+    let address = config.rendezvous.address();
+    if config.rank != 0 {
+        let deadline = Deadline::after(RANK_0_TIMEOUT);
+        while socket::is_reserved(address) && !deadline.passed() {
+            thread::sleep(Duration::from_millis(5));
+        }
+        return Ok(socket::take_reserved(address));
+    }
+    match socket::listen(address) {
+        Ok(listener) => Ok(Some(listener)),
+        // The process that made the id serves the store.
+        Err(error)
+            if error.kind() == ErrorKind::AddressInUse
+                && matches!(config.rendezvous, Rendezvous::Id(_)) =>
+        {
+            Ok(None)
+        }
+        Err(error) => Err(error),
     }
 }
 

@@ -4,6 +4,7 @@ use crate::error::{Error, ErrorKind, Rank, Result};
 use serde::de::{DeserializeOwned, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use std::fmt;
+use std::net::SocketAddr;
 use std::sync::Arc;
 
 /// The longest key, in bytes.
@@ -132,6 +133,53 @@ pub(crate) enum Request {
     Abort {
         reason: String,
     },
+    /// A sign of life. Not answered.
+    Alive,
+    /// The sender does not hear the store any more, and looks for another rank that serves it. Not
+    /// answered.
+    GiveUp {
+        reason: String,
+    },
+    /// A part of what the sender knows of the store that was lost. Not answered.
+    Restore {
+        entries: Vec<JournalEntry>,
+        gathers: Vec<(GatherId, Reply)>,
+    },
+    /// The sender has said all that it knows of it. Not answered.
+    Restored,
+}
+
+/// What became of a key by a request of the rank that tells of it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct JournalEntry {
+    pub(crate) key: String,
+    /// The store's count of changes at that request: of several entries, the highest holds.
+    pub(crate) version: u64,
+    /// `None` where the request deleted the key.
+    pub(crate) value: Option<Bytes>,
+}
+
+/// The first frame of a connection after the handshake: what the process comes for.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum Entry {
+    /// To join the job. Should the store's rank be lost, this one can be reached at `standby`.
+    Join { standby: Option<SocketAddr> },
+    /// To go on in the job `session`, whose store was lost.
+    Resume {
+        session: [u8; 32],
+        /// The ranks that this one knows to be lost, and why.
+        lost: Vec<(u32, String)>,
+        /// Those that it knows to have left.
+        left: Vec<u32>,
+    },
+}
+
+/// An answer as it is sent.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Answer {
+    /// The store's count of changes after the request, where it could change something.
+    pub(crate) version: u64,
+    pub(crate) reply: Reply,
 }
 
 /// What the store answers.
@@ -150,18 +198,32 @@ pub(crate) enum Reply {
 /// What the store tells every member unasked.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Event {
-    /// Every rank has joined.
-    Ready,
+    /// Every rank has joined, or, after a loss of the store, is back: requests are answered. With where
+    /// each rank would serve the store.
+    Ready {
+        standby: Vec<Option<SocketAddr>>,
+    },
     /// A rank gave up waiting for these ranks to join.
     Abandoned {
         missing: Vec<u32>,
     },
+    /// A rank is lost. It is told so itself, if it can be.
     Lost {
         rank: u32,
         reason: String,
     },
     Left {
         rank: u32,
+    },
+    /// A sign of life.
+    Alive,
+    /// Others changed keys that the receiver had set, at these versions.
+    Forget {
+        keys: Vec<(String, u64)>,
+    },
+    /// Everybody was told to forget what was deleted up to this version.
+    Checkpoint {
+        version: u64,
     },
 }
 
@@ -185,6 +247,7 @@ pub(crate) enum RefusalKind {
     PeerLeft,
     Cancelled,
     OutOfMemory,
+    GivenUp,
 }
 
 impl Refusal {
@@ -218,6 +281,7 @@ impl Refusal {
             RefusalKind::PeerLeft => ErrorKind::PeerLeft,
             RefusalKind::Cancelled => ErrorKind::Timeout,
             RefusalKind::OutOfMemory => ErrorKind::OutOfMemory,
+            RefusalKind::GivenUp => ErrorKind::GivenUp,
         };
         let mut error = Error::new(kind, self.message);
         if let Some(peer) = self.peer {
@@ -266,7 +330,19 @@ impl Request {
                     reason.len()
                 ),
             )),
-            Self::Cancel { .. } | Self::Missing | Self::Leave | Self::Abort { .. } => Ok(()),
+            Self::Restore { entries, gathers } => {
+                check_keys(entries.iter().map(|entry| &entry.key))?;
+                gathers
+                    .iter()
+                    .try_for_each(|(id, _)| check_ranks(&id.members, world))
+            }
+            Self::Cancel { .. }
+            | Self::Missing
+            | Self::Leave
+            | Self::Abort { .. }
+            | Self::Alive
+            | Self::GiveUp { .. }
+            | Self::Restored => Ok(()),
         }
     }
 }
@@ -346,7 +422,8 @@ mod tests {
             if let Ok(request) = decode::<Request>(&body) {
                 let _ = request.check(4);
             }
-            let _ = decode::<Reply>(&body);
+            let _ = decode::<Answer>(&body);
+            let _ = decode::<Entry>(&body);
             let _ = decode::<Event>(&body);
         }
 

@@ -3,8 +3,9 @@
 //!
 //! Rank 0 serves a store over TCP; every rank, rank 0 included, is a client of it. Joining takes a
 //! proof, in both directions, of holding the job's secret. From then on the connection stands for
-//! the rank: while it is open the rank is there, and when it ends without a goodbye the rank is
-//! lost, and every wait that depends on it ends with an error that names it.
+//! the rank: while it is open and signs of life come over it the rank is there, and when it ends without
+//! a goodbye the rank is lost, and every wait that depends on it ends with an error that names it. When
+//! the rank that serves the store is lost, another serves it.
 //!
 //! ```
 //! use std::time::Duration;
@@ -39,26 +40,34 @@
 //! | `config.rs`, `environment.rs`, `nodelist.rs` | where to meet and as whom, from launchers' variables |
 //! | `unique_id.rs`, `secret.rs` | the id on the wire, keys and proofs |
 //! | `store.rs`, `group.rs`, `health.rs` | what a member can do and learn |
-//! | `client.rs` | a member's connection |
-//! | `server.rs` | the connections of all members, on rank 0 |
+//! | `client.rs`, `connection.rs` | a member's requests, its connection |
+//! | `handover.rs`, `journal.rs`, `restore.rs` | another rank serves the store |
+//! | `heartbeat.rs`, `pulse.rs` | signs of life |
+//! | `server.rs` | the connections of all members, on the rank that serves |
 //! | `table.rs`, `members.rs`, `values.rs`, `waiters.rs`, `gathers.rs`, `outgoing.rs` | the store's state, without sockets or clocks |
 //! | `handshake.rs`, `message.rs`, `seal.rs`, `frame.rs` | the protocol, from the outside in |
 //! | `outbox.rs`, `socket.rs` | sending without blocking, socket options |
 
 mod client;
 mod config;
+mod connection;
 mod environment;
 mod frame;
 mod gathers;
 mod group;
+mod handover;
 mod handshake;
 mod health;
+mod heartbeat;
+mod journal;
 mod member;
 mod members;
 mod message;
 mod nodelist;
 mod outbox;
 mod outgoing;
+mod pulse;
+mod restore;
 mod seal;
 mod secret;
 mod server;

@@ -141,6 +141,11 @@ impl Outbox {
         let _ = self.stream.shutdown(Shutdown::Both);
     }
 
+    /// Shuts the connection down. What was sent before still arrives.
+    pub(crate) fn shut_down(&self) {
+        self.shut(&mut lock(&self.queue));
+    }
+
     /// Shuts the connection down and waits for the sending thread, which that ends.
     pub(crate) fn close(&self) {
         let drain = {

@@ -1,10 +1,15 @@
-//! The store's server, which runs in the process of rank 0.
+//! The store's server.
+//!
+//! Every rank runs one, and one of them serves. The others stand by: they let a rank whose connection to
+//! the store ended prove itself, and have it wait until they serve, should it come to that.
 
 use super::frame;
-use super::handshake;
-use super::message::{self, MAX_WORLD, Refusal, RefusalKind, Request};
+use super::handshake::{self, Claim};
+use super::health::Health;
+use super::message::{self, Entry, MAX_WORLD, Refusal, RefusalKind, Request};
 use super::outbox::Outbox;
 use super::outgoing::Outgoing;
+use super::pulse::{Heard, Pulse, not_heard};
 use super::seal::Opener;
 use super::secret::{Secret, random_bytes};
 use super::socket::{self, DeadlineStream};
@@ -32,25 +37,34 @@ const MAX_UNAUTHENTICATED: usize = 64;
 /// How long the server rests when the process is out of descriptors.
 const DESCRIPTOR_PAUSE: Duration = Duration::from_millis(20);
 
+/// Between two looks of a connection that waits for this rank to serve.
+const STANDBY_INTERVAL: Duration = Duration::from_millis(20);
+/// How long a look whether a rank still listens may take.
+const PROBE_TIMEOUT: Duration = Duration::from_millis(100);
+
 /// What the server needs to know.
 pub(crate) struct Settings {
-    pub(crate) address: SocketAddr,
+    /// Whose process this is.
+    pub(crate) rank: Rank,
     pub(crate) world: usize,
     pub(crate) secret: Secret,
     pub(crate) heartbeat: Duration,
+    /// How long a rank may be silent.
+    pub(crate) heartbeat_limit: Duration,
     pub(crate) store_limit: usize,
+    /// What this rank knows of the others.
+    pub(crate) health: Health,
 }
 
 /// A running server.
 pub(crate) struct Server {
     shared: Arc<Shared>,
-    accepting: Option<JoinHandle<()>>,
+    accepting: Mutex<Option<JoinHandle<()>>>,
 }
 
 struct Shared {
     listener: TcpListener,
     settings: Settings,
-    session: [u8; 32],
     state: Mutex<State>,
     /// The most connections that may be in a handshake at a time.
     max_unauthenticated: usize,
@@ -60,7 +74,11 @@ struct Shared {
 
 struct State {
     table: Table,
-    outboxes: HashMap<u32, Arc<Outbox>>,
+    /// What identifies the job, once this rank serves it.
+    session: Option<[u8; 32]>,
+    /// When this rank took over from one that was lost.
+    took_over: Option<Instant>,
+    members: HashMap<u32, Member>,
     /// Every open connection by a number of its own, so that closing can end them all.
     streams: HashMap<u64, Arc<TcpStream>>,
     threads: HashMap<u64, JoinHandle<()>>,
@@ -75,27 +93,34 @@ struct State {
     closing: bool,
 }
 
+/// The connection of a member.
+struct Member {
+    outbox: Arc<Outbox>,
+    pulse: Arc<Pulse>,
+}
+
 impl Server {
-    /// Listens and starts to accept members.
+    /// Starts to accept members on `listener`, as the server of a new job if it `serves`, else to stand
+    /// by.
     ///
     /// # Errors
-    /// [`ErrorKind::AddressInUse`] and other failures to listen.
-    pub(crate) fn start(settings: Settings) -> Result<Self> {
+    /// [`ErrorKind::InvalidArgument`] for a world that is too large, and those of the system.
+    pub(crate) fn start(listener: TcpListener, serves: bool, settings: Settings) -> Result<Self> {
         if settings.world == 0 || settings.world > MAX_WORLD {
             return Err(Error::invalid(format!(
                 "a world of {} ranks is out of range; expected 1 to {MAX_WORLD}",
                 settings.world
             )));
         }
-        let listener = socket::listen(settings.address)?;
         let table = Table::new(settings.world, settings.store_limit);
         let shared = Arc::new(Shared {
             listener,
-            session: random_bytes()?,
             settings,
             state: Mutex::new(State {
                 table,
-                outboxes: HashMap::new(),
+                session: serves.then(random_bytes).transpose()?,
+                took_over: None,
+                members: HashMap::new(),
                 streams: HashMap::new(),
                 threads: HashMap::new(),
                 finished: Vec::new(),
@@ -113,7 +138,7 @@ impl Server {
         };
         Ok(Self {
             shared,
-            accepting: Some(accepting),
+            accepting: Mutex::new(Some(accepting)),
         })
     }
 
@@ -123,6 +148,77 @@ impl Server {
             .listener
             .local_addr()
             .map_err(|error| Error::io("get the store's address", &error))
+    }
+
+    /// Whether this rank serves the store.
+    pub(crate) fn serves(&self) -> bool {
+        lock(&self.shared.state).session.is_some()
+    }
+
+    /// Begins to serve the job `session`, whose store was lost. Its ranks are at `standby`.
+    pub(crate) fn take_over(&self, session: [u8; 32], standby: Vec<Option<SocketAddr>>) {
+        let shared = &self.shared;
+        let (lost, left) = shared.settings.health.gone();
+        let mut state = lock(&shared.state);
+        if state.session.is_none() {
+            tracing::info!(rank = shared.settings.rank, "serving the store");
+            let limit = shared.settings.store_limit;
+            state.table = Table::restoring(standby, limit, &lost, &left);
+            state.took_over = Some(Instant::now());
+            state.session = Some(session);
+        }
+        drop(state);
+        shared.changed.notify_all();
+    }
+
+    /// Shows the members that this process runs, and gives up those that do not. Nothing before
+    /// `awake_since` counts.
+    pub(crate) fn beat(&self, limit: Duration, awake_since: Instant) {
+        let shared = &self.shared;
+        let mut state = lock(&shared.state);
+        if state.session.is_none() || state.closing {
+            return;
+        }
+        let silent = |member: &Member| member.pulse.silence(awake_since) > limit;
+        let members = state.members.iter();
+        let silent: Vec<(u32, Arc<Outbox>)> = members
+            .filter(|(_, member)| silent(member))
+            .map(|(&rank, member)| (rank, member.outbox.clone()))
+            .collect();
+        for (rank, _) in &silent {
+            state.table.give_up(*rank, &not_heard(limit));
+        }
+        let mut missing = Vec::new();
+        if state.table.is_restoring() {
+            missing = state.table.missing();
+            let late = |since: Instant| since.max(awake_since).elapsed() > limit / 2;
+            if state.took_over.is_some_and(late) {
+                let server = shared.settings.rank;
+                let reason = format!("it did not reach rank {server}, which serves the store now");
+                for rank in std::mem::take(&mut missing) {
+                    state.table.lose(rank, &reason);
+                }
+            }
+        }
+        state.table.beat();
+        let standby = |&rank: &u32| Some((rank, state.table.standby(rank)?));
+        let missing: Vec<(u32, SocketAddr)> = missing.iter().filter_map(standby).collect();
+        shared.deliver(state);
+        for (_, outbox) in silent {
+            outbox.shut_down();
+        }
+        for (rank, address) in missing {
+            // Its process listens as long as it runs.
+            let refused =
+                |error: std::io::Error| error.kind() == std::io::ErrorKind::ConnectionRefused;
+            if socket::connect(address, PROBE_TIMEOUT).is_err_and(refused) {
+                let mut state = lock(&shared.state);
+                if state.table.missing().contains(&rank) {
+                    state.table.lose(rank, "its process has ended");
+                }
+                shared.deliver(state);
+            }
+        }
     }
 
     /// Tells the members that nobody waits any more for the ranks that are missing.
@@ -140,7 +236,7 @@ impl Server {
             let present = state.table.present();
             let left = deadline.remaining();
             // A member that left closes its connection once it has read the answer to its goodbye.
-            if state.outboxes.is_empty() || left.is_zero() {
+            if state.members.is_empty() || left.is_zero() {
                 return present.into_iter().map(|rank| rank as Rank).collect();
             }
             state = self
@@ -152,22 +248,30 @@ impl Server {
         }
     }
 
-    /// Closes every connection and the listener, and waits for all threads to end.
-    fn stop(&mut self) {
-        let Some(accepting) = self.accepting.take() else {
-            return;
-        };
-        let outboxes: Vec<_> = {
-            let mut state = lock(&self.shared.state);
-            state.closing = true;
-            for stream in state.streams.values() {
-                let _ = stream.shutdown(Shutdown::Both);
-            }
-            state.outboxes.values().cloned().collect()
-        };
+    /// Closes every connection and the listener. Its threads end soon.
+    pub(crate) fn shut_down(&self) {
+        let mut state = lock(&self.shared.state);
+        state.closing = true;
+        for stream in state.streams.values() {
+            let _ = stream.shutdown(Shutdown::Both);
+        }
+        drop(state);
         self.shared.changed.notify_all();
         // On Linux this ends the accept() that is under way.
         let _ = rustix::net::shutdown(&self.shared.listener, rustix::net::Shutdown::Both);
+    }
+
+    /// Closes every connection and the listener, and waits for all threads to end.
+    pub(crate) fn stop(&self) {
+        let Some(accepting) = lock(&self.accepting).take() else {
+            return;
+        };
+        self.shut_down();
+        let outboxes: Vec<_> = {
+            let state = lock(&self.shared.state);
+            let members = state.members.values();
+            members.map(|member| member.outbox.clone()).collect()
+        };
         let _ = accepting.join();
         for outbox in outboxes {
             outbox.close();
@@ -281,13 +385,21 @@ impl Shared {
 
     /// A connection from its first byte to its last.
     fn serve(&self, id: u64, stream: Arc<TcpStream>) {
-        let member = self.greet(id, &stream);
-        {
+        let claim = self.authenticate(&stream);
+        let in_time = {
             let mut state = lock(&self.state);
             state.handshakes -= 1;
-            state.unauthenticated.remove(&id);
-        }
+            state.unauthenticated.remove(&id).is_some()
+        };
         self.changed.notify_all();
+        let member = match claim {
+            Ok(_) if !in_time => Err(Error::new(
+                ErrorKind::Timeout,
+                "the connection was dropped for another; expected a faster handshake",
+            )),
+            Ok(claim) => self.admit_member(&stream, claim),
+            Err(error) => Err(error),
+        };
         match member {
             Ok((rank, outbox, opener)) => {
                 let reason = self.attend(rank, &stream, opener);
@@ -297,7 +409,7 @@ impl Shared {
                     // Without effect on one that left in order.
                     state.table.lose(rank, &reason);
                 }
-                state.outboxes.remove(&rank);
+                state.members.remove(&rank);
                 self.deliver(state);
                 self.changed.notify_all();
             }
@@ -308,20 +420,32 @@ impl Shared {
         state.finished.push(id);
     }
 
-    /// The handshake, and the admission of the rank.
-    fn greet(&self, id: u64, stream: &Arc<TcpStream>) -> Result<(u32, Arc<Outbox>, Opener)> {
-        socket::set_options(stream, self.settings.heartbeat)
-            .map_err(|error| Error::io("set socket options", &error))?;
+    /// The handshake.
+    fn authenticate(&self, stream: &TcpStream) -> Result<Claim> {
+        let failed = |error| Error::io("set socket options", &error);
+        socket::set_options(stream, self.settings.heartbeat).map_err(failed)?;
         let mut timed = DeadlineStream::new(stream, Deadline::after(HANDSHAKE_TIMEOUT));
         let claim = handshake::accept(&mut timed, &self.settings.secret)?;
-        let outbox = Outbox::new(stream.clone(), claim.seals.sealer);
-        match self.enter(id, claim.rank, claim.world, &outbox) {
+        timed.finish().map_err(failed)?;
+        Ok(claim)
+    }
+
+    /// Admits a rank, or tells it why not.
+    fn admit_member(
+        &self,
+        stream: &Arc<TcpStream>,
+        claim: Claim,
+    ) -> Result<(u32, Arc<Outbox>, (Opener, Arc<Pulse>))> {
+        let pulse = Pulse::new();
+        let member = Member {
+            outbox: Outbox::new(stream.clone(), claim.seals.sealer),
+            pulse: pulse.clone(),
+        };
+        let outbox = member.outbox.clone();
+        match self.enter(claim.rank, claim.world, &claim.entry, member) {
             Ok(rank) => {
-                timed
-                    .finish()
-                    .map_err(|error| Error::io("set socket options", &error))?;
                 self.changed.notify_all();
-                Ok((rank, outbox, claim.seals.opener))
+                Ok((rank, outbox, (claim.seals.opener, pulse)))
             }
             Err(refusal) => {
                 outbox.push(0, &handshake::refusal(&refusal)?)?;
@@ -330,35 +454,76 @@ impl Shared {
         }
     }
 
-    fn enter(&self, id: u64, rank: u64, world: u64, outbox: &Arc<Outbox>) -> Result<u32, Refusal> {
+    fn enter(&self, rank: u64, world: u64, entry: &Entry, member: Member) -> Result<u32, Refusal> {
         let expected = self.settings.world as u64;
         if world != expected {
             let message = format!(
-                "rank {rank} was started for a world of {world} ranks, rank 0 for one of {expected}; expected the same"
+                "rank {rank} was started for a world of {world} ranks, rank {} for one of {expected}; expected the same",
+                self.settings.rank
             );
             return Err(Refusal::new(RefusalKind::Mismatch, message));
         }
         let rank = u32::try_from(rank).unwrap_or(u32::MAX);
-        let welcome = handshake::welcome(self.session)
+        let mut state = match entry {
+            Entry::Join { .. } => lock(&self.state),
+            Entry::Resume { .. } => self.wait_until_serving(rank)?,
+        };
+        let Some(session) = state.session else {
+            let message = format!("rank {} does not serve the store", self.settings.rank);
+            return Err(Refusal::new(RefusalKind::Mismatch, message));
+        };
+        let welcome = handshake::welcome(session, self.settings.rank)
             .map_err(|error| Refusal::new(RefusalKind::Protocol, error.to_string()))?;
-        let mut state = lock(&self.state);
-        if state.unauthenticated.remove(&id).is_none() {
-            let message = "the connection was dropped for another; expected a faster handshake";
-            return Err(Refusal::new(RefusalKind::Protocol, message));
+        match entry {
+            Entry::Join { standby } => state.table.join(rank, *standby)?,
+            Entry::Resume {
+                session: theirs, ..
+            } if *theirs != session => {
+                let message = format!("rank {rank} is of another job");
+                return Err(Refusal::new(RefusalKind::Mismatch, message));
+            }
+            Entry::Resume { lost, left, .. } => state.table.resume(rank, lost, left)?,
         }
-        state.table.join(rank)?;
         // Under the lock, so that no event overtakes the welcome. Should it fail, the reader finds
         // the connection closed, and the rank is lost.
-        let _ = outbox.push(0, &welcome);
-        state.outboxes.insert(rank, outbox.clone());
+        let _ = member.outbox.push(0, &welcome);
+        state.members.insert(rank, member);
         state.table.announce();
         self.deliver(state);
         Ok(rank)
     }
 
+    /// Has a rank that lost its connection to the store wait until this rank serves it.
+    fn wait_until_serving(&self, rank: u32) -> Result<MutexGuard<'_, State>, Refusal> {
+        let deadline = Deadline::after(self.settings.heartbeat_limit);
+        let mut state = lock(&self.state);
+        loop {
+            if let Some(reason) = self.settings.health.reason(rank as Rank) {
+                return Err(Refusal::new(RefusalKind::GivenUp, reason));
+            }
+            if state.session.is_some() && !state.closing {
+                return Ok(state);
+            }
+            if state.closing || deadline.passed() {
+                let reason = "its connection to the store was cut, which others still reach";
+                return Err(Refusal::new(RefusalKind::GivenUp, reason));
+            }
+            state = self
+                .changed
+                .wait_timeout(state, STANDBY_INTERVAL)
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
+        }
+    }
+
     /// Handles a member's requests; returns why its connection ended.
-    fn attend(&self, rank: u32, stream: &TcpStream, mut opener: Opener) -> String {
-        let mut reader = BufReader::with_capacity(16 << 10, stream);
+    fn attend(
+        &self,
+        rank: u32,
+        stream: &TcpStream,
+        (mut opener, pulse): (Opener, Arc<Pulse>),
+    ) -> String {
+        let mut reader = BufReader::with_capacity(16 << 10, Heard::new(stream, pulse));
         loop {
             let frame = match opener.read(&mut reader, frame::MAX_BODY) {
                 Ok(Some(frame)) => frame,
@@ -374,7 +539,15 @@ impl Shared {
             if state.closing {
                 return "the store is closing".into();
             }
-            state.table.handle(rank, frame.id, request);
+            match request {
+                Request::Alive => continue,
+                // One is enough: the others learn of it when this store ends.
+                Request::GiveUp { reason } => {
+                    let own = u32::try_from(self.settings.rank).unwrap_or(u32::MAX);
+                    state.table.give_up(own, &reason);
+                }
+                request => state.table.handle(rank, frame.id, request),
+            }
             self.deliver(state);
             if leaving {
                 self.changed.notify_all();
@@ -388,12 +561,12 @@ impl Shared {
         let outgoing = state.table.take_outgoing();
         let mut addressed: Vec<(Arc<Outbox>, Outgoing)> = outgoing
             .into_iter()
-            .filter_map(|frame| Some((state.outboxes.get(&frame.to)?.clone(), frame)))
+            .filter_map(|frame| Some((state.members.get(&frame.to)?.outbox.clone(), frame)))
             .collect();
         drop(state);
-        // Rank 0 last: what it learns may end its process, and with it this store. The others are to
-        // know by then why, or they would name rank 0 for what another's loss did.
-        addressed.sort_by_key(|(_, frame)| frame.to == 0);
+        // This rank last: what it learns may end its process, and with it this store. The others are to
+        // know by then why, or they would name this rank for what another's loss did.
+        addressed.sort_by_key(|(_, frame)| frame.to as Rank == self.settings.rank);
         for (outbox, frame) in addressed {
             // A connection that fails here is noticed by its reader.
             if let Err(error) = outbox.push(frame.id, &frame.body)

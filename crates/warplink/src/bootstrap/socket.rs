@@ -18,14 +18,11 @@ const BACKLOG: i32 = 4096;
 
 /// Picks a free port on `ip` and holds it for [`take_reserved`].
 pub(crate) fn reserve(ip: IpAddr) -> Result<SocketAddr> {
-    let failed = |error: io::Error| {
-        let kind = Error::io("listen", &error).kind();
-        Error::new(kind, format!("cannot listen on {ip}: {error}"))
-            .with_operation("create a unique id")
-    };
-    let listener = TcpListener::bind((ip, 0)).map_err(failed)?;
-    rustix::net::listen(&listener, BACKLOG).map_err(|errno| failed(errno.into()))?;
-    let address = listener.local_addr().map_err(failed)?;
+    let listener =
+        listen_on_any_port(ip).map_err(|error| error.with_operation("create a unique id"))?;
+    let address = listener
+        .local_addr()
+        .map_err(|error| Error::io("create a unique id", &error))?;
     lock(&RESERVED).insert(address, listener);
     Ok(address)
 }
@@ -33,6 +30,22 @@ pub(crate) fn reserve(ip: IpAddr) -> Result<SocketAddr> {
 /// The listener that [`reserve`] left for `address`, if this process did.
 pub(crate) fn take_reserved(address: SocketAddr) -> Option<TcpListener> {
     lock(&RESERVED).remove(&address)
+}
+
+/// Whether this process holds `address` for the rank that serves the store.
+pub(crate) fn is_reserved(address: SocketAddr) -> bool {
+    lock(&RESERVED).contains_key(&address)
+}
+
+/// Listens on any port of `ip`.
+pub(crate) fn listen_on_any_port(ip: IpAddr) -> Result<TcpListener> {
+    let failed = |error: io::Error| {
+        let kind = Error::io("listen", &error).kind();
+        Error::new(kind, format!("cannot listen on {ip}: {error}"))
+    };
+    let listener = TcpListener::bind((ip, 0)).map_err(failed)?;
+    rustix::net::listen(&listener, BACKLOG).map_err(|errno| failed(errno.into()))?;
+    Ok(listener)
 }
 
 /// Listens at `address`, or on every interface when the address is not this machine's own: behind

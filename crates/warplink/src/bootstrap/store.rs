@@ -66,7 +66,7 @@ impl Store {
     pub fn set(&self, key: impl Into<String>, value: impl AsRef<[u8]>) -> Result<()> {
         let key = key.into();
         let pairs = vec![(key.clone(), Bytes::from(value.as_ref()))];
-        self.ask("set", Some(&key), &Request::Set { pairs })
+        self.ask("set", Some(&key), Request::Set { pairs })
             .map(drop)
     }
 
@@ -79,7 +79,7 @@ impl Store {
             .iter()
             .map(|(key, value)| (key.clone(), Bytes::from(&value[..])))
             .collect();
-        self.ask("multi-set", None, &Request::Set { pairs })
+        self.ask("multi-set", None, Request::Set { pairs })
             .map(drop)
     }
 
@@ -133,7 +133,7 @@ impl Store {
     /// Those of every call.
     pub fn check<K: AsRef<str>>(&self, keys: &[K]) -> Result<bool> {
         let keys: Vec<_> = keys.iter().map(|key| key.as_ref().to_owned()).collect();
-        match self.ask("check", None, &Request::Check { keys })? {
+        match self.ask("check", None, Request::Check { keys })? {
             Reply::Flag(there) => Ok(there),
             _ => Err(unexpected("check")),
         }
@@ -147,7 +147,7 @@ impl Store {
         match self.ask(
             "delete",
             Some(key),
-            &Request::Delete {
+            Request::Delete {
                 key: key.to_owned(),
             },
         )? {
@@ -167,7 +167,7 @@ impl Store {
         match self.ask(
             "add",
             Some(key),
-            &Request::Add {
+            Request::Add {
                 key: key.to_owned(),
                 amount,
             },
@@ -193,14 +193,14 @@ impl Store {
             expected: expected.map(Bytes::from),
             new: new.as_ref().into(),
         };
-        match self.ask("compare-and-set", Some(key), &request)? {
+        match self.ask("compare-and-set", Some(key), request)? {
             Reply::Done => Ok(Ok(())),
             Reply::Kept(current) => Ok(Err(current.map(|value| value.0.to_vec()))),
             _ => Err(unexpected("compare-and-set")),
         }
     }
 
-    fn ask(&self, operation: &str, key: Option<&str>, request: &Request) -> Result<Reply> {
+    fn ask(&self, operation: &str, key: Option<&str>, request: Request) -> Result<Reply> {
         let answer = self
             .client
             .call(operation, request, Deadline::after(self.limit));
@@ -254,7 +254,7 @@ impl Store {
         self.client
             .call(
                 operation,
-                &Request::Wait { keys, on_ready, on },
+                Request::Wait { keys, on_ready, on },
                 wait.deadline,
             )
             .map_err(

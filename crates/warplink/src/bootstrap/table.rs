@@ -5,10 +5,12 @@
 
 use super::gathers::{Contribution, Gathers};
 use super::members::MemberState;
-use super::message::{Bytes, Event, Refusal, RefusalKind, Reply, Request};
+use super::message::{Answer, Bytes, Event, Refusal, RefusalKind, Reply, Request};
 use super::outgoing::{Outgoing, body};
+use super::restore::Restoring;
 use super::values::Values;
 use super::waiters::{Waiter, Waiters};
+use std::net::SocketAddr;
 use std::sync::Arc;
 
 /// The whole state of a store.
@@ -20,6 +22,10 @@ pub(crate) struct Table {
     gathers: Gathers,
     /// Whether a rank gave up before all had joined, so that the job can no longer begin.
     abandoned: bool,
+    /// Where each rank would serve the store.
+    standby: Vec<Option<SocketAddr>>,
+    /// After a loss of the store, until every rank that is left has told what it knows of it.
+    restoring: Option<Restoring>,
     out: Vec<Outgoing>,
 }
 
@@ -32,7 +38,34 @@ impl Table {
             waiters: Waiters::default(),
             gathers: Gathers::default(),
             abandoned: false,
+            standby: vec![None; world],
+            restoring: None,
             out: Vec::new(),
+        }
+    }
+
+    /// The table that takes the place of one that was lost, empty until every rank that is not
+    /// `lost` and has not `left` has told what it knows of it.
+    pub(crate) fn restoring(
+        standby: Vec<Option<SocketAddr>>,
+        limit: usize,
+        lost: &[(u32, String)],
+        left: &[u32],
+    ) -> Self {
+        let mut table = Self::new(standby.len(), limit);
+        table.standby = standby;
+        table.restoring = Some(Restoring::default());
+        table.learn(lost, left);
+        table
+    }
+
+    /// What another rank knows of losses.
+    fn learn(&mut self, lost: &[(u32, String)], left: &[u32]) {
+        for &rank in left {
+            self.depart(rank, MemberState::Left);
+        }
+        for (rank, reason) in lost {
+            self.lose(*rank, reason);
         }
     }
 
@@ -64,7 +97,7 @@ impl Table {
     }
 
     /// Admits a rank, or says why not.
-    pub(crate) fn join(&mut self, rank: u32) -> Result<(), Refusal> {
+    pub(crate) fn join(&mut self, rank: u32, standby: Option<SocketAddr>) -> Result<(), Refusal> {
         let world = self.world();
         if self.abandoned {
             let message = "another rank stopped waiting before every rank had joined";
@@ -77,6 +110,9 @@ impl Table {
         let past = match state {
             MemberState::Absent => {
                 *state = MemberState::Present;
+                if let Some(place) = self.standby.get_mut(rank as usize) {
+                    *place = standby;
+                }
                 return Ok(());
             }
             MemberState::Present => "has already joined",
@@ -85,6 +121,60 @@ impl Table {
         };
         let message = format!("rank {rank} {past}; expected a rank of its own for every process");
         Err(Refusal::new(RefusalKind::Mismatch, message).with_peer(rank))
+    }
+
+    /// Admits a rank that had joined before the store was lost, and learns from it who else is gone.
+    pub(crate) fn resume(
+        &mut self,
+        rank: u32,
+        lost: &[(u32, String)],
+        left: &[u32],
+    ) -> Result<(), Refusal> {
+        self.learn(lost, left);
+        let gone_as = match self.members.get(rank as usize) {
+            Some(MemberState::Lost { reason }) => reason.clone(),
+            Some(MemberState::Absent) => {
+                if let Some(restoring) = &mut self.restoring {
+                    restoring.expect(rank);
+                    self.members[rank as usize] = MemberState::Present;
+                    return Ok(());
+                }
+                "it came too late".to_owned()
+            }
+            _ => "another process has its place".to_owned(),
+        };
+        Err(Refusal::new(RefusalKind::GivenUp, gone_as))
+    }
+
+    /// Whether ranks that are left have not told yet what they know.
+    pub(crate) fn is_restoring(&self) -> bool {
+        self.restoring.is_some()
+    }
+
+    /// Where `rank` would serve the store.
+    pub(crate) fn standby(&self, rank: u32) -> Option<SocketAddr> {
+        self.standby.get(rank as usize).copied().flatten()
+    }
+
+    /// Ends the restoring when every rank that is left has told what it knows.
+    fn finish_restoring(&mut self) {
+        if self.members.contains(&MemberState::Absent) {
+            return;
+        }
+        let Some(restoring) = self.restoring.take_if(|restoring| restoring.is_complete()) else {
+            return;
+        };
+        let (values, gathers, version) = restoring.into_parts();
+        self.values.count_from(version);
+        for (key, value, owner) in values {
+            if let Err(refusal) = self.values.insert(key, value, owner) {
+                tracing::warn!(?refusal, "a value could not be restored");
+            }
+        }
+        for (id, reply) in gathers {
+            self.gathers.restore(id, reply);
+        }
+        self.announce();
     }
 
     /// Tells all that the job is complete, if it is. Call it after the new member was welcomed.
@@ -97,8 +187,9 @@ impl Table {
                 _ => {}
             }
         }
-        if !self.members.contains(&MemberState::Absent) {
-            self.broadcast(&Event::Ready);
+        if !self.members.contains(&MemberState::Absent) && self.restoring.is_none() {
+            let standby = self.standby.clone();
+            self.broadcast(&Event::Ready { standby });
         }
     }
 
@@ -125,7 +216,27 @@ impl Table {
                 rank,
                 reason: reason.to_owned(),
             });
+            self.finish_restoring();
         }
+    }
+
+    /// `rank` is lost for `reason`, and told so itself, should it still listen.
+    pub(crate) fn give_up(&mut self, rank: u32, reason: &str) {
+        let event = Event::Lost {
+            rank,
+            reason: reason.to_owned(),
+        };
+        self.out.push(Outgoing {
+            to: rank,
+            id: 0,
+            body: body(&event),
+        });
+        self.lose(rank, reason);
+    }
+
+    /// Sends everybody a sign of life.
+    pub(crate) fn beat(&mut self) {
+        self.broadcast(&Event::Alive);
     }
 
     fn leave(&mut self, rank: u32) {
@@ -138,12 +249,15 @@ impl Table {
     /// Takes a rank out and ends what can no longer happen without it.
     fn depart(&mut self, rank: u32, how: MemberState) -> bool {
         match self.members.get_mut(rank as usize) {
-            Some(state) if *state == MemberState::Present => *state = how,
+            Some(state @ (MemberState::Present | MemberState::Absent)) => *state = how,
             _ => return false,
+        }
+        if let Some(restoring) = &mut self.restoring {
+            restoring.forget(rank);
         }
         self.waiters.forget(rank);
         for (waiter, refusal) in self.waiters.take_failed(&self.members) {
-            self.answer(waiter.rank, waiter.request, &Reply::Refused(refusal));
+            self.answer(waiter.rank, waiter.request, Reply::Refused(refusal));
         }
         self.gathers.depart(rank, &self.members, &mut self.out);
         true
@@ -154,22 +268,67 @@ impl Table {
         if self.members.get(rank as usize) != Some(&MemberState::Present) {
             return;
         }
+        let version = self.values.next_version();
         let reply = request
             .check(self.world())
             .and_then(|()| self.dispatch(rank, id, request));
-        match reply {
-            Ok(Some(reply)) => self.answer(rank, id, &reply),
-            Ok(None) => {}
-            Err(refusal) => self.answer(rank, id, &Reply::Refused(refusal)),
+        let reply = match reply {
+            Ok(Some(reply)) => reply,
+            Ok(None) => return,
+            Err(refusal) => Reply::Refused(refusal),
+        };
+        // A value that was taken at once is gone since that, and one that was set may have been taken by
+        // others after it.
+        let version = match reply {
+            Reply::Values(_) => self.values.version(),
+            _ => version,
+        };
+        self.answer_at(version, rank, id, reply);
+        self.tell_superseded();
+    }
+
+    /// Has members forget what others changed, in time.
+    fn tell_superseded(&mut self) {
+        let Some(superseded) = self.values.take_superseded() else {
+            return;
+        };
+        for (to, keys) in superseded {
+            self.out.push(Outgoing {
+                to,
+                id: 0,
+                body: body(&Event::Forget { keys }),
+            });
         }
+        let version = self.values.version();
+        self.broadcast(&Event::Checkpoint { version });
     }
 
     /// The answer, or `None` when it comes later or never.
     fn dispatch(&mut self, rank: u32, id: u64, request: Request) -> Result<Option<Reply>, Refusal> {
+        if let Some(restoring) = &mut self.restoring {
+            match request {
+                Request::Restore { entries, gathers } => {
+                    restoring.add(rank, entries, gathers);
+                    return Ok(None);
+                }
+                Request::Restored => {
+                    restoring.done(rank);
+                    self.finish_restoring();
+                    return Ok(None);
+                }
+                Request::Abort { .. } => {}
+                _ => {
+                    return Err(Refusal::new(
+                        RefusalKind::Protocol,
+                        "a request came before the store was restored",
+                    ));
+                }
+            }
+        }
         Ok(Some(match request {
             Request::Set { pairs } => {
                 for (key, value) in pairs {
-                    self.set(key, value.0)?;
+                    self.set(rank, key, value.0)?;
                 }
                 Reply::Done
             }
@@ -182,11 +341,11 @@ impl Table {
                 Reply::Flag(keys.iter().all(|key| self.values.get(key).is_some()))
             }
             Request::Delete { key } => Reply::Flag(self.values.remove(&key).is_some()),
-            Request::Add { key, amount } => Reply::Number(self.add(key, amount)?),
+            Request::Add { key, amount } => Reply::Number(self.add(rank, key, amount)?),
             Request::CompareAndSet { key, expected, new } => {
                 let current = self.values.get(&key);
                 if current.map(|value| &value[..]) == expected.as_ref().map(|value| &value.0[..]) {
-                    self.set(key, new.0)?;
+                    self.set(rank, key, new.0)?;
                     Reply::Done
                 } else {
                     Reply::Kept(current.cloned().map(Bytes))
@@ -211,7 +370,7 @@ impl Table {
             Request::Cancel { id } => {
                 let cancelled = self.waiters.cancel(rank, id);
                 if let Some(refusal) = cancelled.or_else(|| self.gathers.cancel(rank, id)) {
-                    self.answer(rank, id, &Reply::Refused(refusal));
+                    self.answer(rank, id, Reply::Refused(refusal));
                 }
                 return Ok(None);
             }
@@ -224,18 +383,26 @@ impl Table {
                 self.lose(rank, &reason);
                 Reply::Done
             }
+            // The connection's, before the table.
+            Request::Alive | Request::GiveUp { .. } => return Ok(None),
+            Request::Restore { .. } | Request::Restored => {
+                return Err(Refusal::new(
+                    RefusalKind::Protocol,
+                    "a member restores a store that was not lost",
+                ));
+            }
         }))
     }
 
-    fn set(&mut self, key: String, value: Arc<[u8]>) -> Result<(), Refusal> {
-        self.values.insert(key.clone(), value)?;
+    fn set(&mut self, owner: u32, key: String, value: Arc<[u8]>) -> Result<(), Refusal> {
+        self.values.insert(key.clone(), value, owner)?;
         for (rank, id, reply) in self.waiters.arrived(&key, &mut self.values) {
-            self.answer(rank, id, &reply);
+            self.answer(rank, id, reply);
         }
         Ok(())
     }
 
-    fn add(&mut self, key: String, amount: i64) -> Result<i64, Refusal> {
+    fn add(&mut self, rank: u32, key: String, amount: i64) -> Result<i64, Refusal> {
         let current = match self
             .values
             .get(&key)
@@ -254,15 +421,19 @@ impl Table {
         let sum = current.checked_add(amount).ok_or_else(|| {
             Refusal::new(RefusalKind::Invalid, "the counter would overflow").with_key(&key)
         })?;
-        self.set(key, sum.to_le_bytes().as_slice().into())?;
+        self.set(rank, key, sum.to_le_bytes().as_slice().into())?;
         Ok(sum)
     }
 
-    fn answer(&mut self, to: u32, id: u64, reply: &Reply) {
+    fn answer(&mut self, to: u32, id: u64, reply: Reply) {
+        self.answer_at(self.values.version(), to, id, reply);
+    }
+
+    fn answer_at(&mut self, version: u64, to: u32, id: u64, reply: Reply) {
         self.out.push(Outgoing {
             to,
             id,
-            body: body(reply),
+            body: body(&Answer { version, reply }),
         });
     }
 

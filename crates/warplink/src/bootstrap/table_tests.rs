@@ -6,7 +6,7 @@ use crate::bootstrap::message::{self, GatherId, Purpose, decode};
 fn full(world: u32) -> Table {
     let mut table = Table::new(world as usize, 1 << 10);
     for rank in 0..world {
-        table.join(rank).unwrap();
+        table.join(rank, None).unwrap();
         table.announce();
     }
     table.take_outgoing();
@@ -24,8 +24,14 @@ fn replies(table: &mut Table) -> Vec<(u32, u64, Reply)> {
         .take_outgoing()
         .into_iter()
         .filter(|frame| frame.id != 0);
-    sent.map(|frame| (frame.to, frame.id, decode(&frame.body).unwrap()))
-        .collect()
+    sent.map(|frame| {
+        (
+            frame.to,
+            frame.id,
+            decode::<Answer>(&frame.body).unwrap().reply,
+        )
+    })
+    .collect()
 }
 
 fn set(key: &str, value: &[u8]) -> Request {
@@ -269,12 +275,18 @@ fn a_barrier_does_not_meet_an_all_gather() {
 #[test]
 fn a_rank_joins_once() {
     let mut table = Table::new(2, 0);
-    assert_eq!(table.join(2).unwrap_err().kind, RefusalKind::Invalid);
-    table.join(1).unwrap();
+    assert_eq!(table.join(2, None).unwrap_err().kind, RefusalKind::Invalid);
+    table.join(1, None).unwrap();
     assert_eq!(table.missing(), [0]);
-    assert_eq!(table.join(1).unwrap_err().kind, RefusalKind::Mismatch);
+    assert_eq!(table.join(1, None).unwrap_err().kind, RefusalKind::Mismatch);
     table.lose(1, "gone");
-    assert!(table.join(1).unwrap_err().message.contains("was lost"));
+    assert!(
+        table
+            .join(1, None)
+            .unwrap_err()
+            .message
+            .contains("was lost")
+    );
 }
 
 #[test]

@@ -1,15 +1,29 @@
 //! Values by key.
 
 use super::message::{Refusal, RefusalKind};
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
+
+/// How many keys change hands before their former owners are told to forget them.
+const MAX_SUPERSEDED: usize = 256;
 
 /// Values by key, within a limit on their memory.
 #[derive(Debug)]
 pub(crate) struct Values {
-    map: HashMap<String, Arc<[u8]>>,
+    map: HashMap<String, Value>,
     used: usize,
     limit: usize,
+    /// Counts changes; see `journal.rs`.
+    version: u64,
+    /// What members remember though it does not hold any more: whose, which key, since which version.
+    superseded: Vec<(u32, String, u64)>,
+}
+
+#[derive(Debug)]
+struct Value {
+    bytes: Arc<[u8]>,
+    /// The rank that set it, and remembers it.
+    owner: u32,
 }
 
 impl Values {
@@ -21,17 +35,79 @@ impl Values {
             map: HashMap::new(),
             used: 0,
             limit,
+            version: 0,
+            superseded: Vec::new(),
         }
     }
 
+    /// Counts a change, or a request that may be one.
+    pub(crate) fn next_version(&mut self) -> u64 {
+        self.version += 1;
+        self.version
+    }
+
+    pub(crate) fn version(&self) -> u64 {
+        self.version
+    }
+
+    /// Goes on to count from `version`.
+    pub(crate) fn count_from(&mut self, version: u64) {
+        self.version = self.version.max(version);
+    }
+
     pub(crate) fn get(&self, key: &str) -> Option<&Arc<[u8]>> {
-        self.map.get(key)
+        self.map.get(key).map(|value| &value.bytes)
     }
 
     pub(crate) fn remove(&mut self, key: &str) -> Option<Arc<[u8]>> {
         let value = self.map.remove(key)?;
-        self.used -= Self::cost(key, &value);
-        Some(value)
+        self.used -= Self::cost(key, &value.bytes);
+        self.superseded
+            .push((value.owner, key.to_owned(), self.version));
+        Some(value.bytes)
+    }
+
+    /// What `owner` sets.
+    pub(crate) fn insert(
+        &mut self,
+        key: String,
+        value: Arc<[u8]>,
+        owner: u32,
+    ) -> Result<(), Refusal> {
+        let old = self.map.get(&key);
+        let cost = old.map_or(0, |old| Self::cost(&key, &old.bytes));
+        let used = self.used - cost + Self::cost(&key, &value);
+        if used > self.limit {
+            let message = format!(
+                "the store would hold {used} bytes; expected at most {}",
+                self.limit
+            );
+            return Err(Refusal::new(RefusalKind::OutOfMemory, message).with_key(&key));
+        }
+        self.used = used;
+        if let Some(old) = old.filter(|old| old.owner != owner) {
+            self.superseded.push((old.owner, key.clone(), self.version));
+        }
+        self.map.insert(
+            key,
+            Value {
+                bytes: value,
+                owner,
+            },
+        );
+        Ok(())
+    }
+
+    /// What members are to forget, each of its own, once there is enough of it.
+    pub(crate) fn take_superseded(&mut self) -> Option<BTreeMap<u32, Vec<(String, u64)>>> {
+        if self.superseded.len() < MAX_SUPERSEDED {
+            return None;
+        }
+        let mut by_owner = BTreeMap::<u32, Vec<_>>::new();
+        for (owner, key, version) in std::mem::take(&mut self.superseded) {
+            by_owner.entry(owner).or_default().push((key, version));
+        }
+        Some(by_owner)
     }
 
     /// Whether nothing at all is left.
@@ -42,20 +118,5 @@ impl Values {
 
     fn cost(key: &str, value: &[u8]) -> usize {
         key.len() + value.len() + Self::ENTRY
-    }
-
-    pub(crate) fn insert(&mut self, key: String, value: Arc<[u8]>) -> Result<(), Refusal> {
-        let old = self.map.get(&key).map_or(0, |old| Self::cost(&key, old));
-        let used = self.used - old + Self::cost(&key, &value);
-        if used > self.limit {
-            let message = format!(
-                "the store would hold {used} bytes; expected at most {}",
-                self.limit
-            );
-            return Err(Refusal::new(RefusalKind::OutOfMemory, message).with_key(&key));
-        }
-        self.used = used;
-        self.map.insert(key, value);
-        Ok(())
     }
 }

@@ -80,6 +80,7 @@ impl Waiter {
             let message = format!("the values take {size} bytes; expected at most {MAX_BODY}");
             return Reply::Refused(Refusal::new(RefusalKind::Invalid, message));
         }
+        values.next_version();
         let fetch = |key: &String| match self.on_ready {
             OnReady::Take => values.remove(key),
             _ => values.get(key).cloned(),

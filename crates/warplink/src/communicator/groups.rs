@@ -82,8 +82,8 @@ impl Communicator {
     /// cannot be used any more; regions, the device and other streams can.
     ///
     /// # Errors
-    /// [`ErrorKind::PeerLost`] when rank 0 of the job was lost, which serves the store;
-    /// [`ErrorKind::Timeout`] at the configured timeout.
+    /// [`ErrorKind::GivenUp`] when the others go on without this rank; [`ErrorKind::Timeout`] at the
+    /// configured timeout.
     pub fn survivors(&self) -> Result<Self> {
         let deadline = self.deadline();
         let bootstrap = &self.job.bootstrap;

@@ -12,9 +12,6 @@ use std::time::Duration;
 /// not answer may have stopped.
 const MAX_TELLING: Duration = Duration::from_secs(2);
 
-/// How long the others have to notice when the store is lost, which they see by themselves.
-const NOTICING: Duration = Duration::from_millis(200);
-
 /// Between two looks at what is known.
 const POLL_INTERVAL: Duration = Duration::from_millis(1);
 
@@ -31,7 +28,7 @@ impl Losses {
         drop(concerned);
         // A rank that is lost from now on is told of by a callback.
         for lost in health.lost() {
-            if concerns(group, lost)
+            if group.member(lost).is_some()
                 && let Err(error) = health.check(&[lost])
             {
                 fault.raise(group.in_own_ranks(error));
@@ -56,16 +53,10 @@ impl Losses {
     fn concerned(&self, lost: Rank) -> Vec<(Arc<Fault>, Arc<Group>)> {
         let all = lock(&self.0);
         all.iter()
-            .filter(|(_, group)| concerns(group, lost))
+            .filter(|(_, group)| group.member(lost).is_some())
             .filter_map(|(fault, group)| Some((fault.upgrade()?, group.clone())))
             .collect()
     }
-}
-
-/// Whether a communicator ends with the rank `lost`. With rank 0 all do: the store goes with it, and
-/// nobody would be told of a further loss.
-fn concerns(group: &Group, lost: Rank) -> bool {
-    lost == 0 || group.member(lost).is_some()
 }
 
 /// Blocks until all ranks that are left have heard of the loss of `lost`, or could have.
@@ -74,13 +65,6 @@ pub(super) fn wait_until_all_know(bootstrap: &Bootstrap, lost: Rank) {
     let name = GroupName::WORLD.child("loss", &[lost], 0);
     loop {
         let left = remaining(bootstrap);
-        if left.first() != Some(&0) {
-            let noticed = Deadline::after(NOTICING);
-            while !noticed.passed() && !bootstrap.health().is_closed() {
-                std::thread::sleep(POLL_INTERVAL);
-            }
-            return;
-        }
         let together = bootstrap
             .named_group(&left, name)
             .and_then(|group| group.barrier(deadline));

@@ -36,8 +36,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 /// configured timeout, and when a rank is lost, with an error that names it. A lost rank ends the
 /// communicators that contain it, and no others: streams that wait for their signals fail and stay
 /// failed, and so does every later call; the ranks that are left go on in the communicator that
-/// [`survivors`](Self::survivors) makes. Rank 0 of the job serves the store: its loss ends all. Clones
-/// are the same communicator.
+/// [`survivors`](Self::survivors) makes. Clones are the same communicator.
 #[derive(Clone, Debug)]
 pub struct Communicator {
     job: Arc<JobServices>,

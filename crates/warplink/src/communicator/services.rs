@@ -60,6 +60,12 @@ impl JobServices {
             }
             told.release(lost);
         });
+        let ended = Arc::downgrade(&device);
+        bootstrap.health().when_ended(move |error| {
+            if let Some(device) = ended.upgrade() {
+                device.fault().raise(error.clone());
+            }
+        });
         let in_flight = Arc::new(InFlight::new(&device));
         let held = Arc::downgrade(&in_flight);
         memory.when_out_of_memory(move || {

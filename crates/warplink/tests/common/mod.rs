@@ -14,7 +14,8 @@ use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use warplink::bootstrap::{JoinConfig, Rendezvous, UniqueId};
-use warplink::device::{self, Delays, Device, DeviceConfig};
+use warplink::device::{self, Delays, Device, DeviceConfig, Priority};
+use warplink::p2p::{self, Protocol, Transfer, TransferRequest, post_all};
 use warplink::{Communicator, Config, DeviceKind, Error};
 
 /// Longest that the ranks of one test may run, unless it says otherwise.
@@ -229,6 +230,63 @@ fn wait_all(children: Vec<Child>, started: Instant, limit: Duration) -> Vec<Ende
             }
         })
         .collect()
+}
+
+/// Kills this process in a moment, when the others are inside of what it will not leave.
+pub fn kill_self() -> ! {
+    std::thread::sleep(Duration::from_millis(100));
+    rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL)
+        .unwrap();
+    unreachable!("a process outlived SIGKILL")
+}
+
+/// Stops this process until another [`resume`]s it.
+pub fn stop_self() {
+    rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::STOP)
+        .unwrap();
+}
+
+/// The process of every rank, for [`resume`]. Every rank calls it.
+pub fn processes_of(comm: &Communicator) -> Vec<i32> {
+    let own = rustix::process::getpid().as_raw_pid().to_le_bytes();
+    let all = comm.all_gather_bytes(&own).unwrap();
+    let number = |bytes: Vec<u8>| i32::from_le_bytes(bytes.try_into().unwrap());
+    all.into_iter().map(number).collect()
+}
+
+/// Lets a process go on that has stopped itself.
+pub fn resume(process: i32) {
+    let process = rustix::process::Pid::from_raw(process).unwrap();
+    rustix::process::kill_process(process, rustix::process::Signal::CONT).unwrap();
+}
+
+/// Rounds in a ring of `comm`, each checked; `before` is called with the round's number first.
+pub fn ring(
+    comm: &Communicator,
+    protocol: Protocol,
+    rounds: usize,
+    before: impl Fn(usize),
+) -> Result<(), Error> {
+    const BYTES: usize = 64 << 10;
+    let (rank, world) = (comm.rank(), comm.world());
+    let (right, left) = ((rank + 1) % world, (rank + world - 1) % world);
+    let (send, receive) = (comm.alloc(BYTES)?, comm.alloc(BYTES)?);
+    let stream = comm.create_stream(Priority::Normal)?;
+    let transfers = comm.exchange(&[
+        TransferRequest::send(&send, right, 0).with_protocol(protocol),
+        TransferRequest::receive(&receive, left, 0).with_protocol(protocol),
+    ])?;
+    let group: Vec<&Transfer> = transfers.iter().collect();
+    for round in 0..rounds {
+        before(round);
+        send.upload(&values(comm.job_ranks()[rank], round, BYTES))?;
+        post_all(&group, &stream)?;
+        p2p::wait_all(&group, &stream)?;
+        comm.synchronize(&stream)?;
+        let sent = values(comm.job_ranks()[left], round, BYTES);
+        assert!(receive.download()? == sent, "wrong data in round {round}");
+    }
+    Ok(())
 }
 
 fn config_of_rank() -> Config {

@@ -1,0 +1,109 @@
+//! Finding the rank that serves the store next, when the one that does is lost.
+//!
+//! The living rank with the lowest number serves. Every rank comes to this by itself, from what it
+//! knows of losses, and connects to that rank with the same handshake as in joining. There it says whom
+//! it knows to be gone, and what it knows of the store's content (`journal.rs`). When every rank that
+//! is left has done so, or was lost, the store takes requests again (`restore.rs`, `table.rs`), and
+//! those that were not answered are sent again. Should the next rank be lost meanwhile, the one after
+//! it serves.
+//!
+//! A rank that still hears the old store has a connection wait for its own decision
+//! (`Server::wait_until_serving`). A rank that the others gave up is told so there.
+
+use super::client::{Client, Phase};
+use super::connection::{self, Link};
+use super::message::{self, Entry};
+use crate::deadline::Deadline;
+use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::sync::lock;
+use std::net::SocketAddr;
+
+impl Client {
+    /// The connection to the store was lost for `reason`: one to the rank that serves it next, or
+    /// `None` where there is none.
+    pub(super) fn next_store(&self, reason: &str) -> Option<Link> {
+        let (serving, session, standby) = {
+            let mut state = lock(&self.state);
+            state.link = None;
+            state.open = false;
+            if state.over.is_some() || state.phase != Phase::Ready {
+                return None;
+            }
+            (state.serving, state.session, state.standby.clone())
+        };
+        // Without effect if it has said why it aborts, or has left.
+        self.health.lose(serving, reason);
+        loop {
+            if lock(&self.state).over.is_some() {
+                return None;
+            }
+            let next = (0..self.identity.world)
+                .find(|&rank| rank == self.identity.rank || self.health.is_there(rank))?;
+            match self.connect_to(next, session, &standby) {
+                Ok(link) => {
+                    let mut state = lock(&self.state);
+                    if state.over.is_some() {
+                        link.outbox.shut_down();
+                        return None;
+                    }
+                    state.serving = next;
+                    state.pulse = link.pulse.clone();
+                    state.link = Some(link.outbox.clone());
+                    for request in state.journal.restoring() {
+                        // Where this fails, the reader finds the connection closed.
+                        if let Ok(body) = message::encode(&request) {
+                            let _ = link.outbox.push(0, &body);
+                        }
+                    }
+                    return Some(link);
+                }
+                Err(error) if error.kind() == ErrorKind::GivenUp => {
+                    self.give_up_membership(error.message());
+                    return None;
+                }
+                Err(error) if next == self.identity.rank => {
+                    let message = format!("this rank cannot serve the store: {}", error.message());
+                    lock(&self.state).over = Some(Error::new(error.kind(), message));
+                    return None;
+                }
+                Err(error) => {
+                    let reason = match error.kind() {
+                        ErrorKind::Timeout => "it did not answer as the next to serve the store",
+                        _ => "its process has ended",
+                    };
+                    tracing::debug!(next, %error, "a rank cannot serve the store");
+                    self.health.lose(next, reason);
+                }
+            }
+        }
+    }
+
+    /// Connects to the rank `next` as the one that serves the store; if that is this one, it begins to.
+    fn connect_to(
+        &self,
+        next: Rank,
+        session: [u8; 32],
+        standby: &[Option<SocketAddr>],
+    ) -> Result<Link> {
+        let unknown = || Error::new(ErrorKind::Io, "the rank has said no address for this");
+        let address = standby.get(next).copied().flatten().ok_or_else(unknown)?;
+        if next == self.identity.rank {
+            self.server.take_over(session, standby.to_vec());
+        }
+        let limit = self.identity.heartbeat_limit;
+        let (lost, left) = self.health.gone();
+        let entry = Entry::Resume {
+            session,
+            lost,
+            left,
+        };
+        connection::connect(
+            address,
+            &self.identity,
+            limit / 2,
+            // It answers at once if it runs; it may notice the loss later than this rank.
+            [Deadline::after(limit / 2), Deadline::after(limit * 2)],
+            &|_| Ok(entry.clone()),
+        )
+    }
+}

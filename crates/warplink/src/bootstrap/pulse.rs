@@ -1,0 +1,53 @@
+//! Signs of life: when the other end of a connection was last heard.
+
+use crate::sync::lock;
+use std::io::{self, Read};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+/// When the other end of a connection was last heard.
+#[derive(Debug)]
+pub(crate) struct Pulse(Mutex<Instant>);
+
+impl Pulse {
+    /// As if it was heard now.
+    pub(crate) fn new() -> Arc<Self> {
+        Arc::new(Self(Mutex::new(Instant::now())))
+    }
+
+    fn touch(&self) {
+        *lock(&self.0) = Instant::now();
+    }
+
+    /// For how long it was not heard, of the time after `since`: what came before does not count.
+    pub(crate) fn silence(&self, since: Instant) -> Duration {
+        (*lock(&self.0)).max(since).elapsed()
+    }
+}
+
+/// Notes every byte that arrives, so that a long message on a slow connection is a sign of life too.
+pub(crate) struct Heard<R> {
+    reader: R,
+    pulse: Arc<Pulse>,
+}
+
+impl<R: Read> Heard<R> {
+    pub(crate) fn new(reader: R, pulse: Arc<Pulse>) -> Self {
+        Self { reader, pulse }
+    }
+}
+
+impl<R: Read> Read for Heard<R> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let count = self.reader.read(buffer)?;
+        if count > 0 {
+            self.pulse.touch();
+        }
+        Ok(count)
+    }
+}
+
+/// Why a rank that was not heard for `limit` is given up.
+pub(crate) fn not_heard(limit: Duration) -> String {
+    format!("it did not answer for {limit:?}")
+}
