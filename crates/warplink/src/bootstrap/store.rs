@@ -37,17 +37,21 @@ impl Wait {
     }
 }
 
-/// A client of the key-value store that rank 0 serves.
+/// A client of the key-value store that one rank serves, at first rank 0.
+///
+/// When that rank is lost, another serves the store with what it contained, and calls that were under way
+/// go on there. Only [`add`](Self::add) and [`compare_and_set`](Self::compare_and_set) fail instead, as
+/// they may have been carried out. What lost ranks had set is gone, and what only they had taken or
+/// deleted may be there again.
 ///
 /// Cheap to clone; clones share a connection, and any number of threads may use it at a time: a
 /// call that waits does not hold up others. Keys have 1 to 1,024 bytes; a request or its answer
 /// takes at most 64 MiB.
 ///
 /// Calls that do not wait for a key block for one round trip, and end with [`ErrorKind::Timeout`]
-/// should rank 0 not answer within the deadline of the join. All calls can fail with
-/// [`ErrorKind::PeerLost`] naming rank 0 when the connection to it ended, with
-/// [`ErrorKind::PeerLeft`] naming it when it left in order, with [`ErrorKind::Closed`] when this
-/// rank did, and with [`ErrorKind::InvalidArgument`] for a key or a message beyond the limits.
+/// should the store not answer within the deadline of the join. All calls can fail with
+/// [`ErrorKind::GivenUp`] when the others went on without this rank, with [`ErrorKind::Closed`] when this
+/// rank left, and with [`ErrorKind::InvalidArgument`] for a key or a message beyond the limits.
 #[derive(Clone)]
 pub struct Store {
     client: Arc<Client>,
@@ -75,12 +79,21 @@ impl Store {
     /// # Errors
     /// As [`Store::set`]; the keys before the one that failed are set.
     pub fn multi_set(&self, pairs: &[(String, Vec<u8>)]) -> Result<()> {
-        let pairs: Vec<_> = pairs
-            .iter()
-            .map(|(key, value)| (key.clone(), Bytes::from(&value[..])))
-            .collect();
-        self.ask("multi-set", None, Request::Set { pairs })
-            .map(drop)
+        self.multi_set_until(pairs, Deadline::after(self.limit))
+    }
+
+    /// As [`Store::multi_set`], with a deadline of its own.
+    pub(crate) fn multi_set_until(
+        &self,
+        pairs: &[(String, Vec<u8>)],
+        deadline: Deadline,
+    ) -> Result<()> {
+        let pairs = pairs.iter();
+        let pairs = pairs.map(|(key, value)| (key.clone(), Bytes::from(&value[..])));
+        let request = Request::Set {
+            pairs: pairs.collect(),
+        };
+        self.client.call("multi-set", request, deadline).map(drop)
     }
 
     /// The value of a key, once it has one.
@@ -144,13 +157,16 @@ impl Store {
     /// # Errors
     /// Those of every call.
     pub fn delete(&self, key: &str) -> Result<bool> {
-        match self.ask(
-            "delete",
-            Some(key),
-            Request::Delete {
-                key: key.to_owned(),
-            },
-        )? {
+        self.delete_until(key, Deadline::after(self.limit))
+    }
+
+    /// As [`Store::delete`], with a deadline of its own.
+    pub(crate) fn delete_until(&self, key: &str, deadline: Deadline) -> Result<bool> {
+        let request = Request::Delete {
+            key: key.to_owned(),
+        };
+        let answer = self.client.call("delete", request, deadline);
+        match answer.map_err(|error| error.with_key(key))? {
             Reply::Flag(was_there) => Ok(was_there),
             _ => Err(unexpected("delete")),
         }

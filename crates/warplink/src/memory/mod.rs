@@ -95,7 +95,7 @@ impl MemoryRegistry {
         max_pooled_bytes: u64,
         all_gather: impl FnOnce(Vec<u8>) -> Result<Vec<Vec<u8>>>,
     ) -> Result<Self> {
-        let (outbox, queue) = notifier::queue();
+        let (outbox, queue) = notifier::queue()?;
         let key = HandleKey::new(secret)?;
         let shared = Arc::new(Shared {
             rank,
@@ -371,6 +371,7 @@ impl MemoryRegistry {
 
     /// A rank died or left: what it maps is not waited for any more.
     pub(crate) fn forget_peer(&self, peer: Rank) {
+        self.shared.outbox.forget(peer);
         self.shared.forget_peer(peer);
     }
 
@@ -444,6 +445,16 @@ impl Shared {
             message,
         };
         service::ask(self.peers()?.service(peer)?, &self.token, request)
+            .map_err(|error| error.with_rank(self.rank).with_peer(peer))
+    }
+
+    /// Sends a request to `peer`'s service, and does not wait for the answer.
+    fn begin_asking(&self, peer: Rank, message: Message) -> Result<service::Asked> {
+        let request = Request {
+            from: self.rank,
+            message,
+        };
+        service::begin(self.peers()?.service(peer)?, &self.token, request)
             .map_err(|error| error.with_rank(self.rank).with_peer(peer))
     }
 

@@ -1,22 +1,33 @@
 //! Tells peers things from a thread of its own, so that dropping never waits for a peer.
+//!
+//! One thread waits for the answers of all peers at a time. A peer is told one thing after another, so
+//! that the order holds; one that does not answer, as its process is stopped, holds up nobody else.
 
 use super::Shared;
 use super::message::Message;
+use super::service::Asked;
 use crate::deadline::Deadline;
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::sync::lock;
-use std::collections::HashSet;
-use std::sync::{Mutex, Weak, mpsc};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::io::Errno;
+use std::collections::{BTreeMap, VecDeque};
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, Mutex, Weak, mpsc};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// The longest wait for notices to be sent. Each is bounded by the service's own limits.
-const MAX_FLUSH: Duration = Duration::from_secs(30);
+/// The longest wait for notices to be sent.
+const MAX_FLUSH: Duration = Duration::from_secs(5);
+/// The longest that the thread goes on to tell peers when it is to end.
+const MAX_STOP: Duration = Duration::from_secs(2);
 
 /// What the thread has to do.
 #[derive(Debug)]
 enum Notice {
     Tell(Rank, Message),
+    // The peer is gone, and is told nothing any more.
+    Forget(Rank),
     // Answers when every notice before it was sent.
     Flush(mpsc::Sender<()>),
     Stop,
@@ -24,11 +35,18 @@ enum Notice {
 
 /// The queue's sending side. Clones send to the same thread.
 #[derive(Clone, Debug)]
-pub(super) struct Outbox(mpsc::Sender<Notice>);
+pub(super) struct Outbox {
+    notices: mpsc::Sender<Notice>,
+    /// Readable when there are notices.
+    wake: Arc<OwnedFd>,
+}
 
 /// The queue's receiving side, until the thread starts.
 #[derive(Debug)]
-pub(super) struct Queue(mpsc::Receiver<Notice>);
+pub(super) struct Queue {
+    notices: mpsc::Receiver<Notice>,
+    wake: Arc<OwnedFd>,
+}
 
 /// The thread that sends notices.
 #[derive(Debug)]
@@ -38,25 +56,43 @@ pub(super) struct Notifier {
 }
 
 /// A queue of notices.
-pub(super) fn queue() -> (Outbox, Queue) {
+pub(super) fn queue() -> Result<(Outbox, Queue)> {
     let (sender, receiver) = mpsc::channel();
-    (Outbox(sender), Queue(receiver))
+    let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+        .map_err(|errno| Error::io("make an event descriptor", &errno.into()))?;
+    let wake = Arc::new(wake);
+    let outbox = Outbox {
+        notices: sender,
+        wake: wake.clone(),
+    };
+    let notices = receiver;
+    Ok((outbox, Queue { notices, wake }))
 }
 
 impl Outbox {
     /// Has `peer` told. Does not block.
     pub(super) fn tell(&self, peer: Rank, message: Message) {
-        // The thread is gone only when the communicator is closed; then peers know that anyway.
-        let _ = self.0.send(Notice::Tell(peer, message));
+        self.send(Notice::Tell(peer, message));
     }
 
-    /// Waits until every notice so far was sent.
+    /// Has the thread forget what `peer` was to be told: it is gone. Does not block.
+    pub(super) fn forget(&self, peer: Rank) {
+        self.send(Notice::Forget(peer));
+    }
+
+    /// Waits until every notice so far was sent, or for as long as a peer may take.
     pub(super) fn flush(&self) {
         let (done, wait) = mpsc::channel();
-        if self.0.send(Notice::Flush(done)).is_ok() {
-            // A closed channel means that the thread has ended.
-            let _ = wait.recv_timeout(MAX_FLUSH);
-        }
+        self.send(Notice::Flush(done));
+        // A closed channel means that the thread has ended.
+        let _ = wait.recv_timeout(MAX_FLUSH);
+    }
+
+    fn send(&self, notice: Notice) {
+        // The thread is gone only when the communicator is closed; then peers know that anyway.
+        let _ = self.notices.send(notice);
+        // A full counter is readable too.
+        let _ = rustix::io::write(&*self.wake, &1u64.to_ne_bytes());
     }
 }
 
@@ -79,12 +115,12 @@ impl Notifier {
         })
     }
 
-    /// Sends what is queued and ends the thread. Returns whether it was running.
+    /// Sends what is queued, as far as peers answer within two seconds, and ends the thread.
     pub(super) fn stop(&self) {
         let Some(thread) = lock(&self.thread).take() else {
             return;
         };
-        let _ = self.outbox.0.send(Notice::Stop);
+        self.outbox.send(Notice::Stop);
         // The last owner may be dropped by this thread, which cannot wait for itself.
         if thread.thread().id() != std::thread::current().id() && thread.join().is_err() {
             tracing::error!("the notifier thread panicked");
@@ -92,45 +128,193 @@ impl Notifier {
     }
 }
 
-fn run(queue: &Queue, shared: &Weak<Shared>, aging_interval: Duration) {
-    let mut gone: HashSet<Rank> = HashSet::new();
-    let mut aging = Deadline::after(aging_interval);
-    loop {
-        if aging.passed() {
-            let Some(shared) = shared.upgrade() else {
-                return;
-            };
-            shared.mappings.age();
-            aging = Deadline::after(aging_interval);
+/// What one peer is told.
+#[derive(Debug, Default)]
+struct Line {
+    queued: VecDeque<Message>,
+    /// What it was told and has not confirmed.
+    asked: Option<Asked>,
+    /// How many notices there were, and how many of them are done with.
+    noticed: u64,
+    done: u64,
+    is_gone: bool,
+}
+
+impl Line {
+    /// Tells the peer the next thing, if it has confirmed the one before.
+    fn advance(&mut self, peer: Rank, shared: &Shared) {
+        while self.asked.is_none()
+            && let Some(message) = self.queued.pop_front()
+        {
+            if self.is_gone {
+                self.done += 1;
+                shared.forget_peer(peer);
+                continue;
+            }
+            match shared.begin_asking(peer, message) {
+                Ok(asked) => self.asked = Some(asked),
+                Err(error) => self.failed(peer, shared, &error),
+            }
         }
-        let notice = match queue.0.recv_timeout(aging.remaining()) {
-            Ok(notice) => notice,
-            Err(mpsc::RecvTimeoutError::Timeout) => continue,
-            Err(mpsc::RecvTimeoutError::Disconnected) => return,
+    }
+
+    /// The answer is there, or will not come.
+    fn answered(&mut self, peer: Rank, shared: &Shared) {
+        let Some(asked) = self.asked.take() else {
+            return;
         };
+        match asked.finish() {
+            Ok(_) => self.done += 1,
+            Err(error) => self.failed(peer, shared, &error),
+        }
+    }
+
+    fn failed(&mut self, peer: Rank, shared: &Shared, error: &Error) {
+        self.done += 1;
+        if error.kind() == ErrorKind::PeerLost {
+            // A peer that does not listen any more maps nothing any more.
+            self.is_gone = true;
+            shared.forget_peer(peer);
+        } else {
+            tracing::warn!(%error, peer, "a peer could not be told");
+        }
+    }
+
+    fn is_idle(&self) -> bool {
+        self.asked.is_none() && self.queued.is_empty()
+    }
+}
+
+/// The thread's state.
+#[derive(Debug)]
+struct Lines {
+    lines: BTreeMap<Rank, Line>,
+    /// Who waits for which notices.
+    flushes: Vec<(mpsc::Sender<()>, Vec<(Rank, u64)>)>,
+    /// Until when the rest may be sent.
+    stopping: Option<Deadline>,
+}
+
+impl Lines {
+    fn take(&mut self, notice: Notice) {
         match notice {
             Notice::Tell(peer, message) => {
-                let Some(shared) = shared.upgrade() else {
-                    return;
-                };
-                if gone.contains(&peer) {
-                    shared.forget_peer(peer);
-                    continue;
-                }
-                match shared.ask(peer, message) {
-                    Ok(_) => {}
-                    // A peer that does not listen any more maps nothing any more.
-                    Err(error) if error.kind() == ErrorKind::PeerLost => {
-                        gone.insert(peer);
-                        shared.forget_peer(peer);
-                    }
-                    Err(error) => tracing::warn!(%error, ?message, "a peer could not be told"),
+                let line = self.lines.entry(peer).or_default();
+                line.noticed += 1;
+                line.queued.push_back(message);
+            }
+            Notice::Forget(peer) => {
+                let line = self.lines.entry(peer).or_default();
+                line.is_gone = true;
+                if line.asked.take().is_some() {
+                    line.done += 1;
                 }
             }
             Notice::Flush(done) => {
+                let noticed = self.lines.iter().map(|(&peer, line)| (peer, line.noticed));
+                let noticed = noticed.collect();
+                self.flushes.push((done, noticed));
+            }
+            Notice::Stop => self.stopping = Some(Deadline::after(MAX_STOP)),
+        }
+    }
+
+    fn advance(&mut self, shared: &Shared) {
+        for (&peer, line) in &mut self.lines {
+            line.advance(peer, shared);
+        }
+        let lines = &self.lines;
+        self.flushes.retain(|(done, noticed)| {
+            let is_done = |(peer, count): &(Rank, u64)| {
+                lines.get(peer).is_none_or(|line| line.done >= *count)
+            };
+            let waits = !noticed.iter().all(is_done);
+            if !waits {
                 let _ = done.send(());
             }
-            Notice::Stop => return,
+            waits
+        });
+    }
+
+    /// Whether the thread is to end.
+    fn has_ended(&self) -> bool {
+        let idle = self.lines.values().all(Line::is_idle);
+        self.stopping.is_some_and(|until| idle || until.passed())
+    }
+
+    /// Waits until a peer has answered, there are notices, or for `limit`; the peers that answered.
+    fn wait(&self, wake: &OwnedFd, limit: Duration) -> Result<Vec<Rank>, Errno> {
+        let limit = self
+            .stopping
+            .map_or(limit, |until| until.remaining().min(limit));
+        let mut peers = Vec::new();
+        let mut polled = vec![PollFd::new(wake, PollFlags::IN)];
+        for (&peer, line) in &self.lines {
+            if let Some(asked) = &line.asked {
+                peers.push(peer);
+                polled.push(PollFd::new(asked, PollFlags::IN));
+            }
+        }
+        let limit = Timespec {
+            tv_sec: limit.as_secs().cast_signed(),
+            tv_nsec: limit.subsec_nanos().into(),
+        };
+        match poll(&mut polled, Some(&limit)) {
+            Ok(_) | Err(Errno::INTR) => {}
+            Err(errno) => return Err(errno),
+        }
+        let ready = polled.iter().skip(1).map(|fd| !fd.revents().is_empty());
+        let answered = peers.iter().zip(ready);
+        let answered = answered.filter_map(|(&peer, ready)| ready.then_some(peer));
+        let answered = answered.collect();
+        // Before the notices are looked at, so that none is left lying.
+        let _ = rustix::io::read(wake, &mut [0; 8]);
+        Ok(answered)
+    }
+}
+
+fn run(queue: &Queue, shared: &Weak<Shared>, aging_interval: Duration) {
+    let mut aging = Deadline::after(aging_interval);
+    let mut lines = Lines {
+        lines: BTreeMap::new(),
+        flushes: Vec::new(),
+        stopping: None,
+    };
+    loop {
+        loop {
+            match queue.notices.try_recv() {
+                Ok(notice) => lines.take(notice),
+                Err(mpsc::TryRecvError::Empty) => break,
+                Err(mpsc::TryRecvError::Disconnected) => return,
+            }
+        }
+        {
+            let Some(shared) = shared.upgrade() else {
+                return;
+            };
+            if aging.passed() {
+                shared.mappings.age();
+                aging = Deadline::after(aging_interval);
+            }
+            lines.advance(&shared);
+        }
+        if lines.has_ended() {
+            return;
+        }
+        let answered = match lines.wait(&queue.wake, aging.remaining()) {
+            Ok(answered) => answered,
+            Err(errno) => {
+                tracing::error!(%errno, "peers are not told any more what is let go of");
+                return;
+            }
+        };
+        let Some(shared) = shared.upgrade() else {
+            return;
+        };
+        for peer in answered {
+            if let Some(line) = lines.lines.get_mut(&peer) {
+                line.answered(peer, &shared);
+            }
         }
     }
 }

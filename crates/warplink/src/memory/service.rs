@@ -22,7 +22,7 @@ use std::collections::VecDeque;
 use std::fmt;
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -291,15 +291,30 @@ fn answer(connection: &OwnedFd, token: &[u8; TOKEN_BYTES], handler: &Handler) ->
     Ok(())
 }
 
+/// A request that was sent and not answered yet.
+#[derive(Debug)]
+pub(super) struct Asked {
+    connection: OwnedFd,
+}
+
 /// Sends `request` to the service called `name` and waits for the answer.
 ///
 /// # Errors
-/// [`ErrorKind::PeerLost`] where nobody listens, [`ErrorKind::InvalidHandle`] where it is refused.
+/// [`ErrorKind::PeerLost`] where nobody listens, [`ErrorKind::InvalidHandle`] where it is refused,
+/// [`ErrorKind::Timeout`] where it does not answer.
 pub(super) fn ask(
     name: &[u8],
     token: &[u8; TOKEN_BYTES],
     request: Request,
 ) -> Result<Option<OwnedFd>> {
+    begin(name, token, request)?.finish()
+}
+
+/// Sends `request` to the service called `name`.
+///
+/// # Errors
+/// [`ErrorKind::PeerLost`] where nobody listens.
+pub(super) fn begin(name: &[u8], token: &[u8; TOKEN_BYTES], request: Request) -> Result<Asked> {
     let connection = socket()?;
     limit(&connection)?;
     rustix::net::connect(&connection, &address(name)?).map_err(|errno| match errno {
@@ -320,16 +335,41 @@ pub(super) fn ask(
     }
     rustix::net::send(&connection, &request.encode(token), SendFlags::NOSIGNAL)
         .map_err(io("send a request"))?;
+    Ok(Asked { connection })
+}
+
+impl AsFd for Asked {
+    /// Readable once the answer is there, or will not come.
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.connection.as_fd()
+    }
+}
+
+impl Asked {
+    /// Waits for the answer.
+    pub(super) fn finish(self) -> Result<Option<OwnedFd>> {
+        read_answer(&self.connection)
+    }
+}
+
+fn read_answer(connection: &OwnedFd) -> Result<Option<OwnedFd>> {
     let mut status = [0; 4];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let received = rustix::net::recvmsg(
-        &connection,
+        connection,
         &mut [IoSliceMut::new(&mut status)],
         &mut control,
         RecvFlags::CMSG_CLOEXEC,
     )
-    .map_err(io("read an answer"))?;
+    .map_err(|errno| match errno {
+        Errno::AGAIN => Error::new(
+            ErrorKind::Timeout,
+            format!("timed out after {MAX_WAIT:?} waiting for the peer's memory service to answer"),
+        )
+        .with_help("check that the peer's process is not stopped"),
+        other => io("read an answer")(other),
+    })?;
     let descriptor = control.drain().find_map(|message| match message {
         RecvAncillaryMessage::ScmRights(mut descriptors) => descriptors.next(),
         _ => None,

@@ -244,6 +244,8 @@ pub fn kill_self() -> ! {
 pub fn stop_self() {
     rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::STOP)
         .unwrap();
+    // Another thread may get the signal, so that this one runs on for a moment.
+    std::thread::sleep(Duration::from_millis(100));
 }
 
 /// The process of every rank, for [`resume`]. Every rank calls it.

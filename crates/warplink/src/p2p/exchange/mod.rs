@@ -125,7 +125,7 @@ impl TransferExchange {
     }
 
     fn match_all(&self, requests: &[TransferRequest], deadline: Deadline) -> Result<Vec<Transfer>> {
-        let published = self.publish(requests)?;
+        let published = self.publish(requests, deadline)?;
         self.complete(published, deadline)
     }
 
@@ -223,8 +223,13 @@ impl TransferExchange {
     }
 
     /// Publishes this rank's end of every request at once, for [`complete`](Self::complete) or
-    /// [`withdraw`](Self::withdraw). Does not wait for a peer.
-    pub(crate) fn publish<'a>(&self, requests: &'a [TransferRequest]) -> Result<PublishedEnds<'a>> {
+    /// [`withdraw`](Self::withdraw). Does not wait for a peer, only for the store. Should that not answer
+    /// until `deadline`, the ends may be published yet, so the communicator ends.
+    pub(crate) fn publish<'a>(
+        &self,
+        requests: &'a [TransferRequest],
+        deadline: Deadline,
+    ) -> Result<PublishedEnds<'a>> {
         self.fault.check()?;
         requests
             .iter()
@@ -244,12 +249,14 @@ impl TransferExchange {
                 }
             }
         }
-        if let Err(error) = self.bootstrap.store().multi_set(&pairs) {
+        if let Err(error) = self.bootstrap.store().multi_set_until(&pairs, deadline) {
+            let error = self.group.in_own_ranks(error);
+            let error = error.with_operation("publish transfers");
+            if error.kind() == ErrorKind::Timeout {
+                self.fault.raise(withdrawal::not_withdrawn(&error));
+            }
             self.roll_back(published);
-            return Err(self
-                .group
-                .in_own_ranks(error)
-                .with_operation("publish transfers"));
+            return Err(error);
         }
         Ok(PublishedEnds(published))
     }

@@ -3,31 +3,38 @@
 use super::{PublishedEnd, PublishedEnds, TransferExchange};
 use crate::bootstrap::Wait;
 use crate::deadline::Deadline;
+use crate::error::{Error, ErrorKind};
 use std::time::Duration;
 
-/// The longest wait for what must be in the store already.
-const MAX_WAIT: Duration = Duration::from_secs(1);
+/// The longest that a withdrawal takes. What it waits for is in the store already; only a store that does
+/// not answer, as its process is stopped, takes longer.
+const MAX_WITHDRAWAL: Duration = Duration::from_secs(1);
 
 impl TransferExchange {
     /// Takes back what peers have not taken. An end that was taken belongs to a transfer that the
-    /// peer believes in; it is completed and dropped, which tells the peer to forget it.
+    /// peer believes in; it is completed and dropped, which tells the peer to forget it. Where the store
+    /// does not answer in time, what is published stays, so the communicator ends.
     pub(crate) fn withdraw(&self, published: PublishedEnds<'_>) {
         let store = self.bootstrap.store();
+        let deadline = Deadline::after(MAX_WITHDRAWAL);
         for end in published.0 {
-            match store.delete(&end.own_key) {
-                Ok(true) => self.roll_back(vec![end]),
-                Ok(false) => {
-                    // The peer publishes before it takes, so its end is there.
-                    match store.take(&end.peer_key, &self.wait_for(&end)) {
-                        Ok(message) => drop(self.match_end(end, &message)),
-                        Err(error) => {
-                            tracing::debug!(%error, key = end.peer_key, "an end could not be withdrawn");
-                        }
-                    }
+            let withdrawn = match store.delete_until(&end.own_key, deadline) {
+                Ok(true) => {
+                    self.roll_back(vec![end]);
+                    Ok(())
                 }
-                Err(error) => {
-                    tracing::debug!(%error, key = end.own_key, "an end could not be withdrawn");
+                // The peer publishes before it takes, so its end is there.
+                Ok(false) => store
+                    .take(&end.peer_key, &self.wait_for(&end, deadline))
+                    .map(|message| drop(self.match_end(end, &message))),
+                Err(error) => Err(error),
+            };
+            match withdrawn {
+                Ok(()) => {}
+                Err(error) if error.kind() == ErrorKind::Timeout && deadline.passed() => {
+                    return self.fault.raise(not_withdrawn(&error));
                 }
+                Err(error) => tracing::debug!(%error, "an end could not be withdrawn"),
             }
         }
     }
@@ -50,8 +57,21 @@ impl TransferExchange {
         self.slots.recycle(end.slot.number);
     }
 
-    fn wait_for(&self, end: &PublishedEnd<'_>) -> Wait {
+    fn wait_for(&self, end: &PublishedEnd<'_>, deadline: Deadline) -> Wait {
         let peer = self.group.job_rank(end.request.peer).into_iter();
-        Wait::on(peer.collect::<Vec<_>>(), Deadline::after(MAX_WAIT))
+        Wait::on(peer.collect::<Vec<_>>(), deadline)
     }
+}
+
+/// Why a communicator ends whose exchange could not be taken back.
+pub(super) fn not_withdrawn(error: &Error) -> Error {
+    Error::new(
+        ErrorKind::Timeout,
+        format!(
+            "an exchange that failed could not be taken back, which ends the communicator: {}",
+            error.message()
+        ),
+    )
+    .with_operation("exchange transfers")
+    .with_help("make a communicator of these ranks anew")
 }

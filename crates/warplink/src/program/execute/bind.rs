@@ -78,7 +78,7 @@ impl Prepared {
         let published = local
             .as_ref()
             .map_err(Error::clone)
-            .and_then(|(_, requests)| exchange.publish(requests));
+            .and_then(|(_, requests)| exchange.publish(requests, self.context.deadline()));
         let agreed = self
             .context
             .agree(published.as_ref().map(|_| &*self.digest));

@@ -1,0 +1,373 @@
+//! Ranks whose processes are stopped: their peers wait until the heartbeat limit and go on without them;
+//! nobody else waits.
+
+// A test fails by panicking.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+mod common;
+
+use common::{Ranks, assert_says, processes_of, resume, ring, stop_self, values, world};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+use warplink::bootstrap::Wait;
+use warplink::device::Priority;
+use warplink::p2p::{Protocol, Transfer, TransferRequest};
+use warplink::{Communicator, Error, ErrorKind};
+
+/// How much later than the limit a peer may have its error.
+const LATER: Duration = Duration::from_secs(1);
+
+/// Runs `count` ranks with a heartbeat limit of `limit` seconds, none of which may fail. A test calls it
+/// once for each of its cases, by `name`.
+fn run(name: &str, count: usize, limit: &str, body: impl FnOnce(Communicator)) {
+    if common::is_rank() && std::env::var("CASE").as_deref() != Ok(name) {
+        return;
+    }
+    let mut ranks = Ranks {
+        world: world(count),
+        ..Ranks::default()
+    };
+    if ranks.world < count {
+        return;
+    }
+    let variables = [
+        ("WARPLINK_HEARTBEAT_LIMIT", limit),
+        ("CASE", name),
+        ("WARPLINK_TIMEOUT", "30"),
+    ];
+    let variables = variables.map(|(name, value)| (name.to_owned(), value.to_owned()));
+    ranks.env.extend(variables);
+    let Some(ended) = ranks.start(body) else {
+        return;
+    };
+    let outputs: Vec<_> = ended.iter().map(|end| end.output.as_str()).collect();
+    for (rank, end) in ended.iter().enumerate() {
+        let outputs = outputs.join("\n");
+        assert_eq!(end.code, Some(0), "{name}, rank {rank}:\n{outputs}");
+    }
+}
+
+/// Checks that `error` is of the loss of `victim`, and came after the limit of 1.5 s and not much later.
+fn check_loss(error: &Error, victim: usize, stopped_before: Instant) {
+    let named = (error.kind(), error.job_peer());
+    assert_eq!(named, (ErrorKind::PeerLost, Some(victim)), "{error}");
+    assert_says(error, &["was lost: it did not answer for 1.5s"]);
+    let took = stopped_before.elapsed();
+    // The last sign of life came up to half a second before the stop.
+    assert!(took > Duration::from_millis(800), "{error} after {took:?}");
+    assert!(
+        took < Duration::from_millis(1500) + LATER,
+        "{error} after {took:?}"
+    );
+}
+
+#[test]
+fn a_stopped_rank_is_named_and_learns_that_it_was_given_up() {
+    for victim in [2, 0] {
+        for wait in ["barrier", "key", "exchange", "stream"] {
+            run(&format!("{victim} {wait}"), 4, "1.5", |comm| {
+                let processes = processes_of(&comm);
+                let region = comm.alloc(64).unwrap();
+                let stream = comm.create_stream(Priority::Normal).unwrap();
+                let is_victim = comm.rank() == victim;
+                // The victim announces nothing, so what its peers wait for never comes.
+                let peers: Vec<usize> = match is_victim {
+                    true => (0..4).filter(|&rank| rank != victim).collect(),
+                    false => vec![victim],
+                };
+                let request = |&peer: &usize| match is_victim {
+                    true => TransferRequest::send(&region, peer, 1),
+                    false => TransferRequest::receive(&region, peer, 1),
+                };
+                let requests: Vec<_> = peers.iter().map(request).collect();
+                let transfers = comm.exchange(&requests).unwrap();
+                comm.barrier().unwrap();
+                let stopped = Instant::now();
+                if is_victim {
+                    // What it has answered is to arrive.
+                    std::thread::sleep(Duration::from_millis(50));
+                    stop_self();
+                    let error = comm.barrier().unwrap_err();
+                    assert_eq!(error.kind(), ErrorKind::GivenUp, "{error}");
+                    assert_says(&error, &["gave this rank up: it did not answer for 1.5s"]);
+                    // The streams of a rank that was given up fail too.
+                    transfers[0].post(&stream).ok();
+                    let error = comm.synchronize(&stream).unwrap_err();
+                    assert_eq!(error.kind(), ErrorKind::GivenUp, "{error}");
+                    assert!(comm.survivors().is_err());
+                    return;
+                }
+                let error = match wait {
+                    "barrier" => comm.barrier().unwrap_err(),
+                    "key" => {
+                        let wait = Wait::on([victim], comm.deadline());
+                        comm.bootstrap().store().get("never", &wait).unwrap_err()
+                    }
+                    "exchange" => {
+                        let late = TransferRequest::receive(&region, victim, 2);
+                        comm.exchange(&[late]).unwrap_err()
+                    }
+                    _ => {
+                        transfers[0].post(&stream).unwrap();
+                        transfers[0].wait(&stream).unwrap();
+                        comm.synchronize(&stream).unwrap_err()
+                    }
+                };
+                check_loss(&error, victim, stopped);
+                let left = comm.survivors().unwrap();
+                assert!(!left.job_ranks().contains(&victim));
+                ring(&left, Protocol::default(), 5, |_| {}).unwrap();
+                left.barrier().unwrap();
+                if left.rank() == 0 {
+                    resume(processes[victim]);
+                }
+                drop((transfers, comm));
+                left.close().unwrap();
+            });
+        }
+    }
+}
+
+#[test]
+fn a_short_stop_is_waited_for() {
+    for victim in [1, 0] {
+        run(&format!("short {victim}"), 3, "3", |comm| {
+            let processes = processes_of(&comm);
+            for round in 0..3 {
+                if comm.rank() == victim {
+                    stop_self();
+                } else if comm.rank() == 2 {
+                    std::thread::sleep(Duration::from_millis(700));
+                    resume(processes[victim]);
+                }
+                comm.barrier().unwrap();
+                ring(&comm, Protocol::Get, 3 + round, |_| {}).unwrap();
+            }
+            comm.close().unwrap();
+        });
+    }
+}
+
+#[test]
+fn a_busy_rank_is_not_taken_for_a_stopped_one() {
+    run("busy", 2, "1", |comm| {
+        if comm.rank() == 0 {
+            let end = AtomicBool::new(false);
+            std::thread::scope(|scope| {
+                for _ in 0..4 {
+                    scope.spawn(|| {
+                        while !end.load(Ordering::Relaxed) {
+                            std::hint::spin_loop();
+                        }
+                    });
+                }
+                // A call that takes long, such as one of a driver.
+                std::thread::sleep(Duration::from_secs(3));
+                end.store(true, Ordering::Relaxed);
+            });
+        }
+        comm.barrier().unwrap();
+        comm.close().unwrap();
+    });
+}
+
+#[test]
+fn dropping_transfers_of_a_stopped_peer_is_quick() {
+    run("drop", 2, "3", |comm| {
+        let processes = processes_of(&comm);
+        let regions: Vec<_> = (0..20).map(|_| comm.alloc(4096).unwrap()).collect();
+        let requests: Vec<_> = regions
+            .iter()
+            .zip(0..)
+            .map(|(region, tag)| match comm.rank() {
+                0 => TransferRequest::send(region, 1, tag),
+                _ => TransferRequest::receive(region, 0, tag),
+            })
+            .collect();
+        let transfers = comm.exchange(&requests).unwrap();
+        comm.barrier().unwrap();
+        if comm.rank() == 1 {
+            stop_self();
+            let error = comm.barrier().unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::GivenUp, "{error}");
+            return;
+        }
+        std::thread::sleep(Duration::from_millis(100));
+        let begun = Instant::now();
+        drop((transfers, regions));
+        assert!(
+            begun.elapsed() < Duration::from_millis(500),
+            "{:?}",
+            begun.elapsed()
+        );
+        let error = comm.barrier().unwrap_err();
+        assert_eq!(error.peer(), Some(1), "{error}");
+        let left = comm.survivors().unwrap();
+        drop(comm);
+        left.close().unwrap();
+        assert!(
+            begun.elapsed() < Duration::from_secs(5),
+            "{:?}",
+            begun.elapsed()
+        );
+        resume(processes[1]);
+    });
+}
+
+#[test]
+fn a_drop_before_the_limit_is_quick_too() {
+    // As in a debugger: the peer stays stopped for longer than this rank lives.
+    run("abort", 2, "600", |comm| {
+        let processes = processes_of(&comm);
+        let regions: Vec<_> = (0..20).map(|_| comm.alloc(4096).unwrap()).collect();
+        let requests: Vec<_> = regions
+            .iter()
+            .zip(0..)
+            .map(|(region, tag)| match comm.rank() {
+                0 => TransferRequest::send(region, 1, tag),
+                _ => TransferRequest::receive(region, 0, tag),
+            })
+            .collect();
+        let transfers = comm.exchange(&requests).unwrap();
+        comm.barrier().unwrap();
+        if comm.rank() == 1 {
+            stop_self();
+            let error = comm.barrier().unwrap_err();
+            assert_eq!((error.kind(), error.peer()), (ErrorKind::PeerLost, Some(0)));
+            return;
+        }
+        std::thread::sleep(Duration::from_millis(100));
+        let begun = Instant::now();
+        drop((transfers, regions, comm));
+        assert!(
+            begun.elapsed() < Duration::from_secs(5),
+            "{:?}",
+            begun.elapsed()
+        );
+        resume(processes[1]);
+    });
+}
+
+#[test]
+fn another_pair_is_not_delayed() {
+    run("pair", 4, "4", |comm| {
+        let processes = processes_of(&comm);
+        let pair = comm.split(comm.rank() as u64 / 2, 0).unwrap();
+        let region = comm.alloc(64).unwrap();
+        comm.barrier().unwrap();
+        match comm.rank() {
+            3 => {
+                stop_self();
+                pair.barrier().unwrap_err();
+                return;
+            }
+            2 => {
+                // It exchanges with the stopped rank, and hangs on it until the limit.
+                let request = TransferRequest::send(&region, 1, 0);
+                let error = pair.exchange(&[request]).unwrap_err();
+                assert_eq!(error.job_peer(), Some(3), "{error}");
+            }
+            _ => {
+                // New exchanges, transfers, barriers and drops, all the while.
+                let mut longest = Duration::ZERO;
+                let begun = Instant::now();
+                for _ in 0..40 {
+                    let round = Instant::now();
+                    ring(&pair, Protocol::default(), 2, |_| {}).unwrap();
+                    pair.barrier().unwrap();
+                    longest = longest.max(round.elapsed());
+                    std::thread::sleep(Duration::from_millis(50));
+                }
+                assert!(begun.elapsed() > Duration::from_secs(2));
+                assert!(longest < Duration::from_secs(1), "a round took {longest:?}");
+            }
+        }
+        let left = comm.survivors().unwrap();
+        assert_eq!(left.job_ranks(), [0, 1, 2]);
+        if left.rank() == 0 {
+            resume(processes[3]);
+        }
+        left.close().unwrap();
+    });
+}
+
+#[test]
+fn transfers_of_others_go_on_while_rank_0_is_stopped() {
+    run("posted", 3, "2", |comm| {
+        let processes = processes_of(&comm);
+        if comm.rank() == 0 {
+            comm.split(0, 0).unwrap();
+            comm.barrier().unwrap();
+            stop_self();
+            comm.barrier().unwrap_err();
+            return;
+        }
+        let pair = comm.split(1, 0).unwrap();
+        let peer = 1 - pair.rank();
+        let (send, receive) = (comm.alloc(4096).unwrap(), comm.alloc(4096).unwrap());
+        let transfers = pair.exchange(&[
+            TransferRequest::send(&send, peer, 0),
+            TransferRequest::receive(&receive, peer, 0),
+        ]);
+        let transfers = transfers.unwrap();
+        let all: Vec<&Transfer> = transfers.iter().collect();
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        comm.barrier().unwrap();
+        let begun = Instant::now();
+        let mut longest = Duration::ZERO;
+        // The same number on both ranks, over more than the limit.
+        for round in 0..60 {
+            let started = Instant::now();
+            send.upload(&values(pair.rank(), round, 4096)).unwrap();
+            warplink::p2p::post_all(&all, &stream).unwrap();
+            warplink::p2p::wait_all(&all, &stream).unwrap();
+            pair.synchronize(&stream).unwrap();
+            assert!(receive.download().unwrap() == values(peer, round, 4096));
+            longest = longest.max(started.elapsed());
+            std::thread::sleep(Duration::from_millis(50));
+        }
+        assert!(begun.elapsed() > Duration::from_secs(3));
+        assert!(longest < Duration::from_secs(1), "a round took {longest:?}");
+        pair.barrier().unwrap();
+        let left = comm.survivors().unwrap();
+        if left.rank() == 0 {
+            resume(processes[0]);
+        }
+        drop((comm, pair));
+        left.close().unwrap();
+    });
+}
+
+#[test]
+fn an_exchange_with_a_stopped_store_ends_at_its_deadline() {
+    run("timeout", 2, "600", |comm| {
+        let processes = processes_of(&comm);
+        let region = comm.alloc(64).unwrap();
+        comm.barrier().unwrap();
+        if comm.rank() == 0 {
+            stop_self();
+            comm.barrier().ok();
+            return;
+        }
+        std::thread::sleep(Duration::from_millis(100));
+        let requests = [0, 1, 2].map(|tag| TransferRequest::send(&region, 0, tag));
+        let begun = Instant::now();
+        let soon = warplink::Deadline::after(Duration::from_secs(2));
+        // The publishing itself has the limit of the store's calls.
+        let error = comm.exchange_until(&requests, soon).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
+        assert!(
+            begun.elapsed() < Duration::from_secs(8),
+            "{:?}",
+            begun.elapsed()
+        );
+        let later = Instant::now();
+        comm.abort("rank 0 does not answer");
+        assert!(
+            later.elapsed() < Duration::from_secs(4),
+            "{:?}",
+            later.elapsed()
+        );
+        resume(processes[0]);
+    });
+}
