@@ -330,11 +330,11 @@ impl Client {
         let error = Error::new(ErrorKind::GivenUp, message)
             .with_rank(self.identity.rank)
             .with_help("end this process, or join a new job");
+        self.health.end(&error);
         let mut state = lock(&self.state);
         state.over.get_or_insert_with(|| error.clone());
         let link = state.link.clone();
         drop(state);
-        self.health.end(&error);
         if let Some(link) = link {
             link.shut_down();
         }
@@ -342,7 +342,7 @@ impl Client {
 
     /// There is no store any more: so every call ends.
     fn end(&self, reason: &str) {
-        let mut state = lock(&self.state);
+        let state = lock(&self.state);
         let serving = state.serving;
         let error = match state.over.clone() {
             Some(closed) => closed,
@@ -363,6 +363,11 @@ impl Client {
                 }
             }
         };
+        drop(state);
+        if error.kind() != ErrorKind::Closed {
+            self.health.end(&error);
+        }
+        let mut state = lock(&self.state);
         state.over = Some(error.clone());
         let calls = std::mem::take(&mut state.calls);
         drop(state);
@@ -373,9 +378,6 @@ impl Client {
         if error.kind() == ErrorKind::GivenUp {
             // Should it have served, the others look for the next once this ends.
             self.server.shut_down();
-        }
-        if error.kind() != ErrorKind::Closed {
-            self.health.end(&error);
         }
     }
 

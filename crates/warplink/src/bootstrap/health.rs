@@ -101,8 +101,8 @@ impl Health {
         inner.callbacks.push(callback);
     }
 
-    /// Has `callback` called once when the others go on without this rank, from the same thread as
-    /// those of [`when_lost`](Self::when_lost), or at once if that has happened.
+    /// Has `callback` called once when the others go on without this rank, before any call fails with
+    /// that, or at once if it has happened. It must not block.
     pub(crate) fn when_ended(&self, callback: impl Fn(&Error) + Send + Sync + 'static) {
         let mut inner = lock(&self.0);
         if let Some(error) = inner.ended.clone() {
@@ -121,10 +121,9 @@ impl Health {
         }
         tracing::warn!(%error, "this rank is no member of its job any more");
         inner.ended = Some(error.clone());
-        for callback in std::mem::take(&mut inner.end_callbacks) {
-            let error = error.clone();
-            inner.submit(Box::new(move || callback(&error)));
-        }
+        let callbacks = std::mem::take(&mut inner.end_callbacks);
+        drop(inner);
+        callbacks.iter().for_each(|callback| callback(error));
     }
 
     /// Why `rank` was lost, if it was.

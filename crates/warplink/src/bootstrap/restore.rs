@@ -16,6 +16,15 @@ pub(crate) struct Restoring {
     version: u64,
 }
 
+/// What the lost store contained.
+pub(crate) struct Content {
+    /// Each with the rank that set it.
+    pub(crate) values: Vec<(String, Arc<[u8]>, u32)>,
+    pub(crate) gathers: Vec<(GatherId, Reply)>,
+    /// The version to count from.
+    pub(crate) version: u64,
+}
+
 impl Restoring {
     /// `rank` begins to tell.
     pub(crate) fn expect(&mut self, rank: u32) {
@@ -59,14 +68,14 @@ impl Restoring {
         self.gathers.extend(gathers);
     }
 
-    /// The values, each with its owner; the results of gathers; the version to count from.
-    #[expect(
-        clippy::type_complexity,
-        reason = "taken apart at once by the only caller"
-    )]
-    pub(crate) fn into_parts(self) -> (Vec<(String, Arc<[u8]>, u32)>, Vec<(GatherId, Reply)>, u64) {
+    /// All of it, put together.
+    pub(crate) fn into_content(self) -> Content {
         let values = self.entries.into_iter();
         let values = values.filter_map(|(key, (_, value, owner))| Some((key, value?.0, owner)));
-        (values.collect(), self.gathers, self.version)
+        Content {
+            values: values.collect(),
+            gathers: self.gathers,
+            version: self.version,
+        }
     }
 }

@@ -93,6 +93,14 @@ struct State {
     closing: bool,
 }
 
+/// A connection that was admitted as a member's.
+struct Admitted {
+    rank: u32,
+    outbox: Arc<Outbox>,
+    opener: Opener,
+    pulse: Arc<Pulse>,
+}
+
 /// The connection of a member.
 struct Member {
     outbox: Arc<Outbox>,
@@ -401,8 +409,9 @@ impl Shared {
             Err(error) => Err(error),
         };
         match member {
-            Ok((rank, outbox, opener)) => {
-                let reason = self.attend(rank, &stream, opener);
+            Ok(admitted) => {
+                let (rank, outbox) = (admitted.rank, admitted.outbox.clone());
+                let reason = self.attend(&stream, admitted);
                 outbox.close();
                 let mut state = lock(&self.state);
                 if !state.closing {
@@ -431,11 +440,7 @@ impl Shared {
     }
 
     /// Admits a rank, or tells it why not.
-    fn admit_member(
-        &self,
-        stream: &Arc<TcpStream>,
-        claim: Claim,
-    ) -> Result<(u32, Arc<Outbox>, (Opener, Arc<Pulse>))> {
+    fn admit_member(&self, stream: &Arc<TcpStream>, claim: Claim) -> Result<Admitted> {
         let pulse = Pulse::new();
         let member = Member {
             outbox: Outbox::new(stream.clone(), claim.seals.sealer),
@@ -445,7 +450,12 @@ impl Shared {
         match self.enter(claim.rank, claim.world, &claim.entry, member) {
             Ok(rank) => {
                 self.changed.notify_all();
-                Ok((rank, outbox, (claim.seals.opener, pulse)))
+                Ok(Admitted {
+                    rank,
+                    outbox,
+                    opener: claim.seals.opener,
+                    pulse,
+                })
             }
             Err(refusal) => {
                 outbox.push(0, &handshake::refusal(&refusal)?)?;
@@ -517,12 +527,13 @@ impl Shared {
     }
 
     /// Handles a member's requests; returns why its connection ended.
-    fn attend(
-        &self,
-        rank: u32,
-        stream: &TcpStream,
-        (mut opener, pulse): (Opener, Arc<Pulse>),
-    ) -> String {
+    fn attend(&self, stream: &TcpStream, admitted: Admitted) -> String {
+        let Admitted {
+            rank,
+            mut opener,
+            pulse,
+            ..
+        } = admitted;
         let mut reader = BufReader::with_capacity(16 << 10, Heard::new(stream, pulse));
         loop {
             let frame = match opener.read(&mut reader, frame::MAX_BODY) {

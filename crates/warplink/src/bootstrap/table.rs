@@ -7,7 +7,7 @@ use super::gathers::{Contribution, Gathers};
 use super::members::MemberState;
 use super::message::{Answer, Bytes, Event, Refusal, RefusalKind, Reply, Request};
 use super::outgoing::{Outgoing, body};
-use super::restore::Restoring;
+use super::restore::{Content, Restoring};
 use super::values::Values;
 use super::waiters::{Waiter, Waiters};
 use std::net::SocketAddr;
@@ -164,7 +164,11 @@ impl Table {
         let Some(restoring) = self.restoring.take_if(|restoring| restoring.is_complete()) else {
             return;
         };
-        let (values, gathers, version) = restoring.into_parts();
+        let Content {
+            values,
+            gathers,
+            version,
+        } = restoring.into_content();
         self.values.count_from(version);
         for (key, value, owner) in values {
             if let Err(refusal) = self.values.insert(key, value, owner) {

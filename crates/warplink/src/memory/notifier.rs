@@ -185,12 +185,19 @@ impl Line {
     }
 }
 
+/// A wait for what every peer was to be told when it began: how many notices.
+#[derive(Debug)]
+struct Flush {
+    done: mpsc::Sender<()>,
+    noticed: Vec<(Rank, u64)>,
+}
+
 /// The thread's state.
 #[derive(Debug)]
 struct Lines {
     lines: BTreeMap<Rank, Line>,
     /// Who waits for which notices.
-    flushes: Vec<(mpsc::Sender<()>, Vec<(Rank, u64)>)>,
+    flushes: Vec<Flush>,
     /// Until when the rest may be sent.
     stopping: Option<Deadline>,
 }
@@ -213,7 +220,7 @@ impl Lines {
             Notice::Flush(done) => {
                 let noticed = self.lines.iter().map(|(&peer, line)| (peer, line.noticed));
                 let noticed = noticed.collect();
-                self.flushes.push((done, noticed));
+                self.flushes.push(Flush { done, noticed });
             }
             Notice::Stop => self.stopping = Some(Deadline::after(MAX_STOP)),
         }
@@ -224,7 +231,7 @@ impl Lines {
             line.advance(peer, shared);
         }
         let lines = &self.lines;
-        self.flushes.retain(|(done, noticed)| {
+        self.flushes.retain(|Flush { done, noticed }| {
             let is_done = |(peer, count): &(Rank, u64)| {
                 lines.get(peer).is_none_or(|line| line.done >= *count)
             };
