@@ -13,11 +13,13 @@
 //! | [`rank_program`], [`mod@unroll`] | a program for one rank: a flat list of operations |
 //! | [`lower`] | programs for matmuls over sharded operands, and the choice among them |
 //! | [`mod@verify`], [`diagnostic`] | whether the ranks' programs fit together, and what is wrong if not |
+//! | [`evaluate`] | what a program gives, computed without a device |
 //! | [`cost`] | how long a program takes on a model of the hardware |
 //! | [`execute`] | runs a program on a device |
 
 pub mod cost;
 pub mod diagnostic;
+pub mod evaluate;
 pub mod execute;
 pub mod expr;
 pub mod ir;

@@ -209,6 +209,15 @@ pub struct TransferInstance {
 }
 
 impl TransferInstance {
+    /// Whether this end copies, or takes part in an exchange of the engine; the other ends only signal.
+    pub const fn initiates(&self) -> bool {
+        !matches!(
+            (self.direction, self.backend),
+            (Direction::Send, Backend::Direct(Protocol::Get))
+                | (Direction::Receive, Backend::Direct(Protocol::Put))
+        )
+    }
+
     /// Whether the collective engine carries it.
     pub const fn is_engine(&self) -> bool {
         matches!(self.backend, Backend::Nccl)

@@ -2,12 +2,16 @@
 //! the same; of a refused one, that it hangs, that an order of accesses is left open, or that a rule is
 //! broken, shown without the verifier.
 
-use super::interpreter::{Engine, Fault, Hold, Interpreter, Outcome, Pick, Schedule, Submission};
+use super::interpreter::{
+    Engine, Fault, Hold, Interpreter, Outcome, Pick, Schedule, Submission, input,
+};
 use super::sample::Sample;
 use std::collections::HashMap;
+use warplink::program::evaluate::Evaluator;
+use warplink::program::ir::Role;
 use warplink::program::{
-    Backend, Diagnostic, DiagnosticKind, Direction, OperationKind, Range, RankProgram, TransferId,
-    unroll, verify,
+    Backend, Diagnostic, DiagnosticKind, Direction, OperationKind, Range, RankProgram, TensorId,
+    TensorInstance, TransferId, unroll, verify,
 };
 
 /// How many orders of an accepted program are played, of each kind.
@@ -84,6 +88,7 @@ pub(crate) fn check(sample: &Sample) -> Result<Shown, String> {
             }
             let as_graph = report.eager_only.is_none();
             let outputs = case.runs(as_graph)?;
+            evaluates(sample, &outputs)?;
             let class = if as_graph {
                 "accepted"
             } else {
@@ -118,6 +123,38 @@ pub(crate) fn check(sample: &Sample) -> Result<Shown, String> {
             })
         }
     }
+}
+
+/// Fails where the library's own evaluation of a program gives other outputs.
+fn evaluates(sample: &Sample, outputs: &[Vec<f64>]) -> Result<(), String> {
+    let (world, streams) = (sample.world, sample.streams);
+    let evaluator = Evaluator::new(&sample.program, world, streams, &sample.parameters)
+        .map_err(|error| format!("accepted, but not evaluated: {error}"))?;
+    let bytes = |rank: usize, id: TensorId, tensor: &TensorInstance| -> Vec<u8> {
+        let values = (0..tensor.bytes / 4).map(|at| input(0, rank, id, at) as f32);
+        values.flat_map(f32::to_le_bytes).collect()
+    };
+    let values = evaluator.run(bytes).map_err(|error| error.to_string())?;
+    for (rank, program) in evaluator.ranks().iter().enumerate() {
+        let mut rest = &outputs[rank][..];
+        for (id, tensor) in program.tensors.iter().enumerate() {
+            if tensor.role == Role::Output {
+                let (own, others) = rest.split_at(tensor.bytes / 4);
+                rest = others;
+                let own = own.iter().map(|value| *value as f32);
+                let found: Vec<u8> = own.flat_map(f32::to_le_bytes).collect();
+                let compared = values
+                    .compare(rank, id, &found)
+                    .map_err(|e| e.to_string())?;
+                if !compared.is_right() || compared.largest.is_nan() {
+                    return Err(format!(
+                        "evaluated to other values: rank {rank}: {compared}"
+                    ));
+                }
+            }
+        }
+    }
+    Ok(())
 }
 
 struct Case<'a> {

@@ -1,5 +1,6 @@
 //! `warplink program`: shows, verifies, runs and costs host programs.
 
+mod check;
 mod cost;
 mod diagnostics;
 mod run;

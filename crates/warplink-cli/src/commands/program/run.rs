@@ -1,5 +1,6 @@
 //! `warplink program run`: a program on random inputs.
 
+use super::check::{self, Check, Compared};
 use super::{Source, Text};
 use crate::commands::bench::timing::{Clock, Submission, Times};
 use crate::commands::ranks;
@@ -14,17 +15,18 @@ use serde::Serialize;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use warplink::device::{AllocationKind, Priority};
-use warplink::program::ir::{Role, Sharding};
+use warplink::program::ir::Role;
 use warplink::program::{
-    Bindings, Executor, Plan, PrepareOptions, TensorInstance, refused, verify,
+    Bindings, Executor, Plan, PrepareOptions, TensorId, TensorInstance, refused, verify,
 };
 use warplink::{Communicator, DType};
 
 /// Run a program on random inputs
 ///
-/// Verifies the program, binds random inputs, and times it on the device. Times are medians over all
-/// samples; the slowest rank counts. A trace can be opened in Perfetto (ui.perfetto.dev); it has a
-/// track per rank and stream.
+/// Verifies the program, binds random inputs, and times it on the device. Compares the outputs with what
+/// the program means, computed on the host; the exit status is 1 if a value is wrong. Times are medians
+/// over all samples; the slowest rank counts. A trace can be opened in Perfetto (ui.perfetto.dev); it has
+/// a track per rank and stream.
 #[derive(Debug, Args)]
 #[command(after_help = "Example:\n  \
     warplink program run examples/programs/ring_pass.wlp -n 2 --param n=1024 --trace trace.json")]
@@ -43,6 +45,15 @@ pub(super) struct Run {
     /// Run even if the verifier finds faults; the program may hang until the timeout
     #[arg(long)]
     unverified: bool,
+    /// Do not compare the outputs with what the program means; large programs are not compared anyway
+    #[arg(long)]
+    no_check: bool,
+}
+
+/// The inputs of all ranks.
+#[derive(Clone, Copy)]
+pub(super) struct Inputs {
+    seed: u64,
 }
 
 #[derive(Serialize)]
@@ -60,6 +71,11 @@ struct Outcome {
     #[serde(skip_serializing_if = "Option::is_none")]
     eager_only: Option<String>,
     seed: u64,
+    /// For each output, the rank and run with the largest error; empty where nothing was compared.
+    values: Vec<Compared>,
+    /// Why nothing was.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    not_checked: Option<String>,
 }
 
 impl Run {
@@ -88,7 +104,12 @@ impl Run {
                         Some(captured) => format!("{:.1} us captured", captured.median * 1e6),
                         None => "not captured".to_owned(),
                     };
-                    let why = outcome.eager_only.iter().map(|why| format!("{why}\n"));
+                    let eager_only = outcome.eager_only.iter().cloned();
+                    let values = outcome.values.iter().map(ToString::to_string);
+                    let not_checked = outcome.not_checked.iter();
+                    let not_checked =
+                        not_checked.map(|why| format!("values are not checked: {why}"));
+                    let rest = eager_only.chain(values).chain(not_checked);
                     report::print_text(&format!(
                         "{}: {} operations on rank 0 of {}, {}; {:.1} us, {captured}\n{}",
                         outcome.program,
@@ -96,27 +117,47 @@ impl Run {
                         outcome.ranks,
                         outcome.device,
                         outcome.eager.median * 1e6,
-                        why.collect::<String>()
+                        rest.map(|line| line + "\n").collect::<String>()
                     ))?;
                 }
             }
-            Ok(ExitCode::SUCCESS)
+            if outcome.values.iter().all(Compared::is_right) {
+                Ok(ExitCode::SUCCESS)
+            } else {
+                Ok(ExitCode::FAILURE)
+            }
         })
     }
 
     fn outcome(&self, comm: &Communicator, text: &Text) -> Result<Outcome> {
         let seed = common_seed(comm, self.seed)?;
         let executor = comm.executor();
-        let plan = self.plan(comm, &executor, text, seed)?;
+        let plan = self.plan(comm, &executor, text, Inputs { seed })?;
+        let check = if self.no_check {
+            Err("as --no-check says".to_owned())
+        } else {
+            Check::new(comm, &self.source, text, Inputs { seed })
+        };
         let clock = Clock::new(comm, Priority::Normal)?;
         let work = |stream: &warplink::device::Stream| Ok(plan.run(stream)?);
-        let samples = self.samples.into();
-        let eager = clock.measure(samples, Submission::Eager, &work)?;
+        let mut compared = Vec::new();
+        let mut measure = |submission, how: &str| -> Result<Times> {
+            if let Ok(check) = &check {
+                check.clear(comm, &plan)?;
+            }
+            let times = clock.measure(self.samples.into(), submission, &work)?;
+            if let Ok(check) = &check {
+                compared.extend(check.compare(comm, &plan, how)?);
+            }
+            Ok(times)
+        };
+        let eager = measure(Submission::Eager, "in an eager run")?;
         let eager_only = plan.eager_only().map(ToString::to_string);
         let captured = match eager_only {
-            None => Some(clock.measure(samples, Submission::Captured, &work)?),
+            None => Some(measure(Submission::Captured, "in a graph")?),
             Some(_) => None,
         };
+        let values = check::gather(comm, &compared)?;
         if let Some(path) = &self.trace
             && let Some(trace) = plan.trace(&clock.stream)?
         {
@@ -131,6 +172,8 @@ impl Run {
             captured,
             eager_only,
             seed,
+            values,
+            not_checked: check.err(),
         })
     }
 
@@ -139,7 +182,7 @@ impl Run {
         comm: &Communicator,
         executor: &Executor,
         text: &Text,
-        seed: u64,
+        inputs: Inputs,
     ) -> Result<Plan> {
         let options = PrepareOptions {
             streams: self.source.streams.into(),
@@ -154,12 +197,7 @@ impl Run {
         memory::check(kind, comm.world(), largest.unwrap_or(0), all)?;
         for (index, tensor) in tensors.iter().enumerate() {
             if tensor.role == Role::Input {
-                // What every rank has in whole is the same everywhere.
-                let rank = match tensor.sharding {
-                    Sharding::Ranks(_) => comm.rank() as u64 + 1,
-                    Sharding::Whole | Sharding::Loop => 0,
-                };
-                let bytes = random(tensor, seed, (index as u64) << 32 | rank);
+                let bytes = inputs.of(comm.rank(), index, tensor);
                 let slice = comm
                     .device()
                     .allocate(tensor.bytes, AllocationKind::Plain)?;
@@ -168,6 +206,15 @@ impl Run {
             }
         }
         Ok(prepared.bind(&bindings)?)
+    }
+}
+
+impl Inputs {
+    /// The bytes of an input of a rank.
+    pub(super) fn of(self, rank: usize, index: TensorId, tensor: &TensorInstance) -> Vec<u8> {
+        // They differ from rank to rank, so that what comes from a wrong one shows.
+        let rank = rank as u64 + 1;
+        random(tensor, self.seed, (index as u64) << 32 | rank)
     }
 }
 

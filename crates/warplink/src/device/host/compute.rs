@@ -226,7 +226,7 @@ fn matmul<T: Element>(
     memory::write_bytes(c, rounded.as_bytes())
 }
 
-/// `target` becomes the reduction of `sources`, in order, computed in `f64`.
+/// `target` becomes the reduction of `sources`, in order, computed in `f64`. Integers wrap, as on a GPU.
 pub(super) fn reduce(
     dtype: DType,
     op: ReduceOp,
@@ -234,12 +234,12 @@ pub(super) fn reduce(
     sources: &[DeviceSlice],
 ) -> Result<()> {
     match dtype {
-        DType::F16 => reduce_as::<half::f16>(op, target, sources),
-        DType::BF16 => reduce_as::<half::bf16>(op, target, sources),
-        DType::F32 => reduce_as::<f32>(op, target, sources),
-        DType::F64 => reduce_as::<f64>(op, target, sources),
-        DType::I32 => reduce_as::<i32>(op, target, sources),
-        DType::U8 => reduce_as::<u8>(op, target, sources),
+        DType::F16 => reduce_as(op, target, sources, half::f16::from_f64),
+        DType::BF16 => reduce_as(op, target, sources, half::bf16::from_f64),
+        DType::F32 => reduce_as(op, target, sources, |sum| sum as f32),
+        DType::F64 => reduce_as(op, target, sources, |sum| sum),
+        DType::I32 => reduce_as(op, target, sources, |sum| sum as i64 as i32),
+        DType::U8 => reduce_as(op, target, sources, |sum| sum as i64 as u8),
     }
 }
 
@@ -247,6 +247,7 @@ fn reduce_as<T: Element>(
     op: ReduceOp,
     target: &DeviceSlice,
     sources: &[DeviceSlice],
+    round: fn(f64) -> T,
 ) -> Result<()> {
     let Some((first, rest)) = sources.split_first() else {
         return Ok(());
@@ -262,6 +263,6 @@ fn reduce_as<T: Element>(
             };
         }
     }
-    let rounded: Vec<T> = sum.into_iter().map(T::from_f64).collect();
+    let rounded: Vec<T> = sum.into_iter().map(round).collect();
     memory::write_bytes(target, rounded.as_bytes())
 }

@@ -1,6 +1,6 @@
 //! Doing what a stream was given, one item at a time, and what each item waits for.
 
-use super::state::{Item, Mode, Need, Run, moves};
+use super::state::{Item, Mode, Need, Run};
 use super::violation::Violations;
 use crate::error::Rank;
 use crate::program::ir::Collective;
@@ -41,6 +41,9 @@ impl Run<'_> {
                 let state = &mut self.streams[stream];
                 state.last = Some(operation);
                 state.begun = false;
+                if let Some(done) = &mut self.done {
+                    done.push((state.rank, operation));
+                }
             }
         }
         self.streams[stream].queue.pop_front();
@@ -123,7 +126,7 @@ impl Run<'_> {
                 let transfer = &self.ranks[rank].transfers[id];
                 let number = self.links.numbers[rank].at(operation, position);
                 let end = &self.ends[rank][id];
-                if moves(transfer.direction, transfer.backend) {
+                if transfer.initiates() {
                     return end.completed.missing(number).map(|n| Need::Own(id, n));
                 }
                 if self.mode == Mode::Captured && !end.placed {
@@ -153,9 +156,7 @@ impl Run<'_> {
             .get(position)?;
         let transfer = &self.ranks[rank].transfers[id];
         let number = self.links.numbers[rank].at(operation, position);
-        let again = self.mode == Mode::Captured
-            && number > 1
-            && !moves(transfer.direction, transfer.backend);
+        let again = self.mode == Mode::Captured && number > 1 && !transfer.initiates();
         again.then_some(number)
     }
 
@@ -169,8 +170,7 @@ impl Run<'_> {
         let id = *group.get(position)?;
         let transfer = &self.ranks[rank].transfers[id];
         let number = self.links.numbers[rank].at(operation, position);
-        let there = !moves(transfer.direction, transfer.backend)
-            || self.ends[rank][id].incoming.has(number);
+        let there = !transfer.initiates() || self.ends[rank][id].incoming.has(number);
         (!there).then_some(Need::Peer(id, number))
     }
 
@@ -203,7 +203,7 @@ impl Run<'_> {
                         let word = &mut self.ends[transfer.peer][partner].incoming;
                         let woken = word.write(number, stream, &clock);
                         self.wake_all(woken);
-                    } else if !moves(transfer.direction, transfer.backend) {
+                    } else if !transfer.initiates() {
                         self.signal(stream, (operation, id, number), violations);
                     }
                 }

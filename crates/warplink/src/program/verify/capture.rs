@@ -12,7 +12,6 @@ use super::clock::{Clock, Clocks, Snapshot};
 use super::diagnostics::{Diagnostics, place_of};
 use super::link::Links;
 use super::simulate;
-use super::state::moves;
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
 use crate::program::ir::Program;
 use crate::program::rank_program::{Operation, OperationKind, RankProgram, TransferId};
@@ -68,9 +67,7 @@ pub(super) fn eager_only(
     }
     let again = |rank: &RankProgram| {
         let mut transfers = rank.transfers.iter().zip(&links.posts[rank.rank]);
-        transfers.any(|(transfer, posts)| {
-            posts.len() > 1 && !moves(transfer.direction, transfer.backend)
-        })
+        transfers.any(|(transfer, posts)| posts.len() > 1 && !transfer.initiates())
     };
     if !ranks.iter().any(again) {
         return None;
@@ -236,7 +233,7 @@ impl Recording<'_> {
 
     fn moves(&self, id: TransferId) -> bool {
         let transfer = &self.program.transfers[id];
-        moves(transfer.direction, transfer.backend)
+        transfer.initiates()
     }
 
     fn post(&mut self, index: usize, stream: usize, group: &[TransferId]) -> Result<(), Obstacle> {

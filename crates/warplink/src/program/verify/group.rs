@@ -2,7 +2,7 @@
 
 use super::clock::Clock;
 use super::memory::Mode as AccessMode;
-use super::state::{Mode, Run, moves};
+use super::state::{Mode, Run};
 use super::violation::Violations;
 use crate::error::Rank;
 use crate::program::ir::Direction;
@@ -46,7 +46,7 @@ impl Run<'_> {
             .zip(links.numbers[rank].of(operation))
             .filter(|&(id, _)| {
                 let transfer = &ranks[rank].transfers[id];
-                moves(transfer.direction, transfer.backend)
+                transfer.initiates()
             })
             .collect();
         if initiators.is_empty() {
@@ -130,7 +130,7 @@ impl Run<'_> {
         for (&id, number) in group.iter().zip(links.numbers[rank].of(operation)) {
             let transfer = &ranks[rank].transfers[id];
             let end = &mut self.ends[rank][id];
-            let initiates = moves(transfer.direction, transfer.backend);
+            let initiates = transfer.initiates();
             let first = self.first_stream[rank];
             let posted_on = || {
                 let post = *links.posts[rank][id].get(number.checked_sub(1)?)?;

@@ -49,8 +49,9 @@ mod word;
 use super::diagnostic::Diagnostic;
 use super::ir::Program;
 use super::parameters::Parameters;
-use super::rank_program::RankProgram;
+use super::rank_program::{RankProgram, TransferId};
 use super::unroll::{Budget, unroll_within};
+use crate::error::Rank;
 use diagnostics::Diagnostics;
 use std::fmt;
 
@@ -128,6 +129,23 @@ pub fn verify(
     diagnostics.end_of_stage()?;
     let eager_only = capture::eager_only(program, &ranks, &links);
     Ok(report(&ranks, eager_only))
+}
+
+/// An order in which the operations of all ranks may be done one after another, and each rank's
+/// transfers' partners.
+///
+/// # Errors
+/// As [`verify`], of what keeps the operations from being done.
+pub(super) fn order(
+    program: &Program,
+    ranks: &[RankProgram],
+) -> Result<(Vec<(Rank, usize)>, Vec<Vec<TransferId>>), Vec<Diagnostic>> {
+    let mut diagnostics = Diagnostics::new(program);
+    let links = link::link(ranks, &mut diagnostics);
+    diagnostics.end_of_stage()?;
+    let order = simulate::order(ranks, &links, &mut diagnostics);
+    diagnostics.end_of_stage()?;
+    Ok((order, links.partners))
 }
 
 fn report(ranks: &[RankProgram], eager_only: Option<Diagnostic>) -> Report {

@@ -18,12 +18,7 @@ const MAX_CLOCK_NODES: usize = 2 << 20;
 pub(super) fn simulate(ranks: &[RankProgram], links: &Links, diagnostics: &mut Diagnostics<'_>) {
     let mut run = Run::new(Mode::Eager, ranks, links);
     let mut violations = Violations::default();
-    if !run.go(&mut violations) {
-        diagnostics.too_large("fewer streams, or fewer transfers between waits");
-        return;
-    }
-    let stuck = blocked::report(&run, diagnostics);
-    if stuck {
+    if !run.ends(&mut violations, diagnostics) {
         return;
     }
     violations.report(ranks, diagnostics);
@@ -31,6 +26,21 @@ pub(super) fn simulate(ranks: &[RankProgram], links: &Links, diagnostics: &mut D
     if diagnostics.list.is_empty() {
         run.ending(diagnostics);
     }
+}
+
+/// The operations of all ranks in an order in which they were done; none where that is reported to be
+/// impossible.
+pub(super) fn order(
+    ranks: &[RankProgram],
+    links: &Links,
+    diagnostics: &mut Diagnostics<'_>,
+) -> Vec<(Rank, usize)> {
+    let mut run = Run::new(Mode::Eager, ranks, links);
+    run.done = Some(Vec::new());
+    if !run.ends(&mut Violations::default(), diagnostics) {
+        return Vec::new();
+    }
+    run.done.unwrap_or_default()
 }
 
 /// What is stuck where the programs of all ranks run as graphs, if anything is.
@@ -47,6 +57,15 @@ pub(super) fn stuck_as_graph(
 }
 
 impl Run<'_> {
+    /// Runs to the end; reports why where that is impossible.
+    fn ends(&mut self, violations: &mut Violations, diagnostics: &mut Diagnostics<'_>) -> bool {
+        if !self.go(violations) {
+            diagnostics.too_large("fewer streams, or fewer transfers between waits");
+            return false;
+        }
+        !blocked::report(self, diagnostics)
+    }
+
     /// Runs as far as it goes; `false` where the clocks take too much memory.
     fn go(&mut self, violations: &mut Violations) -> bool {
         loop {

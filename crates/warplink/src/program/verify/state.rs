@@ -7,7 +7,6 @@ use super::numbers::Numbers;
 use super::violation::Violations;
 use super::word::Word;
 use crate::error::Rank;
-use crate::program::ir::{Backend, Direction, Protocol};
 use crate::program::rank_program::{OperationKind, Range, RankProgram, TransferId};
 use std::collections::VecDeque;
 
@@ -131,6 +130,8 @@ pub(super) struct Run<'a> {
     pub(super) clocks: Clocks,
     pub(super) stream_work: Vec<usize>,
     pub(super) host_work: Vec<Rank>,
+    /// The operations that are done, in this order, where somebody asks for it.
+    pub(super) done: Option<Vec<(Rank, usize)>>,
 }
 
 impl<'a> Run<'a> {
@@ -179,6 +180,7 @@ impl<'a> Run<'a> {
             clocks,
             stream_work: Vec::new(),
             host_work: (0..ranks.len()).collect(),
+            done: None,
         }
     }
 
@@ -249,7 +251,7 @@ fn ends(mode: Mode, ranks: &[RankProgram], links: &Links) -> Vec<Vec<End>> {
         let mut ends: Vec<End> = transfers
             .map(|(id, transfer)| {
                 let theirs = &links.posts[transfer.peer][links.partners[rank][id]];
-                let own = if moves(transfer.direction, transfer.backend) {
+                let own = if transfer.initiates() {
                     links.posts[rank][id].len()
                 } else {
                     0
@@ -283,7 +285,7 @@ fn expect_readers(
         };
         for (&id, number) in group.iter().zip(numbers.of(index)) {
             let transfer = &program.transfers[id];
-            let mover = moves(transfer.direction, transfer.backend);
+            let mover = transfer.initiates();
             let post = |number: usize| Some(*posts[id].get(number.checked_sub(1)?)?);
             match (waits, mover) {
                 (true, false) => ends[id].incoming.expect_reader(number),
@@ -310,14 +312,4 @@ fn engine(program: &RankProgram) -> Engine {
             .collect(),
         done: 0,
     }
-}
-
-/// Whether this end of a transfer moves bytes: copies, or takes part in an exchange of the engine.
-pub(super) fn moves(direction: Direction, backend: Backend) -> bool {
-    matches!(
-        (direction, backend),
-        (_, Backend::Nccl)
-            | (Direction::Receive, Backend::Direct(Protocol::Get))
-            | (Direction::Send, Backend::Direct(Protocol::Put))
-    )
 }

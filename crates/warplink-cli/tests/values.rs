@@ -1,0 +1,122 @@
+//! `warplink program run` compares what a program gave with what it means.
+
+#![allow(
+    clippy::unwrap_used,
+    reason = "a test that fails here should stop here"
+)]
+
+#[allow(dead_code, reason = "shared with the tests of endings")]
+mod common;
+
+use common::{stderr, stdout, warplink};
+use std::path::Path;
+use std::process::Output;
+
+const SLOW: &str = "program slow(n) {
+    input A: f32[n, n]
+    input B: f32[n, n]
+    output C: f32[n, n]
+    allocate W: f32[n, n]
+    allocate V: f32[n, n]
+
+    W = copy(A)
+    set_stream pool(0)
+    synchronize caller
+    C = copy(W)
+    set_stream caller
+    for i in 0..150 { V = matmul(A, B) }
+    W = matmul(A, B)
+    synchronize pool(0)
+}
+";
+
+fn run(program: &Path, rest: &[&str]) -> Output {
+    let program = program.to_str().unwrap();
+    let args = [
+        &[
+            "program",
+            "run",
+            program,
+            "--device",
+            "host",
+            "--samples",
+            "2",
+        ],
+        rest,
+    ];
+    warplink(&args.concat()).output().unwrap()
+}
+
+fn example(name: &str) -> std::path::PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("../../examples/programs")
+        .join(name)
+}
+
+#[test]
+fn right_values_are_said_to_be_right() {
+    let output = run(&example("ring_pass.wlp"), &["-n", "3", "-p", "n=64"]);
+    assert!(output.status.success(), "{}", stderr(&output));
+    let text = stdout(&output);
+    assert!(
+        text.contains("'B' is right: largest error 0.000e0"),
+        "{text}"
+    );
+    let output = run(
+        &example("matmul_reduce_scatter_ring_put.wlp"),
+        &[
+            "-n", "3", "-p", "m=48", "-p", "k=48", "-p", "n=16", "--json",
+        ],
+    );
+    assert!(output.status.success(), "{}", stderr(&output));
+    let json: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    let value = &json["values"][0];
+    assert_eq!(
+        (value["tensor"].as_str(), value["wrong"].as_u64()),
+        (Some("C"), Some(0))
+    );
+    let error = value["largest_error"].as_f64().unwrap();
+    assert!(0.0 < error && error <= value["allowed_error"].as_f64().unwrap());
+}
+
+/// The copy is not ordered behind the product that the host enqueues before it: the verifier says so, and
+/// what it gives depends on the time that products take.
+#[test]
+fn a_wrong_value_fails_the_command() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("slow.wlp");
+    std::fs::write(&file, SLOW).unwrap();
+    let sizes = ["-n", "1", "-p", "n=64"];
+    let refused = run(&file, &sizes);
+    assert!(stderr(&refused).contains("race"), "{}", stderr(&refused));
+    let output = run(&file, &[&sizes[..], &["--unverified"]].concat());
+    assert!(!output.status.success());
+    let text = stdout(&output);
+    assert!(
+        text.contains("'C' of rank 0 is wrong in an eager run"),
+        "{text}"
+    );
+    assert!(
+        text.contains("elements are wrong, the first is 0"),
+        "{text}"
+    );
+    let output = run(
+        &file,
+        &[&sizes[..], &["--unverified", "--no-check"]].concat(),
+    );
+    assert!(output.status.success(), "{}", stderr(&output));
+    let text = stdout(&output);
+    assert!(text.contains("values are not checked"), "{text}");
+}
+
+#[test]
+fn large_programs_are_not_compared() {
+    let output = run(&example("ring_pass.wlp"), &["-n", "2", "-p", "n=2000000"]);
+    assert!(output.status.success(), "{}", stderr(&output));
+    let text = stdout(&output);
+    assert!(
+        text.contains("values are not checked: 8000000 elements")
+            && text.contains("expected at most"),
+        "{text}"
+    );
+}

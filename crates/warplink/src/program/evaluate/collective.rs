@@ -1,0 +1,96 @@
+//! What collectives give.
+
+use super::Values;
+use super::value::Value;
+use crate::device::ReduceOp;
+use crate::dtype::DType;
+use crate::error::Rank;
+use crate::program::ir::Collective;
+use crate::program::rank_program::{OperationKind, RankProgram};
+
+/// A collective that all ranks have come to.
+pub(super) struct Meeting {
+    sources: Vec<Vec<Value>>,
+    left: usize,
+}
+
+impl Meeting {
+    /// What all ranks bring to their collective `number`.
+    pub(super) fn new(ranks: &[RankProgram], memory: &Values, number: usize) -> Self {
+        let source = |(rank, program): (Rank, &RankProgram)| {
+            let mut sources = program.operations.iter().filter_map(|o| match &o.kind {
+                OperationKind::Collective { source, .. } => Some(source),
+                _ => None,
+            });
+            let source = sources.nth(number);
+            source.map_or_else(Vec::new, |range| memory.read(rank, range).to_vec())
+        };
+        Self {
+            sources: ranks.iter().enumerate().map(source).collect(),
+            left: 0,
+        }
+    }
+
+    /// What a rank gets, if anything, as it leaves.
+    pub(super) fn leave(
+        &mut self,
+        collective: &Collective<Rank>,
+        dtype: DType,
+        rank: Rank,
+    ) -> Option<Vec<Value>> {
+        self.left += 1;
+        let world = self.sources.len();
+        let part = |values: &[Value]| {
+            let length = values.len() / world;
+            values[rank * length..(rank + 1) * length].to_vec()
+        };
+        match collective {
+            Collective::AllGather => Some(self.sources.concat()),
+            Collective::AllToAll => Some(self.sources.iter().flat_map(|s| part(s)).collect()),
+            Collective::Broadcast(root) => self.sources.get(*root).cloned(),
+            Collective::AllReduce(op) => Some(self.reduce(*op, dtype)),
+            Collective::ReduceScatter(op) => Some(part(&self.reduce(*op, dtype))),
+            Collective::Reduce(op, root) => (*root == rank).then(|| self.reduce(*op, dtype)),
+        }
+    }
+
+    pub(super) const fn is_over(&self) -> bool {
+        self.left == self.sources.len()
+    }
+
+    fn reduce(&self, op: ReduceOp, dtype: DType) -> Vec<Value> {
+        let mut sources = self.sources.iter();
+        let mut all = sources.next().cloned().unwrap_or_default();
+        for source in sources {
+            for (value, other) in all.iter_mut().zip(source) {
+                *value = match op {
+                    // Every partial sum may be rounded.
+                    ReduceOp::Sum => value.plus(*other).stored(dtype),
+                    ReduceOp::Max => extreme(*value, *other, f64::max),
+                    ReduceOp::Min => extreme(*value, *other, f64::min),
+                };
+            }
+        }
+        if op == ReduceOp::Sum {
+            self.widen(&mut all, dtype);
+        }
+        all
+    }
+
+    /// Widens the bounds of sums: partial sums in another order may be larger than those here.
+    fn widen(&self, sums: &mut [Value], dtype: DType) {
+        for (index, sum) in sums.iter_mut().enumerate() {
+            let sources = self.sources.iter().filter_map(|source| source.get(index));
+            let size: f64 = sources.map(|value| value.value.abs() + value.bound).sum();
+            let rounded = Value::exact(size).stored(dtype).bound;
+            sum.bound += self.sources.len() as f64 * rounded;
+        }
+    }
+}
+
+fn extreme(a: Value, b: Value, choose: fn(f64, f64) -> f64) -> Value {
+    Value {
+        value: choose(a.value, b.value),
+        bound: a.bound.max(b.bound),
+    }
+}

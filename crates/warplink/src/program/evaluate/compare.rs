@@ -1,0 +1,82 @@
+//! How far a run's values are from what the program means.
+
+use super::value::Value;
+use std::fmt;
+
+/// How a tensor compares with what it should hold.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Comparison {
+    /// The largest error, of an element that is as it should be or not.
+    pub largest: f64,
+    /// The error that roundings allow at that element.
+    pub allowed: f64,
+    /// How many elements are further off than roundings allow.
+    pub wrong: usize,
+    /// The first of these: its index, what was found, and what was expected.
+    pub first: Option<(usize, f64, f64)>,
+}
+
+impl Comparison {
+    pub(super) fn of<'v>(pairs: impl Iterator<Item = (&'v Value, f64)>) -> Self {
+        let mut all = Self::default();
+        for (index, (expected, found)) in pairs.enumerate() {
+            let error = (found - expected.value).abs();
+            // What may be infinite may be anything: another sum of infinities is no number.
+            let within = error <= expected.bound || expected.bound == f64::INFINITY;
+            if !within {
+                all.wrong += 1;
+                all.first.get_or_insert((index, found, expected.value));
+            }
+            let counts = expected.bound.is_finite();
+            if counts && (error > all.largest || error.is_nan()) && !all.largest.is_nan() {
+                (all.largest, all.allowed) = (error, expected.bound);
+            }
+        }
+        all
+    }
+
+    /// Whether all elements are as near as roundings allow.
+    pub const fn is_right(&self) -> bool {
+        self.wrong == 0
+    }
+}
+
+impl fmt::Display for Comparison {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "largest error {:.3e} where {:.3e} is allowed",
+            self.largest, self.allowed
+        )?;
+        match self.first {
+            None => Ok(()),
+            Some((index, found, expected)) => write!(
+                f,
+                "; {} elements are wrong, the first is {index}: {found} instead of {expected}",
+                self.wrong
+            ),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn garbage_is_wrong() {
+        let expected = [Value::exact(1.0), Value::exact(2.0)];
+        let of = |found: [f64; 2]| Comparison::of(expected.iter().zip(found));
+        assert!(of([1.0, 2.0]).is_right());
+        let wrong = of([1.0, f64::NAN]);
+        assert_eq!((wrong.wrong, wrong.first.map(|f| f.0)), (1, Some(1)));
+        assert!(wrong.largest.is_nan());
+        let wrong = of([5.0, 2.5]);
+        assert_eq!((wrong.wrong, wrong.largest), (2, 4.0));
+        assert!(
+            wrong
+                .to_string()
+                .contains("2 elements are wrong, the first is 0: 5")
+        );
+    }
+}

@@ -1,0 +1,443 @@
+//! What a program means: its outputs, computed without a device.
+//!
+//! The operations of all ranks are done one after another, in an order in which the verifier saw them
+//! done; a program that passes gives the same in every order. Values are `f64`, each with a bound on how
+//! far a device may be from it: how a device rounds, and in which order it adds, is not said.
+
+mod collective;
+mod compare;
+mod value;
+
+pub use compare::Comparison;
+
+use super::diagnostic::{Diagnostic, refused};
+use super::ir::{Direction, Program, Role};
+use super::parameters::Parameters;
+use super::rank_program::{
+    OperationKind, Range, RankProgram, TensorId, TensorInstance, TransferId,
+};
+use super::unroll::unroll;
+use super::verify::order;
+use crate::dtype::DType;
+use crate::error::{Error, Rank, Result};
+use collective::Meeting;
+use std::collections::{HashMap, VecDeque};
+use value::Value;
+
+/// What an evaluation costs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Effort {
+    /// Elements of all tensors of all ranks.
+    pub elements: u128,
+    /// Multiplications and additions, and elements that are moved.
+    pub steps: u128,
+}
+
+impl Effort {
+    /// What is evaluated in a few seconds, and in less than 200 MB.
+    pub const LIMIT: Self = Self {
+        elements: 1 << 22,
+        steps: 1 << 30,
+    };
+
+    /// Whether it is at most `limit`.
+    pub const fn is_within(&self, limit: &Self) -> bool {
+        self.elements <= limit.elements && self.steps <= limit.steps
+    }
+}
+
+/// The programs of all ranks, ready to be evaluated.
+#[derive(Debug)]
+pub struct Evaluator {
+    ranks: Vec<RankProgram>,
+    /// Operations in an order in which they may be done.
+    order: Vec<(Rank, usize)>,
+    /// For each rank and transfer, the peer's.
+    partners: Vec<Vec<TransferId>>,
+}
+
+/// The values of all tensors after a run.
+#[derive(Debug)]
+pub struct Values {
+    tensors: Vec<Vec<Tensor>>,
+}
+
+/// A tensor's elements.
+#[derive(Debug)]
+struct Tensor {
+    dtype: DType,
+    values: Vec<Value>,
+}
+
+impl Evaluator {
+    /// Unrolls `program` for all ranks and finds an order for its operations.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Verification`](crate::ErrorKind::Verification) where the ranks do not fit together
+    /// or the program hangs.
+    pub fn new(
+        program: &Program,
+        world: usize,
+        streams: usize,
+        parameters: &Parameters,
+    ) -> Result<Self> {
+        let ranks = (0..world)
+            .map(|rank| unroll(program, rank, world, streams, parameters))
+            .collect::<Result<Vec<_>>>()?;
+        let refuse = |diagnostics: Vec<Diagnostic>| refused(&program.name, &diagnostics);
+        let (order, partners) = order(program, &ranks).map_err(refuse)?;
+        Ok(Self {
+            ranks,
+            order,
+            partners,
+        })
+    }
+
+    /// The program of each rank.
+    pub fn ranks(&self) -> &[RankProgram] {
+        &self.ranks
+    }
+
+    /// What an evaluation costs.
+    pub fn effort(&self) -> Effort {
+        let tensors = self.ranks.iter().flat_map(|program| &program.tensors);
+        let elements = tensors.map(|t| (t.bytes / t.dtype.size()) as u128).sum();
+        let operations = self.ranks.iter().flat_map(|program| {
+            let operations = program.operations.iter();
+            operations.map(move |operation| steps_of(program, &operation.kind))
+        });
+        Effort {
+            elements,
+            steps: operations.sum(),
+        }
+    }
+
+    /// Evaluates one run; `input` gives the bytes of each rank's inputs.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where `input` gives another
+    /// length than the tensor's.
+    pub fn run(
+        &self,
+        mut input: impl FnMut(Rank, TensorId, &TensorInstance) -> Vec<u8>,
+    ) -> Result<Values> {
+        let mut tensors = Vec::with_capacity(self.ranks.len());
+        for (rank, program) in self.ranks.iter().enumerate() {
+            let mut own = Vec::with_capacity(program.tensors.len());
+            for (id, instance) in program.tensors.iter().enumerate() {
+                let values = if instance.role == Role::Input {
+                    let bytes = input(rank, id, instance);
+                    if bytes.len() != instance.bytes {
+                        return Err(Error::invalid(format!(
+                            "'{}' has {} bytes; expected {}",
+                            instance.name,
+                            bytes.len(),
+                            instance.bytes
+                        )));
+                    }
+                    let exact = value::decode(instance.dtype, &bytes).map(Value::exact);
+                    exact.collect()
+                } else {
+                    vec![Value::UNKNOWN; instance.bytes / instance.dtype.size()]
+                };
+                own.push(Tensor {
+                    dtype: instance.dtype,
+                    values,
+                });
+            }
+            tensors.push(own);
+        }
+        let mut run = Run {
+            evaluator: self,
+            memory: Values { tensors },
+            sent: HashMap::new(),
+            taken: HashMap::new(),
+            meetings: HashMap::new(),
+            met: vec![0; self.ranks.len()],
+        };
+        for &(rank, operation) in &self.order {
+            run.perform(rank, &self.ranks[rank].operations[operation].kind);
+        }
+        Ok(run.memory)
+    }
+}
+
+impl Values {
+    /// Compares what a run left in a tensor with what it means.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) for a tensor that is not there
+    /// or another length.
+    pub fn compare(&self, rank: Rank, tensor: TensorId, bytes: &[u8]) -> Result<Comparison> {
+        let tensor = self.tensors.get(rank).and_then(|own| own.get(tensor));
+        let expected = tensor
+            .filter(|tensor| tensor.values.len() * tensor.dtype.size() == bytes.len())
+            .ok_or_else(|| Error::invalid("no tensor of this length to compare with"))?;
+        let found = value::decode(expected.dtype, bytes);
+        Ok(Comparison::of(expected.values.iter().zip(found)))
+    }
+
+    fn read(&self, rank: Rank, range: &Range) -> &[Value] {
+        let tensor = &self.tensors[rank][range.tensor];
+        &tensor.values[elements(tensor.dtype, range)]
+    }
+
+    /// Stores values, rounded as their type asks.
+    fn write(&mut self, rank: Rank, range: &Range, values: &[Value]) {
+        let tensor = &mut self.tensors[rank][range.tensor];
+        let dtype = tensor.dtype;
+        let places = &mut tensor.values[elements(dtype, range)];
+        for (place, value) in places.iter_mut().zip(values) {
+            *place = value.stored(dtype);
+        }
+    }
+
+    /// Moves values, which rounds nothing.
+    fn copy(&mut self, (to, target): (Rank, &Range), (from, source): (Rank, &Range)) {
+        let values = self.read(from, source).to_vec();
+        let tensor = &mut self.tensors[to][target.tensor];
+        let places = elements(tensor.dtype, target);
+        tensor.values[places].copy_from_slice(&values);
+    }
+}
+
+/// One run under way.
+struct Run<'a> {
+    evaluator: &'a Evaluator,
+    memory: Values,
+    /// What the engine has sent to a rank's receive and not delivered.
+    sent: HashMap<(Rank, TransferId), VecDeque<Vec<Value>>>,
+    /// How many receives were done before their sends.
+    taken: HashMap<(Rank, TransferId), usize>,
+    /// Collectives that not all ranks have finished.
+    meetings: HashMap<usize, Meeting>,
+    /// How many collectives each rank has finished.
+    met: Vec<usize>,
+}
+
+/// A matmul: result, operands, bias.
+struct Matmul<'a> {
+    /// Whose tensor the result is stored to.
+    target: (Rank, &'a Range),
+    a: &'a Range,
+    b: &'a Range,
+    bias: Option<&'a Range>,
+    /// Columns of the result, and of the left operand.
+    shape: (usize, usize),
+    accumulate: bool,
+}
+
+impl Run<'_> {
+    fn perform(&mut self, rank: Rank, kind: &OperationKind) {
+        match kind {
+            OperationKind::Allocate(_)
+            | OperationKind::Deallocate(_)
+            | OperationKind::Share(_)
+            | OperationKind::Wait(_)
+            | OperationKind::Synchronize(_) => {}
+            OperationKind::Copy { target, source } => {
+                self.memory.copy((rank, target), (rank, source));
+            }
+            OperationKind::Matmul {
+                a,
+                b,
+                c,
+                bias,
+                n,
+                k,
+                accumulate,
+                ..
+            } => self.matmul(
+                rank,
+                &Matmul {
+                    target: (rank, c),
+                    a,
+                    b,
+                    bias: bias.as_ref(),
+                    shape: (*n, *k),
+                    accumulate: *accumulate,
+                },
+            ),
+            OperationKind::Sum {
+                dtype,
+                target,
+                sources,
+            } => {
+                let mut sums = vec![Value::exact(0.0); target.bytes / dtype.size()];
+                for source in sources {
+                    for (sum, value) in sums.iter_mut().zip(self.memory.read(rank, source)) {
+                        *sum = sum.plus(*value).stored(*dtype);
+                    }
+                }
+                self.memory.write(rank, target, &sums);
+            }
+            OperationKind::Post(group) => self.post(rank, group),
+            OperationKind::PostMatmul {
+                group,
+                a,
+                b,
+                bias,
+                n,
+                k,
+                ..
+            } => {
+                for (&id, a) in group.iter().zip(a) {
+                    let (peer, partner) = self.partner(rank, id);
+                    let target = &self.evaluator.ranks[peer].transfers[partner].range;
+                    let matmul = Matmul {
+                        target: (peer, target),
+                        a,
+                        b,
+                        bias: bias.as_ref(),
+                        shape: (*n, *k),
+                        accumulate: false,
+                    };
+                    self.matmul(rank, &matmul);
+                }
+            }
+            OperationKind::Collective {
+                collective,
+                dtype,
+                target,
+                source,
+            } => {
+                let number = self.met[rank];
+                self.met[rank] += 1;
+                let ranks = &self.evaluator.ranks;
+                let memory = &self.memory;
+                // When the first rank is done, all have come, and none may have changed its source.
+                let meeting = self
+                    .meetings
+                    .entry(number)
+                    .or_insert_with(|| Meeting::new(ranks, memory, number));
+                if let Some(values) = meeting.leave(collective, *dtype, rank) {
+                    self.memory.write(rank, target, &values);
+                }
+                if self.meetings[&number].is_over() {
+                    self.meetings.remove(&number);
+                }
+                debug_assert_eq!(source.bytes % dtype.size(), 0);
+            }
+        }
+    }
+
+    fn partner(&self, rank: Rank, id: TransferId) -> (Rank, TransferId) {
+        let peer = self.evaluator.ranks[rank].transfers[id].peer;
+        (peer, self.evaluator.partners[rank][id])
+    }
+
+    fn post(&mut self, rank: Rank, group: &[TransferId]) {
+        let ranks = &self.evaluator.ranks;
+        for &id in group {
+            let transfer = &ranks[rank].transfers[id];
+            let (peer, partner) = self.partner(rank, id);
+            let theirs = &ranks[peer].transfers[partner];
+            if transfer.is_engine() {
+                self.exchange(rank, id);
+            } else if transfer.initiates() {
+                let (own, other) = ((rank, &transfer.range), (peer, &theirs.range));
+                match transfer.direction {
+                    Direction::Send => self.memory.copy(other, own),
+                    Direction::Receive => self.memory.copy(own, other),
+                }
+            }
+        }
+    }
+
+    /// An end of a transfer through the engine: a receive may be done before its send is, which has
+    /// begun by then.
+    fn exchange(&mut self, rank: Rank, id: TransferId) {
+        let transfer = &self.evaluator.ranks[rank].transfers[id];
+        let (peer, partner) = self.partner(rank, id);
+        match transfer.direction {
+            Direction::Send => {
+                let taken = self.taken.entry((peer, partner)).or_default();
+                if *taken > 0 {
+                    *taken -= 1;
+                } else {
+                    let values = self.memory.read(rank, &transfer.range).to_vec();
+                    let sent = self.sent.entry((peer, partner)).or_default();
+                    sent.push_back(values);
+                }
+            }
+            Direction::Receive => {
+                let sent = self.sent.get_mut(&(rank, id));
+                let values = sent.and_then(VecDeque::pop_front).unwrap_or_else(|| {
+                    *self.taken.entry((rank, id)).or_default() += 1;
+                    let theirs = &self.evaluator.ranks[peer].transfers[partner];
+                    self.memory.read(peer, &theirs.range).to_vec()
+                });
+                self.memory.write(rank, &transfer.range, &values);
+            }
+        }
+    }
+
+    fn matmul(&mut self, rank: Rank, matmul: &Matmul<'_>) {
+        let (columns, depth) = matmul.shape;
+        let (a, b) = (
+            self.memory.read(rank, matmul.a),
+            self.memory.read(rank, matmul.b),
+        );
+        let bias = matmul.bias.map(|bias| self.memory.read(rank, bias));
+        let (owner, target) = matmul.target;
+        let before = self.memory.read(owner, target);
+        let dtype = self.memory.tensors[owner][target.tensor].dtype;
+        let mut products = Vec::with_capacity(before.len());
+        let mut row = vec![value::Product::default(); columns];
+        for (number, left) in a.chunks_exact(depth.max(1)).enumerate() {
+            row.fill(value::Product::default());
+            for (left, right) in left.iter().zip(b.chunks_exact(columns.max(1))) {
+                for (product, right) in row.iter_mut().zip(right) {
+                    product.add(*left, *right);
+                }
+            }
+            for (column, product) in row.iter().enumerate() {
+                let mut value = product.value(depth, dtype);
+                if let Some(bias) = bias.and_then(|bias| bias.get(column)) {
+                    value = value.plus(*bias);
+                }
+                if matmul.accumulate
+                    && let Some(before) = before.get(number * columns + column)
+                {
+                    value = value.plus(*before);
+                }
+                products.push(value);
+            }
+        }
+        self.memory.write(owner, target, &products);
+    }
+}
+
+/// The elements of a range of a tensor.
+fn elements(dtype: DType, range: &Range) -> std::ops::Range<usize> {
+    range.offset_bytes / dtype.size()..range.end() / dtype.size()
+}
+
+fn steps_of(program: &RankProgram, kind: &OperationKind) -> u128 {
+    let count = |range: &Range| {
+        let dtype = program.tensors[range.tensor].dtype;
+        (range.bytes / dtype.size()) as u128
+    };
+    match kind {
+        OperationKind::Copy { target, .. } => count(target),
+        OperationKind::Sum {
+            target, sources, ..
+        } => count(target) * sources.len() as u128,
+        OperationKind::Matmul { m, n, k, .. } => *m as u128 * *n as u128 * *k as u128,
+        OperationKind::PostMatmul { group, m, n, k, .. } => {
+            group.len() as u128 * *m as u128 * *n as u128 * *k as u128
+        }
+        OperationKind::Post(group) => {
+            let ranges = group.iter().map(|id| &program.transfers[*id].range);
+            ranges.map(count).sum()
+        }
+        OperationKind::Collective { target, source, .. } => {
+            program.world as u128 * (count(target) + count(source))
+        }
+        OperationKind::Allocate(_)
+        | OperationKind::Deallocate(_)
+        | OperationKind::Share(_)
+        | OperationKind::Wait(_)
+        | OperationKind::Synchronize(_) => 0,
+    }
+}

@@ -1,0 +1,177 @@
+//! Values with a bound on how far a device may be from them.
+
+use crate::dtype::{DType, Element};
+use half::{bf16, f16};
+
+/// How much larger a bound is than what the roundings give, for the terms of higher order.
+const MARGIN: f64 = 1.01;
+
+/// A value, and how far a device may be from it.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Value {
+    pub(super) value: f64,
+    pub(super) bound: f64,
+}
+
+/// A sum of products.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Product {
+    sum: f64,
+    /// The sum of the magnitudes.
+    size: f64,
+    bound: f64,
+}
+
+impl Value {
+    /// Nothing is known of it.
+    pub(super) const UNKNOWN: Self = Self {
+        value: f64::NAN,
+        bound: f64::INFINITY,
+    };
+
+    pub(super) const fn exact(value: f64) -> Self {
+        Self { value, bound: 0.0 }
+    }
+
+    pub(super) fn plus(self, other: Self) -> Self {
+        // Sums of integers are exact as long as `f64` is; otherwise the sum is rounded when it is
+        // stored, which the bound of that covers.
+        Self {
+            value: self.value + other.value,
+            bound: self.bound + other.bound,
+        }
+    }
+
+    /// The value as an element of `dtype`.
+    pub(super) fn stored(self, dtype: DType) -> Self {
+        match dtype {
+            // Integers wrap.
+            DType::I32 => Self {
+                value: f64::from(self.value as i64 as i32),
+                bound: self.bound,
+            },
+            DType::U8 => Self {
+                value: f64::from(self.value as i64 as u8),
+                bound: self.bound,
+            },
+            _ => {
+                let size = self.value.abs() + self.bound;
+                let rounding = roundoff(dtype) * size + smallest(dtype);
+                let bound = if size + rounding > largest(dtype) {
+                    // It may be infinite.
+                    f64::INFINITY
+                } else {
+                    self.bound + MARGIN * rounding
+                };
+                Self { bound, ..self }
+            }
+        }
+    }
+}
+
+impl Product {
+    pub(super) fn add(&mut self, a: Value, b: Value) {
+        self.sum += a.value * b.value;
+        self.size += (a.value * b.value).abs();
+        self.bound += a.bound * (b.value.abs() + b.bound) + a.value.abs() * b.bound;
+    }
+
+    /// The value of a product of `depth` terms that ends in `dtype`: in which precision and order they
+    /// are added, is not said, but it is at least that of `f32`.
+    pub(super) fn value(&self, depth: usize, dtype: DType) -> Value {
+        let unit = match dtype {
+            DType::F64 => roundoff(DType::F64),
+            _ => roundoff(DType::F32),
+        };
+        let rounding = (depth + 2) as f64 * unit * (self.size + self.bound);
+        Value {
+            value: self.sum,
+            bound: self.bound + MARGIN * rounding,
+        }
+    }
+}
+
+/// Half the distance from one to the next number: the largest relative error of rounding.
+fn roundoff(dtype: DType) -> f64 {
+    match dtype {
+        DType::F16 => 2f64.powi(-11),
+        DType::BF16 => 2f64.powi(-8),
+        DType::F32 => 2f64.powi(-24),
+        DType::F64 => 2f64.powi(-53),
+        _ => 0.0,
+    }
+}
+
+/// The smallest normal number: a device may flush what is smaller to zero.
+fn smallest(dtype: DType) -> f64 {
+    match dtype {
+        DType::F16 => 2f64.powi(-14),
+        DType::BF16 | DType::F32 => 2f64.powi(-126),
+        DType::F64 => f64::MIN_POSITIVE,
+        _ => 0.0,
+    }
+}
+
+fn largest(dtype: DType) -> f64 {
+    match dtype {
+        DType::F16 => f16::MAX.to_f64(),
+        DType::BF16 => bf16::MAX.to_f64(),
+        DType::F32 => f64::from(f32::MAX),
+        _ => f64::MAX,
+    }
+}
+
+/// The elements in `bytes`.
+pub(super) fn decode(dtype: DType, bytes: &[u8]) -> Box<dyn Iterator<Item = f64> + '_> {
+    fn all<T: Element>(bytes: &[u8]) -> impl Iterator<Item = f64> + '_ {
+        let chunks = bytes.chunks_exact(size_of::<T>());
+        chunks.filter_map(|chunk| T::read_from_bytes(chunk).ok().map(Element::to_f64))
+    }
+    match dtype {
+        DType::F16 => Box::new(all::<f16>(bytes)),
+        DType::BF16 => Box::new(all::<bf16>(bytes)),
+        DType::F32 => Box::new(all::<f32>(bytes)),
+        DType::F64 => Box::new(all::<f64>(bytes)),
+        DType::I32 => Box::new(all::<i32>(bytes)),
+        DType::U8 => Box::new(bytes.iter().map(|byte| f64::from(*byte))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn integers_wrap_and_are_exact() {
+        let sum = Value::exact(f64::from(i32::MAX)).plus(Value::exact(1.0));
+        assert_eq!(sum.stored(DType::I32), Value::exact(f64::from(i32::MIN)));
+        assert_eq!(Value::exact(300.0).stored(DType::U8), Value::exact(44.0));
+    }
+
+    #[test]
+    fn what_is_stored_may_be_rounded_or_infinite() {
+        let stored = Value::exact(3.0).stored(DType::BF16);
+        let near = f64::from(bf16::from_f64(3.0 * (1.0 + 2f64.powi(-9))));
+        assert!((near - stored.value).abs() <= stored.bound);
+        assert!(stored.bound < 3.0 * 2f64.powi(-7));
+        assert_eq!(Value::exact(1e5).stored(DType::F16).bound, f64::INFINITY);
+    }
+
+    #[test]
+    fn a_bound_holds_for_any_order_of_single_precision() {
+        let terms: Vec<f32> = (0..1000)
+            .map(|i| ((i * 7919 % 1000) as f32 - 500.0) * 1.1)
+            .collect();
+        let mut product = Product::default();
+        for term in &terms {
+            product.add(Value::exact(f64::from(*term)), Value::exact(1.0));
+        }
+        let value = product.value(terms.len(), DType::F32);
+        let forth: f32 = terms.iter().sum();
+        let back: f32 = terms.iter().rev().sum();
+        for sum in [forth, back] {
+            assert!((f64::from(sum) - value.value).abs() <= value.bound);
+        }
+        assert!(value.bound < 100.0, "{value:?}");
+    }
+}
