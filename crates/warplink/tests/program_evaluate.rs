@@ -118,7 +118,7 @@ fn every_lowering_gives_what_it_means() {
     };
     threads(world(3), |comm| {
         let world = comm.world();
-        for &dtype in types {
+        for (&dtype, transposed_b) in types.iter().zip([false, true, true]) {
             let gather = AllGatherMatmul {
                 m: 16 * world,
                 k: 24,
@@ -126,6 +126,7 @@ fn every_lowering_gives_what_it_means() {
                 dtype,
                 bias: true,
                 keep: true,
+                transposed_b,
             };
             let scatter = MatmulReduceScatter {
                 m: 16 * world,
@@ -133,6 +134,7 @@ fn every_lowering_gives_what_it_means() {
                 n: 16,
                 dtype,
                 bias: true,
+                transposed_b,
             };
             for one in AllGatherMatmulLowering::ALL {
                 let lowering = one.lowering().unwrap();

@@ -21,6 +21,7 @@ use super::verify::order;
 use crate::dtype::DType;
 use crate::error::{Error, Rank, Result};
 use collective::Meeting;
+use std::borrow::Cow;
 use std::collections::{HashMap, VecDeque};
 use value::Value;
 
@@ -85,11 +86,11 @@ impl Evaluator {
             .map(|rank| unroll(program, rank, world, streams, parameters))
             .collect::<Result<Vec<_>>>()?;
         let refuse = |diagnostics: Vec<Diagnostic>| refused(&program.name, &diagnostics);
-        let (order, partners) = order(program, &ranks).map_err(refuse)?;
+        let order = order(program, &ranks).map_err(refuse)?;
         Ok(Self {
             ranks,
-            order,
-            partners,
+            order: order.operations,
+            partners: order.partners,
         })
     }
 
@@ -222,8 +223,10 @@ struct Matmul<'a> {
     a: &'a Range,
     b: &'a Range,
     bias: Option<&'a Range>,
-    /// Columns of the result, and of the left operand.
-    shape: (usize, usize),
+    /// Whether `a` and `b` are transposed.
+    transposed: [bool; 2],
+    /// Rows and columns of the result, and columns of the left operand.
+    shape: [usize; 3],
     accumulate: bool,
 }
 
@@ -243,6 +246,8 @@ impl Run<'_> {
                 b,
                 c,
                 bias,
+                transposed,
+                m,
                 n,
                 k,
                 accumulate,
@@ -254,7 +259,8 @@ impl Run<'_> {
                     a,
                     b,
                     bias: bias.as_ref(),
-                    shape: (*n, *k),
+                    transposed: *transposed,
+                    shape: [*m, *n, *k],
                     accumulate: *accumulate,
                 },
             ),
@@ -277,6 +283,8 @@ impl Run<'_> {
                 a,
                 b,
                 bias,
+                transposed,
+                m,
                 n,
                 k,
                 ..
@@ -289,7 +297,8 @@ impl Run<'_> {
                         a,
                         b,
                         bias: bias.as_ref(),
-                        shape: (*n, *k),
+                        transposed: *transposed,
+                        shape: [*m, *n, *k],
                         accumulate: false,
                     };
                     self.matmul(rank, &matmul);
@@ -373,10 +382,11 @@ impl Run<'_> {
     }
 
     fn matmul(&mut self, rank: Rank, matmul: &Matmul<'_>) {
-        let (columns, depth) = matmul.shape;
+        let [rows, columns, depth] = matmul.shape;
+        let [a_transposed, b_transposed] = matmul.transposed;
         let (a, b) = (
-            self.memory.read(rank, matmul.a),
-            self.memory.read(rank, matmul.b),
+            row_major(self.memory.read(rank, matmul.a), rows, a_transposed),
+            row_major(self.memory.read(rank, matmul.b), depth, b_transposed),
         );
         let bias = matmul.bias.map(|bias| self.memory.read(rank, bias));
         let (owner, target) = matmul.target;
@@ -406,6 +416,16 @@ impl Run<'_> {
         }
         self.memory.write(owner, target, &products);
     }
+}
+
+/// A matrix of so many rows, of which memory may hold the transpose.
+fn row_major(values: &[Value], rows: usize, transposed: bool) -> Cow<'_, [Value]> {
+    if !transposed {
+        return Cow::Borrowed(values);
+    }
+    let columns = values.len() / rows.max(1);
+    let places = (0..rows).flat_map(|row| (0..columns).map(move |column| column * rows + row));
+    Cow::Owned(places.map(|place| values[place]).collect())
 }
 
 /// The elements of a range of a tensor.

@@ -131,21 +131,28 @@ pub fn verify(
     Ok(report(&ranks, eager_only))
 }
 
-/// An order in which the operations of all ranks may be done one after another, and each rank's
-/// transfers' partners.
+/// An order in which the operations of all ranks may be done one after another.
+pub(super) struct Order {
+    /// The operations.
+    pub(super) operations: Vec<(Rank, usize)>,
+    /// For each rank and transfer, the peer's.
+    pub(super) partners: Vec<Vec<TransferId>>,
+}
+
+/// Finds an order for the operations of all ranks.
 ///
 /// # Errors
 /// As [`verify`], of what keeps the operations from being done.
-pub(super) fn order(
-    program: &Program,
-    ranks: &[RankProgram],
-) -> Result<(Vec<(Rank, usize)>, Vec<Vec<TransferId>>), Vec<Diagnostic>> {
+pub(super) fn order(program: &Program, ranks: &[RankProgram]) -> Result<Order, Vec<Diagnostic>> {
     let mut diagnostics = Diagnostics::new(program);
     let links = link::link(ranks, &mut diagnostics);
     diagnostics.end_of_stage()?;
-    let order = simulate::order(ranks, &links, &mut diagnostics);
+    let operations = simulate::order(ranks, &links, &mut diagnostics);
     diagnostics.end_of_stage()?;
-    Ok((order, links.partners))
+    Ok(Order {
+        operations,
+        partners: links.partners,
+    })
 }
 
 fn report(ranks: &[RankProgram], eager_only: Option<Diagnostic>) -> Report {
