@@ -302,9 +302,9 @@ fn an_export_opens_as_the_same_memory() {
             own.backing().identity()
         );
         // A driver opens no IPC handle in the process that made it; a descriptor it does.
-        let opening = match export.descriptor {
-            Some(descriptor) => Opening::Descriptor(descriptor),
-            None => Opening::SameProcess(export.allocation.clone()),
+        let opening = match export.pieces {
+            pieces if pieces.is_empty() => Opening::SameProcess(export.allocation.clone()),
+            pieces => Opening::Pieces(pieces),
         };
         let bytes = export.allocation.bytes();
         let mapped = device.import(opening, bytes).unwrap();

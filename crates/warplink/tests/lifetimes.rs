@@ -3,7 +3,11 @@
 // A test fails by panicking.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+#[path = "lifetimes/borrowed.rs"]
+mod borrowed;
 mod common;
+#[path = "lifetimes/held.rs"]
+mod held;
 #[path = "lifetimes/in_use.rs"]
 mod in_use;
 #[path = "lifetimes/pool.rs"]
@@ -12,6 +16,7 @@ mod pool;
 mod rounds;
 
 use common::{Ranks, kind, processes, threads, world};
+use held::Held;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -98,10 +103,10 @@ fn fresh_buffers_that_are_sent_and_dropped_come_back() {
         let stream = comm.create_stream(Priority::Normal).unwrap();
         (0..10).for_each(|_| exchange_fresh(comm, &stream, 8 * MIB));
         comm.barrier().unwrap();
-        let before = Footprint::now();
+        let before = Held::now(comm);
         (0..400).for_each(|_| exchange_fresh(comm, &stream, 8 * MIB));
         comm.barrier().unwrap();
-        Footprint::assert_back(&before);
+        before.assert_flat(comm);
         comm.barrier().unwrap();
     });
 }

@@ -361,9 +361,9 @@ impl Communicator {
         self.job.memory.trim(deadline)
     }
 
-    /// Bytes of freed memory that are registered and kept for later allocations.
-    pub fn pooled_bytes(&self) -> u64 {
-        self.job.memory.pooled_bytes()
+    /// How many freed allocations are kept registered for later ones, and their bytes.
+    pub fn pooled_allocations_and_bytes(&self) -> (usize, u64) {
+        self.job.memory.pooled()
     }
 
     /// Closes the communicator: blocks until every rank of it has.

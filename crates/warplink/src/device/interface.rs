@@ -11,7 +11,7 @@ use super::properties::DeviceProperties;
 use super::slice::DeviceSlice;
 use super::stream::{Event, Priority, Stream};
 use crate::deadline::Deadline;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use std::any::Any;
 use std::fmt;
 use std::os::fd::OwnedFd;
@@ -33,8 +33,50 @@ pub struct Export {
     pub allocation: DeviceSlice,
     /// The CUDA IPC handle, where the allocation has one.
     pub ipc: Option<[u8; 64]>,
-    /// A descriptor that maps the allocation, where there is one.
-    pub descriptor: Option<OwnedFd>,
+    /// The pieces of physical memory that it consists of, in order, where they can be shared by
+    /// descriptor.
+    pub pieces: Vec<Piece>,
+}
+
+/// A piece of physical memory.
+#[derive(Debug)]
+pub struct Piece {
+    /// What maps it.
+    pub descriptor: OwnedFd,
+    /// Its length.
+    pub bytes: usize,
+}
+
+impl Piece {
+    /// The same piece, with another descriptor.
+    pub(crate) fn try_clone(&self) -> Result<Self> {
+        let descriptor = self
+            .descriptor
+            .try_clone()
+            .map_err(|error| Error::io("duplicate a descriptor", &error))?;
+        Ok(Self {
+            descriptor,
+            bytes: self.bytes,
+        })
+    }
+}
+
+/// A range of addresses in which memory is added piece by piece at the end of what is there, as the
+/// allocators of others do (PyTorch's expandable segments). Views of it are
+/// [borrowed](Device::borrow). Dropping it frees it when no view is left that holds it.
+pub trait Segment: Send + Sync + fmt::Debug {
+    /// Address of the first byte.
+    fn address(&self) -> u64;
+
+    /// Bytes from there that have memory.
+    fn bytes(&self) -> usize;
+
+    /// Adds a piece of at least `bytes`.
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfMemory`](crate::ErrorKind::OutOfMemory), and
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) past the end of the range.
+    fn grow(&self, bytes: usize) -> Result<()>;
 }
 
 /// One way to open a peer's allocation.
@@ -44,8 +86,8 @@ pub enum Opening {
     SameProcess(DeviceSlice),
     /// By CUDA IPC handle.
     Ipc([u8; 64]),
-    /// By descriptor.
-    Descriptor(OwnedFd),
+    /// By the descriptors of its pieces, which are mapped one behind the other.
+    Pieces(Vec<Piece>),
 }
 
 /// A device as one rank uses it.
@@ -83,8 +125,14 @@ pub trait Device: LinkQuery + Send + Sync + fmt::Debug {
     /// wait for them fail, also when `fault` is raised.
     fn allocate_signals_for(&self, bytes: usize, fault: &Arc<Fault>) -> Result<DeviceSlice>;
 
+    /// Reserves addresses for `bytes` of memory that is added piece by piece.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) where the device cannot.
+    fn reserve_segment(&self, bytes: usize) -> Result<Arc<dyn Segment>>;
+
     /// A view of `bytes` at `address` that somebody else allocated (PyTorch, say); `owner` is held
-    /// as long as the view, or its export, is. [`Backing::identity`](super::Backing::identity)
+    /// as long as the view, or its export, is. The range may span several pieces of physical memory. [`Backing::identity`](super::Backing::identity)
     /// tells two allocations at one address apart.
     ///
     /// # Safety
@@ -93,7 +141,7 @@ pub trait Device: LinkQuery + Send + Sync + fmt::Debug {
     ///
     /// # Errors
     /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where the range is not
-    /// inside one allocation.
+    /// inside one allocation or segment.
     unsafe fn borrow(
         &self,
         address: u64,
@@ -112,7 +160,8 @@ pub trait Device: LinkQuery + Send + Sync + fmt::Debug {
     /// Makes a stream.
     fn create_stream(&self, priority: Priority) -> Result<Stream>;
 
-    /// A stream that somebody else made; `owner` is held as long as it.
+    /// A stream that somebody else made; `owner` is held as long as it. The default stream of the
+    /// calling thread can be borrowed, and used on that thread.
     ///
     /// # Safety
     /// `raw` must be a valid stream of this device's context for as long as `owner` is held.

@@ -16,11 +16,10 @@ mod pool;
 use self::pool::Pooled;
 use super::handle::Handle;
 use super::releaser::Releaser;
-use crate::device::{AllocationKind, Backing, DeviceSlice, Export};
+use crate::device::{AllocationKind, Backing, DeviceSlice, Export, Piece};
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::sync::lock;
 use std::collections::{BTreeMap, HashMap};
-use std::os::fd::OwnedFd;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -62,7 +61,7 @@ pub(super) struct ExportedAllocation {
     pub(super) identity: u64,
     pub(super) bytes: u64,
     pub(super) ipc: Option<[u8; 64]>,
-    pub(super) descriptor: bool,
+    pub(super) pieces: u32,
     /// The number of the region, where the owner waits for the end of its use; else 0.
     pub(super) region: u64,
 }
@@ -87,7 +86,7 @@ struct Entry {
     allocation: u64,
     bytes: u64,
     ipc: Option<[u8; 64]>,
-    descriptor: Option<OwnedFd>,
+    pieces: Vec<Piece>,
     regions: BTreeMap<u64, RegionEntry>,
     // How many handles each peer was sent and has not given back.
     holders: Holders,
@@ -207,7 +206,7 @@ impl Exports {
             identity: entry.allocation,
             bytes: entry.bytes,
             ipc: entry.ipc,
-            descriptor: entry.descriptor.is_some(),
+            pieces: entry.pieces.len() as u32,
             region: if reported { numbers.region } else { 0 },
         }))
     }
@@ -266,22 +265,22 @@ impl Exports {
         unwanted
     }
 
-    /// A descriptor of the allocation, for a peer that holds a handle of it.
-    pub(super) fn descriptor(&self, generation: u64, allocation: u64) -> Result<OwnedFd> {
+    /// A piece of the allocation, for a peer that holds a handle of it.
+    pub(super) fn piece(&self, generation: u64, allocation: u64, index: u64) -> Result<Piece> {
         let table = lock(&self.table);
         let entry = table.entries.get(&generation);
         let entry = entry.filter(|entry| entry.allocation == allocation);
         let entry = entry.ok_or_else(not_registered)?;
-        let descriptor = entry.descriptor.as_ref();
-        let descriptor = descriptor.ok_or_else(|| {
+        let piece = usize::try_from(index).ok();
+        let piece = piece.and_then(|index| entry.pieces.get(index));
+        let piece = piece.ok_or_else(|| {
+            let pieces = entry.pieces.len();
             Error::new(
                 ErrorKind::Unsupported,
-                "the region cannot be opened by descriptor",
+                format!("the allocation has no piece {index}; expected less than {pieces}"),
             )
         })?;
-        descriptor
-            .try_clone()
-            .map_err(|error| Error::io("duplicate a descriptor", &error))
+        piece.try_clone()
     }
 
     /// Waits until a region that is not registered any more is freed, at most for `limit`; tells
@@ -353,7 +352,7 @@ impl Table {
                 allocation,
                 bytes,
                 ipc: export.ipc,
-                descriptor: export.descriptor,
+                pieces: export.pieces,
                 regions: BTreeMap::new(),
                 holders: Holders::default(),
                 reusable,

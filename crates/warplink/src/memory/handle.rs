@@ -11,9 +11,8 @@ use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 const MAGIC: [u8; 4] = *b"WPLH";
-const VERSION: u16 = 2;
+const VERSION: u16 = 3;
 const OPEN_BY_IPC: u16 = 1;
-const OPEN_BY_DESCRIPTOR: u16 = 2;
 const TAG_BYTES: usize = 16;
 const UNTAGGED_BYTES: usize = HANDLE_BYTES - TAG_BYTES;
 
@@ -28,6 +27,7 @@ struct Wire {
     openings: U16,
     kind: U32,
     owner: U32,
+    pieces: U32,
     process: [u8; 16],
     device: [u8; 16],
     allocation: U64,
@@ -65,8 +65,8 @@ pub struct Handle {
     pub bytes: u64,
     /// The CUDA IPC handle, where the allocation has one.
     pub ipc: Option<[u8; 64]>,
-    /// Whether the owner gives out a descriptor of it.
-    pub descriptor: bool,
+    /// How many pieces it consists of that the owner gives out descriptors of; 0 if it does not.
+    pub pieces: u32,
 }
 
 /// Makes and checks the keyed hashes of handles.
@@ -122,18 +122,14 @@ impl HandleKey {
 impl Handle {
     /// The handle as it goes over the wire.
     pub fn encode(&self, key: &HandleKey) -> [u8; HANDLE_BYTES] {
-        let openings = if self.ipc.is_some() { OPEN_BY_IPC } else { 0 }
-            | if self.descriptor {
-                OPEN_BY_DESCRIPTOR
-            } else {
-                0
-            };
+        let openings = if self.ipc.is_some() { OPEN_BY_IPC } else { 0 };
         let wire = Wire {
             magic: MAGIC,
             version: VERSION.into(),
             openings: openings.into(),
             kind: kind_number(self.kind).into(),
             owner: (self.owner as u32).into(),
+            pieces: self.pieces.into(),
             process: self.process,
             device: self.device.0,
             allocation: self.allocation.into(),
@@ -211,7 +207,7 @@ impl Handle {
             offset: wire.offset.get(),
             bytes: wire.bytes.get(),
             ipc: (openings & OPEN_BY_IPC != 0).then_some(wire.ipc),
-            descriptor: openings & OPEN_BY_DESCRIPTOR != 0,
+            pieces: wire.pieces.get(),
         })
     }
 }
@@ -241,7 +237,7 @@ mod tests {
             offset: 100,
             bytes: 200,
             ipc: Some([1; 64]),
-            descriptor: true,
+            pieces: 2,
         }
     }
 
@@ -252,7 +248,7 @@ mod tests {
             Handle::decode(&example().encode(&key), &key).unwrap(),
             example()
         );
-        assert_eq!(HANDLE_BYTES, 176);
+        assert_eq!(HANDLE_BYTES, 180);
     }
 
     #[test]

@@ -13,8 +13,12 @@ pub(super) const TOKEN_BYTES: usize = 16;
 /// What one rank asks or tells another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Message {
-    /// Asks the owner for a descriptor of an allocation.
-    Descriptor { allocation: u64, generation: u64 },
+    /// Asks the owner for a piece of an allocation.
+    Piece {
+        allocation: u64,
+        generation: u64,
+        index: u64,
+    },
     /// The owner asks to unmap an allocation.
     Unmap { allocation: u64, generation: u64 },
     /// Tells the owner that handles of a registration are not used any more.
@@ -39,34 +43,36 @@ struct Record {
     token: [u8; TOKEN_BYTES],
     kind: U32,
     from: U32,
-    arguments: [U64; 2],
+    arguments: [U64; 3],
 }
 
 impl Message {
-    fn to_wire(self) -> (u32, [u64; 2]) {
+    fn to_wire(self) -> (u32, [u64; 3]) {
         match self {
-            Self::Descriptor {
+            Self::Piece {
                 allocation,
                 generation,
-            } => (1, [allocation, generation]),
+                index,
+            } => (1, [allocation, generation, index]),
             Self::Unmap {
                 allocation,
                 generation,
-            } => (2, [allocation, generation]),
+            } => (2, [allocation, generation, 0]),
             Self::HandlesReleased {
                 generation,
                 handles,
-            } => (3, [generation, handles]),
-            Self::SlotReleased { slot } => (4, [slot, 0]),
-            Self::RegionReleased { region, handles } => (5, [region, handles]),
+            } => (3, [generation, handles, 0]),
+            Self::SlotReleased { slot } => (4, [slot, 0, 0]),
+            Self::RegionReleased { region, handles } => (5, [region, handles, 0]),
         }
     }
 
-    fn from_wire(kind: u32, [first, second]: [u64; 2]) -> Option<Self> {
+    fn from_wire(kind: u32, [first, second, third]: [u64; 3]) -> Option<Self> {
         Some(match kind {
-            1 => Self::Descriptor {
+            1 => Self::Piece {
                 allocation: first,
                 generation: second,
+                index: third,
             },
             2 => Self::Unmap {
                 allocation: first,
@@ -142,9 +148,10 @@ mod tests {
     #[test]
     fn every_message_survives_the_wire() {
         let messages = [
-            Message::Descriptor {
+            Message::Piece {
                 allocation: 7,
                 generation: 9,
+                index: 3,
             },
             Message::Unmap {
                 allocation: 1 << 40,

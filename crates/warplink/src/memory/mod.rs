@@ -33,7 +33,7 @@ pub(crate) use message::Message;
 pub use region::{Region, RemoteRegion};
 
 use crate::deadline::Deadline;
-use crate::device::{AllocationKind, Device, DeviceSlice};
+use crate::device::{AllocationKind, Device, DeviceSlice, Piece};
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::sync::lock;
 use cache::{CacheLimits, MappingCache};
@@ -45,7 +45,6 @@ use opening::process_identity;
 use peers::{PeerInfo, Peers};
 use region::Registration;
 use service::Service;
-use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
@@ -281,7 +280,7 @@ impl MemoryRegistry {
                     offset: slice.offset() as u64,
                     bytes: slice.bytes() as u64,
                     ipc: allocation.ipc,
-                    descriptor: allocation.descriptor,
+                    pieces: allocation.pieces,
                 })?;
         Ok(handle.encode(&shared.key))
     }
@@ -387,9 +386,9 @@ impl MemoryRegistry {
         (self.shared.exports.len(), self.shared.mappings.len())
     }
 
-    /// Bytes of freed memory that are kept for later.
-    pub(crate) fn pooled_bytes(&self) -> u64 {
-        self.shared.exports.pooled_bytes()
+    /// How many freed allocations are kept for later, and their bytes.
+    pub(crate) fn pooled(&self) -> (usize, u64) {
+        self.shared.exports.pooled()
     }
 
     /// Frees what is kept for later, unmaps what nobody uses and stops the threads. What peers still
@@ -438,8 +437,8 @@ impl Shared {
         }
     }
 
-    /// Asks `peer`'s service and waits for the answer, which may carry a descriptor.
-    fn ask(&self, peer: Rank, message: Message) -> Result<Option<OwnedFd>> {
+    /// Asks `peer`'s service and waits for the answer, which may carry a piece of memory.
+    fn ask(&self, peer: Rank, message: Message) -> Result<Option<Piece>> {
         let request = Request {
             from: self.rank,
             message,
@@ -459,13 +458,15 @@ impl Shared {
     }
 
     /// Does what a peer asks for.
-    fn answer(&self, Request { from, message }: Request) -> Result<Option<OwnedFd>> {
+    fn answer(&self, Request { from, message }: Request) -> Result<Option<Piece>> {
         match message {
-            Message::Descriptor {
+            Message::Piece {
                 allocation,
                 generation,
+                index,
             } => {
-                return self.exports.descriptor(generation, allocation).map(Some);
+                let piece = self.exports.piece(generation, allocation, index);
+                return piece.map(Some);
             }
             Message::Unmap {
                 allocation,

@@ -4,11 +4,15 @@ use super::Shared;
 use super::handle::Handle;
 use super::mapping::Mapped;
 use super::message::Message;
-use crate::device::{Backing, DeviceSlice, Opening};
+use crate::device::{Backing, DeviceSlice, Opening, Piece};
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::lock;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, OnceLock, Weak};
+
+/// The most pieces of physical memory that an allocation may have: each takes a descriptor of its
+/// owner's.
+pub(super) const MAX_PIECES: u32 = 4096;
 
 // What holds the registered allocations of this process, for ranks that are threads of it. Several
 // may hold one allocation: somebody's memory, borrowed in parts.
@@ -57,7 +61,7 @@ pub(super) fn open(shared: &Arc<Shared>, handle: &Handle) -> Result<Mapped> {
     Ok(Mapped::new(shared, handle, &mapped, same_process))
 }
 
-/// The three ways: the same process, CUDA IPC, a descriptor.
+/// The three ways: the same process, CUDA IPC, descriptors.
 fn import(shared: &Shared, handle: &Handle) -> Result<DeviceSlice> {
     let bytes = usize::try_from(handle.allocation_bytes).map_err(|_| {
         Error::new(
@@ -87,23 +91,42 @@ fn import(shared: &Shared, handle: &Handle) -> Result<DeviceSlice> {
             Err(error) => failed = Some(error),
         }
     }
-    if handle.descriptor {
-        let message = Message::Descriptor {
-            allocation: handle.allocation,
-            generation: handle.generation,
-        };
-        let descriptor = shared.ask(handle.owner, message)?.ok_or_else(|| {
-            Error::new(
-                ErrorKind::Protocol,
-                "the peer answered without a descriptor",
-            )
-        })?;
-        return shared.device.import(Opening::Descriptor(descriptor), bytes);
+    if handle.pieces > 0 {
+        let pieces = pieces(shared, handle)?;
+        return shared.device.import(Opening::Pieces(pieces), bytes);
     }
     Err(failed.unwrap_or_else(|| {
         Error::new(
             ErrorKind::InvalidHandle,
-            "the handle has neither an IPC handle nor a descriptor",
+            "the handle has neither an IPC handle nor descriptors",
         )
     }))
+}
+
+/// The pieces of the allocation that `handle` names, of which the owner is asked for descriptors.
+fn pieces(shared: &Shared, handle: &Handle) -> Result<Vec<Piece>> {
+    if handle.pieces > MAX_PIECES {
+        return Err(Error::new(
+            ErrorKind::InvalidHandle,
+            format!(
+                "the allocation has {} pieces; expected at most {MAX_PIECES}",
+                handle.pieces
+            ),
+        )
+        .with_help("register a smaller part of it"));
+    }
+    let piece = |index: u32| {
+        let message = Message::Piece {
+            allocation: handle.allocation,
+            generation: handle.generation,
+            index: index.into(),
+        };
+        shared.ask(handle.owner, message)?.ok_or_else(|| {
+            Error::new(
+                ErrorKind::Protocol,
+                "the peer answered without a descriptor",
+            )
+        })
+    };
+    (0..handle.pieces).map(piece).collect()
 }

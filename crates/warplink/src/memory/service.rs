@@ -9,6 +9,7 @@
 //! silent holds up nobody.
 
 use super::message::{REQUEST_BYTES, Request, TOKEN_BYTES};
+use crate::device::Piece;
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::lock;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
@@ -35,8 +36,11 @@ const MAX_PENDING: usize = 64;
 /// The most connections that are accepted before requests are looked at again.
 const MAX_ACCEPTED: usize = 64;
 
-/// Answers requests: a descriptor where one was asked for, else nothing; an error refuses.
-pub(super) type Handler = Box<dyn Fn(Request) -> Result<Option<OwnedFd>> + Send + Sync>;
+/// Bytes of an answer: whether the request is refused, and the length of the piece.
+const ANSWER_BYTES: usize = 12;
+
+/// Answers requests: a piece of memory where one was asked for, else nothing; an error refuses.
+pub(super) type Handler = Box<dyn Fn(Request) -> Result<Option<Piece>> + Send + Sync>;
 
 /// The listening side, ended by [`Service::stop`] or drop.
 pub(super) struct Service {
@@ -267,8 +271,8 @@ fn answer(connection: &OwnedFd, token: &[u8; TOKEN_BYTES], handler: &Handler) ->
     let (got, _) = rustix::net::recv(connection, &mut bytes[..], RecvFlags::empty())
         .map_err(io("read a request"))?;
     let request = Request::decode(&bytes[..got], token)?;
-    let (status, descriptor) = match handler(request) {
-        Ok(descriptor) => (0u32, descriptor),
+    let (status, piece) = match handler(request) {
+        Ok(piece) => (0u32, piece),
         Err(error) => {
             tracing::debug!(?request, %error, "a request was refused");
             (1, None)
@@ -276,14 +280,17 @@ fn answer(connection: &OwnedFd, token: &[u8; TOKEN_BYTES], handler: &Handler) ->
     };
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = SendAncillaryBuffer::new(&mut space);
-    let descriptors = descriptor.as_ref().map(|descriptor| [descriptor.as_fd()]);
+    let descriptors = piece.as_ref().map(|piece| [piece.descriptor.as_fd()]);
     if let Some(descriptors) = &descriptors {
         control.push(SendAncillaryMessage::ScmRights(descriptors));
     }
-    let status = status.to_le_bytes();
+    let bytes = piece.as_ref().map_or(0, |piece| piece.bytes as u64);
+    let mut answer = [0; ANSWER_BYTES];
+    answer[..4].copy_from_slice(&status.to_le_bytes());
+    answer[4..].copy_from_slice(&bytes.to_le_bytes());
     rustix::net::sendmsg(
         connection,
-        &[IoSlice::new(&status)],
+        &[IoSlice::new(&answer)],
         &mut control,
         SendFlags::NOSIGNAL,
     )
@@ -306,7 +313,7 @@ pub(super) fn ask(
     name: &[u8],
     token: &[u8; TOKEN_BYTES],
     request: Request,
-) -> Result<Option<OwnedFd>> {
+) -> Result<Option<Piece>> {
     begin(name, token, request)?.finish()
 }
 
@@ -347,18 +354,18 @@ impl AsFd for Asked {
 
 impl Asked {
     /// Waits for the answer.
-    pub(super) fn finish(self) -> Result<Option<OwnedFd>> {
+    pub(super) fn finish(self) -> Result<Option<Piece>> {
         read_answer(&self.connection)
     }
 }
 
-fn read_answer(connection: &OwnedFd) -> Result<Option<OwnedFd>> {
-    let mut status = [0; 4];
+fn read_answer(connection: &OwnedFd) -> Result<Option<Piece>> {
+    let mut answer = [0; ANSWER_BYTES];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let received = rustix::net::recvmsg(
         connection,
-        &mut [IoSliceMut::new(&mut status)],
+        &mut [IoSliceMut::new(&mut answer)],
         &mut control,
         RecvFlags::CMSG_CLOEXEC,
     )
@@ -374,13 +381,14 @@ fn read_answer(connection: &OwnedFd) -> Result<Option<OwnedFd>> {
         RecvAncillaryMessage::ScmRights(mut descriptors) => descriptors.next(),
         _ => None,
     });
-    if received.bytes != status.len() {
+    if received.bytes != answer.len() {
         return Err(Error::new(
             ErrorKind::PeerLost,
             "the peer closed its service before it answered",
         ));
     }
-    if u32::from_le_bytes(status) != 0 {
+    let [s0, s1, s2, s3, bytes @ ..] = answer;
+    if u32::from_le_bytes([s0, s1, s2, s3]) != 0 {
         return Err(Error::new(
             ErrorKind::InvalidHandle,
             "the peer refused: it does not share this region any more",
@@ -388,7 +396,13 @@ fn read_answer(connection: &OwnedFd) -> Result<Option<OwnedFd>> {
         .with_operation("ask a peer's service")
         .with_help("exchange the region anew"));
     }
-    Ok(descriptor)
+    let bytes = usize::try_from(u64::from_le_bytes(bytes)).map_err(|_| {
+        Error::new(
+            ErrorKind::Protocol,
+            "the peer's memory is longer than this process can address",
+        )
+    })?;
+    Ok(descriptor.map(|descriptor| Piece { descriptor, bytes }))
 }
 
 #[cfg(test)]
@@ -399,9 +413,10 @@ mod tests {
     fn descriptor_of(allocation: u64) -> Request {
         Request {
             from: 2,
-            message: Message::Descriptor {
+            message: Message::Piece {
                 allocation,
                 generation: 9,
+                index: 0,
             },
         }
     }
@@ -409,18 +424,15 @@ mod tests {
     #[test]
     fn a_descriptor_crosses_and_a_refusal_is_an_error() {
         let handler: Handler = Box::new(|request| match request {
-            request if request == descriptor_of(7) => Ok(Some(rustix::fs::memfd_create(
-                "test",
-                rustix::fs::MemfdFlags::CLOEXEC,
-            )?)),
+            request if request == descriptor_of(7) => Ok(Some(Piece {
+                descriptor: rustix::fs::memfd_create("test", rustix::fs::MemfdFlags::CLOEXEC)?,
+                bytes: 1 << 40,
+            })),
             _ => Err(Error::new(ErrorKind::Closed, "gone")),
         });
         let service = Service::start([5; 16], handler).unwrap();
-        assert!(
-            ask(service.name(), &[5; 16], descriptor_of(7))
-                .unwrap()
-                .is_some()
-        );
+        let piece = ask(service.name(), &[5; 16], descriptor_of(7)).unwrap();
+        assert_eq!(piece.unwrap().bytes, 1 << 40);
         let refused = ask(service.name(), &[5; 16], descriptor_of(8)).unwrap_err();
         assert_eq!(refused.kind(), ErrorKind::InvalidHandle);
         service.stop();

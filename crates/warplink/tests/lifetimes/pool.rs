@@ -60,7 +60,7 @@ fn memory_is_not_used_again_while_a_slice_of_it_is_held() {
         let slice = region.memory().slice(16..32).unwrap();
         let first = region.memory().backing().identity();
         drop(region);
-        assert_eq!(comm.pooled_bytes(), BYTES as u64);
+        assert_eq!(comm.pooled_allocations_and_bytes(), (1, BYTES as u64));
         let other = comm.alloc(BYTES).unwrap();
         assert_ne!(other.memory().backing().identity(), first);
         drop((other, slice));
@@ -111,9 +111,10 @@ fn trimming_gives_back_what_is_kept_here_and_unmaps_it_at_peers() {
         drop(remote);
         comm.barrier().unwrap();
         if comm.rank() == 0 {
-            assert_eq!(comm.pooled_bytes(), BYTES as u64);
+            assert_eq!(comm.pooled_allocations_and_bytes(), (1, BYTES as u64));
             comm.trim(comm.deadline()).unwrap();
-            assert_eq!((comm.pooled_bytes(), shared_mappings()), (0, before));
+            assert_eq!(comm.pooled_allocations_and_bytes(), (0, 0));
+            assert_eq!(shared_mappings(), before);
             assert_ne!(first, 0);
         }
         comm.barrier().unwrap();
@@ -176,4 +177,16 @@ fn what_a_lost_rank_has_mapped_is_not_used_again() {
         return;
     };
     super::assert_all_ended(&ended);
+}
+
+#[test]
+fn memory_that_finds_no_use_leaves_the_pool() {
+    processes(1, |comm| {
+        let many = [(); 20].map(|()| comm.alloc(BYTES).unwrap());
+        drop(many);
+        assert_eq!(comm.pooled_allocations_and_bytes().0, 20);
+        // From now on, one is enough.
+        (0..1000).for_each(|_| drop(comm.alloc(BYTES).unwrap()));
+        assert_eq!(comm.pooled_allocations_and_bytes(), (1, BYTES as u64));
+    });
 }

@@ -1,19 +1,14 @@
 //! Rounds of alloc, exchange, send and drop: what a process holds is flat from the hundredth on.
 
 use super::common::{Ranks, world};
-use super::{Footprint, MIB, assert_all_ended, exchange_fresh};
+use super::held::Held;
+use super::{MIB, assert_all_ended, exchange_fresh};
 use std::time::{Duration, Instant};
 use warplink::device::{Priority, Stream};
 use warplink::{Communicator, Config};
 
 /// From this round on, nothing may grow.
 const SETTLED: usize = 100;
-
-/// Device memory that a driver may take for itself meanwhile, in MiB.
-const DEVICE_SLACK_MIB: u64 = 64;
-
-/// Most bytes that a rank keeps for reuse, by default.
-const MAX_KEPT: u64 = 1 << 30;
 
 /// How many rounds, of how many bytes.
 #[derive(Clone, Copy, Debug)]
@@ -74,49 +69,6 @@ impl Rounds {
     }
 }
 
-/// What a rank holds of the system and of the device.
-#[derive(Debug)]
-struct Held {
-    process: Footprint,
-    /// Kept for reuse, by this rank and its peer, which has mapped it.
-    kept_mib: usize,
-    device_free_mib: Option<u64>,
-}
-
-impl Held {
-    /// Every rank calls this at the same time.
-    fn now(comm: &Communicator) -> Self {
-        let kept = comm.pooled_bytes();
-        assert!(kept <= MAX_KEPT, "{kept} bytes are kept");
-        let all = comm.all_gather_bytes(&kept.to_le_bytes()).unwrap();
-        let all = all
-            .iter()
-            .map(|one| u64::from_le_bytes(one[..].try_into().unwrap()));
-        let free = comm.device().available_memory().unwrap();
-        Self {
-            process: Footprint::now(),
-            kept_mib: all.sum::<u64>() as usize / MIB,
-            device_free_mib: free.map(|free| free / MIB as u64),
-        }
-    }
-
-    /// Nothing has grown since, but for what is kept for reuse, which is bounded.
-    fn assert_flat(&self, comm: &Communicator) {
-        let now = Self::now(comm);
-        let more = now.kept_mib.saturating_sub(self.kept_mib);
-        let mut before = self.process;
-        before.resident_mib += more;
-        Footprint::assert_back(&before);
-        if let (Some(before), Some(now)) = (self.device_free_mib, now.device_free_mib) {
-            let least = before.saturating_sub(DEVICE_SLACK_MIB + more as u64);
-            assert!(
-                now >= least,
-                "{now} MiB of the device are free; before, {before}"
-            );
-        }
-    }
-}
-
 /// Rank 0 sends a fresh buffer to a fresh buffer of rank 1, and both drop theirs.
 fn send_fresh(comm: &Communicator, stream: &Stream, round: usize, bytes: usize) {
     let region = comm.alloc(bytes).unwrap();
@@ -167,14 +119,15 @@ fn rounds_of_changing_sizes_run_in_constant_memory() {
         let stream = comm.create_stream(Priority::Normal).unwrap();
         let round = |round: usize| {
             exchange_fresh(comm, &stream, MIB + round % 17 * (MIB / 2));
-            assert!(comm.pooled_bytes() <= KEPT, "{}", comm.pooled_bytes());
+            let (_, kept) = comm.pooled_allocations_and_bytes();
+            assert!(kept <= KEPT, "{kept} bytes are kept");
         };
         (0..SETTLED).for_each(round);
         comm.barrier().unwrap();
-        let before = Footprint::now();
+        let before = Held::now(comm);
         (SETTLED..300).for_each(round);
         comm.barrier().unwrap();
-        Footprint::assert_back(&before);
+        before.assert_flat(comm);
         comm.barrier().unwrap();
     });
 }

@@ -6,7 +6,7 @@ use super::kernels::transfer::TransferKernel;
 use super::kernels::user::UserModule;
 use super::memory::borrowed;
 use super::memory::sharing;
-use super::memory::virtual_memory::VirtualMemory;
+use super::memory::virtual_memory::{CudaSegment, VirtualMemory};
 use super::memory::{CudaBacking, PlainMemory, Source, next_identity};
 use super::nccl::engine::NcclEngine;
 use super::nvml::NvmlGpu;
@@ -16,7 +16,7 @@ use crate::deadline::Deadline;
 use crate::device::{
     AllGatherBytes, AllocationKind, Attachment, CollectiveEngine, Compute, Device, DeviceIdentity,
     DeviceKind, DeviceLinks, DeviceProperties, DeviceSlice, Event, Export, Fault, LinkQuery,
-    Module, ModuleSource, Opening, PciAddress, Priority, Stream,
+    Module, ModuleSource, Opening, PciAddress, Priority, Segment, Stream,
 };
 use crate::error::{Error, Result};
 use crate::sync::lock;
@@ -123,6 +123,11 @@ impl Device for CudaDevice {
             .transfer_kernel
             .get_or_init(|| TransferKernel::load(&self.gpu.context, &self.gpu.capabilities));
         Ok(PlainMemory::allocate_signals(&self.gpu, bytes, fault)?.into_slice(bytes))
+    }
+
+    fn reserve_segment(&self, bytes: usize) -> Result<Arc<dyn Segment>> {
+        self.gpu.fault.check()?;
+        Ok(Arc::new(CudaSegment::reserve(&self.gpu, bytes)?))
     }
 
     unsafe fn borrow(

@@ -6,6 +6,7 @@
 
 use super::operation::{Context, Operation};
 use super::{compute, memory, stream};
+use crate::device::Piece;
 use crate::device::{
     AllGatherBytes, Collective, CollectiveEngine, CollectiveRequest, DeviceSlice, Fault, ReduceOp,
     Stream, Word,
@@ -56,8 +57,13 @@ impl HostCollectives {
         all_gather: AllGatherBytes<'_>,
     ) -> Result<Self> {
         let own = memory::allocate(BOX * world)?;
-        let descriptor = memory::descriptor(&own)?;
-        let path = format!("/proc/{}/fd/{}", std::process::id(), descriptor.as_raw_fd());
+        let pieces = memory::pieces(&own)?;
+        let descriptor = pieces.first().map(|piece| piece.descriptor.as_raw_fd());
+        let path = format!(
+            "/proc/{}/fd/{}",
+            std::process::id(),
+            descriptor.unwrap_or_default()
+        );
         let paths = all_gather(path.into_bytes())?;
         let outboxes = paths.into_iter().enumerate().map(|(peer, path)| {
             if peer == rank {
@@ -67,7 +73,11 @@ impl HostCollectives {
             let file = std::fs::File::options().read(true).write(true).open(&path);
             let file =
                 file.map_err(|error| Error::io(format!("open {path}"), &error).with_peer(peer))?;
-            memory::map(file.into(), BOX * world, None).map_err(|error| error.with_peer(peer))
+            let piece = Piece {
+                descriptor: file.into(),
+                bytes: BOX * world,
+            };
+            memory::map(vec![piece], BOX * world, None).map_err(|error| error.with_peer(peer))
         });
         let outboxes = outboxes.collect::<Result<Vec<_>>>()?;
         if outboxes.len() != world {

@@ -1,30 +1,15 @@
-//! Shared-memory files mapped into this process, and every raw access to them.
+//! Slices of shared memory, and every raw access to it.
 
+use super::mapping::{Mapping, map_pieces, mappings_of, new_file, next_identity};
 use super::unmapping::LateUnmapping;
-use crate::device::{Backing, DeviceKind, DeviceSlice, Fault, Word};
+use crate::device::{Backing, DeviceKind, DeviceSlice, Fault, Piece, Word, combined_identity};
 use crate::error::{Error, ErrorKind, Result};
-use crate::sync::lock;
-use rustix::fs::MemfdFlags;
-use rustix::mm::{MapFlags, ProtFlags};
 use rustix::thread::futex;
 use std::any::Any;
-use std::collections::BTreeMap;
-use std::ffi::c_void;
-use std::os::fd::{AsFd, OwnedFd};
 use std::ptr;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
-
-/// A mapping of a shared-memory file, unmapped on drop.
-#[derive(Debug)]
-struct Mapping {
-    base: u64,
-    bytes: usize,
-    mapped: usize,
-    identity: u64,
-    descriptor: OwnedFd,
-}
 
 /// What slices of a mapping lie in.
 #[derive(Debug)]
@@ -41,18 +26,9 @@ struct Borrowed {
     base: u64,
     bytes: usize,
     identity: u64,
-    // The mapping that it lies in, which alone can be shared with peers.
-    inside: Option<Arc<Mapping>>,
+    // The mappings that it lies in, which alone can be shared with peers.
+    inside: Vec<Arc<Mapping>>,
     _owner: Arc<dyn Any + Send + Sync>,
-}
-
-static IDENTITIES: AtomicU64 = AtomicU64::new(1);
-
-// The mappings of this process by base address, so that a bare address can be borrowed.
-static MAPPINGS: Mutex<BTreeMap<u64, Weak<Mapping>>> = Mutex::new(BTreeMap::new());
-
-fn next_identity() -> u64 {
-    IDENTITIES.fetch_add(1, Ordering::Relaxed)
 }
 
 /// A word that a stream waits for. It stays mapped, but the wait does not keep its allocation: once
@@ -162,17 +138,6 @@ impl Drop for Allocation {
     }
 }
 
-impl Drop for Mapping {
-    fn drop(&mut self) {
-        lock(&MAPPINGS).remove(&self.base);
-        // SAFETY: the range was mapped by `map_file` and nothing refers to it: every access goes
-        // through a slice that holds this mapping, and this is its last holder.
-        if let Err(errno) = unsafe { rustix::mm::munmap(self.base as *mut c_void, self.mapped) } {
-            tracing::error!(base = self.base, bytes = self.mapped, %errno, "unmapping shared memory failed");
-        }
-    }
-}
-
 /// Allocates `bytes` of zeros that other processes can map.
 pub(super) fn allocate(bytes: usize) -> Result<DeviceSlice> {
     allocate_for(bytes, None)
@@ -187,71 +152,55 @@ pub(super) fn allocate_for(bytes: usize, fault: Option<Arc<Fault>>) -> Result<De
                 .with_help("leave out empty allocations"),
         );
     }
-    let fail = |errno: rustix::io::Errno| {
-        Error::io(
-            format!("allocate {bytes} bytes of shared memory"),
-            &errno.into(),
-        )
-    };
-    let descriptor = rustix::fs::memfd_create("warplink", MemfdFlags::CLOEXEC).map_err(fail)?;
-    rustix::fs::ftruncate(&descriptor, bytes as u64).map_err(fail)?;
-    map_file(descriptor, bytes, None, fault)
+    let mapping = map_pieces(vec![new_file(bytes)?])?;
+    Ok(slice_of(mapping, None, fault))
 }
 
-/// Maps a peer's file, which must hold at least `bytes`.
+/// Maps a peer's files one behind the other, which must hold at least `bytes`.
 pub(super) fn map(
-    descriptor: OwnedFd,
+    pieces: Vec<Piece>,
     bytes: usize,
     late: Option<LateUnmapping>,
 ) -> Result<DeviceSlice> {
-    let status = rustix::fs::fstat(&descriptor)
-        .map_err(|errno| Error::io("inspect a received descriptor", &errno.into()))?;
-    // Touching pages past the end of a file raises SIGBUS, so its length is checked, not trusted.
-    if bytes == 0 || (status.st_size as u64) < bytes as u64 {
-        return Err(Error::new(
-            ErrorKind::InvalidHandle,
-            format!(
-                "the descriptor holds {} bytes; expected the {bytes} of the handle",
-                status.st_size
-            ),
-        )
-        .with_operation("map a peer's memory"));
+    let invalid = |what: String| {
+        Error::new(ErrorKind::InvalidHandle, what).with_operation("map a peer's memory")
+    };
+    let mut whole = 0_usize;
+    for piece in &pieces {
+        let status = rustix::fs::fstat(&piece.descriptor)
+            .map_err(|errno| Error::io("inspect a received descriptor", &errno.into()))?;
+        // Touching pages past the end of a file raises SIGBUS, so its length is checked, not trusted.
+        if piece.bytes == 0 || (status.st_size as u64) < piece.bytes as u64 {
+            return Err(invalid(format!(
+                "the descriptor holds {} bytes; expected the {} of the piece",
+                status.st_size, piece.bytes
+            )));
+        }
+        if !whole.is_multiple_of(rustix::param::page_size()) {
+            return Err(invalid(
+                "a piece in the middle does not end with a page; expected whole pages".to_owned(),
+            ));
+        }
+        whole = whole.saturating_add(piece.bytes);
     }
-    map_file(descriptor, bytes, late, None)
+    if bytes == 0 || whole < bytes {
+        return Err(invalid(format!(
+            "the pieces hold {whole} bytes; expected the {bytes} of the handle"
+        )));
+    }
+    Ok(slice_of(map_pieces(pieces)?, late, None))
 }
 
-fn map_file(
-    descriptor: OwnedFd,
-    bytes: usize,
+fn slice_of(
+    mapping: Arc<Mapping>,
     late: Option<LateUnmapping>,
     fault: Option<Arc<Fault>>,
-) -> Result<DeviceSlice> {
-    let mapped = bytes.next_multiple_of(rustix::param::page_size());
-    // SAFETY: a new mapping at an address of the kernel's choice touches no memory in use.
-    let base = unsafe {
-        rustix::mm::mmap(
-            ptr::null_mut(),
-            mapped,
-            ProtFlags::READ | ProtFlags::WRITE,
-            MapFlags::SHARED,
-            descriptor.as_fd(),
-            0,
-        )
-    }
-    .map_err(|errno| Error::io(format!("map {bytes} bytes of shared memory"), &errno.into()))?;
-    let mapping = Arc::new(Mapping {
-        base: base as u64,
-        bytes,
-        mapped,
-        identity: next_identity(),
-        descriptor,
-    });
-    lock(&MAPPINGS).insert(mapping.base, Arc::downgrade(&mapping));
-    Ok(DeviceSlice::whole(Arc::new(Allocation {
+) -> DeviceSlice {
+    DeviceSlice::whole(Arc::new(Allocation {
         mapping,
         late,
         fault,
-    })))
+    }))
 }
 
 /// A view of memory that `owner` keeps.
@@ -266,27 +215,24 @@ pub(super) fn borrow(
         ))
         .with_operation("borrow memory"));
     }
-    let inside = lock(&MAPPINGS)
-        .range(..=address)
-        .next_back()
-        .and_then(|(_, weak)| weak.upgrade());
-    let inside = inside.filter(|mapping| address < mapping.base + mapping.bytes as u64);
-    let Some(mapping) = inside else {
+    let inside = mappings_of(address, address + bytes as u64);
+    let Some(first) = inside.first() else {
         let borrowed = Borrowed {
             base: address,
             bytes,
             identity: next_identity(),
-            inside: None,
+            inside,
             _owner: owner,
         };
         return Ok(DeviceSlice::whole(Arc::new(borrowed)));
     };
-    let offset = (address - mapping.base) as usize;
+    let (base, offset) = (first.base, (address - first.base) as usize);
+    let identities: Vec<u64> = inside.iter().map(|mapping| mapping.identity).collect();
     let borrowed = Borrowed {
-        base: mapping.base,
-        bytes: mapping.bytes,
-        identity: mapping.identity,
-        inside: Some(mapping),
+        base,
+        bytes: inside.iter().map(|mapping| mapping.bytes).sum(),
+        identity: combined_identity(&identities),
+        inside,
         _owner: owner,
     };
     let end = offset.checked_add(bytes).ok_or_else(|| {
@@ -296,26 +242,27 @@ pub(super) fn borrow(
     DeviceSlice::whole(Arc::new(borrowed)).slice(offset..end)
 }
 
-/// A descriptor of the file behind `slice`, for a peer to map.
-pub(super) fn descriptor(slice: &DeviceSlice) -> Result<OwnedFd> {
+/// The pieces of the files behind `slice`, for a peer to map.
+pub(super) fn pieces(slice: &DeviceSlice) -> Result<Vec<Piece>> {
     let any = slice.backing().as_any();
-    let inside = any
-        .downcast_ref::<Borrowed>()
-        .and_then(|borrowed| borrowed.inside.as_ref());
-    let whole = || any.downcast_ref().map(|Allocation { mapping, .. }| mapping);
-    let mapping = inside.or_else(whole);
-    let Some(mapping) = mapping else {
+    let mappings = match any.downcast_ref::<Borrowed>() {
+        Some(borrowed) => &borrowed.inside[..],
+        None => any
+            .downcast_ref()
+            .map_or(&[][..], |Allocation { mapping, .. }| {
+                std::slice::from_ref(mapping)
+            }),
+    };
+    if mappings.is_empty() {
         return Err(Error::new(
             ErrorKind::Unsupported,
             format!("{slice:?} is borrowed memory without a file; expected memory that the device allocated"),
         )
         .with_operation("export memory")
         .with_help("allocate it with the device"));
-    };
-    mapping
-        .descriptor
-        .try_clone()
-        .map_err(|error| Error::io("duplicate a descriptor", &error))
+    }
+    let pieces = mappings.iter().flat_map(|mapping| &mapping.pieces);
+    pieces.map(Piece::try_clone).collect()
 }
 
 /// Copies `source` to `target`, of the same length.
@@ -446,7 +393,7 @@ mod tests {
         let borrowed = borrow(whole.address() + 100, 50, Arc::new(())).unwrap();
         assert_eq!((borrowed.offset(), borrowed.bytes()), (100, 50));
         assert_eq!(borrowed.backing().identity(), whole.backing().identity());
-        let mapped = map(descriptor(&borrowed).unwrap(), 10_000, None).unwrap();
+        let mapped = map(pieces(&borrowed).unwrap(), 10_000, None).unwrap();
         write_bytes(&borrowed, &[7; 50]).unwrap();
         let mut seen = [0; 50];
         read_bytes(&mapped.slice(100..150).unwrap(), &mut seen).unwrap();
@@ -459,7 +406,7 @@ mod tests {
         let bytes = [0u8; 64];
         let borrowed = borrow(bytes.as_ptr() as u64, 64, Arc::new(())).unwrap();
         assert_eq!(
-            descriptor(&borrowed).unwrap_err().kind(),
+            pieces(&borrowed).unwrap_err().kind(),
             ErrorKind::Unsupported
         );
     }
@@ -467,7 +414,11 @@ mod tests {
     #[test]
     fn a_short_file_is_refused() {
         let whole = allocate(100).unwrap();
-        let error = map(descriptor(&whole).unwrap(), 200, None).unwrap_err();
+        let error = map(pieces(&whole).unwrap(), 200, None).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidHandle);
+        let mut longer = pieces(&whole).unwrap();
+        longer[0].bytes = 200;
+        let error = map(longer, 200, None).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::InvalidHandle);
         assert!(allocate(0).is_err());
     }

@@ -12,9 +12,11 @@ mod compute;
 mod event;
 mod graph;
 pub(crate) mod kernel;
+mod mapping;
 mod mark;
 mod memory;
 mod operation;
+mod segment;
 mod stream;
 mod unmapping;
 mod worker;
@@ -22,7 +24,7 @@ mod worker;
 use super::{
     AllGatherBytes, AllocationKind, Attachment, CollectiveEngine, Compute, Delays, Device,
     DeviceIdentity, DeviceKind, DeviceLink, DeviceLinks, DeviceSlice, Event, Export, Fault,
-    LinkEnd, LinkQuery, Module, ModuleSource, Opening, PciAddress, Priority, Stream,
+    LinkEnd, LinkQuery, Module, ModuleSource, Opening, PciAddress, Priority, Segment, Stream,
 };
 use crate::device::{DeviceProperties, machine_identity};
 use crate::error::{Error, ErrorKind, Result};
@@ -147,6 +149,10 @@ impl Device for HostDevice {
         memory::allocate_for(bytes, Some(fault.clone()))
     }
 
+    fn reserve_segment(&self, bytes: usize) -> Result<Arc<dyn Segment>> {
+        Ok(Arc::new(segment::HostSegment::reserve(bytes)?))
+    }
+
     unsafe fn borrow(
         &self,
         address: u64,
@@ -195,20 +201,18 @@ impl Device for HostDevice {
     fn export(&self, slice: &DeviceSlice) -> Result<Export> {
         check_kind(slice)?;
         let allocation = slice.allocation();
-        let descriptor = memory::descriptor(&allocation)?;
+        let pieces = memory::pieces(&allocation)?;
         Ok(Export {
             allocation,
             ipc: None,
-            descriptor: Some(descriptor),
+            pieces,
         })
     }
 
     fn import(&self, opening: Opening, bytes: usize) -> Result<DeviceSlice> {
         match opening {
             Opening::SameProcess(slice) => check_kind(&slice).map(|()| slice),
-            Opening::Descriptor(descriptor) => {
-                memory::map(descriptor, bytes, self.late_unmapping()?)
-            }
+            Opening::Pieces(pieces) => memory::map(pieces, bytes, self.late_unmapping()?),
             Opening::Ipc(_) => Err(Error::new(
                 ErrorKind::InvalidHandle,
                 "a CUDA IPC handle cannot be opened on the host device",

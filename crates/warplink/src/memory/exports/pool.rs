@@ -27,6 +27,12 @@ const SLACK_DIVISOR: u64 = 8;
 /// as so many bytes take for each nanosecond: fresh memory has to be mapped by peers, which takes
 /// longer.
 const WAIT_BYTES_PER_NS: u64 = 16;
+const MIN_WAIT: Duration = Duration::from_micros(200);
+
+/// An allocation that is in the pool while so many others enter it, and for each that is there so many
+/// more, is one too many and leaves. There is one when a peer was late to tell that it is past one.
+const MAX_UNUSED: u64 = 64;
+const MAX_UNUSED_EACH: u64 = 8;
 
 /// An allocation that no registered region is left of.
 #[derive(Debug)]
@@ -63,7 +69,7 @@ impl Exports {
         kind: AllocationKind,
     ) -> Option<(DeviceSlice, RegionNumbers)> {
         let patience = Duration::from_nanos(bytes as u64 / WAIT_BYTES_PER_NS);
-        let deadline = Deadline::after(patience);
+        let deadline = Deadline::after(patience.max(MIN_WAIT));
         let mut table = lock(&self.table);
         loop {
             let fitting = table.fitting(bytes, kind);
@@ -114,9 +120,10 @@ impl Exports {
         }
     }
 
-    /// Bytes of the allocations in the pool.
-    pub(in crate::memory) fn pooled_bytes(&self) -> u64 {
-        lock(&self.table).pooled_bytes()
+    /// How many allocations are in the pool, and their bytes.
+    pub(in crate::memory) fn pooled(&self) -> (usize, u64) {
+        let table = lock(&self.table);
+        (table.pool.len(), table.pooled_bytes())
     }
 
     fn shrink_pool(&self, limit_from_now_on: Option<u64>) -> Vec<Unwanted> {
@@ -176,13 +183,17 @@ impl Table {
         self.start_leaving(generation)
     }
 
-    /// Has the allocations that entered first leave until the rest is within the limit.
+    /// Has the allocations that entered first leave until the rest is within the limit, and used.
     pub(super) fn limit_pool(&mut self, unwanted: &mut Vec<Unwanted>, freed: &mut Freed) {
         let mut bytes = self.pooled_bytes();
-        while bytes > self.max_pooled_bytes
-            && let Some((&(size, _), &generation)) =
-                self.pool.iter().min_by_key(|((_, number), _)| *number)
+        while let Some((&(size, number), &generation)) =
+            self.pool.iter().min_by_key(|((_, number), _)| *number)
         {
+            let max_unused = MAX_UNUSED + MAX_UNUSED_EACH * self.pool.len() as u64;
+            let is_unused = self.pooled_so_far - number > max_unused;
+            if bytes <= self.max_pooled_bytes && !is_unused {
+                break;
+            }
             bytes -= size;
             unwanted.extend(self.start_leaving(generation));
             freed.extend(self.free_unused(generation));

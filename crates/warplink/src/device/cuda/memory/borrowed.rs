@@ -1,10 +1,10 @@
 //! Views of device memory that others allocated.
 
 use super::{Borrowed, CudaBacking, Source, foreign_identity, next_identity};
-use crate::device::DeviceSlice;
 use crate::device::cuda::driver::status;
 use crate::device::cuda::gpu::Gpu;
-use crate::error::{Error, ErrorKind, Result};
+use crate::device::{DeviceSlice, combined_identity};
+use crate::error::{Error, Result};
 use cudarc::driver::sys::{CUpointer_attribute, CUpointer_attribute_enum as Attribute};
 use std::any::Any;
 use std::sync::Arc;
@@ -12,7 +12,8 @@ use std::sync::Arc;
 /// `CU_MEMORYTYPE_DEVICE`.
 const DEVICE_MEMORY: u64 = 2;
 
-/// Makes a slice of `bytes` at `address` inside a backing that spans the whole allocation.
+/// Makes a slice of `bytes` at `address` inside a backing that spans the whole allocation, or the
+/// pieces of virtual memory that it lies in.
 ///
 /// # Safety
 /// As [`Device::borrow`](crate::device::Device::borrow).
@@ -47,54 +48,99 @@ pub(crate) unsafe fn borrow(
             ordinal as u32
         )));
     }
-    let driver = gpu.context.driver;
-    let (mut base, mut size) = (0, 0);
-    // SAFETY: both are places for one value each; an unknown address is refused.
-    let code = unsafe { (driver.cuMemGetAddressRange_v2)(&mut base, &mut size, address) };
-    driver.check(code, "find the allocation behind an address")?;
     let end = address.checked_add(bytes as u64).ok_or_else(|| {
         foreign(format!(
             "{bytes} bytes at {address:#x} overflow the address space"
         ))
     })?;
-    let allocation_end = base + size as u64;
     let ipc_capable = attribute(
         gpu,
         Attribute::CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE,
         address,
     ) == Some(1);
+    let pieces = pieces(gpu, address, end, ipc_capable)?;
+    let base = pieces.first().map_or(address, |piece| piece.base);
+    let size: usize = pieces.iter().map(|piece| piece.bytes).sum();
+    let allocation_end = base + size as u64;
     if end > allocation_end {
-        let goes_on = attribute(
-            gpu,
-            Attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE,
-            allocation_end,
-        ) == Some(DEVICE_MEMORY);
-        if !ipc_capable && goes_on {
-            let text = format!(
-                "{bytes} bytes at {address:#x} span several physical allocations; one ends at {allocation_end:#x}"
-            );
-            return Err(Error::new(ErrorKind::Unsupported, text)
-                .with_operation("borrow device memory")
-                .with_device(gpu.name())
-                .with_help("register parts that lie in one each, allocate from this library, or turn expandable segments off for this tensor"));
-        }
         return Err(foreign(format!(
             "{bytes} bytes at {address:#x} pass the end of the allocation; expected an end of at most {allocation_end:#x}"
         )));
     }
     // Without a number of the driver's, nothing tells whether it is the allocation of last time, so
     // it counts as another: nothing stale is used, at the price of being exchanged again.
-    let identity = match attribute(gpu, Attribute::CU_POINTER_ATTRIBUTE_BUFFER_ID, address) {
-        Some(id) if id != 0 => foreign_identity(id),
-        _ => next_identity(),
-    };
+    let ids: Option<Vec<u64>> = pieces.iter().map(|piece| piece.id).collect();
+    let identity = ids.map_or_else(next_identity, |ids| {
+        foreign_identity(combined_identity(&ids))
+    });
     let source = Source::Borrowed(Borrowed {
         _owner: owner,
         ipc_capable,
+        pieces: pieces.iter().map(|piece| piece.bytes).collect(),
     });
     let whole = CudaBacking::slice(gpu, base, size, identity, source);
     let start = (address - base) as usize;
     whole.slice(start..start + bytes)
+}
+
+/// A mapping of physical memory.
+struct MappedPiece {
+    base: u64,
+    bytes: usize,
+    id: Option<u64>,
+}
+
+/// The mappings from the one at `address` to that before `end`, as far as they follow one another;
+/// plain memory is always one.
+fn pieces(gpu: &Gpu, address: u64, end: u64, plain: bool) -> Result<Vec<MappedPiece>> {
+    let mut pieces: Vec<MappedPiece> = Vec::new();
+    let mut next = address;
+    while next < end {
+        let (base, bytes) = extent(gpu, next, plain)?;
+        // What follows must begin where the last one ends.
+        if bytes == 0 || !pieces.is_empty() && base != next {
+            break;
+        }
+        let id = attribute(gpu, Attribute::CU_POINTER_ATTRIBUTE_BUFFER_ID, base);
+        pieces.push(MappedPiece {
+            base,
+            bytes,
+            id: id.filter(|id| *id != 0),
+        });
+        next = base + bytes as u64;
+        let goes_on = !plain
+            && attribute(gpu, Attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE, next)
+                == Some(DEVICE_MEMORY);
+        if !goes_on {
+            break;
+        }
+    }
+    Ok(pieces)
+}
+
+/// Where the mapping at `address` begins, and its bytes.
+fn extent(gpu: &Gpu, address: u64, plain: bool) -> Result<(u64, usize)> {
+    if !plain {
+        // Of one physical piece, where an address range may be that of all that was reserved.
+        let base = attribute(
+            gpu,
+            Attribute::CU_POINTER_ATTRIBUTE_MAPPING_BASE_ADDR,
+            address,
+        );
+        let bytes = attribute(gpu, Attribute::CU_POINTER_ATTRIBUTE_MAPPING_SIZE, address);
+        if let (Some(base), Some(bytes)) = (base, bytes)
+            && base != 0
+            && bytes != 0
+        {
+            return Ok((base, bytes as usize));
+        }
+    }
+    let driver = gpu.context.driver;
+    let (mut base, mut size) = (0, 0);
+    // SAFETY: both are places for one value each; an unknown address is refused.
+    let code = unsafe { (driver.cuMemGetAddressRange_v2)(&mut base, &mut size, address) };
+    driver.check(code, "find the allocation behind an address")?;
+    Ok((base, size))
 }
 
 /// An attribute of an address, or nothing where the driver has none for it.

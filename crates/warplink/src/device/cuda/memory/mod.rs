@@ -80,6 +80,8 @@ pub(super) struct Borrowed {
     pub(super) _owner: Arc<dyn Any + Send + Sync>,
     /// Whether the driver makes an IPC handle for it.
     pub(super) ipc_capable: bool,
+    /// The bytes of the pieces of physical memory that it consists of, in order.
+    pub(super) pieces: Vec<usize>,
 }
 
 impl CudaBacking {

@@ -5,29 +5,29 @@ use super::virtual_memory::{self, VirtualMemory};
 use super::{CudaBacking, Source, next_identity, not_ours};
 use crate::device::cuda::driver::status;
 use crate::device::cuda::gpu::Gpu;
-use crate::device::{Backing, DeviceSlice, Export, Opening};
+use crate::device::{Backing, DeviceSlice, Export, Opening, Piece};
 use crate::error::{Error, ErrorKind, Result};
 use cudarc::driver::sys::CUipcMemHandle;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 /// Makes what a peer needs to open the allocation that `slice` lies in.
 pub(crate) fn export(slice: &DeviceSlice) -> Result<Export> {
     let backing = CudaBacking::of(slice)?;
     let gpu = &*backing.gpu;
-    let (ipc, descriptor) = match &backing.source {
-        Source::Plain { .. } => (Some(ipc_handle(gpu, backing.base())?), None),
-        Source::Virtual(memory) => (None, Some(memory.export()?)),
+    let (ipc, pieces) = match &backing.source {
+        Source::Plain { .. } => (Some(ipc_handle(gpu, backing.base())?), Vec::new()),
+        Source::Virtual(memory) => (None, memory.export()?),
         Source::Borrowed(borrowed) if borrowed.ipc_capable => {
-            (Some(ipc_handle(gpu, backing.base())?), None)
+            (Some(ipc_handle(gpu, backing.base())?), Vec::new())
         }
-        Source::Borrowed(_) => (None, Some(mapped_descriptor(gpu, backing)?)),
+        Source::Borrowed(borrowed) => (None, mapped_pieces(gpu, backing.base(), &borrowed.pieces)?),
         Source::Ipc { .. } | Source::Descriptor { .. } => return Err(not_ours()),
     };
     Ok(Export {
         allocation: slice.allocation(),
         ipc,
-        descriptor,
+        pieces,
     })
 }
 
@@ -45,9 +45,23 @@ fn ipc_handle(gpu: &Gpu, base: u64) -> Result<[u8; 64]> {
     Ok(handle.reserved.map(|byte| byte as u8))
 }
 
+/// Pieces of memory that others mapped one behind the other.
+fn mapped_pieces(gpu: &Gpu, base: u64, lengths: &[usize]) -> Result<Vec<Piece>> {
+    let mut next = base;
+    let piece = |bytes: &usize| {
+        let descriptor = mapped_descriptor(gpu, next)?;
+        next += *bytes as u64;
+        Ok(Piece {
+            descriptor,
+            bytes: *bytes,
+        })
+    };
+    lengths.iter().map(piece).collect()
+}
+
 /// A descriptor of memory that others mapped.
-fn mapped_descriptor(gpu: &Gpu, backing: &CudaBacking) -> Result<OwnedFd> {
-    virtual_memory::export_mapped(gpu, backing.base()).map_err(|error| {
+fn mapped_descriptor(gpu: &Gpu, address: u64) -> Result<OwnedFd> {
+    virtual_memory::export_mapped(gpu, address).map_err(|error| {
         let text = format!("the memory can be shared neither by IPC nor by descriptor: {}", error.message());
         Error::new(ErrorKind::Unsupported, text)
             .with_operation("export device memory")
@@ -96,8 +110,11 @@ pub(crate) fn import(gpu: &Arc<Gpu>, opening: Opening, bytes: usize) -> Result<D
                 Source::Ipc { _held: mapping },
             ))
         }
-        Opening::Descriptor(descriptor) => {
-            let memory = VirtualMemory::import(gpu, descriptor.as_fd(), bytes)?;
+        Opening::Pieces(pieces) => {
+            let memory = VirtualMemory::import(gpu, &pieces)?;
+            if memory.bytes < bytes {
+                return Err(too_small(memory.bytes));
+            }
             let address = memory.address;
             Ok(CudaBacking::slice(
                 gpu,

@@ -4,36 +4,47 @@
 use super::FREEING;
 use crate::device::cuda::driver::status;
 use crate::device::cuda::gpu::Gpu;
+use crate::device::{Piece, Segment};
 use crate::error::{Error, ErrorKind, Result};
+use crate::sync::lock;
 use cudarc::driver::sys::*;
 use std::ffi::{c_int, c_void};
-use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
-use std::sync::Arc;
+use std::fmt;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 const DESCRIPTOR: CUmemAllocationHandleType =
     CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
 
-/// Physical memory and where it is mapped. Each part that was done is undone when it is dropped.
+/// Pieces of physical memory, mapped one behind the other into a range of addresses. Each part that
+/// was done is undone when it is dropped.
 pub(crate) struct VirtualMemory {
     gpu: Arc<Gpu>,
     pub(crate) address: u64,
+    /// Bytes of all pieces.
     pub(crate) bytes: usize,
-    handle: CUmemGenericAllocationHandle,
-    /// How far the making got, so that a failure undoes what was done and nothing else.
-    stage: Stage,
+    reserved: usize,
+    pieces: Vec<Mapped>,
 }
 
-#[derive(Clone, Copy, PartialEq, PartialOrd)]
-enum Stage {
-    Handle,
-    Reserved,
-    Mapped,
+/// A piece that is mapped behind those before it.
+#[derive(Clone, Copy)]
+struct Mapped {
+    handle: CUmemGenericAllocationHandle,
+    bytes: usize,
 }
 
 impl VirtualMemory {
     /// Allocates at least `bytes` and maps them.
     pub(crate) fn allocate(gpu: &Arc<Gpu>, bytes: usize) -> Result<Self> {
+        let mut memory = Self::reserve(gpu, bytes)?;
+        memory.grow(bytes)?;
+        Ok(memory)
+    }
+
+    /// Reserves addresses for at least `bytes`.
+    pub(crate) fn reserve(gpu: &Arc<Gpu>, bytes: usize) -> Result<Self> {
         if bytes == 0 {
             return Err(
                 Error::invalid("the allocation has 0 bytes; expected at least 1")
@@ -52,8 +63,29 @@ impl VirtualMemory {
         let _entered = gpu.context.enter()?;
         let _relaxed = gpu.context.relax_capture();
         let driver = gpu.context.driver;
-        let property = property(gpu);
-        let bytes = round_up(gpu, &property, bytes)?;
+        let reserved = round_up(gpu, &property(gpu), bytes)?;
+        let mut address = 0;
+        // SAFETY: `address` is an output parameter for one address; 0 asks for any alignment and
+        // any address.
+        let code = unsafe { (driver.cuMemAddressReserve)(&mut address, reserved, 0, 0, 0) };
+        driver.check(code, "reserve addresses")?;
+        Ok(Self {
+            gpu: gpu.clone(),
+            address,
+            bytes: 0,
+            reserved,
+            pieces: Vec::new(),
+        })
+    }
+
+    /// Adds a new piece of at least `bytes`.
+    pub(crate) fn grow(&mut self, bytes: usize) -> Result<()> {
+        let gpu = self.gpu.clone();
+        let _entered = gpu.context.enter()?;
+        let _relaxed = gpu.context.relax_capture();
+        let driver = gpu.context.driver;
+        let property = property(&gpu);
+        let bytes = round_up(&gpu, &property, bytes.max(1))?;
         let mut handle = 0;
         // SAFETY: `handle` is an output parameter for one handle, `property` is fully set, no flags
         // exist.
@@ -70,59 +102,84 @@ impl VirtualMemory {
                     .with_device(gpu.name())
                     .with_help(format!("{bytes} bytes were asked for"))
             })?;
-        Self::map(gpu, handle, bytes)
+        self.map(Mapped { handle, bytes })
     }
 
-    /// Maps the physical memory behind a peer's `descriptor`, of at least `bytes`.
-    pub(crate) fn import(gpu: &Arc<Gpu>, descriptor: BorrowedFd<'_>, bytes: usize) -> Result<Self> {
+    /// Maps the physical memory behind the descriptors of a peer's pieces.
+    pub(crate) fn import(gpu: &Arc<Gpu>, pieces: &[Piece]) -> Result<Self> {
+        let granularity = |piece: &Piece| round_up(gpu, &property(gpu), piece.bytes);
+        let lengths: Vec<usize> = pieces.iter().map(granularity).collect::<Result<_>>()?;
+        let whole = lengths
+            .iter()
+            .try_fold(0_usize, |sum, bytes| sum.checked_add(*bytes));
+        let whole = whole.ok_or_else(|| {
+            Error::new(
+                ErrorKind::InvalidHandle,
+                "the peer's pieces overflow the address space",
+            )
+            .with_operation("map a peer's memory")
+        })?;
+        let mut memory = Self::reserve(gpu, whole)?;
         let _entered = gpu.context.enter()?;
         let _relaxed = gpu.context.relax_capture();
         let driver = gpu.context.driver;
-        let bytes = round_up(gpu, &property(gpu), bytes)?;
-        let mut handle = 0;
-        // The driver takes the descriptor's number in place of a pointer.
-        let number = descriptor.as_raw_fd() as usize as *mut c_void;
-        // SAFETY: `handle` is an output parameter for one handle. The descriptor is open during the
-        // call; one that is not of the driver's making is refused.
-        let code =
-            unsafe { (driver.cuMemImportFromShareableHandle)(&mut handle, number, DESCRIPTOR) };
-        driver.check(code, "open a peer's memory by descriptor")?;
-        Self::map(gpu, handle, bytes).map_err(|error| {
-            // Mapping past the end of the physical memory is an invalid value.
-            if error.code() == Some(status::INVALID_VALUE.into()) {
-                Error::new(
-                    ErrorKind::InvalidHandle,
-                    format!("the peer's allocation is smaller than expected: its handle says {bytes} bytes"),
-                )
-                .with_operation("map a peer's memory")
-                .with_code(status::INVALID_VALUE.into())
-            } else {
-                error
-            }
-        })
+        for (piece, bytes) in pieces.iter().zip(lengths) {
+            let mut handle = 0;
+            // The driver takes the descriptor's number in place of a pointer.
+            let number = piece.descriptor.as_raw_fd() as usize as *mut c_void;
+            // SAFETY: `handle` is an output parameter for one handle. The descriptor is open during
+            // the call; one that is not of the driver's making is refused.
+            let code =
+                unsafe { (driver.cuMemImportFromShareableHandle)(&mut handle, number, DESCRIPTOR) };
+            driver.check(code, "open a peer's memory by descriptor")?;
+            memory.map(Mapped { handle, bytes }).map_err(|error| {
+                // Mapping past the end of the physical memory is an invalid value.
+                if error.code() == Some(status::INVALID_VALUE.into()) {
+                    Error::new(
+                        ErrorKind::InvalidHandle,
+                        format!("the peer's allocation is smaller than expected: a piece says {bytes} bytes"),
+                    )
+                    .with_operation("map a peer's memory")
+                    .with_code(status::INVALID_VALUE.into())
+                } else {
+                    error
+                }
+            })?;
+        }
+        Ok(memory)
     }
 
-    /// Reserves addresses and maps `handle`, which it takes over also if that fails.
-    fn map(gpu: &Arc<Gpu>, handle: CUmemGenericAllocationHandle, bytes: usize) -> Result<Self> {
-        let driver = gpu.context.driver;
-        let mut memory = Self {
-            gpu: gpu.clone(),
-            address: 0,
-            bytes,
-            handle,
-            stage: Stage::Handle,
-        };
-        // SAFETY: `address` is an output parameter for one address; 0 asks for any alignment and
-        // any address.
-        let code = unsafe { (driver.cuMemAddressReserve)(&mut memory.address, bytes, 0, 0, 0) };
-        driver.check(code, "reserve addresses")?;
-        memory.stage = Stage::Reserved;
-        // SAFETY: the range was reserved just now, for as many bytes, and nothing is mapped in it.
-        let code = unsafe { (driver.cuMemMap)(memory.address, bytes, 0, handle, 0) };
-        driver.check(code, "map physical memory")?;
-        memory.stage = Stage::Mapped;
-        memory.allow(gpu)?;
-        Ok(memory)
+    /// Maps `piece` behind the others, and takes it over also if that fails.
+    fn map(&mut self, piece: Mapped) -> Result<()> {
+        let driver = self.gpu.context.driver;
+        let mapped = self.map_behind(piece);
+        if mapped.is_err() {
+            // SAFETY: the handle was created or imported once, is mapped nowhere and released once.
+            let code = unsafe { (driver.cuMemRelease)(piece.handle) };
+            if code != status::SUCCESS {
+                tracing::warn!(code, "physical memory was not freed");
+            }
+            return mapped;
+        }
+        let start = self.address + self.bytes as u64;
+        self.pieces.push(piece);
+        self.bytes += piece.bytes;
+        allow(&self.gpu, start, piece.bytes)
+    }
+
+    fn map_behind(&self, piece: Mapped) -> Result<()> {
+        if piece.bytes > self.reserved - self.bytes {
+            return Err(Error::invalid(format!(
+                "{} bytes do not fit behind {} of {} reserved; expected less",
+                piece.bytes, self.bytes, self.reserved
+            ))
+            .with_operation("map physical memory"));
+        }
+        let driver = self.gpu.context.driver;
+        let start = self.address + self.bytes as u64;
+        // SAFETY: the range was reserved, and nothing is mapped in it behind the pieces so far.
+        let code = unsafe { (driver.cuMemMap)(start, piece.bytes, 0, piece.handle, 0) };
+        driver.check(code, "map physical memory")
     }
 
     /// Lets `gpu` read and write it.
@@ -130,35 +187,73 @@ impl VirtualMemory {
         allow(gpu, self.address, self.bytes)
     }
 
-    /// A descriptor of the physical memory.
-    pub(crate) fn export(&self) -> Result<OwnedFd> {
-        export(&self.gpu, self.handle)
+    /// Its pieces, for peers.
+    pub(crate) fn export(&self) -> Result<Vec<Piece>> {
+        let piece = |piece: &Mapped| {
+            Ok(Piece {
+                descriptor: export(&self.gpu, piece.handle)?,
+                bytes: piece.bytes,
+            })
+        };
+        self.pieces.iter().map(piece).collect()
     }
 }
 
 impl Drop for VirtualMemory {
     fn drop(&mut self) {
-        let (address, bytes, handle, stage) = (self.address, self.bytes, self.handle, self.stage);
+        let (address, reserved) = (self.address, self.reserved);
+        let pieces = std::mem::take(&mut self.pieces);
         self.gpu.reaper.run(move |context| {
             let driver = context.driver;
-            let mut codes = [status::SUCCESS; 3];
-            if stage >= Stage::Mapped {
+            let (mut start, mut failed) = (address, None);
+            let mut note = |code| {
+                if code != status::SUCCESS {
+                    failed = Some(code);
+                }
+            };
+            for piece in pieces {
                 // SAFETY: mapped once, as one range; nothing names it any more.
-                codes[0] = unsafe { (driver.cuMemUnmap)(address, bytes) };
+                note(unsafe { (driver.cuMemUnmap)(start, piece.bytes) });
+                // SAFETY: the handle was created or imported once and is released once.
+                note(unsafe { (driver.cuMemRelease)(piece.handle) });
+                start += piece.bytes as u64;
             }
-            if stage >= Stage::Reserved && codes[0] == status::SUCCESS {
-                // SAFETY: reserved once, and no longer mapped.
-                codes[1] = unsafe { (driver.cuMemAddressFree)(address, bytes) };
-            }
-            // SAFETY: the handle was created or imported once and is released once.
-            codes[2] = unsafe { (driver.cuMemRelease)(handle) };
-            if codes != [status::SUCCESS; 3] {
-                tracing::warn!(
-                    ?codes,
-                    "virtual memory at {address:#x} was not wholly freed"
-                );
+            // SAFETY: reserved once; the driver refuses it where something is still mapped.
+            note(unsafe { (driver.cuMemAddressFree)(address, reserved) });
+            if let Some(code) = failed {
+                tracing::warn!(code, "virtual memory at {address:#x} was not wholly freed");
             }
         });
+    }
+}
+
+/// A [`Segment`] of a GPU.
+#[derive(Debug)]
+pub(crate) struct CudaSegment(Mutex<VirtualMemory>);
+
+impl CudaSegment {
+    pub(crate) fn reserve(gpu: &Arc<Gpu>, bytes: usize) -> Result<Self> {
+        VirtualMemory::reserve(gpu, bytes).map(|memory| Self(Mutex::new(memory)))
+    }
+}
+
+impl Segment for CudaSegment {
+    fn address(&self) -> u64 {
+        lock(&self.0).address
+    }
+
+    fn bytes(&self) -> usize {
+        lock(&self.0).bytes
+    }
+
+    fn grow(&self, bytes: usize) -> Result<()> {
+        lock(&self.0).grow(bytes)
+    }
+}
+
+impl fmt::Debug for VirtualMemory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} bytes at {:#x}", self.bytes, self.address)
     }
 }
 

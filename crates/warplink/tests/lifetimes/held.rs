@@ -1,0 +1,65 @@
+//! What a rank holds of the system and of the device, beside what is kept for reuse.
+
+use super::{Footprint, MIB};
+use warplink::Communicator;
+
+/// Device memory that a driver may take for itself meanwhile, in MiB.
+const DEVICE_SLACK_MIB: usize = 64;
+
+/// Most bytes that a rank keeps for reuse, by default.
+const MAX_KEPT: u64 = 1 << 30;
+
+/// Most allocations that the ranks keep for reuse in tests that use a few at a time.
+const MAX_KEPT_COUNT: usize = 64;
+
+/// What a rank holds.
+#[derive(Debug)]
+pub(crate) struct Held {
+    process: Footprint,
+    /// Allocations kept for reuse by all ranks, each of which its peer may have mapped.
+    kept: usize,
+    kept_mib: usize,
+    device_free_mib: Option<usize>,
+}
+
+impl Held {
+    /// Every rank calls this at the same time.
+    pub(crate) fn now(comm: &Communicator) -> Self {
+        let (count, bytes) = comm.pooled_allocations_and_bytes();
+        assert!(bytes <= MAX_KEPT, "{bytes} bytes are kept");
+        let mine = [count as u64, bytes].map(u64::to_le_bytes).concat();
+        let all = comm.all_gather_bytes(&mine).unwrap();
+        let sum = |at: usize| {
+            let number = |one: &Vec<u8>| u64::from_le_bytes(one[at..at + 8].try_into().unwrap());
+            all.iter().map(number).sum::<u64>() as usize
+        };
+        assert!(sum(0) <= MAX_KEPT_COUNT, "{} allocations are kept", sum(0));
+        let free = comm.device().available_memory().unwrap();
+        Self {
+            process: Footprint::now(),
+            kept: sum(0),
+            kept_mib: sum(8) / MIB,
+            device_free_mib: free.map(|free| free as usize / MIB),
+        }
+    }
+
+    /// Nothing has grown since, but for what is kept for reuse, which is bounded. Every rank calls this
+    /// at the same time.
+    pub(crate) fn assert_flat(&self, comm: &Communicator) {
+        let now = Self::now(comm);
+        let more = now.kept.saturating_sub(self.kept);
+        let more_mib = now.kept_mib.saturating_sub(self.kept_mib);
+        let mut before = self.process;
+        before.descriptors += more;
+        before.mappings += more;
+        before.resident_mib += more_mib;
+        Footprint::assert_back(&before);
+        if let (Some(before), Some(now)) = (self.device_free_mib, now.device_free_mib) {
+            let least = before.saturating_sub(DEVICE_SLACK_MIB + more_mib);
+            assert!(
+                now >= least,
+                "{now} MiB of the device are free; before, {before}"
+            );
+        }
+    }
+}
