@@ -216,6 +216,16 @@ impl Error {
         self.0.job_peer.or(self.0.peer)
     }
 
+    /// The rank on which this happened, if it is known, in the communicator that was called.
+    pub fn rank(&self) -> Option<Rank> {
+        self.0.rank
+    }
+
+    /// The operation that failed, if it is known.
+    pub fn operation(&self) -> Option<&str> {
+        self.0.operation.as_deref()
+    }
+
     /// The store key, signal or connection that this concerns, if one.
     pub fn key(&self) -> Option<&str> {
         self.0.key.as_deref()

@@ -1,0 +1,84 @@
+"""One-sided, zero-copy communication between GPUs, and between processes on the host device.
+
+A rank registers memory once, its peers map it, and from then on a transfer is a put or a get plus a
+signal. A ring, started by ``torchrun`` or another launcher::
+
+    import warplink
+
+    with warplink.Job.from_env() as job:
+        comm = job.world()
+        right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        own, received = comm.alloc(1 << 20), comm.alloc(1 << 20)
+        transfers = comm.exchange([warplink.Send(own, right), warplink.Receive(received, left)])
+        stream = comm.create_stream()
+        for _ in range(32):
+            stream.fill(own, comm.rank)
+            warplink.post_all(transfers, stream)
+            warplink.wait_all(transfers, stream)
+        stream.synchronize()
+
+Whatever may block runs without the interpreter's lock. Errors are exceptions under
+:class:`warplink.errors.WarplinkError`, with the kind, the peer and the rank.
+
+``import warplink.torch`` registers the process group backend ``warplink`` and the fused operations.
+"""
+
+from warplink._warplink import (
+    CapturedOverlap,
+    CapturedPlan,
+    Collectives,
+    Communicator,
+    Event,
+    Executor,
+    Graph,
+    Job,
+    Memory,
+    OverlapPlan,
+    Plan,
+    Prepared,
+    Program,
+    Receive,
+    Region,
+    Report,
+    Send,
+    Stream,
+    StreamBarrier,
+    Transfer,
+    UniqueId,
+    View,
+    post_all,
+    version,
+    wait_all,
+)
+from warplink.errors import WarplinkError
+
+__version__ = version()
+
+__all__ = [
+    "CapturedOverlap",
+    "CapturedPlan",
+    "Collectives",
+    "Communicator",
+    "Event",
+    "Executor",
+    "Graph",
+    "Job",
+    "Memory",
+    "OverlapPlan",
+    "Plan",
+    "Prepared",
+    "Program",
+    "Receive",
+    "Region",
+    "Report",
+    "Send",
+    "Stream",
+    "StreamBarrier",
+    "Transfer",
+    "UniqueId",
+    "View",
+    "WarplinkError",
+    "__version__",
+    "post_all",
+    "wait_all",
+]

@@ -1,0 +1,330 @@
+//! A group of the ranks of a job.
+
+use crate::array::{Array, Place};
+use crate::collectives::Collectives;
+use crate::errors::{closed, raise};
+use crate::executor::Executor;
+use crate::memory::Memory;
+use crate::owner::{Detached, Owner};
+use crate::region::{Region, seconds};
+use crate::stream::{Event, Stream};
+use crate::transfer::{self, StreamBarrier, Transfer};
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+use std::sync::Arc;
+use warplink::device::Priority;
+use warplink::{Deadline, Error};
+
+/// An ordered group of the ranks of a job, numbered from 0.
+///
+/// Methods that involve other ranks say whether they block; they do so without the interpreter's lock.
+/// Waits end at the job's timeout with TimeoutError, and with PeerLostError, which names the rank, when
+/// one is lost. Objects may be used from several threads.
+#[pyclass(frozen, module = "warplink")]
+#[derive(Debug)]
+pub(crate) struct Communicator {
+    inner: Detached<warplink::Communicator>,
+    place: Place,
+}
+
+/// The object for `communicator`, on the GPU `ordinal` if it is on one.
+pub(crate) fn joined(communicator: warplink::Communicator, ordinal: i32) -> Communicator {
+    let device = communicator.device().clone();
+    Communicator {
+        inner: Detached::new(communicator),
+        place: Place { device, ordinal },
+    }
+}
+
+impl Communicator {
+    pub(crate) fn inner(&self) -> PyResult<warplink::Communicator> {
+        self.inner
+            .with(Clone::clone)
+            .ok_or_else(|| closed("communicator"))
+    }
+
+    fn another(&self, communicator: warplink::Communicator) -> Self {
+        joined(communicator, self.place.ordinal)
+    }
+}
+
+#[pymethods]
+impl Communicator {
+    /// This rank's number in the communicator.
+    #[getter]
+    fn rank(&self) -> PyResult<usize> {
+        Ok(self.inner()?.rank())
+    }
+
+    /// How many ranks the communicator has.
+    #[getter]
+    fn size(&self) -> PyResult<usize> {
+        Ok(self.inner()?.world())
+    }
+
+    /// The ranks in the job of the communicator's ranks, in its order.
+    #[getter]
+    fn job_ranks(&self) -> PyResult<Vec<usize>> {
+        Ok(self.inner()?.job_ranks().to_vec())
+    }
+
+    /// The device, "host" or "cuda".
+    #[getter]
+    fn device(&self) -> String {
+        self.place.device.kind().to_string()
+    }
+
+    /// The device's name for people.
+    #[getter]
+    fn device_name(&self) -> String {
+        self.place.device.name()
+    }
+
+    /// The communicator of `ranks` of this one, this rank among them, in their order. Ranks that are not
+    /// listed need not call anything. Does not block.
+    fn subgroup(&self, ranks: Vec<usize>) -> PyResult<Self> {
+        let made = self.inner()?.subgroup(&ranks).map_err(raise)?;
+        Ok(self.another(made))
+    }
+
+    /// The communicator of the ranks that give the same `color` (at least 0), ordered by `key`, then by
+    /// rank. Every rank calls it at the same time. Blocks until all have.
+    #[pyo3(signature = (color, key=0))]
+    fn split(&self, py: Python<'_>, color: u64, key: i64) -> PyResult<Self> {
+        let inner = self.inner()?;
+        let made = py.detach(|| inner.split(color, key)).map_err(raise)?;
+        Ok(self.another(made))
+    }
+
+    /// The communicator of the ranks that are still there, which all of them call at the same time after
+    /// a PeerLostError. Blocks until all have.
+    fn survivors(&self, py: Python<'_>) -> PyResult<Self> {
+        let inner = self.inner()?;
+        let made = py.detach(|| inner.survivors()).map_err(raise)?;
+        Ok(self.another(made))
+    }
+
+    /// Blocks until every rank has called it. It orders hosts, not streams.
+    fn barrier(&self, py: Python<'_>) -> PyResult<()> {
+        let inner = self.inner()?;
+        py.detach(|| inner.barrier()).map_err(raise)
+    }
+
+    /// Every rank's bytes, in rank order. Blocks until every rank has called it. For small data: it
+    /// goes through the store.
+    fn all_gather_bytes<'py>(
+        &self,
+        py: Python<'py>,
+        data: &[u8],
+    ) -> PyResult<Vec<Bound<'py, PyBytes>>> {
+        let (inner, data) = (self.inner()?, data.to_vec());
+        let all = py.detach(|| inner.all_gather_bytes(&data)).map_err(raise)?;
+        Ok(all.iter().map(|bytes| PyBytes::new(py, bytes)).collect())
+    }
+
+    /// Allocates `nbytes` of device memory (more than 0) and registers it for peers. The content is
+    /// undefined. Raises OutOfMemoryError.
+    fn alloc(&self, py: Python<'_>, nbytes: usize) -> PyResult<Region> {
+        let inner = self.inner()?;
+        let region = py.detach(|| inner.alloc(nbytes)).map_err(raise)?;
+        Ok(Region::new(region, &self.place))
+    }
+
+    /// Registers an array's memory for peers, without a copy; the array is kept as long as the region or
+    /// a peer's mapping. On a GPU, `stream` is made to wait for what the array's producer does with it.
+    /// Raises UnsupportedError where the memory cannot be shared: on the host device that is all but
+    /// the memory of `alloc` and views of it.
+    #[pyo3(signature = (array, stream=None))]
+    fn register(
+        &self,
+        py: Python<'_>,
+        array: &Bound<'_, PyAny>,
+        stream: Option<&Stream>,
+    ) -> PyResult<Region> {
+        let inner = self.inner()?;
+        let array = Array::resolve(array, &self.place, stream.map(Stream::raw_handle))?;
+        let region = py.detach(|| inner.register(&array.slice)).map_err(raise)?;
+        Ok(Region::new(region, &self.place))
+    }
+
+    /// An array's memory in place, for local use: copies, inputs of programs, collectives.
+    #[pyo3(signature = (array, stream=None))]
+    fn borrow(&self, array: &Bound<'_, PyAny>, stream: Option<&Stream>) -> PyResult<Memory> {
+        let array = Array::resolve(array, &self.place, stream.map(Stream::raw_handle))?;
+        Ok(Memory {
+            slice: array.slice,
+            place: self.place.clone(),
+        })
+    }
+
+    /// Makes a stream; work of one with `high_priority` comes before other work of the device.
+    #[pyo3(signature = (high_priority=false))]
+    fn create_stream(&self, py: Python<'_>, high_priority: bool) -> PyResult<Stream> {
+        let inner = self.inner()?;
+        let priority = if high_priority {
+            Priority::High
+        } else {
+            Priority::Normal
+        };
+        let stream = py.detach(|| inner.create_stream(priority)).map_err(raise)?;
+        Ok(Stream::new(stream, inner, &self.place))
+    }
+
+    /// A stream that somebody else made, such as `torch.cuda.current_stream()`: `raw` is its handle
+    /// (`.cuda_stream`), a valid stream of the job's GPU as long as `owner` exists, which is held. Raises
+    /// UnsupportedError on the host device, whose streams have no raw form.
+    #[pyo3(signature = (raw, owner=None))]
+    fn borrow_stream(
+        &self,
+        py: Python<'_>,
+        raw: u64,
+        owner: Option<Py<PyAny>>,
+    ) -> PyResult<Stream> {
+        let inner = self.inner()?;
+        let owner = Arc::new(Owner::new(owner.unwrap_or_else(|| py.None())));
+        // SAFETY: the caller promises, as documented, that `raw` is a valid stream of this device as
+        // long as `owner` is held; a handle that the driver does not know is refused by the driver.
+        let stream = unsafe { self.place.device.borrow_stream(raw, owner) };
+        Ok(Stream::new(stream.map_err(raise)?, inner, &self.place))
+    }
+
+    /// Makes an event; only one with `timing` can measure time.
+    #[pyo3(signature = (timing=false))]
+    fn create_event(&self, timing: bool) -> PyResult<Event> {
+        let event = self.place.device.create_event(timing).map_err(raise)?;
+        Ok(Event(event))
+    }
+
+    /// Matches transfers (`Send` and `Receive`) with their other ends, once; the results are posted and
+    /// waited for any number of times. Blocks until the peers have exchanged theirs, at most `timeout`
+    /// seconds (the job's if None). Raises MismatchError where the two ends have other lengths or
+    /// protocols.
+    #[pyo3(signature = (requests, timeout=None))]
+    fn exchange(
+        &self,
+        py: Python<'_>,
+        requests: Vec<Bound<'_, PyAny>>,
+        timeout: Option<f64>,
+    ) -> PyResult<Vec<Transfer>> {
+        let inner = self.inner()?;
+        let requests = transfer::requests(&requests)?;
+        let deadline = match timeout {
+            Some(timeout) => Deadline::after(seconds(timeout)?),
+            None => inner.deadline(),
+        };
+        let made = py
+            .detach(|| inner.exchange_until(&requests, deadline))
+            .map_err(raise)?;
+        Ok(made.into_iter().map(Transfer::new).collect())
+    }
+
+    /// Sends `region` once to `peer`: exchanges, posts and waits on `stream`. Blocks until the peer has
+    /// called `receive`, not until the bytes have moved.
+    #[pyo3(signature = (region, peer, stream, tag=0))]
+    fn send(
+        &self,
+        py: Python<'_>,
+        region: &Region,
+        peer: usize,
+        stream: &Stream,
+        tag: u64,
+    ) -> PyResult<()> {
+        let (inner, region) = (self.inner()?, region.registered()?);
+        py.detach(|| inner.send(&region, peer, tag, &stream.stream))
+            .map_err(raise)
+    }
+
+    /// Receives into `region` once from `peer`; see `send`.
+    #[pyo3(signature = (region, peer, stream, tag=0))]
+    fn receive(
+        &self,
+        py: Python<'_>,
+        region: &Region,
+        peer: usize,
+        stream: &Stream,
+        tag: u64,
+    ) -> PyResult<()> {
+        let (inner, region) = (self.inner()?, region.registered()?);
+        py.detach(|| inner.receive(&region, peer, tag, &stream.stream))
+            .map_err(raise)
+    }
+
+    /// Does every transfer (`Send` and `Receive`) once, as one group, in whatever order they are given;
+    /// see `send`.
+    fn once(
+        &self,
+        py: Python<'_>,
+        requests: Vec<Bound<'_, PyAny>>,
+        stream: &Stream,
+    ) -> PyResult<()> {
+        let inner = self.inner()?;
+        let requests = transfer::requests(&requests)?;
+        py.detach(|| inner.once(&requests, &stream.stream))
+            .map_err(raise)
+    }
+
+    /// A barrier of streams, to be enqueued any number of times. Every rank makes one at the same time.
+    /// Blocks until all have.
+    fn stream_barrier(&self, py: Python<'_>) -> PyResult<StreamBarrier> {
+        let inner = self.inner()?;
+        let barrier = py.detach(|| inner.stream_barrier()).map_err(raise)?;
+        Ok(StreamBarrier(barrier))
+    }
+
+    /// The device's collectives (NCCL on GPUs). Every rank makes the first at the same time, and blocks
+    /// until all have. Raises LibraryMissingError without the library.
+    fn collectives(&self, py: Python<'_>) -> PyResult<Collectives> {
+        let inner = self.inner()?;
+        let engine = py.detach(|| inner.collective_engine()).map_err(raise)?;
+        Ok(Collectives::new(engine, &self.place, inner.world()))
+    }
+
+    /// An executor of programs and overlapped matmuls, with pools of its own. Keep it as long as its
+    /// plans are made anew.
+    fn executor(&self) -> PyResult<Executor> {
+        let inner = self.inner()?;
+        Ok(Executor::new(inner.executor(), &self.place))
+    }
+
+    /// How many allocations are registered here (or still mapped by a peer), and how many of peers' are
+    /// mapped here.
+    fn registrations_and_mappings(&self) -> PyResult<(usize, usize)> {
+        Ok(self.inner()?.registrations_and_mappings())
+    }
+
+    /// Unmaps what no transfer uses, and tells its owners. Blocks until they were told.
+    fn release_idle(&self, py: Python<'_>) -> PyResult<()> {
+        let inner = self.inner()?;
+        py.detach(|| inner.release_idle()).map_err(raise)
+    }
+
+    /// Closes the communicator: blocks until every rank of it has. Closing that of all ranks is leaving
+    /// the job. Does nothing the second time.
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        match self.inner.take() {
+            Some(inner) => py.detach(|| inner.close()).map_err(raise),
+            None => Ok(()),
+        }
+    }
+
+    /// Leaves the job as a failure: the peers' waits end with PeerLostError, which says `reason`.
+    fn abort(&self, py: Python<'_>, reason: &str) -> PyResult<()> {
+        let inner = self.inner()?;
+        py.detach(|| inner.abort(reason));
+        Ok(())
+    }
+
+    /// Raises the error that ended the device's work, if one did.
+    fn check(&self) -> Result<(), PyErr> {
+        let fault: Result<(), Error> = self.place.device.fault().check();
+        fault.map_err(raise)
+    }
+
+    fn __repr__(&self) -> String {
+        let shown = self.inner.with(|inner| {
+            let (rank, size) = (inner.rank(), inner.world());
+            format!("Communicator(rank={rank}, size={size})")
+        });
+        shown.unwrap_or_else(|| "Communicator(closed)".to_owned())
+    }
+}

@@ -1,0 +1,190 @@
+//! DLPack: reading tensors of other libraries and handing out views, without copies.
+//!
+//! The layout is that of DLPack 0.x, `DLManagedTensor` in a capsule named `dltensor`, which every
+//! library produces when it is not asked for a version. A capsule that is read is not consumed: it is
+//! held as the owner of the memory, and its own destructor lets go of the tensor.
+
+use crate::element::Element;
+use crate::errors::invalid;
+use pyo3::prelude::*;
+use pyo3::types::{PyCapsule, PyCapsuleMethods};
+use std::ffi::{CStr, c_void};
+use std::ptr::NonNull;
+
+/// DLPack's device types.
+pub(crate) const CPU: i32 = 1;
+pub(crate) const CUDA: i32 = 2;
+pub(crate) const CUDA_HOST: i32 = 3;
+
+const NAME: &CStr = c"dltensor";
+
+#[repr(C)]
+struct DLTensor {
+    data: *mut c_void,
+    device_type: i32,
+    device_id: i32,
+    dimensions: i32,
+    code: u8,
+    bits: u8,
+    lanes: u16,
+    shape: *mut i64,
+    strides: *mut i64,
+    byte_offset: u64,
+}
+
+#[repr(C)]
+struct DLManagedTensor {
+    tensor: DLTensor,
+    context: *mut c_void,
+    deleter: Option<unsafe extern "C" fn(*mut DLManagedTensor)>,
+}
+
+/// What a capsule says of its tensor.
+pub(crate) struct Described {
+    pub(crate) address: u64,
+    pub(crate) device: (i32, i32),
+    pub(crate) element: Option<Element>,
+    pub(crate) item_bytes: usize,
+    pub(crate) shape: Vec<i64>,
+    /// In elements; none where it is contiguous.
+    pub(crate) strides: Option<Vec<i64>>,
+}
+
+/// A tensor to be handed out: what the deleter frees.
+struct Handed<K> {
+    managed: DLManagedTensor,
+    shape: Vec<i64>,
+    strides: Vec<i64>,
+    _keep: K,
+}
+
+/// What the capsule that an object's `__dlpack__` returned says.
+pub(crate) fn describe(capsule: &Bound<'_, PyCapsule>) -> PyResult<Described> {
+    let pointer = capsule.pointer_checked(Some(NAME)).map_err(|_| {
+        invalid("__dlpack__ returned another capsule; expected an unused one named 'dltensor'")
+    })?;
+    // SAFETY: by the protocol, an unused capsule of this name holds a valid DLManagedTensor, which
+    // lives as long as the capsule; the interpreter is attached, so nobody consumes it meanwhile.
+    let tensor = unsafe { &pointer.cast::<DLManagedTensor>().as_ref().tensor };
+    let dimensions = usize::try_from(tensor.dimensions)
+        .map_err(|_| invalid("the DLPack tensor has a negative number of dimensions"))?;
+    // SAFETY: by the protocol, `shape` has as many entries as there are dimensions, and so has
+    // `strides` unless it is null.
+    let (shape, strides) = unsafe {
+        (
+            read(tensor.shape, dimensions),
+            read(tensor.strides, dimensions),
+        )
+    };
+    let shape = match (shape, dimensions) {
+        (Some(shape), _) => shape,
+        (None, 0) => Vec::new(),
+        (None, _) => return Err(invalid("the DLPack tensor has no shape")),
+    };
+    Ok(Described {
+        address: (tensor.data as u64).wrapping_add(tensor.byte_offset),
+        device: (tensor.device_type, tensor.device_id),
+        element: Element::of_dlpack(tensor.code, tensor.bits, tensor.lanes),
+        item_bytes: (usize::from(tensor.bits) * usize::from(tensor.lanes)).div_ceil(8),
+        shape,
+        strides,
+    })
+}
+
+/// The `count` numbers at `pointer`; none where it is null.
+///
+/// # Safety
+/// Unless it is null, `pointer` must have `count` numbers.
+unsafe fn read(pointer: *const i64, count: usize) -> Option<Vec<i64>> {
+    if pointer.is_null() {
+        return None;
+    }
+    // SAFETY: the caller's promise; the numbers are copied at once.
+    Some(unsafe { std::slice::from_raw_parts(pointer, count) }.to_vec())
+}
+
+/// A capsule for contiguous memory at `address`; `keep` is held until its consumer is done. `keep` is
+/// dropped on any thread.
+pub(crate) fn hand_out<'py, K: Send + 'static>(
+    py: Python<'py>,
+    address: u64,
+    device: (i32, i32),
+    element: Element,
+    shape: &[usize],
+    keep: K,
+) -> PyResult<Bound<'py, PyCapsule>> {
+    let shape: Vec<i64> = shape.iter().map(|&extent| extent as i64).collect();
+    let mut strides = vec![1; shape.len()];
+    for index in (1..shape.len()).rev() {
+        strides[index - 1] = strides[index] * shape[index].max(1);
+    }
+    let mut handed = Box::new(Handed {
+        managed: DLManagedTensor {
+            tensor: DLTensor {
+                data: address as *mut c_void,
+                device_type: device.0,
+                device_id: device.1,
+                dimensions: shape.len() as i32,
+                code: element.code,
+                bits: element.bits,
+                lanes: 1,
+                shape: std::ptr::null_mut(),
+                strides: std::ptr::null_mut(),
+                byte_offset: 0,
+            },
+            context: std::ptr::null_mut(),
+            deleter: Some(delete::<K>),
+        },
+        shape,
+        strides,
+        _keep: keep,
+    });
+    handed.managed.tensor.shape = handed.shape.as_mut_ptr();
+    handed.managed.tensor.strides = handed.strides.as_mut_ptr();
+    let handed = Box::into_raw(handed);
+    // SAFETY: `handed` is valid and stays so until `delete`. It is stored in the tensor itself, so
+    // that `delete` has a pointer to the whole and not one to its first field only.
+    let managed = unsafe {
+        (*handed).managed.context = handed.cast();
+        &raw mut (*handed).managed
+    };
+    let Some(pointer) = NonNull::new(managed.cast::<c_void>()) else {
+        return Err(invalid("the DLPack tensor could not be allocated"));
+    };
+    // SAFETY: the pointer is a DLManagedTensor, as consumers of a capsule of this name expect, and
+    // `destroy` frees it exactly where no consumer has taken it.
+    let capsule =
+        unsafe { PyCapsule::new_with_pointer_and_destructor(py, pointer, NAME, Some(destroy)) };
+    capsule.inspect_err(|_| {
+        // SAFETY: nobody else has seen the tensor.
+        unsafe { delete::<K>(managed) }
+    })
+}
+
+/// Frees a tensor that was handed out; its consumer calls it once.
+///
+/// # Safety
+/// `managed` must come from [`hand_out`] with the same `K`, and must not be used any more.
+unsafe extern "C" fn delete<K>(managed: *mut DLManagedTensor) {
+    // SAFETY: the caller's promise: `context` is the box that `hand_out` made.
+    drop(unsafe { Box::from_raw((*managed).context.cast::<Handed<K>>()) });
+}
+
+/// Frees the tensor of a capsule that nobody consumed.
+///
+/// # Safety
+/// Called by the interpreter, with a capsule that [`hand_out`] made.
+unsafe extern "C" fn destroy(capsule: *mut pyo3::ffi::PyObject) {
+    // SAFETY: the interpreter calls this attached, with a valid capsule. A consumer renames it, and
+    // then the tensor is the consumer's.
+    unsafe {
+        if pyo3::ffi::PyCapsule_IsValid(capsule, NAME.as_ptr()) == 0 {
+            return;
+        }
+        let managed = pyo3::ffi::PyCapsule_GetPointer(capsule, NAME.as_ptr());
+        let managed = managed.cast::<DLManagedTensor>();
+        if let Some(deleter) = (*managed).deleter {
+            deleter(managed);
+        }
+    }
+}

@@ -1,0 +1,76 @@
+//! Errors of the library as Python exceptions.
+//!
+//! The classes are Python's (`warplink/errors.py`), so that they can derive from built-in exceptions as
+//! well; this finds the class for a kind and fills in the attributes.
+
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+use warplink::program::Diagnostic;
+use warplink::{Error, ErrorKind};
+
+/// The exception for `error`.
+pub(crate) fn raise(error: Error) -> PyErr {
+    raise_with(error, &[])
+}
+
+/// The exception for `error`, with what the verifier found.
+pub(crate) fn raise_with(error: Error, diagnostics: &[Diagnostic]) -> PyErr {
+    Python::attach(|py| match build(py, &error, diagnostics) {
+        Ok(exception) => PyErr::from_value(exception),
+        Err(failure) => failure,
+    })
+}
+
+fn build<'py>(
+    py: Python<'py>,
+    error: &Error,
+    diagnostics: &[Diagnostic],
+) -> PyResult<Bound<'py, PyAny>> {
+    let fields = PyDict::new(py);
+    fields.set_item("peer", error.peer())?;
+    fields.set_item("job_peer", error.job_peer())?;
+    fields.set_item("rank", error.rank())?;
+    fields.set_item("operation", error.operation())?;
+    fields.set_item("key", error.key())?;
+    fields.set_item("code", error.code())?;
+    fields.set_item("help", error.help())?;
+    let found = diagnostics.iter().map(|diagnostic| {
+        (
+            diagnostic.kind.to_string(),
+            diagnostic.message.clone(),
+            diagnostic.lines(),
+            diagnostic.ranks(),
+        )
+    });
+    fields.set_item("diagnostics", found.collect::<Vec<_>>())?;
+    py.import("warplink.errors")?.call_method(
+        "from_kind",
+        (kind_name(error.kind()), error.to_string()),
+        Some(&fields),
+    )
+}
+
+/// An exception for an argument that is wrong.
+pub(crate) fn invalid(message: impl Into<String>) -> PyErr {
+    raise(Error::invalid(message.into()))
+}
+
+/// An exception for an object that was closed.
+pub(crate) fn closed(what: &'static str) -> PyErr {
+    raise(Error::new(
+        ErrorKind::Closed,
+        format!("the {what} was closed"),
+    ))
+}
+
+/// The kind's name as Python has it, the words joined by underscores.
+fn kind_name(kind: ErrorKind) -> String {
+    let mut name = String::new();
+    for letter in format!("{kind:?}").chars() {
+        if letter.is_ascii_uppercase() && !name.is_empty() {
+            name.push('_');
+        }
+        name.push(letter.to_ascii_lowercase());
+    }
+    name
+}

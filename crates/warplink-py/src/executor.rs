@@ -1,0 +1,281 @@
+//! Running programs.
+
+use crate::array::{Array, Place};
+use crate::errors::{closed, raise};
+use crate::memory::Memory;
+use crate::overlap::{Choices, OverlapPlan, plan_all_gather_matmul, plan_matmul_reduce_scatter};
+use crate::owner::Detached;
+use crate::program::{Program, read_parameters};
+use crate::stream::Stream;
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+use std::sync::Arc;
+use warplink::program::{Bindings, PrepareOptions};
+use warplink::{Error, ErrorKind};
+
+/// Runs programs on one rank. Every rank prepares and binds the same programs in the same order.
+#[pyclass(frozen, module = "warplink")]
+#[derive(Debug)]
+pub(crate) struct Executor {
+    inner: Detached<warplink::program::Executor>,
+    place: Place,
+}
+
+/// A program prepared for this rank, to be bound to memory.
+#[pyclass(frozen, module = "warplink")]
+#[derive(Debug)]
+pub(crate) struct Prepared {
+    inner: Detached<Arc<warplink::program::Prepared>>,
+    place: Place,
+}
+
+/// A program bound to memory, ready to run any number of times. It may be dropped at any time: what
+/// streams still need is kept.
+#[pyclass(frozen, module = "warplink")]
+#[derive(Debug)]
+pub(crate) struct Plan {
+    inner: Detached<Arc<warplink::program::Plan>>,
+    place: Place,
+}
+
+/// A plan as one graph, launched in the place of its runs.
+#[pyclass(frozen, module = "warplink")]
+#[derive(Debug)]
+pub(crate) struct CapturedPlan(Detached<Arc<warplink::program::CapturedPlan>>);
+
+impl Executor {
+    pub(crate) fn new(inner: warplink::program::Executor, place: &Place) -> Self {
+        Self {
+            inner: Detached::new(inner),
+            place: place.clone(),
+        }
+    }
+
+    fn executor(&self) -> PyResult<warplink::program::Executor> {
+        self.inner
+            .with(Clone::clone)
+            .ok_or_else(|| closed("executor"))
+    }
+}
+
+#[pymethods]
+impl Executor {
+    /// Verifies `program` for this world and unrolls it for this rank. `parameters`, `given` and
+    /// `streams` are those of `Program.verify`. Involves no other rank. Raises VerificationError, and
+    /// InvalidArgumentError where the parameters are not what the program requires.
+    #[pyo3(signature = (program, parameters=None, *, given=Vec::new(), streams=2, verify=true))]
+    fn prepare(
+        &self,
+        py: Python<'_>,
+        program: &Program,
+        parameters: Option<&Bound<'_, PyDict>>,
+        given: Vec<String>,
+        streams: usize,
+        verify: bool,
+    ) -> PyResult<Prepared> {
+        let (executor, parameters) = (self.executor()?, read_parameters(parameters, given)?);
+        let options = PrepareOptions { streams, verify };
+        let prepared = py
+            .detach(|| executor.prepare(&program.0, &parameters, options))
+            .map_err(raise)?;
+        Ok(Prepared {
+            inner: Detached::new(Arc::new(prepared)),
+            place: self.place.clone(),
+        })
+    }
+
+    /// Plans `c[i] = all_gather(a) @ b[i] + bias[i]`, overlapped.
+    ///
+    /// `a` is this rank's part, `[.., m / size, .., k]`, divided along dimension `dim` (any but the last);
+    /// each `b[i]` is `[k, n]` (`[n, k]` if `transposed_b`), whole on every rank; each `c[i]` is `[.., m, .., n]`; `bias`, if given,
+    /// has a vector of `n` for each; `gathered`, if given, becomes all of A. Element types are bf16, f16
+    /// or f32, the same for all; all are contiguous. On the host device, `a`, `c` and `gathered` are views
+    /// of regions if peers are to reach them in place.
+    ///
+    /// Every rank calls this at the same time with the same sizes. Blocks until the peers have exchanged
+    /// handles. `lowering` names the only one allowed; `trials` lets close ones be tried on the machine.
+    /// Raises InvalidArgumentError where sizes do not fit.
+    #[pyo3(signature = (a, b, c, *, bias=None, gathered=None, dim=0, transposed_b=false, lowering=None, streams=2, trials=true))]
+    #[expect(clippy::too_many_arguments, reason = "they are keywords in Python")]
+    fn all_gather_matmul(
+        &self,
+        py: Python<'_>,
+        a: &Bound<'_, PyAny>,
+        b: Vec<Bound<'_, PyAny>>,
+        c: Vec<Bound<'_, PyAny>>,
+        bias: Option<Vec<Bound<'_, PyAny>>>,
+        gathered: Option<Bound<'_, PyAny>>,
+        dim: usize,
+        transposed_b: bool,
+        lowering: Option<&str>,
+        streams: usize,
+        trials: bool,
+    ) -> PyResult<OverlapPlan> {
+        let resolve = |array: &Bound<'_, PyAny>| Array::resolve(array, &self.place, None);
+        let all = |arrays: &[Bound<'_, PyAny>]| arrays.iter().map(resolve).collect();
+        let bias: Option<PyResult<Vec<Array>>> = bias.as_deref().map(all);
+        plan_all_gather_matmul(
+            py,
+            &self.executor()?,
+            &resolve(a)?,
+            [all(&b)?, all(&c)?, bias.transpose()?.unwrap_or_default()],
+            gathered.as_ref().map(resolve).transpose()?,
+            Choices {
+                dim,
+                transposed_b,
+                lowering,
+                streams,
+                trials,
+            },
+        )
+    }
+
+    /// Plans `c = reduce_scatter(a @ b) + bias`, overlapped.
+    ///
+    /// `a` is `[.., m, .., k / size]`, `b` is `[k / size, n]` (`[n, k / size]` if `transposed_b`), and `c`, this rank's part of the sum over
+    /// the ranks, is `[.., m / size, .., n]`, divided along dimension `dim` (any but the last). `bias`, a
+    /// vector of `n`, is the same on every rank and counts once. Otherwise as `all_gather_matmul`.
+    #[pyo3(signature = (a, b, c, *, bias=None, dim=0, transposed_b=false, lowering=None, streams=2, trials=true))]
+    #[expect(clippy::too_many_arguments, reason = "they are keywords in Python")]
+    fn matmul_reduce_scatter(
+        &self,
+        py: Python<'_>,
+        a: &Bound<'_, PyAny>,
+        b: &Bound<'_, PyAny>,
+        c: &Bound<'_, PyAny>,
+        bias: Option<Bound<'_, PyAny>>,
+        dim: usize,
+        transposed_b: bool,
+        lowering: Option<&str>,
+        streams: usize,
+        trials: bool,
+    ) -> PyResult<OverlapPlan> {
+        let resolve = |array: &Bound<'_, PyAny>| Array::resolve(array, &self.place, None);
+        plan_matmul_reduce_scatter(
+            py,
+            &self.executor()?,
+            [&resolve(a)?, &resolve(b)?, &resolve(c)?],
+            bias.as_ref().map(resolve).transpose()?,
+            Choices {
+                dim,
+                transposed_b,
+                lowering,
+                streams,
+                trials,
+            },
+        )
+    }
+}
+
+#[pymethods]
+impl Prepared {
+    /// Binds inputs and outputs (`{name: array}`) to memory and exchanges handles, so that runs only
+    /// enqueue. Outputs that are not bound are allocated. Every rank calls it at the same time. Blocks
+    /// until the peers have bound theirs. Raises InvalidArgumentError for a missing input or memory of
+    /// another length, PeerFailedError where that happens to a peer.
+    #[pyo3(signature = (bindings=None))]
+    fn bind(&self, py: Python<'_>, bindings: Option<&Bound<'_, PyDict>>) -> PyResult<Plan> {
+        let mut bound = Bindings::new();
+        for (name, array) in bindings.into_iter().flatten() {
+            let array = Array::resolve(&array, &self.place, None)?;
+            bound.insert(name.extract()?, array.slice);
+        }
+        let prepared = self.inner.with(Clone::clone);
+        let prepared = prepared.ok_or_else(|| closed("prepared program"))?;
+        let plan = py.detach(|| prepared.bind(&bound)).map_err(raise)?;
+        Ok(Plan {
+            inner: Detached::new(Arc::new(plan)),
+            place: self.place.clone(),
+        })
+    }
+}
+
+impl Plan {
+    fn plan(&self) -> PyResult<Arc<warplink::program::Plan>> {
+        let plan = self.inner.with(Clone::clone);
+        plan.ok_or_else(|| {
+            raise(
+                Error::new(ErrorKind::Closed, "the plan was captured")
+                    .with_help("launch the captured plan"),
+            )
+        })
+    }
+}
+
+#[pymethods]
+impl Plan {
+    /// Name of the program.
+    #[getter]
+    fn name(&self) -> PyResult<String> {
+        Ok(self.plan()?.name().to_owned())
+    }
+
+    /// How many operations one run enqueues.
+    #[getter]
+    fn operations(&self) -> PyResult<usize> {
+        Ok(self.plan()?.operations())
+    }
+
+    /// Why the program cannot run as a graph, or None.
+    #[getter]
+    fn eager_only(&self) -> PyResult<Option<String>> {
+        Ok(self.plan()?.eager_only().map(ToString::to_string))
+    }
+
+    /// The memory of the tensor `name`, bound or allocated; None if this rank does not access it.
+    fn tensor(&self, name: &str) -> PyResult<Option<Memory>> {
+        let plan = self.plan()?;
+        Ok(plan.tensor(name).map(|slice| Memory {
+            slice: slice.clone(),
+            place: self.place.clone(),
+        }))
+    }
+
+    /// Enqueues the program, starting from and joining back into `stream`. Does not block.
+    fn run(&self, py: Python<'_>, stream: &Stream) -> PyResult<()> {
+        let plan = self.plan()?;
+        py.detach(|| plan.run(&stream.stream)).map_err(raise)
+    }
+
+    /// Turns the plan into one graph, which takes its place. Blocks while the graph is prepared. Raises
+    /// InvalidArgumentError where the program runs eagerly only.
+    fn capture(&self, py: Python<'_>) -> PyResult<CapturedPlan> {
+        self.plan()?;
+        let taken = self
+            .inner
+            .take()
+            .and_then(|plan| Arc::try_unwrap(plan).ok());
+        let plan = taken.ok_or_else(|| {
+            raise(Error::invalid(
+                "the plan is in use by another thread; expected it to be idle",
+            ))
+        })?;
+        let captured = py.detach(|| plan.capture()).map_err(raise)?;
+        Ok(CapturedPlan(Detached::new(Arc::new(captured))))
+    }
+
+    /// Runs once with a mark before and after every operation. On rank 0 the result is the times of all
+    /// ranks, as JSON text that Perfetto and Chrome's viewer open; None on other ranks. Every rank calls
+    /// it at the same time. Blocks until the run is done everywhere.
+    fn trace(&self, py: Python<'_>, stream: &Stream) -> PyResult<Option<String>> {
+        let plan = self.plan()?;
+        let trace = py.detach(|| plan.trace(&stream.stream)).map_err(raise)?;
+        let text = trace.map(|trace| serde_json::to_string(&trace.to_perfetto()));
+        text.transpose().map_err(|error| {
+            raise(Error::new(
+                ErrorKind::Internal,
+                format!("write the trace: {error}"),
+            ))
+        })
+    }
+}
+
+#[pymethods]
+impl CapturedPlan {
+    /// Enqueues the whole on `stream`. Does not block.
+    fn launch(&self, py: Python<'_>, stream: &Stream) -> PyResult<()> {
+        let captured = self.0.with(Clone::clone);
+        let captured = captured.ok_or_else(|| closed("captured plan"))?;
+        py.detach(|| captured.launch(&stream.stream)).map_err(raise)
+    }
+}

@@ -1,0 +1,225 @@
+//! Joining a job, and the id that its ranks meet by.
+
+use crate::communicator::{Communicator, joined};
+use crate::errors::{closed, raise};
+use crate::owner::Detached;
+use crate::region::seconds;
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+use std::net::IpAddr;
+use warplink::bootstrap::{JoinConfig, Rendezvous};
+use warplink::{Config, Error, ErrorKind};
+
+/// What the ranks of a job meet by: the address of rank 0's store and the secret that admits to it.
+///
+/// Whoever holds it can join: treat it as a password. `str(id)` is its 256 hexadecimal digits, to be
+/// given to `Job.join` on every rank; `repr(id)` leaves the secret out.
+#[pyclass(frozen, module = "warplink")]
+#[derive(Debug)]
+pub(crate) struct UniqueId(warplink::bootstrap::UniqueId);
+
+#[pymethods]
+impl UniqueId {
+    /// An id with a fresh secret, for a store that rank 0 serves at `ip` and `port`. With port 0 the
+    /// system picks a free port, which this process holds until rank 0 takes it over: rank 0 must then
+    /// be in this process, or `release` be called before it joins elsewhere.
+    #[staticmethod]
+    #[pyo3(signature = (ip="127.0.0.1", port=0))]
+    fn create(ip: &str, port: u16) -> PyResult<Self> {
+        let address: IpAddr = ip.parse().map_err(|_| {
+            raise(Error::new(
+                ErrorKind::Parse,
+                format!("'{ip}' is no IP address; expected one of this machine"),
+            ))
+        })?;
+        let id = warplink::bootstrap::UniqueId::create(address, port).map_err(raise)?;
+        Ok(Self(id))
+    }
+
+    /// The id in its 128 bytes. Raises InvalidHandleError where they are truncated or altered.
+    #[staticmethod]
+    fn from_bytes(data: &[u8]) -> PyResult<Self> {
+        let id = warplink::bootstrap::UniqueId::from_bytes(data).map_err(raise)?;
+        Ok(Self(id))
+    }
+
+    /// The id's 128 bytes.
+    fn to_bytes<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, &self.0.to_bytes())
+    }
+
+    /// Gives up the port that `create` holds in this process, so that a rank 0 in another process can
+    /// listen there.
+    fn release(&self) {
+        self.0.release();
+    }
+
+    /// Where rank 0 serves the store, as `ip:port`.
+    #[getter]
+    fn address(&self) -> String {
+        self.0.address().to_string()
+    }
+
+    fn __str__(&self) -> String {
+        self.0.to_string()
+    }
+
+    fn __repr__(&self) -> String {
+        format!("UniqueId(address='{}')", self.0.address())
+    }
+}
+
+/// This process's membership in a job: one connection to the store, one device, one memory service.
+///
+/// Leave with `close()`, or use it in a `with` statement, which closes it, or aborts it with the
+/// exception's text. A job that is dropped without being closed counts as lost to its peers.
+#[pyclass(frozen, module = "warplink")]
+#[derive(Debug)]
+pub(crate) struct Job {
+    job: Detached<warplink::Job>,
+    ordinal: i32,
+}
+
+impl Job {
+    fn start(py: Python<'_>, config: &Config) -> PyResult<Self> {
+        let job = py.detach(|| warplink::Job::join(config)).map_err(raise)?;
+        Ok(Self {
+            job: Detached::new(job),
+            ordinal: config.device.ordinal as i32,
+        })
+    }
+
+    fn inner(&self) -> PyResult<warplink::Job> {
+        self.job.with(Clone::clone).ok_or_else(|| closed("job"))
+    }
+}
+
+#[pymethods]
+impl Job {
+    /// Joins as `rank` of `world`. Blocks until all ranks have joined, without the interpreter's lock.
+    ///
+    /// `rendezvous` is a unique id (its text or the object) or `ip:port`; with the latter, `secret` is
+    /// the text that admits, which only a loopback address may do without. `device` is "host" or
+    /// "cuda"; a GPU where there is one if it is None. `ordinal` is the GPU among those that the process
+    /// sees; that of the local rank if it is None. `local_rank` is `rank` if it is None. `timeout` limits
+    /// every wait on the host, in seconds. `protocol` is "get" or "put".
+    ///
+    /// Raises TimeoutError when not all ranks join, AuthenticationError for another secret,
+    /// MismatchError where ranks disagree on the world or the device, LibraryMissingError without a
+    /// driver.
+    #[staticmethod]
+    #[pyo3(signature = (rank, world, rendezvous, *, device=None, ordinal=None, local_rank=None, timeout=60.0, secret=None, protocol=None))]
+    #[expect(clippy::too_many_arguments, reason = "they are keywords in Python")]
+    fn join(
+        py: Python<'_>,
+        rank: usize,
+        world: usize,
+        rendezvous: &Bound<'_, PyAny>,
+        device: Option<String>,
+        ordinal: Option<usize>,
+        local_rank: Option<usize>,
+        timeout: f64,
+        secret: Option<String>,
+        protocol: Option<&str>,
+    ) -> PyResult<Self> {
+        let text = rendezvous.str()?.to_string();
+        let meeting: Rendezvous = text.parse().map_err(raise)?;
+        let limit = seconds(timeout)?;
+        let mut join = JoinConfig::new(meeting, rank, world)
+            .with_local_rank(local_rank.unwrap_or(rank))
+            .with_timeout(limit);
+        join.secret = secret;
+        let variables = |name: &str| match (name, &device) {
+            ("WARPLINK_DEVICE", Some(device)) => Some(device.clone()),
+            _ => None,
+        };
+        let mut config = Config::from_variables(join, variables)
+            .map_err(raise)?
+            .with_timeout(limit);
+        if let Some(ordinal) = ordinal {
+            config.device.ordinal = ordinal;
+        }
+        if let Some(protocol) = protocol {
+            config.protocol = protocol.parse().map_err(raise)?;
+        }
+        Self::start(py, &config)
+    }
+
+    /// Joins as the launcher's variables say (warplink launch, torchrun, Open MPI, Slurm) and
+    /// WARPLINK_DEVICE, WARPLINK_PROTOCOL, WARPLINK_TIMEOUT. Blocks until all ranks have joined. Raises
+    /// InvalidArgumentError that lists what was looked for where a variable is missing.
+    #[staticmethod]
+    fn from_env(py: Python<'_>) -> PyResult<Self> {
+        let config = Config::from_env().map_err(raise)?;
+        Self::start(py, &config)
+    }
+
+    /// The communicator of all ranks, the same one at every call.
+    fn world(&self) -> PyResult<Communicator> {
+        Ok(joined(self.inner()?.world(), self.ordinal))
+    }
+
+    /// This process's rank.
+    #[getter]
+    fn rank(&self) -> PyResult<usize> {
+        Ok(self.inner()?.rank())
+    }
+
+    /// How many ranks there are.
+    #[getter]
+    fn size(&self) -> PyResult<usize> {
+        Ok(self.inner()?.world().world())
+    }
+
+    /// The device, "host" or "cuda".
+    #[getter]
+    fn device(&self) -> PyResult<String> {
+        Ok(self.inner()?.device().kind().to_string())
+    }
+
+    /// Leaves in order. Blocks until every rank has. Does nothing the second time. Raises TimeoutError
+    /// where streams still wait for peers, PeerLostError where a peer does not close.
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        match self.job.take() {
+            Some(job) => py.detach(|| job.close()).map_err(raise),
+            None => Ok(()),
+        }
+    }
+
+    /// Leaves as a failure: the peers' waits end with PeerLostError, which says `reason`. Blocks for
+    /// about two seconds at most. Does nothing after `close`.
+    fn abort(&self, py: Python<'_>, reason: &str) {
+        if let Some(job) = self.job.take() {
+            py.detach(|| {
+                job.abort(reason);
+                drop(job);
+            });
+        }
+    }
+
+    fn __enter__(slf: Bound<'_, Self>) -> Bound<'_, Self> {
+        slf
+    }
+
+    fn __exit__(
+        &self,
+        py: Python<'_>,
+        _kind: &Bound<'_, PyAny>,
+        value: &Bound<'_, PyAny>,
+        _traceback: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        if value.is_none() {
+            return self.close(py);
+        }
+        let reason = value.str()?.to_string();
+        self.abort(py, &reason);
+        Ok(())
+    }
+
+    fn __repr__(&self) -> String {
+        let shown = self
+            .job
+            .with(|job| format!("Job(rank={}, size={})", job.rank(), job.world().world()));
+        shown.unwrap_or_else(|| "Job(closed)".to_owned())
+    }
+}

@@ -1,0 +1,61 @@
+//! The extension module `warplink._warplink` of the Python package `warplink`.
+//!
+//! It wraps the library's types one by one; what is convenient in Python only is written in Python,
+//! in `python/warplink/`. Three rules hold throughout:
+//!
+//! - Whatever may block runs without the interpreter's lock.
+//! - No thread of the library takes that lock: Python objects that keep borrowed memory alive are let
+//!   go of on a thread of their own ([`owner`]).
+//! - Every error of the library becomes an exception with its kind, peer and rank ([`errors`]).
+
+mod array;
+mod collectives;
+mod communicator;
+mod dlpack;
+mod element;
+mod errors;
+mod executor;
+mod job;
+mod memory;
+mod overlap;
+mod owner;
+mod program;
+mod region;
+mod stream;
+mod transfer;
+
+use pyo3::prelude::*;
+
+/// Warplink's types, as the package `warplink` exports them.
+#[pymodule]
+mod _warplink {
+    #[pymodule_export]
+    use super::collectives::Collectives;
+    #[pymodule_export]
+    use super::communicator::Communicator;
+    #[pymodule_export]
+    use super::executor::{CapturedPlan, Executor, Plan, Prepared};
+    #[pymodule_export]
+    use super::job::{Job, UniqueId};
+    #[pymodule_export]
+    use super::memory::{Memory, View};
+    #[pymodule_export]
+    use super::overlap::{CapturedOverlap, OverlapPlan};
+    #[pymodule_export]
+    use super::program::{Program, Report};
+    #[pymodule_export]
+    use super::region::Region;
+    #[pymodule_export]
+    use super::stream::{Event, Graph, Stream};
+    #[pymodule_export]
+    use super::transfer::{Receive, Send, StreamBarrier, Transfer, post_all, wait_all};
+
+    #[pymodule_export]
+    use super::version;
+}
+
+/// The version of the library, such as `0.1.0`.
+#[pyfunction]
+fn version() -> &'static str {
+    env!("CARGO_PKG_VERSION")
+}

@@ -1,0 +1,225 @@
+//! Device memory, and views of it with a shape and an element type.
+
+use crate::array::Place;
+use crate::dlpack;
+use crate::element::Element;
+use crate::errors::{invalid, raise};
+use pyo3::exceptions::PyAttributeError;
+use pyo3::prelude::*;
+use pyo3::types::{PyByteArray, PyBytes, PyCapsule, PyDict};
+use warplink::DeviceKind;
+use warplink::device::DeviceSlice;
+
+/// A range of device memory, kept allocated as long as this object, a slice or a view of it.
+///
+/// Peers cannot reach it unless it is part of a `Region`.
+#[pyclass(frozen, module = "warplink")]
+#[derive(Debug)]
+pub(crate) struct Memory {
+    pub(crate) slice: DeviceSlice,
+    pub(crate) place: Place,
+}
+
+/// Device memory with a shape and an element type, row-major and contiguous.
+///
+/// NumPy (`numpy.asarray`), PyTorch (`torch.from_dlpack`) and everything else that knows DLPack or
+/// NumPy's array interface use it in place, without a copy.
+#[pyclass(frozen, module = "warplink")]
+#[derive(Debug)]
+pub(crate) struct View {
+    pub(crate) slice: DeviceSlice,
+    pub(crate) place: Place,
+    pub(crate) element: Element,
+    pub(crate) shape: Vec<usize>,
+}
+
+#[pymethods]
+impl Memory {
+    /// Length in bytes.
+    #[getter]
+    fn nbytes(&self) -> usize {
+        self.slice.bytes()
+    }
+
+    /// Address of the first byte in this process.
+    #[getter]
+    fn address(&self) -> u64 {
+        self.slice.address()
+    }
+
+    /// Copies `data` (bytes, bytearray) of the same length in. Blocks until that is done; ordered after
+    /// nothing in a stream. Raises InvalidArgumentError for another length.
+    fn upload(&self, py: Python<'_>, data: &Bound<'_, PyAny>) -> PyResult<()> {
+        upload(py, &self.place, &self.slice, data)
+    }
+
+    /// All bytes. Blocks until they are copied; ordered after nothing in a stream.
+    fn download<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
+        download(py, &self.place, &self.slice)
+    }
+
+    /// The bytes from `start` to `stop`, without a copy. Raises InvalidArgumentError out of bounds.
+    fn slice(&self, start: usize, stop: usize) -> PyResult<Self> {
+        Ok(Self {
+            slice: self.slice.slice(start..stop).map_err(raise)?,
+            place: self.place.clone(),
+        })
+    }
+
+    /// The memory as an array of `shape` and `dtype` ("f32", "bf16", "i64", …), which takes all of its
+    /// bytes. Raises InvalidArgumentError where the lengths differ.
+    fn view(&self, shape: Vec<usize>, dtype: &str) -> PyResult<View> {
+        View::new(&self.slice, &self.place, shape, dtype)
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Memory({:?})", self.slice)
+    }
+}
+
+impl View {
+    pub(crate) fn new(
+        slice: &DeviceSlice,
+        place: &Place,
+        shape: Vec<usize>,
+        dtype: &str,
+    ) -> PyResult<Self> {
+        let element = Element::named(dtype)?;
+        let bytes = shape
+            .iter()
+            .try_fold(element.bytes(), |all, &extent| all.checked_mul(extent));
+        if bytes != Some(slice.bytes()) {
+            return Err(invalid(format!(
+                "{dtype} of shape {shape:?} does not take the {} bytes of the memory; expected the same length",
+                slice.bytes()
+            )));
+        }
+        Ok(Self {
+            slice: slice.clone(),
+            place: place.clone(),
+            element,
+            shape,
+        })
+    }
+}
+
+#[pymethods]
+impl View {
+    /// The extents.
+    #[getter]
+    fn shape(&self) -> Vec<usize> {
+        self.shape.clone()
+    }
+
+    /// The element type's name, such as "f32".
+    #[getter]
+    fn dtype(&self) -> &'static str {
+        self.element.name
+    }
+
+    /// Length in bytes.
+    #[getter]
+    fn nbytes(&self) -> usize {
+        self.slice.bytes()
+    }
+
+    /// Address of the first byte in this process.
+    #[getter]
+    fn address(&self) -> u64 {
+        self.slice.address()
+    }
+
+    /// NumPy's array interface; only of the host device, and of types that NumPy has.
+    #[getter]
+    fn __array_interface__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyDict>> {
+        let view = slf.get();
+        if view.place.device.kind() != DeviceKind::Host {
+            return Err(PyAttributeError::new_err(
+                "memory of a GPU has no array interface; expected __dlpack__ to be used",
+            ));
+        }
+        let Some(typestr) = view.element.typestr else {
+            return Err(PyAttributeError::new_err(format!(
+                "NumPy has no type for {}; expected __dlpack__ to be used",
+                view.element.name
+            )));
+        };
+        let py = slf.py();
+        let interface = PyDict::new(py);
+        interface.set_item("version", 3)?;
+        interface.set_item("shape", pyo3::types::PyTuple::new(py, &view.shape)?)?;
+        interface.set_item("typestr", typestr)?;
+        interface.set_item("data", (view.slice.address(), false))?;
+        Ok(interface)
+    }
+
+    /// DLPack's device type and number.
+    fn __dlpack_device__(&self) -> (i32, i32) {
+        self.place.dlpack()
+    }
+
+    /// A DLPack capsule of this memory. The memory is ordered after nothing: what streams of Warplink
+    /// write to it is there once the consumer's stream waits for them.
+    #[pyo3(signature = (*, stream=None, max_version=None, dl_device=None, copy=None))]
+    fn __dlpack__<'py>(
+        &self,
+        py: Python<'py>,
+        stream: Option<&Bound<'py, PyAny>>,
+        max_version: Option<&Bound<'py, PyAny>>,
+        dl_device: Option<(i32, i32)>,
+        copy: Option<bool>,
+    ) -> PyResult<Bound<'py, PyCapsule>> {
+        let _ = (stream, max_version);
+        if dl_device.is_some_and(|device| device != self.place.dlpack()) || copy == Some(true) {
+            return Err(pyo3::exceptions::PyBufferError::new_err(
+                "the view is handed out in place; expected no copy and no other device",
+            ));
+        }
+        dlpack::hand_out(
+            py,
+            self.slice.address(),
+            self.place.dlpack(),
+            self.element,
+            &self.shape,
+            self.slice.clone(),
+        )
+    }
+
+    fn __repr__(&self) -> String {
+        let (name, shape) = (self.element.name, &self.shape);
+        format!("View({:?}, shape={shape:?}, dtype='{name}')", self.slice)
+    }
+}
+
+/// Copies `data` into `slice`.
+pub(crate) fn upload(
+    py: Python<'_>,
+    place: &Place,
+    slice: &DeviceSlice,
+    data: &Bound<'_, PyAny>,
+) -> PyResult<()> {
+    let bytes: Vec<u8> = if let Ok(bytes) = data.cast::<PyBytes>() {
+        bytes.as_bytes().to_vec()
+    } else if let Ok(array) = data.cast::<PyByteArray>() {
+        array.to_vec()
+    } else {
+        // memoryview, and whatever else has the buffer protocol, which the limited API has no access to.
+        let bytes = py.get_type::<PyBytes>().call1((data,))?;
+        bytes.cast::<PyBytes>()?.as_bytes().to_vec()
+    };
+    py.detach(|| place.device.upload(slice, &bytes))
+        .map_err(raise)
+}
+
+/// The bytes of `slice`.
+pub(crate) fn download<'py>(
+    py: Python<'py>,
+    place: &Place,
+    slice: &DeviceSlice,
+) -> PyResult<Bound<'py, PyBytes>> {
+    let bytes = py.detach(|| {
+        let mut bytes = vec![0; slice.bytes()];
+        place.device.download(slice, &mut bytes).map(|()| bytes)
+    });
+    Ok(PyBytes::new(py, &bytes.map_err(raise)?))
+}

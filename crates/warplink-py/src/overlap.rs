@@ -1,0 +1,292 @@
+//! Matmuls overlapped with communication.
+
+use crate::array::Array;
+use crate::errors::{closed, invalid, raise};
+use crate::owner::Detached;
+use crate::stream::Stream;
+use pyo3::prelude::*;
+use std::sync::Arc;
+use warplink::device::DeviceSlice;
+use warplink::overlap::{
+    self, AllGatherMatmul, AllGatherMatmulBuffers, AllGatherMatmulLowering, Leading, Lowering,
+    MatmulReduceScatter, MatmulReduceScatterBuffers, MatmulReduceScatterLowering, Options,
+};
+use warplink::program::Executor;
+use warplink::{DType, Error, ErrorKind};
+
+/// An overlapped matmul on given memory, ready to run any number of times. Every rank makes the same
+/// plans in the same order. Drop it when the streams that it ran on are done.
+#[pyclass(frozen, module = "warplink")]
+#[derive(Debug)]
+pub(crate) struct OverlapPlan {
+    plan: Detached<Arc<overlap::OverlapPlan>>,
+    lowering: String,
+    explanation: String,
+    text: String,
+}
+
+/// An overlapped matmul as one graph, launched in the place of its runs.
+#[pyclass(frozen, module = "warplink")]
+#[derive(Debug)]
+pub(crate) struct CapturedOverlap(Detached<Arc<overlap::CapturedOverlap>>);
+
+/// How a plan is made.
+#[derive(Clone, Copy)]
+pub(crate) struct Choices<'a> {
+    /// The dimension that is divided.
+    pub(crate) dim: usize,
+    /// Whether right operands are `[n, k]`.
+    pub(crate) transposed_b: bool,
+    /// The only lowering that is allowed, by name.
+    pub(crate) lowering: Option<&'a str>,
+    /// How many streams the matmuls take turns on.
+    pub(crate) streams: usize,
+    /// Whether close lowerings are tried on the machine.
+    pub(crate) trials: bool,
+}
+
+impl OverlapPlan {
+    fn new(plan: overlap::OverlapPlan) -> Self {
+        Self {
+            lowering: plan.choice().name().to_owned(),
+            explanation: plan.choice().to_string(),
+            text: plan.text().to_owned(),
+            plan: Detached::new(Arc::new(plan)),
+        }
+    }
+
+    fn inner(&self) -> PyResult<Arc<overlap::OverlapPlan>> {
+        let plan = self.plan.with(Clone::clone);
+        plan.ok_or_else(|| {
+            raise(
+                Error::new(ErrorKind::Closed, "the plan was captured")
+                    .with_help("launch the captured plan"),
+            )
+        })
+    }
+}
+
+#[pymethods]
+impl OverlapPlan {
+    /// Name of the lowering that runs.
+    #[getter]
+    fn lowering(&self) -> &str {
+        &self.lowering
+    }
+
+    /// Why that lowering: a line for the decision and one for each that was considered.
+    #[getter]
+    fn explanation(&self) -> &str {
+        &self.explanation
+    }
+
+    /// The text of the host program that runs.
+    #[getter]
+    fn text(&self) -> &str {
+        &self.text
+    }
+
+    /// Enqueues one run, starting from and joining back into `stream`. Does not block.
+    fn run(&self, py: Python<'_>, stream: &Stream) -> PyResult<()> {
+        let plan = self.inner()?;
+        py.detach(|| plan.run(&stream.stream)).map_err(raise)
+    }
+
+    /// Turns the plan into one graph, which takes its place. Blocks while the graph is prepared.
+    fn capture(&self, py: Python<'_>) -> PyResult<CapturedOverlap> {
+        self.inner()?;
+        let taken = self.plan.take().and_then(|plan| Arc::try_unwrap(plan).ok());
+        let plan = taken.ok_or_else(|| {
+            raise(Error::invalid(
+                "the plan is in use by another thread; expected it to be idle",
+            ))
+        })?;
+        let captured = py.detach(|| plan.capture()).map_err(raise)?;
+        Ok(CapturedOverlap(Detached::new(Arc::new(captured))))
+    }
+
+    fn __repr__(&self) -> String {
+        format!("OverlapPlan(lowering='{}')", self.lowering)
+    }
+}
+
+#[pymethods]
+impl CapturedOverlap {
+    /// Enqueues the whole on `stream`. Does not block.
+    fn launch(&self, py: Python<'_>, stream: &Stream) -> PyResult<()> {
+        let captured = self.0.with(Clone::clone);
+        let captured = captured.ok_or_else(|| closed("captured plan"))?;
+        py.detach(|| captured.launch(&stream.stream)).map_err(raise)
+    }
+}
+
+/// See `Executor.all_gather_matmul` in Python.
+pub(crate) fn plan_all_gather_matmul(
+    py: Python<'_>,
+    executor: &Executor,
+    a: &Array,
+    [b, c, bias]: [Vec<Array>; 3],
+    gathered: Option<Array>,
+    choices: Choices<'_>,
+) -> PyResult<OverlapPlan> {
+    let dtype = common_type(
+        [a].into_iter()
+            .chain(&b)
+            .chain(&c)
+            .chain(&bias)
+            .chain(&gathered),
+    )?;
+    let (world, dim) = (executor.world(), choices.dim);
+    let mut whole = a.shape.clone();
+    if let Some(extent) = whole.get_mut(dim) {
+        *extent = extent.saturating_mul(world);
+    }
+    let leading = Leading::of(&whole, dim).map_err(raise)?;
+    let n = b.iter().map(|b| columns_of("b", b, leading.columns, choices.transposed_b));
+    let n = n.collect::<PyResult<Vec<usize>>>()?;
+    for (c, n) in c.iter().zip(&n) {
+        has_shape("c", c, &with_last(&whole, *n))?;
+    }
+    if let Some(gathered) = &gathered {
+        has_shape("gathered", gathered, &whole)?;
+    }
+    let problem = AllGatherMatmul {
+        m: leading.rows,
+        k: leading.columns,
+        n,
+        dtype,
+        transposed_b: choices.transposed_b,
+        bias: !bias.is_empty(),
+        keep: gathered.is_some(),
+    };
+    let lowering = choices.lowering.map(|name| {
+        let known: AllGatherMatmulLowering = name.parse()?;
+        known.lowering()
+    });
+    let options = options(lowering, leading.outer, choices)?;
+    let buffers = AllGatherMatmulBuffers {
+        a: a.slice.clone(),
+        b: slices(b),
+        bias: slices(bias),
+        c: slices(c),
+        gathered: gathered.map(|gathered| gathered.slice),
+    };
+    let plan = py.detach(|| problem.plan(executor, &options, &buffers));
+    Ok(OverlapPlan::new(plan.map_err(raise)?))
+}
+
+/// See `Executor.matmul_reduce_scatter` in Python.
+pub(crate) fn plan_matmul_reduce_scatter(
+    py: Python<'_>,
+    executor: &Executor,
+    [a, b, c]: [&Array; 3],
+    bias: Option<Array>,
+    choices: Choices<'_>,
+) -> PyResult<OverlapPlan> {
+    let dtype = common_type([a, b, c].into_iter().chain(&bias))?;
+    let (world, dim) = (executor.world(), choices.dim);
+    let leading = Leading::of(&a.shape, dim).map_err(raise)?;
+    let n = columns_of("b", b, leading.columns, choices.transposed_b)?;
+    let mut part = with_last(&a.shape, n);
+    if let Some(extent) = part.get_mut(dim) {
+        if !extent.is_multiple_of(world) {
+            return Err(invalid(format!(
+                "dimension {dim} of a has {extent} rows; expected a multiple of the {world} ranks"
+            )));
+        }
+        *extent /= world;
+    }
+    has_shape("c", c, &part)?;
+    let problem = MatmulReduceScatter {
+        m: leading.rows,
+        k: leading.columns * world,
+        n,
+        dtype,
+        transposed_b: choices.transposed_b,
+        bias: bias.is_some(),
+    };
+    let lowering = choices.lowering.map(|name| {
+        let known: MatmulReduceScatterLowering = name.parse()?;
+        known.lowering()
+    });
+    let options = options(lowering, leading.outer, choices)?;
+    let buffers = MatmulReduceScatterBuffers {
+        a: a.slice.clone(),
+        b: b.slice.clone(),
+        bias: bias.map(|bias| bias.slice),
+        c: c.slice.clone(),
+    };
+    let plan = py.detach(|| problem.plan(executor, &options, &buffers));
+    Ok(OverlapPlan::new(plan.map_err(raise)?))
+}
+
+fn options(
+    lowering: Option<Result<Lowering, Error>>,
+    outer: usize,
+    Choices {
+        streams, trials, ..
+    }: Choices<'_>,
+) -> PyResult<Options> {
+    Ok(Options {
+        lowering: lowering.transpose().map_err(raise)?,
+        streams,
+        outer,
+        trials,
+        ..Options::default()
+    })
+}
+
+fn slices(arrays: Vec<Array>) -> Vec<DeviceSlice> {
+    arrays.into_iter().map(|array| array.slice).collect()
+}
+
+/// The one element type of all of `arrays`.
+fn common_type<'a>(arrays: impl IntoIterator<Item = &'a Array>) -> PyResult<DType> {
+    let mut common = None;
+    for array in arrays {
+        let dtype = array.element("an operand")?.dtype()?;
+        if *common.get_or_insert(dtype) != dtype {
+            return Err(raise(Error::new(
+                ErrorKind::InvalidArgument,
+                format!("an operand is {dtype}; expected the same element type for all"),
+            )));
+        }
+    }
+    common.ok_or_else(|| invalid("there is no operand"))
+}
+
+/// The columns of a right operand with `rows` rows, which is transposed in memory or not.
+fn columns_of(name: &str, array: &Array, rows: usize, transposed: bool) -> PyResult<usize> {
+    match (&array.shape[..], transposed) {
+        (&[own, columns], false) | (&[columns, own], true) if own == rows => Ok(columns),
+        _ => {
+            let expected = if transposed {
+                format!("[n, {rows}]")
+            } else {
+                format!("[{rows}, n]")
+            };
+            Err(invalid(format!(
+                "{name} has shape {:?}; expected {expected}",
+                array.shape
+            )))
+        }
+    }
+}
+
+fn with_last(shape: &[usize], last: usize) -> Vec<usize> {
+    let mut shape = shape.to_vec();
+    if let Some(extent) = shape.last_mut() {
+        *extent = last;
+    }
+    shape
+}
+
+fn has_shape(name: &str, array: &Array, expected: &[usize]) -> PyResult<()> {
+    if array.shape == expected {
+        return Ok(());
+    }
+    Err(invalid(format!(
+        "{name} has shape {:?}; expected {expected:?}",
+        array.shape
+    )))
+}

@@ -1,0 +1,126 @@
+//! Memory that peers may reach.
+
+use crate::array::Place;
+use crate::errors::{closed, raise};
+use crate::memory::{Memory, View, download, upload};
+use crate::owner::Detached;
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+use std::time::Duration;
+use warplink::Deadline;
+use warplink::device::DeviceSlice;
+
+/// Local memory registered for peers; `Communicator.alloc` and `Communicator.register` make one.
+///
+/// The registration ends with the last object that holds it: this one, its slices, and the transfers
+/// and plans that use it. The memory is freed when no peer maps it any more.
+#[pyclass(frozen, module = "warplink")]
+#[derive(Debug)]
+pub(crate) struct Region {
+    region: Detached<warplink::memory::Region>,
+    slice: DeviceSlice,
+    place: Place,
+}
+
+impl Region {
+    pub(crate) fn new(region: warplink::memory::Region, place: &Place) -> Self {
+        Self {
+            slice: region.memory().clone(),
+            region: Detached::new(region),
+            place: place.clone(),
+        }
+    }
+
+    /// Its memory, also after it was closed.
+    pub(crate) fn slice(&self) -> &DeviceSlice {
+        &self.slice
+    }
+
+    /// The registration.
+    pub(crate) fn registered(&self) -> PyResult<warplink::memory::Region> {
+        self.region
+            .with(Clone::clone)
+            .ok_or_else(|| closed("region"))
+    }
+}
+
+#[pymethods]
+impl Region {
+    /// Length in bytes.
+    #[getter]
+    fn nbytes(&self) -> usize {
+        self.slice.bytes()
+    }
+
+    /// Address of the first byte in this process.
+    #[getter]
+    fn address(&self) -> u64 {
+        self.slice.address()
+    }
+
+    /// Its memory, without the registration.
+    #[getter]
+    fn memory(&self) -> Memory {
+        Memory {
+            slice: self.slice.clone(),
+            place: self.place.clone(),
+        }
+    }
+
+    /// Number of the registration; another one after the memory was registered anew.
+    #[getter]
+    fn generation(&self) -> PyResult<u64> {
+        Ok(self.registered()?.generation())
+    }
+
+    /// Copies `data` (bytes, bytearray) of the same length in. Blocks until that is done; ordered after
+    /// nothing in a stream. Raises InvalidArgumentError for another length.
+    fn upload(&self, py: Python<'_>, data: &Bound<'_, PyAny>) -> PyResult<()> {
+        upload(py, &self.place, &self.slice, data)
+    }
+
+    /// All bytes. Blocks until they are copied; ordered after nothing in a stream.
+    fn download<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
+        download(py, &self.place, &self.slice)
+    }
+
+    /// The bytes from `start` to `stop` as a region of the same registration, without a copy. Raises
+    /// InvalidArgumentError out of bounds.
+    #[pyo3(name = "slice")]
+    fn part(&self, start: usize, stop: usize) -> PyResult<Self> {
+        let part = self.registered()?.slice(start..stop).map_err(raise)?;
+        Ok(Self::new(part, &self.place))
+    }
+
+    /// The memory as an array of `shape` and `dtype` ("f32", "bf16", "i64", …), which takes all of its
+    /// bytes. Raises InvalidArgumentError where the lengths differ.
+    fn view(&self, shape: Vec<usize>, dtype: &str) -> PyResult<View> {
+        View::new(&self.slice, &self.place, shape, dtype)
+    }
+
+    /// Ends the registration and waits up to `timeout` seconds until no peer maps the memory. Nothing
+    /// else may hold the registration. Raises InvalidArgumentError where something does, TimeoutError,
+    /// with the peer, where one still uses it.
+    #[pyo3(signature = (timeout=60.0))]
+    fn close(&self, py: Python<'_>, timeout: f64) -> PyResult<()> {
+        let limit = seconds(timeout)?;
+        let Some(region) = self.region.take() else {
+            return Ok(());
+        };
+        py.detach(|| region.close(Deadline::after(limit)))
+            .map_err(raise)
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Region({:?})", self.slice)
+    }
+}
+
+/// A number of seconds as a duration.
+pub(crate) fn seconds(number: f64) -> PyResult<Duration> {
+    Duration::try_from_secs_f64(number).map_err(|_| {
+        crate::errors::invalid(format!(
+            "{number} is no length of time; expected seconds, at least 0"
+        ))
+    })
+}

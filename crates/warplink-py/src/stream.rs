@@ -1,0 +1,147 @@
+//! Streams, events and graphs.
+
+use crate::array::{Array, Place};
+use crate::errors::raise;
+use crate::owner::Detached;
+use crate::region::seconds;
+use pyo3::prelude::*;
+use warplink::Deadline;
+
+/// An ordered queue of device work. Methods only enqueue unless they say otherwise.
+#[pyclass(frozen, module = "warplink")]
+#[derive(Debug)]
+pub(crate) struct Stream {
+    pub(crate) stream: warplink::device::Stream,
+    communicator: Detached<warplink::Communicator>,
+    place: Place,
+}
+
+/// A mark in a stream.
+#[pyclass(frozen, module = "warplink")]
+#[derive(Debug)]
+pub(crate) struct Event(pub(crate) warplink::device::Event);
+
+/// Work recorded once and launched any number of times. What was captured must be kept by the caller.
+#[pyclass(frozen, module = "warplink")]
+#[derive(Debug)]
+pub(crate) struct Graph(pub(crate) warplink::device::Graph);
+
+impl Stream {
+    pub(crate) fn new(
+        stream: warplink::device::Stream,
+        communicator: warplink::Communicator,
+        place: &Place,
+    ) -> Self {
+        Self {
+            stream,
+            communicator: Detached::new(communicator),
+            place: place.clone(),
+        }
+    }
+
+    /// The handle that other libraries know it by.
+    pub(crate) fn raw_handle(&self) -> u64 {
+        self.stream.raw()
+    }
+}
+
+#[pymethods]
+impl Stream {
+    /// Number that tells streams of one device apart; on a GPU the driver's handle (cudaStream_t).
+    #[getter]
+    fn raw(&self) -> u64 {
+        self.stream.raw()
+    }
+
+    /// Copies `source` to `target`, arrays, regions or memory of the same length in bytes. Both are kept
+    /// until the copy is done.
+    fn copy(&self, target: &Bound<'_, PyAny>, source: &Bound<'_, PyAny>) -> PyResult<()> {
+        let target = Array::resolve(target, &self.place, Some(self.raw_handle()))?;
+        let source = Array::resolve(source, &self.place, Some(self.raw_handle()))?;
+        self.stream
+            .copy(&target.slice, &source.slice)
+            .map_err(raise)
+    }
+
+    /// Sets every byte of `target` to `byte`.
+    fn fill(&self, target: &Bound<'_, PyAny>, byte: u8) -> PyResult<()> {
+        let target = Array::resolve(target, &self.place, Some(self.raw_handle()))?;
+        self.stream.fill(&target.slice, byte).map_err(raise)
+    }
+
+    /// Marks this point of the stream in `event`; an earlier mark is forgotten.
+    fn record(&self, event: &Event) -> PyResult<()> {
+        self.stream.record(&event.0).map_err(raise)
+    }
+
+    /// Holds the stream until the point that `event` marked when this was called.
+    fn wait_event(&self, event: &Event) -> PyResult<()> {
+        self.stream.wait_event(&event.0).map_err(raise)
+    }
+
+    /// Blocks until everything enqueued so far is done, at most `timeout` seconds (the job's if None).
+    /// Raises PeerLostError, which names the rank, when one is lost, and TimeoutError, which names a peer
+    /// and tag that are waited for.
+    #[pyo3(signature = (timeout=None))]
+    fn synchronize(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
+        let limit = timeout.map(seconds).transpose()?;
+        let communicator = self.communicator.with(Clone::clone);
+        let (stream, device) = (&self.stream, &self.place.device);
+        py.detach(|| match (limit, &communicator) {
+            (None, Some(communicator)) => communicator.synchronize(stream),
+            (None, None) => Ok(()),
+            (Some(limit), _) => {
+                stream.synchronize(Deadline::after(limit))?;
+                device.fault().check()
+            }
+        })
+        .map_err(raise)
+    }
+
+    /// Whether everything enqueued so far is done. Does not block.
+    fn is_idle(&self) -> PyResult<bool> {
+        self.stream.is_idle().map_err(raise)
+    }
+
+    /// Starts recording what is enqueued into a graph instead of doing it.
+    fn begin_capture(&self) -> PyResult<()> {
+        self.stream.begin_capture().map_err(raise)
+    }
+
+    /// Ends recording and makes the graph ready to launch. Blocks while it is prepared.
+    fn end_capture(&self, py: Python<'_>) -> PyResult<Graph> {
+        let graph = py.detach(|| self.stream.end_capture()).map_err(raise)?;
+        Ok(Graph(graph))
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Stream(raw={:#x})", self.stream.raw())
+    }
+}
+
+#[pymethods]
+impl Event {
+    /// Whether the mark has been reached.
+    fn is_reached(&self) -> PyResult<bool> {
+        self.0.is_reached().map_err(raise)
+    }
+
+    /// Milliseconds from `earlier` to this one, both made with timing, recorded and reached.
+    fn elapsed_since(&self, earlier: &Self) -> PyResult<f32> {
+        self.0.elapsed_since(&earlier.0).map_err(raise)
+    }
+}
+
+#[pymethods]
+impl Graph {
+    /// Enqueues the whole graph on `stream`.
+    fn launch(&self, stream: &Stream) -> PyResult<()> {
+        self.0.launch(&stream.stream).map_err(raise)
+    }
+
+    /// How many operations it holds.
+    #[getter]
+    fn operations(&self) -> usize {
+        self.0.operations()
+    }
+}

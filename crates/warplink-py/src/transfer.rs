@@ -1,0 +1,175 @@
+//! Sends and receives that are exchanged once and posted any number of times.
+
+use crate::errors::raise;
+use crate::owner::Detached;
+use crate::region::Region;
+use crate::stream::Stream;
+use pyo3::exceptions::PyTypeError;
+use pyo3::prelude::*;
+use warplink::Error;
+use warplink::p2p::{Batch, Direction, TransferRequest};
+
+/// A send, to be exchanged: all of `region` to `peer`, a rank of the communicator. `tag` tells
+/// transfers between the same two ranks apart. `protocol` is "get" or "put", the same on both ranks;
+/// the job's if None.
+#[pyclass(frozen, module = "warplink")]
+#[derive(Debug)]
+pub(crate) struct Send(TransferRequest);
+
+/// A receive, to be exchanged: into all of `region` from `peer`; see `Send`.
+#[pyclass(frozen, module = "warplink")]
+#[derive(Debug)]
+pub(crate) struct Receive(TransferRequest);
+
+/// One rank's end of a transfer. It may be dropped at any time: what streams still need is kept.
+#[pyclass(frozen, module = "warplink")]
+#[derive(Debug)]
+pub(crate) struct Transfer(Detached<std::sync::Arc<warplink::p2p::Transfer>>);
+
+/// A barrier of streams: what is enqueued behind it on any rank comes after what every rank has
+/// enqueued before it.
+#[pyclass(frozen, module = "warplink")]
+#[derive(Debug)]
+pub(crate) struct StreamBarrier(pub(crate) warplink::p2p::StreamBarrier);
+
+fn with_protocol(request: TransferRequest, protocol: Option<&str>) -> PyResult<TransferRequest> {
+    match protocol {
+        Some(protocol) => Ok(request.with_protocol(protocol.parse().map_err(raise)?)),
+        None => Ok(request),
+    }
+}
+
+#[pymethods]
+impl Send {
+    #[new]
+    #[pyo3(signature = (region, peer, tag=0, protocol=None))]
+    fn new(region: &Region, peer: usize, tag: u64, protocol: Option<&str>) -> PyResult<Self> {
+        let request = TransferRequest::send(&region.registered()?, peer, tag);
+        Ok(Self(with_protocol(request, protocol)?))
+    }
+}
+
+#[pymethods]
+impl Receive {
+    #[new]
+    #[pyo3(signature = (region, peer, tag=0, protocol=None))]
+    fn new(region: &Region, peer: usize, tag: u64, protocol: Option<&str>) -> PyResult<Self> {
+        let request = TransferRequest::receive(&region.registered()?, peer, tag);
+        Ok(Self(with_protocol(request, protocol)?))
+    }
+}
+
+impl Transfer {
+    pub(crate) fn new(transfer: warplink::p2p::Transfer) -> Self {
+        Self(Detached::new(std::sync::Arc::new(transfer)))
+    }
+
+    fn inner(&self) -> PyResult<std::sync::Arc<warplink::p2p::Transfer>> {
+        let transfer = self.0.with(Clone::clone);
+        transfer.ok_or_else(|| raise(Error::invalid("the transfer was dropped")))
+    }
+}
+
+#[pymethods]
+impl Transfer {
+    /// Enqueues this end's part on `stream`. Does not block.
+    fn post(&self, stream: &Stream) -> PyResult<()> {
+        self.inner()?.post(&stream.stream).map_err(raise)
+    }
+
+    /// Enqueues the wait for every post so far on `stream`. Does not block.
+    fn wait(&self, stream: &Stream) -> PyResult<()> {
+        self.inner()?.wait(&stream.stream).map_err(raise)
+    }
+
+    /// The other rank, in the communicator.
+    #[getter]
+    fn peer(&self) -> PyResult<usize> {
+        Ok(self.inner()?.peer())
+    }
+
+    /// The tag that it was exchanged with.
+    #[getter]
+    fn tag(&self) -> PyResult<u64> {
+        Ok(self.inner()?.tag())
+    }
+
+    /// Bytes that each post transfers.
+    #[getter]
+    fn nbytes(&self) -> PyResult<usize> {
+        Ok(self.inner()?.bytes())
+    }
+
+    /// Whether this end sends.
+    #[getter]
+    fn sends(&self) -> PyResult<bool> {
+        Ok(self.inner()?.direction() == Direction::Send)
+    }
+
+    /// "get" or "put".
+    #[getter]
+    fn protocol(&self) -> PyResult<String> {
+        Ok(self.inner()?.protocol().to_string())
+    }
+
+    fn __repr__(&self) -> String {
+        let shown = self.0.with(|transfer| {
+            let (direction, peer) = (transfer.direction(), transfer.peer());
+            format!("Transfer({direction}, peer={peer}, tag={})", transfer.tag())
+        });
+        shown.unwrap_or_else(|| "Transfer(dropped)".to_owned())
+    }
+}
+
+#[pymethods]
+impl StreamBarrier {
+    /// Enqueues the barrier on `stream`. Does not block.
+    fn enqueue(&self, stream: &Stream) -> PyResult<()> {
+        self.0.enqueue(&stream.stream).map_err(raise)
+    }
+}
+
+/// Posts `transfers` on `stream` as one group, which completes in any order of its members. Does not
+/// block.
+#[pyfunction]
+pub(crate) fn post_all(transfers: Vec<Bound<'_, Transfer>>, stream: &Stream) -> PyResult<()> {
+    let transfers = all(&transfers)?;
+    Batch::new()
+        .post(transfers.iter().map(|transfer| &**transfer))
+        .enqueue(&stream.stream)
+        .map_err(raise)
+}
+
+/// Waits on `stream` for every post so far of `transfers`. Does not block.
+#[pyfunction]
+pub(crate) fn wait_all(transfers: Vec<Bound<'_, Transfer>>, stream: &Stream) -> PyResult<()> {
+    let transfers = all(&transfers)?;
+    Batch::new()
+        .wait(transfers.iter().map(|transfer| &**transfer))
+        .enqueue(&stream.stream)
+        .map_err(raise)
+}
+
+fn all(
+    transfers: &[Bound<'_, Transfer>],
+) -> PyResult<Vec<std::sync::Arc<warplink::p2p::Transfer>>> {
+    let each = transfers.iter().map(|transfer| transfer.get().inner());
+    each.collect()
+}
+
+/// The requests that `objects` stand for.
+pub(crate) fn requests(objects: &[Bound<'_, PyAny>]) -> PyResult<Vec<TransferRequest>> {
+    let each = objects.iter().map(|object| {
+        if let Ok(send) = object.cast::<Send>() {
+            return Ok(send.get().0.clone());
+        }
+        match object.cast::<Receive>() {
+            Ok(receive) => Ok(receive.get().0.clone()),
+            Err(_) => Err(PyTypeError::new_err(format!(
+                "{} is no transfer; expected Send or Receive",
+                object.get_type().qualname()?
+            ))),
+        }
+    });
+    each.collect()
+}

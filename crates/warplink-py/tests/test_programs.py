@@ -1,0 +1,130 @@
+"""Programs and overlapped matmuls."""
+
+import json
+import pathlib
+
+import numpy
+import pytest
+import warplink
+from warplink.errors import ParseError, VerificationError
+
+from conftest import run_ranks
+
+PROGRAMS = pathlib.Path(__file__).parents[3] / "examples" / "programs"
+
+
+def join(rank, world, meeting):
+    return warplink.Job.join(rank, world, meeting, timeout=60.0)
+
+
+def test_programs_are_verified():
+    program = warplink.Program((PROGRAMS / "all_gather_matmul_pairwise_put.wlp").read_text())
+    assert {"m", "k", "n", "T"} <= set(program.parameters)
+    parameters = {"m": 64, "k": 16, "n": [8], "T": "f32"}
+    report = program.verify(4, parameters)
+    assert report.world == 4 and report.nbytes > 0 and "no deadlock" in str(report)
+    assert str(warplink.Program(str(program))) == str(program)
+    with pytest.raises(ParseError, match="line|expected"):
+        warplink.Program("program {")
+    with pytest.raises(ValueError, match="expected an integer"):
+        program.verify(4, parameters | {"m": 1.5})
+
+
+def test_the_verifier_says_what_is_wrong():
+    text = (PROGRAMS / "all_gather_matmul_pairwise_put.wlp").read_text()
+    lines = [line for line in text.splitlines() if "wait" not in line.split("//")[0].split("#")[0]]
+    assert len(lines) < len(text.splitlines())
+    program = warplink.Program("\n".join(lines))
+    with pytest.raises(VerificationError) as caught:
+        program.verify(2, {"m": 64, "k": 16, "n": [8], "T": "f32"})
+    assert caught.value.kind == "verification"
+    first = caught.value.diagnostics[0]
+    assert first.lines and first.ranks and first.message
+
+
+def typed(comm, shape, values):
+    region = comm.alloc(4 * int(numpy.prod(shape)))
+    view = region.view(list(shape), "f32")
+    numpy.asarray(view)[...] = values
+    return view
+
+
+def run_program(rank, world, meeting):
+    with join(rank, world, meeting) as job:
+        comm = job.world()
+        executor, stream = comm.executor(), comm.create_stream()
+        program = warplink.Program((PROGRAMS / "all_gather_matmul_pairwise_put.wlp").read_text())
+        m, k, n = 8 * world, 16, 8
+        whole = numpy.random.default_rng(0).standard_normal((m, k), numpy.float32)
+        right = numpy.random.default_rng(1).standard_normal((k, n), numpy.float32)
+        prepared = executor.prepare(program, {"m": m, "k": k, "n": [n], "T": "f32"})
+        part = typed(comm, (m // world, k), whole[rank * 8 : rank * 8 + 8])
+        c = typed(comm, (m, n), 0)
+        plan = prepared.bind({"A": part, "B[0]": right, "C[0]": c})
+        assert plan.operations > 0 and plan.tensor("C[0]").address == c.address
+        for _ in range(3):
+            numpy.asarray(c)[...] = 0
+            comm.barrier()
+            plan.run(stream)
+            stream.synchronize()
+            numpy.testing.assert_allclose(numpy.asarray(c), whole @ right, rtol=1e-5, atol=1e-5)
+        trace = plan.trace(stream)
+        assert (trace is not None) == (rank == 0)
+        if trace is not None:
+            assert {event["pid"] for event in json.loads(trace)} == set(range(world))
+        if plan.eager_only is None:
+            captured = plan.capture()
+            with pytest.raises(warplink.errors.ClosedError):
+                plan.run(stream)
+            captured.launch(stream)
+            stream.synchronize()
+        with pytest.raises(ValueError):
+            prepared.bind({"A": part, "B[0]": right[:2], "C[0]": c})
+
+
+def test_a_program_runs():
+    run_ranks(run_program, 2)
+
+
+def overlapped(rank, world, meeting, dim):
+    with join(rank, world, meeting) as job:
+        comm = job.world()
+        executor, stream = comm.executor(), comm.create_stream()
+        random = numpy.random.default_rng(2)
+        shape = [4, 4 * world, 16] if dim == 1 else [8 * world, 16]
+        whole = random.standard_normal(shape, numpy.float32)
+        rights = [random.standard_normal((16, n), numpy.float32) for n in (8, 12)]
+        own = numpy.split(whole, world, dim)[rank]
+        results = [typed(comm, (*shape[:-1], b.shape[1]), 0) for b in rights]
+        gathered = typed(comm, shape, 0)
+        plan = executor.all_gather_matmul(
+            typed(comm, own.shape, own), rights, results, gathered=gathered, dim=dim
+        )
+        assert plan.lowering and plan.lowering in plan.explanation and "program" in plan.text
+        plan.run(stream)
+        stream.synchronize()
+        numpy.testing.assert_array_equal(numpy.asarray(gathered), whole)
+        for result, right in zip(results, rights):
+            numpy.testing.assert_allclose(numpy.asarray(result), whole @ right, rtol=1e-4, atol=1e-4)
+        # The sum over the ranks of a product, divided along the same dimension.
+        k = 16 // world
+        left = numpy.ascontiguousarray(whole[..., rank * k : rank * k + k])
+        part = typed(comm, (*own.shape[:-1], 8), 0)
+        right = numpy.ascontiguousarray(rights[0][rank * k : rank * k + k])
+        plan = executor.matmul_reduce_scatter(
+            typed(comm, left.shape, left), right, part, dim=dim, lowering="push"
+        )
+        assert plan.lowering == "push"
+        captured = plan.capture()
+        captured.launch(stream)
+        stream.synchronize()
+        expected = numpy.split(whole @ rights[0], world, dim)[rank]
+        numpy.testing.assert_allclose(numpy.asarray(part), expected, rtol=1e-4, atol=1e-4)
+        with pytest.raises(ValueError, match="expected \\[16, n\\]"):
+            executor.all_gather_matmul(typed(comm, own.shape, own), [rights[0][:8]], results[:1], dim=dim)
+        comm.barrier()
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_overlapped_matmuls(dim):
+    run_ranks(overlapped, 2, dim)

@@ -1,0 +1,201 @@
+"""Regions, streams and transfers between ranks, as processes."""
+
+import numpy
+import pytest
+import warplink
+from warplink.errors import (
+    InvalidArgumentError,
+    MismatchError,
+    PeerLostError,
+    TimeoutError,
+    UnsupportedError,
+)
+
+from conftest import run_ranks
+
+
+def join(rank, world, meeting, **options):
+    return warplink.Job.join(rank, world, meeting, timeout=30.0, **options)
+
+
+def ring(rank, world, meeting, protocol):
+    with join(rank, world, meeting, protocol=protocol) as job:
+        comm = job.world()
+        assert (comm.rank, comm.size, job.rank, job.size) == (rank, world, rank, world)
+        own, received = comm.alloc(4096), comm.alloc(4096)
+        transfers = comm.exchange(
+            [
+                warplink.Send(own, (rank + 1) % world, tag=7),
+                warplink.Receive(received, (rank - 1) % world, tag=7),
+            ]
+        )
+        assert [t.sends for t in transfers] == [True, False]
+        assert {t.protocol for t in transfers} == {protocol} and transfers[0].tag == 7
+        stream = comm.create_stream()
+        for turn in range(5):
+            stream.fill(own, 10 * turn + rank)
+            warplink.post_all(transfers, stream)
+            warplink.wait_all(transfers, stream)
+            stream.synchronize()
+            assert received.download() == bytes([10 * turn + (rank - 1) % world]) * 4096
+            comm.barrier()
+        return comm.all_gather_bytes(bytes([rank]))
+
+
+@pytest.mark.parametrize("protocol", ["put", "get"])
+def test_a_ring_of_transfers(protocol):
+    for gathered in run_ranks(ring, 3, protocol):
+        assert gathered == [b"\0", b"\1", b"\2"]
+
+
+def arrays(rank, world, meeting):
+    with join(rank, world, meeting) as job:
+        comm = job.world()
+        region = comm.alloc(4 * 6)
+        view = region.view([2, 3], "f32")
+        array = numpy.asarray(view)
+        assert array.shape == (2, 3) and array.dtype == numpy.float32
+        array[:] = rank
+        # In place: what NumPy writes is what a peer receives.
+        received = comm.alloc(4 * 6)
+        stream = comm.create_stream()
+        peer = 1 - rank
+        comm.once([warplink.Send(region, peer), warplink.Receive(received, peer)], stream)
+        stream.synchronize()
+        assert (numpy.asarray(received.view([6], "f32")) == peer).all()
+        # DLPack, both ways, without copies.
+        assert numpy.from_dlpack(view).__array_interface__["data"][0] == region.address
+        own = numpy.arange(6, dtype=numpy.float32)
+        stream.copy(received, own)
+        stream.synchronize()
+        assert (numpy.asarray(received.view([6], "f32")) == own).all()
+        # Registered views of a region are the region's memory.
+        assert comm.register(array).address == region.address
+        with pytest.raises(UnsupportedError):
+            comm.register(own)
+        with pytest.raises(InvalidArgumentError, match="contiguous"):
+            stream.copy(received, numpy.zeros((6, 2), numpy.float32)[:, 0])
+        with pytest.raises(InvalidArgumentError):
+            region.view([7], "f32")
+        with pytest.raises(InvalidArgumentError):
+            region.slice(8, 25)
+        with pytest.raises(TypeError):
+            stream.copy(received, "text")
+        part = region.slice(8, 16)
+        assert (part.nbytes, part.address) == (8, region.address + 8)
+        part.upload(bytes(8))
+        assert region.download()[8:16] == bytes(8)
+        comm.barrier()
+
+
+def test_numpy_arrays_go_in_and_out_in_place():
+    run_ranks(arrays, 2)
+
+
+def mismatched(rank, world, meeting):
+    with join(rank, world, meeting) as job:
+        comm = job.world()
+        region = comm.alloc(64 + rank)
+        request = warplink.Send(region, 1) if rank == 0 else warplink.Receive(region, 0)
+        with pytest.raises(MismatchError) as caught:
+            comm.exchange([request])
+        assert caught.value.kind == "mismatch" and caught.value.peer == 1 - rank
+        assert caught.value.rank == rank
+        other = comm.alloc(8)
+        if rank == 0:
+            with pytest.raises(TimeoutError) as caught:
+                comm.exchange([warplink.Receive(other, 1, tag=3)], timeout=0.2)
+            assert caught.value.kind == "timeout" and isinstance(caught.value, OSError)
+        comm.barrier()
+
+
+def test_errors_carry_kind_peer_and_rank():
+    run_ranks(mismatched, 2)
+
+
+def lost(rank, world, meeting):
+    job = join(rank, world, meeting)
+    comm = job.world()
+    if rank == 2:
+        comm.barrier()
+        job.abort("the test wants it")
+        return None
+    comm.barrier()
+    with pytest.raises(PeerLostError, match="the test wants it") as caught:
+        while True:
+            comm.barrier()
+    assert caught.value.peer == 2
+    rest = comm.survivors()
+    assert (rest.size, rest.job_ranks) == (2, [0, 1])
+    rest.barrier()
+    rest.close()
+    return rest.__repr__()
+
+
+def test_a_lost_rank_raises_in_the_others_and_the_rest_go_on():
+    assert run_ranks(lost, 3)[:2] == ["Communicator(closed)"] * 2
+
+
+def groups(rank, world, meeting):
+    with join(rank, world, meeting) as job:
+        comm = job.world()
+        half = comm.split(rank % 2)
+        assert half.job_ranks == [r for r in range(world) if r % 2 == rank % 2]
+        if rank in (0, 3):
+            pair = comm.subgroup([3, 0])
+            assert pair.rank == (0 if rank == 3 else 1)
+            assert pair.all_gather_bytes(bytes([rank])) == [b"\3", b"\0"]
+        comm.barrier()
+        collectives, stream = half.collectives(), half.create_stream()
+        own = numpy.full(5, rank, numpy.float32)
+        total, gathered = numpy.zeros(5, numpy.float32), numpy.zeros(10, numpy.float32)
+        collectives.all_reduce(stream, total, own)
+        collectives.all_gather(stream, gathered, own)
+        stream.synchronize()
+        assert (total == sum(half.job_ranks)).all()
+        assert gathered.tolist() == [float(r) for r in half.job_ranks for _ in range(5)]
+
+
+def test_subgroups_and_collectives():
+    run_ranks(groups, 4)
+
+
+def closed(rank, world, meeting):
+    job = join(rank, world, meeting)
+    comm = job.world()
+    job.close()
+    job.close()
+    with pytest.raises(warplink.errors.ClosedError):
+        job.world()
+    with pytest.raises(warplink.WarplinkError):
+        comm.barrier()
+    with pytest.raises(ValueError, match="expected ip:port or a unique id"):
+        warplink.Job.join(0, 1, "nowhere")
+    with pytest.raises(ValueError, match="unknown device 'tpu'"):
+        warplink.Job.join(0, 1, str(warplink.UniqueId.create()), device="tpu")
+
+
+def test_what_is_closed_says_so():
+    run_ranks(closed, 2)
+
+
+def steps(rank, world, meeting):
+    with join(rank, world, meeting) as job:
+        comm = job.world()
+        stream, peer = comm.create_stream(), 1 - rank
+        sizes = numpy.random.default_rng(1).integers(1, 100_000, 300)
+        counts = []
+        for size in sizes.tolist():
+            own, received = comm.alloc(size), comm.alloc(size)
+            comm.once([warplink.Send(own, peer), warplink.Receive(received, peer)], stream)
+            # Arrays of others, let go of while the stream may still use them.
+            stream.copy(numpy.empty(size, numpy.uint8), received)
+            stream.synchronize()
+            counts.append(sum(comm.registrations_and_mappings()))
+        comm.barrier()
+        return max(counts[:100]), max(counts[200:])
+
+
+def test_steps_with_fresh_memory_do_not_add_up():
+    for early, late in run_ranks(steps, 2):
+        assert late <= early + 8, (early, late)
