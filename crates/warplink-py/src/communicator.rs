@@ -6,7 +6,7 @@ use crate::errors::{closed, raise};
 use crate::executor::Executor;
 use crate::memory::Memory;
 use crate::owner::{Detached, Owner};
-use crate::region::{Region, seconds};
+use crate::region::{Region, RemoteRegion, seconds};
 use crate::stream::{Event, Stream};
 use crate::transfer::{self, StreamBarrier, Transfer};
 use pyo3::prelude::*;
@@ -153,6 +153,34 @@ impl Communicator {
         let array = Array::resolve(array, &self.place, stream.map(Stream::raw_handle))?;
         Ok(Memory {
             slice: array.slice,
+            place: self.place.clone(),
+        })
+    }
+
+    /// A handle of `region` for `peer` to `open_handle`, by whatever way it gets there. It is good for
+    /// one opening, and keeps the memory allocated until that is undone.
+    fn export_handle<'py>(
+        &self,
+        py: Python<'py>,
+        region: &Region,
+        peer: usize,
+    ) -> PyResult<Bound<'py, PyBytes>> {
+        let (inner, region) = (self.inner()?, region.registered()?);
+        let handle = py
+            .detach(|| inner.export_handle(&region, peer))
+            .map_err(raise)?;
+        Ok(PyBytes::new(py, &handle))
+    }
+
+    /// Maps the region that `peer` exported for this rank. Raises InvalidHandleError where the handle is
+    /// truncated, altered or not `peer`'s, or its region is gone.
+    fn open_handle(&self, py: Python<'_>, peer: usize, handle: &[u8]) -> PyResult<RemoteRegion> {
+        let (inner, handle) = (self.inner()?, handle.to_vec());
+        let region = py
+            .detach(|| inner.open_handle(peer, &handle))
+            .map_err(raise)?;
+        Ok(RemoteRegion {
+            region,
             place: self.place.clone(),
         })
     }

@@ -44,7 +44,7 @@ mod _warplink {
     #[pymodule_export]
     use super::program::{Program, Report};
     #[pymodule_export]
-    use super::region::Region;
+    use super::region::{Region, RemoteRegion};
     #[pymodule_export]
     use super::stream::{Event, Graph, Stream};
     #[pymodule_export]

@@ -116,6 +116,58 @@ impl Region {
     }
 }
 
+/// A peer's region, mapped here as long as this object, a slice or a view of it.
+///
+/// Nothing orders what is done with it with what the peer does; transfers and barriers of streams do.
+#[pyclass(frozen, module = "warplink")]
+#[derive(Debug)]
+pub(crate) struct RemoteRegion {
+    pub(crate) region: warplink::memory::RemoteRegion,
+    pub(crate) place: Place,
+}
+
+#[pymethods]
+impl RemoteRegion {
+    /// The rank in the job whose memory it is.
+    #[getter]
+    fn owner(&self) -> usize {
+        self.region.owner()
+    }
+
+    /// Length in bytes.
+    #[getter]
+    fn nbytes(&self) -> usize {
+        self.region.memory().bytes()
+    }
+
+    /// Its memory, at an address of this process.
+    #[getter]
+    fn memory(&self) -> Memory {
+        Memory {
+            slice: self.region.memory().clone(),
+            place: self.place.clone(),
+        }
+    }
+
+    /// The bytes from `start` to `stop`, of the same mapping. Raises InvalidArgumentError out of bounds.
+    #[pyo3(name = "slice")]
+    fn part(&self, start: usize, stop: usize) -> PyResult<Self> {
+        Ok(Self {
+            region: self.region.slice(start..stop).map_err(raise)?,
+            place: self.place.clone(),
+        })
+    }
+
+    /// The memory as an array of `shape` and `dtype`; see `Region.view`.
+    fn view(&self, shape: Vec<usize>, dtype: &str) -> PyResult<View> {
+        View::new(self.region.memory(), &self.place, shape, dtype)
+    }
+
+    fn __repr__(&self) -> String {
+        format!("RemoteRegion(owner={})", self.region.owner())
+    }
+}
+
 /// A number of seconds as a duration.
 pub(crate) fn seconds(number: f64) -> PyResult<Duration> {
     Duration::try_from_secs_f64(number).map_err(|_| {

@@ -1,0 +1,77 @@
+"""Tensors as bytes, and reductions of them."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from warplink.errors import UnsupportedError
+
+_NAMES = {
+    dist.ReduceOp.RedOpType.SUM: "sum",
+    dist.ReduceOp.RedOpType.AVG: "avg",
+    dist.ReduceOp.RedOpType.PRODUCT: "product",
+    dist.ReduceOp.RedOpType.MIN: "min",
+    dist.ReduceOp.RedOpType.MAX: "max",
+    dist.ReduceOp.RedOpType.BAND: "band",
+    dist.ReduceOp.RedOpType.BOR: "bor",
+    dist.ReduceOp.RedOpType.BXOR: "bxor",
+}
+
+
+def reduction_name(op: object) -> str:
+    """The name of PyTorch's reduction ``op``. Raises UnsupportedError for one of another kind."""
+    for known, name in _NAMES.items():
+        if op == known:
+            return name
+    raise UnsupportedError(
+        f"{op} is not reduced on CPU tensors; expected one of {', '.join(_NAMES.values())}"
+    )
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor, in place."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def readable(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor of the values of ``tensor``, itself if it is one."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def writable(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor to be written for ``tensor``: itself, or memory to be copied from."""
+    plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    return tensor.detach() if plain else torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+
+def settle(tensor: torch.Tensor, written: torch.Tensor) -> None:
+    """Copies what was written for ``tensor`` into it, unless it was written in place."""
+    if written.data_ptr() != tensor.data_ptr() or tensor.is_conj() or tensor.is_neg():
+        tensor.detach().copy_(written)
+
+
+def reduce_parts(parts: list[torch.Tensor], name: str) -> torch.Tensor:
+    """The reduction of ``parts``, in their order. Half precision is summed in single precision."""
+    first = parts[0]
+    wide = first.dtype in (torch.float16, torch.bfloat16) and name in ("sum", "avg", "product")
+    total = first.to(torch.float32) if wide else first.clone()
+    for part in parts[1:]:
+        if name in ("sum", "avg"):
+            total += part
+        elif name == "product":
+            total *= part
+        elif name == "min":
+            torch.minimum(total, part, out=total)
+        elif name == "max":
+            torch.maximum(total, part, out=total)
+        elif name == "band":
+            total &= part
+        elif name == "bor":
+            total |= part
+        else:
+            total ^= part
+    if name == "avg":
+        exact = total.is_floating_point() or total.is_complex()
+        total = total / len(parts) if exact else total.div_(len(parts), rounding_mode="trunc")
+    return total.to(first.dtype)

@@ -1,0 +1,65 @@
+"""How the members of a process group find one another, by PyTorch's store."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import socket
+import threading
+
+import torch.distributed as dist
+
+import warplink
+
+#: Seconds that leaving waits for the other ranks.
+LEAVE_SECONDS = 10.0
+
+
+def machine() -> str:
+    """What tells this machine from others, and containers that share no memory from one another."""
+    try:
+        boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        processes = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return socket.gethostname()
+    return f"{boot} {processes}"
+
+
+def on_one_machine(store: dist.Store, rank: int, size: int) -> bool:
+    """Whether all ``size`` members run on this machine. Blocks until all have said where they run."""
+    store.set(f"warplink/machine/{rank}", machine())
+    machines = {store.get(f"warplink/machine/{peer}") for peer in range(size)}
+    return len(machines) == 1
+
+
+def join(
+    store: dist.Store, rank: int, size: int, device: str, ordinal: int | None, timeout: float
+) -> warplink.Job:
+    """Joins the members of a group on one machine. Blocks until all have joined."""
+    key = f"warplink/id/{device}"
+    if rank == 0:
+        identity = warplink.UniqueId.create("127.0.0.1")
+        store.set(key, str(identity))
+    else:
+        identity = store.get(key).decode()
+    return warplink.Job.join(
+        rank, size, identity, device=device, ordinal=ordinal, timeout=timeout
+    )
+
+
+def leave(job: warplink.Job, limit: float = LEAVE_SECONDS) -> None:
+    """Leaves ``job`` with the others, or without those that do not leave within ``limit`` seconds.
+
+    Never raises: a group that is destroyed owes nobody anything.
+    """
+
+    def close() -> None:
+        try:
+            job.close()
+        except warplink.WarplinkError:
+            # A peer ended without leaving, which ends the job as well.
+            pass
+
+    thread = threading.Thread(target=close, name="warplink-leave", daemon=True)
+    thread.start()
+    thread.join(limit)

@@ -1,0 +1,41 @@
+"""How a process group is made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+#: Bytes of each rank's buffer that the other ranks reach, unless told otherwise.
+DEFAULT_BUFFER_SIZE = 64 << 20
+
+
+class Options:
+    """Options of the backend ``warplink``, for ``pg_options`` of ``init_process_group``.
+
+    ``nccl_options`` (a ``ProcessGroupNCCL.Options``) are NCCL's, which serves the collectives of CUDA
+    tensors. ``buffer_size`` is the length in bytes of each rank's buffer that the others reach; it is
+    allocated when ``get_p2p_buffer`` is called first. Passing a ``ProcessGroupNCCL.Options`` itself is
+    the same as passing ``Options(nccl_options=...)``.
+    """
+
+    def __init__(self, nccl_options: Any = None, buffer_size: int = DEFAULT_BUFFER_SIZE) -> None:
+        if buffer_size <= 0:
+            raise ValueError(f"buffer_size is {buffer_size}; expected at least 1 byte")
+        self.nccl_options = nccl_options
+        self.buffer_size = buffer_size
+
+    @staticmethod
+    def read(given: Any) -> Options:
+        """The options that ``pg_options`` stands for. Raises TypeError for something else."""
+        if given is None:
+            return Options()
+        if isinstance(given, Options):
+            return given
+        if hasattr(given, "is_high_priority_stream"):
+            return Options(nccl_options=given)
+        # Options of no backend in particular, with a timeout only.
+        if hasattr(given, "_timeout"):
+            return Options()
+        raise TypeError(
+            f"pg_options is a {type(given).__name__}; "
+            "expected warplink.torch.Options or ProcessGroupNCCL.Options"
+        )

@@ -1,0 +1,116 @@
+"""Making the backend known to ``torch.distributed``."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from warplink.torch.group import ProcessGroupWarplink
+from warplink.torch.options import Options
+
+_groups: weakref.WeakSet[ProcessGroupWarplink] = weakref.WeakSet()
+
+
+def get_warplink_group(group: dist.ProcessGroup | None = None) -> ProcessGroupWarplink | None:
+    """``group`` (the default group if None) as Warplink's, or None if its backend is another."""
+    group = group or c10d._get_default_group()
+    return group if isinstance(group, ProcessGroupWarplink) else None
+
+
+def is_direct_group(group: dist.ProcessGroup | None = None) -> bool:
+    """Whether ``group`` is Warplink's and its members reach one another's memory: whether
+    ``get_p2p_buffer`` and the fused operations go direct."""
+    found = get_warplink_group(group)
+    return found is not None and found.is_direct
+
+
+def register() -> None:
+    """Registers the backend, once."""
+    if hasattr(dist.Backend, "WARPLINK"):
+        return
+    dist.Backend.register_backend(
+        "warplink", _create, extended_api=True, devices=["cpu", "cuda"]
+    )
+    _batch_by_coalescing()
+    atexit.register(_leave_at_exit)
+
+
+def _create(options: Any, backend_options: Any) -> ProcessGroupWarplink:
+    """What ``torch.distributed`` makes a group with."""
+    devices, gloo = _configuration()
+    ranks = list(options.global_ranks_in_group)
+    parent = c10d._get_default_group() if ranks and dist.is_initialized() else None
+    group = ProcessGroupWarplink(
+        options.store,
+        options.group_rank,
+        options.group_size,
+        options.timeout,
+        Options.read(backend_options),
+        devices=devices,
+        gloo=gloo,
+        parent=parent if isinstance(parent, ProcessGroupWarplink) else None,
+        ranks_in_parent=ranks or None,
+    )
+    _groups.add(group)
+    return group
+
+
+def _configuration() -> tuple[dict[str, str], Any]:
+    """The backend that was asked for on each device, and the Gloo that was made already.
+
+    A backend in Python takes the place of the whole group, those of other devices included, and is not
+    told of them; the caller knows.
+    """
+    frame = sys._getframe(1)
+    for _ in range(4):
+        if frame is None:
+            break
+        config = frame.f_locals.get("backend_config")
+        if frame.f_code.co_name == "_new_process_group_helper" and config is not None:
+            devices = dict(config.get_device_backend_map())
+            gloo = None
+            if devices.get("cpu") == "gloo":
+                try:
+                    gloo = frame.f_locals["pg"]._get_backend(torch.device("cpu"))
+                except (KeyError, RuntimeError):
+                    # It comes after this one in the list of devices.
+                    gloo = None
+            return devices, gloo
+        frame = frame.f_back
+    return {"cpu": "warplink", "cuda": "warplink"}, None
+
+
+def _batch_by_coalescing() -> None:
+    """Has ``batch_isend_irecv`` coalesce CUDA tensors of these groups, as NCCL needs.
+
+    PyTorch does so only for groups of its own class; sends and receives of NCCL that are posted one by
+    one can wait for each other.
+    """
+    original = c10d.batch_isend_irecv
+
+    def batch_isend_irecv(p2p_op_list: list[Any]) -> list[Any]:
+        first = p2p_op_list[0] if p2p_op_list else None
+        group = getattr(first, "group", None) or (first and c10d._get_default_group())
+        if not isinstance(group, ProcessGroupWarplink) or first.tensor.device.type != "cuda":
+            return original(p2p_op_list)
+        c10d._check_p2p_op_list(p2p_op_list)
+        with c10d._coalescing_manager(group, first.tensor.device, async_ops=True) as manager:
+            for op in p2p_op_list:
+                key = "group_dst" if op.op is dist.isend else "group_src"
+                op.op(op.tensor, group=op.group, tag=op.tag, **{key: op.group_peer})
+        return manager.works
+
+    batch_isend_irecv.__doc__ = original.__doc__
+    c10d.batch_isend_irecv = batch_isend_irecv
+    dist.batch_isend_irecv = batch_isend_irecv
+
+
+def _leave_at_exit() -> None:
+    for group in list(_groups):
+        group.leave_at_exit()

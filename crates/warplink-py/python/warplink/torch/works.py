@@ -1,0 +1,174 @@
+"""Handles of operations that run on a thread, and the thread that runs them in order."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from datetime import timedelta
+from typing import Any, Callable
+
+import torch
+import torch.distributed as dist
+
+from warplink.errors import TimeoutError
+
+#: What an operation gives: the tensors that its future holds.
+Result = Any
+
+
+class HostWork(dist.Work):
+    """An operation on CPU tensors under way."""
+
+    def __init__(self, name: str, limit: float) -> None:
+        super().__init__()
+        self._name = name
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._done = threading.Event()
+        self._result: Result = None
+        self._error: BaseException | None = None
+        self._source = -1
+        self._future: torch.futures.Future[Any] | None = None
+
+    def finish(
+        self, result: Result = None, error: BaseException | None = None, source: int = -1
+    ) -> None:
+        """Ends it, with its result or its error; ``source`` is the rank that was received from."""
+        with self._lock:
+            if self._done.is_set():
+                return
+            self._result, self._error, self._source = result, error, source
+            self._done.set()
+            future = self._future
+        if future is not None:
+            self._tell(future)
+
+    def _tell(self, future: torch.futures.Future[Any]) -> None:
+        if self._error is None:
+            future.set_result(self._result)
+        else:
+            future.set_exception(self._error)  # type: ignore[arg-type]
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Blocks until it is done. Raises its error, and TimeoutError after ``timeout`` if that is
+        not 0."""
+        limit = timeout.total_seconds() if timeout else 0.0
+        # An operation ends by itself at the group's timeout; the rest is for what it waits behind.
+        if not self._done.wait(limit if limit > 0 else None):
+            raise TimeoutError(f"{self._name}: timed out after {limit} s waiting for its end")
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return self._done.is_set()
+
+    def is_success(self) -> bool:
+        return self._done.is_set() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        return self._error
+
+    def result(self) -> Result:
+        self.wait()
+        return self._result
+
+    def source_rank(self) -> int:
+        self.wait()
+        return self._source
+
+    def _source_rank(self) -> int:
+        return self.source_rank()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        with self._lock:
+            if self._future is not None:
+                return self._future
+            future: torch.futures.Future[Any] = torch.futures.Future()
+            self._future = future
+            done = self._done.is_set()
+        if done:
+            self._tell(future)
+        return future
+
+
+class WorkGroup(dist.Work):
+    """Several operations as one."""
+
+    def __init__(self, works: list[Any]) -> None:
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        for work in self._works:
+            work.wait(timeout) if timeout else work.wait()
+        return True
+
+    def synchronize(self) -> None:
+        for work in self._works:
+            work.synchronize()
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        return all(work.is_success() for work in self._works)
+
+    def exception(self) -> BaseException | None:
+        return next((error for error in (w.exception() for w in self._works) if error), None)
+
+    def result(self) -> Result:
+        return [tensor for work in self._works for tensor in work.result()]
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        futures = torch.futures.collect_all([work.get_future() for work in self._works])
+        return futures.then(
+            lambda all_of_them: [t for one in all_of_them.value() for t in (one.value() or [])]
+        )
+
+
+class Worker:
+    """A thread that does one thing after another. It starts with the first and holds nothing."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._stopped = False
+
+    def submit(self, job: Callable[[], None]) -> bool:
+        """Has ``job`` done after what was submitted before; False once it was stopped."""
+        with self._lock:
+            if self._stopped:
+                return False
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=_serve, args=(self._queue,), name=self._name, daemon=True
+                )
+                self._thread.start()
+            self._queue.put(job)
+            return True
+
+    def stop(self, limit: float) -> bool:
+        """Ends the thread after what was submitted; False if it is not done within ``limit`` seconds."""
+        with self._lock:
+            self._stopped = True
+            thread = self._thread
+            if thread is None:
+                return True
+            self._queue.put(None)
+        if thread is not threading.current_thread():
+            thread.join(limit)
+        return not thread.is_alive()
+
+
+def _serve(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    torch.set_grad_enabled(False)
+    while (job := jobs.get()) is not None:
+        job()
+        # Tensors of a job that is done are not kept until the next.
+        del job

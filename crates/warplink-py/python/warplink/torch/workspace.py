@@ -1,0 +1,141 @@
+"""What the members of a group on one machine do directly: buffers that peers reach, and overlap."""
+
+from __future__ import annotations
+
+import math
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+import warplink
+from warplink.errors import InvalidArgumentError
+from warplink.torch import joining
+
+if TYPE_CHECKING:
+    from warplink.torch.group import ProcessGroupWarplink
+
+#: Warplink's names of PyTorch's element types.
+DTYPES = {
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.float32: "f32",
+    torch.float64: "f64",
+    torch.int8: "i8",
+    torch.int16: "i16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.uint8: "u8",
+    torch.bool: "bool",
+    torch.complex64: "c64",
+    torch.complex128: "c128",
+}
+
+
+class Workspace:
+    """A group's communicator on one device, and what is made from it."""
+
+    def __init__(
+        self, communicator: warplink.Communicator, job: warplink.Job | None, buffer_size: int
+    ) -> None:
+        self.communicator = communicator
+        self.executor = communicator.executor()
+        #: Plans of fused operations by what they are for.
+        self.plans: dict[Any, Any] = {}
+        self.lock = threading.Lock()
+        self._job = job
+        self._buffer_size = buffer_size
+        self._buffers: list[Any] | None = None
+        self._barrier: warplink.StreamBarrier | None = None
+        self._own_stream: warplink.Stream | None = None
+
+    @staticmethod
+    def make(group: ProcessGroupWarplink, kind: str) -> Workspace:
+        """The workspace of ``group`` on "cpu" or "cuda"."""
+        size = group.options.buffer_size
+        if kind == "cpu" and group._communicator is not None:
+            everyone = list(range(group.size()))
+            return Workspace(group._communicator.subgroup(everyone), None, size)
+        ordinal = torch.cuda.current_device() if kind == "cuda" else None
+        job = joining.join(
+            dist.PrefixStore("workspace", group.get_group_store()),
+            group.rank(),
+            group.size(),
+            "cuda" if kind == "cuda" else "host",
+            ordinal,
+            group._timeout.total_seconds(),
+        )
+        return Workspace(job.world(), job, size)
+
+    @property
+    def stream(self) -> warplink.Stream:
+        """The caller's current stream on a GPU; on the host device, one of the workspace's own."""
+        if self.communicator.device == "cuda":
+            current = torch.cuda.current_stream()
+            return self.communicator.borrow_stream(current.cuda_stream, current)
+        if self._own_stream is None:
+            self._own_stream = self.communicator.create_stream()
+        return self._own_stream
+
+    def settle(self, stream: warplink.Stream) -> None:
+        """On the host device, where PyTorch has no streams, blocks until ``stream`` is done."""
+        if self.communicator.device == "host":
+            stream.synchronize()
+
+    def tensor(
+        self, rank: int, shape: list[int], dtype: torch.dtype, storage_offset: int
+    ) -> torch.Tensor:
+        """A tensor in the buffer of ``rank``."""
+        if dtype not in DTYPES:
+            raise InvalidArgumentError(f"{dtype} has no name in Warplink")
+        first = storage_offset * dtype.itemsize
+        last = first + math.prod(shape) * dtype.itemsize
+        if not 0 <= first < last <= self._buffer_size:
+            raise InvalidArgumentError(
+                f"{shape} of {dtype} at offset {storage_offset} takes bytes {first} to {last}; "
+                f"expected some of the buffer's {self._buffer_size}"
+            )
+        buffers = self._exchange_buffers()
+        if not 0 <= rank < len(buffers):
+            raise InvalidArgumentError(f"there is no rank {rank}; expected one below {len(buffers)}")
+        view = buffers[rank].slice(first, last).view(shape, DTYPES[dtype])
+        return torch.from_dlpack(view)
+
+    def _exchange_buffers(self) -> list[Any]:
+        """Every rank's buffer, mapped here; made at the first call, by all ranks at the same time."""
+        with self.lock:
+            if self._buffers is not None:
+                return self._buffers
+            comm = self.communicator
+            own = comm.alloc(self._buffer_size)
+            handles = [
+                b"" if peer == comm.rank else comm.export_handle(own, peer)
+                for peer in range(comm.size)
+            ]
+            told = comm.all_gather_bytes(b"".join(handle.ljust(512, b"\0") for handle in handles))
+            length = max((len(handle) for handle in handles), default=0)
+            self._buffers = []
+            for peer, told_by in enumerate(told):
+                if peer == comm.rank:
+                    self._buffers.append(own)
+                else:
+                    start = 512 * comm.rank
+                    self._buffers.append(comm.open_handle(peer, told_by[start : start + length]))
+            return self._buffers
+
+    def barrier(self) -> None:
+        """A barrier of the members' current streams."""
+        with self.lock:
+            if self._barrier is None:
+                self._barrier = self.communicator.stream_barrier()
+        stream = self.stream
+        self._barrier.enqueue(stream)
+        self.settle(stream)
+
+    def close(self) -> None:
+        """Lets go of everything. Tensors of the buffers must not be used any more."""
+        self.plans.clear()
+        self._buffers, self._barrier = None, None
+        if self._job is not None:
+            joining.leave(self._job)

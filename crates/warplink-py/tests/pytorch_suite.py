@@ -1,0 +1,47 @@
+"""PyTorch's own tests of process groups, with the backend that the variable BACKEND names.
+
+They are those of ``torch.testing._internal.distributed.distributed_test``, which PyTorch ships. Each
+runs its ranks as forked processes. ``test_pytorch_suite.py`` says which must pass.
+
+    BACKEND=warplink python -m pytest crates/warplink-py/tests/pytorch_suite.py
+"""
+
+import os
+import sys
+import tempfile
+
+os.environ.setdefault("BACKEND", "warplink")
+os.environ.setdefault("WORLD_SIZE", "3")
+if "TEMP_DIR" not in os.environ:
+    os.environ["TEMP_DIR"] = tempfile.mkdtemp(prefix="warplink-suite-")
+    for folder in ("barrier", "test_dir", "init_dir"):
+        os.makedirs(os.path.join(os.environ["TEMP_DIR"], folder))
+os.environ.setdefault("INIT_METHOD", f"file://{os.environ['TEMP_DIR']}/init_dir/shared_init_file")
+# Forked processes compute on one thread each.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch  # noqa: E402
+from torch.testing._internal.common_distributed import DistTestCases  # noqa: E402
+
+import warplink.torch  # noqa: E402, F401
+
+# What the tests ask of a backend by its name.
+for feature in ("ddp", "subgroup"):
+    DistTestCases.backend_feature[feature].add("warplink")
+
+from torch.testing._internal.distributed import distributed_test as suite  # noqa: E402
+
+torch.backends.cuda.matmul.allow_tf32 = False
+
+
+class TestProcessGroup(suite.TestDistBackend, suite.DistributedTest._DistTestBase):
+    """The tests, each with ranks of its own."""
+
+    def setUp(self):
+        super().setUp()
+        self._start_processes(torch.multiprocessing.get_context("fork").Process)
+
+    @classmethod
+    def tearDownClass(cls):
+        super().tearDownClass()
+        sys.stdout.flush()
