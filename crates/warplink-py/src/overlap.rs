@@ -142,7 +142,9 @@ pub(crate) fn plan_all_gather_matmul(
         *extent = extent.saturating_mul(world);
     }
     let leading = Leading::of(&whole, dim).map_err(raise)?;
-    let n = b.iter().map(|b| columns_of("b", b, leading.columns, choices.transposed_b));
+    let n = b
+        .iter()
+        .map(|b| columns_of("b", b, leading.columns, choices.transposed_b));
     let n = n.collect::<PyResult<Vec<usize>>>()?;
     for (c, n) in c.iter().zip(&n) {
         has_shape("c", c, &with_last(&whole, *n))?;
