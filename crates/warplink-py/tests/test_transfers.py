@@ -198,4 +198,5 @@ def steps(rank, world, meeting):
 
 def test_steps_with_fresh_memory_do_not_add_up():
     for early, late in run_ranks(steps, 2):
-        assert late <= early + 8, (early, late)
+        # 200 steps in between made 800; what peers still hold for a moment varies.
+        assert late <= early + 100, (early, late)

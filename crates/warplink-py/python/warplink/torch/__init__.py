@@ -14,6 +14,7 @@ tensors of groups that span machines to Gloo.
 
 from warplink.torch.group import ProcessGroupWarplink
 from warplink.torch.options import DEFAULT_BUFFER_SIZE, Options
+from warplink.torch import ops as _ops  # noqa: F401 - registers torch.ops.warplink
 from warplink.torch.registration import get_warplink_group, is_direct_group, register
 
 register()

@@ -1,0 +1,275 @@
+"""``torch.ops.warplink``: matmuls fused with the communication that feeds or follows them.
+
+They have the signatures, results and strides of ``torch.ops.symm_mem``. Groups of Warplink on one
+machine run them as overlapped host programs, one for each combination of sizes; all else (other groups,
+element types without a matmul, the last dimension) runs as a collective and a matmul. Every rank of the
+group calls them in the same order with the same sizes and types.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives as funcol
+from torch.distributed import distributed_c10d as c10d
+
+import warplink
+from warplink.torch.group import ProcessGroupWarplink
+from warplink.torch.workspace import DTYPES, Workspace
+
+#: Element types that have a matmul in Warplink.
+FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+_library = torch.library.Library("warplink", "DEF")
+_library.define(
+    "fused_all_gather_matmul(Tensor A, Tensor[] Bs, int gather_dim, str group_name, *, "
+    "bool return_A = True) -> (Tensor?, Tensor[])",
+    tags=[torch._C.Tag.needs_fixed_stride_order],
+)
+_library.define(
+    "fused_matmul_reduce_scatter(Tensor A, Tensor B, str reduce_op, int scatter_dim, "
+    "str group_name) -> Tensor",
+    tags=[torch._C.Tag.needs_fixed_stride_order],
+)
+
+
+@dataclass
+class _Fused:
+    """A plan and its memory, as tensors."""
+
+    plan: warplink.OverlapPlan
+    a: torch.Tensor
+    bs: list[torch.Tensor]
+    results: list[torch.Tensor]
+    gathered: torch.Tensor | None
+
+
+def _check(a: torch.Tensor, bs: list[torch.Tensor], dim: int, name: str) -> None:
+    if a.dim() < 2:
+        raise ValueError(f"A has {a.dim()} dimensions; expected at least 2")
+    if not bs:
+        raise ValueError("Bs is empty; expected at least one matrix")
+    for b in bs:
+        if b.dim() != 2:
+            raise ValueError(f"B has {b.dim()} dimensions; expected 2")
+        if b.dtype != a.dtype or b.device != a.device:
+            raise ValueError(
+                f"B is {b.dtype} on {b.device}; expected {a.dtype} on {a.device}, as A is"
+            )
+    if not 0 <= dim < a.dim():
+        raise ValueError(f"{name} is {dim}; expected a dimension of A, from 0 to {a.dim() - 1}")
+
+
+def _direct_group(a: torch.Tensor, dim: int, group_name: str) -> ProcessGroupWarplink | None:
+    """The group, if the operation goes direct on it."""
+    group = c10d._resolve_process_group(group_name)
+    if not isinstance(group, ProcessGroupWarplink) or not group.is_direct or group.size() == 1:
+        return None
+    if a.dtype not in FUSED_DTYPES or dim == a.dim() - 1 or a.numel() == 0:
+        return None
+    return group
+
+
+def _memory(
+    space: Workspace, shape: list[int], dtype: torch.dtype
+) -> tuple[warplink.View, torch.Tensor]:
+    """Memory that peers may reach, and the same as a tensor."""
+    region = space.communicator.alloc(math.prod(shape) * dtype.itemsize)
+    view = region.view(shape, DTYPES[dtype])
+    return view, torch.from_dlpack(view)
+
+
+def all_gather_matmul(
+    A: torch.Tensor,
+    Bs: list[torch.Tensor],
+    gather_dim: int,
+    group_name: str,
+    *,
+    return_A: bool = True,
+) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+    """``all_gather(A, gather_dim) @ B`` for each of ``Bs``, and the gathered A if ``return_A``.
+
+    A is ``[.., k]``, each B ``[k, n]``. Results have the strides that they have in
+    ``torch.ops.symm_mem.fused_all_gather_matmul``: contiguous with ``gather_dim`` in front. Raises
+    ValueError where sizes, types or devices do not fit.
+    """
+    _check(A, Bs, gather_dim, "gather_dim")
+    for b in Bs:
+        rows = A.shape[-1]
+        if gather_dim == A.dim() - 1:
+            rows *= c10d._get_group_size_by_name(group_name)
+        if b.shape[0] != rows:
+            raise ValueError(f"B has {b.shape[0]} rows; expected {rows}, the columns of A")
+    group = _direct_group(A, gather_dim, group_name)
+    if group is None or any(b.numel() == 0 for b in Bs):
+        return _unfused_all_gather_matmul(A, Bs, gather_dim, group_name, return_A=return_A)
+    front = A.movedim(gather_dim, 0)
+    leading = [front.shape[0] * group.size(), *front.shape[1:-1]]
+    space = group.workspace(A.device.type)
+    with torch.profiler.record_function("warplink::fused_all_gather_matmul"), space.lock:
+        fused = _all_gather_plan(space, front, Bs, return_A)
+        fused.a.copy_(front.reshape(fused.a.shape))
+        for target, b in zip(fused.bs, Bs):
+            target.copy_(b)
+        stream = space.stream
+        fused.plan.run(stream)
+        space.settle(stream)
+        # The plan's memory is the next call's too.
+        results = [result.clone() for result in fused.results]
+        gathered = fused.gathered.clone() if fused.gathered is not None else None
+
+    def back(flat: torch.Tensor) -> torch.Tensor:
+        return flat.view(*leading, flat.shape[-1]).movedim(0, gather_dim)
+
+    return back(gathered) if gathered is not None else None, [back(result) for result in results]
+
+
+def _all_gather_plan(
+    space: Workspace, front: torch.Tensor, bs: list[torch.Tensor], keep: bool
+) -> _Fused:
+    rows, k = math.prod(front.shape[:-1]), front.shape[-1]
+    dtype, widths = front.dtype, tuple(b.shape[1] for b in bs)
+    key = ("all_gather_matmul", rows, k, widths, dtype, keep)
+    if (found := space.plans.get(key)) is None:
+        m = rows * space.communicator.size
+        a, a_tensor = _memory(space, [rows, k], dtype)
+        right = [_memory(space, [k, n], dtype) for n in widths]
+        results = [_memory(space, [m, n], dtype) for n in widths]
+        gathered = _memory(space, [m, k], dtype) if keep else None
+        plan = space.executor.all_gather_matmul(
+            a,
+            [view for view, _ in right],
+            [view for view, _ in results],
+            gathered=gathered[0] if gathered else None,
+        )
+        found = _Fused(
+            plan,
+            a_tensor,
+            [tensor for _, tensor in right],
+            [tensor for _, tensor in results],
+            gathered[1] if gathered else None,
+        )
+        space.plans[key] = found
+    return found
+
+
+def _unfused_all_gather_matmul(
+    A: torch.Tensor,
+    Bs: list[torch.Tensor],
+    gather_dim: int,
+    group_name: str,
+    *,
+    return_A: bool = True,
+) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+    """The same as a collective and matmuls."""
+    size = c10d._get_group_size_by_name(group_name)
+    last = gather_dim == A.dim() - 1
+    front = A if last else A.movedim(gather_dim, 0)
+    gathered = torch.ops._c10d_functional.all_gather_into_tensor(
+        front.contiguous(), size, group_name
+    )
+    gathered = torch.ops._c10d_functional.wait_tensor(gathered)
+    if last:
+        whole = torch.cat(gathered.chunk(size), dim=-1)
+        return whole if return_A else None, [torch.matmul(whole, b) for b in Bs]
+    results = [torch.matmul(gathered, b).movedim(0, gather_dim) for b in Bs]
+    return gathered.movedim(0, gather_dim) if return_A else None, results
+
+
+def matmul_reduce_scatter(
+    A: torch.Tensor, B: torch.Tensor, reduce_op: str, scatter_dim: int, group_name: str
+) -> torch.Tensor:
+    """This rank's part, along ``scatter_dim``, of the sum or average over the ranks of ``A @ B``.
+
+    A is ``[.., k]``, B is ``[k, n]``. The result is contiguous. Raises ValueError where sizes, types or
+    devices do not fit, or ``reduce_op`` is neither "sum" nor "avg".
+    """
+    _check(A, [B], scatter_dim, "scatter_dim")
+    if reduce_op not in ("sum", "avg"):
+        raise ValueError(f"reduce_op is '{reduce_op}'; expected sum or avg")
+    if B.shape[0] != A.shape[-1]:
+        raise ValueError(f"B has {B.shape[0]} rows; expected {A.shape[-1]}, the columns of A")
+    size = c10d._get_group_size_by_name(group_name)
+    shared = B.shape[1] if scatter_dim == A.dim() - 1 else A.shape[scatter_dim]
+    if shared % size:
+        raise ValueError(
+            f"dimension {scatter_dim} of the result is {shared}; expected a multiple of {size} ranks"
+        )
+    group = _direct_group(A, scatter_dim, group_name)
+    if group is None or B.numel() == 0:
+        return _unfused_matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name)
+    front = A.movedim(scatter_dim, 0)
+    space = group.workspace(A.device.type)
+    with torch.profiler.record_function("warplink::fused_matmul_reduce_scatter"), space.lock:
+        fused = _reduce_scatter_plan(space, front, B)
+        fused.a.copy_(front.reshape(fused.a.shape))
+        fused.bs[0].copy_(B)
+        stream = space.stream
+        fused.plan.run(stream)
+        space.settle(stream)
+        result = fused.results[0].clone()
+    if reduce_op == "avg":
+        result /= size
+    leading = [front.shape[0] // size, *front.shape[1:-1]]
+    return result.view(*leading, B.shape[1]).movedim(0, scatter_dim).contiguous()
+
+
+def _reduce_scatter_plan(space: Workspace, front: torch.Tensor, b: torch.Tensor) -> _Fused:
+    m, k, n = math.prod(front.shape[:-1]), front.shape[-1], b.shape[1]
+    key = ("matmul_reduce_scatter", m, k, n, front.dtype)
+    if (found := space.plans.get(key)) is None:
+        left, a = _memory(space, [m, k], front.dtype)
+        right, b_tensor = _memory(space, [k, n], front.dtype)
+        part, result = _memory(space, [m // space.communicator.size, n], front.dtype)
+        plan = space.executor.matmul_reduce_scatter(left, right, part)
+        found = space.plans[key] = _Fused(plan, a, [b_tensor], [result], None)
+    return found
+
+
+def _unfused_matmul_reduce_scatter(
+    A: torch.Tensor, B: torch.Tensor, reduce_op: str, scatter_dim: int, group_name: str
+) -> torch.Tensor:
+    """The same as a matmul and a collective."""
+    result: Any = funcol.reduce_scatter_tensor(A @ B, reduce_op, scatter_dim, group_name)
+    return funcol.wait_tensor(result).contiguous()
+
+
+def _meta_all_gather_matmul(
+    A: torch.Tensor,
+    Bs: list[torch.Tensor],
+    gather_dim: int,
+    group_name: str,
+    *,
+    return_A: bool = True,
+) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+    """Shapes and strides only."""
+    _check(A, Bs, gather_dim, "gather_dim")
+    size = c10d._get_group_size_by_name(group_name)
+    if gather_dim == A.dim() - 1:
+        shape = [*A.shape[:-1], A.shape[-1] * size]
+        results = [A.new_empty([*shape[:-1], b.shape[1]]) for b in Bs]
+        return A.new_empty(shape) if return_A else None, results
+    front = list(A.movedim(gather_dim, 0).shape)
+    front[0] *= size
+    results = [A.new_empty([*front[:-1], b.shape[1]]).movedim(0, gather_dim) for b in Bs]
+    return A.new_empty(front).movedim(0, gather_dim) if return_A else None, results
+
+
+def _meta_matmul_reduce_scatter(
+    A: torch.Tensor, B: torch.Tensor, reduce_op: str, scatter_dim: int, group_name: str
+) -> torch.Tensor:
+    """The shape only."""
+    _check(A, [B], scatter_dim, "scatter_dim")
+    shape = [*A.shape[:-1], B.shape[1]]
+    shape[scatter_dim] //= c10d._get_group_size_by_name(group_name)
+    return A.new_empty(shape)
+
+
+for _key in ("CPU", "CUDA"):
+    _library.impl("fused_all_gather_matmul", all_gather_matmul, _key)
+    _library.impl("fused_matmul_reduce_scatter", matmul_reduce_scatter, _key)
+_library.impl("fused_all_gather_matmul", _meta_all_gather_matmul, "Meta")
+_library.impl("fused_matmul_reduce_scatter", _meta_matmul_reduce_scatter, "Meta")
