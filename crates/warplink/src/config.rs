@@ -1,6 +1,7 @@
 //! What a rank is told when it joins: where the ranks meet, the device, and the limits.
 
 use crate::bootstrap::JoinConfig;
+use crate::channel::ProxyConfig;
 use crate::device::{self, Delays, DeviceConfig, DeviceKind};
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::IdleMappings;
@@ -24,6 +25,8 @@ pub struct Config {
     pub timeout: Duration,
     /// Limits of the mappings of peers' memory that are kept though nothing uses them.
     pub idle_mappings: IdleMappings,
+    /// How the proxy of channels works.
+    pub proxy: ProxyConfig,
     /// Most bytes of freed regions that are kept for later ones.
     pub max_pooled_bytes: u64,
     /// The class of the topology, whatever the devices' links are; see
@@ -40,6 +43,7 @@ impl Config {
             protocol: Protocol::default(),
             timeout: Duration::from_secs(60),
             idle_mappings: IdleMappings::default(),
+            proxy: ProxyConfig::default(),
             max_pooled_bytes: MAX_POOLED_BYTES,
             topology: None,
         }
@@ -66,6 +70,12 @@ impl Config {
     /// Sets how many bytes of freed regions are kept for later ones; with 0, all are freed at once.
     pub fn with_max_pooled_bytes(mut self, bytes: u64) -> Self {
         self.max_pooled_bytes = bytes;
+        self
+    }
+
+    /// Sets how the proxy of channels works.
+    pub fn with_proxy(mut self, proxy: ProxyConfig) -> Self {
+        self.proxy = proxy;
         self
     }
 

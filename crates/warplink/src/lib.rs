@@ -11,6 +11,7 @@
 //! | [`program`] | host programs: what each rank enqueues, verified before it runs |
 //! | [`p2p`] | send and receive in stream order, with the get and the put protocol |
 //! | [`channel`] | connections, and channels that kernels put, signal and wait through |
+//! | `transport` | how a host moves bytes to a peer for a kernel |
 //! | [`signal`] | words that one rank sets and another waits for |
 //! | [`memory`] | regions, handles on the wire, mappings of a peer's memory, their cache |
 //! | [`topology`] | the links between the ranks' devices, and what follows from them |
@@ -73,6 +74,7 @@ pub mod program;
 pub mod signal;
 pub mod sync;
 pub mod topology;
+mod transport;
 
 pub use communicator::Communicator;
 pub use config::Config;

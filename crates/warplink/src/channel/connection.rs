@@ -1,5 +1,6 @@
 //! Connections that were set up, and the channels that kernels get of them.
 
+use super::proxy::Proxy;
 use super::request::Transport;
 use super::tables::Table;
 use crate::device::channel::Side;
@@ -24,8 +25,8 @@ pub struct Connection {
     end: Arc<InUse<ConnectionEnd>>,
 }
 
-/// What an end of a connection holds. When it is dropped, its words may be used for other connections as
-/// soon as the other end is gone too, so no stream may use it any more.
+/// An end of a connection. When it is dropped no stream may use it any more; what the proxy needs is kept
+/// until it has done what kernels asked for.
 #[derive(Debug)]
 pub(super) struct ConnectionEnd {
     pub(super) peer: Rank,
@@ -36,6 +37,15 @@ pub(super) struct ConnectionEnd {
     pub(super) number: u64,
     pub(super) transport: Transport,
     pub(super) memory: Arc<ChannelMemory>,
+    pub(super) held: Arc<Held>,
+    pub(super) proxy: Option<Arc<Proxy>>,
+}
+
+/// What an end of a connection holds. When it is dropped, its words may be used for other connections as
+/// soon as the other end is gone too.
+#[derive(Debug)]
+pub(super) struct Held {
+    pub(super) job_peer: Rank,
     /// Of both sides, in the order of their numbers.
     pub(super) regions: Mutex<Vec<(Region, RemoteRegion)>>,
     pub(super) slot: Slot,
@@ -73,13 +83,13 @@ impl Connection {
 
     /// This rank's region `number`: 0 is the one that the connection was made with.
     pub fn region(&self, number: u32) -> Option<Region> {
-        let regions = lock(&self.end.regions);
+        let regions = lock(&self.end.held.regions);
         regions.get(number as usize).map(|(own, _)| own.clone())
     }
 
     /// Bytes of the peer's region `number`.
     pub fn peer_bytes(&self, number: u32) -> Option<usize> {
-        let regions = lock(&self.end.regions);
+        let regions = lock(&self.end.held.regions);
         let (_, peers) = regions.get(number as usize)?;
         Some(peers.memory().bytes())
     }
@@ -149,6 +159,16 @@ impl ChannelHandle for Connection {
 
     fn note(&self, stream: &Stream) {
         self.end.note(stream);
+        if let Some(proxy) = &self.end.proxy {
+            proxy.wake();
+        }
+    }
+
+    fn check(&self) -> Result<()> {
+        self.end
+            .proxy
+            .as_ref()
+            .map_or(Ok(()), |proxy| proxy.check())
     }
 }
 
@@ -176,6 +196,15 @@ impl ConnectionEnd {
 }
 
 impl Drop for ConnectionEnd {
+    fn drop(&mut self) {
+        let connection = self.memory.parts().proxy.as_ref();
+        if let (Some(proxy), Some(end)) = (&self.proxy, connection) {
+            proxy.retire(end.connection, Box::new(self.held.clone()));
+        }
+    }
+}
+
+impl Drop for Held {
     fn drop(&mut self) {
         self.releases
             .end_dropped(self.job_peer, self.slot.number, self.peer_slot);

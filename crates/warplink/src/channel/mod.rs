@@ -12,15 +12,19 @@
 //! 3. What precedes a signal at one end is seen after the wait for it at the other.
 //! 4. When a rank is lost, kernels that wait get the status `aborted`, and the streams that run them fail
 //!    with the error that says why.
-//! 5. A connection may be dropped at any time: what kernels use is kept until the streams that they were
+//! 5. What a proxied channel asks for is done in the order in which it asked, by the [proxy](ProxyConfig),
+//!    a thread of the host.
+//! 6. A connection may be dropped at any time: what kernels use is kept until the streams that they were
 //!    launched into are past them, and the words are used again when both ends are gone.
 
 mod connection;
 mod exchange;
+pub(crate) mod proxy;
 mod request;
 mod tables;
 
 pub use connection::{Connection, Connections};
 pub use exchange::ConnectionExchange;
-pub(crate) use exchange::ConnectionServices;
+pub(crate) use exchange::{ConnectionServices, ProxySource};
+pub use proxy::ProxyConfig;
 pub use request::{ConnectionRequest, Transport};

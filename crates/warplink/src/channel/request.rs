@@ -13,12 +13,15 @@ pub enum Transport {
     /// must carry atomics, as NVLink does.
     #[default]
     Direct,
+    /// A thread of the host has the device's copy engine move the bytes, when kernels ask it to.
+    Proxied,
 }
 
 impl fmt::Display for Transport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Direct => "direct",
+            Self::Proxied => "proxied",
         })
     }
 }

@@ -2,6 +2,7 @@
 
 mod groups;
 mod losses;
+mod proxies;
 mod services;
 mod threads;
 mod topology;
@@ -83,6 +84,7 @@ impl Communicator {
             device: job.device.clone(),
             slots: job.slots.clone(),
             in_flight: job.in_flight.clone(),
+            proxies: job.proxies.source(),
         };
         let connections = ConnectionExchange::new(&group, &fault, connections);
         let services = ExchangeServices {
@@ -217,6 +219,20 @@ impl Communicator {
     /// added theirs.
     pub fn add_regions(&self, added: &[(&Connection, &Region)]) -> Result<Vec<u32>> {
         self.connections.add_regions(added, self.deadline())
+    }
+
+    /// Stops the proxy, which serves the proxied channels of all communicators of this rank: it does what
+    /// kernels have asked for, until the deadline, and ends. Blocks until then. Kernels that use these
+    /// channels later get the status `aborted`. Connections that are made later have a new proxy. Closing
+    /// the communicator stops it, too.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Timeout`], with the number of triggers that were not sent; what the proxy failed with.
+    pub fn stop_proxy(&self, deadline: Deadline) -> Result<()> {
+        self.job
+            .proxies
+            .stop(deadline)
+            .map_err(|error| error.with_rank(self.rank()))
     }
 
     /// Sends `region` once: exchanges, posts and waits on `stream`. Blocks the caller until the

@@ -1,6 +1,7 @@
 //! What a rank runs once for its job, and all of its communicators use.
 
 use super::losses::{self, Losses};
+use super::proxies::Proxies;
 use crate::bootstrap::Bootstrap;
 use crate::config::Config;
 use crate::deadline::Deadline;
@@ -23,6 +24,7 @@ pub(super) struct JobServices {
     pub(super) memory: Arc<MemoryRegistry>,
     pub(super) in_flight: Arc<InFlight>,
     pub(super) slots: Arc<SlotDirectory>,
+    pub(super) proxies: Proxies,
     pub(super) protocol: Protocol,
     pub(super) timeout: Duration,
     /// The class that is forced.
@@ -75,6 +77,7 @@ impl JobServices {
         });
         Ok(Arc::new(Self {
             slots: SlotDirectory::start(&memory),
+            proxies: Proxies::new(&device, &bootstrap, config.proxy),
             device,
             bootstrap,
             losses,
@@ -110,11 +113,13 @@ impl JobServices {
                     "check that both ranks post every transfer, or abort the communicator",
                 ));
         }
+        // What kernels asked for is done before peers are left; they close too if it was not.
+        let stopped = self.proxies.stop(self.deadline());
         self.memory.release_idle();
         let deadline = self.deadline();
         let together = barrier(deadline);
         self.memory.stop();
-        together.and(self.bootstrap.close(deadline))
+        together.and(self.bootstrap.close(deadline)).and(stopped)
     }
 
     /// Leaves as a failure, for `reason`.

@@ -1,5 +1,6 @@
 //! A device as one rank uses it, and how its memory is handed to peers.
 
+use super::channel::{Fifo, FifoReader};
 use super::collective::{AllGatherBytes, CollectiveEngine};
 use super::compute::Compute;
 use super::config::DeviceKind;
@@ -234,6 +235,15 @@ pub trait Device: LinkQuery + Send + Sync + fmt::Debug {
     /// [`ErrorKind::Driver`](crate::ErrorKind::Driver), with the compiler's messages, where it does not
     /// compile, or cannot be loaded.
     unsafe fn load_module(&self, source: &ModuleSource) -> Result<Module>;
+
+    /// Makes a FIFO of `slots` (a power of two) through which kernels of this device hand triggers to a
+    /// thread of this process.
+    fn create_fifo(&self, slots: usize) -> Result<(Arc<Fifo>, FifoReader)>;
+
+    /// The CPUs that are near the device; none where that is not known.
+    fn local_cpus(&self) -> Vec<usize> {
+        Vec::new()
+    }
 
     /// Matmuls and sums.
     ///

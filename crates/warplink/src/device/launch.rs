@@ -5,6 +5,7 @@ use super::config::DeviceKind;
 use super::fault::Fault;
 use super::slice::DeviceSlice;
 use super::stream::Stream;
+use crate::error::Result;
 use std::fmt;
 use std::sync::Arc;
 
@@ -108,6 +109,15 @@ impl Argument {
                     .collect()
             }
             _ => Vec::new(),
+        }
+    }
+
+    /// Fails where what serves its channels has failed.
+    pub(crate) fn check(&self) -> Result<()> {
+        match self {
+            Self::Channel(channel) => channel.check(),
+            Self::Channels(channels) => channels.handles().iter().try_for_each(|one| one.check()),
+            _ => Ok(()),
         }
     }
 

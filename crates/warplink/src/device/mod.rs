@@ -41,7 +41,7 @@ mod stream;
 
 pub use attachment::{Attachment, NetworkDevice, NetworkKind, PciDistance};
 pub use buffer::DeviceBuffer;
-pub use channel::{At, ChannelArray, ChannelHandle, ChannelMemory};
+pub use channel::{At, ChannelArray, ChannelHandle, ChannelMemory, Fifo, FifoReader};
 pub use collective::{AllGatherBytes, Collective, CollectiveEngine, CollectiveRequest, ReduceOp};
 pub use compute::{Compute, MAX_SUM_SOURCES, MatmulSpec, PreparedLaunch};
 pub use config::{Delays, DeviceConfig, DeviceKind};

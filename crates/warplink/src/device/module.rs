@@ -151,6 +151,7 @@ impl Kernel {
             .with_operation("launch a kernel")
             .with_help("leave out launches that have nothing to do"));
         }
+        arguments.iter().try_for_each(Argument::check)?;
         self.0.launch(stream, launch, arguments)?;
         arguments.iter().for_each(|argument| argument.note(stream));
         Ok(())

@@ -1,14 +1,16 @@
-// The kernels of the channel tests; their closures for the host device are in kernels.rs.
+// The kernels of the channel tests; their closures for the host device are in closures.rs.
 
 #include <warplink/device.cuh>
 
 using warplink::At;
 using warplink::Block;
 using warplink::Channel;
+using warplink::Grid;
 using warplink::Status;
 using warplink::Thread;
 using warplink::u32;
 using warplink::u64;
+using warplink::Warp;
 
 // Word `i` of what is sent in `round`.
 static __device__ u32 pattern(u32 round, u64 i) { return round * 2654435761u + (u32)i * 40503u + 1u; }
@@ -29,27 +31,172 @@ static __device__ void note(u32 *result, u32 wrong, Status status) {
     if (threadIdx.x == 0 && status != Status::ok) result[1] = (u32)status;
 }
 
-// The last argument is the region, which closures need. Rank 0 sends the first half of its region to the second half of rank 1's, which answers; both check.
-extern "C" __global__ void ping_pong(Channel channel, u64 bytes, u32 rank, u32 rounds, u32 *result, const unsigned char *) {
+// Ends the kernel where a call failed.
+#define CHECK(call)                                        \
+    do {                                                   \
+        const Status made = (call);                        \
+        if (made != Status::ok) return note(result, 0, made); \
+    } while (false)
+
+// Each block on its channel: the lower rank sends the first half of its region to the second half of the
+// peer's, which answers; both check.
+extern "C" __global__ void ping_pong(const Channel *channels, u64 bytes, u32 rank, u32 rounds, u32 *result) {
+    const Channel channel = channels[blockIdx.x];
     const Block block;
+    const bool first = rank < channel.peer;
     for (u32 round = 0; round < rounds; round++) {
-        Status status = Status::ok;
-        if (rank == 0) {
-            fill(channel.local, bytes, 2 * round);
-            status = channel.put_with_signal(block, bytes, 0, bytes);
+        if (first) {
+            fill(channel.here(0, bytes), bytes, 2 * round);
+            CHECK(channel.put_with_signal(block, bytes, 0, bytes));
         }
-        if (status == Status::ok) status = channel.wait(block);
-        if (status != Status::ok) return note(result, 0, status);
-        note(result, differences(channel.local + bytes, bytes, 2 * round + (rank == 0)), status);
-        if (rank == 1) {
-            fill(channel.local, bytes, 2 * round + 1);
-            status = channel.put_with_signal(block, bytes, 0, bytes);
-            if (status != Status::ok) return note(result, 0, status);
+        CHECK(channel.wait(block));
+        note(result, differences(channel.here(bytes, bytes), bytes, 2 * round + first), Status::ok);
+        if (!first) {
+            fill(channel.here(0, bytes), bytes, 2 * round + 1);
+            CHECK(channel.put_with_signal(block, bytes, 0, bytes));
         }
     }
+    // The last answer may be taken for read only now.
+    CHECK(channel.flush(block));
 }
 
 // Waits once, for a signal that may never come.
-extern "C" __global__ void wait_once(Channel channel, u32 *result) {
-    note(result, 0, channel.wait(Block()));
+extern "C" __global__ void wait_once(Channel channel, u32 *result) { CHECK(channel.wait(Block())); }
+
+// Signals again and again, until that fails.
+extern "C" __global__ void signal_on(Channel channel, u32 *result) {
+    Status status;
+    while ((status = channel.signal(Block())) == Status::ok) {
+    }
+    note(result, 0, status);
+}
+
+// All ranks at once, a block for each peer: both send to one another's slots, check, and say so.
+extern "C" __global__ void all_pairs(const Channel *channels, u32 rank, u32 world, u64 bytes, u32 rounds, u32 *result) {
+    const Channel channel = channels[blockIdx.x];
+    const Block block;
+    const u64 own = channel.peer * bytes, at_peer = (world + rank) * bytes, arrived = (world + channel.peer) * bytes;
+    for (u32 round = 0; round < rounds; round++) {
+        fill(channel.here(own, bytes), bytes, (round * world + rank) * world + channel.peer);
+        CHECK(channel.put_with_signal(block, at_peer, own, bytes));
+        CHECK(channel.wait(block));
+        note(result, differences(channel.here(arrived, bytes), bytes, (round * world + channel.peer) * world + rank), Status::ok);
+        CHECK(channel.signal(block));
+        CHECK(channel.wait(block));
+    }
+}
+
+// Every block puts pieces of odd lengths from odd places to other odd places, and signals; the first block
+// waits for all.
+extern "C" __global__ void odd_pieces(Channel channel, u64 half, u32 pieces, u32 *result) {
+    const Block block;
+    for (u32 i = blockIdx.x; i < pieces; i += gridDim.x)
+        CHECK(channel.put(block, half + 97 * i, 97 * i + i % 5, 61 + i % 31));
+    CHECK(channel.signal(block));
+    if (blockIdx.x == 0)
+        for (u32 i = 0; i < gridDim.x; i++) CHECK(channel.wait(block));
+    CHECK(channel.flush(block));
+}
+
+// The same source for slot after slot of the peer: each put is flushed before the source changes.
+extern "C" __global__ void flushed_slots(Channel channel, u64 bytes, u32 slots, u32 *result) {
+    const Block block;
+    for (u32 slot = 0; slot < slots; slot++) {
+        fill(channel.here(0, bytes), bytes, slot);
+        if (slot % 2 == 0) {
+            CHECK(channel.put(block, (1 + slot) * bytes, 0, bytes));
+            CHECK(channel.flush(block));
+        } else {
+            CHECK(channel.put_with_signal_and_flush(block, (1 + slot) * bytes, 0, bytes));
+        }
+    }
+    CHECK(channel.signal(block));
+    for (u32 i = 0; i < slots / 2 + 1; i++) CHECK(channel.wait(block));
+    for (u32 slot = 0; slot < slots; slot++)
+        note(result, differences(channel.here((1 + slot) * bytes, bytes), bytes, slot), Status::ok);
+}
+
+// Every block puts its words one by one, without waiting for anything, and signals once for each.
+extern "C" __global__ void many_puts(Channel channel, u32 each, u32 *result) {
+    const u64 from = (u64)blockIdx.x * each;
+    if (threadIdx.x != 0) return;
+    for (u32 i = 0; i < each; i++) CHECK(channel.put_with_signal(Thread(), 8 * (from + i), 8 * (from + i), 8));
+}
+
+// Waits for `count` signals.
+extern "C" __global__ void wait_for(Channel channel, u64 count, u32 *result) { CHECK(channel.wait_until(Block(), count)); }
+
+// Waits for `count` signals by polling.
+extern "C" __global__ void poll_for(Channel channel, u32 count, u32 *result) {
+    for (u32 found = 0; found < count;) {
+        bool arrived;
+        CHECK(channel.poll(Block(), arrived));
+        found += arrived;
+    }
+}
+
+// Packets of every kind, back and forth; the flag counts up, and so does the data.
+extern "C" __global__ void packets(Channel channel, u64 bytes, u32 rounds, u32 *result) {
+    const Block block;
+    // Own data, data that arrived, and packets of two rounds, so that no round overwrites unread ones.
+    const u64 part = (bytes + 127) / 128 * 128, packed = 3 * part + 256;
+    for (u32 round = 0; round < rounds; round++) {
+        const u64 at = 2 * part + round % 2 * packed;
+        fill(channel.here(0, bytes), bytes, round);
+        __syncthreads();
+        const u32 flag = round + 1;
+        if (round % 3 == 0) {
+            CHECK(channel.put_packets8(block, at, 0, bytes, flag));
+            CHECK(channel.read_packets8(block, part, at, bytes, flag));
+        } else if (round % 3 == 1) {
+            CHECK(channel.put_packets16(block, at, 0, bytes, flag));
+            CHECK(channel.read_packets16(block, part, at, bytes, flag));
+        } else {
+            CHECK(channel.put_packets128(block, at, 0, bytes, (u64)flag << 32 | flag));
+            CHECK(channel.read_packets128(block, part, at, bytes, (u64)flag << 32 | flag));
+        }
+        note(result, differences(channel.here(part, bytes), bytes, round), Status::ok);
+        // The flags of the next kind of packets lie elsewhere in the lines.
+        CHECK(channel.signal(block));
+        CHECK(channel.wait(block));
+    }
+}
+
+// Barriers of all ranks, with a value that each writes to each before.
+extern "C" __global__ void barriers(const Channel *channels, u32 count, u32 rank, u32 rounds, u32 *result) {
+    const Block block;
+    for (u32 round = 0; round < rounds; round++) {
+        for (u32 i = threadIdx.x; i < count; i += blockDim.x) {
+            *(u64 *)channels[i].here(0, 8) = round + 1;
+            CHECK(channels[i].put(Thread(), 8 + 8 * rank, 0, 8));
+        }
+        CHECK(warplink::barrier(block, channels, count));
+        for (u32 i = threadIdx.x; i < count; i += blockDim.x)
+            if (*(volatile u64 *)channels[i].here(8 + 8 * channels[i].peer, 8) != round + 1) note(result, 1, Status::ok);
+        CHECK(warplink::barrier(block, channels, count));
+    }
+}
+
+// Gets the peer's region `region` into the own one, once the peer has said that it may be read.
+extern "C" __global__ void get_region(Channel channel, u32 region, u64 bytes, u32 *result) {
+    const Block block;
+    CHECK(channel.signal(block));
+    CHECK(channel.wait(block));
+    CHECK(channel.get(block, 0, At(region, bytes), bytes));
+    CHECK(channel.flush(block));
+    CHECK(channel.put_with_signal(block, At(region, 0), 0, bytes));
+    CHECK(channel.wait(block));
+}
+
+// Offsets that pass the ends of regions, and regions that are not there.
+extern "C" __global__ void out_of_range(Channel channel, u64 bytes, u32 *result) {
+    const Block block;
+    u32 accepted = 0;
+    accepted += channel.put(block, 1, 0, bytes) != Status::out_of_range;
+    accepted += channel.put(block, 0, bytes + 1, 0) != Status::out_of_range;
+    accepted += channel.put(block, ~0ull, 0, 8) != Status::out_of_range;
+    accepted += channel.get(block, 0, 8, ~0ull) != Status::out_of_range;
+    accepted += channel.put(block, At(1, 0), 0, 8) != Status::out_of_range;
+    accepted += channel.put_with_signal(block, At(99, 0), 0, 8) != Status::out_of_range;
+    if (threadIdx.x == 0) note(result, accepted, Status::ok);
 }

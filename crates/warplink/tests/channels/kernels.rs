@@ -1,17 +1,20 @@
-//! The kernels of the channel tests: CUDA C++ for GPUs, closures for the host device.
+//! What the channel tests launch their kernels with.
 
 // Each test binary uses a part of this.
 #![allow(dead_code, unreachable_pub)]
 
 use std::sync::Arc;
-use warplink::channel::Connection;
+use warplink::channel::{Connection, ConnectionRequest, Connections, Transport};
 use warplink::device::{
-    AllocationKind, Argument, Block, Device, DeviceSlice, Kernel, Launch, ModuleSource, Stream,
+    AllocationKind, Argument, Device, DeviceSlice, Kernel, Launch, Module, ModuleSource, Stream,
 };
-use warplink::{Communicator, Error, Result};
+use warplink::{Communicator, Result};
 
 /// Threads of a block on a GPU.
 pub const THREADS: u32 = 256;
+
+/// Both kinds of channels.
+pub const TRANSPORTS: [Transport; 2] = [Transport::Direct, Transport::Proxied];
 
 /// Word `i` of what is sent in `round`; must match the CUDA kernels.
 pub fn pattern(round: u32, i: usize) -> u32 {
@@ -28,58 +31,13 @@ pub fn contents(round: u32, bytes: usize) -> Vec<u8> {
         .collect()
 }
 
-/// How many words of `slice` differ from what is sent in `round`.
-fn differences(block: &Block<'_>, slice: &DeviceSlice, round: u32) -> Result<u32> {
-    let mut found = vec![0; slice.bytes()];
-    block.read(slice, &mut found)?;
-    let expected = contents(round, found.len());
-    let pairs = found.chunks_exact(4).zip(expected.chunks_exact(4));
-    Ok(pairs.filter(|(a, b)| a != b).count() as u32)
-}
-
-/// Adds to the number of wrong words in `result`.
-fn note(block: &Block<'_>, result: &DeviceSlice, wrong: u32) -> Result<()> {
-    let mut bytes = [0; 4];
-    block.read(&result.slice(0..4)?, &mut bytes)?;
-    let sum = u32::from_ne_bytes(bytes) + wrong;
-    block.write(&result.slice(0..4)?, &sum.to_ne_bytes())
-}
-
-fn ping_pong(block: &Block<'_>) -> Result<()> {
-    let channel = block.channel(0)?;
-    let (bytes, rank, rounds) = (block.u64(1)?, block.u32(2)?, block.u32(3)?);
-    let (result, region) = (block.slice(4)?, block.slice(5)?);
-    let half = bytes as usize;
-    let (first, second) = (region.slice(0..half)?, region.slice(half..2 * half)?);
-    for round in 0..rounds {
-        if rank == 0 {
-            block.write(&first, &contents(2 * round, half))?;
-            channel.put_with_signal(bytes, 0, bytes)?;
-        }
-        channel.wait()?;
-        let expected = 2 * round + u32::from(rank == 0);
-        note(block, result, differences(block, &second, expected)?)?;
-        if rank == 1 {
-            block.write(&first, &contents(2 * round + 1, half))?;
-            channel.put_with_signal(bytes, 0, bytes)?;
-        }
-    }
-    Ok(())
-}
-
-fn wait_once(block: &Block<'_>) -> Result<()> {
-    block.channel(0)?.wait()
-}
-
 /// The module of all test kernels, loaded.
-pub struct Kernels(warplink::device::Module);
+pub struct Kernels(Module);
 
 impl Kernels {
     pub fn load(device: &Arc<dyn Device>) -> Self {
-        let source = ModuleSource::new("kernels.cu")
-            .with_cuda(include_str!("kernels.cu"))
-            .with_host_kernel("ping_pong", ping_pong)
-            .with_host_kernel("wait_once", wait_once);
+        let source = ModuleSource::new("kernels.cu").with_cuda(include_str!("kernels.cu"));
+        let source = super::closures::add(source);
         // SAFETY: the kernels access the memory that their arguments name, within its bounds.
         Self(unsafe { device.load_module(&source) }.unwrap())
     }
@@ -139,30 +97,53 @@ impl<'a> Rig<'a> {
         rig
     }
 
+    /// This rank's number, for kernels.
+    pub fn rank(&self) -> u32 {
+        self.comm.rank() as u32
+    }
+
+    /// Launches `name` with `blocks` blocks; the outcome is the last argument.
     pub fn launch(&self, name: &str, blocks: u32, arguments: &[Argument]) -> Result<()> {
+        let mut arguments = arguments.to_vec();
+        arguments.push(self.outcome.argument());
         let launch = Launch::new(blocks, THREADS);
-        self.kernels
-            .get(name)
-            .launch(&self.stream, &launch, arguments)
+        let kernel = self.kernels.get(name);
+        kernel.launch(&self.stream, &launch, &arguments)
     }
 
     /// Waits for the stream, and checks that nothing was wrong.
-    pub fn finish(&self) -> Result<(), Error> {
-        self.comm.synchronize(&self.stream)?;
+    pub fn finish(&self) {
+        self.comm.synchronize(&self.stream).unwrap();
         assert_eq!(self.outcome.read(), [0, 0], "wrong words, and the status");
-        Ok(())
     }
 
-    /// Enqueues so many rounds of ping-pong of `bytes` on a connection between ranks 0 and 1.
-    pub fn ping_pong(&self, connection: &Connection, bytes: usize, rounds: u32) -> Result<()> {
-        let mut arguments = vec![
-            connection.channel(),
-            Argument::U64(bytes as u64),
-            Argument::U32(self.comm.rank() as u32),
+    /// Connections with every other rank, one for each of `tags`, each with `bytes` of its own.
+    pub fn connect(&self, transport: Transport, tags: u64, bytes: usize) -> Connections {
+        let peers = (0..self.comm.world()).filter(|peer| *peer != self.comm.rank());
+        let requests: Vec<ConnectionRequest> = peers
+            .flat_map(|peer| (0..tags).map(move |tag| (peer, tag)))
+            .map(|(peer, tag)| {
+                let region = self.comm.alloc(bytes).unwrap();
+                ConnectionRequest::new(peer, tag, &region).with_transport(transport)
+            })
+            .collect();
+        self.comm.connect(&requests).unwrap()
+    }
+
+    /// The one connection between two ranks.
+    pub fn pair(&self, transport: Transport, bytes: usize) -> Connection {
+        self.connect(transport, 1, bytes).all()[0].clone()
+    }
+
+    /// Enqueues rounds of ping-pong of `bytes` on each connection.
+    pub fn ping_pong(&self, connections: &Connections, bytes: u64, rounds: u32) {
+        let arguments = [
+            connections.channels().unwrap(),
+            Argument::U64(bytes),
+            Argument::U32(self.rank()),
             Argument::U32(rounds),
-            self.outcome.argument(),
         ];
-        arguments.push(Argument::from(connection.region(0).unwrap().memory()));
-        self.launch("ping_pong", 1, &arguments)
+        let blocks = connections.all().len() as u32;
+        self.launch("ping_pong", blocks, &arguments).unwrap();
     }
 }

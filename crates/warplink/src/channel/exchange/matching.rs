@@ -1,12 +1,16 @@
 //! Making a connection from what both ends offer.
 
 use super::{ConnectionExchange, EndOffer, PublishedEnd};
-use crate::channel::connection::{Connection, ConnectionEnd};
+use crate::channel::connection::{Connection, ConnectionEnd, Held};
+use crate::channel::proxy::Route;
+use crate::channel::request::Transport;
 use crate::device::ChannelMemory;
 use crate::device::channel::{ChannelParts, Windows};
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::memory::RemoteRegion;
 use crate::signal::RemoteSlot;
+use crate::transport::CopyEngine;
+use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex};
 
 /// What an end has of its peer's memory.
@@ -61,25 +65,39 @@ impl ConnectionExchange {
             own.memory().clone(),
             mapped.region.memory().clone(),
         )?;
+        let windows = Arc::new(windows);
         let words = end.slot.channel_words()?;
+        let outbound = mapped.slot.word(false).clone();
+        let proxy = match request.transport {
+            Transport::Direct => None,
+            Transport::Proxied => {
+                let proxy = (self.proxies.0)()?;
+                let end = proxy.register(Route {
+                    peer: request.peer,
+                    windows: windows.clone(),
+                    outbound: outbound.clone(),
+                    completed: words.completed.clone(),
+                    fault: self.fault.clone(),
+                    engine: CopyEngine::new(&self.device)?,
+                    signals: AtomicU64::new(0),
+                })?;
+                Some((proxy, end))
+            }
+        };
+        let (proxy, proxy_end) = proxy.unzip();
         let peer = u32::try_from(request.peer).map_err(|_| Error::invalid("too many ranks"))?;
         let memory = ChannelMemory::new(ChannelParts {
             peer,
-            windows: Arc::new(windows),
+            windows,
             inbound: words.inbound,
             awaited: words.awaited,
             completed: words.completed,
             abort: words.abort,
-            outbound: mapped.slot.word(false).clone(),
-            proxy: None,
+            outbound,
+            proxy: proxy_end,
         });
-        let end = ConnectionEnd {
-            peer: request.peer,
+        let held = Held {
             job_peer,
-            tag: request.tag,
-            number: end.number,
-            transport: request.transport,
-            memory: Arc::new(memory),
             regions: Mutex::new(vec![(own, mapped.region)]),
             slot: end.slot,
             peer_slot: offer.slot,
@@ -87,7 +105,17 @@ impl ConnectionExchange {
             _table: table,
             releases: self.releases.clone(),
         };
-        Ok(Connection::new(end, &self.in_flight))
+        let made = ConnectionEnd {
+            peer: request.peer,
+            job_peer,
+            tag: request.tag,
+            number: end.number,
+            transport: request.transport,
+            memory: Arc::new(memory),
+            held: Arc::new(held),
+            proxy,
+        };
+        Ok(Connection::new(made, &self.in_flight))
     }
 
     /// Maps what the peer offers: its words and its region.

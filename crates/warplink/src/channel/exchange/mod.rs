@@ -17,10 +17,12 @@ mod regions;
 mod withdrawal;
 
 use super::connection::Connections;
-use super::request::ConnectionRequest;
+use super::proxy::Proxy;
+use super::request::{ConnectionRequest, Transport};
 use super::tables::TablePool;
 use crate::bootstrap::{Bootstrap, Group, Wait};
 use crate::deadline::Deadline;
+use crate::device::channel::trigger::MAX_OFFSET;
 use crate::device::{Device, Fault, InFlight};
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::memory::{MemoryRegistry, Region};
@@ -42,6 +44,7 @@ pub struct ConnectionExchange {
     slots: Arc<SlotPool>,
     releases: Arc<SlotReleases>,
     tables: Arc<TablePool>,
+    proxies: ProxySource,
     /// How many connections were made with each peer and tag.
     counts: Mutex<HashMap<(Rank, u64), u64>>,
 }
@@ -53,6 +56,17 @@ pub(crate) struct ConnectionServices {
     pub(crate) device: Arc<dyn Device>,
     pub(crate) slots: Arc<SlotDirectory>,
     pub(crate) in_flight: Arc<InFlight>,
+    pub(crate) proxies: ProxySource,
+}
+
+/// Gives the rank's proxy, which it starts where there is none.
+#[derive(Clone)]
+pub(crate) struct ProxySource(pub(crate) Arc<dyn Fn() -> Result<Arc<Proxy>> + Send + Sync>);
+
+impl std::fmt::Debug for ProxySource {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("ProxySource")
+    }
 }
 
 /// An end of this rank that was published.
@@ -79,6 +93,7 @@ impl ConnectionExchange {
             device,
             slots: directory,
             in_flight,
+            proxies,
         } = services;
         let (slots, releases) = SlotReleases::start(&directory, &device, fault, &memory);
         Self {
@@ -91,6 +106,7 @@ impl ConnectionExchange {
             fault: fault.clone(),
             slots,
             releases,
+            proxies,
             counts: Mutex::default(),
         }
     }
@@ -172,6 +188,16 @@ impl ConnectionExchange {
                         request.peer
                     ),
                     "name a rank of this communicator",
+                );
+            }
+            if request.transport == Transport::Proxied && request.region.bytes() as u64 > MAX_OFFSET
+            {
+                return invalid(
+                    format!(
+                        "a region of {} bytes; expected at most {MAX_OFFSET} for a proxied connection",
+                        request.region.bytes()
+                    ),
+                    "connect with a part of the region, or directly",
                 );
             }
             if !seen.insert((request.peer, request.tag)) {

@@ -3,6 +3,7 @@
 use super::ConnectionExchange;
 use crate::channel::connection::Connection;
 use crate::deadline::Deadline;
+use crate::device::channel::trigger::MAX_OFFSET;
 use crate::error::{Error, Result};
 use crate::memory::Region;
 use crate::sync::lock;
@@ -49,6 +50,14 @@ impl ConnectionExchange {
                         .with_key(end.key())
                         .with_help("add one region to a connection at a time"));
                 }
+                if end.proxy.is_some() && region.bytes() as u64 > MAX_OFFSET {
+                    return Err(Error::invalid(format!(
+                        "a region of {} bytes; expected at most {MAX_OFFSET} for a proxied connection",
+                        region.bytes()
+                    ))
+                    .with_peer(peer)
+                    .with_help("add a part of the region"));
+                }
                 let handle = self.memory.export_handle(region, end.job_peer);
                 let handle = handle.map_err(|error| self.group.in_own_ranks(error))?;
                 published.push((own_key, handle.to_vec()));
@@ -90,7 +99,7 @@ impl ConnectionExchange {
             let remote = remote.map_err(|error| self.group.in_own_ranks(error))?;
             let end = connection.end();
             // Kept before kernels find it.
-            lock(&end.regions).push(((*region).clone(), remote.clone()));
+            lock(&end.held.regions).push(((*region).clone(), remote.clone()));
             let windows = &end.memory.parts().windows;
             numbers.push(windows.add(region.memory().clone(), remote.memory().clone())?);
         }

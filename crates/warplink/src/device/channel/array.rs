@@ -13,6 +13,9 @@ pub trait ChannelHandle: Send + Sync + fmt::Debug {
 
     /// Has everything behind it kept until `stream` is past what was enqueued so far.
     fn note(&self, stream: &Stream);
+
+    /// Fails with what its proxy failed with.
+    fn check(&self) -> Result<()>;
 }
 
 /// Several channels in device memory, for kernels that reach several peers.

@@ -45,16 +45,17 @@ pub(crate) struct FifoAddresses {
     pub(crate) counters: Option<DeviceSlice>,
 }
 
-/// A ring of triggers with any number of producers and one reader.
+/// A ring of triggers with any number of producers and one reader, for a device's
+/// [`create_fifo`](crate::device::Device::create_fifo).
 #[derive(Debug)]
-pub(crate) struct Fifo {
+pub struct Fifo {
     slots: u64,
     memory: Box<dyn FifoMemory>,
 }
 
-/// The only reader.
+/// The only reader of a FIFO.
 #[derive(Debug)]
-pub(crate) struct FifoReader {
+pub struct FifoReader {
     fifo: Arc<Fifo>,
     position: u64,
 }
@@ -65,13 +66,13 @@ impl Fifo {
         2 * slots + 2
     }
 
-    /// A FIFO in `memory`, all zero, of `slots`, which must be a power of two.
+    /// A FIFO of `slots`, which must be a power of two, in the memory that `allocate` gives, all zero.
     ///
     /// # Errors
     /// [`ErrorKind::InvalidArgument`] for another number of slots.
     pub(crate) fn new(
         slots: usize,
-        memory: Box<dyn FifoMemory>,
+        allocate: impl FnOnce(usize) -> Result<Box<dyn FifoMemory>>,
     ) -> Result<(Arc<Self>, FifoReader)> {
         if !slots.is_power_of_two() || slots > 1 << 20 {
             return Err(Error::invalid(format!(
@@ -82,7 +83,7 @@ impl Fifo {
         }
         let fifo = Arc::new(Self {
             slots: slots as u64,
-            memory,
+            memory: allocate(slots)?,
         });
         let reader = FifoReader {
             fifo: fifo.clone(),

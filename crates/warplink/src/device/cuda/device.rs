@@ -5,6 +5,7 @@ use super::gpu::Gpu;
 use super::kernels::transfer::TransferKernel;
 use super::kernels::user::UserModule;
 use super::memory::borrowed;
+use super::memory::fifo::CudaFifoMemory;
 use super::memory::sharing;
 use super::memory::virtual_memory::{CudaSegment, VirtualMemory};
 use super::memory::{CudaBacking, PlainMemory, Source, next_identity};
@@ -15,8 +16,8 @@ use super::stream::event::CudaEvent;
 use crate::deadline::Deadline;
 use crate::device::{
     AllGatherBytes, AllocationKind, Attachment, CollectiveEngine, Compute, Device, DeviceIdentity,
-    DeviceKind, DeviceLinks, DeviceProperties, DeviceSlice, Event, Export, Fault, LinkQuery,
-    Module, ModuleSource, Opening, PciAddress, Priority, Segment, Stream,
+    DeviceKind, DeviceLinks, DeviceProperties, DeviceSlice, Event, Export, Fault, Fifo, FifoReader,
+    LinkQuery, Module, ModuleSource, Opening, PciAddress, Priority, Segment, Stream,
 };
 use crate::error::{Error, Result};
 use crate::sync::lock;
@@ -230,6 +231,17 @@ impl Device for CudaDevice {
             .expired("a moment at which no stream has work, to free device memory")
             .with_device(self.gpu.name())
             .with_help("synchronize the streams first; the memory is freed later"))
+    }
+
+    fn create_fifo(&self, slots: usize) -> Result<(Arc<Fifo>, FifoReader)> {
+        self.gpu.fault.check()?;
+        Fifo::new(slots, |slots| {
+            Ok(Box::new(CudaFifoMemory::allocate(&self.gpu, slots)?))
+        })
+    }
+
+    fn local_cpus(&self) -> Vec<usize> {
+        self.gpu.local_cpus()
     }
 
     fn compute(&self) -> Result<Arc<dyn Compute>> {

@@ -13,6 +13,7 @@ use super::stream::memory_ops;
 use super::stream::signals::Signals;
 use crate::device::Fault;
 use crate::error::Result;
+use cudarc::driver::sys::CUdevice_attribute_enum;
 use std::fmt;
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
@@ -94,10 +95,33 @@ impl Gpu {
         }
     }
 
+    /// The CPUs of the GPU's part of the machine, as the system says.
+    pub(super) fn local_cpus(&self) -> Vec<usize> {
+        let attribute = |which| self.context.driver.attribute(self.context.device, which);
+        let [domain, bus, device] = [
+            CUdevice_attribute_enum::CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID,
+            CUdevice_attribute_enum::CU_DEVICE_ATTRIBUTE_PCI_BUS_ID,
+            CUdevice_attribute_enum::CU_DEVICE_ATTRIBUTE_PCI_DEVICE_ID,
+        ]
+        .map(attribute);
+        let path =
+            format!("/sys/bus/pci/devices/{domain:04x}:{bus:02x}:{device:02x}.0/local_cpulist");
+        std::fs::read_to_string(path).map_or_else(|_| Vec::new(), |list| parse_cpus(&list))
+    }
+
     /// Name for people.
     pub(super) fn name(&self) -> String {
         self.capabilities.device_name()
     }
+}
+
+/// The CPUs of a list such as `0-3,8`; what cannot be read is left out.
+fn parse_cpus(list: &str) -> Vec<usize> {
+    let ranges = list.trim().split(',').filter_map(|part| {
+        let (first, last) = part.split_once('-').unwrap_or((part, part));
+        Some(first.parse::<usize>().ok()?..=last.parse::<usize>().ok()?)
+    });
+    ranges.flat_map(|range| range.take(1 << 16)).collect()
 }
 
 impl Drop for Gpu {
@@ -115,5 +139,16 @@ impl Drop for Gpu {
 impl fmt::Debug for Gpu {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.name())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lists_of_cpus_are_read() {
+        assert_eq!(parse_cpus("0-3,8,10-11\n"), [0, 1, 2, 3, 8, 10, 11]);
+        assert!(parse_cpus("\n").is_empty() && parse_cpus("all").is_empty());
     }
 }

@@ -37,6 +37,14 @@ impl<'a> BlockChannel<'a> {
         self.memory.peer()
     }
 
+    /// The memory of `bytes` in one of this rank's regions.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`] where they are not all in the region.
+    pub fn here(&self, at: impl Into<At>, bytes: u64) -> Result<DeviceSlice> {
+        self.parts().windows.range(Side::Own, at.into(), bytes)
+    }
+
     /// Copies `bytes` from a region here to one of the peer's; nothing is known until a signal or a
     /// flush.
     pub fn put(&self, target: impl Into<At>, source: impl Into<At>, bytes: u64) -> Result<()> {

@@ -26,7 +26,8 @@ use super::{
     DeviceIdentity, DeviceKind, DeviceLink, DeviceLinks, DeviceSlice, Event, Export, Fault,
     LinkEnd, LinkQuery, Module, ModuleSource, Opening, PciAddress, Priority, Segment, Stream,
 };
-use crate::device::{DeviceProperties, machine_identity};
+use crate::device::channel::fifo::HostFifoMemory;
+use crate::device::{DeviceProperties, Fifo, FifoReader, machine_identity};
 use crate::error::{Error, ErrorKind, Result};
 use std::any::Any;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -231,6 +232,10 @@ impl Device for HostDevice {
     unsafe fn load_module(&self, source: &ModuleSource) -> Result<Module> {
         self.fault.check()?;
         Ok(Module::new(Arc::new(kernel::HostModule::load(source)?)))
+    }
+
+    fn create_fifo(&self, slots: usize) -> Result<(Arc<Fifo>, FifoReader)> {
+        Fifo::new(slots, |slots| Ok(Box::new(HostFifoMemory::new(slots))))
     }
 
     fn compute(&self) -> Result<Arc<dyn Compute>> {

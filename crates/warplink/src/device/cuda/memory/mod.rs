@@ -3,6 +3,7 @@
 
 pub(super) mod block_pool;
 pub(super) mod borrowed;
+pub(super) mod fifo;
 pub(super) mod gate;
 pub(super) mod ipc;
 pub(super) mod reaper;

@@ -1,0 +1,366 @@
+//! The thread that does what kernels ask for by triggers.
+//!
+//! # What holds
+//! 1. What one channel asks for happens in the order of the FIFO, that of two channels in no order.
+//! 2. A flush is answered when everything that its channel asked for before it is done, and nothing else
+//!    is waited for.
+//! 3. The proxy reads each trigger once, also when it slept: it looks at the ring itself, again and again.
+//! 4. It stops when it is asked to: it does what is in the ring, until the deadline, and says how many
+//!    triggers it did not.
+//! 5. When it fails, kernels that wait are let go, and the job ends with its error.
+
+mod route;
+mod worker;
+
+pub(crate) use route::Route;
+
+use crate::deadline::Deadline;
+use crate::device::channel::ProxyEnd;
+use crate::device::channel::trigger::MAX_CONNECTIONS;
+use crate::device::{Device, Fifo};
+use crate::error::{Error, ErrorKind, Result};
+use crate::sync::lock;
+use std::any::Any;
+use std::fmt;
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
+use std::sync::{Arc, Mutex, OnceLock};
+use std::thread::Thread;
+use std::time::Duration;
+use worker::Worker;
+
+/// How long after its deadline a proxy that stops may take to end.
+const GRACE: Duration = Duration::from_secs(1);
+
+/// How a rank's proxy works.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ProxyConfig {
+    /// Triggers that the FIFO holds; a power of two. Kernels wait when it is full.
+    pub slots: usize,
+    /// How long the proxy looks for triggers without a pause before it sleeps.
+    pub idle: Duration,
+    /// How long it sleeps until it looks again. A launch of a kernel with a proxied channel wakes it, the
+    /// launch of a graph does not.
+    pub nap: Duration,
+}
+
+impl Default for ProxyConfig {
+    /// 512 slots, 10 ms, 1 ms.
+    fn default() -> Self {
+        Self {
+            slots: 512,
+            idle: Duration::from_millis(10),
+            nap: Duration::from_millis(1),
+        }
+    }
+}
+
+/// Called once with the error when the proxy fails.
+pub(crate) type OnFailure = Box<dyn Fn(&Error) + Send + Sync>;
+
+/// A rank's proxy: its FIFO, its routes, and the thread.
+pub(crate) struct Proxy {
+    shared: Arc<Shared>,
+    fifo: Arc<Fifo>,
+    thread: Thread,
+    ended: Mutex<Option<Receiver<Drained>>>,
+}
+
+/// What the thread shares with the rest.
+struct Shared {
+    state: Mutex<State>,
+    failure: OnceLock<Error>,
+    on_failure: OnFailure,
+}
+
+#[derive(Default)]
+struct State {
+    /// By the number of the connection.
+    routes: Vec<Option<Arc<Route>>>,
+    /// Connections that nobody uses any more, whose last triggers may still be in the ring, with what
+    /// they need.
+    retiring: Vec<(u32, Box<dyn Any + Send>)>,
+    /// Until when to do what is in the ring, once it is to stop.
+    stopping: Option<Deadline>,
+    /// Whether the thread does nothing any more.
+    ended: bool,
+}
+
+/// What was left when the thread ended.
+struct Drained {
+    unsent: u64,
+    /// That what was sent did not end in time.
+    unfinished: Option<Error>,
+}
+
+impl Proxy {
+    /// Starts the thread, near the device.
+    pub(crate) fn start(
+        device: &Arc<dyn Device>,
+        config: ProxyConfig,
+        on_failure: OnFailure,
+    ) -> Result<Arc<Self>> {
+        let (fifo, reader) = device.create_fifo(config.slots)?;
+        let shared = Arc::new(Shared {
+            state: Mutex::default(),
+            failure: OnceLock::new(),
+            on_failure,
+        });
+        let (told, ended) = mpsc::channel();
+        let worker = Worker::new(shared.clone(), fifo.clone(), reader, config);
+        let cpus = device.local_cpus();
+        let thread = std::thread::Builder::new()
+            .name("warplink-proxy".to_owned())
+            .spawn(move || {
+                worker::pin(&cpus);
+                // Nobody listens where the proxy was dropped.
+                let _ = told.send(worker.run());
+            })
+            .map_err(|error| Error::io("start the proxy", &error))?;
+        Ok(Arc::new(Self {
+            shared,
+            fifo,
+            thread: thread.thread().clone(),
+            ended: Mutex::new(Some(ended)),
+        }))
+    }
+
+    /// Takes on a connection. What its channel is to have.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`] where it has as many as it can have;
+    /// [`ErrorKind::Closed`] when it was stopped.
+    pub(crate) fn register(&self, route: Route) -> Result<ProxyEnd> {
+        self.check()?;
+        let mut state = lock(&self.shared.state);
+        if state.stopping.is_some() {
+            return Err(crate::device::channel::fifo::stopped());
+        }
+        let free = state.routes.iter().position(Option::is_none);
+        let number = free.unwrap_or(state.routes.len());
+        if number >= MAX_CONNECTIONS {
+            return Err(Error::invalid(format!(
+                "the proxy has {number} connections; expected at most {MAX_CONNECTIONS}"
+            ))
+            .with_operation("connect")
+            .with_help("drop connections, or use direct ones"));
+        }
+        if number == state.routes.len() {
+            state.routes.push(None);
+        }
+        state.routes[number] = Some(Arc::new(route));
+        Ok(ProxyEnd {
+            fifo: self.fifo.clone(),
+            connection: number as u32,
+        })
+    }
+
+    /// Lets go of a connection that no kernel uses any more, and of `held`, when what it asked for is done.
+    pub(crate) fn retire(&self, connection: u32, held: Box<dyn Any + Send>) {
+        let mut state = lock(&self.shared.state);
+        if state.ended {
+            // Not under the lock: what is let go of may lead back here.
+            drop(state);
+            return drop(held);
+        }
+        state.retiring.push((connection, held));
+        drop(state);
+        self.wake();
+    }
+
+    /// Has it look for triggers now.
+    pub(crate) fn wake(&self) {
+        self.thread.unpark();
+    }
+
+    /// Fails with what it failed with.
+    pub(crate) fn check(&self) -> Result<()> {
+        self.shared
+            .failure
+            .get()
+            .map_or(Ok(()), |error| Err(error.clone()))
+    }
+
+    /// Whether it is stopped, or about to be.
+    pub(crate) fn is_stopping(&self) -> bool {
+        lock(&self.shared.state).stopping.is_some()
+    }
+
+    /// Has it do what is in the ring, until `deadline`, and end. Blocks until then. Kernels that wait for
+    /// it after that are let go. Does nothing when it was stopped before.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Timeout`], with the number of triggers that were not sent, or where what was sent did
+    /// not end; what it failed with.
+    pub(crate) fn stop(&self, deadline: Deadline) -> Result<()> {
+        lock(&self.shared.state).stopping.get_or_insert(deadline);
+        self.wake();
+        let Some(ended) = lock(&self.ended).take() else {
+            return self.check();
+        };
+        let drained = ended.recv_timeout(deadline.remaining() + GRACE);
+        self.check()?;
+        let failed = |error: Error| Err(error.with_operation("stop the proxy"));
+        match drained {
+            Ok(Drained {
+                unsent: 0,
+                unfinished: None,
+            }) => Ok(()),
+            Ok(Drained {
+                unsent: 0,
+                unfinished: Some(error),
+            }) => failed(error),
+            Ok(Drained { unsent, .. }) => failed(
+                deadline
+                    .expired(&format!("the proxy: {unsent} triggers were not sent"))
+                    .with_help("stop the proxy when no kernel uses its channels any more"),
+            ),
+            Err(RecvTimeoutError::Timeout) => {
+                failed(deadline.expired("the end of the proxy's thread"))
+            }
+            Err(RecvTimeoutError::Disconnected) => failed(Error::new(
+                ErrorKind::Internal,
+                "the proxy's thread panicked",
+            )),
+        }
+    }
+}
+
+impl Drop for Proxy {
+    /// The thread ends by itself, without doing what is left.
+    fn drop(&mut self) {
+        let now = Deadline::after(Duration::ZERO);
+        lock(&self.shared.state).stopping.get_or_insert(now);
+        self.wake();
+    }
+}
+
+impl fmt::Debug for Proxy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let state = lock(&self.shared.state);
+        f.debug_struct("Proxy")
+            .field("connections", &state.routes.iter().flatten().count())
+            .field("stopping", &state.stopping.is_some())
+            .finish_non_exhaustive()
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use crate::device::channel::Windows;
+    use crate::device::channel::trigger::{Movement, Trigger};
+    use crate::device::{AllocationKind, At, DeviceConfig, DeviceKind, Fault};
+    use crate::transport::CopyEngine;
+    use std::sync::atomic::AtomicU64;
+
+    const LATE: Duration = Duration::from_secs(10);
+
+    fn host() -> Arc<dyn Device> {
+        crate::device::open(&DeviceConfig::new(DeviceKind::Host, 0)).unwrap()
+    }
+
+    /// A proxy whose failure comes out of the channel.
+    fn start(device: &Arc<dyn Device>) -> (Arc<Proxy>, Receiver<Error>) {
+        let (failed, failure) = mpsc::channel();
+        let failed = Mutex::new(failed);
+        let on_failure = move |error: &Error| lock(&failed).send(error.clone()).unwrap();
+        let proxy = Proxy::start(device, ProxyConfig::default(), Box::new(on_failure));
+        (proxy.unwrap(), failure)
+    }
+
+    /// A connection between two regions of this device, with its words.
+    fn route(device: &Arc<dyn Device>, fault: &Arc<Fault>) -> (Route, [crate::device::Word; 2]) {
+        let slice = |bytes| device.allocate(bytes, AllocationKind::Plain).unwrap();
+        let words = device.allocate_signals(64).unwrap();
+        let words = [0, 8].map(|at| words.word(at).unwrap());
+        let table = slice(crate::device::channel::TABLE_BYTES);
+        let route = Route {
+            peer: 1,
+            windows: Arc::new(Windows::new(device, table, slice(64), slice(64)).unwrap()),
+            outbound: words[0].clone(),
+            completed: words[1].clone(),
+            fault: fault.clone(),
+            engine: CopyEngine::new(device).unwrap(),
+            signals: AtomicU64::new(0),
+        };
+        (route, words)
+    }
+
+    fn put(connection: u32, bytes: u64) -> [u64; 2] {
+        let trigger = Trigger {
+            movement: Some(Movement::Put),
+            signal: true,
+            flush: true,
+            connection,
+            bytes,
+            own: At::default(),
+            peers: At::default(),
+        };
+        trigger.encode()
+    }
+
+    #[test]
+    fn its_failure_is_told_and_ends_what_waits_for_it() {
+        let (device, fault) = (host(), Arc::default());
+        let (proxy, failure) = start(&device);
+        let (good, _) = route(&device, &fault);
+        let connection = proxy.register(good).unwrap().connection;
+        proxy.fifo.push(put(connection, 65), || Ok(())).unwrap();
+        let error = failure.recv_timeout(LATE).unwrap();
+        assert_eq!(
+            (error.kind(), error.peer()),
+            (ErrorKind::InvalidArgument, Some(1))
+        );
+        assert!(
+            error.to_string().contains("65 bytes from offset 0"),
+            "{error}"
+        );
+        assert!(proxy.fifo.is_stopped() && proxy.check().is_err());
+        assert!(proxy.register(route(&device, &fault).0).is_err());
+        assert!(proxy.stop(Deadline::after(LATE)).is_err());
+        // What is let go of later goes at once.
+        let held = Arc::new(());
+        proxy.retire(connection, Box::new(held.clone()));
+        assert_eq!(Arc::strong_count(&held), 1);
+    }
+
+    #[test]
+    fn a_trigger_of_no_connection_is_a_failure() {
+        let device = host();
+        let (proxy, failure) = start(&device);
+        proxy.fifo.push(put(9, 0), || Ok(())).unwrap();
+        let error = failure.recv_timeout(LATE).unwrap();
+        assert!(
+            error.to_string().contains("unknown connection 9"),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn what_is_for_a_lost_peer_is_not_sent_and_counted_and_fails_nobody_else() {
+        let device = host();
+        let (proxy, failure) = start(&device);
+        let [lost, good]: [Arc<Fault>; 2] = Default::default();
+        let (to_lost, lost_words) = route(&device, &lost);
+        let (to_good, good_words) = route(&device, &good);
+        lost.raise(Error::new(ErrorKind::PeerLost, "gone"));
+        let [to_lost, to_good] = [to_lost, to_good].map(|one| proxy.register(one).unwrap());
+        for connection in [to_lost.connection, to_good.connection] {
+            proxy.fifo.push(put(connection, 64), || Ok(())).unwrap();
+        }
+        let error = proxy.stop(Deadline::after(LATE)).unwrap_err();
+        assert!(
+            error.to_string().contains("1 triggers were not sent"),
+            "{error}"
+        );
+        assert!(failure.try_recv().is_err());
+        let read = |word: &crate::device::Word| {
+            let mut bytes = [0; 8];
+            device.download(word.as_slice(), &mut bytes).unwrap();
+            u64::from_ne_bytes(bytes)
+        };
+        assert_eq!(lost_words.each_ref().map(read), [0, 0]);
+        // The flush is answered with its position and one.
+        assert_eq!(good_words.each_ref().map(read), [1, 2]);
+    }
+}

@@ -1,0 +1,197 @@
+//! The proxy's thread.
+
+use super::{Drained, ProxyConfig, Route, Shared, State};
+use crate::deadline::Deadline;
+use crate::device::channel::trigger::Trigger;
+use crate::device::{Fifo, FifoReader};
+use crate::error::{Error, ErrorKind, Result};
+use crate::sync::lock;
+use rustix::thread::{CpuSet, sched_setaffinity};
+use std::sync::Arc;
+use std::time::Instant;
+
+/// Looks at the ring before other threads are let run.
+const SPINS: u32 = 1000;
+
+/// Triggers from one look at whether to stop to the next.
+const TRIGGERS_PER_LOOK: u64 = 64;
+
+/// Reads the FIFO and serves what it finds.
+pub(super) struct Worker {
+    shared: Arc<Shared>,
+    fifo: Arc<Fifo>,
+    reader: FifoReader,
+    config: ProxyConfig,
+    /// Triggers that were read and not served, since the peer was lost.
+    skipped: u64,
+}
+
+impl Worker {
+    pub(super) fn new(
+        shared: Arc<Shared>,
+        fifo: Arc<Fifo>,
+        reader: FifoReader,
+        config: ProxyConfig,
+    ) -> Self {
+        Self {
+            shared,
+            fifo,
+            reader,
+            config,
+            skipped: 0,
+        }
+    }
+
+    /// Works until it is stopped or fails.
+    pub(super) fn run(mut self) -> Drained {
+        let result = self.serve_all();
+        if let Err(error) = &result {
+            tracing::error!(%error, "the proxy failed");
+            // A second error cannot be set, and only the first matters.
+            let _ = self.shared.failure.set(error.clone());
+        }
+        let drained = self.end(result.unwrap_or(Deadline::after(std::time::Duration::ZERO)));
+        if let Some(error) = self.shared.failure.get() {
+            (self.shared.on_failure)(error);
+        }
+        drained
+    }
+
+    /// Serves triggers until it is to stop and the ring is empty, or until the deadline, which it gives.
+    fn serve_all(&mut self) -> Result<Deadline> {
+        let (mut idle_since, mut looks) = (None, 0);
+        loop {
+            if let Some((position, halves)) = self.reader.pop() {
+                self.serve(position, halves)?;
+                (idle_since, looks) = (None, 0);
+                if position % TRIGGERS_PER_LOOK == 0
+                    && let Some(deadline) = self.stopping()
+                    && deadline.passed()
+                {
+                    return Ok(deadline);
+                }
+                continue;
+            }
+            self.let_go()?;
+            if let Some(deadline) = self.stopping()
+                && self.reader.is_empty()
+            {
+                // A producer may have claimed a position and not stored yet.
+                if deadline.passed() || self.reader.unread()? == 0 {
+                    return Ok(deadline);
+                }
+            }
+            looks += 1;
+            if looks < SPINS {
+                std::hint::spin_loop();
+            } else if idle_since.get_or_insert_with(Instant::now).elapsed() < self.config.idle {
+                std::thread::yield_now();
+            } else {
+                std::thread::park_timeout(self.config.nap);
+                // Woken, perhaps, since triggers are about to come.
+                idle_since = None;
+            }
+        }
+    }
+
+    fn serve(&mut self, position: u64, halves: [u64; 2]) -> Result<()> {
+        let trigger = Trigger::decode(halves)?;
+        let route = lock(&self.shared.state)
+            .routes
+            .get(trigger.connection as usize)
+            .cloned()
+            .flatten();
+        let Some(route) = route else {
+            let text = format!(
+                "a trigger names the unknown connection {}",
+                trigger.connection
+            );
+            return Err(Error::new(ErrorKind::Protocol, text)
+                .with_operation("serve a trigger")
+                .with_help("use channels only while their connection is there"));
+        };
+        if route.fault.error().is_some() {
+            self.skipped += 1;
+            return Ok(());
+        }
+        let served = route.serve(position, &trigger);
+        match served {
+            // What the loss of a peer brought about is told by the fault.
+            Err(_) if route.fault.error().is_some() => {
+                self.skipped += 1;
+                Ok(())
+            }
+            served => served.map_err(|error| {
+                error
+                    .with_operation("serve a trigger")
+                    .with_peer(route.peer)
+            }),
+        }
+    }
+
+    fn stopping(&self) -> Option<Deadline> {
+        lock(&self.shared.state).stopping
+    }
+
+    /// Lets go of connections that nobody uses, when the ring was found empty and their copies are done.
+    fn let_go(&self) -> Result<()> {
+        let mut gone = Vec::new();
+        let mut state = lock(&self.shared.state);
+        if state.retiring.is_empty() || !self.reader.is_empty() {
+            return Ok(());
+        }
+        let State {
+            routes, retiring, ..
+        } = &mut *state;
+        for (connection, held) in std::mem::take(retiring) {
+            let done = |route: &Arc<Route>| route.engine.is_idle().unwrap_or(true);
+            match routes.get_mut(connection as usize) {
+                Some(place) if place.as_ref().is_none_or(done) => gone.push((place.take(), held)),
+                Some(_) => retiring.push((connection, held)),
+                None => gone.push((None, held)),
+            }
+        }
+        // Not under the lock: what is let go of may lead back here.
+        drop(state);
+        drop(gone);
+        Ok(())
+    }
+
+    /// Waits for what was sent, and lets go of kernels that wait.
+    fn end(&mut self, deadline: Deadline) -> Drained {
+        let routes: Vec<_> = {
+            let state = lock(&self.shared.state);
+            state.routes.iter().flatten().cloned().collect()
+        };
+        let alive = routes.iter().filter(|route| route.fault.error().is_none());
+        let unfinished = alive
+            .map(|route| route.engine.drain(deadline))
+            .find_map(Result::err);
+        self.fifo.stop();
+        let unread = self.reader.unread().unwrap_or(0);
+        let mut state = lock(&self.shared.state);
+        state.ended = true;
+        let gone = (
+            std::mem::take(&mut state.routes),
+            std::mem::take(&mut state.retiring),
+        );
+        drop(state);
+        drop(gone);
+        Drained {
+            unsent: unread + self.skipped,
+            unfinished,
+        }
+    }
+}
+
+/// Has the calling thread run on `cpus` alone, where there are any.
+pub(super) fn pin(cpus: &[usize]) {
+    let mut set = CpuSet::new();
+    let known = cpus.iter().filter(|cpu| **cpu < CpuSet::MAX_CPU);
+    known.for_each(|cpu| set.set(*cpu));
+    if set.count() > 0
+        && let Err(error) = sched_setaffinity(None, &set)
+    {
+        tracing::debug!(%error, "the proxy runs on any CPU");
+    }
+}

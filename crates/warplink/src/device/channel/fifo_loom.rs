@@ -1,0 +1,214 @@
+//! The FIFO, epochs and the abort word under every interleaving.
+
+use super::fifo::{Fifo, FifoReader, HostFifoMemory};
+use loom::cell::UnsafeCell;
+use loom::sync::atomic::{AtomicU64, Ordering};
+use loom::{sync, thread};
+use std::sync::Arc;
+
+/// A value that is only to be accessed in order.
+#[derive(Default)]
+struct Data(UnsafeCell<u64>);
+
+// SAFETY: loom checks every access, and fails the test where two are not ordered.
+unsafe impl Sync for Data {}
+
+impl Data {
+    fn write(&self, value: u64) {
+        // SAFETY: as above.
+        self.0.with_mut(|data| unsafe { *data = value });
+    }
+
+    fn read(&self) -> u64 {
+        // SAFETY: as above.
+        self.0.with(|data| unsafe { *data })
+    }
+}
+
+fn fifo(slots: usize) -> (Arc<Fifo>, FifoReader) {
+    Fifo::new(slots, |slots| Ok(Box::new(HostFifoMemory::new(slots)))).unwrap()
+}
+
+fn pause() -> crate::Result<()> {
+    thread::yield_now();
+    Ok(())
+}
+
+fn pop(reader: &mut FifoReader) -> (u64, [u64; 2]) {
+    loop {
+        if let Some(popped) = reader.pop() {
+            return popped;
+        }
+        thread::yield_now();
+    }
+}
+
+/// A model with few preemptions: with three threads, all interleavings take many minutes, and a bug that
+/// needs more is rare.
+fn bounded(preemptions: usize, model: impl Fn() + Send + Sync + 'static) {
+    let mut builder = loom::model::Builder::new();
+    builder.preemption_bound = Some(preemptions);
+    builder.check(model);
+}
+
+/// Each trigger comes whole, once, in the order of its producer, and what its producer did before is seen;
+/// the ring is gone around several times, and producers wait for room.
+fn producers(count: u64, each: u64, slots: usize) {
+    bounded(2, move || {
+        let (fifo, mut reader) = fifo(slots);
+        let data: Arc<Vec<Data>> = Arc::new((0..count * each).map(|_| Data::default()).collect());
+        let threads: Vec<_> = (0..count)
+            .map(|producer| {
+                let (fifo, data) = (fifo.clone(), data.clone());
+                thread::spawn(move || {
+                    for number in producer * each..(producer + 1) * each {
+                        data[number as usize].write(number + 1);
+                        fifo.push([number, !number >> 1], pause).unwrap();
+                    }
+                })
+            })
+            .collect();
+        let mut next: Vec<u64> = (0..count).map(|producer| producer * each).collect();
+        for expected in 0..count * each {
+            let (position, [first, second]) = pop(&mut reader);
+            assert_eq!(position, expected);
+            assert_eq!(second, !first >> 1, "halves of two triggers");
+            let due = &mut next[(first / each) as usize];
+            assert_eq!(*due, first, "a trigger was lost, repeated or overtaken");
+            *due += 1;
+            assert_eq!(data[first as usize].read(), first + 1);
+        }
+        threads
+            .into_iter()
+            .for_each(|thread| thread.join().unwrap());
+        assert!(reader.is_empty() && reader.unread().unwrap() == 0);
+    });
+}
+
+#[test]
+fn loom_one_producer_goes_around_the_ring() {
+    producers(1, 5, 2);
+}
+
+#[test]
+fn loom_two_producers_share_one_slot() {
+    producers(2, 2, 1);
+}
+
+#[test]
+fn loom_two_producers_share_two_slots() {
+    producers(2, 2, 2);
+}
+
+/// A producer that waits for room ends when the FIFO is stopped; what was claimed is counted.
+#[test]
+fn loom_a_stop_lets_waiting_producers_go() {
+    bounded(3, || {
+        let (fifo, mut reader) = fifo(1);
+        let producer = fifo.clone();
+        let thread = thread::spawn(move || {
+            let sent = (0..3).take_while(|number| producer.push([*number, 0], pause).is_ok());
+            sent.count() as u64
+        });
+        let served = u64::from(reader.pop().is_some());
+        fifo.stop();
+        let sent = thread.join().unwrap();
+        // One that is in the ring when it is stopped is unread, and one that waited in vain as well.
+        assert!(
+            sent >= served && sent <= served + 1,
+            "{sent} of {served} served"
+        );
+        let claimed = served + reader.unread().unwrap();
+        assert!(claimed >= sent && claimed <= sent + 1);
+    });
+}
+
+/// From here on a count says that waits were ended; as in the kernels.
+const ENDED: u64 = 1 << 61;
+
+/// What the fault's thread writes to all words; as the device does.
+const POISON: u64 = 1 << 62;
+
+/// The words of a channel, as `warplink::Channel` uses them: the peer counts `inbound` up, waits take
+/// tickets from `awaited`, and the fault fills all words.
+#[derive(Default)]
+struct Words {
+    inbound: AtomicU64,
+    awaited: AtomicU64,
+    abort: AtomicU64,
+}
+
+impl Words {
+    fn signal(&self) {
+        self.inbound.fetch_add(1, Ordering::Release);
+    }
+
+    /// Whether the signal came; otherwise the waits were ended.
+    fn wait(&self) -> bool {
+        let ticket = self.awaited.fetch_add(1, Ordering::Relaxed) + 1;
+        loop {
+            let seen = self.inbound.load(Ordering::Acquire);
+            if seen >= ENDED {
+                return false;
+            }
+            if seen.wrapping_sub(ticket) as i64 >= 0 {
+                return true;
+            }
+            if self.abort.load(Ordering::Relaxed) != 0 {
+                return false;
+            }
+            thread::yield_now();
+        }
+    }
+
+    fn poison(&self) {
+        for word in [&self.inbound, &self.awaited, &self.abort] {
+            word.store(POISON, Ordering::Release);
+        }
+    }
+}
+
+/// Two waits and two signals: each wait is for one, and sees what preceded it.
+#[test]
+fn loom_each_wait_uses_up_one_signal() {
+    bounded(3, || {
+        let words = sync::Arc::new(Words::default());
+        let data = sync::Arc::new([Data::default(), Data::default()]);
+        let (sender, sent) = (words.clone(), data.clone());
+        let peer = thread::spawn(move || {
+            for (number, data) in sent.iter().enumerate() {
+                data.write(number as u64 + 1);
+                sender.signal();
+            }
+        });
+        for (number, data) in data.iter().enumerate() {
+            assert!(words.wait());
+            assert_eq!(data.read(), number as u64 + 1);
+        }
+        peer.join().unwrap();
+        assert_eq!(words.inbound.load(Ordering::Relaxed), 2);
+    });
+}
+
+/// Waits that are ended while the peer signals: one that says that its signal came has it, with the data;
+/// and every wait ends.
+#[test]
+fn loom_ended_waits_pass_for_no_signal() {
+    bounded(3, || {
+        let words = sync::Arc::new(Words::default());
+        let data = sync::Arc::new(Data::default());
+        let (sender, sent, faulted) = (words.clone(), data.clone(), words.clone());
+        let peer = thread::spawn(move || {
+            sent.write(7);
+            sender.signal();
+        });
+        let fault = thread::spawn(move || faulted.poison());
+        if words.wait() {
+            assert_eq!(data.read(), 7);
+        }
+        // The second signal never comes.
+        assert!(!words.wait());
+        peer.join().unwrap();
+        fault.join().unwrap();
+    });
+}

@@ -1,0 +1,112 @@
+//! The memory of a FIFO between kernels and a thread of the host.
+//!
+//! The ring lies in pinned host memory, which kernels store to and the host polls, as does the count of
+//! what was read. What only kernels count (positions claimed, and how much of the ring they know to be
+//! read) lies in the GPU's memory, where they reach it fast.
+
+use super::PlainMemory;
+use crate::device::DeviceSlice;
+use crate::device::channel::fifo::{Fifo, FifoAddresses, FifoMemory};
+use crate::device::cuda::driver::raw::Pinned;
+use crate::device::cuda::gpu::Gpu;
+use crate::error::Result;
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Bytes of the two words in the GPU's memory.
+const COUNTERS: usize = 16;
+
+pub(crate) struct CudaFifoMemory {
+    gpu: Arc<Gpu>,
+    /// There until it is dropped.
+    pinned: Option<Pinned>,
+    words: usize,
+    slots: usize,
+    counters: DeviceSlice,
+}
+
+// SAFETY: the pinned words are accessed atomically only, after they were set to zero by the thread that
+// made this.
+unsafe impl Sync for CudaFifoMemory {}
+
+impl CudaFifoMemory {
+    pub(crate) fn allocate(gpu: &Arc<Gpu>, slots: usize) -> Result<Self> {
+        let words = Fifo::words(slots);
+        let mut pinned = Pinned::allocate(&gpu.context, 8 * words)?;
+        // SAFETY: nobody else knows of the memory yet.
+        unsafe { pinned.write(0, &vec![0; 8 * words]) };
+        let counters = PlainMemory::allocate(gpu, COUNTERS)?;
+        // SAFETY: just allocated, of at least as many bytes.
+        unsafe { gpu.staging.zero(counters.address, COUNTERS)? };
+        Ok(Self {
+            gpu: gpu.clone(),
+            pinned: Some(pinned),
+            words,
+            slots,
+            counters: counters.into_slice(COUNTERS),
+        })
+    }
+
+    fn word(&self, word: usize) -> Option<&AtomicU64> {
+        let pinned = self.pinned.as_ref().filter(|_| word < self.words)?;
+        // SAFETY: 8 bytes inside of the allocation, which is aligned to pages and lives as long as `self`;
+        // host and kernels access them atomically only.
+        Some(unsafe { AtomicU64::from_ptr(pinned.at(8 * word).cast()) })
+    }
+}
+
+impl FifoMemory for CudaFifoMemory {
+    fn load(&self, word: usize) -> u64 {
+        self.word(word)
+            .map_or(0, |word| word.load(Ordering::Acquire))
+    }
+
+    fn store(&self, word: usize, value: u64) {
+        if let Some(word) = self.word(word) {
+            word.store(value, Ordering::Release);
+        }
+    }
+
+    fn claim(&self) -> Option<u64> {
+        None
+    }
+
+    fn claimed(&self) -> Result<u64> {
+        let mut bytes = [0; 8];
+        // SAFETY: the slice is live device memory of more bytes.
+        unsafe {
+            self.gpu
+                .staging
+                .download(self.counters.address(), &mut bytes)?;
+        }
+        Ok(u64::from_ne_bytes(bytes))
+    }
+
+    fn addresses(&self) -> FifoAddresses {
+        let at = |word: usize| {
+            let pinned = self.pinned.as_ref();
+            // Pinned memory has the same address on the GPU.
+            pinned.map_or(0, |pinned| pinned.at(8 * word) as usize as u64)
+        };
+        FifoAddresses {
+            ring: at(0),
+            tail: at(2 * self.slots),
+            counters: Some(self.counters.clone()),
+        }
+    }
+}
+
+impl Drop for CudaFifoMemory {
+    fn drop(&mut self) {
+        // The driver might wait for the GPU, so this is done as memory is freed.
+        let pinned = self.pinned.take();
+        self.gpu.reaper.run(move |_| drop(pinned));
+    }
+}
+
+impl fmt::Debug for CudaFifoMemory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "FIFO of {} slots of {:?}", self.slots, self.gpu)
+    }
+}

@@ -1,0 +1,254 @@
+//! The kernels of the channel tests for the host device; those of CUDA C++ are in kernels.cu.
+
+use super::kernels::contents;
+use warplink::device::{At, Block, BlockChannel, DeviceSlice, ModuleSource};
+use warplink::{Error, Result};
+
+/// Adds every closure.
+pub fn add(source: ModuleSource) -> ModuleSource {
+    source
+        .with_host_kernel("ping_pong", ping_pong)
+        .with_host_kernel("wait_once", |block| block.channel(0)?.wait())
+        .with_host_kernel("signal_on", |block| {
+            loop {
+                block.channel(0)?.signal()?;
+            }
+        })
+        .with_host_kernel("all_pairs", all_pairs)
+        .with_host_kernel("odd_pieces", odd_pieces)
+        .with_host_kernel("flushed_slots", flushed_slots)
+        .with_host_kernel("many_puts", many_puts)
+        .with_host_kernel("wait_for", |block| {
+            block.channel(0)?.wait_until(block.u64(1)?)
+        })
+        .with_host_kernel("poll_for", poll_for)
+        .with_host_kernel("packets", packets)
+        .with_host_kernel("barriers", barriers)
+        .with_host_kernel("get_region", get_region)
+        .with_host_kernel("out_of_range", out_of_range)
+}
+
+/// Stores what is sent in `round` to the own region, from `at` on.
+fn fill(
+    block: &Block<'_>,
+    channel: &BlockChannel<'_>,
+    at: u64,
+    bytes: u64,
+    round: u32,
+) -> Result<()> {
+    block.write(&channel.here(at, bytes)?, &contents(round, bytes as usize))
+}
+
+/// Notes in `result` how many words of the own region, from `at` on, differ from what is sent in `round`.
+fn check(
+    block: &Block<'_>,
+    channel: &BlockChannel<'_>,
+    at: u64,
+    bytes: u64,
+    round: u32,
+    result: &DeviceSlice,
+) -> Result<()> {
+    let mut found = vec![0; bytes as usize];
+    block.read(&channel.here(at, bytes)?, &mut found)?;
+    let expected = contents(round, found.len());
+    let pairs = found.chunks_exact(4).zip(expected.chunks_exact(4));
+    note(block, result, pairs.filter(|(a, b)| a != b).count())
+}
+
+/// Adds to the number of what is wrong.
+fn note(block: &Block<'_>, result: &DeviceSlice, wrong: usize) -> Result<()> {
+    if wrong == 0 {
+        return Ok(());
+    }
+    // Blocks may do this at the same time: that something is wrong is enough.
+    block.write(&result.slice(0..4)?, &(wrong as u32).to_ne_bytes())
+}
+
+fn ping_pong(block: &Block<'_>) -> Result<()> {
+    let channels = block.channels(0)?;
+    let channel = &channels[block.index() as usize];
+    let (bytes, rank, rounds) = (block.u64(1)?, block.u32(2)?, block.u32(3)?);
+    let result = block.slice(4)?;
+    let first = rank < channel.peer();
+    for round in 0..rounds {
+        if first {
+            fill(block, channel, 0, bytes, 2 * round)?;
+            channel.put_with_signal(bytes, 0, bytes)?;
+        }
+        channel.wait()?;
+        check(
+            block,
+            channel,
+            bytes,
+            bytes,
+            2 * round + u32::from(first),
+            result,
+        )?;
+        if !first {
+            fill(block, channel, 0, bytes, 2 * round + 1)?;
+            channel.put_with_signal(bytes, 0, bytes)?;
+        }
+    }
+    channel.flush()
+}
+
+fn all_pairs(block: &Block<'_>) -> Result<()> {
+    let channels = block.channels(0)?;
+    let channel = &channels[block.index() as usize];
+    let (rank, world, bytes) = (block.u32(1)?, block.u32(2)?, block.u64(3)?);
+    let (rounds, result) = (block.u32(4)?, block.slice(5)?);
+    let peer = channel.peer();
+    let (own, at_peer) = (u64::from(peer) * bytes, u64::from(world + rank) * bytes);
+    let arrived = u64::from(world + peer) * bytes;
+    for round in 0..rounds {
+        fill(
+            block,
+            channel,
+            own,
+            bytes,
+            (round * world + rank) * world + peer,
+        )?;
+        channel.put_with_signal(at_peer, own, bytes)?;
+        channel.wait()?;
+        let expected = (round * world + peer) * world + rank;
+        check(block, channel, arrived, bytes, expected, result)?;
+        channel.signal()?;
+        channel.wait()?;
+    }
+    Ok(())
+}
+
+fn odd_pieces(block: &Block<'_>) -> Result<()> {
+    let channel = block.channel(0)?;
+    let (half, pieces) = (block.u64(1)?, block.u32(2)?);
+    for i in (block.index()..pieces).step_by(block.blocks() as usize) {
+        let i = u64::from(i);
+        channel.put(half + 97 * i, 97 * i + i % 5, 61 + i % 31)?;
+    }
+    channel.signal()?;
+    if block.index() == 0 {
+        for _ in 0..block.blocks() {
+            channel.wait()?;
+        }
+    }
+    channel.flush()
+}
+
+fn flushed_slots(block: &Block<'_>) -> Result<()> {
+    let channel = block.channel(0)?;
+    let (bytes, slots, result) = (block.u64(1)?, block.u32(2)?, block.slice(3)?);
+    let place = |slot: u32| u64::from(1 + slot) * bytes;
+    for slot in 0..slots {
+        fill(block, &channel, 0, bytes, slot)?;
+        if slot % 2 == 0 {
+            channel.put(place(slot), 0, bytes)?;
+            channel.flush()?;
+        } else {
+            channel.put_with_signal_and_flush(place(slot), 0, bytes)?;
+        }
+    }
+    channel.signal()?;
+    for _ in 0..slots / 2 + 1 {
+        channel.wait()?;
+    }
+    (0..slots).try_for_each(|slot| check(block, &channel, place(slot), bytes, slot, result))
+}
+
+fn many_puts(block: &Block<'_>) -> Result<()> {
+    let (channel, each) = (block.channel(0)?, block.u32(1)?);
+    let from = u64::from(block.index()) * u64::from(each);
+    (from..from + u64::from(each)).try_for_each(|i| channel.put_with_signal(8 * i, 8 * i, 8))
+}
+
+fn poll_for(block: &Block<'_>) -> Result<()> {
+    let (channel, count) = (block.channel(0)?, block.u32(1)?);
+    let mut found = 0;
+    while found < count {
+        found += u32::from(channel.poll()?);
+        std::thread::yield_now();
+    }
+    Ok(())
+}
+
+fn packets(block: &Block<'_>) -> Result<()> {
+    let channel = block.channel(0)?;
+    let (bytes, rounds, result) = (block.u64(1)?, block.u32(2)?, block.slice(3)?);
+    let part = bytes.next_multiple_of(128);
+    let packed = 3 * part + 256;
+    for round in 0..rounds {
+        let at = 2 * part + u64::from(round % 2) * packed;
+        fill(block, &channel, 0, bytes, round)?;
+        let flag = round + 1;
+        let long = u64::from(flag) << 32 | u64::from(flag);
+        match round % 3 {
+            0 => {
+                channel.put_packets8(at, 0, bytes, flag)?;
+                channel.read_packets8(part, at, bytes, flag)?;
+            }
+            1 => {
+                channel.put_packets16(at, 0, bytes, flag)?;
+                channel.read_packets16(part, at, bytes, flag)?;
+            }
+            _ => {
+                channel.put_packets128(at, 0, bytes, long)?;
+                channel.read_packets128(part, at, bytes, long)?;
+            }
+        }
+        check(block, &channel, part, bytes, round, result)?;
+        channel.signal()?;
+        channel.wait()?;
+    }
+    Ok(())
+}
+
+fn barriers(block: &Block<'_>) -> Result<()> {
+    let channels = block.channels(0)?;
+    let (rank, rounds, result) = (block.u32(2)?, block.u32(3)?, block.slice(4)?);
+    for round in 0..rounds {
+        let value = u64::from(round + 1).to_ne_bytes();
+        for channel in &channels {
+            block.write(&channel.here(0, 8)?, &value)?;
+            channel.put(8 + 8 * u64::from(rank), 0, 8)?;
+        }
+        block.barrier(&channels)?;
+        for channel in &channels {
+            let mut found = [0; 8];
+            block.read(
+                &channel.here(8 + 8 * u64::from(channel.peer()), 8)?,
+                &mut found,
+            )?;
+            note(block, result, usize::from(found != value))?;
+        }
+        block.barrier(&channels)?;
+    }
+    Ok(())
+}
+
+fn get_region(block: &Block<'_>) -> Result<()> {
+    let channel = block.channel(0)?;
+    let (region, bytes) = (block.u32(1)?, block.u64(2)?);
+    channel.signal()?;
+    channel.wait()?;
+    channel.get(0, (region, bytes), bytes)?;
+    channel.flush()?;
+    channel.put_with_signal((region, 0), 0, bytes)?;
+    channel.wait()
+}
+
+fn out_of_range(block: &Block<'_>) -> Result<()> {
+    let channel = block.channel(0)?;
+    let (bytes, result) = (block.u64(1)?, block.slice(2)?);
+    let attempts: [Result<(), Error>; 6] = [
+        channel.put(1, 0, bytes),
+        channel.put(0, bytes + 1, 0),
+        channel.put(u64::MAX, 0, 8),
+        channel.get(0, 8, u64::MAX),
+        channel.put(At::from((1, 0)), 0, 8),
+        channel.put_with_signal((99, 0), 0, 8),
+    ];
+    note(
+        block,
+        result,
+        attempts.iter().filter(|made| made.is_ok()).count(),
+    )
+}

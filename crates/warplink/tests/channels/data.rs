@@ -1,0 +1,260 @@
+//! What is put is there when it is waited for.
+
+use super::common::{Ranks, delays, kind, processes, threads, threads_with, world};
+use super::kernels::{Rig, TRANSPORTS, contents};
+use std::time::Duration;
+use warplink::channel::Transport;
+use warplink::device::Argument;
+use warplink::{Communicator, DeviceKind};
+
+/// Fewer on the host device, whose blocks share the CPUs with everything else.
+fn rounds(on_gpus: u32, on_host: u32) -> u32 {
+    match kind() {
+        DeviceKind::Cuda => on_gpus,
+        DeviceKind::Host => on_host,
+    }
+}
+
+fn back_and_forth(comm: &Communicator, tags: u64, bytes: u64, rounds: [u32; 2]) {
+    let rig = Rig::new(comm);
+    for (transport, rounds) in TRANSPORTS.into_iter().zip(rounds) {
+        let connections = rig.connect(transport, tags, 2 * bytes as usize);
+        rig.ping_pong(&connections, bytes, rounds);
+        rig.finish();
+    }
+}
+
+#[test]
+fn data_that_changes_every_round_goes_back_and_forth() {
+    threads(world(2), |comm| {
+        back_and_forth(comm, 1, 4096, [rounds(10_000, 500), rounds(2_000, 200)]);
+    });
+}
+
+#[test]
+fn a_million_rounds() {
+    processes(world(2), |comm| {
+        back_and_forth(comm, 1, 64, [rounds(1_000_000, 5_000), rounds(20_000, 500)]);
+    });
+}
+
+#[test]
+fn nothing_depends_on_when_operations_happen() {
+    let late = |config: &mut _| delays(config, Duration::from_micros(300));
+    threads_with(world(2), late, |comm| {
+        back_and_forth(comm, 3, 4096, [40, 40])
+    });
+}
+
+#[test]
+fn several_tags_between_one_pair() {
+    processes(world(2), |comm| {
+        back_and_forth(comm, 5, 1024, [rounds(1_000, 50), rounds(200, 30)]);
+    });
+}
+
+#[test]
+fn all_pairs_at_once() {
+    processes(world(4), |comm| {
+        let rig = Rig::new(comm);
+        let (world, bytes) = (comm.world(), 8192);
+        for transport in TRANSPORTS {
+            let connections = rig.connect(transport, 1, 2 * world * bytes);
+            let arguments = [
+                connections.channels().unwrap(),
+                Argument::U32(rig.rank()),
+                Argument::U32(world as u32),
+                Argument::U64(bytes as u64),
+                Argument::U32(rounds(500, 20)),
+            ];
+            rig.launch("all_pairs", world as u32 - 1, &arguments)
+                .unwrap();
+            rig.finish();
+        }
+    });
+}
+
+#[test]
+fn pieces_of_odd_lengths_from_both_ends_at_once() {
+    threads(world(2), |comm| {
+        let rig = Rig::new(comm);
+        let (half, pieces) = (97 * 64, 64_u32);
+        for transport in TRANSPORTS {
+            let connection = rig.pair(transport, 2 * half);
+            let region = connection.region(0).unwrap();
+            let source = |rank: usize| contents(rank as u32, half);
+            let mut start = source(comm.rank());
+            start.resize(2 * half, 0);
+            region.upload(&start).unwrap();
+            comm.barrier().unwrap();
+            let arguments = [
+                connection.channel(),
+                Argument::U64(half as u64),
+                Argument::U32(pieces),
+            ];
+            rig.launch("odd_pieces", 4, &arguments).unwrap();
+            rig.finish();
+            let (peers, mut expected) = (source(1 - comm.rank()), vec![0; half]);
+            for i in 0..pieces as usize {
+                let (from, bytes) = (97 * i + i % 5, 61 + i % 31);
+                expected[97 * i..97 * i + bytes].copy_from_slice(&peers[from..from + bytes]);
+            }
+            assert!(
+                region.download().unwrap()[half..] == expected,
+                "{transport}"
+            );
+        }
+    });
+}
+
+#[test]
+fn a_source_may_change_after_a_flush() {
+    let late = |config: &mut _| delays(config, Duration::from_micros(300));
+    threads_with(world(2), late, |comm| {
+        let rig = Rig::new(comm);
+        let (bytes, slots) = (4096, 16);
+        for transport in TRANSPORTS {
+            let connection = rig.pair(transport, (1 + slots) * bytes);
+            let arguments = [
+                connection.channel(),
+                Argument::U64(bytes as u64),
+                Argument::U32(slots as u32),
+            ];
+            rig.launch("flushed_slots", 1, &arguments).unwrap();
+            rig.finish();
+        }
+    });
+}
+
+#[test]
+fn packets_carry_their_flags() {
+    threads(world(2), |comm| {
+        let rig = Rig::new(comm);
+        for bytes in [8, 120, 128, 1000, 4096, 40_000_usize] {
+            let part = bytes.next_multiple_of(128);
+            let connection = rig.pair(Transport::Direct, 2 * part + 2 * (3 * part + 256));
+            connection
+                .region(0)
+                .unwrap()
+                .upload(&vec![0; 8 * part + 512])
+                .unwrap();
+            comm.barrier().unwrap();
+            let arguments = [
+                connection.channel(),
+                Argument::U64(bytes as u64),
+                Argument::U32(rounds(300, 12)),
+            ];
+            rig.launch("packets", 1, &arguments).unwrap();
+            rig.finish();
+        }
+    });
+}
+
+#[test]
+fn barriers_over_all_peers() {
+    let ranks = Ranks {
+        world: world(4),
+        delay: Some(Duration::from_micros(200)),
+        ..Ranks::default()
+    };
+    ranks.run(|comm| {
+        let rig = Rig::new(comm);
+        for transport in TRANSPORTS {
+            let connections = rig.connect(transport, 1, 8 * (1 + comm.world()));
+            let arguments = [
+                connections.channels().unwrap(),
+                Argument::U32(connections.all().len() as u32),
+                Argument::U32(rig.rank()),
+                Argument::U32(rounds(1_000, 20)),
+            ];
+            rig.launch("barriers", 1, &arguments).unwrap();
+            rig.finish();
+        }
+    });
+}
+
+#[test]
+fn polling_uses_up_each_signal_once() {
+    threads(world(2), |comm| {
+        let rig = Rig::new(comm);
+        for transport in TRANSPORTS {
+            let connection = rig.pair(transport, 8 * 400);
+            let channel = connection.channel();
+            if comm.rank() == 0 {
+                let arguments = [channel, Argument::U32(100)];
+                rig.launch("many_puts", 4, &arguments).unwrap();
+            } else {
+                // Two blocks share the signals.
+                let arguments = [channel, Argument::U32(200)];
+                rig.launch("poll_for", 2, &arguments).unwrap();
+            }
+            rig.finish();
+        }
+    });
+}
+
+#[test]
+fn regions_are_added_and_written_by_the_host() {
+    threads(world(2), |comm| {
+        let rig = Rig::new(comm);
+        let (rank, peer) = (comm.rank(), 1 - comm.rank());
+        let bytes = 4096;
+        for transport in TRANSPORTS {
+            let connection = rig.pair(transport, bytes);
+            // The two ranks' regions need not be equal.
+            let added: Vec<_> = (0..2)
+                .map(|number| comm.alloc(2 * bytes + 64 * (rank + number)).unwrap())
+                .collect();
+            for (number, region) in added.iter().enumerate() {
+                let numbers = comm.add_regions(&[(&connection, region)]).unwrap();
+                assert_eq!(numbers, [1 + number as u32]);
+                let peers = 2 * bytes + 64 * (peer + number);
+                assert_eq!(connection.peer_bytes(numbers[0]), Some(peers));
+            }
+            // The host writes what the peer's kernel gets here.
+            let source = comm.alloc(bytes).unwrap();
+            source.upload(&contents(rank as u32, bytes)).unwrap();
+            connection
+                .write(&rig.stream, (2, bytes as u64), &source)
+                .unwrap();
+            rig.finish();
+            comm.barrier().unwrap();
+            let arguments = [
+                connection.channel(),
+                Argument::U32(2),
+                Argument::U64(bytes as u64),
+            ];
+            rig.launch("get_region", 1, &arguments).unwrap();
+            rig.finish();
+            let read = comm.alloc(bytes).unwrap();
+            connection.read(&rig.stream, &read, (2, 0)).unwrap();
+            rig.finish();
+            let own = added[1].download().unwrap();
+            assert!(own[..bytes] == contents(peer as u32, bytes), "{transport}");
+            assert!(own[..bytes] == own[bytes..2 * bytes], "{transport}");
+            assert!(
+                read.download().unwrap() == contents(rank as u32, bytes),
+                "{transport}"
+            );
+            comm.barrier().unwrap();
+        }
+    });
+}
+
+#[test]
+fn a_graph_with_a_kernel_is_replayed() {
+    threads(world(2), |comm| {
+        let rig = Rig::new(comm);
+        for transport in TRANSPORTS {
+            let connections = rig.connect(transport, 1, 2 * 1024);
+            rig.stream.begin_capture().unwrap();
+            rig.ping_pong(&connections, 1024, 3);
+            let graph = rig.stream.end_capture().unwrap();
+            assert_eq!(graph.operations(), 1);
+            for _ in 0..20 {
+                graph.launch(&rig.stream).unwrap();
+            }
+            rig.finish();
+        }
+    });
+}

@@ -1,0 +1,123 @@
+//! Peers that are lost or leave while kernels wait: an error, and no hang.
+
+use super::common::{Ranks, assert_says, world};
+use super::kernels::{Rig, TRANSPORTS};
+use std::time::{Duration, Instant};
+use warplink::channel::Transport;
+use warplink::device::Argument;
+use warplink::{Communicator, Deadline, ErrorKind};
+
+/// How soon a rank must have its error after a peer was lost.
+const SOON: Duration = Duration::from_secs(5);
+
+/// Runs two ranks of which 1 ends as `end` says while kernels of rank 0 do what `busy` enqueues, which
+/// never ends by itself. Rank 0 must learn soon that rank 1 was lost.
+fn ends(transport: Transport, busy: fn(&Rig<'_>, Argument), end: fn(Communicator)) {
+    let ranks = Ranks {
+        world: world(2),
+        ..Ranks::default()
+    };
+    let ended = ranks.start(|comm| {
+        let rig = Rig::new(&comm);
+        let connection = rig.pair(transport, 64);
+        comm.barrier().unwrap();
+        if comm.rank() == 1 {
+            std::thread::sleep(Duration::from_millis(200));
+            drop((rig, connection));
+            return end(comm);
+        }
+        busy(&rig, connection.channel());
+        let started = Instant::now();
+        let error = comm.synchronize(&rig.stream).unwrap_err();
+        assert_eq!(
+            (error.kind(), error.peer()),
+            (ErrorKind::PeerLost, Some(1)),
+            "{error}"
+        );
+        assert!(started.elapsed() < SOON, "{error} came late");
+        // The next call says so as well.
+        let error = rig.launch("wait_once", 1, &[connection.channel()]);
+        assert_eq!(error.unwrap_err().kind(), ErrorKind::PeerLost);
+        println!("survived");
+        std::process::exit(0);
+    });
+    if let Some(ended) = ended {
+        assert_eq!(ended[0].code, Some(0), "rank 0:\n{}", ended[0].output);
+        assert!(ended[0].output.contains("survived"), "{}", ended[0].output);
+    }
+}
+
+fn wait(rig: &Rig<'_>, channel: Argument) {
+    rig.launch("wait_once", 1, &[channel]).unwrap();
+}
+
+fn kill(_: Communicator) {
+    rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL)
+        .unwrap();
+}
+
+#[test]
+fn a_peer_that_is_killed_ends_kernels_that_wait() {
+    ends(Transport::Direct, wait, kill);
+}
+
+#[test]
+fn a_peer_that_is_killed_ends_kernels_that_wait_for_its_proxy() {
+    ends(Transport::Proxied, wait, kill);
+}
+
+#[test]
+fn a_peer_that_is_killed_ends_waits_for_packets() {
+    let read = |rig: &Rig<'_>, channel: Argument| {
+        let arguments = [channel, Argument::U64(0), Argument::U32(1)];
+        rig.launch("packets", 1, &arguments).unwrap();
+    };
+    ends(Transport::Direct, read, kill);
+}
+
+#[test]
+fn a_peer_that_aborts_ends_kernels_that_wait() {
+    ends(Transport::Direct, wait, |comm| comm.abort("it had enough"));
+}
+
+#[test]
+fn a_peer_that_leaves_without_closing_ends_kernels_that_wait() {
+    ends(Transport::Direct, wait, drop);
+}
+
+/// Rank 1 closes though rank 0 waits for it: nobody is lost, and both learn that something is missing.
+#[test]
+fn a_peer_that_closes_while_a_kernel_waits_is_a_timeout() {
+    for transport in TRANSPORTS {
+        let ranks = Ranks {
+            world: world(2),
+            config: Some(|config| config.timeout = Duration::from_secs(2)),
+            ..Ranks::default()
+        };
+        let ended = ranks.start(|comm| {
+            let rig = Rig::new(&comm);
+            let connection = rig.pair(transport, 64);
+            if comm.rank() == 1 {
+                drop((rig, connection));
+                comm.close().unwrap_err();
+            } else {
+                wait(&rig, connection.channel());
+                let started = Instant::now();
+                let error = comm.synchronize(&rig.stream).unwrap_err();
+                assert_says(&error, &["rank 0"]);
+                assert!(started.elapsed() < SOON, "{error} came late");
+                // The kernel is let go when the rank gives up.
+                comm.abort("the peer does not answer");
+                let deadline = Deadline::after(SOON);
+                let error = rig.stream.synchronize(deadline).unwrap_err();
+                assert_says(&error, &["the peer does not answer"]);
+            }
+            println!("survived");
+            std::process::exit(0);
+        });
+        for end in ended.iter().flatten() {
+            assert_eq!(end.code, Some(0), "{}", end.output);
+            assert!(end.output.contains("survived"), "{}", end.output);
+        }
+    }
+}

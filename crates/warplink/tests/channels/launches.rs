@@ -1,0 +1,134 @@
+//! Modules, kernels and launches: what is wrong is an error.
+
+use super::common::{assert_says, kind, open_device, threads, world};
+use super::kernels::{Kernels, Outcome, Rig, TRANSPORTS};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+use warplink::device::{Argument, Launch, ModuleSource};
+use warplink::{Deadline, DeviceKind, ErrorKind};
+
+#[test]
+fn wrong_launches_are_errors() {
+    let device = open_device();
+    let kernels = Kernels::load(&device);
+    let stream = device.create_stream(Default::default()).unwrap();
+    let kernel = kernels.get("wait_once");
+    let outcome = Outcome::new(&device);
+    let error = kernel
+        .launch(&stream, &Launch::new(0, 32), &[])
+        .unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+
+    // The closures learn of a wrong argument when they ask for it, a GPU's launch checks all.
+    let wrong = [Argument::U32(1), outcome.argument()];
+    for arguments in [&[][..], &wrong] {
+        let error = kernel
+            .launch(&stream, &Launch::new(1, 32), arguments)
+            .and_then(|()| stream.synchronize(Deadline::after(Duration::from_secs(5))))
+            .unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
+        assert_says(&error, &["wait_once", "argument"]);
+        if kind() == DeviceKind::Host {
+            break;
+        }
+    }
+
+    // SAFETY: this source has no code.
+    let loaded = unsafe { device.load_module(&ModuleSource::new("empty")) };
+    let error = loaded.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Unsupported);
+    assert_says(&error, &["empty", "ModuleSource::with"]);
+}
+
+#[test]
+fn an_unknown_kernel_is_an_error() {
+    let device = open_device();
+    let source = ModuleSource::new("one.cu")
+        .with_cuda("extern \"C\" __global__ void one() {}")
+        .with_host_kernel("one", |_| Ok(()));
+    // SAFETY: the kernel does nothing.
+    let module = unsafe { device.load_module(&source) }.unwrap();
+    module.kernel("one").unwrap();
+    for name in ["two", "with\0zero"] {
+        let error = module.kernel(name).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+        assert_says(&error, &["unknown kernel", "one.cu"]);
+    }
+}
+
+#[test]
+fn a_block_runs_for_each_of_the_grid() {
+    let device = open_device();
+    let stream = device.create_stream(Default::default()).unwrap();
+    let outcome = Outcome::new(&device);
+    let run = Arc::new(AtomicU32::new(0));
+    let counted = run.clone();
+    let source = ModuleSource::new("count.cu")
+        .with_cuda(
+            "extern \"C\" __global__ void count(unsigned *sum, unsigned step) { atomicAdd(sum, STEP * step); }",
+        )
+        .with_option("-DSTEP=2")
+        .with_host_kernel("count", move |block| {
+            let step = 2 * block.u32(1)?;
+            let before = counted.fetch_add(step, Ordering::SeqCst);
+            // The last block to count stores the sum.
+            if before + step == block.blocks() * step {
+                let sum = block.blocks() * step;
+                block.write(&block.slice(0)?.slice(0..4)?, &sum.to_ne_bytes())?;
+            }
+            Ok(())
+        });
+    // SAFETY: the kernel adds to the first word of its first argument.
+    let module = unsafe { device.load_module(&source) }.unwrap();
+    let launch = Launch::new(7, 1)
+        .with_shared_bytes(64)
+        .with_all_blocks_together();
+    let arguments = [outcome.argument(), Argument::from(3_u32)];
+    module
+        .kernel("count")
+        .unwrap()
+        .launch(&stream, &launch, &arguments)
+        .unwrap();
+    stream
+        .synchronize(Deadline::after(Duration::from_secs(10)))
+        .unwrap();
+    assert_eq!(outcome.read(), [42, 0]);
+}
+
+#[test]
+fn a_kernel_that_panics_fails_its_stream() {
+    if kind() == DeviceKind::Cuda {
+        return;
+    }
+    let device = open_device();
+    let stream = device.create_stream(Default::default()).unwrap();
+    let source = ModuleSource::new("panics").with_host_kernel("panics", |block| {
+        assert!(block.index() != 1, "on purpose");
+        Ok(())
+    });
+    // SAFETY: it has no code for a GPU.
+    let module = unsafe { device.load_module(&source) }.unwrap();
+    module
+        .kernel("panics")
+        .unwrap()
+        .launch(&stream, &Launch::new(2, 1), &[])
+        .unwrap();
+    let error = stream
+        .synchronize(Deadline::after(Duration::from_secs(5)))
+        .unwrap_err();
+    assert_says(&error, &["panicked", "panics"]);
+}
+
+#[test]
+fn ranges_outside_of_a_region_are_refused() {
+    threads(world(2), |comm| {
+        let rig = Rig::new(comm);
+        for transport in TRANSPORTS {
+            let connection = rig.pair(transport, 4096);
+            let arguments = [connection.channel(), Argument::U64(4096)];
+            rig.launch("out_of_range", 1, &arguments).unwrap();
+            rig.finish();
+        }
+    });
+}

@@ -1,0 +1,127 @@
+//! The FIFO and the proxy: full, asleep, stopped.
+
+use super::common::{assert_says, threads, threads_with, world};
+use super::kernels::{Rig, contents};
+use std::time::{Duration, Instant};
+use warplink::channel::{ProxyConfig, Transport};
+use warplink::device::Argument;
+use warplink::{Config, Deadline, ErrorKind};
+
+/// Puts of one word each by so many blocks.
+const BLOCKS: u32 = 8;
+const EACH: u32 = 100;
+
+/// A FIFO of four slots.
+fn small(config: &mut Config) {
+    config.proxy.slots = 4;
+}
+
+/// A proxy that sleeps for a second whenever there is nothing to do.
+fn sleepy(config: &mut Config) {
+    config.proxy = ProxyConfig {
+        idle: Duration::ZERO,
+        nap: Duration::from_secs(1),
+        ..ProxyConfig::default()
+    };
+}
+
+/// Rank 0 puts many words without waiting for anything, `after` that is enqueued; rank 1 waits for all and
+/// checks them. How long rank 0's kernel took.
+fn many_puts(rig: &Rig<'_>, after: impl Fn(&Rig<'_>)) -> Duration {
+    let words = (BLOCKS * EACH) as usize;
+    let connection = rig.pair(Transport::Proxied, 8 * words);
+    let (region, data) = (connection.region(0).unwrap(), contents(1, 8 * words));
+    let started = Instant::now();
+    if rig.comm.rank() == 0 {
+        region.upload(&data).unwrap();
+        let arguments = [connection.channel(), Argument::U32(EACH)];
+        rig.launch("many_puts", BLOCKS, &arguments).unwrap();
+        rig.finish();
+        after(rig);
+    } else {
+        let arguments = [connection.channel(), Argument::U64(words as u64)];
+        rig.launch("wait_for", 1, &arguments).unwrap();
+        rig.finish();
+        assert!(
+            region.download().unwrap() == data,
+            "not all words are there"
+        );
+    }
+    started.elapsed()
+}
+
+#[test]
+fn a_full_fifo_makes_kernels_wait_and_loses_nothing() {
+    threads_with(world(2), small, |comm| {
+        many_puts(&Rig::new(comm), |_| ());
+    });
+}
+
+#[test]
+fn a_proxy_that_sleeps_for_a_second_loses_nothing() {
+    threads_with(world(2), sleepy, |comm| {
+        let rig = Rig::new(comm);
+        let connections = rig.connect(Transport::Proxied, 1, 2 * 64);
+        // Each message finds the peer's proxy asleep.
+        rig.ping_pong(&connections, 64, 2);
+        rig.finish();
+        many_puts(&rig, |_| ());
+    });
+}
+
+#[test]
+fn what_is_in_flight_is_sent_when_the_proxy_is_stopped() {
+    threads_with(world(2), small, |comm| {
+        let rig = Rig::new(comm);
+        for _ in 0..3 {
+            many_puts(&rig, |rig| {
+                rig.comm.stop_proxy(rig.comm.deadline()).unwrap()
+            });
+        }
+        // The other rank's kernels used theirs for nothing.
+        comm.stop_proxy(comm.deadline()).unwrap();
+        comm.stop_proxy(comm.deadline()).unwrap();
+    });
+}
+
+#[test]
+fn kernels_that_use_a_stopped_proxy_end() {
+    threads_with(world(2), small, |comm| {
+        let rig = Rig::new(comm);
+        let connection = rig.pair(Transport::Proxied, 64);
+        rig.launch("signal_on", 4, &[connection.channel()]).unwrap();
+        std::thread::sleep(Duration::from_millis(100));
+        // It finds the ring empty for a moment, or it says how much it did not send.
+        let stopped = comm.stop_proxy(Deadline::after(Duration::from_millis(200)));
+        if let Err(error) = stopped {
+            assert_eq!(error.kind(), ErrorKind::Timeout);
+            assert_says(&error, &["triggers were not sent", "stop the proxy"]);
+        }
+        // On GPUs the kernel ends with a status, on the host device it fails.
+        match comm.synchronize(&rig.stream) {
+            Ok(()) => assert_eq!(rig.outcome.read(), [0, 1]),
+            Err(error) => assert_says(&error, &["the proxy was stopped"]),
+        }
+        comm.barrier().unwrap();
+    });
+}
+
+#[test]
+fn a_dropped_connection_still_sends_what_it_was_asked_for() {
+    threads(world(2), |comm| {
+        let rig = Rig::new(comm);
+        for _ in 0..20 {
+            let connection = rig.pair(Transport::Proxied, 8 * 64);
+            let channel = connection.channel();
+            drop(connection);
+            if comm.rank() == 0 {
+                rig.launch("many_puts", 1, &[channel, Argument::U32(64)])
+                    .unwrap();
+            } else {
+                rig.launch("wait_for", 1, &[channel, Argument::U64(64)])
+                    .unwrap();
+            }
+            rig.finish();
+        }
+    });
+}
