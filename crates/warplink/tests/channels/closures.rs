@@ -5,7 +5,7 @@ use warplink::device::{At, Block, BlockChannel, DeviceSlice, ModuleSource};
 use warplink::{Error, Result};
 
 /// Adds every closure.
-pub fn add(source: ModuleSource) -> ModuleSource {
+pub(crate) fn add(source: ModuleSource) -> ModuleSource {
     source
         .with_host_kernel("ping_pong", ping_pong)
         .with_host_kernel("wait_once", |block| block.channel(0)?.wait())
