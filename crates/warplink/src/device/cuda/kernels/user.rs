@@ -159,6 +159,7 @@ impl KernelBackend for UserKernel {
         let (_, _entered) = stream.enter()?;
         let slices = arguments.iter().filter_map(|argument| match argument {
             Argument::Slice(slice) => Some(slice),
+            Argument::Channels(channels) => Some(channels.table()),
             _ => None,
         });
         let _enqueuing = stream.enqueue(slices);
