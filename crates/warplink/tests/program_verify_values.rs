@@ -258,6 +258,56 @@ fn a_wait_for_any_member_of_a_group_is_as_good() {
     }
 }
 
+/// A matmul that is stored at a peer reads its operands behind the peer's signal, as a copy does.
+#[test]
+fn a_stored_matmul_begins_after_its_signal() {
+    let body = |receive: &str| {
+        format!(
+            "input A: f32[n, n]
+            output C: f32[n, n]
+            allocate P: f32[n, n]
+            allocate W: f32[n, n]
+            allocate R: f32[n, n]
+            let next = (rank + 1) % world
+            let previous = (rank - 1) % world
+            share {{
+                told = send A to previous tag 1 via get
+                heard = receive R from next tag 1 via get
+                give = send P to previous tag 2 via put
+                take = receive C from next tag 2 via put
+            }}
+            set_stream pool(0)
+            synchronize caller
+            set_stream pool(1)
+            synchronize caller
+            set_stream pool(0)
+            W = copy(A)
+            post told
+            set_stream pool(1)
+            post give = matmul(W, A)
+            set_stream caller
+            {receive}
+            wait heard, take
+            synchronize pool(0)
+            synchronize pool(1)
+            wait told, give"
+        )
+    };
+    // Only a rank that has heard that W is written announces its buffer.
+    gives(&body("post heard\nwait heard\npost take"), 4, 4, |rank| {
+        let first = 100.0 * ((rank + 1) % WORLD) as f32;
+        let a = [first, first + 1.0, first + 2.0, first + 3.0];
+        let product =
+            |row: usize, column: usize| a[2 * row] * a[column] + a[2 * row + 1] * a[2 + column];
+        vec![product(0, 0), product(0, 1), product(1, 0), product(1, 1)]
+    });
+    refused(
+        &body("post take\npost heard\nwait heard"),
+        DiagnosticKind::Race,
+        "unordered with",
+    );
+}
+
 /// The engine is joined by all ranks, also by those that it does nothing for.
 #[test]
 fn ranks_without_work_for_the_engine_join_it() {
