@@ -194,6 +194,64 @@ fn wrong_lists_are_refused_and_errors_name_both_numbers() {
     });
 }
 
+#[test]
+fn members_that_make_different_subgroups_are_told_so() {
+    // The lists of each rank.
+    let cases: [[&[&[usize]]; 3]; 3] = [
+        // Another list.
+        [&[&[0, 1, 2]], &[&[0, 1]], &[&[0, 1, 2]]],
+        // Another order of the ranks.
+        [&[&[0, 1, 2]], &[&[2, 1, 0]], &[&[0, 1, 2]]],
+        // Another order of the subgroups.
+        [
+            &[&[0, 1], &[0, 1, 2]],
+            &[&[0, 1, 2], &[0, 1]],
+            &[&[0, 1, 2]],
+        ],
+    ];
+    threads(world(3), |comm| {
+        if !has_ranks(comm, 3) {
+            return;
+        }
+        for lists in cases {
+            comm.barrier().unwrap();
+            let begun = Instant::now();
+            let groups: Vec<_> = lists[comm.rank()]
+                .iter()
+                .map(|list| comm.subgroup(list).unwrap())
+                .collect();
+            let error = groups[0].barrier().unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Mismatch, "{error}");
+            assert_says(
+                &error,
+                &[
+                    "makes a subgroup of the job's ranks [",
+                    "rank 1",
+                    "same order",
+                ],
+            );
+            // So does everything else in it, and the job goes on.
+            let region = comm.alloc(64).unwrap();
+            let peer = (groups[0].rank() + 1) % groups[0].world();
+            let request = TransferRequest::send(&region, peer, 0);
+            let error = groups[0].exchange(&[request]).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Mismatch, "{error}");
+            assert!(
+                begun.elapsed() < Duration::from_secs(5),
+                "{:?}",
+                begun.elapsed()
+            );
+            comm.barrier().unwrap();
+        }
+        comm.split(0, 0)
+            .unwrap()
+            .subgroup(&[0, 1, 2])
+            .unwrap()
+            .barrier()
+            .unwrap();
+    });
+}
+
 fn entries(of: &str) -> usize {
     std::fs::read_dir(of).unwrap().count()
 }

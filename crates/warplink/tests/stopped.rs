@@ -71,13 +71,17 @@ fn a_stopped_rank_is_named_and_learns_that_it_was_given_up() {
                 let stream = comm.create_stream(Priority::Normal).unwrap();
                 let is_victim = comm.rank() == victim;
                 // The victim announces nothing, so what its peers wait for never comes.
-                let peers: Vec<usize> = match is_victim {
-                    true => (0..4).filter(|&rank| rank != victim).collect(),
-                    false => vec![victim],
+                let peers: Vec<usize> = if is_victim {
+                    (0..4).filter(|&rank| rank != victim).collect()
+                } else {
+                    vec![victim]
                 };
-                let request = |&peer: &usize| match is_victim {
-                    true => TransferRequest::send(&region, peer, 1),
-                    false => TransferRequest::receive(&region, peer, 1),
+                let request = |&peer: &usize| {
+                    if is_victim {
+                        TransferRequest::send(&region, peer, 1)
+                    } else {
+                        TransferRequest::receive(&region, peer, 1)
+                    }
                 };
                 let requests: Vec<_> = peers.iter().map(request).collect();
                 let transfers = comm.exchange(&requests).unwrap();

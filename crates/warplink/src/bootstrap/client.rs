@@ -5,9 +5,12 @@
 
 use super::connection::{Identity, Link};
 use super::frame;
+use super::group::GroupName;
 use super::health::Health;
 use super::journal::Journal;
-use super::message::{self, Answer, Event, MAX_REASON, RefusalKind, Reply, Request};
+use super::message::{
+    self, Answer, Event, GroupDeclaration, MAX_REASON, RefusalKind, Reply, Request,
+};
 use super::outbox::Outbox;
 use super::pulse::{Heard, Pulse, not_heard};
 use super::seal::Opener;
@@ -61,6 +64,8 @@ pub(super) struct State {
     /// Why this rank has given up the one that serves.
     pub(super) given_up: Option<String>,
     pub(super) journal: Journal,
+    /// What is wrong with groups that their members made differently.
+    conflicts: Vec<(GroupName, Error)>,
     /// Why there is no store any more, or that this rank has left it.
     pub(super) over: Option<Error>,
 }
@@ -117,6 +122,7 @@ impl Client {
                 pulse: link.pulse.clone(),
                 given_up: None,
                 journal: Journal::default(),
+                conflicts: Vec::new(),
                 over: None,
             }),
             changed: Condvar::new(),
@@ -205,6 +211,10 @@ impl Client {
             if let Some(error) = &state.over {
                 return Err(error.clone());
             }
+            let mut conflicts = state.conflicts.iter();
+            if let Some((_, error)) = conflicts.find(|(group, _)| group.is_of(&call.request)) {
+                return Err(error.clone());
+            }
             state.calls.insert(id, call.clone());
             state.open_link()
         };
@@ -282,6 +292,11 @@ impl Client {
             Event::Left { rank } => self.health.leave(rank as Rank),
             Event::Ready { standby } => self.ready(standby),
             Event::Abandoned { missing } => lock(&self.state).phase = Phase::Abandoned(missing),
+            Event::Conflict {
+                groups,
+                ranks,
+                message,
+            } => self.conflict(&groups, ranks, message),
             Event::Forget { keys } => lock(&self.state).journal.forget(&keys),
             Event::Checkpoint { version } => lock(&self.state).journal.checkpoint(version),
         }
@@ -322,6 +337,46 @@ impl Client {
             }
         }
         state.calls.retain(|_, call| !unsure(call));
+    }
+
+    /// Ranks made `groups` differently: ends what waits in them.
+    fn conflict(&self, groups: &[[u8; 16]], ranks: [u32; 2], message: String) {
+        let other = ranks.map(|rank| rank as Rank);
+        let other = other.into_iter().find(|&rank| rank != self.identity.rank);
+        let mut error = Error::new(ErrorKind::Mismatch, message)
+            .with_help("call subgroup with the same lists in the same order on all of their ranks");
+        if let Some(other) = other {
+            error = error.with_peer(other);
+        }
+        let mut state = lock(&self.state);
+        let link = state.open_link();
+        for &group in groups {
+            let group = GroupName::from_bytes(group);
+            state.conflicts.push((group, error.clone()));
+            state.calls.retain(|&id, call| {
+                let ends = group.is_of(&call.request);
+                if ends {
+                    call.finish(Err(error.clone()));
+                    if let Some(link) = &link
+                        && let Ok(cancel) = message::encode(&Request::Cancel { id })
+                    {
+                        let _ = link.push(0, &cancel);
+                    }
+                }
+                !ends
+            });
+        }
+    }
+
+    /// Tells the store of a group that this rank makes. Does not wait.
+    pub(crate) fn declare(&self, declaration: GroupDeclaration) {
+        let link = lock(&self.state).open_link();
+        // Without a store, members that differ are found by their deadlines.
+        if let Some(link) = link
+            && let Ok(body) = message::encode(&Request::Declare(declaration))
+        {
+            let _ = link.push(0, &body);
+        }
     }
 
     /// The others go on without this rank.

@@ -30,6 +30,27 @@ impl GroupName {
         Self(name)
     }
 
+    /// As it goes over the wire.
+    pub(crate) fn to_bytes(self) -> [u8; 16] {
+        self.0
+    }
+
+    /// The name that goes over the wire as `bytes`.
+    pub(crate) fn from_bytes(bytes: [u8; 16]) -> Self {
+        Self(bytes)
+    }
+
+    /// Whether `request` is one of the group.
+    pub(crate) fn is_of(self, request: &Request) -> bool {
+        let prefix = self.key("");
+        match request {
+            Request::Gather { id, .. } => id.instance == self.instance(),
+            Request::Wait { keys, .. } => keys.iter().any(|key| key.starts_with(&prefix)),
+            Request::Set { pairs } => pairs.iter().any(|(key, _)| key.starts_with(&prefix)),
+            _ => false,
+        }
+    }
+
     /// The number of the group among those of the same members, out of the way of counted ones.
     fn instance(self) -> u64 {
         let [a, b, c, d, e, f, g, h, ..] = self.0;

@@ -6,11 +6,11 @@ use super::connection::{self, Identity};
 use super::group::{Group, GroupName, sort_members};
 use super::health::Health;
 use super::heartbeat::Heartbeat;
-use super::message::{Entry, MAX_WORLD};
+use super::message::{Entry, GroupDeclaration, MAX_WORLD};
 use super::secret::Secret;
 use super::server::{Server, Settings};
 use super::socket;
-use super::store::Store;
+use super::store::{Store, wire_ranks};
 use crate::deadline::Deadline;
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::sync::lock;
@@ -259,6 +259,24 @@ impl Bootstrap {
         let sorted = sort_members(members, self.rank, self.world)?;
         let group = Group::new(self.client.clone(), self.rank, members.to_vec(), sorted, 0);
         Ok(group.named(name))
+    }
+
+    /// Has the store compare the group `name` of `members`, which this rank makes of `parent`, with what the
+    /// others make; `numbers` says how many this rank made before with each of them. Does not block.
+    pub(crate) fn declare_group(
+        &self,
+        parent: GroupName,
+        name: GroupName,
+        members: &[Rank],
+        numbers: Vec<u64>,
+    ) -> Result<()> {
+        self.client.declare(GroupDeclaration {
+            parent: parent.to_bytes(),
+            name: name.to_bytes(),
+            members: wire_ranks(members)?,
+            numbers,
+        });
+        Ok(())
     }
 
     /// Leaves in order: the others take this rank for one that left, not for one that was lost.

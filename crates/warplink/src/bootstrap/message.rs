@@ -133,6 +133,8 @@ pub(crate) enum Request {
     Abort {
         reason: String,
     },
+    /// The sender makes a group of these ranks. Not answered.
+    Declare(GroupDeclaration),
     /// A sign of life. Not answered.
     Alive,
     /// The sender does not hear the store any more, and looks for another rank that serves it. Not
@@ -147,6 +149,17 @@ pub(crate) enum Request {
     },
     /// The sender has said all that it knows of it. Not answered.
     Restored,
+}
+
+/// A group that a rank makes of a parent's ranks.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct GroupDeclaration {
+    pub(crate) parent: [u8; 16],
+    pub(crate) name: [u8; 16],
+    /// In the group's order.
+    pub(crate) members: Vec<u32>,
+    /// How many groups of the parent the sender made before with each of them.
+    pub(crate) numbers: Vec<u64>,
 }
 
 /// What became of a key by a request of the rank that tells of it.
@@ -214,6 +227,12 @@ pub(crate) enum Event {
     },
     Left {
         rank: u32,
+    },
+    /// Two ranks make groups that differ, so that nobody can use them.
+    Conflict {
+        groups: Vec<[u8; 16]>,
+        ranks: [u32; 2],
+        message: String,
     },
     /// A sign of life.
     Alive,
@@ -330,6 +349,16 @@ impl Request {
                     reason.len()
                 ),
             )),
+            Self::Declare(group) => {
+                check_ranks(&group.members, world)?;
+                if group.members.len() != group.numbers.len() {
+                    return Err(Refusal::new(
+                        RefusalKind::Protocol,
+                        "a group is declared with other numbers than members",
+                    ));
+                }
+                Ok(())
+            }
             Self::Restore { entries, gathers } => {
                 check_keys(entries.iter().map(|entry| &entry.key))?;
                 gathers

@@ -45,12 +45,14 @@
 //! | `heartbeat.rs`, `pulse.rs` | signs of life |
 //! | `server.rs` | the connections of all members, on the rank that serves |
 //! | `table.rs`, `members.rs`, `values.rs`, `waiters.rs`, `gathers.rs`, `outgoing.rs` | the store's state, without sockets or clocks |
+//! | `declarations.rs` | finding groups that differ between their members |
 //! | `handshake.rs`, `message.rs`, `seal.rs`, `frame.rs` | the protocol, from the outside in |
 //! | `outbox.rs`, `socket.rs` | sending without blocking, socket options |
 
 mod client;
 mod config;
 mod connection;
+mod declarations;
 mod environment;
 mod frame;
 mod gathers;

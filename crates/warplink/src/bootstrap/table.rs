@@ -3,6 +3,7 @@
 //! No socket and no clock appear here. A request goes in, and what is to be sent comes out; so
 //! every path can be tested, and fuzzed, without a network.
 
+use super::declarations::Declarations;
 use super::gathers::{Contribution, Gathers};
 use super::members::MemberState;
 use super::message::{Answer, Bytes, Event, Refusal, RefusalKind, Reply, Request};
@@ -20,6 +21,7 @@ pub(crate) struct Table {
     values: Values,
     waiters: Waiters,
     gathers: Gathers,
+    declarations: Declarations,
     /// Whether a rank gave up before all had joined, so that the job can no longer begin.
     abandoned: bool,
     /// Where each rank would serve the store.
@@ -37,6 +39,7 @@ impl Table {
             values: Values::new(limit),
             waiters: Waiters::default(),
             gathers: Gathers::default(),
+            declarations: Declarations::default(),
             abandoned: false,
             standby: vec![None; world],
             restoring: None,
@@ -259,6 +262,7 @@ impl Table {
         if let Some(restoring) = &mut self.restoring {
             restoring.forget(rank);
         }
+        self.declarations.forget(rank);
         self.waiters.forget(rank);
         for (waiter, refusal) in self.waiters.take_failed(&self.members) {
             self.answer(waiter.rank, waiter.request, Reply::Refused(refusal));
@@ -279,6 +283,11 @@ impl Table {
         let reply = match reply {
             Ok(Some(reply)) => reply,
             Ok(None) => return,
+            // What has no number is not answered.
+            Err(refusal) if id == 0 => {
+                tracing::debug!(rank, ?refusal, "a notice was refused");
+                return;
+            }
             Err(refusal) => Reply::Refused(refusal),
         };
         // A value that was taken at once is gone since that, and one that was set may have been taken by
@@ -386,6 +395,13 @@ impl Table {
             Request::Abort { reason } => {
                 self.lose(rank, &reason);
                 Reply::Done
+            }
+            Request::Declare(group) => {
+                for (to, event) in self.declarations.declare(rank, group) {
+                    let body = body(&event);
+                    self.out.push(Outgoing { to, id: 0, body });
+                }
+                return Ok(None);
             }
             // The connection's, before the table.
             Request::Alive | Request::GiveUp { .. } => return Ok(None),

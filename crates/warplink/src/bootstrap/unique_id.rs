@@ -49,11 +49,12 @@ impl UniqueId {
     /// Bytes of an id on the wire.
     pub const SIZE: usize = 128;
 
-    /// An id with a fresh secret, for a store that rank 0 serves at `ip` and `port`.
+    /// An id with a fresh secret, for a store that is served at `ip` and `port`. Any rank may make it.
     ///
-    /// With port 0 the system picks a free port, and this process holds it until rank 0 takes it
-    /// over: rank 0 must then be in this process. When it will be in another, call
-    /// [`UniqueId::release`] before that process joins. Does not block.
+    /// With port 0 the system picks a free port, and this process holds it until one of its ranks
+    /// joins and serves the store: rank 0 if it is in this process, else another, half a second later.
+    /// A process that will not join calls [`UniqueId::release`] before rank 0 joins; with a port of the
+    /// caller's choice, rank 0 serves. Does not block.
     ///
     /// # Errors
     /// [`ErrorKind::InvalidArgument`] for an address that nobody can connect to, such as
@@ -80,7 +81,7 @@ impl UniqueId {
         drop(socket::take_reserved(self.address));
     }
 
-    /// Where rank 0 serves the store.
+    /// Where the store is served at first.
     pub fn address(&self) -> SocketAddr {
         self.address
     }

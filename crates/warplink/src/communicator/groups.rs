@@ -7,10 +7,11 @@ use std::sync::Arc;
 
 impl Communicator {
     /// The communicator of `ranks` of this one, this rank among them, in their order. Ranks that are
-    /// not listed need not call anything. Does not communicate, and so does not block.
+    /// not listed need not call anything. Does not wait for others.
     ///
-    /// Every rank that is listed calls it with the same list. When several communicators of one list
-    /// are made, the first on one rank is the first on all.
+    /// Every rank that is listed calls it with the same list, and two ranks make all the subgroups that
+    /// contain both in the same order. Where they do not, what is done in the subgroups fails soon after
+    /// with [`ErrorKind::Mismatch`], naming the ranks and their lists.
     ///
     /// # Errors
     /// [`ErrorKind::InvalidArgument`] where a rank is out of range or listed twice, or where this rank
@@ -39,7 +40,13 @@ impl Communicator {
         let members = ranks.iter().map(|&rank| self.group.job_rank(rank));
         let members = members.collect::<Result<Vec<_>>>()?;
         let number = self.number("subgroup", &members);
-        self.child("subgroup", &members, number)
+        let made = self.child("subgroup", &members, number)?;
+        let together = |&member| self.number("together", &[member]);
+        let numbers = members.iter().map(together).collect();
+        let (parent, name) = (self.group.name(), made.group.name());
+        let bootstrap = &self.job.bootstrap;
+        bootstrap.declare_group(parent, name, &members, numbers)?;
+        Ok(made)
     }
 
     /// The communicator of the ranks that give the same `color`, ordered by `key` and, where keys are

@@ -138,7 +138,11 @@ impl FaultSet {
     pub(crate) fn check(&self) -> Result<()> {
         let concerns = lock(&self.0);
         let raised = concerns.iter().find_map(|concern| concern.error.get());
-        raised.map_or(Ok(()), |error| Err(error.clone()))
+        raised.map_or(Ok(()), |error| {
+            Err(error
+                .clone()
+                .with_help("use another stream: this one waited for what will not come"))
+        })
     }
 }
 
