@@ -112,10 +112,10 @@ fn job(maker: Rank, maker_is_lost: bool) {
     within(60, move || {
         let mut all: Vec<_> = (0..WORLD).map(|rank| Process::start(rank, maker)).collect();
         let id = all[maker].line("id ");
-        for rank in 0..WORLD {
+        for (rank, process) in all.iter_mut().enumerate() {
             // The maker last: the others meet a port that nobody serves yet.
             if rank != maker {
-                all[rank].tell(&id);
+                process.tell(&id);
             }
         }
         std::thread::sleep(Duration::from_millis(200));
