@@ -62,7 +62,7 @@ fn a_cost_has_a_bound_and_a_timeline() {
     let text = stdout(&output);
     assert!(output.status.success(), "{}", stderr(&output));
     assert!(text.contains("bound by link"), "{text}");
-    assert!(text.contains("post give(A to 1, tag 0)"), "{text}");
+    assert!(text.contains("post give(A to 1 tag 0 via get)"), "{text}");
 
     let eager = json(&[&args[..], &["--json"]].concat());
     assert_eq!(eager["ranks"], 4);

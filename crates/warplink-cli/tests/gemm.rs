@@ -273,7 +273,7 @@ fn a_program_is_shown() {
     .unwrap();
     let text = stdout(&output);
     assert!(
-        text.contains("give(A to 3, tag 0), take(B from 1, tag 0)"),
+        text.contains("give(A to 3 tag 0 via get), take(B from 1 tag 0 via get)"),
         "{text}"
     );
     for (args, part) in [
@@ -334,6 +334,83 @@ fn a_mistake_in_the_text_is_pointed_at() {
             "{text}"
         );
     }
+}
+
+#[test]
+fn a_mistake_in_the_text_is_json_where_json_is_asked_for() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("wrong.wlp");
+    std::fs::write(&path, "program p() {\n    post = 1\n}\n").unwrap();
+    let path = path.to_str().unwrap();
+    for command in ["show", "verify", "cost", "run"] {
+        let args = ["program", command, path, "--json", "--device", "host"];
+        let output = warplink(&args).output().unwrap();
+        assert!(!output.status.success(), "{command}");
+        let result: Value = serde_json::from_str(&stdout(&output)).unwrap();
+        assert_eq!(result["passed"], false, "{result}");
+        assert_eq!(result["file"], path);
+        let error = &result["error"];
+        assert_eq!(error["kind"], "parse");
+        assert_eq!(
+            (error["line"].as_u64(), error["column"].as_u64()),
+            (Some(2), Some(10))
+        );
+        let message = error["message"].as_str().unwrap();
+        assert!(message.contains("found '='"), "{message}");
+    }
+}
+
+#[test]
+fn what_is_given_twice_is_an_error() {
+    let ring = example("ring_pass");
+    for (args, part) in [
+        (
+            ["--param", "n=1", "--param", "n=1"],
+            "parameter 'n' is given twice; expected once",
+        ),
+        (
+            ["--with", "K", "--with", "K"],
+            "optional tensor 'K' is given twice; expected once",
+        ),
+    ] {
+        for command in ["show", "verify", "cost", "run"] {
+            let args = [&["program", command, &ring, "--device", "host"], &args[..]].concat();
+            let output = warplink(&args).output().unwrap();
+            assert!(!output.status.success(), "{args:?}");
+            let text = stderr(&output);
+            assert!(text.contains(part), "{part} is not in:\n{text}");
+        }
+    }
+}
+
+#[test]
+fn one_statement_of_a_line_is_pointed_at() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("race.wlp");
+    let text = "program p() {
+    input A: u8[4]; output B: u8[4]; allocate X: u8[4]
+    fork pool(0) { set_stream pool(0); X = copy(A); set_stream caller; B = copy(X) }
+}
+";
+    std::fs::write(&path, text).unwrap();
+    let path = path.to_str().unwrap();
+    let output = warplink(&["program", "verify", path, "-n", "1"])
+        .output()
+        .unwrap();
+    let text = stdout(&output);
+    for part in [
+        "race.wlp:3:40\n",
+        "  |                                        ^^^^^^^^^^^ rank 0\n",
+        "race.wlp:3:72\n",
+        "  |                                                                        ^^^^^^^^^^^ rank 0\n",
+    ] {
+        assert!(text.contains(part), "{part} is not in:\n{text}");
+    }
+    let output = warplink(&["program", "verify", path, "-n", "1", "--json"])
+        .output()
+        .unwrap();
+    let result: Value = serde_json::from_str(&stdout(&output)).unwrap();
+    assert_eq!(result["diagnostics"][0]["places"][1]["column"], 72);
 }
 
 #[test]

@@ -20,6 +20,17 @@ pub enum ReduceOp {
     Min,
 }
 
+impl ReduceOp {
+    /// Its name in program text.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Sum => "sum",
+            Self::Max => "max",
+            Self::Min => "min",
+        }
+    }
+}
+
 /// Which collective. `Root` is a rank, or an expression for one in the text of a program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Collective<Root = Rank> {
@@ -47,6 +58,18 @@ impl<Root> Collective<Root> {
             Self::Broadcast(_) => "broadcast",
             Self::Reduce(..) => "reduce",
             Self::AllToAll => "all_to_all",
+        }
+    }
+}
+
+impl<Root: fmt::Display> Collective<Root> {
+    /// What follows the source in program text: `, sum`, ` from 2`, `, max to 0`.
+    pub fn arguments(&self) -> String {
+        match self {
+            Self::AllGather | Self::AllToAll => String::new(),
+            Self::AllReduce(op) | Self::ReduceScatter(op) => format!(", {}", op.name()),
+            Self::Broadcast(root) => format!(" from {root}"),
+            Self::Reduce(op, root) => format!(", {} to {root}", op.name()),
         }
     }
 }

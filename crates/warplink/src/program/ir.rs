@@ -23,31 +23,47 @@ pub struct Program {
     pub body: Vec<Statement>,
 }
 
-/// A line of the program's text, from 1; 0 where a statement was built and not parsed.
+/// Where a statement starts in the program's text.
 ///
-/// Two lines always compare equal: a program is what its statements say, wherever they stand.
+/// Two positions always compare equal: a program is what its statements say, wherever they stand.
 #[derive(Clone, Copy, Default)]
-pub struct Line(pub u32);
+pub struct Position {
+    /// The line, from 1; 0 where a statement was built and not parsed.
+    pub line: u32,
+    /// The character within the line, from 1; 0 where the statement is the first that starts there.
+    pub column: u32,
+}
 
-impl PartialEq for Line {
+impl PartialEq for Position {
     fn eq(&self, _: &Self) -> bool {
         true
     }
 }
 
-impl Eq for Line {}
+impl Eq for Position {}
 
-impl fmt::Debug for Line {
+impl fmt::Display for Position {
+    /// `line 12`, and `line 12, column 9` where it is not the first statement of the line.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "line {}", self.0)
+        write!(f, "line {}", self.line)?;
+        match self.column {
+            0 => Ok(()),
+            column => write!(f, ", column {column}"),
+        }
+    }
+}
+
+impl fmt::Debug for Position {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
     }
 }
 
 /// One statement and where it stands.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Statement {
-    /// The line of its first word.
-    pub line: Line,
+    /// Where its first word is.
+    pub position: Position,
     /// What it says.
     pub kind: StatementKind,
 }
@@ -55,7 +71,7 @@ pub struct Statement {
 impl From<StatementKind> for Statement {
     fn from(kind: StatementKind) -> Self {
         Self {
-            line: Line::default(),
+            position: Position::default(),
             kind,
         }
     }
@@ -172,8 +188,8 @@ pub struct Product {
 /// A statement inside `share { … }`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ShareItem {
-    /// The line of its first word.
-    pub line: Line,
+    /// Where its first word is.
+    pub position: Position,
     /// What it says.
     pub kind: ShareItemKind,
 }
@@ -181,7 +197,7 @@ pub struct ShareItem {
 impl From<ShareItemKind> for ShareItem {
     fn from(kind: ShareItemKind) -> Self {
         Self {
-            line: Line::default(),
+            position: Position::default(),
             kind,
         }
     }
@@ -218,15 +234,24 @@ pub struct Loop<S> {
     pub body: Vec<S>,
 }
 
-/// `if condition { then } else { otherwise }`.
+/// `if condition { … } else if condition { … } else { … }`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Branch<S> {
+    /// What is done under which condition: the first that holds; at least one.
+    pub arms: Vec<Arm<S>>,
+    /// What is done when none holds.
+    pub otherwise: Vec<S>,
+}
+
+/// `if condition { body }`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Arm<S> {
+    /// Where its `if` is.
+    pub position: Position,
     /// What decides.
     pub condition: Condition,
     /// What is done when it holds.
-    pub then: Vec<S>,
-    /// What is done when it does not.
-    pub otherwise: Vec<S>,
+    pub body: Vec<S>,
 }
 
 /// One item of a list, or one for each value of an index: `s[j] for j in 1..world`.

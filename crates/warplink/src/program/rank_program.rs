@@ -1,7 +1,7 @@
 //! A program for one rank, with every loop, branch and expression resolved: what an executor runs
 //! and the verifier follows.
 
-use super::ir::{Backend, Collective, Direction, Protocol, Role, Sharding};
+use super::ir::{Backend, Collective, Direction, Position, Protocol, Role, Sharding};
 use crate::dtype::DType;
 use crate::error::Rank;
 use std::collections::HashSet;
@@ -364,14 +364,26 @@ impl OperationKind {
 pub struct Site {
     /// The line of the program's text, from 1; 0 where it was built and not parsed.
     pub line: u32,
+    /// The character within the line, from 1; 0 where the statement is the first that starts there.
+    pub column: u32,
     /// The indices of the loops around it, outermost first.
     pub indices: Arc<[(Arc<str>, i64)]>,
 }
 
+impl Site {
+    /// Where the statement starts.
+    pub const fn position(&self) -> Position {
+        Position {
+            line: self.line,
+            column: self.column,
+        }
+    }
+}
+
 impl fmt::Display for Site {
-    /// `line 12 (i = 0, j = 3)`.
+    /// `line 12 (i = 0, j = 3)`, `line 12, column 9`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "line {}", self.line)?;
+        write!(f, "{}", self.position())?;
         for (position, (index, value)) in self.indices.iter().enumerate() {
             let lead = if position == 0 { " (" } else { ", " };
             write!(f, "{lead}{index} = {value}")?;

@@ -3,9 +3,9 @@
 use proptest::prelude::*;
 use warplink::program::expr::{Comparison, Operator};
 use warplink::program::ir::{
-    Branch, Collective, Declaration, Each, ElementType, Loop, Order, Over, PostedMatmul, Product,
-    Role, Selection, Sharding, ShareItem, ShareItemKind, Statement, StatementKind, StreamRef,
-    TensorRef, Transfer, TransferRef,
+    Arm, Branch, Collective, Declaration, Each, ElementType, Loop, Order, Over, Position,
+    PostedMatmul, Product, Role, Selection, Sharding, ShareItem, ShareItemKind, Statement,
+    StatementKind, StreamRef, TensorRef, Transfer, TransferRef,
 };
 use warplink::program::parameters::{Parameter, ParameterKind};
 use warplink::program::{Backend, Condition, Direction, Expr, Protocol, Value};
@@ -216,13 +216,19 @@ fn blocks<S: Clone + std::fmt::Debug + 'static>(
                     body
                 }
             )),
-            (condition(), body.clone(), body).prop_map(move |(condition, then, otherwise)| {
-                branch(Branch {
-                    condition,
-                    then,
-                    otherwise,
-                })
-            }),
+            (
+                prop::collection::vec((condition(), body.clone()), 1..3),
+                body
+            )
+                .prop_map(move |(arms, otherwise)| {
+                    let arm = |(condition, body)| Arm {
+                        position: Position::default(),
+                        condition,
+                        body,
+                    };
+                    let arms = arms.into_iter().map(arm).collect();
+                    branch(Branch { arms, otherwise })
+                }),
         ]
     });
     prop::collection::vec(one, 0..4)

@@ -55,11 +55,14 @@ struct Json<'a> {
 
 impl Cost {
     pub(super) fn run(self, options: &Options) -> Result<ExitCode> {
+        let Some(read) = self.source.read(options)? else {
+            return Ok(ExitCode::FAILURE);
+        };
         let Text {
             program,
             parameters,
             ..
-        } = self.source.read()?;
+        } = read;
         let world = options.ranks.unwrap_or(2);
         let streams = self.source.streams.into();
         let report = verify(&program, world, streams, &parameters)

@@ -3,22 +3,30 @@
 use serde::Serialize;
 use std::path::Path;
 use warplink::program::Diagnostic;
+use warplink::program::text::ParseError;
 
 /// Most places that are named beside one line.
 const MAX_PLACES: usize = 4;
 
-/// A diagnostic with every line that takes part, and which ranks and iterations do.
+/// A diagnostic with every statement that takes part, and which ranks and iterations do.
 pub(super) fn explain(diagnostic: &Diagnostic, file: &Path, text: &str) -> String {
     let mut out = format!("{diagnostic}\n");
-    for line in diagnostic.lines() {
+    let mut starts: Vec<(u32, u32)> = Vec::new();
+    for place in &diagnostic.places {
+        let start = (place.site.line, place.site.column);
+        if !starts.contains(&start) {
+            starts.push(start);
+        }
+    }
+    for start @ (line, column) in starts {
         let source = (line as usize)
             .checked_sub(1)
             .and_then(|index| text.lines().nth(index));
         let Some(source) = source else {
             continue;
         };
-        let statement = source.split('#').next().unwrap_or_default().trim_end();
-        let indent = statement.len() - statement.trim_start().len();
+        let source = source.trim_start_matches('\u{feff}');
+        let (indent, width) = extent(source, column as usize);
         let number = line.to_string();
         let margin = " ".repeat(number.len());
         let blank: String = source
@@ -26,21 +34,51 @@ pub(super) fn explain(diagnostic: &Diagnostic, file: &Path, text: &str) -> Strin
             .take(indent)
             .map(|c| if c == '\t' { '\t' } else { ' ' })
             .collect();
-        let carets = "^".repeat(statement.trim_start().chars().count().max(1));
-        out += &format!("{margin}--> {}:{line}\n", file.display());
+        let at = match column {
+            0 => number.clone(),
+            column => format!("{number}:{column}"),
+        };
+        out += &format!("{margin}--> {}:{at}\n", file.display());
         out += &format!("{number} | {source}\n");
-        out += &format!("{margin} | {blank}{carets} {}\n", who(diagnostic, line));
+        out += &format!(
+            "{margin} | {blank}{} {}\n",
+            "^".repeat(width),
+            who(diagnostic, start)
+        );
     }
     out
 }
 
+/// Where in a line the statement stands that starts at `column`, or the first of the line at 0: how
+/// many characters are before it, and how many it has.
+fn extent(source: &str, column: usize) -> (usize, usize) {
+    let code: Vec<char> = source
+        .split('#')
+        .next()
+        .unwrap_or_default()
+        .chars()
+        .collect();
+    let indent = match column.checked_sub(1) {
+        Some(before) => before.min(code.len()),
+        None => code.iter().take_while(|c| c.is_whitespace()).count(),
+    };
+    let rest = &code[indent..];
+    // One statement of several ends where the next begins.
+    let shared = column > 0 || rest.contains(&';');
+    let end = rest
+        .iter()
+        .position(|c| shared && matches!(c, ';' | '{' | '}'));
+    let statement: String = rest[..end.unwrap_or(rest.len())].iter().collect();
+    (indent, statement.trim_end().chars().count().max(1))
+}
+
 /// `rank 0 (j = 1), rank 2 (j = 3)`.
-fn who(diagnostic: &Diagnostic, line: u32) -> String {
+fn who(diagnostic: &Diagnostic, start: (u32, u32)) -> String {
     let mut names: Vec<String> = Vec::new();
     let here = diagnostic
         .places
         .iter()
-        .filter(|place| place.site.line == line);
+        .filter(|place| (place.site.line, place.site.column) == start);
     for place in here {
         let site = place.site.to_string();
         let indices = site.find(" (").map_or("", |at| &site[at..]);
@@ -70,7 +108,47 @@ pub(super) struct Json {
 struct JsonPlace {
     rank: usize,
     line: u32,
+    /// Where the statement is not the first that starts on its line.
+    #[serde(skip_serializing_if = "is_first")]
+    column: u32,
     indices: Vec<(String, i64)>,
+}
+
+const fn is_first(column: &u32) -> bool {
+    *column == 0
+}
+
+/// A text that is no program, for machines.
+#[derive(Debug, Serialize)]
+pub(super) struct JsonParseError<'a> {
+    file: &'a Path,
+    passed: bool,
+    error: JsonError,
+}
+
+#[derive(Debug, Serialize)]
+struct JsonError {
+    kind: &'static str,
+    line: usize,
+    column: usize,
+    message: String,
+    excerpt: String,
+}
+
+impl<'a> JsonParseError<'a> {
+    pub(super) fn new(file: &'a Path, error: &ParseError) -> Self {
+        Self {
+            file,
+            passed: false,
+            error: JsonError {
+                kind: "parse",
+                line: error.line,
+                column: error.column,
+                message: error.message.clone(),
+                excerpt: error.excerpt.clone(),
+            },
+        }
+    }
 }
 
 impl From<&Diagnostic> for Json {
@@ -78,6 +156,7 @@ impl From<&Diagnostic> for Json {
         let place = |place: &warplink::program::Place| JsonPlace {
             rank: place.rank,
             line: place.site.line,
+            column: place.site.column,
             indices: place
                 .site
                 .indices
@@ -91,5 +170,21 @@ impl From<&Diagnostic> for Json {
             places: diagnostic.places.iter().map(place).collect(),
             repeated: diagnostic.repeated,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_of_several_statements_of_a_line_is_marked() {
+        let line = "    for i in 0..2 { C[i] = copy(A); D = copy(B) } # ; }";
+        assert_eq!(extent(line, 0), (4, 13));
+        assert_eq!(extent(line, 21), (20, 14));
+        assert_eq!(extent(line, 37), (36, 11));
+        assert_eq!(extent("  wait s, r  # here", 0), (2, 9));
+        assert_eq!(extent("  fork pool(0) {", 0), (2, 14));
+        assert_eq!(extent("", 7), (0, 1));
     }
 }

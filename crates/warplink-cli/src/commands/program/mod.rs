@@ -8,7 +8,7 @@ mod show;
 
 use crate::options::Options;
 use crate::report::{print_json, print_text};
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail, ensure};
 use clap::{Args, Subcommand};
 use serde::Serialize;
 use std::io::Read as _;
@@ -72,19 +72,44 @@ struct Text {
 }
 
 impl Source {
-    fn read(&self) -> Result<Text> {
+    /// Reads the program; `None` where it is none and that was said as JSON.
+    fn read(&self, options: &Options) -> Result<Option<Text>> {
         let name = self.file.display();
+        let parameters = self.parameters()?;
         let text = read_limited(&self.file).with_context(|| format!("read {name}"))?;
-        let program = program::Program::parse_text(&text)
-            .map_err(|error| anyhow::anyhow!("{name}, {error}"))?;
-        Ok(Text {
+        let program = match program::Program::parse_text(&text) {
+            Ok(program) => program,
+            Err(error) if options.json => {
+                print_json(&diagnostics::JsonParseError::new(&self.file, &error))?;
+                return Ok(None);
+            }
+            Err(error) => bail!("{name}, {error}"),
+        };
+        Ok(Some(Text {
             text,
             program,
-            parameters: self.tensors.iter().fold(
-                self.parameters.iter().cloned().collect(),
-                |parameters: Parameters, name| parameters.with_tensor(name),
-            ),
-        })
+            parameters,
+        }))
+    }
+
+    /// The values and optional tensors that are given, each once.
+    fn parameters(&self) -> Result<Parameters> {
+        let mut parameters = Parameters::new();
+        for (name, value) in &self.parameters {
+            ensure!(
+                parameters.value(name).is_none(),
+                "parameter '{name}' is given twice; expected once"
+            );
+            parameters.insert(name.as_str(), value.clone());
+        }
+        for name in &self.tensors {
+            ensure!(
+                !parameters.has_tensor(name),
+                "optional tensor '{name}' is given twice; expected once"
+            );
+            parameters = parameters.with_tensor(name);
+        }
+        Ok(parameters)
     }
 }
 
@@ -179,11 +204,14 @@ impl From<&Report> for Counts {
 
 impl Verify {
     fn run(self, options: &Options) -> Result<ExitCode> {
+        let Some(read) = self.source.read(options)? else {
+            return Ok(ExitCode::FAILURE);
+        };
         let Text {
             text,
             program,
             parameters,
-        } = self.source.read()?;
+        } = read;
         let ranks = options.ranks.unwrap_or(2);
         let verdict = verify(&program, ranks, self.source.streams.into(), &parameters);
         if options.json {

@@ -81,7 +81,9 @@ struct Outcome {
 impl Run {
     pub(super) fn run(self, options: &Options) -> Result<ExitCode> {
         // Before any rank starts, so that what is wrong is said once.
-        let text = self.source.read()?;
+        let Some(text) = self.source.read(options)? else {
+            return Ok(ExitCode::FAILURE);
+        };
         if let Some(path) = &self.trace {
             report::check_output(path)?;
         }

@@ -7,6 +7,7 @@ use anyhow::{Result, ensure};
 use clap::Args;
 use serde::Serialize;
 use std::process::ExitCode;
+use warplink::program::ir::Position;
 use warplink::program::{OperationKind, Range, RankProgram, TransferId, unroll};
 
 /// Print a program
@@ -30,16 +31,21 @@ struct Line {
     stream: String,
     operation: String,
     line: u32,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    column: Option<u32>,
     indices: Vec<(String, i64)>,
 }
 
 impl Show {
     pub(super) fn run(self, options: &Options) -> Result<ExitCode> {
+        let Some(read) = self.source.read(options)? else {
+            return Ok(ExitCode::FAILURE);
+        };
         let Text {
             program,
             parameters,
             ..
-        } = self.source.read()?;
+        } = read;
         let Some(world) = options.ranks else {
             if options.json {
                 print_json(&serde_json::json!({
@@ -71,6 +77,7 @@ impl Show {
                     .unwrap_or_default(),
                 operation: describe(&rank_program, &operation.kind),
                 line: operation.site.line,
+                column: Some(operation.site.column).filter(|column| *column > 0),
                 indices: operation
                     .site
                     .indices
@@ -91,10 +98,13 @@ impl Show {
                 .map(|(name, value)| format!("{name} = {value}"))
                 .collect();
             text += &format!(
-                "{:>8}  {:<60}  # line {}{}{}\n",
+                "{:>8}  {:<60}  # {}{}{}\n",
                 line.stream,
                 line.operation,
-                line.line,
+                Position {
+                    line: line.line,
+                    column: line.column.unwrap_or_default(),
+                },
                 if indices.is_empty() { "" } else { ", " },
                 indices.join(", ")
             );
@@ -177,8 +187,19 @@ pub(super) fn describe(rank_program: &RankProgram, kind: &OperationKind) -> Stri
         OperationKind::Post(ids) | OperationKind::Wait(ids) => {
             format!("{} {}", kind.name(), group(rank_program, ids))
         }
-        OperationKind::Collective { target, source, .. } => {
-            format!("{} = {}({})", part(target), kind.name(), part(source))
+        OperationKind::Collective {
+            collective,
+            target,
+            source,
+            ..
+        } => {
+            let arguments = collective.arguments();
+            format!(
+                "{} = {}({}{arguments})",
+                part(target),
+                kind.name(),
+                part(source)
+            )
         }
         OperationKind::Synchronize(stream) => {
             let stream = rank_program.streams.get(*stream);
@@ -224,11 +245,12 @@ fn group(rank_program: &RankProgram, ids: &[TransferId]) -> String {
                 warplink::program::Direction::Receive => "from",
             };
             format!(
-                "{}({} {way} {}, tag {})",
+                "{}({} {way} {} tag {} via {})",
                 transfer.name,
                 part(rank_program, &transfer.range),
                 transfer.peer,
-                transfer.tag
+                transfer.tag,
+                transfer.backend
             )
         })
         .collect();

@@ -14,6 +14,8 @@ pub(super) struct Parser<'a> {
     pub(super) at: usize,
     /// Blocks that are open.
     pub(super) blocks: usize,
+    /// The statement that started last: its line, and its first character in the text and the line.
+    pub(super) started: (u32, usize, u32),
     /// Parentheses and prefixes that are open in the expression at hand.
     nesting: usize,
 }
@@ -31,6 +33,7 @@ impl<'a> Parser<'a> {
             tokens,
             at: 0,
             blocks: 0,
+            started: (0, 0, 0),
             nesting: 0,
         }
     }

@@ -1,14 +1,14 @@
 //! Parsing of statements and whole programs.
 
 use super::operand::{Parsed, Parser};
-use super::token::{TokenKind, tokens};
+use super::token::{TokenKind, mark_bytes, tokens};
 use super::{MAX_BLOCK_DEPTH, MAX_PARAMETERS, is_name};
 use crate::device::ReduceOp;
 use crate::dtype::DType;
 use crate::program::expr::Expr;
 use crate::program::ir::{
-    Branch, Collective, Declaration, Each, ElementType, Line, Loop, Order, PostedMatmul, Product,
-    Program, Role, Sharding, Statement, StatementKind, TensorRef,
+    Arm, Branch, Collective, Declaration, Each, ElementType, Loop, Order, Position, PostedMatmul,
+    Product, Program, Role, Sharding, Statement, StatementKind, TensorRef,
 };
 use crate::program::parameters::{Parameter, ParameterKind, Value};
 use std::mem::discriminant;
@@ -129,12 +129,32 @@ impl Parser<'_> {
         }
     }
 
+    /// Where the statement at hand starts. The first on its line is known by the line alone.
+    pub(super) fn position(&mut self) -> Position {
+        let token = self.peek();
+        let (line, at, column) = self.started;
+        let shares = line == token.line;
+        let (from, before) = if shares {
+            (at, column)
+        } else {
+            let start = self.text[..token.at].rfind('\n').map_or(0, |at| at + 1);
+            (start.max(mark_bytes(self.text)), 1)
+        };
+        // Counted on from the statement before: a line may have very many.
+        let column = before + self.text[from..token.at].chars().count() as u32;
+        self.started = (token.line, token.at, column);
+        Position {
+            line: token.line,
+            column: if shares { column } else { 0 },
+        }
+    }
+
     fn statement(&mut self) -> Parsed<Statement> {
         let first = self.peek();
-        let line = Line(first.line);
+        let position = self.position();
         if first.kind == TokenKind::Word && is_name(first.text) {
             let kind = self.assignment()?;
-            return Ok(Statement { line, kind });
+            return Ok(Statement { position, kind });
         }
         if first.kind != TokenKind::Word {
             return Err(self.expected("a statement"));
@@ -161,19 +181,13 @@ impl Parser<'_> {
                 body: self.block(Self::statement)?,
             },
             "for" => StatementKind::For(self.repetition(Self::statement)?),
-            "if" => {
-                let wrap = |branch, line| Statement {
-                    line,
-                    kind: StatementKind::If(branch),
-                };
-                StatementKind::If(self.branch(Self::statement, wrap)?)
-            }
+            "if" => StatementKind::If(self.branch(position, Self::statement)?),
             _ => {
                 self.at -= 1;
                 return Err(self.expected("a statement"));
             }
         };
-        Ok(Statement { line, kind })
+        Ok(Statement { position, kind })
     }
 
     /// What follows `let`.
@@ -455,41 +469,36 @@ impl Parser<'_> {
         })
     }
 
-    /// What follows `if`. An `else if` is a branch that is alone in the `else`.
+    /// What follows `if`, which is at `position`.
     pub(super) fn branch<S>(
         &mut self,
+        position: Position,
         statement: fn(&mut Self) -> Parsed<S>,
-        wrap: fn(Branch<S>, Line) -> S,
     ) -> Parsed<Branch<S>> {
-        let condition = self.condition()?;
-        let then = self.block(statement)?;
-        // `else` may stand on the line after the brace.
-        let mut ahead = 0;
-        while self.peek_at(ahead).kind == TokenKind::LineEnd {
-            ahead += 1;
-        }
-        let mut otherwise = Vec::new();
-        if self.peek_at(ahead).text == "else" {
+        let (mut arms, mut position) = (Vec::new(), position);
+        loop {
+            arms.push(Arm {
+                position,
+                condition: self.condition()?,
+                body: self.block(statement)?,
+            });
+            // `else` may stand on the line after the brace.
+            let mut ahead = 0;
+            while self.peek_at(ahead).kind == TokenKind::LineEnd {
+                ahead += 1;
+            }
+            if self.peek_at(ahead).text != "else" {
+                return Ok(Branch {
+                    arms,
+                    otherwise: Vec::new(),
+                });
+            }
             self.at += ahead + 1;
-            let token = self.peek();
-            if self.take("if") {
-                if self.blocks >= MAX_BLOCK_DEPTH {
-                    return Err(self.wrong(
-                        token,
-                        format!("blocks are nested deeper than {MAX_BLOCK_DEPTH}"),
-                    ));
-                }
-                self.blocks += 1;
-                otherwise.push(wrap(self.branch(statement, wrap)?, Line(token.line)));
-                self.blocks -= 1;
-            } else {
-                otherwise = self.block(statement)?;
+            position = self.position();
+            if !self.take("if") {
+                let otherwise = self.block(statement)?;
+                return Ok(Branch { arms, otherwise });
             }
         }
-        Ok(Branch {
-            condition,
-            then,
-            otherwise,
-        })
     }
 }

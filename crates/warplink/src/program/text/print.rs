@@ -1,43 +1,45 @@
 //! Printing of programs.
 
-use crate::device::ReduceOp;
 use crate::program::expr::{Condition, Expr, Operator};
 use crate::program::ir::{
-    Backend, Branch, Collective, Declaration, Direction, Each, ElementType, Loop, Order, Over,
+    Backend, Branch, Declaration, Direction, Each, ElementType, Loop, Order, Over, Position,
     Product, Program, Protocol, Role, Selection, Sharding, ShareItem, ShareItemKind, Statement,
     StatementKind, StreamRef, TensorRef, Transfer, TransferRef,
 };
 use crate::program::parameters::{Parameter, ParameterKind};
 use std::fmt::{self, Display, Formatter};
 
-/// The first line of the statement or declared transfer that stands on `line` of the program's
+/// The first line of the statement or declared transfer that starts at `position` of the program's
 /// text, for messages; empty where none does.
-pub fn summary(program: &Program, line: u32) -> String {
-    fn of(statements: &[Statement], line: u32) -> Option<String> {
+pub fn summary(program: &Program, position: Position) -> String {
+    fn of(statements: &[Statement], position: Position) -> Option<String> {
         statements.iter().find_map(|statement| {
             let inside = match &statement.kind {
-                StatementKind::For(repetition) => of(&repetition.body, line),
-                StatementKind::Fork { body, .. } => of(body, line),
-                StatementKind::If(branch) => {
-                    of(&branch.then, line).or_else(|| of(&branch.otherwise, line))
-                }
-                StatementKind::Share(items) if statement.line.0 != line => of_share(items, line),
+                StatementKind::For(repetition) => of(&repetition.body, position),
+                StatementKind::Fork { body, .. } => of(body, position),
+                StatementKind::If(branch) => bodies(branch).find_map(|body| of(body, position)),
+                StatementKind::Share(items) => of_share(items, position),
                 _ => None,
             };
-            inside.or_else(|| (statement.line.0 == line).then(|| head(statement)))
+            inside.or_else(|| same(statement.position, position).then(|| head(statement)))
         })
     }
-    fn of_share(items: &[ShareItem], line: u32) -> Option<String> {
+    fn of_share(items: &[ShareItem], position: Position) -> Option<String> {
         items.iter().find_map(|item| match &item.kind {
-            ShareItemKind::For(repetition) => of_share(&repetition.body, line),
-            ShareItemKind::If(branch) => {
-                of_share(&branch.then, line).or_else(|| of_share(&branch.otherwise, line))
-            }
+            ShareItemKind::For(repetition) => of_share(&repetition.body, position),
+            ShareItemKind::If(branch) => bodies(branch).find_map(|body| of_share(body, position)),
             ShareItemKind::Transfer(transfer) => {
-                (item.line.0 == line).then(|| transfer.to_string())
+                same(item.position, position).then(|| transfer.to_string())
             }
             ShareItemKind::LetInteger { .. } => None,
         })
+    }
+    fn bodies<S>(branch: &Branch<S>) -> impl Iterator<Item = &[S]> {
+        let arms = branch.arms.iter().map(|arm| &arm.body[..]);
+        arms.chain([&branch.otherwise[..]])
+    }
+    fn same(a: Position, b: Position) -> bool {
+        (a.line, a.column) == (b.line, b.column)
     }
     fn head(statement: &Statement) -> String {
         let text = Indented(0, statement).to_string();
@@ -47,7 +49,7 @@ pub fn summary(program: &Program, line: u32) -> String {
             .trim_end_matches(" {")
             .to_owned()
     }
-    of(&program.body, line).unwrap_or_default()
+    of(&program.body, position).unwrap_or_default()
 }
 
 /// Something that takes whole lines, at a depth of indentation.
@@ -122,16 +124,8 @@ impl Display for Indented<'_, Statement> {
                 source,
                 collective,
             } => {
-                write!(f, "{target} = {}({source}", collective.name())?;
-                match collective {
-                    Collective::AllGather | Collective::AllToAll => {}
-                    Collective::AllReduce(op) | Collective::ReduceScatter(op) => {
-                        write!(f, ", {}", op_name(*op))?;
-                    }
-                    Collective::Broadcast(root) => write!(f, " from {root}")?,
-                    Collective::Reduce(op, root) => write!(f, ", {} to {root}", op_name(*op))?,
-                }
-                f.write_str(")")?;
+                let (name, arguments) = (collective.name(), collective.arguments());
+                write!(f, "{target} = {name}({source}{arguments})")?;
             }
             StatementKind::Share(items) => {
                 f.write_str("share ")?;
@@ -151,10 +145,7 @@ impl Display for Indented<'_, Statement> {
                 block(f, self.0, body)?;
             }
             StatementKind::For(repetition) => print_loop(f, self.0, repetition)?,
-            StatementKind::If(branch) => print_branch(f, self.0, branch, |s| match &s.kind {
-                StatementKind::If(branch) => Some(branch),
-                _ => None,
-            })?,
+            StatementKind::If(branch) => print_branch(f, self.0, branch)?,
         }
         f.write_str("\n")
     }
@@ -167,10 +158,7 @@ impl Display for Indented<'_, ShareItem> {
             ShareItemKind::Transfer(transfer) => transfer.fmt(f)?,
             ShareItemKind::LetInteger { name, value } => write!(f, "let {name} = {value}")?,
             ShareItemKind::For(repetition) => print_loop(f, self.0, repetition)?,
-            ShareItemKind::If(branch) => print_branch(f, self.0, branch, |s| match &s.kind {
-                ShareItemKind::If(branch) => Some(branch),
-                _ => None,
-            })?,
+            ShareItemKind::If(branch) => print_branch(f, self.0, branch)?,
         }
         f.write_str("\n")
     }
@@ -194,28 +182,20 @@ where
     block(f, depth, &it.body)
 }
 
-fn print_branch<'a, S: 'a>(
-    f: &mut Formatter<'_>,
-    depth: usize,
-    it: &'a Branch<S>,
-    branch_of: fn(&S) -> Option<&Branch<S>>,
-) -> fmt::Result
+fn print_branch<'a, S: 'a>(f: &mut Formatter<'_>, depth: usize, it: &'a Branch<S>) -> fmt::Result
 where
     Indented<'a, S>: Display,
 {
-    write!(f, "if {} ", it.condition)?;
-    block(f, depth, &it.then)?;
-    match &it.otherwise[..] {
-        [] => Ok(()),
-        [only] if let Some(branch) = branch_of(only) => {
-            f.write_str(" else ")?;
-            print_branch(f, depth, branch, branch_of)
-        }
-        body => {
-            f.write_str(" else ")?;
-            block(f, depth, body)
-        }
+    for (position, arm) in it.arms.iter().enumerate() {
+        f.write_str(if position == 0 { "if " } else { " else if " })?;
+        write!(f, "{} ", arm.condition)?;
+        block(f, depth, &arm.body)?;
     }
+    if it.otherwise.is_empty() {
+        return Ok(());
+    }
+    f.write_str(" else ")?;
+    block(f, depth, &it.otherwise)
 }
 
 struct List<'a, T>(&'a [Each<T>]);
@@ -375,14 +355,6 @@ impl Display for StreamRef {
             Self::High(number) => write!(f, "high({number})"),
             Self::Named(name) => f.write_str(name),
         }
-    }
-}
-
-const fn op_name(op: ReduceOp) -> &'static str {
-    match op {
-        ReduceOp::Sum => "sum",
-        ReduceOp::Max => "max",
-        ReduceOp::Min => "min",
     }
 }
 

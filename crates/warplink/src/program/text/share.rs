@@ -2,19 +2,15 @@
 
 use super::operand::{Parsed, Parser};
 use crate::program::expr::Expr;
-use crate::program::ir::{Backend, Direction, Line, Protocol, ShareItem, ShareItemKind, Transfer};
+use crate::program::ir::{Backend, Direction, Protocol, ShareItem, ShareItemKind, Transfer};
 
 impl Parser<'_> {
     pub(super) fn share_item(&mut self) -> Parsed<ShareItem> {
-        let line = Line(self.peek().line);
+        let position = self.position();
         let kind = if self.take("for") {
             ShareItemKind::For(self.repetition(Self::share_item)?)
         } else if self.take("if") {
-            let wrap = |branch, line| ShareItem {
-                line,
-                kind: ShareItemKind::If(branch),
-            };
-            ShareItemKind::If(self.branch(Self::share_item, wrap)?)
+            ShareItemKind::If(self.branch(position, Self::share_item)?)
         } else if self.take("let") {
             let name = self.name("the name to bind")?;
             self.expect("=")?;
@@ -23,7 +19,7 @@ impl Parser<'_> {
         } else {
             ShareItemKind::Transfer(self.declared_transfer()?)
         };
-        Ok(ShareItem { line, kind })
+        Ok(ShareItem { position, kind })
     }
 
     fn declared_transfer(&mut self) -> Parsed<Transfer> {

@@ -45,7 +45,7 @@ pub(super) fn tokens(text: &str) -> Result<Vec<Token<'_>>, ParseError> {
         ));
     }
     let mut list: Vec<Token<'_>> = Vec::new();
-    let (mut at, mut line, mut open) = (0, 1, 0_usize);
+    let (mut at, mut line, mut open) = (mark_bytes(text), 1, 0_usize);
     while let Some(character) = text[at..].chars().next() {
         let rest = &text[at..];
         let length = match character {
@@ -133,6 +133,15 @@ pub(super) fn tokens(text: &str) -> Result<Vec<Token<'_>>, ParseError> {
     Ok(list)
 }
 
+/// Bytes of the byte order mark that a text may begin with, which some editors write.
+pub(super) fn mark_bytes(text: &str) -> usize {
+    if text.starts_with('\u{feff}') {
+        '\u{feff}'.len_utf8()
+    } else {
+        0
+    }
+}
+
 fn span(rest: &str, belongs: impl Fn(char) -> bool) -> usize {
     rest.find(|c| !belongs(c)).unwrap_or(rest.len())
 }
@@ -141,6 +150,7 @@ fn span(rest: &str, belongs: impl Fn(char) -> bool) -> usize {
 pub(super) fn error_at(text: &str, at: usize, message: String) -> ParseError {
     let before = text.get(..at).unwrap_or(text);
     let start = before.rfind('\n').map_or(0, |newline| newline + 1);
+    let start = start.max(mark_bytes(text)).min(at);
     let line = before.matches('\n').count() + 1;
     let column = before[start..].chars().count() + 1;
     let excerpt = text[start..].lines().next().unwrap_or("");

@@ -11,8 +11,8 @@ mod transfers;
 use super::diagnostic::{Diagnostic, DiagnosticKind, Place};
 use super::expr::Expr;
 use super::ir::{
-    Branch, Collective, Direction, Each, Program, Role, Selection, Statement, StatementKind,
-    StreamRef, TensorRef,
+    Branch, Collective, Direction, Each, Position, Program, Role, Selection, Statement,
+    StatementKind, StreamRef, TensorRef,
 };
 use super::parameters::{Parameters, Value};
 use super::rank_program::{Operation, OperationKind, RankProgram, Site, StreamKind, TensorId};
@@ -177,8 +177,8 @@ struct Unroller<'p> {
     ordinals: HashMap<(Direction, Rank, i64), usize>,
     /// How many times each transfer was posted.
     posts: Vec<usize>,
-    /// The lines of deallocations.
-    deallocated: HashMap<TensorId, u32>,
+    /// Where tensors are deallocated.
+    deallocated: HashMap<TensorId, Position>,
     site: Site,
     /// The optional tensors that the caller binds.
     given: BTreeSet<String>,
@@ -288,7 +288,7 @@ impl<'p> Unroller<'p> {
 
     fn statement(&mut self, statement: &'p Statement) -> Result<(), Diagnostic> {
         self.step()?;
-        self.at_line(statement.line.0);
+        self.at(statement.position);
         match &statement.kind {
             StatementKind::Require(condition) => {
                 if !self.condition(condition)? {
@@ -396,12 +396,16 @@ impl<'p> Unroller<'p> {
         Ok(())
     }
 
-    fn choose<S>(&self, branch: &'p Branch<S>) -> Result<&'p [S], Diagnostic> {
-        Ok(if self.condition(&branch.condition)? {
-            &branch.then
-        } else {
-            &branch.otherwise
-        })
+    /// The body of the first arm whose condition holds.
+    fn choose<S>(&mut self, branch: &'p Branch<S>) -> Result<&'p [S], Diagnostic> {
+        for arm in &branch.arms {
+            self.step()?;
+            self.at(arm.position);
+            if self.condition(&arm.condition)? {
+                return Ok(&arm.body);
+            }
+        }
+        Ok(&branch.otherwise)
     }
 
     fn enqueue(&mut self, kind: OperationKind) {
@@ -459,9 +463,9 @@ impl<'p> Unroller<'p> {
             self.enqueue(OperationKind::Synchronize(origin));
         }
         self.current = origin;
-        let line = self.site.line;
+        let position = self.site.position();
         self.block(body)?;
-        self.at_line(line);
+        self.at(position);
         self.current = origin;
         for &stream in &forked {
             self.enqueue(OperationKind::Synchronize(stream));
@@ -483,7 +487,7 @@ impl<'p> Unroller<'p> {
             );
             return Err(self.diagnostic(DiagnosticKind::Malformed, message));
         }
-        self.deallocated.insert(view.tensor, self.site.line);
+        self.deallocated.insert(view.tensor, self.site.position());
         self.enqueue(OperationKind::Deallocate(view.tensor));
         Ok(())
     }

@@ -6,7 +6,7 @@ use super::{
 use crate::dtype::DType;
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind, Place};
 use crate::program::expr::{Condition, Expr};
-use crate::program::ir::{Selection, StreamRef, TensorRef, TransferRef};
+use crate::program::ir::{Position, Selection, StreamRef, TensorRef, TransferRef};
 use crate::program::rank_program::{Range, Site, StreamKind, TensorId, TransferId};
 use std::rc::Rc;
 use std::sync::Arc;
@@ -307,10 +307,10 @@ impl<'p> Unroller<'p> {
     /// What `reference` selects, of a tensor that is still allocated.
     pub(super) fn view(&self, reference: &TensorRef) -> Result<View, Diagnostic> {
         let view = self.view_of(reference)?;
-        if let Some(line) = self.deallocated.get(&view.tensor) {
+        if let Some(position) = self.deallocated.get(&view.tensor) {
             return Err(self.diagnostic(
                 DiagnosticKind::UseAfterDeallocate,
-                format!("{reference} was deallocated in line {line}"),
+                format!("{reference} was deallocated in {position}"),
             ));
         }
         Ok(view)
@@ -516,9 +516,10 @@ impl<'p> Unroller<'p> {
         Ok(())
     }
 
-    /// Makes `line` the place that diagnostics and operations name.
-    pub(super) fn at_line(&mut self, line: u32) {
-        self.site.line = line;
+    /// Makes `position` the place that diagnostics and operations name.
+    pub(super) fn at(&mut self, position: Position) {
+        self.site.line = position.line;
+        self.site.column = position.column;
     }
 
     pub(super) fn here(&self) -> Site {

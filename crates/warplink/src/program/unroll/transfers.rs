@@ -15,11 +15,11 @@ use std::sync::Arc;
 
 impl<'p> Unroller<'p> {
     pub(super) fn share(&mut self, items: &'p [ShareItem]) -> Result<(), Diagnostic> {
-        let line = self.site.line;
+        let position = self.site.position();
         let exchange = self.made.exchanges.len();
         self.made.exchanges.push(Vec::new());
         self.share_items(items, exchange)?;
-        self.at_line(line);
+        self.at(position);
         // Where a branch leaves nothing to share, there is nothing to do.
         if self.made.exchanges[exchange].is_empty() {
             self.made.exchanges.pop();
@@ -37,7 +37,7 @@ impl<'p> Unroller<'p> {
         self.nested(|unroller| {
             for item in items {
                 unroller.step()?;
-                unroller.at_line(item.line.0);
+                unroller.at(item.position);
                 match &item.kind {
                     ShareItemKind::Transfer(transfer) => {
                         unroller.declare_transfer(transfer, exchange)?;
@@ -98,9 +98,9 @@ impl<'p> Unroller<'p> {
             named.paths.push(path);
         }
         if let Some(before) = named.instances.insert(key, id) {
-            let line = self.made.transfers[before].site.line;
+            let position = self.made.transfers[before].site.position();
             let message = format!(
-                "a transfer '{name}' with these indices is already shared in line {line}; expected \
+                "a transfer '{name}' with these indices is already shared in {position}; expected \
                  another name"
             );
             return Err(self.diagnostic(DiagnosticKind::Malformed, message));
@@ -134,9 +134,9 @@ impl<'p> Unroller<'p> {
         self.each(list, |unroller, reference| {
             let id = unroller.posted(reference, &mut seen)?;
             let tensor = unroller.made.transfers[id].range.tensor;
-            if let Some(line) = unroller.deallocated.get(&tensor) {
+            if let Some(position) = unroller.deallocated.get(&tensor) {
                 let message = format!(
-                    "{reference} accesses '{}', which is deallocated in line {line}",
+                    "{reference} accesses '{}', which is deallocated in {position}",
                     unroller.made.tensors[tensor].name
                 );
                 return Err(unroller.diagnostic(DiagnosticKind::UseAfterDeallocate, message));

@@ -78,7 +78,7 @@ fn say(run: &Run<'_>, chain: &[(Agent, Blocked)], circle: bool, diagnostics: &mu
     // The same circle of lines is one diagnostic, wherever it is entered.
     let lowest = (0..chain.len()).min_by_key(|&index| {
         let place = place_of(run.ranks, chain[index].1.rank, chain[index].1.operation);
-        (place.rank, place.site.line)
+        (place.rank, place.site.line, place.site.column)
     });
     let order: Vec<usize> = (0..chain.len())
         .map(|index| (index + lowest.unwrap_or(0)) % chain.len())

@@ -14,7 +14,7 @@ pub const MAX_DIAGNOSTICS: usize = 64;
 pub(super) struct Diagnostics<'p> {
     program: &'p Program,
     pub(super) list: Vec<Diagnostic>,
-    known: HashMap<(DiagnosticKind, Vec<u32>), usize>,
+    known: HashMap<(DiagnosticKind, Vec<(u32, u32)>), usize>,
 }
 
 impl<'p> Diagnostics<'p> {
@@ -33,8 +33,8 @@ impl<'p> Diagnostics<'p> {
         places: Vec<Place>,
         message: impl FnOnce(&Self) -> String,
     ) {
-        let lines = lines_of(&places);
-        if let Some(&index) = self.known.get(&(kind, lines)) {
+        let starts = starts_of(&places);
+        if let Some(&index) = self.known.get(&(kind, starts)) {
             self.list[index].repeated += 1;
         } else if self.list.len() < MAX_DIAGNOSTICS {
             let message = message(self);
@@ -43,9 +43,9 @@ impl<'p> Diagnostics<'p> {
     }
 
     pub(super) fn add_made(&mut self, diagnostic: Diagnostic) {
-        let lines = lines_of(&diagnostic.places);
+        let starts = starts_of(&diagnostic.places);
         let next = self.list.len();
-        let index = *self.known.entry((diagnostic.kind, lines)).or_insert(next);
+        let index = *self.known.entry((diagnostic.kind, starts)).or_insert(next);
         if index == next {
             self.list.push(diagnostic);
         } else {
@@ -69,18 +69,21 @@ impl<'p> Diagnostics<'p> {
 
     /// `` rank 2, line 12 (j = 3): `post s` ``.
     pub(super) fn say(&self, place: &Place) -> String {
-        match summary(self.program, place.site.line) {
+        match summary(self.program, place.site.position()) {
             text if text.is_empty() => place.to_string(),
             text => format!("{place}: `{text}`"),
         }
     }
 }
 
-/// The lines of places, in an order that does not depend on which was seen first.
-fn lines_of(places: &[Place]) -> Vec<u32> {
-    let mut lines: Vec<u32> = places.iter().map(|place| place.site.line).collect();
-    lines.sort_unstable();
-    lines
+/// Where the statements of places start, in an order that does not depend on which was seen first.
+fn starts_of(places: &[Place]) -> Vec<(u32, u32)> {
+    let starts = places
+        .iter()
+        .map(|place| (place.site.line, place.site.column));
+    let mut starts: Vec<(u32, u32)> = starts.collect();
+    starts.sort_unstable();
+    starts
 }
 
 /// The place of an operation.

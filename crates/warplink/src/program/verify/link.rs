@@ -3,10 +3,11 @@
 
 use super::diagnostics::{Diagnostics, place_of, place_of_transfer};
 use super::numbers::Numbers;
+use crate::dtype::DType;
 use crate::error::Rank;
 use crate::program::diagnostic::{DiagnosticKind, Place};
 use crate::program::ir::{Backend, Direction, Role, Sharding};
-use crate::program::rank_program::{OperationKind, RankProgram, TransferId};
+use crate::program::rank_program::{OperationKind, Range, RankProgram, TransferId};
 use std::collections::HashMap;
 
 /// The most unmatched transfers of a rank that are counted.
@@ -268,14 +269,28 @@ fn collectives(ranks: &[RankProgram], links: &Links, diagnostics: &mut Diagnosti
             };
             let places = vec![place_of(ranks, rank, b), place_of(ranks, 0, a)];
             diagnostics.add(kind, places.clone(), |said| {
+                let (own, first, expected) = match kind {
+                    DiagnosticKind::Mismatch => {
+                        let sizes = |dtype: &DType, source: &Range, target: &Range| {
+                            format!("{} bytes of {dtype} into {}", source.bytes, target.bytes)
+                        };
+                        (
+                            sizes(dtype_b, source_b, target_b),
+                            sizes(dtype_a, source_a, target_a),
+                            "the same lengths and types",
+                        )
+                    }
+                    // With the values of the roots, which the text need not show.
+                    _ => (
+                        format!("{}(…{})", collective_b.name(), collective_b.arguments()),
+                        format!("{}(…{})", collective_a.name(), collective_a.arguments()),
+                        "the same collectives, with the same operators and roots, in the same order",
+                    ),
+                };
                 format!(
-                    "{} is called where rank 0 calls {}; {}",
+                    "{} is called where rank 0 calls {}: {own} against {first}; expected {expected}",
                     said.say(&places[0]),
                     said.say(&places[1]),
-                    match kind {
-                        DiagnosticKind::Mismatch => "expected the same lengths and types",
-                        _ => "expected the same collectives in the same order",
-                    }
                 )
             });
             break;
