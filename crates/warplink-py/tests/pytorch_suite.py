@@ -4,6 +4,9 @@ They are those of ``torch.testing._internal.distributed.distributed_test``, whic
 runs its ranks as forked processes. ``test_pytorch_suite.py`` says which must pass.
 
     BACKEND=warplink python -m pytest crates/warplink-py/tests/pytorch_suite.py
+
+Many tests are for backends of certain names only. With WARPLINK_FOR_GLOO=1, the backend ``gloo`` is
+Warplink's process group, so that the tests for Gloo run on it.
 """
 
 import os
@@ -28,6 +31,17 @@ import warplink.torch  # noqa: E402, F401
 # What the tests ask of a backend by its name.
 for feature in ("ddp", "subgroup"):
     DistTestCases.backend_feature[feature].add("warplink")
+
+if os.environ.get("WARPLINK_FOR_GLOO") == "1":
+    from torch.distributed import distributed_c10d as c10d
+
+    class ProcessGroupGloo(warplink.torch.ProcessGroupWarplink):
+        """Warplink's process group where PyTorch makes Gloo's."""
+
+        def __init__(self, store, rank, size, timeout):
+            super().__init__(store, rank, size, timeout, devices={"cpu": "warplink"})
+
+    c10d.ProcessGroupGloo = ProcessGroupGloo
 
 from torch.testing._internal.distributed import distributed_test as suite  # noqa: E402
 

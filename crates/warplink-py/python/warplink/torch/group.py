@@ -20,25 +20,17 @@ from torch.distributed import distributed_c10d as c10d
 import warplink
 from warplink.errors import ClosedError, InvalidArgumentError, UnsupportedError
 from warplink.torch import joining
+from warplink.torch.calls import GroupCalls
 from warplink.torch.host import HostCollectives
 from warplink.torch.messages import Messages
 from warplink.torch.options import Options
-from warplink.torch.works import WorkGroup
 from warplink.torch.workspace import Workspace
 
 _CPU = torch.device("cpu")
 _CUDA = torch.device("cuda")
 
 
-def _limit(opts: Any) -> float | None:
-    """The limit in seconds that a call's options set, or None for the group's."""
-    timeout = getattr(opts, "timeout", None)
-    if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
-        return None
-    return timeout.total_seconds()
-
-
-class ProcessGroupWarplink(dist.ProcessGroup):
+class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):
     """A process group of the backend ``warplink``; ``torch.distributed`` makes it.
 
     Every member makes one at the same time. Methods are those of ``ProcessGroup``.
@@ -57,7 +49,7 @@ class ProcessGroupWarplink(dist.ProcessGroup):
         parent: ProcessGroupWarplink | None = None,
         ranks_in_parent: list[int] | None = None,
     ) -> None:
-        super().__init__(rank, size)
+        dist.ProcessGroup.__init__(self, rank, size)
         self._rank, self._size = rank, size
         self._store, self._timeout = store, timeout
         self._options = options or Options()
@@ -65,7 +57,6 @@ class ProcessGroupWarplink(dist.ProcessGroup):
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._closed = False
-        self._coalesced: list[Any] | None = None
         self._job: warplink.Job | None = None
         self._communicator: warplink.Communicator | None = None
         self._host: HostCollectives | None = None
@@ -153,251 +144,6 @@ class ProcessGroupWarplink(dist.ProcessGroup):
             f"the group has no backend for {kind} tensors; "
             "expected CPU tensors, or CUDA tensors where PyTorch has NCCL"
         )
-
-    # Collectives
-
-    def broadcast(self, tensors: Any, opts: Any = None, *rest: Any) -> Any:
-        opts = opts if opts is not None else c10d.BroadcastOptions()
-        tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
-        if isinstance(opts, int):
-            root = opts
-            opts = c10d.BroadcastOptions()
-            opts.rootRank = root
-        if (backend := self._backend_of(tensors)) is not None:
-            return backend.broadcast(tensors, opts)
-        return self._host.broadcast(tensors, self._root(opts), _limit(opts))
-
-    def allreduce(self, tensors: Any, opts: Any = None, *rest: Any) -> Any:
-        tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
-        if opts is None or not hasattr(opts, "reduceOp"):
-            op = opts
-            opts = c10d.AllreduceOptions()
-            if op is not None:
-                opts.reduceOp = op
-        if (backend := self._backend_of(tensors)) is not None:
-            return backend.allreduce(tensors, opts)
-        return self._host.all_reduce(tensors, opts.reduceOp, _limit(opts))
-
-    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
-        opts = opts if opts is not None else c10d.AllreduceCoalescedOptions()
-        if (backend := self._backend_of(tensors)) is not None:
-            return backend.allreduce_coalesced(tensors, opts)
-        return self._host.all_reduce(tensors, opts.reduceOp, _limit(opts))
-
-    def reduce(self, tensors: Any, opts: Any = None, *rest: Any) -> Any:
-        tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
-        opts = opts if opts is not None else c10d.ReduceOptions()
-        if (backend := self._backend_of(tensors)) is not None:
-            return backend.reduce(tensors, opts)
-        return self._host.reduce(tensors, opts.reduceOp, self._root(opts), _limit(opts))
-
-    def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Any:
-        opts = opts if opts is not None else c10d.AllgatherOptions()
-        if isinstance(input_tensors, torch.Tensor):
-            output_tensors, input_tensors = [output_tensors], [input_tensors]
-        if (backend := self._backend_of(input_tensors)) is not None:
-            return backend.allgather(output_tensors, input_tensors, opts)
-        for outputs in output_tensors:
-            self._count(outputs, "outputs")
-        return self._host.all_gather(output_tensors, input_tensors, _limit(opts))
-
-    def _allgather_base(self, output: Any, input: Any, opts: Any = None) -> Any:
-        opts = opts if opts is not None else c10d.AllgatherOptions()
-        if (backend := self._backend_of([output, input])) is not None:
-            return backend._allgather_base(output, input, opts)
-        self._share(output, input)
-        return self._host.all_gather_flat([output], [input], _limit(opts))
-
-    def allgather_coalesced(self, output_lists: Any, input_list: Any, opts: Any = None) -> Any:
-        opts = opts if opts is not None else c10d.AllgatherOptions()
-        if (backend := self._backend_of(input_list)) is not None:
-            return backend.allgather_coalesced(output_lists, input_list, opts)
-        # Here the outputs are by rank, then by tensor.
-        self._count(output_lists, "lists of outputs")
-        outputs = [[one[index] for one in output_lists] for index in range(len(input_list))]
-        return self._host.all_gather(outputs, input_list, _limit(opts))
-
-    def allgather_into_tensor_coalesced(
-        self, outputs: Any, inputs: Any, opts: Any = None
-    ) -> Any:
-        opts = opts if opts is not None else c10d.AllgatherOptions()
-        if (backend := self._backend_of(inputs)) is not None:
-            return backend.allgather_into_tensor_coalesced(outputs, inputs, opts)
-        for output, input in zip(outputs, inputs, strict=True):
-            self._share(output, input)
-        return self._host.all_gather_flat(outputs, inputs, _limit(opts))
-
-    def reduce_scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Any:
-        opts = opts if opts is not None else c10d.ReduceScatterOptions()
-        if isinstance(output_tensors, torch.Tensor):
-            output_tensors, input_tensors = [output_tensors], [input_tensors]
-        if (backend := self._backend_of(output_tensors)) is not None:
-            return backend.reduce_scatter(output_tensors, input_tensors, opts)
-        for inputs in input_tensors:
-            self._count(inputs, "inputs")
-        return self._host.reduce_scatter(
-            output_tensors, input_tensors, opts.reduceOp, _limit(opts)
-        )
-
-    def _reduce_scatter_base(self, output: Any, input: Any, opts: Any = None) -> Any:
-        opts = opts if opts is not None else c10d.ReduceScatterOptions()
-        if (backend := self._backend_of([output, input])) is not None:
-            return backend._reduce_scatter_base(output, input, opts)
-        return self._host_reduce_scatter([output], [input], opts)
-
-    def reduce_scatter_tensor_coalesced(
-        self, outputs: Any, inputs: Any, opts: Any = None
-    ) -> Any:
-        opts = opts if opts is not None else c10d.ReduceScatterOptions()
-        if (backend := self._backend_of(inputs)) is not None:
-            return backend.reduce_scatter_tensor_coalesced(outputs, inputs, opts)
-        return self._host_reduce_scatter(outputs, inputs, opts)
-
-    def _host_reduce_scatter(self, outputs: Any, inputs: Any, opts: Any) -> Any:
-        pieces = []
-        for output, input in zip(outputs, inputs, strict=True):
-            self._share(input, output)
-            pieces.append(list(input.detach().reshape(self._size, -1).unbind(0)))
-        return self._host.reduce_scatter(outputs, pieces, opts.reduceOp, _limit(opts))
-
-    def alltoall(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Any:
-        opts = opts if opts is not None else c10d.AllToAllOptions()
-        if (backend := self._backend_of(input_tensors)) is not None:
-            return backend.alltoall(output_tensors, input_tensors, opts)
-        self._count(output_tensors, "outputs")
-        self._count(input_tensors, "inputs")
-        return self._host.all_to_all(output_tensors, input_tensors, _limit(opts))
-
-    def alltoall_base(
-        self,
-        output: Any,
-        input: Any,
-        output_split_sizes: Any,
-        input_split_sizes: Any,
-        opts: Any = None,
-    ) -> Any:
-        opts = opts if opts is not None else c10d.AllToAllOptions()
-        if (backend := self._backend_of([output, input])) is not None:
-            return backend.alltoall_base(
-                output, input, output_split_sizes, input_split_sizes, opts
-            )
-        outputs = self._split(output, output_split_sizes, "output")
-        inputs = self._split(input, input_split_sizes, "input")
-        return self._host.all_to_all(outputs, inputs, _limit(opts))
-
-    def gather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Any:
-        opts = opts if opts is not None else c10d.GatherOptions()
-        if (backend := self._backend_of(input_tensors)) is not None:
-            return backend.gather(output_tensors, input_tensors, opts)
-        root = self._root(opts)
-        outputs = output_tensors[0] if output_tensors else []
-        if root == self._rank:
-            self._count(outputs, "outputs")
-        return self._host.gather(outputs, input_tensors[0], root, _limit(opts))
-
-    def scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Any:
-        opts = opts if opts is not None else c10d.ScatterOptions()
-        if (backend := self._backend_of(output_tensors)) is not None:
-            return backend.scatter(output_tensors, input_tensors, opts)
-        root = self._root(opts)
-        inputs = input_tensors[0] if input_tensors else []
-        if root == self._rank:
-            self._count(inputs, "inputs")
-        return self._host.scatter(output_tensors[0], inputs, root, _limit(opts))
-
-    def barrier(self, opts: Any = None, *rest: Any) -> Any:
-        self._check()
-        opts = opts if opts is not None else c10d.BarrierOptions()
-        device = getattr(opts, "device", None)
-        kind = device.type if device is not None else "cpu"
-        if kind == "cpu" and self._host is None and self._gloo is None:
-            kind = "cuda"
-        if (backend := self._backend_for(kind)) is not None:
-            return backend.barrier(opts)
-        return self._host.barrier(_limit(opts))
-
-    # Sends and receives
-
-    def send(self, tensors: Any, dst_rank: int, tag: int = 0) -> Any:
-        if (backend := self._backend_of(tensors)) is not None:
-            return backend.send(tensors, dst_rank, tag)
-        return self._one([self._messages.send(t, dst_rank, tag) for t in tensors])
-
-    def recv(self, tensors: Any, src_rank: int, tag: int = 0) -> Any:
-        if (backend := self._backend_of(tensors)) is not None:
-            return backend.recv(tensors, src_rank, tag)
-        return self._one([self._messages.receive(t, src_rank, tag) for t in tensors])
-
-    def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
-        if (backend := self._backend_of(tensors)) is not None:
-            return backend.recv_anysource(tensors, tag)
-        return self._one([self._messages.receive(t, None, tag) for t in tensors])
-
-    @staticmethod
-    def _one(works: list[Any]) -> Any:
-        return works[0] if len(works) == 1 else WorkGroup(works)
-
-    # Newer names of the same
-
-    all_gather_single = _allgather_base
-    reduce_scatter_single = _reduce_scatter_base
-    all_to_all_single = alltoall_base
-    all_gather_into_tensor_coalesced = allgather_into_tensor_coalesced
-
-    # Coalescing: on CPU, works are collected and waited for together
-
-    def _start_coalescing(self, device: torch.device) -> None:
-        self._check()
-        if (backend := self._backend_for(device.type)) is not None:
-            backend._start_coalescing()
-
-    def _end_coalescing(self, device: torch.device) -> Any:
-        if (backend := self._backend_for(device.type)) is not None:
-            return backend._end_coalescing()
-        # Operations are done in order: the last is done when all are.
-        return self._host.barrier(None)
-
-    # Checks of shapes
-
-    def _root(self, opts: Any) -> int:
-        root = opts.rootRank
-        if not 0 <= root < self._size:
-            raise InvalidArgumentError(
-                f"the root is rank {root}; expected a rank of the group's {self._size}"
-            )
-        return root
-
-    def _count(self, tensors: Any, what: str) -> None:
-        if len(tensors) != self._size:
-            raise InvalidArgumentError(
-                f"there are {len(tensors)} {what}; expected one for each of {self._size} ranks"
-            )
-
-    def _share(self, whole: torch.Tensor, part: torch.Tensor) -> None:
-        if whole.dtype != part.dtype:
-            raise InvalidArgumentError(
-                f"the tensors are {whole.dtype} and {part.dtype}; expected one type"
-            )
-        if whole.numel() != part.numel() * self._size:
-            raise InvalidArgumentError(
-                f"the tensors have {whole.numel()} and {part.numel()} elements; "
-                f"expected one to have {self._size} times the other's"
-            )
-
-    def _split(self, tensor: torch.Tensor, sizes: Any, what: str) -> list[torch.Tensor]:
-        rows = tensor.shape[0] if tensor.dim() else 0
-        if not sizes:
-            if rows % self._size:
-                raise InvalidArgumentError(
-                    f"the {what} has {rows} rows; expected a multiple of {self._size} ranks"
-                )
-            sizes = [rows // self._size] * self._size
-        self._count(sizes, f"sizes of the {what}'s parts")
-        if sum(sizes) != rows:
-            raise InvalidArgumentError(
-                f"the parts of the {what} have {sum(sizes)} rows; expected its {rows}"
-            )
-        return list(tensor.detach().split(list(sizes), 0))
 
     # What Warplink adds
 

@@ -50,6 +50,8 @@ class HostCollectives:
         self._worker = Worker("warplink-collectives")
         self._number = 0
         self._failure: BaseException | None = None
+        #: Where the works that are started are noted, while they are coalesced.
+        self.started: list[HostWork] | None = None
 
     @property
     def sequence_number(self) -> int:
@@ -69,6 +71,8 @@ class HostCollectives:
         """Has ``body`` (given the limit in seconds) done in turn."""
         limit = self.timeout if timeout is None else timeout
         work = HostWork(name, limit)
+        if self.started is not None:
+            self.started.append(work)
 
         def run() -> None:
             if self._failure is not None:

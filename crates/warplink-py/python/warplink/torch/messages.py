@@ -50,10 +50,12 @@ class Messages:
         self._readers: dict[int, _Line] = {}
         self._reading: set[int] = set()
         self._failure: BaseException | None = None
+        #: Where the works that are started are noted, while they are coalesced.
+        self.started: list[HostWork] | None = None
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> HostWork:
         """Sends ``tensor`` to ``peer``. It is done when the peer has read it."""
-        work = HostWork("send", self.timeout)
+        work = self._start("send")
         with self._lock:
             if self._failure is not None:
                 work.finish(error=self._failure)
@@ -79,7 +81,7 @@ class Messages:
 
     def receive(self, tensor: torch.Tensor, source: int | None, tag: int) -> HostWork:
         """Receives into ``tensor`` from ``source``, or from any rank."""
-        work = HostWork("recv", self.timeout)
+        work = self._start("recv")
         posted = _Posted(work, tensor, source, tag)
         with self._lock:
             if self._failure is not None:
@@ -93,6 +95,12 @@ class Messages:
         if found is not None:
             peer, data = found
             self._deliver(posted, peer, data)
+        return work
+
+    def _start(self, name: str) -> HostWork:
+        work = HostWork(name, self.timeout)
+        if self.started is not None:
+            self.started.append(work)
         return work
 
     def close(self, limit: float = 1.0) -> None:

@@ -1,0 +1,245 @@
+"""The calls of a process group, by the names that PyTorch has for them.
+
+Each checks its arguments, and hands tensors to what serves their device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed import distributed_c10d as c10d
+
+from warplink.torch.host import HostCollectives
+from warplink.torch.messages import Messages
+from warplink.torch.shapes import count, limit_of, root_of, share, split
+from warplink.torch.works import WorkGroup
+
+
+class GroupCalls:
+    """Collectives, sends and receives of a group whose parts its subclass makes."""
+
+    _rank: int
+    _size: int
+    #: What serves CPU tensors on the host device; a call gets here only if it does.
+    _host: HostCollectives | None
+    _messages: Messages | None
+
+    def _check(self) -> None:
+        """Raises where the group cannot be used any more."""
+        raise NotImplementedError
+
+    def _backend_of(self, tensors: list[torch.Tensor]) -> Any:
+        """What serves ``tensors``: None for the host device, else NCCL or Gloo."""
+        raise NotImplementedError
+
+    def _backend_for(self, kind: str) -> Any:
+        """What serves tensors on devices of ``kind``; see ``_backend_of``."""
+        raise NotImplementedError
+
+    # Collectives
+
+    def broadcast(self, tensors: Any, opts: Any = None, *rest: Any) -> Any:
+        opts = opts if opts is not None else c10d.BroadcastOptions()
+        tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+        if isinstance(opts, int):
+            root = opts
+            opts = c10d.BroadcastOptions()
+            opts.rootRank = root
+        if (backend := self._backend_of(tensors)) is not None:
+            return backend.broadcast(tensors, opts)
+        return self._host.broadcast(tensors, root_of(self._size, opts), limit_of(opts))
+
+    def allreduce(self, tensors: Any, opts: Any = None, *rest: Any) -> Any:
+        tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+        if opts is None or not hasattr(opts, "reduceOp"):
+            op = opts
+            opts = c10d.AllreduceOptions()
+            if op is not None:
+                opts.reduceOp = op
+        if (backend := self._backend_of(tensors)) is not None:
+            return backend.allreduce(tensors, opts)
+        return self._host.all_reduce(tensors, opts.reduceOp, limit_of(opts))
+
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
+        opts = opts if opts is not None else c10d.AllreduceCoalescedOptions()
+        if (backend := self._backend_of(tensors)) is not None:
+            return backend.allreduce_coalesced(tensors, opts)
+        return self._host.all_reduce(tensors, opts.reduceOp, limit_of(opts))
+
+    def reduce(self, tensors: Any, opts: Any = None, *rest: Any) -> Any:
+        tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+        opts = opts if opts is not None else c10d.ReduceOptions()
+        if (backend := self._backend_of(tensors)) is not None:
+            return backend.reduce(tensors, opts)
+        return self._host.reduce(tensors, opts.reduceOp, root_of(self._size, opts), limit_of(opts))
+
+    def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Any:
+        opts = opts if opts is not None else c10d.AllgatherOptions()
+        if isinstance(input_tensors, torch.Tensor):
+            output_tensors, input_tensors = [output_tensors], [input_tensors]
+        if (backend := self._backend_of(input_tensors)) is not None:
+            return backend.allgather(output_tensors, input_tensors, opts)
+        for outputs in output_tensors:
+            count(self._size, outputs, "outputs")
+        return self._host.all_gather(output_tensors, input_tensors, limit_of(opts))
+
+    def _allgather_base(self, output: Any, input: Any, opts: Any = None) -> Any:
+        opts = opts if opts is not None else c10d.AllgatherOptions()
+        if (backend := self._backend_of([output, input])) is not None:
+            return backend._allgather_base(output, input, opts)
+        share(self._size, output, input)
+        return self._host.all_gather_flat([output], [input], limit_of(opts))
+
+    def allgather_coalesced(self, output_lists: Any, input_list: Any, opts: Any = None) -> Any:
+        opts = opts if opts is not None else c10d.AllgatherOptions()
+        if (backend := self._backend_of(input_list)) is not None:
+            return backend.allgather_coalesced(output_lists, input_list, opts)
+        # Here the outputs are by rank, then by tensor.
+        count(self._size, output_lists, "lists of outputs")
+        outputs = [[one[index] for one in output_lists] for index in range(len(input_list))]
+        return self._host.all_gather(outputs, input_list, limit_of(opts))
+
+    def allgather_into_tensor_coalesced(
+        self, outputs: Any, inputs: Any, opts: Any = None
+    ) -> Any:
+        opts = opts if opts is not None else c10d.AllgatherOptions()
+        if (backend := self._backend_of(inputs)) is not None:
+            return backend.allgather_into_tensor_coalesced(outputs, inputs, opts)
+        for output, input in zip(outputs, inputs, strict=True):
+            share(self._size, output, input)
+        return self._host.all_gather_flat(outputs, inputs, limit_of(opts))
+
+    def reduce_scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Any:
+        opts = opts if opts is not None else c10d.ReduceScatterOptions()
+        if isinstance(output_tensors, torch.Tensor):
+            output_tensors, input_tensors = [output_tensors], [input_tensors]
+        if (backend := self._backend_of(output_tensors)) is not None:
+            return backend.reduce_scatter(output_tensors, input_tensors, opts)
+        for inputs in input_tensors:
+            count(self._size, inputs, "inputs")
+        return self._host.reduce_scatter(
+            output_tensors, input_tensors, opts.reduceOp, limit_of(opts)
+        )
+
+    def _reduce_scatter_base(self, output: Any, input: Any, opts: Any = None) -> Any:
+        opts = opts if opts is not None else c10d.ReduceScatterOptions()
+        if (backend := self._backend_of([output, input])) is not None:
+            return backend._reduce_scatter_base(output, input, opts)
+        return self._host_reduce_scatter([output], [input], opts)
+
+    def reduce_scatter_tensor_coalesced(
+        self, outputs: Any, inputs: Any, opts: Any = None
+    ) -> Any:
+        opts = opts if opts is not None else c10d.ReduceScatterOptions()
+        if (backend := self._backend_of(inputs)) is not None:
+            return backend.reduce_scatter_tensor_coalesced(outputs, inputs, opts)
+        return self._host_reduce_scatter(outputs, inputs, opts)
+
+    def _host_reduce_scatter(self, outputs: Any, inputs: Any, opts: Any) -> Any:
+        pieces = []
+        for output, input in zip(outputs, inputs, strict=True):
+            share(self._size, input, output)
+            pieces.append(list(input.detach().reshape(self._size, -1).unbind(0)))
+        return self._host.reduce_scatter(outputs, pieces, opts.reduceOp, limit_of(opts))
+
+    def alltoall(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Any:
+        opts = opts if opts is not None else c10d.AllToAllOptions()
+        if (backend := self._backend_of(input_tensors)) is not None:
+            return backend.alltoall(output_tensors, input_tensors, opts)
+        count(self._size, output_tensors, "outputs")
+        count(self._size, input_tensors, "inputs")
+        return self._host.all_to_all(output_tensors, input_tensors, limit_of(opts))
+
+    def alltoall_base(
+        self,
+        output: Any,
+        input: Any,
+        output_split_sizes: Any,
+        input_split_sizes: Any,
+        opts: Any = None,
+    ) -> Any:
+        opts = opts if opts is not None else c10d.AllToAllOptions()
+        if (backend := self._backend_of([output, input])) is not None:
+            return backend.alltoall_base(
+                output, input, output_split_sizes, input_split_sizes, opts
+            )
+        outputs = split(self._size, output, output_split_sizes, "output")
+        inputs = split(self._size, input, input_split_sizes, "input")
+        return self._host.all_to_all(outputs, inputs, limit_of(opts))
+
+    def gather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Any:
+        opts = opts if opts is not None else c10d.GatherOptions()
+        if (backend := self._backend_of(input_tensors)) is not None:
+            return backend.gather(output_tensors, input_tensors, opts)
+        root = root_of(self._size, opts)
+        outputs = output_tensors[0] if output_tensors else []
+        if root == self._rank:
+            count(self._size, outputs, "outputs")
+        return self._host.gather(outputs, input_tensors[0], root, limit_of(opts))
+
+    def scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Any:
+        opts = opts if opts is not None else c10d.ScatterOptions()
+        if (backend := self._backend_of(output_tensors)) is not None:
+            return backend.scatter(output_tensors, input_tensors, opts)
+        root = root_of(self._size, opts)
+        inputs = input_tensors[0] if input_tensors else []
+        if root == self._rank:
+            count(self._size, inputs, "inputs")
+        return self._host.scatter(output_tensors[0], inputs, root, limit_of(opts))
+
+    def barrier(self, opts: Any = None, *rest: Any) -> Any:
+        self._check()
+        opts = opts if opts is not None else c10d.BarrierOptions()
+        device = getattr(opts, "device", None)
+        kind = device.type if device is not None else "cpu"
+        if kind == "cpu" and self._host is None and self._gloo is None:
+            kind = "cuda"
+        if (backend := self._backend_for(kind)) is not None:
+            return backend.barrier(opts)
+        return self._host.barrier(limit_of(opts))
+
+    # Sends and receives
+
+    def send(self, tensors: Any, dst_rank: int, tag: int = 0) -> Any:
+        if (backend := self._backend_of(tensors)) is not None:
+            return backend.send(tensors, dst_rank, tag)
+        return self._one([self._messages.send(t, dst_rank, tag) for t in tensors])
+
+    def recv(self, tensors: Any, src_rank: int, tag: int = 0) -> Any:
+        if (backend := self._backend_of(tensors)) is not None:
+            return backend.recv(tensors, src_rank, tag)
+        return self._one([self._messages.receive(t, src_rank, tag) for t in tensors])
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
+        if (backend := self._backend_of(tensors)) is not None:
+            return backend.recv_anysource(tensors, tag)
+        return self._one([self._messages.receive(t, None, tag) for t in tensors])
+
+    @staticmethod
+    def _one(works: list[Any]) -> Any:
+        return works[0] if len(works) == 1 else WorkGroup(works)
+
+    # Newer names of the same
+
+    all_gather_single = _allgather_base
+    reduce_scatter_single = _reduce_scatter_base
+    all_to_all_single = alltoall_base
+    all_gather_into_tensor_coalesced = allgather_into_tensor_coalesced
+
+    # Coalescing: works on the host are noted and waited for together
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._check()
+        if (backend := self._backend_for(device.type)) is not None:
+            backend._start_coalescing()
+            return
+        started: list[Any] = []
+        self._host.started = self._messages.started = started
+
+    def _end_coalescing(self, device: torch.device) -> Any:
+        if (backend := self._backend_for(device.type)) is not None:
+            return backend._end_coalescing()
+        started = self._host.started or []
+        self._host.started = self._messages.started = None
+        return WorkGroup(started)

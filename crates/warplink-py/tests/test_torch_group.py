@@ -1,0 +1,360 @@
+"""The process group on CPU tensors, over the host device."""
+
+import os
+import tempfile
+import time
+from datetime import timedelta
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from conftest import run_ranks  # noqa: E402
+
+
+def start(rank, world, place, backend="warplink", **options):
+    import torch.distributed as dist
+
+    import warplink.torch  # noqa: F401
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        backend,
+        init_method=f"file://{place}",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=options.pop("timeout", 60)),
+        **options,
+    )
+    return dist
+
+
+def on_ranks(body, world, *arguments, **options):
+    with tempfile.TemporaryDirectory() as folder:
+        return run_ranks(body, world, os.path.join(folder, "store"), *arguments, **options)
+
+
+def collectives(rank, world, _, place):
+    dist = start(rank, world, place)
+    everyone = range(world)
+    for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8):
+        # Below and above what goes in one shot, and lengths that do not divide by the world.
+        for length in (1, 7, 50_001):
+            values = torch.arange(length).remainder(5)
+            own = (values + rank).to(dtype)
+            total = own.clone()
+            dist.all_reduce(total)
+            assert torch.equal(total, (values * world + sum(everyone)).to(dtype)), (dtype, length)
+            largest = own.clone()
+            dist.all_reduce(largest, dist.ReduceOp.MAX)
+            assert torch.equal(largest, (values + world - 1).to(dtype))
+            gathered = torch.empty(world * length, dtype=dtype)
+            dist.all_gather_into_tensor(gathered, own)
+            expected = torch.cat([(values + peer).to(dtype) for peer in everyone])
+            assert torch.equal(gathered, expected)
+            part = torch.empty(length, dtype=dtype)
+            dist.reduce_scatter_tensor(part, gathered.clone())
+            assert torch.equal(part, (world * (values + rank)).to(dtype))
+    # Not contiguous, of no dimension, of no element, complex.
+    columns = torch.zeros(4, 6)[:, ::2]
+    columns += rank
+    dist.all_reduce(columns)
+    assert (columns == sum(everyone)).all()
+    scalar = torch.tensor(float(rank))
+    dist.broadcast(scalar, 1)
+    assert scalar == 1
+    dist.all_reduce(torch.empty(0))
+    turned = torch.full((3,), complex(1, rank))
+    dist.all_reduce(turned)
+    assert torch.equal(turned, torch.full((3,), complex(world, sum(everyone))))
+    average = torch.full((3,), float(rank))
+    dist.all_reduce(average, dist.ReduceOp.AVG)
+    assert torch.equal(average, torch.full((3,), sum(everyone) / world))
+    # Uneven parts, the old and the new names, coalescing.
+    rows = [rank + peer for peer in everyone]
+    own = torch.full((sum(rows), 2), float(rank))
+    received = torch.empty(sum(rows), 2)
+    dist.all_to_all_single(received, own, rows, rows)
+    assert torch.equal(received, torch.cat([torch.full((n, 2), float(p)) for p, n in enumerate(rows)]))
+    group, own = dist.group.WORLD, torch.full((2,), float(rank))
+    for name in ("_allgather_base", "all_gather_single"):
+        gathered = torch.empty(2 * world)
+        getattr(group, name)(gathered, own).wait()
+        assert gathered.view(world, 2)[:, 0].tolist() == [float(peer) for peer in everyone]
+    for name in ("_reduce_scatter_base", "reduce_scatter_single"):
+        part = torch.empty(2)
+        getattr(group, name)(part, gathered.clone()).wait()
+        assert torch.equal(part, torch.full((2,), float(rank * world)))
+    several = [torch.full((n,), float(rank)) for n in (3, 40_000)]
+    with dist._coalescing_manager():
+        for one in several:
+            dist.all_reduce(one)
+    assert all((one == sum(everyone)).all() for one in several)
+    with dist._coalescing_manager(device=torch.device("cpu"), async_ops=True) as manager:
+        dist.broadcast(own, 0)
+    manager.wait()
+    assert (own == 0).all()
+    # Handles with futures.
+    total = torch.ones(10)
+    work = dist.all_reduce(total, async_op=True)
+    doubled = work.get_future().then(lambda future: future.value()[0] * 2)
+    assert work.wait() and work.is_completed() and work.is_success()
+    assert (doubled.wait() == 2 * world).all()
+    objects = [None] * world
+    dist.all_gather_object(objects, {"rank": rank})
+    assert objects == [{"rank": peer} for peer in everyone]
+    dist.destroy_process_group()
+
+
+def test_collectives():
+    on_ranks(collectives, 3)
+
+
+def messages(rank, world, _, place):
+    dist = start(rank, world, place)
+    if rank == 0:
+        # Tags in another order than they are received in, and a large message.
+        works = [dist.isend(torch.full((4,), float(tag)), 1, tag=tag) for tag in (1, 2, 3)]
+        works.append(dist.isend(torch.arange(300_000), 1, tag=9))
+        for work in works:
+            work.wait()
+    elif rank == 1:
+        for tag in (3, 1, 2):
+            got = torch.empty(4)
+            assert dist.recv(got, 0, tag=tag) == 0 and (got == tag).all()
+        large = torch.empty(300_000, dtype=torch.int64)
+        dist.recv(large, 0, tag=9)
+        assert torch.equal(large, torch.arange(300_000))
+    dist.barrier()
+    # From any rank.
+    if rank == 0:
+        sources = set()
+        for _ in range(world - 1):
+            got = torch.empty(1)
+            source = dist.recv(got)
+            assert got.item() == source
+            sources.add(source)
+        assert sources == set(range(1, world))
+    else:
+        dist.send(torch.tensor([float(rank)]), 0)
+    # Batched, both ways at once.
+    right, left = (rank + 1) % world, (rank - 1) % world
+    own, got = torch.full((50_000,), float(rank)), torch.empty(50_000)
+    operations = [dist.P2POp(dist.isend, own, right), dist.P2POp(dist.irecv, got, left)]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    assert (got == left).all()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_sends_and_receives():
+    on_ranks(messages, 3)
+
+
+def groups(rank, world, _, place):
+    dist = start(rank, world, place)
+    # A strict subset meets, then the world goes on.
+    pair = dist.new_group([3, 1])
+    if rank in (1, 3):
+        total = torch.tensor([float(rank)])
+        dist.all_reduce(total, group=pair)
+        assert total == 4
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total == world
+    # Groups overlap in time and in ranks without meeting.
+    rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    row, column = rows[rank // 2], columns[rank % 2]
+    first, second = torch.tensor([float(rank)]), torch.tensor([float(rank)])
+    works = [
+        dist.all_reduce(first, group=row, async_op=True),
+        dist.all_reduce(second, group=column, async_op=True),
+    ]
+    for work in works if rank % 2 else reversed(works):
+        work.wait()
+    assert first == 4 * (rank // 2) + 1 and second == 2 * (rank % 2) + 2
+    half = dist.group.WORLD.split_group([rank % 2, rank % 2 + 2])
+    total = torch.tensor([float(rank)])
+    half.allreduce([total]).wait()
+    assert total == 2 * (rank % 2) + 2 and half.size() == 2
+    assert dist.group.WORLD.split_group([(rank + 1) % world]) is None
+    half.shutdown()
+    dist.destroy_process_group(row)
+    with pytest.raises(RuntimeError, match="destroyed"):
+        row.allreduce([total]).wait()
+    dist.destroy_process_group()
+    # And again.
+    dist = start(rank, world, place + "again")
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total == world
+    dist.destroy_process_group()
+
+
+def test_groups():
+    on_ranks(groups, 4)
+
+
+def beside_gloo(rank, world, _, place):
+    dist = start(rank, world, place, "cpu:gloo,cuda:warplink")
+    import warplink.torch
+
+    found = warplink.torch.get_warplink_group()
+    assert found is not None and warplink.torch.is_direct_group()
+    assert type(found._get_backend(torch.device("cpu"))).__name__ == "ProcessGroupGloo"
+    total = torch.ones(5)
+    dist.all_reduce(total)
+    assert (total == world).all()
+    dist.barrier()
+    with pytest.raises(ValueError, match="no backend for meta tensors"):
+        dist.all_reduce(torch.ones(5, device="meta"))
+    dist.destroy_process_group()
+    dist = start(rank, world, place + "alone", "gloo")
+    assert warplink.torch.get_warplink_group() is None and not warplink.torch.is_direct_group()
+    dist.destroy_process_group()
+
+
+def test_beside_gloo():
+    on_ranks(beside_gloo, 2)
+
+
+def mismatched(rank, world, _, place):
+    from warplink.errors import MismatchError
+
+    dist = start(rank, world, place)
+    dist.all_reduce(torch.ones(3))
+    with pytest.raises(MismatchError, match="help: call the same collectives") as caught:
+        if rank == 0:
+            dist.all_reduce(torch.ones(3))
+        else:
+            dist.all_reduce(torch.ones(3, dtype=torch.float64))
+    assert caught.value.peer is not None and caught.value.rank == rank
+    dist.destroy_process_group()
+    dist = start(rank, world, place + "again")
+    received = torch.empty(3)
+    if rank == 1:
+        dist.send(torch.ones(2), 0)
+    elif rank == 0:
+        with pytest.raises(MismatchError, match="sends 8 bytes; expected 12"):
+            dist.recv(received, 1)
+    with pytest.raises(MismatchError, match="broadcast"):
+        if rank == 0:
+            dist.broadcast(received, 0)
+        else:
+            dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_ranks_that_call_something_else_are_told():
+    on_ranks(mismatched, 3)
+
+
+def lost(rank, world, _, place):
+    dist = start(rank, world, place)
+    rest = dist.new_group([0, 1])
+    dist.all_reduce(torch.ones(3))
+    if rank == 2:
+        os._exit(1)
+    begin = time.monotonic()
+    with pytest.raises(ConnectionError) as caught:
+        for _ in range(1000):
+            dist.all_reduce(torch.ones(3))
+    assert time.monotonic() - begin < 5
+    assert caught.value.kind == "peer_lost" and caught.value.peer == 2
+    with pytest.raises(ConnectionError):
+        dist.recv(torch.ones(1), 2)
+    # Groups without it go on.
+    total = torch.ones(1)
+    dist.all_reduce(total, group=rest)
+    assert total == 2
+    dist.destroy_process_group()
+
+
+def test_a_lost_rank_raises_in_the_others():
+    on_ranks(lost, 3, dies=(2,))
+
+
+def misused(rank, world, _, place):
+    dist = start(rank, world, place)
+    group = dist.group.WORLD
+    with pytest.raises(ValueError, match="tensors of one device"):
+        group.allreduce([torch.ones(1), torch.ones(1, device="meta")])
+    with pytest.raises(ValueError, match="expected one to have 2 times"):
+        group._allgather_base(torch.empty(3), torch.empty(2))
+    with pytest.raises(ValueError, match="rank of the group"):
+        group.broadcast([torch.ones(1)], 5)
+    with pytest.raises(NotImplementedError, match="not reduced"):
+        group.allreduce([torch.ones(1)], dist._make_nccl_premul_sum(2.0))
+    child = os.fork()
+    if child == 0:
+        try:
+            group.allreduce([torch.ones(1)])
+        except NotImplementedError as error:
+            os._exit(0 if "fork" in str(error) else 2)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    with pytest.raises(TypeError, match="pg_options"):
+        warplink_options(3)
+    assert group.get_buffer_size() == 64 << 20
+    dist.barrier()
+    dist.destroy_process_group()
+    with pytest.raises(RuntimeError, match="destroyed"):
+        group.allreduce([torch.ones(1)])
+
+
+def warplink_options(given):
+    from warplink.torch.options import Options
+
+    return Options.read(given)
+
+
+def test_wrong_use_says_what_and_where():
+    on_ranks(misused, 2)
+
+
+def buffers(rank, world, _, place):
+    import warplink.torch
+
+    dist = start(rank, world, place, pg_options=warplink.torch.Options(buffer_size=4096))
+    group = warplink.torch.get_warplink_group()
+    assert group.get_buffer_size() == 4096
+    own = group.get_p2p_buffer(rank, (4, 8), torch.float32, storage_offset=16)
+    own.fill_(rank)
+    group.intra_node_barrier()
+    for peer in range(world):
+        theirs = group.get_p2p_buffer(peer, (4, 8), torch.float32, storage_offset=16)
+        assert (theirs == peer).all()
+    with pytest.raises(ValueError, match="buffer's 4096"):
+        group.get_p2p_buffer(0, (1025,), torch.float32)
+    group.intra_node_barrier()
+    del own, theirs
+    dist.destroy_process_group()
+
+
+def test_buffers_that_peers_reach():
+    on_ranks(buffers, 3)
+
+
+def memory(rank, world, _, place):
+    dist = start(rank, world, place)
+
+    def resident():
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    generator = torch.Generator().manual_seed(0)
+    marks = []
+    for turn in range(600):
+        length = int(torch.randint(1, 100_000, (1,), generator=generator))
+        dist.all_reduce(torch.ones(length))
+        if turn in (200, 599):
+            marks.append(resident())
+    dist.destroy_process_group()
+    return marks
+
+
+def test_steps_of_random_sizes_take_constant_memory():
+    for early, late in on_ranks(memory, 2):
+        assert late < early + (24 << 20), (early, late)

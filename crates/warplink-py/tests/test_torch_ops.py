@@ -1,0 +1,114 @@
+"""The fused operations, and models that train on the process group."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from test_torch_group import on_ranks, start  # noqa: E402
+
+SHAPES = [((4, 8), 0), ((3, 5, 8), 0), ((3, 5, 8), 1), ((2, 3, 5, 8), 2), ((3, 5, 8), 2), ((7, 8), 1)]
+
+
+def fused(rank, world, _, place, dtype_name):
+    dist = start(rank, world, place)
+    from torch.distributed._symmetric_memory import (
+        _fused_all_gather_matmul_fallback,
+        _fused_matmul_reduce_scatter_fallback,
+    )
+
+    ops, name = torch.ops.warplink, dist.group.WORLD.group_name
+    dtype = getattr(torch, dtype_name)
+    close = {"rtol": 3e-2, "atol": 3e-1} if dtype.itemsize == 2 else {"rtol": 1e-4, "atol": 1e-4}
+    generator = torch.Generator().manual_seed(3)
+
+    def random(*shape):
+        # Every rank draws the same.
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    for shape, dim in SHAPES:
+        last = dim == len(shape) - 1
+        k = shape[-1] * (world if last else 1)
+        a = random(*shape) + rank
+        bs = [random(k, 6), random(10, k).t()]
+        for keep in (True, False):
+            whole, results = ops.fused_all_gather_matmul(a, bs, dim, name, return_A=keep)
+            expected, products = _fused_all_gather_matmul_fallback(a, bs, dim, name, return_A=keep)
+            assert (whole is None) == (not keep)
+            pairs = list(zip(results, products, strict=True)) + ([(whole, expected)] if keep else [])
+            for got, wanted in pairs:
+                assert (got.shape, got.stride()) == (wanted.shape, wanted.stride()), (shape, dim)
+                torch.testing.assert_close(got, wanted, **close)
+        with torch.device("meta"):
+            metas = ops.fused_all_gather_matmul(
+                a.to("meta"), [b.to("meta") for b in bs], dim, name
+            )
+        for meta, wanted in zip(metas[1], products, strict=True):
+            assert (meta.shape, meta.stride()) == (wanted.shape, wanted.stride())
+        sizes = list(shape)
+        if not last:
+            sizes[dim] *= world
+        left, right = random(*sizes) + rank, random(shape[-1], 6 * world)
+        for op in ("sum", "avg"):
+            got = ops.fused_matmul_reduce_scatter(left, right, op, dim, name)
+            wanted = _fused_matmul_reduce_scatter_fallback(left, right, op, dim, name)
+            assert (got.shape, got.stride()) == (wanted.shape, wanted.stride())
+            torch.testing.assert_close(got, wanted, **close)
+        meta = ops.fused_matmul_reduce_scatter(left.to("meta"), right.to("meta"), "sum", dim, name)
+        assert (meta.shape, meta.stride()) == (wanted.shape, wanted.stride())
+    with pytest.raises(ValueError, match="columns of A"):
+        ops.fused_all_gather_matmul(a, [random(3, 3)], 0, name)
+    with pytest.raises(ValueError, match="sum or avg"):
+        ops.fused_matmul_reduce_scatter(left, right, "max", 0, name)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_fused_operations_equal_the_unfused(dtype):
+    on_ranks(fused, 2, dtype)
+
+
+def train(rank, world, place, backend, kind):
+    dist = start(rank, world, place + backend, backend)
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 16)
+    )
+    mesh = init_device_mesh("cpu", (world,))
+    if kind == "ddp":
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    elif kind == "fsdp2":
+        for layer in (model[0], model[2], model):
+            fully_shard(layer, mesh=mesh)
+    else:
+        parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    generator = torch.Generator().manual_seed(5 if kind == "tp" else 5 + rank)
+    data = torch.randn(8, 16, generator=generator)
+    losses = []
+    for _ in range(20):
+        loss = (model(data) - data).pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    dist.destroy_process_group()
+    return losses
+
+
+def compare(rank, world, _, place, kind):
+    expected = train(rank, world, place, "gloo", kind)
+    assert expected[-1] < expected[0]
+    assert train(rank, world, place, "warplink", kind) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "tp"])
+def test_models_train_as_with_gloo(kind):
+    on_ranks(compare, 2, kind)
