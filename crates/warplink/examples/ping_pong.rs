@@ -44,7 +44,7 @@ fn ping_pong(block: &Block<'_>) -> Result<()> {
 }
 
 /// What every rank does.
-fn rank(comm: &Communicator) -> Result<()> {
+pub(crate) fn rank(comm: &Communicator) -> Result<()> {
     // Compiled by NVRTC for the GPU at hand. It is loaded before any kernel runs that waits for a peer:
     // loading might wait for that kernel.
     let source = ModuleSource::new("ping_pong.cu")

@@ -8,6 +8,8 @@ mod closures;
 mod common;
 #[path = "channels/data.rs"]
 mod data;
+#[path = "channels/examples.rs"]
+mod examples;
 #[path = "channels/failures.rs"]
 mod failures;
 #[path = "channels/kernels.rs"]

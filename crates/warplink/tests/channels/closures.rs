@@ -4,6 +4,23 @@ use super::kernels::contents;
 use warplink::device::{At, Block, BlockChannel, DeviceSlice, ModuleSource};
 use warplink::{Error, Result};
 
+/// Every kernel.
+pub(crate) const NAMES: [&str; 13] = [
+    "ping_pong",
+    "wait_once",
+    "signal_on",
+    "all_pairs",
+    "odd_pieces",
+    "flushed_slots",
+    "many_puts",
+    "wait_for",
+    "poll_for",
+    "packets",
+    "barriers",
+    "get_region",
+    "out_of_range",
+];
+
 /// Adds every closure.
 pub(crate) fn add(source: ModuleSource) -> ModuleSource {
     source

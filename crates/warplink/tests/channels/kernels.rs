@@ -3,6 +3,7 @@
 // Each test binary uses a part of this.
 #![allow(dead_code, unreachable_pub)]
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use warplink::channel::{Connection, ConnectionRequest, Connections, Transport};
 use warplink::device::{
@@ -32,18 +33,25 @@ pub fn contents(round: u32, bytes: usize) -> Vec<u8> {
 }
 
 /// The module of all test kernels, loaded.
-pub struct Kernels(Module);
+pub struct Kernels(BTreeMap<&'static str, Kernel>);
 
 impl Kernels {
     pub fn load(device: &Arc<dyn Device>) -> Self {
         let source = ModuleSource::new("kernels.cu").with_cuda(include_str!("kernels.cu"));
         let source = super::closures::add(source);
         // SAFETY: the kernels access the memory that their arguments name, within its bounds.
-        Self(unsafe { device.load_module(&source) }.unwrap())
+        let module: Module = unsafe { device.load_module(&source) }.unwrap();
+        // All at once: later, the driver might wait for a kernel that runs.
+        let kernels = super::closures::NAMES.iter();
+        Self(
+            kernels
+                .map(|&name| (name, module.kernel(name).unwrap()))
+                .collect(),
+        )
     }
 
     pub fn get(&self, name: &str) -> Kernel {
-        self.0.kernel(name).unwrap()
+        self.0[name].clone()
     }
 }
 
@@ -137,13 +145,22 @@ impl<'a> Rig<'a> {
 
     /// Enqueues rounds of ping-pong of `bytes` on each connection.
     pub fn ping_pong(&self, connections: &Connections, bytes: u64, rounds: u32) {
+        self.ping_pong_on(
+            &connections.channels().unwrap(),
+            connections.all().len(),
+            bytes,
+            rounds,
+        );
+    }
+
+    /// As [`ping_pong`](Self::ping_pong), on an array of so many channels, which the caller keeps.
+    pub fn ping_pong_on(&self, channels: &Argument, count: usize, bytes: u64, rounds: u32) {
         let arguments = [
-            connections.channels().unwrap(),
+            channels.clone(),
             Argument::U64(bytes),
             Argument::U32(self.rank()),
             Argument::U32(rounds),
         ];
-        let blocks = connections.all().len() as u32;
-        self.launch("ping_pong", blocks, &arguments).unwrap();
+        self.launch("ping_pong", count as u32, &arguments).unwrap();
     }
 }

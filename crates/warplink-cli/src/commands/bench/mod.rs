@@ -1,5 +1,6 @@
 //! `warplink bench`: benchmarks, compared with the hardware's limits and the vendor's library.
 
+mod channel;
 mod overlap;
 mod p2p;
 mod program;
@@ -22,6 +23,7 @@ pub(crate) struct Bench {
 #[derive(Debug, Subcommand)]
 enum What {
     P2p(p2p::P2p),
+    Channel(channel::Channel),
     Overlap(overlap::Overlap),
     Program(program::Program),
 }
@@ -30,6 +32,7 @@ impl Bench {
     pub(crate) fn run(self, options: &Options) -> Result<ExitCode> {
         match self.what {
             What::P2p(command) => command.run(options),
+            What::Channel(command) => command.run(options),
             What::Overlap(command) => command.run(options),
             What::Program(command) => command.run(options),
         }

@@ -1,0 +1,122 @@
+//! The kernels of `bench channel`: CUDA C++ for GPUs, closures for the host device.
+
+use anyhow::{Context, Result};
+use std::collections::BTreeMap;
+use warplink::device::{Block, Kernel, ModuleSource};
+use warplink::{Communicator, Error};
+
+/// Bytes at the start of every region that are the kernels' own; must match kernels.cu.
+pub(super) const DATA: u64 = 256;
+
+/// Every kernel.
+const NAMES: [&str; 8] = [
+    "signals",
+    "words",
+    "puts",
+    "packets",
+    "put_once",
+    "copy_once",
+    "put_and_flush",
+    "triggers",
+];
+
+/// The benchmark's kernels, loaded. Each takes a channel, the rank, a number of rounds, and of bytes.
+pub(super) struct Kernels(BTreeMap<&'static str, Kernel>);
+
+impl Kernels {
+    pub(super) fn load(comm: &Communicator) -> Result<Self> {
+        let source = ModuleSource::new("bench channel")
+            .with_cuda(include_str!("kernels.cu"))
+            .with_host_kernel("signals", signals)
+            // Nothing is below a channel's signal on the host device.
+            .with_host_kernel("words", signals)
+            .with_host_kernel("puts", puts)
+            .with_host_kernel("packets", packets)
+            .with_host_kernel("put_once", put_once)
+            .with_host_kernel("copy_once", put_once)
+            .with_host_kernel("put_and_flush", put_and_flush)
+            .with_host_kernel("triggers", triggers);
+        // SAFETY: the kernels access the regions of their channel within bounds that the calls check, and
+        // those that access them otherwise ask for the addresses of as many bytes as they touch.
+        let module = unsafe { comm.device().load_module(&source) }?;
+        // All at once: later, the driver might wait for a kernel that runs.
+        let kernels = NAMES.iter().map(|&name| Ok((name, module.kernel(name)?)));
+        Ok(Self(kernels.collect::<Result<_>>()?))
+    }
+
+    pub(super) fn get(&self, name: &str) -> Result<Kernel> {
+        self.0
+            .get(name)
+            .cloned()
+            .with_context(|| format!("there is no kernel {name}"))
+    }
+}
+
+fn signals(block: &Block<'_>) -> Result<(), Error> {
+    let (channel, rank, rounds) = (block.channel(0)?, block.u32(1)?, block.u32(2)?);
+    for _ in 0..rounds {
+        if rank == 0 {
+            channel.signal()?;
+        }
+        channel.wait()?;
+        if rank != 0 {
+            channel.signal()?;
+        }
+    }
+    Ok(())
+}
+
+fn puts(block: &Block<'_>) -> Result<(), Error> {
+    let (channel, rank) = (block.channel(0)?, block.u32(1)?);
+    let (rounds, bytes) = (block.u32(2)?, block.u64(3)?);
+    for _ in 0..rounds {
+        if rank == 0 {
+            channel.put_with_signal(DATA + bytes, DATA, bytes)?;
+        }
+        channel.wait()?;
+        if rank != 0 {
+            channel.put_with_signal(DATA + bytes, DATA, bytes)?;
+        }
+    }
+    Ok(())
+}
+
+fn packets(block: &Block<'_>) -> Result<(), Error> {
+    let (channel, rank) = (block.channel(0)?, block.u32(1)?);
+    let (rounds, bytes) = (block.u32(2)?, block.u64(3)?);
+    let counted = channel.here(16, 4)?;
+    let mut word = [0; 4];
+    block.read(&counted, &mut word)?;
+    let mut flag = u32::from_ne_bytes(word);
+    let (arrived, packed) = (DATA + bytes, DATA + 2 * bytes);
+    for _ in 0..rounds {
+        flag += 1;
+        if rank == 0 {
+            channel.put_packets16(packed, DATA, bytes, flag)?;
+        }
+        channel.read_packets16(arrived, packed, bytes, flag)?;
+        if rank != 0 {
+            channel.put_packets16(packed, DATA, bytes, flag)?;
+        }
+    }
+    block.write(&counted, &flag.to_ne_bytes())
+}
+
+fn put_once(block: &Block<'_>) -> Result<(), Error> {
+    let (channel, bytes) = (block.channel(0)?, block.u64(3)?);
+    let (index, blocks) = (u64::from(block.index()), u64::from(block.blocks()));
+    let (start, end) = (bytes * index / blocks, bytes * (index + 1) / blocks);
+    channel.put(DATA + start, DATA + start, end - start)
+}
+
+fn put_and_flush(block: &Block<'_>) -> Result<(), Error> {
+    let (channel, bytes) = (block.channel(0)?, block.u64(3)?);
+    channel.put(DATA, DATA, bytes)?;
+    channel.flush()
+}
+
+fn triggers(block: &Block<'_>) -> Result<(), Error> {
+    let (channel, rounds) = (block.channel(0)?, block.u32(2)?);
+    (0..rounds).try_for_each(|_| channel.signal())?;
+    channel.flush()
+}

@@ -1,0 +1,344 @@
+//! `warplink bench channel`: puts, signals and packets from inside a kernel, compared with plain kernels
+//! and the copy engine.
+
+mod kernels;
+
+use super::timing::{Clock, Submission, Times};
+use crate::commands::ranks;
+use crate::memory;
+use crate::options::Options;
+use crate::report;
+use crate::report::bytes::Bytes;
+use crate::report::table::{Align, Table};
+use anyhow::{Context, Result, ensure};
+use clap::Args;
+use kernels::{DATA, Kernels};
+use serde::Serialize;
+use std::process::ExitCode;
+use warplink::channel::{Connection, ConnectionRequest, Transport};
+use warplink::device::{Argument, Launch, Priority, Stream};
+use warplink::{Communicator, DeviceKind};
+
+/// Measure channels: what kernels of ranks 0 and 1 do with one another
+///
+/// Latencies are one way: half a round trip, of many in one kernel. Times are medians over all samples;
+/// the slowest rank counts.
+///
+/// words          a plain store that the peer's kernel polls for, for comparison
+/// signals        signal and wait; the ratio is that to words
+/// puts           put_with_signal and wait
+/// packets        packets of 16 bytes, of which 8 are data
+/// copy_once      a plain copy kernel into the peer's memory, for comparison
+/// put_once       one put by all blocks; the ratio is the rate over that of copy_once
+/// engine         the copy engine in stream order, for comparison
+/// put_and_flush  one proxied put until it is done; the ratio is the rate over that of engine
+/// triggers       signals of so many blocks through the proxy, each thread on its own
+#[derive(Debug, Args)]
+#[command(
+    verbatim_doc_comment,
+    after_help = "Examples:\n  \
+    warplink bench channel\n  \
+    warplink bench channel --device host --to 1MiB --json > channel.json"
+)]
+pub(crate) struct Channel {
+    /// Largest size of a put [default: 256MiB on cuda, 1MiB on host]
+    #[arg(long, value_name = "BYTES")]
+    to: Option<Bytes>,
+    /// Samples per figure
+    #[arg(long, value_name = "N", default_value = "9", value_parser = clap::value_parser!(u16).range(1..))]
+    samples: u16,
+}
+
+/// One figure.
+#[derive(Debug, Serialize)]
+struct Row {
+    what: &'static str,
+    transport: Option<Transport>,
+    bytes: u64,
+    blocks: u32,
+    /// One way, of one put, or of one trigger, in seconds.
+    time: Times,
+    /// Bytes in 10^9, or triggers in 10^6, a second.
+    rate: Option<f64>,
+    /// To what it is compared with.
+    ratio: Option<f64>,
+}
+
+#[derive(Debug, Serialize)]
+struct Report {
+    benchmark: &'static str,
+    device: String,
+    rows: Vec<Row>,
+}
+
+/// Two connections between ranks 0 and 1, and what to launch on them.
+struct Rig<'a> {
+    clock: Clock<'a>,
+    kernels: Kernels,
+    connections: Vec<Connection>,
+    samples: usize,
+    rows: Vec<Row>,
+}
+
+impl Channel {
+    pub(crate) fn run(self, options: &Options) -> Result<ExitCode> {
+        let check = |_, world| {
+            ensure!(
+                world == 2,
+                "a channel has two ends, and {world} ranks were asked for; help: use --ranks 2"
+            );
+            Ok(())
+        };
+        ranks::run_checked(options, check, |comm| {
+            check(comm.device().kind(), comm.world())?;
+            let report = self.measure(comm)?;
+            if comm.rank() == 0 {
+                if options.json {
+                    report::print_json(&report)?
+                } else {
+                    report::print_text(&report.table())?
+                }
+            }
+            Ok(ExitCode::SUCCESS)
+        })
+    }
+
+    fn measure(&self, comm: &Communicator) -> Result<Report> {
+        let on_gpus = comm.device().kind() == DeviceKind::Cuda;
+        let default = if on_gpus { 256 << 20 } else { 1 << 20 };
+        let largest = self.to.map_or(default, |to| to.0).max(4096);
+        let rounds = if on_gpus { 1000 } else { 100 };
+        let mut rig = Rig::new(comm, largest, self.samples.into())?;
+        let direct = Transport::Direct;
+        let words = rig.back_and_forth("words", direct, 0, 1, rounds, None)?;
+        rig.back_and_forth("signals", direct, 0, 1, rounds, Some(words))?;
+        rig.back_and_forth("signals", Transport::Proxied, 0, 1, rounds, None)?;
+        for bytes in [8, 4096] {
+            rig.back_and_forth("puts", direct, bytes, 256, rounds, None)?;
+            rig.back_and_forth("puts", Transport::Proxied, bytes, 32, rounds, None)?;
+        }
+        for (bytes, threads) in [(8, 32), (1024, 128), (4096, 512)] {
+            rig.back_and_forth("packets", direct, bytes, threads, rounds, None)?;
+        }
+        let blocks: &[u32] = if on_gpus {
+            &[1, 4, 8, 16, 32, 64]
+        } else {
+            &[1, 4]
+        };
+        for &blocks in blocks {
+            let copy = rig.once("copy_once", direct, largest, blocks, None)?;
+            rig.once("put_once", direct, largest, blocks, Some(copy))?;
+        }
+        for bytes in [4096, 64 << 20, largest] {
+            if bytes <= largest {
+                let engine = rig.engine(bytes)?;
+                rig.once("put_and_flush", Transport::Proxied, bytes, 1, Some(engine))?;
+            }
+        }
+        for blocks in [1, 8, 132] {
+            rig.triggers(blocks, if on_gpus { 20_000 } else { 2_000 })?;
+        }
+        Ok(Report {
+            benchmark: "channel",
+            device: comm.device().name(),
+            rows: rig.rows,
+        })
+    }
+}
+
+impl<'a> Rig<'a> {
+    fn new(comm: &'a Communicator, largest: u64, samples: usize) -> Result<Self> {
+        // Room for what is put, for what arrives, and for packets, of the sizes that have them.
+        let bytes = DATA + largest.max(4 * 4096);
+        memory::check(comm.device().kind(), 2, bytes.into(), 2 * u128::from(bytes))?;
+        let kernels = Kernels::load(comm)?;
+        let bytes = usize::try_from(bytes).context("sizes fit the memory")?;
+        let peer = 1 - comm.rank();
+        let mut requests = Vec::new();
+        for (tag, transport) in [Transport::Direct, Transport::Proxied]
+            .into_iter()
+            .enumerate()
+        {
+            let region = comm.alloc(bytes)?;
+            region.upload(&vec![0; bytes])?;
+            let request = ConnectionRequest::new(peer, tag as u64, &region);
+            requests.push(request.with_transport(transport));
+        }
+        let connections = comm.connect(&requests)?.all().to_vec();
+        Ok(Self {
+            clock: Clock::new(comm, Priority::Normal)?,
+            kernels,
+            connections,
+            samples,
+            rows: Vec::new(),
+        })
+    }
+
+    fn connection(&self, transport: Transport) -> Result<&Connection> {
+        let mut all = self.connections.iter();
+        all.find(|connection| connection.transport() == transport)
+            .with_context(|| format!("there is no {transport} connection"))
+    }
+
+    /// Times launches of `name`, by rank 0 alone where `alone`.
+    fn time(
+        &self,
+        name: &str,
+        transport: Transport,
+        launch: Launch,
+        (rounds, bytes): (u32, u64),
+        alone: bool,
+    ) -> Result<Times> {
+        let (kernel, rank) = (self.kernels.get(name)?, self.clock.comm.rank());
+        let arguments = [
+            self.connection(transport)?.channel(),
+            Argument::U32(rank as u32),
+            Argument::U32(rounds),
+            Argument::U64(bytes),
+        ];
+        let work = |stream: &Stream| -> Result<()> {
+            if rank == 0 || !alone {
+                kernel.launch(stream, &launch, &arguments)?;
+            }
+            Ok(())
+        };
+        self.clock.measure(self.samples, Submission::Eager, &work)
+    }
+
+    /// The time of one way of many back and forth in one kernel of one block.
+    fn back_and_forth(
+        &mut self,
+        what: &'static str,
+        transport: Transport,
+        bytes: u64,
+        threads: u32,
+        rounds: u32,
+        plain: Option<f64>,
+    ) -> Result<f64> {
+        let launch = Launch::new(1, threads);
+        let all = self.time(what, transport, launch, (rounds, bytes), false)?;
+        let time = scaled(&all, 0.5 / f64::from(rounds));
+        self.rows.push(Row {
+            what,
+            transport: Some(transport),
+            bytes,
+            blocks: 1,
+            rate: None,
+            ratio: plain.map(|plain| time.median / plain),
+            time,
+        });
+        Ok(time.median)
+    }
+
+    /// The time of one put of rank 0 by so many blocks, and its rate over the one given. The rate.
+    fn once(
+        &mut self,
+        what: &'static str,
+        transport: Transport,
+        bytes: u64,
+        blocks: u32,
+        plain: Option<f64>,
+    ) -> Result<f64> {
+        let threads = if transport == Transport::Direct {
+            1024
+        } else {
+            1
+        };
+        let launch = Launch::new(blocks, threads);
+        let time = self.time(what, transport, launch, (1, bytes), true)?;
+        Ok(self.moved(what, Some(transport), bytes, blocks, time, plain))
+    }
+
+    /// The rate of the copy engine.
+    fn engine(&mut self, bytes: u64) -> Result<f64> {
+        let connection = self.connection(Transport::Proxied)?;
+        let source = connection.region(0).context("a connection has a region")?;
+        let part = DATA as usize..(DATA + bytes) as usize;
+        let (source, rank) = (source.slice(part)?, self.clock.comm.rank());
+        let work = |stream: &Stream| -> Result<()> {
+            if rank == 0 {
+                connection.write(stream, DATA, &source)?;
+            }
+            Ok(())
+        };
+        let time = self.clock.measure(self.samples, Submission::Eager, &work)?;
+        Ok(self.moved("engine", None, bytes, 0, time, None))
+    }
+
+    fn moved(
+        &mut self,
+        what: &'static str,
+        transport: Option<Transport>,
+        bytes: u64,
+        blocks: u32,
+        time: Times,
+        plain: Option<f64>,
+    ) -> f64 {
+        let rate = bytes as f64 / time.median / 1e9;
+        self.rows.push(Row {
+            what,
+            transport,
+            bytes,
+            blocks,
+            time,
+            rate: Some(rate),
+            ratio: plain.map(|plain| rate / plain),
+        });
+        rate
+    }
+
+    /// Triggers of rank 0 by so many blocks at once, `all` together.
+    fn triggers(&mut self, blocks: u32, all: u32) -> Result<()> {
+        let each = (all / blocks).max(1);
+        let launch = Launch::new(blocks, 1);
+        let time = self.time("triggers", Transport::Proxied, launch, (each, 0), true)?;
+        let time = scaled(&time, 1.0 / f64::from(each * blocks));
+        self.rows.push(Row {
+            what: "triggers",
+            transport: Some(Transport::Proxied),
+            bytes: 0,
+            blocks,
+            rate: Some(1e-6 / time.median),
+            ratio: None,
+            time,
+        });
+        Ok(())
+    }
+}
+
+fn scaled(times: &Times, factor: f64) -> Times {
+    Times {
+        median: times.median * factor,
+        least: times.least * factor,
+        most: times.most * factor,
+    }
+}
+
+impl Report {
+    fn table(&self) -> String {
+        let mut table = Table::new([
+            ("what", Align::Left),
+            ("transport", Align::Left),
+            ("bytes", Align::Right),
+            ("blocks", Align::Right),
+            ("us", Align::Right),
+            ("GB/s or M/s", Align::Right),
+            ("ratio", Align::Right),
+        ]);
+        for row in &self.rows {
+            let number = |value: Option<f64>| value.map(|value| format!("{value:.3}"));
+            table.row([
+                row.what.to_owned(),
+                row.transport
+                    .map(|transport| transport.to_string())
+                    .unwrap_or_default(),
+                Bytes(row.bytes).to_string(),
+                row.blocks.to_string(),
+                format!("{:.3}", row.time.median * 1e6),
+                number(row.rate).unwrap_or_default(),
+                number(row.ratio).unwrap_or_default(),
+            ]);
+        }
+        format!("2 ranks on {}\n\n{table}", self.device)
+    }
+}
