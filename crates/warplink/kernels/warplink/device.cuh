@@ -46,20 +46,9 @@
 
 #include <warplink/groups.cuh>
 #include <warplink/memory.cuh>
+#include <warplink/signals.cuh>
 
 namespace warplink {
-
-enum class Status : u32 {
-    ok = 0,
-    // The peer or this rank has failed, or the proxy was stopped.
-    aborted = 1,
-    // An offset or a length passes the end of a region, or the region is not there.
-    out_of_range = 2,
-    // An address or a length is not aligned as the call wants it.
-    misaligned = 3,
-    // The kind of channel does not do this.
-    unsupported = 4,
-};
 
 // A place in one of a connection's regions: the region that it was made with is number 0.
 struct At {
@@ -113,7 +102,7 @@ struct Channel {
     template <typename Group>
     __device__ __forceinline__ Status wait(Group group) const {
         bool failed = false;
-        if (group.rank() == 0) failed = reach(inbound, detail::increment(awaited) + 1) != Status::ok;
+        if (group.rank() == 0) failed = detail::reach(inbound, detail::increment(awaited) + 1, abort) != Status::ok;
         return shared(group, failed);
     }
 
@@ -121,7 +110,7 @@ struct Channel {
     template <typename Group>
     __device__ __forceinline__ Status wait_until(Group group, u64 epoch) const {
         bool failed = false;
-        if (group.rank() == 0) failed = reach(inbound, epoch) != Status::ok;
+        if (group.rank() == 0) failed = detail::reach(inbound, epoch, abort) != Status::ok;
         return shared(group, failed);
     }
 
@@ -133,18 +122,7 @@ struct Channel {
     template <typename Group>
     __device__ __forceinline__ Status poll(Group group, bool &arrived) const {
         bool failed = false, found = false;
-        if (group.rank() == 0) {
-            u64 taken = detail::load_relaxed(awaited);
-            while (true) {
-                const u64 seen = detail::load_acquire(inbound);
-                failed = seen >= detail::ended_epoch || taken >= detail::ended_epoch;
-                if (failed || (long long)(seen - taken) <= 0) break;
-                const u64 found_as = atomicCAS((u64 *)awaited, taken, taken + 1);
-                found = found_as == taken;
-                if (found) break;
-                taken = found_as;
-            }
-        }
+        if (group.rank() == 0) failed = !detail::take(inbound, awaited, found);
         arrived = group.any(found);
         return shared(group, failed);
     }
@@ -376,16 +354,6 @@ struct Channel {
     __device__ __forceinline__ bool is_stopped(u32 polls) const {
         if (polls % detail::polls_per_look != 0) return false;
         return detail::load_relaxed(abort) != 0 || detail::load_relaxed(tail + 8) != 0;
-    }
-
-    // Blocks until the word, a count, is at least `value`.
-    __device__ __forceinline__ Status reach(u64 word, u64 value) const {
-        for (u32 polls = 1;; polls++) {
-            const u64 seen = detail::load_acquire(word);
-            if (seen >= detail::ended_epoch) return Status::aborted;
-            if ((long long)(seen - value) >= 0) return Status::ok;
-            if (is_ended(polls)) return Status::aborted;
-        }
     }
 
     // The address of a place here, or 0 where `bytes` from there are not all in the region.

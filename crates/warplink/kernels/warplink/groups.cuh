@@ -1,4 +1,4 @@
-// The threads that make a call together; a part of device.cuh.
+// What a call gives, and the threads that make it together; a part of device.cuh.
 
 #ifndef WARPLINK_GROUPS_CUH
 #define WARPLINK_GROUPS_CUH
@@ -7,6 +7,18 @@ namespace warplink {
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
+
+enum class Status : u32 {
+    ok = 0,
+    // The peer or this rank has failed, or the proxy was stopped.
+    aborted = 1,
+    // An offset or a length passes the end of a region, or the region is not there.
+    out_of_range = 2,
+    // An address or a length is not aligned as the call wants it.
+    misaligned = 3,
+    // The kind of channel does not do this.
+    unsupported = 4,
+};
 
 // The calling thread alone.
 struct Thread {

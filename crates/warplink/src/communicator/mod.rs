@@ -23,6 +23,7 @@ use crate::p2p::{
 };
 use crate::program::Executor;
 use crate::program::execute::{EngineSource, RankContext};
+use crate::signal::Signals;
 use crate::topology::Topology;
 use services::JobServices;
 use std::collections::HashMap;
@@ -219,6 +220,15 @@ impl Communicator {
     /// added theirs.
     pub fn add_regions(&self, added: &[(&Connection, &Region)]) -> Result<Vec<u32>> {
         self.connections.add_regions(added, self.deadline())
+    }
+
+    /// Allocates `count` signals of this rank, for kernels and streams to wait for and peers to count up; all
+    /// zero at first.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`] for none; those of an allocation.
+    pub fn signals(&self, count: usize) -> Result<Signals> {
+        Signals::allocate(&self.job.device, &self.job.memory, &self.fault, count)
     }
 
     /// Stops the proxy, which serves the proxied channels of all communicators of this rank: it does what

@@ -49,6 +49,7 @@ pub use fault::Fault;
 pub(crate) use fault::FaultSet;
 pub use host::channel::BlockChannel;
 pub use host::kernel::Block;
+pub use host::signals::BlockSignals;
 pub use identity::DeviceIdentity;
 pub(crate) use identity::{combined_identity, machine_identity};
 pub(crate) use in_flight::{InFlight, InUse};

@@ -9,9 +9,11 @@
 //! at least every epoch, so that streams go on, and that kernels know to be no epoch: every word of a
 //! slot, its abort word too.
 
+mod block;
 mod releases;
 mod slots;
 
+pub use block::{RemoteSignals, Signals};
 pub(crate) use releases::{SlotDirectory, SlotReleases};
 pub(crate) use slots::{RemoteSlot, Slot, SlotPool};
 

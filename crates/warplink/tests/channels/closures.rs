@@ -5,7 +5,8 @@ use warplink::device::{At, Block, BlockChannel, DeviceSlice, ModuleSource};
 use warplink::{Error, Result};
 
 /// Every kernel.
-pub(crate) const NAMES: [&str; 13] = [
+pub(crate) const NAMES: [&str; 14] = [
+    "pass_on",
     "ping_pong",
     "wait_once",
     "signal_on",
@@ -43,6 +44,7 @@ pub(crate) fn add(source: ModuleSource) -> ModuleSource {
         .with_host_kernel("barriers", barriers)
         .with_host_kernel("get_region", get_region)
         .with_host_kernel("out_of_range", out_of_range)
+        .with_host_kernel("pass_on", pass_on)
 }
 
 /// Stores what is sent in `round` to the own region, from `at` on.
@@ -268,4 +270,26 @@ fn out_of_range(block: &Block<'_>) -> Result<()> {
         result,
         attempts.iter().filter(|made| made.is_ok()).count(),
     )
+}
+
+fn pass_on(block: &Block<'_>) -> Result<()> {
+    let (own, right) = (block.signals(0)?, block.signals(1)?);
+    let (rank, rounds) = (block.u32(2)?, block.u32(3)?);
+    for round in 0..rounds {
+        let number = round as usize % 3;
+        if rank == 0 {
+            right.add(number)?;
+        }
+        if round % 2 == 0 {
+            own.wait(number)?;
+        } else {
+            while !own.poll(number)? {
+                std::thread::yield_now();
+            }
+        }
+        if rank != 0 {
+            right.add(number)?;
+        }
+    }
+    own.wait_until(0, own.epoch(0)?)
 }

@@ -4,7 +4,8 @@ use super::common::{Ranks, delays, kind, processes, threads, threads_with, world
 use super::kernels::{Rig, TRANSPORTS, contents};
 use std::time::Duration;
 use warplink::channel::Transport;
-use warplink::device::Argument;
+use warplink::device::{Argument, MemoryOp};
+use warplink::signal::RemoteSignals;
 use warplink::{Communicator, DeviceKind};
 
 /// Fewer on the host device, whose blocks share the CPUs with everything else.
@@ -256,6 +257,38 @@ fn a_graph_with_a_kernel_is_replayed() {
             for _ in 0..20 {
                 graph.launch(&rig.stream).unwrap();
             }
+            rig.finish();
+        }
+    });
+}
+
+#[test]
+fn signals_without_a_connection() {
+    processes(world(3), |comm| {
+        let rig = Rig::new(comm);
+        let (rank, world) = (comm.rank(), comm.world());
+        let (right, left) = ((rank + 1) % world, (rank + world - 1) % world);
+        let own = comm.signals(3).unwrap();
+        assert!(own.word(3).is_err() && comm.signals(0).is_err());
+        // Whoever is to the left counts this rank's up.
+        let handle = comm.export_handle(own.region(), left).unwrap();
+        let handles = comm.all_gather_bytes(&handle).unwrap();
+        let opened = comm.open_handle(right, &handles[right]).unwrap();
+        let peers = RemoteSignals::new(opened).unwrap();
+        assert_eq!((own.count(), peers.count()), (3, 3));
+        let arguments = [
+            Argument::from(&own),
+            Argument::from(&peers),
+            Argument::U32(rig.rank()),
+            Argument::U32(90),
+        ];
+        for launch in 1..=2 {
+            rig.launch("pass_on", 1, &arguments).unwrap();
+            // A stream may wait for the same words.
+            let word = own.word(2).unwrap();
+            let value = 30 * launch;
+            let wait = MemoryOp::Wait { word: &word, value };
+            rig.stream.memory_ops(&[wait]).unwrap();
             rig.finish();
         }
     });

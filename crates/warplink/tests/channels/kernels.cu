@@ -200,3 +200,16 @@ extern "C" __global__ void out_of_range(Channel channel, u64 bytes, u32 *result)
     accepted += channel.put_with_signal(block, At(99, 0), 0, 8) != Status::out_of_range;
     if (threadIdx.x == 0) note(result, accepted, Status::ok);
 }
+
+// A token goes around all ranks, by a signal of each in turn.
+extern "C" __global__ void pass_on(warplink::Signals own, warplink::RemoteSignals right, u32 rank, u32 rounds, u32 *result) {
+    const Block block;
+    for (u32 round = 0; round < rounds; round++) {
+        if (rank == 0) right.add(block, round % 3);
+        bool arrived = false;
+        if (round % 2 == 0) CHECK(own.wait(block, round % 3));
+        while (round % 2 == 1 && !arrived) CHECK(own.poll(block, round % 3, arrived));
+        if (rank != 0) right.add(block, round % 3);
+    }
+    CHECK(own.wait_until(block, 0, own.epoch(0)));
+}

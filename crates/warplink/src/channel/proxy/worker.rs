@@ -85,7 +85,9 @@ impl Worker {
             if looks < SPINS {
                 std::hint::spin_loop();
             } else if idle_since.get_or_insert_with(Instant::now).elapsed() < self.config.idle {
-                std::thread::yield_now();
+                if !self.reader.listen(self.config.nap) {
+                    std::thread::yield_now();
+                }
             } else {
                 std::thread::park_timeout(self.config.nap);
                 // Woken, perhaps, since triggers are about to come.

@@ -15,7 +15,10 @@ use crate::device::DeviceSlice;
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::{AtomicU64, Ordering};
 use std::fmt;
-use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst, fence};
+use std::sync::{Arc, OnceLock};
+use std::thread::Thread;
+use std::time::Duration;
 
 /// The words of a FIFO: two for each slot of the ring, how many triggers were read, and whether it was
 /// stopped. A load acquires what was written before the store that it sees.
@@ -28,6 +31,9 @@ pub(crate) trait FifoMemory: Send + Sync + fmt::Debug {
 
     /// The next position for a producer of this process; none where only kernels produce.
     fn claim(&self) -> Option<u64>;
+
+    /// Whether threads of this process produce.
+    fn has_host_producers(&self) -> bool;
 
     /// How many positions were claimed.
     fn claimed(&self) -> Result<u64>;
@@ -51,6 +57,14 @@ pub(crate) struct FifoAddresses {
 pub struct Fifo {
     slots: u64,
     memory: Box<dyn FifoMemory>,
+    listener: Listener,
+}
+
+/// The thread that waits for producers of this process. Kernels of a GPU cannot wake it.
+#[derive(Debug, Default)]
+struct Listener {
+    thread: OnceLock<Thread>,
+    listens: AtomicBool,
 }
 
 /// The only reader of a FIFO.
@@ -84,6 +98,7 @@ impl Fifo {
         let fifo = Arc::new(Self {
             slots: slots as u64,
             memory: allocate(slots)?,
+            listener: Listener::default(),
         });
         let reader = FifoReader {
             fifo: fifo.clone(),
@@ -127,6 +142,12 @@ impl Fifo {
         let (slot, lap) = self.place(position);
         self.memory.store(slot + 1, second | lap);
         self.memory.store(slot, first | lap);
+        fence(SeqCst);
+        if self.listener.listens.load(SeqCst)
+            && let Some(thread) = self.listener.thread.get()
+        {
+            thread.unpark();
+        }
         Ok(position)
     }
 
@@ -171,6 +192,23 @@ impl FifoReader {
     /// Whether there is no trigger to be read.
     pub(crate) fn is_empty(&self) -> bool {
         self.peek().is_none()
+    }
+
+    /// Blocks the only thread that calls this, for `limit` at most, until a producer of this process has put
+    /// a trigger in, or somebody unparks the thread. Does nothing where only kernels produce; whether it did.
+    pub(crate) fn listen(&self, limit: Duration) -> bool {
+        if !self.fifo.memory.has_host_producers() {
+            return false;
+        }
+        let listener = &self.fifo.listener;
+        listener.thread.get_or_init(std::thread::current);
+        listener.listens.store(true, SeqCst);
+        fence(SeqCst);
+        if self.is_empty() {
+            std::thread::park_timeout(limit);
+        }
+        listener.listens.store(false, SeqCst);
+        true
     }
 
     /// How many triggers were claimed and not read.
@@ -225,6 +263,10 @@ impl FifoMemory for HostFifoMemory {
 
     fn claim(&self) -> Option<u64> {
         Some(self.claimed.fetch_add(1, Ordering::Relaxed))
+    }
+
+    fn has_host_producers(&self) -> bool {
+        true
     }
 
     fn claimed(&self) -> Result<u64> {

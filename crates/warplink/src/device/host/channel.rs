@@ -142,15 +142,7 @@ impl<'a> BlockChannel<'a> {
     /// As [`wait`](Self::wait), where that would not block; whether there was a signal to use up.
     pub fn poll(&self) -> Result<bool> {
         self.context.check()?;
-        let parts = self.parts();
-        let mut taken = memory::load(&parts.awaited);
-        while memory::load(&parts.inbound) as i64 - taken as i64 > 0 {
-            match memory::exchange(&parts.awaited, taken, taken + 1) {
-                Ok(_) => return Ok(true),
-                Err(found) => taken = found,
-            }
-        }
-        Ok(false)
+        Ok(memory::take(&self.parts().inbound, &self.parts().awaited))
     }
 
     /// How often the peer has signalled so far.

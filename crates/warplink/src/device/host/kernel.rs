@@ -108,6 +108,11 @@ impl Block<'_> {
         memory::read_bytes(source, bytes)
     }
 
+    /// What its thread needs.
+    pub(super) fn context(&self) -> &Context {
+        &self.context
+    }
+
     fn argument(&self, number: usize) -> Result<&Argument> {
         self.arguments.get(number).ok_or_else(|| {
             Error::invalid(format!(

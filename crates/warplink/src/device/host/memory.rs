@@ -345,9 +345,17 @@ pub(super) fn increment(word: &Word) -> u64 {
     before
 }
 
-/// Sets a word to `new` if it is `old`; otherwise gives what it is.
-pub(super) fn exchange(word: &Word, old: u64, new: u64) -> Result<u64, u64> {
-    atomic(word).compare_exchange(old, new, Ordering::AcqRel, Ordering::Acquire)
+/// Takes one count of `awaited` where `word` is further; whether it did.
+pub(super) fn take(word: &Word, awaited: &Word) -> bool {
+    let mut taken = load(awaited);
+    while load(word).wrapping_sub(taken) as i64 > 0 {
+        let (order, failed) = (Ordering::AcqRel, Ordering::Acquire);
+        match atomic(awaited).compare_exchange(taken, taken + 1, order, failed) {
+            Ok(_) => return true,
+            Err(found) => taken = found,
+        }
+    }
+    false
 }
 
 /// The word's value; what was written before the store that set it is visible after.

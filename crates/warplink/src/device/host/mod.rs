@@ -17,6 +17,7 @@ mod mark;
 mod memory;
 mod operation;
 mod segment;
+pub(crate) mod signals;
 mod stream;
 mod unmapping;
 mod worker;

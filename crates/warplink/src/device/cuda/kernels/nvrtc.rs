@@ -37,7 +37,7 @@ const CHANNEL: Source = Source {
 const SOURCES: [&Source; 3] = [&SUM, &TRANSFER, &CHANNEL];
 
 /// What kernels may include, by name.
-const HEADERS: [(&CStr, &str); 3] = [
+const HEADERS: [(&CStr, &str); 4] = [
     (
         c"warplink/device.cuh",
         include_str!("../../../../kernels/warplink/device.cuh"),
@@ -49,6 +49,10 @@ const HEADERS: [(&CStr, &str); 3] = [
     (
         c"warplink/memory.cuh",
         include_str!("../../../../kernels/warplink/memory.cuh"),
+    ),
+    (
+        c"warplink/signals.cuh",
+        include_str!("../../../../kernels/warplink/signals.cuh"),
     ),
 ];
 

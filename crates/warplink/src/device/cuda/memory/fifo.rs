@@ -72,6 +72,10 @@ impl FifoMemory for CudaFifoMemory {
         None
     }
 
+    fn has_host_producers(&self) -> bool {
+        false
+    }
+
     fn claimed(&self) -> Result<u64> {
         let mut bytes = [0; 8];
         // SAFETY: the slice is live device memory of more bytes.

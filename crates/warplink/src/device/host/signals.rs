@@ -1,0 +1,75 @@
+//! Signals for kernels of the host device, with the meanings of `warplink/signals.cuh`.
+
+use super::kernel::Block;
+use super::memory::{self, AwaitedWord};
+use super::operation::Context;
+use crate::device::{DeviceSlice, Word};
+use crate::error::Result;
+
+/// Bytes of a signal; what all of them share comes first.
+const SIGNAL_BYTES: usize = 64;
+
+/// Where the count of waits is in a signal.
+const AWAITED: usize = 8;
+
+/// Signals, as a block of a kernel of the host device has them: of this rank, to wait for, or a peer's, to
+/// count up. The calls are those of `warplink::Signals` and `warplink::RemoteSignals`.
+#[derive(Debug)]
+pub struct BlockSignals<'a> {
+    words: &'a DeviceSlice,
+    context: &'a Context,
+}
+
+impl Block<'_> {
+    /// The signals that are argument `number`.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where the launch has no such
+    /// argument.
+    pub fn signals(&self, number: usize) -> Result<BlockSignals<'_>> {
+        Ok(BlockSignals {
+            words: self.slice(number)?,
+            context: self.context(),
+        })
+    }
+}
+
+impl BlockSignals<'_> {
+    /// Blocks until signal `number` was counted up once more than was waited for.
+    pub fn wait(&self, number: usize) -> Result<()> {
+        let ticket = memory::increment(&self.word(number, AWAITED)?) + 1;
+        self.wait_until(number, ticket)
+    }
+
+    /// Blocks until signal `number` was counted up `epoch` times in all. Uses up no count.
+    pub fn wait_until(&self, number: usize, epoch: u64) -> Result<()> {
+        self.context
+            .wait(&AwaitedWord::new(&self.word(number, 0)?), epoch)
+    }
+
+    /// As [`wait`](Self::wait), where that would not block; whether there was a count to use up.
+    pub fn poll(&self, number: usize) -> Result<bool> {
+        self.context.check()?;
+        Ok(memory::take(
+            &self.word(number, 0)?,
+            &self.word(number, AWAITED)?,
+        ))
+    }
+
+    /// How often signal `number` was counted up so far.
+    pub fn epoch(&self, number: usize) -> Result<u64> {
+        Ok(memory::load(&self.word(number, 0)?))
+    }
+
+    /// Counts a peer's signal `number` up by one, after everything that the block did before.
+    pub fn add(&self, number: usize) -> Result<()> {
+        self.context.check()?;
+        self.context.delay();
+        memory::increment(&self.word(number, 0)?);
+        Ok(())
+    }
+
+    fn word(&self, number: usize, offset: usize) -> Result<Word> {
+        self.words.word(SIGNAL_BYTES * (1 + number) + offset)
+    }
+}
