@@ -193,6 +193,7 @@ fn libraries(gpus: &[gpus::Gpu]) -> Vec<Check> {
                     "NVRTC" => "no kernel can be compiled",
                     "cuBLASLt" => "no GEMM on a GPU, and no demo",
                     "cuBLAS" => "GEMMs for several peers run one by one",
+                    "UCX" => "no writes to the memory of other machines",
                     "NVML" => "links between GPUs are not known",
                     _ => "no vendor collectives, and no comparison with them",
                 };

@@ -2,7 +2,7 @@
 //!
 //! | folder or file | subject |
 //! |---|---|
-//! | `driver/` | the driver's functions and errors; finding the vendor's libraries (`library`); the primary context; streams, events and pinned memory as the driver has them (`raw`) |
+//! | `driver/` | the driver's functions and errors; the primary context; streams, events and pinned memory as the driver has them (`raw`) |
 //! | `gpu`, `device` | what everything of one GPU shares; the device as the traits want it |
 //! | `memory/` | allocations, ours and others'; giving them to peers and opening theirs (`sharing`, `ipc`); blocking copies (`staging`); keeping what is freed (`block_pool`), giving it to the driver (`reaper`), and when that may be done (`gate`) |
 //! | `stream/` | what is enqueued, and recording it; how far streams are (`live`); ending waits after a fault (`signals`) |
@@ -35,8 +35,8 @@ mod nccl;
 mod nvml;
 mod stream;
 
+pub use super::library::{LibraryReport, libraries};
 pub use capabilities::{Capabilities, capabilities};
-pub use driver::library::{LibraryReport, libraries};
 pub use kernels::nvrtc::{CompiledKernel, compile, compile_all};
 
 use super::Device;
@@ -90,7 +90,8 @@ mod tests {
                 "cuBLASLt",
                 "cuBLAS",
                 "NCCL",
-                "NVML"
+                "NVML",
+                "UCX"
             ]
         );
     }

@@ -2,11 +2,11 @@
 //! from a list, so that each may lie in another peer's memory.
 
 use super::tuning::Scratch;
-use crate::device::cuda::driver::function_table;
-use crate::device::cuda::driver::library::{self, CUBLAS};
 use crate::device::cuda::gpu::Gpu;
 use crate::device::cuda::memory::PlainMemory;
 use crate::device::cuda::stream::CudaStream;
+use crate::device::library::function_table;
+use crate::device::library::{self, CUBLAS};
 use crate::device::{DeviceSlice, MatmulSpec, Stream, StreamBackend};
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};

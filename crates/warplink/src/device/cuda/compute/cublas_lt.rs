@@ -1,8 +1,8 @@
 //! cuBLASLt: its functions, and the objects that describe a matmul to it.
 
 use crate::device::MatmulSpec;
-use crate::device::cuda::driver::function_table;
-use crate::device::cuda::driver::library::{self, CUBLAS_LT};
+use crate::device::library::function_table;
+use crate::device::library::{self, CUBLAS_LT};
 use crate::error::{Error, ErrorKind, Result};
 use cudarc::cublaslt::sys::{
     cublasComputeType_t, cublasLtHandle_t, cublasLtMatmulAlgo_t, cublasLtMatmulDesc_t,

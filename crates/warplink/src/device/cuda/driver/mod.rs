@@ -6,12 +6,11 @@
 //! knows.
 
 pub(super) mod context;
-pub(super) mod library;
 pub(super) mod poll;
 pub(super) mod raw;
 
-use self::library::{DRIVER, Loaded};
 use crate::device::PciAddress;
+use crate::device::library::{self, DRIVER, Loaded, function_table};
 use crate::error::{Error, ErrorKind, Result};
 use cudarc::driver::sys::*;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong, c_void};
@@ -33,39 +32,6 @@ pub(super) mod status {
     pub(crate) const PEER_ACCESS_ALREADY_ENABLED: Status = 704;
     pub(crate) const NOT_SUPPORTED: Status = 801;
 }
-
-/// Declares a table of a library's functions and how it is loaded.
-macro_rules! function_table {
-    (
-        $(#[$meta:meta])* $table:ident {
-            $($field:ident ( $($argument:ty),* $(,)? ) -> $result:ty;)*
-        }
-        optional {
-            $($maybe:ident ( $($maybe_argument:ty),* $(,)? ) -> $maybe_result:ty;)*
-        }
-    ) => {
-        $(#[$meta])*
-        #[allow(non_snake_case)]
-        pub(crate) struct $table {
-            $(pub(crate) $field: unsafe extern "C" fn($($argument),*) -> $result,)*
-            $(pub(crate) $maybe: Option<unsafe extern "C" fn($($maybe_argument),*) -> $maybe_result>,)*
-        }
-
-        impl $table {
-            /// Resolves every function.
-            fn resolve(library: &$crate::device::cuda::driver::library::Loaded) -> $crate::error::Result<Self> {
-                Ok(Self {
-                    // SAFETY: each signature is that of the vendor's header for this very symbol,
-                    // with integers in place of enumerations, which have the same representation.
-                    $($field: unsafe { library.get(stringify!($field)) }?,)*
-                    // SAFETY: as above.
-                    $($maybe: unsafe { library.find(stringify!($maybe)) },)*
-                })
-            }
-        }
-    };
-}
-pub(super) use function_table;
 
 function_table! {
     /// The driver's functions.

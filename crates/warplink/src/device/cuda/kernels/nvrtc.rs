@@ -1,8 +1,8 @@
 //! Compiling CUDA C++ for the GPU at hand: the kernels that are embedded in the library, and users'.
 
 use super::cache;
-use crate::device::cuda::driver::function_table;
-use crate::device::cuda::driver::library::{self, NVRTC};
+use crate::device::library::function_table;
+use crate::device::library::{self, NVRTC};
 use crate::error::{Error, ErrorKind, Result};
 use cudarc::nvrtc::sys::nvrtcProgram;
 use std::ffi::{CStr, CString, c_char, c_int};

@@ -3,8 +3,8 @@
 pub(super) mod engine;
 
 use crate::device::cuda::driver::context::Context;
-use crate::device::cuda::driver::function_table;
-use crate::device::cuda::driver::library;
+use crate::device::library;
+use crate::device::library::function_table;
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::lock;
 use std::ffi::{CStr, c_char, c_int, c_void};

@@ -1,8 +1,8 @@
 //! NVML's functions, its codes, and the one structure that is read.
 
 use crate::device::PciAddress;
-use crate::device::cuda::driver::function_table;
-use crate::device::cuda::driver::library;
+use crate::device::library;
+use crate::device::library::function_table;
 use crate::error::{Error, ErrorKind, Result};
 use std::ffi::{CString, c_char, c_int, c_uint, c_void};
 use std::sync::OnceLock;

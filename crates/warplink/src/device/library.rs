@@ -16,6 +16,39 @@ const WHEEL_DIRECTORIES: [&str; 4] = [
     "nvidia/nccl/lib",
 ];
 
+/// Declares a table of a library's functions and how it is loaded.
+macro_rules! function_table {
+    (
+        $(#[$meta:meta])* $table:ident {
+            $($field:ident ( $($argument:ty),* $(,)? ) -> $result:ty;)*
+        }
+        optional {
+            $($maybe:ident ( $($maybe_argument:ty),* $(,)? ) -> $maybe_result:ty;)*
+        }
+    ) => {
+        $(#[$meta])*
+        #[allow(non_snake_case)]
+        pub(crate) struct $table {
+            $(pub(crate) $field: unsafe extern "C" fn($($argument),*) -> $result,)*
+            $(pub(crate) $maybe: Option<unsafe extern "C" fn($($maybe_argument),*) -> $maybe_result>,)*
+        }
+
+        impl $table {
+            /// Resolves every function.
+            fn resolve(library: &$crate::device::library::Loaded) -> $crate::error::Result<Self> {
+                Ok(Self {
+                    // SAFETY: each signature is that of the vendor's header for this very symbol,
+                    // with integers in place of enumerations, which have the same representation.
+                    $($field: unsafe { library.get(stringify!($field)) }?,)*
+                    // SAFETY: as above.
+                    $($maybe: unsafe { library.find(stringify!($maybe)) },)*
+                })
+            }
+        }
+    };
+}
+pub(crate) use function_table;
+
 /// A library that is wanted: its name, the file names it goes by, and what to install.
 #[derive(Debug)]
 pub(crate) struct Wanted {
@@ -65,6 +98,13 @@ pub(crate) const NVML: Wanted = Wanted {
     name: "NVML",
     sonames: &["libnvidia-ml.so.1"],
     help: "install the NVIDIA driver with its management library (libnvidia-ml.so.1); in a container, start it with NVIDIA_DRIVER_CAPABILITIES=compute,utility",
+    toolkit: false,
+};
+
+pub(crate) const UCX: Wanted = Wanted {
+    name: "UCX",
+    sonames: &["libucp.so.0"],
+    help: "install UCX 1.13 or newer (libucx0 on Debian and Ubuntu), and if it is in an unusual place name its directory in WARPLINK_LIBRARY_PATH",
     toolkit: false,
 };
 
@@ -155,7 +195,7 @@ pub(crate) unsafe fn message(text: *const c_char) -> String {
 
 /// Says for each library where it is or where it was looked for.
 pub fn libraries() -> Vec<LibraryReport> {
-    [&DRIVER, &NVRTC, &CUBLAS_LT, &CUBLAS, &NCCL, &NVML]
+    [&DRIVER, &NVRTC, &CUBLAS_LT, &CUBLAS, &NCCL, &NVML, &UCX]
         .into_iter()
         .map(|wanted| {
             let (path, tried) = match search(wanted, &Places::of_this_process()) {

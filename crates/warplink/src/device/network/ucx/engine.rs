@@ -1,0 +1,336 @@
+//! The thread that makes all calls of UCX: it runs commands, progresses what is under way, and sleeps
+//! when there is nothing to do.
+
+use super::super::NetworkOptions;
+use super::Reply;
+use super::ffi::{
+    Config, Context, ContextParams, INTERFACE, MapParams, Memory, Ucp, Worker, WorkerParams, flag,
+    status,
+};
+use super::peer::{Operation, Peer};
+use crate::deadline::Deadline;
+use crate::device::DeviceSlice;
+use crate::error::{Error, Rank, Result};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use std::collections::HashMap;
+use std::ffi::{CString, c_int, c_void};
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::sync::mpsc::{Receiver, TryRecvError};
+
+/// How often a thread that finds nothing to do looks again before it sleeps.
+const LOOKS: u32 = 200;
+
+/// The longest sleep, in nanoseconds; UCX wakes the thread for what it has to do itself.
+const SLEEP: i64 = 500_000_000;
+
+/// How soon UCX notices a peer that is gone.
+const KEEPALIVE: &str = "1s";
+
+/// What others have the thread do.
+pub(super) type Command = Box<dyn FnOnce(&mut Engine) + Send>;
+
+/// UCX's state of this process. It never leaves its thread.
+pub(super) struct Engine {
+    ucp: &'static Ucp,
+    context: Context,
+    worker: Worker,
+    /// Readable when there is something to progress.
+    events: c_int,
+    peers: HashMap<u64, Peer>,
+    memories: HashMap<u64, (Memory, DeviceSlice)>,
+    /// The next number of a peer, a memory or a key.
+    next: u64,
+    closing: Option<(Deadline, Reply<()>)>,
+}
+
+impl Engine {
+    /// Starts UCX, and gives its address.
+    pub(super) fn open(ucp: &'static Ucp, options: &NetworkOptions) -> Result<(Self, Vec<u8>)> {
+        let context = start(ucp, options)?;
+        let params = WorkerParams {
+            field_mask: flag::WORKER_THREAD_MODE,
+            thread_mode: flag::THREAD_SINGLE,
+            unused: [0; 30],
+        };
+        let mut worker = Worker(std::ptr::null_mut());
+        // SAFETY: the context lives, the parameters have UCX's layout, and `worker` is an output
+        // parameter for one handle.
+        let made = unsafe { (ucp.ucp_worker_create)(context, &params, &mut worker) };
+        if let Err(error) = ucp.check(made, "start the network") {
+            // SAFETY: the context lives, and nothing was made of it.
+            unsafe { (ucp.ucp_cleanup)(context) };
+            return Err(error);
+        }
+        // From here on, dropping it undoes everything.
+        let mut engine = Self {
+            ucp,
+            context,
+            worker,
+            events: -1,
+            peers: HashMap::new(),
+            memories: HashMap::new(),
+            next: 0,
+            closing: None,
+        };
+        // SAFETY: the worker lives, and `events` is an output parameter for one descriptor.
+        let asked = unsafe { (ucp.ucp_worker_get_efd)(worker, &mut engine.events) };
+        ucp.check(asked, "ask for the network's event descriptor")?;
+        let address = engine.address()?;
+        Ok((engine, address))
+    }
+
+    fn address(&self) -> Result<Vec<u8>> {
+        let (mut address, mut length) = (std::ptr::null_mut(), 0);
+        // SAFETY: the worker lives, and both are output parameters.
+        let asked =
+            unsafe { (self.ucp.ucp_worker_get_address)(self.worker, &mut address, &mut length) };
+        self.ucp.check(asked, "ask for the network's address")?;
+        // SAFETY: UCX gave so many bytes, which live until they are released just below.
+        let bytes = unsafe { std::slice::from_raw_parts(address.cast::<u8>(), length) }.to_vec();
+        // SAFETY: it is the worker's address, given once.
+        unsafe { (self.ucp.ucp_worker_release_address)(self.worker, address) };
+        Ok(bytes)
+    }
+
+    /// Runs until it is closed, or until nobody can send commands any more.
+    pub(super) fn run(&mut self, commands: &Receiver<Command>, wake: &OwnedFd) {
+        let mut idle = 0;
+        loop {
+            let mut worked = false;
+            loop {
+                match commands.try_recv() {
+                    Ok(command) => {
+                        command(self);
+                        worked = true;
+                    }
+                    Err(TryRecvError::Empty) => break,
+                    Err(TryRecvError::Disconnected) => return,
+                }
+            }
+            worked |= self.progress();
+            if self.is_closed() {
+                return;
+            }
+            idle = if worked { 0 } else { idle + 1 };
+            if idle > LOOKS {
+                self.sleep(wake);
+            } else if idle > 0 {
+                std::hint::spin_loop();
+            }
+        }
+    }
+
+    /// Lets UCX and every peer go on; tells whether anything happened.
+    fn progress(&mut self) -> bool {
+        // SAFETY: the worker lives, and this is the only thread that uses it.
+        let mut worked = unsafe { (self.ucp.ucp_worker_progress)(self.worker) } > 0;
+        for peer in self.peers.values_mut() {
+            worked |= peer.advance();
+        }
+        self.peers.retain(|_, peer| !peer.is_gone());
+        worked
+    }
+
+    /// Sleeps until something is to be done, for a short while at most.
+    fn sleep(&self, wake: &OwnedFd) {
+        // SAFETY: as in `progress`.
+        let armed = unsafe { (self.ucp.ucp_worker_arm)(self.worker) };
+        if armed == status::BUSY {
+            return;
+        }
+        // SAFETY: the descriptor is the worker's, which outlives the poll.
+        let events = unsafe { BorrowedFd::borrow_raw(self.events) };
+        let mut ready = [
+            PollFd::new(wake, PollFlags::IN),
+            PollFd::from_borrowed_fd(events, PollFlags::IN),
+        ];
+        let limit = Timespec {
+            tv_sec: 0,
+            tv_nsec: SLEEP,
+        };
+        // A signal or an error only makes it look again.
+        let _ = poll(&mut ready, Some(&limit));
+        let mut count = [0; 8];
+        // It fails where nothing was written.
+        let _ = rustix::io::read(wake, &mut count);
+    }
+
+    /// Registers memory; gives its number and the key for peers.
+    pub(super) fn register(&mut self, memory: DeviceSlice) -> Result<(u64, Vec<u8>)> {
+        let params = MapParams {
+            field_mask: flag::MAP_ADDRESS | flag::MAP_LENGTH,
+            address: std::ptr::with_exposed_provenance_mut(memory.address() as usize),
+            length: memory.bytes(),
+            unused: [0; 8],
+        };
+        let mut handle = Memory(std::ptr::null_mut());
+        // SAFETY: the context lives, the parameters have UCX's layout, and the slice is memory of this
+        // process that is held until it is unmapped.
+        let mapped = unsafe { (self.ucp.ucp_mem_map)(self.context, &params, &mut handle) };
+        self.ucp.check(mapped, "register memory")?;
+        let number = self.number();
+        self.memories.insert(number, (handle, memory));
+        let packed = self.pack(handle);
+        if packed.is_err() {
+            self.unregister(number);
+        }
+        Ok((number, packed?))
+    }
+
+    fn pack(&self, memory: Memory) -> Result<Vec<u8>> {
+        let (mut buffer, mut length) = (std::ptr::null_mut::<c_void>(), 0);
+        // SAFETY: the memory is registered, and both are output parameters.
+        let packed =
+            unsafe { (self.ucp.ucp_rkey_pack)(self.context, memory, &mut buffer, &mut length) };
+        self.ucp.check(packed, "make a key for peers")?;
+        // SAFETY: UCX gave so many bytes, which live until they are released just below.
+        let bytes = unsafe { std::slice::from_raw_parts(buffer.cast::<u8>(), length) }.to_vec();
+        // SAFETY: the buffer is UCX's, given once.
+        unsafe { (self.ucp.ucp_rkey_buffer_release)(buffer) };
+        Ok(bytes)
+    }
+
+    /// Undoes [`register`](Self::register).
+    pub(super) fn unregister(&mut self, number: u64) {
+        if let Some((handle, _memory)) = self.memories.remove(&number) {
+            // SAFETY: it was mapped with this context, and is taken out to be unmapped once.
+            let undone = unsafe { (self.ucp.ucp_mem_unmap)(self.context, handle) };
+            if let Err(error) = self.ucp.check(undone, "unregister memory") {
+                tracing::warn!(%error, "memory stays registered with the network");
+            }
+        }
+    }
+
+    /// Connects to a peer; gives the connection's number.
+    pub(super) fn connect(&mut self, rank: Rank, address: &[u8]) -> Result<u64> {
+        let peer = Peer::connect(self.ucp, self.worker, rank, address)?;
+        let number = self.number();
+        self.peers.insert(number, peer);
+        Ok(number)
+    }
+
+    /// Opens a key of the peer's; gives its number.
+    pub(super) fn open_key(&mut self, peer: u64, address: u64, packed: &[u8]) -> Result<u64> {
+        let number = self.number();
+        let peer = self.peers.get_mut(&peer).ok_or_else(super::ended)?;
+        peer.open_key(number, address, packed)?;
+        Ok(number)
+    }
+
+    /// Gives a connection one more thing to do.
+    pub(super) fn enqueue(&mut self, peer: u64, operation: Operation) {
+        match (self.peers.get_mut(&peer), operation) {
+            (Some(peer), operation) => peer.enqueue(operation),
+            (None, Operation::Flush(reply)) => {
+                let _ = reply.send(Err(super::ended()));
+            }
+            (None, _) => {}
+        }
+    }
+
+    /// Ends a connection, and replies when that is done.
+    pub(super) fn disconnect(&mut self, peer: u64, force: bool, reply: Reply<()>) {
+        match self.peers.get_mut(&peer) {
+            Some(peer) => peer.close(force, Some(reply)),
+            None => {
+                let _ = reply.send(Ok(()));
+            }
+        }
+    }
+
+    /// Ends all connections by the deadline, and then the thread.
+    pub(super) fn close(&mut self, deadline: Deadline, reply: Reply<()>) {
+        for peer in self.peers.values_mut() {
+            peer.close(false, None);
+        }
+        self.closing = Some((deadline, reply));
+    }
+
+    /// Whether closing is done, or its time is over.
+    fn is_closed(&mut self) -> bool {
+        let Some((deadline, _)) = &self.closing else {
+            return false;
+        };
+        let done = if self.peers.is_empty() {
+            Ok(())
+        } else if deadline.passed() {
+            let rank = self.peers.values().map(Peer::rank).next();
+            let error = deadline.expired("the end of a connection");
+            Err(rank.map_or(error.clone(), |rank| error.with_peer(rank)))
+        } else {
+            return false;
+        };
+        if let Some((_, reply)) = self.closing.take() {
+            let _ = reply.send(done);
+        }
+        true
+    }
+
+    fn number(&mut self) -> u64 {
+        self.next += 1;
+        self.next
+    }
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        // What is still open is ended by force, which takes a few rounds and waits for nobody.
+        for peer in self.peers.values_mut() {
+            peer.close(true, None);
+        }
+        for _ in 0..LOOKS {
+            self.progress();
+        }
+        let memories: Vec<u64> = self.memories.keys().copied().collect();
+        // SAFETY: the worker lives, and its event descriptor is not used any more.
+        unsafe { (self.ucp.ucp_worker_destroy)(self.worker) };
+        for number in memories {
+            self.unregister(number);
+        }
+        // SAFETY: the context lives, and its worker and memory are gone.
+        unsafe { (self.ucp.ucp_cleanup)(self.context) };
+    }
+}
+
+/// Makes UCX's context as the options say.
+fn start(ucp: &'static Ucp, options: &NetworkOptions) -> Result<Context> {
+    let mut config = Config(std::ptr::null_mut());
+    // SAFETY: null means no prefix and no file, and `config` is an output parameter for one handle.
+    let read = unsafe { (ucp.ucp_config_read)(std::ptr::null(), std::ptr::null(), &mut config) };
+    ucp.check(read, "read UCX's settings")?;
+    let made = configure(ucp, config, options).and_then(|()| {
+        let params = ContextParams {
+            field_mask: flag::PARAM_FEATURES,
+            features: flag::FEATURE_RMA | flag::FEATURE_WAKEUP,
+            unused: [0; 14],
+        };
+        let mut context = Context(std::ptr::null_mut());
+        // SAFETY: the parameters have the layout of the version that is named, the settings live, and
+        // `context` is an output parameter for one handle.
+        let made = unsafe {
+            (ucp.ucp_init_version)(INTERFACE.0, INTERFACE.1, &params, config, &mut context)
+        };
+        ucp.check(made, "start UCX").map(|()| context)
+    });
+    // SAFETY: the settings were read above, and UCX has copied what it needs.
+    unsafe { (ucp.ucp_config_release)(config) };
+    made
+}
+
+fn configure(ucp: &Ucp, config: Config, options: &NetworkOptions) -> Result<()> {
+    let settings = [
+        ("KEEPALIVE_INTERVAL", Some(KEEPALIVE)),
+        ("NET_DEVICES", options.devices.as_deref()),
+    ];
+    for (name, value) in settings {
+        let Some(value) = value else { continue };
+        let text = |text: &str| {
+            CString::new(text).map_err(|_| Error::invalid(format!("{text:?} contains a zero byte")))
+        };
+        let (name, value) = (text(name)?, text(value)?);
+        // SAFETY: the settings live, and both texts end with a zero.
+        let set = unsafe { (ucp.ucp_config_modify)(config, name.as_ptr(), value.as_ptr()) };
+        ucp.check(set, "change UCX's settings")?;
+    }
+    Ok(())
+}

@@ -1,0 +1,420 @@
+//! The network through UCX. All its calls are made on one thread, which also serves what peers send;
+//! everybody else gives that thread commands.
+
+mod engine;
+mod ffi;
+mod peer;
+
+use self::engine::{Command, Engine};
+use self::ffi::Ucp;
+use self::peer::Operation;
+use super::{Network, NetworkConnection, NetworkOptions, NetworkRegion, RemoteMemory};
+use crate::deadline::Deadline;
+use crate::device::{DeviceKind, DeviceSlice};
+use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::sync::lock;
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+use std::fmt;
+use std::os::fd::OwnedFd;
+use std::sync::mpsc::{RecvTimeoutError, Sender, SyncSender, channel, sync_channel};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+/// Limit of what the thread does without waiting for a peer.
+const AT_ONCE: Duration = Duration::from_secs(30);
+
+/// How long dropping the network waits for what is under way.
+const LEAVING: Duration = Duration::from_secs(2);
+
+/// Bytes of the digest before a key or an address.
+const DIGEST: usize = 8;
+
+/// What to do about a peer that does not answer.
+const UNREACHED: &str = "check that the peer runs and that the network between the machines works";
+
+/// Where the answer to a command goes.
+type Reply<T> = SyncSender<Result<T>>;
+
+/// This process's end of the network.
+pub(super) struct UcxNetwork {
+    link: Arc<Link>,
+    name: String,
+    address: Vec<u8>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+/// The way to the thread.
+struct Link {
+    commands: Sender<Command>,
+    /// Written to after a command was sent, since the thread may sleep.
+    wake: Arc<OwnedFd>,
+}
+
+/// A connection to one peer.
+struct UcxConnection {
+    link: Arc<Link>,
+    peer: Rank,
+    number: u64,
+}
+
+/// Runs its command when it is dropped.
+struct Guard {
+    link: Arc<Link>,
+    command: Mutex<Option<Command>>,
+}
+
+/// A key on the wire.
+#[derive(Serialize, Deserialize)]
+struct Key {
+    address: u64,
+    bytes: u64,
+    packed: Vec<u8>,
+}
+
+impl UcxNetwork {
+    pub(super) fn open(options: &NetworkOptions) -> Result<Self> {
+        let ucp = Ucp::get()?;
+        let wake = rustix::event::eventfd(
+            0,
+            rustix::event::EventfdFlags::CLOEXEC | rustix::event::EventfdFlags::NONBLOCK,
+        );
+        let wake = wake.map_err(|error| Error::io("make an event descriptor", &error.into()))?;
+        let wake = Arc::new(wake);
+        let (commands, received) = channel();
+        let (opened, result) = sync_channel(1);
+        let (options, woken) = (options.clone(), wake.clone());
+        let spawned = std::thread::Builder::new()
+            .name("warplink-network".to_owned())
+            .spawn(move || match Engine::open(ucp, &options) {
+                Ok((mut engine, address)) => {
+                    // The caller waits for it without a limit.
+                    let _ = opened.send(Ok(address));
+                    engine.run(&received, &woken);
+                }
+                Err(error) => {
+                    let _ = opened.send(Err(error));
+                }
+            });
+        let thread =
+            spawned.map_err(|error| Error::io("start the thread of the network", &error))?;
+        let address = result.recv().map_err(|_| ended())??;
+        Ok(Self {
+            link: Arc::new(Link { commands, wake }),
+            name: ucp.name(),
+            address: seal(&address),
+            thread: Mutex::new(Some(thread)),
+        })
+    }
+}
+
+impl Network for UcxNetwork {
+    fn name(&self) -> String {
+        self.name.clone()
+    }
+
+    fn address(&self) -> &[u8] {
+        &self.address
+    }
+
+    fn register(&self, memory: &DeviceSlice) -> Result<NetworkRegion> {
+        check_kind(memory).map_err(|error| error.with_operation("register memory"))?;
+        let registered = memory.clone();
+        let (number, packed) = self.link.ask(
+            Deadline::after(AT_ONCE),
+            "register memory",
+            move |engine, reply| {
+                let _ = reply.send(engine.register(registered));
+            },
+        )?;
+        let key = Key {
+            address: memory.address(),
+            bytes: memory.bytes() as u64,
+            packed,
+        };
+        let encoded = postcard::to_stdvec(&key)
+            .map_err(|error| Error::new(ErrorKind::Internal, error.to_string()))?;
+        Ok(NetworkRegion {
+            key: seal(&encoded),
+            _registration: Guard::boxed(&self.link, move |engine| engine.unregister(number)),
+        })
+    }
+
+    fn connect(&self, peer: Rank, address: &[u8]) -> Result<Arc<dyn NetworkConnection>> {
+        let name = |error: Error| error.with_operation("connect").with_peer(peer);
+        let address = unseal(address).map_err(name)?.to_vec();
+        let number = self
+            .link
+            .ask(Deadline::after(AT_ONCE), "connect", move |engine, reply| {
+                let _ = reply.send(engine.connect(peer, &address));
+            })
+            .map_err(name)?;
+        Ok(Arc::new(UcxConnection {
+            link: self.link.clone(),
+            peer,
+            number,
+        }))
+    }
+
+    fn close(&self, deadline: Deadline) -> Result<()> {
+        let Some(thread) = lock(&self.thread).take() else {
+            return Ok(());
+        };
+        let closed = self
+            .link
+            .ask(deadline, "close the network", move |engine, reply| {
+                engine.close(deadline, reply);
+            });
+        // It ends by itself at the deadline, or soon after.
+        if closed.is_ok() && thread.join().is_err() {
+            return Err(ended());
+        }
+        closed
+    }
+}
+
+impl Drop for UcxNetwork {
+    fn drop(&mut self) {
+        if let Err(error) = self.close(Deadline::after(LEAVING)) {
+            tracing::warn!(%error, "the network was not closed in order");
+        }
+    }
+}
+
+impl UcxConnection {
+    /// Enqueues an operation.
+    fn enqueue(&self, operation: Operation) -> Result<()> {
+        let number = self.number;
+        self.link
+            .send(Box::new(move |engine| engine.enqueue(number, operation)))
+            .map_err(|error| error.with_peer(self.peer))
+    }
+
+    fn check(&self, target: &RemoteMemory, offset: usize, bytes: usize) -> Result<()> {
+        if target.connection != self.number {
+            return Err(Error::invalid(
+                "the peer's memory was opened on another connection; expected this one",
+            )
+            .with_peer(self.peer));
+        }
+        target
+            .check(offset, bytes)
+            .map_err(|error| error.with_peer(self.peer))
+    }
+}
+
+impl NetworkConnection for UcxConnection {
+    fn open(&self, key: &[u8]) -> Result<RemoteMemory> {
+        let name = |error: Error| {
+            error
+                .with_operation("open a peer's memory")
+                .with_peer(self.peer)
+        };
+        let decoded = unseal(key).map_err(name)?;
+        let key: Key = postcard::from_bytes(decoded)
+            .map_err(|error| name(Error::new(ErrorKind::InvalidHandle, error.to_string())))?;
+        let bytes = usize::try_from(key.bytes)
+            .map_err(|error| name(Error::new(ErrorKind::InvalidHandle, error.to_string())))?;
+        let number = self.number;
+        let opened = self.link.ask(
+            Deadline::after(AT_ONCE),
+            "open a peer's memory",
+            move |engine, reply| {
+                let _ = reply.send(engine.open_key(number, key.address, &key.packed));
+            },
+        );
+        let opened = opened.map_err(name)?;
+        let forget = move |engine: &mut Engine| engine.enqueue(number, Operation::Forget(opened));
+        Ok(RemoteMemory {
+            number: opened,
+            connection: number,
+            bytes,
+            _opened: Guard::boxed(&self.link, forget),
+        })
+    }
+
+    fn put(&self, source: &DeviceSlice, target: &RemoteMemory, offset: usize) -> Result<()> {
+        check_kind(source).map_err(|error| error.with_operation("put").with_peer(self.peer))?;
+        self.check(target, offset, source.bytes())?;
+        self.enqueue(Operation::Put {
+            source: source.clone(),
+            key: target.number,
+            offset: offset as u64,
+        })
+    }
+
+    fn signal(&self, target: &RemoteMemory, offset: usize, value: u64) -> Result<()> {
+        self.check(target, offset, size_of::<u64>())?;
+        if !offset.is_multiple_of(size_of::<u64>()) {
+            return Err(Error::invalid(format!(
+                "the word is at {offset}; expected a multiple of 8"
+            ))
+            .with_operation("signal")
+            .with_peer(self.peer));
+        }
+        self.enqueue(Operation::Signal {
+            value,
+            key: target.number,
+            offset: offset as u64,
+        })
+    }
+
+    fn flush(&self, deadline: Deadline) -> Result<()> {
+        let number = self.number;
+        self.link
+            .ask(deadline, "flush", move |engine, reply| {
+                engine.enqueue(number, Operation::Flush(reply));
+            })
+            .map_err(|error| match error.kind() {
+                ErrorKind::Timeout => deadline
+                    .expired("the peer to take what was sent")
+                    .with_operation("flush")
+                    .with_help(UNREACHED),
+                _ => error,
+            })
+            .map_err(|error| error.with_peer(self.peer))
+    }
+
+    fn close(&self, deadline: Deadline) -> Result<()> {
+        let flushed = self.flush(deadline);
+        let (number, force) = (self.number, flushed.is_err());
+        // Ending by force waits for nobody.
+        let deadline = if force {
+            Deadline::after(LEAVING)
+        } else {
+            deadline
+        };
+        let ended = self
+            .link
+            .ask(deadline, "close a connection", move |engine, reply| {
+                engine.disconnect(number, force, reply);
+            });
+        flushed.and(ended.map_err(|error| error.with_peer(self.peer)))
+    }
+}
+
+/// A connection that is dropped is ended without a flush.
+impl Drop for UcxConnection {
+    fn drop(&mut self) {
+        let number = self.number;
+        let (reply, _) = sync_channel(1);
+        // It fails where the network is closed, and the connection with it.
+        let _ = self.link.send(Box::new(move |engine| {
+            engine.disconnect(number, true, reply)
+        }));
+    }
+}
+
+impl Link {
+    fn send(&self, command: Command) -> Result<()> {
+        self.commands.send(command).map_err(|_| ended())?;
+        // It fails only where so many wakings wait that one more is not needed.
+        let _ = rustix::io::write(&*self.wake, &1_u64.to_ne_bytes());
+        Ok(())
+    }
+
+    /// Has the thread run `command`, and waits for the reply.
+    fn ask<T: Send + 'static>(
+        &self,
+        deadline: Deadline,
+        operation: &'static str,
+        command: impl FnOnce(&mut Engine, Reply<T>) + Send + 'static,
+    ) -> Result<T> {
+        let (reply, answer) = sync_channel(1);
+        let name = |error: Error| error.with_operation(operation);
+        self.send(Box::new(move |engine| command(engine, reply)))
+            .map_err(name)?;
+        match answer.recv_timeout(deadline.remaining()) {
+            Ok(answer) => answer.map_err(name),
+            Err(RecvTimeoutError::Timeout) => Err(name(deadline.expired("the network"))),
+            Err(RecvTimeoutError::Disconnected) => Err(name(ended())),
+        }
+    }
+}
+
+impl Guard {
+    fn boxed(link: &Arc<Link>, command: impl FnOnce(&mut Engine) + Send + 'static) -> Box<Self> {
+        Box::new(Self {
+            link: link.clone(),
+            command: Mutex::new(Some(Box::new(command))),
+        })
+    }
+}
+
+impl Drop for Guard {
+    fn drop(&mut self) {
+        if let Some(command) = lock(&self.command).take() {
+            // It fails where the network is closed, which has undone it.
+            let _ = self.link.send(command);
+        }
+    }
+}
+
+impl fmt::Debug for UcxNetwork {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.name)
+    }
+}
+
+impl fmt::Debug for UcxConnection {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "UcxConnection(peer {})", self.peer)
+    }
+}
+
+/// Fails for memory that processors do not reach.
+fn check_kind(memory: &DeviceSlice) -> Result<()> {
+    match memory.kind() {
+        DeviceKind::Host => Ok(()),
+        kind => Err(Error::new(
+            ErrorKind::Unsupported,
+            format!("the network does not reach memory of device {kind}; expected host memory"),
+        )
+        .with_help("copy the data to memory of the host device first")),
+    }
+}
+
+fn ended() -> Error {
+    Error::new(ErrorKind::Closed, "the network is closed").with_help("open the network again")
+}
+
+/// `bytes` after a digest of them. UCX reads what is in keys and addresses without checking it.
+fn seal(bytes: &[u8]) -> Vec<u8> {
+    let digest = Sha256::digest(bytes);
+    [&digest[..DIGEST], bytes].concat()
+}
+
+fn unseal(sealed: &[u8]) -> Result<&[u8]> {
+    sealed
+        .split_at_checked(DIGEST)
+        .filter(|(digest, bytes)| Sha256::digest(bytes)[..DIGEST] == **digest)
+        .map(|(_, bytes)| bytes)
+        .ok_or_else(|| {
+            Error::new(
+                ErrorKind::InvalidHandle,
+                "the bytes are truncated or altered; expected them as the peer gave them",
+            )
+        })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn altered_bytes_are_refused() {
+        let sealed = seal(b"address");
+        assert_eq!(unseal(&sealed).unwrap(), b"address");
+        assert_eq!(unseal(&seal(b"")).unwrap(), b"");
+        for index in 0..sealed.len() {
+            let mut altered = sealed.clone();
+            altered[index] ^= 1;
+            assert_eq!(
+                unseal(&altered).unwrap_err().kind(),
+                ErrorKind::InvalidHandle
+            );
+            assert!(unseal(&sealed[..index]).is_err());
+        }
+    }
+}

@@ -1,0 +1,379 @@
+//! One peer: what is sent to it, in order, and what is under way.
+
+use super::ffi::{
+    Endpoint, EndpointParams, ErrorHandler, RemoteKey, RequestParams, RequestPointer, Status, Ucp,
+    Worker, flag, immediate, status,
+};
+use super::{Reply, UNREACHED};
+use crate::device::DeviceSlice;
+use crate::error::{Error, ErrorKind, Rank, Result};
+use std::collections::{HashMap, VecDeque};
+use std::ffi::c_void;
+use std::sync::atomic::{AtomicI32, Ordering};
+
+/// The most writes that are under way at once.
+const MAX_OUTSTANDING: usize = 1024;
+
+/// Something to do for a connection, in order.
+pub(super) enum Operation {
+    /// Write memory.
+    Put {
+        source: DeviceSlice,
+        key: u64,
+        offset: u64,
+    },
+    /// Write a word after everything before it.
+    Signal { value: u64, key: u64, offset: u64 },
+    /// Reply when everything before it is in the peer's memory.
+    Flush(Reply<()>),
+    /// Give a key up.
+    Forget(u64),
+}
+
+/// What UCX reads until a write is done.
+#[expect(dead_code, reason = "held, not read")]
+enum Source {
+    Memory(DeviceSlice),
+    Word(Box<u64>),
+}
+
+/// What follows a flush.
+enum Then {
+    Signal { value: u64, key: u64, offset: u64 },
+    Reply(Reply<()>),
+}
+
+/// Memory of the peer's.
+struct OpenKey {
+    key: RemoteKey,
+    address: u64,
+}
+
+/// A connection's state.
+pub(super) struct Peer {
+    ucp: &'static Ucp,
+    rank: Rank,
+    /// None once closing has begun.
+    endpoint: Option<Endpoint>,
+    /// UCX writes here why the connection broke. Boxed, so that it stays where UCX knows it.
+    broken: Box<AtomicI32>,
+    failed: Option<Error>,
+    queue: VecDeque<Operation>,
+    outstanding: VecDeque<(RequestPointer, Option<Source>)>,
+    flushing: Option<(RequestPointer, Then)>,
+    keys: HashMap<u64, OpenKey>,
+    closing: Option<RequestPointer>,
+    /// Whether nobody uses it any more. One that has failed stays to say so until then.
+    released: bool,
+    closed: Vec<Reply<()>>,
+}
+
+impl Peer {
+    /// A connection to the worker at `address`.
+    pub(super) fn connect(
+        ucp: &'static Ucp,
+        worker: Worker,
+        rank: Rank,
+        address: &[u8],
+    ) -> Result<Self> {
+        let broken = Box::new(AtomicI32::new(status::OK));
+        let params = EndpointParams {
+            field_mask: flag::EP_REMOTE_ADDRESS | flag::EP_ERROR_MODE | flag::EP_ERROR_HANDLER,
+            address: address.as_ptr().cast(),
+            error_mode: flag::ERROR_MODE_PEER,
+            error_handler: ErrorHandler {
+                callback: on_error,
+                argument: std::ptr::from_ref(&*broken).cast_mut().cast(),
+            },
+            unused: [0; 14],
+        };
+        let mut endpoint = Endpoint(std::ptr::null_mut());
+        // SAFETY: the worker lives, the parameters have UCX's layout, the address is one that UCX made
+        // and nothing altered since, and what the handler writes to lives as long as the endpoint.
+        let made = unsafe { (ucp.ucp_ep_create)(worker, &params, &mut endpoint) };
+        ucp.check(made, "connect")?;
+        Ok(Self {
+            ucp,
+            rank,
+            endpoint: Some(endpoint),
+            broken,
+            failed: None,
+            queue: VecDeque::new(),
+            outstanding: VecDeque::new(),
+            flushing: None,
+            keys: HashMap::new(),
+            closing: None,
+            released: false,
+            closed: Vec::new(),
+        })
+    }
+
+    /// Which peer.
+    pub(super) fn rank(&self) -> Rank {
+        self.rank
+    }
+
+    /// Opens a key of the peer's under `number`.
+    pub(super) fn open_key(&mut self, number: u64, address: u64, packed: &[u8]) -> Result<()> {
+        let endpoint = self.live()?;
+        let mut key = RemoteKey(std::ptr::null_mut());
+        // SAFETY: the endpoint lives, the key is one that UCX made and nothing altered since, and `key`
+        // is an output parameter for one handle.
+        let opened =
+            unsafe { (self.ucp.ucp_ep_rkey_unpack)(endpoint, packed.as_ptr().cast(), &mut key) };
+        self.ucp.check(opened, "open a peer's memory")?;
+        self.keys.insert(number, OpenKey { key, address });
+        Ok(())
+    }
+
+    /// Takes one more thing to do.
+    pub(super) fn enqueue(&mut self, operation: Operation) {
+        self.queue.push_back(operation);
+        self.start_queued();
+    }
+
+    /// Begins to end the connection for good, and replies when that is done. By force, what is under way
+    /// is given up.
+    pub(super) fn close(&mut self, force: bool, reply: Option<Reply<()>>) {
+        self.closed.extend(reply);
+        self.released = true;
+        self.end(force);
+    }
+
+    fn end(&mut self, force: bool) {
+        let Some(endpoint) = self.endpoint.take() else {
+            return;
+        };
+        let params = RequestParams {
+            attributes: flag::OPERATION_FLAGS,
+            flags: if force { flag::CLOSE_FORCE } else { 0 },
+            ..RequestParams::default()
+        };
+        // SAFETY: the endpoint lives, and is taken out to be closed once.
+        let request = unsafe { (self.ucp.ucp_ep_close_nbx)(endpoint, &params) };
+        self.closing = match immediate(request) {
+            None => Some(request),
+            Some(_) => None,
+        };
+    }
+
+    /// Whether the connection has ended, and nothing of it is left.
+    pub(super) fn is_gone(&self) -> bool {
+        self.released
+            && self.endpoint.is_none()
+            && self.closing.is_none()
+            && self.outstanding.is_empty()
+            && self.flushing.is_none()
+    }
+
+    /// Looks at what is under way, and starts what can be started; tells whether anything happened.
+    pub(super) fn advance(&mut self) -> bool {
+        let mut worked = false;
+        let broken = self.broken.load(Ordering::Relaxed);
+        if broken != status::OK && self.failed.is_none() {
+            self.fail(broken);
+            worked = true;
+        }
+        while let Some(&(request, _)) = self.outstanding.front() {
+            let Some(ended) = self.ended(request) else {
+                break;
+            };
+            self.outstanding.pop_front();
+            worked = true;
+            if ended < status::OK {
+                self.fail(ended);
+            }
+        }
+        if let Some(&(request, _)) = self.flushing.as_ref()
+            && let Some(ended) = self.ended(request)
+            && let Some((_, then)) = self.flushing.take()
+        {
+            worked = true;
+            self.flushed(ended, then);
+        }
+        if let Some(request) = self.closing
+            && self.ended(request).is_some()
+        {
+            self.closing = None;
+            worked = true;
+        }
+        worked | self.start_queued()
+    }
+
+    /// Starts what is queued, as far as what is under way allows.
+    fn start_queued(&mut self) -> bool {
+        let mut worked = false;
+        while self.flushing.is_none() && self.outstanding.len() < MAX_OUTSTANDING {
+            // UCX uses a key until the writes with it are done.
+            if matches!(self.queue.front(), Some(Operation::Forget(_)))
+                && !self.outstanding.is_empty()
+            {
+                break;
+            }
+            let Some(operation) = self.queue.pop_front() else {
+                break;
+            };
+            worked = true;
+            self.start(operation);
+        }
+        worked
+    }
+
+    /// Starts one thing. On a connection that has failed only a flush tells so.
+    fn start(&mut self, operation: Operation) {
+        let live = self.live();
+        match operation {
+            Operation::Forget(number) => self.forget(number),
+            Operation::Flush(reply) => match live {
+                Ok(endpoint) => self.flush(endpoint, Then::Reply(reply)),
+                // Nobody waits any more where the caller's deadline has passed.
+                Err(error) => drop(reply.send(Err(error))),
+            },
+            Operation::Signal { value, key, offset } => {
+                if let Ok(endpoint) = live {
+                    self.flush(endpoint, Then::Signal { value, key, offset });
+                }
+            }
+            Operation::Put {
+                source,
+                key,
+                offset,
+            } => {
+                let (address, bytes) = (source.address() as usize, source.bytes());
+                let start = std::ptr::with_exposed_provenance(address);
+                self.write((start, bytes), key, offset, Source::Memory(source));
+            }
+        }
+    }
+
+    /// Writes bytes to the peer; `source` is held until that is done.
+    fn write(
+        &mut self,
+        (start, bytes): (*const c_void, usize),
+        key: u64,
+        offset: u64,
+        source: Source,
+    ) {
+        // A key is known from its opening to when it is forgotten, which comes after its uses.
+        let (Some(endpoint), Some(open)) = (self.endpoint, self.keys.get(&key)) else {
+            return;
+        };
+        let params = RequestParams::default();
+        let target = open.address.wrapping_add(offset);
+        // SAFETY: the endpoint and the key live, the range was checked against the peer's memory, and
+        // the source is memory of this process that is held until the request is done.
+        let request =
+            unsafe { (self.ucp.ucp_put_nbx)(endpoint, start, bytes, target, open.key, &params) };
+        match immediate(request) {
+            None => self.outstanding.push_back((request, Some(source))),
+            Some(status::OK) => {}
+            Some(failed) => self.fail(failed),
+        }
+    }
+
+    fn flush(&mut self, endpoint: Endpoint, then: Then) {
+        let params = RequestParams::default();
+        // SAFETY: the endpoint lives.
+        let request = unsafe { (self.ucp.ucp_ep_flush_nbx)(endpoint, &params) };
+        match immediate(request) {
+            None => self.flushing = Some((request, then)),
+            Some(ended) => self.flushed(ended, then),
+        }
+    }
+
+    /// What follows a flush that ended with a status.
+    fn flushed(&mut self, ended: Status, then: Then) {
+        if ended < status::OK {
+            self.fail(ended);
+        }
+        match (then, &self.failed) {
+            (Then::Reply(reply), failed) => {
+                let _ = reply.send(failed.clone().map_or(Ok(()), Err));
+            }
+            (Then::Signal { value, key, offset }, None) => {
+                let word = Box::new(value);
+                let start = std::ptr::from_ref(&*word).cast();
+                self.write((start, size_of::<u64>()), key, offset, Source::Word(word));
+            }
+            (Then::Signal { .. }, Some(_)) => {}
+        }
+    }
+
+    /// Takes the connection for broken. Ending it by force lets go of what is under way.
+    fn fail(&mut self, why: Status) {
+        if self.failed.is_some() {
+            return;
+        }
+        let text = self.ucp.text(why);
+        self.failed = Some(
+            Error::new(
+                ErrorKind::PeerLost,
+                format!("the connection over the network broke: {text}"),
+            )
+            .with_peer(self.rank)
+            .with_code(why.into())
+            .with_help(UNREACHED),
+        );
+        self.end(true);
+        if let Some((request, then)) = self.flushing.take() {
+            self.outstanding.push_back((request, None));
+            self.flushed(status::OK, then);
+        }
+    }
+
+    /// The endpoint, while the connection works.
+    fn live(&self) -> Result<Endpoint> {
+        match (&self.failed, self.endpoint) {
+            (Some(error), _) => Err(error.clone()),
+            (None, Some(endpoint)) => Ok(endpoint),
+            (None, None) => {
+                Err(Error::new(ErrorKind::Closed, "the connection is closed").with_peer(self.rank))
+            }
+        }
+    }
+
+    /// How a request ended, if it has; it must not be used again then.
+    fn ended(&self, request: RequestPointer) -> Option<Status> {
+        // SAFETY: the request is one of UCX's that has not been freed.
+        let ended = unsafe { (self.ucp.ucp_request_check_status)(request) };
+        if ended == status::IN_PROGRESS {
+            return None;
+        }
+        // SAFETY: as above; it is done, and the caller forgets it.
+        unsafe { (self.ucp.ucp_request_free)(request) };
+        Some(ended)
+    }
+
+    fn forget(&mut self, number: u64) {
+        if let Some(open) = self.keys.remove(&number) {
+            // SAFETY: the key was opened here, no write uses it any more, and it is taken out to be
+            // destroyed once.
+            unsafe { (self.ucp.ucp_rkey_destroy)(open.key) };
+        }
+    }
+}
+
+impl Drop for Peer {
+    fn drop(&mut self) {
+        let keys: Vec<u64> = self.keys.keys().copied().collect();
+        for number in keys {
+            self.forget(number);
+        }
+        for operation in self.queue.drain(..) {
+            if let Operation::Flush(reply) = operation {
+                let closed = Error::new(ErrorKind::Closed, "the connection is closed");
+                let _ = reply.send(Err(closed.with_peer(self.rank)));
+            }
+        }
+        for reply in self.closed.drain(..) {
+            let _ = reply.send(Ok(()));
+        }
+    }
+}
+
+/// Called by UCX, on the thread, when a connection breaks.
+unsafe extern "C" fn on_error(argument: *mut c_void, _endpoint: Endpoint, why: Status) {
+    // SAFETY: the argument is the number that the peer of this endpoint holds as long as it.
+    let broken = unsafe { &*argument.cast::<AtomicI32>() };
+    broken.store(why, Ordering::Relaxed);
+}

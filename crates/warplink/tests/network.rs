@@ -1,0 +1,453 @@
+//! The network between processes: on this machine, and between two network namespaces, which are as two
+//! hosts are. The latter needs to run as root, and is left out with a notice otherwise.
+
+#![allow(clippy::unwrap_used, clippy::panic)]
+
+mod common;
+
+use common::{assert_says, processes, values};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+use warplink::device::network::{self, Network, NetworkConnection, NetworkOptions};
+use warplink::device::{AllocationKind, DeviceConfig, DeviceSlice};
+use warplink::{Deadline, Device, DeviceKind, ErrorKind, device};
+
+/// Longer than anything here takes on a busy machine.
+const SOON: Duration = Duration::from_secs(60);
+
+fn soon() -> Deadline {
+    Deadline::after(SOON)
+}
+
+fn host() -> Arc<dyn Device> {
+    device::open(&DeviceConfig::new(DeviceKind::Host, 0)).unwrap()
+}
+
+/// The network over a device; none, with a notice, where its library is missing.
+fn open(device: &str) -> Option<Arc<dyn Network>> {
+    let options = NetworkOptions {
+        devices: Some(device.to_owned()),
+    };
+    match network::open(&options) {
+        Ok(network) => Some(network),
+        Err(error) if error.kind() == ErrorKind::LibraryMissing => {
+            assert_says(&error, &["UCX was not found", "help: install UCX"]);
+            println!("left out: {error}");
+            None
+        }
+        Err(error) => panic!("{error}"),
+    }
+}
+
+fn allocate(device: &dyn Device, bytes: usize) -> DeviceSlice {
+    device.allocate(bytes, AllocationKind::Plain).unwrap()
+}
+
+/// Waits until the word at the start of `slice` is at least `value`.
+fn wait_for(device: &dyn Device, slice: &DeviceSlice, value: u64) {
+    let (deadline, word) = (soon(), slice.slice(0..8).unwrap());
+    loop {
+        let mut bytes = [0; 8];
+        device.download(&word, &mut bytes).unwrap();
+        if u64::from_le_bytes(bytes) >= value {
+            return;
+        }
+        assert!(
+            !deadline.passed(),
+            "the word is {bytes:?}; expected {value}"
+        );
+        std::thread::yield_now();
+    }
+}
+
+#[test]
+fn data_is_there_when_its_signal_is() {
+    const BYTES: usize = 300_001;
+    processes(2, |comm| {
+        let (Some(network), device) = (open("lo"), host()) else {
+            return;
+        };
+        let (rank, peer) = (comm.rank(), 1 - comm.rank());
+        let (inbox, outbox) = (allocate(&*device, BYTES), allocate(&*device, BYTES));
+        let words = allocate(&*device, 16);
+        device.upload(&words, &[0; 16]).unwrap();
+        let (data, word) = (
+            network.register(&inbox).unwrap(),
+            network.register(&words).unwrap(),
+        );
+        let gather = |bytes: &[u8]| comm.all_gather_bytes(bytes).unwrap().swap_remove(peer);
+        let connection = network.connect(peer, &gather(network.address())).unwrap();
+        let theirs = connection.open(&gather(data.key())).unwrap();
+        let their_word = connection.open(&gather(word.key())).unwrap();
+        for round in 0..50 {
+            // The second word says that what came before was read.
+            wait_for(&*device, &words.slice(8..16).unwrap(), round as u64);
+            device.upload(&outbox, &values(rank, round, BYTES)).unwrap();
+            // In parts, the last first, and by a signal in between, so that order matters.
+            connection
+                .put(&outbox.slice(1000..BYTES).unwrap(), &theirs, 1000)
+                .unwrap();
+            connection
+                .signal(&their_word, 0, 2 * round as u64 + 1)
+                .unwrap();
+            connection
+                .put(&outbox.slice(0..1000).unwrap(), &theirs, 0)
+                .unwrap();
+            connection
+                .signal(&their_word, 0, 2 * round as u64 + 2)
+                .unwrap();
+            wait_for(&*device, &words, 2 * round as u64 + 2);
+            let mut received = vec![0; BYTES];
+            device.download(&inbox, &mut received).unwrap();
+            assert!(received == values(peer, round, BYTES), "round {round}");
+            connection.signal(&their_word, 8, round as u64 + 1).unwrap();
+            connection.flush(soon()).unwrap();
+        }
+        comm.barrier().unwrap();
+        connection.close(soon()).unwrap();
+        comm.barrier().unwrap();
+        network.close(soon()).unwrap();
+    });
+}
+
+#[test]
+fn wrong_arguments_are_refused_and_break_nothing() {
+    let (Some(network), device) = (open("lo"), host()) else {
+        return;
+    };
+    let memory = allocate(&*device, 4096);
+    let region = network.register(&memory).unwrap();
+    let connection = network.connect(3, network.address()).unwrap();
+    let mut altered = region.key().to_vec();
+    altered[20] ^= 1;
+    let error = connection.open(&altered).unwrap_err();
+    assert_eq!(
+        (error.kind(), error.peer()),
+        (ErrorKind::InvalidHandle, Some(3))
+    );
+    assert!(network.connect(3, &altered).is_err());
+
+    let remote = connection.open(region.key()).unwrap();
+    let source = allocate(&*device, 64);
+    device.upload(&source, &[7; 64]).unwrap();
+    for offset in [4033, 4096, usize::MAX] {
+        let error = connection.put(&source, &remote, offset).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{offset}");
+    }
+    assert!(connection.signal(&remote, 4, 1).is_err());
+    let other = network.connect(4, network.address()).unwrap();
+    assert!(other.put(&source, &remote, 0).is_err());
+
+    connection.put(&source, &remote, 4032).unwrap();
+    // The key is given up after its uses, and the source after the write.
+    drop((remote, source));
+    connection.flush(soon()).unwrap();
+    let mut end = [0; 64];
+    device
+        .download(&memory.slice(4032..4096).unwrap(), &mut end)
+        .unwrap();
+    assert_eq!(end, [7; 64]);
+    network.close(soon()).unwrap();
+    assert_eq!(
+        connection.flush(soon()).unwrap_err().kind(),
+        ErrorKind::Closed
+    );
+    drop(region);
+}
+
+#[test]
+fn a_peer_that_is_gone_fails_its_connection_with_an_error_that_names_it() {
+    let (Some(network), device) = (open("lo"), host()) else {
+        return;
+    };
+    let gone = open("lo").unwrap();
+    let memory = allocate(&*device, 8);
+    let region = gone.register(&memory).unwrap();
+    let connection = network.connect(5, gone.address()).unwrap();
+    let remote = connection.open(region.key()).unwrap();
+    connection.signal(&remote, 0, 1).unwrap();
+    connection.flush(soon()).unwrap();
+    gone.close(soon()).unwrap();
+    let started = Instant::now();
+    let error = loop {
+        connection.signal(&remote, 0, 2).unwrap();
+        match connection.flush(Deadline::after(Duration::from_secs(5))) {
+            Err(error) => break error,
+            // What was on its way when the peer left may still have been taken.
+            Ok(()) => assert!(started.elapsed() < SOON),
+        }
+    };
+    assert_eq!(
+        (error.kind(), error.peer()),
+        (ErrorKind::PeerLost, Some(5)),
+        "{error}"
+    );
+    // It stays so, and the network goes on.
+    let again = connection.flush(soon()).unwrap_err();
+    assert_eq!(again.peer(), Some(5));
+    assert!(connection.close(soon()).is_err());
+    let own = network.connect(0, network.address()).unwrap();
+    own.flush(soon()).unwrap();
+    network.close(soon()).unwrap();
+}
+
+/// Two network namespaces with a link between them, taken down at the end.
+struct Hosts {
+    names: [String; 2],
+}
+
+impl Hosts {
+    /// None, with a notice, where this process may not make them.
+    fn create() -> Option<Self> {
+        static NEXT: AtomicUsize = AtomicUsize::new(0);
+        let id = std::process::id() as usize * 10 + NEXT.fetch_add(1, Ordering::Relaxed);
+        let names = [format!("warplink-{id}-a"), format!("warplink-{id}-b")];
+        let hosts = Self { names };
+        let [a, b] = &hosts.names;
+        let pair = [format!("wl{id}a"), format!("wl{id}b")];
+        if !ip(&["netns", "add", a]) || !ip(&["netns", "add", b]) {
+            println!("left out: network namespaces cannot be made");
+            return None;
+        }
+        let [first, second] = &pair;
+        let kind = ["type", "veth", "peer", "name", second, "netns", b];
+        assert!(ip(
+            &[&["link", "add", first, "netns", a][..], &kind].concat()
+        ));
+        for (index, (name, end)) in hosts.names.iter().zip(&pair).enumerate() {
+            let address = format!("10.117.0.{}/24", index + 1);
+            for command in [
+                vec!["link", "set", end, "name", "link0"],
+                vec!["addr", "add", &address, "dev", "link0"],
+                vec!["link", "set", "link0", "up"],
+                vec!["link", "set", "lo", "up"],
+            ] {
+                assert!(ip(&[&["-n", name][..], &command].concat()), "{command:?}");
+            }
+        }
+        // A link comes up some time after it was set up.
+        let deadline = soon();
+        for name in &hosts.names {
+            while !is_up(name) {
+                assert!(!deadline.passed(), "the link of {name} does not come up");
+                std::thread::sleep(Duration::from_millis(10));
+            }
+        }
+        Some(hosts)
+    }
+
+    /// Runs a role of this test on one of the two.
+    fn run(&self, host: usize, test: &str, directory: &Path) -> Child {
+        Command::new("ip")
+            .args(["netns", "exec", &self.names[host]])
+            .arg(std::env::current_exe().unwrap())
+            .args([test, "--exact", "--nocapture", "--test-threads=1"])
+            .env(DIRECTORY, directory)
+            .env(ROLE, host.to_string())
+            .stdin(Stdio::null())
+            .spawn()
+            .unwrap()
+    }
+
+    fn cut(&self) {
+        assert!(ip(&["-n", &self.names[0], "link", "set", "link0", "down"]));
+    }
+}
+
+impl Drop for Hosts {
+    fn drop(&mut self) {
+        for name in &self.names {
+            ip(&["netns", "del", name]);
+        }
+    }
+}
+
+fn is_up(name: &str) -> bool {
+    let shown = Command::new("ip")
+        .args(["-n", name, "link", "show", "link0"])
+        .output();
+    String::from_utf8_lossy(&shown.unwrap().stdout).contains("state UP")
+}
+
+fn ip(arguments: &[&str]) -> bool {
+    let status = Command::new("ip")
+        .args(arguments)
+        .stderr(Stdio::null())
+        .status();
+    status.is_ok_and(|status| status.success())
+}
+
+const DIRECTORY: &str = "WARPLINK_TEST_DIRECTORY";
+const ROLE: &str = "WARPLINK_TEST_ROLE";
+
+/// The directory of a role, and which it is; none in the test's own process.
+fn role() -> Option<(PathBuf, usize)> {
+    let directory = std::env::var_os(DIRECTORY)?;
+    let role = std::env::var(ROLE).unwrap().parse().unwrap();
+    Some((directory.into(), role))
+}
+
+/// Leaves a file for the other role, whole at once.
+fn leave(directory: &Path, name: &str, bytes: &[u8]) {
+    let written = directory.join(format!("{name}.part"));
+    std::fs::write(&written, bytes).unwrap();
+    std::fs::rename(written, directory.join(name)).unwrap();
+}
+
+/// Waits for a file.
+fn take(directory: &Path, name: &str) -> Vec<u8> {
+    let deadline = soon();
+    loop {
+        if let Ok(bytes) = std::fs::read(directory.join(name)) {
+            return bytes;
+        }
+        assert!(!deadline.passed(), "{name} is missing");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+fn ended_well(mut child: Child) -> bool {
+    let deadline = soon();
+    while !deadline.passed() {
+        if let Some(status) = child.try_wait().unwrap() {
+            return status.success();
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    child.kill().unwrap();
+    child.wait().unwrap();
+    false
+}
+
+/// The sender's connection to the receiver, who left what is needed.
+fn connect(network: &dyn Network, directory: &Path) -> Arc<dyn NetworkConnection> {
+    network.connect(1, &take(directory, "address")).unwrap()
+}
+
+/// So many bytes of what is sent, as the part with a number: pages of noise, each with its number.
+fn pattern(part: usize, bytes: usize) -> Vec<u8> {
+    const PAGE: usize = 4096;
+    let noise = values(1, 7, PAGE);
+    let mut all = Vec::with_capacity(bytes);
+    for page in 0..bytes / PAGE {
+        let number = (part * bytes / PAGE + page) as u64;
+        all.extend_from_slice(&number.to_le_bytes());
+        all.extend_from_slice(&noise[size_of::<u64>()..]);
+    }
+    all
+}
+
+#[test]
+fn two_hosts_exchange_a_gibibyte_by_put_and_signal() {
+    const BYTES: usize = 1 << 30;
+    const PART: usize = 64 << 20;
+    let Some((directory, role)) = role() else {
+        let (Some(_), Some(hosts)) = (open("lo"), Hosts::create()) else {
+            return;
+        };
+        let directory = tempfile::tempdir().unwrap();
+        let test = "two_hosts_exchange_a_gibibyte_by_put_and_signal";
+        let roles = [0, 1].map(|host| hosts.run(host, test, directory.path()));
+        for (host, role) in roles.into_iter().enumerate() {
+            assert!(ended_well(role), "host {host} failed");
+        }
+        return;
+    };
+    let (network, device) = (open("link0").unwrap(), host());
+    if role == 1 {
+        let (inbox, words) = (allocate(&*device, BYTES), allocate(&*device, 8));
+        device.upload(&words, &[0; 8]).unwrap();
+        let data = network.register(&inbox).unwrap();
+        let word = network.register(&words).unwrap();
+        leave(&directory, "data", data.key());
+        leave(&directory, "word", word.key());
+        leave(&directory, "address", network.address());
+        for part in 0..BYTES / PART {
+            wait_for(&*device, &words, part as u64 + 1);
+            let mut bytes = vec![0; PART];
+            let range = part * PART..(part + 1) * PART;
+            let received = inbox.slice(range).unwrap();
+            device.download(&received, &mut bytes).unwrap();
+            assert!(bytes == pattern(part, PART), "part {part}");
+        }
+        leave(&directory, "received", &[]);
+        take(&directory, "closed");
+        return;
+    }
+    let connection = connect(&*network, &directory);
+    let data = connection.open(&take(&directory, "data")).unwrap();
+    let word = connection.open(&take(&directory, "word")).unwrap();
+    let outbox = allocate(&*device, BYTES);
+    let started = Instant::now();
+    for part in 0..BYTES / PART {
+        let range = part * PART..(part + 1) * PART;
+        let source = outbox.slice(range.clone()).unwrap();
+        device.upload(&source, &pattern(part, PART)).unwrap();
+        connection.put(&source, &data, range.start).unwrap();
+        connection.signal(&word, 0, part as u64 + 1).unwrap();
+    }
+    connection.flush(soon()).unwrap();
+    println!("1 GiB in {:?}", started.elapsed());
+    take(&directory, "received");
+    connection.close(soon()).unwrap();
+    leave(&directory, "closed", &[]);
+    network.close(soon()).unwrap();
+}
+
+#[test]
+fn a_cut_link_is_an_error_that_names_the_peer_within_the_deadline() {
+    const LIMIT: Duration = Duration::from_secs(4);
+    let Some((directory, role)) = role() else {
+        let (Some(_), Some(hosts)) = (open("lo"), Hosts::create()) else {
+            return;
+        };
+        let directory = tempfile::tempdir().unwrap();
+        let test = "a_cut_link_is_an_error_that_names_the_peer_within_the_deadline";
+        let roles = [0, 1].map(|host| hosts.run(host, test, directory.path()));
+        take(directory.path(), "connected");
+        hosts.cut();
+        leave(directory.path(), "cut", &[]);
+        for (host, role) in roles.into_iter().enumerate() {
+            assert!(ended_well(role), "host {host} failed");
+        }
+        return;
+    };
+    let (network, device) = (open("link0").unwrap(), host());
+    if role == 1 {
+        let words = allocate(&*device, 8);
+        let word = network.register(&words).unwrap();
+        leave(&directory, "word", word.key());
+        leave(&directory, "address", network.address());
+        take(&directory, "closed");
+        return;
+    }
+    let connection = connect(&*network, &directory);
+    let word = connection.open(&take(&directory, "word")).unwrap();
+    connection.signal(&word, 0, 1).unwrap();
+    connection.flush(soon()).unwrap();
+    leave(&directory, "connected", &[]);
+    take(&directory, "cut");
+    connection.signal(&word, 0, 2).unwrap();
+    let started = Instant::now();
+    let error = connection.flush(Deadline::after(LIMIT)).unwrap_err();
+    assert!(started.elapsed() < LIMIT + Duration::from_secs(1));
+    assert!(
+        matches!(error.kind(), ErrorKind::Timeout | ErrorKind::PeerLost),
+        "{error}"
+    );
+    assert_eq!(error.peer(), Some(1), "{error}");
+    println!("after {:?}: {error}", started.elapsed());
+    // Ending it waits for nobody.
+    let started = Instant::now();
+    assert!(
+        connection
+            .close(Deadline::after(Duration::from_millis(100)))
+            .is_err()
+    );
+    network.close(Deadline::after(LIMIT)).unwrap();
+    assert!(started.elapsed() < LIMIT);
+    leave(&directory, "closed", &[]);
+}
