@@ -6,13 +6,13 @@ use std::fmt::Write as _;
 use std::time::{Duration, Instant};
 use warplink::DType;
 use warplink::program::lower::{
-    AllGatherMatmul, AllGatherMatmulLowering, MatmulReduceScatter, MatmulReduceScatterLowering,
-    lower,
+    AllGatherMatmul, AllGatherMatmulLowering, Lowering, MatmulReduceScatter,
+    MatmulReduceScatterLowering, Problem, lower,
 };
 use warplink::program::{Diagnostic, Parameters, Program, Report, verify};
 
 /// How many times as long a debug build may take.
-const DEBUG_FACTOR: u32 = if cfg!(debug_assertions) { 20 } else { 1 };
+const DEBUG_FACTOR: u32 = if cfg!(debug_assertions) { 10 } else { 1 };
 
 /// `n`, or less in a debug build.
 const fn size(n: i64) -> i64 {
@@ -39,14 +39,26 @@ fn time_on_processor() -> Option<Duration> {
     ))
 }
 
-/// Runs `case` in a process of its own, and fails where it takes longer or needs more memory than
-/// allowed.
+/// As [`within_after`], of what needs no preparation.
 fn within(name: &str, limit: Duration, limit_mb: u64, case: impl FnOnce()) {
+    within_after(name, limit, limit_mb, || (), |()| case());
+}
+
+/// Runs `case` with what `prepare` makes in a process of its own, and fails where the case takes longer or
+/// the process needs more memory than allowed.
+fn within_after<T>(
+    name: &str,
+    limit: Duration,
+    limit_mb: u64,
+    prepare: impl FnOnce() -> T,
+    case: impl FnOnce(T),
+) {
     const CASE: &str = "WARPLINK_LIMITS_CASE";
     match std::env::var(CASE) {
         Ok(wanted) if wanted == name => {
+            let prepared = prepare();
             let (start, busy) = (Instant::now(), time_on_processor());
-            case();
+            case(prepared);
             // What others on the machine do does not count.
             let took = match (busy, time_on_processor()) {
                 (Some(before), Some(after)) => after - before,
@@ -132,27 +144,46 @@ fn ordinary(world: usize, streams: usize, limit: Duration, limit_mb: u64) {
         dtype: DType::F16,
         bias: true,
     };
-    let gathers = AllGatherMatmulLowering::ALL.iter().map(|one| {
-        let lowering = one.lowering().unwrap();
-        ("gather", lower(&gather, &lowering, world, streams).unwrap())
-    });
-    let scatters = MatmulReduceScatterLowering::ALL.iter().map(|one| {
-        let lowering = one.lowering().unwrap();
-        let lowered = lower(&scatter, &lowering, world, streams).unwrap();
-        ("scatter", lowered)
-    });
-    for (operation, lowered) in gathers.chain(scatters) {
-        let name = format!(
-            "{operation} {} × {world} × {streams}",
-            lowered.lowering.name()
+    for one in AllGatherMatmulLowering::ALL {
+        let lowering = &one.lowering().unwrap();
+        verified(
+            ("gather", &gather),
+            lowering,
+            (world, streams),
+            limit,
+            limit_mb,
         );
-        within(&name, limit, limit_mb, || {
-            match verify(lowered.program(), world, streams, &lowered.parameters) {
-                Ok(report) => println!("{} operations", report.operations),
-                Err(diagnostics) => panic!("{name}: {}", diagnostics[0]),
-            }
-        });
     }
+    for one in MatmulReduceScatterLowering::ALL {
+        let lowering = &one.lowering().unwrap();
+        verified(
+            ("scatter", &scatter),
+            lowering,
+            (world, streams),
+            limit,
+            limit_mb,
+        );
+    }
+}
+
+fn verified<P: Problem>(
+    (operation, problem): (&str, &P),
+    lowering: &Lowering,
+    (world, streams): (usize, usize),
+    limit: Duration,
+    limit_mb: u64,
+) {
+    let name = format!("{operation} {} × {world} × {streams}", lowering.name());
+    within_after(
+        &name,
+        limit,
+        limit_mb,
+        || lower(problem, lowering, world, streams).unwrap(),
+        |lowered| match verify(lowered.program(), world, streams, &lowered.parameters) {
+            Ok(report) => println!("{} operations", report.operations),
+            Err(diagnostics) => panic!("{name}: {}", diagnostics[0]),
+        },
+    );
 }
 
 fn unmatched_transfers() {
