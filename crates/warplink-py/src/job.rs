@@ -125,8 +125,10 @@ impl Job {
         let text = rendezvous.str()?.to_string();
         let meeting: Rendezvous = text.parse().map_err(raise)?;
         let limit = seconds(timeout)?;
+        let local_rank = local_rank.unwrap_or(rank);
+        // The GPU is that of the local rank, unless one is named.
         let mut join = JoinConfig::new(meeting, rank, world)
-            .with_local_rank(local_rank.unwrap_or(rank))
+            .with_local_rank(ordinal.unwrap_or(local_rank))
             .with_timeout(limit);
         join.secret = secret;
         let variables = |name: &str| match (name, &device) {
@@ -136,6 +138,7 @@ impl Job {
         let mut config = Config::from_variables(join, variables)
             .map_err(raise)?
             .with_timeout(limit);
+        config.join.local_rank = local_rank;
         if let Some(ordinal) = ordinal {
             config.device.ordinal = ordinal;
         }

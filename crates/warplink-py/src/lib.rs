@@ -5,8 +5,8 @@
 //!
 //! - Whatever may block runs without the interpreter's lock.
 //! - No thread of the library takes that lock: Python objects that keep borrowed memory alive are let
-//!   go of on a thread of their own ([`owner`]).
-//! - Every error of the library becomes an exception with its kind, peer and rank ([`errors`]).
+//!   go of on a thread of their own (`owner`).
+//! - Every error of the library becomes an exception with its kind, peer and rank (`errors`).
 
 mod array;
 mod collectives;

@@ -251,6 +251,26 @@ def test_ranks_that_call_something_else_are_told():
     on_ranks(mismatched, 3)
 
 
+def late(rank, world, _, place):
+    from warplink.errors import TimeoutError
+
+    dist = start(rank, world, place, timeout=2)
+    if rank < 2:
+        expected = "Rank 2 failed to pass" if rank == 0 else "Rank 1 successfully reached"
+        with pytest.raises(TimeoutError, match=expected):
+            dist.group.WORLD.monitored_barrier(timedelta(seconds=1))
+        with pytest.raises(TimeoutError, match="before the timeout of 2.0 s") as caught:
+            dist.barrier()
+        assert caught.value.kind == "timeout" and caught.value.operation == "barrier"
+    else:
+        time.sleep(4)
+    dist.destroy_process_group()
+
+
+def test_a_rank_that_does_not_take_part_is_a_timeout():
+    on_ranks(late, 3)
+
+
 def lost(rank, world, _, place):
     dist = start(rank, world, place)
     rest = dist.new_group([0, 1])

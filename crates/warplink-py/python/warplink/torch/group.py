@@ -23,6 +23,7 @@ from warplink.torch import joining
 from warplink.torch.calls import GroupCalls
 from warplink.torch.host import HostCollectives
 from warplink.torch.messages import Messages
+from warplink.torch.monitored import monitored_barrier
 from warplink.torch.options import Options
 from warplink.torch.workspace import Workspace
 
@@ -48,6 +49,8 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):
         gloo: Any = None,
         parent: ProcessGroupWarplink | None = None,
         ranks_in_parent: list[int] | None = None,
+        global_ranks: list[int] | None = None,
+        name: str = "",
     ) -> None:
         dist.ProcessGroup.__init__(self, rank, size)
         self._rank, self._size = rank, size
@@ -57,6 +60,7 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._closed = False
+        self._monitored = 0
         self._job: warplink.Job | None = None
         self._communicator: warplink.Communicator | None = None
         self._host: HostCollectives | None = None
@@ -64,7 +68,8 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):
         self._gloo = gloo
         self._nccl: Any = None
         self._workspaces: dict[str, Workspace] = {}
-        self._group_name = ""
+        self._global_ranks = global_ranks or []
+        self._group_name = name
         self._group_desc = "undefined"
 
         parent_communicator = parent._communicator if parent is not None else None
@@ -97,15 +102,20 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):
         store = dist.PrefixStore("gloo", self._store)
         self._gloo = c10d.ProcessGroupGloo(store, self._rank, self._size, timeout=self._timeout)
         self._gloo._set_sequence_number_for_group()
+        self._register_backend(_CPU, dist.ProcessGroup.BackendType.GLOO, self._gloo)
 
     def _start_nccl(self) -> None:
         if not dist.is_nccl_available():
             return
         options = self._options.nccl_options or c10d.ProcessGroupNCCL.Options()
         options._timeout = self._timeout
+        options.global_ranks_in_group = self._global_ranks
+        options.group_name = self._group_name
         store = dist.PrefixStore("nccl", self._store)
         self._nccl = c10d.ProcessGroupNCCL(store, self._rank, self._size, options)
         self._nccl._set_sequence_number_for_group()
+        # PyTorch's C++ asks a group for what serves a device.
+        self._register_backend(_CUDA, dist.ProcessGroup.BackendType.NCCL, self._nccl)
 
     # What serves a tensor
 
@@ -144,6 +154,16 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):
             f"the group has no backend for {kind} tensors; "
             "expected CPU tensors, or CUDA tensors where PyTorch has NCCL"
         )
+
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """A barrier of the callers in which rank 0 says who did not come; see ``monitored``."""
+        self._check()
+        self._monitored += 1
+        limit = (self._timeout if timeout is None else timeout).total_seconds()
+        key = f"monitored/{self._monitored}"
+        monitored_barrier(self._store, key, self._rank, self._size, limit, wait_all_ranks)
 
     # What Warplink adds
 
@@ -309,6 +329,8 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):
             devices=self._devices,
             parent=self,
             ranks_in_parent=list(new_ranks),
+            global_ranks=[self._global_ranks[r] for r in new_ranks] if self._global_ranks else new_ranks,
+            name=name,
         )
         made._set_group_name(name)
         made._set_group_desc(group_desc or "undefined")

@@ -14,7 +14,7 @@ from typing import Callable
 import torch
 
 import warplink
-from warplink.errors import ClosedError, MismatchError
+from warplink.errors import ClosedError, MismatchError, TimeoutError
 from warplink.torch.arithmetic import (
     as_bytes,
     readable,
@@ -80,6 +80,9 @@ class HostCollectives:
                 return
             try:
                 result = body(limit)
+            except TimeoutError as error:
+                self._failure = self._timed_out(name, limit, error)
+                work.finish(error=self._failure)
             except BaseException as error:  # noqa: BLE001 - it is the caller's, on another thread
                 # Peers are in the middle of something that this rank will not go on with.
                 self._failure = error
@@ -90,6 +93,15 @@ class HostCollectives:
         if not self._worker.submit(run):
             work.finish(error=self._failure or ClosedError("the process group was destroyed"))
         return work
+
+    def _timed_out(self, name: str, limit: float, cause: TimeoutError) -> TimeoutError:
+        error = TimeoutError(
+            f"rank {self.rank}: {name}: not all ranks took part before the timeout of {limit} s "
+            "passed; help: check that every rank calls it"
+        )
+        error.kind, error.rank, error.operation = "timeout", self.rank, name
+        error.__cause__ = cause
+        return error
 
     # Moving bytes
 
@@ -229,7 +241,8 @@ class HostCollectives:
         total = torch.sparse_coo_tensor(
             torch.cat(all_indices, 1), torch.cat(all_values), tensor.shape
         )
-        tensor.detach().copy_(total.coalesce())
+        # What `detach` gives has memory of its own once it is copied to.
+        tensor.copy_(total.coalesce())
 
     def reduce(
         self, tensors: list[torch.Tensor], op: object, root: int, timeout: float | None

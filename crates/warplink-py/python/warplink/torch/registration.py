@@ -43,7 +43,7 @@ def register() -> None:
 
 def _create(options: Any, backend_options: Any) -> ProcessGroupWarplink:
     """What ``torch.distributed`` makes a group with."""
-    devices, gloo = _configuration()
+    devices, gloo, bound = _configuration()
     ranks = list(options.global_ranks_in_group)
     parent = c10d._get_default_group() if ranks and dist.is_initialized() else None
     group = ProcessGroupWarplink(
@@ -56,13 +56,18 @@ def _create(options: Any, backend_options: Any) -> ProcessGroupWarplink:
         gloo=gloo,
         parent=parent if isinstance(parent, ProcessGroupWarplink) else None,
         ranks_in_parent=ranks or None,
+        global_ranks=ranks,
+        name=options.group_id,
     )
+    if bound is not None:
+        group.bound_device_id = bound
     _groups.add(group)
     return group
 
 
-def _configuration() -> tuple[dict[str, str], Any]:
-    """The backend that was asked for on each device, and the Gloo that was made already.
+def _configuration() -> tuple[dict[str, str], Any, Any]:
+    """The backend that was asked for on each device, the Gloo that was made already, and the device
+    that the group is bound to.
 
     A backend in Python takes the place of the whole group, those of other devices included, and is not
     told of them; the caller knows.
@@ -81,9 +86,9 @@ def _configuration() -> tuple[dict[str, str], Any]:
                 except (KeyError, RuntimeError):
                     # It comes after this one in the list of devices.
                     gloo = None
-            return devices, gloo
+            return devices, gloo, frame.f_locals.get("device_id")
         frame = frame.f_back
-    return {"cpu": "warplink", "cuda": "warplink"}, None
+    return {"cpu": "warplink", "cuda": "warplink"}, None, None
 
 
 def _batch_by_coalescing() -> None:

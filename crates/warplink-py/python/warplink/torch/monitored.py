@@ -1,0 +1,54 @@
+"""A barrier that says which ranks did not come, by PyTorch's store."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from warplink.errors import TimeoutError
+
+
+def monitored_barrier(
+    store: dist.Store, key: str, rank: int, size: int, limit: float, wait_all_ranks: bool
+) -> None:
+    """Blocks until all ranks have called it with the same ``key``, ``limit`` seconds at most.
+
+    Rank 0 raises TimeoutError that names the first rank that did not come, or all of them with
+    ``wait_all_ranks``; the others then raise one that refers to rank 0. The texts are Gloo's.
+    """
+    if rank != 0:
+        store.set(f"{key}/{rank}", "here")
+        try:
+            store.wait([f"{key}/end"], timedelta(seconds=limit))
+            passed = store.get(f"{key}/end") == b"passed"
+        except RuntimeError:  # some stores raise no DistStoreError
+            passed = False
+        if not passed:
+            raise TimeoutError(
+                f"Rank {rank} successfully reached monitoredBarrier, but received errors while "
+                "waiting for send/recv from rank 0. Please check rank 0 logs for faulty rank."
+            )
+        return
+    begin = time.monotonic()
+    missing = []
+    for peer in range(1, size):
+        if missing and not wait_all_ranks:
+            break
+        left = limit - (time.monotonic() - begin)
+        if limit <= 0:
+            store.set(f"{key}/end", "failed")
+            raise TimeoutError("Rank 0 timed out in monitoredBarrier after 0 ms.")
+        if left <= 0:
+            if not store.check([f"{key}/{peer}"]):
+                missing.append(peer)
+            continue
+        try:
+            store.wait([f"{key}/{peer}"], timedelta(seconds=left))
+        except RuntimeError:  # some stores raise no DistStoreError
+            missing.append(peer)
+    store.set(f"{key}/end", "failed" if missing else "passed")
+    if missing:
+        names = ("Ranks " if len(missing) > 1 else "Rank ") + ", ".join(map(str, missing))
+        raise TimeoutError(f"{names} failed to pass monitoredBarrier in {int(limit * 1000)} ms")
