@@ -40,14 +40,11 @@ fn a_message_names_the_statement_of_several_that_share_a_line() {
     // The first statement of a line is known by its line.
     let text = "program p() {\n    input A: u8[4]; output B: u8[4]\n}";
     says(
-        &refused(&text, 1)[0],
+        &refused(text, 1)[0],
         &["line 2, column 21: `output B: u8[4]`"],
     );
     let text = "program p() {\n    output B: u8[4]; input A: u8[4]\n}";
-    says(
-        &refused(&text, 1)[0],
-        &["rank 0, line 2: `output B: u8[4]`"],
-    );
+    says(&refused(text, 1)[0], &["rank 0, line 2: `output B: u8[4]`"]);
 }
 
 #[test]

@@ -244,7 +244,8 @@ impl fmt::Debug for Proxy {
     }
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(test)]
+#[cfg(not(loom))]
 mod tests {
     use super::*;
     use crate::device::channel::Windows;

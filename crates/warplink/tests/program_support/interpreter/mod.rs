@@ -80,6 +80,9 @@ struct Stream {
     after: VecDeque<Step>,
 }
 
+/// Whether a rank has come to a collective, and what it brought.
+type Contribution = (bool, Option<Vec<f64>>);
+
 struct Play<'a> {
     stage: &'a Interpreter<'a>,
     ranks: &'a [RankProgram],
@@ -96,7 +99,7 @@ struct Play<'a> {
     numbers: HashMap<(usize, usize, usize), Vec<i64>>,
     events: Vec<bool>,
     mail: HashMap<(usize, TransferId, i64), Vec<f64>>,
-    collectives: HashMap<usize, Vec<(bool, Option<Vec<f64>>)>>,
+    collectives: HashMap<usize, Vec<Contribution>>,
     /// How many operations the engine was given, and how many are done.
     engine: Vec<(usize, usize)>,
     outputs: Vec<Vec<f64>>,
@@ -204,8 +207,8 @@ impl<'a> Play<'a> {
             engine: vec![(0, 0); ranks.len()],
             outputs: vec![Vec::new(); RUNS * ranks.len()],
         };
-        for rank in 0..ranks.len() {
-            play.memory.prepare(&ranks[rank], 0);
+        for rank in ranks {
+            play.memory.prepare(rank, 0);
         }
         play
     }

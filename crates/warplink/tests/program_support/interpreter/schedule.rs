@@ -58,7 +58,7 @@ impl Schedule {
             } else {
                 Engine::AtOnce
             },
-            pick: if seed % 2 == 0 {
+            pick: if seed.is_multiple_of(2) {
                 Pick::Uniform
             } else {
                 Pick::Priorities
