@@ -5,12 +5,12 @@
 
 mod common;
 
-use common::{Ended, Ranks, kill_self, ring, world};
+use common::{Ended, Ranks, kill_self, kind, ring, world};
 use std::time::{Duration, Instant};
 use warplink::device::Priority;
 use warplink::overlap::{AllGatherMatmul, AllGatherMatmulBuffers, Options};
-use warplink::p2p::Protocol;
-use warplink::{Communicator, DType, ErrorKind};
+use warplink::p2p::{Protocol, Transfer, TransferRequest, post_all, wait_all};
+use warplink::{Communicator, DType, DeviceKind, ErrorKind};
 
 /// How soon the others must have their error, and how soon they must have gone on.
 const SOON: Duration = Duration::from_secs(5);
@@ -168,4 +168,68 @@ fn a_loss_of_several_at_once_is_agreed_on() {
         drop(comm);
         left.close().unwrap();
     });
+}
+
+#[test]
+fn the_other_communicator_of_a_stream_goes_on_in_another_stream() {
+    let ranks = Ranks {
+        world: world(3),
+        ..Ranks::default()
+    };
+    if ranks.world < 3 {
+        return;
+    }
+    let ended = ranks.start(|comm| {
+        const BYTES: usize = 4096;
+        let region = comm.alloc(BYTES).unwrap();
+        if comm.rank() == 2 {
+            let to_both = [0, 1].map(|peer| TransferRequest::send(&region, peer, 0));
+            let _never_posted = comm.exchange(&to_both).unwrap();
+            comm.barrier().unwrap();
+            kill_self();
+        }
+        let pair = comm.subgroup(&[1, 0]).unwrap();
+        let peer = 1 - pair.rank();
+        let from_2 = TransferRequest::receive(&region, 2, 0);
+        let from_2 = comm.exchange(&[from_2]).unwrap();
+        let (send, receive) = (comm.alloc(BYTES).unwrap(), comm.alloc(BYTES).unwrap());
+        send.upload(&[1; BYTES]).unwrap();
+        receive.upload(&[7; BYTES]).unwrap();
+        let requests = [
+            TransferRequest::send(&send, peer, 0),
+            TransferRequest::receive(&receive, peer, 0),
+        ];
+        let in_pair = pair.exchange(&requests).unwrap();
+        comm.barrier().unwrap();
+        // The pair's transfers are behind a wait for the rank that is lost.
+        let shared = comm.create_stream(Priority::Normal).unwrap();
+        from_2[0].post(&shared).unwrap();
+        from_2[0].wait(&shared).unwrap();
+        let group: Vec<&Transfer> = in_pair.iter().collect();
+        post_all(&group, &shared).unwrap();
+        wait_all(&group, &shared).unwrap();
+        for used_by in [&comm, &pair] {
+            let error = used_by.synchronize(&shared).unwrap_err();
+            let named = (error.kind(), error.job_peer());
+            assert_eq!(named, (ErrorKind::PeerLost, Some(2)), "{error}");
+        }
+        // Nothing more can be done in the stream, by either.
+        let error = post_all(&group, &shared).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::PeerLost, "{error}");
+        common::assert_says(&error, &["rank 2 was lost", "use another stream"]);
+        if kind() == DeviceKind::Host {
+            assert!(receive.download().unwrap() == [7; BYTES], "it went on");
+        }
+        // In streams of its own the pair goes on, with new transfers.
+        drop((from_2, in_pair));
+        ring(&pair, Protocol::Put, 20, |_| {}).unwrap();
+        ring(&pair, Protocol::Get, 20, |_| {}).unwrap();
+        let left = comm.survivors().unwrap();
+        drop((comm, pair));
+        left.close().unwrap();
+    });
+    for (rank, end) in ended.iter().flatten().enumerate() {
+        let wanted = (rank != 2).then_some(0);
+        assert_eq!(end.code, wanted, "rank {rank}:\n{}", end.output);
+    }
 }
