@@ -20,7 +20,7 @@ use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::sync::lock;
 use std::collections::BTreeMap;
 use std::io::BufReader;
-use std::net::{SocketAddr, TcpStream};
+use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
@@ -51,6 +51,8 @@ pub(super) struct State {
     pub(super) phase: Phase,
     /// The connection, except between the loss of one store and the handshake of the next.
     pub(super) link: Option<Arc<Outbox>>,
+    /// The connection to the next store, during its handshake.
+    pub(super) connecting: Option<TcpStream>,
     /// Whether the store takes requests: not before it has been restored.
     pub(super) open: bool,
     /// What identifies the job.
@@ -115,6 +117,7 @@ impl Client {
                 calls: BTreeMap::new(),
                 phase: Phase::Joining,
                 link: Some(link.outbox.clone()),
+                connecting: None,
                 open: true,
                 session: link.session,
                 serving: link.serving,
@@ -485,6 +488,10 @@ impl Client {
             state.over.get_or_insert_with(|| {
                 Error::new(ErrorKind::Closed, "this rank has closed its membership")
             });
+            if let Some(connecting) = &state.connecting {
+                // Its handshake ends.
+                let _ = connecting.shutdown(Shutdown::Both);
+            }
             state.link.clone()
         };
         if let Some(link) = link {

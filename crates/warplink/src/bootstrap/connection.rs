@@ -9,7 +9,7 @@ use super::secret::Secret;
 use super::socket::{self, DeadlineStream};
 use crate::deadline::Deadline;
 use crate::error::{Error, ErrorKind, Rank, Result};
-use std::net::{IpAddr, SocketAddr, TcpStream};
+use std::net::{SocketAddr, TcpStream};
 use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
@@ -40,12 +40,12 @@ pub(crate) struct Link {
 }
 
 /// Joins at `address`, trying again until the deadline while nobody answers. `entry` says what this
-/// rank comes for, given its own address on the way there.
+/// rank comes for, given the connection.
 pub(crate) fn join(
     address: SocketAddr,
     identity: &Identity,
     deadline: Deadline,
-    entry: &dyn Fn(IpAddr) -> Result<Entry>,
+    entry: &dyn Fn(&TcpStream) -> Result<Entry>,
 ) -> Result<Link> {
     let mut pause = Duration::from_millis(5);
     loop {
@@ -78,12 +78,12 @@ pub(crate) fn connect(
     identity: &Identity,
     limit: Duration,
     [proved, admitted]: [Deadline; 2],
-    entry: &dyn Fn(IpAddr) -> Result<Entry>,
+    entry: &dyn Fn(&TcpStream) -> Result<Entry>,
 ) -> Result<Link> {
     let failed = |error| Error::io("connect", &error);
     let stream = socket::connect(address, limit).map_err(failed)?;
-    socket::set_options(&stream, identity.heartbeat).map_err(failed)?;
-    let entry = entry(stream.local_addr().map_err(failed)?.ip())?;
+    socket::set_options(&stream, identity.heartbeat, identity.heartbeat_limit).map_err(failed)?;
+    let entry = entry(&stream)?;
     let mut timed = DeadlineStream::new(&stream, proved);
     let mut seals = handshake::join(
         &mut timed,

@@ -16,7 +16,7 @@ use super::message::{self, Entry};
 use crate::deadline::Deadline;
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::sync::lock;
-use std::net::SocketAddr;
+use std::net::{SocketAddr, TcpStream};
 
 impl Client {
     /// The connection to the store was lost for `reason`: one to the rank that serves it next, or
@@ -61,6 +61,8 @@ impl Client {
                     self.give_up_membership(error.message());
                     return None;
                 }
+                // Closed meanwhile.
+                Err(_) if lock(&self.state).over.is_some() => return None,
                 Err(error) if next == self.identity.rank => {
                     let message = format!("this rank cannot serve the store: {}", error.message());
                     lock(&self.state).over = Some(Error::new(error.kind(), message));
@@ -97,13 +99,25 @@ impl Client {
             lost,
             left,
         };
-        connection::connect(
+        let begin = |stream: &TcpStream| {
+            let failed = |error| Error::io("connect", &error);
+            let mut state = lock(&self.state);
+            if let Some(error) = &state.over {
+                return Err(error.clone());
+            }
+            // So that closing need not wait for the handshake.
+            state.connecting = Some(stream.try_clone().map_err(failed)?);
+            Ok(entry.clone())
+        };
+        let link = connection::connect(
             address,
             &self.identity,
             limit / 2,
             // It answers at once if it runs; it may notice the loss later than this rank.
             [Deadline::after(limit / 2), Deadline::after(limit * 2)],
-            &|_| Ok(entry.clone()),
-        )
+            &begin,
+        );
+        lock(&self.state).connecting = None;
+        link
     }
 }

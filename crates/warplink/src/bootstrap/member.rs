@@ -16,7 +16,7 @@ use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::sync::lock;
 use std::collections::HashMap;
 use std::fmt;
-use std::net::TcpListener;
+use std::net::{TcpListener, TcpStream};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
@@ -124,8 +124,12 @@ impl Bootstrap {
             }
             None => address,
         };
-        let entry = |ip| {
+        let entry = |stream: &TcpStream| {
             if own.get().is_none() {
+                let reached = stream.local_addr();
+                let ip = reached
+                    .map_err(|error| Error::io("get an address", &error))?
+                    .ip();
                 let _ = own.set(start(socket::listen_on_any_port(ip)?, false)?);
             }
             let standby = own.get().filter(|server| !server.serves());

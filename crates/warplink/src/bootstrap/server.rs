@@ -333,7 +333,12 @@ impl Shared {
     /// The handshake.
     fn authenticate(&self, stream: &TcpStream) -> Result<Claim> {
         let failed = |error| Error::io("set socket options", &error);
-        socket::set_options(stream, self.settings.heartbeat).map_err(failed)?;
+        let Settings {
+            heartbeat,
+            heartbeat_limit,
+            ..
+        } = self.settings;
+        socket::set_options(stream, heartbeat, heartbeat_limit).map_err(failed)?;
         let mut timed = DeadlineStream::new(stream, Deadline::after(HANDSHAKE_TIMEOUT));
         let claim = handshake::accept(&mut timed, &self.settings.secret)?;
         timed.finish().map_err(failed)?;

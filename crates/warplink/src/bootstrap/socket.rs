@@ -13,6 +13,9 @@ use std::time::Duration;
 /// Ports that this process picked for a unique id and holds until rank 0 listens there.
 static RESERVED: LazyLock<Mutex<HashMap<SocketAddr, TcpListener>>> = LazyLock::new(Mutex::default);
 
+/// The longest limit that the system takes, with room to spare.
+const MAX_USER_TIMEOUT: Duration = Duration::from_secs(1_000_000);
+
 /// Lets a whole job connect at once.
 const BACKLOG: i32 = 4096;
 
@@ -110,16 +113,23 @@ pub(crate) fn connect(address: SocketAddr, limit: Duration) -> io::Result<TcpStr
 }
 
 /// Sends small frames at once, and notices within about four heartbeats that the other machine
-/// vanished. A process that dies is noticed at once, since its system closes the connection.
-pub(crate) fn set_options(stream: &TcpStream, heartbeat: Duration) -> io::Result<()> {
+/// vanished, or within `limit` if that is longer: a process that is stopped for less must not lose its
+/// connection because it reads nothing. A process that dies is noticed at once, since its system closes
+/// the connection.
+pub(crate) fn set_options(
+    stream: &TcpStream,
+    heartbeat: Duration,
+    limit: Duration,
+) -> io::Result<()> {
     // The system counts these intervals in whole seconds.
     let heartbeat = heartbeat.clamp(Duration::from_secs(1), Duration::from_secs(3600));
+    let limit = limit.min(MAX_USER_TIMEOUT).max(heartbeat * 4);
     stream.set_nodelay(true)?;
     sockopt::set_socket_keepalive(stream, true)?;
     sockopt::set_tcp_keepidle(stream, heartbeat)?;
     sockopt::set_tcp_keepintvl(stream, heartbeat)?;
     sockopt::set_tcp_keepcnt(stream, 3)?;
-    sockopt::set_tcp_user_timeout(stream, (heartbeat * 4).as_millis() as u32)?;
+    sockopt::set_tcp_user_timeout(stream, limit.as_millis() as u32)?;
     Ok(())
 }
 
