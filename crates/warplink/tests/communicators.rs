@@ -5,7 +5,7 @@
 
 mod common;
 
-use common::{assert_says, delays, kind, processes, threads, threads_with, values, world};
+use common::{Ranks, assert_says, delays, kind, processes, threads, threads_with, values, world};
 use std::net::{IpAddr, Ipv4Addr};
 use std::time::{Duration, Instant};
 use warplink::bootstrap::{JoinConfig, Rendezvous, UniqueId};
@@ -307,7 +307,11 @@ fn two_hundred_communicators_take_no_thread_and_no_descriptor() {
 
 #[test]
 fn a_split_of_eight_ranks_is_quick() {
-    processes(world(8), |comm| {
+    let ranks = Ranks {
+        world: world(8),
+        ..Ranks::default()
+    };
+    let ended = ranks.start(|comm| {
         comm.barrier().unwrap();
         let mut took: Vec<Duration> = (0..51)
             .map(|round| {
@@ -322,7 +326,16 @@ fn a_split_of_eight_ranks_is_quick() {
         if !cfg!(debug_assertions) {
             assert!(took[25] < Duration::from_millis(2), "{took:?}");
         }
+        comm.close().unwrap();
     });
+    for (rank, end) in ended.iter().flatten().enumerate() {
+        assert_eq!(end.code, Some(0), "rank {rank}:\n{}", end.output);
+        let times = end
+            .output
+            .lines()
+            .filter(|line| line.starts_with("a split takes"));
+        times.for_each(|line| println!("rank {rank}: {line}"));
+    }
 }
 
 #[test]
