@@ -90,3 +90,43 @@ fn the_table_names_ways_as_json_does() {
         assert_eq!(row.len(), if row[2] == "raw" { 8 } else { 7 }, "{text}");
     }
 }
+
+#[test]
+fn bench_channel_measures_every_kind() {
+    let options = [
+        "--samples",
+        "1",
+        "--to",
+        "4KiB",
+        "--device",
+        "host",
+        "--json",
+    ];
+    let output = warplink(&[&["bench", "channel"], &options[..]].concat())
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{}", stderr(&output));
+    let report: Value = serde_json::from_str(&stdout(&output)).unwrap();
+    let rows = report["rows"].as_array().unwrap();
+    for (what, transport) in [
+        ("words", "Direct"),
+        ("signals", "Direct"),
+        ("signals", "Proxied"),
+        ("puts", "Direct"),
+        ("puts", "Proxied"),
+        ("packets", "Direct"),
+        ("put_once", "Direct"),
+        ("put_and_flush", "Proxied"),
+        ("triggers", "Proxied"),
+    ] {
+        let of_kind = |row: &&Value| row["what"] == what && row["transport"] == transport;
+        let row = rows.iter().find(of_kind);
+        let row = row.unwrap_or_else(|| panic!("no {what}, {transport}: {report}"));
+        assert!(row["time"]["median"].as_f64().unwrap() > 0.0, "{row}");
+    }
+    let refused = warplink(&["bench", "channel", "--device", "host", "--ranks", "1"])
+        .output()
+        .unwrap();
+    assert!(!refused.status.success());
+    assert!(stderr(&refused).contains("no peer"), "{}", stderr(&refused));
+}

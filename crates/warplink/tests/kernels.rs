@@ -33,6 +33,10 @@ fn kernels_that_include_the_header_compile_for_every_architecture() {
         ("channels/kernels.cu", include_str!("channels/kernels.cu")),
         ("ping_pong.cu", include_str!("../examples/ping_pong.cu")),
         (
+            "halo_exchange.cu",
+            include_str!("../examples/halo_exchange.cu"),
+        ),
+        (
             "bench channel",
             include_str!("../../warplink-cli/src/commands/bench/channel/kernels.cu"),
         ),

@@ -34,8 +34,8 @@
 //
 // # Kinds
 // A direct channel stores to and loads from the peer's memory itself. A proxied one hands triggers to a
-// thread of the host, which has the copy engine move the bytes; its calls take no multiprocessor's time,
-// but the host's round trip. On a proxied channel the source must stay as it is until a flush.
+// thread of the host, which has the copy engine move the bytes: no multiprocessor's time is needed, but the
+// host's round trip. On a proxied channel the source must stay as it is until a flush.
 //
 // # Failure
 // Every call gives a status. It is `aborted` when the peer, or this rank, has failed: then nothing may be
@@ -360,18 +360,26 @@ struct Channel {
     __device__ __forceinline__ u64 here(At at, u64 bytes) const {
         if (at.region == 0) return inside(detail::Window{local, local_bytes}, at.offset, bytes);
         if (at.region >= detail::regions) return 0;
-        return inside(((const detail::Window *)windows)[at.region], at.offset, bytes);
+        return inside(window(at.region), at.offset, bytes);
     }
 
     // The address of a place at the peer, mapped here, or 0 as above.
     __device__ __forceinline__ u64 there(At at, u64 bytes) const {
         if (at.region == 0) return inside(detail::Window{remote, remote_bytes}, at.offset, bytes);
         if (at.region >= detail::regions) return 0;
-        return inside(((const detail::Window *)windows)[detail::regions + at.region], at.offset, bytes);
+        return inside(window(detail::regions + at.region), at.offset, bytes);
+    }
+
+    // An entry of the table, which the host may add to while the kernel runs: one of which a half is
+    // there yet has no base or no bytes.
+    __device__ __forceinline__ detail::Window window(u32 entry) const {
+        const u64 at = windows + sizeof(detail::Window) * entry;
+        return detail::Window{detail::load_relaxed(at), detail::load_relaxed(at + 8)};
     }
 
     __device__ __forceinline__ static u64 inside(detail::Window window, u64 offset, u64 bytes) {
-        return offset <= window.bytes && bytes <= window.bytes - offset ? window.base + offset : 0;
+        if (window.base == 0 || offset > window.bytes || bytes > window.bytes - offset) return 0;
+        return window.base + offset;
     }
 
     __device__ __forceinline__ Status places(At peers, At own, u64 bytes, u64 &to, u64 &from) const {

@@ -227,6 +227,8 @@ fn regions_are_added_and_written_by_the_host() {
             ];
             rig.launch("get_region", 1, &arguments).unwrap();
             rig.finish();
+            // What was put at the peer is known to be there by the peer, which waited for it.
+            comm.barrier().unwrap();
             let read = comm.alloc(bytes).unwrap();
             connection.read(&rig.stream, &read, (2, 0)).unwrap();
             rig.finish();

@@ -2,6 +2,9 @@
 
 use super::common::{processes, threads, world};
 
+#[path = "../../examples/halo_exchange.rs"]
+#[allow(dead_code)]
+mod halo_exchange;
 #[path = "../../examples/ping_pong.rs"]
 #[allow(dead_code)]
 mod ping_pong;
@@ -14,4 +17,9 @@ fn the_ping_pong_example_runs() {
 #[test]
 fn the_ping_pong_example_leaves_further_ranks_alone() {
     processes(world(3), |comm| ping_pong::rank(comm).unwrap());
+}
+
+#[test]
+fn the_halo_exchange_example_is_right() {
+    threads(world(4), |comm| halo_exchange::rank(comm).unwrap());
 }

@@ -106,7 +106,8 @@ impl Proxy {
             on_failure,
         });
         let (told, ended) = mpsc::channel();
-        let worker = Worker::new(shared.clone(), fifo.clone(), reader, config);
+        let fault = device.fault().clone();
+        let worker = Worker::new(shared.clone(), fault, fifo.clone(), reader, config);
         let cpus = device.local_cpus();
         let thread = std::thread::Builder::new()
             .name("warplink-proxy".to_owned())

@@ -3,7 +3,7 @@
 use super::{Drained, ProxyConfig, Route, Shared, State};
 use crate::deadline::Deadline;
 use crate::device::channel::trigger::Trigger;
-use crate::device::{Fifo, FifoReader};
+use crate::device::{Fault, Fifo, FifoReader};
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::lock;
 use rustix::thread::{CpuSet, sched_setaffinity};
@@ -19,6 +19,8 @@ const TRIGGERS_PER_LOOK: u64 = 64;
 /// Reads the FIFO and serves what it finds.
 pub(super) struct Worker {
     shared: Arc<Shared>,
+    /// The device's.
+    fault: Arc<Fault>,
     fifo: Arc<Fifo>,
     reader: FifoReader,
     config: ProxyConfig,
@@ -29,12 +31,14 @@ pub(super) struct Worker {
 impl Worker {
     pub(super) fn new(
         shared: Arc<Shared>,
+        fault: Arc<Fault>,
         fifo: Arc<Fifo>,
         reader: FifoReader,
         config: ProxyConfig,
     ) -> Self {
         Self {
             shared,
+            fault,
             fifo,
             reader,
             config,
@@ -112,14 +116,14 @@ impl Worker {
                 .with_operation("serve a trigger")
                 .with_help("use channels only while their connection is there"));
         };
-        if route.fault.error().is_some() {
+        if self.is_faulted(&route) {
             self.skipped += 1;
             return Ok(());
         }
         let served = route.serve(position, &trigger);
         match served {
             // What the loss of a peer brought about is told by the fault.
-            Err(_) if route.fault.error().is_some() => {
+            Err(_) if self.is_faulted(&route) => {
                 self.skipped += 1;
                 Ok(())
             }
@@ -129,6 +133,11 @@ impl Worker {
                     .with_peer(route.peer)
             }),
         }
+    }
+
+    /// Whether what is for a connection is in vain: its peer was lost, or this rank has failed.
+    fn is_faulted(&self, route: &Route) -> bool {
+        route.fault.error().is_some() || self.fault.error().is_some()
     }
 
     fn stopping(&self) -> Option<Deadline> {
@@ -165,7 +174,7 @@ impl Worker {
             let state = lock(&self.shared.state);
             state.routes.iter().flatten().cloned().collect()
         };
-        let alive = routes.iter().filter(|route| route.fault.error().is_none());
+        let alive = routes.iter().filter(|route| !self.is_faulted(route));
         let unfinished = alive
             .map(|route| route.engine.drain(deadline))
             .find_map(Result::err);

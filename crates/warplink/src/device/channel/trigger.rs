@@ -11,6 +11,9 @@ pub(crate) const MAX_CONNECTIONS: usize = 1 << 10;
 /// Bytes from which on a region is too long to be named in a trigger.
 pub(crate) const MAX_OFFSET: u64 = 1 << 36;
 
+/// The most bytes of one trigger; must match the kernels.
+pub(crate) const MAX_TRIGGER_BYTES: u64 = 1 << 31;
+
 /// The bit of each half that says in which lap of the ring it was stored.
 pub(crate) const LAP: u64 = 1 << 63;
 

@@ -3,7 +3,7 @@
 use super::memory::{self, AwaitedWord};
 use super::operation::Context;
 use crate::device::channel::fifo::stopped;
-use crate::device::channel::trigger::{Movement, Trigger};
+use crate::device::channel::trigger::{MAX_TRIGGER_BYTES, Movement, Trigger};
 use crate::device::channel::{ChannelParts, ProxyEnd, Side};
 use crate::device::{At, ChannelMemory, DeviceSlice, Word};
 use crate::error::{Error, ErrorKind, Result};
@@ -272,15 +272,23 @@ impl<'a> BlockChannel<'a> {
             }
             return if signal { self.signal() } else { Ok(()) };
         };
-        let trigger = Trigger {
+        let mut trigger = Trigger {
             movement: Some(movement),
-            signal,
-            flush,
+            signal: false,
+            flush: false,
             connection: proxy.connection,
-            bytes,
+            bytes: MAX_TRIGGER_BYTES,
             own,
             peers,
         };
+        let mut left = bytes;
+        while left > MAX_TRIGGER_BYTES {
+            self.push(proxy, trigger)?;
+            trigger.own.offset += MAX_TRIGGER_BYTES;
+            trigger.peers.offset += MAX_TRIGGER_BYTES;
+            left -= MAX_TRIGGER_BYTES;
+        }
+        (trigger.bytes, trigger.signal, trigger.flush) = (left, signal, flush);
         let position = self.push(proxy, trigger)?;
         if flush {
             self.await_flush(proxy, position)?;

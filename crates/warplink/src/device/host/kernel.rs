@@ -67,6 +67,14 @@ impl Block<'_> {
         }
     }
 
+    /// The number of 64 bits that is argument `number`.
+    pub fn f64(&self, number: usize) -> Result<f64> {
+        match self.argument(number)? {
+            Argument::F64(value) => Ok(*value),
+            other => Err(mismatch(number, other, "f64")),
+        }
+    }
+
     /// The memory that is argument `number`.
     pub fn slice(&self, number: usize) -> Result<&DeviceSlice> {
         match self.argument(number)? {

@@ -49,6 +49,9 @@ pub(crate) struct Channel {
     samples: u16,
 }
 
+/// Both kinds of channels.
+const TRANSPORTS: [Transport; 2] = [Transport::Direct, Transport::Proxied];
+
 /// One figure.
 #[derive(Debug, Serialize)]
 struct Row {
@@ -71,7 +74,7 @@ struct Report {
     rows: Vec<Row>,
 }
 
-/// Two connections between ranks 0 and 1, and what to launch on them.
+/// Two connections between ranks 0 and 1, and what to launch on them; further ranks only keep the barriers.
 struct Rig<'a> {
     clock: Clock<'a>,
     kernels: Kernels,
@@ -84,8 +87,8 @@ impl Channel {
     pub(crate) fn run(self, options: &Options) -> Result<ExitCode> {
         let check = |_, world| {
             ensure!(
-                world == 2,
-                "a channel has two ends, and {world} ranks were asked for; help: use --ranks 2"
+                world >= 2,
+                "a job of one rank has no peer to connect to; expected at least two; help: use --ranks 2"
             );
             Ok(())
         };
@@ -153,18 +156,19 @@ impl<'a> Rig<'a> {
         memory::check(comm.device().kind(), 2, bytes.into(), 2 * u128::from(bytes))?;
         let kernels = Kernels::load(comm)?;
         let bytes = usize::try_from(bytes).context("sizes fit the memory")?;
-        let peer = 1 - comm.rank();
         let mut requests = Vec::new();
-        for (tag, transport) in [Transport::Direct, Transport::Proxied]
-            .into_iter()
-            .enumerate()
-        {
-            let region = comm.alloc(bytes)?;
-            region.upload(&vec![0; bytes])?;
-            let request = ConnectionRequest::new(peer, tag as u64, &region);
-            requests.push(request.with_transport(transport));
+        if let Some(peer) = 1_usize.checked_sub(comm.rank()) {
+            for (tag, transport) in TRANSPORTS.into_iter().enumerate() {
+                let region = comm.alloc(bytes)?;
+                region.upload(&vec![0; bytes])?;
+                let request = ConnectionRequest::new(peer, tag as u64, &region);
+                requests.push(request.with_transport(transport));
+            }
         }
-        let connections = comm.connect(&requests)?.all().to_vec();
+        let connections = match &requests[..] {
+            [] => Vec::new(),
+            requests => comm.connect(requests)?.all().to_vec(),
+        };
         Ok(Self {
             clock: Clock::new(comm, Priority::Normal)?,
             kernels,
@@ -174,10 +178,10 @@ impl<'a> Rig<'a> {
         })
     }
 
-    fn connection(&self, transport: Transport) -> Result<&Connection> {
+    /// The connection of a rank that takes part.
+    fn connection(&self, transport: Transport) -> Option<&Connection> {
         let mut all = self.connections.iter();
         all.find(|connection| connection.transport() == transport)
-            .with_context(|| format!("there is no {transport} connection"))
     }
 
     /// Times launches of `name`, by rank 0 alone where `alone`.
@@ -190,15 +194,18 @@ impl<'a> Rig<'a> {
         alone: bool,
     ) -> Result<Times> {
         let (kernel, rank) = (self.kernels.get(name)?, self.clock.comm.rank());
-        let arguments = [
-            self.connection(transport)?.channel(),
-            Argument::U32(rank as u32),
-            Argument::U32(rounds),
-            Argument::U64(bytes),
-        ];
+        let arguments = self.connection(transport).map(|connection| {
+            [
+                connection.channel(),
+                Argument::U32(rank as u32),
+                Argument::U32(rounds),
+                Argument::U64(bytes),
+            ]
+        });
+        let arguments = arguments.filter(|_| rank == 0 || !alone);
         let work = |stream: &Stream| -> Result<()> {
-            if rank == 0 || !alone {
-                kernel.launch(stream, &launch, &arguments)?;
+            if let Some(arguments) = &arguments {
+                kernel.launch(stream, &launch, arguments)?;
             }
             Ok(())
         };
@@ -251,13 +258,18 @@ impl<'a> Rig<'a> {
 
     /// The rate of the copy engine.
     fn engine(&mut self, bytes: u64) -> Result<f64> {
-        let connection = self.connection(Transport::Proxied)?;
-        let source = connection.region(0).context("a connection has a region")?;
-        let part = DATA as usize..(DATA + bytes) as usize;
-        let (source, rank) = (source.slice(part)?, self.clock.comm.rank());
+        let connection = self.connection(Transport::Proxied);
+        let copied = match connection.filter(|_| self.clock.comm.rank() == 0) {
+            Some(connection) => {
+                let source = connection.region(0).context("a connection has a region")?;
+                let part = DATA as usize..(DATA + bytes) as usize;
+                Some((connection, source.slice(part)?))
+            }
+            None => None,
+        };
         let work = |stream: &Stream| -> Result<()> {
-            if rank == 0 {
-                connection.write(stream, DATA, &source)?;
+            if let Some((connection, source)) = &copied {
+                connection.write(stream, DATA, source)?;
             }
             Ok(())
         };
@@ -339,6 +351,6 @@ impl Report {
                 number(row.ratio).unwrap_or_default(),
             ]);
         }
-        format!("2 ranks on {}\n\n{table}", self.device)
+        format!("{}\n\n{table}", self.device)
     }
 }
