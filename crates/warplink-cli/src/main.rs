@@ -37,12 +37,15 @@ enum Command {
     Bench(commands::bench::Bench),
     Demo(commands::demo::Demo),
     Doctor(commands::doctor::Doctor),
+    Faults(commands::faults::Faults),
     Launch(commands::launch::Launch),
     Program(commands::program::Program),
     Topo(commands::topo::Topo),
     Tune(commands::tune::Tune),
     #[command(name = commands::doctor::TRIAL_COMMAND, hide = true)]
     DoctorTrial(commands::doctor::TrialArgs),
+    #[command(name = commands::faults::FAULT_RANK_COMMAND, hide = true)]
+    FaultRank(commands::faults::FaultRank),
     #[command(name = launch::RANK_COMMAND, hide = true)]
     Rank(launch::RankArgs),
     #[command(name = launch::GUARD_COMMAND, hide = true)]
@@ -61,6 +64,8 @@ fn main() -> ExitCode {
         Command::Demo(command) => command.run(&cli.options),
         Command::Doctor(command) => command.run(&cli.options),
         Command::DoctorTrial(args) => commands::doctor::run_trial(&args),
+        Command::Faults(command) => command.run(&cli.options),
+        Command::FaultRank(args) => args.run(),
         Command::Launch(command) => command.run(&cli.options),
         Command::Program(command) => command.run(&cli.options),
         Command::Topo(command) => command.run(&cli.options),

@@ -3,6 +3,7 @@
 pub(crate) mod bench;
 pub(crate) mod demo;
 pub(crate) mod doctor;
+pub(crate) mod faults;
 pub(crate) mod launch;
 pub(crate) mod program;
 mod ranks;

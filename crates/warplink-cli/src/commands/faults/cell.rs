@@ -1,0 +1,147 @@
+//! The rows and columns of the table, and what ranks say of themselves.
+
+use clap::ValueEnum;
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use warplink::{Error, ErrorKind};
+
+/// How the victim fails.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub(super) enum Fault {
+    /// SIGKILL.
+    Kill,
+    /// SIGSTOP, and SIGCONT when the others have given it up.
+    Stop,
+    /// It exits without closing its communicator.
+    Exit,
+    /// It panics.
+    Panic,
+    /// It returns an error, which drops its communicator.
+    Error,
+    /// It calls `abort`.
+    Abort,
+    /// Its connection to the store is cut.
+    Cut,
+    /// Files cannot grow.
+    DiskFull,
+    /// It has no descriptors left.
+    Descriptors,
+}
+
+/// What all ranks do when it fails.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub(super) enum Phase {
+    /// The others join.
+    Join,
+    /// They exchange transfers.
+    Exchange,
+    /// They have posted transfers.
+    Transfer,
+    /// They run graphs.
+    Graph,
+    /// They bind a program.
+    Bind,
+    /// They split the communicator.
+    Split,
+    /// They close it.
+    Close,
+}
+
+/// One fault in one phase.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub(super) struct Cell {
+    pub(super) fault: Fault,
+    pub(super) phase: Phase,
+}
+
+impl Fault {
+    /// Whether the victim may go on as if nothing had happened.
+    pub(super) fn is_of_resources(self) -> bool {
+        matches!(self, Self::DiskFull | Self::Descriptors)
+    }
+
+    /// Whether the victim lives on, and must learn that it was given up.
+    pub(super) fn leaves_victim(self) -> bool {
+        matches!(self, Self::Stop | Self::Abort | Self::Cut)
+    }
+}
+
+impl Cell {
+    /// Whether nothing of the phase needs what the fault takes away.
+    pub(super) fn is_unaffected(self) -> bool {
+        let enqueued = [Phase::Transfer, Phase::Graph, Phase::Split, Phase::Close];
+        self.fault.is_of_resources() && enqueued.contains(&self.phase)
+    }
+
+    /// Whether the others have a communicator to go on from.
+    pub(super) fn can_go_on(self) -> bool {
+        !self.fault.is_of_resources() && !matches!(self.phase, Phase::Join | Phase::Close)
+    }
+}
+
+impl fmt::Display for Cell {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} in {}", name(self.fault), name(self.phase))
+    }
+}
+
+/// The name of a fault or a phase, as in the arguments.
+pub(super) fn name(value: impl ValueEnum) -> String {
+    let name = value.to_possible_value();
+    name.map(|value| value.get_name().to_owned())
+        .unwrap_or_default()
+}
+
+/// A line that a rank prints.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) enum Said {
+    /// The victim is about to fail, at this time.
+    Fault(f64),
+    /// All that the rank has to tell.
+    Report(RankReport),
+}
+
+/// What a rank went through. Times are of the machine's monotonic clock, in seconds.
+#[derive(Debug, Default, Serialize, Deserialize)]
+pub(super) struct RankReport {
+    /// What it got, and when.
+    pub(super) error: Option<ReportedError>,
+    pub(super) error_at: Option<f64>,
+    /// When it had moved right data without the victim.
+    pub(super) went_on_at: Option<f64>,
+    /// Data that was not sent, and what else must not be.
+    pub(super) wrong: Vec<String>,
+    /// Threads, descriptors and mappings that are left.
+    pub(super) left: Vec<String>,
+}
+
+/// An error of the library.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct ReportedError {
+    pub(super) kind: String,
+    /// The rank of the job that it names.
+    pub(super) peer: Option<usize>,
+    pub(super) message: String,
+}
+
+impl ReportedError {
+    pub(super) fn of(error: &Error) -> Self {
+        Self {
+            kind: format!("{:?}", error.kind()),
+            peer: error.job_peer(),
+            message: error.to_string(),
+        }
+    }
+
+    pub(super) fn is(&self, kind: ErrorKind) -> bool {
+        self.kind == format!("{kind:?}")
+    }
+}
+
+/// The machine's monotonic clock, the same for all processes.
+pub(super) fn now() -> f64 {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+    time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
+}

@@ -1,0 +1,349 @@
+//! The ranks of one cell: started, watched and ended.
+
+use super::cell::{Cell, Fault, RankReport, Said, name};
+use super::rank::FAULT_RANK_COMMAND;
+use super::relay::Relay;
+use anyhow::{Context, Result};
+use rustix::process::{Pid, Signal, kill_process};
+use std::io::{BufRead, BufReader, Read};
+use std::net::{Ipv4Addr, SocketAddr, TcpListener};
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::thread;
+use std::time::{Duration, Instant};
+use warplink::DeviceKind;
+
+/// The longest that a cell takes.
+const LIMIT: Duration = Duration::from_secs(90);
+
+/// The timeout of its ranks, which no wait may come to.
+const RANK_TIMEOUT: &str = "40";
+
+/// How long a stopped rank stays so: longer than the others wait for it.
+const STOPPED: Duration = Duration::from_millis(6500);
+
+/// What all cells have in common.
+#[derive(Clone, Debug)]
+pub(super) struct JobSettings {
+    pub(super) ranks: usize,
+    pub(super) victim: usize,
+    pub(super) device: DeviceKind,
+    pub(super) gpus: Gpus,
+}
+
+/// The GPUs, as `CUDA_VISIBLE_DEVICES` names them, and how many neighbouring ranks share one.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Gpus {
+    each: usize,
+    names: Vec<String>,
+}
+
+impl Gpus {
+    pub(super) fn none() -> Self {
+        Self {
+            each: 1,
+            names: Vec::new(),
+        }
+    }
+
+    /// The `count` that this process sees.
+    pub(super) fn new(count: usize, each: Option<usize>) -> Self {
+        let names = match std::env::var("CUDA_VISIBLE_DEVICES") {
+            Ok(list) => list.split(',').map(|name| name.trim().to_owned()).collect(),
+            Err(_) => (0..count).map(|gpu| gpu.to_string()).collect(),
+        };
+        Self {
+            each: each.unwrap_or(1),
+            names,
+        }
+    }
+
+    pub(super) fn as_text(&self) -> String {
+        format!("{}:{}", self.each, self.names.join(","))
+    }
+
+    pub(super) fn from_text(text: &str) -> Option<Self> {
+        let (each, names) = text.split_once(':')?;
+        let names = names.split(',').filter(|name| !name.is_empty());
+        Some(Self {
+            each: each.parse().ok()?,
+            names: names.map(str::to_owned).collect(),
+        })
+    }
+
+    fn of(&self, rank: usize) -> Option<&String> {
+        self.names.get(rank / self.each)
+    }
+}
+
+/// How a cell went.
+#[derive(Debug, Default)]
+pub(super) struct JobOutcome {
+    /// When the victim failed.
+    pub(super) fault_at: Option<f64>,
+    /// By rank.
+    pub(super) ranks: Vec<RankOutcome>,
+    /// Why it could not be run, or what is left of it.
+    pub(super) problems: Vec<String>,
+}
+
+/// How one of its ranks went.
+#[derive(Debug, Default)]
+pub(super) struct RankOutcome {
+    pub(super) report: Option<RankReport>,
+    pub(super) code: Option<i32>,
+    /// Whether it was killed at the limit.
+    pub(super) hung: bool,
+    /// Its standard error.
+    pub(super) output: String,
+}
+
+/// Runs one cell.
+pub(super) fn run(cell: Cell, settings: &JobSettings) -> JobOutcome {
+    let mut outcome = JobOutcome {
+        ranks: (0..settings.ranks)
+            .map(|_| RankOutcome::default())
+            .collect(),
+        ..JobOutcome::default()
+    };
+    if let Err(error) = try_run(cell, settings, &mut outcome) {
+        outcome.problems.push(format!("{error:#}"));
+    }
+    outcome
+}
+
+/// A process that is killed when this is dropped.
+struct Running(Child);
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        // It fails for one that has ended.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+enum Event {
+    Said(usize, Said),
+    /// Its standard output ended.
+    Ended(usize),
+}
+
+fn try_run(cell: Cell, settings: &JobSettings, outcome: &mut JobOutcome) -> Result<()> {
+    let random = getrandom::u64().map_err(|error| anyhow::anyhow!("name a directory: {error}"))?;
+    let folder = std::env::temp_dir().join(format!("warplink-faults-{random:016x}"));
+    std::fs::create_dir(&folder).context("make a directory")?;
+    let watched = watch(cell, settings, outcome, &folder);
+    let left = std::fs::read_dir(&folder).into_iter().flatten().flatten();
+    for entry in left.filter(|entry| entry.file_name() != "cache") {
+        let name = entry.file_name();
+        outcome
+            .problems
+            .push(format!("the file {} is left", name.display()));
+    }
+    std::fs::remove_dir_all(&folder).context("remove a directory")?;
+    watched
+}
+
+fn watch(
+    cell: Cell,
+    settings: &JobSettings,
+    outcome: &mut JobOutcome,
+    folder: &std::path::Path,
+) -> Result<()> {
+    let store = free_address()?;
+    let mut relays = Vec::new();
+    let (sender, events) = mpsc::channel();
+    let mut ranks = Vec::new();
+    for rank in 0..settings.ranks {
+        // Rank 0 serves the store itself: it is cut off by cutting off the others.
+        let cut = if settings.victim == 0 {
+            rank != 0
+        } else {
+            rank == settings.victim
+        };
+        let mut address = store;
+        if cell.fault == Fault::Cut && cut {
+            let relay = Relay::start(store).context("start a relay")?;
+            address = relay.address();
+            relays.push(relay);
+        }
+        let mut command = command(cell, settings, rank, address);
+        command
+            .env("TMPDIR", folder)
+            .env("WARPLINK_CACHE_DIR", folder.join("cache"));
+        ranks.push(start(command, rank, &sender)?);
+    }
+    drop(sender);
+    let pids = ranks
+        .iter()
+        .map(|(child, _)| child.0.id())
+        .collect::<Vec<_>>();
+    let victim = pids
+        .get(settings.victim)
+        .and_then(|&id| Pid::from_raw(id.cast_signed()));
+    follow(cell, settings, &events, victim, &relays, outcome);
+    for ((mut child, output), rank) in ranks.into_iter().zip(&mut outcome.ranks) {
+        if rank.hung {
+            let _ = child.0.kill();
+        }
+        rank.code = child.0.wait().ok().and_then(|status| status.code());
+        rank.output = output.join().unwrap_or_default();
+    }
+    for entry in std::fs::read_dir("/dev/shm")
+        .into_iter()
+        .flatten()
+        .flatten()
+    {
+        let name = entry.file_name().to_string_lossy().into_owned();
+        let numbers = || name.split(|c: char| !c.is_ascii_digit());
+        if pids
+            .iter()
+            .any(|pid| numbers().any(|number| number == pid.to_string()))
+        {
+            outcome
+                .problems
+                .push(format!("the shared memory {name} is left"));
+        }
+    }
+    Ok(())
+}
+
+/// Takes in what ranks say until all have ended; continues a stopped victim, and cuts its connection.
+fn follow(
+    cell: Cell,
+    settings: &JobSettings,
+    events: &Receiver<Event>,
+    victim: Option<Pid>,
+    relays: &[Relay],
+    outcome: &mut JobOutcome,
+) {
+    let until = Instant::now() + LIMIT;
+    let mut running = settings.ranks;
+    let mut resume: Option<Instant> = None;
+    let mut ended = vec![false; settings.ranks];
+    while running > 0 {
+        let next = resume.map_or(until, |at| at.min(until));
+        match events.recv_timeout(next.saturating_duration_since(Instant::now())) {
+            Ok(Event::Said(_, Said::Fault(at))) => {
+                outcome.fault_at = Some(at);
+                match cell.fault {
+                    Fault::Stop => resume = Some(Instant::now() + STOPPED),
+                    Fault::Cut => relays.iter().for_each(Relay::cut),
+                    _ => {}
+                }
+            }
+            Ok(Event::Said(rank, Said::Report(report))) => {
+                if let Some(rank) = outcome.ranks.get_mut(rank) {
+                    rank.report = Some(report);
+                }
+            }
+            Ok(Event::Ended(rank)) => {
+                running -= 1;
+                if let Some(ended) = ended.get_mut(rank) {
+                    *ended = true;
+                }
+            }
+            Err(_) if resume.is_some_and(|at| Instant::now() >= at) => {
+                resume = None;
+                if let Some(victim) = victim {
+                    let _ = kill_process(victim, Signal::CONT);
+                }
+            }
+            Err(_) => break,
+        }
+    }
+    for (rank, ended) in outcome.ranks.iter_mut().zip(ended) {
+        rank.hung = !ended;
+    }
+}
+
+/// The command of one rank, which reaches the store at `address`.
+fn command(cell: Cell, settings: &JobSettings, rank: usize, address: SocketAddr) -> Command {
+    let mut command = Command::new("/proc/self/exe");
+    command
+        .arg(FAULT_RANK_COMMAND)
+        .args(["--fault", &name(cell.fault), "--phase", &name(cell.phase)])
+        .args(["--victim", &settings.victim.to_string()])
+        .env_remove("WARPLINK_ID")
+        .env("WARPLINK_ADDRESS", address.to_string())
+        .env(
+            "WARPLINK_SECRET",
+            format!("faults of {}", std::process::id()),
+        )
+        .env("WARPLINK_RANK", rank.to_string())
+        .env("WARPLINK_WORLD", settings.ranks.to_string())
+        .env("WARPLINK_LOCAL_RANK", rank.to_string())
+        .env("WARPLINK_DEVICE", settings.device.to_string())
+        .env("WARPLINK_TIMEOUT", RANK_TIMEOUT)
+        .env("WARPLINK_LOG", "error")
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    if let Some(gpu) = settings.gpus.of(rank) {
+        command.env("CUDA_VISIBLE_DEVICES", gpu);
+    }
+    command
+}
+
+type Output = thread::JoinHandle<String>;
+
+fn start(mut command: Command, rank: usize, events: &Sender<Event>) -> Result<(Running, Output)> {
+    let mut child = command
+        .spawn()
+        .with_context(|| format!("start rank {rank}"))?;
+    let (out, err) = (child.stdout.take(), child.stderr.take());
+    let child = Running(child);
+    let events = events.clone();
+    thread::Builder::new()
+        .name("rank-output".into())
+        .spawn(move || {
+            for line in out
+                .into_iter()
+                .flat_map(|out| BufReader::new(out).lines())
+                .map_while(Result::ok)
+            {
+                if let Ok(said) = serde_json::from_str(&line) {
+                    // The receiver is gone only at the limit.
+                    let _ = events.send(Event::Said(rank, said));
+                }
+            }
+            let _ = events.send(Event::Ended(rank));
+        })?;
+    let errors = thread::Builder::new()
+        .name("rank-errors".into())
+        .spawn(move || {
+            let mut text = Vec::new();
+            if let Some(mut err) = err {
+                let _ = err.read_to_end(&mut text);
+            }
+            String::from_utf8_lossy(&text).into_owned()
+        })?;
+    Ok((child, errors))
+}
+
+/// Where a store can listen.
+fn free_address() -> Result<SocketAddr> {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).context("find a free port")?;
+    Ok(listener.local_addr()?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn gpus_survive_as_text_and_are_shared_by_neighbours() {
+        let gpus = Gpus {
+            each: 4,
+            names: vec!["0".into(), "GPU-b".into()],
+        };
+        assert_eq!(Gpus::from_text(&gpus.as_text()), Some(gpus.clone()));
+        let of: Vec<_> = [0, 3, 4, 8]
+            .map(|rank| gpus.of(rank).map(String::as_str))
+            .into();
+        assert_eq!(of, [Some("0"), Some("0"), Some("GPU-b"), None]);
+        assert_eq!(Gpus::from_text(&Gpus::none().as_text()), Some(Gpus::none()));
+        assert_eq!(Gpus::from_text("x"), None);
+    }
+}

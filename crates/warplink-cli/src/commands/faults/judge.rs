@@ -1,0 +1,219 @@
+//! Whether a cell went as it must.
+
+use super::cell::{Cell, Fault, RankReport, ReportedError};
+use super::job::{JobOutcome, JobSettings, RankOutcome};
+use serde::Serialize;
+use warplink::ErrorKind;
+
+/// The longest that a rank waits for one that is gone, in seconds.
+const LONGEST: f64 = 5.0;
+
+/// The longest that the survivors take from there to right data, in seconds.
+const GOING_ON: f64 = 5.0;
+
+/// How a cell went, and what was wrong with it.
+#[derive(Debug, Serialize)]
+pub(super) struct Judged {
+    #[serde(flatten)]
+    pub(super) cell: Cell,
+    /// In a word or two.
+    pub(super) summary: String,
+    /// The longest time from the fault to a survivor's error.
+    pub(super) seconds: Option<f64>,
+    pub(super) survivors: Vec<Survivor>,
+    pub(super) problems: Vec<String>,
+}
+
+/// What one rank got.
+#[derive(Debug, Serialize)]
+pub(super) struct Survivor {
+    rank: usize,
+    /// The kind of its error; none where it was not affected.
+    error: Option<String>,
+    /// The rank that the error names.
+    names: Option<usize>,
+    /// From the fault to the error.
+    seconds: Option<f64>,
+    /// From the fault to right data without the victim.
+    went_on: Option<f64>,
+    message: Option<String>,
+}
+
+/// Judges how `cell` went.
+pub(super) fn judge(cell: Cell, settings: &JobSettings, outcome: JobOutcome) -> Judged {
+    let mut problems = outcome.problems.clone();
+    let Some(fault_at) = outcome.fault_at else {
+        problems.push("the victim did not come to its fault".to_owned());
+        problems.extend(outcome.ranks.iter().enumerate().map(tell));
+        return Judged {
+            cell,
+            summary: "not run".to_owned(),
+            seconds: None,
+            survivors: Vec::new(),
+            problems,
+        };
+    };
+    let failed: Vec<usize> = (0..outcome.ranks.len())
+        .filter(|&rank| report_of(&outcome, rank).is_none_or(|report| report.error.is_some()))
+        .collect();
+    let mut survivors = Vec::new();
+    for (rank, result) in outcome.ranks.iter().enumerate() {
+        let of_rank = |problem: String| format!("rank {rank} {problem}");
+        if result.hung {
+            problems.push(of_rank("did not end".to_owned()));
+        }
+        if let Some(report) = &result.report {
+            let wrong = report.wrong.iter().map(|wrong| format!("has {wrong}"));
+            let left = report
+                .left
+                .iter()
+                .map(|left| format!("is left with {left}"));
+            problems.extend(wrong.chain(left).map(of_rank));
+        }
+        if rank == settings.victim {
+            problems.extend(check_victim(cell, result).map(of_rank));
+            continue;
+        }
+        let Some(report) = &result.report else {
+            if !result.hung {
+                problems.push(tell((rank, result)));
+            }
+            continue;
+        };
+        let survivor = Survivor::new(rank, report, fault_at);
+        let check = Check {
+            cell,
+            settings,
+            failed: &failed,
+        };
+        problems.extend(check.survivor(&survivor, report).map(of_rank));
+        survivors.push(survivor);
+    }
+    let times = survivors.iter().filter_map(|survivor| survivor.seconds);
+    Judged {
+        cell,
+        summary: summarize(&survivors),
+        seconds: times.reduce(f64::max),
+        survivors,
+        problems,
+    }
+}
+
+impl Survivor {
+    fn new(rank: usize, report: &RankReport, fault_at: f64) -> Self {
+        let error = report.error.as_ref();
+        Self {
+            rank,
+            error: error.map(|error| error.kind.clone()),
+            names: error.and_then(|error| error.peer),
+            seconds: report.error_at.map(|at| at - fault_at),
+            went_on: report.went_on_at.map(|at| at - fault_at),
+            message: error.map(|error| error.message.clone()),
+        }
+    }
+}
+
+struct Check<'a> {
+    cell: Cell,
+    settings: &'a JobSettings,
+    failed: &'a [usize],
+}
+
+impl Check<'_> {
+    fn survivor(&self, survivor: &Survivor, report: &RankReport) -> impl Iterator<Item = String> {
+        let mut problems = Vec::new();
+        match &report.error {
+            Some(error) => self.error(error, survivor, &mut problems),
+            None if self.cell.fault.is_of_resources() && self.failed.is_empty() => {}
+            None => problems.push("got no error".to_owned()),
+        }
+        problems.into_iter()
+    }
+
+    fn error(&self, error: &ReportedError, survivor: &Survivor, problems: &mut Vec<String>) {
+        let Cell { fault, .. } = self.cell;
+        if self.cell.is_unaffected() {
+            problems.push(format!("was affected: {}", error.message));
+            return;
+        }
+        let victim = self.settings.victim;
+        let seconds = survivor.seconds.unwrap_or(f64::INFINITY);
+        if seconds > LONGEST {
+            problems.push(format!(
+                "got its error after {seconds:.2} s: {}",
+                error.message
+            ));
+        }
+        // Where the victim goes on, what it cannot do may look like a failure of its neighbour.
+        let named = match error.peer {
+            Some(peer) if fault.is_of_resources() => peer == victim || self.failed.contains(&peer),
+            peer => peer == Some(victim),
+        };
+        if !named {
+            problems.push(format!(
+                "got an error that names another rank: {}",
+                error.message
+            ));
+        }
+        if !fault.is_of_resources() && !error.is(ErrorKind::PeerLost) {
+            problems.push(format!(
+                "got another error than of a loss: {}",
+                error.message
+            ));
+        }
+        if self.cell.can_go_on() {
+            match survivor.went_on {
+                Some(at) if at - seconds <= GOING_ON => {}
+                Some(at) => problems.push(format!("went on only after {at:.2} s")),
+                None => problems.push("did not go on".to_owned()),
+            }
+        }
+    }
+}
+
+fn check_victim(cell: Cell, result: &RankOutcome) -> Option<String> {
+    let error = result
+        .report
+        .as_ref()
+        .and_then(|report| report.error.as_ref());
+    match cell.fault {
+        Fault::Kill if result.code.is_some() => Some("outlived SIGKILL".to_owned()),
+        Fault::Exit if result.code != Some(0) => Some(format!("exited with {:?}", result.code)),
+        Fault::Panic if result.code != Some(101) => Some(format!("exited with {:?}", result.code)),
+        fault if fault.leaves_victim() && error.is_none() && !result.hung => Some(format!(
+            "did not learn that it was given up: {}",
+            result.output
+        )),
+        _ if cell.is_unaffected() => error.map(|error| format!("was affected: {}", error.message)),
+        _ => None,
+    }
+}
+
+fn report_of(outcome: &JobOutcome, rank: usize) -> Option<&RankReport> {
+    outcome.ranks.get(rank)?.report.as_ref()
+}
+
+/// What a rank says that told nothing.
+fn tell((rank, result): (usize, &RankOutcome)) -> String {
+    let error = result
+        .report
+        .as_ref()
+        .and_then(|report| report.error.as_ref());
+    let text = error.map_or(result.output.trim(), |error| error.message.trim());
+    format!("rank {rank} ended with {:?}: {text}", result.code)
+}
+
+fn summarize(survivors: &[Survivor]) -> String {
+    let mut kinds: Vec<&str> = survivors
+        .iter()
+        .map(|survivor| match survivor.error.as_deref() {
+            None => "unaffected",
+            Some("PeerLost") => "lost",
+            Some("PeerFailed") => "failed",
+            Some(other) => other,
+        })
+        .collect();
+    kinds.sort_unstable();
+    kinds.dedup();
+    kinds.join(", ")
+}

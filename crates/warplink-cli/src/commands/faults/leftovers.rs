@@ -1,0 +1,93 @@
+//! What a process holds: its threads, descriptors and mappings of shared memory.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// How long what was let go of may take to be gone.
+const PATIENCE: Duration = Duration::from_secs(3);
+
+/// How many there are of each thing, by its name.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Held(BTreeMap<String, usize>);
+
+impl Held {
+    pub(super) fn now() -> Self {
+        let mut held = BTreeMap::new();
+        let mut add = |what: String| *held.entry(what).or_default() += 1;
+        for task in fs::read_dir("/proc/self/task")
+            .into_iter()
+            .flatten()
+            .flatten()
+        {
+            let name = fs::read_to_string(task.path().join("comm")).unwrap_or_default();
+            add(format!("thread {}", name.trim()));
+        }
+        for entry in fs::read_dir("/proc/self/fd")
+            .into_iter()
+            .flatten()
+            .flatten()
+        {
+            // One that is gone by now is the listing's own.
+            if let Ok(target) = fs::read_link(entry.path()) {
+                let target = target.to_string_lossy().into_owned();
+                // The numbers of sockets and pipes differ.
+                let kind = target.split(":[").next().unwrap_or_default();
+                add(format!("descriptor of {kind}"));
+            }
+        }
+        let maps = fs::read_to_string("/proc/self/maps").unwrap_or_default();
+        for line in maps.lines().filter(|line| line.contains("/memfd:")) {
+            let name = line.split_whitespace().last().unwrap_or_default();
+            add(format!("mapping of {name}"));
+        }
+        Self(held)
+    }
+
+    /// What there is more of than there was in `self`, once that has had time to go.
+    pub(super) fn wait_for_rest(&self) -> Vec<String> {
+        let until = Instant::now() + PATIENCE;
+        loop {
+            let more = self.less_than(&Self::now());
+            if more.is_empty() || Instant::now() > until {
+                return more;
+            }
+            thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    fn less_than(&self, now: &Self) -> Vec<String> {
+        let more = now.0.iter().filter_map(|(what, &count)| {
+            let before = self.0.get(what).copied().unwrap_or(0);
+            (count > before).then(|| format!("{} × {what}", count - before))
+        });
+        more.collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_descriptor_and_a_thread_that_stay_are_found() {
+        let before = Held::now();
+        let file = fs::File::open("/dev/zero");
+        let (end, ended) = std::sync::mpsc::channel::<()>();
+        let thread = thread::Builder::new()
+            .name("stays".into())
+            .spawn(move || ended.recv());
+        let until = Instant::now() + PATIENCE;
+        let mut more = Vec::new();
+        while more.len() < 2 && Instant::now() < until {
+            more = before.less_than(&Held::now());
+        }
+        let more = more.join(", ");
+        assert!(
+            more.contains("descriptor of /dev/zero") && more.contains("thread stays"),
+            "{more}"
+        );
+        drop((file, end, thread));
+    }
+}

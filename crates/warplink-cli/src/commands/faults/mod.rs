@@ -1,0 +1,234 @@
+//! `warplink faults`: what survivors see when a rank fails, as a table.
+//!
+//! Every cell is a job of its own: its ranks are processes, one of them (the victim) fails in one way
+//! while all are in one phase, and the others tell what they got, after how long, whether their data was
+//! right, and what was left of it all.
+
+mod cell;
+mod inflict;
+mod job;
+mod judge;
+mod leftovers;
+mod phases;
+mod rank;
+mod relay;
+mod table;
+
+pub(crate) use rank::{FAULT_RANK_COMMAND, FaultRank};
+
+use crate::launch::{self, LaunchPlan, Output, Variable};
+use crate::options::Options;
+use crate::report;
+use anyhow::{Context, Result, ensure};
+use cell::{Cell, Fault, Phase};
+use clap::{Args, ValueEnum};
+use job::{Gpus, JobSettings};
+use judge::{Judged, judge};
+use serde::Serialize;
+use std::process::ExitCode;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+use warplink::{DeviceKind, device};
+
+/// Set in the process that starts the ranks, with the GPUs that they share.
+const INNER: &str = "WARPLINK_FAULTS";
+
+/// Cells that run at the same time on the host device.
+const JOBS: usize = 3;
+
+/// Let a rank fail in every way, in every phase, and print what the others get
+///
+/// A cell of the table is a job of its own. Its ranks are in one phase (joining, exchanging, posted
+/// transfers, a running graph, binding a program, splitting, closing) when one of them, the victim, fails
+/// in one way. The others must get an error that names it within 5 seconds, have right data only, and go
+/// on without it; nothing may be left behind. What cannot touch a phase must leave it unaffected.
+///
+/// The exit code is 1 where a cell is wrong.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:\n  \
+    warplink faults -n 4 --device host\n  \
+    warplink faults -n 8 --ranks-per-gpu 4\n  \
+    warplink faults -n 2 --fault kill,stop --phase exchange,graph")]
+pub(crate) struct Faults {
+    /// How the victim fails [default: every way]
+    #[arg(long, value_name = "FAULT", value_delimiter = ',')]
+    fault: Vec<Fault>,
+
+    /// When it fails [default: in every phase]
+    #[arg(long, value_name = "PHASE", value_delimiter = ',')]
+    phase: Vec<Phase>,
+
+    /// The rank that fails [default: the last]
+    #[arg(long, value_name = "RANK")]
+    victim: Option<usize>,
+
+    /// Cells that run at the same time [default: 3 on the host device, 1 on GPUs]
+    #[arg(long, value_name = "N")]
+    jobs: Option<usize>,
+}
+
+impl Faults {
+    pub(crate) fn run(self, options: &Options) -> Result<ExitCode> {
+        let inner = std::env::var(INNER).ok();
+        let inner = inner.map(|text| Inner::from_text(&text)).transpose()?;
+        let ranks = match &inner {
+            Some(inner) => inner.ranks,
+            None => options.ranks()?,
+        };
+        ensure!(
+            ranks >= 2,
+            "{ranks} rank has nobody to lose; expected at least 2 ranks"
+        );
+        let victim = self.victim.unwrap_or(ranks - 1);
+        ensure!(
+            victim < ranks,
+            "unknown rank {victim}; expected less than {ranks}"
+        );
+        match inner {
+            Some(inner) => self.run_cells(options, victim, inner),
+            None => start(options, ranks),
+        }
+    }
+
+    fn run_cells(&self, options: &Options, victim: usize, inner: Inner) -> Result<ExitCode> {
+        let Inner { ranks, gpus } = inner;
+        let device = options.device();
+        let jobs = self.jobs.unwrap_or(match device {
+            DeviceKind::Host => JOBS,
+            DeviceKind::Cuda => 1,
+        });
+        let faults = chosen(&self.fault);
+        let phases = chosen(&self.phase);
+        // The slowest first, so that none is left alone at the end.
+        let mut cells: Vec<Cell> = faults
+            .iter()
+            .flat_map(|&fault| phases.iter().map(move |&phase| Cell { fault, phase }))
+            .collect();
+        cells.sort_by_key(|cell| cell.fault != Fault::Stop);
+        let settings = JobSettings {
+            ranks,
+            victim,
+            device,
+            gpus,
+        };
+        let started = Instant::now();
+        let next = AtomicUsize::new(0);
+        let results = Mutex::new(Vec::new());
+        thread::scope(|scope| {
+            for _ in 0..jobs.clamp(1, cells.len()) {
+                scope.spawn(|| {
+                    while let Some(&cell) = cells.get(next.fetch_add(1, Ordering::Relaxed)) {
+                        let judged = judge(cell, &settings, job::run(cell, &settings));
+                        if let Ok(mut results) = results.lock() {
+                            results.push(judged);
+                            tell(results.len(), cells.len(), results.last());
+                        }
+                    }
+                });
+            }
+        });
+        let mut results = results.into_inner().unwrap_or_default();
+        results.sort_by_key(|judged| (judged.cell.fault as u8, judged.cell.phase as u8));
+        let wrong = results.iter().filter(|judged| !judged.problems.is_empty());
+        let report = Report {
+            device,
+            ranks,
+            victim,
+            seconds: started.elapsed().as_secs_f64(),
+            wrong: wrong.count() + cells.len().saturating_sub(results.len()),
+            cells: results,
+        };
+        if options.json {
+            report::print_json(&report)?;
+        } else {
+            report::print_text(&table::text(&report, &faults, &phases))?;
+        }
+        Ok(ExitCode::from(u8::from(report.wrong > 0)))
+    }
+}
+
+/// What the process that starts the ranks is told.
+#[derive(Debug)]
+struct Inner {
+    ranks: usize,
+    gpus: Gpus,
+}
+
+impl Inner {
+    fn as_text(&self) -> String {
+        format!("{} {}", self.ranks, self.gpus.as_text())
+    }
+
+    fn from_text(text: &str) -> Result<Self> {
+        let parts = text.split_once(' ').and_then(|(ranks, gpus)| {
+            Some(Self {
+                ranks: ranks.parse().ok()?,
+                gpus: Gpus::from_text(gpus)?,
+            })
+        });
+        parts.with_context(|| format!("{INNER} is set by this command; expected it not to be set"))
+    }
+}
+
+/// What `--json` prints, and the table is made of.
+#[derive(Debug, Serialize)]
+struct Report {
+    #[serde(serialize_with = "as_text")]
+    device: DeviceKind,
+    ranks: usize,
+    victim: usize,
+    seconds: f64,
+    wrong: usize,
+    cells: Vec<Judged>,
+}
+
+fn as_text<S: serde::Serializer>(device: &DeviceKind, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_str(device)
+}
+
+/// Starts this command again as the one rank of a launch, which ends all that it leaves and, where ranks
+/// share GPUs, has the service that they need.
+fn start(options: &Options, ranks: usize) -> Result<ExitCode> {
+    let gpus = match options.device() {
+        DeviceKind::Host => Gpus::none(),
+        DeviceKind::Cuda => Gpus::new(
+            device::count(DeviceKind::Cuda).context("count the GPUs")?,
+            options.ranks_per_gpu()?,
+        ),
+    };
+    let inner = Inner { ranks, gpus };
+    let env = vec![
+        Variable::new(INNER, inner.as_text()),
+        Variable::new("WARPLINK_DEVICE", options.device().to_string()),
+        Variable::new("NCCL_NVLS_ENABLE", "0"),
+    ];
+    let plan = LaunchPlan {
+        ranks: 1,
+        program: "/proc/self/exe".into(),
+        args: std::env::args_os().skip(1).collect(),
+        env,
+        output: Output::Rank0Only,
+        grace: Duration::from_secs(5),
+        ranks_per_gpu: options.ranks_per_gpu()?,
+    };
+    Ok(launch::run(&plan)?.exit_code())
+}
+
+/// What was chosen, or all there is.
+fn chosen<T: ValueEnum + Clone>(some: &[T]) -> Vec<T> {
+    match some {
+        [] => T::value_variants().to_vec(),
+        some => some.to_vec(),
+    }
+}
+
+fn tell(done: usize, of: usize, judged: Option<&Judged>) {
+    if let Some(judged) = judged {
+        tracing::info!(done, of, cell = %judged.cell, outcome = judged.summary, "a cell is done");
+        for problem in &judged.problems {
+            report::print_message(&format!("{}: {problem}", judged.cell));
+        }
+    }
+}

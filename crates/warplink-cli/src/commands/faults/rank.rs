@@ -1,0 +1,128 @@
+//! One rank of one cell, as a process.
+
+use super::cell::{Cell, Fault, Phase, RankReport, ReportedError, Said, now};
+use super::inflict::{Inflicted, inflict, say};
+use super::leftovers::Held;
+use super::phases::{Player, go_on, is_loss};
+use anyhow::Result;
+use clap::Args;
+use std::process::ExitCode;
+use warplink::bootstrap::Bootstrap;
+use warplink::{Communicator, Config, Deadline, DeviceKind};
+
+/// The hidden subcommand that is a rank of a cell.
+pub(crate) const FAULT_RANK_COMMAND: &str = "__fault-rank";
+
+/// The arguments of that subcommand.
+#[derive(Debug, Args)]
+pub(crate) struct FaultRank {
+    #[arg(long)]
+    fault: Fault,
+    #[arg(long)]
+    phase: Phase,
+    #[arg(long)]
+    victim: usize,
+}
+
+impl FaultRank {
+    pub(crate) fn run(&self) -> Result<ExitCode> {
+        let config = Config::from_env()?;
+        let before = Held::now();
+        let rank = Rank {
+            cell: Cell {
+                fault: self.fault,
+                phase: self.phase,
+            },
+            is_victim: config.join.rank == self.victim,
+            config,
+        };
+        let (mut report, inflicted) = rank.play();
+        drop(inflicted);
+        // A GPU's driver keeps threads and descriptors of its own for as long as the process lives.
+        if rank.config.device.kind == DeviceKind::Host {
+            report.left = before.wait_for_rest();
+        }
+        let code = u8::from(report.error.is_some());
+        say(&Said::Report(report));
+        Ok(ExitCode::from(code))
+    }
+}
+
+struct Rank {
+    cell: Cell,
+    is_victim: bool,
+    config: Config,
+}
+
+impl Rank {
+    /// What it went through, and what a victim still holds.
+    fn play(&self) -> (RankReport, Inflicted) {
+        let mut report = RankReport::default();
+        let mut inflicted = Inflicted::default();
+        if let Err(error) = self.try_play(&mut report, &mut inflicted) {
+            report.error_at.get_or_insert_with(now);
+            report
+                .error
+                .get_or_insert_with(|| ReportedError::of(&error));
+        }
+        (report, inflicted)
+    }
+
+    fn try_play(&self, report: &mut RankReport, inflicted: &mut Inflicted) -> warplink::Result<()> {
+        let Cell { fault, phase } = self.cell;
+        let in_join = phase == Phase::Join;
+        if self.is_victim && in_join {
+            if !fault.is_of_resources() {
+                return self.fail_in_join();
+            }
+            *inflicted = inflict(fault, |_| {})?;
+        }
+        let comm = Communicator::join(&self.config)?;
+        let mut fail = |comm: &Communicator| {
+            if self.is_victim && !in_join {
+                *inflicted = inflict(fault, |reason| comm.abort(reason))?;
+            }
+            Ok(())
+        };
+        if !in_join {
+            comm.barrier()?;
+        }
+        let played = Player {
+            comm: comm.clone(),
+            fail: &mut fail,
+            wrong: &mut report.wrong,
+        }
+        .play(phase);
+        match played {
+            Ok(()) if phase == Phase::Close => Ok(()),
+            Ok(()) => comm.close(),
+            Err(error) if self.is_victim || !self.cell.can_go_on() || !is_loss(&error) => {
+                Err(error)
+            }
+            Err(error) => {
+                report.error_at = Some(now());
+                report.error = Some(ReportedError::of(&error));
+                let left = comm.survivors()?;
+                drop(comm);
+                go_on(&left, &mut report.wrong)?;
+                report.went_on_at = Some(now());
+                left.close()
+            }
+        }
+        .inspect_err(|error| {
+            // What fails after the first error is an error in its own right.
+            if report.error.is_some() {
+                report
+                    .wrong
+                    .push(format!("the survivors could not go on: {error}"));
+            }
+        })
+    }
+
+    /// Fails when the store knows this rank, and the others wait for the rest of it.
+    fn fail_in_join(&self) -> warplink::Result<()> {
+        let bootstrap = Bootstrap::join(&self.config.join)?;
+        inflict(self.cell.fault, |reason| bootstrap.abort(reason))?;
+        bootstrap.barrier(Deadline::after(self.config.timeout))
+    }
+}

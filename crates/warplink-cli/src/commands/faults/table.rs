@@ -1,0 +1,47 @@
+//! The table, for people.
+
+use super::Report;
+use super::cell::{Cell, Fault, Phase, name};
+use crate::report::table::{Align, Table};
+
+/// The table of `faults` by `phases`, and under it what was wrong.
+pub(super) fn text(report: &Report, faults: &[Fault], phases: &[Phase]) -> String {
+    let columns: Vec<String> = phases.iter().map(|&phase| name(phase)).collect();
+    let heading = [("fault", Align::Left)].into_iter();
+    let mut table = Table::new(heading.chain(columns.iter().map(|name| (&**name, Align::Left))));
+    for &fault in faults {
+        let cells = phases
+            .iter()
+            .map(|&phase| cell(report, Cell { fault, phase }));
+        table.row([name(fault)].into_iter().chain(cells));
+    }
+    let mut text = format!(
+        "what the other ranks get when rank {} of {} fails ({}, in {:.0} s), and after how long\n\n{table}",
+        report.victim, report.ranks, report.device, report.seconds
+    );
+    for judged in &report.cells {
+        for problem in &judged.problems {
+            text.push_str(&format!("\n{}: {problem}", judged.cell));
+        }
+    }
+    text.push_str(&match report.wrong {
+        0 => "\nevery cell is right\n".to_owned(),
+        wrong => format!("\n\n{wrong} of {} cells are wrong\n", report.cells.len()),
+    });
+    text
+}
+
+fn cell(report: &Report, cell: Cell) -> String {
+    let Some(judged) = report.cells.iter().find(|judged| judged.cell == cell) else {
+        return "NOT RUN".to_owned();
+    };
+    let wrong = if judged.problems.is_empty() {
+        ""
+    } else {
+        "WRONG: "
+    };
+    match judged.seconds {
+        Some(seconds) => format!("{wrong}{} {seconds:.2} s", judged.summary),
+        None => format!("{wrong}{}", judged.summary),
+    }
+}
