@@ -45,6 +45,11 @@ fuzz target seconds='60':
 random-programs count='20000' *args:
     cargo run --release -p warplink --example random_programs -- --count {{ count }} {{ args }}
 
+# What survivors get when a rank fails in every way, in every phase; on GPUs, `just faults --ranks-per-gpu 4`
+faults *args:
+    cargo build --release -p warplink-cli
+    for ranks in 2 4 8; do target/release/warplink faults -n "$ranks" {{ args }}; done
+
 # The protocols under loom, which tries all interleavings
 loom *args:
     RUSTFLAGS='--cfg loom' CARGO_TARGET_DIR=target/loom cargo test -p warplink --release --lib loom {{ args }}

@@ -24,7 +24,14 @@ const CUT: Duration = Duration::from_millis(300);
 #[derive(Debug, Default)]
 pub(super) struct Inflicted {
     /// All descriptors that there were.
-    _files: Vec<File>,
+    files: Vec<File>,
+}
+
+impl Inflicted {
+    /// Leaves `count` descriptors.
+    pub(super) fn spare(&mut self, count: usize) {
+        self.files.truncate(self.files.len().saturating_sub(count));
+    }
 }
 
 /// Fails in the way `fault`. Returns where this process lives on: with an error where the victim is to
@@ -45,7 +52,7 @@ pub(super) fn inflict(fault: Fault, abort: impl FnOnce(&str)) -> Result<Inflicte
         // The process that started this one cuts it.
         Fault::Cut => thread::sleep(CUT),
         Fault::DiskFull => fill_disk()?,
-        Fault::Descriptors => inflicted._files = use_up_descriptors()?,
+        Fault::Descriptors => inflicted.files = use_up_descriptors()?,
     }
     Ok(inflicted)
 }

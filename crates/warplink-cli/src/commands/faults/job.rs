@@ -229,7 +229,7 @@ fn follow(
                 outcome.fault_at = Some(at);
                 match cell.fault {
                     Fault::Stop => resume = Some(Instant::now() + STOPPED),
-                    Fault::Cut => relays.iter().for_each(Relay::cut),
+                    Fault::Cut => Relay::cut_all(relays),
                     _ => {}
                 }
             }

@@ -144,6 +144,10 @@ impl Check<'_> {
                 error.message
             ));
         }
+        // Rank 0 serves the store, so that cutting it off cuts off everybody: each has lost the others.
+        if fault == Fault::Cut && self.settings.victim == 0 {
+            return;
+        }
         // Where the victim goes on, what it cannot do may look like a failure of its neighbour.
         let named = match error.peer {
             Some(peer) if fault.is_of_resources() => peer == victim || self.failed.contains(&peer),
@@ -216,4 +220,117 @@ fn summarize(survivors: &[Survivor]) -> String {
     kinds.sort_unstable();
     kinds.dedup();
     kinds.join(", ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::cell::Phase;
+    use super::super::job::Gpus;
+    use super::*;
+    use warplink::DeviceKind;
+
+    fn problems(fault: Fault, phase: Phase, change: impl FnOnce(&mut JobOutcome)) -> String {
+        let settings = JobSettings {
+            ranks: 2,
+            victim: 1,
+            device: DeviceKind::Host,
+            gpus: Gpus::none(),
+        };
+        let lost = RankReport {
+            error: Some(ReportedError {
+                kind: "PeerLost".into(),
+                peer: Some(1),
+                message: "rank 1 was lost".into(),
+            }),
+            error_at: Some(10.5),
+            went_on_at: Some(11.0),
+            ..RankReport::default()
+        };
+        let survivor = RankOutcome {
+            report: Some(lost),
+            code: Some(0),
+            ..RankOutcome::default()
+        };
+        let mut outcome = JobOutcome {
+            fault_at: Some(10.0),
+            ranks: vec![survivor, RankOutcome::default()],
+            problems: Vec::new(),
+        };
+        change(&mut outcome);
+        let cell = Cell { fault, phase };
+        judge(cell, &settings, outcome).problems.join("; ")
+    }
+
+    fn report(outcome: &mut JobOutcome, change: impl FnOnce(&mut RankReport)) {
+        change(outcome.ranks[0].report.as_mut().unwrap());
+    }
+
+    #[test]
+    fn what_must_not_be_is_a_problem() {
+        type Change = fn(&mut JobOutcome);
+        assert_eq!(problems(Fault::Kill, Phase::Exchange, |_| {}), "");
+        let cases: [(Change, &str); 10] = [
+            (|all| report(all, |one| one.error = None), "got no error"),
+            (
+                |all| report(all, |one| one.error_at = Some(15.1)),
+                "after 5.10 s",
+            ),
+            (
+                |all| report(all, |one| one.went_on_at = None),
+                "did not go on",
+            ),
+            (
+                |all| report(all, |one| one.went_on_at = Some(16.0)),
+                "only after",
+            ),
+            (
+                |all| report(all, |one| one.wrong.push("wrong data".into())),
+                "has wrong data",
+            ),
+            (
+                |all| report(all, |one| one.left.push("1 × thread".into())),
+                "left with 1 × thread",
+            ),
+            (
+                |all| report(all, |one| one.error.as_mut().unwrap().peer = Some(0)),
+                "names another rank",
+            ),
+            (
+                |all| {
+                    report(all, |one| {
+                        one.error.as_mut().unwrap().kind = "Timeout".into()
+                    })
+                },
+                "another error than of a loss",
+            ),
+            (|all| all.ranks[0].hung = true, "rank 0 did not end"),
+            (|all| all.ranks[1].code = Some(0), "outlived SIGKILL"),
+        ];
+        for (change, expected) in cases {
+            let found = problems(Fault::Kill, Phase::Exchange, change);
+            assert!(
+                found.contains(expected),
+                "'{found}' does not say '{expected}'"
+            );
+        }
+        let found = problems(Fault::Kill, Phase::Exchange, |all| all.fault_at = None);
+        assert!(found.contains("did not come to its fault"), "{found}");
+    }
+
+    #[test]
+    fn what_cannot_touch_a_phase_must_not_affect_it() {
+        let found = problems(Fault::DiskFull, Phase::Graph, |_| {});
+        assert!(found.contains("was affected"), "{found}");
+        let unaffected = |all: &mut JobOutcome| {
+            report(all, |one| one.error = None);
+            all.ranks[1].report = Some(RankReport::default());
+        };
+        assert_eq!(problems(Fault::DiskFull, Phase::Graph, unaffected), "");
+        // A victim that is given up must learn it.
+        let found = problems(Fault::Stop, Phase::Graph, |_| {});
+        assert!(
+            found.contains("did not learn that it was given up"),
+            "{found}"
+        );
+    }
 }

@@ -13,6 +13,10 @@ use warplink::{Communicator, Config, Deadline, DeviceKind};
 /// The hidden subcommand that is a rank of a cell.
 pub(crate) const FAULT_RANK_COMMAND: &str = "__fault-rank";
 
+/// The descriptors that connecting to the store takes, and at most those that serving a rank does.
+const SPARE: usize = 2;
+const SERVED: usize = 4;
+
 /// The arguments of that subcommand.
 #[derive(Debug, Args)]
 pub(crate) struct FaultRank {
@@ -76,6 +80,12 @@ impl Rank {
                 return self.fail_in_join();
             }
             *inflicted = inflict(fault, |_| {})?;
+            // A rank that cannot connect is one that was not started: nobody hears of it.
+            let mut spare = SPARE;
+            if self.config.join.rank == 0 {
+                spare += SERVED * self.config.join.world;
+            }
+            inflicted.spare(spare);
         }
         let comm = Communicator::join(&self.config)?;
         let mut fail = |comm: &Communicator| {
@@ -93,6 +103,11 @@ impl Rank {
             wrong: &mut report.wrong,
         }
         .play(phase);
+        // Who has nothing to do with the victim in this phase meets it here.
+        let played = match phase {
+            Phase::Close => played,
+            _ => played.and_then(|()| comm.barrier()),
+        };
         match played {
             Ok(()) if phase == Phase::Close => Ok(()),
             Ok(()) => comm.close(),

@@ -19,7 +19,9 @@ pub(super) struct Relay {
 #[derive(Debug, Default)]
 struct Shared {
     cut: bool,
-    streams: Vec<TcpStream>,
+    /// To the ranks, and to the store.
+    ranks: Vec<TcpStream>,
+    stores: Vec<TcpStream>,
 }
 
 impl Relay {
@@ -43,21 +45,24 @@ impl Relay {
         self.address
     }
 
-    /// Ends every connection, and takes no more.
-    pub(super) fn cut(&self) {
-        let mut shared = lock(&self.shared);
-        shared.cut = true;
-        for stream in shared.streams.drain(..) {
-            // One that has ended needs nothing.
-            let _ = stream.shutdown(Shutdown::Both);
+    /// Ends every connection of `relays`, and takes no more. The store notices nothing before all ranks
+    /// are cut off, so that it tells none of another.
+    pub(super) fn cut_all(relays: &[Self]) {
+        let all = || relays.iter().map(|relay| lock(&relay.shared));
+        let mut stores = Vec::new();
+        for mut shared in all() {
+            shared.cut = true;
+            end(shared.ranks.drain(..));
+            stores.append(&mut shared.stores);
         }
+        end(stores);
     }
 }
 
 /// Ends the threads: the listener's by one more connection.
 impl Drop for Relay {
     fn drop(&mut self) {
-        self.cut();
+        Self::cut_all(std::slice::from_ref(self));
         let _ = TcpStream::connect(self.address);
     }
 }
@@ -86,7 +91,8 @@ fn pass_on(rank: TcpStream, store: SocketAddr, shared: &Arc<Mutex<Shared>>) -> b
     if all.cut {
         return false;
     }
-    all.streams.extend([kept_rank, kept_store]);
+    all.ranks.push(kept_rank);
+    all.stores.push(kept_store);
     drop(all);
     for (mut from, mut to) in [(from_rank, store), (from_store, rank)] {
         let copy = move || {
@@ -96,6 +102,13 @@ fn pass_on(rank: TcpStream, store: SocketAddr, shared: &Arc<Mutex<Shared>>) -> b
         let _ = thread::Builder::new().name("relay-copy".into()).spawn(copy);
     }
     true
+}
+
+fn end(streams: impl IntoIterator<Item = TcpStream>) {
+    for stream in streams {
+        // One that has ended needs nothing.
+        let _ = stream.shutdown(Shutdown::Both);
+    }
 }
 
 fn lock(shared: &Mutex<Shared>) -> std::sync::MutexGuard<'_, Shared> {
