@@ -17,6 +17,9 @@ const DESCRIPTORS: u64 = 512;
 /// How long the others take to be inside of what the victim leaves.
 const LEAD: Duration = Duration::from_millis(200);
 
+/// How long a thread runs on at most when its process is to stop.
+const STOP: Duration = Duration::from_millis(100);
+
 /// How long a victim whose connection is cut by another process waits for that.
 const CUT: Duration = Duration::from_millis(300);
 
@@ -43,7 +46,11 @@ pub(super) fn inflict(fault: Fault, abort: impl FnOnce(&str)) -> Result<Inflicte
     match fault {
         Fault::Kill => send_self(Signal::KILL),
         // The process that started this one continues it.
-        Fault::Stop => send_self(Signal::STOP),
+        Fault::Stop => {
+            send_self(Signal::STOP);
+            // Another thread may get the signal, so that this one runs on for a moment.
+            thread::sleep(STOP);
+        }
         Fault::Exit => std::process::exit(0),
         #[expect(clippy::panic, reason = "the fault that was asked for")]
         Fault::Panic => panic!("a fault that was asked for"),
