@@ -7,7 +7,7 @@ cd "$(dirname "$0")/.."
 out=device-bin
 rm -f "$out"/warplink "$out"/test-*
 mkdir -p "$out"
-tests=(device_contract transfers failures lifetimes abort timeouts channels)
+tests=(device_contract transfers failures lifetimes abort timeouts channels repeated_losses)
 for optional in programs program_language; do
     if [ -f "crates/warplink/tests/$optional.rs" ]; then tests+=("$optional"); fi
 done

@@ -1,0 +1,156 @@
+//! Eight ranks move data while one of them is killed every second, the one that serves the store too,
+//! until two are left.
+
+// A test fails by panicking.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+mod common;
+
+use common::{Ranks, kill_self, ring, values, world};
+use std::time::{Duration, Instant};
+use warplink::device::Priority;
+use warplink::p2p::Protocol;
+use warplink::program::{PrepareOptions, Program};
+use warplink::{Communicator, ErrorKind, Result};
+
+/// How long the ranks that are left may take from a loss to right data.
+const SOON: Duration = Duration::from_secs(5);
+
+/// Between two losses.
+const INTERVAL: Duration = Duration::from_secs(1);
+
+/// Every rank gives its neighbours to the left and right what it has.
+const PASS: &str = "program pass(n) {
+    input A: u8[n]
+    output L: u8[n]
+    output R: u8[n]
+    share {
+        to_right = send A to (rank + 1) % world tag 1 via put
+        to_left = send A to (rank - 1) % world tag 2 via get
+        from_left = receive L from (rank - 1) % world tag 1 via put
+        from_right = receive R from (rank + 1) % world tag 2 via get
+    }
+    post to_right, to_left, from_left, from_right
+    wait to_right, to_left, from_left, from_right
+}";
+
+const BYTES: usize = 32 << 10;
+
+/// Binds the program to fresh memory, runs it some times, and checks what arrived.
+fn pass(comm: &Communicator, attempt: usize) -> Result<()> {
+    let (rank, world) = (comm.rank(), comm.world());
+    let regions = [comm.alloc(BYTES)?, comm.alloc(BYTES)?, comm.alloc(BYTES)?];
+    let [a, l, r] = &regions;
+    let program = Program::parse(PASS)?;
+    let parameters = [("n", BYTES as i64)].into();
+    let options = PrepareOptions::default();
+    let prepared = comm.executor().prepare(&program, &parameters, options)?;
+    let bindings = [("A", a), ("L", l), ("R", r)];
+    let bindings = bindings.map(|(name, region)| (name.to_owned(), region.memory().clone()));
+    let plan = prepared.bind(&bindings.into())?;
+    let stream = comm.create_stream(Priority::Normal)?;
+    for round in 0..5 {
+        let round = 5 * attempt + round;
+        a.upload(&values(comm.job_ranks()[rank], round, BYTES))?;
+        plan.run(&stream)?;
+        comm.synchronize(&stream)?;
+        for (region, from) in [(l, (rank + world - 1) % world), (r, (rank + 1) % world)] {
+            let sent = values(comm.job_ranks()[from], round, BYTES);
+            assert!(region.download()? == sent, "wrong data of rank {from}");
+        }
+    }
+    Ok(())
+}
+
+/// Transfers and a program.
+fn work(comm: &Communicator, attempt: usize) -> Result<()> {
+    let protocols = [Protocol::Put, Protocol::Get];
+    ring(comm, protocols[attempt % 2], 10, |_| {})?;
+    pass(comm, attempt)
+}
+
+#[test]
+fn one_rank_is_killed_every_second_until_two_are_left() {
+    let count = world(8);
+    if count < 3 {
+        return;
+    }
+    // The last, then from both ends inwards: whoever serves the store is among them each second time.
+    let order: Vec<usize> = (0..count)
+        .map(|place| {
+            if place % 2 == 0 {
+                count - 1 - place / 2
+            } else {
+                place / 2
+            }
+        })
+        .take(count - 2)
+        .collect();
+    let ranks = Ranks {
+        world: count,
+        ..Ranks::default()
+    };
+    let victims = order.clone();
+    let ended = ranks.start(|world| {
+        world.barrier().unwrap();
+        let begun = Instant::now();
+        if let Some(place) = order.iter().position(|&victim| victim == world.rank()) {
+            // At a moment that has nothing to do with what it does.
+            std::thread::spawn(move || {
+                let at = INTERVAL * (place as u32 + 1);
+                std::thread::sleep(at.saturating_sub(begun.elapsed()));
+                kill_self()
+            });
+        }
+        let mut comm = world.clone();
+        drop(world);
+        let (mut losses, mut after_last) = (0, 0);
+        for attempt in 0.. {
+            let error = match work(&comm, attempt) {
+                Ok(()) if comm.world() > 2 => continue,
+                // Some rounds more, with nobody left to lose.
+                Ok(()) if after_last < 5 => {
+                    after_last += 1;
+                    continue;
+                }
+                Ok(()) => break,
+                Err(error) => error,
+            };
+            let lost = Instant::now();
+            assert_eq!(error.kind(), ErrorKind::PeerLost, "{error}");
+            let gone = order.contains(&error.job_peer().unwrap());
+            assert!(gone, "{error}");
+            // Another may be lost meanwhile.
+            loop {
+                let left = comm.survivors().unwrap();
+                losses += comm.world() - left.world();
+                comm = left;
+                match work(&comm, attempt) {
+                    Ok(()) => break,
+                    Err(error) => assert_eq!(error.kind(), ErrorKind::PeerLost, "{error}"),
+                }
+            }
+            assert!(lost.elapsed() < SOON, "{:?} after {error}", lost.elapsed());
+        }
+        assert_eq!((comm.world(), losses), (2, order.len()));
+        assert!(begun.elapsed() < INTERVAL * (order.len() as u32 + 1) + SOON);
+        comm.close().unwrap();
+        println!("survived");
+    });
+    for (rank, end) in ended.iter().flatten().enumerate() {
+        if victims.contains(&rank) {
+            assert_eq!(
+                end.code, None,
+                "rank {rank} ended by itself:\n{}",
+                end.output
+            );
+        } else {
+            assert_eq!(end.code, Some(0), "rank {rank}:\n{}", end.output);
+            assert!(
+                end.output.contains("survived"),
+                "rank {rank}:\n{}",
+                end.output
+            );
+        }
+    }
+}
