@@ -249,17 +249,21 @@ impl Rank<'_> {
         for number in 0..RUNS {
             run(number, &|stream| plan.run(stream))?;
         }
-        kept(plan, self.stream.synchronize(Deadline::after(self.limit)))?;
+        if let Err(error) = self.stream.synchronize(Deadline::after(self.limit)) {
+            // Its streams still use it.
+            std::mem::forget(plan);
+            return Err(error);
+        }
         if order.as_graph {
             submissions = 2;
-            let captured = prepared.bind(&bindings)?.capture()?;
+            let captured = plan.capture()?;
             for number in RUNS..2 * RUNS {
                 run(number, &|stream| captured.launch(stream))?;
             }
-            kept(
-                captured,
-                self.stream.synchronize(Deadline::after(self.limit)),
-            )?;
+            if let Err(error) = self.stream.synchronize(Deadline::after(self.limit)) {
+                std::mem::forget(captured);
+                return Err(error);
+            }
         }
         let mut all = Vec::new();
         for number in 0..submissions * RUNS {
@@ -276,14 +280,6 @@ impl Rank<'_> {
         }
         Ok(all)
     }
-}
-
-/// `ended`; what failed is kept for good, since its streams still use it.
-fn kept<T>(plan: T, ended: Result<()>) -> Result<()> {
-    if ended.is_err() {
-        std::mem::forget(plan);
-    }
-    ended
 }
 
 /// Where a rank's outputs are not what the interpreter says.

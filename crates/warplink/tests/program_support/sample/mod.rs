@@ -55,7 +55,7 @@ pub(crate) fn sample(seed: u64, allowed: Allowed) -> Result<Sample> {
     let world = 2 + random.below(3);
     let streams = 1 + random.below(3);
     let (mut lines, slots) = writer::Writer::new(&mut random, world, streams).write(allowed);
-    let changes = if allowed.changes == 0 || random.chance(3) {
+    let changes = if allowed.changes == 0 || random.chance(6) {
         0
     } else {
         mutation::mutate(&mut lines, &mut random, allowed, (world, streams, slots))
