@@ -24,6 +24,12 @@ const CHUNK: usize = 64 << 10;
 const HEADER: usize = 128;
 const BOX: usize = HEADER + CHUNK;
 
+// How often a transfer that waits looks again before it sleeps.
+const SPINS: u32 = 200;
+// The longest sleep until a loss or an abort is noticed, and with others to look after.
+const LONG_NAP: Duration = Duration::from_millis(2);
+const NAP: Duration = Duration::from_micros(100);
+
 #[derive(Debug)]
 pub(super) struct HostCollectives {
     inner: Arc<Inner>,
@@ -249,10 +255,13 @@ impl Inner {
                 );
             }
             idle += 1;
-            if idle < 100 {
-                std::thread::yield_now();
-            } else {
-                std::thread::sleep(Duration::from_micros(50));
+            if idle < SPINS {
+                std::hint::spin_loop();
+            } else if let [only] = &moves[..] {
+                only.sleep(LONG_NAP);
+            } else if let Some(first) = moves.first() {
+                // The others are looked at when it is woken, or a little later.
+                first.sleep(NAP);
             }
         }
         Ok(())
@@ -260,15 +269,37 @@ impl Inner {
 }
 
 impl Move {
-    /// Moves one chunk if the other side is ready for it.
-    fn step(&mut self, context: &Context) -> Result<bool> {
-        let (posted, taken) = (memory::load(&self.posted), memory::load(&self.taken));
-        let ready = if self.sends {
+    /// How many chunks were posted, and how many were taken.
+    fn counts(&self) -> (u64, u64) {
+        (memory::load(&self.posted), memory::load(&self.taken))
+    }
+
+    /// Whether the other side has done its part for the next chunk.
+    fn is_ready(&self, posted: u64, taken: u64) -> bool {
+        if self.sends {
             posted == taken
         } else {
             posted > taken
-        };
-        if !ready {
+        }
+    }
+
+    /// Sleeps until the other side has done its part, or `limit` has passed.
+    fn sleep(&self, limit: Duration) {
+        let (posted, taken) = self.counts();
+        if self.is_ready(posted, taken) {
+            return;
+        }
+        if self.sends {
+            memory::sleep_while(&self.taken, taken, limit);
+        } else {
+            memory::sleep_while(&self.posted, posted, limit);
+        }
+    }
+
+    /// Moves one chunk if the other side is ready for it.
+    fn step(&mut self, context: &Context) -> Result<bool> {
+        let (posted, taken) = self.counts();
+        if !self.is_ready(posted, taken) {
             return Ok(false);
         }
         context.delay();
