@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch.distributed import distributed_c10d as c10d
 
-from warplink.torch.host import HostCollectives
-from warplink.torch.messages import Messages
 from warplink.torch.shapes import count, limit_of, root_of, share, split
 from warplink.torch.works import WorkGroup
 
@@ -22,8 +20,9 @@ class GroupCalls:
     _rank: int
     _size: int
     #: What serves CPU tensors on the host device; a call gets here only if it does.
-    _host: HostCollectives | None
-    _messages: Messages | None
+    _host: Any
+    _messages: Any
+    _gloo: Any
 
     def _check(self) -> None:
         """Raises where the group cannot be used any more."""

@@ -31,7 +31,7 @@ _CPU = torch.device("cpu")
 _CUDA = torch.device("cuda")
 
 
-class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):
+class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
     """A process group of the backend ``warplink``; ``torch.distributed`` makes it.
 
     Every member makes one at the same time. Methods are those of ``ProcessGroup``.
@@ -52,7 +52,7 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):
         global_ranks: list[int] | None = None,
         name: str = "",
     ) -> None:
-        dist.ProcessGroup.__init__(self, rank, size)
+        dist.ProcessGroup.__init__(self, rank, size)  # type: ignore[call-arg]
         self._rank, self._size = rank, size
         self._store, self._timeout = store, timeout
         self._options = options or Options()

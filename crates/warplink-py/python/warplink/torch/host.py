@@ -1,9 +1,9 @@
 """Collectives of CPU tensors over the host device.
 
 Bytes move by the communicator's own collectives, in shared memory; what is computed is computed by
-PyTorch, so that every type and reduction is there. Before its data, every collective exchanges a
-header with each peer: what it is, its number, and how many bytes either side sends. Ranks that call
-something else get an error that says so, instead of one another's data.
+PyTorch, so that every type and reduction is there. Every collective begins with a packet of one length
+to and from each peer: a header (what it is, its number, and how many bytes either side sends), and the
+first of the data. Ranks that call something else get an error that says so, instead of one another's data.
 """
 
 from __future__ import annotations
@@ -28,8 +28,11 @@ from warplink.torch.works import HostWork, Result, Worker
 #: Number, root, bytes to the peer, bytes from the peer, operation, element type.
 HEADER = struct.Struct("<QqQQ32s24s")
 
+#: Bytes of the packet that every collective begins with: the header, and the first of the data.
+PACKET_BYTES = 4096
+
 #: Up to this many bytes, every rank sends all of a tensor to all others to reduce it.
-ONE_SHOT_BYTES = 32 << 10
+ONE_SHOT_BYTES = 128 << 10
 
 Pieces = list[tuple[int, torch.Tensor]]
 
@@ -70,7 +73,7 @@ class HostCollectives:
     ) -> HostWork:
         """Has ``body`` (given the limit in seconds) done in turn."""
         limit = self.timeout if timeout is None else timeout
-        work = HostWork(name, limit)
+        work = HostWork(name)
         if self.started is not None:
             self.started.append(work)
 
@@ -106,9 +109,9 @@ class HostCollectives:
     # Moving bytes
 
     def _move(self, sends: Pieces, receives: Pieces, limit: float) -> None:
-        """Sends and receives contiguous tensors, all at once."""
-        outward = [(peer, as_bytes(piece)) for peer, piece in sends if piece.numel()]
-        inward = [(peer, as_bytes(piece)) for peer, piece in receives if piece.numel()]
+        """Sends and receives bytes, all at once."""
+        outward = [(peer, data) for peer, data in sends if data.numel()]
+        inward = [(peer, data) for peer, data in receives if data.numel()]
         if outward or inward:
             self._engine.exchange(self._stream, outward, inward)
             self._stream.synchronize(limit)
@@ -129,25 +132,36 @@ class HostCollectives:
         others = [peer for peer in range(self.size) if peer != self.rank]
         if not others:
             return
-        outward, inward = _bytes_by_peer(sends), _bytes_by_peer(receives)
+        outward = {peer: as_bytes(piece) for peer, piece in sends}
+        inward = {peer: as_bytes(piece) for peer, piece in receives}
         kind = str(dtype).removeprefix("torch.").encode()
         number = self._number
         self._number += 1
-        own = torch.empty((self.size, HEADER.size), dtype=torch.uint8)
-        theirs = torch.empty((self.size, HEADER.size), dtype=torch.uint8)
+        own = torch.zeros((self.size, PACKET_BYTES), dtype=torch.uint8)
+        theirs = torch.empty((self.size, PACKET_BYTES), dtype=torch.uint8)
         for peer in others:
-            to, back = outward.get(peer, 0), inward.get(peer, 0)
+            to, back = _length(outward.get(peer)), _length(inward.get(peer))
             header = HEADER.pack(number, root, to, back, name.encode(), kind)
-            own[peer] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+            own[peer, : HEADER.size] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+            if to:
+                inline, _ = _packed(outward[peer])
+                own[peer, HEADER.size : HEADER.size + inline.numel()] = inline
         self._move([(p, own[p]) for p in others], [(p, theirs[p]) for p in others], limit)
         for peer in others:
-            header = HEADER.unpack(bytes(theirs[peer].tolist()))
-            sent, expected = inward.get(peer, 0), outward.get(peer, 0)
+            header = HEADER.unpack(bytes(theirs[peer, : HEADER.size].tolist()))
+            sent, expected = _length(inward.get(peer)), _length(outward.get(peer))
             wanted = (number, root, sent, expected, name.encode(), kind)
             told = (*header[:4], header[4].rstrip(b"\0"), header[5].rstrip(b"\0"))
             if told != wanted:
                 raise _mismatch(self.rank, peer, told, wanted)
-        self._move(sends, receives, limit)
+            if sent:
+                inline, _ = _packed(inward[peer])
+                inline.copy_(theirs[peer, HEADER.size : HEADER.size + inline.numel()])
+        self._move(
+            [(peer, _packed(piece)[1]) for peer, piece in outward.items()],
+            [(peer, _packed(piece)[1]) for peer, piece in inward.items()],
+            limit,
+        )
 
     # Collectives; each gives the body of an operation
 
@@ -184,7 +198,8 @@ class HostCollectives:
     def _all_reduced(self, flat: torch.Tensor, name: str, limit: float) -> torch.Tensor:
         """The reduction of a flat tensor over all ranks, the same bits on each."""
         what = f"all_reduce {name}"
-        if flat.numel() * flat.element_size() <= ONE_SHOT_BYTES:
+        # Of two ranks, each sends all of it in either way.
+        if self.size == 2 or flat.numel() * flat.element_size() <= ONE_SHOT_BYTES:
             parts = flat.new_empty((self.size, flat.numel()))
             others = [peer for peer in range(self.size) if peer != self.rank]
             sends = [(peer, flat) for peer in others]
@@ -387,8 +402,14 @@ class HostCollectives:
         return self.submit("barrier", body, timeout)
 
 
-def _bytes_by_peer(pieces: Pieces) -> dict[int, int]:
-    return {peer: piece.numel() * piece.element_size() for peer, piece in pieces}
+def _length(data: torch.Tensor | None) -> int:
+    return 0 if data is None else data.numel()
+
+
+def _packed(data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What of ``data`` goes with the header, and what goes after it."""
+    split = PACKET_BYTES - HEADER.size
+    return data[:split], data[split:]
 
 
 def _mismatch(rank: int, peer: int, told: tuple, wanted: tuple) -> MismatchError:

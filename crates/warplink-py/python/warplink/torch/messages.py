@@ -98,7 +98,7 @@ class Messages:
         return work
 
     def _start(self, name: str) -> HostWork:
-        work = HostWork(name, self.timeout)
+        work = HostWork(name)
         if self.started is not None:
             self.started.append(work)
         return work

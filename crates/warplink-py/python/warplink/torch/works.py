@@ -19,10 +19,9 @@ Result = Any
 class HostWork(dist.Work):
     """An operation on CPU tensors under way."""
 
-    def __init__(self, name: str, limit: float) -> None:
+    def __init__(self, name: str) -> None:
         super().__init__()
         self._name = name
-        self._limit = limit
         self._lock = threading.Lock()
         self._done = threading.Event()
         self._result: Result = None
