@@ -18,8 +18,12 @@
 //!    fail on the device fails with the error that was raised. After that of a communicator's, so do
 //!    the waits for its signals, the streams that wait for them, and those that follow such a stream
 //!    by an event; all else goes on.
+//! 6. A launched kernel is an operation of its stream. Its waits, by the channels and signals that it was
+//!    given, end as rule 5 says, with a status or an error. The blocks of a launch may run one after
+//!    another, unless it asked for all of them together.
 
 mod attachment;
+
 mod buffer;
 pub(crate) mod channel;
 mod collective;
