@@ -328,3 +328,83 @@ fn arbitrary_frames_never_panic() {
         prop_assert!(table.waiters.is_empty() && table.gathers.is_empty());
     });
 }
+
+fn events(table: &mut Table) -> Vec<(u32, message::Event)> {
+    let sent = table.take_outgoing().into_iter();
+    let sent = sent.filter(|frame| frame.id == 0);
+    sent.map(|frame| (frame.to, decode(&frame.body).unwrap()))
+        .collect()
+}
+
+#[test]
+fn members_are_told_in_time_to_forget_what_others_took() {
+    let mut table = full(3);
+    let mut told = Vec::new();
+    for round in 0..300 {
+        let key = format!("k/{round}");
+        table.handle(0, 1, set(&key, b"v"));
+        table.handle(1, 1, wait(&[&key], Take, &[]));
+        // What a member changes itself, it knows.
+        table.handle(2, 1, set("own", b"v"));
+        told.extend(events(&mut table));
+    }
+    let forgotten: usize = told
+        .iter()
+        .map(|(to, event)| match event {
+            message::Event::Forget { keys } => {
+                assert_eq!(*to, 0);
+                keys.len()
+            }
+            _ => 0,
+        })
+        .sum();
+    assert_eq!(forgotten, 256);
+    let checkpoint = |event: &message::Event| matches!(event, message::Event::Checkpoint { .. });
+    let last: Vec<u32> = told.iter().rev().take(3).map(|(to, _)| *to).collect();
+    assert!(
+        told.iter()
+            .rev()
+            .take(3)
+            .all(|(_, event)| checkpoint(event))
+    );
+    assert_eq!(last, [2, 1, 0], "after everybody was told");
+}
+
+#[test]
+fn a_restored_table_has_the_newest_entry_of_every_key() {
+    let mut table = Table::restoring(vec![None; 4], 1 << 10, &[(0, "gone".into())], &[]);
+    let entry = |key: &str, version, value: Option<&[u8]>| message::JournalEntry {
+        key: key.into(),
+        version,
+        value: value.map(Into::into),
+    };
+    let told = [
+        vec![entry("a", 3, Some(b"old")), entry("b", 4, Some(b"b"))],
+        vec![entry("a", 7, Some(b"new")), entry("b", 9, None)],
+        vec![entry("c", 8, Some(b"c"))],
+    ];
+    for (rank, entries) in (1..).zip(told) {
+        table.resume(rank, &[], &[]).unwrap();
+        // Not before everybody has told what it knows.
+        table.handle(rank, 5, set("x", b"early"));
+        let gathers = Vec::new();
+        table.handle(rank, 0, Request::Restore { entries, gathers });
+        let early = replies(&mut table);
+        assert_eq!(refused(&early, rank, 5).kind, RefusalKind::Protocol);
+        table.handle(rank, 0, Request::Restored);
+        assert_eq!(table.is_restoring(), rank != 3);
+    }
+    let ready = |(_, event): &(u32, message::Event)| matches!(event, message::Event::Ready { .. });
+    assert_eq!(
+        events(&mut table).iter().filter(|told| ready(told)).count(),
+        3
+    );
+    let sent = ask(&mut table, 1, 6, wait(&["a", "c"], Read, &[]));
+    assert_eq!(sent, [(1, 6, values(&[b"new", b"c"]))]);
+    let keys = vec!["b".to_owned()];
+    let sent = ask(&mut table, 1, 7, Request::Check { keys });
+    assert_eq!(sent, [(1, 7, Reply::Flag(false))]);
+    // One that comes when the others have gone on was given up.
+    let late = table.resume(0, &[], &[]).unwrap_err();
+    assert_eq!(late.kind, RefusalKind::GivenUp);
+}
