@@ -100,9 +100,10 @@ impl Job {
     ///
     /// `rendezvous` is a unique id (its text or the object) or `ip:port`; with the latter, `secret` is
     /// the text that admits, which only a loopback address may do without. `device` is "host" or
-    /// "cuda"; a GPU where there is one if it is None. `ordinal` is the GPU among those that the process
+    /// "cuda"; if it is None, what WARPLINK_DEVICE says, else a GPU where there is one. `ordinal` is the GPU among those that the process
     /// sees; that of the local rank if it is None. `local_rank` is `rank` if it is None. `timeout` limits
-    /// every wait on the host, in seconds. `protocol` is "get" or "put".
+    /// every wait on the host, in seconds. `protocol` is "get" or "put"; if it is None, what
+    /// WARPLINK_PROTOCOL says, else "put".
     ///
     /// Raises TimeoutError when not all ranks join, AuthenticationError for another secret,
     /// MismatchError where ranks disagree on the world or the device, LibraryMissingError without a
@@ -133,7 +134,7 @@ impl Job {
         join.secret = secret;
         let variables = |name: &str| match (name, &device) {
             ("WARPLINK_DEVICE", Some(device)) => Some(device.clone()),
-            _ => None,
+            _ => std::env::var(name).ok(),
         };
         let mut config = Config::from_variables(join, variables)
             .map_err(raise)?

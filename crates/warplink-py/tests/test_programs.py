@@ -14,7 +14,8 @@ PROGRAMS = pathlib.Path(__file__).parents[3] / "examples" / "programs"
 
 
 def join(rank, world, meeting):
-    return warplink.Job.join(rank, world, meeting, timeout=60.0)
+    # NumPy arrays are the processor's memory.
+    return warplink.Job.join(rank, world, meeting, timeout=60.0, device="host")
 
 
 def test_programs_are_verified():

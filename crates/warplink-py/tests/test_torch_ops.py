@@ -67,6 +67,28 @@ def test_fused_operations_equal_the_unfused(dtype):
     on_ranks(fused, 2, dtype)
 
 
+def sizes(rank, world, _, place):
+    dist = start(rank, world, place)
+    from warplink.torch.workspace import MAX_PLANS
+
+    name, right = dist.group.WORLD.group_name, torch.ones(4, 3)
+    space = dist.group.WORLD.workspace("cpu")
+    counts = []
+    for rows in range(1, MAX_PLANS + 40):
+        left = torch.full((rows, 4), float(rank))
+        _, (got,) = torch.ops.warplink.fused_all_gather_matmul(left, [right], 0, name)
+        assert torch.equal(got, torch.cat([torch.full((rows, 3), 4.0 * peer) for peer in range(world)]))
+        counts.append(sum(space.communicator.registrations_and_mappings()))
+    assert len(space.plans) == MAX_PLANS
+    dist.destroy_process_group()
+    return counts[MAX_PLANS], counts[-1]
+
+
+def test_plans_of_many_sizes_take_limited_memory():
+    for full, last in on_ranks(sizes, 2):
+        assert last <= full + 40, (full, last)
+
+
 def train(rank, world, place, backend, kind):
     dist = start(rank, world, place + backend, backend)
     from torch.distributed.device_mesh import init_device_mesh

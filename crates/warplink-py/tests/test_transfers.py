@@ -15,6 +15,7 @@ from conftest import run_ranks
 
 
 def join(rank, world, meeting, **options):
+    """Joins on the device that WARPLINK_TEST_DEVICE names, the host device if none."""
     return warplink.Job.join(rank, world, meeting, timeout=30.0, **options)
 
 
@@ -49,7 +50,8 @@ def test_a_ring_of_transfers(protocol):
 
 
 def arrays(rank, world, meeting):
-    with join(rank, world, meeting) as job:
+    # NumPy arrays are the processor's memory.
+    with join(rank, world, meeting, device="host") as job:
         comm = job.world()
         region = comm.alloc(4 * 6)
         view = region.view([2, 3], "f32")
@@ -137,7 +139,8 @@ def test_a_lost_rank_raises_in_the_others_and_the_rest_go_on():
 
 
 def groups(rank, world, meeting):
-    with join(rank, world, meeting) as job:
+    # NumPy arrays are the processor's memory.
+    with join(rank, world, meeting, device="host") as job:
         comm = job.world()
         half = comm.split(rank % 2)
         assert half.job_ranks == [r for r in range(world) if r % 2 == rank % 2]
@@ -180,7 +183,8 @@ def test_what_is_closed_says_so():
 
 
 def steps(rank, world, meeting):
-    with join(rank, world, meeting) as job:
+    # NumPy arrays are the processor's memory.
+    with join(rank, world, meeting, device="host") as job:
         comm = job.world()
         stream, peer = comm.create_stream(), 1 - rank
         sizes = numpy.random.default_rng(1).integers(1, 100_000, 300)

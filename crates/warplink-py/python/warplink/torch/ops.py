@@ -132,8 +132,8 @@ def _all_gather_plan(
 ) -> _Fused:
     rows, k = math.prod(front.shape[:-1]), front.shape[-1]
     dtype, widths = front.dtype, tuple(b.shape[1] for b in bs)
-    key = ("all_gather_matmul", rows, k, widths, dtype, keep)
-    if (found := space.plans.get(key)) is None:
+
+    def make() -> _Fused:
         m = rows * space.communicator.size
         a, a_tensor = _memory(space, [rows, k], dtype)
         right = [_memory(space, [k, n], dtype) for n in widths]
@@ -145,15 +145,15 @@ def _all_gather_plan(
             [view for view, _ in results],
             gathered=gathered[0] if gathered else None,
         )
-        found = _Fused(
+        return _Fused(
             plan,
             a_tensor,
             [tensor for _, tensor in right],
             [tensor for _, tensor in results],
             gathered[1] if gathered else None,
         )
-        space.plans[key] = found
-    return found
+
+    return space.plan(("all_gather_matmul", rows, k, widths, dtype, keep), make)
 
 
 def _unfused_all_gather_matmul(
@@ -219,14 +219,15 @@ def matmul_reduce_scatter(
 
 def _reduce_scatter_plan(space: Workspace, front: torch.Tensor, b: torch.Tensor) -> _Fused:
     m, k, n = math.prod(front.shape[:-1]), front.shape[-1], b.shape[1]
-    key = ("matmul_reduce_scatter", m, k, n, front.dtype)
-    if (found := space.plans.get(key)) is None:
+
+    def make() -> _Fused:
         left, a = _memory(space, [m, k], front.dtype)
         right, b_tensor = _memory(space, [k, n], front.dtype)
         part, result = _memory(space, [m // space.communicator.size, n], front.dtype)
         plan = space.executor.matmul_reduce_scatter(left, right, part)
-        found = space.plans[key] = _Fused(plan, a, [b_tensor], [result], None)
-    return found
+        return _Fused(plan, a, [b_tensor], [result], None)
+
+    return space.plan(("matmul_reduce_scatter", m, k, n, front.dtype), make)
 
 
 def _unfused_matmul_reduce_scatter(

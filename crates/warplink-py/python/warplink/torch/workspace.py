@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Callable
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,9 @@ from warplink.torch import joining
 
 if TYPE_CHECKING:
     from warplink.torch.group import ProcessGroupWarplink
+
+#: How many plans of fused operations, each with memory of its own, a group keeps on a device.
+MAX_PLANS = 64
 
 #: Warplink's names of PyTorch's element types.
 DTYPES = {
@@ -41,7 +44,7 @@ class Workspace:
     ) -> None:
         self.communicator = communicator
         self.executor = communicator.executor()
-        #: Plans of fused operations by what they are for.
+        #: Plans of fused operations by what they are for, the one that was used last at the end.
         self.plans: dict[Any, Any] = {}
         self.lock = threading.Lock()
         self._job = job
@@ -49,6 +52,8 @@ class Workspace:
         self._buffers: list[Any] | None = None
         self._barrier: warplink.StreamBarrier | None = None
         self._own_stream: warplink.Stream | None = None
+        #: Streams of PyTorch's by their handles, which PyTorch never frees.
+        self._borrowed: dict[int, warplink.Stream] = {}
 
     @staticmethod
     def make(group: ProcessGroupWarplink, kind: str) -> Workspace:
@@ -68,12 +73,26 @@ class Workspace:
         )
         return Workspace(job.world(), job, size)
 
+    def plan(self, key: Any, make: Callable[[], Any]) -> Any:
+        """The plan for ``key``, made by all ranks at the same time if there is none. Ranks use the same
+        keys in the same order, and so let go of the same ones."""
+        found = self.plans.pop(key, None)
+        if found is None:
+            while len(self.plans) >= MAX_PLANS:
+                del self.plans[next(iter(self.plans))]
+            found = make()
+        self.plans[key] = found
+        return found
+
     @property
     def stream(self) -> warplink.Stream:
         """The caller's current stream on a GPU; on the host device, one of the workspace's own."""
         if self.communicator.device == "cuda":
             current = torch.cuda.current_stream()
-            return self.communicator.borrow_stream(current.cuda_stream, current)
+            raw = current.cuda_stream
+            if raw not in self._borrowed:
+                self._borrowed[raw] = self.communicator.borrow_stream(raw, current)
+            return self._borrowed[raw]
         if self._own_stream is None:
             self._own_stream = self.communicator.create_stream()
         return self._own_stream

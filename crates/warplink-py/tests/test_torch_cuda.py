@@ -1,0 +1,158 @@
+"""The process group and the fused operations on CUDA tensors; needs two GPUs."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from test_torch_group import on_ranks, start  # noqa: E402
+
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+WORLD = 2
+
+
+def start_on_gpu(rank, world, place, backend="warplink", **options):
+    torch.cuda.set_device(rank)
+    return start(rank, world, place, backend, **options)
+
+
+def collectives(rank, world, _, place, backend):
+    dist = start_on_gpu(rank, world, place, backend)
+    device = torch.device("cuda", rank)
+    assert type(dist.group.WORLD._get_backend(device)).__name__ == "ProcessGroupNCCL"
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        own = torch.full((1000,), rank + 1, dtype=dtype, device=device)
+        total = own.clone()
+        dist.all_reduce(total)
+        assert (total == 3).all()
+        gathered = torch.empty(2000, dtype=dtype, device=device)
+        dist.all_gather_into_tensor(gathered, own)
+        assert (gathered.view(2, -1) == torch.tensor([[1], [2]], device=device)).all()
+        part = torch.empty(1000, dtype=dtype, device=device)
+        dist.reduce_scatter_tensor(part, gathered)
+        assert (part == 2 * (rank + 1)).all()
+        swapped = torch.empty_like(gathered)
+        dist.all_to_all_single(swapped, gathered)
+        assert (swapped == rank + 1).all()
+    # CPU tensors beside them.
+    total = torch.ones(10)
+    dist.all_reduce(total)
+    assert (total == world).all()
+    # Sends and receives, batched, in an order that would wait for each other one by one.
+    peer = 1 - rank
+    own = torch.full((100_000,), float(rank), device=device)
+    got = torch.empty_like(own)
+    operations = [dist.P2POp(dist.isend, own, peer), dist.P2POp(dist.irecv, got, peer)]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    assert (got == peer).all()
+    group = dist.new_group([0, 1])
+    dist.all_reduce(own, group=group)
+    assert (own == 1).all()
+    dist.barrier(device_ids=[rank])
+    objects = [None] * world
+    dist.all_gather_object(objects, rank)
+    assert objects == [0, 1]
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("backend", ["warplink", "cpu:gloo,cuda:warplink"])
+def test_collectives(backend):
+    on_ranks(collectives, WORLD, backend)
+
+
+def buffers(rank, world, _, place):
+    dist = start_on_gpu(rank, world, place)
+    group = dist.group.WORLD
+    own = group.get_p2p_buffer(rank, (1 << 20,), torch.float32)
+    assert own.device == torch.device("cuda", rank)
+    for turn in range(10):
+        own.fill_(10 * turn + rank)
+        group.intra_node_barrier()
+        theirs = group.get_p2p_buffer(1 - rank, (1 << 20,), torch.float32)
+        copied = torch.empty_like(own)
+        copied.copy_(theirs)
+        group.intra_node_barrier()
+        assert (copied == 10 * turn + 1 - rank).all()
+    del own, theirs
+    dist.destroy_process_group()
+
+
+def test_buffers_that_peers_reach():
+    on_ranks(buffers, WORLD)
+
+
+def fused(rank, world, _, place, dtype_name):
+    dist = start_on_gpu(rank, world, place)
+    from torch.distributed._symmetric_memory import (
+        _fused_all_gather_matmul_fallback,
+        _fused_matmul_reduce_scatter_fallback,
+    )
+
+    ops, name = torch.ops.warplink, dist.group.WORLD.group_name
+    dtype, device = getattr(torch, dtype_name), torch.device("cuda", rank)
+    close = {"rtol": 3e-2, "atol": 0.5} if dtype.itemsize == 2 else {"rtol": 1e-3, "atol": 1e-2}
+    generator = torch.Generator().manual_seed(3)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator).to(dtype).to(device)
+
+    for shape, dim in [((64, 128), 0), ((3, 5, 64), 0), ((3, 5, 64), 1), ((257, 96), 0), ((4, 64), 1)]:
+        last = dim == len(shape) - 1
+        k = shape[-1] * (world if last else 1)
+        # Tensors at new addresses each time.
+        for _ in range(3):
+            a, bs = random(*shape) + rank, [random(k, 32), random(48, k).t()]
+            whole, results = ops.fused_all_gather_matmul(a, bs, dim, name)
+            expected, products = _fused_all_gather_matmul_fallback(a, bs, dim, name)
+            for got, wanted in zip([whole, *results], [expected, *products], strict=True):
+                assert (got.shape, got.stride()) == (wanted.shape, wanted.stride())
+                torch.testing.assert_close(got, wanted, **close)
+            sizes = list(shape)
+            sizes[dim] *= 1 if last else world
+            left, right = random(*sizes) + rank, random(shape[-1], 32 * world)
+            got = ops.fused_matmul_reduce_scatter(left, right, "sum", dim, name)
+            wanted = _fused_matmul_reduce_scatter_fallback(left, right, "sum", dim, name)
+            assert (got.shape, got.stride()) == (wanted.shape, wanted.stride())
+            torch.testing.assert_close(got, wanted, **close)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_fused_operations_equal_the_unfused(dtype):
+    on_ranks(fused, WORLD, dtype)
+
+
+def tensors(rank, world, meeting):
+    import warplink
+
+    torch.cuda.set_device(rank)
+    with warplink.Job.join(rank, world, meeting, device="cuda", ordinal=rank) as job:
+        comm = job.world()
+        own = torch.full((1 << 16,), float(rank), device="cuda")
+        received = torch.empty_like(own)
+        current = torch.cuda.current_stream()
+        stream = comm.borrow_stream(current.cuda_stream, current)
+        regions = [comm.register(tensor, stream) for tensor in (own, received)]
+        assert regions[0].address == own.data_ptr()
+        transfers = comm.exchange(
+            [warplink.Send(regions[0], 1 - rank), warplink.Receive(regions[1], 1 - rank)]
+        )
+        for turn in range(5):
+            own.fill_(10 * turn + rank)
+            warplink.post_all(transfers, stream)
+            warplink.wait_all(transfers, stream)
+            # In stream order, without a wait on the host.
+            assert (received == 10 * turn + 1 - rank).all()
+            comm.barrier()
+        view = comm.alloc(64).view([16], "f32")
+        tensor = torch.from_dlpack(view)
+        assert (tensor.data_ptr(), tensor.device.index) == (view.address, rank)
+        with pytest.raises(ValueError, match="the processor's memory"):
+            comm.register(torch.ones(4))
+
+
+def test_tensors_go_in_and_out_in_place():
+    from conftest import run_ranks
+
+    run_ranks(tensors, WORLD)
