@@ -4,13 +4,46 @@
 #[cfg(loom)]
 pub(crate) use loom::sync::{
     Arc, Condvar, Mutex, MutexGuard,
-    atomic::{AtomicU64, Ordering},
+    atomic::{AtomicBool, AtomicU64, Ordering},
 };
 #[cfg(not(loom))]
 pub(crate) use std::sync::{
-    Arc, Condvar, Mutex, MutexGuard,
-    atomic::{AtomicU64, Ordering},
+    Arc, Condvar, Mutex, MutexGuard, OnceLock,
+    atomic::{AtomicBool, AtomicU64, Ordering},
 };
+
+/// The standard library's, which loom lacks, with its order told to loom: who sees the value sees what
+/// was done before it was set.
+#[cfg(loom)]
+#[derive(Debug)]
+pub(crate) struct OnceLock<T> {
+    is_set: AtomicBool,
+    value: std::sync::OnceLock<T>,
+}
+
+#[cfg(loom)]
+impl<T> Default for OnceLock<T> {
+    fn default() -> Self {
+        Self {
+            is_set: AtomicBool::new(false),
+            value: std::sync::OnceLock::new(),
+        }
+    }
+}
+
+#[cfg(loom)]
+impl<T> OnceLock<T> {
+    pub(crate) fn set(&self, value: T) -> Result<(), T> {
+        self.value.set(value)?;
+        self.is_set.store(true, Ordering::Release);
+        Ok(())
+    }
+
+    pub(crate) fn get(&self) -> Option<&T> {
+        let is_set = self.is_set.load(Ordering::Acquire);
+        self.value.get().filter(|_| is_set)
+    }
+}
 
 /// The value behind a lock, also after a thread panicked while it held it: what the lock guards is
 /// kept consistent by every holder, and a library must not answer one panic with another.

@@ -175,7 +175,7 @@ impl Demo {
                 ) =>
             {
                 let plain = Sequential::new(&gemm)?;
-                let name = "own transfers (NCCL is not installed), then one GEMM".to_owned();
+                let name = "own transfers (NCCL cannot be used), then one GEMM".to_owned();
                 time(&mut gemm, &clock, samples, name, &|stream| {
                     plain.run(stream)
                 })?

@@ -1,10 +1,9 @@
 //! The one-way switch that turns a lost peer into errors instead of hangs.
 
 use crate::error::{Error, Result};
-use crate::sync::lock;
+use crate::sync::{AtomicBool, Mutex, OnceLock, Ordering, guard};
 use std::fmt;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, Weak};
+use std::sync::{Arc, Weak};
 
 type Hook = Box<dyn FnOnce() + Send>;
 
@@ -35,7 +34,7 @@ impl Fault {
 
     /// The second step, after the first: waits end.
     pub(crate) fn release(&self) {
-        let mut hooks = lock(&self.hooks);
+        let mut hooks = guard(&self.hooks);
         self.released.store(true, Ordering::Release);
         let hooks = std::mem::take(&mut *hooks);
         hooks.into_iter().for_each(|hook| hook());
@@ -61,7 +60,7 @@ impl Fault {
 
     /// Runs `hook` once when waits are to end, or at once if they are already.
     pub(crate) fn when_raised(&self, hook: impl FnOnce() + Send + 'static) {
-        let mut hooks = lock(&self.hooks);
+        let mut hooks = guard(&self.hooks);
         if !self.is_released() {
             hooks.push(Box::new(hook));
             return;
@@ -92,7 +91,7 @@ struct Concern {
 
 impl FaultSet {
     pub(crate) fn add(&self, fault: &Arc<Fault>) {
-        let mut concerns = lock(&self.0);
+        let mut concerns = guard(&self.0);
         if concerns
             .iter()
             .any(|held| Arc::ptr_eq(&held.error, &fault.error))
@@ -112,11 +111,11 @@ impl FaultSet {
             return;
         }
         // Not under both locks, which two streams may take in either order.
-        let added = lock(&other.0).clone();
+        let added = guard(&other.0).clone();
         if added.is_empty() {
             return;
         }
-        let mut concerns = lock(&self.0);
+        let mut concerns = guard(&self.0);
         concerns.retain(Concern::matters);
         for concern in added {
             if !concerns
@@ -130,13 +129,13 @@ impl FaultSet {
 
     /// Forgets what it has, and takes the faults of `other`.
     pub(crate) fn replace(&self, other: &Self) {
-        let taken = lock(&other.0).clone();
-        *lock(&self.0) = taken;
+        let taken = guard(&other.0).clone();
+        *guard(&self.0) = taken;
     }
 
     /// Fails with the error of a fault that was raised, if one was.
     pub(crate) fn check(&self) -> Result<()> {
-        let concerns = lock(&self.0);
+        let concerns = guard(&self.0);
         let raised = concerns.iter().find_map(|concern| concern.error.get());
         raised.map_or(Ok(()), |error| {
             Err(error
@@ -176,15 +175,117 @@ mod tests {
         let faults = [(); 3].map(|()| Arc::new(Fault::default()));
         faults.iter().for_each(|fault| set.add(fault));
         set.add(&faults[0]);
-        assert_eq!(lock(&set.0).len(), 3);
+        assert_eq!(guard(&set.0).len(), 3);
         follower.add_all(&set);
         let [raised, gone, _kept] = faults;
         raised.raise(Error::new(ErrorKind::PeerLost, "lost"));
         drop((raised, gone));
         set.add(&Arc::new(Fault::default()));
-        assert_eq!(lock(&set.0).len(), 3, "raised, kept and new");
+        assert_eq!(guard(&set.0).len(), 3, "raised, kept and new");
         assert!(set.check().is_err() && follower.check().is_err());
         follower.replace(&FaultSet::default());
         assert!(follower.check().is_ok());
+    }
+}
+
+#[cfg(all(test, loom))]
+mod loom_tests {
+    //! A loss, told in two steps, beside streams that wait and streams that follow them.
+
+    use super::*;
+    use crate::error::ErrorKind;
+    use loom::sync::Arc as Shared;
+    use loom::sync::atomic::AtomicU64;
+    use loom::thread;
+
+    /// What ends a wait without a signal.
+    const LET_GO: u64 = u64::MAX;
+
+    fn lost() -> Error {
+        Error::new(ErrorKind::PeerLost, "lost")
+    }
+
+    /// A fault that ends the waits for a word, and the faults of a stream that waits for it.
+    fn waiting() -> (Arc<Fault>, Arc<FaultSet>, Shared<AtomicU64>) {
+        let (fault, set) = (Arc::new(Fault::default()), Arc::new(FaultSet::default()));
+        let word = Shared::new(AtomicU64::new(0));
+        let ended = word.clone();
+        fault.when_raised(move || ended.store(LET_GO, Ordering::Release));
+        set.add(&fault);
+        (fault, set, word)
+    }
+
+    fn wait(word: &AtomicU64) -> u64 {
+        loop {
+            match word.load(Ordering::Acquire) {
+                0 => thread::yield_now(),
+                seen => return seen,
+            }
+        }
+    }
+
+    /// A stream whose wait was let go of has failed by then, whether or not the peer's signal comes.
+    #[test]
+    fn loom_what_was_let_go_of_has_failed() {
+        loom::model(|| {
+            let (fault, set, word) = waiting();
+            let raising = thread::spawn(move || fault.raise(lost()));
+            let signal = word.clone();
+            let peer = thread::spawn(move || {
+                // A signal that comes late does not undo the end of the waits.
+                let _ = signal.compare_exchange(0, 1, Ordering::Release, Ordering::Relaxed);
+            });
+            if wait(&word) == LET_GO {
+                assert!(set.check().is_err(), "let go of, and taken for good");
+            }
+            raising.join().unwrap();
+            peer.join().unwrap();
+            assert!(set.check().is_err());
+        });
+    }
+
+    /// So has a stream that follows it by an event.
+    #[test]
+    fn loom_what_follows_has_failed_too() {
+        loom::model(|| {
+            let (fault, set, word) = waiting();
+            let follower = FaultSet::default();
+            follower.add_all(&set);
+            let raising = thread::spawn(move || fault.raise(lost()));
+            let event = Shared::new(AtomicU64::new(0));
+            let reached = event.clone();
+            let stream = thread::spawn(move || reached.store(wait(&word), Ordering::Release));
+            if wait(&event) == LET_GO {
+                assert!(follower.check().is_err(), "followed, and taken for good");
+            }
+            raising.join().unwrap();
+            stream.join().unwrap();
+        });
+    }
+
+    /// What is to happen when waits end happens once, whenever it is asked for; and the first error stays.
+    #[test]
+    fn loom_hooks_run_once_and_the_first_error_stays() {
+        loom::model(|| {
+            let fault = Arc::new(Fault::default());
+            let runs = Shared::new(AtomicU64::new(0));
+            let raising = [fault.clone(), fault.clone()]
+                .map(|fault| thread::spawn(move || fault.raise(lost())));
+            let counted = runs.clone();
+            fault.when_raised(move || {
+                counted.fetch_add(1, Ordering::Relaxed);
+            });
+            let seen = fault
+                .error()
+                .map(|error| std::ptr::from_ref(error) as usize);
+            raising
+                .into_iter()
+                .for_each(|thread| thread.join().unwrap());
+            assert_eq!(runs.load(Ordering::Relaxed), 1);
+            let last = fault
+                .error()
+                .map(|error| std::ptr::from_ref(error) as usize);
+            assert!(last.is_some() && (seen.is_none() || seen == last));
+        });
     }
 }

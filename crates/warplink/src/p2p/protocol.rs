@@ -347,6 +347,33 @@ mod loom_tests {
             target.join().unwrap();
         });
     }
+
+    /// A group of a send and a receive on each of two ranks: both tell the peer first, so that it
+    /// completes whatever the order of its members.
+    fn groups(post: PostNumber) {
+        loom::model(move || {
+            let (here, there) = (pair(), pair());
+            let group = move |own: Arc<Pair>, others: Arc<Pair>, value: u64| {
+                // SAFETY: the source is the initiator's alone.
+                own.source.with_mut(|source| unsafe { *source = value });
+                others.run(Role::Target, Steps::post(Role::Target, post));
+                own.run(Role::Initiator, Steps::post(Role::Initiator, post));
+                others.run(Role::Target, Steps::wait(Role::Target, post, true));
+                // SAFETY: loom fails the test where the initiator may still write.
+                others.destination.with(|bytes| unsafe { *bytes })
+            };
+            let (own, others) = (there.clone(), here.clone());
+            let peer = thread::spawn(move || group(own, others, 2));
+            assert_eq!(group(here, there, 1), 2);
+            assert_eq!(peer.join().unwrap(), 1);
+        });
+    }
+
+    #[test]
+    fn loom_groups_of_both_directions() {
+        groups(PostNumber::Eager(1));
+        groups(PostNumber::Captured(1));
+    }
 }
 
 #[cfg(test)]

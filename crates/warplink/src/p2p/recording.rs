@@ -10,8 +10,8 @@
 use super::protocol::{PostNumber, Role};
 use crate::device::{Device, Event, Stream};
 use crate::error::{Error, ErrorKind, Result};
-use crate::sync::lock;
-use std::sync::{Arc, Mutex, OnceLock};
+use crate::sync::{Mutex, guard};
+use std::sync::{Arc, OnceLock};
 
 /// What the graph recorded last has of one end of a transfer.
 #[derive(Debug, Default)]
@@ -42,7 +42,7 @@ impl Recording {
     /// Fails where a post in the graph `capture` cannot be: where a target's before was not waited
     /// for. `waited` says so of what is still to be noted, if anything is.
     pub(super) fn check(&self, role: Role, capture: u64, waited: Option<bool>) -> Result<()> {
-        let noted = lock(&self.posted).filter(|before| before.capture == capture);
+        let noted = guard(&self.posted).filter(|before| before.capture == capture);
         let waited = waited.or(noted.map(|before| before.waited));
         if role == Role::Target && waited == Some(false) {
             return Err(Error::invalid(
@@ -56,13 +56,13 @@ impl Recording {
 
     /// Whether the last post was not waited for.
     pub(super) fn is_open(&self) -> bool {
-        lock(&self.posted).is_some_and(|posted| !posted.waited)
+        guard(&self.posted).is_some_and(|posted| !posted.waited)
     }
 
     /// Notes a post on `stream` in the graph `capture`; its number there, and whether it is to
     /// be [marked](GraphMark::record).
     pub(super) fn post(&self, role: Role, capture: u64, stream: u64) -> (PostNumber, bool) {
-        let mut posted = lock(&self.posted);
+        let mut posted = guard(&self.posted);
         let before = posted.filter(|before| before.capture == capture);
         let count = before.map_or(0, |before| before.count) + 1;
         let (marked_on, marks) = match (before, role) {
@@ -83,7 +83,7 @@ impl Recording {
     /// # Errors
     /// Where what it would be for is in another graph.
     pub(super) fn wait(&self, role: Role, capture: u64, stream: u64) -> Result<Option<Waiting>> {
-        match &mut *lock(&self.posted) {
+        match &mut *guard(&self.posted) {
             Some(posted) if posted.capture == capture => {
                 posted.waited = true;
                 Ok(Some(Waiting {
@@ -196,5 +196,60 @@ mod tests {
         assert_eq!(recording.post(role, 8, 1), (PostNumber::Captured(1), true));
         assert_eq!(recording.wait(role, 8, 1).unwrap(), waiting(1, false));
         assert_eq!(recording.wait(role, 9, 1).unwrap(), None);
+    }
+}
+
+#[cfg(all(test, loom))]
+mod loom_tests {
+    //! Threads that record one transfer into one graph, on streams of their own.
+
+    use super::*;
+    use loom::sync::Arc as Shared;
+    use loom::thread;
+
+    #[test]
+    fn loom_recorded_posts_are_numbered_apart() {
+        for (role, marked) in [(Role::Target, 1), (Role::Initiator, 2)] {
+            loom::model(move || {
+                let recording = Shared::new(Recording::default());
+                let other = recording.clone();
+                let thread = thread::spawn(move || other.post(role, 7, 2));
+                let posts = [recording.post(role, 7, 1), thread.join().unwrap()];
+                let marks = posts.iter().filter(|(_, marks)| *marks).count();
+                // A target's first marks where its words start anew, an initiator's each where it is.
+                assert_eq!(marks, marked);
+                let mut numbers = posts.map(|(number, _)| match number {
+                    PostNumber::Captured(number) | PostNumber::Eager(number) => number,
+                });
+                numbers.sort_unstable();
+                assert_eq!(numbers, [1, 2]);
+                let waiting = recording.wait(role, 7, 1).unwrap().unwrap();
+                assert_eq!(waiting.post, PostNumber::Captured(2));
+            });
+        }
+    }
+
+    /// A wait beside a post is for that post, behind its mark, or for nothing.
+    #[test]
+    fn loom_a_recorded_wait_is_for_what_was_posted() {
+        loom::model(|| {
+            let recording = Shared::new(Recording::default());
+            let other = recording.clone();
+            let thread = thread::spawn(move || other.post(Role::Target, 7, 1));
+            let waiting = recording.wait(Role::Target, 7, 2).unwrap();
+            thread.join().unwrap();
+            match waiting {
+                Some(waiting) => {
+                    assert_eq!(waiting.post, PostNumber::Captured(1));
+                    assert!(waiting.follows && !recording.is_open());
+                    recording.check(Role::Target, 7, None).unwrap();
+                }
+                // The post came after it, and is to be waited for still.
+                None => {
+                    assert!(recording.is_open());
+                    assert!(recording.check(Role::Target, 7, None).is_err());
+                }
+            }
+        });
     }
 }
