@@ -1,5 +1,8 @@
 """Regions, streams and transfers between ranks, as processes."""
 
+import gc
+import threading
+
 import numpy
 import pytest
 import warplink
@@ -204,3 +207,38 @@ def test_steps_with_fresh_memory_do_not_add_up():
     for early, late in run_ranks(steps, 2):
         # 200 steps in between made 800; what peers still hold for a moment varies.
         assert late <= early + 100, (early, late)
+
+
+def collected(rank, world, meeting):
+    with join(rank, world, meeting, device="host") as job:
+        comm, stop = job.world(), threading.Event()
+
+        def churn():
+            while not stop.is_set():
+                cycle = []
+                cycle.append(cycle)
+                del cycle
+                gc.collect()
+
+        threads = [threading.Thread(target=churn) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        stream, region = comm.create_stream(), comm.alloc(1000)
+        for turn in range(200):
+            # Owners that only the stream and the collector let go of.
+            stream.copy(region, numpy.full(1000, turn, numpy.uint8))
+            held = {"region": comm.alloc(64)}
+            held["array"], held["self"] = numpy.asarray(held["region"].view([64], "u8")), held
+            del held
+        stream.synchronize()
+        stop.set()
+        for thread in threads:
+            thread.join()
+        gc.collect()
+        assert region.download() == bytes([199]) * 1000
+        comm.barrier()
+        return comm.registrations_and_mappings()
+
+
+def test_the_garbage_collector_and_the_library_do_not_wait_for_each_other():
+    assert run_ranks(collected, 2) == [(1, 0)] * 2

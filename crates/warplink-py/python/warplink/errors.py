@@ -170,3 +170,7 @@ def from_kind(
     error.help = help
     error.diagnostics = tuple(Diagnostic(*found) for found in diagnostics or ())
     return error
+
+
+for _kind, _class in _CLASSES.items():
+    _class.kind = _kind

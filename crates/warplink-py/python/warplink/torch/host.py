@@ -14,7 +14,7 @@ from typing import Callable
 import torch
 
 import warplink
-from warplink.errors import ClosedError, MismatchError, TimeoutError
+from warplink.errors import ClosedError, TimeoutError, WarplinkError, from_kind
 from warplink.torch.arithmetic import (
     as_bytes,
     readable,
@@ -97,12 +97,12 @@ class HostCollectives:
             work.finish(error=self._failure or ClosedError("the process group was destroyed"))
         return work
 
-    def _timed_out(self, name: str, limit: float, cause: TimeoutError) -> TimeoutError:
-        error = TimeoutError(
+    def _timed_out(self, name: str, limit: float, cause: TimeoutError) -> WarplinkError:
+        message = (
             f"rank {self.rank}: {name}: not all ranks took part before the timeout of {limit} s "
             "passed; help: check that every rank calls it"
         )
-        error.kind, error.rank, error.operation = "timeout", self.rank, name
+        error = from_kind("timeout", message, rank=self.rank, operation=name)
         error.__cause__ = cause
         return error
 
@@ -412,7 +412,7 @@ def _packed(data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return data[:split], data[split:]
 
 
-def _mismatch(rank: int, peer: int, told: tuple, wanted: tuple) -> MismatchError:
+def _mismatch(rank: int, peer: int, told: tuple, wanted: tuple) -> WarplinkError:
     """What the peer does, and what this rank does."""
 
     def say(header: tuple) -> str:
@@ -423,9 +423,8 @@ def _mismatch(rank: int, peer: int, told: tuple, wanted: tuple) -> MismatchError
             f"{to} bytes one way and {back} the other, as collective {number}"
         )
 
-    error = MismatchError(
+    message = (
         f"rank {rank}: the peer calls {say(told)}; expected {say(wanted)} (peer {peer}); "
         "help: call the same collectives in the same order with the same sizes on every rank"
     )
-    error.kind, error.rank, error.peer = "mismatch", rank, peer
-    return error
+    return from_kind("mismatch", message, rank=rank, peer=peer)

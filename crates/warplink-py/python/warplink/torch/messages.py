@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 import warplink
-from warplink.errors import ClosedError, MismatchError
+from warplink.errors import ClosedError, from_kind
 from warplink.torch.arithmetic import as_bytes, readable, settle, writable
 from warplink.torch.works import HostWork, Worker
 
@@ -194,11 +194,11 @@ class Messages:
     def _deliver(self, posted: _Posted, peer: int, data: torch.Tensor) -> None:
         expected = posted.tensor.numel() * posted.tensor.element_size()
         if expected != data.numel():
-            error = MismatchError(
+            message = (
                 f"rank {self.rank}: recv: the peer sends {data.numel()} bytes; expected {expected} "
                 f"(peer {peer}, tag {posted.tag}); help: give the send and its receive the same size"
             )
-            error.kind, error.rank, error.peer = "mismatch", self.rank, peer
+            error = from_kind("mismatch", message, rank=self.rank, peer=peer, operation="recv")
             posted.work.finish(error=error)
             return
         with torch.no_grad():
