@@ -226,57 +226,49 @@ impl Recording<'_> {
         Ok(())
     }
 
-    fn split(&self, group: &[TransferId]) -> (Vec<TransferId>, Vec<TransferId>) {
-        let transfers = &self.program.transfers;
-        group.iter().partition(|id| !transfers[**id].is_engine())
+    fn is_engine(&self, id: TransferId) -> bool {
+        self.program.transfers[id].is_engine()
     }
 
-    fn moves(&self, id: TransferId) -> bool {
-        let transfer = &self.program.transfers[id];
-        transfer.initiates()
-    }
-
+    /// A group is of the engine's transfers or of others.
     fn post(&mut self, index: usize, stream: usize, group: &[TransferId]) -> Result<(), Obstacle> {
-        let (direct, engine) = self.split(group);
-        let (movers, signals): (Vec<_>, Vec<_>) =
-            direct.into_iter().partition(|id| self.moves(*id));
-        if !signals.is_empty() {
+        let program = self.program;
+        if group.iter().any(|id| self.is_engine(*id)) {
+            return self.engine(index, stream, group);
+        }
+        let signals = |id: &&TransferId| !program.transfers[**id].initiates();
+        if group.iter().any(|id| signals(&id)) {
             self.add(index, stream)?;
-            for &id in &signals {
+            for &id in group.iter().filter(signals) {
                 if self.open[id].replace(index).is_some() {
                     return Err(Obstacle::PostedAgain(index, id));
                 }
+                if self.places[id].is_none() {
+                    self.place(stream, &[id]);
+                }
             }
-            let first: Vec<_> = signals
-                .into_iter()
-                .filter(|id| self.places[*id].is_none())
-                .collect();
-            self.place(stream, &first);
         }
-        if !movers.is_empty() {
+        if group.iter().any(|id| !signals(&id)) {
             self.add(index, stream)?;
-            self.place(stream, &movers);
+            for &id in group.iter().filter(|id| !signals(id)) {
+                self.place(stream, &[id]);
+            }
         }
-        if engine.is_empty() {
-            Ok(())
-        } else {
-            self.engine(index, stream, &engine)
-        }
+        Ok(())
     }
 
     fn wait(&mut self, index: usize, stream: usize, group: &[TransferId]) -> Result<(), Obstacle> {
-        let (direct, engine) = self.split(group);
-        if !direct.is_empty() {
+        if group.iter().any(|id| !self.is_engine(*id)) {
             self.add(index, stream)?;
         }
-        for id in direct {
-            if let Some(place) = self.places[id].clone() {
-                self.follow(index, stream, &place);
-            }
-            self.open[id] = None;
-        }
-        for id in engine {
-            if let Some(mark) = self.engine_posts.get(&id).cloned() {
+        for &id in group {
+            let mark = if self.is_engine(id) {
+                self.engine_posts.get(&id).cloned()
+            } else {
+                self.open[id] = None;
+                self.places[id].clone()
+            };
+            if let Some(mark) = mark {
                 self.follow(index, stream, &mark);
             }
         }

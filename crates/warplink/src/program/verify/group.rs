@@ -40,23 +40,18 @@ impl Run<'_> {
     ) {
         let (rank, ranks, links) = (self.streams[stream].rank, self.ranks, self.links);
         let kind = &ranks[rank].operations[operation].kind;
-        let initiators: Vec<(TransferId, usize)> = group
-            .iter()
-            .copied()
-            .zip(links.numbers[rank].of(operation))
-            .filter(|&(id, _)| {
-                let transfer = &ranks[rank].transfers[id];
-                transfer.initiates()
-            })
-            .collect();
-        if initiators.is_empty() {
+        let initiators = || {
+            let numbered = group.iter().copied().zip(links.numbers[rank].of(operation));
+            numbered.filter(|&(id, _)| ranks[rank].transfers[id].initiates())
+        };
+        if initiators().next().is_none() {
             return;
         }
         // What the group announced at its start says nothing of what it moves.
         self.tick(stream);
         let start = self.streams[stream].clock.clone();
         let mut end = start.clone();
-        for (position, &(id, number)) in initiators.iter().enumerate() {
+        for (position, (id, number)) in initiators().enumerate() {
             let transfer = &ranks[rank].transfers[id];
             let (peer, partner) = (transfer.peer, links.partners[rank][id]);
             let theirs = ranks[peer].transfers[partner].range;
@@ -92,7 +87,7 @@ impl Run<'_> {
         }
         self.streams[stream].clock = end;
         let mut engine = false;
-        for (id, number) in initiators {
+        for (id, number) in initiators() {
             if ranks[rank].transfers[id].is_engine() {
                 engine = true
             } else {
