@@ -45,10 +45,11 @@ fuzz target seconds='60':
 random-programs count='20000' *args:
     cargo run --release -p warplink --example random_programs -- --count {{ count }} {{ args }}
 
-# What survivors get when a rank fails in every way, in every phase; on GPUs, `just faults --ranks-per-gpu 4`
+# What survivors get when a rank fails in every way, in every phase; it is the last, then the one that serves the store
 faults *args:
     cargo build --release -p warplink-cli
-    for ranks in 2 4 8; do target/release/warplink faults -n "$ranks" {{ args }}; done
+    for ranks in 2 4 8; do for victim in "$((ranks - 1))" 0; do \
+        target/release/warplink faults -n "$ranks" --victim "$victim" {{ args }}; done; done
 
 # The protocols under loom, which tries all interleavings
 loom *args:

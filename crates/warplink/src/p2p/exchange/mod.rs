@@ -15,6 +15,7 @@
 //! ```
 
 mod matching;
+mod numbers;
 mod offer;
 mod withdrawal;
 
@@ -28,10 +29,9 @@ use crate::device::{Device, Fault, InFlight};
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::memory::{MemoryRegistry, Region};
 use crate::signal::{Slot, SlotDirectory, SlotPool, SlotReleases};
-use crate::sync::lock;
+use numbers::EndNumbers;
 use offer::EndOffer;
-use std::collections::HashMap;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 /// Exchanges the transfers of one rank in one communicator, whose ranks its requests name.
 #[derive(Debug)]
@@ -45,8 +45,7 @@ pub struct TransferExchange {
     slots: Arc<SlotPool>,
     releases: Arc<SlotReleases>,
     default_protocol: Protocol,
-    // How many transfers were exchanged under each key.
-    counts: Mutex<HashMap<MatchKey, u64>>,
+    numbers: EndNumbers,
     progress: ProgressList,
 }
 
@@ -98,7 +97,7 @@ impl TransferExchange {
             releases,
             slots,
             default_protocol: protocol,
-            counts: Mutex::default(),
+            numbers: EndNumbers::default(),
             progress: ProgressList::default(),
         }
     }
@@ -265,7 +264,7 @@ impl TransferExchange {
     fn prepare<'a>(&self, request: &'a TransferRequest) -> Result<(PublishedEnd<'a>, Vec<u8>)> {
         let slot = self.slots.allocate(&self.memory)?;
         let key = request.match_key();
-        let number = self.next_number(key);
+        let number = self.numbers.next(key);
         let mut end = PublishedEnd {
             request,
             protocol: request.protocol.unwrap_or(self.default_protocol),
@@ -319,21 +318,6 @@ impl TransferExchange {
             "p2p/{from}>{to}/tag {}/{number}/{direction}",
             key.tag
         ))
-    }
-
-    /// Numbers the next end under `key`.
-    fn next_number(&self, key: MatchKey) -> u64 {
-        let mut counts = lock(&self.counts);
-        let count = counts.entry(key).or_default();
-        *count += 1;
-        *count - 1
-    }
-
-    /// Makes `number` the next again: no peer has seen the end, so that a later try meets the peer's.
-    fn reuse_number(&self, key: MatchKey, number: u64) {
-        let mut counts = lock(&self.counts);
-        let count = counts.entry(key).or_default();
-        *count = (*count).min(number);
     }
 }
 

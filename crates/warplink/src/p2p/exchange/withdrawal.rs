@@ -42,7 +42,7 @@ impl TransferExchange {
     /// Forgets ends that no peer has seen.
     pub(super) fn roll_back(&self, published: Vec<PublishedEnd<'_>>) {
         for end in published {
-            self.reuse_number(end.request.match_key(), end.number);
+            self.numbers.reuse(end.request.match_key(), end.number);
             self.release(&end);
         }
     }

@@ -1,0 +1,99 @@
+//! The numbers of ends: of those that match by one key, the n-th meets the peer's n-th.
+
+use crate::p2p::request::MatchKey;
+use crate::sync::{Mutex, guard};
+use std::collections::{BTreeSet, HashMap};
+
+/// Numbers ends under each key, from 0.
+#[derive(Debug, Default)]
+pub(super) struct EndNumbers(Mutex<HashMap<MatchKey, Numbers>>);
+
+#[derive(Debug, Default)]
+struct Numbers {
+    /// Above all that are taken.
+    next: u64,
+    /// Below it, and given back.
+    free: BTreeSet<u64>,
+}
+
+impl EndNumbers {
+    /// Numbers the next end under `key`: the smallest number that no end has.
+    pub(super) fn next(&self, key: MatchKey) -> u64 {
+        let mut all = guard(&self.0);
+        let numbers = all.entry(key).or_default();
+        numbers.free.pop_first().unwrap_or_else(|| {
+            numbers.next += 1;
+            numbers.next - 1
+        })
+    }
+
+    /// Gives `number` back: no peer has seen the end, so that a later try meets the peer's. Ends that
+    /// another thread numbered meanwhile keep theirs.
+    pub(super) fn reuse(&self, key: MatchKey, number: u64) {
+        let mut all = guard(&self.0);
+        let numbers = all.entry(key).or_default();
+        numbers.free.insert(number);
+        while numbers.next > 0 && numbers.free.remove(&(numbers.next - 1)) {
+            numbers.next -= 1;
+        }
+    }
+}
+
+#[cfg(test)]
+fn key(tag: u64) -> MatchKey {
+    MatchKey {
+        peer: 1,
+        tag,
+        direction: crate::p2p::Direction::Send,
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_count_up_and_are_used_again() {
+        let numbers = EndNumbers::default();
+        let next = |count| (0..count).map(|_| numbers.next(key(0))).collect::<Vec<_>>();
+        assert_eq!(next(3), [0, 1, 2]);
+        assert_eq!(numbers.next(key(1)), 0);
+        // A whole batch, in any order.
+        for number in [1, 2, 0] {
+            numbers.reuse(key(0), number);
+        }
+        assert_eq!(next(3), [0, 1, 2]);
+        // One whose follower was matched by another thread.
+        numbers.reuse(key(0), 1);
+        assert_eq!(next(2), [1, 3]);
+    }
+}
+
+#[cfg(all(test, loom))]
+mod loom_tests {
+    use super::*;
+    use loom::sync::Arc;
+    use loom::thread;
+
+    /// A thread whose exchange fails does not take the number of another's.
+    #[test]
+    fn loom_ends_of_an_exchange_are_numbered_apart() {
+        loom::model(|| {
+            let numbers = Arc::new(EndNumbers::default());
+            let other = numbers.clone();
+            let failing = thread::spawn(move || {
+                let withdrawn = other.next(key(0));
+                other.reuse(key(0), withdrawn);
+                other.next(key(0))
+            });
+            let taken = [numbers.next(key(0)), numbers.next(key(0))];
+            let mut all = vec![taken[0], taken[1], failing.join().unwrap()];
+            all.sort_unstable();
+            assert_eq!(all, [0, 1, 2]);
+            for number in all {
+                numbers.reuse(key(0), number);
+            }
+            assert_eq!(numbers.next(key(0)), 0);
+        });
+    }
+}
