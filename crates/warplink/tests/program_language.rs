@@ -13,3 +13,5 @@ mod own_peer;
 mod products;
 #[path = "program_language/run.rs"]
 mod run;
+#[path = "program_language/zeros.rs"]
+mod zeros;

@@ -325,6 +325,9 @@ pub struct Declaration {
     pub shape: Vec<Expr>,
     /// In which order its memory holds the elements, which are contiguous.
     pub order: Order,
+    /// `= 0`: whether it starts at 0 in every run. What is accumulated first is stored, so this is for
+    /// free where nothing is read before it is written.
+    pub zero: bool,
     /// How the instance relates to the tensor as a whole.
     pub sharding: Sharding,
 }

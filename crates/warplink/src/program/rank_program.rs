@@ -85,6 +85,9 @@ impl RankProgram {
                 | OperationKind::Share(_)
                 | OperationKind::Wait(_)
                 | OperationKind::Synchronize(_) => {}
+                OperationKind::Zero(range) => {
+                    touched.insert(range.tensor);
+                }
                 OperationKind::Copy { target, source }
                 | OperationKind::Collective { target, source, .. } => {
                     touched.extend([target.tensor, source.tensor]);
@@ -242,6 +245,8 @@ pub enum OperationKind {
     Allocate(TensorId),
     /// The tensor is not used after this, in the order of the stream.
     Deallocate(TensorId),
+    /// The range is set to 0.
+    Zero(Range),
     /// A copy between ranges of the same length.
     Copy {
         /// What is written.
@@ -334,6 +339,7 @@ impl OperationKind {
         match self {
             Self::Allocate(_) => "allocate",
             Self::Deallocate(_) => "deallocate",
+            Self::Zero(_) => "zero",
             Self::Copy { .. } => "copy",
             Self::Matmul {
                 transposed: [_, true],

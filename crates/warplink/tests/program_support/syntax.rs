@@ -159,10 +159,10 @@ fn declaration() -> impl Strategy<Value = Declaration> {
         dtype,
         prop::collection::vec(expr(), 1..4),
         0..5_usize,
-        order(),
+        (order(), any::<bool>()),
     )
         .prop_map(
-            |((role, optional), (name, family), dtype, shape, sharded, order)| {
+            |((role, optional), (name, family), dtype, shape, sharded, (order, zero))| {
                 let sharding = match sharded {
                     0 | 1 => Sharding::Whole,
                     2 => Sharding::Loop,
@@ -176,6 +176,7 @@ fn declaration() -> impl Strategy<Value = Declaration> {
                     dtype,
                     shape,
                     order,
+                    zero: zero && role != Role::Input,
                     sharding,
                 }
             },

@@ -127,6 +127,7 @@ pub(super) fn describe(rank_program: &RankProgram, kind: &OperationKind) -> Stri
         OperationKind::Allocate(id) | OperationKind::Deallocate(id) => {
             format!("{} {}", kind.name(), name(*id))
         }
+        OperationKind::Zero(range) => format!("{} = 0", part(range)),
         OperationKind::Copy { target, source } => {
             format!("{} = copy({})", part(target), part(source))
         }

@@ -99,7 +99,10 @@ impl<'a> Schedule<'a> {
         self.step(state, Step::NotBefore(state.host));
         self.step(state, Step::Begin(id));
         match kind {
-            OperationKind::Copy { target, .. } => self.copy_work(state, target.bytes as f64),
+            // It only writes, and takes no longer.
+            OperationKind::Zero(target) | OperationKind::Copy { target, .. } => {
+                self.copy_work(state, target.bytes as f64)
+            }
             OperationKind::Matmul { dtype, m, n, k, .. } => {
                 self.add_matmul(state, *dtype, (*m, *k, *n));
             }
@@ -135,7 +138,7 @@ impl<'a> Schedule<'a> {
     fn host_seconds(&self, program: &RankProgram, kind: &OperationKind) -> f64 {
         let host = &self.model.host;
         match kind {
-            OperationKind::Copy { .. } => host.copy,
+            OperationKind::Zero(_) | OperationKind::Copy { .. } => host.copy,
             OperationKind::Matmul { .. } => host.matmul,
             OperationKind::Sum { .. } => host.sum,
             OperationKind::Post(group) => post::host_seconds(program, group, host),

@@ -33,7 +33,7 @@ fn costs_the_same(a: &OperationKind, b: &OperationKind) -> bool {
     use OperationKind::*;
     match (a, b) {
         (Allocate(_), Allocate(_)) | (Deallocate(_), Deallocate(_)) | (Share(_), Share(_)) => true,
-        (Copy { target: a, .. }, Copy { target: b, .. }) => a.bytes == b.bytes,
+        (Copy { target: a, .. }, Copy { target: b, .. }) | (Zero(a), Zero(b)) => a.bytes == b.bytes,
         (
             Matmul {
                 dtype: dtype_a,

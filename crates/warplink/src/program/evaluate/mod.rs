@@ -238,6 +238,11 @@ impl Run<'_> {
             | OperationKind::Share(_)
             | OperationKind::Wait(_)
             | OperationKind::Synchronize(_) => {}
+            OperationKind::Zero(range) => {
+                let dtype = self.evaluator.ranks[rank].tensors[range.tensor].dtype;
+                let zeros = vec![Value::exact(0.0); range.bytes / dtype.size()];
+                self.memory.write(rank, range, &zeros);
+            }
             OperationKind::Copy { target, source } => {
                 self.memory.copy((rank, target), (rank, source));
             }
@@ -439,7 +444,7 @@ fn steps_of(program: &RankProgram, kind: &OperationKind) -> u128 {
         (range.bytes / dtype.size()) as u128
     };
     match kind {
-        OperationKind::Copy { target, .. } => count(target),
+        OperationKind::Zero(target) | OperationKind::Copy { target, .. } => count(target),
         OperationKind::Sum {
             target, sources, ..
         } => count(target) * sources.len() as u128,

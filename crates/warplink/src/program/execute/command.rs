@@ -26,6 +26,7 @@ pub(super) enum CommandKind {
         target: DeviceSlice,
         source: DeviceSlice,
     },
+    Zero(DeviceSlice),
     Matmul(Arc<dyn PreparedLaunch>),
     Sum(Arc<dyn PreparedLaunch>),
     /// Direct transfers, as one group.
@@ -45,6 +46,7 @@ impl CommandKind {
     pub(super) const fn name(&self) -> &'static str {
         match self {
             Self::Copy { .. } => "copy",
+            Self::Zero(_) => "zero",
             Self::Matmul(_) => "matmul",
             Self::Sum(_) => "sum",
             Self::Post(_) => "post",
@@ -68,6 +70,7 @@ impl Command {
     pub(super) fn enqueue(&self, stream: &Stream) -> Result<()> {
         match &self.kind {
             CommandKind::Copy { target, source } => stream.copy(target, source),
+            CommandKind::Zero(target) => stream.fill(target, 0),
             CommandKind::Matmul(launch) | CommandKind::Sum(launch) => launch.enqueue(stream),
             CommandKind::Post(group) => self.batch(group).post(each(group)).enqueue(stream),
             CommandKind::PostMatmul(group, matmuls) => {

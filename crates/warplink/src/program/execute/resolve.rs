@@ -107,6 +107,7 @@ impl<'a> Resolver<'a> {
                 let kind = CommandKind::Collective(self.engine()?, request);
                 return self.push_engine(stream, kind, &[]);
             }
+            OperationKind::Zero(range) => CommandKind::Zero(self.memory.slice(range)?),
             OperationKind::Copy { target, source } => CommandKind::Copy {
                 target: self.memory.slice(target)?,
                 source: self.memory.slice(source)?,

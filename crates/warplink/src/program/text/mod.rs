@@ -7,7 +7,7 @@
 //! block     = "{" {statement separator} "}"            separator: the end of a line, or ";"
 //! statement = "require" condition
 //!           | ["optional"] ("input" | "output" | "allocate") NAME ["[" NAME "]"] ":" (DTYPE | NAME)
-//!             "[" axis {"," axis} "]" ["column_major" ["if" condition]] [each]
+//!             "[" axis {"," axis} "]" ["column_major" ["if" condition]] ["=" "0"] [each]
 //!                                                      with an index, a family with a member for each
 //!           | "deallocate" NAME
 //!           | "let" NAME "=" (integer | tensor)        a tensor here has at least one selection

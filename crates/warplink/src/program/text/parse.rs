@@ -277,6 +277,15 @@ impl Parser<'_> {
                 Order::ColumnMajorIf(self.condition()?)
             }
         };
+        let equals = self.peek();
+        let zero = self.take("=");
+        if zero && role == Role::Input {
+            return Err(self.wrong(equals, "an input has the caller's values".into()));
+        }
+        if zero && self.next().kind != TokenKind::Number(0) {
+            self.at -= 1;
+            return Err(self.expected("0, which a tensor may start at"));
+        }
         let next = self.peek();
         let family = self.over()?;
         match (&index, &family) {
@@ -298,6 +307,7 @@ impl Parser<'_> {
             dtype,
             shape,
             order,
+            zero,
             sharding,
         }))
     }

@@ -273,6 +273,7 @@ impl Display for Declaration {
             Order::ColumnMajor => f.write_str(" column_major")?,
             Order::ColumnMajorIf(condition) => write!(f, " column_major if {condition}")?,
         }
+        f.write_str(if self.zero { " = 0" } else { "" })?;
         over(f, self.family.as_ref())
     }
 }

@@ -137,6 +137,9 @@ impl<'p> Unroller<'p> {
             role,
             site,
         });
+        if declaration.zero {
+            self.zeros.start(tensor, bytes);
+        }
         if role == Role::Local {
             self.enqueue(OperationKind::Allocate(tensor));
         }

@@ -7,6 +7,7 @@ mod declare;
 mod scope;
 mod shapes;
 mod transfers;
+mod zeros;
 
 use super::diagnostic::{Diagnostic, DiagnosticKind, Place};
 use super::expr::Expr;
@@ -21,6 +22,7 @@ use crate::error::{Rank, Result};
 use scope::{Bound, Named, OpenLoop, View};
 use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use zeros::Zeros;
 
 /// The most steps that a program may take on one rank: statements, iterations and items of lists.
 pub const MAX_STEPS: usize = 1 << 20;
@@ -141,6 +143,7 @@ pub(super) fn unroll_within(
         ordinals: HashMap::new(),
         posts: Vec::new(),
         deallocated: HashMap::new(),
+        zeros: Zeros::default(),
         site: Site::default(),
         given: BTreeSet::new(),
         optional: BTreeMap::new(),
@@ -152,6 +155,7 @@ pub(super) fn unroll_within(
     let outcome = unroller
         .start(program, parameters)
         .and_then(|()| unroller.block(&program.body));
+    unroller.finish_zeros();
     budget.exhausted = unroller.budget.exhausted;
     budget.steps = budget.steps.saturating_sub(unroller.steps());
     let made = unroller.made;
@@ -179,6 +183,8 @@ struct Unroller<'p> {
     posts: Vec<usize>,
     /// Where tensors are deallocated.
     deallocated: HashMap<TensorId, Position>,
+    /// What of tensors that start at 0 nothing has written.
+    zeros: Zeros,
     site: Site,
     /// The optional tensors that the caller binds.
     given: BTreeSet<String>,
@@ -409,6 +415,7 @@ impl<'p> Unroller<'p> {
     }
 
     fn enqueue(&mut self, kind: OperationKind) {
+        let kind = self.with_zeros(kind);
         let site = self.here();
         self.made.operations.push(Operation {
             kind,

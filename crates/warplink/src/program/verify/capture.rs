@@ -174,7 +174,8 @@ impl Recording<'_> {
                 Ok(())
             }
             OperationKind::Collective { .. } => self.engine(index, stream, &[]),
-            OperationKind::Copy { .. }
+            OperationKind::Zero(_)
+            | OperationKind::Copy { .. }
             | OperationKind::Matmul { .. }
             | OperationKind::Sum { .. } => self.add(index, stream),
         }

@@ -25,6 +25,7 @@ impl Run<'_> {
                 };
                 touch(self, all, AccessMode::Deallocate);
             }
+            OperationKind::Zero(range) => touch(self, *range, AccessMode::Write),
             OperationKind::Copy { target, source } => {
                 touch(self, *source, AccessMode::Read);
                 touch(self, *target, AccessMode::Write);

@@ -59,6 +59,12 @@ impl Play<'_> {
                     Step::Copy((rank, target.tensor, t), (rank, source.tensor, s), count)
                 }));
             }
+            OperationKind::Zero(target) => {
+                parts.chains.push(halves(program, target, |from, count| {
+                    let place = (target.tensor, elements(program, target).0 + from);
+                    Step::Sum(place, Vec::new(), count)
+                }));
+            }
             OperationKind::Sum {
                 target, sources, ..
             } => {

@@ -1,0 +1,211 @@
+//! Tensors that start at 0, without a step that sets them.
+//!
+//! What is accumulated into bytes that are still 0 is stored; bytes are set only where something reads
+//! them before anything is written there, and outputs at the end.
+
+use super::Unroller;
+use crate::program::ir::{Collective, Direction, Role};
+use crate::program::rank_program::{Operation, OperationKind, Range, Site, TensorId};
+use std::collections::{BTreeMap, HashMap};
+
+/// Bytes of tensors that are still 0, in the host's order, and were not set.
+#[derive(Default)]
+pub(super) struct Zeros {
+    /// By tensor, where parts start and end.
+    parts: HashMap<TensorId, BTreeMap<usize, usize>>,
+}
+
+impl Zeros {
+    /// A tensor of so many bytes starts at 0.
+    pub(super) fn start(&mut self, tensor: TensorId, bytes: usize) {
+        self.parts.insert(tensor, BTreeMap::from([(0, bytes)]));
+    }
+
+    /// Takes out the parts of `range` that are still 0.
+    fn take(&mut self, range: &Range) -> Vec<Range> {
+        let (from, to) = (range.offset_bytes, range.end());
+        let Some(parts) = self.parts.get_mut(&range.tensor) else {
+            return Vec::new();
+        };
+        let before = parts.range(..from).next_back().map(|(start, _)| *start);
+        let first = before.unwrap_or(from);
+        let touched: Vec<(usize, usize)> = parts
+            .range(first..to)
+            .map(|(start, end)| (*start, *end))
+            .filter(|(_, end)| *end > from)
+            .collect();
+        let mut taken = Vec::new();
+        for (start, end) in touched {
+            parts.remove(&start);
+            if start < from {
+                parts.insert(start, from);
+            }
+            if end > to {
+                parts.insert(to, end);
+            }
+            let (start, end) = (start.max(from), end.min(to));
+            taken.push(Range {
+                tensor: range.tensor,
+                offset_bytes: start,
+                bytes: end - start,
+            });
+        }
+        taken
+    }
+
+    /// Whether all of `range` is still 0. Parts never touch one another.
+    fn is_zero(&self, range: &Range) -> bool {
+        self.parts.get(&range.tensor).is_some_and(|parts| {
+            let part = parts.range(..=range.offset_bytes).next_back();
+            part.is_some_and(|(_, end)| *end >= range.end())
+        })
+    }
+
+    /// Takes `range` out if all of it is still 0.
+    fn take_whole(&mut self, range: &Range) -> bool {
+        let within = self.is_zero(range);
+        if within {
+            self.take(range);
+        }
+        within
+    }
+}
+
+impl Unroller<'_> {
+    /// Makes an operation one that counts on no bytes to be set to 0, where it can be; else has them
+    /// set before it, on the same stream.
+    pub(super) fn with_zeros(&mut self, kind: OperationKind) -> OperationKind {
+        if self.zeros.parts.is_empty() {
+            return kind;
+        }
+        let mut kind = kind;
+        match &mut kind {
+            OperationKind::Matmul { c, accumulate, .. } if *accumulate => {
+                *accumulate = !self.zeros.take_whole(c);
+                if *accumulate {
+                    self.set_to_zero(*c);
+                }
+            }
+            OperationKind::Sum { sources, .. } => {
+                // One source has to stay.
+                let mut left = sources.len();
+                sources.retain(|source| {
+                    let dropped = left > 1 && self.zeros.is_zero(source);
+                    left -= usize::from(dropped);
+                    !dropped
+                });
+            }
+            _ => {}
+        }
+        for range in self.reads(&kind) {
+            self.set_to_zero(range);
+        }
+        for range in self.writes(&kind) {
+            self.zeros.take(&range);
+        }
+        kind
+    }
+
+    /// Sets what is left of outputs, at the end.
+    pub(super) fn finish_zeros(&mut self) {
+        for tensor in 0..self.made.tensors.len() {
+            let instance = &self.made.tensors[tensor];
+            if instance.role != Role::Output {
+                continue;
+            }
+            let (bytes, site) = (instance.bytes, instance.site.clone());
+            let whole = Range {
+                tensor,
+                offset_bytes: 0,
+                bytes,
+            };
+            for part in self.zeros.take(&whole) {
+                self.push_zero(part, 0, site.clone());
+            }
+        }
+    }
+
+    fn set_to_zero(&mut self, range: Range) {
+        for part in self.zeros.take(&range) {
+            self.push_zero(part, self.current, self.here());
+        }
+    }
+
+    fn push_zero(&mut self, part: Range, stream: usize, site: Site) {
+        self.made.operations.push(Operation {
+            kind: OperationKind::Zero(part),
+            stream,
+            site,
+        });
+    }
+
+    /// What an operation reads of this rank's memory.
+    fn reads(&self, kind: &OperationKind) -> Vec<Range> {
+        match kind {
+            OperationKind::Copy { source, .. } | OperationKind::Collective { source, .. } => {
+                vec![*source]
+            }
+            OperationKind::Matmul { a, b, bias, .. } => {
+                [a, b].into_iter().chain(bias).copied().collect()
+            }
+            OperationKind::PostMatmul { a, b, bias, .. } => {
+                a.iter().chain([b]).chain(bias).copied().collect()
+            }
+            OperationKind::Sum { sources, .. } => sources.clone(),
+            OperationKind::Post(group) => self.ends(group, Direction::Send),
+            _ => Vec::new(),
+        }
+    }
+
+    /// What an operation writes, or lets a peer write, of this rank's memory.
+    fn writes(&self, kind: &OperationKind) -> Vec<Range> {
+        match kind {
+            OperationKind::Collective {
+                collective: Collective::Reduce(_, root),
+                ..
+            } if *root != self.made.rank => Vec::new(),
+            OperationKind::Copy { target, .. }
+            | OperationKind::Collective { target, .. }
+            | OperationKind::Sum { target, .. }
+            | OperationKind::Matmul { c: target, .. } => vec![*target],
+            OperationKind::Post(group) => self.ends(group, Direction::Receive),
+            _ => Vec::new(),
+        }
+    }
+
+    fn ends(&self, group: &[usize], direction: Direction) -> Vec<Range> {
+        let transfers = group.iter().map(|id| &self.made.transfers[*id]);
+        transfers
+            .filter(|transfer| transfer.direction == direction)
+            .map(|transfer| transfer.range)
+            .collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn range(from: usize, to: usize) -> Range {
+        Range {
+            tensor: 3,
+            offset_bytes: from,
+            bytes: to - from,
+        }
+    }
+
+    #[test]
+    fn parts_are_taken_once() {
+        let mut zeros = Zeros::default();
+        assert_eq!(zeros.take(&range(0, 8)), []);
+        zeros.start(3, 100);
+        assert_eq!(zeros.take(&range(10, 20)), [range(10, 20)]);
+        assert_eq!(zeros.take(&range(10, 20)), []);
+        assert!(!zeros.take_whole(&range(15, 25)));
+        assert!(zeros.take_whole(&range(20, 25)));
+        assert_eq!(zeros.take(&range(5, 30)), [range(5, 10), range(25, 30)]);
+        assert!(zeros.is_zero(&range(30, 100)) && !zeros.is_zero(&range(29, 100)));
+        assert_eq!(zeros.take(&range(0, 100)), [range(0, 5), range(30, 100)]);
+        assert!(!zeros.is_zero(&range(0, 1)));
+    }
+}
