@@ -191,7 +191,8 @@ fn poll_for(block: &Block<'_>) -> Result<()> {
 
 fn packets(block: &Block<'_>) -> Result<()> {
     let channel = block.channel(0)?;
-    let (bytes, rounds, result) = (block.u64(1)?, block.u32(2)?, block.slice(3)?);
+    let (bytes, rounds, kind) = (block.u64(1)?, block.u32(2)?, block.u32(3)?);
+    let result = block.slice(4)?;
     let part = bytes.next_multiple_of(128);
     let packed = 3 * part + 256;
     for round in 0..rounds {
@@ -199,7 +200,7 @@ fn packets(block: &Block<'_>) -> Result<()> {
         fill(block, &channel, 0, bytes, round)?;
         let flag = round + 1;
         let long = u64::from(flag) << 32 | u64::from(flag);
-        match round % 3 {
+        match if kind == 3 { round % 3 } else { kind } {
             0 => {
                 channel.put_packets8(at, 0, bytes, flag)?;
                 channel.read_packets8(part, at, bytes, flag)?;

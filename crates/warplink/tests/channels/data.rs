@@ -131,23 +131,36 @@ fn a_source_may_change_after_a_flush() {
 fn packets_carry_their_flags() {
     threads(world(2), |comm| {
         let rig = Rig::new(comm);
+        let mut wrong = Vec::new();
         for bytes in [8, 120, 128, 1000, 4096, 40_000_usize] {
             let part = bytes.next_multiple_of(128);
-            let connection = rig.pair(Transport::Direct, 2 * part + 2 * (3 * part + 256));
-            connection
-                .region(0)
-                .unwrap()
-                .upload(&vec![0; 8 * part + 512])
-                .unwrap();
-            comm.barrier().unwrap();
-            let arguments = [
-                connection.channel(),
-                Argument::U64(bytes as u64),
-                Argument::U32(rounds(300, 12)),
-            ];
-            rig.launch("packets", 1, &arguments).unwrap();
-            rig.finish();
+            // Of one kind each, and of all in turn.
+            for kind in 0..4 {
+                let connection = rig.pair(Transport::Direct, 2 * part + 2 * (3 * part + 256));
+                connection
+                    .region(0)
+                    .unwrap()
+                    .upload(&vec![0; 8 * part + 512])
+                    .unwrap();
+                comm.barrier().unwrap();
+                let arguments = [
+                    connection.channel(),
+                    Argument::U64(bytes as u64),
+                    Argument::U32(rounds(300, 12)),
+                    Argument::U32(kind),
+                ];
+                rig.launch("packets", 1, &arguments).unwrap();
+                comm.synchronize(&rig.stream).unwrap();
+                let outcome = rig.outcome.read();
+                if outcome != [0, 0] {
+                    wrong.push((bytes, kind, outcome));
+                }
+            }
         }
+        assert!(
+            wrong.is_empty(),
+            "bytes, kind, wrong words and status: {wrong:?}"
+        );
     });
 }
 

@@ -69,7 +69,12 @@ fn a_peer_that_is_killed_ends_kernels_that_wait_for_its_proxy() {
 #[test]
 fn a_peer_that_is_killed_ends_waits_for_packets() {
     let read = |rig: &Rig<'_>, channel: Argument| {
-        let arguments = [channel, Argument::U64(0), Argument::U32(1)];
+        let arguments = [
+            channel,
+            Argument::U64(0),
+            Argument::U32(1),
+            Argument::U32(0),
+        ];
         rig.launch("packets", 1, &arguments).unwrap();
     };
     ends(Transport::Direct, read, kill);

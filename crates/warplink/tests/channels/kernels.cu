@@ -135,8 +135,9 @@ extern "C" __global__ void poll_for(Channel channel, u32 count, u32 *result) {
     }
 }
 
-// Packets of every kind, back and forth; the flag counts up, and so does the data.
-extern "C" __global__ void packets(Channel channel, u64 bytes, u32 rounds, u32 *result) {
+// Packets back and forth, of one kind (0 to 2) or of all in turn (3); the flag counts up, and so does the
+// data.
+extern "C" __global__ void packets(Channel channel, u64 bytes, u32 rounds, u32 kind, u32 *result) {
     const Block block;
     // Own data, data that arrived, and packets of two rounds, so that no round overwrites unread ones.
     const u64 part = (bytes + 127) / 128 * 128, packed = 3 * part + 256;
@@ -144,11 +145,11 @@ extern "C" __global__ void packets(Channel channel, u64 bytes, u32 rounds, u32 *
         const u64 at = 2 * part + round % 2 * packed;
         fill(channel.here(0, bytes), bytes, round);
         __syncthreads();
-        const u32 flag = round + 1;
-        if (round % 3 == 0) {
+        const u32 flag = round + 1, now = kind == 3 ? round % 3 : kind;
+        if (now == 0) {
             CHECK(channel.put_packets8(block, at, 0, bytes, flag));
             CHECK(channel.read_packets8(block, part, at, bytes, flag));
-        } else if (round % 3 == 1) {
+        } else if (now == 1) {
             CHECK(channel.put_packets16(block, at, 0, bytes, flag));
             CHECK(channel.read_packets16(block, part, at, bytes, flag));
         } else {

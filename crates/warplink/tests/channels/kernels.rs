@@ -75,10 +75,11 @@ impl Outcome {
         Argument::from(&self.memory)
     }
 
-    /// The number of wrong words and the status.
+    /// The number of wrong words and the status since the last call.
     pub fn read(&self) -> [u32; 2] {
         let mut bytes = [0; 8];
         self.device.download(&self.memory, &mut bytes).unwrap();
+        self.device.upload(&self.memory, &[0; 8]).unwrap();
         [0, 4].map(|at| u32::from_ne_bytes(bytes[at..at + 4].try_into().unwrap()))
     }
 }

@@ -44,8 +44,8 @@ impl Gpu {
         let capabilities = capabilities::of_context(&context)?;
         let fault = Arc::new(Fault::default());
         let staging = Staging::create(&context, &fault)?;
-        let signals = Signals::start(&context)?;
-        let reaper = Reaper::start(&context).inspect_err(|_| signals.stop())?;
+        let reaper = Reaper::start(&context)?;
+        let signals = Signals::start(&context, &reaper).inspect_err(|_| reaper.stop())?;
         // Weakly, since the fault is held by what the thread must not outlive.
         let waiting = Arc::downgrade(&signals);
         fault.when_raised(move || {
@@ -127,10 +127,11 @@ fn parse_cpus(list: &str) -> Vec<usize> {
 impl Drop for Gpu {
     fn drop(&mut self) {
         self.signals.stop();
+        // Calls that the driver may hold until the GPU is idle, which it is only once the signals' thread
+        // has ended what still waits.
         let workspaces = self.workspaces.take_all();
-        if !workspaces.is_empty() {
-            self.reaper.run(move |_| drop(workspaces));
-        }
+        let (buffer, kernel) = (self.staging.close(), self.transfer_kernel.take());
+        self.reaper.run(move |_| drop((workspaces, buffer, kernel)));
         self.free_blocks(self.blocks.close());
         self.reaper.stop();
     }

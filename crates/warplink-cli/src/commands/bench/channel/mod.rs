@@ -209,7 +209,9 @@ impl<'a> Rig<'a> {
             }
             Ok(())
         };
-        self.clock.measure(self.samples, Submission::Eager, &work)
+        self.clock
+            .measure(self.samples, Submission::Eager, &work)
+            .with_context(|| format!("measure '{name}' of {bytes} bytes, {transport:?}"))
     }
 
     /// The time of one way of many back and forth in one kernel of one block.

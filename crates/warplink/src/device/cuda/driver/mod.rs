@@ -31,6 +31,13 @@ pub(super) mod status {
     pub(crate) const NOT_READY: Status = 600;
     pub(crate) const PEER_ACCESS_ALREADY_ENABLED: Status = 704;
     pub(crate) const NOT_SUPPORTED: Status = 801;
+    const DEINITIALIZED: Status = 4;
+
+    /// Whether what was to be given back is gone: also where the process ends, and the driver has given
+    /// everything back by itself.
+    pub(crate) fn is_gone(code: Status) -> bool {
+        matches!(code, SUCCESS | DEINITIALIZED)
+    }
 }
 
 function_table! {

@@ -65,7 +65,7 @@ impl Drop for RawStream {
         // SAFETY: made by `create` and not destroyed before. The driver lets enqueued work finish
         // and does not wait for it here.
         let code = unsafe { (self.context.driver.cuStreamDestroy_v2)(self.raw) };
-        if code != status::SUCCESS || entered.is_err() {
+        if !status::is_gone(code) || entered.is_err() {
             tracing::warn!(code, "a stream was not destroyed");
         }
     }
@@ -151,7 +151,7 @@ impl Drop for RawEvent {
         // SAFETY: made by `create` and not destroyed before; one that is still to be reached is
         // destroyed by the driver when it is.
         let code = unsafe { (self.context.driver.cuEventDestroy_v2)(self.raw) };
-        if code != status::SUCCESS || entered.is_err() {
+        if !status::is_gone(code) || entered.is_err() {
             tracing::warn!(code, "an event was not destroyed");
         }
     }
@@ -283,7 +283,7 @@ impl Drop for Pinned {
         let _relaxed = self.context.relax_capture();
         // SAFETY: allocated by `allocate` and not freed before.
         let code = unsafe { (self.context.driver.cuMemFreeHost)(self.pointer.cast()) };
-        if code != status::SUCCESS || entered.is_err() {
+        if !status::is_gone(code) || entered.is_err() {
             tracing::warn!(code, "pinned host memory was not freed");
         }
     }

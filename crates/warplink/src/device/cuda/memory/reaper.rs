@@ -115,7 +115,7 @@ impl Reaper {
         waited.unwrap_or_else(PoisonError::into_inner).0.done >= given
     }
 
-    /// Ends the thread when all is done.
+    /// Ends the thread when all is done and nobody else has a handle to give it more.
     pub(crate) fn stop(&self) {
         let mut state = lock(&self.0.state);
         state.stopped = true;
@@ -134,7 +134,7 @@ impl Reaper {
 }
 
 impl Shared {
-    fn run(&self, context: &Context) {
+    fn run(self: &Arc<Self>, context: &Context) {
         let [first_interval, max_interval] = POLL_INTERVALS;
         let mut interval = first_interval;
         loop {
@@ -146,12 +146,15 @@ impl Shared {
             let state = lock(&self.state);
             let urgent = state.is_urgent();
             if state.jobs.is_empty() && state.uses.is_empty() {
-                if state.stopped {
-                    return;
-                }
                 interval = first_interval;
                 // Whatever ends the wait, what is there is looked at.
-                drop(self.changed.wait(state));
+                if !state.stopped {
+                    drop(self.changed.wait(state));
+                } else if Arc::strong_count(self) == 1 {
+                    return;
+                } else {
+                    drop(self.changed.wait_timeout(state, max_interval));
+                }
             } else {
                 let pause = if urgent { REST } else { interval };
                 drop(self.changed.wait_timeout(state, pause));

@@ -33,7 +33,7 @@ pub(crate) struct Staging {
 struct Inner {
     stream: RawStream,
     done: [RawEvent; 2],
-    /// `None` only while dropped.
+    /// `None` once it is closed.
     buffer: Option<Pinned>,
     /// Whether a call gave up while the GPU was still to use the buffer.
     abandoned: bool,
@@ -53,6 +53,21 @@ impl Staging {
             fault: fault.clone(),
             inner: Mutex::new(inner),
         })
+    }
+
+    /// Takes the buffer out, to be freed when the driver may be held up; there are no copies after this.
+    pub(crate) fn close(&self) -> Option<Pinned> {
+        let mut inner = lock(&self.inner);
+        let buffer = inner.buffer.take();
+        if inner.abandoned && !inner.stream.is_idle().unwrap_or(false) {
+            // The GPU may still use the buffer, and waiting for that here could take for ever.
+            std::mem::forget(buffer);
+            tracing::warn!(
+                "a pinned buffer is leaked, since a copy that was given up may still use it"
+            );
+            return None;
+        }
+        buffer
     }
 
     /// Copies `bytes` to the device.
@@ -180,18 +195,5 @@ impl Staging {
                 Ok(())
             }
         })
-    }
-}
-
-impl Drop for Staging {
-    fn drop(&mut self) {
-        let mut inner = lock(&self.inner);
-        if inner.abandoned && !inner.stream.is_idle().unwrap_or(false) {
-            // The GPU may still use the buffer, and waiting for that here could take for ever.
-            std::mem::forget(inner.buffer.take());
-            tracing::warn!(
-                "a pinned buffer is leaked, since a copy that was given up may still use it"
-            );
-        }
     }
 }

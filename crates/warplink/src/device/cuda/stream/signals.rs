@@ -11,6 +11,7 @@ use crate::device::Fault;
 use crate::device::cuda::driver::context::Context;
 use crate::device::cuda::driver::raw::{Pinned, RawStream};
 use crate::device::cuda::driver::status;
+use crate::device::cuda::memory::reaper::Reaper;
 use crate::error::Error;
 use crate::error::Result;
 use crate::sync::lock;
@@ -53,6 +54,11 @@ struct Page {
 }
 
 impl State {
+    /// Whether no wait is left to be ended.
+    fn is_over(&self) -> bool {
+        self.stopped && self.pages.is_empty() && self.retiring.is_empty()
+    }
+
     /// The pages whose waits are to end, with their bytes.
     fn released(&self) -> HashMap<u64, usize> {
         let released = self.pages.iter();
@@ -71,8 +77,9 @@ pub(crate) struct Signals {
 }
 
 impl Signals {
-    /// Starts the thread. It ends when [`stop`](Self::stop) is called.
-    pub(crate) fn start(context: &Arc<Context>) -> Result<Arc<Self>> {
+    /// Starts the thread. It ends when [`stop`](Self::stop) was called and no page is left. `reaper`
+    /// frees what it used.
+    pub(crate) fn start(context: &Arc<Context>, reaper: &Reaper) -> Result<Arc<Self>> {
         let signals = Arc::new(Self::default());
         let stream = RawStream::create(context, true)?;
         let mut buffer = Pinned::allocate(context, BUFFER)?;
@@ -86,6 +93,7 @@ impl Signals {
             buffer,
             other: None,
             held_up: 0,
+            reaper: reaper.clone(),
         };
         std::thread::Builder::new()
             .name(format!("warplink-fault-{}", context.ordinal))
@@ -119,18 +127,17 @@ impl Signals {
         let Some(Page { bytes, .. }) = state.pages.remove(&address) else {
             return;
         };
-        if state.stopped {
-            return;
-        }
         state.retiring.insert(address, bytes);
         self.changed.notify_all();
         let waited = self.changed.wait_timeout_while(state, RETIREMENT, |state| {
-            !state.stopped && state.retiring.contains_key(&address)
+            state.retiring.contains_key(&address)
         });
         let mut state = waited.unwrap_or_else(std::sync::PoisonError::into_inner).0;
         if state.retiring.remove(&address).is_some() {
             tracing::warn!("a signal page is freed though its waits may not have ended");
         }
+        // The thread may have waited for the last page.
+        self.changed.notify_all();
     }
 
     /// Ends all waits from now on.
@@ -139,7 +146,8 @@ impl Signals {
         self.changed.notify_all();
     }
 
-    /// Ends the thread.
+    /// Ends the thread once the last page is retired, which may be later: what waits on a page must not
+    /// outlive the device.
     pub(crate) fn stop(&self) {
         lock(&self.state).stopped = true;
         self.changed.notify_all();
@@ -153,6 +161,7 @@ struct Poisoner {
     buffer: Pinned,
     other: Option<OtherContext>,
     held_up: u32,
+    reaper: Reaper,
 }
 
 impl Poisoner {
@@ -160,7 +169,7 @@ impl Poisoner {
         let signals = self.signals.clone();
         let mut state = lock(&signals.state);
         let mut warned = false;
-        while !state.stopped {
+        while !state.is_over() {
             // Held while enqueuing, so that no page is freed under a write.
             let result = self.serve(&mut state);
             if let Err(error) = result
@@ -182,6 +191,10 @@ impl Poisoner {
                     .unwrap_or_else(std::sync::PoisonError::into_inner)
             };
         }
+        drop(state);
+        let Self { buffer, reaper, .. } = self;
+        // The driver may wait for all streams before it frees pinned memory.
+        reaper.run(move |_| drop(buffer));
     }
 
     /// Writes what the state asks for, and lets go of the pages whose last write is done.
@@ -320,7 +333,7 @@ impl Drop for OtherContext {
         {
             // SAFETY: made by `create`, destroyed once; its stream goes with it.
             let code = unsafe { destroy(self.raw) };
-            if code != status::SUCCESS {
+            if !status::is_gone(code) {
                 tracing::warn!(code, "a second context was not destroyed");
             }
         }
