@@ -6,6 +6,8 @@
 mod common;
 #[path = "device_contract/compute.rs"]
 mod compute;
+#[path = "device_contract/memory.rs"]
+mod memory;
 
 use common::open_device;
 use std::time::Duration;
@@ -122,39 +124,6 @@ fn a_wait_is_for_at_least_the_value() {
         .raise(warplink::Error::new(ErrorKind::PeerLost, "rank 1 is lost").with_peer(1));
     let error = stream.synchronize(soon()).unwrap_err();
     assert_eq!((error.kind(), error.peer()), (ErrorKind::PeerLost, Some(1)));
-}
-
-/// A driver may hold a call that frees until the device is idle, and everything else with it.
-#[test]
-fn what_is_freed_while_a_stream_waits_holds_nobody_up() {
-    let device = open_device();
-    let [waiting, other] = [(); 2].map(|()| device.create_stream(Priority::Normal).unwrap());
-    let words = device.allocate_signals(64).unwrap();
-    let word = words.word(0).unwrap();
-    let allocate = || device.allocate(1 << 20, AllocationKind::Plain).unwrap();
-    let (a, b) = (allocate(), allocate());
-    for round in 1..=5 {
-        let freed = [(); 4].map(|()| allocate());
-        let wait = MemoryOp::Wait {
-            word: &word,
-            value: round,
-        };
-        waiting.memory_ops(&[wait]).unwrap();
-        drop(freed);
-        // Letting go of memory waits for it for a moment; the thread that frees it is at work now.
-        std::thread::sleep(Duration::from_millis(20));
-        for _ in 0..100 {
-            other.copy(&a, &b).unwrap();
-        }
-        other.synchronize(soon()).unwrap();
-        assert!(!waiting.is_idle().unwrap());
-        let write = MemoryOp::Write {
-            word: &word,
-            value: round,
-        };
-        other.memory_ops(&[write]).unwrap();
-        waiting.synchronize(soon()).unwrap();
-    }
 }
 
 #[test]

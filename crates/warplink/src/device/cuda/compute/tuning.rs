@@ -128,7 +128,7 @@ impl CudaCompute {
 
 /// Memory, a stream and events to try matmuls with.
 pub(super) struct Scratch {
-    _memory: [PlainMemory; 5],
+    memory: [PlainMemory; 5],
     pub(super) operands: Operands,
     pub(super) workspace: u64,
     pub(super) workspace_bytes: usize,
@@ -179,7 +179,7 @@ impl Scratch {
             stream: RawStream::create(&gpu.context, false)?,
             start: RawEvent::create(&gpu.context, true)?,
             end: RawEvent::create(&gpu.context, true)?,
-            _memory: memory,
+            memory,
         };
         let tile = random_tile(spec.dtype)?;
         for (address, bytes) in [(a, a_bytes), (b, b_bytes), (c, c_bytes), (bias, bias_bytes)] {
@@ -221,6 +221,15 @@ impl Scratch {
                 }
             },
         )
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        // Work that was given up may still use it.
+        if !self.stream.is_idle().unwrap_or(false) {
+            self.memory.iter().for_each(PlainMemory::forbid_reuse);
+        }
     }
 }
 

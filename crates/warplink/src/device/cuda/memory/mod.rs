@@ -147,7 +147,7 @@ impl Backing for CudaBacking {
 
     fn forbid_reuse(&self) {
         if let Source::Plain { held } = &self.source {
-            held.reusable.store(false, Ordering::Release);
+            held.forbid_reuse();
         }
     }
 
@@ -218,6 +218,11 @@ impl PlainMemory {
             reusable: AtomicBool::new(true),
             fault: None,
         })
+    }
+
+    /// Has it given to the driver when it is dropped.
+    pub(super) fn forbid_reuse(&self) {
+        self.reusable.store(false, Ordering::Release);
     }
 
     /// A new block of the driver's.
