@@ -5,7 +5,7 @@
 
 use super::connection::{Identity, Link};
 use super::frame;
-use super::group::GroupName;
+use super::group_name::GroupName;
 use super::health::Health;
 use super::journal::Journal;
 use super::message::{

@@ -3,7 +3,8 @@
 use super::client::Client;
 use super::config::{JoinConfig, Rendezvous};
 use super::connection::{self, Identity};
-use super::group::{Group, GroupName, sort_members};
+use super::group::{Group, sort_members};
+use super::group_name::GroupName;
 use super::health::Health;
 use super::heartbeat::Heartbeat;
 use super::message::{Entry, GroupDeclaration, MAX_WORLD};

@@ -57,6 +57,7 @@ mod environment;
 mod frame;
 mod gathers;
 mod group;
+mod group_name;
 mod handover;
 mod handshake;
 mod health;
@@ -85,7 +86,7 @@ pub mod fuzzing;
 
 pub use config::{JoinConfig, Rendezvous};
 pub use group::Group;
-pub(crate) use group::GroupName;
+pub(crate) use group_name::GroupName;
 pub use health::Health;
 pub use member::Bootstrap;
 pub use secret::Secret;

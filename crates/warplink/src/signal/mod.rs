@@ -3,7 +3,7 @@
 //! Every end of a transfer, and of a connection, has a slot of such words in its own memory, and waits
 //! on that alone: a wait is always for a word in the waiter's own memory. The peer maps the slot's page
 //! and sets the inbound words in it. Which end sets which word, and when, is the protocol's
-//! ([`p2p`](crate::p2p), [`channel`](crate::channel)).
+//! (`p2p/protocol.rs`, `channel/`).
 //!
 //! When waits are to end ([`Fault`](crate::device::Fault)), a GPU's pages are filled with a value that is
 //! at least every epoch, so that streams go on, and that kernels know to be no epoch: every word of a

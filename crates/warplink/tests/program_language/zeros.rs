@@ -112,7 +112,7 @@ fn sums_around_a_ring_start_at_zero() {
     let n = 3;
     let element = |rank: usize, name: &str, index: usize| match name {
         // The unit matrix.
-        "I" => f64::from(u8::from(index % (n + 1) == 0)),
+        "I" => f64::from(u8::from(index.is_multiple_of(n + 1))),
         _ => (10 * rank + index) as f64,
     };
     for ranks in [1, 2, 4].map(world) {

@@ -8,7 +8,7 @@ use warplink::program::evaluate::{Comparison, Effort, Evaluator, Values};
 use warplink::program::ir::Role;
 use warplink::program::{Plan, TensorId, TensorInstance};
 
-use super::run::Inputs;
+use super::inputs::Inputs;
 use super::{Source, Text};
 
 /// The values that a run is compared with.

@@ -3,6 +3,7 @@
 mod check;
 mod cost;
 mod diagnostics;
+mod inputs;
 mod run;
 mod show;
 

@@ -1,11 +1,11 @@
 //! `warplink program run`: a program on random inputs.
 
 use super::check::{self, Check, Compared};
+use super::inputs::Inputs;
 use super::{Source, Text};
 use crate::commands::bench::timing::{Clock, Submission, Times};
 use crate::commands::ranks;
 use crate::gemm::common_seed;
-use crate::gemm::inputs::Matrix;
 use crate::memory;
 use crate::options::Options;
 use crate::report::{self, print_json, write_trace};
@@ -14,12 +14,10 @@ use clap::Args;
 use serde::Serialize;
 use std::path::PathBuf;
 use std::process::ExitCode;
+use warplink::Communicator;
 use warplink::device::{AllocationKind, Priority};
 use warplink::program::ir::Role;
-use warplink::program::{
-    Bindings, Executor, Plan, PrepareOptions, TensorId, TensorInstance, refused, verify,
-};
-use warplink::{Communicator, DType};
+use warplink::program::{Bindings, Executor, Plan, PrepareOptions, refused, verify};
 
 /// Run a program on random inputs
 ///
@@ -48,12 +46,6 @@ pub(super) struct Run {
     /// Do not compare the outputs with what the program means; large programs are not compared anyway
     #[arg(long)]
     no_check: bool,
-}
-
-/// The inputs of all ranks.
-#[derive(Clone, Copy)]
-pub(super) struct Inputs {
-    seed: u64,
 }
 
 #[derive(Serialize)]
@@ -134,11 +126,11 @@ impl Run {
     fn outcome(&self, comm: &Communicator, text: &Text) -> Result<Outcome> {
         let seed = common_seed(comm, self.seed)?;
         let executor = comm.executor();
-        let plan = self.plan(comm, &executor, text, Inputs { seed })?;
+        let plan = self.plan(comm, &executor, text, Inputs::new(seed))?;
         let check = if self.no_check {
             Err("as --no-check says".to_owned())
         } else {
-            Check::new(comm, &self.source, text, Inputs { seed })
+            Check::new(comm, &self.source, text, Inputs::new(seed))
         };
         let clock = Clock::new(comm, Priority::Normal)?;
         let work = |stream: &warplink::device::Stream| Ok(plan.run(stream)?);
@@ -208,32 +200,5 @@ impl Run {
             }
         }
         Ok(prepared.bind(&bindings)?)
-    }
-}
-
-impl Inputs {
-    /// The bytes of an input of a rank.
-    pub(super) fn of(self, rank: usize, index: TensorId, tensor: &TensorInstance) -> Vec<u8> {
-        // They differ from rank to rank, so that what comes from a wrong one shows.
-        let rank = rank as u64 + 1;
-        random(tensor, self.seed, (index as u64) << 32 | rank)
-    }
-}
-
-/// Random elements for `tensor`.
-fn random(tensor: &TensorInstance, seed: u64, which: u64) -> Vec<u8> {
-    let elements = tensor.bytes / tensor.dtype.size();
-    let values = |dtype| Matrix::new(seed, which, 1, elements, dtype).bytes(0..1, 0..elements, 1);
-    match tensor.dtype {
-        DType::BF16 | DType::F16 | DType::F32 => values(tensor.dtype),
-        dtype => values(DType::F32)
-            .chunks_exact(4)
-            .filter_map(|bytes| bytes.try_into().ok().map(f32::from_le_bytes))
-            .flat_map(|value| match dtype {
-                DType::F64 => f64::from(value).to_le_bytes().to_vec(),
-                DType::I32 => ((value * 100.0) as i32).to_le_bytes().to_vec(),
-                _ => vec![(value.abs() * 100.0) as u8],
-            })
-            .collect(),
     }
 }

@@ -2,6 +2,7 @@
 
 use super::{ConnectionExchange, PublishedEnd};
 use crate::deadline::Deadline;
+use crate::error::Error;
 use std::time::Duration;
 
 /// The longest wait for what must be in the store already.
@@ -13,7 +14,7 @@ impl ConnectionExchange {
     pub(super) fn withdraw(&self, published: Vec<PublishedEnd<'_>>) {
         let store = self.bootstrap.store();
         for end in published {
-            let failed = |error: crate::Error, key: &str| {
+            let failed = |error: Error, key: &str| {
                 tracing::debug!(%error, key, "an end could not be withdrawn");
             };
             match store.delete(&end.own_key) {

@@ -29,7 +29,7 @@ fn fifo(slots: usize) -> (Arc<Fifo>, FifoReader) {
     Fifo::new(slots, |slots| Ok(Box::new(HostFifoMemory::new(slots)))).unwrap()
 }
 
-fn pause() -> crate::Result<()> {
+fn pause() -> crate::error::Result<()> {
     thread::yield_now();
     Ok(())
 }

@@ -6,7 +6,6 @@ use super::compute::workspace::Workspaces;
 use super::driver::context::Context;
 use super::kernels::transfer::TransferKernel;
 use super::memory::block_pool::{Block, BlockPool};
-use super::memory::free_block;
 use super::memory::reaper::Reaper;
 use super::memory::staging::Staging;
 use super::stream::memory_ops;
@@ -91,7 +90,7 @@ impl Gpu {
     /// Gives blocks that nobody uses to the driver. Does not wait.
     pub(super) fn free_blocks(&self, blocks: Vec<Block>) {
         for block in blocks {
-            free_block(&self.reaper, block);
+            self.reaper.free(block);
         }
     }
 

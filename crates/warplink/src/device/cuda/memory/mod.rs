@@ -13,7 +13,6 @@ pub(super) mod virtual_memory;
 
 use self::block_pool::Block;
 use self::ipc::IpcMapping;
-use self::reaper::Reaper;
 use self::virtual_memory::VirtualMemory;
 use crate::device::cuda::driver::status;
 use crate::device::cuda::gpu::Gpu;
@@ -302,7 +301,7 @@ impl Drop for PlainMemory {
             let reaper = reaper.clone();
             move || {
                 if let Some(block) = keep() {
-                    free_block(&reaper, block);
+                    reaper.free(block);
                 }
             }
         };
@@ -321,17 +320,6 @@ impl Drop for PlainMemory {
         }
         reaper.when_past(pending, free);
     }
-}
-
-/// Gives a block that nobody uses to the driver, at a moment when no stream has work.
-pub(super) fn free_block(reaper: &Reaper, block: Block) {
-    reaper.run(move |context| {
-        // SAFETY: allocated once and freed once; nothing names it any more.
-        let code = unsafe { (context.driver.cuMemFree_v2)(block.address) };
-        if !status::is_gone(code) {
-            tracing::warn!(code, "device memory at {:#x} was not freed", block.address);
-        }
-    });
 }
 
 /// Fails where memory of a peer, or of another kind, is asked to be shared on.

@@ -7,8 +7,10 @@
 //! that (an allocation that finds no memory, a request to trim, the end of the device) is what is
 //! enqueued held back for moments, so that streams can run empty.
 
+use super::block_pool::Block;
 use super::gate::{Closed, GATE};
 use crate::device::cuda::driver::context::Context;
+use crate::device::cuda::driver::status;
 use crate::device::cuda::stream::live::{PendingUse, all_done};
 use crate::error::{Error, Result};
 use crate::sync::lock;
@@ -83,6 +85,17 @@ impl Reaper {
     /// Does not wait.
     pub(crate) fn run(&self, free: impl FnOnce(&Context) + Send + 'static) {
         self.give(Job::Driver(Box::new(free)));
+    }
+
+    /// Gives a block that nobody uses to the driver, at a moment when no stream has work. Does not wait.
+    pub(crate) fn free(&self, block: Block) {
+        self.run(move |context| {
+            // SAFETY: allocated once and freed once; nothing names it any more.
+            let code = unsafe { (context.driver.cuMemFree_v2)(block.address) };
+            if !status::is_gone(code) {
+                tracing::warn!(code, "device memory at {:#x} was not freed", block.address);
+            }
+        });
     }
 
     /// Has `then` run when everything given to [`run`](Self::run) so far is done. Does not wait.

@@ -1,0 +1,43 @@
+//! The inputs that a program is run with.
+
+use crate::gemm::inputs::Matrix;
+use warplink::DType;
+use warplink::program::{TensorId, TensorInstance};
+
+/// The inputs of all ranks.
+#[derive(Clone, Copy)]
+pub(super) struct Inputs {
+    seed: u64,
+}
+
+impl Inputs {
+    /// Those of a seed.
+    pub(super) fn new(seed: u64) -> Self {
+        Self { seed }
+    }
+
+    /// The bytes of an input of a rank.
+    pub(super) fn of(self, rank: usize, index: TensorId, tensor: &TensorInstance) -> Vec<u8> {
+        // They differ from rank to rank, so that what comes from a wrong one shows.
+        let rank = rank as u64 + 1;
+        random(tensor, self.seed, (index as u64) << 32 | rank)
+    }
+}
+
+/// Random elements for `tensor`.
+fn random(tensor: &TensorInstance, seed: u64, which: u64) -> Vec<u8> {
+    let elements = tensor.bytes / tensor.dtype.size();
+    let values = |dtype| Matrix::new(seed, which, 1, elements, dtype).bytes(0..1, 0..elements, 1);
+    match tensor.dtype {
+        DType::BF16 | DType::F16 | DType::F32 => values(tensor.dtype),
+        dtype => values(DType::F32)
+            .chunks_exact(4)
+            .filter_map(|bytes| bytes.try_into().ok().map(f32::from_le_bytes))
+            .flat_map(|value| match dtype {
+                DType::F64 => f64::from(value).to_le_bytes().to_vec(),
+                DType::I32 => ((value * 100.0) as i32).to_le_bytes().to_vec(),
+                _ => vec![(value.abs() * 100.0) as u8],
+            })
+            .collect(),
+    }
+}
