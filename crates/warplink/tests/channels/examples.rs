@@ -1,5 +1,8 @@
 //! The examples do what they say.
 
+// Both examples have what joins their ranks as a module.
+#![allow(clippy::duplicate_mod)]
+
 use super::common::{processes, threads, world};
 
 #[path = "../../examples/halo_exchange.rs"]
