@@ -12,7 +12,7 @@ use warplink::{Config, Error, ErrorKind};
 
 /// What the ranks of a job meet by: the address of rank 0's store and the secret that admits to it.
 ///
-/// Whoever holds it can join: treat it as a password. `str(id)` is its 256 hexadecimal digits, to be
+/// A process that holds it can join: treat it as a password. `str(id)` is its 256 hexadecimal digits, to be
 /// given to `Job.join` on every rank; `repr(id)` leaves the secret out.
 #[pyclass(frozen, module = "warplink")]
 #[derive(Debug)]

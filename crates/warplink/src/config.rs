@@ -121,7 +121,7 @@ impl Config {
                 Ok(number) => Ok(Some(number)),
                 Err(_) => Err(Error::new(
                     ErrorKind::Parse,
-                    format!("{name} is '{text}', which is no whole number"),
+                    format!("{name} is '{text}'; expected a whole number"),
                 )),
             },
         };

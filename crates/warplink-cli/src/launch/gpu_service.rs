@@ -230,7 +230,7 @@ impl Drop for GpuService {
                 thread::sleep(POLL_INTERVAL);
             }
         }
-        // Whoever drops it kills what is left of it by its mark; the directories are not needed for that.
+        // Dropping it kills what is left of it by its mark; the directories are not needed for that.
         let _ = std::fs::remove_dir_all(&self.directory);
     }
 }

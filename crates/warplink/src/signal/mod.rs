@@ -10,10 +10,12 @@
 //! slot, its abort word too.
 
 mod block;
+mod numbers;
 mod releases;
 mod slots;
 
 pub use block::{RemoteSignals, Signals};
+pub(crate) use numbers::EndNumbers;
 pub(crate) use releases::{SlotDirectory, SlotReleases};
 pub(crate) use slots::{RemoteSlot, Slot, SlotPool};
 

@@ -26,11 +26,10 @@ use crate::device::channel::trigger::MAX_OFFSET;
 use crate::device::{Device, Fault, InFlight};
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::memory::{MemoryRegistry, Region};
-use crate::signal::{Slot, SlotDirectory, SlotPool, SlotReleases};
-use crate::sync::lock;
+use crate::signal::{EndNumbers, Slot, SlotDirectory, SlotPool, SlotReleases};
 use offer::EndOffer;
-use std::collections::{HashMap, HashSet};
-use std::sync::{Arc, Mutex};
+use std::collections::HashSet;
+use std::sync::Arc;
 
 /// Connects one rank with others of one communicator, whose ranks its requests name.
 #[derive(Debug)]
@@ -46,7 +45,7 @@ pub struct ConnectionExchange {
     tables: Arc<TablePool>,
     proxies: ProxySource,
     /// How many connections were made with each peer and tag.
-    counts: Mutex<HashMap<(Rank, u64), u64>>,
+    numbers: EndNumbers<(Rank, u64)>,
 }
 
 /// What the exchanges of all communicators of a rank share.
@@ -107,7 +106,7 @@ impl ConnectionExchange {
             slots,
             releases,
             proxies,
-            counts: Mutex::default(),
+            numbers: EndNumbers::default(),
         }
     }
 
@@ -240,7 +239,7 @@ impl ConnectionExchange {
     /// An end, and what is to be published for it.
     fn prepare<'a>(&self, request: &'a ConnectionRequest) -> Result<(PublishedEnd<'a>, Vec<u8>)> {
         let slot = self.slots.allocate(&self.memory)?;
-        let number = self.next_number(request);
+        let number = self.numbers.next((request.peer, request.tag));
         let (rank, peer) = (self.group.rank(), request.peer);
         let mut end = PublishedEnd {
             request,
@@ -281,21 +280,6 @@ impl ConnectionExchange {
     fn store_key(&self, from: Rank, to: Rank, tag: u64, number: u64) -> String {
         self.group
             .key(&format!("channel/{from}>{to}/tag {tag}/{number}"))
-    }
-
-    /// Numbers the next connection with a peer and a tag.
-    fn next_number(&self, request: &ConnectionRequest) -> u64 {
-        let mut counts = lock(&self.counts);
-        let count = counts.entry((request.peer, request.tag)).or_default();
-        *count += 1;
-        *count - 1
-    }
-
-    /// Makes `number` the next again: no peer has seen the end, so that a later try meets the peer's.
-    fn reuse_number(&self, request: &ConnectionRequest, number: u64) {
-        let mut counts = lock(&self.counts);
-        let count = counts.entry((request.peer, request.tag)).or_default();
-        *count = (*count).min(number);
     }
 }
 

@@ -38,7 +38,8 @@ impl ConnectionExchange {
     /// Forgets ends that no peer has seen.
     pub(super) fn roll_back(&self, published: Vec<PublishedEnd<'_>>) {
         for end in published {
-            self.reuse_number(end.request, end.number);
+            self.numbers
+                .reuse((end.request.peer, end.request.tag), end.number);
             if let Ok(peer) = self.group.job_rank(end.request.peer) {
                 for region in &end.exported {
                     self.memory.cancel_handle(region, peer);

@@ -15,7 +15,6 @@
 //! ```
 
 mod matching;
-mod numbers;
 mod offer;
 mod withdrawal;
 
@@ -28,8 +27,7 @@ use crate::deadline::Deadline;
 use crate::device::{Device, Fault, InFlight};
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::memory::{MemoryRegistry, Region};
-use crate::signal::{Slot, SlotDirectory, SlotPool, SlotReleases};
-use numbers::EndNumbers;
+use crate::signal::{EndNumbers, Slot, SlotDirectory, SlotPool, SlotReleases};
 use offer::EndOffer;
 use std::sync::Arc;
 
@@ -45,7 +43,7 @@ pub struct TransferExchange {
     slots: Arc<SlotPool>,
     releases: Arc<SlotReleases>,
     default_protocol: Protocol,
-    numbers: EndNumbers,
+    numbers: EndNumbers<MatchKey>,
     progress: ProgressList,
 }
 

@@ -175,7 +175,7 @@ impl LiveStream {
         mark.clone().map_or(Progress::Done, Progress::Until)
     }
 
-    /// An event behind everything that is in the stream, whoever enqueued it.
+    /// An event behind everything that is in the stream, also of other libraries.
     pub(crate) fn record(&self) -> Result<Arc<RawEvent>> {
         let _entered = self.context.enter()?;
         let _relaxed = self.context.relax_capture();

@@ -1,12 +1,18 @@
 //! The numbers of ends: of those that match by one key, the n-th meets the peer's n-th.
 
-use crate::p2p::request::MatchKey;
 use crate::sync::{Mutex, guard};
 use std::collections::{BTreeSet, HashMap};
+use std::hash::Hash;
 
 /// Numbers ends under each key, from 0.
-#[derive(Debug, Default)]
-pub(super) struct EndNumbers(Mutex<HashMap<MatchKey, Numbers>>);
+#[derive(Debug)]
+pub(crate) struct EndNumbers<K>(Mutex<HashMap<K, Numbers>>);
+
+impl<K> Default for EndNumbers<K> {
+    fn default() -> Self {
+        Self(Mutex::default())
+    }
+}
 
 #[derive(Debug, Default)]
 struct Numbers {
@@ -16,9 +22,9 @@ struct Numbers {
     free: BTreeSet<u64>,
 }
 
-impl EndNumbers {
+impl<K: Eq + Hash> EndNumbers<K> {
     /// Numbers the next end under `key`: the smallest number that no end has.
-    pub(super) fn next(&self, key: MatchKey) -> u64 {
+    pub(crate) fn next(&self, key: K) -> u64 {
         let mut all = guard(&self.0);
         let numbers = all.entry(key).or_default();
         numbers.free.pop_first().unwrap_or_else(|| {
@@ -29,7 +35,7 @@ impl EndNumbers {
 
     /// Gives `number` back: no peer has seen the end, so that a later try meets the peer's. Ends that
     /// another thread numbered meanwhile keep theirs.
-    pub(super) fn reuse(&self, key: MatchKey, number: u64) {
+    pub(crate) fn reuse(&self, key: K, number: u64) {
         let mut all = guard(&self.0);
         let numbers = all.entry(key).or_default();
         numbers.free.insert(number);
@@ -40,31 +46,23 @@ impl EndNumbers {
 }
 
 #[cfg(test)]
-fn key(tag: u64) -> MatchKey {
-    MatchKey {
-        peer: 1,
-        tag,
-        direction: crate::p2p::Direction::Send,
-    }
-}
-
-#[cfg(all(test, not(loom)))]
+#[cfg(not(loom))]
 mod tests {
     use super::*;
 
     #[test]
     fn numbers_count_up_and_are_used_again() {
         let numbers = EndNumbers::default();
-        let next = |count| (0..count).map(|_| numbers.next(key(0))).collect::<Vec<_>>();
+        let next = |count| (0..count).map(|_| numbers.next(0)).collect::<Vec<_>>();
         assert_eq!(next(3), [0, 1, 2]);
-        assert_eq!(numbers.next(key(1)), 0);
+        assert_eq!(numbers.next(1), 0);
         // A whole batch, in any order.
         for number in [1, 2, 0] {
-            numbers.reuse(key(0), number);
+            numbers.reuse(0, number);
         }
         assert_eq!(next(3), [0, 1, 2]);
         // One whose follower was matched by another thread.
-        numbers.reuse(key(0), 1);
+        numbers.reuse(0, 1);
         assert_eq!(next(2), [1, 3]);
     }
 }
@@ -82,18 +80,18 @@ mod loom_tests {
             let numbers = Arc::new(EndNumbers::default());
             let other = numbers.clone();
             let failing = thread::spawn(move || {
-                let withdrawn = other.next(key(0));
-                other.reuse(key(0), withdrawn);
-                other.next(key(0))
+                let withdrawn = other.next(0);
+                other.reuse(0, withdrawn);
+                other.next(0)
             });
-            let taken = [numbers.next(key(0)), numbers.next(key(0))];
+            let taken = [numbers.next(0), numbers.next(0)];
             let mut all = vec![taken[0], taken[1], failing.join().unwrap()];
             all.sort_unstable();
             assert_eq!(all, [0, 1, 2]);
             for number in all {
-                numbers.reuse(key(0), number);
+                numbers.reuse(0, number);
             }
-            assert_eq!(numbers.next(key(0)), 0);
+            assert_eq!(numbers.next(0), 0);
         });
     }
 }
