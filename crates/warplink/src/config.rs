@@ -93,7 +93,7 @@ impl Config {
     /// | `WARPLINK_PROTOCOL` | `get` or `put`; put |
     /// | `WARPLINK_TIMEOUT` | limit of waits on the host, in seconds; 60 |
     /// | `WARPLINK_TOPOLOGY` | `fully-connected`, `hybrid-cube-mesh` or `unknown`, whatever the devices' links are; for tests |
-    /// | `WARPLINK_HOST_DELAY_US` | random delay of up to so many microseconds before every operation of the host device, to bring out missing waits |
+    /// | `WARPLINK_HOST_DELAY_US` | largest random delay, in microseconds, before every operation of the host device, to bring out missing waits |
     ///
     /// The GPU is the one with the local rank's ordinal, or the only one that the process sees.
     pub fn from_env() -> Result<Self> {

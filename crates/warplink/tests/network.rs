@@ -327,7 +327,7 @@ fn connect(network: &dyn Network, directory: &Path) -> Arc<dyn NetworkConnection
     network.connect(1, &take(directory, "address")).unwrap()
 }
 
-/// So many bytes of what is sent, as the part with a number: pages of noise, each with its number.
+/// The part with this number of what is sent: `bytes` bytes, pages of noise, each with its number.
 fn pattern(part: usize, bytes: usize) -> Vec<u8> {
     const PAGE: usize = 4096;
     let noise = values(1, 7, PAGE);

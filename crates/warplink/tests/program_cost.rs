@@ -98,7 +98,7 @@ fn cost(body: &str, world: usize, model: &HardwareModel) -> Cost {
     simulate(&ranks(body, world), model).unwrap()
 }
 
-/// Fails unless `seconds` are so many nanoseconds.
+/// Fails unless `seconds` are `nanoseconds` nanoseconds.
 #[track_caller]
 fn takes(seconds: f64, nanoseconds: f64) {
     let got = seconds * 1e9;

@@ -86,7 +86,7 @@ fn one_rank_is_killed_every_second_until_two_are_left() {
     if count < 3 {
         return;
     }
-    // The last, then from both ends inwards: whoever serves the store is among them each second time.
+    // The last, then from both ends inwards: the rank that serves the store is among them every second time.
     let order: Vec<usize> = (0..count)
         .map(|place| {
             if place % 2 == 0 {

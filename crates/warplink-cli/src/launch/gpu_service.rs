@@ -195,7 +195,7 @@ impl GpuService {
         command
     }
 
-    /// Says a word to the service; whether it understood.
+    /// Sends the service a command, and returns whether it understood.
     fn tell(&self, word: &str) -> bool {
         let Ok(mut child) = self.command().stdin(Stdio::piped()).spawn() else {
             return false;

@@ -15,7 +15,7 @@ const POLL_INTERVALS: [Duration; 2] = [Duration::from_millis(1), Duration::from_
 /// How long streams may take to end after the device's fault, which ends their waits.
 const MAX_AFTER_FAULT: Duration = Duration::from_secs(2);
 
-/// From so many streams on, those that are idle are forgotten before another is noted.
+/// From this number of streams on, idle ones are forgotten before another is noted.
 const MAX_STREAMS_UNCHECKED: usize = 4;
 
 /// The one list of work in flight: things that streams may still use, each with marks in these

@@ -30,7 +30,7 @@ impl Launch {
         }
     }
 
-    /// With so many bytes of dynamic shared memory for each block.
+    /// Gives each block `bytes` bytes of dynamic shared memory.
     pub fn with_shared_bytes(mut self, bytes: u32) -> Self {
         self.shared_bytes = bytes;
         self

@@ -9,7 +9,7 @@ pub struct DeviceProperties {
     pub multiprocessors: usize,
     /// Whether all ranks of a machine share the multiprocessors and memory.
     pub shared: bool,
-    /// Up to so many bytes, a copy in a [`sequence`](super::Stream::sequence) is done by a kernel,
+    /// Up to this number of bytes, a copy in a [`sequence`](super::Stream::sequence) is done by a kernel,
     /// with the operations on words beside it; 0 where none is.
     pub kernel_copy_limit: usize,
 }

@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 use crate::program::Executor;
 
 /// The memory of an all-gather + matmul. With [`Options::outer`] above 1, `a`, the results and
-/// `gathered` hold so many of these one after the other.
+/// `gathered` hold one of these for each rank, one after the other.
 #[derive(Clone, Debug)]
 pub struct AllGatherMatmulBuffers {
     /// This rank's part of A, `[m / world, k]`.

@@ -46,7 +46,7 @@ impl fmt::Display for Direction {
 pub(super) enum Buffer {
     /// In registered memory of this rank.
     Region(Region),
-    /// Nowhere: so many are stored straight into the receiver's memory.
+    /// Nowhere: this number of bytes is stored straight into the receiver's memory.
     Stored(usize),
 }
 

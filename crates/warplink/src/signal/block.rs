@@ -53,7 +53,7 @@ impl Signals {
     /// ([`MemoryOp::Wait`](crate::device::MemoryOp::Wait)), which use up no count.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where there are not so many.
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where the block has fewer.
     pub fn word(&self, number: usize) -> Result<Word> {
         word(self.region.memory(), number)
     }
@@ -93,7 +93,7 @@ impl RemoteSignals {
     /// ([`MemoryOp::Write`](crate::device::MemoryOp::Write)) where nobody else counts it up.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where there are not so many.
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where the block has fewer.
     pub fn word(&self, number: usize) -> Result<Word> {
         word(self.region.memory(), number)
     }

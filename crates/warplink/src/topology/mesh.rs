@@ -32,9 +32,9 @@ pub struct LinkCounts {
 pub enum Connection {
     /// The rank itself.
     Itself,
-    /// So many links from device to device.
+    /// This number of links from device to device.
     Links(u32),
-    /// Switches, with so many links to them from the device that has fewer.
+    /// Switches, with this number of links to them from the device that has fewer.
     Switches(u32),
     /// The bus of the machine: each device reaches the other's memory, but not over links.
     Bus,

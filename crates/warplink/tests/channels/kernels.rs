@@ -154,7 +154,7 @@ impl<'a> Rig<'a> {
         );
     }
 
-    /// As [`ping_pong`](Self::ping_pong), on an array of so many channels, which the caller keeps.
+    /// As [`ping_pong`](Self::ping_pong), on an array of channels, which the caller keeps.
     pub fn ping_pong_on(&self, channels: &Argument, count: usize, bytes: u64, rounds: u32) {
         let arguments = [
             channels.clone(),

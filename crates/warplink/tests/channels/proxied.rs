@@ -7,7 +7,7 @@ use warplink::channel::{ProxyConfig, Transport};
 use warplink::device::Argument;
 use warplink::{Config, Deadline, ErrorKind};
 
-/// Puts of one word each by so many blocks.
+/// Puts of one word by each of several blocks.
 const BLOCKS: u32 = 8;
 const EACH: u32 = 100;
 

@@ -10,7 +10,7 @@ use warplink::device::{DeviceSlice, MatmulSpec, PreparedLaunch, Priority, Stream
 use warplink::p2p::Protocol;
 use warplink::program::cost::HardwareModel;
 
-/// The load lasts so many times as long as what is timed beside it.
+/// How many times as long the load lasts as what is timed beside it.
 const LONGER: f64 = 1.5;
 
 pub(super) fn measure(rig: &Rig<'_>, model: &mut HardwareModel) -> Result<()> {

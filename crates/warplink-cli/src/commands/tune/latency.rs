@@ -77,7 +77,7 @@ pub(super) fn single_run(rig: &Rig<'_>, model: &HardwareModel) -> Result<f64> {
     Ok(single - model.memory.kernel)
 }
 
-/// Seconds of a write of so many words of this rank's own at once.
+/// Seconds that one sequence of `count` writes to this rank's own words takes.
 fn own_words(rig: &Rig<'_>, count: usize) -> Result<f64> {
     // The second word is nobody else's to wait for.
     let write = MemoryOp::Write {

@@ -242,7 +242,7 @@ fn today() -> String {
     date(seconds / 86_400)
 }
 
-/// The date so many days after 1970-01-01.
+/// The date that is this number of days after 1970-01-01.
 fn date(days: u64) -> String {
     let leap = |year: u64| {
         year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400))

@@ -5,7 +5,7 @@ use crate::error::{Error, ErrorKind, Result};
 /// Regions that a connection has at most, on either side; must match the kernels.
 pub(crate) const MAX_REGIONS: usize = 16;
 
-/// Connections that a proxy serves at most, since a trigger has so many numbers for them.
+/// Connections that a proxy serves at most: the range of the number in a trigger.
 pub(crate) const MAX_CONNECTIONS: usize = 1 << 10;
 
 /// Bytes from which on a region is too long to be named in a trigger.

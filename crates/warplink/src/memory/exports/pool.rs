@@ -23,14 +23,14 @@ use std::time::Duration;
 /// An allocation may be longer than what is asked for by a part of so much of that.
 const SLACK_DIVISOR: u64 = 8;
 
-/// An allocation that would fit, but that a peer has not yet told to be past, is waited for as long
-/// as so many bytes take for each nanosecond: fresh memory has to be mapped by peers, which takes
-/// longer.
+/// A nanosecond of waiting for each of this number of bytes, for an allocation that would fit but that a
+/// peer may still use: fresh memory has to be mapped by peers, which takes longer.
 const WAIT_BYTES_PER_NS: u64 = 16;
 const MIN_WAIT: Duration = Duration::from_micros(200);
 
-/// An allocation that is in the pool while so many others enter it, and for each that is there so many
-/// more, is one too many and leaves. There is one when a peer was late to tell that it is past one.
+/// An allocation leaves the pool unused when this number of others have entered it since, and
+/// [`MAX_UNUSED_EACH`] more for each that is there. Such a surplus arises when a peer was late to tell
+/// that it had done with one.
 const MAX_UNUSED: u64 = 64;
 const MAX_UNUSED_EACH: u64 = 8;
 

@@ -70,7 +70,7 @@ pub(super) fn link_bytes(name: &str, world: usize, bytes: f64) -> f64 {
     }
 }
 
-/// Bytes of the larger side of a collective with a `target` and a `source` of so many bytes.
+/// Bytes of the larger side of a collective with a `target` and a `source` of these numbers of bytes.
 pub(super) fn larger_side<R>(collective: &Collective<R>, target: usize, source: usize) -> f64 {
     match collective {
         Collective::Broadcast(_) => target as f64,

@@ -94,7 +94,7 @@ impl HardwareModel {
         Self::from_json(&text).map_err(|error| error.with_key(path.display().to_string()))
     }
 
-    /// A guess for a device with so many multiprocessors from figures for another number of them.
+    /// A guess for a device with `multiprocessors`, from figures for another number of them.
     fn scaled_to(&self, multiprocessors: usize) -> Self {
         let mut model = self.clone();
         let multiprocessors = multiprocessors.max(1);

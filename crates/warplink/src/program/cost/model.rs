@@ -92,7 +92,7 @@ pub struct Memory {
 /// Transfers between two devices.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Link {
-    /// Up to so many bytes, a transfer is done by one kernel, with its waits and signals.
+    /// Up to this number of bytes, a transfer is done by one kernel, with its waits and signals.
     pub kernel_limit: u64,
     /// Seconds of a put by a kernel, by bytes, one of many in a row on one stream.
     pub kernel_put: Curve,
@@ -126,7 +126,7 @@ pub struct Latency {
     pub more_words: f64,
     /// A write of a word, or a wait for one, inside a kernel.
     pub kernel_word: f64,
-    /// So many operations on words at once are done by a kernel, on the caller's stream.
+    /// From this number on, operations on words at once are done by a kernel, on the caller's stream.
     pub words_in_kernel: usize,
     /// From a point of one stream to what waits for it on another of the same rank.
     pub event: f64,

@@ -51,7 +51,7 @@ impl Schedule<'_> {
         self.work(state, first, work);
     }
 
-    /// A sum that reads and writes so many bytes.
+    /// A sum that reads and writes `bytes` bytes.
     pub(super) fn add_sum(&mut self, state: &mut RankState, bytes: f64) {
         let memory = &self.model.memory;
         let seconds = memory.kernel + bytes / memory.sum_rate;
@@ -94,7 +94,7 @@ impl Schedule<'_> {
         self.model.collectives.seconds(name, self.world, bytes)
     }
 
-    /// Work of the engine in which so many bytes leave this rank and as many arrive.
+    /// Work of the engine in which `bytes` bytes leave this rank and as many arrive.
     pub(super) fn engine_work(&mut self, state: &RankState, seconds: f64, bytes: f64) {
         let (link, memory) = (&self.model.link, &self.model.memory);
         let rate = if seconds > 0.0 { bytes / seconds } else { 0.0 };

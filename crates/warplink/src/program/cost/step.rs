@@ -23,9 +23,9 @@ pub(super) enum Step {
     End(u32),
     /// Waits until a counter has this value.
     Await(u32, u32),
-    /// Adds one to a counter, so many seconds from now; the stream goes on at once.
+    /// Adds one to a counter after this number of seconds; the stream goes on at once.
     Add(u32, f64),
-    /// So many seconds pass.
+    /// This number of seconds passes.
     Delay(f64),
     /// Work, by its index.
     Work(u32),

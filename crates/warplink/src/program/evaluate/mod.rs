@@ -423,7 +423,7 @@ impl Run<'_> {
     }
 }
 
-/// A matrix of so many rows, of which memory may hold the transpose.
+/// A matrix of `rows` rows; memory may hold its transpose.
 fn row_major(values: &[Value], rows: usize, transposed: bool) -> Cow<'_, [Value]> {
     if !transposed {
         return Cow::Borrowed(values);

@@ -16,7 +16,7 @@ pub(super) struct Zeros {
 }
 
 impl Zeros {
-    /// A tensor of so many bytes starts at 0.
+    /// A tensor of `bytes` bytes starts at 0.
     pub(super) fn start(&mut self, tensor: TensorId, bytes: usize) {
         self.parts.insert(tensor, BTreeMap::from([(0, bytes)]));
     }

@@ -35,7 +35,7 @@ impl Word {
         self.values.get(number.checked_sub(1)?)
     }
 
-    /// Says that the clock of value `number` will be asked for once more.
+    /// Notes that the clock of value `number` will be needed once more.
     pub(super) fn expect_reader(&mut self, number: usize) {
         if let Some(value) = number
             .checked_sub(1)

@@ -32,7 +32,7 @@ use warplink::{Communicator, DeviceKind};
 /// put_once       one put by all blocks; the ratio is the rate over that of copy_once
 /// engine         the copy engine in stream order, for comparison
 /// put_and_flush  one proxied put until it is done; the ratio is the rate over that of engine
-/// triggers       signals of so many blocks through the proxy, each thread on its own
+/// triggers       signals of several blocks through the proxy, each thread on its own
 #[derive(Debug, Args)]
 #[command(
     verbatim_doc_comment,
@@ -239,7 +239,7 @@ impl<'a> Rig<'a> {
         Ok(time.median)
     }
 
-    /// The time of one put of rank 0 by so many blocks, and its rate over the one given. The rate.
+    /// Adds the time of one put of rank 0 by several blocks, and its rate over the one given. Returns the rate.
     fn once(
         &mut self,
         what: &'static str,
@@ -301,7 +301,7 @@ impl<'a> Rig<'a> {
         rate
     }
 
-    /// Triggers of rank 0 by so many blocks at once, `all` together.
+    /// Adds the time of `all` triggers of rank 0, pushed by `blocks` blocks at once.
     fn triggers(&mut self, blocks: u32, all: u32) -> Result<()> {
         let each = (all / blocks).max(1);
         let launch = Launch::new(blocks, 1);

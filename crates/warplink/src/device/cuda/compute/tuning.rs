@@ -100,7 +100,7 @@ impl CudaCompute {
         Ok(best.map(|(_, _, proposal)| *proposal))
     }
 
-    /// Milliseconds for so many runs.
+    /// Milliseconds that `times` runs take.
     fn run(&self, gemm: &Gemm, scratch: &Scratch, times: u32) -> Result<f32> {
         let gpu = &self.gpu;
         let _entered = gpu.context.enter()?;
@@ -192,7 +192,7 @@ impl Scratch {
     /// Fills memory with repetitions of `tile`.
     fn fill(&self, gpu: &Gpu, address: u64, bytes: usize, tile: &[u8]) -> Result<()> {
         let mut done = tile.len().min(bytes);
-        // SAFETY: the memory was allocated with at least so many bytes.
+        // SAFETY: the memory was allocated with at least this number of bytes.
         unsafe { gpu.staging.upload(address, &tile[..done])? };
         let _entered = gpu.context.enter()?;
         while done < bytes {

@@ -197,7 +197,7 @@ impl CollectiveEngine for NcclEngine {
 ///
 /// # Safety
 /// `request` must have passed its check for `world` ranks and name live device memory; `comm` must
-/// be a communicator of so many ranks, and `stream` a stream, of the current context.
+/// be a communicator of `world` ranks, and `stream` a stream, of the current context.
 unsafe fn issue(
     nccl: &Nccl,
     comm: Handle,

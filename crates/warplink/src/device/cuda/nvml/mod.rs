@@ -47,7 +47,7 @@ impl NvmlGpu {
                 }),
                 // The link is down or not built in, or the GPU has none at all.
                 code::SUCCESS | code::NOT_SUPPORTED => {}
-                // No GPU of this kind has so many.
+                // No GPU of this kind has more.
                 code::INVALID_ARGUMENT => break,
                 _ => self.nvml.check(status, "ask for the state of a link")?,
             }

@@ -28,7 +28,7 @@ use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
 
-/// So many operations on words take the unit that does them longer than the launch of a kernel.
+/// From this number on, operations on words take the unit that does them longer than a kernel's launch.
 const WORTH_A_KERNEL: usize = 4;
 
 /// A stream, ours or somebody else's.

@@ -85,7 +85,7 @@ impl Engine {
         let asked =
             unsafe { (self.ucp.ucp_worker_get_address)(self.worker, &mut address, &mut length) };
         self.ucp.check(asked, "ask for the network's address")?;
-        // SAFETY: UCX gave so many bytes, which live until they are released just below.
+        // SAFETY: UCX gave this length with the pointer, and the bytes live until they are released just below.
         let bytes = unsafe { std::slice::from_raw_parts(address.cast::<u8>(), length) }.to_vec();
         // SAFETY: it is the worker's address, given once.
         unsafe { (self.ucp.ucp_worker_release_address)(self.worker, address) };
@@ -183,7 +183,7 @@ impl Engine {
         let packed =
             unsafe { (self.ucp.ucp_rkey_pack)(self.context, memory, &mut buffer, &mut length) };
         self.ucp.check(packed, "make a key for peers")?;
-        // SAFETY: UCX gave so many bytes, which live until they are released just below.
+        // SAFETY: UCX gave this length with the pointer, and the bytes live until they are released just below.
         let bytes = unsafe { std::slice::from_raw_parts(buffer.cast::<u8>(), length) }.to_vec();
         // SAFETY: the buffer is UCX's, given once.
         unsafe { (self.ucp.ucp_rkey_buffer_release)(buffer) };

@@ -8,7 +8,7 @@ use std::sync::OnceLock;
 /// The version of the interface that the structures here are of.
 pub(super) const INTERFACE: (c_uint, c_uint) = (1, 13);
 
-/// Says how much UCX logs.
+/// Environment variable that sets how much UCX logs.
 const LOG_VARIABLE: &str = "UCX_LOG_LEVEL";
 
 /// `ucs_status_t`; negative is an error.

@@ -309,7 +309,7 @@ impl Drop for UcxConnection {
 impl Link {
     fn send(&self, command: Command) -> Result<()> {
         self.commands.send(command).map_err(|_| ended())?;
-        // It fails only where so many wakings wait that one more is not needed.
+        // It fails only where enough wakings wait already.
         let _ = rustix::io::write(&*self.wake, &1_u64.to_ne_bytes());
         Ok(())
     }
