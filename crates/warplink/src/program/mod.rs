@@ -12,6 +12,7 @@
 //! | [`text`] | the grammar, parser and printer |
 //! | [`rank_program`], [`mod@unroll`] | a program for one rank: a flat list of operations |
 //! | [`lower`] | programs for matmuls over sharded operands, and the choice among them |
+//! | [`section`] | kernel sections: what a launched kernel does |
 //! | [`mod@verify`], [`diagnostic`] | whether the ranks' programs fit together, and what is wrong if not |
 //! | [`evaluate`] | what a program gives, computed without a device |
 //! | [`cost`] | how long a program takes on a model of the hardware |
@@ -26,6 +27,7 @@ pub mod ir;
 pub mod lower;
 pub mod parameters;
 pub mod rank_program;
+pub mod section;
 pub mod text;
 pub mod times;
 pub mod unroll;

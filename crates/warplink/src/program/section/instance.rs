@@ -1,0 +1,81 @@
+//! A section of one rank, with the names around it resolved.
+
+use super::ir::Section;
+use super::layout::{ScratchId, ScratchInstance};
+use crate::device::ReduceOp;
+use crate::dtype::DType;
+use crate::error::Rank;
+use crate::program::rank_program::TensorId;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// A section as one rank launches it. What differs from lane to lane, and from launch to launch, is in
+/// [`section`](Self::section); its expressions are over `rank`, `world`, [`integers`](Self::integers), the
+/// lane, `epoch`, and what the body binds.
+#[derive(Clone, Debug)]
+pub struct SectionInstance {
+    /// What its lanes do.
+    pub section: Arc<Section>,
+    /// The rank.
+    pub rank: Rank,
+    /// How many ranks there are.
+    pub world: usize,
+    /// How many lanes: blocks of the launch.
+    pub lanes: usize,
+    /// Threads of each.
+    pub threads: usize,
+    /// The integers around the section that it names. They may differ from rank to rank.
+    pub integers: BTreeMap<String, i64>,
+    /// The parameters that it names as operators.
+    pub operators: BTreeMap<String, ReduceOp>,
+    /// The tensors around the section that it names, in the order of their names.
+    pub tensors: Vec<SectionTensor>,
+    /// All scratch of the program so far.
+    pub scratch: Arc<[ScratchInstance]>,
+    /// After how many launches what they do is repeated: the least common multiple of what `epoch` is
+    /// divided by.
+    pub period: u64,
+}
+
+/// A tensor that a section names.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SectionTensor {
+    /// Its name in the section.
+    pub name: String,
+    /// Whose memory it is.
+    pub memory: SectionMemory,
+    /// Its element type.
+    pub dtype: DType,
+    /// Where it starts in that memory, in elements.
+    pub offset: usize,
+    /// Its extents, outermost first.
+    pub shape: Vec<usize>,
+    /// For each axis, the elements from one index to the next.
+    pub strides: Vec<usize>,
+}
+
+/// What memory a tensor of a section is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum SectionMemory {
+    /// A tensor of the program.
+    Tensor(TensorId),
+    /// Scratch.
+    Scratch(ScratchId),
+}
+
+impl SectionInstance {
+    /// The index of the tensor `name`.
+    pub fn tensor(&self, name: &str) -> Option<usize> {
+        self.tensors
+            .binary_search_by(|tensor| tensor.name.as_str().cmp(name))
+            .ok()
+    }
+
+    /// The scratch that tensor `index` is, if it is scratch.
+    pub fn scratch_of(&self, index: usize) -> Option<&ScratchInstance> {
+        match self.tensors[index].memory {
+            SectionMemory::Scratch(id) => self.scratch.get(id),
+            SectionMemory::Tensor(_) => None,
+        }
+    }
+}

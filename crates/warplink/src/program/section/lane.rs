@@ -1,0 +1,49 @@
+//! The steps of one lane in one launch, with everything resolved.
+
+use crate::device::ReduceOp;
+use crate::dtype::DType;
+use crate::error::Rank;
+use crate::program::rank_program::Site;
+
+/// One step of a lane.
+#[derive(Clone, Debug)]
+pub struct LaneStep {
+    /// What is done.
+    pub kind: LaneStepKind,
+    /// The step, and the indices of the loops around it.
+    pub site: Site,
+}
+
+/// What a step does.
+#[derive(Clone, Debug)]
+pub enum LaneStepKind {
+    /// Every target gets the sources, combined element by element.
+    Move {
+        /// How more than one source is combined, in order.
+        operator: Option<ReduceOp>,
+        /// Element type of all.
+        dtype: DType,
+        /// How many elements; maybe none.
+        elements: usize,
+        /// What is written.
+        targets: Vec<Part>,
+        /// What is read.
+        sources: Vec<Part>,
+    },
+    /// Counts up the word of this lane and rank at another rank.
+    Signal(Rank),
+    /// Waits until another rank has signalled this lane once more than was waited for.
+    Wait(Rank),
+}
+
+/// Where an operand of a step starts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Part {
+    /// Whose memory.
+    pub rank: Rank,
+    /// Which tensor of the section.
+    pub tensor: usize,
+    /// From which element of the tensor's memory, as its strides count them; the tensor's own offset is not
+    /// in it.
+    pub offset: usize,
+}
