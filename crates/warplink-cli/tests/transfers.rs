@@ -91,6 +91,22 @@ fn the_table_names_ways_as_json_does() {
     }
 }
 
+/// A row that does not end costs its own figure and those after it.
+#[test]
+fn bench_channel_ends_at_the_limit_of_a_row() {
+    let output = warplink(&["bench", "channel", "--device", "host", "--limit", "1"])
+        .env("WARPLINK_HOST_DELAY_US", "100000")
+        .output()
+        .unwrap();
+    assert!(!output.status.success());
+    assert!(stdout(&output).contains("what"), "{}", stdout(&output));
+    let error = stderr(&output);
+    assert!(
+        error.contains("measure 'words'") && error.contains("the end of a stream's work"),
+        "{error}"
+    );
+}
+
 #[test]
 fn bench_channel_measures_every_kind() {
     let options = [
@@ -124,6 +140,22 @@ fn bench_channel_measures_every_kind() {
         let row = row.unwrap_or_else(|| panic!("no {what}, {transport}: {report}"));
         assert!(row["time"]["median"].as_f64().unwrap() > 0.0, "{row}");
     }
+    // Rows are printed as they are measured, also where the result is one object.
+    assert!(
+        stderr(&output).contains("triggers       proxied"),
+        "{}",
+        stderr(&output)
+    );
+    let some = [&options[..6], &["--rows", "packets"]].concat();
+    let output = warplink(&[&["bench", "channel"], &some[..]].concat())
+        .output()
+        .unwrap();
+    let text = stdout(&output);
+    let rows: Vec<_> = text.lines().skip(3).collect();
+    assert!(
+        rows.len() == 3 && rows.iter().all(|row| row.starts_with("packets")),
+        "{text}"
+    );
     let refused = warplink(&["bench", "channel", "--device", "host", "--ranks", "1"])
         .output()
         .unwrap();

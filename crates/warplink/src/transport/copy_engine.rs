@@ -1,45 +1,114 @@
 //! The device's copy engine, by a stream.
 
+use super::Carrier;
 use crate::deadline::Deadline;
-use crate::device::{Device, DeviceSlice, MemoryOp, Priority, Stream, Word};
+use crate::device::channel::trigger::Movement;
+use crate::device::channel::{Side, Windows};
+use crate::device::{At, Device, Event, MemoryOp, Priority, Stream, Word};
 use crate::error::Result;
-use std::sync::Arc;
+use crate::sync::lock;
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex};
 
-/// Moves bytes and sets words in the order of the calls, which do not block. It uses copies and words in
-/// stream order alone, never a kernel: one of the user's may leave no multiprocessor free.
+/// Calls from one mark in the stream to the next, and marks that are not reached: as many calls are under
+/// way at most. A driver has some hundred places for operations of a stream that are not done; the call
+/// that finds none blocks, with locks held that others need.
+const CALLS_PER_MARK: u32 = 32;
+const MARKS: usize = 4;
+
+/// Moves bytes between memory that is mapped here. It uses copies and words in stream order alone, never a
+/// kernel: one of the user's may leave no multiprocessor free.
 #[derive(Debug)]
 pub(crate) struct CopyEngine {
     stream: Stream,
+    windows: Arc<Windows>,
+    /// The peer's inbound word.
+    outbound: Word,
+    /// This rank's word for flushes.
+    completed: Word,
+    under_way: Mutex<UnderWay>,
+}
+
+#[derive(Debug)]
+struct UnderWay {
+    /// Calls since the last mark.
+    calls: u32,
+    marks: VecDeque<Event>,
+    spare: Vec<Event>,
 }
 
 impl CopyEngine {
-    pub(crate) fn new(device: &Arc<dyn Device>) -> Result<Self> {
+    pub(crate) fn new(
+        device: &Arc<dyn Device>,
+        windows: &Arc<Windows>,
+        outbound: &Word,
+        completed: &Word,
+    ) -> Result<Self> {
+        let spare = (0..MARKS).map(|_| device.create_event(false));
         Ok(Self {
             stream: device.create_stream(Priority::High)?,
+            windows: windows.clone(),
+            outbound: outbound.clone(),
+            completed: completed.clone(),
+            under_way: Mutex::new(UnderWay {
+                calls: 0,
+                marks: VecDeque::with_capacity(MARKS),
+                spare: spare.collect::<Result<_>>()?,
+            }),
         })
     }
 
-    /// Copies `source` to `target`, of the same length, either of which may be a peer's.
-    pub(crate) fn copy(&self, target: &DeviceSlice, source: &DeviceSlice) -> Result<()> {
-        self.stream.copy(target, source)
+    fn count(&self) {
+        lock(&self.under_way).calls += 1;
+    }
+}
+
+impl Carrier for CopyEngine {
+    fn has_room(&self) -> Result<bool> {
+        let mut under_way = lock(&self.under_way);
+        if under_way.calls < CALLS_PER_MARK {
+            return Ok(true);
+        }
+        if let Some(oldest) = under_way.marks.front()
+            && oldest.is_reached()?
+        {
+            let reached = under_way.marks.pop_front();
+            under_way.spare.extend(reached);
+        }
+        let Some(mark) = under_way.spare.pop() else {
+            return Ok(false);
+        };
+        self.stream.record(&mark)?;
+        under_way.marks.push_back(mark);
+        under_way.calls = 0;
+        Ok(true)
     }
 
-    /// Sets each word to its value when everything before is done and visible.
-    pub(crate) fn set(&self, words: &[(&Word, u64)]) -> Result<()> {
-        let writes: Vec<MemoryOp<'_>> = words
-            .iter()
-            .map(|&(word, value)| MemoryOp::Write { word, value })
+    fn start(&self, movement: Movement, own: At, peers: At, bytes: u64) -> Result<()> {
+        let own = self.windows.range(Side::Own, own, bytes)?;
+        let peers = self.windows.range(Side::Peers, peers, bytes)?;
+        self.count();
+        match movement {
+            Movement::Put => self.stream.copy(&peers, &own),
+            Movement::Get => self.stream.copy(&own, &peers),
+        }
+    }
+
+    fn set(&self, inbound: Option<u64>, completed: Option<u64>) -> Result<()> {
+        let values = [(&self.outbound, inbound), (&self.completed, completed)];
+        let writes: Vec<MemoryOp<'_>> = values
+            .into_iter()
+            .filter_map(|(word, value)| value.map(|value| MemoryOp::Write { word, value }))
             .collect();
+        self.count();
         self.stream.memory_ops(&writes)
     }
 
-    /// Whether everything is done.
-    pub(crate) fn is_idle(&self) -> Result<bool> {
+    fn is_idle(&self) -> Result<bool> {
         self.stream.is_idle()
     }
 
-    /// Blocks until everything is done.
-    pub(crate) fn drain(&self, deadline: Deadline) -> Result<()> {
+    fn drain(&self, deadline: Deadline) -> Result<()> {
         self.stream.synchronize(deadline)
     }
 }

@@ -5,3 +5,34 @@
 mod copy_engine;
 
 pub(crate) use copy_engine::CopyEngine;
+
+use crate::deadline::Deadline;
+use crate::device::At;
+use crate::device::channel::trigger::Movement;
+use crate::error::Result;
+use std::fmt;
+
+/// What moves the bytes of one connection, and sets its words, in the order of the calls. None of them
+/// blocks, but [`drain`](Self::drain).
+pub(crate) trait Carrier: Send + Sync + fmt::Debug {
+    /// Whether it takes a few more calls. What is under way is bounded: a driver may block the caller for as
+    /// long as too much is, and memory would grow.
+    fn has_room(&self) -> Result<bool>;
+
+    /// Moves `bytes` between a place here and one at the peer.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where they pass the end of a
+    /// region.
+    fn start(&self, movement: Movement, own: At, peers: At, bytes: u64) -> Result<()>;
+
+    /// When everything before is done and visible: sets the peer's inbound word, and then this rank's word
+    /// for flushes, to the values that are given.
+    fn set(&self, inbound: Option<u64>, completed: Option<u64>) -> Result<()>;
+
+    /// Whether everything is done.
+    fn is_idle(&self) -> Result<bool>;
+
+    /// Blocks until everything is done.
+    fn drain(&self, deadline: Deadline) -> Result<()>;
+}

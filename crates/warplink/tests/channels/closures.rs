@@ -5,7 +5,7 @@ use warplink::device::{At, Block, BlockChannel, DeviceSlice, ModuleSource};
 use warplink::{Error, Result};
 
 /// Every kernel.
-pub(crate) const NAMES: [&str; 14] = [
+pub(crate) const NAMES: [&str; 15] = [
     "pass_on",
     "ping_pong",
     "wait_once",
@@ -14,6 +14,7 @@ pub(crate) const NAMES: [&str; 14] = [
     "odd_pieces",
     "flushed_slots",
     "many_puts",
+    "many_signals",
     "wait_for",
     "poll_for",
     "packets",
@@ -36,6 +37,11 @@ pub(crate) fn add(source: ModuleSource) -> ModuleSource {
         .with_host_kernel("odd_pieces", odd_pieces)
         .with_host_kernel("flushed_slots", flushed_slots)
         .with_host_kernel("many_puts", many_puts)
+        .with_host_kernel("many_signals", |block| {
+            let channel = block.channel(0)?;
+            (0..block.u32(1)?).try_for_each(|_| channel.signal())?;
+            channel.flush()
+        })
         .with_host_kernel("wait_for", |block| {
             block.channel(0)?.wait_until(block.u64(1)?)
         })

@@ -123,6 +123,13 @@ extern "C" __global__ void many_puts(Channel channel, u32 each, u32 *result) {
     for (u32 i = 0; i < each; i++) CHECK(channel.put_with_signal(Thread(), 8 * (from + i), 8 * (from + i), 8));
 }
 
+// One thread of every block signals `each` times, as fast as it can, and flushes.
+extern "C" __global__ void many_signals(Channel channel, u32 each, u32 *result) {
+    if (threadIdx.x != 0) return;
+    for (u32 i = 0; i < each; i++) CHECK(channel.signal(Thread()));
+    CHECK(channel.flush(Thread()));
+}
+
 // Waits for `count` signals.
 extern "C" __global__ void wait_for(Channel channel, u64 count, u32 *result) { CHECK(channel.wait_until(Block(), count)); }
 

@@ -69,6 +69,37 @@ fn a_proxy_that_sleeps_for_a_second_loses_nothing() {
     });
 }
 
+/// More signals than any queue of a driver holds, from one block and from many.
+#[test]
+fn any_number_of_signals_is_under_way() {
+    const ALL: u32 = 20_000;
+    threads(world(2), |comm| {
+        let rig = Rig::new(comm);
+        for blocks in [1, 8, 132] {
+            let connection = rig.pair(Transport::Proxied, 64);
+            let each = ALL / blocks;
+            if comm.rank() == 0 {
+                let arguments = [connection.channel(), Argument::U32(each)];
+                rig.launch("many_signals", blocks, &arguments).unwrap();
+                rig.finish();
+            }
+            let expected = u64::from(each * blocks);
+            if comm.rank() == 1 {
+                let arguments = [connection.channel(), Argument::U64(expected)];
+                rig.launch("wait_for", 1, &arguments).unwrap();
+                rig.finish();
+            }
+            // Flushed is counted, and each counts once.
+            comm.barrier().unwrap();
+            let mut count = [0; 8];
+            let word = connection.inbound().as_slice();
+            comm.device().download(word, &mut count).unwrap();
+            let received = if comm.rank() == 1 { expected } else { 0 };
+            assert_eq!(u64::from_ne_bytes(count), received, "{blocks} blocks");
+        }
+    });
+}
+
 #[test]
 fn what_is_in_flight_is_sent_when_the_proxy_is_stopped() {
     threads_with(world(2), small, |comm| {

@@ -6,9 +6,9 @@
 
 use anyhow::{Context, Result};
 use std::time::{Duration, Instant};
-use warplink::Communicator;
 use warplink::device::{Event, Priority, Stream};
 use warplink::p2p::StreamBarrier;
+use warplink::{Communicator, Deadline};
 
 /// How stream work is given to the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
@@ -83,10 +83,32 @@ impl<'a> Clock<'a> {
         times.first().copied().context("nothing was timed")
     }
 
+    /// As [`measure`](Self::measure), for `limit` at most.
+    pub(crate) fn measure_until(
+        &self,
+        limit: Duration,
+        samples: usize,
+        submission: Submission,
+        work: Work<'_>,
+    ) -> Result<Times> {
+        let times = self.measure_all(Some(Deadline::after(limit)), samples, submission, &[work])?;
+        times.first().copied().context("nothing was timed")
+    }
+
     /// As [`measure`](Self::measure) for several works that take turns, a sample of each after the
     /// other: so they see the same clocks and temperatures, and can be compared more closely.
     pub(crate) fn measure_in_turn(
         &self,
+        samples: usize,
+        submission: Submission,
+        works: &[Work<'_>],
+    ) -> Result<Vec<Times>> {
+        self.measure_all(None, samples, submission, works)
+    }
+
+    fn measure_all(
+        &self,
+        limit: Option<Deadline>,
         samples: usize,
         submission: Submission,
         works: &[Work<'_>],
@@ -116,7 +138,10 @@ impl<'a> Clock<'a> {
                     None => work(stream)?,
                 }
                 stream.record(&self.end)?;
-                self.comm.synchronize(stream)?;
+                match limit {
+                    Some(limit) => stream.synchronize(limit)?,
+                    None => self.comm.synchronize(stream)?,
+                }
                 if sample >= WARM_UP {
                     times.push(f64::from(self.end.elapsed_since(&self.begin)?) / 1e3);
                 }

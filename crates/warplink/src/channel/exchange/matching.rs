@@ -10,7 +10,6 @@ use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::memory::RemoteRegion;
 use crate::signal::RemoteSlot;
 use crate::transport::CopyEngine;
-use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex};
 
 /// What an end has of its peer's memory.
@@ -72,15 +71,9 @@ impl ConnectionExchange {
             Transport::Direct => None,
             Transport::Proxied => {
                 let proxy = (self.proxies.0)()?;
-                let end = proxy.register(Route {
-                    peer: request.peer,
-                    windows: windows.clone(),
-                    outbound: outbound.clone(),
-                    completed: words.completed.clone(),
-                    fault: self.fault.clone(),
-                    engine: CopyEngine::new(&self.device)?,
-                    signals: AtomicU64::new(0),
-                })?;
+                let carrier = CopyEngine::new(&self.device, &windows, &outbound, &words.completed)?;
+                let route = Route::new(request.peer, &self.fault, Box::new(carrier));
+                let end = proxy.register(route)?;
                 Some((proxy, end))
             }
         };

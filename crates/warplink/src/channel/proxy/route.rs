@@ -1,57 +1,91 @@
 //! What a proxy does for one connection.
 
-use crate::device::channel::trigger::{Movement, Trigger};
-use crate::device::channel::{Side, Windows};
-use crate::device::{Fault, Word};
+use crate::device::Fault;
+use crate::device::channel::trigger::Trigger;
 use crate::error::{Rank, Result};
-use crate::transport::CopyEngine;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use crate::sync::lock;
+use crate::transport::Carrier;
+use std::sync::{Arc, Mutex};
 
 /// One connection, as the proxy has it.
+///
+/// Words are not set with each trigger: signals that follow one another are one write of the last value, and
+/// so are flushes. They are set before the next movement of the connection, and when the proxy finds nothing
+/// else to do.
 #[derive(Debug)]
 pub(crate) struct Route {
     pub(crate) peer: Rank,
-    pub(crate) windows: Arc<Windows>,
-    /// The peer's inbound word.
-    pub(crate) outbound: Word,
-    /// This rank's word for flushes.
-    pub(crate) completed: Word,
     /// Raised when the peer is lost.
     pub(crate) fault: Arc<Fault>,
-    pub(crate) engine: CopyEngine,
-    /// How often the peer was signalled.
-    pub(crate) signals: AtomicU64,
+    pub(crate) carrier: Box<dyn Carrier>,
+    words: Mutex<Words>,
+}
+
+/// The values that its words have, or are to have.
+#[derive(Debug, Default)]
+struct Words {
+    /// How often the peer was signalled, and how often of that it knows.
+    signals: u64,
+    signalled: u64,
+    completed: Option<u64>,
+    /// Triggers whose words are to be set yet.
+    triggers: u64,
 }
 
 impl Route {
-    /// Enqueues what the trigger at `position` of the FIFO asks for.
+    pub(crate) fn new(peer: Rank, fault: &Arc<Fault>, carrier: Box<dyn Carrier>) -> Self {
+        Self {
+            peer,
+            fault: fault.clone(),
+            carrier,
+            words: Mutex::default(),
+        }
+    }
+
+    /// Starts what the trigger at `position` of the FIFO asks for, and notes the words to be set after it.
     ///
     /// # Errors
     /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where it passes the end of a
-    /// region; those of the copy engine.
+    /// region; those of the carrier.
     pub(super) fn serve(&self, position: u64, trigger: &Trigger) -> Result<()> {
         if let Some(movement) = trigger.movement {
-            let own = self.windows.range(Side::Own, trigger.own, trigger.bytes)?;
-            let peers = self
-                .windows
-                .range(Side::Peers, trigger.peers, trigger.bytes)?;
-            match movement {
-                Movement::Put => self.engine.copy(&peers, &own)?,
-                Movement::Get => self.engine.copy(&own, &peers)?,
-            }
+            // Signals are for what preceded them, and do not wait for this.
+            self.set_words()?;
+            self.carrier
+                .start(movement, trigger.own, trigger.peers, trigger.bytes)?;
         }
-        let mut words = Vec::with_capacity(2);
+        let mut words = lock(&self.words);
         if trigger.signal {
-            let count = self.signals.fetch_add(1, Ordering::Relaxed) + 1;
-            words.push((&self.outbound, count));
+            words.signals += 1;
         }
         if trigger.flush {
-            words.push((&self.completed, position + 1));
+            words.completed = Some(position + 1);
         }
-        if words.is_empty() {
+        words.triggers += u64::from(trigger.signal || trigger.flush);
+        Ok(())
+    }
+
+    /// Whether words are to be set.
+    pub(super) fn has_words(&self) -> bool {
+        lock(&self.words).triggers > 0
+    }
+
+    /// Sets the words that are to be set.
+    pub(super) fn set_words(&self) -> Result<()> {
+        let mut words = lock(&self.words);
+        if words.triggers == 0 {
             return Ok(());
         }
-        self.engine.set(&words)
+        let signals = (words.signals > words.signalled).then_some(words.signals);
+        self.carrier.set(signals, words.completed)?;
+        words.signalled = words.signals;
+        words.completed = None;
+        words.triggers = 0;
+        Ok(())
+    }
+
+    /// Forgets the words that are to be set; of how many triggers they are.
+    pub(super) fn forget_words(&self) -> u64 {
+        std::mem::take(&mut lock(&self.words).triggers)
     }
 }

@@ -13,7 +13,8 @@ use std::time::Instant;
 /// Looks at the ring before other threads are let run.
 const SPINS: u32 = 1000;
 
-/// Triggers from one look at whether to stop to the next.
+/// Triggers from one look at whether to stop to the next, and after which words are set at the latest where
+/// there is room.
 const TRIGGERS_PER_LOOK: u64 = 64;
 
 /// Reads the FIFO and serves what it finds.
@@ -24,8 +25,10 @@ pub(super) struct Worker {
     fifo: Arc<Fifo>,
     reader: FifoReader,
     config: ProxyConfig,
-    /// Triggers that were read and not served, since the peer was lost.
+    /// Triggers that were read and not served: the peer was lost, or the time was over.
     skipped: u64,
+    /// Routes with words to be set.
+    unset: Vec<Arc<Route>>,
 }
 
 impl Worker {
@@ -43,6 +46,7 @@ impl Worker {
             reader,
             config,
             skipped: 0,
+            unset: Vec::new(),
         }
     }
 
@@ -68,14 +72,17 @@ impl Worker {
             if let Some((position, halves)) = self.reader.pop() {
                 self.serve(position, halves)?;
                 (idle_since, looks) = (None, 0);
-                if position % TRIGGERS_PER_LOOK == 0
-                    && let Some(deadline) = self.stopping()
-                    && deadline.passed()
-                {
-                    return Ok(deadline);
+                if position % TRIGGERS_PER_LOOK == 0 {
+                    self.set_words()?;
+                    if let Some(deadline) = self.stopping()
+                        && deadline.passed()
+                    {
+                        return Ok(deadline);
+                    }
                 }
                 continue;
             }
+            self.set_words()?;
             self.let_go()?;
             if let Some(deadline) = self.stopping()
                 && self.reader.is_empty()
@@ -88,6 +95,8 @@ impl Worker {
             looks += 1;
             if looks < SPINS {
                 std::hint::spin_loop();
+            } else if !self.unset.is_empty() {
+                std::thread::yield_now();
             } else if idle_since.get_or_insert_with(Instant::now).elapsed() < self.config.idle {
                 if !self.reader.listen(self.config.nap) {
                     std::thread::yield_now();
@@ -116,22 +125,76 @@ impl Worker {
                 .with_operation("serve a trigger")
                 .with_help("use channels only while their connection is there"));
         };
-        if self.is_faulted(&route) {
+        let served = match trigger.movement {
+            Some(_) => self.make_room(&route),
+            None => Ok(!self.is_faulted(&route)),
+        };
+        let served = match served {
+            Ok(true) => route.serve(position, &trigger).map(|()| true),
+            other => other,
+        };
+        if !self.judge(&route, served)?.unwrap_or(false) {
             self.skipped += 1;
-            return Ok(());
         }
-        let served = route.serve(position, &trigger);
-        match served {
-            // What the loss of a peer brought about is told by the fault.
-            Err(_) if self.is_faulted(&route) => {
-                self.skipped += 1;
-                Ok(())
+        if route.has_words() && !self.unset.iter().any(|unset| Arc::ptr_eq(unset, &route)) {
+            self.unset.push(route);
+        }
+        Ok(())
+    }
+
+    /// Waits until the carrier of a route takes more; false where its peer was lost meanwhile, or where it is
+    /// time to end.
+    fn make_room(&self, route: &Route) -> Result<bool> {
+        let mut looks = 0;
+        loop {
+            if self.is_faulted(route) {
+                return Ok(false);
             }
-            served => served.map_err(|error| {
-                error
-                    .with_operation("serve a trigger")
-                    .with_peer(route.peer)
-            }),
+            if route.carrier.has_room()? {
+                return Ok(true);
+            }
+            if looks < SPINS {
+                looks += 1;
+                std::hint::spin_loop();
+            } else if self.stopping().is_some_and(|deadline| deadline.passed()) {
+                return Ok(false);
+            } else {
+                std::thread::yield_now();
+            }
+        }
+    }
+
+    /// Sets words, of routes whose carriers take more.
+    fn set_words(&mut self) -> Result<()> {
+        for route in std::mem::take(&mut self.unset) {
+            let set = if self.is_faulted(&route) {
+                Ok(false)
+            } else {
+                route.carrier.has_room().and_then(|room| {
+                    if room {
+                        route.set_words()?;
+                    } else {
+                        self.unset.push(route.clone());
+                    }
+                    Ok(true)
+                })
+            };
+            if !self.judge(&route, set)?.unwrap_or(false) {
+                self.skipped += route.forget_words();
+            }
+        }
+        Ok(())
+    }
+
+    /// What came of something for a route; nothing where it failed for the loss of the peer, which is told by
+    /// the fault.
+    fn judge<T>(&self, route: &Route, result: Result<T>) -> Result<Option<T>> {
+        match result {
+            Ok(value) => Ok(Some(value)),
+            Err(_) if self.is_faulted(route) => Ok(None),
+            Err(error) => Err(error
+                .with_operation("serve a trigger")
+                .with_peer(route.peer)),
         }
     }
 
@@ -155,7 +218,8 @@ impl Worker {
             routes, retiring, ..
         } = &mut *state;
         for (connection, held) in std::mem::take(retiring) {
-            let done = |route: &Arc<Route>| route.engine.is_idle().unwrap_or(true);
+            let done =
+                |route: &Arc<Route>| !route.has_words() && route.carrier.is_idle().unwrap_or(true);
             match routes.get_mut(connection as usize) {
                 Some(place) if place.as_ref().is_none_or(done) => gone.push((place.take(), held)),
                 Some(_) => retiring.push((connection, held)),
@@ -170,13 +234,18 @@ impl Worker {
 
     /// Waits for what was sent, and lets go of kernels that wait.
     fn end(&mut self, deadline: Deadline) -> Drained {
+        while self.set_words().is_ok() && !self.unset.is_empty() && !deadline.passed() {
+            std::thread::yield_now();
+        }
+        let unset = std::mem::take(&mut self.unset);
+        self.skipped += unset.iter().map(|route| route.forget_words()).sum::<u64>();
         let routes: Vec<_> = {
             let state = lock(&self.shared.state);
             state.routes.iter().flatten().cloned().collect()
         };
         let alive = routes.iter().filter(|route| !self.is_faulted(route));
         let unfinished = alive
-            .map(|route| route.engine.drain(deadline))
+            .map(|route| route.carrier.drain(deadline))
             .find_map(Result::err);
         self.fifo.stop();
         let unread = self.reader.unread().unwrap_or(0);

@@ -2,6 +2,7 @@
 //! and the copy engine.
 
 mod kernels;
+mod rows;
 
 use super::timing::{Clock, Submission, Times};
 use crate::commands::ranks;
@@ -9,12 +10,13 @@ use crate::memory;
 use crate::options::Options;
 use crate::report;
 use crate::report::bytes::Bytes;
-use crate::report::table::{Align, Table};
 use anyhow::{Context, Result, ensure};
 use clap::Args;
 use kernels::{DATA, Kernels};
+use rows::{Row, Rows, Sink};
 use serde::Serialize;
 use std::process::ExitCode;
+use std::time::Duration;
 use warplink::channel::{Connection, ConnectionRequest, Transport};
 use warplink::device::{Argument, Launch, Priority, Stream};
 use warplink::{Communicator, DeviceKind};
@@ -47,25 +49,29 @@ pub(crate) struct Channel {
     /// Samples per figure
     #[arg(long, value_name = "N", default_value = "9", value_parser = clap::value_parser!(u16).range(1..))]
     samples: u16,
+    /// Longest that one row may take
+    #[arg(long, value_name = "SECONDS", default_value = "20", value_parser = clap::value_parser!(u16).range(1..))]
+    limit: u16,
+    /// Rows to measure, as they are named above; those that they are compared with come along
+    #[arg(long, value_name = "NAMES", value_delimiter = ',', value_parser = ROWS)]
+    rows: Vec<String>,
 }
+
+/// What there is to measure.
+const ROWS: [&str; 9] = [
+    "words",
+    "signals",
+    "puts",
+    "packets",
+    "copy_once",
+    "put_once",
+    "engine",
+    "put_and_flush",
+    "triggers",
+];
 
 /// Both kinds of channels.
 const TRANSPORTS: [Transport; 2] = [Transport::Direct, Transport::Proxied];
-
-/// One figure.
-#[derive(Debug, Serialize)]
-struct Row {
-    what: &'static str,
-    transport: Option<Transport>,
-    bytes: u64,
-    blocks: u32,
-    /// One way, of one put, or of one trigger, in seconds.
-    time: Times,
-    /// Bytes in 10^9, or triggers in 10^6, a second.
-    rate: Option<f64>,
-    /// To what it is compared with.
-    ratio: Option<f64>,
-}
 
 #[derive(Debug, Serialize)]
 struct Report {
@@ -80,7 +86,8 @@ struct Rig<'a> {
     kernels: Kernels,
     connections: Vec<Connection>,
     samples: usize,
-    rows: Vec<Row>,
+    limit: Duration,
+    rows: Rows,
 }
 
 impl Channel {
@@ -94,63 +101,89 @@ impl Channel {
         };
         ranks::run_checked(options, check, |comm| {
             check(comm.device().kind(), comm.world())?;
-            let report = self.measure(comm)?;
-            if comm.rank() == 0 {
-                if options.json {
-                    report::print_json(&report)?
-                } else {
-                    report::print_text(&report.table())?
-                }
+            let sink = match (comm.rank(), options.json) {
+                (0, false) => Sink::Table,
+                (0, true) => Sink::Progress,
+                _ => Sink::Nowhere,
+            };
+            let report = self.measure(comm, sink)?;
+            if sink == Sink::Progress {
+                report::print_json(&report)?;
             }
             Ok(ExitCode::SUCCESS)
         })
     }
 
-    fn measure(&self, comm: &Communicator) -> Result<Report> {
+    /// Whether one of these rows is wanted.
+    fn wants(&self, names: &[&str]) -> bool {
+        self.rows.is_empty()
+            || names
+                .iter()
+                .any(|name| self.rows.iter().any(|row| row == name))
+    }
+
+    fn measure(&self, comm: &Communicator, sink: Sink) -> Result<Report> {
         let on_gpus = comm.device().kind() == DeviceKind::Cuda;
         let default = if on_gpus { 256 << 20 } else { 1 << 20 };
         let largest = self.to.map_or(default, |to| to.0).max(4096);
-        let rounds = if on_gpus { 1000 } else { 100 };
-        let mut rig = Rig::new(comm, largest, self.samples.into())?;
-        let direct = Transport::Direct;
-        let words = rig.back_and_forth("words", direct, 0, 1, rounds, None)?;
-        rig.back_and_forth("signals", direct, 0, 1, rounds, Some(words))?;
-        rig.back_and_forth("signals", Transport::Proxied, 0, 1, rounds, None)?;
-        for bytes in [8, 4096] {
-            rig.back_and_forth("puts", direct, bytes, 256, rounds, None)?;
-            rig.back_and_forth("puts", Transport::Proxied, bytes, 32, rounds, None)?;
-        }
-        for (bytes, threads) in [(8, 32), (1024, 128), (4096, 512)] {
-            rig.back_and_forth("packets", direct, bytes, threads, rounds, None)?;
-        }
+        let mut rig = Rig::new(comm, largest, self, sink)?;
+        self.latencies(&mut rig, if on_gpus { 1000 } else { 100 })?;
         let blocks: &[u32] = if on_gpus {
-            &[1, 4, 8, 16, 32, 64]
+            &[1, 4, 8, 16, 24, 32, 64]
         } else {
             &[1, 4]
         };
-        for &blocks in blocks {
-            let copy = rig.once("copy_once", direct, largest, blocks, None)?;
-            rig.once("put_once", direct, largest, blocks, Some(copy))?;
-        }
-        for bytes in [4096, 64 << 20, largest] {
-            if bytes <= largest {
-                let engine = rig.engine(bytes)?;
-                rig.once("put_and_flush", Transport::Proxied, bytes, 1, Some(engine))?;
+        if self.wants(&["copy_once", "put_once"]) {
+            for &blocks in blocks {
+                let copy = rig.once("copy_once", Transport::Direct, largest, blocks, None)?;
+                rig.once("put_once", Transport::Direct, largest, blocks, Some(copy))?;
             }
         }
-        for blocks in [1, 8, 132] {
-            rig.triggers(blocks, if on_gpus { 20_000 } else { 2_000 })?;
+        if self.wants(&["engine", "put_and_flush"]) {
+            for bytes in [4096, 64 << 20, largest] {
+                if bytes <= largest {
+                    let engine = rig.engine(bytes)?;
+                    rig.once("put_and_flush", Transport::Proxied, bytes, 1, Some(engine))?;
+                }
+            }
+        }
+        if self.wants(&["triggers"]) {
+            for blocks in [1, 8, 132] {
+                rig.triggers(blocks, if on_gpus { 20_000 } else { 2_000 })?;
+            }
         }
         Ok(Report {
             benchmark: "channel",
             device: comm.device().name(),
-            rows: rig.rows,
+            rows: rig.rows.all,
         })
+    }
+
+    /// What goes back and forth.
+    fn latencies(&self, rig: &mut Rig<'_>, rounds: u32) -> Result<()> {
+        let [direct, proxied] = TRANSPORTS;
+        if self.wants(&["words", "signals"]) {
+            let words = rig.back_and_forth("words", direct, 0, 1, rounds, None)?;
+            rig.back_and_forth("signals", direct, 0, 1, rounds, Some(words))?;
+            rig.back_and_forth("signals", proxied, 0, 1, rounds, None)?;
+        }
+        if self.wants(&["puts"]) {
+            for bytes in [8, 4096] {
+                rig.back_and_forth("puts", direct, bytes, 256, rounds, None)?;
+                rig.back_and_forth("puts", proxied, bytes, 32, rounds, None)?;
+            }
+        }
+        if self.wants(&["packets"]) {
+            for (bytes, threads) in [(8, 32), (1024, 128), (4096, 512)] {
+                rig.back_and_forth("packets", direct, bytes, threads, rounds, None)?;
+            }
+        }
+        Ok(())
     }
 }
 
 impl<'a> Rig<'a> {
-    fn new(comm: &'a Communicator, largest: u64, samples: usize) -> Result<Self> {
+    fn new(comm: &'a Communicator, largest: u64, options: &Channel, sink: Sink) -> Result<Self> {
         // Room for what is put, for what arrives, and for packets, of the sizes that have them.
         let bytes = DATA + largest.max(4 * 4096);
         memory::check(comm.device().kind(), 2, bytes.into(), 2 * u128::from(bytes))?;
@@ -173,8 +206,9 @@ impl<'a> Rig<'a> {
             clock: Clock::new(comm, Priority::Normal)?,
             kernels,
             connections,
-            samples,
-            rows: Vec::new(),
+            samples: options.samples.into(),
+            limit: Duration::from_secs(options.limit.into()),
+            rows: Rows::new(&comm.device().name(), sink)?,
         })
     }
 
@@ -210,8 +244,8 @@ impl<'a> Rig<'a> {
             Ok(())
         };
         self.clock
-            .measure(self.samples, Submission::Eager, &work)
-            .with_context(|| format!("measure '{name}' of {bytes} bytes, {transport:?}"))
+            .measure_until(self.limit, self.samples, Submission::Eager, &work)
+            .with_context(|| format!("measure '{name}', {transport}, of {bytes} bytes"))
     }
 
     /// The time of one way of many back and forth in one kernel of one block.
@@ -227,7 +261,7 @@ impl<'a> Rig<'a> {
         let launch = Launch::new(1, threads);
         let all = self.time(what, transport, launch, (rounds, bytes), false)?;
         let time = scaled(&all, 0.5 / f64::from(rounds));
-        self.rows.push(Row {
+        self.rows.add(Row {
             what,
             transport: Some(transport),
             bytes,
@@ -235,7 +269,7 @@ impl<'a> Rig<'a> {
             rate: None,
             ratio: plain.map(|plain| time.median / plain),
             time,
-        });
+        })?;
         Ok(time.median)
     }
 
@@ -255,7 +289,7 @@ impl<'a> Rig<'a> {
         };
         let launch = Launch::new(blocks, threads);
         let time = self.time(what, transport, launch, (1, bytes), true)?;
-        Ok(self.moved(what, Some(transport), bytes, blocks, time, plain))
+        self.moved(what, Some(transport), bytes, blocks, time, plain)
     }
 
     /// The rate of the copy engine.
@@ -275,8 +309,11 @@ impl<'a> Rig<'a> {
             }
             Ok(())
         };
-        let time = self.clock.measure(self.samples, Submission::Eager, &work)?;
-        Ok(self.moved("engine", None, bytes, 0, time, None))
+        let time = self
+            .clock
+            .measure_until(self.limit, self.samples, Submission::Eager, &work)
+            .with_context(|| format!("measure 'engine' of {bytes} bytes"))?;
+        self.moved("engine", None, bytes, 0, time, None)
     }
 
     fn moved(
@@ -287,9 +324,9 @@ impl<'a> Rig<'a> {
         blocks: u32,
         time: Times,
         plain: Option<f64>,
-    ) -> f64 {
+    ) -> Result<f64> {
         let rate = bytes as f64 / time.median / 1e9;
-        self.rows.push(Row {
+        self.rows.add(Row {
             what,
             transport,
             bytes,
@@ -297,17 +334,19 @@ impl<'a> Rig<'a> {
             time,
             rate: Some(rate),
             ratio: plain.map(|plain| rate / plain),
-        });
-        rate
+        })?;
+        Ok(rate)
     }
 
     /// Adds the time of `all` triggers of rank 0, pushed by `blocks` blocks at once.
     fn triggers(&mut self, blocks: u32, all: u32) -> Result<()> {
         let each = (all / blocks).max(1);
         let launch = Launch::new(blocks, 1);
-        let time = self.time("triggers", Transport::Proxied, launch, (each, 0), true)?;
+        let time = self
+            .time("triggers", Transport::Proxied, launch, (each, 0), true)
+            .with_context(|| format!("{blocks} blocks"))?;
         let time = scaled(&time, 1.0 / f64::from(each * blocks));
-        self.rows.push(Row {
+        self.rows.add(Row {
             what: "triggers",
             transport: Some(Transport::Proxied),
             bytes: 0,
@@ -315,8 +354,7 @@ impl<'a> Rig<'a> {
             rate: Some(1e-6 / time.median),
             ratio: None,
             time,
-        });
-        Ok(())
+        })
     }
 }
 
@@ -325,34 +363,5 @@ fn scaled(times: &Times, factor: f64) -> Times {
         median: times.median * factor,
         least: times.least * factor,
         most: times.most * factor,
-    }
-}
-
-impl Report {
-    fn table(&self) -> String {
-        let mut table = Table::new([
-            ("what", Align::Left),
-            ("transport", Align::Left),
-            ("bytes", Align::Right),
-            ("blocks", Align::Right),
-            ("us", Align::Right),
-            ("GB/s or M/s", Align::Right),
-            ("ratio", Align::Right),
-        ]);
-        for row in &self.rows {
-            let number = |value: Option<f64>| value.map(|value| format!("{value:.3}"));
-            table.row([
-                row.what.to_owned(),
-                row.transport
-                    .map(|transport| transport.to_string())
-                    .unwrap_or_default(),
-                Bytes(row.bytes).to_string(),
-                row.blocks.to_string(),
-                format!("{:.3}", row.time.median * 1e6),
-                number(row.rate).unwrap_or_default(),
-                number(row.ratio).unwrap_or_default(),
-            ]);
-        }
-        format!("{}\n\n{table}", self.device)
     }
 }

@@ -1,0 +1,198 @@
+//! The proxy alone, on the host device.
+
+use super::*;
+use crate::device::channel::Windows;
+use crate::device::channel::trigger::{Movement, Trigger};
+use crate::device::{AllocationKind, At, DeviceConfig, DeviceKind, Fault};
+use crate::transport::{Carrier, CopyEngine};
+use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
+
+const LATE: Duration = Duration::from_secs(10);
+
+fn host() -> Arc<dyn Device> {
+    crate::device::open(&DeviceConfig::new(DeviceKind::Host, 0)).unwrap()
+}
+
+/// A proxy whose failure comes out of the channel.
+fn start(device: &Arc<dyn Device>) -> (Arc<Proxy>, Receiver<Error>) {
+    let (failed, failure) = mpsc::channel();
+    let failed = Mutex::new(failed);
+    let on_failure = move |error: &Error| lock(&failed).send(error.clone()).unwrap();
+    let proxy = Proxy::start(device, ProxyConfig::default(), Box::new(on_failure));
+    (proxy.unwrap(), failure)
+}
+
+/// A connection between two regions of this device, with its words.
+fn route(device: &Arc<dyn Device>, fault: &Arc<Fault>) -> (Route, [crate::device::Word; 2]) {
+    let slice = |bytes| device.allocate(bytes, AllocationKind::Plain).unwrap();
+    let words = device.allocate_signals(64).unwrap();
+    let words = [0, 8].map(|at| words.word(at).unwrap());
+    let table = slice(crate::device::channel::TABLE_BYTES);
+    let windows = Arc::new(Windows::new(device, table, slice(64), slice(64)).unwrap());
+    let carrier = CopyEngine::new(device, &windows, &words[0], &words[1]).unwrap();
+    (Route::new(1, fault, Box::new(carrier)), words)
+}
+
+fn put(connection: u32, bytes: u64) -> [u64; 2] {
+    let trigger = Trigger {
+        movement: Some(Movement::Put),
+        signal: true,
+        flush: true,
+        connection,
+        bytes,
+        own: At::default(),
+        peers: At::default(),
+    };
+    trigger.encode()
+}
+
+#[test]
+fn its_failure_is_told_and_ends_what_waits_for_it() {
+    let (device, fault) = (host(), Arc::default());
+    let (proxy, failure) = start(&device);
+    let (good, _) = route(&device, &fault);
+    let connection = proxy.register(good).unwrap().connection;
+    proxy.fifo.push(put(connection, 65), || Ok(())).unwrap();
+    let error = failure.recv_timeout(LATE).unwrap();
+    assert_eq!(
+        (error.kind(), error.peer()),
+        (ErrorKind::InvalidArgument, Some(1))
+    );
+    assert!(
+        error.to_string().contains("65 bytes from offset 0"),
+        "{error}"
+    );
+    assert!(proxy.fifo.is_stopped() && proxy.check().is_err());
+    assert!(proxy.register(route(&device, &fault).0).is_err());
+    assert!(proxy.stop(Deadline::after(LATE)).is_err());
+    // What is let go of later goes at once.
+    let held = Arc::new(());
+    proxy.retire(connection, Box::new(held.clone()));
+    assert_eq!(Arc::strong_count(&held), 1);
+}
+
+#[test]
+fn a_trigger_of_no_connection_is_a_failure() {
+    let device = host();
+    let (proxy, failure) = start(&device);
+    proxy.fifo.push(put(9, 0), || Ok(())).unwrap();
+    let error = failure.recv_timeout(LATE).unwrap();
+    assert!(
+        error.to_string().contains("unknown connection 9"),
+        "{error}"
+    );
+}
+
+#[test]
+fn what_is_for_a_lost_peer_is_not_sent_and_counted_and_fails_nobody_else() {
+    let device = host();
+    let (proxy, failure) = start(&device);
+    let [lost, good]: [Arc<Fault>; 2] = Default::default();
+    let (to_lost, lost_words) = route(&device, &lost);
+    let (to_good, good_words) = route(&device, &good);
+    lost.raise(Error::new(ErrorKind::PeerLost, "gone"));
+    let [to_lost, to_good] = [to_lost, to_good].map(|one| proxy.register(one).unwrap());
+    for connection in [to_lost.connection, to_good.connection] {
+        proxy.fifo.push(put(connection, 64), || Ok(())).unwrap();
+    }
+    let error = proxy.stop(Deadline::after(LATE)).unwrap_err();
+    assert!(
+        error.to_string().contains("1 triggers were not sent"),
+        "{error}"
+    );
+    assert!(failure.try_recv().is_err());
+    let read = |word: &crate::device::Word| {
+        let mut bytes = [0; 8];
+        device.download(word.as_slice(), &mut bytes).unwrap();
+        u64::from_ne_bytes(bytes)
+    };
+    assert_eq!(lost_words.each_ref().map(read), [0, 0]);
+    // The flush is answered with its position and one.
+    assert_eq!(good_words.each_ref().map(read), [1, 2]);
+}
+
+/// Calls that are under way with a carrier that finishes one whenever it is asked for room.
+const ROOM: u64 = 4;
+
+#[derive(Debug, Default)]
+struct Slow(Arc<Seen>);
+
+#[derive(Debug, Default)]
+struct Seen {
+    under_way: AtomicU64,
+    most: AtomicU64,
+    puts: AtomicU64,
+    inbound: AtomicU64,
+    /// Of `inbound`, when the last put was started.
+    before_put: AtomicU64,
+    completed: AtomicU64,
+}
+
+impl Seen {
+    fn call(&self) {
+        let now = self.under_way.fetch_add(1, SeqCst) + 1;
+        self.most.fetch_max(now, SeqCst);
+    }
+}
+
+impl Carrier for Slow {
+    fn has_room(&self) -> Result<bool> {
+        // Not at once, as a device is slower than the proxy.
+        std::thread::sleep(Duration::from_micros(20));
+        let done = |calls: u64| Some(calls.saturating_sub(1));
+        let under_way = self.0.under_way.fetch_update(SeqCst, SeqCst, done);
+        Ok(under_way.unwrap() <= ROOM)
+    }
+
+    fn start(&self, _: Movement, _: At, _: At, _: u64) -> Result<()> {
+        self.0.call();
+        self.0.puts.fetch_add(1, SeqCst);
+        let before = self.0.inbound.load(SeqCst);
+        self.0.before_put.store(before, SeqCst);
+        Ok(())
+    }
+
+    fn set(&self, inbound: Option<u64>, completed: Option<u64>) -> Result<()> {
+        self.0.call();
+        inbound.inspect(|value| self.0.inbound.store(*value, SeqCst));
+        completed.inspect(|value| self.0.completed.store(*value, SeqCst));
+        Ok(())
+    }
+
+    fn is_idle(&self) -> Result<bool> {
+        Ok(true)
+    }
+
+    fn drain(&self, _: Deadline) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// A device that is slower than a kernel may not block the proxy, or have it keep without bound what is
+/// under way: signals are gathered instead.
+#[test]
+fn what_is_under_way_is_bounded() {
+    const SIGNALS: u64 = 20_000;
+    let (device, fault) = (host(), Arc::default());
+    let (proxy, _failure) = start(&device);
+    let seen = Arc::<Seen>::default();
+    let route = Route::new(1, &fault, Box::new(Slow(seen.clone())));
+    let connection = proxy.register(route).unwrap().connection;
+    let mut last = 0;
+    for number in 1..=SIGNALS {
+        let mut trigger = Trigger::signal(connection);
+        // Now and then a put, which is not to overtake the signals before it.
+        if number % 1000 == 0 {
+            trigger.movement = Some(Movement::Put);
+        }
+        trigger.flush = number == SIGNALS;
+        last = proxy.fifo.push(trigger.encode(), || Ok(())).unwrap();
+    }
+    proxy.stop(Deadline::after(LATE)).unwrap();
+    let read = |word: &AtomicU64| word.load(SeqCst);
+    assert_eq!((read(&seen.puts), read(&seen.inbound)), (20, SIGNALS));
+    assert_eq!(read(&seen.before_put), SIGNALS - 1);
+    assert_eq!(read(&seen.completed), last + 1);
+    // A put may set words before it.
+    assert!(read(&seen.most) <= ROOM + 2, "{} calls", read(&seen.most));
+}
