@@ -242,7 +242,7 @@ fn reversed_copies() {
         synchronize pool(0)
     }";
     within("woven copies", TWO_SECONDS, 500, || {
-        check(text, 1, 1, &[("n", size(100_000))]).unwrap();
+        check(text, 1, 1, &[("n", size(90_000))]).unwrap();
     });
 }
 

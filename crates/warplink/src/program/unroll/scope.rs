@@ -8,6 +8,7 @@ use crate::program::diagnostic::{Diagnostic, DiagnosticKind, Place};
 use crate::program::expr::{Condition, Expr};
 use crate::program::ir::{Position, Selection, StreamRef, TensorRef, TransferRef};
 use crate::program::rank_program::{Range, Site, StreamKind, TensorId, TransferId};
+use std::collections::HashMap;
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -127,8 +128,32 @@ pub(super) struct Named {
     pub(super) name: Arc<str>,
     /// The loops around each of the name's declarations.
     pub(super) paths: Vec<Vec<usize>>,
-    /// By the values of those loops.
-    pub(super) instances: std::collections::HashMap<Vec<i64>, TransferId>,
+    pub(super) instances: Instances,
+}
+
+/// The transfers of one name by the values of the loops around them.
+#[derive(Default)]
+pub(super) struct Instances {
+    /// The one outside of loops, which needs no search.
+    single: Option<TransferId>,
+    in_loops: HashMap<Vec<i64>, TransferId>,
+}
+
+impl Instances {
+    pub(super) fn get(&self, values: &[i64]) -> Option<TransferId> {
+        if values.is_empty() {
+            return self.single;
+        }
+        self.in_loops.get(values).copied()
+    }
+
+    /// Enters a transfer, and gives the one that was there.
+    pub(super) fn insert(&mut self, values: Vec<i64>, id: TransferId) -> Option<TransferId> {
+        if values.is_empty() {
+            return self.single.replace(id);
+        }
+        self.in_loops.insert(values, id)
+    }
 }
 
 impl<'p> Unroller<'p> {
@@ -430,7 +455,7 @@ impl<'p> Unroller<'p> {
             fits = true;
             let mut key: Vec<i64> = open.iter().map(|open| open.value).collect();
             key.extend(&indices);
-            if let Some(&id) = named.instances.get(&key) {
+            if let Some(id) = named.instances.get(&key) {
                 return Ok(id);
             }
             tried = Some(key);

@@ -1,6 +1,6 @@
 //! Transfers: what is shared, posted and waited for.
 
-use super::scope::{Bound, Named};
+use super::scope::{Bound, Instances, Named};
 use super::{TAG_LIMIT, Unroller};
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
 use crate::program::ir::{
@@ -10,7 +10,7 @@ use crate::program::ir::{
 use crate::program::rank_program::{
     ExchangeId, OperationKind, Range, TransferId, TransferInstance,
 };
-use std::collections::{HashMap, HashSet};
+use std::collections::HashSet;
 use std::sync::Arc;
 
 impl<'p> Unroller<'p> {
@@ -91,7 +91,7 @@ impl<'p> Unroller<'p> {
         let named = self.transfers.entry(name).or_insert_with(|| Named {
             name: Arc::from(name),
             paths: Vec::new(),
-            instances: HashMap::new(),
+            instances: Instances::default(),
         });
         let shared_name = named.name.clone();
         if !named.paths.contains(&path) {

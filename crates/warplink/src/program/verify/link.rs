@@ -8,6 +8,7 @@ use crate::error::Rank;
 use crate::program::diagnostic::{DiagnosticKind, Place};
 use crate::program::ir::{Backend, Direction, Role, Sharding};
 use crate::program::rank_program::{OperationKind, Range, RankProgram, TransferId};
+use std::cell::OnceCell;
 use std::collections::HashMap;
 
 /// The most unmatched transfers of a rank that are counted.
@@ -71,13 +72,15 @@ fn partners(ranks: &[RankProgram], diagnostics: &mut Diagnostics<'_>) -> Vec<Vec
                 .collect()
         })
         .collect();
-    let nearest: Vec<HashMap<(Direction, Rank), TransferId>> = ranks
-        .iter()
-        .map(|rank_program| {
-            let keyed = rank_program.transfers.iter().enumerate().rev();
+    // For messages only, so made for the ranks that a message is about.
+    type Nearest = HashMap<(Direction, Rank), TransferId>;
+    let nearest: Vec<OnceCell<Nearest>> = vec![OnceCell::new(); ranks.len()];
+    let nearest_of = |rank: Rank| {
+        nearest[rank].get_or_init(|| {
+            let keyed = ranks[rank].transfers.iter().enumerate().rev();
             keyed.map(|(id, t)| ((t.direction, t.peer), id)).collect()
         })
-        .collect();
+    };
     let mut all = Vec::with_capacity(ranks.len());
     for (rank, rank_program) in ranks.iter().enumerate() {
         let mut own = Vec::with_capacity(rank_program.transfers.len());
@@ -95,7 +98,7 @@ fn partners(ranks: &[RankProgram], diagnostics: &mut Diagnostics<'_>) -> Vec<Vec
                 None => {
                     missing += 1;
                     // What the peer does share with this rank helps to see the mistake.
-                    let near = nearest[transfer.peer].get(&(opposite, rank)).copied();
+                    let near = nearest_of(transfer.peer).get(&(opposite, rank)).copied();
                     unmatched(ranks, (rank, id), near, diagnostics);
                 }
                 // Once for each pair is enough.

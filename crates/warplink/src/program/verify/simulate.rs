@@ -14,6 +14,10 @@ use std::collections::HashSet;
 /// The most nodes that all clocks together may have, which bounds the memory that they take.
 const MAX_CLOCK_NODES: usize = 2 << 20;
 
+/// How many operations a host enqueues before others go on. The streams keep up with the hosts, so what
+/// they do was looked at shortly before.
+const HOST_TURN: usize = 64;
+
 /// Runs the program of all ranks and reports what goes wrong.
 pub(super) fn simulate(ranks: &[RankProgram], links: &Links, diagnostics: &mut Diagnostics<'_>) {
     let mut run = Run::new(Mode::Eager, ranks, links);
@@ -69,16 +73,16 @@ impl Run<'_> {
     /// Runs as far as it goes; `false` where the clocks take too much memory.
     fn go(&mut self, violations: &mut Violations) -> bool {
         loop {
-            if let Some(rank) = self.host_work.pop() {
-                self.hosts[rank].scheduled = false;
-                self.run_host(rank);
-            } else if let Some(stream) = self.stream_work.pop() {
+            if let Some(stream) = self.stream_work.pop() {
                 self.streams[stream].scheduled = false;
                 while self.advance(stream, violations) {
                     if self.clocks.nodes() > MAX_CLOCK_NODES {
                         return false;
                     }
                 }
+            } else if let Some(rank) = self.host_work.pop_front() {
+                self.hosts[rank].scheduled = false;
+                self.run_host(rank);
             } else {
                 return true;
             }
@@ -87,8 +91,12 @@ impl Run<'_> {
 
     fn run_host(&mut self, rank: Rank) {
         let rank_program = &self.ranks[rank];
+        let end = self.hosts[rank].next + HOST_TURN;
         while let Some(operation) = rank_program.operations.get(self.hosts[rank].next) {
             let index = self.hosts[rank].next;
+            if index == end {
+                return self.schedule_host(rank);
+            }
             let stream = self.first_stream[rank] + operation.stream;
             match operation.kind {
                 OperationKind::Share(exchange) => {
@@ -121,6 +129,13 @@ impl Run<'_> {
         }
     }
 
+    fn schedule_host(&mut self, rank: Rank) {
+        if !self.hosts[rank].scheduled {
+            self.hosts[rank].scheduled = true;
+            self.host_work.push_back(rank);
+        }
+    }
+
     /// Gives the exchange's handles to the peers; whether all of theirs are there.
     fn share(&mut self, rank: Rank, exchange: usize) -> bool {
         if !self.hosts[rank].shared[exchange] {
@@ -130,10 +145,7 @@ impl Run<'_> {
                 .map(|&id| self.ranks[rank].transfers[id].peer)
                 .collect();
             for peer in peers {
-                if !self.hosts[peer].scheduled {
-                    self.hosts[peer].scheduled = true;
-                    self.host_work.push(peer);
-                }
+                self.schedule_host(peer);
             }
         }
         let missing = self.missing_share(rank, exchange);

@@ -129,7 +129,7 @@ pub(super) struct Run<'a> {
     pub(super) memory: Memory,
     pub(super) clocks: Clocks,
     pub(super) stream_work: Vec<usize>,
-    pub(super) host_work: Vec<Rank>,
+    pub(super) host_work: VecDeque<Rank>,
     /// The operations that are done, in this order, where somebody asks for it.
     pub(super) done: Option<Vec<(Rank, usize)>>,
 }
