@@ -44,6 +44,8 @@ enum Command {
     Tune(commands::tune::Tune),
     #[command(name = commands::doctor::TRIAL_COMMAND, hide = true)]
     DoctorTrial(commands::doctor::TrialArgs),
+    #[command(name = commands::faults::PROBE_COMMAND, hide = true)]
+    FaultProbe,
     #[command(name = commands::faults::FAULT_RANK_COMMAND, hide = true)]
     FaultRank(commands::faults::FaultRank),
     #[command(name = launch::RANK_COMMAND, hide = true)]
@@ -65,6 +67,7 @@ fn main() -> ExitCode {
         Command::Doctor(command) => command.run(&cli.options),
         Command::DoctorTrial(args) => commands::doctor::run_trial(&args),
         Command::Faults(command) => command.run(&cli.options),
+        Command::FaultProbe => commands::faults::probe_gpu(),
         Command::FaultRank(args) => args.run(),
         Command::Launch(command) => command.run(&cli.options),
         Command::Program(command) => command.run(&cli.options),

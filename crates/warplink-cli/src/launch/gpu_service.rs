@@ -4,31 +4,17 @@
 //! Each launch has a service of its own, in private directories. It carries the mark of the launch, so
 //! that it ends also when the launcher is killed.
 
-use super::environment::find_program;
 use super::leftovers::Mark;
+use super::service_control::ServiceControl;
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use std::env;
-use std::ffi::OsStr;
 use std::fs::DirBuilder;
-use std::io::Write;
 use std::os::unix::fs::DirBuilderExt;
-use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// The command that starts the service and talks to it.
-const CONTROL: &str = "nvidia-cuda-mps-control";
-/// Where drivers put it, if not into a folder of `PATH`.
-const FOLDERS: [&str; 6] = [
-    "/usr/bin",
-    "/usr/local/bin",
-    "/usr/local/nvidia/bin",
-    "/usr/lib/nvidia/bin",
-    "/opt/nvidia/bin",
-    "/run/nvidia/driver/usr/bin",
-];
 /// The variable with the GPUs that a process sees.
 const VISIBLE: &str = "CUDA_VISIBLE_DEVICES";
 /// The variable with a process's number of queues on a GPU.
@@ -40,8 +26,6 @@ const MAX_QUEUES_EACH: usize = 32;
 /// The longest that the service takes to answer, and to end.
 const MAX_START: Duration = Duration::from_secs(20);
 const MAX_END: Duration = Duration::from_secs(5);
-/// The longest that one word to the service takes.
-const MAX_ANSWER: Duration = Duration::from_secs(5);
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// How ranks are spread over GPUs.
@@ -83,7 +67,7 @@ impl GpuSharing {
             listed >= needed,
             "{ranks} ranks at {ranks_per_gpu} per GPU need {needed} GPUs; {VISIBLE} lists {listed}"
         );
-        let share = (MAX_QUEUES / ranks_per_gpu).clamp(1, MAX_QUEUES_EACH);
+        let share = queues_of_each(ranks_per_gpu);
         let wanted = queues.and_then(|queues| queues.parse().ok());
         Ok(Self {
             ranks_per_gpu,
@@ -102,12 +86,16 @@ impl GpuSharing {
     }
 }
 
+/// The most queues that each of `processes` processes may have on a GPU that they share.
+pub(crate) fn queues_of_each(processes: usize) -> usize {
+    (MAX_QUEUES / processes.max(1)).clamp(1, MAX_QUEUES_EACH)
+}
+
 /// A running service. Dropping it ends it and removes its directories.
 #[derive(Debug)]
 pub(super) struct GpuService {
-    control: PathBuf,
+    control: ServiceControl,
     directory: PathBuf,
-    mark: Mark,
 }
 
 impl GpuService {
@@ -117,34 +105,33 @@ impl GpuService {
     /// # Errors
     /// Where the command that starts it is missing or fails, or the service does not answer.
     pub(super) fn start(mark: &Mark, made: impl FnOnce(&Path) -> Result<()>) -> Result<Self> {
-        let control = find_control()?;
         let random = getrandom::u64().map_err(|error| anyhow!("name a directory: {error}"))?;
         let directory = env::temp_dir().join(format!("warplink-mps-{random:016x}"));
+        let control = ServiceControl::find()?.of(mark, variables(&directory));
         made(&directory)?;
-        let service = Self {
-            control,
-            directory,
-            mark: mark.clone(),
-        };
+        let service = Self { control, directory };
         for folder in [&service.directory, &service.pipes(), &service.logs()] {
             let made = DirBuilder::new().mode(0o700).create(folder);
             made.with_context(|| format!("make the directory {}", folder.display()))?;
         }
         let status = service
+            .control
             .command()
             .arg("-d")
             .stdin(Stdio::null())
+            .stdout(Stdio::null())
             .status()
-            .with_context(|| format!("run {}", service.control.display()))?;
+            .with_context(|| format!("run {}", service.control.program().display()))?;
         if !status.success() {
             bail!(
-                "{CONTROL} -d failed ({status}){}; help: {}",
+                "{} -d failed ({status}){}; help: {}",
+                service.control.program().display(),
                 service.log(),
                 "check that the driver works with nvidia-smi, and that this user may use the GPUs"
             );
         }
         let started = Instant::now();
-        while !service.answers() {
+        while !service.control.answers() {
             if started.elapsed() > MAX_START {
                 bail!(
                     "CUDA's multi-process service did not answer within {MAX_START:?}{}",
@@ -158,17 +145,15 @@ impl GpuService {
 
     /// Lets a rank find the service.
     pub(super) fn apply(&self, command: &mut Command) {
-        command
-            .env("CUDA_MPS_PIPE_DIRECTORY", self.pipes())
-            .env("CUDA_MPS_LOG_DIRECTORY", self.logs());
+        command.envs(variables(&self.directory));
     }
 
     fn pipes(&self) -> PathBuf {
-        self.directory.join("pipe")
+        pipes(&self.directory)
     }
 
     fn logs(&self) -> PathBuf {
-        self.directory.join("log")
+        logs(&self.directory)
     }
 
     /// The end of the service's own log, for an error.
@@ -179,54 +164,13 @@ impl GpuService {
             None => String::new(),
         }
     }
-
-    /// The control command in the service's environment.
-    fn command(&self) -> Command {
-        let mut command = Command::new(&self.control);
-        self.apply(&mut command);
-        self.mark.apply(&mut command);
-        command
-            // The service serves all GPUs, so that ranks name them as without it.
-            .env_remove(VISIBLE)
-            // Out of reach of the signals of the launcher's terminal.
-            .process_group(0)
-            .stdout(Stdio::null())
-            .stderr(Stdio::null());
-        command
-    }
-
-    /// Sends the service a command, and returns whether it understood.
-    fn tell(&self, word: &str) -> bool {
-        let Ok(mut child) = self.command().stdin(Stdio::piped()).spawn() else {
-            return false;
-        };
-        if let Some(mut input) = child.stdin.take() {
-            let _ = writeln!(input, "{word}");
-        }
-        let until = Instant::now() + MAX_ANSWER;
-        loop {
-            match child.try_wait() {
-                Ok(Some(status)) => return status.success(),
-                Ok(None) if Instant::now() < until => thread::sleep(Duration::from_millis(2)),
-                _ => {
-                    let _ = child.kill();
-                    let _ = child.wait();
-                    return false;
-                }
-            }
-        }
-    }
-
-    fn answers(&self) -> bool {
-        self.tell("get_server_list")
-    }
 }
 
 impl Drop for GpuService {
     fn drop(&mut self) {
-        if self.tell("quit") {
+        if self.control.ask("quit").is_some() {
             let until = Instant::now() + MAX_END;
-            while Instant::now() < until && self.answers() {
+            while Instant::now() < until && self.control.answers() {
                 thread::sleep(POLL_INTERVAL);
             }
         }
@@ -235,27 +179,28 @@ impl Drop for GpuService {
     }
 }
 
-fn find_control() -> Result<PathBuf> {
-    let search = env::var_os("PATH").unwrap_or_default();
-    find_control_in(&search, &FOLDERS)
+/// The variables by which the service and its clients find one another.
+fn variables(directory: &Path) -> [(&'static str, PathBuf); 2] {
+    [
+        ("CUDA_MPS_PIPE_DIRECTORY", pipes(directory)),
+        ("CUDA_MPS_LOG_DIRECTORY", logs(directory)),
+    ]
 }
 
-fn find_control_in(search: &OsStr, folders: &[&str]) -> Result<PathBuf> {
-    let folders = folders.iter().map(PathBuf::from);
-    let all = env::join_paths(env::split_paths(search).chain(folders)).unwrap_or_default();
-    find_program(OsStr::new(CONTROL), &all).map_err(|_| {
-        anyhow!(
-            "{CONTROL} was not found in PATH or beside the driver; help: install the compute part of \
-             the NVIDIA driver (nvidia-compute-utils), or start one rank per GPU"
-        )
-    })
+fn pipes(directory: &Path) -> PathBuf {
+    directory.join("pipe")
+}
+
+fn logs(directory: &Path) -> PathBuf {
+    directory.join("log")
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::ffi::OsStr;
 
-    fn variables(sharing: &GpuSharing, rank: usize) -> Vec<(String, String)> {
+    fn set_for(sharing: &GpuSharing, rank: usize) -> Vec<(String, String)> {
         let mut command = Command::new("true");
         sharing.apply(rank, &mut command);
         let text = |part: &OsStr| part.to_string_lossy().into_owned();
@@ -276,17 +221,17 @@ mod tests {
         let sharing = GpuSharing::with(8, 4, None, None).unwrap();
         for rank in 0..8 {
             let gpu = (rank / 4).to_string();
-            assert_eq!(variables(&sharing, rank), expected(&gpu, "16"));
+            assert_eq!(set_for(&sharing, rank), expected(&gpu, "16"));
         }
         let sharing = GpuSharing::with(8, 8, Some("GPU-a, GPU-b"), Some("32")).unwrap();
-        assert_eq!(variables(&sharing, 7), expected("GPU-a", "8"));
+        assert_eq!(set_for(&sharing, 7), expected("GPU-a", "8"));
         // Fewer queues than there may be stay as they are set.
         let sharing = GpuSharing::with(4, 2, Some("5,3"), Some("4")).unwrap();
-        assert_eq!(variables(&sharing, 2), expected("3", "4"));
+        assert_eq!(set_for(&sharing, 2), expected("3", "4"));
         let one = GpuSharing::with(2, 1, None, None).unwrap();
-        assert_eq!(variables(&one, 1), expected("1", "32"));
+        assert_eq!(set_for(&one, 1), expected("1", "32"));
         let many = GpuSharing::with(100, 100, None, None).unwrap();
-        assert_eq!(variables(&many, 99), expected("0", "1"));
+        assert_eq!(set_for(&many, 99), expected("0", "1"));
     }
 
     #[test]
@@ -299,14 +244,5 @@ mod tests {
             "{error}"
         );
         assert!(error.contains("lists 2"), "{error}");
-    }
-
-    #[test]
-    fn a_missing_service_says_what_to_install() {
-        let error = find_control_in(OsStr::new("/nowhere"), &["/nowhere/either"]).unwrap_err();
-        assert!(
-            error.to_string().contains("nvidia-compute-utils"),
-            "{error}"
-        );
     }
 }

@@ -11,11 +11,14 @@ mod leftovers;
 mod outcome;
 mod output;
 mod rank;
+mod service_control;
 mod supervise;
 
 pub(crate) use environment::Variable;
+pub(crate) use gpu_service::queues_of_each;
 pub(crate) use outcome::Outcome;
 pub(crate) use rank::{GUARD_COMMAND, RANK_COMMAND, RankArgs, become_rank, guard};
+pub(crate) use service_control::ServiceControl;
 
 use crate::report;
 use anyhow::{Context, Result};

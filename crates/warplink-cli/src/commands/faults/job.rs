@@ -1,20 +1,29 @@
 //! The ranks of one cell: started, watched and ended.
 
 use super::cell::{Cell, Fault, RankReport, Said, name};
+use super::gpus::Gpus;
 use super::rank::FAULT_RANK_COMMAND;
 use super::relay::Relay;
 use anyhow::{Context, Result};
 use rustix::process::{Pid, Signal, kill_process};
 use std::io::{BufRead, BufReader, Read};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
-use std::process::{Child, Command, Stdio};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::thread;
 use std::time::{Duration, Instant};
 use warplink::DeviceKind;
 
 /// The longest that a cell takes.
-const LIMIT: Duration = Duration::from_secs(90);
+const LIMIT: Duration = Duration::from_secs(60);
+
+/// The longest that a process takes to end once it has said all, and again once it was killed: a GPU's
+/// driver may hold it.
+const MAX_END: Duration = Duration::from_secs(10);
+
+/// Between two looks at whether a process has ended.
+const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
 /// The timeout of its ranks, which no wait may come to.
 const RANK_TIMEOUT: &str = "40";
@@ -29,51 +38,12 @@ pub(super) struct JobSettings {
     pub(super) victim: usize,
     pub(super) device: DeviceKind,
     pub(super) gpus: Gpus,
-}
-
-/// The GPUs, as `CUDA_VISIBLE_DEVICES` names them, and how many neighbouring ranks share one.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Gpus {
-    each: usize,
-    names: Vec<String>,
-}
-
-impl Gpus {
-    pub(super) fn none() -> Self {
-        Self {
-            each: 1,
-            names: Vec::new(),
-        }
-    }
-
-    /// The `count` that this process sees.
-    pub(super) fn new(count: usize, each: Option<usize>) -> Self {
-        let names = match std::env::var("CUDA_VISIBLE_DEVICES") {
-            Ok(list) => list.split(',').map(|name| name.trim().to_owned()).collect(),
-            Err(_) => (0..count).map(|gpu| gpu.to_string()).collect(),
-        };
-        Self {
-            each: each.unwrap_or(1),
-            names,
-        }
-    }
-
-    pub(super) fn as_text(&self) -> String {
-        format!("{}:{}", self.each, self.names.join(","))
-    }
-
-    pub(super) fn from_text(text: &str) -> Option<Self> {
-        let (each, names) = text.split_once(':')?;
-        let names = names.split(',').filter(|name| !name.is_empty());
-        Some(Self {
-            each: each.parse().ok()?,
-            names: names.map(str::to_owned).collect(),
-        })
-    }
-
-    fn of(&self, rank: usize) -> Option<&String> {
-        self.names.get(rank / self.each)
-    }
+    /// Jobs that run at the same time.
+    pub(super) jobs: usize,
+    /// Where cells have folders of their own.
+    pub(super) folder: PathBuf,
+    /// Kernels that were compiled; the same for all cells, so that none waits for the compiler.
+    pub(super) cache: PathBuf,
 }
 
 /// How a cell went.
@@ -115,11 +85,25 @@ pub(super) fn run(cell: Cell, settings: &JobSettings) -> JobOutcome {
 /// A process that is killed when this is dropped.
 struct Running(Child);
 
+impl Running {
+    /// How it ended, where it does so in time.
+    fn wait(&mut self) -> Option<ExitStatus> {
+        let until = Instant::now() + MAX_END;
+        loop {
+            match self.0.try_wait() {
+                Ok(Some(status)) => return Some(status),
+                Ok(None) if Instant::now() < until => thread::sleep(POLL_INTERVAL),
+                _ => return None,
+            }
+        }
+    }
+}
+
 impl Drop for Running {
     fn drop(&mut self) {
         // It fails for one that has ended.
         let _ = self.0.kill();
-        let _ = self.0.wait();
+        let _ = self.wait();
     }
 }
 
@@ -130,12 +114,11 @@ enum Event {
 }
 
 fn try_run(cell: Cell, settings: &JobSettings, outcome: &mut JobOutcome) -> Result<()> {
-    let random = getrandom::u64().map_err(|error| anyhow::anyhow!("name a directory: {error}"))?;
-    let folder = std::env::temp_dir().join(format!("warplink-faults-{random:016x}"));
+    let folder = settings.folder.join(cell.to_string().replace(' ', "-"));
     std::fs::create_dir(&folder).context("make a directory")?;
     let watched = watch(cell, settings, outcome, &folder);
     let left = std::fs::read_dir(&folder).into_iter().flatten().flatten();
-    for entry in left.filter(|entry| entry.file_name() != "cache") {
+    for entry in left {
         let name = entry.file_name();
         outcome
             .problems
@@ -149,7 +132,7 @@ fn watch(
     cell: Cell,
     settings: &JobSettings,
     outcome: &mut JobOutcome,
-    folder: &std::path::Path,
+    folder: &Path,
 ) -> Result<()> {
     let store = free_address()?;
     let mut relays = Vec::new();
@@ -171,7 +154,7 @@ fn watch(
         let mut command = command(cell, settings, rank, address);
         command
             .env("TMPDIR", folder)
-            .env("WARPLINK_CACHE_DIR", folder.join("cache"));
+            .env("WARPLINK_CACHE_DIR", &settings.cache);
         ranks.push(start(command, rank, &sender)?);
     }
     drop(sender);
@@ -183,12 +166,24 @@ fn watch(
         .get(settings.victim)
         .and_then(|&id| Pid::from_raw(id.cast_signed()));
     follow(cell, settings, &events, victim, &relays, outcome);
-    for ((mut child, output), rank) in ranks.into_iter().zip(&mut outcome.ranks) {
-        if rank.hung {
+    for (number, ((mut child, output), rank)) in
+        ranks.into_iter().zip(&mut outcome.ranks).enumerate()
+    {
+        let mut status = if rank.hung { None } else { child.wait() };
+        if status.is_none() {
+            rank.hung = true;
             let _ = child.0.kill();
+            status = child.wait();
         }
-        rank.code = child.0.wait().ok().and_then(|status| status.code());
-        rank.output = output.join().unwrap_or_default();
+        match status {
+            Some(status) => {
+                rank.code = status.code();
+                rank.output = output.join().unwrap_or_default();
+            }
+            None => outcome.problems.push(format!(
+                "rank {number} did not end within {MAX_END:?} of SIGKILL"
+            )),
+        }
     }
     for entry in std::fs::read_dir("/dev/shm")
         .into_iter()
@@ -280,9 +275,7 @@ fn command(cell: Cell, settings: &JobSettings, rank: usize, address: SocketAddr)
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped());
-    if let Some(gpu) = settings.gpus.of(rank) {
-        command.env("CUDA_VISIBLE_DEVICES", gpu);
-    }
+    settings.gpus.apply(rank, settings.jobs, &mut command);
     command
 }
 
@@ -326,24 +319,4 @@ fn start(mut command: Command, rank: usize, events: &Sender<Event>) -> Result<(R
 fn free_address() -> Result<SocketAddr> {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).context("find a free port")?;
     Ok(listener.local_addr()?)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn gpus_survive_as_text_and_are_shared_by_neighbours() {
-        let gpus = Gpus {
-            each: 4,
-            names: vec!["0".into(), "GPU-b".into()],
-        };
-        assert_eq!(Gpus::from_text(&gpus.as_text()), Some(gpus.clone()));
-        let of: Vec<_> = [0, 3, 4, 8]
-            .map(|rank| gpus.of(rank).map(String::as_str))
-            .into();
-        assert_eq!(of, [Some("0"), Some("0"), Some("GPU-b"), None]);
-        assert_eq!(Gpus::from_text(&Gpus::none().as_text()), Some(Gpus::none()));
-        assert_eq!(Gpus::from_text("x"), None);
-    }
 }

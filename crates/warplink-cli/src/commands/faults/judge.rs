@@ -22,6 +22,8 @@ pub(super) struct Judged {
     pub(super) seconds: Option<f64>,
     pub(super) survivors: Vec<Survivor>,
     pub(super) problems: Vec<String>,
+    /// Whether it ran again, because the multi-process service of the GPUs had failed.
+    pub(super) repeated: bool,
 }
 
 /// What one rank got.
@@ -51,6 +53,7 @@ pub(super) fn judge(cell: Cell, settings: &JobSettings, outcome: JobOutcome) -> 
             seconds: None,
             survivors: Vec::new(),
             problems,
+            repeated: false,
         };
     };
     let failed: Vec<usize> = (0..outcome.ranks.len())
@@ -96,6 +99,7 @@ pub(super) fn judge(cell: Cell, settings: &JobSettings, outcome: JobOutcome) -> 
         seconds: times.reduce(f64::max),
         survivors,
         problems,
+        repeated: false,
     }
 }
 
@@ -225,7 +229,7 @@ fn summarize(survivors: &[Survivor]) -> String {
 #[cfg(test)]
 mod tests {
     use super::super::cell::Phase;
-    use super::super::job::Gpus;
+    use super::super::gpus::Gpus;
     use super::*;
     use warplink::DeviceKind;
 
@@ -235,6 +239,9 @@ mod tests {
             victim: 1,
             device: DeviceKind::Host,
             gpus: Gpus::none(),
+            jobs: 1,
+            folder: "folder".into(),
+            cache: "cache".into(),
         };
         let lost = RankReport {
             error: Some(ReportedError {

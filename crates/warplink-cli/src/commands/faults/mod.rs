@@ -5,15 +5,19 @@
 //! right, and what was left of it all.
 
 mod cell;
+mod gpus;
 mod inflict;
 mod job;
 mod judge;
 mod leftovers;
 mod phases;
+mod probe;
 mod rank;
 mod relay;
+mod runner;
 mod table;
 
+pub(crate) use probe::{PROBE_COMMAND, run as probe_gpu};
 pub(crate) use rank::{FAULT_RANK_COMMAND, FaultRank};
 
 use crate::launch::{self, LaunchPlan, Output, Variable};
@@ -22,12 +26,16 @@ use crate::report;
 use anyhow::{Context, Result, ensure};
 use cell::{Cell, Fault, Phase};
 use clap::{Args, ValueEnum};
-use job::{Gpus, JobSettings};
-use judge::{Judged, judge};
+use gpus::Gpus;
+use job::JobSettings;
+use judge::Judged;
+use runner::Runner;
 use serde::Serialize;
+use signal_hook::consts::SIGTERM;
+use std::path::PathBuf;
 use std::process::ExitCode;
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 use warplink::{DeviceKind, device};
@@ -44,6 +52,10 @@ const JOBS: usize = 3;
 /// transfers, a running graph, binding a program, splitting, closing) when one of them, the victim, fails
 /// in one way. The others must get an error that names it within 5 seconds, have right data only, and go
 /// on without it; nothing may be left behind. What cannot touch a phase must leave it unaffected.
+///
+/// Where ranks share GPUs, a killed one may break the multi-process service for all processes; it is then
+/// started again, and what it spoiled runs once more. A line on standard error tells each cell that is done;
+/// SIGTERM prints the table of these.
 ///
 /// The exit code is 1 where a cell is wrong.
 #[derive(Debug, Args)]
@@ -107,23 +119,36 @@ impl Faults {
             .flat_map(|&fault| phases.iter().map(move |&phase| Cell { fault, phase }))
             .collect();
         cells.sort_by_key(|cell| cell.fault != Fault::Stop);
+        let jobs = jobs.clamp(1, cells.len());
+        let folder = Folder::new()?;
         let settings = JobSettings {
             ranks,
             victim,
             device,
             gpus,
+            jobs,
+            folder: folder.0.clone(),
+            cache: folder.0.join("cache"),
         };
+        // What is done by then is printed also where this command is to end early.
+        let ending = Arc::new(AtomicBool::new(false));
+        signal_hook::flag::register(SIGTERM, ending.clone()).context("handle SIGTERM")?;
         let started = Instant::now();
+        let runner = Runner::new(&settings)?;
         let next = AtomicUsize::new(0);
         let results = Mutex::new(Vec::new());
         thread::scope(|scope| {
-            for _ in 0..jobs.clamp(1, cells.len()) {
+            for _ in 0..jobs {
                 scope.spawn(|| {
                     while let Some(&cell) = cells.get(next.fetch_add(1, Ordering::Relaxed)) {
-                        let judged = judge(cell, &settings, job::run(cell, &settings));
+                        let judged = runner.run(cell);
+                        // Its ranks got the signal too.
+                        if ending.load(Ordering::Relaxed) {
+                            return;
+                        }
                         if let Ok(mut results) = results.lock() {
+                            tell(results.len() + 1, cells.len(), &judged);
                             results.push(judged);
-                            tell(results.len(), cells.len(), results.last());
                         }
                     }
                 });
@@ -137,7 +162,9 @@ impl Faults {
             ranks,
             victim,
             seconds: started.elapsed().as_secs_f64(),
-            wrong: wrong.count() + cells.len().saturating_sub(results.len()),
+            wrong: wrong.count(),
+            not_run: cells.len().saturating_sub(results.len()),
+            service_restarts: runner.restarts(),
             cells: results,
         };
         if options.json {
@@ -145,7 +172,7 @@ impl Faults {
         } else {
             report::print_text(&table::text(&report, &faults, &phases))?;
         }
-        Ok(ExitCode::from(u8::from(report.wrong > 0)))
+        Ok(ExitCode::from(u8::from(report.wrong + report.not_run > 0)))
     }
 }
 
@@ -181,6 +208,10 @@ struct Report {
     victim: usize,
     seconds: f64,
     wrong: usize,
+    /// Cells that were not run, or not to their end, because the command was to end.
+    not_run: usize,
+    /// How often the multi-process service of the GPUs had failed.
+    service_restarts: usize,
     cells: Vec<Judged>,
 }
 
@@ -196,7 +227,8 @@ fn start(options: &Options, ranks: usize) -> Result<ExitCode> {
         DeviceKind::Cuda => Gpus::new(
             device::count(DeviceKind::Cuda).context("count the GPUs")?,
             options.ranks_per_gpu()?,
-        ),
+            ranks,
+        )?,
     };
     let inner = Inner { ranks, gpus };
     let env = vec![
@@ -224,11 +256,35 @@ fn chosen<T: ValueEnum + Clone>(some: &[T]) -> Vec<T> {
     }
 }
 
-fn tell(done: usize, of: usize, judged: Option<&Judged>) {
-    if let Some(judged) = judged {
-        tracing::info!(done, of, cell = %judged.cell, outcome = judged.summary, "a cell is done");
-        for problem in &judged.problems {
-            report::print_message(&format!("{}: {problem}", judged.cell));
+/// A folder of the command, which is removed with all that is in it.
+struct Folder(PathBuf);
+
+impl Folder {
+    fn new() -> Result<Self> {
+        let random =
+            getrandom::u64().map_err(|error| anyhow::anyhow!("name a directory: {error}"))?;
+        let path = std::env::temp_dir().join(format!("warplink-faults-{random:016x}"));
+        std::fs::create_dir(&path).context("make a directory")?;
+        Ok(Self(path))
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        if let Err(error) = std::fs::remove_dir_all(&self.0) {
+            tracing::warn!(%error, path = %self.0.display(), "a directory was not removed");
         }
+    }
+}
+
+/// One line on standard error, so that the cells that are done are known however the command ends.
+fn tell(done: usize, of: usize, judged: &Judged) {
+    let outcome = match judged.seconds {
+        Some(seconds) => format!("{} {seconds:.2} s", judged.summary),
+        None => judged.summary.clone(),
+    };
+    report::print_message(&format!("[{done}/{of}] {}: {outcome}", judged.cell));
+    for problem in &judged.problems {
+        report::print_message(&format!("{}: {problem}", judged.cell));
     }
 }

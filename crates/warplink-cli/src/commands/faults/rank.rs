@@ -8,7 +8,7 @@ use anyhow::Result;
 use clap::Args;
 use std::process::ExitCode;
 use warplink::bootstrap::Bootstrap;
-use warplink::{Communicator, Config, Deadline, DeviceKind};
+use warplink::{Communicator, Config, Deadline, DeviceKind, device};
 
 /// The hidden subcommand that is a rank of a cell.
 pub(crate) const FAULT_RANK_COMMAND: &str = "__fault-rank";
@@ -75,10 +75,13 @@ impl Rank {
     fn try_play(&self, report: &mut RankReport, inflicted: &mut Inflicted) -> warplink::Result<()> {
         let Cell { fault, phase } = self.cell;
         let in_join = phase == Phase::Join;
+        let mut _device = None;
         if self.is_victim && in_join {
             if !fault.is_of_resources() {
                 return self.fail_in_join();
             }
+            // A rank that cannot even open its device is one that was not started.
+            _device = Some(device::open(&self.config.device)?);
             *inflicted = inflict(fault, |_| {})?;
             // A rank that cannot connect is one that was not started: nobody hears of it.
             let mut spare = SPARE;

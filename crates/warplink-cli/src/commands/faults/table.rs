@@ -24,9 +24,19 @@ pub(super) fn text(report: &Report, faults: &[Fault], phases: &[Phase]) -> Strin
             text.push_str(&format!("\n{}: {problem}", judged.cell));
         }
     }
-    text.push_str(&match report.wrong {
-        0 => "\nevery cell is right\n".to_owned(),
-        wrong => format!("\n\n{wrong} of {} cells are wrong\n", report.cells.len()),
+    for judged in report.cells.iter().filter(|judged| judged.repeated) {
+        text.push_str(&format!(
+            "\n{}: ran again, since the multi-process service had failed",
+            judged.cell
+        ));
+    }
+    let ran = report.cells.len();
+    text.push_str(&match (report.wrong, report.not_run) {
+        (0, 0) => "\nevery cell is right\n".to_owned(),
+        (wrong, 0) => format!("\n\n{wrong} of {ran} cells are wrong\n"),
+        (wrong, not_run) => {
+            format!("\n\n{wrong} of {ran} cells are wrong, {not_run} were not run\n")
+        }
     });
     text
 }

@@ -1,0 +1,247 @@
+//! Talking to CUDA's multi-process service by its control command.
+//!
+//! The command talks to a daemon, which starts a server when a process first uses a GPU. A process that is
+//! killed while the server works for it may leave the server unable to serve others; the daemon starts
+//! another when that one is gone.
+
+use super::environment::find_program;
+use super::leftovers::Mark;
+use anyhow::{Context, Result, anyhow, ensure};
+use rustix::io::Errno;
+use rustix::process::{Pid, Signal, kill_process, test_kill_process};
+use std::env;
+use std::ffi::OsStr;
+use std::io::{Read, Write};
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// The command that starts the service and talks to it.
+const CONTROL: &str = "nvidia-cuda-mps-control";
+/// Where drivers put it, if not into a folder of `PATH`.
+const FOLDERS: [&str; 6] = [
+    "/usr/bin",
+    "/usr/local/bin",
+    "/usr/local/nvidia/bin",
+    "/usr/lib/nvidia/bin",
+    "/opt/nvidia/bin",
+    "/run/nvidia/driver/usr/bin",
+];
+/// The variable with the GPUs that a process sees.
+const VISIBLE: &str = "CUDA_VISIBLE_DEVICES";
+/// The longest that the service takes to answer a command.
+const MAX_ANSWER: Duration = Duration::from_secs(5);
+/// The longest that a server takes to end, asked for it or killed.
+const MAX_END: Duration = Duration::from_secs(5);
+const POLL_INTERVAL: Duration = Duration::from_millis(5);
+
+/// The control command of one service.
+#[derive(Clone, Debug)]
+pub(crate) struct ServiceControl {
+    program: PathBuf,
+    mark: Option<Mark>,
+    /// What names the service, beside what is inherited.
+    variables: Vec<(&'static str, PathBuf)>,
+}
+
+impl ServiceControl {
+    /// The command, for the service that the environment names.
+    ///
+    /// # Errors
+    /// Where it is not installed.
+    pub(crate) fn find() -> Result<Self> {
+        let search = env::var_os("PATH").unwrap_or_default();
+        Ok(Self {
+            program: find_in(&search, &FOLDERS)?,
+            mark: None,
+            variables: Vec::new(),
+        })
+    }
+
+    /// The same, for the service of a launch.
+    pub(super) fn of(
+        mut self,
+        mark: &Mark,
+        variables: impl IntoIterator<Item = (&'static str, PathBuf)>,
+    ) -> Self {
+        self.mark = Some(mark.clone());
+        self.variables = variables.into_iter().collect();
+        self
+    }
+
+    pub(super) fn program(&self) -> &Path {
+        &self.program
+    }
+
+    /// The command in the service's environment.
+    pub(super) fn command(&self) -> Command {
+        let mut command = Command::new(&self.program);
+        command.envs(self.variables.iter().cloned());
+        if let Some(mark) = &self.mark {
+            mark.apply(&mut command);
+        }
+        command
+            // The service serves all GPUs, so that ranks name them as without it.
+            .env_remove(VISIBLE)
+            // Out of reach of the signals of the launcher's terminal.
+            .process_group(0)
+            .stderr(Stdio::null());
+        command
+    }
+
+    /// Sends the service a command, and returns its answer if it understood.
+    pub(super) fn ask(&self, request: &str) -> Option<String> {
+        let mut command = self.command();
+        command.stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut child = command.spawn().ok()?;
+        if let Some(mut input) = child.stdin.take() {
+            let _ = writeln!(input, "{request}");
+        }
+        // An answer is a few lines, for which a pipe has room.
+        if !ends_well(&mut child) {
+            return None;
+        }
+        let mut answer = String::new();
+        child.stdout.take()?.read_to_string(&mut answer).ok()?;
+        Some(answer)
+    }
+
+    pub(super) fn answers(&self) -> bool {
+        self.ask("get_server_list").is_some()
+    }
+
+    /// Ends the servers, killing those that do not end by themselves, so that another serves who comes
+    /// next. Every process that uses them must have ended. Blocks for a limited time.
+    ///
+    /// # Errors
+    /// Where the service does not answer, or a server does not end.
+    pub(crate) fn restart_servers(&self) -> Result<()> {
+        let list = self.ask("get_server_list").context(
+            "CUDA's multi-process service does not answer; expected the list of its servers",
+        )?;
+        let servers = list.split_whitespace().filter_map(|word| word.parse().ok());
+        for server in servers.filter_map(Pid::from_raw) {
+            let _ = self.ask(&format!("shutdown_server {} -f", server.as_raw_nonzero()));
+            if !has_ended(server) {
+                let _ = kill_process(server, Signal::KILL);
+                ensure!(
+                    has_ended(server),
+                    "server {} of CUDA's multi-process service does not end",
+                    server.as_raw_nonzero()
+                );
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Whether `child` succeeds in time; it is killed otherwise.
+fn ends_well(child: &mut Child) -> bool {
+    let until = Instant::now() + MAX_ANSWER;
+    loop {
+        match child.try_wait() {
+            Ok(Some(status)) => return status.success(),
+            Ok(None) if Instant::now() < until => thread::sleep(POLL_INTERVAL),
+            _ => {
+                let _ = child.kill();
+                let _ = child.wait();
+                return false;
+            }
+        }
+    }
+}
+
+/// Waits for the end of a process that is no child, and says whether it came.
+fn has_ended(process: Pid) -> bool {
+    let until = Instant::now() + MAX_END;
+    loop {
+        let ended = is_zombie(process) || test_kill_process(process) == Err(Errno::SRCH);
+        if ended || Instant::now() > until {
+            return ended;
+        }
+        thread::sleep(POLL_INTERVAL);
+    }
+}
+
+/// Whether a process has ended, and its parent has not asked how.
+fn is_zombie(process: Pid) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{}/stat", process.as_raw_nonzero()));
+    stat.is_ok_and(|text| {
+        text.rsplit_once(") ")
+            .is_some_and(|(_, rest)| rest.starts_with('Z'))
+    })
+}
+
+fn find_in(search: &OsStr, folders: &[&str]) -> Result<PathBuf> {
+    let folders = folders.iter().map(PathBuf::from);
+    let all = env::join_paths(env::split_paths(search).chain(folders)).unwrap_or_default();
+    find_program(OsStr::new(CONTROL), &all).map_err(|_| {
+        anyhow!(
+            "{CONTROL} was not found in PATH or beside the driver; help: install the compute part of \
+             the NVIDIA driver (nvidia-compute-utils), or start one rank per GPU"
+        )
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs;
+    use std::os::unix::fs::PermissionsExt;
+
+    /// Behaves as the control command: a server is listed until it is shut down.
+    const STAND_IN: &str = "#!/bin/sh
+read word number force
+echo \"$word $number $force\" >> $HERE/words
+case $word in
+get_server_list) cat $HERE/servers ;;
+shutdown_server) [ -e $HERE/stubborn ] || kill -9 $number ;;
+*) exit 1 ;;
+esac
+";
+
+    #[test]
+    fn a_missing_service_says_what_to_install() {
+        let error = find_in(OsStr::new("/nowhere"), &["/nowhere/either"]).unwrap_err();
+        assert!(
+            error.to_string().contains("nvidia-compute-utils"),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn servers_end_also_where_they_do_not_when_asked() {
+        for stubborn in [false, true] {
+            let folder = tempfile::tempdir().unwrap();
+            let here = folder.path();
+            let program = here.join(CONTROL);
+            fs::write(
+                &program,
+                STAND_IN.replace("$HERE", &here.display().to_string()),
+            )
+            .unwrap();
+            fs::set_permissions(&program, PermissionsExt::from_mode(0o755)).unwrap();
+            let mut server = Command::new("sleep").arg("600").spawn().unwrap();
+            fs::write(here.join("servers"), format!("{}\n", server.id())).unwrap();
+            if stubborn {
+                fs::write(here.join("stubborn"), "").unwrap();
+            }
+            let mut control = ServiceControl::find().unwrap_or(ServiceControl {
+                program: PathBuf::new(),
+                mark: None,
+                variables: Vec::new(),
+            });
+            control.program = program;
+            assert!(control.answers() && control.ask("nonsense").is_none());
+            control.restart_servers().unwrap();
+            assert!(!server.wait().unwrap().success());
+            let words = fs::read_to_string(here.join("words")).unwrap();
+            assert!(
+                words.contains(&format!("shutdown_server {} -f", server.id())),
+                "{words}"
+            );
+        }
+    }
+}
