@@ -7,7 +7,8 @@ cd "$(dirname "$0")/.."
 out=device-bin
 rm -f "$out"/warplink "$out"/test-*
 mkdir -p "$out"
-tests=(device_contract transfers failures lifetimes abort timeouts channels repeated_losses)
+tests=(device_contract transfers failures lifetimes abort timeouts channels repeated_losses
+    survivors stopped handover communicators device_faults)
 for optional in programs program_language; do
     if [ -f "crates/warplink/tests/$optional.rs" ]; then tests+=("$optional"); fi
 done
@@ -26,3 +27,5 @@ for line in sys.stdin:
 ' | while read -r name executable; do cp "$executable" "$out/test-$name"; done
 strip "$out"/warplink "$out"/test-*
 du -sh "$out"
+# What may be carried to such a machine.
+(($(du -sm "$out" | cut -f1) <= 60)) || echo "$out has more than 60 MiB; drop tests that are not needed" >&2
