@@ -10,6 +10,7 @@ use common::{Ranks, assert_says, processes_of, resume, ring, stop_self, values, 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use warplink::bootstrap::Wait;
+use warplink::channel::ConnectionRequest;
 use warplink::device::Priority;
 use warplink::p2p::{Protocol, Transfer, TransferRequest};
 use warplink::{Communicator, Error, ErrorKind};
@@ -344,34 +345,46 @@ fn transfers_of_others_go_on_while_rank_0_is_stopped() {
 
 #[test]
 fn an_exchange_with_a_stopped_store_ends_at_its_deadline() {
-    run("timeout", 2, "600", |comm| {
-        let processes = processes_of(&comm);
-        let region = comm.alloc(64).unwrap();
-        comm.barrier().unwrap();
-        if comm.rank() == 0 {
-            stop_self();
-            comm.barrier().ok();
-            return;
-        }
-        std::thread::sleep(Duration::from_millis(100));
-        let requests = [0, 1, 2].map(|tag| TransferRequest::send(&region, 0, tag));
-        let begun = Instant::now();
-        let soon = warplink::Deadline::after(Duration::from_secs(2));
-        // The publishing itself has the limit of the store's calls.
-        let error = comm.exchange_until(&requests, soon).unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
-        assert!(
-            begun.elapsed() < Duration::from_secs(8),
-            "{:?}",
-            begun.elapsed()
-        );
-        let later = Instant::now();
-        comm.abort("rank 0 does not answer");
-        assert!(
-            later.elapsed() < Duration::from_secs(4),
-            "{:?}",
-            later.elapsed()
-        );
-        resume(processes[0]);
-    });
+    for what in ["transfers", "connections"] {
+        run(what, 2, "600", |comm| {
+            let processes = processes_of(&comm);
+            let region = comm.alloc(64).unwrap();
+            comm.barrier().unwrap();
+            if comm.rank() == 0 {
+                stop_self();
+                comm.barrier().ok();
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(100));
+            let begun = Instant::now();
+            let soon = warplink::Deadline::after(Duration::from_secs(2));
+            let tags = [0, 1, 2];
+            // The publishing has the limit of the call, and taking it back one of its own.
+            let error = if what == "transfers" {
+                let requests = tags.map(|tag| TransferRequest::send(&region, 0, tag));
+                comm.exchange_until(&requests, soon).unwrap_err()
+            } else {
+                let requests = tags.map(|tag| ConnectionRequest::new(0, tag, &region));
+                comm.connect_until(&requests, soon).unwrap_err()
+            };
+            assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
+            assert!(
+                begun.elapsed() < Duration::from_secs(8),
+                "{:?}",
+                begun.elapsed()
+            );
+            // What may be published yet meets nothing later.
+            let request = ConnectionRequest::new(0, 9, &region);
+            let error = comm.connect(&[request]).unwrap_err();
+            assert_says(&error, &["could not be taken back", "communicator"]);
+            let later = Instant::now();
+            comm.abort("rank 0 does not answer");
+            assert!(
+                later.elapsed() < Duration::from_secs(4),
+                "{:?}",
+                later.elapsed()
+            );
+            resume(processes[0]);
+        });
+    }
 }

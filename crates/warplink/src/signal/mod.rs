@@ -11,11 +11,13 @@
 
 mod block;
 mod numbers;
+mod publisher;
 mod releases;
 mod slots;
 
 pub use block::{RemoteSignals, Signals};
 pub(crate) use numbers::EndNumbers;
+pub(crate) use publisher::{Missing, Offer, Publisher};
 pub(crate) use releases::{SlotDirectory, SlotReleases};
 pub(crate) use slots::{RemoteSlot, Slot, SlotPool};
 

@@ -1,6 +1,6 @@
 //! Making a connection from what both ends offer.
 
-use super::{ConnectionExchange, EndOffer, PublishedEnd};
+use super::{ConnectionExchange, End, EndOffer};
 use crate::channel::connection::{Connection, ConnectionEnd, Held};
 use crate::channel::proxy::Route;
 use crate::channel::request::Transport;
@@ -8,7 +8,7 @@ use crate::device::ChannelMemory;
 use crate::device::channel::{ChannelParts, Windows};
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::memory::RemoteRegion;
-use crate::signal::RemoteSlot;
+use crate::signal::{Offer, RemoteSlot};
 use crate::transport::CopyEngine;
 use std::sync::{Arc, Mutex};
 
@@ -20,8 +20,9 @@ struct PeerMappings {
 }
 
 impl ConnectionExchange {
-    /// The connection of `end` and the end that the peer published as `message`.
-    pub(super) fn match_end(&self, end: PublishedEnd<'_>, message: &[u8]) -> Result<Connection> {
+    /// The connection of this rank's end `own` and the one that the peer published as `message`.
+    pub(super) fn match_end(&self, own: Offer<End<'_>>, message: &[u8]) -> Result<Connection> {
+        let (job_peer, end) = (own.job_peer, own.item);
         let request = end.request;
         let named = |error: Error| {
             error
@@ -31,7 +32,6 @@ impl ConnectionExchange {
                 .with_key(format!("connection with tag {}", request.tag))
         };
         let offer = EndOffer::decode(message).map_err(named)?;
-        let job_peer = self.group.job_rank(request.peer)?;
         if offer.transport != request.transport {
             // The peer finds the same and gives up too, so nobody will write to the slot.
             self.decline(job_peer, &offer);
@@ -53,7 +53,7 @@ impl ConnectionExchange {
         })
     }
 
-    fn make(&self, end: PublishedEnd<'_>, job_peer: Rank, offer: &EndOffer) -> Result<Connection> {
+    fn make(&self, end: End<'_>, job_peer: Rank, offer: &EndOffer) -> Result<Connection> {
         let request = end.request;
         let mapped = self.map(job_peer, offer)?;
         let table = self.tables.allocate()?;

@@ -2,31 +2,26 @@
 //!
 //! Every end is published in the store under a key of its own, which its peer takes: the two ranks, the
 //! tag, and how many with these were connected before. All ends of a batch are published before any is
-//! waited for, so the order of the requests does not matter.
-//!
-//! ```text
-//!   publish      each request's offer, or nothing at all       (this file)
-//!   matching     with the peer's offer: a connection, or why not
-//!   withdrawal   of what no peer took, where connecting fails
-//!   regions      that are added to a connection later
-//! ```
+//! waited for, so the order of the requests does not matter. How offers are published, taken and withdrawn is
+//! `signal/publisher.rs`; `matching` makes a connection of the two offers, and `regions` adds regions to it.
 
 mod matching;
 mod offer;
 mod regions;
-mod withdrawal;
 
 use super::connection::Connections;
 use super::proxy::Proxy;
 use super::request::{ConnectionRequest, Transport};
 use super::tables::TablePool;
-use crate::bootstrap::{Bootstrap, Group, Wait};
+use crate::bootstrap::{Bootstrap, Group};
 use crate::deadline::Deadline;
 use crate::device::channel::trigger::MAX_OFFSET;
 use crate::device::{Device, Fault, InFlight};
-use crate::error::{Error, ErrorKind, Rank, Result};
-use crate::memory::{MemoryRegistry, Region};
-use crate::signal::{EndNumbers, Slot, SlotDirectory, SlotPool, SlotReleases};
+use crate::error::{Error, Rank, Result};
+use crate::memory::MemoryRegistry;
+use crate::signal::{
+    EndNumbers, Missing, Offer, Publisher, Slot, SlotDirectory, SlotPool, SlotReleases,
+};
 use offer::EndOffer;
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -34,7 +29,7 @@ use std::sync::Arc;
 /// Connects one rank with others of one communicator, whose ranks its requests name.
 #[derive(Debug)]
 pub struct ConnectionExchange {
-    bootstrap: Arc<Bootstrap>,
+    publisher: Publisher,
     group: Arc<Group>,
     memory: Arc<MemoryRegistry>,
     device: Arc<dyn Device>,
@@ -68,15 +63,11 @@ impl std::fmt::Debug for ProxySource {
     }
 }
 
-/// An end of this rank that was published.
-struct PublishedEnd<'a> {
+/// An end of this rank.
+struct End<'a> {
     request: &'a ConnectionRequest,
     slot: Slot,
     number: u64,
-    own_key: String,
-    peer_key: String,
-    /// Whose handles the peer is to get.
-    exported: Vec<Region>,
 }
 
 impl ConnectionExchange {
@@ -96,7 +87,7 @@ impl ConnectionExchange {
         } = services;
         let (slots, releases) = SlotReleases::start(&directory, &device, fault, &memory);
         Self {
-            bootstrap,
+            publisher: Publisher::new(&bootstrap, group, &memory, fault, "connect"),
             group: group.clone(),
             tables: TablePool::new(&device),
             memory,
@@ -115,10 +106,13 @@ impl ConnectionExchange {
     /// the caller until all peers have requested theirs; then kernels of both may use the channels.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`] for a peer that is this rank or none, and for two requests with the
-    /// same peer and tag; [`ErrorKind::Mismatch`], on both ranks, where transports differ;
-    /// [`ErrorKind::Timeout`] or [`ErrorKind::PeerLost`], with the peer and what was waited for. A batch
-    /// that fails for want of a peer is withdrawn, and may be connected again.
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) for a peer that is this rank or
+    /// none, and for two requests with the same peer and tag;
+    /// [`ErrorKind::Mismatch`](crate::ErrorKind::Mismatch), on both ranks, where transports differ;
+    /// [`ErrorKind::Timeout`](crate::ErrorKind::Timeout) or
+    /// [`ErrorKind::PeerLost`](crate::ErrorKind::PeerLost), with the peer and what was waited for. A batch
+    /// that fails for want of a peer is withdrawn, and may be connected again; where the store does not
+    /// answer that either, the communicator ends.
     pub fn connect(
         &self,
         requests: &[ConnectionRequest],
@@ -131,35 +125,39 @@ impl ConnectionExchange {
     fn match_all(&self, requests: &[ConnectionRequest], deadline: Deadline) -> Result<Connections> {
         self.fault.check()?;
         self.check(requests)?;
-        let published = self.publish(requests)?;
-        let keys: Vec<String> = published.iter().map(|end| end.peer_key.clone()).collect();
-        let wait = self.wait_for(requests.iter().map(|request| request.peer), deadline)?;
-        let messages = match self.bootstrap.store().multi_take(&keys, &wait) {
+        let published = self.publish(requests, deadline)?;
+        let taken = self.publisher.take(&published, deadline, missing_end);
+        let messages = match taken {
             Ok(messages) => messages,
             Err(error) => {
-                let error = self.group.in_own_ranks(error);
-                let error = name_missing_end(error, &published, deadline);
-                self.withdraw(published);
-                return Err(error.with_operation("connect").with_rank(self.group.rank()));
+                let complete =
+                    |offer: Offer<End<'_>>, message: &[u8]| drop(self.match_end(offer, message));
+                self.publisher
+                    .withdraw(published, |end| self.forget(end), complete);
+                return Err(error);
             }
         };
         // Every end is matched before the first failure is reported, so that none is left behind.
         let matched: Vec<_> = published
             .into_iter()
             .zip(messages)
-            .map(|(end, message)| self.match_end(end, &message))
+            .map(|(offer, message)| self.match_end(offer, &message))
             .collect();
         let all = matched.into_iter().collect::<Result<_>>()?;
         Ok(Connections::new(&self.device, all))
     }
 
-    /// A wait that ends when one of `peers` is lost.
-    fn wait_for(&self, peers: impl Iterator<Item = Rank>, deadline: Deadline) -> Result<Wait> {
-        let peers = peers.map(|peer| self.group.job_rank(peer));
-        let mut peers: Vec<Rank> = peers.collect::<Result<_>>()?;
-        peers.sort_unstable();
-        peers.dedup();
-        Ok(Wait::on(peers, deadline))
+    /// Forgets an end that no peer has seen.
+    fn forget(&self, end: End<'_>) {
+        let key = (end.request.peer, end.request.tag);
+        self.numbers.reuse(key, end.number);
+        self.slots.recycle(end.slot.number);
+    }
+
+    fn roll_back(&self, offers: Vec<Offer<End<'_>>>) {
+        for offer in offers {
+            self.forget(self.publisher.cancel(offer));
+        }
     }
 
     fn check(&self, requests: &[ConnectionRequest]) -> Result<()> {
@@ -210,69 +208,57 @@ impl ConnectionExchange {
     }
 
     /// Publishes every end at once.
-    fn publish<'a>(&self, requests: &'a [ConnectionRequest]) -> Result<Vec<PublishedEnd<'a>>> {
-        let mut published = Vec::with_capacity(requests.len());
-        let mut pairs = Vec::with_capacity(requests.len());
-        for request in requests {
-            match self.prepare(request) {
-                Ok((end, message)) => {
-                    pairs.push((end.own_key.clone(), message));
-                    published.push(end);
-                }
-                Err(error) => {
-                    // Nothing was published yet.
-                    self.roll_back(published);
-                    return Err(error);
-                }
-            }
-        }
-        if let Err(error) = self.bootstrap.store().multi_set(&pairs) {
-            self.roll_back(published);
-            return Err(self
-                .group
-                .in_own_ranks(error)
-                .with_operation("publish connections"));
-        }
-        Ok(published)
-    }
-
-    /// An end, and what is to be published for it.
-    fn prepare<'a>(&self, request: &'a ConnectionRequest) -> Result<(PublishedEnd<'a>, Vec<u8>)> {
-        let slot = self.slots.allocate(&self.memory)?;
-        let number = self.numbers.next((request.peer, request.tag));
-        let (rank, peer) = (self.group.rank(), request.peer);
-        let mut end = PublishedEnd {
-            request,
-            slot,
-            number,
-            own_key: self.store_key(rank, peer, request.tag, number),
-            peer_key: self.store_key(peer, rank, request.tag, number),
-            exported: Vec::new(),
-        };
-        match self.offer(&mut end).and_then(|offer| offer.encode()) {
-            Ok(message) => Ok((end, message)),
+    fn publish<'a>(
+        &self,
+        requests: &'a [ConnectionRequest],
+        deadline: Deadline,
+    ) -> Result<Vec<Offer<End<'a>>>> {
+        let mut offers = Vec::with_capacity(requests.len());
+        let prepared = requests.iter().try_for_each(|request| {
+            offers.push(self.prepare(request)?);
+            Ok(())
+        });
+        match prepared.and_then(|()| self.publisher.publish(&offers, deadline)) {
+            Ok(()) => Ok(offers),
             Err(error) => {
-                self.roll_back(vec![end]);
+                self.roll_back(offers);
                 Err(error)
             }
         }
     }
 
-    /// What `end` tells its peer; the handles in it are noted, to be cancelled if it never arrives.
-    fn offer(&self, end: &mut PublishedEnd<'_>) -> Result<EndOffer> {
-        let request = end.request;
-        let peer = self.group.job_rank(request.peer)?;
-        let mut export = |region: &Region| {
-            let handle = self.memory.export_handle(region, peer);
-            let handle = handle.map_err(|error| self.group.in_own_ranks(error))?;
-            end.exported.push(region.clone());
-            Ok::<_, Error>(handle.to_vec())
+    /// An end, and what is to be published for it.
+    fn prepare<'a>(&self, request: &'a ConnectionRequest) -> Result<Offer<End<'a>>> {
+        let slot = self.slots.allocate(&self.memory)?;
+        let number = self.numbers.next((request.peer, request.tag));
+        let (rank, peer) = (self.group.rank(), request.peer);
+        let end = End {
+            request,
+            slot,
+            number,
         };
+        let keys = [(rank, peer), (peer, rank)]
+            .map(|(from, to)| self.store_key(from, to, request.tag, number));
+        // The peer was checked to be a rank.
+        let mut offer = self.publisher.offer(peer, keys, end)?;
+        match self.describe(&mut offer).and_then(|end| end.encode()) {
+            Ok(message) => Ok(offer.with_message(message)),
+            Err(error) => {
+                self.roll_back(vec![offer]);
+                Err(error)
+            }
+        }
+    }
+
+    /// What the peer is told of an end.
+    fn describe(&self, offer: &mut Offer<End<'_>>) -> Result<EndOffer> {
+        let request = offer.item.request;
+        let inbound = offer.item.slot.inbound().clone();
         Ok(EndOffer {
             transport: request.transport,
-            region: export(&request.region)?,
-            inbound: export(end.slot.inbound())?,
-            slot: end.slot.number,
+            region: self.publisher.export(offer, &request.region)?,
+            inbound: self.publisher.export(offer, &inbound)?,
+            slot: offer.item.slot.number,
         })
     }
 
@@ -283,19 +269,11 @@ impl ConnectionExchange {
     }
 }
 
-/// A timeout in the terms of the caller: whose end did not come, and with which tag.
-fn name_missing_end(error: Error, published: &[PublishedEnd<'_>], deadline: Deadline) -> Error {
-    let missing = published
-        .iter()
-        .find(|end| error.key() == Some(end.peer_key.as_str()));
-    match missing {
-        Some(PublishedEnd { request, .. }) if error.kind() == ErrorKind::Timeout => deadline
-            .expired(&format!(
-                "rank {} to connect with tag {}",
-                request.peer, request.tag
-            ))
-            .with_peer(request.peer)
-            .with_help("check that the peer requests this connection too"),
-        _ => error,
+/// Whose end did not come, and with which tag.
+fn missing_end(offer: &Offer<End<'_>>) -> Missing {
+    let ConnectionRequest { peer, tag, .. } = offer.item.request;
+    Missing {
+        what: format!("rank {peer} to connect with tag {tag}"),
+        help: "check that the peer requests this connection too",
     }
 }

@@ -6,6 +6,7 @@ use crate::deadline::Deadline;
 use crate::device::channel::trigger::MAX_OFFSET;
 use crate::error::{Error, Result};
 use crate::memory::Region;
+use crate::signal::{Missing, Offer};
 use crate::sync::lock;
 
 impl ConnectionExchange {
@@ -33,58 +34,37 @@ impl ConnectionExchange {
         deadline: Deadline,
     ) -> Result<Vec<u32>> {
         self.fault.check()?;
-        let (mut published, mut peer_keys) = (Vec::new(), Vec::new());
-        let mut publish = || -> Result<()> {
-            for (connection, region) in added {
-                let end = connection.end();
-                let next = end.memory.parts().windows.next()?;
-                let key = |from, to| {
-                    let connection = self.store_key(from, to, end.tag, end.number);
-                    format!("{connection}/region {next}")
-                };
-                let (rank, peer) = (self.group.rank(), end.peer);
-                let own_key = key(rank, peer);
-                if published.iter().any(|(key, _)| *key == own_key) {
-                    return Err(Error::invalid("a connection is given twice; expected once")
-                        .with_peer(peer)
-                        .with_key(end.key())
-                        .with_help("add one region to a connection at a time"));
-                }
-                if end.proxy.is_some() && region.bytes() as u64 > MAX_OFFSET {
-                    return Err(Error::invalid(format!(
-                        "a region of {} bytes; expected at most {MAX_OFFSET} for a proxied connection",
-                        region.bytes()
-                    ))
-                    .with_peer(peer)
-                    .with_help("add a part of the region"));
-                }
-                let handle = self.memory.export_handle(region, end.job_peer);
-                let handle = handle.map_err(|error| self.group.in_own_ranks(error))?;
-                published.push((own_key, handle.to_vec()));
-                peer_keys.push(key(peer, rank));
+        let mut offers = Vec::with_capacity(added.len());
+        let prepared = added.iter().try_for_each(|&(connection, region)| {
+            let offer = self.offer_region(connection, region)?;
+            if offers
+                .iter()
+                .any(|earlier: &Offer<_>| earlier.own_key == offer.own_key)
+            {
+                self.publisher.cancel(offer);
+                return Err(Error::invalid("a connection is given twice; expected once")
+                    .with_peer(connection.peer())
+                    .with_key(connection.end().key())
+                    .with_help("add one region to a connection at a time"));
             }
-            let set = self.bootstrap.store().multi_set(&published);
-            set.map_err(|error| self.group.in_own_ranks(error))
-        };
-        if let Err(error) = publish() {
-            self.cancel(&added[..published.len()]);
+            offers.push(offer);
+            Ok(())
+        });
+        if let Err(error) = prepared.and_then(|()| self.publisher.publish(&offers, deadline)) {
+            for offer in offers {
+                self.publisher.cancel(offer);
+            }
             return Err(error);
         }
-        let peers = added.iter().map(|(connection, _)| connection.peer());
-        let taken = self
-            .bootstrap
-            .store()
-            .multi_take(&peer_keys, &self.wait_for(peers, deadline)?);
-        let handles = match taken {
+        let handles = match self.publisher.take(&offers, deadline, missing_region) {
             Ok(handles) => handles,
             Err(error) => {
-                for ((connection, region), (key, _)) in added.iter().zip(&published) {
-                    // One that the peer took is the peer's to give back.
-                    if matches!(self.bootstrap.store().delete(key), Ok(true)) {
-                        self.cancel(&[(connection, region)]);
-                    }
-                }
-                return Err(self.group.in_own_ranks(error));
+                // A handle that the peer took is the peer's to give back, and so is its own.
+                let complete = |offer: Offer<_>, handle: &[u8]| {
+                    self.memory.decline_handle(offer.job_peer, handle);
+                };
+                self.publisher.withdraw(offers, |_| (), complete);
+                return Err(error);
             }
         };
         let opened: Vec<_> = added
@@ -106,9 +86,41 @@ impl ConnectionExchange {
         Ok(numbers)
     }
 
-    fn cancel(&self, added: &[(&Connection, &Region)]) {
-        for (connection, region) in added {
-            self.memory.cancel_handle(region, connection.end().job_peer);
+    /// The offer of a region that is added to a connection.
+    fn offer_region<'a>(
+        &self,
+        connection: &'a Connection,
+        region: &Region,
+    ) -> Result<Offer<&'a Connection>> {
+        let end = connection.end();
+        let next = end.memory.parts().windows.next()?;
+        if end.proxy.is_some() && region.bytes() as u64 > MAX_OFFSET {
+            return Err(Error::invalid(format!(
+                "a region of {} bytes; expected at most {MAX_OFFSET} for a proxied connection",
+                region.bytes()
+            ))
+            .with_peer(end.peer)
+            .with_help("add a part of the region"));
         }
+        let (rank, peer) = (self.group.rank(), end.peer);
+        let keys = [(rank, peer), (peer, rank)].map(|(from, to)| {
+            let connection = self.store_key(from, to, end.tag, end.number);
+            format!("{connection}/region {next}")
+        });
+        let mut offer = self.publisher.offer(peer, keys, connection)?;
+        let handle = self.publisher.export(&mut offer, region)?;
+        Ok(offer.with_message(handle))
+    }
+}
+
+/// Whose region did not come, and to which connection.
+fn missing_region(offer: &Offer<&Connection>) -> Missing {
+    Missing {
+        what: format!(
+            "rank {} to add a region to its {}",
+            offer.peer,
+            offer.item.end().key()
+        ),
+        help: "check that the peer adds a region too",
     }
 }

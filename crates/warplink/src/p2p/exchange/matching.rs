@@ -1,6 +1,6 @@
 //! Making a transfer from what both ends offer.
 
-use super::{EndOffer, PublishedEnd, TransferExchange};
+use super::{End, EndOffer, TransferExchange};
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::RemoteRegion;
 use crate::p2p::end::TransferEnd;
@@ -8,7 +8,7 @@ use crate::p2p::protocol::{Protocol, Role};
 use crate::p2p::recording::{GraphMark, Recording};
 use crate::p2p::request::TransferRequest;
 use crate::p2p::transfer::Transfer;
-use crate::signal::RemoteSlot;
+use crate::signal::{Offer, RemoteSlot};
 use std::sync::atomic::AtomicU64;
 
 /// What an end has of its peer's memory.
@@ -20,11 +20,12 @@ struct PeerMappings {
 }
 
 impl TransferExchange {
-    /// The transfer of `end` and the end that the peer published as `message`.
-    pub(super) fn match_end(&self, end: PublishedEnd<'_>, message: &[u8]) -> Result<Transfer> {
+    /// The transfer of this rank's end `own` and the one that the peer published as `message`.
+    pub(super) fn match_end(&self, own: Offer<End<'_>>, message: &[u8]) -> Result<Transfer> {
+        let (job_peer, end) = (own.job_peer, own.item);
+        let named = |error| self.with_context(end.request, &own.own_key, error);
         let request = end.request;
-        let offer = EndOffer::decode(message).map_err(|error| self.with_context(&end, error))?;
-        let job_peer = self.group.job_rank(request.peer)?;
+        let offer = EndOffer::decode(message).map_err(named)?;
         if let Err(error) = check_alike(request, end.protocol, &offer) {
             // The peer finds the same and gives up too, so nobody will write to the slot.
             offer
@@ -33,7 +34,7 @@ impl TransferExchange {
                 .chain([&offer.inbound])
                 .for_each(|wire| self.memory.decline_handle(job_peer, wire));
             self.slots.recycle(end.slot.number);
-            return Err(self.with_context(&end, error));
+            return Err(named(error));
         }
         let mapped = match self.map(&offer, request, end.protocol) {
             Ok(mapped) => mapped,
@@ -41,7 +42,7 @@ impl TransferExchange {
                 // The peer believes in the transfer, and lets go of this end when it drops its own.
                 self.releases
                     .end_dropped(job_peer, end.slot.number, offer.slot);
-                return Err(self.with_context(&end, error));
+                return Err(named(error));
             }
         };
         let inbound = end.slot.inbound_word().clone();
@@ -107,12 +108,12 @@ impl TransferExchange {
         })
     }
 
-    fn with_context(&self, end: &PublishedEnd<'_>, error: Error) -> Error {
+    fn with_context(&self, request: &TransferRequest, key: &str, error: Error) -> Error {
         error
             .with_operation("exchange transfers")
             .with_rank(self.group.rank())
-            .with_peer(end.request.peer)
-            .with_key(end.own_key.clone())
+            .with_peer(request.peer)
+            .with_key(key.to_owned())
     }
 }
 

@@ -8,33 +8,31 @@
 //! generation of its registration: a rank whose cache is filled while its peer's is not neither
 //! waits for what does not come nor uses a mapping of what was replaced.
 //!
-//! ```text
-//!   publish      each request's offer, or nothing at all       (this file)
-//!   matching     with the peer's offer: a transfer, or why not
-//!   withdrawal   of what no peer took, where the exchange fails
-//! ```
+//! How offers are published, taken and withdrawn is `signal/publisher.rs`; `matching` makes a transfer of
+//! the two offers, or says why not.
 
 mod matching;
 mod offer;
-mod withdrawal;
 
 use super::progress::ProgressList;
 use super::protocol::{Protocol, Role};
 use super::request::{Direction, MatchKey, TransferRequest};
 use super::transfer::Transfer;
-use crate::bootstrap::{Bootstrap, Group, Wait};
+use crate::bootstrap::{Bootstrap, Group};
 use crate::deadline::Deadline;
 use crate::device::{Device, Fault, InFlight};
-use crate::error::{Error, ErrorKind, Rank, Result};
-use crate::memory::{MemoryRegistry, Region};
-use crate::signal::{EndNumbers, Slot, SlotDirectory, SlotPool, SlotReleases};
+use crate::error::{Error, Result};
+use crate::memory::MemoryRegistry;
+use crate::signal::{
+    EndNumbers, Missing, Offer, Publisher, Slot, SlotDirectory, SlotPool, SlotReleases,
+};
 use offer::EndOffer;
 use std::sync::Arc;
 
 /// Exchanges the transfers of one rank in one communicator, whose ranks its requests name.
 #[derive(Debug)]
 pub struct TransferExchange {
-    bootstrap: Arc<Bootstrap>,
+    publisher: Publisher,
     group: Arc<Group>,
     memory: Arc<MemoryRegistry>,
     device: Arc<dyn Device>,
@@ -59,18 +57,14 @@ pub(crate) struct ExchangeServices {
 }
 
 /// This rank's ends of a batch, which were published.
-pub(crate) struct PublishedEnds<'a>(Vec<PublishedEnd<'a>>);
+pub(crate) struct PublishedEnds<'a>(Vec<Offer<End<'a>>>);
 
-/// An end of this rank that was published.
-struct PublishedEnd<'a> {
+/// An end of this rank.
+struct End<'a> {
     request: &'a TransferRequest,
     protocol: Protocol,
     slot: Slot,
     number: u64,
-    own_key: String,
-    peer_key: String,
-    // Whose handles the peer is to get.
-    exported: Vec<Region>,
 }
 
 impl TransferExchange {
@@ -86,7 +80,7 @@ impl TransferExchange {
         } = services;
         let (slots, releases) = SlotReleases::start(&directory, &device, fault, &memory);
         Self {
-            bootstrap,
+            publisher: Publisher::new(&bootstrap, group, &memory, fault, "exchange transfers"),
             group: group.clone(),
             memory,
             device,
@@ -106,12 +100,12 @@ impl TransferExchange {
     /// peer may be this rank: then both ends are in its batches, and the transfer is a copy.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`] for a peer that is no rank;
-    /// [`ErrorKind::Mismatch`], on both ranks, where lengths or
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) for a peer that is no rank;
+    /// [`ErrorKind::Mismatch`](crate::ErrorKind::Mismatch), on both ranks, where lengths or
     /// protocols differ;
-    /// [`ErrorKind::Timeout`] or
-    /// [`ErrorKind::PeerLost`], with the peer and what was waited for. A batch that fails for want of
-    /// a peer is withdrawn, and may be exchanged again.
+    /// [`ErrorKind::Timeout`](crate::ErrorKind::Timeout) or
+    /// [`ErrorKind::PeerLost`](crate::ErrorKind::PeerLost), with the peer and what was waited for. A
+    /// batch that fails for want of a peer is withdrawn, and may be exchanged again.
     pub fn exchange(
         &self,
         requests: &[TransferRequest],
@@ -133,35 +127,41 @@ impl TransferExchange {
         PublishedEnds(published): PublishedEnds<'_>,
         deadline: Deadline,
     ) -> Result<Vec<Transfer>> {
-        let keys: Vec<String> = published.iter().map(|end| end.peer_key.clone()).collect();
-        let peers = published
-            .iter()
-            .map(|end| self.group.job_rank(end.request.peer));
-        let mut peers: Vec<Rank> = peers.collect::<Result<_>>()?;
-        peers.sort_unstable();
-        peers.dedup();
-        let taken = self
-            .bootstrap
-            .store()
-            .multi_take(&keys, &Wait::on(peers, deadline));
+        let taken = self.publisher.take(&published, deadline, missing_end);
         let messages = match taken {
             Ok(messages) => messages,
             Err(error) => {
-                let error = self.group.in_own_ranks(error);
-                let error = name_missing_end(error, &published, deadline);
                 self.withdraw(PublishedEnds(published));
-                return Err(error
-                    .with_operation("exchange transfers")
-                    .with_rank(self.group.rank()));
+                return Err(error);
             }
         };
         // Every end is matched before the first failure is reported, so that none is left behind.
         let matched: Vec<_> = published
             .into_iter()
             .zip(messages)
-            .map(|(end, message)| self.match_end(end, &message))
+            .map(|(offer, message)| self.match_end(offer, &message))
             .collect();
         matched.into_iter().collect()
+    }
+
+    /// Takes back what peers have not taken; what they took is completed and dropped, which tells the peer to
+    /// forget it.
+    pub(crate) fn withdraw(&self, PublishedEnds(published): PublishedEnds<'_>) {
+        let complete = |offer: Offer<End<'_>>, message: &[u8]| drop(self.match_end(offer, message));
+        self.publisher
+            .withdraw(published, |end| self.forget(end), complete);
+    }
+
+    /// Forgets an end that no peer has seen.
+    fn forget(&self, end: End<'_>) {
+        self.numbers.reuse(end.request.match_key(), end.number);
+        self.slots.recycle(end.slot.number);
+    }
+
+    fn roll_back(&self, offers: Vec<Offer<End<'_>>>) {
+        for offer in offers {
+            self.forget(self.publisher.cancel(offer));
+        }
     }
 
     /// The error of a stream that was waited for in vain, in the terms of the caller: which transfers
@@ -231,77 +231,62 @@ impl TransferExchange {
         requests
             .iter()
             .try_for_each(|request| self.check(request))?;
-        let mut published = Vec::with_capacity(requests.len());
-        let mut pairs = Vec::with_capacity(requests.len());
-        for request in requests {
-            match self.prepare(request) {
-                Ok((end, message)) => {
-                    pairs.push((end.own_key.clone(), message));
-                    published.push(end);
-                }
-                Err(error) => {
-                    // Nothing was published yet.
-                    self.roll_back(published);
-                    return Err(error);
-                }
-            }
-        }
-        if let Err(error) = self.bootstrap.store().multi_set_until(&pairs, deadline) {
-            let error = self.group.in_own_ranks(error);
-            let error = error.with_operation("publish transfers");
-            if error.kind() == ErrorKind::Timeout {
-                self.fault.raise(withdrawal::not_withdrawn(&error));
-            }
-            self.roll_back(published);
-            return Err(error);
-        }
-        Ok(PublishedEnds(published))
-    }
-
-    /// An end, and what is to be published for it.
-    fn prepare<'a>(&self, request: &'a TransferRequest) -> Result<(PublishedEnd<'a>, Vec<u8>)> {
-        let slot = self.slots.allocate(&self.memory)?;
-        let key = request.match_key();
-        let number = self.numbers.next(key);
-        let mut end = PublishedEnd {
-            request,
-            protocol: request.protocol.unwrap_or(self.default_protocol),
-            slot,
-            number,
-            own_key: self.store_key(key, number, request.direction),
-            peer_key: self.store_key(key, number, request.direction.reversed()),
-            exported: Vec::new(),
-        };
-        match self.offer(&mut end).and_then(|offer| offer.encode()) {
-            Ok(message) => Ok((end, message)),
+        let mut offers = Vec::with_capacity(requests.len());
+        let prepared = requests.iter().try_for_each(|request| {
+            offers.push(self.prepare(request)?);
+            Ok(())
+        });
+        match prepared.and_then(|()| self.publisher.publish(&offers, deadline)) {
+            Ok(()) => Ok(PublishedEnds(offers)),
             Err(error) => {
-                self.roll_back(vec![end]);
+                self.roll_back(offers);
                 Err(error)
             }
         }
     }
 
-    /// What `end` tells its peer; the handles in it are noted, to be cancelled if it never arrives.
-    fn offer(&self, end: &mut PublishedEnd<'_>) -> Result<EndOffer> {
-        let request = end.request;
-        let peer = self.group.job_rank(request.peer)?;
-        let mut export = |region: &Region| {
-            let handle = self.memory.export_handle(region, peer);
-            let handle = handle.map_err(|error| self.group.in_own_ranks(error))?;
-            end.exported.push(region.clone());
-            Ok::<_, Error>(handle.to_vec())
+    /// An end, and what is to be published for it.
+    fn prepare<'a>(&self, request: &'a TransferRequest) -> Result<Offer<End<'a>>> {
+        let slot = self.slots.allocate(&self.memory)?;
+        let key = request.match_key();
+        let number = self.numbers.next(key);
+        let end = End {
+            request,
+            protocol: request.protocol.unwrap_or(self.default_protocol),
+            slot,
+            number,
         };
-        let buffer = match request.direction.role(end.protocol) {
-            Role::Target => request.buffer.region().map(&mut export).transpose()?,
+        let keys = [request.direction, request.direction.reversed()]
+            .map(|direction| self.store_key(key, number, direction));
+        // The peer was checked to be a rank.
+        let mut offer = self.publisher.offer(request.peer, keys, end)?;
+        match self.describe(&mut offer).and_then(|end| end.encode()) {
+            Ok(message) => Ok(offer.with_message(message)),
+            Err(error) => {
+                self.roll_back(vec![offer]);
+                Err(error)
+            }
+        }
+    }
+
+    /// What the peer is told of an end.
+    fn describe(&self, offer: &mut Offer<End<'_>>) -> Result<EndOffer> {
+        let End {
+            request, protocol, ..
+        } = offer.item;
+        let buffer = match request.direction.role(protocol) {
+            Role::Target => request.buffer.region(),
             Role::Initiator => None,
         };
-        let inbound = export(end.slot.inbound())?;
+        let buffer = buffer.map(|region| self.publisher.export(offer, region));
+        let buffer = buffer.transpose()?;
+        let inbound = offer.item.slot.inbound().clone();
         Ok(EndOffer {
             bytes: request.buffer.bytes() as u64,
-            protocol: end.protocol,
+            protocol,
             buffer,
-            inbound,
-            slot: end.slot.number,
+            inbound: self.publisher.export(offer, &inbound)?,
+            slot: offer.item.slot.number,
         })
     }
 
@@ -319,21 +304,16 @@ impl TransferExchange {
     }
 }
 
-/// A timeout in the terms of the caller: whose end did not come, and with which tag.
-fn name_missing_end(error: Error, published: &[PublishedEnd<'_>], deadline: Deadline) -> Error {
-    let missing = published
-        .iter()
-        .find(|end| error.key() == Some(end.peer_key.as_str()));
-    match missing {
-        Some(PublishedEnd { request, .. }) if error.kind() == ErrorKind::Timeout => deadline
-            .expired(&format!(
-                "rank {} to exchange its {} with tag {}",
-                request.peer,
-                request.direction.reversed(),
-                request.tag
-            ))
-            .with_peer(request.peer)
-            .with_help("check that the peer exchanges this transfer too"),
-        _ => error,
+/// Whose end did not come, and with which tag.
+fn missing_end(offer: &Offer<End<'_>>) -> Missing {
+    let request = offer.item.request;
+    Missing {
+        what: format!(
+            "rank {} to exchange its {} with tag {}",
+            request.peer,
+            request.direction.reversed(),
+            request.tag
+        ),
+        help: "check that the peer exchanges this transfer too",
     }
 }
