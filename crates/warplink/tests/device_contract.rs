@@ -6,6 +6,8 @@
 mod common;
 #[path = "device_contract/compute.rs"]
 mod compute;
+#[path = "device_contract/elementwise.rs"]
+mod elementwise;
 #[path = "device_contract/memory.rs"]
 mod memory;
 

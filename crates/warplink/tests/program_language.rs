@@ -5,6 +5,8 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod common;
+#[path = "program_language/elementwise.rs"]
+mod elementwise;
 #[path = "program_language/nvfuser.rs"]
 mod nvfuser;
 #[path = "program_language/own_peer.rs"]

@@ -106,10 +106,10 @@ fn errors_point_at_the_place() {
             "expected '(', found the end of the line",
         ),
         (
-            "program p() {\n  C += sum(A)\n}",
+            "program p() {\n  C += copy(A)\n}",
             2,
             8,
-            "expected matmul or linear, found 'sum'",
+            "expected matmul, linear or sum, found 'copy'",
         ),
     ];
     for (text, line, column, message) in cases {

@@ -1,5 +1,6 @@
 //! The vendor's collectives, as a peer to compare with and to hand over to.
 
+use super::elementwise::ElementwiseOp;
 use super::slice::DeviceSlice;
 use super::stream::Stream;
 use crate::dtype::DType;
@@ -27,6 +28,16 @@ impl ReduceOp {
             Self::Sum => "sum",
             Self::Max => "max",
             Self::Min => "min",
+        }
+    }
+}
+
+impl From<ReduceOp> for ElementwiseOp {
+    fn from(op: ReduceOp) -> Self {
+        match op {
+            ReduceOp::Sum => Self::Sum,
+            ReduceOp::Max => Self::Max,
+            ReduceOp::Min => Self::Min,
         }
     }
 }

@@ -1,14 +1,12 @@
-//! Matmuls and sums, enqueued on a stream.
+//! Matmuls and element-wise operations, enqueued on a stream.
 
+use super::elementwise::Elementwise;
 use super::slice::DeviceSlice;
 use super::stream::Stream;
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
 use std::fmt;
 use std::sync::Arc;
-
-/// The most sources that every device adds up in one sum.
-pub const MAX_SUM_SOURCES: usize = 16;
 
 /// C = A·B, all row-major and contiguous: A is `m × k`, B is `k × n`, C is `m × n`, of one element
 /// type, accumulated in `f32`. Of an operand that is transposed, memory holds the transpose: `k × m`
@@ -109,7 +107,7 @@ impl MatmulSpec {
     }
 }
 
-/// Matmuls and sums of a device.
+/// Matmuls and element-wise operations of a device.
 pub trait Compute: Send + Sync + fmt::Debug {
     /// Chooses the algorithm and loads what it needs for `spec`, so that no later call does: a
     /// module that is loaded while a kernel spins can deadlock. Blocks.
@@ -145,27 +143,21 @@ pub trait Compute: Send + Sync + fmt::Debug {
         bias: Option<&DeviceSlice>,
     ) -> Result<Arc<dyn PreparedLaunch>>;
 
-    /// Makes a [`sum`](Self::sum) ready to be enqueued. Blocks.
+    /// Makes an [`elementwise`](Self::elementwise) operation ready to be enqueued. Blocks.
     ///
     /// # Errors
-    /// As [`sum`](Self::sum).
-    fn prepare_sum(
+    /// As [`elementwise`](Self::elementwise).
+    fn prepare_elementwise(
         self: Arc<Self>,
-        dtype: DType,
-        target: &DeviceSlice,
-        sources: &[DeviceSlice],
+        request: &Elementwise,
     ) -> Result<Arc<dyn PreparedLaunch>>;
 
-    /// Enqueues `target = Σ sources`, element by element, in order, accumulated in `f32` (in `f64`
-    /// and `i32` for these; bytes have no sum). `target` may be one of the sources. All have the
-    /// same length.
-    fn sum(
-        &self,
-        stream: &Stream,
-        dtype: DType,
-        target: &DeviceSlice,
-        sources: &[DeviceSlice],
-    ) -> Result<()>;
+    /// Enqueues an element-wise operation.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`] where the operands do not fit one another, or a source overlaps a
+    /// part of the target; [`ErrorKind::Unsupported`] for a type that cannot be computed with.
+    fn elementwise(&self, stream: &Stream, request: &Elementwise) -> Result<()>;
 }
 
 /// Work with fixed operands, made ready to be enqueued again and again in less of the host's time

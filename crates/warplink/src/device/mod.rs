@@ -30,6 +30,7 @@ mod collective;
 mod compute;
 mod config;
 pub mod cuda;
+mod elementwise;
 mod fault;
 pub(crate) mod host;
 mod identity;
@@ -49,8 +50,11 @@ pub use attachment::{Attachment, NetworkDevice, NetworkKind, PciDistance};
 pub use buffer::DeviceBuffer;
 pub use channel::{At, ChannelArray, ChannelHandle, ChannelMemory, Fifo, FifoReader};
 pub use collective::{AllGatherBytes, Collective, CollectiveEngine, CollectiveRequest, ReduceOp};
-pub use compute::{Compute, MAX_SUM_SOURCES, MatmulSpec, PreparedLaunch};
+pub use compute::{Compute, MatmulSpec, PreparedLaunch};
 pub use config::{Delays, DeviceConfig, DeviceKind};
+pub use elementwise::{
+    Elementwise, ElementwiseOp, MAX_ELEMENTWISE_AXES, MAX_ELEMENTWISE_SOURCES, Operand,
+};
 pub use fault::Fault;
 pub(crate) use fault::FaultSet;
 pub use host::channel::BlockChannel;

@@ -7,7 +7,7 @@
 
 use super::expr::{Condition, Expr};
 use super::parameters::Parameter;
-pub use crate::device::Collective;
+pub use crate::device::{Collective, ElementwiseOp};
 use crate::dtype::DType;
 pub use crate::p2p::{Direction, Protocol};
 use std::fmt;
@@ -116,12 +116,17 @@ pub enum StatementKind {
         /// Whether the product is added to the target (`+=`).
         accumulate: bool,
     },
-    /// `C = sum(X, Y)`, `C = sum(P[s] for s in 0..world)`; the target may be one of the sources.
-    Sum {
+    /// `C = sum(X, Y)`, `C += sum(P[s] for s in 0..world)`, `D = cast(C)`; the target may be one of the
+    /// sources.
+    Elementwise {
+        /// What is computed; copies are statements of their own.
+        op: ElementwiseOp,
         /// What is written.
         target: TensorRef,
-        /// What is added up, in order.
+        /// What it is computed of, in order.
         sources: Vec<Each<TensorRef>>,
+        /// Whether a sum is added to the target (`+=`).
+        accumulate: bool,
     },
     /// `G = all_gather(A)` and the other collectives, run by an engine.
     Collective {
@@ -181,7 +186,7 @@ pub struct Product {
     pub a: TensorRef,
     /// Right operand, `k × n`.
     pub b: TensorRef,
-    /// A vector of `n` that is added to each row.
+    /// A vector of `n` that is added to each row, or the target: `C = matmul(A, B) + C`.
     pub bias: Option<TensorRef>,
 }
 

@@ -1,7 +1,9 @@
 //! A program for one rank, with every loop, branch and expression resolved: what an executor runs
 //! and the verifier follows.
 
-use super::ir::{Backend, Collective, Direction, Position, Protocol, Role, Sharding};
+use super::ir::{
+    Backend, Collective, Direction, ElementwiseOp, Position, Protocol, Role, Sharding,
+};
 use crate::dtype::DType;
 use crate::error::Rank;
 use std::collections::HashSet;
@@ -56,7 +58,7 @@ impl RankProgram {
                 operation.kind,
                 OperationKind::Matmul { .. }
                     | OperationKind::PostMatmul { .. }
-                    | OperationKind::Sum { .. }
+                    | OperationKind::Elementwise { .. }
             )
         })
     }
@@ -100,7 +102,7 @@ impl RankProgram {
                     let read = a.iter().chain([b]).chain(bias);
                     touched.extend(read.map(|range| range.tensor));
                 }
-                OperationKind::Sum {
+                OperationKind::Elementwise {
                     target, sources, ..
                 } => {
                     touched.insert(target.tensor);
@@ -278,13 +280,17 @@ pub enum OperationKind {
         /// Whether the product is added to what `c` holds.
         accumulate: bool,
     },
-    /// `target = Σ sources`, element by element, in order.
-    Sum {
-        /// Element type of all.
+    /// Each element of the target is computed of the sources' elements at its place, in order.
+    Elementwise {
+        /// What is computed.
+        op: ElementwiseOp,
+        /// Element type of the target.
         dtype: DType,
+        /// Element type of the sources: the target's, but for a cast.
+        source_dtype: DType,
         /// What is written; may be one of the sources.
         target: Range,
-        /// What is added up.
+        /// What it is computed of.
         sources: Vec<Range>,
     },
     /// The host exchanges handles with the peers of the exchange's transfers, and goes on when each
@@ -346,7 +352,7 @@ impl OperationKind {
                 ..
             } => "linear",
             Self::Matmul { .. } => "matmul",
-            Self::Sum { .. } => "sum",
+            Self::Elementwise { op, .. } => op.name(),
             Self::Share(_) => "share",
             Self::Post(_) => "post",
             Self::PostMatmul { .. } => "post matmul",

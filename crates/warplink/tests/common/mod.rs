@@ -4,9 +4,12 @@
 //! on GPUs.
 
 // Each test binary uses a part of this.
-#![allow(dead_code, unreachable_pub)]
+#![allow(dead_code, unreachable_pub, unused_imports)]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+mod elements;
+
+pub use elements::{decode, encode};
 use std::collections::BTreeMap;
 use std::io::Read;
 use std::net::{IpAddr, Ipv4Addr};

@@ -1,8 +1,10 @@
 //! Matmuls and sums of a device, against double precision.
 
-use crate::common::{self, open_device};
+use crate::common::{self, decode, encode, open_device};
 use crate::soon;
-use warplink::device::{AllocationKind, DeviceSlice, MatmulSpec, Priority};
+use warplink::device::{
+    AllocationKind, DeviceSlice, Elementwise, ElementwiseOp, MatmulSpec, Priority, Stream,
+};
 use warplink::{DType, ErrorKind};
 
 #[test]
@@ -10,6 +12,10 @@ fn products_and_sums_agree_with_double_precision() {
     let device = open_device();
     let stream = device.create_stream(Priority::Normal).unwrap();
     let compute = device.compute().unwrap();
+    let sum = |stream: &Stream, dtype: DType, target: &DeviceSlice, sources: &[DeviceSlice]| {
+        let request = Elementwise::new(ElementwiseOp::Sum, dtype, target, sources);
+        compute.elementwise(stream, &request)
+    };
     for dtype in [DType::F32, DType::F16, DType::BF16] {
         for (bias, accumulate) in [(false, false), (true, false), (false, true)] {
             for (transposed_a, transposed_b) in
@@ -37,8 +43,8 @@ fn products_and_sums_agree_with_double_precision() {
                 .unwrap();
         }
         let target = device.allocate(bytes, AllocationKind::Plain).unwrap();
-        compute.sum(&stream, dtype, &target, &parts).unwrap();
-        compute.sum(&stream, dtype, &parts[0], &parts[..2]).unwrap();
+        sum(&stream, dtype, &target, &parts).unwrap();
+        sum(&stream, dtype, &parts[0], &parts[..2]).unwrap();
         stream.synchronize(soon()).unwrap();
         let mut seen = vec![0; bytes];
         device.download(&target, &mut seen).unwrap();
@@ -65,7 +71,7 @@ fn products_and_sums_agree_with_double_precision() {
             )
             .is_err()
     );
-    assert!(compute.sum(&stream, DType::F32, &a, &[]).is_err());
+    assert!(sum(&stream, DType::F32, &a, &[]).is_err());
 }
 
 #[test]
@@ -228,32 +234,4 @@ fn check_product(
         error < dtype.matmul_tolerance().unwrap(),
         "{spec:?}: error {error:.2e}"
     );
-}
-
-fn encode(dtype: DType, values: &[f64]) -> Vec<u8> {
-    let each = |value: &f64| -> Vec<u8> {
-        match dtype {
-            DType::F16 => half::f16::from_f64(*value).to_le_bytes().to_vec(),
-            DType::BF16 => half::bf16::from_f64(*value).to_le_bytes().to_vec(),
-            DType::F32 => (*value as f32).to_le_bytes().to_vec(),
-            DType::F64 => value.to_le_bytes().to_vec(),
-            DType::I32 => (*value as i32).to_le_bytes().to_vec(),
-            _ => vec![*value as u8],
-        }
-    };
-    values.iter().flat_map(each).collect()
-}
-
-fn decode(dtype: DType, bytes: &[u8]) -> Vec<f64> {
-    let each = |chunk: &[u8]| -> f64 {
-        match dtype {
-            DType::F16 => half::f16::from_le_bytes(chunk.try_into().unwrap()).to_f64(),
-            DType::BF16 => half::bf16::from_le_bytes(chunk.try_into().unwrap()).to_f64(),
-            DType::F32 => f32::from_le_bytes(chunk.try_into().unwrap()).into(),
-            DType::F64 => f64::from_le_bytes(chunk.try_into().unwrap()),
-            DType::I32 => i32::from_le_bytes(chunk.try_into().unwrap()).into(),
-            _ => chunk[0].into(),
-        }
-    };
-    bytes.chunks_exact(dtype.size()).map(each).collect()
 }

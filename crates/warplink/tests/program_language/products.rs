@@ -164,7 +164,7 @@ fn what_is_not_in_the_order_of_memory_is_refused_where_it_cannot_be_read() {
         ),
         (
             "C = sum(A, transpose(A))",
-            "'A' that is added is not in the order",
+            "'A' that is read is not in the order",
         ),
         (
             "C = all_reduce(transpose(A), sum)",

@@ -1,14 +1,12 @@
 //! Runs a program on every rank, eagerly and as a graph, on values that a test chooses.
 
-use crate::common::{delays, kind, threads_with};
-use half::{bf16, f16};
+use crate::common::{decode, delays, encode, kind, threads_with};
 use std::collections::BTreeMap;
 use std::time::Duration;
 use warplink::device::{AllocationKind, Priority};
-use warplink::dtype::Element;
 use warplink::program::ir::Role;
 use warplink::program::{Bindings, Parameters, PrepareOptions, Program, TensorInstance};
-use warplink::{Communicator, DType, DeviceKind};
+use warplink::{Communicator, DeviceKind};
 
 /// How often a program runs in a row, each way.
 const RUNS: usize = 3;
@@ -69,7 +67,7 @@ impl Run<'_> {
                     Role::Input => {
                         let count = tensor.bytes / tensor.dtype.size();
                         let of = |index| (self.input)(comm.rank(), &tensor.name, index);
-                        encode(tensor.dtype, (0..count).map(of))
+                        encode(tensor.dtype, &(0..count).map(of).collect::<Vec<_>>())
                     }
                     _ => vec![0xff; tensor.bytes],
                 };
@@ -94,41 +92,5 @@ impl Run<'_> {
             }
             check(comm.rank(), &outputs);
         }
-    }
-}
-
-fn encode(dtype: DType, values: impl Iterator<Item = f64>) -> Vec<u8> {
-    fn of<T: Element>(values: impl Iterator<Item = f64>) -> Vec<u8> {
-        values
-            .map(T::from_f64)
-            .flat_map(|value| value.as_bytes().to_vec())
-            .collect()
-    }
-    match dtype {
-        DType::F16 => of::<f16>(values),
-        DType::BF16 => of::<bf16>(values),
-        DType::F32 => of::<f32>(values),
-        DType::F64 => of::<f64>(values),
-        DType::I32 => of::<i32>(values),
-        DType::U8 => of::<u8>(values),
-        other => panic!("a program with elements of {other}"),
-    }
-}
-
-fn decode(dtype: DType, bytes: &[u8]) -> Vec<f64> {
-    fn of<T: Element>(bytes: &[u8]) -> Vec<f64> {
-        bytes
-            .chunks_exact(size_of::<T>())
-            .map(|bytes| T::read_from_bytes(bytes).unwrap().to_f64())
-            .collect()
-    }
-    match dtype {
-        DType::F16 => of::<f16>(bytes),
-        DType::BF16 => of::<bf16>(bytes),
-        DType::F32 => of::<f32>(bytes),
-        DType::F64 => of::<f64>(bytes),
-        DType::I32 => of::<i32>(bytes),
-        DType::U8 => of::<u8>(bytes),
-        other => panic!("a program with elements of {other}"),
     }
 }

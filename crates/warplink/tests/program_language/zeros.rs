@@ -16,7 +16,7 @@ fn operations(text: &str) -> Vec<String> {
             OperationKind::Matmul {
                 accumulate: true, ..
             } => format!("{name} +="),
-            OperationKind::Sum { sources, .. } => format!("{name} of {}", sources.len()),
+            OperationKind::Elementwise { sources, .. } => format!("{name} of {}", sources.len()),
             _ => name.to_owned(),
         }
     });
@@ -31,6 +31,14 @@ fn what_is_accumulated_first_is_stored() {
         for i in 0..3 { C += matmul(A, A) }
     }";
     assert_eq!(operations(text), ["matmul", "matmul +=", "matmul +="]);
+    let written_out = text.replace("C += matmul(A, A)", "C = matmul(A, A) + C");
+    assert_eq!(operations(&written_out), operations(text));
+    let sums = "program p() {
+        input A: f32[3, 2]
+        output C: f32[2] = 0
+        for i in 0..3 { C += sum(A[i]) }
+    }";
+    assert_eq!(operations(sums), ["sum of 1", "sum of 2", "sum of 2"]);
 }
 
 #[test]

@@ -3,11 +3,12 @@
 //! broken, shown without the verifier.
 
 use super::interpreter::{
-    Engine, Fault, Hold, Interpreter, Outcome, Pick, Schedule, Submission, input,
+    Engine, Fault, Hold, Interpreter, Outcome, Pick, RUNS, Schedule, Submission, input,
 };
 use super::sample::Sample;
 use std::collections::HashMap;
-use warplink::program::evaluate::Evaluator;
+use std::sync::Arc;
+use warplink::program::evaluate::{Evaluator, Values};
 use warplink::program::ir::Role;
 use warplink::program::{
     Backend, Diagnostic, DiagnosticKind, Direction, OperationKind, Range, RankProgram, TensorId,
@@ -38,6 +39,14 @@ pub(crate) struct Accepted {
     pub(crate) as_graph: bool,
     /// Outputs by run and rank.
     pub(crate) outputs: Vec<Vec<f64>>,
+    /// The same by the library's own evaluation.
+    pub(crate) meaning: Arc<Meaning>,
+}
+
+/// Values of all tensors, with bounds for rounding.
+#[derive(Debug)]
+pub(crate) struct Meaning {
+    runs: Vec<Values>,
 }
 
 /// Shows that the verdict on `sample` is right.
@@ -88,7 +97,7 @@ pub(crate) fn check(sample: &Sample) -> Result<Shown, String> {
             }
             let as_graph = report.eager_only.is_none();
             let outputs = case.runs(as_graph)?;
-            evaluates(sample, &outputs)?;
+            let meaning = Arc::new(evaluates(sample, &outputs)?);
             let class = if as_graph {
                 "accepted"
             } else {
@@ -100,6 +109,7 @@ pub(crate) fn check(sample: &Sample) -> Result<Shown, String> {
                     ranks,
                     as_graph,
                     outputs,
+                    meaning,
                 }),
             })
         }
@@ -125,36 +135,56 @@ pub(crate) fn check(sample: &Sample) -> Result<Shown, String> {
     }
 }
 
-/// Fails where the library's own evaluation of a program gives other outputs.
-fn evaluates(sample: &Sample, outputs: &[Vec<f64>]) -> Result<(), String> {
+/// What the library's own evaluation of a program gives, by run; fails where the outputs are others.
+fn evaluates(sample: &Sample, outputs: &[Vec<f64>]) -> Result<Meaning, String> {
     let (world, streams) = (sample.world, sample.streams);
     let evaluator = Evaluator::new(&sample.program, world, streams, &sample.parameters)
         .map_err(|error| format!("accepted, but not evaluated: {error}"))?;
-    let bytes = |rank: usize, id: TensorId, tensor: &TensorInstance| -> Vec<u8> {
-        let values = (0..tensor.bytes / 4).map(|at| input(0, rank, id, at) as f32);
-        values.flat_map(f32::to_le_bytes).collect()
+    let evaluated = |run: usize| {
+        let bytes = |rank: usize, id: TensorId, tensor: &TensorInstance| -> Vec<u8> {
+            let values = (0..tensor.bytes / 4).map(|at| input(run, rank, id, at) as f32);
+            values.flat_map(f32::to_le_bytes).collect()
+        };
+        evaluator.run(bytes).map_err(|error| error.to_string())
     };
-    let values = evaluator.run(bytes).map_err(|error| error.to_string())?;
-    for (rank, program) in evaluator.ranks().iter().enumerate() {
-        let mut rest = &outputs[rank][..];
+    let meaning = Meaning {
+        runs: (0..RUNS).map(evaluated).collect::<Result<_, _>>()?,
+    };
+    for (place, found) in outputs.iter().enumerate() {
+        let (run, rank) = (place / world, place % world);
+        if let Some(how) = meaning.differs(&evaluator.ranks()[rank], run, found) {
+            return Err(format!(
+                "evaluated to other values: run {run}, rank {rank}: {how}"
+            ));
+        }
+    }
+    Ok(meaning)
+}
+
+impl Meaning {
+    /// How outputs of a rank are not what the program means.
+    pub(crate) fn differs(
+        &self,
+        program: &RankProgram,
+        run: usize,
+        found: &[f64],
+    ) -> Option<String> {
+        let mut rest = found;
         for (id, tensor) in program.tensors.iter().enumerate() {
             if tensor.role == Role::Output {
                 let (own, others) = rest.split_at(tensor.bytes / 4);
                 rest = others;
                 let own = own.iter().map(|value| *value as f32);
-                let found: Vec<u8> = own.flat_map(f32::to_le_bytes).collect();
-                let compared = values
-                    .compare(rank, id, &found)
-                    .map_err(|e| e.to_string())?;
-                if !compared.is_right() || compared.largest.is_nan() {
-                    return Err(format!(
-                        "evaluated to other values: rank {rank}: {compared}"
-                    ));
+                let bytes: Vec<u8> = own.flat_map(f32::to_le_bytes).collect();
+                match self.runs[run].compare(program.rank, id, &bytes) {
+                    Ok(compared) if compared.is_right() && !compared.largest.is_nan() => {}
+                    Ok(compared) => return Some(compared.to_string()),
+                    Err(error) => return Some(error.to_string()),
                 }
             }
         }
+        None
     }
-    Ok(())
 }
 
 struct Case<'a> {
@@ -362,7 +392,7 @@ impl Case<'_> {
                 OperationKind::Copy { target, source }
                 | OperationKind::Collective { target, source, .. } => overlap(target, source),
                 OperationKind::Matmul { a, b, c, .. } => overlap(a, c) || overlap(b, c),
-                OperationKind::Sum {
+                OperationKind::Elementwise {
                     target, sources, ..
                 } => sources.iter().any(|s| s != target && overlap(s, target)),
                 _ => false,

@@ -3,9 +3,9 @@
 use proptest::prelude::*;
 use warplink::program::expr::{Comparison, Operator};
 use warplink::program::ir::{
-    Arm, Branch, Collective, Declaration, Each, ElementType, Loop, Order, Over, Position,
-    PostedMatmul, Product, Role, Selection, Sharding, ShareItem, ShareItemKind, Statement,
-    StatementKind, StreamRef, TensorRef, Transfer, TransferRef,
+    Arm, Branch, Collective, Declaration, Each, ElementType, ElementwiseOp, Loop, Order, Over,
+    Position, PostedMatmul, Product, Role, Selection, Sharding, ShareItem, ShareItemKind,
+    Statement, StatementKind, StreamRef, TensorRef, Transfer, TransferRef,
 };
 use warplink::program::parameters::{Parameter, ParameterKind};
 use warplink::program::{Backend, Condition, Direction, Expr, Protocol, Value};
@@ -265,6 +265,26 @@ fn share() -> impl Strategy<Value = Vec<ShareItem>> {
     )
 }
 
+fn elementwise() -> impl Strategy<Value = StatementKind> {
+    let combining = prop_oneof![
+        Just((ElementwiseOp::Sum, false)),
+        Just((ElementwiseOp::Sum, true)),
+        Just((ElementwiseOp::Product, false)),
+        Just((ElementwiseOp::Max, false)),
+        Just((ElementwiseOp::Min, false)),
+    ];
+    let combining = (combining, each(tensor()));
+    let cast = tensor().prop_map(|source| ((ElementwiseOp::Cast, false), vec![source.into()]));
+    (target(), prop_oneof![combining, cast]).prop_map(|(target, ((op, accumulate), sources))| {
+        StatementKind::Elementwise {
+            op,
+            target,
+            sources,
+            accumulate,
+        }
+    })
+}
+
 pub(crate) fn statements() -> impl Strategy<Value = Vec<Statement>> {
     let selected = tensor().prop_filter("selects", |tensor| !tensor.selections.is_empty());
     let leaf = prop_oneof![
@@ -281,8 +301,7 @@ pub(crate) fn statements() -> impl Strategy<Value = Vec<Statement>> {
                 accumulate,
             }
         }),
-        (target(), each(tensor()))
-            .prop_map(|(target, sources)| StatementKind::Sum { target, sources }),
+        elementwise(),
         (target(), tensor(), collective()).prop_map(|(target, source, collective)| {
             StatementKind::Collective {
                 target,

@@ -147,11 +147,14 @@ pub(super) fn describe(rank_program: &RankProgram, kind: &OperationKind) -> Stri
             let product = product([part(a), part(b)], bias.as_ref().map(part), *transposed);
             format!("{} {sign} {product}  {m} x {k} by {k} x {n}", part(c))
         }
-        OperationKind::Sum {
-            target, sources, ..
+        OperationKind::Elementwise {
+            op,
+            target,
+            sources,
+            ..
         } => {
             let sources: Vec<String> = sources.iter().map(part).collect();
-            format!("{} = sum({})", part(target), sources.join(", "))
+            format!("{} = {op}({})", part(target), sources.join(", "))
         }
         OperationKind::Share(exchange) => {
             let ids = rank_program.exchanges.get(*exchange);

@@ -4,7 +4,7 @@ use super::rig::Rig;
 use crate::commands::bench::timing::Submission;
 use anyhow::{Context, Result};
 use std::cell::Cell;
-use warplink::device::{MatmulSpec, MemoryOp, Stream};
+use warplink::device::{Elementwise, ElementwiseOp, MatmulSpec, MemoryOp, Stream};
 use warplink::p2p::{Batch, Protocol, Transfer, TransferRequest, post_all, wait_all};
 use warplink::program::cost::HardwareModel;
 use warplink::{Communicator, DType};
@@ -174,7 +174,12 @@ fn small_sum(rig: &Rig<'_>) -> Result<Launch> {
     let sources = [own.slice(0..SMALL)?, own.slice(SMALL..2 * SMALL)?];
     let target = rig.into.memory().slice(0..SMALL)?;
     let compute = rig.comm.compute()?;
-    Ok(compute.prepare_sum(DType::F32, &target, &sources)?)
+    Ok(compute.prepare_elementwise(&Elementwise::new(
+        ElementwiseOp::Sum,
+        DType::F32,
+        &target,
+        &sources,
+    ))?)
 }
 
 fn small_matmul(comm: &Communicator, rig: &Rig<'_>) -> Result<Launch> {

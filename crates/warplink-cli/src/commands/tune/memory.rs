@@ -4,6 +4,7 @@ use super::rig::{Rig, curve};
 use crate::commands::bench::timing::Submission;
 use anyhow::Result;
 use warplink::DType;
+use warplink::device::{Elementwise, ElementwiseOp};
 use warplink::program::cost::HardwareModel;
 
 /// Bytes of a sum that takes no time but that of its kernel.
@@ -16,7 +17,12 @@ pub(super) fn measure(rig: &Rig<'_>, model: &mut HardwareModel) -> Result<()> {
         let half = bytes / 2;
         let sources = [own.slice(0..half)?, own.slice(half..2 * half)?];
         let target = into.slice(0..half)?;
-        let launch = compute.clone().prepare_sum(DType::F32, &target, &sources)?;
+        let launch = compute.clone().prepare_elementwise(&Elementwise::new(
+            ElementwiseOp::Sum,
+            DType::F32,
+            &target,
+            &sources,
+        ))?;
         rig.each(16, Submission::Eager, &|stream| Ok(launch.enqueue(stream)?))
     };
     model.memory.kernel = sum(MIN_BYTES)?;

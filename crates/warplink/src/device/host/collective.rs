@@ -5,7 +5,7 @@
 //! together, chunk by chunk, and a reduction where there is one.
 
 use super::operation::{Context, Operation};
-use super::{compute, memory, stream};
+use super::{elementwise, memory, stream};
 use crate::device::Piece;
 use crate::device::{
     AllGatherBytes, Collective, CollectiveEngine, CollectiveRequest, DeviceSlice, Fault, ReduceOp,
@@ -164,7 +164,7 @@ impl HostCollectives {
     ) -> Result<()> {
         let target = target.clone();
         self.enqueue_task(stream, move |_, _| {
-            compute::reduce(dtype, op, &target, &sources)
+            elementwise::reduce(op.into(), dtype, &target, &sources)
         })
     }
 

@@ -1,11 +1,12 @@
-//! Matmuls (the `gemm` crate) and element-wise reductions on the host.
+//! Matmuls (the `gemm` crate) and element-wise operations on the host.
 
+use super::elementwise;
 use super::memory;
 use super::operation::Operation;
 use super::stream;
-use crate::device::{Compute, DeviceSlice, MatmulSpec, PreparedLaunch, ReduceOp, Stream};
+use crate::device::{Compute, DeviceSlice, Elementwise, MatmulSpec, PreparedLaunch, Stream};
 use crate::dtype::{DType, Element};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::Result;
 use std::sync::Arc;
 use zerocopy::IntoBytes;
 
@@ -53,31 +54,19 @@ impl Compute for HostCompute {
         }))
     }
 
-    fn prepare_sum(
+    fn prepare_elementwise(
         self: Arc<Self>,
-        dtype: DType,
-        target: &DeviceSlice,
-        sources: &[DeviceSlice],
+        request: &Elementwise,
     ) -> Result<Arc<dyn PreparedLaunch>> {
-        check_sum(dtype, target, sources)?;
-        Ok(Arc::new(Sum {
-            dtype,
-            target: target.clone(),
-            sources: sources.to_vec(),
-        }))
+        request.check()?;
+        Ok(Arc::new(Prepared(request.clone())))
     }
 
-    fn sum(
-        &self,
-        stream: &Stream,
-        dtype: DType,
-        target: &DeviceSlice,
-        sources: &[DeviceSlice],
-    ) -> Result<()> {
-        check_sum(dtype, target, sources)?;
-        let (target, sources) = (target.clone(), sources.to_vec());
+    fn elementwise(&self, stream: &Stream, request: &Elementwise) -> Result<()> {
+        request.check()?;
+        let request = request.clone();
         stream::from_dyn(stream)?.enqueue(Operation::Task(Arc::new(move |_| {
-            reduce(dtype, ReduceOp::Sum, &target, &sources)
+            elementwise::run(&request)
         })))
     }
 }
@@ -99,51 +88,14 @@ impl PreparedLaunch for Matmuls {
     }
 }
 
+/// An element-wise operation.
 #[derive(Debug)]
-struct Sum {
-    dtype: DType,
-    target: DeviceSlice,
-    sources: Vec<DeviceSlice>,
-}
+struct Prepared(Elementwise);
 
-impl PreparedLaunch for Sum {
+impl PreparedLaunch for Prepared {
     fn enqueue(&self, stream: &Stream) -> Result<()> {
-        HostCompute.sum(stream, self.dtype, &self.target, &self.sources)
+        HostCompute.elementwise(stream, &self.0)
     }
-}
-
-fn check_sum(dtype: DType, target: &DeviceSlice, sources: &[DeviceSlice]) -> Result<()> {
-    if sources.is_empty()
-        || sources
-            .iter()
-            .any(|source| source.bytes() != target.bytes())
-    {
-        return Err(Error::invalid(format!(
-            "the {} sources do not all have the {} bytes of the target; expected one or more that do",
-            sources.len(),
-            target.bytes()
-        ))
-        .with_operation("sum")
-        .with_help("pass sources as long as the target"));
-    }
-    if dtype == DType::U8 {
-        return Err(Error::new(
-            ErrorKind::Unsupported,
-            "unsupported element type u8; expected a number type",
-        )
-        .with_operation("sum")
-        .with_help("use i32, f16, bf16, f32 or f64"));
-    }
-    if !target.bytes().is_multiple_of(dtype.size()) {
-        return Err(Error::invalid(format!(
-            "the target has {} bytes; expected a multiple of the {} bytes of {dtype}",
-            target.bytes(),
-            dtype.size()
-        ))
-        .with_operation("sum")
-        .with_help("pass whole elements"));
-    }
-    Ok(())
 }
 
 fn read<T: Element>(slice: &DeviceSlice) -> Result<Vec<T>> {
@@ -224,45 +176,4 @@ fn matmul<T: Element>(
         .map(|value| T::from_f64(f64::from(value)))
         .collect();
     memory::write_bytes(c, rounded.as_bytes())
-}
-
-/// `target` becomes the reduction of `sources`, in order, computed in `f64`. Integers wrap, as on a GPU.
-pub(super) fn reduce(
-    dtype: DType,
-    op: ReduceOp,
-    target: &DeviceSlice,
-    sources: &[DeviceSlice],
-) -> Result<()> {
-    match dtype {
-        DType::F16 => reduce_as(op, target, sources, half::f16::from_f64),
-        DType::BF16 => reduce_as(op, target, sources, half::bf16::from_f64),
-        DType::F32 => reduce_as(op, target, sources, |sum| sum as f32),
-        DType::F64 => reduce_as(op, target, sources, |sum| sum),
-        DType::I32 => reduce_as(op, target, sources, |sum| sum as i64 as i32),
-        DType::U8 => reduce_as(op, target, sources, |sum| sum as i64 as u8),
-    }
-}
-
-fn reduce_as<T: Element>(
-    op: ReduceOp,
-    target: &DeviceSlice,
-    sources: &[DeviceSlice],
-    round: fn(f64) -> T,
-) -> Result<()> {
-    let Some((first, rest)) = sources.split_first() else {
-        return Ok(());
-    };
-    let mut sum: Vec<f64> = read::<T>(first)?.into_iter().map(Element::to_f64).collect();
-    for source in rest {
-        for (total, value) in sum.iter_mut().zip(read::<T>(source)?) {
-            let value = value.to_f64();
-            *total = match op {
-                ReduceOp::Sum => *total + value,
-                ReduceOp::Max => total.max(value),
-                ReduceOp::Min => total.min(value),
-            };
-        }
-    }
-    let rounded: Vec<T> = sum.into_iter().map(round).collect();
-    memory::write_bytes(target, rounded.as_bytes())
 }

@@ -9,6 +9,7 @@ mod capture;
 pub(crate) mod channel;
 mod collective;
 mod compute;
+mod elementwise;
 mod event;
 mod graph;
 pub(crate) mod kernel;

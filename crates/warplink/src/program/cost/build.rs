@@ -106,9 +106,13 @@ impl<'a> Schedule<'a> {
             OperationKind::Matmul { dtype, m, n, k, .. } => {
                 self.add_matmul(state, *dtype, (*m, *k, *n));
             }
-            OperationKind::Sum {
+            OperationKind::Elementwise {
                 target, sources, ..
-            } => self.add_sum(state, target.bytes as f64 * (sources.len() + 1) as f64),
+            } => {
+                let ranges = sources.iter().chain([target]);
+                let bytes: f64 = ranges.map(|range| range.bytes as f64).sum();
+                self.add_elementwise(state, bytes);
+            }
             OperationKind::Post(group) => self.add_post(state, program, group),
             OperationKind::PostMatmul {
                 group,
@@ -140,7 +144,7 @@ impl<'a> Schedule<'a> {
         match kind {
             OperationKind::Zero(_) | OperationKind::Copy { .. } => host.copy,
             OperationKind::Matmul { .. } => host.matmul,
-            OperationKind::Sum { .. } => host.sum,
+            OperationKind::Elementwise { .. } => host.sum,
             OperationKind::Post(group) => post::host_seconds(program, group, host),
             OperationKind::PostMatmul { .. } => host.transfer,
             OperationKind::Wait(_) => host.word,

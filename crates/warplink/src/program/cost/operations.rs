@@ -51,8 +51,8 @@ impl Schedule<'_> {
         self.work(state, first, work);
     }
 
-    /// A sum that reads and writes `bytes` bytes.
-    pub(super) fn add_sum(&mut self, state: &mut RankState, bytes: f64) {
+    /// An element-wise operation that reads and writes `bytes` bytes: memory is what takes the time.
+    pub(super) fn add_elementwise(&mut self, state: &mut RankState, bytes: f64) {
         let memory = &self.model.memory;
         let seconds = memory.kernel + bytes / memory.sum_rate;
         let (share, occupancy) = (bytes / seconds / memory.rate, memory.sum_occupancy);

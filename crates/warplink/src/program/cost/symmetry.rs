@@ -69,17 +69,21 @@ fn costs_the_same(a: &OperationKind, b: &OperationKind) -> bool {
             },
         ) => (group_a, dtype_a, m_a, n_a, k_a) == (group_b, dtype_b, m_b, n_b, k_b),
         (
-            Sum {
+            Elementwise {
                 target: target_a,
                 sources: sources_a,
+                source_dtype: dtype_a,
                 ..
             },
-            Sum {
+            Elementwise {
                 target: target_b,
                 sources: sources_b,
+                source_dtype: dtype_b,
                 ..
             },
-        ) => (target_a.bytes, sources_a.len()) == (target_b.bytes, sources_b.len()),
+        ) => {
+            (target_a.bytes, sources_a.len(), dtype_a) == (target_b.bytes, sources_b.len(), dtype_b)
+        }
         (Post(a), Post(b)) | (Wait(a), Wait(b)) => a == b,
         (
             Collective {

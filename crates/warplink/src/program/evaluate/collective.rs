@@ -66,8 +66,8 @@ impl Meeting {
                 *value = match op {
                     // Every partial sum may be rounded.
                     ReduceOp::Sum => value.plus(*other).stored(dtype),
-                    ReduceOp::Max => extreme(*value, *other, f64::max),
-                    ReduceOp::Min => extreme(*value, *other, f64::min),
+                    ReduceOp::Max => value.larger(*other),
+                    ReduceOp::Min => value.smaller(*other),
                 };
             }
         }
@@ -85,12 +85,5 @@ impl Meeting {
             let rounded = Value::exact(size).stored(dtype).bound;
             sum.bound += self.sources.len() as f64 * rounded;
         }
-    }
-}
-
-fn extreme(a: Value, b: Value, choose: fn(f64, f64) -> f64) -> Value {
-    Value {
-        value: choose(a.value, b.value),
-        bound: a.bound.max(b.bound),
     }
 }

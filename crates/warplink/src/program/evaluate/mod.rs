@@ -6,6 +6,7 @@
 
 mod collective;
 mod compare;
+mod elementwise;
 mod value;
 
 pub use compare::Comparison;
@@ -269,18 +270,17 @@ impl Run<'_> {
                     accumulate: *accumulate,
                 },
             ),
-            OperationKind::Sum {
+            OperationKind::Elementwise {
+                op,
                 dtype,
                 target,
                 sources,
+                ..
             } => {
-                let mut sums = vec![Value::exact(0.0); target.bytes / dtype.size()];
-                for source in sources {
-                    for (sum, value) in sums.iter_mut().zip(self.memory.read(rank, source)) {
-                        *sum = sum.plus(*value).stored(*dtype);
-                    }
-                }
-                self.memory.write(rank, target, &sums);
+                let sources = sources.iter().map(|source| self.memory.read(rank, source));
+                let sources: Vec<&[Value]> = sources.collect();
+                let values = elementwise::combined(*op, *dtype, &sources);
+                self.memory.write(rank, target, &values);
             }
             OperationKind::Post(group) => self.post(rank, group),
             OperationKind::PostMatmul {
@@ -445,7 +445,7 @@ fn steps_of(program: &RankProgram, kind: &OperationKind) -> u128 {
     };
     match kind {
         OperationKind::Zero(target) | OperationKind::Copy { target, .. } => count(target),
-        OperationKind::Sum {
+        OperationKind::Elementwise {
             target, sources, ..
         } => count(target) * sources.len() as u128,
         OperationKind::Matmul { m, n, k, .. } => *m as u128 * *n as u128 * *k as u128,

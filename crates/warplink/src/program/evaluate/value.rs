@@ -42,6 +42,55 @@ impl Value {
         }
     }
 
+    pub(super) fn times(self, other: Self) -> Self {
+        let own = self.value.abs() + self.bound;
+        Self {
+            value: self.value * other.value,
+            bound: self.bound * other.value.abs() + own * other.bound,
+        }
+    }
+
+    /// The product of two integers of 32 bits, which wraps around.
+    pub(super) fn times_wrapping(self, other: Self) -> Self {
+        let product = (self.value as i32).wrapping_mul(other.value as i32);
+        Self {
+            value: f64::from(product),
+            ..self.times(other)
+        }
+    }
+
+    pub(super) fn larger(self, other: Self) -> Self {
+        self.chosen(other, f64::max)
+    }
+
+    pub(super) fn smaller(self, other: Self) -> Self {
+        self.chosen(other, f64::min)
+    }
+
+    fn chosen(self, other: Self, choose: fn(f64, f64) -> f64) -> Self {
+        Self {
+            value: choose(self.value, other.value),
+            bound: self.bound.max(other.bound),
+        }
+    }
+
+    /// The value cast to `dtype`.
+    pub(super) fn cast(self, dtype: DType) -> Self {
+        let (least, most) = match dtype {
+            DType::I32 => (f64::from(i32::MIN), f64::from(i32::MAX)),
+            DType::U8 => (0.0, f64::from(u8::MAX)),
+            // By way of `f32`.
+            DType::F16 | DType::BF16 => return self.stored(DType::F32).stored(dtype),
+            _ => return self.stored(dtype),
+        };
+        // A fraction is cut off, so that a little less may be one less.
+        let fraction = if self.bound > 0.0 { 1.0 } else { 0.0 };
+        Self {
+            value: self.value.trunc().clamp(least, most),
+            bound: self.bound + fraction,
+        }
+    }
+
     /// The value as an element of `dtype`.
     pub(super) fn stored(self, dtype: DType) -> Self {
         match dtype {
@@ -146,6 +195,48 @@ mod tests {
         let sum = Value::exact(f64::from(i32::MAX)).plus(Value::exact(1.0));
         assert_eq!(sum.stored(DType::I32), Value::exact(f64::from(i32::MIN)));
         assert_eq!(Value::exact(300.0).stored(DType::U8), Value::exact(44.0));
+    }
+
+    #[test]
+    fn casts_cut_off_and_stay_in_range() {
+        let cast = |value: f64, dtype: DType| Value::exact(value).cast(dtype);
+        assert_eq!(cast(-2.7, DType::I32), Value::exact(-2.0));
+        assert_eq!(cast(3e9, DType::I32), Value::exact(f64::from(i32::MAX)));
+        assert_eq!(cast(-1.0, DType::U8), Value::exact(0.0));
+        let uncertain = Value {
+            value: 3.0,
+            bound: 1e-6,
+        };
+        assert!(uncertain.cast(DType::I32).bound >= 1.0);
+        let rounded = cast(3.001, DType::BF16);
+        let near = f64::from(bf16::from_f32(3.001));
+        assert!((near - rounded.value).abs() <= rounded.bound);
+    }
+
+    #[test]
+    fn a_product_may_be_as_far_off_as_its_factors() {
+        let (a, b) = (
+            Value {
+                value: -3.0,
+                bound: 0.5,
+            },
+            Value {
+                value: 2.0,
+                bound: 0.25,
+            },
+        );
+        let product = a.times(b);
+        for (a, b) in [(-3.5, 2.25), (-2.5, 1.75), (-3.5, 1.75)] {
+            assert!((a * b - product.value).abs() <= product.bound);
+        }
+        assert_eq!(a.larger(b).value, 2.0);
+        assert_eq!(
+            a.smaller(b),
+            Value {
+                value: -3.0,
+                bound: 0.5
+            }
+        );
     }
 
     #[test]

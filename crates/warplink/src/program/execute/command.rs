@@ -1,7 +1,7 @@
 //! What a run enqueues, with everything resolved.
 
 use crate::device::{
-    CollectiveEngine, CollectiveRequest, DeviceSlice, Event, PreparedLaunch, Stream,
+    CollectiveEngine, CollectiveRequest, DeviceSlice, ElementwiseOp, Event, PreparedLaunch, Stream,
 };
 use crate::error::Result;
 use crate::p2p::{Batch, Transfer, post_stores};
@@ -28,7 +28,7 @@ pub(super) enum CommandKind {
     },
     Zero(DeviceSlice),
     Matmul(Arc<dyn PreparedLaunch>),
-    Sum(Arc<dyn PreparedLaunch>),
+    Elementwise(ElementwiseOp, Arc<dyn PreparedLaunch>),
     /// Direct transfers, as one group.
     Post(Vec<Arc<Transfer>>),
     /// Sends of matmul results, and the matmuls.
@@ -48,7 +48,7 @@ impl CommandKind {
             Self::Copy { .. } => "copy",
             Self::Zero(_) => "zero",
             Self::Matmul(_) => "matmul",
-            Self::Sum(_) => "sum",
+            Self::Elementwise(op, _) => op.name(),
             Self::Post(_) => "post",
             Self::PostMatmul(..) => "post matmul",
             Self::Wait(_) => "wait",
@@ -71,7 +71,9 @@ impl Command {
         match &self.kind {
             CommandKind::Copy { target, source } => stream.copy(target, source),
             CommandKind::Zero(target) => stream.fill(target, 0),
-            CommandKind::Matmul(launch) | CommandKind::Sum(launch) => launch.enqueue(stream),
+            CommandKind::Matmul(launch) | CommandKind::Elementwise(_, launch) => {
+                launch.enqueue(stream)
+            }
             CommandKind::Post(group) => self.batch(group).post(each(group)).enqueue(stream),
             CommandKind::PostMatmul(group, matmuls) => {
                 let group: Vec<&Transfer> = each(group).collect();

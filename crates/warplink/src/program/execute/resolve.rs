@@ -2,12 +2,10 @@
 
 use super::command::{Command, CommandKind};
 use super::memory::PlanMemory;
-use crate::device::MAX_SUM_SOURCES;
 use crate::device::{
-    CollectiveEngine, CollectiveRequest, Compute, Device, DeviceSlice, Event, MatmulSpec,
-    PreparedLaunch,
+    CollectiveEngine, CollectiveRequest, Compute, Device, DeviceSlice, Elementwise, Event,
+    MAX_ELEMENTWISE_SOURCES, MatmulSpec, Operand, PreparedLaunch,
 };
-use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
 use crate::p2p::{Direction, Transfer};
 use crate::program::rank_program::{
@@ -112,15 +110,19 @@ impl<'a> Resolver<'a> {
                 target: self.memory.slice(target)?,
                 source: self.memory.slice(source)?,
             },
-            OperationKind::Sum {
+            OperationKind::Elementwise {
+                op,
                 dtype,
+                source_dtype,
                 target,
                 sources,
             } => {
                 let sources = sources.iter().map(|source| self.memory.slice(source));
                 let sources = sources.collect::<Result<Vec<_>>>()?;
-                let target = self.memory.slice(target)?;
-                return self.sum(stream, *dtype, &target, sources);
+                let mut request =
+                    Elementwise::new(*op, *dtype, &self.memory.slice(target)?, &sources);
+                request.source_dtype = *source_dtype;
+                return self.elementwise(stream, request);
             }
             OperationKind::Matmul {
                 a,
@@ -262,32 +264,31 @@ impl<'a> Resolver<'a> {
         group.iter().map(exchanged).collect()
     }
 
-    /// Adds a sum: as several, each adding to what is there, where it has more sources than a device
-    /// takes at once.
-    fn sum(
-        &mut self,
-        stream: usize,
-        dtype: DType,
-        target: &DeviceSlice,
-        mut sources: Vec<DeviceSlice>,
-    ) -> Result<()> {
+    /// Adds an element-wise operation: as several, each on what is there, where it has more sources than
+    /// a device takes at once.
+    fn elementwise(&mut self, stream: usize, request: Elementwise) -> Result<()> {
+        let (target, mut sources) = (request.target.clone(), request.sources.clone());
         // What the target holds counts before it is overwritten.
-        let is_target = |source: &DeviceSlice| source.address() == target.address();
-        if sources.len() > MAX_SUM_SOURCES
+        let is_target = |source: &Operand| source.slice.address() == target.slice.address();
+        if sources.len() > MAX_ELEMENTWISE_SOURCES
             && let Some(position) = sources.iter().position(is_target)
         {
             sources[..=position].rotate_right(1);
         }
-        let first = sources.len().min(MAX_SUM_SOURCES);
+        let first = sources.len().min(MAX_ELEMENTWISE_SOURCES);
         let rest = sources.split_off(first);
         let mut parts = vec![sources];
-        for more in rest.chunks(MAX_SUM_SOURCES - 1) {
-            let before = std::iter::once(target);
+        for more in rest.chunks(MAX_ELEMENTWISE_SOURCES - 1) {
+            let before = std::iter::once(&target);
             parts.push(before.chain(more).cloned().collect());
         }
         for sources in parts {
-            let launch = self.compute()?.prepare_sum(dtype, target, &sources)?;
-            self.push(stream, CommandKind::Sum(launch));
+            let part = Elementwise {
+                sources,
+                ..request.clone()
+            };
+            let launch = self.compute()?.prepare_elementwise(&part)?;
+            self.push(stream, CommandKind::Elementwise(request.op, launch));
         }
         Ok(())
     }

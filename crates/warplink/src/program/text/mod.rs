@@ -11,9 +11,9 @@
 //!                                                      with an index, a family with a member for each
 //!           | "deallocate" NAME
 //!           | "let" NAME "=" (integer | tensor)        a tensor here has at least one selection
-//!           | tensor "=" ("copy" "(" tensor ")" | product
-//!                        | "sum" "(" tensor [each] {"," tensor [each]} ")" | collective)
-//!           | tensor "+=" product
+//!           | tensor "=" (("copy" | "cast") "(" tensor ")" | product | collective
+//!                        | ("sum" | "product" | "max" | "min") "(" tensor [each] {"," tensor [each]} ")")
+//!           | tensor "+=" (product | "sum" "(" tensor [each] {"," tensor [each]} ")")
 //!           | "share" "{" {transfer | let | for | if} "}"
 //!           | "post" transfer [each] {"," transfer [each]}
 //!           | "post" transfer "=" product [each]
@@ -72,7 +72,7 @@ pub const MAX_PARAMETERS: usize = 1024;
 pub const MAX_BLOCK_DEPTH: usize = 32;
 
 /// Words with a meaning, which no name may be.
-pub const RESERVED: [&str; 53] = [
+pub const RESERVED: [&str; 55] = [
     "program",
     "require",
     "input",
@@ -85,7 +85,9 @@ pub const RESERVED: [&str; 53] = [
     "linear",
     "transpose",
     "column_major",
+    "cast",
     "sum",
+    "product",
     "max",
     "min",
     "all_gather",

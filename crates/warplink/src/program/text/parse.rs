@@ -7,8 +7,8 @@ use crate::device::ReduceOp;
 use crate::dtype::DType;
 use crate::program::expr::Expr;
 use crate::program::ir::{
-    Arm, Branch, Collective, Declaration, Each, ElementType, Loop, Order, Position, PostedMatmul,
-    Product, Program, Role, Sharding, Statement, StatementKind, TensorRef,
+    Arm, Branch, Collective, Declaration, Each, ElementType, ElementwiseOp, Loop, Order, Position,
+    PostedMatmul, Product, Program, Role, Sharding, Statement, StatementKind, TensorRef,
 };
 use crate::program::parameters::{Parameter, ParameterKind, Value};
 use std::mem::discriminant;
@@ -322,7 +322,7 @@ impl Parser<'_> {
         let token = self.peek();
         self.at += 1;
         if token.kind == TokenKind::Word
-            && (!accumulate || matches!(token.text, "matmul" | "linear"))
+            && (!accumulate || matches!(token.text, "matmul" | "linear" | "sum"))
         {
             match token.text {
                 "copy" => {
@@ -337,11 +337,31 @@ impl Parser<'_> {
                         accumulate,
                     });
                 }
-                "sum" => {
+                "cast" => {
+                    let sources = vec![Each::from(self.only_argument()?)];
+                    return Ok(StatementKind::Elementwise {
+                        op: ElementwiseOp::Cast,
+                        target,
+                        sources,
+                        accumulate,
+                    });
+                }
+                "sum" | "product" | "max" | "min" => {
+                    let op = match token.text {
+                        "sum" => ElementwiseOp::Sum,
+                        "product" => ElementwiseOp::Product,
+                        "max" => ElementwiseOp::Max,
+                        _ => ElementwiseOp::Min,
+                    };
                     self.expect("(")?;
                     let sources = self.each(Self::tensor)?;
                     self.expect(")")?;
-                    return Ok(StatementKind::Sum { target, sources });
+                    return Ok(StatementKind::Elementwise {
+                        op,
+                        target,
+                        sources,
+                        accumulate,
+                    });
                 }
                 _ => {
                     if let Some((source, collective)) = self.collective(token.text)? {
@@ -356,9 +376,9 @@ impl Parser<'_> {
         }
         self.at -= 1;
         Err(self.expected(if accumulate {
-            "matmul or linear"
+            "matmul, linear or sum"
         } else {
-            "copy, matmul, linear, sum or a collective"
+            "copy, cast, matmul, linear, sum, product, max, min or a collective"
         }))
     }
 

@@ -116,8 +116,14 @@ impl Display for Indented<'_, Statement> {
                 let sign = if *accumulate { "+=" } else { "=" };
                 write!(f, "{target} {sign} {product}")?;
             }
-            StatementKind::Sum { target, sources } => {
-                write!(f, "{target} = sum({})", List(sources))?;
+            StatementKind::Elementwise {
+                op,
+                target,
+                sources,
+                accumulate,
+            } => {
+                let sign = if *accumulate { "+=" } else { "=" };
+                write!(f, "{target} {sign} {op}({})", List(sources))?;
             }
             StatementKind::Collective {
                 target,

@@ -344,14 +344,22 @@ impl<'p> Unroller<'p> {
                 let kind = self.matmul(&self.view(target)?, &operands, *accumulate)?;
                 self.enqueue(kind);
             }
-            StatementKind::Sum { target, sources } => {
+            StatementKind::Elementwise {
+                op,
+                target,
+                sources,
+                accumulate,
+            } => {
                 let target = self.view(target)?;
                 let mut views: Vec<View> = Vec::new();
+                if *accumulate {
+                    views.push(target.clone());
+                }
                 self.each(sources, |unroller, source| {
                     views.push(unroller.view(source)?);
                     Ok(())
                 })?;
-                let kind = self.sum(&target, &views)?;
+                let kind = self.elementwise(*op, &target, &views)?;
                 self.enqueue(kind);
             }
             StatementKind::Collective {

@@ -5,7 +5,7 @@ use super::scope::View;
 use crate::dtype::DType;
 use crate::error::Rank;
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
-use crate::program::ir::{Collective, Product, Role};
+use crate::program::ir::{Collective, ElementwiseOp, Product, Role};
 use crate::program::rank_program::{OperationKind, Range, TransferId};
 use std::fmt::Write as _;
 
@@ -21,6 +21,7 @@ fn shape_of(view: &View) -> String {
 }
 
 /// The operands of a product.
+#[derive(Clone)]
 pub(super) struct Operands {
     a: View,
     b: View,
@@ -84,29 +85,39 @@ impl Unroller<'_> {
         })
     }
 
-    pub(super) fn sum(&self, target: &View, sources: &[View]) -> Result<OperationKind, Diagnostic> {
+    pub(super) fn elementwise(
+        &self,
+        op: ElementwiseOp,
+        target: &View,
+        sources: &[View],
+    ) -> Result<OperationKind, Diagnostic> {
         self.writable(target)?;
-        if sources.is_empty() {
-            return Err(self.mismatch("a sum has no operand; expected at least one"));
-        }
-        if target.dtype == DType::U8 {
-            return Err(self.mismatch("a sum of u8; expected f16, bf16, f32, f64 or i32"));
+        let Some(first) = sources.first() else {
+            return Err(self.mismatch(format!("a {op} of nothing; expected at least one tensor")));
+        };
+        let cast = op == ElementwiseOp::Cast;
+        if target.dtype == DType::U8 && !cast {
+            return Err(self.mismatch(format!("a {op} of u8; expected f16, bf16, f32, f64 or i32")));
         }
         for source in sources {
-            if target.dtype != source.dtype || target.squeezed() != source.squeezed() {
+            let alike = cast || target.dtype == source.dtype;
+            if !alike || target.squeezed() != source.squeezed() {
+                let expected = if cast { "shape" } else { "shape and type" };
                 return Err(self.mismatch(format!(
-                    "adds {} to a sum that goes to {}; expected the same shape and type",
+                    "a {op} of {} that goes to {}; expected the same {expected}",
                     shape_of(source),
                     shape_of(target)
                 )));
             }
         }
-        Ok(OperationKind::Sum {
+        Ok(OperationKind::Elementwise {
+            op,
             dtype: target.dtype,
+            source_dtype: first.dtype,
             target: self.range(target, "written")?,
             sources: sources
                 .iter()
-                .map(|source| self.range(source, "added"))
+                .map(|source| self.range(source, "read"))
                 .collect::<Result<_, _>>()?,
         })
     }
@@ -127,6 +138,21 @@ impl Unroller<'_> {
         accumulate: bool,
     ) -> Result<OperationKind, Diagnostic> {
         self.writable(target)?;
+        // `C = matmul(A, B) + C`.
+        let adds_target = operands.bias.as_ref().is_some_and(|bias| {
+            let same = (bias.tensor, bias.offset) == (target.tensor, target.offset);
+            same && bias.shape == target.shape && bias.strides == target.strides
+        });
+        let without;
+        let (operands, accumulate) = if adds_target && target.shape.len() > 1 {
+            without = Operands {
+                bias: None,
+                ..operands.clone()
+            };
+            (&without, true)
+        } else {
+            (operands, accumulate)
+        };
         let Matmul {
             a,
             b,
@@ -238,7 +264,7 @@ impl Unroller<'_> {
             && bias.shape != [n]
         {
             return Err(self.mismatch(format!(
-                "adds a bias {} to rows of {n} elements; expected one element for each",
+                "adds a bias {} to rows of {n} elements; expected one element for each, or the target",
                 shape_of(bias)
             )));
         }

@@ -4,7 +4,7 @@
 //! them before anything is written there, and outputs at the end.
 
 use super::Unroller;
-use crate::program::ir::{Collective, Direction, Role};
+use crate::program::ir::{Collective, Direction, ElementwiseOp, Role};
 use crate::program::rank_program::{Operation, OperationKind, Range, Site, TensorId};
 use std::collections::{BTreeMap, HashMap};
 
@@ -86,7 +86,11 @@ impl Unroller<'_> {
                     self.set_to_zero(*c);
                 }
             }
-            OperationKind::Sum { sources, .. } => {
+            OperationKind::Elementwise {
+                op: ElementwiseOp::Sum,
+                sources,
+                ..
+            } => {
                 // One source has to stay.
                 let mut left = sources.len();
                 sources.retain(|source| {
@@ -151,7 +155,7 @@ impl Unroller<'_> {
             OperationKind::PostMatmul { a, b, bias, .. } => {
                 a.iter().chain([b]).chain(bias).copied().collect()
             }
-            OperationKind::Sum { sources, .. } => sources.clone(),
+            OperationKind::Elementwise { sources, .. } => sources.clone(),
             OperationKind::Post(group) => self.ends(group, Direction::Send),
             _ => Vec::new(),
         }
@@ -166,7 +170,7 @@ impl Unroller<'_> {
             } if *root != self.made.rank => Vec::new(),
             OperationKind::Copy { target, .. }
             | OperationKind::Collective { target, .. }
-            | OperationKind::Sum { target, .. }
+            | OperationKind::Elementwise { target, .. }
             | OperationKind::Matmul { c: target, .. } => vec![*target],
             OperationKind::Post(group) => self.ends(group, Direction::Receive),
             _ => Vec::new(),

@@ -177,7 +177,7 @@ impl Recording<'_> {
             OperationKind::Zero(_)
             | OperationKind::Copy { .. }
             | OperationKind::Matmul { .. }
-            | OperationKind::Sum { .. } => self.add(index, stream),
+            | OperationKind::Elementwise { .. } => self.add(index, stream),
         }
     }
 

@@ -48,7 +48,7 @@ impl Run<'_> {
                 };
                 touch(self, *c, mode);
             }
-            OperationKind::Sum {
+            OperationKind::Elementwise {
                 target, sources, ..
             } => {
                 for source in sources.iter().filter(|source| *source != target) {

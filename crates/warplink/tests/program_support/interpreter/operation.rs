@@ -5,7 +5,8 @@ use super::schedule::Submission;
 use super::step::{Product, Step, Word, elements};
 use super::{Chain, Play};
 use std::collections::VecDeque;
-use warplink::program::ir::Collective;
+use warplink::DType;
+use warplink::program::ir::{Collective, ElementwiseOp};
 use warplink::program::{
     Backend, Direction, OperationKind, Protocol, Range, RankProgram, TransferId,
 };
@@ -62,15 +63,20 @@ impl Play<'_> {
             OperationKind::Zero(target) => {
                 parts.chains.push(halves(program, target, |from, count| {
                     let place = (target.tensor, elements(program, target).0 + from);
-                    Step::Sum(place, Vec::new(), count)
+                    Step::Combine(ElementwiseOp::Sum, DType::F32, place, Vec::new(), count)
                 }));
             }
-            OperationKind::Sum {
-                target, sources, ..
+            OperationKind::Elementwise {
+                op,
+                dtype,
+                target,
+                sources,
+                ..
             } => {
                 parts.chains.push(halves(program, target, |from, count| {
                     let place = |range: &Range| (range.tensor, elements(program, range).0 + from);
-                    Step::Sum(place(target), sources.iter().map(place).collect(), count)
+                    let sources = sources.iter().map(place).collect();
+                    Step::Combine(*op, *dtype, place(target), sources, count)
                 }));
             }
             OperationKind::Matmul {

@@ -4,8 +4,9 @@ use super::Play;
 use super::memory::{Actor, Fault};
 use super::schedule::{Engine, Submission};
 use std::ops::Range as Rows;
+use warplink::DType;
 use warplink::device::ReduceOp;
-use warplink::program::ir::Collective;
+use warplink::program::ir::{Collective, ElementwiseOp};
 use warplink::program::{Range, RankProgram, TransferId};
 
 /// A part of an operation that is done at once.
@@ -19,8 +20,14 @@ pub(super) enum Step {
     Set(usize, Word, TransferId, i64),
     /// Copies elements between ranks' tensors: (rank, tensor, first), target first.
     Copy((usize, usize, usize), (usize, usize, usize), usize),
-    /// Adds up elements of this rank's tensors.
-    Sum((usize, usize), Vec<(usize, usize)>, usize),
+    /// Combines elements of this rank's tensors, target first; of none, zeros.
+    Combine(
+        ElementwiseOp,
+        DType,
+        (usize, usize),
+        Vec<(usize, usize)>,
+        usize,
+    ),
     /// Computes rows of a product of this rank's tensors.
     Multiply(Product, Rows<usize>),
     /// Puts a range on its way to a peer's receive, once that is there.
@@ -95,7 +102,7 @@ impl Step {
                 false
             }
             Self::Copy(..)
-            | Self::Sum(..)
+            | Self::Combine(..)
             | Self::Multiply(..)
             | Self::Mail(..)
             | Self::Take(..)
@@ -135,14 +142,14 @@ impl Play<'_> {
                     self.memory.store(by, target, value);
                 }
             }
-            Step::Sum(target, sources, count) => {
+            Step::Combine(op, dtype, target, sources, count) => {
                 for index in 0..*count {
-                    let sum = sources
+                    let values = sources
                         .iter()
-                        .map(|s| self.memory.load(by, (rank, s.0, s.1 + index)))
-                        .sum();
+                        .map(|s| self.memory.load(by, (rank, s.0, s.1 + index)));
+                    let value = values.reduce(|a, b| join(*op, a, b)).unwrap_or(0.0);
                     let target = (rank, target.0, target.1 + index);
-                    self.memory.store(by, target, sum);
+                    self.memory.store(by, target, rounded(*dtype, value));
                 }
             }
             Step::Multiply(product, rows) => self.multiply(rank, by, product, rows.clone()),
@@ -275,15 +282,32 @@ impl Play<'_> {
     }
 }
 
+fn join(op: ElementwiseOp, a: f64, b: f64) -> f64 {
+    match op {
+        ElementwiseOp::Product => a * b,
+        ElementwiseOp::Max => a.max(b),
+        ElementwiseOp::Min => a.min(b),
+        _ => a + b,
+    }
+}
+
+/// Numbers are as exact as the tests need in `f32` and above.
+fn rounded(dtype: DType, value: f64) -> f64 {
+    match dtype {
+        DType::BF16 => half::bf16::from_f32(value as f32).to_f64(),
+        DType::F16 => half::f16::from_f32(value as f32).to_f64(),
+        DType::I32 => f64::from(value as i32),
+        _ => value,
+    }
+}
+
 /// What a collective gives to a rank.
 fn combine(collective: &Collective<usize>, all: &[Vec<f64>], rank: usize) -> Vec<f64> {
     let fold = |op: ReduceOp| -> Vec<f64> {
-        let join = |a: f64, b: f64| match op {
-            ReduceOp::Sum => a + b,
-            ReduceOp::Max => a.max(b),
-            ReduceOp::Min => a.min(b),
+        let column = |index: usize| {
+            let values = all.iter().map(|values| values[index]);
+            values.reduce(|a, b| join(op.into(), a, b))
         };
-        let column = |index: usize| all.iter().map(|v| v[index]).reduce(join);
         (0..all[0].len()).filter_map(column).collect()
     };
     let part = |values: &[f64]| {

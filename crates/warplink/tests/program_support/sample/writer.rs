@@ -50,7 +50,7 @@ impl<'r> Writer<'r> {
             self.line("synchronize caller");
         }
         for _ in 0..steps {
-            match self.random.below(if engine { 12 } else { 9 }) {
+            match self.random.below(if engine { 16 } else { 12 }) {
                 0 => self.ring(),
                 1 => self.pairwise(),
                 2 => self.add(),
@@ -59,7 +59,10 @@ impl<'r> Writer<'r> {
                 5 => self.repeat(),
                 6 => self.forked(),
                 7 => self.scratch(),
-                9 | 10 => self.collective(),
+                8 => self.combine(),
+                9 => self.cast(),
+                10 => self.accumulate(),
+                12 | 13 => self.collective(),
                 _ => self.shift(engine),
             }
         }
@@ -222,6 +225,56 @@ impl<'r> Writer<'r> {
         } else {
             self.line(format!("W[{to}] = sum(W[{a}], W[{b}])"));
         }
+        self.made_on.push(stream);
+    }
+
+    /// A product, or the larger or smaller of slots.
+    fn combine(&mut self) {
+        let to = self.made_on.len();
+        let op = ["product", "max", "min"][self.random.below(3)];
+        // Products grow.
+        let number = if op == "product" {
+            2
+        } else {
+            1 + self.random.below(3)
+        };
+        let slots: Vec<usize> = (0..number).map(|_| self.some_slot()).collect();
+        let stream = self.stream_after(&slots);
+        let slots: Vec<String> = slots.iter().map(|slot| format!("W[{slot}]")).collect();
+        self.line(format!("W[{to}] = {op}({})", slots.join(", ")));
+        self.made_on.push(stream);
+    }
+
+    /// A slot as elements of another type, added up there or as it is, and back.
+    fn cast(&mut self) {
+        let (from, to) = (self.some_slot(), self.made_on.len());
+        let name = self.name();
+        let dtype = ["bf16", "f64"][self.random.below(2)];
+        let stream = self.stream_after(&[from]);
+        self.line(format!("allocate H{name}: {dtype}[n, n]"));
+        self.line(format!("H{name} = cast(W[{from}])"));
+        if self.random.chance(2) {
+            self.line(format!("H{name} = max(H{name}, H{name})"));
+        }
+        self.line(format!("W[{to}] = cast(H{name})"));
+        self.made_on.push(stream);
+    }
+
+    /// What is added to a tensor that starts at 0, in a loop or one by one.
+    fn accumulate(&mut self) {
+        let (a, b, to) = (self.some_slot(), self.some_slot(), self.made_on.len());
+        let name = self.name();
+        let stream = self.stream_after(&[a, b]);
+        self.line(format!("allocate Z{name}: f32[2, n, n] = 0"));
+        if self.random.chance(2) {
+            self.line("for j in 0..2 {");
+            self.line(format!("Z{name}[j] += matmul(W[{a}], W[{b}])"));
+            self.line(format!("Z{name}[0] += sum(W[{b}])"));
+            self.line("}");
+        } else {
+            self.line(format!("Z{name}[1] += sum(W[{a}], W[{b}])"));
+        }
+        self.line(format!("W[{to}] = sum(Z{name}[0], Z{name}[1])"));
         self.made_on.push(stream);
     }
 

@@ -1,4 +1,4 @@
-//! Matmuls and sums of a GPU.
+//! Matmuls and element-wise operations of a GPU.
 
 pub(super) mod cublas;
 pub(super) mod cublas_lt;
@@ -13,10 +13,12 @@ use self::gemm::{BEST_ALIGNMENT, Gemm, Operands};
 use self::recorded::Recorder;
 use self::tuning::Scratch;
 use crate::device::cuda::gpu::Gpu;
-use crate::device::cuda::kernels::sum::SumKernels;
+use crate::device::cuda::kernels::elementwise::ElementwiseKernels;
 use crate::device::cuda::memory::CudaBacking;
 use crate::device::cuda::stream::CudaStream;
-use crate::device::{Compute, DeviceSlice, MatmulSpec, PreparedLaunch, Stream, StreamBackend};
+use crate::device::{
+    Compute, DeviceSlice, Elementwise, MatmulSpec, PreparedLaunch, Stream, StreamBackend,
+};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::sync::lock;
@@ -29,12 +31,12 @@ const MAX_SCRATCH: usize = 4 << 20;
 /// Which matmul, and how its operands are aligned.
 type Key = (MatmulSpec, [u32; 3]);
 
-/// Matmuls and sums of a GPU.
+/// Matmuls and element-wise operations of a GPU.
 #[derive(Debug)]
 pub(super) struct CudaCompute {
     gpu: Arc<Gpu>,
     handle: Handle,
-    sums: SumKernels,
+    elementwise: ElementwiseKernels,
     gemms: RwLock<HashMap<Key, Arc<Gemm>>>,
     /// One preparation at a time, so that they do not disturb each other's timing.
     preparing: Mutex<()>,
@@ -49,7 +51,7 @@ impl CudaCompute {
         let _entered = gpu.context.enter()?;
         let _relaxed = gpu.context.relax_capture();
         let handle = Handle::create()?;
-        let sums = SumKernels::load(gpu)?;
+        let elementwise = ElementwiseKernels::load(gpu)?;
         // What NVIDIA recommends as a minimum, doubled: more leaves more algorithms to choose from.
         let workspace = if gpu.capabilities.compute_capability.0 >= 9 {
             64 << 20
@@ -59,7 +61,7 @@ impl CudaCompute {
         Ok(Self {
             gpu: gpu.clone(),
             handle,
-            sums,
+            elementwise,
             gemms: RwLock::default(),
             preparing: Mutex::default(),
             workspace,
@@ -208,26 +210,17 @@ impl Compute for CudaCompute {
         self.recorder.record(work)
     }
 
-    fn prepare_sum(
+    fn prepare_elementwise(
         self: Arc<Self>,
-        dtype: DType,
-        target: &DeviceSlice,
-        sources: &[DeviceSlice],
+        request: &Elementwise,
     ) -> Result<Arc<dyn PreparedLaunch>> {
-        let (target, sources) = (target.clone(), sources.to_vec());
-        let compute = self.clone();
+        let (compute, request) = (self.clone(), request.clone());
         self.recorder
-            .record(move |stream| compute.sum(stream, dtype, &target, &sources))
+            .record(move |stream| compute.elementwise(stream, &request))
     }
 
-    fn sum(
-        &self,
-        stream: &Stream,
-        dtype: DType,
-        target: &DeviceSlice,
-        sources: &[DeviceSlice],
-    ) -> Result<()> {
-        self.sums.enqueue(&self.gpu, stream, dtype, target, sources)
+    fn elementwise(&self, stream: &Stream, request: &Elementwise) -> Result<()> {
+        self.elementwise.enqueue(&self.gpu, stream, request)
     }
 }
 

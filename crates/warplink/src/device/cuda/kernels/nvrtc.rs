@@ -15,10 +15,10 @@ pub(crate) struct Source {
     text: &'static str,
 }
 
-/// The sum of arrays.
-pub(crate) const SUM: Source = Source {
-    name: "sum.cu",
-    text: include_str!("../../../../kernels/sum.cu"),
+/// Element-wise operations.
+pub(crate) const ELEMENTWISE: Source = Source {
+    name: "elementwise.cu",
+    text: include_str!("../../../../kernels/elementwise.cu"),
 };
 
 /// A small transfer.
@@ -34,7 +34,7 @@ const CHANNEL: Source = Source {
 };
 
 /// Every kernel file; each is compiled by itself.
-const SOURCES: [&Source; 3] = [&SUM, &TRANSFER, &CHANNEL];
+const SOURCES: [&Source; 3] = [&ELEMENTWISE, &TRANSFER, &CHANNEL];
 
 /// What kernels may include, by name.
 const HEADERS: [(&CStr, &str); 4] = [

@@ -1,0 +1,232 @@
+//! Element-wise operations: what is computed of which elements.
+
+use super::slice::DeviceSlice;
+use crate::dtype::DType;
+use crate::error::{Error, ErrorKind, Result};
+use std::fmt;
+
+/// The most sources that every device takes in one element-wise operation.
+pub const MAX_ELEMENTWISE_SOURCES: usize = 16;
+
+/// The most axes that every device takes in one element-wise operation.
+pub const MAX_ELEMENTWISE_AXES: usize = 4;
+
+/// What becomes of the elements of the sources.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum ElementwiseOp {
+    /// Their sum.
+    Sum,
+    /// Their product.
+    Product,
+    /// The largest.
+    Max,
+    /// The smallest.
+    Min,
+    /// The only source's value, as an element of the target's type.
+    Cast,
+    /// The only source's value, bit for bit.
+    Copy,
+}
+
+impl ElementwiseOp {
+    /// Every operation.
+    pub const ALL: [Self; 6] = [
+        Self::Sum,
+        Self::Product,
+        Self::Max,
+        Self::Min,
+        Self::Cast,
+        Self::Copy,
+    ];
+
+    /// Its name in program text.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Sum => "sum",
+            Self::Product => "product",
+            Self::Max => "max",
+            Self::Min => "min",
+            Self::Cast => "cast",
+            Self::Copy => "copy",
+        }
+    }
+
+    /// Whether it takes one source only.
+    pub const fn is_unary(self) -> bool {
+        matches!(self, Self::Cast | Self::Copy)
+    }
+}
+
+impl fmt::Display for ElementwiseOp {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// Elements of a slice.
+#[derive(Clone, Debug)]
+pub struct Operand {
+    /// From the first to the last of the elements.
+    pub slice: DeviceSlice,
+    /// For each axis, elements from one index to the next.
+    pub strides: Vec<usize>,
+}
+
+impl Operand {
+    /// All elements of a slice, along one axis.
+    pub fn contiguous(slice: DeviceSlice) -> Self {
+        Self {
+            slice,
+            strides: vec![1],
+        }
+    }
+}
+
+/// An element-wise operation: each element of the target is computed of the elements of the sources at
+/// the same indices, in order of the sources.
+///
+/// 16-bit floats are accumulated in `f32` and rounded once, to nearest; `f32`, `f64` and `i32` in
+/// themselves, where `i32` wraps around. A largest or smallest value is a number where one of the sources
+/// is. A cast to a 16-bit float goes by way of `f32`; one to an integer cuts the fraction off, and gives
+/// the nearest integer that there is where the value has none, and 0 for what is no number.
+#[derive(Clone, Debug)]
+pub struct Elementwise {
+    /// What is computed.
+    pub op: ElementwiseOp,
+    /// The type of the target's elements.
+    pub dtype: DType,
+    /// The type of the sources' elements: the target's, but for a cast.
+    pub source_dtype: DType,
+    /// Extents of the target and of each source, outermost first; at most [`MAX_ELEMENTWISE_AXES`].
+    pub shape: Vec<usize>,
+    /// What is written, of which no two elements may be one. It may be one of the sources, if the types
+    /// are the same.
+    pub target: Operand,
+    /// What is read, at most [`MAX_ELEMENTWISE_SOURCES`].
+    pub sources: Vec<Operand>,
+}
+
+impl Elementwise {
+    /// An operation on whole slices of one type and length.
+    pub fn new(
+        op: ElementwiseOp,
+        dtype: DType,
+        target: &DeviceSlice,
+        sources: &[DeviceSlice],
+    ) -> Self {
+        Self {
+            op,
+            dtype,
+            source_dtype: dtype,
+            shape: vec![target.bytes() / dtype.size()],
+            target: Operand::contiguous(target.clone()),
+            sources: sources.iter().cloned().map(Operand::contiguous).collect(),
+        }
+    }
+
+    /// A cast of a whole slice.
+    pub fn cast(
+        (dtype, target): (DType, &DeviceSlice),
+        (source_dtype, source): (DType, &DeviceSlice),
+    ) -> Self {
+        Self {
+            source_dtype,
+            sources: vec![Operand::contiguous(source.clone())],
+            ..Self::new(ElementwiseOp::Cast, dtype, target, &[])
+        }
+    }
+
+    /// How many elements the target has.
+    pub fn elements(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    /// Whether all operands are contiguous.
+    pub fn is_contiguous(&self) -> bool {
+        let mut all = std::iter::once(&self.target).chain(&self.sources);
+        self.shape.len() == 1 && all.all(|operand| operand.strides == [1])
+    }
+
+    /// Fails for what no device does.
+    pub(crate) fn check(&self) -> Result<()> {
+        let (op, dtype) = (self.op, self.dtype);
+        let wrong = |text: String| Err(Error::invalid(text).with_operation(op.name()));
+        let most = if op.is_unary() {
+            1
+        } else {
+            MAX_ELEMENTWISE_SOURCES
+        };
+        if self.sources.is_empty() || self.sources.len() > most {
+            return wrong(format!(
+                "{} sources of a {op}; expected 1 to {most}",
+                self.sources.len()
+            ));
+        }
+        if self.shape.is_empty() || self.shape.len() > MAX_ELEMENTWISE_AXES {
+            return wrong(format!(
+                "{} axes; expected 1 to {MAX_ELEMENTWISE_AXES}",
+                self.shape.len()
+            ));
+        }
+        if op != ElementwiseOp::Cast && dtype != self.source_dtype {
+            return wrong(format!(
+                "a {op} of {} into {dtype}; expected one type, or a cast",
+                self.source_dtype
+            ));
+        }
+        if !op.is_unary() && dtype == DType::U8 {
+            let message = "unsupported element type u8; expected a number type";
+            return Err(Error::new(ErrorKind::Unsupported, message)
+                .with_operation(op.name())
+                .with_help("use i32, f16, bf16, f32 or f64"));
+        }
+        let sources = self
+            .sources
+            .iter()
+            .map(|source| (source, self.source_dtype));
+        for (operand, dtype) in std::iter::once((&self.target, dtype)).chain(sources) {
+            let expected = self.spanned(&operand.strides, dtype);
+            if Some(operand.slice.bytes()) != expected {
+                return wrong(format!(
+                    "a slice of {} bytes for {:?} elements of {dtype} at steps of {:?}; expected one that \
+                     goes from the first to the last",
+                    operand.slice.bytes(),
+                    self.shape,
+                    operand.strides
+                ));
+            }
+        }
+        if !self.is_contiguous() {
+            return Ok(());
+        }
+        let target = &self.target.slice;
+        let partly = |source: &&Operand| {
+            let source = &source.slice;
+            let same = source.address() == target.address() && source.bytes() == target.bytes();
+            source.overlaps(target) && !same
+        };
+        match self.sources.iter().find(partly) {
+            None => Ok(()),
+            Some(source) => wrong(format!(
+                "source {:?} overlaps a part of the target {target:?}; expected the same slice or none of it",
+                source.slice
+            )),
+        }
+    }
+
+    /// Bytes from the first to the last element; `None` where they are too many, or the strides do not
+    /// fit the shape.
+    fn spanned(&self, strides: &[usize], dtype: DType) -> Option<usize> {
+        if strides.len() != self.shape.len() {
+            return None;
+        }
+        if self.shape.contains(&0) {
+            return Some(0);
+        }
+        let mut last: usize = 0;
+        for (extent, stride) in self.shape.iter().zip(strides) {
+            last = last.checked_add((extent - 1).checked_mul(*stride)?)?;
+        }
+        last.checked_add(1)?.checked_mul(dtype.size())
+    }
+}

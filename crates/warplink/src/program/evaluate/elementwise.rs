@@ -1,0 +1,30 @@
+//! What element-wise operations give.
+
+use super::value::Value;
+use crate::dtype::DType;
+use crate::program::ir::ElementwiseOp;
+
+/// The values of an operation whose target is of `dtype`, as they are stored.
+pub(super) fn combined(op: ElementwiseOp, dtype: DType, sources: &[&[Value]]) -> Vec<Value> {
+    let Some((first, rest)) = sources.split_first() else {
+        return Vec::new();
+    };
+    if op == ElementwiseOp::Cast {
+        return first.iter().map(|value| value.cast(dtype)).collect();
+    }
+    let mut all = first.to_vec();
+    for source in rest {
+        for (value, other) in all.iter_mut().zip(*source) {
+            *value = match op {
+                // With many sources, what is combined so far may be stored in between.
+                ElementwiseOp::Sum => value.plus(*other).stored(dtype),
+                ElementwiseOp::Product if dtype == DType::I32 => value.times_wrapping(*other),
+                ElementwiseOp::Product => value.times(*other).stored(dtype),
+                ElementwiseOp::Max => value.larger(*other),
+                ElementwiseOp::Min => value.smaller(*other),
+                ElementwiseOp::Cast | ElementwiseOp::Copy => *value,
+            };
+        }
+    }
+    all
+}
