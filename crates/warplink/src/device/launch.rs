@@ -66,6 +66,8 @@ pub enum Argument {
     Channel(Arc<dyn ChannelHandle>),
     /// `const warplink::Channel *`: the first of several.
     Channels(Arc<ChannelArray>),
+    /// A structure of `unsigned long long`, by value: at most 4,000 bytes.
+    Words(Arc<[u64]>),
 }
 
 impl Argument {
@@ -84,6 +86,7 @@ impl Argument {
                 (words.to_vec(), 8 * words.len())
             }
             Self::Channels(channels) => (vec![channels.table().address()], 8),
+            Self::Words(words) => (words.to_vec(), 8 * words.len()),
         }
     }
 
@@ -144,6 +147,7 @@ impl Argument {
             Self::Slice(_) => "a slice",
             Self::Channel(_) => "a channel",
             Self::Channels(_) => "channels",
+            Self::Words(_) => "words",
         }
     }
 }
@@ -160,6 +164,7 @@ impl fmt::Debug for Argument {
             Self::Slice(slice) => slice.fmt(f),
             Self::Channel(channel) => channel.memory().fmt(f),
             Self::Channels(channels) => channels.fmt(f),
+            Self::Words(words) => write!(f, "{} words", words.len()),
         }
     }
 }
@@ -177,7 +182,7 @@ macro_rules! from_values {
 
 from_values!(
     u32 => U32, i32 => I32, u64 => U64, i64 => I64, f32 => F32, f64 => F64,
-    DeviceSlice => Slice, Arc<ChannelArray> => Channels,
+    DeviceSlice => Slice, Arc<ChannelArray> => Channels, Arc<[u64]> => Words,
 );
 
 impl From<&DeviceSlice> for Argument {

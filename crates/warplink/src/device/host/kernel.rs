@@ -104,6 +104,14 @@ impl Block<'_> {
         }
     }
 
+    /// The words that are argument `number`.
+    pub fn words(&self, number: usize) -> Result<&[u64]> {
+        match self.argument(number)? {
+            Argument::Words(words) => Ok(words),
+            other => Err(mismatch(number, other, "words")),
+        }
+    }
+
     /// Copies `bytes` to `target`, of the same length.
     pub fn write(&self, target: &DeviceSlice, bytes: &[u8]) -> Result<()> {
         check_kind(target)?;

@@ -33,11 +33,17 @@ const CHANNEL: Source = Source {
     text: include_str!("../../../../kernels/channel.cu"),
 };
 
+/// Every step of a kernel section.
+const STEPS: Source = Source {
+    name: "steps.cu",
+    text: include_str!("../../../../kernels/steps.cu"),
+};
+
 /// Every kernel file; each is compiled by itself.
-const SOURCES: [&Source; 3] = [&ELEMENTWISE, &TRANSFER, &CHANNEL];
+const SOURCES: [&Source; 4] = [&ELEMENTWISE, &TRANSFER, &CHANNEL, &STEPS];
 
 /// What kernels may include, by name.
-const HEADERS: [(&CStr, &str); 4] = [
+const HEADERS: [(&CStr, &str); 6] = [
     (
         c"warplink/device.cuh",
         include_str!("../../../../kernels/warplink/device.cuh"),
@@ -53,6 +59,14 @@ const HEADERS: [(&CStr, &str); 4] = [
     (
         c"warplink/signals.cuh",
         include_str!("../../../../kernels/warplink/signals.cuh"),
+    ),
+    (
+        c"warplink/elements.cuh",
+        include_str!("../../../../kernels/warplink/elements.cuh"),
+    ),
+    (
+        c"warplink/steps.cuh",
+        include_str!("../../../../kernels/warplink/steps.cuh"),
     ),
 ];
 

@@ -1,0 +1,58 @@
+// Every step of warplink/steps.cuh with every type and operator, so that all of them are compiled for every
+// architecture. The kernels reduce arrays of one GPU, as tests want it.
+
+#include <warplink/steps.cuh>
+
+using namespace warplink;
+
+struct Operands {
+    u64 sources[3], target;
+    u64 packets, words, epochs;
+    u64 count;
+};
+
+// Three sources, the second of them as packets that the block puts there itself, to a target and a signal.
+template <typename Element, typename Operator, u32 PACKET>
+static __device__ void through_packets(Lane &lane, const Operands &a) {
+    copy<Element>(lane, Places<1>{{a.sources[1]}}, Places<1, 1, PACKET>{{a.packets}}, a.count);
+    lane.sync();
+    const Places<3, 2, PACKET> from{{a.sources[0], a.packets, a.sources[2]}};
+    reduce<Element, Operator, false, 1>(lane, from, Places<1>{{a.target}}, a.count);
+}
+
+template <typename Element, typename Operator> static __device__ void steps(const Operands &a, u32 packet) {
+    Lane lane(a.words, a.epochs);
+    Inbound<2> inbound(Signals{a.words}, 0);
+    if (packet == 16) {
+        through_packets<Element, Operator, 16>(lane, a);
+    } else if (packet == 8) {
+        if constexpr (sizeof(typename Element::Bits) <= 4) through_packets<Element, Operator, 8>(lane, a);
+    } else {
+        const Places<3> from{{a.sources[0], a.sources[1], a.sources[2]}};
+        reduce<Element, Operator, false, 2>(lane, from, Places<1>{{a.target}}, a.count);
+    }
+    signal(lane, Places<2>{{Signals{a.words}.word(0), Signals{a.words}.word(1)}});
+    inbound.wait(lane);
+    inbound.finish();
+    lane.finish(gridDim.x);
+}
+
+#define STEPS_KERNEL(type, operator)                                                                                            \
+    extern "C" __global__ void __launch_bounds__(512) steps_##type##_##operator(const __grid_constant__ Operands a, u32 packet) { \
+        steps<type, operator>(a, packet);                                                                                       \
+    }
+
+// Every type, and every operator with a float and with a signed and an unsigned integer.
+STEPS_KERNEL(F32, Add)
+STEPS_KERNEL(F32, Multiply)
+STEPS_KERNEL(F64, Minimum)
+STEPS_KERNEL(F16, Maximum)
+STEPS_KERNEL(Bf16, Average)
+STEPS_KERNEL(E4m3, Add)
+STEPS_KERNEL(E5m2, Maximum)
+STEPS_KERNEL(I8, Minimum)
+STEPS_KERNEL(U8, Average)
+STEPS_KERNEL(I32, Multiply)
+STEPS_KERNEL(U32, Maximum)
+STEPS_KERNEL(I64, Average)
+STEPS_KERNEL(U64, Add)

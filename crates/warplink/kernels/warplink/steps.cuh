@@ -1,0 +1,399 @@
+// The steps of kernel sections: what compiled sections call, and hand-written kernels may (sm_80 and newer).
+//
+// A lane is a block of one dimension. All its threads make every call, with the same arguments. The steps of
+// a lane happen in order as far as signals, packets and `sync` order them:
+//
+// | call | orders |
+// |---|---|
+// | put_packets, reduce of packets | a packet is read when it is there; nothing else |
+// | signal | all that the lane stored before it, here and at peers, is seen by who waits for it |
+// | wait | all that preceded the signals at the peers is seen by the lane |
+// | sync | what one thread of the lane stored is seen by the others |
+// | reduce, put, copy | nothing; each thread handles the same elements in each of them only where count and alignment are the same |
+//
+// Every wait ends when the abort word is set. The lane is then `ended`: its further steps return at once and
+// store nothing, and the kernel should return after `finish`.
+//
+// Addresses are of this address space (peers' memory is mapped). Whole units of memory are moved where
+// addresses allow that: for parts of tensors that begin at a multiple of 16 bytes, everywhere.
+
+#ifndef WARPLINK_STEPS_CUH
+#define WARPLINK_STEPS_CUH
+
+#include <warplink/elements.cuh>
+#include <warplink/memory.cuh>
+#include <warplink/signals.cuh>
+
+namespace warplink {
+
+// The flag that packets of an epoch, from 1 on, carry: never 0 in packets of 8 bytes, and in the two halves
+// of one of 16 bytes never the same pair again.
+struct Flag {
+    u32 first, second, single;
+    __device__ __forceinline__ explicit Flag(u64 epoch)
+        : first((u32)epoch), second((u32)epoch + (u32)(epoch >> 32)), single((u32)((epoch - 1) % 0xffffffffull) + 1) {}
+};
+
+// What a lane needs to know of itself, in registers.
+struct Lane {
+    u64 abort;
+    u64 epochs;
+    // Of this launch, from 1 on.
+    u64 epoch;
+    bool ended;
+
+    // `epochs` are the numbers of launches so far, one for each lane, in this rank's memory.
+    __device__ __forceinline__ Lane(u64 abort, u64 epochs) : abort(abort), epochs(epochs), ended(false) {
+        epoch = detail::load_relaxed(epochs + 8 * blockIdx.x) + 1;
+    }
+
+    __device__ __forceinline__ u32 rank() const { return threadIdx.x; }
+    __device__ __forceinline__ u32 size() const { return blockDim.x; }
+    __device__ __forceinline__ void sync() const { __syncthreads(); }
+
+    // Makes the threads agree on whether the lane has ended.
+    __device__ __forceinline__ bool agree() {
+        ended = __syncthreads_or(ended);
+        return ended;
+    }
+
+    // Whether a wait that has polled so often is to end. Looks at the abort word now and then.
+    __device__ __forceinline__ bool gives_up(u32 polls) {
+        if (polls % detail::polls_per_look != 0) return false;
+        if (!ended && detail::load_relaxed(abort) != 0) ended = true;
+        return ended;
+    }
+
+    // The last call of a kernel: advances the epochs of `lanes` lanes. Where launches with other numbers of
+    // blocks have the same epochs, `lanes` is the largest of these numbers, in all of them, so that all
+    // epochs stay equal.
+    __device__ __forceinline__ void finish(u32 lanes) {
+        // Every thread has read the epoch.
+        __syncthreads();
+        for (u32 lane = blockIdx.x + gridDim.x * threadIdx.x; lane < lanes; lane += gridDim.x * blockDim.x)
+            *(volatile u64 *)(epochs + 8 * lane) = epoch;
+    }
+};
+
+// Several places, one for each source or target of a step. Where bit i of `PACKETS` is set, place i has
+// packets of `PACKET` bytes, half of them data; the others are plain memory.
+template <u32 COUNT, u32 PACKETS = 0, u32 PACKET = 16> struct Places {
+    static constexpr u32 count = COUNT;
+    static constexpr u32 packets = PACKETS;
+    // The data of a packet, or 0 where there are none.
+    static constexpr u32 packet_data = PACKETS == 0 ? 0 : PACKET / 2;
+    static_assert(COUNT >= 1 && COUNT <= 32, "up to 32 places");
+    static_assert(PACKET == 8 || PACKET == 16, "packets have 8 or 16 bytes");
+    u64 at[COUNT];
+    static __device__ __forceinline__ constexpr bool is_packets(u32 i) { return PACKETS >> i & 1u; }
+};
+
+namespace detail {
+
+// A packet as it was read: half of its words are flags.
+template <u32 DATA> struct Packet {
+    Unit<DATA> unit;
+    u32 first, second;
+};
+
+template <u32 DATA> __device__ __forceinline__ Packet<DATA> load_packet(u64 at) {
+    Packet<DATA> packet;
+    if constexpr (DATA == 8) {
+        asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(packet.unit.word[0]), "=r"(packet.first), "=r"(packet.unit.word[1]), "=r"(packet.second)
+                     : "l"(at)
+                     : "memory");
+    } else {
+        asm volatile("ld.volatile.global.v2.u32 {%0, %1}, [%2];" : "=r"(packet.unit.word[0]), "=r"(packet.first) : "l"(at) : "memory");
+    }
+    return packet;
+}
+
+template <u32 DATA> __device__ __forceinline__ void store_packet(u64 at, const Unit<DATA> &unit, Flag flag) {
+    if constexpr (DATA == 8) {
+        asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(unit.word[0]), "r"(flag.first), "r"(unit.word[1]), "r"(flag.second)
+                     : "memory");
+    } else {
+        asm volatile("st.volatile.global.v2.u32 [%0], {%1, %2};" ::"l"(at), "r"(unit.word[0]), "r"(flag.single) : "memory");
+    }
+}
+
+template <u32 DATA> __device__ __forceinline__ bool carries(const Packet<DATA> &packet, Flag flag) {
+    if constexpr (DATA == 8) return packet.first == flag.first && packet.second == flag.second;
+    return packet.first == flag.single;
+}
+
+// Reads a packet again until it carries the flag; false where the lane has ended.
+template <u32 DATA> __device__ __forceinline__ bool await_packet(Lane &lane, u64 at, Packet<DATA> &packet, Flag flag) {
+    for (u32 polls = 1; !carries(packet, flag); polls++) {
+        if (lane.ended || lane.gives_up(polls)) return false;
+        packet = load_packet<DATA>(at);
+    }
+    return true;
+}
+
+// The most units that a thread has under way at a time, of so many sources: 8 loads.
+__device__ constexpr u32 units_under_way(u32 sources) { return sources == 1 ? 8 : sources == 2 ? 4 : sources <= 4 ? 2 : 1; }
+
+// Place number i, counted from FIRST.
+template <u32 COUNT, u32 FIRST> __device__ constexpr u32 rotated(u32 i) { return (i + FIRST) % COUNT; }
+
+// What the operator makes of a unit of each source, in their order.
+template <typename Element, typename Operator, u32 BYTES, u32 COUNT>
+__device__ __forceinline__ Unit<BYTES> combined(const Unit<BYTES> (&units)[COUNT]) {
+    if constexpr (COUNT == 1) {
+        return units[0];
+    } else {
+        Accumulator<Element, BYTES> sum;
+        sum.set(units[0]);
+#pragma unroll
+        for (u32 i = 1; i < COUNT; i++) sum.template combine<Operator>(units[i]);
+        return sum.template result<Operator>(COUNT);
+    }
+}
+
+// Loads `UNITS` units, `stride` units apart from number `unit` on, of every source, and combines them.
+template <typename Element, typename Operator, u32 BYTES, u32 UNITS, u32 FIRST, bool WHOLE, typename Sources>
+__device__ __forceinline__ bool combine(Lane &lane, const Sources &from, u64 unit, u64 stride, u32 elements, Flag flag, Unit<BYTES> (&results)[UNITS]) {
+    constexpr u32 count = Sources::count;
+    Unit<BYTES> units[UNITS][count];
+    // Only of sources that have packets; the others' take no registers.
+    constexpr u32 data = Sources::packets == 0 ? 8 : Sources::packet_data;
+    Packet<data> packets[count][UNITS];
+#pragma unroll
+    for (u32 k = 0; k < count; k++) {
+        const u32 source = rotated<count, FIRST>(k);
+#pragma unroll
+        for (u32 u = 0; u < UNITS; u++) {
+            const u64 number = unit + u * stride;
+            if (Sources::is_packets(source)) {
+                packets[source][u] = load_packet<data>(from.at[source] + 2 * data * number);
+            } else if constexpr (WHOLE) {
+                units[u][source] = load_unit<BYTES>(from.at[source] + BYTES * number);
+            } else {
+                units[u][source] = load_elements<Element, BYTES>(from.at[source] + BYTES * number, elements);
+            }
+        }
+    }
+    bool there = true;
+#pragma unroll
+    for (u32 source = 0; source < count; source++) {
+        if (Sources::is_packets(source)) {
+#pragma unroll
+            for (u32 u = 0; u < UNITS; u++) {
+                const u64 at = from.at[source] + 2 * data * (unit + u * stride);
+                there &= await_packet(lane, at, packets[source][u], flag);
+                units[u][source].word[0] = packets[source][u].unit.word[0];
+                if constexpr (data == 8) units[u][source].word[1] = packets[source][u].unit.word[1];
+            }
+        }
+    }
+    if (!there) return false;
+#pragma unroll
+    for (u32 u = 0; u < UNITS; u++) results[u] = combined<Element, Operator>(units[u]);
+    return true;
+}
+
+template <typename Element, u32 BYTES, u32 UNITS, u32 FIRST, bool WHOLE, typename Targets>
+__device__ __forceinline__ void distribute(const Targets &to, u64 unit, u64 stride, u32 elements, Flag flag, const Unit<BYTES> (&results)[UNITS]) {
+    constexpr u32 count = Targets::count;
+#pragma unroll
+    for (u32 k = 0; k < count; k++) {
+        const u32 target = rotated<count, FIRST>(k);
+#pragma unroll
+        for (u32 u = 0; u < UNITS; u++) {
+            const u64 number = unit + u * stride;
+            if constexpr (BYTES <= 8) {
+                if (Targets::is_packets(target)) {
+                    store_packet(to.at[target] + 2 * BYTES * number, results[u], flag);
+                    continue;
+                }
+            }
+            if constexpr (WHOLE)
+                store_unit<BYTES>(to.at[target] + BYTES * number, results[u]);
+            else
+                store_elements<Element, BYTES>(to.at[target] + BYTES * number, results[u], elements);
+        }
+    }
+}
+
+template <typename Element, typename Operator, u32 BYTES, u32 UNITS, u32 FIRST, bool WHOLE, typename Sources, typename Targets>
+__device__ __forceinline__ bool step(Lane &lane, const Sources &from, const Targets &to, u64 unit, u64 stride, u32 elements, Flag in, Flag out) {
+    Unit<BYTES> results[UNITS];
+    if (!combine<Element, Operator, BYTES, UNITS, FIRST, WHOLE>(lane, from, unit, stride, elements, in, results)) return false;
+    distribute<Element, BYTES, UNITS, FIRST, WHOLE>(to, unit, stride, elements, out, results);
+    return true;
+}
+
+// Whole units from number `unit` on, `UNITS` at a time, then half as many, and so on.
+template <typename Element, typename Operator, u32 BYTES, u32 UNITS, u32 FIRST, bool WHOLE, typename Sources, typename Targets>
+__device__ __forceinline__ bool whole_units(Lane &lane, const Sources &from, const Targets &to, u64 &unit, u64 whole, Flag in, Flag out) {
+    constexpr u32 elements = unit_elements<Element, BYTES>;
+    const u64 stride = lane.size();
+    for (; unit + (UNITS - 1) * stride < whole; unit += UNITS * stride) {
+        if (!step<Element, Operator, BYTES, UNITS, FIRST, WHOLE>(lane, from, to, unit, stride, elements, in, out)) return false;
+    }
+    if constexpr (UNITS > 1) return whole_units<Element, Operator, BYTES, UNITS / 2, FIRST, WHOLE>(lane, from, to, unit, whole, in, out);
+    return true;
+}
+
+// Elements `begin` to `end` of plain places, one by one.
+template <typename Element, typename Operator, u32 FIRST, typename Sources, typename Targets>
+__device__ __forceinline__ void single_elements(Lane &lane, const Sources &from, const Targets &to, u64 begin, u64 end) {
+    constexpr u32 size = sizeof(typename Element::Bits), bytes = Element::cell * size;
+    for (u64 i = begin + lane.rank(); i < end; i += lane.size()) {
+        Unit<bytes> units[Sources::count];
+#pragma unroll
+        for (u32 k = 0; k < Sources::count; k++) {
+            const u32 source = rotated<Sources::count, FIRST>(k);
+            units[source] = load_elements<Element, bytes>(from.at[source] + size * i, 1);
+        }
+        const Unit<bytes> result = combined<Element, Operator>(units);
+#pragma unroll
+        for (u32 k = 0; k < Targets::count; k++) {
+            const u32 target = rotated<Targets::count, FIRST>(k);
+            store_elements<Element, bytes>(to.at[target] + size * i, result, 1);
+        }
+    }
+}
+
+// All `count` elements of plain places that are aligned.
+template <typename Element, typename Operator, u32 FIRST, typename Sources, typename Targets>
+__device__ __forceinline__ void plain_units(Lane &lane, const Sources &from, const Targets &to, u64 count) {
+    constexpr u32 elements = unit_elements<Element, 16>;
+    u64 unit = lane.rank();
+    whole_units<Element, Operator, 16, units_under_way(Sources::count), FIRST, true>(lane, from, to, unit, count / elements, Flag(1), Flag(1));
+    single_elements<Element, Operator, FIRST>(lane, from, to, count - count % elements, count);
+}
+
+// All `count` elements where packets of `2 * BYTES` are among the places; `WHOLE` says that plain places are
+// aligned to `BYTES`.
+template <typename Element, typename Operator, u32 BYTES, u32 FIRST, bool WHOLE, typename Sources, typename Targets>
+__device__ __forceinline__ void packet_units(Lane &lane, const Sources &from, const Targets &to, u64 count, Flag in, Flag out) {
+    constexpr u32 elements = unit_elements<Element, BYTES>;
+    constexpr u32 under_way = WHOLE ? units_under_way(Sources::count) : 1;
+    const u64 whole = count / elements;
+    u64 unit = lane.rank();
+    if (!whole_units<Element, Operator, BYTES, under_way, FIRST, WHOLE>(lane, from, to, unit, whole, in, out)) return;
+    // The thread whose turn it is does what is left, and fills its packet up with zeros.
+    const u32 left = (u32)(count % elements);
+    if (left != 0 && unit == whole) step<Element, Operator, BYTES, 1, FIRST, false>(lane, from, to, unit, 0, left, in, out);
+}
+
+// The bits that are set in the address of any plain place, and those that are not set in all of these.
+template <typename Sources, typename Targets>
+__device__ __forceinline__ void alignment(const Sources &from, const Targets &to, u32 &any, u32 &apart) {
+    u32 all = 0xffffffffu;
+#pragma unroll
+    for (u32 i = 0; i < Sources::count; i++) {
+        if (!Sources::is_packets(i)) any |= (u32)from.at[i], all &= (u32)from.at[i];
+    }
+#pragma unroll
+    for (u32 i = 0; i < Targets::count; i++) {
+        if (!Targets::is_packets(i)) any |= (u32)to.at[i], all &= (u32)to.at[i];
+    }
+    apart = any & ~all;
+}
+
+template <typename P> __device__ __forceinline__ P advanced(P places, u64 bytes) {
+#pragma unroll
+    for (u32 i = 0; i < P::count; i++) places.at[i] += bytes;
+    return places;
+}
+
+}  // namespace detail
+
+// Element i of every target becomes what the operator makes of elements i of all sources, combined in the
+// order of the sources. Packets among the sources are waited for, and carry `in`; packets among the targets
+// carry `out`. Loads and stores go to the places in order from number `FIRST` on, which should differ between
+// ranks. `ALIGNED` says that all plain places are known to be aligned to 16 bytes (8 with packets). A target
+// may be a source at the same place.
+template <typename Element, typename Operator, bool ALIGNED = false, u32 FIRST = 0, typename Sources, typename Targets>
+__device__ __forceinline__ void reduce(Lane &lane, const Sources &from, const Targets &to, u64 count, Flag in, Flag out) {
+    constexpr bool packets = (Sources::packets | Targets::packets) != 0;
+    constexpr u32 bytes = !packets ? 16 : Sources::packet_data != 0 ? Sources::packet_data : Targets::packet_data;
+    static_assert(Targets::packet_data == 0 || Targets::packet_data == bytes, "packets of one size");
+    if (lane.ended) return;
+    u32 any = 0, apart = 0;
+    if constexpr (!ALIGNED) detail::alignment(from, to, any, apart);
+    if constexpr (packets) {
+        if (any % bytes == 0)
+            detail::packet_units<Element, Operator, bytes, FIRST, true>(lane, from, to, count, in, out);
+        else
+            detail::packet_units<Element, Operator, bytes, FIRST, false>(lane, from, to, count, in, out);
+    } else if (apart % bytes != 0) {
+        detail::single_elements<Element, Operator, FIRST>(lane, from, to, 0, count);
+    } else {
+        // All begin at the same place of a unit; what comes before the next one is done by itself.
+        constexpr u32 size = sizeof(typename Element::Bits);
+        u64 head = (bytes - any % bytes) % bytes / size;
+        if (head > count) head = count;
+        detail::single_elements<Element, Operator, FIRST>(lane, from, to, 0, head);
+        detail::plain_units<Element, Operator, FIRST>(lane, detail::advanced(from, size * head), detail::advanced(to, size * head), count - head);
+    }
+}
+
+// As above, with nothing but plain places, or with the same flag for all packets.
+template <typename Element, typename Operator, bool ALIGNED = false, u32 FIRST = 0, typename Sources, typename Targets>
+__device__ __forceinline__ void reduce(Lane &lane, const Sources &from, const Targets &to, u64 count) {
+    const Flag flag(lane.epoch);
+    reduce<Element, Operator, ALIGNED, FIRST>(lane, from, to, count, flag, flag);
+}
+
+// Copies `count` elements to every target, which may be peers' or have packets, from a source that may have
+// packets.
+template <typename Element, bool ALIGNED = false, u32 FIRST = 0, typename Sources, typename Targets>
+__device__ __forceinline__ void copy(Lane &lane, const Sources &from, const Targets &to, u64 count) {
+    static_assert(Sources::count == 1, "a copy has one source");
+    reduce<Element, Add, ALIGNED, FIRST>(lane, from, to, count);
+}
+
+// ---- signals
+
+// The signals of a number of peers, of which each counts up a word of its own in this rank's memory, and what
+// was waited for so far. Kept for the time of a kernel: make it at the beginning, and call `finish` before
+// the lane's.
+template <u32 PEERS> struct Inbound {
+    u64 word;
+    u64 awaited;
+
+    // Of the signals from `number` on, one for each peer.
+    __device__ __forceinline__ Inbound(Signals signals, u32 number) : word(signals.word(number + threadIdx.x)), awaited(0) {
+        if (threadIdx.x < PEERS) awaited = detail::load_relaxed(word + detail::awaited_offset);
+    }
+
+    // Blocks until each peer of `peers`, a bit for each, has signalled once more than was waited for.
+    __device__ __forceinline__ void wait(Lane &lane, u32 peers = PEERS == 32 ? 0xffffffffu : (1u << PEERS) - 1) {
+        if (threadIdx.x < PEERS && peers >> threadIdx.x & 1u) {
+            awaited++;
+            for (u32 polls = 1; !lane.ended; polls++) {
+                const u64 seen = detail::load_acquire(word);
+                if (seen >= detail::ended_epoch) {
+                    lane.ended = true;
+                    break;
+                }
+                if ((long long)(seen - awaited) >= 0) break;
+                if (lane.gives_up(polls)) break;
+            }
+        }
+        lane.agree();
+    }
+
+    __device__ __forceinline__ void finish() const {
+        if (threadIdx.x < PEERS) *(volatile u64 *)(word + detail::awaited_offset) = awaited;
+    }
+};
+
+// Counts up the words of all places, after everything that the lane stored before.
+template <u32 COUNT> __device__ __forceinline__ void signal(Lane &lane, const Places<COUNT> &words) {
+    // A lane that has ended has not stored what the signal would vouch for.
+    if (lane.agree()) return;
+#pragma unroll
+    for (u32 i = 0; i < COUNT; i++) {
+        if (threadIdx.x == i) detail::add_release(words.at[i]);
+    }
+}
+
+}  // namespace warplink
+
+#endif
