@@ -19,6 +19,11 @@ impl Pulse {
         *lock(&self.0) = Instant::now();
     }
 
+    /// Whether it was heard after `since`.
+    pub(crate) fn is_heard_since(&self, since: Instant) -> bool {
+        *lock(&self.0) > since
+    }
+
     /// For how long it was not heard, of the time after `since`: what came before does not count.
     pub(crate) fn silence(&self, since: Instant) -> Duration {
         (*lock(&self.0)).max(since).elapsed()

@@ -4,6 +4,7 @@
 //! the store ended prove itself, and have it wait until they serve, should it come to that.
 
 mod accept;
+mod departure;
 
 use super::frame;
 use super::handshake::{self, Claim};
@@ -32,8 +33,6 @@ const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Between two looks of a connection that waits for this rank to serve.
 const STANDBY_INTERVAL: Duration = Duration::from_millis(20);
-/// How long a look whether a rank still listens may take.
-const PROBE_TIMEOUT: Duration = Duration::from_millis(100);
 
 /// What the server needs to know.
 pub(crate) struct Settings {
@@ -71,6 +70,8 @@ struct State {
     session: Option<[u8; 32]>,
     /// When this rank took over from one that was lost.
     took_over: Option<Instant>,
+    /// When a member's connection ended last.
+    departed: Option<Instant>,
     members: HashMap<u32, Member>,
     /// Every open connection by a number of its own, so that closing can end them all.
     streams: HashMap<u64, Arc<TcpStream>>,
@@ -121,6 +122,7 @@ impl Server {
                 table,
                 session: serves.then(random_bytes).transpose()?,
                 took_over: None,
+                departed: None,
                 members: HashMap::new(),
                 streams: HashMap::new(),
                 threads: HashMap::new(),
@@ -209,10 +211,7 @@ impl Server {
             outbox.shut_down();
         }
         for (rank, address) in missing {
-            // Its process listens as long as it runs.
-            let refused =
-                |error: std::io::Error| error.kind() == std::io::ErrorKind::ConnectionRefused;
-            if socket::connect(address, PROBE_TIMEOUT).is_err_and(refused) {
+            if departure::has_ended(address) {
                 let mut state = lock(&shared.state);
                 if state.table.missing().contains(&rank) {
                     state.table.lose(rank, "its process has ended");
@@ -314,14 +313,7 @@ impl Shared {
                 let (rank, outbox) = (admitted.rank, admitted.outbox.clone());
                 let reason = self.attend(&stream, admitted);
                 outbox.close();
-                let mut state = lock(&self.state);
-                if !state.closing {
-                    // Without effect on one that left in order.
-                    state.table.lose(rank, &reason);
-                }
-                state.members.remove(&rank);
-                self.deliver(state);
-                self.changed.notify_all();
+                self.depart(rank, &reason);
             }
             Err(error) => tracing::info!(%error, "a connection was refused"),
         }

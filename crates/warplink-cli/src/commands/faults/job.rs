@@ -224,7 +224,7 @@ fn follow(
                 outcome.fault_at = Some(at);
                 match cell.fault {
                     Fault::Stop => resume = Some(Instant::now() + STOPPED),
-                    Fault::Cut => Relay::cut_all(relays),
+                    Fault::Cut => relays.iter().for_each(Relay::cut),
                     _ => {}
                 }
             }

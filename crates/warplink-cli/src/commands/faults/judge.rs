@@ -148,10 +148,6 @@ impl Check<'_> {
                 error.message
             ));
         }
-        // Rank 0 serves the store, so that cutting it off cuts off everybody: each has lost the others.
-        if fault == Fault::Cut && self.settings.victim == 0 {
-            return;
-        }
         // Where the victim goes on, what it cannot do may look like a failure of its neighbour.
         let named = match error.peer {
             Some(peer) if fault.is_of_resources() => peer == victim || self.failed.contains(&peer),

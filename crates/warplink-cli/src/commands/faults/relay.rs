@@ -19,9 +19,8 @@ pub(super) struct Relay {
 #[derive(Debug, Default)]
 struct Shared {
     cut: bool,
-    /// To the ranks, and to the store.
-    ranks: Vec<TcpStream>,
-    stores: Vec<TcpStream>,
+    /// To the rank, and to the store.
+    ends: Vec<TcpStream>,
 }
 
 impl Relay {
@@ -45,24 +44,21 @@ impl Relay {
         self.address
     }
 
-    /// Ends every connection of `relays`, and takes no more. The store notices nothing before all ranks
-    /// are cut off, so that it tells none of another.
-    pub(super) fn cut_all(relays: &[Self]) {
-        let all = || relays.iter().map(|relay| lock(&relay.shared));
-        let mut stores = Vec::new();
-        for mut shared in all() {
-            shared.cut = true;
-            end(shared.ranks.drain(..));
-            stores.append(&mut shared.stores);
+    /// Ends every connection, and takes no more.
+    pub(super) fn cut(&self) {
+        let mut shared = lock(&self.shared);
+        shared.cut = true;
+        for stream in shared.ends.drain(..) {
+            // One that has ended needs nothing.
+            let _ = stream.shutdown(Shutdown::Both);
         }
-        end(stores);
     }
 }
 
 /// Ends the threads: the listener's by one more connection.
 impl Drop for Relay {
     fn drop(&mut self) {
-        Self::cut_all(std::slice::from_ref(self));
+        self.cut();
         let _ = TcpStream::connect(self.address);
     }
 }
@@ -91,8 +87,7 @@ fn pass_on(rank: TcpStream, store: SocketAddr, shared: &Arc<Mutex<Shared>>) -> b
     if all.cut {
         return false;
     }
-    all.ranks.push(kept_rank);
-    all.stores.push(kept_store);
+    all.ends.extend([kept_rank, kept_store]);
     drop(all);
     for (mut from, mut to) in [(from_rank, store), (from_store, rank)] {
         let copy = move || {
@@ -102,13 +97,6 @@ fn pass_on(rank: TcpStream, store: SocketAddr, shared: &Arc<Mutex<Shared>>) -> b
         let _ = thread::Builder::new().name("relay-copy".into()).spawn(copy);
     }
     true
-}
-
-fn end(streams: impl IntoIterator<Item = TcpStream>) {
-    for stream in streams {
-        // One that has ended needs nothing.
-        let _ = stream.shutdown(Shutdown::Both);
-    }
 }
 
 fn lock(shared: &Mutex<Shared>) -> std::sync::MutexGuard<'_, Shared> {
