@@ -11,6 +11,8 @@ mod elementwise;
 mod nvfuser;
 #[path = "program_language/own_peer.rs"]
 mod own_peer;
+#[path = "program_language/parts.rs"]
+mod parts;
 #[path = "program_language/products.rs"]
 mod products;
 #[path = "program_language/run.rs"]

@@ -1,5 +1,6 @@
 //! The front door: a group of the ranks of a job, their device, and what they do together.
 
+mod engines;
 mod groups;
 mod losses;
 mod proxies;
@@ -25,9 +26,10 @@ use crate::program::Executor;
 use crate::program::execute::{EngineSource, RankContext};
 use crate::signal::Signals;
 use crate::topology::Topology;
+use engines::Engines;
 use services::JobServices;
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, Mutex};
 
 /// An ordered group of the ranks of a [`Job`](crate::Job), seen from one of them. A communicator has
 /// ranks, tags, keys and signals of its own: its ranks are numbered from 0 in its order, and nothing
@@ -52,7 +54,7 @@ pub struct Communicator {
     is_world: bool,
     transfers: Arc<TransferExchange>,
     connections: Arc<ConnectionExchange>,
-    engine: Arc<OnceLock<Arc<dyn CollectiveEngine>>>,
+    engines: Arc<Engines>,
     made: Arc<Mutex<MadeGroups>>,
     topology: Arc<Mutex<Option<Arc<Topology>>>>,
 }
@@ -100,6 +102,7 @@ impl Communicator {
             protocol: job.protocol,
         };
         let transfers = TransferExchange::new(&group, &fault, services);
+        let engines = Engines::new(&job.bootstrap, &job.device, (&group, &fault), job.timeout);
         Self {
             job: job.clone(),
             group,
@@ -107,7 +110,7 @@ impl Communicator {
             is_world,
             transfers: Arc::new(transfers),
             connections: Arc::new(connections),
-            engine: Arc::default(),
+            engines: Arc::new(engines),
             made: Arc::default(),
             topology: Arc::default(),
         }
@@ -327,27 +330,7 @@ impl Communicator {
     /// # Errors
     /// [`ErrorKind::LibraryMissing`] without the library.
     pub fn collective_engine(&self) -> Result<Arc<dyn CollectiveEngine>> {
-        (self.engine_source())()
-    }
-
-    /// Joins the engine once, on the first call from any place.
-    fn engine_source(&self) -> EngineSource {
-        let (joined, device) = (self.engine.clone(), self.job.device.clone());
-        let (group, fault) = (self.group.clone(), self.fault.clone());
-        let timeout = self.job.timeout;
-        Arc::new(move || {
-            if let Some(engine) = joined.get() {
-                return Ok(engine.clone());
-            }
-            let deadline = Deadline::after(timeout);
-            let mut exchange = |bytes: Vec<u8>| {
-                let gathered = group.all_gather(&bytes, deadline);
-                gathered.map_err(|error| group.in_own_ranks(error))
-            };
-            let engine =
-                device.collective_engine(group.rank(), group.world(), &fault, &mut exchange)?;
-            Ok(joined.get_or_init(|| engine).clone())
-        })
+        self.engines.of_all()
     }
 
     /// An executor of host programs, with pools of its own. Keep it for as long as its plans are
@@ -359,7 +342,7 @@ impl Communicator {
             memory: self.job.memory.clone(),
             transfers: self.transfers.clone(),
             in_flight: self.job.in_flight.clone(),
-            engine: self.engine_source(),
+            engines: self.engines.clone(),
             timeout: self.job.timeout,
         })
     }

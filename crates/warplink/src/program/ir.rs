@@ -93,6 +93,13 @@ pub enum StatementKind {
         /// Its value.
         value: Expr,
     },
+    /// `let row = [4 * (rank / 4) + c for c in 0..4]`: a list of integers.
+    LetList {
+        /// The name that is bound.
+        name: String,
+        /// Its elements.
+        elements: Vec<Each<Expr>>,
+    },
     /// `let X = G[j]`: another name for a part of a tensor.
     LetTensor {
         /// The name that is bound.
@@ -128,7 +135,7 @@ pub enum StatementKind {
         /// Whether a sum is added to the target (`+=`).
         accumulate: bool,
     },
-    /// `G = all_gather(A)` and the other collectives, run by an engine.
+    /// `G = all_gather(A)`, `G = all_gather(A) among row` and the other collectives, run by an engine.
     Collective {
         /// What is written.
         target: TensorRef,
@@ -136,6 +143,8 @@ pub enum StatementKind {
         source: TensorRef,
         /// Which one.
         collective: Collective<Expr>,
+        /// The list of the ranks that take part, in the order of their parts; all ranks if there is none.
+        among: Option<String>,
     },
     /// `share { … }`: exchanges the handles of a batch of transfers with their peers, and holds
     /// this rank's host until each peer has shared the matching transfer.

@@ -6,7 +6,7 @@ use super::ir::{
 };
 use crate::dtype::DType;
 use crate::error::Rank;
-use std::collections::HashSet;
+use std::collections::{BTreeSet, HashSet};
 use std::fmt;
 use std::sync::Arc;
 
@@ -68,6 +68,27 @@ impl RankProgram {
         let mut operations = self.operations.iter();
         self.transfers.iter().any(TransferInstance::is_engine)
             || operations.any(|operation| self.is_engine_work(&operation.kind))
+    }
+
+    /// Whether the engine of all ranks carries any transfer or collective of this rank.
+    pub fn uses_engine_of_all(&self) -> bool {
+        let of_all = |operation: &Operation| {
+            matches!(
+                operation.kind,
+                OperationKind::Collective { members: None, .. }
+            )
+        };
+        self.transfers.iter().any(TransferInstance::is_engine) || self.operations.iter().any(of_all)
+    }
+
+    /// The lists of ranks among which this rank's collectives are, but for all ranks; each once, in one
+    /// order on all ranks.
+    pub fn parts(&self) -> BTreeSet<Arc<[Rank]>> {
+        let members = |operation: &Operation| match &operation.kind {
+            OperationKind::Collective { members, .. } => members.clone(),
+            _ => None,
+        };
+        self.operations.iter().filter_map(members).collect()
     }
 
     /// Whether an operation is work of the collective engine.
@@ -323,10 +344,12 @@ pub enum OperationKind {
     },
     /// The stream waits until all posts so far of the transfers are complete.
     Wait(Vec<TransferId>),
-    /// A collective of all ranks, run by an engine.
+    /// A collective, run by an engine.
     Collective {
         /// Which one.
         collective: Collective<Rank>,
+        /// The ranks that take part, in the order of their parts; all ranks where there is none.
+        members: Option<Arc<[Rank]>>,
         /// Element type of both.
         dtype: DType,
         /// What is written; on a reduce, only on the root.
@@ -368,6 +391,14 @@ impl OperationKind {
             Self::Post(group) | Self::PostMatmul { group, .. } => group,
             _ => &[],
         }
+    }
+}
+
+/// The place of `rank` among the members of a collective.
+pub fn place_among(members: Option<&[Rank]>, rank: Rank) -> Option<usize> {
+    match members {
+        Some(members) => members.iter().position(|member| *member == rank),
+        None => Some(rank),
     }
 }
 

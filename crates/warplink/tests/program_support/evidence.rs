@@ -436,19 +436,31 @@ impl Case<'_> {
                 .filter_map(|operation| match &operation.kind {
                     OperationKind::Collective {
                         collective,
+                        members,
                         dtype,
                         target,
                         source,
                     } => {
                         let sizes = (*dtype, target.bytes, source.bytes);
-                        Some((*collective, lengths.then_some(sizes)))
+                        let call = (*collective, lengths.then_some(sizes));
+                        Some((members.clone(), call))
                     }
                     _ => None,
                 })
                 .collect()
         };
-        let first = of(&self.ranks[0]);
-        self.ranks.iter().any(|program| of(program) != first)
+        // Of each list of ranks, its members have to call the same.
+        let calls: Vec<_> = self.ranks.iter().map(of).collect();
+        let everyone: Vec<usize> = (0..self.ranks.len()).collect();
+        calls.iter().flatten().any(|(list, _)| {
+            let among = |rank: usize| {
+                let own = calls[rank].iter().filter(|(other, _)| other == list);
+                own.map(|(_, call)| *call).collect::<Vec<_>>()
+            };
+            let mut members = list.as_deref().unwrap_or(&everyone).iter();
+            let first = members.next().map(|rank| among(*rank));
+            members.any(|rank| Some(among(*rank)) != first)
+        })
     }
 
     /// Whether two ranks post the engine's transfers between them in different orders.

@@ -302,13 +302,16 @@ pub(crate) fn statements() -> impl Strategy<Value = Vec<Statement>> {
             }
         }),
         elementwise(),
-        (target(), tensor(), collective()).prop_map(|(target, source, collective)| {
-            StatementKind::Collective {
+        (target(), tensor(), collective(), prop::option::of(name())).prop_map(
+            |(target, source, collective, among)| StatementKind::Collective {
                 target,
                 source,
                 collective,
+                among,
             }
-        }),
+        ),
+        (name(), each(expr()))
+            .prop_map(|(name, elements)| StatementKind::LetList { name, elements }),
         share().prop_map(StatementKind::Share),
         each(transfer()).prop_map(StatementKind::Post),
         (

@@ -193,13 +193,18 @@ pub(super) fn describe(rank_program: &RankProgram, kind: &OperationKind) -> Stri
         }
         OperationKind::Collective {
             collective,
+            members,
             target,
             source,
             ..
         } => {
             let arguments = collective.arguments();
+            let among = members.as_ref().map_or_else(String::new, |members| {
+                let members: Vec<String> = members.iter().map(ToString::to_string).collect();
+                format!(" among [{}]", members.join(", "))
+            });
             format!(
-                "{} = {}({}{arguments})",
+                "{} = {}({}{arguments}){among}",
                 part(target),
                 kind.name(),
                 part(source)

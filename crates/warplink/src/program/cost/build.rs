@@ -33,7 +33,7 @@ impl<'a> Schedule<'a> {
             operations: Vec::new(),
             host: Vec::new(),
             first_counter: Vec::new(),
-            collectives: Vec::new(),
+            collectives: HashMap::new(),
             shapes: HashMap::new(),
         };
         for program in programs {
@@ -58,7 +58,7 @@ impl<'a> Schedule<'a> {
             rotates: rotates(program),
             engine: None,
             carried: HashMap::new(),
-            collectives: 0,
+            collectives: HashMap::new(),
         };
         self.lanes
             .extend(program.streams.iter().map(|_| Vec::new()));
@@ -125,12 +125,13 @@ impl<'a> Schedule<'a> {
             OperationKind::Wait(group) => self.add_wait(state, program, group),
             OperationKind::Collective {
                 collective,
+                members,
                 target,
                 source,
                 ..
             } => {
                 let bytes = larger_side(collective, target.bytes, source.bytes);
-                self.add_collective(state, collective.name(), bytes);
+                self.add_collective(state, members.as_ref(), collective.name(), bytes);
             }
             OperationKind::Synchronize(other) => self.add_synchronize(state, *other),
             OperationKind::Allocate(_) | OperationKind::Deallocate(_) | OperationKind::Share(_) => {

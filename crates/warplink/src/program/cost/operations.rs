@@ -5,6 +5,8 @@ use super::collective::link_bytes;
 use super::schedule::{RankState, Schedule};
 use super::step::{Class, EGRESS, INGRESS, MEMORY, PORT, Step, Work};
 use crate::dtype::DType;
+use crate::error::Rank;
+use std::sync::Arc;
 
 impl Schedule<'_> {
     /// Seconds of a matrix multiplication.
@@ -66,32 +68,43 @@ impl Schedule<'_> {
         self.work(state, first, work);
     }
 
-    pub(super) fn add_collective(&mut self, state: &mut RankState, name: &str, bytes: f64) {
+    /// Adds a collective among `members`, or among all ranks.
+    pub(super) fn add_collective(
+        &mut self,
+        state: &mut RankState,
+        members: Option<&Arc<[Rank]>>,
+        name: &str,
+        bytes: f64,
+    ) {
         self.follow_engine(state);
-        let number = state.collectives;
-        state.collectives += 1;
-        while self.collectives.len() <= number {
-            let counter = self.new_counter();
-            self.collectives.push(counter);
+        let number = state.collectives.entry(members.cloned()).or_default();
+        let counters = self.collectives.entry(members.cloned()).or_default();
+        if counters.len() == *number {
+            self.counters += 1;
+            counters.push(self.counters - 1);
         }
-        let arrived = self.collectives[number];
+        let arrived = counters[*number];
+        *number += 1;
+        // One that stands for all stands for all who come.
+        let coming = members.map_or(self.programs.len(), |members| members.len());
         self.step(state, Step::Add(arrived, 0.0));
-        self.step(state, Step::Await(arrived, self.programs.len() as u32));
+        self.step(state, Step::Await(arrived, coming as u32));
         self.kernel(state);
         self.delay(state, self.model.latency.collective);
-        let seconds = self.engine_seconds(name, bytes);
-        let crossing = link_bytes(name, self.world, bytes);
+        let world = members.map_or(self.world, |members| members.len());
+        let seconds = self.engine_seconds(name, world, bytes);
+        let crossing = link_bytes(name, world, bytes);
         self.engine_work(state, seconds, crossing);
         self.mark_engine(state);
     }
 
     /// Seconds of an operation of the engine; those of its bytes over the link where none was
     /// measured.
-    pub(super) fn engine_seconds(&self, name: &str, bytes: f64) -> f64 {
+    pub(super) fn engine_seconds(&self, name: &str, world: usize, bytes: f64) -> f64 {
         if self.model.collectives.0.is_empty() {
-            return link_bytes(name, self.world, bytes) / self.model.link.put_ring;
+            return link_bytes(name, world, bytes) / self.model.link.put_ring;
         }
-        self.model.collectives.seconds(name, self.world, bytes)
+        self.model.collectives.seconds(name, world, bytes)
     }
 
     /// Work of the engine in which `bytes` bytes leave this rank and as many arrive.

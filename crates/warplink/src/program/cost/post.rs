@@ -265,7 +265,7 @@ impl Schedule<'_> {
             let there = self.arrived(transfer.peer, partner);
             self.step(state, Step::Await(there, state.posts[id].0));
             let bytes = transfer.range.bytes as f64;
-            let seconds = self.engine_seconds(EXCHANGE, bytes);
+            let seconds = self.engine_seconds(EXCHANGE, self.world, bytes);
             self.engine_work(state, seconds, bytes);
             let received = self.completed(transfer.peer, partner);
             self.step(state, Step::Add(received, 0.0));

@@ -8,6 +8,7 @@ use crate::dtype::DType;
 use crate::error::Rank;
 use crate::program::{RankProgram, TransferId};
 use std::collections::HashMap;
+use std::sync::Arc;
 
 /// An operation of the schedule.
 #[derive(Clone, Copy, Debug)]
@@ -37,8 +38,8 @@ pub(super) struct Schedule<'a> {
     /// For each rank, its first counter: one for each transfer of signals, of own completion, and of
     /// arrivals at the engine.
     pub(super) first_counter: Vec<u32>,
-    /// The counter of each collective, by its number.
-    pub(super) collectives: Vec<u32>,
+    /// The counters of the collectives among the same ranks, in the order of the calls.
+    pub(super) collectives: HashMap<Option<Arc<[Rank]>>, Vec<u32>>,
     /// Times of shapes that were looked up.
     pub(super) shapes: HashMap<(DType, usize, usize, usize), f64>,
 }
@@ -62,7 +63,8 @@ pub(super) struct RankState {
     pub(super) engine: Option<(usize, u32)>,
     /// For transfers of the engine: the same, of their last post.
     pub(super) carried: HashMap<TransferId, (usize, u32)>,
-    pub(super) collectives: usize,
+    /// How many collectives it has called among the same ranks.
+    pub(super) collectives: HashMap<Option<Arc<[Rank]>>, usize>,
 }
 
 impl Schedule<'_> {

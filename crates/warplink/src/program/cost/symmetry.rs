@@ -88,12 +88,14 @@ fn costs_the_same(a: &OperationKind, b: &OperationKind) -> bool {
         (
             Collective {
                 collective: a,
+                members: None,
                 target: target_a,
                 source: source_a,
                 ..
             },
             Collective {
                 collective: b,
+                members: None,
                 target: target_b,
                 source: source_b,
                 ..

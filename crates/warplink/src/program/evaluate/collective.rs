@@ -7,26 +7,24 @@ use crate::dtype::DType;
 use crate::error::Rank;
 use crate::program::ir::Collective;
 use crate::program::rank_program::{OperationKind, RankProgram};
+use crate::program::verify::Meeting;
 
-/// A collective that all ranks have come to.
-pub(super) struct Meeting {
+/// A collective that all its ranks have come to.
+pub(super) struct Gathering {
     sources: Vec<Vec<Value>>,
     left: usize,
 }
 
-impl Meeting {
-    /// What all ranks bring to their collective `number`.
-    pub(super) fn new(ranks: &[RankProgram], memory: &Values, number: usize) -> Self {
-        let source = |(rank, program): (Rank, &RankProgram)| {
-            let mut sources = program.operations.iter().filter_map(|o| match &o.kind {
-                OperationKind::Collective { source, .. } => Some(source),
-                _ => None,
-            });
-            let source = sources.nth(number);
-            source.map_or_else(Vec::new, |range| memory.read(rank, range).to_vec())
-        };
+impl Gathering {
+    /// What the ranks of a meeting bring to it.
+    pub(super) fn new(ranks: &[RankProgram], memory: &Values, meeting: &Meeting) -> Self {
+        let source =
+            |(rank, operation): (Rank, usize)| match &ranks[rank].operations[operation].kind {
+                OperationKind::Collective { source, .. } => memory.read(rank, source).to_vec(),
+                _ => Vec::new(),
+            };
         Self {
-            sources: ranks.iter().enumerate().map(source).collect(),
+            sources: meeting.calls().map(source).collect(),
             left: 0,
         }
     }
@@ -36,18 +34,19 @@ impl Meeting {
         &mut self,
         collective: &Collective<Rank>,
         dtype: DType,
+        meeting: &Meeting,
         rank: Rank,
     ) -> Option<Vec<Value>> {
         self.left += 1;
-        let world = self.sources.len();
+        let (count, place) = (self.sources.len(), meeting.place(rank)?);
         let part = |values: &[Value]| {
-            let length = values.len() / world;
-            values[rank * length..(rank + 1) * length].to_vec()
+            let length = values.len() / count;
+            values[place * length..(place + 1) * length].to_vec()
         };
         match collective {
             Collective::AllGather => Some(self.sources.concat()),
             Collective::AllToAll => Some(self.sources.iter().flat_map(|s| part(s)).collect()),
-            Collective::Broadcast(root) => self.sources.get(*root).cloned(),
+            Collective::Broadcast(root) => self.sources.get(meeting.place(*root)?).cloned(),
             Collective::AllReduce(op) => Some(self.reduce(*op, dtype)),
             Collective::ReduceScatter(op) => Some(part(&self.reduce(*op, dtype))),
             Collective::Reduce(op, root) => (*root == rank).then(|| self.reduce(*op, dtype)),

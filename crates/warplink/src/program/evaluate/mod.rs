@@ -18,10 +18,10 @@ use super::rank_program::{
     OperationKind, Range, RankProgram, TensorId, TensorInstance, TransferId,
 };
 use super::unroll::unroll;
-use super::verify::order;
+use super::verify::{Meetings, order};
 use crate::dtype::DType;
 use crate::error::{Error, Rank, Result};
-use collective::Meeting;
+use collective::Gathering;
 use std::borrow::Cow;
 use std::collections::{HashMap, VecDeque};
 use value::Value;
@@ -56,6 +56,8 @@ pub struct Evaluator {
     order: Vec<(Rank, usize)>,
     /// For each rank and transfer, the peer's.
     partners: Vec<Vec<TransferId>>,
+    /// The collectives, and who meets for them.
+    meetings: Meetings,
 }
 
 /// The values of all tensors after a run.
@@ -92,6 +94,7 @@ impl Evaluator {
             ranks,
             order: order.operations,
             partners: order.partners,
+            meetings: order.meetings,
         })
     }
 
@@ -154,11 +157,10 @@ impl Evaluator {
             memory: Values { tensors },
             sent: HashMap::new(),
             taken: HashMap::new(),
-            meetings: HashMap::new(),
-            met: vec![0; self.ranks.len()],
+            gatherings: HashMap::new(),
         };
         for &(rank, operation) in &self.order {
-            run.perform(rank, &self.ranks[rank].operations[operation].kind);
+            run.perform(rank, operation);
         }
         Ok(run.memory)
     }
@@ -212,9 +214,7 @@ struct Run<'a> {
     /// How many receives were done before their sends.
     taken: HashMap<(Rank, TransferId), usize>,
     /// Collectives that not all ranks have finished.
-    meetings: HashMap<usize, Meeting>,
-    /// How many collectives each rank has finished.
-    met: Vec<usize>,
+    gatherings: HashMap<usize, Gathering>,
 }
 
 /// A matmul: result, operands, bias.
@@ -232,8 +232,8 @@ struct Matmul<'a> {
 }
 
 impl Run<'_> {
-    fn perform(&mut self, rank: Rank, kind: &OperationKind) {
-        match kind {
+    fn perform(&mut self, rank: Rank, operation: usize) {
+        match &self.evaluator.ranks[rank].operations[operation].kind {
             OperationKind::Allocate(_)
             | OperationKind::Deallocate(_)
             | OperationKind::Share(_)
@@ -313,24 +313,26 @@ impl Run<'_> {
                 collective,
                 dtype,
                 target,
-                source,
+                ..
             } => {
-                let number = self.met[rank];
-                self.met[rank] += 1;
-                let ranks = &self.evaluator.ranks;
+                let (ranks, meetings) = (&self.evaluator.ranks, &self.evaluator.meetings);
+                let Some(number) = meetings.number(rank, operation) else {
+                    return;
+                };
+                let meeting = &meetings.all[number];
                 let memory = &self.memory;
                 // When the first rank is done, all have come, and none may have changed its source.
-                let meeting = self
-                    .meetings
+                let gathering = self
+                    .gatherings
                     .entry(number)
-                    .or_insert_with(|| Meeting::new(ranks, memory, number));
-                if let Some(values) = meeting.leave(collective, *dtype, rank) {
+                    .or_insert_with(|| Gathering::new(ranks, memory, meeting));
+                let left = gathering.leave(collective, *dtype, meeting, rank);
+                if gathering.is_over() {
+                    self.gatherings.remove(&number);
+                }
+                if let Some(values) = left {
                     self.memory.write(rank, target, &values);
                 }
-                if self.meetings[&number].is_over() {
-                    self.meetings.remove(&number);
-                }
-                debug_assert_eq!(source.bytes % dtype.size(), 0);
             }
         }
     }
@@ -456,8 +458,16 @@ fn steps_of(program: &RankProgram, kind: &OperationKind) -> u128 {
             let ranges = group.iter().map(|id| &program.transfers[*id].range);
             ranges.map(count).sum()
         }
-        OperationKind::Collective { target, source, .. } => {
-            program.world as u128 * (count(target) + count(source))
+        OperationKind::Collective {
+            members,
+            target,
+            source,
+            ..
+        } => {
+            let members = members
+                .as_ref()
+                .map_or(program.world, |members| members.len());
+            members as u128 * (count(target) + count(source))
         }
         OperationKind::Allocate(_)
         | OperationKind::Deallocate(_)

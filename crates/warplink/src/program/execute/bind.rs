@@ -5,8 +5,7 @@ use super::context::RankContext;
 use super::memory::{Bindings, PlanMemory, TensorMemory};
 use super::plan::{Plan, PlanParts};
 use super::pool::Pool;
-use super::resolve::Resolver;
-use crate::device::CollectiveEngine;
+use super::resolve::{Engines, Resolver};
 use crate::error::{Error, Result};
 use crate::memory::Region;
 use crate::p2p::{Direction, Protocol, Transfer, TransferRequest};
@@ -24,8 +23,8 @@ pub struct Prepared {
     pub(super) program: Arc<RankProgram>,
     // What every rank brings alike.
     pub(super) digest: Arc<Digest>,
-    // Whether any rank uses the collective engine, which all join then.
-    pub(super) uses_engine: bool,
+    // Whether any rank uses the collective engine of all ranks, which all join then.
+    pub(super) uses_engine_of_all: bool,
     pub(super) eager_only: Option<Arc<Diagnostic>>,
 }
 
@@ -91,12 +90,8 @@ impl Prepared {
             (Err(_), Err(error)) | (Err(error), Ok(())) => return Err(error),
         };
         // All ranks are here, so those that are left out of the exchange join the engine too.
-        let engine = match self
-            .uses_engine
-            .then(|| (self.context.engine)())
-            .transpose()
-        {
-            Ok(engine) => engine,
+        let engines = match self.engines() {
+            Ok(engines) => engines,
             Err(error) => {
                 exchange.withdraw(published);
                 return self.context.agree_on(Err(error));
@@ -104,10 +99,24 @@ impl Prepared {
         };
         let transfers = exchange.complete(published, self.context.deadline());
         let resolved = match (local, transfers) {
-            (Ok((memory, _)), Ok(transfers)) => self.resolve(memory, transfers, engine),
+            (Ok((memory, _)), Ok(transfers)) => self.resolve(memory, transfers, &engines),
             (Err(error), _) | (_, Err(error)) => Err(error),
         };
         self.context.agree_on(resolved)
+    }
+
+    /// Joins the engines that this rank takes part in, those of parts in an order that is the same on all
+    /// ranks: so the first of all that are not joined is joined by all its ranks next.
+    fn engines(&self) -> Result<Engines> {
+        let mut engines = Engines::new();
+        if self.uses_engine_of_all {
+            engines.insert(None, self.context.engines.of_all()?);
+        }
+        for ranks in self.program.parts() {
+            let engine = self.context.engines.of_part(&ranks)?;
+            engines.insert(Some(ranks), engine);
+        }
+        Ok(engines)
     }
 
     /// The plan over `memory` and the exchanged `transfers`.
@@ -115,7 +124,7 @@ impl Prepared {
         &self,
         memory: PlanMemory,
         transfers: Vec<Transfer>,
-        engine: Option<Arc<dyn CollectiveEngine>>,
+        engines: &Engines,
     ) -> Result<Plan> {
         let program = &self.program;
         let mut exchanged = transfers.into_iter();
@@ -140,7 +149,7 @@ impl Prepared {
             &transfers,
             &*self.context.device,
             compute,
-            engine,
+            engines,
         )
         .commands()?;
         Ok(Plan::new(PlanParts {

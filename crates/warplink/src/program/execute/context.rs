@@ -9,8 +9,15 @@ use crate::p2p::{StreamBarrier, TransferExchange};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Gives the collective engine, joining it on the first call.
-pub(crate) type EngineSource = Arc<dyn Fn() -> Result<Arc<dyn CollectiveEngine>> + Send + Sync>;
+/// Gives collective engines, joining each on the first call, on all its ranks at the same time.
+pub(crate) trait EngineSource: Send + Sync {
+    /// The engine of all ranks.
+    fn of_all(&self) -> Result<Arc<dyn CollectiveEngine>>;
+
+    /// The engine of `ranks`, in their order, this one among them. A rank joins those of several lists in
+    /// an order that is the same on all ranks.
+    fn of_part(&self, ranks: &[Rank]) -> Result<Arc<dyn CollectiveEngine>>;
+}
 
 /// The rank in its communicator, its device, and the services of its job.
 #[derive(Clone)]
@@ -20,7 +27,7 @@ pub(crate) struct RankContext {
     pub(crate) memory: Arc<MemoryRegistry>,
     pub(crate) transfers: Arc<TransferExchange>,
     pub(crate) in_flight: Arc<InFlight>,
-    pub(crate) engine: EngineSource,
+    pub(crate) engines: Arc<dyn EngineSource>,
     pub(crate) timeout: Duration,
 }
 

@@ -124,7 +124,7 @@ impl Executor {
 
     /// The vendor's collectives, joined on the first call.
     pub(crate) fn collective_engine(&self) -> Result<Arc<dyn CollectiveEngine>> {
-        (self.context.engine)()
+        self.context.engines.of_all()
     }
 
     /// A stream of the device.
@@ -185,14 +185,14 @@ impl Executor {
         };
         let of_rank = |rank| unroll(program, rank, world, options.streams, parameters);
         let rank_program = of_rank(rank)?;
-        let uses_engine = match &report {
-            Some(report) => report.uses_engine,
+        let uses_engine_of_all = match &report {
+            Some(report) => report.uses_engine_of_all,
             None => {
                 let others = (0..world).filter(|other| *other != rank);
-                rank_program.uses_engine()
+                rank_program.uses_engine_of_all()
                     || others
                         .filter_map(|other| of_rank(other).ok())
-                        .any(|other| other.uses_engine())
+                        .any(|other| other.uses_engine_of_all())
             }
         };
         Ok(Prepared {
@@ -201,7 +201,7 @@ impl Executor {
             name: program.name.clone(),
             program: Arc::new(rank_program),
             digest: Arc::new(Digest::of(program, parameters, options.streams)?),
-            uses_engine,
+            uses_engine_of_all,
             eager_only: report.and_then(|report| report.eager_only).map(Arc::new),
         })
     }

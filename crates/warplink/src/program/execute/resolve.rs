@@ -3,19 +3,23 @@
 use super::command::{Command, CommandKind};
 use super::memory::PlanMemory;
 use crate::device::{
-    CollectiveEngine, CollectiveRequest, Compute, Device, DeviceSlice, Elementwise, Event,
-    MAX_ELEMENTWISE_SOURCES, MatmulSpec, Operand, PreparedLaunch,
+    Collective, CollectiveEngine, CollectiveRequest, Compute, Device, DeviceSlice, Elementwise,
+    Event, MAX_ELEMENTWISE_SOURCES, MatmulSpec, Operand, PreparedLaunch,
 };
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::p2p::{Direction, Transfer};
 use crate::program::rank_program::{
-    Operation, OperationKind, Range, RankProgram, TransferId, TransferInstance,
+    Operation, OperationKind, Range, RankProgram, TransferId, TransferInstance, place_among,
 };
 use std::collections::HashMap;
 use std::sync::Arc;
 
 /// A point on a stream: its index, and the event that was recorded there.
 type Mark = (usize, Event);
+
+/// The collective engines that the rank has joined, by the ranks that take part; all where there is no
+/// list.
+pub(super) type Engines = HashMap<Option<Arc<[Rank]>>, Arc<dyn CollectiveEngine>>;
 
 /// Turns operations into commands.
 pub(super) struct Resolver<'a> {
@@ -24,10 +28,10 @@ pub(super) struct Resolver<'a> {
     transfers: &'a [Option<Arc<Transfer>>],
     device: &'a dyn Device,
     compute: Option<Arc<dyn Compute>>,
-    engine: Option<Arc<dyn CollectiveEngine>>,
-    // Whether the engine's operations are on several streams. Then events put them in the order in
+    engines: &'a Engines,
+    // Whether the engines' operations are on several streams. Then events put them in the order in
     // which the host gives them, which an engine may rely on: peers that find them in two orders
-    // would wait for one another.
+    // would wait for one another, in one engine or in two.
     orders_engine: bool,
     engine_last: Option<Mark>,
     // The last post of each of the engine's transfers.
@@ -42,7 +46,7 @@ impl<'a> Resolver<'a> {
         transfers: &'a [Option<Arc<Transfer>>],
         device: &'a dyn Device,
         compute: Option<Arc<dyn Compute>>,
-        engine: Option<Arc<dyn CollectiveEngine>>,
+        engines: &'a Engines,
     ) -> Self {
         let mut streams = program
             .operations
@@ -56,7 +60,7 @@ impl<'a> Resolver<'a> {
             transfers,
             device,
             compute,
-            engine,
+            engines,
             orders_engine: streams.any(|stream| Some(stream) != first),
             engine_last: None,
             engine_posts: HashMap::new(),
@@ -92,17 +96,27 @@ impl<'a> Resolver<'a> {
             OperationKind::Wait(group) => return self.wait(group, stream),
             OperationKind::Collective {
                 collective,
+                members,
                 dtype,
                 target,
                 source,
             } => {
+                let place = |rank: Rank| {
+                    let place = place_among(members.as_deref(), rank);
+                    place.ok_or_else(|| internal("the root does not take part"))
+                };
+                let collective = match *collective {
+                    Collective::Broadcast(root) => Collective::Broadcast(place(root)?),
+                    Collective::Reduce(op, root) => Collective::Reduce(op, place(root)?),
+                    other => other,
+                };
                 let request = CollectiveRequest::Collective {
-                    collective: *collective,
+                    collective,
                     dtype: *dtype,
                     target: self.memory.slice(target)?,
                     source: self.memory.slice(source)?,
                 };
-                let kind = CommandKind::Collective(self.engine()?, request);
+                let kind = CommandKind::Collective(self.engine(members)?, request);
                 return self.push_engine(stream, kind, &[]);
             }
             OperationKind::Zero(range) => CommandKind::Zero(self.memory.slice(range)?),
@@ -233,7 +247,7 @@ impl<'a> Resolver<'a> {
             sends: of(Direction::Send)?,
             receives: of(Direction::Receive)?,
         };
-        let kind = CommandKind::Collective(self.engine()?, request);
+        let kind = CommandKind::Collective(self.engine(&None)?, request);
         self.push_engine(stream, kind, &engine)
     }
 
@@ -298,9 +312,9 @@ impl<'a> Resolver<'a> {
         self.compute.clone().ok_or_else(missing)
     }
 
-    fn engine(&self) -> Result<Arc<dyn CollectiveEngine>> {
+    fn engine(&self, members: &Option<Arc<[Rank]>>) -> Result<Arc<dyn CollectiveEngine>> {
         let missing = || internal("the engine was not joined");
-        self.engine.clone().ok_or_else(missing)
+        self.engines.get(members).cloned().ok_or_else(missing)
     }
 
     fn matmuls(

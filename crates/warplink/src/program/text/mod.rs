@@ -10,9 +10,11 @@
 //!             "[" axis {"," axis} "]" ["column_major" ["if" condition]] ["=" "0"] [each]
 //!                                                      with an index, a family with a member for each
 //!           | "deallocate" NAME
-//!           | "let" NAME "=" (integer | tensor)        a tensor here has at least one selection
-//!           | tensor "=" (("copy" | "cast") "(" tensor ")" | product | collective
-//!                        | ("sum" | "product" | "max" | "min") "(" tensor [each] {"," tensor [each]} ")")
+//!           | "let" NAME "=" (integer | tensor | list)
+//!                                                      a tensor here has at least one selection
+//!           | tensor "=" (("copy" | "cast") "(" tensor ")" | product
+//!                        | ("sum" | "product" | "max" | "min") "(" tensor [each] {"," tensor [each]} ")"
+//!                        | collective ["among" NAME])  the name of a list of ranks
 //!           | tensor "+=" (product | "sum" "(" tensor [each] {"," tensor [each]} ")")
 //!           | "share" "{" {transfer | let | for | if} "}"
 //!           | "post" transfer [each] {"," transfer [each]}
@@ -22,6 +24,7 @@
 //!           | "fork" stream [each] {"," stream [each]} block
 //!           | "for" NAME "in" integer ".." integer block
 //!           | "if" condition block ["else" (block | "if" …)]
+//! list      = "[" integer [each] {"," integer [each]} "]"
 //! axis      = integer ["over" ("ranks" | "loop")]
 //! tensor    = selected | "transpose" "(" selected ")"
 //! selected  = NAME {"[" integer [".." integer] "]"}
@@ -48,6 +51,7 @@
 //!
 //! Printing a program and parsing it gives the same program.
 
+mod collective;
 mod operand;
 mod parse;
 mod print;
@@ -72,7 +76,7 @@ pub const MAX_PARAMETERS: usize = 1024;
 pub const MAX_BLOCK_DEPTH: usize = 32;
 
 /// Words with a meaning, which no name may be.
-pub const RESERVED: [&str; 55] = [
+pub const RESERVED: [&str; 56] = [
     "program",
     "require",
     "input",
@@ -128,6 +132,7 @@ pub const RESERVED: [&str; 55] = [
     "count",
     "given",
     "log2",
+    "among",
 ];
 
 /// Whether `name` can be the name of a tensor, integer, transfer or stream.

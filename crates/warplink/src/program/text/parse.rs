@@ -3,11 +3,9 @@
 use super::operand::{Parsed, Parser};
 use super::token::{TokenKind, mark_bytes, tokens};
 use super::{MAX_BLOCK_DEPTH, MAX_PARAMETERS, is_name};
-use crate::device::ReduceOp;
 use crate::dtype::DType;
-use crate::program::expr::Expr;
 use crate::program::ir::{
-    Arm, Branch, Collective, Declaration, Each, ElementType, ElementwiseOp, Loop, Order, Position,
+    Arm, Branch, Declaration, Each, ElementType, ElementwiseOp, Loop, Order, Position,
     PostedMatmul, Product, Program, Role, Sharding, Statement, StatementKind, TensorRef,
 };
 use crate::program::parameters::{Parameter, ParameterKind, Value};
@@ -194,6 +192,13 @@ impl Parser<'_> {
     fn binding(&mut self) -> Parsed<StatementKind> {
         let name = self.name("the name to bind")?;
         self.expect("=")?;
+        if self.take("[") {
+            let elements = self.each(Self::integer)?;
+            if !self.take("]") {
+                return Err(self.expected("',' or ']'"));
+            }
+            return Ok(StatementKind::LetList { name, elements });
+        }
         // A word with brackets is a tensor or the element of a list; only the first ends the statement
         // where the brackets end, and `n[0]` alone is told apart when the name is known.
         if self.is("transpose") {
@@ -369,6 +374,7 @@ impl Parser<'_> {
                             target,
                             source,
                             collective,
+                            among: self.among()?,
                         });
                     }
                 }
@@ -432,54 +438,6 @@ impl Parser<'_> {
         let source = self.tensor()?;
         self.expect(")")?;
         Ok(source)
-    }
-
-    /// The arguments of the collective `name`; `None` where there is none of that name.
-    fn collective(&mut self, name: &str) -> Parsed<Option<(TensorRef, Collective<Expr>)>> {
-        const NAMES: [&str; 6] = [
-            "all_gather",
-            "all_to_all",
-            "all_reduce",
-            "reduce_scatter",
-            "broadcast",
-            "reduce",
-        ];
-        if !NAMES.contains(&name) {
-            return Ok(None);
-        }
-        self.expect("(")?;
-        let source = self.tensor()?;
-        let collective = match name {
-            "all_gather" => Collective::AllGather,
-            "all_to_all" => Collective::AllToAll,
-            "all_reduce" => Collective::AllReduce(self.reduction()?),
-            "reduce_scatter" => Collective::ReduceScatter(self.reduction()?),
-            "broadcast" => {
-                self.expect("from")?;
-                Collective::Broadcast(self.integer()?)
-            }
-            _ => {
-                let op = self.reduction()?;
-                self.expect("to")?;
-                Collective::Reduce(op, self.integer()?)
-            }
-        };
-        self.expect(")")?;
-        Ok(Some((source, collective)))
-    }
-
-    fn reduction(&mut self) -> Parsed<ReduceOp> {
-        self.expect(",")?;
-        for (word, op) in [
-            ("sum", ReduceOp::Sum),
-            ("max", ReduceOp::Max),
-            ("min", ReduceOp::Min),
-        ] {
-            if self.take(word) {
-                return Ok(op);
-            }
-        }
-        Err(self.expected("sum, max or min"))
     }
 
     /// What follows `for`.

@@ -106,6 +106,9 @@ impl Display for Indented<'_, Statement> {
             StatementKind::Declare(declaration) => declaration.fmt(f)?,
             StatementKind::Deallocate(name) => write!(f, "deallocate {name}")?,
             StatementKind::LetInteger { name, value } => write!(f, "let {name} = {value}")?,
+            StatementKind::LetList { name, elements } => {
+                write!(f, "let {name} = [{}]", List(elements))?;
+            }
             StatementKind::LetTensor { name, value } => write!(f, "let {name} = {value}")?,
             StatementKind::Copy { target, source } => write!(f, "{target} = copy({source})")?,
             StatementKind::Matmul {
@@ -129,9 +132,13 @@ impl Display for Indented<'_, Statement> {
                 target,
                 source,
                 collective,
+                among,
             } => {
                 let (name, arguments) = (collective.name(), collective.arguments());
                 write!(f, "{target} = {name}({source}{arguments})")?;
+                if let Some(list) = among {
+                    write!(f, " among {list}")?;
+                }
             }
             StatementKind::Share(items) => {
                 f.write_str("share ")?;

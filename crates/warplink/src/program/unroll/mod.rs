@@ -3,11 +3,14 @@
 //! What can be seen wrong on one rank alone is found here: names, bounds, shapes, writes to inputs,
 //! uses after a deallocation and waits before any post, both in the order of the host.
 
+mod collective;
 mod declare;
 mod scope;
 mod shapes;
 mod transfers;
 mod zeros;
+
+pub(super) use collective::ranks_of;
 
 use super::diagnostic::{Diagnostic, DiagnosticKind, Place};
 use super::expr::Expr;
@@ -22,6 +25,7 @@ use crate::error::{Rank, Result};
 use scope::{Bound, Named, OpenLoop, View};
 use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::sync::Arc;
 use zeros::Zeros;
 
 /// The most steps that a program may take on one rank: statements, iterations and items of lists.
@@ -56,6 +60,10 @@ pub const MAX_RANKS: usize = 4096;
 
 /// The most streams in the pool.
 pub const MAX_STREAMS: usize = 256;
+
+/// The most different lists of ranks whose collectives a rank takes part in, since each needs resources of
+/// the engine.
+pub const MAX_PARTS: usize = 64;
 
 /// How many streams of high priority there are.
 pub const MAX_HIGH_STREAMS: usize = 16;
@@ -140,6 +148,7 @@ pub(super) fn unroll_within(
         valid_names: HashSet::new(),
         loops: Vec::new(),
         transfers: BTreeMap::new(),
+        parts: HashSet::new(),
         ordinals: HashMap::new(),
         posts: Vec::new(),
         deallocated: HashMap::new(),
@@ -177,6 +186,8 @@ struct Unroller<'p> {
     valid_names: HashSet<&'p str>,
     loops: Vec<OpenLoop>,
     transfers: BTreeMap<&'p str, Named>,
+    /// The lists of ranks whose collectives this rank takes part in.
+    parts: HashSet<Arc<[Rank]>>,
     /// How many transfers each direction, peer and tag has.
     ordinals: HashMap<(Direction, Rank, i64), usize>,
     /// How many times each transfer was posted.
@@ -314,6 +325,14 @@ impl<'p> Unroller<'p> {
                 let value = self.integer(value)?;
                 self.bind(name, Bound::Integer(value))?;
             }
+            StatementKind::LetList { name, elements } => {
+                let mut values = Vec::new();
+                self.each(elements, |unroller, element| {
+                    values.push(unroller.integer(element)?);
+                    Ok(())
+                })?;
+                self.bind(name, Bound::List(values.into()))?;
+            }
             StatementKind::LetTensor { name, value } => {
                 if let Some(Bound::List(_)) = self.lookup(&value.name)
                     && !value.transposed
@@ -366,6 +385,7 @@ impl<'p> Unroller<'p> {
                 target,
                 source,
                 collective,
+                among,
             } => {
                 let root = |root| self.number_below(root, self.made.world, "root");
                 let resolved = match collective {
@@ -376,7 +396,10 @@ impl<'p> Unroller<'p> {
                     Collective::Reduce(op, to) => Collective::Reduce(*op, root(to)?),
                     Collective::AllToAll => Collective::AllToAll,
                 };
-                let kind = self.collective(&self.view(target)?, &self.view(source)?, resolved)?;
+                let members = among.as_deref().map(|list| self.members(list));
+                let members = members.transpose()?.flatten();
+                let (target, source) = (self.view(target)?, self.view(source)?);
+                let kind = self.collective(&target, &source, resolved, members)?;
                 self.enqueue(kind);
             }
             StatementKind::Share(items) => self.share(items)?,

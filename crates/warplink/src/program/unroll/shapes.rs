@@ -3,13 +3,12 @@
 use super::Unroller;
 use super::scope::View;
 use crate::dtype::DType;
-use crate::error::Rank;
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
-use crate::program::ir::{Collective, ElementwiseOp, Product, Role};
+use crate::program::ir::{ElementwiseOp, Product, Role};
 use crate::program::rank_program::{OperationKind, Range, TransferId};
 use std::fmt::Write as _;
 
-fn shape_of(view: &View) -> String {
+pub(super) fn shape_of(view: &View) -> String {
     let mut text = format!("{}[", view.dtype);
     for (axis, extent) in view.shape.iter().enumerate() {
         let lead = if axis == 0 { "" } else { ", " };
@@ -39,7 +38,7 @@ struct Matmul {
 }
 
 impl Unroller<'_> {
-    fn mismatch(&self, message: impl Into<String>) -> Diagnostic {
+    pub(super) fn mismatch(&self, message: impl Into<String>) -> Diagnostic {
         self.diagnostic(DiagnosticKind::Mismatch, message)
     }
 
@@ -274,51 +273,6 @@ impl Unroller<'_> {
             bias: bias.map(|bias| self.range(bias, "added")).transpose()?,
             transposed: [transposed_a, transposed_b],
             size: [m, n, *k],
-        })
-    }
-
-    pub(super) fn collective(
-        &self,
-        target: &View,
-        source: &View,
-        collective: Collective<Rank>,
-    ) -> Result<OperationKind, Diagnostic> {
-        let writes = !matches!(collective, Collective::Reduce(_, root) if root != self.made.rank);
-        if writes {
-            self.writable(target)?;
-        }
-        let world = self.made.world;
-        let (to, from) = (target.elements(), source.elements());
-        let (fits, rule) = match collective {
-            Collective::AllGather => (
-                from.checked_mul(world) == Some(to),
-                "a target as long as the sources of all ranks",
-            ),
-            Collective::ReduceScatter(_) => (
-                to.checked_mul(world) == Some(from),
-                "a source as long as the targets of all ranks",
-            ),
-            Collective::AllToAll => (
-                to == from && from.is_multiple_of(world),
-                "two of one length that divides by the number of ranks",
-            ),
-            Collective::AllReduce(_) | Collective::Broadcast(_) | Collective::Reduce(..) => {
-                (to == from, "two of one length")
-            }
-        };
-        if !fits || target.dtype != source.dtype {
-            return Err(self.mismatch(format!(
-                "{} of {} into {} on {world} ranks; expected {rule}, of one type",
-                collective.name(),
-                shape_of(source),
-                shape_of(target)
-            )));
-        }
-        Ok(OperationKind::Collective {
-            collective,
-            dtype: target.dtype,
-            target: self.range(target, "written")?,
-            source: self.range(source, "read")?,
         })
     }
 }

@@ -137,10 +137,12 @@ impl Run<'_> {
             OperationKind::Collective { .. } => {
                 let number = self.collective_number(rank, operation)?;
                 let meeting = &self.collectives[number];
-                if meeting.count == self.ranks.len() {
+                let members = &self.links.meetings.all[number];
+                if meeting.count == members.len() {
                     return None;
                 }
                 let absent = meeting.present.iter().position(|present| !present)?;
+                let (absent, _) = members.call(absent)?;
                 Some(Need::Collective(absent, number))
             }
             _ => None,

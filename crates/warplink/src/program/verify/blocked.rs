@@ -182,7 +182,8 @@ fn why_stream(run: &Run<'_>, stream: usize) -> Option<Blocked> {
             (what, Some(agent_of(run, rank, before)), Some(place))
         }
         Need::Collective(absent, number) => {
-            let operation = *run.links.collectives[absent].get(number)?;
+            let meeting = run.links.meetings.all.get(number)?;
+            let (_, operation) = meeting.call(meeting.place(absent)?)?;
             let place = place_of(run.ranks, absent, operation);
             let what = format!("rank {absent} to reach the collective, {}", place.site);
             (what, Some(agent_of(run, absent, operation)), Some(place))

@@ -9,11 +9,14 @@ use crate::program::rank_program::Range;
 
 impl Run<'_> {
     pub(super) fn arrive(&mut self, stream: usize, number: usize, root: Option<Rank>) {
-        let (rank, world) = (self.streams[stream].rank, self.ranks.len());
+        let rank = self.streams[stream].rank;
+        let members = &self.links.meetings.all[number];
         let clock = &self.streams[stream].clock;
         let meeting = &mut self.collectives[number];
-        meeting.present.resize(world, false);
-        meeting.present[rank] = true;
+        meeting.present.resize(members.len(), false);
+        if let Some(place) = members.place(rank) {
+            meeting.present[place] = true;
+        }
         meeting.count += 1;
         if root == Some(rank) {
             meeting.root = Some(clock.clone());
@@ -22,7 +25,7 @@ impl Run<'_> {
             Some(all) => all.join(clock),
             all => *all = Some(clock.clone()),
         }
-        if meeting.count == world {
+        if meeting.count == members.len() {
             meeting.present = Vec::new();
             let woken = std::mem::take(&mut meeting.waiting);
             self.wake_all(woken);
@@ -50,9 +53,10 @@ impl Run<'_> {
             Collective::Reduce(_, root) => (true, *root == rank),
             _ => (true, true),
         };
-        if let (Some(in_place), true, true) =
-            (in_place(collective, target, source, rank), reads, writes)
-        {
+        let number = self.collective_number(rank, operation);
+        let place = number.and_then(|number| self.links.meetings.all[number].place(rank));
+        let in_place = place.and_then(|place| in_place(collective, target, source, place));
+        if let (Some(in_place), true, true) = (in_place, reads, writes) {
             for (range, mode) in in_place {
                 touch(self, range, mode);
             }
@@ -64,7 +68,7 @@ impl Run<'_> {
                 touch(self, *target, AccessMode::Write);
             }
         }
-        if let Some(number) = self.collective_number(rank, operation) {
+        if let Some(number) = number {
             self.leave(stream, number, collective);
         }
         self.engine_done(rank);
@@ -83,7 +87,7 @@ impl Run<'_> {
             self.streams[stream].clock.join(learned);
         }
         meeting.left += 1;
-        if meeting.left == self.ranks.len() {
+        if meeting.left == self.links.meetings.all[number].len() {
             (meeting.all, meeting.root) = (None, None);
         }
     }
@@ -92,12 +96,12 @@ impl Run<'_> {
 /// What a collective accesses whose target and source are one buffer in the way that engines
 /// document: the source of an all-gather is this rank's slot of the target, the target of a
 /// reduce-scatter is this rank's part of the source, and those of a reduction or broadcast are one. An
-/// all-to-all cannot be in place.
+/// all-to-all cannot be in place. `place` is this rank's among those that take part.
 fn in_place(
     collective: &Collective<Rank>,
     target: &Range,
     source: &Range,
-    rank: Rank,
+    place: usize,
 ) -> Option<Vec<(Range, AccessMode)>> {
     let (whole, own, others) = match collective {
         Collective::AllToAll => return None,
@@ -110,7 +114,7 @@ fn in_place(
     };
     let offset = whole
         .offset_bytes
-        .checked_add(own.bytes.checked_mul(rank)?)?;
+        .checked_add(own.bytes.checked_mul(place)?)?;
     if own.tensor != whole.tensor || own.offset_bytes != offset {
         return None;
     }

@@ -2,12 +2,12 @@
 //! inputs and outputs.
 
 use super::diagnostics::{Diagnostics, place_of, place_of_transfer};
+use super::meetings::{Meetings, meetings};
 use super::numbers::Numbers;
-use crate::dtype::DType;
 use crate::error::Rank;
 use crate::program::diagnostic::{DiagnosticKind, Place};
 use crate::program::ir::{Backend, Direction, Role, Sharding};
-use crate::program::rank_program::{OperationKind, Range, RankProgram, TransferId};
+use crate::program::rank_program::{OperationKind, RankProgram, TransferId};
 use std::cell::OnceCell;
 use std::collections::HashMap;
 
@@ -22,8 +22,8 @@ pub(super) struct Links {
     pub(super) posts: Vec<Vec<Vec<usize>>>,
     /// For each rank, the operations that share its exchanges.
     pub(super) shares: Vec<Vec<usize>>,
-    /// For each rank, its collectives, in the host's order.
-    pub(super) collectives: Vec<Vec<usize>>,
+    /// The collectives, and who meets for them.
+    pub(super) meetings: Meetings,
     /// For each rank, the numbers of its posts and waits.
     pub(super) numbers: Vec<Numbers>,
 }
@@ -34,26 +34,23 @@ pub(super) fn link(ranks: &[RankProgram], diagnostics: &mut Diagnostics<'_>) -> 
         partners: partners(ranks, diagnostics),
         posts: Vec::new(),
         shares: Vec::new(),
-        collectives: Vec::new(),
+        meetings: Meetings::default(),
         numbers: ranks.iter().map(Numbers::new).collect(),
     };
     for rank_program in ranks {
         let mut posts = vec![Vec::new(); rank_program.transfers.len()];
         let mut shares = vec![0; rank_program.exchanges.len()];
-        let mut collectives = Vec::new();
         for (index, operation) in rank_program.operations.iter().enumerate() {
             match &operation.kind {
                 OperationKind::Share(exchange) => shares[*exchange] = index,
-                OperationKind::Collective { .. } => collectives.push(index),
                 kind => kind.posted().iter().for_each(|&id| posts[id].push(index)),
             }
         }
         links.posts.push(posts);
         links.shares.push(shares);
-        links.collectives.push(collectives);
     }
     interfaces(ranks, diagnostics);
-    collectives(ranks, &links, diagnostics);
+    links.meetings = meetings(ranks, diagnostics);
     if diagnostics.list.is_empty() {
         engine_pairs(ranks, &links, diagnostics);
     }
@@ -215,88 +212,6 @@ fn interfaces(ranks: &[RankProgram], diagnostics: &mut Diagnostics<'_>) {
                     )
                 });
             }
-        }
-    }
-}
-
-/// All ranks call the same collectives in the same order.
-fn collectives(ranks: &[RankProgram], links: &Links, diagnostics: &mut Diagnostics<'_>) {
-    let Some(first) = links.collectives.first() else {
-        return;
-    };
-    for (rank, own) in links.collectives.iter().enumerate().skip(1) {
-        for position in 0..own.len().max(first.len()) {
-            let (Some(&a), Some(&b)) = (first.get(position), own.get(position)) else {
-                let (more, operation, less) = match own.get(position) {
-                    Some(&operation) => (rank, operation, 0),
-                    None => (0, first[position], rank),
-                };
-                let places = vec![place_of(ranks, more, operation)];
-                diagnostics.add(DiagnosticKind::CollectiveOrder, places.clone(), |said| {
-                    format!(
-                        "{} is one collective more than the {position} of rank {less}; expected the same on every rank",
-                        said.say(&places[0])
-                    )
-                });
-                break;
-            };
-            let (one, other) = (
-                &ranks[0].operations[a].kind,
-                &ranks[rank].operations[b].kind,
-            );
-            let (
-                OperationKind::Collective {
-                    collective: collective_a,
-                    dtype: dtype_a,
-                    target: target_a,
-                    source: source_a,
-                },
-                OperationKind::Collective {
-                    collective: collective_b,
-                    dtype: dtype_b,
-                    target: target_b,
-                    source: source_b,
-                },
-            ) = (one, other)
-            else {
-                continue;
-            };
-            let kind = if collective_a != collective_b {
-                DiagnosticKind::CollectiveOrder
-            } else if dtype_a != dtype_b
-                || (target_a.bytes, source_a.bytes) != (target_b.bytes, source_b.bytes)
-            {
-                DiagnosticKind::Mismatch
-            } else {
-                continue;
-            };
-            let places = vec![place_of(ranks, rank, b), place_of(ranks, 0, a)];
-            diagnostics.add(kind, places.clone(), |said| {
-                let (own, first, expected) = match kind {
-                    DiagnosticKind::Mismatch => {
-                        let sizes = |dtype: &DType, source: &Range, target: &Range| {
-                            format!("{} bytes of {dtype} into {}", source.bytes, target.bytes)
-                        };
-                        (
-                            sizes(dtype_b, source_b, target_b),
-                            sizes(dtype_a, source_a, target_a),
-                            "the same lengths and types",
-                        )
-                    }
-                    // With the values of the roots, which the text need not show.
-                    _ => (
-                        format!("{}(…{})", collective_b.name(), collective_b.arguments()),
-                        format!("{}(…{})", collective_a.name(), collective_a.arguments()),
-                        "the same collectives, with the same operators and roots, in the same order",
-                    ),
-                };
-                format!(
-                    "{} is called where rank 0 calls {}: {own} against {first}; expected {expected}",
-                    said.say(&places[0]),
-                    said.say(&places[1]),
-                )
-            });
-            break;
         }
     }
 }

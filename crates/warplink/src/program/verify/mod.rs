@@ -39,6 +39,7 @@ mod diagnostics;
 mod finish;
 mod group;
 mod link;
+mod meetings;
 mod memory;
 mod numbers;
 mod simulate;
@@ -53,6 +54,7 @@ use super::rank_program::{RankProgram, TransferId};
 use super::unroll::{Budget, unroll_within};
 use crate::error::Rank;
 use diagnostics::Diagnostics;
+pub(super) use meetings::{Meeting, Meetings};
 use std::fmt;
 
 pub use super::unroll::MAX_OPERATIONS;
@@ -75,9 +77,11 @@ pub struct Report {
     pub bytes: u128,
     /// Why the program cannot run as a graph, if it cannot: then it is run eagerly.
     pub eager_only: Option<Diagnostic>,
-    /// Whether a transfer or collective of any rank is carried by the collective engine, which all
-    /// ranks join then.
+    /// Whether a transfer or collective of any rank is carried by a collective engine.
     pub uses_engine: bool,
+    /// Whether any is carried by the engine of all ranks, which they all join then, and not by one of
+    /// some ranks.
+    pub uses_engine_of_all: bool,
 }
 
 impl fmt::Display for Report {
@@ -137,6 +141,8 @@ pub(super) struct Order {
     pub(super) operations: Vec<(Rank, usize)>,
     /// For each rank and transfer, the peer's.
     pub(super) partners: Vec<Vec<TransferId>>,
+    /// The collectives, and who meets for them.
+    pub(super) meetings: Meetings,
 }
 
 /// Finds an order for the operations of all ranks.
@@ -152,6 +158,7 @@ pub(super) fn order(program: &Program, ranks: &[RankProgram]) -> Result<Order, V
     Ok(Order {
         operations,
         partners: links.partners,
+        meetings: links.meetings,
     })
 }
 
@@ -177,5 +184,6 @@ fn report(ranks: &[RankProgram], eager_only: Option<Diagnostic>) -> Report {
         bytes,
         eager_only,
         uses_engine: ranks.iter().any(RankProgram::uses_engine),
+        uses_engine_of_all: ranks.iter().any(RankProgram::uses_engine_of_all),
     }
 }

@@ -40,7 +40,7 @@ pub(super) enum Need {
     Own(TransferId, usize),
     /// The engine's operation before it on this rank.
     Engine(usize),
-    /// Another rank at the same collective.
+    /// Another rank at the same collective, by the number of the meeting.
     Collective(Rank, usize),
     /// A mark on another stream.
     Event(usize),
@@ -102,7 +102,7 @@ pub(super) struct Engine {
 /// A collective that ranks come to.
 #[derive(Default)]
 pub(super) struct Meeting {
-    /// Which ranks have come, and how many; forgotten when all have.
+    /// Which of its ranks have come, by place, and how many; forgotten when all have.
     pub(super) present: Vec<bool>,
     pub(super) count: usize,
     /// What had happened before any of them came.
@@ -164,7 +164,7 @@ impl<'a> Run<'a> {
             progress: 0,
             scheduled: true,
         };
-        let collectives = links.collectives.first().map_or(0, Vec::len);
+        let collectives = links.meetings.all.len();
         Self {
             mode,
             ranks,
@@ -179,7 +179,7 @@ impl<'a> Run<'a> {
             collectives: (0..collectives).map(|_| Meeting::default()).collect(),
             clocks,
             stream_work: Vec::new(),
-            host_work: (0..ranks.len()).collect(),
+            host_work: (0..ranks.len()).rev().collect(),
             done: None,
         }
     }
@@ -217,12 +217,9 @@ impl<'a> Run<'a> {
         })
     }
 
-    /// The number of a collective among those of its rank.
+    /// The number of the meeting for a collective of a rank.
     pub(super) fn collective_number(&self, rank: Rank, operation: usize) -> Option<usize> {
-        self.links.collectives[rank]
-            .binary_search(&operation)
-            .ok()
-            .filter(|number| *number < self.collectives.len())
+        self.links.meetings.number(rank, operation)
     }
 
     /// Notes an access and keeps what is wrong with it.

@@ -43,8 +43,9 @@ pub(crate) struct Interpreter<'a> {
     partners: Vec<Vec<TransferId>>,
     /// How often a rank posts a transfer in one run.
     posts: Vec<Vec<i64>>,
-    /// For each rank and operation, how many collectives come before it.
-    collectives_before: Vec<Vec<usize>>,
+    /// For each rank and operation, how many collectives among the same ranks come before it, and how many
+    /// there are.
+    collectives_before: Vec<Vec<(usize, usize)>>,
 }
 
 /// One thing that a stream was given.
@@ -80,6 +81,9 @@ struct Stream {
     after: VecDeque<Step>,
 }
 
+/// Who takes part in a collective, and its number among these.
+type Meeting = (Vec<usize>, usize);
+
 /// Whether a rank has come to a collective, and what it brought.
 type Contribution = (bool, Option<Vec<f64>>);
 
@@ -99,7 +103,7 @@ struct Play<'a> {
     numbers: HashMap<(usize, usize, usize), Vec<i64>>,
     events: Vec<bool>,
     mail: HashMap<(usize, TransferId, i64), Vec<f64>>,
-    collectives: HashMap<usize, Vec<Contribution>>,
+    collectives: HashMap<Meeting, Vec<Contribution>>,
     /// How many operations the engine was given, and how many are done.
     engine: Vec<(usize, usize)>,
     outputs: Vec<Vec<f64>>,
@@ -124,15 +128,21 @@ impl<'a> Interpreter<'a> {
             posts
         };
         let before = |program: &RankProgram| {
-            let mut before = 0;
-            let counts = program.operations.iter().map(|operation| {
-                let here = before;
-                before += usize::from(matches!(operation.kind, OperationKind::Collective { .. }));
-                here
+            let list = |index: usize| match &program.operations[index].kind {
+                OperationKind::Collective { members, .. } => Some(members.clone()),
+                _ => None,
+            };
+            let all = 0..program.operations.len();
+            let lists: Vec<_> = all.map(list).collect();
+            let same = |index: usize, until: usize| {
+                let others = lists[..until].iter();
+                others.filter(|other| **other == lists[index]).count()
+            };
+            let counts = (0..lists.len()).map(|index| match lists[index] {
+                Some(_) => (same(index, index), same(index, lists.len())),
+                None => (0, 0),
             });
-            let mut counts: Vec<usize> = counts.collect();
-            counts.push(before);
-            counts
+            counts.collect()
         };
         Self {
             ranks,

@@ -3,7 +3,7 @@
 use super::memory::Actor;
 use super::schedule::Submission;
 use super::step::{Product, Step, Word, elements};
-use super::{Chain, Play};
+use super::{Chain, Meeting, Play};
 use std::collections::VecDeque;
 use warplink::DType;
 use warplink::program::ir::{Collective, ElementwiseOp};
@@ -140,15 +140,20 @@ impl Play<'_> {
             }
             OperationKind::Collective {
                 collective,
+                members,
                 target,
                 source,
                 ..
             } => {
-                let before = &self.stage.collectives_before[rank];
-                let number = run * before[program.operations.len()] + before[index];
+                let (before, in_all) = self.stage.collectives_before[rank][index];
+                let members = match members {
+                    Some(members) => members.to_vec(),
+                    None => (0..self.ranks.len()).collect(),
+                };
+                let meeting = (members, run * in_all + before);
                 parts
                     .chains
-                    .push(collective_steps(rank, number, collective, target, source));
+                    .push(collective_steps(rank, &meeting, collective, target, source));
             }
             OperationKind::Post(group) => self.post(rank, run, index, (group, numbers), &mut parts),
             OperationKind::Wait(group) => {
@@ -263,7 +268,7 @@ fn moves(program: &RankProgram, id: TransferId) -> bool {
 
 fn collective_steps(
     rank: usize,
-    number: usize,
+    meeting: &Meeting,
     collective: &Collective<usize>,
     target: &Range,
     source: &Range,
@@ -276,14 +281,14 @@ fn collective_steps(
     let in_place = target.tensor == source.tensor
         && target.offset_bytes < source.end()
         && source.offset_bytes < target.end();
-    let mut steps = vec![Step::Arrive(number)];
+    let mut steps = vec![Step::Arrive(meeting.clone())];
     if writes && !(reads && in_place) {
         steps.push(Step::Spoil(*target));
     }
     if reads {
-        steps.push(Step::Bring(number, *source));
+        steps.push(Step::Bring(meeting.clone(), *source));
     }
-    steps.push(Step::Fetch(number, *collective, *target));
+    steps.push(Step::Fetch(meeting.clone(), *collective, *target));
     if reads && !(writes && in_place) {
         steps.push(Step::Linger(*source));
     }

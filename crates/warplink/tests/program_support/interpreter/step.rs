@@ -1,8 +1,8 @@
 //! Small steps that operations are made of.
 
-use super::Play;
 use super::memory::{Actor, Fault};
 use super::schedule::{Engine, Submission};
+use super::{Contribution, Meeting, Play};
 use std::ops::Range as Rows;
 use warplink::DType;
 use warplink::device::ReduceOp;
@@ -35,11 +35,11 @@ pub(super) enum Step {
     /// Takes what is on its way.
     Take(TransferId, i64),
     /// Comes to a collective.
-    Arrive(usize),
+    Arrive(Meeting),
     /// Leaves this rank's part of a collective.
-    Bring(usize, Range),
+    Bring(Meeting, Range),
     /// Takes the result of a collective, once all are there.
-    Fetch(usize, Collective<usize>, Range),
+    Fetch(Meeting, Collective<usize>, Range),
     /// Reads a range that is not needed any more: an engine may, until it is done.
     Linger(Range),
     /// Writes garbage where a result will be: an engine may, once it has begun.
@@ -172,13 +172,13 @@ impl Play<'_> {
                 let range = ranks[rank].transfers[*id].range;
                 self.write(by, rank, &range, &values);
             }
-            Step::Arrive(number) => self.meeting(*number)[rank].0 = true,
-            Step::Bring(number, source) => {
+            Step::Arrive(meeting) => self.contribution(rank, meeting).0 = true,
+            Step::Bring(meeting, source) => {
                 let values = self.read(by, rank, source);
-                self.meeting(*number)[rank].1 = Some(values);
+                self.contribution(rank, meeting).1 = Some(values);
             }
-            Step::Fetch(number, collective, target) => {
-                return self.fetch(rank, by, *number, collective, target);
+            Step::Fetch(meeting, collective, target) => {
+                return self.fetch(rank, by, meeting, collective, target);
             }
             Step::Linger(range) => {
                 self.read(by, rank, range);
@@ -231,32 +231,36 @@ impl Play<'_> {
     }
 
     /// Who has come to a collective, and what each brought.
-    fn meeting(&mut self, number: usize) -> &mut Vec<(bool, Option<Vec<f64>>)> {
-        let world = self.ranks.len();
-        let meeting = self.collectives.entry(number);
-        meeting.or_insert_with(|| vec![(false, None); world])
+    fn contributions(&mut self, meeting: &Meeting) -> &mut Vec<Contribution> {
+        let count = meeting.0.len();
+        let entry = self.collectives.entry(meeting.clone());
+        entry.or_insert_with(|| vec![(false, None); count])
+    }
+
+    fn contribution(&mut self, rank: usize, meeting: &Meeting) -> &mut Contribution {
+        &mut self.contributions(meeting)[place(meeting, rank)]
     }
 
     fn fetch(
         &mut self,
         rank: usize,
         by: Actor,
-        number: usize,
+        meeting: &Meeting,
         collective: &Collective<usize>,
         target: &Range,
     ) -> bool {
         let one_by_one = self.schedule.engine == Engine::OneByOne;
-        let meeting = self.meeting(number);
-        if one_by_one && meeting.iter().any(|(there, _)| !there) {
+        let contributions = self.contributions(meeting);
+        if one_by_one && contributions.iter().any(|(there, _)| !there) {
             return false;
         }
-        let from = |source: usize| meeting[source].1.clone();
+        let from = |source: usize| contributions[source].1.clone();
         let values = match collective {
-            Collective::Broadcast(root) => from(*root),
+            Collective::Broadcast(root) => from(place(meeting, *root)),
             Collective::Reduce(_, root) if *root != rank => return true,
             _ => {
-                let all: Option<Vec<Vec<f64>>> = (0..meeting.len()).map(from).collect();
-                all.map(|all| combine(collective, &all, rank))
+                let all: Option<Vec<Vec<f64>>> = (0..contributions.len()).map(from).collect();
+                all.map(|all| combine(collective, &all, place(meeting, rank)))
             }
         };
         let Some(values) = values else {
@@ -301,8 +305,14 @@ fn rounded(dtype: DType, value: f64) -> f64 {
     }
 }
 
-/// What a collective gives to a rank.
-fn combine(collective: &Collective<usize>, all: &[Vec<f64>], rank: usize) -> Vec<f64> {
+/// The place of a rank among those that meet.
+fn place(meeting: &Meeting, rank: usize) -> usize {
+    let mut members = meeting.0.iter();
+    members.position(|member| *member == rank).unwrap()
+}
+
+/// What a collective of all but broadcasts gives to the rank at a place.
+fn combine(collective: &Collective<usize>, all: &[Vec<f64>], place: usize) -> Vec<f64> {
     let fold = |op: ReduceOp| -> Vec<f64> {
         let column = |index: usize| {
             let values = all.iter().map(|values| values[index]);
@@ -312,13 +322,13 @@ fn combine(collective: &Collective<usize>, all: &[Vec<f64>], rank: usize) -> Vec
     };
     let part = |values: &[f64]| {
         let length = values.len() / all.len();
-        values[rank * length..(rank + 1) * length].to_vec()
+        values[place * length..(place + 1) * length].to_vec()
     };
     match collective {
         Collective::AllReduce(op) | Collective::Reduce(op, _) => fold(*op),
         Collective::ReduceScatter(op) => part(&fold(*op)),
         Collective::AllGather => all.concat(),
         Collective::AllToAll => all.iter().flat_map(|values| part(values)).collect(),
-        Collective::Broadcast(root) => all[*root].clone(),
+        Collective::Broadcast(_) => unreachable!("it is taken from the root"),
     }
 }

@@ -1,0 +1,102 @@
+//! The collective engines of a communicator: that of all its ranks, and those of some of them.
+
+use crate::bootstrap::{Bootstrap, Group};
+use crate::deadline::Deadline;
+use crate::device::{CollectiveEngine, Device, Fault};
+use crate::error::{Rank, Result};
+use crate::program::execute::EngineSource;
+use crate::sync::lock;
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, OnceLock};
+use std::time::Duration;
+
+/// Joins each engine once, on the first call from any place.
+#[derive(Debug)]
+pub(super) struct Engines {
+    bootstrap: Arc<Bootstrap>,
+    device: Arc<dyn Device>,
+    /// Raised when a rank of the communicator is lost, also one that is not in a part.
+    fault: Arc<Fault>,
+    timeout: Duration,
+    all: Joined,
+    parts: Mutex<HashMap<Vec<Rank>, Arc<Joined>>>,
+}
+
+/// An engine, once it is joined. The group stays the same when joining fails, so that its ranks stay in
+/// step where they try again.
+#[derive(Debug)]
+struct Joined {
+    group: Arc<Group>,
+    engine: OnceLock<Arc<dyn CollectiveEngine>>,
+}
+
+impl Engines {
+    pub(super) fn new(
+        bootstrap: &Arc<Bootstrap>,
+        device: &Arc<dyn Device>,
+        (group, fault): (&Arc<Group>, &Arc<Fault>),
+        timeout: Duration,
+    ) -> Self {
+        Self {
+            bootstrap: bootstrap.clone(),
+            device: device.clone(),
+            fault: fault.clone(),
+            timeout,
+            all: Joined::new(group.clone()),
+            parts: Mutex::default(),
+        }
+    }
+
+    fn part(&self, ranks: &[Rank]) -> Result<Arc<Joined>> {
+        let mut parts = lock(&self.parts);
+        if let Some(part) = parts.get(ranks) {
+            return Ok(part.clone());
+        }
+        let whole = &self.all.group;
+        let members = ranks.iter().map(|&rank| whole.job_rank(rank));
+        let members = members.collect::<Result<Vec<_>>>()?;
+        let name = whole.name().child("engine", &members, 0);
+        let group = self.bootstrap.named_group(&members, name)?;
+        let part = Arc::new(Joined::new(Arc::new(group)));
+        parts.insert(ranks.to_vec(), part.clone());
+        Ok(part)
+    }
+
+    /// The engine of `joined`, which its ranks join at the same time. Errors name the ranks of the
+    /// communicator.
+    fn join(&self, joined: &Joined) -> Result<Arc<dyn CollectiveEngine>> {
+        if let Some(engine) = joined.engine.get() {
+            return Ok(engine.clone());
+        }
+        let (group, whole) = (&joined.group, &self.all.group);
+        let deadline = Deadline::after(self.timeout);
+        let mut exchange = |bytes: Vec<u8>| {
+            let gathered = group.all_gather(&bytes, deadline);
+            gathered.map_err(|error| whole.in_own_ranks(error))
+        };
+        let (rank, world) = (group.rank(), group.world());
+        let engine = self
+            .device
+            .collective_engine(rank, world, &self.fault, &mut exchange)?;
+        Ok(joined.engine.get_or_init(|| engine).clone())
+    }
+}
+
+impl EngineSource for Engines {
+    fn of_all(&self) -> Result<Arc<dyn CollectiveEngine>> {
+        self.join(&self.all)
+    }
+
+    fn of_part(&self, ranks: &[Rank]) -> Result<Arc<dyn CollectiveEngine>> {
+        self.join(&*self.part(ranks)?)
+    }
+}
+
+impl Joined {
+    fn new(group: Arc<Group>) -> Self {
+        Self {
+            group,
+            engine: OnceLock::new(),
+        }
+    }
+}

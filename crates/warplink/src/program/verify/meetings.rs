@@ -1,0 +1,251 @@
+//! Collectives: which ranks meet for which, and whether they call the same.
+
+use super::diagnostics::{Diagnostics, place_of};
+use crate::dtype::DType;
+use crate::error::Rank;
+use crate::program::diagnostic::DiagnosticKind;
+use crate::program::rank_program::{OperationKind, Range, RankProgram, place_among};
+use crate::program::unroll::ranks_of;
+use std::collections::HashMap;
+use std::sync::Arc;
+
+/// The ranks that take part in a collective; all where there is no list.
+type Members = Option<Arc<[Rank]>>;
+
+/// A collective as all its members call it.
+#[derive(Debug)]
+pub(in crate::program) struct Meeting {
+    members: Members,
+    /// The operation of each member, in the order of the members.
+    operations: Vec<usize>,
+}
+
+/// The collectives of all ranks.
+#[derive(Debug, Default)]
+pub(in crate::program) struct Meetings {
+    pub(in crate::program) all: Vec<Meeting>,
+    /// For each rank, its collectives in the host's order: the operation, and the number of the meeting.
+    calls: Vec<Vec<(usize, usize)>>,
+}
+
+impl Meeting {
+    /// How many ranks take part.
+    pub(in crate::program) const fn len(&self) -> usize {
+        self.operations.len()
+    }
+
+    /// The place of a rank that takes part.
+    pub(in crate::program) fn place(&self, rank: Rank) -> Option<usize> {
+        place_among(self.members.as_deref(), rank)
+    }
+
+    /// The rank at a place, and its operation.
+    pub(in crate::program) fn call(&self, place: usize) -> Option<(Rank, usize)> {
+        let rank = match &self.members {
+            Some(members) => *members.get(place)?,
+            None => place,
+        };
+        Some((rank, *self.operations.get(place)?))
+    }
+
+    /// The ranks that take part, each with its operation.
+    pub(in crate::program) fn calls(&self) -> impl Iterator<Item = (Rank, usize)> {
+        (0..self.len()).filter_map(|place| self.call(place))
+    }
+}
+
+impl Meetings {
+    /// The number of the meeting that an operation of a rank belongs to.
+    pub(in crate::program) fn number(&self, rank: Rank, operation: usize) -> Option<usize> {
+        let calls = self.calls.get(rank)?;
+        let position = calls.binary_search_by_key(&operation, |call| call.0).ok()?;
+        Some(calls[position].1)
+    }
+}
+
+/// The calls that are among the same ranks.
+struct Calls {
+    members: Members,
+    /// For each member, its operations in the host's order.
+    of: Vec<Vec<usize>>,
+}
+
+/// Finds who meets for each collective, and reports where the members of one do not call the same.
+pub(super) fn meetings(ranks: &[RankProgram], diagnostics: &mut Diagnostics<'_>) -> Meetings {
+    let (mut lists, mut numbers) = (Vec::<Calls>::new(), HashMap::<Members, usize>::new());
+    for (rank, rank_program) in ranks.iter().enumerate() {
+        for (index, operation) in rank_program.operations.iter().enumerate() {
+            let OperationKind::Collective { members, .. } = &operation.kind else {
+                continue;
+            };
+            let number = match numbers.get(members) {
+                Some(number) => *number,
+                None => {
+                    let count = members
+                        .as_ref()
+                        .map_or(ranks.len(), |members| members.len());
+                    numbers.insert(members.clone(), lists.len());
+                    lists.push(Calls {
+                        members: members.clone(),
+                        of: vec![Vec::new(); count],
+                    });
+                    lists.len() - 1
+                }
+            };
+            if let Some(place) = place_among(members.as_deref(), rank) {
+                lists[number].of[place].push(index);
+            }
+        }
+    }
+    let mut meetings = Meetings {
+        all: Vec::new(),
+        calls: vec![Vec::new(); ranks.len()],
+    };
+    for list in &lists {
+        list.compare(ranks, diagnostics);
+        let fewest = list.of.iter().map(Vec::len).min().unwrap_or(0);
+        for index in 0..fewest {
+            let meeting = Meeting {
+                members: list.members.clone(),
+                operations: list.of.iter().map(|calls| calls[index]).collect(),
+            };
+            for (rank, operation) in meeting.calls() {
+                meetings.calls[rank].push((operation, meetings.all.len()));
+            }
+            meetings.all.push(meeting);
+        }
+    }
+    for calls in &mut meetings.calls {
+        calls.sort_unstable();
+    }
+    meetings
+}
+
+impl Calls {
+    fn rank(&self, place: usize) -> Rank {
+        self.members
+            .as_ref()
+            .map_or(place, |members| members[place])
+    }
+
+    /// All members call the same collectives in the same order.
+    fn compare(&self, ranks: &[RankProgram], diagnostics: &mut Diagnostics<'_>) {
+        let Some((first, rest)) = self.of.split_first() else {
+            return;
+        };
+        for (own, place) in rest.iter().zip(1..) {
+            for position in 0..own.len().max(first.len()) {
+                match (first.get(position), own.get(position)) {
+                    (Some(&a), Some(&b)) => {
+                        if self.differ(ranks, (0, a), (place, b), diagnostics) {
+                            break;
+                        }
+                    }
+                    (None, Some(&more)) => {
+                        self.one_more(ranks, (place, more), (0, position), diagnostics);
+                        break;
+                    }
+                    (Some(&more), None) => {
+                        self.one_more(ranks, (0, more), (place, position), diagnostics);
+                        break;
+                    }
+                    (None, None) => break,
+                }
+            }
+        }
+    }
+
+    fn one_more(
+        &self,
+        ranks: &[RankProgram],
+        (place, operation): (usize, usize),
+        (other, count): (usize, usize),
+        diagnostics: &mut Diagnostics<'_>,
+    ) {
+        let less = self.rank(other);
+        let places = vec![place_of(ranks, self.rank(place), operation)];
+        diagnostics.add(DiagnosticKind::CollectiveOrder, places.clone(), |said| {
+            let said = said.say(&places[0]);
+            match &self.members {
+                None => format!(
+                    "{said} is one collective more than the {count} of rank {less}; expected the same on \
+                     every rank"
+                ),
+                Some(members) => format!(
+                    "{said} is one collective more than the {count} that rank {less} calls among {}; \
+                     expected the same on each of them, with the list in the same order",
+                    ranks_of(members)
+                ),
+            }
+        });
+    }
+
+    /// Whether two members call different collectives at one position, which is reported.
+    fn differ(
+        &self,
+        ranks: &[RankProgram],
+        (first_place, a): (usize, usize),
+        (place, b): (usize, usize),
+        diagnostics: &mut Diagnostics<'_>,
+    ) -> bool {
+        let (first, rank) = (self.rank(first_place), self.rank(place));
+        let (
+            OperationKind::Collective {
+                collective: collective_a,
+                dtype: dtype_a,
+                target: target_a,
+                source: source_a,
+                ..
+            },
+            OperationKind::Collective {
+                collective: collective_b,
+                dtype: dtype_b,
+                target: target_b,
+                source: source_b,
+                ..
+            },
+        ) = (
+            &ranks[first].operations[a].kind,
+            &ranks[rank].operations[b].kind,
+        )
+        else {
+            return false;
+        };
+        let kind = if collective_a != collective_b {
+            DiagnosticKind::CollectiveOrder
+        } else if dtype_a != dtype_b
+            || (target_a.bytes, source_a.bytes) != (target_b.bytes, source_b.bytes)
+        {
+            DiagnosticKind::Mismatch
+        } else {
+            return false;
+        };
+        let places = vec![place_of(ranks, rank, b), place_of(ranks, first, a)];
+        diagnostics.add(kind, places.clone(), |said| {
+            let (own, theirs, expected) = match kind {
+                DiagnosticKind::Mismatch => {
+                    let sizes = |dtype: &DType, source: &Range, target: &Range| {
+                        format!("{} bytes of {dtype} into {}", source.bytes, target.bytes)
+                    };
+                    (
+                        sizes(dtype_b, source_b, target_b),
+                        sizes(dtype_a, source_a, target_a),
+                        "the same lengths and types",
+                    )
+                }
+                // With the values of the roots, which the text need not show.
+                _ => (
+                    format!("{}(…{})", collective_b.name(), collective_b.arguments()),
+                    format!("{}(…{})", collective_a.name(), collective_a.arguments()),
+                    "the same collectives, with the same operators and roots, in the same order",
+                ),
+            };
+            format!(
+                "{} is called where rank {first} calls {}: {own} against {theirs}; expected {expected}",
+                said.say(&places[0]),
+                said.say(&places[1]),
+            )
+        });
+        true
+    }
+}
