@@ -155,7 +155,9 @@ impl Mutation<'_> {
     }
 
     fn change_loop(&mut self, at: usize, line: &str) -> bool {
-        let changed = match self.random.below(4) {
+        let changed = match self.random.below(6) {
+            4 => line.replacen(" among back", "", 1),
+            5 => line.replacen(" among half", " among back", 1),
             0 => line.replacen(" in 1..", " in 0..", 1),
             1 => line.replacen(" in 0..", " in 1..", 1),
             2 => line.replacen("..world {", "..world - 1 {", 1),

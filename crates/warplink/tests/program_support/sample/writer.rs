@@ -45,6 +45,10 @@ impl<'r> Writer<'r> {
 
     fn write_steps(&mut self, steps: usize, engine: bool) {
         self.line("W[0] = copy(A)");
+        if engine {
+            self.line("let back = [world - 1 - r for r in 0..world]");
+            self.line("let half = [r for r in rank / 2 * 2..min(rank / 2 * 2 + 2, world)]");
+        }
         for stream in 0..self.streams {
             self.line(format!("set_stream pool({stream})"));
             self.line("synchronize caller");
@@ -406,27 +410,35 @@ impl<'r> Writer<'r> {
         let root = self.random.below(self.world);
         let op = ["sum", "max", "min"][self.random.below(3)];
         let kind = self.random.below(7);
+        let among = ["", " among back", " among half"][self.random.below(3)];
+        // Other collectives are as long as the world.
+        let everyone = among.trim_end_matches(" among half");
+        let place = if everyone.is_empty() {
+            "rank"
+        } else {
+            "world - 1 - rank"
+        };
         let call = match kind {
-            0 => format!("all_reduce(W[{from}], {op})"),
-            1 => format!("broadcast(W[{from}] from {root})"),
+            0 => format!("all_reduce(W[{from}], {op}){among}"),
+            1 => format!("broadcast(W[{from}] from {root}){everyone}"),
             2 => {
                 // What other ranks do not get is what they had.
                 self.line(format!("W[{to}] = copy(W[{from}])"));
-                format!("reduce(W[{from}], {op} to {root})")
+                format!("reduce(W[{from}], {op} to {root}){everyone}")
             }
             3 => {
                 self.line(format!("W[{to}] = copy(W[{from}])"));
-                format!("all_reduce(W[{to}], {op})")
+                format!("all_reduce(W[{to}], {op}){among}")
             }
             _ => {
                 let name = self.name();
                 self.line(format!("allocate G{name}: f32[world, n, n]"));
                 let slot = self.random.below(self.world);
                 match kind {
-                    4 => self.line(format!("G{name} = all_gather(W[{from}])")),
+                    4 => self.line(format!("G{name} = all_gather(W[{from}]){everyone}")),
                     5 => {
-                        self.line(format!("G{name}[rank] = copy(W[{from}])"));
-                        self.line(format!("G{name} = all_gather(G{name}[rank])"));
+                        self.line(format!("G{name}[{place}] = copy(W[{from}])"));
+                        self.line(format!("G{name} = all_gather(G{name}[{place}]){everyone}"));
                     }
                     _ => {
                         let other = self.name();
@@ -435,10 +447,12 @@ impl<'r> Writer<'r> {
                             "for j in 0..world {{ G{other}[j] = copy(W[{from}]) }}"
                         ));
                         if self.random.chance(2) {
-                            self.line(format!("G{name} = all_to_all(G{other})"));
+                            self.line(format!("G{name} = all_to_all(G{other}){everyone}"));
                         } else {
                             self.line(format!("G{name} = all_gather(W[{from}])"));
-                            self.line(format!("G{name}[{slot}] = reduce_scatter(G{other}, {op})"));
+                            self.line(format!(
+                                "G{name}[{slot}] = reduce_scatter(G{other}, {op}){everyone}"
+                            ));
                         }
                     }
                 }
