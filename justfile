@@ -65,6 +65,11 @@ tsan *args='--lib --test device_contract --test transfers':
 device:
     scripts/device-build.sh
 
+# libwarplink, its headers and its pkg-config file, to a prefix: `just install-c "$HOME/.local"`
+install-c prefix='/usr/local':
+    cargo build --release -p warplink-c
+    scripts/install-c.sh '{{ prefix }}'
+
 # Everything that CI runs
 ci:
     bash .ci/run

@@ -99,6 +99,15 @@ impl Connection {
         Argument::Channel(Arc::new(self.clone()))
     }
 
+    /// Has the proxy, where the channel has one, look for triggers at once. A launch of a kernel
+    /// ([`Kernel::launch`](crate::device::Kernel::launch)) does so itself; that of a graph, or by other means,
+    /// does not.
+    pub fn wake_proxy(&self) {
+        if let Some(proxy) = &self.end.proxy {
+            proxy.wake();
+        }
+    }
+
     /// The word that the peer's signals count up, for waits in a stream
     /// ([`MemoryOp::Wait`](crate::device::MemoryOp::Wait)), which use up none.
     pub fn inbound(&self) -> &Word {
@@ -159,9 +168,7 @@ impl ChannelHandle for Connection {
 
     fn note(&self, stream: &Stream) {
         self.end.note(stream);
-        if let Some(proxy) = &self.end.proxy {
-            proxy.wake();
-        }
+        self.wake_proxy();
     }
 
     fn check(&self) -> Result<()> {

@@ -188,7 +188,7 @@ impl Ranks {
 
 /// Waits for all, and kills what is left at the limit. Output is read beside the waiting, so that a
 /// full pipe holds nobody up.
-fn wait_all(children: Vec<Child>, started: Instant, limit: Duration) -> Vec<Ended> {
+pub fn wait_all(children: Vec<Child>, started: Instant, limit: Duration) -> Vec<Ended> {
     let waiting: Vec<_> = children
         .into_iter()
         .map(|mut child| {

@@ -186,8 +186,9 @@ impl ChannelMemory {
         self.parts.inbound.fault()
     }
 
-    /// As kernels have it; must match them.
-    pub(crate) fn descriptor(&self) -> [u64; DESCRIPTOR_WORDS] {
+    /// As kernels have it: the bytes of `warplink::Channel` in `warplink/device.cuh`. Valid as long as this, for
+    /// kernels that are launched by other means than [`Kernel::launch`](crate::device::Kernel::launch).
+    pub fn descriptor(&self) -> [u64; DESCRIPTOR_WORDS] {
         let parts = &self.parts;
         let sides = lock(&parts.windows.sides);
         let window = |side: Side| {

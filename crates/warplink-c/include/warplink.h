@@ -1,0 +1,603 @@
+// Warplink for C and C++: one-sided communication between GPUs. docs/c.md explains it.
+//
+// Made from the sources of crates/warplink-c by cbindgen; a test keeps it up to date.
+//
+// # Errors
+// Every function that can fail returns a warplink_status. warplink_last_error says what happened, to whom, what
+// was expected and what to do; it is the calling thread's. No function throws, and none ends the process.
+//
+// # Handles
+// Communicators, regions, streams, buffers, modules and kernels are numbers, passed by value. Zero is none. One
+// that was given back, or whose communicator was destroyed, is refused with WARPLINK_STATUS_CLOSED, for as long
+// as the process runs.
+//
+// # Pointers
+// A pointer must be null or point to what its type and the function's text say; null is refused where the text
+// does not allow it. Outputs are written only where a call succeeds. Pointers are not kept, except the
+// user pointers of host kernels and of the log handler, and memory that is registered. Text is UTF-8.
+//
+// # Threads
+// Every function may be called on any thread, by several at the same time, also with the same handle. What one
+// thread gives back or destroys while another's call uses it stays until that call returns. Set up a
+// communicator's connections and register its buffers on one thread at a time, as peers are matched by the order
+// of the calls. A child process that was forked after the first call may not call anything.
+//
+// # Blocking
+// What waits for other ranks says so. Such waits end at the timeout (warplink_options), and within seconds when
+// a rank is lost, with an error that names it.
+
+
+#ifndef WARPLINK_H
+#define WARPLINK_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+/// The version of this header: major.
+#define WARPLINK_VERSION_MAJOR 0
+
+/// The version of this header: minor. Before 1.0 every minor version may change the interface.
+#define WARPLINK_VERSION_MINOR 1
+
+/// The version of this header: patch.
+#define WARPLINK_VERSION_PATCH 0
+
+/// What a function returns. `warplink_last_error` says more.
+typedef enum {
+    /// The call did what it says.
+    WARPLINK_STATUS_SUCCESS = 0,
+    /// An argument is wrong: a null pointer, a rank, a length, a range.
+    WARPLINK_STATUS_INVALID_ARGUMENT = 1,
+    /// Calls were made in the wrong order.
+    WARPLINK_STATUS_INVALID_USAGE = 2,
+    /// The handle was given back, or its communicator was destroyed.
+    WARPLINK_STATUS_CLOSED = 3,
+    /// A wait passed its deadline.
+    WARPLINK_STATUS_TIMEOUT = 4,
+    /// A rank died, aborted, or left without destroying its communicator.
+    WARPLINK_STATUS_PEER_LOST = 5,
+    /// A rank left in order while something still depended on it.
+    WARPLINK_STATUS_PEER_LEFT = 6,
+    /// The other ranks go on without this one, which gave no sign of life for too long.
+    WARPLINK_STATUS_GIVEN_UP = 7,
+    /// A rank failed before its part in this.
+    WARPLINK_STATUS_PEER_FAILED = 8,
+    /// Two ranks disagree: on the number of ranks, on a transport.
+    WARPLINK_STATUS_MISMATCH = 9,
+    /// The unique id or a handle is truncated, altered, or of another version.
+    WARPLINK_STATUS_INVALID_HANDLE = 10,
+    /// A process that joins does not hold the secret.
+    WARPLINK_STATUS_AUTHENTICATION = 11,
+    /// What came over a socket does not follow the protocol.
+    WARPLINK_STATUS_PROTOCOL = 12,
+    /// The address to listen on is taken.
+    WARPLINK_STATUS_ADDRESS_IN_USE = 13,
+    /// A call of a driver or a vendor's library failed, or a kernel does not compile.
+    WARPLINK_STATUS_DRIVER = 14,
+    /// A library that is loaded at run time is missing.
+    WARPLINK_STATUS_LIBRARY_MISSING = 15,
+    /// The device or the allocation cannot do this.
+    WARPLINK_STATUS_UNSUPPORTED = 16,
+    /// Memory is exhausted.
+    WARPLINK_STATUS_OUT_OF_MEMORY = 17,
+    /// Text could not be parsed: an address, an environment variable.
+    WARPLINK_STATUS_PARSE = 18,
+    /// An operating-system call failed.
+    WARPLINK_STATUS_IO = 19,
+    /// A bug in the library; please report it.
+    WARPLINK_STATUS_INTERNAL = 20,
+} warplink_status;
+
+/// How the bytes of a connection reach the peer; the same on both ranks.
+typedef enum {
+    /// The kernel itself stores to and loads from the peer's memory.
+    WARPLINK_TRANSPORT_DIRECT = 0,
+    /// A thread of the host, the proxy, has the copy engine move the bytes when kernels ask it to.
+    WARPLINK_TRANSPORT_PROXIED = 1,
+} warplink_transport;
+
+/// How urgent a message is.
+typedef enum {
+    /// Something failed.
+    WARPLINK_LOG_LEVEL_ERROR = 1,
+    /// Something is not as it should be.
+    WARPLINK_LOG_LEVEL_WARN = 2,
+    /// What happens.
+    WARPLINK_LOG_LEVEL_INFO = 3,
+    /// In detail.
+    WARPLINK_LOG_LEVEL_DEBUG = 4,
+    /// In all detail.
+    WARPLINK_LOG_LEVEL_TRACE = 5,
+} warplink_log_level;
+
+/// How a rank joins. Get one from `warplink_options_default`, and change what is to differ.
+typedef struct {
+    /// Bytes of this struct, which tell the version of the header; as `warplink_options_default` set it.
+    size_t size;
+    /// "host" or "cuda". Null: what WARPLINK_DEVICE says, else a GPU where there is one.
+    const char *device;
+    /// Which of the GPUs that the process sees. -1: the one of the local rank, or the only one.
+    int32_t ordinal;
+    /// The number among the ranks on this machine. -1: what WARPLINK_LOCAL_RANK says, else the rank.
+    int32_t local_rank;
+    /// The text that admits to a job that meets at an address; the same on every rank, long and random. Null:
+    /// WARPLINK_SECRET. A unique id brings a secret of its own.
+    const char *secret;
+    /// The limit of every wait on the host, in seconds. 0: WARPLINK_TIMEOUT, else 60.
+    double timeout;
+} warplink_options;
+
+/// What the ranks of a job meet by: an address and the secret that admits to it. A process that holds it can
+/// join, so treat it as a password. Plain bytes: hand it to the other ranks in any way.
+typedef struct {
+    /// The library's.
+    uint8_t bytes[128];
+} warplink_unique_id;
+
+/// This rank among the others. Zero is none.
+typedef struct {
+    uint64_t id;
+} warplink_comm;
+
+/// Memory of this rank that peers may reach. Zero is none.
+typedef struct {
+    uint64_t id;
+} warplink_region;
+
+/// A part of a region of this rank.
+typedef struct {
+    /// The region.
+    warplink_region region;
+    /// Bytes from its start.
+    uint64_t offset;
+    /// Length in bytes.
+    uint64_t bytes;
+} warplink_span;
+
+/// An ordered queue of device work. Zero is none.
+typedef struct {
+    uint64_t id;
+} warplink_stream;
+
+/// A channel as kernels have it: the same bytes as `warplink::Channel` in `warplink/device.cuh`. Pass it by
+/// value to a kernel that is launched by other means than `warplink_launch`. The members are the library's.
+typedef struct {
+    uint64_t local;
+    uint64_t local_bytes;
+    uint64_t remote;
+    uint64_t remote_bytes;
+    uint64_t inbound;
+    uint64_t awaited;
+    uint64_t outbound;
+    uint64_t completed;
+    uint64_t abort;
+    uint64_t windows;
+    uint64_t ring;
+    uint64_t head;
+    uint64_t tail;
+    uint64_t tail_seen;
+    uint32_t slots;
+    uint32_t connection;
+    uint32_t peer;
+    uint32_t proxied;
+} warplink_channel;
+
+/// A place in one of a connection's regions.
+typedef struct {
+    /// 0 is the region that the connection was made with; registered buffers follow.
+    uint32_t region;
+    /// Bytes from its start.
+    uint64_t offset;
+} warplink_at;
+
+/// A region that was added to all connections. Zero is none.
+typedef struct {
+    uint64_t id;
+} warplink_buffer;
+
+/// The body of a kernel for the host device: it runs once for each block of a launch, all at the same time, and
+/// makes the `warplink_block_...` calls. It returns `WARPLINK_STATUS_SUCCESS`, or what a call returned: then the
+/// kernel's stream fails with that call's error. It must not throw.
+typedef int32_t (*warplink_host_kernel_body)(void *user);
+
+/// A kernel for the host device.
+typedef struct {
+    /// Its name, the same as that of the kernel in CUDA C++.
+    const char *name;
+    /// Its body.
+    warplink_host_kernel_body body;
+    /// Passed to the body; valid for as long as the module and its kernels. Blocks use it at the same time.
+    void *user;
+} warplink_host_kernel;
+
+/// What a module is made of: CUDA C++ or machine code for GPUs, bodies for the host device, or both. Set what is
+/// not there to zero.
+typedef struct {
+    /// A name, for messages.
+    const char *name;
+    /// CUDA C++, compiled by NVRTC for the GPU at hand; kernels are extern "C". It may include
+    /// `<warplink/device.cuh>`, which is found by itself.
+    const char *cuda;
+    /// Instead of that, machine code for the GPU at hand: a cubin, a fat binary, or PTX.
+    const void *image;
+    /// Bytes of the machine code.
+    size_t image_bytes;
+    /// Options for NVRTC, such as "-DBLOCK=256".
+    const char *const *options;
+    /// How many options.
+    size_t option_count;
+    /// Kernels for the host device.
+    const warplink_host_kernel *host_kernels;
+    /// How many there are.
+    size_t host_kernel_count;
+} warplink_module_source;
+
+/// Code that was loaded into the device. Zero is none.
+typedef struct {
+    uint64_t id;
+} warplink_module;
+
+/// A kernel of a module. Zero is none.
+typedef struct {
+    uint64_t id;
+} warplink_kernel;
+
+/// The shape of a launch: a grid of blocks of threads, each of one dimension.
+typedef struct {
+    /// Blocks. On the host device, a body runs for each.
+    uint32_t blocks;
+    /// Threads of a block.
+    uint32_t threads;
+    /// Bytes of dynamic shared memory of a block.
+    uint32_t shared_bytes;
+    /// Not 0: only with all blocks on the device at the same time, so that they may wait for one another.
+    uint32_t together;
+} warplink_shape;
+
+/// The value of a kernel's parameter, made by `warplink_argument_...`. The members are the library's.
+typedef struct {
+    uint32_t kind;
+    int32_t peer;
+    uint64_t handle;
+    uint64_t value;
+} warplink_argument;
+
+/// Gets each message of the log: a `warplink_log_level`, one line without an end of line, valid during the call,
+/// and the pointer that the handler was set with. It is called on any thread, by several at the same time. It
+/// must not throw, nor call Warplink.
+typedef void (*warplink_log_handler)(int32_t level, const char *message, void *user);
+
+#ifdef __cplusplus
+extern "C" {
+#endif // __cplusplus
+
+/// The version of the library that runs, as 10000 * major + 100 * minor + patch.
+uint32_t warplink_version(void);
+
+/// A few words on a status, of static lifetime; never null, also for a number that is no status.
+const char *warplink_status_text(int32_t status);
+
+/// The last error of the calling thread: what happened, to whom, what was expected, and what to do. Empty
+/// where no call has failed; never null. Valid until the next call of the thread that fails.
+const char *warplink_last_error(void);
+
+/// The rank that the last error of the calling thread concerns, or -1 where there is none.
+int32_t warplink_last_error_peer(void);
+
+/// Options with which the environment and the library decide.
+warplink_options warplink_options_default(void);
+
+/// Makes a unique id with a fresh secret, for ranks that meet at `ip` (of this machine; null is 127.0.0.1) and
+/// `port`. With port 0 the system picks a free one, which this process holds until one of its ranks joins; if
+/// none will, call `warplink_unique_id_release`. Does not block.
+warplink_status warplink_unique_id_create(const char *ip,
+                                          uint16_t port,
+                                          warplink_unique_id *id);
+
+/// Gives up the port that this process holds for the id, so that a rank in another process can listen there.
+warplink_status warplink_unique_id_release(const warplink_unique_id *id);
+
+/// Sets how long joining may take, in seconds, for the inits that follow in this process. Without it,
+/// WARPLINK_TIMEOUT says, else 60 seconds.
+warplink_status warplink_set_bootstrap_timeout(int32_t seconds);
+
+/// Joins as `rank` of `size` ranks that meet at `address`, as "ip:port" of rank 0. Blocks until all have
+/// joined. Without a secret (`options`, WARPLINK_SECRET) it must be a loopback address. `options` may be null.
+warplink_status warplink_init(warplink_comm *comm,
+                              int32_t size,
+                              const char *address,
+                              int32_t rank,
+                              const warplink_options *options);
+
+/// Joins as `rank` of `size` ranks that hold the same id. Blocks until all have joined. `options` may be null.
+warplink_status warplink_init_from_id(warplink_comm *comm,
+                                      int32_t size,
+                                      const warplink_unique_id *id,
+                                      int32_t rank,
+                                      const warplink_options *options);
+
+/// Joins as `warplink launch`, torchrun, mpirun or srun started this process. Blocks until all ranks have
+/// joined. `options` may be null.
+warplink_status warplink_init_from_env(warplink_comm *comm, const warplink_options *options);
+
+/// This rank's number.
+warplink_status warplink_rank(warplink_comm comm, int32_t *rank);
+
+/// How many ranks there are.
+warplink_status warplink_size(warplink_comm comm, int32_t *size);
+
+/// Gathers `bytes` bytes of every rank, through the hosts: `data` has room for those of all ranks, in their
+/// order, and this rank's in their place. Blocks until every rank has called it with the same length.
+warplink_status warplink_all_gather(warplink_comm comm, void *data, size_t bytes);
+
+/// Blocks until every rank has called it. It orders hosts, not streams.
+warplink_status warplink_barrier(warplink_comm comm);
+
+/// Leaves in order. Blocks until every rank has called it, and until this rank's streams are done with what
+/// they use of Warplink. From then on the communicator and all that was made with it (regions, streams,
+/// modules ...) cannot be used, also if this fails. A process that ends without it is lost to its peers.
+warplink_status warplink_destroy(warplink_comm comm);
+
+/// Leaves as a failure: the peers' waits, also those of kernels, end with an error that names this rank and
+/// `reason`. Blocks for some two seconds at most. The communicator still has to be destroyed.
+warplink_status warplink_abort(warplink_comm comm, const char *reason);
+
+/// Allocates `bytes` bytes of the device that peers may reach. The content is undefined.
+warplink_status warplink_alloc(warplink_comm comm, size_t bytes, warplink_region *region);
+
+/// Registers `bytes` bytes at `address` that somebody else allocated (cudaMalloc, say). They must stay
+/// allocated until `warplink_region_free` of the region has succeeded, or the communicator is destroyed.
+/// On the host device, they must lie in memory that `warplink_alloc` gave.
+warplink_status warplink_register(warplink_comm comm, void *address, size_t bytes, warplink_region *region);
+
+/// Gives a region back. Allocated memory is used again once no stream, connection or peer uses it any more;
+/// this does not block. For registered memory, blocks until no peer maps it any more, after which its owner
+/// may free it; an error where a connection of this rank has it, or a peer does not let go in time: then it
+/// has to stay allocated until the communicator is destroyed.
+warplink_status warplink_region_free(warplink_region region);
+
+/// The address of the region's first byte in this process, on its device.
+warplink_status warplink_region_address(warplink_region region, void **address);
+
+/// The region's length in bytes.
+warplink_status warplink_region_bytes(warplink_region region, size_t *bytes);
+
+/// Copies from host memory to the region's bytes, and returns when that is done. Ordered after nothing that is
+/// in a stream.
+warplink_status warplink_upload(warplink_span target,
+                                const void *source);
+
+/// Copies from the region's bytes to host memory, and returns when that is done. Ordered after nothing that is
+/// in a stream.
+warplink_status warplink_download(void *target,
+                                  warplink_span source);
+
+/// Enqueues a copy between regions of this rank, of the same length. Does not block.
+warplink_status warplink_copy(warplink_span target, warplink_span source, warplink_stream stream);
+
+/// Makes a stream.
+warplink_status warplink_stream_create(warplink_comm comm, warplink_stream *stream);
+
+/// Borrows a CUDA stream (a CUstream or cudaStream_t) of the rank's GPU, in its primary context. It must stay
+/// valid until `warplink_stream_destroy`, which leaves it alone. Null is the legacy default stream.
+/// The host device has none.
+warplink_status warplink_stream_borrow(warplink_comm comm, void *cuda_stream, warplink_stream *stream);
+
+/// Gives a stream back. What was enqueued is done all the same. Does not block.
+warplink_status warplink_stream_destroy(warplink_stream stream);
+
+/// The CUDA stream behind it, on a GPU; on the host device, a number that tells streams apart.
+warplink_status warplink_stream_raw(warplink_stream stream, void **raw);
+
+/// Blocks until everything enqueued so far is done. It fails where work failed, a rank was lost, or the
+/// timeout has passed.
+warplink_status warplink_stream_synchronize(warplink_stream stream);
+
+/// Holds the stream until the peer has signalled `epoch` times in all through the connection with that peer and
+/// tag. Uses up no signal. Does not block the caller.
+warplink_status warplink_stream_wait(warplink_stream stream,
+                                     warplink_comm comm,
+                                     int32_t peer,
+                                     uint64_t tag,
+                                     uint64_t epoch);
+
+/// Declares a connection to `peer`, which declares its end with the same tag and transport. `region` is this
+/// rank's memory for it; the peer's may have another length. `transport` is a `warplink_transport`. Does not
+/// communicate; `warplink_setup` connects what was declared.
+warplink_status warplink_connect(warplink_comm comm,
+                                 int32_t peer,
+                                 uint64_t tag,
+                                 warplink_region region,
+                                 int32_t transport);
+
+/// Connects everything that was declared since the last setup. Blocks until the peers have set up their ends;
+/// then kernels of both may use the channels. It starts the proxy where a connection needs it. If it fails,
+/// what was declared stays so, and it may be called again. May be called with nothing declared.
+warplink_status warplink_setup(warplink_comm comm);
+
+/// The channel of the connection to `peer` with `tag`, for a kernel that is launched by other means than
+/// `warplink_launch`. It is valid until the communicator is destroyed.
+warplink_status warplink_channel_get(warplink_comm comm,
+                                     int32_t peer,
+                                     uint64_t tag,
+                                     warplink_channel *channel);
+
+/// The channels of all connections, in the order in which they were declared. Writes up to `capacity` of them
+/// to `channels`, which may be null where that is 0, and how many there are to `count`.
+warplink_status warplink_channel_get_all(warplink_comm comm,
+                                         warplink_channel *channels,
+                                         size_t capacity,
+                                         size_t *count);
+
+/// Call it after launching kernels on `stream` that have channels, by other means than `warplink_launch`: what
+/// the channels name is kept until the stream is past them, and the proxy looks for triggers at once.
+warplink_status warplink_launched(warplink_comm comm,
+                                  warplink_stream stream);
+
+/// Enqueues a copy of this rank's bytes to the peer's memory, from `target` on. Does not block. Nothing orders
+/// it with what kernels do; signals of a kernel that follows on `stream` do.
+warplink_status warplink_write(warplink_comm comm,
+                               int32_t peer,
+                               uint64_t tag,
+                               warplink_at target,
+                               warplink_span source,
+                               warplink_stream stream);
+
+/// Enqueues a copy of the peer's memory, from `source` on, to this rank's bytes; see `warplink_write`.
+warplink_status warplink_read(warplink_comm comm,
+                              int32_t peer,
+                              uint64_t tag,
+                              warplink_span target,
+                              warplink_at source,
+                              warplink_stream stream);
+
+/// Has the proxy look for triggers now. `warplink_setup` started it, so this is only needed before a graph with
+/// proxied channels is launched, and for programs that are used to it. Fails where the proxy has failed or was
+/// stopped, and before the first setup.
+warplink_status warplink_proxy_launch(warplink_comm comm);
+
+/// Stops the proxy: it does what kernels have asked for, and ends. Blocks until then. Kernels that use proxied
+/// channels later get the status `aborted`; direct channels go on. Does nothing where no proxy runs. Fails,
+/// with the number of triggers that were not sent, where the timeout passes first.
+warplink_status warplink_proxy_stop(warplink_comm comm);
+
+/// Adds a region to all connections that were set up. Every peer calls this as well, with a region of its own
+/// and as many times. Blocks until the peers have. Kernels then name it as `warplink::At(number, offset)`.
+warplink_status warplink_register_buffer(warplink_comm comm, warplink_region region, warplink_buffer *buffer);
+
+/// The number by which kernels name the buffer on the connection to `peer` with `tag`.
+warplink_status warplink_buffer_number(warplink_buffer buffer, int32_t peer, uint64_t tag, uint32_t *number);
+
+/// Enqueues copies of this rank's bytes to the buffers of all peers, from `offset` on; one copy for each
+/// connection. Does not block, and orders nothing at the peers: signal them, or meet at a barrier after
+/// `warplink_stream_synchronize`.
+warplink_status warplink_registered_write(warplink_buffer buffer,
+                                          uint64_t offset,
+                                          warplink_span source,
+                                          warplink_stream stream);
+
+/// Gives the handle back. The region stays with the connections until the communicator is destroyed.
+warplink_status warplink_buffer_free(warplink_buffer buffer);
+
+/// Loads code. On a GPU it compiles the text, unless the same was compiled before, and may block until running
+/// kernels are done: so load modules, and get their kernels, before any kernel runs that waits for a peer.
+///
+/// That the kernels touch only what their arguments name is for the caller to see to.
+warplink_status warplink_module_load(warplink_comm comm,
+                                     const warplink_module_source *source,
+                                     warplink_module *module);
+
+/// Gives a module back. Its kernels stay.
+warplink_status warplink_module_free(warplink_module module);
+
+/// The kernel `name` of a module, ready to be launched.
+warplink_status warplink_kernel_get(warplink_module module, const char *name, warplink_kernel *kernel);
+
+/// Gives a kernel back. Launches go on.
+warplink_status warplink_kernel_free(warplink_kernel kernel);
+
+/// Enqueues a kernel on `stream`, with one argument for each of its parameters. Does not block. Regions among
+/// the arguments must not be freed until it is done; channels see to themselves. The stream fails when a rank
+/// is lost that the kernel's channels lead to.
+warplink_status warplink_launch(warplink_kernel kernel,
+                                warplink_stream stream,
+                                warplink_shape shape,
+                                const warplink_argument *arguments,
+                                size_t count);
+
+/// An argument: unsigned int.
+warplink_argument warplink_argument_u32(uint32_t value);
+
+/// An argument: int.
+warplink_argument warplink_argument_i32(int32_t value);
+
+/// An argument: unsigned long long.
+warplink_argument warplink_argument_u64(uint64_t value);
+
+/// An argument: long long.
+warplink_argument warplink_argument_i64(int64_t value);
+
+/// An argument: float.
+warplink_argument warplink_argument_f32(float value);
+
+/// An argument: double.
+warplink_argument warplink_argument_f64(double value);
+
+/// An argument: a pointer to the region's byte at `offset`.
+warplink_argument warplink_argument_region(warplink_region region, uint64_t offset);
+
+/// An argument: the channel to `peer` with `tag`, a `warplink::Channel` by value.
+warplink_argument warplink_argument_channel(warplink_comm comm, int32_t peer, uint64_t tag);
+
+/// An argument: the channels of all connections in the order in which they were declared, a
+/// `const warplink::Channel *`.
+warplink_argument warplink_argument_channels(warplink_comm comm);
+
+/// In the body of a host kernel: the block's number in the grid, and how many blocks there are. Each of the
+/// places may be null.
+warplink_status warplink_block_index(uint32_t *index, uint32_t *blocks);
+
+/// In the body of a host kernel: the unsigned integer that is argument `argument` of the launch.
+warplink_status warplink_block_u64(uint32_t argument, uint64_t *value);
+
+/// In the body of a host kernel: the float or double that is argument `argument` of the launch.
+warplink_status warplink_block_f64(uint32_t argument, double *value);
+
+/// In the body of a host kernel: copies `bytes` bytes to `target` from argument `argument`: from `source` in
+/// this rank's regions if it is a channel, from `source.offset` if it is a region.
+warplink_status warplink_block_load(uint32_t argument, void *target, warplink_at source, size_t bytes);
+
+/// In the body of a host kernel: copies `bytes` bytes from `source` to argument `argument`; see
+/// `warplink_block_load`.
+warplink_status warplink_block_store(uint32_t argument, warplink_at target, const void *source, size_t bytes);
+
+/// In the body of a host kernel: `put` of the channel that is argument `argument`.
+warplink_status warplink_block_put(uint32_t argument, warplink_at target, warplink_at source, uint64_t bytes);
+
+/// In the body of a host kernel: `get` of the channel that is argument `argument`.
+warplink_status warplink_block_get(uint32_t argument, warplink_at target, warplink_at source, uint64_t bytes);
+
+/// In the body of a host kernel: `put_with_signal` of the channel that is argument `argument`.
+warplink_status warplink_block_put_with_signal(uint32_t argument,
+                                               warplink_at target,
+                                               warplink_at source,
+                                               uint64_t bytes);
+
+/// In the body of a host kernel: `put_with_signal_and_flush` of the channel that is argument `argument`.
+warplink_status warplink_block_put_with_signal_and_flush(uint32_t argument,
+                                                         warplink_at target,
+                                                         warplink_at source,
+                                                         uint64_t bytes);
+
+/// In the body of a host kernel: `signal` of the channel that is argument `argument`.
+warplink_status warplink_block_signal(uint32_t argument);
+
+/// In the body of a host kernel: `flush` of the channel that is argument `argument`.
+warplink_status warplink_block_flush(uint32_t argument);
+
+/// In the body of a host kernel: `wait` of the channel that is argument `argument`.
+warplink_status warplink_block_wait(uint32_t argument);
+
+/// In the body of a host kernel: `wait_until` of the channel that is argument `argument`.
+warplink_status warplink_block_wait_until(uint32_t argument, uint64_t epoch);
+
+/// In the body of a host kernel: `poll` of the channel that is argument `argument`. Whether there was a signal
+/// to use up goes to `arrived`, as 0 or 1.
+warplink_status warplink_block_poll(uint32_t argument,
+                                    int32_t *arrived);
+
+/// Sets what gets the messages of the log, and the pointer that is passed to it. Null brings back the default
+/// handler. When this returns, no thread runs the handler before any more. WARPLINK_LOG says which messages
+/// there are: "error", "warn" (which it is where nothing is set), "info", "debug", "trace", or a filter of the
+/// `tracing` crates.
+warplink_status warplink_set_log_handler(warplink_log_handler handler,
+                                         void *user);
+
+/// The handler that writes to standard error, where no other is set. `user` is ignored.
+void warplink_default_log_handler(int32_t level, const char *message, void *_user);
+
+#ifdef __cplusplus
+}  // extern "C"
+#endif  // __cplusplus
+
+#endif  /* WARPLINK_H */

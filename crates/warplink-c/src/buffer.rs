@@ -1,0 +1,97 @@
+//! Buffers that are registered with all connections, and written to by the host.
+
+use crate::handles::{Buffer, Comm, Handle, Region, Stream};
+use crate::job::JobObject;
+use crate::memory::same_job;
+use crate::pointer;
+use crate::status::{Failure, Status, entry};
+use crate::types::Span;
+use std::sync::Arc;
+use warplink::channel::Connection;
+
+/// A region that was added to connections, and the number that each gave it.
+pub(crate) struct BufferObject {
+    pub(crate) job: Arc<JobObject>,
+    numbers: Vec<(Connection, u32)>,
+}
+
+/// Adds a region to all connections that were set up. Every peer calls this as well, with a region of its own
+/// and as many times. Blocks until the peers have. Kernels then name it as `warplink::At(number, offset)`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warplink_register_buffer(
+    comm: Comm,
+    region: Region,
+    buffer: *mut Buffer,
+) -> Status {
+    entry("register a buffer", || {
+        let job = comm.get()?;
+        pointer::check(buffer, "buffer")?;
+        let region = region.get()?;
+        same_job(&job, &region.job, "region")?;
+        let connections = job.setup().all()?.to_vec();
+        let added: Vec<_> = connections
+            .iter()
+            .map(|connection| (connection, &region.region))
+            .collect();
+        let numbers = job.communicator.add_regions(&added)?;
+        let made = Buffer::new(BufferObject {
+            job,
+            numbers: connections.into_iter().zip(numbers).collect(),
+        });
+        // SAFETY: the caller passes a place for a buffer.
+        unsafe { pointer::store(buffer, "buffer", made) }
+    })
+}
+
+/// The number by which kernels name the buffer on the connection to `peer` with `tag`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warplink_buffer_number(
+    buffer: Buffer,
+    peer: i32,
+    tag: u64,
+    number: *mut u32,
+) -> Status {
+    entry("get a buffer's number", || {
+        let buffer = buffer.get()?;
+        let mut numbers = buffer.numbers.iter();
+        let is_it = |one: &Connection| {
+            usize::try_from(peer).is_ok_and(|peer| (one.peer(), one.tag()) == (peer, tag))
+        };
+        let Some((_, value)) = numbers.find(|(connection, _)| is_it(connection)) else {
+            return Err(Failure::invalid(
+                format!("the buffer is not on a connection to rank {peer} with tag {tag}"),
+                "name a connection that was set up before the buffer was registered",
+            ));
+        };
+        // SAFETY: the caller passes a place for a number.
+        unsafe { pointer::store(number, "number", *value) }
+    })
+}
+
+/// Enqueues copies of this rank's bytes to the buffers of all peers, from `offset` on; one copy for each
+/// connection. Does not block, and orders nothing at the peers: signal them, or meet at a barrier after
+/// `warplink_stream_synchronize`.
+#[unsafe(no_mangle)]
+pub extern "C" fn warplink_registered_write(
+    buffer: Buffer,
+    offset: u64,
+    source: Span,
+    stream: Stream,
+) -> Status {
+    entry("write to a registered buffer", || {
+        let buffer = buffer.get()?;
+        let stream = stream.get()?;
+        same_job(&buffer.job, &stream.job, "stream")?;
+        let source = source.memory(&buffer.job)?;
+        for (connection, number) in &buffer.numbers {
+            connection.write(&stream.stream, (*number, offset), &source)?;
+        }
+        Ok(())
+    })
+}
+
+/// Gives the handle back. The region stays with the connections until the communicator is destroyed.
+#[unsafe(no_mangle)]
+pub extern "C" fn warplink_buffer_free(buffer: Buffer) -> Status {
+    entry("free a buffer", || buffer.take().map(drop))
+}

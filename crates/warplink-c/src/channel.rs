@@ -1,0 +1,326 @@
+//! Connections, their channels, and the proxy.
+
+use crate::handles::{Comm, Handle, Region, Stream};
+use crate::job::JobObject;
+use crate::memory::same_job;
+use crate::pointer;
+use crate::status::{Failure, Outcome, Status, entry};
+use crate::types::{At, Channel, Span, Transport};
+use std::sync::Arc;
+use warplink::channel::{Connection, ConnectionRequest};
+use warplink::device::{ChannelArray, ChannelHandle};
+
+/// What a rank declared, and what was set up of it, in the order of the declarations.
+#[derive(Default)]
+pub(crate) struct Setup {
+    declared: Vec<Declared>,
+    connections: Vec<Connection>,
+    /// Whether the proxy was stopped after these connections were made.
+    is_stopped: bool,
+}
+
+struct Declared {
+    peer: usize,
+    tag: u64,
+    request: ConnectionRequest,
+}
+
+impl Setup {
+    /// The connection to `peer` with `tag`.
+    pub(crate) fn find(&self, peer: i32, tag: u64) -> Outcome<Connection> {
+        let Ok(peer) = usize::try_from(peer) else {
+            return Err(unknown(peer, tag));
+        };
+        let mut connections = self.connections.iter();
+        if let Some(found) = connections.find(|one| (one.peer(), one.tag()) == (peer, tag)) {
+            return Ok(found.clone());
+        }
+        if self.declares(peer, tag) {
+            return Err(Failure::usage(
+                format!("the connection to rank {peer} with tag {tag} was declared but not set up"),
+                "call warplink_setup first",
+            )
+            .with_peer(peer));
+        }
+        Err(unknown(peer as i32, tag).with_peer(peer))
+    }
+
+    /// All connections.
+    ///
+    /// # Errors
+    /// `InvalidUsage` before the first were set up.
+    pub(crate) fn all(&self) -> Outcome<&[Connection]> {
+        if self.connections.is_empty() {
+            return Err(Failure::usage(
+                "no connection was set up; expected at least one",
+                "call warplink_connect, then warplink_setup",
+            ));
+        }
+        Ok(&self.connections)
+    }
+
+    fn declares(&self, peer: usize, tag: u64) -> bool {
+        let mut declared = self.declared.iter();
+        declared.any(|one| (one.peer, one.tag) == (peer, tag))
+    }
+
+    fn is_connected(&self, peer: usize, tag: u64) -> bool {
+        let mut connections = self.connections.iter();
+        connections.any(|one| (one.peer(), one.tag()) == (peer, tag))
+    }
+}
+
+fn unknown(peer: i32, tag: u64) -> Failure {
+    Failure::invalid(
+        format!("no connection to rank {peer} with tag {tag}; expected one that was connected"),
+        "connect to that rank with that tag first",
+    )
+}
+
+/// Declares a connection to `peer`, which declares its end with the same tag and transport. `region` is this
+/// rank's memory for it; the peer's may have another length. `transport` is a `warplink_transport`. Does not
+/// communicate; `warplink_setup` connects what was declared.
+#[unsafe(no_mangle)]
+pub extern "C" fn warplink_connect(
+    comm: Comm,
+    peer: i32,
+    tag: u64,
+    region: Region,
+    transport: i32,
+) -> Status {
+    entry("connect", || {
+        let job = comm.get()?;
+        let region = region.get()?;
+        same_job(&job, &region.job, "region")?;
+        let peer = rank_of_peer(&job, peer)?;
+        let transport = match transport {
+            0 => warplink::channel::Transport::Direct,
+            1 => warplink::channel::Transport::Proxied,
+            other => {
+                return Err(Failure::invalid(
+                    format!("unknown transport {other}; expected a warplink_transport"),
+                    "use WARPLINK_TRANSPORT_DIRECT or WARPLINK_TRANSPORT_PROXIED",
+                )
+                .with_peer(peer));
+            }
+        };
+        let mut setup = job.setup();
+        if setup.declares(peer, tag) || setup.is_connected(peer, tag) {
+            return Err(Failure::invalid(
+                format!("the connection to rank {peer} with tag {tag} was declared before"),
+                "use another tag for each connection to a peer",
+            )
+            .with_peer(peer));
+        }
+        let request = ConnectionRequest::new(peer, tag, &region.region).with_transport(transport);
+        setup.declared.push(Declared { peer, tag, request });
+        Ok(())
+    })
+}
+
+/// Connects everything that was declared since the last setup. Blocks until the peers have set up their ends;
+/// then kernels of both may use the channels. It starts the proxy where a connection needs it. If it fails,
+/// what was declared stays so, and it may be called again. May be called with nothing declared.
+#[unsafe(no_mangle)]
+pub extern "C" fn warplink_setup(comm: Comm) -> Status {
+    entry("set up connections", || {
+        let job = comm.get()?;
+        // Not under the lock, as it waits for peers.
+        let requests: Vec<ConnectionRequest> = {
+            let setup = job.setup();
+            setup
+                .declared
+                .iter()
+                .map(|one| one.request.clone())
+                .collect()
+        };
+        if requests.is_empty() {
+            return Ok(());
+        }
+        let connected = job.communicator.connect(&requests)?;
+        let mut setup = job.setup();
+        let made = requests.len().min(setup.declared.len());
+        setup.declared.drain(..made);
+        setup.connections.extend(connected.all().iter().cloned());
+        setup.is_stopped = false;
+        Ok(())
+    })
+}
+
+/// The channel of the connection to `peer` with `tag`, for a kernel that is launched by other means than
+/// `warplink_launch`. It is valid until the communicator is destroyed.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warplink_channel_get(
+    comm: Comm,
+    peer: i32,
+    tag: u64,
+    channel: *mut Channel,
+) -> Status {
+    entry("get a channel", || {
+        let connection = comm.get()?.setup().find(peer, tag)?;
+        let value = connection.memory().descriptor().into();
+        // SAFETY: the caller passes a place for a channel.
+        unsafe { pointer::store(channel, "channel", value) }
+    })
+}
+
+/// The channels of all connections, in the order in which they were declared. Writes up to `capacity` of them
+/// to `channels`, which may be null where that is 0, and how many there are to `count`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warplink_channel_get_all(
+    comm: Comm,
+    channels: *mut Channel,
+    capacity: usize,
+    count: *mut usize,
+) -> Status {
+    entry("get all channels", || {
+        let job = comm.get()?;
+        pointer::check(count, "count")?;
+        if capacity > 0 {
+            pointer::check(channels, "channels")?;
+        }
+        let setup = job.setup();
+        let all = setup.all()?;
+        for (at, connection) in all.iter().take(capacity).enumerate() {
+            let value = connection.memory().descriptor().into();
+            // SAFETY: the caller passes room for `capacity` channels, and `at` is less.
+            unsafe { pointer::store(channels.wrapping_add(at), "channels", value) }?;
+        }
+        // SAFETY: the caller passes a place for a number.
+        unsafe { pointer::store(count, "count", all.len()) }
+    })
+}
+
+/// Call it after launching kernels on `stream` that have channels, by other means than `warplink_launch`: what
+/// the channels name is kept until the stream is past them, and the proxy looks for triggers at once.
+#[unsafe(no_mangle)]
+pub extern "C" fn warplink_launched(comm: Comm, stream: Stream) -> Status {
+    entry("note a launch", || {
+        let job = comm.get()?;
+        let stream = stream.get()?;
+        same_job(&job, &stream.job, "stream")?;
+        let setup = job.setup();
+        setup.all()?.iter().try_for_each(ChannelHandle::check)?;
+        for connection in setup.all()? {
+            connection.note(&stream.stream);
+        }
+        Ok(())
+    })
+}
+
+/// Enqueues a copy of this rank's bytes to the peer's memory, from `target` on. Does not block. Nothing orders
+/// it with what kernels do; signals of a kernel that follows on `stream` do.
+#[unsafe(no_mangle)]
+pub extern "C" fn warplink_write(
+    comm: Comm,
+    peer: i32,
+    tag: u64,
+    target: At,
+    source: Span,
+    stream: Stream,
+) -> Status {
+    entry("write to a peer", || {
+        let (connection, stream, own) = end_and_memory(comm, peer, tag, source, stream)?;
+        Ok(connection.write(&stream, target, own)?)
+    })
+}
+
+/// Enqueues a copy of the peer's memory, from `source` on, to this rank's bytes; see `warplink_write`.
+#[unsafe(no_mangle)]
+pub extern "C" fn warplink_read(
+    comm: Comm,
+    peer: i32,
+    tag: u64,
+    target: Span,
+    source: At,
+    stream: Stream,
+) -> Status {
+    entry("read from a peer", || {
+        let (connection, stream, own) = end_and_memory(comm, peer, tag, target, stream)?;
+        Ok(connection.read(&stream, own, source)?)
+    })
+}
+
+/// Has the proxy look for triggers now. `warplink_setup` started it, so this is only needed before a graph with
+/// proxied channels is launched, and for programs that are used to it. Fails where the proxy has failed or was
+/// stopped, and before the first setup.
+#[unsafe(no_mangle)]
+pub extern "C" fn warplink_proxy_launch(comm: Comm) -> Status {
+    entry("launch the proxy", || {
+        let job = comm.get()?;
+        let setup = job.setup();
+        let all = setup.all()?;
+        if setup.is_stopped {
+            return Err(Failure::usage(
+                "the proxy was stopped; expected connections that were made after that",
+                "connect with other tags and set up again, which starts another proxy",
+            ));
+        }
+        for connection in all {
+            connection.check()?;
+            connection.wake_proxy();
+        }
+        Ok(())
+    })
+}
+
+/// Stops the proxy: it does what kernels have asked for, and ends. Blocks until then. Kernels that use proxied
+/// channels later get the status `aborted`; direct channels go on. Does nothing where no proxy runs. Fails,
+/// with the number of triggers that were not sent, where the timeout passes first.
+#[unsafe(no_mangle)]
+pub extern "C" fn warplink_proxy_stop(comm: Comm) -> Status {
+    entry("stop the proxy", || {
+        let job = comm.get()?;
+        {
+            let mut setup = job.setup();
+            setup.all()?;
+            setup.is_stopped = true;
+        }
+        Ok(job.communicator.stop_proxy(job.communicator.deadline())?)
+    })
+}
+
+/// The channels of all connections in the device's memory, for a kernel's argument.
+pub(crate) fn array(job: &JobObject) -> Outcome<Arc<ChannelArray>> {
+    let setup = job.setup();
+    let handles: Vec<Arc<dyn ChannelHandle>> = setup
+        .all()?
+        .iter()
+        .map(|one| Arc::new(one.clone()) as Arc<dyn ChannelHandle>)
+        .collect();
+    drop(setup);
+    Ok(ChannelArray::new(job.communicator.device(), &handles)?)
+}
+
+fn end_and_memory(
+    comm: Comm,
+    peer: i32,
+    tag: u64,
+    own: Span,
+    stream: Stream,
+) -> Outcome<(
+    Connection,
+    warplink::device::Stream,
+    warplink::device::DeviceSlice,
+)> {
+    let job = comm.get()?;
+    let stream = stream.get()?;
+    same_job(&job, &stream.job, "stream")?;
+    let own = own.memory(&job)?;
+    let connection = job.setup().find(peer, tag)?;
+    Ok((connection, stream.stream.clone(), own))
+}
+
+fn rank_of_peer(job: &JobObject, peer: i32) -> Outcome<usize> {
+    let (rank, world) = (job.communicator.rank(), job.communicator.world());
+    match usize::try_from(peer) {
+        Ok(peer) if peer < world && peer != rank => Ok(peer),
+        _ => Err(Failure::invalid(
+            format!("rank {peer} is no peer of rank {rank}; expected another rank below {world}"),
+            "connect with another rank of the communicator",
+        )),
+    }
+}
+
+// The numbers of the header.
+const _: () = assert!(Transport::Direct as i32 == 0 && Transport::Proxied as i32 == 1);

@@ -1,0 +1,313 @@
+//! The numbers that C holds, and the tables of what they stand for.
+//!
+//! A number says which kind of object it is, which entry of that kind's table, and the entry's generation,
+//! which counts up each time the entry is given back. So a number that was given back stays an error for ever,
+//! whatever the entry is used for later.
+
+use crate::buffer::BufferObject;
+use crate::job::JobObject;
+use crate::kernel::{KernelObject, ModuleObject};
+use crate::memory::RegionObject;
+use crate::status::{Failure, Outcome};
+use crate::stream::StreamObject;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use warplink::{Error, ErrorKind};
+
+/// This rank among the others. Zero is none.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Comm {
+    pub(crate) id: u64,
+}
+
+/// Memory of this rank that peers may reach. Zero is none.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Region {
+    pub(crate) id: u64,
+}
+
+/// An ordered queue of device work. Zero is none.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Stream {
+    pub(crate) id: u64,
+}
+
+/// A region that was added to all connections. Zero is none.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Buffer {
+    pub(crate) id: u64,
+}
+
+/// Code that was loaded into the device. Zero is none.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Module {
+    pub(crate) id: u64,
+}
+
+/// A kernel of a module. Zero is none.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Kernel {
+    pub(crate) id: u64,
+}
+
+/// Where the bits of a number's parts begin.
+const GENERATION: u32 = 32;
+const KIND: u32 = 56;
+
+/// The last generation of an entry, which is not used again after it.
+const MAX_GENERATION: u64 = (1 << (KIND - GENERATION)) - 1;
+
+static COMMS: Table<JobObject> = Table::new("communicator", 1);
+static REGIONS: Table<RegionObject> = Table::new("region", 2);
+static STREAMS: Table<StreamObject> = Table::new("stream", 3);
+static BUFFERS: Table<BufferObject> = Table::new("buffer", 4);
+static MODULES: Table<ModuleObject> = Table::new("module", 5);
+static KERNELS: Table<KernelObject> = Table::new("kernel", 6);
+
+/// A number that C holds, of one kind of object.
+pub(crate) trait Handle: Copy {
+    /// What it stands for.
+    type Object: 'static;
+
+    /// The number of an object that was made just now.
+    fn new(object: Self::Object) -> Self;
+
+    /// The object. It stays as long as it is held, also if the number is given back meanwhile.
+    fn get(self) -> Outcome<Arc<Self::Object>>;
+
+    /// The object, whose number is void from now on.
+    fn take(self) -> Outcome<Arc<Self::Object>>;
+}
+
+/// Handles whose numbers are in these tables.
+macro_rules! handles {
+    ($($handle:ty => $object:ty, $table:ident);* $(;)?) => {$(
+        impl Handle for $handle {
+            type Object = $object;
+
+            fn new(object: $object) -> Self {
+                Self { id: $table.insert(object) }
+            }
+
+            fn get(self) -> Outcome<Arc<$object>> {
+                $table.get(self.id)
+            }
+
+            fn take(self) -> Outcome<Arc<$object>> {
+                $table.take(self.id)
+            }
+        }
+    )*};
+}
+
+handles! {
+    Comm => JobObject, COMMS;
+    Region => RegionObject, REGIONS;
+    Stream => StreamObject, STREAMS;
+    Buffer => BufferObject, BUFFERS;
+    Module => ModuleObject, MODULES;
+    Kernel => KernelObject, KERNELS;
+}
+
+/// Takes everything that belongs to `job` out of the tables.
+pub(crate) fn take_all_of(job: &Arc<JobObject>) {
+    KERNELS.take_where(|kernel| Arc::ptr_eq(&kernel.job, job));
+    MODULES.take_where(|module| Arc::ptr_eq(&module.job, job));
+    BUFFERS.take_where(|buffer| Arc::ptr_eq(&buffer.job, job));
+    STREAMS.take_where(|stream| Arc::ptr_eq(&stream.job, job));
+    REGIONS.take_where(|region| Arc::ptr_eq(&region.job, job));
+}
+
+/// The objects of one kind.
+struct Table<T> {
+    name: &'static str,
+    kind: u64,
+    entries: Mutex<Entries<T>>,
+}
+
+struct Entries<T> {
+    all: Vec<Entry<T>>,
+    free: Vec<usize>,
+}
+
+struct Entry<T> {
+    generation: u64,
+    object: Option<Arc<T>>,
+}
+
+impl<T> Table<T> {
+    const fn new(name: &'static str, kind: u64) -> Self {
+        Self {
+            name,
+            kind,
+            entries: Mutex::new(Entries {
+                all: Vec::new(),
+                free: Vec::new(),
+            }),
+        }
+    }
+
+    fn insert(&self, object: T) -> u64 {
+        let mut entries = self.lock();
+        let at = entries.free.pop().unwrap_or_else(|| {
+            entries.all.push(Entry {
+                generation: 0,
+                object: None,
+            });
+            entries.all.len() - 1
+        });
+        let entry = &mut entries.all[at];
+        entry.object = Some(Arc::new(object));
+        // Counted from 1, so that no number is zero in its low half.
+        self.kind << KIND | entry.generation << GENERATION | (at as u64 + 1)
+    }
+
+    fn get(&self, id: u64) -> Outcome<Arc<T>> {
+        let entries = self.lock();
+        let at = self.find(&entries, id)?;
+        entries.all[at].object.clone().ok_or_else(|| self.gone())
+    }
+
+    fn take(&self, id: u64) -> Outcome<Arc<T>> {
+        let mut entries = self.lock();
+        let at = self.find(&entries, id)?;
+        entries.give_back(at).ok_or_else(|| self.gone())
+    }
+
+    /// Gives back all that `matches`.
+    fn take_where(&self, matches: impl Fn(&T) -> bool) {
+        let mut entries = self.lock();
+        let found: Vec<usize> = (0..entries.all.len())
+            .filter(|at| entries.all[*at].object.as_deref().is_some_and(&matches))
+            .collect();
+        let taken: Vec<_> = found.into_iter().map(|at| entries.give_back(at)).collect();
+        drop(entries);
+        // Not under the lock: what is dropped may take its time.
+        drop(taken);
+    }
+
+    /// The entry that `id` names.
+    fn find(&self, entries: &Entries<T>, id: u64) -> Outcome<usize> {
+        if id == 0 {
+            return Err(Failure::invalid(
+                format!("the {} is zero; expected one that a call gave", self.name),
+                format!("make the {} first, and check that it succeeded", self.name),
+            ));
+        }
+        let at = (id & ((1 << GENERATION) - 1)).checked_sub(1);
+        let at = at.and_then(|at| usize::try_from(at).ok());
+        let entry = at.and_then(|at| Some((at, entries.all.get(at)?)));
+        let Some((at, entry)) = entry.filter(|_| id >> KIND == self.kind) else {
+            return Err(Failure::invalid(
+                format!("{id:#x} is no {}; expected one that a call gave", self.name),
+                format!("pass the {} as it was given", self.name),
+            ));
+        };
+        if entry.object.is_none() || id >> GENERATION & MAX_GENERATION != entry.generation {
+            return Err(self.gone());
+        }
+        Ok(at)
+    }
+
+    fn gone(&self) -> Failure {
+        let message = match self.kind {
+            1 => "the communicator was destroyed".to_owned(),
+            _ => format!(
+                "the {} was given back, or its communicator destroyed",
+                self.name
+            ),
+        };
+        Error::new(ErrorKind::Closed, message)
+            .with_help(format!("make another {}", self.name))
+            .into()
+    }
+
+    /// A panic under the lock leaves no entry half changed.
+    fn lock(&self) -> MutexGuard<'_, Entries<T>> {
+        self.entries.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl<T> Entries<T> {
+    /// Empties an entry, to be used again with the next generation.
+    fn give_back(&mut self, at: usize) -> Option<Arc<T>> {
+        let entry = &mut self.all[at];
+        let object = entry.object.take();
+        if entry.generation < MAX_GENERATION {
+            entry.generation += 1;
+            self.free.push(at);
+        }
+        object
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_number_that_was_given_back_stays_an_error() {
+        let table = Table::new("thing", 9);
+        let mut old = Vec::new();
+        for round in 0..1000 {
+            let id = table.insert(round);
+            assert!(!old.contains(&id));
+            assert_eq!(*table.get(id).unwrap(), round);
+            assert_eq!(*table.take(id).unwrap(), round);
+            old.push(id);
+        }
+        let kept = table.insert(7);
+        assert!(old.iter().all(|id| table.get(*id).is_err()));
+        assert!(old.iter().all(|id| table.take(*id).is_err()));
+        assert_eq!(*table.get(kept).unwrap(), 7);
+        assert_eq!(table.lock().all.len(), 1);
+    }
+
+    #[test]
+    fn numbers_that_were_never_given_are_errors() {
+        let table = Table::new("thing", 9);
+        let other = Table::new("other", 8);
+        let (id, foreign) = (table.insert(1), other.insert(1));
+        let made_up = [
+            0,
+            1,
+            u64::MAX,
+            id + 1,
+            id ^ 1 << GENERATION,
+            id & !(0xff << KIND),
+        ];
+        for wrong in made_up.into_iter().chain([foreign]) {
+            assert!(table.get(wrong).is_err(), "{wrong:#x}");
+            assert!(table.take(wrong).is_err(), "{wrong:#x}");
+        }
+        assert!(table.get(id).is_ok());
+    }
+
+    #[test]
+    fn an_entry_whose_generations_are_used_up_is_not_used_again() {
+        let table = Table::new("thing", 9);
+        let first = table.insert(1);
+        table.lock().all[0].generation = MAX_GENERATION;
+        assert!(table.get(first).is_err());
+        let last = first | MAX_GENERATION << GENERATION;
+        assert!(table.take(last).is_ok());
+        let next = table.insert(2);
+        assert!(table.get(first).is_err() && table.get(last).is_err());
+        assert_eq!((*table.get(next).unwrap(), table.lock().all.len()), (2, 2));
+    }
+
+    #[test]
+    fn what_is_held_stays_after_its_number_was_given_back() {
+        let table = Table::new("thing", 9);
+        let id = table.insert(String::from("text"));
+        let held = table.get(id).unwrap();
+        table.take_where(|text| text == "text");
+        assert!(table.get(id).is_err());
+        assert_eq!(*held, "text");
+    }
+}

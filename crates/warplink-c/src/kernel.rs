@@ -1,0 +1,371 @@
+//! Modules of the caller's code, kernels of them, and launches.
+
+use crate::block;
+use crate::channel;
+use crate::handles::{Comm, Handle, Kernel, Module, Region, Stream};
+use crate::job::JobObject;
+use crate::memory::same_job;
+use crate::pointer;
+use crate::status::{Failure, Outcome, Status, entry};
+use std::ffi::{c_char, c_void};
+use std::sync::Arc;
+use warplink::device::Launch;
+
+/// The body of a kernel for the host device: it runs once for each block of a launch, all at the same time, and
+/// makes the `warplink_block_...` calls. It returns `WARPLINK_STATUS_SUCCESS`, or what a call returned: then the
+/// kernel's stream fails with that call's error. It must not throw.
+pub type HostKernelBody = Option<unsafe extern "C" fn(user: *mut c_void) -> i32>;
+
+/// A kernel for the host device.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct HostKernel {
+    /// Its name, the same as that of the kernel in CUDA C++.
+    pub name: *const c_char,
+    /// Its body.
+    pub body: HostKernelBody,
+    /// Passed to the body; valid for as long as the module and its kernels. Blocks use it at the same time.
+    pub user: *mut c_void,
+}
+
+/// What a module is made of: CUDA C++ or machine code for GPUs, bodies for the host device, or both. Set what is
+/// not there to zero.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct ModuleSource {
+    /// A name, for messages.
+    pub name: *const c_char,
+    /// CUDA C++, compiled by NVRTC for the GPU at hand; kernels are extern "C". It may include
+    /// `<warplink/device.cuh>`, which is found by itself.
+    pub cuda: *const c_char,
+    /// Instead of that, machine code for the GPU at hand: a cubin, a fat binary, or PTX.
+    pub image: *const c_void,
+    /// Bytes of the machine code.
+    pub image_bytes: usize,
+    /// Options for NVRTC, such as "-DBLOCK=256".
+    pub options: *const *const c_char,
+    /// How many options.
+    pub option_count: usize,
+    /// Kernels for the host device.
+    pub host_kernels: *const HostKernel,
+    /// How many there are.
+    pub host_kernel_count: usize,
+}
+
+/// The shape of a launch: a grid of blocks of threads, each of one dimension.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Shape {
+    /// Blocks. On the host device, a body runs for each.
+    pub blocks: u32,
+    /// Threads of a block.
+    pub threads: u32,
+    /// Bytes of dynamic shared memory of a block.
+    pub shared_bytes: u32,
+    /// Not 0: only with all blocks on the device at the same time, so that they may wait for one another.
+    pub together: u32,
+}
+
+/// The value of a kernel's parameter, made by `warplink_argument_...`. The members are the library's.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Argument {
+    kind: u32,
+    peer: i32,
+    handle: u64,
+    value: u64,
+}
+
+/// What the numbers in `Argument::kind` mean. 0 is none of them, so that a zeroed argument is an error.
+const U32: u32 = 1;
+const I32: u32 = 2;
+const U64: u32 = 3;
+const I64: u32 = 4;
+const F32: u32 = 5;
+const F64: u32 = 6;
+const REGION: u32 = 7;
+const CHANNEL: u32 = 8;
+const CHANNELS: u32 = 9;
+
+/// A module, with the rank that it belongs to.
+pub(crate) struct ModuleObject {
+    pub(crate) job: Arc<JobObject>,
+    module: warplink::device::Module,
+}
+
+/// A kernel, with the rank that it belongs to.
+pub(crate) struct KernelObject {
+    pub(crate) job: Arc<JobObject>,
+    kernel: warplink::device::Kernel,
+}
+
+/// The pointer that a body is called with.
+#[derive(Clone, Copy)]
+struct User(*mut c_void);
+
+// SAFETY: the library only passes it on; the caller promises that bodies may use it on any thread.
+unsafe impl Send for User {}
+// SAFETY: as above.
+unsafe impl Sync for User {}
+
+impl User {
+    /// A method, so that closures capture the whole.
+    fn pointer(self) -> *mut c_void {
+        self.0
+    }
+}
+
+/// Loads code. On a GPU it compiles the text, unless the same was compiled before, and may block until running
+/// kernels are done: so load modules, and get their kernels, before any kernel runs that waits for a peer.
+///
+/// That the kernels touch only what their arguments name is for the caller to see to.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warplink_module_load(
+    comm: Comm,
+    source: *const ModuleSource,
+    module: *mut Module,
+) -> Status {
+    entry("load a module", || {
+        let job = comm.get()?;
+        pointer::check(module, "module")?;
+        // SAFETY: the caller passes a source.
+        let source = unsafe { pointer::load(source, "source") }?;
+        // SAFETY: as above; its members are null or what they say.
+        let source = unsafe { read_source(&source) }?;
+        // SAFETY: the caller sees to it that kernels touch only what their arguments name.
+        let loaded = unsafe { job.communicator.device().load_module(&source) }?;
+        let made = Module::new(ModuleObject {
+            module: loaded,
+            job,
+        });
+        // SAFETY: the caller passes a place for a module.
+        unsafe { pointer::store(module, "module", made) }
+    })
+}
+
+/// Gives a module back. Its kernels stay.
+#[unsafe(no_mangle)]
+pub extern "C" fn warplink_module_free(module: Module) -> Status {
+    entry("free a module", || module.take().map(drop))
+}
+
+/// The kernel `name` of a module, ready to be launched.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warplink_kernel_get(
+    module: Module,
+    name: *const c_char,
+    kernel: *mut Kernel,
+) -> Status {
+    entry("get a kernel", || {
+        let module = module.get()?;
+        pointer::check(kernel, "kernel")?;
+        // SAFETY: the caller passes a text.
+        let name = unsafe { pointer::text(name, "name") }?;
+        let made = Kernel::new(KernelObject {
+            kernel: module.module.kernel(name)?,
+            job: module.job.clone(),
+        });
+        // SAFETY: the caller passes a place for a kernel.
+        unsafe { pointer::store(kernel, "kernel", made) }
+    })
+}
+
+/// Gives a kernel back. Launches go on.
+#[unsafe(no_mangle)]
+pub extern "C" fn warplink_kernel_free(kernel: Kernel) -> Status {
+    entry("free a kernel", || kernel.take().map(drop))
+}
+
+/// Enqueues a kernel on `stream`, with one argument for each of its parameters. Does not block. Regions among
+/// the arguments must not be freed until it is done; channels see to themselves. The stream fails when a rank
+/// is lost that the kernel's channels lead to.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warplink_launch(
+    kernel: Kernel,
+    stream: Stream,
+    shape: Shape,
+    arguments: *const Argument,
+    count: usize,
+) -> Status {
+    entry("launch a kernel", || {
+        let kernel = kernel.get()?;
+        let stream = stream.get()?;
+        same_job(&kernel.job, &stream.job, "stream")?;
+        // SAFETY: the caller passes so many arguments.
+        let arguments = unsafe { pointer::values(arguments, count, "arguments") }?;
+        let arguments: Vec<_> = arguments
+            .iter()
+            .enumerate()
+            .map(|(number, argument)| argument.resolve(number, &kernel.job))
+            .collect::<Outcome<_>>()?;
+        let mut launch =
+            Launch::new(shape.blocks, shape.threads).with_shared_bytes(shape.shared_bytes);
+        if shape.together != 0 {
+            launch = launch.with_all_blocks_together();
+        }
+        Ok(kernel.kernel.launch(&stream.stream, &launch, &arguments)?)
+    })
+}
+
+/// An argument: unsigned int.
+#[unsafe(no_mangle)]
+pub extern "C" fn warplink_argument_u32(value: u32) -> Argument {
+    Argument::value(U32, u64::from(value))
+}
+
+/// An argument: int.
+#[unsafe(no_mangle)]
+pub extern "C" fn warplink_argument_i32(value: i32) -> Argument {
+    Argument::value(I32, u64::from(value.cast_unsigned()))
+}
+
+/// An argument: unsigned long long.
+#[unsafe(no_mangle)]
+pub extern "C" fn warplink_argument_u64(value: u64) -> Argument {
+    Argument::value(U64, value)
+}
+
+/// An argument: long long.
+#[unsafe(no_mangle)]
+pub extern "C" fn warplink_argument_i64(value: i64) -> Argument {
+    Argument::value(I64, value.cast_unsigned())
+}
+
+/// An argument: float.
+#[unsafe(no_mangle)]
+pub extern "C" fn warplink_argument_f32(value: f32) -> Argument {
+    Argument::value(F32, u64::from(value.to_bits()))
+}
+
+/// An argument: double.
+#[unsafe(no_mangle)]
+pub extern "C" fn warplink_argument_f64(value: f64) -> Argument {
+    Argument::value(F64, value.to_bits())
+}
+
+/// An argument: a pointer to the region's byte at `offset`.
+#[unsafe(no_mangle)]
+pub extern "C" fn warplink_argument_region(region: Region, offset: u64) -> Argument {
+    Argument {
+        handle: region.id,
+        ..Argument::value(REGION, offset)
+    }
+}
+
+/// An argument: the channel to `peer` with `tag`, a `warplink::Channel` by value.
+#[unsafe(no_mangle)]
+pub extern "C" fn warplink_argument_channel(comm: Comm, peer: i32, tag: u64) -> Argument {
+    Argument {
+        handle: comm.id,
+        peer,
+        ..Argument::value(CHANNEL, tag)
+    }
+}
+
+/// An argument: the channels of all connections in the order in which they were declared, a
+/// `const warplink::Channel *`.
+#[unsafe(no_mangle)]
+pub extern "C" fn warplink_argument_channels(comm: Comm) -> Argument {
+    Argument {
+        handle: comm.id,
+        ..Argument::value(CHANNELS, 0)
+    }
+}
+
+impl Argument {
+    fn value(kind: u32, value: u64) -> Self {
+        Self {
+            kind,
+            peer: 0,
+            handle: 0,
+            value,
+        }
+    }
+
+    /// As the library has it; `number` is its place among the arguments.
+    fn resolve(self, number: usize, job: &Arc<JobObject>) -> Outcome<warplink::device::Argument> {
+        let low = self.value as u32;
+        Ok(match self.kind {
+            U32 => low.into(),
+            I32 => low.cast_signed().into(),
+            U64 => self.value.into(),
+            I64 => self.value.cast_signed().into(),
+            F32 => f32::from_bits(low).into(),
+            F64 => f64::from_bits(self.value).into(),
+            REGION => {
+                let region = Region { id: self.handle }.get()?;
+                same_job(job, &region.job, "region")?;
+                region.rest(self.value)?.into()
+            }
+            CHANNEL => {
+                let comm = Comm { id: self.handle }.get()?;
+                same_job(job, &comm, "channel")?;
+                comm.setup().find(self.peer, self.value)?.channel()
+            }
+            CHANNELS => {
+                let comm = Comm { id: self.handle }.get()?;
+                same_job(job, &comm, "channel")?;
+                channel::array(&comm)?.into()
+            }
+            other => {
+                return Err(Failure::invalid(
+                    format!(
+                        "argument {number} is of unknown kind {other}; expected a warplink_argument"
+                    ),
+                    "make arguments with warplink_argument_u32 and the like",
+                ));
+            }
+        })
+    }
+}
+
+/// The library's form of a source.
+///
+/// # Safety
+/// The members of `source` must be null or what they say.
+unsafe fn read_source(source: &ModuleSource) -> Outcome<warplink::device::ModuleSource> {
+    // SAFETY: the caller vouches for all of them, here and below.
+    let name = unsafe { pointer::optional_text(source.name, "the name") }?;
+    let mut made = warplink::device::ModuleSource::new(name.unwrap_or("module"));
+    // SAFETY: as above.
+    if let Some(text) = unsafe { pointer::optional_text(source.cuda, "the CUDA C++") }? {
+        made = made.with_cuda(text);
+    }
+    // SAFETY: as above.
+    let image =
+        unsafe { pointer::values(source.image.cast::<u8>(), source.image_bytes, "the image") }?;
+    if !image.is_empty() {
+        if !source.cuda.is_null() {
+            return Err(Failure::invalid(
+                "the module has both CUDA C++ and machine code; expected one of them",
+                "set cuda or image to null",
+            ));
+        }
+        made = made.with_cubin(image);
+    }
+    // SAFETY: as above.
+    let options = unsafe { pointer::values(source.options, source.option_count, "the options") }?;
+    for option in options {
+        // SAFETY: as above.
+        made = made.with_option(unsafe { pointer::text(*option, "an option") }?);
+    }
+    let kernels =
+        // SAFETY: as above.
+        unsafe { pointer::values(source.host_kernels, source.host_kernel_count, "the host kernels") }?;
+    for kernel in kernels {
+        // SAFETY: as above.
+        let name = unsafe { pointer::text(kernel.name, "a host kernel's name") }?;
+        let Some(body) = kernel.body else {
+            return Err(Failure::invalid(
+                format!("the body of host kernel '{name}' is null; expected a function"),
+                "give each host kernel a body",
+            ));
+        };
+        let user = User(kernel.user);
+        made = made.with_host_kernel(name, move |running| {
+            // SAFETY: the caller gave the body for this, with a pointer that stays valid.
+            block::run(running, || unsafe { body(user.pointer()) })
+        });
+    }
+    Ok(made)
+}

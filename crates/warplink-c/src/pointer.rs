@@ -1,0 +1,161 @@
+//! C's pointers: checked, then followed.
+
+use crate::status::{Failure, Outcome};
+use std::ffi::{CStr, c_char, c_void};
+use std::slice;
+
+/// Writes `value` to where `pointer` points.
+///
+/// # Safety
+/// A `pointer` that is not null must be aligned, and valid for a write.
+pub(crate) unsafe fn store<T>(pointer: *mut T, name: &str, value: T) -> Outcome {
+    check(pointer, name)?;
+    // SAFETY: not null, as was checked; the caller vouches for the rest.
+    unsafe { pointer.write(value) };
+    Ok(())
+}
+
+/// Reads the value that `pointer` points to.
+///
+/// # Safety
+/// A `pointer` that is not null must be aligned, and point to a `T`.
+pub(crate) unsafe fn load<T: Copy>(pointer: *const T, name: &str) -> Outcome<T> {
+    check(pointer, name)?;
+    // SAFETY: as above.
+    Ok(unsafe { pointer.read() })
+}
+
+/// The text that `pointer` points to.
+///
+/// # Safety
+/// A `pointer` that is not null must point to text that ends with a zero, and that nobody changes while `'a`
+/// lasts.
+pub(crate) unsafe fn text<'a>(pointer: *const c_char, name: &str) -> Outcome<&'a str> {
+    check(pointer, name)?;
+    // SAFETY: as above.
+    let text = unsafe { CStr::from_ptr(pointer) };
+    text.to_str().map_err(|_| {
+        Failure::invalid(
+            format!("{name} is not UTF-8; expected text in UTF-8"),
+            format!("give {name} as UTF-8"),
+        )
+    })
+}
+
+/// As [`text`], where null means none.
+///
+/// # Safety
+/// As for [`text`].
+pub(crate) unsafe fn optional_text<'a>(
+    pointer: *const c_char,
+    name: &str,
+) -> Outcome<Option<&'a str>> {
+    if pointer.is_null() {
+        return Ok(None);
+    }
+    // SAFETY: the caller vouches for it.
+    unsafe { text(pointer, name) }.map(Some)
+}
+
+/// The `count` values that `pointer` points to. Null is allowed for none.
+///
+/// # Safety
+/// Where `count` is not zero, a `pointer` that is not null must point to so many values, which nobody changes
+/// while `'a` lasts.
+pub(crate) unsafe fn values<'a, T>(
+    pointer: *const T,
+    count: usize,
+    name: &str,
+) -> Outcome<&'a [T]> {
+    if count == 0 {
+        return Ok(&[]);
+    }
+    check(pointer, name)?;
+    fits::<T>(count, name)?;
+    // SAFETY: not null and not too long, as was checked; the caller vouches for the rest.
+    Ok(unsafe { slice::from_raw_parts(pointer, count) })
+}
+
+/// The `bytes` bytes that `pointer` points to, which may be uninitialized: they are set to zero.
+///
+/// # Safety
+/// Where `bytes` is not zero, a `pointer` that is not null must be valid for writes of so many bytes, which
+/// nobody else reads or changes while `'a` lasts.
+pub(crate) unsafe fn new_bytes<'a>(
+    pointer: *mut c_void,
+    bytes: usize,
+    name: &str,
+) -> Outcome<&'a mut [u8]> {
+    if bytes == 0 {
+        return Ok(&mut []);
+    }
+    check(pointer, name)?;
+    fits::<u8>(bytes, name)?;
+    // SAFETY: not null, as was checked; the caller vouches for writes.
+    unsafe { pointer.write_bytes(0, bytes) };
+    // SAFETY: as above, and initialized just now.
+    Ok(unsafe { slice::from_raw_parts_mut(pointer.cast(), bytes) })
+}
+
+/// Fails for null.
+pub(crate) fn check<T>(pointer: *const T, name: &str) -> Outcome {
+    if pointer.is_null() {
+        return Err(Failure::invalid(
+            format!("{name} is null; expected a pointer"),
+            format!("give a valid pointer as {name}"),
+        ));
+    }
+    Ok(())
+}
+
+/// Fails for a length that no memory has.
+fn fits<T>(count: usize, name: &str) -> Outcome {
+    let bytes = count.checked_mul(size_of::<T>());
+    if bytes.is_none_or(|bytes| bytes > isize::MAX as usize) {
+        return Err(Failure::invalid(
+            format!("{name} has {count} elements; expected a length that memory can have"),
+            "give the length in elements",
+        ));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn null_is_an_error_and_nothing_at_null_is_not() {
+        let null = std::ptr::null_mut::<c_void>();
+        // SAFETY: null is what is checked for.
+        unsafe {
+            assert!(store(null.cast::<u32>(), "it", 1).is_err());
+            assert!(load(null.cast::<u32>(), "it").is_err());
+            assert!(text(null.cast(), "it").is_err());
+            assert!(optional_text(null.cast(), "it").unwrap().is_none());
+            assert!(values(null.cast::<u64>(), 1, "it").is_err());
+            assert!(values(null.cast::<u64>(), 0, "it").unwrap().is_empty());
+            assert!(new_bytes(null, 1, "it").is_err());
+            assert!(new_bytes(null, 0, "it").unwrap().is_empty());
+        }
+    }
+
+    #[test]
+    fn text_that_is_not_utf_8_and_lengths_of_no_memory_are_errors() {
+        let word = 7_u64;
+        // SAFETY: the text ends with a zero; the lengths are refused before the pointer is followed.
+        unsafe {
+            assert!(text(c"\xff".as_ptr(), "it").is_err());
+            assert_eq!(text(c"some".as_ptr(), "it").unwrap(), "some");
+            for count in [usize::MAX, usize::MAX / 8, isize::MAX as usize / 8 + 1] {
+                assert!(values(&raw const word, count, "it").is_err());
+            }
+            assert_eq!(values(&raw const word, 1, "it").unwrap(), [7]);
+            let mut fresh = std::mem::MaybeUninit::<u64>::uninit();
+            assert_eq!(
+                new_bytes(fresh.as_mut_ptr().cast(), 8, "it").unwrap(),
+                [0; 8]
+            );
+        }
+    }
+}

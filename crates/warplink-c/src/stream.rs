@@ -1,0 +1,105 @@
+//! Streams: ordered queues of device work.
+
+use crate::handles::{Comm, Handle, Stream};
+use crate::job::JobObject;
+use crate::pointer;
+use crate::status::{Status, entry};
+use std::ffi::c_void;
+use std::sync::Arc;
+use warplink::device::{ChannelHandle, MemoryOp, Priority};
+
+/// A stream, with the rank that it belongs to.
+pub(crate) struct StreamObject {
+    pub(crate) job: Arc<JobObject>,
+    pub(crate) stream: warplink::device::Stream,
+}
+
+/// Makes a stream.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warplink_stream_create(comm: Comm, stream: *mut Stream) -> Status {
+    entry("create a stream", || {
+        let job = comm.get()?;
+        pointer::check(stream, "stream")?;
+        let made = Stream::new(StreamObject {
+            stream: job.communicator.create_stream(Priority::Normal)?,
+            job,
+        });
+        // SAFETY: the caller passes a place for a stream.
+        unsafe { pointer::store(stream, "stream", made) }
+    })
+}
+
+/// Borrows a CUDA stream (a CUstream or cudaStream_t) of the rank's GPU, in its primary context. It must stay
+/// valid until `warplink_stream_destroy`, which leaves it alone. Null is the legacy default stream.
+/// The host device has none.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warplink_stream_borrow(
+    comm: Comm,
+    cuda_stream: *mut c_void,
+    stream: *mut Stream,
+) -> Status {
+    entry("borrow a stream", || {
+        let job = comm.get()?;
+        pointer::check(stream, "stream")?;
+        let device = job.communicator.device();
+        // SAFETY: the caller keeps the stream valid until it is given back.
+        let borrowed = unsafe { device.borrow_stream(cuda_stream as u64, Arc::new(())) }?;
+        let made = Stream::new(StreamObject {
+            stream: borrowed,
+            job,
+        });
+        // SAFETY: the caller passes a place for a stream.
+        unsafe { pointer::store(stream, "stream", made) }
+    })
+}
+
+/// Gives a stream back. What was enqueued is done all the same. Does not block.
+#[unsafe(no_mangle)]
+pub extern "C" fn warplink_stream_destroy(stream: Stream) -> Status {
+    entry("destroy a stream", || stream.take().map(drop))
+}
+
+/// The CUDA stream behind it, on a GPU; on the host device, a number that tells streams apart.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warplink_stream_raw(stream: Stream, raw: *mut *mut c_void) -> Status {
+    entry("get a stream's handle", || {
+        let value = stream.get()?.stream.raw();
+        // SAFETY: the caller passes a place for a pointer.
+        unsafe { pointer::store(raw, "raw", value as *mut c_void) }
+    })
+}
+
+/// Blocks until everything enqueued so far is done. It fails where work failed, a rank was lost, or the
+/// timeout has passed.
+#[unsafe(no_mangle)]
+pub extern "C" fn warplink_stream_synchronize(stream: Stream) -> Status {
+    entry("synchronize", || {
+        let stream = stream.get()?;
+        Ok(stream.job.communicator.synchronize(&stream.stream)?)
+    })
+}
+
+/// Holds the stream until the peer has signalled `epoch` times in all through the connection with that peer and
+/// tag. Uses up no signal. Does not block the caller.
+#[unsafe(no_mangle)]
+pub extern "C" fn warplink_stream_wait(
+    stream: Stream,
+    comm: Comm,
+    peer: i32,
+    tag: u64,
+    epoch: u64,
+) -> Status {
+    entry("wait for signals", || {
+        let stream = stream.get()?;
+        let job = comm.get()?;
+        crate::memory::same_job(&job, &stream.job, "stream")?;
+        let connection = job.setup().find(peer, tag)?;
+        let wait = MemoryOp::Wait {
+            word: connection.inbound(),
+            value: epoch,
+        };
+        stream.stream.memory_ops(&[wait])?;
+        connection.note(&stream.stream);
+        Ok(())
+    })
+}

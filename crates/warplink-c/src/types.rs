@@ -1,0 +1,131 @@
+//! Values that C passes.
+
+use crate::handles::Region;
+
+/// What the ranks of a job meet by: an address and the secret that admits to it. A process that holds it can
+/// join, so treat it as a password. Plain bytes: hand it to the other ranks in any way.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct UniqueId {
+    /// The library's.
+    pub bytes: [u8; 128],
+}
+
+/// How the bytes of a connection reach the peer; the same on both ranks.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Transport {
+    /// The kernel itself stores to and loads from the peer's memory.
+    Direct = 0,
+    /// A thread of the host, the proxy, has the copy engine move the bytes when kernels ask it to.
+    Proxied = 1,
+}
+
+/// A place in one of a connection's regions.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct At {
+    /// 0 is the region that the connection was made with; registered buffers follow.
+    pub region: u32,
+    /// Bytes from its start.
+    pub offset: u64,
+}
+
+/// A part of a region of this rank.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Span {
+    /// The region.
+    pub region: Region,
+    /// Bytes from its start.
+    pub offset: u64,
+    /// Length in bytes.
+    pub bytes: u64,
+}
+
+/// A channel as kernels have it: the same bytes as `warplink::Channel` in `warplink/device.cuh`. Pass it by
+/// value to a kernel that is launched by other means than `warplink_launch`. The members are the library's.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Channel {
+    local: u64,
+    local_bytes: u64,
+    remote: u64,
+    remote_bytes: u64,
+    inbound: u64,
+    awaited: u64,
+    outbound: u64,
+    completed: u64,
+    abort: u64,
+    windows: u64,
+    ring: u64,
+    head: u64,
+    tail: u64,
+    tail_seen: u64,
+    slots: u32,
+    connection: u32,
+    peer: u32,
+    proxied: u32,
+}
+
+impl From<At> for warplink::device::At {
+    fn from(at: At) -> Self {
+        (at.region, at.offset).into()
+    }
+}
+
+impl From<[u64; 16]> for Channel {
+    /// The library's words, of which the last two hold two members each, the first one in the low half.
+    fn from(words: [u64; 16]) -> Self {
+        let [
+            local,
+            local_bytes,
+            remote,
+            remote_bytes,
+            inbound,
+            awaited,
+            outbound,
+            completed,
+            abort,
+            windows,
+            ring,
+            head,
+            tail,
+            tail_seen,
+            fifo,
+            ends,
+        ] = words;
+        let (low, high) = (|word: u64| word as u32, |word: u64| (word >> 32) as u32);
+        Self {
+            local,
+            local_bytes,
+            remote,
+            remote_bytes,
+            inbound,
+            awaited,
+            outbound,
+            completed,
+            abort,
+            windows,
+            ring,
+            head,
+            tail,
+            tail_seen,
+            slots: low(fifo),
+            connection: high(fifo),
+            peer: low(ends),
+            proxied: high(ends),
+        }
+    }
+}
+
+// The library gives these words, and kernels take them.
+const _: () = {
+    assert!(size_of::<Channel>() == 128 && align_of::<Channel>() == 8);
+    assert!(std::mem::offset_of!(Channel, tail_seen) == 104);
+    assert!(std::mem::offset_of!(Channel, slots) == 112);
+    assert!(std::mem::offset_of!(Channel, connection) == 116);
+    assert!(std::mem::offset_of!(Channel, peer) == 120);
+    assert!(std::mem::offset_of!(Channel, proxied) == 124);
+    assert!(cfg!(target_endian = "little"));
+};

@@ -1,0 +1,87 @@
+//! The example in C++ runs, and its kernel compiles.
+
+#![allow(clippy::unwrap_used)]
+
+#[path = "../../warplink/tests/common/mod.rs"]
+mod common;
+mod installed;
+
+use common::wait_all;
+use installed::{Installed, Linkage, repository};
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+use warplink::ErrorKind;
+use warplink::bootstrap::UniqueId;
+use warplink::device::cuda;
+
+const LIMIT: Duration = Duration::from_secs(90);
+
+fn source() -> PathBuf {
+    repository().join("examples/c/ping_pong.cpp")
+}
+
+/// The device under test, and what has the ranks find no launcher's variables.
+fn command(program: &PathBuf) -> Command {
+    let device = std::env::var("WARPLINK_TEST_DEVICE").unwrap_or_else(|_| "host".into());
+    let mut command = Command::new(program);
+    for name in ["WARPLINK_RANK", "WARPLINK_WORLD", "WARPLINK_ID"] {
+        command.env_remove(name);
+    }
+    command
+        .env("WARPLINK_DEVICE", device)
+        .env("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    command
+}
+
+#[test]
+fn the_example_runs_with_ranks_as_threads_and_as_processes() {
+    let installed = Installed::get();
+    let program = installed.compile(&source(), Linkage::Shared);
+    let id = UniqueId::create([127, 0, 0, 1].into(), 0).unwrap();
+    id.release();
+    let as_rank = |rank: usize| {
+        let mut command = command(&program);
+        command
+            .env("WARPLINK_RANK", rank.to_string())
+            .env("WARPLINK_WORLD", "2")
+            .env("WARPLINK_ID", id.to_string());
+        command.spawn().unwrap()
+    };
+    let children = vec![command(&program).spawn().unwrap(), as_rank(0), as_rank(1)];
+    let ended = wait_all(children, Instant::now(), LIMIT);
+    for end in &ended {
+        assert_eq!(end.code, Some(0), "{}", end.output);
+    }
+    for end in &ended[..2] {
+        assert!(
+            end.output
+                .starts_with("after 1000 rounds the number is 2000"),
+            "{}",
+            end.output
+        );
+    }
+    assert_eq!(ended[2].output, "");
+}
+
+#[test]
+fn its_kernel_compiles_for_every_architecture() {
+    let text = std::fs::read_to_string(source()).unwrap();
+    let kernel = text.split("R\"cuda(").nth(1).unwrap();
+    let kernel = kernel.split(")cuda\"").next().unwrap();
+    for architecture in ["sm_80", "sm_90", "sm_100"] {
+        match cuda::compile("ping_pong.cpp", kernel, architecture) {
+            Ok(code) => assert!(!code.is_empty()),
+            Err(error) if error.kind() == ErrorKind::LibraryMissing => {
+                let required =
+                    std::env::var("WARPLINK_REQUIRE_NVRTC").is_ok_and(|value| value == "1");
+                assert!(!required, "NVRTC is required here: {error}");
+                return;
+            }
+            Err(error) => panic!("{error}"),
+        }
+    }
+}

@@ -1,0 +1,82 @@
+//! `include/warplink.h` is what cbindgen makes of the sources.
+
+#![allow(clippy::unwrap_used)]
+
+use std::path::PathBuf;
+
+/// In the order of the header.
+const SOURCES: [&str; 12] = [
+    "version", "status", "handles", "types", "job", "memory", "stream", "channel", "buffer",
+    "kernel", "block", "log",
+];
+
+fn root() -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR"))
+}
+
+fn generate() -> String {
+    let config = cbindgen::Config::from_file(root().join("cbindgen.toml")).unwrap();
+    let mut builder = cbindgen::Builder::new().with_config(config);
+    for source in SOURCES {
+        builder = builder.with_src(root().join(format!("src/{source}.rs")));
+    }
+    let mut header = Vec::new();
+    builder.generate().unwrap().write(&mut header);
+    String::from_utf8(header).unwrap()
+}
+
+#[test]
+fn the_header_is_up_to_date() {
+    let (path, made) = (root().join("include/warplink.h"), generate());
+    if std::env::var_os("WARPLINK_UPDATE_HEADER").is_some() {
+        std::fs::write(&path, &made).unwrap();
+    }
+    let kept = std::fs::read_to_string(&path).unwrap_or_default();
+    let differs = kept
+        .lines()
+        .zip(made.lines())
+        .position(|(kept, made)| kept != made);
+    assert!(
+        kept == made,
+        "include/warplink.h is not what the sources say, from line {} on; run \
+         WARPLINK_UPDATE_HEADER=1 cargo test -p warplink-c --test header",
+        differs.unwrap_or(kept.lines().count().min(made.lines().count())) + 1
+    );
+}
+
+#[test]
+fn every_exported_function_is_in_the_header() {
+    let header = std::fs::read_to_string(root().join("include/warplink.h")).unwrap();
+    let mut exported = 0;
+    for entry in std::fs::read_dir(root().join("src")).unwrap() {
+        let text = std::fs::read_to_string(entry.unwrap().path()).unwrap();
+        let mut lines = text.lines();
+        while let Some(line) = lines.next() {
+            if line.trim() != "#[unsafe(no_mangle)]" {
+                continue;
+            }
+            let name = lines.next().unwrap().split("fn ").nth(1).unwrap();
+            let name = name.split('(').next().unwrap();
+            assert!(
+                header.contains(&format!(" {name}(")) || header.contains(&format!("*{name}(")),
+                "{name}"
+            );
+            exported += 1;
+        }
+    }
+    assert!(exported > 50, "{exported} functions");
+}
+
+#[test]
+fn the_header_names_nothing_without_the_prefix() {
+    let header = std::fs::read_to_string(root().join("include/warplink.h")).unwrap();
+    let is_name = |line: &&str| {
+        let declares = ["typedef ", "#define ", "} "];
+        declares.iter().any(|start| line.starts_with(start)) && !line.ends_with('{')
+    };
+    let names: Vec<&str> = header.lines().filter(is_name).collect();
+    assert!(names.len() > 20, "{names:?}");
+    for name in names.iter().filter(|name| !name.contains("extern")) {
+        assert!(name.to_lowercase().contains("warplink_"), "{name}");
+    }
+}

@@ -1,0 +1,131 @@
+//! Programs in C99 and C++17, compiled against the installed library and run as two ranks.
+
+#![allow(clippy::unwrap_used)]
+
+#[path = "../../warplink/tests/common/mod.rs"]
+mod common;
+mod installed;
+
+use common::{Ended, wait_all};
+use installed::{Installed, Linkage, run};
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+use warplink::bootstrap::UniqueId;
+
+const LIMIT: Duration = Duration::from_secs(90);
+
+/// Compiles a program of `tests/programs`, and runs it as `ranks` processes with rank, size and address.
+fn processes(source: &str, linkage: Linkage, ranks: usize) -> Vec<Ended> {
+    let installed = Installed::get();
+    let source = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("tests/programs")
+        .join(source);
+    let program = installed.compile(&source, linkage);
+    let id = UniqueId::create([127, 0, 0, 1].into(), 0).unwrap();
+    // Only its port is used, which a process of the program listens on.
+    id.release();
+    let started = Instant::now();
+    let start = |rank: usize| {
+        let mut command = Command::new(&program);
+        for name in ["WARPLINK_ID", "WARPLINK_ADDRESS", "WARPLINK_SECRET"] {
+            command.env_remove(name);
+        }
+        command
+            .args([
+                rank.to_string(),
+                ranks.to_string(),
+                id.address().to_string(),
+            ])
+            .env("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap()
+    };
+    let children = (0..ranks).map(start).collect();
+    wait_all(children, started, LIMIT)
+}
+
+fn assert_succeeded(ended: &[Ended]) {
+    for (rank, end) in ended.iter().enumerate() {
+        assert_eq!(end.code, Some(0), "rank {rank}:\n{}", end.output);
+    }
+}
+
+#[test]
+fn a_c_program_goes_through_the_whole_life_of_a_communicator() {
+    assert_succeeded(&processes("life_cycle.c", Linkage::Shared, 2));
+}
+
+#[test]
+fn null_wrong_orders_and_use_after_destroy_are_errors_with_texts() {
+    assert_succeeded(&processes("misuse.c", Linkage::Shared, 2));
+}
+
+#[test]
+fn a_peer_that_is_killed_ends_the_wait_of_a_kernel_and_is_named() {
+    let ended = processes("lost_peer.c", Linkage::Static, 2);
+    assert_succeeded(&ended[..1]);
+    assert_eq!(ended[1].code, None, "{}", ended[1].output);
+}
+
+#[test]
+fn a_cpp_program_has_two_ranks_as_threads() {
+    // Its two ranks would use one GPU, so on GPUs it needs two that the process sees.
+    assert_succeeded(&processes("threads.cpp", Linkage::Static, 1));
+}
+
+#[test]
+fn the_structs_that_kernels_take_have_one_layout() {
+    let installed = Installed::get();
+    let programs = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/programs");
+    run(Command::new("c++")
+        .args(["-std=c++17", "-fsyntax-only", "-I"])
+        .arg(installed.root().join("include"))
+        .arg(programs.join("layout.cpp")));
+}
+
+#[test]
+fn pkg_config_finds_the_installation() {
+    let installed = Installed::get();
+    let lib = installed.root().join("lib");
+    let file = std::fs::read_to_string(lib.join("pkgconfig/warplink.pc")).unwrap();
+    let line = |start: &str| file.lines().any(|line| line.starts_with(start));
+    assert!(
+        line(&format!("prefix={}", installed.root().display())),
+        "{file}"
+    );
+    assert!(
+        line(&format!("Version: {}", env!("CARGO_PKG_VERSION"))),
+        "{file}"
+    );
+    // Not every machine has it.
+    let mut command = Command::new("pkg-config");
+    command.env("PKG_CONFIG_PATH", lib.join("pkgconfig"));
+    if command
+        .args(["--cflags", "--libs", "warplink"])
+        .output()
+        .is_ok()
+    {
+        let flags = run(&mut command);
+        assert!(flags.contains("-lwarplink"), "{flags}");
+    }
+}
+
+#[test]
+fn only_the_functions_of_the_header_are_exported() {
+    let installed = Installed::get();
+    let library = installed.root().join("lib/libwarplink.so");
+    let symbols = run(Command::new("nm")
+        .args(["-D", "--defined-only"])
+        .arg(library));
+    let header = std::fs::read_to_string(installed.root().join("include/warplink.h")).unwrap();
+    let mut found = 0;
+    for name in symbols.lines().filter_map(|line| line.split(' ').nth(2)) {
+        assert!(header.contains(&format!("{name}(")), "{name} is exported");
+        found += 1;
+    }
+    assert!(found > 50, "{found} symbols");
+}
