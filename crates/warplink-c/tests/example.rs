@@ -2,11 +2,11 @@
 
 #![allow(clippy::unwrap_used)]
 
-#[path = "../../warplink/tests/common/mod.rs"]
-mod common;
+#[path = "../../warplink/tests/common/children.rs"]
+mod children;
 mod installed;
 
-use common::wait_all;
+use children::wait_all;
 use installed::{Installed, Linkage, repository};
 use std::path::PathBuf;
 use std::process::{Command, Stdio};

@@ -2,11 +2,11 @@
 
 #![allow(clippy::unwrap_used)]
 
-#[path = "../../warplink/tests/common/mod.rs"]
-mod common;
+#[path = "../../warplink/tests/common/children.rs"]
+mod children;
 mod installed;
 
-use common::{Ended, wait_all};
+use children::{Ended, wait_all};
 use installed::{Installed, Linkage, run};
 use std::path::Path;
 use std::process::{Command, Stdio};

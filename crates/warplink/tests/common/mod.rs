@@ -7,11 +7,12 @@
 #![allow(dead_code, unreachable_pub, unused_imports)]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+mod children;
 mod elements;
 
+pub use children::{Ended, wait_all};
 pub use elements::{decode, encode};
 use std::collections::BTreeMap;
-use std::io::Read;
 use std::net::{IpAddr, Ipv4Addr};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
@@ -72,14 +73,6 @@ pub struct Ranks {
     pub config: Option<fn(&mut Config)>,
     /// Longest that they may run, instead of [`LIMIT`].
     pub limit: Option<Duration>,
-}
-
-/// How a rank ended.
-#[derive(Debug)]
-pub struct Ended {
-    pub code: Option<i32>,
-    pub output: String,
-    pub after: Duration,
 }
 
 const RANK: &str = "WARPLINK_TEST_RANK";
@@ -184,55 +177,6 @@ impl Ranks {
         let children: Vec<Child> = children.collect();
         Some(wait_all(children, started, self.limit.unwrap_or(LIMIT)))
     }
-}
-
-/// Waits for all, and kills what is left at the limit. Output is read beside the waiting, so that a
-/// full pipe holds nobody up.
-pub fn wait_all(children: Vec<Child>, started: Instant, limit: Duration) -> Vec<Ended> {
-    let waiting: Vec<_> = children
-        .into_iter()
-        .map(|mut child| {
-            let mut readers = Vec::new();
-            let pipes: [Box<dyn Read + Send>; 2] = [
-                Box::new(child.stdout.take().unwrap()),
-                Box::new(child.stderr.take().unwrap()),
-            ];
-            for mut pipe in pipes {
-                readers.push(std::thread::spawn(move || {
-                    let mut text = Vec::new();
-                    pipe.read_to_end(&mut text).unwrap();
-                    String::from_utf8_lossy(&text).into_owned()
-                }));
-            }
-            (child, readers)
-        })
-        .collect();
-    waiting
-        .into_iter()
-        .map(|(mut child, readers)| {
-            let status = loop {
-                if let Some(status) = child.try_wait().unwrap() {
-                    break Some(status);
-                }
-                if started.elapsed() > limit {
-                    child.kill().unwrap();
-                    child.wait().unwrap();
-                    break None;
-                }
-                std::thread::sleep(Duration::from_millis(2));
-            };
-            let after = started.elapsed();
-            let output: Vec<String> = readers
-                .into_iter()
-                .map(|reader| reader.join().unwrap())
-                .collect();
-            Ended {
-                code: status.and_then(|status| status.code()),
-                output: output.concat(),
-                after,
-            }
-        })
-        .collect()
 }
 
 /// Kills this process in a moment, when the others are inside of what it will not leave.
