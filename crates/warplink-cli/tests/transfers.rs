@@ -9,7 +9,16 @@ mod common;
 use common::{stderr, stdout, warplink};
 use serde_json::Value;
 
-const WAYS: [&str; 5] = ["raw", "raw-get", "put", "get", "nccl"];
+const WAYS: [&str; 8] = [
+    "raw",
+    "raw-get",
+    "put",
+    "get",
+    "put-copy-engine",
+    "put-multiprocessors",
+    "get-multiprocessors",
+    "nccl",
+];
 
 /// What `bench p2p` writes for one size.
 fn bench(more: &[&str]) -> String {
@@ -42,7 +51,7 @@ fn check(more: &[&str], with_latency: &[&str]) {
     for row in rows {
         let way = row["way"].as_str().unwrap();
         let floor = match way {
-            "get" | "raw-get" => "raw-get",
+            "get" | "raw-get" | "get-multiprocessors" => "raw-get",
             _ => "raw",
         };
         let floor = rows
@@ -66,7 +75,8 @@ fn check(more: &[&str], with_latency: &[&str]) {
 #[test]
 fn a_pair_has_latency_but_for_raw_gets() {
     // The third rank takes no part.
-    check(&["-n", "3"], &["raw", "put", "get", "nccl"]);
+    let with_latency = WAYS.map(|way| if way == "raw-get" { "" } else { way });
+    check(&["-n", "3"], &with_latency);
 }
 
 #[test]

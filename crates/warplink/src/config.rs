@@ -5,7 +5,7 @@ use crate::channel::ProxyConfig;
 use crate::device::{self, Delays, DeviceConfig, DeviceKind};
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::IdleMappings;
-use crate::p2p::Protocol;
+use crate::p2p::{Path, Protocol};
 use crate::topology::{CLASS_VARIABLE, TopologyClass};
 use std::time::Duration;
 
@@ -21,6 +21,11 @@ pub struct Config {
     pub device: DeviceConfig,
     /// The protocol of transfers that do not choose one; the same on every rank.
     pub protocol: Protocol,
+    /// The path of transfers that do not choose one; the same on every rank. Without one, sends and receives
+    /// use the copy engine, which works whatever kernels run, and programs kernels up to the length where the
+    /// copy engine is faster, unless they multiply matrices. [`Path::Fastest`] says that multiprocessors are
+    /// free for sends and receives too.
+    pub path: Option<Path>,
     /// Limit of every wait on the host that is not given its own deadline.
     pub timeout: Duration,
     /// Limits of the mappings of peers' memory that are kept though nothing uses them.
@@ -41,6 +46,7 @@ impl Config {
             join,
             device: DeviceConfig::new(kind, 0),
             protocol: Protocol::default(),
+            path: None,
             timeout: Duration::from_secs(60),
             idle_mappings: IdleMappings::default(),
             proxy: ProxyConfig::default(),
@@ -52,6 +58,12 @@ impl Config {
     /// Sets the protocol of transfers that do not choose one.
     pub fn with_protocol(mut self, protocol: Protocol) -> Self {
         self.protocol = protocol;
+        self
+    }
+
+    /// Sets the path of transfers that do not choose one.
+    pub fn with_path(mut self, path: Path) -> Self {
+        self.path = Some(path);
         self
     }
 

@@ -7,6 +7,8 @@
 mod common;
 #[path = "transfers/graphs.rs"]
 mod graphs;
+#[path = "transfers/paths.rs"]
+mod paths;
 
 use common::{Ranks, delays, processes, threads, threads_with, values, world};
 use std::time::Duration;

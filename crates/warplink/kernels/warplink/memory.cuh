@@ -50,15 +50,15 @@ __device__ __forceinline__ void copy_items(u64 target, u64 source, u64 count, u3
     const T *in = (const T *)source;
     T *out = (T *)target;
     const u64 stride = size;
-    u64 i = rank;
-    for (; i + (in_flight - 1) * stride < count; i += in_flight * stride) {
+    for (u64 i = rank; i < count; i += in_flight * stride) {
         T values[in_flight];
 #pragma unroll
-        for (u32 j = 0; j < in_flight; j++) values[j] = in[i + j * stride];
+        for (u32 j = 0; j < in_flight; j++)
+            if (i + j * stride < count) values[j] = in[i + j * stride];
 #pragma unroll
-        for (u32 j = 0; j < in_flight; j++) out[i + j * stride] = values[j];
+        for (u32 j = 0; j < in_flight; j++)
+            if (i + j * stride < count) out[i + j * stride] = values[j];
     }
-    for (; i < count; i += stride) out[i] = in[i];
 }
 
 // Copies by the widest accesses that the alignment of both allows.

@@ -20,9 +20,10 @@ use crate::device::{
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::memory::{HANDLE_BYTES, Region, RemoteRegion};
 use crate::p2p::{
-    Batch, ExchangeServices, StreamBarrier, Transfer, TransferExchange, TransferRequest,
+    Batch, ExchangeServices, PathModel, StreamBarrier, Transfer, TransferExchange, TransferRequest,
 };
 use crate::program::Executor;
+use crate::program::cost::{DeviceDescription, HardwareModel};
 use crate::program::execute::{EngineSource, RankContext};
 use crate::signal::Signals;
 use crate::topology::Topology;
@@ -93,6 +94,11 @@ impl Communicator {
             proxies: job.proxies.source(),
         };
         let connections = ConnectionExchange::new(&group, &fault, connections);
+        let (described, world) = (job.device.clone(), group.world());
+        let paths = PathModel::new(move || {
+            let model = HardwareModel::find(&DeviceDescription::of(&*described), world)?;
+            Ok(model.link.transfer_kernels())
+        });
         let services = ExchangeServices {
             bootstrap: job.bootstrap.clone(),
             memory: job.memory.clone(),
@@ -100,6 +106,8 @@ impl Communicator {
             slots: job.slots.clone(),
             in_flight: job.in_flight.clone(),
             protocol: job.protocol,
+            path: job.path.unwrap_or_default(),
+            paths,
         };
         let transfers = TransferExchange::new(&group, &fault, services);
         let engines = Engines::new(&job.bootstrap, &job.device, (&group, &fault), job.timeout);
@@ -344,6 +352,7 @@ impl Communicator {
             in_flight: self.job.in_flight.clone(),
             engines: self.engines.clone(),
             timeout: self.job.timeout,
+            path: self.job.path,
         })
     }
 

@@ -8,7 +8,7 @@ use crate::deadline::Deadline;
 use crate::device::{self, Device, InFlight};
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::memory::MemoryRegistry;
-use crate::p2p::Protocol;
+use crate::p2p::{Path, Protocol};
 use crate::signal::SlotDirectory;
 use crate::topology::TopologyClass;
 use std::sync::Arc;
@@ -26,6 +26,7 @@ pub(super) struct JobServices {
     pub(super) slots: Arc<SlotDirectory>,
     pub(super) proxies: Proxies,
     pub(super) protocol: Protocol,
+    pub(super) path: Option<Path>,
     pub(super) timeout: Duration,
     /// The class that is forced.
     pub(super) topology: Option<TopologyClass>,
@@ -84,6 +85,7 @@ impl JobServices {
             memory,
             in_flight,
             protocol: config.protocol,
+            path: config.path,
             timeout: config.timeout,
             topology: config.topology,
         }))

@@ -41,6 +41,7 @@ mod library;
 mod links;
 mod module;
 pub mod network;
+mod packets;
 mod pci;
 mod properties;
 mod slice;
@@ -67,12 +68,15 @@ pub use interface::{AllocationKind, Device, Export, Opening, Piece, Segment};
 pub use launch::{Argument, Launch};
 pub use links::{DeviceLink, DeviceLinks, LinkEnd, LinkQuery};
 pub use module::{Kernel, Module, ModuleSource};
+pub(crate) use packets::{MAX_BLOCKS as MAX_PACKET_BLOCKS, PACKET, PacketShape};
+pub use packets::{PacketLine, PacketPart};
 pub use pci::PciAddress;
 pub use properties::DeviceProperties;
 pub use slice::{Backing, DeviceSlice, Word};
 pub(crate) use stream::sequence_apart;
 pub use stream::{
-    Event, EventBackend, Graph, GraphBackend, MemoryOp, Priority, Stream, StreamBackend, StreamOp,
+    Event, EventBackend, Graph, GraphBackend, KernelCopy, MemoryOp, Priority, Stream,
+    StreamBackend, StreamOp, Unit,
 };
 
 use crate::error::Result;

@@ -9,7 +9,6 @@ pub struct DeviceProperties {
     pub multiprocessors: usize,
     /// Whether all ranks of a machine share the multiprocessors and memory.
     pub shared: bool,
-    /// Up to this number of bytes, a copy in a [`sequence`](super::Stream::sequence) is done by a kernel,
-    /// with the operations on words beside it; 0 where none is.
-    pub kernel_copy_limit: usize,
+    /// Whether kernels can copy in a [`sequence`](super::Stream::sequence).
+    pub kernel_copies: bool,
 }

@@ -1,5 +1,6 @@
 //! Streams, events and graphs.
 
+use super::packets::PacketPart;
 use super::slice::{DeviceSlice, Word};
 use crate::deadline::Deadline;
 use crate::error::Result;
@@ -43,24 +44,49 @@ pub enum MemoryOp<'a> {
     },
 }
 
+/// What does an operation on a word in a sequence.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Unit {
+    /// Not a kernel, so that it needs no multiprocessor.
+    Stream,
+    /// The kernel of one block that copies just before or after it, if there is one; else no kernel.
+    Beside,
+    /// A kernel.
+    Kernel,
+}
+
 /// A member of a sequence.
 #[derive(Clone, Copy, Debug)]
 pub enum StreamOp<'a> {
     /// On a word.
-    Memory(MemoryOp<'a>),
-    /// A copy between slices of the same length, either of which may be a peer's.
+    Memory(MemoryOp<'a>, Unit),
+    /// A copy between slices of the same length, either of which may be a peer's, by no kernel.
     Copy {
         /// What is written.
         target: &'a DeviceSlice,
         /// What is read.
         source: &'a DeviceSlice,
     },
+    /// A copy by a kernel.
+    KernelCopy(KernelCopy<'a>),
+    /// One end's part of a transfer by packets, by a kernel.
+    Packets(PacketPart<'a>),
 }
 
-impl<'a> From<MemoryOp<'a>> for StreamOp<'a> {
-    fn from(operation: MemoryOp<'a>) -> Self {
-        Self::Memory(operation)
-    }
+/// A copy between slices of the same length, either of which may be a peer's, by the blocks of a kernel.
+#[derive(Clone, Copy, Debug)]
+pub struct KernelCopy<'a> {
+    /// What is written.
+    pub target: &'a DeviceSlice,
+    /// What is read.
+    pub source: &'a DeviceSlice,
+    /// How many blocks copy.
+    pub blocks: u32,
+    /// Words that each block adds one to when what it copied is visible everywhere.
+    pub arrivals: [Option<&'a Word>; 2],
+    /// A word of this rank's own memory that is zero, for several blocks to agree in, and is left zero. Only
+    /// one copy at a time uses it.
+    pub counter: &'a Word,
 }
 
 /// An ordered queue of device work. A clone is another handle of the same queue. Enqueuing never
@@ -109,6 +135,10 @@ impl Stream {
 
     /// Copies, writes and waits, in the order given. A device may do several in one step, so this is
     /// never slower than the calls one by one.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) for what a kernel is to do where the
+    /// device has none for it ([`DeviceProperties::kernel_copies`](super::DeviceProperties)).
     pub fn sequence(&self, ops: &[StreamOp<'_>]) -> Result<()> {
         self.0.sequence(ops)
     }
@@ -266,6 +296,12 @@ pub trait StreamBackend: Any + Send + Sync + fmt::Debug {
     /// See [`Stream::sequence`].
     fn sequence(&self, ops: &[StreamOp<'_>]) -> Result<()>;
 
+    /// One [`StreamOp::KernelCopy`].
+    fn kernel_copy(&self, copy: &KernelCopy<'_>) -> Result<()>;
+
+    /// One [`StreamOp::Packets`].
+    fn packets(&self, part: &PacketPart<'_>) -> Result<()>;
+
     /// See [`Stream::record`].
     fn record(&self, event: &Event) -> Result<()>;
 
@@ -321,13 +357,17 @@ pub trait GraphBackend: Send + Sync + fmt::Debug {
 pub(crate) fn sequence_apart(stream: &dyn StreamBackend, ops: &[StreamOp<'_>]) -> Result<()> {
     let mut pending: Vec<MemoryOp<'_>> = Vec::with_capacity(ops.len());
     for op in ops {
+        if let StreamOp::Memory(op, _) = op {
+            pending.push(*op);
+            continue;
+        }
+        stream.memory_ops(&pending)?;
+        pending.clear();
         match op {
-            StreamOp::Memory(op) => pending.push(*op),
-            StreamOp::Copy { target, source } => {
-                stream.memory_ops(&pending)?;
-                pending.clear();
-                stream.copy(target, source)?;
-            }
+            StreamOp::Memory(..) => {}
+            StreamOp::Copy { target, source } => stream.copy(target, source)?,
+            StreamOp::KernelCopy(copy) => stream.kernel_copy(copy)?,
+            StreamOp::Packets(part) => stream.packets(part)?,
         }
     }
     stream.memory_ops(&pending)

@@ -1,10 +1,11 @@
 //! Posting and waiting for many transfers at once.
 
-use super::protocol::{PostNumber, Role};
+use super::packets::{Turn, Turns};
+use super::protocol::{PostNumber, Role, Steps};
 use super::transfer::Transfer;
-use crate::device::{DeviceSlice, MemoryOp, Stream, StreamOp};
+use crate::device::{DeviceSlice, MemoryOp, Stream, StreamOp, Unit};
 use crate::error::Result;
-use crate::signal::SignalOp;
+use crate::signal::{SignalOp, SignalWord};
 
 /// Posts and waits to be enqueued together, which a device does in fewer steps than one by one: a
 /// small transfer, with what it waits for and what waits for it, becomes one kernel.
@@ -86,7 +87,7 @@ impl<'a> Batch<'a> {
             if transfer.end.role() == Role::Initiator {
                 transfer.end.copy_operands()?;
             }
-            if queue.capture.is_some() {
+            if queue.capture.is_some() || transfer.end.unpacks() {
                 let same = |before: &&Part<'_>| std::ptr::eq(before.transfer, *transfer);
                 let before = self.parts[..index].iter().rfind(same);
                 transfer
@@ -102,10 +103,12 @@ impl<'a> Batch<'a> {
                 part.kind == Kind::Wait || self.parts[index + 1..].iter().any(same)
             });
         queue.operations.reserve(6 * self.parts.len());
+        let mut rest = &self.parts[..];
         for group in self.parts.chunk_by(|a, b| a.kind == b.kind) {
+            rest = &rest[group.len()..];
             let transfers = group.iter().map(|part| part.transfer);
             match group.first().map(|part| part.kind) {
-                Some(Kind::Post) => queue.post(transfers)?,
+                Some(Kind::Post) => queue.post(transfers, rest)?,
                 Some(Kind::Wait) | None => queue.wait(transfers)?,
             }
         }
@@ -139,8 +142,19 @@ struct Queue<'a, 's> {
     /// in a graph may be marked behind all of it.
     whole: bool,
     operations: Vec<StreamOp<'a>>,
-    /// Whose graph mark is behind the operations.
-    marks: Vec<&'a Transfer>,
+    /// What is to be marked behind the operations.
+    marks: Vec<(&'a Transfer, Mark)>,
+}
+
+/// A place in a stream that others may have to follow.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Mark {
+    /// A post in a graph.
+    Post,
+    /// A post outside of graphs that will be unpacked on another stream, perhaps.
+    EagerPost,
+    /// An unpacking in a graph.
+    Unpacked,
 }
 
 impl<'a, 's> Queue<'a, 's> {
@@ -155,18 +169,27 @@ impl<'a, 's> Queue<'a, 's> {
         })
     }
 
-    /// Posts a group; the order of its steps is what [`Batch`] says.
-    fn post(&mut self, group: impl Iterator<Item = &'a Transfer>) -> Result<()> {
+    /// Posts a group; the order of its steps is what [`Batch`] says. `rest` follows in the batch.
+    fn post(&mut self, group: impl Iterator<Item = &'a Transfer>, rest: &[Part<'_>]) -> Result<()> {
         let (mut again, mut copies) = (Vec::new(), Vec::new());
         for transfer in group {
             let (post, steps, marks) = transfer.end.begin_post(self.stream, self.capture)?;
             if steps.copy {
                 copies.push((transfer, post, steps, marks));
+            } else if transfer.end.unpacks() {
+                let waits = |part: &Part<'_>| {
+                    part.kind == Kind::Wait && std::ptr::eq(part.transfer, transfer)
+                };
+                if self.capture.is_some() {
+                    self.marks.push((transfer, Mark::Post));
+                } else if !rest.iter().any(waits) {
+                    self.marks.push((transfer, Mark::EagerPost));
+                }
             } else if matches!(post, PostNumber::Captured(2..)) {
                 again.push((transfer, post, steps));
             } else {
                 self.signals(transfer, post, steps.before)?;
-                self.marks.extend(marks.then_some(transfer));
+                self.marks.extend(marks.then_some((transfer, Mark::Post)));
             }
         }
         // These wait for their post before.
@@ -174,23 +197,48 @@ impl<'a, 's> Queue<'a, 's> {
             self.signals(transfer, post, steps.before)?;
         }
         self.mark()?;
-        // All waits, all copies, all signals: the copy engine is not held up between the copies.
-        for (transfer, post, steps, _) in &copies {
-            self.signals(transfer, *post, steps.before)?;
-        }
-        for (transfer, ..) in &copies {
-            let (target, source) = transfer.end.copy_operands()?;
-            self.operations.push(StreamOp::Copy { target, source });
-        }
-        for (transfer, post, steps, marks) in copies {
-            self.signals(transfer, post, steps.after)?;
-            self.marks.extend(marks.then_some(transfer));
+        self.move_bytes(&copies)?;
+        for (transfer, .., marks) in copies {
+            self.marks.extend(marks.then_some((transfer, Mark::Post)));
         }
         self.mark()
     }
 
+    /// Enqueues what initiators do: packets, which wait for nobody as a rule; then all waits, all copies, all
+    /// signals, so that the copy engine is not held up between the copies.
+    fn move_bytes(&mut self, copies: &[(&'a Transfer, PostNumber, Steps, bool)]) -> Result<()> {
+        let (packets, others): (Vec<_>, Vec<_>) = copies
+            .iter()
+            .copied()
+            .partition(|(transfer, ..)| transfer.end.line.is_some());
+        for (transfer, post, steps, _) in packets {
+            let (packets, _) = transfer.end.movement(post, &steps.after)?;
+            self.operations.push(packets);
+        }
+        for &(transfer, post, steps, _) in &others {
+            self.signals(transfer, post, steps.before)?;
+        }
+        let mut untold = Vec::new();
+        for (transfer, post, steps, _) in others {
+            let (movement, tells) = transfer.end.movement(post, &steps.after)?;
+            self.operations.push(movement);
+            if !tells {
+                untold.push((transfer, post, steps));
+            }
+        }
+        for (transfer, post, steps) in untold {
+            self.signals(transfer, post, steps.after)?;
+        }
+        Ok(())
+    }
+
     fn wait(&mut self, transfers: impl Iterator<Item = &'a Transfer>) -> Result<()> {
+        let mut unpacking = Vec::new();
         for transfer in transfers {
+            if transfer.end.unpacks() {
+                unpacking.push(transfer);
+                continue;
+            }
             let Some((post, steps, follows)) =
                 transfer.end.begin_wait(self.stream, self.capture)?
             else {
@@ -202,6 +250,56 @@ impl<'a, 's> Queue<'a, 's> {
             }
             self.signals(transfer, post, steps.before)?;
         }
+        if unpacking.is_empty() {
+            return Ok(());
+        }
+        // One thread locks them in the same order as another, and none twice.
+        unpacking.sort_unstable_by_key(|transfer| std::ptr::from_ref(*transfer));
+        unpacking.dedup_by_key(|transfer| std::ptr::from_ref(*transfer));
+        let mut turns: Vec<_> = unpacking
+            .iter()
+            .map(|transfer| transfer.end.unpacking.turns())
+            .collect();
+        for (transfer, turns) in unpacking.into_iter().zip(&mut turns) {
+            self.unpack(transfer, turns)?;
+        }
+        // Before others may wait for the same.
+        self.flush()
+    }
+
+    /// Unpacks what was posted of a receive by packets, or follows the stream that did.
+    fn unpack(&mut self, transfer: &'a Transfer, turns: &mut Turns) -> Result<()> {
+        let end = &*transfer.end;
+        let captured = self.capture.is_some();
+        match end.begin_unpacking(turns, self.stream, self.capture)? {
+            Turn::Nothing => {}
+            Turn::Unpack { times, follows } => {
+                if follows {
+                    self.flush()?;
+                    match captured {
+                        true => end.graph_mark.wait(self.stream)?,
+                        false => end.unpacking.posted.wait(self.stream)?,
+                    }
+                }
+                for _ in 0..times {
+                    if !captured {
+                        end.progress.post();
+                    }
+                    self.operations.push(end.unpack(captured)?);
+                }
+                self.marks
+                    .extend(captured.then_some((transfer, Mark::Unpacked)));
+            }
+            Turn::Follow(_) if captured => {
+                self.flush()?;
+                end.unpacking.unpacked.wait(self.stream)?;
+            }
+            Turn::Follow(posts) => {
+                let completed = SignalOp::Wait(SignalWord::Completed, posts);
+                let wait = end.operation(completed, PostNumber::Eager(posts))?;
+                self.operations.push(StreamOp::Memory(wait, Unit::Stream));
+            }
+        }
         Ok(())
     }
 
@@ -212,8 +310,8 @@ impl<'a, 's> Queue<'a, 's> {
         signals: [Option<SignalOp>; 2],
     ) -> Result<()> {
         for signal in signals.into_iter().flatten() {
-            let operation = transfer.end.operation(signal, post)?;
-            self.operations.push(operation.into());
+            let operation = transfer.end.stream_op(signal, post)?;
+            self.operations.push(operation);
         }
         Ok(())
     }
@@ -241,9 +339,14 @@ impl<'a, 's> Queue<'a, 's> {
             }
             self.operations.clear();
         }
-        self.marks
-            .drain(..)
-            .try_for_each(|transfer| transfer.end.graph_mark.record(self.stream))
+        self.marks.drain(..).try_for_each(|(transfer, mark)| {
+            let end = &transfer.end;
+            match mark {
+                Mark::Post => end.graph_mark.record(self.stream),
+                Mark::EagerPost => end.unpacking.posted.record(self.stream),
+                Mark::Unpacked => end.unpacking.unpacked.record(self.stream),
+            }
+        })
     }
 }
 
@@ -252,8 +355,8 @@ fn only_signals<'a>(operations: &[StreamOp<'a>]) -> Option<Vec<MemoryOp<'a>>> {
     operations
         .iter()
         .map(|operation| match operation {
-            StreamOp::Memory(signal) => Some(*signal),
-            StreamOp::Copy { .. } => None,
+            StreamOp::Memory(signal, _) => Some(*signal),
+            StreamOp::Copy { .. } | StreamOp::KernelCopy(_) | StreamOp::Packets(_) => None,
         })
         .collect()
 }
@@ -315,7 +418,7 @@ pub fn post_stores(
     store(&targets)?;
     for (transfer, post, steps, marks) in begun {
         queue.signals(transfer, post, steps.after)?;
-        queue.marks.extend(marks.then_some(transfer));
+        queue.marks.extend(marks.then_some((transfer, Mark::Post)));
     }
     queue.flush()
 }

@@ -1,12 +1,16 @@
 //! One rank's end of a transfer: its memory, its words and the peer's, and what they are set to.
 
+use super::packets::{Turn, Turns, Unpacking};
+use super::path::{Flow, Path};
 use super::progress::Progress;
 use super::protocol::{PostNumber, Protocol, Role, Steps};
 use super::recording::{GraphMark, Recording, Waiting};
 use super::request::{Buffer, Direction};
-use crate::device::{DeviceSlice, MemoryOp, Stream, Word};
+use crate::device::{
+    DeviceSlice, KernelCopy, MemoryOp, PacketLine, PacketPart, Stream, StreamOp, Unit, Word,
+};
 use crate::error::{Error, ErrorKind, Rank, Result};
-use crate::memory::RemoteRegion;
+use crate::memory::{Region, RemoteRegion};
 use crate::signal::{RemoteSlot, SignalOp, SignalWord, Slot, SlotReleases};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -17,6 +21,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 pub(super) struct TransferEnd {
     pub(super) direction: Direction,
     pub(super) protocol: Protocol,
+    pub(super) path: Path,
+    pub(super) flow: Flow,
     pub(super) peer: Rank,
     /// The peer's rank in the job.
     pub(super) job_peer: Rank,
@@ -31,6 +37,10 @@ pub(super) struct TransferEnd {
     pub(super) progress: Arc<Progress>,
     pub(super) recording: Recording,
     pub(super) graph_mark: GraphMark,
+    /// What packets go through, and whose scratch is mapped for it.
+    pub(super) line: Option<PacketLine>,
+    pub(super) _scratch: Option<(Region, RemoteRegion)>,
+    pub(super) unpacking: Unpacking,
     // The stream of the last post, by its number.
     pub(super) posted_on: AtomicU64,
     pub(super) releases: Arc<SlotReleases>,
@@ -44,11 +54,20 @@ impl TransferEnd {
     /// Fails where a post in the graph `capture`, if there is one, cannot be. `waited` says whether the
     /// last thing that the graph is to have of the transfer before is a wait, if that is not noted yet.
     pub(super) fn check_post(&self, capture: Option<u64>, waited: Option<bool>) -> Result<()> {
-        capture.map_or(Ok(()), |capture| {
-            self.recording
-                .check(self.role(), capture, waited)
-                .map_err(|error| error.with_peer(self.peer).with_key(self.key()))
-        })
+        let checked = match capture {
+            Some(capture) => self.recording.check(self.role(), capture, waited),
+            None if self.unpacks() && waited != Some(true) => {
+                let more = u64::from(waited == Some(false));
+                self.unpacking.check(more)
+            }
+            None => Ok(()),
+        };
+        checked.map_err(|error| error.with_peer(self.peer).with_key(self.key()))
+    }
+
+    /// Whether its waits unpack what the peer sends.
+    pub(super) fn unpacks(&self) -> bool {
+        self.role() == Role::Target && self.line.is_some()
     }
 
     /// Fails where the graph that was recorded last has a post that it does not wait for and would
@@ -78,7 +97,16 @@ impl TransferEnd {
     ) -> Result<(PostNumber, Steps, bool)> {
         self.check_post(capture, None)?;
         let (post, marks) = match capture {
+            // Where the buffer is free is said by the last post.
+            Some(capture) if self.unpacks() => {
+                let recording = &self.recording;
+                recording.post(Role::Initiator, capture, stream.raw())
+            }
             Some(capture) => self.recording.post(self.role(), capture, stream.raw()),
+            None if self.unpacks() => {
+                let number = self.unpacking.turns().post(stream.raw());
+                (PostNumber::Eager(number), true)
+            }
             None => {
                 self.posted_on.store(stream.raw(), Ordering::Relaxed);
                 (self.progress.post(), false)
@@ -108,13 +136,34 @@ impl TransferEnd {
         Ok(posts.map(|post| (post, Steps::wait(self.role(), post, same_stream), false)))
     }
 
+    /// What a wait on `stream` does where waits unpack. `turns` are this end's own.
+    pub(super) fn begin_unpacking(
+        &self,
+        turns: &mut Turns,
+        stream: &Stream,
+        capture: Option<u64>,
+    ) -> Result<Turn> {
+        let Some(capture) = capture else {
+            return Ok(turns.wait(stream.raw()));
+        };
+        let waiting = self.recording.wait(self.role(), capture, stream.raw());
+        let waiting = waiting.map_err(|error| error.with_peer(self.peer).with_key(self.key()))?;
+        Ok(match waiting {
+            Some(Waiting {
+                post: PostNumber::Captured(number) | PostNumber::Eager(number),
+                follows,
+            }) => turns.wait_in_graph((capture, number), stream.raw(), follows),
+            None => Turn::Nothing,
+        })
+    }
+
     /// The operation on a word that `signal` means for this transfer.
     pub(super) fn operation(&self, signal: SignalOp, post: PostNumber) -> Result<MemoryOp<'_>> {
         let captured = matches!(post, PostNumber::Captured(_));
         Ok(match signal {
             SignalOp::Set(name, value) => MemoryOp::Write {
                 word: self.word(name, captured),
-                value,
+                value: value.wrapping_mul(self.growth(name)),
             },
             SignalOp::Reset(name) => MemoryOp::Reset {
                 word: self.word(name, captured),
@@ -127,9 +176,89 @@ impl TransferEnd {
             }
             SignalOp::Wait(name, value) => MemoryOp::Wait {
                 word: self.word(name, captured),
-                value,
+                value: value.wrapping_mul(self.growth(name)),
             },
         })
+    }
+
+    /// The member of a sequence that `signal` means for this transfer.
+    pub(super) fn stream_op(&self, signal: SignalOp, post: PostNumber) -> Result<StreamOp<'_>> {
+        let unit = match self.flow {
+            Flow::Streams => Unit::Stream,
+            Flow::Stores { blocks: 1 } => Unit::Beside,
+            Flow::Stores { .. } | Flow::Packets { .. } => Unit::Kernel,
+        };
+        Ok(StreamOp::Memory(self.operation(signal, post)?, unit))
+    }
+
+    /// By how much each post raises the word `name`.
+    fn growth(&self, name: SignalWord) -> u64 {
+        match (name, self.role()) {
+            // What the target announces.
+            (SignalWord::Inbound, Role::Initiator) | (SignalWord::Outbound, Role::Target) => 1,
+            (SignalWord::Inbound, Role::Target)
+            | (SignalWord::Outbound, Role::Initiator)
+            | (SignalWord::Completed, _) => self.flow.arrivals(),
+        }
+    }
+
+    /// What moves the bytes of a post at the initiator, if it is not enqueued by somebody else, and whether
+    /// it also tells of them.
+    pub(super) fn movement(
+        &self,
+        post: PostNumber,
+        after: &[Option<SignalOp>; 2],
+    ) -> Result<(StreamOp<'_>, bool)> {
+        let (target, source) = self.copy_operands()?;
+        let captured = matches!(post, PostNumber::Captured(_));
+        Ok(match self.flow {
+            Flow::Streams => (StreamOp::Copy { target, source }, false),
+            Flow::Stores { blocks } => {
+                // One block tells of it by a store, which every link knows.
+                let tells = blocks > 1;
+                let arrival = |signal: Option<SignalOp>| match signal {
+                    Some(SignalOp::Set(name, _)) if tells => Some(self.word(name, captured)),
+                    _ => None,
+                };
+                let copy = KernelCopy {
+                    target,
+                    source,
+                    blocks,
+                    arrivals: after.map(arrival),
+                    counter: self.slot.counter(),
+                };
+                (StreamOp::KernelCopy(copy), tells)
+            }
+            Flow::Packets { .. } => (self.packets(source, captured)?, true),
+        })
+    }
+
+    /// This end's part of a transfer by packets, of `data`. Outside of graphs it also counts what is done.
+    fn packets<'a>(&'a self, data: &'a DeviceSlice, captured: bool) -> Result<StreamOp<'a>> {
+        let Some(line) = &self.line else {
+            return Err(Error::new(
+                ErrorKind::Internal,
+                "a transfer by packets has no scratch memory",
+            ));
+        };
+        let completed = self.word(SignalWord::Completed, false);
+        Ok(StreamOp::Packets(PacketPart {
+            line,
+            data,
+            receives: self.direction == Direction::Receive,
+            completed: (!captured).then_some(completed),
+        }))
+    }
+
+    /// The unpacking of one post, where waits do that.
+    pub(super) fn unpack(&self, captured: bool) -> Result<StreamOp<'_>> {
+        match self.buffer.region() {
+            Some(region) => self.packets(region.memory(), captured),
+            None => Err(Error::new(
+                ErrorKind::Internal,
+                "a receive has no buffer of its own",
+            )),
+        }
     }
 
     fn word(&self, name: SignalWord, captured: bool) -> &Word {
@@ -168,6 +297,16 @@ impl TransferEnd {
 
     /// The receiver's buffer, at the sender by put.
     pub(super) fn receive_buffer(&self) -> Result<&DeviceSlice> {
+        if self.line.is_some() {
+            return Err(
+                Error::invalid("a send by packets does not store into the receive buffer")
+                    .with_help(
+                        "exchange it with TransferRequest::store, or use the path copy-engine",
+                    )
+                    .with_peer(self.peer)
+                    .with_key(self.key()),
+            );
+        }
         match (self.direction, self.role()) {
             (Direction::Send, Role::Initiator) => self.remote(),
             _ => Err(Error::invalid(format!(

@@ -21,6 +21,8 @@
 mod batch;
 mod end;
 mod exchange;
+mod packets;
+mod path;
 mod progress;
 mod protocol;
 mod recording;
@@ -29,8 +31,9 @@ mod stream_barrier;
 mod transfer;
 
 pub use batch::{Batch, post_all, post_stores, wait_all};
-pub(crate) use exchange::ExchangeServices;
 pub use exchange::TransferExchange;
+pub(crate) use exchange::{ExchangeServices, PathModel};
+pub use path::{Path, TransferKernels};
 pub use protocol::Protocol;
 pub use request::{Direction, TransferRequest};
 pub use stream_barrier::StreamBarrier;

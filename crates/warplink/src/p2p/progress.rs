@@ -18,8 +18,8 @@ pub(super) struct Progress {
     direction: Direction,
     peer: Rank,
     tag: u64,
-    /// The word that the peer sets to the number of its own post.
-    inbound: Word,
+    /// What tells of the posts that the peer has met, and by how much each raises it.
+    met: (Word, u64),
     posts: PostCounter,
     /// When the last post was enqueued, in nanoseconds since `START`.
     posted_at: AtomicU64,
@@ -45,8 +45,9 @@ impl Progress {
             return None;
         };
         let mut met = [0; 8];
-        device.download(self.inbound.as_slice(), &mut met).ok()?;
-        if u64::from_le_bytes(met) >= posts {
+        let (word, each) = &self.met;
+        device.download(word.as_slice(), &mut met).ok()?;
+        if u64::from_le_bytes(met) >= posts.saturating_mul(*each) {
             return None;
         }
         let posted = Duration::from_nanos(self.posted_at.load(Ordering::Relaxed));
@@ -74,13 +75,14 @@ pub(super) struct Waiting {
 pub(super) struct ProgressList(Mutex<Vec<Weak<Progress>>>);
 
 impl ProgressList {
-    /// Adds the end of `request`, whose peer sets `inbound`.
-    pub(super) fn add(&self, request: &TransferRequest, inbound: Word) -> Arc<Progress> {
+    /// Adds the end of `request`; `met` is the word that tells of the posts that the peer has met, and by
+    /// how much each raises it.
+    pub(super) fn add(&self, request: &TransferRequest, met: (Word, u64)) -> Arc<Progress> {
         let progress = Arc::new(Progress {
             direction: request.direction,
             peer: request.peer,
             tag: request.tag,
-            inbound,
+            met,
             posts: PostCounter::default(),
             posted_at: AtomicU64::new(0),
         });

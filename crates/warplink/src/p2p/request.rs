@@ -1,5 +1,6 @@
 //! What a rank asks for when it exchanges a transfer.
 
+use super::path::Path;
 use super::protocol::{Protocol, Role};
 use crate::error::Rank;
 use crate::memory::Region;
@@ -83,6 +84,7 @@ pub struct TransferRequest {
     pub(super) peer: Rank,
     pub(super) tag: u64,
     pub(super) protocol: Option<Protocol>,
+    pub(super) path: Option<Path>,
 }
 
 impl TransferRequest {
@@ -103,6 +105,7 @@ impl TransferRequest {
             peer,
             tag,
             protocol: None,
+            path: None,
         }
     }
 
@@ -114,6 +117,7 @@ impl TransferRequest {
             peer,
             tag,
             protocol: None,
+            path: None,
         }
     }
 
@@ -127,6 +131,7 @@ impl TransferRequest {
             peer,
             tag,
             protocol: Some(Protocol::Put),
+            path: None,
         }
     }
 
@@ -134,6 +139,13 @@ impl TransferRequest {
     /// communicator's.
     pub fn with_protocol(mut self, protocol: Protocol) -> Self {
         self.protocol = Some(protocol);
+        self
+    }
+
+    /// Chooses the path of this transfer, the same on both ranks; otherwise it is the communicator's
+    /// ([`Config::path`](crate::Config::path)).
+    pub fn with_path(mut self, path: Path) -> Self {
+        self.path = Some(path);
         self
     }
 }

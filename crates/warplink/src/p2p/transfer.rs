@@ -1,6 +1,7 @@
 //! A transfer that was exchanged, to be posted and waited for any number of times.
 
 use super::end::TransferEnd;
+use super::path::Path;
 use super::protocol::Protocol;
 use super::request::Direction;
 use crate::device::{DeviceSlice, InFlight, InUse};
@@ -35,6 +36,11 @@ impl Transfer {
         self.end.protocol
     }
 
+    /// The path that both ranks agreed on.
+    pub fn path(&self) -> Path {
+        self.end.path
+    }
+
     /// The other rank, in the communicator that the transfer was exchanged in.
     pub fn peer(&self) -> Rank {
         self.end.peer
@@ -60,7 +66,7 @@ impl Transfer {
     ///
     /// # Errors
     /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) for a receive, and for a
-    /// send by get.
+    /// send by get or by packets.
     pub fn target(&self) -> Result<&DeviceSlice> {
         self.end.receive_buffer()
     }

@@ -63,6 +63,16 @@ impl RankProgram {
         })
     }
 
+    /// Whether anything multiplies matrices.
+    pub fn multiplies(&self) -> bool {
+        self.operations.iter().any(|operation| {
+            matches!(
+                operation.kind,
+                OperationKind::Matmul { .. } | OperationKind::PostMatmul { .. }
+            )
+        })
+    }
+
     /// Whether the collective engine carries any transfer or collective of this rank.
     pub fn uses_engine(&self) -> bool {
         let mut operations = self.operations.iter();

@@ -13,6 +13,7 @@ mod block;
 mod numbers;
 mod publisher;
 mod releases;
+mod scratch;
 mod slots;
 
 pub use block::{RemoteSignals, Signals};

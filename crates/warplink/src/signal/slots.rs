@@ -1,6 +1,7 @@
 //! The memory that signals live in: slots of words, handed out from pages that peers map whole.
 
 use super::SignalWord;
+use super::scratch::ScratchPool;
 use crate::device::{Device, DeviceSlice, Fault, Word};
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::{MemoryRegistry, Region};
@@ -15,6 +16,7 @@ const INBOUND_CAPTURED: usize = 8;
 const COMPLETED: usize = 16;
 const AWAITED: usize = 24;
 const ABORT: usize = 32;
+const COUNTER: usize = 40;
 
 /// Bytes of a slot that a peer needs: its two inbound words.
 const REMOTE_SLOT_BYTES: usize = 16;
@@ -34,6 +36,7 @@ pub(crate) struct SlotPool {
 struct State {
     pages: Vec<Region>,
     free: Vec<u64>,
+    scratch: ScratchPool,
 }
 
 /// The words that an end waits on, in its own memory. It goes back to the pool with
@@ -43,6 +46,7 @@ pub(crate) struct Slot {
     pub(crate) number: u64,
     memory: DeviceSlice,
     words: [Word; 3],
+    counter: Word,
     inbound: Region,
 }
 
@@ -107,15 +111,30 @@ impl SlotPool {
         let inbound = page.slice(start..start + REMOTE_SLOT_BYTES)?;
         Ok(Slot {
             number: self.first + number,
-            memory: slice,
             words,
+            counter: slice.word(COUNTER)?,
+            memory: slice,
             inbound,
         })
     }
 
+    /// Scratch memory of `bytes`, all zero, which goes back with the slot `number`; a multiple of what
+    /// scratch is aligned to. Blocks while it is cleared.
+    pub(crate) fn allocate_scratch(
+        &self,
+        memory: &MemoryRegistry,
+        number: u64,
+        bytes: usize,
+    ) -> Result<Region> {
+        let place = (&*self.device, memory);
+        lock(&self.state).scratch.allocate(place, number, bytes)
+    }
+
     /// Takes back a slot that neither end will write any more.
     pub(crate) fn recycle(&self, number: u64) {
-        lock(&self.state).free.push(number - self.first);
+        let mut state = lock(&self.state);
+        state.scratch.give_back(number);
+        state.free.push(number - self.first);
     }
 }
 
@@ -144,6 +163,21 @@ impl Slot {
     /// The word that the peer sets outside of graphs.
     pub(crate) fn inbound_word(&self) -> &Word {
         &self.words[0]
+    }
+
+    /// The word that counts what the own streams have done outside of graphs.
+    pub(crate) fn completed_word(&self) -> &Word {
+        &self.words[2]
+    }
+
+    /// A word that stays zero between uses, for the blocks of a kernel of this rank.
+    pub(crate) fn counter(&self) -> &Word {
+        &self.counter
+    }
+
+    /// Not zero when the waits were ended.
+    pub(crate) fn abort(&self) -> Result<Word> {
+        self.memory.word(ABORT)
     }
 
     /// Its words for a channel.

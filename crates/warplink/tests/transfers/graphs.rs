@@ -41,7 +41,7 @@ fn a_batch_waits_and_posts_again_in_a_graph() {
 }
 
 /// A graph with a ring step in it, replayed many times; the data moves on by one rank each time.
-fn replay(comm: &Communicator, times: usize) {
+pub(super) fn replay(comm: &Communicator, times: usize) {
     let (rank, world) = (comm.rank(), comm.world());
     let stream = comm.create_stream(Priority::Normal).unwrap();
     for protocol in PROTOCOLS {
@@ -93,7 +93,7 @@ fn a_graph_replayed_with_random_delays_stays_right() {
 }
 
 /// Two steps of a ring in one graph, posted on one stream and waited for on two others.
-fn steps_that_other_streams_wait_for(comm: &Communicator) {
+pub(super) fn steps_that_other_streams_wait_for(comm: &Communicator) {
     const BYTES: usize = 1 << 16;
     let (rank, world) = (comm.rank(), comm.world());
     let stream = |priority| comm.create_stream(priority).unwrap();

@@ -3,10 +3,13 @@
 use super::rig::{self, Rig};
 use crate::commands::bench::timing::Submission;
 use anyhow::{Context, Result};
-use warplink::device::{DeviceSlice, Stream, StreamOp};
+use warplink::device::{DeviceSlice, KernelCopy, Stream, StreamOp};
 use warplink::p2p::Protocol;
 use warplink::program::cost::HardwareModel;
 use warplink::program::cost::curve::Curve;
+
+/// Up to so many bytes, a kernel of one block may be worth it.
+const ONE_BLOCK_LIMIT: usize = 256 << 10;
 
 /// Who copies: the first rank alone, or all at once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -19,7 +22,12 @@ pub(super) fn measure(rig: &Rig<'_>, model: &mut HardwareModel) -> Result<()> {
     if rig.comm.world() == 1 {
         return Ok(());
     }
-    let limit = rig.comm.device().properties().kernel_copy_limit;
+    let properties = rig.comm.device().properties();
+    // Ranks that share their multiprocessors have no copy engine to compare with.
+    let limit = match properties.kernel_copies && !properties.shared {
+        true => ONE_BLOCK_LIMIT,
+        false => 0,
+    };
     model.link.kernel_limit = limit as u64;
     let curve = |protocol, in_kernel: bool| -> Result<Curve> {
         let fits = |bytes: &usize| !in_kernel || *bytes <= limit;
@@ -71,12 +79,16 @@ pub(super) fn ends(
 fn copies(rig: &Rig<'_>, protocol: Protocol, bytes: usize, in_kernel: bool) -> Result<f64> {
     let (target, source) = ends(rig, protocol, 1, bytes)?;
     let repeat = ((256 << 20) / bytes).clamp(4, 32);
+    let counter = rig.comm.device().allocate_signals(64)?.word(0)?;
     repeated(rig, Who::First, repeat, &|stream| {
         if in_kernel {
-            stream.sequence(&[StreamOp::Copy {
+            stream.sequence(&[StreamOp::KernelCopy(KernelCopy {
                 target: &target,
                 source: &source,
-            }])?;
+                blocks: 1,
+                arrivals: [None; 2],
+                counter: &counter,
+            })])?;
         } else {
             stream.copy(&target, &source)?;
         }

@@ -81,7 +81,7 @@ impl Device for CudaDevice {
             model: self.gpu.capabilities.name.clone(),
             multiprocessors: self.gpu.capabilities.multiprocessors as usize,
             shared: false,
-            kernel_copy_limit: kernel.map_or(0, TransferKernel::limit),
+            kernel_copies: kernel.is_some(),
         }
     }
 

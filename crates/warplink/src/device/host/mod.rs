@@ -20,6 +20,7 @@ mod operation;
 mod segment;
 pub(crate) mod signals;
 mod stream;
+mod transfers;
 mod unmapping;
 mod worker;
 
@@ -118,7 +119,7 @@ impl Device for HostDevice {
             model: "host".to_owned(),
             multiprocessors: std::thread::available_parallelism().map_or(1, usize::from),
             shared: true,
-            kernel_copy_limit: 0,
+            kernel_copies: true,
         }
     }
 

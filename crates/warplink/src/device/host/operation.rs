@@ -124,7 +124,7 @@ impl Context {
     }
 
     /// The next pseudo-random number of the thread.
-    fn draw(&self) -> u64 {
+    pub(super) fn draw(&self) -> u64 {
         let mut x = self.random.get();
         x ^= x << 13;
         x ^= x >> 7;

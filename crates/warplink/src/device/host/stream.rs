@@ -10,8 +10,8 @@ use super::operation::{Context, Operation};
 use super::worker::Worker;
 use crate::deadline::Deadline;
 use crate::device::{
-    Delays, DeviceSlice, Event, Fault, FaultSet, Graph, GraphBackend, MemoryOp, Stream,
-    StreamBackend, StreamOp, sequence_apart,
+    Delays, DeviceSlice, Event, Fault, FaultSet, Graph, GraphBackend, KernelCopy, MemoryOp,
+    PacketPart, Stream, StreamBackend, StreamOp, sequence_apart,
 };
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::lock;
@@ -136,6 +136,14 @@ impl StreamBackend for HostStream {
 
     fn sequence(&self, ops: &[StreamOp<'_>]) -> Result<()> {
         sequence_apart(self, ops)
+    }
+
+    fn kernel_copy(&self, copy: &KernelCopy<'_>) -> Result<()> {
+        self.enqueue_kernel_copy(copy)
+    }
+
+    fn packets(&self, part: &PacketPart<'_>) -> Result<()> {
+        self.enqueue_packets(part)
     }
 
     fn record(&self, event: &Event) -> Result<()> {

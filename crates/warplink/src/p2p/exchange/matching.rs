@@ -1,9 +1,12 @@
 //! Making a transfer from what both ends offer.
 
+use super::flow::agreed;
 use super::{End, EndOffer, TransferExchange};
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::RemoteRegion;
 use crate::p2p::end::TransferEnd;
+use crate::p2p::packets::Unpacking;
+use crate::p2p::path::Flow;
 use crate::p2p::protocol::{Protocol, Role};
 use crate::p2p::recording::{GraphMark, Recording};
 use crate::p2p::request::TransferRequest;
@@ -17,6 +20,8 @@ struct PeerMappings {
     slot: RemoteSlot,
     /// The buffer, at the initiator.
     buffer: Option<RemoteRegion>,
+    /// Its scratch memory, where both have some.
+    scratch: Option<RemoteRegion>,
 }
 
 impl TransferExchange {
@@ -26,17 +31,25 @@ impl TransferExchange {
         let named = |error| self.with_context(end.request, &own.own_key, error);
         let request = end.request;
         let offer = EndOffer::decode(message).map_err(named)?;
-        if let Err(error) = check_alike(request, end.protocol, &offer) {
-            // The peer finds the same and gives up too, so nobody will write to the slot.
-            offer
-                .buffer
-                .iter()
-                .chain([&offer.inbound])
-                .for_each(|wire| self.memory.decline_handle(job_peer, wire));
-            self.slots.recycle(end.slot.number);
-            return Err(named(error));
-        }
-        let mapped = match self.map(&offer, request, end.protocol) {
+        let alike = check_alike(request, end.protocol, &offer);
+        let flow = match alike.and_then(|()| agreed(&end, &offer)) {
+            Ok(flow) => flow,
+            Err(error) => {
+                // The peer finds the same and gives up too, so nobody will write to the slot.
+                let handles = offer.buffer.iter().chain(&offer.scratch);
+                handles
+                    .chain([&offer.inbound])
+                    .for_each(|wire| self.memory.decline_handle(job_peer, wire));
+                self.slots.recycle(end.slot.number);
+                return Err(named(error));
+            }
+        };
+        let mapped = self.map(&offer, request, end.protocol, flow);
+        let mapped = mapped.and_then(|mut mapped| {
+            let line = self.line(&end, flow, mapped.scratch.take())?;
+            Ok((mapped, line.unzip()))
+        });
+        let (mapped, (line, scratch)) = match mapped {
             Ok(mapped) => mapped,
             Err(error) => {
                 // The peer believes in the transfer, and lets go of this end when it drops its own.
@@ -46,9 +59,16 @@ impl TransferExchange {
             }
         };
         let inbound = end.slot.inbound_word().clone();
+        let met = match (&line, request.direction.role(end.protocol)) {
+            (Some(_), _) => (end.slot.completed_word().clone(), flow.arrivals()),
+            (None, Role::Target) => (inbound, flow.arrivals()),
+            (None, Role::Initiator) => (inbound, 1),
+        };
         let end = TransferEnd {
             direction: request.direction,
             protocol: end.protocol,
+            path: end.path,
+            flow,
             peer: request.peer,
             job_peer,
             tag: request.tag,
@@ -58,9 +78,12 @@ impl TransferExchange {
             remote_slot: mapped.slot,
             _remote_slot_page: mapped.slot_page,
             peer_slot: offer.slot,
-            progress: self.progress.add(request, inbound),
+            progress: self.progress.add(request, met),
             recording: Recording::default(),
             graph_mark: GraphMark::new(&self.device),
+            line,
+            _scratch: scratch,
+            unpacking: Unpacking::new(&self.device),
             posted_on: AtomicU64::new(0),
             releases: self.releases.clone(),
         };
@@ -73,6 +96,7 @@ impl TransferExchange {
         offer: &EndOffer,
         request: &TransferRequest,
         protocol: Protocol,
+        flow: Flow,
     ) -> Result<PeerMappings> {
         let peer = self.group.job_rank(request.peer)?;
         let words = self
@@ -89,8 +113,18 @@ impl TransferExchange {
             }
             (None, true, _) => Err(wrong_role()),
         };
+        let scratch = match (&offer.scratch, &words, &buffer) {
+            (Some(wire), Ok(_), Ok(_)) if matches!(flow, Flow::Packets { .. }) => {
+                self.memory.open_handle(peer, wire).map(Some)
+            }
+            (Some(wire), ..) => {
+                self.memory.decline_handle(peer, wire);
+                Ok(None)
+            }
+            (None, ..) => Ok(None),
+        };
         let (slot, slot_page) = words?;
-        let buffer = buffer?;
+        let (buffer, scratch) = (buffer?, scratch?);
         let expected = request.buffer.bytes();
         if let Some(remote) = &buffer
             && remote.memory().bytes() != expected
@@ -105,6 +139,7 @@ impl TransferExchange {
             slot_page,
             slot,
             buffer,
+            scratch,
         })
     }
 

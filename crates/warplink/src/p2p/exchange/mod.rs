@@ -11,9 +11,11 @@
 //! How offers are published, taken and withdrawn is `signal/publisher.rs`; `matching` makes a transfer of
 //! the two offers, or says why not.
 
+mod flow;
 mod matching;
 mod offer;
 
+use super::path::{Flow, Path};
 use super::progress::ProgressList;
 use super::protocol::{Protocol, Role};
 use super::request::{Direction, MatchKey, TransferRequest};
@@ -22,10 +24,11 @@ use crate::bootstrap::{Bootstrap, Group};
 use crate::deadline::Deadline;
 use crate::device::{Device, Fault, InFlight};
 use crate::error::{Error, Result};
-use crate::memory::MemoryRegistry;
+use crate::memory::{MemoryRegistry, Region};
 use crate::signal::{
     EndNumbers, Missing, Offer, Publisher, Slot, SlotDirectory, SlotPool, SlotReleases,
 };
+pub(crate) use flow::PathModel;
 use offer::EndOffer;
 use std::sync::Arc;
 
@@ -41,6 +44,8 @@ pub struct TransferExchange {
     slots: Arc<SlotPool>,
     releases: Arc<SlotReleases>,
     default_protocol: Protocol,
+    default_path: Path,
+    paths: PathModel,
     numbers: EndNumbers<MatchKey>,
     progress: ProgressList,
 }
@@ -54,6 +59,9 @@ pub(crate) struct ExchangeServices {
     pub(crate) in_flight: Arc<InFlight>,
     /// Of transfers that do not choose one.
     pub(crate) protocol: Protocol,
+    /// Likewise.
+    pub(crate) path: Path,
+    pub(crate) paths: PathModel,
 }
 
 /// This rank's ends of a batch, which were published.
@@ -63,7 +71,10 @@ pub(crate) struct PublishedEnds<'a>(Vec<Offer<End<'a>>>);
 struct End<'a> {
     request: &'a TransferRequest,
     protocol: Protocol,
+    path: Path,
+    flow: Flow,
     slot: Slot,
+    scratch: Option<Region>,
     number: u64,
 }
 
@@ -77,6 +88,8 @@ impl TransferExchange {
             slots: directory,
             in_flight,
             protocol,
+            path,
+            paths,
         } = services;
         let (slots, releases) = SlotReleases::start(&directory, &device, fault, &memory);
         Self {
@@ -89,6 +102,8 @@ impl TransferExchange {
             releases,
             slots,
             default_protocol: protocol,
+            default_path: path,
+            paths,
             numbers: EndNumbers::default(),
             progress: ProgressList::default(),
         }
@@ -101,8 +116,8 @@ impl TransferExchange {
     ///
     /// # Errors
     /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) for a peer that is no rank;
-    /// [`ErrorKind::Mismatch`](crate::ErrorKind::Mismatch), on both ranks, where lengths or
-    /// protocols differ;
+    /// [`ErrorKind::Mismatch`](crate::ErrorKind::Mismatch), on both ranks, where lengths,
+    /// protocols or paths differ;
     /// [`ErrorKind::Timeout`](crate::ErrorKind::Timeout) or
     /// [`ErrorKind::PeerLost`](crate::ErrorKind::PeerLost), with the peer and what was waited for. A
     /// batch that fails for want of a peer is withdrawn, and may be exchanged again.
@@ -253,7 +268,10 @@ impl TransferExchange {
         let end = End {
             request,
             protocol: request.protocol.unwrap_or(self.default_protocol),
+            path: request.path.unwrap_or(self.default_path),
+            flow: Flow::Streams,
             slot,
+            scratch: None,
             number,
         };
         let keys = [request.direction, request.direction.reversed()]
@@ -272,18 +290,31 @@ impl TransferExchange {
     /// What the peer is told of an end.
     fn describe(&self, offer: &mut Offer<End<'_>>) -> Result<EndOffer> {
         let End {
-            request, protocol, ..
+            request,
+            protocol,
+            path,
+            ..
         } = offer.item;
+        let flow = self.flow(request, protocol, path)?;
+        offer.item.flow = flow;
+        offer.item.scratch = self.scratch(request, flow, &offer.item.slot)?;
         let buffer = match request.direction.role(protocol) {
             Role::Target => request.buffer.region(),
             Role::Initiator => None,
         };
         let buffer = buffer.map(|region| self.publisher.export(offer, region));
         let buffer = buffer.transpose()?;
+        let scratch = offer.item.scratch.clone();
+        let scratch = scratch.map(|region| self.publisher.export(offer, &region));
+        let scratch = scratch.transpose()?;
         let inbound = offer.item.slot.inbound().clone();
         Ok(EndOffer {
             bytes: request.buffer.bytes() as u64,
             protocol,
+            path,
+            flow,
+            stored: request.buffer.region().is_none(),
+            scratch,
             buffer,
             inbound: self.publisher.export(offer, &inbound)?,
             slot: offer.item.slot.number,

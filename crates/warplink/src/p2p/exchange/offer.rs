@@ -1,6 +1,7 @@
 //! What is published for one end of a transfer.
 
 use crate::error::{Error, ErrorKind, Result};
+use crate::p2p::path::{Flow, Path};
 use crate::p2p::protocol::Protocol;
 use serde::{Deserialize, Serialize};
 
@@ -9,6 +10,13 @@ use serde::{Deserialize, Serialize};
 pub(super) struct EndOffer {
     pub(super) bytes: u64,
     pub(super) protocol: Protocol,
+    pub(super) path: Path,
+    /// What follows from the path here.
+    pub(super) flow: Flow,
+    /// Whether something else than this end's copy stores the bytes.
+    pub(super) stored: bool,
+    /// The handle of this end's scratch memory, where there is one.
+    pub(super) scratch: Option<Vec<u8>>,
     /// The handle of the buffer, where the other end copies.
     pub(super) buffer: Option<Vec<u8>>,
     /// The handle of the inbound words of this end's slot.
@@ -45,6 +53,13 @@ mod tests {
         let offer = EndOffer {
             bytes: 4096,
             protocol: Protocol::Get,
+            path: Path::Multiprocessors,
+            flow: Flow::Packets {
+                blocks: 4,
+                threads: 128,
+            },
+            stored: false,
+            scratch: Some(vec![3; 168]),
             buffer: Some(vec![1; 168]),
             inbound: vec![2; 168],
             slot: 7,

@@ -7,6 +7,7 @@ use super::collective::Collectives;
 use super::curve::Curve;
 use super::gemm::{Gemm, Grid};
 use crate::error::{Error, ErrorKind, Result};
+use crate::p2p::TransferKernels;
 use serde::{Deserialize, Serialize};
 
 /// The version of the file's format.
@@ -92,12 +93,22 @@ pub struct Memory {
 /// Transfers between two devices.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Link {
-    /// Up to this number of bytes, a transfer is done by one kernel, with its waits and signals.
+    /// Up to this number of bytes, a transfer beside matmuls is done by one kernel of one block, with its waits and
+    /// signals.
     pub kernel_limit: u64,
     /// Seconds of a put by a kernel, by bytes, one of many in a row on one stream.
     pub kernel_put: Curve,
     /// Seconds of a get by a kernel.
     pub kernel_get: Curve,
+    /// Where multiprocessors are free: which transfers kernels do, and how.
+    #[serde(default)]
+    pub kernels: TransferKernels,
+    /// Seconds of a put by these kernels, one way, signals included.
+    #[serde(default)]
+    pub kernels_put: Curve,
+    /// Seconds of a get by these kernels, one way, signals included.
+    #[serde(default)]
+    pub kernels_get: Curve,
     /// Seconds of a put by the copy engine, alone on the link.
     pub put: Curve,
     /// Seconds of a get by the copy engine.
@@ -182,6 +193,16 @@ impl Default for Interference {
     }
 }
 
+impl Link {
+    /// What transfers are to know of kernels.
+    pub fn transfer_kernels(&self) -> TransferKernels {
+        TransferKernels {
+            one_block_limit: self.kernel_limit,
+            ..self.kernels.clone()
+        }
+    }
+}
+
 impl HardwareModel {
     /// Reads a model.
     ///
@@ -225,6 +246,8 @@ impl HardwareModel {
             ("memory.copy", &self.memory.copy),
             ("link.kernel_put", &self.link.kernel_put),
             ("link.kernel_get", &self.link.kernel_get),
+            ("link.kernels_put", &self.link.kernels_put),
+            ("link.kernels_get", &self.link.kernels_get),
             ("link.put", &self.link.put),
             ("link.get", &self.link.get),
         ] {

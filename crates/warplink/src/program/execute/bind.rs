@@ -25,6 +25,8 @@ pub struct Prepared {
     pub(super) digest: Arc<Digest>,
     // Whether any rank uses the collective engine of all ranks, which all join then.
     pub(super) uses_engine_of_all: bool,
+    // Whether any rank multiplies matrices, so that all choose the same path.
+    pub(super) multiplies: bool,
     pub(super) eager_only: Option<Arc<Diagnostic>>,
 }
 
@@ -179,12 +181,14 @@ impl Prepared {
     fn requests(&self, memory: &PlanMemory) -> Result<Vec<TransferRequest>> {
         let mut registered: HashMap<TensorId, Region> = HashMap::new();
         let mut requests = Vec::new();
+        let path = self.context.path(self.multiplies);
         for (transfer, protocol) in self.direct() {
             let range = transfer.range;
             let tag = tag(transfer);
             let region = match (memory.tensor(range.tensor), registered.get(&range.tensor)) {
                 (TensorMemory::Nothing, _) => {
-                    requests.push(TransferRequest::store(range.bytes, transfer.peer, tag));
+                    let store = TransferRequest::store(range.bytes, transfer.peer, tag);
+                    requests.push(store.with_path(path));
                     continue;
                 }
                 (TensorMemory::Pooled(region), _) => region.clone(),
@@ -200,7 +204,7 @@ impl Prepared {
                 Direction::Send => TransferRequest::send(&part, transfer.peer, tag),
                 Direction::Receive => TransferRequest::receive(&part, transfer.peer, tag),
             };
-            requests.push(request.with_protocol(protocol));
+            requests.push(request.with_protocol(protocol).with_path(path));
         }
         Ok(requests)
     }

@@ -5,7 +5,7 @@ use crate::deadline::Deadline;
 use crate::device::{CollectiveEngine, Device, InFlight};
 use crate::error::{Rank, Result};
 use crate::memory::MemoryRegistry;
-use crate::p2p::{StreamBarrier, TransferExchange};
+use crate::p2p::{Path, StreamBarrier, TransferExchange};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -29,6 +29,8 @@ pub(crate) struct RankContext {
     pub(crate) in_flight: Arc<InFlight>,
     pub(crate) engines: Arc<dyn EngineSource>,
     pub(crate) timeout: Duration,
+    /// The path that the communicator chooses for transfers, if it does.
+    pub(crate) path: Option<Path>,
 }
 
 impl RankContext {
@@ -38,6 +40,16 @@ impl RankContext {
 
     pub(crate) fn world(&self) -> usize {
         self.group.world()
+    }
+
+    /// The path of a program's transfers. Its own kernels end by themselves, but a kernel that a transfer
+    /// waits in would find no room beside matmuls, or leave them none.
+    pub(crate) fn path(&self, multiplies: bool) -> Path {
+        match self.path {
+            None | Some(Path::Fastest) if multiplies => Path::OneBlock,
+            None => Path::Fastest,
+            Some(path) => path,
+        }
     }
 
     /// Every rank's bytes, in rank order. Blocks until every rank has called it.

@@ -33,6 +33,7 @@ pub use trace::{Trace, TraceSpan};
 use super::cost::{DeviceDescription, HardwareModel};
 use super::ir::Program;
 use super::parameters::Parameters;
+use super::rank_program::RankProgram;
 use super::{refused, unroll, verify};
 use crate::device::{CollectiveEngine, Device, Priority, Stream};
 use crate::error::{Error, Rank, Result};
@@ -185,14 +186,14 @@ impl Executor {
         };
         let of_rank = |rank| unroll(program, rank, world, options.streams, parameters);
         let rank_program = of_rank(rank)?;
-        let uses_engine_of_all = match &report {
-            Some(report) => report.uses_engine_of_all,
+        let (uses_engine_of_all, multiplies) = match &report {
+            Some(report) => (report.uses_engine_of_all, report.multiplies),
             None => {
                 let others = (0..world).filter(|other| *other != rank);
-                rank_program.uses_engine_of_all()
-                    || others
-                        .filter_map(|other| of_rank(other).ok())
-                        .any(|other| other.uses_engine_of_all())
+                let others: Vec<_> = others.filter_map(|other| of_rank(other).ok()).collect();
+                let any =
+                    |test: fn(&RankProgram) -> bool| test(&rank_program) || others.iter().any(test);
+                (any(RankProgram::uses_engine_of_all), any(RankProgram::multiplies))
             }
         };
         Ok(Prepared {
@@ -202,6 +203,7 @@ impl Executor {
             program: Arc::new(rank_program),
             digest: Arc::new(Digest::of(program, parameters, options.streams)?),
             uses_engine_of_all,
+            multiplies,
             eager_only: report.and_then(|report| report.eager_only).map(Arc::new),
         })
     }

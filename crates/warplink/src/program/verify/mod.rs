@@ -82,6 +82,8 @@ pub struct Report {
     /// Whether any is carried by the engine of all ranks, which they all join then, and not by one of
     /// some ranks.
     pub uses_engine_of_all: bool,
+    /// Whether any rank multiplies matrices.
+    pub multiplies: bool,
 }
 
 impl fmt::Display for Report {
@@ -185,5 +187,6 @@ fn report(ranks: &[RankProgram], eager_only: Option<Diagnostic>) -> Report {
         eager_only,
         uses_engine: ranks.iter().any(RankProgram::uses_engine),
         uses_engine_of_all: ranks.iter().any(RankProgram::uses_engine_of_all),
+        multiplies: ranks.iter().any(RankProgram::multiplies),
     }
 }

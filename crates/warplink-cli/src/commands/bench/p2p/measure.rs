@@ -5,7 +5,7 @@ use super::{Row, Way};
 use crate::commands::bench::timing::{Submission, Times};
 use anyhow::Result;
 use warplink::device::{CollectiveRequest, DeviceSlice, Stream};
-use warplink::p2p::{Batch, Protocol, Transfer, TransferRequest};
+use warplink::p2p::{Batch, Path, Protocol, Transfer, TransferRequest};
 
 /// Transfers of one protocol that are under way at once, so that handing a buffer over is hidden
 /// behind the transfers before.
@@ -26,10 +26,9 @@ impl Rig<'_> {
         submission: Submission,
         samples: usize,
     ) -> Result<Row> {
-        let transfers = match way {
-            Way::Put => self.transfers(bytes, Protocol::Put)?,
-            Way::Get => self.transfers(bytes, Protocol::Get)?,
-            Way::Raw | Way::RawGet | Way::Nccl => Vec::new(),
+        let transfers = match way.transfer() {
+            Some((protocol, path)) => self.transfers(bytes, protocol, path)?,
+            None => Vec::new(),
         };
         // Raw gets have none: without a protocol, the receiver cannot know when it may get.
         let latency = (!self.ring && way != Way::RawGet)
@@ -50,14 +49,25 @@ impl Rig<'_> {
     }
 
     /// A send to the right and a receive from the left, [`DEPTH`] times.
-    fn transfers(&self, bytes: usize, protocol: Protocol) -> Result<Vec<[Transfer; 2]>> {
+    fn transfers(
+        &self,
+        bytes: usize,
+        protocol: Protocol,
+        path: Option<Path>,
+    ) -> Result<Vec<[Transfer; 2]>> {
         let (own, into) = (self.own.slice(0..bytes)?, self.into.slice(0..bytes)?);
         let mut requests = Vec::new();
         if self.takes_part() {
             for tag in 0..DEPTH as u64 {
-                requests.push(TransferRequest::send(&own, self.right, tag).with_protocol(protocol));
-                requests
-                    .push(TransferRequest::receive(&into, self.left, tag).with_protocol(protocol));
+                let send = TransferRequest::send(&own, self.right, tag);
+                let receive = TransferRequest::receive(&into, self.left, tag);
+                requests.extend([send, receive].map(|request| {
+                    let request = request.with_protocol(protocol);
+                    match path {
+                        Some(path) => request.with_path(path),
+                        None => request,
+                    }
+                }));
             }
         }
         let mut transfers = self.clock.comm.exchange(&requests)?.into_iter();
@@ -191,8 +201,8 @@ impl Rig<'_> {
                     }
                 }
                 (Way::Nccl, _) => {}
-                (Way::Put | Way::Get, _) if transfers.is_empty() => {}
-                (Way::Put | Way::Get, _) => {
+                _ if transfers.is_empty() => {}
+                _ => {
                     self.second.fork(stream)?;
                     let size = group_size(bytes);
                     let (turns, ahead) = (repeat / size, DEPTH / size);

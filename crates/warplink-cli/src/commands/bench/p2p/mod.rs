@@ -15,6 +15,7 @@ use clap::Args;
 use rig::Rig;
 use serde::Serialize;
 use std::process::ExitCode;
+use warplink::p2p::{Path, Protocol};
 use warplink::{Communicator, DeviceKind};
 
 /// Measure send and receive between two ranks
@@ -26,7 +27,9 @@ use warplink::{Communicator, DeviceKind};
 /// raw      copies into the peer's memory without a protocol; for latency, each copy is followed by
 ///          a write of a word that the peer waits for
 /// raw-get  the same copies issued by the receiver; bandwidth only
-/// put, get send and receive with that protocol
+/// put, get send and receive with that protocol, by the path that is the default
+/// put-copy-engine, put-multiprocessors, get-multiprocessors
+///          likewise, by that path
 /// nccl     the vendor's library (a substitute on the host device)
 ///
 /// The column 'of raw' is the bandwidth divided by that of the raw copies in the same direction:
@@ -70,6 +73,9 @@ enum Way {
     RawGet,
     Put,
     Get,
+    PutCopyEngine,
+    PutMultiprocessors,
+    GetMultiprocessors,
     Nccl,
 }
 
@@ -81,7 +87,22 @@ impl Way {
             Self::RawGet => "raw-get",
             Self::Put => "put",
             Self::Get => "get",
+            Self::PutCopyEngine => "put-copy-engine",
+            Self::PutMultiprocessors => "put-multiprocessors",
+            Self::GetMultiprocessors => "get-multiprocessors",
             Self::Nccl => "nccl",
+        }
+    }
+
+    /// The protocol and the path of a send and receive; no path where that is the communicator's.
+    fn transfer(self) -> Option<(Protocol, Option<Path>)> {
+        match self {
+            Self::Put => Some((Protocol::Put, None)),
+            Self::Get => Some((Protocol::Get, None)),
+            Self::PutCopyEngine => Some((Protocol::Put, Some(Path::CopyEngine))),
+            Self::PutMultiprocessors => Some((Protocol::Put, Some(Path::Multiprocessors))),
+            Self::GetMultiprocessors => Some((Protocol::Get, Some(Path::Multiprocessors))),
+            Self::Raw | Self::RawGet | Self::Nccl => None,
         }
     }
 
@@ -89,8 +110,10 @@ impl Way {
     /// at them than at puts when all ranks get at once.
     fn floor(self) -> Self {
         match self {
-            Self::Raw | Self::Put | Self::Nccl => Self::Raw,
-            Self::RawGet | Self::Get => Self::RawGet,
+            Self::Raw | Self::Put | Self::PutCopyEngine | Self::PutMultiprocessors | Self::Nccl => {
+                Self::Raw
+            }
+            Self::RawGet | Self::Get | Self::GetMultiprocessors => Self::RawGet,
         }
     }
 }
@@ -167,7 +190,15 @@ impl P2p {
         let largest =
             usize::try_from(sizes.last().copied().unwrap_or(to)).context("sizes fit the memory")?;
         let rig = Rig::new(comm, largest, self.ring, !self.no_nccl)?;
-        let mut ways = vec![Way::Raw, Way::RawGet, Way::Put, Way::Get];
+        let mut ways = vec![
+            Way::Raw,
+            Way::RawGet,
+            Way::Put,
+            Way::Get,
+            Way::PutCopyEngine,
+            Way::PutMultiprocessors,
+            Way::GetMultiprocessors,
+        ];
         ways.extend(rig.engine.as_ref().map(|_| Way::Nccl));
         let steps = sizes.len() * ways.len();
         let progress = (comm.rank() == 0).then(|| Progress::new(steps as u64, "send and receive"));

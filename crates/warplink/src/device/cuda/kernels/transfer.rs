@@ -1,11 +1,11 @@
-//! The kernel that does a small transfer, with its waits and signals, in one launch.
+//! The kernels that do a transfer, with its waits and signals, in one launch.
 
 use super::module::{Function, Module};
 use super::nvrtc;
 use crate::device::cuda::capabilities::Capabilities;
 use crate::device::cuda::driver::context::Context;
 use crate::device::cuda::stream::memory_ops::address;
-use crate::device::{DeviceSlice, MemoryOp};
+use crate::device::{KernelCopy, MemoryOp, PacketPart, Word};
 use crate::error::Result;
 use cudarc::driver::sys::CUstream;
 use std::ffi::c_void;
@@ -14,16 +14,15 @@ use std::sync::Arc;
 /// Most operations of one launch; must match the kernel.
 pub(crate) const MAX_OPERATIONS: usize = 16;
 
-/// Most threads of the block; must match the kernel's launch bounds.
-const BLOCK: u32 = 1024;
+/// Most transfers by packets of one launch; must match the kernel.
+pub(crate) const MAX_PARTS: usize = 8;
+
+/// Most threads of a block; must match the kernels' launch bounds.
+const MAX_THREADS: u32 = 1024;
 
 /// Bytes that a thread copies at once, and how often before it stores; fewer threads suffice for
 /// less.
 const BYTES_PER_THREAD: usize = 16 * 4;
-
-/// Transfers up to this length run in the kernel unless `WARPLINK_KERNEL_BYTES` says otherwise. One
-/// block moves about 40 GB/s over a link, so that a longer one is faster by the copy engine.
-const DEFAULT_MAX_BYTES: usize = 256 << 10;
 
 /// As the kernel has it.
 #[repr(C)]
@@ -35,76 +34,105 @@ struct Parameters {
     count: u32,
     waits: u32,
     resets: u32,
+    late: u32,
+    unused: u32,
+    arrivals: [u64; 2],
+    counter: u64,
     operations: [[u64; 2]; MAX_OPERATIONS],
 }
 
-/// The kernel, loaded before anything can spin.
+/// As the kernel has it.
+#[derive(Clone, Copy, Default)]
+#[repr(C)]
+struct Part {
+    data: u64,
+    bytes: u64,
+    own: u64,
+    peer: u64,
+    abort: u64,
+    completed: u64,
+    blocks: u32,
+    threads: u32,
+    receives: u32,
+    unused: u32,
+}
+
+/// As the kernel has it.
+#[repr(C)]
+struct Parts {
+    parts: [Part; MAX_PARTS],
+    count: u32,
+    unused: u32,
+}
+
+/// The kernels, loaded before anything can spin.
 #[derive(Debug)]
 pub(crate) struct TransferKernel {
-    function: Function,
-    largest: usize,
+    transfer: Function,
+    packets: Function,
 }
 
 impl TransferKernel {
-    /// Loads the kernel; `None` where the compiler is missing or it was switched off, and the copy
-    /// engine does small transfers too.
+    /// Loads the kernels; `None` where the compiler is missing, and the copy engine does small transfers too.
     pub(crate) fn load(context: &Arc<Context>, capabilities: &Capabilities) -> Option<Self> {
-        let largest = match std::env::var("WARPLINK_KERNEL_BYTES") {
-            Err(_) => DEFAULT_MAX_BYTES,
-            Ok(text) => text.parse().unwrap_or_else(|_| {
-                tracing::warn!(
-                    text,
-                    "unknown value of WARPLINK_KERNEL_BYTES; expected a number of bytes; it is ignored"
-                );
-                DEFAULT_MAX_BYTES
-            }),
-        };
-        if largest == 0 {
-            return None;
-        }
-        let function = Module::load(context, capabilities, &nvrtc::TRANSFER)
-            .and_then(|module| module.function(c"warplink_transfer"));
-        match function {
-            Ok(function) => Some(Self { function, largest }),
-            Err(error) => {
-                tracing::info!(%error, "small transfers use the copy engine, which is slower");
-                None
-            }
-        }
+        let loaded = Module::load(context, capabilities, &nvrtc::TRANSFER).and_then(|module| {
+            Ok(Self {
+                transfer: module.function(c"warplink_transfer")?,
+                packets: module.function(c"warplink_packets")?,
+            })
+        });
+        loaded
+            .inspect_err(
+                |error| tracing::info!(%error, "small transfers use the copy engine, which is slower"),
+            )
+            .ok()
     }
 
-    /// The longest copy that is better done by the kernel.
-    pub(in super::super) fn limit(&self) -> usize {
-        self.largest
+    /// Enqueues operations on words alone: at most [`MAX_OPERATIONS`].
+    pub(crate) fn words(&self, stream: CUstream, ops: &[MemoryOp<'_>]) -> Result<()> {
+        self.enqueue(stream, ops, None, &[])
     }
 
-    /// Whether a copy of `bytes` is better done by the kernel.
-    #[inline]
-    pub(crate) fn takes(&self, bytes: usize) -> bool {
-        bytes <= self.largest
-    }
-
-    /// Enqueues `before`, the copy from the second slice to the first, if there is one, and `after`:
-    /// at most [`MAX_OPERATIONS`].
-    pub(crate) fn enqueue(
+    /// Enqueues `before`, the copy and `after`: at most [`MAX_OPERATIONS`]. Where several blocks copy, `after`
+    /// may only wait.
+    pub(crate) fn copy(
         &self,
         stream: CUstream,
         before: &[MemoryOp<'_>],
-        copy: Option<(&DeviceSlice, &DeviceSlice)>,
+        copy: &KernelCopy<'_>,
         after: &[MemoryOp<'_>],
     ) -> Result<()> {
-        let (mut waits, mut resets) = (0, 0);
-        let bytes = copy.map_or(0, |(target, _)| target.bytes());
+        self.enqueue(stream, before, Some(copy), after)
+    }
+
+    fn enqueue(
+        &self,
+        stream: CUstream,
+        before: &[MemoryOp<'_>],
+        copy: Option<&KernelCopy<'_>>,
+        after: &[MemoryOp<'_>],
+    ) -> Result<()> {
+        let bytes = copy.map_or(0, |copy| copy.target.bytes());
+        let blocks = copy.map_or(1, |copy| copy.blocks.max(1));
         let mut parameters = Parameters {
-            target: copy.map_or(0, |(target, _)| target.address()),
-            source: copy.map_or(0, |(_, source)| source.address()),
+            target: copy.map_or(0, |copy| copy.target.address()),
+            source: copy.map_or(0, |copy| copy.source.address()),
             bytes: bytes as u64,
             before: before.len() as u32,
             count: (before.len() + after.len()) as u32,
             waits: 0,
             resets: 0,
+            late: 0,
+            unused: 0,
+            arrivals: [0; 2],
+            counter: copy.map_or(Ok(0), |copy| address(copy.counter))?,
             operations: [[0; 2]; MAX_OPERATIONS],
         };
+        if let Some(copy) = copy {
+            for (place, word) in parameters.arrivals.iter_mut().zip(copy.arrivals) {
+                *place = word.map_or(Ok(0), address)?;
+            }
+        }
         for (index, (operation, entry)) in before
             .iter()
             .chain(after)
@@ -114,28 +142,81 @@ impl TransferKernel {
             *entry = match operation {
                 MemoryOp::Write { word, value } => [address(word)?, *value],
                 MemoryOp::Reset { word } => {
-                    resets |= 1 << index;
+                    parameters.resets |= 1 << index;
+                    if blocks > 1 && is_awaited(&before[..index.min(before.len())], word) {
+                        parameters.late |= 1 << index;
+                    }
                     [address(word)?, 0]
                 }
                 MemoryOp::Wait { word, value } => {
-                    waits |= 1 << index;
+                    parameters.waits |= 1 << index;
                     [address(word)?, *value]
                 }
             };
         }
-        (parameters.waits, parameters.resets) = (waits, resets);
-        let threads = bytes.div_ceil(BYTES_PER_THREAD).next_multiple_of(32) as u32;
+        let each = bytes.div_ceil(blocks as usize);
+        let threads = each.div_ceil(BYTES_PER_THREAD).next_multiple_of(32) as u32;
+        // Several blocks are for speed, and one thread for each access gives the most of it.
+        let threads = match blocks {
+            1 => threads,
+            _ => each.div_ceil(16).next_multiple_of(32) as u32,
+        };
         // SAFETY: the kernel takes one parameter, of this layout. The slices are live device memory
         // of as many bytes, the words are aligned and live, and no more than fit are given.
         unsafe {
-            self.function.launch(
+            self.transfer.launch(
                 stream,
-                1,
-                threads.clamp(32, BLOCK),
+                blocks,
+                threads.clamp(32, MAX_THREADS),
                 &mut [(&raw mut parameters).cast::<c_void>()],
             )
         }
     }
+
+    /// Enqueues `parts` side by side: at most [`MAX_PARTS`], none of which excludes another.
+    pub(crate) fn packets(&self, stream: CUstream, parts: &[PacketPart<'_>]) -> Result<()> {
+        let mut parameters = Parts {
+            parts: [Part::default(); MAX_PARTS],
+            count: parts.len().min(MAX_PARTS) as u32,
+            unused: 0,
+        };
+        let (mut blocks, mut threads) = (0, 32);
+        for (entry, part) in parameters.parts.iter_mut().zip(parts) {
+            let (shape, [own, peer]) = (part.line.shape(), part.line.scratch());
+            *entry = Part {
+                data: part.data.address(),
+                bytes: part.data.bytes() as u64,
+                own: own.address(),
+                peer: peer.address(),
+                abort: address(part.line.abort())?,
+                completed: part.completed.map_or(Ok(0), address)?,
+                blocks: shape.blocks,
+                threads: shape.threads,
+                receives: u32::from(part.receives),
+                unused: 0,
+            };
+            blocks += shape.blocks;
+            threads = threads.max(shape.threads);
+        }
+        // SAFETY: the kernel takes one parameter, of this layout. The data is live device memory, and so is
+        // scratch of the length that the shape asks for; words are aligned and live.
+        unsafe {
+            self.packets.launch(
+                stream,
+                blocks,
+                threads.min(MAX_THREADS),
+                &mut [(&raw mut parameters).cast::<c_void>()],
+            )
+        }
+    }
+}
+
+/// Whether one of `operations` waits for `word`.
+fn is_awaited(operations: &[MemoryOp<'_>], word: &Word) -> bool {
+    operations.iter().any(|operation| match operation {
+        MemoryOp::Wait { word: awaited, .. } => awaited.address() == word.address(),
+        MemoryOp::Write { .. } | MemoryOp::Reset { .. } => false,
+    })
 }
 
 #[cfg(test)]
@@ -143,8 +224,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_layout_is_the_kernels() {
-        assert_eq!(size_of::<Parameters>(), 40 + 16 * MAX_OPERATIONS);
-        assert_eq!(std::mem::offset_of!(Parameters, operations), 40);
+    fn the_layouts_are_the_kernels() {
+        assert_eq!(size_of::<Parameters>(), 72 + 16 * MAX_OPERATIONS);
+        assert_eq!(std::mem::offset_of!(Parameters, operations), 72);
+        assert_eq!(std::mem::offset_of!(Parameters, arrivals), 48);
+        assert_eq!(
+            (size_of::<Part>(), std::mem::offset_of!(Part, blocks)),
+            (64, 48)
+        );
+        assert_eq!(std::mem::offset_of!(Parts, count), 64 * MAX_PARTS);
     }
 }

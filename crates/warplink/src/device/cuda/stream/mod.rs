@@ -4,6 +4,7 @@ pub(super) mod event;
 pub(super) mod graph;
 pub(super) mod live;
 pub(super) mod memory_ops;
+mod sequence;
 pub(super) mod signals;
 
 use self::event::CudaEvent;
@@ -16,11 +17,10 @@ use crate::device::cuda::driver::poll::poll;
 use crate::device::cuda::driver::raw::{RawEvent, RawStream};
 use crate::device::cuda::driver::{Driver, status};
 use crate::device::cuda::gpu::Gpu;
-use crate::device::cuda::kernels::transfer::MAX_OPERATIONS;
 use crate::device::cuda::memory::CudaBacking;
 use crate::device::{
-    DeviceKind, DeviceSlice, Event, FaultSet, Graph, MemoryOp, Stream, StreamBackend, StreamOp,
-    sequence_apart,
+    DeviceKind, DeviceSlice, Event, FaultSet, Graph, KernelCopy, MemoryOp, PacketPart, Stream,
+    StreamBackend, StreamOp,
 };
 use crate::error::{Error, Result};
 use cudarc::driver::sys::*;
@@ -271,61 +271,22 @@ impl StreamBackend for CudaStream {
     }
 
     fn memory_ops_in_kernel(&self, ops: &[MemoryOp<'_>]) -> Result<()> {
-        let kernel = self.gpu.transfer_kernel.get().and_then(Option::as_ref);
-        let Some(kernel) = kernel.filter(|_| ops.len() >= WORTH_A_KERNEL) else {
-            return self.memory_ops(ops);
-        };
-        self.depend_on(ops);
-        let (_, _entered) = self.enter()?;
-        let _enqueuing = self.enqueue_ops(ops);
-        ops.chunks(MAX_OPERATIONS)
-            .try_for_each(|ops| kernel.enqueue(self.raw, ops, None, &[]))
+        match self.kernels().filter(|_| ops.len() >= WORTH_A_KERNEL) {
+            Some(kernels) => self.enqueue_words_in_kernel(kernels, ops),
+            None => self.memory_ops(ops),
+        }
     }
 
     fn sequence(&self, ops: &[StreamOp<'_>]) -> Result<()> {
-        let kernel = self.gpu.transfer_kernel.get().and_then(Option::as_ref);
-        let Some(kernel) = kernel else {
-            return sequence_apart(self, ops);
-        };
-        self.depend_on(ops.iter().filter_map(|op| match op {
-            StreamOp::Memory(op) => Some(op),
-            StreamOp::Copy { .. } => None,
-        }));
-        let mut pending: Vec<MemoryOp<'_>> = Vec::with_capacity(MAX_OPERATIONS);
-        let mut rest = ops.iter().peekable();
-        while let Some(op) = rest.next() {
-            match op {
-                StreamOp::Memory(op) => pending.push(*op),
-                StreamOp::Copy { target, source } if kernel.takes(target.bytes()) => {
-                    check_copy(target, source)?;
-                    // What does not fit into the launch goes before it.
-                    let early = pending.len().saturating_sub(MAX_OPERATIONS / 2);
-                    if early > 0 {
-                        self.memory_ops(&pending[..early])?;
-                        pending.drain(..early);
-                    }
-                    let before = pending.len();
-                    while pending.len() < MAX_OPERATIONS
-                        && let Some(StreamOp::Memory(op)) = rest.peek()
-                    {
-                        pending.push(*op);
-                        rest.next();
-                    }
-                    let (_, _entered) = self.enter()?;
-                    let (before, after) = pending.split_at(before);
-                    let _enqueuing = self.enqueue([*target, *source]);
-                    let _with_words = self.enqueue_ops(&pending);
-                    kernel.enqueue(self.raw, before, Some((target, source)), after)?;
-                    pending.clear();
-                }
-                StreamOp::Copy { target, source } => {
-                    self.memory_ops(&pending)?;
-                    pending.clear();
-                    self.copy(target, source)?;
-                }
-            }
-        }
-        self.memory_ops(&pending)
+        self.enqueue_sequence(ops)
+    }
+
+    fn kernel_copy(&self, copy: &KernelCopy<'_>) -> Result<()> {
+        self.enqueue_kernel_copy(&[], copy, &[])
+    }
+
+    fn packets(&self, part: &PacketPart<'_>) -> Result<()> {
+        self.enqueue_packets(&[*part])
     }
 
     fn record(&self, event: &Event) -> Result<()> {

@@ -1,0 +1,142 @@
+//! Sequences: which copies and operations on words become one kernel.
+
+use super::{CudaStream, check_copy, check_kind};
+use crate::device::cuda::kernels::transfer::{MAX_OPERATIONS, MAX_PARTS, TransferKernel};
+use crate::device::{
+    DeviceSlice, KernelCopy, MemoryOp, PacketPart, StreamBackend, StreamOp, Unit, Word,
+};
+use crate::error::{Error, ErrorKind, Result};
+
+/// An operation on a word that is still to be enqueued.
+type Pending<'a> = (MemoryOp<'a>, Unit);
+
+impl CudaStream {
+    /// The kernels for transfers, where they could be loaded.
+    pub(super) fn kernels(&self) -> Option<&TransferKernel> {
+        self.gpu.transfer_kernel.get().and_then(Option::as_ref)
+    }
+
+    fn needed_kernels(&self) -> Result<&TransferKernel> {
+        self.kernels().ok_or_else(|| {
+            Error::new(
+                ErrorKind::Unsupported,
+                "the kernels for transfers could not be loaded",
+            )
+            .with_device(self.gpu.name())
+            .with_help("install NVRTC, or let the copy engine do the transfer")
+        })
+    }
+
+    pub(super) fn enqueue_sequence(&self, ops: &[StreamOp<'_>]) -> Result<()> {
+        let mut pending: Vec<Pending<'_>> = Vec::with_capacity(MAX_OPERATIONS);
+        let mut at = 0;
+        while let Some(op) = ops.get(at) {
+            at += 1;
+            match op {
+                StreamOp::Memory(op, unit) => pending.push((*op, *unit)),
+                StreamOp::Copy { target, source } => {
+                    self.enqueue_pending(&mut pending)?;
+                    self.copy(target, source)?;
+                }
+                StreamOp::KernelCopy(copy) => {
+                    let joins =
+                        |unit| unit == Unit::Kernel || (unit == Unit::Beside && copy.blocks == 1);
+                    let before = pending.iter().rev().take_while(|(_, unit)| joins(*unit));
+                    // What does not fit into the launch goes before it.
+                    let before = before.count().min(MAX_OPERATIONS / 2);
+                    let joined: Vec<MemoryOp<'_>> = pending
+                        .drain(pending.len() - before..)
+                        .map(|(op, _)| op)
+                        .collect();
+                    self.enqueue_pending(&mut pending)?;
+                    let mut after = Vec::new();
+                    while before + after.len() < MAX_OPERATIONS
+                        && let Some(StreamOp::Memory(op, unit)) = ops.get(at)
+                        && joins(*unit)
+                        && (copy.blocks == 1 || matches!(op, MemoryOp::Wait { .. }))
+                    {
+                        after.push(*op);
+                        at += 1;
+                    }
+                    self.enqueue_kernel_copy(&joined, copy, &after)?;
+                }
+                StreamOp::Packets(part) => {
+                    self.enqueue_pending(&mut pending)?;
+                    let mut parts = vec![*part];
+                    while parts.len() < MAX_PARTS
+                        && let Some(StreamOp::Packets(next)) = ops.get(at)
+                        && !parts.iter().any(|part| part.excludes(next))
+                    {
+                        parts.push(*next);
+                        at += 1;
+                    }
+                    self.enqueue_packets(&parts)?;
+                }
+            }
+        }
+        self.enqueue_pending(&mut pending)
+    }
+
+    /// Enqueues operations on words, by kernels where that was asked for.
+    fn enqueue_pending(&self, pending: &mut Vec<Pending<'_>>) -> Result<()> {
+        let in_kernel = |(_, unit): &Pending<'_>| *unit == Unit::Kernel;
+        for run in pending.chunk_by(|a, b| in_kernel(a) == in_kernel(b)) {
+            let ops: Vec<MemoryOp<'_>> = run.iter().map(|(op, _)| *op).collect();
+            if run.first().is_some_and(in_kernel) {
+                self.enqueue_words_in_kernel(self.needed_kernels()?, &ops)?;
+            } else {
+                self.memory_ops(&ops)?;
+            }
+        }
+        pending.clear();
+        Ok(())
+    }
+
+    pub(super) fn enqueue_words_in_kernel(
+        &self,
+        kernels: &TransferKernel,
+        ops: &[MemoryOp<'_>],
+    ) -> Result<()> {
+        self.depend_on(ops);
+        let (_, _entered) = self.enter()?;
+        let _enqueuing = self.enqueue_ops(ops);
+        ops.chunks(MAX_OPERATIONS)
+            .try_for_each(|ops| kernels.words(self.raw, ops))
+    }
+
+    pub(super) fn enqueue_kernel_copy(
+        &self,
+        before: &[MemoryOp<'_>],
+        copy: &KernelCopy<'_>,
+        after: &[MemoryOp<'_>],
+    ) -> Result<()> {
+        check_copy(copy.target, copy.source)?;
+        let kernels = self.needed_kernels()?;
+        self.depend_on(before.iter().chain(after));
+        let (_, _entered) = self.enter()?;
+        let arrivals = copy.arrivals.into_iter().flatten();
+        let words = arrivals.chain([copy.counter]).map(Word::as_slice);
+        let _enqueuing = self.enqueue([copy.target, copy.source].into_iter().chain(words));
+        let _with_words = self.enqueue_ops(before.iter().chain(after));
+        kernels.copy(self.raw, before, copy, after)
+    }
+
+    pub(super) fn enqueue_packets(&self, parts: &[PacketPart<'_>]) -> Result<()> {
+        let mut used: Vec<&DeviceSlice> = Vec::with_capacity(5 * parts.len());
+        for part in parts {
+            part.check()?;
+            check_kind(part.data)?;
+            if let Some(fault) = part.line.abort().fault() {
+                self.faults.add(fault);
+            }
+            used.push(part.data);
+            used.extend(part.line.scratch());
+            used.push(part.line.abort().as_slice());
+            used.extend(part.completed.map(Word::as_slice));
+        }
+        let kernels = self.needed_kernels()?;
+        let (_, _entered) = self.enter()?;
+        let _enqueuing = self.enqueue(used);
+        kernels.packets(self.raw, parts)
+    }
+}

@@ -1,0 +1,189 @@
+//! What the kernels of transfers do, on the host device: several blocks that copy, and packets.
+
+use super::check_kind;
+use super::memory;
+use super::operation::{Context, Operation};
+use super::stream::HostStream;
+use crate::device::{DeviceSlice, KernelCopy, PACKET, PacketLine, PacketPart, Word};
+use crate::error::{Error, ErrorKind, Result};
+use std::sync::Arc;
+use std::time::Duration;
+
+/// Looks before a thread that waits begins to pause, and its pause.
+const SPINS: u32 = 200;
+const NAP: Duration = Duration::from_micros(20);
+
+impl HostStream {
+    /// Block after block, each of which tells by itself that it has copied.
+    pub(super) fn enqueue_kernel_copy(&self, copy: &KernelCopy<'_>) -> Result<()> {
+        let KernelCopy {
+            target,
+            source,
+            blocks,
+            arrivals,
+            counter: _,
+        } = *copy;
+        check_kind(target)?;
+        check_kind(source)?;
+        if target.bytes() != source.bytes() {
+            return Err(Error::invalid(format!(
+                "the source has {} bytes and the target {}; expected the same length",
+                source.bytes(),
+                target.bytes()
+            ))
+            .with_operation("copy")
+            .with_help("pass slices of the same length"));
+        }
+        let (target, source) = (target.clone(), source.clone());
+        let arrivals: Vec<Word> = arrivals.into_iter().flatten().cloned().collect();
+        self.enqueue(Operation::Task(Arc::new(move |context: &Context| {
+            let each = target.bytes().div_ceil(blocks.max(1) as usize);
+            in_any_order(context, blocks, |block| {
+                let start = (block as usize * each).min(target.bytes());
+                let end = (start + each).min(target.bytes());
+                context.copy(&target.slice(start..end)?, &source.slice(start..end)?)?;
+                for word in &arrivals {
+                    memory::increment(word);
+                }
+                Ok(())
+            })
+        })))
+    }
+
+    /// Block after block.
+    pub(super) fn enqueue_packets(&self, part: &PacketPart<'_>) -> Result<()> {
+        part.check()?;
+        check_kind(part.data)?;
+        let (line, data) = (part.line.clone(), part.data.clone());
+        let (receives, completed) = (part.receives, part.completed.cloned());
+        if let Some(fault) = line.abort().fault() {
+            self.depend_on(fault);
+        }
+        self.enqueue(Operation::Task(Arc::new(move |context: &Context| {
+            in_any_order(context, line.shape().blocks, |block| {
+                let end = LineEnd {
+                    line: &line,
+                    data: &data,
+                    context,
+                };
+                if receives {
+                    end.unpack(block)?;
+                } else {
+                    end.push(block)?;
+                }
+                if let Some(word) = &completed {
+                    memory::increment(word);
+                }
+                Ok(())
+            })
+        })))
+    }
+}
+
+/// Runs the blocks of a kernel, beginning with any of them where there are delays.
+fn in_any_order(context: &Context, blocks: u32, run: impl Fn(u32) -> Result<()>) -> Result<()> {
+    let first = if context.delays.is_some() {
+        (context.draw() % u64::from(blocks.max(1))) as u32
+    } else {
+        0
+    };
+    for block in 0..blocks {
+        context.check()?;
+        context.delay();
+        run((first + block) % blocks)?;
+    }
+    Ok(())
+}
+
+/// One end of a line, while a kernel runs there.
+struct LineEnd<'a> {
+    line: &'a PacketLine,
+    data: &'a DeviceSlice,
+    context: &'a Context,
+}
+
+impl LineEnd<'_> {
+    fn push(&self, block: u32) -> Result<()> {
+        let own = self.line.epoch(block)?;
+        let epoch = memory::load(&own) + 1;
+        let consumed = self.line.consumed(block)?;
+        self.spin(|| memory::load(&consumed) + 2 >= epoch)?;
+        for packet in self.packets_of(block) {
+            let mut bytes = [0; PACKET[0]];
+            let (start, end) = self.range(packet);
+            memory::read_bytes(&self.data.slice(start..end)?, &mut bytes[..end - start])?;
+            let [low, high] = halves(bytes);
+            let words = self.line.packet(false, epoch, packet)?;
+            for (word, data) in words.iter().zip([low, high]) {
+                memory::set(
+                    word,
+                    (u64::from(epoch as u32) << 32 | u64::from(data)).to_le(),
+                );
+            }
+        }
+        memory::set(&own, epoch);
+        Ok(())
+    }
+
+    fn unpack(&self, block: u32) -> Result<()> {
+        let own = self.line.epoch(block)?;
+        let epoch = memory::load(&own) + 1;
+        for packet in self.packets_of(block) {
+            let words = self.line.packet(true, epoch, packet)?;
+            let mut bytes = [0; PACKET[0]];
+            for (word, part) in words.iter().zip(bytes.chunks_exact_mut(4)) {
+                let value = || u64::from_le(memory::load(word));
+                self.spin(|| value() >> 32 == u64::from(epoch as u32))?;
+                part.copy_from_slice(&(value() as u32).to_le_bytes());
+            }
+            let (start, end) = self.range(packet);
+            memory::write_bytes(&self.data.slice(start..end)?, &bytes[..end - start])?;
+        }
+        self.context.delay();
+        memory::set(&own, epoch);
+        memory::set(&self.line.consumed_at_peer(block)?, epoch);
+        Ok(())
+    }
+
+    /// The numbers of a block's packets: thread by thread, and again from the first.
+    fn packets_of(&self, block: u32) -> impl Iterator<Item = usize> + use<> {
+        let shape = self.line.shape();
+        let (blocks, threads) = (shape.blocks as usize, shape.threads as usize);
+        let first = block as usize * threads;
+        (first..shape.packets())
+            .step_by(blocks * threads)
+            .flat_map(move |turn| turn..(turn + threads).min(shape.packets()))
+    }
+
+    /// The bytes that a packet holds.
+    fn range(&self, packet: usize) -> (usize, usize) {
+        let start = PACKET[0] * packet;
+        (start, (start + PACKET[0]).min(self.data.bytes()))
+    }
+
+    /// Looks until `ready`, or until the waits are ended.
+    fn spin(&self, ready: impl Fn() -> bool) -> Result<()> {
+        let mut looks = 0;
+        while !ready() {
+            looks += 1;
+            if looks < SPINS {
+                std::hint::spin_loop();
+                continue;
+            }
+            self.context.check()?;
+            if memory::load(self.line.abort()) != 0 {
+                return Err(Error::new(
+                    ErrorKind::Closed,
+                    "the waits for packets were ended",
+                ));
+            }
+            std::thread::sleep(NAP);
+        }
+        Ok(())
+    }
+}
+
+fn halves(bytes: [u8; 8]) -> [u32; 2] {
+    let all = u64::from_le_bytes(bytes);
+    [all as u32, (all >> 32) as u32]
+}

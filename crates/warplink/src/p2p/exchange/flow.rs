@@ -1,0 +1,153 @@
+//! How the transfers of a communicator are done: what each end finds by itself, and that both find the same.
+
+use super::{End, EndOffer, TransferExchange};
+use crate::device::{DeviceSlice, PacketLine, PacketShape};
+use crate::error::{Error, ErrorKind, Result};
+use crate::memory::{Region, RemoteRegion};
+use crate::p2p::path::{Flow, Path, TransferKernels};
+use crate::p2p::protocol::Protocol;
+use crate::p2p::request::{Direction, TransferRequest};
+use crate::signal::Slot;
+use std::fmt;
+use std::sync::OnceLock;
+
+/// Finds what the hardware model says about transfers by kernels.
+type Find = dyn Fn() -> Result<TransferKernels> + Send + Sync;
+
+/// Where an exchange has its figures from, once a transfer asks for them.
+pub(crate) struct PathModel {
+    find: Box<Find>,
+    found: OnceLock<TransferKernels>,
+}
+
+impl PathModel {
+    pub(crate) fn new(find: impl Fn() -> Result<TransferKernels> + Send + Sync + 'static) -> Self {
+        Self {
+            find: Box::new(find),
+            found: OnceLock::new(),
+        }
+    }
+
+    fn kernels(&self) -> Result<&TransferKernels> {
+        if let Some(found) = self.found.get() {
+            return Ok(found);
+        }
+        let found = (self.find)()?;
+        Ok(self.found.get_or_init(|| found))
+    }
+}
+
+impl fmt::Debug for PathModel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.found.fmt(f)
+    }
+}
+
+impl TransferExchange {
+    /// How this end of a transfer is done by `path`. The device must have signals.
+    pub(super) fn flow(
+        &self,
+        request: &TransferRequest,
+        protocol: Protocol,
+        path: Path,
+    ) -> Result<Flow> {
+        if path == Path::CopyEngine || request.buffer.region().is_none() {
+            return Ok(Flow::Streams);
+        }
+        if !self.device.properties().kernel_copies {
+            return match path {
+                Path::Multiprocessors => Err(Error::new(
+                    ErrorKind::Unsupported,
+                    "the device has no kernels for transfers",
+                )
+                .with_device(self.device.name())
+                .with_help("install NVRTC, or use the path fastest on every rank")),
+                Path::CopyEngine | Path::Fastest | Path::OneBlock => Ok(Flow::Streams),
+            };
+        }
+        let kernels = self.paths.kernels()?;
+        Ok(Flow::new(path, protocol, request.buffer.bytes(), kernels))
+    }
+
+    /// The scratch memory that this end has under `flow`, in its `slot`.
+    pub(super) fn scratch(
+        &self,
+        request: &TransferRequest,
+        flow: Flow,
+        slot: &Slot,
+    ) -> Result<Option<Region>> {
+        let Some(shape) = packet_shape(request, flow) else {
+            return Ok(None);
+        };
+        let bytes = shape.scratch_bytes(request.direction == Direction::Receive);
+        let scratch = self
+            .slots
+            .allocate_scratch(&self.memory, slot.number, bytes);
+        scratch.map(Some)
+    }
+
+    /// The line of `end` under `flow`, if it has one, and what it keeps mapped.
+    pub(super) fn line(
+        &self,
+        end: &End<'_>,
+        flow: Flow,
+        peers: Option<RemoteRegion>,
+    ) -> Result<Option<(PacketLine, (Region, RemoteRegion))>> {
+        let Some(shape) = packet_shape(end.request, flow) else {
+            return Ok(None);
+        };
+        let (Some(own), Some(peers)) = (end.scratch.clone(), peers) else {
+            return Err(Error::new(
+                ErrorKind::Protocol,
+                "the peer offers no scratch memory for packets",
+            )
+            .with_help("run the same version of Warplink on every rank"));
+        };
+        let receives = end.request.direction == Direction::Receive;
+        let memory: [DeviceSlice; 2] = [own.memory().clone(), peers.memory().clone()];
+        let [here, there] = memory;
+        let line = PacketLine::new(shape, receives, here, there, end.slot.abort()?)?;
+        Ok(Some((line, (own, peers))))
+    }
+}
+
+/// How packets are divided, where there are packets.
+fn packet_shape(request: &TransferRequest, flow: Flow) -> Option<PacketShape> {
+    match flow {
+        Flow::Packets { blocks, threads } => Some(PacketShape {
+            bytes: request.buffer.bytes(),
+            blocks,
+            threads,
+        }),
+        Flow::Streams | Flow::Stores { .. } => None,
+    }
+}
+
+/// How both ends do a transfer.
+///
+/// # Errors
+/// [`ErrorKind::Mismatch`] where they do not agree.
+pub(super) fn agreed(end: &End<'_>, offer: &EndOffer) -> Result<Flow> {
+    if offer.path != end.path {
+        let what = format!(
+            "this rank uses the path {}, the peer {}",
+            end.path, offer.path
+        );
+        return Err(
+            Error::new(ErrorKind::Mismatch, what).with_help("choose the same path on both ranks")
+        );
+    }
+    // Who stores knows nothing of packets or blocks.
+    if offer.stored || end.request.buffer.region().is_none() {
+        return Ok(Flow::Streams);
+    }
+    if offer.flow != end.flow {
+        let what = format!(
+            "this rank moves the bytes by {}, the peer by {}",
+            end.flow, offer.flow
+        );
+        return Err(Error::new(ErrorKind::Mismatch, what)
+            .with_help("give every rank the same hardware model"));
+    }
+    Ok(end.flow)
+}

@@ -1,0 +1,222 @@
+//! How the bytes of a transfer reach the peer: the path that is asked for, and what follows from it.
+
+use super::protocol::Protocol;
+use crate::device::{MAX_PACKET_BLOCKS, PACKET};
+use crate::error::{Error, ErrorKind, Result};
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::str::FromStr;
+
+/// Which part of the device moves the bytes of a transfer; the same on both ranks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum Path {
+    /// The copy engine, and operations on words in the stream. No kernel runs at either end, so the transfer
+    /// is done also where a kernel fills the device and waits for it.
+    #[default]
+    CopyEngine,
+    /// Kernels at both ends, whatever the length: packets where the hardware model says so, else several
+    /// blocks that copy. Small transfers are several times as fast as by the copy engine. Each kernel waits
+    /// for its peer, and needs multiprocessors that no other kernel keeps until the transfer is done.
+    Multiprocessors,
+    /// Kernels up to the length from which the hardware model finds the copy engine faster; then that. For
+    /// programs whose own kernels end without this transfer.
+    Fastest,
+    /// A kernel of one block up to the length to which the hardware model finds that faster, else the copy
+    /// engine: for transfers beside matmuls, which leave little room.
+    OneBlock,
+}
+
+impl Path {
+    const NAMES: [(Self, &'static str); 4] = [
+        (Self::CopyEngine, "copy-engine"),
+        (Self::Multiprocessors, "multiprocessors"),
+        (Self::Fastest, "fastest"),
+        (Self::OneBlock, "one-block"),
+    ];
+}
+
+impl fmt::Display for Path {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let name = Self::NAMES.iter().find(|(path, _)| path == self);
+        f.write_str(name.map_or("", |(_, name)| name))
+    }
+}
+
+impl FromStr for Path {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let named = Self::NAMES.iter().find(|(_, name)| *name == text);
+        named.map(|(path, _)| *path).ok_or_else(|| {
+            let names = Self::NAMES.map(|(_, name)| name).join(", ");
+            Error::new(
+                ErrorKind::Parse,
+                format!("unknown path '{text}'; expected one of {names}"),
+            )
+            .with_help("use copy-engine where kernels of your own wait for transfers, else fastest")
+        })
+    }
+}
+
+/// What the hardware model says about transfers by kernels.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct TransferKernels {
+    /// Up to so many bytes, a kernel of one block is faster than the copy engine.
+    #[serde(skip)]
+    pub one_block_limit: u64,
+    /// Up to so many bytes, kernels are faster than the copy engine.
+    pub limit: u64,
+    /// Up to so many bytes, packets are faster than stores behind a signal.
+    pub packet_limit: u64,
+    /// Most blocks that move packets, and the least threads of each; beyond that, blocks get more threads.
+    pub packet_blocks: u32,
+    /// See there.
+    pub packet_threads: u32,
+    /// How many blocks store without packets: up to so many bytes, so many; in order of bytes. What is longer
+    /// has as many as the last.
+    pub store_blocks: Vec<(u64, u32)>,
+}
+
+/// How a transfer is done; the same at both ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) enum Flow {
+    /// Operations on words in the streams, around a copy by the copy engine or what else stores the bytes.
+    Streams,
+    /// The initiator's kernel copies. Where it has several blocks, each adds one to the words that tell of
+    /// it.
+    Stores { blocks: u32 },
+    /// The sender's kernel stores packets, which the receiver's kernel unpacks.
+    Packets { blocks: u32, threads: u32 },
+}
+
+/// Most threads of a block.
+const MAX_THREADS: u32 = 1024;
+
+impl Flow {
+    /// How `bytes` go by `path`.
+    pub(super) fn new(
+        path: Path,
+        protocol: Protocol,
+        bytes: usize,
+        kernels: &TransferKernels,
+    ) -> Self {
+        let length = bytes as u64;
+        match path {
+            Path::CopyEngine => Self::Streams,
+            Path::OneBlock if length <= kernels.one_block_limit => Self::Stores { blocks: 1 },
+            Path::OneBlock => Self::Streams,
+            Path::Fastest if length > kernels.limit => Self::Streams,
+            Path::Fastest | Path::Multiprocessors => Self::by_kernels(protocol, bytes, kernels),
+        }
+    }
+
+    fn by_kernels(protocol: Protocol, bytes: usize, kernels: &TransferKernels) -> Self {
+        let length = bytes as u64;
+        if protocol == Protocol::Put && length <= kernels.packet_limit {
+            let packets = u32::try_from(bytes.div_ceil(PACKET[0]));
+            let packets = packets.unwrap_or(u32::MAX).max(1);
+            let least = kernels.packet_threads.clamp(32, MAX_THREADS);
+            let most = kernels.packet_blocks.clamp(1, MAX_PACKET_BLOCKS);
+            let blocks = packets.div_ceil(least).min(most);
+            let threads = packets.div_ceil(blocks).next_multiple_of(32);
+            return Self::Packets {
+                blocks,
+                threads: threads.clamp(least, MAX_THREADS),
+            };
+        }
+        let fitting = kernels
+            .store_blocks
+            .iter()
+            .find(|(most, _)| length <= *most);
+        let blocks = fitting.or(kernels.store_blocks.last());
+        Self::Stores {
+            blocks: blocks.map_or(1, |(_, blocks)| (*blocks).max(1)),
+        }
+    }
+
+    /// By how much the words that tell of a copy grow with each.
+    pub(super) fn arrivals(self) -> u64 {
+        match self {
+            Self::Streams => 1,
+            Self::Stores { blocks } | Self::Packets { blocks, .. } => u64::from(blocks),
+        }
+    }
+}
+
+impl fmt::Display for Flow {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Streams => f.write_str("the copy engine"),
+            Self::Stores { blocks: 1 } => f.write_str("a kernel of one block"),
+            Self::Stores { blocks } => write!(f, "a kernel of {blocks} blocks"),
+            Self::Packets { blocks, threads } => {
+                write!(f, "packets, {blocks} blocks of {threads} threads")
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn kernels() -> TransferKernels {
+        TransferKernels {
+            one_block_limit: 64 << 10,
+            limit: 4 << 20,
+            packet_limit: 256 << 10,
+            packet_blocks: 64,
+            packet_threads: 128,
+            store_blocks: vec![(4 << 10, 1), (1 << 20, 32), (4 << 20, 64)],
+        }
+    }
+
+    #[test]
+    fn packets_have_many_small_blocks_before_large_ones() {
+        let flow = |bytes| Flow::new(Path::Fastest, Protocol::Put, bytes, &kernels());
+        let packets = |blocks, threads| Flow::Packets { blocks, threads };
+        assert_eq!(flow(1), packets(1, 128));
+        assert_eq!(flow(4 << 10), packets(4, 128));
+        assert_eq!(flow(64 << 10), packets(64, 128));
+        assert_eq!(flow(256 << 10), packets(64, 512));
+        assert_eq!(flow((256 << 10) + 1), Flow::Stores { blocks: 32 });
+        assert_eq!(flow(4 << 20), Flow::Stores { blocks: 64 });
+        assert_eq!(flow((4 << 20) + 1), Flow::Streams);
+    }
+
+    #[test]
+    fn the_path_is_what_was_asked_for() {
+        let flow = |path, protocol, bytes| Flow::new(path, protocol, bytes, &kernels());
+        for bytes in [1, 4096, 64 << 20] {
+            assert_eq!(flow(Path::CopyEngine, Protocol::Put, bytes), Flow::Streams);
+            assert_ne!(
+                flow(Path::Multiprocessors, Protocol::Put, bytes),
+                Flow::Streams
+            );
+        }
+        let one = Flow::Stores { blocks: 1 };
+        assert_eq!(flow(Path::OneBlock, Protocol::Get, 64 << 10), one);
+        assert_eq!(flow(Path::OneBlock, Protocol::Put, 65 << 10), Flow::Streams);
+        // Nobody pushes packets for a get.
+        assert_eq!(flow(Path::Fastest, Protocol::Get, 4096), one);
+        // A model without figures leaves a path that works.
+        let none = TransferKernels::default();
+        assert_eq!(
+            Flow::new(Path::Fastest, Protocol::Put, 8, &none),
+            Flow::Streams
+        );
+        assert_eq!(
+            Flow::new(Path::Multiprocessors, Protocol::Put, 8, &none),
+            one
+        );
+    }
+
+    #[test]
+    fn paths_are_read_as_they_are_printed() {
+        for (path, _) in Path::NAMES {
+            assert_eq!(path.to_string().parse::<Path>().unwrap(), path);
+        }
+        let error = "sm".parse::<Path>().unwrap_err();
+        assert!(error.to_string().contains("copy-engine, multiprocessors"));
+    }
+}
