@@ -20,7 +20,8 @@ use crate::device::{
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::memory::{HANDLE_BYTES, Region, RemoteRegion};
 use crate::p2p::{
-    Batch, ExchangeServices, PathModel, StreamBarrier, Transfer, TransferExchange, TransferRequest,
+    Batch, ExchangeServices, Path, PathModel, StreamBarrier, Transfer, TransferExchange,
+    TransferRequest,
 };
 use crate::program::Executor;
 use crate::program::cost::{DeviceDescription, HardwareModel};
@@ -315,10 +316,17 @@ impl Communicator {
         barrier.map_err(|error| self.group.in_own_ranks(error))
     }
 
-    /// A barrier of streams, to be enqueued any number of times. Every rank makes one at the same time.
+    /// A barrier of streams, to be enqueued any number of times. Every rank makes one at the same time. It uses
+    /// the communicator's path ([`Config::path`]).
     pub fn stream_barrier(&self) -> Result<StreamBarrier> {
+        self.stream_barrier_by(self.job.path.unwrap_or_default())
+    }
+
+    /// As [`stream_barrier`](Self::stream_barrier), by `path`, the same on every rank.
+    pub fn stream_barrier_by(&self, path: Path) -> Result<StreamBarrier> {
         let place = (self.rank(), self.world());
-        StreamBarrier::new(&self.job.memory, &self.transfers, place, self.deadline())
+        let (memory, transfers) = (&self.job.memory, &self.transfers);
+        StreamBarrier::new(memory, transfers, place, path, self.deadline())
     }
 
     /// Every rank's bytes, in rank order. Blocks until every rank has called it.

@@ -1,7 +1,7 @@
 //! A barrier of the ranks' streams.
 
 use super::exchange::TransferExchange;
-use super::{Protocol, Transfer, TransferRequest, post_all, wait_all};
+use super::{Path, Protocol, Transfer, TransferRequest, post_all, wait_all};
 use crate::deadline::Deadline;
 use crate::device::{AllocationKind, Stream};
 use crate::error::Result;
@@ -34,11 +34,12 @@ impl fmt::Debug for StreamBarrier {
 }
 
 impl StreamBarrier {
-    /// Every rank makes one at the same time. Blocks until the neighbours have.
+    /// Every rank makes one at the same time, whose token goes by `path`. Blocks until the neighbours have.
     pub(crate) fn new(
         memory: &MemoryRegistry,
         transfers: &TransferExchange,
         (rank, world): (usize, usize),
+        path: Path,
         deadline: Deadline,
     ) -> Result<Self> {
         let token = || memory.allocate(BYTES, AllocationKind::Plain);
@@ -48,9 +49,10 @@ impl StreamBarrier {
         } else {
             let (right, left) = ((rank + 1) % world, (rank + world - 1) % world);
             let requests = [
-                TransferRequest::send(&tokens[0], right, TAG).with_protocol(Protocol::Put),
-                TransferRequest::receive(&tokens[1], left, TAG).with_protocol(Protocol::Put),
-            ];
+                TransferRequest::send(&tokens[0], right, TAG),
+                TransferRequest::receive(&tokens[1], left, TAG),
+            ]
+            .map(|request| request.with_protocol(Protocol::Put).with_path(path));
             transfers.exchange(&requests, deadline)?
         };
         Ok(Self {

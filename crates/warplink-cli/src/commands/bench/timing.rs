@@ -7,7 +7,7 @@
 use anyhow::{Context, Result};
 use std::time::{Duration, Instant};
 use warplink::device::{Event, Priority, Stream};
-use warplink::p2p::StreamBarrier;
+use warplink::p2p::{Path, StreamBarrier};
 use warplink::{Communicator, Deadline};
 
 /// How stream work is given to the device.
@@ -57,7 +57,7 @@ impl<'a> Clock<'a> {
             stream,
             begin,
             end,
-            barrier: comm.stream_barrier()?,
+            barrier: comm.stream_barrier_by(Path::OneBlock)?,
         })
     }
 

@@ -5,7 +5,7 @@ use crate::commands::bench::timing::Submission;
 use anyhow::{Context, Result};
 use std::cell::Cell;
 use warplink::device::{Elementwise, ElementwiseOp, MatmulSpec, MemoryOp, Stream};
-use warplink::p2p::{Batch, Protocol, Transfer, TransferRequest, post_all, wait_all};
+use warplink::p2p::{Batch, Path, Protocol, Transfer, TransferRequest, post_all, wait_all};
 use warplink::program::cost::HardwareModel;
 use warplink::{Communicator, DType};
 
@@ -36,7 +36,7 @@ pub(super) fn measure(rig: &Rig<'_>, model: &mut HardwareModel) -> Result<()> {
     if rig.comm.world() > 1 {
         model.latency.word = (words_round_trip(rig)? / 4.0).max(MIN_SECONDS);
         if model.link.kernel_limit > 0 {
-            let way = transfers_round_trip(rig)? / 2.0;
+            let way = one_way(rig, SMALL, Protocol::Put, Path::OneBlock)?;
             let copy = model.link.kernel_put.seconds(SMALL as f64);
             model.latency.kernel_word = ((way - copy) / 2.0).max(MIN_SECONDS);
         }
@@ -118,9 +118,9 @@ fn words_round_trip(rig: &Rig<'_>) -> Result<f64> {
     Ok(seconds * 2.0 / world as f64)
 }
 
-/// Seconds of a small transfer from rank to rank around the ring, for two of the ways.
-fn transfers_round_trip(rig: &Rig<'_>) -> Result<f64> {
-    let [send, receive] = pair(rig, SMALL)?;
+/// Seconds of a transfer in graphs from rank to rank around the ring, of one of the ways.
+pub(super) fn one_way(rig: &Rig<'_>, bytes: usize, protocol: Protocol, path: Path) -> Result<f64> {
+    let [send, receive] = pair_by(rig, bytes, protocol, path)?;
     let world = rig.comm.world();
     let seconds = rig.each(ROUND_TRIPS, Submission::Captured, &|stream| {
         let batch = Batch::new();
@@ -132,16 +132,22 @@ fn transfers_round_trip(rig: &Rig<'_>) -> Result<f64> {
         };
         Ok(batch.enqueue(stream)?)
     })?;
-    Ok(seconds * 2.0 / world as f64)
+    Ok(seconds / world as f64)
 }
 
-/// A send to the right and a receive from the left.
+/// A send to the right and a receive from the left, as beside matmuls.
 fn pair(rig: &Rig<'_>, bytes: usize) -> Result<[Transfer; 2]> {
+    pair_by(rig, bytes, Protocol::Put, Path::OneBlock)
+}
+
+fn pair_by(rig: &Rig<'_>, bytes: usize, protocol: Protocol, path: Path) -> Result<[Transfer; 2]> {
     let (own, into) = (rig.own.slice(0..bytes)?, rig.into.slice(0..bytes)?);
-    let made = rig.comm.exchange(&[
-        TransferRequest::send(&own, rig.right(), bytes as u64).with_protocol(Protocol::Put),
-        TransferRequest::receive(&into, rig.left(), bytes as u64).with_protocol(Protocol::Put),
-    ])?;
+    let requests = [
+        TransferRequest::send(&own, rig.right(), bytes as u64),
+        TransferRequest::receive(&into, rig.left(), bytes as u64),
+    ];
+    let chosen = |request: TransferRequest| request.with_protocol(protocol).with_path(path);
+    let made = rig.comm.exchange(&requests.map(chosen))?;
     made.try_into().ok().context("two transfers were exchanged")
 }
 

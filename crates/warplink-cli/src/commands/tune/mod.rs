@@ -3,6 +3,7 @@
 mod beside;
 mod collective;
 mod gemm;
+mod kernels;
 mod latency;
 mod link;
 mod memory;
@@ -127,6 +128,7 @@ impl Tune {
         step("memory");
         link::measure(&rig, &mut model)?;
         step("transfers");
+        kernels::measure(&rig, &mut model)?;
         latency::measure(&rig, &mut model)?;
         step("latencies");
         let engine = if self.no_nccl || comm.world() == 1 {

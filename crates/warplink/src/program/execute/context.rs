@@ -64,10 +64,16 @@ impl RankContext {
         barrier.map_err(|error| self.group.in_own_ranks(error))
     }
 
-    /// A barrier of streams. Every rank makes one at the same time.
+    /// A barrier of streams in which no other kernel runs. Every rank makes one at the same time.
     pub(crate) fn stream_barrier(&self) -> Result<StreamBarrier> {
         let place = (self.rank(), self.world());
-        StreamBarrier::new(&self.memory, &self.transfers, place, self.deadline())
+        StreamBarrier::new(
+            &self.memory,
+            &self.transfers,
+            place,
+            self.path(true),
+            self.deadline(),
+        )
     }
 
     pub(crate) fn deadline(&self) -> Deadline {

@@ -1,0 +1,100 @@
+//! Transfers by kernels where multiprocessors are free: how many blocks, up to which length, and how long.
+
+use super::latency::one_way;
+use super::link::ends;
+use super::rig::{self, Rig};
+use crate::commands::bench::timing::Submission;
+use anyhow::Result;
+use warplink::device::{KernelCopy, StreamOp};
+use warplink::p2p::{Path, Protocol};
+use warplink::program::cost::HardwareModel;
+use warplink::program::cost::curve::Curve;
+use warplink::topology::TopologyClass;
+
+/// The longest transfer that is measured; the copy engine has caught up before.
+const LONGEST: usize = 16 << 20;
+
+/// Most blocks that are tried.
+const MOST_BLOCKS: u32 = 128;
+
+/// Fewer blocks are as good where they take so much longer at most.
+const AS_GOOD: f64 = 1.03;
+
+/// Measures by the numbers of blocks that it finds only where this runs again: the transfers that are timed
+/// follow the model that was found before. How packets are divided stays as that has it.
+pub(super) fn measure(rig: &Rig<'_>, model: &mut HardwareModel) -> Result<()> {
+    let properties = rig.comm.device().properties();
+    if !properties.kernel_copies || properties.shared || rig.comm.world() == 1 {
+        return Ok(());
+    }
+    let sizes: Vec<usize> = rig.sizes();
+    let sizes: Vec<usize> = sizes
+        .into_iter()
+        .filter(|bytes| *bytes <= LONGEST)
+        .collect();
+    // Blocks tell of their copies by additions in the peer's memory, which links know and other buses may not.
+    let linked = rig.comm.topology()?.class() != TopologyClass::Unknown;
+    let most = if linked { MOST_BLOCKS } else { 1 };
+    let mut blocks: Vec<(u64, u32)> = Vec::new();
+    for bytes in &sizes {
+        let count = best_blocks(rig, *bytes, most)?;
+        match blocks.last_mut() {
+            Some(last) if last.1 >= count => last.0 = *bytes as u64,
+            _ => blocks.push((*bytes as u64, count)),
+        }
+    }
+    model.link.kernels.store_blocks = blocks;
+    let (mut faster, mut limit) = (true, 0);
+    let curve = |protocol, path| -> Result<Curve> {
+        let mut points = Vec::new();
+        for bytes in &sizes {
+            points.push((*bytes as u64, one_way(rig, *bytes, protocol, path)?));
+        }
+        Ok(rig::curve(points))
+    };
+    model.link.kernels_put = curve(Protocol::Put, Path::Multiprocessors)?;
+    model.link.kernels_get = curve(Protocol::Get, Path::Multiprocessors)?;
+    let engine = curve(Protocol::Put, Path::CopyEngine)?;
+    for bytes in &sizes {
+        let seconds = |curve: &Curve| curve.seconds(*bytes as f64);
+        faster &= seconds(&model.link.kernels_put) <= seconds(&engine);
+        if faster {
+            limit = *bytes as u64;
+        }
+    }
+    model.link.kernels.limit = limit;
+    Ok(())
+}
+
+/// The fewest blocks that put `bytes` about as fast as any number.
+fn best_blocks(rig: &Rig<'_>, bytes: usize, most: u32) -> Result<u32> {
+    let (target, source) = ends(rig, Protocol::Put, 1, bytes)?;
+    let counter = rig.comm.device().allocate_signals(64)?.word(0)?;
+    let repeat = ((64 << 20) / bytes).clamp(4, 32);
+    let mut tried = Vec::new();
+    for blocks in std::iter::successors(Some(1), |blocks| Some(2 * blocks)) {
+        if blocks > most {
+            break;
+        }
+        let seconds = rig.each(repeat, Submission::Captured, &|stream| {
+            if rig.comm.rank() == 0 {
+                stream.sequence(&[StreamOp::KernelCopy(KernelCopy {
+                    target: &target,
+                    source: &source,
+                    blocks,
+                    arrivals: [None; 2],
+                    counter: &counter,
+                })])?;
+            }
+            Ok(())
+        })?;
+        tried.push((blocks, seconds));
+    }
+    let least = tried.iter().map(|(_, seconds)| *seconds);
+    let least = least.fold(f64::INFINITY, f64::min);
+    let good = tried
+        .iter()
+        .find(|(_, seconds)| *seconds <= AS_GOOD * least);
+    // Ranks time the same copies, the slowest of which counts, so all find the same.
+    Ok(good.map_or(1, |(blocks, _)| *blocks))
+}
