@@ -193,7 +193,10 @@ impl Executor {
                 let others: Vec<_> = others.filter_map(|other| of_rank(other).ok()).collect();
                 let any =
                     |test: fn(&RankProgram) -> bool| test(&rank_program) || others.iter().any(test);
-                (any(RankProgram::uses_engine_of_all), any(RankProgram::multiplies))
+                (
+                    any(RankProgram::uses_engine_of_all),
+                    any(RankProgram::multiplies),
+                )
             }
         };
         Ok(Prepared {
