@@ -276,10 +276,12 @@ impl<'a, 's> Queue<'a, 's> {
             Turn::Unpack { times, follows } => {
                 if follows {
                     self.flush()?;
-                    match captured {
-                        true => end.graph_mark.wait(self.stream)?,
-                        false => end.unpacking.posted.wait(self.stream)?,
-                    }
+                    let mark = if captured {
+                        &end.graph_mark
+                    } else {
+                        &end.unpacking.posted
+                    };
+                    mark.wait(self.stream)?;
                 }
                 for _ in 0..times {
                     if !captured {

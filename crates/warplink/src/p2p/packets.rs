@@ -110,10 +110,8 @@ impl Turns {
         follows: bool,
     ) -> Turn {
         match self.in_graph {
-            Some((graph, last, on)) if (graph, last) == (capture, number) => match on == stream {
-                true => Turn::Nothing,
-                false => Turn::Follow(number),
-            },
+            Some(last) if last == (capture, number, stream) => Turn::Nothing,
+            Some((graph, last, _)) if (graph, last) == (capture, number) => Turn::Follow(number),
             _ => {
                 self.in_graph = Some((capture, number, stream));
                 Turn::Unpack { times: 1, follows }

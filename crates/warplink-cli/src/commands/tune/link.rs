@@ -24,9 +24,10 @@ pub(super) fn measure(rig: &Rig<'_>, model: &mut HardwareModel) -> Result<()> {
     }
     let properties = rig.comm.device().properties();
     // Ranks that share their multiprocessors have no copy engine to compare with.
-    let limit = match properties.kernel_copies && !properties.shared {
-        true => ONE_BLOCK_LIMIT,
-        false => 0,
+    let limit = if properties.kernel_copies && !properties.shared {
+        ONE_BLOCK_LIMIT
+    } else {
+        0
     };
     model.link.kernel_limit = limit as u64;
     let curve = |protocol, in_kernel: bool| -> Result<Curve> {
