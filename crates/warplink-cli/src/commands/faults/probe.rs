@@ -3,13 +3,15 @@
 use anyhow::{Result, ensure};
 use std::process::ExitCode;
 use std::time::Duration;
-use warplink::device::{self, AllocationKind, DeviceConfig, MemoryOp, Priority, StreamOp};
+use warplink::device::{
+    self, AllocationKind, DeviceConfig, KernelCopy, MemoryOp, Priority, StreamOp, Unit,
+};
 use warplink::{Deadline, DeviceKind};
 
 /// The hidden subcommand that tries the first GPU that it sees.
 pub(crate) const PROBE_COMMAND: &str = "__fault-probe";
 
-/// Bytes that are copied: few enough that the library's kernel copies them.
+/// Bytes that are copied, by the library's kernel.
 const BYTES: usize = 4096;
 
 /// The longest that the copy takes.
@@ -18,7 +20,7 @@ const LIMIT: Duration = Duration::from_secs(20);
 /// Copies by a stream, with a wait and a signal, and checks what arrives.
 pub(crate) fn run() -> Result<ExitCode> {
     let device = device::open(&DeviceConfig::new(DeviceKind::Cuda, 0))?;
-    let words = device.allocate_signals(16)?;
+    let words = device.allocate_signals(128)?;
     let source = device.allocate(BYTES, AllocationKind::Plain)?;
     let target = device.allocate(BYTES, AllocationKind::Plain)?;
     let stream = device.create_stream(Priority::Normal)?;
@@ -29,16 +31,19 @@ pub(crate) fn run() -> Result<ExitCode> {
         word: &word,
         value: 1,
     }])?;
+    let wait = MemoryOp::Wait {
+        word: &word,
+        value: 1,
+    };
     stream.sequence(&[
-        MemoryOp::Wait {
-            word: &word,
-            value: 1,
-        }
-        .into(),
-        StreamOp::Copy {
+        StreamOp::Memory(wait, Unit::Kernel),
+        StreamOp::KernelCopy(KernelCopy {
             target: &target,
             source: &source,
-        },
+            blocks: 1,
+            arrivals: [None; 2],
+            counter: &words.word(64)?,
+        }),
     ])?;
     stream.synchronize(Deadline::after(LIMIT))?;
     let mut arrived = vec![0; BYTES];
