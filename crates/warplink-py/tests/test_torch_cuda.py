@@ -34,6 +34,15 @@ def collectives(rank, world, _, place, backend):
         swapped = torch.empty_like(gathered)
         dist.all_to_all_single(swapped, gathered)
         assert (swapped == rank + 1).all()
+    # Several at once, as FSDP2 and functional collectives ask for them.
+    owns = [torch.full((size,), rank + 1.0, device=device) for size in (8, 1000)]
+    wholes = [torch.empty(2 * own.numel(), device=device) for own in owns]
+    dist.group.WORLD.allgather_into_tensor_coalesced(wholes, owns).wait()
+    for whole in wholes:
+        assert (whole.view(2, -1) == torch.tensor([[1], [2]], device=device)).all()
+    dist.group.WORLD.reduce_scatter_tensor_coalesced(owns, wholes).wait()
+    for own in owns:
+        assert (own == 2 * (rank + 1)).all()
     # CPU tensors beside them.
     total = torch.ones(10)
     dist.all_reduce(total)
@@ -121,6 +130,17 @@ def fused(rank, world, _, place, dtype_name):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_fused_operations_equal_the_unfused(dtype):
     on_ranks(fused, WORLD, dtype)
+
+
+def scaled_operations(rank, world, meeting, place):
+    from test_torch_fusion import scaled
+
+    torch.cuda.set_device(rank)
+    scaled(rank, world, meeting, place, f"cuda:{rank}")
+
+
+def test_scaled_operations_equal_the_unfused():
+    on_ranks(scaled_operations, WORLD)
 
 
 def tensors(rank, world, meeting):

@@ -12,17 +12,25 @@ CPU tensors of a group on one machine go over Warplink's host device, CUDA tenso
 tensors of groups that span machines to Gloo.
 """
 
+import os as _os
+
+from warplink.torch.fusion import disable_fusion, enable_fusion, fusion_report
 from warplink.torch.group import ProcessGroupWarplink
 from warplink.torch.options import DEFAULT_BUFFER_SIZE, Options
-from warplink.torch import ops as _ops  # noqa: F401 - registers torch.ops.warplink
+from warplink.torch import ops as _ops, scaled as _scaled  # noqa: F401 - torch.ops.warplink
 from warplink.torch.registration import get_warplink_group, is_direct_group, register
 
 register()
+if _os.environ.get("WARPLINK_TORCH_FUSION") == "1":
+    enable_fusion()
 
 __all__ = [
     "DEFAULT_BUFFER_SIZE",
     "Options",
     "ProcessGroupWarplink",
+    "disable_fusion",
+    "enable_fusion",
+    "fusion_report",
     "get_warplink_group",
     "is_direct_group",
 ]

@@ -104,7 +104,7 @@ class GroupCalls:
     ) -> Any:
         opts = opts if opts is not None else c10d.AllgatherOptions()
         if (backend := self._backend_of(inputs)) is not None:
-            return backend.allgather_into_tensor_coalesced(outputs, inputs, opts)
+            return self._together(backend, backend._allgather_base, outputs, inputs, opts)
         for output, input in zip(outputs, inputs, strict=True):
             share(self._size, output, input)
         return self._host.all_gather_flat(outputs, inputs, limit_of(opts))
@@ -132,7 +132,7 @@ class GroupCalls:
     ) -> Any:
         opts = opts if opts is not None else c10d.ReduceScatterOptions()
         if (backend := self._backend_of(inputs)) is not None:
-            return backend.reduce_scatter_tensor_coalesced(outputs, inputs, opts)
+            return self._together(backend, backend._reduce_scatter_base, outputs, inputs, opts)
         return self._host_reduce_scatter(outputs, inputs, opts)
 
     def _host_reduce_scatter(self, outputs: Any, inputs: Any, opts: Any) -> Any:
@@ -218,6 +218,16 @@ class GroupCalls:
     @staticmethod
     def _one(works: list[Any]) -> Any:
         return works[0] if len(works) == 1 else WorkGroup(works)
+
+    def _together(self, backend: Any, call: Any, outputs: Any, inputs: Any, opts: Any) -> Any:
+        """``call`` of ``backend`` for each of ``inputs``, as one work: PyTorch's own backends have no
+        name in Python for the coalesced forms."""
+        pairs = list(zip(outputs, inputs, strict=True))
+        coalesces = len(pairs) > 1 and backend.supports_coalescing
+        if coalesces:
+            backend._start_coalescing()
+        works = [call(output, input, opts) for output, input in pairs]
+        return backend._end_coalescing() if coalesces else self._one(works)
 
     # Newer names of the same
 

@@ -23,13 +23,13 @@ from warplink.torch.workspace import DTYPES, Workspace
 #: Element types that have a matmul in Warplink.
 FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-_library = torch.library.Library("warplink", "DEF")
-_library.define(
+library = torch.library.Library("warplink", "DEF")
+library.define(
     "fused_all_gather_matmul(Tensor A, Tensor[] Bs, int gather_dim, str group_name, *, "
     "bool return_A = True) -> (Tensor?, Tensor[])",
     tags=[torch._C.Tag.needs_fixed_stride_order],
 )
-_library.define(
+library.define(
     "fused_matmul_reduce_scatter(Tensor A, Tensor B, str reduce_op, int scatter_dim, "
     "str group_name) -> Tensor",
     tags=[torch._C.Tag.needs_fixed_stride_order],
@@ -63,14 +63,19 @@ def _check(a: torch.Tensor, bs: list[torch.Tensor], dim: int, name: str) -> None
         raise ValueError(f"{name} is {dim}; expected a dimension of A, from 0 to {a.dim() - 1}")
 
 
-def _direct_group(a: torch.Tensor, dim: int, group_name: str) -> ProcessGroupWarplink | None:
-    """The group, if the operation goes direct on it."""
+def direct_group(group_name: str) -> ProcessGroupWarplink | None:
+    """The group, if Warplink serves it directly and it has more than one rank."""
     group = c10d._resolve_process_group(group_name)
     if not isinstance(group, ProcessGroupWarplink) or not group.is_direct or group.size() == 1:
         return None
+    return group
+
+
+def _fusing_group(a: torch.Tensor, dim: int, group_name: str) -> ProcessGroupWarplink | None:
+    """The group, if the operation on ``a`` runs as an overlapped program on it."""
     if a.dtype not in FUSED_DTYPES or dim == a.dim() - 1 or a.numel() == 0:
         return None
-    return group
+    return direct_group(group_name)
 
 
 def _memory(
@@ -103,7 +108,7 @@ def all_gather_matmul(
             rows *= c10d._get_group_size_by_name(group_name)
         if b.shape[0] != rows:
             raise ValueError(f"B has {b.shape[0]} rows; expected {rows}, the columns of A")
-    group = _direct_group(A, gather_dim, group_name)
+    group = _fusing_group(A, gather_dim, group_name)
     if group is None or any(b.numel() == 0 for b in Bs):
         return _unfused_all_gather_matmul(A, Bs, gather_dim, group_name, return_A=return_A)
     front = A.movedim(gather_dim, 0)
@@ -198,7 +203,7 @@ def matmul_reduce_scatter(
         raise ValueError(
             f"dimension {scatter_dim} of the result is {shared}; expected a multiple of {size} ranks"
         )
-    group = _direct_group(A, scatter_dim, group_name)
+    group = _fusing_group(A, scatter_dim, group_name)
     if group is None or B.numel() == 0:
         return _unfused_matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name)
     front = A.movedim(scatter_dim, 0)
@@ -270,7 +275,7 @@ def _meta_matmul_reduce_scatter(
 
 
 for _key in ("CPU", "CUDA"):
-    _library.impl("fused_all_gather_matmul", all_gather_matmul, _key)
-    _library.impl("fused_matmul_reduce_scatter", matmul_reduce_scatter, _key)
-_library.impl("fused_all_gather_matmul", _meta_all_gather_matmul, "Meta")
-_library.impl("fused_matmul_reduce_scatter", _meta_matmul_reduce_scatter, "Meta")
+    library.impl("fused_all_gather_matmul", all_gather_matmul, _key)
+    library.impl("fused_matmul_reduce_scatter", matmul_reduce_scatter, _key)
+library.impl("fused_all_gather_matmul", _meta_all_gather_matmul, "Meta")
+library.impl("fused_matmul_reduce_scatter", _meta_matmul_reduce_scatter, "Meta")

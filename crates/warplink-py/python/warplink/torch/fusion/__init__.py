@@ -1,0 +1,57 @@
+"""The compile pass: collectives beside matmuls become the fused operations of ``torch.ops.warplink``.
+
+Switched on by :func:`enable_fusion`, or by ``WARPLINK_TORCH_FUSION=1`` in the environment when
+``warplink.torch`` is imported. It runs in ``torch.compile``'s Inductor after the other passes over a
+graph, and after a ``post_grad_custom_post_pass`` that is there already.
+
+Replaced are, on groups of Warplink whose members are on one machine:
+
+- all-gather, then one or several matmuls, by ``fused_all_gather_matmul``; with fp8 matmuls, by
+  ``fused_all_gather_scaled_matmul``;
+- matmul, then reduce-scatter, by ``fused_matmul_reduce_scatter``; with an fp8 matmul, by
+  ``fused_scaled_matmul_reduce_scatter``.
+
+Tensors may be gathered and scattered along every dimension but the last, be reshaped to a matrix and
+back, and be gathered as bytes; matmuls may add a bias.
+"""
+
+from __future__ import annotations
+
+from warplink.torch.fusion.report import Fusion, decisions
+
+__all__ = ["Fusion", "disable_fusion", "enable_fusion", "fusion_report"]
+
+
+def enable_fusion() -> None:
+    """Switches the pass on for what is compiled from now on. A second call changes nothing."""
+    # Inductor takes long to import, and is not needed before.
+    from torch._inductor import config
+
+    from warplink.torch.fusion.graph_pass import FusionPass
+
+    present = config.post_grad_custom_post_pass
+    if not isinstance(present, FusionPass):
+        config.post_grad_custom_post_pass = FusionPass(present)
+
+
+def disable_fusion() -> None:
+    """Switches the pass off for what is compiled from now on, and restores the pass that was there."""
+    from torch._inductor import config
+
+    from warplink.torch.fusion.graph_pass import FusionPass
+
+    present = config.post_grad_custom_post_pass
+    if isinstance(present, FusionPass):
+        config.post_grad_custom_post_pass = present.before
+
+
+def fusion_report(clear: bool = False) -> list[Fusion]:
+    """What the pass has found in this process, in order: what it replaced and what it did not, and why.
+
+    Graphs that Inductor takes from its cache on disk do not pass through here. With ``clear``, the
+    report starts anew.
+    """
+    found = list(decisions)
+    if clear:
+        decisions.clear()
+    return found

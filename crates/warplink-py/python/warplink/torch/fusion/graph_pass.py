@@ -1,0 +1,42 @@
+"""The pass over a graph, as Inductor runs it."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import torch
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.pattern_matcher import stable_topological_sort
+
+from warplink.torch.fusion import gathers, scatters
+from warplink.torch.fusion.report import decisions
+
+
+class FusionPass(CustomGraphPass):
+    """Replaces collectives beside matmuls. ``before`` is a pass that runs first, on the same graph."""
+
+    def __init__(self, before: Any | None = None) -> None:
+        self.before = before
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        if self.before is not None:
+            self.before(graph)
+        made = [
+            *(gathers.fuse(gather) for gather in gathers.find(graph)),
+            *(scatters.fuse(scatter) for scatter in scatters.find(graph)),
+        ]
+        decisions.extend(made)
+        if any(decision.replaced for decision in made):
+            stable_topological_sort(graph)
+            graph.lint()
+
+    def uuid(self) -> Any | None:
+        """What the compile cache knows this pass by; None, if the pass before it cannot be cached."""
+        files = sorted(str(file) for file in pathlib.Path(__file__).parent.glob("*.py"))
+        own = get_hash_for_files(tuple(files))
+        if self.before is None:
+            return own
+        uuid = getattr(self.before, "uuid", None)
+        before = uuid() if uuid is not None else None
+        return None if before is None else (own, before)

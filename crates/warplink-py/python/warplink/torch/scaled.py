@@ -1,0 +1,335 @@
+"""Scaled (fp8) matmuls, fused with the communication that feeds or follows them.
+
+They have the signatures, results and strides of ``torch.ops.symm_mem``. PyTorch multiplies part by part
+while Warplink brings or sends the next one. Groups that Warplink does not serve directly run a collective
+and one matmul.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives as funcol
+from torch.distributed import distributed_c10d as c10d
+
+from warplink.torch.ops import library, direct_group
+from warplink.torch.pipeline import GatherPipeline, ScatterPipeline
+
+library.define(
+    "fused_all_gather_scaled_matmul(Tensor A, Tensor[] Bs, Tensor A_scale, Tensor[] B_scales, "
+    "int gather_dim, str group_name, Tensor?[] biases, Tensor?[] result_scales, "
+    "ScalarType?[] out_dtypes, bool[] use_fast_accum) -> (Tensor, Tensor[])",
+    tags=[torch._C.Tag.needs_fixed_stride_order],
+)
+library.define(
+    "fused_scaled_matmul_reduce_scatter(Tensor A, Tensor B, Tensor A_scale, Tensor B_scale, "
+    "str reduce_op, int orig_scatter_dim, int scatter_dim_after_maybe_reshape, str group_name, "
+    "SymInt[]? output_shape, Tensor? bias = None, Tensor? result_scale = None, "
+    "ScalarType? out_dtype = None, bool use_fast_accum = False) -> Tensor",
+    tags=[torch._C.Tag.needs_fixed_stride_order],
+)
+
+#: The dispatcher turns element types in lists into their numbers (c10/core/ScalarType.h).
+_NUMBERED = {
+    5: torch.float16,
+    6: torch.float32,
+    15: torch.bfloat16,
+    23: torch.float8_e5m2,
+    24: torch.float8_e4m3fn,
+}
+
+
+def _dtype(given: Any, default: torch.dtype) -> torch.dtype:
+    """The element type of a result."""
+    if given is None:
+        return default
+    if isinstance(given, torch.dtype):
+        return given
+    if given not in _NUMBERED:
+        raise ValueError(f"the results' element type has number {given}; expected a float type")
+    return _NUMBERED[given]
+
+
+def _check_matrix(a: torch.Tensor, b: torch.Tensor, rows: int) -> None:
+    if a.dim() < 2:
+        raise ValueError(f"A has {a.dim()} dimensions; expected at least 2")
+    if b.dim() != 2 or b.shape[0] != rows:
+        raise ValueError(f"B has the sizes {list(b.shape)}; expected {rows} rows, the columns of A")
+    if b.device != a.device:
+        raise ValueError(f"B is on {b.device}; expected {a.device}, as A is")
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8).view(-1)
+
+
+def _matmul(
+    out: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale: torch.Tensor,
+    b_scale: torch.Tensor,
+    rest: tuple[Any, Any, bool],
+) -> None:
+    """``out`` = the scaled product; ``rest`` are bias, scale of the result and fast accumulation."""
+    bias, result_scale, fast = rest
+    if a_scale.numel() > 1 and a_scale.data_ptr() % 16:
+        # cuBLAS wants the scales of rows aligned.
+        a_scale = a_scale.clone()
+    torch._scaled_mm(
+        a, b, a_scale, b_scale, bias, result_scale, out_dtype=out.dtype, use_fast_accum=fast, out=out
+    )
+
+
+def all_gather_scaled_matmul(
+    A: torch.Tensor,
+    Bs: list[torch.Tensor],
+    A_scale: torch.Tensor,
+    B_scales: list[torch.Tensor],
+    gather_dim: int,
+    group_name: str,
+    biases: list[torch.Tensor | None],
+    result_scales: list[torch.Tensor | None],
+    out_dtypes: list[torch.dtype | None],
+    use_fast_accum: list[bool],
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The gathered A, and its scaled product with each of ``Bs``.
+
+    ``A_scale`` is one scale, one for each row of this rank's part, which is gathered too, or one for each
+    row of the gathered A. Results are contiguous with ``gather_dim`` in front. Raises ValueError where
+    sizes or devices do not fit.
+    """
+    for name, given in (
+        ("B_scales", B_scales),
+        ("biases", biases),
+        ("result_scales", result_scales),
+        ("out_dtypes", out_dtypes),
+        ("use_fast_accum", use_fast_accum),
+    ):
+        if len(given) != len(Bs):
+            raise ValueError(f"{name} has {len(given)} entries; expected {len(Bs)}, one for each B")
+    if not 0 <= gather_dim < A.dim() - 1:
+        raise ValueError(
+            f"gather_dim is {gather_dim}; expected a dimension of A but the last, "
+            f"from 0 to {A.dim() - 2}"
+        )
+    for b in Bs:
+        _check_matrix(A, b, A.shape[-1])
+    size = c10d._get_group_size_by_name(group_name)
+    front = A.movedim(gather_dim, 0)
+    rows, k = math.prod(front.shape[:-1]), A.shape[-1]
+    whole_rows = list(A.shape[:-1])
+    whole_rows[gather_dim] *= size
+    leading = [front.shape[0] * size, *front.shape[1:-1]]
+    scales = _scales_of_rows(A, A_scale, gather_dim, whole_rows, group_name)
+    kinds = [_dtype(given, A.dtype) for given in out_dtypes]
+    outs = [A.new_empty([size * rows, b.shape[1]], dtype=kind) for b, kind in zip(Bs, kinds)]
+
+    def multiply(first: int, part: torch.Tensor) -> None:
+        last = first + part.shape[0]
+        own = scales[first:last] if scales.numel() > 1 else scales
+        for place, b in enumerate(Bs):
+            rest = (biases[place], result_scales[place], use_fast_accum[place])
+            _matmul(outs[place][first:last], part, b, own, B_scales[place], rest)
+
+    group = direct_group(group_name)
+    if group is None or A.numel() == 0:
+        gathered = funcol.wait_tensor(
+            torch.ops._c10d_functional.all_gather_into_tensor(front.contiguous(), size, group_name)
+        ).view(-1, k)
+        multiply(0, gathered)
+    else:
+        space = group.workspace(A.device.type)
+        with torch.profiler.record_function("warplink::fused_all_gather_scaled_matmul"), space.lock:
+            nbytes = rows * k * A.element_size()
+            pipeline = space.plan(("gather", nbytes), lambda: GatherPipeline(space, nbytes))
+            for rank, part in pipeline.run(_bytes(front)):
+                multiply(rank * rows, part.view(A.dtype).view(rows, k))
+            # The pipeline's memory is the next call's too.
+            gathered = pipeline.parts.bytes.clone().view(A.dtype).view(-1, k)
+
+    def back(flat: torch.Tensor) -> torch.Tensor:
+        return flat.view(*leading, flat.shape[-1]).movedim(0, gather_dim)
+
+    return back(gathered), [back(out) for out in outs]
+
+
+def _scales_of_rows(
+    a: torch.Tensor, scale: torch.Tensor, dim: int, whole_rows: list[int], group_name: str
+) -> torch.Tensor:
+    """One scale, or one for each row of the gathered A, with the gathered dimension in front."""
+    if list(scale.shape) == [*a.shape[:-1], 1]:
+        # As long as this rank's part, so it is gathered as well; it is small.
+        front = scale.movedim(dim, 0).contiguous()
+        size = c10d._get_group_size_by_name(group_name)
+        gathered = torch.ops._c10d_functional.all_gather_into_tensor(front, size, group_name)
+        return funcol.wait_tensor(gathered).view(-1, 1)
+    if scale.numel() == 1:
+        return scale
+    if list(scale.shape[:-1]) == whole_rows:
+        return scale.movedim(dim, 0).flatten(0, -2).contiguous()
+    raise ValueError(
+        f"A_scale has the sizes {list(scale.shape)}; expected one scale, {[*a.shape[:-1], 1]} or "
+        f"{[*whole_rows, 1]}"
+    )
+
+
+def scaled_matmul_reduce_scatter(
+    A: torch.Tensor,
+    B: torch.Tensor,
+    A_scale: torch.Tensor,
+    B_scale: torch.Tensor,
+    reduce_op: str,
+    orig_scatter_dim: int,
+    scatter_dim_after_maybe_reshape: int,
+    group_name: str,
+    output_shape: list[int] | None,
+    bias: torch.Tensor | None = None,
+    result_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+) -> torch.Tensor:
+    """This rank's part, along ``orig_scatter_dim``, of the sum or average over the ranks of the scaled
+    product of A and B.
+
+    The product has ``output_shape``, or the sizes of A with B's columns in the place of its own.
+    ``scatter_dim_after_maybe_reshape`` tells where the dimension is in A, which does not matter here.
+    ``A_scale`` is one scale, or one for each row of A. The result is contiguous. Raises ValueError where
+    sizes or devices do not fit.
+    """
+    sizes = _product_sizes(A, B, output_shape)
+    size = c10d._get_group_size_by_name(group_name)
+    _check_scatter(A, B, A_scale, reduce_op, orig_scatter_dim, sizes, size)
+    dim, kind = orig_scatter_dim, _dtype(out_dtype, A.dtype)
+    k, n = A.shape[-1], B.shape[1]
+    front = A.reshape(*sizes[:-1], k).movedim(dim, 0)
+    rows = math.prod(front.shape[:-1]) // size
+    parts = front.reshape(size, rows, k)
+    scales = A_scale
+    if A_scale.numel() > 1:
+        scales = A_scale.reshape(*sizes[:-1], 1).movedim(dim, 0).reshape(size, rows, 1)
+    rest = (bias, result_scale, use_fast_accum)
+
+    def multiply(rank: int, out: torch.Tensor) -> None:
+        own = scales[rank] if scales.numel() > 1 else scales
+        _matmul(out.view(kind).view(rows, n), parts[rank], B, own, B_scale, rest)
+
+    group = direct_group(group_name)
+    if group is None or A.numel() == 0 or dim == len(sizes) - 1:
+        return _unfused_scatter(A, B, (A_scale, B_scale), kind, rest, reduce_op, (dim, sizes), group_name)
+    space = group.workspace(A.device.type)
+    with torch.profiler.record_function("warplink::fused_scaled_matmul_reduce_scatter"), space.lock:
+        nbytes = rows * n * kind.itemsize
+        pipeline = space.plan(("scatter", nbytes), lambda: ScatterPipeline(space, nbytes))
+        received = pipeline.run(multiply).view(kind).view(size, rows, n)
+        result = (received.mean(0) if reduce_op == "avg" else received.sum(0)).to(kind)
+    leading = [front.shape[0] // size, *front.shape[1:-1]]
+    return result.view(*leading, n).movedim(0, dim).contiguous()
+
+
+def _product_sizes(a: torch.Tensor, b: torch.Tensor, output_shape: list[int] | None) -> list[int]:
+    _check_matrix(a, b, a.shape[-1])
+    sizes = [*(output_shape[:-1] if output_shape is not None else a.shape[:-1]), b.shape[1]]
+    if math.prod(sizes[:-1]) != math.prod(a.shape[:-1]):
+        raise ValueError(
+            f"output_shape is {list(output_shape or [])}; expected as many rows as A of "
+            f"{list(a.shape)} has"
+        )
+    return sizes
+
+
+def _check_scatter(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale: torch.Tensor,
+    reduce_op: str,
+    dim: int,
+    sizes: list[int],
+    size: int,
+) -> None:
+    if reduce_op not in ("sum", "avg"):
+        raise ValueError(f"reduce_op is '{reduce_op}'; expected sum or avg")
+    if not 0 <= dim < len(sizes):
+        raise ValueError(
+            f"orig_scatter_dim is {dim}; expected a dimension of the result, from 0 to {len(sizes) - 1}"
+        )
+    if sizes[dim] % size:
+        raise ValueError(
+            f"dimension {dim} of the result is {sizes[dim]}; expected a multiple of {size} ranks"
+        )
+    if scale.numel() != 1 and scale.numel() != math.prod(a.shape[:-1]):
+        raise ValueError(
+            f"A_scale has {scale.numel()} elements; expected one, or one for each row of A"
+        )
+
+
+def _unfused_scatter(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scales: tuple[torch.Tensor, torch.Tensor],
+    kind: torch.dtype,
+    rest: tuple[Any, Any, bool],
+    reduce_op: str,
+    place: tuple[int, list[int]],
+    group_name: str,
+) -> torch.Tensor:
+    """The same as one matmul and a collective."""
+    dim, sizes = place
+    flat = a.reshape(-1, a.shape[-1]).contiguous()
+    out = a.new_empty([flat.shape[0], b.shape[1]], dtype=kind)
+    a_scale = scales[0].reshape(-1, 1) if scales[0].numel() > 1 else scales[0]
+    _matmul(out, flat, b, a_scale, scales[1], rest)
+    result: Any = funcol.reduce_scatter_tensor(out.view(sizes), reduce_op, dim, group_name)
+    return funcol.wait_tensor(result).contiguous()
+
+
+def _meta_all_gather_scaled_matmul(
+    A: torch.Tensor,
+    Bs: list[torch.Tensor],
+    A_scale: torch.Tensor,
+    B_scales: list[torch.Tensor],
+    gather_dim: int,
+    group_name: str,
+    biases: list[torch.Tensor | None],
+    result_scales: list[torch.Tensor | None],
+    out_dtypes: list[torch.dtype | None],
+    use_fast_accum: list[bool],
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Shapes and strides only."""
+    front = list(A.movedim(gather_dim, 0).shape)
+    front[0] *= c10d._get_group_size_by_name(group_name)
+    results = [
+        A.new_empty([*front[:-1], b.shape[1]], dtype=_dtype(given, A.dtype)).movedim(0, gather_dim)
+        for b, given in zip(Bs, out_dtypes)
+    ]
+    return A.new_empty(front).movedim(0, gather_dim), results
+
+
+def _meta_scaled_matmul_reduce_scatter(
+    A: torch.Tensor,
+    B: torch.Tensor,
+    A_scale: torch.Tensor,
+    B_scale: torch.Tensor,
+    reduce_op: str,
+    orig_scatter_dim: int,
+    scatter_dim_after_maybe_reshape: int,
+    group_name: str,
+    output_shape: list[int] | None,
+    bias: torch.Tensor | None = None,
+    result_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+) -> torch.Tensor:
+    """The shape only."""
+    sizes = [*(output_shape[:-1] if output_shape is not None else A.shape[:-1]), B.shape[1]]
+    sizes[orig_scatter_dim] //= c10d._get_group_size_by_name(group_name)
+    return A.new_empty(sizes, dtype=_dtype(out_dtype, A.dtype))
+
+
+for _key in ("CPU", "CUDA"):
+    library.impl("fused_all_gather_scaled_matmul", all_gather_scaled_matmul, _key)
+    library.impl("fused_scaled_matmul_reduce_scatter", scaled_matmul_reduce_scatter, _key)
+library.impl("fused_all_gather_scaled_matmul", _meta_all_gather_scaled_matmul, "Meta")
+library.impl("fused_scaled_matmul_reduce_scatter", _meta_scaled_matmul_reduce_scatter, "Meta")
