@@ -10,7 +10,7 @@ use std::net::{IpAddr, Ipv4Addr};
 use std::time::{Duration, Instant};
 use warplink::bootstrap::{JoinConfig, Rendezvous, UniqueId};
 use warplink::device::{AllocationKind, Priority};
-use warplink::p2p::{Protocol, Transfer, TransferRequest, post_all, wait_all};
+use warplink::p2p::{Path, Protocol, Transfer, TransferRequest, post_all, wait_all};
 use warplink::{Communicator, Config, Deadline, Error, ErrorKind};
 
 /// How soon every other rank must have its error.
@@ -89,17 +89,19 @@ fn survive(victim: usize, until_dead: impl Fn(&Communicator, &dyn Fn()) -> Resul
 fn die_in_a_transfer(
     comm: &Communicator,
     die: &dyn Fn(),
-    protocol: Protocol,
+    (protocol, path): (Protocol, Path),
     bytes: usize,
 ) -> Result<(), Error> {
     let (rank, world) = (comm.rank(), comm.world());
     let (right, left) = ((rank + 1) % world, (rank + world - 1) % world);
     let (send, receive) = (comm.alloc(bytes)?, comm.alloc(bytes)?);
     let stream = comm.create_stream(Priority::Normal)?;
-    let transfers = comm.exchange(&[
-        TransferRequest::send(&send, right, 0).with_protocol(protocol),
-        TransferRequest::receive(&receive, left, 0).with_protocol(protocol),
-    ])?;
+    let requests = [
+        TransferRequest::send(&send, right, 0),
+        TransferRequest::receive(&receive, left, 0),
+    ];
+    let chosen = requests.map(|request| request.with_protocol(protocol).with_path(path));
+    let transfers = comm.exchange(&chosen)?;
     let group: Vec<&Transfer> = transfers.iter().collect();
     for round in 0.. {
         post_all(&group, &stream)?;
@@ -115,51 +117,83 @@ fn die_in_a_transfer(
 #[test]
 fn a_rank_killed_in_a_get() {
     survive(1, |comm, die| {
-        die_in_a_transfer(comm, die, Protocol::Get, 16 << 20)
+        die_in_a_transfer(comm, die, (Protocol::Get, Path::CopyEngine), 16 << 20)
     });
 }
 
 #[test]
 fn a_rank_killed_in_a_put() {
     survive(1, |comm, die| {
-        die_in_a_transfer(comm, die, Protocol::Put, 16 << 20)
+        die_in_a_transfer(comm, die, (Protocol::Put, Path::CopyEngine), 16 << 20)
     });
 }
 
 #[test]
 fn rank_0_killed_in_a_transfer() {
     survive(0, |comm, die| {
-        die_in_a_transfer(comm, die, Protocol::Put, 4096)
+        die_in_a_transfer(comm, die, (Protocol::Put, Path::CopyEngine), 4096)
     });
+}
+
+/// Kernels wait for packets, for room for them, and for what tells several blocks that they may copy.
+#[test]
+fn a_rank_killed_in_transfers_by_packets() {
+    survive(1, |comm, die| {
+        die_in_a_transfer(comm, die, (Protocol::Put, Path::Multiprocessors), 4096)
+    });
+}
+
+#[test]
+fn rank_0_killed_in_transfers_by_several_blocks() {
+    survive(0, |comm, die| {
+        die_in_a_transfer(comm, die, (Protocol::Put, Path::Multiprocessors), 1 << 20)
+    });
+}
+
+/// Launches of a graph with a step of a ring in it, until one rank dies.
+fn die_in_a_graph(
+    comm: &Communicator,
+    die: &dyn Fn(),
+    path: Path,
+    bytes: usize,
+) -> Result<(), Error> {
+    let (rank, world) = (comm.rank(), comm.world());
+    let (right, left) = ((rank + 1) % world, (rank + world - 1) % world);
+    let (send, receive) = (comm.alloc(bytes)?, comm.alloc(bytes)?);
+    let stream = comm.create_stream(Priority::Normal)?;
+    let transfers = comm.exchange(&[
+        TransferRequest::send(&send, right, 0).with_path(path),
+        TransferRequest::receive(&receive, left, 0).with_path(path),
+    ])?;
+    let group: Vec<&Transfer> = transfers.iter().collect();
+    stream.begin_capture()?;
+    post_all(&group, &stream)?;
+    wait_all(&group, &stream)?;
+    let graph = stream.end_capture()?;
+    for round in 0.. {
+        // Several launches ahead, so that waits lie behind waits when the rank dies.
+        for _ in 0..10 {
+            graph.launch(&stream)?;
+        }
+        if round == 3 {
+            die();
+        }
+        comm.synchronize(&stream)?;
+    }
+    Ok(())
 }
 
 #[test]
 fn a_rank_killed_in_a_captured_transfer() {
     survive(1, |comm, die| {
-        let (rank, world) = (comm.rank(), comm.world());
-        let (right, left) = ((rank + 1) % world, (rank + world - 1) % world);
-        let (send, receive) = (comm.alloc(1 << 20)?, comm.alloc(1 << 20)?);
-        let stream = comm.create_stream(Priority::Normal)?;
-        let transfers = comm.exchange(&[
-            TransferRequest::send(&send, right, 0),
-            TransferRequest::receive(&receive, left, 0),
-        ])?;
-        let group: Vec<&Transfer> = transfers.iter().collect();
-        stream.begin_capture()?;
-        post_all(&group, &stream)?;
-        wait_all(&group, &stream)?;
-        let graph = stream.end_capture()?;
-        for round in 0.. {
-            // Several launches ahead, so that waits lie behind waits when the rank dies.
-            for _ in 0..10 {
-                graph.launch(&stream)?;
-            }
-            if round == 3 {
-                die();
-            }
-            comm.synchronize(&stream)?;
-        }
-        Ok(())
+        die_in_a_graph(comm, die, Path::CopyEngine, 1 << 20)
+    });
+}
+
+#[test]
+fn a_rank_killed_in_captured_transfers_by_packets() {
+    survive(1, |comm, die| {
+        die_in_a_graph(comm, die, Path::Multiprocessors, 8_000)
     });
 }
 

@@ -9,6 +9,8 @@ mod common;
 mod graphs;
 #[path = "transfers/paths.rs"]
 mod paths;
+#[path = "transfers/persistent.rs"]
+mod persistent;
 
 use common::{Ranks, delays, processes, threads, threads_with, values, world};
 use std::time::Duration;
