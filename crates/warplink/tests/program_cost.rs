@@ -74,6 +74,7 @@ fn machine() -> HardwareModel {
             get_rotated: 1e9,
             stored: 1e9,
             stored_exposed: 0.5,
+            ..Link::default()
         },
         latency: Latency::default(),
         host: Host::default(),
@@ -279,6 +280,35 @@ fn a_small_transfer_is_one_kernel() {
         cost(HANDOVER, 2, &model).seconds,
         1000.0 + 100.0 + 2000.0 + 100.0 + 400.0 + 20.0,
     );
+}
+
+/// Where nothing multiplies, kernels at both ends do what the model says that they do faster.
+#[test]
+fn a_transfer_has_kernels_at_both_ends_where_nothing_multiplies() {
+    let mut model = machine();
+    model.link.kernels.limit = 20;
+    model.link.kernels_put = Curve(vec![(20, 2e-6)]);
+    model.latency.word = 400e-9;
+    model.latency.launch = 50e-9;
+    let copied = HANDOVER.replace("S = matmul(X, Y)", "S = copy(Z)");
+    let copied = copied.replace(
+        "input Y: f16[100, 2]",
+        "input Y: f16[100, 2]\n input Z: f16[5, 2]",
+    );
+    for packet_limit in [0, 20] {
+        model.link.kernels.packet_limit = packet_limit;
+        // The kernel starts behind a copy; no words are waited for in a stream.
+        let transfer = 20.0 + 50.0 + 2000.0;
+        takes(cost(&copied, 2, &model).seconds, transfer + 20.0);
+    }
+    // Longer ones go by the copy engine behind a word of the receiver, between two words, and are waited
+    // for; and all do beside matmuls.
+    model.link.kernels.limit = 19;
+    let engine = 400.0 + 400.0 + 20.0 + 400.0 + 400.0;
+    takes(cost(&copied, 2, &model).seconds, engine + 20.0);
+    let multiplied = cost(HANDOVER, 2, &model).seconds;
+    model.link.kernels.limit = 20;
+    takes(cost(HANDOVER, 2, &model).seconds, multiplied * 1e9);
 }
 
 #[test]

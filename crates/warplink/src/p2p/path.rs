@@ -77,6 +77,16 @@ pub struct TransferKernels {
     pub store_blocks: Vec<(u64, u32)>,
 }
 
+impl TransferKernels {
+    /// How many blocks put `bytes`.
+    pub(crate) fn blocks(&self, bytes: usize) -> u32 {
+        match Flow::by_kernels(Protocol::Put, bytes, self) {
+            Flow::Stores { blocks } | Flow::Packets { blocks, .. } => blocks,
+            Flow::Streams => 0,
+        }
+    }
+}
+
 /// How a transfer is done; the same at both ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Flow {

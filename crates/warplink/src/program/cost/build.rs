@@ -32,6 +32,7 @@ impl<'a> Schedule<'a> {
             counters: 0,
             operations: Vec::new(),
             host: Vec::new(),
+            multiplies: programs.iter().any(RankProgram::multiplies),
             first_counter: Vec::new(),
             collectives: HashMap::new(),
             shapes: HashMap::new(),

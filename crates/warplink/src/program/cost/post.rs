@@ -13,6 +13,16 @@ use crate::dtype::DType;
 use crate::program::ir::{Backend, Direction, Protocol};
 use crate::program::{RankProgram, TransferId, TransferInstance};
 
+/// What moves the bytes of a transfer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Mover {
+    Engine,
+    /// A kernel of one block, beside matmuls.
+    OneBlock,
+    /// Kernels at both ends.
+    Kernels,
+}
+
 /// The protocol of a transfer that this end initiates.
 fn initiates(transfer: &TransferInstance) -> Option<Protocol> {
     match (transfer.backend, transfer.direction) {
@@ -67,19 +77,68 @@ impl Schedule<'_> {
                 (Backend::Direct(_), Some(protocol)) => initiated.push((id, protocol)),
             }
         }
-        let largest = initiated
-            .iter()
-            .map(|(id, _)| program.transfers[*id].range.bytes);
-        let in_kernels = largest
-            .max()
-            .is_some_and(|most| most as u64 <= self.model.link.kernel_limit);
-        if in_kernels {
+        let bytes = |id: &TransferId| program.transfers[*id].range.bytes as u64;
+        let largest = initiated.iter().map(|(id, _)| bytes(id)).max();
+        let in_kernels = largest.is_some_and(|most| most <= self.model.link.kernel_limit);
+        let direct = initiated.iter().map(|(id, _)| id).chain(&targets);
+        let most = direct.map(bytes).max();
+        if most.is_some_and(|most| self.has_kernels_for(most)) {
+            self.post_by_kernels(state, program, &targets, &initiated);
+        } else if in_kernels {
             self.post_in_kernels(state, program, &targets, &initiated);
         } else {
             self.post_by_engine(state, program, &targets, &initiated);
         }
         if !engine.is_empty() {
             self.post_to_engine(state, program, &engine);
+        }
+    }
+
+    /// Whether a transfer of `bytes` is done by kernels at both ends, as multiprocessors are free.
+    fn has_kernels_for(&self, bytes: u64) -> bool {
+        let link = &self.model.link;
+        !self.multiplies && !link.kernels_put.0.is_empty() && bytes <= link.kernels.limit
+    }
+
+    /// Each transfer takes what was measured one way, with the kernel of the receiver.
+    fn post_by_kernels(
+        &mut self,
+        state: &mut RankState,
+        program: &RankProgram,
+        targets: &[TransferId],
+        initiated: &[(TransferId, Protocol)],
+    ) {
+        let by_packets = |id: TransferId, protocol| {
+            let bytes = program.transfers[id].range.bytes as u64;
+            protocol == Protocol::Put && bytes <= self.model.link.kernels.packet_limit
+        };
+        // Whoever waits for packets says nothing before.
+        let announced = targets.iter().filter(|id| {
+            !matches!(program.transfers[**id].backend, Backend::Direct(protocol) if by_packets(**id, protocol))
+        });
+        let announced = announced.count();
+        let awaited: Vec<TransferId> = initiated
+            .iter()
+            .filter(|(id, protocol)| !by_packets(*id, *protocol))
+            .map(|(id, _)| *id)
+            .collect();
+        if announced > 0 || !initiated.is_empty() {
+            self.kernel(state);
+        }
+        for &id in targets {
+            self.signal(state, program, id, 0.0);
+        }
+        if announced > 0 && initiated.is_empty() {
+            self.step(state, Step::Delay(self.model.memory.kernel));
+        }
+        for id in awaited {
+            self.await_target(state, id);
+        }
+        for &(id, protocol) in initiated {
+            self.copy(state, program, id, protocol, Mover::Kernels);
+            self.signal(state, program, id, 0.0);
+            let done = self.completed(program.rank, id);
+            self.step(state, Step::Add(done, 0.0));
         }
     }
 
@@ -100,7 +159,7 @@ impl Schedule<'_> {
             self.step(state, Step::Delay(word));
         }
         for &(id, protocol) in initiated {
-            self.copy(state, program, id, protocol, true);
+            self.copy(state, program, id, protocol, Mover::OneBlock);
             self.signal(state, program, id, word);
             let done = self.completed(program.rank, id);
             self.step(state, Step::Add(done, word));
@@ -129,7 +188,7 @@ impl Schedule<'_> {
         }
         self.words(state, initiated.len());
         for &(id, protocol) in initiated {
-            self.copy(state, program, id, protocol, false);
+            self.copy(state, program, id, protocol, Mover::Engine);
         }
         self.tell(state, program, initiated.iter().map(|(id, _)| *id));
     }
@@ -190,26 +249,37 @@ impl Schedule<'_> {
         program: &RankProgram,
         id: TransferId,
         protocol: Protocol,
-        in_kernel: bool,
+        mover: Mover,
     ) {
         let transfer = &program.transfers[id];
         if transfer.peer == program.rank {
             return self.copy_work(state, transfer.range.bytes as f64);
         }
         let (link, memory) = (&self.model.link, &self.model.memory);
-        let (engine, kernel, ring, rotated) = match protocol {
-            Protocol::Put => (&link.put, &link.kernel_put, link.put_ring, link.put_rotated),
-            Protocol::Get => (&link.get, &link.kernel_get, link.get_ring, link.get_rotated),
+        let (engine, ring, rotated) = match protocol {
+            Protocol::Put => (&link.put, link.put_ring, link.put_rotated),
+            Protocol::Get => (&link.get, link.get_ring, link.get_rotated),
+        };
+        let moved = match (mover, protocol) {
+            (Mover::Engine, _) => engine,
+            (Mover::OneBlock, Protocol::Put) => &link.kernel_put,
+            (Mover::OneBlock, Protocol::Get) => &link.kernel_get,
+            (Mover::Kernels, Protocol::Put) => &link.kernels_put,
+            (Mover::Kernels, Protocol::Get) => &link.kernels_get,
         };
         let bytes = transfer.range.bytes as f64;
-        let seconds = if in_kernel { kernel } else { engine }.seconds(bytes);
+        let seconds = moved.seconds(bytes);
         let rate = bytes / seconds;
         let (share, in_memory) = (rate / engine.peak(), rate / memory.rate);
         let port = rate / 2.0 / if state.rotates { rotated } else { ring };
-        let occupancy = if in_kernel {
-            1.0 / self.model.device.multiprocessors as f64
-        } else {
-            memory.copy_occupancy
+        let multiprocessors = self.model.device.multiprocessors as f64;
+        let occupancy = match mover {
+            Mover::Engine => memory.copy_occupancy,
+            Mover::OneBlock => 1.0 / multiprocessors,
+            Mover::Kernels => {
+                let blocks = link.kernels.blocks(transfer.range.bytes);
+                (f64::from(blocks) / multiprocessors).min(1.0)
+            }
         };
         let peer = self.stand_in(transfer.peer);
         let (from, to) = match transfer.direction {
@@ -223,16 +293,17 @@ impl Schedule<'_> {
             self.demand(rank, PORT, port);
             self.demand(rank, MEMORY, in_memory);
         }
-        if !in_kernel {
+        if mover == Mover::Engine {
             self.engine_copy(state);
             if self.submission == Submission::Captured {
                 self.delay(state, self.model.latency.captured_copy);
             }
         }
-        let class = match (in_kernel, protocol) {
-            (true, _) => Class::SmallKernel,
-            (false, Protocol::Put) => Class::Put,
-            (false, Protocol::Get) => Class::Get,
+        let class = match (mover, protocol) {
+            (Mover::OneBlock, _) => Class::SmallKernel,
+            (Mover::Kernels, _) => Class::Other,
+            (Mover::Engine, Protocol::Put) => Class::Put,
+            (Mover::Engine, Protocol::Get) => Class::Get,
         };
         let work = Work {
             occupancy,
@@ -352,7 +423,11 @@ impl Schedule<'_> {
             } else if initiates(transfer).is_none() {
                 let word = self.incoming(program.rank, id);
                 self.step(state, Step::Await(word, posts));
-                words += 1;
+                if self.has_kernels_for(transfer.range.bytes as u64) {
+                    self.kernel(state);
+                } else {
+                    words += 1;
+                }
             } else if posted_on != state.stream {
                 let done = self.completed(program.rank, id);
                 self.step(state, Step::Await(done, posts));
