@@ -32,6 +32,9 @@ pub struct Config {
     pub idle_mappings: IdleMappings,
     /// How the proxy of channels works.
     pub proxy: ProxyConfig,
+    /// The network devices of connections that name none, as the network's library names them and separated
+    /// by commas, such as `mlx5_0:1` or `eth0`; all of them if not given.
+    pub network_devices: Option<String>,
     /// Most bytes of freed regions that are kept for later ones.
     pub max_pooled_bytes: u64,
     /// The class of the topology, whatever the devices' links are; see
@@ -50,6 +53,7 @@ impl Config {
             timeout: Duration::from_secs(60),
             idle_mappings: IdleMappings::default(),
             proxy: ProxyConfig::default(),
+            network_devices: None,
             max_pooled_bytes: MAX_POOLED_BYTES,
             topology: None,
         }
@@ -91,6 +95,12 @@ impl Config {
         self
     }
 
+    /// Sets the network devices of connections that name none.
+    pub fn with_network_devices(mut self, devices: impl Into<String>) -> Self {
+        self.network_devices = Some(devices.into());
+        self
+    }
+
     /// Delays the host device's operations at random; see [`Delays`].
     pub fn with_delays(mut self, delays: Delays) -> Self {
         self.device.delays = Some(delays);
@@ -104,6 +114,7 @@ impl Config {
     /// | `WARPLINK_DEVICE` | `host` or `cuda`; a GPU where there is one |
     /// | `WARPLINK_PROTOCOL` | `get` or `put`; put |
     /// | `WARPLINK_TIMEOUT` | limit of waits on the host, in seconds; 60 |
+    /// | `WARPLINK_NETWORK_DEVICES` | network devices of connections to other machines, such as `eth0`; all |
     /// | `WARPLINK_TOPOLOGY` | `fully-connected`, `hybrid-cube-mesh` or `unknown`, whatever the devices' links are; for tests |
     /// | `WARPLINK_HOST_DELAY_US` | largest random delay, in microseconds, before every operation of the host device, to bring out missing waits |
     ///
@@ -123,6 +134,7 @@ impl Config {
         if let Some(protocol) = get("WARPLINK_PROTOCOL") {
             config.protocol = protocol.parse()?;
         }
+        config.network_devices = get("WARPLINK_NETWORK_DEVICES");
         if let Some(class) = get(CLASS_VARIABLE) {
             let class = class.parse::<TopologyClass>();
             config.topology = Some(class.map_err(|error| error.with_key(CLASS_VARIABLE))?);

@@ -5,22 +5,14 @@
 
 mod common;
 
+use common::hosts::{Hosts, SOON, ended_well, leave, role, soon, take};
 use common::{assert_says, processes, values};
-use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 use warplink::device::network::{self, Network, NetworkConnection, NetworkOptions};
 use warplink::device::{AllocationKind, DeviceConfig, DeviceSlice};
 use warplink::{Deadline, Device, DeviceKind, ErrorKind, device};
-
-/// Longer than anything here takes on a busy machine.
-const SOON: Duration = Duration::from_secs(60);
-
-fn soon() -> Deadline {
-    Deadline::after(SOON)
-}
 
 fn host() -> Arc<dyn Device> {
     device::open(&DeviceConfig::new(DeviceKind::Host, 0)).unwrap()
@@ -30,6 +22,7 @@ fn host() -> Arc<dyn Device> {
 fn open(device: &str) -> Option<Arc<dyn Network>> {
     let options = NetworkOptions {
         devices: Some(device.to_owned()),
+        ..NetworkOptions::default()
     };
     match network::open(&options) {
         Ok(network) => Some(network),
@@ -192,134 +185,6 @@ fn a_peer_that_is_gone_fails_its_connection_with_an_error_that_names_it() {
     let own = network.connect(0, network.address()).unwrap();
     own.flush(soon()).unwrap();
     network.close(soon()).unwrap();
-}
-
-/// Two network namespaces with a link between them, taken down at the end.
-struct Hosts {
-    names: [String; 2],
-}
-
-impl Hosts {
-    /// None, with a notice, where this process may not make them.
-    fn create() -> Option<Self> {
-        static NEXT: AtomicUsize = AtomicUsize::new(0);
-        let id = std::process::id() as usize * 10 + NEXT.fetch_add(1, Ordering::Relaxed);
-        let names = [format!("warplink-{id}-a"), format!("warplink-{id}-b")];
-        let hosts = Self { names };
-        let [a, b] = &hosts.names;
-        let pair = [format!("wl{id}a"), format!("wl{id}b")];
-        if !ip(&["netns", "add", a]) || !ip(&["netns", "add", b]) {
-            println!("left out: network namespaces cannot be made");
-            return None;
-        }
-        let [first, second] = &pair;
-        let kind = ["type", "veth", "peer", "name", second, "netns", b];
-        assert!(ip(
-            &[&["link", "add", first, "netns", a][..], &kind].concat()
-        ));
-        for (index, (name, end)) in hosts.names.iter().zip(&pair).enumerate() {
-            let address = format!("10.117.0.{}/24", index + 1);
-            for command in [
-                vec!["link", "set", end, "name", "link0"],
-                vec!["addr", "add", &address, "dev", "link0"],
-                vec!["link", "set", "link0", "up"],
-                vec!["link", "set", "lo", "up"],
-            ] {
-                assert!(ip(&[&["-n", name][..], &command].concat()), "{command:?}");
-            }
-        }
-        // A link comes up some time after it was set up.
-        let deadline = soon();
-        for name in &hosts.names {
-            while !is_up(name) {
-                assert!(!deadline.passed(), "the link of {name} does not come up");
-                std::thread::sleep(Duration::from_millis(10));
-            }
-        }
-        Some(hosts)
-    }
-
-    /// Runs a role of this test on one of the two.
-    fn run(&self, host: usize, test: &str, directory: &Path) -> Child {
-        Command::new("ip")
-            .args(["netns", "exec", &self.names[host]])
-            .arg(std::env::current_exe().unwrap())
-            .args([test, "--exact", "--nocapture", "--test-threads=1"])
-            .env(DIRECTORY, directory)
-            .env(ROLE, host.to_string())
-            .stdin(Stdio::null())
-            .spawn()
-            .unwrap()
-    }
-
-    fn cut(&self) {
-        assert!(ip(&["-n", &self.names[0], "link", "set", "link0", "down"]));
-    }
-}
-
-impl Drop for Hosts {
-    fn drop(&mut self) {
-        for name in &self.names {
-            ip(&["netns", "del", name]);
-        }
-    }
-}
-
-fn is_up(name: &str) -> bool {
-    let shown = Command::new("ip")
-        .args(["-n", name, "link", "show", "link0"])
-        .output();
-    String::from_utf8_lossy(&shown.unwrap().stdout).contains("state UP")
-}
-
-fn ip(arguments: &[&str]) -> bool {
-    let status = Command::new("ip")
-        .args(arguments)
-        .stderr(Stdio::null())
-        .status();
-    status.is_ok_and(|status| status.success())
-}
-
-const DIRECTORY: &str = "WARPLINK_TEST_DIRECTORY";
-const ROLE: &str = "WARPLINK_TEST_ROLE";
-
-/// The directory of a role, and which it is; none in the test's own process.
-fn role() -> Option<(PathBuf, usize)> {
-    let directory = std::env::var_os(DIRECTORY)?;
-    let role = std::env::var(ROLE).unwrap().parse().unwrap();
-    Some((directory.into(), role))
-}
-
-/// Leaves a file for the other role, whole at once.
-fn leave(directory: &Path, name: &str, bytes: &[u8]) {
-    let written = directory.join(format!("{name}.part"));
-    std::fs::write(&written, bytes).unwrap();
-    std::fs::rename(written, directory.join(name)).unwrap();
-}
-
-/// Waits for a file.
-fn take(directory: &Path, name: &str) -> Vec<u8> {
-    let deadline = soon();
-    loop {
-        if let Ok(bytes) = std::fs::read(directory.join(name)) {
-            return bytes;
-        }
-        assert!(!deadline.passed(), "{name} is missing");
-        std::thread::sleep(Duration::from_millis(5));
-    }
-}
-
-fn ended_well(mut child: Child) -> bool {
-    let deadline = soon();
-    while !deadline.passed() {
-        if let Some(status) = child.try_wait().unwrap() {
-            return status.success();
-        }
-        std::thread::sleep(Duration::from_millis(5));
-    }
-    child.kill().unwrap();
-    child.wait().unwrap();
-    false
 }
 
 /// The sender's connection to the receiver, who left what is needed.

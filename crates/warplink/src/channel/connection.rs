@@ -12,6 +12,7 @@ use crate::error::{Error, Rank, Result};
 use crate::memory::{Region, RemoteRegion};
 use crate::signal::{Slot, SlotReleases};
 use crate::sync::lock;
+use crate::transport::NetworkLink;
 use std::fmt;
 use std::sync::{Arc, Mutex};
 
@@ -46,13 +47,24 @@ pub(super) struct ConnectionEnd {
 #[derive(Debug)]
 pub(super) struct Held {
     pub(super) job_peer: Rank,
-    /// Of both sides, in the order of their numbers.
-    pub(super) regions: Mutex<Vec<(Region, RemoteRegion)>>,
+    /// Of both sides, in the order of their numbers; the peer's where it is mapped.
+    pub(super) regions: Mutex<Vec<(Region, Option<RemoteRegion>)>>,
     pub(super) slot: Slot,
-    pub(super) peer_slot: u64,
-    pub(super) _remote_slot_page: RemoteRegion,
-    pub(super) _table: Table,
-    pub(super) releases: Arc<SlotReleases>,
+    pub(super) reach: Reach,
+    pub(super) table: Table,
+}
+
+/// How this rank reaches the other end.
+#[derive(Debug)]
+pub(super) enum Reach {
+    /// In memory that is mapped here.
+    Mapped {
+        peer_slot: u64,
+        _slot_page: RemoteRegion,
+        releases: Arc<SlotReleases>,
+    },
+    /// Over the network; the words are held with the link.
+    Network(Arc<NetworkLink>),
 }
 
 impl Connection {
@@ -89,9 +101,9 @@ impl Connection {
 
     /// Bytes of the peer's region `number`.
     pub fn peer_bytes(&self, number: u32) -> Option<usize> {
-        let regions = lock(&self.end.held.regions);
-        let (_, peers) = regions.get(number as usize)?;
-        Some(peers.memory().bytes())
+        let windows = &self.end.memory.parts().windows;
+        let bytes = windows.bytes(Side::Peers, number)?;
+        usize::try_from(bytes).ok()
     }
 
     /// Its channel, for the arguments of a kernel.
@@ -119,7 +131,8 @@ impl Connection {
     ///
     /// # Errors
     /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where it would pass the end of
-    /// the peer's region, or that is not there.
+    /// the peer's region, or that is not there;
+    /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) over the network, which only kernels use.
     pub fn write(
         &self,
         stream: &Stream,
@@ -213,8 +226,14 @@ impl Drop for ConnectionEnd {
 
 impl Drop for Held {
     fn drop(&mut self) {
-        self.releases
-            .end_dropped(self.job_peer, self.slot.number, self.peer_slot);
+        if let Reach::Mapped {
+            peer_slot,
+            releases,
+            ..
+        } = &self.reach
+        {
+            releases.end_dropped(self.job_peer, self.slot.number, *peer_slot);
+        }
     }
 }
 

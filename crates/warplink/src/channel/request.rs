@@ -15,6 +15,9 @@ pub enum Transport {
     Direct,
     /// A thread of the host has the device's copy engine move the bytes, when kernels ask it to.
     Proxied,
+    /// A thread of the host sends the bytes over the network, when kernels ask it to: to ranks of other
+    /// machines, or of this one where that is wanted.
+    Network,
 }
 
 impl fmt::Display for Transport {
@@ -22,6 +25,7 @@ impl fmt::Display for Transport {
         f.write_str(match self {
             Self::Direct => "direct",
             Self::Proxied => "proxied",
+            Self::Network => "network",
         })
     }
 }
@@ -33,24 +37,35 @@ pub struct ConnectionRequest {
     pub(super) peer: Rank,
     pub(super) tag: u64,
     pub(super) region: Region,
-    pub(super) transport: Transport,
+    /// Chosen by where the peer is, where it is not given.
+    pub(super) transport: Option<Transport>,
+    pub(super) network_devices: Option<String>,
 }
 
 impl ConnectionRequest {
     /// A connection to `peer` with `tag`, between `region` here and the one that the peer gives, which may
-    /// have another length. Both kernels may put to and get from both. Direct.
+    /// have another length. Both kernels may put to and get from both. Direct where the peer's memory can be
+    /// mapped, over the network where it is on another machine.
     pub fn new(peer: Rank, tag: u64, region: &Region) -> Self {
         Self {
             peer,
             tag,
             region: region.clone(),
-            transport: Transport::default(),
+            transport: None,
+            network_devices: None,
         }
     }
 
     /// Chooses how the bytes move; the same on both ranks.
     pub fn with_transport(mut self, transport: Transport) -> Self {
-        self.transport = transport;
+        self.transport = Some(transport);
         self
+    }
+
+    /// Has the bytes go over the network, by these devices of this rank alone: as the network's library
+    /// names them and separated by commas, such as `mlx5_0:1` or `eth0`.
+    pub fn with_network_devices(mut self, devices: impl Into<String>) -> Self {
+        self.network_devices = Some(devices.into());
+        self.with_transport(Transport::Network)
     }
 }

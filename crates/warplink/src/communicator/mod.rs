@@ -93,6 +93,7 @@ impl Communicator {
             slots: job.slots.clone(),
             in_flight: job.in_flight.clone(),
             proxies: job.proxies.source(),
+            networks: job.networks.clone(),
         };
         let connections = ConnectionExchange::new(&group, &fault, connections);
         let (described, world) = (job.device.clone(), group.world());
@@ -373,6 +374,7 @@ impl Communicator {
     /// Unmaps what no transfer uses, and tells its owners. Blocks until they were told.
     pub fn release_idle(&self) -> Result<()> {
         self.job.in_flight.release_finished();
+        self.job.networks.collect();
         self.job.memory.release_idle();
         Ok(())
     }

@@ -5,12 +5,14 @@ use super::proxies::Proxies;
 use crate::bootstrap::Bootstrap;
 use crate::config::Config;
 use crate::deadline::Deadline;
+use crate::device::network::NetworkOptions;
 use crate::device::{self, Device, InFlight};
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::memory::MemoryRegistry;
 use crate::p2p::{Path, Protocol};
 use crate::signal::SlotDirectory;
 use crate::topology::TopologyClass;
+use crate::transport::Networks;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -25,6 +27,7 @@ pub(super) struct JobServices {
     pub(super) in_flight: Arc<InFlight>,
     pub(super) slots: Arc<SlotDirectory>,
     pub(super) proxies: Proxies,
+    pub(super) networks: Arc<Networks>,
     pub(super) protocol: Protocol,
     pub(super) path: Option<Path>,
     pub(super) timeout: Duration,
@@ -76,9 +79,14 @@ impl JobServices {
                 held.release_finished();
             }
         });
+        let network = NetworkOptions {
+            devices: config.network_devices.clone(),
+            patience: config.timeout,
+        };
         Ok(Arc::new(Self {
             slots: SlotDirectory::start(&memory),
             proxies: Proxies::new(&device, &bootstrap, config.proxy),
+            networks: Networks::new(&device, network),
             device,
             bootstrap,
             losses,
@@ -119,9 +127,15 @@ impl JobServices {
         let stopped = self.proxies.stop(self.deadline());
         self.memory.release_idle();
         let deadline = self.deadline();
+        self.networks.leave();
         let together = barrier(deadline);
+        // Nobody sends any more.
+        let networks = self.networks.close(deadline);
         self.memory.stop();
-        together.and(self.bootstrap.close(deadline)).and(stopped)
+        together
+            .and(self.bootstrap.close(deadline))
+            .and(stopped)
+            .and(networks)
     }
 
     /// Leaves as a failure, for `reason`.

@@ -356,6 +356,11 @@ impl MemoryRegistry {
         Ok(handle)
     }
 
+    /// Whether `peer` runs on this machine, where its memory can be mapped.
+    pub(crate) fn is_near(&self, peer: Rank) -> Result<bool> {
+        self.shared.peers()?.is_near(peer)
+    }
+
     /// Has `peer` told by the notifier. Does not block.
     pub(crate) fn tell(&self, peer: Rank, message: Message) {
         self.shared.outbox.tell(peer, message);

@@ -10,6 +10,8 @@ use serde::{Deserialize, Serialize};
 pub(super) struct PeerInfo {
     process: [u8; 16],
     host: [u8; 16],
+    /// The namespace of its network, in which alone its service can be reached.
+    namespace: u64,
     device: [u8; 16],
     cuda: bool,
     // Whether the device serves several processes at the same time.
@@ -20,7 +22,7 @@ pub(super) struct PeerInfo {
 /// Every rank's information, by rank.
 #[derive(Debug)]
 pub(super) struct Peers {
-    own_host: [u8; 16],
+    own_place: ([u8; 16], u64),
     infos: Vec<PeerInfo>,
 }
 
@@ -30,12 +32,24 @@ impl PeerInfo {
         Self {
             process: process_identity(),
             host: machine_identity(),
+            namespace: network_namespace(),
             device: identity,
             cuda: device.kind() == DeviceKind::Cuda,
             shareable: device.is_shareable(),
             service: service.to_vec(),
         }
     }
+
+    /// Ranks that agree on it can map one another's memory.
+    fn place(&self) -> ([u8; 16], u64) {
+        (self.host, self.namespace)
+    }
+}
+
+/// The number of the network namespace of this process; 0 where the kernel gives none. Containers on one
+/// machine may have one each.
+fn network_namespace() -> u64 {
+    rustix::fs::stat("/proc/self/ns/net").map_or(0, |stat| stat.st_ino)
 }
 
 impl Peers {
@@ -73,7 +87,7 @@ impl Peers {
         }
         check_sharing(&infos).map_err(|error| error.with_rank(rank))?;
         Ok(Self {
-            own_host: own.host,
+            own_place: own.place(),
             infos,
         })
     }
@@ -83,14 +97,19 @@ impl Peers {
         self.info(peer).map(|info| &*info.service)
     }
 
+    /// Whether `peer` runs on this machine, where its memory can be mapped.
+    pub(super) fn is_near(&self, peer: Rank) -> Result<bool> {
+        Ok(self.info(peer)?.place() == self.own_place)
+    }
+
     /// Fails unless `peer` runs on this machine.
     pub(super) fn check_same_host(&self, peer: Rank) -> Result<()> {
-        if self.info(peer)?.host == self.own_host {
+        if self.is_near(peer)? {
             return Ok(());
         }
         Err(
             Error::new(ErrorKind::Unsupported, "the peer is on another machine").with_help(
-                "transfers reach the ranks of one machine; use a collective engine between machines",
+                "transfers reach the ranks of one machine; use connections or a collective engine between machines",
             ),
         )
     }
@@ -141,6 +160,7 @@ mod tests {
         PeerInfo {
             process: [process; 16],
             host: [0; 16],
+            namespace: 0,
             device: [device; 16],
             cuda: true,
             shareable,

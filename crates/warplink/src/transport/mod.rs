@@ -3,8 +3,12 @@
 //! A direct channel needs none of this: its kernels reach the peer's mapped memory themselves.
 
 mod copy_engine;
+mod network;
+mod networks;
 
 pub(crate) use copy_engine::CopyEngine;
+pub(crate) use network::NetworkCarrier;
+pub(crate) use networks::{Exposed, NetworkLink, Networks};
 
 use crate::deadline::Deadline;
 use crate::device::At;

@@ -5,11 +5,12 @@ use warplink::device::{At, Block, BlockChannel, DeviceSlice, ModuleSource};
 use warplink::{Error, Result};
 
 /// Every kernel.
-pub(crate) const NAMES: [&str; 15] = [
+pub(crate) const NAMES: [&str; 16] = [
     "pass_on",
     "ping_pong",
     "wait_once",
     "signal_on",
+    "signal_and_wait",
     "all_pairs",
     "odd_pieces",
     "flushed_slots",
@@ -28,6 +29,10 @@ pub(crate) fn add(source: ModuleSource) -> ModuleSource {
     source
         .with_host_kernel("ping_pong", ping_pong)
         .with_host_kernel("wait_once", |block| block.channel(0)?.wait())
+        .with_host_kernel("signal_and_wait", |block| {
+            block.channel(0)?.signal()?;
+            block.channel(0)?.wait()
+        })
         .with_host_kernel("signal_on", |block| {
             loop {
                 block.channel(0)?.signal()?;

@@ -63,6 +63,12 @@ extern "C" __global__ void ping_pong(const Channel *channels, u64 bytes, u32 ran
 // Waits once, for a signal that may never come.
 extern "C" __global__ void wait_once(Channel channel, u32 *result) { CHECK(channel.wait(Block())); }
 
+// Signals, and waits for the peer that does the same.
+extern "C" __global__ void signal_and_wait(Channel channel, u32 *result) {
+    CHECK(channel.signal(Block()));
+    CHECK(channel.wait(Block()));
+}
+
 // Signals again and again, until that fails.
 extern "C" __global__ void signal_on(Channel channel, u32 *result) {
     Status status;

@@ -9,6 +9,7 @@
 
 mod children;
 mod elements;
+pub mod hosts;
 
 pub use children::{Ended, wait_all};
 pub use elements::{decode, encode};

@@ -1,22 +1,24 @@
 //! Making a connection from what both ends offer.
 
 use super::{ConnectionExchange, End, EndOffer};
-use crate::channel::connection::{Connection, ConnectionEnd, Held};
+use crate::channel::connection::{Connection, ConnectionEnd, Held, Reach};
 use crate::channel::proxy::Route;
 use crate::channel::request::Transport;
-use crate::device::ChannelMemory;
-use crate::device::channel::{ChannelParts, Windows};
+use crate::device::channel::{ChannelParts, Place, Windows};
+use crate::device::{ChannelMemory, Word};
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::memory::RemoteRegion;
 use crate::signal::{Offer, RemoteSlot};
-use crate::transport::CopyEngine;
+use crate::transport::{Carrier, CopyEngine, NetworkCarrier};
 use std::sync::{Arc, Mutex};
 
-/// What an end has of its peer's memory.
-struct PeerMappings {
-    slot_page: RemoteRegion,
-    slot: RemoteSlot,
-    region: RemoteRegion,
+/// What an end has of its peer.
+struct Reached {
+    reach: Reach,
+    /// The peer's inbound word and its region, where they are mapped.
+    outbound: Option<Word>,
+    region: Option<RemoteRegion>,
+    place: Place,
 }
 
 impl ConnectionExchange {
@@ -32,48 +34,66 @@ impl ConnectionExchange {
                 .with_key(format!("connection with tag {}", request.tag))
         };
         let offer = EndOffer::decode(message).map_err(named)?;
-        if offer.transport != request.transport {
+        if offer.transport != end.transport {
             // The peer finds the same and gives up too, so nobody will write to the slot.
             self.decline(job_peer, &offer);
             self.slots.recycle(end.slot.number);
             let what = format!(
                 "this rank uses the {} transport, the peer the {}",
-                request.transport, offer.transport
+                end.transport, offer.transport
             );
             return Err(named(
                 Error::new(ErrorKind::Mismatch, what)
                     .with_help("choose the same transport on both ranks"),
             ));
         }
-        let number = end.slot.number;
-        self.make(end, job_peer, &offer).map_err(|error| {
-            // The peer believes in the connection, and lets go of this end when it drops its own.
-            self.releases.end_dropped(job_peer, number, offer.slot);
-            named(error)
-        })
+        self.make(end, job_peer, &offer).map_err(named)
     }
 
-    fn make(&self, end: End<'_>, job_peer: Rank, offer: &EndOffer) -> Result<Connection> {
+    fn make(&self, mut end: End<'_>, job_peer: Rank, offer: &EndOffer) -> Result<Connection> {
         let request = end.request;
-        let mapped = self.map(job_peer, offer)?;
-        let table = self.tables.allocate()?;
+        let Reached {
+            reach,
+            outbound,
+            region,
+            place,
+        } = self.reach(&mut end, job_peer, offer)?;
+        let words = end.slot.channel_words()?;
         let own = request.region.clone();
+        let table = self.tables.allocate()?;
+        let held = Arc::new(Held {
+            job_peer,
+            regions: Mutex::new(vec![(own.clone(), region)]),
+            slot: end.slot,
+            reach,
+            table,
+        });
         let windows = Windows::new(
             &self.device,
-            table.memory().clone(),
+            held.table.memory().clone(),
             own.memory().clone(),
-            mapped.region.memory().clone(),
+            place,
         )?;
         let windows = Arc::new(windows);
-        let words = end.slot.channel_words()?;
-        let outbound = mapped.slot.word(false).clone();
-        let proxy = match request.transport {
-            Transport::Direct => None,
-            Transport::Proxied => {
+        let carrier: Option<Box<dyn Carrier>> = match (&held.reach, &outbound) {
+            (Reach::Network(link), _) => Some(Box::new(NetworkCarrier::new(
+                &self.device,
+                link,
+                &windows,
+                &words.completed,
+                &self.fault,
+            )?)),
+            (Reach::Mapped { .. }, Some(outbound)) if end.transport == Transport::Proxied => {
+                let engine = CopyEngine::new(&self.device, &windows, outbound, &words.completed)?;
+                Some(Box::new(engine))
+            }
+            _ => None,
+        };
+        let proxy = match carrier {
+            None => None,
+            Some(carrier) => {
                 let proxy = (self.proxies.0)()?;
-                let carrier = CopyEngine::new(&self.device, &windows, &outbound, &words.completed)?;
-                let route = Route::new(request.peer, &self.fault, Box::new(carrier));
-                let end = proxy.register(route)?;
+                let end = proxy.register(Route::new(request.peer, &self.fault, carrier))?;
                 Some((proxy, end))
             }
         };
@@ -89,45 +109,68 @@ impl ConnectionExchange {
             outbound,
             proxy: proxy_end,
         });
-        let held = Held {
-            job_peer,
-            regions: Mutex::new(vec![(own, mapped.region)]),
-            slot: end.slot,
-            peer_slot: offer.slot,
-            _remote_slot_page: mapped.slot_page,
-            _table: table,
-            releases: self.releases.clone(),
-        };
         let made = ConnectionEnd {
             peer: request.peer,
             job_peer,
             tag: request.tag,
             number: end.number,
-            transport: request.transport,
+            transport: end.transport,
             memory: Arc::new(memory),
-            held: Arc::new(held),
+            held,
             proxy,
         };
         Ok(Connection::new(made, &self.in_flight))
     }
 
-    /// Maps what the peer offers: its words and its region.
-    fn map(&self, peer: Rank, offer: &EndOffer) -> Result<PeerMappings> {
+    /// Maps what the peer offers, or connects to it. From then on dropping what is given tells the peer that
+    /// this end is gone; so does a failure.
+    fn reach(&self, end: &mut End<'_>, job_peer: Rank, offer: &EndOffer) -> Result<Reached> {
+        if let Some(exposed) = end.exposed.take() {
+            let keys = [&offer.address[..], &offer.inbound, &offer.region];
+            let link = self.networks.connect(end.request.peer, exposed, keys)?;
+            let bytes = link.region(0)?.bytes() as u64;
+            return Ok(Reached {
+                reach: Reach::Network(Arc::new(link)),
+                outbound: None,
+                region: None,
+                place: Place::Elsewhere(bytes),
+            });
+        }
         let words = self
             .memory
-            .open_handle(peer, &offer.inbound)
+            .open_handle(job_peer, &offer.inbound)
             .and_then(|page| Ok((RemoteSlot::new(page.memory())?, page)));
-        let (slot, slot_page) = words.inspect_err(|_| {
-            self.memory.decline_handle(peer, &offer.region);
+        let mapped = match words {
+            Ok((slot, page)) => {
+                let region = self.memory.open_handle(job_peer, &offer.region);
+                region.map(|region| (slot, page, region))
+            }
+            Err(error) => {
+                self.memory.decline_handle(job_peer, &offer.region);
+                Err(error)
+            }
+        };
+        let (slot, page, region) = mapped.inspect_err(|_| {
+            // The peer believes in the connection, and lets go of this end when it drops its own.
+            self.releases
+                .end_dropped(job_peer, end.slot.number, offer.slot);
         })?;
-        Ok(PeerMappings {
-            slot_page,
-            slot,
-            region: self.memory.open_handle(peer, &offer.region)?,
+        Ok(Reached {
+            reach: Reach::Mapped {
+                peer_slot: offer.slot,
+                _slot_page: page,
+                releases: self.releases.clone(),
+            },
+            outbound: Some(slot.word(false).clone()),
+            place: Place::Mapped(region.memory().clone()),
+            region: Some(region),
         })
     }
 
     fn decline(&self, peer: Rank, offer: &EndOffer) {
+        if offer.transport == Transport::Network {
+            return;
+        }
         for handle in [&offer.region, &offer.inbound] {
             self.memory.decline_handle(peer, handle);
         }

@@ -17,11 +17,12 @@ use crate::bootstrap::{Bootstrap, Group};
 use crate::deadline::Deadline;
 use crate::device::channel::trigger::MAX_OFFSET;
 use crate::device::{Device, Fault, InFlight};
-use crate::error::{Error, Rank, Result};
+use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::memory::MemoryRegistry;
 use crate::signal::{
     EndNumbers, Missing, Offer, Publisher, Slot, SlotDirectory, SlotPool, SlotReleases,
 };
+use crate::transport::{Exposed, Networks};
 use offer::EndOffer;
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -39,6 +40,7 @@ pub struct ConnectionExchange {
     releases: Arc<SlotReleases>,
     tables: Arc<TablePool>,
     proxies: ProxySource,
+    networks: Arc<Networks>,
     /// How many connections were made with each peer and tag.
     numbers: EndNumbers<(Rank, u64)>,
 }
@@ -51,6 +53,7 @@ pub(crate) struct ConnectionServices {
     pub(crate) slots: Arc<SlotDirectory>,
     pub(crate) in_flight: Arc<InFlight>,
     pub(crate) proxies: ProxySource,
+    pub(crate) networks: Arc<Networks>,
 }
 
 /// Gives the rank's proxy, which it starts where there is none.
@@ -66,8 +69,11 @@ impl std::fmt::Debug for ProxySource {
 /// An end of this rank.
 struct End<'a> {
     request: &'a ConnectionRequest,
+    transport: Transport,
     slot: Slot,
     number: u64,
+    /// What the peer may write to, over the network.
+    exposed: Option<Exposed>,
 }
 
 impl ConnectionExchange {
@@ -84,6 +90,7 @@ impl ConnectionExchange {
             slots: directory,
             in_flight,
             proxies,
+            networks,
         } = services;
         let (slots, releases) = SlotReleases::start(&directory, &device, fault, &memory);
         Self {
@@ -97,6 +104,7 @@ impl ConnectionExchange {
             slots,
             releases,
             proxies,
+            networks,
             numbers: EndNumbers::default(),
         }
     }
@@ -187,8 +195,8 @@ impl ConnectionExchange {
                     "name a rank of this communicator",
                 );
             }
-            if request.transport == Transport::Proxied && request.region.bytes() as u64 > MAX_OFFSET
-            {
+            let proxied = self.transport(request)? != Transport::Direct;
+            if proxied && request.region.bytes() as u64 > MAX_OFFSET {
                 return invalid(
                     format!(
                         "a region of {} bytes; expected at most {MAX_OFFSET} for a proxied connection",
@@ -229,13 +237,17 @@ impl ConnectionExchange {
 
     /// An end, and what is to be published for it.
     fn prepare<'a>(&self, request: &'a ConnectionRequest) -> Result<Offer<End<'a>>> {
+        let transport = self.transport(request)?;
+        self.networks.collect();
         let slot = self.slots.allocate(&self.memory)?;
         let number = self.numbers.next((request.peer, request.tag));
         let (rank, peer) = (self.group.rank(), request.peer);
         let end = End {
             request,
+            transport,
             slot,
             number,
+            exposed: None,
         };
         let keys = [(rank, peer), (peer, rank)]
             .map(|(from, to)| self.store_key(from, to, request.tag, number));
@@ -252,14 +264,54 @@ impl ConnectionExchange {
 
     /// What the peer is told of an end.
     fn describe(&self, offer: &mut Offer<End<'_>>) -> Result<EndOffer> {
-        let request = offer.item.request;
-        let inbound = offer.item.slot.inbound().clone();
+        let (request, transport) = (offer.item.request, offer.item.transport);
+        let (inbound, slot) = (offer.item.slot.inbound().clone(), offer.item.slot.number);
+        if transport != Transport::Network {
+            return Ok(EndOffer {
+                transport,
+                region: self.publisher.export(offer, &request.region)?,
+                inbound: self.publisher.export(offer, &inbound)?,
+                slot,
+                address: Vec::new(),
+            });
+        }
+        let (slots, devices) = (self.slots.clone(), request.network_devices.as_deref());
+        let recycle = move || slots.recycle(slot);
+        let exposed = self
+            .networks
+            .expose(devices, &inbound, &request.region, recycle);
+        let exposed = exposed.map_err(|error| error.with_peer(request.peer))?;
+        let [address, inbound, region] = exposed.keys().map(<[u8]>::to_vec);
+        offer.item.exposed = Some(exposed);
         Ok(EndOffer {
-            transport: request.transport,
-            region: self.publisher.export(offer, &request.region)?,
-            inbound: self.publisher.export(offer, &inbound)?,
-            slot: offer.item.slot.number,
+            transport,
+            region,
+            inbound,
+            slot,
+            address,
         })
+    }
+
+    /// How the bytes of a connection move.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) where a direct one is wanted to a peer
+    /// whose memory cannot be mapped.
+    fn transport(&self, request: &ConnectionRequest) -> Result<Transport> {
+        let near = self.memory.is_near(self.group.job_rank(request.peer)?)?;
+        match request.transport {
+            Some(Transport::Network) => Ok(Transport::Network),
+            Some(Transport::Direct) if !near => Err(Error::new(
+                ErrorKind::Unsupported,
+                "the peer is on another machine, so that its memory cannot be mapped",
+            )
+            .with_operation("connect")
+            .with_rank(self.group.rank())
+            .with_peer(request.peer)
+            .with_help("leave the transport open, or choose the network")),
+            _ if !near => Ok(Transport::Network),
+            chosen => Ok(chosen.unwrap_or_default()),
+        }
     }
 
     /// Where the end of `from` of connection `number` to `to` with `tag` is published.

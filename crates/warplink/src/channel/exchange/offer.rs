@@ -8,12 +8,14 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct EndOffer {
     pub(super) transport: Transport,
-    /// The handle of the region.
+    /// The handle of the region; its key, over the network.
     pub(super) region: Vec<u8>,
-    /// The handle of the inbound words of this end's slot.
+    /// The handle, or the key, of the inbound words of this end's slot.
     pub(super) inbound: Vec<u8>,
     /// The slot's number.
     pub(super) slot: u64,
+    /// Where this rank is found, over the network; else empty.
+    pub(super) address: Vec<u8>,
 }
 
 impl EndOffer {
@@ -46,6 +48,7 @@ mod tests {
             region: vec![1; 168],
             inbound: vec![2; 168],
             slot: 7,
+            address: vec![3; 40],
         };
         let wire = offer.encode().unwrap();
         assert_eq!(EndOffer::decode(&wire).unwrap(), offer);

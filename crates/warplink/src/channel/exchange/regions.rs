@@ -1,11 +1,12 @@
 //! Regions that are added to connections later.
 
 use super::ConnectionExchange;
-use crate::channel::connection::Connection;
+use crate::channel::connection::{Connection, Reach};
 use crate::deadline::Deadline;
+use crate::device::channel::Place;
 use crate::device::channel::trigger::MAX_OFFSET;
 use crate::error::{Error, Result};
-use crate::memory::Region;
+use crate::memory::{Region, RemoteRegion};
 use crate::signal::{Missing, Offer};
 use crate::sync::lock;
 
@@ -60,8 +61,10 @@ impl ConnectionExchange {
             Ok(handles) => handles,
             Err(error) => {
                 // A handle that the peer took is the peer's to give back, and so is its own.
-                let complete = |offer: Offer<_>, handle: &[u8]| {
-                    self.memory.decline_handle(offer.job_peer, handle);
+                let complete = |offer: Offer<&Connection>, handle: &[u8]| {
+                    if let Reach::Mapped { .. } = offer.item.end().held.reach {
+                        self.memory.decline_handle(offer.job_peer, handle);
+                    }
                 };
                 self.publisher.withdraw(offers, |_| (), complete);
                 return Err(error);
@@ -70,20 +73,33 @@ impl ConnectionExchange {
         let opened: Vec<_> = added
             .iter()
             .zip(&handles)
-            .map(|((connection, _), handle)| {
-                self.memory.open_handle(connection.end().job_peer, handle)
-            })
+            .map(|((connection, _), handle)| self.open_region(connection, handle))
             .collect();
         let mut numbers = Vec::with_capacity(added.len());
-        for ((connection, region), remote) in added.iter().zip(opened) {
-            let remote = remote.map_err(|error| self.group.in_own_ranks(error))?;
+        for ((connection, region), opened) in added.iter().zip(opened) {
+            let (remote, place) = opened.map_err(|error| self.group.in_own_ranks(error))?;
             let end = connection.end();
             // Kept before kernels find it.
-            lock(&end.held.regions).push(((*region).clone(), remote.clone()));
+            lock(&end.held.regions).push(((*region).clone(), remote));
             let windows = &end.memory.parts().windows;
-            numbers.push(windows.add(region.memory().clone(), remote.memory().clone())?);
+            numbers.push(windows.add(region.memory().clone(), place)?);
         }
         Ok(numbers)
+    }
+
+    /// Opens a region that the peer adds.
+    fn open_region(
+        &self,
+        connection: &Connection,
+        handle: &[u8],
+    ) -> Result<(Option<RemoteRegion>, Place)> {
+        let end = connection.end();
+        if let Reach::Network(link) = &end.held.reach {
+            return Ok((None, Place::Elsewhere(link.open(handle)?)));
+        }
+        let remote = self.memory.open_handle(end.job_peer, handle)?;
+        let place = Place::Mapped(remote.memory().clone());
+        Ok((Some(remote), place))
     }
 
     /// The offer of a region that is added to a connection.
@@ -108,7 +124,10 @@ impl ConnectionExchange {
             format!("{connection}/region {next}")
         });
         let mut offer = self.publisher.offer(peer, keys, connection)?;
-        let handle = self.publisher.export(&mut offer, region)?;
+        let handle = match &end.held.reach {
+            Reach::Mapped { .. } => self.publisher.export(&mut offer, region)?,
+            Reach::Network(link) => link.expose(region)?,
+        };
         Ok(offer.with_message(handle))
     }
 }

@@ -1,8 +1,8 @@
 //! The proxy alone, on the host device.
 
 use super::*;
-use crate::device::channel::Windows;
 use crate::device::channel::trigger::{Movement, Trigger};
+use crate::device::channel::{Place, Windows};
 use crate::device::{AllocationKind, At, DeviceConfig, DeviceKind, Fault};
 use crate::transport::{Carrier, CopyEngine};
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
@@ -28,7 +28,8 @@ fn route(device: &Arc<dyn Device>, fault: &Arc<Fault>) -> (Route, [crate::device
     let words = device.allocate_signals(64).unwrap();
     let words = [0, 8].map(|at| words.word(at).unwrap());
     let table = slice(crate::device::channel::TABLE_BYTES);
-    let windows = Arc::new(Windows::new(device, table, slice(64), slice(64)).unwrap());
+    let windows =
+        Arc::new(Windows::new(device, table, slice(64), Place::Mapped(slice(64))).unwrap());
     let carrier = CopyEngine::new(device, &windows, &words[0], &words[1]).unwrap();
     (Route::new(1, fault, Box::new(carrier)), words)
 }

@@ -3,7 +3,7 @@
 use super::fifo::Fifo;
 use super::trigger::{At, MAX_REGIONS};
 use crate::device::{Device, DeviceKind, DeviceSlice, Fault, Word};
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::sync::lock;
 use std::fmt;
 use std::sync::{Arc, Mutex};
@@ -37,8 +37,8 @@ pub(crate) struct ChannelParts {
     pub(crate) completed: Word,
     /// Not zero when the waits were ended.
     pub(crate) abort: Word,
-    /// The peer's inbound word, mapped here.
-    pub(crate) outbound: Word,
+    /// The peer's inbound word, where it is mapped here.
+    pub(crate) outbound: Option<Word>,
     /// The proxy, where there is one.
     pub(crate) proxy: Option<ProxyEnd>,
 }
@@ -55,7 +55,30 @@ pub(crate) struct ProxyEnd {
 pub(crate) struct Windows {
     device: Arc<dyn Device>,
     table: DeviceSlice,
-    sides: Mutex<[Vec<DeviceSlice>; 2]>,
+    sides: Mutex<[Vec<Place>; 2]>,
+}
+
+/// Where a region is.
+#[derive(Clone, Debug)]
+pub(crate) enum Place {
+    /// In memory that is mapped here.
+    Mapped(DeviceSlice),
+    /// On another machine, where only a proxy gets; so many bytes.
+    Elsewhere(u64),
+}
+
+impl Place {
+    /// Address and length for kernels. What is elsewhere has an address that none of them uses.
+    fn window(&self) -> [u64; 2] {
+        match self {
+            Self::Mapped(slice) => [slice.address(), slice.bytes() as u64],
+            Self::Elsewhere(bytes) => [1, *bytes],
+        }
+    }
+
+    fn bytes(&self) -> u64 {
+        self.window()[1]
+    }
 }
 
 /// Whose region it is.
@@ -71,22 +94,22 @@ impl Windows {
         device: &Arc<dyn Device>,
         table: DeviceSlice,
         own: DeviceSlice,
-        peers: DeviceSlice,
+        peers: Place,
     ) -> Result<Self> {
         let windows = Self {
             device: device.clone(),
             table,
-            sides: Mutex::new([vec![own], vec![peers]]),
+            sides: Mutex::new([vec![Place::Mapped(own)], vec![peers]]),
         };
         windows.upload()?;
         Ok(windows)
     }
 
     /// Adds a region on each side, under the number that is given back. Blocks until kernels find it.
-    pub(crate) fn add(&self, own: DeviceSlice, peers: DeviceSlice) -> Result<u32> {
+    pub(crate) fn add(&self, own: DeviceSlice, peers: Place) -> Result<u32> {
         let number = self.next()?;
         let mut sides = lock(&self.sides);
-        sides[0].push(own);
+        sides[0].push(Place::Mapped(own));
         sides[1].push(peers);
         drop(sides);
         self.upload()?;
@@ -109,17 +132,39 @@ impl Windows {
         .with_help("make a further connection with another tag"))
     }
 
+    /// Bytes of the region `number` on one side, where it is there.
+    pub(crate) fn bytes(&self, side: Side, number: u32) -> Option<u64> {
+        let sides = lock(&self.sides);
+        sides[side as usize].get(number as usize).map(Place::bytes)
+    }
+
     /// How many regions there are on each side.
     fn count(&self) -> usize {
         lock(&self.sides)[0].len()
     }
 
-    /// The `bytes` from `at` on, on one side.
+    /// The memory of the `bytes` from `at` on, on one side.
+    ///
+    /// # Errors
+    /// Those of [`check`](Self::check); [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) where they
+    /// are on another machine.
+    pub(crate) fn range(&self, side: Side, at: At, bytes: u64) -> Result<DeviceSlice> {
+        match self.check(side, at, bytes)? {
+            Place::Mapped(region) => region.slice(at.offset as usize..(at.offset + bytes) as usize),
+            Place::Elsewhere(_) => Err(Error::new(
+                ErrorKind::Unsupported,
+                "the peer's memory is on another machine",
+            )
+            .with_help("put to it, or get from it, in a kernel")),
+        }
+    }
+
+    /// The region that the `bytes` from `at` on, on one side, lie in.
     ///
     /// # Errors
     /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where they are not all in a
     /// region.
-    pub(crate) fn range(&self, side: Side, at: At, bytes: u64) -> Result<DeviceSlice> {
+    pub(crate) fn check(&self, side: Side, at: At, bytes: u64) -> Result<Place> {
         let region = lock(&self.sides)[side as usize]
             .get(at.region as usize)
             .cloned();
@@ -136,25 +181,23 @@ impl Windows {
             .with_help("add the region on both ranks first"));
         };
         let end = at.offset.checked_add(bytes);
-        match end.filter(|end| *end <= region.bytes() as u64) {
-            Some(end) => region.slice(at.offset as usize..end as usize),
-            None => Err(Error::invalid(format!(
-                "{bytes} bytes from offset {} pass the end of region {} of {whose}; expected at most {}",
-                at.offset,
-                at.region,
-                region.bytes()
-            ))
-            .with_help("name a range within the region")),
+        if end.is_some_and(|end| end <= region.bytes()) {
+            return Ok(region);
         }
+        Err(Error::invalid(format!(
+            "{bytes} bytes from offset {} pass the end of region {} of {whose}; expected at most {}",
+            at.offset,
+            at.region,
+            region.bytes()
+        ))
+        .with_help("name a range within the region"))
     }
 
     fn upload(&self) -> Result<()> {
         let mut bytes = Vec::with_capacity(TABLE_BYTES);
         for side in &*lock(&self.sides) {
             for region in 0..MAX_REGIONS {
-                let entry = side
-                    .get(region)
-                    .map_or([0, 0], |region| [region.address(), region.bytes() as u64]);
+                let entry = side.get(region).map_or([0, 0], Place::window);
                 bytes.extend(entry.into_iter().flat_map(u64::to_ne_bytes));
             }
         }
@@ -193,7 +236,7 @@ impl ChannelMemory {
         let sides = lock(&parts.windows.sides);
         let window = |side: Side| {
             let region = sides[side as usize].first();
-            region.map_or([0, 0], |region| [region.address(), region.bytes() as u64])
+            region.map_or([0, 0], Place::window)
         };
         let ([own, own_bytes], [peers, peers_bytes]) = (window(Side::Own), window(Side::Peers));
         let halves = |low: u32, high: u32| u64::from(high) << 32 | u64::from(low);
@@ -204,7 +247,7 @@ impl ChannelMemory {
             peers_bytes,
             parts.inbound.address(),
             parts.awaited.address(),
-            parts.outbound.address(),
+            parts.outbound.as_ref().map_or(0, Word::address),
             parts.completed.address(),
             parts.abort.address(),
             parts.windows.table.address(),

@@ -103,13 +103,19 @@ impl<'a> BlockChannel<'a> {
     /// Counts up the peer's epoch by one, after everything that the block did before.
     pub fn signal(&self) -> Result<()> {
         self.context.check()?;
-        match &self.parts().proxy {
-            None => {
-                self.context.delay();
-                memory::increment(&self.parts().outbound);
-            }
-            Some(proxy) => {
+        match (&self.parts().proxy, &self.parts().outbound) {
+            (Some(proxy), _) => {
                 self.push(proxy, Trigger::signal(proxy.connection))?;
+            }
+            (None, Some(outbound)) => {
+                self.context.delay();
+                memory::increment(outbound);
+            }
+            (None, None) => {
+                return Err(Error::new(
+                    ErrorKind::Internal,
+                    "a direct channel has a mapped peer",
+                ));
             }
         }
         Ok(())
@@ -263,9 +269,10 @@ impl<'a> BlockChannel<'a> {
     ) -> Result<()> {
         self.context.check()?;
         let windows = &self.parts().windows;
-        let peers_range = windows.range(Side::Peers, peers, bytes)?;
         let own_range = windows.range(Side::Own, own, bytes)?;
+        windows.check(Side::Peers, peers, bytes)?;
         let Some(proxy) = &self.parts().proxy else {
+            let peers_range = windows.range(Side::Peers, peers, bytes)?;
             match movement {
                 Movement::Put => self.context.copy(&peers_range, &own_range)?,
                 Movement::Get => self.context.copy(&own_range, &peers_range)?,

@@ -5,10 +5,12 @@
 //! key, and from then on puts into that memory and signals words in it, without the owner's part.
 //!
 //! # What holds
-//! 1. [`put`](NetworkConnection::put) and [`signal`](NetworkConnection::signal) return at once. What was
-//!    put before a signal on a connection is in the peer's memory before the word is.
+//! 1. [`put`](NetworkConnection::put), [`get`](NetworkConnection::get) and
+//!    [`signal`](NetworkConnection::signal) return at once. What was put before a signal on a connection is
+//!    in the peer's memory before the word is.
 //! 2. Words of successive signals on a connection appear in their order.
-//! 3. After [`flush`](NetworkConnection::flush), everything before it is in the peer's memory.
+//! 3. After [`flush`](NetworkConnection::flush), everything before it is in the peer's memory, or here if it
+//!    was got.
 //! 4. A peer that cannot be reached fails its connection and no other: flushes give an error that names
 //!    it, and what is enqueued is dropped. A wait ends at its deadline in any case.
 //! 5. Memory that is sent or registered is held for as long as the network may use it.
@@ -21,14 +23,36 @@ use crate::error::{Error, Rank, Result};
 use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
+use std::time::Duration;
+
+/// How long something may be under way while nothing arrives, unless told otherwise.
+const PATIENCE: Duration = Duration::from_secs(60);
 
 /// How to open the network.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub struct NetworkOptions {
     /// The network devices to use, as the network's library names them and separated by commas, such as
     /// `mlx5_0:1` or `eth0`; all of them if not given.
     pub devices: Option<String>,
+    /// How long something may be under way while the peer takes nothing, until the connection fails; 60
+    /// seconds if not told otherwise.
+    pub patience: Duration,
 }
+
+impl Default for NetworkOptions {
+    fn default() -> Self {
+        Self {
+            devices: None,
+            patience: PATIENCE,
+        }
+    }
+}
+
+/// Called once, on the network's thread: it must not block.
+pub type OnDone = Box<dyn FnOnce(Result<()>) + Send>;
+
+/// Called with the error of a connection that fails, on the network's thread: it must not block.
+pub type OnFailure = Box<dyn FnOnce(&Error) + Send>;
 
 /// This process's end of the network.
 pub trait Network: Send + Sync + fmt::Debug {
@@ -77,6 +101,25 @@ pub trait NetworkConnection: Send + Sync + fmt::Debug {
     /// source that the network does not reach, and [`ErrorKind::Closed`](crate::ErrorKind::Closed) where
     /// the network was closed. A failure of the connection is told by [`flush`](Self::flush).
     fn put(&self, source: &DeviceSlice, target: &RemoteMemory, offset: usize) -> Result<()>;
+
+    /// Reads the peer's memory from `offset` on into `target`, which may be read after a flush.
+    ///
+    /// # Errors
+    /// As [`put`](Self::put).
+    fn get(&self, target: &DeviceSlice, source: &RemoteMemory, offset: usize) -> Result<()>;
+
+    /// Calls `then` when everything so far is done, as after a flush, or with the error of the connection
+    /// where that has failed.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Closed`](crate::ErrorKind::Closed) where the network was closed.
+    fn when_done(&self, then: OnDone) -> Result<()>;
+
+    /// Calls `handler` when the connection fails, at once where it has.
+    ///
+    /// # Errors
+    /// As [`when_done`](Self::when_done).
+    fn when_failed(&self, handler: OnFailure) -> Result<()>;
 
     /// Writes `value` into the word at `offset`, which is a multiple of 8, in the peer's memory, after
     /// everything that was put before.

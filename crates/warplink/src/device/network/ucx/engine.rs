@@ -2,12 +2,12 @@
 //! when there is nothing to do.
 
 use super::super::NetworkOptions;
-use super::Reply;
 use super::ffi::{
     Config, Context, ContextParams, INTERFACE, MapParams, Memory, Ucp, Worker, WorkerParams, flag,
     status,
 };
 use super::peer::{Operation, Peer};
+use super::{OnFailure, Reply};
 use crate::deadline::Deadline;
 use crate::device::DeviceSlice;
 use crate::error::{Error, Rank, Result};
@@ -16,6 +16,7 @@ use std::collections::HashMap;
 use std::ffi::{CString, c_int, c_void};
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::mpsc::{Receiver, TryRecvError};
+use std::time::Duration;
 
 /// How often a thread that finds nothing to do looks again before it sleeps.
 const LOOKS: u32 = 200;
@@ -40,6 +41,7 @@ pub(super) struct Engine {
     memories: HashMap<u64, (Memory, DeviceSlice)>,
     /// The next number of a peer, a memory or a key.
     next: u64,
+    patience: Duration,
     closing: Option<(Deadline, Reply<()>)>,
 }
 
@@ -70,6 +72,7 @@ impl Engine {
             peers: HashMap::new(),
             memories: HashMap::new(),
             next: 0,
+            patience: options.patience,
             closing: None,
         };
         // SAFETY: the worker lives, and `events` is an output parameter for one descriptor.
@@ -203,7 +206,7 @@ impl Engine {
 
     /// Connects to a peer; gives the connection's number.
     pub(super) fn connect(&mut self, rank: Rank, address: &[u8]) -> Result<u64> {
-        let peer = Peer::connect(self.ucp, self.worker, rank, address)?;
+        let peer = Peer::connect(self.ucp, self.worker, rank, address, self.patience)?;
         let number = self.number();
         self.peers.insert(number, peer);
         Ok(number)
@@ -224,7 +227,16 @@ impl Engine {
             (None, Operation::Flush(reply)) => {
                 let _ = reply.send(Err(super::ended()));
             }
+            (None, Operation::Call(call)) => call(Err(super::ended())),
             (None, _) => {}
+        }
+    }
+
+    /// Calls `handler` when a connection fails.
+    pub(super) fn when_failed(&mut self, peer: u64, handler: OnFailure) {
+        match self.peers.get_mut(&peer) {
+            Some(peer) => peer.when_failed(handler),
+            None => handler(&super::ended()),
         }
     }
 

@@ -49,6 +49,7 @@ pub(super) mod status {
     pub(crate) const IN_PROGRESS: Status = 1;
     pub(crate) const NO_MEMORY: Status = -4;
     pub(crate) const UNREACHABLE: Status = -6;
+    pub(crate) const TIMED_OUT: Status = -20;
     pub(crate) const BUSY: Status = -15;
     /// No error is below this.
     pub(crate) const LAST: Status = -100;
@@ -149,6 +150,7 @@ function_table! {
         ucp_ep_rkey_unpack(Endpoint, *const c_void, *mut RemoteKey) -> Status;
         ucp_rkey_destroy(RemoteKey) -> ();
         ucp_put_nbx(Endpoint, *const c_void, usize, u64, RemoteKey, *const RequestParams) -> RequestPointer;
+        ucp_get_nbx(Endpoint, *mut c_void, usize, u64, RemoteKey, *const RequestParams) -> RequestPointer;
         ucp_request_check_status(*mut c_void) -> Status;
         ucp_request_free(*mut c_void) -> ();
         ucs_status_string(Status) -> *const c_char;

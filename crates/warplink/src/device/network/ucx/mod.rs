@@ -8,7 +8,9 @@ mod peer;
 use self::engine::{Command, Engine};
 use self::ffi::Ucp;
 use self::peer::Operation;
-use super::{Network, NetworkConnection, NetworkOptions, NetworkRegion, RemoteMemory};
+use super::{
+    Network, NetworkConnection, NetworkOptions, NetworkRegion, OnDone, OnFailure, RemoteMemory,
+};
 use crate::deadline::Deadline;
 use crate::device::{DeviceKind, DeviceSlice};
 use crate::error::{Error, ErrorKind, Rank, Result};
@@ -242,6 +244,27 @@ impl NetworkConnection for UcxConnection {
             key: target.number,
             offset: offset as u64,
         })
+    }
+
+    fn get(&self, target: &DeviceSlice, source: &RemoteMemory, offset: usize) -> Result<()> {
+        check_kind(target).map_err(|error| error.with_operation("get").with_peer(self.peer))?;
+        self.check(source, offset, target.bytes())?;
+        self.enqueue(Operation::Get {
+            target: target.clone(),
+            key: source.number,
+            offset: offset as u64,
+        })
+    }
+
+    fn when_done(&self, then: OnDone) -> Result<()> {
+        self.enqueue(Operation::Call(then))
+    }
+
+    fn when_failed(&self, handler: OnFailure) -> Result<()> {
+        let number = self.number;
+        self.link
+            .send(Box::new(move |engine| engine.when_failed(number, handler)))
+            .map_err(|error| error.with_peer(self.peer))
     }
 
     fn signal(&self, target: &RemoteMemory, offset: usize, value: u64) -> Result<()> {

@@ -4,12 +4,13 @@ use super::ffi::{
     Endpoint, EndpointParams, ErrorHandler, RemoteKey, RequestParams, RequestPointer, Status, Ucp,
     Worker, flag, immediate, status,
 };
-use super::{Reply, UNREACHED};
+use super::{OnDone, OnFailure, Reply, UNREACHED};
 use crate::device::DeviceSlice;
 use crate::error::{Error, ErrorKind, Rank, Result};
 use std::collections::{HashMap, VecDeque};
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicI32, Ordering};
+use std::time::{Duration, Instant};
 
 /// The most writes that are under way at once.
 const MAX_OUTSTANDING: usize = 1024;
@@ -22,15 +23,23 @@ pub(super) enum Operation {
         key: u64,
         offset: u64,
     },
+    /// Read memory.
+    Get {
+        target: DeviceSlice,
+        key: u64,
+        offset: u64,
+    },
     /// Write a word after everything before it.
     Signal { value: u64, key: u64, offset: u64 },
+    /// Call something after everything before it.
+    Call(OnDone),
     /// Reply when everything before it is in the peer's memory.
     Flush(Reply<()>),
     /// Give a key up.
     Forget(u64),
 }
 
-/// What UCX reads until a write is done.
+/// What UCX reads until a write is done, or writes until a read is.
 #[expect(dead_code, reason = "held, not read")]
 enum Source {
     Memory(DeviceSlice),
@@ -41,6 +50,7 @@ enum Source {
 enum Then {
     Signal { value: u64, key: u64, offset: u64 },
     Reply(Reply<()>),
+    Call(OnDone),
 }
 
 /// Memory of the peer's.
@@ -58,6 +68,11 @@ pub(super) struct Peer {
     /// UCX writes here why the connection broke. Boxed, so that it stays where UCX knows it.
     broken: Box<AtomicI32>,
     failed: Option<Error>,
+    on_failure: Option<OnFailure>,
+    /// The longest that something may be under way while nothing ends.
+    patience: Duration,
+    /// Since when.
+    stuck: Option<Instant>,
     queue: VecDeque<Operation>,
     outstanding: VecDeque<(RequestPointer, Option<Source>)>,
     flushing: Option<(RequestPointer, Then)>,
@@ -75,6 +90,7 @@ impl Peer {
         worker: Worker,
         rank: Rank,
         address: &[u8],
+        patience: Duration,
     ) -> Result<Self> {
         let broken = Box::new(AtomicI32::new(status::OK));
         let params = EndpointParams {
@@ -98,6 +114,9 @@ impl Peer {
             endpoint: Some(endpoint),
             broken,
             failed: None,
+            on_failure: None,
+            patience,
+            stuck: None,
             queue: VecDeque::new(),
             outstanding: VecDeque::new(),
             flushing: None,
@@ -130,6 +149,14 @@ impl Peer {
     pub(super) fn enqueue(&mut self, operation: Operation) {
         self.queue.push_back(operation);
         self.start_queued();
+    }
+
+    /// Calls `handler` when the connection fails, or now where it has.
+    pub(super) fn when_failed(&mut self, handler: OnFailure) {
+        match &self.failed {
+            Some(error) => handler(error),
+            None => self.on_failure = Some(handler),
+        }
     }
 
     /// Begins to end the connection for good, and replies when that is done. By force, what is under way
@@ -197,7 +224,19 @@ impl Peer {
             self.closing = None;
             worked = true;
         }
-        worked | self.start_queued()
+        worked |= self.start_queued();
+        self.watch(worked);
+        worked
+    }
+
+    /// Fails the connection where something is under way for too long.
+    fn watch(&mut self, worked: bool) {
+        let waits = !self.outstanding.is_empty() || self.flushing.is_some();
+        if worked || !waits || self.failed.is_some() {
+            self.stuck = None;
+        } else if self.stuck.get_or_insert_with(Instant::now).elapsed() > self.patience {
+            self.fail(status::TIMED_OUT);
+        }
     }
 
     /// Starts what is queued, as far as what is under way allows.
@@ -229,6 +268,10 @@ impl Peer {
                 // Nobody waits any more where the caller's deadline has passed.
                 Err(error) => drop(reply.send(Err(error))),
             },
+            Operation::Call(call) => match live {
+                Ok(endpoint) => self.flush(endpoint, Then::Call(call)),
+                Err(error) => call(Err(error)),
+            },
             Operation::Signal { value, key, offset } => {
                 if let Ok(endpoint) = live {
                     self.flush(endpoint, Then::Signal { value, key, offset });
@@ -243,6 +286,11 @@ impl Peer {
                 let start = std::ptr::with_exposed_provenance(address);
                 self.write((start, bytes), key, offset, Source::Memory(source));
             }
+            Operation::Get {
+                target,
+                key,
+                offset,
+            } => self.read(target, key, offset),
         }
     }
 
@@ -264,8 +312,28 @@ impl Peer {
         // the source is memory of this process that is held until the request is done.
         let request =
             unsafe { (self.ucp.ucp_put_nbx)(endpoint, start, bytes, target, open.key, &params) };
+        self.started(request, source);
+    }
+
+    /// Reads bytes of the peer; `target` is held until that is done.
+    fn read(&mut self, target: DeviceSlice, key: u64, offset: u64) {
+        let (Some(endpoint), Some(open)) = (self.endpoint, self.keys.get(&key)) else {
+            return;
+        };
+        let params = RequestParams::default();
+        let start = std::ptr::with_exposed_provenance_mut(target.address() as usize);
+        let (bytes, source) = (target.bytes(), open.address.wrapping_add(offset));
+        // SAFETY: as for a write; the target is memory of this process that is held until the request is
+        // done.
+        let request =
+            unsafe { (self.ucp.ucp_get_nbx)(endpoint, start, bytes, source, open.key, &params) };
+        self.started(request, Source::Memory(target));
+    }
+
+    /// Notes what has begun, with what UCX uses until it is done.
+    fn started(&mut self, request: RequestPointer, used: Source) {
         match immediate(request) {
-            None => self.outstanding.push_back((request, Some(source))),
+            None => self.outstanding.push_back((request, Some(used))),
             Some(status::OK) => {}
             Some(failed) => self.fail(failed),
         }
@@ -290,6 +358,7 @@ impl Peer {
             (Then::Reply(reply), failed) => {
                 let _ = reply.send(failed.clone().map_or(Ok(()), Err));
             }
+            (Then::Call(call), failed) => call(failed.clone().map_or(Ok(()), Err)),
             (Then::Signal { value, key, offset }, None) => {
                 let word = Box::new(value);
                 let start = std::ptr::from_ref(&*word).cast();
@@ -305,15 +374,17 @@ impl Peer {
             return;
         }
         let text = self.ucp.text(why);
-        self.failed = Some(
-            Error::new(
-                ErrorKind::PeerLost,
-                format!("the connection over the network broke: {text}"),
-            )
-            .with_peer(self.rank)
-            .with_code(why.into())
-            .with_help(UNREACHED),
-        );
+        let error = Error::new(
+            ErrorKind::PeerLost,
+            format!("the connection over the network broke: {text}"),
+        )
+        .with_peer(self.rank)
+        .with_code(why.into())
+        .with_help(UNREACHED);
+        if let Some(handler) = self.on_failure.take() {
+            handler(&error);
+        }
+        self.failed = Some(error);
         self.end(true);
         if let Some((request, then)) = self.flushing.take() {
             self.outstanding.push_back((request, None));
@@ -360,9 +431,12 @@ impl Drop for Peer {
             self.forget(number);
         }
         for operation in self.queue.drain(..) {
-            if let Operation::Flush(reply) = operation {
-                let closed = Error::new(ErrorKind::Closed, "the connection is closed");
-                let _ = reply.send(Err(closed.with_peer(self.rank)));
+            let closed = Error::new(ErrorKind::Closed, "the connection is closed");
+            let closed = closed.with_peer(self.rank);
+            match operation {
+                Operation::Flush(reply) => drop(reply.send(Err(closed))),
+                Operation::Call(call) => call(Err(closed)),
+                _ => {}
             }
         }
         for reply in self.closed.drain(..) {

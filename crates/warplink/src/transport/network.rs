@@ -1,0 +1,137 @@
+//! The network, for a peer whose memory cannot be mapped.
+
+use super::{Carrier, NetworkLink};
+use crate::deadline::Deadline;
+use crate::device::channel::trigger::Movement;
+use crate::device::channel::{Side, Windows};
+use crate::device::{At, Device, Fault, MemoryOp, Priority, Stream, Word};
+use crate::error::Result;
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Bytes that are sent at once, so that something arrives now and then over a slow network too.
+const PART: u64 = 16 << 20;
+
+/// Parts that may be under way, and how many end together.
+const MAX_UNDER_WAY: u64 = 4096;
+const PARTS_PER_MARK: u64 = 32;
+
+/// Moves bytes between memory of this process and a peer's.
+pub(crate) struct NetworkCarrier {
+    link: Arc<NetworkLink>,
+    windows: Arc<Windows>,
+    /// Sets this rank's word for flushes.
+    stream: Stream,
+    completed: Word,
+    /// Parts under way, and how many of them no mark is behind.
+    under_way: Arc<AtomicU64>,
+    unmarked: AtomicU64,
+}
+
+impl NetworkCarrier {
+    /// Raises `fault` when the connection fails.
+    pub(crate) fn new(
+        device: &Arc<dyn Device>,
+        link: &Arc<NetworkLink>,
+        windows: &Arc<Windows>,
+        completed: &Word,
+        fault: &Arc<Fault>,
+    ) -> Result<Self> {
+        let raised = Arc::downgrade(fault);
+        link.when_broken(move |error| {
+            if let Some(fault) = raised.upgrade() {
+                fault.raise(error.clone());
+            }
+        })?;
+        Ok(Self {
+            link: link.clone(),
+            windows: windows.clone(),
+            stream: device.create_stream(Priority::High)?,
+            completed: completed.clone(),
+            under_way: Arc::default(),
+            unmarked: AtomicU64::new(0),
+        })
+    }
+
+    fn count(&self) -> Result<()> {
+        self.under_way.fetch_add(1, Ordering::Relaxed);
+        if self.unmarked.fetch_add(1, Ordering::Relaxed) + 1 >= PARTS_PER_MARK {
+            self.mark()?;
+        }
+        Ok(())
+    }
+
+    /// Has what is under way counted down when it is done.
+    fn mark(&self) -> Result<()> {
+        let (parts, under_way) = (
+            self.unmarked.swap(0, Ordering::Relaxed),
+            self.under_way.clone(),
+        );
+        if parts == 0 {
+            return Ok(());
+        }
+        self.link.connection().when_done(Box::new(move |_| {
+            under_way.fetch_sub(parts, Ordering::Release);
+        }))
+    }
+}
+
+impl Carrier for NetworkCarrier {
+    fn has_room(&self) -> Result<bool> {
+        Ok(self.under_way.load(Ordering::Acquire) < MAX_UNDER_WAY)
+    }
+
+    fn start(&self, movement: Movement, own: At, peers: At, bytes: u64) -> Result<()> {
+        let local = self.windows.range(Side::Own, own, bytes)?;
+        self.windows.check(Side::Peers, peers, bytes)?;
+        let remote = self.link.region(peers.region)?;
+        let connection = self.link.connection();
+        for start in (0..bytes).step_by(PART as usize) {
+            let end = bytes.min(start + PART);
+            let part = local.slice(start as usize..end as usize)?;
+            let offset = (peers.offset + start) as usize;
+            match movement {
+                Movement::Put => connection.put(&part, &remote, offset)?,
+                Movement::Get => connection.get(&part, &remote, offset)?,
+            }
+            self.count()?;
+        }
+        Ok(())
+    }
+
+    fn set(&self, inbound: Option<u64>, completed: Option<u64>) -> Result<()> {
+        let connection = self.link.connection();
+        if let Some(value) = inbound {
+            let (words, offset) = self.link.inbound();
+            connection.signal(words, offset, value)?;
+            self.count()?;
+        }
+        if let Some(value) = completed {
+            let (stream, word) = (self.stream.clone(), self.completed.clone());
+            connection.when_done(Box::new(move |done| {
+                let write = MemoryOp::Write { word: &word, value };
+                if let Err(error) = done.and_then(|()| stream.memory_ops(&[write])) {
+                    tracing::debug!(%error, "a flush is not answered");
+                }
+            }))?;
+        }
+        Ok(())
+    }
+
+    fn is_idle(&self) -> Result<bool> {
+        self.mark()?;
+        Ok(self.under_way.load(Ordering::Acquire) == 0 && self.stream.is_idle()?)
+    }
+
+    fn drain(&self, deadline: Deadline) -> Result<()> {
+        self.link.connection().flush(deadline)?;
+        self.stream.synchronize(deadline)
+    }
+}
+
+impl fmt::Debug for NetworkCarrier {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("NetworkCarrier").field(&self.link).finish()
+    }
+}

@@ -1,0 +1,305 @@
+//! The networks that a rank has opened, and what peers may write to over them.
+//!
+//! Nothing keeps a peer from writing to memory that it has a key of, so the memory, and the words of the
+//! connection's slot, are held until the peer has said that it writes no more: by a word beside the inbound
+//! one, the last thing that its end sends. A connection is ended when both have said so: ending it breaks the
+//! peer's end of it.
+
+use crate::deadline::Deadline;
+use crate::device::network::{
+    self, Network, NetworkConnection, NetworkOptions, NetworkRegion, RemoteMemory,
+};
+use crate::device::{Device, Word};
+use crate::error::{Error, Rank, Result};
+use crate::memory::Region;
+use crate::sync::lock;
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+
+/// Where the words of an end lie from the start of those that the peer writes to.
+const INBOUND: usize = 0;
+const GONE: usize = 8;
+
+/// The networks of a rank, by the devices that they use, opened when they are first needed.
+pub(crate) struct Networks {
+    device: Arc<dyn Device>,
+    options: NetworkOptions,
+    opened: Mutex<HashMap<Option<String>, Arc<dyn Network>>>,
+    /// Ends that are gone here, whose peers may write yet.
+    parting: Mutex<Vec<Parting>>,
+    /// Whether peers may leave, so that it is no failure when a connection breaks.
+    leaving: AtomicBool,
+}
+
+/// An end that is gone here: what it had exposed, and its connection.
+struct Parting {
+    exposed: Exposed,
+    told: Option<Told>,
+}
+
+/// A connection over which the peer is told that this end is gone.
+struct Told {
+    /// Whether it was.
+    done: Arc<AtomicBool>,
+    _connection: Arc<dyn NetworkConnection>,
+    _words: Arc<RemoteMemory>,
+}
+
+/// What a peer may write to: the words of a slot, and regions.
+pub(crate) struct Exposed {
+    network: Arc<dyn Network>,
+    words: (Region, NetworkRegion),
+    regions: Vec<(Region, NetworkRegion)>,
+    /// Set by the peer when it writes no more.
+    gone: Word,
+    /// Called when it is set.
+    recycle: Option<Box<dyn FnOnce() + Send>>,
+}
+
+/// A connection to a peer over the network, with what either side may write to.
+pub(crate) struct NetworkLink {
+    networks: Arc<Networks>,
+    connection: Arc<dyn NetworkConnection>,
+    /// The peer's words and regions; the latter by number.
+    words: Arc<RemoteMemory>,
+    regions: Mutex<Vec<Arc<RemoteMemory>>>,
+    exposed: Mutex<Option<Exposed>>,
+    /// Held as long as it matters that the connection works.
+    used: Arc<()>,
+}
+
+impl Networks {
+    pub(crate) fn new(device: &Arc<dyn Device>, options: NetworkOptions) -> Arc<Self> {
+        Arc::new(Self {
+            device: device.clone(),
+            options,
+            opened: Mutex::default(),
+            parting: Mutex::default(),
+            leaving: AtomicBool::new(false),
+        })
+    }
+
+    /// The network over `devices`, or over those that are configured.
+    fn get(&self, devices: Option<&str>) -> Result<Arc<dyn Network>> {
+        let devices = devices.or(self.options.devices.as_deref());
+        let devices = devices.map(str::to_owned);
+        let mut opened = lock(&self.opened);
+        if let Some(network) = opened.get(&devices) {
+            return Ok(network.clone());
+        }
+        let options = NetworkOptions {
+            devices: devices.clone(),
+            ..self.options.clone()
+        };
+        let network = network::open(&options)?;
+        Ok(opened.entry(devices).or_insert(network).clone())
+    }
+
+    /// Lets a peer write to `words`, those of a slot, and to `region`, over `devices`. `recycle` is called when
+    /// it writes no more, unless what is given back is dropped before the peer has it.
+    pub(crate) fn expose(
+        &self,
+        devices: Option<&str>,
+        words: &Region,
+        region: &Region,
+        recycle: impl FnOnce() + Send + 'static,
+    ) -> Result<Exposed> {
+        let network = self.get(devices)?;
+        let registered = network.register(words.memory())?;
+        let mut exposed = Exposed {
+            words: (words.clone(), registered),
+            regions: Vec::new(),
+            gone: words.memory().word(GONE)?,
+            network,
+            recycle: Some(Box::new(recycle)),
+        };
+        exposed.add(region)?;
+        Ok(exposed)
+    }
+
+    /// Connects to `peer`, which gave its address and the keys of its words and of its region.
+    pub(crate) fn connect(
+        self: &Arc<Self>,
+        peer: Rank,
+        exposed: Exposed,
+        [address, words, region]: [&[u8]; 3],
+    ) -> Result<NetworkLink> {
+        let opened = exposed
+            .network
+            .connect(peer, address)
+            .and_then(|connection| {
+                let words = connection.open(words)?;
+                let region = connection.open(region)?;
+                Ok((connection, words, region))
+            });
+        match opened {
+            Ok((connection, words, region)) => Ok(NetworkLink {
+                networks: self.clone(),
+                connection,
+                words: Arc::new(words),
+                regions: Mutex::new(vec![Arc::new(region)]),
+                exposed: Mutex::new(Some(exposed)),
+                used: Arc::default(),
+            }),
+            Err(error) => {
+                // The peer believes in the connection.
+                self.part(exposed, None);
+                Err(error)
+            }
+        }
+    }
+
+    /// Holds what a peer may write to until it writes no more.
+    fn part(&self, exposed: Exposed, told: Option<Told>) {
+        lock(&self.parting).push(Parting { exposed, told });
+    }
+
+    /// From now on connections may break, since peers leave.
+    pub(crate) fn leave(&self) {
+        self.leaving.store(true, Ordering::Release);
+    }
+
+    /// Lets go of what peers write to no more.
+    pub(crate) fn collect(&self) {
+        let is_gone = |parting: &mut Parting| {
+            let mut word = [0; 8];
+            let gone = parting.exposed.gone.as_slice();
+            let read = self.device.download(gone, &mut word);
+            let told = parting.told.as_ref();
+            let told = told.is_none_or(|told| told.done.load(Ordering::Acquire));
+            told && read.is_ok() && u64::from_ne_bytes(word) == 1
+        };
+        let gone: Vec<_> = lock(&self.parting).extract_if(.., is_gone).collect();
+        for mut parting in gone {
+            let recycle = parting.exposed.recycle.take();
+            // Before the words are used again.
+            drop(parting);
+            if let Some(recycle) = recycle {
+                recycle();
+            }
+        }
+    }
+
+    /// Ends all networks, when no peer writes any more.
+    pub(crate) fn close(&self, deadline: Deadline) -> Result<()> {
+        let opened: Vec<_> = lock(&self.opened).drain().collect();
+        let closed: Vec<_> = opened
+            .iter()
+            .map(|(_, network)| network.close(deadline))
+            .collect();
+        lock(&self.parting).clear();
+        closed.into_iter().collect()
+    }
+}
+
+impl Exposed {
+    /// What the peer needs to connect: the address, and the keys of the words and of the last region.
+    pub(crate) fn keys(&self) -> [&[u8]; 3] {
+        let region = self.regions.last().map_or(&[][..], |(_, key)| key.key());
+        [self.network.address(), self.words.1.key(), region]
+    }
+
+    /// Lets the peer write to one more region.
+    fn add(&mut self, region: &Region) -> Result<()> {
+        let registered = self.network.register(region.memory())?;
+        self.regions.push((region.clone(), registered));
+        Ok(())
+    }
+}
+
+impl NetworkLink {
+    pub(crate) fn connection(&self) -> &Arc<dyn NetworkConnection> {
+        &self.connection
+    }
+
+    /// The peer's words, and where its inbound word is in them.
+    pub(crate) fn inbound(&self) -> (&RemoteMemory, usize) {
+        (&self.words, INBOUND)
+    }
+
+    /// The peer's region `number`.
+    pub(crate) fn region(&self, number: u32) -> Result<Arc<RemoteMemory>> {
+        let found = lock(&self.regions).get(number as usize).cloned();
+        found.ok_or_else(|| Error::invalid(format!("unknown region {number} of the peer")))
+    }
+
+    /// Calls `handler` with the error when the connection breaks while it is used.
+    pub(crate) fn when_broken(&self, handler: impl FnOnce(&Error) + Send + 'static) -> Result<()> {
+        let (used, networks) = (Arc::downgrade(&self.used), Arc::downgrade(&self.networks));
+        let leaving = move || {
+            let networks = networks.upgrade();
+            networks.is_none_or(|networks| networks.leaving.load(Ordering::Acquire))
+        };
+        self.connection.when_failed(Box::new(move |error| {
+            if used.strong_count() > 0 && !leaving() {
+                handler(error);
+            }
+        }))
+    }
+
+    /// Lets the peer write to one more region; its key.
+    pub(crate) fn expose(&self, region: &Region) -> Result<Vec<u8>> {
+        let mut exposed = lock(&self.exposed);
+        let exposed = exposed
+            .as_mut()
+            .ok_or_else(|| Error::invalid("the connection is closed"))?;
+        exposed.add(region)?;
+        let [_, _, key] = exposed.keys();
+        Ok(key.to_vec())
+    }
+
+    /// Opens one more region of the peer's; its bytes.
+    pub(crate) fn open(&self, key: &[u8]) -> Result<u64> {
+        let region = self.connection.open(key)?;
+        let bytes = region.bytes() as u64;
+        lock(&self.regions).push(Arc::new(region));
+        Ok(bytes)
+    }
+}
+
+impl Drop for NetworkLink {
+    /// Tells the peer that nothing follows, and keeps what the peer may write to.
+    fn drop(&mut self) {
+        let done = Arc::new(AtomicBool::new(false));
+        let (telling, connection) = (done.clone(), &self.connection);
+        let told = connection.signal(&self.words, GONE, 1).and_then(|()| {
+            connection.when_done(Box::new(move |_| telling.store(true, Ordering::Release)))
+        });
+        if let Err(error) = told {
+            tracing::debug!(%error, "a peer was not told that a connection is gone");
+        }
+        if let Some(exposed) = lock(&self.exposed).take() {
+            let told = Told {
+                done,
+                _connection: connection.clone(),
+                _words: self.words.clone(),
+            };
+            self.networks.part(exposed, Some(told));
+        }
+    }
+}
+
+impl fmt::Debug for Networks {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Networks")
+            .field("opened", &lock(&self.opened).len())
+            .field("parting", &lock(&self.parting).len())
+            .finish_non_exhaustive()
+    }
+}
+
+impl fmt::Debug for Exposed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Exposed({} regions)", self.regions.len())
+    }
+}
+
+impl fmt::Debug for NetworkLink {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("NetworkLink")
+            .field(&self.connection)
+            .finish()
+    }
+}
