@@ -152,7 +152,7 @@ fn bench_channel_measures_every_kind() {
     }
     // Rows are printed as they are measured, also where the result is one object.
     assert!(
-        stderr(&output).contains("triggers       proxied"),
+        stderr(&output).contains("triggers          proxied"),
         "{}",
         stderr(&output)
     );

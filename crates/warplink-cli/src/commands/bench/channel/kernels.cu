@@ -81,9 +81,9 @@ extern "C" __global__ void copy_once(Channel channel, u32, u32, u64 bytes) {
     for (; i < count; i += stride) to[i] = from[i];
 }
 
-// One proxied put, until it is done.
-extern "C" __global__ void put_and_flush(Channel channel, u32, u32, u64 bytes) {
-    channel.put(Thread(), data, data, bytes);
+// Proxied puts, one after another, until all are done.
+extern "C" __global__ void put_and_flush(Channel channel, u32, u32 rounds, u64 bytes) {
+    for (u32 round = 0; round < rounds; round++) channel.put(Thread(), data, data, bytes);
     channel.flush(Thread());
 }
 

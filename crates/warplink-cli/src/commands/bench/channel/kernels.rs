@@ -110,8 +110,8 @@ fn put_once(block: &Block<'_>) -> Result<(), Error> {
 }
 
 fn put_and_flush(block: &Block<'_>) -> Result<(), Error> {
-    let (channel, bytes) = (block.channel(0)?, block.u64(3)?);
-    channel.put(DATA, DATA, bytes)?;
+    let (channel, rounds, bytes) = (block.channel(0)?, block.u32(2)?, block.u64(3)?);
+    (0..rounds).try_for_each(|_| channel.put(DATA, DATA, bytes))?;
     channel.flush()
 }
 

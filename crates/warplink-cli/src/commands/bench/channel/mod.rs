@@ -34,6 +34,8 @@ use warplink::{Communicator, DeviceKind};
 /// put_once       one put by all blocks; the ratio is the rate over that of copy_once
 /// engine         the copy engine in stream order, for comparison
 /// put_and_flush  one proxied put until it is done; the ratio is the rate over that of engine
+/// engine x8, put_and_flush x8
+///                the same for eight in a row, so that what one takes to begin counts less
 /// triggers       signals of several blocks through the proxy, each thread on its own
 #[derive(Debug, Args)]
 #[command(
@@ -69,6 +71,9 @@ const ROWS: [&str; 9] = [
     "put_and_flush",
     "triggers",
 ];
+
+/// Puts, or copies, in a row.
+const ROW: u32 = 8;
 
 /// Both kinds of channels.
 const TRANSPORTS: [Transport; 2] = [Transport::Direct, Transport::Proxied];
@@ -135,15 +140,17 @@ impl Channel {
         };
         if self.wants(&["copy_once", "put_once"]) {
             for &blocks in blocks {
-                let copy = rig.once("copy_once", Transport::Direct, largest, blocks, None)?;
-                rig.once("put_once", Transport::Direct, largest, blocks, Some(copy))?;
+                let copy = rig.once("copy_once", largest, blocks, None)?;
+                rig.once("put_once", largest, blocks, Some(copy))?;
             }
         }
         if self.wants(&["engine", "put_and_flush"]) {
             for bytes in [4096, 64 << 20, largest] {
                 if bytes <= largest {
-                    let engine = rig.engine(bytes)?;
-                    rig.once("put_and_flush", Transport::Proxied, bytes, 1, Some(engine))?;
+                    let engine = rig.engine("engine", bytes, 1)?;
+                    rig.flushed("put_and_flush", bytes, 1, engine)?;
+                    let engine = rig.engine("engine x8", bytes, ROW)?;
+                    rig.flushed("put_and_flush x8", bytes, ROW, engine)?;
                 }
             }
         }
@@ -277,23 +284,26 @@ impl<'a> Rig<'a> {
     fn once(
         &mut self,
         what: &'static str,
-        transport: Transport,
         bytes: u64,
         blocks: u32,
         plain: Option<f64>,
     ) -> Result<f64> {
-        let threads = if transport == Transport::Direct {
-            1024
-        } else {
-            1
-        };
-        let launch = Launch::new(blocks, threads);
-        let time = self.time(what, transport, launch, (1, bytes), true)?;
-        self.moved(what, Some(transport), bytes, blocks, time, plain)
+        let direct = Transport::Direct;
+        let time = self.time(what, direct, Launch::new(blocks, 1024), (1, bytes), true)?;
+        self.moved(what, Some(direct), bytes, blocks, time, plain)
     }
 
-    /// The rate of the copy engine.
-    fn engine(&mut self, bytes: u64) -> Result<f64> {
+    /// The time of so many proxied puts in a row until all are done, and their rate over the one given.
+    fn flushed(&mut self, what: &'static str, bytes: u64, puts: u32, plain: f64) -> Result<f64> {
+        let launch = Launch::new(1, 1);
+        let proxied = Transport::Proxied;
+        let time = self.time("put_and_flush", proxied, launch, (puts, bytes), true)?;
+        let time = scaled(&time, 1.0 / f64::from(puts));
+        self.moved(what, Some(proxied), bytes, 1, time, Some(plain))
+    }
+
+    /// The rate of so many copies of the copy engine in a row.
+    fn engine(&mut self, what: &'static str, bytes: u64, copies: u32) -> Result<f64> {
         let connection = self.connection(Transport::Proxied);
         let copied = match connection.filter(|_| self.clock.comm.rank() == 0) {
             Some(connection) => {
@@ -305,15 +315,18 @@ impl<'a> Rig<'a> {
         };
         let work = |stream: &Stream| -> Result<()> {
             if let Some((connection, source)) = &copied {
-                connection.write(stream, DATA, source)?;
+                for _ in 0..copies {
+                    connection.write(stream, DATA, source)?;
+                }
             }
             Ok(())
         };
         let time = self
             .clock
             .measure_until(self.limit, self.samples, Submission::Eager, &work)
-            .with_context(|| format!("measure 'engine' of {bytes} bytes"))?;
-        self.moved("engine", None, bytes, 0, time, None)
+            .with_context(|| format!("measure '{what}' of {bytes} bytes"))?;
+        let time = scaled(&time, 1.0 / f64::from(copies));
+        self.moved(what, None, bytes, 0, time, None)
     }
 
     fn moved(

@@ -9,7 +9,7 @@ use warplink::channel::Transport;
 
 /// Columns: heading, width, and whether it is of words.
 const COLUMNS: [(&str, usize, bool); 7] = [
-    ("what", 13, true),
+    ("what", 16, true),
     ("transport", 9, true),
     ("bytes", 8, false),
     ("blocks", 6, false),
@@ -131,11 +131,11 @@ mod tests {
         let heading = line(COLUMNS.map(|(heading, ..)| heading.to_owned()));
         assert_eq!(
             heading,
-            "what           transport     bytes  blocks          us  GB/s or M/s   ratio"
+            "what              transport     bytes  blocks          us  GB/s or M/s   ratio"
         );
         assert_eq!(
             row.line(),
-            "put_and_flush  proxied      64 MiB     132    1500.000       44.500   0.980"
+            "put_and_flush     proxied      64 MiB     132    1500.000       44.500   0.980"
         );
     }
 }
