@@ -325,6 +325,9 @@ struct Channel {
                 if ((failed = __any_sync(mask, is_ended(++polls)))) break;
             }
             if (failed) break;
+            // The line was stored as a whole, but the loads of 8 threads need not be one: what the others
+            // loaded may be older than the flag. What is loaded now is not.
+            asm volatile("ld.volatile.global.v2.u64 {%0, %1}, [%2];" : "=l"(first), "=l"(second) : "l"(from + 128 * line + 16 * part) : "memory");
             const u64 at = 15 * line + 2 * part;
             if (at < words) out[at] = first;
             if (part != 7 && at + 1 < words) out[at + 1] = second;
@@ -441,15 +444,15 @@ struct Channel {
     // Puts one trigger into the FIFO, once there is room; false when the waits were ended.
     __device__ __forceinline__ bool push(u32 kind, At peers, At own, u64 bytes, u64 &position) const {
         position = detail::increment(head);
-        if (position >= detail::load_relaxed(tail_seen) + slots) {
-            for (u32 polls = 1;; polls++) {
+        for (u32 polls = 1; position >= detail::load_acquire(tail_seen) + slots; polls++) {
+            // The count of what was read lies in the host's memory. One thread at a time looks there: many
+            // would keep the proxy from counting on.
+            if (detail::claim(tail_seen + 8)) {
                 const u64 seen = detail::load_acquire(tail);
-                if (position < seen + slots) {
-                    detail::max_release(tail_seen, seen);
-                    break;
-                }
-                if (is_stopped(polls)) return false;
+                detail::max_release(tail_seen, seen);
+                detail::release(tail_seen + 8);
             }
+            if (is_stopped(polls)) return false;
         }
         // Each half says in which lap of the ring it was stored, so that the proxy never takes a half
         // that is not there yet.

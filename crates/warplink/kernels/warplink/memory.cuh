@@ -34,6 +34,17 @@ __device__ __forceinline__ void max_release(u64 word, u64 value) {
     asm volatile("red.release.gpu.global.max.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
 }
 
+// Whether the word was 0, and is 1 now: until its `release`, nobody else of this GPU claims it.
+__device__ __forceinline__ bool claim(u64 word) {
+    u64 before;
+    asm volatile("atom.relaxed.gpu.global.cas.b64 %0, [%1], 0, 1;" : "=l"(before) : "l"(word) : "memory");
+    return before == 0;
+}
+
+__device__ __forceinline__ void release(u64 word) {
+    asm volatile("st.release.gpu.global.u64 [%0], 0;" ::"l"(word) : "memory");
+}
+
 __device__ __forceinline__ void fence() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
 __device__ __forceinline__ u64 increment(u64 word) {

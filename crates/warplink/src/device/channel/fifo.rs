@@ -39,7 +39,7 @@ pub(crate) trait FifoMemory: Send + Sync + fmt::Debug {
     fn claimed(&self) -> Result<u64>;
 
     /// What kernels reach it by: the addresses of the ring and of the count of what was read, and the
-    /// words (claimed, seen as read) in the device's memory.
+    /// words (claimed, seen as read, whether somebody looks) in the device's memory.
     fn addresses(&self) -> FifoAddresses;
 }
 

@@ -1,8 +1,8 @@
 //! The memory of a FIFO between kernels and a thread of the host.
 //!
 //! The ring lies in pinned host memory, which kernels store to and the host polls, as does the count of
-//! what was read. What only kernels count (positions claimed, and how much of the ring they know to be
-//! read) lies in the GPU's memory, where they reach it fast.
+//! what was read. What only kernels count (positions claimed, how much of the ring they know to be read, and
+//! whether one of them is looking) lies in the GPU's memory, where they reach it fast.
 
 use super::PlainMemory;
 use crate::device::DeviceSlice;
@@ -14,8 +14,8 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Bytes of the two words in the GPU's memory.
-const COUNTERS: usize = 16;
+/// Bytes of the three words in the GPU's memory.
+const COUNTERS: usize = 24;
 
 pub(crate) struct CudaFifoMemory {
     gpu: Arc<Gpu>,
