@@ -17,5 +17,7 @@ mod parts;
 mod products;
 #[path = "program_language/run.rs"]
 mod run;
+#[path = "program_language/subprograms.rs"]
+mod subprograms;
 #[path = "program_language/zeros.rs"]
 mod zeros;

@@ -8,6 +8,7 @@ mod syntax;
 use proptest::prelude::*;
 use syntax::{name, parameter, statements};
 use warplink::ErrorKind;
+use warplink::program::ir::Subprogram;
 use warplink::program::{Parameters, Program, unroll};
 
 fn unrolled(body: &str) -> Result<(), warplink::Error> {
@@ -290,11 +291,19 @@ proptest! {
         name in name(),
         parameters in prop::collection::vec(parameter(), 0..4),
         body in statements(),
+        called in prop::collection::btree_map(name(), statements(), 0..3),
     ) {
         let mut parameters = parameters;
         parameters.sort_by(|a, b| a.name.cmp(&b.name));
         parameters.dedup_by(|a, b| a.name == b.name);
-        let program = Program { name, parameters, body };
+        let called = called.into_iter().filter(|(other, _)| *other != name);
+        let subprograms = called.map(|(name, body)| Subprogram {
+            name,
+            parameters: parameters.clone(),
+            body,
+        });
+        let subprograms = subprograms.collect();
+        let program = Program { name, parameters, subprograms, body };
         let printed = program.to_string();
         let parsed = Program::parse(&printed).map_err(|e| TestCaseError::fail(e.to_string()))?;
         prop_assert_eq!(&parsed, &program, "{}", printed);

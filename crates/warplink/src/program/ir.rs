@@ -19,7 +19,21 @@ pub struct Program {
     pub name: String,
     /// What a caller gives values to, such as `m`, `k`, `n`.
     pub parameters: Vec<Parameter>,
+    /// The programs that stand before it in the text, in order. It may call any of them, and each may call
+    /// those before itself; so none calls itself.
+    pub subprograms: Vec<Subprogram>,
     /// What each rank does.
+    pub body: Vec<Statement>,
+}
+
+/// A program that others of the same text may call.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Subprogram {
+    /// Its name.
+    pub name: String,
+    /// What a call gives values to.
+    pub parameters: Vec<Parameter>,
+    /// What a call does. Inputs and outputs are tensors of the caller's, or parts of them.
     pub body: Vec<Statement>,
 }
 
@@ -172,10 +186,37 @@ pub enum StatementKind {
     },
     /// `synchronize pool(j)`: holds the current stream until what another was given so far is done.
     Synchronize(StreamRef),
+    /// `ring(n = 8, A = X[0], B = Y)`: does here what another program of the text does.
+    Call {
+        /// The program.
+        program: String,
+        /// What it is given: values of its parameters, and its inputs and outputs.
+        arguments: Vec<Argument>,
+    },
     /// `for j in 0..world { … }`.
     For(Loop<Statement>),
     /// `if rank == 0 { … } else { … }`.
     If(Branch<Statement>),
+}
+
+/// What a call gives to a program.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Argument {
+    /// A parameter, input or output of the program that is called.
+    pub name: String,
+    /// What it stands for.
+    pub value: ArgumentValue,
+}
+
+/// The value of an argument.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ArgumentValue {
+    /// `n / 2`: any integer that is neither a name nor an element of a list.
+    Integer(Expr),
+    /// `bf16`.
+    ElementType(DType),
+    /// `X[0]`: a tensor or a part of it, or whatever else has the name.
+    Reference(TensorRef),
 }
 
 /// A send and the product that is stored where it is received.

@@ -39,7 +39,7 @@ pub use expr::{Condition, Expr};
 pub use ir::{Backend, Direction, Program, Protocol};
 pub use parameters::{Parameters, Value};
 pub use rank_program::{
-    Operation, OperationKind, Range, RankProgram, Site, StreamKind, TensorId, TensorInstance,
+    Call, Operation, OperationKind, Range, RankProgram, Site, StreamKind, TensorId, TensorInstance,
     TransferId, TransferInstance,
 };
 pub use unroll::unroll;

@@ -3,9 +3,10 @@
 use proptest::prelude::*;
 use warplink::program::expr::{Comparison, Operator};
 use warplink::program::ir::{
-    Arm, Branch, Collective, Declaration, Each, ElementType, ElementwiseOp, Loop, Order, Over,
-    Position, PostedMatmul, Product, Role, Selection, Sharding, ShareItem, ShareItemKind,
-    Statement, StatementKind, StreamRef, TensorRef, Transfer, TransferRef,
+    Argument, ArgumentValue, Arm, Branch, Collective, Declaration, Each, ElementType,
+    ElementwiseOp, Loop, Order, Over, Position, PostedMatmul, Product, Role, Selection, Sharding,
+    ShareItem, ShareItemKind, Statement, StatementKind, StreamRef, TensorRef, Transfer,
+    TransferRef,
 };
 use warplink::program::parameters::{Parameter, ParameterKind};
 use warplink::program::{Backend, Condition, Direction, Expr, Protocol, Value};
@@ -285,6 +286,24 @@ fn elementwise() -> impl Strategy<Value = StatementKind> {
     })
 }
 
+fn call() -> impl Strategy<Value = StatementKind> {
+    let integer = number().prop_filter("is no name", |value| !matches!(value, Expr::Name(_)));
+    let value = prop_oneof![
+        integer.prop_map(ArgumentValue::Integer),
+        prop::sample::select(&DType::ALL[..]).prop_map(ArgumentValue::ElementType),
+        tensor().prop_map(ArgumentValue::Reference),
+    ];
+    let arguments = prop::collection::btree_map(name(), value, 0..4);
+    (name(), arguments).prop_map(|(program, arguments)| {
+        let arguments = arguments.into_iter();
+        let arguments = arguments.map(|(name, value)| Argument { name, value });
+        StatementKind::Call {
+            program,
+            arguments: arguments.collect(),
+        }
+    })
+}
+
 pub(crate) fn statements() -> impl Strategy<Value = Vec<Statement>> {
     let selected = tensor().prop_filter("selects", |tensor| !tensor.selections.is_empty());
     let leaf = prop_oneof![
@@ -310,6 +329,7 @@ pub(crate) fn statements() -> impl Strategy<Value = Vec<Statement>> {
                 among,
             }
         ),
+        call(),
         (name(), each(expr()))
             .prop_map(|(name, elements)| StatementKind::LetList { name, elements }),
         share().prop_map(StatementKind::Share),

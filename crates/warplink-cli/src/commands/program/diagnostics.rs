@@ -2,8 +2,8 @@
 
 use serde::Serialize;
 use std::path::Path;
-use warplink::program::Diagnostic;
 use warplink::program::text::ParseError;
+use warplink::program::{Diagnostic, Site};
 
 /// Most places that are named beside one line.
 const MAX_PLACES: usize = 4;
@@ -12,8 +12,13 @@ const MAX_PLACES: usize = 4;
 pub(super) fn explain(diagnostic: &Diagnostic, file: &Path, text: &str) -> String {
     let mut out = format!("{diagnostic}\n");
     let mut starts: Vec<(u32, u32)> = Vec::new();
-    for place in &diagnostic.places {
-        let start = (place.site.line, place.site.column);
+    // Where the places are, and the calls that lead to them.
+    let sites = diagnostic
+        .places
+        .iter()
+        .flat_map(|place| place.site.with_calls());
+    for site in sites {
+        let start = (site.line, site.column);
         if !starts.contains(&start) {
             starts.push(start);
         }
@@ -75,14 +80,20 @@ fn extent(source: &str, column: usize) -> (usize, usize) {
 /// `rank 0 (j = 1), rank 2 (j = 3)`.
 fn who(diagnostic: &Diagnostic, start: (u32, u32)) -> String {
     let mut names: Vec<String> = Vec::new();
-    let here = diagnostic
-        .places
-        .iter()
-        .filter(|place| (place.site.line, place.site.column) == start);
-    for place in here {
-        let site = place.site.to_string();
-        let indices = site.find(" (").map_or("", |at| &site[at..]);
-        let name = format!("rank {}{indices}", place.rank);
+    let sites = diagnostic.places.iter().flat_map(|place| {
+        let sites = place.site.with_calls();
+        sites.map(move |site| (place.rank, site))
+    });
+    for (rank, site) in sites.filter(|(_, site)| (site.line, site.column) == start) {
+        let indices: Vec<String> = site
+            .indices
+            .iter()
+            .map(|(index, value)| format!("{index} = {value}"))
+            .collect();
+        let name = match indices.is_empty() {
+            true => format!("rank {rank}"),
+            false => format!("rank {rank} ({})", indices.join(", ")),
+        };
         if !names.contains(&name) {
             names.push(name);
         }
@@ -109,6 +120,19 @@ struct JsonPlace {
     rank: usize,
     line: u32,
     /// Where the statement is not the first that starts on its line.
+    #[serde(skip_serializing_if = "is_first")]
+    column: u32,
+    indices: Vec<(String, i64)>,
+    /// The calls that lead to the place, the innermost first.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    calls: Vec<JsonCall>,
+}
+
+/// A call of a program.
+#[derive(Debug, Serialize)]
+struct JsonCall {
+    program: String,
+    line: u32,
     #[serde(skip_serializing_if = "is_first")]
     column: u32,
     indices: Vec<(String, i64)>,
@@ -153,16 +177,27 @@ impl<'a> JsonParseError<'a> {
 
 impl From<&Diagnostic> for Json {
     fn from(diagnostic: &Diagnostic) -> Self {
+        let indices = |site: &Site| -> Vec<(String, i64)> {
+            let indices = site.indices.iter();
+            indices
+                .map(|(name, value)| (name.to_string(), *value))
+                .collect()
+        };
+        let call = |site: &Site| {
+            let call = site.call.as_deref()?;
+            Some(JsonCall {
+                program: call.program.to_string(),
+                line: call.site.line,
+                column: call.site.column,
+                indices: indices(&call.site),
+            })
+        };
         let place = |place: &warplink::program::Place| JsonPlace {
             rank: place.rank,
             line: place.site.line,
             column: place.site.column,
-            indices: place
-                .site
-                .indices
-                .iter()
-                .map(|(name, value)| (name.to_string(), *value))
-                .collect(),
+            indices: indices(&place.site),
+            calls: place.site.with_calls().filter_map(call).collect(),
         };
         Self {
             kind: diagnostic.kind.name(),

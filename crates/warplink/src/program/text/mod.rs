@@ -1,6 +1,7 @@
 //! Programs as text.
 //!
 //! ```text
+//! text      = {program} program                       the last one is run; each may call those before it
 //! program   = "program" NAME "(" [parameter {"," parameter}] ")" block
 //! parameter = NAME ["[" "]"] | NAME "=" value {"|" value}
 //!                                                      value: a number or a DTYPE
@@ -16,6 +17,7 @@
 //!                        | ("sum" | "product" | "max" | "min") "(" tensor [each] {"," tensor [each]} ")"
 //!                        | collective ["among" NAME])  the name of a list of ranks
 //!           | tensor "+=" (product | "sum" "(" tensor [each] {"," tensor [each]} ")")
+//!           | NAME "(" [argument {"," argument}] ")"  the name of a program
 //!           | "share" "{" {transfer | let | for | if} "}"
 //!           | "post" transfer [each] {"," transfer [each]}
 //!           | "post" transfer "=" product [each]
@@ -34,6 +36,7 @@
 //! transfer  = NAME "=" ("send" tensor "to" | "receive" tensor "from") integer ["tag" integer]
 //!             "via" ("get" | "put" | "nccl")           where it is declared, in "share"
 //!           | NAME {"[" integer "]"}                   where it is named
+//! argument  = NAME "=" (integer | DTYPE | tensor)      a parameter, input or output of that program
 //! each      = "for" NAME "in" integer ".." integer
 //! stream    = NAME | "caller" | "pool" "(" integer ")" | "high" "(" integer ")"
 //! collective = ("all_gather" | "all_to_all") "(" tensor ")"
@@ -51,6 +54,7 @@
 //!
 //! Printing a program and parsing it gives the same program.
 
+mod call;
 mod collective;
 mod operand;
 mod parse;

@@ -6,49 +6,72 @@ use super::{MAX_BLOCK_DEPTH, MAX_PARAMETERS, is_name};
 use crate::dtype::DType;
 use crate::program::ir::{
     Arm, Branch, Declaration, Each, ElementType, ElementwiseOp, Loop, Order, Position,
-    PostedMatmul, Product, Program, Role, Sharding, Statement, StatementKind, TensorRef,
+    PostedMatmul, Product, Program, Role, Sharding, Statement, StatementKind, Subprogram,
+    TensorRef,
 };
 use crate::program::parameters::{Parameter, ParameterKind, Value};
 use std::mem::discriminant;
 
-/// Parses a whole program.
+/// Parses a text: a program, behind those that it may call.
 pub(super) fn program(text: &str) -> Parsed<Program> {
     let mut parser = Parser::new(text, tokens(text)?);
+    let mut subprograms: Vec<Subprogram> = Vec::new();
     parser.skip_line_ends();
-    parser.expect("program")?;
-    let name = parser.name("the program's name")?;
-    parser.expect("(")?;
-    let mut parameters: Vec<Parameter> = Vec::new();
-    while !parser.is(")") {
-        let token = parser.peek();
-        let parameter = parser.parameter()?;
-        let name = &parameter.name;
-        if parameters.iter().any(|other| other.name == *name) {
-            return Err(parser.wrong(token, format!("parameter '{name}' is named twice")));
-        }
-        if parameters.len() == MAX_PARAMETERS {
-            let message = format!("too many parameters; expected at most {MAX_PARAMETERS}");
+    loop {
+        let token = parser.peek_at(1);
+        let last = parser.one_program()?;
+        if subprograms.iter().any(|other| other.name == last.name) {
+            let message = format!("another program has the name '{}'", last.name);
             return Err(parser.wrong(token, message));
         }
-        parameters.push(parameter);
-        if !parser.take(",") && !parser.is(")") {
-            return Err(parser.expected("',' or ')'"));
+        parser.skip_line_ends();
+        if parser.peek().kind == TokenKind::End {
+            return Ok(Program {
+                name: last.name,
+                parameters: last.parameters,
+                subprograms,
+                body: last.body,
+            });
         }
+        if !parser.is("program") {
+            return Err(parser.expected("the end of the text or another 'program'"));
+        }
+        subprograms.push(last);
     }
-    parser.expect(")")?;
-    let body = parser.block(Parser::statement)?;
-    parser.skip_line_ends();
-    if parser.peek().kind != TokenKind::End {
-        return Err(parser.expected("the end of the text"));
-    }
-    Ok(Program {
-        name,
-        parameters,
-        body,
-    })
 }
 
 impl Parser<'_> {
+    /// `program name(…) { … }`.
+    fn one_program(&mut self) -> Parsed<Subprogram> {
+        self.expect("program")?;
+        let name = self.name("the program's name")?;
+        self.expect("(")?;
+        let mut parameters: Vec<Parameter> = Vec::new();
+        while !self.is(")") {
+            let token = self.peek();
+            let parameter = self.parameter()?;
+            let name = &parameter.name;
+            if parameters.iter().any(|other| other.name == *name) {
+                return Err(self.wrong(token, format!("parameter '{name}' is named twice")));
+            }
+            if parameters.len() == MAX_PARAMETERS {
+                let message = format!("too many parameters; expected at most {MAX_PARAMETERS}");
+                return Err(self.wrong(token, message));
+            }
+            parameters.push(parameter);
+            if !self.take(",") && !self.is(")") {
+                return Err(self.expected("',' or ')'"));
+            }
+        }
+        self.expect(")")?;
+        let body = self.block(Self::statement)?;
+        Ok(Subprogram {
+            name,
+            parameters,
+            body,
+        })
+    }
+
     /// `m`, `n[]` or `parts = 1 | 2`.
     fn parameter(&mut self) -> Parsed<Parameter> {
         let name = self.name("a parameter's name or ')'")?;
@@ -151,7 +174,10 @@ impl Parser<'_> {
         let first = self.peek();
         let position = self.position();
         if first.kind == TokenKind::Word && is_name(first.text) {
-            let kind = self.assignment()?;
+            let kind = match self.peek_at(1).text {
+                "(" => self.program_call()?,
+                _ => self.assignment()?,
+            };
             return Ok(Statement { position, kind });
         }
         if first.kind != TokenKind::Word {

@@ -2,9 +2,10 @@
 
 use crate::program::expr::{Condition, Expr, Operator};
 use crate::program::ir::{
-    Backend, Branch, Declaration, Direction, Each, ElementType, Loop, Order, Over, Position,
-    Product, Program, Protocol, Role, Selection, Sharding, ShareItem, ShareItemKind, Statement,
-    StatementKind, StreamRef, TensorRef, Transfer, TransferRef,
+    Argument, ArgumentValue, Backend, Branch, Declaration, Direction, Each, ElementType, Loop,
+    Order, Over, Position, Product, Program, Protocol, Role, Selection, Sharding, ShareItem,
+    ShareItemKind, Statement, StatementKind, StreamRef, Subprogram, TensorRef, Transfer,
+    TransferRef,
 };
 use crate::program::parameters::{Parameter, ParameterKind};
 use std::fmt::{self, Display, Formatter};
@@ -49,7 +50,11 @@ pub fn summary(program: &Program, position: Position) -> String {
             .trim_end_matches(" {")
             .to_owned()
     }
-    of(&program.body, position).unwrap_or_default()
+    let called = program.subprograms.iter().map(|called| &called.body);
+    called
+        .chain([&program.body])
+        .find_map(|body| of(body, position))
+        .unwrap_or_default()
 }
 
 /// Something that takes whole lines, at a depth of indentation.
@@ -63,39 +68,57 @@ impl<T> Indented<'_, T> {
 
 impl Display for Program {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        write!(f, "program {}(", self.name)?;
-        for (position, parameter) in self.parameters.iter().enumerate() {
-            let lead = if position == 0 { "" } else { ", " };
-            write!(f, "{lead}{parameter}")?;
+        for subprogram in &self.subprograms {
+            let Subprogram {
+                name,
+                parameters,
+                body,
+            } = subprogram;
+            print_program(f, name, parameters, body)?;
+            f.write_str("\n")?;
         }
-        f.write_str(") {\n")?;
-        let mut before: Option<&StatementKind> = None;
-        for statement in &self.body {
-            // Declarations stand together, and what takes several lines stands apart.
-            let declares = |kind: &StatementKind| {
-                matches!(kind, StatementKind::Declare(_) | StatementKind::Require(_))
-            };
-            let tall = |kind: &StatementKind| {
-                matches!(
-                    kind,
-                    StatementKind::For(_)
-                        | StatementKind::If(_)
-                        | StatementKind::Share(_)
-                        | StatementKind::Fork { .. }
-                )
-            };
-            if let Some(before) = before
-                && (declares(before) != declares(&statement.kind)
-                    || tall(before)
-                    || tall(&statement.kind))
-            {
-                f.write_str("\n")?;
-            }
-            before = Some(&statement.kind);
-            Indented(1, statement).fmt(f)?;
-        }
-        f.write_str("}\n")
+        print_program(f, &self.name, &self.parameters, &self.body)
     }
+}
+
+fn print_program(
+    f: &mut Formatter<'_>,
+    name: &str,
+    parameters: &[Parameter],
+    body: &[Statement],
+) -> fmt::Result {
+    write!(f, "program {name}(")?;
+    for (position, parameter) in parameters.iter().enumerate() {
+        let lead = if position == 0 { "" } else { ", " };
+        write!(f, "{lead}{parameter}")?;
+    }
+    f.write_str(") {\n")?;
+    let mut before: Option<&StatementKind> = None;
+    for statement in body {
+        // Declarations stand together, and what takes several lines stands apart.
+        let declares = |kind: &StatementKind| {
+            matches!(kind, StatementKind::Declare(_) | StatementKind::Require(_))
+        };
+        let tall = |kind: &StatementKind| {
+            matches!(
+                kind,
+                StatementKind::For(_)
+                    | StatementKind::If(_)
+                    | StatementKind::Share(_)
+                    | StatementKind::Fork { .. }
+            )
+        };
+        if let Some(before) = before
+            && (declares(before) != declares(&statement.kind)
+                || tall(before)
+                || tall(&statement.kind))
+        {
+            f.write_str("\n")?;
+        }
+        before = Some(&statement.kind);
+        Indented(1, statement).fmt(f)?;
+    }
+    f.write_str("}\n")
 }
 
 impl Display for Indented<'_, Statement> {
@@ -157,6 +180,14 @@ impl Display for Indented<'_, Statement> {
                 write!(f, "fork {} ", List(streams))?;
                 block(f, self.0, body)?;
             }
+            StatementKind::Call { program, arguments } => {
+                write!(f, "{program}(")?;
+                for (position, argument) in arguments.iter().enumerate() {
+                    let lead = if position == 0 { "" } else { ", " };
+                    write!(f, "{lead}{argument}")?;
+                }
+                f.write_str(")")?;
+            }
             StatementKind::For(repetition) => print_loop(f, self.0, repetition)?,
             StatementKind::If(branch) => print_branch(f, self.0, branch)?,
         }
@@ -209,6 +240,17 @@ where
     }
     f.write_str(" else ")?;
     block(f, depth, &it.otherwise)
+}
+
+impl Display for Argument {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        let Self { name, value } = self;
+        match value {
+            ArgumentValue::Integer(value) => write!(f, "{name} = {value}"),
+            ArgumentValue::ElementType(dtype) => write!(f, "{name} = {dtype}"),
+            ArgumentValue::Reference(reference) => write!(f, "{name} = {reference}"),
+        }
+    }
 }
 
 struct List<'a, T>(&'a [Each<T>]);

@@ -11,7 +11,7 @@ use std::sync::Arc;
 impl<'p> Unroller<'p> {
     pub(super) fn declare(&mut self, declaration: &'p Declaration) -> Result<(), Diagnostic> {
         let name = &declaration.name;
-        if declaration.role != Role::Local && self.blocks > 1 {
+        if declaration.role != Role::Local && self.called.is_nested(self.blocks) {
             let message = format!(
                 "'{name}' is an input or output inside a loop or branch; expected it outside, since it is \
                  the same on every rank"
@@ -106,6 +106,11 @@ impl<'p> Unroller<'p> {
                 }
             };
             shape.push(extent);
+        }
+        if role != Role::Local
+            && let Some(view) = self.lent(declaration, &name, (dtype, &shape))?
+        {
+            return Ok(view);
         }
         let column_major = match &declaration.order {
             Order::RowMajor => false,

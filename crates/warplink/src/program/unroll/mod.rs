@@ -3,6 +3,7 @@
 //! What can be seen wrong on one rank alone is found here: names, bounds, shapes, writes to inputs,
 //! uses after a deallocation and waits before any post, both in the order of the host.
 
+mod call;
 mod collective;
 mod declare;
 mod scope;
@@ -22,6 +23,7 @@ use super::parameters::{Parameters, Value};
 use super::rank_program::{Operation, OperationKind, RankProgram, Site, StreamKind, TensorId};
 use super::text::MAX_BLOCK_DEPTH;
 use crate::error::{Rank, Result};
+use call::Called;
 use scope::{Bound, Named, OpenLoop, View};
 use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
@@ -154,6 +156,7 @@ pub(super) fn unroll_within(
         deallocated: HashMap::new(),
         zeros: Zeros::default(),
         site: Site::default(),
+        called: Called::outermost(&program.subprograms),
         given: BTreeSet::new(),
         optional: BTreeMap::new(),
         budget: budget.clone(),
@@ -197,6 +200,8 @@ struct Unroller<'p> {
     /// What of tensors that start at 0 nothing has written.
     zeros: Zeros,
     site: Site,
+    /// What is known of the program that is called, or run.
+    called: Called<'p>,
     /// The optional tensors that the caller binds.
     given: BTreeSet<String>,
     /// The optional tensors declared so far, and whether the caller binds them.
@@ -419,6 +424,7 @@ impl<'p> Unroller<'p> {
                 }
             }
             StatementKind::Fork { streams, body } => self.fork(streams, body)?,
+            StatementKind::Call { program, arguments } => self.call(program, arguments)?,
             StatementKind::For(it) => {
                 let id = std::ptr::from_ref(it).addr();
                 self.repeat((id, &it.index), (&it.from, &it.to), |unroller| {
@@ -519,7 +525,8 @@ impl<'p> Unroller<'p> {
         };
         let view = self.view(&whole)?;
         let tensor = &self.made.tensors[view.tensor];
-        if tensor.role != Role::Local || *tensor.name != *name {
+        let own = tensor.role == Role::Local && *tensor.name == *name;
+        if !own || self.called.is_lent(name) {
             let message = format!(
                 "'{name}' is not allocated by the program; expected the name of an 'allocate'"
             );

@@ -36,6 +36,8 @@ pub(super) struct View {
     pub(super) shape: Vec<usize>,
     /// For each axis, the elements from one index to the next.
     pub(super) strides: Vec<usize>,
+    /// Whether it is an input of a program that was called.
+    pub(super) read_only: bool,
 }
 
 impl View {
@@ -56,6 +58,7 @@ impl View {
             offset,
             shape,
             strides,
+            read_only: false,
         }
     }
 

@@ -45,7 +45,7 @@ impl Unroller<'_> {
     /// Refuses a write to what the caller lends for reading.
     pub(super) fn writable(&self, view: &View) -> Result<(), Diagnostic> {
         let tensor = &self.made.tensors[view.tensor];
-        if tensor.role != Role::Input {
+        if tensor.role != Role::Input && !view.read_only {
             return Ok(());
         }
         Err(self.diagnostic(

@@ -21,6 +21,24 @@ impl Zeros {
         self.parts.insert(tensor, BTreeMap::from([(0, bytes)]));
     }
 
+    /// `range` starts at 0 again.
+    pub(super) fn restart(&mut self, range: &Range) {
+        self.take(range);
+        let parts = self.parts.entry(range.tensor).or_default();
+        let (mut start, mut end) = (range.offset_bytes, range.end());
+        if let Some((&before, _)) = parts
+            .range(..start)
+            .next_back()
+            .filter(|part| *part.1 == start)
+        {
+            start = before;
+        }
+        if let Some(after) = parts.remove(&end) {
+            end = after;
+        }
+        parts.insert(start, end);
+    }
+
     /// Takes out the parts of `range` that are still 0.
     fn take(&mut self, range: &Range) -> Vec<Range> {
         let (from, to) = (range.offset_bytes, range.end());
@@ -210,6 +228,10 @@ mod tests {
         assert_eq!(zeros.take(&range(5, 30)), [range(5, 10), range(25, 30)]);
         assert!(zeros.is_zero(&range(30, 100)) && !zeros.is_zero(&range(29, 100)));
         assert_eq!(zeros.take(&range(0, 100)), [range(0, 5), range(30, 100)]);
+        zeros.restart(&range(20, 40));
+        zeros.restart(&range(60, 80));
+        zeros.restart(&range(30, 60));
+        assert!(zeros.take_whole(&range(20, 80)));
         assert!(!zeros.is_zero(&range(0, 1)));
     }
 }
