@@ -3,10 +3,11 @@
 # CUDA's multi-process service, each with the last rank and with rank 0, which serves the store, as the
 # victim. Logs and JSON go to $OUT in one archive; the tables are printed last.
 #
-# PARTS chooses among two-last, two-first, eight-last and eight-first; those of two ranks run side by side,
-# those of eight one after another. JOBS_TWO and JOBS_EIGHT say how many cells of one table run at the same
-# time, LIMIT_TWO and LIMIT_EIGHT how many seconds a table may take: what is done by then is printed.
-# ARGS are more arguments, such as `--phase transfer,graph`.
+# PARTS chooses among two-last, two-first, eight-last and eight-first. With four GPUs, the tables of two ranks
+# run on the first two beside those of eight on the others. JOBS_TWO and JOBS_EIGHT say how many cells of one
+# table run at the same time: few without the service, since processes then take turns on a GPU, and those
+# that wait for one another seldom have theirs together. LIMIT_TWO and LIMIT_EIGHT say how many seconds a table
+# may take: what is done by then is printed. ARGS are more arguments, such as `--phase transfer,graph`.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 OUT=${OUT:-device-out}
@@ -26,20 +27,27 @@ table() {
     echo "$name: exit code $?, $((SECONDS - start)) s, $(grep -c '^warplink: \[' "$logs/$name.log") cells"
 }
 
-for part in $PARTS; do
-    case $part in
-    two-last) table two-last "${LIMIT_TWO:-150}" -n 2 --jobs "${JOBS_TWO:-6}" & ;;
-    two-first) table two-first "${LIMIT_TWO:-150}" -n 2 --victim 0 --jobs "${JOBS_TWO:-6}" & ;;
-    esac
-done
-wait
-for part in $PARTS; do
-    eight=(-n 8 --ranks-per-gpu "${RANKS_PER_GPU:-4}" --jobs "${JOBS_EIGHT:-3}")
-    case $part in
-    eight-last) table eight-last "${LIMIT_EIGHT:-200}" "${eight[@]}" ;;
-    eight-first) table eight-first "${LIMIT_EIGHT:-200}" "${eight[@]}" --victim 0 ;;
-    esac
-done
+# tables KIND LIMIT ARGUMENTS...: the tables of that kind, one after another.
+tables() {
+    local kind=$1 limit=$2 part
+    shift 2
+    for part in $PARTS; do
+        case $part in
+        "$kind-last") table "$part" "$limit" "$@" ;;
+        "$kind-first") table "$part" "$limit" "$@" --victim 0 ;;
+        esac
+    done
+}
+two=("${LIMIT_TWO:-170}" -n 2 --jobs "${JOBS_TWO:-2}")
+eight=("${LIMIT_EIGHT:-240}" -n 8 --ranks-per-gpu "${RANKS_PER_GPU:-4}" --jobs "${JOBS_EIGHT:-3}")
+if (($(nvidia-smi -L | wc -l) >= 4)); then
+    CUDA_VISIBLE_DEVICES=0,1 tables two "${two[@]}" &
+    CUDA_VISIBLE_DEVICES=2,3 tables eight "${eight[@]}"
+    wait
+else
+    tables two "${two[@]}"
+    tables eight "${eight[@]}"
+fi
 tar -C "$logs" -czf "$OUT/faults.tgz" .
 
 python3 - "$logs" $PARTS <<'PYTHON'
@@ -76,7 +84,7 @@ for part in parts:
             text = "-"
             if cell:
                 seconds = cell["seconds"]
-                mark = ("!" if cell["problems"] else "") + ("*" if cell["repeated"] else "")
+                mark = ("!" if cell["problems"] else "") + ("*" if cell["spoiled"] else "")
                 text = mark + cell["summary"] + (f" {seconds:.2f}" if seconds is not None else "")
             row += f"{text[:16]:>17}"
         print(row)
@@ -85,5 +93,7 @@ for part in parts:
     for cell in cells:
         for problem in cell["problems"][:3]:
             print(f"  {cell['fault']} in {cell['phase']}: {problem[:400]}")
+        for problem in cell["spoiled"][:2]:
+            print(f"  {cell['fault']} in {cell['phase']}, before it ran again: {problem[:400]}")
 sys.exit(failed)
 PYTHON

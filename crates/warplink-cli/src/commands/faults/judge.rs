@@ -22,8 +22,8 @@ pub(super) struct Judged {
     pub(super) seconds: Option<f64>,
     pub(super) survivors: Vec<Survivor>,
     pub(super) problems: Vec<String>,
-    /// Whether it ran again, because the multi-process service of the GPUs had failed.
-    pub(super) repeated: bool,
+    /// What was wrong before it ran again, because the multi-process service of the GPUs had failed.
+    pub(super) spoiled: Vec<String>,
 }
 
 /// What one rank got.
@@ -53,7 +53,7 @@ pub(super) fn judge(cell: Cell, settings: &JobSettings, outcome: JobOutcome) -> 
             seconds: None,
             survivors: Vec::new(),
             problems,
-            repeated: false,
+            spoiled: Vec::new(),
         };
     };
     let failed: Vec<usize> = (0..outcome.ranks.len())
@@ -99,7 +99,7 @@ pub(super) fn judge(cell: Cell, settings: &JobSettings, outcome: JobOutcome) -> 
         seconds: times.reduce(f64::max),
         survivors,
         problems,
-        repeated: false,
+        spoiled: Vec::new(),
     }
 }
 

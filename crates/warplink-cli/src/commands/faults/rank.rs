@@ -111,6 +111,10 @@ impl Rank {
             Phase::Close => played,
             _ => played.and_then(|()| comm.barrier()),
         };
+        if played.is_err() {
+            // Before anything is let go of, which may take a GPU's driver a while.
+            report.error_at = Some(now());
+        }
         match played {
             Ok(()) if phase == Phase::Close => Ok(()),
             Ok(()) => comm.close(),
@@ -118,7 +122,6 @@ impl Rank {
                 Err(error)
             }
             Err(error) => {
-                report.error_at = Some(now());
                 report.error = Some(ReportedError::of(&error));
                 let left = comm.survivors()?;
                 drop(comm);

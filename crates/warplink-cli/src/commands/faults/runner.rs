@@ -75,7 +75,7 @@ impl<'a> Runner<'a> {
             }
         }
         Judged {
-            repeated: true,
+            spoiled: judged.problems,
             ..again
         }
     }

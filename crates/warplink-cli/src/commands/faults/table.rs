@@ -24,11 +24,13 @@ pub(super) fn text(report: &Report, faults: &[Fault], phases: &[Phase]) -> Strin
             text.push_str(&format!("\n{}: {problem}", judged.cell));
         }
     }
-    for judged in report.cells.iter().filter(|judged| judged.repeated) {
-        text.push_str(&format!(
-            "\n{}: ran again, since the multi-process service had failed",
-            judged.cell
-        ));
+    for judged in &report.cells {
+        if let [first, ..] = &judged.spoiled[..] {
+            text.push_str(&format!(
+                "\n{}: ran again, since the multi-process service had failed ({first})",
+                judged.cell
+            ));
+        }
     }
     let ran = report.cells.len();
     text.push_str(&match (report.wrong, report.not_run) {
