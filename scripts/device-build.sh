@@ -8,7 +8,7 @@ out=device-bin
 rm -f "$out"/warplink "$out"/test-* "$out"/c_*
 mkdir -p "$out"
 tests=(device_contract transfers failures lifetimes abort timeouts channels repeated_losses
-    survivors stopped handover communicators device_faults)
+    survivors shared_streams stopped handover communicators device_faults)
 for optional in programs program_language; do
     if [ -f "crates/warplink/tests/$optional.rs" ]; then tests+=("$optional"); fi
 done

@@ -66,8 +66,8 @@ pub(super) struct State {
     /// Why this rank has given up the one that serves.
     pub(super) given_up: Option<String>,
     pub(super) journal: Journal,
-    /// What is wrong with groups that their members made differently.
-    conflicts: Vec<(GroupName, Error)>,
+    /// Why groups cannot be used: their members made them differently, or one of them failed.
+    ended_groups: Vec<(GroupName, Error)>,
     /// Why there is no store any more, or that this rank has left it.
     pub(super) over: Option<Error>,
 }
@@ -125,7 +125,7 @@ impl Client {
                 pulse: link.pulse.clone(),
                 given_up: None,
                 journal: Journal::default(),
-                conflicts: Vec::new(),
+                ended_groups: Vec::new(),
                 over: None,
             }),
             changed: Condvar::new(),
@@ -214,8 +214,8 @@ impl Client {
             if let Some(error) = &state.over {
                 return Err(error.clone());
             }
-            let mut conflicts = state.conflicts.iter();
-            if let Some((_, error)) = conflicts.find(|(group, _)| group.is_of(&call.request)) {
+            let mut ended = state.ended_groups.iter();
+            if let Some((_, error)) = ended.find(|(group, _)| group.is_of(&call.request)) {
                 return Err(error.clone());
             }
             state.calls.insert(id, call.clone());
@@ -300,6 +300,11 @@ impl Client {
                 ranks,
                 message,
             } => self.conflict(&groups, ranks, message),
+            Event::Failed {
+                group,
+                rank,
+                reason,
+            } => self.group_failed(GroupName::from_bytes(group), rank as Rank, &reason),
             Event::Forget { keys } => lock(&self.state).journal.forget(&keys),
             Event::Checkpoint { version } => lock(&self.state).journal.checkpoint(version),
         }
@@ -351,24 +356,51 @@ impl Client {
         if let Some(other) = other {
             error = error.with_peer(other);
         }
+        for &group in groups {
+            self.end_group(GroupName::from_bytes(group), &error);
+        }
+    }
+
+    /// `rank` can do no more work in `group`.
+    fn group_failed(&self, group: GroupName, rank: Rank, reason: &str) {
+        let error = failed_group(rank, reason);
+        self.end_group(group, &error);
+        self.health.fail_group(group, &error);
+    }
+
+    /// Ends what waits in `group` with `error`, now and later.
+    fn end_group(&self, group: GroupName, error: &Error) {
         let mut state = lock(&self.state);
         let link = state.open_link();
-        for &group in groups {
-            let group = GroupName::from_bytes(group);
-            state.conflicts.push((group, error.clone()));
-            state.calls.retain(|&id, call| {
-                let ends = group.is_of(&call.request);
-                if ends {
-                    call.finish(Err(error.clone()));
-                    if let Some(link) = &link
-                        && let Ok(cancel) = message::encode(&Request::Cancel { id })
-                    {
-                        let _ = link.push(0, &cancel);
-                    }
+        state.ended_groups.push((group, error.clone()));
+        state.calls.retain(|&id, call| {
+            let ends = group.is_of(&call.request);
+            if ends {
+                call.finish(Err(error.clone()));
+                if let Some(link) = &link
+                    && let Ok(cancel) = message::encode(&Request::Cancel { id })
+                {
+                    let _ = link.push(0, &cancel);
                 }
-                !ends
-            });
-        }
+            }
+            !ends
+        });
+    }
+
+    /// Tells the members of `group` that this rank can do no more work in it.
+    pub(crate) fn fail_group(
+        &self,
+        group: GroupName,
+        members: Vec<u32>,
+        reason: &str,
+        deadline: Deadline,
+    ) -> Result<()> {
+        let request = Request::Fail {
+            group: group.to_bytes(),
+            members,
+            reason: limited(reason),
+        };
+        self.call("tell of a failure", request, deadline).map(drop)
     }
 
     /// Tells the store of a group that this rank makes. Does not wait.
@@ -472,11 +504,7 @@ impl Client {
 
     /// Has the store tell the others that this rank is lost, and why.
     pub(crate) fn abort(&self, reason: &str, deadline: Deadline) -> Result<()> {
-        let mut length = reason.len().min(MAX_REASON);
-        while !reason.is_char_boundary(length) {
-            length -= 1;
-        }
-        let reason = reason[..length].to_owned();
+        let reason = limited(reason);
         self.call("abort", Request::Abort { reason }, deadline)
             .map(drop)
     }
@@ -513,6 +541,25 @@ impl State {
     fn open_link(&self) -> Option<Arc<Outbox>> {
         self.link.clone().filter(|_| self.open)
     }
+}
+
+/// As much of a reason as may be sent.
+fn limited(reason: &str) -> String {
+    let mut length = reason.len().min(MAX_REASON);
+    while !reason.is_char_boundary(length) {
+        length -= 1;
+    }
+    reason[..length].to_owned()
+}
+
+/// The error of a group in which `rank`, of the job, can do no more work.
+pub(crate) fn failed_group(rank: Rank, reason: &str) -> Error {
+    let message = format!(
+        "rank {rank} of the job cannot finish its work here, as a stream of it waited for another communicator too: {reason}"
+    );
+    Error::new(ErrorKind::PeerFailed, message)
+        .with_peer(rank)
+        .with_help("go on with survivors(), and give every communicator streams of its own")
 }
 
 /// The error of a join that not every rank came to; `when` says until when they were waited for.

@@ -1,14 +1,16 @@
 //! Which ranks were lost and which have left.
 
+use super::group_name::GroupName;
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::sync::lock;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fmt;
 use std::sync::mpsc::{self, Sender};
 use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
 
 type Callback = dyn Fn(Rank, &Error) + Send + Sync;
+type GroupCallback = dyn Fn(GroupName, &Error) + Send + Sync;
 type Job = Box<dyn FnOnce() + Send>;
 type EndCallback = dyn Fn(&Error) + Send + Sync;
 
@@ -27,7 +29,10 @@ struct Inner {
     left: BTreeSet<Rank>,
     /// Why this rank is no member any more, though it did not leave.
     ended: Option<Error>,
+    /// The groups in which a rank can do no more work.
+    failed_groups: HashMap<GroupName, Error>,
     callbacks: Vec<Arc<Callback>>,
+    group_callbacks: Vec<Arc<GroupCallback>>,
     end_callbacks: Vec<Arc<EndCallback>>,
     notifier: Option<Notifier>,
     closed: bool,
@@ -99,6 +104,37 @@ impl Health {
             inner.submit(Box::new(move || callback(rank, &error)));
         }
         inner.callbacks.push(callback);
+    }
+
+    /// Has `callback` called once for every group that fails from now on, by the thread that calls those
+    /// for lost ranks.
+    pub(crate) fn when_group_failed(
+        &self,
+        callback: impl Fn(GroupName, &Error) + Send + Sync + 'static,
+    ) {
+        let mut inner = lock(&self.0);
+        if !inner.closed {
+            inner.group_callbacks.push(Arc::new(callback));
+        }
+    }
+
+    /// Records that a rank can do no more work in `group`, and has the callbacks called.
+    pub(crate) fn fail_group(&self, group: GroupName, error: &Error) {
+        let mut inner = lock(&self.0);
+        if inner.closed || inner.failed_groups.contains_key(&group) {
+            return;
+        }
+        tracing::warn!(%error, "a communicator has failed");
+        inner.failed_groups.insert(group, error.clone());
+        for callback in inner.group_callbacks.clone() {
+            let error = error.clone();
+            inner.submit(Box::new(move || callback(group, &error)));
+        }
+    }
+
+    /// Why `group` failed, if it did.
+    pub(crate) fn group_failure(&self, group: GroupName) -> Option<Error> {
+        lock(&self.0).failed_groups.get(&group).cloned()
     }
 
     /// Has `callback` called once when the others go on without this rank, before any call fails with
@@ -188,6 +224,7 @@ impl Health {
         let mut inner = lock(&self.0);
         inner.closed = true;
         inner.callbacks.clear();
+        inner.group_callbacks.clear();
         inner.end_callbacks.clear();
         // Dropping the sender ends the thread's loop.
         inner.notifier.take().map(|notifier| notifier.thread)

@@ -11,7 +11,7 @@ use super::message::{Entry, GroupDeclaration, MAX_WORLD};
 use super::secret::Secret;
 use super::server::{Server, Settings};
 use super::socket;
-use super::store::{Store, wire_ranks};
+use super::store::{Store, Wait, wire_ranks};
 use crate::deadline::Deadline;
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::sync::lock;
@@ -284,6 +284,32 @@ impl Bootstrap {
         Ok(())
     }
 
+    /// Tells the members of `group` that this rank can do no more work in it, for `reason`, and confirms it
+    /// for this rank. Blocks until the store has told them, or the deadline.
+    pub(crate) fn fail_group(&self, group: &Group, reason: &str, deadline: Deadline) -> Result<()> {
+        let members = wire_ranks(group.members())?;
+        let name = group.name();
+        self.client.fail_group(name, members, reason, deadline)?;
+        self.confirm_failure(name)
+    }
+
+    /// Confirms to the others that this rank knows that the group `name` failed.
+    pub(crate) fn confirm_failure(&self, name: GroupName) -> Result<()> {
+        self.store.set(confirmation(name, self.rank), b"")
+    }
+
+    /// Waits until every member of `group` that is there has confirmed that it failed, or the deadline.
+    pub(crate) fn wait_for_confirmations(&self, group: &Group, deadline: Deadline) {
+        for &member in group.members() {
+            let key = confirmation(group.name(), member);
+            // One that is gone confirms nothing, nor does one that has stopped.
+            let confirmed = self.store.wait(&[key], &Wait::on([member], deadline));
+            if let Err(error) = confirmed {
+                tracing::debug!(%error, member, "a rank may not know of a failure yet");
+            }
+        }
+    }
+
     /// Leaves in order: the others take this rank for one that left, not for one that was lost.
     ///
     /// The rank that serves the store goes on until all others have left or were lost, or the deadline
@@ -354,6 +380,11 @@ impl Bootstrap {
         self.client.close();
         notifier
     }
+}
+
+/// The key that says that `rank` knows of the failure of the group `name`.
+fn confirmation(name: GroupName, rank: Rank) -> String {
+    name.child("failed", &[], 0).key(&rank.to_string())
 }
 
 /// The listener at the job's address, if this rank is to serve the store: rank 0 does, or a rank of the

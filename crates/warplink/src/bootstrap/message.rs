@@ -149,6 +149,12 @@ pub(crate) enum Request {
     },
     /// The sender has said all that it knows of it. Not answered.
     Restored,
+    /// The sender can do no more work in a group of these ranks.
+    Fail {
+        group: [u8; 16],
+        members: Vec<u32>,
+        reason: String,
+    },
 }
 
 /// A group that a rank makes of a parent's ranks.
@@ -243,6 +249,12 @@ pub(crate) enum Event {
     /// Everybody was told to forget what was deleted up to this version.
     Checkpoint {
         version: u64,
+    },
+    /// A rank can do no more work in a group.
+    Failed {
+        group: [u8; 16],
+        rank: u32,
+        reason: String,
     },
 }
 
@@ -342,13 +354,16 @@ impl Request {
                 }
                 Ok(())
             }
-            Self::Abort { reason } if reason.len() > MAX_REASON => Err(Refusal::new(
-                RefusalKind::Invalid,
-                format!(
-                    "a reason has {} bytes; expected at most {MAX_REASON}",
-                    reason.len()
-                ),
-            )),
+            Self::Abort { reason } | Self::Fail { reason, .. } if reason.len() > MAX_REASON => {
+                Err(Refusal::new(
+                    RefusalKind::Invalid,
+                    format!(
+                        "a reason has {} bytes; expected at most {MAX_REASON}",
+                        reason.len()
+                    ),
+                ))
+            }
+            Self::Fail { members, .. } => check_ranks(members, world),
             Self::Declare(group) => {
                 check_ranks(&group.members, world)?;
                 if group.members.len() != group.numbers.len() {

@@ -84,6 +84,7 @@ mod waiters;
 #[cfg(any(test, fuzzing))]
 pub mod fuzzing;
 
+pub(crate) use client::failed_group;
 pub use config::{JoinConfig, Rendezvous};
 pub use group::Group;
 pub(crate) use group_name::GroupName;

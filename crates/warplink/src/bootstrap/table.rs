@@ -403,6 +403,23 @@ impl Table {
                 }
                 return Ok(None);
             }
+            Request::Fail {
+                group,
+                members,
+                reason,
+            } => {
+                let body = body(&Event::Failed {
+                    group,
+                    rank,
+                    reason,
+                });
+                self.out.extend(members.into_iter().map(|to| Outgoing {
+                    to,
+                    id: 0,
+                    body: body.clone(),
+                }));
+                Reply::Done
+            }
             // The connection's, before the table.
             Request::Alive | Request::GiveUp { .. } => return Ok(None),
             Request::Restore { .. } | Request::Restored => {

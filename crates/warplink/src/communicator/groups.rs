@@ -82,7 +82,7 @@ impl Communicator {
 
     /// The communicator of the ranks of this one that are still there, in its order. Ranks that are
     /// left call it at the same time, as a rule when an operation failed with
-    /// [`ErrorKind::PeerLost`]; it takes the place of this communicator, also where closing this one is
+    /// [`ErrorKind::PeerLost`] or [`ErrorKind::PeerFailed`]; it takes the place of this communicator, also where closing this one is
     /// leaving the job. Blocks until all ranks that are left have called it.
     ///
     /// Streams that waited for a rank that was lost, and transfers and plans of this communicator,

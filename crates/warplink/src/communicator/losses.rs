@@ -1,6 +1,6 @@
 //! Lost ranks, and the communicators that they concern.
 
-use crate::bootstrap::{Bootstrap, Group, GroupName, Health};
+use crate::bootstrap::{Bootstrap, Group, GroupName, Health, failed_group};
 use crate::deadline::Deadline;
 use crate::device::Fault;
 use crate::error::{Error, ErrorKind, Rank};
@@ -27,6 +27,9 @@ impl Losses {
         concerned.push((Arc::downgrade(fault), group.clone()));
         drop(concerned);
         // A rank that is lost from now on is told of by a callback.
+        if let Some(error) = health.group_failure(group.name()) {
+            fault.raise(group.in_own_ranks(error));
+        }
         for lost in health.lost() {
             if group.member(lost).is_some()
                 && let Err(error) = health.check(&[lost])
@@ -36,11 +39,62 @@ impl Losses {
         }
     }
 
-    /// Tells the communicators that `lost` concerns; their streams do not go on yet.
-    pub(super) fn announce(&self, lost: Rank, error: &Error) {
-        for (fault, group) in self.concerned(lost) {
+    /// Tells the communicators that `lost` concerns; their streams do not go on yet. Returns what ends
+    /// their waits.
+    pub(super) fn announce(&self, lost: Rank, error: &Error) -> Vec<Arc<Fault>> {
+        let concerned = self.concerned(lost).into_iter();
+        let announced = concerned.map(|(fault, group)| {
             fault.announce(group.in_own_ranks(error.clone()));
+            fault
+        });
+        announced.collect()
+    }
+
+    /// Tells the communicators whose work lies in streams that fail by `faults`, because of `error`, and
+    /// all their ranks: that work must not pass for done there either. Their streams do not go on yet.
+    pub(super) fn spread(
+        &self,
+        bootstrap: &Bootstrap,
+        mut faults: Vec<Arc<Fault>>,
+        error: &Error,
+    ) -> Vec<Spoiled> {
+        let mut spoiled = Vec::new();
+        while let Some(fault) = faults.pop() {
+            for fault in fault.spoiled() {
+                let Some(group) = self.group_of(&fault) else {
+                    continue;
+                };
+                if fault.error().is_some() {
+                    continue;
+                }
+                let failed = failed_group(bootstrap.rank(), error.message());
+                fault.announce(group.in_own_ranks(failed));
+                let deadline = Deadline::after(MAX_TELLING);
+                if let Err(error) = bootstrap.fail_group(&group, error.message(), deadline) {
+                    tracing::warn!(%error, "ranks could not be told that a communicator failed");
+                }
+                faults.push(fault.clone());
+                spoiled.push(Spoiled { fault, group });
+            }
         }
+        spoiled
+    }
+
+    /// The communicator `name` and what ends its waits.
+    pub(super) fn named(&self, name: GroupName) -> Option<Spoiled> {
+        let all = lock(&self.0);
+        let mut alive = all
+            .iter()
+            .filter_map(|(fault, group)| Some((fault.upgrade()?, group.clone())));
+        let (fault, group) = alive.find(|(_, group)| group.name() == name)?;
+        Some(Spoiled { fault, group })
+    }
+
+    fn group_of(&self, fault: &Arc<Fault>) -> Option<Arc<Group>> {
+        let all = lock(&self.0);
+        let own = |held: &Weak<Fault>| held.as_ptr() == Arc::as_ptr(fault);
+        let (_, group) = all.iter().find(|(held, _)| own(held))?;
+        Some(group.clone())
     }
 
     /// Ends the waits for the signals of the communicators that `lost` concerns.
@@ -56,6 +110,52 @@ impl Losses {
             .filter(|(_, group)| group.member(lost).is_some())
             .filter_map(|(fault, group)| Some((fault.upgrade()?, group.clone())))
             .collect()
+    }
+}
+
+/// A communicator that has failed, though none of its ranks was lost.
+#[derive(Debug)]
+pub(super) struct Spoiled {
+    pub(super) fault: Arc<Fault>,
+    pub(super) group: Arc<Group>,
+}
+
+impl Spoiled {
+    /// Ends the waits for its signals when all of its ranks know that it failed, or could.
+    pub(super) fn release(&self, bootstrap: &Bootstrap) {
+        bootstrap.wait_for_confirmations(&self.group, Deadline::after(MAX_TELLING));
+        self.fault.release();
+    }
+}
+
+/// A rank can do no more work in the communicator `name`: tells it, and those whose work lies in streams that
+/// fail by it, and ends their waits when all of their ranks know. Does not block for that, since the ranks
+/// wait for one another.
+pub(super) fn end_group(
+    losses: &Losses,
+    bootstrap: Arc<Bootstrap>,
+    name: GroupName,
+    error: &Error,
+) {
+    let failed = losses.named(name);
+    let mut further = Vec::new();
+    if let Some(Spoiled { fault, group }) = &failed {
+        fault.announce(group.in_own_ranks(error.clone()));
+        further = losses.spread(&bootstrap, vec![fault.clone()], error);
+    }
+    let finish = move || {
+        further.iter().for_each(|one| one.release(&bootstrap));
+        // Only now: those that wait for this let go of what stands before the work of those.
+        if let Err(error) = bootstrap.confirm_failure(name) {
+            tracing::debug!(%error, "a failure could not be confirmed");
+        }
+        failed.iter().for_each(|one| one.release(&bootstrap));
+    };
+    let started = std::thread::Builder::new()
+        .name("warplink-release".into())
+        .spawn(finish);
+    if let Err(error) = started {
+        tracing::error!(%error, "waits of a communicator that failed go on");
     }
 }
 

@@ -42,9 +42,11 @@ use std::sync::{Arc, Mutex};
 /// configured timeout, and when a rank is lost, with an error that names it. A lost rank ends the
 /// communicators that contain it, and no others: streams that wait for their signals fail and stay
 /// failed, and so does every later call; the ranks that are left go on in the communicator that
-/// [`survivors`](Self::survivors) makes. A stream that waited for such a communicator's signals cannot be
-/// used any more, for other communicators either, and what it does behind that wait counts for nothing; give
-/// communicators streams of their own where they are to go on without one another. Clones are the same
+/// [`survivors`](Self::survivors) makes. A stream that waited for such a communicator's signals, and was not
+/// synchronized since, cannot be used any more, for other communicators either. What it had still to do for
+/// those may never be right: so they fail too, on all of their ranks, with [`ErrorKind::PeerFailed`], and go
+/// on by `survivors` as well. Give communicators streams of their own where they are to go on without one
+/// another. Clones are the same
 /// communicator.
 #[derive(Clone, Debug)]
 pub struct Communicator {

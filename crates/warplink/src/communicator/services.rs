@@ -57,14 +57,23 @@ impl JobServices {
         let (told, forgetful) = (losses.clone(), Arc::downgrade(&memory));
         let joined = Arc::downgrade(&bootstrap);
         bootstrap.health().when_lost(move |lost, error| {
-            told.announce(lost, error);
+            let announced = told.announce(lost, error);
             if let Some(memory) = forgetful.upgrade() {
                 memory.forget_peer(lost);
             }
             if let Some(bootstrap) = joined.upgrade() {
+                let spoiled = told.spread(&bootstrap, announced, error);
                 losses::wait_until_all_know(&bootstrap, lost);
+                // Before the waits behind which their work stands.
+                spoiled.iter().for_each(|one| one.release(&bootstrap));
             }
             told.release(lost);
+        });
+        let (told, joined) = (losses.clone(), Arc::downgrade(&bootstrap));
+        bootstrap.health().when_group_failed(move |name, error| {
+            if let Some(bootstrap) = joined.upgrade() {
+                losses::end_group(&told, bootstrap, name, error);
+            }
         });
         let ended = Arc::downgrade(&device);
         bootstrap.health().when_ended(move |error| {

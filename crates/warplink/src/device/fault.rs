@@ -1,5 +1,6 @@
 //! The one-way switch that turns a lost peer into errors instead of hangs.
 
+use super::fault_set::FaultSet;
 use crate::error::{Error, Result};
 use crate::sync::{AtomicBool, Mutex, OnceLock, Ordering, guard};
 use std::fmt;
@@ -14,9 +15,11 @@ type Hook = Box<dyn FnOnce() + Send>;
 /// nobody takes what a released stream does for good.
 #[derive(Default)]
 pub struct Fault {
-    error: Arc<OnceLock<Error>>,
+    pub(super) error: Arc<OnceLock<Error>>,
     released: AtomicBool,
     hooks: Mutex<Vec<Hook>>,
+    /// The streams that it concerns.
+    streams: Mutex<Vec<Weak<FaultSet>>>,
 }
 
 impl Fault {
@@ -38,6 +41,27 @@ impl Fault {
         self.released.store(true, Ordering::Release);
         let hooks = std::mem::take(&mut *hooks);
         hooks.into_iter().for_each(|hook| hook());
+    }
+
+    /// The faults of others whose work lies in a stream that fails by this one, and so counts for
+    /// nothing. To be asked between the two steps.
+    pub(crate) fn spoiled(self: &Arc<Self>) -> Vec<Arc<Self>> {
+        let streams = guard(&self.streams).clone();
+        let streams = streams.iter().filter_map(Weak::upgrade);
+        let mut spoiled: Vec<Arc<Self>> = Vec::new();
+        for fault in streams.flat_map(|stream| stream.spoiled_by(self)) {
+            if !spoiled.iter().any(|known| Arc::ptr_eq(known, &fault)) {
+                spoiled.push(fault);
+            }
+        }
+        spoiled
+    }
+
+    /// Notes a stream that it concerns.
+    pub(super) fn concerns(&self, stream: Weak<FaultSet>) {
+        let mut streams = guard(&self.streams);
+        streams.retain(|stream| stream.strong_count() > 0);
+        streams.push(stream);
     }
 
     /// Whether waits are to end.
@@ -76,81 +100,6 @@ impl fmt::Debug for Fault {
     }
 }
 
-/// The faults that concern a stream: those of the words that it waits for, and those that concern
-/// what it follows. It fails when one is raised, and stays failed: what it did after a wait that was
-/// let go must not pass for done.
-#[derive(Debug, Default)]
-pub(crate) struct FaultSet(Mutex<Vec<Concern>>);
-
-#[derive(Clone, Debug)]
-struct Concern {
-    error: Arc<OnceLock<Error>>,
-    /// When it is gone and was not raised, it never will be.
-    fault: Weak<Fault>,
-}
-
-impl FaultSet {
-    pub(crate) fn add(&self, fault: &Arc<Fault>) {
-        let mut concerns = guard(&self.0);
-        if concerns
-            .iter()
-            .any(|held| Arc::ptr_eq(&held.error, &fault.error))
-        {
-            return;
-        }
-        concerns.retain(Concern::matters);
-        concerns.push(Concern {
-            error: fault.error.clone(),
-            fault: Arc::downgrade(fault),
-        });
-    }
-
-    /// Adds every fault of `other`.
-    pub(crate) fn add_all(&self, other: &Self) {
-        if std::ptr::eq(self, other) {
-            return;
-        }
-        // Not under both locks, which two streams may take in either order.
-        let added = guard(&other.0).clone();
-        if added.is_empty() {
-            return;
-        }
-        let mut concerns = guard(&self.0);
-        concerns.retain(Concern::matters);
-        for concern in added {
-            if !concerns
-                .iter()
-                .any(|held| Arc::ptr_eq(&held.error, &concern.error))
-            {
-                concerns.push(concern);
-            }
-        }
-    }
-
-    /// Forgets what it has, and takes the faults of `other`.
-    pub(crate) fn replace(&self, other: &Self) {
-        let taken = guard(&other.0).clone();
-        *guard(&self.0) = taken;
-    }
-
-    /// Fails with the error of a fault that was raised, if one was.
-    pub(crate) fn check(&self) -> Result<()> {
-        let concerns = guard(&self.0);
-        let raised = concerns.iter().find_map(|concern| concern.error.get());
-        raised.map_or(Ok(()), |error| {
-            Err(error
-                .clone()
-                .with_help("use another stream: this one waited for what will not come"))
-        })
-    }
-}
-
-impl Concern {
-    fn matters(&self) -> bool {
-        self.error.get().is_some() || self.fault.strong_count() > 0
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -167,24 +116,6 @@ mod tests {
         assert!(!ended.load(Ordering::Acquire) && !fault.is_released());
         fault.release();
         assert!(ended.load(Ordering::Acquire) && fault.is_released());
-    }
-
-    #[test]
-    fn a_set_keeps_what_was_raised_and_forgets_what_cannot_be() {
-        let (set, follower) = (FaultSet::default(), FaultSet::default());
-        let faults = [(); 3].map(|()| Arc::new(Fault::default()));
-        faults.iter().for_each(|fault| set.add(fault));
-        set.add(&faults[0]);
-        assert_eq!(guard(&set.0).len(), 3);
-        follower.add_all(&set);
-        let [raised, gone, _kept] = faults;
-        raised.raise(Error::new(ErrorKind::PeerLost, "lost"));
-        drop((raised, gone));
-        set.add(&Arc::new(Fault::default()));
-        assert_eq!(guard(&set.0).len(), 3, "raised, kept and new");
-        assert!(set.check().is_err() && follower.check().is_err());
-        follower.replace(&FaultSet::default());
-        assert!(follower.check().is_ok());
     }
 }
 
@@ -207,7 +138,7 @@ mod loom_tests {
 
     /// A fault that ends the waits for a word, and the faults of a stream that waits for it.
     fn waiting() -> (Arc<Fault>, Arc<FaultSet>, Shared<AtomicU64>) {
-        let (fault, set) = (Arc::new(Fault::default()), Arc::new(FaultSet::default()));
+        let (fault, set) = (Arc::new(Fault::default()), Arc::<FaultSet>::default());
         let word = Shared::new(AtomicU64::new(0));
         let ended = word.clone();
         fault.when_raised(move || ended.store(LET_GO, Ordering::Release));
@@ -249,8 +180,8 @@ mod loom_tests {
     fn loom_what_follows_has_failed_too() {
         loom::model(|| {
             let (fault, set, word) = waiting();
-            let follower = FaultSet::default();
-            follower.add_all(&set);
+            let follower = Arc::<FaultSet>::default();
+            follower.follow(&set);
             let raising = thread::spawn(move || fault.raise(lost()));
             let event = Shared::new(AtomicU64::new(0));
             let reached = event.clone();

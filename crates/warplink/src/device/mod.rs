@@ -32,6 +32,7 @@ mod config;
 pub mod cuda;
 mod elementwise;
 mod fault;
+mod fault_set;
 pub(crate) mod host;
 mod identity;
 mod in_flight;
@@ -57,7 +58,7 @@ pub use elementwise::{
     Elementwise, ElementwiseOp, MAX_ELEMENTWISE_AXES, MAX_ELEMENTWISE_SOURCES, Operand,
 };
 pub use fault::Fault;
-pub(crate) use fault::FaultSet;
+pub(crate) use fault_set::FaultSet;
 pub use host::channel::BlockChannel;
 pub use host::kernel::Block;
 pub use host::signals::BlockSignals;

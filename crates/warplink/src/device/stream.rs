@@ -1,5 +1,6 @@
 //! Streams, events and graphs.
 
+use super::fault::Fault;
 use super::packets::PacketPart;
 use super::slice::{DeviceSlice, Word};
 use crate::deadline::Deadline;
@@ -141,6 +142,13 @@ impl Stream {
     /// device has none for it ([`DeviceProperties::kernel_copies`](super::DeviceProperties)).
     pub fn sequence(&self, ops: &[StreamOp<'_>]) -> Result<()> {
         self.0.sequence(ops)
+    }
+
+    /// Notes that what is enqueued next is work for what `fault` concerns. Waits for its signals say so
+    /// by themselves; what only tells a peer does not. Where the stream turns out to stand behind a wait
+    /// that never ends, those that rely on the work are told.
+    pub(crate) fn note_work(&self, fault: &Arc<Fault>) {
+        self.0.note_work(fault);
     }
 
     /// Marks this point of the stream in `event`; an earlier mark is forgotten.
@@ -301,6 +309,9 @@ pub trait StreamBackend: Any + Send + Sync + fmt::Debug {
 
     /// One [`StreamOp::Packets`].
     fn packets(&self, part: &PacketPart<'_>) -> Result<()>;
+
+    /// See [`Stream::note_work`].
+    fn note_work(&self, fault: &Arc<Fault>);
 
     /// See [`Stream::record`].
     fn record(&self, event: &Event) -> Result<()>;

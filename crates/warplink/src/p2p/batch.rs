@@ -76,8 +76,11 @@ impl<'a> Batch<'a> {
     /// captured twice without a wait between, or a send that has no memory to copy from.
     pub fn enqueue(&self, stream: &Stream) -> Result<()> {
         let mut queue = Queue::new(stream, self.in_kernel)?;
-        for part in &self.parts {
-            part.transfer.end.note(stream);
+        for Part { kind, transfer } in &self.parts {
+            transfer.end.note(stream);
+            if *kind == Kind::Post {
+                transfer.end.note_work(stream);
+            }
         }
         // Before any post is numbered: a number without a post would be waited for in vain.
         for (index, Part { kind, transfer }) in self.parts.iter().enumerate() {

@@ -88,6 +88,15 @@ impl TransferEnd {
         Ok(())
     }
 
+    /// Notes what a post on `stream` is work for. An initiator's says so by its wait.
+    pub(super) fn note_work(&self, stream: &Stream) {
+        if self.role() == Role::Target
+            && let Some(fault) = self.slot.inbound_word().fault()
+        {
+            stream.note_work(fault);
+        }
+    }
+
     /// Numbers a post on `stream`, in the graph `capture` if there is one. What it enqueues, and
     /// whether its place in the graph is to be marked.
     pub(super) fn begin_post(

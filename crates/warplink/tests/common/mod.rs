@@ -254,6 +254,18 @@ pub fn threads_with(
     change: impl Fn(&mut Config) + Send + Sync,
     body: impl Fn(&Communicator) + Send + Sync,
 ) {
+    threads_that_end(world, change, |comm| {
+        body(&comm);
+        comm.close().unwrap();
+    });
+}
+
+/// As [`threads_with`], but `body` ends its communicator itself, in order or not.
+pub fn threads_that_end(
+    world: usize,
+    change: impl Fn(&mut Config) + Send + Sync,
+    body: impl Fn(Communicator) + Send + Sync,
+) {
     let id = UniqueId::create(IpAddr::V4(Ipv4Addr::LOCALHOST), 0).unwrap();
     std::thread::scope(|scope| {
         let ranks: Vec<_> = (0..world)
@@ -267,9 +279,7 @@ pub fn threads_with(
                     }
                     config.timeout = Duration::from_secs(60);
                     change(&mut config);
-                    let comm = Communicator::join(&config).unwrap();
-                    body(&comm);
-                    comm.close().unwrap();
+                    body(Communicator::join(&config).unwrap());
                 })
             })
             .collect();

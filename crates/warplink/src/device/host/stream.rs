@@ -146,6 +146,10 @@ impl StreamBackend for HostStream {
         self.enqueue_packets(part)
     }
 
+    fn note_work(&self, fault: &Arc<Fault>) {
+        self.worker.faults().add_work(fault);
+    }
+
     fn record(&self, event: &Event) -> Result<()> {
         let event: &HostEvent = event::from_dyn(event)?;
         event.faults.replace(self.worker.faults());
@@ -180,7 +184,7 @@ impl StreamBackend for HostStream {
 
     fn wait_event(&self, event: &Event) -> Result<()> {
         let event: &HostEvent = event::from_dyn(event)?;
-        self.worker.faults().add_all(&event.faults);
+        self.worker.faults().follow(&event.faults);
         let recorded = lock(&event.recorded).clone();
         let mut capture = self.capture();
         match (recorded, &*capture) {
@@ -264,7 +268,7 @@ impl StreamBackend for HostStream {
         let number = capture.session.number();
         let graph = RecordedGraph::new(recording, number, &self.fault, self.delays)?;
         let faults = FaultSet::default();
-        faults.add_all(self.worker.faults());
+        faults.replace(self.worker.faults());
         Ok(Graph::new(Arc::new(HostGraph {
             graph: Arc::new(graph),
             faults,
@@ -298,7 +302,7 @@ impl GraphBackend for HostGraph {
             )
             .with_help("end the capture first"));
         }
-        stream.worker.faults().add_all(&self.faults);
+        stream.worker.faults().repeat(&self.faults);
         let graph = self.graph.clone();
         stream.enqueue(Operation::Task(Arc::new(move |context: &Context| {
             graph.run(context)

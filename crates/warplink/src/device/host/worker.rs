@@ -57,7 +57,7 @@ impl Worker {
     }
 
     /// The faults that concern what is enqueued, beside the device's.
-    pub(super) fn faults(&self) -> &FaultSet {
+    pub(super) fn faults(&self) -> &Arc<FaultSet> {
         &self.shared.faults
     }
 
@@ -73,6 +73,7 @@ impl Worker {
 
     /// Waits until what is enqueued now is done.
     pub(super) fn wait(&self, deadline: Deadline) -> Result<()> {
+        let place = self.shared.faults.place();
         let mut queue = lock(&self.shared.queue);
         let end = queue.enqueued;
         while queue.completed < end {
@@ -92,14 +93,22 @@ impl Worker {
                 .0;
         }
         drop(queue);
-        self.check()
+        self.check()?;
+        self.shared.faults.done(place);
+        Ok(())
     }
 
     /// Whether everything that was enqueued is done.
     pub(super) fn is_idle(&self) -> Result<bool> {
         self.check()?;
+        let place = self.shared.faults.place();
         let queue = lock(&self.shared.queue);
-        Ok(queue.completed == queue.enqueued)
+        let is_idle = queue.completed == queue.enqueued;
+        drop(queue);
+        if is_idle {
+            self.shared.faults.done(place);
+        }
+        Ok(is_idle)
     }
 }
 

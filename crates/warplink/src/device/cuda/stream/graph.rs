@@ -84,14 +84,14 @@ impl CudaGraph {
 
     /// Has streams that launch it fail when one of `faults` is raised.
     pub(crate) fn depend_on(&self, faults: &FaultSet) {
-        self.faults.add_all(faults);
+        self.faults.replace(faults);
     }
 }
 
 impl GraphBackend for CudaGraph {
     fn launch(&self, stream: &Stream) -> Result<()> {
         let stream = CudaStream::of(stream, &self.gpu)?;
-        stream.faults().add_all(&self.faults);
+        stream.faults().repeat(&self.faults);
         let (driver, _entered) = stream.enter()?;
         let _enqueuing = stream.enqueue([]);
         let exec = lock(&self.exec);

@@ -19,8 +19,8 @@ use crate::device::cuda::driver::{Driver, status};
 use crate::device::cuda::gpu::Gpu;
 use crate::device::cuda::memory::CudaBacking;
 use crate::device::{
-    DeviceKind, DeviceSlice, Event, FaultSet, Graph, KernelCopy, MemoryOp, PacketPart, Stream,
-    StreamBackend, StreamOp,
+    DeviceKind, DeviceSlice, Event, Fault, FaultSet, Graph, KernelCopy, MemoryOp, PacketPart,
+    Stream, StreamBackend, StreamOp,
 };
 use crate::error::{Error, Result};
 use cudarc::driver::sys::*;
@@ -36,7 +36,7 @@ pub(super) struct CudaStream {
     gpu: Arc<Gpu>,
     raw: CUstream,
     /// What ends its work, beside the device's fault.
-    faults: FaultSet,
+    faults: Arc<FaultSet>,
     live: Arc<LiveStream>,
 }
 
@@ -54,7 +54,7 @@ impl CudaStream {
         Ok(Arc::new(Self {
             gpu: gpu.clone(),
             raw,
-            faults: FaultSet::default(),
+            faults: Arc::default(),
             live,
         }))
     }
@@ -91,7 +91,7 @@ impl CudaStream {
         Ok(Arc::new(Self {
             gpu: gpu.clone(),
             raw,
-            faults: FaultSet::default(),
+            faults: Arc::default(),
             live,
         }))
     }
@@ -183,7 +183,7 @@ impl CudaStream {
     }
 
     /// What ends its work, beside the device's fault.
-    pub(super) fn faults(&self) -> &FaultSet {
+    pub(super) fn faults(&self) -> &Arc<FaultSet> {
         &self.faults
     }
 
@@ -289,6 +289,10 @@ impl StreamBackend for CudaStream {
         self.enqueue_packets(&[*part])
     }
 
+    fn note_work(&self, fault: &Arc<Fault>) {
+        self.faults.add_work(fault);
+    }
+
     fn record(&self, event: &Event) -> Result<()> {
         let event = CudaEvent::of(event)?;
         event.faults.replace(&self.faults);
@@ -315,7 +319,7 @@ impl StreamBackend for CudaStream {
 
     fn wait_event(&self, event: &Event) -> Result<()> {
         let event = CudaEvent::of(event)?;
-        self.faults.add_all(&event.faults);
+        self.faults.follow(&event.faults);
         let (driver, _entered) = self.enter()?;
         let _enqueuing = self.enqueue([]);
         // SAFETY: event and stream are live; an event of another GPU is allowed here.
@@ -325,6 +329,7 @@ impl StreamBackend for CudaStream {
 
     fn synchronize(&self, deadline: Deadline) -> Result<()> {
         self.faults.check()?;
+        let place = self.faults.place();
         let (driver, _entered) = self.enter_failed()?;
         let mark = self.mark_of_foreign()?;
         let _relaxed = self.gpu.context.relax_capture();
@@ -344,19 +349,26 @@ impl StreamBackend for CudaStream {
         })?;
         // A fault ends waits that nobody satisfied: the work behind them ran on what was there.
         self.gpu.fault.check()?;
-        self.faults.check()
+        self.faults.check()?;
+        self.faults.done(place);
+        Ok(())
     }
 
     fn is_idle(&self) -> Result<bool> {
         self.faults.check()?;
+        let place = self.faults.place();
         let (driver, _entered) = self.enter_failed()?;
-        match self.mark_of_foreign()? {
-            Some(mark) => mark.is_reached(),
+        let is_idle = match self.mark_of_foreign()? {
+            Some(mark) => mark.is_reached()?,
             None => {
                 let _relaxed = self.gpu.context.relax_capture();
-                self.query(driver, "query a stream")
+                self.query(driver, "query a stream")?
             }
+        };
+        if is_idle {
+            self.faults.done(place);
         }
+        Ok(is_idle)
     }
 
     fn begin_capture(&self) -> Result<()> {

@@ -1,0 +1,264 @@
+//! The faults that concern a stream, and what its work is good for once one of them is raised.
+
+use super::fault::Fault;
+use crate::error::{Error, ErrorKind, Result};
+use crate::sync::{Mutex, OnceLock, guard};
+use std::sync::{Arc, Weak};
+
+/// The faults that concern a stream: those of the words that it waits for, and those that concern
+/// what it follows. It fails when one is raised before such a wait is known to be over, and stays failed:
+/// what it did after a wait that was let go must not pass for done.
+///
+/// A set also knows whose work the stream does. So it tells whose comes to nothing when the stream fails.
+#[derive(Debug, Default)]
+pub(crate) struct FaultSet(Mutex<Concerns>);
+
+#[derive(Debug, Default)]
+struct Concerns {
+    list: Vec<Concern>,
+    /// Counts what was enqueued, as far as it matters here.
+    place: u64,
+}
+
+#[derive(Clone, Debug)]
+struct Concern {
+    error: Arc<OnceLock<Error>>,
+    /// When it is gone and was not raised, it never will be.
+    fault: Weak<Fault>,
+    /// The place of the last wait that it ends, unless it is known to be over.
+    waits: Option<u64>,
+    /// The place of the last work for what it concerns, unless it is known to be done.
+    work: Option<u64>,
+}
+
+impl FaultSet {
+    /// A wait is enqueued that `fault` ends, for what it concerns.
+    pub(crate) fn add(self: &Arc<Self>, fault: &Arc<Fault>) {
+        self.note(fault, true);
+    }
+
+    /// Work is enqueued for what `fault` concerns, without a wait.
+    pub(crate) fn add_work(self: &Arc<Self>, fault: &Arc<Fault>) {
+        self.note(fault, false);
+    }
+
+    #[inline]
+    fn note(self: &Arc<Self>, fault: &Arc<Fault>, waits: bool) {
+        let mut concerns = guard(&self.0);
+        concerns.place += 1;
+        let place = concerns.place;
+        let known = concerns
+            .list
+            .iter_mut()
+            .find(|concern| Arc::ptr_eq(&concern.error, &fault.error));
+        if let Some(concern) = known {
+            concern.work = Some(place);
+            if waits {
+                concern.waits = Some(place);
+            }
+            return;
+        }
+        concerns.list.retain(Concern::matters);
+        concerns.list.push(Concern {
+            error: fault.error.clone(),
+            fault: Arc::downgrade(fault),
+            waits: waits.then_some(place),
+            work: Some(place),
+        });
+        drop(concerns);
+        fault.concerns(Arc::downgrade(self));
+    }
+
+    /// The stream follows what `other` concerns.
+    pub(crate) fn follow(self: &Arc<Self>, other: &Self) {
+        self.take_over(other, false);
+    }
+
+    /// The stream does again what `other` was recorded from.
+    pub(crate) fn repeat(self: &Arc<Self>, other: &Self) {
+        self.take_over(other, true);
+    }
+
+    fn take_over(self: &Arc<Self>, other: &Self, with_work: bool) {
+        if std::ptr::eq(Arc::as_ptr(self), other) {
+            return;
+        }
+        // Not under both locks, which two streams may take in either order.
+        let added = guard(&other.0).list.clone();
+        if added.is_empty() {
+            return;
+        }
+        let mut new = Vec::new();
+        let mut concerns = guard(&self.0);
+        concerns.place += 1;
+        let place = concerns.place;
+        concerns.list.retain(Concern::matters);
+        for taken in added {
+            let known = concerns
+                .list
+                .iter_mut()
+                .find(|held| Arc::ptr_eq(&held.error, &taken.error));
+            let concern = match known {
+                Some(known) => known,
+                None => {
+                    new.extend(taken.fault.upgrade());
+                    concerns.list.push(Concern {
+                        waits: None,
+                        work: None,
+                        ..taken.clone()
+                    });
+                    match concerns.list.last_mut() {
+                        Some(last) => last,
+                        None => continue,
+                    }
+                }
+            };
+            if taken.waits.is_some() {
+                concern.waits = Some(place);
+            }
+            if with_work && taken.work.is_some() {
+                concern.work = Some(place);
+            }
+        }
+        drop(concerns);
+        for fault in new {
+            fault.concerns(Arc::downgrade(self));
+        }
+    }
+
+    /// Forgets what it has, and takes the faults of `other`.
+    pub(crate) fn replace(&self, other: &Self) {
+        let taken = guard(&other.0).list.clone();
+        guard(&self.0).list = taken;
+    }
+
+    /// The place behind everything that was enqueued so far.
+    pub(crate) fn place(&self) -> u64 {
+        guard(&self.0).place
+    }
+
+    /// Everything up to `place` is done.
+    pub(crate) fn done(&self, place: u64) {
+        for concern in &mut guard(&self.0).list {
+            concern.work = concern.work.filter(|&work| work > place);
+            concern.waits = concern.waits.filter(|&wait| wait > place);
+        }
+    }
+
+    /// The faults of others whose work is not known to be done, where the stream fails when `fault` is
+    /// raised. Order does not matter: what is before a wait that is let go may not be done either.
+    pub(super) fn spoiled_by(&self, fault: &Fault) -> Vec<Arc<Fault>> {
+        let concerns = guard(&self.0);
+        let is_own = |concern: &&Concern| Arc::ptr_eq(&concern.error, &fault.error);
+        let waits = |concern: &Concern| concern.waits.is_some();
+        if !concerns.list.iter().find(is_own).is_some_and(waits) {
+            return Vec::new();
+        }
+        let others = concerns.list.iter().filter(|concern| !is_own(concern));
+        let spoiled = others.filter(|concern| concern.work.is_some());
+        spoiled
+            .filter_map(|concern| concern.fault.upgrade())
+            .collect()
+    }
+
+    /// Fails with the error of a fault that was raised, if one was.
+    #[inline]
+    pub(crate) fn check(&self) -> Result<()> {
+        let concerns = guard(&self.0);
+        let waiting = concerns.list.iter().filter(|held| held.waits.is_some());
+        let raised = waiting.filter_map(|concern| concern.error.get());
+        // Where a fault spread, the first cause.
+        let raised = raised.min_by_key(|error| error.kind() == ErrorKind::PeerFailed);
+        raised.map_or(Ok(()), |error| {
+            Err(error
+                .clone()
+                .with_help("use another stream: this one waited for what will not come"))
+        })
+    }
+}
+
+impl Concern {
+    fn matters(&self) -> bool {
+        self.error.get().is_some() || self.fault.strong_count() > 0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn faults<const N: usize>() -> [Arc<Fault>; N] {
+        [(); N].map(|()| Arc::new(Fault::default()))
+    }
+
+    #[test]
+    fn a_set_keeps_what_was_raised_and_forgets_what_cannot_be() {
+        let (set, follower) = (Arc::<FaultSet>::default(), Arc::<FaultSet>::default());
+        let faults = faults::<3>();
+        faults.iter().for_each(|fault| set.add(fault));
+        set.add(&faults[0]);
+        assert_eq!(guard(&set.0).list.len(), 3);
+        follower.follow(&set);
+        let [raised, gone, _kept] = faults;
+        raised.raise(Error::new(ErrorKind::PeerLost, "lost"));
+        drop((raised, gone));
+        set.add(&Arc::new(Fault::default()));
+        assert_eq!(guard(&set.0).list.len(), 3, "raised, kept and new");
+        assert!(set.check().is_err() && follower.check().is_err());
+        follower.replace(&FaultSet::default());
+        assert!(follower.check().is_ok());
+    }
+
+    /// Whether the work of `other` is spoiled where `fault` is raised.
+    fn spoils(fault: &Arc<Fault>, other: &Arc<Fault>) -> bool {
+        let spoiled = fault.spoiled();
+        spoiled.iter().any(|spoiled| Arc::ptr_eq(spoiled, other))
+    }
+
+    #[test]
+    fn a_stream_fails_where_a_wait_is_not_over_and_spoils_work_that_is_not_done() {
+        let [lost, other] = faults();
+        let stream = Arc::<FaultSet>::default();
+        stream.add_work(&other);
+        assert!(!spoils(&lost, &other), "it does not wait");
+        stream.add(&lost);
+        assert!(spoils(&lost, &other) && !spoils(&other, &lost));
+        stream.done(stream.place());
+        assert!(!spoils(&lost, &other));
+        stream.add(&lost);
+        assert!(!spoils(&lost, &other), "it is done");
+        let before = stream.place();
+        stream.add_work(&other);
+        stream.done(before);
+        assert!(!spoils(&lost, &other), "the wait is over");
+        stream.add(&lost);
+        stream.done(before);
+        assert!(spoils(&lost, &other), "neither is known to be over");
+        stream.done(stream.place());
+        lost.raise(Error::new(ErrorKind::PeerLost, "lost"));
+        assert!(stream.check().is_ok(), "all waits were over");
+        stream.add(&lost);
+        assert!(stream.check().is_err(), "it waits for what will not come");
+    }
+
+    #[test]
+    fn streams_that_follow_and_graphs_that_are_launched_again_are_known() {
+        let [lost, other, third] = faults();
+        let sets = [(); 3].map(|()| Arc::<FaultSet>::default());
+        let [stream, follower, launching] = &sets;
+        stream.add(&lost);
+        follower.follow(stream);
+        follower.add_work(&other);
+        assert!(spoils(&lost, &other));
+        // A graph of a wait and work behind it.
+        let graph = FaultSet::default();
+        stream.add_work(&third);
+        graph.replace(stream);
+        stream.done(stream.place());
+        follower.done(follower.place());
+        assert!(lost.spoiled().is_empty());
+        launching.add(&lost);
+        launching.repeat(&graph);
+        assert!(spoils(&lost, &third) && !spoils(&lost, &other));
+    }
+}
