@@ -17,6 +17,8 @@ mod parts;
 mod products;
 #[path = "program_language/run.rs"]
 mod run;
+#[path = "program_language/slices.rs"]
+mod slices;
 #[path = "program_language/subprograms.rs"]
 mod subprograms;
 #[path = "program_language/zeros.rs"]

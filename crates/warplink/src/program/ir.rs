@@ -415,18 +415,31 @@ pub enum Sharding {
 pub struct TensorRef {
     /// The tensor's name, or that of an alias.
     pub name: String,
-    /// Selections on the leading axis of what those before have left.
+    /// Selections on the leading axes of what those before have left.
     pub selections: Vec<Selection>,
     /// Whether the last two axes of what is selected are exchanged.
     pub transposed: bool,
 }
 
-/// A selection on the leading axis.
+/// A selection on the leading axis, or on several axes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Selection {
     /// `[j]`: one slice; the axis goes.
     Index(Expr),
     /// `[a..b]`: several slices; the axis stays.
+    Range(Expr, Expr),
+    /// `[:, j, a..b]`: on each of the first axes.
+    Axes(Vec<AxisSelection>),
+}
+
+/// What is selected of one axis.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum AxisSelection {
+    /// `:`: all of it.
+    All,
+    /// `j`: one slice; the axis goes.
+    Index(Expr),
+    /// `a..b`: several slices; the axis stays.
     Range(Expr, Expr),
 }
 

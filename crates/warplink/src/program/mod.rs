@@ -18,11 +18,13 @@
 //! | [`cost`] | how long a program takes on a model of the hardware |
 //! | [`execute`] | runs a program on a device |
 
+mod area;
 pub mod cost;
 pub mod diagnostic;
 pub mod evaluate;
 pub mod execute;
 pub mod expr;
+mod grid;
 pub mod ir;
 pub mod lower;
 pub mod parameters;
@@ -33,6 +35,7 @@ pub mod times;
 pub mod unroll;
 pub mod verify;
 
+pub use area::{Area, Axis};
 pub use diagnostic::{Diagnostic, DiagnosticKind, Place, refused};
 pub use execute::{Bindings, CapturedPlan, Executor, Plan, PrepareOptions, Prepared, Trace};
 pub use expr::{Condition, Expr};

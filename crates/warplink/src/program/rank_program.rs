@@ -1,12 +1,14 @@
 //! A program for one rank, with every loop, branch and expression resolved: what an executor runs
 //! and the verifier follows.
 
+use super::area::Area;
+use super::grid::Grid;
 use super::ir::{
     Backend, Collective, Direction, ElementwiseOp, Position, Protocol, Role, Sharding,
 };
 use crate::dtype::DType;
 use crate::error::Rank;
-use std::collections::{BTreeSet, HashSet};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::fmt;
 use std::sync::Arc;
 
@@ -37,6 +39,8 @@ pub struct RankProgram {
     pub exchanges: Vec<Vec<TransferId>>,
     /// What the host enqueues (or, for `Share`, does), in order.
     pub operations: Vec<Operation>,
+    /// How tensors are cut of which parts are accessed that are not contiguous.
+    pub(super) grids: HashMap<TensorId, Arc<Grid>>,
 }
 
 impl RankProgram {
@@ -107,6 +111,36 @@ impl RankProgram {
         matches!(kind, OperationKind::Collective { .. }) || kind.posted().iter().any(engine)
     }
 
+    /// What an operation accesses of this rank's memory, or lets a peer access.
+    pub(super) fn areas(&self, kind: &OperationKind) -> Vec<Area> {
+        let of = |ranges: &[&Range]| ranges.iter().map(|range| Area::from(**range)).collect();
+        match kind {
+            OperationKind::Allocate(_)
+            | OperationKind::Deallocate(_)
+            | OperationKind::Share(_)
+            | OperationKind::Wait(_)
+            | OperationKind::Synchronize(_) => Vec::new(),
+            OperationKind::Zero(range) => of(&[range]),
+            OperationKind::Copy { target, source }
+            | OperationKind::Collective { target, source, .. } => of(&[target, source]),
+            OperationKind::Matmul { a, b, c, bias, .. } => {
+                let all = [a, b, c].into_iter().chain(bias);
+                all.map(|range| Area::from(*range)).collect()
+            }
+            OperationKind::PostMatmul { a, b, bias, .. } => {
+                let all = a.iter().chain([b]).chain(bias);
+                all.map(|range| Area::from(*range)).collect()
+            }
+            OperationKind::Elementwise {
+                target, sources, ..
+            } => sources.iter().chain([target]).cloned().collect(),
+            OperationKind::Post(group) => {
+                let ranges = group.iter().map(|id| self.transfers[*id].range);
+                ranges.map(Area::from).collect()
+            }
+        }
+    }
+
     /// The tensors that anything reads or writes on this rank. Others only give sends a name and a
     /// length whose bytes are stored straight into the receivers' memory.
     pub fn touched(&self) -> HashSet<TensorId> {
@@ -136,8 +170,8 @@ impl RankProgram {
                 OperationKind::Elementwise {
                     target, sources, ..
                 } => {
-                    touched.insert(target.tensor);
-                    touched.extend(sources.iter().map(|source| source.tensor));
+                    let areas = sources.iter().chain([target]);
+                    touched.extend(areas.map(|area| area.span.tensor));
                 }
                 OperationKind::Post(group) => {
                     let ranges = group.iter().map(|id| self.transfers[*id].range);
@@ -319,10 +353,11 @@ pub enum OperationKind {
         dtype: DType,
         /// Element type of the sources: the target's, but for a cast.
         source_dtype: DType,
-        /// What is written; may be one of the sources.
-        target: Range,
+        /// What is written; may be one of the sources. Where one of all these is not contiguous, all
+        /// have axes, of the same extents.
+        target: Area,
         /// What it is computed of.
-        sources: Vec<Range>,
+        sources: Vec<Area>,
     },
     /// The host exchanges handles with the peers of the exchange's transfers, and goes on when each
     /// peer has shared the matching transfers. Nothing is enqueued.

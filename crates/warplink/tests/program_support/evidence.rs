@@ -3,7 +3,7 @@
 //! broken, shown without the verifier.
 
 use super::interpreter::{
-    Engine, Fault, Hold, Interpreter, Outcome, Pick, RUNS, Schedule, Submission, input,
+    Engine, Fault, Hold, Interpreter, Outcome, Pick, RUNS, Schedule, Submission, elements_of, input,
 };
 use super::sample::Sample;
 use std::collections::HashMap;
@@ -11,8 +11,8 @@ use std::sync::Arc;
 use warplink::program::evaluate::{Evaluator, Values};
 use warplink::program::ir::Role;
 use warplink::program::{
-    Backend, Diagnostic, DiagnosticKind, Direction, OperationKind, Range, RankProgram, TensorId,
-    TensorInstance, TransferId, unroll, verify,
+    Area, Backend, Diagnostic, DiagnosticKind, Direction, OperationKind, Range, RankProgram,
+    TensorId, TensorInstance, TransferId, unroll, verify,
 };
 
 /// How many orders of an accepted program are played, of each kind.
@@ -394,7 +394,16 @@ impl Case<'_> {
                 OperationKind::Matmul { a, b, c, .. } => overlap(a, c) || overlap(b, c),
                 OperationKind::Elementwise {
                     target, sources, ..
-                } => sources.iter().any(|s| s != target && overlap(s, target)),
+                } => {
+                    let program = &self.ranks[rank];
+                    let written = elements_of(program, target);
+                    let shares = |source: &Area| {
+                        let read = elements_of(program, source);
+                        let same = source.span.tensor == target.span.tensor;
+                        same && read.iter().any(|element| written.contains(element))
+                    };
+                    sources.iter().any(|s| s != target && shares(s))
+                }
                 _ => false,
             };
         diagnostic.message.contains(" both ") && operations.iter().all(overlaps)

@@ -3,10 +3,10 @@
 use proptest::prelude::*;
 use warplink::program::expr::{Comparison, Operator};
 use warplink::program::ir::{
-    Argument, ArgumentValue, Arm, Branch, Collective, Declaration, Each, ElementType,
-    ElementwiseOp, Loop, Order, Over, Position, PostedMatmul, Product, Role, Selection, Sharding,
-    ShareItem, ShareItemKind, Statement, StatementKind, StreamRef, TensorRef, Transfer,
-    TransferRef,
+    Argument, ArgumentValue, Arm, AxisSelection, Branch, Collective, Declaration, Each,
+    ElementType, ElementwiseOp, Loop, Order, Over, Position, PostedMatmul, Product, Role,
+    Selection, Sharding, ShareItem, ShareItemKind, Statement, StatementKind, StreamRef, TensorRef,
+    Transfer, TransferRef,
 };
 use warplink::program::parameters::{Parameter, ParameterKind};
 use warplink::program::{Backend, Condition, Direction, Expr, Protocol, Value};
@@ -100,11 +100,26 @@ fn tensor() -> impl Strategy<Value = TensorRef> {
     })
 }
 
+/// A selection on several axes: one alone that is not all of its axis is on the leading one.
+fn axes() -> impl Strategy<Value = Selection> {
+    let axis = prop_oneof![
+        Just(AxisSelection::All),
+        expr().prop_map(AxisSelection::Index),
+        (expr(), expr()).prop_map(|(a, b)| AxisSelection::Range(a, b)),
+    ];
+    prop_oneof![
+        Just(vec![AxisSelection::All]),
+        prop::collection::vec(axis, 2..4),
+    ]
+    .prop_map(Selection::Axes)
+}
+
 /// What can be written.
 fn target() -> impl Strategy<Value = TensorRef> {
     let selection = prop_oneof![
         expr().prop_map(Selection::Index),
         (expr(), expr()).prop_map(|(a, b)| Selection::Range(a, b)),
+        axes(),
     ];
     (name(), prop::collection::vec(selection, 0..3)).prop_map(|(name, selections)| TensorRef {
         name,

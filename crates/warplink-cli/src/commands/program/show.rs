@@ -8,7 +8,7 @@ use clap::Args;
 use serde::Serialize;
 use std::process::ExitCode;
 use warplink::program::ir::Position;
-use warplink::program::{OperationKind, Range, RankProgram, TransferId, unroll};
+use warplink::program::{Area, OperationKind, Range, RankProgram, TransferId, unroll};
 
 /// Print a program
 ///
@@ -117,6 +117,7 @@ impl Show {
 /// An operation in the words of program text.
 pub(super) fn describe(rank_program: &RankProgram, kind: &OperationKind) -> String {
     let part = |range: &Range| part(rank_program, range);
+    let area = |area: &Area| selected(rank_program, area);
     let name = |id: usize| {
         rank_program
             .tensors
@@ -153,8 +154,8 @@ pub(super) fn describe(rank_program: &RankProgram, kind: &OperationKind) -> Stri
             sources,
             ..
         } => {
-            let sources: Vec<String> = sources.iter().map(part).collect();
-            format!("{} = {op}({})", part(target), sources.join(", "))
+            let sources: Vec<String> = sources.iter().map(area).collect();
+            format!("{} = {op}({})", area(target), sources.join(", "))
         }
         OperationKind::Share(exchange) => {
             let ids = rank_program.exchanges.get(*exchange);
@@ -242,6 +243,22 @@ fn part(rank_program: &RankProgram, range: &Range) -> String {
         Some(tensor) => format!("{}[{}..{}]", tensor.name, range.offset_bytes, range.end()),
         None => String::new(),
     }
+}
+
+/// What need not be contiguous: the bytes from the first to the last element, and the elements and steps
+/// along each axis.
+fn selected(rank_program: &RankProgram, area: &Area) -> String {
+    if area.is_contiguous() {
+        return part(rank_program, &area.span);
+    }
+    let tensor = rank_program.tensors.get(area.span.tensor);
+    let name = tensor.map_or("", |tensor| &*tensor.name);
+    let axes = area.axes.iter();
+    let axes: Vec<String> = axes
+        .map(|axis| format!("{} by {}", axis.extent, axis.stride))
+        .collect();
+    let (from, to) = (area.span.offset_bytes, area.span.end());
+    format!("{name}[{from}..{to}: {}]", axes.join(", "))
 }
 
 fn group(rank_program: &RankProgram, ids: &[TransferId]) -> String {

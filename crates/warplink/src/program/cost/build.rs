@@ -108,10 +108,14 @@ impl<'a> Schedule<'a> {
                 self.add_matmul(state, *dtype, (*m, *k, *n));
             }
             OperationKind::Elementwise {
-                target, sources, ..
+                dtype,
+                source_dtype,
+                target,
+                sources,
+                ..
             } => {
-                let ranges = sources.iter().chain([target]);
-                let bytes: f64 = ranges.map(|range| range.bytes as f64).sum();
+                let sources = sources.iter().map(|source| source.bytes(*source_dtype));
+                let bytes = (target.bytes(*dtype) + sources.sum::<usize>()) as f64;
                 self.add_elementwise(state, bytes);
             }
             OperationKind::Post(group) => self.add_post(state, program, group),

@@ -82,7 +82,8 @@ fn costs_the_same(a: &OperationKind, b: &OperationKind) -> bool {
                 ..
             },
         ) => {
-            (target_a.bytes, sources_a.len(), dtype_a) == (target_b.bytes, sources_b.len(), dtype_b)
+            let same = (sources_a.len(), dtype_a) == (sources_b.len(), dtype_b);
+            same && target_a.span.bytes == target_b.span.bytes && target_a.axes == target_b.axes
         }
         (Post(a), Post(b)) | (Wait(a), Wait(b)) => a == b,
         (

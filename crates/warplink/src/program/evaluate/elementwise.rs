@@ -3,9 +3,14 @@
 use super::value::Value;
 use crate::dtype::DType;
 use crate::program::ir::ElementwiseOp;
+use std::borrow::Cow;
 
 /// The values of an operation whose target is of `dtype`, as they are stored.
-pub(super) fn combined(op: ElementwiseOp, dtype: DType, sources: &[&[Value]]) -> Vec<Value> {
+pub(super) fn combined(
+    op: ElementwiseOp,
+    dtype: DType,
+    sources: &[Cow<'_, [Value]>],
+) -> Vec<Value> {
     let Some((first, rest)) = sources.split_first() else {
         return Vec::new();
     };
@@ -14,7 +19,7 @@ pub(super) fn combined(op: ElementwiseOp, dtype: DType, sources: &[&[Value]]) ->
     }
     let mut all = first.to_vec();
     for source in rest {
-        for (value, other) in all.iter_mut().zip(*source) {
+        for (value, other) in all.iter_mut().zip(source.iter()) {
             *value = match op {
                 // With many sources, what is combined so far may be stored in between.
                 ElementwiseOp::Sum => value.plus(*other).stored(dtype),

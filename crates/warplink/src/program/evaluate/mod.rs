@@ -11,6 +11,7 @@ mod value;
 
 pub use compare::Comparison;
 
+use super::area::Area;
 use super::diagnostic::{Diagnostic, refused};
 use super::ir::{Direction, Program, Role};
 use super::parameters::Parameters;
@@ -186,6 +187,28 @@ impl Values {
         &tensor.values[elements(tensor.dtype, range)]
     }
 
+    /// The values of an area, in the order of its axes.
+    fn gather(&self, rank: Rank, area: &Area) -> Cow<'_, [Value]> {
+        if area.is_contiguous() {
+            return Cow::Borrowed(self.read(rank, &area.span));
+        }
+        let tensor = &self.tensors[rank][area.span.tensor];
+        let places = places(tensor.dtype, area);
+        Cow::Owned(places.map(|place| tensor.values[place]).collect())
+    }
+
+    /// Stores the values of an area, rounded as their type asks.
+    fn scatter(&mut self, rank: Rank, area: &Area, values: &[Value]) {
+        if area.is_contiguous() {
+            return self.write(rank, &area.span, values);
+        }
+        let tensor = &mut self.tensors[rank][area.span.tensor];
+        let dtype = tensor.dtype;
+        for (place, value) in places(dtype, area).zip(values) {
+            tensor.values[place] = value.stored(dtype);
+        }
+    }
+
     /// Stores values, rounded as their type asks.
     fn write(&mut self, rank: Rank, range: &Range, values: &[Value]) {
         let tensor = &mut self.tensors[rank][range.tensor];
@@ -277,10 +300,10 @@ impl Run<'_> {
                 sources,
                 ..
             } => {
-                let sources = sources.iter().map(|source| self.memory.read(rank, source));
-                let sources: Vec<&[Value]> = sources.collect();
+                let sources = sources.iter().map(|area| self.memory.gather(rank, area));
+                let sources: Vec<Cow<'_, [Value]>> = sources.collect();
                 let values = elementwise::combined(*op, *dtype, &sources);
-                self.memory.write(rank, target, &values);
+                self.memory.scatter(rank, target, &values);
             }
             OperationKind::Post(group) => self.post(rank, group),
             OperationKind::PostMatmul {
@@ -435,6 +458,21 @@ fn row_major(values: &[Value], rows: usize, transposed: bool) -> Cow<'_, [Value]
     Cow::Owned(places.map(|place| values[place]).collect())
 }
 
+/// The elements of an area that has axes, in their order.
+fn places(dtype: DType, area: &Area) -> impl Iterator<Item = usize> {
+    let first = area.span.offset_bytes / dtype.size();
+    let axes = area.axes.clone();
+    let count: usize = axes.iter().map(|axis| axis.extent).product();
+    (0..count).map(move |number| {
+        let (mut rest, mut place) = (number, first);
+        for axis in axes.iter().rev() {
+            place += rest % axis.extent * axis.stride;
+            rest /= axis.extent;
+        }
+        place
+    })
+}
+
 /// The elements of a range of a tensor.
 fn elements(dtype: DType, range: &Range) -> std::ops::Range<usize> {
     range.offset_bytes / dtype.size()..range.end() / dtype.size()
@@ -448,8 +486,11 @@ fn steps_of(program: &RankProgram, kind: &OperationKind) -> u128 {
     match kind {
         OperationKind::Zero(target) | OperationKind::Copy { target, .. } => count(target),
         OperationKind::Elementwise {
-            target, sources, ..
-        } => count(target) * sources.len() as u128,
+            dtype,
+            target,
+            sources,
+            ..
+        } => (target.bytes(*dtype) / dtype.size() * sources.len()) as u128,
         OperationKind::Matmul { m, n, k, .. } => *m as u128 * *n as u128 * *k as u128,
         OperationKind::PostMatmul { group, m, n, k, .. } => {
             group.len() as u128 * *m as u128 * *n as u128 * *k as u128

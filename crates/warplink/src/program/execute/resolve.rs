@@ -8,6 +8,7 @@ use crate::device::{
 };
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::p2p::{Direction, Transfer};
+use crate::program::area::{Area, simplified};
 use crate::program::rank_program::{
     Operation, OperationKind, Range, RankProgram, TransferId, TransferInstance, place_among,
 };
@@ -131,11 +132,25 @@ impl<'a> Resolver<'a> {
                 target,
                 sources,
             } => {
-                let sources = sources.iter().map(|source| self.memory.slice(source));
-                let sources = sources.collect::<Result<Vec<_>>>()?;
-                let mut request =
-                    Elementwise::new(*op, *dtype, &self.memory.slice(target)?, &sources);
-                request.source_dtype = *source_dtype;
+                let areas: Vec<Area> = std::iter::once(target).chain(sources).cloned().collect();
+                let (mut shape, mut strides) = simplified(&areas);
+                if shape.is_empty() {
+                    shape.push(target.span.bytes / dtype.size());
+                    strides.iter_mut().for_each(|strides| strides.push(1));
+                }
+                let operands = areas.iter().zip(strides).map(|(area, strides)| {
+                    let slice = self.memory.slice(&area.span)?;
+                    Ok(Operand { slice, strides })
+                });
+                let mut operands = operands.collect::<Result<Vec<_>>>()?;
+                let request = Elementwise {
+                    op: *op,
+                    dtype: *dtype,
+                    source_dtype: *source_dtype,
+                    shape,
+                    target: operands.remove(0),
+                    sources: operands,
+                };
                 return self.elementwise(stream, request);
             }
             OperationKind::Matmul {
@@ -283,7 +298,10 @@ impl<'a> Resolver<'a> {
     fn elementwise(&mut self, stream: usize, request: Elementwise) -> Result<()> {
         let (target, mut sources) = (request.target.clone(), request.sources.clone());
         // What the target holds counts before it is overwritten.
-        let is_target = |source: &Operand| source.slice.address() == target.slice.address();
+        let is_target = |source: &Operand| {
+            let same = source.slice.address() == target.slice.address();
+            same && source.strides == target.strides
+        };
         if sources.len() > MAX_ELEMENTWISE_SOURCES
             && let Some(position) = sources.iter().position(is_target)
         {

@@ -29,7 +29,8 @@
 //! list      = "[" integer [each] {"," integer [each]} "]"
 //! axis      = integer ["over" ("ranks" | "loop")]
 //! tensor    = selected | "transpose" "(" selected ")"
-//! selected  = NAME {"[" integer [".." integer] "]"}
+//! selected  = NAME {"[" axis_part {"," axis_part} "]"}
+//! axis_part = ":" | integer [".." integer]
 //! product   = "matmul" "(" tensor "," tensor ")" ["+" tensor]
 //!           | "linear" "(" tensor "," tensor ["," tensor] ")"
 //!                                                      the second is transposed: weights are [out, in]

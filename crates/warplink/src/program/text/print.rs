@@ -2,10 +2,10 @@
 
 use crate::program::expr::{Condition, Expr, Operator};
 use crate::program::ir::{
-    Argument, ArgumentValue, Backend, Branch, Declaration, Direction, Each, ElementType, Loop,
-    Order, Over, Position, Product, Program, Protocol, Role, Selection, Sharding, ShareItem,
-    ShareItemKind, Statement, StatementKind, StreamRef, Subprogram, TensorRef, Transfer,
-    TransferRef,
+    Argument, ArgumentValue, AxisSelection, Backend, Branch, Declaration, Direction, Each,
+    ElementType, Loop, Order, Over, Position, Product, Program, Protocol, Role, Selection,
+    Sharding, ShareItem, ShareItemKind, Statement, StatementKind, StreamRef, Subprogram, TensorRef,
+    Transfer, TransferRef,
 };
 use crate::program::parameters::{Parameter, ParameterKind};
 use std::fmt::{self, Display, Formatter};
@@ -388,6 +388,17 @@ impl Display for TensorRef {
             match selection {
                 Selection::Index(index) => write!(f, "[{index}]")?,
                 Selection::Range(from, to) => write!(f, "[{from}..{to}]")?,
+                Selection::Axes(axes) => {
+                    for (position, axis) in axes.iter().enumerate() {
+                        f.write_str(if position == 0 { "[" } else { ", " })?;
+                        match axis {
+                            AxisSelection::All => f.write_str(":")?,
+                            AxisSelection::Index(index) => write!(f, "{index}")?,
+                            AxisSelection::Range(from, to) => write!(f, "{from}..{to}")?,
+                        }
+                    }
+                    f.write_str("]")?;
+                }
             }
         }
         f.write_str(if self.transposed { ")" } else { "" })

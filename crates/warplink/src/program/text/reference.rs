@@ -3,7 +3,7 @@
 use super::operand::{Parsed, Parser};
 use super::{is_name, is_word};
 use crate::program::expr::Expr;
-use crate::program::ir::{Each, Over, Selection, StreamRef, TensorRef, TransferRef};
+use crate::program::ir::{AxisSelection, Each, Over, Selection, StreamRef, TensorRef, TransferRef};
 
 impl Parser<'_> {
     /// `a..b`.
@@ -31,20 +31,45 @@ impl Parser<'_> {
         let name = self.name("a tensor's name")?;
         let mut selections = Vec::new();
         while self.take("[") {
-            let first = self.integer()?;
-            selections.push(if self.take("..") {
-                Selection::Range(first, self.integer()?)
-            } else {
-                Selection::Index(first)
-            });
-            if !self.take("]") {
-                return Err(self.expected("']' or '..'"));
+            let mut axes = vec![self.axis()?];
+            while self.take(",") {
+                axes.push(self.axis()?);
             }
+            let open = matches!(axes.last(), Some(AxisSelection::Index(_)));
+            if !self.take("]") {
+                return Err(self.expected(if open {
+                    "']', ',' or '..'"
+                } else {
+                    "']' or ','"
+                }));
+            }
+            // One alone is on the leading axis.
+            selections.push(match (axes.pop(), axes.is_empty()) {
+                (Some(AxisSelection::Index(index)), true) => Selection::Index(index),
+                (Some(AxisSelection::Range(from, to)), true) => Selection::Range(from, to),
+                (last, _) => {
+                    axes.extend(last);
+                    Selection::Axes(axes)
+                }
+            });
         }
         Ok(TensorRef {
             name,
             selections,
             transposed: false,
+        })
+    }
+
+    /// `:`, `j` or `a..b`.
+    fn axis(&mut self) -> Parsed<AxisSelection> {
+        if self.take(":") {
+            return Ok(AxisSelection::All);
+        }
+        let first = self.integer()?;
+        Ok(if self.take("..") {
+            AxisSelection::Range(first, self.integer()?)
+        } else {
+            AxisSelection::Index(first)
         })
     }
 

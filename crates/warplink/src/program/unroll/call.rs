@@ -1,7 +1,8 @@
 //! Calls of other programs of the text.
 
-use super::scope::{Bound, Named, OpenLoop, View};
+use super::scope::{Bound, Named, OpenLoop};
 use super::shapes::shape_of;
+use super::view::View;
 use super::{Unroller, WORK_PER_STEP};
 use crate::dtype::DType;
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind};

@@ -1,7 +1,8 @@
 //! Collectives of all ranks, or of those in a list.
 
-use super::scope::{Bound, View};
+use super::scope::Bound;
 use super::shapes::shape_of;
+use super::view::View;
 use super::{MAX_PARTS, Unroller};
 use crate::error::Rank;
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind};

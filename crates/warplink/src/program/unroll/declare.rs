@@ -1,6 +1,7 @@
 //! Declarations: tensors and families of them.
 
-use super::scope::{Bound, View};
+use super::scope::Bound;
+use super::view::View;
 use super::{MAX_AXES, MAX_TENSOR_BYTES, Unroller};
 use crate::dtype::DType;
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
@@ -142,11 +143,12 @@ impl<'p> Unroller<'p> {
             role,
             site,
         });
-        if declaration.zero {
-            self.zeros.start(tensor, bytes);
-        }
         if role == Role::Local {
             self.enqueue(OperationKind::Allocate(tensor));
+        }
+        if declaration.zero {
+            let place = (self.made.operations.len(), self.current);
+            self.zeros.start(tensor, bytes, place);
         }
         Ok(view)
     }

@@ -9,12 +9,14 @@ mod declare;
 mod scope;
 mod shapes;
 mod transfers;
+mod view;
 mod zeros;
 
 pub(super) use collective::ranks_of;
 
 use super::diagnostic::{Diagnostic, DiagnosticKind, Place};
 use super::expr::Expr;
+use super::grid::grids;
 use super::ir::{
     Branch, Collective, Direction, Each, Position, Program, Role, Selection, Statement,
     StatementKind, StreamRef, TensorRef,
@@ -24,10 +26,11 @@ use super::rank_program::{Operation, OperationKind, RankProgram, Site, StreamKin
 use super::text::MAX_BLOCK_DEPTH;
 use crate::error::{Rank, Result};
 use call::Called;
-use scope::{Bound, Named, OpenLoop, View};
+use scope::{Bound, Named, OpenLoop};
 use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
+use view::View;
 use zeros::Zeros;
 
 /// The most steps that a program may take on one rank: statements, iterations and items of lists.
@@ -142,6 +145,7 @@ pub(super) fn unroll_within(
             transfers: Vec::new(),
             exchanges: Vec::new(),
             operations: Vec::new(),
+            grids: HashMap::new(),
         },
         pool: streams,
         current: 0,
@@ -168,6 +172,7 @@ pub(super) fn unroll_within(
         .start(program, parameters)
         .and_then(|()| unroller.block(&program.body));
     unroller.finish_zeros();
+    let outcome = outcome.and_then(|()| unroller.cut());
     budget.exhausted = unroller.budget.exhausted;
     budget.steps = budget.steps.saturating_sub(unroller.steps());
     let made = unroller.made;
@@ -513,6 +518,31 @@ impl<'p> Unroller<'p> {
         self.current = origin;
         for &stream in &forked {
             self.enqueue(OperationKind::Synchronize(stream));
+        }
+        Ok(())
+    }
+
+    /// Cuts the tensors of which parts are accessed that are not contiguous, and counts the pieces that
+    /// each operation accesses.
+    fn cut(&mut self) -> Result<(), Diagnostic> {
+        self.made.grids = grids(&self.made);
+        if self.made.grids.is_empty() {
+            return Ok(());
+        }
+        let cells = self.made.grids.values().map(|grid| grid.cells());
+        self.steps = cells.fold(self.steps, usize::saturating_add);
+        for index in 0..self.made.operations.len() {
+            let operation = &self.made.operations[index];
+            let areas = self.made.areas(&operation.kind);
+            let cut = areas.iter().filter_map(|area| {
+                let grid = self.made.grids.get(&area.span.tensor)?;
+                Some(grid.cells_of(area))
+            });
+            let steps = cut.fold(self.steps, usize::saturating_add);
+            let position = operation.site.position();
+            self.at(position);
+            self.steps = steps;
+            self.step()?;
         }
         Ok(())
     }

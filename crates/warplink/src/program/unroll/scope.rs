@@ -1,13 +1,14 @@
 //! Names and what they stand for while a program is unrolled.
 
+use super::view::View;
 use super::{
     MAX_ALL_STEPS, MAX_NAMES, MAX_OPERATIONS, MAX_STEPS, MAX_TRANSFERS, Unroller, WORK_PER_STEP,
 };
 use crate::dtype::DType;
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind, Place};
 use crate::program::expr::{Condition, Expr};
-use crate::program::ir::{Position, Selection, StreamRef, TensorRef, TransferRef};
-use crate::program::rank_program::{Range, Site, StreamKind, TensorId, TransferId};
+use crate::program::ir::{Position, StreamRef, TransferRef};
+use crate::program::rank_program::{Site, StreamKind, TransferId};
 use std::collections::HashMap;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -24,98 +25,6 @@ pub(super) enum Bound {
     /// An optional input that the caller leaves out.
     Absent,
     Stream(usize),
-}
-
-/// A part of a tensor, with its shape.
-#[derive(Clone, Debug)]
-pub(super) struct View {
-    pub(super) tensor: TensorId,
-    pub(super) dtype: DType,
-    /// In elements.
-    pub(super) offset: usize,
-    pub(super) shape: Vec<usize>,
-    /// For each axis, the elements from one index to the next.
-    pub(super) strides: Vec<usize>,
-    /// Whether it is an input of a program that was called.
-    pub(super) read_only: bool,
-}
-
-impl View {
-    /// Contiguous elements from `offset` on, the last axis varying fastest.
-    pub(super) fn row_major(
-        tensor: TensorId,
-        dtype: DType,
-        offset: usize,
-        shape: Vec<usize>,
-    ) -> Self {
-        let mut strides = vec![1; shape.len()];
-        for axis in (1..shape.len()).rev() {
-            strides[axis - 1] = strides[axis] * shape[axis];
-        }
-        Self {
-            tensor,
-            dtype,
-            offset,
-            shape,
-            strides,
-            read_only: false,
-        }
-    }
-
-    pub(super) fn elements(&self) -> usize {
-        self.shape.iter().product()
-    }
-
-    /// Exchanges the last two axes, if there are two.
-    pub(super) fn transpose(&mut self) -> bool {
-        let axes = self.shape.len();
-        if axes < 2 {
-            return false;
-        }
-        self.shape.swap(axes - 2, axes - 1);
-        self.strides.swap(axes - 2, axes - 1);
-        true
-    }
-
-    /// All elements as one range, where they are contiguous and in order.
-    pub(super) fn range(&self) -> Option<Range> {
-        let mut expected = 1;
-        for (&extent, &stride) in self.shape.iter().zip(&self.strides).rev() {
-            if extent > 1 && stride != expected {
-                return None;
-            }
-            expected *= extent;
-        }
-        Some(self.cover())
-    }
-
-    /// The view as a matrix, its leading axes flattened into rows: rows, columns, and whether memory
-    /// holds the transpose. `None` where it has one axis, or elements that are not contiguous.
-    pub(super) fn matrix(&self) -> Option<(Range, [usize; 2], bool)> {
-        let (&columns, rows) = self.shape.split_last()?;
-        let (&last, before) = rows.split_last()?;
-        let size = [rows.iter().product(), columns];
-        if let Some(range) = self.range() {
-            return Some((range, size, false));
-        }
-        let single = before.iter().all(|extent| *extent == 1);
-        let transposed = single && self.strides.ends_with(&[1, last]);
-        transposed.then(|| (self.cover(), size, true))
-    }
-
-    /// As many elements as there are, from the first on.
-    fn cover(&self) -> Range {
-        Range {
-            tensor: self.tensor,
-            offset_bytes: self.offset * self.dtype.size(),
-            bytes: self.elements() * self.dtype.size(),
-        }
-    }
-
-    /// The shape without extents of one, which make no difference to an elementwise operation.
-    pub(super) fn squeezed(&self) -> Vec<usize> {
-        self.shape.iter().copied().filter(|&e| e != 1).collect()
-    }
 }
 
 /// A loop that is open.
@@ -330,101 +239,6 @@ impl<'p> Unroller<'p> {
                 ),
             )),
         }
-    }
-
-    /// What `reference` selects, of a tensor that is still allocated.
-    pub(super) fn view(&self, reference: &TensorRef) -> Result<View, Diagnostic> {
-        let view = self.view_of(reference)?;
-        if let Some(position) = self.deallocated.get(&view.tensor) {
-            return Err(self.diagnostic(
-                DiagnosticKind::UseAfterDeallocate,
-                format!("{reference} was deallocated in {position}"),
-            ));
-        }
-        Ok(view)
-    }
-
-    /// The bias that `reference` selects; `None` where there is none, or the caller leaves it out.
-    pub(super) fn bias(&self, reference: Option<&TensorRef>) -> Result<Option<View>, Diagnostic> {
-        match reference {
-            Some(reference) if !matches!(self.lookup(&reference.name), Some(Bound::Absent)) => {
-                self.view(reference).map(Some)
-            }
-            _ => Ok(None),
-        }
-    }
-
-    fn view_of(&self, reference: &TensorRef) -> Result<View, Diagnostic> {
-        let name = &reference.name;
-        let mut selections = &reference.selections[..];
-        let mut view = match self.lookup(name) {
-            Some(Bound::Tensor(view)) => view.clone(),
-            Some(Bound::Family(members)) => {
-                let [Selection::Index(index), rest @ ..] = selections else {
-                    let message = format!("'{name}' is a family of tensors; expected '{name}[i]'");
-                    return Err(self.diagnostic(DiagnosticKind::Malformed, message));
-                };
-                selections = rest;
-                let index =
-                    self.number_below(index, members.len(), &format!("{reference}: member"))?;
-                members[index].clone()
-            }
-            Some(Bound::Absent) => {
-                let message = format!(
-                    "the optional input '{name}' is left out by the caller and cannot be read; \
-                     expected a condition 'given({name})' around it"
-                );
-                return Err(self.diagnostic(DiagnosticKind::Malformed, message));
-            }
-            Some(_) => {
-                return Err(self.diagnostic(
-                    DiagnosticKind::Malformed,
-                    format!("'{name}' is not a tensor; expected one"),
-                ));
-            }
-            None => {
-                return Err(self.diagnostic(
-                    DiagnosticKind::Malformed,
-                    format!("unknown tensor '{name}'"),
-                ));
-            }
-        };
-        for selection in selections {
-            let (Some(&extent), Some(&stride)) = (view.shape.first(), view.strides.first()) else {
-                return Err(self.diagnostic(
-                    DiagnosticKind::Mismatch,
-                    format!("{reference} selects from a single element; expected fewer indices"),
-                ));
-            };
-            match selection {
-                Selection::Index(index) => {
-                    let index = self.number_below(index, extent, &format!("{reference}: index"))?;
-                    view.offset += index * stride;
-                    view.shape.remove(0);
-                    view.strides.remove(0);
-                }
-                Selection::Range(from, to) => {
-                    let (a, b) = (self.integer(from)?, self.integer(to)?);
-                    match (usize::try_from(a), usize::try_from(b)) {
-                        (Ok(first), Ok(end)) if first < end && end <= extent => {
-                            view.offset += first * stride;
-                            view.shape[0] = end - first;
-                        }
-                        _ => {
-                            return Err(self.diagnostic(
-                                DiagnosticKind::OutOfBounds,
-                                format!("{reference} selects {a}..{b}; expected a part of 0..{extent} that is not empty"),
-                            ));
-                        }
-                    }
-                }
-            }
-        }
-        if reference.transposed && !view.transpose() {
-            let message = format!("{reference} has fewer than two axes; expected a matrix");
-            return Err(self.diagnostic(DiagnosticKind::Mismatch, message));
-        }
-        Ok(view)
     }
 
     /// The transfer that `reference` names; `kind` is what naming none breaks.

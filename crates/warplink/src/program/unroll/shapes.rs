@@ -1,8 +1,10 @@
 //! What shapes and element types the operations take.
 
 use super::Unroller;
-use super::scope::View;
+use super::view::View;
+use crate::device::MAX_ELEMENTWISE_AXES;
 use crate::dtype::DType;
+use crate::program::area::{Area, simplified};
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
 use crate::program::ir::{ElementwiseOp, Product, Role};
 use crate::program::rank_program::{OperationKind, Range, TransferId};
@@ -78,10 +80,10 @@ impl Unroller<'_> {
                 shape_of(target)
             )));
         }
-        Ok(OperationKind::Copy {
-            target: self.range(target, "written")?,
-            source: self.range(source, "copied")?,
-        })
+        if let (Some(target), Some(source)) = (target.range(), source.range()) {
+            return Ok(OperationKind::Copy { target, source });
+        }
+        self.on_areas(ElementwiseOp::Copy, target, std::slice::from_ref(source))
     }
 
     pub(super) fn elementwise(
@@ -109,15 +111,41 @@ impl Unroller<'_> {
                 )));
             }
         }
+        for source in sources {
+            if source.dtype != first.dtype {
+                return Err(self.mismatch(format!("a {op} of several types; expected one")));
+            }
+        }
+        self.on_areas(op, target, sources)
+    }
+
+    /// An element-wise operation on parts of the same shape.
+    fn on_areas(
+        &self,
+        op: ElementwiseOp,
+        target: &View,
+        sources: &[View],
+    ) -> Result<OperationKind, Diagnostic> {
+        let all = || std::iter::once(target).chain(sources);
+        let ranges: Option<Vec<Range>> = all().map(View::range).collect();
+        let mut areas: Vec<Area> = match ranges {
+            Some(ranges) => ranges.into_iter().map(Area::from).collect(),
+            None => all().map(View::strided).collect(),
+        };
+        let axes = simplified(&areas).0.len();
+        if axes > MAX_ELEMENTWISE_AXES {
+            return Err(self.mismatch(format!(
+                "a {op} of parts that lie in memory along {axes} axes; expected at most \
+                 {MAX_ELEMENTWISE_AXES}"
+            )));
+        }
+        let written = areas.remove(0);
         Ok(OperationKind::Elementwise {
             op,
             dtype: target.dtype,
-            source_dtype: first.dtype,
-            target: self.range(target, "written")?,
-            sources: sources
-                .iter()
-                .map(|source| self.range(source, "read"))
-                .collect::<Result<_, _>>()?,
+            source_dtype: sources.first().map_or(target.dtype, |source| source.dtype),
+            target: written,
+            sources: areas,
         })
     }
 

@@ -13,12 +13,22 @@ use std::collections::{BTreeMap, HashMap};
 pub(super) struct Zeros {
     /// By tensor, where parts start and end.
     parts: HashMap<TensorId, BTreeMap<usize, usize>>,
+    /// The operation before which a tensor was declared, and the stream that was current.
+    declared: HashMap<TensorId, (usize, usize)>,
+    /// What is done before an operation.
+    early: BTreeMap<usize, Vec<Operation>>,
 }
 
 impl Zeros {
-    /// A tensor of `bytes` bytes starts at 0.
-    pub(super) fn start(&mut self, tensor: TensorId, bytes: usize) {
+    /// A tensor of `bytes` bytes starts at 0, before an operation and on a stream.
+    pub(super) fn start(
+        &mut self,
+        tensor: TensorId,
+        bytes: usize,
+        (operation, stream): (usize, usize),
+    ) {
         self.parts.insert(tensor, BTreeMap::from([(0, bytes)]));
+        self.declared.insert(tensor, (operation, stream));
     }
 
     /// `range` starts at 0 again.
@@ -96,6 +106,17 @@ impl Unroller<'_> {
         if self.zeros.parts.is_empty() {
             return kind;
         }
+        if let OperationKind::Elementwise {
+            target, sources, ..
+        } = &kind
+        {
+            let areas = sources.iter().chain([target]);
+            let tensors = areas.filter(|area| !area.is_contiguous());
+            let tensors: Vec<TensorId> = tensors.map(|area| area.span.tensor).collect();
+            tensors
+                .into_iter()
+                .for_each(|tensor| self.zero_at_start(tensor));
+        }
         let mut kind = kind;
         match &mut kind {
             OperationKind::Matmul { c, accumulate, .. } if *accumulate => {
@@ -112,7 +133,8 @@ impl Unroller<'_> {
                 // One source has to stay.
                 let mut left = sources.len();
                 sources.retain(|source| {
-                    let dropped = left > 1 && self.zeros.is_zero(source);
+                    let zero = source.is_contiguous() && self.zeros.is_zero(&source.span);
+                    let dropped = left > 1 && zero;
                     left -= usize::from(dropped);
                     !dropped
                 });
@@ -126,6 +148,28 @@ impl Unroller<'_> {
             self.zeros.take(&range);
         }
         kind
+    }
+
+    /// Has what is left of a tensor set where it is declared. This is done for tensors of which parts are
+    /// accessed that are not contiguous.
+    fn zero_at_start(&mut self, tensor: TensorId) {
+        let bytes = self.made.tensors[tensor].bytes;
+        let whole = Range {
+            tensor,
+            offset_bytes: 0,
+            bytes,
+        };
+        let parts = self.zeros.take(&whole);
+        self.zeros.parts.remove(&tensor);
+        if let Some((index, stream)) = self.zeros.declared.get(&tensor).copied() {
+            let site = self.made.tensors[tensor].site.clone();
+            let early = parts.into_iter().map(|part| Operation {
+                kind: OperationKind::Zero(part),
+                stream,
+                site: site.clone(),
+            });
+            self.zeros.early.entry(index).or_default().extend(early);
+        }
     }
 
     /// Sets what is left of outputs, at the end.
@@ -144,6 +188,16 @@ impl Unroller<'_> {
             for part in self.zeros.take(&whole) {
                 self.push_zero(part, 0, site.clone());
             }
+        }
+        let mut early = std::mem::take(&mut self.zeros.early);
+        if early.is_empty() {
+            return;
+        }
+        let operations = std::mem::take(&mut self.made.operations);
+        for (index, operation) in operations.into_iter().enumerate() {
+            let before = early.remove(&index).unwrap_or_default();
+            self.made.operations.extend(before);
+            self.made.operations.push(operation);
         }
     }
 
@@ -173,7 +227,9 @@ impl Unroller<'_> {
             OperationKind::PostMatmul { a, b, bias, .. } => {
                 a.iter().chain([b]).chain(bias).copied().collect()
             }
-            OperationKind::Elementwise { sources, .. } => sources.clone(),
+            OperationKind::Elementwise { sources, .. } => {
+                sources.iter().map(|source| source.span).collect()
+            }
             OperationKind::Post(group) => self.ends(group, Direction::Send),
             _ => Vec::new(),
         }
@@ -188,8 +244,8 @@ impl Unroller<'_> {
             } if *root != self.made.rank => Vec::new(),
             OperationKind::Copy { target, .. }
             | OperationKind::Collective { target, .. }
-            | OperationKind::Elementwise { target, .. }
             | OperationKind::Matmul { c: target, .. } => vec![*target],
+            OperationKind::Elementwise { target, .. } => vec![target.span],
             OperationKind::Post(group) => self.ends(group, Direction::Receive),
             _ => Vec::new(),
         }
@@ -220,7 +276,7 @@ mod tests {
     fn parts_are_taken_once() {
         let mut zeros = Zeros::default();
         assert_eq!(zeros.take(&range(0, 8)), []);
-        zeros.start(3, 100);
+        zeros.start(3, 100, (0, 0));
         assert_eq!(zeros.take(&range(10, 20)), [range(10, 20)]);
         assert_eq!(zeros.take(&range(10, 20)), []);
         assert!(!zeros.take_whole(&range(15, 25)));

@@ -4,6 +4,7 @@ use super::memory::{Access, Actor, Mode as AccessMode};
 use super::state::Run;
 use super::violation::Violations;
 use crate::error::Rank;
+use crate::program::area::Area;
 use crate::program::rank_program::{OperationKind, Range};
 
 impl Run<'_> {
@@ -51,15 +52,18 @@ impl Run<'_> {
             OperationKind::Elementwise {
                 target, sources, ..
             } => {
+                let mut touch = |run: &mut Self, area: &Area, mode: AccessMode| {
+                    run.touch_area((stream, operation), (rank, area), mode, violations);
+                };
                 for source in sources.iter().filter(|source| *source != target) {
-                    touch(self, *source, AccessMode::Read);
+                    touch(self, source, AccessMode::Read);
                 }
                 let mode = if sources.contains(target) {
                     AccessMode::Update
                 } else {
                     AccessMode::Write
                 };
-                touch(self, *target, mode);
+                touch(self, target, mode);
             }
             OperationKind::Post(group) | OperationKind::PostMatmul { group, .. } => {
                 self.finish_post(stream, operation, group, violations);
@@ -85,6 +89,22 @@ impl Run<'_> {
         mode: AccessMode,
         violations: &mut Violations,
     ) {
+        self.touch_area(
+            (stream, operation),
+            (owner, &range.into()),
+            mode,
+            violations,
+        );
+    }
+
+    /// As [`touch`](Self::touch), for what need not be contiguous.
+    fn touch_area(
+        &mut self,
+        (stream, operation): (usize, usize),
+        (owner, area): (Rank, &Area),
+        mode: AccessMode,
+        violations: &mut Violations,
+    ) {
         let state = &self.streams[stream];
         let access = Access {
             actor: Actor::operation(state.rank, operation),
@@ -92,7 +112,7 @@ impl Run<'_> {
             time: state.clock.get(stream),
             mode,
         };
-        self.access(owner, range, access, violations);
+        self.access(owner, area, access, violations);
     }
 
     /// Lets the engine's next operation on a rank begin.

@@ -2,9 +2,12 @@
 
 use super::clock::Clock;
 use crate::error::Rank;
+use crate::program::area::Area;
+use crate::program::grid::Grid;
 use crate::program::ir::Role;
-use crate::program::rank_program::{Range, RankProgram};
+use crate::program::rank_program::{Range, RankProgram, TensorId, TensorInstance};
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 /// Who accessed: an operation of a rank, or the state before the run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -60,7 +63,7 @@ pub(super) enum Violation {
     /// It is unordered with this earlier one, to these bytes.
     Conflict(Access, Range),
     /// It comes after this deallocation.
-    Deallocated(Access),
+    Deallocated(Access, TensorId),
     /// It reads bytes that nothing wrote.
     Unwritten(Range),
 }
@@ -82,8 +85,16 @@ struct Segment {
 struct Bytes {
     /// All of them, until only a part is accessed.
     whole: Option<Segment>,
-    /// Segments by where they start, without gaps.
+    /// Segments by where they start, without gaps; empty where the tensor is cut into cells.
     parts: BTreeMap<usize, Segment>,
+    cells: Option<Cells>,
+}
+
+/// The bytes of a tensor of which parts are accessed that are not contiguous.
+#[derive(Debug)]
+struct Cells {
+    grid: Arc<Grid>,
+    segments: Vec<Segment>,
 }
 
 /// The bytes of all tensors of all ranks.
@@ -95,7 +106,7 @@ impl Memory {
     /// Memory before a run; `streams` are the callers' streams, on which time 1 is the start.
     pub(super) fn new(ranks: &[RankProgram], streams: &[usize]) -> Self {
         let fresh = |program: &RankProgram, stream: usize| {
-            let bytes = |tensor: &crate::program::TensorInstance| {
+            let bytes = |(id, tensor): (TensorId, &TensorInstance)| {
                 let whole = Segment {
                     end: tensor.bytes,
                     written: tensor.role == Role::Input,
@@ -108,12 +119,17 @@ impl Memory {
                     reads: Vec::new(),
                     room: 0,
                 };
+                let cells = program.grids.get(&id).map(|grid| Cells {
+                    grid: grid.clone(),
+                    segments: vec![whole.clone(); grid.cells()],
+                });
                 Bytes {
-                    whole: Some(whole),
+                    whole: cells.is_none().then_some(whole),
                     parts: BTreeMap::new(),
+                    cells,
                 }
             };
-            program.tensors.iter().map(bytes).collect()
+            program.tensors.iter().enumerate().map(bytes).collect()
         };
         let tensors = ranks
             .iter()
@@ -128,12 +144,25 @@ impl Memory {
     pub(super) fn access(
         &mut self,
         rank: Rank,
-        range: Range,
+        area: &Area,
         access: Access,
         clock: &Clock,
         mut tell: impl FnMut(Violation),
     ) {
+        let range = area.span;
         let bytes = &mut self.tensors[rank][range.tensor];
+        if let Some(Cells { grid, segments }) = &mut bytes.cells {
+            grid.each_cell(area, |cell| {
+                let (start, end) = grid.span(cell);
+                let part = Range {
+                    tensor: range.tensor,
+                    offset_bytes: start,
+                    bytes: end - start,
+                };
+                segments[cell].access(part, access, clock, &mut tell);
+            });
+            return;
+        }
         if let Some(segment) = &mut bytes.whole
             && (range.offset_bytes, range.end()) == (0, segment.end)
         {
@@ -167,6 +196,10 @@ impl Memory {
 
     /// The first bytes of a tensor that nothing wrote, if there are any.
     pub(super) fn unwritten(&self, rank: Rank, tensor: usize) -> Option<(usize, usize)> {
+        if let Some(Cells { grid, segments }) = &self.tensors[rank][tensor].cells {
+            let cell = segments.iter().position(|segment| !segment.written)?;
+            return Some(grid.span(cell));
+        }
         let mut start = 0;
         for segment in self.tensors[rank][tensor].segments() {
             if !segment.written {
@@ -187,7 +220,8 @@ impl Bytes {
     }
 
     fn segments(&self) -> impl Iterator<Item = &Segment> {
-        self.whole.iter().chain(self.parts.values())
+        let cells = self.cells.iter().flat_map(|cells| &cells.segments);
+        self.whole.iter().chain(self.parts.values()).chain(cells)
     }
 }
 
@@ -203,7 +237,7 @@ impl Segment {
         if !self.write.precedes(clock, access.actor) {
             tell(Violation::Conflict(self.write, part));
         } else if self.write.mode == Mode::Deallocate {
-            tell(Violation::Deallocated(self.write));
+            tell(Violation::Deallocated(self.write, part.tensor));
         }
         if self.write.mode == Mode::Deallocate {
             return;

@@ -7,7 +7,8 @@ use super::numbers::Numbers;
 use super::violation::Violations;
 use super::word::Word;
 use crate::error::Rank;
-use crate::program::rank_program::{OperationKind, Range, RankProgram, TransferId};
+use crate::program::area::Area;
+use crate::program::rank_program::{OperationKind, RankProgram, TransferId};
 use std::collections::VecDeque;
 
 /// How the ranks run.
@@ -226,7 +227,7 @@ impl<'a> Run<'a> {
     pub(super) fn access(
         &mut self,
         rank: Rank,
-        range: Range,
+        area: &Area,
         access: Access,
         violations: &mut Violations,
     ) {
@@ -234,8 +235,8 @@ impl<'a> Run<'a> {
             return;
         }
         let clock = &self.streams[access.stream as usize].clock;
-        self.memory.access(rank, range, access, clock, |violation| {
-            violations.add(rank, access, range, violation);
+        self.memory.access(rank, area, access, clock, |violation| {
+            violations.add(rank, access, violation);
         });
     }
 }

@@ -23,7 +23,7 @@ pub(super) struct Violations {
 }
 
 impl Violations {
-    pub(super) fn add(&mut self, rank: Rank, access: Access, range: Range, violation: Violation) {
+    pub(super) fn add(&mut self, rank: Rank, access: Access, violation: Violation) {
         if self.is_full() {
             return;
         }
@@ -31,8 +31,8 @@ impl Violations {
             Violation::Conflict(other, range) => {
                 self.conflicts.push((rank, other, access, range));
             }
-            Violation::Deallocated(by) => {
-                self.deallocated.push((rank, by, access, range.tensor));
+            Violation::Deallocated(by, tensor) => {
+                self.deallocated.push((rank, by, access, tensor));
             }
             Violation::Unwritten(range) => self.unwritten.push((rank, access, range)),
         }

@@ -18,6 +18,7 @@ pub(crate) use schedule::{Engine, Hold, Pick, Random, Schedule, Submission};
 
 use memory::{Actor, Memory};
 use std::collections::{BTreeSet, HashMap, VecDeque};
+pub(crate) use step::elements_of;
 use step::{Step, Word};
 use warplink::program::{Backend, OperationKind, RankProgram, TransferId, TransferInstance};
 

@@ -2,13 +2,13 @@
 
 use super::memory::Actor;
 use super::schedule::Submission;
-use super::step::{Product, Step, Word, elements};
+use super::step::{Product, Step, Word, elements, elements_of};
 use super::{Chain, Meeting, Play};
 use std::collections::VecDeque;
 use warplink::DType;
 use warplink::program::ir::{Collective, ElementwiseOp};
 use warplink::program::{
-    Backend, Direction, OperationKind, Protocol, Range, RankProgram, TransferId,
+    Area, Backend, Direction, OperationKind, Protocol, Range, RankProgram, TransferId,
 };
 
 /// What an operation is made of.
@@ -61,10 +61,13 @@ impl Play<'_> {
                 }));
             }
             OperationKind::Zero(target) => {
-                parts.chains.push(halves(program, target, |from, count| {
-                    let place = (target.tensor, elements(program, target).0 + from);
-                    Step::Combine(ElementwiseOp::Sum, DType::F32, place, Vec::new(), count)
-                }));
+                let (first, count) = elements(program, target);
+                let halves = [first..first + count / 2, first + count / 2..first + count];
+                let step = |half: std::ops::Range<usize>| {
+                    let target = (target.tensor, half.collect());
+                    Step::Combine(ElementwiseOp::Sum, DType::F32, target, Vec::new())
+                };
+                parts.chains.push(halves.map(step).into());
             }
             OperationKind::Elementwise {
                 op,
@@ -73,11 +76,16 @@ impl Play<'_> {
                 sources,
                 ..
             } => {
-                parts.chains.push(halves(program, target, |from, count| {
-                    let place = |range: &Range| (range.tensor, elements(program, range).0 + from);
-                    let sources = sources.iter().map(place).collect();
-                    Step::Combine(*op, *dtype, place(target), sources, count)
-                }));
+                let count = elements_of(program, target).len();
+                let step = |half: std::ops::Range<usize>| {
+                    let of = |area: &Area| {
+                        let all = elements_of(program, area);
+                        (area.span.tensor, all[half.clone()].to_vec())
+                    };
+                    Step::Combine(*op, *dtype, of(target), sources.iter().map(of).collect())
+                };
+                let halves = [0..count / 2, count / 2..count];
+                parts.chains.push(halves.map(step).into());
             }
             OperationKind::Matmul {
                 a,

@@ -7,7 +7,7 @@ use std::ops::Range as Rows;
 use warplink::DType;
 use warplink::device::ReduceOp;
 use warplink::program::ir::{Collective, ElementwiseOp};
-use warplink::program::{Range, RankProgram, TransferId};
+use warplink::program::{Area, Range, RankProgram, TransferId};
 
 /// A part of an operation that is done at once.
 #[derive(Clone, Debug)]
@@ -24,9 +24,8 @@ pub(super) enum Step {
     Combine(
         ElementwiseOp,
         DType,
-        (usize, usize),
-        Vec<(usize, usize)>,
-        usize,
+        (usize, Vec<usize>),
+        Vec<(usize, Vec<usize>)>,
     ),
     /// Computes rows of a product of this rank's tensors.
     Multiply(Product, Rows<usize>),
@@ -94,6 +93,20 @@ pub(super) fn elements(program: &RankProgram, range: &Range) -> (usize, usize) {
     (range.offset_bytes / size, range.bytes / size)
 }
 
+/// The elements of an area, one by one.
+pub(crate) fn elements_of(program: &RankProgram, area: &Area) -> Vec<usize> {
+    let (first, count) = elements(program, &area.span);
+    if area.axes.is_empty() {
+        return (first..first + count).collect();
+    }
+    let mut all = vec![first];
+    for axis in &area.axes {
+        let along = |from: usize| (0..axis.extent).map(move |index| from + index * axis.stride);
+        all = all.into_iter().flat_map(along).collect();
+    }
+    all
+}
+
 impl Step {
     /// Whether it accesses memory.
     pub(super) const fn is_access(&self) -> bool {
@@ -142,13 +155,13 @@ impl Play<'_> {
                     self.memory.store(by, target, value);
                 }
             }
-            Step::Combine(op, dtype, target, sources, count) => {
-                for index in 0..*count {
+            Step::Combine(op, dtype, target, sources) => {
+                for (index, place) in target.1.iter().enumerate() {
                     let values = sources
                         .iter()
-                        .map(|s| self.memory.load(by, (rank, s.0, s.1 + index)));
+                        .map(|s| self.memory.load(by, (rank, s.0, s.1[index])));
                     let value = values.reduce(|a, b| join(*op, a, b)).unwrap_or(0.0);
-                    let target = (rank, target.0, target.1 + index);
+                    let target = (rank, target.0, *place);
                     self.memory.store(by, target, rounded(*dtype, value));
                 }
             }

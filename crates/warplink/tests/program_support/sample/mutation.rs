@@ -51,7 +51,7 @@ impl Mutation<'_> {
         if line.contains('{') || line.contains('}') {
             return false;
         }
-        match self.random.below(14) {
+        match self.random.below(16) {
             0 | 1 => {
                 self.lines.remove(at);
             }
@@ -84,6 +84,8 @@ impl Mutation<'_> {
             9 | 10 => return self.change_stream(at, &line),
             11 => return self.change_loop_index(at, &line),
             12 => return self.change_collective(at, &line),
+            13 => return self.change_operation(at, &line),
+            14 => return self.change_axis(at, &line),
             _ => return self.change_slot(at, &line),
         }
         true
@@ -233,6 +235,48 @@ impl Mutation<'_> {
             2 => line.replacen("all_reduce(", "reduce(", 1),
             _ => line.replacen("all_gather(", "all_to_all(", 1),
         };
+        self.replace(at, changed)
+    }
+
+    /// Another operation on the same operands.
+    fn change_operation(&mut self, at: usize, line: &str) -> bool {
+        let names = ["sum(", "product(", "max(", "min(", "copy(", "cast("];
+        let Some(now) = names
+            .iter()
+            .find(|name| line.contains(&format!("= {name}")))
+        else {
+            return self.replace(at, line.replacen(" += ", " = ", 1));
+        };
+        let other = names[self.random.below(names.len())];
+        let changed = match self.random.below(3) {
+            0 => line.replacen(" += ", " = ", 1),
+            1 => line.replacen(" = sum(", " += sum(", 1),
+            _ => line.replacen(now, other, 1),
+        };
+        self.replace(at, changed)
+    }
+
+    /// Another row, column or part in one place.
+    fn change_axis(&mut self, at: usize, line: &str) -> bool {
+        let parts = [
+            ", :, 0]",
+            ", :, 1]",
+            ", 0, :]",
+            ", 1, :]",
+            ", :, 0..1]",
+            ", :, 0..2]",
+        ];
+        let places = parts.iter().flat_map(|part| line.match_indices(part));
+        let places: Vec<(usize, &str)> = places.collect();
+        let Some(&(place, part)) = places.get(self.random.below(places.len().max(1))) else {
+            let changed = match self.random.below(2) {
+                0 => line.replacen("transpose(W[", "copy(W[", 1),
+                _ => line.replacen("[:, ", "[", 1),
+            };
+            return self.replace(at, changed);
+        };
+        let other = parts[self.random.below(parts.len())];
+        let changed = format!("{}{other}{}", &line[..place], &line[place + part.len()..]);
         self.replace(at, changed)
     }
 

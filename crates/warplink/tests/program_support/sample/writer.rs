@@ -54,7 +54,7 @@ impl<'r> Writer<'r> {
             self.line("synchronize caller");
         }
         for _ in 0..steps {
-            match self.random.below(if engine { 16 } else { 12 }) {
+            match self.random.below(if engine { 18 } else { 14 }) {
                 0 => self.ring(),
                 1 => self.pairwise(),
                 2 => self.add(),
@@ -66,7 +66,9 @@ impl<'r> Writer<'r> {
                 8 => self.combine(),
                 9 => self.cast(),
                 10 => self.accumulate(),
-                12 | 13 => self.collective(),
+                11 => self.columns(),
+                12 => self.transposed(),
+                14..=16 => self.collective(),
                 _ => self.shift(engine),
             }
         }
@@ -261,6 +263,46 @@ impl<'r> Writer<'r> {
             self.line(format!("H{name} = max(H{name}, H{name})"));
         }
         self.line(format!("W[{to}] = cast(H{name})"));
+        self.made_on.push(stream);
+    }
+
+    /// Columns of slots, on one stream or two.
+    fn columns(&mut self) {
+        let (a, b, to) = (self.some_slot(), self.some_slot(), self.made_on.len());
+        let (i, j) = (self.random.below(2), self.random.below(2));
+        let stream = self.stream_after(&[a, b]);
+        if self.random.chance(2) {
+            self.line("fork high(0), high(1) {");
+            self.line("set_stream high(0)");
+            self.line(format!("W[{to}, :, {i}] = copy(W[{a}, :, {j}])"));
+            self.line("set_stream high(1)");
+            let other = 1 - i;
+            self.line(format!(
+                "W[{to}, :, {other}] = max(W[{a}, :, {j}], W[{b}, :, {i}])"
+            ));
+            self.line("}");
+        } else {
+            self.line(format!("W[{to}] = copy(W[{a}])"));
+            self.line(format!(
+                "W[{to}, :, {i}] = sum(W[{to}, :, {i}], W[{b}, {j}, :])"
+            ));
+        }
+        self.made_on.push(stream);
+    }
+
+    /// Operands that are transposed, or go to parts of a tensor that starts at 0.
+    fn transposed(&mut self) {
+        let (a, b, to) = (self.some_slot(), self.some_slot(), self.made_on.len());
+        let name = self.name();
+        let stream = self.stream_after(&[a, b]);
+        if self.random.chance(2) {
+            self.line(format!("W[{to}] = sum(W[{a}], transpose(W[{b}]))"));
+        } else {
+            self.line(format!("allocate Z{name}: f32[n, n] = 0"));
+            self.line(format!("Z{name}[:, 1] = copy(W[{a}, 0])"));
+            self.line(format!("Z{name}[:, 0..2] += sum(transpose(W[{b}]))"));
+            self.line(format!("W[{to}] = copy(Z{name})"));
+        }
         self.made_on.push(stream);
     }
 

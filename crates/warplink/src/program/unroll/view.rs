@@ -1,0 +1,272 @@
+//! Parts of tensors, and what references select.
+
+use super::Unroller;
+use super::scope::Bound;
+use crate::dtype::DType;
+use crate::program::area::{Area, Axis};
+use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
+use crate::program::expr::Expr;
+use crate::program::ir::{AxisSelection, Selection, TensorRef};
+use crate::program::rank_program::{Range, TensorId};
+
+/// A part of a tensor, with its shape.
+#[derive(Clone, Debug)]
+pub(super) struct View {
+    pub(super) tensor: TensorId,
+    pub(super) dtype: DType,
+    /// In elements.
+    pub(super) offset: usize,
+    pub(super) shape: Vec<usize>,
+    /// For each axis, the elements from one index to the next.
+    pub(super) strides: Vec<usize>,
+    /// Whether it is an input of a program that was called.
+    pub(super) read_only: bool,
+}
+
+impl View {
+    /// Contiguous elements from `offset` on, the last axis varying fastest.
+    pub(super) fn row_major(
+        tensor: TensorId,
+        dtype: DType,
+        offset: usize,
+        shape: Vec<usize>,
+    ) -> Self {
+        let mut strides = vec![1; shape.len()];
+        for axis in (1..shape.len()).rev() {
+            strides[axis - 1] = strides[axis] * shape[axis];
+        }
+        Self {
+            tensor,
+            dtype,
+            offset,
+            shape,
+            strides,
+            read_only: false,
+        }
+    }
+
+    pub(super) fn elements(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    /// Exchanges the last two axes, if there are two.
+    pub(super) fn transpose(&mut self) -> bool {
+        let axes = self.shape.len();
+        if axes < 2 {
+            return false;
+        }
+        self.shape.swap(axes - 2, axes - 1);
+        self.strides.swap(axes - 2, axes - 1);
+        true
+    }
+
+    /// All elements as one range, where they are contiguous and in order.
+    pub(super) fn range(&self) -> Option<Range> {
+        let mut expected = 1;
+        for (&extent, &stride) in self.shape.iter().zip(&self.strides).rev() {
+            if extent > 1 && stride != expected {
+                return None;
+            }
+            expected *= extent;
+        }
+        Some(self.cover())
+    }
+
+    /// The elements with the axes that have more than one of them.
+    pub(super) fn strided(&self) -> Area {
+        let axes: Vec<Axis> = self
+            .shape
+            .iter()
+            .zip(&self.strides)
+            .filter(|(extent, _)| **extent > 1)
+            .map(|(&extent, &stride)| Axis { extent, stride })
+            .collect();
+        let last: usize = axes
+            .iter()
+            .map(|axis| (axis.extent - 1) * axis.stride)
+            .sum();
+        let mut span = self.cover();
+        span.bytes = (last + 1) * self.dtype.size();
+        Area { span, axes }
+    }
+
+    /// The view as a matrix, its leading axes flattened into rows: rows, columns, and whether memory
+    /// holds the transpose. `None` where it has one axis, or elements that are not contiguous.
+    pub(super) fn matrix(&self) -> Option<(Range, [usize; 2], bool)> {
+        let (&columns, rows) = self.shape.split_last()?;
+        let (&last, before) = rows.split_last()?;
+        let size = [rows.iter().product(), columns];
+        if let Some(range) = self.range() {
+            return Some((range, size, false));
+        }
+        let single = before.iter().all(|extent| *extent == 1);
+        let transposed = single && self.strides.ends_with(&[1, last]);
+        transposed.then(|| (self.cover(), size, true))
+    }
+
+    /// As many elements as there are, from the first on.
+    fn cover(&self) -> Range {
+        Range {
+            tensor: self.tensor,
+            offset_bytes: self.offset * self.dtype.size(),
+            bytes: self.elements() * self.dtype.size(),
+        }
+    }
+
+    /// The shape without extents of one, which make no difference to an elementwise operation.
+    pub(super) fn squeezed(&self) -> Vec<usize> {
+        self.shape.iter().copied().filter(|&e| e != 1).collect()
+    }
+}
+
+impl Unroller<'_> {
+    /// What `reference` selects, of a tensor that is still allocated.
+    pub(super) fn view(&self, reference: &TensorRef) -> Result<View, Diagnostic> {
+        let view = self.view_of(reference)?;
+        if let Some(position) = self.deallocated.get(&view.tensor) {
+            return Err(self.diagnostic(
+                DiagnosticKind::UseAfterDeallocate,
+                format!("{reference} was deallocated in {position}"),
+            ));
+        }
+        Ok(view)
+    }
+
+    /// The bias that `reference` selects; `None` where there is none, or the caller leaves it out.
+    pub(super) fn bias(&self, reference: Option<&TensorRef>) -> Result<Option<View>, Diagnostic> {
+        match reference {
+            Some(reference) if !matches!(self.lookup(&reference.name), Some(Bound::Absent)) => {
+                self.view(reference).map(Some)
+            }
+            _ => Ok(None),
+        }
+    }
+
+    fn view_of(&self, reference: &TensorRef) -> Result<View, Diagnostic> {
+        let name = &reference.name;
+        let mut selections = &reference.selections[..];
+        let mut view = match self.lookup(name) {
+            Some(Bound::Tensor(view)) => view.clone(),
+            Some(Bound::Family(members)) => {
+                let [Selection::Index(index), rest @ ..] = selections else {
+                    let message = format!("'{name}' is a family of tensors; expected '{name}[i]'");
+                    return Err(self.diagnostic(DiagnosticKind::Malformed, message));
+                };
+                selections = rest;
+                let index =
+                    self.number_below(index, members.len(), &format!("{reference}: member"))?;
+                members[index].clone()
+            }
+            Some(Bound::Absent) => {
+                let message = format!(
+                    "the optional input '{name}' is left out by the caller and cannot be read; \
+                     expected a condition 'given({name})' around it"
+                );
+                return Err(self.diagnostic(DiagnosticKind::Malformed, message));
+            }
+            Some(_) => {
+                return Err(self.diagnostic(
+                    DiagnosticKind::Malformed,
+                    format!("'{name}' is not a tensor; expected one"),
+                ));
+            }
+            None => {
+                return Err(self.diagnostic(
+                    DiagnosticKind::Malformed,
+                    format!("unknown tensor '{name}'"),
+                ));
+            }
+        };
+        for selection in selections {
+            match selection {
+                Selection::Index(index) => self.select_index(reference, &mut view, 0, index)?,
+                Selection::Range(from, to) => {
+                    self.select_range(reference, &mut view, 0, (from, to))?;
+                }
+                Selection::Axes(axes) => {
+                    let mut axis = 0;
+                    for part in axes {
+                        match part {
+                            AxisSelection::Index(index) => {
+                                self.select_index(reference, &mut view, axis, index)?;
+                                continue;
+                            }
+                            AxisSelection::Range(from, to) => {
+                                self.select_range(reference, &mut view, axis, (from, to))?;
+                            }
+                            AxisSelection::All => {
+                                self.axis(reference, &view, axis)?;
+                            }
+                        }
+                        axis += 1;
+                    }
+                }
+            }
+        }
+        if reference.transposed && !view.transpose() {
+            let message = format!("{reference} has fewer than two axes; expected a matrix");
+            return Err(self.diagnostic(DiagnosticKind::Mismatch, message));
+        }
+        Ok(view)
+    }
+
+    /// The extent and stride of an axis.
+    fn axis(
+        &self,
+        reference: &TensorRef,
+        view: &View,
+        axis: usize,
+    ) -> Result<(usize, usize), Diagnostic> {
+        match (view.shape.get(axis), view.strides.get(axis)) {
+            (Some(&extent), Some(&stride)) => Ok((extent, stride)),
+            _ => Err(self.diagnostic(
+                DiagnosticKind::Mismatch,
+                if view.shape.is_empty() {
+                    format!("{reference} selects from a single element; expected fewer indices")
+                } else {
+                    let axes = view.shape.len();
+                    format!("{reference} selects from {axes} axes; expected no more indices")
+                },
+            )),
+        }
+    }
+
+    fn select_index(
+        &self,
+        reference: &TensorRef,
+        view: &mut View,
+        axis: usize,
+        index: &Expr,
+    ) -> Result<(), Diagnostic> {
+        let (extent, stride) = self.axis(reference, view, axis)?;
+        let index = self.number_below(index, extent, &format!("{reference}: index"))?;
+        view.offset += index * stride;
+        view.shape.remove(axis);
+        view.strides.remove(axis);
+        Ok(())
+    }
+
+    fn select_range(
+        &self,
+        reference: &TensorRef,
+        view: &mut View,
+        axis: usize,
+        (from, to): (&Expr, &Expr),
+    ) -> Result<(), Diagnostic> {
+        let (extent, stride) = self.axis(reference, view, axis)?;
+        let (a, b) = (self.integer(from)?, self.integer(to)?);
+        match (usize::try_from(a), usize::try_from(b)) {
+            (Ok(first), Ok(end)) if first < end && end <= extent => {
+                view.offset += first * stride;
+                view.shape[axis] = end - first;
+                Ok(())
+            }
+            _ => Err(self.diagnostic(
+                DiagnosticKind::OutOfBounds,
+                format!(
+                    "{reference} selects {a}..{b}; expected a part of 0..{extent} that is not empty"
+                ),
+            )),
+        }
+    }
+}
