@@ -128,6 +128,20 @@ def h200():
             "kernel_limit": 256 * KIB,
             "kernel_put": curve([(4 * KIB, 2.0), (16 * KIB, 2.33), (64 * KIB, 3.48), (256 * KIB, 8.1)]),
             "kernel_get": curve([(4 * KIB, 2.8), (16 * KIB, 3.0), (64 * KIB, 4.0), (256 * KIB, 9.1)]),
+            "kernels": {
+                "limit": 4 * MIB,
+                "packet_limit": 256 * KIB,
+                "packet_blocks": 64,
+                "packet_threads": 128,
+                "store_blocks": [[16 * KIB, 1], [64 * KIB, 4], [256 * KIB, 16], [MIB, 32], [4 * MIB, 64]],
+            },
+            "kernels_put": curve(
+                [(KIB, 1.98), (4 * KIB, 2.03), (16 * KIB, 2.19), (64 * KIB, 2.48), (256 * KIB, 3.58),
+                 (MIB, 6.27), (4 * MIB, 14.97)]
+            ),
+            "kernels_get": curve(
+                [(4 * KIB, 3.35), (16 * KIB, 3.67), (64 * KIB, 3.9), (256 * KIB, 4.6), (MIB, 6.7), (4 * MIB, 15.5)]
+            ),
             "put": curve(
                 [(4 * KIB, 4.0), (64 * KIB, 5.7), (MIB, 8.2), (4 * MIB, 16.3), (16 * MIB, 49.2),
                  (64 * MIB, 174.0), (256 * MIB, 682.0), (GIB, 2711.0)]
@@ -195,7 +209,7 @@ def with_measured(model):
         measured = json.loads(path.read_text())
         for part in ["memory", "gemm", "latency", "host", "interference"]:
             model[part] = measured[part]
-        for name in ["kernel_limit", "kernel_put", "kernel_get", "put", "get"]:
+        for name in ["kernel_limit", "kernel_put", "kernel_get", "kernels", "kernels_put", "kernels_get", "put", "get"]:
             model["link"][name] = measured["link"][name]
         model["source"]["notes"] = "rates of eight at once measured one by one; the rest on two: " + (
             measured["source"]["command"]
@@ -221,6 +235,10 @@ def generic_gpu():
     for name in ["put", "get"]:
         slower = [[size, significant(time + size * (1 / 240e9 - 1 / 395e9))] for size, time in link[name]]
         link[name] = slower
+    # Several blocks tell of their copies by additions in the peer's memory, which not every bus does.
+    link["kernels"] = {**link["kernels"], "limit": 256 * KIB, "store_blocks": [[256 * KIB, 1]]}
+    link["kernels_put"] = [point for point in link["kernels_put"] if point[0] <= 256 * KIB]
+    link["kernels_get"] = curve([(4 * KIB, 3.4), (16 * KIB, 3.6), (64 * KIB, 4.6), (256 * KIB, 9.7)])
     link.update(put_ring=235e9, get_ring=225e9, put_rotated=230e9, get_rotated=215e9, stored=210e9)
     for times in model["collectives"]:
         times["times"] = [[size, significant(time * 1.65)] for size, time in times["times"]]
@@ -278,6 +296,16 @@ def host():
             "kernel_limit": 0,
             "kernel_put": [],
             "kernel_get": [],
+            # Kernels only where they are asked for: threads that wait for one another are no faster.
+            "kernels": {
+                "limit": 0,
+                "packet_limit": 16 * KIB,
+                "packet_blocks": 4,
+                "packet_threads": 64,
+                "store_blocks": [[16 * KIB, 1], [MIB, 4]],
+            },
+            "kernels_put": [],
+            "kernels_get": [],
             "put": copy,
             "get": copy,
             "put_ring": 5e9,

@@ -16,7 +16,9 @@ pub enum Path {
     CopyEngine,
     /// Kernels at both ends, whatever the length: packets where the hardware model says so, else several
     /// blocks that copy. Small transfers are several times as fast as by the copy engine. Each kernel waits
-    /// for its peer, and needs multiprocessors that no other kernel keeps until the transfer is done.
+    /// for its peer, and needs multiprocessors that no other kernel keeps until the transfer is done. The
+    /// first wait for a receive may unpack it: waits on other streams follow that one, whatever else it waits
+    /// for, and a receive may be posted twice before a wait at most.
     Multiprocessors,
     /// Kernels up to the length from which the hardware model finds the copy engine faster; then that. For
     /// programs whose own kernels end without this transfer.

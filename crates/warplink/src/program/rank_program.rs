@@ -67,14 +67,39 @@ impl RankProgram {
         })
     }
 
-    /// Whether anything multiplies matrices.
-    pub fn multiplies(&self) -> bool {
-        self.operations.iter().any(|operation| {
-            matches!(
+    /// Whether kernels at both ends may do the transfers of this rank, as far as it is for it to say. Nothing
+    /// multiplies matrices, beside which such kernels find no room, or leave none. As a wait may unpack what
+    /// the peer sent, on its own stream and once for each post, everything is on one stream, and each receive
+    /// is waited for after each post: then no wait holds up more than it does without kernels.
+    pub fn suits_transfer_kernels(&self) -> bool {
+        let mut posted = HashSet::new();
+        for operation in &self.operations {
+            let enqueues = !matches!(
                 operation.kind,
-                OperationKind::Matmul { .. } | OperationKind::PostMatmul { .. }
-            )
-        })
+                OperationKind::Allocate(_) | OperationKind::Deallocate(_) | OperationKind::Share(_)
+            );
+            if enqueues && operation.stream != 0 {
+                return false;
+            }
+            match &operation.kind {
+                OperationKind::Matmul { .. } | OperationKind::PostMatmul { .. } => return false,
+                OperationKind::Post(group) => {
+                    let mut receives = group
+                        .iter()
+                        .filter(|id| self.transfers[**id].direction == Direction::Receive);
+                    if !receives.all(|id| posted.insert(*id)) {
+                        return false;
+                    }
+                }
+                OperationKind::Wait(group) => {
+                    for id in group {
+                        posted.remove(id);
+                    }
+                }
+                _ => {}
+            }
+        }
+        posted.is_empty()
     }
 
     /// Whether the collective engine carries any transfer or collective of this rank.

@@ -12,6 +12,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 use warplink::bootstrap::{JoinConfig, Rendezvous, UniqueId};
 use warplink::device::{AllocationKind, Delays, DeviceSlice, Priority, Stream};
+use warplink::p2p::Path;
 use warplink::program::ir::Role;
 use warplink::program::{Bindings, Executor, PrepareOptions, TensorInstance};
 use warplink::{Communicator, Config, DType, Deadline, DeviceKind, Error, ErrorKind, Result};
@@ -29,6 +30,7 @@ const TOLERANCE: f64 = 1e-5;
 pub(crate) struct Runner {
     seed: u64,
     limit: Duration,
+    path: Option<Path>,
     crews: HashMap<usize, Crew>,
 }
 
@@ -52,8 +54,15 @@ impl Runner {
         Self {
             seed,
             limit,
+            path: None,
             crews: HashMap::new(),
         }
+    }
+
+    /// By this path.
+    pub(crate) fn by(mut self, path: Path) -> Self {
+        self.path = Some(path);
+        self
     }
 
     /// Runs an accepted program.
@@ -66,11 +75,11 @@ impl Runner {
         accepted: &Accepted,
     ) -> std::result::Result<(), String> {
         let world = sample.world;
-        let (seed, limit) = (self.seed, self.limit);
+        let (seed, limit, path) = (self.seed, self.limit, self.path);
         let crew = self
             .crews
             .entry(world)
-            .or_insert_with(|| Crew::join(world, seed, limit));
+            .or_insert_with(|| Crew::join(world, seed, limit, path));
         let order = Arc::new(Order {
             sample: sample.clone(),
             as_graph: accepted.as_graph,
@@ -107,7 +116,7 @@ impl Drop for Runner {
 }
 
 impl Crew {
-    fn join(world: usize, seed: u64, limit: Duration) -> Self {
+    fn join(world: usize, seed: u64, limit: Duration, path: Option<Path>) -> Self {
         let id = UniqueId::create(IpAddr::V4(Ipv4Addr::LOCALHOST), 0).unwrap();
         let (answer, results) = channel();
         let mut orders = Vec::new();
@@ -119,6 +128,7 @@ impl Crew {
             threads.push(std::thread::spawn(move || {
                 let join = JoinConfig::new(Rendezvous::Id(id), rank, world);
                 let mut config = Config::new(join, DeviceKind::Host);
+                config.path = path;
                 config.device.delays = Some(Delays {
                     seed: 64 * seed + rank as u64 + 1,
                     max: DELAY,

@@ -9,6 +9,7 @@ use std::sync::{Barrier, Mutex};
 use std::time::Duration;
 use warplink::bootstrap::{JoinConfig, Rendezvous, UniqueId};
 use warplink::device::{AllocationKind, Priority};
+use warplink::p2p::Path;
 use warplink::program::ir::Program;
 use warplink::program::ir::Role;
 use warplink::program::{
@@ -159,6 +160,63 @@ fn accepted_programs_give_the_same_under_delays() {
     );
 }
 
+/// By kernels at both ends, where a wait unpacks what the peer sent.
+#[test]
+fn programs_by_kernels_give_the_same_under_delays() {
+    if kind() != DeviceKind::Host {
+        return;
+    }
+    let text = "program rounds(n) {
+        input A: f32[n]
+        output S: f32[n]
+        allocate W: f32[4, n]
+        let right = (rank + 1) % world
+        let left = (rank - 1) % world
+        share {
+            first = send A to right tag 1 via put
+            got = receive W[0] from left tag 1 via put
+            passed = send W[0] to right tag 2 via get
+            second = receive W[1] from left tag 2 via get
+            back = send W[1] to left tag 3 via put
+            third = receive W[2] from right tag 3 via put
+        }
+        post got, first
+        wait got
+        post passed, second
+        wait first, second, passed
+        W[3] = copy(W[0])
+        for i in 0 .. 3 {
+            post third, back
+            wait back, third
+            W[1] = copy(W[2])
+            post first, got
+            wait got, first
+        }
+        S = sum(W[0], W[1], W[2], W[3])
+    }";
+    let program = Program::parse(text).unwrap();
+    let mut runner = Runner::new(2, Duration::from_secs(30)).by(Path::Multiprocessors);
+    // Packets of one block and of several, and stores of several blocks.
+    for (world, n) in [(2, 1), (2, 3001), (3, 700), (4, 90), (3, 20_001)] {
+        let sample = Sample {
+            text: text.to_owned(),
+            program: program.clone(),
+            world,
+            streams: 2,
+            parameters: Parameters::from([("n".to_owned(), n)]),
+            changes: 0,
+        };
+        let report = report(&sample).unwrap();
+        assert!(report.suits_transfer_kernels && report.eager_only.is_none());
+        let accepted = check(&sample).unwrap().accepted.unwrap();
+        for _ in 0..4 {
+            runner
+                .run(&sample, &accepted)
+                .unwrap_or_else(|how| panic!("{world} ranks, {n} elements: {how}"));
+        }
+    }
+}
+
 /// Two streams wait for one transfer, one of them behind a wait for what the other brings about.
 #[test]
 fn a_wait_depends_on_no_other_streams_wait() {
@@ -210,7 +268,10 @@ fn a_wait_depends_on_no_other_streams_wait() {
         parameters: Parameters::from([("n".to_owned(), 4)]),
         changes: 0,
     };
-    assert_eq!(report(&sample).unwrap().eager_only, None);
+    let shown = report(&sample).unwrap();
+    assert_eq!(shown.eager_only, None);
+    // One stream's wait for packets of `b` would hold up the other's for `a`.
+    assert!(!shown.suits_transfer_kernels);
     let limit = Duration::from_secs(20);
     let eager = outputs(&sample, How::Eager, limit);
     let captured = outputs(&sample, How::Captured, limit);

@@ -32,7 +32,7 @@ impl<'a> Schedule<'a> {
             counters: 0,
             operations: Vec::new(),
             host: Vec::new(),
-            multiplies: programs.iter().any(RankProgram::multiplies),
+            suits_kernels: programs.iter().all(RankProgram::suits_transfer_kernels),
             first_counter: Vec::new(),
             collectives: HashMap::new(),
             shapes: HashMap::new(),

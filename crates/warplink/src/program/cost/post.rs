@@ -97,7 +97,7 @@ impl Schedule<'_> {
     /// Whether a transfer of `bytes` is done by kernels at both ends, as multiprocessors are free.
     fn has_kernels_for(&self, bytes: u64) -> bool {
         let link = &self.model.link;
-        !self.multiplies && !link.kernels_put.0.is_empty() && bytes <= link.kernels.limit
+        self.suits_kernels && !link.kernels_put.0.is_empty() && bytes <= link.kernels.limit
     }
 
     /// Each transfer takes what was measured one way, with the kernel of the receiver.

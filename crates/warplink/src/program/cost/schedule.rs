@@ -24,8 +24,8 @@ pub(super) struct Schedule<'a> {
     pub(super) partners: &'a Partners,
     pub(super) submission: Submission,
     pub(super) world: usize,
-    /// Whether any rank multiplies matrices, beside which kernels of transfers find no room.
-    pub(super) multiplies: bool,
+    /// Whether kernels at both ends may do the transfers of all ranks.
+    pub(super) suits_kernels: bool,
     /// How many ranks each simulated one stands for.
     pub(super) copies: f64,
     /// The steps of each stream, rank after rank.

@@ -25,8 +25,8 @@ pub struct Prepared {
     pub(super) digest: Arc<Digest>,
     // Whether any rank uses the collective engine of all ranks, which all join then.
     pub(super) uses_engine_of_all: bool,
-    // Whether any rank multiplies matrices, so that all choose the same path.
-    pub(super) multiplies: bool,
+    // Whether transfers of all ranks may be done by kernels at both ends, so that all choose the same path.
+    pub(super) suits_transfer_kernels: bool,
     pub(super) eager_only: Option<Arc<Diagnostic>>,
 }
 
@@ -181,7 +181,7 @@ impl Prepared {
     fn requests(&self, memory: &PlanMemory) -> Result<Vec<TransferRequest>> {
         let mut registered: HashMap<TensorId, Region> = HashMap::new();
         let mut requests = Vec::new();
-        let path = self.context.path(self.multiplies);
+        let path = self.context.path(self.suits_transfer_kernels);
         for (transfer, protocol) in self.direct() {
             let range = transfer.range;
             let tag = tag(transfer);

@@ -42,11 +42,12 @@ impl RankContext {
         self.group.world()
     }
 
-    /// The path of a program's transfers. Its own kernels end by themselves, but a kernel that a transfer
-    /// waits in would find no room beside matmuls, or leave them none.
-    pub(crate) fn path(&self, multiplies: bool) -> Path {
+    /// The path of a program's transfers. Its own kernels end by themselves, but not every program suits
+    /// kernels at both ends.
+    pub(crate) fn path(&self, suits_kernels: bool) -> Path {
         match self.path {
-            None | Some(Path::Fastest) if multiplies => Path::OneBlock,
+            Some(path @ (Path::CopyEngine | Path::OneBlock)) => path,
+            _ if !suits_kernels => Path::OneBlock,
             None => Path::Fastest,
             Some(path) => path,
         }
@@ -71,7 +72,7 @@ impl RankContext {
             &self.memory,
             &self.transfers,
             place,
-            self.path(true),
+            self.path(false),
             self.deadline(),
         )
     }

@@ -186,16 +186,15 @@ impl Executor {
         };
         let of_rank = |rank| unroll(program, rank, world, options.streams, parameters);
         let rank_program = of_rank(rank)?;
-        let (uses_engine_of_all, multiplies) = match &report {
-            Some(report) => (report.uses_engine_of_all, report.multiplies),
+        let (uses_engine_of_all, suits_transfer_kernels) = match &report {
+            Some(report) => (report.uses_engine_of_all, report.suits_transfer_kernels),
             None => {
                 let others = (0..world).filter(|other| *other != rank);
-                let others: Vec<_> = others.filter_map(|other| of_rank(other).ok()).collect();
-                let any =
-                    |test: fn(&RankProgram) -> bool| test(&rank_program) || others.iter().any(test);
+                let mut all: Vec<_> = others.filter_map(|other| of_rank(other).ok()).collect();
+                all.push(rank_program.clone());
                 (
-                    any(RankProgram::uses_engine_of_all),
-                    any(RankProgram::multiplies),
+                    all.iter().any(RankProgram::uses_engine_of_all),
+                    all.iter().all(RankProgram::suits_transfer_kernels),
                 )
             }
         };
@@ -206,7 +205,7 @@ impl Executor {
             program: Arc::new(rank_program),
             digest: Arc::new(Digest::of(program, parameters, options.streams)?),
             uses_engine_of_all,
-            multiplies,
+            suits_transfer_kernels,
             eager_only: report.and_then(|report| report.eager_only).map(Arc::new),
         })
     }

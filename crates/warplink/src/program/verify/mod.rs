@@ -82,8 +82,9 @@ pub struct Report {
     /// Whether any is carried by the engine of all ranks, which they all join then, and not by one of
     /// some ranks.
     pub uses_engine_of_all: bool,
-    /// Whether any rank multiplies matrices.
-    pub multiplies: bool,
+    /// Whether kernels at both ends may do the transfers of all ranks
+    /// ([`RankProgram::suits_transfer_kernels`]).
+    pub suits_transfer_kernels: bool,
 }
 
 impl fmt::Display for Report {
@@ -187,6 +188,6 @@ fn report(ranks: &[RankProgram], eager_only: Option<Diagnostic>) -> Report {
         eager_only,
         uses_engine: ranks.iter().any(RankProgram::uses_engine),
         uses_engine_of_all: ranks.iter().any(RankProgram::uses_engine_of_all),
-        multiplies: ranks.iter().any(RankProgram::multiplies),
+        suits_transfer_kernels: ranks.iter().all(RankProgram::suits_transfer_kernels),
     }
 }
