@@ -1,0 +1,188 @@
+//! Ranks on two hosts, which are network namespaces: connections between them go over the network. The tests
+//! need root, and UCX, and are left out with a notice otherwise.
+
+#![allow(clippy::unwrap_used, clippy::panic)]
+
+mod common;
+
+use common::hosts::{Hosts, SOON, ended_well, leave, role, take};
+use common::{assert_says, values};
+use std::net::Ipv4Addr;
+use std::path::Path;
+use std::time::{Duration, Instant};
+use warplink::bootstrap::{JoinConfig, Rendezvous, UniqueId};
+use warplink::channel::{Connection, ConnectionRequest, Transport};
+use warplink::device::network::{self, NetworkOptions};
+use warplink::device::{Argument, Block, Kernel, Launch, ModuleSource, Stream};
+use warplink::{Communicator, Config, DeviceKind, ErrorKind, Result};
+
+/// Runs `body` on two hosts of one rank each, with what the first cuts when the second asks for it.
+fn on_two_hosts(test: &str, body: impl FnOnce(Communicator, &Path)) {
+    let Some((directory, rank)) = role() else {
+        if let Err(error) = network::open(&NetworkOptions::default()) {
+            assert_eq!(error.kind(), ErrorKind::LibraryMissing, "{error}");
+            return println!("left out: {error}");
+        }
+        let Some(hosts) = Hosts::create() else { return };
+        let directory = tempfile::tempdir().unwrap();
+        let mut roles = [0, 1].map(|host| hosts.run(host, test, directory.path()));
+        let started = Instant::now();
+        while roles
+            .iter_mut()
+            .any(|role| role.try_wait().unwrap().is_none())
+            && started.elapsed() < 2 * SOON
+        {
+            if directory.path().join("cut").exists() {
+                hosts.cut();
+                leave(directory.path(), "was cut", &[]);
+                break;
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        for (host, role) in roles.into_iter().enumerate() {
+            assert!(ended_well(role), "host {host} failed");
+        }
+        return;
+    };
+    let id = if rank == 0 {
+        let id = UniqueId::create(Ipv4Addr::new(10, 117, 0, 1).into(), 0).unwrap();
+        leave(&directory, "id", id.to_string().as_bytes());
+        id
+    } else {
+        let text = String::from_utf8(take(&directory, "id")).unwrap();
+        text.parse().unwrap()
+    };
+    let config = Config::new(
+        JoinConfig::new(Rendezvous::Id(id), rank, 2),
+        DeviceKind::Host,
+    );
+    let config = config.with_network_devices("link0");
+    body(Communicator::join(&config).unwrap(), &directory);
+}
+
+/// So many bytes of what `rank` sends in `round`.
+fn pattern(rank: usize, round: usize, bytes: usize) -> Vec<u8> {
+    const PAGE: usize = 4096;
+    let noise = values(rank, round, PAGE);
+    let mut all = Vec::with_capacity(bytes);
+    for page in 0..bytes / PAGE {
+        all.extend_from_slice(&page.to_le_bytes());
+        all.extend_from_slice(&noise[size_of::<usize>()..]);
+    }
+    all
+}
+
+fn kernel(
+    comm: &Communicator,
+    name: &str,
+    closure: impl Fn(&Block<'_>) -> Result<()> + Send + Sync + 'static,
+) -> Kernel {
+    let source = ModuleSource::new("hosts").with_host_kernel(name, closure);
+    // SAFETY: there is no code for a GPU.
+    let module = unsafe { comm.device().load_module(&source) }.unwrap();
+    module.kernel(name).unwrap()
+}
+
+/// The connection to the other host, which chooses the network by itself.
+fn connect(comm: &Communicator, bytes: usize) -> (Connection, Stream) {
+    let peer = 1 - comm.rank();
+    let region = comm.alloc(bytes).unwrap();
+    let request = ConnectionRequest::new(peer, 0, &region);
+    let direct = request.clone().with_transport(Transport::Direct);
+    let error = comm.connect(&[direct]).unwrap_err();
+    assert_eq!(
+        (error.kind(), error.peer()),
+        (ErrorKind::Unsupported, Some(peer))
+    );
+    assert_says(&error, &["on another machine", "choose the network"]);
+    let connection = comm.connect(&[request]).unwrap().all()[0].clone();
+    assert_eq!(connection.transport(), Transport::Network);
+    (connection, comm.create_stream(Default::default()).unwrap())
+}
+
+/// Both ranks put a gibibyte at once, in parts to places of their own, and check what arrives.
+#[test]
+fn two_hosts_exchange_a_gibibyte_by_connections() {
+    const ALL: usize = 1 << 30;
+    const PART: usize = 64 << 20;
+    on_two_hosts("two_hosts_exchange_a_gibibyte_by_connections", |comm, _| {
+        let (rank, peer) = (comm.rank(), 1 - comm.rank());
+        // What is sent, two parts in turn, and then all that arrives.
+        let (connection, stream) = connect(&comm, 2 * PART + ALL);
+        let region = connection.region(0).unwrap();
+        let send = kernel(&comm, "send", |block| {
+            let (channel, part) = (block.channel(0)?, block.u64(1)?);
+            let (source, bytes) = (part % 2 * PART as u64, PART as u64);
+            let target = (2 + part) * bytes;
+            channel.put_with_signal_and_flush(target, source, bytes)
+        });
+        let receive = kernel(&comm, "receive", |block| block.channel(0)?.wait());
+        let started = Instant::now();
+        for part in 0..ALL / PART {
+            let own = part % 2 * PART;
+            let source = region.slice(own..own + PART).unwrap();
+            source.upload(&pattern(rank, part, PART)).unwrap();
+            let arguments = [connection.channel(), Argument::U64(part as u64)];
+            let launch = Launch::new(1, 1);
+            send.launch(&stream, &launch, &arguments).unwrap();
+            receive
+                .launch(&stream, &launch, &[connection.channel()])
+                .unwrap();
+            comm.synchronize(&stream).unwrap();
+            let arrived = (2 + part) * PART;
+            let arrived = region.slice(arrived..arrived + PART).unwrap();
+            let right = arrived.download().unwrap() == pattern(peer, part, PART);
+            assert!(right, "part {part}");
+        }
+        println!("1 GiB each way in {:?}", started.elapsed());
+        drop((connection, region));
+        comm.close().unwrap();
+    });
+}
+
+#[test]
+fn a_cut_link_ends_kernels_with_an_error_that_names_the_peer() {
+    const TEST: &str = "a_cut_link_ends_kernels_with_an_error_that_names_the_peer";
+    on_two_hosts(TEST, |comm, directory| {
+        let (rank, peer) = (comm.rank(), 1 - comm.rank());
+        let (connection, stream) = connect(&comm, 1 << 20);
+        let signal_and_wait = kernel(&comm, "signal_and_wait", |block| {
+            block.channel(0)?.signal()?;
+            block.channel(0)?.wait()
+        });
+        let launch = Launch::new(1, 1);
+        signal_and_wait
+            .launch(&stream, &launch, &[connection.channel()])
+            .unwrap();
+        comm.synchronize(&stream).unwrap();
+        comm.barrier().unwrap();
+        if rank == 0 {
+            leave(directory, "cut", &[]);
+        }
+        take(directory, "was cut");
+        // One waits for an answer to what it sends, the other for what is not sent.
+        let busy = kernel(&comm, "busy", move |block| {
+            if rank == 0 {
+                return block.channel(0)?.put_with_signal_and_flush(0, 0, 1 << 20);
+            }
+            block.channel(0)?.wait()
+        });
+        busy.launch(&stream, &launch, &[connection.channel()])
+            .unwrap();
+        let started = Instant::now();
+        let error = comm.synchronize(&stream).unwrap_err();
+        println!("after {:?}: {error}", started.elapsed());
+        assert!(started.elapsed() < Duration::from_secs(10), "{error}");
+        // The first rank serves the store, from which the other is cut off.
+        let kinds = [ErrorKind::PeerLost, ErrorKind::GivenUp];
+        assert!(kinds.contains(&error.kind()), "{error}");
+        if rank == 0 || error.kind() == ErrorKind::PeerLost {
+            assert_eq!(error.peer(), Some(peer), "{error}");
+        }
+        // Ending it waits for nobody.
+        let started = Instant::now();
+        drop((connection, comm));
+        assert!(started.elapsed() < Duration::from_secs(10));
+        std::process::exit(0);
+    });
+}
