@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 out=device-bin
-rm -f "$out"/warplink "$out"/test-* "$out"/c_*
+rm -f "$out"/warplink "$out"/test-* "$out"/c_* "$out"/libwarplink.so.*
 mkdir -p "$out"
 tests=(device_contract transfers failures lifetimes abort timeouts channels repeated_losses
     survivors shared_streams stopped handover communicators device_faults)
@@ -26,19 +26,23 @@ for line in sys.stdin:
         print(message["target"]["name"], message["executable"])
 ' | while read -r name executable; do cp "$executable" "$out/test-$name"; done
 
-# Programs in C and C++, each with the library in it.
+# Programs in C and C++: the example with the library in it, the tests' with the shared library beside them.
 cargo build --release -p warplink-c
 installed=$(mktemp -d)
 trap 'rm -rf "$installed"' EXIT
 scripts/install-c.sh "$installed"
-for source in examples/c/ping_pong.cpp crates/warplink-c/tests/programs/{life_cycle.c,lost_peer.c,threads.cpp}; do
-    name=${source##*/}
-    compiler=(c++ -std=c++17 -static-libstdc++)
-    if [[ $name == *.c ]]; then compiler=(cc -std=c99 -D_POSIX_C_SOURCE=200809L); fi
-    "${compiler[@]}" -O2 -pthread -I "$installed/include" "$source" -o "$out/c_${name%.*}" -Wl,--gc-sections \
-        "$installed/lib/libwarplink.a" -static-libgcc -lutil -lrt -lm -ldl
+cp -L "$installed"/lib/libwarplink.so.?.? "$out/"
+options=(-O2 -pthread -I "$installed/include" -static-libgcc)
+c++ -std=c++17 "${options[@]}" examples/c/ping_pong.cpp -o "$out/c_ping_pong" -Wl,--gc-sections -static-libstdc++ \
+    "$installed/lib/libwarplink.a" -lutil -lrt -lm -ldl
+beside=(-L "$installed/lib" -lwarplink "-Wl,-rpath,\$ORIGIN")
+for name in life_cycle lost_peer; do
+    cc -std=c99 -D_POSIX_C_SOURCE=200809L "${options[@]}" "crates/warplink-c/tests/programs/$name.c" \
+        -o "$out/c_$name" "${beside[@]}"
 done
-strip "$out"/warplink "$out"/test-* "$out"/c_*
+c++ -std=c++17 "${options[@]}" crates/warplink-c/tests/programs/threads.cpp -o "$out/c_threads" -static-libstdc++ \
+    "${beside[@]}"
+strip "$out"/warplink "$out"/test-* "$out"/c_* "$out"/libwarplink.so.*
 du -sh "$out"
 # What may be carried to such a machine.
 (($(du -sm "$out" | cut -f1) <= 60)) || echo "$out has more than 60 MiB; drop tests that are not needed" >&2

@@ -8,7 +8,7 @@ use std::cell::Cell;
 use std::ffi::c_void;
 use std::ptr::NonNull;
 use warplink::device::{Block, BlockChannel, DeviceSlice};
-use warplink::{Error, ErrorKind};
+use warplink::Error;
 
 thread_local! {
     /// The block whose body runs on this thread.
@@ -36,7 +36,7 @@ pub(crate) fn run(block: &Block<'_>, body: impl FnOnce() -> i32) -> warplink::Re
         return Err(failure.into_error());
     }
     let message = format!("the kernel returned {status}; expected 0 or what a call returned");
-    Err(Error::new(ErrorKind::PeerFailed, message)
+    Err(Error::invalid(message)
         .with_operation("run a kernel")
         .with_help("return the status of the call that failed"))
 }
