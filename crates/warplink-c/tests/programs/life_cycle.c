@@ -98,7 +98,8 @@ static void writes(warplink_stream stream, warplink_region own, warplink_region 
     FAILS(warplink_registered_write(buffer, BYTES + 1, span(source, 0, BYTES), stream),
           WARPLINK_STATUS_INVALID_ARGUMENT, "pass the end");
 
-    /* By the connection: into the buffer's start, and back from it. */
+    /* By the connection: into the buffer's start, which the peer has looked at, and back from it. */
+    OK(warplink_barrier(comm));
     fill(source, 0, number(rank, 6000));
     OK(warplink_write(comm, peer, 7, at(registered, 0), span(source, 0, BYTES), stream));
     OK(warplink_read(comm, peer, 7, span(own, 0, BYTES), at(registered, 0), stream));
