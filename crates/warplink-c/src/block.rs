@@ -7,8 +7,8 @@ use crate::types::At;
 use std::cell::Cell;
 use std::ffi::c_void;
 use std::ptr::NonNull;
-use warplink::device::{Block, BlockChannel, DeviceSlice};
 use warplink::Error;
+use warplink::device::{Block, BlockChannel, DeviceSlice};
 
 thread_local! {
     /// The block whose body runs on this thread.

@@ -93,16 +93,15 @@ pub extern "C" fn warplink_connect(
         let region = region.get()?;
         same_job(&job, &region.job, "region")?;
         let peer = rank_of_peer(&job, peer)?;
-        let transport = match transport {
-            0 => warplink::channel::Transport::Direct,
-            1 => warplink::channel::Transport::Proxied,
-            other => {
-                return Err(Failure::invalid(
-                    format!("unknown transport {other}; expected a warplink_transport"),
-                    "use WARPLINK_TRANSPORT_DIRECT or WARPLINK_TRANSPORT_PROXIED",
-                )
-                .with_peer(peer));
-            }
+        let known = Transport::ALL
+            .into_iter()
+            .find(|one| *one as i32 == transport);
+        let Some(transport) = known else {
+            return Err(Failure::invalid(
+                format!("unknown transport {transport}; expected a warplink_transport"),
+                "use WARPLINK_TRANSPORT_AUTO",
+            )
+            .with_peer(peer));
         };
         let mut setup = job.setup();
         if setup.declares(peer, tag) || setup.is_connected(peer, tag) {
@@ -112,7 +111,12 @@ pub extern "C" fn warplink_connect(
             )
             .with_peer(peer));
         }
-        let request = ConnectionRequest::new(peer, tag, &region.region).with_transport(transport);
+        let request = ConnectionRequest::new(peer, tag, &region.region);
+        let request = match transport {
+            Transport::Auto => request,
+            Transport::Direct => request.with_transport(warplink::channel::Transport::Direct),
+            Transport::Proxied => request.with_transport(warplink::channel::Transport::Proxied),
+        };
         setup.declared.push(Declared { peer, tag, request });
         Ok(())
     })
@@ -321,6 +325,3 @@ fn rank_of_peer(job: &JobObject, peer: i32) -> Outcome<usize> {
         )),
     }
 }
-
-// The numbers of the header.
-const _: () = assert!(Transport::Direct as i32 == 0 && Transport::Proxied as i32 == 1);

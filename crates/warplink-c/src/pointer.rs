@@ -7,10 +7,10 @@ use std::slice;
 /// Writes `value` to where `pointer` points.
 ///
 /// # Safety
-/// A `pointer` that is not null must be aligned, and valid for a write.
+/// A `pointer` that is not null must be valid for a write.
 pub(crate) unsafe fn store<T>(pointer: *mut T, name: &str, value: T) -> Outcome {
     check(pointer, name)?;
-    // SAFETY: not null, as was checked; the caller vouches for the rest.
+    // SAFETY: not null and aligned, as was checked; the caller vouches for the rest.
     unsafe { pointer.write(value) };
     Ok(())
 }
@@ -18,7 +18,7 @@ pub(crate) unsafe fn store<T>(pointer: *mut T, name: &str, value: T) -> Outcome 
 /// Reads the value that `pointer` points to.
 ///
 /// # Safety
-/// A `pointer` that is not null must be aligned, and point to a `T`.
+/// A `pointer` that is not null must point to a `T`.
 pub(crate) unsafe fn load<T: Copy>(pointer: *const T, name: &str) -> Outcome<T> {
     check(pointer, name)?;
     // SAFETY: as above.
@@ -72,7 +72,7 @@ pub(crate) unsafe fn values<'a, T>(
     }
     check(pointer, name)?;
     fits::<T>(count, name)?;
-    // SAFETY: not null and not too long, as was checked; the caller vouches for the rest.
+    // SAFETY: not null, aligned and not too long, as was checked; the caller vouches for the rest.
     Ok(unsafe { slice::from_raw_parts(pointer, count) })
 }
 
@@ -97,12 +97,21 @@ pub(crate) unsafe fn new_bytes<'a>(
     Ok(unsafe { slice::from_raw_parts_mut(pointer.cast(), bytes) })
 }
 
-/// Fails for null.
+/// Fails for null, and for an address that no `T` has.
 pub(crate) fn check<T>(pointer: *const T, name: &str) -> Outcome {
     if pointer.is_null() {
         return Err(Failure::invalid(
             format!("{name} is null; expected a pointer"),
             format!("give a valid pointer as {name}"),
+        ));
+    }
+    if !pointer.is_aligned() {
+        return Err(Failure::invalid(
+            format!(
+                "{name} is at {pointer:p}; expected an address aligned to {} bytes",
+                align_of::<T>()
+            ),
+            format!("give a pointer to what the type of {name} says"),
         ));
     }
     Ok(())
@@ -137,6 +146,18 @@ mod tests {
             assert!(values(null.cast::<u64>(), 0, "it").unwrap().is_empty());
             assert!(new_bytes(null, 1, "it").is_err());
             assert!(new_bytes(null, 0, "it").unwrap().is_empty());
+        }
+    }
+
+    #[test]
+    fn an_address_that_is_not_aligned_is_an_error() {
+        let words = [1_u64, 2];
+        let between = (&raw const words).cast::<u8>().wrapping_add(4);
+        // SAFETY: the address is refused before it is followed, and where it is not, lies in the words.
+        unsafe {
+            assert!(load(between.cast::<u64>(), "it").is_err());
+            assert!(values(between.cast::<u64>(), 1, "it").is_err());
+            assert!(load(between.cast::<u32>(), "it").is_ok());
         }
     }
 

@@ -15,10 +15,12 @@ pub struct UniqueId {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Transport {
+    /// Chosen by where the peer is: direct where its memory can be mapped.
+    Auto = 0,
     /// The kernel itself stores to and loads from the peer's memory.
-    Direct = 0,
+    Direct = 1,
     /// A thread of the host, the proxy, has the copy engine move the bytes when kernels ask it to.
-    Proxied = 1,
+    Proxied = 2,
 }
 
 /// A place in one of a connection's regions.
@@ -66,6 +68,11 @@ pub struct Channel {
     connection: u32,
     peer: u32,
     proxied: u32,
+}
+
+impl Transport {
+    /// All of them.
+    pub(crate) const ALL: [Self; 3] = [Self::Auto, Self::Direct, Self::Proxied];
 }
 
 impl From<At> for warplink::device::At {

@@ -213,7 +213,7 @@ unsafe extern "C" fn every_call(_user: *mut c_void) -> i32 {
 
 #[test]
 fn blocks_of_host_kernels_make_every_call() {
-    for transport in [Transport::Direct, Transport::Proxied] {
+    for transport in [Transport::Auto, Transport::Direct, Transport::Proxied] {
         ranks(|comm, rank| {
             let region = connect(comm, rank, transport);
             let own = alloc(comm, 24);
@@ -335,7 +335,14 @@ fn a_setup_that_fails_can_be_tried_again() {
 #[test]
 fn transports_that_differ_are_an_error_on_both_ranks() {
     ranks(|comm, rank| {
-        ok(warplink_connect(comm, 1 - rank, TAG, alloc(comm, 64), rank));
+        let transport = [Transport::Direct, Transport::Proxied][rank as usize] as i32;
+        ok(warplink_connect(
+            comm,
+            1 - rank,
+            TAG,
+            alloc(comm, 64),
+            transport,
+        ));
         fails(warplink_setup(comm), Status::Mismatch, "");
         assert_eq!(warplink_last_error_peer(), 1 - rank);
     });
