@@ -88,7 +88,7 @@ void play(warplink_comm comm) {
     warplink_region region{};
     check(warplink_alloc(comm, sizeof words, &region));
     check(warplink_upload({region, 0, sizeof words}, words.data()));
-    check(warplink_connect(comm, peer, tag, region, WARPLINK_TRANSPORT_AUTO));
+    check(warplink_connect(comm, peer, tag, region, WARPLINK_TRANSPORT_AUTO, nullptr));
     check(warplink_setup(comm));
 
     warplink_stream stream{};

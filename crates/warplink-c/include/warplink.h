@@ -90,10 +90,16 @@ typedef enum {
 
 /// How the bytes of a connection reach the peer; the same on both ranks.
 typedef enum {
+    /// Chosen by where the peer is: direct where its memory can be mapped, the network where it is on another
+    /// machine.
+    WARPLINK_TRANSPORT_AUTO = 0,
     /// The kernel itself stores to and loads from the peer's memory.
-    WARPLINK_TRANSPORT_DIRECT = 0,
+    WARPLINK_TRANSPORT_DIRECT = 1,
     /// A thread of the host, the proxy, has the copy engine move the bytes when kernels ask it to.
-    WARPLINK_TRANSPORT_PROXIED = 1,
+    WARPLINK_TRANSPORT_PROXIED = 2,
+    /// The proxy sends the bytes over the network (UCX) when kernels ask it to. `warplink_write`,
+    /// `warplink_read` and `warplink_registered_write` do not use it.
+    WARPLINK_TRANSPORT_NETWORK = 3,
 } warplink_transport;
 
 /// How urgent a message is.
@@ -402,13 +408,16 @@ warplink_status warplink_stream_wait(warplink_stream stream,
                                      uint64_t epoch);
 
 /// Declares a connection to `peer`, which declares its end with the same tag and transport. `region` is this
-/// rank's memory for it; the peer's may have another length. `transport` is a `warplink_transport`. Does not
-/// communicate; `warplink_setup` connects what was declared.
+/// rank's memory for it; the peer's may have another length. `transport` is a `warplink_transport`.
+/// `network_devices` names the network devices of this rank to use, separated by commas and as UCX names them
+/// ("mlx5_0:1", "eth0"); null for all of them, and with another transport than the network. Does not communicate;
+/// `warplink_setup` connects what was declared.
 warplink_status warplink_connect(warplink_comm comm,
                                  int32_t peer,
                                  uint64_t tag,
                                  warplink_region region,
-                                 int32_t transport);
+                                 int32_t transport,
+                                 const char *network_devices);
 
 /// Connects everything that was declared since the last setup. Blocks until the peers have set up their ends;
 /// then kernels of both may use the channels. It starts the proxy where a connection needs it. If it fails,

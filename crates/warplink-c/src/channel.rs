@@ -6,6 +6,7 @@ use crate::memory::same_job;
 use crate::pointer;
 use crate::status::{Failure, Outcome, Status, entry};
 use crate::types::{At, Channel, Span, Transport};
+use std::ffi::c_char;
 use std::sync::Arc;
 use warplink::channel::{Connection, ConnectionRequest};
 use warplink::device::{ChannelArray, ChannelHandle};
@@ -78,15 +79,18 @@ fn unknown(peer: i32, tag: u64) -> Failure {
 }
 
 /// Declares a connection to `peer`, which declares its end with the same tag and transport. `region` is this
-/// rank's memory for it; the peer's may have another length. `transport` is a `warplink_transport`. Does not
-/// communicate; `warplink_setup` connects what was declared.
+/// rank's memory for it; the peer's may have another length. `transport` is a `warplink_transport`.
+/// `network_devices` names the network devices of this rank to use, separated by commas and as UCX names them
+/// ("mlx5_0:1", "eth0"); null for all of them, and with another transport than the network. Does not communicate;
+/// `warplink_setup` connects what was declared.
 #[unsafe(no_mangle)]
-pub extern "C" fn warplink_connect(
+pub unsafe extern "C" fn warplink_connect(
     comm: Comm,
     peer: i32,
     tag: u64,
     region: Region,
     transport: i32,
+    network_devices: *const c_char,
 ) -> Status {
     entry("connect", || {
         let job = comm.get()?;
@@ -103,6 +107,15 @@ pub extern "C" fn warplink_connect(
             )
             .with_peer(peer));
         };
+        // SAFETY: the caller passes null or a text.
+        let devices = unsafe { pointer::optional_text(network_devices, "network_devices") }?;
+        if devices.is_some() && transport != Transport::Network {
+            return Err(Failure::invalid(
+                "the transport uses no network devices; expected null",
+                "use WARPLINK_TRANSPORT_NETWORK, or name no network devices",
+            )
+            .with_peer(peer));
+        }
         let mut setup = job.setup();
         if setup.declares(peer, tag) || setup.is_connected(peer, tag) {
             return Err(Failure::invalid(
@@ -116,6 +129,10 @@ pub extern "C" fn warplink_connect(
             Transport::Auto => request,
             Transport::Direct => request.with_transport(warplink::channel::Transport::Direct),
             Transport::Proxied => request.with_transport(warplink::channel::Transport::Proxied),
+            Transport::Network => match devices {
+                None => request.with_transport(warplink::channel::Transport::Network),
+                Some(devices) => request.with_network_devices(devices),
+            },
         };
         setup.declared.push(Declared { peer, tag, request });
         Ok(())

@@ -15,12 +15,16 @@ pub struct UniqueId {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Transport {
-    /// Chosen by where the peer is: direct where its memory can be mapped.
+    /// Chosen by where the peer is: direct where its memory can be mapped, the network where it is on another
+    /// machine.
     Auto = 0,
     /// The kernel itself stores to and loads from the peer's memory.
     Direct = 1,
     /// A thread of the host, the proxy, has the copy engine move the bytes when kernels ask it to.
     Proxied = 2,
+    /// The proxy sends the bytes over the network (UCX) when kernels ask it to. `warplink_write`,
+    /// `warplink_read` and `warplink_registered_write` do not use it.
+    Network = 3,
 }
 
 /// A place in one of a connection's regions.
@@ -72,7 +76,7 @@ pub struct Channel {
 
 impl Transport {
     /// All of them.
-    pub(crate) const ALL: [Self; 3] = [Self::Auto, Self::Direct, Self::Proxied];
+    pub(crate) const ALL: [Self; 4] = [Self::Auto, Self::Direct, Self::Proxied, Self::Network];
 }
 
 impl From<At> for warplink::device::At {

@@ -8,6 +8,8 @@ use std::ptr::null;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
+use warplink::ErrorKind;
+use warplink::device::network::{self, NetworkOptions};
 use warplink_c::block::*;
 use warplink_c::buffer::*;
 use warplink_c::channel::*;
@@ -142,17 +144,17 @@ fn at(offset: u64) -> At {
     At { region: 0, offset }
 }
 
+/// Declares a connection to the other of two ranks.
+fn declare(comm: Comm, rank: i32, region: Region, transport: Transport) {
+    // SAFETY: no network devices are named.
+    ok(unsafe { warplink_connect(comm, 1 - rank, TAG, region, transport as i32, null()) });
+}
+
 /// Connects the two ranks, with 64 bytes each.
 fn connect(comm: Comm, rank: i32, transport: Transport) -> Region {
     let region = alloc(comm, 64);
     upload(region, &[0; 8]);
-    ok(warplink_connect(
-        comm,
-        1 - rank,
-        TAG,
-        region,
-        transport as i32,
-    ));
+    declare(comm, rank, region, transport);
     ok(warplink_setup(comm));
     region
 }
@@ -213,7 +215,13 @@ unsafe extern "C" fn every_call(_user: *mut c_void) -> i32 {
 
 #[test]
 fn blocks_of_host_kernels_make_every_call() {
-    for transport in [Transport::Auto, Transport::Direct, Transport::Proxied] {
+    let mut transports = vec![Transport::Auto, Transport::Direct, Transport::Proxied];
+    match network::open(&NetworkOptions::default()) {
+        Ok(_) => transports.push(Transport::Network),
+        Err(error) if error.kind() == ErrorKind::LibraryMissing => println!("left out: {error}"),
+        Err(error) => panic!("{error}"),
+    }
+    for transport in transports {
         ranks(|comm, rank| {
             let region = connect(comm, rank, transport);
             let own = alloc(comm, 24);
@@ -283,7 +291,8 @@ fn what_belongs_to_another_communicator_is_refused() {
         ranks(|comm, inner_rank| {
             let invalid = |status| fails(status, Status::InvalidArgument, "another communicator");
             let peer = 1 - inner_rank;
-            invalid(warplink_connect(comm, peer, TAG, foreign, 0));
+            // SAFETY: no network devices are named.
+            invalid(unsafe { warplink_connect(comm, peer, TAG, foreign, 0, null()) });
             let own = connect(comm, inner_rank, Transport::Direct);
             let (to, from) = (span(own, 0, 8), span(foreign, 0, 8));
             invalid(warplink_copy(to, from, foreign_stream));
@@ -312,7 +321,7 @@ fn a_setup_that_fails_can_be_tried_again() {
         1.0,
         |comm, rank| {
             let region = alloc(comm, 64);
-            ok(warplink_connect(comm, 1 - rank, TAG, region, 0));
+            declare(comm, rank, region, Transport::Auto);
             if rank == 0 {
                 let started = Instant::now();
                 fails(warplink_setup(comm), Status::Timeout, "peer 1");
@@ -335,14 +344,8 @@ fn a_setup_that_fails_can_be_tried_again() {
 #[test]
 fn transports_that_differ_are_an_error_on_both_ranks() {
     ranks(|comm, rank| {
-        let transport = [Transport::Direct, Transport::Proxied][rank as usize] as i32;
-        ok(warplink_connect(
-            comm,
-            1 - rank,
-            TAG,
-            alloc(comm, 64),
-            transport,
-        ));
+        let transport = [Transport::Direct, Transport::Proxied][rank as usize];
+        declare(comm, rank, alloc(comm, 64), transport);
         fails(warplink_setup(comm), Status::Mismatch, "");
         assert_eq!(warplink_last_error_peer(), 1 - rank);
     });
@@ -438,7 +441,7 @@ fn made_up_handles_are_refused_by_every_function() {
                 warplink_stream_raw(stream, place.cast()),
                 warplink_stream_synchronize(stream),
                 warplink_stream_wait(stream, comm, 0, 0, 0),
-                warplink_connect(comm, 0, 0, region, 0),
+                warplink_connect(comm, 0, 0, region, 0, null()),
                 warplink_setup(comm),
                 warplink_channel_get(comm, 0, 0, place.cast()),
                 warplink_channel_get_all(comm, place.cast(), 0, place.cast()),

@@ -132,7 +132,7 @@ int main(int argc, char **argv) {
     for (int which = 0; which < 2; which++) {
         OK(warplink_alloc(comm, (size_t)(rank == 0 ? 2 : 3) * BYTES, &regions[which]));
         OK(warplink_connect(comm, peer, 7 + (uint64_t)which, regions[which],
-                            which == 0 ? WARPLINK_TRANSPORT_DIRECT : WARPLINK_TRANSPORT_PROXIED));
+                            which == 0 ? WARPLINK_TRANSPORT_DIRECT : WARPLINK_TRANSPORT_PROXIED, NULL));
     }
     OK(warplink_setup(comm));
     channels();

@@ -31,7 +31,7 @@ int main(int argc, char **argv) {
     OK(warplink_set_log_handler(log_line, (void *)&lost_level));
     OK(warplink_init(&comm, 2, argv[3], rank, &options));
     OK(warplink_alloc(comm, 64, &region));
-    OK(warplink_connect(comm, 1 - rank, 3, region, WARPLINK_TRANSPORT_DIRECT));
+    OK(warplink_connect(comm, 1 - rank, 3, region, WARPLINK_TRANSPORT_DIRECT, NULL));
     OK(warplink_setup(comm));
     OK(warplink_stream_create(comm, &stream));
     kernel = load_swap(comm, NULL);

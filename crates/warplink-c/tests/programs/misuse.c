@@ -66,12 +66,13 @@ static void before_setup(warplink_region region, warplink_stream stream) {
     argument = warplink_argument_channels(comm);
     FAILS(warplink_launch(kernel, stream, shape, &argument, 1), USAGE, "no connection was set up");
 
-    FAILS(warplink_connect(comm, rank, 0, region, WARPLINK_TRANSPORT_DIRECT), INVALID, "is no peer of rank");
-    FAILS(warplink_connect(comm, 2, 0, region, WARPLINK_TRANSPORT_DIRECT), INVALID, "rank 2 is no peer");
-    FAILS(warplink_connect(comm, -1, 0, region, WARPLINK_TRANSPORT_DIRECT), INVALID, "rank -1 is no peer");
-    FAILS(warplink_connect(comm, peer, 0, region, 9), INVALID, "unknown transport 9");
-    OK(warplink_connect(comm, peer, 0, region, WARPLINK_TRANSPORT_DIRECT));
-    FAILS(warplink_connect(comm, peer, 0, region, WARPLINK_TRANSPORT_DIRECT), INVALID, "was declared before");
+    FAILS(warplink_connect(comm, rank, 0, region, WARPLINK_TRANSPORT_DIRECT, NULL), INVALID, "is no peer of rank");
+    FAILS(warplink_connect(comm, 2, 0, region, WARPLINK_TRANSPORT_DIRECT, NULL), INVALID, "rank 2 is no peer");
+    FAILS(warplink_connect(comm, -1, 0, region, WARPLINK_TRANSPORT_DIRECT, NULL), INVALID, "rank -1 is no peer");
+    FAILS(warplink_connect(comm, peer, 0, region, 9, NULL), INVALID, "unknown transport 9");
+    FAILS(warplink_connect(comm, peer, 0, region, WARPLINK_TRANSPORT_DIRECT, "eth0"), INVALID, "no network devices");
+    OK(warplink_connect(comm, peer, 0, region, WARPLINK_TRANSPORT_DIRECT, NULL));
+    FAILS(warplink_connect(comm, peer, 0, region, WARPLINK_TRANSPORT_DIRECT, NULL), INVALID, "was declared before");
     FAILS(warplink_channel_get(comm, peer, 0, &channel), USAGE, "declared but not set up");
     HOLDS(warplink_last_error_peer() == peer);
     HOLDS(strstr(warplink_last_error(), "help: call warplink_setup first") != NULL);
@@ -136,11 +137,11 @@ int main(int argc, char **argv) {
     OK(warplink_alloc(comm, 64, &freed));
     OK(warplink_region_free(freed));
     FAILS(warplink_region_free(freed), CLOSED, "the region was given back");
-    FAILS(warplink_connect(comm, peer, 0, freed, WARPLINK_TRANSPORT_DIRECT), CLOSED, "the region was given back");
+    FAILS(warplink_connect(comm, peer, 0, freed, WARPLINK_TRANSPORT_DIRECT, NULL), CLOSED, "the region was given back");
     OK(warplink_stream_create(comm, &stream));
     before_setup(region, stream);
     OK(warplink_setup(comm));
-    FAILS(warplink_connect(comm, peer, 0, region, WARPLINK_TRANSPORT_DIRECT), INVALID, "was declared before");
+    FAILS(warplink_connect(comm, peer, 0, region, WARPLINK_TRANSPORT_DIRECT, NULL), INVALID, "was declared before");
     FAILS(warplink_channel_get(comm, peer, 0, NULL), INVALID, "channel is null");
     OK(warplink_channel_get(comm, peer, 0, &channel));
     wrong_arguments(region, stream);

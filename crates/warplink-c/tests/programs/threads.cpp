@@ -39,7 +39,7 @@ void run(warplink_unique_id id, std::int32_t rank) {
     OK(warplink_alloc(comm, 2 * BYTES, &region));
     OK(warplink_alloc(comm, 64, &upright));
     OK(warplink_upload(span(upright, 0, 64), std::string(64, 'x').data()));
-    OK(warplink_connect(comm, peer, 0, region, WARPLINK_TRANSPORT_DIRECT));
+    OK(warplink_connect(comm, peer, 0, region, WARPLINK_TRANSPORT_DIRECT, nullptr));
     OK(warplink_setup(comm));
     warplink_stream stream{};
     OK(warplink_stream_create(comm, &stream));
