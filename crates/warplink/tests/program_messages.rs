@@ -48,6 +48,59 @@ fn a_message_names_the_statement_of_several_that_share_a_line() {
 }
 
 #[test]
+fn what_is_long_is_shown_in_part() {
+    let long = "A, ".repeat(1000);
+    let text = format!(
+        "program p() {{ input A: u8[4]; output B: f16[4]; output C: f16[4]; allocate D: f16[4]; set_stream \
+         pool(0); B = sum({long}A) }}"
+    );
+    let refused = refused(&text.replace("u8", "f16"), 1);
+    let said = refused[0].to_string();
+    assert!(
+        said.contains("`B = sum(A, A") && said.contains('…'),
+        "{said}"
+    );
+    assert!(said.len() < 600, "{said}");
+    // A wrong word far along the line.
+    let error = Program::parse(&text.replace(" A) }", " A) wrong }")).unwrap_err();
+    let shown = error.to_string();
+    let lines: Vec<&str> = shown.lines().collect();
+    assert!(
+        lines[2].contains("… A, A") || lines[2].contains("…A, A") || lines[2].contains("…, A"),
+        "{shown}"
+    );
+    assert!(
+        lines.iter().all(|line| line.chars().count() < 200),
+        "{shown}"
+    );
+    let caret = lines[3].chars().position(|c| c == '^').unwrap();
+    let pointed: String = lines[2].chars().skip(caret).take(5).collect();
+    assert_eq!(pointed, "wrong", "{shown}");
+    // So is an expression that does not hold.
+    let sum = "(1 + 1)";
+    let product = format!("({})", [sum; 60].join(" * "));
+    let text = format!("program p() {{ require {product} / 0 == 1 }}");
+    assert!(self::refused(&text, 1)[0].to_string().len() < 400);
+}
+
+#[test]
+fn lists_of_ranks_in_two_orders_are_told_as_such() {
+    let text = "program p() {
+    input A: u8[4]
+    output B: u8[8]
+    let pair = [rank, 1 - rank]
+    B = all_gather(A) among pair
+}";
+    says(
+        &refused(text, 2)[0],
+        &[
+            "collective-order: rank 0, line 5: `B = all_gather(A) among pair` is among all ranks in \
+             order, and rank 1 calls one among ranks 1, 0; expected the same ranks in the same order",
+        ],
+    );
+}
+
+#[test]
 fn two_statements_of_one_line_are_two_diagnostics() {
     let text = "program p() {
     input A: u8[4]

@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 use std::path::Path;
-use warplink::program::text::ParseError;
+use warplink::program::text::{ParseError, window};
 use warplink::program::{Diagnostic, Site};
 
 /// Most places that are named beside one line.
@@ -10,7 +10,12 @@ const MAX_PLACES: usize = 4;
 
 /// A diagnostic with every statement that takes part, and which ranks and iterations do.
 pub(super) fn explain(diagnostic: &Diagnostic, file: &Path, text: &str) -> String {
-    let mut out = format!("{diagnostic}\n");
+    format!("{diagnostic}\n{}", excerpts(diagnostic, file, text))
+}
+
+/// The statements that take part in a diagnostic, and which ranks and iterations do.
+pub(super) fn excerpts(diagnostic: &Diagnostic, file: &Path, text: &str) -> String {
+    let mut out = String::new();
     let mut starts: Vec<(u32, u32)> = Vec::new();
     // Where the places are, and the calls that lead to them.
     let sites = diagnostic
@@ -32,6 +37,8 @@ pub(super) fn explain(diagnostic: &Diagnostic, file: &Path, text: &str) -> Strin
         };
         let source = source.trim_start_matches('\u{feff}');
         let (indent, width) = extent(source, column as usize);
+        let (source, indent) = window(source, indent);
+        let width = width.min(source.chars().count().saturating_sub(indent).max(1));
         let number = line.to_string();
         let margin = " ".repeat(number.len());
         let blank: String = source
@@ -130,12 +137,33 @@ struct JsonPlace {
 
 /// A call of a program.
 #[derive(Debug, Serialize)]
-struct JsonCall {
+pub(super) struct JsonCall {
     program: String,
     line: u32,
     #[serde(skip_serializing_if = "is_first")]
     column: u32,
     indices: Vec<(String, i64)>,
+}
+
+/// The loops around a place, with their indices.
+pub(super) fn indices(site: &Site) -> Vec<(String, i64)> {
+    let indices = site.indices.iter();
+    indices
+        .map(|(name, value)| (name.to_string(), *value))
+        .collect()
+}
+
+/// The calls that lead to a place, the innermost first.
+pub(super) fn calls(site: &Site) -> Vec<JsonCall> {
+    let calls = site.with_calls().filter_map(|site| site.call.as_deref());
+    calls
+        .map(|call| JsonCall {
+            program: call.program.to_string(),
+            line: call.site.line,
+            column: call.site.column,
+            indices: indices(&call.site),
+        })
+        .collect()
 }
 
 const fn is_first(column: &u32) -> bool {
@@ -177,27 +205,12 @@ impl<'a> JsonParseError<'a> {
 
 impl From<&Diagnostic> for Json {
     fn from(diagnostic: &Diagnostic) -> Self {
-        let indices = |site: &Site| -> Vec<(String, i64)> {
-            let indices = site.indices.iter();
-            indices
-                .map(|(name, value)| (name.to_string(), *value))
-                .collect()
-        };
-        let call = |site: &Site| {
-            let call = site.call.as_deref()?;
-            Some(JsonCall {
-                program: call.program.to_string(),
-                line: call.site.line,
-                column: call.site.column,
-                indices: indices(&call.site),
-            })
-        };
         let place = |place: &warplink::program::Place| JsonPlace {
             rank: place.rank,
             line: place.site.line,
             column: place.site.column,
             indices: indices(&place.site),
-            calls: place.site.with_calls().filter_map(call).collect(),
+            calls: calls(&place.site),
         };
         Self {
             kind: diagnostic.kind.name(),

@@ -226,7 +226,12 @@ impl Verify {
             })?;
         } else {
             match &verdict {
-                Ok(report) => print_text(&format!("{report}\n"))?,
+                Ok(report) => {
+                    print_text(&format!("{report}\n"))?;
+                    if let Some(why) = &report.eager_only {
+                        print_text(&diagnostics::excerpts(why, &self.source.file, &text))?;
+                    }
+                }
                 Err(diagnostics) => {
                     for diagnostic in diagnostics {
                         let found = diagnostics::explain(diagnostic, &self.source.file, &text);

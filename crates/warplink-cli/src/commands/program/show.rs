@@ -1,5 +1,6 @@
 //! `warplink program show`: a program as it was read, or as one rank runs it.
 
+use super::diagnostics::{JsonCall, calls, indices};
 use super::{Source, Text};
 use crate::options::Options;
 use crate::report::{print_json, print_text};
@@ -7,7 +8,6 @@ use anyhow::{Result, ensure};
 use clap::Args;
 use serde::Serialize;
 use std::process::ExitCode;
-use warplink::program::ir::Position;
 use warplink::program::{Area, OperationKind, Range, RankProgram, TransferId, unroll};
 
 /// Print a program
@@ -34,6 +34,11 @@ struct Line {
     #[serde(skip_serializing_if = "Option::is_none")]
     column: Option<u32>,
     indices: Vec<(String, i64)>,
+    /// The calls that lead there, the innermost first.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    calls: Vec<JsonCall>,
+    #[serde(skip)]
+    at: String,
 }
 
 impl Show {
@@ -78,12 +83,9 @@ impl Show {
                 operation: describe(&rank_program, &operation.kind),
                 line: operation.site.line,
                 column: Some(operation.site.column).filter(|column| *column > 0),
-                indices: operation
-                    .site
-                    .indices
-                    .iter()
-                    .map(|(name, value)| (name.to_string(), *value))
-                    .collect(),
+                indices: indices(&operation.site),
+                calls: calls(&operation.site),
+                at: operation.site.to_string(),
             })
             .collect();
         if options.json {
@@ -92,21 +94,9 @@ impl Show {
         }
         let mut text = format!("{}, rank {rank} of {world}\n", program.name);
         for line in lines {
-            let indices: Vec<String> = line
-                .indices
-                .iter()
-                .map(|(name, value)| format!("{name} = {value}"))
-                .collect();
             text += &format!(
-                "{:>8}  {:<60}  # {}{}{}\n",
-                line.stream,
-                line.operation,
-                Position {
-                    line: line.line,
-                    column: line.column.unwrap_or_default(),
-                },
-                if indices.is_empty() { "" } else { ", " },
-                indices.join(", ")
+                "{:>8}  {:<60}  # {}\n",
+                line.stream, line.operation, line.at
             );
         }
         print_text(&text)?;

@@ -80,6 +80,9 @@ pub const MAX_PARAMETERS: usize = 1024;
 /// Most blocks inside one another.
 pub const MAX_BLOCK_DEPTH: usize = 32;
 
+/// The most characters of a line or a statement that messages show.
+const MAX_SHOWN: usize = 160;
+
 /// Words with a meaning, which no name may be.
 pub const RESERVED: [&str; 56] = [
     "program",
@@ -170,16 +173,39 @@ impl fmt::Display for ParseError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let number = self.line.to_string();
         let margin = " ".repeat(number.len());
-        let indent: String = self
-            .excerpt
+        let (excerpt, indent) = window(&self.excerpt, self.column - 1);
+        let indent: String = excerpt
             .chars()
-            .take(self.column - 1)
+            .take(indent)
             .map(|c| if c == '\t' { '\t' } else { ' ' })
             .collect();
         writeln!(f, "line {number}, column {}: {}", self.column, self.message)?;
         writeln!(f, "{margin} |")?;
-        writeln!(f, "{number} | {}", self.excerpt)?;
+        writeln!(f, "{number} | {excerpt}")?;
         write!(f, "{margin} | {indent}^")
+    }
+}
+
+/// The part of a long line that is shown around the character with `at` before it, and how many characters
+/// are before it there; `…` stands for what is left out. Short lines are shown whole.
+pub fn window(line: &str, at: usize) -> (String, usize) {
+    let length = line.chars().count();
+    if length <= MAX_SHOWN {
+        return (line.to_owned(), at);
+    }
+    let from = at.saturating_sub(MAX_SHOWN / 2).min(length - MAX_SHOWN);
+    let middle: String = line.chars().skip(from).take(MAX_SHOWN).collect();
+    let (lead, end) = (from > 0, from + MAX_SHOWN < length);
+    let mark = |there: bool| if there { "…" } else { "" };
+    let text = format!("{}{middle}{}", mark(lead), mark(end));
+    (text, at - from + usize::from(lead))
+}
+
+/// A statement or expression for a message; of a long one, the start.
+pub(super) fn shortened(text: String) -> String {
+    match text.char_indices().nth(MAX_SHOWN) {
+        Some((end, _)) => format!("{}…", &text[..end]),
+        None => text,
     }
 }
 

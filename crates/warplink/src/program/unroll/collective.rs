@@ -39,8 +39,7 @@ impl Unroller<'_> {
         }
         if !seen.contains(&own) {
             let message = format!(
-                "this rank, {own}, is not in '{name}', which is {}; expected the call on the ranks that \
-                 are",
+                "rank {own} is not in '{name}', which has {}; expected the call on these only",
                 ranks_of(&members)
             );
             return Err(self.diagnostic(DiagnosticKind::Malformed, message));

@@ -23,7 +23,7 @@ use super::ir::{
 };
 use super::parameters::{Parameters, Value};
 use super::rank_program::{Operation, OperationKind, RankProgram, Site, StreamKind, TensorId};
-use super::text::MAX_BLOCK_DEPTH;
+use super::text::{MAX_BLOCK_DEPTH, shortened};
 use crate::error::{Rank, Result};
 use call::Called;
 use scope::{Bound, Named, OpenLoop};
@@ -50,6 +50,9 @@ const WORK_PER_STEP: usize = 8;
 
 /// The most names that are bound at one time.
 pub const MAX_NAMES: usize = 4096;
+
+/// The most names whose values a message tells.
+const MAX_NAMES_SHOWN: usize = 32;
 
 /// The most axes of a tensor.
 pub const MAX_AXES: usize = 8;
@@ -319,8 +322,9 @@ impl<'p> Unroller<'p> {
         match &statement.kind {
             StatementKind::Require(condition) => {
                 if !self.condition(condition)? {
+                    let condition = shortened(condition.to_string());
                     let mut message = format!("expected {condition}");
-                    for name in &self.names {
+                    for name in self.names.iter().take(MAX_NAMES_SHOWN) {
                         if let Some(Bound::Integer(value)) = self.bound.get(name) {
                             message += &format!(", {name} = {value}");
                         }

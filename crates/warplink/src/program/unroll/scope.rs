@@ -9,6 +9,7 @@ use crate::program::diagnostic::{Diagnostic, DiagnosticKind, Place};
 use crate::program::expr::{Condition, Expr};
 use crate::program::ir::{Position, StreamRef, TransferRef};
 use crate::program::rank_program::{Site, StreamKind, TransferId};
+use crate::program::text::shortened;
 use std::collections::HashMap;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -208,6 +209,7 @@ impl<'p> Unroller<'p> {
         expression
             .evaluate(&|name| self.integer_named(name))
             .map_err(|error| {
+                let expression = shortened(expression.to_string());
                 self.diagnostic(DiagnosticKind::Malformed, format!("{expression}: {error}"))
             })
     }
@@ -217,6 +219,7 @@ impl<'p> Unroller<'p> {
         condition
             .evaluate(&|name| self.integer_named(name))
             .map_err(|error| {
+                let condition = shortened(condition.to_string());
                 self.diagnostic(DiagnosticKind::Malformed, format!("{condition}: {error}"))
             })
     }
@@ -234,7 +237,8 @@ impl<'p> Unroller<'p> {
             _ => Err(self.diagnostic(
                 DiagnosticKind::OutOfBounds,
                 format!(
-                    "{what} {expression} is {value}; expected 0 to {}",
+                    "{what} {} is {value}; expected 0 to {}",
+                    shortened(expression.to_string()),
                     limit.saturating_sub(1)
                 ),
             )),

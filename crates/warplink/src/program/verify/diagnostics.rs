@@ -4,7 +4,7 @@ use crate::error::Rank;
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind, Place};
 use crate::program::ir::Program;
 use crate::program::rank_program::RankProgram;
-use crate::program::text::summary;
+use crate::program::text::{shortened, summary};
 use std::collections::HashMap;
 
 /// The most different diagnostics that are reported.
@@ -71,7 +71,7 @@ impl<'p> Diagnostics<'p> {
     pub(super) fn say(&self, place: &Place) -> String {
         match summary(self.program, place.site.position()) {
             text if text.is_empty() => place.to_string(),
-            text => format!("{place}: `{text}`"),
+            text => format!("{place}: `{}`", shortened(text)),
         }
     }
 }

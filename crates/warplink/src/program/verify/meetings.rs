@@ -166,6 +166,16 @@ impl Calls {
         let places = vec![place_of(ranks, self.rank(place), operation)];
         diagnostics.add(DiagnosticKind::CollectiveOrder, places.clone(), |said| {
             let said = said.say(&places[0]);
+            if let Some(other) = self.in_another_order(ranks, less) {
+                return format!(
+                    "{said} is among {}, and rank {less} calls one among {other}; expected the same ranks \
+                     in the same order on each of them",
+                    match &self.members {
+                        Some(members) => ranks_of(members),
+                        None => "all ranks in order".to_owned(),
+                    }
+                );
+            }
             match &self.members {
                 None => format!(
                     "{said} is one collective more than the {count} of rank {less}; expected the same on \
@@ -178,6 +188,33 @@ impl Calls {
                 ),
             }
         });
+    }
+
+    /// The list of a collective of `rank` among the same ranks as these, in another order.
+    fn in_another_order(&self, ranks: &[RankProgram], rank: Rank) -> Option<String> {
+        let sorted = |members: &Members| {
+            let mut list = match members {
+                Some(members) => members.to_vec(),
+                None => (0..ranks.len()).collect(),
+            };
+            list.sort_unstable();
+            list
+        };
+        let own = sorted(&self.members);
+        ranks[rank]
+            .operations
+            .iter()
+            .find_map(|operation| match &operation.kind {
+                OperationKind::Collective { members, .. }
+                    if *members != self.members && sorted(members) == own =>
+                {
+                    Some(match members {
+                        Some(members) => ranks_of(members),
+                        None => "all ranks in order".to_owned(),
+                    })
+                }
+                _ => None,
+            })
     }
 
     /// Whether two members call different collectives at one position, which is reported.
@@ -241,7 +278,7 @@ impl Calls {
                 ),
             };
             format!(
-                "{} is called where rank {first} calls {}: {own} against {theirs}; expected {expected}",
+                "{} meets {}: {own} against {theirs}; expected {expected}",
                 said.say(&places[0]),
                 said.say(&places[1]),
             )
