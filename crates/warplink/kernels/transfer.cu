@@ -155,14 +155,14 @@ static __device__ __forceinline__ void store_data(u64 to, u64 left, uint2 data) 
         *(unsigned char *)(to + i) = (unsigned char)((i < 4 ? data.x >> 8 * i : data.y >> 8 * (i - 4)) & 0xffu);
 }
 
-// Both give false where the waits were ended.
-static __device__ __forceinline__ bool push(const PacketPart &part, u32 block) {
+// Both give false where the waits were ended, and the epoch that the block is at.
+static __device__ __forceinline__ bool push(const PacketPart &part, u32 block, u64 &epoch) {
     const u64 packets = (part.bytes + 7) / 8, stride = (u64)part.blocks * part.threads;
     u64 i = (u64)block * part.threads + threadIdx.x;
     // Under way before the scratch is known to be free.
     uint2 data = make_uint2(0, 0);
     if (i < packets) data = load_data(part.data + 8 * i, part.bytes - 8 * i);
-    const u64 epoch = detail::load_relaxed(part.own + 8 * block) + 1;
+    epoch = detail::load_relaxed(part.own + 8 * block) + 1;
     for (u32 polls = 1; (long long)(detail::load_relaxed(part.own + consumed_offset + 8 * block) + 2 - epoch) < 0; polls++)
         if (polls % detail::polls_per_look == 0 && detail::load_relaxed(part.abort) != 0) return false;
     const u64 out = part.peer + halves_offset + (epoch & 1u) * 16 * packets;
@@ -175,9 +175,9 @@ static __device__ __forceinline__ bool push(const PacketPart &part, u32 block) {
     return true;
 }
 
-static __device__ __forceinline__ bool unpack(const PacketPart &part, u32 block) {
+static __device__ __forceinline__ bool unpack(const PacketPart &part, u32 block, u64 &epoch) {
     const u64 packets = (part.bytes + 7) / 8, stride = (u64)part.blocks * part.threads;
-    const u64 epoch = detail::load_relaxed(part.own + 8 * block) + 1;
+    epoch = detail::load_relaxed(part.own + 8 * block) + 1;
     const u64 in = part.own + halves_offset + (epoch & 1u) * 16 * packets;
     const u32 flag = (u32)epoch;
     for (u64 i = (u64)block * part.threads + threadIdx.x; i < packets; i += stride) {
@@ -203,11 +203,11 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS) warplink_packets(const
     while (number + 1 < all.count && block >= all.parts[number].blocks) block -= all.parts[number++].blocks;
     const PacketPart &part = all.parts[number];
     bool done = true;
+    u64 epoch = 0;
     // Of several parts, another may want more threads.
-    if (threadIdx.x < part.threads) done = part.receives ? unpack(part, block) : push(part, block);
+    if (threadIdx.x < part.threads) done = part.receives ? unpack(part, block, epoch) : push(part, block, epoch);
     // Where the waits were ended, nothing is counted.
     if (!__syncthreads_and(done) || threadIdx.x != 0) return;
-    const u64 epoch = detail::load_relaxed(part.own + 8 * block) + 1;
     store(part.own + 8 * block, epoch);
     // All packets of the block have been loaded, as their data was looked at.
     if (part.receives) store(part.peer + consumed_offset + 8 * block, epoch);

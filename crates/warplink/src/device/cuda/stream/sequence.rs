@@ -43,7 +43,10 @@ impl CudaStream {
                         |unit| unit == Unit::Kernel || (unit == Unit::Beside && copy.blocks == 1);
                     let before = pending.iter().rev().take_while(|(_, unit)| joins(*unit));
                     // What does not fit into the launch goes before it.
-                    let before = before.count().min(MAX_OPERATIONS / 2);
+                    let mut before = before.count().min(MAX_OPERATIONS / 2);
+                    if copy.blocks > 1 {
+                        before = waits_at_end(&pending[pending.len() - before..]);
+                    }
                     let joined: Vec<MemoryOp<'_>> = pending
                         .drain(pending.len() - before..)
                         .map(|(op, _)| op)
@@ -138,5 +141,55 @@ impl CudaStream {
         let (_, _entered) = self.enter()?;
         let _enqueuing = self.enqueue(used);
         kernels.packets(self.raw, parts)
+    }
+}
+
+/// How many operations at the end of `pending` every block of a kernel may do by itself: waits, and resets of
+/// what was waited for among them, which come when all blocks have waited. A block that sets or resets
+/// anything else is behind another that waits already.
+fn waits_at_end(pending: &[Pending<'_>]) -> usize {
+    let written = |(op, _): &Pending<'_>| matches!(op, MemoryOp::Write { .. });
+    let first = pending.iter().rposition(written).map_or(0, |at| at + 1);
+    let run = &pending[first..];
+    let awaited = |before: &[Pending<'_>], word: &Word| {
+        before.iter().any(|(op, _)| match op {
+            MemoryOp::Wait { word: awaited, .. } => awaited.address() == word.address(),
+            MemoryOp::Write { .. } | MemoryOp::Reset { .. } => false,
+        })
+    };
+    // From where on each reset has its wait before it.
+    let mut start = 0;
+    while let Some(reset) = (start..run.len()).find(|at| match run[*at].0 {
+        MemoryOp::Reset { word } => !awaited(&run[start..*at], word),
+        MemoryOp::Wait { .. } | MemoryOp::Write { .. } => false,
+    }) {
+        start = reset + 1;
+    }
+    run.len() - start
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::{DeviceConfig, DeviceKind};
+
+    #[test]
+    fn blocks_wait_for_words_that_nobody_resets_beside_them() {
+        let device = crate::device::open(&DeviceConfig::new(DeviceKind::Host, 0)).unwrap();
+        let page = device.allocate_signals(64).unwrap();
+        let [a, b] = [0, 8].map(|at| page.word(at).unwrap());
+        let pending = |op| (op, Unit::Kernel);
+        let wait = |word| pending(MemoryOp::Wait { word, value: 1 });
+        let reset = |word| pending(MemoryOp::Reset { word });
+        let write = |word| pending(MemoryOp::Write { word, value: 1 });
+        assert_eq!(waits_at_end(&[]), 0);
+        assert_eq!(waits_at_end(&[wait(&a), wait(&b), reset(&b)]), 3);
+        // A captured receive that is waited for, before a captured send.
+        let both = [reset(&a), write(&b), wait(&a), wait(&b), reset(&b)];
+        assert_eq!(waits_at_end(&both), 3);
+        // A wait would find the word as it was before the reset.
+        assert_eq!(waits_at_end(&[reset(&a), wait(&a)]), 1);
+        assert_eq!(waits_at_end(&[wait(&b), reset(&a), wait(&a), reset(&a)]), 2);
+        assert_eq!(waits_at_end(&[wait(&a), write(&b)]), 0);
     }
 }
