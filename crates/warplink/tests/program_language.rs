@@ -21,5 +21,7 @@ mod run;
 mod slices;
 #[path = "program_language/subprograms.rs"]
 mod subprograms;
+#[path = "program_language/types.rs"]
+mod types;
 #[path = "program_language/zeros.rs"]
 mod zeros;

@@ -117,6 +117,37 @@ fn collectives_are_in_place_where_engines_say_so() {
         2,
         |_| vec![200.0, 201.0],
     );
+    gives(
+        "input A: f32[n]
+        output C: f32[n]
+        C = copy(A)
+        C = broadcast(C from 1)",
+        2,
+        2,
+        |_| vec![100.0, 101.0],
+    );
+    gives(
+        "input A: f32[n]
+        output C: f32[n]
+        C = copy(A)
+        C = reduce(C, sum to 2)",
+        2,
+        2,
+        |rank| match rank {
+            2 => vec![300.0, 303.0],
+            _ => vec![100.0 * rank as f32, 100.0 * rank as f32 + 1.0],
+        },
+    );
+    for shifted in ["all_reduce(C[0..2], sum)", "broadcast(C[0..2] from rank_1)"] {
+        let body = format!(
+            "input A: f32[world, n]
+            output C: f32[world, n]
+            let rank_1 = 1
+            C = copy(A)
+            C[1..3] = {shifted}"
+        );
+        refused(&body, DiagnosticKind::Race, "both reads and writes");
+    }
     for (body, part) in [
         (
             "C = copy(A)\nC = all_to_all(C)",
