@@ -1,7 +1,7 @@
 // A kernel of one's own that talks to a peer, from C++: two ranks send a number back and forth without their
 // hosts.
 //
-//     just install-c prefix="$HOME/.local"
+//     just install-c "$HOME/.local"
 //     export PKG_CONFIG_PATH="$HOME/.local/lib/pkgconfig" LD_LIBRARY_PATH="$HOME/.local/lib"
 //     g++ -std=c++17 -O2 -pthread examples/c/ping_pong.cpp -o ping_pong $(pkg-config --cflags --libs warplink)
 //

@@ -13,7 +13,7 @@ use warplink::device::Launch;
 
 /// The body of a kernel for the host device: it runs once for each block of a launch, all at the same time, and
 /// makes the `warplink_block_...` calls. It returns `WARPLINK_STATUS_SUCCESS`, or what a call returned: then the
-/// kernel's stream fails with that call's error. It must not throw.
+/// kernel's stream fails with that call's error. It must not throw, and makes no other calls of Warplink.
 pub type HostKernelBody = Option<unsafe extern "C" fn(user: *mut c_void) -> i32>;
 
 /// A kernel for the host device.
