@@ -192,6 +192,7 @@ fn every_file_that_the_architecture_names_is_there() {
         "crates/warplink",
         "crates/warplink/src",
         "crates/warplink/src/program",
+        "crates/warplink-c",
     ]
     .map(|folder| root().join(folder));
     let paths = quoted(ARCHITECTURE).filter(|word| word.contains('/') && !word.contains(' '));
