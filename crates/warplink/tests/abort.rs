@@ -5,14 +5,13 @@
 
 mod common;
 
-use common::{kind, world};
+use common::{config_of_thread, world};
 use std::net::{IpAddr, Ipv4Addr};
-use std::sync::Barrier;
 use std::time::{Duration, Instant};
-use warplink::bootstrap::{JoinConfig, Rendezvous, UniqueId, Wait};
+use warplink::bootstrap::{UniqueId, Wait};
 use warplink::device::Priority;
 use warplink::p2p::TransferRequest;
-use warplink::{Communicator, Config, DeviceKind, Error, ErrorKind, Result};
+use warplink::{Communicator, Error, ErrorKind, Result};
 
 /// How soon the peers must have their error.
 const SOON: Duration = Duration::from_secs(5);
@@ -53,21 +52,15 @@ fn end_while(
 ) {
     let world = world(3);
     let id = UniqueId::create(IpAddr::V4(Ipv4Addr::LOCALHOST), 0).unwrap();
-    let ready = Barrier::new(world);
     std::thread::scope(|scope| {
         let ranks: Vec<_> = (0..world)
             .map(|rank| {
-                let (id, ready, prepare, wait) = (id.clone(), &ready, &prepare, &wait);
+                let config = config_of_thread(&id, rank, world);
+                let (prepare, wait) = (&prepare, &wait);
                 scope.spawn(move || {
-                    let join = JoinConfig::new(Rendezvous::Id(id), rank, world);
-                    let mut config = Config::new(join, kind());
-                    if kind() == DeviceKind::Cuda {
-                        config.device.ordinal = rank;
-                    }
                     let comm = Communicator::join(&config).unwrap();
                     prepare(&comm);
                     comm.barrier().unwrap();
-                    ready.wait();
                     if rank == victim {
                         // The others are to be in what this rank ends.
                         std::thread::sleep(Duration::from_millis(100));
@@ -193,8 +186,7 @@ thread_local! {
 #[test]
 fn the_first_abort_counts_and_later_calls_fail() {
     let id = UniqueId::create(IpAddr::V4(Ipv4Addr::LOCALHOST), 0).unwrap();
-    let join = JoinConfig::new(Rendezvous::Id(id), 0, 1);
-    let comm = Communicator::join(&Config::new(join, kind())).unwrap();
+    let comm = Communicator::join(&config_of_thread(&id, 0, 1)).unwrap();
     let stream = comm.create_stream(Priority::Normal).unwrap();
     comm.abort("first");
     comm.abort("second");

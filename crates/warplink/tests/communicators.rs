@@ -5,13 +5,16 @@
 
 mod common;
 
-use common::{Ranks, assert_says, delays, kind, processes, threads, threads_with, values, world};
+use common::{
+    Ranks, assert_says, config_of_thread, delays, kind, processes, threads, threads_with, values,
+    world,
+};
 use std::net::{IpAddr, Ipv4Addr};
 use std::time::{Duration, Instant};
-use warplink::bootstrap::{JoinConfig, Rendezvous, UniqueId};
+use warplink::bootstrap::UniqueId;
 use warplink::device::Priority;
 use warplink::p2p::{Transfer, TransferRequest, post_all, wait_all};
-use warplink::{Communicator, Config, Deadline, DeviceKind, ErrorKind, Job};
+use warplink::{Communicator, Deadline, DeviceKind, ErrorKind, Job};
 
 /// Lists of ranks of a job of four that overlap, in orders of their own.
 const GROUPS: [&[usize]; 4] = [&[0, 1, 2], &[3, 2, 1], &[2, 0], &[1, 0, 3, 2]];
@@ -343,12 +346,7 @@ fn one_thread_joins_several_ranks_of_one_process() {
     let id = UniqueId::create(IpAddr::V4(Ipv4Addr::LOCALHOST), 0).unwrap();
     let pending: Vec<_> = (0..world(3))
         .map(|rank| {
-            let join = JoinConfig::new(Rendezvous::Id(id.clone()), rank, world(3));
-            let mut config = Config::new(join, kind());
-            if kind() == DeviceKind::Cuda {
-                config.device.ordinal = rank;
-            }
-            let pending = Job::begin_join(&config).unwrap();
+            let pending = Job::begin_join(&config_of_thread(&id, rank, world(3))).unwrap();
             // Not before all have come.
             assert!(rank + 1 == world(3) || !pending.is_finished());
             pending

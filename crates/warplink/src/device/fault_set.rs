@@ -262,3 +262,55 @@ mod tests {
         assert!(spoils(&lost, &third) && !spoils(&lost, &other));
     }
 }
+
+#[cfg(all(test, loom))]
+mod loom_tests {
+    //! A loss beside a thread that enqueues work of another communicator in a stream that waits.
+
+    use super::*;
+    use loom::thread;
+
+    /// Work that the stream takes is known when the loss spreads, or is refused.
+    #[test]
+    fn loom_work_in_a_stream_that_fails_is_refused_or_known() {
+        loom::model(|| {
+            let [lost, other] = [(); 2].map(|()| Arc::new(Fault::default()));
+            let stream = Arc::<FaultSet>::default();
+            stream.add(&lost);
+            let (raising, enqueuing) = (lost.clone(), stream.clone());
+            let raising = thread::spawn(move || {
+                raising.announce(Error::new(ErrorKind::PeerLost, "lost"));
+                let spoiled = raising.spoiled().len();
+                raising.release();
+                spoiled
+            });
+            // As a post does: it is noted first, and then refused where the stream has failed.
+            enqueuing.add_work(&other);
+            let taken = enqueuing.check().is_ok();
+            let spoiled = raising.join().unwrap();
+            assert!(!taken || spoiled == 1, "work passes unnoticed");
+        });
+    }
+
+    /// Nor does that of a stream which begins to follow the one that fails.
+    #[test]
+    fn loom_work_in_a_stream_that_follows_is_refused_or_known() {
+        loom::model(|| {
+            let [lost, other] = [(); 2].map(|()| Arc::new(Fault::default()));
+            let [stream, follower] = [(); 2].map(|()| Arc::<FaultSet>::default());
+            stream.add(&lost);
+            let raising = {
+                let lost = lost.clone();
+                thread::spawn(move || {
+                    lost.announce(Error::new(ErrorKind::PeerLost, "lost"));
+                    lost.spoiled().len()
+                })
+            };
+            follower.follow(&stream);
+            follower.add_work(&other);
+            let taken = follower.check().is_ok();
+            let spoiled = raising.join().unwrap();
+            assert!(!taken || spoiled == 1, "work passes unnoticed");
+        });
+    }
+}

@@ -270,23 +270,26 @@ pub fn threads_that_end(
     std::thread::scope(|scope| {
         let ranks: Vec<_> = (0..world)
             .map(|rank| {
-                let (body, change, id) = (&body, &change, id.clone());
-                scope.spawn(move || {
-                    let mut config =
-                        Config::new(JoinConfig::new(Rendezvous::Id(id), rank, world), kind());
-                    if kind() == DeviceKind::Cuda {
-                        config.device.ordinal = rank % gpus();
-                    }
-                    config.timeout = Duration::from_secs(60);
-                    change(&mut config);
-                    body(Communicator::join(&config).unwrap());
-                })
+                let (body, mut config) = (&body, config_of_thread(&id, rank, world));
+                change(&mut config);
+                scope.spawn(move || body(Communicator::join(&config).unwrap()))
             })
             .collect();
         for rank in ranks {
             rank.join().unwrap();
         }
     });
+}
+
+/// How a rank joins that is a thread. Several such ranks may have the same GPU.
+pub fn config_of_thread(id: &UniqueId, rank: usize, world: usize) -> Config {
+    let join = JoinConfig::new(Rendezvous::Id(id.clone()), rank, world);
+    let mut config = Config::new(join, kind());
+    if kind() == DeviceKind::Cuda {
+        config.device.ordinal = rank % gpus();
+    }
+    config.timeout = Duration::from_secs(60);
+    config
 }
 
 /// Random delays for [`threads_with`].

@@ -215,3 +215,73 @@ fn a_context_of_the_application_stays_current() {
         comm.barrier().unwrap();
     });
 }
+
+/// Asking a stream that records a graph, or what is in it, ends the recording.
+#[test]
+fn a_capture_of_the_application_is_left_alone() {
+    use cudarc::driver::sys;
+    if kind() == DeviceKind::Host {
+        return;
+    }
+    processes(world(2), |comm| {
+        const DONE: sys::CUresult = sys::CUresult::CUDA_SUCCESS;
+        let (mut context, mut theirs) = (std::ptr::null_mut(), std::ptr::null_mut());
+        // SAFETY: a call of the library has made the GPU's primary context current on this thread or leaves
+        // it so; both are output parameters for one value each.
+        let made = unsafe {
+            drop(comm.create_stream(Priority::Normal).unwrap());
+            assert_eq!(sys::cuCtxGetCurrent(&mut context), DONE);
+            sys::cuStreamCreate(&mut theirs, 1)
+        };
+        assert_eq!(made, DONE);
+        assert!(!context.is_null(), "no context is current");
+        // SAFETY: the stream is valid until it is destroyed below.
+        let borrowed = unsafe {
+            comm.device()
+                .borrow_stream(theirs as usize as u64, Arc::new(()))
+        };
+        let borrowed = borrowed.unwrap();
+        let own = comm.create_stream(Priority::Normal).unwrap();
+        for (round, protocol) in [Protocol::Get, Protocol::Put].into_iter().enumerate() {
+            let used = comm.alloc(MIB).unwrap();
+            send(comm, &used, protocol, &borrowed, round);
+            let peer = 1 - comm.rank();
+            let request = match comm.rank() {
+                0 => TransferRequest::send(&used, peer, 6),
+                _ => TransferRequest::receive(&used, peer, 6),
+            };
+            let transfers = comm.exchange(&[request.with_protocol(protocol)]).unwrap();
+            transfers[0].post(&borrowed).unwrap();
+            transfers[0].wait(&borrowed).unwrap();
+            // SAFETY: the stream is valid and records nothing.
+            let begun = unsafe {
+                sys::cuStreamBeginCapture_v2(
+                    theirs,
+                    sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED,
+                )
+            };
+            assert_eq!(begun, DONE);
+            // What the stream used is let go of, looked after and used again meanwhile.
+            drop((transfers, used));
+            for round in 0..10 {
+                let region = comm.alloc(MIB).unwrap();
+                send(comm, &region, protocol, &own, round);
+                std::thread::sleep(Duration::from_millis(20));
+            }
+            comm.release_idle().unwrap();
+            let mut graph = std::ptr::null_mut();
+            // SAFETY: `graph` is an output parameter for one graph; this thread began the capture.
+            let ended = unsafe { sys::cuStreamEndCapture(theirs, &mut graph) };
+            assert_eq!(ended, DONE, "the capture was spoiled");
+            assert!(!graph.is_null());
+            // SAFETY: the graph is this test's, and nothing was made from it.
+            assert_eq!(unsafe { sys::cuGraphDestroy(graph) }, DONE);
+            comm.synchronize(&borrowed).unwrap();
+            comm.barrier().unwrap();
+        }
+        drop(borrowed);
+        // SAFETY: made above, and no work is in it any more.
+        unsafe { sys::cuStreamDestroy_v2(theirs) };
+        comm.barrier().unwrap();
+    });
+}
