@@ -153,14 +153,19 @@ fn who_relies_on_work_behind_a_lost_wait_is_told() {
     }
 }
 
-/// Rank 1 forwards further what rank 0 forwards: rank 2 is two communicators away from the loss.
+/// Each rank forwards to the next: the last is two communicators away from the loss. The first, which is
+/// lost, may be the one that serves the store.
 #[test]
 fn who_relies_on_those_is_told_as_well() {
+    for chain in [[3, 0, 1, 2], [0, 1, 2, 3]] {
+        forward_along(chain);
+    }
+}
+
+fn forward_along(chain: [Rank; 4]) {
     ranks(4, |comm| {
         let rank = comm.rank();
         let memory = comm.alloc(BYTES).unwrap();
-        // From rank 3 to rank 0, to rank 1, to rank 2.
-        let chain = [3, 0, 1, 2];
         let place = chain.iter().position(|&other| other == rank).unwrap();
         let pair = |other: usize| comm.subgroup(&[chain[other], chain[other + 1]]).unwrap();
         let from = (place > 0).then(|| pair(place - 1));
@@ -180,7 +185,7 @@ fn who_relies_on_those_is_told_as_well() {
             })
             .collect();
         comm.barrier().unwrap();
-        if rank == 3 {
+        if place == 0 {
             return abort(&comm);
         }
         let begun = Instant::now();
@@ -191,15 +196,15 @@ fn who_relies_on_those_is_told_as_well() {
         }
         let error = from.as_ref().unwrap().synchronize(&shared).unwrap_err();
         assert!(begun.elapsed() < SOON, "{:?}: {error}", begun.elapsed());
-        let expected = if rank == 0 {
+        let expected = if place == 1 {
             ErrorKind::PeerLost
         } else {
             ErrorKind::PeerFailed
         };
         assert_eq!(error.kind(), expected, "{error}");
-        assert_says(&error, &["rank 3 was lost"]);
+        assert_says(&error, &[&format!("rank {} was lost", chain[0])]);
         drop((received, sent));
-        go_on(comm, 3);
+        go_on(comm, chain[0]);
     });
 }
 

@@ -408,6 +408,10 @@ impl Table {
                 members,
                 reason,
             } => {
+                if !members.contains(&rank) {
+                    let message = format!("rank {rank} says that a group failed that it is not in");
+                    return Err(Refusal::new(RefusalKind::Protocol, message));
+                }
                 let body = body(&Event::Failed {
                     group,
                     rank,

@@ -408,3 +408,27 @@ fn a_restored_table_has_the_newest_entry_of_every_key() {
     let late = table.resume(0, &[], &[]).unwrap_err();
     assert_eq!(late.kind, RefusalKind::GivenUp);
 }
+
+#[test]
+fn the_failure_of_a_group_is_told_to_its_members_and_by_them_alone() {
+    let fail = |members: &[u32]| Request::Fail {
+        group: [7; 16],
+        members: members.to_vec(),
+        reason: "rank 3 was lost".into(),
+    };
+    let mut table = full(4);
+    table.handle(0, 1, fail(&[2, 0]));
+    let sent = table.take_outgoing();
+    let told = sent.iter().filter(|frame| frame.id == 0).map(|frame| {
+        let event = decode::<Event>(&frame.body).unwrap();
+        assert!(matches!(event, Event::Failed { group, rank: 0, .. } if group == [7; 16]));
+        frame.to
+    });
+    assert_eq!(told.collect::<Vec<_>>(), [2, 0]);
+    let answered = sent.iter().filter(|frame| frame.id != 0);
+    assert_eq!(answered.map(|frame| frame.to).collect::<Vec<_>>(), [0]);
+    let refusal = refused(&ask(&mut table, 1, 1, fail(&[0, 2])), 1, 1);
+    assert_eq!(refusal.kind, RefusalKind::Protocol);
+    let refusal = refused(&ask(&mut table, 1, 2, fail(&[1, 4])), 1, 2);
+    assert_eq!(refusal.kind, RefusalKind::Invalid);
+}
