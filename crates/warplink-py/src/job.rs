@@ -103,13 +103,14 @@ impl Job {
     /// "cuda"; if it is None, what WARPLINK_DEVICE says, else a GPU where there is one. `ordinal` is the GPU among those that the process
     /// sees; that of the local rank if it is None. `local_rank` is `rank` if it is None. `timeout` limits
     /// every wait on the host, in seconds. `protocol` is "get" or "put"; if it is None, what
-    /// WARPLINK_PROTOCOL says, else "put".
+    /// WARPLINK_PROTOCOL says, else "put". `path` is that of transfers which choose none: "fastest" says that
+    /// multiprocessors are free, and "copy-engine" needs none; if it is None, sends and receives use that.
     ///
     /// Raises TimeoutError when not all ranks join, AuthenticationError for another secret,
     /// MismatchError where ranks disagree on the world or the device, LibraryMissingError without a
     /// driver.
     #[staticmethod]
-    #[pyo3(signature = (rank, world, rendezvous, *, device=None, ordinal=None, local_rank=None, timeout=60.0, secret=None, protocol=None))]
+    #[pyo3(signature = (rank, world, rendezvous, *, device=None, ordinal=None, local_rank=None, timeout=60.0, secret=None, protocol=None, path=None))]
     #[expect(clippy::too_many_arguments, reason = "they are keywords in Python")]
     fn join(
         py: Python<'_>,
@@ -122,6 +123,7 @@ impl Job {
         timeout: f64,
         secret: Option<String>,
         protocol: Option<&str>,
+        path: Option<&str>,
     ) -> PyResult<Self> {
         let text = rendezvous.str()?.to_string();
         let meeting: Rendezvous = text.parse().map_err(raise)?;
@@ -145,6 +147,9 @@ impl Job {
         }
         if let Some(protocol) = protocol {
             config.protocol = protocol.parse().map_err(raise)?;
+        }
+        if let Some(path) = path {
+            config.path = Some(path.parse().map_err(raise)?);
         }
         Self::start(py, &config)
     }

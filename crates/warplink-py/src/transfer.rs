@@ -11,7 +11,7 @@ use warplink::p2p::{Batch, Direction, TransferRequest};
 
 /// A send, to be exchanged: all of `region` to `peer`, a rank of the communicator. `tag` tells
 /// transfers between the same two ranks apart. `protocol` is "get" or "put", the same on both ranks;
-/// the job's if None.
+/// the job's if None; and so is `path`: "copy-engine", "multiprocessors", "fastest" or "one-block".
 #[pyclass(frozen, module = "warplink")]
 #[derive(Debug)]
 pub(crate) struct Send(TransferRequest);
@@ -32,30 +32,49 @@ pub(crate) struct Transfer(Detached<std::sync::Arc<warplink::p2p::Transfer>>);
 #[derive(Debug)]
 pub(crate) struct StreamBarrier(pub(crate) warplink::p2p::StreamBarrier);
 
-fn with_protocol(request: TransferRequest, protocol: Option<&str>) -> PyResult<TransferRequest> {
-    match protocol {
-        Some(protocol) => Ok(request.with_protocol(protocol.parse().map_err(raise)?)),
-        None => Ok(request),
+fn chosen(
+    mut request: TransferRequest,
+    protocol: Option<&str>,
+    path: Option<&str>,
+) -> PyResult<TransferRequest> {
+    if let Some(protocol) = protocol {
+        request = request.with_protocol(protocol.parse().map_err(raise)?);
     }
+    if let Some(path) = path {
+        request = request.with_path(path.parse().map_err(raise)?);
+    }
+    Ok(request)
 }
 
 #[pymethods]
 impl Send {
     #[new]
-    #[pyo3(signature = (region, peer, tag=0, protocol=None))]
-    fn new(region: &Region, peer: usize, tag: u64, protocol: Option<&str>) -> PyResult<Self> {
+    #[pyo3(signature = (region, peer, tag=0, protocol=None, path=None))]
+    fn new(
+        region: &Region,
+        peer: usize,
+        tag: u64,
+        protocol: Option<&str>,
+        path: Option<&str>,
+    ) -> PyResult<Self> {
         let request = TransferRequest::send(&region.registered()?, peer, tag);
-        Ok(Self(with_protocol(request, protocol)?))
+        Ok(Self(chosen(request, protocol, path)?))
     }
 }
 
 #[pymethods]
 impl Receive {
     #[new]
-    #[pyo3(signature = (region, peer, tag=0, protocol=None))]
-    fn new(region: &Region, peer: usize, tag: u64, protocol: Option<&str>) -> PyResult<Self> {
+    #[pyo3(signature = (region, peer, tag=0, protocol=None, path=None))]
+    fn new(
+        region: &Region,
+        peer: usize,
+        tag: u64,
+        protocol: Option<&str>,
+        path: Option<&str>,
+    ) -> PyResult<Self> {
         let request = TransferRequest::receive(&region.registered()?, peer, tag);
-        Ok(Self(with_protocol(request, protocol)?))
+        Ok(Self(chosen(request, protocol, path)?))
     }
 }
 

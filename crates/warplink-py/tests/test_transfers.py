@@ -9,6 +9,7 @@ import warplink
 from warplink.errors import (
     InvalidArgumentError,
     MismatchError,
+    ParseError,
     PeerLostError,
     TimeoutError,
     UnsupportedError,
@@ -22,8 +23,8 @@ def join(rank, world, meeting, **options):
     return warplink.Job.join(rank, world, meeting, timeout=30.0, **options)
 
 
-def ring(rank, world, meeting, protocol):
-    with join(rank, world, meeting, protocol=protocol) as job:
+def ring(rank, world, meeting, protocol, path):
+    with join(rank, world, meeting, protocol=protocol, path=path) as job:
         comm = job.world()
         assert (comm.rank, comm.size, job.rank, job.size) == (rank, world, rank, world)
         own, received = comm.alloc(4096), comm.alloc(4096)
@@ -47,9 +48,27 @@ def ring(rank, world, meeting, protocol):
 
 
 @pytest.mark.parametrize("protocol", ["put", "get"])
-def test_a_ring_of_transfers(protocol):
-    for gathered in run_ranks(ring, 3, protocol):
+@pytest.mark.parametrize("path", [None, "multiprocessors"])
+def test_a_ring_of_transfers(protocol, path):
+    for gathered in run_ranks(ring, 3, protocol, path):
         assert gathered == [b"\0", b"\1", b"\2"]
+
+
+def paths(rank, world, meeting):
+    with join(rank, world, meeting) as job:
+        comm = job.world()
+        region = comm.alloc(64)
+        with pytest.raises(ParseError, match="unknown path 'sm'; expected one of copy-engine"):
+            warplink.Send(region, 1 - rank, path="sm")
+        own = ["copy-engine", "multiprocessors"][rank]
+        request = warplink.Receive(region, 0, path=own) if rank else warplink.Send(region, 1, path=own)
+        with pytest.raises(MismatchError, match="this rank uses the path"):
+            comm.exchange([request])
+        comm.barrier()
+
+
+def test_ranks_choose_the_same_path():
+    run_ranks(paths, 2)
 
 
 def arrays(rank, world, meeting):

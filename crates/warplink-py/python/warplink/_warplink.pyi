@@ -33,6 +33,7 @@ class Job:
         timeout: float = 60.0,
         secret: str | None = None,
         protocol: str | None = None,
+        path: str | None = None,
     ) -> Job: ...
     @staticmethod
     def from_env() -> Job: ...
@@ -171,12 +172,22 @@ class Graph:
 
 class Send:
     def __init__(
-        self, region: Region, peer: int, tag: int = 0, protocol: str | None = None
+        self,
+        region: Region,
+        peer: int,
+        tag: int = 0,
+        protocol: str | None = None,
+        path: str | None = None,
     ) -> None: ...
 
 class Receive:
     def __init__(
-        self, region: Region, peer: int, tag: int = 0, protocol: str | None = None
+        self,
+        region: Region,
+        peer: int,
+        tag: int = 0,
+        protocol: str | None = None,
+        path: str | None = None,
     ) -> None: ...
 
 class Transfer:
