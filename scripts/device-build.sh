@@ -1,10 +1,19 @@
 #!/usr/bin/env bash
 # Builds what a machine with GPUs but without cargo needs, stripped, into device-bin/: the command,
 # the device tests and programs in C and C++ as executables. Carry that folder there.
+#
+# PARTS=random_programs builds device-bin/random_programs instead, which needs no GPU.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 out=device-bin
+if [[ ${PARTS:-} == random_programs ]]; then
+    mkdir -p "$out"
+    cargo build --release -p warplink --example random_programs
+    cp target/release/examples/random_programs "$out/"
+    strip "$out/random_programs"
+    exit
+fi
 rm -f "$out"/warplink "$out"/test-* "$out"/c_* "$out"/libwarplink.so.*
 mkdir -p "$out"
 tests=(device_contract transfers failures lifetimes abort timeouts channels repeated_losses

@@ -7,8 +7,8 @@
 //! cargo run --release -p warplink --example random_programs -- --only 5449
 //! ```
 //!
-//! Each program has a seed; seeds count up from `--seed`. A disagreement prints its seed and text, and
-//! the exit status is 1 if there was one.
+//! Each program has a seed; seeds count up from `--seed`, and the processes of `--jobs` take
+//! them in turns. A disagreement prints its seed and text, and the exit status is 1 if there was one.
 
 // It is a test.
 #![allow(
@@ -24,10 +24,12 @@ mod program_support;
 use program_support::device::Runner;
 use program_support::evidence::check;
 use program_support::sample::{Allowed, sample};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use std::collections::BTreeMap;
-use std::process::ExitCode;
+use std::io::{BufRead, BufReader};
+use std::process::{Command, ExitCode, Stdio};
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 const HELP: &str = "\
@@ -40,11 +42,25 @@ const LIMIT: Duration = Duration::from_secs(180);
 /// How often the counts so far are printed.
 const EVERY: Duration = Duration::from_secs(60);
 
+/// What starts a line of a job: the seed that comes next, a line of what went wrong, the class of a
+/// program and of a mutant.
+const NEXT: char = '>';
+const WRONG: char = '!';
+const PROGRAM: char = '=';
+const MUTANT: char = '~';
+
+const DISAGREEMENT: &str = "DISAGREEMENT";
+
+#[derive(Clone)]
 struct Options {
     first: u64,
     count: u64,
     seconds: u64,
-    jobs: usize,
+    jobs: u64,
+    /// Which of the jobs this process is; none where it starts them.
+    job: Option<u64>,
+    /// Where that job begins, where it does not at its first program.
+    from: Option<u64>,
     changes: usize,
     device: bool,
 }
@@ -62,6 +78,8 @@ fn options() -> Result<Options, String> {
         count: u64::MAX,
         seconds: u64::MAX,
         jobs: 2,
+        job: None,
+        from: None,
         changes: 3,
         device: true,
     };
@@ -82,7 +100,9 @@ fn options() -> Result<Options, String> {
             "--seconds" => options.seconds = number,
             "--seed" => options.first = number,
             "--only" => (options.first, options.count, options.jobs) = (number, 1, 1),
-            "--jobs" => options.jobs = number.clamp(1, 64) as usize,
+            "--jobs" => options.jobs = number.clamp(1, 256),
+            "--job" => options.job = Some(number),
+            "--from" => options.from = Some(number),
             "--changes" => options.changes = number as usize,
             _ => return Err(format!("unknown option {name}")),
         }
@@ -101,27 +121,30 @@ fn main() -> ExitCode {
             return ExitCode::from(2);
         }
     };
+    if let Some(job) = options.job {
+        work(&options, job);
+        return ExitCode::SUCCESS;
+    }
+    // Every rank maps memory by descriptors.
+    let limit = getrlimit(Resource::Nofile);
+    let raised = Rlimit {
+        current: limit.maximum,
+        ..limit
+    };
+    let _ = setrlimit(Resource::Nofile, raised);
     let start = Instant::now();
-    let next = AtomicU64::new(0);
-    let over = AtomicBool::new(false);
     let counts = Mutex::new(Counts::default());
+    let left = AtomicUsize::new(options.jobs as usize);
     std::thread::scope(|scope| {
         for job in 0..options.jobs {
-            let (options, next, over, counts) = (&options, &next, &over, &counts);
+            let (options, counts, left) = (&options, &counts, &left);
             scope.spawn(move || {
-                let mut runner = Runner::new(options.first + 1000 * job as u64, LIMIT);
-                while !over.load(Ordering::Relaxed) {
-                    let number = next.fetch_add(1, Ordering::Relaxed);
-                    if number >= options.count || start.elapsed().as_secs() >= options.seconds {
-                        break;
-                    }
-                    one(options, options.first + number, &mut runner, counts);
-                }
-                over.store(true, Ordering::Relaxed);
+                follow(options, job, counts);
+                left.fetch_sub(1, Ordering::Relaxed);
             });
         }
         let mut said = Instant::now();
-        while !over.load(Ordering::Relaxed) {
+        while left.load(Ordering::Relaxed) > 0 {
             std::thread::sleep(Duration::from_millis(100));
             if said.elapsed() >= EVERY {
                 said = Instant::now();
@@ -146,33 +169,106 @@ fn line(counts: &Counts, start: Instant) -> String {
     )
 }
 
-/// Checks the program of one seed.
-fn one(options: &Options, seed: u64, runner: &mut Runner, counts: &Mutex<Counts>) {
+/// Starts a job and counts what it says. Where it ends before its time, it goes on with the next program.
+fn follow(options: &Options, job: u64, counts: &Mutex<Counts>) {
+    let mut from = Some(job);
+    while let Some(number) = from {
+        from = follow_from(options, (job, number), counts);
+    }
+}
+
+/// Follows a job from a program on; where it goes on if it ended at one.
+fn follow_from(options: &Options, (job, from): (u64, u64), counts: &Mutex<Counts>) -> Option<u64> {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    for (name, number) in [
+        ("--count", options.count),
+        ("--seconds", options.seconds),
+        ("--seed", options.first),
+        ("--jobs", options.jobs),
+        ("--job", job),
+        ("--from", from),
+        ("--changes", options.changes as u64),
+    ] {
+        command.arg(name).arg(number.to_string());
+    }
+    if !options.device {
+        command.arg("--no-device");
+    }
+    let command = command.stdin(Stdio::null()).stdout(Stdio::piped());
+    let mut child = command.spawn().unwrap();
+    let mut seed: Option<u64> = None;
+    let mut wrong = String::new();
+    for line in BufReader::new(child.stdout.take().unwrap()).lines() {
+        let line = line.unwrap();
+        let mut rest = line.chars();
+        let kind = rest.next();
+        match kind {
+            Some(NEXT) => seed = rest.as_str().parse().ok(),
+            Some(WRONG) => wrong = wrong + rest.as_str() + "\n",
+            Some(PROGRAM | MUTANT) => {
+                let mut counts = counts.lock().unwrap();
+                counts.mutants += u64::from(kind == Some(MUTANT));
+                if rest.as_str() == DISAGREEMENT {
+                    counts.disagreements += 1;
+                    println!("{}", std::mem::take(&mut wrong));
+                }
+                *counts.classes.entry(rest.as_str().to_owned()).or_default() += 1;
+                seed = None;
+            }
+            _ => println!("job {job}: {line}"),
+        }
+    }
+    let status = child.wait().unwrap();
+    if status.success() && seed.is_none() {
+        return None;
+    }
+    let mut counts = counts.lock().unwrap();
+    counts.disagreements += 1;
+    *counts.classes.entry(DISAGREEMENT.to_owned()).or_default() += 1;
+    println!("job {job} ended ({status}) at seed {seed:?}\n{wrong}");
+    Some(seed?.wrapping_sub(options.first) + options.jobs)
+}
+
+/// Checks the programs of one job, and says what they show.
+fn work(options: &Options, job: u64) {
+    let start = Instant::now();
+    let mut runner = Runner::new(options.first + 1000 * job, LIMIT);
+    let mut number = options.from.unwrap_or(job);
+    while number < options.count && start.elapsed().as_secs() < options.seconds {
+        let seed = options.first.wrapping_add(number);
+        println!("{NEXT}{seed}");
+        let (class, mutant) = one(options, seed, &mut runner);
+        println!("{}{class}", if mutant { MUTANT } else { PROGRAM });
+        number += options.jobs;
+    }
+}
+
+/// The class of the program of one seed, and whether it is a mutant.
+fn one(options: &Options, seed: u64, runner: &mut Runner) -> (String, bool) {
     let allowed = Allowed {
         engine: true,
         changes: options.changes,
     };
-    let (class, mutant) = match sample(seed, allowed) {
-        Err(_) => ("refused by the parser".to_owned(), true),
-        Ok(sample) => {
-            let checked = check(&sample).and_then(|shown| {
-                if let (Some(accepted), true) = (&shown.accepted, options.device) {
-                    runner.run(&sample, accepted)?;
-                }
-                Ok(shown.class)
-            });
-            let class = checked.unwrap_or_else(|how| {
-                println!(
-                    "seed {seed} (--changes {}), {} ranks, {} streams: {how}\n{}",
-                    options.changes, sample.world, sample.streams, sample.text
-                );
-                counts.lock().unwrap().disagreements += 1;
-                "DISAGREEMENT".to_owned()
-            });
-            (class, sample.changes > 0)
-        }
+    let sample = match sample(seed, allowed) {
+        Err(_) => return ("refused by the parser".to_owned(), true),
+        Ok(sample) => sample,
     };
-    let mut counts = counts.lock().unwrap();
-    counts.mutants += u64::from(mutant);
-    *counts.classes.entry(class).or_default() += 1;
+    let checked = check(&sample).and_then(|shown| {
+        if let (Some(accepted), true) = (&shown.accepted, options.device) {
+            runner.run(&sample, accepted)?;
+        }
+        Ok(shown.class)
+    });
+    let class = checked.unwrap_or_else(|how| {
+        let (world, streams, changes) = (sample.world, sample.streams, options.changes);
+        let said = format!(
+            "seed {seed} (--only {seed} --changes {changes}), {world} ranks, {streams} streams: {how}\n{}",
+            sample.text
+        );
+        for line in said.lines() {
+            println!("{WRONG}{line}");
+        }
+        DISAGREEMENT.to_owned()
+    });
+    (class, sample.changes > 0)
 }

@@ -162,7 +162,16 @@ fn member(
     answer: &Sender<(usize, Result<Vec<Vec<f64>>>)>,
     limit: Duration,
 ) {
-    let comm = Communicator::join(config).unwrap();
+    let comm = match Communicator::join(config) {
+        Ok(comm) => comm,
+        Err(error) => {
+            while let Ok(Some(_)) = orders.recv() {
+                let error = Error::new(error.kind(), error.to_string());
+                let _ = answer.send((config.join.rank, Err(error)));
+            }
+            return;
+        }
+    };
     let mut rank = Rank {
         executor: comm.executor(),
         stream: comm.create_stream(Priority::Normal).unwrap(),

@@ -11,6 +11,34 @@ use std::fmt::Write as _;
 use warplink::Result;
 use warplink::program::{Parameters, Program};
 
+/// Programs that samples call.
+const CALLED: &str = "\
+program passed(n, distance) {
+    input X: f32[n, n]
+    output Y: f32[n, n]
+    share {
+        give = send X to (rank + distance) % world tag 1000 + distance via put
+        take = receive Y from (rank - distance) % world tag 1000 + distance via put
+    }
+    post take
+    post give
+    wait take
+    wait give
+}
+
+program blended(n, times) {
+    input X: f32[n, n]
+    input Y: f32[n, n]
+    output Z: f32[n, n]
+    allocate S: f32[n, n] = 0
+    for i in 0..times {
+        S += matmul(X, Y)
+    }
+    Z = max(S, X)
+}
+
+";
+
 /// A random program and what to run it with.
 #[derive(Clone, Debug)]
 pub(crate) struct Sample {
@@ -60,7 +88,9 @@ pub(crate) fn sample(seed: u64, allowed: Allowed) -> Result<Sample> {
     } else {
         mutation::mutate(&mut lines, &mut random, allowed, (world, streams, slots))
     };
-    let mut text = String::from("program sample(n) {\n");
+    let calls = lines.iter().any(|line| line.contains("(n = n"));
+    let mut text = String::from(if calls { CALLED } else { "" });
+    text += "program sample(n) {\n";
     text += "    input A: f32[n, n]\n    output C: f32[n, n]\n";
     let _ = writeln!(text, "    allocate W: f32[{slots}, n, n]");
     // Stands for what is stored at other ranks.

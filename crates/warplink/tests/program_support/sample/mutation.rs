@@ -51,7 +51,7 @@ impl Mutation<'_> {
         if line.contains('{') || line.contains('}') {
             return false;
         }
-        match self.random.below(16) {
+        match self.random.below(17) {
             0 | 1 => {
                 self.lines.remove(at);
             }
@@ -86,6 +86,7 @@ impl Mutation<'_> {
             12 => return self.change_collective(at, &line),
             13 => return self.change_operation(at, &line),
             14 => return self.change_axis(at, &line),
+            15 if line.contains("(n = n") => return self.change_call(at, &line),
             _ => return self.change_slot(at, &line),
         }
         true
@@ -252,6 +253,29 @@ impl Mutation<'_> {
             0 => line.replacen(" += ", " = ", 1),
             1 => line.replacen(" = sum(", " += sum(", 1),
             _ => line.replacen(now, other, 1),
+        };
+        self.replace(at, changed)
+    }
+
+    /// Another distance or number of times of a call.
+    fn change_call(&mut self, at: usize, line: &str) -> bool {
+        let number = self.random.below(4);
+        let changed = match line
+            .split_once("distance = ")
+            .or(line.split_once("times = "))
+        {
+            Some((before, rest)) => match rest.split_once(',') {
+                Some((_, after)) => {
+                    let word = if line.contains("distance") {
+                        "distance"
+                    } else {
+                        "times"
+                    };
+                    format!("{before}{word} = {number},{after}")
+                }
+                None => return false,
+            },
+            None => return false,
         };
         self.replace(at, changed)
     }

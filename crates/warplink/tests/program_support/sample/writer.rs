@@ -54,7 +54,7 @@ impl<'r> Writer<'r> {
             self.line("synchronize caller");
         }
         for _ in 0..steps {
-            match self.random.below(if engine { 18 } else { 14 }) {
+            match self.random.below(if engine { 20 } else { 16 }) {
                 0 => self.ring(),
                 1 => self.pairwise(),
                 2 => self.add(),
@@ -68,7 +68,9 @@ impl<'r> Writer<'r> {
                 10 => self.accumulate(),
                 11 => self.columns(),
                 12 => self.transposed(),
-                14..=16 => self.collective(),
+                13 => self.call(),
+                14 => self.group(engine),
+                16..=18 => self.collective(),
                 _ => self.shift(engine),
             }
         }
@@ -264,6 +266,61 @@ impl<'r> Writer<'r> {
         }
         self.line(format!("W[{to}] = cast(H{name})"));
         self.made_on.push(stream);
+    }
+
+    /// A step that is a program of its own.
+    fn call(&mut self) {
+        let (a, b, to) = (self.some_slot(), self.some_slot(), self.made_on.len());
+        let stream = self.stream_after(&[a, b]);
+        if self.random.chance(2) {
+            let distance = self.random.below(self.world);
+            self.line(format!(
+                "passed(n = n, distance = {distance}, X = W[{a}], Y = W[{to}])"
+            ));
+        } else {
+            let times = 1 + self.random.below(2);
+            self.line(format!(
+                "blended(n = n, times = {times}, X = W[{a}], Y = W[{b}], Z = W[{to}])"
+            ));
+        }
+        self.made_on.push(stream);
+    }
+
+    /// Slots that go to two ranks in one group, by one protocol or by two.
+    fn group(&mut self, engine: bool) {
+        let to = self.made_on.len();
+        let from = [self.some_slot(), self.some_slot()];
+        let names = [self.name(), self.name()];
+        let direct = [
+            ["get", "put"],
+            ["put", "get"],
+            ["put", "put"],
+            ["get", "get"],
+        ];
+        let vias = match self.random.below(if engine { 6 } else { 4 }) {
+            kind @ 0..=3 => direct[kind],
+            _ => ["nccl", "nccl"],
+        };
+        self.line("share {");
+        for (index, (name, via)) in names.iter().zip(vias).enumerate() {
+            let distance = 1 + self.random.below(self.world - 1);
+            let (from, to) = (from[index], to + index);
+            self.line(format!(
+                "s{name} = send W[{from}] to (rank + {distance}) % world tag {name} via {via}"
+            ));
+            self.line(format!(
+                "r{name} = receive W[{to}] from (rank - {distance}) % world tag {name} via {via}"
+            ));
+        }
+        self.line("}");
+        let stream = self.stream_after(&from);
+        let [a, b] = names;
+        // The engine matches what goes between two ranks by the order.
+        let (first, last) = if vias[0] == "nccl" { (a, b) } else { (b, a) };
+        self.line(format!("post s{a}, r{first}, r{last}, s{b}"));
+        self.line(format!("wait r{b}, r{a}"));
+        self.line(format!("wait s{a}, s{b}"));
+        self.made_on.extend([stream.clone(), stream]);
     }
 
     /// Columns of slots, on one stream or two.
