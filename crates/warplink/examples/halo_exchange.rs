@@ -1,38 +1,55 @@
 //! A stencil with a halo exchange inside its kernel: the heat equation on a rod that is cut into pieces,
-//! one for each rank. The hosts launch one kernel for all time steps; in between, only kernels talk.
+//! one for each rank. The hosts launch a kernel for thousands of time steps; in between, only kernels talk.
 //!
 //! ```sh
 //! # Four ranks as threads of one process, or one for each GPU:
 //! cargo run --release -p warplink --example halo_exchange
+//! # Its picture, docs/halo-exchange.svg:
+//! WARPLINK_DEVICE=host cargo run --release -p warplink --example halo_exchange -- --picture FILE
 //! ```
 
+#[path = "halo/picture.rs"]
+pub(crate) mod picture;
 mod ranks;
 
+use picture::Moment;
 use std::process::ExitCode;
 use warplink::channel::ConnectionRequest;
 use warplink::device::{Argument, Block, DeviceSlice, Launch, ModuleSource, Priority};
+use warplink::memory::Region;
 use warplink::{Communicator, Error, Result};
 
 /// Cells of each rank.
 const CELLS: usize = 256;
 
-/// Time steps; even, so that the last one writes the first copy.
-const STEPS: u32 = 200;
+/// Time steps of a launch; even, so that the last one writes the first copy.
+const STEPS: u32 = 2000;
+
+/// Launches.
+const LAUNCHES: u32 = 4;
 
 /// How fast heat spreads; below one half, or it grows without bound.
 const RATE: f64 = 0.25;
 
 fn main() -> ExitCode {
-    ranks::run(4, rank)
+    ranks::run(4, |comm| {
+        let moments = rank(comm)?;
+        let mut arguments = std::env::args().skip_while(|argument| argument != "--picture");
+        if let (0, Some(file)) = (comm.rank(), arguments.nth(1)) {
+            std::fs::write(&file, picture::draw(&moments, comm.world()))
+                .map_err(|error| Error::invalid(format!("{file} cannot be written: {error}")))?;
+        }
+        Ok(())
+    })
 }
 
-/// The temperature of cell `i` of the whole rod at first: one end of it is hot.
+/// The temperature of cell `i` of the whole rod at first: a part of it is hot.
 fn initial(i: usize) -> f64 {
-    if i < 100 { 100.0 } else { 0.0 }
+    if (300..420).contains(&i) { 100.0 } else { 0.0 }
 }
 
-/// What every rank does.
-pub(crate) fn rank(comm: &Communicator) -> Result<()> {
+/// What every rank does. Gives the whole rod at the start, and after each launch.
+pub(crate) fn rank(comm: &Communicator) -> Result<Vec<Moment>> {
     let source = ModuleSource::new("halo_exchange.cu")
         .with_cuda(include_str!("halo_exchange.cu"))
         .with_host_kernel("heat", heat);
@@ -66,40 +83,54 @@ pub(crate) fn rank(comm: &Communicator) -> Result<()> {
     comm.barrier()?;
 
     let stream = comm.create_stream(Priority::Normal)?;
-    if !requests.is_empty() {
-        let arguments = [
-            connections.channels()?,
-            Argument::from(u32::from(left.is_some())),
-            Argument::from(u32::from(right.is_some())),
-            Argument::from(CELLS as u64),
-            Argument::from(STEPS),
-            Argument::from(RATE),
-            Argument::from(region.memory()),
-        ];
-        kernel.launch(&stream, &Launch::new(1, 256), &arguments)?;
-        comm.synchronize(&stream)?;
-        check(comm, &region.download()?)?;
+    let mut moments = vec![gather(comm, &region, 0)?];
+    for launch in 1..=LAUNCHES {
+        if !requests.is_empty() {
+            let arguments = [
+                connections.channels()?,
+                Argument::from(u32::from(left.is_some())),
+                Argument::from(u32::from(right.is_some())),
+                Argument::from(CELLS as u64),
+                Argument::from(STEPS),
+                Argument::from(RATE),
+                Argument::from(region.memory()),
+            ];
+            kernel.launch(&stream, &Launch::new(1, 256), &arguments)?;
+            comm.synchronize(&stream)?;
+            moments.push(gather(comm, &region, launch * STEPS)?);
+        }
     }
-    Ok(())
+    check(comm, &moments)?;
+    Ok(moments)
 }
 
-/// Compares all pieces with a rod that was computed in one.
-fn check(comm: &Communicator, piece: &[u8]) -> Result<()> {
+/// All pieces, after so many steps.
+fn gather(comm: &Communicator, region: &Region, steps: u32) -> Result<Moment> {
+    let piece = region.download()?;
     let pieces = comm.all_gather_bytes(&piece[8..8 * (CELLS + 1)])?;
+    let cells = floats(&pieces.concat());
+    Ok(Moment { steps, cells })
+}
+
+/// Compares the rod at each time with one that was computed in one piece.
+fn check(comm: &Communicator, moments: &[Moment]) -> Result<()> {
     let length = CELLS * comm.world() + 2;
     let mut rod: Vec<f64> = vec![0.0; length];
     for (i, cell) in rod[1..length - 1].iter_mut().enumerate() {
         *cell = initial(i);
     }
-    for _ in 0..STEPS {
-        let now = rod.clone();
-        for i in 1..length - 1 {
-            rod[i] = now[i] + RATE * (now[i - 1] - 2.0 * now[i] + now[i + 1]);
+    let (mut step, mut largest) = (0, 0.0_f64);
+    for moment in moments {
+        while step < moment.steps {
+            let now = rod.clone();
+            for i in 1..length - 1 {
+                rod[i] = now[i] + RATE * (now[i - 1] - 2.0 * now[i] + now[i + 1]);
+            }
+            step += 1;
         }
+        let errors = moment.cells.iter().zip(&rod[1..]);
+        largest = errors.map(|(a, b)| (a - b).abs()).fold(largest, f64::max);
     }
-    let found = floats(&pieces.concat());
-    let errors = found.iter().zip(&rod[1..]).map(|(a, b)| (a - b).abs());
-    let largest = errors.fold(0.0, f64::max);
     if largest > 1e-9 {
         return Err(Error::invalid(format!(
             "the rod is wrong by {largest}; expected 1e-9"
@@ -107,7 +138,7 @@ fn check(comm: &Communicator, piece: &[u8]) -> Result<()> {
     }
     if comm.rank() == 0 {
         println!(
-            "{STEPS} steps on {} ranks: right to {largest:.1e}",
+            "{step} steps on {} ranks: right to {largest:.1e}",
             comm.world()
         );
     }

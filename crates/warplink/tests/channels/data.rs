@@ -8,9 +8,11 @@ use warplink::device::{Argument, MemoryOp};
 use warplink::signal::RemoteSignals;
 use warplink::{Communicator, DeviceKind};
 
-/// Fewer on the host device, whose blocks share the CPUs with everything else.
+/// Fewer on the host device, whose blocks share the CPUs with everything else, and under tools that slow
+/// kernels down (`scripts/device-sanitizer.sh`).
 fn rounds(on_gpus: u32, on_host: u32) -> u32 {
     match kind() {
+        _ if std::env::var_os("WARPLINK_TEST_SHORT").is_some() => on_gpus.min(on_host).min(20),
         DeviceKind::Cuda => on_gpus,
         DeviceKind::Host => on_host,
     }
@@ -127,41 +129,51 @@ fn a_source_may_change_after_a_flush() {
     });
 }
 
+/// Packets of every length and kind, each of which is checked.
+fn packets(comm: &Communicator, lengths: &[usize]) {
+    let rig = Rig::new(comm);
+    let mut wrong = Vec::new();
+    for &bytes in lengths {
+        let part = bytes.next_multiple_of(128);
+        // Of one kind each, and of all in turn.
+        for kind in 0..4 {
+            let connection = rig.pair(Transport::Direct, 2 * part + 2 * (3 * part + 256));
+            connection
+                .region(0)
+                .unwrap()
+                .upload(&vec![0; 8 * part + 512])
+                .unwrap();
+            comm.barrier().unwrap();
+            let arguments = [
+                connection.channel(),
+                Argument::U64(bytes as u64),
+                Argument::U32(rounds(300, 12)),
+                Argument::U32(kind),
+            ];
+            rig.launch("packets", 1, &arguments).unwrap();
+            comm.synchronize(&rig.stream).unwrap();
+            let outcome = rig.outcome.read();
+            if outcome != [0, 0] {
+                wrong.push((bytes, kind, outcome));
+            }
+        }
+    }
+    assert!(
+        wrong.is_empty(),
+        "bytes, kind, wrong words and status: {wrong:?}"
+    );
+}
+
 #[test]
 fn packets_carry_their_flags() {
     threads(world(2), |comm| {
-        let rig = Rig::new(comm);
-        let mut wrong = Vec::new();
-        for bytes in [8, 120, 128, 1000, 4096, 40_000_usize] {
-            let part = bytes.next_multiple_of(128);
-            // Of one kind each, and of all in turn.
-            for kind in 0..4 {
-                let connection = rig.pair(Transport::Direct, 2 * part + 2 * (3 * part + 256));
-                connection
-                    .region(0)
-                    .unwrap()
-                    .upload(&vec![0; 8 * part + 512])
-                    .unwrap();
-                comm.barrier().unwrap();
-                let arguments = [
-                    connection.channel(),
-                    Argument::U64(bytes as u64),
-                    Argument::U32(rounds(300, 12)),
-                    Argument::U32(kind),
-                ];
-                rig.launch("packets", 1, &arguments).unwrap();
-                comm.synchronize(&rig.stream).unwrap();
-                let outcome = rig.outcome.read();
-                if outcome != [0, 0] {
-                    wrong.push((bytes, kind, outcome));
-                }
-            }
-        }
-        assert!(
-            wrong.is_empty(),
-            "bytes, kind, wrong words and status: {wrong:?}"
-        );
+        packets(comm, &[8, 120, 128, 1000, 4096, 40_000]);
     });
+}
+
+#[test]
+fn packets_between_processes() {
+    processes(world(2), |comm| packets(comm, &[8, 1000]));
 }
 
 #[test]

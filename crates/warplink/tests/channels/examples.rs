@@ -24,5 +24,14 @@ fn the_ping_pong_example_leaves_further_ranks_alone() {
 
 #[test]
 fn the_halo_exchange_example_is_right() {
-    threads(world(4), |comm| halo_exchange::rank(comm).unwrap());
+    threads(world(4), |comm| {
+        let moments = halo_exchange::rank(comm).unwrap();
+        // The picture is of four ranks.
+        if (comm.rank(), comm.world()) == (0, 4) {
+            let drawn = halo_exchange::picture::draw(&moments, 4);
+            let file = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/halo-exchange.svg");
+            let shown = std::fs::read_to_string(file).unwrap();
+            assert!(drawn == shown, "draw docs/halo-exchange.svg anew");
+        }
+    });
 }

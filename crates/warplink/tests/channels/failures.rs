@@ -1,6 +1,6 @@
 //! Peers that are lost or leave while kernels wait: an error, and no hang.
 
-use super::common::{Ranks, assert_says, world};
+use super::common::{Ranks, assert_says, processes_of, stop_self, world};
 use super::kernels::{Rig, TRANSPORTS};
 use std::time::{Duration, Instant};
 use warplink::channel::Transport;
@@ -13,11 +13,14 @@ const SOON: Duration = Duration::from_secs(5);
 /// Runs two ranks of which 1 ends as `end` says while kernels of rank 0 do what `busy` enqueues, which
 /// never ends by itself. Rank 0 must learn soon that rank 1 was lost.
 fn ends(transport: Transport, busy: fn(&Rig<'_>, Argument), end: fn(Communicator)) {
+    let limit = ("WARPLINK_HEARTBEAT_LIMIT".to_owned(), "3".to_owned());
     let ranks = Ranks {
         world: world(2),
+        env: [limit].into(),
         ..Ranks::default()
     };
     let ended = ranks.start(|comm| {
+        let processes = processes_of(&comm);
         let rig = Rig::new(&comm);
         let connection = rig.pair(transport, 64);
         comm.barrier().unwrap();
@@ -39,11 +42,20 @@ fn ends(transport: Transport, busy: fn(&Rig<'_>, Argument), end: fn(Communicator
         let error = rig.launch("wait_once", 1, &[connection.channel()]);
         assert_eq!(error.unwrap_err().kind(), ErrorKind::PeerLost);
         println!("survived");
+        // One that was only stopped ends now.
+        end_process(processes[1]);
         std::process::exit(0);
     });
     if let Some(ended) = ended {
         assert_eq!(ended[0].code, Some(0), "rank 0:\n{}", ended[0].output);
         assert!(ended[0].output.contains("survived"), "{}", ended[0].output);
+    }
+}
+
+/// Kills a process, if it is still there.
+fn end_process(process: i32) {
+    if let Some(process) = rustix::process::Pid::from_raw(process) {
+        let _ = rustix::process::kill_process(process, rustix::process::Signal::KILL);
     }
 }
 
@@ -64,6 +76,37 @@ fn a_peer_that_is_killed_ends_kernels_that_wait() {
 #[test]
 fn a_peer_that_is_killed_ends_kernels_that_wait_for_its_proxy() {
     ends(Transport::Proxied, wait, kill);
+}
+
+/// It keeps its connections, so the heartbeat limit ends the waits.
+fn stop(_: Communicator) {
+    stop_self();
+    std::thread::sleep(SOON);
+}
+
+#[test]
+fn a_peer_that_is_stopped_ends_kernels_that_wait() {
+    ends(Transport::Direct, wait, stop);
+}
+
+#[test]
+fn a_peer_that_is_stopped_ends_kernels_that_wait_for_its_proxy() {
+    ends(Transport::Proxied, wait, stop);
+}
+
+/// Flushes are answered by this rank's own device, whatever the peer does.
+#[test]
+fn a_peer_that_is_stopped_holds_up_no_put_to_its_memory() {
+    let busy = |rig: &Rig<'_>, channel: Argument| {
+        let started = Instant::now();
+        std::thread::sleep(Duration::from_millis(400));
+        let arguments = [channel.clone(), Argument::U32(8)];
+        rig.launch("many_signals", 1, &arguments).unwrap();
+        rig.comm.synchronize(&rig.stream).unwrap();
+        assert!(started.elapsed() < Duration::from_secs(2), "{started:?}");
+        wait(rig, channel);
+    };
+    ends(Transport::Proxied, busy, stop);
 }
 
 #[test]
