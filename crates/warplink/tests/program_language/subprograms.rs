@@ -10,7 +10,7 @@ const MESH_SUM: &str = include_str!("../../../../examples/programs/mesh_sum.wlp"
 fn a_ring_is_called_for_rows_and_for_columns() {
     let world = world(4);
     for columns in 1..=world {
-        if world % columns != 0 {
+        if !world.is_multiple_of(columns) {
             continue;
         }
         let parameters = [("n", 12), ("columns", columns as i64)];

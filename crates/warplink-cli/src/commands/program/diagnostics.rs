@@ -97,9 +97,10 @@ fn who(diagnostic: &Diagnostic, start: (u32, u32)) -> String {
             .iter()
             .map(|(index, value)| format!("{index} = {value}"))
             .collect();
-        let name = match indices.is_empty() {
-            true => format!("rank {rank}"),
-            false => format!("rank {rank} ({})", indices.join(", ")),
+        let name = if indices.is_empty() {
+            format!("rank {rank}")
+        } else {
+            format!("rank {rank} ({})", indices.join(", "))
         };
         if !names.contains(&name) {
             names.push(name);

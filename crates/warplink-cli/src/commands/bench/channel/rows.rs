@@ -101,9 +101,12 @@ impl Row {
 
 fn line(cells: [String; 7]) -> String {
     let padded = cells.iter().zip(COLUMNS);
-    let padded = padded.map(|(cell, (_, width, words))| match words {
-        true => format!("{cell:<width$}"),
-        false => format!("{cell:>width$}"),
+    let padded = padded.map(|(cell, (_, width, words))| {
+        if words {
+            format!("{cell:<width$}")
+        } else {
+            format!("{cell:>width$}")
+        }
     });
     let line = padded.collect::<Vec<_>>().join("  ");
     line.trim_end().to_owned()
