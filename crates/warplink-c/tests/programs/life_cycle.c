@@ -112,11 +112,30 @@ static void writes(warplink_stream stream, warplink_region own, warplink_region 
     OK(warplink_region_free(region));
 }
 
+/* A stream that somebody else made: on a GPU, the handle of another stream will do. */
+static void borrowed_streams(warplink_stream stream, warplink_region region) {
+    warplink_stream borrowed;
+    void *raw = NULL;
+    OK(warplink_stream_raw(stream, &raw));
+    if (strcmp(test_options().device, "host") == 0) {
+        FAILS(warplink_stream_borrow(comm, raw, &borrowed), WARPLINK_STATUS_UNSUPPORTED, "no raw form");
+        return;
+    }
+    OK(warplink_stream_borrow(comm, raw, &borrowed));
+    fill(region, 0, 123);
+    OK(warplink_copy(span(region, BYTES, BYTES), span(region, 0, BYTES), borrowed));
+    OK(warplink_stream_synchronize(borrowed));
+    all_are(region, BYTES, 123);
+    OK(warplink_stream_destroy(borrowed));
+    FAILS(warplink_stream_synchronize(borrowed), WARPLINK_STATUS_CLOSED, "the stream was given back");
+    OK(warplink_stream_synchronize(stream));
+}
+
 int main(int argc, char **argv) {
     const warplink_options options = test_options();
     warplink_region regions[2], source, part;
     warplink_stream stream;
-    void *address = NULL, *raw = NULL;
+    void *address = NULL;
     HOLDS(argc == 4);
     HOLDS(warplink_version() ==
           10000 * WARPLINK_VERSION_MAJOR + 100 * WARPLINK_VERSION_MINOR + WARPLINK_VERSION_PATCH);
@@ -138,8 +157,8 @@ int main(int argc, char **argv) {
     channels();
 
     OK(warplink_stream_create(comm, &stream));
-    OK(warplink_stream_raw(stream, &raw));
     OK(warplink_alloc(comm, 2 * BYTES, &source));
+    borrowed_streams(stream, source);
     OK(warplink_launched(comm, stream));
     kernels(stream, regions);
     writes(stream, regions[0], source);
