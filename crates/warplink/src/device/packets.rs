@@ -155,10 +155,14 @@ pub struct PacketPart<'a> {
 }
 
 impl PacketPart<'_> {
-    /// Whether the other must not run at the same time as this, which was enqueued before.
-    pub(crate) fn excludes(&self, other: &Self) -> bool {
-        self.line.own.overlaps(&other.line.own)
-            || ((self.receives || other.receives) && self.data.overlaps(other.data))
+    /// Whether `later`, which was enqueued after this, must not run at the same time. What is sent after
+    /// something was received may be the answer to it, also where it lies elsewhere in memory.
+    pub(crate) fn excludes(&self, later: &Self) -> bool {
+        let answers = self.receives && !later.receives;
+        let writes = self.receives || later.receives;
+        answers
+            || self.line.own.overlaps(&later.line.own)
+            || (writes && self.data.overlaps(later.data))
     }
 
     /// Fails where the data is not as long as the line is for.
@@ -177,6 +181,7 @@ impl PacketPart<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::device::{AllocationKind, DeviceConfig, DeviceKind};
 
     #[test]
     fn scratch_is_what_the_kernels_expect() {
@@ -191,5 +196,43 @@ mod tests {
             shape.scratch_bytes(true),
             (2048 + 2 * 513 * 16_usize).next_multiple_of(SCRATCH_ALIGNMENT)
         );
+    }
+
+    #[test]
+    fn nothing_is_sent_beside_what_was_received_before() {
+        let device = crate::device::open(&DeviceConfig::new(DeviceKind::Host, 0)).unwrap();
+        let memory = device.allocate(1 << 16, AllocationKind::Plain).unwrap();
+        let abort = device.allocate_signals(64).unwrap().word(0).unwrap();
+        let shape = PacketShape {
+            bytes: 512,
+            blocks: 1,
+            threads: 64,
+        };
+        let slice = |start, bytes| memory.slice(start..start + bytes).unwrap();
+        let (small, large) = (shape.scratch_bytes(false), shape.scratch_bytes(true));
+        let line = |receives: bool, at| {
+            let [own, peer] = if receives {
+                [large, small]
+            } else {
+                [small, large]
+            };
+            let (own, peer) = (slice(at, own), slice(at + own, peer));
+            PacketLine::new(shape, receives, own, peer, abort.clone()).unwrap()
+        };
+        let lines = [line(false, 8192), line(true, 16384), line(true, 32768)];
+        let data = [0, 512, 1024].map(|at| slice(at, 512));
+        let part = |line: usize, data_at: usize| PacketPart {
+            line: &lines[line],
+            data: &data[data_at],
+            receives: line > 0,
+            completed: None,
+        };
+        let (send, receive, other) = (part(0, 0), part(1, 1), part(2, 2));
+        assert!(!send.excludes(&receive) && !receive.excludes(&other));
+        // The answer to what was received.
+        assert!(receive.excludes(&send));
+        // One line's epochs follow one another, and so do accesses to the same memory.
+        assert!(receive.excludes(&receive) && send.excludes(&send));
+        assert!(send.excludes(&part(1, 0)) && other.excludes(&part(1, 2)));
     }
 }
