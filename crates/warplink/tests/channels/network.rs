@@ -107,7 +107,7 @@ fn regions_are_added_and_got_from() {
         assert!(got == contents(8 - rank as u32, bytes));
         let put = added.download().unwrap();
         assert!(put[..bytes] == contents(7 + rank as u32, bytes));
-        let error = connection.write(&rig.stream, 0, &added.slice(0..64).unwrap());
+        let error = connection.write(&rig.stream, 0, added.slice(0..64).unwrap());
         assert_says(&error.unwrap_err(), &["on another machine", "in a kernel"]);
         let arguments = [connection.channel(), Argument::U64(bytes as u64)];
         // Only the first region is as long as this.
