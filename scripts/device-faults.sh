@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# Prints the tables of `warplink faults` on GPUs: two ranks on two GPUs, and eight that share them through
-# CUDA's multi-process service, each with the last rank and with rank 0, which serves the store, as the
-# victim. Logs and JSON go to $OUT in one archive; the tables are printed last.
+# Prints the tables of `warplink faults` on GPUs: two ranks on two GPUs, and eight on two, each with the last
+# rank and with rank 0, which serves the store, as the victim. Logs and JSON go to $OUT in one archive; the
+# tables are printed last.
 #
 # PARTS chooses among two-last, two-first, eight-last and eight-first. With four GPUs, the tables of two ranks
 # run on the first two beside those of eight on the others. JOBS_TWO and JOBS_EIGHT say how many cells of one
-# table run at the same time: few without the service, since processes then take turns on a GPU, and those
-# that wait for one another seldom have theirs together. LIMIT_TWO and LIMIT_EIGHT say how many seconds a table
-# may take: what is done by then is printed. ARGS are more arguments, such as `--phase transfer,graph`.
+# table run at the same time. That takes CUDA's multi-process service, also where no ranks of a cell share a
+# GPU: without it, processes take turns on a GPU, and those that wait for one another seldom have theirs
+# together (SERVICE_TWO=no leaves it out; then JOBS_TWO should be 1). LIMIT_TWO and LIMIT_EIGHT say how many
+# seconds a table may take: what is done by then is printed. ARGS are more arguments, such as `--phase graph`.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 OUT=${OUT:-device-out}
@@ -38,8 +39,9 @@ tables() {
         esac
     done
 }
-two=("${LIMIT_TWO:-170}" -n 2 --jobs "${JOBS_TWO:-2}")
-eight=("${LIMIT_EIGHT:-240}" -n 8 --ranks-per-gpu "${RANKS_PER_GPU:-4}" --jobs "${JOBS_EIGHT:-3}")
+two=("${LIMIT_TWO:-150}" -n 2 --jobs "${JOBS_TWO:-4}")
+if [ "${SERVICE_TWO:-yes}" = yes ]; then two+=(--ranks-per-gpu 1); fi
+eight=("${LIMIT_EIGHT:-220}" -n 8 --ranks-per-gpu "${RANKS_PER_GPU:-4}" --jobs "${JOBS_EIGHT:-4}")
 if (($(nvidia-smi -L | wc -l) >= 4)); then
     CUDA_VISIBLE_DEVICES=0,1 tables two "${two[@]}" &
     CUDA_VISIBLE_DEVICES=2,3 tables eight "${eight[@]}"

@@ -2,12 +2,13 @@
 
 use super::cell::{Cell, Fault, RankReport, Said, name};
 use super::gpus::Gpus;
+use super::port::Port;
 use super::rank::FAULT_RANK_COMMAND;
 use super::relay::Relay;
 use anyhow::{Context, Result};
 use rustix::process::{Pid, Signal, kill_process};
 use std::io::{BufRead, BufReader, Read};
-use std::net::{Ipv4Addr, SocketAddr, TcpListener};
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{self, Receiver, Sender};
@@ -134,7 +135,8 @@ fn watch(
     outcome: &mut JobOutcome,
     folder: &Path,
 ) -> Result<()> {
-    let store = free_address()?;
+    let port = Port::choose()?;
+    let store = port.address();
     let mut relays = Vec::new();
     let (sender, events) = mpsc::channel();
     let mut ranks = Vec::new();
@@ -313,10 +315,4 @@ fn start(mut command: Command, rank: usize, events: &Sender<Event>) -> Result<(R
             String::from_utf8_lossy(&text).into_owned()
         })?;
     Ok((child, errors))
-}
-
-/// Where a store can listen.
-fn free_address() -> Result<SocketAddr> {
-    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).context("find a free port")?;
-    Ok(listener.local_addr()?)
 }

@@ -11,6 +11,7 @@ mod job;
 mod judge;
 mod leftovers;
 mod phases;
+mod port;
 mod probe;
 mod rank;
 mod relay;
