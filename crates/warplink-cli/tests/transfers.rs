@@ -112,7 +112,8 @@ fn bench_channel_ends_at_the_limit_of_a_row() {
     assert!(stdout(&output).contains("what"), "{}", stdout(&output));
     let error = stderr(&output);
     assert!(
-        error.contains("measure 'words'") && error.contains("the end of a stream's work"),
+        error.contains("measure 'words' and 'signals'")
+            && error.contains("the end of a stream's work"),
         "{error}"
     );
 }

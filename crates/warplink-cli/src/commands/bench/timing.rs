@@ -83,16 +83,15 @@ impl<'a> Clock<'a> {
         times.first().copied().context("nothing was timed")
     }
 
-    /// As [`measure`](Self::measure), for `limit` at most.
+    /// As [`measure_in_turn`](Self::measure_in_turn), one operation after another, for `limit` at most.
     pub(crate) fn measure_until(
         &self,
         limit: Duration,
         samples: usize,
-        submission: Submission,
-        work: Work<'_>,
-    ) -> Result<Times> {
-        let times = self.measure_all(Some(Deadline::after(limit)), samples, submission, &[work])?;
-        times.first().copied().context("nothing was timed")
+        works: &[Work<'_>],
+    ) -> Result<Vec<Times>> {
+        let limit = Deadline::after(limit);
+        self.measure_all(Some(limit), samples, Submission::Eager, works)
     }
 
     /// As [`measure`](Self::measure) for several works that take turns, a sample of each after the

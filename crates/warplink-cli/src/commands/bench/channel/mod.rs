@@ -4,7 +4,7 @@
 mod kernels;
 mod rows;
 
-use super::timing::{Clock, Submission, Times};
+use super::timing::{Clock, Times, Work};
 use crate::commands::ranks;
 use crate::memory;
 use crate::options::Options;
@@ -18,7 +18,7 @@ use serde::Serialize;
 use std::process::ExitCode;
 use std::time::Duration;
 use warplink::channel::{Connection, ConnectionRequest, Transport};
-use warplink::device::{Argument, Launch, Priority, Stream};
+use warplink::device::{Argument, Kernel, Launch, Priority, Stream};
 use warplink::{Communicator, DeviceKind};
 
 /// Measure channels: what kernels of ranks 0 and 1 do with one another
@@ -49,7 +49,7 @@ pub(crate) struct Channel {
     #[arg(long, value_name = "BYTES")]
     to: Option<Bytes>,
     /// Samples per figure
-    #[arg(long, value_name = "N", default_value = "9", value_parser = clap::value_parser!(u16).range(1..))]
+    #[arg(long, value_name = "N", default_value = "15", value_parser = clap::value_parser!(u16).range(1..))]
     samples: u16,
     /// Longest that one row may take
     #[arg(long, value_name = "SECONDS", default_value = "20", value_parser = clap::value_parser!(u16).range(1..))]
@@ -170,19 +170,18 @@ impl Channel {
     fn latencies(&self, rig: &mut Rig<'_>, rounds: u32) -> Result<()> {
         let [direct, proxied] = TRANSPORTS;
         if self.wants(&["words", "signals"]) {
-            let words = rig.back_and_forth("words", direct, 0, 1, rounds, None)?;
-            rig.back_and_forth("signals", direct, 0, 1, rounds, Some(words))?;
-            rig.back_and_forth("signals", proxied, 0, 1, rounds, None)?;
+            rig.signals(rounds)?;
+            rig.back_and_forth("signals", proxied, 0, 1, rounds)?;
         }
         if self.wants(&["puts"]) {
             for bytes in [8, 4096] {
-                rig.back_and_forth("puts", direct, bytes, 256, rounds, None)?;
-                rig.back_and_forth("puts", proxied, bytes, 32, rounds, None)?;
+                rig.back_and_forth("puts", direct, bytes, 256, rounds)?;
+                rig.back_and_forth("puts", proxied, bytes, 32, rounds)?;
             }
         }
         if self.wants(&["packets"]) {
             for (bytes, threads) in [(8, 32), (1024, 128), (4096, 512)] {
-                rig.back_and_forth("packets", direct, bytes, threads, rounds, None)?;
+                rig.back_and_forth("packets", direct, bytes, threads, rounds)?;
             }
         }
         Ok(())
@@ -231,10 +230,25 @@ impl<'a> Rig<'a> {
         name: &str,
         transport: Transport,
         launch: Launch,
-        (rounds, bytes): (u32, u64),
+        sizes: (u32, u64),
         alone: bool,
     ) -> Result<Times> {
-        let (kernel, rank) = (self.kernels.get(name)?, self.clock.comm.rank());
+        let times = self.time_in_turn(&[name], transport, launch, sizes, alone)?;
+        times.first().copied().context("nothing was timed")
+    }
+
+    /// Times launches of each of `names`, which take turns: so they see the same clocks.
+    fn time_in_turn(
+        &self,
+        names: &[&str],
+        transport: Transport,
+        launch: Launch,
+        (rounds, bytes): (u32, u64),
+        alone: bool,
+    ) -> Result<Vec<Times>> {
+        let rank = self.clock.comm.rank();
+        let kernels = names.iter().map(|name| self.kernels.get(name));
+        let kernels: Vec<_> = kernels.collect::<Result<_>>()?;
         let arguments = self.connection(transport).map(|connection| {
             [
                 connection.channel(),
@@ -244,18 +258,48 @@ impl<'a> Rig<'a> {
             ]
         });
         let arguments = arguments.filter(|_| rank == 0 || !alone);
-        let work = |stream: &Stream| -> Result<()> {
+        let launch = |kernel: &Kernel, stream: &Stream| -> Result<()> {
             if let Some(arguments) = &arguments {
                 kernel.launch(stream, &launch, arguments)?;
             }
             Ok(())
         };
+        let works = kernels
+            .iter()
+            .map(|kernel| |stream: &Stream| launch(kernel, stream));
+        let works: Vec<_> = works.collect();
+        let works: Vec<Work<'_>> = works.iter().map(|work| work as Work<'_>).collect();
         self.clock
-            .measure_until(self.limit, self.samples, Submission::Eager, &work)
-            .with_context(|| format!("measure '{name}', {transport}, of {bytes} bytes"))
+            .measure_until(self.limit, self.samples, &works)
+            .with_context(|| {
+                let names = names.join("' and '");
+                format!("measure '{names}', {transport}, of {bytes} bytes")
+            })
     }
 
-    /// The time of one way of many back and forth in one kernel of one block.
+    /// Adds the times of plain words and of signals, each one way of many back and forth in one kernel.
+    fn signals(&mut self, rounds: u32) -> Result<()> {
+        let (names, direct) = (["words", "signals"], Transport::Direct);
+        let times = self.time_in_turn(&names, direct, Launch::new(1, 1), (rounds, 0), false)?;
+        let mut plain = None;
+        for (what, all) in names.into_iter().zip(times) {
+            let time = scaled(&all, 0.5 / f64::from(rounds));
+            let ratio = plain.map(|plain| time.median / plain);
+            plain = Some(time.median);
+            self.rows.add(Row {
+                what,
+                transport: Some(direct),
+                bytes: 0,
+                blocks: 1,
+                time,
+                rate: None,
+                ratio,
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Adds the time of one way of many back and forth in one kernel of one block.
     fn back_and_forth(
         &mut self,
         what: &'static str,
@@ -263,21 +307,18 @@ impl<'a> Rig<'a> {
         bytes: u64,
         threads: u32,
         rounds: u32,
-        plain: Option<f64>,
-    ) -> Result<f64> {
+    ) -> Result<()> {
         let launch = Launch::new(1, threads);
         let all = self.time(what, transport, launch, (rounds, bytes), false)?;
-        let time = scaled(&all, 0.5 / f64::from(rounds));
         self.rows.add(Row {
             what,
             transport: Some(transport),
             bytes,
             blocks: 1,
+            time: scaled(&all, 0.5 / f64::from(rounds)),
             rate: None,
-            ratio: plain.map(|plain| time.median / plain),
-            time,
-        })?;
-        Ok(time.median)
+            ratio: None,
+        })
     }
 
     /// Adds the time of one put of rank 0 by several blocks, and its rate over the one given. Returns the rate.
@@ -323,9 +364,10 @@ impl<'a> Rig<'a> {
         };
         let time = self
             .clock
-            .measure_until(self.limit, self.samples, Submission::Eager, &work)
+            .measure_until(self.limit, self.samples, &[&work])
             .with_context(|| format!("measure '{what}' of {bytes} bytes"))?;
-        let time = scaled(&time, 1.0 / f64::from(copies));
+        let time = time.first().context("nothing was timed")?;
+        let time = scaled(time, 1.0 / f64::from(copies));
         self.moved(what, None, bytes, 0, time, None)
     }
 
