@@ -8,7 +8,7 @@ use crate::error::{Error, ErrorKind, Result};
 use std::fmt;
 use std::sync::Arc;
 
-/// C = A·B, all row-major and contiguous: A is `m × k`, B is `k × n`, C is `m × n`, of one element
+/// C = A·B, all row-major and, without leading dimensions, contiguous: A is `m × k`, B is `k × n`, C is `m × n`, of one element
 /// type, accumulated in `f32`. Of an operand that is transposed, memory holds the transpose: `k × m`
 /// for A, `n × k` for B.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -29,6 +29,9 @@ pub struct MatmulSpec {
     pub bias: bool,
     /// Whether A·B is added to what C holds instead of replacing it.
     pub accumulate: bool,
+    /// Elements from one row of memory to the next of A, B and C, where rows are further apart than they
+    /// are long.
+    pub leading: [Option<usize>; 3],
 }
 
 impl MatmulSpec {
@@ -43,7 +46,37 @@ impl MatmulSpec {
             transposed_b: false,
             bias: false,
             accumulate: false,
+            leading: [None; 3],
         }
+    }
+
+    /// Rows in memory of A, B and C, their length, and the elements from one to the next.
+    pub(crate) fn in_memory(&self) -> [(usize, usize, usize); 3] {
+        let sides = [
+            (self.m, self.k, self.transposed_a),
+            (self.k, self.n, self.transposed_b),
+            (self.m, self.n, false),
+        ];
+        let mut leading = self.leading.into_iter();
+        sides.map(|(rows, columns, transposed)| {
+            let (rows, length) = if transposed {
+                (columns, rows)
+            } else {
+                (rows, columns)
+            };
+            (rows, length, leading.next().flatten().unwrap_or(length))
+        })
+    }
+
+    /// Bytes from the first to the last element of A, B and C; `None` where a size overflows, or rows
+    /// overlap.
+    pub(crate) fn bytes(&self) -> [Option<usize>; 3] {
+        self.in_memory().map(|(rows, length, step)| {
+            let before = rows.checked_sub(1)?.checked_mul(step)?;
+            let elements = before.checked_add(length)?;
+            let apart = step >= length;
+            elements.checked_mul(self.dtype.size()).filter(|_| apart)
+        })
     }
 
     /// Fails unless the slices are as long as this says; a bias is there exactly when it says so.
@@ -58,14 +91,15 @@ impl MatmulSpec {
             rows.checked_mul(columns)
                 .and_then(|elements| elements.checked_mul(self.dtype.size()))
         };
+        let [a_bytes, b_bytes, c_bytes] = self.bytes();
         let sides = [
-            ("A", a, self.m, self.k),
-            ("B", b, self.k, self.n),
-            ("C", c, self.m, self.n),
+            ("A", a, self.m, self.k, a_bytes),
+            ("B", b, self.k, self.n, b_bytes),
+            ("C", c, self.m, self.n, c_bytes),
         ];
-        let bias_side = bias.map(|bias| ("the bias", bias, 1, self.n));
-        for (name, slice, rows, columns) in sides.into_iter().chain(bias_side) {
-            if bytes(rows, columns) != Some(slice.bytes()) || rows == 0 || columns == 0 {
+        let bias_side = bias.map(|bias| ("the bias", bias, 1, self.n, bytes(1, self.n)));
+        for (name, slice, rows, columns, bytes) in sides.into_iter().chain(bias_side) {
+            if bytes != Some(slice.bytes()) || rows == 0 || columns == 0 {
                 return Err(Error::invalid(format!(
                     "{name} has {} bytes; expected {rows} x {columns} elements of {}",
                     slice.bytes(),

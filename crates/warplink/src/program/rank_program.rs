@@ -149,8 +149,8 @@ impl RankProgram {
             OperationKind::Copy { target, source }
             | OperationKind::Collective { target, source, .. } => of(&[target, source]),
             OperationKind::Matmul { a, b, c, bias, .. } => {
-                let all = [a, b, c].into_iter().chain(bias);
-                all.map(|range| Area::from(*range)).collect()
+                let bias = bias.map(Area::from);
+                [a, b, c].into_iter().cloned().chain(bias).collect()
             }
             OperationKind::PostMatmul { a, b, bias, .. } => {
                 let all = a.iter().chain([b]).chain(bias);
@@ -185,7 +185,7 @@ impl RankProgram {
                     touched.extend([target.tensor, source.tensor]);
                 }
                 OperationKind::Matmul { a, b, c, bias, .. } => {
-                    touched.extend([a, b, c].map(|range| range.tensor));
+                    touched.extend([a, b, c].map(|area| area.span.tensor));
                     touched.extend(bias.map(|bias| bias.tensor));
                 }
                 OperationKind::PostMatmul { a, b, bias, .. } => {
@@ -350,15 +350,18 @@ pub enum OperationKind {
     /// transposed, memory holds the transpose.
     Matmul {
         /// Left operand.
-        a: Range,
+        a: Area,
         /// Right operand.
-        b: Range,
+        b: Area,
         /// Result.
-        c: Range,
+        c: Area,
         /// A vector of `n`, added to each row.
         bias: Option<Range>,
         /// Whether `a` and `b` are transposed.
         transposed: [bool; 2],
+        /// Elements from one row of memory to the next of `a`, `b` and `c`, where they are not
+        /// contiguous.
+        leading: [Option<usize>; 3],
         /// Element type of all.
         dtype: DType,
         /// Rows of `a` and `c`.

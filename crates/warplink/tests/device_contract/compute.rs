@@ -74,6 +74,106 @@ fn products_and_sums_agree_with_double_precision() {
     assert!(sum(&stream, DType::F32, &a, &[]).is_err());
 }
 
+/// A product of blocks of larger matrices is that of the same blocks by themselves, and leaves what is
+/// around its result alone.
+#[test]
+fn blocks_with_leading_dimensions_are_multiplied() {
+    let device = open_device();
+    let stream = device.create_stream(Priority::Normal).unwrap();
+    let compute = device.compute().unwrap();
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        for (transposed_a, transposed_b) in
+            [(false, false), (false, true), (true, false), (true, true)]
+        {
+            for (m, n, k, apart) in [(48, 40, 72, 8), (5, 3, 7, 1)] {
+                let spec = MatmulSpec {
+                    transposed_a,
+                    transposed_b,
+                    accumulate: true,
+                    ..MatmulSpec::new(m, n, k, dtype)
+                };
+                let shape = |rows: usize, columns: usize, transposed: bool| {
+                    if transposed {
+                        (columns, rows)
+                    } else {
+                        (rows, columns)
+                    }
+                };
+                let shapes = [shape(m, k, transposed_a), shape(k, n, transposed_b), (m, n)];
+                // Each operand by itself, and as a block of a matrix with longer rows.
+                let mut alone = Vec::new();
+                let mut blocks = Vec::new();
+                let mut whole = Vec::new();
+                for (seed, (rows, length)) in shapes.into_iter().enumerate() {
+                    let step = length + apart;
+                    let raw = common::values(seed, 5, rows * step);
+                    let values: Vec<f64> =
+                        raw.iter().map(|b| f64::from(*b) / 128.0 - 1.0).collect();
+                    let upload = |values: &[f64]| {
+                        let bytes = encode(dtype, values);
+                        let slice = device.allocate(bytes.len(), AllocationKind::Plain).unwrap();
+                        device.upload(&slice, &bytes).unwrap();
+                        slice
+                    };
+                    let packed: Vec<f64> = values
+                        .chunks_exact(step)
+                        .flat_map(|row| row[..length].to_vec())
+                        .collect();
+                    alone.push(upload(&packed));
+                    let all = upload(&values);
+                    let end = (rows - 1) * step + length;
+                    blocks.push(all.slice(0..end * dtype.size()).unwrap());
+                    whole.push((all, step, length));
+                }
+                let leading = whole.iter().map(|(_, step, _)| Some(*step));
+                let leading: Vec<Option<usize>> = leading.collect();
+                let blocked = MatmulSpec {
+                    leading: leading.try_into().unwrap(),
+                    ..spec
+                };
+                let (c, step, length) = &whole[2];
+                let read = |slice: &DeviceSlice| {
+                    let mut bytes = vec![0; slice.bytes()];
+                    device.download(slice, &mut bytes).unwrap();
+                    decode(dtype, &bytes)
+                };
+                let before = read(c);
+                compute.prepare_matmul(&blocked).unwrap();
+                compute
+                    .matmul(&stream, &spec, &alone[0], &alone[1], &alone[2], None)
+                    .unwrap();
+                compute
+                    .matmul(&stream, &blocked, &blocks[0], &blocks[1], &blocks[2], None)
+                    .unwrap();
+                stream.synchronize(soon()).unwrap();
+                let (wanted, after) = (read(&alone[2]), read(c));
+                for (row, (seen, old)) in after
+                    .chunks_exact(*step)
+                    .zip(before.chunks_exact(*step))
+                    .enumerate()
+                {
+                    assert_eq!(seen[*length..], old[*length..], "{blocked:?}");
+                    let wanted = &wanted[row * length..(row + 1) * length];
+                    for (seen, wanted) in seen.iter().zip(wanted) {
+                        let most = 4.0 * dtype.matmul_tolerance().unwrap() * wanted.abs().max(4.0);
+                        assert!(
+                            (seen - wanted).abs() <= most,
+                            "{blocked:?}: {seen}, {wanted}"
+                        );
+                    }
+                }
+                let short = MatmulSpec {
+                    leading: [Some(1), None, None],
+                    ..spec
+                };
+                let refused =
+                    compute.matmul(&stream, &short, &alone[0], &alone[1], &alone[2], None);
+                refused.unwrap_err();
+            }
+        }
+    }
+}
+
 #[test]
 fn a_batch_of_products_is_its_products() {
     let device = open_device();

@@ -179,7 +179,7 @@ fn what_is_not_in_the_order_of_memory_is_refused_where_it_cannot_be_read() {
             "multiplies f32[4, 4] by f32[2, 4]",
         ),
         (
-            "let U = transpose(A); E = matmul(U[0..2], A)",
+            "C = matmul(U[:, 0..2, 0..4], A)",
             "the left operand is neither in the order of memory nor",
         ),
         (
@@ -189,7 +189,7 @@ fn what_is_not_in_the_order_of_memory_is_refused_where_it_cannot_be_read() {
     ] {
         let text = format!(
             "program p() {{\n input A: f32[4, 4]\n input v: f32[4]\n output C: f32[4, 4]\n \
-             output D: f32[1, 4, 4] column_major\n output E: f32[2, 4]\n {line}\n}}"
+             output D: f32[1, 4, 4] column_major\n output E: f32[2, 4]\n allocate U: f32[2, 4, 8]\n {line}\n}}"
         );
         let program = Program::parse(&text).unwrap_or_else(|error| panic!("{error}"));
         let error = unroll(&program, 0, 1, 1, &Parameters::new()).expect_err(line);

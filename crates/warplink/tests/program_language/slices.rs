@@ -180,3 +180,62 @@ fn columns_of_large_matrices_cost_no_more_than_those_of_small_ones() {
     let error = verify(&program, 8, 2, &parameters).unwrap_err();
     assert!(error[0].message.contains("too large"), "{}", error[0]);
 }
+
+/// Blocks of matrices are operands and results of products, also transposed, where their rows are at even
+/// steps; what lies between is left alone.
+#[test]
+fn blocks_of_matrices_are_multiplied() {
+    let text = "program blocks(T = f32 | bf16) {
+        input A: T[6, 10]
+        input B: T[8, 9]
+        input v: T[3]
+        output C: T[4, 7] = 0
+        output D: T[2, 3, 5]
+        C[:, 2..5] = matmul(A[1..5, 3..8], B[2..7, 4..7]) + v
+        C[0..2, 5..7] += matmul(transpose(A[0..6, 4..6]), transpose(B[1..3, 0..6]))
+        C[2..4, 5..7] = matmul(A[0..2, 0..6], transpose(B[1..3, 0..6])) + C[2..4, 5..7]
+        D[:, :, 0..4] = matmul(A[0..6, 0..2], B[0..2, 0..4])
+        D[:, 1, 4] = copy(C[0..2, 2])
+        D[:, 0, 4] = copy(C[2..4, 5])
+        D[:, 2, 4] = copy(C[0..2, 0])
+    }";
+    let input = |rank: usize, name: &str, index: usize| -> f64 {
+        let shift = if name == "A" { 0 } else { 1 };
+        [0.0, 1.0, -1.0, 2.0][(7 * index + 3 * (index / 4) + rank + shift) % 4]
+    };
+    for dtype in [warplink::DType::F32, warplink::DType::BF16] {
+        let run = Run {
+            text,
+            parameters: Parameters::new().with("T", dtype),
+            streams: 1,
+            input: &input,
+        };
+        run.check(world(2), |rank, outputs| {
+            let a = |i: usize, j: usize| input(rank, "A", 10 * i + j);
+            let b = |i: usize, j: usize| input(rank, "B", 9 * i + j);
+            let c = |i: usize, j: usize| -> f64 {
+                match j {
+                    0 | 1 => 0.0,
+                    2..5 => {
+                        let terms = (0..5).map(|k| a(1 + i, 3 + k) * b(2 + k, 2 + j));
+                        terms.sum::<f64>() + input(rank, "v", j - 2)
+                    }
+                    _ if i < 2 => (0..6).map(|k| a(k, 4 + i) * b(j - 4, k)).sum(),
+                    _ => (0..6).map(|k| a(i - 2, k) * b(j - 4, k)).sum(),
+                }
+            };
+            for i in 0..4 {
+                for j in 0..7 {
+                    assert_eq!(outputs["C"][7 * i + j], c(i, j), "C[{i}, {j}]");
+                }
+            }
+            for row in 0..6 {
+                for j in 0..4 {
+                    let expected: f64 = (0..2).map(|k| a(row, k) * b(k, j)).sum();
+                    assert_eq!(outputs["D"][5 * row + j], expected, "D[{row}, {j}]");
+                }
+            }
+            assert_eq!(outputs["D"][5 + 4], c(0, 2));
+        });
+    }
+}

@@ -187,6 +187,13 @@ impl Meaning {
     }
 }
 
+/// Whether two areas of a rank have an element in common.
+fn shares(program: &RankProgram, a: &Area, b: &Area) -> bool {
+    let of_b = elements_of(program, b);
+    let mut of_a = elements_of(program, a).into_iter();
+    a.span.tensor == b.span.tensor && of_a.any(|element| of_b.contains(&element))
+}
+
 struct Case<'a> {
     ranks: &'a [RankProgram],
     stage: &'a Interpreter<'a>,
@@ -391,18 +398,15 @@ impl Case<'_> {
             |&(rank, index): &(usize, usize)| match &self.ranks[rank].operations[index].kind {
                 OperationKind::Copy { target, source }
                 | OperationKind::Collective { target, source, .. } => overlap(target, source),
-                OperationKind::Matmul { a, b, c, .. } => overlap(a, c) || overlap(b, c),
+                OperationKind::Matmul { a, b, c, .. } => {
+                    shares(&self.ranks[rank], a, c) || shares(&self.ranks[rank], b, c)
+                }
                 OperationKind::Elementwise {
                     target, sources, ..
                 } => {
                     let program = &self.ranks[rank];
-                    let written = elements_of(program, target);
-                    let shares = |source: &Area| {
-                        let read = elements_of(program, source);
-                        let same = source.span.tensor == target.span.tensor;
-                        same && read.iter().any(|element| written.contains(element))
-                    };
-                    sources.iter().any(|s| s != target && shares(s))
+                    let mut others = sources.iter().filter(|source| *source != target);
+                    others.any(|source| shares(program, source, target))
                 }
                 _ => false,
             };

@@ -135,8 +135,8 @@ pub(super) fn describe(rank_program: &RankProgram, kind: &OperationKind) -> Stri
             ..
         } => {
             let sign = if *accumulate { "+=" } else { "=" };
-            let product = product([part(a), part(b)], bias.as_ref().map(part), *transposed);
-            format!("{} {sign} {product}  {m} x {k} by {k} x {n}", part(c))
+            let product = product([area(a), area(b)], bias.as_ref().map(part), *transposed);
+            format!("{} {sign} {product}  {m} x {k} by {k} x {n}", area(c))
         }
         OperationKind::Elementwise {
             op,

@@ -98,18 +98,31 @@ impl PreparedLaunch for Prepared {
     }
 }
 
-fn read<T: Element>(slice: &DeviceSlice) -> Result<Vec<T>> {
-    let zero = T::from_f64(0.0);
-    let mut values = vec![zero; slice.bytes() / size_of::<T>()];
-    memory::read_bytes(slice, values.as_mut_bytes())?;
-    Ok(values)
+/// The elements of a matrix of `rows` rows in memory of `length` elements, `step` from one to the next;
+/// what lies between is not touched.
+fn read_f32<T: Element>(
+    slice: &DeviceSlice,
+    (rows, length, step): (usize, usize, usize),
+) -> Result<Vec<f32>> {
+    let mut values = vec![T::from_f64(0.0); rows * length];
+    for (row, values) in values.chunks_exact_mut(length).enumerate() {
+        memory::read_bytes(
+            &row_of::<T>(slice, row, length, step)?,
+            values.as_mut_bytes(),
+        )?;
+    }
+    let wide = values.into_iter().map(|value| value.to_f64() as f32);
+    Ok(wide.collect())
 }
 
-fn read_f32<T: Element>(slice: &DeviceSlice) -> Result<Vec<f32>> {
-    Ok(read::<T>(slice)?
-        .into_iter()
-        .map(|value| value.to_f64() as f32)
-        .collect())
+fn row_of<T: Element>(
+    slice: &DeviceSlice,
+    row: usize,
+    length: usize,
+    step: usize,
+) -> Result<DeviceSlice> {
+    let from = row * step * size_of::<T>();
+    slice.slice(from..from + length * size_of::<T>())
 }
 
 /// Matmuls of every type run in `f32`: half types are widened and the result is rounded once.
@@ -121,14 +134,15 @@ fn matmul<T: Element>(
     bias: Option<&DeviceSlice>,
 ) -> Result<()> {
     let (m, n, k) = (spec.m, spec.n, spec.k);
-    let (a, b) = (read_f32::<T>(a)?, read_f32::<T>(b)?);
+    let [of_a, of_b, of_c] = spec.in_memory();
+    let (a, b) = (read_f32::<T>(a, of_a)?, read_f32::<T>(b, of_b)?);
     let mut out = if spec.accumulate {
-        read_f32::<T>(c)?
+        read_f32::<T>(c, of_c)?
     } else {
         vec![0.0; m * n]
     };
     if let Some(bias) = bias {
-        let bias = read_f32::<T>(bias)?;
+        let bias = read_f32::<T>(bias, (1, n, n))?;
         out.chunks_exact_mut(n).for_each(|row| {
             row.iter_mut()
                 .zip(&bias)
@@ -175,5 +189,8 @@ fn matmul<T: Element>(
         .into_iter()
         .map(|value| T::from_f64(f64::from(value)))
         .collect();
-    memory::write_bytes(c, rounded.as_bytes())
+    for (row, values) in rounded.chunks_exact(n).enumerate() {
+        memory::write_bytes(&row_of::<T>(c, row, n, of_c.2)?, values.as_bytes())?;
+    }
+    Ok(())
 }

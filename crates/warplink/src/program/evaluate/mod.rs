@@ -243,9 +243,9 @@ struct Run<'a> {
 /// A matmul: result, operands, bias.
 struct Matmul<'a> {
     /// Whose tensor the result is stored to.
-    target: (Rank, &'a Range),
-    a: &'a Range,
-    b: &'a Range,
+    target: (Rank, Area),
+    a: Area,
+    b: Area,
     bias: Option<&'a Range>,
     /// Whether `a` and `b` are transposed.
     transposed: [bool; 2],
@@ -284,9 +284,9 @@ impl Run<'_> {
             } => self.matmul(
                 rank,
                 &Matmul {
-                    target: (rank, c),
-                    a,
-                    b,
+                    target: (rank, c.clone()),
+                    a: a.clone(),
+                    b: b.clone(),
                     bias: bias.as_ref(),
                     transposed: *transposed,
                     shape: [*m, *n, *k],
@@ -321,9 +321,9 @@ impl Run<'_> {
                     let (peer, partner) = self.partner(rank, id);
                     let target = &self.evaluator.ranks[peer].transfers[partner].range;
                     let matmul = Matmul {
-                        target: (peer, target),
-                        a,
-                        b,
+                        target: (peer, (*target).into()),
+                        a: (*a).into(),
+                        b: (*b).into(),
                         bias: bias.as_ref(),
                         transposed: *transposed,
                         shape: [*m, *n, *k],
@@ -415,13 +415,14 @@ impl Run<'_> {
         let [rows, columns, depth] = matmul.shape;
         let [a_transposed, b_transposed] = matmul.transposed;
         let (a, b) = (
-            row_major(self.memory.read(rank, matmul.a), rows, a_transposed),
-            row_major(self.memory.read(rank, matmul.b), depth, b_transposed),
+            row_major(self.memory.gather(rank, &matmul.a), rows, a_transposed),
+            row_major(self.memory.gather(rank, &matmul.b), depth, b_transposed),
         );
         let bias = matmul.bias.map(|bias| self.memory.read(rank, bias));
-        let (owner, target) = matmul.target;
-        let before = self.memory.read(owner, target);
-        let dtype = self.memory.tensors[owner][target.tensor].dtype;
+        let (owner, target) = &matmul.target;
+        let owner = *owner;
+        let before = self.memory.gather(owner, target);
+        let dtype = self.memory.tensors[owner][target.span.tensor].dtype;
         let mut products = Vec::with_capacity(before.len());
         let mut row = vec![value::Product::default(); columns];
         for (number, left) in a.chunks_exact(depth.max(1)).enumerate() {
@@ -444,14 +445,14 @@ impl Run<'_> {
                 products.push(value);
             }
         }
-        self.memory.write(owner, target, &products);
+        self.memory.scatter(owner, target, &products);
     }
 }
 
 /// A matrix of `rows` rows; memory may hold its transpose.
-fn row_major(values: &[Value], rows: usize, transposed: bool) -> Cow<'_, [Value]> {
+fn row_major(values: Cow<'_, [Value]>, rows: usize, transposed: bool) -> Cow<'_, [Value]> {
     if !transposed {
-        return Cow::Borrowed(values);
+        return values;
     }
     let columns = values.len() / rows.max(1);
     let places = (0..rows).flat_map(|row| (0..columns).map(move |column| column * rows + row));

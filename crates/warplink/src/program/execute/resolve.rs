@@ -159,6 +159,7 @@ impl<'a> Resolver<'a> {
                 c,
                 bias,
                 transposed,
+                leading,
                 dtype,
                 m,
                 n,
@@ -169,8 +170,9 @@ impl<'a> Resolver<'a> {
                 spec.bias = bias.is_some();
                 [spec.transposed_a, spec.transposed_b] = *transposed;
                 spec.accumulate = *accumulate;
-                let pairs = [(self.memory.slice(a)?, self.memory.slice(c)?)];
-                CommandKind::Matmul(self.matmuls(&spec, &pairs, b, bias.as_ref())?)
+                spec.leading = *leading;
+                let pairs = [(self.memory.slice(&a.span)?, self.memory.slice(&c.span)?)];
+                CommandKind::Matmul(self.matmuls(&spec, &pairs, &b.span, bias.as_ref())?)
             }
             OperationKind::PostMatmul {
                 group,

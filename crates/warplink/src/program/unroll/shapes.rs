@@ -31,10 +31,12 @@ pub(super) struct Operands {
 
 /// A product whose operands fit.
 struct Matmul {
-    a: Range,
-    b: Range,
+    a: Area,
+    b: Area,
     bias: Option<Range>,
     transposed: [bool; 2],
+    /// Elements between rows of memory of `a` and `b`, where they are not contiguous.
+    leading: [Option<usize>; 2],
     /// `m`, `n` and `k`.
     size: [usize; 3],
 }
@@ -185,14 +187,20 @@ impl Unroller<'_> {
             b,
             bias,
             transposed,
+            leading,
             size: [m, n, k],
         } = self.product(target, operands)?;
+        let (c, leading_c) = match target.matrix() {
+            Some((c, false, leading)) => (c, leading),
+            _ => (self.range(target, "written")?.into(), None),
+        };
         Ok(OperationKind::Matmul {
             a,
             b,
-            c: self.range(target, "written")?,
+            c,
             bias,
             transposed,
+            leading: [leading[0], leading[1], leading_c],
             dtype: target.dtype,
             m,
             n,
@@ -223,12 +231,19 @@ impl Unroller<'_> {
             b,
             bias,
             transposed,
+            leading,
             size: [m, n, k],
         } = self.product(&sent, operands)?;
+        if leading != [None; 2] {
+            return Err(self.mismatch(
+                "an operand of a posted product has gaps between its rows; expected contiguous operands, \
+                 or a copy",
+            ));
+        }
         Ok(OperationKind::PostMatmul {
             group: vec![id],
-            a: vec![a],
-            b,
+            a: vec![a.span],
+            b: b.span,
             bias,
             transposed,
             dtype: send.dtype,
@@ -266,7 +281,7 @@ impl Unroller<'_> {
         let strided = |name: &str| {
             self.mismatch(format!(
                 "{}, of which the {name} operand is neither in the order of memory nor the transpose \
-                 of a matrix that is; expected one of these, or a copy",
+                 of a matrix that is, with rows at even steps; expected one of these, or a copy",
                 multiplies()
             ))
         };
@@ -284,8 +299,8 @@ impl Unroller<'_> {
         if !fits {
             return Err(wrong());
         }
-        let (left, _, transposed_a) = a.matrix().ok_or_else(|| strided("left"))?;
-        let (right, _, transposed_b) = b.matrix().ok_or_else(|| strided("right"))?;
+        let (left, transposed_a, leading_a) = a.matrix().ok_or_else(|| strided("left"))?;
+        let (right, transposed_b, leading_b) = b.matrix().ok_or_else(|| strided("right"))?;
         let bias = bias.as_ref();
         if let Some(bias) = bias
             && bias.shape != [n]
@@ -300,6 +315,7 @@ impl Unroller<'_> {
             b: right,
             bias: bias.map(|bias| self.range(bias, "added")).transpose()?,
             transposed: [transposed_a, transposed_b],
+            leading: [leading_a, leading_b],
             size: [m, n, *k],
         })
     }

@@ -90,18 +90,53 @@ impl View {
         Area { span, axes }
     }
 
-    /// The view as a matrix, its leading axes flattened into rows: rows, columns, and whether memory
-    /// holds the transpose. `None` where it has one axis, or elements that are not contiguous.
-    pub(super) fn matrix(&self) -> Option<(Range, [usize; 2], bool)> {
+    /// The view as a matrix, its leading axes flattened into rows: its elements in the order of memory,
+    /// whether that is the order of the transpose, and, where rows of memory are not contiguous, the elements
+    /// from one to the next. `None` where it has one axis, or elements that are not at even steps.
+    pub(super) fn matrix(&self) -> Option<(Area, bool, Option<usize>)> {
         let (&columns, rows) = self.shape.split_last()?;
-        let (&last, before) = rows.split_last()?;
-        let size = [rows.iter().product(), columns];
-        if let Some(range) = self.range() {
-            return Some((range, size, false));
+        let (&along, before) = self.strides.split_last()?;
+        if rows.is_empty() {
+            return None;
         }
-        let single = before.iter().all(|extent| *extent == 1);
-        let transposed = single && self.strides.ends_with(&[1, last]);
-        transposed.then(|| (self.cover(), size, true))
+        if let Some(range) = self.range() {
+            return Some((range.into(), false, None));
+        }
+        // One step for all rows.
+        let (mut count, mut step) = (1, 0);
+        for (&extent, &stride) in rows.iter().zip(before).rev() {
+            if extent > 1 && count > 1 && stride != step * count {
+                return None;
+            }
+            if extent > 1 && count == 1 {
+                step = stride;
+            }
+            count *= extent;
+        }
+        let (lengths, steps) = ([count, columns], [step, along]);
+        let in_rows = |row: usize, column: usize| {
+            let close = lengths[column] == 1 || steps[column] == 1;
+            let apart = lengths[row] == 1 || steps[row] >= lengths[column];
+            let leading = match lengths[row] {
+                1 => lengths[column],
+                _ => steps[row],
+            };
+            (close && apart).then_some(leading)
+        };
+        let (transposed, leading) = match (in_rows(0, 1), in_rows(1, 0)) {
+            (Some(leading), _) => (false, leading),
+            (None, Some(leading)) => (true, leading),
+            (None, None) => return None,
+        };
+        let length = lengths[usize::from(!transposed)];
+        if leading == length {
+            return Some((self.cover().into(), transposed, None));
+        }
+        let mut area = self.strided();
+        if transposed && columns > 1 {
+            area.axes.rotate_right(1);
+        }
+        Some((area, transposed, Some(leading)))
     }
 
     /// As many elements as there are, from the first on.

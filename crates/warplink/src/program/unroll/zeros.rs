@@ -106,23 +106,17 @@ impl Unroller<'_> {
         if self.zeros.parts.is_empty() {
             return kind;
         }
-        if let OperationKind::Elementwise {
-            target, sources, ..
-        } = &kind
-        {
-            let areas = sources.iter().chain([target]);
-            let tensors = areas.filter(|area| !area.is_contiguous());
-            let tensors: Vec<TensorId> = tensors.map(|area| area.span.tensor).collect();
-            tensors
-                .into_iter()
-                .for_each(|tensor| self.zero_at_start(tensor));
+        for area in self.made.areas(&kind) {
+            if !area.is_contiguous() {
+                self.zero_at_start(area.span.tensor);
+            }
         }
         let mut kind = kind;
         match &mut kind {
             OperationKind::Matmul { c, accumulate, .. } if *accumulate => {
-                *accumulate = !self.zeros.take_whole(c);
+                *accumulate = !self.zeros.take_whole(&c.span);
                 if *accumulate {
-                    self.set_to_zero(*c);
+                    self.set_to_zero(c.span);
                 }
             }
             OperationKind::Elementwise {
@@ -222,7 +216,7 @@ impl Unroller<'_> {
                 vec![*source]
             }
             OperationKind::Matmul { a, b, bias, .. } => {
-                [a, b].into_iter().chain(bias).copied().collect()
+                [a.span, b.span].into_iter().chain(*bias).collect()
             }
             OperationKind::PostMatmul { a, b, bias, .. } => {
                 a.iter().chain([b]).chain(bias).copied().collect()
@@ -242,9 +236,10 @@ impl Unroller<'_> {
                 collective: Collective::Reduce(_, root),
                 ..
             } if *root != self.made.rank => Vec::new(),
-            OperationKind::Copy { target, .. }
-            | OperationKind::Collective { target, .. }
-            | OperationKind::Matmul { c: target, .. } => vec![*target],
+            OperationKind::Copy { target, .. } | OperationKind::Collective { target, .. } => {
+                vec![*target]
+            }
+            OperationKind::Matmul { c: target, .. } => vec![target.span],
             OperationKind::Elementwise { target, .. } => vec![target.span],
             OperationKind::Post(group) => self.ends(group, Direction::Receive),
             _ => Vec::new(),

@@ -39,15 +39,20 @@ impl Run<'_> {
                 accumulate,
                 ..
             } => {
-                for range in [Some(a), Some(b), bias.as_ref()].into_iter().flatten() {
-                    touch(self, *range, AccessMode::Read);
+                if let Some(bias) = bias {
+                    touch(self, *bias, AccessMode::Read);
                 }
+                let mut touch = |run: &mut Self, area: &Area, mode: AccessMode| {
+                    run.touch_area((stream, operation), (rank, area), mode, violations);
+                };
+                touch(self, a, AccessMode::Read);
+                touch(self, b, AccessMode::Read);
                 let mode = if *accumulate {
                     AccessMode::Update
                 } else {
                     AccessMode::Write
                 };
-                touch(self, *c, mode);
+                touch(self, c, mode);
             }
             OperationKind::Elementwise {
                 target, sources, ..

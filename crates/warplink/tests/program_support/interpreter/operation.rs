@@ -101,9 +101,9 @@ impl Play<'_> {
             } => {
                 let product = Product {
                     rank,
-                    c: *c,
-                    a: *a,
-                    b: *b,
+                    c: c.clone(),
+                    a: a.clone(),
+                    b: b.clone(),
                     bias: *bias,
                     columns: *n,
                     transposed: *transposed,
@@ -128,9 +128,9 @@ impl Play<'_> {
                     let (peer, partner) = self.peer(rank, id);
                     let product = Product {
                         rank: peer,
-                        c: self.ranks[peer].transfers[partner].range,
-                        a: *a,
-                        b: *b,
+                        c: self.ranks[peer].transfers[partner].range.into(),
+                        a: (*a).into(),
+                        b: (*b).into(),
                         bias: *bias,
                         columns: *n,
                         transposed: *transposed,

@@ -50,13 +50,13 @@ pub(super) enum Step {
 }
 
 /// A product of matrices.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Product {
     /// Whose tensor the result is written to.
     pub(super) rank: usize,
-    pub(super) c: Range,
-    pub(super) a: Range,
-    pub(super) b: Range,
+    pub(super) c: Area,
+    pub(super) a: Area,
+    pub(super) b: Area,
     pub(super) bias: Option<Range>,
     /// Whether memory holds the transposes of `a` and `b`.
     pub(super) transposed: [bool; 2],
@@ -71,7 +71,7 @@ impl Product {
     pub(super) fn steps(self) -> Vec<Step> {
         let rows = self.rows;
         [0..rows / 2, rows / 2..rows]
-            .map(|rows| Step::Multiply(self, rows))
+            .map(|rows| Step::Multiply(self.clone(), rows))
             .to_vec()
     }
 }
@@ -208,11 +208,12 @@ impl Play<'_> {
 
     fn multiply(&mut self, rank: usize, by: Actor, product: &Product, rows: Rows<usize>) {
         let program = &self.ranks[rank];
-        let [a, b] = [product.a, product.b].map(|r| (r.tensor, elements(program, &r).0));
+        let [a, b] =
+            [&product.a, &product.b].map(|area| (area.span.tensor, elements_of(program, area)));
         let bias = product
             .bias
             .map(|range| (range.tensor, elements(program, &range).0));
-        let c = elements(&self.ranks[product.rank], &product.c).0;
+        let c = elements_of(&self.ranks[product.rank], &product.c);
         for row in rows {
             for column in 0..product.columns {
                 let mut value = 0.0;
@@ -227,14 +228,14 @@ impl Play<'_> {
                     } else {
                         depth * product.columns + column
                     };
-                    let (left, right) = ((rank, a.0, a.1 + left), (rank, b.0, b.1 + right));
+                    let (left, right) = ((rank, a.0, a.1[left]), (rank, b.0, b.1[right]));
                     value += self.memory.load(by, left) * self.memory.load(by, right);
                 }
                 if let Some((tensor, first)) = bias {
                     value += self.memory.load(by, (rank, tensor, first + column));
                 }
-                let index = c + row * product.columns + column;
-                let target = (product.rank, product.c.tensor, index);
+                let index = c[row * product.columns + column];
+                let target = (product.rank, product.c.span.tensor, index);
                 if product.accumulate {
                     value += self.memory.load(by, target);
                 }

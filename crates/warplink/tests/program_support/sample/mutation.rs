@@ -282,6 +282,12 @@ impl Mutation<'_> {
 
     /// Another row, column or part in one place.
     fn change_axis(&mut self, at: usize, line: &str) -> bool {
+        if line.contains("X") && self.random.chance(2) {
+            let blocks = ["0..n]", "n..2 * n]", "1..n + 1]"];
+            let block = blocks[self.random.below(3)];
+            let other = blocks[self.random.below(3)];
+            return self.replace(at, line.replacen(block, other, 1));
+        }
         let parts = [
             ", :, 0]",
             ", :, 1]",

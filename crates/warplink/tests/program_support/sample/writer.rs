@@ -352,8 +352,18 @@ impl<'r> Writer<'r> {
         let (a, b, to) = (self.some_slot(), self.some_slot(), self.made_on.len());
         let name = self.name();
         let stream = self.stream_after(&[a, b]);
-        if self.random.chance(2) {
+        let kind = self.random.below(3);
+        if kind == 0 {
             self.line(format!("W[{to}] = sum(W[{a}], transpose(W[{b}]))"));
+        } else if kind == 1 {
+            // Blocks side by side: operands and the result of one product.
+            self.line(format!("allocate X{name}: f32[n, 3 * n]"));
+            self.line(format!("X{name}[:, 0..n] = copy(W[{a}])"));
+            self.line(format!("X{name}[:, n..2 * n] = copy(W[{b}])"));
+            self.line(format!(
+                "X{name}[:, 2 * n..3 * n] = matmul(X{name}[:, 0..n], transpose(X{name}[:, n..2 * n]))"
+            ));
+            self.line(format!("W[{to}] = copy(X{name}[:, 2 * n..3 * n])"));
         } else {
             self.line(format!("allocate Z{name}: f32[n, n] = 0"));
             self.line(format!("Z{name}[:, 1] = copy(W[{a}, 0])"));

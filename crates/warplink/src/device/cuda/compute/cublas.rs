@@ -102,6 +102,7 @@ pub(super) fn takes(
     matmuls.len() > 1
         && !spec.bias
         && !spec.accumulate
+        && spec.leading == [None; 3]
         && data_type(spec.dtype).is_some()
         && rows
             .into_iter()

@@ -219,12 +219,13 @@ impl Description {
 }
 
 impl Layout {
-    /// A dense matrix by columns.
+    /// A matrix by columns, with `step` elements from one column to the next.
     pub(crate) fn create(
         library: &'static BlasLt,
         kind: cudaDataType_t,
         rows: usize,
         columns: usize,
+        step: usize,
     ) -> Result<Self> {
         let mut raw = std::ptr::null_mut();
         // SAFETY: `raw` is an output parameter for one layout.
@@ -234,7 +235,7 @@ impl Layout {
                 kind,
                 rows as u64,
                 columns as u64,
-                rows as i64,
+                step as i64,
             )
         };
         library.check(code, "describe a matrix")?;

@@ -74,17 +74,11 @@ impl Gemm {
                 &operands.bias,
             )?;
         }
-        let of = |transposed: bool, rows: usize, columns: usize| {
-            let (rows, columns) = if transposed {
-                (columns, rows)
-            } else {
-                (rows, columns)
-            };
-            Layout::create(library, kind, rows, columns)
-        };
-        let first = of(spec.transposed_b, spec.n, spec.k)?;
-        let second = of(spec.transposed_a, spec.k, spec.m)?;
-        let result = Layout::create(library, kind, spec.n, spec.m)?;
+        // Our rows in memory are its columns.
+        let [second, first, result] = spec
+            .in_memory()
+            .map(|(rows, length, step)| Layout::create(library, kind, length, rows, step));
+        let (first, second, result) = (first?, second?, result?);
         let preference = Preference::create(library)?;
         let [a, b, c] = operands.alignments();
         preference.set(

@@ -230,6 +230,7 @@ fn check_spec(spec: &MatmulSpec) -> Result<()> {
     let max = i32::MAX as usize;
     if [spec.m, spec.n, spec.k]
         .into_iter()
+        .chain(spec.leading.into_iter().flatten())
         .any(|length| length == 0 || length > max)
     {
         return Err(Error::invalid(format!(

@@ -145,11 +145,8 @@ impl Scratch {
         spec: &MatmulSpec,
         workspace_bytes: usize,
     ) -> Result<Self> {
-        let bytes = |rows: usize, columns: usize| {
-            let elements = rows
-                .checked_mul(columns)
-                .and_then(|elements| elements.checked_mul(spec.dtype.size()));
-            elements.ok_or_else(|| {
+        let whole = |bytes: Option<usize>| {
+            bytes.ok_or_else(|| {
                 Error::invalid(format!(
                     "operands of {} x {} x {} overflow the address space",
                     spec.m, spec.n, spec.k
@@ -157,12 +154,9 @@ impl Scratch {
                 .with_help("split the matrices")
             })
         };
-        let (a_bytes, b_bytes, c_bytes) = (
-            bytes(spec.m, spec.k)?,
-            bytes(spec.k, spec.n)?,
-            bytes(spec.m, spec.n)?,
-        );
-        let bias_bytes = bytes(1, spec.n)?;
+        let [a_bytes, b_bytes, c_bytes] = spec.bytes().map(whole);
+        let (a_bytes, b_bytes, c_bytes) = (a_bytes?, b_bytes?, c_bytes?);
+        let bias_bytes = whole(spec.n.checked_mul(spec.dtype.size()))?;
         let make = |bytes| PlainMemory::allocate(gpu, bytes);
         let memory = [
             make(a_bytes)?,
