@@ -89,10 +89,18 @@ pub(crate) fn sample(seed: u64, allowed: Allowed) -> Result<Sample> {
         mutation::mutate(&mut lines, &mut random, allowed, (world, streams, slots))
     };
     let calls = lines.iter().any(|line| line.contains("(n = n"));
+    // Some do everything in a program that is called, with memory of the caller's.
+    let called = random.chance(4);
+    let tensors = "    input A: f32[n, n]\n    output C: f32[n, n]\n";
+    let (name, scratch) = match called {
+        true => ("body", "output"),
+        false => ("sample", "allocate"),
+    };
     let mut text = String::from(if calls { CALLED } else { "" });
-    text += "program sample(n) {\n";
-    text += "    input A: f32[n, n]\n    output C: f32[n, n]\n";
-    let _ = writeln!(text, "    allocate W: f32[{slots}, n, n]");
+    let _ = writeln!(
+        text,
+        "program {name}(n) {{\n{tensors}    {scratch} W: f32[{slots}, n, n]"
+    );
     // Stands for what is stored at other ranks.
     text += "    allocate P: f32[n, n]\n";
     let mut depth: usize = 1;
@@ -102,6 +110,13 @@ pub(crate) fn sample(seed: u64, allowed: Allowed) -> Result<Sample> {
         depth += usize::from(line.ends_with('{'));
     }
     text += "}\n";
+    if called {
+        let _ = write!(
+            text,
+            "program sample(n) {{\n{tensors}    allocate V: f32[{slots}, n, n]\n    \
+             body(n = n, A = A, C = C, W = V)\n}}\n"
+        );
+    }
     Ok(Sample {
         program: Program::parse(&text)?,
         text,
