@@ -482,6 +482,36 @@ fn many_collectives() {
     });
 }
 
+/// Collectives among rows, and among all ranks in another order, in a program that is called.
+fn many_collectives_among_some() {
+    let text = "program some(n, list[]) {
+        input A: f32[8]
+        output C: f32[8]
+        C = copy(A)
+        for i in 0..n {
+            C = all_reduce(C, sum) among list
+        }
+    }
+    program lists(n) {
+        input A: f32[8]
+        output C: f32[8]
+        output D: f32[8]
+        let row = [rank / 16 * 16 + c for c in 0..16]
+        let back = [world - 1 - r for r in 0..world]
+        some(n = n, list = row, A = A, C = C)
+        some(n = n, list = back, A = A, C = D)
+    }";
+    within("collectives among some", TWO_SECONDS, 500, || {
+        check(text, 256, 8, &[("n", size(400))]).unwrap();
+    });
+    within("calls", TWO_SECONDS, 500, || {
+        let text = "program nothing(n) { require n > 0 }
+            program calls(n) { for i in 0..n { nothing(n = n) } }";
+        let refused = check(text, 64, 2, &[("n", 1_000_000)]).unwrap_err();
+        println!("{}", refused[0]);
+    });
+}
+
 /// One test, so that what is measured is one case at a time.
 #[test]
 fn verification_costs_time_and_memory_in_proportion() {
@@ -492,6 +522,7 @@ fn verification_costs_time_and_memory_in_proportion() {
     long_expressions();
     many_parameters();
     many_collectives();
+    many_collectives_among_some();
     racing_copies();
     reversed_copies();
     many_transfers();

@@ -21,7 +21,7 @@ impl Unroller<'_> {
         };
         let (list, world, own) = (list.clone(), self.made.world, self.made.rank);
         self.work.set(self.work.get() + list.len());
-        let (mut members, mut seen) = (Vec::with_capacity(list.len()), HashSet::new());
+        let mut members = Vec::with_capacity(list.len());
         for &value in list.iter() {
             let Some(rank) = usize::try_from(value).ok().filter(|rank| *rank < world) else {
                 let message = format!(
@@ -30,12 +30,18 @@ impl Unroller<'_> {
                 );
                 return Err(self.diagnostic(DiagnosticKind::OutOfBounds, message));
             };
-            if !seen.insert(rank) {
-                let message =
-                    format!("'{name}' contains rank {rank} twice; expected each rank once");
-                return Err(self.diagnostic(DiagnosticKind::Malformed, message));
-            }
             members.push(rank);
+        }
+        if members.iter().copied().eq(0..world) {
+            return Ok(None);
+        }
+        if let Some(known) = self.parts.get(&members[..]) {
+            return Ok(Some(known.clone()));
+        }
+        let mut seen = HashSet::new();
+        if let Some(rank) = members.iter().find(|rank| !seen.insert(**rank)) {
+            let message = format!("'{name}' contains rank {rank} twice; expected each rank once");
+            return Err(self.diagnostic(DiagnosticKind::Malformed, message));
         }
         if !seen.contains(&own) {
             let message = format!(
@@ -43,12 +49,6 @@ impl Unroller<'_> {
                 ranks_of(&members)
             );
             return Err(self.diagnostic(DiagnosticKind::Malformed, message));
-        }
-        if members.iter().copied().eq(0..world) {
-            return Ok(None);
-        }
-        if let Some(known) = self.parts.get(&members[..]) {
-            return Ok(Some(known.clone()));
         }
         if self.parts.len() >= MAX_PARTS {
             let message = format!(
