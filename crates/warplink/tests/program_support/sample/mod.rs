@@ -92,9 +92,10 @@ pub(crate) fn sample(seed: u64, allowed: Allowed) -> Result<Sample> {
     // Some do everything in a program that is called, with memory of the caller's.
     let called = random.chance(4);
     let tensors = "    input A: f32[n, n]\n    output C: f32[n, n]\n";
-    let (name, scratch) = match called {
-        true => ("body", "output"),
-        false => ("sample", "allocate"),
+    let (name, scratch) = if called {
+        ("body", "output")
+    } else {
+        ("sample", "allocate")
     };
     let mut text = String::from(if calls { CALLED } else { "" });
     let _ = writeln!(
