@@ -5,6 +5,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use std::sync::Arc;
 use warplink::DType;
+use warplink::device::ReduceOp;
 use warplink::program::{Parameters, Value, refused, verify};
 
 /// A host program: what every rank enqueues, described once for all ranks (docs/language.md).
@@ -125,13 +126,15 @@ pub(crate) fn read_parameters(
         let value = if let Ok(number) = value.extract::<i64>() {
             Value::Integer(number)
         } else if let Ok(text) = value.extract::<String>() {
-            let dtype: DType = text.parse().map_err(raise)?;
-            Value::ElementType(dtype)
+            match text.parse::<ReduceOp>() {
+                Ok(operator) => Value::Operator(operator),
+                Err(_) => Value::ElementType(text.parse::<DType>().map_err(raise)?),
+            }
         } else if let Ok(numbers) = value.extract::<Vec<i64>>() {
             Value::List(numbers)
         } else {
             return Err(invalid(format!(
-                "parameter '{name}' is {value}; expected an integer, a list of integers or the name of an element type"
+                "parameter '{name}' is {value}; expected an integer, a list of integers or the name of an element type or operator"
             )));
         };
         parameters.insert(name, value);

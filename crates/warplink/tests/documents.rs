@@ -1,4 +1,4 @@
-//! What the documents say is so: the programs and outputs in docs/language.md and docs/nvfuser.md, and the files and tests
+//! What the documents say is so: the programs and outputs in docs/language.md, docs/nvfuser.md and docs/ring-all-reduce.md, and the files and tests
 //! that ARCHITECTURE.md names.
 //!
 //! The line that opens a block says how it is checked: `world=2,4`, values of parameters,
@@ -15,9 +15,10 @@ use warplink::program::ir::Program;
 use warplink::program::parameters::ParameterKind;
 use warplink::program::{Parameters, unroll, verify};
 
-const PAGES: [&str; 2] = [
+const PAGES: [&str; 3] = [
     include_str!("../../../docs/language.md"),
     include_str!("../../../docs/nvfuser.md"),
+    include_str!("../../../docs/ring-all-reduce.md"),
 ];
 
 const ARCHITECTURE: &str = include_str!("../../../ARCHITECTURE.md");

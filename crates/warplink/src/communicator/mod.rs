@@ -362,6 +362,7 @@ impl Communicator {
             transfers: self.transfers.clone(),
             in_flight: self.job.in_flight.clone(),
             engines: self.engines.clone(),
+            fault: self.fault.clone(),
             timeout: self.job.timeout,
             path: self.job.path,
         })

@@ -4,14 +4,15 @@ use super::elementwise::ElementwiseOp;
 use super::slice::DeviceSlice;
 use super::stream::Stream;
 use crate::dtype::DType;
-use crate::error::{Error, Rank, Result};
+use crate::error::{Error, ErrorKind, Rank, Result};
 use std::fmt;
+use std::str::FromStr;
 
 /// Gathers one byte string from every rank, in rank order; what an engine joins with.
 pub type AllGatherBytes<'a> = &'a mut dyn FnMut(Vec<u8>) -> Result<Vec<Vec<u8>>>;
 
 /// How values of several ranks become one.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum ReduceOp {
     /// Their sum.
     Sum,
@@ -39,6 +40,29 @@ impl From<ReduceOp> for ElementwiseOp {
             ReduceOp::Max => Self::Max,
             ReduceOp::Min => Self::Min,
         }
+    }
+}
+
+impl fmt::Display for ReduceOp {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for ReduceOp {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        [Self::Sum, Self::Max, Self::Min]
+            .into_iter()
+            .find(|operator| operator.name() == text)
+            .ok_or_else(|| {
+                Error::new(
+                    ErrorKind::Parse,
+                    format!("unknown operator '{text}'; expected sum, max or min"),
+                )
+                .with_help("use sum, max or min")
+            })
     }
 }
 

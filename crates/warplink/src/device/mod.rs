@@ -61,6 +61,7 @@ pub use fault::Fault;
 pub(crate) use fault_set::FaultSet;
 pub use host::channel::BlockChannel;
 pub use host::kernel::Block;
+pub(crate) use host::lane::combine;
 pub use host::signals::BlockSignals;
 pub use identity::DeviceIdentity;
 pub(crate) use identity::{combined_identity, machine_identity};

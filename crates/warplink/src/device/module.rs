@@ -158,6 +158,16 @@ impl Kernel {
     }
 }
 
+impl Kernel {
+    /// Fails where a launch cannot have all of its blocks on the device at the same time.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument), with how many fit.
+    pub(crate) fn check_together(&self, launch: &Launch) -> Result<()> {
+        self.0.check_together(launch)
+    }
+}
+
 impl fmt::Debug for Kernel {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0.fmt(f)
@@ -172,6 +182,11 @@ pub(crate) trait ModuleBackend: Send + Sync + fmt::Debug {
 
 /// A kernel as a device has it; the methods are those of [`Kernel`].
 pub(crate) trait KernelBackend: Send + Sync + fmt::Debug {
+    /// See [`Kernel::check_together`]. A launch finds out where this does not tell.
+    fn check_together(&self, _launch: &Launch) -> Result<()> {
+        Ok(())
+    }
+
     /// See [`Kernel::launch`].
     fn launch(&self, stream: &Stream, launch: &Launch, arguments: &[Argument]) -> Result<()>;
 }

@@ -5,6 +5,9 @@ use std::fmt;
 /// The deepest nesting that an expression may have, so that walking one cannot exhaust the stack.
 pub const MAX_DEPTH: usize = 64;
 
+/// Parts of a tensor start at multiples of so many elements, which is at least 16 bytes of every type.
+pub const PART_UNIT: i64 = 16;
+
 /// An integer expression, evaluated in `i64` with every overflow an error.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Expr {
@@ -47,6 +50,8 @@ pub enum Operator {
     Min,
     /// `max(a, b)`.
     Max,
+    /// `part(n, k)`: how long the parts are that a tensor of `n` is cut into by `[i of k]`.
+    Part,
 }
 
 /// A comparison of integers.
@@ -202,6 +207,11 @@ impl Operator {
             Self::Xor => Some(a ^ b),
             Self::Min => Some(a.min(b)),
             Self::Max => Some(a.max(b)),
+            Self::Part if b < 1 => return Err(EvaluationError::DivisionByZero),
+            Self::Part => PART_UNIT
+                .checked_mul(b)
+                .map(|all| a.max(0) / all + i64::from(a.max(0) % all > 0))
+                .and_then(|units| units.checked_mul(PART_UNIT)),
         };
         value.ok_or(EvaluationError::Overflow)
     }
@@ -211,7 +221,7 @@ impl Operator {
         a.wrapping_rem(b) != 0 && (a < 0) != (b < 0)
     }
 
-    /// Its sign in program text; for `min` and `max`, the name of the function.
+    /// Its sign in program text; for `min`, `max` and `part`, the name of the function.
     pub const fn sign(self) -> &'static str {
         match self {
             Self::Add => "+",
@@ -224,6 +234,7 @@ impl Operator {
             Self::Xor => "^",
             Self::Min => "min",
             Self::Max => "max",
+            Self::Part => "part",
         }
     }
 }
@@ -333,6 +344,27 @@ mod tests {
         );
         assert_eq!(Operator::Remainder.apply(-1, 8), Ok(7));
         assert_eq!(Operator::Divide.apply(-1, 8), Ok(-1));
+    }
+
+    #[test]
+    fn parts_are_multiples_of_a_unit_and_cover_all() {
+        for (n, k, length) in [
+            (0, 3, 0),
+            (1, 8, 16),
+            (100, 2, 64),
+            (4096, 8, 512),
+            (17, 1, 32),
+        ] {
+            assert_eq!(Operator::Part.apply(n, k), Ok(length));
+        }
+        assert_eq!(
+            Operator::Part.apply(5, 0),
+            Err(EvaluationError::DivisionByZero)
+        );
+        assert_eq!(
+            Operator::Part.apply(i64::MAX, 1),
+            Err(EvaluationError::Overflow)
+        );
     }
 
     #[test]

@@ -7,6 +7,7 @@
 
 use super::expr::{Condition, Expr};
 use super::parameters::Parameter;
+use super::section::{Scratch, Section};
 pub use crate::device::{Collective, ElementwiseOp};
 use crate::dtype::DType;
 pub use crate::p2p::{Direction, Protocol};
@@ -193,6 +194,10 @@ pub enum StatementKind {
         /// What it is given: values of its parameters, and its inputs and outputs.
         arguments: Vec<Argument>,
     },
+    /// `scratch P: packets16 T[2, world, n]`.
+    Scratch(Scratch),
+    /// `kernel lane in 0..lanes threads 512 { … }`: launches a kernel on the current stream.
+    Kernel(Section),
     /// `for j in 0..world { … }`.
     For(Loop<Statement>),
     /// `if rank == 0 { … } else { … }`.
@@ -428,6 +433,9 @@ pub enum Selection {
     Index(Expr),
     /// `[a..b]`: several slices; the axis stays.
     Range(Expr, Expr),
+    /// `[i of k]`: part i of k, which may be shorter than the others or empty; the axis stays. In kernel
+    /// sections only.
+    Part(Expr, Expr),
     /// `[:, j, a..b]`: on each of the first axes.
     Axes(Vec<AxisSelection>),
 }

@@ -1,6 +1,7 @@
 //! What a caller gives a program besides memory: the values of its parameters, and which of its
 //! optional tensors are there.
 
+use crate::device::ReduceOp;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use std::collections::{BTreeMap, BTreeSet};
@@ -15,6 +16,8 @@ pub enum Value {
     List(Vec<i64>),
     /// One of `T = bf16 | f16`.
     ElementType(DType),
+    /// One of `op = sum | max`.
+    Operator(ReduceOp),
 }
 
 impl From<i64> for Value {
@@ -41,6 +44,12 @@ impl From<DType> for Value {
     }
 }
 
+impl From<ReduceOp> for Value {
+    fn from(operator: ReduceOp) -> Self {
+        Self::Operator(operator)
+    }
+}
+
 impl fmt::Display for Value {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -50,6 +59,7 @@ impl fmt::Display for Value {
                 f.write_str(&values.join(","))
             }
             Self::ElementType(dtype) => dtype.fmt(f),
+            Self::Operator(operator) => operator.fmt(f),
         }
     }
 }
@@ -70,8 +80,8 @@ pub enum ParameterKind {
     Integer,
     /// `n[]`: a list of integers, `n[0]`, `n[1]`, … of which there are `count(n)`.
     List,
-    /// `parts = 1 | 2 | 4`, `T = bf16 | f16`: one of these, all integers or all element types. A
-    /// caller may leave it open; then it is the first, or the one with which a cost model finds the
+    /// `parts = 1 | 2 | 4`, `T = bf16 | f16`, `op = sum | max`: one of these, all integers, all element
+    /// types or all operators. A caller may leave it open; then it is the first, or the one with which a cost model finds the
     /// program fastest.
     OneOf(Vec<Value>),
 }

@@ -6,6 +6,7 @@ use super::grid::Grid;
 use super::ir::{
     Backend, Collective, Direction, ElementwiseOp, Position, Protocol, Role, Sharding,
 };
+use super::section::{ScratchInstance, SectionInstance};
 use crate::dtype::DType;
 use crate::error::Rank;
 use std::collections::{BTreeSet, HashMap, HashSet};
@@ -33,6 +34,8 @@ pub struct RankProgram {
     /// The tensors, in order of declaration; an `allocate` in a loop makes one per iteration. Each
     /// has memory of its own for the whole run.
     pub tensors: Vec<TensorInstance>,
+    /// The scratch that its kernels use, in order of declaration.
+    pub scratch: Vec<ScratchInstance>,
     /// The transfers, in order of declaration.
     pub transfers: Vec<TransferInstance>,
     /// The transfers of each exchange of handles.
@@ -145,6 +148,15 @@ impl RankProgram {
             | OperationKind::Share(_)
             | OperationKind::Wait(_)
             | OperationKind::Synchronize(_) => Vec::new(),
+            OperationKind::Kernel(section) => {
+                let whole = |tensor: TensorId| Range {
+                    tensor,
+                    offset_bytes: 0,
+                    bytes: self.tensors[tensor].bytes,
+                };
+                let all = section.user_tensors();
+                all.map(|tensor| Area::from(whole(tensor))).collect()
+            }
             OperationKind::Zero(range) => of(&[range]),
             OperationKind::Copy { target, source }
             | OperationKind::Collective { target, source, .. } => of(&[target, source]),
@@ -177,6 +189,7 @@ impl RankProgram {
                 | OperationKind::Share(_)
                 | OperationKind::Wait(_)
                 | OperationKind::Synchronize(_) => {}
+                OperationKind::Kernel(section) => touched.extend(section.user_tensors()),
                 OperationKind::Zero(range) => {
                     touched.insert(range.tensor);
                 }
@@ -430,6 +443,8 @@ pub enum OperationKind {
         /// What is read; on a broadcast, only on the root.
         source: Range,
     },
+    /// A kernel section, which all ranks launch.
+    Kernel(Arc<SectionInstance>),
     /// The operation's stream waits for what this other stream was given so far: record an event
     /// there, wait for it here.
     Synchronize(usize),
@@ -454,6 +469,7 @@ impl OperationKind {
             Self::PostMatmul { .. } => "post matmul",
             Self::Wait(_) => "wait",
             Self::Collective { collective, .. } => collective.name(),
+            Self::Kernel(_) => "kernel",
             Self::Synchronize(_) => "synchronize",
         }
     }

@@ -9,6 +9,10 @@ use warplink::program::ir::{
     Transfer, TransferRef,
 };
 use warplink::program::parameters::{Parameter, ParameterKind};
+use warplink::program::section::{
+    Move, Operator as SectionOperator, Packing, Place, Scratch, Section, Source, Step, StepKind,
+    Verb,
+};
 use warplink::program::{Backend, Condition, Direction, Expr, Protocol, Value};
 use warplink::{DType, device::ReduceOp};
 
@@ -23,7 +27,7 @@ fn expr() -> impl Strategy<Value = Expr> {
         any::<i64>().prop_map(Expr::Number),
         (0..20_i64).prop_map(Expr::Number),
         name().prop_map(Expr::Name),
-        prop_oneof![Just("rank"), Just("world"), Just("streams")]
+        prop_oneof![Just("rank"), Just("world"), Just("streams"), Just("epoch")]
             .prop_map(|n| Expr::Name(n.into())),
     ];
     let operator = prop_oneof![
@@ -37,6 +41,7 @@ fn expr() -> impl Strategy<Value = Expr> {
         Just(Operator::Xor),
         Just(Operator::Min),
         Just(Operator::Max),
+        Just(Operator::Part),
     ];
     leaf.prop_recursive(4, 16, 2, move |inner| {
         prop_oneof![
@@ -61,12 +66,14 @@ fn number() -> impl Strategy<Value = Expr> {
 pub(crate) fn parameter() -> impl Strategy<Value = Parameter> {
     let numbers = prop::collection::btree_set(0..9_i64, 1..4);
     let types = prop::collection::hash_set(prop::sample::select(&DType::ALL[..]), 1..4);
+    let operators = prop::collection::hash_set(operator(), 1..4);
     let one_of = |values: Vec<Value>| ParameterKind::OneOf(values);
     let kind = prop_oneof![
         Just(ParameterKind::Integer),
         Just(ParameterKind::List),
         numbers.prop_map(move |set| one_of(set.into_iter().map(Value::from).collect())),
         types.prop_map(move |set| one_of(set.into_iter().map(Value::from).collect())),
+        operators.prop_map(move |set| one_of(set.into_iter().map(Value::from).collect())),
     ];
     (name(), kind).prop_map(|(name, kind)| Parameter { name, kind })
 }
@@ -120,6 +127,7 @@ fn target() -> impl Strategy<Value = TensorRef> {
         expr().prop_map(Selection::Index),
         (expr(), expr()).prop_map(|(a, b)| Selection::Range(a, b)),
         axes(),
+        (expr(), expr()).prop_map(|(a, b)| Selection::Part(a, b)),
     ];
     (name(), prop::collection::vec(selection, 0..3)).prop_map(|(name, selections)| TensorRef {
         name,
@@ -197,6 +205,89 @@ fn declaration() -> impl Strategy<Value = Declaration> {
                 }
             },
         )
+}
+
+fn operator() -> impl Strategy<Value = ReduceOp> {
+    prop_oneof![
+        Just(ReduceOp::Sum),
+        Just(ReduceOp::Max),
+        Just(ReduceOp::Min)
+    ]
+}
+
+fn place() -> impl Strategy<Value = Place> {
+    (target(), prop::option::of(expr())).prop_map(|(tensor, on)| Place { tensor, on })
+}
+
+/// A put, a get, a copy or a reduction.
+fn movement() -> impl Strategy<Value = Move> {
+    let other = || prop::option::of((condition(), place()));
+    let source = || (place(), other()).prop_map(|(place, otherwise)| Source { place, otherwise });
+    let one = |verb: Verb, target: Place, source: Place| Move {
+        verb,
+        targets: vec![target.into()],
+        sources: vec![Source::from(source).into()],
+    };
+    let combined = prop_oneof![
+        operator().prop_map(SectionOperator::Fixed),
+        name().prop_map(SectionOperator::Parameter),
+    ];
+    prop_oneof![
+        (place(), target()).prop_map(move |(to, from)| one(Verb::Put, to, from.into())),
+        (target(), place()).prop_map(move |(to, from)| one(Verb::Get, to.into(), from)),
+        (place(), source()).prop_map(|(target, source)| Move {
+            verb: Verb::Copy,
+            targets: vec![target.into()],
+            sources: vec![source.into()],
+        }),
+        (each(place()), each(source()), combined).prop_map(|(targets, sources, operator)| Move {
+            verb: Verb::Reduce(operator),
+            targets,
+            sources,
+        }),
+    ]
+}
+
+fn steps() -> impl Strategy<Value = Vec<Step>> {
+    let selected = target().prop_filter("selects", |tensor| !tensor.selections.is_empty());
+    let leaf = prop_oneof![
+        (name(), number()).prop_map(|(name, value)| StepKind::LetInteger { name, value }),
+        (name(), selected).prop_map(|(name, value)| StepKind::LetTensor { name, value }),
+        movement().prop_map(StepKind::Move),
+        each(expr()).prop_map(StepKind::Signal),
+        each(expr()).prop_map(StepKind::Wait),
+        Just(StepKind::Barrier),
+    ]
+    .prop_map(Step::from);
+    blocks(
+        leaf,
+        |it| StepKind::For(it).into(),
+        |it| StepKind::If(it).into(),
+    )
+}
+
+fn scratch() -> impl Strategy<Value = Scratch> {
+    let dtype = prop_oneof![
+        prop::sample::select(&DType::ALL[..]).prop_map(ElementType::Fixed),
+        name().prop_map(ElementType::Parameter),
+    ];
+    let packing = prop::sample::select(&Packing::ALL[..]);
+    let shape = prop::collection::vec(expr(), 1..4);
+    (name(), packing, dtype, shape).prop_map(|(name, packing, dtype, shape)| Scratch {
+        name,
+        packing,
+        dtype,
+        shape,
+    })
+}
+
+fn section() -> impl Strategy<Value = Section> {
+    (name(), expr(), expr(), steps()).prop_map(|(lane, lanes, threads, body)| Section {
+        lane,
+        lanes,
+        threads,
+        body,
+    })
 }
 
 fn collective() -> impl Strategy<Value = Collective<Expr>> {
@@ -348,6 +439,8 @@ pub(crate) fn statements() -> impl Strategy<Value = Vec<Statement>> {
         (name(), each(expr()))
             .prop_map(|(name, elements)| StatementKind::LetList { name, elements }),
         share().prop_map(StatementKind::Share),
+        scratch().prop_map(StatementKind::Scratch),
+        section().prop_map(StatementKind::Kernel),
         each(transfer()).prop_map(StatementKind::Post),
         (
             transfer(),

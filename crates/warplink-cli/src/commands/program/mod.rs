@@ -16,6 +16,7 @@ use std::io::Read as _;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use warplink::DType;
+use warplink::device::ReduceOp;
 use warplink::program::{self, Parameters, Report, Value, verify};
 
 /// Show, verify, cost and run host programs
@@ -140,18 +141,20 @@ fn parameter(text: &str) -> Result<(String, Value), String> {
         if !program::text::is_name(name) {
             return None;
         }
-        let value = match value.parse::<DType>() {
-            Ok(dtype) => Value::ElementType(dtype),
-            Err(_) if value.contains(',') => {
+        let value = match (value.parse::<DType>(), value.parse::<ReduceOp>()) {
+            (Ok(dtype), _) => Value::ElementType(dtype),
+            (_, Ok(operator)) => Value::Operator(operator),
+            (Err(_), Err(_)) if value.contains(',') => {
                 let elements = value.split(',').map(|element| element.trim().parse());
                 Value::List(elements.collect::<Result<_, _>>().ok()?)
             }
-            Err(_) => Value::Integer(value.parse().ok()?),
+            (Err(_), Err(_)) => Value::Integer(value.parse().ok()?),
         };
         Some((name.to_owned(), value))
     };
     read().ok_or_else(|| {
-        "expected a name and an integer, a list or an element type, as in m=4096, n=1024,512 or T=bf16"
+        "expected a name and an integer, a list, an element type or an operator, as in m=4096, n=1024,512, \
+         T=bf16 or op=sum"
             .to_owned()
     })
 }

@@ -201,6 +201,15 @@ pub(super) fn describe(rank_program: &RankProgram, kind: &OperationKind) -> Stri
                 part(source)
             )
         }
+        OperationKind::Kernel(section) => {
+            let tensors: Vec<&str> = section.tensors.iter().map(|t| &*t.name).collect();
+            format!(
+                "kernel of {} lanes of {} threads: {}",
+                section.lanes,
+                section.threads,
+                tensors.join(", ")
+            )
+        }
         OperationKind::Synchronize(stream) => {
             let stream = rank_program.streams.get(*stream);
             format!(

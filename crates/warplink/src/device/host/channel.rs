@@ -2,21 +2,12 @@
 
 use super::memory::{self, AwaitedWord};
 use super::operation::Context;
+use super::packets::{self, LINE};
 use crate::device::channel::fifo::stopped;
 use crate::device::channel::trigger::{MAX_TRIGGER_BYTES, Movement, Trigger};
 use crate::device::channel::{ChannelParts, ProxyEnd, Side};
-use crate::device::{At, ChannelMemory, DeviceSlice, Word};
+use crate::device::{At, ChannelMemory, DeviceSlice};
 use crate::error::{Error, ErrorKind, Result};
-use std::time::Duration;
-
-/// Data bytes and all bytes of a packet of 128 bytes.
-const LINE: (u64, u64) = (120, 128);
-
-/// Longest pause of a thread that looks for something again and again.
-const NAP: Duration = Duration::from_micros(50);
-
-/// Looks before a thread that waits begins to pause.
-const SPINS: u32 = 200;
 
 /// A channel, as a block of a kernel of the host device has it. The calls are those of
 /// `warplink::Channel` in `warplink/device.cuh`, made by the whole block: they have the same meanings,
@@ -209,23 +200,10 @@ impl<'a> BlockChannel<'a> {
         flag: u64,
     ) -> Result<()> {
         let (data, line) = LINE;
-        let packed = line * bytes.div_ceil(data);
+        let packed = line as u64 * bytes.div_ceil(data as u64);
         let (target, source) =
             self.packet_places(target.into(), packed, source.into(), bytes, [8, 128])?;
-        for (number, line) in self.words_of_lines(&target).enumerate() {
-            let [words @ .., flag_word] = &line?;
-            for (place, word) in words.iter().enumerate() {
-                let at = data as usize * number + 8 * place;
-                let mut value = [0; 8];
-                if at < source.bytes() {
-                    memory::read_bytes(&source.slice(at..at + 8)?, &mut value)?;
-                }
-                memory::set(word, u64::from_ne_bytes(value));
-            }
-            self.context.delay();
-            memory::set(flag_word, flag);
-        }
-        Ok(())
+        self.store_packets(&target, &source, flag, true)
     }
 
     /// Reads what the peer put here by [`put_packets128`](Self::put_packets128) with the same flag.
@@ -237,21 +215,10 @@ impl<'a> BlockChannel<'a> {
         flag: u64,
     ) -> Result<()> {
         let (data, line) = LINE;
-        let packed = line * bytes.div_ceil(data);
+        let packed = line as u64 * bytes.div_ceil(data as u64);
         let (source, target) =
             self.own_packet_places(source.into(), packed, target.into(), bytes, [8, 128])?;
-        for (number, line) in self.words_of_lines(&source).enumerate() {
-            let [words @ .., flag_word] = &line?;
-            self.spin(|| Ok(memory::load(flag_word) == flag))?;
-            for (place, word) in words.iter().enumerate() {
-                let at = data as usize * number + 8 * place;
-                if at < target.bytes() {
-                    let value = memory::load(word).to_ne_bytes();
-                    memory::write_bytes(&target.slice(at..at + 8)?, &value)?;
-                }
-            }
-        }
-        Ok(())
+        self.load_packets(&source, &target, flag, true)
     }
 
     fn parts(&self) -> &ChannelParts {
@@ -309,14 +276,14 @@ impl<'a> BlockChannel<'a> {
         let mut looks = 0;
         proxy.fifo.push(trigger.encode(), || {
             looks += 1;
-            self.pause(looks)
+            packets::pause(self.context, looks)
         })
     }
 
     /// Blocks until the proxy has done what it found before `position`, and that.
     fn await_flush(&self, proxy: &ProxyEnd, position: u64) -> Result<()> {
         let done = || memory::load(&self.parts().completed) > position;
-        self.spin(|| {
+        packets::spin(self.context, || {
             if done() {
                 return Ok(true);
             }
@@ -328,27 +295,6 @@ impl<'a> BlockChannel<'a> {
         })
     }
 
-    /// Looks until `ready`, or until the waits are ended.
-    fn spin(&self, ready: impl Fn() -> Result<bool>) -> Result<()> {
-        let mut looks = 0;
-        while !ready()? {
-            looks += 1;
-            self.pause(looks)?;
-        }
-        Ok(())
-    }
-
-    /// Between two looks.
-    fn pause(&self, looks: u32) -> Result<()> {
-        if looks < SPINS {
-            std::hint::spin_loop();
-            return Ok(());
-        }
-        self.context.check()?;
-        std::thread::sleep(NAP);
-        Ok(())
-    }
-
     fn put_packets(
         &self,
         target: At,
@@ -358,15 +304,7 @@ impl<'a> BlockChannel<'a> {
         alignment: [u64; 2],
     ) -> Result<()> {
         let (target, source) = self.packet_places(target, 2 * bytes, source, bytes, alignment)?;
-        self.context.delay();
-        // A packet of 16 bytes is two of 8.
-        for packet in 0..bytes as usize / 4 {
-            let mut data = [0; 4];
-            memory::read_bytes(&source.slice(4 * packet..4 * packet + 4)?, &mut data)?;
-            let value = u64::from(flag) << 32 | u64::from(u32::from_le_bytes(data));
-            memory::set(&target.word(8 * packet)?, value.to_le());
-        }
-        Ok(())
+        self.store_packets(&target, &source, u64::from(flag), false)
     }
 
     fn read_packets(
@@ -379,28 +317,31 @@ impl<'a> BlockChannel<'a> {
     ) -> Result<()> {
         let (source, target) =
             self.own_packet_places(source, 2 * bytes, target, bytes, alignment)?;
-        for packet in 0..bytes as usize / 4 {
-            let word = source.word(8 * packet)?;
-            let value = || u64::from_le(memory::load(&word));
-            self.spin(|| Ok(value() >> 32 == u64::from(flag)))?;
-            let data = (value() as u32).to_le_bytes();
-            memory::write_bytes(&target.slice(4 * packet..4 * packet + 4)?, &data)?;
-        }
-        Ok(())
+        self.load_packets(&source, &target, u64::from(flag), false)
     }
 
-    /// The words of each packet of 128 bytes.
-    fn words_of_lines<'s>(
+    fn store_packets(
         &self,
-        lines: &'s DeviceSlice,
-    ) -> impl Iterator<Item = Result<[Word; 16]>> + 's {
-        (0..lines.bytes() / LINE.1 as usize).map(move |line| {
-            let words: Result<Vec<Word>> = (0..16)
-                .map(|word| lines.word(LINE.1 as usize * line + 8 * word))
-                .collect();
-            let words = words?.try_into();
-            words.map_err(|_| Error::new(ErrorKind::Internal, "a line has 16 words"))
-        })
+        target: &DeviceSlice,
+        source: &DeviceSlice,
+        flag: u64,
+        lines: bool,
+    ) -> Result<()> {
+        let mut data = vec![0; source.bytes()];
+        memory::read_bytes(source, &mut data)?;
+        packets::store(self.context, target, &data, flag, lines)
+    }
+
+    fn load_packets(
+        &self,
+        source: &DeviceSlice,
+        target: &DeviceSlice,
+        flag: u64,
+        lines: bool,
+    ) -> Result<()> {
+        let mut data = vec![0; target.bytes()];
+        packets::load(self.context, source, &mut data, flag, lines)?;
+        memory::write_bytes(target, &data)
     }
 
     fn packet_places(

@@ -197,27 +197,35 @@ struct HostKernelBackend {
     body: Arc<HostKernel>,
 }
 
+impl HostKernelBackend {
+    fn invalid(&self, text: String, help: &'static str) -> Error {
+        Error::invalid(text)
+            .with_operation("launch a kernel")
+            .with_key(&*self.name)
+            .with_help(help)
+    }
+}
+
 impl KernelBackend for HostKernelBackend {
+    fn check_together(&self, launch: &Launch) -> Result<()> {
+        if launch.blocks <= MAX_BLOCKS {
+            return Ok(());
+        }
+        let text = format!(
+            "{} blocks; expected at most {MAX_BLOCKS} on the host device",
+            launch.blocks
+        );
+        Err(self.invalid(text, "launch fewer blocks"))
+    }
+
     fn launch(&self, stream: &Stream, launch: &Launch, arguments: &[Argument]) -> Result<()> {
         let stream = stream::from_dyn(stream)?;
-        let failed = |error: Error| error.with_operation("launch a kernel");
-        let invalid = |text: String, help: &'static str| {
-            failed(Error::invalid(text))
-                .with_key(&*self.name)
-                .with_help(help)
-        };
-        if launch.blocks > MAX_BLOCKS {
-            let text = format!(
-                "{} blocks; expected at most {MAX_BLOCKS} on the host device",
-                launch.blocks
-            );
-            return Err(invalid(text, "launch fewer blocks"));
-        }
+        self.check_together(launch)?;
         let other =
             |argument: &&Argument| argument.kind().is_some_and(|kind| kind != DeviceKind::Host);
         if let Some(argument) = arguments.iter().find(other) {
             let text = format!("{argument:?} is not of the host device");
-            return Err(invalid(text, "use memory of the stream's device"));
+            return Err(self.invalid(text, "use memory of the stream's device"));
         }
         for fault in arguments.iter().flat_map(Argument::faults) {
             stream.depend_on(fault);

@@ -27,10 +27,15 @@ impl Block<'_> {
     /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where the launch has no such
     /// argument.
     pub fn signals(&self, number: usize) -> Result<BlockSignals<'_>> {
-        Ok(BlockSignals {
-            words: self.slice(number)?,
+        Ok(self.signals_at(self.slice(number)?))
+    }
+
+    /// The signals in `words`.
+    pub(crate) fn signals_at<'a>(&'a self, words: &'a DeviceSlice) -> BlockSignals<'a> {
+        BlockSignals {
+            words,
             context: self.context(),
-        })
+        }
     }
 }
 

@@ -138,6 +138,12 @@ impl<'a> Schedule<'a> {
                 let bytes = larger_side(collective, target.bytes, source.bytes);
                 self.add_collective(state, members.as_ref(), collective.name(), bytes);
             }
+            // As the slowest collective that was measured: what lanes do is not looked into.
+            OperationKind::Kernel(section) => {
+                let sizes = section.user_tensors().map(|id| program.tensors[id].bytes);
+                let bytes = sizes.max().unwrap_or(0) as f64;
+                self.add_collective(state, None, kind.name(), bytes);
+            }
             OperationKind::Synchronize(other) => self.add_synchronize(state, *other),
             OperationKind::Allocate(_) | OperationKind::Deallocate(_) | OperationKind::Share(_) => {
             }
@@ -150,7 +156,7 @@ impl<'a> Schedule<'a> {
         match kind {
             OperationKind::Zero(_) | OperationKind::Copy { .. } => host.copy,
             OperationKind::Matmul { .. } => host.matmul,
-            OperationKind::Elementwise { .. } => host.sum,
+            OperationKind::Elementwise { .. } | OperationKind::Kernel(_) => host.sum,
             OperationKind::Post(group) => post::host_seconds(program, group, host),
             OperationKind::PostMatmul { .. } => host.transfer,
             OperationKind::Wait(_) => host.word,

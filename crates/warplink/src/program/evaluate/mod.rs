@@ -7,6 +7,7 @@
 mod collective;
 mod compare;
 mod elementwise;
+mod kernel;
 mod value;
 
 pub use compare::Comparison;
@@ -23,6 +24,7 @@ use super::verify::{Meetings, order};
 use crate::dtype::DType;
 use crate::error::{Error, Rank, Result};
 use collective::Gathering;
+use kernel::Workspace;
 use std::borrow::Cow;
 use std::collections::{HashMap, VecDeque};
 use value::Value;
@@ -159,9 +161,10 @@ impl Evaluator {
             sent: HashMap::new(),
             taken: HashMap::new(),
             gatherings: HashMap::new(),
+            workspace: Workspace::new(&self.ranks),
         };
         for &(rank, operation) in &self.order {
-            run.perform(rank, operation);
+            run.perform(rank, operation)?;
         }
         Ok(run.memory)
     }
@@ -238,6 +241,8 @@ struct Run<'a> {
     taken: HashMap<(Rank, TransferId), usize>,
     /// Collectives that not all ranks have finished.
     gatherings: HashMap<usize, Gathering>,
+    /// What kernels keep.
+    workspace: Workspace,
 }
 
 /// A matmul: result, operands, bias.
@@ -255,7 +260,7 @@ struct Matmul<'a> {
 }
 
 impl Run<'_> {
-    fn perform(&mut self, rank: Rank, operation: usize) {
+    fn perform(&mut self, rank: Rank, operation: usize) -> Result<()> {
         match &self.evaluator.ranks[rank].operations[operation].kind {
             OperationKind::Allocate(_)
             | OperationKind::Deallocate(_)
@@ -340,7 +345,7 @@ impl Run<'_> {
             } => {
                 let (ranks, meetings) = (&self.evaluator.ranks, &self.evaluator.meetings);
                 let Some(number) = meetings.number(rank, operation) else {
-                    return;
+                    return Ok(());
                 };
                 let meeting = &meetings.all[number];
                 let memory = &self.memory;
@@ -357,7 +362,9 @@ impl Run<'_> {
                     self.memory.write(rank, target, &values);
                 }
             }
+            OperationKind::Kernel(_) => self.launch(rank)?,
         }
+        Ok(())
     }
 
     fn partner(&self, rank: Rank, id: TransferId) -> (Rank, TransferId) {
@@ -510,6 +517,11 @@ fn steps_of(program: &RankProgram, kind: &OperationKind) -> u128 {
                 .as_ref()
                 .map_or(program.world, |members| members.len());
             members as u128 * (count(target) + count(source))
+        }
+        OperationKind::Kernel(section) => {
+            let sizes = section.user_tensors().map(|id| &program.tensors[id]);
+            let elements = sizes.map(|tensor| tensor.bytes / tensor.dtype.size());
+            program.world as u128 * elements.sum::<usize>() as u128
         }
         OperationKind::Allocate(_)
         | OperationKind::Deallocate(_)

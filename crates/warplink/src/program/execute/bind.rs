@@ -2,6 +2,7 @@
 
 use super::agreement::Digest;
 use super::context::RankContext;
+use super::kernel::{BoundKernels, KernelMemory};
 use super::memory::{Bindings, PlanMemory, TensorMemory};
 use super::plan::{Plan, PlanParts};
 use super::pool::Pool;
@@ -74,12 +75,13 @@ impl Prepared {
             .map_err(|error| error.with_operation(format!("bind '{}'", self.name)))
             .and_then(|memory| {
                 let requests = self.requests(&memory)?;
-                Ok((memory, requests))
+                let kernels = KernelMemory::prepare(&self.context, &self.program, &memory)?;
+                Ok((memory, requests, kernels))
             });
         let published = local
             .as_ref()
             .map_err(Error::clone)
-            .and_then(|(_, requests)| exchange.publish(requests, self.context.deadline()));
+            .and_then(|(_, requests, _)| exchange.publish(requests, self.context.deadline()));
         let agreed = self
             .context
             .agree(published.as_ref().map(|_| &*self.digest));
@@ -100,10 +102,11 @@ impl Prepared {
             }
         };
         let transfers = exchange.complete(published, self.context.deadline());
-        let resolved = match (local, transfers) {
-            (Ok((memory, _)), Ok(transfers)) => self.resolve(memory, transfers, &engines),
-            (Err(error), _) | (_, Err(error)) => Err(error),
-        };
+        let resolved = local.and_then(|(memory, _, kernels)| {
+            // All ranks have kernels or none has, as they bring one program.
+            let kernels = kernels.map(|kernels| kernels.exchange(&self.context, &memory));
+            self.resolve(memory, transfers?, &engines, kernels.transpose()?)
+        });
         self.context.agree_on(resolved)
     }
 
@@ -127,6 +130,7 @@ impl Prepared {
         memory: PlanMemory,
         transfers: Vec<Transfer>,
         engines: &Engines,
+        kernels: Option<BoundKernels>,
     ) -> Result<Plan> {
         let program = &self.program;
         let mut exchanged = transfers.into_iter();
@@ -152,6 +156,7 @@ impl Prepared {
             &*self.context.device,
             compute,
             engines,
+            kernels.as_ref(),
         )
         .commands()?;
         Ok(Plan::new(PlanParts {
@@ -160,6 +165,7 @@ impl Prepared {
             program: program.clone(),
             commands,
             transfers: transfers.into_iter().flatten().collect(),
+            _kernels: kernels,
             streams,
             memory,
             eager_only: self.eager_only.clone(),

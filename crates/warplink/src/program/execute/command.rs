@@ -1,5 +1,6 @@
 //! What a run enqueues, with everything resolved.
 
+use super::kernel::KernelLaunch;
 use crate::device::{
     CollectiveEngine, CollectiveRequest, DeviceSlice, ElementwiseOp, Event, PreparedLaunch, Stream,
 };
@@ -37,6 +38,7 @@ pub(super) enum CommandKind {
     Wait(Vec<Arc<Transfer>>),
     /// A collective of the engine, or its sends and receives.
     Collective(Arc<dyn CollectiveEngine>, CollectiveRequest),
+    Kernel(KernelLaunch),
     Record(Event),
     WaitEvent(Event),
 }
@@ -54,6 +56,7 @@ impl CommandKind {
             Self::Wait(_) => "wait",
             Self::Collective(_, CollectiveRequest::Exchange { .. }) => "exchange",
             Self::Collective(_, CollectiveRequest::Collective { .. }) => "collective",
+            Self::Kernel(_) => "kernel",
             Self::Record(_) => "record event",
             Self::WaitEvent(_) => "wait event",
         }
@@ -81,6 +84,7 @@ impl Command {
             }
             CommandKind::Wait(group) => self.batch(group).wait(each(group)).enqueue(stream),
             CommandKind::Collective(engine, request) => engine.enqueue(stream, request),
+            CommandKind::Kernel(launch) => launch.enqueue(stream),
             CommandKind::Record(event) => stream.record(event),
             CommandKind::WaitEvent(event) => stream.wait_event(event),
         }

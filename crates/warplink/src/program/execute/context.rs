@@ -2,7 +2,7 @@
 
 use crate::bootstrap::Group;
 use crate::deadline::Deadline;
-use crate::device::{CollectiveEngine, Device, InFlight};
+use crate::device::{CollectiveEngine, Device, Fault, InFlight};
 use crate::error::{Rank, Result};
 use crate::memory::MemoryRegistry;
 use crate::p2p::{Path, StreamBarrier, TransferExchange};
@@ -28,6 +28,8 @@ pub(crate) struct RankContext {
     pub(crate) transfers: Arc<TransferExchange>,
     pub(crate) in_flight: Arc<InFlight>,
     pub(crate) engines: Arc<dyn EngineSource>,
+    /// Ends the waits of the communicator's signals.
+    pub(crate) fault: Arc<Fault>,
     pub(crate) timeout: Duration,
     /// The path that the communicator chooses for transfers, if it does.
     pub(crate) path: Option<Path>,

@@ -124,6 +124,11 @@ impl PlanMemory {
         &self.tensors[id]
     }
 
+    /// How many tensors there are.
+    pub(super) fn tensors(&self) -> usize {
+        self.tensors.len()
+    }
+
     /// The memory of a tensor, if this rank accesses it.
     pub(super) fn tensor_slice(&self, id: TensorId) -> Option<&DeviceSlice> {
         self.tensors.get(id)?.slice()

@@ -16,6 +16,8 @@ mod agreement;
 mod bind;
 mod command;
 mod context;
+mod kernel;
+mod lane;
 mod memory;
 mod plan;
 mod pool;

@@ -2,6 +2,7 @@
 
 use super::command::Command;
 use super::context::RankContext;
+use super::kernel::BoundKernels;
 use super::memory::PlanMemory;
 use super::trace::{Trace, Tracer};
 use crate::device::{DeviceSlice, Graph, InUse, Priority, Stream};
@@ -28,6 +29,7 @@ pub(super) struct PlanParts {
     // Commands and transfers are dropped before the memory, of which they hold ranges.
     pub(super) commands: Vec<Command>,
     pub(super) transfers: Vec<Arc<Transfer>>,
+    pub(super) _kernels: Option<BoundKernels>,
     // By index; the caller's is not among them.
     pub(super) streams: Vec<Option<Stream>>,
     pub(super) memory: PlanMemory,

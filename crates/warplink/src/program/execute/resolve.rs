@@ -1,6 +1,7 @@
 //! From the operations of a rank program and its memory to commands.
 
 use super::command::{Command, CommandKind};
+use super::kernel::BoundKernels;
 use super::memory::PlanMemory;
 use crate::device::{
     Collective, CollectiveEngine, CollectiveRequest, Compute, Device, DeviceSlice, Elementwise,
@@ -30,6 +31,7 @@ pub(super) struct Resolver<'a> {
     device: &'a dyn Device,
     compute: Option<Arc<dyn Compute>>,
     engines: &'a Engines,
+    kernels: Option<&'a BoundKernels>,
     // Whether the engines' operations are on several streams. Then events put them in the order in
     // which the host gives them, which an engine may rely on: peers that find them in two orders
     // would wait for one another, in one engine or in two.
@@ -48,6 +50,7 @@ impl<'a> Resolver<'a> {
         device: &'a dyn Device,
         compute: Option<Arc<dyn Compute>>,
         engines: &'a Engines,
+        kernels: Option<&'a BoundKernels>,
     ) -> Self {
         let mut streams = program
             .operations
@@ -62,6 +65,7 @@ impl<'a> Resolver<'a> {
             device,
             compute,
             engines,
+            kernels,
             orders_engine: streams.any(|stream| Some(stream) != first),
             engine_last: None,
             engine_posts: HashMap::new(),
@@ -92,6 +96,11 @@ impl<'a> Resolver<'a> {
             OperationKind::Synchronize(other) => {
                 let event = self.record(*other)?;
                 CommandKind::WaitEvent(event)
+            }
+            OperationKind::Kernel(section) => {
+                let missing = || internal("a kernel was not bound");
+                let kernels = self.kernels.ok_or_else(missing)?;
+                CommandKind::Kernel(kernels.launch(self.device, section)?)
             }
             OperationKind::Post(group) => return self.post(group, stream),
             OperationKind::Wait(group) => return self.wait(group, stream),

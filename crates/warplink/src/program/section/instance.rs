@@ -5,7 +5,7 @@ use super::layout::{ScratchId, ScratchInstance};
 use crate::device::ReduceOp;
 use crate::dtype::DType;
 use crate::error::Rank;
-use crate::program::rank_program::TensorId;
+use crate::program::rank_program::{Site, TensorId};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -35,6 +35,8 @@ pub struct SectionInstance {
     /// After how many launches what they do is repeated: the least common multiple of what `epoch` is
     /// divided by.
     pub period: u64,
+    /// Where it stands.
+    pub site: Site,
 }
 
 /// A tensor that a section names.
@@ -69,6 +71,16 @@ impl SectionInstance {
         self.tensors
             .binary_search_by(|tensor| tensor.name.as_str().cmp(name))
             .ok()
+    }
+
+    /// The tensors of the program that it names, on this rank.
+    pub fn user_tensors(&self) -> impl Iterator<Item = TensorId> {
+        self.tensors
+            .iter()
+            .filter_map(|tensor| match tensor.memory {
+                SectionMemory::Tensor(id) => Some(id),
+                SectionMemory::Scratch(_) => None,
+            })
     }
 
     /// The scratch that tensor `index` is, if it is scratch.

@@ -15,8 +15,26 @@ pub mod instance;
 pub mod ir;
 pub mod lane;
 pub mod layout;
+mod names;
+mod period;
+mod resolve;
+mod view;
 
 pub use instance::{SectionInstance, SectionMemory, SectionTensor};
 pub use ir::{Move, Operator, Packing, Place, Scratch, Section, Source, Step, StepKind, Verb};
 pub use lane::{LaneStep, LaneStepKind, Part};
-pub use layout::{Area, ScratchInstance, WorkspaceLayout};
+pub use layout::{Area, ScratchId, ScratchInstance, WorkspaceLayout};
+pub(crate) use names::FreeNames;
+pub(crate) use period::period;
+
+/// The most lanes of a section.
+pub const MAX_LANES: usize = 1024;
+
+/// The most threads of a lane.
+pub const MAX_THREADS: usize = 1024;
+
+/// The most steps of a lane in one launch, with every iteration counted.
+pub const MAX_LANE_STEPS: usize = 1 << 16;
+
+/// The longest period in which a section may use the epoch.
+pub const MAX_PERIOD: u64 = 64;

@@ -4,7 +4,7 @@
 //! text      = {program} program                       the last one is run; each may call those before it
 //! program   = "program" NAME "(" [parameter {"," parameter}] ")" block
 //! parameter = NAME ["[" "]"] | NAME "=" value {"|" value}
-//!                                                      value: a number or a DTYPE
+//!                                                      value: a number, a DTYPE or an op
 //! block     = "{" {statement separator} "}"            separator: the end of a line, or ";"
 //! statement = "require" condition
 //!           | ["optional"] ("input" | "output" | "allocate") NAME ["[" NAME "]"] ":" (DTYPE | NAME)
@@ -24,12 +24,16 @@
 //!           | "wait" transfer [each] {"," transfer [each]}
 //!           | "get_stream" NAME | "set_stream" stream | "synchronize" stream
 //!           | "fork" stream [each] {"," stream [each]} block
+//!           | "scratch" NAME ":" ["packets8" | "packets16" | "packets128"] (DTYPE | NAME)
+//!             "[" integer {"," integer} "]"
+//!           | "kernel" NAME "in" "0" ".." integer "threads" integer "{" {step separator} "}"
 //!           | "for" NAME "in" integer ".." integer block
 //!           | "if" condition block ["else" (block | "if" …)]
 //! list      = "[" integer [each] {"," integer [each]} "]"
 //! axis      = integer ["over" ("ranks" | "loop")]
 //! tensor    = selected | "transpose" "(" selected ")"
-//! selected  = NAME {"[" axis_part {"," axis_part} "]"}
+//! selected  = NAME {"[" (axis_part {"," axis_part} | integer "of" integer) "]"}
+//!                                                      "of" in kernels only
 //! axis_part = ":" | integer [".." integer]
 //! product   = "matmul" "(" tensor "," tensor ")" ["+" tensor]
 //!           | "linear" "(" tensor "," tensor ["," tensor] ")"
@@ -44,10 +48,17 @@
 //!           | ("all_reduce" | "reduce_scatter") "(" tensor "," op ")"
 //!           | "broadcast" "(" tensor "from" integer ")" | "reduce" "(" tensor "," op "to" integer ")"
 //! op        = "sum" | "max" | "min"
+//! step      = "let" NAME "=" (integer | tensor) | "for" … | "if" …
+//!           | "put" tensor "to" place | "get" place "to" tensor
+//!           | place [each] {"," place [each]} "=" ("copy" "(" source ")"
+//!             | "reduce" "(" source [each] {"," source [each]} "," (op | NAME) ")")
+//!           | ("signal" | "wait") integer [each] {"," integer [each]} | "barrier"
+//! place     = tensor ["on" integer]
+//! source    = place ["if" condition "else" place]
 //! ```
 //!
 //! Integers have, from what binds most, `* / %`, `+ -`, `<< >>` and `^` (the bits in which two differ),
-//! `min(a, b)`, `max(a, b)`, `log2(a)`, elements `n[i]` of a list and its `count(n)`, and parentheses;
+//! `min(a, b)`, `max(a, b)`, `part(n, k)`, `log2(a)`, elements `n[i]` of a list and its `count(n)`, and parentheses;
 //! conditions have comparisons, `given(NAME)` for an optional tensor, and `and or not`. `/` rounds
 //! down, `%` has the sign of its divisor, and `a << b` is `a` times 2 to the `b`. A line goes on where a parenthesis or bracket is open
 //! or after a comma or an operator. A comment goes from `#` to the end of its line; comments are
@@ -60,7 +71,9 @@ mod collective;
 mod operand;
 mod parse;
 mod print;
+mod print_section;
 mod reference;
+mod section;
 mod share;
 mod token;
 
@@ -84,7 +97,7 @@ pub const MAX_BLOCK_DEPTH: usize = 32;
 const MAX_SHOWN: usize = 160;
 
 /// Words with a meaning, which no name may be.
-pub const RESERVED: [&str; 56] = [
+pub const RESERVED: [&str; 66] = [
     "program",
     "require",
     "input",
@@ -141,6 +154,16 @@ pub const RESERVED: [&str; 56] = [
     "given",
     "log2",
     "among",
+    "part",
+    "scratch",
+    "kernel",
+    "epoch",
+    "put",
+    "get",
+    "signal",
+    "barrier",
+    "on",
+    "of",
 ];
 
 /// Whether `name` can be the name of a tensor, integer, transfer or stream.

@@ -298,13 +298,15 @@ impl<'a> Parser<'a> {
                 self.expect(")")?;
                 Ok(inner)
             }
-            (TokenKind::Word, "min" | "max" | "log2" | "count" | "given") if self.is("(") => {
+            (TokenKind::Word, "min" | "max" | "part" | "log2" | "count" | "given")
+                if self.is("(") =>
+            {
                 self.at += 1;
                 let value = self.nested(|parser| parser.call(token))?;
                 self.expect(")")?;
                 Ok(value)
             }
-            (TokenKind::Word, "rank" | "world" | "streams") => {
+            (TokenKind::Word, "rank" | "world" | "streams" | "epoch") => {
                 Ok(Value::Integer(Expr::Name(token.text.to_owned())))
             }
             (TokenKind::Word, name) if is_name(name) => {
@@ -334,10 +336,10 @@ impl<'a> Parser<'a> {
             }
             "log2" => Expr::Log2(Box::new(self.integer()?)),
             function => {
-                let operator = if function == "min" {
-                    Operator::Min
-                } else {
-                    Operator::Max
+                let operator = match function {
+                    "min" => Operator::Min,
+                    "max" => Operator::Max,
+                    _ => Operator::Part,
                 };
                 let first = self.integer()?;
                 self.expect(",")?;

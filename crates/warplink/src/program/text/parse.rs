@@ -93,7 +93,10 @@ impl Parser<'_> {
             let token = self.next();
             let value = match token.kind {
                 TokenKind::Number(number) => i64::try_from(number).ok().map(Value::Integer),
-                TokenKind::Word => token.text.parse().ok().map(Value::ElementType),
+                TokenKind::Word => {
+                    let dtype = token.text.parse().ok().map(Value::ElementType);
+                    dtype.or_else(|| token.text.parse().ok().map(Value::Operator))
+                }
                 _ => None,
             };
             let alike = |value: &Value| {
@@ -103,7 +106,7 @@ impl Parser<'_> {
             let Some(value) = value.filter(alike) else {
                 self.at -= 1;
                 return Err(self.expected(
-                    "another number below 2^63, or another element type where the first is one",
+                    "another number below 2^63, or another element type or operator where the first is one",
                 ));
             };
             list.push(value);
@@ -120,7 +123,7 @@ impl Parser<'_> {
     }
 
     /// `{ … }`, each statement on a line of its own or ended by `;`.
-    fn block<S>(&mut self, statement: fn(&mut Self) -> Parsed<S>) -> Parsed<Vec<S>> {
+    pub(super) fn block<S>(&mut self, statement: fn(&mut Self) -> Parsed<S>) -> Parsed<Vec<S>> {
         let start = self.peek();
         self.expect("{")?;
         if self.blocks >= MAX_BLOCK_DEPTH {
@@ -192,6 +195,8 @@ impl Parser<'_> {
             "input" => self.declaration(Role::Input, false)?,
             "output" => self.declaration(Role::Output, false)?,
             "allocate" => self.declaration(Role::Local, false)?,
+            "scratch" => StatementKind::Scratch(self.scratch()?),
+            "kernel" => StatementKind::Kernel(self.section()?),
             "deallocate" => StatementKind::Deallocate(self.name("a tensor's name")?),
             "let" => self.binding()?,
             "share" => StatementKind::Share(self.block(Self::share_item)?),
@@ -215,7 +220,7 @@ impl Parser<'_> {
     }
 
     /// What follows `let`.
-    fn binding(&mut self) -> Parsed<StatementKind> {
+    pub(super) fn binding(&mut self) -> Parsed<StatementKind> {
         let name = self.name("the name to bind")?;
         self.expect("=")?;
         if self.take("[") {
@@ -250,14 +255,7 @@ impl Parser<'_> {
             || self.is("}")
     }
 
-    fn declaration(&mut self, role: Role, optional: bool) -> Parsed<StatementKind> {
-        let name = self.name("a tensor's name")?;
-        let mut index = None;
-        if self.take("[") {
-            index = Some((self.peek(), self.name("the index of a family of tensors")?));
-            self.expect("]")?;
-        }
-        self.expect(":")?;
+    pub(super) fn element_type(&mut self) -> Parsed<ElementType> {
         let token = self.peek();
         let dtype = match token.text.parse::<DType>() {
             Ok(dtype) => ElementType::Fixed(dtype),
@@ -271,6 +269,18 @@ impl Parser<'_> {
             }
         };
         self.at += 1;
+        Ok(dtype)
+    }
+
+    fn declaration(&mut self, role: Role, optional: bool) -> Parsed<StatementKind> {
+        let name = self.name("a tensor's name")?;
+        let mut index = None;
+        if self.take("[") {
+            index = Some((self.peek(), self.name("the index of a family of tensors")?));
+            self.expect("]")?;
+        }
+        self.expect(":")?;
+        let dtype = self.element_type()?;
         self.expect("[")?;
         let (mut shape, mut sharding) = (Vec::new(), Sharding::Whole);
         loop {

@@ -8,6 +8,7 @@ use crate::program::ir::{
     Transfer, TransferRef,
 };
 use crate::program::parameters::{Parameter, ParameterKind};
+use crate::program::section::{Step, StepKind};
 use std::fmt::{self, Display, Formatter};
 
 /// The first line of the statement or declared transfer that starts at `position` of the program's
@@ -20,6 +21,7 @@ pub fn summary(program: &Program, position: Position) -> String {
                 StatementKind::Fork { body, .. } => of(body, position),
                 StatementKind::If(branch) => bodies(branch).find_map(|body| of(body, position)),
                 StatementKind::Share(items) => of_share(items, position),
+                StatementKind::Kernel(section) => of_steps(&section.body, position),
                 _ => None,
             };
             inside.or_else(|| same(statement.position, position).then(|| head(statement)))
@@ -35,6 +37,16 @@ pub fn summary(program: &Program, position: Position) -> String {
             ShareItemKind::LetInteger { .. } => None,
         })
     }
+    fn of_steps(steps: &[Step], position: Position) -> Option<String> {
+        steps.iter().find_map(|step| {
+            let inside = match &step.kind {
+                StepKind::For(repetition) => of_steps(&repetition.body, position),
+                StepKind::If(branch) => bodies(branch).find_map(|body| of_steps(body, position)),
+                _ => None,
+            };
+            inside.or_else(|| same(step.position, position).then(|| head(step)))
+        })
+    }
     fn bodies<S>(branch: &Branch<S>) -> impl Iterator<Item = &[S]> {
         let arms = branch.arms.iter().map(|arm| &arm.body[..]);
         arms.chain([&branch.otherwise[..]])
@@ -42,7 +54,10 @@ pub fn summary(program: &Program, position: Position) -> String {
     fn same(a: Position, b: Position) -> bool {
         (a.line, a.column) == (b.line, b.column)
     }
-    fn head(statement: &Statement) -> String {
+    fn head<'a, S: 'a>(statement: &'a S) -> String
+    where
+        Indented<'a, S>: Display,
+    {
         let text = Indented(0, statement).to_string();
         text.lines()
             .next()
@@ -58,10 +73,10 @@ pub fn summary(program: &Program, position: Position) -> String {
 }
 
 /// Something that takes whole lines, at a depth of indentation.
-struct Indented<'a, T>(usize, &'a T);
+pub(super) struct Indented<'a, T>(pub(super) usize, pub(super) &'a T);
 
 impl<T> Indented<'_, T> {
-    fn margin(&self, f: &mut Formatter<'_>) -> fmt::Result {
+    pub(super) fn margin(&self, f: &mut Formatter<'_>) -> fmt::Result {
         write!(f, "{:1$}", "", self.0 * 4)
     }
 }
@@ -97,7 +112,10 @@ fn print_program(
     for statement in body {
         // Declarations stand together, and what takes several lines stands apart.
         let declares = |kind: &StatementKind| {
-            matches!(kind, StatementKind::Declare(_) | StatementKind::Require(_))
+            matches!(
+                kind,
+                StatementKind::Declare(_) | StatementKind::Scratch(_) | StatementKind::Require(_)
+            )
         };
         let tall = |kind: &StatementKind| {
             matches!(
@@ -106,6 +124,7 @@ fn print_program(
                     | StatementKind::If(_)
                     | StatementKind::Share(_)
                     | StatementKind::Fork { .. }
+                    | StatementKind::Kernel(_)
             )
         };
         if let Some(before) = before
@@ -188,6 +207,11 @@ impl Display for Indented<'_, Statement> {
                 }
                 f.write_str(")")?;
             }
+            StatementKind::Scratch(scratch) => scratch.fmt(f)?,
+            StatementKind::Kernel(section) => {
+                section.fmt(f)?;
+                block(f, self.0, &section.body)?;
+            }
             StatementKind::For(repetition) => print_loop(f, self.0, repetition)?,
             StatementKind::If(branch) => print_branch(f, self.0, branch)?,
         }
@@ -218,7 +242,11 @@ where
     write!(f, "{:1$}}}", "", depth * 4)
 }
 
-fn print_loop<'a, S: 'a>(f: &mut Formatter<'_>, depth: usize, it: &'a Loop<S>) -> fmt::Result
+pub(super) fn print_loop<'a, S: 'a>(
+    f: &mut Formatter<'_>,
+    depth: usize,
+    it: &'a Loop<S>,
+) -> fmt::Result
 where
     Indented<'a, S>: Display,
 {
@@ -226,7 +254,11 @@ where
     block(f, depth, &it.body)
 }
 
-fn print_branch<'a, S: 'a>(f: &mut Formatter<'_>, depth: usize, it: &'a Branch<S>) -> fmt::Result
+pub(super) fn print_branch<'a, S: 'a>(
+    f: &mut Formatter<'_>,
+    depth: usize,
+    it: &'a Branch<S>,
+) -> fmt::Result
 where
     Indented<'a, S>: Display,
 {
@@ -253,7 +285,7 @@ impl Display for Argument {
     }
 }
 
-struct List<'a, T>(&'a [Each<T>]);
+pub(super) struct List<'a, T>(pub(super) &'a [Each<T>]);
 
 impl<T: Display> Display for List<'_, T> {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
@@ -309,10 +341,7 @@ impl Display for Declaration {
         if let Some(over) = &self.family {
             write!(f, "[{}]", over.index)?;
         }
-        match &self.dtype {
-            ElementType::Fixed(dtype) => write!(f, ": {dtype}[")?,
-            ElementType::Parameter(name) => write!(f, ": {name}[")?,
-        }
+        write!(f, ": {}[", self.dtype)?;
         for (axis, extent) in self.shape.iter().enumerate() {
             let lead = if axis == 0 { "" } else { ", " };
             write!(f, "{lead}{extent}")?;
@@ -330,6 +359,15 @@ impl Display for Declaration {
         }
         f.write_str(if self.zero { " = 0" } else { "" })?;
         over(f, self.family.as_ref())
+    }
+}
+
+impl Display for ElementType {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Fixed(dtype) => dtype.fmt(f),
+            Self::Parameter(name) => f.write_str(name),
+        }
     }
 }
 
@@ -399,6 +437,7 @@ impl Display for TensorRef {
                     }
                     f.write_str("]")?;
                 }
+                Selection::Part(index, of) => write!(f, "[{index} of {of}]")?,
             }
         }
         f.write_str(if self.transposed { ")" } else { "" })
@@ -432,7 +471,7 @@ fn tightness(expression: &Expr) -> u8 {
         Expr::Binary(Operator::ShiftLeft | Operator::ShiftRight, ..) => 2,
         Expr::Binary(Operator::Add | Operator::Subtract, ..) => 3,
         Expr::Binary(Operator::Multiply | Operator::Divide | Operator::Remainder, ..) => 4,
-        Expr::Binary(Operator::Min | Operator::Max, ..)
+        Expr::Binary(Operator::Min | Operator::Max | Operator::Part, ..)
         | Expr::Number(_)
         | Expr::Name(_)
         | Expr::Element(..)
@@ -457,7 +496,7 @@ impl Display for Expr {
             Self::Element(list, index) => write!(f, "{list}[{index}]"),
             Self::Count(list) => write!(f, "count({list})"),
             Self::Log2(a) => write!(f, "log2({a})"),
-            Self::Binary(operator @ (Operator::Min | Operator::Max), a, b) => {
+            Self::Binary(operator @ (Operator::Min | Operator::Max | Operator::Part), a, b) => {
                 write!(f, "{}({a}, {b})", operator.sign())
             }
             Self::Negative(a) => {

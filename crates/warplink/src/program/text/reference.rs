@@ -27,18 +27,27 @@ impl Parser<'_> {
     }
 
     /// A tensor's name and selections.
-    fn selected(&mut self) -> Parsed<TensorRef> {
+    pub(super) fn selected(&mut self) -> Parsed<TensorRef> {
         let name = self.name("a tensor's name")?;
         let mut selections = Vec::new();
         while self.take("[") {
             let mut axes = vec![self.axis()?];
+            if self.is("of")
+                && let Some(AxisSelection::Index(index)) =
+                    axes.pop_if(|axis| matches!(axis, AxisSelection::Index(_)))
+            {
+                self.at += 1;
+                selections.push(Selection::Part(index, self.integer()?));
+                self.expect("]")?;
+                continue;
+            }
             while self.take(",") {
                 axes.push(self.axis()?);
             }
             let open = matches!(axes.last(), Some(AxisSelection::Index(_)));
             if !self.take("]") {
                 return Err(self.expected(if open {
-                    "']', ',' or '..'"
+                    "']', ',', '..' or 'of'"
                 } else {
                     "']' or ','"
                 }));

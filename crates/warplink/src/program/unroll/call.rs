@@ -89,6 +89,7 @@ impl<'p> Unroller<'p> {
                 Bound::Integer(value) => values.insert(name, value),
                 Bound::List(list) => values.insert(name, list.to_vec()),
                 Bound::ElementType(dtype) => values.insert(name, Value::ElementType(dtype)),
+                Bound::Operator(operator) => values.insert(name, operator),
                 Bound::Tensor(view) => {
                     given.insert(name.clone());
                     lent.insert(name.clone(), view);
@@ -101,7 +102,7 @@ impl<'p> Unroller<'p> {
                     );
                 }
                 // As where the caller leaves it out.
-                Bound::Absent | Bound::Stream(_) => {}
+                Bound::Absent | Bound::Stream(_) | Bound::Scratch(_) => {}
             }
         }
         let (current, site) = (self.current, self.site.clone());
@@ -174,14 +175,18 @@ impl<'p> Unroller<'p> {
             }
         };
         let fits = match &bound {
-            Bound::Integer(_) | Bound::List(_) | Bound::ElementType(_) => parameter,
+            Bound::Integer(_) | Bound::List(_) | Bound::ElementType(_) | Bound::Operator(_) => {
+                parameter
+            }
             Bound::Tensor(_) | Bound::Family(_) | Bound::Absent => !parameter,
-            Bound::Stream(_) => false,
+            Bound::Stream(_) | Bound::Scratch(_) => false,
         };
         if fits {
             return Ok(bound);
         }
         let (is, expected) = match (&bound, parameter) {
+            (Bound::Scratch(_), true) => ("scratch", "a value"),
+            (Bound::Scratch(_), false) => ("scratch", "a tensor"),
             (Bound::Stream(_), true) => ("a stream", "a value"),
             (Bound::Stream(_), false) => ("a stream", "a tensor"),
             (_, true) => ("a tensor", "a value"),
@@ -204,6 +209,7 @@ impl<'p> Unroller<'p> {
                 Ok(Value::Integer(value)) => Bound::Integer(value),
                 Ok(Value::List(values)) => Bound::List(values.into()),
                 Ok(Value::ElementType(dtype)) => Bound::ElementType(dtype),
+                Ok(Value::Operator(operator)) => Bound::Operator(operator),
                 Err(error) => {
                     let message = format!("'{}': {}", program.name, error.message());
                     return Err(self.diagnostic(DiagnosticKind::Requirement, message));

@@ -29,7 +29,7 @@ impl<'p> Unroller<'p> {
                 (false, _) => role = Role::Local,
             }
         }
-        let dtype = self.element_type(declaration)?;
+        let dtype = self.element_type(name, &declaration.dtype)?;
         let Some(over) = &declaration.family else {
             let view = self.tensor(declaration, Arc::from(name.as_str()), dtype, role)?;
             return self.bind(name, Bound::Tensor(view));
@@ -51,16 +51,20 @@ impl<'p> Unroller<'p> {
         self.bind(name, Bound::Family(members.into()))
     }
 
-    fn element_type(&self, declaration: &Declaration) -> Result<DType, Diagnostic> {
-        match &declaration.dtype {
+    /// The element type of what is declared as `declared`.
+    pub(super) fn element_type(
+        &self,
+        declared: &str,
+        dtype: &ElementType,
+    ) -> Result<DType, Diagnostic> {
+        match dtype {
             ElementType::Fixed(dtype) => Ok(*dtype),
             ElementType::Parameter(name) => match self.lookup(name) {
                 Some(Bound::ElementType(dtype)) => Ok(*dtype),
                 _ => {
                     let message = format!(
-                        "the element type of '{}' is '{name}', which is neither an element type nor \
-                         a parameter that is one",
-                        declaration.name
+                        "the element type of '{declared}' is '{name}', which is neither an element type \
+                         nor a parameter that is one"
                     );
                     Err(self.diagnostic(DiagnosticKind::Malformed, message))
                 }

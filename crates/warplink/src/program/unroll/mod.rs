@@ -6,6 +6,7 @@
 mod call;
 mod collective;
 mod declare;
+mod kernel;
 mod scope;
 mod shapes;
 mod transfers;
@@ -145,6 +146,7 @@ pub(super) fn unroll_within(
             world,
             streams: vec![StreamKind::Caller],
             tensors: Vec::new(),
+            scratch: Vec::new(),
             transfers: Vec::new(),
             exchanges: Vec::new(),
             operations: Vec::new(),
@@ -288,6 +290,7 @@ impl<'p> Unroller<'p> {
                 Ok(Value::Integer(value)) => Bound::Integer(value),
                 Ok(Value::List(values)) => Bound::List(values.into()),
                 Ok(Value::ElementType(dtype)) => Bound::ElementType(dtype),
+                Ok(Value::Operator(operator)) => Bound::Operator(operator),
                 Err(error) => {
                     return requirement(format!("'{}': {}", program.name, error.message()));
                 }
@@ -434,6 +437,8 @@ impl<'p> Unroller<'p> {
             }
             StatementKind::Fork { streams, body } => self.fork(streams, body)?,
             StatementKind::Call { program, arguments } => self.call(program, arguments)?,
+            StatementKind::Scratch(scratch) => self.scratch(scratch)?,
+            StatementKind::Kernel(section) => self.kernel(section)?,
             StatementKind::For(it) => {
                 let id = std::ptr::from_ref(it).addr();
                 self.repeat((id, &it.index), (&it.from, &it.to), |unroller| {

@@ -4,11 +4,13 @@ use super::view::View;
 use super::{
     MAX_ALL_STEPS, MAX_NAMES, MAX_OPERATIONS, MAX_STEPS, MAX_TRANSFERS, Unroller, WORK_PER_STEP,
 };
+use crate::device::ReduceOp;
 use crate::dtype::DType;
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind, Place};
 use crate::program::expr::{Condition, Expr};
 use crate::program::ir::{Position, StreamRef, TransferRef};
 use crate::program::rank_program::{Site, StreamKind, TransferId};
+use crate::program::section::ScratchId;
 use crate::program::text::shortened;
 use std::collections::HashMap;
 use std::rc::Rc;
@@ -20,7 +22,9 @@ pub(super) enum Bound {
     Integer(i64),
     List(Rc<[i64]>),
     ElementType(DType),
+    Operator(ReduceOp),
     Tensor(View),
+    Scratch(ScratchId),
     /// A family of tensors, by index.
     Family(Rc<[View]>),
     /// An optional input that the caller leaves out.
@@ -167,7 +171,7 @@ impl<'p> Unroller<'p> {
         Ok(result)
     }
 
-    fn integer_named(&self, name: &str) -> Option<i64> {
+    pub(super) fn integer_named(&self, name: &str) -> Option<i64> {
         match name {
             "rank" => i64::try_from(self.made.rank).ok(),
             "world" => i64::try_from(self.made.world).ok(),

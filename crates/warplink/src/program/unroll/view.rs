@@ -199,6 +199,10 @@ impl Unroller<'_> {
                 );
                 return Err(self.diagnostic(DiagnosticKind::Malformed, message));
             }
+            Some(Bound::Scratch(_)) => {
+                let message = format!("'{name}' is scratch; expected it in a kernel only");
+                return Err(self.diagnostic(DiagnosticKind::Malformed, message));
+            }
             Some(_) => {
                 return Err(self.diagnostic(
                     DiagnosticKind::Malformed,
@@ -217,6 +221,12 @@ impl Unroller<'_> {
                 Selection::Index(index) => self.select_index(reference, &mut view, 0, index)?,
                 Selection::Range(from, to) => {
                     self.select_range(reference, &mut view, 0, (from, to))?;
+                }
+                Selection::Part(..) => {
+                    let message = format!(
+                        "{reference} selects a part that may be empty; expected that in a kernel only"
+                    );
+                    return Err(self.diagnostic(DiagnosticKind::Malformed, message));
                 }
                 Selection::Axes(axes) => {
                     let mut axis = 0;

@@ -224,6 +224,15 @@ impl Unroller<'_> {
             OperationKind::Elementwise { sources, .. } => {
                 sources.iter().map(|source| source.span).collect()
             }
+            // What its lanes write first is not looked into.
+            OperationKind::Kernel(section) => section
+                .user_tensors()
+                .map(|tensor| Range {
+                    tensor,
+                    offset_bytes: 0,
+                    bytes: self.made.tensors[tensor].bytes,
+                })
+                .collect(),
             OperationKind::Post(group) => self.ends(group, Direction::Send),
             _ => Vec::new(),
         }

@@ -100,7 +100,7 @@ impl Run<'_> {
         match &self.ranks[rank].operations[operation].kind {
             OperationKind::Post(group) => 2 * group.len(),
             OperationKind::PostMatmul { group, .. } | OperationKind::Wait(group) => group.len(),
-            OperationKind::Collective { .. } => 1,
+            OperationKind::Collective { .. } | OperationKind::Kernel(_) => 1,
             _ => 0,
         }
     }
@@ -134,7 +134,7 @@ impl Run<'_> {
                 }
                 end.incoming.missing(number).map(|n| Need::Peer(id, n))
             }
-            OperationKind::Collective { .. } => {
+            OperationKind::Collective { .. } | OperationKind::Kernel(_) => {
                 let number = self.collective_number(rank, operation)?;
                 let meeting = &self.collectives[number];
                 let members = &self.links.meetings.all[number];
@@ -217,6 +217,11 @@ impl Run<'_> {
                         _ => None,
                     };
                     self.arrive(stream, number, root);
+                }
+            }
+            OperationKind::Kernel(_) => {
+                if let Some(number) = self.collective_number(rank, operation) {
+                    self.arrive(stream, number, None);
                 }
             }
             _ => {}

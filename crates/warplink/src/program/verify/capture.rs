@@ -177,7 +177,8 @@ impl Recording<'_> {
             OperationKind::Zero(_)
             | OperationKind::Copy { .. }
             | OperationKind::Matmul { .. }
-            | OperationKind::Elementwise { .. } => self.add(index, stream),
+            | OperationKind::Elementwise { .. }
+            | OperationKind::Kernel(_) => self.add(index, stream),
         }
     }
 

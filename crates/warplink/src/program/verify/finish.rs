@@ -73,6 +73,7 @@ impl Run<'_> {
             OperationKind::Post(group) | OperationKind::PostMatmul { group, .. } => {
                 self.finish_post(stream, operation, group, violations);
             }
+            OperationKind::Kernel(_) => self.finish_kernel(stream, operation, violations),
             OperationKind::Wait(group) => self.finish_wait(stream, operation, group),
             OperationKind::Collective {
                 collective,

@@ -2,6 +2,7 @@
 //! inputs and outputs.
 
 use super::diagnostics::{Diagnostics, place_of, place_of_transfer};
+use super::kernel::KernelAccesses;
 use super::meetings::{Meetings, meetings};
 use super::numbers::Numbers;
 use crate::error::Rank;
@@ -26,6 +27,8 @@ pub(super) struct Links {
     pub(super) meetings: Meetings,
     /// For each rank, the numbers of its posts and waits.
     pub(super) numbers: Vec<Numbers>,
+    /// What kernels access, once that is known.
+    pub(super) kernels: KernelAccesses,
 }
 
 /// Matches the ranks, and reports what does not.
@@ -36,6 +39,7 @@ pub(super) fn link(ranks: &[RankProgram], diagnostics: &mut Diagnostics<'_>) -> 
         shares: Vec::new(),
         meetings: Meetings::default(),
         numbers: ranks.iter().map(Numbers::new).collect(),
+        kernels: KernelAccesses::default(),
     };
     for rank_program in ranks {
         let mut posts = vec![Vec::new(); rank_program.transfers.len()];

@@ -1,6 +1,7 @@
-//! Collectives: which ranks meet for which, and whether they call the same.
+//! Collectives and kernels: which ranks meet for which, and whether they call the same.
 
 use super::diagnostics::{Diagnostics, place_of};
+use super::kernel;
 use crate::dtype::DType;
 use crate::error::Rank;
 use crate::program::diagnostic::DiagnosticKind;
@@ -24,7 +25,7 @@ pub(in crate::program) struct Meeting {
 #[derive(Debug, Default)]
 pub(in crate::program) struct Meetings {
     pub(in crate::program) all: Vec<Meeting>,
-    /// For each rank, its collectives in the host's order: the operation, and the number of the meeting.
+    /// For each rank, its collectives and kernels in the host's order: the operation, and the number of the meeting.
     calls: Vec<Vec<(usize, usize)>>,
 }
 
@@ -75,8 +76,11 @@ pub(super) fn meetings(ranks: &[RankProgram], diagnostics: &mut Diagnostics<'_>)
     let (mut lists, mut numbers) = (Vec::<Calls>::new(), HashMap::<Members, usize>::new());
     for (rank, rank_program) in ranks.iter().enumerate() {
         for (index, operation) in rank_program.operations.iter().enumerate() {
-            let OperationKind::Collective { members, .. } = &operation.kind else {
-                continue;
+            let members = match &operation.kind {
+                OperationKind::Collective { members, .. } => members,
+                // All ranks launch it.
+                OperationKind::Kernel(_) => &None,
+                _ => continue,
             };
             let number = match numbers.get(members) {
                 Some(number) => *number,
@@ -226,6 +230,9 @@ impl Calls {
         diagnostics: &mut Diagnostics<'_>,
     ) -> bool {
         let (first, rank) = (self.rank(first_place), self.rank(place));
+        if kernel::differ(ranks, (first, a), (rank, b), diagnostics) {
+            return true;
+        }
         let (
             OperationKind::Collective {
                 collective: collective_a,

@@ -38,6 +38,8 @@ mod collective;
 mod diagnostics;
 mod finish;
 mod group;
+mod kernel;
+mod lanes;
 mod link;
 mod meetings;
 mod memory;
@@ -130,7 +132,9 @@ pub fn verify(
         }
     }
     diagnostics.end_of_stage()?;
-    let links = link::link(&ranks, &mut diagnostics);
+    let mut links = link::link(&ranks, &mut diagnostics);
+    diagnostics.end_of_stage()?;
+    links.kernels = kernel::check(&ranks, &links, &mut diagnostics);
     diagnostics.end_of_stage()?;
     simulate::simulate(&ranks, &links, &mut diagnostics);
     diagnostics.end_of_stage()?;

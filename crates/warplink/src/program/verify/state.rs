@@ -131,6 +131,8 @@ pub(super) struct Run<'a> {
     pub(super) clocks: Clocks,
     pub(super) stream_work: Vec<usize>,
     pub(super) host_work: VecDeque<Rank>,
+    /// For each rank, the kernel that was launched last, and when it was done.
+    pub(super) launched: Vec<Option<(usize, Snapshot)>>,
     /// The operations that are done, in this order, where somebody asks for it.
     pub(super) done: Option<Vec<(Rank, usize)>>,
 }
@@ -181,6 +183,7 @@ impl<'a> Run<'a> {
             clocks,
             stream_work: Vec::new(),
             host_work: (0..ranks.len()).rev().collect(),
+            launched: vec![None; ranks.len()],
             done: None,
         }
     }

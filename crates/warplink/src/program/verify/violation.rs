@@ -20,6 +20,8 @@ pub(super) struct Violations {
     unwritten: Vec<(Rank, Access, Range)>,
     /// Rank, post before, post.
     signals: Vec<(Rank, usize, usize)>,
+    /// Rank, kernel before, kernel.
+    kernels: Vec<(Rank, usize, usize)>,
 }
 
 impl Violations {
@@ -49,7 +51,16 @@ impl Violations {
         }
     }
 
+    pub(super) fn unordered_kernel(&mut self, rank: Rank, before: usize, kernel: usize) {
+        if self.kernels.len() < MAX_KEPT {
+            self.kernels.push((rank, before, kernel));
+        }
+    }
+
     pub(super) fn report(&self, ranks: &[RankProgram], diagnostics: &mut Diagnostics<'_>) {
+        for &pair in &self.kernels {
+            super::kernel::report_unordered(ranks, pair, diagnostics);
+        }
         for &(rank, before, post) in &self.signals {
             let places = vec![place_of(ranks, rank, post), place_of(ranks, rank, before)];
             diagnostics.add(DiagnosticKind::LostSignal, places.clone(), |said| {

@@ -53,6 +53,9 @@ impl Play<'_> {
         let program = &self.ranks[rank];
         let mut parts = Parts::default();
         match &program.operations[index].kind {
+            OperationKind::Kernel(_) => {
+                unreachable!("kernels have tests of their own, in tests/sections")
+            }
             OperationKind::Copy { target, source } => {
                 parts.chains.push(halves(program, target, |from, count| {
                     let t = elements(program, target).0 + from;

@@ -1,0 +1,349 @@
+//! Kernels of a plan: their workspace and signals, what peers reach of them, and their launches.
+//!
+//! Each plan has one workspace, one block of signals and one epoch for all of its kernels. Ranks exchange
+//! handles of these, and of the tensors that lanes access at their peers, when they bind; all of it is zero
+//! before any of them runs.
+
+use super::context::RankContext;
+use super::lane::run_lane;
+use super::memory::{PlanMemory, TensorMemory};
+use crate::device::{
+    AllocationKind, Argument, Device, DeviceSlice, Kernel, Launch, ModuleSource, Priority, Stream,
+};
+use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::memory::{HANDLE_BYTES, Region, RemoteRegion};
+use crate::program::rank_program::{OperationKind, RankProgram, TensorId};
+use crate::program::section::{
+    FreeNames, SectionInstance, SectionMemory, SectionTensor, WorkspaceLayout,
+};
+use crate::signal::Signals;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+/// The name of the kernel in the module that is made of a section.
+const KERNEL: &str = "section";
+
+/// Bytes of the epoch, and of the count of lanes that have ended.
+const STATE_BYTES: usize = 16;
+
+/// This rank's memory for the kernels of a program.
+pub(super) struct KernelMemory {
+    layout: WorkspaceLayout,
+    /// None where no kernel has scratch.
+    workspace: Option<Region>,
+    signals: Signals,
+    state: DeviceSlice,
+    /// Tensors that peers access.
+    shared: Vec<(TensorId, Region)>,
+}
+
+/// What kernels reach: memory of all ranks, as it is mapped here.
+#[derive(Debug)]
+pub(super) struct Reach {
+    pub(super) layout: WorkspaceLayout,
+    pub(super) workspaces: Vec<Option<DeviceSlice>>,
+    pub(super) signals: Vec<DeviceSlice>,
+    /// The epoch, and how many lanes of the launch under way have ended.
+    pub(super) state: DeviceSlice,
+    pub(super) tensors: Vec<BTreeMap<TensorId, DeviceSlice>>,
+}
+
+/// The kernels of a plan, bound.
+#[derive(Debug)]
+pub(super) struct BoundKernels {
+    reach: Arc<Reach>,
+    _own: Vec<Region>,
+    _signals: Signals,
+    _peers: Vec<RemoteRegion>,
+}
+
+/// A kernel that is ready to launch.
+#[derive(Debug)]
+pub(super) struct KernelLaunch {
+    kernel: Kernel,
+    launch: Launch,
+    arguments: Vec<Argument>,
+}
+
+impl KernelLaunch {
+    pub(super) fn enqueue(&self, stream: &Stream) -> Result<()> {
+        self.kernel.launch(stream, &self.launch, &self.arguments)
+    }
+}
+
+impl KernelMemory {
+    /// Allocates what the kernels of a program need; none where it has no kernels.
+    pub(super) fn prepare(
+        context: &RankContext,
+        program: &RankProgram,
+        memory: &PlanMemory,
+    ) -> Result<Option<Self>> {
+        let sections: Vec<&SectionInstance> = sections(program).collect();
+        let Some(lanes) = sections.iter().map(|section| section.lanes).max() else {
+            return Ok(None);
+        };
+        let layout = WorkspaceLayout::of(&program.scratch);
+        let workspace = match layout.bytes() {
+            0 => None,
+            bytes => Some(context.memory.allocate(bytes, AllocationKind::Plain)?),
+        };
+        let signals = Signals::allocate(
+            &context.device,
+            &context.memory,
+            &context.fault,
+            lanes * context.world(),
+        )?;
+        let state = context
+            .device
+            .allocate(STATE_BYTES, AllocationKind::Plain)?;
+        let mut shared = Vec::new();
+        for id in remote_tensors(&sections) {
+            let region = match memory.tensor(id) {
+                TensorMemory::Pooled(region) => region.clone(),
+                TensorMemory::Bound(slice) => context.memory.register(slice)?,
+                TensorMemory::Nothing => return Err(internal("a tensor without memory is shared")),
+            };
+            shared.push((id, region));
+        }
+        // Nobody else uses it yet, and all ranks wait for one another before a plan runs.
+        let stream = context.device.create_stream(Priority::Normal)?;
+        if let Some(workspace) = &workspace {
+            stream.fill(workspace.memory(), 0)?;
+        }
+        stream.fill(&state, 0)?;
+        stream.synchronize(context.deadline())?;
+        Ok(Some(Self {
+            layout,
+            workspace,
+            signals,
+            state,
+            shared,
+        }))
+    }
+
+    /// What peers map, in the same order on every rank.
+    fn regions(&self) -> Vec<&Region> {
+        let first = self.workspace.iter().chain([self.signals.region()]);
+        first
+            .chain(self.shared.iter().map(|(_, region)| region))
+            .collect()
+    }
+
+    /// Exchanges handles with all peers. Blocks until all ranks do so.
+    pub(super) fn exchange(
+        self,
+        context: &RankContext,
+        memory: &PlanMemory,
+    ) -> Result<BoundKernels> {
+        let (rank, world) = (context.rank(), context.world());
+        let exported = self.export(context);
+        // A rank that has failed takes part, so that the others need not wait for it.
+        let own = exported.as_ref().map_or(&[][..], |bytes| bytes);
+        let gathered = context.all_gather(own)?;
+        let count = self.regions().len();
+        let mut failed = exported.as_ref().err().cloned();
+        let mut peers: Vec<Vec<RemoteRegion>> = vec![Vec::new(); world];
+        for (peer, bytes) in gathered
+            .iter()
+            .enumerate()
+            .filter(|(peer, _)| *peer != rank)
+        {
+            let job_peer = context.group.job_rank(peer)?;
+            let from = position_of(rank, peer) * count * HANDLE_BYTES;
+            let Some(handles) = bytes.get(from..from + count * HANDLE_BYTES) else {
+                failed.get_or_insert_with(|| no_handles(peer));
+                continue;
+            };
+            for handle in handles.chunks_exact(HANDLE_BYTES) {
+                if failed.is_some() {
+                    context.memory.decline_handle(job_peer, handle);
+                    continue;
+                }
+                match context.memory.open_handle(job_peer, handle) {
+                    Ok(region) => peers[peer].push(region),
+                    Err(error) => failed = Some(error.with_operation("map a peer's workspace")),
+                }
+            }
+        }
+        match failed {
+            Some(error) => Err(context.group.in_own_ranks(error)),
+            None => Ok(self.bound(context, memory, peers)),
+        }
+    }
+
+    /// Handles for every peer, in the order of ranks.
+    fn export(&self, context: &RankContext) -> Result<Vec<u8>> {
+        let mut bytes = Vec::new();
+        let mut made: Vec<(Rank, &Region)> = Vec::new();
+        for peer in (0..context.world()).filter(|peer| *peer != context.rank()) {
+            let job_peer = context.group.job_rank(peer)?;
+            for region in self.regions() {
+                match context.memory.export_handle(region, job_peer) {
+                    Ok(handle) => bytes.extend_from_slice(&handle),
+                    Err(error) => {
+                        for (peer, region) in made {
+                            context.memory.cancel_handle(region, peer);
+                        }
+                        return Err(error.with_operation("share a workspace"));
+                    }
+                }
+                made.push((job_peer, region));
+            }
+        }
+        Ok(bytes)
+    }
+
+    fn bound(
+        self,
+        context: &RankContext,
+        memory: &PlanMemory,
+        peers: Vec<Vec<RemoteRegion>>,
+    ) -> BoundKernels {
+        let rank = context.rank();
+        let mut reach = Reach {
+            layout: self.layout.clone(),
+            workspaces: Vec::new(),
+            signals: Vec::new(),
+            state: self.state.clone(),
+            tensors: Vec::new(),
+        };
+        for (peer, regions) in peers.iter().enumerate() {
+            if peer == rank {
+                let workspace = self.workspace.as_ref().map(Region::memory);
+                reach.workspaces.push(workspace.cloned());
+                reach.signals.push(self.signals.region().memory().clone());
+                let own = (0..memory.tensors()).filter_map(|id| {
+                    let slice = memory.tensor_slice(id)?;
+                    Some((id, slice.clone()))
+                });
+                reach.tensors.push(own.collect());
+                continue;
+            }
+            let mut mapped = regions.iter().map(|region| region.memory().clone());
+            let workspace = self.workspace.as_ref().and_then(|_| mapped.next());
+            reach.workspaces.push(workspace);
+            reach.signals.extend(mapped.next());
+            let shared = self.shared.iter().map(|(id, _)| *id);
+            reach.tensors.push(shared.zip(mapped).collect());
+        }
+        let own = self.workspace.iter().cloned();
+        BoundKernels {
+            reach: Arc::new(reach),
+            _own: own
+                .chain(self.shared.into_iter().map(|(_, region)| region))
+                .collect(),
+            _signals: self.signals,
+            _peers: peers.into_iter().flatten().collect(),
+        }
+    }
+}
+
+impl BoundKernels {
+    /// The launch of a section, which is compiled and loaded.
+    pub(super) fn launch(
+        &self,
+        device: &dyn Device,
+        section: &Arc<SectionInstance>,
+    ) -> Result<KernelLaunch> {
+        let (lanes, reach) = (section.clone(), self.reach.clone());
+        let source = ModuleSource::new("kernel section")
+            .with_host_kernel(KERNEL, move |block| run_lane(block, &lanes, &reach));
+        // SAFETY: the kernel accesses what the section says of the memory that the plan holds; the verifier
+        // has checked that this stays within it.
+        let module = unsafe { device.load_module(&source)? };
+        let kernel = module.kernel(KERNEL)?;
+        let launch =
+            Launch::new(section.lanes as u32, section.threads as u32).with_all_blocks_together();
+        kernel.check_together(&launch)?;
+        let own = &self.reach.signals[section.rank];
+        let mut arguments = vec![
+            Argument::Slice(self.table(device, section)?),
+            Argument::Slice(own.clone()),
+        ];
+        arguments.extend(section.integers.values().map(|value| Argument::I64(*value)));
+        Ok(KernelLaunch {
+            kernel,
+            launch,
+            arguments,
+        })
+    }
+
+    /// Addresses for the kernel: of each tensor on each rank, of each rank's signals, and of the epoch.
+    fn table(&self, device: &dyn Device, section: &SectionInstance) -> Result<DeviceSlice> {
+        let reach = &self.reach;
+        let mut addresses = Vec::new();
+        for tensor in &section.tensors {
+            for rank in 0..section.world {
+                addresses.push(reach.address(section, tensor, rank));
+            }
+        }
+        addresses.extend(reach.signals.iter().map(DeviceSlice::address));
+        addresses.push(reach.state.address());
+        let bytes: Vec<u8> = addresses.iter().flat_map(|a| a.to_ne_bytes()).collect();
+        let table = device.allocate(bytes.len(), AllocationKind::Plain)?;
+        device.upload(&table, &bytes)?;
+        Ok(table)
+    }
+}
+
+impl Reach {
+    /// Where a tensor starts on a rank; 0 where this rank does not reach it there.
+    fn address(&self, section: &SectionInstance, tensor: &SectionTensor, rank: Rank) -> u64 {
+        match tensor.memory {
+            SectionMemory::Tensor(id) => {
+                let slice = self.tensors[rank].get(&id);
+                let offset = (tensor.offset * tensor.dtype.size()) as u64;
+                slice.map_or(0, |slice| slice.address() + offset)
+            }
+            SectionMemory::Scratch(id) => {
+                let scratch = &section.scratch[id];
+                let area = self.layout.area(scratch.packing);
+                let offset = (area.offset_bytes + scratch.offset_bytes) as u64;
+                let workspace = self.workspaces[rank].as_ref();
+                workspace.map_or(0, |slice| slice.address() + offset)
+            }
+        }
+    }
+}
+
+/// The sections of a program.
+fn sections(program: &RankProgram) -> impl Iterator<Item = &SectionInstance> {
+    let operations = program.operations.iter();
+    operations.filter_map(|operation| match &operation.kind {
+        OperationKind::Kernel(section) => Some(&**section),
+        _ => None,
+    })
+}
+
+/// The tensors that lanes access at other ranks, the same on every rank.
+fn remote_tensors(sections: &[&SectionInstance]) -> BTreeSet<TensorId> {
+    let mut all = BTreeSet::new();
+    for section in sections {
+        for name in &FreeNames::of(&section.section).remote {
+            let tensor = section.tensor(name).map(|index| &section.tensors[index]);
+            if let Some(SectionMemory::Tensor(id)) = tensor.map(|tensor| tensor.memory) {
+                all.insert(id);
+            }
+        }
+    }
+    all
+}
+
+/// The position of `rank` among the peers of `peer`.
+const fn position_of(rank: Rank, peer: Rank) -> usize {
+    if rank < peer { rank } else { rank - 1 }
+}
+
+fn no_handles(peer: Rank) -> Error {
+    Error::new(
+        ErrorKind::PeerFailed,
+        "a peer could not share its workspace",
+    )
+    .with_operation("bind a program with kernels")
+    .with_peer(peer)
+    .with_help("see what that rank says")
+}
+
+fn internal(what: &'static str) -> Error {
+    Error::new(ErrorKind::Internal, what).with_operation("bind a program with kernels")
+}

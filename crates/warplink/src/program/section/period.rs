@@ -1,0 +1,211 @@
+//! How a section depends on the epoch: after how many launches it does the same again.
+//!
+//! The epoch counts up for ever, and what is verified is a few launches. So it may be used in remainders
+//! only, `(epoch * chunks + c) % 4`: what a launch does then depends on the epoch modulo their divisors.
+
+use super::MAX_PERIOD;
+use super::ir::{Place, Section, Step, StepKind};
+use crate::program::expr::{Condition, Expr, Operator};
+use crate::program::ir::{AxisSelection, Each, Position, Selection, TensorRef};
+use std::collections::HashSet;
+
+/// Where the epoch is used wrongly, and how.
+pub(crate) type Misuse = (Position, String);
+
+/// After how many launches the section does the same again; `value` gives what an expression over the names
+/// around the section is.
+///
+/// # Errors
+/// Where the epoch is used other than in remainders, or with too long a period.
+pub(crate) fn period(
+    section: &Section,
+    value: &dyn Fn(&Expr) -> Option<i64>,
+) -> Result<u64, Misuse> {
+    let mut walk = Walk {
+        value,
+        growing: HashSet::from(["epoch"]),
+        period: 1,
+        position: Position::default(),
+    };
+    walk.steps(&section.body)?;
+    Ok(walk.period)
+}
+
+struct Walk<'s> {
+    value: &'s dyn Fn(&Expr) -> Option<i64>,
+    /// Names of integers that grow with the epoch.
+    growing: HashSet<&'s str>,
+    period: u64,
+    position: Position,
+}
+
+impl<'s> Walk<'s> {
+    fn steps(&mut self, steps: &'s [Step]) -> Result<(), Misuse> {
+        for step in steps {
+            self.position = step.position;
+            match &step.kind {
+                StepKind::LetInteger { name, value } => {
+                    if self.grows(value)? {
+                        self.growing.insert(name);
+                    } else {
+                        self.growing.remove(name.as_str());
+                    }
+                }
+                StepKind::LetTensor { value, .. } => self.tensor(value)?,
+                StepKind::Move(it) => {
+                    self.each(&it.targets, Self::place)?;
+                    self.each(&it.sources, |walk, source| {
+                        walk.place(&source.place)?;
+                        if let Some((condition, place)) = &source.otherwise {
+                            walk.condition(condition)?;
+                            walk.place(place)?;
+                        }
+                        Ok(())
+                    })?;
+                }
+                StepKind::Signal(ranks) | StepKind::Wait(ranks) => {
+                    self.each(ranks, Self::steady)?;
+                }
+                StepKind::Barrier => {}
+                StepKind::For(it) => {
+                    self.steady(&it.from)?;
+                    self.steady(&it.to)?;
+                    self.steps(&it.body)?;
+                }
+                StepKind::If(branch) => {
+                    for arm in &branch.arms {
+                        self.position = arm.position;
+                        self.condition(&arm.condition)?;
+                        self.steps(&arm.body)?;
+                    }
+                    self.steps(&branch.otherwise)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn each<T>(
+        &mut self,
+        list: &'s [Each<T>],
+        mut with: impl FnMut(&mut Self, &'s T) -> Result<(), Misuse>,
+    ) -> Result<(), Misuse> {
+        list.iter().try_for_each(|each| {
+            if let Some(over) = &each.over {
+                self.steady(&over.from)?;
+                self.steady(&over.to)?;
+            }
+            with(self, &each.item)
+        })
+    }
+
+    fn place(&mut self, place: &'s Place) -> Result<(), Misuse> {
+        self.tensor(&place.tensor)?;
+        place.on.iter().try_for_each(|rank| self.steady(rank))
+    }
+
+    fn tensor(&mut self, tensor: &'s TensorRef) -> Result<(), Misuse> {
+        tensor
+            .selections
+            .iter()
+            .try_for_each(|selection| match selection {
+                Selection::Index(index) => self.steady(index),
+                Selection::Range(a, b) | Selection::Part(a, b) => {
+                    self.steady(a)?;
+                    self.steady(b)
+                }
+                Selection::Axes(axes) => axes.iter().try_for_each(|axis| match axis {
+                    AxisSelection::All => Ok(()),
+                    AxisSelection::Index(index) => self.steady(index),
+                    AxisSelection::Range(a, b) => {
+                        self.steady(a)?;
+                        self.steady(b)
+                    }
+                }),
+            })
+    }
+
+    fn condition(&mut self, condition: &'s Condition) -> Result<(), Misuse> {
+        match condition {
+            Condition::Compare(_, a, b) => {
+                self.steady(a)?;
+                self.steady(b)
+            }
+            Condition::Given(_) => Ok(()),
+            Condition::Not(a) => self.condition(a),
+            Condition::And(a, b) | Condition::Or(a, b) => {
+                self.condition(a)?;
+                self.condition(b)
+            }
+        }
+    }
+
+    /// Fails where the expression grows with the epoch.
+    fn steady(&mut self, expression: &'s Expr) -> Result<(), Misuse> {
+        if self.grows(expression)? {
+            return Err(self.misused(expression));
+        }
+        Ok(())
+    }
+
+    /// Whether the expression is a polynomial in the epoch; notes the remainders in it.
+    fn grows(&mut self, expression: &'s Expr) -> Result<bool, Misuse> {
+        match expression {
+            Expr::Number(_) | Expr::Count(_) => Ok(false),
+            Expr::Name(name) => Ok(self.growing.contains(name.as_str())),
+            Expr::Negative(a) => self.grows(a),
+            Expr::Element(_, a) | Expr::Log2(a) => {
+                self.steady(a)?;
+                Ok(false)
+            }
+            Expr::Binary(Operator::Add | Operator::Subtract | Operator::Multiply, a, b) => {
+                Ok(self.grows(a)? | self.grows(b)?)
+            }
+            Expr::Binary(Operator::Remainder, a, b) => {
+                self.steady(b)?;
+                if self.grows(a)? {
+                    let divisor = (self.value)(b).and_then(|value| u64::try_from(value).ok());
+                    self.repeats(expression, divisor)?;
+                }
+                Ok(false)
+            }
+            Expr::Binary(_, a, b) => {
+                self.steady(a)?;
+                self.steady(b)?;
+                Ok(false)
+            }
+        }
+    }
+
+    fn repeats(&mut self, expression: &Expr, divisor: Option<u64>) -> Result<(), Misuse> {
+        let Some(divisor) = divisor.filter(|divisor| (1..=MAX_PERIOD).contains(divisor)) else {
+            let message = format!(
+                "{expression} has another divisor than a number from 1 to {MAX_PERIOD} that is known \
+                 outside of the kernel"
+            );
+            return Err((self.position, message));
+        };
+        let (mut a, mut b) = (self.period, divisor);
+        while b > 0 {
+            (a, b) = (b, a % b);
+        }
+        self.period = self.period / a * divisor;
+        if self.period > MAX_PERIOD {
+            let message = format!(
+                "the remainders of the epoch repeat after {} launches only; expected at most \
+                 {MAX_PERIOD}",
+                self.period
+            );
+            return Err((self.position, message));
+        }
+        Ok(())
+    }
+
+    fn misused(&self, expression: &Expr) -> Misuse {
+        let message = format!(
+            "{expression} grows with the epoch; expected a remainder such as 'epoch % 2', so that what a \
+             launch does is repeated"
+        );
+        (self.position, message)
+    }
+}

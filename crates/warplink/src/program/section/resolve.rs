@@ -1,0 +1,405 @@
+//! From the text of a section to the steps of one lane in one launch.
+
+use super::MAX_LANE_STEPS;
+use super::instance::SectionInstance;
+use super::ir::{Move, Operator, Place, Source, Step, StepKind, Verb};
+use super::lane::{LaneStep, LaneStepKind, Part};
+use super::view::{View, Wrong};
+use crate::device::ReduceOp;
+use crate::dtype::DType;
+use crate::error::Rank;
+use crate::program::diagnostic::{Diagnostic, DiagnosticKind, Place as DiagnosticPlace};
+use crate::program::expr::{Condition, Expr};
+use crate::program::ir::{Each, Position, Selection, TensorRef};
+use crate::program::rank_program::Site;
+use std::sync::Arc;
+
+impl SectionInstance {
+    /// The steps of a lane in the launch before which the workspace was used `epoch` times.
+    ///
+    /// # Errors
+    /// What is wrong with the text: names, bounds, shapes, types.
+    pub fn steps(&self, lane: usize, epoch: u64) -> Result<Vec<LaneStep>, Diagnostic> {
+        let index = (Arc::from(self.section.lane.as_str()), lane as i64);
+        let mut resolver = Resolver {
+            instance: self,
+            integers: vec![(&self.section.lane, lane as i64), ("epoch", epoch as i64)],
+            aliases: Vec::new(),
+            steps: Vec::new(),
+            taken: 0,
+            site: Site {
+                indices: self.site.indices.iter().cloned().chain([index]).collect(),
+                ..self.site.clone()
+            },
+        };
+        resolver.body(&self.section.body)?;
+        Ok(resolver.steps)
+    }
+}
+
+struct Resolver<'s> {
+    instance: &'s SectionInstance,
+    /// Integers that the section binds, the latest last.
+    integers: Vec<(&'s str, i64)>,
+    aliases: Vec<(&'s str, View)>,
+    steps: Vec<LaneStep>,
+    taken: usize,
+    site: Site,
+}
+
+/// A resolved operand of a move.
+struct Operand {
+    part: Part,
+    dtype: DType,
+    extent: usize,
+    length: usize,
+}
+
+impl<'s> Resolver<'s> {
+    fn wrong(&self, kind: DiagnosticKind, message: impl Into<String>) -> Diagnostic {
+        let place = DiagnosticPlace {
+            rank: self.instance.rank,
+            site: self.site.clone(),
+        };
+        Diagnostic::new(kind, format!("{place}: {}", message.into()), vec![place])
+    }
+
+    fn step(&mut self) -> Result<(), Diagnostic> {
+        self.taken += 1;
+        if self.taken <= MAX_LANE_STEPS {
+            return Ok(());
+        }
+        Err(self.wrong(
+            DiagnosticKind::Malformed,
+            format!("the lane is too long; expected at most {MAX_LANE_STEPS} steps"),
+        ))
+    }
+
+    fn at(&mut self, position: Position) {
+        self.site.line = position.line;
+        self.site.column = position.column;
+    }
+
+    /// Does `inner` in a block of its own.
+    fn scoped<T>(
+        &mut self,
+        inner: impl FnOnce(&mut Self) -> Result<T, Diagnostic>,
+    ) -> Result<T, Diagnostic> {
+        let (integers, aliases) = (self.integers.len(), self.aliases.len());
+        let result = inner(self)?;
+        self.integers.truncate(integers);
+        self.aliases.truncate(aliases);
+        Ok(result)
+    }
+
+    fn bind(&mut self, name: &'s str) -> Result<(), Diagnostic> {
+        let bound = self.integers.iter().any(|(other, _)| *other == name)
+            || self.aliases.iter().any(|(other, _)| *other == name);
+        if !bound {
+            return Ok(());
+        }
+        Err(self.wrong(
+            DiagnosticKind::Malformed,
+            format!("'{name}' already has a meaning here; expected a new name"),
+        ))
+    }
+
+    fn body(&mut self, steps: &'s [Step]) -> Result<(), Diagnostic> {
+        self.scoped(|resolver| steps.iter().try_for_each(|step| resolver.one(step)))
+    }
+
+    fn one(&mut self, step: &'s Step) -> Result<(), Diagnostic> {
+        self.step()?;
+        self.at(step.position);
+        match &step.kind {
+            StepKind::LetInteger { name, value } => {
+                let value = self.integer(value)?;
+                self.bind(name)?;
+                self.integers.push((name, value));
+            }
+            StepKind::LetTensor { name, value } => {
+                let view = self.view(value)?;
+                self.bind(name)?;
+                self.aliases.push((name, view));
+            }
+            StepKind::Move(it) => self.movement(it)?,
+            StepKind::Signal(ranks) => self.each(ranks, |resolver, rank| {
+                let rank = resolver.rank(rank)?;
+                resolver.push(LaneStepKind::Signal(rank));
+                Ok(())
+            })?,
+            StepKind::Wait(ranks) => self.each(ranks, |resolver, rank| {
+                let rank = resolver.rank(rank)?;
+                resolver.push(LaneStepKind::Wait(rank));
+                Ok(())
+            })?,
+            StepKind::Barrier => {
+                let (rank, world) = (self.instance.rank, self.instance.world);
+                let others = || (1..world).map(|r| (rank + r) % world);
+                others().for_each(|peer| self.push(LaneStepKind::Signal(peer)));
+                others().for_each(|peer| self.push(LaneStepKind::Wait(peer)));
+                self.taken += 2 * world;
+            }
+            StepKind::For(it) => {
+                let (from, to) = (self.integer(&it.from)?, self.integer(&it.to)?);
+                let outer = Arc::clone(&self.site.indices);
+                let name: Arc<str> = Arc::from(it.index.as_str());
+                for value in from..to {
+                    self.step()?;
+                    let open = outer.iter().cloned();
+                    self.site.indices = open.chain([(Arc::clone(&name), value)]).collect();
+                    self.scoped(|resolver| {
+                        resolver.bind(&it.index)?;
+                        resolver.integers.push((&it.index, value));
+                        resolver.body(&it.body)
+                    })?;
+                }
+                self.site.indices = outer;
+            }
+            StepKind::If(branch) => {
+                for arm in &branch.arms {
+                    self.at(arm.position);
+                    if self.condition(&arm.condition)? {
+                        return self.body(&arm.body);
+                    }
+                }
+                self.body(&branch.otherwise)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn push(&mut self, kind: LaneStepKind) {
+        let site = self.site.clone();
+        self.steps.push(LaneStep { kind, site });
+    }
+
+    fn each<T>(
+        &mut self,
+        list: &'s [Each<T>],
+        mut with: impl FnMut(&mut Self, &'s T) -> Result<(), Diagnostic>,
+    ) -> Result<(), Diagnostic> {
+        for each in list {
+            let Some(over) = &each.over else {
+                self.step()?;
+                with(self, &each.item)?;
+                continue;
+            };
+            let (from, to) = (self.integer(&over.from)?, self.integer(&over.to)?);
+            for value in from..to {
+                self.step()?;
+                self.scoped(|resolver| {
+                    resolver.bind(&over.index)?;
+                    resolver.integers.push((&over.index, value));
+                    with(resolver, &each.item)
+                })?;
+            }
+        }
+        Ok(())
+    }
+
+    fn movement(&mut self, it: &'s Move) -> Result<(), Diagnostic> {
+        let operator = self.operator(&it.verb)?;
+        let (mut targets, mut sources) = (Vec::new(), Vec::new());
+        self.each(&it.targets, |resolver, place| {
+            targets.push(resolver.operand(place)?);
+            Ok(())
+        })?;
+        self.each(&it.sources, |resolver, source| {
+            sources.push(resolver.source(source)?);
+            Ok(())
+        })?;
+        let Some(first) = sources.first() else {
+            return Err(self.wrong(
+                DiagnosticKind::Mismatch,
+                "a reduction of nothing; expected at least one source",
+            ));
+        };
+        for other in targets.iter().chain(&sources) {
+            if other.dtype != first.dtype {
+                let message = format!(
+                    "{} and {} do not fit; expected one type",
+                    first.dtype, other.dtype
+                );
+                return Err(self.wrong(DiagnosticKind::Mismatch, message));
+            }
+            if other.extent != first.extent {
+                let message = format!(
+                    "operands of {} and {} elements; expected one length",
+                    first.extent, other.extent
+                );
+                return Err(self.wrong(DiagnosticKind::Mismatch, message));
+            }
+        }
+        for source in &sources {
+            let packets = self.packets(&source.part);
+            if packets && source.part.rank != self.instance.rank {
+                return Err(self.wrong(
+                    DiagnosticKind::Mismatch,
+                    "packets of another rank are read; expected this rank's, since a rank waits on its own memory",
+                ));
+            }
+        }
+        let lengths = targets.iter().chain(&sources).map(|operand| operand.length);
+        let kind = LaneStepKind::Move {
+            operator,
+            dtype: first.dtype,
+            elements: lengths.min().unwrap_or(0),
+            targets: targets.iter().map(|operand| operand.part).collect(),
+            sources: sources.iter().map(|operand| operand.part).collect(),
+        };
+        self.push(kind);
+        Ok(())
+    }
+
+    fn operator(&self, verb: &Verb) -> Result<Option<ReduceOp>, Diagnostic> {
+        match verb {
+            Verb::Put | Verb::Get | Verb::Copy => Ok(None),
+            Verb::Reduce(Operator::Fixed(operator)) => Ok(Some(*operator)),
+            Verb::Reduce(Operator::Parameter(name)) => {
+                let operator = self.instance.operators.get(name).copied();
+                operator.map(Some).ok_or_else(|| {
+                    let message = format!(
+                        "'{name}' is no operator; expected sum, max, min or a parameter that is one"
+                    );
+                    self.wrong(DiagnosticKind::Malformed, message)
+                })
+            }
+        }
+    }
+
+    fn packets(&self, part: &Part) -> bool {
+        let scratch = self.instance.scratch_of(part.tensor);
+        scratch.is_some_and(|scratch| scratch.packing.is_packets())
+    }
+
+    fn source(&self, source: &Source) -> Result<Operand, Diagnostic> {
+        match &source.otherwise {
+            Some((condition, place)) if !self.condition(condition)? => self.operand(place),
+            _ => self.operand(&source.place),
+        }
+    }
+
+    fn operand(&self, place: &Place) -> Result<Operand, Diagnostic> {
+        let rank = match &place.on {
+            Some(rank) => self.rank(rank)?,
+            None => self.instance.rank,
+        };
+        let view = self.view(&place.tensor)?;
+        let Some((extent, length)) = view.elements() else {
+            let message = format!(
+                "{} has rows with padding between them; expected one row",
+                place.tensor
+            );
+            return Err(self.wrong(DiagnosticKind::Mismatch, message));
+        };
+        let part = Part {
+            rank,
+            tensor: view.tensor,
+            offset: view.offset,
+        };
+        if length > 0
+            && let Some(scratch) = self.instance.scratch_of(part.tensor)
+            && scratch.packed(part.offset, length).is_none()
+        {
+            let message = format!(
+                "{place} starts within a packet; expected a multiple of {} bytes",
+                scratch.packing.packet().0
+            );
+            return Err(self.wrong(DiagnosticKind::Mismatch, message));
+        }
+        Ok(Operand {
+            part,
+            dtype: self.instance.tensors[part.tensor].dtype,
+            extent,
+            length,
+        })
+    }
+
+    fn view(&self, reference: &TensorRef) -> Result<View, Diagnostic> {
+        let name = reference.name.as_str();
+        let alias = self.aliases.iter().rev().find(|(alias, _)| *alias == name);
+        let mut view = match (alias, self.instance.tensor(name)) {
+            (Some((_, view)), _) => view.clone(),
+            (None, Some(index)) => View::of(index, &self.instance.tensors[index]),
+            (None, None) => {
+                return Err(self.wrong(
+                    DiagnosticKind::Malformed,
+                    format!("unknown tensor '{name}'"),
+                ));
+            }
+        };
+        if reference.transposed {
+            let message = format!("{reference} is transposed; expected elements in order");
+            return Err(self.wrong(DiagnosticKind::Mismatch, message));
+        }
+        for selection in &reference.selections {
+            let (said, outcome) = match selection {
+                Selection::Index(index) => {
+                    let index = self.integer(index)?;
+                    (index.to_string(), view.index(index))
+                }
+                Selection::Range(from, to) => {
+                    let (from, to) = (self.integer(from)?, self.integer(to)?);
+                    (format!("{from}..{to}"), view.range(from, to))
+                }
+                Selection::Axes(_) => {
+                    let message =
+                        format!("{reference} selects on several axes; expected one after another");
+                    return Err(self.wrong(DiagnosticKind::Malformed, message));
+                }
+                Selection::Part(index, parts) => {
+                    let (index, parts) = (self.integer(index)?, self.integer(parts)?);
+                    (format!("{index} of {parts}"), view.part(index, parts))
+                }
+            };
+            outcome.map_err(|wrong| {
+                let expected = match wrong {
+                    Wrong::NoAxis => "fewer selections".to_owned(),
+                    Wrong::Index(0) => "no index, since nothing is left".to_owned(),
+                    Wrong::Index(length) => format!("0 to {}", length - 1),
+                    Wrong::Range(extent) => format!("a part of 0..{extent}"),
+                    Wrong::Part => "one of at least one part".to_owned(),
+                };
+                self.wrong(
+                    DiagnosticKind::OutOfBounds,
+                    format!("{reference} selects {said}; expected {expected}"),
+                )
+            })?;
+        }
+        Ok(view)
+    }
+
+    fn rank(&self, expression: &Expr) -> Result<Rank, Diagnostic> {
+        let value = self.integer(expression)?;
+        let world = self.instance.world;
+        let rank = usize::try_from(value).ok().filter(|rank| *rank < world);
+        rank.ok_or_else(|| {
+            let message = format!("rank {expression} is {value}; expected 0 to {}", world - 1);
+            self.wrong(DiagnosticKind::OutOfBounds, message)
+        })
+    }
+
+    fn named(&self, name: &str) -> Option<i64> {
+        let bound = self.integers.iter().rev().find(|(bound, _)| *bound == name);
+        match (bound, name) {
+            (Some((_, value)), _) => Some(*value),
+            (None, "rank") => Some(self.instance.rank as i64),
+            (None, "world") => Some(self.instance.world as i64),
+            (None, _) => self.instance.integers.get(name).copied(),
+        }
+    }
+
+    fn integer(&self, expression: &Expr) -> Result<i64, Diagnostic> {
+        let value = expression.evaluate(&|name| self.named(name));
+        value.map_err(|error| {
+            self.wrong(DiagnosticKind::Malformed, format!("{expression}: {error}"))
+        })
+    }
+
+    fn condition(&self, condition: &Condition) -> Result<bool, Diagnostic> {
+        let value = condition.evaluate(&|name| self.named(name));
+        value
+            .map_err(|error| self.wrong(DiagnosticKind::Malformed, format!("{condition}: {error}")))
+    }
+}

@@ -1,0 +1,167 @@
+//! Parts of tensors in a section, whose ends may be cut off.
+
+use super::instance::SectionTensor;
+use crate::program::expr::PART_UNIT;
+
+/// A part of a tensor.
+///
+/// The leading axis has two lengths: `extent` is what it is cut into parts by, as if the tensor went on;
+/// `length` is what is there. So parts of a tensor and of scratch of the same extent cover the same
+/// positions, also where the tensor ends within them.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct View {
+    /// Which tensor of the section.
+    pub(super) tensor: usize,
+    /// In elements, without the tensor's own offset.
+    pub(super) offset: usize,
+    /// Extents of what is selected, outermost first.
+    extents: Vec<usize>,
+    strides: Vec<usize>,
+    /// How much of the leading axis is there.
+    length: usize,
+}
+
+/// Why nothing can be selected.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Wrong {
+    /// There is no axis left.
+    NoAxis,
+    /// Expected an index below this.
+    Index(usize),
+    /// Expected a range within this many.
+    Range(usize),
+    /// The number of parts is none, or the part is not among them.
+    Part,
+}
+
+impl View {
+    pub(super) fn of(tensor: usize, whole: &SectionTensor) -> Self {
+        Self {
+            tensor,
+            offset: 0,
+            extents: whole.shape.clone(),
+            strides: whole.strides.clone(),
+            length: whole.shape.first().copied().unwrap_or(1),
+        }
+    }
+
+    /// `[index]`.
+    pub(super) fn index(&mut self, index: i64) -> Result<(), Wrong> {
+        let stride = *self.strides.first().ok_or(Wrong::NoAxis)?;
+        let index = usize::try_from(index).ok().filter(|i| *i < self.length);
+        let index = index.ok_or(Wrong::Index(self.length))?;
+        self.offset += index * stride;
+        self.extents.remove(0);
+        self.strides.remove(0);
+        self.length = self.extents.first().copied().unwrap_or(1);
+        Ok(())
+    }
+
+    /// `[from..to]`; maybe nothing.
+    pub(super) fn range(&mut self, from: i64, to: i64) -> Result<(), Wrong> {
+        let stride = *self.strides.first().ok_or(Wrong::NoAxis)?;
+        let extent = self.extents[0];
+        let (Ok(from), Ok(to)) = (usize::try_from(from), usize::try_from(to)) else {
+            return Err(Wrong::Range(extent));
+        };
+        if from > to || to > extent {
+            return Err(Wrong::Range(extent));
+        }
+        self.offset += from.min(self.length) * stride;
+        self.extents[0] = to - from;
+        self.length = self.length.min(to).saturating_sub(from);
+        Ok(())
+    }
+
+    /// `[index of parts]`.
+    pub(super) fn part(&mut self, index: i64, parts: i64) -> Result<(), Wrong> {
+        let extent = self.extents.first().copied().ok_or(Wrong::NoAxis)? as i64;
+        if parts < 1 || !(0..parts).contains(&index) {
+            return Err(Wrong::Part);
+        }
+        let units = parts.checked_mul(PART_UNIT).ok_or(Wrong::Part)?;
+        let part = (extent + units - 1) / units * PART_UNIT;
+        let from = index.saturating_mul(part).min(extent);
+        self.offset += (from as usize).min(self.length) * self.strides[0];
+        self.length = self.length.saturating_sub(from as usize).min(part as usize);
+        self.extents[0] = part as usize;
+        Ok(())
+    }
+
+    /// How many elements it has where the tensor does not end before, and how many are there; `None` where
+    /// these are not one behind the other.
+    pub(super) fn elements(&self) -> Option<(usize, usize)> {
+        let mut expected = 1;
+        for (axis, (&extent, &stride)) in self.extents.iter().zip(&self.strides).enumerate().rev() {
+            if extent > 1 && stride != expected && !(axis == 0 && self.length < 2) {
+                return None;
+            }
+            expected *= extent;
+        }
+        let inner: usize = self.extents.iter().skip(1).product();
+        let extent = self.extents.first().copied().unwrap_or(1);
+        Some((extent * inner, self.length * inner))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::dtype::DType;
+    use crate::program::section::SectionMemory;
+
+    fn tensor(shape: &[usize], strides: &[usize]) -> View {
+        let whole = SectionTensor {
+            name: "X".to_owned(),
+            memory: SectionMemory::Tensor(0),
+            dtype: DType::F32,
+            offset: 0,
+            shape: shape.to_vec(),
+            strides: strides.to_vec(),
+        };
+        View::of(0, &whole)
+    }
+
+    #[test]
+    fn parts_cover_everything_once_and_agree_with_scratch_of_their_extent() {
+        for n in [1, 15, 16, 17, 100, 1000] {
+            for (ranks, lanes) in [(1, 1), (2, 3), (8, 4), (16, 8)] {
+                let row = Wrong::Part;
+                let part = (n + 16 * ranks - 1) / (16 * ranks) * 16;
+                let mut next = 0;
+                for p in 0..ranks {
+                    for lane in 0..lanes {
+                        let mut x = tensor(&[n as usize], &[1]);
+                        let mut a = tensor(&[part as usize], &[1]);
+                        assert!(
+                            x.part(p, ranks).is_ok() && x.part(lane, lanes).is_ok(),
+                            "{row:?}"
+                        );
+                        a.part(lane, lanes).unwrap();
+                        let (extent, length) = x.elements().unwrap();
+                        assert_eq!(extent, a.elements().unwrap().0);
+                        assert!(a.elements().unwrap().1 >= length);
+                        if length > 0 {
+                            assert_eq!(x.offset, next);
+                            assert_eq!(x.offset, a.offset + (p * part) as usize);
+                        }
+                        next += length;
+                    }
+                }
+                assert_eq!(next, n as usize);
+            }
+        }
+    }
+
+    #[test]
+    fn rows_with_padding_are_no_range() {
+        let mut padded = tensor(&[2, 5], &[16, 1]);
+        assert_eq!(padded.elements(), None);
+        padded.index(1).unwrap();
+        assert_eq!((padded.elements(), padded.offset), (Some((5, 5)), 16));
+        assert_eq!(padded.index(5), Err(Wrong::Index(5)));
+        assert_eq!(padded.range(3, 6), Err(Wrong::Range(5)));
+        padded.range(3, 5).unwrap();
+        assert_eq!(padded.elements(), Some((2, 2)));
+    }
+}

@@ -1,0 +1,93 @@
+//! Printing of kernel sections.
+
+use super::print::{Indented, List, print_branch, print_loop};
+use crate::program::section::{
+    Move, Operator, Place, Scratch, Section, Source, Step, StepKind, Verb,
+};
+use std::fmt::{self, Display, Formatter};
+
+impl Display for Scratch {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        write!(f, "scratch {}: ", self.name)?;
+        if self.packing.is_packets() {
+            write!(f, "{} ", self.packing.name())?;
+        }
+        write!(f, "{}[", self.dtype)?;
+        for (axis, extent) in self.shape.iter().enumerate() {
+            let lead = if axis == 0 { "" } else { ", " };
+            write!(f, "{lead}{extent}")?;
+        }
+        f.write_str("]")
+    }
+}
+
+impl Display for Section {
+    /// What is before the body.
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        let Self {
+            lane,
+            lanes,
+            threads,
+            ..
+        } = self;
+        write!(f, "kernel {lane} in 0..{lanes} threads {threads} ")
+    }
+}
+
+impl Display for Indented<'_, Step> {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        self.margin(f)?;
+        match &self.1.kind {
+            StepKind::LetInteger { name, value } => write!(f, "let {name} = {value}")?,
+            StepKind::LetTensor { name, value } => write!(f, "let {name} = {value}")?,
+            StepKind::Move(step) => step.fmt(f)?,
+            StepKind::Signal(list) => write!(f, "signal {}", List(list))?,
+            StepKind::Wait(list) => write!(f, "wait {}", List(list))?,
+            StepKind::Barrier => f.write_str("barrier")?,
+            StepKind::For(repetition) => print_loop(f, self.0, repetition)?,
+            StepKind::If(branch) => print_branch(f, self.0, branch)?,
+        }
+        f.write_str("\n")
+    }
+}
+
+impl Display for Move {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        let (targets, sources) = (List(&self.targets), List(&self.sources));
+        match &self.verb {
+            Verb::Put => write!(f, "put {sources} to {targets}"),
+            Verb::Get => write!(f, "get {sources} to {targets}"),
+            Verb::Copy => write!(f, "{targets} = copy({sources})"),
+            Verb::Reduce(operator) => write!(f, "{targets} = reduce({sources}, {operator})"),
+        }
+    }
+}
+
+impl Display for Operator {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Fixed(operator) => operator.fmt(f),
+            Self::Parameter(name) => f.write_str(name),
+        }
+    }
+}
+
+impl Display for Place {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        self.tensor.fmt(f)?;
+        match &self.on {
+            Some(rank) => write!(f, " on {rank}"),
+            None => Ok(()),
+        }
+    }
+}
+
+impl Display for Source {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        self.place.fmt(f)?;
+        match &self.otherwise {
+            Some((condition, place)) => write!(f, " if {condition} else {place}"),
+            None => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,186 @@
+//! Parsing of kernel sections and their scratch.
+
+use super::is_name;
+use super::operand::{Parsed, Parser};
+use super::token::TokenKind;
+use crate::program::expr::Expr;
+use crate::program::ir::StatementKind;
+use crate::program::section::{
+    Move, Operator, Packing, Place, Scratch, Section, Source, Step, StepKind, Verb,
+};
+
+impl Parser<'_> {
+    /// What follows `scratch`.
+    pub(super) fn scratch(&mut self) -> Parsed<Scratch> {
+        let name = self.name("a name for the scratch")?;
+        self.expect(":")?;
+        // A type of that name may be a parameter; then its brackets follow.
+        let packing = Packing::ALL
+            .into_iter()
+            .find(|packing| packing.is_packets() && self.is(packing.name()))
+            .filter(|_| self.peek_at(1).kind == TokenKind::Word);
+        self.at += usize::from(packing.is_some());
+        let dtype = self.element_type()?;
+        self.expect("[")?;
+        let mut shape = vec![self.integer()?];
+        while self.take(",") {
+            shape.push(self.integer()?);
+        }
+        if !self.take("]") {
+            return Err(self.expected("',' or ']'"));
+        }
+        Ok(Scratch {
+            name,
+            packing: packing.unwrap_or(Packing::Plain),
+            dtype,
+            shape,
+        })
+    }
+
+    /// What follows `kernel`.
+    pub(super) fn section(&mut self) -> Parsed<Section> {
+        let lane = self.name("a name for the lane's number")?;
+        self.expect("in")?;
+        let start = self.peek();
+        let (from, lanes) = self.bounds()?;
+        if from != Expr::Number(0) {
+            return Err(self.wrong(start, "lanes are counted from 0".into()));
+        }
+        if self.peek().text != "threads" {
+            return Err(self.expected("'threads'"));
+        }
+        self.at += 1;
+        let threads = self.integer()?;
+        let body = self.block(Self::lane_step)?;
+        Ok(Section {
+            lane,
+            lanes,
+            threads,
+            body,
+        })
+    }
+
+    fn lane_step(&mut self) -> Parsed<Step> {
+        let token = self.peek();
+        let position = self.position();
+        if token.kind == TokenKind::Word && is_name(token.text) {
+            let kind = StepKind::Move(self.assigned()?);
+            return Ok(Step { position, kind });
+        }
+        if token.kind != TokenKind::Word {
+            return Err(self.expected("a step"));
+        }
+        self.at += 1;
+        let kind = match token.text {
+            "let" => match self.binding()? {
+                StatementKind::LetTensor { name, value } => StepKind::LetTensor { name, value },
+                StatementKind::LetInteger { name, value } => StepKind::LetInteger { name, value },
+                _ => return Err(self.expected("an integer or a part of a tensor")),
+            },
+            "put" => {
+                let source = self.selected()?.into();
+                self.expect("to")?;
+                StepKind::Move(one(Verb::Put, self.place()?, source))
+            }
+            "get" => {
+                let source = self.place()?;
+                self.expect("to")?;
+                StepKind::Move(one(Verb::Get, self.selected()?.into(), source))
+            }
+            "signal" => StepKind::Signal(self.each(Self::integer)?),
+            "wait" => StepKind::Wait(self.each(Self::integer)?),
+            "barrier" => StepKind::Barrier,
+            "for" => StepKind::For(self.repetition(Self::lane_step)?),
+            "if" => StepKind::If(self.branch(position, Self::lane_step)?),
+            _ => {
+                self.at -= 1;
+                return Err(self.expected(
+                    "a step of a kernel: put, get, signal, wait, barrier, let, for, if or a tensor",
+                ));
+            }
+        };
+        Ok(Step { position, kind })
+    }
+
+    /// `targets = copy(source)` or `targets = reduce(sources, operator)`.
+    fn assigned(&mut self) -> Parsed<Move> {
+        let first = self.peek();
+        let targets = self.each(Self::place)?;
+        if !self.take("=") {
+            return Err(self.expected("'=', 'on', '[' or ','"));
+        }
+        if self.take("copy") {
+            self.expect("(")?;
+            let source = self.source()?;
+            self.expect(")")?;
+            if targets.len() > 1 || targets[0].over.is_some() {
+                let message = "a copy has one target; expected reduce for several".to_owned();
+                return Err(self.wrong(first, message));
+            }
+            return Ok(Move {
+                verb: Verb::Copy,
+                targets,
+                sources: vec![source.into()],
+            });
+        }
+        if !self.take("reduce") {
+            return Err(self.expected("copy or reduce"));
+        }
+        self.expect("(")?;
+        let mut sources = Vec::new();
+        loop {
+            // The operator comes last: one of three words, or a parameter's name before the parenthesis.
+            let token = self.peek();
+            let operator = match token.text.parse() {
+                Ok(operator) => Some(Operator::Fixed(operator)),
+                Err(_) if !sources.is_empty() && self.peek_at(1).text == ")" => {
+                    Some(Operator::Parameter(token.text.to_owned()))
+                        .filter(|_| token.kind == TokenKind::Word && is_name(token.text))
+                }
+                Err(_) => None,
+            };
+            if let Some(operator) = operator.filter(|_| !sources.is_empty()) {
+                self.at += 1;
+                self.expect(")")?;
+                return Ok(Move {
+                    verb: Verb::Reduce(operator),
+                    targets,
+                    sources,
+                });
+            }
+            let source = self.source()?;
+            let over = self.over()?;
+            sources.push(crate::program::ir::Each { item: source, over });
+            if !self.take(",") {
+                return Err(self
+                    .expected("',' and, at the end, the operator: sum, max, min or a parameter"));
+            }
+        }
+    }
+
+    fn source(&mut self) -> Parsed<Source> {
+        let place = self.place()?;
+        let otherwise = if self.take("if") {
+            let condition = self.condition()?;
+            self.expect("else")?;
+            Some((condition, self.place()?))
+        } else {
+            None
+        };
+        Ok(Source { place, otherwise })
+    }
+
+    fn place(&mut self) -> Parsed<Place> {
+        let tensor = self.selected()?;
+        let on = self.take("on").then(|| self.integer()).transpose()?;
+        Ok(Place { tensor, on })
+    }
+}
+
+fn one(verb: Verb, target: Place, source: Place) -> Move {
+    Move {
+        verb,
+        targets: vec![target.into()],
+        sources: vec![Source::from(source).into()],
+    }
+}

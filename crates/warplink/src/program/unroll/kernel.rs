@@ -1,0 +1,180 @@
+//! Kernel sections and their scratch: the names around them resolved.
+
+use super::scope::Bound;
+use super::{MAX_AXES, MAX_TENSOR_BYTES, Unroller};
+use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
+use crate::program::expr::Expr;
+use crate::program::rank_program::OperationKind;
+use crate::program::section::{
+    FreeNames, MAX_LANES, MAX_THREADS, Scratch, ScratchInstance, Section, SectionInstance,
+    SectionMemory, SectionTensor, WorkspaceLayout, period,
+};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+impl<'p> Unroller<'p> {
+    pub(super) fn scratch(&mut self, scratch: &'p Scratch) -> Result<(), Diagnostic> {
+        let name = &scratch.name;
+        if self.called.is_nested(self.blocks) {
+            let message = format!(
+                "'{name}' is scratch inside a loop or branch; expected it outside, since it is the same on \
+                 every rank"
+            );
+            return Err(self.diagnostic(DiagnosticKind::Malformed, message));
+        }
+        let dtype = self.element_type(name, &scratch.dtype)?;
+        if scratch.shape.len() > MAX_AXES {
+            let message = format!(
+                "'{name}' has {} axes; expected 1 to {MAX_AXES}",
+                scratch.shape.len()
+            );
+            return Err(self.diagnostic(DiagnosticKind::Mismatch, message));
+        }
+        let mut shape = Vec::with_capacity(scratch.shape.len());
+        for extent in &scratch.shape {
+            let value = self.integer(extent)?;
+            let Some(extent) = usize::try_from(value).ok().filter(|extent| *extent > 0) else {
+                let message =
+                    format!("extent {extent} of '{name}' is {value}; expected at least 1");
+                return Err(self.diagnostic(DiagnosticKind::OutOfBounds, message));
+            };
+            shape.push(extent);
+        }
+        let measured = ScratchInstance::measure(scratch.packing, dtype, &shape);
+        let Some((strides, bytes)) = measured.filter(|(_, bytes)| *bytes <= MAX_TENSOR_BYTES)
+        else {
+            let message =
+                format!("'{name}' is too large; expected at most {MAX_TENSOR_BYTES} bytes");
+            return Err(self.diagnostic(DiagnosticKind::OutOfBounds, message));
+        };
+        let instance = ScratchInstance {
+            name: Arc::from(name.as_str()),
+            packing: scratch.packing,
+            dtype,
+            shape,
+            strides,
+            offset_bytes: WorkspaceLayout::of(&self.made.scratch).next(scratch.packing),
+            bytes,
+            site: self.here(),
+        };
+        let id = self.made.scratch.len();
+        self.made.scratch.push(instance);
+        self.bind(name, Bound::Scratch(id))
+    }
+
+    pub(super) fn kernel(&mut self, section: &'p Section) -> Result<(), Diagnostic> {
+        let count = |unroller: &Self, expression: &Expr, limit: usize, what: &str| {
+            let value = unroller.integer(expression)?;
+            let count = usize::try_from(value).ok();
+            let count = count.filter(|count| (1..=limit).contains(count));
+            count.ok_or_else(|| {
+                let message = format!("{expression} is {value} {what}; expected 1 to {limit}");
+                unroller.diagnostic(DiagnosticKind::OutOfBounds, message)
+            })
+        };
+        let lanes = count(self, &section.lanes, MAX_LANES, "lanes")?;
+        let threads = count(self, &section.threads, MAX_THREADS, "threads")?;
+        let names = FreeNames::of(section);
+        if let Some(name) = names.bound.iter().find(|n| self.lookup(n).is_some()) {
+            let message = format!("'{name}' already has a meaning here; expected a new name");
+            return Err(self.diagnostic(DiagnosticKind::Malformed, message));
+        }
+        if let Some(list) = names.lists.iter().next() {
+            let message = format!(
+                "'{list}' is no integer that a kernel knows; expected a 'let' outside of it"
+            );
+            return Err(self.diagnostic(DiagnosticKind::Malformed, message));
+        }
+        let mut integers = BTreeMap::new();
+        for name in &names.integers {
+            let value = self.integer(&Expr::Name(name.clone()))?;
+            integers.insert(name.clone(), value);
+        }
+        let mut operators = BTreeMap::new();
+        for name in &names.operators {
+            let Some(Bound::Operator(operator)) = self.lookup(name) else {
+                let message = format!(
+                    "'{name}' is no operator; expected sum, max, min or a parameter that is one"
+                );
+                return Err(self.diagnostic(DiagnosticKind::Malformed, message));
+            };
+            operators.insert(name.clone(), *operator);
+        }
+        let tensors = names.tensors.iter().map(|name| self.section_tensor(name));
+        let tensors = tensors.collect::<Result<Vec<_>, _>>()?;
+        let value = |expression: &Expr| {
+            let outside = |name: &str| match name {
+                "rank" => None,
+                name if names.bound.contains(name) => None,
+                name => self.integer_named(name),
+            };
+            expression.evaluate(&outside).ok()
+        };
+        let period = period(section, &value).map_err(|(position, message)| {
+            let mut at = self.site.clone();
+            (at.line, at.column) = (position.line, position.column);
+            let mut diagnostic = self.diagnostic(DiagnosticKind::Malformed, message.clone());
+            diagnostic.places[0].site = at;
+            diagnostic.message = format!("{}: {message}", diagnostic.places[0]);
+            diagnostic
+        })?;
+        let instance = SectionInstance {
+            section: Arc::new(section.clone()),
+            rank: self.made.rank,
+            world: self.made.world,
+            lanes,
+            threads,
+            integers,
+            operators,
+            tensors,
+            scratch: self.made.scratch.clone().into(),
+            period,
+            site: self.here(),
+        };
+        self.enqueue(OperationKind::Kernel(Arc::new(instance)));
+        Ok(())
+    }
+
+    /// A tensor around a section, by its name.
+    fn section_tensor(&self, name: &str) -> Result<SectionTensor, Diagnostic> {
+        let malformed = |message: String| Err(self.diagnostic(DiagnosticKind::Malformed, message));
+        match self.lookup(name) {
+            Some(Bound::Tensor(view)) => {
+                if let Some(position) = self.deallocated.get(&view.tensor) {
+                    return Err(self.diagnostic(
+                        DiagnosticKind::UseAfterDeallocate,
+                        format!("'{name}' was deallocated in {position}"),
+                    ));
+                }
+                Ok(SectionTensor {
+                    name: name.to_owned(),
+                    memory: SectionMemory::Tensor(view.tensor),
+                    dtype: view.dtype,
+                    offset: view.offset,
+                    shape: view.shape.clone(),
+                    strides: view.strides.clone(),
+                })
+            }
+            Some(Bound::Scratch(id)) => {
+                let scratch = &self.made.scratch[*id];
+                Ok(SectionTensor {
+                    name: name.to_owned(),
+                    memory: SectionMemory::Scratch(*id),
+                    dtype: scratch.dtype,
+                    offset: 0,
+                    shape: scratch.shape.clone(),
+                    strides: scratch.strides.clone(),
+                })
+            }
+            Some(Bound::Absent) => malformed(format!(
+                "the optional input '{name}' is left out by the caller; expected a condition \
+                 'given({name})' around the kernel"
+            )),
+            Some(Bound::Family(_)) => malformed(format!(
+                "'{name}' is a family of tensors; expected a 'let' outside of the kernel for one of them"
+            )),
+            Some(_) => malformed(format!("'{name}' is not a tensor; expected one")),
+            None => malformed(format!("unknown tensor '{name}'")),
+        }
+    }
+}

@@ -1,0 +1,183 @@
+//! What happens between launches: lanes start and end, and the rank's stream uses its tensors.
+
+use super::Accesses;
+use super::memory::{Actor, Bytes, STREAM, Stamp, Touch};
+use super::run::{Place, Run, join};
+use crate::error::Rank;
+use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
+use crate::program::ir::Role;
+use crate::program::rank_program::Range;
+use crate::program::section::{LaneStepKind, Packing, Part, SectionMemory, WorkspaceLayout};
+use crate::program::verify::memory::Mode as AccessMode;
+
+impl Run<'_> {
+    /// The memory of a rank before the first launch.
+    pub(super) fn prepare(&mut self, rank: Rank) {
+        let time = self.tick_stream(rank);
+        let before = Stamp {
+            actor: Actor {
+                launch: 0,
+                rank: rank as u32,
+                lane: STREAM,
+                step: 0,
+            },
+            stream: self.stream_number(rank) as u32,
+            time,
+        };
+        let memory = &mut self.memory[rank];
+        for kernel in self.kernels {
+            let section = kernel.sections[rank];
+            for tensor in section.user_tensors() {
+                let bytes = self.ranks[rank].tensors[tensor].bytes;
+                let fresh = || Bytes::new(bytes, Some(before));
+                memory.entry(Place::Tensor(tensor)).or_insert_with(fresh);
+            }
+        }
+        let scratch = self
+            .kernels
+            .iter()
+            .flat_map(|k| k.sections[rank].scratch.iter());
+        let layout = WorkspaceLayout::of(scratch);
+        for packing in Packing::ALL {
+            let bytes = layout.area(packing).bytes;
+            if bytes > 0 {
+                memory.insert(Place::Area(packing), Bytes::new(bytes, None));
+            }
+        }
+    }
+
+    /// Starts the lanes of a rank's next launch.
+    pub(super) fn launch(&mut self, rank: Rank) -> Result<(), Diagnostic> {
+        let number = self.streams[rank].launch;
+        if number == self.sequence.len() {
+            return Ok(());
+        }
+        let section = self.section(number, rank);
+        self.streams[rank].left = section.lanes;
+        for lane in 0..section.lanes {
+            let index = rank * self.width + lane;
+            let steps = section.steps(lane, number as u64)?;
+            self.taken += steps.len();
+            let state = &mut self.lanes[index];
+            state.steps = steps;
+            state.next = 0;
+            state.running = true;
+            // Times of a lane count on from launch to launch.
+            let own = self.streams[rank].knows.clone();
+            join(&mut state.knows, &own);
+            self.wake(index);
+        }
+        self.check_inputs(number, rank)
+    }
+
+    /// Refuses writes to what the caller lends for reading.
+    fn check_inputs(&self, number: usize, rank: Rank) -> Result<(), Diagnostic> {
+        let section = self.section(number, rank);
+        if number >= self.kernels.len() {
+            return Ok(());
+        }
+        for lane in 0..section.lanes {
+            for step in &self.lanes[rank * self.width + lane].steps {
+                let LaneStepKind::Move { targets, .. } = &step.kind else {
+                    continue;
+                };
+                for target in targets {
+                    let SectionMemory::Tensor(id) = section.tensors[target.tensor].memory else {
+                        continue;
+                    };
+                    if self.ranks[rank].tensors[id].role == Role::Input {
+                        let place = crate::program::diagnostic::Place {
+                            rank,
+                            site: step.site.clone(),
+                        };
+                        let message = format!(
+                            "{place}: the input '{}' is written; expected an output or an allocated tensor",
+                            section.tensors[target.tensor].name
+                        );
+                        return Err(Diagnostic::new(
+                            DiagnosticKind::InputWritten,
+                            message,
+                            vec![place],
+                        ));
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Between two launches, the stream writes all tensors.
+    pub(super) fn end(&mut self, rank: Rank) {
+        let number = self.streams[rank].launch;
+        self.note_accesses(number, rank);
+        let time = self.tick_stream(rank);
+        let stamp = Stamp {
+            actor: Actor {
+                launch: number as u32,
+                rank: rank as u32,
+                lane: STREAM,
+                step: 1,
+            },
+            stream: self.stream_number(rank) as u32,
+            time,
+        };
+        let knows = self.streams[rank].knows.clone();
+        let section = self.section(number, rank);
+        let mut found = Vec::new();
+        for (place, bytes) in &mut self.memory[rank] {
+            let Place::Tensor(id) = place else { continue };
+            let tensor = section
+                .tensors
+                .iter()
+                .position(|tensor| tensor.memory == SectionMemory::Tensor(*id));
+            let part = Part {
+                rank,
+                tensor: tensor.unwrap_or(0),
+                offset: 0,
+            };
+            let all = 0..self.ranks[rank].tensors[*id].bytes;
+            bytes.write(&all, None, stamp, &knows, |wrong| found.push((part, wrong)));
+        }
+        for (part, wrong) in found {
+            self.find(stamp.actor, true, part, wrong);
+        }
+        self.streams[rank].launch += 1;
+    }
+
+    fn note_accesses(&mut self, number: usize, rank: Rank) {
+        let mut list = Vec::new();
+        for (place, bytes) in &self.memory[rank] {
+            let Place::Tensor(tensor) = *place else {
+                continue;
+            };
+            for (range, touch) in bytes.touches(number as u32) {
+                let mode = match touch {
+                    Touch::Read => AccessMode::Read,
+                    Touch::Write => AccessMode::Write,
+                    Touch::Update => AccessMode::Update,
+                };
+                let range = Range {
+                    tensor,
+                    offset_bytes: range.start,
+                    bytes: range.len(),
+                };
+                list.push((range, mode));
+            }
+        }
+        let kernel = self.sequence[number];
+        match &self.accesses[kernel][rank] {
+            None => self.accesses[kernel][rank] = Some(list),
+            Some(first) if *first != list => self.unsteady.push((kernel, rank)),
+            Some(_) => {}
+        }
+    }
+
+    /// What each kernel accesses of each rank's tensors.
+    pub(super) fn accesses(self) -> Vec<Accesses> {
+        let of_kernel = |ranks: Vec<Option<Vec<_>>>| {
+            let all = ranks.into_iter().map(Option::unwrap_or_default);
+            all.collect()
+        };
+        self.accesses.into_iter().map(of_kernel).collect()
+    }
+}

@@ -1,0 +1,264 @@
+//! Accesses of lanes to bytes, and the order between them.
+
+use crate::program::verify::clock::{Clock, Snapshot};
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+/// Which step of which lane, in which launch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Actor {
+    pub(super) launch: u32,
+    pub(super) rank: u32,
+    /// [`STREAM`] for the stream that launches.
+    pub(super) lane: u32,
+    pub(super) step: u32,
+}
+
+/// In the place of a lane: the rank's stream, between two launches.
+pub(super) const STREAM: u32 = u32::MAX;
+
+/// An access, as it is remembered.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Stamp {
+    pub(super) actor: Actor,
+    pub(super) stream: u32,
+    pub(super) time: u32,
+}
+
+/// What a lane knows.
+#[derive(Clone, Debug)]
+pub(super) struct Knowledge {
+    /// What it sees: what signals and the order of streams hand on.
+    pub(super) seen: Clock,
+    /// What is over: that, and what packets tell. A packet orders no other memory, but who sent it had
+    /// ended its earlier steps: what these read may be overwritten.
+    pub(super) over: Clock,
+}
+
+/// A packet's writer, as it was.
+#[derive(Clone, Debug)]
+struct Sender {
+    /// The launch, counted from 1, which the flag says.
+    flag: u64,
+    over: Snapshot,
+}
+
+/// Bytes that the same accesses have touched.
+#[derive(Clone, Debug)]
+struct Cell {
+    end: usize,
+    write: Option<Stamp>,
+    /// Reads since the write.
+    reads: Vec<Stamp>,
+    sender: Option<Sender>,
+    /// Whether anything read what is written.
+    written_and_read: bool,
+    /// In which launch, counted from 1, lanes read it before they wrote it.
+    read_in: u64,
+    /// In which launch lanes wrote it.
+    written_in: u64,
+}
+
+/// The bytes of a tensor, or of an area of a workspace.
+#[derive(Clone, Debug)]
+pub(super) struct Bytes {
+    cells: BTreeMap<usize, Cell>,
+}
+
+/// What is wrong with an access.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Wrong {
+    /// Nothing orders it with this one.
+    Unordered(Actor, Was),
+    /// It reads bytes that nothing wrote.
+    Unwritten,
+    /// It waits for packets that were overwritten before it read them.
+    Overwritten(Actor),
+    /// It stores packets where packets of the same launch were stored.
+    SameFlag(Actor),
+}
+
+/// What an earlier access did.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Was {
+    Read,
+    Write,
+}
+
+/// How lanes of a launch touched bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Touch {
+    Read,
+    Write,
+    Update,
+}
+
+impl Knowledge {
+    fn sees(&self, stamp: &Stamp) -> bool {
+        self.seen.get(stamp.stream as usize) >= stamp.time
+    }
+
+    fn outlives(&self, stamp: &Stamp) -> bool {
+        self.over.get(stamp.stream as usize) >= stamp.time
+    }
+}
+
+impl Bytes {
+    pub(super) fn new(bytes: usize, write: Option<Stamp>) -> Self {
+        let all = Cell {
+            end: bytes,
+            write,
+            reads: Vec::new(),
+            sender: None,
+            written_and_read: false,
+            read_in: 0,
+            written_in: 0,
+        };
+        Self {
+            cells: BTreeMap::from([(0, all)]),
+        }
+    }
+
+    fn split(&mut self, at: usize) {
+        let Some((&start, cell)) = self.cells.range_mut(..=at).next_back() else {
+            return;
+        };
+        if start < at && at < cell.end {
+            let right = cell.clone();
+            cell.end = at;
+            self.cells.insert(at, right);
+        }
+    }
+
+    fn within(&mut self, range: &Range<usize>) -> impl Iterator<Item = &mut Cell> {
+        self.split(range.start);
+        self.split(range.end);
+        self.cells.range_mut(range.clone()).map(|(_, cell)| cell)
+    }
+
+    /// Whether all packets of launch `flag` are there, or are known to be overwritten.
+    pub(super) fn has_packets(&mut self, range: &Range<usize>, flag: u64) -> bool {
+        self.within(range).all(|cell| {
+            cell.sender
+                .as_ref()
+                .is_some_and(|sender| sender.flag >= flag)
+        })
+    }
+
+    /// Reads packets that are there.
+    pub(super) fn read_packets(
+        &mut self,
+        range: &Range<usize>,
+        flag: u64,
+        stamp: Stamp,
+        knows: &mut Knowledge,
+        mut tell: impl FnMut(Wrong),
+    ) {
+        for cell in self.within(range) {
+            let Some(sender) = &cell.sender else { continue };
+            if let (true, Some(write)) = (sender.flag > flag, cell.write) {
+                tell(Wrong::Overwritten(write.actor));
+            }
+            knows.over.learn(&sender.over);
+            cell.note(stamp);
+        }
+    }
+
+    pub(super) fn read(
+        &mut self,
+        range: &Range<usize>,
+        stamp: Stamp,
+        knows: &Knowledge,
+        mut tell: impl FnMut(Wrong),
+    ) {
+        let launch = u64::from(stamp.actor.launch) + 1;
+        for cell in self.within(range) {
+            match cell.write {
+                None => tell(Wrong::Unwritten),
+                Some(write) if !knows.sees(&write) => {
+                    tell(Wrong::Unordered(write.actor, Was::Write));
+                }
+                Some(_) => {}
+            }
+            if cell.written_in != launch {
+                cell.read_in = launch;
+            }
+            cell.note(stamp);
+        }
+    }
+
+    /// Writes; with `flag`, packets.
+    pub(super) fn write(
+        &mut self,
+        range: &Range<usize>,
+        flag: Option<u64>,
+        stamp: Stamp,
+        knows: &Knowledge,
+        mut tell: impl FnMut(Wrong),
+    ) {
+        for cell in self.within(range) {
+            let mut unread = None;
+            for read in cell.reads.drain(..) {
+                if read.actor != stamp.actor && !knows.outlives(&read) {
+                    unread.get_or_insert(read);
+                }
+            }
+            let read = unread.is_none() && cell.written_and_read;
+            if let Some(read) = unread {
+                tell(Wrong::Unordered(read.actor, Was::Read));
+            }
+            if let Some(write) = cell.write {
+                // A packet that was read has landed.
+                let landed = flag.is_some() && read && knows.outlives(&write);
+                if cell.sender.as_ref().map(|sender| sender.flag) == flag && flag.is_some() {
+                    tell(Wrong::SameFlag(write.actor));
+                } else if write.actor != stamp.actor && !knows.sees(&write) && !landed {
+                    tell(Wrong::Unordered(write.actor, Was::Write));
+                }
+            }
+            cell.write = Some(stamp);
+            cell.written_and_read = false;
+            cell.sender = flag.map(|flag| Sender {
+                flag,
+                over: knows.over.snapshot(stamp.stream as usize),
+            });
+            if stamp.actor.lane != STREAM {
+                cell.written_in = u64::from(stamp.actor.launch) + 1;
+            }
+        }
+    }
+
+    /// How lanes of a launch touched the bytes, where they did: neighbours that were touched alike are one.
+    pub(super) fn touches(&self, launch: u32) -> Vec<(Range<usize>, Touch)> {
+        let launch = u64::from(launch) + 1;
+        let mut list: Vec<(Range<usize>, Touch)> = Vec::new();
+        for (&start, cell) in &self.cells {
+            let touch = match (cell.read_in == launch, cell.written_in == launch) {
+                (true, true) => Touch::Update,
+                (true, false) => Touch::Read,
+                (false, true) => Touch::Write,
+                (false, false) => continue,
+            };
+            match list.last_mut() {
+                Some((range, last)) if range.end == start && *last == touch => range.end = cell.end,
+                _ => list.push((start..cell.end, touch)),
+            }
+        }
+        list
+    }
+}
+
+impl Cell {
+    /// Notes a read.
+    fn note(&mut self, stamp: Stamp) {
+        self.written_and_read = true;
+        match self
+            .reads
+            .iter_mut()
+            .find(|read| read.stream == stamp.stream)
+        {
+            Some(read) => *read = stamp,
+            None => self.reads.push(stamp),
+        }
+    }
+}

@@ -1,0 +1,101 @@
+//! The lanes of kernel sections: what they do with one another's memory, over several launches.
+//!
+//! A program's kernels are followed over as many runs as their use of the epoch has a period, and two more,
+//! since a rank may be a launch ahead of another. Each lane keeps two clocks: of what it sees, which
+//! signals and streams hand on, and of what is over, which packets hand on too. Between two launches a
+//! rank's stream writes all of its tensors: what a peer reads before it was told that it may, or has not told
+//! to be read when the launch ends, is a race with that. Scratch starts without anything in it.
+//!
+//! What is assumed of a launch: all of its lanes are on the device together, so that each gets as far as it
+//! can; it starts when the one before it on its rank has ended.
+
+mod launch;
+mod memory;
+mod report;
+mod run;
+
+use super::diagnostics::Diagnostics;
+use super::memory::Mode as AccessMode;
+use crate::program::diagnostic::DiagnosticKind;
+use crate::program::rank_program::{Range, RankProgram};
+use crate::program::section::{MAX_PERIOD, SectionInstance};
+use run::Run;
+
+/// The most steps of all lanes in all launches that are followed.
+const MAX_STEPS: usize = 1 << 21;
+
+/// How many launches more than the period are followed.
+const MORE_RUNS: u64 = 2;
+
+/// A kernel that all ranks launch.
+pub(super) struct Launch<'a> {
+    /// The section of each rank.
+    sections: Vec<&'a SectionInstance>,
+}
+
+impl<'a> Launch<'a> {
+    pub(super) fn new(sections: Vec<&'a SectionInstance>) -> Self {
+        Self { sections }
+    }
+}
+
+/// What a launch accesses of each rank's tensors.
+pub(super) type Accesses = Vec<RankAccesses>;
+
+/// What a launch accesses of a rank's tensors.
+type RankAccesses = Vec<(Range, AccessMode)>;
+
+/// Follows the kernels of a program, in their order, over several runs; what each accesses.
+pub(super) fn check(
+    ranks: &[RankProgram],
+    kernels: &[Launch<'_>],
+    diagnostics: &mut Diagnostics<'_>,
+) -> Vec<Accesses> {
+    let sections = kernels.iter().flat_map(|kernel| &kernel.sections);
+    let period = sections.fold(1, |period, section| {
+        let shared = gcd(period, section.period);
+        (period / shared).saturating_mul(section.period)
+    });
+    let runs = period.min(MAX_PERIOD) + MORE_RUNS;
+    let sequence: Vec<usize> = (0..runs).flat_map(|_| 0..kernels.len()).collect();
+    follow(ranks, kernels, &sequence, diagnostics)
+}
+
+/// Follows launches in the order of `sequence`, which names kernels by number.
+pub(super) fn follow(
+    ranks: &[RankProgram],
+    kernels: &[Launch<'_>],
+    sequence: &[usize],
+    diagnostics: &mut Diagnostics<'_>,
+) -> Vec<Accesses> {
+    let mut run = match Run::new(ranks, kernels, sequence) {
+        Ok(run) => run,
+        Err(diagnostic) => {
+            diagnostics.add_made(diagnostic);
+            return Vec::new();
+        }
+    };
+    match run.go() {
+        Ok(true) => {}
+        Ok(false) => {
+            diagnostics.add(DiagnosticKind::Malformed, Vec::new(), |_| {
+                format!(
+                    "the kernels are too large to verify; expected at most {MAX_STEPS} steps of all \
+                     lanes in {} launches",
+                    sequence.len()
+                )
+            });
+            return Vec::new();
+        }
+        Err(diagnostic) => {
+            diagnostics.add_made(diagnostic);
+            return Vec::new();
+        }
+    }
+    report::report(&run, diagnostics);
+    run.accesses()
+}
+
+fn gcd(a: u64, b: u64) -> u64 {
+    if b == 0 { a } else { gcd(b, a % b) }
+}

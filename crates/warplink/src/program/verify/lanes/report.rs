@@ -1,0 +1,276 @@
+//! What lanes did wrong, in words.
+
+use super::memory::{Actor, STREAM, Was, Wrong};
+use super::run::{Finding, Run};
+use crate::error::Rank;
+use crate::program::diagnostic::{DiagnosticKind, Place};
+use crate::program::rank_program::Site;
+use crate::program::section::LaneStepKind;
+use crate::program::verify::diagnostics::Diagnostics;
+use std::sync::Arc;
+
+/// The most links of a chain that a message spells out.
+const MAX_SAID: usize = 4;
+
+/// Reports what is wrong: unordered accesses, lanes that never end, signals that nobody waits for.
+pub(super) fn report(run: &Run<'_>, diagnostics: &mut Diagnostics<'_>) {
+    // What is left over lets later launches run ahead, and is the cause of what they do wrong.
+    if run.is_over() {
+        lost_signals(run, diagnostics);
+    }
+    let (unwritten, races): (Vec<&Finding>, Vec<&Finding>) = run
+        .findings
+        .iter()
+        .partition(|finding| finding.wrong == Wrong::Unwritten);
+    for finding in &races {
+        say(run, finding, diagnostics);
+    }
+    for finding in unwritten {
+        // Where the write is there but unordered, it is the order that is wrong.
+        let place = |other: &Finding| (other.part.rank, run.name_of(&other.actor, &other.part));
+        if !races.iter().any(|race| place(race) == place(finding)) {
+            say(run, finding, diagnostics);
+        }
+    }
+    if !run.is_over() {
+        stuck(run, diagnostics);
+    } else if diagnostics.list.is_empty() {
+        unsteady(run, diagnostics);
+    }
+}
+
+/// Where a lane's step stands, with the launch among the indices.
+fn place(run: &Run<'_>, actor: &Actor) -> Place {
+    let (rank, launch) = (actor.rank as Rank, actor.launch as usize);
+    let section = run.section(launch, rank);
+    let steps = section.steps(actor.lane as usize, launch as u64);
+    let site = steps.ok().and_then(|steps| {
+        let step = steps.get(actor.step as usize)?;
+        let launch = (Arc::from("launch"), i64::from(actor.launch));
+        Some(Site {
+            indices: step.site.indices.iter().cloned().chain([launch]).collect(),
+            ..step.site.clone()
+        })
+    });
+    Place {
+        rank,
+        site: site.unwrap_or_default(),
+    }
+}
+
+fn say(run: &Run<'_>, finding: &Finding, diagnostics: &mut Diagnostics<'_>) {
+    let Finding {
+        actor,
+        writes,
+        part,
+        wrong,
+    } = finding;
+    let name = run.name_of(actor, part);
+    let owner = part.rank;
+    let verb = if *writes { "writes" } else { "reads" };
+    match wrong {
+        Wrong::Unordered(other, was) if actor.lane == STREAM => {
+            let places = vec![place(run, other)];
+            let did = match was {
+                Was::Read => "reads",
+                Was::Write => "writes",
+            };
+            diagnostics.add(DiagnosticKind::Race, places.clone(), |said| {
+                format!(
+                    "{} {did} '{name}' of rank {owner}, which does not wait until that is done before its \
+                     launch {} ends",
+                    said.say(&places[0]),
+                    actor.launch
+                )
+            });
+        }
+        Wrong::Unordered(other, _) if other.lane == STREAM => {
+            let places = vec![place(run, actor)];
+            diagnostics.add(DiagnosticKind::Race, places.clone(), |said| {
+                format!(
+                    "{} {verb} '{name}' of rank {owner} without waiting until that rank's launch {} has \
+                     started",
+                    said.say(&places[0]),
+                    actor.launch
+                )
+            });
+        }
+        Wrong::Unordered(other, was) => {
+            let mut places = vec![place(run, actor), place(run, other)];
+            places.dedup();
+            let did = match was {
+                Was::Read => "reads",
+                Was::Write => "writes",
+            };
+            diagnostics.add(DiagnosticKind::Race, places.clone(), |said| match &places[..] {
+                [one, two] => format!(
+                    "{} {verb} '{name}' of rank {owner}, unordered with {}, which {did} it",
+                    said.say(one),
+                    said.say(two)
+                ),
+                _ => format!(
+                    "{} {verb} '{name}' of rank {owner} and {did} overlapping elements of it, in no order \
+                     among its threads",
+                    said.say(&places[0])
+                ),
+            });
+        }
+        Wrong::Unwritten => {
+            let places = vec![place(run, actor)];
+            diagnostics.add(DiagnosticKind::UnwrittenRead, places.clone(), |said| {
+                format!(
+                    "{} reads '{name}' of rank {owner}, which nothing wrote before",
+                    said.say(&places[0])
+                )
+            });
+        }
+        Wrong::Overwritten(other) => {
+            let places = vec![place(run, actor), place(run, other)];
+            diagnostics.add(DiagnosticKind::Race, places.clone(), |said| {
+                format!(
+                    "{} waits for packets in '{name}' of rank {owner} that {} may overwrite before they \
+                     are read",
+                    said.say(&places[0]),
+                    said.say(&places[1])
+                )
+            });
+        }
+        Wrong::SameFlag(other) => {
+            let mut places = vec![place(run, actor), place(run, other)];
+            places.dedup();
+            diagnostics.add(DiagnosticKind::Race, places.clone(), |said| {
+                format!(
+                    "{} stores packets in '{name}' of rank {owner} where {} stored packets in the same \
+                     launch; a reader cannot tell one from the other",
+                    said.say(&places[0]),
+                    said.say(places.last().unwrap_or(&places[0]))
+                )
+            });
+        }
+    }
+}
+
+/// The step that a lane is held up at.
+fn at(run: &Run<'_>, lane: usize) -> Actor {
+    let rank = lane / run.width;
+    Actor {
+        launch: run.launch_of(rank) as u32,
+        rank: rank as u32,
+        lane: (lane % run.width) as u32,
+        step: run.lanes[lane].next as u32,
+    }
+}
+
+/// Reports who waits for whom: from the first lane that does not end, as far as that leads.
+fn stuck(run: &Run<'_>, diagnostics: &mut Diagnostics<'_>) {
+    let held = run
+        .lanes
+        .iter()
+        .enumerate()
+        .filter(|(_, lane)| lane.running);
+    let Some(first) = held.map(|(index, _)| index).min_by_key(|index| {
+        // The launch before holds up the next.
+        (run.launch_of(index / run.width), *index)
+    }) else {
+        return;
+    };
+    let (mut chain, mut next) = (Vec::new(), Some(first));
+    let mut circle = false;
+    while let Some(lane) = next {
+        if chain.contains(&lane) {
+            circle = true;
+            break;
+        }
+        chain.push(lane);
+        next = waits_for(run, lane).filter(|other| run.lanes[*other].running);
+    }
+    let places: Vec<Place> = chain
+        .iter()
+        .map(|lane| place(run, &at(run, *lane)))
+        .collect();
+    let mut once = places.clone();
+    once.dedup();
+    diagnostics.add(DiagnosticKind::Deadlock, once, |said| {
+        let mut message = String::new();
+        for (position, (lane, place)) in chain.iter().zip(&places).take(MAX_SAID).enumerate() {
+            let lead = if position == 0 { "" } else { "; " };
+            message += &format!("{lead}{} waits for {}", said.say(place), what(run, *lane));
+        }
+        if chain.len() > MAX_SAID {
+            message += &format!("; and {} more like these", chain.len() - MAX_SAID);
+        }
+        if circle {
+            message += "; each waits for the next and the last for one before it";
+        }
+        message
+    });
+}
+
+/// The lane that another waits for, where it waits for a signal.
+fn waits_for(run: &Run<'_>, lane: usize) -> Option<usize> {
+    let state = &run.lanes[lane];
+    match &state.steps.get(state.next)?.kind {
+        LaneStepKind::Wait(peer) => Some(peer * run.width + lane % run.width),
+        _ => None,
+    }
+}
+
+/// What a lane waits for, in words.
+fn what(run: &Run<'_>, lane: usize) -> String {
+    let (rank, number) = (lane / run.width, lane % run.width);
+    let state = &run.lanes[lane];
+    match state.steps.get(state.next).map(|step| &step.kind) {
+        Some(LaneStepKind::Wait(peer)) => {
+            let word = run.words.get(&(rank, number, *peer));
+            let awaited = word.map_or(0, |word| word.awaited) + 1;
+            format!("signal {awaited} of rank {peer}, which does not come")
+        }
+        Some(LaneStepKind::Move { sources, .. }) => {
+            let actor = at(run, lane);
+            let packets = sources.iter().filter(|part| run.is_packets(&actor, part));
+            let mut names: Vec<&str> = packets.map(|part| run.name_of(&actor, part)).collect();
+            names.dedup();
+            format!("packets in '{}', which do not come", names.join("' or '"))
+        }
+        _ => "nothing".to_owned(),
+    }
+}
+
+/// Signals that nobody waits for are taken for those of the next launch.
+fn lost_signals(run: &Run<'_>, diagnostics: &mut Diagnostics<'_>) {
+    for ((rank, _, _), word) in &run.words {
+        let Some(last) = word.last.filter(|_| word.signalled > word.awaited) else {
+            continue;
+        };
+        let places = vec![place(run, &last)];
+        diagnostics.add(DiagnosticKind::LostSignal, places.clone(), |said| {
+            format!(
+                "{} signals rank {rank}, which waits for {} of the {} signals; the next launch would take \
+                 what is left for its own",
+                said.say(&places[0]),
+                word.awaited,
+                word.signalled
+            )
+        });
+    }
+}
+
+fn unsteady(run: &Run<'_>, diagnostics: &mut Diagnostics<'_>) {
+    for &(kernel, rank) in &run.unsteady {
+        let launch = run.sequence.iter().position(|next| *next == kernel);
+        let actor = Actor {
+            launch: launch.unwrap_or(0) as u32,
+            rank: rank as u32,
+            lane: 0,
+            step: 0,
+        };
+        let places = vec![place(run, &actor)];
+        diagnostics.add(DiagnosticKind::Malformed, places.clone(), |said| {
+            format!(
+                "{}: what the kernel reads and writes of the program's tensors depends on the epoch; expected \
+                 the same in every launch",
+                said.say(&places[0])
+            )
+        });
+    }
+}

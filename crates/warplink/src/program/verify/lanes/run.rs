@@ -1,0 +1,429 @@
+//! Running the lanes of all ranks as far as they get.
+
+use super::memory::{Actor, Bytes, Knowledge, Stamp, Wrong};
+use super::{Launch, MAX_STEPS, RankAccesses};
+use crate::error::Rank;
+use crate::program::diagnostic::Diagnostic;
+use crate::program::rank_program::RankProgram;
+use crate::program::section::{
+    LaneStep, LaneStepKind, Packing, Part, SectionInstance, SectionMemory,
+};
+use crate::program::verify::clock::Clocks;
+use std::collections::{BTreeMap, VecDeque};
+
+/// The most findings that are kept.
+const MAX_FINDINGS: usize = 4096;
+
+/// Memory of a rank: a tensor, or an area of its workspace.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Place {
+    Tensor(usize),
+    Area(Packing),
+}
+
+/// Something wrong that a step did.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Finding {
+    pub(super) actor: Actor,
+    pub(super) writes: bool,
+    /// Whose memory, and which operand of the step.
+    pub(super) part: Part,
+    pub(super) wrong: Wrong,
+}
+
+/// Signals from one rank's lane to the same lane of another.
+#[derive(Debug, Default)]
+pub(super) struct Word {
+    /// What the senders of those not waited for knew.
+    sent: VecDeque<Knowledge>,
+    pub(super) signalled: u64,
+    pub(super) awaited: u64,
+    pub(super) last: Option<Actor>,
+}
+
+/// A lane of a launch.
+pub(super) struct Lane {
+    pub(super) steps: Vec<LaneStep>,
+    pub(super) next: usize,
+    pub(super) knows: Knowledge,
+    scheduled: bool,
+    /// Whether it is a lane of the launch that is under way, and has not ended.
+    pub(super) running: bool,
+}
+
+/// A rank's stream.
+pub(super) struct Stream {
+    pub(super) knows: Knowledge,
+    /// The launch that is under way, or comes next.
+    pub(super) launch: usize,
+    /// Lanes of it that have not ended.
+    pub(super) left: usize,
+}
+
+pub(super) struct Run<'a> {
+    pub(super) ranks: &'a [RankProgram],
+    pub(super) kernels: &'a [Launch<'a>],
+    pub(super) sequence: &'a [usize],
+    /// Lanes of a rank at most.
+    pub(super) width: usize,
+    pub(super) lanes: Vec<Lane>,
+    pub(super) streams: Vec<Stream>,
+    pub(super) words: BTreeMap<(Rank, usize, Rank), Word>,
+    pub(super) memory: Vec<BTreeMap<Place, Bytes>>,
+    /// For each rank, lanes that wait for packets there, and which.
+    waiting: Vec<Vec<(usize, Packing, std::ops::Range<usize>)>>,
+    work: Vec<usize>,
+    pub(super) taken: usize,
+    pub(super) findings: Vec<Finding>,
+    /// What each kernel accesses on each rank in its first launch.
+    pub(super) accesses: Vec<Vec<Option<RankAccesses>>>,
+    /// Kernels whose accesses differ from launch to launch.
+    pub(super) unsteady: Vec<(usize, Rank)>,
+}
+
+impl<'a> Run<'a> {
+    pub(super) fn new(
+        ranks: &'a [RankProgram],
+        kernels: &'a [Launch<'a>],
+        sequence: &'a [usize],
+    ) -> Result<Self, Diagnostic> {
+        let world = ranks.len();
+        let widths = kernels.iter().flat_map(|kernel| &kernel.sections);
+        let width = widths.map(|section| section.lanes).max().unwrap_or(1);
+        let clocks = Clocks::new(world * (width + 1));
+        let knows = || Knowledge {
+            seen: clocks.clock(),
+            over: clocks.clock(),
+        };
+        let lane = |_| Lane {
+            steps: Vec::new(),
+            next: 0,
+            knows: knows(),
+            scheduled: false,
+            running: false,
+        };
+        let mut run = Self {
+            ranks,
+            kernels,
+            sequence,
+            width,
+            lanes: (0..world * width).map(lane).collect(),
+            streams: (0..world)
+                .map(|_| Stream {
+                    knows: knows(),
+                    launch: 0,
+                    left: 0,
+                })
+                .collect(),
+            words: BTreeMap::new(),
+            memory: vec![BTreeMap::new(); world],
+            waiting: vec![Vec::new(); world],
+            work: Vec::new(),
+            taken: 0,
+            findings: Vec::new(),
+            accesses: kernels.iter().map(|_| vec![None; world]).collect(),
+            unsteady: Vec::new(),
+        };
+        for rank in 0..world {
+            run.prepare(rank);
+        }
+        for rank in 0..world {
+            run.launch(rank)?;
+        }
+        Ok(run)
+    }
+
+    /// The section that a rank launches in launch `number`.
+    pub(super) fn section(&self, number: usize, rank: Rank) -> &'a SectionInstance {
+        self.kernels[self.sequence[number]].sections[rank]
+    }
+
+    pub(super) fn stream_number(&self, rank: Rank) -> usize {
+        self.ranks.len() * self.width + rank
+    }
+
+    pub(super) fn tick_stream(&mut self, rank: Rank) -> u32 {
+        let number = self.stream_number(rank);
+        let knows = &mut self.streams[rank].knows;
+        knows.over.tick(number);
+        knows.seen.tick(number)
+    }
+
+    pub(super) fn wake(&mut self, lane: usize) {
+        if !self.lanes[lane].scheduled {
+            self.lanes[lane].scheduled = true;
+            self.work.push(lane);
+        }
+    }
+
+    /// Runs as far as it goes; `false` where there is too much to do.
+    pub(super) fn go(&mut self) -> Result<bool, Diagnostic> {
+        while let Some(lane) = self.work.pop() {
+            self.lanes[lane].scheduled = false;
+            while self.advance(lane) {}
+            if self.taken > MAX_STEPS {
+                return Ok(false);
+            }
+            let rank = lane / self.width;
+            let state = &mut self.lanes[lane];
+            if state.running && state.next == state.steps.len() {
+                state.running = false;
+                self.streams[rank].left -= 1;
+                let knows = state.knows.clone();
+                join(&mut self.streams[rank].knows, &knows);
+                if self.streams[rank].left == 0 {
+                    self.end(rank);
+                    self.launch(rank)?;
+                }
+            }
+        }
+        Ok(true)
+    }
+
+    /// Whether all launches have ended.
+    pub(super) fn is_over(&self) -> bool {
+        let all = self.sequence.len();
+        self.streams.iter().all(|stream| stream.launch == all)
+    }
+
+    /// The launch that a rank is at.
+    pub(super) fn launch_of(&self, rank: Rank) -> usize {
+        self.streams[rank].launch
+    }
+
+    pub(super) fn find(&mut self, actor: Actor, writes: bool, part: Part, wrong: Wrong) {
+        if self.findings.len() < MAX_FINDINGS {
+            self.findings.push(Finding {
+                actor,
+                writes,
+                part,
+                wrong,
+            });
+        }
+    }
+
+    /// Does the next step of a lane; `false` where there is none or it has to wait.
+    fn advance(&mut self, index: usize) -> bool {
+        let (rank, lane) = (index / self.width, index % self.width);
+        let number = self.streams[rank].launch;
+        let state = &mut self.lanes[index];
+        let Some(step) = state.steps.get(state.next) else {
+            return false;
+        };
+        let actor = Actor {
+            launch: number as u32,
+            rank: rank as u32,
+            lane: lane as u32,
+            step: state.next as u32,
+        };
+        match &step.kind {
+            LaneStepKind::Signal(peer) => {
+                let peer = *peer;
+                tick(&mut state.knows, index);
+                let knows = state.knows.clone();
+                let word = self.words.entry((peer, lane, rank)).or_default();
+                word.sent.push_back(knows);
+                word.signalled += 1;
+                word.last = Some(actor);
+                self.wake(peer * self.width + lane);
+            }
+            LaneStepKind::Wait(peer) => {
+                let word = self.words.entry((rank, lane, *peer)).or_default();
+                let Some(knows) = word.sent.pop_front() else {
+                    return false;
+                };
+                word.awaited += 1;
+                join(&mut state.knows, &knows);
+                tick(&mut state.knows, index);
+            }
+            LaneStepKind::Move {
+                elements,
+                targets,
+                sources,
+                ..
+            } => {
+                let (elements, targets, sources) = (*elements, targets.clone(), sources.clone());
+                if !self.movement(index, actor, elements, &targets, &sources) {
+                    return false;
+                }
+            }
+        }
+        self.lanes[index].next += 1;
+        true
+    }
+
+    /// Where an operand lies, and in which bytes.
+    pub(super) fn bytes_of(
+        &self,
+        number: usize,
+        part: &Part,
+        elements: usize,
+    ) -> (Place, std::ops::Range<usize>) {
+        let section = self.section(number, part.rank);
+        let tensor = &section.tensors[part.tensor];
+        let from = tensor.offset + part.offset;
+        match tensor.memory {
+            SectionMemory::Tensor(id) => {
+                let size = tensor.dtype.size();
+                (Place::Tensor(id), from * size..(from + elements) * size)
+            }
+            SectionMemory::Scratch(id) => {
+                let scratch = &section.scratch[id];
+                let range = scratch.packed(from, elements).unwrap_or(0..0);
+                (Place::Area(scratch.packing), range)
+            }
+        }
+    }
+
+    fn movement(
+        &mut self,
+        index: usize,
+        actor: Actor,
+        elements: usize,
+        targets: &[Part],
+        sources: &[Part],
+    ) -> bool {
+        if elements == 0 {
+            return true;
+        }
+        let number = actor.launch as usize;
+        let flag = number as u64 + 1;
+        // Every packet has to be there before anything is done.
+        for source in sources {
+            let (place, range) = self.bytes_of(number, source, elements);
+            let Place::Area(packing) = place else {
+                continue;
+            };
+            if !packing.is_packets() {
+                continue;
+            }
+            let there = self.memory[source.rank]
+                .get_mut(&place)
+                .is_none_or(|bytes| bytes.has_packets(&range, flag));
+            if !there {
+                self.waiting[source.rank].push((index, packing, range));
+                return false;
+            }
+        }
+        let time = {
+            let knows = &mut self.lanes[index].knows;
+            tick(knows, index)
+        };
+        let stamp = Stamp {
+            actor,
+            stream: index as u32,
+            time,
+        };
+        let mut knows = self.lanes[index].knows.clone();
+        let mut found: Vec<(bool, Part, Wrong)> = Vec::new();
+        for source in sources {
+            let (place, range) = self.bytes_of(number, source, elements);
+            let Some(bytes) = self.memory[source.rank].get_mut(&place) else {
+                continue;
+            };
+            let tell = |wrong| found.push((false, *source, wrong));
+            match place {
+                Place::Area(packing) if packing.is_packets() => {
+                    bytes.read_packets(&range, flag, stamp, &mut knows, tell);
+                }
+                _ => bytes.read(&range, stamp, &knows, tell),
+            }
+        }
+        self.lanes[index].knows = knows.clone();
+        for (position, target) in targets.iter().enumerate() {
+            let (place, range) = self.bytes_of(number, target, elements);
+            self.check_overlaps(
+                actor,
+                number,
+                elements,
+                (target, place, &range),
+                sources,
+                false,
+            );
+            let others = &targets[..position];
+            self.check_overlaps(
+                actor,
+                number,
+                elements,
+                (target, place, &range),
+                others,
+                true,
+            );
+            let Some(bytes) = self.memory[target.rank].get_mut(&place) else {
+                continue;
+            };
+            let packets = matches!(place, Place::Area(packing) if packing.is_packets());
+            let flag = packets.then_some(flag);
+            bytes.write(&range, flag, stamp, &knows, |wrong| {
+                found.push((true, *target, wrong));
+            });
+            if let (true, Place::Area(packing)) = (packets, place) {
+                self.wake_readers(target.rank, packing, &range);
+            }
+        }
+        for (writes, part, wrong) in found {
+            self.find(actor, writes, part, wrong);
+        }
+        true
+    }
+
+    /// Threads of a lane are in no order within a step, so that its operands are the same or apart.
+    fn check_overlaps(
+        &mut self,
+        actor: Actor,
+        number: usize,
+        elements: usize,
+        (target, place, range): (&Part, Place, &std::ops::Range<usize>),
+        others: &[Part],
+        both_written: bool,
+    ) {
+        for other in others.iter().filter(|other| other.rank == target.rank) {
+            let (other_place, other_range) = self.bytes_of(number, other, elements);
+            let apart = other_range.end <= range.start || range.end <= other_range.start;
+            let same = other_range == *range && !both_written;
+            if other_place == place && !apart && !same {
+                let was = if both_written {
+                    super::memory::Was::Write
+                } else {
+                    super::memory::Was::Read
+                };
+                self.find(actor, true, *target, Wrong::Unordered(actor, was));
+            }
+        }
+    }
+
+    fn wake_readers(&mut self, rank: Rank, packing: Packing, range: &std::ops::Range<usize>) {
+        let mut woken = Vec::new();
+        self.waiting[rank].retain(|(lane, other, wanted)| {
+            let touched = *other == packing && wanted.start < range.end && range.start < wanted.end;
+            if touched {
+                woken.push(*lane);
+            }
+            !touched
+        });
+        woken.into_iter().for_each(|lane| self.wake(lane));
+    }
+
+    /// Whether an operand is packets.
+    pub(super) fn is_packets(&self, actor: &Actor, part: &Part) -> bool {
+        let section = self.section(actor.launch as usize, part.rank);
+        let scratch = section.scratch_of(part.tensor);
+        scratch.is_some_and(|scratch| scratch.packing.is_packets())
+    }
+
+    /// The name of an operand's tensor.
+    pub(super) fn name_of(&self, actor: &Actor, part: &Part) -> &'a str {
+        let section = self.section(actor.launch as usize, part.rank);
+        &section.tensors[part.tensor].name
+    }
+}
+
+fn tick(knows: &mut Knowledge, stream: usize) -> u32 {
+    knows.over.tick(stream);
+    knows.seen.tick(stream)
+}
+
+pub(super) fn join(knows: &mut Knowledge, other: &Knowledge) {
+    knows.seen.join(&other.seen);
+    knows.over.join(&other.over);
+}

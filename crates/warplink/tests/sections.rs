@@ -1,0 +1,11 @@
+//! Kernel sections: the examples verified and run against what they mean.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+mod common;
+#[path = "sections/examples.rs"]
+mod examples;
+#[path = "sections/faulty.rs"]
+mod faulty;
+#[path = "sections/play.rs"]
+mod play;

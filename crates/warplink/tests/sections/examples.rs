@@ -1,0 +1,145 @@
+//! The example programs with kernels.
+
+use crate::common::{delays, kind, threads_with, world};
+use crate::play::{Launches, play};
+use std::time::{Duration, Instant};
+use warplink::device::ReduceOp;
+use warplink::program::{Parameters, Program, Value, verify};
+use warplink::{Config, DType, DeviceKind};
+
+/// The examples, with the number of ranks that each is for, if it is for one only.
+const EXAMPLES: [(&str, Option<usize>); 9] = [
+    (
+        include_str!("../../../../examples/programs/all_reduce_one_shot.wlp"),
+        None,
+    ),
+    (
+        include_str!("../../../../examples/programs/all_reduce_two_shot.wlp"),
+        None,
+    ),
+    (
+        include_str!("../../../../examples/programs/all_reduce_pushed.wlp"),
+        Some(2),
+    ),
+    (
+        include_str!("../../../../examples/programs/all_reduce_read.wlp"),
+        None,
+    ),
+    (
+        include_str!("../../../../examples/programs/all_reduce_ring.wlp"),
+        None,
+    ),
+    (
+        include_str!("../../../../examples/programs/all_gather_put.wlp"),
+        None,
+    ),
+    (
+        include_str!("../../../../examples/programs/all_to_all_get.wlp"),
+        None,
+    ),
+    (
+        include_str!("../../../../examples/programs/reduce_scatter_packets.wlp"),
+        None,
+    ),
+    (
+        include_str!("../../../../examples/programs/broadcast_chain.wlp"),
+        None,
+    ),
+];
+
+fn all() -> Vec<(Program, Option<usize>)> {
+    let parsed = EXAMPLES.iter().map(|(text, only)| {
+        let program = Program::parse(text).unwrap_or_else(|error| panic!("{error}"));
+        let printed = program.to_string();
+        assert_eq!(Program::parse(&printed).unwrap(), program, "{printed}");
+        (program, *only)
+    });
+    parsed.collect()
+}
+
+fn parameters(program: &Program, n: i64, dtype: DType, op: ReduceOp) -> Parameters {
+    let has = |name: &str| program.parameters.iter().any(|p| p.name == name);
+    let mut list = Parameters::new().with("n", n).with("T", dtype);
+    if has("op") {
+        list = list.with("op", op);
+    }
+    if has("root") {
+        list = list.with("root", 0);
+    }
+    list
+}
+
+/// The most lanes that a program may have.
+fn lanes(program: &Program) -> Value {
+    let of = program
+        .parameters
+        .iter()
+        .find(|p| p.name == "lanes")
+        .unwrap();
+    of.kind.alternatives().iter().max().unwrap().clone()
+}
+
+fn delayed(config: &mut Config) {
+    if kind() == DeviceKind::Host {
+        delays(config, Duration::from_micros(60));
+    }
+}
+
+#[test]
+fn examples_are_verified_for_every_world_and_length() {
+    for (program, only) in all() {
+        for world in 1..=16 {
+            if only.is_some_and(|only| only != world) {
+                continue;
+            }
+            for n in [1, 17, 1000] {
+                let parameters = parameters(&program, n, DType::BF16, ReduceOp::Sum);
+                let verdict = verify(&program, world, 2, &parameters);
+                let said = |d: &Vec<warplink::program::Diagnostic>| {
+                    d.iter()
+                        .map(ToString::to_string)
+                        .collect::<Vec<_>>()
+                        .join("\n")
+                };
+                assert!(
+                    verdict.is_ok(),
+                    "{} × {world}, n = {n}: {}",
+                    program.name,
+                    said(&verdict.unwrap_err())
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn examples_give_what_they_mean() {
+    for ranks in [2, 3, 4].map(world) {
+        threads_with(ranks, delayed, |comm| {
+            for (program, only) in all() {
+                if only.is_some_and(|only| only != comm.world()) {
+                    continue;
+                }
+                for n in [1, 37, 1000] {
+                    let parameters = parameters(&program, n, DType::F32, ReduceOp::Sum);
+                    let played = play(comm, &program, &parameters, Launches::default());
+                    played.unwrap_or_else(|what| panic!("{}, n = {n}: {what}", program.name));
+                }
+            }
+        });
+    }
+}
+
+#[test]
+fn verifying_takes_less_than_a_second() {
+    for (program, only) in all() {
+        let parameters = parameters(&program, 1 << 20, DType::BF16, ReduceOp::Sum)
+            .with("lanes", lanes(&program));
+        let started = Instant::now();
+        verify(&program, only.unwrap_or(8), 2, &parameters).unwrap();
+        let took = started.elapsed();
+        println!("{}: {took:?}", program.name);
+        // Optimized, a tenth of this.
+        assert!(took < Duration::from_secs(10), "{}: {took:?}", program.name);
+    }
+}

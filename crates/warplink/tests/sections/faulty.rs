@@ -1,0 +1,133 @@
+//! Faulty kernels: each is refused for what is wrong with it, and seen to fail where it runs unverified.
+
+use crate::play::{Launches, play};
+use std::net::{IpAddr, Ipv4Addr};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+use warplink::bootstrap::{JoinConfig, Rendezvous, UniqueId};
+use warplink::device::Delays;
+use warplink::program::{DiagnosticKind, Parameters, Program, verify};
+use warplink::{Communicator, Config, DeviceKind};
+
+/// Elements of each rank's input: a part of every lane, and a tail.
+const LENGTH: i64 = 135;
+
+/// Launches in a row in which a fault has to show.
+const LAUNCHES: usize = 40;
+
+/// How often that is tried, with other delays.
+const TRIES: u64 = 12;
+
+/// The words after `# key:` in a program's comments.
+fn header<'a>(text: &'a str, key: &str) -> Vec<&'a str> {
+    let lead = format!("# {key}:");
+    let line = text.lines().find_map(|line| line.strip_prefix(&lead));
+    line.unwrap_or_else(|| panic!("no line '{lead}'"))
+        .split_whitespace()
+        .collect()
+}
+
+/// The names and texts of all faulty programs.
+fn all() -> Vec<(String, String)> {
+    let folder = format!("{}/tests/faulty-sections", env!("CARGO_MANIFEST_DIR"));
+    let files = std::fs::read_dir(folder).unwrap().map(|file| {
+        let path = file.unwrap().path();
+        let name = path.file_stem().unwrap().to_string_lossy().into_owned();
+        (name, std::fs::read_to_string(&path).unwrap())
+    });
+    let mut all: Vec<_> = files.collect();
+    all.sort();
+    all
+}
+
+fn parameters() -> Parameters {
+    Parameters::new().with("n", LENGTH)
+}
+
+#[test]
+fn each_is_refused_for_its_violation() {
+    let (mut count, mut wrong) = (0, Vec::new());
+    for (name, text) in all() {
+        let program = Program::parse(&text).unwrap_or_else(|e| panic!("{name}:\n{e}"));
+        assert_eq!(Program::parse(&program.to_string()).unwrap(), program);
+        let kind: DiagnosticKind = header(&text, "violation")[0].parse().unwrap();
+        let marked = text.lines().position(|line| line.ends_with("# <- here"));
+        let marked = marked.unwrap_or_else(|| panic!("{name} marks no line")) + 1;
+        for world in header(&text, "world") {
+            let world: usize = world.parse().unwrap();
+            let Err(diagnostics) = verify(&program, world, 2, &parameters()) else {
+                wrong.push(format!("{name} passes for {world} ranks"));
+                continue;
+            };
+            for diagnostic in &diagnostics {
+                println!("{name} × {world}: {diagnostic}");
+            }
+            let first = &diagnostics[0];
+            if first.kind != kind || !first.lines().contains(&(marked as u32)) {
+                wrong.push(format!(
+                    "{name} × {world}: expected {kind} in line {marked}: {first}"
+                ));
+            }
+        }
+        count += 1;
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    assert!(count >= 25, "only {count} programs");
+}
+
+/// Runs a program unverified on ranks of the host device, under delays; how it fails on one of them, if it
+/// does.
+fn failure(program: &Program, world: usize, seed: u64) -> Option<String> {
+    let id = UniqueId::create(IpAddr::V4(Ipv4Addr::LOCALHOST), 0).unwrap();
+    let failed = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let ranks: Vec<_> = (0..world)
+            .map(|rank| {
+                let (id, failed) = (id.clone(), &failed);
+                scope.spawn(move || {
+                    let join = JoinConfig::new(Rendezvous::Id(id), rank, world);
+                    let mut config = Config::new(join, DeviceKind::Host);
+                    config.timeout = Duration::from_secs(2);
+                    config.device.delays = Some(Delays {
+                        seed: 64 * seed + rank as u64 + 1,
+                        max: Duration::from_micros(40 << (seed % 4)),
+                    });
+                    let comm = Communicator::join(&config).unwrap();
+                    let launches = Launches {
+                        eager: LAUNCHES,
+                        captured: 0,
+                        verify: false,
+                    };
+                    let played = play(&comm, program, &parameters(), launches);
+                    // A rank that is done keeps its memory until the others are.
+                    if played.is_err() {
+                        failed.store(true, Ordering::SeqCst);
+                        comm.abort("a kernel failed");
+                        return played.err();
+                    }
+                    let barrier = comm.barrier();
+                    barrier.err().map(|error| error.to_string())
+                })
+            })
+            .collect();
+        let ends: Vec<Option<String>> =
+            ranks.into_iter().map(|rank| rank.join().unwrap()).collect();
+        let first = ends.into_iter().flatten().next();
+        first.filter(|_| failed.load(Ordering::SeqCst))
+    })
+}
+
+#[test]
+fn each_is_seen_to_fail() {
+    let mut wrong = Vec::new();
+    for (name, text) in all() {
+        let program = Program::parse(&text).unwrap();
+        let worlds = header(&text, "world");
+        let world: usize = worlds.last().unwrap().parse().unwrap();
+        match (0..TRIES).find_map(|seed| failure(&program, world, seed)) {
+            Some(how) => println!("{name}: {}", how.lines().next().unwrap_or("")),
+            None => wrong.push(name),
+        }
+    }
+    assert!(wrong.is_empty(), "never failed: {}", wrong.join(", "));
+}

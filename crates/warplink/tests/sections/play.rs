@@ -1,0 +1,128 @@
+//! Runs programs with kernels and compares what they leave with what they mean.
+
+use crate::common::values;
+use warplink::device::{AllocationKind, Priority};
+use warplink::program::evaluate::Evaluator;
+use warplink::program::ir::Role;
+use warplink::program::{Bindings, Parameters, PrepareOptions, Program, TensorInstance};
+use warplink::{Communicator, DType, Error};
+
+/// How a program is launched.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Launches {
+    /// Without a graph, first.
+    pub(crate) eager: usize,
+    /// As a graph, after that.
+    pub(crate) captured: usize,
+    /// Whether it is verified before it runs.
+    pub(crate) verify: bool,
+}
+
+impl Default for Launches {
+    fn default() -> Self {
+        Self {
+            eager: 3,
+            captured: 3,
+            verify: true,
+        }
+    }
+}
+
+/// Random elements of an input that depend on the rank and the round.
+fn elements(rank: usize, round: usize, tensor: &TensorInstance) -> Vec<u8> {
+    let count = tensor.bytes / tensor.dtype.size();
+    let bytes = values(rank, round, count);
+    let numbers: Vec<f64> = bytes
+        .iter()
+        .map(|byte| match tensor.dtype {
+            DType::U8 => f64::from(*byte),
+            DType::I32 => f64::from(*byte) * 8e6 - 1e9,
+            _ => f64::from(*byte) / 37.0 - 3.0,
+        })
+        .collect();
+    crate::common::encode(tensor.dtype, &numbers)
+}
+
+/// Launches a program several times in a row, each time on other inputs, and compares every output.
+///
+/// # Errors
+/// What fails, or which output is wrong.
+pub(crate) fn play(
+    comm: &Communicator,
+    program: &Program,
+    parameters: &Parameters,
+    launches: Launches,
+) -> Result<(), String> {
+    let said = |error: Error| error.to_string();
+    let (rank, world) = (comm.rank(), comm.world());
+    let evaluator = Evaluator::new(program, world, 2, parameters).map_err(said)?;
+    let options = PrepareOptions {
+        streams: 2,
+        verify: launches.verify,
+    };
+    let executor = comm.executor();
+    let prepared = executor
+        .prepare(program, parameters, options)
+        .map_err(said)?;
+    let device = comm.device();
+    let tensors = prepared.rank_program().tensors.clone();
+    let mut bindings = Bindings::new();
+    for tensor in tensors.iter().filter(|tensor| tensor.role != Role::Local) {
+        let slice = device
+            .allocate(tensor.bytes, AllocationKind::Plain)
+            .map_err(said)?;
+        bindings.insert(tensor.name.to_string(), slice);
+    }
+    let stream = comm.create_stream(Priority::Normal).map_err(said)?;
+    let mut plan = Some(prepared.bind(&bindings).map_err(said)?);
+    let mut graph = None;
+    for round in 0..launches.eager + launches.captured {
+        for tensor in tensors.iter().filter(|tensor| tensor.role != Role::Local) {
+            let bytes = match tensor.role {
+                Role::Input => elements(rank, round, tensor),
+                _ => vec![0xff; tensor.bytes],
+            };
+            let slice = &bindings[&*tensor.name];
+            device.upload(slice, &bytes).map_err(said)?;
+        }
+        if round >= launches.eager && graph.is_none() {
+            let plan = plan.take().expect("a plan is captured once");
+            graph = Some(plan.capture().map_err(said)?);
+        }
+        match (&graph, &plan) {
+            (Some(graph), _) => graph.launch(&stream),
+            (None, Some(plan)) => plan.run(&stream),
+            (None, None) => unreachable!(),
+        }
+        .map_err(said)?;
+        comm.synchronize(&stream).map_err(said)?;
+        let expected = evaluator
+            .run(|rank, _, tensor| elements(rank, round, tensor))
+            .map_err(said)?;
+        for (id, tensor) in tensors.iter().enumerate() {
+            if tensor.role != Role::Output {
+                continue;
+            }
+            let mut bytes = vec![0; tensor.bytes];
+            device
+                .download(&bindings[&*tensor.name], &mut bytes)
+                .map_err(said)?;
+            let float = !matches!(tensor.dtype, DType::I32 | DType::U8);
+            let mut left = bytes.chunks_exact(tensor.dtype.size());
+            if let Some(at) = left.position(|e| float && e.iter().all(|byte| *byte == 0xff)) {
+                return Err(format!(
+                    "launch {round}: element {at} of '{}' of rank {rank} was not written",
+                    tensor.name
+                ));
+            }
+            let compared = expected.compare(rank, id, &bytes).map_err(said)?;
+            if !compared.is_right() {
+                return Err(format!(
+                    "launch {round}: '{}' of rank {rank}: {compared}",
+                    tensor.name
+                ));
+            }
+        }
+    }
+    Ok(())
+}
