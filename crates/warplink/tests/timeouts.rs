@@ -9,7 +9,7 @@ use common::{assert_says, threads, world};
 use std::time::Duration;
 use warplink::bootstrap::Wait;
 use warplink::device::Priority;
-use warplink::p2p::TransferRequest;
+use warplink::p2p::{Path, TransferRequest};
 use warplink::{Communicator, Deadline, Error, ErrorKind, Rank};
 
 fn brief() -> Deadline {
@@ -84,11 +84,13 @@ fn an_exchange_names_the_end_that_did_not_come() {
     );
 }
 
-#[test]
-fn a_stream_names_the_transfer_that_its_peer_has_not_posted() {
+fn name_what_was_not_posted(path: Path) {
     common::threads_with(
         world(2),
-        |config| config.timeout = Duration::from_millis(500),
+        |config| {
+            config.timeout = Duration::from_millis(500);
+            config.path = Some(path);
+        },
         |comm| {
             let peer = 1 - comm.rank();
             let regions = [comm.alloc(64).unwrap(), comm.alloc(64).unwrap()];
@@ -129,4 +131,14 @@ fn a_stream_names_the_transfer_that_its_peer_has_not_posted() {
             comm.barrier().unwrap();
         },
     );
+}
+
+#[test]
+fn a_stream_names_the_transfer_that_its_peer_has_not_posted() {
+    name_what_was_not_posted(Path::CopyEngine);
+}
+
+#[test]
+fn a_stream_names_the_transfer_whose_packets_have_not_come() {
+    name_what_was_not_posted(Path::Multiprocessors);
 }
