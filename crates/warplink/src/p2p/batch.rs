@@ -92,10 +92,12 @@ impl<'a> Batch<'a> {
             }
             if queue.capture.is_some() || transfer.end.unpacks() {
                 let same = |before: &&Part<'_>| std::ptr::eq(before.transfer, *transfer);
-                let before = self.parts[..index].iter().rfind(same);
+                let before = || self.parts[..index].iter().filter(same).rev();
+                let posts = before().take_while(|part| part.kind == Kind::Post).count();
+                let waited = before().any(|part| part.kind == Kind::Wait);
                 transfer
                     .end
-                    .check_post(queue.capture, before.map(|part| part.kind == Kind::Wait))?;
+                    .check_post(queue.capture, (posts as u64, waited))?;
             }
         }
         queue.whole = queue.capture.is_some()

@@ -51,15 +51,19 @@ impl TransferEnd {
         self.direction.role(self.protocol)
     }
 
-    /// Fails where a post in the graph `capture`, if there is one, cannot be. `waited` says whether the
-    /// last thing that the graph is to have of the transfer before is a wait, if that is not noted yet.
-    pub(super) fn check_post(&self, capture: Option<u64>, waited: Option<bool>) -> Result<()> {
+    /// Fails where a post cannot be, in the graph `capture` if there is one. `posts` and `waited` tell what is
+    /// still to be noted of the transfer: this number of posts, and whether there is a wait before these.
+    pub(super) fn check_post(
+        &self,
+        capture: Option<u64>,
+        (posts, waited): (u64, bool),
+    ) -> Result<()> {
         let checked = match capture {
-            Some(capture) => self.recording.check(self.role(), capture, waited),
-            None if self.unpacks() && waited != Some(true) => {
-                let more = u64::from(waited == Some(false));
-                self.unpacking.check(more)
+            Some(capture) => {
+                let last = (posts > 0 || waited).then_some(posts == 0);
+                self.recording.check(self.role(), capture, last)
             }
+            None if self.unpacks() => self.unpacking.check(posts, waited),
             None => Ok(()),
         };
         checked.map_err(|error| error.with_peer(self.peer).with_key(self.key()))
@@ -104,7 +108,7 @@ impl TransferEnd {
         stream: &Stream,
         capture: Option<u64>,
     ) -> Result<(PostNumber, Steps, bool)> {
-        self.check_post(capture, None)?;
+        self.check_post(capture, (0, false))?;
         let (post, marks) = match capture {
             // Where the buffer is free is said by the last post.
             Some(capture) if self.unpacks() => {

@@ -33,10 +33,16 @@ impl Unpacking {
         }
     }
 
-    /// Fails where another post outside of graphs, behind `more`, would be one too many before a wait.
-    pub(super) fn check(&self, more: u64) -> Result<()> {
+    /// Fails where another post outside of graphs would be one too many before a wait: behind `more` that are
+    /// not noted yet, and before these a wait if `waited`.
+    pub(super) fn check(&self, more: u64, waited: bool) -> Result<()> {
         let turns = self.turns();
-        if turns.posted + more - turns.unpacked < MAX_AHEAD {
+        let noted = if waited {
+            0
+        } else {
+            turns.posted - turns.unpacked
+        };
+        if noted + more < MAX_AHEAD {
             return Ok(());
         }
         Err(Error::invalid(format!(

@@ -342,6 +342,10 @@ fn a_receive_by_packets_is_posted_twice_before_a_wait_at_most() {
                 let error = transfer.post(&stream).unwrap_err();
                 assert_eq!(error.kind(), ErrorKind::InvalidArgument);
                 assert_says(&error, &["3 times without a wait", "peer 0"]);
+                // In one batch, too, of which nothing is posted then.
+                let batch = Batch::new().wait([&transfer]).post([&transfer; 3]);
+                let error = batch.enqueue(&stream).unwrap_err();
+                assert_says(&error, &["3 times without a wait", "peer 0"]);
             }
             transfer.wait(&stream).unwrap();
             comm.synchronize(&stream).unwrap();
