@@ -158,7 +158,8 @@ fn operands_may_have_strides() {
     let compute = device.compute().unwrap();
     // Extents; first elements of target and sources; strides of target and sources.
     let (a, b, c) = (strides[0], strides[1], strides[2]);
-    let cases: [(&[usize], [usize; 3], [&[usize]; 3]); 5] = [
+    type Case<'a> = (&'a [usize], [usize; 3], [&'a [usize]; 3]);
+    let cases: [Case<'_>; 5] = [
         // A column, a row, every other of these.
         (&[5], [3, 0, 8], [&[a], &[c], &[2 * c]]),
         // [:, :, 1..4], [:, :, 2..5], [:, :, 0..3]
