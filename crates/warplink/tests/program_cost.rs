@@ -433,3 +433,24 @@ fn a_cost_explains_itself() {
     );
     assert!(text.contains("every rank is busy: "), "{text}");
 }
+
+/// Pairs of four ranks take as long as two ranks alone, one list after the other.
+#[test]
+fn a_collective_among_some_takes_the_time_of_so_many() {
+    let body = |list: &str, times: usize| {
+        format!(
+            "input A: u8[1000]\n output G: u8[2, 1000]\n let pair = [{list}]\n {}",
+            "G = all_gather(A) among pair\n ".repeat(times)
+        )
+    };
+    let two = |times| cost(&body("0, 1", times), 2, &machine()).seconds * 1e9;
+    let four = |times| {
+        let row = body("rank / 2 * 2, rank / 2 * 2 + 1", times);
+        cost(&row, 4, &machine()).seconds
+    };
+    takes(four(1), two(1));
+    takes(four(3), two(3));
+    // On all four ranks, three quarters of what is gathered cross the link, and not half.
+    let all = "input A: u8[500]\n output G: u8[4, 500]\n G = all_gather(A)";
+    assert!(cost(all, 4, &machine()).seconds > four(1));
+}
