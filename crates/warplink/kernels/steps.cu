@@ -16,8 +16,8 @@ template <typename Element, typename Operator, u32 PACKET>
 static __device__ void through_packets(Lane &lane, const Operands &a) {
     copy<Element>(lane, Places<1>{{a.sources[1]}}, Places<1, 1, PACKET>{{a.packets}}, a.count);
     lane.sync();
-    const Places<3, 2, PACKET> from{{a.sources[0], a.packets, a.sources[2]}};
-    reduce<Element, Operator, false, 1>(lane, from, Places<1>{{a.target}}, a.count);
+    const Places<3, 2, PACKET, 1> from{{a.sources[0], a.packets, a.sources[2]}};
+    reduce<Element, Operator>(lane, from, Places<1>{{a.target}}, a.count);
 }
 
 template <typename Element, typename Operator> static __device__ void steps(const Operands &a, u32 packet) {
@@ -28,8 +28,8 @@ template <typename Element, typename Operator> static __device__ void steps(cons
     } else if (packet == 8) {
         if constexpr (sizeof(typename Element::Bits) <= 4) through_packets<Element, Operator, 8>(lane, a);
     } else {
-        const Places<3> from{{a.sources[0], a.sources[1], a.sources[2]}};
-        reduce<Element, Operator, false, 2>(lane, from, Places<1>{{a.target}}, a.count);
+        const Places<3, 0, 16, 2> from{{a.sources[0], a.sources[1], a.sources[2]}};
+        reduce<Element, Operator>(lane, from, Places<1>{{a.target}}, a.count);
     }
     signal(lane, Places<2>{{Signals{a.words}.word(0), Signals{a.words}.word(1)}});
     inbound.wait(lane);

@@ -14,6 +14,8 @@
 // Every wait ends when the abort word is set. The lane is then `ended`: its further steps return at once and
 // store nothing, and the kernel should return after `finish`.
 //
+// A step moves fewer than 2^31 units of 16 bytes, or packets.
+//
 // Addresses are of this address space (peers' memory is mapped). Whole units of memory are moved where
 // addresses allow that: for parts of tensors that begin at a multiple of 16 bytes, everywhere.
 
@@ -76,8 +78,9 @@ struct Lane {
 };
 
 // Several places, one for each source or target of a step. Where bit i of `PACKETS` is set, place i has
-// packets of `PACKET` bytes, half of them data; the others are plain memory.
-template <u32 COUNT, u32 PACKETS = 0, u32 PACKET = 16> struct Places {
+// packets of `PACKET` bytes, half of them data; the others are plain memory. Loads and stores go to them in
+// order from number `FIRST` on, which should be another rank's on each rank.
+template <u32 COUNT, u32 PACKETS = 0, u32 PACKET = 16, u32 FIRST = 0> struct Places {
     static constexpr u32 count = COUNT;
     static constexpr u32 packets = PACKETS;
     // The data of a packet, or 0 where there are none.
@@ -86,6 +89,8 @@ template <u32 COUNT, u32 PACKETS = 0, u32 PACKET = 16> struct Places {
     static_assert(PACKET == 8 || PACKET == 16, "packets have 8 or 16 bytes");
     u64 at[COUNT];
     static __device__ __forceinline__ constexpr bool is_packets(u32 i) { return PACKETS >> i & 1u; }
+    // The place that comes i-th.
+    static __device__ __forceinline__ constexpr u32 in_turn(u32 i) { return (i + FIRST) % COUNT; }
 };
 
 namespace detail {
@@ -132,11 +137,8 @@ template <u32 DATA> __device__ __forceinline__ bool await_packet(Lane &lane, u64
     return true;
 }
 
-// The most units that a thread has under way at a time, of so many sources: 8 loads.
+// Plain units that a thread has under way at a time, of so many sources: 8 loads.
 __device__ constexpr u32 units_under_way(u32 sources) { return sources == 1 ? 8 : sources == 2 ? 4 : sources <= 4 ? 2 : 1; }
-
-// Place number i, counted from FIRST.
-template <u32 COUNT, u32 FIRST> __device__ constexpr u32 rotated(u32 i) { return (i + FIRST) % COUNT; }
 
 // What the operator makes of a unit of each source, in their order.
 template <typename Element, typename Operator, u32 BYTES, u32 COUNT>
@@ -152,132 +154,108 @@ __device__ __forceinline__ Unit<BYTES> combined(const Unit<BYTES> (&units)[COUNT
     }
 }
 
-// Loads `UNITS` units, `stride` units apart from number `unit` on, of every source, and combines them.
-template <typename Element, typename Operator, u32 BYTES, u32 UNITS, u32 FIRST, bool WHOLE, typename Sources>
-__device__ __forceinline__ bool combine(Lane &lane, const Sources &from, u64 unit, u64 stride, u32 elements, Flag flag, Unit<BYTES> (&results)[UNITS]) {
-    constexpr u32 count = Sources::count;
-    Unit<BYTES> units[UNITS][count];
-    // Only of sources that have packets; the others' take no registers.
-    constexpr u32 data = Sources::packets == 0 ? 8 : Sources::packet_data;
-    Packet<data> packets[count][UNITS];
-#pragma unroll
-    for (u32 k = 0; k < count; k++) {
-        const u32 source = rotated<count, FIRST>(k);
-#pragma unroll
-        for (u32 u = 0; u < UNITS; u++) {
-            const u64 number = unit + u * stride;
-            if (Sources::is_packets(source)) {
-                packets[source][u] = load_packet<data>(from.at[source] + 2 * data * number);
-            } else if constexpr (WHOLE) {
-                units[u][source] = load_unit<BYTES>(from.at[source] + BYTES * number);
-            } else {
-                units[u][source] = load_elements<Element, BYTES>(from.at[source] + BYTES * number, elements);
-            }
-        }
-    }
-    bool there = true;
-#pragma unroll
-    for (u32 source = 0; source < count; source++) {
-        if (Sources::is_packets(source)) {
-#pragma unroll
-            for (u32 u = 0; u < UNITS; u++) {
-                const u64 at = from.at[source] + 2 * data * (unit + u * stride);
-                there &= await_packet(lane, at, packets[source][u], flag);
-                units[u][source].word[0] = packets[source][u].unit.word[0];
-                if constexpr (data == 8) units[u][source].word[1] = packets[source][u].unit.word[1];
-            }
-        }
-    }
-    if (!there) return false;
-#pragma unroll
-    for (u32 u = 0; u < UNITS; u++) results[u] = combined<Element, Operator>(units[u]);
-    return true;
-}
-
-template <typename Element, u32 BYTES, u32 UNITS, u32 FIRST, bool WHOLE, typename Targets>
-__device__ __forceinline__ void distribute(const Targets &to, u64 unit, u64 stride, u32 elements, Flag flag, const Unit<BYTES> (&results)[UNITS]) {
-    constexpr u32 count = Targets::count;
-#pragma unroll
-    for (u32 k = 0; k < count; k++) {
-        const u32 target = rotated<count, FIRST>(k);
-#pragma unroll
-        for (u32 u = 0; u < UNITS; u++) {
-            const u64 number = unit + u * stride;
-            if constexpr (BYTES <= 8) {
-                if (Targets::is_packets(target)) {
-                    store_packet(to.at[target] + 2 * BYTES * number, results[u], flag);
-                    continue;
-                }
-            }
-            if constexpr (WHOLE)
-                store_unit<BYTES>(to.at[target] + BYTES * number, results[u]);
-            else
-                store_elements<Element, BYTES>(to.at[target] + BYTES * number, results[u], elements);
-        }
-    }
-}
-
-template <typename Element, typename Operator, u32 BYTES, u32 UNITS, u32 FIRST, bool WHOLE, typename Sources, typename Targets>
-__device__ __forceinline__ bool step(Lane &lane, const Sources &from, const Targets &to, u64 unit, u64 stride, u32 elements, Flag in, Flag out) {
-    Unit<BYTES> results[UNITS];
-    if (!combine<Element, Operator, BYTES, UNITS, FIRST, WHOLE>(lane, from, unit, stride, elements, in, results)) return false;
-    distribute<Element, BYTES, UNITS, FIRST, WHOLE>(to, unit, stride, elements, out, results);
-    return true;
-}
-
-// Whole units from number `unit` on, `UNITS` at a time, then half as many, and so on.
-template <typename Element, typename Operator, u32 BYTES, u32 UNITS, u32 FIRST, bool WHOLE, typename Sources, typename Targets>
-__device__ __forceinline__ bool whole_units(Lane &lane, const Sources &from, const Targets &to, u64 &unit, u64 whole, Flag in, Flag out) {
-    constexpr u32 elements = unit_elements<Element, BYTES>;
-    const u64 stride = lane.size();
-    for (; unit + (UNITS - 1) * stride < whole; unit += UNITS * stride) {
-        if (!step<Element, Operator, BYTES, UNITS, FIRST, WHOLE>(lane, from, to, unit, stride, elements, in, out)) return false;
-    }
-    if constexpr (UNITS > 1) return whole_units<Element, Operator, BYTES, UNITS / 2, FIRST, WHOLE>(lane, from, to, unit, whole, in, out);
-    return true;
-}
-
 // Elements `begin` to `end` of plain places, one by one.
-template <typename Element, typename Operator, u32 FIRST, typename Sources, typename Targets>
+template <typename Element, typename Operator, typename Sources, typename Targets>
 __device__ __forceinline__ void single_elements(Lane &lane, const Sources &from, const Targets &to, u64 begin, u64 end) {
     constexpr u32 size = sizeof(typename Element::Bits), bytes = Element::cell * size;
+#pragma unroll 1
     for (u64 i = begin + lane.rank(); i < end; i += lane.size()) {
         Unit<bytes> units[Sources::count];
 #pragma unroll
         for (u32 k = 0; k < Sources::count; k++) {
-            const u32 source = rotated<Sources::count, FIRST>(k);
+            const u32 source = Sources::in_turn(k);
             units[source] = load_elements<Element, bytes>(from.at[source] + size * i, 1);
         }
         const Unit<bytes> result = combined<Element, Operator>(units);
 #pragma unroll
         for (u32 k = 0; k < Targets::count; k++) {
-            const u32 target = rotated<Targets::count, FIRST>(k);
+            const u32 target = Targets::in_turn(k);
             store_elements<Element, bytes>(to.at[target] + size * i, result, 1);
         }
     }
 }
 
 // All `count` elements of plain places that are aligned.
-template <typename Element, typename Operator, u32 FIRST, typename Sources, typename Targets>
+template <typename Element, typename Operator, typename Sources, typename Targets>
 __device__ __forceinline__ void plain_units(Lane &lane, const Sources &from, const Targets &to, u64 count) {
-    constexpr u32 elements = unit_elements<Element, 16>;
-    u64 unit = lane.rank();
-    whole_units<Element, Operator, 16, units_under_way(Sources::count), FIRST, true>(lane, from, to, unit, count / elements, Flag(1), Flag(1));
-    single_elements<Element, Operator, FIRST>(lane, from, to, count - count % elements, count);
+    constexpr u32 elements = unit_elements<Element, 16>, number = units_under_way(Sources::count);
+    const u32 whole = (u32)(count / elements), stride = lane.size();
+#pragma unroll 1
+    for (u32 unit = lane.rank(); unit < whole; unit += number * stride) {
+        Unit<16> units[number][Sources::count];
+#pragma unroll
+        for (u32 k = 0; k < Sources::count; k++) {
+            const u32 source = Sources::in_turn(k);
+#pragma unroll
+            for (u32 u = 0; u < number; u++) {
+                if (u == 0 || unit + u * stride < whole) units[u][source] = load_unit<16>(from.at[source] + 16 * (u64)(unit + u * stride));
+            }
+        }
+#pragma unroll
+        for (u32 u = 0; u < number; u++) {
+            if (u == 0 || unit + u * stride < whole) {
+                const Unit<16> result = combined<Element, Operator>(units[u]);
+#pragma unroll
+                for (u32 k = 0; k < Targets::count; k++) store_unit<16>(to.at[Targets::in_turn(k)] + 16 * (u64)(unit + u * stride), result);
+            }
+        }
+    }
+    single_elements<Element, Operator>(lane, from, to, count - count % elements, count);
+}
+
+// The first `elements` elements of unit number `unit`, of which packets hold one each. False where the lane has
+// ended.
+template <typename Element, typename Operator, u32 BYTES, bool WHOLE, typename Sources, typename Targets>
+__device__ __forceinline__ bool packet_unit(Lane &lane, const Sources &from, const Targets &to, u32 unit, u32 elements, Flag in, Flag out) {
+    Unit<BYTES> units[Sources::count];
+    Packet<BYTES> packets[Sources::count];
+#pragma unroll
+    for (u32 k = 0; k < Sources::count; k++) {
+        const u32 source = Sources::in_turn(k);
+        if (Sources::is_packets(source))
+            packets[source] = load_packet<BYTES>(from.at[source] + 2 * BYTES * (u64)unit);
+        else if constexpr (WHOLE)
+            units[source] = load_unit<BYTES>(from.at[source] + BYTES * (u64)unit);
+        else
+            units[source] = load_elements<Element, BYTES>(from.at[source] + BYTES * (u64)unit, elements);
+    }
+    bool there = true;
+#pragma unroll
+    for (u32 source = 0; source < Sources::count; source++) {
+        if (Sources::is_packets(source)) {
+            there &= await_packet(lane, from.at[source] + 2 * BYTES * (u64)unit, packets[source], in);
+            units[source] = packets[source].unit;
+        }
+    }
+    if (!there) return false;
+    const Unit<BYTES> result = combined<Element, Operator>(units);
+#pragma unroll
+    for (u32 k = 0; k < Targets::count; k++) {
+        const u32 target = Targets::in_turn(k);
+        if (Targets::is_packets(target))
+            store_packet(to.at[target] + 2 * BYTES * (u64)unit, result, out);
+        else if constexpr (WHOLE)
+            store_unit<BYTES>(to.at[target] + BYTES * (u64)unit, result);
+        else
+            store_elements<Element, BYTES>(to.at[target] + BYTES * (u64)unit, result, elements);
+    }
+    return true;
 }
 
 // All `count` elements where packets of `2 * BYTES` are among the places; `WHOLE` says that plain places are
-// aligned to `BYTES`.
-template <typename Element, typename Operator, u32 BYTES, u32 FIRST, bool WHOLE, typename Sources, typename Targets>
+// aligned to `BYTES`. One unit at a time: what polls for several finds most of them late.
+template <typename Element, typename Operator, u32 BYTES, bool WHOLE, typename Sources, typename Targets>
 __device__ __forceinline__ void packet_units(Lane &lane, const Sources &from, const Targets &to, u64 count, Flag in, Flag out) {
     constexpr u32 elements = unit_elements<Element, BYTES>;
-    constexpr u32 under_way = WHOLE ? units_under_way(Sources::count) : 1;
-    const u64 whole = count / elements;
-    u64 unit = lane.rank();
-    if (!whole_units<Element, Operator, BYTES, under_way, FIRST, WHOLE>(lane, from, to, unit, whole, in, out)) return;
+    const u32 whole = (u32)(count / elements);
+    u32 unit = lane.rank();
+#pragma unroll 1
+    for (; unit < whole; unit += lane.size()) {
+        if (!packet_unit<Element, Operator, BYTES, WHOLE>(lane, from, to, unit, elements, in, out)) return;
+    }
     // The thread whose turn it is does what is left, and fills its packet up with zeros.
     const u32 left = (u32)(count % elements);
-    if (left != 0 && unit == whole) step<Element, Operator, BYTES, 1, FIRST, false>(lane, from, to, unit, 0, left, in, out);
+    if (left != 0 && unit == whole) packet_unit<Element, Operator, BYTES, false>(lane, from, to, unit, left, in, out);
 }
 
 // The bits that are set in the address of any plain place, and those that are not set in all of these.
@@ -305,10 +283,9 @@ template <typename P> __device__ __forceinline__ P advanced(P places, u64 bytes)
 
 // Element i of every target becomes what the operator makes of elements i of all sources, combined in the
 // order of the sources. Packets among the sources are waited for, and carry `in`; packets among the targets
-// carry `out`. Loads and stores go to the places in order from number `FIRST` on, which should differ between
-// ranks. `ALIGNED` says that all plain places are known to be aligned to 16 bytes (8 with packets). A target
+// carry `out`. `ALIGNED` says that all plain places are known to be aligned to 16 bytes (8 with packets). A target
 // may be a source at the same place.
-template <typename Element, typename Operator, bool ALIGNED = false, u32 FIRST = 0, typename Sources, typename Targets>
+template <typename Element, typename Operator, bool ALIGNED = false, typename Sources, typename Targets>
 __device__ __forceinline__ void reduce(Lane &lane, const Sources &from, const Targets &to, u64 count, Flag in, Flag out) {
     constexpr bool packets = (Sources::packets | Targets::packets) != 0;
     constexpr u32 bytes = !packets ? 16 : Sources::packet_data != 0 ? Sources::packet_data : Targets::packet_data;
@@ -318,34 +295,34 @@ __device__ __forceinline__ void reduce(Lane &lane, const Sources &from, const Ta
     if constexpr (!ALIGNED) detail::alignment(from, to, any, apart);
     if constexpr (packets) {
         if (any % bytes == 0)
-            detail::packet_units<Element, Operator, bytes, FIRST, true>(lane, from, to, count, in, out);
+            detail::packet_units<Element, Operator, bytes, true>(lane, from, to, count, in, out);
         else
-            detail::packet_units<Element, Operator, bytes, FIRST, false>(lane, from, to, count, in, out);
+            detail::packet_units<Element, Operator, bytes, false>(lane, from, to, count, in, out);
     } else if (apart % bytes != 0) {
-        detail::single_elements<Element, Operator, FIRST>(lane, from, to, 0, count);
+        detail::single_elements<Element, Operator>(lane, from, to, 0, count);
     } else {
         // All begin at the same place of a unit; what comes before the next one is done by itself.
         constexpr u32 size = sizeof(typename Element::Bits);
         u64 head = (bytes - any % bytes) % bytes / size;
         if (head > count) head = count;
-        detail::single_elements<Element, Operator, FIRST>(lane, from, to, 0, head);
-        detail::plain_units<Element, Operator, FIRST>(lane, detail::advanced(from, size * head), detail::advanced(to, size * head), count - head);
+        detail::single_elements<Element, Operator>(lane, from, to, 0, head);
+        detail::plain_units<Element, Operator>(lane, detail::advanced(from, size * head), detail::advanced(to, size * head), count - head);
     }
 }
 
 // As above, with nothing but plain places, or with the same flag for all packets.
-template <typename Element, typename Operator, bool ALIGNED = false, u32 FIRST = 0, typename Sources, typename Targets>
+template <typename Element, typename Operator, bool ALIGNED = false, typename Sources, typename Targets>
 __device__ __forceinline__ void reduce(Lane &lane, const Sources &from, const Targets &to, u64 count) {
     const Flag flag(lane.epoch);
-    reduce<Element, Operator, ALIGNED, FIRST>(lane, from, to, count, flag, flag);
+    reduce<Element, Operator, ALIGNED>(lane, from, to, count, flag, flag);
 }
 
 // Copies `count` elements to every target, which may be peers' or have packets, from a source that may have
 // packets.
-template <typename Element, bool ALIGNED = false, u32 FIRST = 0, typename Sources, typename Targets>
+template <typename Element, bool ALIGNED = false, typename Sources, typename Targets>
 __device__ __forceinline__ void copy(Lane &lane, const Sources &from, const Targets &to, u64 count) {
     static_assert(Sources::count == 1, "a copy has one source");
-    reduce<Element, Add, ALIGNED, FIRST>(lane, from, to, count);
+    reduce<Element, Add, ALIGNED>(lane, from, to, count);
 }
 
 // ---- signals

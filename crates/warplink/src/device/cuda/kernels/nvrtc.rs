@@ -43,7 +43,7 @@ const STEPS: Source = Source {
 const SOURCES: [&Source; 4] = [&ELEMENTWISE, &TRANSFER, &CHANNEL, &STEPS];
 
 /// What kernels may include, by name.
-const HEADERS: [(&CStr, &str); 6] = [
+const HEADERS: [(&CStr, &str); 8] = [
     (
         c"warplink/device.cuh",
         include_str!("../../../../kernels/warplink/device.cuh"),
@@ -67,6 +67,14 @@ const HEADERS: [(&CStr, &str); 6] = [
     (
         c"warplink/steps.cuh",
         include_str!("../../../../kernels/warplink/steps.cuh"),
+    ),
+    (
+        c"warplink/views.cuh",
+        include_str!("../../../../kernels/warplink/views.cuh"),
+    ),
+    (
+        c"warplink/sections.cuh",
+        include_str!("../../../../kernels/warplink/sections.cuh"),
     ),
 ];
 

@@ -1,0 +1,9 @@
+// What kernels that are made of the text of kernel sections include.
+
+#ifndef WARPLINK_SECTIONS_CUH
+#define WARPLINK_SECTIONS_CUH
+
+#include <warplink/steps.cuh>
+#include <warplink/views.cuh>
+
+#endif

@@ -1,0 +1,97 @@
+//! Text with indented blocks.
+
+use std::fmt::{Display, Write};
+
+/// Text that is written line by line.
+#[derive(Debug, Default)]
+pub(super) struct Code {
+    text: String,
+    depth: usize,
+}
+
+impl Code {
+    /// A line at the current depth.
+    pub(super) fn line(&mut self, line: impl Display) {
+        let indent = 4 * self.depth;
+        // Writing to a string does not fail.
+        let _ = writeln!(self.text, "{:indent$}{line}", "");
+    }
+
+    /// A line that opens a block, what is in it, and its end.
+    pub(super) fn block<E>(
+        &mut self,
+        opening: impl Display,
+        inner: impl FnOnce(&mut Self) -> Result<(), E>,
+    ) -> Result<(), E> {
+        self.open(opening);
+        let done = inner(self);
+        self.close("}");
+        done
+    }
+
+    /// A line that opens a block.
+    pub(super) fn open(&mut self, opening: impl Display) {
+        self.line(opening);
+        self.depth += 1;
+    }
+
+    /// The end of the block that was opened last.
+    pub(super) fn close(&mut self, ending: &str) {
+        self.depth = self.depth.saturating_sub(1);
+        self.line(ending);
+    }
+
+    /// What another text says, at the current depth.
+    pub(super) fn append(&mut self, other: &Self) {
+        for line in other.text.lines() {
+            self.line(line);
+        }
+    }
+
+    pub(super) fn into_text(self) -> String {
+        self.text
+    }
+}
+
+/// Items with commas between them.
+pub(super) fn comma<T: Display>(items: impl IntoIterator<Item = T>) -> String {
+    let mut text = String::new();
+    for (number, item) in items.into_iter().enumerate() {
+        let lead = if number == 0 { "" } else { ", " };
+        let _ = write!(text, "{lead}{item}");
+    }
+    text
+}
+
+/// `expression` without parentheses around all of it.
+pub(super) fn bare(expression: &str) -> &str {
+    let Some(inner) = expression
+        .strip_prefix('(')
+        .and_then(|rest| rest.strip_suffix(')'))
+    else {
+        return expression;
+    };
+    let mut depth = 0_usize;
+    for character in inner.chars() {
+        match character {
+            '(' => depth += 1,
+            ')' if depth == 0 => return expression,
+            ')' => depth -= 1,
+            _ => {}
+        }
+    }
+    inner
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parentheses_around_all_are_taken_off() {
+        assert_eq!(bare("(a + b)"), "a + b");
+        assert_eq!(bare("(a + b) * (c)"), "(a + b) * (c)");
+        assert_eq!(bare("((a))"), "(a)");
+        assert_eq!(bare("a"), "a");
+    }
+}

@@ -1,0 +1,518 @@
+//! The steps of a section as the body of a kernel.
+
+use super::code::{Code, bare, comma};
+use super::hazard::{self, Barriers};
+use super::scope::Scope;
+use super::{element_name, operator_name};
+use crate::error::{Error, ErrorKind};
+use crate::program::expr::Expr;
+use crate::program::ir::{Branch, Each, Loop, Position, Selection, TensorRef};
+use crate::program::section::{
+    Move, Operator, Packing, Place, SectionInstance, Source, Step, StepKind, Verb,
+};
+use std::fmt::Display;
+
+/// The most places of a step, and ranks: each has a bit of a word.
+pub(super) const MAX_PLACES: usize = 32;
+
+/// Loops of at most so many iterations are unrolled by the compiler, where their bounds are known.
+const UNROLLED: i64 = 8;
+
+/// The most copies of a loop's body that are written out.
+const MAX_COPIES: i64 = 64;
+
+/// Why there is no text.
+#[derive(Debug)]
+pub(super) enum Refusal {
+    /// What is said depends on the index of a loop, whose values have to be known one by one.
+    Varies(Error),
+    Final(Error),
+}
+
+impl From<Refusal> for Error {
+    fn from(refusal: Refusal) -> Self {
+        match refusal {
+            Refusal::Varies(error) | Refusal::Final(error) => error,
+        }
+    }
+}
+
+type Result<T> = std::result::Result<T, Refusal>;
+
+/// Another name for a part of a tensor.
+#[derive(Clone, Debug)]
+struct Alias {
+    name: String,
+    part: Part,
+}
+
+/// A part of a tensor, as an expression.
+#[derive(Clone, Debug)]
+struct Part {
+    text: String,
+    tensor: usize,
+    axes: usize,
+    /// Whether it starts at a multiple of 16 bytes where the tensor does.
+    aligned: bool,
+}
+
+/// An operand of a step.
+#[derive(Debug)]
+struct Operand {
+    /// The rank's memory.
+    base: String,
+    /// The rank, where it is a constant.
+    rank: Option<i64>,
+    part: Part,
+    packing: Packing,
+}
+
+/// Writes the body of a kernel.
+pub(super) struct Emitter<'s> {
+    instance: &'s SectionInstance,
+    /// Of each tensor, whether it starts at a multiple of 16 bytes, and its rows too, on every rank.
+    aligned: &'s [bool],
+    barriers: Barriers,
+    scope: Scope,
+    aliases: Vec<Alias>,
+    position: Position,
+    /// Whether the lane waits for signals.
+    pub(super) waits: bool,
+    pub(super) signals: bool,
+}
+
+impl<'s> Emitter<'s> {
+    pub(super) fn new(instance: &'s SectionInstance, aligned: &'s [bool], scope: Scope) -> Self {
+        Self {
+            instance,
+            aligned,
+            barriers: hazard::barriers(instance, &scope),
+            scope,
+            aliases: Vec::new(),
+            position: Position::default(),
+            waits: false,
+            signals: false,
+        }
+    }
+
+    /// The text of `steps`.
+    pub(super) fn body(&mut self, code: &mut Code, steps: &[Step]) -> Result<()> {
+        let (integers, aliases) = (self.scope.len(), self.aliases.len());
+        let done = steps.iter().try_for_each(|step| self.step(code, step));
+        self.scope.truncate(integers);
+        self.aliases.truncate(aliases);
+        done
+    }
+
+    fn step(&mut self, code: &mut Code, step: &Step) -> Result<()> {
+        self.position = step.position;
+        match &step.kind {
+            StepKind::LetInteger { name, value } => {
+                let (text, known) = (self.integer(value)?, self.scope.value(value));
+                let spelled = Scope::spell(name);
+                let constant = if known.is_some() { "constexpr" } else { "const" };
+                code.line(format!("{constant} i64 {spelled} = {};", bare(&text)));
+                self.scope.bind(name, spelled, known);
+            }
+            StepKind::LetTensor { name, value } => {
+                let mut part = self.part(value)?;
+                let spelled = Scope::spell(name);
+                code.line(format!("const auto {spelled} = {};", part.text));
+                part.text = spelled;
+                let name = name.clone();
+                self.aliases.push(Alias { name, part });
+            }
+            StepKind::Move(it) => {
+                if self.barriers.contains(&hazard::id(step)) {
+                    code.line("self.sync();");
+                }
+                self.movement(code, it)?;
+            }
+            StepKind::Signal(ranks) => {
+                code.line(format!("// {}: signal", self.position));
+                let ranks = self.ranks(ranks)?;
+                self.signal(code, &ranks)?;
+            }
+            StepKind::Wait(ranks) => {
+                code.line(format!("// {}: wait", self.position));
+                let ranks = self.ranks(ranks)?;
+                self.wait(code, &ranks)?;
+            }
+            StepKind::Barrier => {
+                code.line(format!("// {}: barrier", self.position));
+                let (rank, world) = (self.instance.rank, self.instance.world);
+                let peers = (1..world).map(|r| ((rank + r) % world) as i64);
+                let peers: Vec<_> = peers.map(|peer| (peer.to_string(), Some(peer))).collect();
+                self.signal(code, &peers)?;
+                self.wait(code, &peers)?;
+            }
+            StepKind::For(it) => self.repeat(code, it)?,
+            StepKind::If(branch) => self.choose(code, branch)?,
+        }
+        Ok(())
+    }
+
+    fn repeat(&mut self, code: &mut Code, it: &Loop<Step>) -> Result<()> {
+        let (from, to) = (self.integer(&it.from)?, self.integer(&it.to)?);
+        let bounds = self.scope.value(&it.from).zip(self.scope.value(&it.to));
+        let index = Scope::spell(&it.index);
+        let mut text = Code::default();
+        let unroll = match bounds {
+            Some((from, to)) if from >= to => return Ok(()),
+            Some((from, to)) if to - from <= UNROLLED => "#pragma unroll",
+            _ => "#pragma unroll 1",
+        };
+        text.line(unroll);
+        let (from, to) = (bare(&from).to_owned(), bare(&to).to_owned());
+        let visible = self.scope.len();
+        self.scope.bind(&it.index, index.clone(), None);
+        let looped = text.block(
+            format!("for (i64 {index} = {from}; {index} < {to}; {index}++) {{"),
+            |text| self.body(text, &it.body),
+        );
+        self.scope.truncate(visible);
+        match (looped, bounds) {
+            (Ok(()), _) => code.append(&text),
+            (Err(Refusal::Varies(_)), Some((from, to))) if to - from <= MAX_COPIES => {
+                for value in from..to {
+                    self.scope.bind(&it.index, index.clone(), Some(value));
+                    let copied = code.block("{", |code| {
+                        code.line(format!("constexpr i64 {index} = {value};"));
+                        self.body(code, &it.body)
+                    });
+                    self.scope.truncate(visible);
+                    copied?;
+                }
+            }
+            (Err(refusal), _) => return Err(refusal),
+        }
+        Ok(())
+    }
+
+    fn choose(&mut self, code: &mut Code, branch: &Branch<Step>) -> Result<()> {
+        let mut depth = 0;
+        for arm in &branch.arms {
+            self.position = arm.position;
+            match self.scope.holds(&arm.condition) {
+                Some(false) => {}
+                Some(true) => {
+                    self.braced(code, "{", &arm.body)?;
+                    (0..depth).for_each(|_| code.close("}"));
+                    return Ok(());
+                }
+                None => {
+                    let condition = self.scope.condition(&arm.condition);
+                    let condition = condition.map_err(|name| self.unknown(&name))?;
+                    self.braced(code, format!("if {condition} {{"), &arm.body)?;
+                    code.open("else {");
+                    depth += 1;
+                }
+            }
+        }
+        self.body(code, &branch.otherwise)?;
+        (0..depth).for_each(|_| code.close("}"));
+        Ok(())
+    }
+
+    fn braced(&mut self, code: &mut Code, opening: impl Display, steps: &[Step]) -> Result<()> {
+        code.block(opening, |code| self.body(code, steps))
+    }
+
+    fn movement(&mut self, code: &mut Code, it: &Move) -> Result<()> {
+        let targets = self.expand(&it.targets, |emitter, place| emitter.operand(place))?;
+        let sources = self.expand(&it.sources, |emitter, source| emitter.source(source))?;
+        let (targets, sources) = (targets.into_iter(), sources.into_iter());
+        let targets = targets.collect::<Result<Vec<_>>>()?;
+        let sources = sources.collect::<Result<Vec<_>>>()?;
+        self.check(&targets, &sources)?;
+        let Some(first) = sources.first() else {
+            return Err(self.refuse("a reduction of nothing", "name at least one source"));
+        };
+        let element = element_name(self.instance.tensors[first.part.tensor].dtype);
+        let aligned = targets.iter().chain(&sources).all(|operand| {
+            operand.packing.is_packets()
+                || (operand.part.aligned && self.aligned[operand.part.tensor])
+        });
+        let call = match &it.verb {
+            Verb::Reduce(operator) => {
+                let operator = match operator {
+                    Operator::Fixed(operator) => *operator,
+                    Operator::Parameter(name) => {
+                        let value = self.instance.operators.get(name).copied();
+                        value.ok_or_else(|| self.unknown(name))?
+                    }
+                };
+                format!("reduce<{element}, {}, {aligned}>", operator_name(operator))
+            }
+            Verb::Put | Verb::Get | Verb::Copy => format!("copy<{element}, {aligned}>"),
+        };
+        code.block(format!("{{  // {}: {it}", self.position), |code| {
+            let mut views = Vec::new();
+            let named = [("to", &targets), ("from", &sources)];
+            for (name, operands) in named {
+                for (number, operand) in operands.iter().enumerate() {
+                    let view = format!("{name}{number}");
+                    code.line(format!("const auto {view} = {};", operand.part.text));
+                    views.push(view);
+                }
+            }
+            let (to, from) = views.split_at(targets.len());
+            code.line(format!(
+                "{call}(self, {}, {}, shortest({}));",
+                self.places(element, &sources, from),
+                self.places(element, &targets, to),
+                comma(&views)
+            ));
+            Ok(())
+        })
+    }
+
+    /// What the functions that are called cannot do.
+    fn check(&self, targets: &[Operand], sources: &[Operand]) -> Result<()> {
+        if targets.len() > MAX_PLACES || sources.len() > MAX_PLACES {
+            let text = format!(
+                "a step of {} targets and {} sources; expected at most {MAX_PLACES} of each",
+                targets.len(),
+                sources.len()
+            );
+            return Err(self.refuse(text, "split the step"));
+        }
+        let mut packed = None;
+        for operand in targets.iter().chain(sources) {
+            let size = self.instance.tensors[operand.part.tensor].dtype.size();
+            match operand.packing {
+                Packing::Plain => continue,
+                Packing::Packets128 => {
+                    let text = "packets of 128 bytes are not compiled for this device";
+                    return Err(self.refuse(text, "use packets16"));
+                }
+                Packing::Packets8 if size > 4 => {
+                    let text = "packets8 hold 4 bytes of data; an element has 8";
+                    return Err(self.refuse(text, "use packets16"));
+                }
+                Packing::Packets8 | Packing::Packets16 => {}
+            }
+            if *packed.get_or_insert(operand.packing) != operand.packing {
+                let text = "a step with packets of 8 and of 16 bytes; expected one kind";
+                return Err(self.refuse(text, "use one packing for all operands of a step"));
+            }
+        }
+        Ok(())
+    }
+
+    /// `Places` of operands, whose parts are in variables `views`.
+    fn places(&self, element: &str, operands: &[Operand], views: &[String]) -> String {
+        let mut mask = 0_u32;
+        let mut packet = 16;
+        let next = (self.instance.rank + 1) % self.instance.world;
+        let first = operands
+            .iter()
+            .position(|operand| operand.rank == i64::try_from(next).ok())
+            .unwrap_or(0);
+        let addresses = operands.iter().zip(views).enumerate();
+        let addresses = addresses.map(|(number, (operand, view))| {
+            let function = if operand.packing.is_packets() {
+                mask |= 1 << number;
+                packet = operand.packing.packet().1;
+                "packets"
+            } else {
+                "plain"
+            };
+            format!("{function}<{element}>({}, {view})", operand.base)
+        });
+        let addresses = comma(addresses);
+        let count = operands.len();
+        let further = match (mask, first) {
+            (0, 0) => String::new(),
+            (_, 0) => format!(", {mask:#x}, {packet}"),
+            _ => format!(", {mask:#x}, {packet}, {first}"),
+        };
+        format!("Places<{count}{further}>{{{{{addresses}}}}}")
+    }
+
+    fn signal(&mut self, code: &mut Code, ranks: &[(String, Option<i64>)]) -> Result<()> {
+        if ranks.is_empty() {
+            // It orders what comes before and after it all the same.
+            code.line("self.sync();");
+            return Ok(());
+        }
+        if ranks.len() > MAX_PLACES.min(self.instance.threads) {
+            let text = format!("a signal to {} ranks", ranks.len());
+            return Err(self.refuse(text, "signal fewer ranks at a time, or use more threads"));
+        }
+        self.signals = true;
+        let words = ranks.iter().map(|(rank, _)| format!("word({})", bare(rank)));
+        let count = ranks.len();
+        code.line(format!("signal(self, Places<{count}>{{{{{}}}}});", comma(words)));
+        Ok(())
+    }
+
+    fn wait(&mut self, code: &mut Code, ranks: &[(String, Option<i64>)]) -> Result<()> {
+        if ranks.is_empty() {
+            code.line("self.sync();");
+            return Ok(());
+        }
+        self.waits = true;
+        let known: Option<Vec<i64>> = ranks.iter().map(|(_, rank)| *rank).collect();
+        let mut mask = 0_u32;
+        let distinct = known.is_some_and(|ranks| {
+            ranks.iter().all(|rank| {
+                let bit = u32::try_from(*rank).ok().and_then(|r| 1_u32.checked_shl(r));
+                let new = bit.is_some_and(|bit| mask & bit == 0);
+                mask |= bit.unwrap_or(0);
+                new
+            })
+        });
+        if distinct {
+            code.line(format!("inbound.wait(self, {mask:#x}u);"));
+            return Ok(());
+        }
+        for (rank, _) in ranks {
+            code.line(format!("inbound.wait(self, 1u << {rank});"));
+        }
+        Ok(())
+    }
+
+    fn ranks(&mut self, list: &[Each<Expr>]) -> Result<Vec<(String, Option<i64>)>> {
+        let ranks = self.expand(list, |emitter, rank| {
+            Ok((emitter.integer(rank)?, emitter.scope.value(rank)))
+        })?;
+        ranks.into_iter().collect()
+    }
+
+    /// What `with` makes of each item of a list.
+    fn expand<T, R>(
+        &mut self,
+        list: &[Each<T>],
+        mut with: impl FnMut(&mut Self, &T) -> Result<R>,
+    ) -> Result<Vec<Result<R>>> {
+        let mut all = Vec::new();
+        for each in list {
+            let Some(over) = &each.over else {
+                all.push(with(self, &each.item));
+                continue;
+            };
+            let bounds = self.scope.value(&over.from).zip(self.scope.value(&over.to));
+            let Some((from, to)) = bounds else {
+                let text = format!(
+                    "a list over '{}' from {} to {}, which are no constants of the kernel",
+                    over.index, over.from, over.to
+                );
+                let help = "use numbers, rank and world, or a loop of steps";
+                return Err(Refusal::Varies(self.error(text, help)));
+            };
+            if to.saturating_sub(from) > MAX_PLACES as i64 {
+                let text = format!("a list of {} items", to - from);
+                return Err(self.refuse(text, "use a loop of steps"));
+            }
+            for value in from..to {
+                let visible = self.scope.len();
+                self.scope.bind(&over.index, value.to_string(), Some(value));
+                all.push(with(self, &each.item));
+                self.scope.truncate(visible);
+            }
+        }
+        Ok(all)
+    }
+
+    fn source(&mut self, source: &Source) -> Result<Operand> {
+        let Some((condition, other)) = &source.otherwise else {
+            return self.operand(&source.place);
+        };
+        match self.scope.holds(condition) {
+            Some(true) => self.operand(&source.place),
+            Some(false) => self.operand(other),
+            None => {
+                let text = format!(
+                    "what is read depends on '{condition}', which is no constant of the kernel"
+                );
+                let help = "use numbers, rank, world and indices of lists, or an 'if' around the step";
+                Err(Refusal::Varies(self.error(text, help)))
+            }
+        }
+    }
+
+    fn operand(&mut self, place: &Place) -> Result<Operand> {
+        let part = self.part(&place.tensor)?;
+        let tensor = &self.instance.tensors[part.tensor];
+        let (rank, known) = match &place.on {
+            None => (
+                "rank".to_owned(),
+                i64::try_from(self.instance.rank).ok(),
+            ),
+            Some(rank) => (self.integer(rank)?, self.scope.value(rank)),
+        };
+        let scratch = self.instance.scratch_of(part.tensor);
+        Ok(Operand {
+            base: format!("at.{}[{}]", Scope::spell(&tensor.name), bare(&rank)),
+            rank: known,
+            packing: scratch.map_or(Packing::Plain, |scratch| scratch.packing),
+            part,
+        })
+    }
+
+    fn part(&mut self, reference: &TensorRef) -> Result<Part> {
+        let alias = self.aliases.iter().rev();
+        let alias = alias.clone().find(|alias| alias.name == reference.name);
+        let mut part = match (alias, self.instance.tensor(&reference.name)) {
+            (Some(alias), _) => alias.part.clone(),
+            (None, Some(tensor)) => Part {
+                text: Scope::spell(&reference.name),
+                tensor,
+                axes: self.instance.tensors[tensor].shape.len(),
+                aligned: true,
+            },
+            (None, None) => return Err(self.unknown(&reference.name)),
+        };
+        if reference.transposed {
+            let text = format!("{reference} is transposed");
+            return Err(self.refuse(text, "select elements in the order of memory"));
+        }
+        for selection in &reference.selections {
+            if part.axes == 0 {
+                let text = format!("{reference} has more selections than axes");
+                return Err(self.refuse(text, "select fewer"));
+            }
+            let text = match selection {
+                Selection::Index(index) => {
+                    part.axes -= 1;
+                    format!("index({})", bare(&self.integer(index)?))
+                }
+                Selection::Range(from, to) => {
+                    part.aligned = false;
+                    let (from, to) = (self.integer(from)?, self.integer(to)?);
+                    format!("range({}, {})", bare(&from), bare(&to))
+                }
+                Selection::Part(index, parts) => {
+                    let (index, parts) = (self.integer(index)?, self.integer(parts)?);
+                    format!("part({}, {})", bare(&index), bare(&parts))
+                }
+            };
+            part.text = format!("{}.{text}", part.text);
+        }
+        Ok(part)
+    }
+
+    fn integer(&self, expression: &Expr) -> Result<String> {
+        let text = self.scope.integer(expression);
+        text.map_err(|name| self.unknown(&name))
+    }
+
+    fn unknown(&self, name: &str) -> Refusal {
+        self.refuse(
+            format!("'{name}' is not known in the kernel"),
+            "bind it with 'let' outside of the kernel",
+        )
+    }
+
+    fn refuse(&self, text: impl Into<String>, help: &'static str) -> Refusal {
+        Refusal::Final(self.error(text, help))
+    }
+
+    fn error(&self, text: impl Into<String>, help: &'static str) -> Error {
+        let operation = format!("compile a kernel section, {}", self.position);
+        Error::new(ErrorKind::Unsupported, text.into())
+            .with_operation(operation)
+            .with_help(help)
+    }
+}

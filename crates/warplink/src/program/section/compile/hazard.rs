@@ -1,0 +1,259 @@
+//! Which steps of a lane need its threads to be synchronized before them.
+//!
+//! Threads of a lane handle elements as alignment allows, so another thread may need what a step wrote. A step
+//! that touches what an earlier one wrote, or writes what an earlier one touched, needs a barrier of the
+//! threads in between, unless a signal or a wait, which is one, comes between them. Packets are ordered by
+//! their flags.
+//!
+//! The section is followed once for all lanes: a loop whose bounds are known is run through, another one twice.
+//! Of an operand, the tensor is known, and, where they are constants of the kernel, the rank and the first
+//! selection.
+
+use super::scope::Scope;
+use crate::program::expr::Expr;
+use crate::program::ir::{Each, Selection, TensorRef};
+use crate::program::section::{
+    Packing, Place, SectionInstance, Source, Step, StepKind,
+};
+use std::collections::{BTreeSet, HashMap};
+
+/// The most iterations of a loop that are run through, and steps of all.
+const MAX_ITERATIONS: i64 = 64;
+const MAX_STEPS: usize = 1 << 14;
+
+/// Steps before which the threads of a lane are to be synchronized, by address.
+pub(super) type Barriers = BTreeSet<usize>;
+
+/// What identifies a step.
+pub(super) fn id(step: &Step) -> usize {
+    std::ptr::from_ref(step).addr()
+}
+
+/// The steps of `instance` that need a barrier before them.
+pub(super) fn barriers(instance: &SectionInstance, constants: &Scope) -> Barriers {
+    let mut barriers = Barriers::new();
+    loop {
+        let mut walk = Walk {
+            instance,
+            scope: constants.clone(),
+            aliases: HashMap::new(),
+            pending: Vec::new(),
+            barriers: barriers.clone(),
+            steps: 0,
+        };
+        walk.body(&instance.section.body);
+        if walk.barriers == barriers {
+            return barriers;
+        }
+        barriers = walk.barriers;
+    }
+}
+
+/// The first selection of an operand.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Selected {
+    Index(i64),
+    /// A part, and of how many.
+    Part(i64, i64),
+    Unknown,
+}
+
+/// An operand of a step that was followed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Access {
+    tensor: usize,
+    rank: Option<i64>,
+    selected: Selected,
+    writes: bool,
+}
+
+impl Access {
+    fn conflicts(&self, other: &Self) -> bool {
+        let apart = match (self.rank, other.rank) {
+            (Some(a), Some(b)) if a != b => true,
+            _ => match (self.selected, other.selected) {
+                (Selected::Index(a), Selected::Index(b)) => a != b,
+                (Selected::Part(a, of), Selected::Part(b, others)) => of == others && a != b,
+                _ => false,
+            },
+        };
+        self.tensor == other.tensor && (self.writes || other.writes) && !apart
+    }
+}
+
+struct Walk<'s> {
+    instance: &'s SectionInstance,
+    scope: Scope,
+    aliases: HashMap<&'s str, (usize, Selected)>,
+    /// Since the last barrier.
+    pending: Vec<Access>,
+    barriers: Barriers,
+    steps: usize,
+}
+
+impl<'s> Walk<'s> {
+    fn body(&mut self, steps: &'s [Step]) {
+        let visible = self.scope.len();
+        steps.iter().for_each(|step| self.step(step));
+        self.scope.truncate(visible);
+    }
+
+    fn step(&mut self, step: &'s Step) {
+        self.steps += 1;
+        match &step.kind {
+            StepKind::LetInteger { name, value } => {
+                let value = self.scope.value(value);
+                self.scope.bind(name, "", value);
+            }
+            StepKind::LetTensor { name, value } => {
+                if let Some(operand) = self.operand(value) {
+                    self.aliases.insert(name, operand);
+                }
+            }
+            StepKind::Move(it) => {
+                let mut accesses = Vec::new();
+                self.each(&it.targets, |walk, place| {
+                    accesses.extend(walk.access(place, true));
+                });
+                self.each(&it.sources, |walk, source| {
+                    accesses.extend(walk.source(source));
+                });
+                let conflict = self
+                    .pending
+                    .iter()
+                    .any(|before| accesses.iter().any(|access| access.conflicts(before)));
+                // A walk that would take too long gives every step a barrier.
+                if conflict || self.steps > MAX_STEPS {
+                    self.barriers.insert(id(step));
+                }
+                if self.barriers.contains(&id(step)) {
+                    self.pending.clear();
+                }
+                add(&mut self.pending, accesses);
+            }
+            StepKind::Signal(_) | StepKind::Wait(_) | StepKind::Barrier => self.pending.clear(),
+            StepKind::For(it) => {
+                let bounds = (self.scope.value(&it.from), self.scope.value(&it.to));
+                let values: Vec<Option<i64>> = match bounds {
+                    (Some(from), Some(to))
+                        if to.saturating_sub(from) <= MAX_ITERATIONS && self.steps <= MAX_STEPS =>
+                    {
+                        (from..to).map(Some).collect()
+                    }
+                    _ => vec![None; 2],
+                };
+                for value in values {
+                    let visible = self.scope.len();
+                    self.scope.bind(&it.index, "", value);
+                    self.body(&it.body);
+                    self.scope.truncate(visible);
+                }
+            }
+            StepKind::If(branch) => {
+                let before = self.pending.clone();
+                let mut after = Vec::new();
+                let mut decided = false;
+                for arm in &branch.arms {
+                    let holds = self.scope.holds(&arm.condition);
+                    if holds == Some(false) {
+                        continue;
+                    }
+                    self.pending.clone_from(&before);
+                    self.body(&arm.body);
+                    add(&mut after, std::mem::take(&mut self.pending));
+                    decided = holds == Some(true);
+                    if decided {
+                        break;
+                    }
+                }
+                if !decided {
+                    self.pending.clone_from(&before);
+                    self.body(&branch.otherwise);
+                    add(&mut after, std::mem::take(&mut self.pending));
+                }
+                self.pending = after;
+            }
+        }
+    }
+
+    fn each<T>(&mut self, list: &'s [Each<T>], mut with: impl FnMut(&Self, &'s T)) {
+        for each in list {
+            let Some(over) = &each.over else {
+                with(self, &each.item);
+                continue;
+            };
+            let bounds = (self.scope.value(&over.from), self.scope.value(&over.to));
+            let values: Vec<Option<i64>> = match bounds {
+                (Some(from), Some(to)) if to.saturating_sub(from) <= MAX_ITERATIONS => {
+                    (from..to).map(Some).collect()
+                }
+                _ => vec![None],
+            };
+            for value in values {
+                let visible = self.scope.len();
+                self.scope.bind(&over.index, "", value);
+                with(self, &each.item);
+                self.scope.truncate(visible);
+            }
+        }
+    }
+
+    fn source(&self, source: &'s Source) -> Vec<Access> {
+        let places = match &source.otherwise {
+            None => vec![&source.place],
+            Some((condition, other)) => match self.scope.holds(condition) {
+                Some(true) => vec![&source.place],
+                Some(false) => vec![other],
+                None => vec![&source.place, other],
+            },
+        };
+        let accesses = places
+            .into_iter()
+            .filter_map(|place| self.access(place, false));
+        accesses.collect()
+    }
+
+    /// What a step does with a place; none where it has packets.
+    fn access(&self, place: &'s Place, writes: bool) -> Option<Access> {
+        let (tensor, selected) = self.operand(&place.tensor)?;
+        let scratch = self.instance.scratch_of(tensor);
+        if scratch.is_some_and(|scratch| scratch.packing != Packing::Plain) {
+            return None;
+        }
+        let rank = match &place.on {
+            Some(rank) => self.scope.value(rank),
+            None => i64::try_from(self.instance.rank).ok(),
+        };
+        Some(Access {
+            tensor,
+            rank,
+            selected,
+            writes,
+        })
+    }
+
+    fn operand(&self, reference: &'s TensorRef) -> Option<(usize, Selected)> {
+        if let Some(alias) = self.aliases.get(reference.name.as_str()) {
+            // What it selects of the alias lies within it.
+            return Some(*alias);
+        }
+        let tensor = self.instance.tensor(&reference.name)?;
+        let value = |expression: &Expr| self.scope.value(expression);
+        let selected = match reference.selections.first() {
+            Some(Selection::Index(index)) => value(index).map(Selected::Index),
+            Some(Selection::Part(index, parts)) => value(index)
+                .zip(value(parts))
+                .map(|(index, parts)| Selected::Part(index, parts)),
+            _ => None,
+        };
+        Some((tensor, selected.unwrap_or(Selected::Unknown)))
+    }
+}
+
+fn add(all: &mut Vec<Access>, more: Vec<Access>) {
+    for access in more {
+        if !all.contains(&access) {
+            all.push(access);
+        }
+    }
+}

@@ -1,0 +1,274 @@
+//! From a section to the text of a kernel: a call of `warplink/steps.cuh` for each step.
+//!
+//! Rank, world, lanes, threads, types and operators are constants of the kernel, and whether tensors are
+//! aligned. Sizes, and the integers around the section, are variables that come with the launch, so one
+//! kernel serves all sizes. Loops stay loops; lists of sources and targets are written out.
+//!
+//! | module | subject |
+//! |---|---|
+//! | [`emit`] | steps as text |
+//! | [`scope`] | names, and expressions over them |
+//! | [`hazard`] | where the threads of a lane have to be synchronized |
+//! | [`code`] | text with indented blocks |
+
+mod code;
+mod emit;
+mod hazard;
+mod scope;
+
+use super::SectionInstance;
+use crate::device::ReduceOp;
+use crate::dtype::DType;
+use crate::error::{Error, ErrorKind, Result};
+use crate::program::expr::Expr;
+use code::{Code, comma};
+use emit::{Emitter, MAX_PLACES};
+use scope::Scope;
+use std::sync::Arc;
+
+/// The name of the kernel.
+pub(crate) const KERNEL: &str = "section";
+
+/// The most bytes that a launch passes by value.
+const MAX_WORDS: usize = 500;
+
+/// The largest tensor, so that a step counts its packets in 32 bits.
+const MAX_TENSOR_BYTES: usize = 16 << 30;
+
+/// What a launch is bound to.
+#[derive(Clone, Debug)]
+pub(crate) struct Addresses {
+    /// Where each tensor of the section starts on each rank; 0 where it is not reached.
+    pub(crate) tensors: Vec<Vec<u64>>,
+    /// Each rank's signals.
+    pub(crate) signals: Vec<u64>,
+    /// The epochs of all lanes.
+    pub(crate) epochs: u64,
+    /// How many epochs there are: the most lanes of all kernels that share them.
+    pub(crate) lanes: u64,
+}
+
+impl Addresses {
+    /// For each tensor of `instance`, whether it starts at a multiple of 16 bytes wherever it is reached, and
+    /// its rows too.
+    pub(crate) fn aligned(&self, instance: &SectionInstance) -> Vec<bool> {
+        let tensors = instance.tensors.iter().zip(&self.tensors);
+        let aligned = tensors.map(|(tensor, bases)| {
+            let rows = tensor.strides.iter().rev().skip(1);
+            bases.iter().all(|base| base.is_multiple_of(16))
+                && rows
+                    .map(|stride| stride * tensor.dtype.size())
+                    .all(|bytes| bytes.is_multiple_of(16))
+        });
+        aligned.collect()
+    }
+
+    /// The words of a launch of `instance`.
+    pub(crate) fn words(&self, instance: &SectionInstance) -> Arc<[u64]> {
+        let sizes = instance.tensors.iter().flat_map(|tensor| {
+            let numbers = tensor.shape.iter().chain(&tensor.strides);
+            numbers.map(|number| *number as u64)
+        });
+        let integers = instance.integers.values().map(|value| *value as u64);
+        let tensors = self.tensors.iter().flatten().copied();
+        tensors
+            .chain(self.signals.iter().copied())
+            .chain([self.epochs, self.lanes])
+            .chain(integers)
+            .chain(sizes)
+            .collect()
+    }
+}
+
+/// The kernel of `instance`, as CUDA C++, where `aligned` says of each tensor what
+/// [`Addresses::aligned`] does.
+///
+/// # Errors
+/// [`ErrorKind::Unsupported`] for what kernels cannot do, with its place.
+pub(crate) fn text(instance: &SectionInstance, aligned: &[bool]) -> Result<String> {
+    check(instance)?;
+    let SectionInstance {
+        section,
+        rank,
+        world,
+        lanes,
+        threads,
+        ..
+    } = instance;
+    let mut steps = Code::default();
+    let mut emitter = Emitter::new(instance, aligned, constants(instance));
+    emitter.body(&mut steps, &section.body)?;
+    let lane = Scope::spell(&section.lane);
+
+    let mut code = Code::default();
+    code.line(format!(
+        "// A kernel of {lanes} lanes of {threads} threads, for rank {rank} of {world}."
+    ));
+    code.line("#include <warplink/sections.cuh>");
+    code.line("");
+    code.line("using namespace warplink;");
+    code.line("");
+    code.line(format!(
+        "constexpr i64 rank = {rank}, world = {world}, lanes = {lanes}, threads = {threads};"
+    ));
+    code.line("");
+    binding(&mut code, instance)?;
+    code.line("");
+    let head = format!(
+        "extern \"C\" __global__ void __launch_bounds__(threads) {KERNEL}(const __grid_constant__ Binding at, u64 signals) {{"
+    );
+    code.block(head, |code| {
+        code.line("Lane self(signals, at.epochs);");
+        code.line(format!("const i64 {lane} = blockIdx.x, epoch = self.epoch - 1;"));
+        if emitter.waits {
+            code.line(format!(
+                "Inbound<world> inbound(Signals{{signals}}, world * {lane});"
+            ));
+        }
+        if emitter.signals {
+            code.line(format!(
+                "const auto word = [&](i64 peer) {{ return at.signals[peer] + detail::signal_bytes * (1 + world * {lane} + rank); }};"
+            ));
+        }
+        variables(code, instance);
+        code.append(&steps);
+        if emitter.waits {
+            code.line("inbound.finish();");
+        }
+        code.line("self.finish(at.lanes);");
+        Ok::<(), Error>(())
+    })?;
+    Ok(code.into_text())
+}
+
+/// The element type's name in `warplink/elements.cuh`.
+fn element_name(dtype: DType) -> &'static str {
+    match dtype {
+        DType::F16 => "F16",
+        DType::BF16 => "Bf16",
+        DType::F32 => "F32",
+        DType::F64 => "F64",
+        DType::I32 => "I32",
+        DType::U8 => "U8",
+    }
+}
+
+/// The operator's name there.
+fn operator_name(operator: ReduceOp) -> &'static str {
+    match operator {
+        ReduceOp::Sum => "Add",
+        ReduceOp::Max => "Maximum",
+        ReduceOp::Min => "Minimum",
+    }
+}
+
+fn check(instance: &SectionInstance) -> Result<()> {
+    let refused = |text: String, help: &'static str| {
+        Err(Error::new(ErrorKind::Unsupported, text)
+            .with_operation("compile a kernel section")
+            .with_help(help))
+    };
+    let world = instance.world;
+    if world > MAX_PLACES {
+        let text = format!("a kernel for {world} ranks; expected at most {MAX_PLACES}");
+        return refused(text, "run it on fewer ranks");
+    }
+    if instance.threads < world || !instance.threads.is_multiple_of(32) {
+        let text = format!(
+            "lanes of {} threads; expected a multiple of 32, and as many as the {world} ranks",
+            instance.threads
+        );
+        return refused(text, "use whole warps");
+    }
+    for tensor in &instance.tensors {
+        let last = tensor.shape.iter().zip(&tensor.strides);
+        let elements: usize = last.map(|(extent, stride)| extent * stride).max().unwrap_or(1);
+        if elements.saturating_mul(tensor.dtype.size()) > MAX_TENSOR_BYTES {
+            let text = format!("'{}' is larger than {MAX_TENSOR_BYTES} bytes", tensor.name);
+            return refused(text, "launch the kernel on parts of it");
+        }
+    }
+    Ok(())
+}
+
+/// What is a constant of the kernel, and how the other integers are spelled.
+fn constants(instance: &SectionInstance) -> Scope {
+    let mut scope = Scope::default();
+    for (name, value) in &instance.integers {
+        scope.bind(name, Scope::spell(name), None);
+        for (expression, constant, known) in [
+            (&instance.section.lanes, "lanes", instance.lanes),
+            (&instance.section.threads, "threads", instance.threads),
+        ] {
+            if *expression == Expr::Name(name.clone()) && i64::try_from(known) == Ok(*value) {
+                scope.bind(name, constant, Some(*value));
+            }
+        }
+    }
+    scope.bind("rank", "rank", i64::try_from(instance.rank).ok());
+    scope.bind("world", "world", i64::try_from(instance.world).ok());
+    scope.bind("epoch", "epoch", None);
+    let lane = &instance.section.lane;
+    scope.bind(lane, Scope::spell(lane), None);
+    scope
+}
+
+/// The structure that a launch passes, in the order of [`Addresses::words`].
+fn binding(code: &mut Code, instance: &SectionInstance) -> Result<()> {
+    let world = instance.world;
+    let sizes: usize = instance.tensors.iter().map(|t| 2 * t.shape.len()).sum();
+    let words = (instance.tensors.len() + 1) * world + 2 + instance.integers.len() + sizes;
+    if words > MAX_WORDS {
+        return Err(Error::new(
+            ErrorKind::Unsupported,
+            format!("a launch has {words} words of addresses and sizes; expected at most {MAX_WORDS}"),
+        )
+        .with_operation("compile a kernel section")
+        .with_help("use fewer tensors in one kernel"));
+    }
+    code.line("// Where tensors start on each rank, the ranks' signals, the epochs of lanes; and sizes.");
+    code.open("struct Binding {");
+    let names = instance.tensors.iter().map(|tensor| Scope::spell(&tensor.name));
+    let names: Vec<String> = names.collect();
+    let bases = names.iter().map(|name| format!("{name}[world]"));
+    let bases = bases.chain(["signals[world]".to_owned()]);
+    code.line(format!("u64 {};", comma(bases)));
+    code.line("u64 epochs, lanes;");
+    if !instance.integers.is_empty() {
+        let integers = instance.integers.keys().map(|name| Scope::spell(name));
+        code.line(format!("i64 {};", comma(integers)));
+    }
+    for (tensor, name) in instance.tensors.iter().zip(&names) {
+        let axes = tensor.shape.len();
+        if axes > 0 {
+            code.line(format!("i64 {name}_extent[{axes}], {name}_stride[{axes}];"));
+        }
+    }
+    code.close("};");
+    Ok(())
+}
+
+/// The integers and tensors around the section, as variables.
+fn variables(code: &mut Code, instance: &SectionInstance) {
+    for name in instance.integers.keys() {
+        let spelled = Scope::spell(name);
+        code.line(format!("const i64 {spelled} = at.{spelled};"));
+    }
+    for tensor in &instance.tensors {
+        let (name, axes) = (Scope::spell(&tensor.name), tensor.shape.len());
+        if axes == 0 {
+            code.line(format!("const View<0> {name}{{0}};"));
+            continue;
+        }
+        let extents = (0..axes).map(|axis| format!("at.{name}_extent[{axis}]"));
+        let strides = tensor.strides.iter().enumerate().map(|(axis, stride)| match stride {
+            1 if axis + 1 == axes => "1".to_owned(),
+            _ => format!("at.{name}_stride[{axis}]"),
+        });
+        code.line(format!(
+            "const View<{axes}> {name}{{0, at.{name}_extent[0], {{{}}}, {{{}}}}};",
+            comma(extents),
+            comma(strides)
+        ));
+    }
+}

@@ -1,0 +1,160 @@
+//! The names of a section in the kernel's text, and expressions over them.
+
+use super::code::bare;
+use crate::program::expr::{Comparison, Condition, Expr, Operator};
+
+/// Names that the kernel's text, its headers or the language have a meaning for.
+const RESERVED: [&str; 149] = [
+    "alignas", "alignof", "and", "and_eq", "asm", "auto", "bitand", "bitor", "bool", "break",
+    "case", "catch", "char", "char16_t", "char32_t", "class", "compl", "const", "constexpr",
+    "const_cast", "continue", "decltype", "default", "delete", "do", "double", "dynamic_cast",
+    "else", "enum", "explicit", "export", "extern", "false", "float", "for", "friend", "goto",
+    "if", "inline", "int", "long", "mutable", "namespace", "new", "noexcept", "not", "not_eq",
+    "nullptr", "operator", "or", "or_eq", "private", "protected", "public", "register",
+    "reinterpret_cast", "return", "short", "signed", "sizeof", "static", "static_assert",
+    "static_cast", "struct", "switch", "template", "this", "thread_local", "throw", "true", "try",
+    "typedef", "typeid", "typename", "union", "unsigned", "using", "virtual", "void", "volatile",
+    "wchar_t", "while", "xor", "xor_eq", "u32", "u64", "i64", "rank", "world", "lanes", "threads",
+    "epoch", "self", "at", "word", "signals", "inbound", "section", "Binding", "warplink", "detail",
+    "Lane", "Inbound", "Places", "View", "Flag", "Signals", "Unit", "Status", "Thread", "Warp",
+    "Block", "Grid", "F16", "Bf16", "F32", "F64", "I32", "U8", "I8", "U32", "I64", "U64", "E4m3",
+    "E5m2", "Add", "Multiply", "Minimum", "Maximum", "Average", "reduce", "copy", "signal",
+    "plain", "packets", "part", "divide", "modulo", "least", "greatest", "logarithm", "shortest",
+    "blockIdx", "threadIdx", "blockDim", "gridDim", "warpSize", "dim3", "uint4", "uint2",
+];
+
+/// What a name of the section means.
+#[derive(Clone, Debug)]
+pub(super) struct Bound {
+    /// Its name in the section.
+    name: String,
+    /// What stands for it in the kernel.
+    text: String,
+    /// Its value, where that is known.
+    value: Option<i64>,
+}
+
+/// The integers that are visible, the latest last.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Scope {
+    bound: Vec<Bound>,
+}
+
+impl Scope {
+    /// A name of the kernel for `name` of the section.
+    pub(super) fn spell(name: &str) -> String {
+        let mut text = name.to_owned();
+        // Variables of steps have these names.
+        let operand = ["to", "from"].iter().find_map(|lead| name.strip_prefix(lead));
+        if operand.is_some_and(|rest| rest.bytes().all(|byte| byte.is_ascii_digit())) {
+            text.push('_');
+        }
+        while RESERVED.contains(&text.as_str()) {
+            text.push('_');
+        }
+        text
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.bound.len()
+    }
+
+    pub(super) fn truncate(&mut self, len: usize) {
+        self.bound.truncate(len);
+    }
+
+    /// Binds `name`, for which `text` stands.
+    pub(super) fn bind(&mut self, name: &str, text: impl Into<String>, value: Option<i64>) {
+        self.bound.push(Bound {
+            name: name.to_owned(),
+            text: text.into(),
+            value,
+        });
+    }
+
+    fn find(&self, name: &str) -> Option<&Bound> {
+        self.bound.iter().rev().find(|bound| bound.name == name)
+    }
+
+    /// The value of an expression that is a constant of the kernel.
+    pub(super) fn value(&self, expression: &Expr) -> Option<i64> {
+        expression.evaluate(&|name| self.find(name)?.value).ok()
+    }
+
+    /// What a condition gives that is a constant of the kernel.
+    pub(super) fn holds(&self, condition: &Condition) -> Option<bool> {
+        match condition {
+            // One side may decide alone.
+            Condition::And(a, b) => match (self.holds(a), self.holds(b)) {
+                (Some(false), _) | (_, Some(false)) => Some(false),
+                (Some(true), other) | (other, Some(true)) => other,
+                (None, None) => None,
+            },
+            Condition::Or(a, b) => match (self.holds(a), self.holds(b)) {
+                (Some(true), _) | (_, Some(true)) => Some(true),
+                (Some(false), other) | (other, Some(false)) => other,
+                (None, None) => None,
+            },
+            Condition::Not(a) => self.holds(a).map(|holds| !holds),
+            _ => condition.evaluate(&|name| self.find(name)?.value).ok(),
+        }
+    }
+
+    /// The expression in the kernel's text; the name that has no meaning where one has none.
+    pub(super) fn integer(&self, expression: &Expr) -> Result<String, String> {
+        if let Some(value) = self.value(expression)
+            && !matches!(expression, Expr::Name(_))
+        {
+            return Ok(value.to_string());
+        }
+        Ok(match expression {
+            Expr::Number(value) => value.to_string(),
+            Expr::Name(name) => match self.find(name) {
+                Some(bound) => bound.text.clone(),
+                None => return Err(name.clone()),
+            },
+            Expr::Negative(a) => format!("(-{})", self.integer(a)?),
+            Expr::Log2(a) => format!("logarithm({})", bare(&self.integer(a)?)),
+            Expr::Element(list, _) => return Err(list.clone()),
+            Expr::Count(list) => return Err(format!("count({list})")),
+            Expr::Binary(operator, a, b) => {
+                let (a, b) = (self.integer(a)?, self.integer(b)?);
+                let function = match operator {
+                    Operator::Divide => "divide",
+                    Operator::Remainder => "modulo",
+                    Operator::Min => "least",
+                    Operator::Max => "greatest",
+                    Operator::Part => "part",
+                    Operator::ShiftLeft
+                    | Operator::ShiftRight
+                    | Operator::Add
+                    | Operator::Subtract
+                    | Operator::Multiply
+                    | Operator::Xor => return Ok(format!("({a} {} {b})", operator.sign())),
+                };
+                format!("{function}({}, {})", bare(&a), bare(&b))
+            }
+        })
+    }
+
+    /// The condition in the kernel's text.
+    pub(super) fn condition(&self, condition: &Condition) -> Result<String, String> {
+        Ok(match condition {
+            Condition::Compare(comparison, a, b) => {
+                let sign = match comparison {
+                    Comparison::Equal => "==",
+                    Comparison::NotEqual => "!=",
+                    Comparison::Less => "<",
+                    Comparison::LessOrEqual => "<=",
+                    Comparison::Greater => ">",
+                    Comparison::GreaterOrEqual => ">=",
+                };
+                format!("({} {sign} {})", self.integer(a)?, self.integer(b)?)
+            }
+            Condition::Given(tensor) => return Err(format!("given({tensor})")),
+            Condition::Not(a) => format!("(!{})", self.condition(a)?),
+            Condition::And(a, b) => format!("({} && {})", self.condition(a)?, self.condition(b)?),
+            Condition::Or(a, b) => format!("({} || {})", self.condition(a)?, self.condition(b)?),
+        })
+    }
+}
