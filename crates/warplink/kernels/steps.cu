@@ -25,6 +25,8 @@ template <typename Element, typename Operator> static __device__ void steps(cons
     Inbound<2> inbound(Signals{a.words}, 0);
     if (packet == 16) {
         through_packets<Element, Operator, 16>(lane, a);
+    } else if (packet == 128) {
+        through_packets<Element, Operator, 128>(lane, a);
     } else if (packet == 8) {
         if constexpr (sizeof(typename Element::Bits) <= 4) through_packets<Element, Operator, 8>(lane, a);
     } else {

@@ -2,6 +2,8 @@
 
 use warplink::ErrorKind;
 use warplink::device::cuda;
+use warplink::program::section::SectionInstance;
+use warplink::program::{OperationKind, Parameters, Program, unroll};
 
 #[test]
 fn every_kernel_compiles_for_every_architecture() {
@@ -50,6 +52,64 @@ fn kernels_that_include_the_header_compile_for_every_architecture() {
             }
         }
     }
+}
+
+/// The sections of the example programs for a world, as rank 0 launches them.
+fn sections(world: usize) -> Vec<(String, SectionInstance)> {
+    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../examples/programs");
+    let mut files: Vec<_> = std::fs::read_dir(folder)
+        .expect("examples")
+        .map(|entry| entry.expect("an example").path())
+        .collect();
+    files.sort();
+    let mut all = Vec::new();
+    for file in files {
+        let text = std::fs::read_to_string(&file).expect("an example");
+        if !text.contains("kernel ") {
+            continue;
+        }
+        let program = Program::parse(&text).unwrap_or_else(|error| panic!("{file:?}: {error}"));
+        let mut parameters = Parameters::new();
+        for parameter in &program.parameters {
+            if parameter.kind.alternatives().is_empty() {
+                let value = if parameter.name == "root" { 1 } else { 1000 };
+                parameters.insert(&parameter.name, value);
+            }
+        }
+        // Some are for two ranks only.
+        let Ok(rank_program) = unroll(&program, 0, world, 2, &parameters) else {
+            continue;
+        };
+        let name = file.file_name().unwrap_or_default().to_string_lossy();
+        for operation in &rank_program.operations {
+            if let OperationKind::Kernel(section) = &operation.kind {
+                all.push((name.to_string(), SectionInstance::clone(section)));
+            }
+        }
+    }
+    all
+}
+
+#[test]
+fn every_section_of_the_examples_compiles_for_every_architecture() {
+    let cases = [(2, true), (8, false)];
+    let mut compiled = 0;
+    for (world, aligned) in cases {
+        for (name, section) in sections(world) {
+            let text = section.kernel(aligned).unwrap_or_else(|error| panic!("{name}: {error}"));
+            let all = ["sm_80", "sm_90", "sm_100"];
+            let architectures = if world == 2 { &all[..] } else { &all[1..2] };
+            for architecture in architectures {
+                match cuda::compile(&name, &text, architecture) {
+                    Ok(code) => assert!(!code.is_empty()),
+                    Err(error) if error.kind() == ErrorKind::LibraryMissing => return,
+                    Err(error) => panic!("{name}: {error}\n{text}"),
+                }
+                compiled += 1;
+            }
+        }
+    }
+    assert!(compiled > 0, "no example has a section");
 }
 
 #[test]

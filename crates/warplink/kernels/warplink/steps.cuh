@@ -1,6 +1,6 @@
 // The steps of kernel sections: what compiled sections call, and hand-written kernels may (sm_80 and newer).
 //
-// A lane is a block of one dimension. All its threads make every call, with the same arguments. The steps of
+// A lane is a block of whole warps, of one dimension. All its threads make every call, with the same arguments. The steps of
 // a lane happen in order as far as signals, packets and `sync` order them:
 //
 // | call | orders |
@@ -28,12 +28,13 @@
 
 namespace warplink {
 
-// The flag that packets of an epoch, from 1 on, carry: never 0 in packets of 8 bytes, and in the two halves
-// of one of 16 bytes never the same pair again.
+// The flag that packets of an epoch, from 1 on, carry: `single` in packets of 8 bytes, which is never 0,
+// `first` and `second` in those of 16, which are never the same pair again, and `whole` in those of 128.
 struct Flag {
     u32 first, second, single;
+    u64 whole;
     __device__ __forceinline__ explicit Flag(u64 epoch)
-        : first((u32)epoch), second((u32)epoch + (u32)(epoch >> 32)), single((u32)((epoch - 1) % 0xffffffffull) + 1) {}
+        : first((u32)epoch), second((u32)epoch + (u32)(epoch >> 32)), single((u32)((epoch - 1) % 0xffffffffull) + 1), whole(epoch) {}
 };
 
 // What a lane needs to know of itself, in registers.
@@ -78,15 +79,16 @@ struct Lane {
 };
 
 // Several places, one for each source or target of a step. Where bit i of `PACKETS` is set, place i has
-// packets of `PACKET` bytes, half of them data; the others are plain memory. Loads and stores go to them in
-// order from number `FIRST` on, which should be another rank's on each rank.
+// packets of `PACKET` bytes; the others are plain memory. Of packets of 8 and 16 bytes half is data; of 128
+// bytes, which are stored by 8 threads at once and want a link that does not split them, 120 are. Loads and
+// stores go to the places in order from number `FIRST` on, which should be another rank's on each rank.
 template <u32 COUNT, u32 PACKETS = 0, u32 PACKET = 16, u32 FIRST = 0> struct Places {
     static constexpr u32 count = COUNT;
     static constexpr u32 packets = PACKETS;
     // The data of a packet, or 0 where there are none.
-    static constexpr u32 packet_data = PACKETS == 0 ? 0 : PACKET / 2;
+    static constexpr u32 packet_data = PACKETS == 0 ? 0 : PACKET == 128 ? 120 : PACKET / 2;
     static_assert(COUNT >= 1 && COUNT <= 32, "up to 32 places");
-    static_assert(PACKET == 8 || PACKET == 16, "packets have 8 or 16 bytes");
+    static_assert(PACKET == 8 || PACKET == 16 || PACKET == 128, "packets have 8, 16 or 128 bytes");
     u64 at[COUNT];
     static __device__ __forceinline__ constexpr bool is_packets(u32 i) { return PACKETS >> i & 1u; }
     // The place that comes i-th.
@@ -258,6 +260,97 @@ __device__ __forceinline__ void packet_units(Lane &lane, const Sources &from, co
     if (left != 0 && unit == whole) packet_unit<Element, Operator, BYTES, false>(lane, from, to, unit, left, in, out);
 }
 
+// The part of a packet of 128 bytes that one of 8 threads has: two words of 8 bytes, of which the last
+// thread's second is the flag.
+struct LinePart {
+    Unit<16> unit;
+    __device__ __forceinline__ u64 second() const { return (u64)unit.word[2] | (u64)unit.word[3] << 32; }
+};
+
+__device__ __forceinline__ LinePart load_line_part(u64 at) {
+    LinePart part;
+    asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(part.unit.word[0]), "=r"(part.unit.word[1]), "=r"(part.unit.word[2]), "=r"(part.unit.word[3])
+                 : "l"(at)
+                 : "memory");
+    return part;
+}
+
+// Two words of plain memory from `at` on, with so many elements in each.
+template <typename Element, bool WHOLE> __device__ __forceinline__ Unit<16> load_words(u64 at, u32 first, u32 second) {
+    constexpr u32 elements = unit_elements<Element, 8>;
+    Unit<8> words[2];
+    words[0] = WHOLE && first == elements ? load_unit<8>(at) : load_elements<Element, 8>(at, first);
+    words[1] = WHOLE && second == elements ? load_unit<8>(at + 8) : load_elements<Element, 8>(at + 8, second);
+    return {{words[0].word[0], words[0].word[1], words[1].word[0], words[1].word[1]}};
+}
+
+template <typename Element, bool WHOLE> __device__ __forceinline__ void store_words(u64 at, const Unit<16> &unit, u32 first, u32 second) {
+    constexpr u32 elements = unit_elements<Element, 8>;
+    const Unit<8> words[2] = {{{unit.word[0], unit.word[1]}}, {{unit.word[2], unit.word[3]}}};
+    if (WHOLE && first == elements)
+        store_unit<8>(at, words[0]);
+    else
+        store_elements<Element, 8>(at, words[0], first);
+    if (WHOLE && second == elements)
+        store_unit<8>(at + 8, words[1]);
+    else
+        store_elements<Element, 8>(at + 8, words[1], second);
+}
+
+// All `count` elements where packets of 128 bytes are among the places; `WHOLE` says that plain places are
+// aligned to 8 bytes.
+template <typename Element, typename Operator, bool WHOLE, typename Sources, typename Targets>
+__device__ __forceinline__ void line_units(Lane &lane, const Sources &from, const Targets &to, u64 count, Flag in, Flag out) {
+    constexpr u32 elements = unit_elements<Element, 8>;
+    const u64 words = (count + elements - 1) / elements;
+    const u32 lines = (u32)((words + 14) / 15), part = lane.rank() & 7u, mask = 0xffu << (lane.rank() & 24u);
+    const auto left = [&](u64 word) { return word * elements >= count ? 0 : count - word * elements < elements ? (u32)(count - word * elements) : elements; };
+#pragma unroll 1
+    for (u32 line = lane.rank() / 8; line < lines; line += lane.size() / 8) {
+        const u64 word = 15 * (u64)line + 2 * part, packed = 128 * (u64)line + 16 * part;
+        const u32 first = left(word), second = part == 7 ? 0 : left(word + 1);
+        Unit<16> units[Sources::count];
+        LinePart parts[Sources::count];
+#pragma unroll
+        for (u32 k = 0; k < Sources::count; k++) {
+            const u32 source = Sources::in_turn(k);
+            if (Sources::is_packets(source))
+                parts[source] = load_line_part(from.at[source] + packed);
+            else
+                units[source] = load_words<Element, WHOLE>(from.at[source] + 8 * word, first, second);
+        }
+#pragma unroll
+        for (u32 source = 0; source < Sources::count; source++) {
+            if (Sources::is_packets(source)) {
+                // All 8 threads go on, and end, together.
+                for (u32 polls = 1; !lane.ended && __shfl_sync(mask, parts[source].second(), 7, 8) != in.whole; polls++) {
+                    lane.ended = __any_sync(mask, lane.gives_up(polls));
+                    parts[source] = load_line_part(from.at[source] + packed);
+                }
+                // What another thread loaded along with the flag may be older than it.
+                units[source] = load_line_part(from.at[source] + packed).unit;
+            }
+        }
+        if (lane.ended) return;
+        Unit<16> result = combined<Element, Operator>(units);
+#pragma unroll
+        for (u32 k = 0; k < Targets::count; k++) {
+            const u32 target = Targets::in_turn(k);
+            if (Targets::is_packets(target)) {
+                Unit<16> stored = result;
+                if (part == 7) stored.word[2] = (u32)out.whole, stored.word[3] = (u32)(out.whole >> 32);
+                __syncwarp(mask);
+                asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to.at[target] + packed), "r"(stored.word[0]), "r"(stored.word[1]),
+                             "r"(stored.word[2]), "r"(stored.word[3])
+                             : "memory");
+            } else {
+                store_words<Element, WHOLE>(to.at[target] + 8 * word, result, first, second);
+            }
+        }
+    }
+}
+
 // The bits that are set in the address of any plain place, and those that are not set in all of these.
 template <typename Sources, typename Targets>
 __device__ __forceinline__ void alignment(const Sources &from, const Targets &to, u32 &any, u32 &apart) {
@@ -287,17 +380,25 @@ template <typename P> __device__ __forceinline__ P advanced(P places, u64 bytes)
 // may be a source at the same place.
 template <typename Element, typename Operator, bool ALIGNED = false, typename Sources, typename Targets>
 __device__ __forceinline__ void reduce(Lane &lane, const Sources &from, const Targets &to, u64 count, Flag in, Flag out) {
-    constexpr bool packets = (Sources::packets | Targets::packets) != 0;
-    constexpr u32 bytes = !packets ? 16 : Sources::packet_data != 0 ? Sources::packet_data : Targets::packet_data;
-    static_assert(Targets::packet_data == 0 || Targets::packet_data == bytes, "packets of one size");
+    constexpr u32 data = Sources::packet_data != 0 ? Sources::packet_data : Targets::packet_data;
+    static_assert(Targets::packet_data == 0 || Targets::packet_data == data, "packets of one size");
+    // What plain places have to be aligned to.
+    constexpr u32 bytes = data == 0 ? 16 : data == 4 ? 4 : 8;
+    // Threads that handle packets together end together.
+    if constexpr (data == 120) lane.ended = __any_sync(0xffffffffu, lane.ended);
     if (lane.ended) return;
     u32 any = 0, apart = 0;
     if constexpr (!ALIGNED) detail::alignment(from, to, any, apart);
-    if constexpr (packets) {
+    if constexpr (data == 120) {
         if (any % bytes == 0)
-            detail::packet_units<Element, Operator, bytes, true>(lane, from, to, count, in, out);
+            detail::line_units<Element, Operator, true>(lane, from, to, count, in, out);
         else
-            detail::packet_units<Element, Operator, bytes, false>(lane, from, to, count, in, out);
+            detail::line_units<Element, Operator, false>(lane, from, to, count, in, out);
+    } else if constexpr (data != 0) {
+        if (any % bytes == 0)
+            detail::packet_units<Element, Operator, data, true>(lane, from, to, count, in, out);
+        else
+            detail::packet_units<Element, Operator, data, false>(lane, from, to, count, in, out);
     } else if (apart % bytes != 0) {
         detail::single_elements<Element, Operator>(lane, from, to, 0, count);
     } else {

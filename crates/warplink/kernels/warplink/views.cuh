@@ -96,12 +96,15 @@ template <typename V, typename... Others> __device__ __forceinline__ u64 shortes
     return rest < count ? rest : count;
 }
 
-// Where a view starts in memory: plain, or as packets of which half is data.
+// Where a view starts in memory: plain, as packets of which half is data, or as packets of 128 bytes.
 template <typename Element, u32 AXES> __device__ __forceinline__ u64 plain(u64 base, const View<AXES> &view) {
     return base + sizeof(typename Element::Bits) * (u64)view.offset;
 }
 template <typename Element, u32 AXES> __device__ __forceinline__ u64 packets(u64 base, const View<AXES> &view) {
     return base + 2 * sizeof(typename Element::Bits) * (u64)view.offset;
+}
+template <typename Element, u32 AXES> __device__ __forceinline__ u64 lines(u64 base, const View<AXES> &view) {
+    return base + sizeof(typename Element::Bits) * (u64)view.offset / 120 * 128;
 }
 
 }  // namespace warplink

@@ -69,7 +69,7 @@ pub(crate) use in_flight::{InFlight, InUse};
 pub use interface::{AllocationKind, Device, Export, Opening, Piece, Segment};
 pub use launch::{Argument, Launch};
 pub use links::{DeviceLink, DeviceLinks, LinkEnd, LinkQuery};
-pub use module::{Kernel, Module, ModuleSource};
+pub use module::{Kernel, KernelResources, Module, ModuleSource};
 pub(crate) use packets::{MAX_BLOCKS as MAX_PACKET_BLOCKS, PACKET, PacketShape};
 pub use packets::{PacketLine, PacketPart};
 pub use pci::PciAddress;

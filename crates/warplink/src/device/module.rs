@@ -27,7 +27,12 @@ pub(crate) enum CudaCode {
     Text(String),
     /// What a compiler made of it: a cubin, a fat binary or PTX that ends with a zero.
     Image(Arc<[u8]>),
+    /// CUDA C++ that is written when it is asked for, and whose module is kept for the next time.
+    Written(Arc<WriteText>),
 }
+
+/// Writes CUDA C++.
+pub(crate) type WriteText = dyn Fn() -> Result<String> + Send + Sync;
 
 impl ModuleSource {
     /// Nothing yet; `name` is for messages.
@@ -42,6 +47,16 @@ impl ModuleSource {
     /// It may include `<warplink/device.cuh>`. Kernels are `extern "C"`, so that they are found by name.
     pub fn with_cuda(mut self, text: impl Into<String>) -> Self {
         self.code = Some(CudaCode::Text(text.into()));
+        self
+    }
+
+    /// With CUDA C++ that `write` gives when the module is loaded. What was loaded is kept, so that the same
+    /// text is neither compiled nor loaded again.
+    pub(crate) fn with_written_cuda(
+        mut self,
+        write: impl Fn() -> Result<String> + Send + Sync + 'static,
+    ) -> Self {
+        self.code = Some(CudaCode::Written(Arc::new(write)));
         self
     }
 
@@ -166,6 +181,29 @@ impl Kernel {
     pub(crate) fn check_together(&self, launch: &Launch) -> Result<()> {
         self.0.check_together(launch)
     }
+
+    /// What a launch takes of the device; `None` where it does not tell.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Driver`](crate::ErrorKind::Driver) where it fails to tell.
+    pub fn resources(&self, launch: &Launch) -> Result<Option<KernelResources>> {
+        self.0.resources(launch)
+    }
+}
+
+/// What a kernel takes of a device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KernelResources {
+    /// Registers of a thread.
+    pub registers: u32,
+    /// Bytes of shared memory of a block, without what a launch asks for.
+    pub shared_bytes: u32,
+    /// Bytes of local memory of a thread; what is above 0 costs time.
+    pub local_bytes: u32,
+    /// How many blocks fit on a multiprocessor at a time.
+    pub blocks_per_multiprocessor: u32,
+    /// How many multiprocessors there are.
+    pub multiprocessors: u32,
 }
 
 impl fmt::Debug for Kernel {
@@ -185,6 +223,11 @@ pub(crate) trait KernelBackend: Send + Sync + fmt::Debug {
     /// See [`Kernel::check_together`]. A launch finds out where this does not tell.
     fn check_together(&self, _launch: &Launch) -> Result<()> {
         Ok(())
+    }
+
+    /// See [`Kernel::resources`].
+    fn resources(&self, _launch: &Launch) -> Result<Option<KernelResources>> {
+        Ok(None)
     }
 
     /// See [`Kernel::launch`].

@@ -37,7 +37,9 @@ pub mod verify;
 
 pub use area::{Area, Axis};
 pub use diagnostic::{Diagnostic, DiagnosticKind, Place, refused};
-pub use execute::{Bindings, CapturedPlan, Executor, Plan, PrepareOptions, Prepared, Trace};
+pub use execute::{
+    Bindings, CapturedPlan, Executor, KernelReport, Plan, PrepareOptions, Prepared, Trace,
+};
 pub use expr::{Condition, Expr};
 pub use ir::{Backend, Direction, Program, Protocol};
 pub use parameters::{Parameters, Value};

@@ -4,6 +4,7 @@ mod channel;
 mod overlap;
 mod p2p;
 mod program;
+mod section;
 pub(crate) mod second_stream;
 pub(crate) mod timing;
 
@@ -26,6 +27,7 @@ enum What {
     Channel(channel::Channel),
     Overlap(overlap::Overlap),
     Program(program::Program),
+    Section(section::Section),
 }
 
 impl Bench {
@@ -35,6 +37,7 @@ impl Bench {
             What::Channel(command) => command.run(options),
             What::Overlap(command) => command.run(options),
             What::Program(command) => command.run(options),
+            What::Section(command) => command.run(options),
         }
     }
 }

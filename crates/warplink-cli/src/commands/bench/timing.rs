@@ -32,6 +32,17 @@ pub(crate) struct Times {
     pub(crate) most: f64,
 }
 
+impl Times {
+    /// Of one of `parts` that all took as long.
+    pub(crate) fn divided(self, parts: f64) -> Self {
+        Self {
+            median: self.median / parts,
+            least: self.least / parts,
+            most: self.most / parts,
+        }
+    }
+}
+
 /// What is timed: it enqueues the same on every call.
 pub(crate) type Work<'a> = &'a dyn Fn(&Stream) -> Result<()>;
 

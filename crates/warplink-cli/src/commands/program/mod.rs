@@ -51,7 +51,7 @@ impl Program {
 
 /// A program and the values that it is looked at with.
 #[derive(Debug, Args)]
-struct Source {
+pub(crate) struct Source {
     /// File with the program
     #[arg(value_name = "FILE")]
     file: PathBuf,
@@ -63,19 +63,19 @@ struct Source {
     tensors: Vec<String>,
     /// Streams in the pool
     #[arg(long, value_name = "N", default_value = "2", value_parser = clap::value_parser!(u8).range(1..))]
-    streams: u8,
+    pub(crate) streams: u8,
 }
 
 /// A program as it was read.
-struct Text {
+pub(crate) struct Text {
     text: String,
-    program: program::Program,
-    parameters: Parameters,
+    pub(crate) program: program::Program,
+    pub(crate) parameters: Parameters,
 }
 
 impl Source {
     /// Reads the program; `None` where it is none and that was said as JSON.
-    fn read(&self, options: &Options) -> Result<Option<Text>> {
+    pub(crate) fn read(&self, options: &Options) -> Result<Option<Text>> {
         let name = self.file.display();
         let parameters = self.parameters()?;
         let text = read_limited(&self.file).with_context(|| format!("read {name}"))?;

@@ -17,13 +17,24 @@ use warplink::program::{Area, OperationKind, Range, RankProgram, TransferId, unr
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  \
     warplink program show examples/programs/ring_pass.wlp\n  \
-    warplink program show examples/programs/ring_pass.wlp --ranks 4 --rank 2 --param n=1024")]
+    warplink program show examples/programs/ring_pass.wlp --ranks 4 --rank 2 --param n=1024\n  \
+    warplink program show examples/programs/all_reduce_one_shot.wlp --ranks 2 --param n=1024 --kernel")]
 pub(super) struct Show {
     #[command(flatten)]
     source: Source,
     /// Whose operations, with --ranks [default: 0]
     #[arg(long, value_name = "RANK", requires = "ranks")]
     rank: Option<usize>,
+    /// Print the CUDA C++ of its kernel sections instead, with --ranks
+    #[arg(long, requires = "ranks")]
+    kernel: bool,
+}
+
+/// The source of a kernel section.
+#[derive(Serialize)]
+struct Kernel {
+    line: u32,
+    text: String,
 }
 
 #[derive(Serialize)]
@@ -71,6 +82,9 @@ impl Show {
         );
         let streams = self.source.streams.into();
         let rank_program = unroll(&program, rank, world, streams, &parameters)?;
+        if self.kernel {
+            return show_kernels(&rank_program, options);
+        }
         let lines: Vec<Line> = rank_program
             .operations
             .iter()
@@ -102,6 +116,31 @@ impl Show {
         print_text(&text)?;
         Ok(ExitCode::SUCCESS)
     }
+}
+
+/// Prints the source of every kernel section, each once.
+fn show_kernels(rank_program: &RankProgram, options: &Options) -> Result<ExitCode> {
+    let mut kernels: Vec<Kernel> = Vec::new();
+    for operation in &rank_program.operations {
+        if let OperationKind::Kernel(section) = &operation.kind {
+            let text = section.kernel(true)?;
+            if kernels.iter().all(|kernel| kernel.text != text) {
+                let line = operation.site.line;
+                kernels.push(Kernel { line, text });
+            }
+        }
+    }
+    ensure!(
+        !kernels.is_empty(),
+        "the program has no kernel section; expected at least one"
+    );
+    if options.json {
+        print_json(&kernels)?;
+    } else {
+        let texts: Vec<&str> = kernels.iter().map(|kernel| &*kernel.text).collect();
+        print_text(&texts.join("\n"))?;
+    }
+    Ok(ExitCode::SUCCESS)
 }
 
 /// An operation in the words of program text.

@@ -5,6 +5,7 @@ use super::capabilities::{self, Capabilities};
 use super::compute::workspace::Workspaces;
 use super::driver::context::Context;
 use super::kernels::transfer::TransferKernel;
+use super::kernels::user::WrittenModules;
 use super::memory::block_pool::{Block, BlockPool};
 use super::memory::reaper::Reaper;
 use super::memory::staging::Staging;
@@ -31,6 +32,7 @@ pub(super) struct Gpu {
     pub(super) staging: Staging,
     pub(super) signals: Arc<Signals>,
     pub(super) workspaces: Workspaces,
+    pub(super) written: WrittenModules,
     /// Loaded with the first signals, which come before the first transfer.
     pub(super) transfer_kernel: OnceLock<Option<TransferKernel>>,
     /// Whether the driver records writes and waits into graphs; found out when the GPU is opened.
@@ -62,6 +64,7 @@ impl Gpu {
             staging,
             signals,
             workspaces: Workspaces::default(),
+            written: WrittenModules::default(),
             transfer_kernel: OnceLock::new(),
             captures_memory_ops: OnceLock::new(),
         }))
@@ -130,7 +133,9 @@ impl Drop for Gpu {
         // has ended what still waits.
         let workspaces = self.workspaces.take_all();
         let (buffer, kernel) = (self.staging.close(), self.transfer_kernel.take());
-        self.reaper.run(move |_| drop((workspaces, buffer, kernel)));
+        let written = self.written.take_all();
+        self.reaper
+            .run(move |_| drop((workspaces, buffer, kernel, written)));
         self.free_blocks(self.blocks.close());
         self.reaper.stop();
     }

@@ -8,23 +8,21 @@ use super::context::RankContext;
 use super::lane::run_lane;
 use super::memory::{PlanMemory, TensorMemory};
 use crate::device::{
-    AllocationKind, Argument, Device, DeviceSlice, Kernel, Launch, ModuleSource, Priority, Stream,
+    AllocationKind, Argument, Device, DeviceSlice, Kernel, KernelResources, Launch, ModuleSource, Priority, Stream,
 };
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::memory::{HANDLE_BYTES, Region, RemoteRegion};
 use crate::program::rank_program::{OperationKind, RankProgram, TensorId};
 use crate::program::section::{
-    FreeNames, SectionInstance, SectionMemory, SectionTensor, WorkspaceLayout,
+    Addresses, FreeNames, KERNEL, SectionInstance, SectionMemory, SectionTensor, WorkspaceLayout,
+    kernel_text,
 };
 use crate::signal::Signals;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-/// The name of the kernel in the module that is made of a section.
-const KERNEL: &str = "section";
-
-/// Bytes of the epoch, and of the count of lanes that have ended.
-const STATE_BYTES: usize = 16;
+/// Bytes of an epoch.
+const EPOCH_BYTES: usize = 8;
 
 /// This rank's memory for the kernels of a program.
 pub(super) struct KernelMemory {
@@ -43,7 +41,8 @@ pub(super) struct Reach {
     pub(super) layout: WorkspaceLayout,
     pub(super) workspaces: Vec<Option<DeviceSlice>>,
     pub(super) signals: Vec<DeviceSlice>,
-    /// The epoch, and how many lanes of the launch under way have ended.
+    /// Of a device that takes closures, the epoch, and how many lanes of the launch under way have ended; of
+    /// others, an epoch for each lane.
     pub(super) state: DeviceSlice,
     pub(super) tensors: Vec<BTreeMap<TensorId, DeviceSlice>>,
 }
@@ -57,6 +56,20 @@ pub(super) struct BoundKernels {
     _peers: Vec<RemoteRegion>,
 }
 
+/// A kernel of a plan, and what a launch of it takes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct KernelReport {
+    /// The line of the section in the program.
+    pub line: u32,
+    /// Lanes: blocks of a launch.
+    pub lanes: usize,
+    /// Threads of each.
+    pub threads: usize,
+    /// What it takes of the device, where the device tells.
+    pub resources: Option<KernelResources>,
+}
+
 /// A kernel that is ready to launch.
 #[derive(Debug)]
 pub(super) struct KernelLaunch {
@@ -66,6 +79,16 @@ pub(super) struct KernelLaunch {
 }
 
 impl KernelLaunch {
+    /// What it is and takes, where its section stands in `line`.
+    pub(super) fn report(&self, line: u32) -> Result<KernelReport> {
+        Ok(KernelReport {
+            line,
+            lanes: self.launch.blocks as usize,
+            threads: self.launch.threads as usize,
+            resources: self.kernel.resources(&self.launch)?,
+        })
+    }
+
     pub(super) fn enqueue(&self, stream: &Stream) -> Result<()> {
         self.kernel.launch(stream, &self.launch, &self.arguments)
     }
@@ -93,9 +116,8 @@ impl KernelMemory {
             &context.fault,
             lanes * context.world(),
         )?;
-        let state = context
-            .device
-            .allocate(STATE_BYTES, AllocationKind::Plain)?;
+        let bytes = EPOCH_BYTES * lanes.max(2);
+        let state = context.device.allocate(bytes, AllocationKind::Plain)?;
         let mut shared = Vec::new();
         for id in remote_tensors(&sections) {
             let region = match memory.tensor(id) {
@@ -245,48 +267,47 @@ impl BoundKernels {
         device: &dyn Device,
         section: &Arc<SectionInstance>,
     ) -> Result<KernelLaunch> {
+        let addresses = Arc::new(self.reach.addresses(section));
         let (lanes, reach) = (section.clone(), self.reach.clone());
+        let (written, bound) = (section.clone(), addresses.clone());
         let source = ModuleSource::new("kernel section")
+            .with_written_cuda(move || kernel_text(&written, &bound.aligned(&written)))
             .with_host_kernel(KERNEL, move |block| run_lane(block, &lanes, &reach));
         // SAFETY: the kernel accesses what the section says of the memory that the plan holds; the verifier
         // has checked that this stays within it.
         let module = unsafe { device.load_module(&source)? };
         let kernel = module.kernel(KERNEL)?;
-        let launch =
-            Launch::new(section.lanes as u32, section.threads as u32).with_all_blocks_together();
+        // A launch that asks for all blocks together takes longer. Blocks that find no room get it when other
+        // kernels end, so it is enough that they fit.
+        let launch = Launch::new(section.lanes as u32, section.threads as u32);
         kernel.check_together(&launch)?;
         let own = &self.reach.signals[section.rank];
-        let mut arguments = vec![
-            Argument::Slice(self.table(device, section)?),
-            Argument::Slice(own.clone()),
-        ];
-        arguments.extend(section.integers.values().map(|value| Argument::I64(*value)));
+        let words = Argument::Words(addresses.words(section));
         Ok(KernelLaunch {
             kernel,
             launch,
-            arguments,
+            arguments: vec![words, Argument::Slice(own.clone())],
         })
-    }
-
-    /// Addresses for the kernel: of each tensor on each rank, of each rank's signals, and of the epoch.
-    fn table(&self, device: &dyn Device, section: &SectionInstance) -> Result<DeviceSlice> {
-        let reach = &self.reach;
-        let mut addresses = Vec::new();
-        for tensor in &section.tensors {
-            for rank in 0..section.world {
-                addresses.push(reach.address(section, tensor, rank));
-            }
-        }
-        addresses.extend(reach.signals.iter().map(DeviceSlice::address));
-        addresses.push(reach.state.address());
-        let bytes: Vec<u8> = addresses.iter().flat_map(|a| a.to_ne_bytes()).collect();
-        let table = device.allocate(bytes.len(), AllocationKind::Plain)?;
-        device.upload(&table, &bytes)?;
-        Ok(table)
     }
 }
 
 impl Reach {
+    /// What a launch of a section is bound to.
+    fn addresses(&self, section: &SectionInstance) -> Addresses {
+        let tensors = section.tensors.iter().map(|tensor| {
+            let ranks = 0..section.world;
+            ranks
+                .map(|rank| self.address(section, tensor, rank))
+                .collect()
+        });
+        Addresses {
+            tensors: tensors.collect(),
+            signals: self.signals.iter().map(DeviceSlice::address).collect(),
+            epochs: self.state.address(),
+            lanes: (self.state.bytes() / EPOCH_BYTES) as u64,
+        }
+    }
+
     /// Where a tensor starts on a rank; 0 where this rank does not reach it there.
     fn address(&self, section: &SectionInstance, tensor: &SectionTensor, rank: Rank) -> u64 {
         match tensor.memory {

@@ -28,6 +28,7 @@ mod trace;
 pub(crate) use agreement::Digest;
 pub use bind::Prepared;
 pub(crate) use context::{EngineSource, RankContext};
+pub use kernel::KernelReport;
 pub use memory::Bindings;
 pub use plan::{CapturedPlan, Plan};
 pub use trace::{Trace, TraceSpan};

@@ -1,8 +1,8 @@
 //! A program bound to memory: enqueued any number of times, or captured into a graph.
 
-use super::command::Command;
+use super::command::{Command, CommandKind};
 use super::context::RankContext;
-use super::kernel::BoundKernels;
+use super::kernel::{BoundKernels, KernelReport};
 use super::memory::PlanMemory;
 use super::trace::{Trace, Tracer};
 use crate::device::{DeviceSlice, Graph, InUse, Priority, Stream};
@@ -69,6 +69,23 @@ impl Plan {
         let tensors = &self.parts.program.tensors;
         let id = tensors.iter().position(|tensor| *tensor.name == *name)?;
         self.parts.memory.tensor_slice(id)
+    }
+
+    /// Its kernels, in the order in which a run launches them.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Driver`] where the device does not tell what they take.
+    pub fn kernels(&self) -> Result<Vec<KernelReport>> {
+        let commands = self.parts.commands.iter();
+        let kernels = commands.filter_map(|command| match &command.kind {
+            CommandKind::Kernel(kernel) => Some((command.operation, kernel)),
+            _ => None,
+        });
+        let reports = kernels.map(|(operation, kernel)| {
+            let line = self.parts.program.operations[operation].site.line;
+            kernel.report(line)
+        });
+        reports.collect()
     }
 
     /// Why the program cannot run as a graph, if the verifier found that it cannot.

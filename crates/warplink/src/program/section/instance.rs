@@ -1,10 +1,11 @@
 //! A section of one rank, with the names around it resolved.
 
+use super::compile;
 use super::ir::Section;
 use super::layout::{ScratchId, ScratchInstance};
 use crate::device::ReduceOp;
 use crate::dtype::DType;
-use crate::error::Rank;
+use crate::error::{Rank, Result};
 use crate::program::rank_program::{Site, TensorId};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -66,6 +67,15 @@ pub enum SectionMemory {
 }
 
 impl SectionInstance {
+    /// The kernel that a GPU runs for it, as CUDA C++ for `<warplink/sections.cuh>`. `aligned` says whether all
+    /// tensors, and their rows, start at multiples of 16 bytes, which is known when a program is bound.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) for what kernels cannot do, with its place.
+    pub fn kernel(&self, aligned: bool) -> Result<String> {
+        compile::text(self, &vec![aligned; self.tensors.len()])
+    }
+
     /// The index of the tensor `name`.
     pub fn tensor(&self, name: &str) -> Option<usize> {
         self.tensors

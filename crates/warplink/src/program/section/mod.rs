@@ -11,6 +11,7 @@
 //! | [`instance`] | a section of one rank, with the names around it resolved |
 //! | [`lane`] | the steps of one lane in one launch, with everything resolved |
 
+mod compile;
 pub mod instance;
 pub mod ir;
 pub mod lane;
@@ -24,6 +25,7 @@ pub use instance::{SectionInstance, SectionMemory, SectionTensor};
 pub use ir::{Move, Operator, Packing, Place, Scratch, Section, Source, Step, StepKind, Verb};
 pub use lane::{LaneStep, LaneStepKind, Part};
 pub use layout::{Area, ScratchId, ScratchInstance, WorkspaceLayout};
+pub(crate) use compile::{Addresses, KERNEL, text as kernel_text};
 pub(crate) use names::FreeNames;
 pub(crate) use period::period;
 

@@ -119,6 +119,7 @@ function_table! {
             CUfunction, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, CUstream, *mut *mut c_void,
         ) -> Status;
         cuFuncSetAttribute(CUfunction, CUfunction_attribute, c_int) -> Status;
+        cuOccupancyMaxActiveBlocksPerMultiprocessor(*mut c_int, CUfunction, c_int, usize) -> Status;
     }
     optional {
         cuDeviceGetUuid_v2(*mut CUuuid, CUdevice) -> Status;

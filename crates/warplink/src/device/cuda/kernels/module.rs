@@ -203,6 +203,46 @@ impl Function {
         driver.check(code, "allow dynamic shared memory")
     }
 
+    /// How many blocks of so many threads, with so many bytes of dynamic shared memory each, fit on a
+    /// multiprocessor at a time.
+    pub(crate) fn blocks_per_multiprocessor(&self, threads: u32, shared: u32) -> Result<u32> {
+        let driver = self.module.context.driver;
+        let _entered = self.module.context.enter()?;
+        let mut blocks = 0;
+        let threads = c_int::try_from(threads).unwrap_or(c_int::MAX);
+        // SAFETY: `blocks` is an output parameter for one integer; the function lives as long as `self`.
+        let code = unsafe {
+            (driver.cuOccupancyMaxActiveBlocksPerMultiprocessor)(
+                &mut blocks,
+                self.raw,
+                threads,
+                shared as usize,
+            )
+        };
+        driver.check(code, "ask how many blocks fit")?;
+        Ok(u32::try_from(blocks).unwrap_or(0))
+    }
+
+    /// Registers of a thread, and bytes of a block's shared and of a thread's local memory.
+    pub(crate) fn resources(&self) -> Result<[u32; 3]> {
+        let driver = self.module.context.driver;
+        let _entered = self.module.context.enter()?;
+        let mut values = [0; 3];
+        let attributes = [
+            CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_NUM_REGS,
+            CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES,
+            CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES,
+        ];
+        for (value, which) in values.iter_mut().zip(attributes) {
+            let mut answer = 0;
+            // SAFETY: `answer` is an output parameter for one integer; the function lives as long as `self`.
+            let code = unsafe { (driver.cuFuncGetAttribute)(&mut answer, which, self.raw) };
+            driver.check(code, "ask what a kernel takes")?;
+            *value = u32::try_from(answer).unwrap_or(0);
+        }
+        Ok(values)
+    }
+
     /// The bytes of each parameter, where the driver tells them.
     pub(crate) fn parameter_bytes(&self) -> Option<Vec<usize>> {
         let ask = self.module.context.driver.cuFuncGetParamInfo?;

@@ -4,13 +4,15 @@ use super::module::{Function, Module};
 use super::nvrtc;
 use crate::device::cuda::gpu::Gpu;
 use crate::device::cuda::stream::CudaStream;
-use crate::device::module::{CudaCode, KernelBackend, ModuleBackend};
+use crate::device::module::{CudaCode, KernelBackend, KernelResources, ModuleBackend};
 use crate::device::{Argument, DeviceKind, Launch, ModuleSource, Stream};
 use crate::error::{Error, ErrorKind, Result};
+use crate::sync::lock;
+use std::collections::HashMap;
 use std::ffi::{CString, c_void};
 use std::fmt;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex};
 
 /// Dynamic shared memory that every launch may have.
 const SHARED_WITHOUT_ASKING: u32 = 48 << 10;
@@ -28,14 +30,19 @@ impl UserModule {
     /// # Safety
     /// As [`Device::load_module`](crate::device::Device::load_module) says; an image must be whole.
     pub(crate) unsafe fn load(gpu: &Arc<Gpu>, source: &ModuleSource) -> Result<Self> {
-        let compiled;
-        let image: &[u8] = match source.code() {
-            Some(CudaCode::Image(image)) => image,
-            Some(CudaCode::Text(text)) => {
-                let architecture = gpu.capabilities.architecture();
-                compiled =
-                    nvrtc::machine_code_of(source.name(), text, source.options(), &architecture)?;
-                &compiled
+        let module = match source.code() {
+            // SAFETY: the caller vouches for it.
+            Some(CudaCode::Image(image)) => unsafe {
+                Module::load_image(&gpu.context, &gpu.capabilities, source.name(), image)?
+            },
+            // SAFETY: as the caller says.
+            Some(CudaCode::Text(text)) => unsafe { Self::compile(gpu, source, text)? },
+            Some(CudaCode::Written(write)) => {
+                let text = write()?;
+                gpu.written.get(&text, || {
+                    // SAFETY: as the caller says.
+                    unsafe { Self::compile(gpu, source, &text) }
+                })?
             }
             None => {
                 return Err(
@@ -47,14 +54,22 @@ impl UserModule {
                 );
             }
         };
-        // SAFETY: made by the compiler for this GPU, or the caller vouches for it.
-        let module =
-            unsafe { Module::load_image(&gpu.context, &gpu.capabilities, source.name(), image)? };
         Ok(Self {
             gpu: gpu.clone(),
             name: source.name().to_owned(),
             module,
         })
+    }
+
+    /// Compiles `text`, where that is needed, and loads it.
+    ///
+    /// # Safety
+    /// As [`Device::load_module`](crate::device::Device::load_module) says.
+    unsafe fn compile(gpu: &Arc<Gpu>, source: &ModuleSource, text: &str) -> Result<Arc<Module>> {
+        let architecture = gpu.capabilities.architecture();
+        let code = nvrtc::machine_code_of(source.name(), text, source.options(), &architecture)?;
+        // SAFETY: made by the compiler for this GPU; what it does, the caller vouches for.
+        unsafe { Module::load_image(&gpu.context, &gpu.capabilities, source.name(), &code) }
     }
 }
 
@@ -79,6 +94,31 @@ impl ModuleBackend for UserModule {
 impl fmt::Debug for UserModule {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "UserModule({} on {:?})", self.name, self.gpu)
+    }
+}
+
+/// Modules of texts that the library wrote: loaded once, and kept, since unloading one may have to wait for
+/// the GPU.
+#[derive(Default)]
+pub(crate) struct WrittenModules(Mutex<HashMap<String, Arc<Module>>>);
+
+impl WrittenModules {
+    /// The module of `text`, from `load` the first time.
+    fn get(&self, text: &str, load: impl FnOnce() -> Result<Arc<Module>>) -> Result<Arc<Module>> {
+        if let Some(module) = lock(&self.0).get(text) {
+            return Ok(module.clone());
+        }
+        // Without the lock, since compiling takes its time.
+        let module = load()?;
+        Ok(lock(&self.0)
+            .entry(text.to_owned())
+            .or_insert(module)
+            .clone())
+    }
+
+    /// Lets go of all.
+    pub(crate) fn take_all(&self) -> Vec<Arc<Module>> {
+        lock(&self.0).drain().map(|(_, module)| module).collect()
     }
 }
 
@@ -141,6 +181,39 @@ impl UserKernel {
 }
 
 impl KernelBackend for UserKernel {
+    fn check_together(&self, launch: &Launch) -> Result<()> {
+        let fit = self
+            .function
+            .blocks_per_multiprocessor(launch.threads, launch.shared_bytes)?;
+        let multiprocessors = self.gpu.capabilities.multiprocessors;
+        if launch.blocks <= fit.saturating_mul(multiprocessors) {
+            return Ok(());
+        }
+        Err(Error::invalid(format!(
+            "{} blocks of {} threads that have to run at the same time; expected at most {fit} on each of \
+             {multiprocessors} multiprocessors",
+            launch.blocks, launch.threads
+        ))
+        .with_operation("launch a kernel")
+        .with_key(&*self.name)
+        .with_device(self.gpu.name())
+        .with_help("use fewer blocks, or fewer threads"))
+    }
+
+    fn resources(&self, launch: &Launch) -> Result<Option<KernelResources>> {
+        let [registers, shared_bytes, local_bytes] = self.function.resources()?;
+        let blocks_per_multiprocessor = self
+            .function
+            .blocks_per_multiprocessor(launch.threads, launch.shared_bytes)?;
+        Ok(Some(KernelResources {
+            registers,
+            shared_bytes,
+            local_bytes,
+            blocks_per_multiprocessor,
+            multiprocessors: self.gpu.capabilities.multiprocessors,
+        }))
+    }
+
     fn launch(&self, stream: &Stream, launch: &Launch, arguments: &[Argument]) -> Result<()> {
         self.check(arguments)?;
         let stream = CudaStream::of(stream, &self.gpu)?;

@@ -41,6 +41,16 @@ impl Code {
         self.line(ending);
     }
 
+    /// Opens a block, as the other case of the one that is open if one is.
+    pub(super) fn alternative(&mut self, open: bool, condition: &str) {
+        if open {
+            self.depth = self.depth.saturating_sub(1);
+            self.open(format!("}} else {condition}{{"));
+        } else {
+            self.open(format!("{condition}{{"));
+        }
+    }
+
     /// What another text says, at the current depth.
     pub(super) fn append(&mut self, other: &Self) {
         for line in other.text.lines() {

@@ -10,7 +10,6 @@ use crate::program::ir::{Branch, Each, Loop, Position, Selection, TensorRef};
 use crate::program::section::{
     Move, Operator, Packing, Place, SectionInstance, Source, Step, StepKind, Verb,
 };
-use std::fmt::Display;
 
 /// The most places of a step, and ranks: each has a bit of a word.
 pub(super) const MAX_PLACES: usize = 32;
@@ -190,32 +189,36 @@ impl<'s> Emitter<'s> {
     }
 
     fn choose(&mut self, code: &mut Code, branch: &Branch<Step>) -> Result<()> {
-        let mut depth = 0;
+        let mut open = false;
         for arm in &branch.arms {
             self.position = arm.position;
-            match self.scope.holds(&arm.condition) {
-                Some(false) => {}
-                Some(true) => {
-                    self.braced(code, "{", &arm.body)?;
-                    (0..depth).for_each(|_| code.close("}"));
-                    return Ok(());
-                }
+            let holds = self.scope.holds(&arm.condition);
+            let opening = match holds {
+                Some(false) => continue,
+                Some(true) => String::new(),
                 None => {
                     let condition = self.scope.condition(&arm.condition);
                     let condition = condition.map_err(|name| self.unknown(&name))?;
-                    self.braced(code, format!("if {condition} {{"), &arm.body)?;
-                    code.open("else {");
-                    depth += 1;
+                    format!("if {condition} ")
                 }
+            };
+            code.alternative(open, &opening);
+            open = true;
+            self.body(code, &arm.body)?;
+            if holds == Some(true) {
+                code.close("}");
+                return Ok(());
             }
         }
-        self.body(code, &branch.otherwise)?;
-        (0..depth).for_each(|_| code.close("}"));
+        if !branch.otherwise.is_empty() {
+            code.alternative(open, "");
+            open = true;
+            self.body(code, &branch.otherwise)?;
+        }
+        if open {
+            code.close("}");
+        }
         Ok(())
-    }
-
-    fn braced(&mut self, code: &mut Code, opening: impl Display, steps: &[Step]) -> Result<()> {
-        code.block(opening, |code| self.body(code, steps))
     }
 
     fn movement(&mut self, code: &mut Code, it: &Move) -> Result<()> {
@@ -282,18 +285,14 @@ impl<'s> Emitter<'s> {
             let size = self.instance.tensors[operand.part.tensor].dtype.size();
             match operand.packing {
                 Packing::Plain => continue,
-                Packing::Packets128 => {
-                    let text = "packets of 128 bytes are not compiled for this device";
-                    return Err(self.refuse(text, "use packets16"));
-                }
                 Packing::Packets8 if size > 4 => {
                     let text = "packets8 hold 4 bytes of data; an element has 8";
                     return Err(self.refuse(text, "use packets16"));
                 }
-                Packing::Packets8 | Packing::Packets16 => {}
+                Packing::Packets8 | Packing::Packets16 | Packing::Packets128 => {}
             }
             if *packed.get_or_insert(operand.packing) != operand.packing {
-                let text = "a step with packets of 8 and of 16 bytes; expected one kind";
+                let text = "a step with packets of two sizes; expected one";
                 return Err(self.refuse(text, "use one packing for all operands of a step"));
             }
         }
@@ -311,12 +310,14 @@ impl<'s> Emitter<'s> {
             .unwrap_or(0);
         let addresses = operands.iter().zip(views).enumerate();
         let addresses = addresses.map(|(number, (operand, view))| {
-            let function = if operand.packing.is_packets() {
+            if operand.packing.is_packets() {
                 mask |= 1 << number;
                 packet = operand.packing.packet().1;
-                "packets"
-            } else {
-                "plain"
+            }
+            let function = match operand.packing {
+                Packing::Plain => "plain",
+                Packing::Packets8 | Packing::Packets16 => "packets",
+                Packing::Packets128 => "lines",
             };
             format!("{function}<{element}>({}, {view})", operand.base)
         });

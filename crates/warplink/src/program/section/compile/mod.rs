@@ -69,7 +69,7 @@ impl Addresses {
             let numbers = tensor.shape.iter().chain(&tensor.strides);
             numbers.map(|number| *number as u64)
         });
-        let integers = instance.integers.values().map(|value| *value as u64);
+        let integers = variables(instance).map(|(_, value)| value as u64);
         let tensors = self.tensors.iter().flatten().copied();
         tensors
             .chain(self.signals.iter().copied())
@@ -96,7 +96,7 @@ pub(crate) fn text(instance: &SectionInstance, aligned: &[bool]) -> Result<Strin
         ..
     } = instance;
     let mut steps = Code::default();
-    let mut emitter = Emitter::new(instance, aligned, constants(instance));
+    let mut emitter = Emitter::new(instance, aligned, names(instance));
     emitter.body(&mut steps, &section.body)?;
     let lane = Scope::spell(&section.lane);
 
@@ -130,7 +130,7 @@ pub(crate) fn text(instance: &SectionInstance, aligned: &[bool]) -> Result<Strin
                 "const auto word = [&](i64 peer) {{ return at.signals[peer] + detail::signal_bytes * (1 + world * {lane} + rank); }};"
             ));
         }
-        variables(code, instance);
+        declare(code, instance);
         code.append(&steps);
         if emitter.waits {
             code.line("inbound.finish();");
@@ -191,18 +191,33 @@ fn check(instance: &SectionInstance) -> Result<()> {
     Ok(())
 }
 
-/// What is a constant of the kernel, and how the other integers are spelled.
-fn constants(instance: &SectionInstance) -> Scope {
+/// Whether the integer `name` is a constant of the kernel, and which.
+fn constant(instance: &SectionInstance, name: &str) -> Option<&'static str> {
+    let is = |expression: &Expr| matches!(expression, Expr::Name(other) if other == name);
+    if is(&instance.section.lanes) {
+        Some("lanes")
+    } else if is(&instance.section.threads) {
+        Some("threads")
+    } else {
+        None
+    }
+}
+
+/// The integers that come with the launch, and their names in the kernel.
+fn variables(instance: &SectionInstance) -> impl Iterator<Item = (String, i64)> {
+    let integers = instance.integers.iter();
+    integers
+        .filter(|(name, _)| constant(instance, name).is_none())
+        .map(|(name, value)| (Scope::spell(name), *value))
+}
+
+/// The names of the section outside of its body.
+fn names(instance: &SectionInstance) -> Scope {
     let mut scope = Scope::default();
     for (name, value) in &instance.integers {
-        scope.bind(name, Scope::spell(name), None);
-        for (expression, constant, known) in [
-            (&instance.section.lanes, "lanes", instance.lanes),
-            (&instance.section.threads, "threads", instance.threads),
-        ] {
-            if *expression == Expr::Name(name.clone()) && i64::try_from(known) == Ok(*value) {
-                scope.bind(name, constant, Some(*value));
-            }
+        match constant(instance, name) {
+            Some(constant) => scope.bind(name, constant, Some(*value)),
+            None => scope.bind(name, Scope::spell(name), None),
         }
     }
     scope.bind("rank", "rank", i64::try_from(instance.rank).ok());
@@ -234,9 +249,9 @@ fn binding(code: &mut Code, instance: &SectionInstance) -> Result<()> {
     let bases = bases.chain(["signals[world]".to_owned()]);
     code.line(format!("u64 {};", comma(bases)));
     code.line("u64 epochs, lanes;");
-    if !instance.integers.is_empty() {
-        let integers = instance.integers.keys().map(|name| Scope::spell(name));
-        code.line(format!("i64 {};", comma(integers)));
+    let integers = comma(variables(instance).map(|(name, _)| name));
+    if !integers.is_empty() {
+        code.line(format!("i64 {integers};"));
     }
     for (tensor, name) in instance.tensors.iter().zip(&names) {
         let axes = tensor.shape.len();
@@ -248,11 +263,10 @@ fn binding(code: &mut Code, instance: &SectionInstance) -> Result<()> {
     Ok(())
 }
 
-/// The integers and tensors around the section, as variables.
-fn variables(code: &mut Code, instance: &SectionInstance) {
-    for name in instance.integers.keys() {
-        let spelled = Scope::spell(name);
-        code.line(format!("const i64 {spelled} = at.{spelled};"));
+/// The integers and tensors around the section, as variables of the kernel.
+fn declare(code: &mut Code, instance: &SectionInstance) {
+    for (name, _) in variables(instance) {
+        code.line(format!("const i64 {name} = at.{name};"));
     }
     for tensor in &instance.tensors {
         let (name, axes) = (Scope::spell(&tensor.name), tensor.shape.len());

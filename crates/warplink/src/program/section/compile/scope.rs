@@ -4,7 +4,7 @@ use super::code::bare;
 use crate::program::expr::{Comparison, Condition, Expr, Operator};
 
 /// Names that the kernel's text, its headers or the language have a meaning for.
-const RESERVED: [&str; 149] = [
+const RESERVED: &[&str] = &[
     "alignas", "alignof", "and", "and_eq", "asm", "auto", "bitand", "bitor", "bool", "break",
     "case", "catch", "char", "char16_t", "char32_t", "class", "compl", "const", "constexpr",
     "const_cast", "continue", "decltype", "default", "delete", "do", "double", "dynamic_cast",
@@ -19,7 +19,7 @@ const RESERVED: [&str; 149] = [
     "Lane", "Inbound", "Places", "View", "Flag", "Signals", "Unit", "Status", "Thread", "Warp",
     "Block", "Grid", "F16", "Bf16", "F32", "F64", "I32", "U8", "I8", "U32", "I64", "U64", "E4m3",
     "E5m2", "Add", "Multiply", "Minimum", "Maximum", "Average", "reduce", "copy", "signal",
-    "plain", "packets", "part", "divide", "modulo", "least", "greatest", "logarithm", "shortest",
+    "plain", "packets", "lines", "part", "divide", "modulo", "least", "greatest", "logarithm", "shortest",
     "blockIdx", "threadIdx", "blockDim", "gridDim", "warpSize", "dim3", "uint4", "uint2",
 ];
 

@@ -1,0 +1,470 @@
+//! `warplink bench section`: a program made of kernel sections, beside the vendor's collective.
+
+use super::timing::{Clock, Submission, Times, Work};
+use crate::commands::program::Source;
+use crate::commands::ranks;
+use crate::gemm::common_seed;
+use crate::gemm::inputs::Matrix;
+use crate::options::Options;
+use crate::report::table::{Align, Table};
+use crate::report::{print_json, print_message, print_text};
+use anyhow::{Context, Result, bail, ensure};
+use clap::Args;
+use serde::Serialize;
+use std::process::ExitCode;
+use warplink::device::{AllocationKind, DeviceSlice, KernelResources, Priority, Stream};
+use warplink::program::ir::Role;
+use warplink::program::{
+    Bindings, Executor, KernelReport, Parameters, Plan, PrepareOptions, Program,
+};
+use warplink::{Communicator, DType, ErrorKind};
+
+/// Time a program of kernel sections
+///
+/// Runs the program in graphs of many runs, for each size and each combination of the values to try, and
+/// the vendor's collective in turn with it. The program has one input and one output. Times are medians for a
+/// run, of the slowest rank; the last column says how many elements of the output are not exactly the
+/// collective's.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:\n  \
+    warplink bench section examples/programs/all_reduce_one_shot.wlp -n 2 --param T=bf16 --sizes 1024,65536\n  \
+    warplink bench section examples/programs/all_reduce_read.wlp -n 2 --try lanes=32,64 --try threads=512,1024")]
+pub(crate) struct Section {
+    #[command(flatten)]
+    source: Source,
+    /// Bytes of the input, separated by commas
+    #[arg(long, value_name = "BYTES", value_delimiter = ',', default_value = "1024,16384,65536,262144,1048576,4194304,16777216")]
+    sizes: Vec<usize>,
+    /// The parameter that is the number of elements
+    #[arg(long, value_name = "NAME", default_value = "n")]
+    length: String,
+    /// Values of a parameter to try; may be repeated
+    #[arg(long = "try", value_name = "NAME=A,B", value_parser = values)]
+    tried: Vec<(String, Vec<i64>)>,
+    /// What it is compared with, as in program text: all_reduce, all_gather, reduce_scatter, all_to_all, or
+    /// nothing
+    #[arg(long, value_name = "COLLECTIVE", default_value = "all_reduce")]
+    against: String,
+    /// Samples per time
+    #[arg(long, value_name = "N", default_value = "10", value_parser = clap::value_parser!(u16).range(1..))]
+    samples: u16,
+    /// Runs in a graph [default: 4 to 100, by size]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
+    runs: Option<u16>,
+    /// Do not verify the program first
+    #[arg(long)]
+    unverified: bool,
+    /// Print every combination, not only the fastest for each size
+    #[arg(long)]
+    all: bool,
+}
+
+#[derive(Clone, Debug, Serialize)]
+struct Row {
+    bytes: usize,
+    values: Vec<(String, i64)>,
+    seconds: Times,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    collective: Option<Times>,
+    /// Elements of rank 0's output that differ.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    different: Option<usize>,
+    kernels: Vec<Kernel>,
+}
+
+#[derive(Clone, Copy, Debug, Serialize)]
+struct Kernel {
+    line: u32,
+    lanes: usize,
+    threads: usize,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    registers: Option<u32>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    shared_bytes: Option<u32>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    local_bytes: Option<u32>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    blocks_per_multiprocessor: Option<u32>,
+}
+
+#[derive(Debug, Serialize)]
+struct Report {
+    benchmark: &'static str,
+    program: String,
+    device: String,
+    ranks: usize,
+    against: String,
+    rows: Vec<Row>,
+}
+
+/// The memory of a rank for one size.
+struct Memory {
+    dtype: DType,
+    input: (String, DeviceSlice),
+    output: (String, DeviceSlice),
+    /// For the collective.
+    expected: DeviceSlice,
+}
+
+impl Section {
+    pub(crate) fn run(self, options: &Options) -> Result<ExitCode> {
+        let Some(text) = self.source.read(options)? else {
+            return Ok(ExitCode::FAILURE);
+        };
+        ranks::run(options, |comm| {
+            let report = self.measure(comm, &text.program, &text.parameters)?;
+            if comm.rank() == 0 {
+                if options.json {
+                    print_json(&report)?;
+                } else {
+                    print_text(&report.text())?;
+                }
+            }
+            Ok(ExitCode::SUCCESS)
+        })
+    }
+
+    fn measure(
+        &self,
+        comm: &Communicator,
+        program: &Program,
+        parameters: &Parameters,
+    ) -> Result<Report> {
+        let clock = Clock::new(comm, Priority::Normal)?;
+        let executor = comm.executor();
+        let seed = common_seed(comm, None)?;
+        let mut rows: Vec<Row> = Vec::new();
+        for &bytes in &self.sizes {
+            let mut best: Option<Row> = None;
+            for values in combinations(&self.tried) {
+                let mut parameters = parameters.clone();
+                for (name, value) in &values {
+                    parameters.insert(name.as_str(), *value);
+                }
+                let row = match self.row(&clock, &executor, program, parameters, bytes, seed) {
+                    Ok(mut row) => {
+                        row.values = values;
+                        row
+                    }
+                    // On all ranks alike: the program does not take these values.
+                    Err(error) if is_refusal(&error) => {
+                        if comm.rank() == 0 && self.all {
+                            print_message(&format!("skipped {values:?}: {error:#}"));
+                        }
+                        continue;
+                    }
+                    Err(error) => return Err(error),
+                };
+                if self.all {
+                    rows.push(row);
+                } else if best
+                    .as_ref()
+                    .is_none_or(|best| row.seconds.median < best.seconds.median)
+                {
+                    best = Some(row);
+                }
+            }
+            rows.extend(best);
+        }
+        Ok(Report {
+            benchmark: "section",
+            program: program.name.clone(),
+            device: comm.device().name(),
+            ranks: comm.world(),
+            against: self.against.clone(),
+            rows,
+        })
+    }
+
+    fn row(
+        &self,
+        clock: &Clock<'_>,
+        executor: &Executor,
+        program: &Program,
+        mut parameters: Parameters,
+        bytes: usize,
+        seed: u64,
+    ) -> Result<Row> {
+        let comm = clock.comm;
+        let options = PrepareOptions {
+            streams: self.source.streams.into(),
+            verify: !self.unverified,
+        };
+        // The element type is known when the program is unrolled for some length.
+        parameters.insert(self.length.as_str(), 1);
+        let unchecked = PrepareOptions {
+            verify: false,
+            ..options
+        };
+        let dtype = tensors(&executor.prepare(program, &parameters, unchecked)?, Role::Input)?.1;
+        let elements = bytes / dtype.size();
+        parameters.insert(self.length.as_str(), i64::try_from(elements)?);
+        let prepared = executor.prepare(program, &parameters, options)?;
+        let memory = Memory::new(comm, &prepared, seed)?;
+        let mut bindings = Bindings::new();
+        bindings.insert(memory.input.0.clone(), memory.input.1.clone());
+        bindings.insert(memory.output.0.clone(), memory.output.1.clone());
+        let plan = prepared.bind(&bindings)?;
+        let collective = self.collective(executor, &memory, comm)?;
+
+        let runs = self.runs.map_or_else(
+            || match bytes {
+                0..=0x4_0000 => 100,
+                0..=0x40_0000 => 40,
+                0..=0x100_0000 => 12,
+                _ => 4,
+            },
+            usize::from,
+        );
+        let repeat = |plan: &Plan, stream: &Stream| -> Result<()> {
+            (0..runs).try_for_each(|_| Ok(plan.run(stream)?))
+        };
+        let section: Work<'_> = &|stream| repeat(&plan, stream);
+        let vendor: Work<'_> = &|stream| match &collective {
+            Some(plan) => repeat(plan, stream),
+            None => Ok(()),
+        };
+        let works = [section, vendor];
+        let works = if collective.is_some() { &works[..] } else { &works[..1] };
+        let times = clock.measure_in_turn(self.samples.into(), Submission::Captured, works)?;
+        let mut times = times.into_iter().map(|times| times.divided(runs as f64));
+        let different = match &collective {
+            Some(_) => Some(memory.different(comm)?),
+            None => None,
+        };
+        Ok(Row {
+            bytes,
+            values: Vec::new(),
+            seconds: times.next().context("nothing was timed")?,
+            collective: times.next(),
+            different,
+            kernels: plan.kernels()?.into_iter().map(Kernel::from).collect(),
+        })
+    }
+
+    /// The plan of the vendor's collective over the same input; none where it is not wanted or missing.
+    fn collective(
+        &self,
+        executor: &Executor,
+        memory: &Memory,
+        comm: &Communicator,
+    ) -> Result<Option<Plan>> {
+        let arguments = match self.against.as_str() {
+            "nothing" => return Ok(None),
+            "all_reduce" | "reduce_scatter" => ", sum",
+            "all_gather" | "all_to_all" => "",
+            other => bail!(
+                "unknown collective '{other}'; expected all_reduce, all_gather, reduce_scatter, all_to_all or nothing"
+            ),
+        };
+        let dtype = memory.dtype;
+        let [input, output] =
+            [&memory.input.1, &memory.expected].map(|slice| slice.bytes() / dtype.size());
+        let text = format!(
+            "program vendor() {{\n input X: {dtype}[{input}]\n output Y: {dtype}[{output}]\n Y = {}(X{arguments})\n}}\n",
+            self.against
+        );
+        let program = Program::parse(&text)?;
+        let prepared =
+            executor.prepare(&program, &Parameters::new(), PrepareOptions::default())?;
+        let mut bindings = Bindings::new();
+        bindings.insert("X".to_owned(), memory.input.1.clone());
+        bindings.insert("Y".to_owned(), memory.expected.clone());
+        match prepared.bind(&bindings) {
+            Ok(plan) => Ok(Some(plan)),
+            // Missing on every rank or on none: they join it together.
+            Err(error) if error.kind() == ErrorKind::LibraryMissing => {
+                if comm.rank() == 0 {
+                    print_message(&format!("without {}: {error:#}", self.against));
+                }
+                Ok(None)
+            }
+            Err(error) => Err(error.into()),
+        }
+    }
+}
+
+impl Memory {
+    fn new(
+        comm: &Communicator,
+        prepared: &warplink::program::Prepared,
+        seed: u64,
+    ) -> Result<Self> {
+        let device = comm.device();
+        let (input, dtype, bytes) = tensors(prepared, Role::Input)?;
+        let (output, _, output_bytes) = tensors(prepared, Role::Output)?;
+        let allocate = |bytes| device.allocate(bytes, AllocationKind::Plain);
+        let (source, target, expected) =
+            (allocate(bytes)?, allocate(output_bytes)?, allocate(output_bytes)?);
+        let data = random(dtype, bytes, seed, comm.rank());
+        device.upload(&source, &data)?;
+        Ok(Self {
+            dtype,
+            input: (input, source),
+            output: (output, target),
+            expected,
+        })
+    }
+
+    /// How many elements of the two outputs differ.
+    fn different(&self, comm: &Communicator) -> Result<usize> {
+        let download = |slice: &DeviceSlice| -> Result<Vec<u8>> {
+            let mut bytes = vec![0; slice.bytes()];
+            comm.device().download(slice, &mut bytes)?;
+            Ok(bytes)
+        };
+        let (here, there) = (download(&self.output.1)?, download(&self.expected)?);
+        let size = self.dtype.size();
+        let pairs = here.chunks(size).zip(there.chunks(size));
+        Ok(pairs.filter(|(a, b)| a != b).count())
+    }
+}
+
+impl From<KernelReport> for Kernel {
+    fn from(report: KernelReport) -> Self {
+        let of = |value: fn(&KernelResources) -> u32| report.resources.as_ref().map(value);
+        Self {
+            line: report.line,
+            lanes: report.lanes,
+            threads: report.threads,
+            registers: of(|r| r.registers),
+            shared_bytes: of(|r| r.shared_bytes),
+            local_bytes: of(|r| r.local_bytes),
+            blocks_per_multiprocessor: of(|r| r.blocks_per_multiprocessor),
+        }
+    }
+}
+
+impl Report {
+    fn text(&self) -> String {
+        let columns = [
+            ("bytes", Align::Right),
+            ("us", Align::Right),
+            ("GB/s", Align::Right),
+            (self.against.as_str(), Align::Right),
+            ("faster by", Align::Right),
+            ("differ", Align::Right),
+            ("lanes x threads", Align::Right),
+            ("registers", Align::Right),
+            ("blocks fit", Align::Right),
+            ("values", Align::Left),
+        ];
+        let mut table = Table::new(columns);
+        for row in &self.rows {
+            let time = row.seconds.median;
+            let collective = row.collective.map(|times| times.median);
+            let or_empty = |text: Option<String>| text.unwrap_or_default();
+            let each = |of: &dyn Fn(&Kernel) -> String| {
+                let all: Vec<String> = row.kernels.iter().map(of).collect();
+                all.join(", ")
+            };
+            let values = row.values.iter().map(|(name, value)| format!("{name}={value}"));
+            table.row([
+                row.bytes.to_string(),
+                format!("{:.2}", time * 1e6),
+                format!("{:.1}", row.bytes as f64 / time / 1e9),
+                or_empty(collective.map(|time| format!("{:.2}", time * 1e6))),
+                or_empty(collective.map(|collective| format!("{:.2}", collective / time))),
+                or_empty(row.different.map(|count| count.to_string())),
+                each(&|kernel| format!("{} x {}", kernel.lanes, kernel.threads)),
+                each(&|kernel| kernel.registers.map_or_else(String::new, |r| r.to_string())),
+                each(&|kernel| {
+                    let blocks = kernel.blocks_per_multiprocessor;
+                    blocks.map_or_else(String::new, |blocks| blocks.to_string())
+                }),
+                values.collect::<Vec<_>>().join(" "),
+            ]);
+        }
+        format!(
+            "{} on {} ranks, {}; runs in graphs\n\n{table}",
+            self.program, self.ranks, self.device
+        )
+    }
+}
+
+/// The only tensor of a role: its name, type and bytes.
+fn tensors(prepared: &warplink::program::Prepared, role: Role) -> Result<(String, DType, usize)> {
+    let tensors = &prepared.rank_program().tensors;
+    let found: Vec<_> = tensors.iter().filter(|tensor| tensor.role == role).collect();
+    let what = if role == Role::Input { "input" } else { "output" };
+    ensure!(
+        found.len() == 1,
+        "the program has {} tensors that are {what}; expected one",
+        found.len()
+    );
+    let found = found.first().context("there is no such tensor")?;
+    Ok((found.name.to_string(), found.dtype, found.bytes))
+}
+
+/// Random elements of both signs, which repeat in long tensors.
+fn random(dtype: DType, bytes: usize, seed: u64, rank: usize) -> Vec<u8> {
+    const DRAWN: usize = 1 << 20;
+    let elements = (bytes / dtype.size()).clamp(1, DRAWN);
+    let drawn = match dtype {
+        DType::BF16 | DType::F16 => dtype,
+        _ => DType::F32,
+    };
+    let values = Matrix::new(seed, rank as u64 + 1, 1, elements, drawn);
+    let values = values.bytes(0..1, 0..elements, 1);
+    let pattern: Vec<u8> = match dtype {
+        DType::F64 => values
+            .chunks_exact(4)
+            .filter_map(|value| value.try_into().ok().map(f32::from_le_bytes))
+            .flat_map(|value| f64::from(value).to_le_bytes())
+            .collect(),
+        _ => values,
+    };
+    pattern.iter().copied().cycle().take(bytes).collect()
+}
+
+/// Every combination of one value for each parameter.
+fn combinations(tried: &[(String, Vec<i64>)]) -> Vec<Vec<(String, i64)>> {
+    tried.iter().fold(vec![Vec::new()], |all, (name, values)| {
+        let with = |before: &Vec<(String, i64)>, value: &i64| {
+            let mut next = before.clone();
+            next.push((name.clone(), *value));
+            next
+        };
+        all.iter()
+            .flat_map(|before| values.iter().map(move |value| with(before, value)))
+            .collect()
+    })
+}
+
+/// `lanes=8,16`.
+fn values(text: &str) -> Result<(String, Vec<i64>), String> {
+    let read = || {
+        let (name, values) = text.split_once('=')?;
+        let values: Vec<i64> = values
+            .split(',')
+            .map(|value| value.trim().parse().ok())
+            .collect::<Option<_>>()?;
+        warplink::program::text::is_name(name.trim()).then(|| (name.trim().to_owned(), values))
+    };
+    read().ok_or_else(|| "expected a name and integers, as in lanes=8,16".to_owned())
+}
+
+/// Whether the program does not take the values, on any rank.
+fn is_refusal(error: &anyhow::Error) -> bool {
+    error.downcast_ref::<warplink::Error>().is_some_and(|error| {
+        matches!(
+            error.kind(),
+            ErrorKind::InvalidArgument | ErrorKind::Verification | ErrorKind::Unsupported
+        )
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn all_values_are_combined() {
+        let tried = [("a".to_owned(), vec![1, 2]), ("b".to_owned(), vec![3])];
+        let named = |a, b| vec![("a".to_owned(), a), ("b".to_owned(), b)];
+        assert_eq!(combinations(&tried), [named(1, 3), named(2, 3)]);
+        assert_eq!(combinations(&[]), [Vec::new()]);
+        assert_eq!(values("lanes=8, 16"), Ok(("lanes".to_owned(), vec![8, 16])));
+        assert!(values("lanes").is_err() && values("lanes=x").is_err());
+    }
+}
