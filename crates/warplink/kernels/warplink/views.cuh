@@ -9,42 +9,61 @@ namespace warplink {
 
 typedef long long i64;
 
-// Rounded down, as integers of programs are.
-__device__ __forceinline__ i64 divide(i64 a, i64 b) {
-    const i64 quotient = a / b;
-    return a % b != 0 && (a < 0) != (b < 0) ? quotient - 1 : quotient;
-}
-
-// What `divide` leaves: it has the sign of `b`.
-__device__ __forceinline__ i64 modulo(i64 a, i64 b) {
-    const i64 left = a % b;
-    return left != 0 && (left < 0) != (b < 0) ? left + b : left;
-}
-
-__device__ __forceinline__ i64 least(i64 a, i64 b) { return b < a ? b : a; }
-__device__ __forceinline__ i64 greatest(i64 a, i64 b) { return a < b ? b : a; }
-__device__ __forceinline__ i64 logarithm(i64 a) { return 63 - __clzll(a); }
+// Integers of a section: of 32 bits where all of its sizes and indices fit.
+#ifndef WARPLINK_INDEX
+#define WARPLINK_INDEX long long
+#endif
+typedef WARPLINK_INDEX Index;
 
 namespace detail {
 
+template <typename T> struct Unsigned;
+template <> struct Unsigned<int> {
+    typedef u32 Type;
+};
+template <> struct Unsigned<long long> {
+    typedef u64 Type;
+};
+typedef Unsigned<Index>::Type UnsignedIndex;
+
 // Parts are multiples of so many indices. Must match the host.
-constexpr i64 part_unit = 16;
+constexpr Index part_unit = 16;
 
 }  // namespace detail
 
-// The length of the parts that n is cut into.
-__device__ __forceinline__ i64 part(i64 n, i64 parts) {
-    const u64 units = (u64)(parts * detail::part_unit);
-    return (i64)(((u64)greatest(n, 0) + units - 1) / units) * detail::part_unit;
+// Rounded down, as integers of programs are.
+__device__ __forceinline__ Index divide(Index a, Index b) {
+    const Index rounded = a / b;
+    return a % b != 0 && (a < 0) != (b < 0) ? rounded - 1 : rounded;
+}
+
+// What `divide` leaves: it has the sign of `b`.
+__device__ __forceinline__ Index modulo(Index a, Index b) {
+    const Index left = a % b;
+    return left != 0 && (left < 0) != (b < 0) ? left + b : left;
+}
+
+// The same where nothing is below 0.
+__device__ __forceinline__ Index quotient(Index a, Index b) { return (Index)((detail::UnsignedIndex)a / (detail::UnsignedIndex)b); }
+__device__ __forceinline__ Index remainder(Index a, Index b) { return (Index)((detail::UnsignedIndex)a % (detail::UnsignedIndex)b); }
+
+__device__ __forceinline__ Index least(Index a, Index b) { return b < a ? b : a; }
+__device__ __forceinline__ Index greatest(Index a, Index b) { return a < b ? b : a; }
+__device__ __forceinline__ Index logarithm(Index a) { return 63 - __clzll((i64)a); }
+
+// The length of the parts that n, which is not below 0, is cut into.
+__device__ __forceinline__ Index part(Index n, Index parts) {
+    const detail::UnsignedIndex units = parts * detail::part_unit;
+    return (Index)(((detail::UnsignedIndex)n + units - 1) / units) * detail::part_unit;
 }
 
 // A part of a tensor, in elements from its start. The leading axis has two lengths: `extent` is what it is cut
 // into parts by, as if the tensor went on, and `length` is what is there.
 template <u32 AXES> struct View {
-    i64 offset, length;
-    i64 extent[AXES], stride[AXES];
+    Index offset, length;
+    Index extent[AXES], stride[AXES];
 
-    __device__ __forceinline__ View<AXES - 1> index(i64 i) const {
+    __device__ __forceinline__ View<AXES - 1> index(Index i) const {
         View<AXES - 1> view;
         view.offset = offset + i * stride[0];
         if constexpr (AXES > 1) {
@@ -58,7 +77,7 @@ template <u32 AXES> struct View {
         return view;
     }
 
-    __device__ __forceinline__ View range(i64 from, i64 to) const {
+    __device__ __forceinline__ View range(Index from, Index to) const {
         View view = *this;
         view.offset += least(from, length) * stride[0];
         view.extent[0] = to - from;
@@ -66,26 +85,26 @@ template <u32 AXES> struct View {
         return view;
     }
 
-    __device__ __forceinline__ View part(i64 i, i64 parts) const {
+    __device__ __forceinline__ View part(Index i, Index parts) const {
         View view = *this;
-        const i64 size = warplink::part(extent[0], parts), from = least(i * size, extent[0]);
-        view.offset += least(from, length) * stride[0];
+        const Index size = warplink::part(extent[0], parts), from = least(i * size, length);
+        view.offset += from * stride[0];
         view.extent[0] = size;
-        view.length = least(greatest(length - from, 0), size);
+        view.length = least(length - from, size);
         return view;
     }
 
     __device__ __forceinline__ u64 elements() const {
-        i64 count = length;
+        u64 count = length;
 #pragma unroll
-        for (u32 axis = 1; axis < AXES; axis++) count *= extent[axis];
-        return (u64)count;
+        for (u32 axis = 1; axis < AXES; axis++) count *= (u64)extent[axis];
+        return count;
     }
 };
 
 // A single element.
 template <> struct View<0> {
-    i64 offset;
+    Index offset;
     __device__ __forceinline__ u64 elements() const { return 1; }
 };
 

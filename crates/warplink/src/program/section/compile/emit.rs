@@ -2,6 +2,7 @@
 
 use super::code::{Code, bare, comma};
 use super::hazard::{self, Barriers};
+use super::range::Range;
 use super::scope::Scope;
 use super::{element_name, operator_name};
 use crate::error::{Error, ErrorKind};
@@ -94,6 +95,11 @@ impl<'s> Emitter<'s> {
         }
     }
 
+    /// Whether 32 bits are enough for all that was written.
+    pub(super) fn is_narrow(&self) -> bool {
+        self.scope.is_narrow()
+    }
+
     /// The text of `steps`.
     pub(super) fn body(&mut self, code: &mut Code, steps: &[Step]) -> Result<()> {
         let (integers, aliases) = (self.scope.len(), self.aliases.len());
@@ -110,8 +116,9 @@ impl<'s> Emitter<'s> {
                 let (text, known) = (self.integer(value)?, self.scope.value(value));
                 let spelled = Scope::spell(name);
                 let constant = if known.is_some() { "constexpr" } else { "const" };
-                code.line(format!("{constant} i64 {spelled} = {};", bare(&text)));
-                self.scope.bind(name, spelled, known);
+                code.line(format!("{constant} Index {spelled} = {};", bare(&text)));
+                let range = self.scope.range(value);
+                self.scope.bind_within(name, spelled, known, range);
             }
             StepKind::LetTensor { name, value } => {
                 let mut part = self.part(value)?;
@@ -164,9 +171,10 @@ impl<'s> Emitter<'s> {
         text.line(unroll);
         let (from, to) = (bare(&from).to_owned(), bare(&to).to_owned());
         let visible = self.scope.len();
-        self.scope.bind(&it.index, index.clone(), None);
+        let range = Range::index(self.scope.range(&it.from), self.scope.range(&it.to));
+        self.scope.bind_within(&it.index, index.clone(), None, range);
         let looped = text.block(
-            format!("for (i64 {index} = {from}; {index} < {to}; {index}++) {{"),
+            format!("for (Index {index} = {from}; {index} < {to}; {index}++) {{"),
             |text| self.body(text, &it.body),
         );
         self.scope.truncate(visible);
@@ -176,7 +184,7 @@ impl<'s> Emitter<'s> {
                 for value in from..to {
                     self.scope.bind(&it.index, index.clone(), Some(value));
                     let copied = code.block("{", |code| {
-                        code.line(format!("constexpr i64 {index} = {value};"));
+                        code.line(format!("constexpr Index {index} = {value};"));
                         self.body(code, &it.body)
                     });
                     self.scope.truncate(visible);

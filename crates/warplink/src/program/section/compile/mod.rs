@@ -8,21 +8,24 @@
 //! |---|---|
 //! | [`emit`] | steps as text |
 //! | [`scope`] | names, and expressions over them |
+//! | [`range`] | between which values integers lie |
 //! | [`hazard`] | where the threads of a lane have to be synchronized |
 //! | [`code`] | text with indented blocks |
 
 mod code;
 mod emit;
 mod hazard;
+mod range;
 mod scope;
 
-use super::SectionInstance;
+use super::{SectionInstance, SectionTensor};
 use crate::device::ReduceOp;
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
 use crate::program::expr::Expr;
 use code::{Code, comma};
 use emit::{Emitter, MAX_PLACES};
+use range::Range;
 use scope::Scope;
 use std::sync::Arc;
 
@@ -65,10 +68,7 @@ impl Addresses {
 
     /// The words of a launch of `instance`.
     pub(crate) fn words(&self, instance: &SectionInstance) -> Arc<[u64]> {
-        let sizes = instance.tensors.iter().flat_map(|tensor| {
-            let numbers = tensor.shape.iter().chain(&tensor.strides);
-            numbers.map(|number| *number as u64)
-        });
+        let sizes = sizes(instance).into_iter().map(|size| size as u64);
         let integers = variables(instance).map(|(_, value)| value as u64);
         let tensors = self.tensors.iter().flatten().copied();
         tensors
@@ -93,51 +93,58 @@ pub(crate) fn text(instance: &SectionInstance, aligned: &[bool]) -> Result<Strin
         world,
         lanes,
         threads,
+        period,
         ..
     } = instance;
     let mut steps = Code::default();
     let mut emitter = Emitter::new(instance, aligned, names(instance));
     emitter.body(&mut steps, &section.body)?;
+    let narrow = emitter.is_narrow() && instance.tensors.iter().all(|t| span(t) <= 1 << 30);
     let lane = Scope::spell(&section.lane);
 
     let mut code = Code::default();
     code.line(format!(
         "// A kernel of {lanes} lanes of {threads} threads, for rank {rank} of {world}."
     ));
+    if narrow {
+        // All sizes and indices fit.
+        code.line("#define WARPLINK_INDEX int");
+    }
     code.line("#include <warplink/sections.cuh>");
     code.line("");
     code.line("using namespace warplink;");
     code.line("");
     code.line(format!(
-        "constexpr i64 rank = {rank}, world = {world}, lanes = {lanes}, threads = {threads};"
+        "constexpr Index rank = {rank}, world = {world}, lanes = {lanes}, threads = {threads};"
     ));
     code.line("");
     binding(&mut code, instance)?;
     code.line("");
-    let head = format!(
+    code.open(format!(
         "extern \"C\" __global__ void __launch_bounds__(threads) {KERNEL}(const __grid_constant__ Binding at, u64 signals) {{"
-    );
-    code.block(head, |code| {
-        code.line("Lane self(signals, at.epochs);");
-        code.line(format!("const i64 {lane} = blockIdx.x, epoch = self.epoch - 1;"));
-        if emitter.waits {
-            code.line(format!(
-                "Inbound<world> inbound(Signals{{signals}}, world * {lane});"
-            ));
-        }
-        if emitter.signals {
-            code.line(format!(
-                "const auto word = [&](i64 peer) {{ return at.signals[peer] + detail::signal_bytes * (1 + world * {lane} + rank); }};"
-            ));
-        }
-        declare(code, instance);
-        code.append(&steps);
-        if emitter.waits {
-            code.line("inbound.finish();");
-        }
-        code.line("self.finish(at.lanes);");
-        Ok::<(), Error>(())
-    })?;
+    ));
+    code.line("Lane self(signals, at.epochs);");
+    code.line(format!("const Index {lane} = blockIdx.x;"));
+    if emitter.waits {
+        code.line(format!(
+            "Inbound<world> inbound(Signals{{signals}}, world * {lane});"
+        ));
+    }
+    if emitter.signals {
+        code.line(format!(
+            "const auto word = [&](Index peer) {{ return at.signals[peer] + detail::signal_bytes * (1 + world * {lane} + rank); }};"
+        ));
+    }
+    declare(&mut code, instance);
+    if *period > 1 {
+        code.line(format!("const Index epoch = (self.epoch - 1) % {period};"));
+    }
+    code.append(&steps);
+    if emitter.waits {
+        code.line("inbound.finish();");
+    }
+    code.line("self.finish(at.lanes);");
+    code.close("}");
     Ok(code.into_text())
 }
 
@@ -181,14 +188,20 @@ fn check(instance: &SectionInstance) -> Result<()> {
         return refused(text, "use whole warps");
     }
     for tensor in &instance.tensors {
-        let last = tensor.shape.iter().zip(&tensor.strides);
-        let elements: usize = last.map(|(extent, stride)| extent * stride).max().unwrap_or(1);
-        if elements.saturating_mul(tensor.dtype.size()) > MAX_TENSOR_BYTES {
+        if span(tensor).saturating_mul(tensor.dtype.size()) > MAX_TENSOR_BYTES {
             let text = format!("'{}' is larger than {MAX_TENSOR_BYTES} bytes", tensor.name);
             return refused(text, "launch the kernel on parts of it");
         }
     }
     Ok(())
+}
+
+/// From the first element of a tensor to behind its last, in elements.
+fn span(tensor: &SectionTensor) -> usize {
+    let axes = tensor.shape.iter().zip(&tensor.strides);
+    axes.map(|(extent, stride)| extent.saturating_mul(*stride))
+        .max()
+        .unwrap_or(1)
 }
 
 /// Whether the integer `name` is a constant of the kernel, and which.
@@ -217,21 +230,31 @@ fn names(instance: &SectionInstance) -> Scope {
     for (name, value) in &instance.integers {
         match constant(instance, name) {
             Some(constant) => scope.bind(name, constant, Some(*value)),
-            None => scope.bind(name, Scope::spell(name), None),
+            None => {
+                // Its sign and size are those of this launch: others may have other texts.
+                let range = Range::of((*value).min(0).into(), (*value).max(0).into());
+                scope.bind_within(name, Scope::spell(name), None, range);
+            }
         }
     }
     scope.bind("rank", "rank", i64::try_from(instance.rank).ok());
     scope.bind("world", "world", i64::try_from(instance.world).ok());
-    scope.bind("epoch", "epoch", None);
-    let lane = &instance.section.lane;
-    scope.bind(lane, Scope::spell(lane), None);
+    // It is taken modulo the period, which changes nothing where it may be used.
+    let below = |end: u64| Range::of(0, i128::from(end.max(1)) - 1);
+    if instance.period > 1 {
+        scope.bind_within("epoch", "epoch", None, below(instance.period));
+    } else {
+        scope.bind("epoch", "0", Some(0));
+    }
+    let (lane, lanes) = (&instance.section.lane, instance.lanes as u64);
+    scope.bind_within(lane, Scope::spell(lane), None, below(lanes));
     scope
 }
 
 /// The structure that a launch passes, in the order of [`Addresses::words`].
 fn binding(code: &mut Code, instance: &SectionInstance) -> Result<()> {
     let world = instance.world;
-    let sizes: usize = instance.tensors.iter().map(|t| 2 * t.shape.len()).sum();
+    let sizes = sizes(instance).len();
     let words = (instance.tensors.len() + 1) * world + 2 + instance.integers.len() + sizes;
     if words > MAX_WORDS {
         return Err(Error::new(
@@ -253,35 +276,53 @@ fn binding(code: &mut Code, instance: &SectionInstance) -> Result<()> {
     if !integers.is_empty() {
         code.line(format!("i64 {integers};"));
     }
-    for (tensor, name) in instance.tensors.iter().zip(&names) {
-        let axes = tensor.shape.len();
-        if axes > 0 {
-            code.line(format!("i64 {name}_extent[{axes}], {name}_stride[{axes}];"));
-        }
+    if sizes > 0 {
+        code.line(format!("i64 size[{sizes}];"));
     }
     code.close("};");
     Ok(())
 }
 
+/// The extents and strides of tensors, each value once, so that the kernel computes with equal ones once.
+/// Strides of 1 are constants of the kernel.
+fn sizes(instance: &SectionInstance) -> Vec<usize> {
+    let mut sizes = Vec::new();
+    for tensor in &instance.tensors {
+        for size in tensor.shape.iter().chain(&tensor.strides) {
+            if !sizes.contains(size) {
+                sizes.push(*size);
+            }
+        }
+    }
+    sizes
+}
+
 /// The integers and tensors around the section, as variables of the kernel.
 fn declare(code: &mut Code, instance: &SectionInstance) {
     for (name, _) in variables(instance) {
-        code.line(format!("const i64 {name} = at.{name};"));
+        code.line(format!("const Index {name} = at.{name};"));
     }
+    let sizes = sizes(instance);
+    let size = |value: &usize| {
+        let number = sizes.iter().position(|size| size == value);
+        format!("(Index)at.size[{}]", number.unwrap_or(0))
+    };
     for tensor in &instance.tensors {
         let (name, axes) = (Scope::spell(&tensor.name), tensor.shape.len());
-        if axes == 0 {
+        let Some(first) = tensor.shape.first() else {
             code.line(format!("const View<0> {name}{{0}};"));
             continue;
-        }
-        let extents = (0..axes).map(|axis| format!("at.{name}_extent[{axis}]"));
-        let strides = tensor.strides.iter().enumerate().map(|(axis, stride)| match stride {
-            1 if axis + 1 == axes => "1".to_owned(),
-            _ => format!("at.{name}_stride[{axis}]"),
+        };
+        let strides = tensor.strides.iter().enumerate().map(|(axis, stride)| {
+            match stride {
+                1 if axis + 1 == axes => "1".to_owned(),
+                _ => size(stride),
+            }
         });
         code.line(format!(
-            "const View<{axes}> {name}{{0, at.{name}_extent[0], {{{}}}, {{{}}}}};",
-            comma(extents),
+            "const View<{axes}> {name}{{0, {}, {{{}}}, {{{}}}}};",
+            size(first),
+            comma(tensor.shape.iter().map(size)),
             comma(strides)
         ));
     }

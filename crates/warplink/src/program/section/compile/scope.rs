@@ -1,7 +1,9 @@
 //! The names of a section in the kernel's text, and expressions over them.
 
 use super::code::bare;
+use super::range::Range;
 use crate::program::expr::{Comparison, Condition, Expr, Operator};
+use std::cell::Cell;
 
 /// Names that the kernel's text, its headers or the language have a meaning for.
 const RESERVED: &[&str] = &[
@@ -15,11 +17,11 @@ const RESERVED: &[&str] = &[
     "static_cast", "struct", "switch", "template", "this", "thread_local", "throw", "true", "try",
     "typedef", "typeid", "typename", "union", "unsigned", "using", "virtual", "void", "volatile",
     "wchar_t", "while", "xor", "xor_eq", "u32", "u64", "i64", "rank", "world", "lanes", "threads",
-    "epoch", "self", "at", "word", "signals", "inbound", "section", "Binding", "warplink", "detail",
+    "epoch", "self", "at", "size", "word", "signals", "inbound", "section", "Binding", "warplink", "detail",
     "Lane", "Inbound", "Places", "View", "Flag", "Signals", "Unit", "Status", "Thread", "Warp",
     "Block", "Grid", "F16", "Bf16", "F32", "F64", "I32", "U8", "I8", "U32", "I64", "U64", "E4m3",
     "E5m2", "Add", "Multiply", "Minimum", "Maximum", "Average", "reduce", "copy", "signal",
-    "plain", "packets", "lines", "part", "divide", "modulo", "least", "greatest", "logarithm", "shortest",
+    "plain", "packets", "lines", "part", "divide", "modulo", "quotient", "remainder", "Index", "least", "greatest", "logarithm", "shortest",
     "blockIdx", "threadIdx", "blockDim", "gridDim", "warpSize", "dim3", "uint4", "uint2",
 ];
 
@@ -32,12 +34,16 @@ pub(super) struct Bound {
     text: String,
     /// Its value, where that is known.
     value: Option<i64>,
+    /// Between which values it lies.
+    range: Range,
 }
 
 /// The integers that are visible, the latest last.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Scope {
     bound: Vec<Bound>,
+    /// Whether a value may need more than 32 bits.
+    wide: Cell<bool>,
 }
 
 impl Scope {
@@ -63,13 +69,52 @@ impl Scope {
         self.bound.truncate(len);
     }
 
-    /// Binds `name`, for which `text` stands.
+    /// Binds `name`, for which `text` stands, to `value` where that is known.
     pub(super) fn bind(&mut self, name: &str, text: impl Into<String>, value: Option<i64>) {
+        let range = value.map_or(Range::ANY, Range::exactly);
+        self.bind_within(name, text, value, range);
+    }
+
+    /// As [`bind`](Self::bind), to a value within `range`.
+    pub(super) fn bind_within(
+        &mut self,
+        name: &str,
+        text: impl Into<String>,
+        value: Option<i64>,
+        range: Range,
+    ) {
+        self.note(range);
         self.bound.push(Bound {
             name: name.to_owned(),
             text: text.into(),
             value,
+            range,
         });
+    }
+
+    /// Whether all expressions so far have values of 32 bits.
+    pub(super) fn is_narrow(&self) -> bool {
+        !self.wide.get()
+    }
+
+    fn note(&self, range: Range) {
+        if !range.is_narrow() {
+            self.wide.set(true);
+        }
+    }
+
+    /// Between which values an expression lies.
+    pub(super) fn range(&self, expression: &Expr) -> Range {
+        let range = match expression {
+            Expr::Number(value) => Range::exactly(*value),
+            Expr::Name(name) => self.find(name).map_or(Range::ANY, |bound| bound.range),
+            Expr::Negative(a) => self.range(a).negated(),
+            Expr::Log2(_) => Range::of(0, 63),
+            Expr::Element(..) | Expr::Count(_) => Range::ANY,
+            Expr::Binary(operator, a, b) => self.range(a).with(*operator, self.range(b)),
+        };
+        self.note(range);
+        range
     }
 
     fn find(&self, name: &str) -> Option<&Bound> {
@@ -102,6 +147,7 @@ impl Scope {
 
     /// The expression in the kernel's text; the name that has no meaning where one has none.
     pub(super) fn integer(&self, expression: &Expr) -> Result<String, String> {
+        self.range(expression);
         if let Some(value) = self.value(expression)
             && !matches!(expression, Expr::Name(_))
         {
@@ -118,9 +164,16 @@ impl Scope {
             Expr::Element(list, _) => return Err(list.clone()),
             Expr::Count(list) => return Err(format!("count({list})")),
             Expr::Binary(operator, a, b) => {
-                let (a, b) = (self.integer(a)?, self.integer(b)?);
+                let natural = self.range(a).is_natural() && self.range(b).is_natural();
+                let clamped = *operator == Operator::Part && !self.range(a).is_natural();
+                let (mut a, b) = (self.integer(a)?, self.integer(b)?);
+                if clamped {
+                    a = format!("greatest({}, 0)", bare(&a));
+                }
                 let function = match operator {
+                    Operator::Divide if natural => "quotient",
                     Operator::Divide => "divide",
+                    Operator::Remainder if natural => "remainder",
                     Operator::Remainder => "modulo",
                     Operator::Min => "least",
                     Operator::Max => "greatest",
