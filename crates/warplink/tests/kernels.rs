@@ -96,7 +96,9 @@ fn every_section_of_the_examples_compiles_for_every_architecture() {
     let mut compiled = 0;
     for (world, aligned) in cases {
         for (name, section) in sections(world) {
-            let text = section.kernel(aligned).unwrap_or_else(|error| panic!("{name}: {error}"));
+            let text = section
+                .kernel(aligned)
+                .unwrap_or_else(|error| panic!("{name}: {error}"));
             let all = ["sm_80", "sm_90", "sm_100"];
             let architectures = if world == 2 { &all[..] } else { &all[1..2] };
             for architecture in architectures {

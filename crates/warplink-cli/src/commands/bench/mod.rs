@@ -4,8 +4,8 @@ mod channel;
 mod overlap;
 mod p2p;
 mod program;
-mod section;
 pub(crate) mod second_stream;
+mod section;
 pub(crate) mod timing;
 
 use crate::options::Options;

@@ -33,7 +33,12 @@ pub(crate) struct Section {
     #[command(flatten)]
     source: Source,
     /// Bytes of the input, separated by commas
-    #[arg(long, value_name = "BYTES", value_delimiter = ',', default_value = "1024,16384,65536,262144,1048576,4194304,16777216")]
+    #[arg(
+        long,
+        value_name = "BYTES",
+        value_delimiter = ',',
+        default_value = "1024,16384,65536,262144,1048576,4194304,16777216"
+    )]
     sizes: Vec<usize>,
     /// The parameter that is the number of elements
     #[arg(long, value_name = "NAME", default_value = "n")]
@@ -196,7 +201,11 @@ impl Section {
             verify: false,
             ..options
         };
-        let dtype = tensors(&executor.prepare(program, &parameters, unchecked)?, Role::Input)?.1;
+        let dtype = tensors(
+            &executor.prepare(program, &parameters, unchecked)?,
+            Role::Input,
+        )?
+        .1;
         let elements = bytes / dtype.size();
         parameters.insert(self.length.as_str(), i64::try_from(elements)?);
         let prepared = executor.prepare(program, &parameters, options)?;
@@ -225,7 +234,11 @@ impl Section {
             None => Ok(()),
         };
         let works = [section, vendor];
-        let works = if collective.is_some() { &works[..] } else { &works[..1] };
+        let works = if collective.is_some() {
+            &works[..]
+        } else {
+            &works[..1]
+        };
         let times = clock.measure_in_turn(self.samples.into(), Submission::Captured, works)?;
         let mut times = times.into_iter().map(|times| times.divided(runs as f64));
         let different = match &collective {
@@ -265,8 +278,7 @@ impl Section {
             self.against
         );
         let program = Program::parse(&text)?;
-        let prepared =
-            executor.prepare(&program, &Parameters::new(), PrepareOptions::default())?;
+        let prepared = executor.prepare(&program, &Parameters::new(), PrepareOptions::default())?;
         let mut bindings = Bindings::new();
         bindings.insert("X".to_owned(), memory.input.1.clone());
         bindings.insert("Y".to_owned(), memory.expected.clone());
@@ -285,17 +297,16 @@ impl Section {
 }
 
 impl Memory {
-    fn new(
-        comm: &Communicator,
-        prepared: &warplink::program::Prepared,
-        seed: u64,
-    ) -> Result<Self> {
+    fn new(comm: &Communicator, prepared: &warplink::program::Prepared, seed: u64) -> Result<Self> {
         let device = comm.device();
         let (input, dtype, bytes) = tensors(prepared, Role::Input)?;
         let (output, _, output_bytes) = tensors(prepared, Role::Output)?;
         let allocate = |bytes| device.allocate(bytes, AllocationKind::Plain);
-        let (source, target, expected) =
-            (allocate(bytes)?, allocate(output_bytes)?, allocate(output_bytes)?);
+        let (source, target, expected) = (
+            allocate(bytes)?,
+            allocate(output_bytes)?,
+            allocate(output_bytes)?,
+        );
         let data = random(dtype, bytes, seed, comm.rank());
         device.upload(&source, &data)?;
         Ok(Self {
@@ -358,7 +369,10 @@ impl Report {
                 let all: Vec<String> = row.kernels.iter().map(of).collect();
                 all.join(", ")
             };
-            let values = row.values.iter().map(|(name, value)| format!("{name}={value}"));
+            let values = row
+                .values
+                .iter()
+                .map(|(name, value)| format!("{name}={value}"));
             table.row([
                 row.bytes.to_string(),
                 format!("{:.2}", time * 1e6),
@@ -385,8 +399,15 @@ impl Report {
 /// The only tensor of a role: its name, type and bytes.
 fn tensors(prepared: &warplink::program::Prepared, role: Role) -> Result<(String, DType, usize)> {
     let tensors = &prepared.rank_program().tensors;
-    let found: Vec<_> = tensors.iter().filter(|tensor| tensor.role == role).collect();
-    let what = if role == Role::Input { "input" } else { "output" };
+    let found: Vec<_> = tensors
+        .iter()
+        .filter(|tensor| tensor.role == role)
+        .collect();
+    let what = if role == Role::Input {
+        "input"
+    } else {
+        "output"
+    };
     ensure!(
         found.len() == 1,
         "the program has {} tensors that are {what}; expected one",
@@ -446,12 +467,14 @@ fn values(text: &str) -> Result<(String, Vec<i64>), String> {
 
 /// Whether the program does not take the values, on any rank.
 fn is_refusal(error: &anyhow::Error) -> bool {
-    error.downcast_ref::<warplink::Error>().is_some_and(|error| {
-        matches!(
-            error.kind(),
-            ErrorKind::InvalidArgument | ErrorKind::Verification | ErrorKind::Unsupported
-        )
-    })
+    error
+        .downcast_ref::<warplink::Error>()
+        .is_some_and(|error| {
+            matches!(
+                error.kind(),
+                ErrorKind::InvalidArgument | ErrorKind::Verification | ErrorKind::Unsupported
+            )
+        })
 }
 
 #[cfg(test)]

@@ -8,7 +8,8 @@ use super::context::RankContext;
 use super::lane::run_lane;
 use super::memory::{PlanMemory, TensorMemory};
 use crate::device::{
-    AllocationKind, Argument, Device, DeviceSlice, Kernel, KernelResources, Launch, ModuleSource, Priority, Stream,
+    AllocationKind, Argument, Device, DeviceSlice, Kernel, KernelResources, Launch, ModuleSource,
+    Priority, Stream,
 };
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::memory::{HANDLE_BYTES, Region, RemoteRegion};

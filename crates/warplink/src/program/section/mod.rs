@@ -21,11 +21,11 @@ mod period;
 mod resolve;
 mod view;
 
+pub(crate) use compile::{Addresses, KERNEL, text as kernel_text};
 pub use instance::{SectionInstance, SectionMemory, SectionTensor};
 pub use ir::{Move, Operator, Packing, Place, Scratch, Section, Source, Step, StepKind, Verb};
 pub use lane::{LaneStep, LaneStepKind, Part};
 pub use layout::{Area, ScratchId, ScratchInstance, WorkspaceLayout};
-pub(crate) use compile::{Addresses, KERNEL, text as kernel_text};
 pub(crate) use names::FreeNames;
 pub(crate) use period::period;
 

@@ -115,7 +115,11 @@ impl<'s> Emitter<'s> {
             StepKind::LetInteger { name, value } => {
                 let (text, known) = (self.integer(value)?, self.scope.value(value));
                 let spelled = Scope::spell(name);
-                let constant = if known.is_some() { "constexpr" } else { "const" };
+                let constant = if known.is_some() {
+                    "constexpr"
+                } else {
+                    "const"
+                };
                 code.line(format!("{constant} Index {spelled} = {};", bare(&text)));
                 let range = self.scope.range(value);
                 self.scope.bind_within(name, spelled, known, range);
@@ -172,7 +176,8 @@ impl<'s> Emitter<'s> {
         let (from, to) = (bare(&from).to_owned(), bare(&to).to_owned());
         let visible = self.scope.len();
         let range = Range::index(self.scope.range(&it.from), self.scope.range(&it.to));
-        self.scope.bind_within(&it.index, index.clone(), None, range);
+        self.scope
+            .bind_within(&it.index, index.clone(), None, range);
         let looped = text.block(
             format!("for (Index {index} = {from}; {index} < {to}; {index}++) {{"),
             |text| self.body(text, &it.body),
@@ -350,9 +355,14 @@ impl<'s> Emitter<'s> {
             return Err(self.refuse(text, "signal fewer ranks at a time, or use more threads"));
         }
         self.signals = true;
-        let words = ranks.iter().map(|(rank, _)| format!("word({})", bare(rank)));
+        let words = ranks
+            .iter()
+            .map(|(rank, _)| format!("word({})", bare(rank)));
         let count = ranks.len();
-        code.line(format!("signal(self, Places<{count}>{{{{{}}}}});", comma(words)));
+        code.line(format!(
+            "signal(self, Places<{count}>{{{{{}}}}});",
+            comma(words)
+        ));
         Ok(())
     }
 
@@ -435,7 +445,8 @@ impl<'s> Emitter<'s> {
                 let text = format!(
                     "what is read depends on '{condition}', which is no constant of the kernel"
                 );
-                let help = "use numbers, rank, world and indices of lists, or an 'if' around the step";
+                let help =
+                    "use numbers, rank, world and indices of lists, or an 'if' around the step";
                 Err(Refusal::Varies(self.error(text, help)))
             }
         }
@@ -445,10 +456,7 @@ impl<'s> Emitter<'s> {
         let part = self.part(&place.tensor)?;
         let tensor = &self.instance.tensors[part.tensor];
         let (rank, known) = match &place.on {
-            None => (
-                "rank".to_owned(),
-                i64::try_from(self.instance.rank).ok(),
-            ),
+            None => ("rank".to_owned(), i64::try_from(self.instance.rank).ok()),
             Some(rank) => (self.integer(rank)?, self.scope.value(rank)),
         };
         let scratch = self.instance.scratch_of(part.tensor);
@@ -495,6 +503,10 @@ impl<'s> Emitter<'s> {
                 Selection::Part(index, parts) => {
                     let (index, parts) = (self.integer(index)?, self.integer(parts)?);
                     format!("part({}, {})", bare(&index), bare(&parts))
+                }
+                Selection::Axes(_) => {
+                    let text = format!("{reference} selects on several axes at once");
+                    return Err(self.refuse(text, "select on one axis after another"));
                 }
             };
             part.text = format!("{}.{text}", part.text);

@@ -12,9 +12,7 @@
 use super::scope::Scope;
 use crate::program::expr::Expr;
 use crate::program::ir::{Each, Selection, TensorRef};
-use crate::program::section::{
-    Packing, Place, SectionInstance, Source, Step, StepKind,
-};
+use crate::program::section::{Packing, Place, SectionInstance, Source, Step, StepKind};
 use std::collections::{BTreeSet, HashMap};
 
 /// The most iterations of a loop that are run through, and steps of all.

@@ -259,14 +259,21 @@ fn binding(code: &mut Code, instance: &SectionInstance) -> Result<()> {
     if words > MAX_WORDS {
         return Err(Error::new(
             ErrorKind::Unsupported,
-            format!("a launch has {words} words of addresses and sizes; expected at most {MAX_WORDS}"),
+            format!(
+                "a launch has {words} words of addresses and sizes; expected at most {MAX_WORDS}"
+            ),
         )
         .with_operation("compile a kernel section")
         .with_help("use fewer tensors in one kernel"));
     }
-    code.line("// Where tensors start on each rank, the ranks' signals, the epochs of lanes; and sizes.");
+    code.line(
+        "// Where tensors start on each rank, the ranks' signals, the epochs of lanes; and sizes.",
+    );
     code.open("struct Binding {");
-    let names = instance.tensors.iter().map(|tensor| Scope::spell(&tensor.name));
+    let names = instance
+        .tensors
+        .iter()
+        .map(|tensor| Scope::spell(&tensor.name));
     let names: Vec<String> = names.collect();
     let bases = names.iter().map(|name| format!("{name}[world]"));
     let bases = bases.chain(["signals[world]".to_owned()]);
@@ -313,12 +320,14 @@ fn declare(code: &mut Code, instance: &SectionInstance) {
             code.line(format!("const View<0> {name}{{0}};"));
             continue;
         };
-        let strides = tensor.strides.iter().enumerate().map(|(axis, stride)| {
-            match stride {
+        let strides = tensor
+            .strides
+            .iter()
+            .enumerate()
+            .map(|(axis, stride)| match stride {
                 1 if axis + 1 == axes => "1".to_owned(),
                 _ => size(stride),
-            }
-        });
+            });
         code.line(format!(
             "const View<{axes}> {name}{{0, {}, {{{}}}, {{{}}}}};",
             size(first),

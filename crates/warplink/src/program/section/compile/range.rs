@@ -60,7 +60,8 @@ impl Range {
             Operator::Add => Self::of(a.least + b.least, a.most + b.most),
             Operator::Subtract => Self::of(a.least - b.most, a.most - b.least),
             Operator::Multiply => {
-                let ends = [a.least, a.most].map(|x| [x.saturating_mul(b.least), x.saturating_mul(b.most)]);
+                let ends = [a.least, a.most]
+                    .map(|x| [x.saturating_mul(b.least), x.saturating_mul(b.most)]);
                 let ends = ends.as_flattened();
                 let least = ends.iter().min().copied().unwrap_or(-LIMIT);
                 Self::of(least, ends.iter().max().copied().unwrap_or(LIMIT))
@@ -68,7 +69,11 @@ impl Range {
             Operator::Divide if natural => Self::of(0, a.most),
             Operator::Divide => Self::of(-size(a) - 1, size(a)),
             Operator::Remainder if b.least > 0 => {
-                let most = if natural { a.most.min(b.most - 1) } else { b.most - 1 };
+                let most = if natural {
+                    a.most.min(b.most - 1)
+                } else {
+                    b.most - 1
+                };
                 Self::of(0, most)
             }
             Operator::Remainder => Self::of(-size(b), size(b)),
@@ -81,7 +86,9 @@ impl Range {
                 Self::of(0, (1_i128 << bits) - 1)
             }
             Operator::ShiftRight if natural => Self::of(0, a.most),
-            Operator::ShiftLeft if natural && b.most <= 62 => Self::of(0, a.most.saturating_mul(1 << b.most)),
+            Operator::ShiftLeft if natural && b.most <= 62 => {
+                Self::of(0, a.most.saturating_mul(1 << b.most))
+            }
             Operator::Xor | Operator::ShiftLeft | Operator::ShiftRight => Self::ANY,
         }
     }
