@@ -17,6 +17,9 @@ mod emit;
 mod hazard;
 mod range;
 mod scope;
+#[cfg(test)]
+#[allow(clippy::unwrap_used, clippy::panic)]
+mod tests;
 
 use super::{SectionInstance, SectionTensor};
 use crate::device::ReduceOp;

@@ -1,0 +1,149 @@
+//! What kernels say. That they compile is tested with the compiler (`tests/kernels.rs`).
+
+use super::SectionInstance;
+use crate::program::{OperationKind, Parameters, Program, unroll};
+use std::sync::Arc;
+
+/// The section of a program for rank `rank` of `world`.
+fn section(text: &str, rank: usize, world: usize, n: i64) -> Arc<SectionInstance> {
+    let program = Program::parse(text).unwrap_or_else(|error| panic!("{error}"));
+    let parameters = Parameters::new().with("n", n);
+    let rank_program = unroll(&program, rank, world, 1, &parameters).unwrap();
+    let mut sections = rank_program.operations.iter();
+    let section = sections.find_map(|operation| match &operation.kind {
+        OperationKind::Kernel(section) => Some(section.clone()),
+        _ => None,
+    });
+    section.unwrap()
+}
+
+/// The kernel of a body over X, Y and Z of n elements, and packets P.
+fn kernel(body: &str, rank: usize, world: usize) -> Result<String, String> {
+    let text = format!(
+        "program test(n) {{\n input X: bf16[n]\n output Y: bf16[n]\n output Z: bf16[n]\n \
+         scratch P: packets16 bf16[2, world, n]\n kernel lane in 0..4 threads 128 {{\n{body}\n}}\n}}\n"
+    );
+    let kernel = section(&text, rank, world, 1000).kernel(true);
+    kernel.map_err(|error| error.to_string())
+}
+
+fn barriers(body: &str) -> usize {
+    kernel(body, 0, 2).unwrap().matches("self.sync();").count()
+}
+
+#[test]
+fn threads_are_synchronized_where_one_may_need_what_another_wrote() {
+    let copies = "Y[lane of 4] = copy(X[lane of 4])\n";
+    assert_eq!(barriers(copies), 0);
+    // Read after write, write after read, write after write.
+    assert_eq!(
+        barriers(&format!("{copies}Z[lane of 4] = copy(Y[lane of 4])")),
+        1
+    );
+    assert_eq!(
+        barriers("Y[lane of 4] = copy(Z[lane of 4])\nZ[lane of 4] = copy(X[lane of 4])"),
+        1
+    );
+    assert_eq!(barriers(&format!("{copies}{copies}")), 1);
+    // A signal and a wait are barriers, too.
+    let after = |between: &str| format!("{copies}{between}\nZ[lane of 4] = copy(Y[lane of 4])");
+    assert_eq!(barriers(&after("signal 1 - rank")), 0);
+    assert_eq!(barriers(&after("wait 1 - rank")), 0);
+    assert_eq!(barriers(&after("barrier")), 0);
+    // Other parts, other ranks, and packets need none.
+    assert_eq!(
+        barriers("Y[0..10] = copy(X[0..10])\nY[10..20] = copy(X[10..20])"),
+        1
+    );
+    assert_eq!(
+        barriers("Y[0 of 2] = copy(X[0 of 2])\nY[1 of 2] = copy(X[1 of 2])"),
+        0
+    );
+    assert_eq!(barriers("put X to Y on 1\nY = copy(X)"), 0);
+    assert_eq!(barriers("put X to P[0][rank] on 1\nY = copy(P[0][1])"), 0);
+}
+
+#[test]
+fn what_an_iteration_leaves_to_the_next_is_waited_for() {
+    let chain =
+        "for c in 0..n { Z[lane of 4] = copy(Y[lane of 4])\nY[lane of 4] = copy(X[lane of 4]) }";
+    // Before the second, which writes what the first reads, and before the first, which reads what the
+    // second wrote.
+    assert_eq!(barriers(chain), 2);
+    assert_eq!(barriers("for p in 0..2 { Y[p of 2] = copy(X[p of 2]) }"), 0);
+    assert_eq!(barriers("for p in 0..2 { Y[0 of 2] = copy(X[p of 2]) }"), 1);
+    assert_eq!(
+        barriers(
+            "if lane > 1 { Y[lane of 4] = copy(X[lane of 4]) }\nZ[lane of 4] = copy(Y[lane of 4])"
+        ),
+        1
+    );
+}
+
+#[test]
+fn lists_are_written_out_and_begin_with_another_rank_on_each() {
+    let body = "barrier\nY[rank of world][lane of 4] on r for r in 0..world = \
+                reduce(X[rank of world][lane of 4] on r for r in 0..world, sum)\nbarrier";
+    for rank in 0..4 {
+        let text = kernel(body, rank, 4).unwrap();
+        let next = (rank + 1) % 4;
+        let first = if next == 0 {
+            "Places<4>".to_owned()
+        } else {
+            format!("Places<4, 0x0, 16, {next}>")
+        };
+        assert_eq!(text.matches(&first).count(), 2, "{text}");
+        assert!(
+            text.contains("at.X[0]") && text.contains("at.Y[3]"),
+            "{text}"
+        );
+        let mask = 0xf & !(1 << rank);
+        assert_eq!(
+            text.matches(&format!("inbound.wait(self, {mask:#x}u);"))
+                .count(),
+            2,
+            "{text}"
+        );
+    }
+}
+
+#[test]
+fn a_list_that_depends_on_a_loop_has_it_written_out() {
+    let body = "for p in 0..world { Y[p of world] = reduce(X[p of world] if r == p else P[0][r][p of world] for r in 0..world, sum) }";
+    let text = kernel(body, 0, 2).unwrap();
+    assert_eq!(text.matches("constexpr Index p = ").count(), 2, "{text}");
+    assert!(!text.contains("for (Index p"), "{text}");
+    let error = kernel("for c in 0..n { Y = reduce(X for r in 0..c, sum) }", 0, 2).unwrap_err();
+    assert!(
+        error.contains("no constants of the kernel") && error.contains("line"),
+        "{error}"
+    );
+}
+
+#[test]
+fn sizes_do_not_change_the_text_unless_they_need_more_bits() {
+    let text = "program test(n) {\n input X: f32[n]\n output Y: f32[n]\n kernel lane in 0..2 threads 64 {\n \
+                Y[lane of 2] = copy(X[lane of 2])\n }\n}\n";
+    let of = |n| section(text, 0, 2, n).kernel(true).unwrap();
+    assert_eq!(of(1000), of(1 << 20));
+    assert!(of(1000).contains("WARPLINK_INDEX int") && !of(1 << 31).contains("WARPLINK_INDEX"));
+    assert!(section(text, 0, 2, 1 << 40).kernel(true).is_err());
+}
+
+#[test]
+fn names_that_mean_something_else_in_a_kernel_are_spelled_otherwise() {
+    let body =
+        "let int = lane\nlet to0 = X[int of 4]\nlet reduce_ = to0\nY[lane of 4] = copy(signal)";
+    // An alias needs a selection.
+    let body = body.replace("let reduce_ = to0", "let signal = to0[0 of 1]");
+    let text = kernel(&body, 0, 2).unwrap();
+    assert!(text.contains("const Index int_ = lane;"), "{text}");
+    assert!(
+        text.contains("const auto to0_ = X.part(int_, 4);"),
+        "{text}"
+    );
+    assert!(
+        text.contains("const auto signal_ = to0_.part(0, 1);"),
+        "{text}"
+    );
+}
