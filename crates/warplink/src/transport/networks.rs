@@ -16,7 +16,7 @@ use crate::sync::lock;
 use std::collections::HashMap;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, Weak};
 
 /// Where the words of an end lie from the start of those that the peer writes to.
 const INBOUND: usize = 0;
@@ -35,7 +35,7 @@ pub(crate) struct Networks {
 
 /// An end that is gone here: what it had exposed, and its connection.
 struct Parting {
-    exposed: Exposed,
+    exposed: ExposedMemory,
     told: Option<Told>,
 }
 
@@ -47,8 +47,15 @@ struct Told {
     _words: Arc<RemoteMemory>,
 }
 
-/// What a peer may write to: the words of a slot, and regions.
+/// What a peer may write to: the words of a slot, and regions. Dropping it holds them until the peer writes no
+/// more; what no peer writes to is [discarded](Self::discard).
 pub(crate) struct Exposed {
+    networks: Weak<Networks>,
+    /// There until it is dropped.
+    memory: Option<ExposedMemory>,
+}
+
+struct ExposedMemory {
     network: Arc<dyn Network>,
     words: (Region, NetworkRegion),
     regions: Vec<(Region, NetworkRegion)>,
@@ -65,7 +72,7 @@ pub(crate) struct NetworkLink {
     /// The peer's words and regions; the latter by number.
     words: Arc<RemoteMemory>,
     regions: Mutex<Vec<Arc<RemoteMemory>>>,
-    exposed: Mutex<Option<Exposed>>,
+    exposed: Mutex<Option<ExposedMemory>>,
     /// Held as long as it matters that the connection works.
     used: Arc<()>,
 }
@@ -100,7 +107,7 @@ impl Networks {
     /// Lets a peer write to `words`, those of a slot, and to `region`, over `devices`. `recycle` is called when
     /// it writes no more, unless what is given back is dropped before the peer has it.
     pub(crate) fn expose(
-        &self,
+        self: &Arc<Self>,
         devices: Option<&str>,
         words: &Region,
         region: &Region,
@@ -108,24 +115,29 @@ impl Networks {
     ) -> Result<Exposed> {
         let network = self.get(devices)?;
         let registered = network.register(words.memory())?;
-        let mut exposed = Exposed {
+        let mut memory = ExposedMemory {
             words: (words.clone(), registered),
             regions: Vec::new(),
             gone: words.memory().word(GONE)?,
             network,
             recycle: Some(Box::new(recycle)),
         };
-        exposed.add(region)?;
-        Ok(exposed)
+        memory.add(region)?;
+        Ok(Exposed {
+            networks: Arc::downgrade(self),
+            memory: Some(memory),
+        })
     }
 
     /// Connects to `peer`, which gave its address and the keys of its words and of its region.
     pub(crate) fn connect(
         self: &Arc<Self>,
         peer: Rank,
-        exposed: Exposed,
+        mut exposed: Exposed,
         [address, words, region]: [&[u8]; 3],
     ) -> Result<NetworkLink> {
+        let exposed = exposed.memory.take();
+        let exposed = exposed.ok_or_else(|| Error::invalid("nothing is exposed"))?;
         let opened = exposed
             .network
             .connect(peer, address)
@@ -152,7 +164,7 @@ impl Networks {
     }
 
     /// Holds what a peer may write to until it writes no more.
-    fn part(&self, exposed: Exposed, told: Option<Told>) {
+    fn part(&self, exposed: ExposedMemory, told: Option<Told>) {
         lock(&self.parting).push(Parting { exposed, told });
     }
 
@@ -195,8 +207,28 @@ impl Networks {
 }
 
 impl Exposed {
-    /// What the peer needs to connect: the address, and the keys of the words and of the last region.
+    /// What the peer needs to connect: the address, and the keys of the words and of the region.
     pub(crate) fn keys(&self) -> [&[u8]; 3] {
+        self.memory.as_ref().map_or([&[]; 3], ExposedMemory::keys)
+    }
+
+    /// Lets go of what no peer has seen, or will write to.
+    pub(crate) fn discard(mut self) {
+        self.memory = None;
+    }
+}
+
+impl Drop for Exposed {
+    fn drop(&mut self) {
+        if let (Some(memory), Some(networks)) = (self.memory.take(), self.networks.upgrade()) {
+            networks.part(memory, None);
+        }
+    }
+}
+
+impl ExposedMemory {
+    /// What the peer needs to connect: the address, and the keys of the words and of the last region.
+    fn keys(&self) -> [&[u8]; 3] {
         let region = self.regions.last().map_or(&[][..], |(_, key)| key.key());
         [self.network.address(), self.words.1.key(), region]
     }
@@ -292,7 +324,7 @@ impl fmt::Debug for Networks {
 
 impl fmt::Debug for Exposed {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Exposed({} regions)", self.regions.len())
+        write!(f, "Exposed({})", self.memory.is_some())
     }
 }
 

@@ -37,11 +37,11 @@ impl ConnectionExchange {
         if offer.transport != end.transport {
             // The peer finds the same and gives up too, so nobody will write to the slot.
             self.decline(job_peer, &offer);
-            self.slots.recycle(end.slot.number);
             let what = format!(
                 "this rank uses the {} transport, the peer the {}",
                 end.transport, offer.transport
             );
+            self.give_back(end);
             return Err(named(
                 Error::new(ErrorKind::Mismatch, what)
                     .with_help("choose the same transport on both ranks"),

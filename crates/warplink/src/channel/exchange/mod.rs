@@ -159,6 +159,14 @@ impl ConnectionExchange {
     fn forget(&self, end: End<'_>) {
         let key = (end.request.peer, end.request.tag);
         self.numbers.reuse(key, end.number);
+        self.give_back(end);
+    }
+
+    /// Gives back what no peer will write to.
+    fn give_back(&self, end: End<'_>) {
+        if let Some(exposed) = end.exposed {
+            exposed.discard();
+        }
         self.slots.recycle(end.slot.number);
     }
 
@@ -229,6 +237,9 @@ impl ConnectionExchange {
         match prepared.and_then(|()| self.publisher.publish(&offers, deadline)) {
             Ok(()) => Ok(offers),
             Err(error) => {
+                // They may be published yet, so that peers may write: what is exposed stays so.
+                let late = error.kind() == ErrorKind::Timeout;
+                offers.retain(|offer| !late || offer.item.exposed.is_none());
                 self.roll_back(offers);
                 Err(error)
             }

@@ -293,6 +293,7 @@ impl Drop for Engine {
         for _ in 0..LOOKS {
             self.progress();
         }
+        self.peers.values_mut().for_each(Peer::abandon);
         let memories: Vec<u64> = self.memories.keys().copied().collect();
         // SAFETY: the worker lives, and its event descriptor is not used any more.
         unsafe { (self.ucp.ucp_worker_destroy)(self.worker) };

@@ -184,6 +184,17 @@ impl Peer {
         };
     }
 
+    /// Gives back the requests that have not ended, which nobody asks about any more: UCX insists on it before
+    /// its worker is destroyed. What they use is held as long as this.
+    pub(super) fn abandon(&mut self) {
+        let outstanding = self.outstanding.iter().map(|(request, _)| *request);
+        let flushing = self.flushing.iter().map(|(request, _)| *request);
+        for request in outstanding.chain(flushing).chain(self.closing.take()) {
+            // SAFETY: the request is one of UCX's that has not been freed, and is not used after this.
+            unsafe { (self.ucp.ucp_request_free)(request) };
+        }
+    }
+
     /// Whether the connection has ended, and nothing of it is left.
     pub(super) fn is_gone(&self) -> bool {
         self.released
