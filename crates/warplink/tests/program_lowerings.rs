@@ -53,7 +53,9 @@ fn examples(operation: &str) -> Vec<Lowering> {
 
 fn gathers() -> Vec<Lowering> {
     let own = AllGatherMatmul::lowerings().unwrap();
-    own.into_iter().chain(examples("all_gather")).collect()
+    own.into_iter()
+        .chain(examples("all_gather_matmul"))
+        .collect()
 }
 
 fn scatters() -> Vec<Lowering> {
