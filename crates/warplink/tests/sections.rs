@@ -9,3 +9,5 @@ mod examples;
 mod faulty;
 #[path = "sections/play.rs"]
 mod play;
+#[path = "sections/sharing.rs"]
+mod sharing;

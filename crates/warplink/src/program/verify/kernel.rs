@@ -7,12 +7,14 @@
 use super::diagnostics::{Diagnostics, place_of};
 use super::lanes::{self, Launch};
 use super::link::Links;
+use super::meetings::Meeting;
 use super::memory::Mode as AccessMode;
 use super::state::Run;
 use super::violation::Violations;
 use crate::error::Rank;
 use crate::program::diagnostic::DiagnosticKind;
 use crate::program::rank_program::{OperationKind, Range, RankProgram};
+use crate::program::section::{SectionInstance, SectionTensor};
 use std::collections::HashMap;
 
 /// What kernels access of each rank's tensors, by rank and operation.
@@ -50,7 +52,7 @@ fn difference(one: &OperationKind, other: &OperationKind) -> Option<&'static str
         }
         _ => return None,
     };
-    let names = |tensors: &[crate::program::section::SectionTensor]| {
+    let names = |tensors: &[SectionTensor]| {
         let own = tensors.iter();
         own.map(|t| {
             (
@@ -76,6 +78,28 @@ fn difference(one: &OperationKind, other: &OperationKind) -> Option<&'static str
         return Some("their tensors have other shapes");
     }
     None
+}
+
+/// The kernels of all ranks in their order, as `make` changes them.
+pub(super) fn operations(
+    ranks: &[RankProgram],
+    links: &Links,
+    make: impl Fn(&SectionInstance) -> SectionInstance,
+) -> Vec<Vec<SectionInstance>> {
+    let of_meeting = |meeting: &Meeting| {
+        let calls = meeting.calls();
+        calls
+            .filter_map(
+                |(rank, operation)| match &ranks[rank].operations[operation].kind {
+                    OperationKind::Kernel(section) => Some(make(section)),
+                    _ => None,
+                },
+            )
+            .collect::<Vec<_>>()
+    };
+    let all = links.meetings.all.iter().map(of_meeting);
+    all.filter(|sections| sections.len() == ranks.len())
+        .collect()
 }
 
 /// Checks what the lanes of all kernels do, and gives what they access.

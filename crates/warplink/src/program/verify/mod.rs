@@ -44,6 +44,7 @@ mod link;
 mod meetings;
 mod memory;
 mod numbers;
+mod sharing;
 mod simulate;
 mod state;
 mod violation;
@@ -61,6 +62,7 @@ use std::fmt;
 
 pub use super::unroll::MAX_OPERATIONS;
 pub use diagnostics::MAX_DIAGNOSTICS;
+pub use sharing::verify_sharing;
 
 /// What a program that passed does, for all ranks together.
 #[derive(Clone, Debug, PartialEq, Eq)]

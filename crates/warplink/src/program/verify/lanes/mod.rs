@@ -17,6 +17,7 @@ mod run;
 use super::diagnostics::Diagnostics;
 use super::memory::Mode as AccessMode;
 use crate::program::diagnostic::DiagnosticKind;
+use crate::program::ir::Program;
 use crate::program::rank_program::{Range, RankProgram};
 use crate::program::section::{MAX_PERIOD, SectionInstance};
 use run::Run;
@@ -31,11 +32,24 @@ const MORE_RUNS: u64 = 2;
 pub(super) struct Launch<'a> {
     /// The section of each rank.
     sections: Vec<&'a SectionInstance>,
+    /// The program that it is of, where several are followed.
+    program: Option<&'a Program>,
 }
 
 impl<'a> Launch<'a> {
     pub(super) fn new(sections: Vec<&'a SectionInstance>) -> Self {
-        Self { sections }
+        Self {
+            sections,
+            program: None,
+        }
+    }
+
+    /// A kernel of `program`, which is one of several.
+    pub(super) fn named(sections: Vec<&'a SectionInstance>, program: &'a Program) -> Self {
+        Self {
+            sections,
+            program: Some(program),
+        }
     }
 }
 
@@ -52,13 +66,18 @@ pub(super) fn check(
     diagnostics: &mut Diagnostics<'_>,
 ) -> Vec<Accesses> {
     let sections = kernels.iter().flat_map(|kernel| &kernel.sections);
+    let runs = runs(sections.copied());
+    let sequence: Vec<usize> = (0..runs).flat_map(|_| 0..kernels.len()).collect();
+    follow(ranks, kernels, &sequence, diagnostics)
+}
+
+/// How many runs of programs with these sections are followed.
+pub(super) fn runs<'a>(sections: impl Iterator<Item = &'a SectionInstance>) -> u64 {
     let period = sections.fold(1, |period, section| {
         let shared = gcd(period, section.period);
         (period / shared).saturating_mul(section.period)
     });
-    let runs = period.min(MAX_PERIOD) + MORE_RUNS;
-    let sequence: Vec<usize> = (0..runs).flat_map(|_| 0..kernels.len()).collect();
-    follow(ranks, kernels, &sequence, diagnostics)
+    period.min(MAX_PERIOD) + MORE_RUNS
 }
 
 /// Follows launches in the order of `sequence`, which names kernels by number.

@@ -6,6 +6,7 @@ use crate::error::Rank;
 use crate::program::diagnostic::{DiagnosticKind, Place};
 use crate::program::rank_program::Site;
 use crate::program::section::LaneStepKind;
+use crate::program::text::summary;
 use crate::program::verify::diagnostics::Diagnostics;
 use std::sync::Arc;
 
@@ -58,6 +59,17 @@ fn place(run: &Run<'_>, actor: &Actor) -> Place {
     }
 }
 
+/// A step in words; with its program, where several are followed.
+fn told(run: &Run<'_>, said: &Diagnostics<'_>, actor: &Actor, place: &Place) -> String {
+    match run.program(actor.launch as usize) {
+        None => said.say(place),
+        Some(program) => {
+            let text = summary(program, place.site.position());
+            format!("{place} of '{}': `{text}`", program.name)
+        }
+    }
+}
+
 fn say(run: &Run<'_>, finding: &Finding, diagnostics: &mut Diagnostics<'_>) {
     let Finding {
         actor,
@@ -79,7 +91,7 @@ fn say(run: &Run<'_>, finding: &Finding, diagnostics: &mut Diagnostics<'_>) {
                 format!(
                     "{} {did} '{name}' of rank {owner}, which does not wait until that is done before its \
                      launch {} ends",
-                    said.say(&places[0]),
+                    told(run, said, other, &places[0]),
                     actor.launch
                 )
             });
@@ -90,7 +102,7 @@ fn say(run: &Run<'_>, finding: &Finding, diagnostics: &mut Diagnostics<'_>) {
                 format!(
                     "{} {verb} '{name}' of rank {owner} without waiting until that rank's launch {} has \
                      started",
-                    said.say(&places[0]),
+                    told(run, said, actor, &places[0]),
                     actor.launch
                 )
             });
@@ -105,13 +117,13 @@ fn say(run: &Run<'_>, finding: &Finding, diagnostics: &mut Diagnostics<'_>) {
             diagnostics.add(DiagnosticKind::Race, places.clone(), |said| match &places[..] {
                 [one, two] => format!(
                     "{} {verb} '{name}' of rank {owner}, unordered with {}, which {did} it",
-                    said.say(one),
-                    said.say(two)
+                    told(run, said, actor, one),
+                    told(run, said, other, two)
                 ),
                 _ => format!(
                     "{} {verb} '{name}' of rank {owner} and {did} overlapping elements of it, in no order \
                      among its threads",
-                    said.say(&places[0])
+                    told(run, said, actor, &places[0])
                 ),
             });
         }
@@ -120,7 +132,7 @@ fn say(run: &Run<'_>, finding: &Finding, diagnostics: &mut Diagnostics<'_>) {
             diagnostics.add(DiagnosticKind::UnwrittenRead, places.clone(), |said| {
                 format!(
                     "{} reads '{name}' of rank {owner}, which nothing wrote before",
-                    said.say(&places[0])
+                    told(run, said, actor, &places[0])
                 )
             });
         }
@@ -130,8 +142,8 @@ fn say(run: &Run<'_>, finding: &Finding, diagnostics: &mut Diagnostics<'_>) {
                 format!(
                     "{} waits for packets in '{name}' of rank {owner} that {} may overwrite before they \
                      are read",
-                    said.say(&places[0]),
-                    said.say(&places[1])
+                    told(run, said, actor, &places[0]),
+                    told(run, said, other, &places[1])
                 )
             });
         }
@@ -142,8 +154,8 @@ fn say(run: &Run<'_>, finding: &Finding, diagnostics: &mut Diagnostics<'_>) {
                 format!(
                     "{} stores packets in '{name}' of rank {owner} where {} stored packets in the same \
                      launch; a reader cannot tell one from the other",
-                    said.say(&places[0]),
-                    said.say(places.last().unwrap_or(&places[0]))
+                    told(run, said, actor, &places[0]),
+                    told(run, said, other, places.last().unwrap_or(&places[0]))
                 )
             });
         }
@@ -194,7 +206,11 @@ fn stuck(run: &Run<'_>, diagnostics: &mut Diagnostics<'_>) {
         let mut message = String::new();
         for (position, (lane, place)) in chain.iter().zip(&places).take(MAX_SAID).enumerate() {
             let lead = if position == 0 { "" } else { "; " };
-            message += &format!("{lead}{} waits for {}", said.say(place), what(run, *lane));
+            message += &format!(
+                "{lead}{} waits for {}",
+                told(run, said, &at(run, *lane), place),
+                what(run, *lane)
+            );
         }
         if chain.len() > MAX_SAID {
             message += &format!("; and {} more like these", chain.len() - MAX_SAID);
@@ -247,7 +263,7 @@ fn lost_signals(run: &Run<'_>, diagnostics: &mut Diagnostics<'_>) {
             format!(
                 "{} signals rank {rank}, which waits for {} of the {} signals; the next launch would take \
                  what is left for its own",
-                said.say(&places[0]),
+                told(run, said, &last, &places[0]),
                 word.awaited,
                 word.signalled
             )
@@ -269,7 +285,7 @@ fn unsteady(run: &Run<'_>, diagnostics: &mut Diagnostics<'_>) {
             format!(
                 "{}: what the kernel reads and writes of the program's tensors depends on the epoch; expected \
                  the same in every launch",
-                said.say(&places[0])
+                told(run, said, &actor, &places[0])
             )
         });
     }

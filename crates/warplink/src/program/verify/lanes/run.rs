@@ -4,6 +4,7 @@ use super::memory::{Actor, Bytes, Knowledge, Stamp, Wrong};
 use super::{Launch, MAX_STEPS, RankAccesses};
 use crate::error::Rank;
 use crate::program::diagnostic::Diagnostic;
+use crate::program::ir::Program;
 use crate::program::rank_program::RankProgram;
 use crate::program::section::{
     LaneStep, LaneStepKind, Packing, Part, SectionInstance, SectionMemory,
@@ -131,6 +132,11 @@ impl<'a> Run<'a> {
             run.launch(rank)?;
         }
         Ok(run)
+    }
+
+    /// The program of launch `number`, where several are followed.
+    pub(super) fn program(&self, number: usize) -> Option<&'a Program> {
+        self.kernels[self.sequence[number]].program
     }
 
     /// The section that a rank launches in launch `number`.

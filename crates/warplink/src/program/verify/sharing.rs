@@ -1,0 +1,107 @@
+//! Programs whose kernels share a workspace, its words and its epoch: whether one may run after the other.
+
+use super::diagnostics::Diagnostics;
+use super::lanes::{self, Launch};
+use super::{kernel, link};
+use crate::program::diagnostic::Diagnostic;
+use crate::program::ir::Program;
+use crate::program::parameters::Parameters;
+use crate::program::rank_program::RankProgram;
+use crate::program::section::{SectionInstance, SectionMemory};
+use crate::program::unroll::{Budget, unroll_within};
+
+/// Verifies that the kernels of several programs may use one workspace, in any order: another length, type,
+/// number of lanes or algorithm after this one. Their scratch lies one over the other. Each program alone is
+/// for [`verify`](super::verify) to look at.
+///
+/// # Errors
+/// What is wrong with one of them, or between two of them.
+pub fn verify_sharing(
+    programs: &[(&Program, &Parameters)],
+    world: usize,
+    streams: usize,
+) -> Result<(), Vec<Diagnostic>> {
+    let mut merged: Vec<RankProgram> = Vec::new();
+    // For each program, its kernels; for each kernel, the sections of all ranks.
+    let mut kernels: Vec<Vec<Vec<SectionInstance>>> = Vec::new();
+    for (program, parameters) in programs {
+        let mut diagnostics = Diagnostics::new(program);
+        let mut ranks = Vec::with_capacity(world);
+        let mut budget = Budget::default();
+        for rank in 0..world.max(1) {
+            match unroll_within(&mut budget, program, rank, (world, streams), parameters) {
+                Ok(rank_program) => ranks.push(rank_program),
+                Err(diagnostic) => diagnostics.add_made(diagnostic),
+            }
+        }
+        diagnostics.end_of_stage()?;
+        let links = link::link(&ranks, &mut diagnostics);
+        diagnostics.end_of_stage()?;
+        let first = merged.first().map_or(0, |all| all.tensors.len());
+        kernels.push(kernel::operations(&ranks, &links, |section| {
+            moved(section, first)
+        }));
+        for (rank, own) in ranks.into_iter().enumerate() {
+            match merged.get_mut(rank) {
+                Some(all) => all.tensors.extend(own.tensors),
+                None => merged.push(own),
+            }
+        }
+    }
+    for (one, of_one) in kernels.iter().enumerate() {
+        for (other, of_other) in kernels.iter().enumerate().skip(one + 1) {
+            let mut launches = named(of_one, programs[one].0);
+            launches.extend(named(of_other, programs[other].0));
+            let sequence = alternate(of_one, of_other);
+            let mut diagnostics = Diagnostics::new(programs[one].0);
+            lanes::follow(&merged, &launches, &sequence, &mut diagnostics);
+            diagnostics.end_of_stage()?;
+        }
+    }
+    Ok(())
+}
+
+/// The launches of a program's kernels.
+fn named<'a>(kernels: &'a [Vec<SectionInstance>], program: &'a Program) -> Vec<Launch<'a>> {
+    let launches = kernels.iter();
+    launches
+        .map(|sections| Launch::named(sections.iter().collect(), program))
+        .collect()
+}
+
+/// The section with its tensors numbered from `first` on.
+fn moved(section: &SectionInstance, first: usize) -> SectionInstance {
+    let mut section = section.clone();
+    for tensor in &mut section.tensors {
+        if let SectionMemory::Tensor(id) = &mut tensor.memory {
+            *id += first;
+        }
+    }
+    section
+}
+
+/// Runs of two programs, one behind the other: each several times, then in turns, and with one or two runs
+/// of the one between those of the other, so that the epoch has every remainder.
+fn alternate(one: &[Vec<SectionInstance>], other: &[Vec<SectionInstance>]) -> Vec<usize> {
+    let first: Vec<usize> = (0..one.len()).collect();
+    let second: Vec<usize> = (one.len()..one.len() + other.len()).collect();
+    let sections = one.iter().chain(other).flatten();
+    let runs = lanes::runs(sections) as usize;
+    let mut sequence = Vec::new();
+    let mut add = |times: usize, run: &[usize]| {
+        (0..times).for_each(|_| sequence.extend(run));
+    };
+    add(runs, &first);
+    add(runs, &second);
+    for times in 1..=2 {
+        for _ in 0..runs {
+            add(times, &first);
+            add(1, &second);
+        }
+        for _ in 0..runs {
+            add(1, &first);
+            add(times, &second);
+        }
+    }
+    sequence
+}
