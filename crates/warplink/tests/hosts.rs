@@ -156,8 +156,12 @@ fn a_cut_link_ends_kernels_with_an_error_that_names_the_peer() {
             .unwrap();
         comm.synchronize(&stream).unwrap();
         comm.barrier().unwrap();
+        // The answer to the barrier is to arrive before the link is cut.
         if rank == 0 {
+            take(directory, "ready");
             leave(directory, "cut", &[]);
+        } else {
+            leave(directory, "ready", &[]);
         }
         take(directory, "was cut");
         // One waits for an answer to what it sends, the other for what is not sent.
