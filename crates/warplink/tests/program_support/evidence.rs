@@ -394,22 +394,31 @@ impl Case<'_> {
         let overlap = |a: &Range, b: &Range| {
             a.tensor == b.tensor && a.offset_bytes < b.end() && b.offset_bytes < a.end()
         };
-        let overlaps =
-            |&(rank, index): &(usize, usize)| match &self.ranks[rank].operations[index].kind {
-                OperationKind::Copy { target, source }
-                | OperationKind::Collective { target, source, .. } => overlap(target, source),
-                OperationKind::Matmul { a, b, c, .. } => {
-                    shares(&self.ranks[rank], a, c) || shares(&self.ranks[rank], b, c)
-                }
-                OperationKind::Elementwise {
-                    target, sources, ..
-                } => {
-                    let program = &self.ranks[rank];
-                    let mut others = sources.iter().filter(|source| *source != target);
-                    others.any(|source| shares(program, source, target))
-                }
-                _ => false,
-            };
+        let overlaps = |&(rank, index): &(usize, usize)| match &self.ranks[rank].operations[index]
+            .kind
+        {
+            OperationKind::Copy { target, source }
+            | OperationKind::Collective { target, source, .. } => overlap(target, source),
+            OperationKind::Matmul { a, b, c, .. } => {
+                shares(&self.ranks[rank], a, c) || shares(&self.ranks[rank], b, c)
+            }
+            OperationKind::Elementwise {
+                target, sources, ..
+            } => {
+                let program = &self.ranks[rank];
+                let mut others = sources.iter().filter(|source| *source != target);
+                others.any(|source| shares(program, source, target))
+            }
+            // A transfer to oneself is a copy.
+            OperationKind::Post(group) => group.iter().any(|&id| {
+                let transfers = &self.ranks[rank].transfers;
+                let partner = self.stage.partner(rank, id);
+                let own = transfers[id].peer == rank;
+                own && partner
+                    .is_some_and(|partner| overlap(&transfers[id].range, &transfers[partner].range))
+            }),
+            _ => false,
+        };
         diagnostic.message.contains(" both ") && operations.iter().all(overlaps)
     }
 
