@@ -61,6 +61,8 @@ fn slower(model: &HardwareModel, factor: f64) -> HardwareModel {
         &mut slow.memory.copy,
         &mut link.kernel_put,
         &mut link.kernel_get,
+        &mut link.kernels_put,
+        &mut link.kernels_get,
         &mut link.put,
         &mut link.get,
     ];
