@@ -7,6 +7,7 @@
 use super::context::RankContext;
 use super::lane::run_lane;
 use super::memory::{PlanMemory, TensorMemory};
+use super::reach::{EPOCH_BYTES, Reach};
 use crate::device::{
     AllocationKind, Argument, Device, DeviceSlice, Kernel, KernelResources, Launch, ModuleSource,
     Priority, Stream,
@@ -15,15 +16,11 @@ use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::memory::{HANDLE_BYTES, Region, RemoteRegion};
 use crate::program::rank_program::{OperationKind, RankProgram, TensorId};
 use crate::program::section::{
-    Addresses, FreeNames, KERNEL, SectionInstance, SectionMemory, SectionTensor, WorkspaceLayout,
-    kernel_text,
+    FreeNames, KERNEL, SectionInstance, SectionMemory, WorkspaceLayout, kernel_text,
 };
 use crate::signal::Signals;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::sync::Arc;
-
-/// Bytes of an epoch.
-const EPOCH_BYTES: usize = 8;
 
 /// This rank's memory for the kernels of a program.
 pub(super) struct KernelMemory {
@@ -34,18 +31,6 @@ pub(super) struct KernelMemory {
     state: DeviceSlice,
     /// Tensors that peers access.
     shared: Vec<(TensorId, Region)>,
-}
-
-/// What kernels reach: memory of all ranks, as it is mapped here.
-#[derive(Debug)]
-pub(super) struct Reach {
-    pub(super) layout: WorkspaceLayout,
-    pub(super) workspaces: Vec<Option<DeviceSlice>>,
-    pub(super) signals: Vec<DeviceSlice>,
-    /// Of a device that takes closures, the epoch, and how many lanes of the launch under way have ended; of
-    /// others, an epoch for each lane.
-    pub(super) state: DeviceSlice,
-    pub(super) tensors: Vec<BTreeMap<TensorId, DeviceSlice>>,
 }
 
 /// The kernels of a plan, bound.
@@ -289,42 +274,6 @@ impl BoundKernels {
             launch,
             arguments: vec![words, Argument::Slice(own.clone())],
         })
-    }
-}
-
-impl Reach {
-    /// What a launch of a section is bound to.
-    fn addresses(&self, section: &SectionInstance) -> Addresses {
-        let tensors = section.tensors.iter().map(|tensor| {
-            let ranks = 0..section.world;
-            ranks
-                .map(|rank| self.address(section, tensor, rank))
-                .collect()
-        });
-        Addresses {
-            tensors: tensors.collect(),
-            signals: self.signals.iter().map(DeviceSlice::address).collect(),
-            epochs: self.state.address(),
-            lanes: (self.state.bytes() / EPOCH_BYTES) as u64,
-        }
-    }
-
-    /// Where a tensor starts on a rank; 0 where this rank does not reach it there.
-    fn address(&self, section: &SectionInstance, tensor: &SectionTensor, rank: Rank) -> u64 {
-        match tensor.memory {
-            SectionMemory::Tensor(id) => {
-                let slice = self.tensors[rank].get(&id);
-                let offset = (tensor.offset * tensor.dtype.size()) as u64;
-                slice.map_or(0, |slice| slice.address() + offset)
-            }
-            SectionMemory::Scratch(id) => {
-                let scratch = &section.scratch[id];
-                let area = self.layout.area(scratch.packing);
-                let offset = (area.offset_bytes + scratch.offset_bytes) as u64;
-                let workspace = self.workspaces[rank].as_ref();
-                workspace.map_or(0, |slice| slice.address() + offset)
-            }
-        }
     }
 }
 

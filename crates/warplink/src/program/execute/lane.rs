@@ -1,6 +1,6 @@
 //! A lane of a kernel section, run by a device that takes closures for kernels.
 
-use super::kernel::Reach;
+use super::reach::Reach;
 use crate::device::{Block, DeviceSlice, ReduceOp, combine};
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};

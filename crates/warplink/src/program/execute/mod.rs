@@ -21,6 +21,7 @@ mod lane;
 mod memory;
 mod plan;
 mod pool;
+mod reach;
 mod resolve;
 mod timing;
 mod trace;

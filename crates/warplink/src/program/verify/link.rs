@@ -2,7 +2,7 @@
 //! inputs and outputs.
 
 use super::diagnostics::{Diagnostics, place_of, place_of_transfer};
-use super::kernel::KernelAccesses;
+use super::kernel_accesses::KernelAccesses;
 use super::meetings::{Meetings, meetings};
 use super::numbers::Numbers;
 use crate::error::Rank;

@@ -1,11 +1,11 @@
 //! Collectives and kernels: which ranks meet for which, and whether they call the same.
 
 use super::diagnostics::{Diagnostics, place_of};
-use super::kernel;
 use crate::dtype::DType;
 use crate::error::Rank;
 use crate::program::diagnostic::DiagnosticKind;
 use crate::program::rank_program::{OperationKind, Range, RankProgram, place_among};
+use crate::program::section::SectionTensor;
 use crate::program::unroll::ranks_of;
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -230,7 +230,7 @@ impl Calls {
         diagnostics: &mut Diagnostics<'_>,
     ) -> bool {
         let (first, rank) = (self.rank(first_place), self.rank(place));
-        if kernel::differ(ranks, (first, a), (rank, b), diagnostics) {
+        if kernels_differ(ranks, (first, a), (rank, b), diagnostics) {
             return true;
         }
         let (
@@ -292,4 +292,63 @@ impl Calls {
         });
         true
     }
+}
+
+/// Whether ranks launch different kernels, or one a kernel and the other a collective, which is reported.
+fn kernels_differ(
+    ranks: &[RankProgram],
+    (first, a): (Rank, usize),
+    (rank, b): (Rank, usize),
+    diagnostics: &mut Diagnostics<'_>,
+) -> bool {
+    let (one, other) = (&ranks[first].operations[a], &ranks[rank].operations[b]);
+    let Some(difference) = kernel_difference(&one.kind, &other.kind) else {
+        return false;
+    };
+    let places = vec![place_of(ranks, rank, b), place_of(ranks, first, a)];
+    diagnostics.add(DiagnosticKind::CollectiveOrder, places.clone(), |said| {
+        format!(
+            "{} and {} differ: {difference}; expected the same on every rank",
+            said.say(&places[0]),
+            said.say(&places[1])
+        )
+    });
+    true
+}
+
+/// Why two ranks do not launch the same kernel; `None` where they do, or where both are collectives.
+fn kernel_difference(one: &OperationKind, other: &OperationKind) -> Option<&'static str> {
+    let (a, b) = match (one, other) {
+        (OperationKind::Kernel(a), OperationKind::Kernel(b)) => (a, b),
+        (OperationKind::Kernel(_), _) | (_, OperationKind::Kernel(_)) => {
+            return Some("one is a kernel, the other a collective");
+        }
+        _ => return None,
+    };
+    let names = |tensors: &[SectionTensor]| {
+        let own = tensors.iter();
+        own.map(|t| {
+            (
+                t.name.clone(),
+                t.dtype,
+                t.offset,
+                t.shape.clone(),
+                t.strides.clone(),
+            )
+        })
+        .collect::<Vec<_>>()
+    };
+    if a.section != b.section {
+        return Some("they are different kernels");
+    }
+    if (a.lanes, a.threads) != (b.lanes, b.threads) {
+        return Some("they have other numbers of lanes or threads");
+    }
+    if a.operators != b.operators {
+        return Some("they have other operators");
+    }
+    if names(&a.tensors) != names(&b.tensors) || a.scratch != b.scratch {
+        return Some("their tensors have other shapes");
+    }
+    None
 }

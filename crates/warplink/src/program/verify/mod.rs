@@ -39,6 +39,7 @@ mod diagnostics;
 mod finish;
 mod group;
 mod kernel;
+mod kernel_accesses;
 mod lanes;
 mod link;
 mod meetings;

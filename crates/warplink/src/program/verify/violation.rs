@@ -59,7 +59,7 @@ impl Violations {
 
     pub(super) fn report(&self, ranks: &[RankProgram], diagnostics: &mut Diagnostics<'_>) {
         for &pair in &self.kernels {
-            super::kernel::report_unordered(ranks, pair, diagnostics);
+            report_unordered_kernel(ranks, pair, diagnostics);
         }
         for &(rank, before, post) in &self.signals {
             let places = vec![place_of(ranks, rank, post), place_of(ranks, rank, before)];
@@ -110,6 +110,22 @@ impl Violations {
             });
         }
     }
+}
+
+/// Reports kernels of a rank that may run side by side.
+fn report_unordered_kernel(
+    ranks: &[RankProgram],
+    (rank, before, after): (Rank, usize, usize),
+    diagnostics: &mut Diagnostics<'_>,
+) {
+    let places = vec![place_of(ranks, rank, after), place_of(ranks, rank, before)];
+    diagnostics.add(DiagnosticKind::Race, places.clone(), |said| {
+        format!(
+            "{} is not ordered after the kernel before it, {}; kernels of a program use one workspace",
+            said.say(&places[0]),
+            said.say(&places[1])
+        )
+    });
 }
 
 fn places_of(ranks: &[RankProgram], accesses: &[&Access]) -> Vec<Place> {

@@ -1,0 +1,60 @@
+//! What the kernels of a plan reach, and the addresses that a launch is bound to.
+
+use crate::device::DeviceSlice;
+use crate::error::Rank;
+use crate::program::rank_program::TensorId;
+use crate::program::section::{
+    Addresses, SectionInstance, SectionMemory, SectionTensor, WorkspaceLayout,
+};
+use std::collections::BTreeMap;
+
+/// Bytes of an epoch.
+pub(super) const EPOCH_BYTES: usize = 8;
+
+/// What kernels reach: memory of all ranks, as it is mapped here.
+#[derive(Debug)]
+pub(super) struct Reach {
+    pub(super) layout: WorkspaceLayout,
+    pub(super) workspaces: Vec<Option<DeviceSlice>>,
+    pub(super) signals: Vec<DeviceSlice>,
+    /// Of a device that takes closures, the epoch, and how many lanes of the launch under way have ended; of
+    /// others, an epoch for each lane.
+    pub(super) state: DeviceSlice,
+    pub(super) tensors: Vec<BTreeMap<TensorId, DeviceSlice>>,
+}
+
+impl Reach {
+    /// What a launch of a section is bound to.
+    pub(super) fn addresses(&self, section: &SectionInstance) -> Addresses {
+        let tensors = section.tensors.iter().map(|tensor| {
+            let ranks = 0..section.world;
+            ranks
+                .map(|rank| self.address(section, tensor, rank))
+                .collect()
+        });
+        Addresses {
+            tensors: tensors.collect(),
+            signals: self.signals.iter().map(DeviceSlice::address).collect(),
+            epochs: self.state.address(),
+            lanes: (self.state.bytes() / EPOCH_BYTES) as u64,
+        }
+    }
+
+    /// Where a tensor starts on a rank; 0 where this rank does not reach it there.
+    fn address(&self, section: &SectionInstance, tensor: &SectionTensor, rank: Rank) -> u64 {
+        match tensor.memory {
+            SectionMemory::Tensor(id) => {
+                let slice = self.tensors[rank].get(&id);
+                let offset = (tensor.offset * tensor.dtype.size()) as u64;
+                slice.map_or(0, |slice| slice.address() + offset)
+            }
+            SectionMemory::Scratch(id) => {
+                let scratch = &section.scratch[id];
+                let area = self.layout.area(scratch.packing);
+                let offset = (area.offset_bytes + scratch.offset_bytes) as u64;
+                let workspace = self.workspaces[rank].as_ref();
+                workspace.map_or(0, |slice| slice.address() + offset)
+            }
+        }
+    }
+}
