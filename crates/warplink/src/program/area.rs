@@ -1,6 +1,6 @@
 //! Elements of a tensor that an operation accesses.
 
-use super::rank_program::Range;
+use super::tensor::Range;
 use crate::dtype::DType;
 
 /// Elements of a tensor, which need not be contiguous.

@@ -1,6 +1,6 @@
 //! What is wrong with a program.
 
-use super::rank_program::Site;
+use super::site::Site;
 use crate::error::{Error, ErrorKind, Rank, Result};
 use std::fmt;
 use std::str::FromStr;

@@ -2,7 +2,7 @@
 //! access is one of whole cells.
 
 use super::area::Area;
-use super::rank_program::{RankProgram, TensorId, TensorInstance};
+use super::tensor::{TensorId, TensorInstance};
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 
@@ -27,14 +27,16 @@ struct CutAxis {
 /// Indices along each axis, from the first to one after the last.
 type Bounds = Vec<(usize, usize)>;
 
-/// The grids of a rank's tensors, for those that need one.
-pub(crate) fn grids(program: &RankProgram) -> HashMap<TensorId, Arc<Grid>> {
-    let operations = || program.operations.iter().map(|operation| &operation.kind);
+/// The grids of a rank's tensors, for those of which any of these areas has gaps.
+pub(crate) fn grids(
+    tensors: &[TensorInstance],
+    areas: impl Iterator<Item = Area> + Clone,
+) -> HashMap<TensorId, Arc<Grid>> {
     let mut cuts: HashMap<TensorId, (Grid, Vec<BTreeSet<usize>>)> = HashMap::new();
-    for area in operations().flat_map(|kind| program.areas(kind)) {
-        if area.has_gaps(program.tensors[area.span.tensor].dtype) {
+    for area in areas.clone() {
+        if area.has_gaps(tensors[area.span.tensor].dtype) {
             cuts.entry(area.span.tensor).or_insert_with(|| {
-                let grid = Grid::new(&program.tensors[area.span.tensor]);
+                let grid = Grid::new(&tensors[area.span.tensor]);
                 let cuts = grid
                     .axes
                     .iter()
@@ -47,9 +49,7 @@ pub(crate) fn grids(program: &RankProgram) -> HashMap<TensorId, Arc<Grid>> {
     if cuts.is_empty() {
         return HashMap::new();
     }
-    let transfers = program.transfers.iter().map(|t| Area::from(t.range));
-    let areas = operations().flat_map(|kind| program.areas(kind));
-    for area in areas.chain(transfers) {
+    for area in areas {
         if let Some((grid, cuts)) = cuts.get_mut(&area.span.tensor) {
             for bounds in grid.boxes(&area) {
                 for (cuts, (from, to)) in cuts.iter_mut().zip(bounds) {
@@ -215,7 +215,7 @@ impl CutAxis {
 mod tests {
     use super::*;
     use crate::program::area::Axis;
-    use crate::program::rank_program::Range;
+    use crate::program::tensor::Range;
 
     /// `[3, 4, 5]` of 2 bytes, cut at 2 along the first axis, at 1 and 3 along the last.
     fn grid() -> Grid {

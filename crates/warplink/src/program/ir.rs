@@ -5,13 +5,16 @@
 //! visible from its declaration to the end of the program, under its name and the indices of the
 //! loops around the declaration.
 
+pub use super::construct::{
+    Arm, AxisSelection, Branch, Each, ElementType, Loop, Over, Selection, TensorRef,
+};
 use super::expr::{Condition, Expr};
 use super::parameters::Parameter;
-use super::section::{Scratch, Section};
+use super::section::ir::{Scratch, Section};
+pub use super::site::Position;
 pub use crate::device::{Collective, ElementwiseOp};
 use crate::dtype::DType;
 pub use crate::p2p::{Direction, Protocol};
-use std::fmt;
 
 /// A host program.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -36,42 +39,6 @@ pub struct Subprogram {
     pub parameters: Vec<Parameter>,
     /// What a call does. Inputs and outputs are tensors of the caller's, or parts of them.
     pub body: Vec<Statement>,
-}
-
-/// Where a statement starts in the program's text.
-///
-/// Two positions always compare equal: a program is what its statements say, wherever they stand.
-#[derive(Clone, Copy, Default)]
-pub struct Position {
-    /// The line, from 1; 0 where a statement was built and not parsed.
-    pub line: u32,
-    /// The character within the line, from 1; 0 where the statement is the first that starts there.
-    pub column: u32,
-}
-
-impl PartialEq for Position {
-    fn eq(&self, _: &Self) -> bool {
-        true
-    }
-}
-
-impl Eq for Position {}
-
-impl fmt::Display for Position {
-    /// `line 12`, and `line 12, column 9` where it is not the first statement of the line.
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "line {}", self.line)?;
-        match self.column {
-            0 => Ok(()),
-            column => write!(f, ", column {column}"),
-        }
-    }
-}
-
-impl fmt::Debug for Position {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::Display::fmt(self, f)
-    }
 }
 
 /// One statement and where it stands.
@@ -281,65 +248,6 @@ pub enum ShareItemKind {
     If(Branch<ShareItem>),
 }
 
-/// `for index in from..to { body }`; no iteration where `from >= to`.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Loop<S> {
-    /// The index.
-    pub index: String,
-    /// Its first value.
-    pub from: Expr,
-    /// One after its last value.
-    pub to: Expr,
-    /// What is repeated.
-    pub body: Vec<S>,
-}
-
-/// `if condition { … } else if condition { … } else { … }`.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Branch<S> {
-    /// What is done under which condition: the first that holds; at least one.
-    pub arms: Vec<Arm<S>>,
-    /// What is done when none holds.
-    pub otherwise: Vec<S>,
-}
-
-/// `if condition { body }`.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Arm<S> {
-    /// Where its `if` is.
-    pub position: Position,
-    /// What decides.
-    pub condition: Condition,
-    /// What is done when it holds.
-    pub body: Vec<S>,
-}
-
-/// One item of a list, or one for each value of an index: `s[j] for j in 1..world`.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Each<T> {
-    /// The item.
-    pub item: T,
-    /// The index that it is repeated over.
-    pub over: Option<Over>,
-}
-
-impl<T> From<T> for Each<T> {
-    fn from(item: T) -> Self {
-        Self { item, over: None }
-    }
-}
-
-/// `for index in from..to` after an item of a list.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Over {
-    /// The index.
-    pub index: String,
-    /// Its first value.
-    pub from: Expr,
-    /// One after its last value.
-    pub to: Expr,
-}
-
 /// What a tensor is to the program's caller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Role {
@@ -349,21 +257,6 @@ pub enum Role {
     Output,
     /// Memory that the program allocates.
     Local,
-}
-
-/// The element type of a declaration.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum ElementType {
-    /// `bf16`.
-    Fixed(DType),
-    /// The value of a parameter.
-    Parameter(String),
-}
-
-impl From<DType> for ElementType {
-    fn from(dtype: DType) -> Self {
-        Self::Fixed(dtype)
-    }
 }
 
 /// A tensor, of which every rank has its own instance, or a family of them.
@@ -413,42 +306,6 @@ pub enum Sharding {
     Ranks(usize),
     /// The outermost axis counts the iterations of the stream loop: `f16[world over loop, m, k]`.
     Loop,
-}
-
-/// A tensor, or the part of it that selections leave: `B[i][0..n]`, `transpose(B[i])`.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct TensorRef {
-    /// The tensor's name, or that of an alias.
-    pub name: String,
-    /// Selections on the leading axes of what those before have left.
-    pub selections: Vec<Selection>,
-    /// Whether the last two axes of what is selected are exchanged.
-    pub transposed: bool,
-}
-
-/// A selection on the leading axis, or on several axes.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Selection {
-    /// `[j]`: one slice; the axis goes.
-    Index(Expr),
-    /// `[a..b]`: several slices; the axis stays.
-    Range(Expr, Expr),
-    /// `[i of k]`: part i of k, which may be shorter than the others or empty; the axis stays. In kernel
-    /// sections only.
-    Part(Expr, Expr),
-    /// `[:, j, a..b]`: on each of the first axes.
-    Axes(Vec<AxisSelection>),
-}
-
-/// What is selected of one axis.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum AxisSelection {
-    /// `:`: all of it.
-    All,
-    /// `j`: one slice; the axis goes.
-    Index(Expr),
-    /// `a..b`: several slices; the axis stays.
-    Range(Expr, Expr),
 }
 
 /// What carries a transfer.

@@ -19,6 +19,7 @@
 //! | [`execute`] | runs a program on a device |
 
 mod area;
+mod construct;
 pub mod cost;
 pub mod diagnostic;
 pub mod evaluate;
@@ -30,6 +31,8 @@ pub mod lower;
 pub mod parameters;
 pub mod rank_program;
 pub mod section;
+mod site;
+mod tensor;
 pub mod text;
 pub mod times;
 pub mod unroll;

@@ -3,18 +3,16 @@
 
 use super::area::Area;
 use super::grid::Grid;
-use super::ir::{
-    Backend, Collective, Direction, ElementwiseOp, Position, Protocol, Role, Sharding,
-};
-use super::section::{ScratchInstance, SectionInstance};
+use super::ir::{Backend, Collective, Direction, ElementwiseOp, Protocol};
+use super::section::instance::SectionInstance;
+use super::section::layout::ScratchInstance;
+pub use super::site::{Call, Site};
+pub use super::tensor::{Range, TensorId, TensorInstance};
 use crate::dtype::DType;
 use crate::error::Rank;
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::fmt;
 use std::sync::Arc;
-
-/// Index of a tensor in [`RankProgram::tensors`].
-pub type TensorId = usize;
 
 /// Index of a transfer in [`RankProgram::transfers`].
 pub type TransferId = usize;
@@ -178,6 +176,13 @@ impl RankProgram {
         }
     }
 
+    /// What its operations and transfers access of this rank's memory, or let a peer access.
+    pub(super) fn all_areas(&self) -> impl Iterator<Item = Area> + Clone {
+        let operations = self.operations.iter();
+        let areas = operations.flat_map(|operation| self.areas(&operation.kind));
+        areas.chain(self.transfers.iter().map(|t| Area::from(t.range)))
+    }
+
     /// The tensors that anything reads or writes on this rank. Others only give sends a name and a
     /// length whose bytes are stored straight into the receivers' memory.
     pub fn touched(&self) -> HashSet<TensorId> {
@@ -246,45 +251,6 @@ impl fmt::Display for StreamKind {
             Self::Pool(number) => write!(f, "pool({number})"),
             Self::High(number) => write!(f, "high({number})"),
         }
-    }
-}
-
-/// A rank's instance of a tensor.
-#[derive(Clone, Debug)]
-pub struct TensorInstance {
-    /// Its name in the program.
-    pub name: Arc<str>,
-    /// Its element type.
-    pub dtype: DType,
-    /// Its extents, outermost first.
-    pub shape: Vec<usize>,
-    /// Whether its memory holds the transpose of its last two axes.
-    pub column_major: bool,
-    /// How it relates to the tensor as a whole.
-    pub sharding: Sharding,
-    /// Its length; never zero.
-    pub bytes: usize,
-    /// What it is to the caller.
-    pub role: Role,
-    /// Its declaration.
-    pub site: Site,
-}
-
-/// A contiguous part of a tensor.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Range {
-    /// The tensor.
-    pub tensor: TensorId,
-    /// Where the part starts.
-    pub offset_bytes: usize,
-    /// How long it is; never zero.
-    pub bytes: usize,
-}
-
-impl Range {
-    /// One after the last byte.
-    pub const fn end(&self) -> usize {
-        self.offset_bytes + self.bytes
     }
 }
 
@@ -488,62 +454,5 @@ pub fn place_among(members: Option<&[Rank]>, rank: Rank) -> Option<usize> {
     match members {
         Some(members) => members.iter().position(|member| *member == rank),
         None => Some(rank),
-    }
-}
-
-/// Where something stands in a program: its line, and the values of the loops around it.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
-pub struct Site {
-    /// The line of the program's text, from 1; 0 where it was built and not parsed.
-    pub line: u32,
-    /// The character within the line, from 1; 0 where the statement is the first that starts there.
-    pub column: u32,
-    /// The indices of the loops around it, outermost first; in a program that was called, of those in it.
-    pub indices: Arc<[(Arc<str>, i64)]>,
-    /// The call of the program that it stands in; none in the program that is run.
-    pub call: Option<Arc<Call>>,
-}
-
-/// A call of a program.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct Call {
-    /// Name of the program that is called.
-    pub program: Arc<str>,
-    /// Where the call stands.
-    pub site: Site,
-}
-
-impl Site {
-    /// This and the calls that lead to it, the innermost first.
-    pub fn with_calls(&self) -> impl Iterator<Item = &Self> {
-        std::iter::successors(Some(self), |site| {
-            site.call.as_deref().map(|call| &call.site)
-        })
-    }
-
-    /// Where the statement starts.
-    pub const fn position(&self) -> Position {
-        Position {
-            line: self.line,
-            column: self.column,
-        }
-    }
-}
-
-impl fmt::Display for Site {
-    /// `line 12 (i = 0, j = 3)`, `line 12, column 9`, `line 3 of 'ring', called in line 12`.
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}", self.position())?;
-        for (position, (index, value)) in self.indices.iter().enumerate() {
-            let lead = if position == 0 { " (" } else { ", " };
-            write!(f, "{lead}{index} = {value}")?;
-        }
-        if !self.indices.is_empty() {
-            f.write_str(")")?;
-        }
-        match self.call.as_deref() {
-            Some(Call { program, site }) => write!(f, " of '{program}', called in {site}"),
-            None => Ok(()),
-        }
     }
 }

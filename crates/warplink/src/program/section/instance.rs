@@ -6,7 +6,8 @@ use super::layout::{ScratchId, ScratchInstance};
 use crate::device::ReduceOp;
 use crate::dtype::DType;
 use crate::error::{Rank, Result};
-use crate::program::rank_program::{Site, TensorId};
+use crate::program::site::Site;
+use crate::program::tensor::TensorId;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 

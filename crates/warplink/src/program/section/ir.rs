@@ -1,8 +1,9 @@
 //! The representation of kernel sections, as their text says them.
 
 use crate::device::ReduceOp;
+use crate::program::construct::{Branch, Each, ElementType, Loop, TensorRef};
 use crate::program::expr::{Condition, Expr};
-use crate::program::ir::{Branch, Each, ElementType, Loop, Position, TensorRef};
+use crate::program::site::Position;
 
 /// `scratch P: packets16 T[2, world, n]`: memory of the workspace, the same on every rank, which peers
 /// write. It keeps what it holds from one launch to the next.

@@ -3,7 +3,7 @@
 use crate::device::ReduceOp;
 use crate::dtype::DType;
 use crate::error::Rank;
-use crate::program::rank_program::Site;
+use crate::program::site::Site;
 
 /// One step of a lane.
 #[derive(Clone, Debug)]

@@ -6,7 +6,7 @@
 
 use super::ir::Packing;
 use crate::dtype::DType;
-use crate::program::rank_program::Site;
+use crate::program::site::Site;
 use std::sync::Arc;
 
 /// Rows of scratch are multiples of so many elements, so that each starts where packets and wide accesses

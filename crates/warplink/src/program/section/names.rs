@@ -1,8 +1,8 @@
 //! The names that a section uses and those that it binds.
 
 use super::ir::{Move, Operator, Place, Section, Step, StepKind, Verb};
+use crate::program::construct::{AxisSelection, Each, Over, Selection, TensorRef};
 use crate::program::expr::{Condition, Expr};
-use crate::program::ir::{AxisSelection, Each, Over, Selection, TensorRef};
 use std::collections::BTreeSet;
 
 /// The names that a section takes from around it. Those that it binds are told apart by name alone: it may

@@ -5,8 +5,9 @@
 
 use super::MAX_PERIOD;
 use super::ir::{Place, Section, Step, StepKind};
+use crate::program::construct::{AxisSelection, Each, Selection, TensorRef};
 use crate::program::expr::{Condition, Expr, Operator};
-use crate::program::ir::{AxisSelection, Each, Position, Selection, TensorRef};
+use crate::program::site::Position;
 use std::collections::HashSet;
 
 /// Where the epoch is used wrongly, and how.

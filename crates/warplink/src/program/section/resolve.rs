@@ -8,10 +8,10 @@ use super::view::{View, Wrong};
 use crate::device::ReduceOp;
 use crate::dtype::DType;
 use crate::error::Rank;
+use crate::program::construct::{Each, Selection, TensorRef};
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind, Place as DiagnosticPlace};
 use crate::program::expr::{Condition, Expr};
-use crate::program::ir::{Each, Position, Selection, TensorRef};
-use crate::program::rank_program::Site;
+use crate::program::site::{Position, Site};
 use std::sync::Arc;
 
 impl SectionInstance {

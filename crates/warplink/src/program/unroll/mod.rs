@@ -534,7 +534,7 @@ impl<'p> Unroller<'p> {
     /// Cuts the tensors of which parts are accessed that are not contiguous, and counts the pieces that
     /// each operation accesses.
     fn cut(&mut self) -> Result<(), Diagnostic> {
-        self.made.grids = grids(&self.made);
+        self.made.grids = grids(&self.made.tensors, self.made.all_areas());
         if self.made.grids.is_empty() {
             return Ok(());
         }

@@ -6,11 +6,12 @@ use super::range::Range;
 use super::scope::Scope;
 use super::{element_name, operator_name};
 use crate::error::{Error, ErrorKind};
+use crate::program::construct::{Branch, Each, Loop, Selection, TensorRef};
 use crate::program::expr::Expr;
-use crate::program::ir::{Branch, Each, Loop, Position, Selection, TensorRef};
 use crate::program::section::{
     Move, Operator, Packing, Place, SectionInstance, Source, Step, StepKind, Verb,
 };
+use crate::program::site::Position;
 
 /// The most places of a step, and ranks: each has a bit of a word.
 pub(super) const MAX_PLACES: usize = 32;

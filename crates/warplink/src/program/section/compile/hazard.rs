@@ -10,8 +10,8 @@
 //! selection.
 
 use super::scope::Scope;
+use crate::program::construct::{Each, Selection, TensorRef};
 use crate::program::expr::Expr;
-use crate::program::ir::{Each, Selection, TensorRef};
 use crate::program::section::{Packing, Place, SectionInstance, Source, Step, StepKind};
 use std::collections::{BTreeSet, HashMap};
 
