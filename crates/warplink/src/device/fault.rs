@@ -1,12 +1,18 @@
 //! The one-way switch that turns a lost peer into errors instead of hangs.
 
-use super::fault_set::FaultSet;
 use crate::error::{Error, Result};
 use crate::sync::{AtomicBool, Mutex, OnceLock, Ordering, guard};
 use std::fmt;
 use std::sync::{Arc, Weak};
 
 type Hook = Box<dyn FnOnce() + Send>;
+
+/// A stream, as the faults know it that concern it.
+pub(super) trait Concerned: Send + Sync {
+    /// The faults of others whose work is not known to be done, where the stream fails when `fault` is
+    /// raised.
+    fn spoiled_by(&self, fault: &Fault) -> Vec<Arc<Fault>>;
+}
 
 /// Raised at most once, by the first thread that learns that a peer is lost. A device has one that concerns all of
 /// its work, and each communicator has one that concerns the signals of its own. Raising it has two
@@ -19,7 +25,7 @@ pub struct Fault {
     released: AtomicBool,
     hooks: Mutex<Vec<Hook>>,
     /// The streams that it concerns.
-    streams: Mutex<Vec<Weak<FaultSet>>>,
+    streams: Mutex<Vec<Weak<dyn Concerned>>>,
 }
 
 impl Fault {
@@ -58,7 +64,7 @@ impl Fault {
     }
 
     /// Notes a stream that it concerns.
-    pub(super) fn concerns(&self, stream: Weak<FaultSet>) {
+    pub(super) fn concerns(&self, stream: Weak<dyn Concerned>) {
         let mut streams = guard(&self.streams);
         streams.retain(|stream| stream.strong_count() > 0);
         streams.push(stream);
@@ -116,107 +122,5 @@ mod tests {
         assert!(!ended.load(Ordering::Acquire) && !fault.is_released());
         fault.release();
         assert!(ended.load(Ordering::Acquire) && fault.is_released());
-    }
-}
-
-#[cfg(all(test, loom))]
-mod loom_tests {
-    //! A loss, told in two steps, beside streams that wait and streams that follow them.
-
-    use super::*;
-    use crate::error::ErrorKind;
-    use loom::sync::Arc as Shared;
-    use loom::sync::atomic::AtomicU64;
-    use loom::thread;
-
-    /// What ends a wait without a signal.
-    const LET_GO: u64 = u64::MAX;
-
-    fn lost() -> Error {
-        Error::new(ErrorKind::PeerLost, "lost")
-    }
-
-    /// A fault that ends the waits for a word, and the faults of a stream that waits for it.
-    fn waiting() -> (Arc<Fault>, Arc<FaultSet>, Shared<AtomicU64>) {
-        let (fault, set) = (Arc::new(Fault::default()), Arc::<FaultSet>::default());
-        let word = Shared::new(AtomicU64::new(0));
-        let ended = word.clone();
-        fault.when_raised(move || ended.store(LET_GO, Ordering::Release));
-        set.add(&fault);
-        (fault, set, word)
-    }
-
-    fn wait(word: &AtomicU64) -> u64 {
-        loop {
-            match word.load(Ordering::Acquire) {
-                0 => thread::yield_now(),
-                seen => return seen,
-            }
-        }
-    }
-
-    /// A stream whose wait was let go of has failed by then, whether or not the peer's signal comes.
-    #[test]
-    fn loom_what_was_let_go_of_has_failed() {
-        loom::model(|| {
-            let (fault, set, word) = waiting();
-            let raising = thread::spawn(move || fault.raise(lost()));
-            let signal = word.clone();
-            let peer = thread::spawn(move || {
-                // A signal that comes late does not undo the end of the waits.
-                let _ = signal.compare_exchange(0, 1, Ordering::Release, Ordering::Relaxed);
-            });
-            if wait(&word) == LET_GO {
-                assert!(set.check().is_err(), "let go of, and taken for good");
-            }
-            raising.join().unwrap();
-            peer.join().unwrap();
-            assert!(set.check().is_err());
-        });
-    }
-
-    /// So has a stream that follows it by an event.
-    #[test]
-    fn loom_what_follows_has_failed_too() {
-        loom::model(|| {
-            let (fault, set, word) = waiting();
-            let follower = Arc::<FaultSet>::default();
-            follower.follow(&set);
-            let raising = thread::spawn(move || fault.raise(lost()));
-            let event = Shared::new(AtomicU64::new(0));
-            let reached = event.clone();
-            let stream = thread::spawn(move || reached.store(wait(&word), Ordering::Release));
-            if wait(&event) == LET_GO {
-                assert!(follower.check().is_err(), "followed, and taken for good");
-            }
-            raising.join().unwrap();
-            stream.join().unwrap();
-        });
-    }
-
-    /// What is to happen when waits end happens once, whenever it is asked for; and the first error stays.
-    #[test]
-    fn loom_hooks_run_once_and_the_first_error_stays() {
-        loom::model(|| {
-            let fault = Arc::new(Fault::default());
-            let runs = Shared::new(AtomicU64::new(0));
-            let raising = [fault.clone(), fault.clone()]
-                .map(|fault| thread::spawn(move || fault.raise(lost())));
-            let counted = runs.clone();
-            fault.when_raised(move || {
-                counted.fetch_add(1, Ordering::Relaxed);
-            });
-            let seen = fault
-                .error()
-                .map(|error| std::ptr::from_ref(error) as usize);
-            raising
-                .into_iter()
-                .for_each(|thread| thread.join().unwrap());
-            assert_eq!(runs.load(Ordering::Relaxed), 1);
-            let last = fault
-                .error()
-                .map(|error| std::ptr::from_ref(error) as usize);
-            assert!(last.is_some() && (seen.is_none() || seen == last));
-        });
     }
 }

@@ -1,6 +1,6 @@
 //! The faults that concern a stream, and what its work is good for once one of them is raised.
 
-use super::fault::Fault;
+use super::fault::{Concerned, Fault};
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::{Mutex, OnceLock, guard};
 use std::sync::{Arc, Weak};
@@ -66,7 +66,8 @@ impl FaultSet {
             work: Some(place),
         });
         drop(concerns);
-        fault.concerns(Arc::downgrade(self));
+        let stream: Weak<Self> = Arc::downgrade(self);
+        fault.concerns(stream);
     }
 
     /// The stream follows what `other` concerns.
@@ -122,7 +123,8 @@ impl FaultSet {
         }
         drop(concerns);
         for fault in new {
-            fault.concerns(Arc::downgrade(self));
+            let stream: Weak<Self> = Arc::downgrade(self);
+            fault.concerns(stream);
         }
     }
 
@@ -145,22 +147,6 @@ impl FaultSet {
         }
     }
 
-    /// The faults of others whose work is not known to be done, where the stream fails when `fault` is
-    /// raised. Order does not matter: what is before a wait that is let go may not be done either.
-    pub(super) fn spoiled_by(&self, fault: &Fault) -> Vec<Arc<Fault>> {
-        let concerns = guard(&self.0);
-        let is_own = |concern: &&Concern| Arc::ptr_eq(&concern.error, &fault.error);
-        let waits = |concern: &Concern| concern.waits.is_some();
-        if !concerns.list.iter().find(is_own).is_some_and(waits) {
-            return Vec::new();
-        }
-        let others = concerns.list.iter().filter(|concern| !is_own(concern));
-        let spoiled = others.filter(|concern| concern.work.is_some());
-        spoiled
-            .filter_map(|concern| concern.fault.upgrade())
-            .collect()
-    }
-
     /// Fails with the error of a fault that was raised, if one was.
     #[inline]
     pub(crate) fn check(&self) -> Result<()> {
@@ -174,6 +160,23 @@ impl FaultSet {
                 .clone()
                 .with_help("use another stream: this one waited for what will not come"))
         })
+    }
+}
+
+impl Concerned for FaultSet {
+    // Order does not matter: what is before a wait that is let go may not be done either.
+    fn spoiled_by(&self, fault: &Fault) -> Vec<Arc<Fault>> {
+        let concerns = guard(&self.0);
+        let is_own = |concern: &&Concern| Arc::ptr_eq(&concern.error, &fault.error);
+        let waits = |concern: &Concern| concern.waits.is_some();
+        if !concerns.list.iter().find(is_own).is_some_and(waits) {
+            return Vec::new();
+        }
+        let others = concerns.list.iter().filter(|concern| !is_own(concern));
+        let spoiled = others.filter(|concern| concern.work.is_some());
+        spoiled
+            .filter_map(|concern| concern.fault.upgrade())
+            .collect()
     }
 }
 
@@ -311,6 +314,108 @@ mod loom_tests {
             let taken = follower.check().is_ok();
             let spoiled = raising.join().unwrap();
             assert!(!taken || spoiled == 1, "work passes unnoticed");
+        });
+    }
+}
+
+#[cfg(all(test, loom))]
+mod loom_tests {
+    //! A loss, told in two steps, beside streams that wait and streams that follow them.
+
+    use super::*;
+    use crate::error::ErrorKind;
+    use loom::sync::Arc as Shared;
+    use loom::sync::atomic::AtomicU64;
+    use loom::thread;
+
+    /// What ends a wait without a signal.
+    const LET_GO: u64 = u64::MAX;
+
+    fn lost() -> Error {
+        Error::new(ErrorKind::PeerLost, "lost")
+    }
+
+    /// A fault that ends the waits for a word, and the faults of a stream that waits for it.
+    fn waiting() -> (Arc<Fault>, Arc<FaultSet>, Shared<AtomicU64>) {
+        let (fault, set) = (Arc::new(Fault::default()), Arc::<FaultSet>::default());
+        let word = Shared::new(AtomicU64::new(0));
+        let ended = word.clone();
+        fault.when_raised(move || ended.store(LET_GO, Ordering::Release));
+        set.add(&fault);
+        (fault, set, word)
+    }
+
+    fn wait(word: &AtomicU64) -> u64 {
+        loop {
+            match word.load(Ordering::Acquire) {
+                0 => thread::yield_now(),
+                seen => return seen,
+            }
+        }
+    }
+
+    /// A stream whose wait was let go of has failed by then, whether or not the peer's signal comes.
+    #[test]
+    fn loom_what_was_let_go_of_has_failed() {
+        loom::model(|| {
+            let (fault, set, word) = waiting();
+            let raising = thread::spawn(move || fault.raise(lost()));
+            let signal = word.clone();
+            let peer = thread::spawn(move || {
+                // A signal that comes late does not undo the end of the waits.
+                let _ = signal.compare_exchange(0, 1, Ordering::Release, Ordering::Relaxed);
+            });
+            if wait(&word) == LET_GO {
+                assert!(set.check().is_err(), "let go of, and taken for good");
+            }
+            raising.join().unwrap();
+            peer.join().unwrap();
+            assert!(set.check().is_err());
+        });
+    }
+
+    /// So has a stream that follows it by an event.
+    #[test]
+    fn loom_what_follows_has_failed_too() {
+        loom::model(|| {
+            let (fault, set, word) = waiting();
+            let follower = Arc::<FaultSet>::default();
+            follower.follow(&set);
+            let raising = thread::spawn(move || fault.raise(lost()));
+            let event = Shared::new(AtomicU64::new(0));
+            let reached = event.clone();
+            let stream = thread::spawn(move || reached.store(wait(&word), Ordering::Release));
+            if wait(&event) == LET_GO {
+                assert!(follower.check().is_err(), "followed, and taken for good");
+            }
+            raising.join().unwrap();
+            stream.join().unwrap();
+        });
+    }
+
+    /// What is to happen when waits end happens once, whenever it is asked for; and the first error stays.
+    #[test]
+    fn loom_hooks_run_once_and_the_first_error_stays() {
+        loom::model(|| {
+            let fault = Arc::new(Fault::default());
+            let runs = Shared::new(AtomicU64::new(0));
+            let raising = [fault.clone(), fault.clone()]
+                .map(|fault| thread::spawn(move || fault.raise(lost())));
+            let counted = runs.clone();
+            fault.when_raised(move || {
+                counted.fetch_add(1, Ordering::Relaxed);
+            });
+            let seen = fault
+                .error()
+                .map(|error| std::ptr::from_ref(error) as usize);
+            raising
+                .into_iter()
+                .for_each(|thread| thread.join().unwrap());
+            assert_eq!(runs.load(Ordering::Relaxed), 1);
+            let last = fault
+                .error()
+                .map(|error| std::ptr::from_ref(error) as usize);
+            assert!(last.is_some() && (seen.is_none() || seen == last));
         });
     }
 }

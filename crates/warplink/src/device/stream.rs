@@ -310,7 +310,7 @@ pub trait StreamBackend: Any + Send + Sync + fmt::Debug {
     /// One [`StreamOp::Packets`].
     fn packets(&self, part: &PacketPart<'_>) -> Result<()>;
 
-    /// See [`Stream::note_work`].
+    /// Notes that what `fault` concerns has work in the stream; see `Stream::note_work`.
     fn note_work(&self, fault: &Arc<Fault>);
 
     /// See [`Stream::record`].

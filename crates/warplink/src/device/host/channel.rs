@@ -404,12 +404,3 @@ fn check_aligned(
     .with_operation("put or read packets")
     .with_help("align offsets and lengths"))
 }
-
-impl super::kernel::Block<'_> {
-    /// Blocks until all peers have called it with their channels: signals on each of `channels` and waits
-    /// for each.
-    pub fn barrier(&self, channels: &[BlockChannel<'_>]) -> Result<()> {
-        channels.iter().try_for_each(BlockChannel::signal)?;
-        channels.iter().try_for_each(BlockChannel::wait)
-    }
-}

@@ -104,6 +104,13 @@ impl Block<'_> {
         }
     }
 
+    /// Blocks until all peers have called it with their channels: signals on each of `channels` and waits
+    /// for each.
+    pub fn barrier(&self, channels: &[BlockChannel<'_>]) -> Result<()> {
+        channels.iter().try_for_each(BlockChannel::signal)?;
+        channels.iter().try_for_each(BlockChannel::wait)
+    }
+
     /// The words that are argument `number`.
     pub fn words(&self, number: usize) -> Result<&[u64]> {
         match self.argument(number)? {
