@@ -8,6 +8,7 @@ mod collective;
 mod declare;
 mod kernel;
 mod scope;
+mod select;
 mod shapes;
 mod transfers;
 mod view;
