@@ -319,11 +319,12 @@ mod loom_tests {
 }
 
 #[cfg(all(test, loom))]
-mod loom_tests {
+mod loom_losses {
     //! A loss, told in two steps, beside streams that wait and streams that follow them.
 
     use super::*;
     use crate::error::ErrorKind;
+    use crate::sync::Ordering;
     use loom::sync::Arc as Shared;
     use loom::sync::atomic::AtomicU64;
     use loom::thread;
