@@ -16,7 +16,7 @@ const LENGTH: i64 = 135;
 const LAUNCHES: usize = 40;
 
 /// How often that is tried, with other delays.
-const TRIES: u64 = 12;
+const TRIES: u64 = 100;
 
 /// The words after `# key:` in a program's comments.
 fn header<'a>(text: &'a str, key: &str) -> Vec<&'a str> {
