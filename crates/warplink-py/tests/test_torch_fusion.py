@@ -168,6 +168,10 @@ def scaled(rank, world, _, place, device="cpu"):
                 assert (got.shape, got.dtype) == (wanted.shape, wanted.dtype)
                 assert got.is_contiguous()
                 torch.testing.assert_close(got, wanted, **close)
+    # Along the columns of the product, which runs unfused.
+    rest = ("sum", 1, 1, name, None, None, None, torch.bfloat16)
+    got = ops.fused_scaled_matmul_reduce_scatter(random(16, 32), right, scale, scale, *rest)
+    assert got.shape == (16, 48 // world)
     metas = ops.fused_all_gather_scaled_matmul(
         a.to("meta"), [b.to("meta") for b in bs], scale, [scale] * 2, dim, name,
         [None] * 2, [None] * 2, [torch.bfloat16, torch.float32], [False] * 2,

@@ -204,21 +204,22 @@ def scaled_matmul_reduce_scatter(
     _check_scatter(A, B, A_scale, reduce_op, orig_scatter_dim, sizes, size)
     dim, kind = orig_scatter_dim, _dtype(out_dtype, A.dtype)
     k, n = A.shape[-1], B.shape[1]
+    rest = (bias, result_scale, use_fast_accum)
+    group = direct_group(group_name)
+    if group is None or A.numel() == 0 or dim == len(sizes) - 1:
+        scaling = (A_scale, B_scale)
+        return _unfused_scatter(A, B, scaling, kind, rest, reduce_op, (dim, sizes), group_name)
     front = A.reshape(*sizes[:-1], k).movedim(dim, 0)
     rows = math.prod(front.shape[:-1]) // size
     parts = front.reshape(size, rows, k)
     scales = A_scale
     if A_scale.numel() > 1:
         scales = A_scale.reshape(*sizes[:-1], 1).movedim(dim, 0).reshape(size, rows, 1)
-    rest = (bias, result_scale, use_fast_accum)
 
     def multiply(rank: int, out: torch.Tensor) -> None:
         own = scales[rank] if scales.numel() > 1 else scales
         _matmul(out.view(kind).view(rows, n), parts[rank], B, own, B_scale, rest)
 
-    group = direct_group(group_name)
-    if group is None or A.numel() == 0 or dim == len(sizes) - 1:
-        return _unfused_scatter(A, B, (A_scale, B_scale), kind, rest, reduce_op, (dim, sizes), group_name)
     space = group.workspace(A.device.type)
     with torch.profiler.record_function("warplink::fused_scaled_matmul_reduce_scatter"), space.lock:
         nbytes = rows * n * kind.itemsize

@@ -14,8 +14,8 @@ from warplink.torch.fusion.nodes import (
     Matmul,
     arguments,
     aten,
+    check_group,
     descendants,
-    direct_group,
     erase,
     matmul_of,
     only_user,
@@ -70,7 +70,8 @@ def _follow_dimension(gather: Gather) -> None:
     if split is None or split.target is not aten.split.Tensor:
         return
     given = arguments(split)
-    if given["dim"] != 0 or given["split_size"] != shape(gather.shard)[0]:
+    rows = shape(gather.shard)[0]
+    if given["dim"] != 0 or given["split_size"] != rows:
         return
     parts = list(split.users)
     if any(part.target is not operator.getitem for part in parts):
@@ -81,16 +82,11 @@ def _follow_dimension(gather: Gather) -> None:
     if join is None or join.target is not aten.cat.default:
         return
     given = arguments(join)
-    if list(given["tensors"]) != ends or len(parts) * given_rows(split) != shape(gather.result)[0]:
+    if list(given["tensors"]) != ends or len(parts) * rows != shape(gather.result)[0]:
         return
     gather.dim = given["dim"] % len(shape(join))
     gather.chain[:0] = [join, *(end for end in ends if end not in parts), *parts, split]
     gather.result = join
-
-
-def given_rows(split: Node) -> Any:
-    """Rows in each part of a split."""
-    return arguments(split)["split_size"]
 
 
 def _bytes_again(part: Node) -> Node | None:
@@ -127,7 +123,7 @@ def fuse(gather: Gather) -> Fusion:
 
 
 def _replace(gather: Gather) -> int:
-    direct_group(gather.group)
+    check_group(gather.group)
     if gather.result is gather.collective:
         raise Unfit("the collective is not waited for in the graph")
     whole = shape(gather.result)

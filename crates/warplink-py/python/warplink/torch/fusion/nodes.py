@@ -67,8 +67,8 @@ def reshaped(graph: Graph, node: Node, sizes: list[Any], present: list[Any]) -> 
     return graph.call_function(aten.reshape.default, (node, sizes))
 
 
-def direct_group(name: str) -> ProcessGroupWarplink:
-    """The group with this name. Raises :class:`Unfit` unless Warplink serves it directly."""
+def check_group(name: str) -> None:
+    """Raises :class:`Unfit` unless Warplink serves the group with this name directly."""
     group = c10d._resolve_process_group(name)
     if not isinstance(group, ProcessGroupWarplink):
         raise Unfit("the group is not one of Warplink")
@@ -76,7 +76,6 @@ def direct_group(name: str) -> ProcessGroupWarplink:
         raise Unfit("the group has one rank")
     if not group.is_direct:
         raise Unfit("the group spans machines")
-    return group
 
 
 @dataclass(frozen=True)

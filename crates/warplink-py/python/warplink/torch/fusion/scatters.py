@@ -14,7 +14,7 @@ from warplink.torch.fusion.nodes import (
     Matmul,
     arguments,
     aten,
-    direct_group,
+    check_group,
     erase,
     matmul_of,
     only_user,
@@ -91,7 +91,7 @@ def fuse(scatter: Scatter) -> Fusion:
 
 
 def _replace(scatter: Scatter) -> None:
-    direct_group(scatter.group)
+    check_group(scatter.group)
     if scatter.reduce_op not in ("sum", "avg"):
         raise Unfit(f"the operator is {scatter.reduce_op}, not sum or avg")
     view = scatter.source if scatter.source.target in RESHAPES else None
