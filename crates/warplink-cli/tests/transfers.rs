@@ -14,7 +14,7 @@ const WAYS: [&str; 8] = [
     "raw-get",
     "put",
     "get",
-    "put-copy-engine",
+    "put-one-block",
     "put-multiprocessors",
     "get-multiprocessors",
     "nccl",

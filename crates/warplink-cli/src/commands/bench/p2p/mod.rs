@@ -28,7 +28,7 @@ use warplink::{Communicator, DeviceKind};
 ///          a write of a word that the peer waits for
 /// raw-get  the same copies issued by the receiver; bandwidth only
 /// put, get send and receive with that protocol, by the path that is the default
-/// put-copy-engine, put-multiprocessors, get-multiprocessors
+/// put-one-block, put-multiprocessors, get-multiprocessors
 ///          likewise, by that path
 /// nccl     the vendor's library (a substitute on the host device)
 ///
@@ -73,7 +73,7 @@ enum Way {
     RawGet,
     Put,
     Get,
-    PutCopyEngine,
+    PutOneBlock,
     PutMultiprocessors,
     GetMultiprocessors,
     Nccl,
@@ -87,7 +87,7 @@ impl Way {
             Self::RawGet => "raw-get",
             Self::Put => "put",
             Self::Get => "get",
-            Self::PutCopyEngine => "put-copy-engine",
+            Self::PutOneBlock => "put-one-block",
             Self::PutMultiprocessors => "put-multiprocessors",
             Self::GetMultiprocessors => "get-multiprocessors",
             Self::Nccl => "nccl",
@@ -99,7 +99,7 @@ impl Way {
         match self {
             Self::Put => Some((Protocol::Put, None)),
             Self::Get => Some((Protocol::Get, None)),
-            Self::PutCopyEngine => Some((Protocol::Put, Some(Path::CopyEngine))),
+            Self::PutOneBlock => Some((Protocol::Put, Some(Path::OneBlock))),
             Self::PutMultiprocessors => Some((Protocol::Put, Some(Path::Multiprocessors))),
             Self::GetMultiprocessors => Some((Protocol::Get, Some(Path::Multiprocessors))),
             Self::Raw | Self::RawGet | Self::Nccl => None,
@@ -110,7 +110,7 @@ impl Way {
     /// at them than at puts when all ranks get at once.
     fn floor(self) -> Self {
         match self {
-            Self::Raw | Self::Put | Self::PutCopyEngine | Self::PutMultiprocessors | Self::Nccl => {
+            Self::Raw | Self::Put | Self::PutOneBlock | Self::PutMultiprocessors | Self::Nccl => {
                 Self::Raw
             }
             Self::RawGet | Self::Get | Self::GetMultiprocessors => Self::RawGet,
@@ -195,7 +195,7 @@ impl P2p {
             Way::RawGet,
             Way::Put,
             Way::Get,
-            Way::PutCopyEngine,
+            Way::PutOneBlock,
             Way::PutMultiprocessors,
             Way::GetMultiprocessors,
         ];
