@@ -81,7 +81,7 @@ fn child() {
             member.health().check(&[victim]).unwrap_err().kind(),
             ErrorKind::PeerLost
         );
-        // Whoever was lost: the store is served, if by another rank.
+        // The store is served, by another rank if the lost one served it.
         let store = member.store();
         store.set(format!("left/{rank}"), b"here").unwrap();
         let others = (0..WORLD).filter(|other| ![rank, victim].contains(other));

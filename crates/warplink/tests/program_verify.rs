@@ -2,6 +2,8 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+#[path = "common/faulty.rs"]
+mod faulty_texts;
 mod program_support;
 
 use program_support::evidence::check;
@@ -19,28 +21,7 @@ fn parameters(list: &[(&str, i64)]) -> Parameters {
 
 mod faulty {
     use super::*;
-
-    /// The words after `# key:` in a program's comments.
-    fn header<'a>(text: &'a str, key: &str) -> Vec<&'a str> {
-        let lead = format!("# {key}:");
-        let line = text.lines().find_map(|line| line.strip_prefix(&lead));
-        line.unwrap_or_else(|| panic!("no line '{lead}'"))
-            .split_whitespace()
-            .collect()
-    }
-
-    /// The names and texts of all faulty programs.
-    fn all() -> Vec<(String, String)> {
-        let folder = format!("{}/tests/faulty-programs", env!("CARGO_MANIFEST_DIR"));
-        let files = std::fs::read_dir(folder).unwrap().map(|file| {
-            let path = file.unwrap().path();
-            let name = path.file_stem().unwrap().to_string_lossy().into_owned();
-            (name, std::fs::read_to_string(&path).unwrap())
-        });
-        let mut all: Vec<_> = files.collect();
-        all.sort();
-        all
-    }
+    use crate::faulty_texts::{header, in_folder};
 
     /// What is said first of `program`, which may run eagerly.
     fn first(program: &Program, world: usize) -> Option<Diagnostic> {
@@ -59,7 +40,7 @@ mod faulty {
     #[test]
     fn each_is_refused_for_its_violation() {
         let (mut count, mut wrong) = (0, Vec::new());
-        for (name, text) in all() {
+        for (name, text) in in_folder("faulty-programs") {
             let program = Program::parse(&text).unwrap_or_else(|e| panic!("{name}:\n{e}"));
             assert_eq!(Program::parse(&program.to_string()).unwrap(), program);
             let kind: DiagnosticKind = header(&text, "violation")[0].parse().unwrap();
@@ -87,7 +68,7 @@ mod faulty {
     #[test]
     fn each_is_shown_to_be_wrong() {
         let (mut classes, mut wrong) = (BTreeMap::new(), Vec::new());
-        for (name, text) in all() {
+        for (name, text) in in_folder("faulty-programs") {
             for world in header(&text, "world") {
                 let sample = Sample {
                     text: text.clone(),

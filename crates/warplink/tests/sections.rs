@@ -7,6 +7,8 @@ mod common;
 mod examples;
 #[path = "sections/faulty.rs"]
 mod faulty;
+#[path = "common/faulty.rs"]
+mod faulty_texts;
 #[path = "sections/play.rs"]
 mod play;
 #[path = "sections/sharing.rs"]

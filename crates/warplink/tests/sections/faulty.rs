@@ -1,5 +1,6 @@
 //! Faulty kernels: each is refused for what is wrong with it, and seen to fail where it runs unverified.
 
+use crate::faulty_texts::{header, in_folder};
 use crate::play::{Launches, play};
 use std::net::{IpAddr, Ipv4Addr};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -18,28 +19,6 @@ const LAUNCHES: usize = 40;
 /// How often that is tried, with other delays.
 const TRIES: u64 = 100;
 
-/// The words after `# key:` in a program's comments.
-fn header<'a>(text: &'a str, key: &str) -> Vec<&'a str> {
-    let lead = format!("# {key}:");
-    let line = text.lines().find_map(|line| line.strip_prefix(&lead));
-    line.unwrap_or_else(|| panic!("no line '{lead}'"))
-        .split_whitespace()
-        .collect()
-}
-
-/// The names and texts of all faulty programs.
-fn all() -> Vec<(String, String)> {
-    let folder = format!("{}/tests/faulty-sections", env!("CARGO_MANIFEST_DIR"));
-    let files = std::fs::read_dir(folder).unwrap().map(|file| {
-        let path = file.unwrap().path();
-        let name = path.file_stem().unwrap().to_string_lossy().into_owned();
-        (name, std::fs::read_to_string(&path).unwrap())
-    });
-    let mut all: Vec<_> = files.collect();
-    all.sort();
-    all
-}
-
 fn parameters() -> Parameters {
     Parameters::new().with("n", LENGTH)
 }
@@ -47,7 +26,7 @@ fn parameters() -> Parameters {
 #[test]
 fn each_is_refused_for_its_violation() {
     let (mut count, mut wrong) = (0, Vec::new());
-    for (name, text) in all() {
+    for (name, text) in in_folder("faulty-sections") {
         let program = Program::parse(&text).unwrap_or_else(|e| panic!("{name}:\n{e}"));
         assert_eq!(Program::parse(&program.to_string()).unwrap(), program);
         let kind: DiagnosticKind = header(&text, "violation")[0].parse().unwrap();
@@ -120,7 +99,7 @@ fn failure(program: &Program, world: usize, seed: u64) -> Option<String> {
 #[test]
 fn each_is_seen_to_fail() {
     let mut wrong = Vec::new();
-    for (name, text) in all() {
+    for (name, text) in in_folder("faulty-sections") {
         let program = Program::parse(&text).unwrap();
         let worlds = header(&text, "world");
         let world: usize = worlds.last().unwrap().parse().unwrap();

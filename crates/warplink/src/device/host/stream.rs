@@ -1,13 +1,13 @@
 //! Streams, which a worker works off in order, and the graphs that they record and launch.
 
 use super::capture::{CapturedMark, Session};
-use super::check_kind;
 use super::event::{self, HostEvent, Recorded};
 use super::graph::RecordedGraph;
 use super::mark::EventState;
 use super::memory::AwaitedWord;
 use super::operation::{Context, Operation};
 use super::worker::Worker;
+use super::{check_kind, check_lengths};
 use crate::deadline::Deadline;
 use crate::device::{
     Delays, DeviceSlice, Event, Fault, FaultSet, Graph, GraphBackend, KernelCopy, MemoryOp,
@@ -84,15 +84,7 @@ impl StreamBackend for HostStream {
     fn copy(&self, target: &DeviceSlice, source: &DeviceSlice) -> Result<()> {
         check_kind(target)?;
         check_kind(source)?;
-        if target.bytes() != source.bytes() {
-            return Err(Error::invalid(format!(
-                "the source has {} bytes and the target {}; expected the same length",
-                source.bytes(),
-                target.bytes()
-            ))
-            .with_operation("copy")
-            .with_help("pass slices of the same length"));
-        }
+        check_lengths(target, source)?;
         self.enqueue(Operation::Copy {
             target: target.clone(),
             source: source.clone(),

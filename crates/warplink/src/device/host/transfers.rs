@@ -1,9 +1,9 @@
 //! What the kernels of transfers do, on the host device: several blocks that copy, and packets.
 
-use super::check_kind;
 use super::memory;
 use super::operation::{Context, Operation};
 use super::stream::HostStream;
+use super::{check_kind, check_lengths};
 use crate::device::{DeviceSlice, KernelCopy, PACKET, PacketLine, PacketPart, Word};
 use crate::error::{Error, ErrorKind, Result};
 use std::sync::Arc;
@@ -25,15 +25,7 @@ impl HostStream {
         } = *copy;
         check_kind(target)?;
         check_kind(source)?;
-        if target.bytes() != source.bytes() {
-            return Err(Error::invalid(format!(
-                "the source has {} bytes and the target {}; expected the same length",
-                source.bytes(),
-                target.bytes()
-            ))
-            .with_operation("copy")
-            .with_help("pass slices of the same length"));
-        }
+        check_lengths(target, source)?;
         let (target, source) = (target.clone(), source.clone());
         let arrivals: Vec<Word> = arrivals.into_iter().flatten().cloned().collect();
         self.enqueue(Operation::Task(Arc::new(move |context: &Context| {
