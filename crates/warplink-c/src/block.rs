@@ -116,7 +116,7 @@ pub unsafe extern "C" fn warplink_block_load(
     entry("load", || {
         running(|block| {
             let memory = memory(block, argument, source, bytes)?;
-            // SAFETY: the caller passes room for so many bytes.
+            // SAFETY: the caller passes room for `bytes` bytes.
             let target = unsafe { pointer::new_bytes(target, bytes, "target") }?;
             Ok(block.read(&memory, target)?)
         })
@@ -135,7 +135,7 @@ pub unsafe extern "C" fn warplink_block_store(
     entry("store", || {
         running(|block| {
             let memory = memory(block, argument, target, bytes)?;
-            // SAFETY: the caller passes so many bytes.
+            // SAFETY: the caller passes `bytes` bytes.
             let source = unsafe { pointer::values(source.cast::<u8>(), bytes, "source") }?;
             Ok(block.write(&memory, source)?)
         })

@@ -191,7 +191,7 @@ pub unsafe extern "C" fn warplink_launch(
         let kernel = kernel.get()?;
         let stream = stream.get()?;
         same_job(&kernel.job, &stream.job, "stream")?;
-        // SAFETY: the caller passes so many arguments.
+        // SAFETY: the caller passes `count` arguments.
         let arguments = unsafe { pointer::values(arguments, count, "arguments") }?;
         let arguments: Vec<_> = arguments
             .iter()

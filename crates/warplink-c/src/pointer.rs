@@ -60,7 +60,7 @@ pub(crate) unsafe fn optional_text<'a>(
 /// The `count` values that `pointer` points to. Null is allowed for none.
 ///
 /// # Safety
-/// Where `count` is not zero, a `pointer` that is not null must point to so many values, which nobody changes
+/// Where `count` is not zero, a `pointer` that is not null must point to `count` values, which nobody changes
 /// while `'a` lasts.
 pub(crate) unsafe fn values<'a, T>(
     pointer: *const T,
@@ -79,7 +79,7 @@ pub(crate) unsafe fn values<'a, T>(
 /// The `bytes` bytes that `pointer` points to, which may be uninitialized: they are set to zero.
 ///
 /// # Safety
-/// Where `bytes` is not zero, a `pointer` that is not null must be valid for writes of so many bytes, which
+/// Where `bytes` is not zero, a `pointer` that is not null must be valid for writes of `bytes` bytes, which
 /// nobody else reads or changes while `'a` lasts.
 pub(crate) unsafe fn new_bytes<'a>(
     pointer: *mut c_void,

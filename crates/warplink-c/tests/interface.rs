@@ -136,7 +136,7 @@ fn launch(kernel: Kernel, stream: Stream, blocks: u32, arguments: &[Argument]) -
         shared_bytes: 0,
         together: 0,
     };
-    // SAFETY: so many arguments.
+    // SAFETY: the length is that of the arguments.
     unsafe { warplink_launch(kernel, stream, shape, arguments.as_ptr(), arguments.len()) }
 }
 

@@ -104,7 +104,7 @@ pub(crate) fn rank(comm: &Communicator) -> Result<Vec<Moment>> {
     Ok(moments)
 }
 
-/// All pieces, after so many steps.
+/// All pieces, after `steps` steps.
 fn gather(comm: &Communicator, region: &Region, steps: u32) -> Result<Moment> {
     let piece = region.download()?;
     let pieces = comm.all_gather_bytes(&piece[8..8 * (CELLS + 1)])?;

@@ -11,7 +11,7 @@ const TOP: f64 = 64.0;
 /// From late to early; the last is the start.
 const COLOURS: [&str; 5] = ["#8F1D14", "#C2452D", "#E0803F", "#EDB26A", "#9AA3AF"];
 
-/// The rod after so many steps.
+/// The rod after some steps.
 pub(crate) struct Moment {
     pub(crate) steps: u32,
     pub(crate) cells: Vec<f64>,

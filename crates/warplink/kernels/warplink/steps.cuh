@@ -139,7 +139,7 @@ template <u32 DATA> __device__ __forceinline__ bool await_packet(Lane &lane, u64
     return true;
 }
 
-// Plain units that a thread has under way at a time, of so many sources: 8 loads.
+// Plain units that a thread has under way at a time, for this number of sources: 8 loads.
 __device__ constexpr u32 units_under_way(u32 sources) { return sources == 1 ? 8 : sources == 2 ? 4 : sources <= 4 ? 2 : 1; }
 
 // What the operator makes of a unit of each source, in their order.
@@ -276,7 +276,7 @@ __device__ __forceinline__ LinePart load_line_part(u64 at) {
     return part;
 }
 
-// Two words of plain memory from `at` on, with so many elements in each.
+// Two words of plain memory from `at` on, with `first` and `second` elements in them.
 template <typename Element, bool WHOLE> __device__ __forceinline__ Unit<16> load_words(u64 at, u32 first, u32 second) {
     constexpr u32 elements = unit_elements<Element, 8>;
     Unit<8> words[2];

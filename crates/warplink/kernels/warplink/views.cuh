@@ -26,7 +26,7 @@ template <> struct Unsigned<long long> {
 };
 typedef Unsigned<Index>::Type UnsignedIndex;
 
-// Parts are multiples of so many indices. Must match the host.
+// Parts are multiples of this number of indices. Must match the host.
 constexpr Index part_unit = 16;
 
 }  // namespace detail

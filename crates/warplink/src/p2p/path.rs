@@ -63,19 +63,19 @@ impl FromStr for Path {
 /// What the hardware model says about transfers by kernels.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct TransferKernels {
-    /// Up to so many bytes, a kernel of one block is faster than the copy engine.
+    /// Up to this number of bytes, a kernel of one block is faster than the copy engine.
     #[serde(skip)]
     pub one_block_limit: u64,
-    /// Up to so many bytes, kernels are faster than the copy engine.
+    /// Up to this number of bytes, kernels are faster than the copy engine.
     pub limit: u64,
-    /// Up to so many bytes, packets are faster than stores behind a signal.
+    /// Up to this number of bytes, packets are faster than stores behind a signal.
     pub packet_limit: u64,
     /// Most blocks that move packets, and the least threads of each; beyond that, blocks get more threads.
     pub packet_blocks: u32,
     /// See there.
     pub packet_threads: u32,
-    /// How many blocks store without packets: up to so many bytes, so many; in order of bytes. What is longer
-    /// has as many as the last.
+    /// How many blocks store without packets: pairs of a number of bytes and the blocks up to there, in order of
+    /// bytes. What is longer has as many as the last.
     pub store_blocks: Vec<(u64, u32)>,
 }
 

@@ -5,7 +5,7 @@ use std::fmt;
 /// The deepest nesting that an expression may have, so that walking one cannot exhaust the stack.
 pub const MAX_DEPTH: usize = 64;
 
-/// Parts of a tensor start at multiples of so many elements, which is at least 16 bytes of every type.
+/// Parts of a tensor start at multiples of this number of elements, which is at least 16 bytes of every type.
 pub const PART_UNIT: i64 = 16;
 
 /// An integer expression, evaluated in `i64` with every overflow an error.

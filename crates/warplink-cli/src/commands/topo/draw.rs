@@ -11,7 +11,7 @@ const MARGIN: i32 = 24;
 const HEADING: i32 = 74;
 const LEGEND: i32 = 44;
 const HOST: i32 = 26;
-const LEAST_WIDTH: i32 = 520;
+const MIN_WIDTH: i32 = 520;
 
 /// Width of a sample of colour in the legend.
 const SAMPLE: i32 = 20;
@@ -49,7 +49,7 @@ pub(super) fn draw(topology: &Topology) -> Result<String> {
         + MARGIN;
     let entries = entries(topology);
     let legend = entries.iter().map(Entry::width).sum::<i32>() + 2 * MARGIN;
-    let width = content.max(legend).max(LEAST_WIDTH);
+    let width = content.max(legend).max(MIN_WIDTH);
     let tallest = panels.iter().map(|panel| panel.size.1).max().unwrap_or(0);
     let height = HEADING + host + tallest + LEGEND + MARGIN;
     let mut text = String::new();

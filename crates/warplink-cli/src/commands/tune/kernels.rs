@@ -14,10 +14,10 @@ use warplink::topology::TopologyClass;
 /// The longest transfer that is measured; the copy engine has caught up before.
 const LONGEST: usize = 16 << 20;
 
-/// Most blocks that are tried.
-const MOST_BLOCKS: u32 = 128;
+/// The largest number of blocks that is tried.
+const MAX_BLOCKS: u32 = 128;
 
-/// Fewer blocks are as good where they take so much longer at most.
+/// Fewer blocks are as good where they take at most this many times as long.
 const AS_GOOD: f64 = 1.03;
 
 /// Measures by the numbers of blocks that it finds only where this runs again: the transfers that are timed
@@ -34,7 +34,7 @@ pub(super) fn measure(rig: &Rig<'_>, model: &mut HardwareModel) -> Result<()> {
         .collect();
     // Blocks tell of their copies by additions in the peer's memory, which links know and other buses may not.
     let linked = rig.comm.topology()?.class() != TopologyClass::Unknown;
-    let most = if linked { MOST_BLOCKS } else { 1 };
+    let most = if linked { MAX_BLOCKS } else { 1 };
     let mut blocks: Vec<(u64, u32)> = Vec::new();
     for bytes in &sizes {
         let count = best_blocks(rig, *bytes, most)?;

@@ -8,7 +8,7 @@ use warplink::p2p::Protocol;
 use warplink::program::cost::HardwareModel;
 use warplink::program::cost::curve::Curve;
 
-/// Up to so many bytes, a kernel of one block may be worth it.
+/// Up to this number of bytes, a kernel of one block may be worth it.
 const ONE_BLOCK_LIMIT: usize = 256 << 10;
 
 /// Who copies: the first rank alone, or all at once.

@@ -63,7 +63,7 @@ pub(crate) struct Windows {
 pub(crate) enum Place {
     /// In memory that is mapped here.
     Mapped(DeviceSlice),
-    /// On another machine, where only a proxy gets; so many bytes.
+    /// On another machine, where only a proxy gets; its length in bytes.
     Elsewhere(u64),
 }
 

@@ -112,7 +112,7 @@ impl Schedule<'_> {
             let bytes = program.transfers[id].range.bytes as u64;
             protocol == Protocol::Put && bytes <= self.model.link.kernels.packet_limit
         };
-        // Whoever waits for packets says nothing before.
+        // A receiver of packets announces nothing.
         let announced = targets.iter().filter(|id| {
             !matches!(program.transfers[**id].backend, Backend::Direct(protocol) if by_packets(**id, protocol))
         });

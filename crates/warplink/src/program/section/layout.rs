@@ -9,7 +9,7 @@ use crate::dtype::DType;
 use crate::program::site::Site;
 use std::sync::Arc;
 
-/// Rows of scratch are multiples of so many elements, so that each starts where packets and wide accesses
+/// Rows of scratch are multiples of this number of elements, so that each starts where packets and wide accesses
 /// may start.
 const ROW_ELEMENTS: usize = 16;
 

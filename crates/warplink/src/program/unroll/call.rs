@@ -39,7 +39,7 @@ impl<'p> Called<'p> {
         }
     }
 
-    /// Whether a block of the program is open, of so many in all, beside its own.
+    /// Whether a block of the program is open beside its own, where `blocks` are open in all.
     pub(super) const fn is_nested(&self, blocks: usize) -> bool {
         blocks > self.blocks + 1
     }

@@ -334,7 +334,7 @@ impl<'a> Rig<'a> {
         self.moved(what, Some(direct), bytes, blocks, time, plain)
     }
 
-    /// The time of so many proxied puts in a row until all are done, and their rate over the one given.
+    /// Adds the time of `puts` proxied puts in a row until all are done, and their rate over `plain`.
     fn flushed(&mut self, what: &'static str, bytes: u64, puts: u32, plain: f64) -> Result<f64> {
         let launch = Launch::new(1, 1);
         let proxied = Transport::Proxied;
@@ -343,7 +343,7 @@ impl<'a> Rig<'a> {
         self.moved(what, Some(proxied), bytes, 1, time, Some(plain))
     }
 
-    /// The rate of so many copies of the copy engine in a row.
+    /// Adds the time of `copies` copies of the copy engine in a row. Returns their rate.
     fn engine(&mut self, what: &'static str, bytes: u64, copies: u32) -> Result<f64> {
         let connection = self.connection(Transport::Proxied);
         let copied = match connection.filter(|_| self.clock.comm.rank() == 0) {

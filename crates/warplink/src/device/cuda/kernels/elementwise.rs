@@ -224,7 +224,7 @@ impl ElementwiseKernels {
         unsafe { function.launch(stream.raw_stream(), blocks, BLOCK, &mut parameters) }
     }
 
-    /// Blocks for an operation of which a thread does so many elements at once.
+    /// Blocks for an operation of which a thread does `elements` elements at once.
     fn blocks(&self, request: &Elementwise, elements: usize) -> u32 {
         let per_block = (BLOCK as usize * elements) as u64;
         let blocks = (request.elements() as u64).div_ceil(per_block);

@@ -203,7 +203,7 @@ impl Function {
         driver.check(code, "allow dynamic shared memory")
     }
 
-    /// How many blocks of so many threads, with so many bytes of dynamic shared memory each, fit on a
+    /// How many blocks of `threads` threads, with `shared` bytes of dynamic shared memory each, fit on a
     /// multiprocessor at a time.
     pub(crate) fn blocks_per_multiprocessor(&self, threads: u32, shared: u32) -> Result<u32> {
         let driver = self.module.context.driver;

@@ -16,10 +16,10 @@ use crate::program::site::Position;
 /// The most places of a step, and ranks: each has a bit of a word.
 pub(super) const MAX_PLACES: usize = 32;
 
-/// Loops of at most so many iterations are unrolled by the compiler, where their bounds are known.
+/// Loops of at most this number of iterations are unrolled by the compiler, where their bounds are known.
 const UNROLLED: i64 = 8;
 
-/// The most copies of a loop's body that are written out.
+/// The largest number of copies of a loop's body that are written out.
 const MAX_COPIES: i64 = 64;
 
 /// Why there is no text.
