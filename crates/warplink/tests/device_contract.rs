@@ -12,8 +12,9 @@ mod elementwise;
 mod memory;
 
 use common::open_device;
+use std::any::Any;
 use std::time::Duration;
-use warplink::device::{AllocationKind, MemoryOp, Opening, Priority};
+use warplink::device::{AllocationKind, DeviceSlice, MemoryOp, Opening, Priority};
 use warplink::{Deadline, DeviceKind, ErrorKind};
 
 fn soon() -> Deadline {
@@ -241,6 +242,48 @@ fn unjoined_work_does_not_make_a_graph() {
     second.wait_event(&fork).unwrap();
     second.fill(&a, 1).unwrap();
     assert!(first.end_capture().is_err());
+}
+
+#[test]
+fn what_is_dropped_during_a_capture_leaves_it_valid() {
+    let device = open_device();
+    let record = |a: &DeviceSlice, byte: u8, dropped: Vec<Box<dyn Any>>| {
+        let stream = device.create_stream(Priority::Normal).unwrap();
+        stream.begin_capture().unwrap();
+        stream.fill(a, byte).unwrap();
+        drop(dropped);
+        stream.fill(a.slice(0..32).unwrap(), byte + 1).unwrap();
+        (stream.end_capture().unwrap(), stream)
+    };
+    let allocate = |kind| device.allocate(4096, kind).unwrap();
+    let a = allocate(AllocationKind::Plain);
+    // One that was launched, one that never was, and one that still runs.
+    let (launched, stream) = record(&a, 1, Vec::new());
+    launched.launch(&stream).unwrap();
+    stream.synchronize(soon()).unwrap();
+    let (unused, other) = record(&a, 3, Vec::new());
+    let (running, third) = record(&a, 5, Vec::new());
+    running.launch(&third).unwrap();
+    let event = device.create_event(true).unwrap();
+    other.record(&event).unwrap();
+    let dropped: Vec<Box<dyn Any>> = vec![
+        Box::new(launched),
+        Box::new(unused),
+        Box::new(running),
+        Box::new((stream, other, third)),
+        Box::new(event),
+        Box::new(allocate(AllocationKind::Plain)),
+        Box::new(allocate(AllocationKind::Virtual)),
+        Box::new(device.allocate_signals(64).unwrap()),
+    ];
+    let b = allocate(AllocationKind::Plain);
+    let (graph, stream) = record(&b, 7, dropped);
+    graph.launch(&stream).unwrap();
+    stream.synchronize(soon()).unwrap();
+    let mut seen = vec![0; 4096];
+    device.download(&b, &mut seen).unwrap();
+    assert!(seen[..32].iter().all(|byte| *byte == 8));
+    assert!(seen[32..].iter().all(|byte| *byte == 7));
 }
 
 #[test]

@@ -62,6 +62,8 @@ impl RawStream {
 impl Drop for RawStream {
     fn drop(&mut self) {
         let entered = self.context.enter();
+        // This thread may be in a capture of another stream.
+        let _relaxed = self.context.relax_capture();
         // SAFETY: made by `create` and not destroyed before. The driver lets enqueued work finish
         // and does not wait for it here.
         let code = unsafe { (self.context.driver.cuStreamDestroy_v2)(self.raw) };

@@ -114,6 +114,8 @@ impl Drop for CudaGraph {
             .0;
         if !exec.is_null() {
             let entered = self.gpu.context.enter();
+            // Destroying a graph would otherwise invalidate a capture that this thread is in.
+            let _relaxed = self.gpu.context.relax_capture();
             // SAFETY: made once and destroyed once; a launch under way is let finish first.
             let code = unsafe { (self.gpu.context.driver.cuGraphExecDestroy)(exec) };
             if !status::is_gone(code) || entered.is_err() {
