@@ -6,6 +6,9 @@
 // Every function that can fail returns a warplink_status. warplink_last_error says what happened, to whom, what
 // was expected and what to do; it is the calling thread's. No function throws, and none ends the process.
 //
+// Functions that are passed to Warplink, log handlers and bodies of host kernels, must return: an exception that
+// leaves one, or a thread that ends in one, ends the process with a message. In C++, declare them noexcept.
+//
 // # Handles
 // Communicators, regions, streams, buffers, modules and kernels are numbers, passed by value. Zero is none. One
 // that was given back, or whose communicator was destroyed, is refused with WARPLINK_STATUS_CLOSED, for as long
@@ -97,8 +100,8 @@ typedef enum {
     WARPLINK_TRANSPORT_DIRECT = 1,
     /// A thread of the host, the proxy, has the copy engine move the bytes when kernels ask it to.
     WARPLINK_TRANSPORT_PROXIED = 2,
-    /// The proxy sends the bytes over the network (UCX) when kernels ask it to. `warplink_write`,
-    /// `warplink_read` and `warplink_registered_write` do not use it.
+    /// The proxy sends the bytes over the network (UCX), when kernels ask it to or a stream comes to a
+    /// `warplink_write`, `warplink_read` or `warplink_registered_write`.
     WARPLINK_TRANSPORT_NETWORK = 3,
 } warplink_transport;
 
@@ -203,7 +206,8 @@ typedef struct {
 
 /// The body of a kernel for the host device: it runs once for each block of a launch, all at the same time, and
 /// makes the `warplink_block_...` calls. It returns `WARPLINK_STATUS_SUCCESS`, or what a call returned: then the
-/// kernel's stream fails with that call's error. It must not throw, and makes no other calls of Warplink.
+/// kernel's stream fails with that call's error. It makes no other calls of Warplink, and must return: one that
+/// throws ends the process. In C++, declare it `noexcept`.
 typedef int32_t (*warplink_host_kernel_body)(void *user);
 
 /// A kernel for the host device.
@@ -270,7 +274,7 @@ typedef struct {
 
 /// Gets each message of the log: a `warplink_log_level`, one line without an end of line, valid during the call,
 /// and the pointer that the handler was set with. It is called on any thread, by several at the same time. It
-/// must not throw, nor call Warplink.
+/// must not call Warplink, and must return: one that throws ends the process. In C++, declare it `noexcept`.
 typedef void (*warplink_log_handler)(int32_t level, const char *message, void *user);
 
 #ifdef __cplusplus

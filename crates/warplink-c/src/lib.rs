@@ -1,9 +1,10 @@
 //! Warplink for C and C++: the functions of `warplink.h`.
 //!
-//! Every function is a thin wrapper of the library's. Four rules hold throughout:
+//! Every function is a thin wrapper of the library's. Five rules hold throughout:
 //!
 //! - No panic and no Rust error crosses the border: every function runs in `status::entry`, which gives a
 //!   status and keeps the error's text for the thread.
+//! - No exception of C++ goes through: a function of the caller's that throws ends the process (`callback`).
 //! - What C holds are numbers of entries in tables ([`handles`]), never addresses. A number that was given
 //!   back, or that never was one, is an error.
 //! - What C passes is checked before it is used: null pointers, numbers out of range, text that is not UTF-8
@@ -20,6 +21,7 @@
 
 pub mod block;
 pub mod buffer;
+mod callback;
 pub mod channel;
 pub mod handles;
 pub mod job;

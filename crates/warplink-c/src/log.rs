@@ -1,5 +1,6 @@
 //! The library's log, for a handler of the caller's.
 
+use crate::callback;
 use crate::pointer;
 use crate::status::{Failure, Outcome, Status, entry};
 use std::ffi::{CString, c_char, c_void};
@@ -32,14 +33,14 @@ pub enum LogLevel {
 
 /// Gets each message of the log: a `warplink_log_level`, one line without an end of line, valid during the call,
 /// and the pointer that the handler was set with. It is called on any thread, by several at the same time. It
-/// must not throw, nor call Warplink.
+/// must not call Warplink, and must return: one that throws ends the process. In C++, declare it `noexcept`.
 pub type LogHandler =
-    Option<unsafe extern "C" fn(level: i32, message: *const c_char, user: *mut c_void)>;
+    Option<unsafe extern "C-unwind" fn(level: i32, message: *const c_char, user: *mut c_void)>;
 
 /// What was set.
 #[derive(Clone, Copy)]
 struct Handler {
-    function: unsafe extern "C" fn(level: i32, message: *const c_char, user: *mut c_void),
+    function: unsafe extern "C-unwind" fn(level: i32, message: *const c_char, user: *mut c_void),
     user: *mut c_void,
 }
 
@@ -121,9 +122,11 @@ fn deliver(level: LogLevel, line: String) -> Outcome {
         return Ok(());
     };
     let text = CString::new(line.replace(['\0', '\n'], " ")).unwrap_or_default();
-    // SAFETY: the caller gave the function for this, and is told when it is not called any more: the lock is
-    // held until here.
-    unsafe { (handler.function)(level as i32, text.as_ptr(), handler.user) };
+    callback::call("the log handler", || {
+        // SAFETY: the caller gave the function for this, and is told when it is not called any more: the lock is
+        // held until here.
+        unsafe { (handler.function)(level as i32, text.as_ptr(), handler.user) };
+    });
     Ok(())
 }
 

@@ -22,8 +22,8 @@ pub enum Transport {
     Direct = 1,
     /// A thread of the host, the proxy, has the copy engine move the bytes when kernels ask it to.
     Proxied = 2,
-    /// The proxy sends the bytes over the network (UCX) when kernels ask it to. `warplink_write`,
-    /// `warplink_read` and `warplink_registered_write` do not use it.
+    /// The proxy sends the bytes over the network (UCX), when kernels ask it to or a stream comes to a
+    /// `warplink_write`, `warplink_read` or `warplink_registered_write`.
     Network = 3,
 }
 

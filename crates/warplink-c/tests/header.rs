@@ -80,3 +80,25 @@ fn the_header_names_nothing_without_the_prefix() {
         assert!(name.to_lowercase().contains("warplink_"), "{name}");
     }
 }
+
+/// What the documentation names in place of the functions of MSCCL++ is there.
+#[test]
+fn what_replaces_mscclpp_is_in_the_header() {
+    let header = std::fs::read_to_string(root().join("include/warplink.h")).unwrap();
+    let documentation = std::fs::read_to_string(root().join("../../docs/c.md")).unwrap();
+    let start = documentation.find("## From MSCCL++").unwrap();
+    let rows: Vec<&str> = documentation[start..]
+        .lines()
+        .filter(|line| line.starts_with("| `mscclpp"))
+        .collect();
+    // Every function, type of handle and transport of mscclpp.h.
+    assert_eq!(rows.len(), 22);
+    for row in rows {
+        let new = row.split('|').nth(2).unwrap();
+        let names = new.split('`').skip(1).step_by(2);
+        for name in names.filter(|name| !name.contains("::")) {
+            let found = [format!("{name}("), format!("{name};"), format!("{name} =")];
+            assert!(found.iter().any(|text| header.contains(text)), "{name}");
+        }
+    }
+}

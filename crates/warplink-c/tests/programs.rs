@@ -17,6 +17,11 @@ const LIMIT: Duration = Duration::from_secs(90);
 
 /// Compiles a program of `tests/programs`, and runs it as `ranks` processes with rank, size and address.
 fn processes(source: &str, linkage: Linkage, ranks: usize) -> Vec<Ended> {
+    processes_with(source, linkage, ranks, &[])
+}
+
+/// As [`processes`], with more arguments.
+fn processes_with(source: &str, linkage: Linkage, ranks: usize, more: &[&str]) -> Vec<Ended> {
     let installed = Installed::get();
     let source = Path::new(env!("CARGO_MANIFEST_DIR"))
         .join("tests/programs")
@@ -37,6 +42,7 @@ fn processes(source: &str, linkage: Linkage, ranks: usize) -> Vec<Ended> {
                 ranks.to_string(),
                 id.address().to_string(),
             ])
+            .args(more)
             .env("CUDA_DEVICE_MAX_CONNECTIONS", "32")
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
@@ -75,6 +81,23 @@ fn a_peer_that_is_killed_ends_the_wait_of_a_kernel_and_is_named() {
 fn a_cpp_program_has_two_ranks_as_threads() {
     // Its two ranks would use one GPU, so on GPUs it needs two that the process sees.
     assert_succeeded(&processes("threads.cpp", Linkage::Static, 1));
+}
+
+#[test]
+fn a_callback_that_throws_ends_the_process_with_a_message() {
+    let body = "the body of a host kernel threw an exception, or ended its thread";
+    for (callback, ranks, says) in [
+        ("handler", 2, "the log handler threw an exception"),
+        ("body", 1, body),
+        ("thread", 1, body),
+    ] {
+        for linkage in [Linkage::Shared, Linkage::Static] {
+            let ended = processes_with("throws.cpp", linkage, ranks, &[callback]);
+            // By a signal, and not by an exit that the program makes itself.
+            assert_eq!(ended[0].code, None, "{}", ended[0].output);
+            assert!(ended[0].output.contains(says), "{}", ended[0].output);
+        }
+    }
 }
 
 #[test]
