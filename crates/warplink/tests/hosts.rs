@@ -14,7 +14,7 @@ use warplink::bootstrap::{JoinConfig, Rendezvous, UniqueId};
 use warplink::channel::{Connection, ConnectionRequest, Transport};
 use warplink::device::network::{self, NetworkOptions};
 use warplink::device::{Argument, Block, Kernel, Launch, ModuleSource, Stream};
-use warplink::{Communicator, Config, DeviceKind, ErrorKind, Result};
+use warplink::{Communicator, Config, DeviceKind, Error, ErrorKind, Result};
 
 /// Runs `body` on two hosts of one rank each, with what the first cuts when the second asks for it.
 fn on_two_hosts(test: &str, body: impl FnOnce(Communicator, &Path)) {
@@ -140,11 +140,92 @@ fn two_hosts_exchange_a_gibibyte_by_connections() {
     });
 }
 
+/// Registered buffers, written and read by the hosts alone.
+#[test]
+fn two_hosts_write_and_read_registered_buffers() {
+    const BYTES: usize = 24 << 20;
+    on_two_hosts("two_hosts_write_and_read_registered_buffers", |comm, _| {
+        let (rank, peer) = (comm.rank(), 1 - comm.rank());
+        let (connection, stream) = connect(&comm, 4096);
+        // The two need not be equal.
+        let buffer = comm.alloc(2 * BYTES + 4096 * rank).unwrap();
+        let numbers = comm.add_regions(&[(&connection, &buffer)]).unwrap();
+        let (source, read) = (comm.alloc(BYTES).unwrap(), comm.alloc(BYTES).unwrap());
+        for round in 0..4 {
+            let at = round % 2 * BYTES;
+            source.upload(&pattern(rank, round, BYTES)).unwrap();
+            let place = (numbers[0], at as u64);
+            connection.write(&stream, place, &source).unwrap();
+            connection.read(&stream, &read, place).unwrap();
+            comm.synchronize(&stream).unwrap();
+            comm.barrier().unwrap();
+            let arrived = buffer.slice(at..at + BYTES).unwrap().download().unwrap();
+            assert!(arrived == pattern(peer, round, BYTES), "round {round}");
+            assert!(read.download().unwrap() == pattern(rank, round, BYTES));
+        }
+        let end = (numbers[0], connection.peer_bytes(1).unwrap() as u64);
+        let error = connection.write(&stream, end, &source).unwrap_err();
+        assert_eq!(
+            (error.kind(), error.peer()),
+            (ErrorKind::InvalidArgument, Some(peer))
+        );
+        drop((connection, buffer));
+        comm.close().unwrap();
+    });
+}
+
+#[test]
+fn a_cut_link_ends_writes_with_an_error_that_names_the_peer() {
+    const TEST: &str = "a_cut_link_ends_writes_with_an_error_that_names_the_peer";
+    on_two_hosts(TEST, |comm, directory| {
+        let (connection, stream) = connect(&comm, 1 << 20);
+        let source = comm.alloc(1 << 20).unwrap();
+        connection.write(&stream, 0, &source).unwrap();
+        comm.synchronize(&stream).unwrap();
+        cut_the_link(&comm, directory);
+        // One writes, the other reads.
+        let started = Instant::now();
+        let asked = match comm.rank() {
+            0 => connection.write(&stream, 0, &source),
+            _ => connection.read(&stream, &source, 0),
+        };
+        let ended = asked.and_then(|()| comm.synchronize(&stream));
+        was_cut_off(&comm, &ended.unwrap_err(), started);
+        drop((connection, comm));
+        std::process::exit(0);
+    });
+}
+
+/// Has the link cut when both ranks are here.
+fn cut_the_link(comm: &Communicator, directory: &Path) {
+    comm.barrier().unwrap();
+    // The answer to the barrier is to arrive before the link is cut.
+    if comm.rank() == 0 {
+        take(directory, "ready");
+        leave(directory, "cut", &[]);
+    } else {
+        leave(directory, "ready", &[]);
+    }
+    take(directory, "was cut");
+}
+
+/// Checks the error of what was begun when the link was cut.
+fn was_cut_off(comm: &Communicator, error: &Error, started: Instant) {
+    println!("after {:?}: {error}", started.elapsed());
+    assert!(started.elapsed() < Duration::from_secs(10), "{error}");
+    // The first rank serves the store, from which the other is cut off.
+    let kinds = [ErrorKind::PeerLost, ErrorKind::GivenUp];
+    assert!(kinds.contains(&error.kind()), "{error}");
+    if comm.rank() == 0 || error.kind() == ErrorKind::PeerLost {
+        assert_eq!(error.peer(), Some(1 - comm.rank()), "{error}");
+    }
+}
+
 #[test]
 fn a_cut_link_ends_kernels_with_an_error_that_names_the_peer() {
     const TEST: &str = "a_cut_link_ends_kernels_with_an_error_that_names_the_peer";
     on_two_hosts(TEST, |comm, directory| {
-        let (rank, peer) = (comm.rank(), 1 - comm.rank());
+        let rank = comm.rank();
         let (connection, stream) = connect(&comm, 1 << 20);
         let signal_and_wait = kernel(&comm, "signal_and_wait", |block| {
             block.channel(0)?.signal()?;
@@ -155,15 +236,7 @@ fn a_cut_link_ends_kernels_with_an_error_that_names_the_peer() {
             .launch(&stream, &launch, &[connection.channel()])
             .unwrap();
         comm.synchronize(&stream).unwrap();
-        comm.barrier().unwrap();
-        // The answer to the barrier is to arrive before the link is cut.
-        if rank == 0 {
-            take(directory, "ready");
-            leave(directory, "cut", &[]);
-        } else {
-            leave(directory, "ready", &[]);
-        }
-        take(directory, "was cut");
+        cut_the_link(&comm, directory);
         // One waits for an answer to what it sends, the other for what is not sent.
         let busy = kernel(&comm, "busy", move |block| {
             if rank == 0 {
@@ -175,14 +248,7 @@ fn a_cut_link_ends_kernels_with_an_error_that_names_the_peer() {
             .unwrap();
         let started = Instant::now();
         let error = comm.synchronize(&stream).unwrap_err();
-        println!("after {:?}: {error}", started.elapsed());
-        assert!(started.elapsed() < Duration::from_secs(10), "{error}");
-        // The first rank serves the store, from which the other is cut off.
-        let kinds = [ErrorKind::PeerLost, ErrorKind::GivenUp];
-        assert!(kinds.contains(&error.kind()), "{error}");
-        if rank == 0 || error.kind() == ErrorKind::PeerLost {
-            assert_eq!(error.peer(), Some(peer), "{error}");
-        }
+        was_cut_off(&comm, &error, started);
         // Ending it waits for nobody.
         let started = Instant::now();
         drop((connection, comm));

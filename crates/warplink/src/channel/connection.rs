@@ -1,14 +1,16 @@
 //! Connections that were set up, and the channels that kernels get of them.
 
-use super::proxy::Proxy;
+use super::answers::Answers;
+use super::proxy::{Proxy, StreamCopy};
 use super::request::Transport;
 use super::tables::Table;
 use crate::device::channel::Side;
+use crate::device::channel::trigger::Movement;
 use crate::device::{
     Argument, At, ChannelArray, ChannelHandle, ChannelMemory, Device, DeviceSlice, InFlight, InUse,
-    Stream, Word,
+    MemoryOp, Stream, Word,
 };
-use crate::error::{Error, Rank, Result};
+use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::memory::{Region, RemoteRegion};
 use crate::signal::{Slot, SlotReleases};
 use crate::sync::lock;
@@ -23,6 +25,7 @@ use std::sync::{Arc, Mutex};
 /// are past them. A graph that one was captured into does not keep it, and must not be launched any more.
 #[derive(Clone)]
 pub struct Connection {
+    device: Arc<dyn Device>,
     end: Arc<InUse<ConnectionEnd>>,
 }
 
@@ -52,6 +55,8 @@ pub(super) struct Held {
     pub(super) slot: Slot,
     pub(super) reach: Reach,
     pub(super) table: Table,
+    /// For the streams that have the proxy copy.
+    pub(super) answers: Arc<Answers>,
 }
 
 /// How this rank reaches the other end.
@@ -68,8 +73,13 @@ pub(super) enum Reach {
 }
 
 impl Connection {
-    pub(super) fn new(end: ConnectionEnd, in_flight: &Arc<InFlight>) -> Self {
+    pub(super) fn new(
+        device: &Arc<dyn Device>,
+        end: ConnectionEnd,
+        in_flight: &Arc<InFlight>,
+    ) -> Self {
         Self {
+            device: device.clone(),
             end: Arc::new(InUse::new(end, in_flight)),
         }
     }
@@ -127,23 +137,22 @@ impl Connection {
     }
 
     /// Enqueues a copy of `source` to the peer's memory, from `target` on, on `stream`. Nothing orders it
-    /// with what kernels do; signals of a kernel that follows on `stream` do.
+    /// with what kernels do; signals of a kernel that follows on `stream` do. Over the network, the proxy copies
+    /// when `stream` is there, and `stream` waits until the bytes are in the peer's memory.
     ///
     /// # Errors
     /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where it would pass the end of
-    /// the peer's region, or that is not there;
-    /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) over the network, which only kernels use.
+    /// the peer's region, or that is not there. Over the network,
+    /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) while `stream` records a graph, and
+    /// [`ErrorKind::Closed`](crate::ErrorKind::Closed) where the proxy was stopped.
     pub fn write(
         &self,
         stream: &Stream,
         target: impl Into<At>,
         source: impl AsRef<DeviceSlice>,
     ) -> Result<()> {
-        let source = source.as_ref();
-        let target = self.range(Side::Peers, target.into(), source)?;
-        stream.copy(&target, source)?;
-        self.end.note(stream);
-        Ok(())
+        self.copy(stream, Movement::Put, source.as_ref(), target.into())
+            .map_err(|error| error.with_operation("write to the peer's memory"))
     }
 
     /// Enqueues a copy of the peer's memory, from `source` on, to `target` on `stream`; see
@@ -157,20 +166,86 @@ impl Connection {
         target: impl AsRef<DeviceSlice>,
         source: impl Into<At>,
     ) -> Result<()> {
-        let target = target.as_ref();
-        let source = self.range(Side::Peers, source.into(), target)?;
-        stream.copy(target, &source)?;
-        self.end.note(stream);
-        Ok(())
+        self.copy(stream, Movement::Get, target.as_ref(), source.into())
+            .map_err(|error| error.with_operation("read the peer's memory"))
     }
 
-    fn range(&self, side: Side, at: At, like: &DeviceSlice) -> Result<DeviceSlice> {
-        let memory = &self.end.memory;
+    fn copy(&self, stream: &Stream, movement: Movement, own: &DeviceSlice, at: At) -> Result<()> {
+        let (end, memory) = (&self.end, &self.end.memory);
         if let Some(fault) = memory.fault() {
             fault.check()?;
         }
-        let range = memory.parts().windows.range(side, at, like.bytes() as u64);
-        range.map_err(|error| error.with_peer(self.end.peer).with_key(self.end.key()))
+        let copied = match end.held.reach {
+            Reach::Mapped { .. } => {
+                let windows = &memory.parts().windows;
+                let peers = windows.range(Side::Peers, at, own.bytes() as u64);
+                peers.and_then(|peers| match movement {
+                    Movement::Put => stream.copy(&peers, own),
+                    Movement::Get => stream.copy(own, &peers),
+                })
+            }
+            Reach::Network(_) => self.copy_by_proxy(stream, movement, own, at),
+        };
+        copied.map_err(|error| error.with_peer(end.peer).with_key(end.key()))?;
+        end.note(stream);
+        Ok(())
+    }
+
+    /// Has the proxy copy when `stream` is there, and `stream` wait for it.
+    fn copy_by_proxy(
+        &self,
+        stream: &Stream,
+        movement: Movement,
+        own: &DeviceSlice,
+        peers: At,
+    ) -> Result<()> {
+        let parts = self.end.memory.parts();
+        parts
+            .windows
+            .check(Side::Peers, peers, own.bytes() as u64)?;
+        if own.kind() != self.end.memory.kind() {
+            return Err(Error::invalid(format!(
+                "memory of device {}; expected that of {}",
+                own.kind(),
+                self.end.memory.kind()
+            ))
+            .with_help("use memory of the communicator's device"));
+        }
+        if stream.is_capturing()? {
+            return Err(Error::new(
+                ErrorKind::Unsupported,
+                "a graph does not contain copies over the network",
+            )
+            .with_help("copy outside of the graph, or put and get in a kernel"));
+        }
+        let (Some(proxy), Some(end)) = (&self.end.proxy, &parts.proxy) else {
+            return Err(Error::new(
+                ErrorKind::Internal,
+                "a connection over the network has no proxy",
+            ));
+        };
+        if own.bytes() == 0 {
+            return Ok(());
+        }
+        let after = self.device.create_event(false)?;
+        stream.record(&after)?;
+        let answers = &self.end.held.answers;
+        let answer = answers.take()?;
+        let copy = StreamCopy {
+            stream: stream.clone(),
+            after,
+            movement,
+            own: own.clone(),
+            peers,
+            answer: answer.clone(),
+            answers: answers.clone(),
+        };
+        if let Err(error) = proxy.copy(end.connection, copy) {
+            answers.give_back(answer);
+            return Err(error);
+        }
+        let (word, value) = (&answer.word, answer.value);
+        stream.memory_ops(&[MemoryOp::Wait { word, value }])
     }
 }
 

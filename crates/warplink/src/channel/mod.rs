@@ -17,6 +17,7 @@
 //! 6. A connection may be dropped at any time: what kernels use is kept until the streams that they were
 //!    launched into are past them, and the words are used again when both ends are gone.
 
+mod answers;
 mod connection;
 mod exchange;
 pub(crate) mod proxy;

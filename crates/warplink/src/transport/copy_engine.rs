@@ -4,7 +4,7 @@ use super::Carrier;
 use crate::deadline::Deadline;
 use crate::device::channel::trigger::Movement;
 use crate::device::channel::{Side, Windows};
-use crate::device::{At, Device, Event, MemoryOp, Priority, Stream, Word};
+use crate::device::{At, Device, DeviceSlice, Event, MemoryOp, Priority, Stream, Word};
 use crate::error::Result;
 use crate::sync::lock;
 use std::collections::VecDeque;
@@ -84,13 +84,12 @@ impl Carrier for CopyEngine {
         Ok(true)
     }
 
-    fn start(&self, movement: Movement, own: At, peers: At, bytes: u64) -> Result<()> {
-        let own = self.windows.range(Side::Own, own, bytes)?;
-        let peers = self.windows.range(Side::Peers, peers, bytes)?;
+    fn start(&self, movement: Movement, own: &DeviceSlice, peers: At) -> Result<()> {
+        let peers = self.windows.range(Side::Peers, peers, own.bytes() as u64)?;
         self.count();
         match movement {
-            Movement::Put => self.stream.copy(&peers, &own),
-            Movement::Get => self.stream.copy(&own, &peers),
+            Movement::Put => self.stream.copy(&peers, own),
+            Movement::Get => self.stream.copy(own, &peers),
         }
     }
 
@@ -102,6 +101,11 @@ impl Carrier for CopyEngine {
             .collect();
         self.count();
         self.stream.memory_ops(&writes)
+    }
+
+    fn answer(&self, word: &Word, value: u64) -> Result<()> {
+        self.count();
+        self.stream.memory_ops(&[MemoryOp::Write { word, value }])
     }
 
     fn is_idle(&self) -> Result<bool> {

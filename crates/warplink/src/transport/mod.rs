@@ -11,8 +11,8 @@ pub(crate) use network::NetworkCarrier;
 pub(crate) use networks::{Exposed, NetworkLink, Networks};
 
 use crate::deadline::Deadline;
-use crate::device::At;
 use crate::device::channel::trigger::Movement;
+use crate::device::{At, DeviceSlice, Word};
 use crate::error::Result;
 use std::fmt;
 
@@ -23,16 +23,20 @@ pub(crate) trait Carrier: Send + Sync + fmt::Debug {
     /// long as too much is, and memory would grow.
     fn has_room(&self) -> Result<bool>;
 
-    /// Moves `bytes` between a place here and one at the peer.
+    /// Moves bytes between `own` and a place at the peer.
     ///
     /// # Errors
     /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where they pass the end of a
-    /// region.
-    fn start(&self, movement: Movement, own: At, peers: At, bytes: u64) -> Result<()>;
+    /// region of the peer's.
+    fn start(&self, movement: Movement, own: &DeviceSlice, peers: At) -> Result<()>;
 
     /// When everything before is done and visible: sets the peer's inbound word, and then this rank's word
     /// for flushes, to the values that are given.
     fn set(&self, inbound: Option<u64>, completed: Option<u64>) -> Result<()>;
+
+    /// When everything before is done: sets a word of this rank. The values of a word come in the order of the
+    /// calls.
+    fn answer(&self, word: &Word, value: u64) -> Result<()>;
 
     /// Whether everything is done.
     fn is_idle(&self) -> Result<bool>;

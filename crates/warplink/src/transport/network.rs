@@ -4,7 +4,7 @@ use super::{Carrier, NetworkLink};
 use crate::deadline::Deadline;
 use crate::device::channel::trigger::Movement;
 use crate::device::channel::{Side, Windows};
-use crate::device::{At, Device, Fault, MemoryOp, Priority, Stream, Word};
+use crate::device::{At, Device, DeviceSlice, Fault, MemoryOp, Priority, Stream, Word};
 use crate::error::Result;
 use std::fmt;
 use std::sync::Arc;
@@ -82,14 +82,14 @@ impl Carrier for NetworkCarrier {
         Ok(self.under_way.load(Ordering::Acquire) < MAX_UNDER_WAY)
     }
 
-    fn start(&self, movement: Movement, own: At, peers: At, bytes: u64) -> Result<()> {
-        let local = self.windows.range(Side::Own, own, bytes)?;
+    fn start(&self, movement: Movement, own: &DeviceSlice, peers: At) -> Result<()> {
+        let bytes = own.bytes() as u64;
         self.windows.check(Side::Peers, peers, bytes)?;
         let remote = self.link.region(peers.region)?;
         let connection = self.link.connection();
         for start in (0..bytes).step_by(PART as usize) {
             let end = bytes.min(start + PART);
-            let part = local.slice(start as usize..end as usize)?;
+            let part = own.slice(start as usize..end as usize)?;
             let offset = (peers.offset + start) as usize;
             match movement {
                 Movement::Put => connection.put(&part, &remote, offset)?,
@@ -101,22 +101,22 @@ impl Carrier for NetworkCarrier {
     }
 
     fn set(&self, inbound: Option<u64>, completed: Option<u64>) -> Result<()> {
-        let connection = self.link.connection();
         if let Some(value) = inbound {
             let (words, offset) = self.link.inbound();
-            connection.signal(words, offset, value)?;
+            self.link.connection().signal(words, offset, value)?;
             self.count()?;
         }
-        if let Some(value) = completed {
-            let (stream, word) = (self.stream.clone(), self.completed.clone());
-            connection.when_done(Box::new(move |done| {
-                let write = MemoryOp::Write { word: &word, value };
-                if let Err(error) = done.and_then(|()| stream.memory_ops(&[write])) {
-                    tracing::debug!(%error, "a flush is not answered");
-                }
-            }))?;
-        }
-        Ok(())
+        completed.map_or(Ok(()), |value| self.answer(&self.completed, value))
+    }
+
+    fn answer(&self, word: &Word, value: u64) -> Result<()> {
+        let (stream, word) = (self.stream.clone(), word.clone());
+        self.link.connection().when_done(Box::new(move |done| {
+            let write = MemoryOp::Write { word: &word, value };
+            if let Err(error) = done.and_then(|()| stream.memory_ops(&[write])) {
+                tracing::debug!(%error, "what waits for the network is not told");
+            }
+        }))
     }
 
     fn is_idle(&self) -> Result<bool> {

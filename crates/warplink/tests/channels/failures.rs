@@ -2,8 +2,9 @@
 
 use super::common::{Ranks, assert_says, processes_of, stop_self, world};
 use super::kernels::{Rig, TRANSPORTS};
+use super::network::has_network;
 use std::time::{Duration, Instant};
-use warplink::channel::Transport;
+use warplink::channel::{Connection, Transport};
 use warplink::device::Argument;
 use warplink::{Communicator, Deadline, ErrorKind};
 
@@ -12,7 +13,7 @@ const SOON: Duration = Duration::from_secs(5);
 
 /// Runs two ranks of which 1 ends as `end` says while kernels of rank 0 do what `busy` enqueues, which
 /// never ends by itself. Rank 0 must learn soon that rank 1 was lost.
-fn ends(transport: Transport, busy: fn(&Rig<'_>, Argument), end: fn(Communicator)) {
+fn ends(transport: Transport, busy: fn(&Rig<'_>, &Connection), end: fn(Communicator)) {
     let limit = ("WARPLINK_HEARTBEAT_LIMIT".to_owned(), "3".to_owned());
     let ranks = Ranks {
         world: world(2),
@@ -29,7 +30,7 @@ fn ends(transport: Transport, busy: fn(&Rig<'_>, Argument), end: fn(Communicator
             drop((rig, connection));
             return end(comm);
         }
-        busy(&rig, connection.channel());
+        busy(&rig, &connection);
         let started = Instant::now();
         let error = comm.synchronize(&rig.stream).unwrap_err();
         assert_eq!(
@@ -59,7 +60,8 @@ fn end_process(process: i32) {
     }
 }
 
-fn wait(rig: &Rig<'_>, channel: Argument) {
+fn wait(rig: &Rig<'_>, connection: &Connection) {
+    let channel = connection.channel();
     rig.launch("wait_once", 1, &[channel]).unwrap();
 }
 
@@ -97,23 +99,23 @@ fn a_peer_that_is_stopped_ends_kernels_that_wait_for_its_proxy() {
 /// Flushes are answered by this rank's own device, whatever the peer does.
 #[test]
 fn a_peer_that_is_stopped_holds_up_no_put_to_its_memory() {
-    let busy = |rig: &Rig<'_>, channel: Argument| {
+    let busy = |rig: &Rig<'_>, connection: &Connection| {
         let started = Instant::now();
         std::thread::sleep(Duration::from_millis(400));
-        let arguments = [channel.clone(), Argument::U32(8)];
+        let arguments = [connection.channel(), Argument::U32(8)];
         rig.launch("many_signals", 1, &arguments).unwrap();
         rig.comm.synchronize(&rig.stream).unwrap();
         assert!(started.elapsed() < Duration::from_secs(2), "{started:?}");
-        wait(rig, channel);
+        wait(rig, connection);
     };
     ends(Transport::Proxied, busy, stop);
 }
 
 #[test]
 fn a_peer_that_is_killed_ends_waits_for_packets() {
-    let read = |rig: &Rig<'_>, channel: Argument| {
+    let read = |rig: &Rig<'_>, connection: &Connection| {
         let arguments = [
-            channel,
+            connection.channel(),
             Argument::U64(0),
             Argument::U32(1),
             Argument::U32(0),
@@ -121,6 +123,35 @@ fn a_peer_that_is_killed_ends_waits_for_packets() {
         rig.launch("packets", 1, &arguments).unwrap();
     };
     ends(Transport::Direct, read, kill);
+}
+
+/// Reads and writes of the host until the peer is lost, and then a wait.
+fn write(rig: &Rig<'_>, connection: &Connection) {
+    let source = rig.comm.alloc(64).unwrap();
+    for _ in 0..50 {
+        let written = connection.write(&rig.stream, 0, &source);
+        let both = written.and_then(|()| connection.read(&rig.stream, &source, 0));
+        if let Err(error) = both {
+            assert_eq!((error.kind(), error.peer()), (ErrorKind::PeerLost, Some(1)));
+            return;
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    wait(rig, connection);
+}
+
+#[test]
+fn a_peer_that_is_killed_ends_writes_over_the_network() {
+    if has_network() {
+        ends(Transport::Network, write, kill);
+    }
+}
+
+#[test]
+fn a_peer_that_is_stopped_ends_writes_over_the_network() {
+    if has_network() {
+        ends(Transport::Network, write, stop);
+    }
 }
 
 #[test]
@@ -149,7 +180,7 @@ fn a_peer_that_closes_while_a_kernel_waits_is_a_timeout() {
                 drop((rig, connection));
                 comm.close().unwrap_err();
             } else {
-                wait(&rig, connection.channel());
+                wait(&rig, &connection);
                 let started = Instant::now();
                 let error = comm.synchronize(&rig.stream).unwrap_err();
                 assert_says(&error, &["rank 0"]);

@@ -7,18 +7,28 @@ use std::time::{Duration, Instant};
 use warplink::channel::{ConnectionRequest, Transport};
 use warplink::device::network::{self, NetworkOptions};
 use warplink::device::{Argument, MemoryOp};
-use warplink::{Communicator, DeviceKind, ErrorKind};
+use warplink::{Communicator, Deadline, DeviceKind, ErrorKind};
+
+/// Whether there is a network.
+pub(crate) fn has_network() -> bool {
+    // The network does not reach the memory of GPUs.
+    if kind() == DeviceKind::Cuda {
+        return false;
+    }
+    match network::open(&NetworkOptions::default()) {
+        Ok(_) => true,
+        Err(error) if error.kind() == ErrorKind::LibraryMissing => {
+            println!("left out: {error}");
+            false
+        }
+        Err(error) => panic!("{error}"),
+    }
+}
 
 /// Runs `body` on two ranks where there is a network.
 fn with_network(body: impl Fn(&Communicator)) {
-    // The network does not reach the memory of GPUs.
-    if kind() == DeviceKind::Cuda {
-        return;
-    }
-    match network::open(&NetworkOptions::default()) {
-        Ok(_) => processes(world(2), body),
-        Err(error) if error.kind() == ErrorKind::LibraryMissing => println!("left out: {error}"),
-        Err(error) => panic!("{error}"),
+    if has_network() {
+        processes(world(2), body);
     }
 }
 
@@ -107,8 +117,6 @@ fn regions_are_added_and_got_from() {
         assert!(got == contents(8 - rank as u32, bytes));
         let put = added.download().unwrap();
         assert!(put[..bytes] == contents(7 + rank as u32, bytes));
-        let error = connection.write(&rig.stream, 0, added.slice(0..64).unwrap());
-        assert_says(&error.unwrap_err(), &["on another machine", "in a kernel"]);
         let arguments = [connection.channel(), Argument::U64(bytes as u64)];
         // Only the first region is as long as this.
         let other = rig.pair(Transport::Network, bytes);
@@ -116,6 +124,188 @@ fn regions_are_added_and_got_from() {
         rig.launch("out_of_range", 1, &arguments).unwrap();
         rig.finish();
         comm.barrier().unwrap();
+    });
+}
+
+/// Each rank writes to the peer's second region what it then reads there, more bytes than are sent at once.
+#[test]
+fn the_host_writes_and_reads_in_stream_order() {
+    const BYTES: usize = 20 << 20;
+    with_network(|comm| {
+        let rig = Rig::new(comm);
+        let (rank, peer) = (comm.rank() as u32, 1 - comm.rank());
+        let connection = rig.pair(Transport::Network, 64);
+        let added = comm.alloc(BYTES + 64).unwrap();
+        comm.add_regions(&[(&connection, &added)]).unwrap();
+        let source = comm.alloc(BYTES).unwrap();
+        let read = comm.alloc(BYTES).unwrap();
+        for round in 0..3 {
+            let at = (1, 16 * u64::from(round));
+            // What the stream does before it is written, and after it the source may change.
+            rig.stream.fill(source.memory(), 0).unwrap();
+            let (first, second) = (
+                source.slice(0..64).unwrap(),
+                source.slice(64..BYTES).unwrap(),
+            );
+            let words = comm.alloc(64).unwrap();
+            words.upload(&contents(10 * round + rank, 64)).unwrap();
+            rig.stream.copy(first.memory(), words.memory()).unwrap();
+            rig.stream.fill(second.memory(), 7).unwrap();
+            connection.write(&rig.stream, at, &source).unwrap();
+            rig.stream.fill(source.memory(), 9).unwrap();
+            connection.read(&rig.stream, &read, at).unwrap();
+            rig.stream.copy(source.memory(), read.memory()).unwrap();
+            // A kernel that follows tells the peer.
+            let tell = [connection.channel()];
+            rig.launch("signal_and_wait", 1, &tell).unwrap();
+            rig.finish();
+            let expected = |rank: u32| {
+                let mut all = contents(10 * round + rank, 64);
+                all.resize(BYTES, 7);
+                all
+            };
+            let written = added.download().unwrap();
+            let start = at.1 as usize;
+            assert!(written[start..start + BYTES] == expected(peer as u32));
+            assert!(source.download().unwrap() == expected(rank));
+            comm.barrier().unwrap();
+        }
+    });
+}
+
+#[test]
+fn writes_of_many_streams_wait_for_their_own_alone() {
+    const EACH: usize = 50;
+    with_network(|comm| {
+        let rig = Rig::new(comm);
+        let (rank, peer) = (comm.rank(), 1 - comm.rank());
+        let connection = rig.pair(Transport::Network, 8 * 4096);
+        let streams: Vec<_> = (0..8)
+            .map(|_| comm.create_stream(Default::default()).unwrap())
+            .collect();
+        // The first stream's write is held up by a signal that comes after the others are done.
+        let held = comm.alloc(4096).unwrap();
+        held.upload(&contents(rank as u32, 4096)).unwrap();
+        let signals = comm.signals(1).unwrap();
+        let word = signals.word(0).unwrap();
+        let wait = MemoryOp::Wait {
+            word: &word,
+            value: 1,
+        };
+        streams[0].memory_ops(&[wait]).unwrap();
+        connection.write(&streams[0], 0, &held).unwrap();
+        for (number, stream) in streams.iter().enumerate().skip(1) {
+            let (source, at) = (comm.alloc(4096).unwrap(), 4096 * number as u64);
+            for round in 0..EACH {
+                stream
+                    .fill(source.memory(), (round + number) as u8)
+                    .unwrap();
+                connection.write(stream, at, &source).unwrap();
+            }
+        }
+        for stream in &streams[1..] {
+            comm.synchronize(stream).unwrap();
+        }
+        comm.barrier().unwrap();
+        let region = connection.region(0).unwrap();
+        let arrived = region.download().unwrap();
+        for number in 1..streams.len() {
+            let expected = [(EACH - 1 + number) as u8; 4096];
+            assert!(arrived[4096 * number..4096 * (number + 1)] == expected);
+        }
+        comm.barrier().unwrap();
+        let write = MemoryOp::Write {
+            word: &word,
+            value: 1,
+        };
+        rig.stream.memory_ops(&[write]).unwrap();
+        comm.synchronize(&streams[0]).unwrap();
+        comm.barrier().unwrap();
+        let arrived = region.slice(0..4096).unwrap().download().unwrap();
+        assert!(arrived == contents(peer as u32, 4096));
+        comm.barrier().unwrap();
+    });
+}
+
+#[test]
+fn wrong_writes_over_the_network_are_errors() {
+    with_network(|comm| {
+        let rig = Rig::new(comm);
+        let connection = rig.pair(Transport::Network, 64);
+        let peer = Some(1 - comm.rank());
+        let source = comm.alloc(65).unwrap();
+        let whole = source.slice(0..64).unwrap();
+        let stream = &rig.stream;
+        let wrong = [
+            (
+                connection.write(stream, 0, &source),
+                "65 bytes from offset 0",
+            ),
+            (
+                connection.write(stream, 1, &whole),
+                "64 bytes from offset 1",
+            ),
+            (connection.read(stream, &whole, u64::MAX), "pass the end"),
+            (
+                connection.read(stream, &whole, (1, 0)),
+                "unknown region 1 of the peer",
+            ),
+        ];
+        for (result, says) in wrong {
+            let error = result.unwrap_err();
+            assert_eq!(
+                (error.kind(), error.peer()),
+                (ErrorKind::InvalidArgument, peer)
+            );
+            assert_says(&error, &[says, "tag 0"]);
+        }
+        stream.begin_capture().unwrap();
+        let error = connection.write(stream, 0, &whole).unwrap_err();
+        assert_eq!((error.kind(), error.peer()), (ErrorKind::Unsupported, peer));
+        assert_says(&error, &["a graph", "in a kernel"]);
+        stream.end_capture().unwrap();
+        // Nothing is left of them.
+        connection.write(stream, 0, &whole).unwrap();
+        rig.finish();
+        comm.barrier().unwrap();
+        comm.stop_proxy(comm.deadline()).unwrap();
+        let error = connection.write(stream, 0, &whole).unwrap_err();
+        assert_eq!((error.kind(), error.peer()), (ErrorKind::Closed, peer));
+        assert_says(&error, &["the proxy was stopped"]);
+        rig.finish();
+    });
+}
+
+/// A stream that would wait for a proxy that has ended fails, as kernels do.
+#[test]
+fn writes_that_a_stopped_proxy_did_not_do_are_errors() {
+    with_network(|comm| {
+        let rig = Rig::new(comm);
+        let connection = rig.pair(Transport::Network, 64);
+        if comm.rank() == 0 {
+            let source = comm.alloc(64).unwrap();
+            let signals = comm.signals(1).unwrap();
+            let word = signals.word(0).unwrap();
+            let wait = MemoryOp::Wait {
+                word: &word,
+                value: 1,
+            };
+            rig.stream.memory_ops(&[wait]).unwrap();
+            connection.write(&rig.stream, 0, &source).unwrap();
+            let deadline = Deadline::after(Duration::from_millis(50));
+            let error = comm.stop_proxy(deadline).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Timeout);
+            assert_says(&error, &["1 copies of streams were not done"]);
+            let error = comm.synchronize(&rig.stream).unwrap_err();
+            assert_eq!((error.kind(), error.peer()), (ErrorKind::Closed, Some(1)));
+            assert_says(&error, &["the proxy was stopped"]);
+            println!("as it should be");
+            std::process::exit(0);
+        }
+        // Rank 0 has failed for its peers.
+        let error = comm.barrier().unwrap_err();
+        assert_eq!(error.peer(), Some(0), "{error}");
+        std::process::exit(0);
     });
 }
 

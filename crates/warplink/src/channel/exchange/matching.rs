@@ -1,6 +1,7 @@
 //! Making a connection from what both ends offer.
 
 use super::{ConnectionExchange, End, EndOffer};
+use crate::channel::answers::Answers;
 use crate::channel::connection::{Connection, ConnectionEnd, Held, Reach};
 use crate::channel::proxy::Route;
 use crate::channel::request::Transport;
@@ -67,6 +68,7 @@ impl ConnectionExchange {
             slot: end.slot,
             reach,
             table,
+            answers: Answers::new(&self.slots, &self.memory),
         });
         let windows = Windows::new(
             &self.device,
@@ -93,7 +95,8 @@ impl ConnectionExchange {
             None => None,
             Some(carrier) => {
                 let proxy = (self.proxies.0)()?;
-                let end = proxy.register(Route::new(request.peer, &self.fault, carrier))?;
+                let route = Route::new(request.peer, &self.fault, &windows, carrier);
+                let end = proxy.register(route)?;
                 Some((proxy, end))
             }
         };
@@ -119,7 +122,7 @@ impl ConnectionExchange {
             held,
             proxy,
         };
-        Ok(Connection::new(made, &self.in_flight))
+        Ok(Connection::new(&self.device, made, &self.in_flight))
     }
 
     /// Maps what the peer offers, or connects to it. From then on dropping what is given tells the peer that

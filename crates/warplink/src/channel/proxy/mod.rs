@@ -7,12 +7,16 @@
 //! 3. The proxy reads each trigger once, also when it slept: it looks at the ring itself, again and again.
 //! 4. It stops when it is asked to: it does what is in the ring, until the deadline, and says how many
 //!    triggers it did not.
-//! 5. When it fails, kernels that wait are let go, and the job ends with its error.
+//! 5. A stream may have it copy as well, over a network, and waits for that ([`StreamCopy`]). What was not copied
+//!    when it stops fails the streams of the communicator.
+//! 6. When it fails, kernels that wait are let go, and the job ends with its error.
 
 mod route;
+mod stream_copy;
 mod worker;
 
 pub(crate) use route::Route;
+pub(crate) use stream_copy::StreamCopy;
 
 use crate::deadline::Deadline;
 use crate::device::channel::ProxyEnd;
@@ -26,6 +30,7 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::thread::Thread;
 use std::time::Duration;
+use stream_copy::Requested;
 use worker::Worker;
 
 /// How long after its deadline a proxy that stops may take to end.
@@ -79,6 +84,8 @@ struct State {
     /// Connections that nobody uses any more, whose last triggers may still be in the ring, with what
     /// they need.
     retiring: Vec<(u32, Box<dyn Any + Send>)>,
+    /// What streams ask for, until the thread takes it.
+    copies: Vec<Requested>,
     /// Until when to do what is in the ring, once it is to stop.
     stopping: Option<Deadline>,
     /// Whether the thread does nothing any more.
@@ -87,7 +94,9 @@ struct State {
 
 /// What was left when the thread ended.
 struct Drained {
+    /// Triggers, and copies of streams.
     unsent: u64,
+    uncopied: usize,
     /// That what was sent did not end in time.
     unfinished: Option<Error>,
 }
@@ -168,6 +177,22 @@ impl Proxy {
         self.wake();
     }
 
+    /// Has it copy for a connection when the stream is there, and set the word that the stream waits for.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Closed`] when it was stopped.
+    pub(crate) fn copy(&self, connection: u32, copy: StreamCopy) -> Result<()> {
+        self.check()?;
+        let mut state = lock(&self.shared.state);
+        let route = state.routes.get(connection as usize).cloned().flatten();
+        let route = route.filter(|_| state.stopping.is_none());
+        let route = route.ok_or_else(crate::device::channel::fifo::stopped)?;
+        state.copies.push(Requested { route, copy });
+        drop(state);
+        self.wake();
+        Ok(())
+    }
+
     /// Has it look for triggers now.
     pub(crate) fn wake(&self) {
         self.thread.unpark();
@@ -204,17 +229,23 @@ impl Proxy {
         match drained {
             Ok(Drained {
                 unsent: 0,
-                unfinished: None,
-            }) => Ok(()),
+                uncopied: 0,
+                unfinished,
+            }) => unfinished.map_or(Ok(()), failed),
             Ok(Drained {
-                unsent: 0,
-                unfinished: Some(error),
-            }) => failed(error),
-            Ok(Drained { unsent, .. }) => failed(
-                deadline
-                    .expired(&format!("the proxy: {unsent} triggers were not sent"))
-                    .with_help("stop the proxy when no kernel uses its channels any more"),
-            ),
+                unsent, uncopied, ..
+            }) => {
+                let copies = match uncopied {
+                    0 => String::new(),
+                    _ => format!(", and {uncopied} copies of streams were not done"),
+                };
+                let what = format!("the proxy: {unsent} triggers were not sent{copies}");
+                failed(
+                    deadline
+                        .expired(&what)
+                        .with_help("stop the proxy when no kernel uses its channels any more"),
+                )
+            }
             Err(RecvTimeoutError::Timeout) => {
                 failed(deadline.expired("the end of the proxy's thread"))
             }

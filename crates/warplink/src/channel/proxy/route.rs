@@ -1,7 +1,9 @@
 //! What a proxy does for one connection.
 
+use super::StreamCopy;
 use crate::device::Fault;
 use crate::device::channel::trigger::Trigger;
+use crate::device::channel::{Side, Windows};
 use crate::error::{Rank, Result};
 use crate::sync::lock;
 use crate::transport::Carrier;
@@ -18,6 +20,7 @@ pub(crate) struct Route {
     /// Raised when the peer is lost.
     pub(crate) fault: Arc<Fault>,
     pub(crate) carrier: Box<dyn Carrier>,
+    windows: Arc<Windows>,
     words: Mutex<Words>,
 }
 
@@ -33,11 +36,17 @@ struct Words {
 }
 
 impl Route {
-    pub(crate) fn new(peer: Rank, fault: &Arc<Fault>, carrier: Box<dyn Carrier>) -> Self {
+    pub(crate) fn new(
+        peer: Rank,
+        fault: &Arc<Fault>,
+        windows: &Arc<Windows>,
+        carrier: Box<dyn Carrier>,
+    ) -> Self {
         Self {
             peer,
             fault: fault.clone(),
             carrier,
+            windows: windows.clone(),
             words: Mutex::default(),
         }
     }
@@ -51,8 +60,8 @@ impl Route {
         if let Some(movement) = trigger.movement {
             // Signals are for what preceded them, and do not wait for this.
             self.set_words()?;
-            self.carrier
-                .start(movement, trigger.own, trigger.peers, trigger.bytes)?;
+            let own = self.windows.range(Side::Own, trigger.own, trigger.bytes)?;
+            self.carrier.start(movement, &own, trigger.peers)?;
         }
         let mut words = lock(&self.words);
         if trigger.signal {
@@ -62,6 +71,15 @@ impl Route {
             words.completed = Some(position + 1);
         }
         words.triggers += u64::from(trigger.signal || trigger.flush);
+        Ok(())
+    }
+
+    /// Starts a copy that a stream waits for, and has the stream go on when it is done.
+    pub(super) fn copy(&self, copy: &StreamCopy) -> Result<()> {
+        self.set_words()?;
+        self.carrier.start(copy.movement, &copy.own, copy.peers)?;
+        self.carrier.answer(&copy.answer.word, copy.answer.value)?;
+        copy.answers.give_back(copy.answer.clone());
         Ok(())
     }
 

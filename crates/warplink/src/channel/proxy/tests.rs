@@ -3,7 +3,7 @@
 use super::*;
 use crate::device::channel::trigger::{Movement, Trigger};
 use crate::device::channel::{Place, Windows};
-use crate::device::{AllocationKind, At, DeviceConfig, DeviceKind, Fault};
+use crate::device::{AllocationKind, At, DeviceConfig, DeviceKind, DeviceSlice, Fault, Word};
 use crate::transport::{Carrier, CopyEngine};
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 
@@ -23,15 +23,18 @@ fn start(device: &Arc<dyn Device>) -> (Arc<Proxy>, Receiver<Error>) {
 }
 
 /// A connection between two regions of this device, with its words.
-fn route(device: &Arc<dyn Device>, fault: &Arc<Fault>) -> (Route, [crate::device::Word; 2]) {
-    let slice = |bytes| device.allocate(bytes, AllocationKind::Plain).unwrap();
+fn route(device: &Arc<dyn Device>, fault: &Arc<Fault>) -> (Route, [Word; 2]) {
     let words = device.allocate_signals(64).unwrap();
     let words = [0, 8].map(|at| words.word(at).unwrap());
-    let table = slice(crate::device::channel::TABLE_BYTES);
-    let windows =
-        Arc::new(Windows::new(device, table, slice(64), Place::Mapped(slice(64))).unwrap());
+    let windows = windows(device);
     let carrier = CopyEngine::new(device, &windows, &words[0], &words[1]).unwrap();
-    (Route::new(1, fault, Box::new(carrier)), words)
+    (Route::new(1, fault, &windows, Box::new(carrier)), words)
+}
+
+fn windows(device: &Arc<dyn Device>) -> Arc<Windows> {
+    let slice = |bytes| device.allocate(bytes, AllocationKind::Plain).unwrap();
+    let table = slice(crate::device::channel::TABLE_BYTES);
+    Arc::new(Windows::new(device, table, slice(64), Place::Mapped(slice(64))).unwrap())
 }
 
 fn put(connection: u32, bytes: u64) -> [u64; 2] {
@@ -102,7 +105,7 @@ fn what_is_for_a_lost_peer_is_not_sent_and_counted_and_fails_nobody_else() {
         "{error}"
     );
     assert!(failure.try_recv().is_err());
-    let read = |word: &crate::device::Word| {
+    let read = |word: &Word| {
         let mut bytes = [0; 8];
         device.download(word.as_slice(), &mut bytes).unwrap();
         u64::from_ne_bytes(bytes)
@@ -145,7 +148,7 @@ impl Carrier for Slow {
         Ok(under_way.unwrap() <= ROOM)
     }
 
-    fn start(&self, _: Movement, _: At, _: At, _: u64) -> Result<()> {
+    fn start(&self, _: Movement, _: &DeviceSlice, _: At) -> Result<()> {
         self.0.call();
         self.0.puts.fetch_add(1, SeqCst);
         let before = self.0.inbound.load(SeqCst);
@@ -157,6 +160,11 @@ impl Carrier for Slow {
         self.0.call();
         inbound.inspect(|value| self.0.inbound.store(*value, SeqCst));
         completed.inspect(|value| self.0.completed.store(*value, SeqCst));
+        Ok(())
+    }
+
+    fn answer(&self, _: &Word, _: u64) -> Result<()> {
+        self.0.call();
         Ok(())
     }
 
@@ -177,7 +185,7 @@ fn what_is_under_way_is_bounded() {
     let (device, fault) = (host(), Arc::default());
     let (proxy, _failure) = start(&device);
     let seen = Arc::<Seen>::default();
-    let route = Route::new(1, &fault, Box::new(Slow(seen.clone())));
+    let route = Route::new(1, &fault, &windows(&device), Box::new(Slow(seen.clone())));
     let connection = proxy.register(route).unwrap().connection;
     let mut last = 0;
     for number in 1..=SIGNALS {

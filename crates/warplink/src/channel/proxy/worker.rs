@@ -1,7 +1,8 @@
 //! The proxy's thread.
 
-use super::{Drained, ProxyConfig, Route, Shared, State};
+use super::{Drained, ProxyConfig, Requested, Route, Shared, State};
 use crate::deadline::Deadline;
+use crate::device::channel::fifo::stopped;
 use crate::device::channel::trigger::Trigger;
 use crate::device::{Fault, Fifo, FifoReader};
 use crate::error::{Error, ErrorKind, Result};
@@ -29,6 +30,8 @@ pub(super) struct Worker {
     skipped: u64,
     /// Routes with words to be set.
     unset: Vec<Arc<Route>>,
+    /// What streams ask for that have not come to it.
+    copies: Vec<Requested>,
 }
 
 impl Worker {
@@ -47,6 +50,7 @@ impl Worker {
             config,
             skipped: 0,
             unset: Vec::new(),
+            copies: Vec::new(),
         }
     }
 
@@ -74,6 +78,7 @@ impl Worker {
                 (idle_since, looks) = (None, 0);
                 if position % TRIGGERS_PER_LOOK == 0 {
                     self.set_words()?;
+                    self.serve_copies()?;
                     if let Some(deadline) = self.stopping()
                         && deadline.passed()
                     {
@@ -83,12 +88,16 @@ impl Worker {
                 continue;
             }
             self.set_words()?;
+            if self.serve_copies()? {
+                (idle_since, looks) = (None, 0);
+            }
             self.let_go()?;
             if let Some(deadline) = self.stopping()
                 && self.reader.is_empty()
             {
                 // A producer may have claimed a position and not stored yet.
-                if deadline.passed() || self.reader.unread()? == 0 {
+                let is_done = self.has_no_copies() && self.reader.unread()? == 0;
+                if deadline.passed() || is_done {
                     return Ok(deadline);
                 }
             }
@@ -140,6 +149,61 @@ impl Worker {
             self.unset.push(route);
         }
         Ok(())
+    }
+
+    /// Starts the copies that streams have come to; whether there was one.
+    fn serve_copies(&mut self) -> Result<bool> {
+        self.take_copies();
+        let mut started = false;
+        for requested in std::mem::take(&mut self.copies) {
+            let Requested { route, copy } = &requested;
+            if self.is_faulted(route) {
+                continue;
+            }
+            match copy.is_due() {
+                Ok(true) => {}
+                Ok(false) => {
+                    self.copies.push(requested);
+                    continue;
+                }
+                // Its stream failed, and waits for nothing.
+                Err(error) => {
+                    tracing::debug!(%error, "a copy is left out");
+                    continue;
+                }
+            }
+            started = true;
+            let served = match self.make_room(route) {
+                Ok(true) => route.copy(copy).map(|()| true),
+                other => other,
+            };
+            if self.judge(route, served)? == Some(false) && !self.is_faulted(&requested.route) {
+                self.copies.push(requested);
+            }
+        }
+        Ok(started)
+    }
+
+    fn take_copies(&mut self) {
+        self.copies.append(&mut lock(&self.shared.state).copies);
+    }
+
+    fn has_no_copies(&self) -> bool {
+        self.copies.is_empty() && lock(&self.shared.state).copies.is_empty()
+    }
+
+    /// Gives up the copies that are left, whose streams would wait for ever; how many.
+    fn forget_copies(&mut self) -> usize {
+        self.take_copies();
+        let copies = std::mem::take(&mut self.copies);
+        for Requested { route, .. } in &copies {
+            let error = match self.shared.failure.get() {
+                Some(error) => error.clone(),
+                None => stopped().with_peer(route.peer),
+            };
+            route.fault.raise(error);
+        }
+        copies.len()
     }
 
     /// Waits until the carrier of a route takes more; false where its peer was lost meanwhile, or where it is
@@ -239,6 +303,7 @@ impl Worker {
         }
         let unset = std::mem::take(&mut self.unset);
         self.skipped += unset.iter().map(|route| route.forget_words()).sum::<u64>();
+        let uncopied = self.forget_copies();
         let routes: Vec<_> = {
             let state = lock(&self.shared.state);
             state.routes.iter().flatten().cloned().collect()
@@ -259,6 +324,7 @@ impl Worker {
         drop(gone);
         Drained {
             unsent: unread + self.skipped,
+            uncopied,
             unfinished,
         }
     }

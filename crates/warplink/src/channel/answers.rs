@@ -1,0 +1,77 @@
+//! Words by which streams wait for what the proxy does for them.
+
+use crate::device::Word;
+use crate::error::Result;
+use crate::memory::MemoryRegistry;
+use crate::signal::SlotPool;
+use crate::sync::lock;
+use std::fmt;
+use std::sync::{Arc, Mutex};
+
+/// The words of one connection. Their values only grow, so a word can be given to the next wait as soon as
+/// the write for the one before is enqueued: that wait stays satisfied.
+pub(crate) struct Answers {
+    slots: Arc<SlotPool>,
+    memory: Arc<MemoryRegistry>,
+    state: Mutex<State>,
+}
+
+/// A word, and the value that it is to reach.
+#[derive(Clone, Debug)]
+pub(crate) struct Answer {
+    pub(crate) word: Word,
+    pub(crate) value: u64,
+}
+
+#[derive(Default)]
+struct State {
+    free: Vec<Answer>,
+    /// The numbers of the slots that the words lie in.
+    slots: Vec<u64>,
+}
+
+impl Answers {
+    pub(super) fn new(slots: &Arc<SlotPool>, memory: &Arc<MemoryRegistry>) -> Arc<Self> {
+        Arc::new(Self {
+            slots: slots.clone(),
+            memory: memory.clone(),
+            state: Mutex::default(),
+        })
+    }
+
+    /// A word that nobody else waits for with the value that is given.
+    pub(super) fn take(&self) -> Result<Answer> {
+        let mut state = lock(&self.state);
+        if let Some(Answer { word, value }) = state.free.pop() {
+            let value = value + 1;
+            return Ok(Answer { word, value });
+        }
+        let slot = self.slots.allocate(&self.memory)?;
+        state.slots.push(slot.number);
+        Ok(Answer {
+            word: slot.completed_word().clone(),
+            value: 1,
+        })
+    }
+
+    /// Takes back a word whose write is enqueued, or that nobody waits for.
+    pub(super) fn give_back(&self, answer: Answer) {
+        lock(&self.state).free.push(answer);
+    }
+}
+
+impl Drop for Answers {
+    /// No stream waits for them any more, and nobody else writes to them.
+    fn drop(&mut self) {
+        for slot in std::mem::take(&mut lock(&self.state).slots) {
+            self.slots.recycle(slot);
+        }
+    }
+}
+
+impl fmt::Debug for Answers {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let words = lock(&self.state).slots.len();
+        f.debug_struct("Answers").field("words", &words).finish()
+    }
+}
