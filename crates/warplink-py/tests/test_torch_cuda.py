@@ -133,10 +133,11 @@ def test_fused_operations_equal_the_unfused(dtype):
 
 
 def scaled_operations(rank, world, meeting, place):
-    from test_torch_fusion import scaled
+    from test_torch_fusion import scaled, scaled_columns
 
     torch.cuda.set_device(rank)
     scaled(rank, world, meeting, place, f"cuda:{rank}")
+    scaled_columns(rank, world, meeting, place + "columns", f"cuda:{rank}")
 
 
 def test_scaled_operations_equal_the_unfused():

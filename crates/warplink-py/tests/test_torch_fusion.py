@@ -193,6 +193,46 @@ def test_scaled_operations_equal_the_unfused():
     on_ranks(scaled, WORLD)
 
 
+def scaled_columns(rank, world, _, place, device="cpu"):
+    dist = start(rank, world, place)
+    ops, name = torch.ops.warplink, dist.group.WORLD.group_name
+    generator = torch.Generator().manual_seed(8)
+
+    def random(*shape):
+        values = torch.randn(*shape, generator=generator) + rank
+        return values.to(torch.float8_e4m3fn).to(device)
+
+    one = torch.tensor(0.5, device=device)
+    for shape in [(16, 32), (2, 16, 32)]:
+        a, bs = random(*shape), [random(48, 32 * world).t(), random(16, 32 * world).t()]
+        rest = (len(shape) - 1, name, [None] * 2, [None] * 2, [torch.bfloat16] * 2, [False] * 2)
+        whole, results = ops.fused_all_gather_scaled_matmul(a, bs, one, [one] * 2, *rest)
+        parts = [torch.empty(shape, dtype=torch.uint8, device=device) for _ in range(world)]
+        dist.all_gather(parts, a.view(torch.uint8))
+        expected = torch.cat(parts, -1)
+        assert torch.equal(whole.view(torch.uint8), expected)
+        flat = expected.view(torch.float8_e4m3fn).view(-1, 32 * world)
+        for got, b in zip(results, bs, strict=True):
+            wanted = torch._scaled_mm(flat, b, one, one, out_dtype=torch.bfloat16)
+            wanted = wanted.view(*shape[:-1], -1)
+            assert (got.shape, got.stride()) == (wanted.shape, wanted.stride())
+            assert torch.equal(got, wanted)
+        metas = ops.fused_all_gather_scaled_matmul(
+            a.to("meta"), [b.to("meta") for b in bs], one, [one] * 2, *rest
+        )
+        for meta, result in zip([metas[0], *metas[1]], [whole, *results], strict=True):
+            assert (meta.shape, meta.stride()) == (result.shape, result.stride())
+    with pytest.raises(ValueError, match="gather_dim is 3; expected a dimension of A, from 0 to 2"):
+        ops.fused_all_gather_scaled_matmul(a, bs, one, [one] * 2, 3, *rest[1:])
+    with pytest.raises(ValueError, match="expected 64 rows"):
+        ops.fused_all_gather_scaled_matmul(a, [b[:32] for b in bs], one, [one] * 2, *rest)
+    dist.destroy_process_group()
+
+
+def test_scaled_matmuls_of_gathered_columns():
+    on_ranks(scaled_columns, WORLD)
+
+
 def fp8_model(rank, world, _, place):
     dist = start_compiling(rank, world, place)
     from torch.distributed._functional_collectives import all_gather_tensor, reduce_scatter_tensor

@@ -98,8 +98,9 @@ def all_gather_scaled_matmul(
     """The gathered A, and its scaled product with each of ``Bs``.
 
     ``A_scale`` is one scale, one for each row of this rank's part, which is gathered too, or one for each
-    row of the gathered A. Results are contiguous with ``gather_dim`` in front. Raises ValueError where
-    sizes or devices do not fit.
+    row of the gathered A. Results are contiguous with ``gather_dim`` in front. Along the last dimension,
+    which runs as a collective and a matmul, rows are whole ones, and results are contiguous. Raises
+    ValueError where sizes or devices do not fit.
     """
     for name, given in (
         ("B_scales", B_scales),
@@ -110,21 +111,24 @@ def all_gather_scaled_matmul(
     ):
         if len(given) != len(Bs):
             raise ValueError(f"{name} has {len(given)} entries; expected {len(Bs)}, one for each B")
-    if not 0 <= gather_dim < A.dim() - 1:
+    if not 0 <= gather_dim < A.dim():
         raise ValueError(
-            f"gather_dim is {gather_dim}; expected a dimension of A but the last, "
-            f"from 0 to {A.dim() - 2}"
+            f"gather_dim is {gather_dim}; expected a dimension of A, from 0 to {A.dim() - 1}"
         )
-    for b in Bs:
-        _check_matrix(A, b, A.shape[-1])
     size = c10d._get_group_size_by_name(group_name)
+    last = gather_dim == A.dim() - 1
+    for b in Bs:
+        _check_matrix(A, b, A.shape[-1] * (size if last else 1))
+    kinds = [_dtype(given, A.dtype) for given in out_dtypes]
+    if last:
+        rests = list(zip(biases, result_scales, use_fast_accum))
+        return _gather_columns(A, Bs, (A_scale, B_scales), kinds, rests, group_name)
     front = A.movedim(gather_dim, 0)
     rows, k = math.prod(front.shape[:-1]), A.shape[-1]
     whole_rows = list(A.shape[:-1])
     whole_rows[gather_dim] *= size
     leading = [front.shape[0] * size, *front.shape[1:-1]]
     scales = _scales_of_rows(A, A_scale, gather_dim, whole_rows, group_name)
-    kinds = [_dtype(given, A.dtype) for given in out_dtypes]
     outs = [A.new_empty([size * rows, b.shape[1]], dtype=kind) for b, kind in zip(Bs, kinds)]
 
     def multiply(first: int, part: torch.Tensor) -> None:
@@ -154,6 +158,38 @@ def all_gather_scaled_matmul(
         return flat.view(*leading, flat.shape[-1]).movedim(0, gather_dim)
 
     return back(gathered), [back(out) for out in outs]
+
+
+def _gather_columns(
+    a: torch.Tensor,
+    bs: list[torch.Tensor],
+    scales: tuple[torch.Tensor, list[torch.Tensor]],
+    kinds: list[torch.dtype],
+    rests: list[tuple[Any, Any, bool]],
+    group_name: str,
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The same along the last dimension, as a collective and matmuls."""
+    size = c10d._get_group_size_by_name(group_name)
+    gathered = funcol.wait_tensor(
+        torch.ops._c10d_functional.all_gather_into_tensor(a.contiguous(), size, group_name)
+    )
+    # Not all types of fp8 can be concatenated.
+    parts = gathered.view(torch.uint8).chunk(size) if a.element_size() == 1 else gathered.chunk(size)
+    whole = torch.cat(parts, dim=-1).view(a.dtype)
+    flat, a_scale = whole.flatten(0, -2), scales[0]
+    if a_scale.numel() > 1:
+        if a_scale.numel() != flat.shape[0]:
+            raise ValueError(
+                f"A_scale has {a_scale.numel()} elements; expected one, or one for each of "
+                f"{flat.shape[0]} rows of A"
+            )
+        a_scale = a_scale.reshape(-1, 1).contiguous()
+    results = []
+    for b, b_scale, kind, rest in zip(bs, scales[1], kinds, rests):
+        out = a.new_empty([flat.shape[0], b.shape[1]], dtype=kind)
+        _matmul(out, flat, b, a_scale, b_scale, rest)
+        results.append(out.view(*a.shape[:-1], b.shape[1]))
+    return whole, results
 
 
 def _scales_of_rows(
@@ -299,11 +335,16 @@ def _meta_all_gather_scaled_matmul(
     use_fast_accum: list[bool],
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Shapes and strides only."""
+    size = c10d._get_group_size_by_name(group_name)
+    kinds = [_dtype(given, A.dtype) for given in out_dtypes]
+    if gather_dim == A.dim() - 1:
+        outs = [A.new_empty([*A.shape[:-1], b.shape[1]], dtype=kind) for b, kind in zip(Bs, kinds)]
+        return A.new_empty([*A.shape[:-1], A.shape[-1] * size]), outs
     front = list(A.movedim(gather_dim, 0).shape)
-    front[0] *= c10d._get_group_size_by_name(group_name)
+    front[0] *= size
     results = [
-        A.new_empty([*front[:-1], b.shape[1]], dtype=_dtype(given, A.dtype)).movedim(0, gather_dim)
-        for b, given in zip(Bs, out_dtypes)
+        A.new_empty([*front[:-1], b.shape[1]], dtype=kind).movedim(0, gather_dim)
+        for b, kind in zip(Bs, kinds)
     ]
     return A.new_empty(front).movedim(0, gather_dim), results
 
