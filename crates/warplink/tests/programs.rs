@@ -12,6 +12,8 @@ mod common;
 #[path = "programs/matmul.rs"]
 mod matmul;
 mod program_support;
+#[path = "programs/replaced.rs"]
+mod replaced;
 #[path = "programs/subgroups.rs"]
 mod subgroups;
 #[path = "programs/trials.rs"]

@@ -2,12 +2,12 @@
 
 use super::operands::{Bound, bindings};
 use super::{Choice, Lowering, Options, trial};
-use crate::device::{Graph, Stream};
+use crate::device::{DeviceSlice, Graph, Stream};
 use crate::error::{Error, ErrorKind, Result};
 use crate::program::cost::HardwareModel;
 use crate::program::execute::Digest;
 use crate::program::lower::{Decision, Problem, choose};
-use crate::program::{Executor, Plan, PrepareOptions};
+use crate::program::{Bindings, Executor, Plan, PrepareOptions};
 use std::fmt;
 
 /// An operation that is ready to run on given memory, any number of times.
@@ -119,6 +119,37 @@ impl OverlapPlan {
     /// The device's fault, and what an operation says that cannot be enqueued.
     pub fn run(&self, stream: &Stream) -> Result<()> {
         self.plans.iter().try_for_each(|plan| plan.run(stream))
+    }
+
+    /// The tensors (`A`, `B[0]`, `C[0]`, …, as the program names them) that [`run_on`](Self::run_on) takes
+    /// other memory for.
+    pub fn replaceable(&self) -> Vec<&str> {
+        self.plans
+            .first()
+            .map(Plan::replaceable)
+            .unwrap_or_default()
+    }
+
+    /// As [`run`](Self::run), with `memory` in the place of that of some tensors, for this run alone; see
+    /// [`Plan::run_on`]. With [`Options::outer`] above 1, memory is as long as when the plan was made.
+    ///
+    /// # Errors
+    /// As [`Plan::run_on`].
+    pub fn run_on(&self, stream: &Stream, memory: &Bindings) -> Result<()> {
+        let outer = self.plans.len();
+        self.plans.iter().enumerate().try_for_each(|(index, plan)| {
+            let part = |(name, slice): (&String, &DeviceSlice)| {
+                let own = plan.tensor(name).map_or(0, DeviceSlice::bytes);
+                let slice = if own.checked_mul(outer) == Some(slice.bytes()) && outer > 1 {
+                    slice.slice(index * own..(index + 1) * own)?
+                } else {
+                    slice.clone()
+                };
+                Ok((name.clone(), slice))
+            };
+            let parts = memory.iter().map(part).collect::<Result<Bindings>>()?;
+            plan.run_on(stream, &parts)
+        })
     }
 
     /// Turns the plan into one graph. Blocks while the graph is prepared.

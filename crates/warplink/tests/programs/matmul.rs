@@ -64,6 +64,11 @@ impl Case {
         Self { outer, ..self }
     }
 
+    /// How often the whole is done.
+    pub(crate) fn repeats(&self) -> usize {
+        self.outer
+    }
+
     pub(crate) fn gather(&self) -> AllGatherMatmul {
         AllGatherMatmul {
             transposed_b: self.transposed_b,
@@ -234,6 +239,35 @@ impl Memory {
             bias: case.bias.then(|| self.bias[0].clone()),
             c: self.c[0].clone(),
         }
+    }
+
+    /// This memory with that of `other` in the place of the tensors `names`, and the bindings of these.
+    pub(crate) fn replaced(&self, other: &Self, names: &[&str]) -> (Self, Bindings) {
+        let mut bindings = Bindings::new();
+        let mut choose = |name: &str, own: &DeviceSlice, other: &DeviceSlice| {
+            if !names.contains(&name) {
+                return own.clone();
+            }
+            bindings.insert(name.to_owned(), other.clone());
+            other.clone()
+        };
+        let mut family = |name: &str, own: &[DeviceSlice], other: &[DeviceSlice]| {
+            let pairs = own.iter().zip(other).enumerate();
+            let each = pairs.map(|(index, (own, other))| {
+                let own = choose(name, own, other);
+                choose(&format!("{name}[{index}]"), &own, other)
+            });
+            each.collect::<Vec<_>>()
+        };
+        let one = std::slice::from_ref;
+        let memory = Self {
+            a: family("A", one(&self.a), one(&other.a)).remove(0),
+            b: family("B", &self.b, &other.b),
+            bias: family("bias", &self.bias, &other.bias),
+            c: family("C", &self.c, &other.c),
+            gathered: self.gathered.clone(),
+        };
+        (memory, bindings)
     }
 
     /// Uploads this rank's part of the inputs, and poisons the results.

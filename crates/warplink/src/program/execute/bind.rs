@@ -6,6 +6,7 @@ use super::kernel::{BoundKernels, KernelMemory};
 use super::memory::{Bindings, PlanMemory, TensorMemory};
 use super::plan::{Plan, PlanParts};
 use super::pool::Pool;
+use super::replaced::replaceable;
 use super::resolve::{Engines, Resolver};
 use crate::error::{Error, Result};
 use crate::memory::Region;
@@ -154,7 +155,7 @@ impl Prepared {
             &memory,
             &transfers,
             &*self.context.device,
-            compute,
+            compute.clone(),
             engines,
             kernels.as_ref(),
         )
@@ -167,7 +168,9 @@ impl Prepared {
             transfers: transfers.into_iter().flatten().collect(),
             _kernels: kernels,
             streams,
+            replaceable: replaceable(program, &memory),
             memory,
+            compute,
             eager_only: self.eager_only.clone(),
         }))
     }

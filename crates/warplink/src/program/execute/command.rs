@@ -1,8 +1,11 @@
 //! What a run enqueues, with everything resolved.
 
 use super::kernel::KernelLaunch;
+use super::matmuls::Matmuls;
+use super::replaced::Replaced;
 use crate::device::{
-    CollectiveEngine, CollectiveRequest, DeviceSlice, ElementwiseOp, Event, PreparedLaunch, Stream,
+    CollectiveEngine, CollectiveRequest, Compute, DeviceSlice, Elementwise, Event, PreparedLaunch,
+    Stream,
 };
 use crate::error::Result;
 use crate::p2p::{Batch, Transfer, post_stores};
@@ -28,12 +31,12 @@ pub(super) enum CommandKind {
         source: DeviceSlice,
     },
     Zero(DeviceSlice),
-    Matmul(Arc<dyn PreparedLaunch>),
-    Elementwise(ElementwiseOp, Arc<dyn PreparedLaunch>),
+    Matmul(Matmuls, Arc<dyn PreparedLaunch>),
+    Elementwise(Elementwise, Arc<dyn PreparedLaunch>),
     /// Direct transfers, as one group.
     Post(Vec<Arc<Transfer>>),
     /// Sends of matmul results, and the matmuls.
-    PostMatmul(Vec<Arc<Transfer>>, Arc<dyn PreparedLaunch>),
+    PostMatmul(Vec<Arc<Transfer>>, Matmuls, Arc<dyn PreparedLaunch>),
     /// A wait for direct transfers.
     Wait(Vec<Arc<Transfer>>),
     /// A collective of the engine, or its sends and receives.
@@ -49,8 +52,8 @@ impl CommandKind {
         match self {
             Self::Copy { .. } => "copy",
             Self::Zero(_) => "zero",
-            Self::Matmul(_) => "matmul",
-            Self::Elementwise(op, _) => op.name(),
+            Self::Matmul(..) => "matmul",
+            Self::Elementwise(request, _) => request.op.name(),
             Self::Post(_) => "post",
             Self::PostMatmul(..) => "post matmul",
             Self::Wait(_) => "wait",
@@ -74,19 +77,60 @@ impl Command {
         match &self.kind {
             CommandKind::Copy { target, source } => stream.copy(target, source),
             CommandKind::Zero(target) => stream.fill(target, 0),
-            CommandKind::Matmul(launch) | CommandKind::Elementwise(_, launch) => {
+            CommandKind::Matmul(_, launch) | CommandKind::Elementwise(_, launch) => {
                 launch.enqueue(stream)
             }
             CommandKind::Post(group) => self.batch(group).post(each(group)).enqueue(stream),
-            CommandKind::PostMatmul(group, matmuls) => {
+            CommandKind::PostMatmul(group, _, launch) => {
                 let group: Vec<&Transfer> = each(group).collect();
-                post_stores(&group, stream, |_| matmuls.enqueue(stream))
+                post_stores(&group, stream, |_| launch.enqueue(stream))
             }
             CommandKind::Wait(group) => self.batch(group).wait(each(group)).enqueue(stream),
             CommandKind::Collective(engine, request) => engine.enqueue(stream, request),
             CommandKind::Kernel(launch) => launch.enqueue(stream),
             CommandKind::Record(event) => stream.record(event),
             CommandKind::WaitEvent(event) => stream.wait_event(event),
+        }
+    }
+
+    /// As [`enqueue`](Self::enqueue), on other memory where `replaced` has some for what it names.
+    pub(super) fn enqueue_on(
+        &self,
+        stream: &Stream,
+        replaced: &Replaced<'_>,
+        compute: Option<&Arc<dyn Compute>>,
+    ) -> Result<()> {
+        match (&self.kind, compute) {
+            (CommandKind::Copy { target, source }, _) => {
+                stream.copy(&replaced.of(target)?, &replaced.of(source)?)
+            }
+            (CommandKind::Zero(target), _) => stream.fill(&replaced.of(target)?, 0),
+            (CommandKind::Matmul(matmuls, _), Some(compute)) if matmuls.name_any(replaced) => {
+                matmuls.enqueue(stream, replaced, compute)
+            }
+            (CommandKind::PostMatmul(group, matmuls, _), Some(compute))
+                if matmuls.name_any(replaced) =>
+            {
+                let group: Vec<&Transfer> = each(group).collect();
+                post_stores(&group, stream, |_| {
+                    matmuls.enqueue(stream, replaced, compute)
+                })
+            }
+            (CommandKind::Elementwise(request, _), Some(compute)) => {
+                let mut operands = std::iter::once(&request.target).chain(&request.sources);
+                if !operands.any(|operand| replaced.has(&operand.slice)) {
+                    return self.enqueue(stream);
+                }
+                let mut request = request.clone();
+                for operand in std::iter::once(&mut request.target).chain(&mut request.sources) {
+                    operand.slice = replaced.of(&operand.slice)?;
+                }
+                compute.elementwise(stream, &request)
+            }
+            (CommandKind::Collective(engine, request), _) => {
+                engine.enqueue(stream, &replaced.of_request(request)?)
+            }
+            _ => self.enqueue(stream),
         }
     }
 

@@ -3,13 +3,15 @@
 use super::command::{Command, CommandKind};
 use super::context::RankContext;
 use super::kernel::{BoundKernels, KernelReport};
-use super::memory::PlanMemory;
+use super::memory::{Bindings, PlanMemory};
+use super::replaced::Replaced;
 use super::trace::{Trace, Tracer};
-use crate::device::{DeviceSlice, Graph, InUse, Priority, Stream};
+use crate::device::{Compute, DeviceSlice, Graph, InUse, Priority, Stream};
 use crate::error::{Error, ErrorKind, Result};
 use crate::p2p::Transfer;
 use crate::program::diagnostic::Diagnostic;
-use crate::program::rank_program::RankProgram;
+use crate::program::rank_program::{RankProgram, TensorId};
+use std::collections::HashSet;
 use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -33,6 +35,9 @@ pub(super) struct PlanParts {
     // By index; the caller's is not among them.
     pub(super) streams: Vec<Option<Stream>>,
     pub(super) memory: PlanMemory,
+    /// The tensors whose memory a run may replace.
+    pub(super) replaceable: HashSet<TensorId>,
+    pub(super) compute: Option<Arc<dyn Compute>>,
     pub(super) eager_only: Option<Arc<Diagnostic>>,
 }
 
@@ -105,13 +110,48 @@ impl Plan {
     /// The device's fault, and what an operation says that cannot be enqueued, with its place in the
     /// program.
     pub fn run(&self, stream: &Stream) -> Result<()> {
-        // Who records the run himself is told by the program's words and not by a driver's.
-        if let Some(diagnostic) = &self.parts.eager_only
-            && stream.is_capturing()?
-        {
-            return Err(self.not_capturable(diagnostic));
-        }
+        self.check_capture(stream)?;
         self.for_each_command(stream, Command::enqueue)
+    }
+
+    /// Fails where `stream` captures a program that cannot be. Who records a run himself is told by the
+    /// program's words and not by a driver's.
+    fn check_capture(&self, stream: &Stream) -> Result<()> {
+        match &self.parts.eager_only {
+            Some(diagnostic) if stream.is_capturing()? => Err(self.not_capturable(diagnostic)),
+            _ => Ok(()),
+        }
+    }
+
+    /// The inputs and outputs that [`run_on`](Self::run_on) takes other memory for: those that no peer
+    /// reaches and that no kernel of the program uses. It may differ from rank to rank.
+    pub fn replaceable(&self) -> Vec<&str> {
+        let tensors = &self.parts.program.tensors;
+        let names = self.parts.replaceable.iter().map(|id| &*tensors[*id].name);
+        let mut names: Vec<&str> = names.collect();
+        names.sort_unstable();
+        names
+    }
+
+    /// As [`run`](Self::run), with `memory` in the place of that of some inputs and outputs, for this run
+    /// alone: data lies where it lies, and peers need not be told. The caller keeps `memory` until
+    /// `stream` is past the run, and counts on it that it is apart from the plan's and from each other
+    /// where it is written to. The run takes more of the host's time than one on the plan's own memory.
+    ///
+    /// # Errors
+    /// As [`run`](Self::run); [`ErrorKind::InvalidArgument`] for a tensor that is not
+    /// [replaceable](Self::replaceable), or memory of another length. Nothing was enqueued then.
+    pub fn run_on(&self, stream: &Stream, memory: &Bindings) -> Result<()> {
+        if memory.is_empty() {
+            return self.run(stream);
+        }
+        self.check_capture(stream)?;
+        let parts = &self.parts;
+        let replaced = Replaced::new(&parts.program, &parts.memory, &parts.replaceable, memory)
+            .map_err(|error| error.with_operation(format!("run '{}'", parts.name)))?;
+        self.for_each_command(stream, |command, stream| {
+            command.enqueue_on(stream, &replaced, parts.compute.as_ref())
+        })
     }
 
     /// As [`run`](Self::run), and tells how long the host took to enqueue each operation, with a word

@@ -2,10 +2,11 @@
 
 use super::command::{Command, CommandKind};
 use super::kernel::BoundKernels;
+use super::matmuls::Matmuls;
 use super::memory::PlanMemory;
 use crate::device::{
     Collective, CollectiveEngine, CollectiveRequest, Compute, Device, DeviceSlice, Elementwise,
-    Event, MAX_ELEMENTWISE_SOURCES, MatmulSpec, Operand, PreparedLaunch,
+    Event, MAX_ELEMENTWISE_SOURCES, MatmulSpec, Operand,
 };
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::p2p::{Direction, Transfer};
@@ -180,8 +181,10 @@ impl<'a> Resolver<'a> {
                 [spec.transposed_a, spec.transposed_b] = *transposed;
                 spec.accumulate = *accumulate;
                 spec.leading = *leading;
-                let pairs = [(self.memory.slice(&a.span)?, self.memory.slice(&c.span)?)];
-                CommandKind::Matmul(self.matmuls(&spec, &pairs, &b.span, bias.as_ref())?)
+                let pairs = vec![(self.memory.slice(&a.span)?, self.memory.slice(&c.span)?)];
+                let matmuls = self.matmuls(spec, pairs, &b.span, bias.as_ref())?;
+                let launch = matmuls.prepare(self.compute()?)?;
+                CommandKind::Matmul(matmuls, launch)
             }
             OperationKind::PostMatmul {
                 group,
@@ -203,8 +206,9 @@ impl<'a> Resolver<'a> {
                     .zip(&transfers)
                     .map(|(a, send)| Ok((self.memory.slice(a)?, send.target()?.clone())))
                     .collect::<Result<Vec<_>>>()?;
-                let launch = self.matmuls(&spec, &pairs, b, bias.as_ref())?;
-                CommandKind::PostMatmul(transfers, launch)
+                let matmuls = self.matmuls(spec, pairs, b, bias.as_ref())?;
+                let launch = matmuls.prepare(self.compute()?)?;
+                CommandKind::PostMatmul(transfers, matmuls, launch)
             }
         };
         self.push(stream, kind);
@@ -331,7 +335,7 @@ impl<'a> Resolver<'a> {
                 ..request.clone()
             };
             let launch = self.compute()?.prepare_elementwise(&part)?;
-            self.push(stream, CommandKind::Elementwise(request.op, launch));
+            self.push(stream, CommandKind::Elementwise(part, launch));
         }
         Ok(())
     }
@@ -348,15 +352,17 @@ impl<'a> Resolver<'a> {
 
     fn matmuls(
         &self,
-        spec: &MatmulSpec,
-        pairs: &[(DeviceSlice, DeviceSlice)],
+        spec: MatmulSpec,
+        pairs: Vec<(DeviceSlice, DeviceSlice)>,
         b: &Range,
         bias: Option<&Range>,
-    ) -> Result<Arc<dyn PreparedLaunch>> {
-        let bias = bias.map(|bias| self.memory.slice(bias)).transpose()?;
-        let b = self.memory.slice(b)?;
-        self.compute()?
-            .prepare_matmuls(spec, pairs, &b, bias.as_ref())
+    ) -> Result<Matmuls> {
+        Ok(Matmuls {
+            spec,
+            pairs,
+            b: self.memory.slice(b)?,
+            bias: bias.map(|bias| self.memory.slice(bias)).transpose()?,
+        })
     }
 }
 

@@ -1,0 +1,132 @@
+//! Other memory in the place of a plan's own, for one run.
+//!
+//! What peers reach was exchanged when the plan was bound and stays. Everything else is only named by the
+//! commands of this rank, so that a run can name other memory: no peer takes notice.
+
+use super::memory::{Bindings, PlanMemory};
+use crate::device::{CollectiveRequest, DeviceSlice};
+use crate::error::{Error, Result};
+use crate::program::ir::Role;
+use crate::program::rank_program::{OperationKind, RankProgram, TensorId, TransferInstance};
+use std::collections::HashSet;
+
+/// Memory in the place of tensors'.
+#[derive(Debug)]
+pub(super) struct Replaced<'a> {
+    // The plan's own memory, and what takes its place, of the same length.
+    pairs: Vec<(&'a DeviceSlice, &'a DeviceSlice)>,
+}
+
+impl<'a> Replaced<'a> {
+    /// `given` by name, in the place of the memory of tensors among `replaceable`.
+    pub(super) fn new(
+        program: &RankProgram,
+        memory: &'a PlanMemory,
+        replaceable: &HashSet<TensorId>,
+        given: &'a Bindings,
+    ) -> Result<Self> {
+        let pair = |(name, slice): (&'a String, &'a DeviceSlice)| {
+            let named = |id: &&TensorId| *program.tensors[**id].name == **name;
+            let own = replaceable.iter().find(named);
+            let own = own.and_then(|id| memory.tensor_slice(*id)).ok_or_else(|| {
+                Error::invalid(format!(
+                    "the memory of '{name}' cannot be replaced in a run"
+                ))
+                .with_help("replace inputs and outputs that the plan lists as replaceable")
+            })?;
+            if own.bytes() != slice.bytes() {
+                return Err(Error::invalid(format!(
+                    "'{name}' has {} bytes; expected the {} of the tensor",
+                    slice.bytes(),
+                    own.bytes()
+                )));
+            }
+            Ok((own, slice))
+        };
+        let pairs = given.iter().map(pair).collect::<Result<Vec<_>>>()?;
+        Ok(Self { pairs })
+    }
+
+    /// Whether there is other memory for `slice`.
+    pub(super) fn has(&self, slice: &DeviceSlice) -> bool {
+        self.pairs.iter().any(|(own, _)| lies_in(slice, own))
+    }
+
+    /// What `slice` is in this run.
+    pub(super) fn of(&self, slice: &DeviceSlice) -> Result<DeviceSlice> {
+        match self.pairs.iter().find(|(own, _)| lies_in(slice, own)) {
+            Some((own, other)) => {
+                let offset = (slice.address() - own.address()) as usize;
+                other.slice(offset..offset + slice.bytes())
+            }
+            None => Ok(slice.clone()),
+        }
+    }
+
+    /// `request` on the memory of this run.
+    pub(super) fn of_request(&self, request: &CollectiveRequest) -> Result<CollectiveRequest> {
+        Ok(match request {
+            CollectiveRequest::Collective {
+                collective,
+                dtype,
+                target,
+                source,
+            } => CollectiveRequest::Collective {
+                collective: *collective,
+                dtype: *dtype,
+                target: self.of(target)?,
+                source: self.of(source)?,
+            },
+            CollectiveRequest::Exchange { sends, receives } => {
+                let each = |pieces: &[(usize, DeviceSlice)]| {
+                    let piece = |(peer, slice): &(usize, DeviceSlice)| Ok((*peer, self.of(slice)?));
+                    pieces.iter().map(piece).collect::<Result<Vec<_>>>()
+                };
+                CollectiveRequest::Exchange {
+                    sends: each(sends)?,
+                    receives: each(receives)?,
+                }
+            }
+        })
+    }
+}
+
+/// The inputs and outputs that no peer reaches and no transfer or kernel was made ready with, in memory
+/// that no other tensor is bound to. Of several matmuls that are stored at peers at once, operands stay
+/// as well: a device may have made them ready together.
+pub(super) fn replaceable(program: &RankProgram, memory: &PlanMemory) -> HashSet<TensorId> {
+    let direct = program
+        .transfers
+        .iter()
+        .filter(|t| !TransferInstance::is_engine(t));
+    let mut fixed: HashSet<TensorId> = direct.map(|transfer| transfer.range.tensor).collect();
+    for operation in &program.operations {
+        match &operation.kind {
+            OperationKind::Kernel(section) => fixed.extend(section.user_tensors()),
+            OperationKind::PostMatmul { a, b, bias, .. } if a.len() > 1 => {
+                fixed.extend(a.iter().chain([b]).chain(bias).map(|range| range.tensor));
+            }
+            _ => {}
+        }
+    }
+    let alone = |id: TensorId| {
+        let own = memory.tensor_slice(id);
+        let mut others = (0..memory.tensors()).filter(|other| *other != id);
+        own.is_some_and(|own| {
+            !others.any(|other| memory.tensor_slice(other).is_some_and(|o| own.overlaps(o)))
+        })
+    };
+    let candidates = program.tensors.iter().enumerate();
+    candidates
+        .filter(|(_, tensor)| tensor.role != Role::Local)
+        .map(|(id, _)| id)
+        .filter(|id| !fixed.contains(id) && alone(*id))
+        .collect()
+}
+
+fn lies_in(slice: &DeviceSlice, whole: &DeviceSlice) -> bool {
+    let (start, end) = (slice.address(), slice.address() + slice.bytes() as u64);
+    slice.kind() == whole.kind()
+        && start >= whole.address()
+        && end <= whole.address() + whole.bytes() as u64
+}

@@ -1,0 +1,111 @@
+//! Runs on other memory than a plan was bound to.
+
+use super::{Case, Inputs, Memory, gathers, scatters, threads, world};
+use half::bf16;
+use warplink::device::{AllocationKind, Priority};
+use warplink::overlap::Options;
+use warplink::program::Bindings;
+use warplink::{Communicator, ErrorKind};
+
+/// `case` by every lowering: on the plan's memory, then on other memory for what can be replaced, which is
+/// different each time, and on the plan's own again.
+fn every_lowering(comm: &Communicator, case: &Case) {
+    let executor = comm.executor();
+    let stream = comm.create_stream(Priority::Normal).unwrap();
+    let own = Memory::gather(comm, case);
+    for lowering in gathers(comm) {
+        let options = Options {
+            outer: case.repeats(),
+            ..Options::only(lowering.clone())
+        };
+        let plan = case
+            .gather()
+            .plan(&executor, &options, &own.gather_buffers(case));
+        let plan = plan.unwrap();
+        let names = plan.replaceable();
+        assert!(
+            names.contains(&"B[0]") && names.contains(&"C[1]"),
+            "{names:?}"
+        );
+        for seed in 0..4 {
+            let inputs = Inputs::<bf16>::draw(case, seed);
+            let other = Memory::gather(comm, case);
+            let replaced = if seed < 3 { &names[..] } else { &[] };
+            let (memory, bindings) = own.replaced(&other, replaced);
+            // What lies in the plan's own memory is not what is multiplied.
+            own.fill_gather(comm, case, &Inputs::<bf16>::draw(case, 90));
+            memory.fill_gather(comm, case, &inputs);
+            plan.run_on(&stream, &bindings).unwrap();
+            comm.synchronize(&stream).unwrap();
+            memory.check_gather(comm, case, &inputs, lowering.name());
+        }
+    }
+    let own = Memory::scatter(comm, case);
+    for lowering in scatters(comm) {
+        let options = Options {
+            outer: case.repeats(),
+            ..Options::only(lowering.clone())
+        };
+        let plan = case
+            .scatter()
+            .plan(&executor, &options, &own.scatter_buffers(case));
+        let plan = plan.unwrap();
+        let names = plan.replaceable();
+        for seed in 0..4 {
+            let inputs = Inputs::<bf16>::draw(case, seed);
+            let other = Memory::scatter(comm, case);
+            let replaced = if seed < 3 { &names[..] } else { &[] };
+            let (memory, bindings) = own.replaced(&other, replaced);
+            own.fill_scatter(comm, case, &Inputs::<bf16>::draw(case, 90));
+            memory.fill_scatter(comm, case, &inputs);
+            plan.run_on(&stream, &bindings).unwrap();
+            comm.synchronize(&stream).unwrap();
+            memory.check_scatter(comm, case, &inputs, lowering.name());
+        }
+    }
+}
+
+#[test]
+fn runs_take_other_memory_for_what_no_peer_reaches() {
+    threads(world(3), |comm| {
+        let case = Case::of::<bf16>(comm, true).operands(2);
+        every_lowering(comm, &case);
+        every_lowering(comm, &case.clone().transposed());
+        every_lowering(comm, &case.outer(2));
+    });
+}
+
+#[test]
+fn a_run_on_memory_that_does_not_fit_is_refused() {
+    threads(world(2), |comm| {
+        let case = Case::of::<bf16>(comm, false);
+        let own = Memory::gather(comm, &case);
+        let lowering = gathers(comm).into_iter().find(|one| one.name() == "push");
+        let options = Options::only(lowering.unwrap());
+        let plan = case
+            .gather()
+            .plan(&comm.executor(), &options, &own.gather_buffers(&case));
+        let plan = plan.unwrap();
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        let refused = |name: &str, bytes: usize, says: &str| {
+            let slice = comm
+                .device()
+                .allocate(bytes, AllocationKind::Plain)
+                .unwrap();
+            let error = plan.run_on(&stream, &Bindings::from([(name.to_owned(), slice)]));
+            let error = error.unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+            assert!(error.to_string().contains(says), "{error}");
+        };
+        // Peers were told where A is, if there are any.
+        if comm.world() > 1 {
+            refused(
+                "A",
+                own.gather_buffers(&case).a.bytes(),
+                "'A' cannot be replaced",
+            );
+        }
+        refused("D", 64, "'D' cannot be replaced");
+        refused("B[0]", 64, "'B[0]' has 64 bytes; expected the");
+    });
+}
