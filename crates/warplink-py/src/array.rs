@@ -10,6 +10,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyDict};
 use std::sync::Arc;
 use warplink::device::{Device, DeviceSlice};
+use warplink::program::Bindings;
 use warplink::{DeviceKind, Error, ErrorKind};
 
 /// The device of a job, and the number that DLPack knows it by.
@@ -20,6 +21,14 @@ pub(crate) struct Place {
 }
 
 impl Place {
+    /// The `bytes` at `address`, which the caller keeps.
+    pub(crate) fn borrow_unowned(&self, address: u64, bytes: usize) -> PyResult<DeviceSlice> {
+        // SAFETY: the caller promises, as documented in Python, that the memory is there and of this device
+        // whenever it is used. It is accessed by copies and kernels only, never by a Rust reference.
+        let slice = unsafe { self.device.borrow(address, bytes, Arc::new(())) };
+        slice.map_err(raise)
+    }
+
     /// DLPack's device type and number.
     pub(crate) fn dlpack(&self) -> (i32, i32) {
         match self.device.kind() {
@@ -212,6 +221,19 @@ impl Array {
             )
         })
     }
+}
+
+/// Memory for some of a plan's tensors, by name.
+pub(crate) fn replacements(
+    memory: Option<&Bound<'_, PyDict>>,
+    place: &Place,
+) -> PyResult<Bindings> {
+    let mut bindings = Bindings::new();
+    for (name, array) in memory.into_iter().flatten() {
+        let array = Array::resolve(&array, place, None)?;
+        bindings.insert(name.extract()?, array.slice);
+    }
+    Ok(bindings)
 }
 
 /// Whether the elements lie in the order of their indices without gaps.

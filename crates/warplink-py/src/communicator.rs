@@ -4,7 +4,7 @@ use crate::array::{Array, Place};
 use crate::collectives::Collectives;
 use crate::errors::{closed, raise};
 use crate::executor::Executor;
-use crate::memory::Memory;
+use crate::memory::{Memory, View};
 use crate::owner::{Detached, Owner};
 use crate::region::{Region, RemoteRegion, seconds};
 use crate::stream::{Event, Stream};
@@ -155,6 +155,15 @@ impl Communicator {
             slice: array.slice,
             place: self.place.clone(),
         })
+    }
+
+    /// Contiguous memory of the device at `address` as an array of `shape` and `dtype`, kept by the caller
+    /// as long as anything uses it: for what is called too often for an object that keeps it, such as the
+    /// tensors of a run. Raises InvalidArgumentError where it is not memory of the device.
+    fn view_at(&self, address: u64, shape: Vec<usize>, dtype: &str) -> PyResult<View> {
+        let bytes = View::bytes_of(&shape, dtype)?;
+        let slice = self.place.borrow_unowned(address, bytes)?;
+        View::new(&slice, &self.place, shape, dtype)
     }
 
     /// A handle of `region` for `peer` to `open_handle`, by whatever way it gets there. It is good for

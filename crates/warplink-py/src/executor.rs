@@ -1,6 +1,6 @@
 //! Running programs.
 
-use crate::array::{Array, Place};
+use crate::array::{Array, Place, replacements};
 use crate::errors::{closed, raise};
 use crate::memory::Memory;
 use crate::overlap::{Choices, OverlapPlan, plan_all_gather_matmul, plan_matmul_reduce_scatter};
@@ -116,7 +116,7 @@ impl Executor {
         let bias: Option<PyResult<Vec<Array>>> = bias.as_deref().map(all);
         plan_all_gather_matmul(
             py,
-            &self.executor()?,
+            (&self.executor()?, &self.place),
             &resolve(a)?,
             [all(&b)?, all(&c)?, bias.transpose()?.unwrap_or_default()],
             gathered.as_ref().map(resolve).transpose()?,
@@ -153,7 +153,7 @@ impl Executor {
         let resolve = |array: &Bound<'_, PyAny>| Array::resolve(array, &self.place, None);
         plan_matmul_reduce_scatter(
             py,
-            &self.executor()?,
+            (&self.executor()?, &self.place),
             [&resolve(a)?, &resolve(b)?, &resolve(c)?],
             bias.as_ref().map(resolve).transpose()?,
             Choices {
@@ -231,10 +231,26 @@ impl Plan {
         }))
     }
 
-    /// Enqueues the program, starting from and joining back into `stream`. Does not block.
-    fn run(&self, py: Python<'_>, stream: &Stream) -> PyResult<()> {
+    /// Names of the inputs and outputs that `run` takes other memory for: those that no peer reaches and
+    /// no kernel of the program uses. It may differ from rank to rank.
+    #[getter]
+    fn replaceable(&self) -> PyResult<Vec<String>> {
         let plan = self.plan()?;
-        py.detach(|| plan.run(&stream.stream)).map_err(raise)
+        Ok(plan.replaceable().into_iter().map(str::to_owned).collect())
+    }
+
+    /// Enqueues the program, starting from and joining back into `stream`. Does not block. `memory` takes
+    /// the place of that of some of the `replaceable` tensors, as for `OverlapPlan.run`.
+    #[pyo3(signature = (stream, memory=None))]
+    fn run(
+        &self,
+        py: Python<'_>,
+        stream: &Stream,
+        memory: Option<&Bound<'_, PyDict>>,
+    ) -> PyResult<()> {
+        let (plan, memory) = (self.plan()?, replacements(memory, &self.place)?);
+        py.detach(|| plan.run_on(&stream.stream, &memory))
+            .map_err(raise)
     }
 
     /// Turns the plan into one graph, which takes its place. Blocks while the graph is prepared. Raises

@@ -78,6 +78,19 @@ impl Memory {
 }
 
 impl View {
+    /// Bytes of an array of `shape` and `dtype`.
+    pub(crate) fn bytes_of(shape: &[usize], dtype: &str) -> PyResult<usize> {
+        let element = Element::named(dtype)?;
+        let bytes = shape
+            .iter()
+            .try_fold(element.bytes(), |all, &extent| all.checked_mul(extent));
+        bytes.ok_or_else(|| {
+            invalid(format!(
+                "{dtype} of shape {shape:?} overflows the address space"
+            ))
+        })
+    }
+
     pub(crate) fn new(
         slice: &DeviceSlice,
         place: &Place,
@@ -85,10 +98,7 @@ impl View {
         dtype: &str,
     ) -> PyResult<Self> {
         let element = Element::named(dtype)?;
-        let bytes = shape
-            .iter()
-            .try_fold(element.bytes(), |all, &extent| all.checked_mul(extent));
-        if bytes != Some(slice.bytes()) {
+        if Self::bytes_of(&shape, dtype)? != slice.bytes() {
             return Err(invalid(format!(
                 "{dtype} of shape {shape:?} does not take the {} bytes of the memory; expected the same length",
                 slice.bytes()

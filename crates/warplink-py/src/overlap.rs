@@ -1,10 +1,11 @@
 //! Matmuls overlapped with communication.
 
-use crate::array::Array;
+use crate::array::{Array, Place, replacements};
 use crate::errors::{closed, invalid, raise};
 use crate::owner::Detached;
 use crate::stream::Stream;
 use pyo3::prelude::*;
+use pyo3::types::PyDict;
 use std::sync::Arc;
 use warplink::device::DeviceSlice;
 use warplink::overlap::{
@@ -20,6 +21,7 @@ use warplink::{DType, Error, ErrorKind};
 #[derive(Debug)]
 pub(crate) struct OverlapPlan {
     plan: Detached<Arc<overlap::OverlapPlan>>,
+    place: Place,
     lowering: String,
     explanation: String,
     text: String,
@@ -46,8 +48,9 @@ pub(crate) struct Choices<'a> {
 }
 
 impl OverlapPlan {
-    fn new(plan: overlap::OverlapPlan) -> Self {
+    fn new(plan: overlap::OverlapPlan, place: &Place) -> Self {
         Self {
+            place: place.clone(),
             lowering: plan.choice().name().to_owned(),
             explanation: plan.choice().to_string(),
             text: plan.text().to_owned(),
@@ -86,10 +89,30 @@ impl OverlapPlan {
         &self.text
     }
 
-    /// Enqueues one run, starting from and joining back into `stream`. Does not block.
-    fn run(&self, py: Python<'_>, stream: &Stream) -> PyResult<()> {
+    /// Names of the tensors ("A", "B[0]", "C[0]", … as in the text of the program) that `run` takes other
+    /// memory for: those that no peer reaches. It may differ from rank to rank.
+    #[getter]
+    fn replaceable(&self) -> PyResult<Vec<String>> {
         let plan = self.inner()?;
-        py.detach(|| plan.run(&stream.stream)).map_err(raise)
+        Ok(plan.replaceable().into_iter().map(str::to_owned).collect())
+    }
+
+    /// Enqueues one run, starting from and joining back into `stream`. Does not block.
+    ///
+    /// `memory` takes the place of that of some of the `replaceable` tensors, for this run alone:
+    /// `{name: array}`, each of the length, the element type and the layout that it had when the plan was
+    /// made. The caller keeps it until `stream` is past the run. Peers are not told, so ranks may
+    /// differ. Raises InvalidArgumentError for another name or length.
+    #[pyo3(signature = (stream, memory=None))]
+    fn run(
+        &self,
+        py: Python<'_>,
+        stream: &Stream,
+        memory: Option<&Bound<'_, PyDict>>,
+    ) -> PyResult<()> {
+        let (plan, memory) = (self.inner()?, replacements(memory, &self.place)?);
+        py.detach(|| plan.run_on(&stream.stream, &memory))
+            .map_err(raise)
     }
 
     /// Turns the plan into one graph, which takes its place. Blocks while the graph is prepared.
@@ -123,7 +146,7 @@ impl CapturedOverlap {
 /// See `Executor.all_gather_matmul` in Python.
 pub(crate) fn plan_all_gather_matmul(
     py: Python<'_>,
-    executor: &Executor,
+    (executor, place): (&Executor, &Place),
     a: &Array,
     [b, c, bias]: [Vec<Array>; 3],
     gathered: Option<Array>,
@@ -174,13 +197,13 @@ pub(crate) fn plan_all_gather_matmul(
         gathered: gathered.map(|gathered| gathered.slice),
     };
     let plan = py.detach(|| problem.plan(executor, &options, &buffers));
-    Ok(OverlapPlan::new(plan.map_err(raise)?))
+    Ok(OverlapPlan::new(plan.map_err(raise)?, place))
 }
 
 /// See `Executor.matmul_reduce_scatter` in Python.
 pub(crate) fn plan_matmul_reduce_scatter(
     py: Python<'_>,
-    executor: &Executor,
+    (executor, place): (&Executor, &Place),
     [a, b, c]: [&Array; 3],
     bias: Option<Array>,
     choices: Choices<'_>,
@@ -219,7 +242,7 @@ pub(crate) fn plan_matmul_reduce_scatter(
         c: c.slice.clone(),
     };
     let plan = py.detach(|| problem.plan(executor, &options, &buffers));
-    Ok(OverlapPlan::new(plan.map_err(raise)?))
+    Ok(OverlapPlan::new(plan.map_err(raise)?, place))
 }
 
 fn options(

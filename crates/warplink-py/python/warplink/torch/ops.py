@@ -3,13 +3,12 @@
 They have the signatures, results and strides of ``torch.ops.symm_mem``. Groups of Warplink on one
 machine run them as overlapped host programs, one for each combination of sizes; all else (other groups,
 element types without a matmul, the last dimension) runs as a collective and a matmul. Every rank of the
-group calls them in the same order with the same sizes and types.
+group calls them in the same order with the same sizes, types and layouts of the right operands.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch.distributed import distributed_c10d as c10d
 
 import warplink
 from warplink.torch.group import ProcessGroupWarplink
-from warplink.torch.workspace import DTYPES, Workspace
+from warplink.torch.plans import FusedPlan, family, in_memory, span
 
 #: Element types that have a matmul in Warplink.
 FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -34,17 +33,6 @@ library.define(
     "str group_name) -> Tensor",
     tags=[torch._C.Tag.needs_fixed_stride_order],
 )
-
-
-@dataclass
-class _Fused:
-    """A plan and its memory, as tensors."""
-
-    plan: warplink.OverlapPlan
-    a: torch.Tensor
-    bs: list[torch.Tensor]
-    results: list[torch.Tensor]
-    gathered: torch.Tensor | None
 
 
 def _check(a: torch.Tensor, bs: list[torch.Tensor], dim: int, name: str) -> None:
@@ -78,15 +66,6 @@ def _fusing_group(a: torch.Tensor, dim: int, group_name: str) -> ProcessGroupWar
     return direct_group(group_name)
 
 
-def _memory(
-    space: Workspace, shape: list[int], dtype: torch.dtype
-) -> tuple[warplink.View, torch.Tensor]:
-    """Memory that peers may reach, and the same as a tensor."""
-    region = space.communicator.alloc(math.prod(shape) * dtype.itemsize)
-    view = region.view(shape, DTYPES[dtype])
-    return view, torch.from_dlpack(view)
-
-
 def all_gather_matmul(
     A: torch.Tensor,
     Bs: list[torch.Tensor],
@@ -113,52 +92,41 @@ def all_gather_matmul(
         return _unfused_all_gather_matmul(A, Bs, gather_dim, group_name, return_A=return_A)
     front = A.movedim(gather_dim, 0)
     leading = [front.shape[0] * group.size(), *front.shape[1:-1]]
+    rows, k = math.prod(front.shape[:-1]), A.shape[-1]
+    m, count = rows * group.size(), len(Bs)
+    rights, transposed = in_memory(Bs)
+    widths = tuple(b.shape[1] for b in Bs)
+    outputs = {f"C[{index}]": (m, n) for index, n in enumerate(widths)}
+    if return_A:
+        outputs["G"] = (m, k)
     space = group.workspace(A.device.type)
-    with torch.profiler.record_function("warplink::fused_all_gather_matmul"), space.lock:
-        fused = _all_gather_plan(space, front, Bs, return_A)
-        fused.a.copy_(front.reshape(fused.a.shape))
-        for target, b in zip(fused.bs, Bs):
-            target.copy_(b)
-        stream = space.stream
-        fused.plan.run(stream)
-        space.settle(stream)
-        # The plan's memory is the next call's too.
-        results = [result.clone() for result in fused.results]
-        gathered = fused.gathered.clone() if fused.gathered is not None else None
+    with span("warplink::fused_all_gather_matmul"), space.lock:
+
+        def make() -> FusedPlan:
+            tensors = {"A": front.reshape(rows, k), **family("B", rights)}
+            tensors.update((name, A.new_empty(sizes)) for name, sizes in outputs.items())
+
+            def plan(views: dict[str, Any]) -> warplink.OverlapPlan:
+                return space.executor.all_gather_matmul(
+                    views["A"],
+                    [views[f"B[{index}]"] for index in range(count)],
+                    [views[f"C[{index}]"] for index in range(count)],
+                    gathered=views.get("G"),
+                    transposed_b=transposed,
+                )
+
+            # Peers read this rank's part of A, and put theirs into the gathered one.
+            return FusedPlan.make(space, tensors, {"A", "G"} & tensors.keys(), plan)
+
+        key = ("all_gather_matmul", rows, k, widths, A.dtype, return_A, transposed)
+        fused = space.plan(key, make)
+        got = fused.run(space, {"A": front, **family("B", rights)}, outputs)
+        results, gathered = got[:count], got[count] if return_A else None
 
     def back(flat: torch.Tensor) -> torch.Tensor:
         return flat.view(*leading, flat.shape[-1]).movedim(0, gather_dim)
 
     return back(gathered) if gathered is not None else None, [back(result) for result in results]
-
-
-def _all_gather_plan(
-    space: Workspace, front: torch.Tensor, bs: list[torch.Tensor], keep: bool
-) -> _Fused:
-    rows, k = math.prod(front.shape[:-1]), front.shape[-1]
-    dtype, widths = front.dtype, tuple(b.shape[1] for b in bs)
-
-    def make() -> _Fused:
-        m = rows * space.communicator.size
-        a, a_tensor = _memory(space, [rows, k], dtype)
-        right = [_memory(space, [k, n], dtype) for n in widths]
-        results = [_memory(space, [m, n], dtype) for n in widths]
-        gathered = _memory(space, [m, k], dtype) if keep else None
-        plan = space.executor.all_gather_matmul(
-            a,
-            [view for view, _ in right],
-            [view for view, _ in results],
-            gathered=gathered[0] if gathered else None,
-        )
-        return _Fused(
-            plan,
-            a_tensor,
-            [tensor for _, tensor in right],
-            [tensor for _, tensor in results],
-            gathered[1] if gathered else None,
-        )
-
-    return space.plan(("all_gather_matmul", rows, k, widths, dtype, keep), make)
 
 
 def _unfused_all_gather_matmul(
@@ -207,32 +175,30 @@ def matmul_reduce_scatter(
     if group is None or B.numel() == 0:
         return _unfused_matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name)
     front = A.movedim(scatter_dim, 0)
+    m, k, n = math.prod(front.shape[:-1]), A.shape[-1], B.shape[1]
+    (right,), transposed = in_memory([B])
+    inputs = {"A": front.reshape(m, k).contiguous(), "B": right}
+    outputs = {"C": (m // size, n)}
     space = group.workspace(A.device.type)
-    with torch.profiler.record_function("warplink::fused_matmul_reduce_scatter"), space.lock:
-        fused = _reduce_scatter_plan(space, front, B)
-        fused.a.copy_(front.reshape(fused.a.shape))
-        fused.bs[0].copy_(B)
-        stream = space.stream
-        fused.plan.run(stream)
-        space.settle(stream)
-        result = fused.results[0].clone()
+    with span("warplink::fused_matmul_reduce_scatter"), space.lock:
+
+        def plan(views: dict[str, Any]) -> warplink.OverlapPlan:
+            return space.executor.matmul_reduce_scatter(
+                views["A"], views["B"], views["C"], transposed_b=transposed
+            )
+
+        def make() -> FusedPlan:
+            # Some programs receive sums in the result.
+            tensors = {**inputs, "C": A.new_empty(outputs["C"])}
+            return FusedPlan.make(space, tensors, {"C"}, plan)
+
+        key = ("matmul_reduce_scatter", m, k, n, A.dtype, transposed)
+        fused = space.plan(key, make)
+        (result,) = fused.run(space, inputs, outputs)
     if reduce_op == "avg":
         result /= size
     leading = [front.shape[0] // size, *front.shape[1:-1]]
     return result.view(*leading, B.shape[1]).movedim(0, scatter_dim).contiguous()
-
-
-def _reduce_scatter_plan(space: Workspace, front: torch.Tensor, b: torch.Tensor) -> _Fused:
-    m, k, n = math.prod(front.shape[:-1]), front.shape[-1], b.shape[1]
-
-    def make() -> _Fused:
-        left, a = _memory(space, [m, k], front.dtype)
-        right, b_tensor = _memory(space, [k, n], front.dtype)
-        part, result = _memory(space, [m // space.communicator.size, n], front.dtype)
-        plan = space.executor.matmul_reduce_scatter(left, right, part)
-        return _Fused(plan, a, [b_tensor], [result], None)
-
-    return space.plan(("matmul_reduce_scatter", m, k, n, front.dtype), make)
 
 
 def _unfused_matmul_reduce_scatter(

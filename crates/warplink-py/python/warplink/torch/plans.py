@@ -1,0 +1,111 @@
+"""Plans of fused operations, which run where the tensors lie.
+
+A plan names its memory when it is made. What peers reach (this rank's part of A, what they put into) stays
+there, and is copied in and out. Everything else, weights and results above all, is named anew in each run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Callable, Sequence
+
+import torch
+
+import warplink
+from warplink.torch.workspace import DTYPES, Workspace
+
+_NO_SPAN = contextlib.nullcontext()
+
+
+def span(name: str) -> Any:
+    """A span in the profile, if one is taken."""
+    if torch.autograd.profiler._is_profiler_enabled:
+        return torch.profiler.record_function(name)
+    return _NO_SPAN
+
+
+def family(name: str, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """``tensors`` by the names that a program has for them: ``B[0]``, ``B[1]``, …"""
+    return {f"{name}[{index}]": tensor for index, tensor in enumerate(tensors)}
+
+
+def in_memory(bs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], bool]:
+    """Right operands as memory holds them, and whether that is their transposes, as of the weights of a
+    linear layer. Copies only where operands are neither, or some are and others are not."""
+    transposed = all(not b.is_contiguous() and b.t().is_contiguous() for b in bs)
+    return [(b.t() if transposed else b).contiguous() for b in bs], transposed
+
+
+class FusedPlan:
+    """A plan, with tensors of its own for what cannot lie elsewhere."""
+
+    def __init__(self, plan: warplink.OverlapPlan, own: dict[str, torch.Tensor]) -> None:
+        self.plan = plan
+        #: What peers reach, by name.
+        self.own = own
+
+    @staticmethod
+    def make(
+        space: Workspace,
+        tensors: dict[str, torch.Tensor],
+        shared: set[str],
+        plan: Callable[[dict[str, Any]], warplink.OverlapPlan],
+    ) -> FusedPlan:
+        """The plan that ``plan`` makes of views by name: of memory that peers reach for the tensors
+        ``shared``, of ``tensors`` themselves for the others. Every rank makes it at the same time."""
+        own, views, taken = {}, {}, []
+        for name, tensor in tensors.items():
+            if name in shared:
+                region = space.communicator.alloc(tensor.nbytes)
+                views[name] = region.view(list(tensor.shape), DTYPES[tensor.dtype])
+                own[name] = torch.from_dlpack(views[name])
+                own[name].copy_(tensor)
+                continue
+            # A run tells tensors apart by where they were.
+            if any(tensor.data_ptr() == other.data_ptr() for other in taken):
+                tensor = tensor.clone()
+            taken.append(tensor)
+            views[name] = space.communicator.view_at(
+                tensor.data_ptr(), list(tensor.shape), DTYPES[tensor.dtype]
+            )
+        made = plan(views)
+        told = space.communicator.all_gather_bytes(",".join(made.replaceable).encode())
+        free = set.intersection(*(set(names.decode().split(",")) for names in told))
+        fixed = tensors.keys() - free
+        if fixed <= shared:
+            return FusedPlan(made, {name: own[name] for name in fixed})
+        # This program exchanges more; and so does the next plan.
+        del made
+        return FusedPlan.make(space, tensors, shared | fixed, plan)
+
+    def run(
+        self,
+        space: Workspace,
+        inputs: dict[str, torch.Tensor],
+        outputs: dict[str, tuple[int, ...]],
+    ) -> list[torch.Tensor]:
+        """New tensors of the sizes ``outputs``, in that order, computed from ``inputs``, all of one type on
+        one device."""
+        view_at = space.communicator.view_at
+        memory, used = {}, []
+        for name, tensor in inputs.items():
+            own = self.own.get(name)
+            if own is None:
+                tensor = tensor.contiguous()
+                memory[name] = view_at(tensor.data_ptr(), [tensor.nbytes], "u8")
+                used.append(tensor)
+            else:
+                own.view(tensor.shape).copy_(tensor)
+        results = {}
+        for name, sizes in outputs.items():
+            if name not in self.own:
+                result = tensor.new_empty(sizes)
+                memory[name] = view_at(result.data_ptr(), [result.nbytes], "u8")
+                results[name] = result
+        stream = space.stream
+        self.plan.run(stream, memory)
+        space.settle(stream)
+        # The plan's memory is the next call's too.
+        return [
+            results[name] if name in results else self.own[name].clone() for name in outputs
+        ]
