@@ -41,7 +41,7 @@ bench *args:
 fuzz target seconds='60':
     RUSTC_BOOTSTRAP=1 cargo fuzz run --target x86_64-unknown-linux-gnu {{ target }} -- -max_total_time={{ seconds }} -timeout=10
 
-# Random programs and mutants: the verifier's word against what happens
+# Random programs and mutants: the verifier's word against what happens; with --sections, of kernels
 random-programs count='20000' *args:
     cargo run --release -p warplink --example random_programs -- --count {{ count }} {{ args }}
 

@@ -1,10 +1,12 @@
 //! Random programs and mutants, for as long as one asks: the verifier's word on each against what an
-//! independent interpreter shows, and what the host device does with those that are accepted.
+//! independent interpreter shows, and what the host device does with those that are accepted. With
+//! `--sections`, programs of kernels.
 //!
 //! ```sh
 //! cargo run --release -p warplink --example random_programs -- --count 20000
 //! cargo run --release -p warplink --example random_programs -- --seconds 600 --seed 1000000 --jobs 4
 //! cargo run --release -p warplink --example random_programs -- --only 5449
+//! cargo run --release -p warplink --example random_programs -- --sections --count 20000
 //! ```
 //!
 //! Each program has a seed; seeds count up from `--seed`, and the processes of `--jobs` take
@@ -20,6 +22,8 @@
 
 #[path = "../tests/program_support/mod.rs"]
 mod program_support;
+#[path = "../tests/section_support/mod.rs"]
+mod section_support;
 
 use program_support::device::Runner;
 use program_support::evidence::check;
@@ -33,8 +37,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 const HELP: &str = "\
-Usage: random_programs [--count N | --seconds S] [--seed FIRST] [--jobs N] [--changes N] [--no-device]
-       random_programs --only SEED [--changes N] [--no-device]";
+Usage: random_programs [--count N | --seconds S] [--seed FIRST] [--jobs N] [--changes N] [--sections] [--no-device]
+       random_programs --only SEED [--changes N] [--sections] [--no-device]";
 
 /// How long a program may take on the device.
 const LIMIT: Duration = Duration::from_secs(180);
@@ -62,6 +66,8 @@ struct Options {
     /// Where that job begins, where it does not at its first program.
     from: Option<u64>,
     changes: usize,
+    /// Programs of kernels, instead of those of streams.
+    sections: bool,
     device: bool,
 }
 
@@ -81,12 +87,17 @@ fn options() -> Result<Options, String> {
         job: None,
         from: None,
         changes: 3,
+        sections: false,
         device: true,
     };
     let mut arguments = std::env::args().skip(1);
     while let Some(name) = arguments.next() {
         if name == "--no-device" {
             options.device = false;
+            continue;
+        }
+        if name == "--sections" {
+            options.sections = true;
             continue;
         }
         let value = arguments
@@ -194,6 +205,9 @@ fn follow_from(options: &Options, (job, from): (u64, u64), counts: &Mutex<Counts
     if !options.device {
         command.arg("--no-device");
     }
+    if options.sections {
+        command.arg("--sections");
+    }
     let command = command.stdin(Stdio::null()).stdout(Stdio::piped());
     let mut child = command.spawn().unwrap();
     let mut seed: Option<u64> = None;
@@ -237,7 +251,11 @@ fn work(options: &Options, job: u64) {
     while number < options.count && start.elapsed().as_secs() < options.seconds {
         let seed = options.first.wrapping_add(number);
         println!("{NEXT}{seed}");
-        let (class, mutant) = one(options, seed, &mut runner);
+        let (class, mutant) = if options.sections {
+            section(options, seed, &mut runner)
+        } else {
+            one(options, seed, &mut runner)
+        };
         println!("{}{class}", if mutant { MUTANT } else { PROGRAM });
         number += options.jobs;
     }
@@ -260,15 +278,36 @@ fn one(options: &Options, seed: u64, runner: &mut Runner) -> (String, bool) {
         Ok(shown.class)
     });
     let class = checked.unwrap_or_else(|how| {
-        let (world, streams, changes) = (sample.world, sample.streams, options.changes);
-        let said = format!(
-            "seed {seed} (--only {seed} --changes {changes}), {world} ranks, {streams} streams: {how}\n{}",
-            sample.text
-        );
-        for line in said.lines() {
-            println!("{WRONG}{line}");
-        }
-        DISAGREEMENT.to_owned()
+        let what = format!("{} ranks, {} streams", sample.world, sample.streams);
+        disagree(options, seed, &what, &how, &sample.text)
     });
     (class, sample.changes > 0)
+}
+
+/// The class of the kernels of one seed, and whether they are mutants.
+fn section(options: &Options, seed: u64, runner: &mut Runner) -> (String, bool) {
+    let Ok(sample) = section_support::sample::sample(seed, options.changes) else {
+        return ("refused by the parser".to_owned(), true);
+    };
+    let checked = section_support::evidence::check(&sample).and_then(|shown| {
+        if let (Some(outputs), true) = (&shown.outputs, options.device) {
+            section_support::device::run(runner, &sample, outputs)?;
+        }
+        Ok(shown.class)
+    });
+    let class = checked.unwrap_or_else(|how| {
+        let what = format!("--sections, {} ranks, {}", sample.world, sample.parameters);
+        disagree(options, seed, &what, &how, &sample.text)
+    });
+    (class, sample.changes > 0)
+}
+
+/// Says what disagrees, for a program of a seed.
+fn disagree(options: &Options, seed: u64, what: &str, how: &str, text: &str) -> String {
+    let changes = options.changes;
+    let said = format!("seed {seed} (--only {seed} --changes {changes}), {what}: {how}\n{text}");
+    for line in said.lines() {
+        println!("{WRONG}{line}");
+    }
+    DISAGREEMENT.to_owned()
 }

@@ -1,6 +1,7 @@
 //! Running accepted programs on the host device, eagerly and as graphs, under random delays. Ranks are
 //! threads that stay joined from one program to the next.
 
+use super::elements::{decode, encode};
 use super::evidence::Accepted;
 use super::interpreter::{RUNS, input};
 use super::sample::Sample;
@@ -14,8 +15,8 @@ use warplink::bootstrap::{JoinConfig, Rendezvous, UniqueId};
 use warplink::device::{AllocationKind, Delays, DeviceSlice, Priority, Stream};
 use warplink::p2p::Path;
 use warplink::program::ir::Role;
-use warplink::program::{Bindings, Executor, PrepareOptions, TensorInstance};
-use warplink::{Communicator, Config, DType, Deadline, DeviceKind, Error, ErrorKind, Result};
+use warplink::program::{Bindings, Executor, Parameters, PrepareOptions, Program, TensorInstance};
+use warplink::{Communicator, Config, Deadline, DeviceKind, Error, ErrorKind, Result};
 
 /// Longest random delay of an operation.
 const DELAY: Duration = Duration::from_micros(60);
@@ -43,9 +44,17 @@ struct Crew {
 }
 
 /// What ranks are to run.
-struct Order {
-    sample: Sample,
-    as_graph: bool,
+pub(crate) struct Order {
+    pub(crate) program: Program,
+    pub(crate) parameters: Parameters,
+    /// Streams of the pool.
+    pub(crate) streams: usize,
+    /// How many runs come first, one by one.
+    pub(crate) eager: usize,
+    /// How many come after them, as a graph.
+    pub(crate) captured: usize,
+    /// After how many runs the inputs are the first again.
+    pub(crate) inputs: usize,
 }
 
 impl Runner {
@@ -75,26 +84,48 @@ impl Runner {
         accepted: &Accepted,
     ) -> std::result::Result<(), String> {
         let world = sample.world;
+        let order = Order {
+            program: sample.program.clone(),
+            parameters: sample.parameters.clone(),
+            streams: sample.streams,
+            eager: RUNS,
+            captured: if accepted.as_graph { RUNS } else { 0 },
+            inputs: RUNS,
+        };
+        let outputs = self.perform(world, order)?;
+        let mut ranks = outputs.iter().enumerate();
+        let wrong = ranks.find_map(|(rank, own)| differs(rank, own, accepted, world));
+        wrong.map_or(Ok(()), |what| {
+            Err(format!("accepted, but on the device, {what}"))
+        })
+    }
+
+    /// Has ranks run a program; the outputs of each rank's runs.
+    ///
+    /// # Errors
+    /// What hangs or fails.
+    pub(crate) fn perform(
+        &mut self,
+        world: usize,
+        order: Order,
+    ) -> std::result::Result<Vec<Vec<Vec<f64>>>, String> {
         let (seed, limit, path) = (self.seed, self.limit, self.path);
         let crew = self
             .crews
             .entry(world)
             .or_insert_with(|| Crew::join(world, seed, limit, path));
-        let order = Arc::new(Order {
-            sample: sample.clone(),
-            as_graph: accepted.as_graph,
-        });
+        let order = Arc::new(order);
         for rank in &crew.orders {
             rank.send(Some(order.clone())).map_err(|e| e.to_string())?;
         }
+        let mut outputs = vec![Vec::new(); world];
         let mut wrong = None;
         for _ in 0..world {
             let (rank, ended) = crew.results.recv().map_err(|error| error.to_string())?;
-            let said = match ended {
-                Ok(outputs) => differs(rank, &outputs, accepted, world),
-                Err(error) => Some(format!("rank {rank}: {error}")),
-            };
-            wrong = wrong.or(said);
+            match ended {
+                Ok(own) => outputs[rank] = own,
+                Err(error) => wrong = wrong.or(Some(format!("rank {rank}: {error}"))),
+            }
         }
         crew.left -= 1;
         if crew.left == 0 || wrong.is_some() {
@@ -103,7 +134,7 @@ impl Runner {
                 crew.leave();
             }
         }
-        wrong.map_or(Ok(()), |what| {
+        wrong.map_or(Ok(outputs), |what| {
             Err(format!("accepted, but on the device, {what}"))
         })
     }
@@ -210,37 +241,35 @@ impl Rank<'_> {
 
     /// The outputs of all runs, eager ones first.
     fn run(&mut self, order: &Order) -> Result<Vec<Vec<f64>>> {
-        let sample = &order.sample;
         let options = PrepareOptions {
-            streams: sample.streams,
+            streams: order.streams,
             verify: false,
         };
         let prepared = self
             .executor
-            .prepare(&sample.program, &sample.parameters, options)?;
+            .prepare(&order.program, &order.parameters, options)?;
         let tensors = &prepared.rank_program().tensors;
         let outer = tensors
             .iter()
             .enumerate()
             .filter(|(_, t)| t.role != Role::Local);
         let outer: Vec<(usize, &TensorInstance)> = outer.collect();
+        let runs = order.eager + order.captured;
         let mut bindings = Bindings::new();
         // For each tensor, what is bound, and what is copied before or after each run.
         let mut slices: Vec<(DeviceSlice, Vec<DeviceSlice>)> = Vec::new();
         for &(tensor, instance) in &outer {
             let bytes = instance.bytes;
-            let first = slices.len() * (2 * RUNS + 1);
+            let first = slices.len() * (runs + 1);
             let bound = self.slice(bytes, first)?;
-            let others = (1..=2 * RUNS).map(|number| self.slice(bytes, first + number));
+            let others = (1..=runs).map(|number| self.slice(bytes, first + number));
             let others = others.collect::<Result<Vec<_>>>()?;
             if instance.role == Role::Input {
                 for (run, slice) in others.iter().enumerate() {
-                    let elements = bytes / DType::F32.size();
-                    let value = |at| input(run % RUNS, self.comm.rank(), tensor, at) as f32;
-                    let values: Vec<u8> = (0..elements)
-                        .map(value)
-                        .flat_map(f32::to_le_bytes)
-                        .collect();
+                    let elements = 0..bytes / instance.dtype.size();
+                    let value = |at| input(run % order.inputs, self.comm.rank(), tensor, at);
+                    let values: Vec<f64> = elements.map(value).collect();
+                    let values = encode(instance.dtype, &values);
                     self.comm.device().upload(slice, &values)?;
                 }
             }
@@ -263,9 +292,8 @@ impl Rank<'_> {
             }
             Ok(())
         };
-        let mut submissions = 1;
         let plan = prepared.bind(&bindings)?;
-        for number in 0..RUNS {
+        for number in 0..order.eager {
             run(number, &|stream| plan.run(stream))?;
         }
         if let Err(error) = self.stream.synchronize(Deadline::after(self.limit)) {
@@ -273,10 +301,9 @@ impl Rank<'_> {
             std::mem::forget(plan);
             return Err(error);
         }
-        if order.as_graph {
-            submissions = 2;
+        if order.captured > 0 {
             let captured = plan.capture()?;
-            for number in RUNS..2 * RUNS {
+            for number in order.eager..runs {
                 run(number, &|stream| captured.launch(stream))?;
             }
             if let Err(error) = self.stream.synchronize(Deadline::after(self.limit)) {
@@ -285,14 +312,13 @@ impl Rank<'_> {
             }
         }
         let mut all = Vec::new();
-        for number in 0..submissions * RUNS {
+        for number in 0..runs {
             let mut outputs = Vec::new();
             for ((_, instance), (_, others)) in outer.iter().zip(&slices) {
                 if instance.role == Role::Output {
                     let mut bytes = vec![0; instance.bytes];
                     self.comm.device().download(&others[number], &mut bytes)?;
-                    let floats = bytes.chunks_exact(4).map(|b| [b[0], b[1], b[2], b[3]]);
-                    outputs.extend(floats.map(|b| f64::from(f32::from_le_bytes(b))));
+                    outputs.extend(decode(instance.dtype, &bytes));
                 }
             }
             all.push(outputs);

@@ -4,6 +4,9 @@
 #![allow(dead_code, unused_imports)]
 
 pub(crate) mod device;
+#[path = "../common/elements.rs"]
+#[allow(unreachable_pub)]
+pub(crate) mod elements;
 pub(crate) mod evidence;
 pub(crate) mod interpreter;
 pub(crate) mod sample;

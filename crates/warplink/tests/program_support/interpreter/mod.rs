@@ -14,7 +14,7 @@ mod schedule;
 mod step;
 
 pub(crate) use memory::{Fault, input};
-pub(crate) use schedule::{Engine, Hold, Pick, Random, Schedule, Submission};
+pub(crate) use schedule::{Engine, Hold, Pick, Random, Schedule, Submission, mix};
 
 use memory::{Actor, Memory};
 use std::collections::{BTreeSet, HashMap, VecDeque};

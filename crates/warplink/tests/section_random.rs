@@ -1,0 +1,99 @@
+//! Random kernel sections: the verifier's word against what happens when their lanes take steps in random
+//! orders. `examples/random_programs.rs --sections` does the same for as long as one asks, and runs what is
+//! accepted.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+mod program_support;
+mod section_support;
+
+use program_support::device::Runner;
+use proptest::prelude::*;
+use section_support::device;
+use section_support::evidence::{Shown, check};
+use section_support::sample::{Sample, sample};
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+/// How many programs run on the host device, where each takes a while.
+const RUN: usize = 60;
+
+/// A sample that is accepted, and its outputs by run and rank.
+type Accepted = (Sample, Vec<Vec<f64>>);
+
+/// What disagrees, with all that it takes to see it again.
+fn said(seed: u64, sample: &Sample, how: &str) -> String {
+    let Sample {
+        world,
+        parameters,
+        text,
+        ..
+    } = sample;
+    format!("seed {seed}, {world} ranks, {parameters}: {how}\n{text}")
+}
+
+/// What shows that the verdict on the sample of `seed` is right, and what it gives if it is accepted.
+fn shown(seed: u64) -> Result<(String, Option<Accepted>), String> {
+    let Ok(sample) = sample(seed, 2) else {
+        return Ok(("no program".to_owned(), None));
+    };
+    let Shown { class, outputs } = check(&sample).map_err(|how| said(seed, &sample, &how))?;
+    let class = if sample.changes == 0 {
+        format!("unchanged, {class}")
+    } else {
+        class
+    };
+    Ok((class, outputs.map(|outputs| (sample, outputs))))
+}
+
+/// `WARPLINK_SEEDS` asks for more seeds than a test run needs.
+#[test]
+fn what_happens_is_what_the_verifier_says_of_kernels() {
+    let seeds = std::env::var("WARPLINK_SEEDS")
+        .ok()
+        .and_then(|text| text.parse().ok());
+    let mut classes: BTreeMap<String, usize> = BTreeMap::new();
+    let (mut wrong, mut ran) = (Vec::new(), 0);
+    let mut runner = Runner::new(1, Duration::from_secs(60));
+    for seed in 0..seeds.unwrap_or(400) {
+        let (class, accepted) = match shown(seed) {
+            Ok(shown) => shown,
+            Err(how) => {
+                wrong.push(how);
+                continue;
+            }
+        };
+        *classes.entry(class).or_default() += 1;
+        if let Some((sample, outputs)) = accepted.filter(|_| ran < RUN) {
+            ran += 1;
+            if let Err(how) = device::run(&mut runner, &sample, &outputs) {
+                wrong.push(said(seed, &sample, &how));
+            }
+        }
+    }
+    println!("{classes:#?}");
+    let all = wrong.join("\n");
+    assert!(wrong.is_empty(), "{} disagree:\n{all}", wrong.len());
+    for class in [
+        "unchanged, accepted",
+        "accepted",
+        "refused, deadlock",
+        "refused, lost-signal",
+        "refused, race: wrong values",
+        "refused, race: another order of accesses",
+        "refused, unwritten-output",
+        "refused, rule: out-of-bounds",
+    ] {
+        let count = classes.get(class).copied().unwrap_or(0);
+        assert!(count > 2, "only {count} of '{class}'");
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(64) })]
+    #[test]
+    fn what_happens_is_what_the_verifier_says_of_kernels_of_any_seed(seed in any::<u64>()) {
+        let shown = shown(seed);
+        prop_assert!(shown.is_ok(), "{}", shown.unwrap_err());
+    }
+}

@@ -1,0 +1,295 @@
+//! Whether the verifier's word on kernels is what happens: of an accepted program, that every order gives the
+//! same; of a refused one, that it hangs, that an order of accesses is left open, or that a rule is broken.
+
+use super::play::{Fault, Hold, Outcome, Schedule, StepId};
+use super::sample::Sample;
+use super::stage::Stage;
+use crate::program_support::elements::encode;
+use crate::program_support::interpreter::{Random, input};
+use warplink::program::evaluate::Evaluator;
+use warplink::program::ir::Role;
+use warplink::program::{
+    Diagnostic, DiagnosticKind, RankProgram, TensorId, TensorInstance, unroll, verify,
+};
+
+/// How many orders of an accepted program are played.
+const ORDERS: u64 = 12;
+
+/// How many random orders are tried where those that the diagnostic suggests show nothing.
+const TRIES: u64 = 300;
+
+/// How many runs are played: more than the longest period of a sample, and what ranks may be ahead.
+pub(crate) const RUNS: usize = 6;
+
+/// A verdict that is right.
+#[derive(Clone, Debug)]
+pub(crate) struct Shown {
+    /// The verdict and what shows it, for counting.
+    pub(crate) class: String,
+    /// The outputs of an accepted program, by run and rank.
+    pub(crate) outputs: Option<Vec<Vec<f64>>>,
+}
+
+/// Shows that the verdict on `sample` is right.
+///
+/// # Errors
+/// How the verdict and what happens disagree.
+pub(crate) fn check(sample: &Sample) -> Result<Shown, String> {
+    let (program, world, parameters) = (&sample.program, sample.world, &sample.parameters);
+    let verdict = verify(program, world, 1, parameters);
+    let refused = |class: String| Shown {
+        class,
+        outputs: None,
+    };
+    let unrolled: Result<Vec<RankProgram>, _> = (0..world)
+        .map(|rank| unroll(program, rank, world, 1, parameters))
+        .collect();
+    let ranks = match (unrolled, &verdict) {
+        (Ok(ranks), _) => ranks,
+        (Err(_), Err(diagnostics)) => {
+            return Ok(refused(format!("refused, rule: {}", diagnostics[0].kind)));
+        }
+        (Err(error), Ok(_)) => return Err(format!("accepted, but not unrolled: {error}")),
+    };
+    let stage = match (Stage::new(&ranks, RUNS), &verdict) {
+        (Ok(stage), _) => stage,
+        (Err(diagnostic), Err(_)) => {
+            return Ok(refused(format!("refused, rule: {}", diagnostic.kind)));
+        }
+        (Err(diagnostic), Ok(_)) => return Err(format!("accepted, but {diagnostic}")),
+    };
+    let case = Case {
+        ranks: &ranks,
+        stage: &stage,
+    };
+    match verdict {
+        Ok(_) => {
+            let outputs = case.runs()?;
+            evaluates(sample, &outputs)?;
+            Ok(Shown {
+                class: "accepted".to_owned(),
+                outputs: Some(outputs),
+            })
+        }
+        Err(diagnostics) => {
+            let mut class = String::new();
+            // The first is what the others may follow from.
+            for diagnostic in diagnostics.iter().take(3) {
+                let how = case
+                    .shows(diagnostic)
+                    .map_err(|how| format!("{diagnostic}: {how}"))?;
+                if class.is_empty() {
+                    class = format!("refused, {how}");
+                }
+            }
+            Ok(refused(class))
+        }
+    }
+}
+
+/// Compares the first run's outputs with what the library's evaluation of the program gives.
+fn evaluates(sample: &Sample, outputs: &[Vec<f64>]) -> Result<(), String> {
+    let evaluator = Evaluator::new(&sample.program, sample.world, 1, &sample.parameters)
+        .map_err(|error| format!("accepted, but not evaluated: {error}"))?;
+    let bytes = |rank: usize, id: TensorId, tensor: &TensorInstance| -> Vec<u8> {
+        let count = tensor.bytes / tensor.dtype.size();
+        let values: Vec<f64> = (0..count).map(|at| input(0, rank, id, at)).collect();
+        encode(tensor.dtype, &values)
+    };
+    let values = evaluator.run(bytes).map_err(|error| error.to_string())?;
+    for (rank, program) in evaluator.ranks().iter().enumerate() {
+        let mut rest = &outputs[rank][..];
+        for (id, tensor) in program.tensors.iter().enumerate() {
+            if tensor.role != Role::Output {
+                continue;
+            }
+            let (own, others) = rest.split_at(tensor.bytes / tensor.dtype.size());
+            rest = others;
+            let found = encode(tensor.dtype, own);
+            let compared = values.compare(rank, id, &found);
+            let compared = compared.map_err(|error| error.to_string())?;
+            if !compared.is_right() {
+                let name = &tensor.name;
+                return Err(format!(
+                    "evaluated to another '{name}' of rank {rank}: {compared}"
+                ));
+            }
+        }
+    }
+    Ok(())
+}
+
+struct Case<'a> {
+    ranks: &'a [RankProgram],
+    stage: &'a Stage<'a>,
+}
+
+impl Case<'_> {
+    /// Plays an accepted program in several orders, which must not matter; its outputs.
+    fn runs(&self) -> Result<Vec<Vec<f64>>, String> {
+        let mut first: Option<Outcome> = None;
+        for seed in 0..ORDERS {
+            let schedule = Schedule::new(seed).holding(self.some_holds(seed));
+            let outcome = self.stage.play(&schedule);
+            let wrong = |what: &str| Err(format!("accepted, but {what}: {schedule:?}"));
+            if outcome.stuck {
+                return wrong("hangs");
+            }
+            if outcome.left_over {
+                return wrong("leaves signals");
+            }
+            if let Some(fault) = outcome.faults.first() {
+                return wrong(&format!("{fault:?}"));
+            }
+            match &first {
+                None => first = Some(outcome),
+                Some(first) if first.outputs != outcome.outputs => {
+                    return wrong("gives other values");
+                }
+                Some(first) if first.order != outcome.order => return wrong("is a race"),
+                Some(_) => {}
+            }
+        }
+        Ok(first.unwrap().outputs)
+    }
+
+    /// Some steps, launches or ranks to hold back.
+    fn some_holds(&self, seed: u64) -> Vec<Hold> {
+        let mut random = Random::new(seed ^ 0x901d);
+        let mut holds = Vec::new();
+        for _ in 0..random.below(4) {
+            let rank = random.below(self.ranks.len());
+            let launch = random.below(self.stage.launches.len());
+            let lanes = &self.stage.launches[launch][rank];
+            let lane = random.below(lanes.len());
+            let id = StepId {
+                rank,
+                launch,
+                lane,
+                step: random.below(lanes[lane].len()),
+            };
+            holds.push(match random.below(5) {
+                0 => Hold::Launch(rank),
+                1 => Hold::Rank(rank),
+                2 => Hold::Step(id),
+                _ => Hold::Stores(id),
+            });
+        }
+        holds
+    }
+
+    /// Shows that a diagnostic is right; how.
+    fn shows(&self, diagnostic: &Diagnostic) -> Result<String, String> {
+        use DiagnosticKind as Kind;
+        match diagnostic.kind {
+            Kind::Deadlock => {
+                let ends = (0..ORDERS).find(|seed| !self.stage.play(&Schedule::new(*seed)).stuck);
+                match ends {
+                    None => Ok("deadlock".to_owned()),
+                    Some(seed) => Err(format!("order {seed} ends")),
+                }
+            }
+            Kind::Race => match self.race(diagnostic) {
+                // No order may show it where nobody reads them, or where both say the same.
+                Err(_) if self.stage.stores_packets_twice() => {
+                    Ok("rule: packets stored twice in a launch".to_owned())
+                }
+                shown => shown,
+            },
+            Kind::LostSignal => self.some_order(diagnostic, |outcome| outcome.left_over),
+            Kind::UnwrittenRead => self.fault(diagnostic, |fault| {
+                matches!(fault, Fault::UnwrittenRead { .. })
+            }),
+            Kind::UnwrittenOutput => self.fault(diagnostic, |fault| {
+                matches!(fault, Fault::UnwrittenOutput { .. })
+            }),
+            Kind::InputWritten => self.fault(diagnostic, |fault| {
+                matches!(fault, Fault::InputWritten { .. })
+            }),
+            Kind::Malformed if self.stage.is_unsteady() => {
+                Ok("rule: accesses that depend on the epoch".to_owned())
+            }
+            kind => Err(format!("no rule of kernels is {kind}")),
+        }
+    }
+
+    fn fault(
+        &self,
+        diagnostic: &Diagnostic,
+        is: impl Fn(&Fault) -> bool,
+    ) -> Result<String, String> {
+        self.some_order(diagnostic, |outcome| outcome.faults.iter().any(&is))
+    }
+
+    fn some_order(
+        &self,
+        diagnostic: &Diagnostic,
+        is: impl Fn(&Outcome) -> bool,
+    ) -> Result<String, String> {
+        for schedule in self.orders(diagnostic) {
+            if is(&self.stage.play(&schedule)) {
+                return Ok(diagnostic.kind.to_string());
+            }
+        }
+        Err("no order shows it".to_owned())
+    }
+
+    /// Orders that are likely to show a diagnostic, and then random ones.
+    fn orders(&self, diagnostic: &Diagnostic) -> impl Iterator<Item = Schedule> {
+        let mut held: Vec<Vec<Hold>> = Vec::new();
+        for place in &diagnostic.places {
+            let launch = place.site.indices.iter().rev();
+            let launch = launch.clone().find(|(name, _)| &**name == "launch");
+            let launch = launch.map_or(0, |(_, launch)| *launch as usize);
+            let steps: Vec<StepId> = self
+                .stage
+                .steps_at(launch, place.rank, &place.site)
+                .into_iter()
+                .map(|(lane, step)| StepId {
+                    rank: place.rank,
+                    launch,
+                    lane,
+                    step,
+                })
+                .collect();
+            held.push(steps.iter().copied().map(Hold::Stores).collect());
+            held.push(steps.iter().copied().map(Hold::Step).collect());
+        }
+        held.extend((0..self.ranks.len()).map(|rank| vec![Hold::Launch(rank)]));
+        held.extend((0..self.ranks.len()).map(|rank| vec![Hold::Rank(rank)]));
+        let directed = held.into_iter().flat_map(|holds| {
+            (0..4).map(move |seed| Schedule::new(seed).holding(holds.iter().copied()))
+        });
+        let random = (0..TRIES).map(|seed| Schedule::new(seed).holding(self.some_holds(seed)));
+        directed.chain(random)
+    }
+
+    /// Two orders that differ in their accesses to the same memory, or in their end.
+    fn race(&self, diagnostic: &Diagnostic) -> Result<String, String> {
+        let mut first: Option<Outcome> = None;
+        let mut shown = None;
+        for (tried, schedule) in self.orders(diagnostic).enumerate() {
+            let outcome = self.stage.play(&schedule);
+            let Some(first) = &first else {
+                first = Some(outcome);
+                continue;
+            };
+            let same = |a: &f64, b: &f64| a == b || (a.is_nan() && b.is_nan());
+            let mut values = first.outputs.iter().flatten();
+            let mut others = outcome.outputs.iter().flatten();
+            if first.stuck != outcome.stuck {
+                return Ok("race: hangs".to_owned());
+            }
+            if !first.stuck && !values.all(|a| others.next().is_some_and(|b| same(a, b))) {
+                return Ok("race: wrong values".to_owned());
+            }
+            if first.order != outcome.order {
+                shown = Some("race: another order of accesses".to_owned());
+            }
+            if shown.is_some() && tried >= 24 {
+                break;
+            }
+        }
+        shown.ok_or_else(|| "every order gives the same".to_owned())
+    }
+}

@@ -1,0 +1,235 @@
+//! Memory of all ranks as numbers, each with the order of its accesses.
+
+use super::stage::{Operand, packet};
+use crate::program_support::interpreter::{input, mix};
+use std::collections::BTreeSet;
+use warplink::DType;
+use warplink::program::RankProgram;
+use warplink::program::ir::Role;
+
+/// What is wrong with an access, whatever its value.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Fault {
+    /// Memory is read that nothing wrote, in this run or, of scratch, ever.
+    UnwrittenRead { rank: usize, memory: usize },
+    /// An output has a part that nothing wrote.
+    UnwrittenOutput { rank: usize, memory: usize },
+    /// An input is written.
+    InputWritten { rank: usize, memory: usize },
+}
+
+pub(super) struct Memory {
+    /// For each rank, its tensors and then its scratch.
+    all: Vec<Vec<Content>>,
+    inputs: Vec<Vec<bool>>,
+    /// The sum of what stands for each read.
+    reads: u64,
+    pub(super) faults: BTreeSet<Fault>,
+}
+
+struct Content {
+    /// Elements in a packet; 0 of plain memory.
+    packet: usize,
+    cells: Vec<Cell>,
+}
+
+/// An element, or a packet.
+#[derive(Clone, Default)]
+struct Cell {
+    values: Vec<f64>,
+    /// The launch that stored the packet, counted from 1.
+    flag: u64,
+    /// Stands for all writes so far, in their order.
+    history: u64,
+    written: bool,
+    /// What stands for a use by its rank's stream that other ranks need not see yet; 0 for none.
+    touched: u64,
+}
+
+impl Memory {
+    pub(super) fn new(ranks: &[RankProgram]) -> Self {
+        let contents = |program: &RankProgram| {
+            let tensors = program.tensors.iter().map(|tensor| Content {
+                packet: 0,
+                cells: vec![Cell::of(1, f64::NAN); tensor.bytes / tensor.dtype.size()],
+            });
+            let scratch = program.scratch.iter().enumerate().map(|(id, scratch)| {
+                let elements = scratch.shape[0] * scratch.strides[0];
+                let packets = scratch.packing.is_packets();
+                let length = if packets { packet(program, id) } else { 1 };
+                Content {
+                    packet: if packets { length } else { 0 },
+                    cells: vec![Cell::of(length, 0.0); elements.div_ceil(length)],
+                }
+            });
+            tensors.chain(scratch).collect()
+        };
+        let inputs = |program: &RankProgram| {
+            let tensors = program.tensors.iter().map(|t| t.role == Role::Input);
+            tensors
+                .chain(program.scratch.iter().map(|_| false))
+                .collect()
+        };
+        Self {
+            all: ranks.iter().map(contents).collect(),
+            inputs: ranks.iter().map(inputs).collect(),
+            reads: 0,
+            faults: BTreeSet::new(),
+        }
+    }
+
+    /// The cell that holds an element, and its place in it.
+    pub(super) fn cell(&self, of: &Operand, element: usize) -> (usize, usize) {
+        let length = self.all[of.rank][of.memory].packet.max(1);
+        let index = of.from + element;
+        (index / length, index % length)
+    }
+
+    /// How many elements a packet there holds; 0 where memory is plain.
+    pub(super) fn packet(&self, of: &Operand) -> usize {
+        self.all[of.rank][of.memory].packet
+    }
+
+    /// The flag of a packet.
+    pub(super) fn flag(&self, of: &Operand, cell: usize) -> u64 {
+        self.all[of.rank][of.memory].cells[cell].flag
+    }
+
+    /// The value of an element, for `by`, which is of rank `from`.
+    pub(super) fn load(&mut self, (by, from): (u64, usize), of: &Operand, element: usize) -> f64 {
+        let (cell, within) = self.cell(of, element);
+        let content = &mut self.all[of.rank][of.memory].cells[cell];
+        content.settle_for(from == of.rank);
+        if !content.written {
+            let (rank, memory) = (of.rank, of.memory);
+            self.faults.insert(Fault::UnwrittenRead { rank, memory });
+        }
+        let place = mix(((of.rank << 40) | (of.memory << 20) | cell) as u64);
+        let read = mix(by ^ place ^ mix(content.history));
+        self.reads = self.reads.wrapping_add(read);
+        content.values[within]
+    }
+
+    /// Stores into a cell, for `by`, which is of rank `from`: an element, or a packet with its flag.
+    pub(super) fn store(
+        &mut self,
+        (by, from): (u64, usize),
+        of: &Operand,
+        cell: usize,
+        (flag, values): (u64, &[f64]),
+    ) {
+        if self.inputs[of.rank][of.memory] {
+            let (rank, memory) = (of.rank, of.memory);
+            self.faults.insert(Fault::InputWritten { rank, memory });
+        }
+        let cell = &mut self.all[of.rank][of.memory].cells[cell];
+        cell.settle_for(from == of.rank);
+        cell.values.fill(0.0);
+        cell.values[..values.len()].copy_from_slice(values);
+        (cell.flag, cell.written) = (flag, true);
+        cell.history = mix(cell.history ^ by);
+    }
+
+    /// Stands for the order of all accesses to the same cells.
+    pub(super) fn order(&self) -> u64 {
+        let mut order = self.reads;
+        for (place, content) in self.all.iter().flatten().enumerate() {
+            for (number, cell) in content.cells.iter().enumerate() {
+                let place = mix(((place << 20) | number) as u64);
+                order = order.wrapping_add(mix(cell.history ^ place));
+            }
+        }
+        order
+    }
+
+    /// Before and after each launch, the stream may use all tensors. Other ranks see that it did when the rank
+    /// signals, and not before.
+    pub(super) fn touch(&mut self, program: &RankProgram, launch: usize) {
+        let by = caller(program.rank, launch);
+        for content in &mut self.all[program.rank][..program.tensors.len()] {
+            for cell in &mut content.cells {
+                cell.settle_for(true);
+                cell.touched = by;
+            }
+        }
+    }
+
+    /// All ranks see what a rank's stream did.
+    pub(super) fn settle(&mut self, rank: usize) {
+        let contents = self.all[rank].iter_mut();
+        contents.for_each(|content| content.cells.iter_mut().for_each(|c| c.settle_for(true)));
+    }
+
+    /// The outputs of a run, whose end this is.
+    pub(super) fn take_outputs(&mut self, program: &RankProgram, launch: usize) -> Vec<f64> {
+        let (rank, by) = (program.rank, caller(program.rank, launch));
+        let mut outputs = Vec::new();
+        for (memory, tensor) in program.tensors.iter().enumerate() {
+            if tensor.role != Role::Output {
+                continue;
+            }
+            let whole = Operand {
+                rank,
+                memory,
+                from: 0,
+            };
+            for element in 0..self.all[rank][memory].cells.len() {
+                if self.all[rank][memory].cells[element].written {
+                    outputs.push(self.load((by, rank), &whole, element));
+                } else {
+                    self.faults.insert(Fault::UnwrittenOutput { rank, memory });
+                    outputs.push(f64::NAN);
+                }
+            }
+        }
+        outputs
+    }
+
+    /// Sets the inputs of a run and spoils all other tensors.
+    pub(super) fn prepare(&mut self, program: &RankProgram, run: usize) {
+        let rank = program.rank;
+        for (memory, tensor) in program.tensors.iter().enumerate() {
+            let is_input = tensor.role == Role::Input;
+            for (element, cell) in self.all[rank][memory].cells.iter_mut().enumerate() {
+                cell.values[0] = if is_input {
+                    input(run, rank, memory, element)
+                } else {
+                    f64::NAN
+                };
+                cell.written = is_input;
+            }
+        }
+    }
+}
+
+impl Cell {
+    fn settle_for(&mut self, sees: bool) {
+        if sees && self.touched != 0 {
+            self.history = mix(self.history ^ self.touched);
+            self.touched = 0;
+        }
+    }
+
+    fn of(length: usize, value: f64) -> Self {
+        Self {
+            values: vec![value; length],
+            ..Self::default()
+        }
+    }
+}
+
+fn caller(rank: usize, launch: usize) -> u64 {
+    mix(!(((rank as u64) << 16) | launch as u64))
+}
+
+/// A value as an element of a type holds it.
+pub(super) fn rounded(dtype: DType, value: f64) -> f64 {
+    match dtype {
+        DType::BF16 => half::bf16::from_f32(value as f32).to_f64(),
+        DType::F16 => half::f16::from_f32(value as f32).to_f64(),
+        DType::F32 => f64::from(value as f32),
+        DType::I32 => f64::from(value as i64 as i32),
+        DType::U8 => f64::from(value as i64 as u8),
+        _ => value,
+    }
+}

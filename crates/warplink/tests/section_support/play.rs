@@ -1,0 +1,524 @@
+//! An order of the steps of all lanes.
+//!
+//! It shares nothing with the verifier. Lanes take one small step at a time, and a [`Schedule`] says which
+//! is next. What a lane stores is on its way for a while: it lands in any order, but the stores of a lane to
+//! one place in theirs, and all of a lane's stores before its next signal. What it loads may be loaded early,
+//! down to its last wait, and what a rank's stream did may be seen by others as late as a signal, since packets
+//! order nothing else. The elements of a step are moved in any order, a
+//! packet as a whole. Between launches, the caller's stream takes the outputs, sets other inputs
+//! and spoils the rest.
+//!
+//! Every cell of memory remembers the order of its writes, and every read the writes before it. Two plays
+//! whose [`Outcome::order`] differs are a race, whether or not a value shows it.
+
+use super::memory::{Memory, rounded};
+use super::stage::{Act, Movement, Operand, Stage};
+use crate::program_support::interpreter::{Pick, Random, mix};
+use std::collections::{BTreeSet, HashMap, HashSet};
+use warplink::device::ReduceOp;
+
+pub(crate) use super::memory::Fault;
+
+/// How a play ended.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Outcome {
+    /// Nobody could take a step, and not everybody was done.
+    pub(crate) stuck: bool,
+    /// The outputs of each run and rank.
+    pub(crate) outputs: Vec<Vec<f64>>,
+    /// Stands for the order of all accesses to the same cells.
+    pub(crate) order: u64,
+    /// What is wrong whatever the values are.
+    pub(crate) faults: BTreeSet<Fault>,
+    /// Whether there are signals that nobody waited for.
+    pub(crate) left_over: bool,
+}
+
+/// What is done last: only where nobody else can take a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Hold {
+    /// A step.
+    Step(StepId),
+    /// What a step stored lands last.
+    Stores(StepId),
+    /// A rank goes on to its next launch last.
+    Launch(usize),
+    /// Everything of a rank.
+    Rank(usize),
+}
+
+/// A step of a lane in a launch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct StepId {
+    pub(crate) rank: usize,
+    pub(crate) launch: usize,
+    pub(crate) lane: usize,
+    pub(crate) step: usize,
+}
+
+/// When what is stored lands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Landing {
+    /// Before any lane goes on.
+    Soon,
+    /// At any time.
+    Any,
+    /// When no lane can go on otherwise.
+    Late,
+}
+
+/// An order of steps.
+#[derive(Clone, Debug)]
+pub(crate) struct Schedule {
+    pub(crate) pick: Pick,
+    pub(crate) landing: Landing,
+    /// Whether plain memory is loaded as early as it may be.
+    pub(crate) early: bool,
+    pub(crate) held: Vec<Hold>,
+    pub(crate) seed: u64,
+}
+
+impl Schedule {
+    pub(crate) fn new(seed: u64) -> Self {
+        Self {
+            pick: [Pick::Uniform, Pick::Priorities][(seed % 2) as usize],
+            landing: [Landing::Late, Landing::Any, Landing::Soon][(seed % 3) as usize],
+            early: seed % 4 == 3,
+            held: Vec::new(),
+            seed,
+        }
+    }
+
+    pub(crate) fn holding(mut self, held: impl IntoIterator<Item = Hold>) -> Self {
+        self.held.extend(held);
+        self
+    }
+}
+
+/// Who may take a step.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Agent {
+    Lane(usize, usize),
+    Landing(usize, usize),
+    Stream(usize),
+}
+
+/// What is on its way.
+struct Store {
+    step: StepId,
+    what: Stored,
+}
+
+enum Stored {
+    Cell {
+        by: u64,
+        place: Operand,
+        cell: usize,
+        flag: u64,
+        values: Vec<f64>,
+    },
+    Signal {
+        to: usize,
+    },
+}
+
+#[derive(Default)]
+struct Lane {
+    next: usize,
+    /// The units of the step at hand that are not moved; none before it begins.
+    units: Option<Vec<usize>>,
+    stores: Vec<Store>,
+    /// What was loaded early, by step, source and element.
+    early: HashMap<(usize, usize, usize), f64>,
+}
+
+struct Play<'a> {
+    stage: &'a Stage<'a>,
+    schedule: &'a Schedule,
+    random: Random,
+    memory: Memory,
+    /// For each rank, lane and sender: signals that came, and how many were waited for.
+    words: HashMap<(usize, usize, usize), (u64, u64)>,
+    lanes: Vec<Vec<Lane>>,
+    /// The launch that each rank is at; none before its stream has come to the first.
+    launch: Vec<Option<usize>>,
+    outputs: Vec<Vec<f64>>,
+    turns: u64,
+}
+
+impl Stage<'_> {
+    pub(crate) fn play(&self, schedule: &Schedule) -> Outcome {
+        let world = self.ranks.len();
+        let mut play = Play {
+            stage: self,
+            schedule,
+            random: Random::new(mix(schedule.seed ^ 0x5ec7)),
+            memory: Memory::new(self.ranks),
+            words: HashMap::new(),
+            lanes: (0..world).map(|_| Vec::new()).collect(),
+            launch: vec![None; world],
+            outputs: vec![Vec::new(); self.launches.len() / self.kernels * world],
+            turns: 0,
+        };
+        while play.turn(false) || play.turn(true) {}
+        (0..world).for_each(|rank| play.memory.settle(rank));
+        let mut words = play.words.values();
+        Outcome {
+            stuck: play
+                .launch
+                .iter()
+                .any(|at| *at != Some(self.launches.len())),
+            left_over: words.any(|(came, awaited)| came > awaited),
+            order: play.memory.order(),
+            outputs: play.outputs,
+            faults: play.memory.faults,
+        }
+    }
+}
+
+impl Play<'_> {
+    /// Somebody takes a step; `false` where nobody can.
+    fn turn(&mut self, held_too: bool) -> bool {
+        self.turns += 1;
+        let mut agents = Vec::new();
+        for (rank, lanes) in self.lanes.iter().enumerate() {
+            if self.launch[rank] != Some(self.stage.launches.len()) {
+                agents.push(Agent::Stream(rank));
+                for lane in 0..lanes.len() {
+                    agents.extend([Agent::Lane(rank, lane), Agent::Landing(rank, lane)]);
+                }
+            }
+        }
+        match self.schedule.pick {
+            Pick::Uniform => self.random.shuffle(&mut agents),
+            Pick::Priorities => {
+                // For a while the same come first.
+                let now = mix(self.schedule.seed ^ (self.turns >> 7));
+                agents.sort_by_key(|agent| mix(now ^ agent.number()));
+            }
+        }
+        let lands = |agent: &Agent| matches!(agent, Agent::Landing(..));
+        match self.schedule.landing {
+            Landing::Soon => agents.sort_by_key(|agent| !lands(agent)),
+            Landing::Late => agents.sort_by_key(lands),
+            Landing::Any => {}
+        }
+        agents.into_iter().any(|agent| self.act(agent, held_too))
+    }
+
+    fn is_held(&self, hold: Hold, held_too: bool) -> bool {
+        !held_too && self.schedule.held.contains(&hold)
+    }
+
+    fn act(&mut self, agent: Agent, held_too: bool) -> bool {
+        let (Agent::Lane(rank, _) | Agent::Landing(rank, _) | Agent::Stream(rank)) = agent;
+        if self.is_held(Hold::Rank(rank), held_too) {
+            return false;
+        }
+        match agent {
+            Agent::Stream(_) => {
+                !self.is_held(Hold::Launch(rank), held_too) && self.next_launch(rank)
+            }
+            Agent::Landing(_, lane) => self.land_some(rank, lane, held_too),
+            Agent::Lane(_, lane) => self.step(rank, lane, held_too),
+        }
+    }
+
+    /// Ends a launch whose lanes are done, and starts the next one.
+    fn next_launch(&mut self, rank: usize) -> bool {
+        let stage = self.stage;
+        let program = &stage.ranks[rank];
+        let ended = self.launch[rank];
+        if let Some(launch) = ended {
+            let steps = &stage.launches[launch][rank];
+            let mut lanes = self.lanes[rank].iter().zip(steps);
+            if !lanes.all(|(lane, steps)| lane.next == steps.len() && lane.stores.is_empty()) {
+                return false;
+            }
+            if (launch + 1).is_multiple_of(stage.kernels) {
+                let place = launch / stage.kernels * stage.ranks.len() + rank;
+                self.outputs[place] = self.memory.take_outputs(program, launch);
+            }
+        }
+        let next = ended.map_or(0, |launch| launch + 1);
+        if next.is_multiple_of(stage.kernels) {
+            self.memory.prepare(program, next / stage.kernels);
+        }
+        self.memory.touch(program, next);
+        if self.schedule.landing != Landing::Late {
+            self.memory.settle(rank);
+        }
+        self.launch[rank] = Some(next);
+        let lanes = stage.launches.get(next).map_or(0, |all| all[rank].len());
+        self.lanes[rank] = (0..lanes).map(|_| Lane::default()).collect();
+        for lane in 0..lanes {
+            self.load_early(rank, next, lane);
+        }
+        true
+    }
+
+    /// Lets some of a lane's stores land.
+    fn land_some(&mut self, rank: usize, lane: usize, held_too: bool) -> bool {
+        let wanted = 1 + self.random.below(12);
+        let mut landed = 0;
+        while landed < wanted && self.land_one(rank, lane, held_too) {
+            landed += 1;
+        }
+        landed > 0
+    }
+
+    fn land_one(&mut self, rank: usize, lane: usize, held_too: bool) -> bool {
+        let count = self.lanes[rank][lane].stores.len();
+        let first = self.random.below(count);
+        let mut places = (first..count).chain(0..first);
+        let Some(place) = places.find(|place| self.may_land(rank, lane, *place, held_too)) else {
+            return false;
+        };
+        self.land(rank, lane, place);
+        true
+    }
+
+    fn may_land(&self, rank: usize, lane: usize, place: usize, held_too: bool) -> bool {
+        let stores = &self.lanes[rank][lane].stores;
+        if self.is_held(Hold::Stores(stores[place].step), held_too) {
+            return false;
+        }
+        match &stores[place].what {
+            Stored::Signal { .. } => place == 0,
+            Stored::Cell {
+                place: of, cell, ..
+            } => !stores[..place].iter().any(|other| other.is_at(of, *cell)),
+        }
+    }
+
+    fn land(&mut self, rank: usize, lane: usize, place: usize) {
+        let store = self.lanes[rank][lane].stores.remove(place);
+        match store.what {
+            Stored::Signal { to } => {
+                self.memory.settle(rank);
+                self.words.entry((to, lane, rank)).or_default().0 += 1;
+            }
+            Stored::Cell {
+                by,
+                place,
+                cell,
+                flag,
+                values,
+            } => self.memory.store((by, rank), &place, cell, (flag, &values)),
+        }
+    }
+
+    /// The next step of a lane, or some of it.
+    fn step(&mut self, rank: usize, lane: usize, held_too: bool) -> bool {
+        let (stage, Some(launch)) = (self.stage, self.launch[rank]) else {
+            return false;
+        };
+        let id = StepId {
+            rank,
+            launch,
+            lane,
+            step: self.lanes[rank][lane].next,
+        };
+        let Some(act) = stage.launches[launch][rank][lane].get(id.step) else {
+            return false;
+        };
+        if self.is_held(Hold::Step(id), held_too) {
+            return false;
+        }
+        match act {
+            Act::Signal(to) => {
+                let what = Stored::Signal { to: *to };
+                self.lanes[rank][lane].stores.push(Store { step: id, what });
+            }
+            Act::Wait(from) => {
+                let word = self.words.entry((rank, lane, *from)).or_default();
+                if word.0 <= word.1 {
+                    return false;
+                }
+                word.1 += 1;
+            }
+            Act::Move(it) => {
+                let units = self.lanes[rank][lane].units.take();
+                let mut units = units.unwrap_or_else(|| {
+                    let mut all: Vec<usize> = (0..it.elements.div_ceil(it.unit)).collect();
+                    self.random.shuffle(&mut all);
+                    all
+                });
+                let (before, at_once) = (units.len(), 1 + self.random.below(units.len()));
+                let mut place = 0;
+                while place < units.len() && before - units.len() < at_once {
+                    if self.unit(id, it, units[place]) {
+                        units.remove(place);
+                    } else {
+                        place += 1;
+                    }
+                }
+                let (moved, left) = (units.len() < before, !units.is_empty());
+                self.lanes[rank][lane].units = Some(units).filter(|_| left);
+                if left {
+                    return moved;
+                }
+            }
+        }
+        self.lanes[rank][lane].next += 1;
+        if matches!(act, Act::Wait(_)) {
+            self.load_early(rank, launch, lane);
+        }
+        true
+    }
+
+    /// Loads what a lane loads before its next wait, but what it stores itself before that.
+    fn load_early(&mut self, rank: usize, launch: usize, lane: usize) {
+        if !self.schedule.early {
+            return;
+        }
+        let stage = self.stage;
+        let mut stored = HashSet::new();
+        let first = self.lanes[rank][lane].next;
+        for (step, act) in stage.launches[launch][rank][lane]
+            .iter()
+            .enumerate()
+            .skip(first)
+        {
+            let it = match act {
+                Act::Signal(_) => continue,
+                Act::Wait(_) => break,
+                Act::Move(it) => it,
+            };
+            let id = StepId {
+                rank,
+                launch,
+                lane,
+                step,
+            };
+            let place = |play: &Self, of: &Operand, element: usize| {
+                (of.rank, of.memory, play.memory.cell(of, element).0)
+            };
+            for (number, source) in it.sources.iter().enumerate() {
+                if self.memory.packet(source) > 0 {
+                    continue;
+                }
+                for element in 0..it.elements {
+                    let place = place(self, source, element);
+                    if stored.contains(&place) {
+                        continue;
+                    }
+                    while let Some(own) = self.own_store(id, source, place.2) {
+                        self.land(rank, lane, own);
+                    }
+                    let by = (id.by(element / it.unit, number), rank);
+                    let value = self.memory.load(by, source, element);
+                    let early = &mut self.lanes[rank][lane].early;
+                    early.insert((step, number, element), value);
+                }
+            }
+            for target in &it.targets {
+                stored.extend((0..it.elements).map(|element| place(self, target, element)));
+            }
+        }
+    }
+
+    /// Moves some elements of a step, if all packets with them are there.
+    fn unit(&mut self, id: StepId, it: &Movement, unit: usize) -> bool {
+        let flag = id.launch as u64 + 1;
+        let elements = unit * it.unit..((unit + 1) * it.unit).min(it.elements);
+        for source in &it.sources {
+            for element in elements.clone() {
+                let (cell, _) = self.memory.cell(source, element);
+                // A lane sees its own stores.
+                while let Some(own) = self.own_store(id, source, cell) {
+                    self.land(id.rank, id.lane, own);
+                }
+                if self.memory.packet(source) > 0 && self.memory.flag(source, cell) != flag {
+                    return false;
+                }
+            }
+        }
+        let mut values = Vec::new();
+        for element in elements.clone() {
+            let mut all = Vec::with_capacity(it.sources.len());
+            for (number, source) in it.sources.iter().enumerate() {
+                let early = &mut self.lanes[id.rank][id.lane].early;
+                all.push(match early.remove(&(id.step, number, element)) {
+                    Some(value) => value,
+                    None => {
+                        let by = (id.by(unit, number), id.rank);
+                        self.memory.load(by, source, element)
+                    }
+                });
+            }
+            values.push(combined(it, &all));
+        }
+        let mut order: Vec<usize> = (0..it.targets.len()).collect();
+        self.random.shuffle(&mut order);
+        for number in order {
+            let target = it.targets[number];
+            let packet = self.memory.packet(&target);
+            for (place, some) in values.chunks(packet.max(1)).enumerate() {
+                let element = elements.start + place * packet.max(1);
+                let (cell, _) = self.memory.cell(&target, element);
+                let what = Stored::Cell {
+                    by: id.by(unit, 128 + number),
+                    place: target,
+                    cell,
+                    flag: if packet > 0 { flag } else { 0 },
+                    values: some.to_vec(),
+                };
+                let stores = &mut self.lanes[id.rank][id.lane].stores;
+                stores.push(Store { step: id, what });
+            }
+        }
+        true
+    }
+
+    /// The first store of a lane to a cell that is on its way.
+    fn own_store(&self, id: StepId, place: &Operand, cell: usize) -> Option<usize> {
+        let mut stores = self.lanes[id.rank][id.lane].stores.iter();
+        stores.position(|store| store.is_at(place, cell))
+    }
+}
+
+impl StepId {
+    /// Stands for an operand of a unit of the step.
+    fn by(self, unit: usize, operand: usize) -> u64 {
+        let place = (self.rank << 40) | (self.launch << 28) | (self.lane << 20) | self.step;
+        mix(mix(place as u64) ^ ((unit << 8) | operand) as u64)
+    }
+}
+
+impl Store {
+    fn is_at(&self, of: &Operand, at: usize) -> bool {
+        match &self.what {
+            Stored::Cell { place, cell, .. } => {
+                (place.rank, place.memory, *cell) == (of.rank, of.memory, at)
+            }
+            Stored::Signal { .. } => false,
+        }
+    }
+}
+
+impl Agent {
+    const fn number(self) -> u64 {
+        let (kind, rank, lane) = match self {
+            Self::Lane(rank, lane) => (0, rank, lane),
+            Self::Landing(rank, lane) => (1, rank, lane),
+            Self::Stream(rank) => (2, rank, 0),
+        };
+        (kind << 32 | rank << 16 | lane) as u64
+    }
+}
+
+/// Sums of 16-bit floats are in single precision and rounded at the end, others as they come.
+fn combined(it: &Movement, values: &[f64]) -> f64 {
+    let between = match it.dtype {
+        warplink::DType::BF16 | warplink::DType::F16 => warplink::DType::F32,
+        other => other,
+    };
+    let join = |a: f64, b: f64| match it.operator {
+        Some(ReduceOp::Max) => a.max(b),
+        Some(ReduceOp::Min) => a.min(b),
+        _ => rounded(between, a + b),
+    };
+    let all = values.iter().copied().reduce(join);
+    rounded(it.dtype, all.unwrap_or(f64::NAN))
+}

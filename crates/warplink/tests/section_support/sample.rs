@@ -1,0 +1,76 @@
+//! Random small programs of kernels.
+//!
+//! A sample is written from pieces of algorithms (`writer`), most of them right. Then some samples are changed
+//! (`mutation`), which may or may not break them.
+
+use super::{mutation, writer};
+use crate::program_support::interpreter::Random;
+use std::fmt::Write as _;
+use warplink::device::ReduceOp;
+use warplink::program::{Parameters, Program};
+use warplink::{DType, Result};
+
+/// Lengths: fewer elements than lanes have, one, tails, whole parts.
+const LENGTHS: [i64; 8] = [1, 3, 7, 16, 17, 33, 40, 64];
+
+/// A random program and what to run it with.
+#[derive(Clone, Debug)]
+pub(crate) struct Sample {
+    /// Its text.
+    pub(crate) text: String,
+    /// The program.
+    pub(crate) program: Program,
+    /// For how many ranks.
+    pub(crate) world: usize,
+    /// Values of its parameters.
+    pub(crate) parameters: Parameters,
+    /// How many mutations it has.
+    pub(crate) changes: usize,
+}
+
+/// The sample of a seed, with at most so many mutations.
+///
+/// # Errors
+/// What the parser says, where a mutation makes a text that is no program.
+pub(crate) fn sample(seed: u64, most_changes: usize) -> Result<Sample> {
+    let mut random = Random::new(seed);
+    let world = [1, 2, 2, 3, 3, 4][random.below(6)];
+    let lanes = 1 + random.below(3);
+    let n = LENGTHS[random.below(LENGTHS.len())];
+    let dtype = [DType::F32, DType::F32, DType::BF16, DType::I32, DType::U8][random.below(5)];
+    let op = [ReduceOp::Sum, ReduceOp::Max, ReduceOp::Min][random.below(3)];
+    let mut written = writer::write(&mut random, lanes);
+    let changes = if most_changes == 0 || random.chance(4) {
+        0
+    } else {
+        mutation::mutate(&mut written, &mut random, most_changes)
+    };
+    let mut text = String::from(
+        "program sample(n, lanes, T = f32 | bf16 | i32 | u8, op = sum | max | min) {\n",
+    );
+    for line in &written.declarations {
+        let _ = writeln!(text, "    {line}");
+    }
+    for lines in &written.kernels {
+        text += "    kernel lane in 0..lanes threads 32 {\n";
+        let mut depth: usize = 2;
+        for line in lines {
+            depth = depth.saturating_sub(usize::from(line.starts_with('}')));
+            let _ = writeln!(text, "{:1$}{line}", "", depth * 4);
+            depth += usize::from(line.ends_with('{'));
+        }
+        text += "    }\n";
+    }
+    text += "}\n";
+    Ok(Sample {
+        program: Program::parse(&text)?,
+        text,
+        world,
+        parameters: Parameters::new()
+            .with("n", n)
+            .with("lanes", lanes as i64)
+            .with("T", dtype)
+            .with("op", op),
+        changes,
+    })
+}

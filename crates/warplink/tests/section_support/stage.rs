@@ -1,0 +1,212 @@
+//! The steps of all lanes in all launches, as accesses to cells of memory.
+
+use std::collections::HashSet;
+use warplink::DType;
+use warplink::device::ReduceOp;
+use warplink::program::section::{LaneStep, LaneStepKind, Part, SectionInstance, SectionMemory};
+use warplink::program::{Diagnostic, OperationKind, RankProgram, Site};
+
+/// What is played: for each launch and rank, the steps of its lanes.
+pub(crate) struct Stage<'a> {
+    pub(super) ranks: &'a [RankProgram],
+    /// How many kernels a run of the program launches.
+    pub(super) kernels: usize,
+    pub(super) launches: Vec<Vec<Vec<Vec<Act>>>>,
+    /// Where each of these steps stands.
+    sites: Vec<Vec<Vec<Vec<Site>>>>,
+}
+
+/// A step of a lane.
+#[derive(Clone, Debug)]
+pub(super) enum Act {
+    Signal(usize),
+    Wait(usize),
+    Move(Movement),
+}
+
+#[derive(Clone, Debug)]
+pub(super) struct Movement {
+    pub(super) operator: Option<ReduceOp>,
+    pub(super) dtype: DType,
+    pub(super) elements: usize,
+    /// How many elements are moved at a time: whole packets of all operands.
+    pub(super) unit: usize,
+    pub(super) targets: Vec<Operand>,
+    pub(super) sources: Vec<Operand>,
+}
+
+/// Where an operand starts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Operand {
+    pub(super) rank: usize,
+    /// A tensor, or behind the last tensor, scratch.
+    pub(super) memory: usize,
+    /// Its first element.
+    pub(super) from: usize,
+}
+
+impl<'a> Stage<'a> {
+    /// The steps of `runs` runs.
+    ///
+    /// # Errors
+    /// What a lane's steps break.
+    pub(crate) fn new(ranks: &'a [RankProgram], runs: usize) -> Result<Self, Diagnostic> {
+        let sections = |program: &'a RankProgram| {
+            let operations = program.operations.iter();
+            let kernels = operations.filter_map(|operation| match &operation.kind {
+                OperationKind::Kernel(section) => Some(&**section),
+                _ => None,
+            });
+            kernels.collect::<Vec<&SectionInstance>>()
+        };
+        let all: Vec<Vec<&SectionInstance>> = ranks.iter().map(sections).collect();
+        let kernels = all[0].len();
+        let (mut launches, mut sites) = (Vec::new(), Vec::new());
+        for launch in 0..runs * kernels {
+            let of_launch: Vec<&SectionInstance> =
+                all.iter().map(|own| own[launch % kernels]).collect();
+            let (mut acts, mut places) = (Vec::new(), Vec::new());
+            for section in &of_launch {
+                let lanes = (0..section.lanes).map(|lane| section.steps(lane, launch as u64));
+                let lanes = lanes.collect::<Result<Vec<Vec<LaneStep>>, _>>()?;
+                let resolve = |step: &LaneStep| act(&step.kind, ranks, &of_launch);
+                let resolved = |lane: &Vec<LaneStep>| lane.iter().map(resolve).collect();
+                acts.push(lanes.iter().map(resolved).collect());
+                let site = |lane: Vec<LaneStep>| lane.into_iter().map(|step| step.site).collect();
+                places.push(lanes.into_iter().map(site).collect());
+            }
+            launches.push(acts);
+            sites.push(places);
+        }
+        Ok(Self {
+            ranks,
+            kernels,
+            launches,
+            sites,
+        })
+    }
+
+    /// The lane and number of the steps that stand at a place of a launch.
+    pub(super) fn steps_at(&self, launch: usize, rank: usize, site: &Site) -> Vec<(usize, usize)> {
+        let mut found = Vec::new();
+        let lanes = self.sites.get(launch).map_or(&[][..], |all| &all[rank]);
+        for (lane, steps) in lanes.iter().enumerate() {
+            let here = |other: &Site| {
+                (other.line, other.column) == (site.line, site.column)
+                    && site.indices.starts_with(&other.indices)
+            };
+            let steps = steps.iter().enumerate().filter(|(_, other)| here(other));
+            found.extend(steps.map(|(step, _)| (lane, step)));
+        }
+        found
+    }
+
+    /// Whether two steps of a launch, or one step twice, store packets in the same place.
+    pub(super) fn stores_packets_twice(&self) -> bool {
+        self.launches.iter().any(|launch| {
+            let mut stored = HashSet::new();
+            let moves = launch.iter().flatten().flatten();
+            let mut targets = moves.flat_map(|act| match act {
+                Act::Move(it) => it
+                    .targets
+                    .iter()
+                    .map(|place| (*place, it.elements))
+                    .collect(),
+                _ => Vec::new(),
+            });
+            targets.any(|(place, elements)| {
+                let tensors = self.ranks[place.rank].tensors.len();
+                let Some(scratch) = place.memory.checked_sub(tensors) else {
+                    return false;
+                };
+                let program = &self.ranks[place.rank];
+                let packets = program.scratch[scratch].packing.is_packets();
+                let length = packet(program, scratch);
+                let (first, end) = (
+                    place.from / length,
+                    (place.from + elements).div_ceil(length),
+                );
+                let whole = (first..end).filter(|_| packets && elements > 0);
+                let mut again = false;
+                whole.for_each(|at| again |= !stored.insert((place.rank, scratch, at)));
+                again
+            })
+        })
+    }
+
+    /// Whether what a kernel accesses of the program's tensors differs from launch to launch.
+    pub(super) fn is_unsteady(&self) -> bool {
+        let accesses = |launch: &Vec<Vec<Vec<Act>>>| {
+            let mut all = Vec::new();
+            for act in launch.iter().flatten().flatten() {
+                if let Act::Move(it) = act {
+                    let operands = it.targets.iter().map(|place| (place, true));
+                    let operands = operands.chain(it.sources.iter().map(|place| (place, false)));
+                    let own = operands.filter(|(p, _)| p.memory < self.ranks[p.rank].tensors.len());
+                    all.extend(own.map(|(place, written)| (*place, it.elements, written)));
+                }
+            }
+            all
+        };
+        let mut later = self.launches.iter().enumerate().skip(self.kernels);
+        later.any(|(number, launch)| {
+            accesses(launch) != accesses(&self.launches[number % self.kernels])
+        })
+    }
+}
+
+fn act(kind: &LaneStepKind, ranks: &[RankProgram], sections: &[&SectionInstance]) -> Act {
+    match kind {
+        LaneStepKind::Signal(peer) => Act::Signal(*peer),
+        LaneStepKind::Wait(peer) => Act::Wait(*peer),
+        LaneStepKind::Move {
+            operator,
+            dtype,
+            elements,
+            targets,
+            sources,
+        } => {
+            let operand = |part: &Part| {
+                let tensor = &sections[part.rank].tensors[part.tensor];
+                let memory = match tensor.memory {
+                    SectionMemory::Tensor(id) => id,
+                    SectionMemory::Scratch(id) => ranks[part.rank].tensors.len() + id,
+                };
+                Operand {
+                    rank: part.rank,
+                    memory,
+                    from: tensor.offset + part.offset,
+                }
+            };
+            let packets = targets.iter().chain(sources).map(|part| {
+                let tensor = &sections[part.rank].tensors[part.tensor];
+                match tensor.memory {
+                    SectionMemory::Tensor(_) => 1,
+                    SectionMemory::Scratch(id) => packet(&ranks[part.rank], id),
+                }
+            });
+            Act::Move(Movement {
+                operator: *operator,
+                dtype: *dtype,
+                elements: *elements,
+                unit: packets.fold(1, least_common_multiple),
+                targets: targets.iter().map(operand).collect(),
+                sources: sources.iter().map(operand).collect(),
+            })
+        }
+    }
+}
+
+/// How many elements a packet of scratch holds; 1 where it is plain.
+pub(super) fn packet(program: &RankProgram, scratch: usize) -> usize {
+    let scratch = &program.scratch[scratch];
+    (scratch.packing.packet().0 / scratch.dtype.size()).max(1)
+}
+
+const fn least_common_multiple(a: usize, b: usize) -> usize {
+    let (mut x, mut y) = (a, b);
+    while y > 0 {
+        (x, y) = (y, x % y);
+    }
+    a / x * b
+}

@@ -1,0 +1,366 @@
+//! Writes kernels from pieces of algorithms: most are right, and some have too few slots or a word too little.
+
+use crate::program_support::interpreter::Random;
+use std::fmt::Write as _;
+
+/// What a sample is, before it is changed.
+pub(super) struct Text {
+    pub(super) declarations: Vec<String>,
+    /// The lines of each kernel.
+    pub(super) kernels: Vec<Vec<String>>,
+}
+
+/// Writes a sample for ranks with `lanes` lanes.
+pub(super) fn write(random: &mut Random, lanes: usize) -> Text {
+    let count = 1 + usize::from(random.chance(4));
+    let mut writer = Writer {
+        random,
+        lanes,
+        text: Text {
+            declarations: vec![
+                "input X: T[n]".to_owned(),
+                "input W: T[world, n]".to_owned(),
+            ],
+            kernels: vec![Vec::new(); count],
+        },
+        kernel: 0,
+        pieces: 0,
+        sources: Vec::new(),
+    };
+    for kernel in 0..count {
+        writer.kernel = kernel;
+        // What another lane may have written is no source.
+        writer.sources = vec!["X[lane of lanes]".to_owned()];
+        writer.line("let next = (rank + 1) % world");
+        writer.line("let prev = (rank - 1) % world");
+        for _ in 0..1 + writer.random.below(if count > 1 { 1 } else { 2 }) {
+            writer.piece();
+        }
+    }
+    writer.text
+}
+
+struct Writer<'a> {
+    random: &'a mut Random,
+    lanes: usize,
+    text: Text,
+    kernel: usize,
+    pieces: usize,
+    /// Parts of a lane's own, of n elements over all lanes.
+    sources: Vec<String>,
+}
+
+impl Writer<'_> {
+    fn line(&mut self, line: impl Into<String>) {
+        self.text.kernels[self.kernel].push(line.into());
+    }
+
+    fn declare(&mut self, line: impl Into<String>) {
+        self.text.declarations.push(line.into());
+    }
+
+    /// An output of n elements that this lane writes its part of.
+    fn output(&mut self) -> String {
+        let number = self.pieces;
+        self.declare(format!("output Y{number}: T[n]"));
+        let part = format!("Y{number}[lane of lanes]");
+        self.sources.push(part.clone());
+        part
+    }
+
+    fn source(&mut self) -> String {
+        let which = self.random.below(self.sources.len());
+        self.sources[which].clone()
+    }
+
+    fn operator(&mut self) -> &'static str {
+        ["sum", "max", "min", "op"][self.random.below(4)]
+    }
+
+    fn packing(&mut self) -> &'static str {
+        ["packets8", "packets16", "packets16", "packets128"][self.random.below(4)]
+    }
+
+    fn piece(&mut self) {
+        self.pieces += 1;
+        match self.random.below(11) {
+            0 | 1 => self.one_shot(),
+            2 => self.two_shots(),
+            3 => self.gather_by_stores(),
+            4 => self.gather_by_reading(),
+            5 => self.reduce_by_reading(),
+            6 | 7 => self.chunks(),
+            8 => self.chain(),
+            9 => self.ring(),
+            _ => self.between_lanes(),
+        }
+    }
+
+    /// How many slots a piece has, and how it names the present one; with one slot alone, often a barrier.
+    fn slots(&mut self, needed: usize) -> (usize, String, bool) {
+        let slots = match self.random.below(8) {
+            0 => 1,
+            1 => needed + 1,
+            _ => needed,
+        };
+        let barrier = slots < needed && !self.random.chance(3);
+        (slots, format!("epoch % {slots}"), barrier)
+    }
+
+    /// Scratch for a part of each lane, and how it is selected behind its slot and rank.
+    fn lane_scratch(&mut self, packing: &str, leading: &str, extent: &str) -> &'static str {
+        let number = self.pieces;
+        // Parts of a row are no whole packets of 128 bytes.
+        if packing == "packets128" || self.random.chance(4) {
+            self.declare(format!(
+                "scratch P{number}: {packing} T[{leading}, lanes, part({extent}, lanes)]"
+            ));
+            "[lane]"
+        } else {
+            self.declare(format!(
+                "scratch P{number}: {packing} T[{leading}, {extent}]"
+            ));
+            "[lane of lanes]"
+        }
+    }
+
+    /// Every rank puts to every other, as packets.
+    fn one_shot(&mut self) {
+        let (number, packing) = (self.pieces, self.packing());
+        let (slots, slot, barrier) = self.slots(2);
+        let part = self.lane_scratch(packing, &format!("{slots}, world"), "n");
+        let (source, operator) = (self.source(), self.operator());
+        self.line("for r in 1..world {");
+        self.line(format!(
+            "put {source} to P{number}[{slot}][rank]{part} on (rank + r) % world"
+        ));
+        self.line("}");
+        if self.random.chance(3) {
+            self.declare(format!("output G{number}: T[world, n]"));
+            self.line(format!("G{number}[rank][lane of lanes] = copy({source})"));
+            self.line("for r in 1..world {");
+            self.line("let p = (rank + r) % world");
+            self.line(format!(
+                "G{number}[p][lane of lanes] = copy(P{number}[{slot}][p]{part})"
+            ));
+            self.line("}");
+        } else {
+            let output = self.output();
+            self.line(format!(
+                "{output} = reduce({source} if r == rank else P{number}[{slot}][r]{part} for r in 0..world, {operator})"
+            ));
+        }
+        if barrier {
+            self.line("barrier");
+        }
+    }
+
+    /// Every rank reduces a part and puts the result to every other.
+    fn two_shots(&mut self) {
+        let (number, operator) = (self.pieces, self.operator());
+        let (slots, slot, barrier) = self.slots(2);
+        for name in ["A", "B"] {
+            self.declare(format!(
+                "scratch {name}{number}: packets16 T[{slots}, world, part(n, world)]"
+            ));
+        }
+        self.declare(format!("output Y{number}: T[n]"));
+        self.line("for r in 1..world {");
+        self.line("let p = (rank + r) % world");
+        self.line(format!(
+            "put X[p of world][lane of lanes] to A{number}[{slot}][rank][lane of lanes] on p"
+        ));
+        self.line("}");
+        self.line(format!(
+            "Y{number}[rank of world][lane of lanes], B{number}[{slot}][rank][lane of lanes] on (rank + r) % world for r in 1..world = \
+             reduce(X[rank of world][lane of lanes] if r == rank else A{number}[{slot}][r][lane of lanes] for r in 0..world, {operator})"
+        ));
+        self.line("for r in 1..world {");
+        self.line("let p = (rank + r) % world");
+        self.line(format!(
+            "Y{number}[p of world][lane of lanes] = copy(B{number}[{slot}][p][lane of lanes])"
+        ));
+        self.line("}");
+        if barrier {
+            self.line("barrier");
+        }
+    }
+
+    /// What stands for a barrier.
+    fn barrier(&mut self) {
+        if self.random.chance(4) {
+            self.line("signal (rank + r) % world for r in 1..world");
+            self.line("wait (rank + r) % world for r in 1..world");
+        } else {
+            self.line("barrier");
+        }
+    }
+
+    fn gather_by_stores(&mut self) {
+        let (number, source) = (self.pieces, self.source());
+        self.declare(format!("output G{number}: T[world, n]"));
+        self.barrier();
+        self.line(format!("G{number}[rank][lane of lanes] = copy({source})"));
+        self.line("for r in 1..world {");
+        self.line(format!(
+            "put {source} to G{number}[rank][lane of lanes] on (rank + r) % world"
+        ));
+        self.line("}");
+        self.barrier();
+    }
+
+    fn gather_by_reading(&mut self) {
+        let (number, source) = (self.pieces, self.source());
+        self.declare(format!("output G{number}: T[world, n]"));
+        self.barrier();
+        self.line(format!(
+            "G{number}[rank][lane of lanes] = copy(W[rank][lane of lanes])"
+        ));
+        self.line("for r in 1..world {");
+        self.line("let p = (rank + r) % world");
+        let from = if self.random.chance(2) {
+            source
+        } else {
+            "W[rank][lane of lanes]".to_owned()
+        };
+        let (before, after) = from.split_at(from.find("[lane").unwrap_or(0));
+        self.line(format!(
+            "get {before}{after} on p to G{number}[p][lane of lanes]"
+        ));
+        self.line("}");
+        self.barrier();
+    }
+
+    fn reduce_by_reading(&mut self) {
+        let (number, operator) = (self.pieces, self.operator());
+        self.declare(format!("output Y{number}: T[n]"));
+        self.barrier();
+        self.line(format!(
+            "Y{number}[rank of world][lane of lanes] on (rank + r) % world for r in 0..world = \
+             reduce(X[rank of world][lane of lanes] on r for r in 0..world, {operator})"
+        ));
+        self.barrier();
+    }
+
+    /// A rank puts chunks to the next, with a signal each or as packets.
+    fn chunks(&mut self) {
+        let number = self.pieces;
+        let (chunks, slots) = (1 + self.random.below(3), 1 + self.random.below(4));
+        let packets = self.random.chance(3);
+        let answers = slots < 2 || !self.random.chance(3);
+        let (operator, source) = (self.operator(), self.source());
+        let packing = if packets { "packets128 " } else { "" };
+        self.declare(format!(
+            "scratch R{number}: {packing}T[{slots}, lanes, part(part(n, lanes), {chunks})]"
+        ));
+        let output = self.output();
+        let slot = format!("(epoch * {chunks} + c) % {slots}");
+        self.line(format!("for c in 0..{chunks} {{"));
+        self.line(format!(
+            "put {source}[c of {chunks}] to R{number}[{slot}][lane] on next"
+        ));
+        if !packets {
+            self.line("signal next");
+            self.line("wait prev");
+        }
+        if self.random.chance(2) {
+            self.line(format!(
+                "{output}[c of {chunks}] = copy(R{number}[{slot}][lane])"
+            ));
+        } else {
+            self.line(format!(
+                "{output}[c of {chunks}] = reduce(R{number}[{slot}][lane], X[lane of lanes][c of {chunks}], {operator})"
+            ));
+        }
+        if answers {
+            self.line("signal prev");
+            self.line("wait next");
+        }
+        self.line("}");
+    }
+
+    /// What a root has goes from rank to rank.
+    fn chain(&mut self) {
+        let (number, packing) = (self.pieces, self.packing());
+        let (slots, slot, _) = self.slots(2);
+        let part = self.lane_scratch(packing, &slots.to_string(), "n");
+        let source = self.source();
+        let output = self.output();
+        self.line(format!("let place{number} = (rank - 1) % world"));
+        self.line(format!("if place{number} == 0 {{"));
+        self.line(format!("{output} = copy({source})"));
+        self.line("if world > 1 {");
+        self.line(format!("put {source} to P{number}[{slot}]{part} on next"));
+        self.line("}");
+        self.line("} else {");
+        self.line(format!("{output} = copy(P{number}[{slot}]{part})"));
+        self.line(format!("if place{number} < world - 1 {{"));
+        self.line(format!("put {output} to P{number}[{slot}]{part} on next"));
+        self.line("}");
+        self.line("}");
+        if !self.random.chance(4) {
+            self.line("signal prev");
+            self.line("wait next");
+        }
+    }
+
+    /// Sums go around a ring, one row for each step.
+    fn ring(&mut self) {
+        let (number, operator) = (self.pieces, self.operator());
+        let (slots, slot, barrier) = self.slots(2);
+        self.declare(format!(
+            "scratch P{number}: packets16 T[{slots}, world, part(n, world)]"
+        ));
+        self.declare(format!("output S{number}: T[part(n, world)]"));
+        self.line(format!(
+            "put X[rank of world][lane of lanes] to P{number}[{slot}][0][lane of lanes] on next"
+        ));
+        self.line("for s in 1..world {");
+        self.line("let b = (rank - s) % world");
+        self.line(format!(
+            "P{number}[{slot}][s][lane of lanes] on next = \
+             reduce(P{number}[{slot}][s - 1][lane of lanes], X[b of world][lane of lanes], {operator})"
+        ));
+        self.line("}");
+        self.line(format!(
+            "S{number}[lane of lanes] = copy(X[0..part(n, world)][lane of lanes])"
+        ));
+        // What has come around all the way.
+        self.declare(format!("output Y{number}: T[n]"));
+        self.line(format!(
+            "Y{number}[rank of world][lane of lanes] = copy(P{number}[{slot}][world - 1][lane of lanes])"
+        ));
+        self.line("for r in 1..world {");
+        self.line("let q = (rank + r) % world");
+        self.line(format!(
+            "Y{number}[q of world][lane of lanes] = copy(X[q of world][lane of lanes])"
+        ));
+        self.line("}");
+        if barrier || !self.random.chance(4) {
+            self.line("barrier");
+        }
+    }
+
+    /// A lane takes what another one has put as packets, here or at the next rank.
+    fn between_lanes(&mut self) {
+        let (number, packing) = (self.pieces, self.packing());
+        let (slots, slot, barrier) = self.slots(2);
+        let lanes = self.lanes;
+        self.declare(format!(
+            "scratch Q{number}: {packing} T[{slots}, lanes, part(n, lanes)]"
+        ));
+        self.declare(format!("output Y{number}: T[n]"));
+        let mut put = format!("put X[lane of lanes] to Q{number}[{slot}][lane]");
+        if self.random.chance(2) {
+            let _ = write!(put, " on next");
+        }
+        self.line(put);
+        self.line(format!("let other{number} = (lane + 1) % {lanes}"));
+        self.line(format!(
+            "Y{number}[other{number} of lanes] = copy(Q{number}[{slot}][other{number}])"
+        ));
+        if barrier || !self.random.chance(3) {
+            self.line("barrier");
+        }
+    }
+}
