@@ -92,3 +92,105 @@ mod faulty {
         assert!(!classes.contains_key("accepted"), "{classes:?}");
     }
 }
+
+mod signals {
+    use super::*;
+
+    /// What is found of a program that posts two transfers in each direction on a stream of the pool, does
+    /// `between` on the caller's, and posts them again there.
+    fn again(between: &str) -> Result<String, String> {
+        let text = format!(
+            "program p(n) {{
+                input A: f32[n]
+                output C: f32[n]
+                allocate R: f32[2, n]
+                let next = (rank + 1) % world
+                let previous = (rank - 1) % world
+                share {{
+                    s1 = send A to next tag 1 via get
+                    r1 = receive R[0] from previous tag 1 via get
+                    s2 = send A to next tag 2 via get
+                    r2 = receive R[1] from previous tag 2 via get
+                }}
+                set_stream pool(0)
+                synchronize caller
+                post s1, s2, r1, r2
+                set_stream caller
+                {between}
+                post s1, s2, r1, r2
+                wait s1, s2, r1, r2
+                synchronize pool(0)
+                C = sum(R[0], R[1])
+            }}"
+        );
+        let sample = Sample {
+            program: Program::parse(&text).unwrap(),
+            text,
+            world: 3,
+            streams: STREAMS,
+            parameters: parameters(&[("n", 8)]),
+            changes: 1,
+        };
+        check(&sample).map(|shown| shown.class)
+    }
+
+    /// Data of a group is there when one of its copies is known to be done; a transfer is posted again behind
+    /// a wait for itself, or what its stream did next.
+    #[test]
+    fn a_transfer_is_posted_again_when_its_last_post_is_known_to_be_over() {
+        for between in ["wait r1", "wait r2", "wait r1, s1, s2", "wait s1, s2, r2"] {
+            assert_eq!(again(between), Ok("refused, lost-signal".to_owned()), "{between}");
+        }
+        for between in [
+            "wait r1, r2",
+            "wait r2; wait r1",
+            "synchronize pool(0)",
+            "set_stream pool(1); synchronize pool(0); set_stream caller; synchronize pool(1)",
+            "set_stream pool(1); synchronize caller; wait r1, r2; set_stream caller; synchronize pool(1)",
+            "set_stream pool(0); wait s1, s2; set_stream caller; wait r1; synchronize pool(0)",
+        ] {
+            let between = between.replace(';', "\n");
+            let class = again(&between).unwrap();
+            assert!(class.starts_with("accepted"), "{class}: {between}");
+        }
+    }
+
+    /// What the peer told of one copy of a group says that it was told of all that it waited for.
+    #[test]
+    fn a_peers_copy_says_that_its_group_was_announced() {
+        let text = "program p(n) {
+            input A: f32[n]
+            output C: f32[n]
+            allocate R: f32[2, n]
+            let next = (rank + 1) % world
+            let previous = (rank - 1) % world
+            share {
+                s1 = send A to next tag 1 via get
+                r1 = receive R[0] from previous tag 1 via get
+                s2 = send A to next tag 2 via get
+                r2 = receive R[1] from previous tag 2 via get
+            }
+            set_stream pool(0)
+            synchronize caller
+            post s1, s2
+            set_stream caller
+            post r1, r2
+            wait s1
+            post s2
+            post r2
+            wait s2
+            synchronize pool(0)
+            C = sum(R[0], R[1])
+        }";
+        let sample = Sample {
+            program: Program::parse(text).unwrap(),
+            text: text.to_owned(),
+            world: 3,
+            streams: STREAMS,
+            parameters: parameters(&[("n", 8)]),
+            changes: 1,
+        };
+        let class = check(&sample).unwrap().class;
+        assert!(class.starts_with("accepted"), "{class}");
+    }
+}

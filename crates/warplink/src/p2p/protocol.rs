@@ -23,6 +23,10 @@
 //!    before, and the last post in a graph is waited for in it, so no signal meets a reset that it
 //!    should have followed. Both ends must be captured with as many posts.
 //! 3. A wait is always for a word in the waiter's own memory.
+//! 4. *Order.* Eager posts of an end set their words to rising values, so a post begins when all words of the
+//!    one before are set. At an initiator, *completed* says that: it is set last, behind the peer's inbound
+//!    word. Were it set first, a post behind a wait for it could overtake the peer's. At a target, its inbound
+//!    word says it. That another transfer of the group has told its peer says it of neither.
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::signal::{SignalOp, SignalWord};

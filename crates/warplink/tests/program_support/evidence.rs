@@ -245,9 +245,15 @@ impl Case<'_> {
         for _ in 0..seed.min(3) {
             let rank = random.below(self.ranks.len());
             let index = random.below(self.ranks[rank].operations.len());
-            held.push(match random.below(5) {
+            let posted = self.ranks[rank].operations[index].kind.posted();
+            held.push(match random.below(6) {
                 0 => Hold::Boundary { rank },
                 1 | 2 => Hold::Accesses { rank, index },
+                3 if !posted.is_empty() => Hold::Signals {
+                    rank,
+                    index,
+                    transfer: posted[random.below(posted.len())],
+                },
                 _ => Hold::Operation { rank, index },
             });
         }
@@ -331,6 +337,14 @@ impl Case<'_> {
         let operations = self.operations(diagnostic);
         let mut held: Vec<Hold> = Vec::new();
         for &(rank, index) in &operations {
+            if diagnostic.kind == DiagnosticKind::LostSignal {
+                let posted = self.ranks[rank].operations[index].kind.posted().iter();
+                held.extend(posted.map(|&transfer| Hold::Signals {
+                    rank,
+                    index,
+                    transfer,
+                }));
+            }
             held.push(Hold::Accesses { rank, index });
             held.push(Hold::Operation { rank, index });
         }

@@ -52,8 +52,11 @@ impl Worker {
         let mut queue = lock(&self.shared.queue);
         queue.waiting.push_back(operation);
         queue.enqueued += 1;
+        let was_idle = std::mem::take(&mut queue.idle);
         drop(queue);
-        self.shared.work.notify_one();
+        if was_idle {
+            self.shared.work.notify_one();
+        }
     }
 
     /// The faults that concern what is enqueued, beside the device's.
@@ -85,6 +88,7 @@ impl Worker {
                 )));
             }
             let nap = deadline.remaining().min(Duration::from_millis(10));
+            queue.awaited = Some(queue.awaited.map_or(end, |other| other.min(end)));
             queue = self
                 .shared
                 .done
@@ -137,6 +141,10 @@ struct Queue {
     enqueued: u64,
     completed: u64,
     closed: bool,
+    /// Whether the thread waits for work, and nobody has woken it.
+    idle: bool,
+    /// How many operations are to be completed before a waiting thread is woken; it then asks anew.
+    awaited: Option<u64>,
 }
 
 /// Works the queue off until the stream is dropped and the queue is empty.
@@ -147,6 +155,7 @@ fn work(shared: &Shared, context: &Context) {
             if queue.closed {
                 return;
             }
+            queue.idle = true;
             queue = shared
                 .work
                 .wait(queue)
@@ -166,6 +175,9 @@ fn work(shared: &Shared, context: &Context) {
         drop(operation);
         queue = lock(&shared.queue);
         queue.completed += 1;
-        shared.done.notify_all();
+        if queue.awaited.is_some_and(|end| queue.completed >= end) {
+            queue.awaited = None;
+            shared.done.notify_all();
+        }
     }
 }

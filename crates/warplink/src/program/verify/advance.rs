@@ -14,6 +14,10 @@ impl Run<'_> {
         };
         match item {
             Item::Record(event) => {
+                // All of a post precedes what follows the mark.
+                if self.streams[stream].signalled {
+                    self.tick(stream);
+                }
                 let snapshot = self.streams[stream].clock.snapshot(stream);
                 let event = &mut self.events[event];
                 event.reached = true;

@@ -72,6 +72,7 @@ impl Run<'_> {
             }
             OperationKind::Post(group) | OperationKind::PostMatmul { group, .. } => {
                 self.finish_post(stream, operation, group, violations);
+                self.streams[stream].signalled = true;
             }
             OperationKind::Kernel(_) => self.finish_kernel(stream, operation, violations),
             OperationKind::Wait(group) => self.finish_wait(stream, operation, group),

@@ -2,14 +2,15 @@
 
 use super::clock::Clock;
 use super::memory::Mode as AccessMode;
-use super::state::{Mode, Run};
+use super::state::{Mode, Run, Waited};
 use super::violation::Violations;
 use crate::error::Rank;
 use crate::program::ir::Direction;
 use crate::program::rank_program::{OperationKind, Range, TransferId};
 
 impl Run<'_> {
-    /// Writes the word that the peer waits for; its values must be written in order.
+    /// Writes the word that the peer waits for, behind the post of the transfer before: its values, and those
+    /// of the word that tells of this rank's copy, must be written in order.
     pub(super) fn signal(
         &mut self,
         stream: usize,
@@ -20,13 +21,36 @@ impl Run<'_> {
         let peer = self.ranks[rank].transfers[id].peer;
         let partner = self.links.partners[rank][id];
         let clock = &self.streams[stream].clock;
-        let word = &mut self.ends[peer][partner].incoming;
-        if self.mode == Mode::Eager && number > 1 && !word.in_order(number, clock) {
-            let before = self.links.posts[rank][id][number - 2];
-            violations.unordered_signal(rank, before, operation);
+        if self.mode == Mode::Eager {
+            if number > 1 && !self.is_over((rank, id), number - 1, clock) {
+                let before = self.links.posts[rank][id][number - 2];
+                violations.unordered_signal(rank, before, operation);
+            }
+            let waits = &mut self.ends[rank][id].waits;
+            waits.retain(|wait| wait.number >= number);
         }
+        let word = &mut self.ends[peer][partner].incoming;
         let woken = word.write(number, stream, clock);
         self.wake_all(woken);
+    }
+
+    /// Whether post `number` of an end of a direct transfer has set all its words before what knows `clock`.
+    /// What another transfer of its group tells does not say so, as the words of a group are set one by one:
+    /// its stream has gone on, or the transfer itself was waited for; or, where it copies nothing, the peer
+    /// has told that it met the post.
+    pub(super) fn is_over(
+        &self,
+        (rank, id): (Rank, TransferId),
+        number: usize,
+        clock: &Clock,
+    ) -> bool {
+        let transfer = &self.ranks[rank].transfers[id];
+        let end = &self.ends[rank][id];
+        let told = &self.ends[transfer.peer][self.links.partners[rank][id]].incoming;
+        let waited = |wait: &Waited| wait.number >= number && clock.get(wait.stream) >= wait.time;
+        told.is_behind(number, clock)
+            || end.waits.iter().any(waited)
+            || (!transfer.initiates() && end.incoming.precedes(number, clock))
     }
 
     /// Does what a group moves. Each part begins after the start of the group and its own signal, and
@@ -110,7 +134,10 @@ impl Run<'_> {
         let rank = self.streams[stream].rank;
         let clock: &Clock = &self.streams[stream].clock;
         let word = &mut self.ends[rank][id].completed;
-        if self.mode == Mode::Eager && number > 1 && !word.in_order(number, clock) {
+        // The engine's groups tell of all that they did at once.
+        let in_order = || number <= 1 || word.precedes(number - 1, clock);
+        let is_engine = self.ranks[rank].transfers[id].is_engine();
+        if self.mode == Mode::Eager && is_engine && !in_order() {
             let before = self.links.posts[rank][id][number - 2];
             violations.unordered_signal(rank, before, operation);
         }
@@ -133,6 +160,14 @@ impl Run<'_> {
             };
             // Signals are in order, or else reported: the last stands for all.
             let clock = &mut self.streams[stream].clock;
+            if self.mode == Mode::Eager {
+                let time = clock.get(stream);
+                end.waits.push(Waited {
+                    number,
+                    stream,
+                    time,
+                });
+            }
             if !initiates {
                 end.incoming.read(number, clock);
             } else if posted_on() != Some(stream) {

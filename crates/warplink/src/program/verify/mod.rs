@@ -18,7 +18,8 @@
 //! - In a group, signals that wait for nothing come first; then each copy, or each matmul that is
 //!   stored at a peer, behind the signal of its own transfer and in any order; then the signals that
 //!   they are done. So each of these stands for all copies of the group, and a copy counts on no other's
-//!   signal.
+//!   signal. None of them stands for another signal of the group: they are set one by one. So a transfer is
+//!   posted again only behind a wait for that transfer itself, or behind what its stream did next.
 //! - The collective engine runs its operations on a rank one after another, in the order in which
 //!   the host gave them, whatever their streams. For a deadlock this is counted on, for an order
 //!   between accesses it is not. A receive through the engine comes after its send has started; a

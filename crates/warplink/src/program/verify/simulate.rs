@@ -181,6 +181,43 @@ impl Run<'_> {
         }
     }
 
+    /// The last post of a transfer must be over when the run ends, where the first of the next run is on another
+    /// stream. `loose` are streams that are reported already.
+    fn unfinished_signals(
+        &self,
+        rank: Rank,
+        loose: &HashSet<usize>,
+        diagnostics: &mut Diagnostics<'_>,
+    ) {
+        let first_stream = self.first_stream[rank];
+        let end = &self.streams[first_stream].clock;
+        let program = &self.ranks[rank];
+        let stream_of = |operation: usize| program.operations[operation].stream;
+        for (id, transfer) in program.transfers.iter().enumerate() {
+            let posts = &self.links.posts[rank][id];
+            let (Some(&first), Some(&last)) = (posts.first(), posts.last()) else {
+                continue;
+            };
+            let is_same = stream_of(first) == stream_of(last) || transfer.is_engine();
+            if is_same
+                || loose.contains(&(first_stream + stream_of(last)))
+                || self.is_over((rank, id), posts.len(), end)
+            {
+                continue;
+            }
+            let places = [last, first].map(|post| place_of(self.ranks, rank, post));
+            diagnostics.add(DiagnosticKind::LostSignal, places.to_vec(), |said| {
+                format!(
+                    "{} may not be over when the run ends, and its signal may overwrite that of the \
+                     next run's {}: wait for that transfer itself, or synchronize with the stream of \
+                     its post",
+                    said.say(&places[0]),
+                    said.say(&places[1])
+                )
+            });
+        }
+    }
+
     /// What must hold at the end: all work joined, all outputs written.
     fn ending(&self, diagnostics: &mut Diagnostics<'_>) {
         for (rank, rank_program) in self.ranks.iter().enumerate() {
@@ -209,6 +246,7 @@ impl Run<'_> {
                     report_unfinished(self.ranks, rank, tensor, &access, diagnostics);
                 }
             }
+            self.unfinished_signals(rank, &loose, diagnostics);
             report_unwritten_outputs(rank_program, &self.memory, diagnostics);
         }
     }

@@ -60,6 +60,8 @@ pub(super) struct StreamState {
     pub(super) scheduled: bool,
     /// The operation that it did last.
     pub(super) last: Option<usize>,
+    /// Whether that was a post, whose signals say nothing of what comes behind them.
+    pub(super) signalled: bool,
 }
 
 /// The host of a rank.
@@ -81,6 +83,16 @@ pub(super) struct End {
     pub(super) completed: Word,
     /// In a graph, whether the first post is so far that other streams may wait behind it.
     pub(super) placed: bool,
+    /// Waits for its last posts.
+    pub(super) waits: Vec<Waited>,
+}
+
+/// A wait for a post: its number, and the stream with how far that had come.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Waited {
+    pub(super) number: usize,
+    pub(super) stream: usize,
+    pub(super) time: u32,
 }
 
 /// A point in a stream that another waits for.
@@ -158,6 +170,7 @@ impl<'a> Run<'a> {
                     clock,
                     scheduled: false,
                     last: None,
+                    signalled: false,
                 });
             }
         }
@@ -206,6 +219,7 @@ impl<'a> Run<'a> {
     pub(super) fn tick(&mut self, stream: usize) {
         if self.mode == Mode::Eager {
             self.streams[stream].clock.tick(stream);
+            self.streams[stream].signalled = false;
         }
     }
 
@@ -261,6 +275,7 @@ fn ends(mode: Mode, ranks: &[RankProgram], links: &Links) -> Vec<Vec<End>> {
                     incoming: Word::new(theirs.len()),
                     completed: Word::new(own),
                     placed: false,
+                    waits: Vec::new(),
                 }
             })
             .collect();

@@ -66,7 +66,8 @@ impl Violations {
             diagnostics.add(DiagnosticKind::LostSignal, places.clone(), |said| {
                 format!(
                     "{} is not ordered after the post of the same transfer before it, {}; the \
-                     older signal may overwrite the newer one",
+                     older signal may overwrite the newer one: wait for that transfer itself, or \
+                     synchronize with the stream of its post",
                     said.say(&places[0]),
                     said.say(&places[1])
                 )

@@ -5,7 +5,8 @@ use super::clock::{Clock, Snapshot};
 /// A value.
 #[derive(Clone, Debug, Default)]
 struct Value {
-    written: bool,
+    /// The stream that wrote it, and how far that had come.
+    written: Option<(usize, u32)>,
     /// What had happened before it was written, as long as somebody may ask.
     clock: Option<Snapshot>,
     /// How many are still to ask.
@@ -47,7 +48,7 @@ impl Word {
 
     /// Whether value `number` is written.
     pub(super) fn has(&self, number: usize) -> bool {
-        self.value(number).is_some_and(|value| value.written)
+        self.value(number).is_some_and(|value| value.written.is_some())
     }
 
     /// The first value up to `number` that is not written.
@@ -55,17 +56,22 @@ impl Word {
         (self.reached < number).then_some(self.reached + 1)
     }
 
-    /// Whether the value before `number` was written, by something that precedes `clock`.
-    pub(super) fn in_order(&self, number: usize, clock: &Clock) -> bool {
-        let before = number.checked_sub(1).and_then(|before| self.value(before));
-        before
-            .and_then(|value| value.clock.as_ref())
-            .is_some_and(|before| before.precedes(clock))
+    /// Whether value `number` was written, by something that precedes `clock`.
+    pub(super) fn precedes(&self, number: usize, clock: &Clock) -> bool {
+        self.value(number)
+            .and_then(|value| value.written)
+            .is_some_and(|(stream, time)| clock.get(stream) >= time)
+    }
+
+    /// Whether `clock` knows that the stream which wrote value `number` has gone on since.
+    pub(super) fn is_behind(&self, number: usize, clock: &Clock) -> bool {
+        self.value(number)
+            .and_then(|value| value.written)
+            .is_some_and(|(stream, time)| clock.get(stream) > time)
     }
 
     /// Writes value `number` in `stream`, and gives the streams that wait for the word.
     pub(super) fn write(&mut self, number: usize, stream: usize, clock: &Clock) -> Vec<usize> {
-        let last = number == self.values.len();
         let Some(index) = number
             .checked_sub(1)
             .filter(|index| *index < self.values.len())
@@ -73,16 +79,15 @@ impl Word {
             return Vec::new();
         };
         let value = &mut self.values[index];
-        value.written = true;
-        // The next value is compared with this one.
-        if value.readers > 0 || !last {
+        value.written = Some((stream, clock.get(stream)));
+        if value.readers > 0 {
             value.clock = Some(clock.snapshot(stream));
         }
-        while self.values.get(self.reached).is_some_and(|v| v.written) {
+        while let Some(Value {
+            written: Some(_), ..
+        }) = self.values.get(self.reached)
+        {
             self.reached += 1;
-        }
-        if let Some(before) = index.checked_sub(1) {
-            self.forget(before);
         }
         std::mem::take(&mut self.waiting)
     }
@@ -100,14 +105,7 @@ impl Word {
             clock.learn(written);
         }
         value.readers = value.readers.saturating_sub(1);
-        self.forget(index);
-    }
-
-    /// Lets go of a clock that nobody will ask for.
-    fn forget(&mut self, index: usize) {
-        let next = self.values.get(index + 1).is_none_or(|next| next.written);
-        let value = &mut self.values[index];
-        if next && value.written && value.readers == 0 {
+        if value.readers == 0 {
             value.clock = None;
         }
     }

@@ -70,6 +70,8 @@ enum Job {
 /// Steps of an operation that come one after another.
 struct Chain {
     by: Actor,
+    /// The transfer that they are signals of, and nothing else.
+    signals: Option<TransferId>,
     steps: VecDeque<Step>,
 }
 
@@ -78,8 +80,8 @@ struct Stream {
     jobs: VecDeque<Job>,
     /// Chains of steps of the job at hand, which go on in any order; none before it begins.
     chains: Option<Vec<Chain>>,
-    /// Steps that come after all of these.
-    after: VecDeque<Step>,
+    /// Chains that come after all of these, in any order too.
+    after: Vec<Chain>,
 }
 
 /// Who takes part in a collective, and its number among these.
@@ -350,7 +352,13 @@ impl<'a> Play<'a> {
                     let Some(step) = chain.steps.front() else {
                         continue;
                     };
-                    if accesses_held && step.is_access() {
+                    let signals = |transfer| Hold::Signals {
+                        rank,
+                        index,
+                        transfer,
+                    };
+                    let signals_held = chain.signals.is_some_and(|id| held(signals(id)));
+                    if signals_held || (accesses_held && step.is_access()) {
                         continue;
                     }
                     moved = self.step(rank, chain.by, step);
@@ -361,11 +369,8 @@ impl<'a> Play<'a> {
                 }
                 chains.retain(|chain| !chain.steps.is_empty());
                 let after = &mut self.streams[rank][stream].after;
-                if chains.is_empty() && !after.is_empty() {
-                    chains.push(Chain {
-                        by: Actor::default(),
-                        steps: std::mem::take(after),
-                    });
+                if chains.is_empty() {
+                    chains = std::mem::take(after);
                 }
                 if !chains.is_empty() {
                     self.streams[rank][stream].chains = Some(chains);
@@ -384,7 +389,7 @@ impl<'a> Play<'a> {
             let chains = stream.chains.iter().flatten();
             let mut rest = chains.flat_map(|chain| &chain.steps);
             let is_done = stream.chains.is_some()
-                && rest.all(|s| matches!(s, Step::Nothing | Step::Set(..) | Step::Release));
+                && rest.all(|s| matches!(s, Step::Nothing | Step::Set(..) | Step::Over(_)));
             stream
                 .jobs
                 .iter()

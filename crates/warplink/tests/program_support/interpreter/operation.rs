@@ -4,7 +4,6 @@ use super::memory::Actor;
 use super::schedule::Submission;
 use super::step::{Product, Step, Word, elements, elements_of};
 use super::{Chain, Meeting, Play};
-use std::collections::VecDeque;
 use warplink::DType;
 use warplink::program::ir::{Collective, ElementwiseOp};
 use warplink::program::{
@@ -18,19 +17,21 @@ struct Parts {
     at_once: Vec<Step>,
     /// Chains that go on in any order.
     chains: Vec<Vec<Step>>,
-    /// What comes after all of these.
-    after: VecDeque<Step>,
+    /// Signals of transfers, which go on beside these.
+    announced: Vec<(TransferId, Vec<Step>)>,
+    /// What comes after all of these, in any order: signals of transfers, or of the engine.
+    after: Vec<(Option<TransferId>, Vec<Step>)>,
 }
 
 impl Play<'_> {
-    /// The steps of an operation, as chains that go on in any order and what comes after all of them;
-    /// what waits for nothing is done at once.
+    /// The steps of an operation, as chains that go on in any order, and such chains that come after all of
+    /// them; what tells nobody is done at once.
     pub(super) fn begin(
         &mut self,
         rank: usize,
         run: usize,
         index: usize,
-    ) -> (Vec<Chain>, VecDeque<Step>) {
+    ) -> (Vec<Chain>, Vec<Chain>) {
         let numbers = self.numbers.get(&(rank, run, index));
         let numbers = numbers.cloned().unwrap_or_default();
         let parts = self.parts(rank, run, index, &numbers);
@@ -44,9 +45,18 @@ impl Play<'_> {
         let numbered = chains.into_iter().enumerate();
         let chains = numbered.map(|(chain, steps)| Chain {
             by: Actor::new(rank, run, index, chain),
+            signals: None,
             steps: steps.into(),
         });
-        (chains.collect(), parts.after)
+        let telling = |(signals, steps): (Option<TransferId>, Vec<Step>)| Chain {
+            by: Actor::default(),
+            signals,
+            steps: steps.into(),
+        };
+        let announced = parts.announced.into_iter();
+        let announced = announced.map(|(id, steps)| telling((Some(id), steps)));
+        let after = parts.after.into_iter().map(telling);
+        (chains.chain(announced).collect(), after.collect())
     }
 
     fn parts(&self, rank: usize, run: usize, index: usize, numbers: &[i64]) -> Parts {
@@ -146,7 +156,7 @@ impl Play<'_> {
                     parts.chains.push(chain);
                     let told = Step::Set(peer, Word::Incoming, partner, number);
                     let done = Step::Set(rank, Word::Completed, id, number);
-                    parts.after.extend([told, done]);
+                    parts.after.push((Some(id), vec![told, done]));
                 }
             }
             OperationKind::Collective {
@@ -208,11 +218,11 @@ impl Play<'_> {
         let captured = self.schedule.submission == Submission::Captured;
         let (mut again, mut placed) = (Vec::new(), Vec::new());
         let mut engine: Vec<Vec<Step>> = Vec::new();
+        let mut over = Vec::new();
         for (&id, &number) in group.iter().zip(numbers) {
             let transfer = &program.transfers[id];
             let (peer, partner) = self.peer(rank, id);
             let told = Step::Set(peer, Word::Incoming, partner, number);
-            let done = Step::Set(rank, Word::Completed, id, number);
             if transfer.backend == Backend::Nccl {
                 parts
                     .at_once
@@ -221,7 +231,7 @@ impl Play<'_> {
                     Direction::Send => vec![Step::Mail(id, number), Step::Linger(transfer.range)],
                     Direction::Receive => vec![Step::Take(id, number)],
                 });
-                parts.after.push_back(done);
+                over.push((id, number));
             } else if moves(program, id) {
                 let theirs = &self.ranks[peer].transfers[partner].range;
                 let (own, other) = ((rank, &transfer.range), (peer, theirs));
@@ -241,14 +251,17 @@ impl Play<'_> {
                     Step::Copy(place(target, from), place(source, from), count)
                 }));
                 parts.chains.push(chain);
-                parts.after.extend([told, done]);
+                let done = Step::Set(rank, Word::Completed, id, number);
+                parts.after.push((Some(id), vec![told, done]));
             } else {
                 let first = run as i64 * self.stage.posts[rank][id] + 1;
                 if captured && number > first {
                     again.push(Step::Await(Word::Incoming, id, number - 1));
                     again.push(told);
-                } else {
+                } else if captured {
                     parts.at_once.push(told);
+                } else {
+                    parts.announced.push((id, vec![told]));
                 }
                 placed.push(Step::Set(rank, Word::Placed, id, run as i64 + 1));
             }
@@ -256,7 +269,7 @@ impl Play<'_> {
         if !engine.is_empty() {
             // Its parts go on side by side; it is held until the group is over.
             parts.chains.extend(engine);
-            parts.after.push_back(Step::Release);
+            parts.after.push((None, vec![Step::Over(over)]));
         }
         // Last, so that all others have the same number in either submission.
         if captured {
@@ -293,17 +306,23 @@ fn collective_steps(
         && target.offset_bytes < source.end()
         && source.offset_bytes < target.end();
     let mut steps = vec![Step::Arrive(meeting.clone())];
-    if writes && !(reads && in_place) {
-        steps.push(Step::Spoil(*target));
-    }
-    if reads {
-        steps.push(Step::Bring(meeting.clone(), *source));
+    let spoils = Step::Spoil(*target);
+    if !reads {
+        steps.push(spoils);
+    } else {
+        // In place, parts of the result may be there before others have come.
+        let brings = Step::Bring(meeting.clone(), *source);
+        match (writes, in_place) {
+            (false, _) => steps.push(brings),
+            (true, false) => steps.extend([spoils, brings]),
+            (true, true) => steps.extend([brings, spoils]),
+        }
     }
     steps.push(Step::Fetch(meeting.clone(), *collective, *target));
     if reads && !(writes && in_place) {
         steps.push(Step::Linger(*source));
     }
-    steps.push(Step::Release);
+    steps.push(Step::Over(Vec::new()));
     steps
 }
 

@@ -1,5 +1,7 @@
 //! Who takes the next step.
 
+use warplink::program::TransferId;
+
 /// How the ranks run their programs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Submission {
@@ -26,6 +28,12 @@ pub(crate) enum Hold {
     Operation { rank: usize, index: usize },
     /// The accesses of an operation, which may tell its peers before.
     Accesses { rank: usize, index: usize },
+    /// What an operation tells of one of its transfers.
+    Signals {
+        rank: usize,
+        index: usize,
+        transfer: TransferId,
+    },
     /// What the caller of a rank does between runs.
     Boundary { rank: usize },
 }

@@ -43,8 +43,8 @@ pub(super) enum Step {
     Linger(Range),
     /// Writes garbage where a result will be: an engine may, once it has begun.
     Spoil(Range),
-    /// The engine is free again.
-    Release,
+    /// The engine is done with these posts, which all tell so at once, and free again.
+    Over(Vec<(TransferId, i64)>),
     /// Ends a tensor's life.
     Deallocate(usize),
 }
@@ -111,7 +111,7 @@ impl Step {
     /// Whether it accesses memory.
     pub(super) const fn is_access(&self) -> bool {
         match self {
-            Self::Nothing | Self::Await(..) | Self::Set(..) | Self::Arrive(_) | Self::Release => {
+            Self::Nothing | Self::Await(..) | Self::Set(..) | Self::Arrive(_) | Self::Over(_) => {
                 false
             }
             Self::Copy(..)
@@ -138,16 +138,7 @@ impl Play<'_> {
                 let value = self.words[rank].get(&(*word, *id)).copied();
                 return value.unwrap_or(0) >= *number;
             }
-            Step::Set(rank, word, id, number) => {
-                let before = self.words[*rank].insert((*word, *id), *number);
-                if self.schedule.submission == Submission::Eager
-                    && matches!(word, Word::Incoming | Word::Completed)
-                    && before.is_some_and(|before| before >= *number)
-                {
-                    let fault = Fault::SignalBackwards { rank: *rank };
-                    self.memory.faults.insert(fault);
-                }
-            }
+            Step::Set(rank, word, id, number) => self.set(*rank, (*word, *id), *number),
             Step::Copy(target, source, count) => {
                 for index in 0..*count {
                     let value = self.memory.load(by, (source.0, source.1, source.2 + index));
@@ -200,10 +191,25 @@ impl Play<'_> {
                 let count = elements(&ranks[rank], range).1;
                 self.write(by, rank, range, &vec![f64::NAN; count]);
             }
-            Step::Release => self.engine[rank].1 += 1,
+            Step::Over(posts) => {
+                for (id, number) in posts {
+                    self.set(rank, (Word::Completed, *id), *number);
+                }
+                self.engine[rank].1 += 1;
+            }
             Step::Deallocate(tensor) => self.memory.deallocate(by, rank, *tensor),
         }
         true
+    }
+
+    fn set(&mut self, rank: usize, word: (Word, TransferId), number: i64) {
+        let before = self.words[rank].insert(word, number);
+        if self.schedule.submission == Submission::Eager
+            && matches!(word.0, Word::Incoming | Word::Completed)
+            && before.is_some_and(|before| before >= number)
+        {
+            self.memory.faults.insert(Fault::SignalBackwards { rank });
+        }
     }
 
     fn multiply(&mut self, rank: usize, by: Actor, product: &Product, rows: Rows<usize>) {
