@@ -125,9 +125,9 @@ impl Transfer {
     /// Enqueues this end's part on `stream`; see the table in the [module](super). Does not block.
     /// Posts of one transfer must be ordered among one another: one on another stream than the one before
     /// comes behind a wait for this transfer, or behind what that stream did next. A wait for another
-    /// transfer of the same group does not order them, as the words of a group are set one by one. A graph must hold as many posts of this
-    /// end as the peer's graph of the other, and the waits for them; where it holds several, each
-    /// waits until the one before is done.
+    /// transfer of the same group does not order them, as the words of a group are set one by one. A graph
+    /// must hold as many posts of this end as the peer's graph of the other, and the waits for them; where it
+    /// holds several, each waits until the one before is done.
     pub fn post(&self, stream: &Stream) -> Result<()> {
         post_all(&[self], stream)
     }
