@@ -139,7 +139,11 @@ mod signals {
     #[test]
     fn a_transfer_is_posted_again_when_its_last_post_is_known_to_be_over() {
         for between in ["wait r1", "wait r2", "wait r1, s1, s2", "wait s1, s2, r2"] {
-            assert_eq!(again(between), Ok("refused, lost-signal".to_owned()), "{between}");
+            assert_eq!(
+                again(between),
+                Ok("refused, lost-signal".to_owned()),
+                "{between}"
+            );
         }
         for between in [
             "wait r1, r2",

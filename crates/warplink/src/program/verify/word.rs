@@ -48,7 +48,8 @@ impl Word {
 
     /// Whether value `number` is written.
     pub(super) fn has(&self, number: usize) -> bool {
-        self.value(number).is_some_and(|value| value.written.is_some())
+        self.value(number)
+            .is_some_and(|value| value.written.is_some())
     }
 
     /// The first value up to `number` that is not written.
