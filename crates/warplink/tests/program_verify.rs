@@ -96,6 +96,19 @@ mod faulty {
 mod signals {
     use super::*;
 
+    /// The verdict on a program for 3 ranks and what shows it.
+    fn shown(text: &str) -> Result<String, String> {
+        let sample = Sample {
+            program: Program::parse(text).unwrap(),
+            text: text.to_owned(),
+            world: 3,
+            streams: STREAMS,
+            parameters: parameters(&[("n", 8)]),
+            changes: 1,
+        };
+        check(&sample).map(|shown| shown.class)
+    }
+
     /// What is found of a program that posts two transfers in each direction on a stream of the pool, does
     /// `between` on the caller's, and posts them again there.
     fn again(between: &str) -> Result<String, String> {
@@ -123,15 +136,7 @@ mod signals {
                 C = sum(R[0], R[1])
             }}"
         );
-        let sample = Sample {
-            program: Program::parse(&text).unwrap(),
-            text,
-            world: 3,
-            streams: STREAMS,
-            parameters: parameters(&[("n", 8)]),
-            changes: 1,
-        };
-        check(&sample).map(|shown| shown.class)
+        shown(&text)
     }
 
     /// Data of a group is there when one of its copies is known to be done; a transfer is posted again behind
@@ -157,6 +162,29 @@ mod signals {
             let class = again(&between).unwrap();
             assert!(class.starts_with("accepted"), "{class}: {between}");
         }
+    }
+
+    /// A run's last post on the caller's stream is over when the next begins.
+    #[test]
+    fn a_transfer_may_be_posted_last_on_the_callers_stream() {
+        let text = "program p(n) {
+            input A: f32[n]
+            output C: f32[n]
+            share {
+                s = send A to (rank + 1) % world via get
+                r = receive C from (rank - 1) % world via get
+            }
+            set_stream pool(0)
+            synchronize caller
+            post s, r
+            set_stream caller
+            wait s, r
+            synchronize pool(0)
+            post s, r
+            wait s
+        }";
+        let class = shown(text).unwrap();
+        assert!(class.starts_with("accepted"), "{class}");
     }
 
     /// What the peer told of one copy of a group says that it was told of all that it waited for.
@@ -186,15 +214,7 @@ mod signals {
             synchronize pool(0)
             C = sum(R[0], R[1])
         }";
-        let sample = Sample {
-            program: Program::parse(text).unwrap(),
-            text: text.to_owned(),
-            world: 3,
-            streams: STREAMS,
-            parameters: parameters(&[("n", 8)]),
-            changes: 1,
-        };
-        let class = check(&sample).unwrap().class;
+        let class = shown(text).unwrap();
         assert!(class.starts_with("accepted"), "{class}");
     }
 }

@@ -190,8 +190,10 @@ impl Run<'_> {
         diagnostics: &mut Diagnostics<'_>,
     ) {
         let first_stream = self.first_stream[rank];
-        let end = &self.streams[first_stream].clock;
         let program = &self.ranks[rank];
+        // What the caller does next is behind all that its stream did.
+        let mut end = self.streams[first_stream].clock.clone();
+        end.tick(first_stream);
         let stream_of = |operation: usize| program.operations[operation].stream;
         for (id, transfer) in program.transfers.iter().enumerate() {
             let posts = &self.links.posts[rank][id];
@@ -201,7 +203,7 @@ impl Run<'_> {
             let is_same = stream_of(first) == stream_of(last) || transfer.is_engine();
             if is_same
                 || loose.contains(&(first_stream + stream_of(last)))
-                || self.is_over((rank, id), posts.len(), end)
+                || self.is_over((rank, id), posts.len(), &end)
             {
                 continue;
             }
