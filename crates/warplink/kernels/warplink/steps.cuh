@@ -7,6 +7,7 @@
 // |---|---|
 // | put_packets, reduce of packets | a packet is read when it is there; nothing else |
 // | signal | all that the lane stored before it, here and at peers, is seen by who waits for it |
+// | announce, agree | who has seen an announcement knows that the other rank is in this launch |
 // | wait | all that preceded the signals at the peers is seen by the lane |
 // | sync | what one thread of the lane stored is seen by the others |
 // | reduce, put, copy | nothing; each thread handles the same elements in each of them only where count and alignment are the same |
@@ -96,6 +97,9 @@ template <u32 COUNT, u32 PACKETS = 0, u32 PACKET = 16, u32 FIRST = 0> struct Pla
 };
 
 namespace detail {
+
+// Words of 8 bytes that a verdict has of an announcement. Must match the host.
+constexpr u32 verdict_words = 3;
 
 // A packet as it was read: half of its words are flags.
 template <u32 DATA> struct Packet {
@@ -424,6 +428,51 @@ template <typename Element, bool ALIGNED = false, typename Sources, typename Tar
 __device__ __forceinline__ void copy(Lane &lane, const Sources &from, const Targets &to, u64 count) {
     static_assert(Sources::count == 1, "a copy has one source");
     reduce<Element, Add, ALIGNED>(lane, from, to, count);
+}
+
+// ---- announcements
+
+// Integers that ranks tell one another of a launch.
+template <u32 COUNT> struct Announced {
+    static constexpr u32 packets = (COUNT + 1) / 2;
+    static_assert(packets <= detail::verdict_words, "up to 6 integers");
+    u32 word[COUNT];
+    __device__ __forceinline__ Unit<8> unit(u32 packet) const { return {{word[2 * packet], 2 * packet + 1 < COUNT ? word[2 * packet + 1] : 0}}; }
+};
+
+// Stores what is announced as packets of 16 bytes at every place.
+template <u32 COUNT, u32 INTEGERS> __device__ __forceinline__ void announce(Lane &lane, const Places<COUNT> &to, const Announced<INTEGERS> &all) {
+    constexpr u32 packets = Announced<INTEGERS>::packets;
+#pragma unroll
+    for (u32 place = 0; place < COUNT; place++) {
+#pragma unroll
+        for (u32 packet = 0; packet < packets; packet++) {
+            if (threadIdx.x == place * packets + packet) detail::store_packet(to.at[place] + 16 * packet, all.unit(packet), Flag(lane.epoch));
+        }
+    }
+}
+
+// Waits for the announcements at all places. Where one differs from `all`, what it is goes to `verdict`, 32 bytes
+// for each place: 8 for each packet, and from byte 24 on a byte for each that is 1 where the packet differs.
+template <u32 COUNT, u32 INTEGERS>
+__device__ __forceinline__ void agree(Lane &lane, const Places<COUNT> &from, const Announced<INTEGERS> &all, u64 verdict) {
+    constexpr u32 packets = Announced<INTEGERS>::packets;
+    const Flag flag(lane.epoch);
+#pragma unroll
+    for (u32 place = 0; place < COUNT; place++) {
+#pragma unroll
+        for (u32 packet = 0; packet < packets; packet++) {
+            if (threadIdx.x != place * packets + packet) continue;
+            const u64 at = from.at[place] + 16 * packet;
+            detail::Packet<8> came = detail::load_packet<8>(at);
+            if (!detail::await_packet(lane, at, came, flag)) continue;
+            const Unit<8> own = all.unit(packet);
+            if (came.unit.word[0] == own.word[0] && came.unit.word[1] == own.word[1]) continue;
+            const u64 note = verdict + 32 * place;
+            *(volatile u64 *)(note + 8 * packet) = (u64)came.unit.word[1] << 32 | came.unit.word[0];
+            *(volatile unsigned char *)(note + 8 * detail::verdict_words + packet) = 1;
+        }
+    }
 }
 
 // ---- signals

@@ -23,6 +23,9 @@ pub enum ReduceOp {
 }
 
 impl ReduceOp {
+    /// Every operator.
+    pub const ALL: [Self; 3] = [Self::Sum, Self::Max, Self::Min];
+
     /// Its name in program text.
     pub const fn name(self) -> &'static str {
         match self {
@@ -53,7 +56,7 @@ impl FromStr for ReduceOp {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        [Self::Sum, Self::Max, Self::Min]
+        Self::ALL
             .into_iter()
             .find(|operator| operator.name() == text)
             .ok_or_else(|| {

@@ -68,6 +68,9 @@ pub enum Argument {
     Channels(Arc<ChannelArray>),
     /// A structure of `unsigned long long`, by value: at most 4,000 bytes.
     Words(Arc<[u64]>),
+    /// Memory whose addresses are among the words. Closures of the host device find it here; kernels of GPUs
+    /// have no parameter for it.
+    Memory(Arc<[DeviceSlice]>),
 }
 
 impl Argument {
@@ -87,6 +90,7 @@ impl Argument {
             }
             Self::Channels(channels) => (vec![channels.table().address()], 8),
             Self::Words(words) => (words.to_vec(), 8 * words.len()),
+            Self::Memory(_) => (Vec::new(), 0),
         }
     }
 
@@ -96,8 +100,14 @@ impl Argument {
             Self::Slice(slice) => Some(slice.kind()),
             Self::Channel(channel) => Some(channel.memory().kind()),
             Self::Channels(channels) => Some(channels.table().kind()),
+            Self::Memory(slices) => slices.first().map(DeviceSlice::kind),
             _ => None,
         }
+    }
+
+    /// Whether kernels of GPUs have a parameter for it.
+    pub(crate) fn is_parameter(&self) -> bool {
+        !matches!(self, Self::Memory(_))
     }
 
     /// The faults that end waits in a kernel which has it.
@@ -148,6 +158,7 @@ impl Argument {
             Self::Channel(_) => "a channel",
             Self::Channels(_) => "channels",
             Self::Words(_) => "words",
+            Self::Memory(_) => "memory",
         }
     }
 }
@@ -165,6 +176,7 @@ impl fmt::Debug for Argument {
             Self::Channel(channel) => channel.memory().fmt(f),
             Self::Channels(channels) => channels.fmt(f),
             Self::Words(words) => write!(f, "{} words", words.len()),
+            Self::Memory(slices) => slices.fmt(f),
         }
     }
 }

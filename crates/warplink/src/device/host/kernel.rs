@@ -119,6 +119,14 @@ impl Block<'_> {
         }
     }
 
+    /// The memory that is argument `number`.
+    pub(crate) fn memory(&self, number: usize) -> Result<&[DeviceSlice]> {
+        match self.argument(number)? {
+            Argument::Memory(slices) => Ok(slices),
+            other => Err(mismatch(number, other, "memory")),
+        }
+    }
+
     /// Copies `bytes` to `target`, of the same length.
     pub fn write(&self, target: &DeviceSlice, bytes: &[u8]) -> Result<()> {
         check_kind(target)?;

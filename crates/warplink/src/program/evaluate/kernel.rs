@@ -135,6 +135,18 @@ impl Workspace {
                 *there -= u64::from(any);
                 return any;
             }
+            LaneStepKind::Announce { values, target } => {
+                let values: Vec<Value> = values
+                    .iter()
+                    .map(|value| Value::exact(f64::from(*value as i32)))
+                    .collect();
+                self.write(memory, &launch[target.rank], target, &values);
+                return true;
+            }
+            LaneStepKind::Agree { values, source, .. } => {
+                let there = self.read(memory, &launch[source.rank], source, values.len());
+                return there.is_some();
+            }
             LaneStepKind::Move {
                 operator,
                 dtype,

@@ -128,7 +128,7 @@ impl RankContext {
     }
 
     /// Gives what was `made` where every rank made its own. Blocks until all have tried.
-    pub(super) fn agree_on<T>(&self, made: Result<T>) -> Result<T> {
+    pub(crate) fn agree_on<T>(&self, made: Result<T>) -> Result<T> {
         let failed = made.as_ref().err();
         let own = failed.map_or(Vote::Ready, |error| Vote::failed(self.rank(), error));
         let votes = self.gather_votes(&own, failed)?;

@@ -5,9 +5,9 @@
 //! before any of them runs.
 
 use super::context::RankContext;
-use super::lane::run_lane;
+use super::lane::{LaneInput, run_lane, tell_difference};
 use super::memory::{PlanMemory, TensorMemory};
-use super::reach::{EPOCH_BYTES, Reach};
+use super::reach::{EPOCH_BYTES, Reach, VERDICT_BYTES};
 use crate::device::{
     AllocationKind, Argument, Device, DeviceSlice, Kernel, KernelResources, Launch, ModuleSource,
     Priority, Stream,
@@ -19,7 +19,7 @@ use crate::program::section::{
     FreeNames, KERNEL, SectionInstance, SectionMemory, WorkspaceLayout, kernel_text,
 };
 use crate::signal::Signals;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 /// This rank's memory for the kernels of a program.
@@ -29,6 +29,8 @@ pub(super) struct KernelMemory {
     workspace: Option<Region>,
     signals: Signals,
     state: DeviceSlice,
+    /// The most lanes of a kernel.
+    lanes: usize,
     /// Tensors that peers access.
     shared: Vec<(TensorId, Region)>,
 }
@@ -36,7 +38,7 @@ pub(super) struct KernelMemory {
 /// The kernels of a plan, bound.
 #[derive(Debug)]
 pub(super) struct BoundKernels {
-    reach: Arc<Reach>,
+    pub(super) reach: Arc<Reach>,
     _own: Vec<Region>,
     _signals: Signals,
     _peers: Vec<RemoteRegion>,
@@ -91,7 +93,27 @@ impl KernelMemory {
         let Some(lanes) = sections.iter().map(|section| section.lanes).max() else {
             return Ok(None);
         };
+        let mut shared = Vec::new();
+        for id in remote_tensors(&sections) {
+            let region = match memory.tensor(id) {
+                TensorMemory::Pooled(region) => region.clone(),
+                TensorMemory::Bound(slice) => context.memory.register(slice)?,
+                TensorMemory::Nothing => return Err(internal("a tensor without memory is shared")),
+            };
+            shared.push((id, region));
+        }
         let layout = WorkspaceLayout::of(&program.scratch);
+        Self::allocate(context, layout, lanes, shared).map(Some)
+    }
+
+    /// Allocates a workspace, signals and an epoch for kernels of at most `lanes` lanes, which access the tensors
+    /// `shared` of all ranks.
+    pub(super) fn allocate(
+        context: &RankContext,
+        layout: WorkspaceLayout,
+        lanes: usize,
+        shared: Vec<(TensorId, Region)>,
+    ) -> Result<Self> {
         let workspace = match layout.bytes() {
             0 => None,
             bytes => Some(context.memory.allocate(bytes, AllocationKind::Plain)?),
@@ -102,17 +124,10 @@ impl KernelMemory {
             &context.fault,
             lanes * context.world(),
         )?;
-        let bytes = EPOCH_BYTES * lanes.max(2);
+        // Two words at least, for devices that take closures.
+        let lanes = lanes.max(2);
+        let bytes = EPOCH_BYTES * lanes + VERDICT_BYTES * context.world();
         let state = context.device.allocate(bytes, AllocationKind::Plain)?;
-        let mut shared = Vec::new();
-        for id in remote_tensors(&sections) {
-            let region = match memory.tensor(id) {
-                TensorMemory::Pooled(region) => region.clone(),
-                TensorMemory::Bound(slice) => context.memory.register(slice)?,
-                TensorMemory::Nothing => return Err(internal("a tensor without memory is shared")),
-            };
-            shared.push((id, region));
-        }
         // Nobody else uses it yet, and all ranks wait for one another before a plan runs.
         let stream = context.device.create_stream(Priority::Normal)?;
         if let Some(workspace) = &workspace {
@@ -120,13 +135,14 @@ impl KernelMemory {
         }
         stream.fill(&state, 0)?;
         stream.synchronize(context.deadline())?;
-        Ok(Some(Self {
+        Ok(Self {
             layout,
             workspace,
             signals,
             state,
+            lanes,
             shared,
-        }))
+        })
     }
 
     /// What peers map, in the same order on every rank.
@@ -141,13 +157,13 @@ impl KernelMemory {
     pub(super) fn exchange(
         self,
         context: &RankContext,
-        memory: &PlanMemory,
+        own: BTreeMap<TensorId, DeviceSlice>,
     ) -> Result<BoundKernels> {
         let (rank, world) = (context.rank(), context.world());
         let exported = self.export(context);
         // A rank that has failed takes part, so that the others need not wait for it.
-        let own = exported.as_ref().map_or(&[][..], |bytes| bytes);
-        let gathered = context.all_gather(own)?;
+        let handles = exported.as_ref().map_or(&[][..], |bytes| bytes);
+        let gathered = context.all_gather(handles)?;
         let count = self.regions().len();
         let mut failed = exported.as_ref().err().cloned();
         let mut peers: Vec<Vec<RemoteRegion>> = vec![Vec::new(); world];
@@ -175,7 +191,7 @@ impl KernelMemory {
         }
         match failed {
             Some(error) => Err(context.group.in_own_ranks(error)),
-            None => Ok(self.bound(context, memory, peers)),
+            None => Ok(self.bound(context, own, peers)),
         }
     }
 
@@ -204,7 +220,7 @@ impl KernelMemory {
     fn bound(
         self,
         context: &RankContext,
-        memory: &PlanMemory,
+        own: BTreeMap<TensorId, DeviceSlice>,
         peers: Vec<Vec<RemoteRegion>>,
     ) -> BoundKernels {
         let rank = context.rank();
@@ -213,6 +229,7 @@ impl KernelMemory {
             workspaces: Vec::new(),
             signals: Vec::new(),
             state: self.state.clone(),
+            lanes: self.lanes,
             tensors: Vec::new(),
         };
         for (peer, regions) in peers.iter().enumerate() {
@@ -220,11 +237,7 @@ impl KernelMemory {
                 let workspace = self.workspace.as_ref().map(Region::memory);
                 reach.workspaces.push(workspace.cloned());
                 reach.signals.push(self.signals.region().memory().clone());
-                let own = (0..memory.tensors()).filter_map(|id| {
-                    let slice = memory.tensor_slice(id)?;
-                    Some((id, slice.clone()))
-                });
-                reach.tensors.push(own.collect());
+                reach.tensors.push(own.clone());
                 continue;
             }
             let mut mapped = regions.iter().map(|region| region.memory().clone());
@@ -258,7 +271,15 @@ impl BoundKernels {
         let (written, bound) = (section.clone(), addresses.clone());
         let source = ModuleSource::new("kernel section")
             .with_written_cuda(move || kernel_text(&written, &bound.aligned(&written)))
-            .with_host_kernel(KERNEL, move |block| run_lane(block, &lanes, &reach));
+            .with_host_kernel(KERNEL, move |block| {
+                let input = LaneInput {
+                    section: &lanes,
+                    reach: &reach,
+                    tensors: &[],
+                    tell: &tell_difference,
+                };
+                run_lane(block, input)
+            });
         // SAFETY: the kernel accesses what the section says of the memory that the plan holds; the verifier
         // has checked that this stays within it.
         let module = unsafe { device.load_module(&source)? };

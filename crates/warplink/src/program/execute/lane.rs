@@ -3,7 +3,7 @@
 use super::reach::Reach;
 use crate::device::{Block, DeviceSlice, ReduceOp, combine};
 use crate::dtype::DType;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::program::section::{
     LaneStep, LaneStepKind, Packing, Part, SectionInstance, SectionMemory,
 };
@@ -15,13 +15,28 @@ struct Operand {
     packing: Packing,
 }
 
+/// Tells how the announcement of a rank, the second, differs from that of this rank, the first.
+pub(crate) type TellDifference = dyn Fn(&[u32], &[u32]) -> String + Send + Sync;
+
+/// What a lane is run on.
+#[derive(Clone, Copy)]
+pub(super) struct LaneInput<'a> {
+    pub(super) section: &'a SectionInstance,
+    pub(super) reach: &'a Reach,
+    /// The own tensors of this launch, by number; those that are not here are in the reach.
+    pub(super) tensors: &'a [DeviceSlice],
+    pub(super) tell: &'a TellDifference,
+}
+
 /// Runs the lane that `block` is.
-pub(super) fn run_lane(block: &Block<'_>, section: &SectionInstance, reach: &Reach) -> Result<()> {
+pub(super) fn run_lane(block: &Block<'_>, input: LaneInput<'_>) -> Result<()> {
+    let LaneInput { section, reach, .. } = input;
     let (epoch_word, ended_word) = (reach.state.word(0)?, reach.state.word(8)?);
     let epoch = block.value(&epoch_word);
     let lane = block.index() as usize;
     let run = Lane {
         block,
+        input,
         section,
         reach,
         lane,
@@ -43,6 +58,7 @@ pub(super) fn run_lane(block: &Block<'_>, section: &SectionInstance, reach: &Rea
 
 struct Lane<'a> {
     block: &'a Block<'a>,
+    input: LaneInput<'a>,
     section: &'a SectionInstance,
     reach: &'a Reach,
     lane: usize,
@@ -61,6 +77,17 @@ impl Lane<'_> {
                 let signals = self.block.signals_at(&self.reach.signals[rank]);
                 return signals.wait(self.lane * world + peer);
             }
+            LaneStepKind::Announce { values, target } => {
+                let Operand { memory, packing } = self.operand(target, &(0..values.len()))?;
+                let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+                let flag = self.flag(packing);
+                return self.block.store_packets(&memory, &bytes, flag, false);
+            }
+            LaneStepKind::Agree {
+                values,
+                peer,
+                source,
+            } => return self.agree(values, *peer, source),
             LaneStepKind::Move {
                 operator,
                 dtype,
@@ -81,6 +108,26 @@ impl Lane<'_> {
             self.piece((operator, dtype), &piece, targets, sources)?;
         }
         Ok(())
+    }
+
+    /// Waits for what a peer announces, and fails where it is anything else than `values`.
+    fn agree(&self, values: &[u32], peer: Rank, source: &Part) -> Result<()> {
+        let Operand { memory, packing } = self.operand(source, &(0..values.len()))?;
+        let (bytes, flag) = (4 * values.len(), self.flag(packing));
+        let came = self.block.load_packets(&memory, bytes, flag, false)?;
+        let theirs: Vec<u32> = came
+            .chunks_exact(4)
+            .map(|word| u32::from_le_bytes([word[0], word[1], word[2], word[3]]))
+            .collect();
+        if theirs == values {
+            return Ok(());
+        }
+        Err(
+            Error::new(ErrorKind::Mismatch, (self.input.tell)(values, &theirs))
+                .with_rank(self.section.rank)
+                .with_peer(peer)
+                .with_help("make the same calls in the same order on every rank"),
+        )
     }
 
     /// How many elements a piece of a step is a multiple of, so that it starts with a packet.
@@ -146,7 +193,9 @@ impl Lane<'_> {
         match tensor.memory {
             SectionMemory::Tensor(id) => {
                 let size = tensor.dtype.size();
-                let slice = self.reach.tensors[part.rank].get(&id).ok_or_else(missing)?;
+                let own = (part.rank == self.section.rank).then(|| self.input.tensors.get(id));
+                let bound = || self.reach.tensors[part.rank].get(&id);
+                let slice = own.flatten().or_else(bound).ok_or_else(missing)?;
                 Ok(Operand {
                     memory: slice.slice(from * size..(from + elements) * size)?,
                     packing: Packing::Plain,
@@ -165,6 +214,11 @@ impl Lane<'_> {
             }
         }
     }
+}
+
+/// The difference between two announcements, where nothing more is known of them.
+pub(super) fn tell_difference(own: &[u32], theirs: &[u32]) -> String {
+    format!("the peer announces {theirs:?}; expected {own:?}, as this rank does")
 }
 
 fn internal(what: &'static str) -> Error {

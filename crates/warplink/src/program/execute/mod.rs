@@ -27,6 +27,7 @@ mod replaced;
 mod resolve;
 mod timing;
 mod trace;
+mod workspace;
 
 pub(crate) use agreement::Digest;
 pub use bind::Prepared;
@@ -35,6 +36,7 @@ pub use kernel::KernelReport;
 pub use memory::Bindings;
 pub use plan::{CapturedPlan, Plan};
 pub use trace::{Trace, TraceSpan};
+pub(crate) use workspace::{SharedKernel, SharedWorkspace};
 
 use super::cost::{DeviceDescription, HardwareModel};
 use super::ir::Program;

@@ -11,6 +11,9 @@ use std::collections::BTreeMap;
 /// Bytes of an epoch.
 pub(super) const EPOCH_BYTES: usize = 8;
 
+/// Bytes of a verdict on a peer's announcement. Must match `agree` of the kernels.
+pub(super) const VERDICT_BYTES: usize = 32;
+
 /// What kernels reach: memory of all ranks, as it is mapped here.
 #[derive(Debug)]
 pub(super) struct Reach {
@@ -20,6 +23,8 @@ pub(super) struct Reach {
     /// Of a device that takes closures, the epoch, and how many lanes of the launch under way have ended; of
     /// others, an epoch for each lane.
     pub(super) state: DeviceSlice,
+    /// The most lanes of the kernels that share the epoch.
+    pub(super) lanes: usize,
     pub(super) tensors: Vec<BTreeMap<TensorId, DeviceSlice>>,
 }
 
@@ -36,7 +41,7 @@ impl Reach {
             tensors: tensors.collect(),
             signals: self.signals.iter().map(DeviceSlice::address).collect(),
             epochs: self.state.address(),
-            lanes: (self.state.bytes() / EPOCH_BYTES) as u64,
+            lanes: self.lanes as u64,
         }
     }
 

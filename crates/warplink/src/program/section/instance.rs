@@ -37,6 +37,8 @@ pub struct SectionInstance {
     /// After how many launches what they do is repeated: the least common multiple of what `epoch` is
     /// divided by.
     pub period: u64,
+    /// Whether tensors of the program may be the same memory, as where a launch works in place.
+    pub shared_tensors: bool,
     /// Where it stands.
     pub site: Site,
 }

@@ -123,10 +123,24 @@ pub enum StepKind {
     Wait(Vec<Each<Expr>>),
     /// `barrier`: signals to all other ranks, then waits for all of them.
     Barrier,
+    /// `announce n, root in C[slot]`: tells all other ranks what this launch is called with.
+    Announce(Announcement),
+    /// `agree n, root in C[slot]`: waits until all other ranks have announced, and fails the launch where one
+    /// announced anything else.
+    Agree(Announcement),
     /// `for c in 0..chunks { … }`.
     For(Loop<Step>),
     /// `if c > 0 { … } else { … }`.
     If(Branch<Step>),
+}
+
+/// What ranks tell one another of a launch.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Announcement {
+    /// The integers, of which the lower 32 bits count.
+    pub values: Vec<Expr>,
+    /// Where they go: `packets16` scratch, `i32[world, count]` after its selections, a row for each rank.
+    pub tensor: TensorRef,
 }
 
 /// A step that moves data: every target gets the sources, combined element by element.

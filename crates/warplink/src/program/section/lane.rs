@@ -30,6 +30,22 @@ pub enum LaneStepKind {
         /// What is read.
         sources: Vec<Part>,
     },
+    /// Stores words as packets at another rank.
+    Announce {
+        /// The words.
+        values: Vec<u32>,
+        /// Where they go.
+        target: Part,
+    },
+    /// Waits for the words of another rank, which are the same or fail the launch.
+    Agree {
+        /// What is expected.
+        values: Vec<u32>,
+        /// Whose words they are.
+        peer: Rank,
+        /// Where they come, in this rank's memory.
+        source: Part,
+    },
     /// Counts up the word of this lane and rank at another rank.
     Signal(Rank),
     /// Waits until another rank has signalled this lane once more than was waited for.

@@ -23,7 +23,9 @@ mod view;
 
 pub(crate) use compile::{Addresses, KERNEL, text as kernel_text};
 pub use instance::{SectionInstance, SectionMemory, SectionTensor};
-pub use ir::{Move, Operator, Packing, Place, Scratch, Section, Source, Step, StepKind, Verb};
+pub use ir::{
+    Announcement, Move, Operator, Packing, Place, Scratch, Section, Source, Step, StepKind, Verb,
+};
 pub use lane::{LaneStep, LaneStepKind, Part};
 pub use layout::{Area, ScratchId, ScratchInstance, WorkspaceLayout};
 pub(crate) use names::FreeNames;

@@ -69,6 +69,11 @@ impl FreeNames {
                     self.each(ranks, Self::integer);
                 }
                 StepKind::Barrier => {}
+                StepKind::Announce(it) | StepKind::Agree(it) => {
+                    it.values.iter().for_each(|value| self.integer(value));
+                    self.tensor(&it.tensor);
+                    self.remote.insert(it.tensor.name.clone());
+                }
                 StepKind::For(it) => {
                     self.bound.insert(it.index.clone());
                     self.integer(&it.from);

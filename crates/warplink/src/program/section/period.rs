@@ -68,6 +68,10 @@ impl<'s> Walk<'s> {
                     self.each(ranks, Self::steady)?;
                 }
                 StepKind::Barrier => {}
+                StepKind::Announce(it) | StepKind::Agree(it) => {
+                    it.values.iter().try_for_each(|value| self.steady(value))?;
+                    self.tensor(&it.tensor)?;
+                }
                 StepKind::For(it) => {
                     self.steady(&it.from)?;
                     self.steady(&it.to)?;

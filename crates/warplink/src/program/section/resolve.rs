@@ -2,7 +2,7 @@
 
 use super::MAX_LANE_STEPS;
 use super::instance::SectionInstance;
-use super::ir::{Move, Operator, Place, Source, Step, StepKind, Verb};
+use super::ir::{Announcement, Move, Operator, Packing, Place, Source, Step, StepKind, Verb};
 use super::lane::{LaneStep, LaneStepKind, Part};
 use super::view::{View, Wrong};
 use crate::device::ReduceOp;
@@ -140,6 +140,8 @@ impl<'s> Resolver<'s> {
                 others().for_each(|peer| self.push(LaneStepKind::Wait(peer)));
                 self.taken += 2 * world;
             }
+            StepKind::Announce(it) => self.meeting(it, true)?,
+            StepKind::Agree(it) => self.meeting(it, false)?,
             StepKind::For(it) => {
                 let (from, to) = (self.integer(&it.from)?, self.integer(&it.to)?);
                 let outer = Arc::clone(&self.site.indices);
@@ -194,6 +196,58 @@ impl<'s> Resolver<'s> {
                     with(resolver, &each.item)
                 })?;
             }
+        }
+        Ok(())
+    }
+
+    /// What is announced to all other ranks, or awaited from them.
+    fn meeting(&mut self, it: &'s Announcement, announces: bool) -> Result<(), Diagnostic> {
+        let mut values = Vec::with_capacity(it.values.len());
+        for value in &it.values {
+            values.push(self.integer(value)? as u32);
+        }
+        let (rank, world) = (self.instance.rank, self.instance.world);
+        for peer in (1..world).map(|r| (rank + r) % world) {
+            let mut view = self.view(&it.tensor)?;
+            let (row, at) = if announces {
+                (rank, peer)
+            } else {
+                (peer, rank)
+            };
+            let scratch = self.instance.scratch_of(view.tensor);
+            let holds = scratch.is_some_and(|scratch| {
+                (scratch.packing, scratch.dtype) == (Packing::Packets16, DType::I32)
+            });
+            let there = view.index(row as i64).is_ok();
+            let length = view.elements().map(|(_, length)| length);
+            if !holds || !there || length != Some(values.len()) {
+                let message = format!(
+                    "{} does not hold the announcements of {world} ranks; expected packets16 i32[{world}, {}]",
+                    it.tensor,
+                    values.len()
+                );
+                return Err(self.wrong(DiagnosticKind::Mismatch, message));
+            }
+            let (tensor, offset) = (view.tensor, view.offset);
+            let part = Part {
+                rank: at,
+                tensor,
+                offset,
+            };
+            let values = values.clone();
+            self.step()?;
+            self.push(if announces {
+                LaneStepKind::Announce {
+                    values,
+                    target: part,
+                }
+            } else {
+                LaneStepKind::Agree {
+                    values,
+                    peer,
+                    source: part,
+                }
+            });
         }
         Ok(())
     }

@@ -53,6 +53,7 @@
 //!           | place [each] {"," place [each]} "=" ("copy" "(" source ")"
 //!             | "reduce" "(" source [each] {"," source [each]} "," (op | NAME) ")")
 //!           | ("signal" | "wait") integer [each] {"," integer [each]} | "barrier"
+//!           | ("announce" | "agree") integer {"," integer} "in" tensor
 //! place     = tensor ["on" integer]
 //! source    = place ["if" condition "else" place]
 //! ```
@@ -97,7 +98,7 @@ pub const MAX_BLOCK_DEPTH: usize = 32;
 const MAX_SHOWN: usize = 160;
 
 /// Words with a meaning, which no name may be.
-pub const RESERVED: [&str; 66] = [
+pub const RESERVED: [&str; 68] = [
     "program",
     "require",
     "input",
@@ -162,6 +163,8 @@ pub const RESERVED: [&str; 66] = [
     "get",
     "signal",
     "barrier",
+    "announce",
+    "agree",
     "on",
     "of",
 ];

@@ -2,7 +2,7 @@
 
 use super::print::{Indented, List, print_branch, print_loop};
 use crate::program::section::{
-    Move, Operator, Place, Scratch, Section, Source, Step, StepKind, Verb,
+    Announcement, Move, Operator, Place, Scratch, Section, Source, Step, StepKind, Verb,
 };
 use std::fmt::{self, Display, Formatter};
 
@@ -44,10 +44,22 @@ impl Display for Indented<'_, Step> {
             StepKind::Signal(list) => write!(f, "signal {}", List(list))?,
             StepKind::Wait(list) => write!(f, "wait {}", List(list))?,
             StepKind::Barrier => f.write_str("barrier")?,
+            StepKind::Announce(it) => write!(f, "announce {it}")?,
+            StepKind::Agree(it) => write!(f, "agree {it}")?,
             StepKind::For(repetition) => print_loop(f, self.0, repetition)?,
             StepKind::If(branch) => print_branch(f, self.0, branch)?,
         }
         f.write_str("\n")
+    }
+}
+
+impl Display for Announcement {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        for (position, value) in self.values.iter().enumerate() {
+            let lead = if position == 0 { "" } else { ", " };
+            write!(f, "{lead}{value}")?;
+        }
+        write!(f, " in {}", self.tensor)
     }
 }
 

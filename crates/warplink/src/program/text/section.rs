@@ -6,7 +6,7 @@ use super::token::TokenKind;
 use crate::program::expr::Expr;
 use crate::program::ir::StatementKind;
 use crate::program::section::{
-    Move, Operator, Packing, Place, Scratch, Section, Source, Step, StepKind, Verb,
+    Announcement, Move, Operator, Packing, Place, Scratch, Section, Source, Step, StepKind, Verb,
 };
 
 impl Parser<'_> {
@@ -90,16 +90,31 @@ impl Parser<'_> {
             "signal" => StepKind::Signal(self.each(Self::integer)?),
             "wait" => StepKind::Wait(self.each(Self::integer)?),
             "barrier" => StepKind::Barrier,
+            "announce" => StepKind::Announce(self.announcement()?),
+            "agree" => StepKind::Agree(self.announcement()?),
             "for" => StepKind::For(self.repetition(Self::lane_step)?),
             "if" => StepKind::If(self.branch(position, Self::lane_step)?),
             _ => {
                 self.at -= 1;
                 return Err(self.expected(
-                    "a step of a kernel: put, get, signal, wait, barrier, let, for, if or a tensor",
+                    "a step of a kernel: put, get, signal, wait, barrier, announce, agree, let, for, if or a tensor",
                 ));
             }
         };
         Ok(Step { position, kind })
+    }
+
+    /// `n, root in C[slot]`.
+    fn announcement(&mut self) -> Parsed<Announcement> {
+        let mut values = vec![self.integer()?];
+        while self.take(",") {
+            values.push(self.integer()?);
+        }
+        if !self.take("in") {
+            return Err(self.expected("',' or 'in'"));
+        }
+        let tensor = self.selected()?;
+        Ok(Announcement { values, tensor })
     }
 
     /// `targets = copy(source)` or `targets = reduce(sources, operator)`.

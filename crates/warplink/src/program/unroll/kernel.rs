@@ -129,6 +129,7 @@ impl<'p> Unroller<'p> {
             tensors,
             scratch: self.made.scratch.clone().into(),
             period,
+            shared_tensors: false,
             site: self.here(),
         };
         self.enqueue(OperationKind::Kernel(Arc::new(instance)));

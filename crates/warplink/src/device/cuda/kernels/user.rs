@@ -154,17 +154,18 @@ impl UserKernel {
         let Some(parameters) = &self.parameters else {
             return Ok(());
         };
-        if parameters.len() != arguments.len() {
+        let arguments = arguments.iter().filter(|one| one.is_parameter());
+        let count = arguments.clone().count();
+        if parameters.len() != count {
             return failed(
                 format!(
-                    "the launch has {} arguments; expected {}",
-                    arguments.len(),
+                    "the launch has {count} arguments; expected {}",
                     parameters.len()
                 ),
                 "give one argument for each of the kernel's parameters",
             );
         }
-        for (number, (argument, &bytes)) in arguments.iter().zip(parameters).enumerate() {
+        for (number, (argument, &bytes)) in arguments.zip(parameters).enumerate() {
             let (_, given) = argument.words();
             if given != bytes {
                 return failed(
@@ -224,16 +225,18 @@ impl KernelBackend for UserKernel {
             self.function.allow_shared(launch.shared_bytes)?;
             self.shared.store(launch.shared_bytes, Ordering::Relaxed);
         }
-        let mut values: Vec<Vec<u64>> = arguments.iter().map(|one| one.words().0).collect();
+        let parameters = arguments.iter().filter(|one| one.is_parameter());
+        let mut values: Vec<Vec<u64>> = parameters.map(|one| one.words().0).collect();
         let mut pointers: Vec<*mut c_void> = values
             .iter_mut()
             .map(|words| words.as_mut_ptr().cast())
             .collect();
         let (_, _entered) = stream.enter()?;
-        let slices = arguments.iter().filter_map(|argument| match argument {
-            Argument::Slice(slice) => Some(slice),
-            Argument::Channels(channels) => Some(channels.table()),
-            _ => None,
+        let slices = arguments.iter().flat_map(|argument| match argument {
+            Argument::Slice(slice) => std::slice::from_ref(slice),
+            Argument::Channels(channels) => std::slice::from_ref(channels.table()),
+            Argument::Memory(slices) => slices,
+            _ => &[],
         });
         let _enqueuing = stream.enqueue(slices);
         // SAFETY: the arguments have as many bytes as the parameters, as was checked where the driver tells

@@ -9,12 +9,15 @@ use crate::error::{Error, ErrorKind};
 use crate::program::construct::{Branch, Each, Loop, Selection, TensorRef};
 use crate::program::expr::Expr;
 use crate::program::section::{
-    Move, Operator, Packing, Place, SectionInstance, Source, Step, StepKind, Verb,
+    Announcement, Move, Operator, Packing, Place, SectionInstance, Source, Step, StepKind, Verb,
 };
 use crate::program::site::Position;
 
 /// The most places of a step, and ranks: each has a bit of a word.
 pub(super) const MAX_PLACES: usize = 32;
+
+/// The largest number of integers of an announcement.
+const MAX_ANNOUNCED: usize = 6;
 
 /// Loops of at most this number of iterations are unrolled by the compiler, where their bounds are known.
 const UNROLLED: i64 = 8;
@@ -156,6 +159,14 @@ impl<'s> Emitter<'s> {
                 let peers: Vec<_> = peers.map(|peer| (peer.to_string(), Some(peer))).collect();
                 self.signal(code, &peers)?;
                 self.wait(code, &peers)?;
+            }
+            StepKind::Announce(it) => {
+                code.line(format!("// {}: announce {it}", self.position));
+                self.announce(code, it)?;
+            }
+            StepKind::Agree(it) => {
+                code.line(format!("// {}: agree {it}", self.position));
+                self.agree(code, it)?;
             }
             StepKind::For(it) => self.repeat(code, it)?,
             StepKind::If(branch) => self.choose(code, branch)?,
@@ -365,6 +376,59 @@ impl<'s> Emitter<'s> {
             comma(words)
         ));
         Ok(())
+    }
+
+    fn announce(&mut self, code: &mut Code, it: &Announcement) -> Result<()> {
+        let (rank, world) = (self.instance.rank, self.instance.world);
+        let values = self.announced(it)?;
+        let part = self.part(&it.tensor)?;
+        let name = Scope::spell(&self.instance.tensors[part.tensor].name);
+        let peers = (1..world).map(|r| (rank + r) % world);
+        let places =
+            peers.map(|peer| format!("packets<I32>(at.{name}[{peer}], {}.index(rank))", part.text));
+        let places = comma(places);
+        if !places.is_empty() {
+            let count = world - 1;
+            code.line(format!(
+                "announce(self, Places<{count}>{{{{{places}}}}}, Announced<{}>{{{{{values}}}}});",
+                it.values.len()
+            ));
+        }
+        Ok(())
+    }
+
+    fn agree(&mut self, code: &mut Code, it: &Announcement) -> Result<()> {
+        let (rank, world) = (self.instance.rank, self.instance.world);
+        let values = self.announced(it)?;
+        let part = self.part(&it.tensor)?;
+        let name = Scope::spell(&self.instance.tensors[part.tensor].name);
+        let peers = (1..world).map(|r| (rank + r) % world);
+        let places =
+            peers.map(|peer| format!("packets<I32>(at.{name}[rank], {}.index({peer}))", part.text));
+        let places = comma(places);
+        if !places.is_empty() {
+            let count = world - 1;
+            code.line(format!(
+                "agree(self, Places<{count}>{{{{{places}}}}}, Announced<{}>{{{{{values}}}}}, at.epochs + 8 * at.lanes);",
+                it.values.len()
+            ));
+        }
+        Ok(())
+    }
+
+    /// The words of an announcement.
+    fn announced(&mut self, it: &Announcement) -> Result<String> {
+        let count = it.values.len();
+        if count > MAX_ANNOUNCED || self.instance.threads < self.instance.world * count {
+            let text =
+                format!("an announcement of {count} integers; expected at most {MAX_ANNOUNCED}");
+            return Err(self.refuse(text, "announce fewer, or use more threads"));
+        }
+        let mut words = Vec::with_capacity(it.values.len());
+        for value in &it.values {
+            words.push(format!("(u32){}", self.integer(value)?));
+        }
+        Ok(comma(words))
     }
 
     fn wait(&mut self, code: &mut Code, ranks: &[(String, Option<i64>)]) -> Result<()> {

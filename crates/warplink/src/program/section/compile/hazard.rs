@@ -130,6 +130,8 @@ impl<'s> Walk<'s> {
                 add(&mut self.pending, accesses);
             }
             StepKind::Signal(_) | StepKind::Wait(_) | StepKind::Barrier => self.pending.clear(),
+            // Packets alone.
+            StepKind::Announce(_) | StepKind::Agree(_) => {}
             StepKind::For(it) => {
                 let bounds = (self.scope.value(&it.from), self.scope.value(&it.to));
                 let values: Vec<Option<i64>> = match bounds {
@@ -213,8 +215,12 @@ impl<'s> Walk<'s> {
 
     /// What a step does with a place; none where it has packets.
     fn access(&self, place: &'s Place, writes: bool) -> Option<Access> {
-        let (tensor, selected) = self.operand(&place.tensor)?;
+        let (mut tensor, mut selected) = self.operand(&place.tensor)?;
         let scratch = self.instance.scratch_of(tensor);
+        if self.instance.shared_tensors && scratch.is_none() {
+            // All tensors are one, of which nothing more is known.
+            (tensor, selected) = (usize::MAX, Selected::Unknown);
+        }
         if scratch.is_some_and(|scratch| scratch.packing != Packing::Plain) {
             return None;
         }

@@ -241,6 +241,9 @@ fn what(run: &Run<'_>, lane: usize) -> String {
             let awaited = word.map_or(0, |word| word.awaited) + 1;
             format!("signal {awaited} of rank {peer}, which does not come")
         }
+        Some(LaneStepKind::Agree { peer, .. }) => {
+            format!("the announcement of rank {peer}, which does not come")
+        }
         Some(LaneStepKind::Move { sources, .. }) => {
             let actor = at(run, lane);
             let packets = sources.iter().filter(|part| run.is_packets(&actor, part));

@@ -242,6 +242,16 @@ impl<'a> Run<'a> {
                 join(&mut state.knows, &knows);
                 tick(&mut state.knows, index);
             }
+            LaneStepKind::Announce { values, target } => {
+                let (elements, targets) = (values.len(), [*target]);
+                self.movement(index, actor, elements, &targets, &[]);
+            }
+            LaneStepKind::Agree { values, source, .. } => {
+                let (elements, sources) = (values.len(), [*source]);
+                if !self.movement(index, actor, elements, &[], &sources) {
+                    return false;
+                }
+            }
             LaneStepKind::Move {
                 elements,
                 targets,

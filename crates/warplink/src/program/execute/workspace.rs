@@ -1,0 +1,215 @@
+//! A workspace that kernels of many programs share, and kernels that are launched on other memory each time.
+//!
+//! A plan has a workspace of its own, and its memory is bound once. Here, ranks exchange handles once, for
+//! the workspace alone; the kernels access nothing else of their peers. So a kernel is made, and launched on any
+//! memory of this rank, without asking any other. [`verify_sharing`](crate::program::verify::verify_sharing)
+//! looks at programs that are to share a workspace.
+
+use super::context::RankContext;
+use super::kernel::{BoundKernels, KernelMemory};
+use super::lane::{LaneInput, TellDifference, run_lane};
+use super::reach::{EPOCH_BYTES, VERDICT_BYTES};
+use crate::device::{Argument, Device, DeviceSlice, Fault, Kernel, Launch, ModuleSource, Stream};
+use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::program::rank_program::TensorId;
+use crate::program::section::{
+    KERNEL, ScratchInstance, SectionInstance, SectionMemory, WorkspaceLayout, kernel_text,
+};
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::Arc;
+
+/// Bytes of an announcement in a verdict.
+const VERDICT_WORDS_BYTES: usize = 24;
+
+/// Memory, signals and an epoch of a group of ranks, for kernels that are launched in the same order on all.
+#[derive(Debug)]
+pub(crate) struct SharedWorkspace {
+    device: Arc<dyn Device>,
+    kernels: BoundKernels,
+    /// Raised where ranks call different things, to end what waits for them.
+    fault: Arc<Fault>,
+    rank: Rank,
+    world: usize,
+}
+
+/// A kernel that is ready to launch on any memory.
+pub(crate) struct SharedKernel {
+    kernel: Kernel,
+    launch: Launch,
+    /// What it is bound to, but for the addresses of this rank's tensors.
+    words: Vec<u64>,
+    /// Which word is the address of which tensor, and from which byte of it.
+    addresses: Vec<(usize, TensorId, u64)>,
+    signals: Argument,
+}
+
+impl SharedWorkspace {
+    /// Allocates a workspace and maps those of the peers. Every rank calls it at the same time, with the same
+    /// layout and number of lanes. Blocks until all have: all succeed, or none.
+    pub(crate) fn join(
+        context: &RankContext,
+        layout: WorkspaceLayout,
+        lanes: usize,
+    ) -> Result<Self> {
+        let memory = KernelMemory::allocate(context, layout, lanes, Vec::new());
+        let memory = context.agree_on(memory)?;
+        let kernels = context.agree_on(memory.exchange(context, BTreeMap::new()))?;
+        Ok(Self {
+            device: context.device.clone(),
+            kernels,
+            fault: context.fault.clone(),
+            rank: context.rank(),
+            world: context.world(),
+        })
+    }
+
+    /// The workspace of a rank, as it is mapped here.
+    pub(crate) fn memory(&self, rank: Rank) -> Option<&DeviceSlice> {
+        self.kernels.reach.workspaces.get(rank)?.as_ref()
+    }
+
+    /// The kernel of a section, compiled where no other of the same text was before. Its scratch lies in this
+    /// workspace; its tensors are given at each launch, and `aligned` promises that they start at multiples of
+    /// 16 bytes. `tell` explains what another rank announces.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unsupported`] for a section that accesses tensors of other ranks; what compiling says.
+    pub(crate) fn kernel(
+        &self,
+        section: Arc<SectionInstance>,
+        aligned: bool,
+        tell: Arc<TellDifference>,
+    ) -> Result<SharedKernel> {
+        let reach = self.kernels.reach.clone();
+        let mut bound = reach.addresses(&section);
+        let mut addresses = Vec::new();
+        for (number, tensor) in section.tensors.iter().enumerate() {
+            let SectionMemory::Tensor(id) = tensor.memory else {
+                continue;
+            };
+            let offset = (tensor.offset * tensor.dtype.size()) as u64;
+            addresses.push((number * self.world + self.rank, id, offset));
+            // Stands for an address of which nothing else is known.
+            bound.tensors[number][self.rank] = if aligned { 16 + offset } else { 1 };
+        }
+        let fault = self.fault.clone();
+        let (lanes, written, bases) = (section.clone(), section.clone(), bound.clone());
+        let source = ModuleSource::new("kernel section")
+            .with_written_cuda(move || kernel_text(&written, &bases.aligned(&written)))
+            .with_host_kernel(KERNEL, move |block| {
+                let input = LaneInput {
+                    section: &lanes,
+                    reach: &reach,
+                    tensors: block.memory(2)?,
+                    tell: &*tell,
+                };
+                run_lane(block, input).inspect_err(|error| {
+                    if error.kind() == ErrorKind::Mismatch {
+                        fault.raise(error.clone());
+                    }
+                })
+            });
+        // SAFETY: the kernel accesses what the section says of the workspace and of the tensors of a launch; the
+        // verifier has checked that this stays within them, and a launch that they have the section's lengths.
+        let module = unsafe { self.device.load_module(&source)? };
+        let kernel = module.kernel(KERNEL)?;
+        let launch = Launch::new(section.lanes as u32, section.threads as u32);
+        kernel.check_together(&launch)?;
+        let own = &self.kernels.reach.signals[self.rank];
+        Ok(SharedKernel {
+            kernel,
+            launch,
+            words: bound.words(&section).to_vec(),
+            addresses,
+            signals: Argument::Slice(own.clone()),
+        })
+    }
+
+    /// The ranks that have not announced themselves in the launch that this rank is in; none where it is in
+    /// none. `rows` is where ranks announce. Blocks for as long as reading some bytes of the device takes.
+    pub(crate) fn absent(&self, rows: &ScratchInstance) -> Result<Vec<Rank>> {
+        let mut epoch = [0; EPOCH_BYTES];
+        let reach = &self.kernels.reach;
+        self.device
+            .download(&reach.state.slice(0..EPOCH_BYTES)?, &mut epoch)?;
+        let epoch = u64::from_le_bytes(epoch);
+        let flag = 1 + (epoch % u64::from(u32::MAX)) as u32;
+        let slot = (epoch % 2) as usize;
+        // Whether rank `of` announced itself at rank `at`.
+        let announced = |at: Rank, of: Rank| -> Result<bool> {
+            let element = slot * rows.strides[0] + of * rows.strides[1];
+            let (Some(memory), Some(range)) = (self.memory(at), rows.packed(element, 1)) else {
+                return Ok(false);
+            };
+            let from = reach.layout.area(rows.packing).offset_bytes;
+            let packet = memory.slice(from + range.start..from + range.end)?;
+            let mut bytes = [0; 16];
+            self.device.download(&packet, &mut bytes)?;
+            Ok(bytes[4..8] == flag.to_le_bytes())
+        };
+        let mut absent = Vec::new();
+        let mut is_in_launch = false;
+        for peer in (0..self.world).filter(|peer| *peer != self.rank) {
+            is_in_launch |= announced(peer, self.rank)?;
+            if !announced(self.rank, peer)? {
+                absent.push(peer);
+            }
+        }
+        Ok(if is_in_launch { absent } else { Vec::new() })
+    }
+
+    /// What another rank announced that was not what this one did, where a kernel has noted that. Blocks for as
+    /// long as reading some bytes of the device takes. Devices that take closures fail the stream instead.
+    pub(crate) fn disagreement(&self) -> Result<Option<(Rank, Vec<u32>)>> {
+        let reach = &self.kernels.reach;
+        let from = EPOCH_BYTES * reach.lanes;
+        let mut bytes = vec![0; VERDICT_BYTES * self.world];
+        let verdicts = reach.state.slice(from..from + bytes.len())?;
+        self.device.download(&verdicts, &mut bytes)?;
+        let verdicts = bytes.chunks_exact(VERDICT_BYTES).enumerate();
+        for (place, verdict) in verdicts {
+            let (words, differ) = verdict.split_at(VERDICT_WORDS_BYTES);
+            if differ.iter().all(|byte| *byte == 0) {
+                continue;
+            }
+            let words = words.chunks_exact(4);
+            let words = words.map(|word| u32::from_le_bytes([word[0], word[1], word[2], word[3]]));
+            return Ok(Some((
+                (self.rank + 1 + place) % self.world,
+                words.collect(),
+            )));
+        }
+        Ok(None)
+    }
+}
+
+impl SharedKernel {
+    /// Enqueues a launch on `tensors`, by their numbers in the program. Does not block.
+    pub(crate) fn enqueue(&self, stream: &Stream, tensors: &Arc<[DeviceSlice]>) -> Result<()> {
+        let mut words: Arc<[u64]> = Arc::from(&*self.words);
+        if let Some(words) = Arc::get_mut(&mut words) {
+            for (word, id, offset) in &self.addresses {
+                let tensor = tensors.get(*id).ok_or_else(missing)?;
+                words[*word] = tensor.address() + offset;
+            }
+        }
+        let arguments = [
+            Argument::Words(words),
+            self.signals.clone(),
+            Argument::Memory(tensors.clone()),
+        ];
+        self.kernel.launch(stream, &self.launch, &arguments)
+    }
+}
+
+impl fmt::Debug for SharedKernel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "SharedKernel({:?})", self.launch)
+    }
+}
+
+fn missing() -> Error {
+    Error::new(ErrorKind::Internal, "a launch without one of its tensors")
+        .with_operation("launch a kernel")
+}
