@@ -8,6 +8,7 @@
 //! | [`job`] | this process among the others |
 //! | [`communicator`] | the front door: a group of ranks that allocate, exchange, synchronize |
 //! | [`overlap`] | matmuls overlapped with the communication that feeds or follows them |
+//! | [`collective`] | collectives of a communicator, on any memory |
 //! | [`program`] | host programs: what each rank enqueues, verified before it runs |
 //! | [`p2p`] | send and receive in stream order, with the get and the put protocol |
 //! | [`channel`] | connections, and channels that kernels put, signal and wait through |
@@ -60,6 +61,7 @@
 
 pub mod bootstrap;
 pub mod channel;
+pub mod collective;
 pub mod communicator;
 mod config;
 pub mod deadline;
@@ -76,6 +78,7 @@ pub mod sync;
 pub mod topology;
 mod transport;
 
+pub use collective::Collectives;
 pub use communicator::Communicator;
 pub use config::Config;
 pub use deadline::Deadline;

@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+use std::path::Path;
 use warplink::ErrorKind;
 use warplink::device::cuda;
 use warplink::program::section::SectionInstance;
@@ -56,12 +57,14 @@ fn kernels_that_include_the_header_compile_for_every_architecture() {
     }
 }
 
-/// The sections of the example programs for a world, as rank 0 launches them.
+/// The sections of the example programs and of collectives for a world, as rank 0 launches them.
 fn sections(world: usize) -> Vec<(String, SectionInstance)> {
-    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../examples/programs");
-    let mut files: Vec<_> = std::fs::read_dir(folder)
-        .expect("examples")
-        .map(|entry| entry.expect("an example").path())
+    let folders = ["../../examples/programs", "src/collective/programs"];
+    let mut files: Vec<_> = folders
+        .iter()
+        .map(|folder| Path::new(env!("CARGO_MANIFEST_DIR")).join(folder))
+        .flat_map(|folder| std::fs::read_dir(folder).expect("programs"))
+        .map(|entry| entry.expect("a program").path())
         .collect();
     files.sort();
     let mut all = Vec::new();
@@ -93,7 +96,7 @@ fn sections(world: usize) -> Vec<(String, SectionInstance)> {
 }
 
 #[test]
-fn every_section_of_the_examples_compiles_for_every_architecture() {
+fn every_section_compiles_for_every_architecture() {
     let cases = [(2, true), (8, false)];
     let mut compiled = 0;
     for (world, aligned) in cases {

@@ -1,5 +1,6 @@
 //! The front door: a group of the ranks of a job, their device, and what they do together.
 
+mod collectives;
 mod engines;
 mod groups;
 mod losses;
@@ -12,6 +13,7 @@ use crate::bootstrap::{Bootstrap, Group};
 use crate::channel::{
     Connection, ConnectionExchange, ConnectionRequest, ConnectionServices, Connections,
 };
+use crate::collective::{self, Collectives};
 use crate::config::Config;
 use crate::deadline::Deadline;
 use crate::device::{
@@ -27,6 +29,7 @@ use crate::program::Executor;
 use crate::program::cost::{DeviceDescription, HardwareModel};
 use crate::program::execute::{EngineSource, RankContext};
 use crate::signal::Signals;
+use crate::sync::lock;
 use crate::topology::Topology;
 use engines::Engines;
 use services::JobServices;
@@ -61,6 +64,10 @@ pub struct Communicator {
     engines: Arc<Engines>,
     made: Arc<Mutex<MadeGroups>>,
     topology: Arc<Mutex<Option<Arc<Topology>>>>,
+    /// Those with the default options, once they are joined.
+    collectives: Arc<Mutex<Option<Collectives>>>,
+    /// All that were joined.
+    known_collectives: Arc<collective::Known>,
 }
 
 /// How many groups were made from a communicator, in which way and of which members.
@@ -125,6 +132,8 @@ impl Communicator {
             engines: Arc::new(engines),
             made: Arc::default(),
             topology: Arc::default(),
+            collectives: Arc::default(),
+            known_collectives: Arc::default(),
         }
     }
 
@@ -303,14 +312,20 @@ impl Communicator {
         stream
             .synchronize(self.deadline())
             .map_err(|error| match error.kind() {
-                ErrorKind::Timeout => self.transfers.explain_timeout(error),
+                ErrorKind::Timeout => {
+                    let error = self.transfers.explain_timeout(error);
+                    self.known_collectives.explain_timeout(error)
+                }
                 _ => error,
             })
             .map_err(|error| error.with_rank(self.rank()))?;
         self.job.in_flight.release_finished();
         // A fault lets waits go, so work that ended because of it must not pass for done.
         self.job.device.fault().check()?;
-        self.fault.check()
+        self.fault.check()?;
+        self.known_collectives
+            .check_agreement()
+            .map_err(|error| error.with_rank(self.rank()))
     }
 
     /// Blocks until every rank has called it. It orders hosts, not streams.
@@ -355,7 +370,11 @@ impl Communicator {
     /// An executor of host programs, with pools of its own. Keep it for as long as its plans are
     /// made anew.
     pub fn executor(&self) -> Executor {
-        Executor::new(RankContext {
+        Executor::new(self.rank_context())
+    }
+
+    fn rank_context(&self) -> RankContext {
+        RankContext {
             device: self.job.device.clone(),
             group: self.group.clone(),
             memory: self.job.memory.clone(),
@@ -365,7 +384,7 @@ impl Communicator {
             fault: self.fault.clone(),
             timeout: self.job.timeout,
             path: self.job.path,
-        })
+        }
     }
 
     /// How many allocations are registered here (or still mapped by a peer), and how many of
@@ -412,6 +431,7 @@ impl Communicator {
     /// leaves as by [`abort`](Self::abort). Those of [`barrier`](Self::barrier) when a peer is lost or
     /// does not close. The communicator is closed all the same.
     pub fn close(self) -> Result<()> {
+        drop(lock(&self.collectives).take());
         if self.is_world {
             return self.job.close(|deadline| self.group.barrier(deadline));
         }

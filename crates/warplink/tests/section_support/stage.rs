@@ -159,6 +159,9 @@ fn act(kind: &LaneStepKind, ranks: &[RankProgram], sections: &[&SectionInstance]
     match kind {
         LaneStepKind::Signal(peer) => Act::Signal(*peer),
         LaneStepKind::Wait(peer) => Act::Wait(*peer),
+        LaneStepKind::Announce { .. } | LaneStepKind::Agree { .. } => {
+            unreachable!("random sections announce nothing")
+        }
         LaneStepKind::Move {
             operator,
             dtype,

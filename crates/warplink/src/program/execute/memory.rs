@@ -124,6 +124,11 @@ impl PlanMemory {
         &self.tensors[id]
     }
 
+    /// How many tensors there are.
+    pub(super) fn tensors(&self) -> usize {
+        self.tensors.len()
+    }
+
     /// The memory of every tensor that this rank accesses.
     pub(super) fn slices(&self) -> BTreeMap<TensorId, DeviceSlice> {
         let all = self.tensors.iter().enumerate();

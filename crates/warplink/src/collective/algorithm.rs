@@ -1,0 +1,151 @@
+//! The algorithms: programs, one file each.
+
+use super::call::CollectiveKind;
+use crate::error::{Error, ErrorKind, Result};
+use crate::program::Program;
+use std::fmt;
+use std::str::FromStr;
+use std::sync::OnceLock;
+
+/// How a collective is done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[non_exhaustive]
+pub enum Algorithm {
+    /// Data goes to where it is needed as packets, in one step.
+    OneShot,
+    /// As packets, in two steps: to where it is reduced, and from there to all. For all-reduce.
+    TwoShot,
+    /// By chunks through memory behind signals: any length.
+    Chunks,
+}
+
+/// Which memory of a workspace an algorithm uses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Room {
+    Packets,
+    Plain,
+}
+
+impl Algorithm {
+    /// Every algorithm.
+    pub const ALL: [Self; 3] = [Self::OneShot, Self::TwoShot, Self::Chunks];
+
+    /// Its name in options and reports.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::OneShot => "one-shot",
+            Self::TwoShot => "two-shot",
+            Self::Chunks => "chunks",
+        }
+    }
+
+    /// Which memory it uses.
+    pub(super) const fn room(self) -> Room {
+        match self {
+            Self::OneShot | Self::TwoShot => Room::Packets,
+            Self::Chunks => Room::Plain,
+        }
+    }
+
+    /// Rows of its scratch: of a launch, or of a lane where it goes by chunks.
+    pub(super) const fn rows(self, kind: CollectiveKind, world: usize) -> usize {
+        let each = match kind {
+            CollectiveKind::Broadcast | CollectiveKind::Scatter => 1,
+            _ => world,
+        };
+        match self {
+            Self::OneShot => each,
+            Self::TwoShot | Self::Chunks => 2 * each,
+        }
+    }
+
+    /// Its program for a collective, if there is one.
+    pub(super) fn program(self, kind: CollectiveKind) -> Option<Result<&'static Program>> {
+        let entry = PROGRAMS
+            .iter()
+            .find(|entry| (entry.kind, entry.algorithm) == (kind, self))?;
+        Some(entry.program())
+    }
+}
+
+impl fmt::Display for Algorithm {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for Algorithm {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let found = Self::ALL.into_iter().find(|one| one.name() == text);
+        found.ok_or_else(|| {
+            Error::new(
+                ErrorKind::Parse,
+                format!("unknown algorithm '{text}'; expected one-shot, two-shot or chunks"),
+            )
+            .with_help("use one-shot, two-shot or chunks")
+        })
+    }
+}
+
+/// An algorithm for a collective.
+struct Entry {
+    kind: CollectiveKind,
+    algorithm: Algorithm,
+    text: &'static str,
+    parsed: OnceLock<Result<Program>>,
+}
+
+impl Entry {
+    const fn new(kind: CollectiveKind, algorithm: Algorithm, text: &'static str) -> Self {
+        Self {
+            kind,
+            algorithm,
+            text,
+            parsed: OnceLock::new(),
+        }
+    }
+
+    fn program(&self) -> Result<&Program> {
+        let parsed = self.parsed.get_or_init(|| Program::parse(self.text));
+        parsed.as_ref().map_err(Error::clone)
+    }
+}
+
+macro_rules! programs {
+    ($($kind:ident $algorithm:ident $file:literal),* $(,)?) => {
+        static PROGRAMS: [Entry; 18] = [$(
+            Entry::new(
+                CollectiveKind::$kind,
+                Algorithm::$algorithm,
+                include_str!(concat!("programs/", $file)),
+            ),
+        )*];
+    };
+}
+
+programs! {
+    AllReduce OneShot "all_reduce_one_shot.wlp",
+    AllReduce TwoShot "all_reduce_two_shot.wlp",
+    AllReduce Chunks "all_reduce_chunks.wlp",
+    AllGather OneShot "all_gather_packets.wlp",
+    AllGather Chunks "all_gather_chunks.wlp",
+    ReduceScatter OneShot "reduce_scatter_packets.wlp",
+    ReduceScatter Chunks "reduce_scatter_chunks.wlp",
+    AllToAll OneShot "all_to_all_packets.wlp",
+    AllToAll Chunks "all_to_all_chunks.wlp",
+    Broadcast OneShot "broadcast_packets.wlp",
+    Broadcast Chunks "broadcast_chunks.wlp",
+    Reduce OneShot "reduce_packets.wlp",
+    Reduce Chunks "reduce_chunks.wlp",
+    Gather OneShot "gather_packets.wlp",
+    Gather Chunks "gather_chunks.wlp",
+    Scatter OneShot "scatter_packets.wlp",
+    Scatter Chunks "scatter_chunks.wlp",
+    Barrier OneShot "barrier.wlp",
+}
+
+#[cfg(test)]
+#[path = "algorithm_tests.rs"]
+mod tests;

@@ -1,0 +1,89 @@
+//! The programs of collectives before they run.
+
+use super::*;
+use crate::collective::call::Call;
+use crate::collective::choice::{Choice, Machine};
+use crate::device::ReduceOp;
+use crate::dtype::DType;
+use crate::p2p::TransferKernels;
+use crate::program::Parameters;
+use crate::program::verify::{verify, verify_sharing};
+
+fn machine(world: usize) -> Machine {
+    Machine {
+        world,
+        kernels: TransferKernels::default(),
+        packet_bytes: 64 << 10,
+        plain_bytes: 128 << 10,
+        forced: None,
+    }
+}
+
+/// A call of `count` elements as an algorithm does it, with lanes of so many threads and chunks.
+fn parameters(
+    entry: &Entry,
+    world: usize,
+    count: usize,
+    (lanes, chunks): (usize, usize),
+) -> Parameters {
+    let rooted = matches!(
+        entry.kind,
+        CollectiveKind::Broadcast
+            | CollectiveKind::Reduce
+            | CollectiveKind::Gather
+            | CollectiveKind::Scatter
+    );
+    let reduces = entry.kind.reduces();
+    let call = Call {
+        kind: entry.kind,
+        op: reduces.then_some(ReduceOp::Sum),
+        dtype: if reduces { DType::F32 } else { DType::U8 },
+        count,
+        root: rooted.then_some(world - 1),
+    };
+    let choice = Choice {
+        algorithm: entry.algorithm,
+        lanes,
+        threads: 128,
+        chunks,
+    };
+    machine(world).parameters(&call, &choice)
+}
+
+#[test]
+fn every_program_is_verified_for_every_world() {
+    for entry in &PROGRAMS {
+        let program = entry.program().unwrap_or_else(|error| panic!("{error}"));
+        for world in [1, 2, 3, 8] {
+            for (count, lanes, chunks) in [(1, 1, 1), (37, 2, 3), (1000, 4, 2)] {
+                let given = parameters(entry, world, count, (lanes, chunks));
+                if let Err(found) = verify(program, world, 1, &given) {
+                    panic!("{} × {world}, {given}: {}", program.name, found[0]);
+                }
+            }
+        }
+    }
+}
+
+/// Any algorithm may follow any other, with another length and another number of lanes.
+#[test]
+fn all_programs_share_a_workspace() {
+    for world in [2, 3] {
+        let programs: Vec<(&Program, Parameters)> = PROGRAMS
+            .iter()
+            .flat_map(|entry| {
+                let program = entry.program().unwrap();
+                [(100, 1, 2), (333, 2, 1)].map(|(count, lanes, chunks)| {
+                    (program, parameters(entry, world, count, (lanes, chunks)))
+                })
+            })
+            .collect();
+        let given: Vec<(&Program, &Parameters)> = programs
+            .iter()
+            .map(|(program, given)| (*program, given))
+            .collect();
+        if let Err(found) = verify_sharing(&given, world, 1) {
+            panic!("{world} ranks: {}", found[0]);
+        }
+    }
+}

@@ -1,0 +1,203 @@
+//! A call of a collective: what every rank has to say alike.
+
+use crate::device::ReduceOp;
+use crate::dtype::DType;
+use crate::error::{Error, Rank, Result};
+use std::fmt;
+
+/// Which collective.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[non_exhaustive]
+pub enum CollectiveKind {
+    /// Every rank gets the reduction of all ranks' inputs.
+    AllReduce,
+    /// Every rank gets the inputs of all, in rank order.
+    AllGather,
+    /// Every rank gets its part of the reduction of all ranks' inputs.
+    ReduceScatter,
+    /// Part p of a rank's output is that rank's part of rank p's input.
+    AllToAll,
+    /// Every rank gets the root's input.
+    Broadcast,
+    /// The root gets the reduction of all ranks' inputs.
+    Reduce,
+    /// The root gets the inputs of all, in rank order.
+    Gather,
+    /// Every rank gets its part of the root's input.
+    Scatter,
+    /// No rank goes on before all have come.
+    Barrier,
+}
+
+/// A call. `count` is in elements of the type (bytes, where nothing is reduced): of the smaller of input and
+/// output.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Call {
+    /// Which collective.
+    pub kind: CollectiveKind,
+    /// How inputs are reduced, where they are.
+    pub op: Option<ReduceOp>,
+    /// The element type.
+    pub dtype: DType,
+    /// How many elements.
+    pub count: usize,
+    /// The root, where there is one.
+    pub root: Option<Rank>,
+}
+
+impl CollectiveKind {
+    /// Every kind.
+    pub const ALL: [Self; 9] = [
+        Self::AllReduce,
+        Self::AllGather,
+        Self::ReduceScatter,
+        Self::AllToAll,
+        Self::Broadcast,
+        Self::Reduce,
+        Self::Gather,
+        Self::Scatter,
+        Self::Barrier,
+    ];
+
+    /// Its name in errors and on the command line.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::AllReduce => "all_reduce",
+            Self::AllGather => "all_gather",
+            Self::ReduceScatter => "reduce_scatter",
+            Self::AllToAll => "all_to_all",
+            Self::Broadcast => "broadcast",
+            Self::Reduce => "reduce",
+            Self::Gather => "gather",
+            Self::Scatter => "scatter",
+            Self::Barrier => "barrier",
+        }
+    }
+
+    /// Whether it reduces, so that the element type matters.
+    pub const fn reduces(self) -> bool {
+        matches!(self, Self::AllReduce | Self::ReduceScatter | Self::Reduce)
+    }
+
+    /// How often the count is in the input and in the output, for so many ranks.
+    pub(super) const fn rows(self, world: usize) -> (usize, usize) {
+        match self {
+            Self::AllReduce | Self::Broadcast | Self::Reduce => (1, 1),
+            Self::AllGather | Self::Gather => (1, world),
+            Self::ReduceScatter | Self::Scatter => (world, 1),
+            Self::AllToAll => (world, world),
+            Self::Barrier => (0, 0),
+        }
+    }
+}
+
+impl fmt::Display for CollectiveKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl Call {
+    /// Bytes of the smaller of input and output.
+    pub fn bytes(&self) -> usize {
+        self.count * self.dtype.size()
+    }
+
+    /// The call as it is announced to the other ranks, where `algorithm` does it.
+    pub(super) fn words(&self, algorithm: u8) -> [u32; 3] {
+        let op = self.op.map_or(0, |op| 1 + op as u32);
+        let root = self.root.map_or(0, |root| 1 + root as u32);
+        let what = self.kind as u32 | op << 4 | (self.dtype as u32) << 8 | root << 16;
+        let count = self.count as u64;
+        [
+            what | u32::from(algorithm) << 24,
+            count as u32,
+            (count >> 32) as u32,
+        ]
+    }
+
+    /// What was announced, in words.
+    pub(super) fn describe(words: &[u32]) -> String {
+        let [what, low, high] = [0, 1, 2].map(|word| words.get(word).copied().unwrap_or(0));
+        let (count, size) = (
+            u64::from(high) << 32 | u64::from(low),
+            |from: u32, bits: u32| (what >> from & ((1 << bits) - 1)) as usize,
+        );
+        let Some(kind) = CollectiveKind::ALL.get(size(0, 4)) else {
+            return format!("something unknown ({what:#x}, {count})");
+        };
+        if *kind == CollectiveKind::Barrier {
+            return kind.to_string();
+        }
+        let unit = DType::ALL.get(size(8, 8)).filter(|_| kind.reduces());
+        let mut text = match unit {
+            Some(dtype) => format!("{kind} of {count} {dtype}"),
+            None => format!("{kind} of {count} bytes"),
+        };
+        if let Some(op) = size(4, 4)
+            .checked_sub(1)
+            .and_then(|op| ReduceOp::ALL.get(op))
+        {
+            text += &format!(", {op}");
+        }
+        if let Some(root) = size(16, 8).checked_sub(1) {
+            text += &format!(", root {root}");
+        }
+        text
+    }
+
+    /// Fails where it is none for `world` ranks.
+    pub(super) fn check(&self, world: usize) -> Result<()> {
+        match self.root {
+            Some(root) if root >= world => Err(Error::invalid(format!(
+                "rank {root} is out of range; expected a root below {world}"
+            ))
+            .with_operation(self.kind.name())
+            .with_peer(root)
+            .with_help("name a rank of the communicator")),
+            _ => Ok(()),
+        }
+    }
+
+    /// How an announcement that differs is told.
+    pub(super) fn difference(own: &[u32], theirs: &[u32]) -> String {
+        let (here, there) = (Self::describe(own), Self::describe(theirs));
+        if here == there {
+            return format!(
+                "the ranks do {here} by different algorithms; expected the same options and machine on all"
+            );
+        }
+        format!("the peer calls {there}; expected {here}, as this rank calls")
+    }
+}
+
+impl fmt::Display for Call {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&Self::describe(&self.words(0)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_announced_says_what_was_called() {
+        let call = Call {
+            kind: CollectiveKind::Reduce,
+            op: Some(ReduceOp::Max),
+            dtype: DType::BF16,
+            count: 5_000_000_000,
+            root: Some(3),
+        };
+        assert_eq!(call.to_string(), "reduce of 5000000000 bf16, max, root 3");
+        let other = Call { count: 7, ..call };
+        let told = Call::difference(&call.words(1), &other.words(1));
+        assert!(
+            told.contains("the peer calls reduce of 7 bf16, max, root 3; expected reduce of 5")
+        );
+        let told = Call::difference(&call.words(1), &call.words(2));
+        assert!(told.contains("by different algorithms"), "{told}");
+        assert!(call.check(3).is_err() && call.check(4).is_ok());
+    }
+}

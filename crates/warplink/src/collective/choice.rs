@@ -1,0 +1,197 @@
+//! Which algorithm does a call, with how many lanes: the only place that decides.
+
+use super::algorithm::{Algorithm, Room};
+use super::call::{Call, CollectiveKind};
+use crate::error::{Error, ErrorKind, Result};
+use crate::p2p::TransferKernels;
+use crate::program::Parameters;
+use crate::program::expr::PART_UNIT;
+
+/// The least and the most data lanes of a launch.
+const LANES: [usize; 2] = [1, 128];
+
+/// The least and the most threads of a lane.
+const THREADS: [usize; 2] = [128, 1024];
+
+/// Bytes of data in a packet.
+const PACKET_BYTES: usize = 8;
+
+/// How a call is done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Choice {
+    /// The algorithm.
+    pub algorithm: Algorithm,
+    /// Lanes that move data; another one meets the other ranks.
+    pub lanes: usize,
+    /// Threads of each.
+    pub threads: usize,
+    /// Into how many chunks a lane cuts its data; 1 where packets go at once.
+    pub chunks: usize,
+}
+
+/// What a choice depends on beside the call; the same on every rank.
+#[derive(Clone, Debug)]
+pub(super) struct Machine {
+    pub(super) world: usize,
+    /// What kernels are good for, of the machine's model.
+    pub(super) kernels: TransferKernels,
+    /// Bytes of data that half of a workspace has room for, as packets and as it is.
+    pub(super) packet_bytes: usize,
+    pub(super) plain_bytes: usize,
+    /// The only algorithm that is allowed.
+    pub(super) forced: Option<Algorithm>,
+}
+
+impl Machine {
+    /// How `call` is done.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unsupported`] where the algorithm that was asked for does not do this.
+    pub(super) fn choose(&self, call: &Call) -> Result<Choice> {
+        if call.kind == CollectiveKind::Barrier {
+            return Ok(Choice {
+                algorithm: Algorithm::OneShot,
+                lanes: 0,
+                threads: THREADS[0],
+                chunks: 1,
+            });
+        }
+        let algorithm = match self.forced {
+            Some(forced) if self.fits(forced, call) => forced,
+            Some(forced) => return Err(self.not_forced(forced, call)),
+            None => self.fastest(call),
+        };
+        Ok(match algorithm.room() {
+            Room::Packets => self.packets(algorithm, call),
+            Room::Plain => self.chunks(algorithm, call),
+        })
+    }
+
+    /// The parameters of the program of a choice.
+    pub(super) fn parameters(&self, call: &Call, choice: &Choice) -> Parameters {
+        let words = call.words(choice.algorithm as u8);
+        let mut parameters = Parameters::new();
+        for (name, word) in ["what", "length", "upper"].into_iter().zip(words) {
+            // As the program's integers of 32 bits.
+            parameters.insert(name, i64::from(word as i32));
+        }
+        if call.kind == CollectiveKind::Barrier {
+            return parameters;
+        }
+        let size = call.dtype.size();
+        let room = match choice.algorithm.room() {
+            Room::Packets => self.packet_bytes / size,
+            Room::Plain => self.plain_bytes / size,
+        };
+        parameters.insert("n", call.count as i64);
+        parameters.insert("room", room as i64);
+        parameters.insert("lanes", choice.lanes as i64 + 1);
+        parameters.insert("threads", choice.threads as i64);
+        if choice.algorithm == Algorithm::Chunks {
+            parameters.insert("chunks", choice.chunks as i64);
+        }
+        if let Some(op) = call.op {
+            parameters.insert("op", op);
+            parameters.insert("T", call.dtype);
+        }
+        if let Some(root) = call.root {
+            parameters.insert("root", root as i64);
+        }
+        parameters
+    }
+
+    /// Whether an algorithm does a call at all.
+    fn fits(&self, algorithm: Algorithm, call: &Call) -> bool {
+        if algorithm.program(call.kind).is_none() {
+            return false;
+        }
+        let rows = algorithm.rows(call.kind, self.world);
+        match algorithm {
+            Algorithm::OneShot => self.packet_room(call, rows) >= part(call.count, 1),
+            Algorithm::TwoShot => self.packet_room(call, rows) >= part(call.count, self.world),
+            Algorithm::Chunks => true,
+        }
+    }
+
+    /// The elements of a row, where `rows` rows share the packets.
+    fn packet_room(&self, call: &Call, rows: usize) -> usize {
+        self.packet_bytes / call.dtype.size() / rows
+    }
+
+    /// The algorithm that is fastest by the model: packets up to what the link takes at once, of which in one
+    /// shot every rank sends as many as there are others, and chunks from there.
+    fn fastest(&self, call: &Call) -> Algorithm {
+        let limit = self.kernels.packet_limit as usize;
+        let others = (self.world - 1).max(1);
+        let sent = |algorithm| match (algorithm, call.kind) {
+            (Algorithm::TwoShot, _) => 2 * call.bytes() / self.world * others / 4,
+            _ => call.bytes() * others,
+        };
+        let packets = [Algorithm::OneShot, Algorithm::TwoShot].into_iter();
+        let mut packets = packets.filter(|one| self.fits(*one, call) && sent(*one) <= limit);
+        packets.next().unwrap_or(Algorithm::Chunks)
+    }
+
+    fn packets(&self, algorithm: Algorithm, call: &Call) -> Choice {
+        let bytes = match algorithm {
+            Algorithm::TwoShot => call.bytes() / self.world,
+            _ => call.bytes(),
+        };
+        let most = (self.kernels.packet_blocks as usize).clamp(LANES[0], LANES[1]);
+        let least = (self.kernels.packet_threads as usize).clamp(THREADS[0], THREADS[1]);
+        let lanes = bytes.div_ceil(least * PACKET_BYTES);
+        let lanes = lanes.next_power_of_two().clamp(1, round_down(most));
+        let threads = bytes.div_ceil(lanes * PACKET_BYTES).next_power_of_two();
+        Choice {
+            algorithm,
+            lanes,
+            threads: threads.clamp(least.next_power_of_two(), THREADS[1]),
+            chunks: 1,
+        }
+    }
+
+    fn chunks(&self, algorithm: Algorithm, call: &Call) -> Choice {
+        let bytes = call.bytes();
+        let most = self.kernels.store_blocks.iter();
+        let blocks = most.clone().find(|(limit, _)| bytes as u64 <= *limit);
+        let blocks = blocks.or(most.last()).map_or(1, |(_, blocks)| *blocks);
+        let lanes = round_down((blocks as usize).clamp(LANES[0], LANES[1]));
+        let parts = match call.kind {
+            CollectiveKind::AllReduce => part(call.count, self.world),
+            _ => call.count,
+        };
+        let piece = part(parts, lanes);
+        let rows = lanes * algorithm.rows(call.kind, self.world);
+        let room = self.plain_bytes / call.dtype.size() / rows / 16 * 16;
+        Choice {
+            algorithm,
+            lanes,
+            threads: THREADS[1] / 2,
+            chunks: piece.div_ceil(room.max(16)).max(1),
+        }
+    }
+
+    fn not_forced(&self, forced: Algorithm, call: &Call) -> Error {
+        Error::new(
+            ErrorKind::Unsupported,
+            format!(
+                "the algorithm {forced} does not do {call} on {} ranks",
+                self.world
+            ),
+        )
+        .with_operation(call.kind.name())
+        .with_help("leave the algorithm open, or give the workspace more bytes")
+    }
+}
+
+/// Elements of a part, as programs cut tensors.
+fn part(elements: usize, parts: usize) -> usize {
+    let unit = PART_UNIT as usize;
+    elements.div_ceil(unit * parts) * unit
+}
+
+/// The largest power of two that is no larger.
+fn round_down(value: usize) -> usize {
+    1 << value.max(1).ilog2()
+}

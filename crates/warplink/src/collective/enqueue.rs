@@ -1,0 +1,185 @@
+//! From the slices of a call to a launch.
+
+use super::Collectives;
+use super::call::{Call, CollectiveKind};
+use super::launches::{self, Overlap, Shape};
+use crate::device::{DeviceSlice, ReduceOp, Stream};
+use crate::dtype::DType;
+use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::sync::lock;
+use std::ops::Range;
+use std::sync::Arc;
+
+impl Collectives {
+    /// A call that reduces.
+    pub(super) fn reduction(
+        &self,
+        kind: CollectiveKind,
+        (output, input): (&DeviceSlice, &DeviceSlice),
+        (dtype, op): (DType, ReduceOp),
+        root: Option<Rank>,
+        stream: &Stream,
+    ) -> Result<()> {
+        let bytes = match kind {
+            CollectiveKind::ReduceScatter => output.bytes(),
+            _ => input.bytes(),
+        };
+        if !bytes.is_multiple_of(dtype.size()) {
+            return Err(Error::invalid(format!(
+                "a slice of {bytes} bytes; expected a multiple of the {} bytes of {dtype}",
+                dtype.size()
+            ))
+            .with_operation(kind.name())
+            .with_help("pass whole elements"));
+        }
+        let call = Call {
+            kind,
+            op: Some(op),
+            dtype,
+            count: bytes / dtype.size(),
+            root,
+        };
+        self.call(&call, (output, input), stream)
+    }
+
+    /// A call that moves bytes.
+    pub(super) fn movement(
+        &self,
+        kind: CollectiveKind,
+        count: usize,
+        slices: (&DeviceSlice, &DeviceSlice),
+        root: Option<Rank>,
+        stream: &Stream,
+    ) -> Result<()> {
+        let call = Call {
+            kind,
+            op: None,
+            dtype: DType::U8,
+            count,
+            root,
+        };
+        self.call(&call, slices, stream)
+    }
+
+    fn call(
+        &self,
+        call: &Call,
+        (output, input): (&DeviceSlice, &DeviceSlice),
+        stream: &Stream,
+    ) -> Result<()> {
+        let world = self.0.machine.world;
+        call.check(world)?;
+        let rank = self.0.context.rank();
+        let (input_rows, output_rows) = call.kind.rows(world);
+        // What a rank does not use, it may pass as it likes.
+        let at_root = call.root.is_none_or(|root| root == rank);
+        let reads = at_root
+            || !matches!(
+                call.kind,
+                CollectiveKind::Broadcast | CollectiveKind::Scatter
+            );
+        let writes =
+            at_root || !matches!(call.kind, CollectiveKind::Reduce | CollectiveKind::Gather);
+        check_length(call, "input", input, input_rows, reads)?;
+        check_length(call, "output", output, output_rows, writes)?;
+        let overlap = if reads && writes {
+            overlap(call, rank, output, input)?
+        } else {
+            Overlap::Apart
+        };
+        if world == 1 {
+            if output.address() == input.address() {
+                return Ok(());
+            }
+            return stream.copy(output, input);
+        }
+        let input = if reads { input } else { output };
+        let output = if writes { output } else { input };
+        self.enqueue(call, &[input, output], overlap, stream)
+    }
+
+    /// Launches the kernel of a call on input and output.
+    pub(super) fn enqueue(
+        &self,
+        call: &Call,
+        tensors: &[&DeviceSlice],
+        overlap: Overlap,
+        stream: &Stream,
+    ) -> Result<()> {
+        let inner = &*self.0;
+        inner.context.fault.check()?;
+        if inner.machine.world == 1 {
+            return Ok(());
+        }
+        let aligned = tensors
+            .iter()
+            .all(|tensor| tensor.address().is_multiple_of(16));
+        let shape = Shape {
+            call: *call,
+            aligned,
+            overlap,
+        };
+        let named = |error: Error| error.with_operation(call.kind.name());
+        let launch = inner.launches.get(&shape, || {
+            let rank = inner.context.rank();
+            launches::make(&inner.workspace, &inner.machine, rank, &shape).map_err(named)
+        })?;
+        let tensors: Arc<[DeviceSlice]> = tensors.iter().map(|slice| (*slice).clone()).collect();
+        self.0.note(stream);
+        *lock(&inner.last) = Some(*call);
+        inner
+            .turns
+            .take(stream, || launch.enqueue(stream, &tensors))
+            .map_err(named)
+    }
+}
+
+fn check_length(
+    call: &Call,
+    what: &str,
+    slice: &DeviceSlice,
+    rows: usize,
+    used: bool,
+) -> Result<()> {
+    let expected = rows.checked_mul(call.bytes());
+    if !used || expected == Some(slice.bytes()) {
+        return Ok(());
+    }
+    Err(Error::invalid(format!(
+        "the {what} has {} bytes; expected {rows} times {}",
+        slice.bytes(),
+        call.bytes()
+    ))
+    .with_operation(call.kind.name())
+    .with_help("pass slices of fitting lengths"))
+}
+
+/// How input and output lie to each other.
+fn overlap(call: &Call, rank: Rank, output: &DeviceSlice, input: &DeviceSlice) -> Result<Overlap> {
+    if !output.overlaps(input) {
+        return Ok(Overlap::Apart);
+    }
+    let range = |slice: &DeviceSlice| {
+        let from = slice.address();
+        from..from + slice.bytes() as u64
+    };
+    let part = |whole: &DeviceSlice| {
+        let from = whole.address() + (rank * call.bytes()) as u64;
+        from..from + call.bytes() as u64
+    };
+    let same = |a: Range<u64>, b: Range<u64>| a == b;
+    let fits = match call.kind {
+        CollectiveKind::AllGather | CollectiveKind::Gather => same(range(input), part(output)),
+        CollectiveKind::ReduceScatter | CollectiveKind::Scatter => same(range(output), part(input)),
+        _ => same(range(input), range(output)),
+    };
+    if fits {
+        return Ok(Overlap::Shared);
+    }
+    Err(Error::new(
+        ErrorKind::InvalidArgument,
+        format!("input {input:?} and output {output:?} overlap in part; expected memory apart, or one in place"),
+    )
+    .with_operation(call.kind.name())
+    .with_help("see Collectives for what may be in place"))
+}

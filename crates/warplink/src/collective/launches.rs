@@ -1,0 +1,109 @@
+//! The kernels of calls that were made before.
+
+use super::call::Call;
+use super::choice::{Choice, Machine};
+use crate::error::{Error, ErrorKind, Result};
+use crate::program::execute::{SharedKernel, SharedWorkspace};
+use crate::program::section::SectionInstance;
+use crate::program::{OperationKind, RankProgram, unroll};
+use crate::sync::lock;
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex};
+
+/// The most calls that are remembered.
+const MAX_REMEMBERED: usize = 4096;
+
+/// What tells calls apart that need kernels of their own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct Shape {
+    pub(super) call: Call,
+    /// Whether all memory starts at multiples of 16 bytes.
+    pub(super) aligned: bool,
+    /// From which element of the output on the input lies, or the output in the input, where they are one memory.
+    pub(super) overlap: Overlap,
+}
+
+/// How input and output lie to each other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum Overlap {
+    Apart,
+    /// They are the same memory, or the one is a part of the other.
+    Shared,
+}
+
+/// Makes kernels, and remembers them.
+#[derive(Debug, Default)]
+pub(super) struct Launches {
+    known: Mutex<HashMap<Shape, Arc<SharedKernel>>>,
+}
+
+impl Launches {
+    /// The kernel for a call; made where there is none.
+    pub(super) fn get(
+        &self,
+        shape: &Shape,
+        make: impl FnOnce() -> Result<SharedKernel>,
+    ) -> Result<Arc<SharedKernel>> {
+        if let Some(known) = lock(&self.known).get(shape) {
+            return Ok(known.clone());
+        }
+        let made = Arc::new(make()?);
+        let mut known = lock(&self.known);
+        if known.len() >= MAX_REMEMBERED {
+            // What is made of the same text again costs little.
+            known.clear();
+        }
+        Ok(known.entry(*shape).or_insert(made).clone())
+    }
+}
+
+/// The kernel for a call, on rank `rank`.
+pub(super) fn make(
+    workspace: &SharedWorkspace,
+    machine: &Machine,
+    rank: usize,
+    shape: &Shape,
+) -> Result<SharedKernel> {
+    let choice = machine.choose(&shape.call)?;
+    let program = rank_program(machine, rank, &shape.call, &choice)?;
+    let mut section = section(&program)?;
+    if shape.overlap == Overlap::Shared {
+        section.shared_tensors = true;
+    }
+    workspace.kernel(Arc::new(section), shape.aligned, Arc::new(Call::difference))
+}
+
+/// The program of a choice, as a rank runs it.
+pub(super) fn rank_program(
+    machine: &Machine,
+    rank: usize,
+    call: &Call,
+    choice: &Choice,
+) -> Result<RankProgram> {
+    let program = choice.algorithm.program(call.kind).ok_or_else(|| {
+        Error::new(
+            ErrorKind::Internal,
+            "an algorithm was chosen that there is not",
+        )
+    })??;
+    let parameters = machine.parameters(call, choice);
+    unroll(program, rank, machine.world, 1, &parameters)
+}
+
+/// The only kernel of a program.
+fn section(program: &RankProgram) -> Result<SectionInstance> {
+    let mut kernels = program
+        .operations
+        .iter()
+        .filter_map(|operation| match &operation.kind {
+            OperationKind::Kernel(section) => Some(section),
+            _ => None,
+        });
+    match (kernels.next(), kernels.next()) {
+        (Some(section), None) => Ok((**section).clone()),
+        _ => Err(Error::new(
+            ErrorKind::Internal,
+            "a collective is a program with one kernel",
+        )),
+    }
+}

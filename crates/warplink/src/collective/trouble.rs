@@ -1,0 +1,71 @@
+//! What is told of calls that do not end, and of calls that differ.
+
+use super::{Call, Collectives, Inner};
+use crate::device::InUse;
+use crate::error::{Error, ErrorKind, Result};
+use crate::sync::lock;
+use std::sync::{Arc, Mutex, Weak};
+
+/// The collectives of a communicator that were joined.
+#[derive(Debug, Default)]
+pub(crate) struct Known(Mutex<Vec<Weak<InUse<Inner>>>>);
+
+impl Known {
+    pub(crate) fn add(&self, collectives: &Collectives) {
+        let mut all = lock(&self.0);
+        all.retain(|one| one.strong_count() > 0);
+        all.push(Arc::downgrade(&collectives.0));
+    }
+
+    fn all(&self) -> Vec<Arc<InUse<Inner>>> {
+        lock(&self.0).iter().filter_map(Weak::upgrade).collect()
+    }
+
+    /// The error of a wait that timed out, with who did not come to a collective, where that is why.
+    pub(crate) fn explain_timeout(&self, error: Error) -> Error {
+        for collectives in self.all() {
+            let absent = collectives.workspace.absent(&collectives.announcements);
+            // What cannot be found out is left out.
+            let Some(&first) = absent.ok().as_ref().and_then(|absent| absent.first()) else {
+                continue;
+            };
+            let last = *lock(&collectives.last);
+            let called = last.map_or_else(String::new, |call| {
+                format!("; the last that this rank called is {call}")
+            });
+            return Error::new(
+                ErrorKind::Timeout,
+                format!("a rank has not come to a collective that this rank is in{called}"),
+            )
+            .with_operation("synchronize")
+            .with_peer(first)
+            .with_help("make the same calls in the same order on every rank");
+        }
+        error
+    }
+
+    /// Fails where kernels have noted that another rank called something else.
+    pub(crate) fn check_agreement(&self) -> Result<()> {
+        for collectives in self.all() {
+            let Some(last) = *lock(&collectives.last) else {
+                continue;
+            };
+            let Some((peer, words)) = collectives.workspace.disagreement()? else {
+                continue;
+            };
+            let error = Error::new(
+                ErrorKind::Mismatch,
+                format!(
+                    "in a collective, the peer called {}; expected what this rank called, whose last call is {last}",
+                    Call::describe(&words)
+                ),
+            )
+            .with_operation("synchronize")
+            .with_peer(peer)
+            .with_help("make the same calls in the same order on every rank");
+            collectives.context.fault.raise(error.clone());
+            return Err(error);
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,112 @@
+//! The collectives of a communicator.
+
+use super::Communicator;
+use crate::collective::{CollectiveOptions, Collectives};
+use crate::device::{DeviceSlice, ReduceOp, Stream};
+use crate::dtype::DType;
+use crate::error::{Rank, Result};
+use crate::sync::lock;
+
+impl Communicator {
+    /// The communicator's collectives, with the default options. The first call joins them: every rank makes it at
+    /// the same time, and it blocks until all have. Later calls give the same again at once.
+    ///
+    /// # Errors
+    /// Those of [`collectives_with`](Self::collectives_with).
+    pub fn collectives(&self) -> Result<Collectives> {
+        // Held meanwhile, so that of two threads of a rank one takes part; the wait has a deadline.
+        let mut known = lock(&self.collectives);
+        if let Some(collectives) = &*known {
+            return Ok(collectives.clone());
+        }
+        let joined = self.collectives_with(&CollectiveOptions::default())?;
+        Ok(known.insert(joined).clone())
+    }
+
+    /// Collectives with a workspace of their own. Every rank makes the call at the same time, with the same options.
+    /// Blocks until all have.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Mismatch`](crate::ErrorKind::Mismatch) where options differ,
+    /// [`ErrorKind::PeerFailed`](crate::ErrorKind::PeerFailed) where another rank cannot join; all of an
+    /// allocation, and of [`barrier`](Self::barrier).
+    pub fn collectives_with(&self, options: &CollectiveOptions) -> Result<Collectives> {
+        let joined = Collectives::join(self.rank_context(), options);
+        let joined = joined.map_err(|error| error.with_rank(self.rank()))?;
+        self.known_collectives.add(&joined);
+        Ok(joined)
+    }
+
+    /// As [`Collectives::all_reduce`], with the default [`collectives`](Self::collectives), which the first call
+    /// joins.
+    ///
+    /// # Errors
+    /// Those of both.
+    pub fn all_reduce(
+        &self,
+        output: &DeviceSlice,
+        input: &DeviceSlice,
+        dtype: DType,
+        op: ReduceOp,
+        stream: &Stream,
+    ) -> Result<()> {
+        let collectives = self.collectives()?;
+        collectives.all_reduce(output, input, dtype, op, stream)
+    }
+
+    /// As [`Collectives::all_gather`]; see [`all_reduce`](Self::all_reduce).
+    ///
+    /// # Errors
+    /// Those of all-reduce.
+    pub fn all_gather(
+        &self,
+        output: &DeviceSlice,
+        input: &DeviceSlice,
+        stream: &Stream,
+    ) -> Result<()> {
+        self.collectives()?.all_gather(output, input, stream)
+    }
+
+    /// As [`Collectives::reduce_scatter`]; see [`all_reduce`](Self::all_reduce).
+    ///
+    /// # Errors
+    /// Those of all-reduce.
+    pub fn reduce_scatter(
+        &self,
+        output: &DeviceSlice,
+        input: &DeviceSlice,
+        dtype: DType,
+        op: ReduceOp,
+        stream: &Stream,
+    ) -> Result<()> {
+        let collectives = self.collectives()?;
+        collectives.reduce_scatter(output, input, dtype, op, stream)
+    }
+
+    /// As [`Collectives::all_to_all`]; see [`all_reduce`](Self::all_reduce).
+    ///
+    /// # Errors
+    /// Those of all-reduce.
+    pub fn all_to_all(
+        &self,
+        output: &DeviceSlice,
+        input: &DeviceSlice,
+        stream: &Stream,
+    ) -> Result<()> {
+        self.collectives()?.all_to_all(output, input, stream)
+    }
+
+    /// As [`Collectives::broadcast`]; see [`all_reduce`](Self::all_reduce).
+    ///
+    /// # Errors
+    /// Those of all-reduce.
+    pub fn broadcast(
+        &self,
+        output: &DeviceSlice,
+        input: &DeviceSlice,
+        root: Rank,
+        stream: &Stream,
+    ) -> Result<()> {
+        self.collectives()?.broadcast(output, input, root, stream)
+    }
+}

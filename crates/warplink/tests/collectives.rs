@@ -1,0 +1,14 @@
+//! Collectives of a communicator.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+mod common;
+
+#[path = "collectives/data.rs"]
+mod data;
+#[path = "collectives/expected.rs"]
+mod expected;
+#[path = "collectives/failures.rs"]
+mod failures;
+#[path = "collectives/launches.rs"]
+mod launches;

@@ -1,0 +1,188 @@
+//! Many calls: in a row, in graphs, on several streams, of several communicators.
+
+use crate::common::{threads_with, world};
+use crate::expected::{Case, Random};
+use warplink::device::{AllocationKind, DeviceSlice, Priority, ReduceOp};
+use warplink::{Collectives, Communicator, DType};
+
+/// `count` integers of a rank in a round.
+fn integers(rank: usize, round: usize, count: usize) -> Vec<i32> {
+    let mut random = Random::new((rank * 1000 + round) as u64 + 1);
+    (0..count).map(|_| random.next() as i32).collect()
+}
+
+fn upload(comm: &Communicator, memory: &DeviceSlice, values: &[i32]) {
+    let bytes: Vec<u8> = values
+        .iter()
+        .flat_map(|value| value.to_le_bytes())
+        .collect();
+    comm.device().upload(memory, &bytes).unwrap();
+}
+
+fn download(comm: &Communicator, memory: &DeviceSlice) -> Vec<i32> {
+    let mut bytes = vec![0; memory.bytes()];
+    comm.device().download(memory, &mut bytes).unwrap();
+    let words = bytes.chunks_exact(4);
+    words
+        .map(|word| i32::from_le_bytes(word.try_into().unwrap()))
+        .collect()
+}
+
+/// The sum of all ranks' integers.
+fn sum(world: usize, round: usize, count: usize) -> Vec<i32> {
+    let all = (0..world).map(|rank| integers(rank, round, count));
+    all.reduce(|sum, one| {
+        sum.iter()
+            .zip(&one)
+            .map(|(a, b)| a.wrapping_add(*b))
+            .collect()
+    })
+    .unwrap()
+}
+
+fn memory(comm: &Communicator, count: usize) -> DeviceSlice {
+    comm.device()
+        .allocate(4 * count, AllocationKind::Plain)
+        .unwrap()
+}
+
+#[test]
+fn thousands_of_mixed_calls_stay_right() {
+    let ranks = world(4);
+    threads_with(
+        ranks,
+        |_| {},
+        |comm| {
+            let collectives = comm.collectives().unwrap();
+            let stream = comm.create_stream(Priority::Normal).unwrap();
+            let mut random = Random::new(11);
+            for _ in 0..40 {
+                let cases: Vec<Case> = (0..50)
+                    .map(|_| Case::random(&mut random, ranks, 200))
+                    .collect();
+                let made: Vec<_> = cases
+                    .iter()
+                    .map(|case| case.make(comm, &collectives, &stream).unwrap())
+                    .collect();
+                comm.synchronize(&stream).unwrap();
+                made.iter().for_each(|made| made.check(comm));
+            }
+        },
+    );
+}
+
+/// A chain of sums and gathers in one graph, with calls outside of it between its launches.
+#[test]
+fn a_graph_of_a_hundred_collectives_is_replayed() {
+    const CALLS: usize = 50;
+    const COUNT: usize = 33;
+    let ranks = world(3);
+    threads_with(
+        ranks,
+        |_| {},
+        |comm| {
+            let collectives = comm.collectives().unwrap();
+            let stream = comm.create_stream(Priority::Normal).unwrap();
+            let (own, all) = (memory(comm, COUNT), memory(comm, COUNT * ranks));
+            let part = all.slice(4 * COUNT..8 * COUNT).unwrap();
+            stream.begin_capture().unwrap();
+            for _ in 0..CALLS {
+                // Each rank's numbers become those of rank 1 and then the sum of all.
+                collectives.all_gather(&all, &own, &stream).unwrap();
+                let op = ReduceOp::Sum;
+                collectives
+                    .all_reduce(&own, &part, DType::I32, op, &stream)
+                    .unwrap();
+            }
+            let graph = stream.end_capture().unwrap();
+            for round in 0..20 {
+                upload(comm, &own, &integers(comm.rank(), round, COUNT));
+                graph.launch(&stream).unwrap();
+                if round % 3 == 0 {
+                    collectives.barrier(&stream).unwrap();
+                }
+                comm.synchronize(&stream).unwrap();
+                let factor = (0..CALLS).fold(1_i32, |all, _| all.wrapping_mul(ranks as i32));
+                let expected: Vec<i32> = integers(1, round, COUNT)
+                    .iter()
+                    .map(|value| value.wrapping_mul(factor))
+                    .collect();
+                assert_eq!(download(comm, &own), expected, "round {round}");
+            }
+        },
+    );
+}
+
+fn sums(
+    comm: &Communicator,
+    collectives: &Collectives,
+    stream: &warplink::device::Stream,
+    round: usize,
+    count: usize,
+) -> (DeviceSlice, usize, usize) {
+    let buffer = memory(comm, count);
+    upload(comm, &buffer, &integers(comm.rank(), round, count));
+    collectives
+        .all_reduce(&buffer, &buffer, DType::I32, ReduceOp::Sum, stream)
+        .unwrap();
+    (buffer, round, count)
+}
+
+/// Each on a stream of its own, which no rank orders with the other.
+#[test]
+fn two_communicators_run_side_by_side() {
+    let ranks = world(2);
+    threads_with(
+        ranks,
+        |_| {},
+        |comm| {
+            let other = comm.split(0, 0).unwrap();
+            let both = [comm.collectives().unwrap(), other.collectives().unwrap()];
+            let streams = [(); 2].map(|()| comm.create_stream(Priority::Normal).unwrap());
+            for start in (0..200).step_by(20) {
+                let mut made = Vec::new();
+                for round in start..start + 20 {
+                    for turn in 0..2 {
+                        // The ranks enqueue in another order, which is right for two communicators.
+                        let which = (turn + comm.rank()) % 2;
+                        let count = 1 + (7 * round + 300 * which) % 2000;
+                        made.push(sums(comm, &both[which], &streams[which], round, count));
+                    }
+                }
+                for stream in &streams {
+                    comm.synchronize(stream).unwrap();
+                }
+                for (buffer, round, count) in made {
+                    assert_eq!(download(comm, &buffer), sum(ranks, round, count));
+                }
+            }
+            other.close().unwrap();
+        },
+    );
+}
+
+/// Calls on streams that change from call to call, and are others on other ranks, happen in their order.
+#[test]
+fn streams_of_one_communicator_take_turns() {
+    let ranks = world(3);
+    threads_with(
+        ranks,
+        |_| {},
+        |comm| {
+            let collectives = comm.collectives().unwrap();
+            let streams = [(); 3].map(|()| comm.create_stream(Priority::Normal).unwrap());
+            let mut made = Vec::new();
+            for round in 0..150 {
+                let stream = &streams[(round * (comm.rank() + 1)) % 3];
+                let count = 1 + 31 * round % 500;
+                made.push(sums(comm, &collectives, stream, round, count));
+            }
+            for stream in &streams {
+                comm.synchronize(stream).unwrap();
+            }
+            for (buffer, round, count) in made {
+                assert_eq!(download(comm, &buffer), sum(ranks, round, count));
+            }
+        },
+    );
+}
