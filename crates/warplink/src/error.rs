@@ -190,6 +190,12 @@ impl Error {
         self
     }
 
+    /// Says more of what happened.
+    pub(crate) fn adding(mut self, more: &str) -> Self {
+        self.0.message = format!("{}; {more}", self.0.message).into();
+        self
+    }
+
     /// What kind of failure this is.
     pub fn kind(&self) -> ErrorKind {
         self.0.kind

@@ -368,6 +368,7 @@ fn an_exchange_with_a_stopped_store_ends_at_its_deadline() {
                 comm.connect_until(&requests, soon).unwrap_err()
             };
             assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
+            assert_says(&error, &["; the communicator has ended"]);
             assert!(
                 begun.elapsed() < Duration::from_secs(8),
                 "{:?}",

@@ -216,7 +216,7 @@ impl Communicator {
     /// Matches transfers with their other ends; see [`TransferExchange::exchange`]. Blocks until
     /// the peers have exchanged theirs.
     pub fn exchange(&self, requests: &[TransferRequest]) -> Result<Vec<Transfer>> {
-        self.transfers.exchange(requests, self.deadline())
+        self.exchange_until(requests, self.deadline())
     }
 
     /// Matches transfers, with a deadline of one's own.
@@ -225,13 +225,14 @@ impl Communicator {
         requests: &[TransferRequest],
         deadline: Deadline,
     ) -> Result<Vec<Transfer>> {
-        self.transfers.exchange(requests, deadline)
+        let exchanged = self.transfers.exchange(requests, deadline);
+        self.fault.with_outcome(exchanged)
     }
 
     /// Connects with peers, for channels in kernels; see [`ConnectionExchange::connect`]. Blocks until the
     /// peers have requested their ends.
     pub fn connect(&self, requests: &[ConnectionRequest]) -> Result<Connections> {
-        self.connections.connect(requests, self.deadline())
+        self.connect_until(requests, self.deadline())
     }
 
     /// As [`connect`](Self::connect), with a deadline of one's own.
@@ -240,13 +241,15 @@ impl Communicator {
         requests: &[ConnectionRequest],
         deadline: Deadline,
     ) -> Result<Connections> {
-        self.connections.connect(requests, deadline)
+        let connected = self.connections.connect(requests, deadline);
+        self.fault.with_outcome(connected)
     }
 
     /// Adds regions to connections; see [`ConnectionExchange::add_regions`]. Blocks until the peers have
     /// added theirs.
     pub fn add_regions(&self, added: &[(&Connection, &Region)]) -> Result<Vec<u32>> {
-        self.connections.add_regions(added, self.deadline())
+        let numbered = self.connections.add_regions(added, self.deadline());
+        self.fault.with_outcome(numbered)
     }
 
     /// Allocates `count` signals of this rank, for kernels and streams to wait for and peers to count up; all
@@ -309,16 +312,16 @@ impl Communicator {
     /// [`ErrorKind::PeerLost`], which names the rank, when one is lost; [`ErrorKind::Timeout`], which
     /// names a peer and a tag that are waited for.
     pub fn synchronize(&self, stream: &Stream) -> Result<()> {
-        stream
-            .synchronize(self.deadline())
-            .map_err(|error| match error.kind() {
-                ErrorKind::Timeout => {
-                    let error = self.transfers.explain_timeout(error);
-                    self.known_collectives.explain_timeout(error)
-                }
-                _ => error,
-            })
-            .map_err(|error| error.with_rank(self.rank()))?;
+        let synchronized = stream.synchronize(self.deadline());
+        let synchronized = synchronized.map_err(|error| match error.kind() {
+            ErrorKind::Timeout => {
+                let error = self.transfers.explain_timeout(error);
+                self.known_collectives.explain_timeout(error)
+            }
+            _ => error,
+        });
+        let synchronized = self.fault.with_outcome(synchronized);
+        synchronized.map_err(|error| error.with_rank(self.rank()))?;
         self.job.in_flight.release_finished();
         // A fault lets waits go, so work that ended because of it must not pass for done.
         self.job.device.fault().check()?;
@@ -329,8 +332,14 @@ impl Communicator {
     }
 
     /// Blocks until every rank has called it. It orders hosts, not streams.
+    ///
+    /// # Errors
+    /// [`ErrorKind::PeerLost`] or [`ErrorKind::PeerLeft`], naming the rank, when one is gone;
+    /// [`ErrorKind::Timeout`], which names a rank that did not call it. The others then count this
+    /// call as made.
     pub fn barrier(&self) -> Result<()> {
         let barrier = self.group.barrier(self.deadline());
+        let barrier = self.fault.with_outcome(barrier);
         barrier.map_err(|error| self.group.in_own_ranks(error))
     }
 
@@ -344,12 +353,17 @@ impl Communicator {
     pub fn stream_barrier_by(&self, path: Path) -> Result<StreamBarrier> {
         let place = (self.rank(), self.world());
         let (memory, transfers) = (&self.job.memory, &self.transfers);
-        StreamBarrier::new(memory, transfers, place, path, self.deadline())
+        let made = StreamBarrier::new(memory, transfers, place, path, self.deadline());
+        self.fault.with_outcome(made)
     }
 
     /// Every rank's bytes, in rank order. Blocks until every rank has called it.
+    ///
+    /// # Errors
+    /// As [`barrier`](Self::barrier); after a timeout, the others still get what this rank gave.
     pub fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
         let gathered = self.group.all_gather(bytes, self.deadline());
+        let gathered = self.fault.with_outcome(gathered);
         gathered.map_err(|error| self.group.in_own_ranks(error))
     }
 

@@ -1,6 +1,6 @@
 //! The one-way switch that turns a lost peer into errors instead of hangs.
 
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::sync::{AtomicBool, Mutex, OnceLock, Ordering, guard};
 use std::fmt;
 use std::sync::{Arc, Weak};
@@ -78,6 +78,19 @@ impl Fault {
     /// The error that was raised, if one was.
     pub fn error(&self) -> Option<&Error> {
         self.error.get()
+    }
+
+    /// `result`, whose timeout also says whether the communicator can be used further, where this is a
+    /// communicator's: unless it was raised.
+    pub(crate) fn with_outcome<T>(&self, result: Result<T>) -> Result<T> {
+        result.map_err(|error| match (error.kind(), self.error()) {
+            (ErrorKind::Timeout, None) => error.adding("the communicator can still be used"),
+            // What was raised says so itself.
+            (ErrorKind::Timeout, Some(raised)) if raised.message() != error.message() => {
+                error.adding("the communicator has ended")
+            }
+            _ => error,
+        })
     }
 
     /// Fails with the error that was raised, if one was.

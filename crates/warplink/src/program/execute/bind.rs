@@ -64,7 +64,8 @@ impl Prepared {
     /// [`ErrorKind::PeerFailed`](crate::ErrorKind::PeerFailed), with what it says, where another rank
     /// fails; and what else the exchange says. All ranks may bind again.
     pub fn bind(&self, bindings: &Bindings) -> Result<Plan> {
-        self.plan(bindings).map_err(|error| {
+        let bound = self.context.fault.with_outcome(self.plan(bindings));
+        bound.map_err(|error| {
             let group = &self.context.group;
             group.with_job_ranks(error.with_rank(self.context.rank()))
         })
