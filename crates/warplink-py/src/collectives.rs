@@ -54,7 +54,7 @@ impl Collectives {
             target: target.slice,
             source: source.slice,
         };
-        self.engine.enqueue(&stream.stream, &request).map_err(raise)
+        self.engine.enqueue(stream.live()?, &request).map_err(raise)
     }
 
     fn pairs(
@@ -169,7 +169,7 @@ impl Collectives {
             sends: self.pairs(sends, raw)?,
             receives: self.pairs(receives, raw)?,
         };
-        self.engine.enqueue(&stream.stream, &request).map_err(raise)
+        self.engine.enqueue(stream.live()?, &request).map_err(raise)
     }
 
     /// Ends what is under way: streams that do it fail, and later calls raise ClosedError.

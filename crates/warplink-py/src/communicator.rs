@@ -2,7 +2,7 @@
 
 use crate::array::{Array, Place};
 use crate::collectives::Collectives;
-use crate::errors::{closed, raise};
+use crate::errors::raise;
 use crate::executor::Executor;
 use crate::memory::{Memory, View};
 use crate::owner::{Detached, Owner};
@@ -38,9 +38,7 @@ pub(crate) fn joined(communicator: warplink::Communicator, ordinal: i32) -> Comm
 
 impl Communicator {
     pub(crate) fn inner(&self) -> PyResult<warplink::Communicator> {
-        self.inner
-            .with(Clone::clone)
-            .ok_or_else(|| closed("communicator"))
+        self.inner.get("communicator")
     }
 
     fn another(&self, communicator: warplink::Communicator) -> Self {
@@ -229,7 +227,7 @@ impl Communicator {
     #[pyo3(signature = (timing=false))]
     fn create_event(&self, timing: bool) -> PyResult<Event> {
         let event = self.place.device.create_event(timing).map_err(raise)?;
-        Ok(Event(event))
+        Ok(Event::new(event))
     }
 
     /// Matches transfers (`Send` and `Receive`) with their other ends, once; the results are posted and
@@ -266,8 +264,8 @@ impl Communicator {
         stream: &Stream,
         tag: u64,
     ) -> PyResult<()> {
-        let (inner, region) = (self.inner()?, region.registered()?);
-        py.detach(|| inner.send(&region, peer, tag, &stream.stream))
+        let (inner, region, stream) = (self.inner()?, region.registered()?, stream.live()?);
+        py.detach(|| inner.send(&region, peer, tag, stream))
             .map_err(raise)
     }
 
@@ -281,8 +279,8 @@ impl Communicator {
         stream: &Stream,
         tag: u64,
     ) -> PyResult<()> {
-        let (inner, region) = (self.inner()?, region.registered()?);
-        py.detach(|| inner.receive(&region, peer, tag, &stream.stream))
+        let (inner, region, stream) = (self.inner()?, region.registered()?, stream.live()?);
+        py.detach(|| inner.receive(&region, peer, tag, stream))
             .map_err(raise)
     }
 
@@ -294,10 +292,9 @@ impl Communicator {
         requests: Vec<Bound<'_, PyAny>>,
         stream: &Stream,
     ) -> PyResult<()> {
-        let inner = self.inner()?;
+        let (inner, stream) = (self.inner()?, stream.live()?);
         let requests = transfer::requests(&requests)?;
-        py.detach(|| inner.once(&requests, &stream.stream))
-            .map_err(raise)
+        py.detach(|| inner.once(&requests, stream)).map_err(raise)
     }
 
     /// A barrier of streams, to be enqueued any number of times. Every rank makes one at the same time.

@@ -63,6 +63,12 @@ pub(crate) fn closed(what: &'static str) -> PyErr {
     ))
 }
 
+/// An exception for a plan that a graph took the place of.
+pub(crate) fn captured() -> PyErr {
+    let error = Error::new(ErrorKind::Closed, "the plan was captured");
+    raise(error.with_help("launch the captured plan"))
+}
+
 /// The kind's name as Python has it, the words joined by underscores.
 fn kind_name(kind: ErrorKind) -> String {
     let mut name = String::new();

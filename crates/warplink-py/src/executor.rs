@@ -1,7 +1,7 @@
 //! Running programs.
 
 use crate::array::{Array, Place, replacements};
-use crate::errors::{closed, raise};
+use crate::errors::{captured, raise};
 use crate::memory::Memory;
 use crate::overlap::{Choices, OverlapPlan, plan_all_gather_matmul, plan_matmul_reduce_scatter};
 use crate::owner::Detached;
@@ -52,9 +52,7 @@ impl Executor {
     }
 
     fn executor(&self) -> PyResult<warplink::program::Executor> {
-        self.inner
-            .with(Clone::clone)
-            .ok_or_else(|| closed("executor"))
+        self.inner.get("executor")
     }
 }
 
@@ -180,8 +178,7 @@ impl Prepared {
             let array = Array::resolve(&array, &self.place, None)?;
             bound.insert(name.extract()?, array.slice);
         }
-        let prepared = self.inner.with(Clone::clone);
-        let prepared = prepared.ok_or_else(|| closed("prepared program"))?;
+        let prepared = self.inner.get("prepared program")?;
         let plan = py.detach(|| prepared.bind(&bound)).map_err(raise)?;
         Ok(Plan {
             inner: Detached::new(Arc::new(plan)),
@@ -192,13 +189,7 @@ impl Prepared {
 
 impl Plan {
     fn plan(&self) -> PyResult<Arc<warplink::program::Plan>> {
-        let plan = self.inner.with(Clone::clone);
-        plan.ok_or_else(|| {
-            raise(
-                Error::new(ErrorKind::Closed, "the plan was captured")
-                    .with_help("launch the captured plan"),
-            )
-        })
+        self.inner.get_or(captured)
     }
 }
 
@@ -248,9 +239,9 @@ impl Plan {
         stream: &Stream,
         memory: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<()> {
-        let (plan, memory) = (self.plan()?, replacements(memory, &self.place)?);
-        py.detach(|| plan.run_on(&stream.stream, &memory))
-            .map_err(raise)
+        let (plan, stream) = (self.plan()?, stream.live()?);
+        let memory = replacements(memory, &self.place)?;
+        py.detach(|| plan.run_on(stream, &memory)).map_err(raise)
     }
 
     /// Turns the plan into one graph, which takes its place. Blocks while the graph is prepared. Raises
@@ -274,8 +265,8 @@ impl Plan {
     /// ranks, as JSON text that Perfetto and Chrome's viewer open; None on other ranks. Every rank calls
     /// it at the same time. Blocks until the run is done everywhere.
     fn trace(&self, py: Python<'_>, stream: &Stream) -> PyResult<Option<String>> {
-        let plan = self.plan()?;
-        let trace = py.detach(|| plan.trace(&stream.stream)).map_err(raise)?;
+        let (plan, stream) = (self.plan()?, stream.live()?);
+        let trace = py.detach(|| plan.trace(stream)).map_err(raise)?;
         let text = trace.map(|trace| serde_json::to_string(&trace.to_perfetto()));
         text.transpose().map_err(|error| {
             raise(Error::new(
@@ -290,8 +281,7 @@ impl Plan {
 impl CapturedPlan {
     /// Enqueues the whole on `stream`. Does not block.
     fn launch(&self, py: Python<'_>, stream: &Stream) -> PyResult<()> {
-        let captured = self.0.with(Clone::clone);
-        let captured = captured.ok_or_else(|| closed("captured plan"))?;
-        py.detach(|| captured.launch(&stream.stream)).map_err(raise)
+        let (captured, stream) = (self.0.get("captured plan")?, stream.live()?);
+        py.detach(|| captured.launch(stream)).map_err(raise)
     }
 }

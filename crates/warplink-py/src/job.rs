@@ -1,7 +1,7 @@
 //! Joining a job, and the id that its ranks meet by.
 
 use crate::communicator::{Communicator, joined};
-use crate::errors::{closed, raise};
+use crate::errors::raise;
 use crate::owner::Detached;
 use crate::region::seconds;
 use pyo3::prelude::*;
@@ -90,7 +90,7 @@ impl Job {
     }
 
     fn inner(&self) -> PyResult<warplink::Job> {
-        self.job.with(Clone::clone).ok_or_else(|| closed("job"))
+        self.job.get("job")
     }
 }
 

@@ -24,7 +24,9 @@ mod region;
 mod stream;
 mod transfer;
 
+use pyo3::exceptions::PyImportError;
 use pyo3::prelude::*;
+use std::sync::OnceLock;
 
 /// Warplink's types, as the package `warplink` exports them.
 #[pymodule]
@@ -52,6 +54,27 @@ mod _warplink {
 
     #[pymodule_export]
     use super::version;
+
+    use pyo3::prelude::*;
+
+    #[pymodule_init]
+    fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        super::check_interpreter(module.py())
+    }
+}
+
+/// Fails in a second interpreter of the process: types and threads of the module are those of the first.
+fn check_interpreter(py: Python<'_>) -> PyResult<()> {
+    static FIRST: OnceLock<usize> = OnceLock::new();
+    // Every interpreter has a module of this name of its own, which lives as long as it.
+    let own = py.import("sys")?.as_ptr() as usize;
+    if *FIRST.get_or_init(|| own) == own {
+        return Ok(());
+    }
+    Err(PyImportError::new_err(
+        "warplink was imported by another interpreter of this process; expected one interpreter; \
+         help: use threads of that interpreter, or processes",
+    ))
 }
 
 /// The version of the library, such as `0.1.0`.

@@ -1,7 +1,7 @@
 //! Matmuls overlapped with communication.
 
 use crate::array::{Array, Place, replacements};
-use crate::errors::{closed, invalid, raise};
+use crate::errors::{captured, invalid, raise};
 use crate::owner::Detached;
 use crate::stream::Stream;
 use pyo3::prelude::*;
@@ -59,13 +59,7 @@ impl OverlapPlan {
     }
 
     fn inner(&self) -> PyResult<Arc<overlap::OverlapPlan>> {
-        let plan = self.plan.with(Clone::clone);
-        plan.ok_or_else(|| {
-            raise(
-                Error::new(ErrorKind::Closed, "the plan was captured")
-                    .with_help("launch the captured plan"),
-            )
-        })
+        self.plan.get_or(captured)
     }
 }
 
@@ -110,9 +104,9 @@ impl OverlapPlan {
         stream: &Stream,
         memory: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<()> {
-        let (plan, memory) = (self.inner()?, replacements(memory, &self.place)?);
-        py.detach(|| plan.run_on(&stream.stream, &memory))
-            .map_err(raise)
+        let (plan, stream) = (self.inner()?, stream.live()?);
+        let memory = replacements(memory, &self.place)?;
+        py.detach(|| plan.run_on(stream, &memory)).map_err(raise)
     }
 
     /// Turns the plan into one graph, which takes its place. Blocks while the graph is prepared.
@@ -137,9 +131,8 @@ impl OverlapPlan {
 impl CapturedOverlap {
     /// Enqueues the whole on `stream`. Does not block.
     fn launch(&self, py: Python<'_>, stream: &Stream) -> PyResult<()> {
-        let captured = self.0.with(Clone::clone);
-        let captured = captured.ok_or_else(|| closed("captured plan"))?;
-        py.detach(|| captured.launch(&stream.stream)).map_err(raise)
+        let (captured, stream) = (self.0.get("captured plan")?, stream.live()?);
+        py.detach(|| captured.launch(stream)).map_err(raise)
     }
 }
 

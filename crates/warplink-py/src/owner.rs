@@ -4,9 +4,11 @@
 //! a Python object needs the interpreter's lock and may run any code. So owners are handed to a thread
 //! that does nothing else and may wait.
 
+use crate::errors::{closed, raise};
 use pyo3::prelude::*;
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Mutex, PoisonError};
+use warplink::{Error, ErrorKind};
 
 static RELEASER: Mutex<Option<Sender<Py<PyAny>>>> = Mutex::new(None);
 
@@ -55,33 +57,74 @@ fn start() -> Option<Sender<Py<PyAny>>> {
 }
 
 /// A value whose end may take time, such as a job that is not closed: it is dropped without the
-/// interpreter's lock.
+/// interpreter's lock, and never in a forked process.
 #[derive(Debug)]
-pub(crate) struct Detached<T: Send>(Mutex<Option<T>>);
+pub(crate) struct Detached<T: Send> {
+    value: Mutex<Option<T>>,
+    process: u32,
+}
+
+/// A value that is usable in the process that made it, and dropped there only: a forked process has its
+/// memory, but not the threads that serve it, and shares its connections.
+#[derive(Debug)]
+pub(crate) struct OfProcess<T> {
+    value: Option<T>,
+    process: u32,
+}
 
 impl<T: Send> Detached<T> {
     /// Holds `value`.
     pub(crate) fn new(value: T) -> Self {
-        Self(Mutex::new(Some(value)))
+        Self {
+            value: Mutex::new(Some(value)),
+            process: std::process::id(),
+        }
     }
 
-    /// Takes the value out; nothing if it was taken before.
+    /// Takes the value out; nothing if it was taken before, or belongs to another process.
     pub(crate) fn take(&self) -> Option<T> {
+        if is_of_another_process(self.process) {
+            return None;
+        }
         self.lock().take()
     }
 
     /// What `read` says of the value, if it is still there.
     pub(crate) fn with<R>(&self, read: impl FnOnce(&T) -> R) -> Option<R> {
+        if is_of_another_process(self.process) {
+            return None;
+        }
         self.lock().as_ref().map(read)
     }
 
+    /// The value, which is a `what`, unless it was taken. Fails in a forked process.
+    pub(crate) fn get(&self, what: &'static str) -> PyResult<T>
+    where
+        T: Clone,
+    {
+        self.get_or(|| closed(what))
+    }
+
+    /// As [`get`](Self::get), with the error where it was taken.
+    pub(crate) fn get_or(&self, taken: impl FnOnce() -> PyErr) -> PyResult<T>
+    where
+        T: Clone,
+    {
+        check_process(self.process)?;
+        self.with(T::clone).ok_or_else(taken)
+    }
+
     fn lock(&self) -> std::sync::MutexGuard<'_, Option<T>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.value.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl<T: Send> Drop for Detached<T> {
     fn drop(&mut self) {
+        if is_of_another_process(self.process) {
+            let value = self.value.get_mut().unwrap_or_else(PoisonError::into_inner);
+            return std::mem::forget(value.take());
+        }
         let Some(value) = self.take() else {
             return;
         };
@@ -91,4 +134,46 @@ impl<T: Send> Drop for Detached<T> {
             drop(value);
         }
     }
+}
+
+impl<T> OfProcess<T> {
+    /// Holds `value`.
+    pub(crate) fn new(value: T) -> Self {
+        Self {
+            value: Some(value),
+            process: std::process::id(),
+        }
+    }
+
+    /// The value. Fails in a forked process.
+    pub(crate) fn get(&self) -> PyResult<&T> {
+        check_process(self.process)?;
+        self.value.as_ref().ok_or_else(|| closed("object"))
+    }
+}
+
+impl<T> Drop for OfProcess<T> {
+    fn drop(&mut self) {
+        if is_of_another_process(self.process) {
+            std::mem::forget(self.value.take());
+        }
+    }
+}
+
+fn is_of_another_process(process: u32) -> bool {
+    process != std::process::id()
+}
+
+fn check_process(process: u32) -> PyResult<()> {
+    if !is_of_another_process(process) {
+        return Ok(());
+    }
+    let own = std::process::id();
+    Err(raise(
+        Error::new(
+            ErrorKind::Unsupported,
+            format!("the object was made in process {process}; expected no use of it in process {own}, a fork"),
+        )
+        .with_help("start ranks and workers with spawn, or join a job in the forked process"),
+    ))
 }

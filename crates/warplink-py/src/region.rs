@@ -1,7 +1,7 @@
 //! Memory that peers may reach.
 
 use crate::array::Place;
-use crate::errors::{closed, raise};
+use crate::errors::raise;
 use crate::memory::{Memory, View, download, upload};
 use crate::owner::Detached;
 use pyo3::prelude::*;
@@ -38,9 +38,7 @@ impl Region {
 
     /// The registration.
     pub(crate) fn registered(&self) -> PyResult<warplink::memory::Region> {
-        self.region
-            .with(Clone::clone)
-            .ok_or_else(|| closed("region"))
+        self.region.get("region")
     }
 }
 

@@ -2,7 +2,7 @@
 
 use crate::array::{Array, Place};
 use crate::errors::raise;
-use crate::owner::Detached;
+use crate::owner::{Detached, OfProcess};
 use crate::region::seconds;
 use pyo3::prelude::*;
 use warplink::Deadline;
@@ -11,7 +11,8 @@ use warplink::Deadline;
 #[pyclass(frozen, module = "warplink")]
 #[derive(Debug)]
 pub(crate) struct Stream {
-    pub(crate) stream: warplink::device::Stream,
+    stream: OfProcess<warplink::device::Stream>,
+    raw: u64,
     communicator: Detached<warplink::Communicator>,
     place: Place,
 }
@@ -19,12 +20,18 @@ pub(crate) struct Stream {
 /// A mark in a stream.
 #[pyclass(frozen, module = "warplink")]
 #[derive(Debug)]
-pub(crate) struct Event(pub(crate) warplink::device::Event);
+pub(crate) struct Event(OfProcess<warplink::device::Event>);
 
 /// Work recorded once and launched any number of times. What was captured must be kept by the caller.
 #[pyclass(frozen, module = "warplink")]
 #[derive(Debug)]
-pub(crate) struct Graph(pub(crate) warplink::device::Graph);
+pub(crate) struct Graph(OfProcess<warplink::device::Graph>);
+
+impl Event {
+    pub(crate) fn new(event: warplink::device::Event) -> Self {
+        Self(OfProcess::new(event))
+    }
+}
 
 impl Stream {
     pub(crate) fn new(
@@ -33,7 +40,8 @@ impl Stream {
         place: &Place,
     ) -> Self {
         Self {
-            stream,
+            raw: stream.raw(),
+            stream: OfProcess::new(stream),
             communicator: Detached::new(communicator),
             place: place.clone(),
         }
@@ -41,7 +49,12 @@ impl Stream {
 
     /// The handle that other libraries know it by.
     pub(crate) fn raw_handle(&self) -> u64 {
-        self.stream.raw()
+        self.raw
+    }
+
+    /// The stream. Fails in a forked process.
+    pub(crate) fn live(&self) -> PyResult<&warplink::device::Stream> {
+        self.stream.get()
     }
 }
 
@@ -50,7 +63,7 @@ impl Stream {
     /// Number that tells streams of one device apart; on a GPU the driver's handle (cudaStream_t).
     #[getter]
     fn raw(&self) -> u64 {
-        self.stream.raw()
+        self.raw
     }
 
     /// Copies `source` to `target`, arrays, regions or memory of the same length in bytes. Both are kept
@@ -58,7 +71,7 @@ impl Stream {
     fn copy(&self, target: &Bound<'_, PyAny>, source: &Bound<'_, PyAny>) -> PyResult<()> {
         let target = Array::resolve(target, &self.place, Some(self.raw_handle()))?;
         let source = Array::resolve(source, &self.place, Some(self.raw_handle()))?;
-        self.stream
+        self.live()?
             .copy(&target.slice, &source.slice)
             .map_err(raise)
     }
@@ -66,17 +79,17 @@ impl Stream {
     /// Sets every byte of `target` to `byte`.
     fn fill(&self, target: &Bound<'_, PyAny>, byte: u8) -> PyResult<()> {
         let target = Array::resolve(target, &self.place, Some(self.raw_handle()))?;
-        self.stream.fill(&target.slice, byte).map_err(raise)
+        self.live()?.fill(&target.slice, byte).map_err(raise)
     }
 
     /// Marks this point of the stream in `event`; an earlier mark is forgotten.
     fn record(&self, event: &Event) -> PyResult<()> {
-        self.stream.record(&event.0).map_err(raise)
+        self.live()?.record(event.0.get()?).map_err(raise)
     }
 
     /// Holds the stream until the point that `event` marked when this was called.
     fn wait_event(&self, event: &Event) -> PyResult<()> {
-        self.stream.wait_event(&event.0).map_err(raise)
+        self.live()?.wait_event(event.0.get()?).map_err(raise)
     }
 
     /// Blocks until everything enqueued so far is done, at most `timeout` seconds (the job's if None).
@@ -86,7 +99,7 @@ impl Stream {
     fn synchronize(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
         let limit = timeout.map(seconds).transpose()?;
         let communicator = self.communicator.with(Clone::clone);
-        let (stream, device) = (&self.stream, &self.place.device);
+        let (stream, device) = (self.live()?, &self.place.device);
         py.detach(|| match (limit, &communicator) {
             (None, Some(communicator)) => communicator.synchronize(stream),
             (None, None) => Ok(()),
@@ -100,22 +113,23 @@ impl Stream {
 
     /// Whether everything enqueued so far is done. Does not block.
     fn is_idle(&self) -> PyResult<bool> {
-        self.stream.is_idle().map_err(raise)
+        self.live()?.is_idle().map_err(raise)
     }
 
     /// Starts recording what is enqueued into a graph instead of doing it.
     fn begin_capture(&self) -> PyResult<()> {
-        self.stream.begin_capture().map_err(raise)
+        self.live()?.begin_capture().map_err(raise)
     }
 
     /// Ends recording and makes the graph ready to launch. Blocks while it is prepared.
     fn end_capture(&self, py: Python<'_>) -> PyResult<Graph> {
-        let graph = py.detach(|| self.stream.end_capture()).map_err(raise)?;
-        Ok(Graph(graph))
+        let stream = self.live()?;
+        let graph = py.detach(|| stream.end_capture()).map_err(raise)?;
+        Ok(Graph(OfProcess::new(graph)))
     }
 
     fn __repr__(&self) -> String {
-        format!("Stream(raw={:#x})", self.stream.raw())
+        format!("Stream(raw={:#x})", self.raw)
     }
 }
 
@@ -123,12 +137,12 @@ impl Stream {
 impl Event {
     /// Whether the mark has been reached.
     fn is_reached(&self) -> PyResult<bool> {
-        self.0.is_reached().map_err(raise)
+        self.0.get()?.is_reached().map_err(raise)
     }
 
     /// Milliseconds from `earlier` to this one, both made with timing, recorded and reached.
     fn elapsed_since(&self, earlier: &Self) -> PyResult<f32> {
-        self.0.elapsed_since(&earlier.0).map_err(raise)
+        self.0.get()?.elapsed_since(earlier.0.get()?).map_err(raise)
     }
 }
 
@@ -136,12 +150,12 @@ impl Event {
 impl Graph {
     /// Enqueues the whole graph on `stream`.
     fn launch(&self, stream: &Stream) -> PyResult<()> {
-        self.0.launch(&stream.stream).map_err(raise)
+        self.0.get()?.launch(stream.live()?).map_err(raise)
     }
 
     /// How many operations it holds.
     #[getter]
-    fn operations(&self) -> usize {
-        self.0.operations()
+    fn operations(&self) -> PyResult<usize> {
+        Ok(self.0.get()?.operations())
     }
 }

@@ -6,7 +6,6 @@ use crate::region::Region;
 use crate::stream::Stream;
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
-use warplink::Error;
 use warplink::p2p::{Batch, Direction, TransferRequest};
 
 /// A send, to be exchanged: all of `region` to `peer`, a rank of the communicator. `tag` tells
@@ -84,8 +83,7 @@ impl Transfer {
     }
 
     fn inner(&self) -> PyResult<std::sync::Arc<warplink::p2p::Transfer>> {
-        let transfer = self.0.with(Clone::clone);
-        transfer.ok_or_else(|| raise(Error::invalid("the transfer was dropped")))
+        self.0.get("transfer")
     }
 }
 
@@ -93,12 +91,12 @@ impl Transfer {
 impl Transfer {
     /// Enqueues this end's part on `stream`. Does not block.
     fn post(&self, stream: &Stream) -> PyResult<()> {
-        self.inner()?.post(&stream.stream).map_err(raise)
+        self.inner()?.post(stream.live()?).map_err(raise)
     }
 
     /// Enqueues the wait for every post so far on `stream`. Does not block.
     fn wait(&self, stream: &Stream) -> PyResult<()> {
-        self.inner()?.wait(&stream.stream).map_err(raise)
+        self.inner()?.wait(stream.live()?).map_err(raise)
     }
 
     /// The other rank, in the communicator.
@@ -144,7 +142,7 @@ impl Transfer {
 impl StreamBarrier {
     /// Enqueues the barrier on `stream`. Does not block.
     fn enqueue(&self, stream: &Stream) -> PyResult<()> {
-        self.0.enqueue(&stream.stream).map_err(raise)
+        self.0.enqueue(stream.live()?).map_err(raise)
     }
 }
 
@@ -155,7 +153,7 @@ pub(crate) fn post_all(transfers: Vec<Bound<'_, Transfer>>, stream: &Stream) -> 
     let transfers = all(&transfers)?;
     Batch::new()
         .post(transfers.iter().map(|transfer| &**transfer))
-        .enqueue(&stream.stream)
+        .enqueue(stream.live()?)
         .map_err(raise)
 }
 
@@ -165,7 +163,7 @@ pub(crate) fn wait_all(transfers: Vec<Bound<'_, Transfer>>, stream: &Stream) -> 
     let transfers = all(&transfers)?;
     Batch::new()
         .wait(transfers.iter().map(|transfer| &**transfer))
-        .enqueue(&stream.stream)
+        .enqueue(stream.live()?)
         .map_err(raise)
 }
 

@@ -1,0 +1,223 @@
+"""Wrong use of the process group and of the fused operations raises, and says what and where."""
+
+import gc
+import os
+import time
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from test_torch_group import on_ranks, start  # noqa: E402
+
+
+def operands(rank, world, _, place):
+    dist = start(rank, world, place)
+    ops, name = torch.ops.warplink, dist.group.WORLD.group_name
+    gather, scatter = ops.fused_all_gather_matmul, ops.fused_matmul_reduce_scatter
+    a, b = torch.ones(4, 8), torch.ones(8, 6)
+    for wrong, says in (
+        (lambda: gather(a, [b.to("meta")], 0, name), "B is torch.float32 on meta; expected .* on cpu"),
+        (lambda: gather(a, [b.bfloat16()], 0, name), "B is torch.bfloat16 .*; expected torch.float32"),
+        (lambda: gather(a, [], 0, name), "Bs is empty"),
+        (lambda: gather(a[0], [b], 0, name), "A has 1 dimensions; expected at least 2"),
+        (lambda: gather(a, [b[None]], 0, name), "B has 3 dimensions; expected 2"),
+        (lambda: gather(a, [b], 2, name), "gather_dim is 2; expected a dimension of A, from 0 to 1"),
+        (lambda: gather(a, [b], -1, name), "gather_dim is -1; expected a dimension"),
+        (lambda: gather(a, [b[:5]], 0, name), "B has 5 rows; expected 8"),
+        (lambda: scatter(a, b, "max", 0, name), "reduce_op is 'max'; expected sum or avg"),
+        (lambda: scatter(a[:3], b, "sum", 0, name), "dimension 0 of the result is 3; expected a mult"),
+        (lambda: scatter(a, b[:, :5], "sum", 1, name), "dimension 1 of the result is 5; expected a"),
+        (lambda: dist.group.WORLD.get_p2p_buffer(9, (4,), torch.float32), "there is no rank 9"),
+        (lambda: dist.group.WORLD.get_p2p_buffer(0, (4,), torch.float8_e5m2), "has no name"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            wrong()
+    # What is not contiguous is right, here and in collectives.
+    _, (got,) = gather(torch.ones(8, 4).t(), [torch.ones(6, 8).t()], 0, name)
+    assert (got == 8).all()
+    columns = torch.zeros(2 * world, 6)[:, ::2]
+    dist.all_gather_into_tensor(columns, torch.full((2, 6), float(rank))[:, ::2])
+    assert columns[:, 0].tolist() == [float(peer) for peer in range(world) for _ in range(2)]
+    dist.destroy_process_group()
+
+
+def test_operands_that_do_not_fit():
+    on_ranks(operands, 2)
+
+
+def another_type(rank, world, _, place):
+    from warplink.errors import MismatchError
+
+    dist = start(rank, world, place)
+    name = dist.group.WORLD.group_name
+    dtype = torch.float32 if rank == 0 else torch.bfloat16
+    with pytest.raises(MismatchError, match="T = ") as caught:
+        torch.ops.warplink.fused_all_gather_matmul(
+            torch.ones(4, 8, dtype=dtype), [torch.ones(8, 6, dtype=dtype)], 0, name
+        )
+    assert caught.value.rank == rank
+    # Nothing is left behind: the next call is right.
+    for _ in range(2):
+        _, (got,) = torch.ops.warplink.fused_all_gather_matmul(
+            torch.ones(4, 8), [torch.ones(8, 6)], 0, name
+        )
+        assert (got == 8).all()
+    rows = 4 if rank == 0 else 6
+    with pytest.raises(MismatchError, match="m = "):
+        torch.ops.warplink.fused_matmul_reduce_scatter(
+            torch.ones(rows, 8), torch.ones(8, 6), "sum", 0, name
+        )
+    dist.destroy_process_group()
+
+
+def test_another_type_or_size_on_one_rank():
+    on_ranks(another_type, 2)
+
+
+def absent(rank, world, _, place):
+    from warplink.errors import WarplinkError
+
+    dist = start(rank, world, place, timeout=3)
+    name = dist.group.WORLD.group_name
+
+    def gather(rows):
+        a = torch.full((rows, 8), float(rank))
+        return torch.ops.warplink.fused_all_gather_matmul(a, [torch.ones(8, 6)], 0, name)
+
+    gather(4)
+    begin = time.monotonic()
+    # One rank has made this plan before and the other makes another.
+    with pytest.raises(WarplinkError) as caught:
+        gather(4 + rank)
+        gather(4 + rank)
+    assert time.monotonic() - begin < 20
+    return caught.value.kind
+
+
+def test_ranks_that_make_different_plans_do_not_hang():
+    assert on_ranks(absent, 2) == ["timeout"] * 2
+
+
+def ended(rank, world, _, place):
+    from warplink.errors import ClosedError
+
+    dist = start(rank, world, place)
+    group, name = dist.group.WORLD, dist.group.WORLD.group_name
+    a, b = torch.ones(4, 8), torch.ones(8, 6)
+    torch.ops.warplink.fused_all_gather_matmul(a, [b], 0, name)
+    dist.destroy_process_group()
+    for use in (
+        lambda: group.allreduce([a]),
+        lambda: group.send([a], 0, 0),
+        lambda: group.workspace("cpu"),
+        lambda: group.get_p2p_buffer(0, (4,), torch.float32),
+        group.intra_node_barrier,
+        group.monitored_barrier,
+        group.barrier,
+    ):
+        with pytest.raises(ClosedError, match="the process group was destroyed"):
+            use()
+    # Its name is gone too.
+    with pytest.raises(RuntimeError, match="group"):
+        torch.ops.warplink.fused_all_gather_matmul(a, [b], 0, name)
+
+
+def test_a_destroyed_group():
+    on_ranks(ended, 2)
+
+
+def lost(rank, world, _, place):
+    dist = start(rank, world, place)
+    name = dist.group.WORLD.group_name
+    a, b = torch.ones(4, 8), torch.ones(8, 6)
+    torch.ops.warplink.fused_all_gather_matmul(a, [b], 0, name)
+    torch.ops.warplink.fused_matmul_reduce_scatter(torch.ones(6, 8), b, "sum", 0, name)
+    dist.barrier()
+    if rank == 2:
+        os._exit(1)
+    for operation in (
+        lambda: torch.ops.warplink.fused_all_gather_matmul(a, [b], 0, name),
+        lambda: torch.ops.warplink.fused_matmul_reduce_scatter(torch.ones(6, 8), b, "sum", 0, name),
+        # A plan that is not made yet.
+        lambda: torch.ops.warplink.fused_all_gather_matmul(torch.ones(5, 8), [b], 0, name),
+        dist.group.WORLD.intra_node_barrier,
+    ):
+        begin = time.monotonic()
+        with pytest.raises(ConnectionError) as caught:
+            for _ in range(1000):
+                operation()
+        assert time.monotonic() - begin < 5
+        assert caught.value.kind == "peer_lost" and caught.value.peer == 2, caught.value
+    dist.destroy_process_group()
+
+
+def test_operations_after_a_lost_peer():
+    on_ranks(lost, 3, dies=(2,))
+
+
+def freed(rank, world, _, place):
+    dist = start(rank, world, place)
+    name = dist.group.WORLD.group_name
+    # Nobody holds what is sent, and new tensors take its place at once.
+    works = []
+    for turn in range(50):
+        works.append(dist.isend(torch.full((10_000,), float(turn)), 1 - rank))
+        torch.full((10_000,), -1.0)
+        received = torch.empty(10_000)
+        dist.recv(received, 1 - rank)
+        assert (received == turn).all()
+    for work in works:
+        work.wait()
+    for turn in range(20):
+        a = torch.full((64, 32), float(turn + rank))
+        whole, (product,) = torch.ops.warplink.fused_all_gather_matmul(a, [torch.eye(32)], 0, name)
+        del a
+        torch.full((64, 32), -1.0)
+        gc.collect()
+        for peer in range(world):
+            assert (whole[64 * peer : 64 * (peer + 1)] == turn + peer).all()
+        assert torch.equal(whole, product)
+    dist.destroy_process_group()
+
+
+def test_tensors_that_are_freed_while_a_peer_reads_them():
+    on_ranks(freed, 2)
+
+
+def steps(rank, world, _, place, count):
+    dist = start(rank, world, place)
+    name = dist.group.WORLD.group_name
+    space = dist.group.WORLD.workspace("cpu")
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.ones(32, 16)
+
+    def resident():
+        gc.collect()
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    marks = []
+    for turn in range(count):
+        rows = int(torch.randint(1, 120, (1,), generator=generator))
+        length = int(torch.randint(1, 50_000, (1,), generator=generator))
+        total = torch.full((length,), float(rank))
+        dist.all_reduce(total)
+        a = torch.full((rows, 32), 1.0)
+        whole, (product,) = torch.ops.warplink.fused_all_gather_matmul(a, [weights], 0, name)
+        torch.ops.warplink.fused_matmul_reduce_scatter(whole, weights, "sum", 0, name)
+        assert total[0] == 1 and product[0, 0] == 32
+        if turn % 250 == 249:
+            marks.append((resident(), sum(space.communicator.registrations_and_mappings())))
+    dist.destroy_process_group()
+    return marks
+
+
+#: A long run is WARPLINK_TEST_STEPS=10000.
+STEPS = int(os.environ.get("WARPLINK_TEST_STEPS", "300"))
+
+
+def test_steps_of_random_sizes_take_constant_memory():
+    for (early, registered), (late, registered_late) in on_ranks(steps, 2, STEPS):
+        assert late < early + (24 << 20), (early, late)
+        assert registered_late <= registered + 60, (registered, registered_late)

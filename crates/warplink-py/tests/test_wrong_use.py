@@ -1,0 +1,163 @@
+"""What is not allowed says so: forks, second interpreters, arrays that do not fit."""
+
+import gc
+import os
+
+import numpy
+import pytest
+from conftest import run_ranks
+
+import warplink
+from warplink.errors import UnsupportedError
+from test_transfers import join
+
+
+def forked(rank, world, meeting):
+    with join(rank, world, meeting, device="host") as job:
+        comm = job.world()
+        region, received = comm.alloc(64), comm.alloc(64)
+        stream, event = comm.create_stream(), comm.create_event()
+        peer = (rank + 1) % world
+        transfers = comm.exchange(
+            [warplink.Send(region, peer), warplink.Receive(received, (rank - 1) % world)]
+        )
+        collectives, barrier = comm.collectives(), comm.stream_barrier()
+        child = os.fork()
+        if child == 0:
+            # Not an assertion that pytest would report: the parent reads the exit status.
+            uses = [
+                job.world,
+                comm.barrier,
+                lambda: comm.alloc(64),
+                lambda: stream.fill(region, 1),
+                stream.synchronize,
+                lambda: stream.record(event),
+                event.is_reached,
+                lambda: transfers[0].post(stream),
+                lambda: warplink.wait_all(transfers, stream),
+                lambda: barrier.enqueue(stream),
+                lambda: collectives.all_reduce(stream, numpy.ones(2), numpy.ones(2)),
+                lambda: region.slice(0, 8),
+                lambda: comm.abort("the child's end"),
+            ]
+            for number, use in enumerate(uses):
+                try:
+                    use()
+                except UnsupportedError as error:
+                    if f"made in process {os.getppid()}" not in str(error) or "spawn" not in str(error):
+                        os._exit(100 + number)
+                else:
+                    os._exit(1 + number)
+            # Neither these nor letting go of everything reaches the peers.
+            job.close()
+            job.abort("the child's end")
+            del uses, transfers, stream, event, region, received, collectives, barrier, comm, job
+            gc.collect()
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        stream.fill(region, 7 + rank)
+        warplink.post_all(transfers, stream)
+        warplink.wait_all(transfers, stream)
+        stream.synchronize()
+        assert received.download() == bytes([7 + (rank - 1) % world]) * 64
+        comm.barrier()
+
+
+def test_a_forked_process_is_told_and_disturbs_nobody():
+    run_ranks(forked, 2)
+
+
+def run_in_another_interpreter(code):
+    """The text of the failure of ``code`` in another interpreter of this process."""
+    try:
+        import _interpreters as interpreters
+    except ImportError:
+        import _xxsubinterpreters as interpreters
+    other = interpreters.create()
+    reader, writer = os.pipe()
+    code = f"import os\ntry:\n {code}\n text = 'nothing'\nexcept BaseException as error:\n text = repr(error)\nos.write({writer}, text.encode())"
+    try:
+        run = getattr(interpreters, "run_string", None) or interpreters.exec
+        run(other, code)
+        return os.read(reader, 10_000).decode()
+    finally:
+        os.close(reader)
+        os.close(writer)
+        interpreters.destroy(other)
+
+
+def in_two_interpreters(rank, world, meeting):
+    import sys
+
+    folder = os.path.dirname(os.path.dirname(warplink.__file__))
+    path = f"import sys; sys.path.insert(0, {folder!r}); import warplink"
+    told = run_in_another_interpreter(path)
+    assert "ImportError" in told and "another interpreter of this process" in told, told
+    # The first goes on.
+    assert sys.modules["warplink"].UniqueId.create().address
+
+
+def test_a_second_interpreter_is_refused():
+    run_ranks(in_two_interpreters, 1)
+
+
+def arrays(rank, world, meeting):
+    with join(rank, world, meeting, device="host") as job:
+        comm = job.world()
+        stream, region = comm.create_stream(), comm.alloc(64)
+        with pytest.raises(ValueError, match=r"shape \[4, 2\] has strides \[4, 2\]; expected contiguous"):
+            comm.borrow(numpy.zeros((4, 4), numpy.float32)[:, ::2])
+        with pytest.raises(ValueError, match="empty; expected at least one element"):
+            comm.borrow(numpy.zeros((0, 4)))
+        with pytest.raises(TypeError, match="dict is no array; expected a Region"):
+            stream.copy(region, {})
+        with pytest.raises(ValueError, match="64"):
+            stream.copy(region, numpy.zeros(3))
+        with pytest.raises(UnsupportedError, match="without a file; expected memory that the device"):
+            comm.register(numpy.zeros(8))
+        with pytest.raises(ValueError, match="no length of time; expected seconds"):
+            stream.synchronize(-1)
+        with pytest.raises(ValueError, match="does not take the 64 bytes"):
+            region.view([3], "f64")
+        with pytest.raises(ValueError, match="unknown element type 'f65'"):
+            region.view([8], "f65")
+        with pytest.raises(ValueError, match="rank"):
+            comm.exchange([warplink.Send(region, world)])
+        with pytest.raises(ValueError, match="0 bytes"):
+            comm.view_at(region.address, [0], "u8")
+
+
+def test_arrays_that_do_not_fit_are_refused():
+    run_ranks(arrays, 1)
+
+
+def freed(rank, world, meeting):
+    with join(rank, world, meeting, device="host") as job:
+        comm = job.world()
+        peer = 1 - rank
+        if rank == 0:
+            # The owner lets go of an array while the peer has it mapped and reads it.
+            region = comm.alloc(1 << 20)
+            array = numpy.asarray(region.view([1 << 18], "f32"))
+            array[:] = 3
+            handle = comm.export_handle(region, peer)
+            comm.all_gather_bytes(handle)
+            del array, region
+            gc.collect()
+            # What is allocated next lies elsewhere as long as the peer maps it.
+            others = [comm.alloc(1 << 20) for _ in range(4)]
+            for other in others:
+                numpy.asarray(other.view([1 << 18], "f32"))[:] = 9
+            comm.barrier()
+            comm.barrier()
+        else:
+            remote = comm.open_handle(peer, comm.all_gather_bytes(b"")[peer])
+            seen = numpy.asarray(remote.view([1 << 18], "f32"))
+            comm.barrier()
+            assert (seen == 3).all()
+            del seen, remote
+            comm.barrier()
+
+
+def test_memory_is_not_used_again_while_a_peer_reads_it():
+    run_ranks(freed, 2)
