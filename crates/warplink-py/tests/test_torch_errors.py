@@ -199,7 +199,7 @@ def steps(rank, world, _, place, count):
 
     marks = []
     for turn in range(count):
-        rows = int(torch.randint(1, 120, (1,), generator=generator))
+        rows = int(torch.randint(1, 2000, (1,), generator=generator))
         length = int(torch.randint(1, 50_000, (1,), generator=generator))
         total = torch.full((length,), float(rank))
         dist.all_reduce(total)
@@ -207,17 +207,18 @@ def steps(rank, world, _, place, count):
         whole, (product,) = torch.ops.warplink.fused_all_gather_matmul(a, [weights], 0, name)
         torch.ops.warplink.fused_matmul_reduce_scatter(whole, weights, "sum", 0, name)
         assert total[0] == 1 and product[0, 0] == 32
-        if turn % 250 == 249:
+        if turn in (count // 2, count - 1):
             marks.append((resident(), sum(space.communicator.registrations_and_mappings())))
     dist.destroy_process_group()
     return marks
 
 
 #: A long run is WARPLINK_TEST_STEPS=10000.
-STEPS = int(os.environ.get("WARPLINK_TEST_STEPS", "300"))
+STEPS = int(os.environ.get("WARPLINK_TEST_STEPS", "500"))
 
 
 def test_steps_of_random_sizes_take_constant_memory():
     for (early, registered), (late, registered_late) in on_ranks(steps, 2, STEPS):
         assert late < early + (24 << 20), (early, late)
-        assert registered_late <= registered + 60, (registered, registered_late)
+        # What 250 sizes left behind would be more than twice that.
+        assert registered_late <= registered + 120, (registered, registered_late)

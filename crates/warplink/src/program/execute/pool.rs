@@ -5,15 +5,19 @@ use crate::error::Result;
 use crate::memory::{MemoryRegistry, Region};
 use crate::program::rank_program::StreamKind;
 use crate::sync::lock;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Mutex};
+
+/// How many regions are kept that no plan uses: plans of ever new sizes would otherwise leave theirs.
+const MAX_FREE_REGIONS: usize = 64;
 
 #[derive(Debug)]
 pub(super) struct Pool {
     device: Arc<dyn Device>,
     memory: Arc<MemoryRegistry>,
-    // Registered regions by length. They keep their registration, and peers their mappings.
-    free: Mutex<BTreeMap<usize, Vec<Region>>>,
+    // Registered regions, the one that was given back last at the end. They keep their registration, and
+    // peers their mappings.
+    free: Mutex<VecDeque<Region>>,
     streams: Mutex<BTreeMap<StreamKind, Stream>>,
 }
 
@@ -35,18 +39,25 @@ impl Pool {
 
     /// A region of exactly `bytes`, with whatever the last user left in it.
     pub(super) fn take(&self, bytes: usize) -> Result<Region> {
-        let kept = lock(&self.free).get_mut(&bytes).and_then(Vec::pop);
+        let mut free = lock(&self.free);
+        let position = free.iter().rposition(|region| region.bytes() == bytes);
+        let kept = position.and_then(|position| free.remove(position));
+        drop(free);
         match kept {
             Some(region) => Ok(region),
             None => self.memory.allocate(bytes, AllocationKind::Plain),
         }
     }
 
+    /// Takes back what no stream uses any more, and lets go of what has been free for longest.
     pub(super) fn give_back(&self, regions: impl IntoIterator<Item = Region>) {
         let mut free = lock(&self.free);
-        for region in regions {
-            free.entry(region.bytes()).or_default().push(region);
-        }
+        free.extend(regions);
+        let surplus = free.len().saturating_sub(MAX_FREE_REGIONS);
+        let surplus: Vec<Region> = free.drain(..surplus).collect();
+        drop(free);
+        // Not under the lock.
+        drop(surplus);
     }
 
     /// The stream that all plans use for `kind`; `None` for the caller's.
