@@ -144,6 +144,64 @@ def test_scaled_operations_equal_the_unfused():
     on_ranks(scaled_operations, WORLD)
 
 
+def random_cases(rank, world, meeting, place):
+    from test_torch_random import cases, scaled_cases
+
+    torch.cuda.set_device(rank)
+    cases(rank, world, meeting, place, 50, 4, f"cuda:{rank}")
+    scaled_cases(rank, world, meeting, place + "scaled", 20, 5, f"cuda:{rank}")
+
+
+def test_fused_operations_equal_the_unfused_at_random():
+    on_ranks(random_cases, WORLD)
+
+
+def captured(rank, world, _, place):
+    dist = start_on_gpu(rank, world, place)
+    ops, name = torch.ops.warplink, dist.group.WORLD.group_name
+    device = torch.device("cuda", rank)
+    a = torch.zeros(64, 128, dtype=torch.bfloat16, device=device)
+    up, down = (torch.ones(*shape, dtype=torch.bfloat16, device=device) for shape in ((128, 96), (96, 32)))
+
+    def both():
+        _, (product,) = ops.fused_all_gather_matmul(a, [up], 0, name, return_A=False)
+        return ops.fused_matmul_reduce_scatter(product, down.t().contiguous().t(), "sum", 0, name)
+
+    # The first call makes the plans.
+    both()
+    torch.cuda.synchronize()
+    dist.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = both()
+    for turn in range(5):
+        a.fill_(turn + 1)
+        graph.replay()
+        assert (result == (turn + 1) * 128 * 96 * world).all(), result
+    dist.destroy_process_group()
+
+
+def test_fused_operations_in_a_graph():
+    on_ranks(captured, WORLD)
+
+
+def models(rank, world, meeting, place, way):
+    import test_torch_llama
+
+    torch.cuda.set_device(rank)
+    device = f"cuda:{rank}"
+    expected = test_torch_llama.losses(rank, world, meeting, place, "nccl", way, device)
+    assert len(expected) == 20 and expected[-1] < 0.8 * expected[0], expected
+    for backend in ("warplink", "cpu:gloo,cuda:warplink"):
+        found = test_torch_llama.losses(rank, world, meeting, place, backend, way, device)
+        assert found == pytest.approx(expected, rel=1e-3), backend
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp2", "tp", "pipeline"])
+def test_a_model_trains_as_with_nccl(way):
+    on_ranks(models, WORLD, way)
+
+
 def tensors(rank, world, meeting):
     import warplink
 

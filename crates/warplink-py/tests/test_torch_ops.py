@@ -1,4 +1,4 @@
-"""The fused operations, and models that train on the process group."""
+"""The fused operations."""
 
 import pytest
 
@@ -87,50 +87,3 @@ def sizes(rank, world, _, place):
 def test_plans_of_many_sizes_take_limited_memory():
     for full, last in on_ranks(sizes, 2):
         assert last <= full + 40, (full, last)
-
-
-def train(rank, world, place, backend, kind):
-    dist = start(rank, world, place + backend, backend)
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        parallelize_module,
-    )
-
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(
-        torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 16)
-    )
-    mesh = init_device_mesh("cpu", (world,))
-    if kind == "ddp":
-        model = torch.nn.parallel.DistributedDataParallel(model)
-    elif kind == "fsdp2":
-        for layer in (model[0], model[2], model):
-            fully_shard(layer, mesh=mesh)
-    else:
-        parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    generator = torch.Generator().manual_seed(5 if kind == "tp" else 5 + rank)
-    data = torch.randn(8, 16, generator=generator)
-    losses = []
-    for _ in range(20):
-        loss = (model(data) - data).pow(2).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    dist.destroy_process_group()
-    return losses
-
-
-def compare(rank, world, _, place, kind):
-    expected = train(rank, world, place, "gloo", kind)
-    assert expected[-1] < expected[0]
-    assert train(rank, world, place, "warplink", kind) == pytest.approx(expected, rel=1e-5)
-
-
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "tp"])
-def test_models_train_as_with_gloo(kind):
-    on_ranks(compare, 2, kind)

@@ -97,7 +97,7 @@ def cases(rank, world, _, place, count, seed, device="cpu"):
                 raise AssertionError(f"matmul + reduce-scatter, {what}, {op}") from error
             left, right = left.clone(), right.clone(memory_format=torch.preserve_format)
     # Weights and results stay where PyTorch has them.
-    own = {name for plan in dist.group.WORLD.workspace(device).plans.values() for name in plan.own}
+    own = {name for plan in dist.group.WORLD.workspace(torch.device(device).type).plans.values() for name in plan.own}
     assert own <= {"A", "G", "C"}, own
     dist.destroy_process_group()
 
