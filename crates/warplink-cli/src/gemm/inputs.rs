@@ -22,7 +22,7 @@ fn elements_per_word(dtype: DType) -> (usize, u32) {
 }
 
 /// A bijection that spreads every bit of its argument over all bits.
-fn mix(mut x: u64) -> u64 {
+pub(crate) fn mix(mut x: u64) -> u64 {
     x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     x ^ (x >> 31)

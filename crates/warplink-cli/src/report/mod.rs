@@ -126,3 +126,9 @@ pub(crate) fn print_message(message: &str) {
         .lock()
         .write_all(format!("warplink: {message}\n").as_bytes());
 }
+/// A number with three significant digits, or all those before the point.
+pub(crate) fn digits(value: f64) -> String {
+    let magnitude = value.abs().max(1e-9).log10().floor() as i32;
+    let decimals = (2 - magnitude).clamp(0, 6) as usize;
+    format!("{value:.decimals$}")
+}

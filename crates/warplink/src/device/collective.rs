@@ -187,6 +187,22 @@ pub trait CollectiveEngine: Send + Sync + fmt::Debug {
     /// [`ErrorKind::Closed`](crate::ErrorKind::Closed) once the engine was aborted.
     fn enqueue(&self, stream: &Stream, request: &CollectiveRequest) -> Result<()>;
 
+    /// Tells the engine of memory that later requests name, which it may then access at all ranks directly.
+    /// Every rank calls it at the same time with as many bytes. Blocks until all have. The engine keeps the
+    /// memory for as long as it lives.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) where the engine, or this kind of memory,
+    /// cannot be accessed so.
+    fn register(&self, slice: &DeviceSlice) -> Result<()> {
+        Err(Error::new(
+            ErrorKind::Unsupported,
+            format!("{} cannot register {slice:?}", self.name()),
+        )
+        .with_operation("register memory")
+        .with_help("use it as it is: nothing needs to be registered"))
+    }
+
     /// Ends what is under way, so that a lost peer does not hold this rank.
     fn abort(&self);
 }

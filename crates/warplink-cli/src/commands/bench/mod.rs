@@ -1,6 +1,7 @@
 //! `warplink bench`: benchmarks, compared with the hardware's limits and the vendor's library.
 
 mod channel;
+mod collective;
 mod overlap;
 mod p2p;
 mod program;
@@ -25,6 +26,7 @@ pub(crate) struct Bench {
 enum What {
     P2p(p2p::P2p),
     Channel(channel::Channel),
+    Collective(collective::Collective),
     Overlap(overlap::Overlap),
     Program(program::Program),
     Section(section::Section),
@@ -35,6 +37,7 @@ impl Bench {
         match self.what {
             What::P2p(command) => command.run(options),
             What::Channel(command) => command.run(options),
+            What::Collective(command) => command.run(options),
             What::Overlap(command) => command.run(options),
             What::Program(command) => command.run(options),
             What::Section(command) => command.run(options),

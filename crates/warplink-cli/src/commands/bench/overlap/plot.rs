@@ -4,6 +4,7 @@
 use super::Report;
 use super::measure::Figures;
 use crate::gemm::Problem;
+use crate::report::digits;
 use anyhow::{Result, anyhow};
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
@@ -149,16 +150,6 @@ fn bars(shape: &Figures) -> Vec<Bar> {
         }
     });
     alone.into_iter().chain(lowerings).collect()
-}
-
-/// Three significant digits.
-fn digits(rate: f64) -> String {
-    match rate {
-        rate if rate >= 100.0 => format!("{rate:.0}"),
-        rate if rate >= 10.0 => format!("{rate:.1}"),
-        rate if rate >= 1.0 => format!("{rate:.2}"),
-        rate => format!("{rate:.4}"),
-    }
 }
 
 fn failed(error: impl std::fmt::Display) -> anyhow::Error {

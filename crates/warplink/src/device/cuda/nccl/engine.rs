@@ -1,6 +1,6 @@
 //! The vendor's collectives, over NCCL.
 
-use super::{Handle, Nccl, NcclComm, UNIQUE_ID};
+use super::{Handle, Nccl, NcclComm, UNIQUE_ID, Window};
 use crate::device::cuda::gpu::Gpu;
 use crate::device::cuda::memory::CudaBacking;
 use crate::device::cuda::stream::CudaStream;
@@ -10,11 +10,15 @@ use crate::device::{
 };
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
+use crate::sync::lock;
 use std::ffi::{c_int, c_void};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 /// `ncclUint8`, for what is only moved.
 const BYTES: c_int = 1;
+
+/// `NCCL_WIN_COLL_SYMMETRIC`: all ranks register memory of the same kind and length.
+const SYMMETRIC: c_int = 1;
 
 /// What a rank says first: whether it can join.
 const READY: u8 = 1;
@@ -31,7 +35,18 @@ pub(crate) struct NcclEngine {
     comm: Arc<NcclComm>,
     world: usize,
     name: String,
+    registered: Mutex<Vec<Registered>>,
 }
+
+/// Memory that NCCL was told of, which lives until NCCL has forgotten it.
+#[derive(Debug)]
+struct Registered {
+    window: Window,
+    _memory: DeviceSlice,
+}
+
+// SAFETY: the pointer is a handle that NCCL accepts on every thread, one at a time.
+unsafe impl Send for Registered {}
 
 impl NcclEngine {
     /// Joins the other ranks.
@@ -132,7 +147,27 @@ impl NcclEngine {
             comm,
             world,
             name: nccl.name(),
+            registered: Mutex::default(),
         })
+    }
+}
+
+impl Drop for NcclEngine {
+    fn drop(&mut self) {
+        for registered in lock(&self.registered).drain(..) {
+            let forgotten = self.comm.call("forget memory", |nccl, comm| {
+                match nccl.ncclCommWindowDeregister {
+                    // SAFETY: registered once with this communicator, and forgotten once.
+                    Some(deregister) => unsafe { deregister(comm, registered.window) },
+                    None => 0,
+                }
+            });
+            if let Err(error) = forgotten
+                && error.kind() != ErrorKind::Closed
+            {
+                tracing::warn!(%error, "NCCL did not forget memory");
+            }
+        }
     }
 }
 
@@ -186,6 +221,41 @@ impl CollectiveEngine for NcclEngine {
                 let raised = self.gpu.fault.check().and_then(|()| self.fault.check());
                 raised.err().unwrap_or(error)
             })
+    }
+
+    fn register(&self, slice: &DeviceSlice) -> Result<()> {
+        CudaBacking::of(slice)?;
+        let unsupported = |text: String| {
+            Err(Error::new(ErrorKind::Unsupported, text)
+                .with_operation("register memory with NCCL")
+                .with_help("use NCCL 2.27 or later and virtual memory"))
+        };
+        let _entered = self.gpu.context.enter()?;
+        let _relaxed = self.gpu.context.relax_capture();
+        let mut window: Window = std::ptr::null_mut();
+        let mut known = true;
+        self.comm.call("register memory with NCCL", |nccl, comm| {
+            let Some(register) = nccl.ncclCommWindowRegister else {
+                known = false;
+                return 0;
+            };
+            let (data, bytes) = (pointer(slice), slice.bytes());
+            // SAFETY: the slice is live device memory of that many bytes, which is kept until NCCL has forgotten
+            // it; `window` is an output parameter for one handle; the GPU's context is current.
+            unsafe { register(comm, data, bytes, &mut window, SYMMETRIC) }
+        })?;
+        if !known {
+            return unsupported(format!("{} cannot register memory", self.name));
+        }
+        // NCCL's way to say that it has no use for it.
+        if window.is_null() {
+            return unsupported(format!("{} does not take {slice:?}", self.name));
+        }
+        lock(&self.registered).push(Registered {
+            window,
+            _memory: slice.clone(),
+        });
+        Ok(())
     }
 
     fn abort(&self) {

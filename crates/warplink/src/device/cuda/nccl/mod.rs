@@ -33,6 +33,9 @@ const LEAVING: Duration = Duration::from_secs(5);
 /// `ncclComm_t`.
 pub(super) type Handle = *mut c_void;
 
+/// `ncclWindow_t`.
+pub(super) type Window = *mut c_void;
+
 /// `ncclUniqueId`, which NCCL takes by value.
 #[repr(C)]
 #[derive(Clone, Copy)]
@@ -61,6 +64,8 @@ function_table! {
     }
     optional {
         ncclGetLastError(Handle) -> *const c_char;
+        ncclCommWindowRegister(Handle, *mut c_void, usize, *mut Window, c_int) -> c_int;
+        ncclCommWindowDeregister(Handle, Window) -> c_int;
     }
 }
 

@@ -1,0 +1,122 @@
+//! Inputs, and what has to become of them: small integers, of which every result is exact in the type.
+
+use super::what::{Kind, What};
+use crate::gemm::inputs::mix;
+use anyhow::{Result, bail};
+use warplink::dtype::Element;
+use warplink::{DType, device::ReduceOp};
+
+/// Elements after which inputs repeat: a prime, so that no part of another is as the right one.
+const PERIOD: usize = 65_521;
+
+/// Inputs of one run.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Inputs {
+    pub(super) what: What,
+    pub(super) world: usize,
+    pub(super) seed: u64,
+}
+
+impl Inputs {
+    /// A rank's input, of parts of `count` elements.
+    pub(super) fn of(&self, rank: usize, count: usize) -> Result<Vec<u8>> {
+        let period: Vec<f64> = (0..PERIOD).map(|at| self.value(rank, at)).collect();
+        let (bytes, _) = self.what.lengths(count, self.world);
+        repeated(self.what.dtype, &period, 0, bytes)
+    }
+
+    /// A rank's output; none where it is left alone.
+    pub(super) fn expected(&self, rank: usize, count: usize) -> Result<Option<Vec<u8>>> {
+        let What {
+            kind, dtype, root, ..
+        } = self.what;
+        let part = count * dtype.size();
+        // Part `of` of the input of `rank`.
+        let of = |rank: usize, of: usize| {
+            let period: Vec<f64> = (0..PERIOD).map(|at| self.value(rank, at)).collect();
+            repeated(dtype, &period, of * count, part)
+        };
+        let reduced = |of: usize| {
+            let reduce = |at| self.reduced((0..self.world).map(|rank| self.value(rank, at)));
+            let period: Vec<f64> = (0..PERIOD).map(reduce).collect();
+            repeated(dtype, &period, of * count, part)
+        };
+        let ranks = 0..self.world;
+        let parts: Result<Vec<Vec<u8>>> = match kind {
+            Kind::Reduce | Kind::Gather if rank != root => return Ok(None),
+            Kind::AllReduce | Kind::Reduce => Ok(vec![reduced(0)?]),
+            Kind::ReduceScatter => Ok(vec![reduced(rank)?]),
+            Kind::AllGather | Kind::Gather => ranks.map(|peer| of(peer, 0)).collect(),
+            Kind::AllToAll => ranks.map(|peer| of(peer, rank)).collect(),
+            Kind::Broadcast => Ok(vec![of(root, 0)?]),
+            Kind::Scatter => Ok(vec![of(root, rank)?]),
+        };
+        Ok(Some(parts?.concat()))
+    }
+
+    /// An integer such that the result over all ranks is exact in the type.
+    fn value(&self, rank: usize, at: usize) -> f64 {
+        let drawn = mix(self.seed ^ mix((rank as u64 + 1) << 32 | at as u64));
+        let exact = exact(self.what.dtype);
+        let choices = match self.what.op {
+            ReduceOp::Sum if self.what.kind.reduces() => exact / self.world as u64,
+            _ => exact,
+        };
+        (drawn % (choices.clamp(1, 100) + 1)) as f64
+    }
+
+    fn reduced(&self, values: impl Iterator<Item = f64>) -> f64 {
+        let values = values.map(Some);
+        let reduce = |a: Option<f64>, b: Option<f64>| match (a, b, self.what.op) {
+            (Some(a), Some(b), ReduceOp::Sum) => Some(a + b),
+            (Some(a), Some(b), ReduceOp::Max) => Some(a.max(b)),
+            (Some(a), Some(b), ReduceOp::Min) => Some(a.min(b)),
+            (a, b, _) => a.or(b),
+        };
+        values.fold(None, reduce).unwrap_or_default()
+    }
+}
+
+/// How many elements of `here` are not those of `there`.
+pub(super) fn different(dtype: DType, here: &[u8], there: &[u8]) -> usize {
+    let size = dtype.size();
+    let pairs = here.chunks(size).zip(there.chunks(size));
+    pairs.filter(|(a, b)| a != b).count() + here.len().abs_diff(there.len()) / size
+}
+
+/// The largest integer up to which all are values of the type.
+fn exact(dtype: DType) -> u64 {
+    match dtype {
+        DType::BF16 => 256,
+        DType::F16 => 2048,
+        DType::U8 => 255,
+        _ => 1 << 20,
+    }
+}
+
+/// `bytes` bytes of a sequence that repeats `period`, from element `start` on.
+fn repeated(dtype: DType, period: &[f64], start: usize, bytes: usize) -> Result<Vec<u8>> {
+    let period = match dtype {
+        DType::F16 => encoded::<half::f16>(period),
+        DType::BF16 => encoded::<half::bf16>(period),
+        DType::F32 => encoded::<f32>(period),
+        DType::F64 => encoded::<f64>(period),
+        DType::I32 => encoded::<i32>(period),
+        DType::U8 => encoded::<u8>(period),
+        other => bail!("{other} is not measured; help: use another --type"),
+    };
+    let size = dtype.size();
+    let start = start % (period.len() / size) * size;
+    let mut whole = Vec::with_capacity(bytes + period.len());
+    whole.extend_from_slice(period.get(start..).unwrap_or_default());
+    while whole.len() < bytes {
+        whole.extend_from_slice(&period);
+    }
+    whole.truncate(bytes);
+    Ok(whole)
+}
+
+fn encoded<T: Element>(values: &[f64]) -> Vec<u8> {
+    let encoded: Vec<T> = values.iter().map(|value| T::from_f64(*value)).collect();
+    zerocopy::IntoBytes::as_bytes(encoded.as_slice()).to_vec()
+}

@@ -1,0 +1,260 @@
+//! `warplink bench collective`: collectives, compared with the vendor's library.
+
+mod data;
+mod measure;
+mod plot;
+mod report;
+mod what;
+
+use super::timing::Submission;
+use crate::commands::ranks;
+use crate::options::Options;
+use crate::report::bytes::Bytes;
+use crate::report::progress::Progress;
+use crate::report::{print_json, print_text};
+use anyhow::{Context, Result, ensure};
+use clap::{Args, ValueEnum};
+use measure::Rig;
+use report::{Report, Row};
+use std::path::PathBuf;
+use std::process::ExitCode;
+use warplink::collective::{Algorithm, CollectiveOptions};
+use warplink::device::ReduceOp;
+use warplink::{Communicator, DType, DeviceKind};
+use what::{Kind, What};
+
+/// Measure a collective
+///
+/// The size is that of nccl-tests: of the larger of input and output. So are the two bandwidths: 'GB/s' is the
+/// size divided by the time, and 'bus GB/s' corrects it for what has to pass each link in any case, so that it
+/// can be compared with a link's rate for every number of ranks. Each time is the median of the samples, of the
+/// slowest rank; a sample is a number of calls, one behind the other. Warplink and its peers take turns.
+///
+/// Every way is run once on fresh data, of which each element of every rank's output is compared with the exact
+/// result: 'wrong' says how many differ.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:\n  \
+    warplink bench collective all-reduce -n 2\n  \
+    warplink bench collective all-gather -n 2 --from 1MiB --step 2 --place both --submission captured\n  \
+    warplink bench collective all-reduce --device host -n 4 --to 64KiB --type i32 --op max --json")]
+pub(crate) struct Collective {
+    /// Which collective
+    #[arg(value_name = "COLLECTIVE")]
+    kind: Kind,
+    /// Smallest size
+    #[arg(long, value_name = "BYTES", default_value = "1KiB")]
+    from: Bytes,
+    /// Largest size [default: 1GiB on cuda, 1MiB on host]
+    #[arg(long, value_name = "BYTES")]
+    to: Option<Bytes>,
+    /// Factor between sizes
+    #[arg(long, value_name = "N", default_value = "4", value_parser = clap::value_parser!(u64).range(2..))]
+    step: u64,
+    /// Element type
+    #[arg(long = "type", value_name = "TYPE", default_value = "bf16")]
+    dtype: DType,
+    /// How elements are reduced
+    #[arg(long, value_name = "OPERATOR", default_value = "sum")]
+    op: ReduceOp,
+    /// The root, for collectives that have one
+    #[arg(long, value_name = "RANK", default_value = "0")]
+    root: usize,
+    /// Whether input and output are the same memory
+    #[arg(long, value_enum, default_value = "out")]
+    place: Places,
+    /// How calls are given to the device
+    #[arg(long, value_enum, default_value = "both")]
+    submission: Submissions,
+    /// The only algorithm that is allowed [default: chosen by size]
+    #[arg(long, value_name = "NAME")]
+    algorithm: Option<Algorithm>,
+    /// What it is compared with
+    #[arg(long, value_enum, value_delimiter = ',', default_value = "nccl")]
+    peers: Vec<Peer>,
+    /// Samples per time
+    #[arg(long, value_name = "N", default_value = "9", value_parser = clap::value_parser!(u16).range(1..))]
+    samples: u16,
+    /// Calls in a sample [default: 4 to 50, by size]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
+    calls: Option<u16>,
+    /// Draw times and bandwidths as SVG
+    #[arg(long, value_name = "FILE")]
+    plot: Option<PathBuf>,
+}
+
+/// Where a collective's output goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
+#[serde(rename_all = "lowercase")]
+enum Place {
+    /// To memory of its own.
+    Out,
+    /// To the memory of the input, of which it may be a part.
+    In,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Places {
+    /// Out of place
+    Out,
+    /// In place
+    In,
+    /// Both
+    Both,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Submissions {
+    /// Call by call
+    Eager,
+    /// As a graph
+    Captured,
+    /// Both
+    Both,
+}
+
+/// What Warplink is compared with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize)]
+#[serde(rename_all = "kebab-case")]
+enum Peer {
+    /// The vendor's library (a substitute on the host device)
+    Nccl,
+    /// The vendor's library, with memory that it was told of beforehand
+    NcclSymmetric,
+    /// Nothing
+    None,
+}
+
+impl Places {
+    fn list(self) -> &'static [Place] {
+        match self {
+            Self::Out => &[Place::Out],
+            Self::In => &[Place::In],
+            Self::Both => &[Place::Out, Place::In],
+        }
+    }
+}
+
+impl Submissions {
+    fn list(self) -> &'static [Submission] {
+        match self {
+            Self::Eager => &[Submission::Eager],
+            Self::Captured => &[Submission::Captured],
+            Self::Both => &Submission::BOTH,
+        }
+    }
+}
+
+impl Collective {
+    pub(crate) fn run(self, options: &Options) -> Result<ExitCode> {
+        let check = |kind, world| self.check(kind, world);
+        ranks::run_checked(options, check, |comm| {
+            self.check(comm.device().kind(), comm.world())?;
+            let report = self.measure(comm)?;
+            if comm.rank() == 0 {
+                if let Some(path) = &self.plot {
+                    let drawing = plot::draw(&report).context("draw the figures")?;
+                    std::fs::write(path, drawing)
+                        .with_context(|| format!("write {}", path.display()))?;
+                }
+                if options.json {
+                    print_json(&report)?
+                } else {
+                    print_text(&report.text())?
+                }
+            }
+            Ok(if report.is_right() {
+                ExitCode::SUCCESS
+            } else {
+                ExitCode::FAILURE
+            })
+        })
+    }
+
+    fn what(&self) -> What {
+        What {
+            kind: self.kind,
+            dtype: self.dtype,
+            op: self.op,
+            root: self.root,
+        }
+    }
+
+    /// Fails where the arguments do not go together.
+    fn check(&self, kind: DeviceKind, world: usize) -> Result<()> {
+        ensure!(
+            self.root < world,
+            "--root is {}; expected a rank below {world}",
+            self.root
+        );
+        let (from, to) = (self.from, Bytes(self.largest(kind)));
+        ensure!(
+            from <= to,
+            "--from is {from} and --to is {to}; expected --from to be smaller"
+        );
+        let least = self.what().unit(world) as u64;
+        ensure!(
+            from.0 >= least,
+            "--from is {from}; expected at least {least} bytes: an element for each rank"
+        );
+        ensure!(
+            !self.places().contains(&Place::In) || self.kind.has_place(),
+            "{} cannot be done in place; help: use --place out",
+            self.kind
+        );
+        crate::memory::check(kind, world, u128::from(to.0), 2 * u128::from(to.0))
+    }
+
+    fn places(&self) -> &'static [Place] {
+        self.place.list()
+    }
+
+    fn largest(&self, kind: DeviceKind) -> u64 {
+        self.to.map_or(
+            match kind {
+                DeviceKind::Cuda => 1 << 30,
+                DeviceKind::Host => 1 << 20,
+            },
+            |to| to.0,
+        )
+    }
+
+    fn measure(&self, comm: &Communicator) -> Result<Report> {
+        let what = self.what();
+        let sizes: Vec<usize> =
+            std::iter::successors(Some(self.from.0), |size| size.checked_mul(self.step))
+                .take_while(|size| *size <= self.largest(comm.device().kind()))
+                .map(|size| usize::try_from(size).context("sizes fit the memory"))
+                .collect::<Result<_>>()?;
+        let largest = sizes.last().copied().unwrap_or(0);
+        let options = CollectiveOptions {
+            algorithm: self.algorithm,
+            ..CollectiveOptions::default()
+        };
+        let rig = Rig::new(comm, what, largest, &options, &self.peers)?;
+        let steps = sizes.len() * self.places().len() * self.submission.list().len();
+        let progress = (comm.rank() == 0).then(|| Progress::new(steps as u64, "collective"));
+        let mut rows: Vec<Row> = Vec::new();
+        for bytes in sizes {
+            for &place in self.places() {
+                for &submission in self.submission.list() {
+                    let calls = self.calls.map_or_else(|| default_calls(bytes), usize::from);
+                    rows.push(rig.row(bytes, place, submission, self.samples.into(), calls)?);
+                    if let Some(progress) = &progress {
+                        progress.step(format!("{}", Bytes(bytes as u64)));
+                    }
+                }
+            }
+        }
+        Ok(Report::new(comm, what, rig.peers(), rows))
+    }
+}
+
+/// Calls in a sample: enough that starting and ending it do not count.
+fn default_calls(bytes: usize) -> usize {
+    match bytes {
+        ..=0x10_0000 => 50,
+        0x10_0001..=0x100_0000 => 20,
+        0x100_0001..=0x1000_0000 => 8,
+        _ => 4,
+    }
+}

@@ -1,0 +1,161 @@
+//! What was measured, as a table and as JSON.
+
+use super::Place;
+use super::what::{Kind, What};
+use crate::commands::bench::timing::{Submission, Times};
+use crate::report::bytes::Bytes;
+use crate::report::digits;
+use crate::report::table::{Align, Table};
+use serde::Serialize;
+use warplink::Communicator;
+
+/// Who does the collective.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub(super) enum Way {
+    Warplink,
+    Nccl,
+    NcclSymmetric,
+}
+
+/// The figures of one way.
+#[derive(Clone, Debug, Serialize)]
+pub(super) struct Figures {
+    pub(super) way: Way,
+    /// For one call.
+    pub(super) seconds: Times,
+    /// The size over the time, in 10^9 bytes a second.
+    pub(super) bandwidth: f64,
+    /// Corrected as nccl-tests do it.
+    pub(super) bus_bandwidth: f64,
+    /// Elements that were not right.
+    pub(super) wrong: u64,
+}
+
+/// One size.
+#[derive(Clone, Debug, Serialize)]
+pub(super) struct Row {
+    /// Of the larger of input and output.
+    pub(super) bytes: usize,
+    /// Elements of the smaller.
+    pub(super) count: usize,
+    pub(super) place: Place,
+    pub(super) submission: Submission,
+    pub(super) algorithm: String,
+    pub(super) lanes: usize,
+    pub(super) threads: usize,
+    /// Warplink first.
+    pub(super) ways: Vec<Figures>,
+}
+
+#[derive(Debug, Serialize)]
+pub(super) struct Report {
+    benchmark: &'static str,
+    pub(super) collective: Kind,
+    #[serde(rename = "type")]
+    dtype: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    op: Option<String>,
+    pub(super) device: String,
+    pub(super) ranks: usize,
+    peers: Vec<String>,
+    pub(super) rows: Vec<Row>,
+}
+
+impl Way {
+    pub(super) const fn name(self) -> &'static str {
+        match self {
+            Self::Warplink => "warplink",
+            Self::Nccl => "nccl",
+            Self::NcclSymmetric => "nccl-symmetric",
+        }
+    }
+}
+
+impl Row {
+    /// How often the fastest peer's time is Warplink's.
+    fn faster_by(&self) -> Option<f64> {
+        let (own, peers) = self.ways.split_first()?;
+        let peers = peers.iter().map(|peer| peer.seconds.median);
+        peers
+            .min_by(f64::total_cmp)
+            .map(|peer| peer / own.seconds.median)
+    }
+}
+
+impl Report {
+    pub(super) fn new(comm: &Communicator, what: What, peers: Vec<String>, rows: Vec<Row>) -> Self {
+        Self {
+            benchmark: "collective",
+            collective: what.kind,
+            dtype: what.dtype.to_string(),
+            op: what.kind.reduces().then(|| what.op.to_string()),
+            device: comm.device().name(),
+            ranks: comm.world(),
+            peers,
+            rows,
+        }
+    }
+
+    /// Whether every element of every way was right.
+    pub(super) fn is_right(&self) -> bool {
+        let mut ways = self.rows.iter().flat_map(|row| &row.ways);
+        ways.all(|figures| figures.wrong == 0)
+    }
+
+    /// What is measured, in words.
+    pub(super) fn title(&self) -> String {
+        let mut title = format!("{} of {}", self.collective, self.dtype);
+        if let Some(op) = &self.op {
+            title += &format!(", {op}");
+        }
+        title + &format!(", {} ranks on {}", self.ranks, self.device)
+    }
+
+    /// The table.
+    pub(super) fn text(&self) -> String {
+        let ways: Vec<Way> = self
+            .rows
+            .first()
+            .map(|row| row.ways.iter().map(|figures| figures.way).collect())
+            .unwrap_or_default();
+        let mut columns = vec![
+            ("bytes".to_owned(), Align::Right),
+            ("place".to_owned(), Align::Left),
+            ("submission".to_owned(), Align::Left),
+            ("algorithm".to_owned(), Align::Left),
+            ("lanes".to_owned(), Align::Right),
+        ];
+        for way in &ways {
+            let unit = |unit: &str| (format!("{} {unit}", way.name()), Align::Right);
+            columns.extend([unit("us"), unit("GB/s"), unit("bus GB/s")]);
+            columns.push(("wrong".to_owned(), Align::Right));
+        }
+        if ways.len() > 1 {
+            columns.push(("faster by".to_owned(), Align::Right));
+        }
+        let mut table = Table::new(columns.iter().map(|(name, align)| (name.as_str(), *align)));
+        for row in &self.rows {
+            let mut cells = vec![
+                Bytes(row.bytes as u64).to_string(),
+                row.place.name().to_owned(),
+                format!("{:?}", row.submission).to_lowercase(),
+                row.algorithm.clone(),
+                row.lanes.to_string(),
+            ];
+            for figures in &row.ways {
+                cells.push(format!("{:.2}", figures.seconds.median * 1e6));
+                cells.push(digits(figures.bandwidth));
+                cells.push(digits(figures.bus_bandwidth));
+                cells.push(figures.wrong.to_string());
+            }
+            cells.extend(row.faster_by().map(|times| format!("{times:.2}")));
+            table.row(cells);
+        }
+        let compared = match self.peers.as_slice() {
+            [] => String::new(),
+            peers => format!(", compared with {}", peers.join(" and ")),
+        };
+        format!("{}{compared}\n\n{table}", self.title())
+    }
+}

@@ -1,0 +1,156 @@
+//! The benchmark of collectives, on the host device.
+
+// A test fails by panicking.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+#[allow(dead_code, reason = "shared with the tests of endings")]
+mod common;
+
+use common::{stderr, stdout, warplink};
+use serde_json::Value;
+
+const QUICK: [&str; 10] = [
+    "--device",
+    "host",
+    "--from",
+    "1KiB",
+    "--to",
+    "4KiB",
+    "--samples",
+    "2",
+    "--calls",
+    "2",
+];
+
+fn bench(more: &[&str]) -> std::process::Output {
+    let arguments = [&["bench", "collective"], more, &QUICK[..]].concat();
+    warplink(&arguments).output().unwrap()
+}
+
+fn rows(more: &[&str]) -> Vec<Value> {
+    let output = bench(&[more, &["--json"]].concat());
+    assert!(output.status.success(), "{}", stderr(&output));
+    let report: Value = serde_json::from_str(&stdout(&output)).unwrap();
+    report["rows"].as_array().unwrap().clone()
+}
+
+#[test]
+fn every_collective_is_right_and_measured_beside_its_peer() {
+    for (name, place, factor) in [
+        ("all-reduce", "both", 4.0 / 3.0),
+        ("all-gather", "both", 2.0 / 3.0),
+        ("reduce-scatter", "both", 2.0 / 3.0),
+        ("all-to-all", "out", 2.0 / 3.0),
+        ("broadcast", "both", 1.0),
+        ("reduce", "both", 1.0),
+        ("gather", "both", 2.0 / 3.0),
+        ("scatter", "both", 2.0 / 3.0),
+    ] {
+        let rows = rows(&[name, "-n", "3", "--root", "1", "--place", place]);
+        let places = if place == "both" { 2 } else { 1 };
+        assert_eq!(rows.len(), 2 * 2 * places, "{name}");
+        for row in rows {
+            let ways = row["ways"].as_array().unwrap();
+            assert_eq!(ways.len(), 2, "{name}: {row}");
+            for way in ways {
+                assert_eq!(way["wrong"], 0, "{name}: {row}");
+                let number = |key: &str| way[key].as_f64().unwrap();
+                let seconds = way["seconds"]["median"].as_f64().unwrap();
+                let rate = row["bytes"].as_f64().unwrap() / seconds / 1e9;
+                assert!((number("bandwidth") / rate - 1.0).abs() < 1e-6, "{row}");
+                let bus = number("bus_bandwidth") / number("bandwidth");
+                assert!((bus - factor).abs() < 1e-6, "{name}: {bus}");
+            }
+        }
+    }
+}
+
+#[test]
+fn types_operators_and_algorithms_can_be_chosen() {
+    for (dtype, op) in [
+        ("i32", "max"),
+        ("f16", "min"),
+        ("u8", "sum"),
+        ("f64", "sum"),
+    ] {
+        let rows = rows(&[
+            "all-reduce",
+            "-n",
+            "2",
+            "--type",
+            dtype,
+            "--op",
+            op,
+            "--peers",
+            "none",
+        ]);
+        for row in rows {
+            assert_eq!(row["ways"].as_array().unwrap().len(), 1, "{row}");
+            assert_eq!(row["ways"][0]["wrong"], 0, "{dtype} {op}: {row}");
+        }
+    }
+    for row in rows(&["all-reduce", "-n", "2", "--algorithm", "chunks"]) {
+        assert_eq!(row["algorithm"], "chunks", "{row}");
+    }
+}
+
+#[test]
+fn a_table_and_a_drawing_come_out() {
+    let folder = tempfile::tempdir().unwrap();
+    let plot = folder.path().join("all-reduce.svg");
+    let output = bench(&["all-reduce", "-n", "2", "--plot", plot.to_str().unwrap()]);
+    assert!(output.status.success(), "{}", stderr(&output));
+    let table = stdout(&output);
+    for part in [
+        "all-reduce of bf16, sum, 2 ranks",
+        "bus GB/s",
+        "faster by",
+        "4 KiB",
+    ] {
+        assert!(table.contains(part), "no '{part}' in {table}");
+    }
+    let drawing = std::fs::read_to_string(plot).unwrap();
+    for part in [
+        "captured: time in us",
+        "eager: bus bandwidth",
+        "warplink",
+        "4 KiB",
+    ] {
+        assert!(drawing.contains(part), "no '{part}' in the drawing");
+    }
+}
+
+#[test]
+fn arguments_that_do_not_go_together_are_refused_once() {
+    for (more, said) in [
+        (
+            &["all-to-all", "--place", "in"][..],
+            "cannot be done in place",
+        ),
+        (
+            &["broadcast", "--root", "2"],
+            "--root is 2; expected a rank below 2",
+        ),
+        (
+            &["all-reduce", "--algorithm", "magic"],
+            "unknown algorithm 'magic'",
+        ),
+        (&["everything"], "invalid value 'everything'"),
+        (&["all-gather", "--from", "2B"], "expected at least 4 bytes"),
+        (
+            &["all-gather", "--from", "1MiB"],
+            "--from is 1 MiB and --to is 4 KiB",
+        ),
+    ] {
+        let quick = if more.contains(&"--from") {
+            &["--device", "host", "--to", "4KiB"][..]
+        } else {
+            &QUICK
+        };
+        let arguments = [&["bench", "collective", "-n", "2"], more, quick].concat();
+        let output = warplink(&arguments).output().unwrap();
+        assert!(!output.status.success(), "{more:?}");
+        let text = stderr(&output);
+        assert_eq!(text.matches(said).count(), 1, "{more:?}: {text}");
+    }
+}
