@@ -10,8 +10,8 @@ use warplink::program::ir::{
 };
 use warplink::program::parameters::{Parameter, ParameterKind};
 use warplink::program::section::{
-    Move, Operator as SectionOperator, Packing, Place, Scratch, Section, Source, Step, StepKind,
-    Verb,
+    Move, Operator as SectionOperator, Packing, Place, Receiver, Scratch, Section, Source, Step,
+    StepKind, Verb,
 };
 use warplink::program::{Backend, Condition, Direction, Expr, Protocol, Value};
 use warplink::{DType, device::ReduceOp};
@@ -248,13 +248,17 @@ fn movement() -> impl Strategy<Value = Move> {
     ]
 }
 
+fn receiver() -> impl Strategy<Value = Receiver> {
+    (expr(), prop::option::of(expr())).prop_map(|(rank, lane)| Receiver { rank, lane })
+}
+
 fn steps() -> impl Strategy<Value = Vec<Step>> {
     let selected = target().prop_filter("selects", |tensor| !tensor.selections.is_empty());
     let leaf = prop_oneof![
         (name(), number()).prop_map(|(name, value)| StepKind::LetInteger { name, value }),
         (name(), selected).prop_map(|(name, value)| StepKind::LetTensor { name, value }),
         movement().prop_map(StepKind::Move),
-        each(expr()).prop_map(StepKind::Signal),
+        each(receiver()).prop_map(StepKind::Signal),
         each(expr()).prop_map(StepKind::Wait),
         Just(StepKind::Barrier),
     ]

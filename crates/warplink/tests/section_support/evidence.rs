@@ -194,6 +194,9 @@ impl Case<'_> {
                 Err(_) if self.stage.stores_packets_twice() => {
                     Ok("rule: packets stored twice in a launch".to_owned())
                 }
+                Err(_) if self.stage.has_crossed_signals() => {
+                    Ok("rule: two lanes signal one".to_owned())
+                }
                 shown => shown,
             },
             Kind::LostSignal => self.some_order(diagnostic, |outcome| outcome.left_over),

@@ -118,6 +118,8 @@ fn change_kind(line: &str, random: &mut Random) -> String {
         ("epoch % 2", "epoch % 3"),
         (" on (rank + r) % world", ""),
         (" on next", " on prev"),
+        (" at ", " + 0 * "),
+        ("signal next", "signal next at 0"),
         ("X[", "W[rank]["),
         ("sum", "max"),
     ];

@@ -118,6 +118,7 @@ enum Stored {
         values: Vec<f64>,
     },
     Signal {
+        peer: usize,
         to: usize,
     },
 }
@@ -294,9 +295,9 @@ impl Play<'_> {
     fn land(&mut self, rank: usize, lane: usize, place: usize) {
         let store = self.lanes[rank][lane].stores.remove(place);
         match store.what {
-            Stored::Signal { to } => {
+            Stored::Signal { peer, to } => {
                 self.memory.settle(rank);
-                self.words.entry((to, lane, rank)).or_default().0 += 1;
+                self.words.entry((peer, to, rank)).or_default().0 += 1;
             }
             Stored::Cell {
                 by,
@@ -326,8 +327,11 @@ impl Play<'_> {
             return false;
         }
         match act {
-            Act::Signal(to) => {
-                let what = Stored::Signal { to: *to };
+            Act::Signal { peer, lane: to } => {
+                let what = Stored::Signal {
+                    peer: *peer,
+                    to: *to,
+                };
                 self.lanes[rank][lane].stores.push(Store { step: id, what });
             }
             Act::Wait(from) => {
@@ -381,7 +385,7 @@ impl Play<'_> {
             .skip(first)
         {
             let it = match act {
-                Act::Signal(_) => continue,
+                Act::Signal { .. } => continue,
                 Act::Wait(_) => break,
                 Act::Move(it) => it,
             };

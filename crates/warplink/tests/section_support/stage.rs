@@ -1,6 +1,6 @@
 //! The steps of all lanes in all launches, as accesses to cells of memory.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use warplink::DType;
 use warplink::device::ReduceOp;
 use warplink::program::section::{LaneStep, LaneStepKind, Part, SectionInstance, SectionMemory};
@@ -19,7 +19,7 @@ pub(crate) struct Stage<'a> {
 /// A step of a lane.
 #[derive(Clone, Debug)]
 pub(super) enum Act {
-    Signal(usize),
+    Signal { peer: usize, lane: usize },
     Wait(usize),
     Move(Movement),
 }
@@ -134,6 +134,22 @@ impl<'a> Stage<'a> {
         })
     }
 
+    /// Whether two lanes of a launch signal the same lane of the same rank.
+    pub(super) fn has_crossed_signals(&self) -> bool {
+        self.launches.iter().flatten().any(|lanes| {
+            let signals = lanes.iter().enumerate().flat_map(|(from, acts)| {
+                let to = acts.iter().filter_map(|act| match act {
+                    Act::Signal { peer, lane } => Some((*peer, *lane)),
+                    _ => None,
+                });
+                to.map(move |to| (to, from))
+            });
+            let mut senders = HashMap::new();
+            let mut signals = signals.map(|(to, from)| *senders.entry(to).or_insert(from) != from);
+            signals.any(|other| other)
+        })
+    }
+
     /// Whether what a kernel accesses of the program's tensors differs from launch to launch.
     pub(super) fn is_unsteady(&self) -> bool {
         let accesses = |launch: &Vec<Vec<Vec<Act>>>| {
@@ -157,7 +173,10 @@ impl<'a> Stage<'a> {
 
 fn act(kind: &LaneStepKind, ranks: &[RankProgram], sections: &[&SectionInstance]) -> Act {
     match kind {
-        LaneStepKind::Signal(peer) => Act::Signal(*peer),
+        LaneStepKind::Signal { peer, lane } => Act::Signal {
+            peer: *peer,
+            lane: *lane,
+        },
         LaneStepKind::Wait(peer) => Act::Wait(*peer),
         LaneStepKind::Announce { .. } | LaneStepKind::Agree { .. } => {
             unreachable!("random sections announce nothing")

@@ -83,7 +83,7 @@ impl Writer<'_> {
 
     fn piece(&mut self) {
         self.pieces += 1;
-        match self.random.below(11) {
+        match self.random.below(12) {
             0 | 1 => self.one_shot(),
             2 => self.two_shots(),
             3 => self.gather_by_stores(),
@@ -92,6 +92,7 @@ impl Writer<'_> {
             6 | 7 => self.chunks(),
             8 => self.chain(),
             9 => self.ring(),
+            10 => self.separate_lanes(),
             _ => self.between_lanes(),
         }
     }
@@ -337,6 +338,35 @@ impl Writer<'_> {
         ));
         self.line("}");
         if barrier || !self.random.chance(4) {
+            self.line("barrier");
+        }
+    }
+
+    /// A lane puts chunks, and another takes them; where there is one lane alone, it does both.
+    fn separate_lanes(&mut self) {
+        let number = self.pieces;
+        let (slots, slot, barrier) = self.slots(2);
+        let (chunks, to) = (1 + self.random.below(3), self.lanes - 1);
+        let target = ["next", "rank"][self.random.below(2)];
+        let source = if target == "next" { "prev" } else { "rank" };
+        let operator = self.operator();
+        self.declare(format!("scratch R{number}: T[{slots}, n]"));
+        self.declare(format!("output Y{number}: T[n]"));
+        self.line(format!("for c in 0..{chunks} {{"));
+        self.line("if lane == 0 {");
+        self.line(format!(
+            "put X[c of {chunks}] to R{number}[{slot}][c of {chunks}] on {target}"
+        ));
+        self.line(format!("signal {target} at {to}"));
+        self.line("}");
+        self.line(format!("if lane == {to} {{"));
+        self.line(format!("wait {source}"));
+        self.line(format!(
+            "Y{number}[c of {chunks}] = reduce(R{number}[{slot}][c of {chunks}], X[c of {chunks}], {operator})"
+        ));
+        self.line("}");
+        self.line("}");
+        if barrier || !self.random.chance(3) {
             self.line("barrier");
         }
     }

@@ -8,7 +8,7 @@ use warplink::program::{Parameters, Program, Value, verify};
 use warplink::{Config, DType, DeviceKind};
 
 /// The examples, with the number of ranks that each is for, if it is for one only.
-const EXAMPLES: [(&str, Option<usize>); 9] = [
+const EXAMPLES: [(&str, Option<usize>); 10] = [
     (
         include_str!("../../../../examples/programs/all_reduce_one_shot.wlp"),
         None,
@@ -19,6 +19,10 @@ const EXAMPLES: [(&str, Option<usize>); 9] = [
     ),
     (
         include_str!("../../../../examples/programs/all_reduce_pushed.wlp"),
+        Some(2),
+    ),
+    (
+        include_str!("../../../../examples/programs/all_reduce_lanes.wlp"),
         Some(2),
     ),
     (

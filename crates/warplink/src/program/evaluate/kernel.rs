@@ -125,8 +125,8 @@ impl Workspace {
         step: &LaneStepKind,
     ) -> bool {
         let (operator, dtype, elements, targets, sources) = match step {
-            LaneStepKind::Signal(peer) => {
-                *self.signals.entry((*peer, lane, rank)).or_default() += 1;
+            LaneStepKind::Signal { peer, lane: to } => {
+                *self.signals.entry((*peer, *to, rank)).or_default() += 1;
                 return true;
             }
             LaneStepKind::Wait(peer) => {

@@ -69,9 +69,9 @@ impl Lane<'_> {
     fn perform(&self, step: &LaneStep) -> Result<()> {
         let (rank, world) = (self.section.rank, self.section.world);
         let (operator, dtype, elements, targets, sources) = match &step.kind {
-            LaneStepKind::Signal(peer) => {
+            LaneStepKind::Signal { peer, lane } => {
                 let signals = self.block.signals_at(&self.reach.signals[*peer]);
-                return signals.add(self.lane * world + rank);
+                return signals.add(lane * world + rank);
             }
             LaneStepKind::Wait(peer) => {
                 let signals = self.block.signals_at(&self.reach.signals[rank]);

@@ -117,9 +117,9 @@ pub enum StepKind {
     },
     /// A put, get, copy or reduction.
     Move(Move),
-    /// `signal q`: tells the same lane of each of these ranks what this lane did before.
-    Signal(Vec<Each<Expr>>),
-    /// `wait q`: until the same lane of each of these ranks has signalled once more than was waited for.
+    /// `signal q`, `signal q at lane + 1`: tells a lane of each of these ranks what this lane did before.
+    Signal(Vec<Each<Receiver>>),
+    /// `wait q`: until each of these ranks has signalled this lane once more than was waited for.
     Wait(Vec<Each<Expr>>),
     /// `barrier`: signals to all other ranks, then waits for all of them.
     Barrier,
@@ -141,6 +141,15 @@ pub struct Announcement {
     pub values: Vec<Expr>,
     /// Where they go: `packets16` scratch, `i32[world, count]` after its selections, a row for each rank.
     pub tensor: TensorRef,
+}
+
+/// Whom a signal tells.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Receiver {
+    /// The rank.
+    pub rank: Expr,
+    /// Which of its lanes; that of the same number where the text names none.
+    pub lane: Option<Expr>,
 }
 
 /// A step that moves data: every target gets the sources, combined element by element.

@@ -46,9 +46,14 @@ pub enum LaneStepKind {
         /// Where they come, in this rank's memory.
         source: Part,
     },
-    /// Counts up the word of this lane and rank at another rank.
-    Signal(Rank),
-    /// Waits until another rank has signalled this lane once more than was waited for.
+    /// Counts up the word of this rank at a lane of a rank.
+    Signal {
+        /// Whose lane it is.
+        peer: Rank,
+        /// Which of its lanes.
+        lane: usize,
+    },
+    /// Waits until a rank has signalled this lane once more than was waited for.
     Wait(Rank),
 }
 

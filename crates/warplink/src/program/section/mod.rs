@@ -24,7 +24,8 @@ mod view;
 pub(crate) use compile::{Addresses, KERNEL, text as kernel_text};
 pub use instance::{SectionInstance, SectionMemory, SectionTensor};
 pub use ir::{
-    Announcement, Move, Operator, Packing, Place, Scratch, Section, Source, Step, StepKind, Verb,
+    Announcement, Move, Operator, Packing, Place, Receiver, Scratch, Section, Source, Step,
+    StepKind, Verb,
 };
 pub use lane::{LaneStep, LaneStepKind, Part};
 pub use layout::{Area, ScratchId, ScratchInstance, WorkspaceLayout};

@@ -65,9 +65,11 @@ impl FreeNames {
                     self.tensor(value);
                 }
                 StepKind::Move(it) => self.movement(it),
-                StepKind::Signal(ranks) | StepKind::Wait(ranks) => {
-                    self.each(ranks, Self::integer);
-                }
+                StepKind::Signal(receivers) => self.each(receivers, |names, receiver| {
+                    names.integer(&receiver.rank);
+                    receiver.lane.iter().for_each(|lane| names.integer(lane));
+                }),
+                StepKind::Wait(ranks) => self.each(ranks, Self::integer),
                 StepKind::Barrier => {}
                 StepKind::Announce(it) | StepKind::Agree(it) => {
                     it.values.iter().for_each(|value| self.integer(value));

@@ -64,9 +64,11 @@ impl<'s> Walk<'s> {
                         Ok(())
                     })?;
                 }
-                StepKind::Signal(ranks) | StepKind::Wait(ranks) => {
-                    self.each(ranks, Self::steady)?;
-                }
+                StepKind::Signal(receivers) => self.each(receivers, |walk, receiver| {
+                    walk.steady(&receiver.rank)?;
+                    receiver.lane.iter().try_for_each(|lane| walk.steady(lane))
+                })?,
+                StepKind::Wait(ranks) => self.each(ranks, Self::steady)?,
                 StepKind::Barrier => {}
                 StepKind::Announce(it) | StepKind::Agree(it) => {
                     it.values.iter().try_for_each(|value| self.steady(value))?;

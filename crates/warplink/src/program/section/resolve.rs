@@ -23,6 +23,7 @@ impl SectionInstance {
         let index = (Arc::from(self.section.lane.as_str()), lane as i64);
         let mut resolver = Resolver {
             instance: self,
+            lane,
             integers: vec![(&self.section.lane, lane as i64), ("epoch", epoch as i64)],
             aliases: Vec::new(),
             steps: Vec::new(),
@@ -39,6 +40,7 @@ impl SectionInstance {
 
 struct Resolver<'s> {
     instance: &'s SectionInstance,
+    lane: usize,
     /// Integers that the section binds, the latest last.
     integers: Vec<(&'s str, i64)>,
     aliases: Vec<(&'s str, View)>,
@@ -123,9 +125,10 @@ impl<'s> Resolver<'s> {
                 self.aliases.push((name, view));
             }
             StepKind::Move(it) => self.movement(it)?,
-            StepKind::Signal(ranks) => self.each(ranks, |resolver, rank| {
-                let rank = resolver.rank(rank)?;
-                resolver.push(LaneStepKind::Signal(rank));
+            StepKind::Signal(receivers) => self.each(receivers, |resolver, receiver| {
+                let peer = resolver.rank(&receiver.rank)?;
+                let lane = resolver.lane(receiver.lane.as_ref())?;
+                resolver.push(LaneStepKind::Signal { peer, lane });
                 Ok(())
             })?,
             StepKind::Wait(ranks) => self.each(ranks, |resolver, rank| {
@@ -136,7 +139,8 @@ impl<'s> Resolver<'s> {
             StepKind::Barrier => {
                 let (rank, world) = (self.instance.rank, self.instance.world);
                 let others = || (1..world).map(|r| (rank + r) % world);
-                others().for_each(|peer| self.push(LaneStepKind::Signal(peer)));
+                let lane = self.lane;
+                others().for_each(|peer| self.push(LaneStepKind::Signal { peer, lane }));
                 others().for_each(|peer| self.push(LaneStepKind::Wait(peer)));
                 self.taken += 2 * world;
             }
@@ -430,6 +434,20 @@ impl<'s> Resolver<'s> {
         let rank = usize::try_from(value).ok().filter(|rank| *rank < world);
         rank.ok_or_else(|| {
             let message = format!("rank {expression} is {value}; expected 0 to {}", world - 1);
+            self.wrong(DiagnosticKind::OutOfBounds, message)
+        })
+    }
+
+    /// The lane that an expression names; this one where there is none.
+    fn lane(&self, expression: Option<&Expr>) -> Result<usize, Diagnostic> {
+        let Some(expression) = expression else {
+            return Ok(self.lane);
+        };
+        let value = self.integer(expression)?;
+        let lanes = self.instance.lanes;
+        let lane = usize::try_from(value).ok().filter(|lane| *lane < lanes);
+        lane.ok_or_else(|| {
+            let message = format!("lane {expression} is {value}; expected 0 to {}", lanes - 1);
             self.wrong(DiagnosticKind::OutOfBounds, message)
         })
     }

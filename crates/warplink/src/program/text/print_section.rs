@@ -2,7 +2,7 @@
 
 use super::print::{Indented, List, print_branch, print_loop};
 use crate::program::section::{
-    Announcement, Move, Operator, Place, Scratch, Section, Source, Step, StepKind, Verb,
+    Announcement, Move, Operator, Place, Receiver, Scratch, Section, Source, Step, StepKind, Verb,
 };
 use std::fmt::{self, Display, Formatter};
 
@@ -89,6 +89,16 @@ impl Display for Place {
         self.tensor.fmt(f)?;
         match &self.on {
             Some(rank) => write!(f, " on {rank}"),
+            None => Ok(()),
+        }
+    }
+}
+
+impl Display for Receiver {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        self.rank.fmt(f)?;
+        match &self.lane {
+            Some(lane) => write!(f, " at {lane}"),
             None => Ok(()),
         }
     }

@@ -6,7 +6,8 @@ use super::token::TokenKind;
 use crate::program::expr::Expr;
 use crate::program::ir::StatementKind;
 use crate::program::section::{
-    Announcement, Move, Operator, Packing, Place, Scratch, Section, Source, Step, StepKind, Verb,
+    Announcement, Move, Operator, Packing, Place, Receiver, Scratch, Section, Source, Step,
+    StepKind, Verb,
 };
 
 impl Parser<'_> {
@@ -87,7 +88,7 @@ impl Parser<'_> {
                 self.expect("to")?;
                 StepKind::Move(one(Verb::Get, self.selected()?.into(), source))
             }
-            "signal" => StepKind::Signal(self.each(Self::integer)?),
+            "signal" => StepKind::Signal(self.each(Self::receiver)?),
             "wait" => StepKind::Wait(self.each(Self::integer)?),
             "barrier" => StepKind::Barrier,
             "announce" => StepKind::Announce(self.announcement()?),
@@ -183,6 +184,12 @@ impl Parser<'_> {
             None
         };
         Ok(Source { place, otherwise })
+    }
+
+    fn receiver(&mut self) -> Parsed<Receiver> {
+        let rank = self.integer()?;
+        let lane = self.take("at").then(|| self.integer()).transpose()?;
+        Ok(Receiver { rank, lane })
     }
 
     fn place(&mut self) -> Parsed<Place> {

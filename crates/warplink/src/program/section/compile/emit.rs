@@ -142,10 +142,15 @@ impl<'s> Emitter<'s> {
                 }
                 self.movement(code, it)?;
             }
-            StepKind::Signal(ranks) => {
+            StepKind::Signal(receivers) => {
                 code.line(format!("// {}: signal", self.position));
-                let ranks = self.ranks(ranks)?;
-                self.signal(code, &ranks)?;
+                let words = self.expand(receivers, |emitter, receiver| {
+                    let rank = emitter.integer(&receiver.rank)?;
+                    let lane = receiver.lane.as_ref().map(|lane| emitter.integer(lane));
+                    Ok(emitter.word(&rank, lane.transpose()?.as_deref()))
+                })?;
+                let words = words.into_iter().collect::<Result<Vec<_>>>()?;
+                self.signal(code, words)?;
             }
             StepKind::Wait(ranks) => {
                 code.line(format!("// {}: wait", self.position));
@@ -157,7 +162,8 @@ impl<'s> Emitter<'s> {
                 let (rank, world) = (self.instance.rank, self.instance.world);
                 let peers = (1..world).map(|r| ((rank + r) % world) as i64);
                 let peers: Vec<_> = peers.map(|peer| (peer.to_string(), Some(peer))).collect();
-                self.signal(code, &peers)?;
+                let words = peers.iter().map(|(peer, _)| self.word(peer, None));
+                self.signal(code, words.collect())?;
                 self.wait(code, &peers)?;
             }
             StepKind::Announce(it) => {
@@ -356,21 +362,24 @@ impl<'s> Emitter<'s> {
         format!("Places<{count}{further}>{{{{{addresses}}}}}")
     }
 
-    fn signal(&mut self, code: &mut Code, ranks: &[(String, Option<i64>)]) -> Result<()> {
-        if ranks.is_empty() {
+    /// The word of this rank at a lane of a rank: that of the same number, or another.
+    fn word(&self, rank: &str, lane: Option<&str>) -> String {
+        let same = Scope::spell(&self.instance.section.lane);
+        format!("word({}, {})", bare(rank), lane.map_or(&*same, bare))
+    }
+
+    fn signal(&mut self, code: &mut Code, words: Vec<String>) -> Result<()> {
+        if words.is_empty() {
             // It orders what comes before and after it all the same.
             code.line("self.sync();");
             return Ok(());
         }
-        if ranks.len() > MAX_PLACES.min(self.instance.threads) {
-            let text = format!("a signal to {} ranks", ranks.len());
+        if words.len() > MAX_PLACES.min(self.instance.threads) {
+            let text = format!("a signal to {} ranks", words.len());
             return Err(self.refuse(text, "signal fewer ranks at a time, or use more threads"));
         }
         self.signals = true;
-        let words = ranks
-            .iter()
-            .map(|(rank, _)| format!("word({})", bare(rank)));
-        let count = ranks.len();
+        let count = words.len();
         code.line(format!(
             "signal(self, Places<{count}>{{{{{}}}}});",
             comma(words)

@@ -134,9 +134,9 @@ pub(crate) fn text(instance: &SectionInstance, aligned: &[bool]) -> Result<Strin
         ));
     }
     if emitter.signals {
-        code.line(format!(
-            "const auto word = [&](Index peer) {{ return at.signals[peer] + detail::signal_bytes * (1 + world * {lane} + rank); }};"
-        ));
+        code.line(
+            "const auto word = [&](Index peer, Index to) { return at.signals[peer] + detail::signal_bytes * (1 + world * to + rank); };",
+        );
     }
     declare(&mut code, instance);
     if *period > 1 {

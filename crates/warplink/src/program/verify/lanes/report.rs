@@ -5,7 +5,7 @@ use super::run::{Finding, Run};
 use crate::error::Rank;
 use crate::program::diagnostic::{DiagnosticKind, Place};
 use crate::program::rank_program::Site;
-use crate::program::section::LaneStepKind;
+use crate::program::section::{LaneStep, LaneStepKind};
 use crate::program::text::summary;
 use crate::program::verify::diagnostics::Diagnostics;
 use std::sync::Arc;
@@ -15,6 +15,7 @@ const MAX_SAID: usize = 4;
 
 /// Reports what is wrong: unordered accesses, lanes that never end, signals that nobody waits for.
 pub(super) fn report(run: &Run<'_>, diagnostics: &mut Diagnostics<'_>) {
+    crossed_signals(run, diagnostics);
     // What is left over lets later launches run ahead, and is the cause of what they do wrong.
     if run.is_over() {
         lost_signals(run, diagnostics);
@@ -226,7 +227,17 @@ fn stuck(run: &Run<'_>, diagnostics: &mut Diagnostics<'_>) {
 fn waits_for(run: &Run<'_>, lane: usize) -> Option<usize> {
     let state = &run.lanes[lane];
     match &state.steps.get(state.next)?.kind {
-        LaneStepKind::Wait(peer) => Some(peer * run.width + lane % run.width),
+        LaneStepKind::Wait(peer) => {
+            let (rank, number) = (lane / run.width, lane % run.width);
+            let wakes = |step: &LaneStep| matches!(step.kind, LaneStepKind::Signal { peer, lane } if (peer, lane) == (rank, number));
+            // The lane that has yet to signal, or that of the same number, which may be a launch behind.
+            let all = peer * run.width..(peer + 1) * run.width;
+            let mut late = all.filter(|other| {
+                let state = &run.lanes[*other];
+                state.running && state.steps[state.next..].iter().any(wakes)
+            });
+            Some(late.next().unwrap_or(peer * run.width + number))
+        }
         _ => None,
     }
 }
@@ -252,6 +263,21 @@ fn what(run: &Run<'_>, lane: usize) -> String {
             format!("packets in '{}', which do not come", names.join("' or '"))
         }
         _ => "nothing".to_owned(),
+    }
+}
+
+/// Two lanes that signal one word: who waits cannot tell one from the other.
+fn crossed_signals(run: &Run<'_>, diagnostics: &mut Diagnostics<'_>) {
+    for (actor, other) in &run.crossed {
+        let places = vec![place(run, actor), place(run, other)];
+        diagnostics.add(DiagnosticKind::Race, places.clone(), |said| {
+            format!(
+                "{} signals the same lane of the same rank as {} in the same launch; a wait cannot tell one \
+                 from the other",
+                told(run, said, actor, &places[0]),
+                told(run, said, other, &places[1])
+            )
+        });
     }
 }
 

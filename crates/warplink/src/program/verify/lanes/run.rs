@@ -32,7 +32,7 @@ pub(super) struct Finding {
     pub(super) wrong: Wrong,
 }
 
-/// Signals from one rank's lane to the same lane of another.
+/// Signals from a rank to a lane of another.
 #[derive(Debug, Default)]
 pub(super) struct Word {
     /// What the senders of those not waited for knew.
@@ -78,6 +78,8 @@ pub(super) struct Run<'a> {
     pub(super) findings: Vec<Finding>,
     /// What each kernel accesses on each rank in its first launch.
     pub(super) accesses: Vec<Vec<Option<RankAccesses>>>,
+    /// Signals of two lanes to one word, in the same launch.
+    pub(super) crossed: Vec<(Actor, Actor)>,
     /// Kernels whose accesses differ from launch to launch.
     pub(super) unsteady: Vec<(usize, Rank)>,
 }
@@ -123,6 +125,7 @@ impl<'a> Run<'a> {
             taken: 0,
             findings: Vec::new(),
             accesses: kernels.iter().map(|_| vec![None; world]).collect(),
+            crossed: Vec::new(),
             unsteady: Vec::new(),
         };
         for rank in 0..world {
@@ -223,15 +226,22 @@ impl<'a> Run<'a> {
             step: state.next as u32,
         };
         match &step.kind {
-            LaneStepKind::Signal(peer) => {
-                let peer = *peer;
+            LaneStepKind::Signal { peer, lane: to } => {
+                let (peer, to) = (*peer, *to);
                 tick(&mut state.knows, index);
                 let knows = state.knows.clone();
-                let word = self.words.entry((peer, lane, rank)).or_default();
+                let word = self.words.entry((peer, to, rank)).or_default();
+                let other = word.last.replace(actor);
                 word.sent.push_back(knows);
                 word.signalled += 1;
-                word.last = Some(actor);
-                self.wake(peer * self.width + lane);
+                // Of two lanes of one launch, nothing says whose signal comes first.
+                if let Some(other) = other
+                    && (other.launch, other.rank) == (actor.launch, actor.rank)
+                    && other.lane != actor.lane
+                {
+                    self.crossed.push((actor, other));
+                }
+                self.wake(peer * self.width + to);
             }
             LaneStepKind::Wait(peer) => {
                 let word = self.words.entry((rank, lane, *peer)).or_default();
