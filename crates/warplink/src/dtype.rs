@@ -1,5 +1,9 @@
 //! Element types of tensors and buffers.
 
+mod f8;
+
+pub use f8::{F8E4M3, F8E5M2};
+
 use crate::error::{Error, ErrorKind, Result};
 use std::fmt;
 use std::str::FromStr;
@@ -20,11 +24,40 @@ pub enum DType {
     I32,
     /// Unsigned byte.
     U8,
+    /// Signed byte.
+    I8,
+    /// Unsigned 32-bit integer.
+    U32,
+    /// Signed 64-bit integer.
+    I64,
+    /// Unsigned 64-bit integer.
+    U64,
+    /// Float of 8 bits with 4 bits of exponent, without infinities.
+    F8E4M3,
+    /// Float of 8 bits with 5 bits of exponent.
+    F8E5M2,
 }
 
 impl DType {
     /// Every type.
-    pub const ALL: [Self; 6] = [
+    pub const ALL: [Self; 12] = [
+        Self::F16,
+        Self::BF16,
+        Self::F32,
+        Self::F64,
+        Self::I32,
+        Self::U8,
+        Self::I8,
+        Self::U32,
+        Self::I64,
+        Self::U64,
+        Self::F8E4M3,
+        Self::F8E5M2,
+    ];
+
+    /// The types that element-wise operations cast from and to; all of them but `u8` are also computed with there.
+    /// Collectives and kernels reduce every type.
+    pub const ELEMENTWISE: [Self; 6] = [
         Self::F16,
         Self::BF16,
         Self::F32,
@@ -36,10 +69,10 @@ impl DType {
     /// Bytes per element.
     pub const fn size(self) -> usize {
         match self {
-            Self::U8 => 1,
+            Self::U8 | Self::I8 | Self::F8E4M3 | Self::F8E5M2 => 1,
             Self::F16 | Self::BF16 => 2,
-            Self::F32 | Self::I32 => 4,
-            Self::F64 => 8,
+            Self::F32 | Self::I32 | Self::U32 => 4,
+            Self::F64 | Self::I64 | Self::U64 => 8,
         }
     }
 
@@ -52,7 +85,34 @@ impl DType {
             Self::F64 => "f64",
             Self::I32 => "i32",
             Self::U8 => "u8",
+            Self::I8 => "i8",
+            Self::U32 => "u32",
+            Self::I64 => "i64",
+            Self::U64 => "u64",
+            Self::F8E4M3 => "f8e4m3",
+            Self::F8E5M2 => "f8e5m2",
         }
+    }
+
+    /// Whether element-wise operations compute with it.
+    pub(crate) const fn is_computed_elementwise(self) -> bool {
+        matches!(
+            self,
+            Self::F16 | Self::BF16 | Self::F32 | Self::F64 | Self::I32
+        )
+    }
+
+    /// Whether element-wise operations cast it.
+    pub(crate) const fn is_cast_elementwise(self) -> bool {
+        self.is_computed_elementwise() || matches!(self, Self::U8)
+    }
+
+    /// Whether it is a float.
+    pub const fn is_float(self) -> bool {
+        matches!(
+            self,
+            Self::F16 | Self::BF16 | Self::F32 | Self::F64 | Self::F8E4M3 | Self::F8E5M2
+        )
     }
 
     /// Largest relative error, ‖out − ref‖ / ‖ref‖, accepted of a matmul that accumulates
@@ -82,8 +142,9 @@ impl FromStr for DType {
             .into_iter()
             .find(|dtype| dtype.name() == text)
             .ok_or_else(|| {
-                Error::new(ErrorKind::Parse, format!("'{text}' is no element type"))
-                    .with_help("use f16, bf16, f32, f64, i32 or u8")
+                Error::new(ErrorKind::Parse, format!("'{text}' is no element type")).with_help(
+                    "use f16, bf16, f32, f64, i8, u8, i32, u32, i64, u64, f8e4m3 or f8e5m2",
+                )
             })
     }
 }
@@ -94,7 +155,7 @@ pub trait Element:
 {
     /// The element type it is.
     const DTYPE: DType;
-    /// The value as `f64`, exactly.
+    /// The value as `f64`: exactly, but for integers of 64 bits above 2^53, the nearest.
     fn to_f64(self) -> f64;
     /// The nearest value to `value`.
     fn from_f64(value: f64) -> Self;
@@ -132,3 +193,19 @@ element!(f32, F32, f64::from, |v| v as f32);
 element!(f64, F64, |v| v, |v| v);
 element!(i32, I32, f64::from, |v| v as i32);
 element!(u8, U8, f64::from, |v| v as u8);
+element!(i8, I8, f64::from, |v| v as i8);
+element!(i64, I64, |v| v as f64, |v| v as i64);
+element!(u64, U64, |v| v as f64, |v| v as u64);
+element!(u32, U32, f64::from, |v| v as u32);
+element!(
+    F8E4M3,
+    F8E4M3,
+    |v: F8E4M3| v.to_f32().into(),
+    F8E4M3::from_f64
+);
+element!(
+    F8E5M2,
+    F8E5M2,
+    |v: F8E5M2| v.to_f32().into(),
+    F8E5M2::from_f64
+);

@@ -3,10 +3,10 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use std::path::Path;
-use warplink::ErrorKind;
-use warplink::device::cuda;
+use warplink::device::{ReduceOp, cuda};
 use warplink::program::section::SectionInstance;
 use warplink::program::{OperationKind, Parameters, Program, unroll};
+use warplink::{DType, ErrorKind};
 
 #[test]
 fn every_kernel_compiles_for_every_architecture() {
@@ -117,6 +117,34 @@ fn every_section_compiles_for_every_architecture() {
         }
     }
     assert!(compiled > 0, "no example has a section");
+}
+
+/// Every type, each with one of the operators, where floats of 8 bits have instructions and where not.
+#[test]
+fn reductions_of_every_type_compile() {
+    let text = include_str!("../src/collective/programs/all_reduce_one_shot.wlp");
+    let program = Program::parse(text).expect("a program");
+    for (number, dtype) in DType::ALL.into_iter().enumerate() {
+        let op = ReduceOp::ALL[number % ReduceOp::ALL.len()];
+        let mut parameters = Parameters::new().with("T", dtype).with("op", op);
+        for name in ["n", "room", "what", "length", "upper"] {
+            parameters.insert(name, 1000);
+        }
+        let rank_program = unroll(&program, 0, 2, 1, &parameters).expect("a rank's program");
+        for operation in &rank_program.operations {
+            let OperationKind::Kernel(section) = &operation.kind else {
+                continue;
+            };
+            let kernel = section.kernel(number % 2 == 0).expect("a kernel");
+            for architecture in ["sm_80", "sm_90"] {
+                match cuda::compile("all_reduce", &kernel, architecture) {
+                    Ok(code) => assert!(!code.is_empty()),
+                    Err(error) if error.kind() == ErrorKind::LibraryMissing => return,
+                    Err(error) => panic!("{dtype}, {op}: {error}\n{kernel}"),
+                }
+            }
+        }
+    }
 }
 
 #[test]

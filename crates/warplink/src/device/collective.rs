@@ -1,6 +1,5 @@
 //! The vendor's collectives, as a peer to compare with and to hand over to.
 
-use super::elementwise::ElementwiseOp;
 use super::slice::DeviceSlice;
 use super::stream::Stream;
 use crate::dtype::DType;
@@ -20,11 +19,21 @@ pub enum ReduceOp {
     Max,
     /// The smallest.
     Min,
+    /// Their product.
+    Product,
+    /// Their sum, divided by how many they are; of integers, without the remainder.
+    Average,
 }
 
 impl ReduceOp {
     /// Every operator.
-    pub const ALL: [Self; 3] = [Self::Sum, Self::Max, Self::Min];
+    pub const ALL: [Self; 5] = [
+        Self::Sum,
+        Self::Max,
+        Self::Min,
+        Self::Product,
+        Self::Average,
+    ];
 
     /// Its name in program text.
     pub const fn name(self) -> &'static str {
@@ -32,16 +41,8 @@ impl ReduceOp {
             Self::Sum => "sum",
             Self::Max => "max",
             Self::Min => "min",
-        }
-    }
-}
-
-impl From<ReduceOp> for ElementwiseOp {
-    fn from(op: ReduceOp) -> Self {
-        match op {
-            ReduceOp::Sum => Self::Sum,
-            ReduceOp::Max => Self::Max,
-            ReduceOp::Min => Self::Min,
+            Self::Product => "product",
+            Self::Average => "average",
         }
     }
 }
@@ -62,9 +63,11 @@ impl FromStr for ReduceOp {
             .ok_or_else(|| {
                 Error::new(
                     ErrorKind::Parse,
-                    format!("unknown operator '{text}'; expected sum, max or min"),
+                    format!(
+                        "unknown operator '{text}'; expected sum, max, min, product or average"
+                    ),
                 )
-                .with_help("use sum, max or min")
+                .with_help("use sum, max, min, product or average")
             })
     }
 }

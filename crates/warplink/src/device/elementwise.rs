@@ -174,8 +174,15 @@ impl Elementwise {
                 self.source_dtype
             ));
         }
-        if !op.is_unary() && dtype == DType::U8 {
-            let message = "unsupported element type u8; expected a number type";
+        let refused = match op {
+            ElementwiseOp::Copy => None,
+            ElementwiseOp::Cast => [dtype, self.source_dtype]
+                .into_iter()
+                .find(|dtype| !dtype.is_cast_elementwise()),
+            _ => Some(dtype).filter(|dtype| !dtype.is_computed_elementwise()),
+        };
+        if let Some(dtype) = refused {
+            let message = format!("unsupported element type {dtype}; expected a number type");
             return Err(Error::new(ErrorKind::Unsupported, message)
                 .with_operation(op.name())
                 .with_help("use i32, f16, bf16, f32 or f64"));

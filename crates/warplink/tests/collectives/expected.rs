@@ -95,14 +95,11 @@ impl Case {
     fn input(&self, rank: usize, world: usize) -> Vec<u8> {
         let mut random = Random::new(self.seed ^ (rank as u64 + 1).wrapping_mul(0x51_7c_c1));
         let count = self.call.count * self.rows(world).0;
-        let numbers = (0..count).map(|_| {
-            let number = random.next();
-            match self.call.dtype {
-                DType::U8 => (number % 256) as f64,
-                DType::I32 => f64::from(number as i32),
-                _ => (number % 4096) as f64 / 512.0 - 4.0,
-            }
-        });
+        if !self.call.dtype.is_float() {
+            let bytes = count * self.call.dtype.size();
+            return (0..bytes).map(|_| random.next() as u8).collect();
+        }
+        let numbers = (0..count).map(|_| (random.next() % 4096) as f64 / 1024.0 - 2.0);
         encode(self.call.dtype, &numbers.collect::<Vec<_>>())
     }
 
@@ -170,8 +167,8 @@ impl Case {
         })
     }
 
-    /// What a rank's output is; `None` where it is left alone. With how far it may be off.
-    fn expected(&self, rank: usize, world: usize) -> Option<(Vec<u8>, f64)> {
+    /// What a rank's output is; `None` where it is left alone.
+    fn expected(&self, rank: usize, world: usize) -> Option<Expected> {
         let unit = self.call.bytes();
         let inputs: Vec<Vec<u8>> = (0..world).map(|rank| self.input(rank, world)).collect();
         let part = |input: &[u8], rank: usize| input[rank * unit..(rank + 1) * unit].to_vec();
@@ -184,58 +181,122 @@ impl Case {
             return None;
         }
         let root = self.call.root.unwrap_or(0);
-        let exact = match self.call.kind {
-            CollectiveKind::AllGather | CollectiveKind::Gather => inputs.concat(),
-            CollectiveKind::AllToAll => inputs.iter().flat_map(|input| part(input, rank)).collect(),
-            CollectiveKind::Broadcast => inputs[root].clone(),
-            CollectiveKind::Scatter => part(&inputs[root], rank),
+        Some(match self.call.kind {
+            CollectiveKind::AllGather | CollectiveKind::Gather => Expected::Bytes(inputs.concat()),
+            CollectiveKind::AllToAll => {
+                Expected::Bytes(inputs.iter().flat_map(|input| part(input, rank)).collect())
+            }
+            CollectiveKind::Broadcast => Expected::Bytes(inputs[root].clone()),
+            CollectiveKind::Scatter => Expected::Bytes(part(&inputs[root], rank)),
             CollectiveKind::ReduceScatter => {
                 let parts: Vec<Vec<u8>> = inputs.iter().map(|input| part(input, rank)).collect();
-                return Some(self.reduced(&parts));
+                self.reduced(&parts)
             }
-            _ => return Some(self.reduced(&inputs)),
-        };
-        Some((exact, 0.0))
+            _ => self.reduced(&inputs),
+        })
     }
 
-    /// The reduction of all, and how far an element may be off it.
-    fn reduced(&self, inputs: &[Vec<u8>]) -> (Vec<u8>, f64) {
+    /// The reduction of all.
+    fn reduced(&self, inputs: &[Vec<u8>]) -> Expected {
         let (dtype, world) = (self.call.dtype, inputs.len());
+        let op = self.call.op.unwrap_or(ReduceOp::Sum);
+        if !dtype.is_float() {
+            let elements = (0..self.call.count).map(|index| {
+                let size = dtype.size();
+                let values = inputs
+                    .iter()
+                    .map(|input| integer(dtype, &input[index * size..][..size]));
+                reduced_integers(op, dtype, &values.collect::<Vec<_>>()).to_le_bytes()[..size]
+                    .to_vec()
+            });
+            return Expected::Bytes(elements.flatten().collect());
+        }
         let all: Vec<Vec<f64>> = inputs.iter().map(|input| decode(dtype, input)).collect();
         let of = |index: usize| {
             let values = all.iter().map(|values| values[index]);
-            match self.call.op {
-                Some(ReduceOp::Max) => values.fold(f64::NEG_INFINITY, f64::max),
-                Some(ReduceOp::Min) => values.fold(f64::INFINITY, f64::min),
-                _ => values.sum::<f64>(),
-            }
+            let value = match op {
+                ReduceOp::Max => values.fold(f64::NEG_INFINITY, f64::max),
+                ReduceOp::Min => values.fold(f64::INFINITY, f64::min),
+                ReduceOp::Product => values.product(),
+                ReduceOp::Average => values.sum::<f64>() / world as f64,
+                _ => values.sum(),
+            };
+            (value, off(op, dtype, world, value))
         };
-        let numbers: Vec<f64> = (0..self.call.count).map(of).collect();
-        if dtype == DType::I32 {
-            // Overflow wraps around.
-            let wrapped = numbers.iter().map(|number| *number as i64 as i32);
-            return (wrapped.flat_map(i32::to_le_bytes).collect(), 0.0);
-        }
-        if dtype == DType::U8 {
-            return (
-                numbers.iter().map(|number| *number as u64 as u8).collect(),
-                0.0,
-            );
-        }
-        let exact = !matches!(self.call.op, None | Some(ReduceOp::Sum));
-        // Inputs are at most 4 in magnitude: of sums of `world`, the unit of the last place.
-        let unit = match dtype {
-            DType::F16 => 2f64.powi(-11),
-            DType::BF16 => 2f64.powi(-8),
-            DType::F32 => 2f64.powi(-24) * world as f64,
-            _ => 2f64.powi(-53) * world as f64,
-        };
-        let off = if exact {
-            0.0
-        } else {
-            4.0 * world as f64 * unit
-        };
-        (encode(dtype, &numbers), off)
+        Expected::Near((0..self.call.count).map(of).collect())
+    }
+}
+
+/// What an output is to be.
+#[derive(Debug)]
+enum Expected {
+    Bytes(Vec<u8>),
+    /// Numbers, and how far each may be off.
+    Near(Vec<(f64, f64)>),
+}
+
+/// How far the reduction of numbers of a magnitude of 2 may be off.
+fn off(op: ReduceOp, dtype: DType, world: usize, value: f64) -> f64 {
+    if matches!(op, ReduceOp::Max | ReduceOp::Min) {
+        return 0.0;
+    }
+    let power = |power: i32| 2f64.powi(power);
+    // Of what is accumulated, of the result, and of the least numbers.
+    let (accumulated, rounded, least) = match dtype {
+        DType::F16 => (power(-24), power(-11), power(-25)),
+        DType::BF16 => (power(-24), power(-8), 0.0),
+        DType::F8E4M3 => (power(-24), power(-4), power(-10)),
+        DType::F8E5M2 => (power(-24), power(-3), power(-17)),
+        DType::F32 => (power(-24), power(-24), 0.0),
+        _ => (power(-52), power(-52), 0.0),
+    };
+    let largest = match op {
+        ReduceOp::Product => power(world as i32),
+        _ => 2.0 * world as f64,
+    };
+    let inner = accumulated * world as f64 * largest;
+    inner + (value.abs() + inner) * rounded + least
+}
+
+/// The value of an integer.
+fn integer(dtype: DType, bytes: &[u8]) -> i128 {
+    let mut all = [0; 16];
+    all[..bytes.len()].copy_from_slice(bytes);
+    let bits = 8 * bytes.len() as u32;
+    wrapped(is_signed(dtype), bits, i128::from_le_bytes(all))
+}
+
+fn is_signed(dtype: DType) -> bool {
+    matches!(dtype, DType::I8 | DType::I32 | DType::I64)
+}
+
+/// What is left of a value in so many bits.
+fn wrapped(signed: bool, bits: u32, value: i128) -> i128 {
+    let all = 1_i128 << bits;
+    let value = value.rem_euclid(all);
+    if signed && value >= all / 2 {
+        value - all
+    } else {
+        value
+    }
+}
+
+/// The reduction of integers, which wrap; bytes are added in 32 bits.
+fn reduced_integers(op: ReduceOp, dtype: DType, values: &[i128]) -> i128 {
+    let bits = 8 * dtype.size().max(4) as u32;
+    let wrap = |value| wrapped(is_signed(dtype), bits, value);
+    let all = values.iter().copied();
+    let reduced = match op {
+        ReduceOp::Max => all.max(),
+        ReduceOp::Min => all.min(),
+        ReduceOp::Product => all.reduce(|a, b| wrap(wrap(a).wrapping_mul(wrap(b)))),
+        _ => all.reduce(|a, b| wrap(a + b)),
+    };
+    let reduced = reduced.unwrap();
+    if op == ReduceOp::Average {
+        reduced / values.len() as i128
+    } else {
+        reduced
     }
 }
 
@@ -250,20 +311,23 @@ impl Made {
         let from = (self.output.address() - self.memory.address()) as usize;
         let got = &all[from..from + self.output.bytes()];
         let expected = case.expected(rank, world);
-        if let Some((expected, off)) = &expected {
-            let (got, expected) = (
-                decode(case.call.dtype, got),
-                decode(case.call.dtype, expected),
-            );
-            let wrong = got
-                .iter()
-                .zip(&expected)
-                .position(|(got, expected)| (got - expected).abs() > *off || got.is_nan());
-            if let Some(at) = wrong {
-                panic!(
-                    "{case:?}: rank {rank} of {world}: element {at} is {}; expected {}",
-                    got[at], expected[at]
+        match &expected {
+            None => {}
+            Some(Expected::Bytes(bytes)) => {
+                let wrong = got.iter().zip(bytes).position(|(got, byte)| got != byte);
+                assert!(
+                    wrong.is_none() && got.len() == bytes.len(),
+                    "{case:?}: rank {rank} of {world}: byte {wrong:?} is wrong"
                 );
+            }
+            Some(Expected::Near(numbers)) => {
+                let got = decode(case.call.dtype, got);
+                for (at, (got, (number, off))) in got.iter().zip(numbers).enumerate() {
+                    assert!(
+                        (got - number).abs() <= *off,
+                        "{case:?}: rank {rank} of {world}: element {at} is {got}; expected {number} ± {off}"
+                    );
+                }
             }
         }
         // Around the output; in place, what belongs to the input lies beside it.

@@ -158,7 +158,7 @@ fn examples_take_every_type_and_many_ranks() {
                         continue;
                     }
                     let types = if comm.world() > 8 { 2 } else { 6 };
-                    for (number, dtype) in DType::ALL.into_iter().enumerate().take(types) {
+                    for (number, dtype) in DType::ELEMENTWISE.into_iter().enumerate().take(types) {
                         let op = [ReduceOp::Sum, ReduceOp::Max, ReduceOp::Min][number % 3];
                         let n = 61 + 100 * number as i64;
                         let parameters = parameters(&program, n, dtype, op);

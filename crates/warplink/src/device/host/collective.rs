@@ -164,7 +164,7 @@ impl HostCollectives {
     ) -> Result<()> {
         let target = target.clone();
         self.enqueue_task(stream, move |_, _| {
-            elementwise::reduce(op.into(), dtype, &target, &sources)
+            elementwise::reduce(op, dtype, &target, &sources)
         })
     }
 

@@ -1,7 +1,8 @@
 //! Element-wise operations on the host.
 
+use super::lane::combine;
 use super::memory;
-use crate::device::{DeviceSlice, Elementwise, ElementwiseOp, Operand};
+use crate::device::{DeviceSlice, Elementwise, ElementwiseOp, Operand, ReduceOp};
 use crate::dtype::{DType, Element};
 use crate::error::Result;
 use half::{bf16, f16};
@@ -92,7 +93,7 @@ pub(super) fn run(request: &Elementwise) -> Result<()> {
 
 /// `target` becomes the combination of `sources`, in order, of any number and type.
 pub(super) fn reduce(
-    op: ElementwiseOp,
+    op: ReduceOp,
     dtype: DType,
     target: &DeviceSlice,
     sources: &[DeviceSlice],
@@ -103,7 +104,7 @@ pub(super) fn reduce(
         Ok(bytes)
     };
     let sources = sources.iter().map(read).collect::<Result<Vec<_>>>()?;
-    memory::write_bytes(target, &combined(op, dtype, &sources))
+    memory::write_bytes(target, &combine(op, dtype, &sources))
 }
 
 /// Calls `with` for each contiguous piece of an operand and its place among all bytes, in order of the
@@ -149,6 +150,8 @@ fn combined(op: ElementwiseOp, dtype: DType, sources: &[Vec<u8>]) -> Vec<u8> {
         DType::F64 => combined_as::<f64>(op, sources),
         DType::I32 => combined_as::<i32>(op, sources),
         DType::U8 => combined_as::<u8>(op, sources),
+        // They are copied only.
+        _ => sources.first().cloned().unwrap_or_default(),
     }
 }
 
@@ -174,6 +177,7 @@ fn cast(to: DType, from: DType, bytes: &[u8]) -> Vec<u8> {
         DType::F64 => elements::<f64>(bytes).collect(),
         DType::I32 => elements::<i32>(bytes).map(Element::to_f64).collect(),
         DType::U8 => bytes.iter().map(|value| f64::from(*value)).collect(),
+        _ => Vec::new(),
     };
     fn stored<T: Element>(values: &[f64], narrow: impl Fn(f64) -> T) -> Vec<u8> {
         let values: Vec<T> = values.iter().copied().map(narrow).collect();
@@ -186,6 +190,7 @@ fn cast(to: DType, from: DType, bytes: &[u8]) -> Vec<u8> {
         DType::F64 => stored(&values, |value| value),
         DType::I32 => stored(&values, |value| value as i32),
         DType::U8 => stored(&values, |value| value as u8),
+        _ => Vec::new(),
     }
 }
 

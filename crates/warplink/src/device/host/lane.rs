@@ -6,8 +6,9 @@
 use super::kernel::Block;
 use super::{check_kind, memory, packets};
 use crate::device::{DeviceSlice, ReduceOp, Word};
-use crate::dtype::{DType, Element};
+use crate::dtype::{DType, Element, F8E4M3, F8E5M2};
 use crate::error::Result;
+use std::ops::{Add, Mul};
 
 impl Block<'_> {
     /// Fails where the waits are ended; sleeps for a while, where tests ask for it.
@@ -86,27 +87,65 @@ impl Block<'_> {
     }
 }
 
-/// Combines sources of one length element by element, in order: floats of 16 bits in single precision,
+/// Combines sources of one length element by element, in order: floats of 8 and 16 bits in single precision,
 /// rounded once at the end, the others in their own type. Integers wrap.
 pub(crate) fn combine(op: ReduceOp, dtype: DType, sources: &[Vec<u8>]) -> Vec<u8> {
-    let single = [|a: f32, b: f32| a + b, f32::max, f32::min][op as usize];
-    let double = [|a: f64, b: f64| a + b, f64::max, f64::min][op as usize];
-    let integer = [i32::wrapping_add, i32::max, i32::min][op as usize];
-    let byte = [u8::wrapping_add, u8::max, u8::min][op as usize];
     match dtype {
-        DType::F16 => fold(sources, half::f16::to_f32, single, half::f16::from_f32),
-        DType::BF16 => fold(sources, half::bf16::to_f32, single, half::bf16::from_f32),
-        DType::F32 => fold(sources, |x: f32| x, single, |x| x),
-        DType::F64 => fold(sources, |x: f64| x, double, |x| x),
-        DType::I32 => fold(sources, |x: i32| x, integer, |x| x),
-        DType::U8 => fold(sources, |x: u8| x, byte, |x| x),
+        DType::F16 => fold(op, sources, half::f16::to_f32, half::f16::from_f32),
+        DType::BF16 => fold(op, sources, half::bf16::to_f32, half::bf16::from_f32),
+        DType::F8E4M3 => fold(op, sources, F8E4M3::to_f32, F8E4M3::from_f32),
+        DType::F8E5M2 => fold(op, sources, F8E5M2::to_f32, F8E5M2::from_f32),
+        DType::F32 => fold(op, sources, |x: f32| x, |x| x),
+        DType::F64 => fold(op, sources, |x: f64| x, |x| x),
+        // In 32 bits, as kernels do, which the average shows.
+        DType::I8 => fold(op, sources, |x: i8| i32::from(x), |x| x as i8),
+        DType::U8 => fold(op, sources, |x: u8| u32::from(x), |x| x as u8),
+        DType::I32 => fold(op, sources, |x: i32| x, |x| x),
+        DType::U32 => fold(op, sources, |x: u32| x, |x| x),
+        DType::I64 => fold(op, sources, |x: i64| x, |x| x),
+        DType::U64 => fold(op, sources, |x: u64| x, |x| x),
     }
 }
 
-fn fold<T: Element, A>(
+/// What values are combined as.
+trait Summand: Copy {
+    fn combine(op: ReduceOp, a: Self, b: Self) -> Self;
+    /// What becomes of the sum of `count` values for their average.
+    fn divided(self, count: usize) -> Self;
+}
+
+macro_rules! summands {
+    ($($type:ty: $add:ident $multiply:ident;)*) => {$(
+        impl Summand for $type {
+            fn combine(op: ReduceOp, a: Self, b: Self) -> Self {
+                match op {
+                    ReduceOp::Sum | ReduceOp::Average => a.$add(b),
+                    ReduceOp::Product => a.$multiply(b),
+                    ReduceOp::Max => a.max(b),
+                    ReduceOp::Min => a.min(b),
+                }
+            }
+
+            fn divided(self, count: usize) -> Self {
+                self / count as Self
+            }
+        }
+    )*};
+}
+
+summands! {
+    f32: add mul;
+    f64: add mul;
+    i32: wrapping_add wrapping_mul;
+    u32: wrapping_add wrapping_mul;
+    i64: wrapping_add wrapping_mul;
+    u64: wrapping_add wrapping_mul;
+}
+
+fn fold<T: Element, A: Summand>(
+    op: ReduceOp,
     sources: &[Vec<u8>],
     widen: fn(T) -> A,
-    add: fn(A, A) -> A,
     round: fn(A) -> T,
 ) -> Vec<u8> {
     let size = size_of::<T>();
@@ -117,7 +156,10 @@ fn fold<T: Element, A>(
             let bytes = source.get(index * size..(index + 1) * size)?;
             T::read_from_bytes(bytes).ok().map(widen)
         });
-        if let Some(value) = values.reduce(add) {
+        if let Some(mut value) = values.reduce(|a, b| A::combine(op, a, b)) {
+            if op == ReduceOp::Average {
+                value = value.divided(sources.len());
+            }
             all.extend_from_slice(round(value).as_bytes());
         }
     }

@@ -64,13 +64,19 @@ impl Gathering {
             for (value, other) in all.iter_mut().zip(source) {
                 *value = match op {
                     // Every partial sum may be rounded.
-                    ReduceOp::Sum => value.plus(*other).stored(dtype),
+                    ReduceOp::Sum | ReduceOp::Average => value.plus(*other).stored(dtype),
+                    ReduceOp::Product => value.times_in(*other, dtype).stored(dtype),
                     ReduceOp::Max => value.larger(*other),
                     ReduceOp::Min => value.smaller(*other),
                 };
             }
         }
-        if op == ReduceOp::Sum {
+        if op == ReduceOp::Average {
+            let count = self.sources.len();
+            all.iter_mut()
+                .for_each(|value| *value = value.divided(count, dtype));
+        }
+        if matches!(op, ReduceOp::Sum | ReduceOp::Average) {
             self.widen(&mut all, dtype);
         }
         all

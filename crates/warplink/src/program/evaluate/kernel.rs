@@ -230,17 +230,22 @@ fn combine(
         return sources.first().cloned().unwrap_or_default();
     };
     let between = match dtype {
-        DType::F16 | DType::BF16 => DType::F32,
+        DType::F16 | DType::BF16 | DType::F8E4M3 | DType::F8E5M2 => DType::F32,
         other => other,
     };
     let at = |index: usize| {
         let mut values = sources.iter().map(|source| source[index]);
         let first = values.next().unwrap_or(Value::UNKNOWN);
         let all = values.fold(first, |all, value| match operator {
-            ReduceOp::Sum => all.plus(value).stored(between),
+            ReduceOp::Sum | ReduceOp::Average => all.plus(value).stored(between),
+            ReduceOp::Product => all.times_in(value, between).stored(between),
             ReduceOp::Max => all.larger(value),
             ReduceOp::Min => all.smaller(value),
         });
+        let all = match operator {
+            ReduceOp::Average => all.divided(sources.len(), between),
+            _ => all,
+        };
         all.stored(dtype)
     };
     (0..elements).map(at).collect()

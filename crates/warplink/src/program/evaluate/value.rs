@@ -1,10 +1,13 @@
 //! Values with a bound on how far a device may be from them.
 
-use crate::dtype::{DType, Element};
+use crate::dtype::{DType, Element, F8E4M3, F8E5M2};
 use half::{bf16, f16};
 
 /// How much larger a bound is than what the roundings give, for the terms of higher order.
 const MARGIN: f64 = 1.01;
+
+/// The largest integer below which all are exact here.
+const EXACT: f64 = (1_u64 << 53) as f64;
 
 /// A value, and how far a device may be from it.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -59,6 +62,27 @@ impl Value {
         }
     }
 
+    /// The product in a reduction of `dtype`.
+    pub(super) fn times_in(self, other: Self, dtype: DType) -> Self {
+        match dtype {
+            DType::I32 => self.times_wrapping(other),
+            _ => self.times(other),
+        }
+    }
+
+    /// The value divided by `count`, of integers without the remainder.
+    pub(super) fn divided(self, count: usize, dtype: DType) -> Self {
+        let value = self.value / count as f64;
+        if dtype.is_float() {
+            let bound = self.bound / count as f64;
+            return Self { value, bound };
+        }
+        Self {
+            value: value.trunc(),
+            bound: self.bound,
+        }
+    }
+
     pub(super) fn larger(self, other: Self) -> Self {
         self.chosen(other, f64::max)
     }
@@ -94,6 +118,11 @@ impl Value {
     /// The value as an element of `dtype`.
     pub(super) fn stored(self, dtype: DType) -> Self {
         match dtype {
+            // What is larger is not known exactly.
+            _ if !dtype.is_float() && self.value.abs() > EXACT => Self {
+                bound: f64::INFINITY,
+                ..self
+            },
             // Integers wrap.
             DType::I32 => Self {
                 value: f64::from(self.value as i64 as i32),
@@ -103,6 +132,19 @@ impl Value {
                 value: f64::from(self.value as i64 as u8),
                 bound: self.bound,
             },
+            DType::I8 => Self {
+                value: f64::from(self.value as i64 as i8),
+                bound: self.bound,
+            },
+            DType::U32 => Self {
+                value: f64::from(self.value as i64 as u32),
+                bound: self.bound,
+            },
+            DType::U64 if self.value < 0.0 => Self {
+                bound: f64::INFINITY,
+                ..self
+            },
+            DType::I64 | DType::U64 => self,
             _ => {
                 let size = self.value.abs() + self.bound;
                 let rounding = roundoff(dtype) * size + smallest(dtype);
@@ -147,6 +189,8 @@ fn roundoff(dtype: DType) -> f64 {
         DType::BF16 => 2f64.powi(-8),
         DType::F32 => 2f64.powi(-24),
         DType::F64 => 2f64.powi(-53),
+        DType::F8E4M3 => 2f64.powi(-4),
+        DType::F8E5M2 => 2f64.powi(-3),
         _ => 0.0,
     }
 }
@@ -157,6 +201,9 @@ fn smallest(dtype: DType) -> f64 {
         DType::F16 => 2f64.powi(-14),
         DType::BF16 | DType::F32 => 2f64.powi(-126),
         DType::F64 => f64::MIN_POSITIVE,
+        // Numbers below the normal ones are as far apart as the smallest of these.
+        DType::F8E4M3 => 2f64.powi(-9),
+        DType::F8E5M2 => 2f64.powi(-16),
         _ => 0.0,
     }
 }
@@ -166,6 +213,8 @@ fn largest(dtype: DType) -> f64 {
         DType::F16 => f16::MAX.to_f64(),
         DType::BF16 => bf16::MAX.to_f64(),
         DType::F32 => f64::from(f32::MAX),
+        DType::F8E4M3 => 448.0,
+        DType::F8E5M2 => 57344.0,
         _ => f64::MAX,
     }
 }
@@ -183,6 +232,12 @@ pub(super) fn decode(dtype: DType, bytes: &[u8]) -> Box<dyn Iterator<Item = f64>
         DType::F64 => Box::new(all::<f64>(bytes)),
         DType::I32 => Box::new(all::<i32>(bytes)),
         DType::U8 => Box::new(bytes.iter().map(|byte| f64::from(*byte))),
+        DType::I8 => Box::new(all::<i8>(bytes)),
+        DType::U32 => Box::new(all::<u32>(bytes)),
+        DType::I64 => Box::new(all::<i64>(bytes)),
+        DType::U64 => Box::new(all::<u64>(bytes)),
+        DType::F8E4M3 => Box::new(all::<F8E4M3>(bytes)),
+        DType::F8E5M2 => Box::new(all::<F8E5M2>(bytes)),
     }
 }
 

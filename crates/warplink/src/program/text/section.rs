@@ -169,7 +169,7 @@ impl Parser<'_> {
             sources.push(crate::program::ir::Each { item: source, over });
             if !self.take(",") {
                 return Err(self
-                    .expected("',' and, at the end, the operator: sum, max, min or a parameter"));
+                    .expected("',' and, at the end, the operator: sum, product, max, min, average or a parameter"));
             }
         }
     }

@@ -3,7 +3,6 @@
 use super::Unroller;
 use super::view::View;
 use crate::device::MAX_ELEMENTWISE_AXES;
-use crate::dtype::DType;
 use crate::program::area::{Area, simplified};
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
 use crate::program::ir::{ElementwiseOp, Product, Role};
@@ -99,8 +98,18 @@ impl Unroller<'_> {
             return Err(self.mismatch(format!("a {op} of nothing; expected at least one tensor")));
         };
         let cast = op == ElementwiseOp::Cast;
-        if target.dtype == DType::U8 && !cast {
-            return Err(self.mismatch(format!("a {op} of u8; expected f16, bf16, f32, f64 or i32")));
+        if !cast && !target.dtype.is_computed_elementwise() {
+            let message = format!(
+                "a {op} of {}; expected f16, bf16, f32, f64 or i32",
+                target.dtype
+            );
+            return Err(self.mismatch(message));
+        }
+        let both = [target.dtype, first.dtype];
+        if let Some(dtype) = both.iter().find(|dtype| !dtype.is_cast_elementwise()) {
+            return Err(self.mismatch(format!(
+                "a {op} of {dtype}; expected f16, bf16, f32, f64, i32 or u8"
+            )));
         }
         for source in sources {
             let alike = cast || target.dtype == source.dtype;

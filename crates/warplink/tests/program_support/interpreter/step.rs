@@ -336,7 +336,19 @@ fn combine(collective: &Collective<usize>, all: &[Vec<f64>], place: usize) -> Ve
     let fold = |op: ReduceOp| -> Vec<f64> {
         let column = |index: usize| {
             let values = all.iter().map(|values| values[index]);
-            values.reduce(|a, b| join(op.into(), a, b))
+            let joined = values.reduce(|a, b| {
+                let one = match op {
+                    ReduceOp::Sum | ReduceOp::Average => ElementwiseOp::Sum,
+                    ReduceOp::Product => ElementwiseOp::Product,
+                    ReduceOp::Max => ElementwiseOp::Max,
+                    ReduceOp::Min => ElementwiseOp::Min,
+                };
+                join(one, a, b)
+            });
+            match op {
+                ReduceOp::Average => joined.map(|sum| sum / all.len() as f64),
+                _ => joined,
+            }
         };
         (0..all[0].len()).filter_map(column).collect()
     };

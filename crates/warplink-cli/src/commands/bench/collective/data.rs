@@ -3,7 +3,7 @@
 use super::what::{Kind, What};
 use crate::gemm::inputs::mix;
 use anyhow::{Result, bail};
-use warplink::dtype::Element;
+use warplink::dtype::{Element, F8E4M3, F8E5M2};
 use warplink::{DType, device::ReduceOp};
 
 /// Elements after which inputs repeat: a prime, so that no part of another is as the right one.
@@ -58,22 +58,33 @@ impl Inputs {
     fn value(&self, rank: usize, at: usize) -> f64 {
         let drawn = mix(self.seed ^ mix((rank as u64 + 1) << 32 | at as u64));
         let exact = exact(self.what.dtype);
-        let choices = match self.what.op {
-            ReduceOp::Sum if self.what.kind.reduces() => exact / self.world as u64,
-            _ => exact,
+        let world = self.world as u64;
+        let up_to = |largest: u64| drawn % (largest.clamp(1, 100) + 1);
+        let value = match self.what.op {
+            _ if !self.what.kind.reduces() => up_to(exact),
+            ReduceOp::Sum => up_to(exact / world),
+            ReduceOp::Product => 1 + drawn % 2,
+            // The sum is a multiple of the number of ranks.
+            ReduceOp::Average => world * (drawn % (exact / world / world + 1)),
+            ReduceOp::Max | ReduceOp::Min => up_to(exact),
         };
-        (drawn % (choices.clamp(1, 100) + 1)) as f64
+        value as f64
     }
 
     fn reduced(&self, values: impl Iterator<Item = f64>) -> f64 {
         let values = values.map(Some);
         let reduce = |a: Option<f64>, b: Option<f64>| match (a, b, self.what.op) {
-            (Some(a), Some(b), ReduceOp::Sum) => Some(a + b),
+            (Some(a), Some(b), ReduceOp::Sum | ReduceOp::Average) => Some(a + b),
+            (Some(a), Some(b), ReduceOp::Product) => Some(a * b),
             (Some(a), Some(b), ReduceOp::Max) => Some(a.max(b)),
             (Some(a), Some(b), ReduceOp::Min) => Some(a.min(b)),
             (a, b, _) => a.or(b),
         };
-        values.fold(None, reduce).unwrap_or_default()
+        let all = values.fold(None, reduce).unwrap_or_default();
+        match self.what.op {
+            ReduceOp::Average => all / self.world as f64,
+            _ => all,
+        }
     }
 }
 
@@ -90,6 +101,9 @@ fn exact(dtype: DType) -> u64 {
         DType::BF16 => 256,
         DType::F16 => 2048,
         DType::U8 => 255,
+        DType::I8 => 127,
+        DType::F8E4M3 => 16,
+        DType::F8E5M2 => 8,
         _ => 1 << 20,
     }
 }
@@ -103,6 +117,12 @@ fn repeated(dtype: DType, period: &[f64], start: usize, bytes: usize) -> Result<
         DType::F64 => encoded::<f64>(period),
         DType::I32 => encoded::<i32>(period),
         DType::U8 => encoded::<u8>(period),
+        DType::I8 => encoded::<i8>(period),
+        DType::U32 => encoded::<u32>(period),
+        DType::I64 => encoded::<i64>(period),
+        DType::U64 => encoded::<u64>(period),
+        DType::F8E4M3 => encoded::<F8E4M3>(period),
+        DType::F8E5M2 => encoded::<F8E5M2>(period),
         other => bail!("{other} is not measured; help: use another --type"),
     };
     let size = dtype.size();

@@ -245,9 +245,10 @@ fn type_code(dtype: DType) -> c_uint {
         DType::F16 => 0,
         DType::BF16 => 1,
         DType::F32 => 2,
-        DType::F64 => 3,
-        DType::I32 => 4,
-        DType::U8 => 5,
+        // Others are copied only, as types of their lengths are.
+        DType::F64 | DType::I64 | DType::U64 => 3,
+        DType::I32 | DType::U32 => 4,
+        DType::U8 | DType::I8 | DType::F8E4M3 | DType::F8E5M2 => 5,
     }
 }
 

@@ -179,19 +179,27 @@ fn pointer(slice: &DeviceSlice) -> *mut c_void {
 fn data_type(dtype: DType) -> c_int {
     match dtype {
         DType::U8 => BYTES,
+        DType::I8 => 0,
         DType::I32 => 2,
+        DType::U32 => 3,
+        DType::I64 => 4,
+        DType::U64 => 5,
         DType::F16 => 6,
         DType::F32 => 7,
         DType::F64 => 8,
         DType::BF16 => 9,
+        DType::F8E4M3 => 10,
+        DType::F8E5M2 => 11,
     }
 }
 
 fn operator(op: ReduceOp) -> c_int {
     match op {
         ReduceOp::Sum => 0,
+        ReduceOp::Product => 1,
         ReduceOp::Max => 2,
         ReduceOp::Min => 3,
+        ReduceOp::Average => 4,
     }
 }
 

@@ -160,6 +160,12 @@ fn element_name(dtype: DType) -> &'static str {
         DType::F64 => "F64",
         DType::I32 => "I32",
         DType::U8 => "U8",
+        DType::I8 => "I8",
+        DType::U32 => "U32",
+        DType::I64 => "I64",
+        DType::U64 => "U64",
+        DType::F8E4M3 => "E4m3",
+        DType::F8E5M2 => "E5m2",
     }
 }
 
@@ -169,6 +175,8 @@ fn operator_name(operator: ReduceOp) -> &'static str {
         ReduceOp::Sum => "Add",
         ReduceOp::Max => "Maximum",
         ReduceOp::Min => "Minimum",
+        ReduceOp::Product => "Multiply",
+        ReduceOp::Average => "Average",
     }
 }
 
