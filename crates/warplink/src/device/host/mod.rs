@@ -44,6 +44,8 @@ pub(crate) struct HostDevice {
     identity: DeviceIdentity,
     fault: Arc<Fault>,
     delays: Option<Delays>,
+    /// Hardware threads; the system reads several files to tell.
+    threads: usize,
     streams: AtomicU64,
     /// Started for the first mapping, where tests ask for delays.
     late_unmapping: OnceLock<LateUnmapping>,
@@ -55,6 +57,7 @@ impl HostDevice {
             identity: DeviceIdentity(machine_identity()),
             fault: Arc::default(),
             delays,
+            threads: std::thread::available_parallelism().map_or(1, usize::from),
             streams: AtomicU64::new(1),
             late_unmapping: OnceLock::new(),
         })
@@ -126,14 +129,13 @@ impl Device for HostDevice {
     }
 
     fn name(&self) -> String {
-        let threads = std::thread::available_parallelism().map_or(1, usize::from);
-        format!("host ({threads} hardware threads)")
+        format!("host ({} hardware threads)", self.threads)
     }
 
     fn properties(&self) -> DeviceProperties {
         DeviceProperties {
             model: "host".to_owned(),
-            multiprocessors: std::thread::available_parallelism().map_or(1, usize::from),
+            multiprocessors: self.threads,
             shared: true,
             kernel_copies: true,
         }

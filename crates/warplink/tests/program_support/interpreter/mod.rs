@@ -96,7 +96,8 @@ struct Play<'a> {
     schedule: &'a Schedule,
     random: Random,
     memory: Memory,
-    words: Vec<HashMap<(Word, TransferId), i64>>,
+    /// The words of each rank, by the number of the transfer or operation; zero at first.
+    words: Vec<Vec<[i64; Word::COUNT]>>,
     streams: Vec<Vec<Stream>>,
     /// Run and operation that a host is at.
     hosts: Vec<(usize, usize)>,
@@ -202,7 +203,10 @@ impl<'a> Play<'a> {
             schedule,
             random: Random::new(schedule.seed),
             memory: Memory::new(ranks),
-            words: vec![HashMap::new(); ranks.len()],
+            words: ranks
+                .iter()
+                .map(|r| vec![[0; Word::COUNT]; r.transfers.len().max(r.operations.len())])
+                .collect(),
             streams: ranks
                 .iter()
                 .map(|r| r.streams.iter().map(|_| Stream::default()).collect())

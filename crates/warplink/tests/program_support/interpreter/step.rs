@@ -87,6 +87,10 @@ pub(super) enum Word {
     Told,
 }
 
+impl Word {
+    pub(super) const COUNT: usize = Self::Told as usize + 1;
+}
+
 /// The first element of a range and how many it has.
 pub(super) fn elements(program: &RankProgram, range: &Range) -> (usize, usize) {
     let size = program.tensors[range.tensor].dtype.size();
@@ -135,8 +139,7 @@ impl Play<'_> {
         match step {
             Step::Nothing => {}
             Step::Await(word, id, number) => {
-                let value = self.words[rank].get(&(*word, *id)).copied();
-                return value.unwrap_or(0) >= *number;
+                return self.words[rank][*id][*word as usize] >= *number;
             }
             Step::Set(rank, word, id, number) => self.set(*rank, (*word, *id), *number),
             Step::Copy(target, source, count) => {
@@ -160,10 +163,9 @@ impl Play<'_> {
             Step::Mail(id, number) => {
                 let transfer = &ranks[rank].transfers[*id];
                 let partner = self.stage.partners[rank][*id];
-                let arrived = self.words[transfer.peer].get(&(Word::Arrived, partner));
-                if self.schedule.engine == Engine::OneByOne
-                    && arrived.is_none_or(|arrived| arrived < number)
-                {
+                let theirs = self.words[transfer.peer].get(partner);
+                let arrived = theirs.map_or(0, |words| words[Word::Arrived as usize]);
+                if self.schedule.engine == Engine::OneByOne && arrived < *number {
                     return false;
                 }
                 let values = self.read(by, rank, &transfer.range);
@@ -203,10 +205,15 @@ impl Play<'_> {
     }
 
     fn set(&mut self, rank: usize, word: (Word, TransferId), number: i64) {
-        let before = self.words[rank].insert(word, number);
+        let (word, id) = word;
+        // Of a transfer without another end, nobody waits.
+        let Some(words) = self.words[rank].get_mut(id) else {
+            return;
+        };
+        let before = std::mem::replace(&mut words[word as usize], number);
         if self.schedule.submission == Submission::Eager
-            && matches!(word.0, Word::Incoming | Word::Completed)
-            && before.is_some_and(|before| before >= number)
+            && matches!(word, Word::Incoming | Word::Completed)
+            && before >= number
         {
             self.memory.faults.insert(Fault::SignalBackwards { rank });
         }
