@@ -1,7 +1,7 @@
 //! What a rank is told when it joins: where the ranks meet, the device, and the limits.
 
 use crate::bootstrap::JoinConfig;
-use crate::channel::ProxyConfig;
+use crate::channel::{ProxyConfig, StagingConfig};
 use crate::device::{self, Delays, DeviceConfig, DeviceKind};
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::IdleMappings;
@@ -35,6 +35,8 @@ pub struct Config {
     /// The network devices of connections that name none, as the network's library names them and separated
     /// by commas, such as `mlx5_0:1` or `eth0`; all of them if not given.
     pub network_devices: Option<String>,
+    /// How connections go over a network that does not reach the device's memory.
+    pub staging: StagingConfig,
     /// Most bytes of freed regions that are kept for later ones.
     pub max_pooled_bytes: u64,
     /// The class of the topology, whatever the devices' links are; see
@@ -54,6 +56,7 @@ impl Config {
             idle_mappings: IdleMappings::default(),
             proxy: ProxyConfig::default(),
             network_devices: None,
+            staging: StagingConfig::default(),
             max_pooled_bytes: MAX_POOLED_BYTES,
             topology: None,
         }
@@ -98,6 +101,12 @@ impl Config {
     /// Sets the network devices of connections that name none.
     pub fn with_network_devices(mut self, devices: impl Into<String>) -> Self {
         self.network_devices = Some(devices.into());
+        self
+    }
+
+    /// Sets how connections go over a network that does not reach the device's memory.
+    pub fn with_staging(mut self, staging: StagingConfig) -> Self {
+        self.staging = staging;
         self
     }
 

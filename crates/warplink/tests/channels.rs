@@ -22,3 +22,5 @@ mod network;
 mod proxied;
 #[path = "channels/setups.rs"]
 mod setups;
+#[path = "channels/staged.rs"]
+mod staged;

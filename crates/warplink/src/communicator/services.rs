@@ -95,7 +95,7 @@ impl JobServices {
         Ok(Arc::new(Self {
             slots: SlotDirectory::start(&memory),
             proxies: Proxies::new(&device, &bootstrap, config.proxy),
-            networks: Networks::new(&device, network),
+            networks: Networks::new(&device, network, config.staging),
             device,
             bootstrap,
             losses,

@@ -10,6 +10,7 @@ use super::links::LinkQuery;
 use super::module::{Module, ModuleSource};
 use super::properties::DeviceProperties;
 use super::slice::DeviceSlice;
+use super::staging_memory::StagingMemory;
 use super::stream::{Event, Priority, Stream};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
@@ -239,6 +240,10 @@ pub trait Device: LinkQuery + Send + Sync + fmt::Debug {
     /// Makes a FIFO of `slots` (a power of two) through which kernels of this device hand triggers to a
     /// thread of this process.
     fn create_fifo(&self, slots: usize) -> Result<(Arc<Fifo>, FifoReader)>;
+
+    /// Allocates `bytes` of memory of the host that streams of this device copy to and from and a network
+    /// reaches, all zero.
+    fn allocate_staging(&self, bytes: usize) -> Result<StagingMemory>;
 
     /// The CPUs that are near the device; none where that is not known.
     fn local_cpus(&self) -> Vec<usize> {

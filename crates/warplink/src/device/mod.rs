@@ -46,6 +46,7 @@ mod packets;
 mod pci;
 mod properties;
 mod slice;
+mod staging_memory;
 mod stream;
 
 pub use attachment::{Attachment, NetworkDevice, NetworkKind, PciDistance};
@@ -75,6 +76,7 @@ pub use packets::{PacketLine, PacketPart};
 pub use pci::PciAddress;
 pub use properties::DeviceProperties;
 pub use slice::{Backing, DeviceSlice, Word};
+pub use staging_memory::StagingMemory;
 pub(crate) use stream::sequence_apart;
 pub use stream::{
     Event, EventBackend, Graph, GraphBackend, KernelCopy, MemoryOp, Priority, Stream,

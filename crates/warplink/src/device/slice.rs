@@ -25,6 +25,10 @@ pub trait Backing: Any + Send + Sync + fmt::Debug {
     fn is_borrowed(&self) -> bool {
         false
     }
+    /// Whether it is memory of the host, which processors and networks reach at its address.
+    fn is_host_memory(&self) -> bool {
+        false
+    }
     /// Has the memory given back to the system when it is freed, and not used for something else: a
     /// rank that was lost may still write to it.
     fn forbid_reuse(&self) {}

@@ -5,10 +5,13 @@
 mod copy_engine;
 mod network;
 mod networks;
+mod staging;
 
 pub(crate) use copy_engine::CopyEngine;
 pub(crate) use network::NetworkCarrier;
 pub(crate) use networks::{Exposed, NetworkLink, Networks};
+pub use staging::StagingConfig;
+pub(crate) use staging::{Shape as StagingShape, StagedCarrier};
 
 use crate::deadline::Deadline;
 use crate::device::channel::trigger::Movement;

@@ -38,12 +38,7 @@ impl NetworkCarrier {
         completed: &Word,
         fault: &Arc<Fault>,
     ) -> Result<Self> {
-        let raised = Arc::downgrade(fault);
-        link.when_broken(move |error| {
-            if let Some(fault) = raised.upgrade() {
-                fault.raise(error.clone());
-            }
-        })?;
+        link.raise_when_broken(fault)?;
         Ok(Self {
             link: link.clone(),
             windows: windows.clone(),

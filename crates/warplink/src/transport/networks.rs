@@ -4,28 +4,38 @@
 //! connection's slot, are held until the peer has said that it writes no more: by a word beside the inbound
 //! one, the last thing that its end sends. A connection is ended when both have said so: ending it breaks the
 //! peer's end of it.
+//!
+//! Where the network does not reach the device's memory, peers write to staging memory instead (`staging`), and
+//! the lines do the rest.
 
 use crate::deadline::Deadline;
 use crate::device::network::{
     self, Network, NetworkConnection, NetworkOptions, NetworkRegion, RemoteMemory,
 };
-use crate::device::{Device, Word};
-use crate::error::{Error, Rank, Result};
+use crate::device::{Device, Fault, Word};
+use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::memory::Region;
 use crate::sync::lock;
+use crate::transport::staging::{self, Incoming, Line, Service, Shape, StagingConfig};
+use std::any::Any;
 use std::collections::HashMap;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
 
 /// Where the words of an end lie from the start of those that the peer writes to.
 const INBOUND: usize = 0;
-const GONE: usize = 8;
+const GONE: usize = staging::GONE;
+
+/// Bytes of the words that a peer writes to.
+const WORDS_BYTES: usize = 16;
 
 /// The networks of a rank, by the devices that they use, opened when they are first needed.
 pub(crate) struct Networks {
     device: Arc<dyn Device>,
     options: NetworkOptions,
+    staging: StagingConfig,
+    service: Arc<Service>,
     opened: Mutex<HashMap<Option<String>, Arc<dyn Network>>>,
     /// Ends that are gone here, whose peers may write yet.
     parting: Mutex<Vec<Parting>>,
@@ -57,8 +67,12 @@ pub(crate) struct Exposed {
 
 struct ExposedMemory {
     network: Arc<dyn Network>,
-    words: (Region, NetworkRegion),
-    regions: Vec<(Region, NetworkRegion)>,
+    words: NetworkRegion,
+    regions: Vec<NetworkRegion>,
+    /// What the network does not reach, and peers reach through this.
+    staged: Option<Arc<Incoming>>,
+    /// Held as long as the peer may write: regions, and the line.
+    held: Vec<Box<dyn Any + Send + Sync>>,
     /// Set by the peer when it writes no more.
     gone: Word,
     /// Called when it is set.
@@ -68,20 +82,29 @@ struct ExposedMemory {
 /// A connection to a peer over the network, with what either side may write to.
 pub(crate) struct NetworkLink {
     networks: Arc<Networks>,
+    peer: Rank,
     connection: Arc<dyn NetworkConnection>,
     /// The peer's words and regions; the latter by number.
     words: Arc<RemoteMemory>,
     regions: Mutex<Vec<Arc<RemoteMemory>>>,
     exposed: Mutex<Option<ExposedMemory>>,
+    staged: Option<(Arc<Incoming>, Shape)>,
+    line: OnceLock<Arc<Line>>,
     /// Held as long as it matters that the connection works.
     used: Arc<()>,
 }
 
 impl Networks {
-    pub(crate) fn new(device: &Arc<dyn Device>, options: NetworkOptions) -> Arc<Self> {
+    pub(crate) fn new(
+        device: &Arc<dyn Device>,
+        options: NetworkOptions,
+        staging: StagingConfig,
+    ) -> Arc<Self> {
         Arc::new(Self {
             device: device.clone(),
             options,
+            staging,
+            service: Arc::default(),
             opened: Mutex::default(),
             parting: Mutex::default(),
             leaving: AtomicBool::new(false),
@@ -104,25 +127,35 @@ impl Networks {
         Ok(opened.entry(devices).or_insert(network).clone())
     }
 
-    /// Lets a peer write to `words`, those of a slot, and to `region`, over `devices`. `recycle` is called when
+    /// Lets a peer write to `slot`, the words of a slot, and to `region`, over `devices`. `recycle` is called when
     /// it writes no more, unless what is given back is dropped before the peer has it.
     pub(crate) fn expose(
         self: &Arc<Self>,
         devices: Option<&str>,
-        words: &Region,
+        slot: &Region,
         region: &Region,
         recycle: impl FnOnce() + Send + 'static,
     ) -> Result<Exposed> {
         let network = self.get(devices)?;
-        let registered = network.register(words.memory())?;
-        let mut memory = ExposedMemory {
-            words: (words.clone(), registered),
-            regions: Vec::new(),
-            gone: words.memory().word(GONE)?,
+        let staged = if self.staging.always || !network.reaches(region.memory()) {
+            let shape = Shape::new(&self.staging)?;
+            Some(Arc::new(Incoming::allocate(&self.device, shape)?))
+        } else {
+            None
+        };
+        let [words, written] = match &staged {
+            Some(staged) => [staged.control.slice(), staged.ring.slice()],
+            None => [slot.memory(), region.memory()],
+        };
+        let memory = ExposedMemory {
+            words: network.register(words)?,
+            regions: vec![network.register(written)?],
+            gone: words.word(GONE)?,
+            held: vec![Box::new((slot.clone(), region.clone()))],
+            staged,
             network,
             recycle: Some(Box::new(recycle)),
         };
-        memory.add(region)?;
         Ok(Exposed {
             networks: Arc::downgrade(self),
             memory: Some(memory),
@@ -135,24 +168,30 @@ impl Networks {
         peer: Rank,
         mut exposed: Exposed,
         [address, words, region]: [&[u8]; 3],
+        staging: Option<Shape>,
     ) -> Result<NetworkLink> {
         let exposed = exposed.memory.take();
         let exposed = exposed.ok_or_else(|| Error::invalid("nothing is exposed"))?;
+        let staged = exposed.staged.clone().zip(staging);
         let opened = exposed
             .network
             .connect(peer, address)
             .and_then(|connection| {
                 let words = connection.open(words)?;
                 let region = connection.open(region)?;
+                check_words(&words, &region, staging).map_err(|error| error.with_peer(peer))?;
                 Ok((connection, words, region))
             });
         match opened {
             Ok((connection, words, region)) => Ok(NetworkLink {
                 networks: self.clone(),
+                peer,
                 connection,
                 words: Arc::new(words),
                 regions: Mutex::new(vec![Arc::new(region)]),
                 exposed: Mutex::new(Some(exposed)),
+                staged,
+                line: OnceLock::new(),
                 used: Arc::default(),
             }),
             Err(error) => {
@@ -196,6 +235,7 @@ impl Networks {
 
     /// Ends all networks, when no peer writes any more.
     pub(crate) fn close(&self, deadline: Deadline) -> Result<()> {
+        self.service.stop();
         let opened: Vec<_> = lock(&self.opened).drain().collect();
         let closed: Vec<_> = opened
             .iter()
@@ -210,6 +250,12 @@ impl Exposed {
     /// What the peer needs to connect: the address, and the keys of the words and of the region.
     pub(crate) fn keys(&self) -> [&[u8]; 3] {
         self.memory.as_ref().map_or([&[]; 3], ExposedMemory::keys)
+    }
+
+    /// The rings that the peer is to send through, where the network does not reach the region.
+    pub(crate) fn staging(&self) -> Option<Shape> {
+        let staged = self.memory.as_ref()?.staged.as_ref();
+        staged.map(|staged| staged.shape)
     }
 
     /// Lets go of what no peer has seen, or will write to.
@@ -229,14 +275,14 @@ impl Drop for Exposed {
 impl ExposedMemory {
     /// What the peer needs to connect: the address, and the keys of the words and of the last region.
     fn keys(&self) -> [&[u8]; 3] {
-        let region = self.regions.last().map_or(&[][..], |(_, key)| key.key());
-        [self.network.address(), self.words.1.key(), region]
+        let region = self.regions.last().map_or(&[][..], NetworkRegion::key);
+        [self.network.address(), self.words.key(), region]
     }
 
     /// Lets the peer write to one more region.
     fn add(&mut self, region: &Region) -> Result<()> {
-        let registered = self.network.register(region.memory())?;
-        self.regions.push((region.clone(), registered));
+        self.regions.push(self.network.register(region.memory())?);
+        self.held.push(Box::new(region.clone()));
         Ok(())
     }
 }
@@ -251,6 +297,46 @@ impl NetworkLink {
         (&self.words, INBOUND)
     }
 
+    /// The peer's words.
+    pub(crate) fn words(&self) -> &Arc<RemoteMemory> {
+        &self.words
+    }
+
+    /// Where this end receives, if what goes over the link is staged.
+    pub(super) fn incoming(&self) -> Option<&Arc<Incoming>> {
+        self.staged.as_ref().map(|(incoming, _)| incoming)
+    }
+
+    /// The rings of the peer, if what goes over the link is staged.
+    pub(super) fn peer_shape(&self) -> Option<Shape> {
+        self.staged.as_ref().map(|(_, shape)| *shape)
+    }
+
+    /// Whether what goes over the link is staged.
+    pub(crate) fn is_staged(&self) -> bool {
+        self.staged.is_some()
+    }
+
+    /// Keeps the link's line as long as the peer may write; what serves it.
+    pub(super) fn keep_line(&self, line: &Arc<Line>) -> &Arc<Service> {
+        // There is one line at most, made with the connection.
+        let _ = self.line.set(line.clone());
+        if let Some(exposed) = &mut *lock(&self.exposed) {
+            exposed.held.push(Box::new(line.clone()));
+        }
+        &self.networks.service
+    }
+
+    /// Raises `fault` when the connection breaks while it is used.
+    pub(super) fn raise_when_broken(&self, fault: &Arc<Fault>) -> Result<()> {
+        let raised = Arc::downgrade(fault);
+        self.when_broken(move |error| {
+            if let Some(fault) = raised.upgrade() {
+                fault.raise(error.clone());
+            }
+        })
+    }
+
     /// The peer's region `number`.
     pub(crate) fn region(&self, number: u32) -> Result<Arc<RemoteMemory>> {
         let found = lock(&self.regions).get(number as usize).cloned();
@@ -258,7 +344,7 @@ impl NetworkLink {
     }
 
     /// Calls `handler` with the error when the connection breaks while it is used.
-    pub(crate) fn when_broken(&self, handler: impl FnOnce(&Error) + Send + 'static) -> Result<()> {
+    fn when_broken(&self, handler: impl FnOnce(&Error) + Send + 'static) -> Result<()> {
         let (used, networks) = (Arc::downgrade(&self.used), Arc::downgrade(&self.networks));
         let leaving = move || {
             let networks = networks.upgrade();
@@ -271,12 +357,17 @@ impl NetworkLink {
         }))
     }
 
-    /// Lets the peer write to one more region; its key.
-    pub(crate) fn expose(&self, region: &Region) -> Result<Vec<u8>> {
+    /// Lets the peer write to one more region, under `number`; what the peer needs to open it.
+    pub(crate) fn expose(&self, region: &Region, number: u32) -> Result<Vec<u8>> {
         let mut exposed = lock(&self.exposed);
         let exposed = exposed
             .as_mut()
             .ok_or_else(|| Error::invalid("the connection is closed"))?;
+        if let Some(line) = self.line.get() {
+            line.set_region(number, region.memory());
+            exposed.held.push(Box::new(region.clone()));
+            return Ok((region.bytes() as u64).to_le_bytes().to_vec());
+        }
         exposed.add(region)?;
         let [_, _, key] = exposed.keys();
         Ok(key.to_vec())
@@ -284,6 +375,16 @@ impl NetworkLink {
 
     /// Opens one more region of the peer's; its bytes.
     pub(crate) fn open(&self, key: &[u8]) -> Result<u64> {
+        if self.is_staged() {
+            let bytes = key.try_into().map(u64::from_le_bytes);
+            return bytes.map_err(|_| {
+                let text = format!(
+                    "the peer's region is told in {} bytes; expected 8",
+                    key.len()
+                );
+                Error::new(ErrorKind::Protocol, text).with_peer(self.peer)
+            });
+        }
         let region = self.connection.open(key)?;
         let bytes = region.bytes() as u64;
         lock(&self.regions).push(Arc::new(region));
@@ -296,9 +397,17 @@ impl Drop for NetworkLink {
     fn drop(&mut self) {
         let done = Arc::new(AtomicBool::new(false));
         let (telling, connection) = (done.clone(), &self.connection);
-        let told = connection.signal(&self.words, GONE, 1).and_then(|()| {
-            connection.when_done(Box::new(move |_| telling.store(true, Ordering::Release)))
-        });
+        let told = match self.line.get() {
+            // It tells the peer when neither end has anything to do.
+            Some(line) => {
+                line.close(&telling);
+                self.networks.service.wake();
+                Ok(())
+            }
+            None => connection.signal(&self.words, GONE, 1).and_then(|()| {
+                connection.when_done(Box::new(move |_| telling.store(true, Ordering::Release)))
+            }),
+        };
         if let Err(error) = told {
             tracing::debug!(%error, "a peer was not told that a connection is gone");
         }
@@ -311,6 +420,24 @@ impl Drop for NetworkLink {
             self.networks.part(exposed, Some(told));
         }
     }
+}
+
+/// Fails where the memory that a peer offers is not what it says, or not what is needed.
+fn check_words(words: &RemoteMemory, region: &RemoteMemory, staging: Option<Shape>) -> Result<()> {
+    if let Some(shape) = staging {
+        return shape.check(words.bytes(), region.bytes());
+    }
+    if words.bytes() >= WORDS_BYTES {
+        return Ok(());
+    }
+    Err(Error::new(
+        ErrorKind::Protocol,
+        format!(
+            "the peer offers words of {} bytes; expected {WORDS_BYTES}",
+            words.bytes()
+        ),
+    )
+    .with_help("run the same version of Warplink on every rank"))
 }
 
 impl fmt::Debug for Networks {

@@ -1,20 +1,16 @@
 //! Connections over the network, between ranks of one machine. They are left out, with a notice, where UCX is
 //! missing.
 
-use super::common::{assert_says, kind, processes, world};
+use super::common::{assert_says, processes, world};
 use super::kernels::{Rig, contents};
 use std::time::{Duration, Instant};
 use warplink::channel::{ConnectionRequest, Transport};
 use warplink::device::network::{self, NetworkOptions};
 use warplink::device::{Argument, MemoryOp};
-use warplink::{Communicator, Deadline, DeviceKind, ErrorKind};
+use warplink::{Communicator, Deadline, ErrorKind};
 
 /// Whether there is a network.
 pub(crate) fn has_network() -> bool {
-    // The network does not reach the memory of GPUs.
-    if kind() == DeviceKind::Cuda {
-        return false;
-    }
     match network::open(&NetworkOptions::default()) {
         Ok(_) => true,
         Err(error) if error.kind() == ErrorKind::LibraryMissing => {
@@ -34,307 +30,325 @@ fn with_network(body: impl Fn(&Communicator)) {
 
 #[test]
 fn data_goes_back_and_forth() {
-    with_network(|comm| {
-        let rig = Rig::new(comm);
-        for (tags, bytes, rounds) in [(1, 64, 30), (3, 4096, 20), (1, 1 << 20, 5)] {
-            let connections = rig.connect(Transport::Network, tags, 2 * bytes as usize);
-            rig.ping_pong(&connections, bytes, rounds);
-            rig.finish();
-        }
-    });
+    with_network(back_and_forth);
+}
+
+pub(super) fn back_and_forth(comm: &Communicator) {
+    let rig = Rig::new(comm);
+    for (tags, bytes, rounds) in [(1, 64, 30), (3, 4096, 20), (1, 1 << 20, 5)] {
+        let connections = rig.connect(Transport::Network, tags, 2 * bytes as usize);
+        rig.ping_pong(&connections, bytes, rounds);
+        rig.finish();
+    }
 }
 
 #[test]
 fn a_source_may_change_after_a_flush() {
-    with_network(|comm| {
-        let rig = Rig::new(comm);
-        let (bytes, slots) = (4096, 16);
-        let connection = rig.pair(Transport::Network, (1 + slots) * bytes);
-        let arguments = [
-            connection.channel(),
-            Argument::U64(bytes as u64),
-            Argument::U32(slots as u32),
-        ];
-        rig.launch("flushed_slots", 1, &arguments).unwrap();
-        rig.finish();
-    });
+    with_network(flushed_slots);
+}
+
+pub(super) fn flushed_slots(comm: &Communicator) {
+    let rig = Rig::new(comm);
+    let (bytes, slots) = (4096, 16);
+    let connection = rig.pair(Transport::Network, (1 + slots) * bytes);
+    let arguments = [
+        connection.channel(),
+        Argument::U64(bytes as u64),
+        Argument::U32(slots as u32),
+    ];
+    rig.launch("flushed_slots", 1, &arguments).unwrap();
+    rig.finish();
 }
 
 #[test]
 fn signals_and_puts_of_many_blocks_arrive() {
-    with_network(|comm| {
-        let rig = Rig::new(comm);
-        let (blocks, each) = (8, 500);
-        let words = (blocks * each) as usize;
-        let connection = rig.pair(Transport::Network, 8 * words);
-        let (region, data) = (connection.region(0).unwrap(), contents(1, 8 * words));
-        if comm.rank() == 0 {
-            region.upload(&data).unwrap();
-            let arguments = [connection.channel(), Argument::U32(each)];
-            rig.launch("many_puts", blocks, &arguments).unwrap();
-            rig.launch("many_signals", blocks, &arguments).unwrap();
-            rig.finish();
-        } else {
-            // A stream may wait as a kernel does.
-            let wait = MemoryOp::Wait {
-                word: connection.inbound(),
-                value: 2 * words as u64,
-            };
-            rig.stream.memory_ops(&[wait]).unwrap();
-            rig.finish();
-            assert!(
-                region.download().unwrap() == data,
-                "not all words are there"
-            );
-        }
-    });
+    with_network(many_blocks);
+}
+
+pub(super) fn many_blocks(comm: &Communicator) {
+    let rig = Rig::new(comm);
+    let (blocks, each) = (8, 500);
+    let words = (blocks * each) as usize;
+    let connection = rig.pair(Transport::Network, 8 * words);
+    let (region, data) = (connection.region(0).unwrap(), contents(1, 8 * words));
+    if comm.rank() == 0 {
+        region.upload(&data).unwrap();
+        let arguments = [connection.channel(), Argument::U32(each)];
+        rig.launch("many_puts", blocks, &arguments).unwrap();
+        rig.launch("many_signals", blocks, &arguments).unwrap();
+        rig.finish();
+    } else {
+        // A stream may wait as a kernel does.
+        let wait = MemoryOp::Wait {
+            word: connection.inbound(),
+            value: 2 * words as u64,
+        };
+        rig.stream.memory_ops(&[wait]).unwrap();
+        rig.finish();
+        assert!(
+            region.download().unwrap() == data,
+            "not all words are there"
+        );
+    }
 }
 
 #[test]
 fn regions_are_added_and_got_from() {
-    with_network(|comm| {
-        let rig = Rig::new(comm);
-        let (rank, bytes) = (comm.rank(), 4096);
-        let connection = rig.pair(Transport::Network, bytes);
-        let peers = 2 * bytes + 64 * (1 - rank);
-        let added = comm.alloc(2 * bytes + 64 * rank).unwrap();
-        let mut own = contents(7 + rank as u32, bytes);
-        own.resize(added.bytes(), 0);
-        own.copy_within(0..bytes, bytes);
-        added.upload(&own).unwrap();
-        assert_eq!(comm.add_regions(&[(&connection, &added)]).unwrap(), [1]);
-        assert_eq!(connection.peer_bytes(1), Some(peers));
-        let arguments = [
-            connection.channel(),
-            Argument::U32(1),
-            Argument::U64(bytes as u64),
-        ];
-        rig.launch("get_region", 1, &arguments).unwrap();
-        rig.finish();
-        comm.barrier().unwrap();
-        // What was got lies in the first region, and what the peer got was put to the second.
-        let got = connection.region(0).unwrap().download().unwrap();
-        assert!(got == contents(8 - rank as u32, bytes));
-        let put = added.download().unwrap();
-        assert!(put[..bytes] == contents(7 + rank as u32, bytes));
-        let arguments = [connection.channel(), Argument::U64(bytes as u64)];
-        // Only the first region is as long as this.
-        let other = rig.pair(Transport::Network, bytes);
-        let arguments = [other.channel(), arguments[1].clone()];
-        rig.launch("out_of_range", 1, &arguments).unwrap();
-        rig.finish();
-        comm.barrier().unwrap();
-    });
+    with_network(added_regions);
+}
+
+pub(super) fn added_regions(comm: &Communicator) {
+    let rig = Rig::new(comm);
+    let (rank, bytes) = (comm.rank(), 4096);
+    let connection = rig.pair(Transport::Network, bytes);
+    let peers = 2 * bytes + 64 * (1 - rank);
+    let added = comm.alloc(2 * bytes + 64 * rank).unwrap();
+    let mut own = contents(7 + rank as u32, bytes);
+    own.resize(added.bytes(), 0);
+    own.copy_within(0..bytes, bytes);
+    added.upload(&own).unwrap();
+    assert_eq!(comm.add_regions(&[(&connection, &added)]).unwrap(), [1]);
+    assert_eq!(connection.peer_bytes(1), Some(peers));
+    let arguments = [
+        connection.channel(),
+        Argument::U32(1),
+        Argument::U64(bytes as u64),
+    ];
+    rig.launch("get_region", 1, &arguments).unwrap();
+    rig.finish();
+    comm.barrier().unwrap();
+    // What was got lies in the first region, and what the peer got was put to the second.
+    let got = connection.region(0).unwrap().download().unwrap();
+    assert!(got == contents(8 - rank as u32, bytes));
+    let put = added.download().unwrap();
+    assert!(put[..bytes] == contents(7 + rank as u32, bytes));
+    let arguments = [connection.channel(), Argument::U64(bytes as u64)];
+    // Only the first region is as long as this.
+    let other = rig.pair(Transport::Network, bytes);
+    let arguments = [other.channel(), arguments[1].clone()];
+    rig.launch("out_of_range", 1, &arguments).unwrap();
+    rig.finish();
+    comm.barrier().unwrap();
 }
 
 /// Each rank writes to the peer's second region what it then reads there, more bytes than are sent at once.
 #[test]
 fn the_host_writes_and_reads_in_stream_order() {
+    with_network(host_writes);
+}
+
+pub(super) fn host_writes(comm: &Communicator) {
     const BYTES: usize = 20 << 20;
-    with_network(|comm| {
-        let rig = Rig::new(comm);
-        let (rank, peer) = (comm.rank() as u32, 1 - comm.rank());
-        let connection = rig.pair(Transport::Network, 64);
-        let added = comm.alloc(BYTES + 64).unwrap();
-        comm.add_regions(&[(&connection, &added)]).unwrap();
-        let source = comm.alloc(BYTES).unwrap();
-        let read = comm.alloc(BYTES).unwrap();
-        for round in 0..3 {
-            let at = (1, 16 * u64::from(round));
-            // What the stream does before it is written, and after it the source may change.
-            rig.stream.fill(source.memory(), 0).unwrap();
-            let (first, second) = (
-                source.slice(0..64).unwrap(),
-                source.slice(64..BYTES).unwrap(),
-            );
-            let words = comm.alloc(64).unwrap();
-            words.upload(&contents(10 * round + rank, 64)).unwrap();
-            rig.stream.copy(first.memory(), words.memory()).unwrap();
-            rig.stream.fill(second.memory(), 7).unwrap();
-            connection.write(&rig.stream, at, &source).unwrap();
-            rig.stream.fill(source.memory(), 9).unwrap();
-            connection.read(&rig.stream, &read, at).unwrap();
-            rig.stream.copy(source.memory(), read.memory()).unwrap();
-            // A kernel that follows tells the peer.
-            let tell = [connection.channel()];
-            rig.launch("signal_and_wait", 1, &tell).unwrap();
-            rig.finish();
-            let expected = |rank: u32| {
-                let mut all = contents(10 * round + rank, 64);
-                all.resize(BYTES, 7);
-                all
-            };
-            let written = added.download().unwrap();
-            let start = at.1 as usize;
-            assert!(written[start..start + BYTES] == expected(peer as u32));
-            assert!(source.download().unwrap() == expected(rank));
-            comm.barrier().unwrap();
-        }
-    });
+    let rig = Rig::new(comm);
+    let (rank, peer) = (comm.rank() as u32, 1 - comm.rank());
+    let connection = rig.pair(Transport::Network, 64);
+    let added = comm.alloc(BYTES + 64).unwrap();
+    comm.add_regions(&[(&connection, &added)]).unwrap();
+    let source = comm.alloc(BYTES).unwrap();
+    let read = comm.alloc(BYTES).unwrap();
+    for round in 0..3 {
+        let at = (1, 16 * u64::from(round));
+        // What the stream does before it is written, and after it the source may change.
+        rig.stream.fill(source.memory(), 0).unwrap();
+        let (first, second) = (
+            source.slice(0..64).unwrap(),
+            source.slice(64..BYTES).unwrap(),
+        );
+        let words = comm.alloc(64).unwrap();
+        words.upload(&contents(10 * round + rank, 64)).unwrap();
+        rig.stream.copy(first.memory(), words.memory()).unwrap();
+        rig.stream.fill(second.memory(), 7).unwrap();
+        connection.write(&rig.stream, at, &source).unwrap();
+        rig.stream.fill(source.memory(), 9).unwrap();
+        connection.read(&rig.stream, &read, at).unwrap();
+        rig.stream.copy(source.memory(), read.memory()).unwrap();
+        // A kernel that follows tells the peer.
+        let tell = [connection.channel()];
+        rig.launch("signal_and_wait", 1, &tell).unwrap();
+        rig.finish();
+        let expected = |rank: u32| {
+            let mut all = contents(10 * round + rank, 64);
+            all.resize(BYTES, 7);
+            all
+        };
+        let written = added.download().unwrap();
+        let start = at.1 as usize;
+        assert!(written[start..start + BYTES] == expected(peer as u32));
+        assert!(source.download().unwrap() == expected(rank));
+        comm.barrier().unwrap();
+    }
 }
 
 #[test]
 fn writes_of_many_streams_wait_for_their_own_alone() {
+    with_network(many_streams);
+}
+
+pub(super) fn many_streams(comm: &Communicator) {
     const EACH: usize = 50;
-    with_network(|comm| {
-        let rig = Rig::new(comm);
-        let (rank, peer) = (comm.rank(), 1 - comm.rank());
-        let connection = rig.pair(Transport::Network, 8 * 4096);
-        let streams: Vec<_> = (0..8)
-            .map(|_| comm.create_stream(Default::default()).unwrap())
-            .collect();
-        // The first stream's write is held up by a signal that comes after the others are done.
-        let held = comm.alloc(4096).unwrap();
-        held.upload(&contents(rank as u32, 4096)).unwrap();
+    let rig = Rig::new(comm);
+    let (rank, peer) = (comm.rank(), 1 - comm.rank());
+    let connection = rig.pair(Transport::Network, 8 * 4096);
+    let streams: Vec<_> = (0..8)
+        .map(|_| comm.create_stream(Default::default()).unwrap())
+        .collect();
+    // The first stream's write is held up by a signal that comes after the others are done.
+    let held = comm.alloc(4096).unwrap();
+    held.upload(&contents(rank as u32, 4096)).unwrap();
+    let signals = comm.signals(1).unwrap();
+    let word = signals.word(0).unwrap();
+    let wait = MemoryOp::Wait {
+        word: &word,
+        value: 1,
+    };
+    streams[0].memory_ops(&[wait]).unwrap();
+    connection.write(&streams[0], 0, &held).unwrap();
+    for (number, stream) in streams.iter().enumerate().skip(1) {
+        let (source, at) = (comm.alloc(4096).unwrap(), 4096 * number as u64);
+        for round in 0..EACH {
+            stream
+                .fill(source.memory(), (round + number) as u8)
+                .unwrap();
+            connection.write(stream, at, &source).unwrap();
+        }
+    }
+    for stream in &streams[1..] {
+        comm.synchronize(stream).unwrap();
+    }
+    comm.barrier().unwrap();
+    let region = connection.region(0).unwrap();
+    let arrived = region.download().unwrap();
+    for number in 1..streams.len() {
+        let expected = [(EACH - 1 + number) as u8; 4096];
+        assert!(arrived[4096 * number..4096 * (number + 1)] == expected);
+    }
+    comm.barrier().unwrap();
+    let write = MemoryOp::Write {
+        word: &word,
+        value: 1,
+    };
+    rig.stream.memory_ops(&[write]).unwrap();
+    comm.synchronize(&streams[0]).unwrap();
+    comm.barrier().unwrap();
+    let arrived = region.slice(0..4096).unwrap().download().unwrap();
+    assert!(arrived == contents(peer as u32, 4096));
+    comm.barrier().unwrap();
+}
+
+#[test]
+fn wrong_writes_over_the_network_are_errors() {
+    with_network(wrong_writes);
+}
+
+pub(super) fn wrong_writes(comm: &Communicator) {
+    let rig = Rig::new(comm);
+    let connection = rig.pair(Transport::Network, 64);
+    let peer = Some(1 - comm.rank());
+    let source = comm.alloc(65).unwrap();
+    let whole = source.slice(0..64).unwrap();
+    let stream = &rig.stream;
+    let wrong = [
+        (
+            connection.write(stream, 0, &source),
+            "65 bytes from offset 0",
+        ),
+        (
+            connection.write(stream, 1, &whole),
+            "64 bytes from offset 1",
+        ),
+        (connection.read(stream, &whole, u64::MAX), "pass the end"),
+        (
+            connection.read(stream, &whole, (1, 0)),
+            "unknown region 1 of the peer",
+        ),
+    ];
+    for (result, says) in wrong {
+        let error = result.unwrap_err();
+        assert_eq!(
+            (error.kind(), error.peer()),
+            (ErrorKind::InvalidArgument, peer)
+        );
+        assert_says(&error, &[says, "tag 0"]);
+    }
+    stream.begin_capture().unwrap();
+    let error = connection.write(stream, 0, &whole).unwrap_err();
+    assert_eq!((error.kind(), error.peer()), (ErrorKind::Unsupported, peer));
+    assert_says(&error, &["a graph", "in a kernel"]);
+    stream.end_capture().unwrap();
+    // Nothing is left of them.
+    connection.write(stream, 0, &whole).unwrap();
+    rig.finish();
+    comm.barrier().unwrap();
+    comm.stop_proxy(comm.deadline()).unwrap();
+    let error = connection.write(stream, 0, &whole).unwrap_err();
+    assert_eq!((error.kind(), error.peer()), (ErrorKind::Closed, peer));
+    assert_says(&error, &["the proxy was stopped"]);
+    rig.finish();
+}
+
+/// A stream that would wait for a proxy that has ended fails, as kernels do.
+#[test]
+fn writes_that_a_stopped_proxy_did_not_do_are_errors() {
+    with_network(stopped_proxy);
+}
+
+pub(super) fn stopped_proxy(comm: &Communicator) {
+    let rig = Rig::new(comm);
+    let connection = rig.pair(Transport::Network, 64);
+    if comm.rank() == 0 {
+        let source = comm.alloc(64).unwrap();
         let signals = comm.signals(1).unwrap();
         let word = signals.word(0).unwrap();
         let wait = MemoryOp::Wait {
             word: &word,
             value: 1,
         };
-        streams[0].memory_ops(&[wait]).unwrap();
-        connection.write(&streams[0], 0, &held).unwrap();
-        for (number, stream) in streams.iter().enumerate().skip(1) {
-            let (source, at) = (comm.alloc(4096).unwrap(), 4096 * number as u64);
-            for round in 0..EACH {
-                stream
-                    .fill(source.memory(), (round + number) as u8)
-                    .unwrap();
-                connection.write(stream, at, &source).unwrap();
-            }
-        }
-        for stream in &streams[1..] {
-            comm.synchronize(stream).unwrap();
-        }
-        comm.barrier().unwrap();
-        let region = connection.region(0).unwrap();
-        let arrived = region.download().unwrap();
-        for number in 1..streams.len() {
-            let expected = [(EACH - 1 + number) as u8; 4096];
-            assert!(arrived[4096 * number..4096 * (number + 1)] == expected);
-        }
-        comm.barrier().unwrap();
-        let write = MemoryOp::Write {
-            word: &word,
-            value: 1,
-        };
-        rig.stream.memory_ops(&[write]).unwrap();
-        comm.synchronize(&streams[0]).unwrap();
-        comm.barrier().unwrap();
-        let arrived = region.slice(0..4096).unwrap().download().unwrap();
-        assert!(arrived == contents(peer as u32, 4096));
-        comm.barrier().unwrap();
-    });
-}
-
-#[test]
-fn wrong_writes_over_the_network_are_errors() {
-    with_network(|comm| {
-        let rig = Rig::new(comm);
-        let connection = rig.pair(Transport::Network, 64);
-        let peer = Some(1 - comm.rank());
-        let source = comm.alloc(65).unwrap();
-        let whole = source.slice(0..64).unwrap();
-        let stream = &rig.stream;
-        let wrong = [
-            (
-                connection.write(stream, 0, &source),
-                "65 bytes from offset 0",
-            ),
-            (
-                connection.write(stream, 1, &whole),
-                "64 bytes from offset 1",
-            ),
-            (connection.read(stream, &whole, u64::MAX), "pass the end"),
-            (
-                connection.read(stream, &whole, (1, 0)),
-                "unknown region 1 of the peer",
-            ),
-        ];
-        for (result, says) in wrong {
-            let error = result.unwrap_err();
-            assert_eq!(
-                (error.kind(), error.peer()),
-                (ErrorKind::InvalidArgument, peer)
-            );
-            assert_says(&error, &[says, "tag 0"]);
-        }
-        stream.begin_capture().unwrap();
-        let error = connection.write(stream, 0, &whole).unwrap_err();
-        assert_eq!((error.kind(), error.peer()), (ErrorKind::Unsupported, peer));
-        assert_says(&error, &["a graph", "in a kernel"]);
-        stream.end_capture().unwrap();
-        // Nothing is left of them.
-        connection.write(stream, 0, &whole).unwrap();
-        rig.finish();
-        comm.barrier().unwrap();
-        comm.stop_proxy(comm.deadline()).unwrap();
-        let error = connection.write(stream, 0, &whole).unwrap_err();
-        assert_eq!((error.kind(), error.peer()), (ErrorKind::Closed, peer));
+        rig.stream.memory_ops(&[wait]).unwrap();
+        connection.write(&rig.stream, 0, &source).unwrap();
+        let deadline = Deadline::after(Duration::from_millis(50));
+        let error = comm.stop_proxy(deadline).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Timeout);
+        assert_says(&error, &["1 copies of streams were not done"]);
+        let error = comm.synchronize(&rig.stream).unwrap_err();
+        assert_eq!((error.kind(), error.peer()), (ErrorKind::Closed, Some(1)));
         assert_says(&error, &["the proxy was stopped"]);
-        rig.finish();
-    });
-}
-
-/// A stream that would wait for a proxy that has ended fails, as kernels do.
-#[test]
-fn writes_that_a_stopped_proxy_did_not_do_are_errors() {
-    with_network(|comm| {
-        let rig = Rig::new(comm);
-        let connection = rig.pair(Transport::Network, 64);
-        if comm.rank() == 0 {
-            let source = comm.alloc(64).unwrap();
-            let signals = comm.signals(1).unwrap();
-            let word = signals.word(0).unwrap();
-            let wait = MemoryOp::Wait {
-                word: &word,
-                value: 1,
-            };
-            rig.stream.memory_ops(&[wait]).unwrap();
-            connection.write(&rig.stream, 0, &source).unwrap();
-            let deadline = Deadline::after(Duration::from_millis(50));
-            let error = comm.stop_proxy(deadline).unwrap_err();
-            assert_eq!(error.kind(), ErrorKind::Timeout);
-            assert_says(&error, &["1 copies of streams were not done"]);
-            let error = comm.synchronize(&rig.stream).unwrap_err();
-            assert_eq!((error.kind(), error.peer()), (ErrorKind::Closed, Some(1)));
-            assert_says(&error, &["the proxy was stopped"]);
-            println!("as it should be");
-            std::process::exit(0);
-        }
-        // Rank 0 has failed for its peers.
-        let error = comm.barrier().unwrap_err();
-        assert_eq!(error.peer(), Some(0), "{error}");
+        println!("as it should be");
         std::process::exit(0);
-    });
+    }
+    // Rank 0 has failed for its peers.
+    let error = comm.barrier().unwrap_err();
+    assert_eq!(error.peer(), Some(0), "{error}");
+    std::process::exit(0);
 }
 
 #[test]
 fn setups_leave_nothing_behind() {
-    with_network(|comm| {
-        let rig = Rig::new(comm);
-        let mut counts = Vec::new();
-        for round in 0..30 {
-            let connections = rig.connect(Transport::Network, 2, 2 * 256);
-            rig.ping_pong(&connections, 256, 1);
-            rig.finish();
-            if round % 10 == 9 {
-                comm.stop_proxy(comm.deadline()).unwrap();
-            }
+    with_network(many_setups);
+}
+
+pub(super) fn many_setups(comm: &Communicator) {
+    let rig = Rig::new(comm);
+    let mut counts = Vec::new();
+    for round in 0..30 {
+        let connections = rig.connect(Transport::Network, 2, 2 * 256);
+        rig.ping_pong(&connections, 256, 1);
+        rig.finish();
+        if round % 10 == 9 {
+            comm.stop_proxy(comm.deadline()).unwrap();
         }
-        let started = Instant::now();
-        // What both ends have let go of is let go of.
-        while comm.registrations_and_mappings().0 > 2 {
-            counts.push(comm.registrations_and_mappings());
-            comm.release_idle().unwrap();
-            std::thread::sleep(Duration::from_millis(10));
-            assert!(
-                started.elapsed() < Duration::from_secs(10),
-                "left behind: {counts:?}"
-            );
-        }
-        comm.barrier().unwrap();
-    });
+    }
+    let started = Instant::now();
+    // What both ends have let go of is let go of.
+    while comm.registrations_and_mappings().0 > 2 {
+        counts.push(comm.registrations_and_mappings());
+        comm.release_idle().unwrap();
+        std::thread::sleep(Duration::from_millis(10));
+        assert!(
+            started.elapsed() < Duration::from_secs(10),
+            "left behind: {counts:?}"
+        );
+    }
+    comm.barrier().unwrap();
 }
 
 #[test]

@@ -10,7 +10,7 @@ use crate::device::{ChannelMemory, Word};
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::memory::RemoteRegion;
 use crate::signal::{Offer, RemoteSlot};
-use crate::transport::{Carrier, CopyEngine, NetworkCarrier};
+use crate::transport::{Carrier, CopyEngine, NetworkCarrier, StagedCarrier};
 use std::sync::{Arc, Mutex};
 
 /// What an end has of its peer.
@@ -35,18 +35,26 @@ impl ConnectionExchange {
                 .with_key(format!("connection with tag {}", request.tag))
         };
         let offer = EndOffer::decode(message).map_err(named)?;
-        if offer.transport != end.transport {
+        let is_staged = end
+            .exposed
+            .as_ref()
+            .map(|exposed| exposed.staging().is_some());
+        let other_staging = is_staged.is_some_and(|is_staged| is_staged != offer.staging.is_some());
+        if offer.transport != end.transport || other_staging {
             // The peer finds the same and gives up too, so nobody will write to the slot.
             self.decline(job_peer, &offer);
-            let what = format!(
-                "this rank uses the {} transport, the peer the {}",
-                end.transport, offer.transport
-            );
+            let (what, help) = if offer.transport == end.transport {
+                let what = "one rank stages what goes over the network, the other does not";
+                (what.to_owned(), "configure the same staging on every rank")
+            } else {
+                let what = format!(
+                    "this rank uses the {} transport, the peer the {}",
+                    end.transport, offer.transport
+                );
+                (what, "choose the same transport on both ranks")
+            };
             self.give_back(end);
-            return Err(named(
-                Error::new(ErrorKind::Mismatch, what)
-                    .with_help("choose the same transport on both ranks"),
-            ));
+            return Err(named(Error::new(ErrorKind::Mismatch, what).with_help(help)));
         }
         self.make(end, job_peer, &offer).map_err(named)
     }
@@ -78,6 +86,13 @@ impl ConnectionExchange {
         )?;
         let windows = Arc::new(windows);
         let carrier: Option<Box<dyn Carrier>> = match (&held.reach, &outbound) {
+            (Reach::Network(link), _) if link.is_staged() => Some(Box::new(StagedCarrier::new(
+                &self.device,
+                (request.peer, link),
+                (own.memory(), &windows),
+                [&words.inbound, &words.completed],
+                &self.fault,
+            )?)),
             (Reach::Network(link), _) => Some(Box::new(NetworkCarrier::new(
                 &self.device,
                 link,
@@ -130,8 +145,14 @@ impl ConnectionExchange {
     fn reach(&self, end: &mut End<'_>, job_peer: Rank, offer: &EndOffer) -> Result<Reached> {
         if let Some(exposed) = end.exposed.take() {
             let keys = [&offer.address[..], &offer.inbound, &offer.region];
-            let link = self.networks.connect(end.request.peer, exposed, keys)?;
-            let bytes = link.region(0)?.bytes() as u64;
+            let shape = offer.staging.map(|staging| staging.shape);
+            let link = self
+                .networks
+                .connect(end.request.peer, exposed, keys, shape)?;
+            let bytes = match offer.staging {
+                Some(staging) => staging.region_bytes,
+                None => link.region(0)?.bytes() as u64,
+            };
             return Ok(Reached {
                 reach: Reach::Network(Arc::new(link)),
                 outbound: None,

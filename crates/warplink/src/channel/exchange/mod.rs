@@ -23,7 +23,7 @@ use crate::signal::{
     EndNumbers, Missing, Offer, Publisher, Slot, SlotDirectory, SlotPool, SlotReleases,
 };
 use crate::transport::{Exposed, Networks};
-use offer::EndOffer;
+use offer::{EndOffer, StagingOffer};
 use std::collections::HashSet;
 use std::sync::Arc;
 
@@ -284,6 +284,7 @@ impl ConnectionExchange {
                 inbound: self.publisher.export(offer, &inbound)?,
                 slot,
                 address: Vec::new(),
+                staging: None,
             });
         }
         let (slots, devices) = (self.slots.clone(), request.network_devices.as_deref());
@@ -293,6 +294,10 @@ impl ConnectionExchange {
             .expose(devices, &inbound, &request.region, recycle);
         let exposed = exposed.map_err(|error| error.with_peer(request.peer))?;
         let [address, inbound, region] = exposed.keys().map(<[u8]>::to_vec);
+        let staging = exposed.staging().map(|shape| StagingOffer {
+            shape,
+            region_bytes: request.region.bytes() as u64,
+        });
         offer.item.exposed = Some(exposed);
         Ok(EndOffer {
             transport,
@@ -300,6 +305,7 @@ impl ConnectionExchange {
             inbound,
             slot,
             address,
+            staging,
         })
     }
 

@@ -2,6 +2,7 @@
 
 use crate::channel::request::Transport;
 use crate::error::{Error, ErrorKind, Result};
+use crate::transport::StagingShape;
 use serde::{Deserialize, Serialize};
 
 /// What one end tells the other.
@@ -16,6 +17,16 @@ pub(super) struct EndOffer {
     pub(super) slot: u64,
     /// Where this rank is found, over the network; else empty.
     pub(super) address: Vec<u8>,
+    /// Over the network, where it does not reach the region: what the keys are for instead.
+    pub(super) staging: Option<StagingOffer>,
+}
+
+/// Rings of staging memory: the keys are those of the ring and of its control memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct StagingOffer {
+    pub(super) shape: StagingShape,
+    /// Bytes of the region itself.
+    pub(super) region_bytes: u64,
 }
 
 impl EndOffer {
@@ -49,6 +60,7 @@ mod tests {
             inbound: vec![2; 168],
             slot: 7,
             address: vec![3; 40],
+            staging: None,
         };
         let wire = offer.encode().unwrap();
         assert_eq!(EndOffer::decode(&wire).unwrap(), offer);

@@ -126,7 +126,7 @@ impl ConnectionExchange {
         let mut offer = self.publisher.offer(peer, keys, connection)?;
         let handle = match &end.held.reach {
             Reach::Mapped { .. } => self.publisher.export(&mut offer, region)?,
-            Reach::Network(link) => link.expose(region)?,
+            Reach::Network(link) => link.expose(region, next)?,
         };
         Ok(offer.with_message(handle))
     }

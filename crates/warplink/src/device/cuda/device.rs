@@ -8,7 +8,7 @@ use super::memory::borrowed;
 use super::memory::fifo::CudaFifoMemory;
 use super::memory::sharing;
 use super::memory::virtual_memory::{CudaSegment, VirtualMemory};
-use super::memory::{CudaBacking, PlainMemory, Source, next_identity};
+use super::memory::{CudaBacking, PinnedMemory, PlainMemory, Source, next_identity};
 use super::nccl::engine::NcclEngine;
 use super::nvml::NvmlGpu;
 use super::stream::CudaStream;
@@ -17,7 +17,7 @@ use crate::deadline::Deadline;
 use crate::device::{
     AllGatherBytes, AllocationKind, Attachment, CollectiveEngine, Compute, Device, DeviceIdentity,
     DeviceKind, DeviceLinks, DeviceProperties, DeviceSlice, Event, Export, Fault, Fifo, FifoReader,
-    LinkQuery, Module, ModuleSource, Opening, PciAddress, Priority, Segment, Stream,
+    LinkQuery, Module, ModuleSource, Opening, PciAddress, Priority, Segment, StagingMemory, Stream,
 };
 use crate::error::{Error, Result};
 use crate::sync::lock;
@@ -238,6 +238,14 @@ impl Device for CudaDevice {
         Fifo::new(slots, |slots| {
             Ok(Box::new(CudaFifoMemory::allocate(&self.gpu, slots)?))
         })
+    }
+
+    fn allocate_staging(&self, bytes: usize) -> Result<StagingMemory> {
+        self.gpu.fault.check()?;
+        let memory = PinnedMemory::allocate(&self.gpu, bytes)?.into_slice(bytes);
+        // SAFETY: pinned memory has the same address for processors and the GPU, and this crate accesses it by
+        // atomics and raw copies alone.
+        Ok(unsafe { StagingMemory::new(memory) })
     }
 
     fn local_cpus(&self) -> Vec<usize> {

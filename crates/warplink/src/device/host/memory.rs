@@ -101,6 +101,9 @@ impl Backing for Allocation {
     fn kind(&self) -> DeviceKind {
         DeviceKind::Host
     }
+    fn is_host_memory(&self) -> bool {
+        true
+    }
     fn fault(&self) -> Option<&Arc<Fault>> {
         self.fault.as_ref()
     }
@@ -121,6 +124,9 @@ impl Backing for Borrowed {
     }
     fn kind(&self) -> DeviceKind {
         DeviceKind::Host
+    }
+    fn is_host_memory(&self) -> bool {
+        true
     }
     fn is_borrowed(&self) -> bool {
         true

@@ -32,7 +32,7 @@ use super::{
     LinkEnd, LinkQuery, Module, ModuleSource, Opening, PciAddress, Priority, Segment, Stream,
 };
 use crate::device::channel::fifo::HostFifoMemory;
-use crate::device::{DeviceProperties, Fifo, FifoReader, machine_identity};
+use crate::device::{DeviceProperties, Fifo, FifoReader, StagingMemory, machine_identity};
 use crate::error::{Error, ErrorKind, Result};
 use std::any::Any;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -257,6 +257,13 @@ impl Device for HostDevice {
 
     fn create_fifo(&self, slots: usize) -> Result<(Arc<Fifo>, FifoReader)> {
         Fifo::new(slots, |slots| Ok(Box::new(HostFifoMemory::new(slots))))
+    }
+
+    fn allocate_staging(&self, bytes: usize) -> Result<StagingMemory> {
+        let memory = memory::allocate(bytes)?;
+        memory::fill(&memory, 0);
+        // SAFETY: the memory is mapped in this process, and this crate accesses it by atomics and raw copies alone.
+        Ok(unsafe { StagingMemory::new(memory) })
     }
 
     fn compute(&self) -> Result<Arc<dyn Compute>> {

@@ -62,6 +62,9 @@ pub trait Network: Send + Sync + fmt::Debug {
     /// What a peer needs to [connect](Self::connect) to this process.
     fn address(&self) -> &[u8];
 
+    /// Whether it reaches `memory`: sends it and lets peers write to it.
+    fn reaches(&self, memory: &DeviceSlice) -> bool;
+
     /// Lets peers write to `memory`, until what is returned is dropped.
     ///
     /// # Errors

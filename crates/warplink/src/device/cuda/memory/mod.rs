@@ -14,6 +14,7 @@ pub(super) mod virtual_memory;
 use self::block_pool::Block;
 use self::ipc::IpcMapping;
 use self::virtual_memory::VirtualMemory;
+use crate::device::cuda::driver::raw::Pinned;
 use crate::device::cuda::driver::status;
 use crate::device::cuda::gpu::Gpu;
 use crate::device::cuda::stream::live::{PendingUse, Uses};
@@ -63,6 +64,8 @@ pub(super) enum Source {
         held: PlainMemory,
     },
     Virtual(VirtualMemory),
+    /// Of the host.
+    Pinned(PinnedMemory),
     Borrowed(Borrowed),
     /// A peer's, opened by IPC handle; the mapping may be shared by several backings.
     Ipc {
@@ -94,6 +97,7 @@ impl CudaBacking {
     ) -> DeviceSlice {
         let uses = match &source {
             Source::Plain { held } => held.uses.clone(),
+            Source::Pinned(held) => held.uses.clone(),
             _ => Arc::default(),
         };
         DeviceSlice::whole(Arc::new(Self {
@@ -140,6 +144,10 @@ impl Backing for CudaBacking {
         DeviceKind::Cuda
     }
 
+    fn is_host_memory(&self) -> bool {
+        matches!(self.source, Source::Pinned(_))
+    }
+
     fn is_borrowed(&self) -> bool {
         matches!(self.source, Source::Borrowed(_))
     }
@@ -167,6 +175,7 @@ impl fmt::Debug for CudaBacking {
         let source = match self.source {
             Source::Plain { .. } => "plain",
             Source::Virtual(_) => "virtual",
+            Source::Pinned(_) => "pinned",
             Source::Borrowed(_) => "borrowed",
             Source::Ipc { .. } => "peer's by IPC",
             Source::Descriptor { .. } => "peer's by descriptor",
@@ -176,6 +185,54 @@ impl fmt::Debug for CudaBacking {
             "{source} memory of {:?}: {} bytes at {:#x}",
             self.gpu.context, self.bytes, self.base
         )
+    }
+}
+
+/// Memory of the host that the GPU's copy engines reach, at the same address. It is freed when streams are past
+/// it.
+pub(super) struct PinnedMemory {
+    gpu: Arc<Gpu>,
+    /// There until it is dropped.
+    pinned: Option<Pinned>,
+    uses: Arc<Uses>,
+}
+
+// SAFETY: a shared reference gives its address alone; who uses that answers for it.
+unsafe impl Sync for PinnedMemory {}
+
+impl PinnedMemory {
+    /// Allocates `bytes` zeros.
+    pub(super) fn allocate(gpu: &Arc<Gpu>, bytes: usize) -> Result<Self> {
+        let mut pinned = Pinned::allocate(&gpu.context, bytes)?;
+        // SAFETY: nobody else knows of the memory yet.
+        unsafe { pinned.write(0, &vec![0; bytes]) };
+        Ok(Self {
+            gpu: gpu.clone(),
+            pinned: Some(pinned),
+            uses: Arc::default(),
+        })
+    }
+
+    /// The same with what a slice needs.
+    pub(super) fn into_slice(self, bytes: usize) -> DeviceSlice {
+        let gpu = self.gpu.clone();
+        let address = self
+            .pinned
+            .as_ref()
+            .map_or(0, |pinned| pinned.at(0).expose_provenance() as u64);
+        CudaBacking::slice(&gpu, address, bytes, next_identity(), Source::Pinned(self))
+    }
+}
+
+impl Drop for PinnedMemory {
+    fn drop(&mut self) {
+        // The driver might wait for the GPU, so this is done as memory is freed.
+        let (pinned, reaper) = (self.pinned.take(), self.gpu.reaper.clone());
+        let free = {
+            let reaper = reaper.clone();
+            move || reaper.run(move |_| drop(pinned))
+        };
+        reaper.when_past(self.uses.pending(), free);
     }
 }
 

@@ -22,7 +22,9 @@ pub(crate) fn export(slice: &DeviceSlice) -> Result<Export> {
             (Some(ipc_handle(gpu, backing.base())?), Vec::new())
         }
         Source::Borrowed(borrowed) => (None, mapped_pieces(gpu, backing.base(), &borrowed.pieces)?),
-        Source::Ipc { .. } | Source::Descriptor { .. } => return Err(not_ours()),
+        Source::Pinned(_) | Source::Ipc { .. } | Source::Descriptor { .. } => {
+            return Err(not_ours());
+        }
     };
     Ok(Export {
         allocation: slice.allocation(),
@@ -155,7 +157,7 @@ fn reach(gpu: &Gpu, backing: &CudaBacking) -> Result<()> {
         Source::Borrowed(borrowed) if !borrowed.ipc_capable => {
             virtual_memory::allow(gpu, backing.base(), backing.bytes())
         }
-        Source::Ipc { .. } | Source::Descriptor { .. } => Err(not_ours()),
+        Source::Pinned(_) | Source::Ipc { .. } | Source::Descriptor { .. } => Err(not_ours()),
         _ => Ok(()),
     }
 }

@@ -12,7 +12,7 @@ use super::{
     Network, NetworkConnection, NetworkOptions, NetworkRegion, OnDone, OnFailure, RemoteMemory,
 };
 use crate::deadline::Deadline;
-use crate::device::{DeviceKind, DeviceSlice};
+use crate::device::DeviceSlice;
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::sync::lock;
 use serde::{Deserialize, Serialize};
@@ -118,6 +118,10 @@ impl Network for UcxNetwork {
 
     fn address(&self) -> &[u8] {
         &self.address
+    }
+
+    fn reaches(&self, memory: &DeviceSlice) -> bool {
+        check_kind(memory).is_ok()
     }
 
     fn register(&self, memory: &DeviceSlice) -> Result<NetworkRegion> {
@@ -388,14 +392,17 @@ impl fmt::Debug for UcxConnection {
 
 /// Fails for memory that processors do not reach.
 fn check_kind(memory: &DeviceSlice) -> Result<()> {
-    match memory.kind() {
-        DeviceKind::Host => Ok(()),
-        kind => Err(Error::new(
-            ErrorKind::Unsupported,
-            format!("the network does not reach memory of device {kind}; expected host memory"),
-        )
-        .with_help("copy the data to memory of the host device first")),
+    if memory.backing().is_host_memory() {
+        return Ok(());
     }
+    Err(Error::new(
+        ErrorKind::Unsupported,
+        format!(
+            "the network does not reach memory of device {}; expected host memory",
+            memory.kind()
+        ),
+    )
+    .with_help("copy the data to staging memory of the device first"))
 }
 
 fn ended() -> Error {

@@ -1,0 +1,69 @@
+//! Memory of the host that copies of a device's streams, the network and processors all reach.
+
+use super::slice::DeviceSlice;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Memory between a device's own and the network: streams of the device copy to and from it at full rate, a
+/// network sends it and writes to it, and its words can be read and set. All zero at first.
+#[derive(Clone, Debug)]
+pub struct StagingMemory(DeviceSlice);
+
+impl StagingMemory {
+    /// # Safety
+    /// The memory of `slice` is at its address for processors of this process too, as long as the slice is held,
+    /// and nothing accesses it but devices, networks, and this type.
+    pub(in crate::device) unsafe fn new(slice: DeviceSlice) -> Self {
+        Self(slice)
+    }
+
+    /// The same as memory of the device.
+    pub fn slice(&self) -> &DeviceSlice {
+        &self.0
+    }
+
+    /// The word at `offset`, and what was written before it was; zero where there is none.
+    pub(crate) fn load(&self, offset: usize) -> u64 {
+        self.word(offset)
+            .map_or(0, |word| word.load(Ordering::Acquire))
+    }
+
+    /// Sets the word at `offset`, after what this thread did before.
+    pub(crate) fn store(&self, offset: usize, value: u64) {
+        if let Some(word) = self.word(offset) {
+            word.store(value, Ordering::Release);
+        }
+    }
+
+    fn word(&self, offset: usize) -> Option<&AtomicU64> {
+        let end = offset.checked_add(size_of::<u64>())?;
+        let address = self.0.address() as usize + offset;
+        if end > self.0.bytes() || !address.is_multiple_of(size_of::<u64>()) {
+            return None;
+        }
+        // SAFETY: 8 aligned bytes inside of the slice, which processors reach at its address and which lives
+        // as long as `self`; everybody in this process accesses words of it atomically.
+        Some(unsafe { AtomicU64::from_ptr(std::ptr::with_exposed_provenance_mut(address)) })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::device::{self, DeviceConfig, DeviceKind};
+
+    #[test]
+    fn words_start_as_zeros_and_end_with_the_memory() {
+        let device = device::open(&DeviceConfig::new(DeviceKind::Host, 0)).unwrap();
+        let memory = device.allocate_staging(64).unwrap();
+        assert!(memory.slice().backing().is_host_memory());
+        assert_eq!((memory.load(0), memory.load(56)), (0, 0));
+        memory.store(56, 7);
+        // Past the end, and between words.
+        for offset in [57, 64, usize::MAX] {
+            memory.store(offset, 9);
+            assert_eq!(memory.load(offset), 0);
+        }
+        let mut bytes = [0; 64];
+        device.download(memory.slice(), &mut bytes).unwrap();
+        assert_eq!(bytes[56..], 7_u64.to_ne_bytes());
+    }
+}

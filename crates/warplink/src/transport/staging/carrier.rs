@@ -1,0 +1,134 @@
+//! A line as what carries the bytes of a connection.
+
+use super::line::{Line, LineParts, Operation};
+use super::service::Service;
+use crate::deadline::Deadline;
+use crate::device::channel::trigger::Movement;
+use crate::device::channel::{Side, Windows};
+use crate::device::{At, Device, DeviceSlice, Fault, Word};
+use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::transport::{Carrier, NetworkLink};
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// Between two looks at whether everything is done.
+const LOOK: Duration = Duration::from_micros(100);
+
+/// Moves bytes between memory that the network does not reach.
+pub(crate) struct StagedCarrier {
+    line: Arc<Line>,
+    service: Arc<Service>,
+    windows: Arc<Windows>,
+    /// This rank's word for flushes.
+    completed: Word,
+    peer: Rank,
+    fault: Arc<Fault>,
+}
+
+impl StagedCarrier {
+    /// The carrier of a link to `peer`, which may reach `own`, and whose signals count up `inbound`. Raises `fault`
+    /// when the connection fails.
+    pub(crate) fn new(
+        device: &Arc<dyn Device>,
+        (peer, link): (Rank, &Arc<NetworkLink>),
+        (own, windows): (&DeviceSlice, &Arc<Windows>),
+        [inbound, completed]: [&Word; 2],
+        fault: &Arc<Fault>,
+    ) -> Result<Self> {
+        let (Some(incoming), Some(peer_shape)) = (link.incoming(), link.peer_shape()) else {
+            return Err(Error::new(
+                ErrorKind::Internal,
+                "a link without staging memory",
+            ));
+        };
+        link.raise_when_broken(fault)?;
+        let parts = LineParts {
+            peer,
+            fault: fault.clone(),
+            connection: link.connection().clone(),
+            control: link.words().clone(),
+            peer_ring: link.region(0)?,
+            peer_shape,
+            incoming: incoming.clone(),
+            inbound: inbound.clone(),
+        };
+        let line = Arc::new(Line::new(device, parts)?);
+        line.set_region(0, own);
+        let service = link.keep_line(&line).clone();
+        service.add(&line)?;
+        Ok(Self {
+            line,
+            service,
+            windows: windows.clone(),
+            completed: completed.clone(),
+            peer,
+            fault: fault.clone(),
+        })
+    }
+
+    fn push(&self, operation: Operation) {
+        self.line.push(operation);
+        self.service.wake();
+    }
+}
+
+impl Carrier for StagedCarrier {
+    fn has_room(&self) -> Result<bool> {
+        Ok(self.line.has_room())
+    }
+
+    fn start(&self, movement: Movement, own: &DeviceSlice, peers: At) -> Result<()> {
+        self.windows.check(Side::Peers, peers, own.bytes() as u64)?;
+        if own.bytes() == 0 {
+            return Ok(());
+        }
+        self.push(match movement {
+            Movement::Put => Operation::Put {
+                source: own.clone(),
+                at: peers,
+            },
+            Movement::Get => Operation::Get {
+                target: own.clone(),
+                at: peers,
+            },
+        });
+        Ok(())
+    }
+
+    fn set(&self, inbound: Option<u64>, completed: Option<u64>) -> Result<()> {
+        if let Some(value) = inbound {
+            self.push(Operation::Signal(value));
+        }
+        completed.map_or(Ok(()), |value| self.answer(&self.completed, value))
+    }
+
+    fn answer(&self, word: &Word, value: u64) -> Result<()> {
+        let word = word.clone();
+        self.push(Operation::Answer { word, value });
+        Ok(())
+    }
+
+    fn is_idle(&self) -> Result<bool> {
+        self.line.is_idle()
+    }
+
+    fn drain(&self, deadline: Deadline) -> Result<()> {
+        while !self.line.is_idle()? {
+            self.fault.check()?;
+            if deadline.passed() {
+                return Err(deadline
+                    .expired("the peer to take what was sent")
+                    .with_peer(self.peer));
+            }
+            std::thread::sleep(LOOK);
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Debug for StagedCarrier {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("StagedCarrier").field(&self.line).finish()
+    }
+}

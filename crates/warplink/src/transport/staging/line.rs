@@ -1,0 +1,508 @@
+//! One end of a line: what it sends, what it takes, and what both wait for. Nothing here blocks.
+
+use super::message::{Message, WORDS, malformed};
+use super::{ARRIVED, CONSUMED, GONE, HEADER_BYTES, Incoming, Shape};
+use crate::device::network::{NetworkConnection, RemoteMemory};
+use crate::device::{
+    At, Device, DeviceSlice, Event, Fault, MemoryOp, Priority, StagingMemory, Stream, Word,
+};
+use crate::error::{Rank, Result};
+use crate::sync::lock;
+use std::collections::{BTreeMap, VecDeque};
+use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+
+/// Gets that an end asks for at a time.
+const MAX_GETS: usize = 64;
+
+/// Operations that wait to be sent, from which on there is no room for more.
+const MAX_QUEUED: usize = 256;
+
+/// From here on a number of signals is none: what words of signals have when waits are ended is above it.
+const MAX_SIGNALS: u64 = 1 << 60;
+
+/// One end.
+pub(crate) struct Line {
+    pub(super) parts: LineParts,
+    /// Copies from and to the device's memory.
+    outward: Stream,
+    inward: Stream,
+    /// Of the chunks of both rings.
+    left: Vec<Event>,
+    placed: Vec<Event>,
+    ring: StagingMemory,
+    headers: StagingMemory,
+    state: Mutex<State>,
+}
+
+/// What a line is made of.
+pub(crate) struct LineParts {
+    pub(crate) peer: Rank,
+    /// Raised when the peer does not follow the protocol, or a copy fails.
+    pub(crate) fault: Arc<Fault>,
+    pub(crate) connection: Arc<dyn NetworkConnection>,
+    /// The peer's control memory, its ring, and the ring's shape.
+    pub(crate) control: Arc<RemoteMemory>,
+    pub(crate) peer_ring: Arc<RemoteMemory>,
+    pub(crate) peer_shape: Shape,
+    pub(super) incoming: Arc<Incoming>,
+    /// Which the peer's signals set.
+    pub(crate) inbound: Word,
+}
+
+/// Something to be sent, in order.
+pub(super) enum Operation {
+    Put {
+        source: DeviceSlice,
+        at: At,
+    },
+    Get {
+        target: DeviceSlice,
+        at: At,
+    },
+    Signal(u64),
+    /// Set a word of this rank when everything before is done.
+    Answer {
+        word: Word,
+        value: u64,
+    },
+    End,
+}
+
+#[derive(Default)]
+struct State {
+    /// This rank's regions, by number.
+    regions: Vec<Option<DeviceSlice>>,
+    queue: VecDeque<Operation>,
+    /// Messages that were begun, that were sent, and that the peer has consumed.
+    begun: u64,
+    sent: u64,
+    consumed: u64,
+    /// Those begun and not sent, from `sent` on.
+    leaving: VecDeque<Message>,
+    /// Messages that were taken, and that were consumed here.
+    taken: u64,
+    returned: u64,
+    /// What the peer signalled last.
+    signalled: u64,
+    /// Gets of this end that are not done, by number.
+    gets: BTreeMap<u64, Portion>,
+    next_get: u64,
+    /// Gets of the peer that are not done, with their numbers.
+    requests: VecDeque<(u64, Portion)>,
+    answers: VecDeque<Answer>,
+    /// Whether the peer asks for nothing more.
+    peer_ended: bool,
+    /// Set when the peer is told that this end writes no more.
+    told: Option<Arc<AtomicBool>>,
+    is_over: bool,
+}
+
+/// What is left of the memory of a get, after so many bytes.
+struct Portion {
+    done: u64,
+    left: DeviceSlice,
+}
+
+/// A word to be set when the peer has consumed the messages before `begun`, and the gets before `get` are done.
+struct Answer {
+    begun: u64,
+    get: u64,
+    word: Word,
+    value: u64,
+}
+
+impl Line {
+    pub(super) fn new(device: &Arc<dyn Device>, parts: LineParts) -> Result<Self> {
+        let events = |count: u64| (0..count).map(|_| device.create_event(false)).collect();
+        let shape = parts.peer_shape;
+        Ok(Self {
+            outward: device.create_stream(Priority::High)?,
+            inward: device.create_stream(Priority::High)?,
+            left: Result::from_iter::<Vec<_>>(events(shape.chunks))?,
+            placed: Result::from_iter::<Vec<_>>(events(parts.incoming.shape.chunks))?,
+            ring: device.allocate_staging(shape.ring_bytes())?,
+            headers: device.allocate_staging(HEADER_BYTES * shape.chunks as usize)?,
+            state: Mutex::default(),
+            parts,
+        })
+    }
+
+    /// Lets the peer reach one of this rank's regions by its number.
+    pub(crate) fn set_region(&self, number: u32, memory: &DeviceSlice) {
+        let regions = &mut lock(&self.state).regions;
+        let number = number as usize;
+        if regions.len() <= number {
+            regions.resize(number + 1, None);
+        }
+        regions[number] = Some(memory.clone());
+    }
+
+    pub(super) fn has_room(&self) -> bool {
+        lock(&self.state).queue.len() < MAX_QUEUED
+    }
+
+    pub(super) fn push(&self, operation: Operation) {
+        lock(&self.state).queue.push_back(operation);
+    }
+
+    /// Ends it, when both ends have done what they were asked for: then `told` is set, and the peer knows that
+    /// this end writes no more.
+    pub(crate) fn close(&self, told: &Arc<AtomicBool>) {
+        let mut state = lock(&self.state);
+        state.queue.push_back(Operation::End);
+        state.told = Some(told.clone());
+    }
+
+    /// Whether everything that was asked for is done.
+    pub(super) fn is_idle(&self) -> Result<bool> {
+        let state = lock(&self.state);
+        let is_sent = state.queue.is_empty() && state.consumed == state.begun;
+        Ok(
+            is_sent
+                && state.gets.is_empty()
+                && state.answers.is_empty()
+                && self.inward.is_idle()?,
+        )
+    }
+
+    /// Does what can be done now; whether there was something.
+    pub(super) fn advance(&self) -> bool {
+        let mut state = lock(&self.state);
+        if state.is_over || self.parts.fault.error().is_some() {
+            return false;
+        }
+        let before = state.progress();
+        let advanced = self
+            .take(&mut state)
+            .and_then(|()| self.give_back(&mut state))
+            .and_then(|()| self.begin(&mut state))
+            .and_then(|()| self.send(&mut state))
+            .and_then(|()| self.answer(&mut state))
+            .and_then(|()| self.part(&mut state));
+        let worked = before != state.progress();
+        if let Err(error) = advanced {
+            state.is_over = true;
+            drop(state);
+            let error = error.with_operation("stage data for the network");
+            self.parts.fault.raise(error.with_peer(self.parts.peer));
+        }
+        worked
+    }
+
+    /// Takes the messages that have arrived.
+    fn take(&self, state: &mut State) -> Result<()> {
+        let incoming = &self.parts.incoming;
+        let arrived = incoming.control.load(ARRIVED);
+        // The peer may send as many as there are chunks that it has back.
+        if arrived.wrapping_sub(state.returned) > incoming.shape.chunks || arrived < state.taken {
+            return Err(malformed(format!(
+                "the peer has sent {arrived} messages; expected {} to {}",
+                state.taken,
+                state.returned + incoming.shape.chunks
+            )));
+        }
+        while state.taken < arrived {
+            let number = state.taken;
+            let start = incoming.shape.header(number);
+            let header: [u64; WORDS] =
+                std::array::from_fn(|word| incoming.control.load(start + 8 * word));
+            let message = Message::decode(header, number)?;
+            self.apply(state, number, message)?;
+            let (chunk, _) = incoming.shape.chunk(number);
+            self.inward.record(&self.placed[chunk])?;
+            state.taken += 1;
+        }
+        Ok(())
+    }
+
+    /// Does what the peer asks for by message `number`.
+    fn apply(&self, state: &mut State, number: u64, message: Message) -> Result<()> {
+        let Incoming { shape, ring, .. } = &*self.parts.incoming;
+        if state.peer_ended && !matches!(message, Message::Got { .. }) {
+            return Err(malformed(
+                "the peer asks for something after its end".to_owned(),
+            ));
+        }
+        let (_, start) = shape.chunk(number);
+        let payload = message.payload();
+        if payload > shape.chunk_bytes {
+            return Err(malformed(format!(
+                "a message has {payload} bytes; expected at most {}",
+                shape.chunk_bytes
+            )));
+        }
+        let chunk = ring.slice().slice(start..start + payload as usize)?;
+        match message {
+            Message::Put { at, bytes } => self.inward.copy(state.region(at, bytes)?, &chunk),
+            Message::Signal { value } => {
+                if value <= state.signalled || value >= MAX_SIGNALS {
+                    return Err(malformed(format!(
+                        "the peer signals {value} after {}",
+                        state.signalled
+                    )));
+                }
+                state.signalled = value;
+                let word = &self.parts.inbound;
+                self.inward.memory_ops(&[MemoryOp::Write { word, value }])
+            }
+            Message::Get { id, at, bytes } => {
+                let left = state.region(at, bytes)?;
+                if state.requests.len() >= MAX_GETS || bytes == 0 {
+                    return Err(malformed(format!(
+                        "the peer asks for {bytes} bytes beside {} other gets; expected some, and less than {MAX_GETS}",
+                        state.requests.len()
+                    )));
+                }
+                state.requests.push_back((id, Portion { done: 0, left }));
+                Ok(())
+            }
+            Message::Got { id, offset, bytes } => {
+                let get = state.gets.get_mut(&id);
+                let due = |get: &&mut Portion| {
+                    offset == get.done && (1..=get.left.bytes() as u64).contains(&bytes)
+                };
+                let Some(get) = get.filter(due) else {
+                    return Err(malformed(format!(
+                        "the peer sends {bytes} bytes from {offset} of get {id}, which are not due"
+                    )));
+                };
+                let target = get.take(bytes)?;
+                if get.left.bytes() == 0 {
+                    state.gets.remove(&id);
+                }
+                self.inward.copy(&target, &chunk)
+            }
+            Message::End => {
+                state.peer_ended = true;
+                Ok(())
+            }
+        }
+    }
+
+    /// Tells the peer which chunks it has back.
+    fn give_back(&self, state: &mut State) -> Result<()> {
+        let before = state.returned;
+        while state.returned < state.taken {
+            let (chunk, _) = self.parts.incoming.shape.chunk(state.returned);
+            if !self.placed[chunk].is_reached()? {
+                break;
+            }
+            state.returned += 1;
+        }
+        if state.returned == before {
+            return Ok(());
+        }
+        let LineParts {
+            connection,
+            control,
+            ..
+        } = &self.parts;
+        connection.signal(control, CONSUMED, state.returned)
+    }
+
+    /// Begins messages, as far as there are chunks: has what they carry copied there.
+    fn begin(&self, state: &mut State) -> Result<()> {
+        let consumed = self.parts.incoming.control.load(CONSUMED);
+        if !(state.consumed..=state.sent).contains(&consumed) {
+            return Err(malformed(format!(
+                "the peer has consumed {consumed} messages; expected {} to {}",
+                state.consumed, state.sent
+            )));
+        }
+        state.consumed = consumed;
+        let shape = self.parts.peer_shape;
+        loop {
+            while let Some(Operation::Answer { .. }) = state.queue.front() {
+                state.note_answer();
+            }
+            if state.begun - state.consumed >= shape.chunks {
+                return Ok(());
+            }
+            let Some((message, payload)) = state.next(shape.chunk_bytes)? else {
+                return Ok(());
+            };
+            let (chunk, start) = shape.chunk(state.begun);
+            if let Some(source) = payload {
+                let target = self.ring.slice().slice(start..start + source.bytes())?;
+                self.outward.copy(&target, &source)?;
+            }
+            self.outward.record(&self.left[chunk])?;
+            state.leaving.push_back(message);
+            state.begun += 1;
+        }
+    }
+
+    /// Sends the messages whose chunks are filled.
+    fn send(&self, state: &mut State) -> Result<()> {
+        let LineParts {
+            connection,
+            control,
+            peer_ring,
+            peer_shape: shape,
+            ..
+        } = &self.parts;
+        let before = state.sent;
+        while let Some(message) = state.leaving.front() {
+            let (chunk, start) = shape.chunk(state.sent);
+            if !self.left[chunk].is_reached()? {
+                break;
+            }
+            let header = HEADER_BYTES * chunk;
+            for (word, value) in message.encode(state.sent).into_iter().enumerate() {
+                self.headers.store(header + 8 * word, value);
+            }
+            let header = self.headers.slice().slice(header..header + HEADER_BYTES)?;
+            connection.put(&header, control, shape.header(state.sent))?;
+            let payload = message.payload() as usize;
+            if payload > 0 {
+                let chunk = self.ring.slice().slice(start..start + payload)?;
+                connection.put(&chunk, peer_ring, start)?;
+            }
+            state.leaving.pop_front();
+            state.sent += 1;
+        }
+        if state.sent == before {
+            return Ok(());
+        }
+        connection.signal(control, ARRIVED, state.sent)
+    }
+
+    /// Sets the words for what is done.
+    fn answer(&self, state: &mut State) -> Result<()> {
+        while let Some(answer) = state.answers.front() {
+            let oldest = state.gets.keys().next().copied();
+            let is_got = oldest.is_none_or(|oldest| oldest >= answer.get);
+            if !is_got || state.consumed < answer.begun {
+                break;
+            }
+            let (word, value) = (&answer.word, answer.value);
+            // Behind the copies of what was got.
+            self.inward.memory_ops(&[MemoryOp::Write { word, value }])?;
+            state.answers.pop_front();
+        }
+        Ok(())
+    }
+
+    /// Tells the peer that this end writes no more, when neither asks for anything.
+    fn part(&self, state: &mut State) -> Result<()> {
+        let is_done = state.peer_ended
+            && state.queue.is_empty()
+            && state.consumed == state.begun
+            && state.returned == state.taken
+            && state.gets.is_empty()
+            && state.requests.is_empty();
+        let Some(told) = state.told.take_if(|_| is_done) else {
+            return Ok(());
+        };
+        state.is_over = true;
+        let connection = &self.parts.connection;
+        connection.signal(&self.parts.control, GONE, 1)?;
+        connection.when_done(Box::new(move |_| told.store(true, Ordering::Release)))
+    }
+}
+
+impl State {
+    /// Changes whenever something is done.
+    fn progress(&self) -> [u64; 7] {
+        [
+            self.begun,
+            self.sent,
+            self.consumed,
+            self.taken,
+            self.returned,
+            (self.queue.len() + self.answers.len()) as u64,
+            u64::from(self.is_over),
+        ]
+    }
+
+    /// The `bytes` from `at` on of this rank's regions, where the peer may reach them.
+    fn region(&self, at: At, bytes: u64) -> Result<DeviceSlice> {
+        let region = self
+            .regions
+            .get(at.region as usize)
+            .and_then(Option::as_ref);
+        let range = region.and_then(|region| {
+            let end = at.offset.checked_add(bytes)?;
+            region.slice(at.offset as usize..end as usize).ok()
+        });
+        range.ok_or_else(|| {
+            malformed(format!(
+                "the peer names {bytes} bytes from {} of region {}, which are not there",
+                at.offset, at.region
+            ))
+        })
+    }
+
+    /// The next message, with what it carries: a part of what the peer asked for, or of what is queued.
+    fn next(&mut self, chunk_bytes: u64) -> Result<Option<(Message, Option<DeviceSlice>)>> {
+        if let Some((id, request)) = self.requests.front_mut() {
+            let bytes = chunk_bytes.min(request.left.bytes() as u64);
+            let (id, offset) = (*id, request.done);
+            let source = request.take(bytes)?;
+            if request.left.bytes() == 0 {
+                self.requests.pop_front();
+            }
+            return Ok(Some((Message::Got { id, offset, bytes }, Some(source))));
+        }
+        let (message, payload) = match self.queue.front_mut() {
+            Some(Operation::Put { source, at }) => {
+                let bytes = chunk_bytes.min(source.bytes() as u64);
+                let part = source.slice(0..bytes as usize)?;
+                let message = Message::Put { at: *at, bytes };
+                if bytes < source.bytes() as u64 {
+                    *source = source.slice(bytes as usize..source.bytes())?;
+                    at.offset += bytes;
+                    return Ok(Some((message, Some(part))));
+                }
+                (message, Some(part))
+            }
+            Some(Operation::Get { target, at }) if self.gets.len() < MAX_GETS => {
+                let (id, left) = (self.next_get, target.clone());
+                let bytes = left.bytes() as u64;
+                self.next_get += 1;
+                self.gets.insert(id, Portion { done: 0, left });
+                (Message::Get { id, at: *at, bytes }, None)
+            }
+            Some(Operation::Signal(value)) => (Message::Signal { value: *value }, None),
+            Some(Operation::End) => (Message::End, None),
+            Some(Operation::Get { .. } | Operation::Answer { .. }) | None => return Ok(None),
+        };
+        self.queue.pop_front();
+        Ok(Some((message, payload)))
+    }
+
+    /// Notes what the answer at the front of the queue waits for.
+    fn note_answer(&mut self) {
+        if let Some(Operation::Answer { word, value }) = self.queue.pop_front() {
+            self.answers.push_back(Answer {
+                begun: self.begun,
+                get: self.next_get,
+                word,
+                value,
+            });
+        }
+    }
+}
+
+impl Portion {
+    /// Takes the next `bytes` away.
+    fn take(&mut self, bytes: u64) -> Result<DeviceSlice> {
+        let taken = self.left.slice(0..bytes as usize)?;
+        self.left = self.left.slice(bytes as usize..self.left.bytes())?;
+        self.done += bytes;
+        Ok(taken)
+    }
+}
+
+impl fmt::Debug for Line {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let state = lock(&self.state);
+        f.debug_struct("Line")
+            .field("peer", &self.parts.peer)
+            .field("sent", &state.sent)
+            .field("taken", &state.taken)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,107 @@
+//! The thread that serves the lines of a rank.
+
+use super::line::Line;
+use crate::error::{Error, Result};
+use crate::sync::lock;
+use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// How long it looks again and again after something happened.
+const BUSY: Duration = Duration::from_millis(2);
+
+/// Between two looks when nothing has happened for a short time, and for long. Nothing tells it of what arrives.
+const NAPS: [Duration; 2] = [Duration::from_micros(50), Duration::from_millis(1)];
+const LONG: Duration = Duration::from_millis(200);
+
+/// Serves lines as long as there are any.
+#[derive(Default)]
+pub(crate) struct Service {
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    lines: Vec<Weak<Line>>,
+    thread: Option<JoinHandle<()>>,
+    is_stopped: bool,
+}
+
+impl Service {
+    /// Serves one more line, until nobody holds it.
+    pub(super) fn add(self: &Arc<Self>, line: &Arc<Line>) -> Result<()> {
+        let mut state = lock(&self.state);
+        state.lines.push(Arc::downgrade(line));
+        let runs = state.thread.as_ref();
+        if runs.is_some_and(|thread| !thread.is_finished()) {
+            return Ok(());
+        }
+        let own = self.clone();
+        let spawned = std::thread::Builder::new()
+            .name("warplink-staging".to_owned())
+            .spawn(move || own.run());
+        let thread = spawned.map_err(|error| Error::io("start the thread of staging", &error))?;
+        state.thread = Some(thread);
+        Ok(())
+    }
+
+    /// Has it look at once.
+    pub(crate) fn wake(&self) {
+        if let Some(thread) = &lock(&self.state).thread {
+            thread.thread().unpark();
+        }
+    }
+
+    /// Ends the thread. Blocks until it has ended, which nobody holds up.
+    pub(crate) fn stop(&self) {
+        let mut state = lock(&self.state);
+        state.is_stopped = true;
+        let thread = state.thread.take();
+        drop(state);
+        if let Some(thread) = thread {
+            thread.thread().unpark();
+            // A panic there was reported.
+            let _ = thread.join();
+        }
+    }
+
+    fn run(&self) {
+        let mut last = Instant::now();
+        while let Some(lines) = self.lines() {
+            // Not by `any`, which would leave out those behind.
+            let mut worked = false;
+            for line in &lines {
+                worked |= line.advance();
+            }
+            drop(lines);
+            let idle = last.elapsed();
+            if worked {
+                last = Instant::now();
+            } else if idle < BUSY {
+                std::thread::yield_now();
+            } else {
+                std::thread::park_timeout(NAPS[usize::from(idle > LONG)]);
+            }
+        }
+    }
+
+    /// The lines; none where the thread is to end.
+    fn lines(&self) -> Option<Vec<Arc<Line>>> {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        state.lines.retain(|line| line.strong_count() > 0);
+        if state.is_stopped || state.lines.is_empty() {
+            // What is added after this finds no thread.
+            state.thread = None;
+            return None;
+        }
+        Some(state.lines.iter().filter_map(Weak::upgrade).collect())
+    }
+}
+
+impl fmt::Debug for Service {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let lines = lock(&self.state).lines.len();
+        f.debug_struct("Service").field("lines", &lines).finish()
+    }
+}

@@ -1,0 +1,194 @@
+//! Connections over the network through staging memory, as those of GPUs go; here whatever the device is.
+
+use super::common::{Ranks, assert_says, threads_that_end, world};
+use super::kernels::Rig;
+use super::network::{self, has_network};
+use std::time::Duration;
+use warplink::channel::{ConnectionRequest, StagingConfig, Transport};
+use warplink::device::Argument;
+use warplink::{Communicator, Config, ErrorKind};
+
+/// Rings that are gone around often.
+fn small(config: &mut Config) {
+    config.staging = StagingConfig {
+        chunk_bytes: 16 << 10,
+        chunks: 3,
+        always: true,
+    };
+}
+
+/// The smallest rings.
+fn tiny(config: &mut Config) {
+    config.staging = StagingConfig {
+        chunk_bytes: 64,
+        chunks: 2,
+        always: true,
+    };
+}
+
+fn staged(config: fn(&mut Config), delay: Option<Duration>, body: fn(&Communicator)) {
+    if has_network() {
+        let ranks = Ranks {
+            world: world(2),
+            config: Some(config),
+            delay,
+            ..Ranks::default()
+        };
+        ranks.run(body);
+    }
+}
+
+#[test]
+fn data_goes_back_and_forth_in_chunks() {
+    staged(small, None, network::back_and_forth);
+}
+
+#[test]
+fn nothing_depends_on_when_chunks_are_copied() {
+    staged(tiny, Some(Duration::from_micros(300)), |comm| {
+        let rig = Rig::new(comm);
+        let connections = rig.connect(Transport::Network, 2, 2 * 1024);
+        rig.ping_pong(&connections, 1024, 10);
+        rig.finish();
+    });
+}
+
+#[test]
+fn a_source_may_change_after_a_flush_of_chunks() {
+    staged(
+        tiny,
+        Some(Duration::from_micros(100)),
+        network::flushed_slots,
+    );
+}
+
+#[test]
+fn signals_and_puts_of_many_blocks_arrive_in_chunks() {
+    staged(tiny, None, network::many_blocks);
+}
+
+#[test]
+fn regions_are_added_and_got_from_in_chunks() {
+    staged(small, None, network::added_regions);
+}
+
+#[test]
+fn the_host_writes_and_reads_in_chunks() {
+    staged(small, None, network::host_writes);
+}
+
+#[test]
+fn writes_of_many_streams_go_in_chunks() {
+    staged(small, None, network::many_streams);
+}
+
+#[test]
+fn wrong_writes_in_chunks_are_errors() {
+    staged(small, None, network::wrong_writes);
+}
+
+#[test]
+fn a_stopped_proxy_ends_writes_in_chunks() {
+    staged(small, None, network::stopped_proxy);
+}
+
+#[test]
+fn setups_of_staged_connections_leave_nothing_behind() {
+    staged(small, None, network::many_setups);
+}
+
+/// Both ranks get from one another with rings that are full in both directions.
+#[test]
+fn gets_of_both_ends_at_once_do_not_hold_each_other_up() {
+    staged(tiny, None, |comm| {
+        const BYTES: usize = 64 << 10;
+        let rig = Rig::new(comm);
+        let (rank, peer) = (comm.rank(), 1 - comm.rank());
+        let connection = rig.pair(Transport::Network, BYTES);
+        let region = connection.region(0).unwrap();
+        region.upload(&[rank as u8 + 1; BYTES]).unwrap();
+        comm.barrier().unwrap();
+        let streams: Vec<_> = (0..100)
+            .map(|_| {
+                let stream = comm.create_stream(Default::default()).unwrap();
+                let target = comm.alloc(BYTES / 16).unwrap();
+                connection.read(&stream, &target, 0).unwrap();
+                (stream, target)
+            })
+            .collect();
+        for (stream, target) in &streams {
+            comm.synchronize(stream).unwrap();
+            assert!(target.download().unwrap() == [peer as u8 + 1; BYTES / 16]);
+        }
+        comm.barrier().unwrap();
+    });
+}
+
+/// One end is gone long before the other, which still puts, signals, gets and flushes.
+#[test]
+fn an_end_that_is_gone_takes_what_the_peer_sends() {
+    staged(small, None, |comm| {
+        let rig = Rig::new(comm);
+        for _ in 0..5 {
+            let connection = rig.pair(Transport::Network, 8 * 2000);
+            comm.barrier().unwrap();
+            if comm.rank() == 1 {
+                drop(connection);
+            } else {
+                std::thread::sleep(Duration::from_millis(20));
+                let arguments = [connection.channel(), Argument::U32(1000)];
+                rig.launch("many_puts", 2, &arguments).unwrap();
+                rig.launch("many_signals", 2, &arguments).unwrap();
+                let target = comm.alloc(8 * 2000).unwrap();
+                connection.read(&rig.stream, &target, 0).unwrap();
+                rig.finish();
+            }
+        }
+        comm.barrier().unwrap();
+        comm.stop_proxy(comm.deadline()).unwrap();
+    });
+}
+
+#[test]
+fn ranks_that_stage_differently_are_told_so() {
+    if !has_network() {
+        return;
+    }
+    let change = |config: &mut Config| config.staging.always = config.join.rank == 0;
+    threads_that_end(world(2), change, |comm| {
+        let region = comm.alloc(64).unwrap();
+        let request = ConnectionRequest::new(1 - comm.rank(), 3, &region);
+        let request = request.with_transport(Transport::Network);
+        let connected = comm.connect(&[request]);
+        if comm.device().kind() == warplink::DeviceKind::Host {
+            let error = connected.unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Mismatch);
+            assert_says(&error, &["tag 3", "stages", "same staging"]);
+        }
+        comm.close().unwrap();
+    });
+}
+
+#[test]
+fn rings_that_cannot_be_are_refused() {
+    if !has_network() {
+        return;
+    }
+    let change = |config: &mut Config| {
+        small(config);
+        config.staging.chunk_bytes = 100;
+    };
+    threads_that_end(world(2), change, |comm| {
+        let region = comm.alloc(64).unwrap();
+        let peer = 1 - comm.rank();
+        let request = ConnectionRequest::new(peer, 0, &region);
+        let request = request.with_transport(Transport::Network);
+        let error = comm.connect(&[request]).unwrap_err();
+        assert_eq!(
+            (error.kind(), error.peer()),
+            (ErrorKind::InvalidArgument, Some(peer))
+        );
+        assert_says(&error, &["3 chunks of 100 bytes", "multiple of 64"]);
+        comm.close().unwrap();
+    });
+}
