@@ -42,6 +42,7 @@ mod library;
 mod links;
 mod module;
 pub mod network;
+mod packet_block;
 mod packets;
 mod pci;
 mod properties;

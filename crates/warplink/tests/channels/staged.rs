@@ -26,6 +26,24 @@ fn tiny(config: &mut Config) {
     };
 }
 
+/// Many small chunks.
+fn fine(config: &mut Config) {
+    config.staging = StagingConfig {
+        chunk_bytes: 64,
+        chunks: 256,
+        always: true,
+    };
+}
+
+/// Few large chunks.
+fn large(config: &mut Config) {
+    config.staging = StagingConfig {
+        chunk_bytes: 1 << 20,
+        chunks: 3,
+        always: true,
+    };
+}
+
 fn staged(config: fn(&mut Config), delay: Option<Duration>, body: fn(&Communicator)) {
     if has_network() {
         let ranks = Ranks {
@@ -64,7 +82,7 @@ fn a_source_may_change_after_a_flush_of_chunks() {
 
 #[test]
 fn signals_and_puts_of_many_blocks_arrive_in_chunks() {
-    staged(tiny, None, network::many_blocks);
+    staged(fine, None, network::many_blocks);
 }
 
 #[test]
@@ -74,7 +92,7 @@ fn regions_are_added_and_got_from_in_chunks() {
 
 #[test]
 fn the_host_writes_and_reads_in_chunks() {
-    staged(small, None, network::host_writes);
+    staged(large, None, network::host_writes);
 }
 
 #[test]
@@ -101,24 +119,24 @@ fn setups_of_staged_connections_leave_nothing_behind() {
 #[test]
 fn gets_of_both_ends_at_once_do_not_hold_each_other_up() {
     staged(tiny, None, |comm| {
-        const BYTES: usize = 64 << 10;
+        const BYTES: usize = 16 << 10;
         let rig = Rig::new(comm);
         let (rank, peer) = (comm.rank(), 1 - comm.rank());
         let connection = rig.pair(Transport::Network, BYTES);
         let region = connection.region(0).unwrap();
         region.upload(&[rank as u8 + 1; BYTES]).unwrap();
         comm.barrier().unwrap();
-        let streams: Vec<_> = (0..100)
+        let streams: Vec<_> = (0..80)
             .map(|_| {
                 let stream = comm.create_stream(Default::default()).unwrap();
-                let target = comm.alloc(BYTES / 16).unwrap();
+                let target = comm.alloc(BYTES / 64).unwrap();
                 connection.read(&stream, &target, 0).unwrap();
                 (stream, target)
             })
             .collect();
         for (stream, target) in &streams {
             comm.synchronize(stream).unwrap();
-            assert!(target.download().unwrap() == [peer as u8 + 1; BYTES / 16]);
+            assert!(target.download().unwrap() == [peer as u8 + 1; BYTES / 64]);
         }
         comm.barrier().unwrap();
     });
@@ -129,17 +147,17 @@ fn gets_of_both_ends_at_once_do_not_hold_each_other_up() {
 fn an_end_that_is_gone_takes_what_the_peer_sends() {
     staged(small, None, |comm| {
         let rig = Rig::new(comm);
-        for _ in 0..5 {
-            let connection = rig.pair(Transport::Network, 8 * 2000);
+        for _ in 0..3 {
+            let connection = rig.pair(Transport::Network, 8 * 100);
             comm.barrier().unwrap();
             if comm.rank() == 1 {
                 drop(connection);
             } else {
                 std::thread::sleep(Duration::from_millis(20));
-                let arguments = [connection.channel(), Argument::U32(1000)];
+                let arguments = [connection.channel(), Argument::U32(50)];
                 rig.launch("many_puts", 2, &arguments).unwrap();
                 rig.launch("many_signals", 2, &arguments).unwrap();
-                let target = comm.alloc(8 * 2000).unwrap();
+                let target = comm.alloc(8 * 100).unwrap();
                 connection.read(&rig.stream, &target, 0).unwrap();
                 rig.finish();
             }

@@ -38,19 +38,36 @@ impl EndOffer {
     }
 
     pub(super) fn decode(bytes: &[u8]) -> Result<Self> {
-        postcard::from_bytes(bytes).map_err(|error| {
-            Error::new(
-                ErrorKind::Protocol,
-                format!("the peer's end is malformed: {error}"),
-            )
-            .with_help("run the same version of Warplink on every rank")
-        })
+        let malformed = |why: String| {
+            let text = format!("the peer's end is malformed: {why}");
+            Error::new(ErrorKind::Protocol, text)
+                .with_help("run the same version of Warplink on every rank")
+        };
+        match postcard::take_from_bytes(bytes) {
+            Ok((offer, [])) => Ok(offer),
+            Ok((_, rest)) => Err(malformed(format!("{} bytes too many", rest.len()))),
+            Err(error) => Err(malformed(error.to_string())),
+        }
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn whatever_is_published_is_an_offer_or_an_error(bytes in prop::collection::vec(any::<u8>(), 0..80)) {
+            match EndOffer::decode(&bytes) {
+                Ok(offer) => {
+                    let again = EndOffer::decode(&offer.encode().unwrap()).unwrap();
+                    prop_assert_eq!(again, offer);
+                }
+                Err(error) => prop_assert_eq!(error.kind(), ErrorKind::Protocol),
+            }
+        }
+    }
 
     #[test]
     fn offers_survive_the_wire() {
@@ -64,7 +81,10 @@ mod tests {
         };
         let wire = offer.encode().unwrap();
         assert_eq!(EndOffer::decode(&wire).unwrap(), offer);
-        let error = EndOffer::decode(&wire[..wire.len() - 1]).unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::Protocol);
+        let longer = [&wire[..], &[0]].concat();
+        for altered in [&wire[..wire.len() - 1], &longer] {
+            let error = EndOffer::decode(altered).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Protocol);
+        }
     }
 }

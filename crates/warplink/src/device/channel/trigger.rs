@@ -169,6 +169,16 @@ mod tests {
         }
     }
 
+    proptest! {
+        #[test]
+        fn whatever_is_in_a_slot_is_a_trigger_or_an_error(halves: [u64; 2]) {
+            match Trigger::decode(halves) {
+                Ok(trigger) => prop_assert_eq!(trigger.encode(), halves.map(|half| half & !LAP)),
+                Err(error) => prop_assert_eq!(error.kind(), ErrorKind::Protocol),
+            }
+        }
+    }
+
     #[test]
     fn a_put_and_a_get_at_once_is_refused() {
         let error = Trigger::decode([3 << 59, 0]).unwrap_err();

@@ -4,6 +4,7 @@ use super::memory;
 use super::operation::{Context, Operation};
 use super::stream::HostStream;
 use super::{check_kind, check_lengths};
+use crate::device::packet_block::{self, BlockWord, BlockWords};
 use crate::device::{DeviceSlice, KernelCopy, PACKET, PacketLine, PacketPart, Word};
 use crate::error::{Error, ErrorKind, Result};
 use std::sync::Arc;
@@ -57,11 +58,13 @@ impl HostStream {
                     line: &line,
                     data: &data,
                     context,
+                    block,
+                    receives,
                 };
                 if receives {
-                    end.unpack(block)?;
+                    end.unpack()?;
                 } else {
-                    end.push(block)?;
+                    end.push()?;
                 }
                 if let Some(word) = &completed {
                     memory::increment(word);
@@ -87,61 +90,54 @@ fn in_any_order(context: &Context, blocks: u32, run: impl Fn(u32) -> Result<()>)
     Ok(())
 }
 
-/// One end of a line, while a kernel runs there.
+/// One end of a line, while a block of a kernel runs there.
 struct LineEnd<'a> {
     line: &'a PacketLine,
     data: &'a DeviceSlice,
     context: &'a Context,
+    block: u32,
+    receives: bool,
 }
 
 impl LineEnd<'_> {
-    fn push(&self, block: u32) -> Result<()> {
-        let own = self.line.epoch(block)?;
-        let epoch = memory::load(&own) + 1;
-        let consumed = self.line.consumed(block)?;
-        self.spin(|| memory::load(&consumed) + 2 >= epoch)?;
-        for packet in self.packets_of(block) {
+    fn push(&self) -> Result<()> {
+        packet_block::push(self, self.packets(), |packet| {
             let mut bytes = [0; PACKET[0]];
             let (start, end) = self.range(packet);
             memory::read_bytes(&self.data.slice(start..end)?, &mut bytes[..end - start])?;
-            let [low, high] = halves(bytes);
-            let words = self.line.packet(false, epoch, packet)?;
-            for (word, data) in words.iter().zip([low, high]) {
-                memory::set(
-                    word,
-                    (u64::from(epoch as u32) << 32 | u64::from(data)).to_le(),
-                );
-            }
-        }
-        memory::set(&own, epoch);
-        Ok(())
+            Ok(halves(bytes))
+        })
     }
 
-    fn unpack(&self, block: u32) -> Result<()> {
-        let own = self.line.epoch(block)?;
-        let epoch = memory::load(&own) + 1;
-        for packet in self.packets_of(block) {
-            let words = self.line.packet(true, epoch, packet)?;
-            let mut bytes = [0; PACKET[0]];
-            for (word, part) in words.iter().zip(bytes.chunks_exact_mut(4)) {
-                let value = || u64::from_le(memory::load(word));
-                self.spin(|| value() >> 32 == u64::from(epoch as u32))?;
-                part.copy_from_slice(&(value() as u32).to_le_bytes());
-            }
+    fn unpack(&self) -> Result<()> {
+        packet_block::unpack(self, self.packets(), |packet, [low, high]| {
+            let bytes = (u64::from(high) << 32 | u64::from(low)).to_le_bytes();
             let (start, end) = self.range(packet);
-            memory::write_bytes(&self.data.slice(start..end)?, &bytes[..end - start])?;
+            memory::write_bytes(&self.data.slice(start..end)?, &bytes[..end - start])
+        })
+    }
+
+    fn word(&self, word: BlockWord) -> Result<Word> {
+        match word {
+            BlockWord::Epoch => self.line.epoch(self.block),
+            BlockWord::Consumed => self.line.consumed(self.block),
+            BlockWord::ConsumedAtPeer => self.line.consumed_at_peer(self.block),
+            BlockWord::Packet {
+                epoch,
+                number,
+                half,
+            } => {
+                let [first, second] = self.line.packet(self.receives, epoch, number)?;
+                Ok(if half == 0 { first } else { second })
+            }
         }
-        self.context.delay();
-        memory::set(&own, epoch);
-        memory::set(&self.line.consumed_at_peer(block)?, epoch);
-        Ok(())
     }
 
     /// The numbers of a block's packets: thread by thread, and again from the first.
-    fn packets_of(&self, block: u32) -> impl Iterator<Item = usize> + use<> {
+    fn packets(&self) -> impl Iterator<Item = usize> + use<> {
         let shape = self.line.shape();
         let (blocks, threads) = (shape.blocks as usize, shape.threads as usize);
-        let first = block as usize * threads;
+        let first = self.block as usize * threads;
         (first..shape.packets())
             .step_by(blocks * threads)
             .flat_map(move |turn| turn..(turn + threads).min(shape.packets()))
@@ -152,25 +148,34 @@ impl LineEnd<'_> {
         let start = PACKET[0] * packet;
         (start, (start + PACKET[0]).min(self.data.bytes()))
     }
+}
 
-    /// Looks until `ready`, or until the waits are ended.
-    fn spin(&self, ready: impl Fn() -> bool) -> Result<()> {
-        let mut looks = 0;
-        while !ready() {
-            looks += 1;
-            if looks < SPINS {
-                std::hint::spin_loop();
-                continue;
-            }
-            self.context.check()?;
-            if memory::load(self.line.abort()) != 0 {
-                return Err(Error::new(
-                    ErrorKind::Closed,
-                    "the waits for packets were ended",
-                ));
-            }
-            std::thread::sleep(NAP);
+impl BlockWords for LineEnd<'_> {
+    fn load(&self, word: BlockWord) -> Result<u64> {
+        Ok(memory::load(&self.word(word)?))
+    }
+
+    fn set(&self, word: BlockWord, value: u64) -> Result<()> {
+        if word == BlockWord::ConsumedAtPeer {
+            self.context.delay();
         }
+        memory::set(&self.word(word)?, value);
+        Ok(())
+    }
+
+    fn pause(&self, looks: u32) -> Result<()> {
+        if looks < SPINS {
+            std::hint::spin_loop();
+            return Ok(());
+        }
+        self.context.check()?;
+        if memory::load(self.line.abort()) != 0 {
+            return Err(Error::new(
+                ErrorKind::Closed,
+                "the waits for packets were ended",
+            ));
+        }
+        std::thread::sleep(NAP);
         Ok(())
     }
 }

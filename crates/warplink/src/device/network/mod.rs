@@ -172,6 +172,19 @@ impl NetworkRegion {
     }
 }
 
+#[cfg(test)]
+impl RemoteMemory {
+    /// Memory that nobody has, for tests of what uses a connection.
+    pub(crate) fn of_nobody(bytes: usize) -> Self {
+        Self {
+            number: 0,
+            connection: 0,
+            bytes,
+            _opened: Box::new(()),
+        }
+    }
+}
+
 impl RemoteMemory {
     /// How many bytes there are.
     pub fn bytes(&self) -> usize {

@@ -403,6 +403,21 @@ impl Line {
     }
 }
 
+#[cfg(test)]
+impl Line {
+    pub(super) fn sent(&self) -> u64 {
+        lock(&self.state).sent
+    }
+
+    pub(super) fn returned(&self) -> u64 {
+        lock(&self.state).returned
+    }
+
+    pub(super) fn gets(&self) -> usize {
+        lock(&self.state).gets.len()
+    }
+}
+
 impl State {
     /// Changes whenever something is done.
     fn progress(&self) -> [u64; 7] {

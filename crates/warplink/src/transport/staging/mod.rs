@@ -23,6 +23,8 @@
 
 mod carrier;
 mod line;
+#[cfg(all(test, not(loom)))]
+mod line_tests;
 mod message;
 mod service;
 

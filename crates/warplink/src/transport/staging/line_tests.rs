@@ -1,0 +1,307 @@
+//! What a line does with what a peer writes, whatever that is.
+
+use super::line::{Line, LineParts, Operation};
+use super::message::{Message, WORDS};
+use super::*;
+use crate::deadline::Deadline;
+use crate::device::network::{NetworkConnection, OnDone, OnFailure, RemoteMemory};
+use crate::device::{At, DeviceConfig, DeviceKind, DeviceSlice, Fault, Word};
+use crate::error::ErrorKind;
+use proptest::prelude::*;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+const LATE: Duration = Duration::from_secs(10);
+const REGION: usize = 256;
+
+/// A connection to a peer that the test plays: nothing is sent.
+#[derive(Debug)]
+struct NoPeer;
+
+impl NetworkConnection for NoPeer {
+    fn open(&self, _: &[u8]) -> Result<RemoteMemory> {
+        Err(Error::invalid("nobody is there"))
+    }
+
+    fn put(&self, _: &DeviceSlice, _: &RemoteMemory, _: usize) -> Result<()> {
+        Ok(())
+    }
+
+    fn get(&self, _: &DeviceSlice, _: &RemoteMemory, _: usize) -> Result<()> {
+        Ok(())
+    }
+
+    fn when_done(&self, then: OnDone) -> Result<()> {
+        then(Ok(()));
+        Ok(())
+    }
+
+    fn when_failed(&self, _: OnFailure) -> Result<()> {
+        Ok(())
+    }
+
+    fn signal(&self, _: &RemoteMemory, _: usize, _: u64) -> Result<()> {
+        Ok(())
+    }
+
+    fn flush(&self, _: Deadline) -> Result<()> {
+        Ok(())
+    }
+
+    fn close(&self, _: Deadline) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// A line, and what its peer writes to.
+struct Rig {
+    device: Arc<dyn Device>,
+    line: Line,
+    incoming: Arc<Incoming>,
+    fault: Arc<Fault>,
+    region: DeviceSlice,
+    inbound: Word,
+    /// Messages that the peer has sent.
+    sent: u64,
+}
+
+impl Rig {
+    fn new() -> Self {
+        let device = crate::device::open(&DeviceConfig::new(DeviceKind::Host, 0)).unwrap();
+        let shape = Shape {
+            chunk_bytes: 64,
+            chunks: 4,
+        };
+        let incoming = Arc::new(Incoming::allocate(&device, shape).unwrap());
+        let fault = Arc::<Fault>::default();
+        let words = device.allocate_signals_for(64, &fault).unwrap();
+        let region = device.allocate_staging(REGION).unwrap().slice().clone();
+        let parts = LineParts {
+            peer: 1,
+            fault: fault.clone(),
+            connection: Arc::new(NoPeer),
+            control: Arc::new(RemoteMemory::of_nobody(shape.control_bytes())),
+            peer_ring: Arc::new(RemoteMemory::of_nobody(shape.ring_bytes())),
+            peer_shape: shape,
+            incoming: incoming.clone(),
+            inbound: words.word(0).unwrap(),
+        };
+        let line = Line::new(&device, parts).unwrap();
+        line.set_region(0, &region);
+        Self {
+            inbound: words.word(0).unwrap(),
+            device,
+            line,
+            incoming,
+            fault,
+            region,
+            sent: 0,
+        }
+    }
+
+    /// The peer sends a message by what is in its header, with a chunk of sevens.
+    fn send(&mut self, header: [u64; WORDS]) {
+        let (_, start) = self.incoming.shape.chunk(self.sent);
+        let chunk = self.incoming.ring.slice().slice(start..start + 64).unwrap();
+        self.device.upload(&chunk, &[7; 64]).unwrap();
+        let at = self.incoming.shape.header(self.sent);
+        for (word, value) in header.into_iter().enumerate() {
+            self.incoming.control.store(at + 8 * word, value);
+        }
+        self.sent += 1;
+        self.incoming.control.store(ARRIVED, self.sent);
+    }
+
+    /// Has the line go on until `done`, or until it has failed.
+    fn until(&self, done: impl Fn() -> bool) {
+        let started = Instant::now();
+        while !done() && self.fault.error().is_none() {
+            self.line.advance();
+            assert!(started.elapsed() < LATE, "{:?}", self.line);
+            std::thread::yield_now();
+        }
+    }
+
+    /// Has it take what was sent, so that the peer may send again.
+    fn take(&self) {
+        self.until(|| self.line.returned() == self.sent);
+    }
+
+    fn word(&self) -> u64 {
+        let mut bytes = [0; 8];
+        self.device
+            .download(self.inbound.as_slice(), &mut bytes)
+            .unwrap();
+        u64::from_ne_bytes(bytes)
+    }
+
+    fn assert_refused(&self, says: &str) {
+        self.line.advance();
+        let error = self.fault.error().unwrap();
+        assert_eq!((error.kind(), error.peer()), (ErrorKind::Protocol, Some(1)));
+        assert!(error.to_string().contains(says), "{error}");
+        // It takes nothing any more.
+        assert!(!self.line.advance());
+    }
+}
+
+#[test]
+fn messages_do_what_they_say_in_their_order() {
+    let mut rig = Rig::new();
+    let at = At::from(192);
+    rig.send(Message::Put { at, bytes: 64 }.encode(0));
+    rig.send(Message::Signal { value: 3 }.encode(1));
+    rig.take();
+    rig.until(|| rig.word() == 3);
+    let mut bytes = [0; REGION];
+    rig.device.download(&rig.region, &mut bytes).unwrap();
+    assert!(bytes[..192] == [0; 192] && bytes[192..] == [7; 64]);
+    // What this end asked for comes in parts.
+    let target = rig.device.allocate_staging(100).unwrap().slice().clone();
+    let at = At::default();
+    rig.line.push(Operation::Get {
+        target: target.clone(),
+        at,
+    });
+    rig.until(|| rig.line.gets() == 1);
+    for (number, offset, bytes) in [(2, 0, 64), (3, 64, 36)] {
+        let id = 0;
+        rig.send(Message::Got { id, offset, bytes }.encode(number));
+    }
+    rig.take();
+    let mut bytes = [0; 100];
+    rig.device.download(&target, &mut bytes).unwrap();
+    assert!(bytes == [7; 100] && rig.line.gets() == 0);
+}
+
+#[test]
+fn what_does_not_follow_the_protocol_is_an_error_that_names_the_peer() {
+    let at = |region, offset| At { region, offset };
+    let put = |at, bytes| Message::Put { at, bytes };
+    let id = 5;
+    for (message, says) in [
+        (
+            put(at(0, REGION as u64 - 63), 64),
+            "64 bytes from 193 of region 0",
+        ),
+        (put(at(0, u64::MAX), 64), "region 0, which are not there"),
+        (put(at(1, 0), 8), "of region 1"),
+        (put(at(u32::MAX, 0), 8), "which are not there"),
+        (put(at(0, 0), 65), "65 bytes; expected at most 64"),
+        (Message::Signal { value: 0 }, "signals 0 after 0"),
+        (Message::Signal { value: 1 << 62 }, "signals"),
+        (
+            Message::Get {
+                id,
+                at: at(0, 0),
+                bytes: 257,
+            },
+            "257 bytes from 0",
+        ),
+        (
+            Message::Get {
+                id,
+                at: at(0, 0),
+                bytes: 0,
+            },
+            "asks for 0 bytes",
+        ),
+        (
+            Message::Got {
+                id,
+                offset: 0,
+                bytes: 8,
+            },
+            "of get 5, which are not due",
+        ),
+    ] {
+        let mut rig = Rig::new();
+        rig.send(message.encode(0));
+        rig.assert_refused(says);
+    }
+    let mut rig = Rig::new();
+    rig.send(Message::End.encode(0));
+    rig.send(Message::Signal { value: 1 }.encode(1));
+    rig.assert_refused("after its end");
+    let mut rig = Rig::new();
+    rig.send(Message::End.encode(9));
+    rig.assert_refused("that of message 9; expected 0");
+    let rig = Rig::new();
+    rig.incoming.control.store(ARRIVED, 5);
+    rig.assert_refused("has sent 5 messages; expected 0 to 4");
+    let rig = Rig::new();
+    rig.incoming.control.store(CONSUMED, 1);
+    rig.assert_refused("has consumed 1 messages; expected 0 to 0");
+}
+
+/// A ring holds no more than the peer has taken, and all that was asked for is done in the end.
+#[test]
+fn no_more_than_a_ring_is_under_way() {
+    let rig = Rig::new();
+    let source = rig.device.allocate_staging(64 * 9).unwrap().slice().clone();
+    let at = At::default();
+    rig.line.push(Operation::Put { source, at });
+    let answered = rig.device.allocate_signals(8).unwrap().word(0).unwrap();
+    let word = answered.clone();
+    rig.line.push(Operation::Answer { word, value: 1 });
+    let told = Arc::new(AtomicBool::new(false));
+    for consumed in 0..9 {
+        rig.until(|| rig.line.sent() == (consumed + 4).min(9));
+        for _ in 0..10 {
+            rig.line.advance();
+        }
+        assert_eq!(rig.line.sent(), (consumed + 4).min(9));
+        let mut bytes = [0; 8];
+        rig.device
+            .download(answered.as_slice(), &mut bytes)
+            .unwrap();
+        assert_eq!(bytes, [0; 8], "answered after {consumed} of 9");
+        rig.incoming.control.store(CONSUMED, consumed + 1);
+    }
+    rig.until(|| rig.line.is_idle().unwrap());
+    // It ends when the peer's end does, and not before.
+    rig.line.close(&told);
+    rig.until(|| rig.line.sent() == 10);
+    rig.incoming.control.store(CONSUMED, 10);
+    for _ in 0..10 {
+        rig.line.advance();
+    }
+    assert!(!told.load(Ordering::Acquire));
+    let mut rig = rig;
+    rig.send(Message::End.encode(0));
+    rig.until(|| told.load(Ordering::Acquire));
+    assert!(rig.fault.error().is_none());
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(300))]
+
+    #[test]
+    fn whatever_a_peer_sends_is_done_or_an_error_that_names_it(
+        messages in prop::collection::vec(
+            (0_u64..7, prop_oneof![Just(0), 0_u64..3, any::<u64>()],
+             prop_oneof![0_u64..REGION as u64, any::<u64>()],
+             prop_oneof![0_u64..70, any::<u64>()],
+             prop_oneof![0_u64..8, any::<u64>()]),
+            1..12,
+        ),
+        (arrived, consumed) in (0_u64..3, 0_u64..3),
+    ) {
+        let mut rig = Rig::new();
+        rig.line.push(Operation::Get { target: rig.region.slice(0..100).unwrap(), at: At::default() });
+        rig.until(|| rig.line.gets() == 1);
+        for (kind, region, offset, bytes, value) in messages {
+            let number = rig.sent;
+            rig.send([number, kind, region, offset, bytes, value, !number]);
+            rig.take();
+        }
+        rig.incoming.control.store(ARRIVED, rig.sent + arrived);
+        rig.incoming.control.store(CONSUMED, consumed);
+        for _ in 0..5 {
+            rig.line.advance();
+        }
+        if let Some(error) = rig.fault.error() {
+            prop_assert_eq!((error.kind(), error.peer()), (ErrorKind::Protocol, Some(1)));
+        }
+    }
+}
