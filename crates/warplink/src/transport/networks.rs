@@ -6,7 +6,7 @@
 //! peer's end of it.
 //!
 //! Where the network does not reach the device's memory, peers write to staging memory instead (`staging`), and
-//! the lines do the rest.
+//! the staged ends do the rest.
 
 use crate::deadline::Deadline;
 use crate::device::network::{
@@ -16,7 +16,7 @@ use crate::device::{Device, Fault, Word};
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::memory::Region;
 use crate::sync::lock;
-use crate::transport::staging::{self, Incoming, Line, Service, Shape, StagingConfig};
+use crate::transport::staging::{self, Incoming, Service, Shape, StagedEnd, StagingConfig};
 use std::any::Any;
 use std::collections::HashMap;
 use std::fmt;
@@ -71,7 +71,7 @@ struct ExposedMemory {
     regions: Vec<NetworkRegion>,
     /// What the network does not reach, and peers reach through this.
     staged: Option<Arc<Incoming>>,
-    /// Held as long as the peer may write: regions, and the line.
+    /// Held as long as the peer may write: regions, and the staged end.
     held: Vec<Box<dyn Any + Send + Sync>>,
     /// Set by the peer when it writes no more.
     gone: Word,
@@ -89,7 +89,7 @@ pub(crate) struct NetworkLink {
     regions: Mutex<Vec<Arc<RemoteMemory>>>,
     exposed: Mutex<Option<ExposedMemory>>,
     staged: Option<(Arc<Incoming>, Shape)>,
-    line: OnceLock<Arc<Line>>,
+    staged_end: OnceLock<Arc<StagedEnd>>,
     /// Held as long as it matters that the connection works.
     used: Arc<()>,
 }
@@ -191,7 +191,7 @@ impl Networks {
                 regions: Mutex::new(vec![Arc::new(region)]),
                 exposed: Mutex::new(Some(exposed)),
                 staged,
-                line: OnceLock::new(),
+                staged_end: OnceLock::new(),
                 used: Arc::default(),
             }),
             Err(error) => {
@@ -317,12 +317,12 @@ impl NetworkLink {
         self.staged.is_some()
     }
 
-    /// Keeps the link's line as long as the peer may write; what serves it.
-    pub(super) fn keep_line(&self, line: &Arc<Line>) -> &Arc<Service> {
-        // There is one line at most, made with the connection.
-        let _ = self.line.set(line.clone());
+    /// Keeps the link's staged end as long as the peer may write; what serves it.
+    pub(super) fn keep_end(&self, staged_end: &Arc<StagedEnd>) -> &Arc<Service> {
+        // There is one at most, made with the connection.
+        let _ = self.staged_end.set(staged_end.clone());
         if let Some(exposed) = &mut *lock(&self.exposed) {
-            exposed.held.push(Box::new(line.clone()));
+            exposed.held.push(Box::new(staged_end.clone()));
         }
         &self.networks.service
     }
@@ -363,8 +363,8 @@ impl NetworkLink {
         let exposed = exposed
             .as_mut()
             .ok_or_else(|| Error::invalid("the connection is closed"))?;
-        if let Some(line) = self.line.get() {
-            line.set_region(number, region.memory());
+        if let Some(staged_end) = self.staged_end.get() {
+            staged_end.set_region(number, region.memory());
             exposed.held.push(Box::new(region.clone()));
             return Ok((region.bytes() as u64).to_le_bytes().to_vec());
         }
@@ -397,10 +397,10 @@ impl Drop for NetworkLink {
     fn drop(&mut self) {
         let done = Arc::new(AtomicBool::new(false));
         let (telling, connection) = (done.clone(), &self.connection);
-        let told = match self.line.get() {
+        let told = match self.staged_end.get() {
             // It tells the peer when neither end has anything to do.
-            Some(line) => {
-                line.close(&telling);
+            Some(staged_end) => {
+                staged_end.close(&telling);
                 self.networks.service.wake();
                 Ok(())
             }

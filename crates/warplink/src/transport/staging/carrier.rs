@@ -1,7 +1,8 @@
-//! A line as what carries the bytes of a connection.
+//! An end as what carries the bytes of a connection.
 
-use super::line::{Line, LineParts, Operation};
+use super::end::{EndParts, StagedEnd};
 use super::service::Service;
+use super::state::Operation;
 use crate::deadline::Deadline;
 use crate::device::channel::trigger::Movement;
 use crate::device::channel::{Side, Windows};
@@ -17,7 +18,7 @@ const LOOK: Duration = Duration::from_micros(100);
 
 /// Moves bytes between memory that the network does not reach.
 pub(crate) struct StagedCarrier {
-    line: Arc<Line>,
+    end: Arc<StagedEnd>,
     service: Arc<Service>,
     windows: Arc<Windows>,
     /// This rank's word for flushes.
@@ -43,7 +44,7 @@ impl StagedCarrier {
             ));
         };
         link.raise_when_broken(fault)?;
-        let parts = LineParts {
+        let parts = EndParts {
             peer,
             fault: fault.clone(),
             connection: link.connection().clone(),
@@ -53,12 +54,12 @@ impl StagedCarrier {
             incoming: incoming.clone(),
             inbound: inbound.clone(),
         };
-        let line = Arc::new(Line::new(device, parts)?);
-        line.set_region(0, own);
-        let service = link.keep_line(&line).clone();
-        service.add(&line)?;
+        let end = Arc::new(StagedEnd::new(device, parts)?);
+        end.set_region(0, own);
+        let service = link.keep_end(&end).clone();
+        service.add(&end)?;
         Ok(Self {
-            line,
+            end,
             service,
             windows: windows.clone(),
             completed: completed.clone(),
@@ -68,14 +69,14 @@ impl StagedCarrier {
     }
 
     fn push(&self, operation: Operation) {
-        self.line.push(operation);
+        self.end.push(operation);
         self.service.wake();
     }
 }
 
 impl Carrier for StagedCarrier {
     fn has_room(&self) -> Result<bool> {
-        Ok(self.line.has_room())
+        Ok(self.end.has_room())
     }
 
     fn start(&self, movement: Movement, own: &DeviceSlice, peers: At) -> Result<()> {
@@ -110,11 +111,11 @@ impl Carrier for StagedCarrier {
     }
 
     fn is_idle(&self) -> Result<bool> {
-        self.line.is_idle()
+        self.end.is_idle()
     }
 
     fn drain(&self, deadline: Deadline) -> Result<()> {
-        while !self.line.is_idle()? {
+        while !self.end.is_idle()? {
             self.fault.check()?;
             if deadline.passed() {
                 return Err(deadline
@@ -129,6 +130,6 @@ impl Carrier for StagedCarrier {
 
 impl fmt::Debug for StagedCarrier {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("StagedCarrier").field(&self.line).finish()
+        f.debug_tuple("StagedCarrier").field(&self.end).finish()
     }
 }

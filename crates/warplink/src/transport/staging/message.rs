@@ -1,4 +1,4 @@
-//! Messages of a line: what is in the header beside each chunk.
+//! Messages of a staged connection: what is in the header beside each chunk.
 
 use crate::device::At;
 use crate::error::{Error, ErrorKind, Result};

@@ -1,8 +1,8 @@
 //! The network for memory that it does not reach: through chunks of staging memory at both ends.
 //!
-//! Each end of a connection has a *line*. What leaves the device's memory is copied to a chunk of an outgoing
-//! ring, put to the chunk of the same number in the peer's incoming ring, and copied by the peer's host from
-//! there to where it belongs. So every chunk carries a *message*, whose header says what it is.
+//! What leaves the device's memory is copied to a chunk of an outgoing ring, put to the chunk of the same number
+//! in the peer's incoming ring, and copied by the peer's host from there to where it belongs. So every chunk
+//! carries a *message*, whose header says what it is.
 //!
 //! # What holds
 //! 1. Messages are taken in their order, each once, and what they ask for is done in one stream. So a signal
@@ -22,14 +22,15 @@
 //! ```
 
 mod carrier;
-mod line;
+mod end;
 #[cfg(all(test, not(loom)))]
-mod line_tests;
+mod end_tests;
 mod message;
 mod service;
+mod state;
 
 pub(crate) use carrier::StagedCarrier;
-pub(super) use line::Line;
+pub(super) use end::StagedEnd;
 pub(super) use service::Service;
 
 use crate::device::{Device, StagingMemory};
@@ -80,7 +81,7 @@ pub(crate) struct Shape {
     chunks: u64,
 }
 
-/// The memory of a line that its peer writes to.
+/// The memory of a end that its peer writes to.
 #[derive(Debug)]
 pub(super) struct Incoming {
     pub(super) shape: Shape,

@@ -1,6 +1,6 @@
-//! The thread that serves the lines of a rank.
+//! The thread that serves the ends of a rank.
 
-use super::line::Line;
+use super::end::StagedEnd;
 use crate::error::{Error, Result};
 use crate::sync::lock;
 use std::fmt;
@@ -15,7 +15,7 @@ const BUSY: Duration = Duration::from_millis(2);
 const NAPS: [Duration; 2] = [Duration::from_micros(50), Duration::from_millis(1)];
 const LONG: Duration = Duration::from_millis(200);
 
-/// Serves lines as long as there are any.
+/// Serves ends as long as there are any.
 #[derive(Default)]
 pub(crate) struct Service {
     state: Mutex<State>,
@@ -23,16 +23,16 @@ pub(crate) struct Service {
 
 #[derive(Default)]
 struct State {
-    lines: Vec<Weak<Line>>,
+    ends: Vec<Weak<StagedEnd>>,
     thread: Option<JoinHandle<()>>,
     is_stopped: bool,
 }
 
 impl Service {
-    /// Serves one more line, until nobody holds it.
-    pub(super) fn add(self: &Arc<Self>, line: &Arc<Line>) -> Result<()> {
+    /// Serves one more end, until nobody holds it.
+    pub(super) fn add(self: &Arc<Self>, end: &Arc<StagedEnd>) -> Result<()> {
         let mut state = lock(&self.state);
-        state.lines.push(Arc::downgrade(line));
+        state.ends.push(Arc::downgrade(end));
         let runs = state.thread.as_ref();
         if runs.is_some_and(|thread| !thread.is_finished()) {
             return Ok(());
@@ -68,13 +68,13 @@ impl Service {
 
     fn run(&self) {
         let mut last = Instant::now();
-        while let Some(lines) = self.lines() {
+        while let Some(ends) = self.ends() {
             // Not by `any`, which would leave out those behind.
             let mut worked = false;
-            for line in &lines {
-                worked |= line.advance();
+            for end in &ends {
+                worked |= end.advance();
             }
-            drop(lines);
+            drop(ends);
             let idle = last.elapsed();
             if worked {
                 last = Instant::now();
@@ -86,22 +86,22 @@ impl Service {
         }
     }
 
-    /// The lines; none where the thread is to end.
-    fn lines(&self) -> Option<Vec<Arc<Line>>> {
+    /// The ends; none where the thread is to end.
+    fn ends(&self) -> Option<Vec<Arc<StagedEnd>>> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        state.lines.retain(|line| line.strong_count() > 0);
-        if state.is_stopped || state.lines.is_empty() {
+        state.ends.retain(|end| end.strong_count() > 0);
+        if state.is_stopped || state.ends.is_empty() {
             // What is added after this finds no thread.
             state.thread = None;
             return None;
         }
-        Some(state.lines.iter().filter_map(Weak::upgrade).collect())
+        Some(state.ends.iter().filter_map(Weak::upgrade).collect())
     }
 }
 
 impl fmt::Debug for Service {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let lines = lock(&self.state).lines.len();
-        f.debug_struct("Service").field("lines", &lines).finish()
+        let ends = lock(&self.state).ends.len();
+        f.debug_struct("Service").field("ends", &ends).finish()
     }
 }

@@ -1,7 +1,8 @@
-//! What a line does with what a peer writes, whatever that is.
+//! What an end does with what a peer writes, whatever that is.
 
-use super::line::{Line, LineParts, Operation};
+use super::end::{EndParts, StagedEnd};
 use super::message::{Message, WORDS};
+use super::state::Operation;
 use super::*;
 use crate::deadline::Deadline;
 use crate::device::network::{NetworkConnection, OnDone, OnFailure, RemoteMemory};
@@ -53,10 +54,10 @@ impl NetworkConnection for NoPeer {
     }
 }
 
-/// A line, and what its peer writes to.
+/// An end, and what its peer writes to.
 struct Rig {
     device: Arc<dyn Device>,
-    line: Line,
+    end: StagedEnd,
     incoming: Arc<Incoming>,
     fault: Arc<Fault>,
     region: DeviceSlice,
@@ -76,7 +77,7 @@ impl Rig {
         let fault = Arc::<Fault>::default();
         let words = device.allocate_signals_for(64, &fault).unwrap();
         let region = device.allocate_staging(REGION).unwrap().slice().clone();
-        let parts = LineParts {
+        let parts = EndParts {
             peer: 1,
             fault: fault.clone(),
             connection: Arc::new(NoPeer),
@@ -86,12 +87,12 @@ impl Rig {
             incoming: incoming.clone(),
             inbound: words.word(0).unwrap(),
         };
-        let line = Line::new(&device, parts).unwrap();
-        line.set_region(0, &region);
+        let end = StagedEnd::new(&device, parts).unwrap();
+        end.set_region(0, &region);
         Self {
             inbound: words.word(0).unwrap(),
             device,
-            line,
+            end,
             incoming,
             fault,
             region,
@@ -112,19 +113,19 @@ impl Rig {
         self.incoming.control.store(ARRIVED, self.sent);
     }
 
-    /// Has the line go on until `done`, or until it has failed.
+    /// Has the end go on until `done`, or until it has failed.
     fn until(&self, done: impl Fn() -> bool) {
         let started = Instant::now();
         while !done() && self.fault.error().is_none() {
-            self.line.advance();
-            assert!(started.elapsed() < LATE, "{:?}", self.line);
+            self.end.advance();
+            assert!(started.elapsed() < LATE, "{:?}", self.end);
             std::thread::yield_now();
         }
     }
 
     /// Has it take what was sent, so that the peer may send again.
     fn take(&self) {
-        self.until(|| self.line.returned() == self.sent);
+        self.until(|| self.end.returned() == self.sent);
     }
 
     fn word(&self) -> u64 {
@@ -136,12 +137,12 @@ impl Rig {
     }
 
     fn assert_refused(&self, says: &str) {
-        self.line.advance();
+        self.end.advance();
         let error = self.fault.error().unwrap();
         assert_eq!((error.kind(), error.peer()), (ErrorKind::Protocol, Some(1)));
         assert!(error.to_string().contains(says), "{error}");
         // It takes nothing any more.
-        assert!(!self.line.advance());
+        assert!(!self.end.advance());
     }
 }
 
@@ -159,11 +160,11 @@ fn messages_do_what_they_say_in_their_order() {
     // What this end asked for comes in parts.
     let target = rig.device.allocate_staging(100).unwrap().slice().clone();
     let at = At::default();
-    rig.line.push(Operation::Get {
+    rig.end.push(Operation::Get {
         target: target.clone(),
         at,
     });
-    rig.until(|| rig.line.gets() == 1);
+    rig.until(|| rig.end.gets() == 1);
     for (number, offset, bytes) in [(2, 0, 64), (3, 64, 36)] {
         let id = 0;
         rig.send(Message::Got { id, offset, bytes }.encode(number));
@@ -171,7 +172,7 @@ fn messages_do_what_they_say_in_their_order() {
     rig.take();
     let mut bytes = [0; 100];
     rig.device.download(&target, &mut bytes).unwrap();
-    assert!(bytes == [7; 100] && rig.line.gets() == 0);
+    assert!(bytes == [7; 100] && rig.end.gets() == 0);
 }
 
 #[test]
@@ -240,17 +241,17 @@ fn no_more_than_a_ring_is_under_way() {
     let rig = Rig::new();
     let source = rig.device.allocate_staging(64 * 9).unwrap().slice().clone();
     let at = At::default();
-    rig.line.push(Operation::Put { source, at });
+    rig.end.push(Operation::Put { source, at });
     let answered = rig.device.allocate_signals(8).unwrap().word(0).unwrap();
     let word = answered.clone();
-    rig.line.push(Operation::Answer { word, value: 1 });
+    rig.end.push(Operation::Answer { word, value: 1 });
     let told = Arc::new(AtomicBool::new(false));
     for consumed in 0..9 {
-        rig.until(|| rig.line.sent() == (consumed + 4).min(9));
+        rig.until(|| rig.end.sent() == (consumed + 4).min(9));
         for _ in 0..10 {
-            rig.line.advance();
+            rig.end.advance();
         }
-        assert_eq!(rig.line.sent(), (consumed + 4).min(9));
+        assert_eq!(rig.end.sent(), (consumed + 4).min(9));
         let mut bytes = [0; 8];
         rig.device
             .download(answered.as_slice(), &mut bytes)
@@ -258,13 +259,13 @@ fn no_more_than_a_ring_is_under_way() {
         assert_eq!(bytes, [0; 8], "answered after {consumed} of 9");
         rig.incoming.control.store(CONSUMED, consumed + 1);
     }
-    rig.until(|| rig.line.is_idle().unwrap());
+    rig.until(|| rig.end.is_idle().unwrap());
     // It ends when the peer's end does, and not before.
-    rig.line.close(&told);
-    rig.until(|| rig.line.sent() == 10);
+    rig.end.close(&told);
+    rig.until(|| rig.end.sent() == 10);
     rig.incoming.control.store(CONSUMED, 10);
     for _ in 0..10 {
-        rig.line.advance();
+        rig.end.advance();
     }
     assert!(!told.load(Ordering::Acquire));
     let mut rig = rig;
@@ -288,8 +289,8 @@ proptest! {
         (arrived, consumed) in (0_u64..3, 0_u64..3),
     ) {
         let mut rig = Rig::new();
-        rig.line.push(Operation::Get { target: rig.region.slice(0..100).unwrap(), at: At::default() });
-        rig.until(|| rig.line.gets() == 1);
+        rig.end.push(Operation::Get { target: rig.region.slice(0..100).unwrap(), at: At::default() });
+        rig.until(|| rig.end.gets() == 1);
         for (kind, region, offset, bytes, value) in messages {
             let number = rig.sent;
             rig.send([number, kind, region, offset, bytes, value, !number]);
@@ -298,7 +299,7 @@ proptest! {
         rig.incoming.control.store(ARRIVED, rig.sent + arrived);
         rig.incoming.control.store(CONSUMED, consumed);
         for _ in 0..5 {
-            rig.line.advance();
+            rig.end.advance();
         }
         if let Some(error) = rig.fault.error() {
             prop_assert_eq!((error.kind(), error.peer()), (ErrorKind::Protocol, Some(1)));

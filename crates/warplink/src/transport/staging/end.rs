@@ -1,20 +1,17 @@
-//! One end of a line: what it sends, what it takes, and what both wait for. Nothing here blocks.
+//! One end of a staged connection: what it sends, what it takes, and what both wait for. Nothing here blocks.
 
 use super::message::{Message, WORDS, malformed};
+use super::state::{MAX_GETS, Operation, Portion, State};
 use super::{ARRIVED, CONSUMED, GONE, HEADER_BYTES, Incoming, Shape};
 use crate::device::network::{NetworkConnection, RemoteMemory};
 use crate::device::{
-    At, Device, DeviceSlice, Event, Fault, MemoryOp, Priority, StagingMemory, Stream, Word,
+    Device, DeviceSlice, Event, Fault, MemoryOp, Priority, StagingMemory, Stream, Word,
 };
 use crate::error::{Rank, Result};
 use crate::sync::lock;
-use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
-
-/// Gets that an end asks for at a time.
-const MAX_GETS: usize = 64;
 
 /// Operations that wait to be sent, from which on there is no room for more.
 const MAX_QUEUED: usize = 256;
@@ -23,8 +20,8 @@ const MAX_QUEUED: usize = 256;
 const MAX_SIGNALS: u64 = 1 << 60;
 
 /// One end.
-pub(crate) struct Line {
-    pub(super) parts: LineParts,
+pub(crate) struct StagedEnd {
+    pub(super) parts: EndParts,
     /// Copies from and to the device's memory.
     outward: Stream,
     inward: Stream,
@@ -36,8 +33,8 @@ pub(crate) struct Line {
     state: Mutex<State>,
 }
 
-/// What a line is made of.
-pub(crate) struct LineParts {
+/// What an end is made of.
+pub(crate) struct EndParts {
     pub(crate) peer: Rank,
     /// Raised when the peer does not follow the protocol, or a copy fails.
     pub(crate) fault: Arc<Fault>,
@@ -51,70 +48,8 @@ pub(crate) struct LineParts {
     pub(crate) inbound: Word,
 }
 
-/// Something to be sent, in order.
-pub(super) enum Operation {
-    Put {
-        source: DeviceSlice,
-        at: At,
-    },
-    Get {
-        target: DeviceSlice,
-        at: At,
-    },
-    Signal(u64),
-    /// Set a word of this rank when everything before is done.
-    Answer {
-        word: Word,
-        value: u64,
-    },
-    End,
-}
-
-#[derive(Default)]
-struct State {
-    /// This rank's regions, by number.
-    regions: Vec<Option<DeviceSlice>>,
-    queue: VecDeque<Operation>,
-    /// Messages that were begun, that were sent, and that the peer has consumed.
-    begun: u64,
-    sent: u64,
-    consumed: u64,
-    /// Those begun and not sent, from `sent` on.
-    leaving: VecDeque<Message>,
-    /// Messages that were taken, and that were consumed here.
-    taken: u64,
-    returned: u64,
-    /// What the peer signalled last.
-    signalled: u64,
-    /// Gets of this end that are not done, by number.
-    gets: BTreeMap<u64, Portion>,
-    next_get: u64,
-    /// Gets of the peer that are not done, with their numbers.
-    requests: VecDeque<(u64, Portion)>,
-    answers: VecDeque<Answer>,
-    /// Whether the peer asks for nothing more.
-    peer_ended: bool,
-    /// Set when the peer is told that this end writes no more.
-    told: Option<Arc<AtomicBool>>,
-    is_over: bool,
-}
-
-/// What is left of the memory of a get, after so many bytes.
-struct Portion {
-    done: u64,
-    left: DeviceSlice,
-}
-
-/// A word to be set when the peer has consumed the messages before `begun`, and the gets before `get` are done.
-struct Answer {
-    begun: u64,
-    get: u64,
-    word: Word,
-    value: u64,
-}
-
-impl Line {
-    pub(super) fn new(device: &Arc<dyn Device>, parts: LineParts) -> Result<Self> {
+impl StagedEnd {
+    pub(super) fn new(device: &Arc<dyn Device>, parts: EndParts) -> Result<Self> {
         let events = |count: u64| (0..count).map(|_| device.create_event(false)).collect();
         let shape = parts.peer_shape;
         Ok(Self {
@@ -294,7 +229,7 @@ impl Line {
         if state.returned == before {
             return Ok(());
         }
-        let LineParts {
+        let EndParts {
             connection,
             control,
             ..
@@ -336,7 +271,7 @@ impl Line {
 
     /// Sends the messages whose chunks are filled.
     fn send(&self, state: &mut State) -> Result<()> {
-        let LineParts {
+        let EndParts {
             connection,
             control,
             peer_ring,
@@ -404,7 +339,7 @@ impl Line {
 }
 
 #[cfg(test)]
-impl Line {
+impl StagedEnd {
     pub(super) fn sent(&self) -> u64 {
         lock(&self.state).sent
     }
@@ -418,103 +353,10 @@ impl Line {
     }
 }
 
-impl State {
-    /// Changes whenever something is done.
-    fn progress(&self) -> [u64; 7] {
-        [
-            self.begun,
-            self.sent,
-            self.consumed,
-            self.taken,
-            self.returned,
-            (self.queue.len() + self.answers.len()) as u64,
-            u64::from(self.is_over),
-        ]
-    }
-
-    /// The `bytes` from `at` on of this rank's regions, where the peer may reach them.
-    fn region(&self, at: At, bytes: u64) -> Result<DeviceSlice> {
-        let region = self
-            .regions
-            .get(at.region as usize)
-            .and_then(Option::as_ref);
-        let range = region.and_then(|region| {
-            let end = at.offset.checked_add(bytes)?;
-            region.slice(at.offset as usize..end as usize).ok()
-        });
-        range.ok_or_else(|| {
-            malformed(format!(
-                "the peer names {bytes} bytes from {} of region {}, which are not there",
-                at.offset, at.region
-            ))
-        })
-    }
-
-    /// The next message, with what it carries: a part of what the peer asked for, or of what is queued.
-    fn next(&mut self, chunk_bytes: u64) -> Result<Option<(Message, Option<DeviceSlice>)>> {
-        if let Some((id, request)) = self.requests.front_mut() {
-            let bytes = chunk_bytes.min(request.left.bytes() as u64);
-            let (id, offset) = (*id, request.done);
-            let source = request.take(bytes)?;
-            if request.left.bytes() == 0 {
-                self.requests.pop_front();
-            }
-            return Ok(Some((Message::Got { id, offset, bytes }, Some(source))));
-        }
-        let (message, payload) = match self.queue.front_mut() {
-            Some(Operation::Put { source, at }) => {
-                let bytes = chunk_bytes.min(source.bytes() as u64);
-                let part = source.slice(0..bytes as usize)?;
-                let message = Message::Put { at: *at, bytes };
-                if bytes < source.bytes() as u64 {
-                    *source = source.slice(bytes as usize..source.bytes())?;
-                    at.offset += bytes;
-                    return Ok(Some((message, Some(part))));
-                }
-                (message, Some(part))
-            }
-            Some(Operation::Get { target, at }) if self.gets.len() < MAX_GETS => {
-                let (id, left) = (self.next_get, target.clone());
-                let bytes = left.bytes() as u64;
-                self.next_get += 1;
-                self.gets.insert(id, Portion { done: 0, left });
-                (Message::Get { id, at: *at, bytes }, None)
-            }
-            Some(Operation::Signal(value)) => (Message::Signal { value: *value }, None),
-            Some(Operation::End) => (Message::End, None),
-            Some(Operation::Get { .. } | Operation::Answer { .. }) | None => return Ok(None),
-        };
-        self.queue.pop_front();
-        Ok(Some((message, payload)))
-    }
-
-    /// Notes what the answer at the front of the queue waits for.
-    fn note_answer(&mut self) {
-        if let Some(Operation::Answer { word, value }) = self.queue.pop_front() {
-            self.answers.push_back(Answer {
-                begun: self.begun,
-                get: self.next_get,
-                word,
-                value,
-            });
-        }
-    }
-}
-
-impl Portion {
-    /// Takes the next `bytes` away.
-    fn take(&mut self, bytes: u64) -> Result<DeviceSlice> {
-        let taken = self.left.slice(0..bytes as usize)?;
-        self.left = self.left.slice(bytes as usize..self.left.bytes())?;
-        self.done += bytes;
-        Ok(taken)
-    }
-}
-
-impl fmt::Debug for Line {
+impl fmt::Debug for StagedEnd {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let state = lock(&self.state);
-        f.debug_struct("Line")
+        f.debug_struct("StagedEnd")
             .field("peer", &self.parts.peer)
             .field("sent", &state.sent)
             .field("taken", &state.taken)

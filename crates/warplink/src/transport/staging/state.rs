@@ -1,0 +1,169 @@
+//! What an end has to send, and how far it is.
+
+use super::message::{Message, malformed};
+use crate::device::{At, DeviceSlice, Word};
+use crate::error::Result;
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+/// Gets that an end asks for at a time.
+pub(super) const MAX_GETS: usize = 64;
+
+/// Something to be sent, in order.
+pub(super) enum Operation {
+    Put {
+        source: DeviceSlice,
+        at: At,
+    },
+    Get {
+        target: DeviceSlice,
+        at: At,
+    },
+    Signal(u64),
+    /// Set a word of this rank when everything before is done.
+    Answer {
+        word: Word,
+        value: u64,
+    },
+    End,
+}
+
+#[derive(Default)]
+pub(super) struct State {
+    /// This rank's regions, by number.
+    pub(super) regions: Vec<Option<DeviceSlice>>,
+    pub(super) queue: VecDeque<Operation>,
+    /// Messages that were begun, that were sent, and that the peer has consumed.
+    pub(super) begun: u64,
+    pub(super) sent: u64,
+    pub(super) consumed: u64,
+    /// Those begun and not sent, from `sent` on.
+    pub(super) leaving: VecDeque<Message>,
+    /// Messages that were taken, and that were consumed here.
+    pub(super) taken: u64,
+    pub(super) returned: u64,
+    /// What the peer signalled last.
+    pub(super) signalled: u64,
+    /// Gets of this end that are not done, by number.
+    pub(super) gets: BTreeMap<u64, Portion>,
+    pub(super) next_get: u64,
+    /// Gets of the peer that are not done, with their numbers.
+    pub(super) requests: VecDeque<(u64, Portion)>,
+    pub(super) answers: VecDeque<Answer>,
+    /// Whether the peer asks for nothing more.
+    pub(super) peer_ended: bool,
+    /// Set when the peer is told that this end writes no more.
+    pub(super) told: Option<Arc<AtomicBool>>,
+    pub(super) is_over: bool,
+}
+
+/// What is left of the memory of a get, after so many bytes.
+pub(super) struct Portion {
+    pub(super) done: u64,
+    pub(super) left: DeviceSlice,
+}
+
+/// A word to be set when the peer has consumed the messages before `begun`, and the gets before `get` are done.
+pub(super) struct Answer {
+    pub(super) begun: u64,
+    pub(super) get: u64,
+    pub(super) word: Word,
+    pub(super) value: u64,
+}
+
+impl State {
+    /// Changes whenever something is done.
+    pub(super) fn progress(&self) -> [u64; 7] {
+        [
+            self.begun,
+            self.sent,
+            self.consumed,
+            self.taken,
+            self.returned,
+            (self.queue.len() + self.answers.len()) as u64,
+            u64::from(self.is_over),
+        ]
+    }
+
+    /// The `bytes` from `at` on of this rank's regions, where the peer may reach them.
+    pub(super) fn region(&self, at: At, bytes: u64) -> Result<DeviceSlice> {
+        let region = self
+            .regions
+            .get(at.region as usize)
+            .and_then(Option::as_ref);
+        let range = region.and_then(|region| {
+            let end = at.offset.checked_add(bytes)?;
+            region.slice(at.offset as usize..end as usize).ok()
+        });
+        range.ok_or_else(|| {
+            malformed(format!(
+                "the peer names {bytes} bytes from {} of region {}, which are not there",
+                at.offset, at.region
+            ))
+        })
+    }
+
+    /// The next message, with what it carries: a part of what the peer asked for, or of what is queued.
+    pub(super) fn next(
+        &mut self,
+        chunk_bytes: u64,
+    ) -> Result<Option<(Message, Option<DeviceSlice>)>> {
+        if let Some((id, request)) = self.requests.front_mut() {
+            let bytes = chunk_bytes.min(request.left.bytes() as u64);
+            let (id, offset) = (*id, request.done);
+            let source = request.take(bytes)?;
+            if request.left.bytes() == 0 {
+                self.requests.pop_front();
+            }
+            return Ok(Some((Message::Got { id, offset, bytes }, Some(source))));
+        }
+        let (message, payload) = match self.queue.front_mut() {
+            Some(Operation::Put { source, at }) => {
+                let bytes = chunk_bytes.min(source.bytes() as u64);
+                let part = source.slice(0..bytes as usize)?;
+                let message = Message::Put { at: *at, bytes };
+                if bytes < source.bytes() as u64 {
+                    *source = source.slice(bytes as usize..source.bytes())?;
+                    at.offset += bytes;
+                    return Ok(Some((message, Some(part))));
+                }
+                (message, Some(part))
+            }
+            Some(Operation::Get { target, at }) if self.gets.len() < MAX_GETS => {
+                let (id, left) = (self.next_get, target.clone());
+                let bytes = left.bytes() as u64;
+                self.next_get += 1;
+                self.gets.insert(id, Portion { done: 0, left });
+                (Message::Get { id, at: *at, bytes }, None)
+            }
+            Some(Operation::Signal(value)) => (Message::Signal { value: *value }, None),
+            Some(Operation::End) => (Message::End, None),
+            Some(Operation::Get { .. } | Operation::Answer { .. }) | None => return Ok(None),
+        };
+        self.queue.pop_front();
+        Ok(Some((message, payload)))
+    }
+
+    /// Notes what the answer at the front of the queue waits for.
+    pub(super) fn note_answer(&mut self) {
+        if let Some(Operation::Answer { word, value }) = self.queue.pop_front() {
+            self.answers.push_back(Answer {
+                begun: self.begun,
+                get: self.next_get,
+                word,
+                value,
+            });
+        }
+    }
+}
+
+impl Portion {
+    /// Takes the next `bytes` away.
+    pub(super) fn take(&mut self, bytes: u64) -> Result<DeviceSlice> {
+        let taken = self.left.slice(0..bytes as usize)?;
+        self.left = self.left.slice(bytes as usize..self.left.bytes())?;
+        self.done += bytes;
+        Ok(taken)
+    }
+}
