@@ -2,7 +2,8 @@
 # Measures on all GPUs of this machine: the hardware model, transfers, host programs, overlapped GEMMs,
 # and PyTorch's fused operations beside them. Full tables and JSON go to $OUT/bench.tar.
 #
-# PARTS names the parts to run. With a command of an earlier commit in device-bin/base/, the parts
+# PARTS names the parts to run; COLLECTIVES those of the part collective, which PyTorch's symmetric memory is
+# measured for as well. With a command of an earlier commit in device-bin/base/, the parts
 # p2p, ring and overlap are measured with both, one after the other.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -41,6 +42,18 @@ for name in ${PARTS:-tune p2p ring program overlap random torch}; do
         part random 280 device-bin/warplink bench overlap -n "$ranks" --random 100 \
             --output "$OUT/bench/random.json" ${RANDOM_ARGS:---samples 10}
         tail -n 3 "$OUT/bench/random.log"
+        ;;
+    collective)
+        for kind in ${COLLECTIVES:-all-reduce all-gather reduce-scatter all-to-all}; do
+            beside=()
+            if [ "$kind" != all-to-all ]; then
+                part "torch-$kind" 60 torchrun --nproc-per-node "$ranks" scripts/torch_collectives.py "$kind" \
+                    --output "$OUT/bench/torch-$kind.json" ${TORCH_ARGS:-}
+                if [ -s "$OUT/bench/torch-$kind.json" ]; then beside=(--beside "$OUT/bench/torch-$kind.json"); fi
+            fi
+            part "$kind" 60 device-bin/warplink bench collective "$kind" -n "$ranks" --peers nccl,nccl-symmetric \
+                "${beside[@]}" --plot "$OUT/bench/$kind.svg" ${COLLECTIVE_ARGS:-}
+        done
         ;;
     torch)
         part torch 150 torchrun --nproc-per-node "$ranks" scripts/torch_overlap.py \

@@ -109,7 +109,7 @@ fn download<const N: usize>(region: Region) -> [u64; N] {
 /// The kernel of the host device with this body.
 fn host_kernel(
     comm: Comm,
-    body: unsafe extern "C" fn(*mut c_void) -> i32,
+    body: unsafe extern "C-unwind" fn(*mut c_void) -> i32,
     user: *mut c_void,
 ) -> Kernel {
     let kernel = HostKernel {
@@ -160,7 +160,7 @@ fn connect(comm: Comm, rank: i32, transport: Transport) -> Region {
 }
 
 /// Uses every call of a block: what it reads must be what the peer put. Argument 1 is the rank.
-unsafe extern "C" fn every_call(_user: *mut c_void) -> i32 {
+unsafe extern "C-unwind" fn every_call(_user: *mut c_void) -> i32 {
     let steps = || -> Result<(), Status> {
         let check = |status| match status {
             Status::Success => Ok(()),
@@ -247,12 +247,12 @@ fn blocks_of_host_kernels_make_every_call() {
 }
 
 /// Puts past the end of the peer's region.
-unsafe extern "C" fn put_too_far(_user: *mut c_void) -> i32 {
+unsafe extern "C-unwind" fn put_too_far(_user: *mut c_void) -> i32 {
     warplink_block_put(0, at(60), at(0), 8) as i32
 }
 
 /// Fails without a call that failed.
-unsafe extern "C" fn give_77(user: *mut c_void) -> i32 {
+unsafe extern "C-unwind" fn give_77(user: *mut c_void) -> i32 {
     // SAFETY: the test gave this pointer.
     unsafe { &*user.cast::<AtomicU32>() }.fetch_add(1, Ordering::Relaxed);
     77

@@ -121,6 +121,47 @@ fn a_table_and_a_drawing_come_out() {
 }
 
 #[test]
+fn figures_of_another_program_are_shown_beside() {
+    let folder = tempfile::tempdir().unwrap();
+    let [beside, plot] = ["beside.json", "plot.svg"].map(|name| folder.path().join(name));
+    let mut report: Value = serde_json::json!({
+        "benchmark": "collective", "collective": "all-reduce", "type": "bf16", "ranks": 2,
+        "peers": ["another"], "rows": [{
+            "bytes": 4096, "place": "out", "submission": "eager", "ways": [{
+                "way": "another one-shot", "bandwidth": 0.5, "bus_bandwidth": 0.5, "wrong": 0,
+                "seconds": {"median": 8e-9, "least": 8e-9, "most": 8e-9},
+            }],
+        }],
+    });
+    std::fs::write(&beside, report.to_string()).unwrap();
+    let [beside, plot] = [&beside, &plot].map(|path| path.to_str().unwrap());
+    let arguments = ["all-reduce", "-n", "2", "--beside", beside, "--plot", plot];
+    let output = bench(&arguments);
+    assert!(output.status.success(), "{}", stderr(&output));
+    let table = stdout(&output);
+    for part in [
+        "compared with",
+        "and another",
+        "another one-shot us",
+        "0.01",
+    ] {
+        assert!(table.contains(part), "no '{part}' in {table}");
+    }
+    let drawing = std::fs::read_to_string(plot).unwrap();
+    assert!(drawing.contains("another one-shot"));
+    // Of something else.
+    report["ranks"] = 8.into();
+    std::fs::write(beside, report.to_string()).unwrap();
+    let output = bench(&arguments);
+    assert!(!output.status.success());
+    let text = stderr(&output);
+    assert!(
+        text.contains("all-reduce of bf16 on 8 ranks; expected"),
+        "{text}"
+    );
+}
+
+#[test]
 fn arguments_that_do_not_go_together_are_refused_once() {
     for (more, said) in [
         (
@@ -136,6 +177,10 @@ fn arguments_that_do_not_go_together_are_refused_once() {
             "unknown algorithm 'magic'",
         ),
         (&["everything"], "invalid value 'everything'"),
+        (
+            &["all-reduce", "--beside", "/nowhere.json"],
+            "read /nowhere.json",
+        ),
         (&["all-gather", "--from", "2B"], "expected at least 4 bytes"),
         (
             &["all-gather", "--from", "1MiB"],

@@ -11,7 +11,7 @@ use warplink::p2p::{Path, StreamBarrier};
 use warplink::{Communicator, Deadline};
 
 /// How stream work is given to the device.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Deserialize, serde::Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Submission {
     /// Operation by operation.
@@ -25,7 +25,7 @@ impl Submission {
 }
 
 /// Median and spread of the samples, in seconds.
-#[derive(Clone, Copy, Debug, serde::Serialize)]
+#[derive(Clone, Copy, Debug, serde::Deserialize, serde::Serialize)]
 pub(crate) struct Times {
     pub(crate) median: f64,
     pub(crate) least: f64,

@@ -1,7 +1,7 @@
 //! Runs a collective on one size: on fresh data, of which the result is checked, and then for its time.
 
 use super::data::{Inputs, different};
-use super::report::{Figures, Row, Way};
+use super::report::{Figures, Row};
 use super::what::What;
 use super::{Peer, Place};
 use crate::commands::bench::timing::{Clock, Submission, Work};
@@ -26,7 +26,7 @@ pub(super) struct Rig<'a> {
 
 /// What Warplink is compared with, and its memory.
 struct PeerRig {
-    way: Way,
+    peer: Peer,
     engine: Arc<dyn CollectiveEngine>,
     memory: [DeviceSlice; 2],
 }
@@ -51,28 +51,24 @@ impl<'a> Rig<'a> {
         let [first, second] = memory;
         let memory = [first?, second?];
         let mut rigs = Vec::new();
-        for peer in peers {
-            let way = match peer {
-                Peer::Nccl => Way::Nccl,
-                Peer::NcclSymmetric => Way::NcclSymmetric,
-                Peer::None => continue,
-            };
-            let rig = match way {
-                Way::NcclSymmetric => registered(comm, largest),
-                _ => comm
+        for &peer in peers {
+            let rig = match peer {
+                Peer::Nccl => comm
                     .collective_engine()
                     .map(|engine| (engine, memory.clone())),
+                Peer::NcclSymmetric => registered(comm, largest),
+                Peer::None => continue,
             };
             match rig {
                 Ok((engine, memory)) => rigs.push(PeerRig {
-                    way,
+                    peer,
                     engine,
                     memory,
                 }),
                 // On every rank or on none: they join and register together.
                 Err(error) if is_missing(&error) => {
                     if comm.rank() == 0 {
-                        print_message(&format!("without {}: {error:#}", way.name()));
+                        print_message(&format!("without {}: {error:#}", peer.name()));
                     }
                 }
                 Err(error) => return Err(error.into()),
@@ -90,8 +86,8 @@ impl<'a> Rig<'a> {
 
     /// What Warplink is compared with, for the report.
     pub(super) fn peers(&self) -> Vec<String> {
-        let name = |peer: &PeerRig| match peer.way {
-            Way::NcclSymmetric => format!("{} with registered memory", peer.engine.name()),
+        let name = |peer: &PeerRig| match peer.peer {
+            Peer::NcclSymmetric => format!("{} with registered memory", peer.engine.name()),
             _ => peer.engine.name(),
         };
         self.peers.iter().map(name).collect()
@@ -109,7 +105,7 @@ impl<'a> Rig<'a> {
         let world = self.clock.comm.world();
         let count = self.what.count(bytes, world);
         let own = self.slices(&self.memory, count, place)?;
-        let mut works: Vec<(Way, [DeviceSlice; 2], Enqueue<'_>)> = Vec::new();
+        let mut works: Vec<(&str, [DeviceSlice; 2], Enqueue<'_>)> = Vec::new();
         let enqueue = {
             let [input, output] = own.clone();
             move |stream: &Stream| {
@@ -117,13 +113,13 @@ impl<'a> Rig<'a> {
                     .enqueue(&self.collectives, [&input, &output], stream)
             }
         };
-        works.push((Way::Warplink, own, Box::new(enqueue)));
+        works.push(("warplink", own, Box::new(enqueue)));
         for peer in &self.peers {
             let slices = self.slices(&peer.memory, count, place)?;
             let [input, output] = &slices;
             let request = self.what.request(self.clock.comm, [input, output])?;
             let enqueue = move |stream: &Stream| Ok(peer.engine.enqueue(stream, &request)?);
-            works.push((peer.way, slices, Box::new(enqueue)));
+            works.push((peer.peer.name(), slices, Box::new(enqueue)));
         }
         let wrong: Vec<u64> = works
             .iter()
@@ -144,7 +140,7 @@ impl<'a> Rig<'a> {
             let seconds = times.divided(calls as f64);
             let bandwidth = size as f64 / seconds.median / 1e9;
             Figures {
-                way: *way,
+                way: (*way).to_owned(),
                 seconds,
                 bandwidth,
                 bus_bandwidth: bandwidth * self.what.kind.bus_factor(world),

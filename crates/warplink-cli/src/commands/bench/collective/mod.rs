@@ -15,8 +15,8 @@ use crate::report::{print_json, print_text};
 use anyhow::{Context, Result, ensure};
 use clap::{Args, ValueEnum};
 use measure::Rig;
-use report::{Report, Row};
-use std::path::PathBuf;
+use report::{Beside, Report, Row};
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use warplink::collective::{Algorithm, CollectiveOptions};
 use warplink::device::ReduceOp;
@@ -77,13 +77,16 @@ pub(crate) struct Collective {
     /// Calls in a sample [default: 4 to 50, by size]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     calls: Option<u16>,
+    /// Show figures of another program as well, such as scripts/torch_collectives.py
+    #[arg(long, value_name = "FILE.json")]
+    beside: Option<PathBuf>,
     /// Draw times and bandwidths as SVG
     #[arg(long, value_name = "FILE")]
     plot: Option<PathBuf>,
 }
 
 /// Where a collective's output goes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Deserialize, serde::Serialize)]
 #[serde(rename_all = "lowercase")]
 enum Place {
     /// To memory of its own.
@@ -113,8 +116,7 @@ enum Submissions {
 }
 
 /// What Warplink is compared with.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize)]
-#[serde(rename_all = "kebab-case")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Peer {
     /// The vendor's library (a substitute on the host device)
     Nccl,
@@ -122,6 +124,16 @@ enum Peer {
     NcclSymmetric,
     /// Nothing
     None,
+}
+
+impl Peer {
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Nccl => "nccl",
+            Self::NcclSymmetric => "nccl-symmetric",
+            Self::None => "none",
+        }
+    }
 }
 
 impl Places {
@@ -149,8 +161,11 @@ impl Collective {
         let check = |kind, world| self.check(kind, world);
         ranks::run_checked(options, check, |comm| {
             self.check(comm.device().kind(), comm.world())?;
-            let report = self.measure(comm)?;
+            let mut report = self.measure(comm)?;
             if comm.rank() == 0 {
+                if let Some(path) = &self.beside {
+                    report.add(read(path)?)?;
+                }
                 if let Some(path) = &self.plot {
                     let drawing = plot::draw(&report).context("draw the figures")?;
                     std::fs::write(path, drawing)
@@ -201,6 +216,9 @@ impl Collective {
             "{} cannot be done in place; help: use --place out",
             self.kind
         );
+        if let Some(path) = &self.beside {
+            read(path)?;
+        }
         crate::memory::check(kind, world, u128::from(to.0), 2 * u128::from(to.0))
     }
 
@@ -247,6 +265,12 @@ impl Collective {
         }
         Ok(Report::new(comm, what, rig.peers(), rows))
     }
+}
+
+/// What another program measured.
+fn read(path: &Path) -> Result<Beside> {
+    let text = std::fs::read_to_string(path).with_context(|| format!("read {}", path.display()))?;
+    serde_json::from_str(&text).with_context(|| format!("read the figures in {}", path.display()))
 }
 
 /// Calls in a sample: enough that starting and ending it do not count.

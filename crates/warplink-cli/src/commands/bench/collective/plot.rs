@@ -1,7 +1,7 @@
 //! Times and bus bandwidths by size as a drawing: a row of two panels for each submission, a line for each way.
 
 use super::Place;
-use super::report::{Report, Row, Way};
+use super::report::{Figures, Report, Row};
 use crate::commands::bench::timing::Submission;
 use crate::report::bytes::Bytes;
 use crate::report::digits;
@@ -11,6 +11,16 @@ use plotters::prelude::*;
 const WIDTH: u32 = 1100;
 const PANEL: u32 = 340;
 const HEADING: u32 = 40;
+
+/// Of the ways, Warplink first.
+const COLOURS: [RGBColor; 6] = [
+    RGBColor(30, 85, 150),
+    RGBColor(214, 140, 60),
+    RGBColor(110, 160, 70),
+    RGBColor(170, 80, 130),
+    RGBColor(120, 120, 120),
+    RGBColor(80, 180, 190),
+];
 
 /// The drawing, as SVG.
 pub(super) fn draw(report: &Report) -> Result<String> {
@@ -23,6 +33,7 @@ pub(super) fn draw(report: &Report) -> Result<String> {
         })
         .filter(|(_, rows): &(_, Vec<&Row>)| !rows.is_empty())
         .collect();
+    let ways = report.ways();
     let mut text = String::new();
     {
         let height = HEADING + PANEL * submissions.len() as u32;
@@ -42,13 +53,19 @@ pub(super) fn draw(report: &Report) -> Result<String> {
                 return Err(anyhow!("a row has two panels"));
             };
             let how = format!("{submission:?}").to_lowercase();
-            let time = |figures: &super::report::Figures| figures.seconds.median * 1e6;
-            panel(times, &format!("{how}: time in us"), rows, true, time)?;
-            let rate = |figures: &super::report::Figures| figures.bus_bandwidth;
+            let time = |figures: &Figures| figures.seconds.median * 1e6;
+            panel(
+                times,
+                &format!("{how}: time in us"),
+                (rows, &ways),
+                true,
+                time,
+            )?;
+            let rate = |figures: &Figures| figures.bus_bandwidth;
             panel(
                 rates,
                 &format!("{how}: bus bandwidth in GB/s"),
-                rows,
+                (rows, &ways),
                 false,
                 rate,
             )?;
@@ -62,9 +79,9 @@ pub(super) fn draw(report: &Report) -> Result<String> {
 fn panel(
     area: &DrawingArea<SVGBackend<'_>, plotters::coord::Shift>,
     title: &str,
-    rows: &[&Row],
+    (rows, ways): (&[&Row], &[&str]),
     logarithmic: bool,
-    value: impl Fn(&super::report::Figures) -> f64,
+    value: impl Fn(&Figures) -> f64,
 ) -> Result<()> {
     let values = rows.iter().flat_map(|row| row.ways.iter().map(&value));
     let (least, most) = values.fold((f64::MAX, f64::MIN_POSITIVE), |(least, most), value| {
@@ -106,27 +123,23 @@ fn panel(
         .light_line_style(WHITE)
         .draw()
         .map_err(failed)?;
-    let ways = rows.first().map_or(0, |row| row.ways.len());
-    for way in 0..ways {
+    for (number, way) in ways.iter().enumerate() {
         let points: Vec<(f64, f64)> = rows
             .iter()
             .enumerate()
             .filter_map(|(at, row)| {
-                let figures = row.ways.get(way)?;
+                let figures = row.figures(way)?;
                 Some((at as f64, scale(value(figures))))
             })
             .collect();
-        let Some(name) = rows.first().and_then(|row| row.ways.get(way)) else {
-            continue;
-        };
-        let colour = colour(name.way);
+        let colour = COLOURS[number % COLOURS.len()];
         let dots = points.iter().map(|&at| Circle::new(at, 3, colour.filled()));
         chart.draw_series(dots).map_err(failed)?;
         let line = PathElement::new(points.clone(), colour.stroke_width(2));
         chart
             .draw_series([line])
             .map_err(failed)?
-            .label(name.way.name())
+            .label(*way)
             .legend(move |(x, y)| PathElement::new([(x, y), (x + 18, y)], colour.stroke_width(2)));
     }
     chart
@@ -137,14 +150,6 @@ fn panel(
         .draw()
         .map_err(failed)?;
     Ok(())
-}
-
-fn colour(way: Way) -> RGBColor {
-    match way {
-        Way::Warplink => RGBColor(30, 85, 150),
-        Way::Nccl => RGBColor(214, 140, 60),
-        Way::NcclSymmetric => RGBColor(110, 160, 70),
-    }
 }
 
 fn failed(error: impl std::fmt::Display) -> anyhow::Error {

@@ -6,22 +6,15 @@ use crate::commands::bench::timing::{Submission, Times};
 use crate::report::bytes::Bytes;
 use crate::report::digits;
 use crate::report::table::{Align, Table};
-use serde::Serialize;
+use anyhow::{Result, ensure};
+use serde::{Deserialize, Serialize};
 use warplink::Communicator;
 
-/// Who does the collective.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub(super) enum Way {
-    Warplink,
-    Nccl,
-    NcclSymmetric,
-}
-
 /// The figures of one way.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Deserialize, Serialize)]
 pub(super) struct Figures {
-    pub(super) way: Way,
+    /// Who does it.
+    pub(super) way: String,
     /// For one call.
     pub(super) seconds: Times,
     /// The size over the time, in 10^9 bytes a second.
@@ -62,17 +55,32 @@ pub(super) struct Report {
     pub(super) rows: Vec<Row>,
 }
 
-impl Way {
-    pub(super) const fn name(self) -> &'static str {
-        match self {
-            Self::Warplink => "warplink",
-            Self::Nccl => "nccl",
-            Self::NcclSymmetric => "nccl-symmetric",
-        }
-    }
+/// What another program measured, as far as it is shown beside Warplink.
+#[derive(Debug, Deserialize)]
+pub(super) struct Beside {
+    collective: Kind,
+    #[serde(rename = "type")]
+    dtype: String,
+    ranks: usize,
+    #[serde(default)]
+    peers: Vec<String>,
+    rows: Vec<BesideRow>,
+}
+
+#[derive(Debug, Deserialize)]
+struct BesideRow {
+    bytes: usize,
+    place: Place,
+    submission: Submission,
+    ways: Vec<Figures>,
 }
 
 impl Row {
+    /// The figures of a way, if this size has them.
+    pub(super) fn figures(&self, way: &str) -> Option<&Figures> {
+        self.ways.iter().find(|figures| figures.way == way)
+    }
+
     /// How often the fastest peer's time is Warplink's.
     fn faster_by(&self) -> Option<f64> {
         let (own, peers) = self.ways.split_first()?;
@@ -97,6 +105,46 @@ impl Report {
         }
     }
 
+    /// Adds what another program measured of the same collective.
+    pub(super) fn add(&mut self, beside: Beside) -> Result<()> {
+        let same = (beside.collective, beside.ranks) == (self.collective, self.ranks);
+        ensure!(
+            same && beside.dtype == self.dtype,
+            "the figures beside are of {} of {} on {} ranks; expected {} of {} on {}",
+            beside.collective,
+            beside.dtype,
+            beside.ranks,
+            self.collective,
+            self.dtype,
+            self.ranks,
+        );
+        for row in &mut self.rows {
+            let of = |other: &&BesideRow| {
+                (other.bytes, other.place, other.submission)
+                    == (row.bytes, row.place, row.submission)
+            };
+            let more = beside
+                .rows
+                .iter()
+                .filter(of)
+                .flat_map(|other| other.ways.iter().cloned());
+            row.ways.extend(more);
+        }
+        self.peers.extend(beside.peers);
+        Ok(())
+    }
+
+    /// The ways, in the order in which they are shown. Not every size has each.
+    pub(super) fn ways(&self) -> Vec<&str> {
+        let mut ways: Vec<&str> = Vec::new();
+        for figures in self.rows.iter().flat_map(|row| &row.ways) {
+            if !ways.contains(&figures.way.as_str()) {
+                ways.push(&figures.way);
+            }
+        }
+        ways
+    }
+
     /// Whether every element of every way was right.
     pub(super) fn is_right(&self) -> bool {
         let mut ways = self.rows.iter().flat_map(|row| &row.ways);
@@ -114,11 +162,7 @@ impl Report {
 
     /// The table.
     pub(super) fn text(&self) -> String {
-        let ways: Vec<Way> = self
-            .rows
-            .first()
-            .map(|row| row.ways.iter().map(|figures| figures.way).collect())
-            .unwrap_or_default();
+        let ways = self.ways();
         let mut columns = vec![
             ("bytes".to_owned(), Align::Right),
             ("place".to_owned(), Align::Left),
@@ -127,7 +171,7 @@ impl Report {
             ("lanes".to_owned(), Align::Right),
         ];
         for way in &ways {
-            let unit = |unit: &str| (format!("{} {unit}", way.name()), Align::Right);
+            let unit = |unit: &str| (format!("{way} {unit}"), Align::Right);
             columns.extend([unit("us"), unit("GB/s"), unit("bus GB/s")]);
             columns.push(("wrong".to_owned(), Align::Right));
         }
@@ -143,7 +187,11 @@ impl Report {
                 row.algorithm.clone(),
                 row.lanes.to_string(),
             ];
-            for figures in &row.ways {
+            for way in &ways {
+                let Some(figures) = row.figures(way) else {
+                    cells.extend([const { String::new() }; 4]);
+                    continue;
+                };
                 cells.push(format!("{:.2}", figures.seconds.median * 1e6));
                 cells.push(digits(figures.bandwidth));
                 cells.push(digits(figures.bus_bandwidth));

@@ -10,7 +10,7 @@ use warplink::device::{Collective, CollectiveRequest, DeviceSlice, ReduceOp, Str
 use warplink::{Communicator, DType};
 
 /// A collective that moves data.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Deserialize, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub(super) enum Kind {
     AllReduce,
