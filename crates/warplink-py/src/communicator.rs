@@ -1,18 +1,20 @@
 //! A group of the ranks of a job.
 
 use crate::array::{Array, Place};
+use crate::channel::{self, Connect, Connections};
 use crate::collectives::Collectives;
 use crate::errors::raise;
 use crate::executor::Executor;
+use crate::kernel::Module;
 use crate::memory::{Memory, View};
 use crate::owner::{Detached, Owner};
 use crate::region::{Region, RemoteRegion, seconds};
 use crate::stream::{Event, Stream};
 use crate::transfer::{self, StreamBarrier, Transfer};
 use pyo3::prelude::*;
-use pyo3::types::PyBytes;
+use pyo3::types::{PyBytes, PyDict};
 use std::sync::Arc;
-use warplink::device::Priority;
+use warplink::device::{ModuleSource, Priority};
 use warplink::{Deadline, Error};
 
 /// An ordered group of the ranks of a job, numbered from 0.
@@ -221,6 +223,44 @@ impl Communicator {
         // long as `owner` is held; a handle that the driver does not know is refused by the driver.
         let stream = unsafe { self.place.device.borrow_stream(raw, owner) };
         Ok(Stream::new(stream.map_err(raise)?, inner, &self.place))
+    }
+
+    /// Connects with peers, for channels in kernels: `requests` are `Connect` objects, in any order. Blocks
+    /// until the peers have requested their ends. Raises MismatchError where transports differ.
+    fn connect(&self, py: Python<'_>, requests: Vec<Bound<'_, Connect>>) -> PyResult<Connections> {
+        let (inner, requests) = (self.inner()?, channel::requests(&requests));
+        let made = py.detach(|| inner.connect(&requests)).map_err(raise)?;
+        Ok(Connections::new(made, &self.place))
+    }
+
+    /// Loads code of the caller's: `cuda` is CUDA C++ with extern "C" kernels, which may include
+    /// `<warplink/device.cuh>`; `image` instead of that a cubin, a fat binary or PTX; `options` are the
+    /// compiler's. `host` are functions for the host device, by the kernel's name: each is called with a
+    /// `Block`, for every block of a launch, on a thread of the device. `name` is for messages.
+    ///
+    /// Blocks, on a GPU perhaps until running kernels are done: load modules before anything waits for a peer.
+    /// Kernels must reach no memory but what their arguments name. Raises UnsupportedError where there is no
+    /// code for the device, DriverError with the compiler's messages.
+    #[pyo3(signature = (name, *, cuda=None, image=None, options=Vec::new(), host=None))]
+    fn load_module(
+        &self,
+        py: Python<'_>,
+        name: &str,
+        cuda: Option<&str>,
+        image: Option<Vec<u8>>,
+        options: Vec<String>,
+        host: Option<&Bound<'_, PyDict>>,
+    ) -> PyResult<Module> {
+        self.inner()?;
+        let mut source = ModuleSource::new(name);
+        if let Some(text) = cuda {
+            source = source.with_cuda(text);
+        }
+        if let Some(image) = image {
+            source = source.with_cubin(image);
+        }
+        source = options.into_iter().fold(source, ModuleSource::with_option);
+        Module::load(py, &self.place, source, host)
     }
 
     /// Makes an event; only one with `timing` can measure time.

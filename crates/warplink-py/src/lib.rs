@@ -4,11 +4,13 @@
 //! in `python/warplink/`. Three rules hold throughout:
 //!
 //! - Whatever may block runs without the interpreter's lock.
-//! - No thread of the library takes that lock: Python objects that keep borrowed memory alive are let
-//!   go of on a thread of their own (`owner`).
+//! - No thread of the library takes that lock, but for Python functions that are kernels of the host device
+//!   (`block`): Python objects that keep borrowed memory alive are let go of on a thread of their own (`owner`).
 //! - Every error of the library becomes an exception with its kind, peer and rank (`errors`).
 
 mod array;
+mod block;
+mod channel;
 mod collectives;
 mod communicator;
 mod dlpack;
@@ -16,6 +18,7 @@ mod element;
 mod errors;
 mod executor;
 mod job;
+mod kernel;
 mod memory;
 mod overlap;
 mod owner;
@@ -32,6 +35,10 @@ use std::sync::OnceLock;
 #[pymodule]
 mod _warplink {
     #[pymodule_export]
+    use super::block::{Block, BlockChannel};
+    #[pymodule_export]
+    use super::channel::{Connect, Connection, Connections};
+    #[pymodule_export]
     use super::collectives::Collectives;
     #[pymodule_export]
     use super::communicator::Communicator;
@@ -39,6 +46,8 @@ mod _warplink {
     use super::executor::{CapturedPlan, Executor, Plan, Prepared};
     #[pymodule_export]
     use super::job::{Job, UniqueId};
+    #[pymodule_export]
+    use super::kernel::{Kernel, Module};
     #[pymodule_export]
     use super::memory::{Memory, View};
     #[pymodule_export]

@@ -21,6 +21,14 @@ impl Owner {
     pub(crate) fn new(object: Py<PyAny>) -> Self {
         Self(Some(object))
     }
+
+    /// The object; None once it was let go of.
+    pub(crate) fn object<'py>(&self, py: Python<'py>) -> Bound<'py, PyAny> {
+        match &self.0 {
+            Some(object) => object.bind(py).clone(),
+            None => py.None().into_bound(py),
+        }
+    }
 }
 
 impl Drop for Owner {

@@ -35,6 +35,7 @@ pub(crate) struct Report {
     eager_only: Option<String>,
     /// Whether any rank uses the collectives of the device.
     uses_collectives: bool,
+    /// All of it in words; also `str()` of it.
     text: String,
 }
 

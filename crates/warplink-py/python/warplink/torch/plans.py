@@ -53,7 +53,9 @@ class FusedPlan:
     ) -> FusedPlan:
         """The plan that ``plan`` makes of views by name: of memory that peers reach for the tensors
         ``shared``, of ``tensors`` themselves for the others. Every rank makes it at the same time."""
-        own, views, taken = {}, {}, []
+        own: dict[str, torch.Tensor] = {}
+        views: dict[str, warplink.View] = {}
+        taken: list[torch.Tensor] = []
         for name, tensor in tensors.items():
             if name in shared:
                 region = space.communicator.alloc(tensor.nbytes)
@@ -87,7 +89,8 @@ class FusedPlan:
         """New tensors of the sizes ``outputs``, in that order, computed from ``inputs``, all of one type on
         one device."""
         view_at = space.communicator.view_at
-        memory, used = {}, []
+        memory: dict[str, warplink.View] = {}
+        used: list[torch.Tensor] = []
         for name, tensor in inputs.items():
             own = self.own.get(name)
             if own is None:

@@ -1,0 +1,199 @@
+//! Connections, whose channels kernels take.
+
+use crate::array::{Array, Place};
+use crate::errors::{invalid, raise};
+use crate::owner::Detached;
+use crate::region::Region;
+use crate::stream::Stream;
+use pyo3::prelude::*;
+use warplink::channel::{self, ConnectionRequest, Transport};
+use warplink::device::{Argument, At};
+
+/// One end of a connection, to be connected with the other: to `peer`, a rank of the communicator, with
+/// `tag`, between `region` here and the one that the peer gives, which may have another length.
+/// `transport` is "direct", "proxied" or "network", the same on both ranks; if it is None, "direct" on one
+/// machine and "network" otherwise.
+#[pyclass(frozen, module = "warplink")]
+#[derive(Debug)]
+pub(crate) struct Connect(ConnectionRequest);
+
+/// One rank's end of a connection. Kernels take it as an argument, `warplink::Channel` in CUDA C++. It
+/// keeps its region registered. It may be dropped at any time: what launched kernels still need is kept.
+#[pyclass(frozen, module = "warplink")]
+#[derive(Debug)]
+pub(crate) struct Connection {
+    inner: Detached<channel::Connection>,
+    place: Place,
+}
+
+/// Connections that were made together. Kernels take it as an argument, `const warplink::Channel *` in CUDA
+/// C++, with the channels in the order in which they were requested.
+#[pyclass(frozen, module = "warplink")]
+#[derive(Debug)]
+pub(crate) struct Connections {
+    inner: Detached<channel::Connections>,
+    place: Place,
+}
+
+#[pymethods]
+impl Connect {
+    #[new]
+    #[pyo3(signature = (region, peer, tag=0, transport=None))]
+    fn new(region: &Region, peer: usize, tag: u64, transport: Option<&str>) -> PyResult<Self> {
+        let request = ConnectionRequest::new(peer, tag, &region.registered()?);
+        Ok(Self(match transport {
+            None => request,
+            Some("direct") => request.with_transport(Transport::Direct),
+            Some("proxied") => request.with_transport(Transport::Proxied),
+            Some("network") => request.with_transport(Transport::Network),
+            Some(other) => {
+                return Err(invalid(format!(
+                    "unknown transport '{other}'; expected direct, proxied or network"
+                )));
+            }
+        }))
+    }
+}
+
+impl Connection {
+    fn new(inner: channel::Connection, place: &Place) -> Self {
+        Self {
+            inner: Detached::new(inner),
+            place: place.clone(),
+        }
+    }
+
+    /// Its channel, for the arguments of a kernel.
+    pub(crate) fn channel(&self) -> PyResult<Argument> {
+        Ok(self.inner.get("connection")?.channel())
+    }
+}
+
+#[pymethods]
+impl Connection {
+    /// The other rank, in the communicator.
+    #[getter]
+    fn peer(&self) -> PyResult<usize> {
+        Ok(self.inner.get("connection")?.peer())
+    }
+
+    /// The tag that it was made with.
+    #[getter]
+    fn tag(&self) -> PyResult<u64> {
+        Ok(self.inner.get("connection")?.tag())
+    }
+
+    /// "direct", "proxied" or "network".
+    #[getter]
+    fn transport(&self) -> PyResult<String> {
+        Ok(self.inner.get("connection")?.transport().to_string())
+    }
+
+    /// Bytes of the peer's region.
+    #[getter]
+    fn peer_nbytes(&self) -> PyResult<usize> {
+        let inner = self.inner.get("connection")?;
+        let bytes = inner.peer_bytes(0);
+        bytes.ok_or_else(|| invalid("the peer has no region"))
+    }
+
+    /// Enqueues a copy of `source`, an array, to the peer's region from byte `offset` on. Nothing orders it
+    /// with what kernels do but a signal of a kernel that follows on `stream`. Raises InvalidArgumentError past
+    /// the end of the peer's region.
+    #[pyo3(signature = (stream, source, offset=0))]
+    fn write(&self, stream: &Stream, source: &Bound<'_, PyAny>, offset: u64) -> PyResult<()> {
+        let source = Array::resolve(source, &self.place, Some(stream.raw_handle()))?;
+        let inner = self.inner.get("connection")?;
+        inner
+            .write(stream.live()?, offset, source.slice)
+            .map_err(raise)
+    }
+
+    /// Enqueues a copy from byte `offset` of the peer's region on to `target`, an array; see `write`.
+    #[pyo3(signature = (stream, target, offset=0))]
+    fn read(&self, stream: &Stream, target: &Bound<'_, PyAny>, offset: u64) -> PyResult<()> {
+        let target = Array::resolve(target, &self.place, Some(stream.raw_handle()))?;
+        let inner = self.inner.get("connection")?;
+        inner
+            .read(stream.live()?, target.slice, offset)
+            .map_err(raise)
+    }
+
+    fn __repr__(&self) -> String {
+        let shown = self.inner.with(|inner| {
+            let (peer, tag) = (inner.peer(), inner.tag());
+            format!("Connection(peer={peer}, tag={tag})")
+        });
+        shown.unwrap_or_else(|| "Connection(of another process)".to_owned())
+    }
+}
+
+impl Connections {
+    pub(crate) fn new(inner: channel::Connections, place: &Place) -> Self {
+        Self {
+            inner: Detached::new(inner),
+            place: place.clone(),
+        }
+    }
+
+    /// Their channels, for the arguments of a kernel.
+    pub(crate) fn channels(&self, py: Python<'_>) -> PyResult<Argument> {
+        let inner = self.inner.get("list of connections")?;
+        py.detach(|| inner.channels()).map_err(raise)
+    }
+
+    fn all(&self) -> PyResult<Vec<Connection>> {
+        let inner = self.inner.get("list of connections")?;
+        let all = inner.all().iter();
+        Ok(all
+            .map(|one| Connection::new(one.clone(), &self.place))
+            .collect())
+    }
+}
+
+#[pymethods]
+impl Connections {
+    /// The connection to `peer` with `tag`. Raises InvalidArgumentError where there is none.
+    #[pyo3(signature = (peer, tag=0))]
+    fn find(&self, peer: usize, tag: u64) -> PyResult<Connection> {
+        let inner = self.inner.get("list of connections")?;
+        let found = inner.find(peer, tag).map_err(raise)?;
+        Ok(Connection::new(found.clone(), &self.place))
+    }
+
+    fn __len__(&self) -> PyResult<usize> {
+        Ok(self.inner.get("list of connections")?.all().len())
+    }
+
+    fn __getitem__(&self, index: usize) -> PyResult<Connection> {
+        let mut all = self.all()?;
+        if index >= all.len() {
+            return Err(pyo3::exceptions::PyIndexError::new_err(format!(
+                "there are {} connections; expected an index below that",
+                all.len()
+            )));
+        }
+        Ok(all.swap_remove(index))
+    }
+}
+
+/// The requests among `objects`.
+pub(crate) fn requests(objects: &[Bound<'_, Connect>]) -> Vec<ConnectionRequest> {
+    objects.iter().map(|one| one.get().0.clone()).collect()
+}
+
+/// A place in a region: an offset in bytes, or the region's number and an offset.
+#[derive(FromPyObject)]
+pub(crate) enum PlaceInRegion {
+    Offset(u64),
+    Region((u32, u64)),
+}
+
+impl From<PlaceInRegion> for At {
+    fn from(place: PlaceInRegion) -> Self {
+        match place {
+            PlaceInRegion::Offset(offset) => Self::from(offset),
+            PlaceInRegion::Region(both) => Self::from(both),
+        }
+    }
+}
