@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
 from warplink.errors import UnsupportedError
 
+_KINDS: Any = dist.ReduceOp.RedOpType
 _NAMES = {
-    dist.ReduceOp.RedOpType.SUM: "sum",
-    dist.ReduceOp.RedOpType.AVG: "avg",
-    dist.ReduceOp.RedOpType.PRODUCT: "product",
-    dist.ReduceOp.RedOpType.MIN: "min",
-    dist.ReduceOp.RedOpType.MAX: "max",
-    dist.ReduceOp.RedOpType.BAND: "band",
-    dist.ReduceOp.RedOpType.BOR: "bor",
-    dist.ReduceOp.RedOpType.BXOR: "bxor",
+    _KINDS.SUM: "sum",
+    _KINDS.AVG: "avg",
+    _KINDS.PRODUCT: "product",
+    _KINDS.MIN: "min",
+    _KINDS.MAX: "max",
+    _KINDS.BAND: "band",
+    _KINDS.BOR: "bor",
+    _KINDS.BXOR: "bxor",
 }
 
 

@@ -9,7 +9,7 @@ first of the data. Ranks that call something else get an error that says so, ins
 from __future__ import annotations
 
 import struct
-from typing import Callable
+from typing import Any, Callable
 
 import torch
 
@@ -148,10 +148,10 @@ class HostCollectives:
                 own[peer, HEADER.size : HEADER.size + inline.numel()] = inline
         self._move([(p, own[p]) for p in others], [(p, theirs[p]) for p in others], limit)
         for peer in others:
-            header = HEADER.unpack(bytes(theirs[peer, : HEADER.size].tolist()))
+            told_by = HEADER.unpack(bytes(theirs[peer, : HEADER.size].tolist()))
             sent, expected = _length(inward.get(peer)), _length(outward.get(peer))
             wanted = (number, root, sent, expected, name.encode(), kind)
-            told = (*header[:4], header[4].rstrip(b"\0"), header[5].rstrip(b"\0"))
+            told = (*told_by[:4], told_by[4].rstrip(b"\0"), told_by[5].rstrip(b"\0"))
             if told != wanted:
                 raise _mismatch(self.rank, peer, told, wanted)
             if sent:
@@ -412,10 +412,10 @@ def _packed(data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return data[:split], data[split:]
 
 
-def _mismatch(rank: int, peer: int, told: tuple, wanted: tuple) -> WarplinkError:
+def _mismatch(rank: int, peer: int, told: tuple[Any, ...], wanted: tuple[Any, ...]) -> WarplinkError:
     """What the peer does, and what this rank does."""
 
-    def say(header: tuple) -> str:
+    def say(header: tuple[Any, ...]) -> str:
         number, root, to, back, name, kind = header
         rooted = f" of rank {root}" if root >= 0 else ""
         return (

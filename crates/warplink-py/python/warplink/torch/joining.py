@@ -38,10 +38,10 @@ def join(
     """Joins the members of a group on one machine. Blocks until all have joined."""
     key = f"warplink/id/{device}"
     if rank == 0:
-        identity = warplink.UniqueId.create("127.0.0.1")
-        store.set(key, str(identity))
-    else:
-        identity = store.get(key).decode()
+        made = warplink.UniqueId.create("127.0.0.1")
+        store.set(key, str(made))
+    # The id is served as long as the object lives, so rank 0 joins with its own.
+    identity = made if rank == 0 else store.get(key).decode()
     return warplink.Job.join(
         rank, size, identity, device=device, ordinal=ordinal, timeout=timeout
     )

@@ -32,7 +32,7 @@ def monitored_barrier(
             )
         return
     begin = time.monotonic()
-    missing = []
+    missing: list[int] = []
     for peer in range(1, size):
         if missing and not wait_all_ranks:
             break

@@ -51,9 +51,14 @@ def _check(a: torch.Tensor, bs: list[torch.Tensor], dim: int, name: str) -> None
         raise ValueError(f"{name} is {dim}; expected a dimension of A, from 0 to {a.dim() - 1}")
 
 
+def group_size(group_name: str) -> int:
+    """How many ranks the group has."""
+    return c10d._get_group_size_by_name(group_name)  # type: ignore[arg-type]
+
+
 def direct_group(group_name: str) -> ProcessGroupWarplink | None:
     """The group, if Warplink serves it directly and it has more than one rank."""
-    group = c10d._resolve_process_group(group_name)
+    group = c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
     if not isinstance(group, ProcessGroupWarplink) or not group.is_direct or group.size() == 1:
         return None
     return group
@@ -84,7 +89,7 @@ def all_gather_matmul(
     for b in Bs:
         rows = A.shape[-1]
         if gather_dim == A.dim() - 1:
-            rows *= c10d._get_group_size_by_name(group_name)
+            rows *= group_size(group_name)
         if b.shape[0] != rows:
             raise ValueError(f"B has {b.shape[0]} rows; expected {rows}, the columns of A")
     group = _fusing_group(A, gather_dim, group_name)
@@ -138,7 +143,7 @@ def _unfused_all_gather_matmul(
     return_A: bool = True,
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
     """The same as a collective and matmuls."""
-    size = c10d._get_group_size_by_name(group_name)
+    size = group_size(group_name)
     last = gather_dim == A.dim() - 1
     front = A if last else A.movedim(gather_dim, 0)
     gathered = torch.ops._c10d_functional.all_gather_into_tensor(
@@ -165,7 +170,7 @@ def matmul_reduce_scatter(
         raise ValueError(f"reduce_op is '{reduce_op}'; expected sum or avg")
     if B.shape[0] != A.shape[-1]:
         raise ValueError(f"B has {B.shape[0]} rows; expected {A.shape[-1]}, the columns of A")
-    size = c10d._get_group_size_by_name(group_name)
+    size = group_size(group_name)
     shared = B.shape[1] if scatter_dim == A.dim() - 1 else A.shape[scatter_dim]
     if shared % size:
         raise ValueError(
@@ -205,7 +210,8 @@ def _unfused_matmul_reduce_scatter(
     A: torch.Tensor, B: torch.Tensor, reduce_op: str, scatter_dim: int, group_name: str
 ) -> torch.Tensor:
     """The same as a matmul and a collective."""
-    result: Any = funcol.reduce_scatter_tensor(A @ B, reduce_op, scatter_dim, group_name)
+    name: Any = group_name
+    result: Any = funcol.reduce_scatter_tensor(A @ B, reduce_op, scatter_dim, name)
     return funcol.wait_tensor(result).contiguous()
 
 
@@ -219,7 +225,7 @@ def _meta_all_gather_matmul(
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
     """Shapes and strides only."""
     _check(A, Bs, gather_dim, "gather_dim")
-    size = c10d._get_group_size_by_name(group_name)
+    size = group_size(group_name)
     if gather_dim == A.dim() - 1:
         shape = [*A.shape[:-1], A.shape[-1] * size]
         results = [A.new_empty([*shape[:-1], b.shape[1]]) for b in Bs]
@@ -236,7 +242,7 @@ def _meta_matmul_reduce_scatter(
     """The shape only."""
     _check(A, [B], scatter_dim, "scatter_dim")
     shape = [*A.shape[:-1], B.shape[1]]
-    shape[scatter_dim] //= c10d._get_group_size_by_name(group_name)
+    shape[scatter_dim] //= group_size(group_name)
     return A.new_empty(shape)
 
 

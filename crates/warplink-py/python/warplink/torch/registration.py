@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import sys
 import weakref
+from types import FrameType
 from typing import Any
 
 import torch
@@ -72,7 +73,7 @@ def _configuration() -> tuple[dict[str, str], Any, Any]:
     A backend in Python takes the place of the whole group, those of other devices included, and is not
     told of them; the caller knows.
     """
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     for _ in range(4):
         if frame is None:
             break
@@ -100,7 +101,7 @@ def _batch_by_coalescing() -> None:
     original = c10d.batch_isend_irecv
 
     def batch_isend_irecv(p2p_op_list: list[Any]) -> list[Any]:
-        first = p2p_op_list[0] if p2p_op_list else None
+        first: Any = p2p_op_list[0] if p2p_op_list else None
         group = getattr(first, "group", None) or (first and c10d._get_default_group())
         if not isinstance(group, ProcessGroupWarplink) or first.tensor.device.type != "cuda":
             return original(p2p_op_list)

@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 import torch.distributed._functional_collectives as funcol
-from torch.distributed import distributed_c10d as c10d
 
-from warplink.torch.ops import library, direct_group
+from warplink.torch.ops import direct_group, group_size, library
 from warplink.torch.pipeline import GatherPipeline, ScatterPipeline
 
 library.define(
@@ -115,7 +114,7 @@ def all_gather_scaled_matmul(
         raise ValueError(
             f"gather_dim is {gather_dim}; expected a dimension of A, from 0 to {A.dim() - 1}"
         )
-    size = c10d._get_group_size_by_name(group_name)
+    size = group_size(group_name)
     last = gather_dim == A.dim() - 1
     for b in Bs:
         _check_matrix(A, b, A.shape[-1] * (size if last else 1))
@@ -169,7 +168,7 @@ def _gather_columns(
     group_name: str,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """The same along the last dimension, as a collective and matmuls."""
-    size = c10d._get_group_size_by_name(group_name)
+    size = group_size(group_name)
     gathered = funcol.wait_tensor(
         torch.ops._c10d_functional.all_gather_into_tensor(a.contiguous(), size, group_name)
     )
@@ -199,7 +198,7 @@ def _scales_of_rows(
     if list(scale.shape) == [*a.shape[:-1], 1]:
         # As long as this rank's part, so it is gathered as well; it is small.
         front = scale.movedim(dim, 0).contiguous()
-        size = c10d._get_group_size_by_name(group_name)
+        size = group_size(group_name)
         gathered = torch.ops._c10d_functional.all_gather_into_tensor(front, size, group_name)
         return funcol.wait_tensor(gathered).view(-1, 1)
     if scale.numel() == 1:
@@ -236,7 +235,7 @@ def scaled_matmul_reduce_scatter(
     sizes or devices do not fit.
     """
     sizes = _product_sizes(A, B, output_shape)
-    size = c10d._get_group_size_by_name(group_name)
+    size = group_size(group_name)
     _check_scatter(A, B, A_scale, reduce_op, orig_scatter_dim, sizes, size)
     dim, kind = orig_scatter_dim, _dtype(out_dtype, A.dtype)
     k, n = A.shape[-1], B.shape[1]
@@ -318,7 +317,8 @@ def _unfused_scatter(
     out = a.new_empty([flat.shape[0], b.shape[1]], dtype=kind)
     a_scale = scales[0].reshape(-1, 1) if scales[0].numel() > 1 else scales[0]
     _matmul(out, flat, b, a_scale, scales[1], rest)
-    result: Any = funcol.reduce_scatter_tensor(out.view(sizes), reduce_op, dim, group_name)
+    name: Any = group_name
+    result: Any = funcol.reduce_scatter_tensor(out.view(sizes), reduce_op, dim, name)
     return funcol.wait_tensor(result).contiguous()
 
 
@@ -335,7 +335,7 @@ def _meta_all_gather_scaled_matmul(
     use_fast_accum: list[bool],
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Shapes and strides only."""
-    size = c10d._get_group_size_by_name(group_name)
+    size = group_size(group_name)
     kinds = [_dtype(given, A.dtype) for given in out_dtypes]
     if gather_dim == A.dim() - 1:
         outs = [A.new_empty([*A.shape[:-1], b.shape[1]], dtype=kind) for b, kind in zip(Bs, kinds)]
@@ -366,7 +366,7 @@ def _meta_scaled_matmul_reduce_scatter(
 ) -> torch.Tensor:
     """The shape only."""
     sizes = [*(output_shape[:-1] if output_shape is not None else A.shape[:-1]), B.shape[1]]
-    sizes[orig_scatter_dim] //= c10d._get_group_size_by_name(group_name)
+    sizes[orig_scatter_dim] //= group_size(group_name)
     return A.new_empty(sizes, dtype=_dtype(out_dtype, A.dtype))
 
 

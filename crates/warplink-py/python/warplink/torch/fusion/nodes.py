@@ -69,7 +69,7 @@ def reshaped(graph: Graph, node: Node, sizes: list[Any], present: list[Any]) -> 
 
 def check_group(name: str) -> None:
     """Raises :class:`Unfit` unless Warplink serves the group with this name directly."""
-    group = c10d._resolve_process_group(name)
+    group = c10d._resolve_process_group(name)  # type: ignore[arg-type]
     if not isinstance(group, ProcessGroupWarplink):
         raise Unfit("the group is not one of Warplink")
     if group.size() == 1:
