@@ -453,7 +453,8 @@ template <u32 COUNT, u32 INTEGERS> __device__ __forceinline__ void announce(Lane
 }
 
 // Waits for the announcements at all places. Where one differs from `all`, what it is goes to `verdict`, 32 bytes
-// for each place: 8 for each packet, and from byte 24 on a byte for each that is 1 where the packet differs.
+// for each place: 8 for each packet, and from byte 24 on a byte for each that is 1 where the packet differs. The
+// lane's signals are then aborted, since other lanes may wait for what does not come.
 template <u32 COUNT, u32 INTEGERS>
 __device__ __forceinline__ void agree(Lane &lane, const Places<COUNT> &from, const Announced<INTEGERS> &all, u64 verdict) {
     constexpr u32 packets = Announced<INTEGERS>::packets;
@@ -471,6 +472,7 @@ __device__ __forceinline__ void agree(Lane &lane, const Places<COUNT> &from, con
             const u64 note = verdict + 32 * place;
             *(volatile u64 *)(note + 8 * packet) = (u64)came.unit.word[1] << 32 | came.unit.word[0];
             *(volatile unsigned char *)(note + 8 * detail::verdict_words + packet) = 1;
+            *(volatile u64 *)lane.abort = 1;
         }
     }
 }

@@ -87,3 +87,24 @@ fn all_programs_share_a_workspace() {
         }
     }
 }
+
+/// One kernel serves all counts: what is compiled for one is found again for the next.
+#[test]
+fn the_text_of_a_kernel_does_not_depend_on_the_count() {
+    for entry in &PROGRAMS {
+        let world = 2;
+        let texts = [2, 3, 16, 32, 100, 1000].map(|count| {
+            let program = entry.program().unwrap();
+            let given = parameters(entry, world, count, (1, 2));
+            let program = crate::program::unroll(program, 1, world, 1, &given).unwrap();
+            let section = crate::collective::launches::section(&program).unwrap();
+            section.kernel(true).unwrap()
+        });
+        assert!(
+            texts.iter().all(|text| *text == texts[0]),
+            "{:?} by {}",
+            entry.kind,
+            entry.algorithm
+        );
+    }
+}

@@ -1,14 +1,13 @@
 //! From the slices of a call to a launch.
 
-use super::Collectives;
 use super::call::{Call, CollectiveKind};
-use super::launches::{self, Overlap, Shape};
+use super::launches::{Overlap, Shape};
+use super::{Collectives, Served};
 use crate::device::{DeviceSlice, ReduceOp, Stream};
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::sync::lock;
 use std::ops::Range;
-use std::sync::Arc;
 
 impl Collectives {
     /// A call that reduces.
@@ -106,31 +105,47 @@ impl Collectives {
         overlap: Overlap,
         stream: &Stream,
     ) -> Result<()> {
-        let inner = &*self.0;
+        let inner = &self.0;
         inner.context.fault.check()?;
         if inner.machine.world == 1 {
             return Ok(());
         }
-        let aligned = tensors
-            .iter()
-            .all(|tensor| tensor.address().is_multiple_of(16));
-        let shape = Shape {
-            call: *call,
-            aligned,
-            overlap,
-        };
-        let named = |error: Error| error.with_operation(call.kind.name());
-        let launch = inner.launches.get(&shape, || {
-            let rank = inner.context.rank();
-            launches::make(&inner.workspace, &inner.machine, rank, &shape).map_err(named)
-        })?;
-        let tensors: Arc<[DeviceSlice]> = tensors.iter().map(|slice| (*slice).clone()).collect();
-        self.0.note(stream);
+        inner.note(stream);
         *lock(&inner.last) = Some(*call);
-        inner
-            .turns
-            .take(stream, || launch.enqueue(stream, &tensors))
-            .map_err(named)
+        let enqueued = match &inner.path {
+            Served::Direct(direct) => {
+                direct.enqueue(&inner.machine, call, tensors, overlap, stream)
+            }
+            Served::Engine(engine) => engine.enqueue(call, tensors, stream),
+        };
+        enqueued.map_err(|error| error.with_operation(call.kind.name()))
+    }
+
+    /// Has the kernel for a call made, so that the call itself does not have to: for all alignments, in place or
+    /// not. Compiling takes a second or so, the first time on a machine. Asks no other rank.
+    ///
+    /// # Errors
+    /// As [`choice`](Self::choice), and what compiling says.
+    pub fn prepare(&self, call: &Call) -> Result<()> {
+        let inner = &*self.0;
+        call.check(inner.machine.world)?;
+        let Served::Direct(direct) = &inner.path else {
+            return Ok(());
+        };
+        if inner.machine.world == 1 {
+            return Ok(());
+        }
+        for aligned in [true, false] {
+            for overlap in [Overlap::Apart, Overlap::Shared] {
+                let shape = Shape {
+                    call: *call,
+                    aligned,
+                    overlap,
+                };
+                direct.prepare(&inner.machine, &shape)?;
+            }
+        }
+        Ok(())
     }
 }
 

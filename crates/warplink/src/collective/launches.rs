@@ -67,9 +67,7 @@ pub(super) fn make(
     let choice = machine.choose(&shape.call)?;
     let program = rank_program(machine, rank, &shape.call, &choice)?;
     let mut section = section(&program)?;
-    if shape.overlap == Overlap::Shared {
-        section.shared_tensors = true;
-    }
+    section.shared_tensors = shape.overlap == Overlap::Shared;
     workspace.kernel(Arc::new(section), shape.aligned, Arc::new(Call::difference))
 }
 
@@ -90,8 +88,8 @@ pub(super) fn rank_program(
     unroll(program, rank, machine.world, 1, &parameters)
 }
 
-/// The only kernel of a program.
-fn section(program: &RankProgram) -> Result<SectionInstance> {
+/// The only kernel of a program, as one that serves all counts.
+pub(super) fn section(program: &RankProgram) -> Result<SectionInstance> {
     let mut kernels = program
         .operations
         .iter()
@@ -100,7 +98,10 @@ fn section(program: &RankProgram) -> Result<SectionInstance> {
             _ => None,
         });
     match (kernels.next(), kernels.next()) {
-        (Some(section), None) => Ok((**section).clone()),
+        (Some(section), None) => Ok(SectionInstance {
+            sizes_vary: true,
+            ..(**section).clone()
+        }),
         _ => Err(Error::new(
             ErrorKind::Internal,
             "a collective is a program with one kernel",

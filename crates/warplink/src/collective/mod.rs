@@ -9,6 +9,8 @@
 //! | `call` | a call, and what ranks tell one another of it |
 //! | `algorithm` | the algorithms: one program each |
 //! | `choice` | which of them does a call |
+//! | `direct` | the path by kernels of our own |
+//! | `engine` | the path by the vendor's library |
 //! | `launches` | kernels of calls that were made before |
 //! | `trouble` | what is told of calls that do not end, or that differ |
 //! | `turns` | streams that use the workspace one after the other |
@@ -22,6 +24,8 @@
 mod algorithm;
 mod call;
 mod choice;
+mod direct;
+mod engine;
 mod enqueue;
 mod launches;
 mod trouble;
@@ -35,14 +39,14 @@ use crate::device::{DeviceSlice, InUse, ReduceOp, Stream};
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::program::cost::{DeviceDescription, HardwareModel};
-use crate::program::execute::{RankContext, SharedWorkspace};
-use crate::program::section::{ScratchInstance, WorkspaceLayout};
+use crate::program::execute::RankContext;
 use choice::Machine;
-use launches::{Launches, Overlap};
+use direct::Direct;
+use engine::EngineCollectives;
+use launches::Overlap;
 use std::fmt;
 use std::sync::{Arc, Mutex};
 pub(crate) use trouble::Known;
-use turns::Turns;
 
 /// Bytes of a workspace unless options say otherwise.
 pub const DEFAULT_WORKSPACE_BYTES: usize = 10 << 20;
@@ -50,11 +54,17 @@ pub const DEFAULT_WORKSPACE_BYTES: usize = 10 << 20;
 /// The fewest bytes of a workspace for each rank.
 const MIN_BYTES_PER_RANK: usize = 64 << 10;
 
-/// The most lanes of a kernel that shares the workspace.
-const MAX_LANES: usize = 129;
+/// The most ranks that the direct path serves.
+pub const MAX_DIRECT_RANKS: usize = 8;
 
-/// The most ranks.
-pub const MAX_RANKS: usize = 32;
+/// What does the calls of a communicator.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CollectivePath {
+    /// Kernels that store into memory of the peers: ranks of one machine.
+    Direct,
+    /// The vendor's library (NCCL on GPUs).
+    Engine,
+}
 
 /// How collectives are done; the same on every rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -63,6 +73,9 @@ pub struct CollectiveOptions {
     pub workspace_bytes: usize,
     /// The only algorithm that is allowed; where there is none, the hardware model chooses.
     pub algorithm: Option<Algorithm>,
+    /// The only path that is allowed. Where there is none, it is the direct one, unless there are more than
+    /// [`MAX_DIRECT_RANKS`] ranks or one cannot map the memory of another.
+    pub path: Option<CollectivePath>,
 }
 
 impl Default for CollectiveOptions {
@@ -70,6 +83,7 @@ impl Default for CollectiveOptions {
         Self {
             workspace_bytes: DEFAULT_WORKSPACE_BYTES,
             algorithm: None,
+            path: None,
         }
     }
 }
@@ -91,14 +105,16 @@ pub struct Collectives(Arc<InUse<Inner>>);
 
 struct Inner {
     context: RankContext,
-    workspace: SharedWorkspace,
     machine: Machine,
-    launches: Launches,
-    turns: Turns,
+    path: Served,
     /// What was called last.
     last: Mutex<Option<Call>>,
-    /// Where ranks announce, in the area of packets.
-    announcements: ScratchInstance,
+}
+
+/// What does the calls.
+enum Served {
+    Direct(Box<Direct>),
+    Engine(EngineCollectives),
 }
 
 impl fmt::Debug for Inner {
@@ -112,7 +128,7 @@ impl fmt::Debug for Inner {
 impl Collectives {
     /// Joins the collectives of all ranks. Blocks until every rank has called it.
     pub(crate) fn join(context: RankContext, options: &CollectiveOptions) -> Result<Self> {
-        let (rank, world) = (context.rank(), context.world());
+        let rank = context.rank();
         let machine = context.agree_on(Self::machine(&context, options))?;
         let told = format!("{options:?} {machine:?}");
         let all = context.all_gather(told.as_bytes())?;
@@ -126,57 +142,51 @@ impl Collectives {
             .with_peer(peer)
             .with_help("pass the same options on every rank"));
         }
-        // One program of each kind of room has all the scratch that others have.
-        let mut scratch = Vec::new();
-        for algorithm in [Algorithm::OneShot, Algorithm::Chunks] {
-            let call = Call {
-                kind: CollectiveKind::AllReduce,
-                op: Some(ReduceOp::Sum),
-                dtype: DType::U8,
-                count: 1,
-                root: None,
-            };
-            let forced = Machine {
-                forced: Some(algorithm),
-                ..machine.clone()
-            };
-            let choice = forced.choose(&call)?;
-            let program = launches::rank_program(&machine, rank, &call, &choice)?;
-            scratch.extend(program.scratch);
-        }
-        let announcements = scratch
-            .iter()
-            .find(|scratch| &*scratch.name == "C")
-            .cloned();
-        let announcements = announcements.ok_or_else(|| {
-            Error::new(ErrorKind::Internal, "the programs have nowhere to announce")
-        })?;
-        let layout = WorkspaceLayout::of(&scratch);
-        let workspace = SharedWorkspace::join(&context, layout, MAX_LANES)?;
-        let turns = Turns::new(&context.device);
+        let path = match options.path {
+            Some(CollectivePath::Direct) => {
+                Served::Direct(Box::new(Direct::join(&context, &machine)?))
+            }
+            Some(CollectivePath::Engine) => Served::Engine(EngineCollectives::join(&context)?),
+            None => Self::either(&context, &machine)?,
+        };
         let in_flight = context.in_flight.clone();
-        debug_assert_eq!(machine.world, world);
         let inner = Inner {
             context,
-            workspace,
             machine,
-            launches: Launches::default(),
-            turns,
+            path,
             last: Mutex::default(),
-            announcements,
         };
         Ok(Self(Arc::new(InUse::new(inner, &in_flight))))
     }
 
+    /// The direct path where all ranks can map one another's memory, else the engine; alike on all ranks.
+    fn either(context: &RankContext, machine: &Machine) -> Result<Served> {
+        let mut near = machine.world <= MAX_DIRECT_RANKS;
+        for peer in 0..machine.world {
+            near &= context.memory.is_near(context.group.job_rank(peer)?)?;
+        }
+        if near {
+            match Direct::join(context, machine) {
+                Ok(direct) => return Ok(Served::Direct(Box::new(direct))),
+                // What one rank cannot do, all are told of.
+                Err(error) if cannot_map(&error) => {
+                    tracing::warn!(%error, "collectives go by the vendor's library");
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        EngineCollectives::join(context).map(Served::Engine)
+    }
+
     fn machine(context: &RankContext, options: &CollectiveOptions) -> Result<Machine> {
         let world = context.world();
-        if world > MAX_RANKS {
+        if options.path == Some(CollectivePath::Direct) && world > MAX_DIRECT_RANKS {
             return Err(Error::new(
                 ErrorKind::Unsupported,
-                format!("{world} ranks; expected at most {MAX_RANKS}"),
+                format!("{world} ranks on the direct path; expected at most {MAX_DIRECT_RANKS}"),
             )
             .with_operation("join the collectives")
-            .with_help("use the vendor's collectives: Communicator::collective_engine"));
+            .with_help("leave the path open, or use fewer ranks"));
         }
         let least = MIN_BYTES_PER_RANK * world;
         if options.workspace_bytes < least {
@@ -199,7 +209,15 @@ impl Collectives {
         })
     }
 
-    /// How a call is done.
+    /// What does the calls.
+    pub fn path(&self) -> CollectivePath {
+        match self.0.path {
+            Served::Direct(_) => CollectivePath::Direct,
+            Served::Engine(_) => CollectivePath::Engine,
+        }
+    }
+
+    /// How a call is done, where the direct path does it.
     ///
     /// # Errors
     /// [`ErrorKind::Unsupported`] where the options ask for an algorithm that does not do it.
@@ -209,9 +227,12 @@ impl Collectives {
     }
 
     /// The workspace of a rank, as it is mapped here; of this rank, its own. What it holds between calls is
-    /// undefined, and it must not be written.
+    /// undefined, and it must not be written. `None` where the direct path does not serve.
     pub fn peer_buffer(&self, rank: Rank) -> Option<&DeviceSlice> {
-        self.0.workspace.memory(rank)
+        match &self.0.path {
+            Served::Direct(direct) => direct.workspace.memory(rank),
+            Served::Engine(_) => None,
+        }
     }
 
     /// `output` becomes the reduction of all ranks' `input`s, element by element in the order of ranks.
@@ -356,4 +377,15 @@ impl Collectives {
         };
         self.enqueue(&call, &[], Overlap::Apart, stream)
     }
+}
+
+/// Whether the memory of ranks cannot be mapped, so that another path is needed.
+fn cannot_map(error: &Error) -> bool {
+    matches!(
+        error.kind(),
+        ErrorKind::Unsupported
+            | ErrorKind::Driver
+            | ErrorKind::InvalidHandle
+            | ErrorKind::PeerFailed
+    )
 }

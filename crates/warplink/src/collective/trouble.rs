@@ -1,6 +1,6 @@
 //! What is told of calls that do not end, and of calls that differ.
 
-use super::{Call, Collectives, Inner};
+use super::{Call, Collectives, Inner, Served};
 use crate::device::InUse;
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::lock;
@@ -24,7 +24,10 @@ impl Known {
     /// The error of a wait that timed out, with who did not come to a collective, where that is why.
     pub(crate) fn explain_timeout(&self, error: Error) -> Error {
         for collectives in self.all() {
-            let absent = collectives.workspace.absent(&collectives.announcements);
+            let Served::Direct(direct) = &collectives.path else {
+                continue;
+            };
+            let absent = direct.workspace.absent(&direct.announcements);
             // What cannot be found out is left out.
             let Some(&first) = absent.ok().as_ref().and_then(|absent| absent.first()) else {
                 continue;
@@ -47,10 +50,12 @@ impl Known {
     /// Fails where kernels have noted that another rank called something else.
     pub(crate) fn check_agreement(&self) -> Result<()> {
         for collectives in self.all() {
-            let Some(last) = *lock(&collectives.last) else {
+            let (Some(last), Served::Direct(direct)) =
+                (*lock(&collectives.last), &collectives.path)
+            else {
                 continue;
             };
-            let Some((peer, words)) = collectives.workspace.disagreement()? else {
+            let Some((peer, words)) = direct.workspace.disagreement()? else {
                 continue;
             };
             let error = Error::new(

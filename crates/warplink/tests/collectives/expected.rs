@@ -361,8 +361,8 @@ impl Made {
         }
     }
 
-    /// The output's bytes.
-    pub(crate) fn output(&self, comm: &Communicator) -> Vec<u8> {
+    /// The bytes of an output that all ranks have alike.
+    pub(crate) fn reduced(&self, comm: &Communicator) -> Vec<u8> {
         let mut bytes = vec![0; self.output.bytes()];
         comm.device().download(&self.output, &mut bytes).unwrap();
         bytes

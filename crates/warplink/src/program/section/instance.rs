@@ -39,6 +39,8 @@ pub struct SectionInstance {
     pub period: u64,
     /// Whether tensors of the program may be the same memory, as where a launch works in place.
     pub shared_tensors: bool,
+    /// Whether its kernel is to be that of instances with other sizes, too, where some that are equal here differ.
+    pub sizes_vary: bool,
     /// Where it stands.
     pub site: Site,
 }

@@ -301,13 +301,13 @@ fn binding(code: &mut Code, instance: &SectionInstance) -> Result<()> {
     Ok(())
 }
 
-/// The extents and strides of tensors, each value once, so that the kernel computes with equal ones once.
-/// Strides of 1 are constants of the kernel.
+/// The extents and strides of tensors: each value once, so that the kernel computes with equal ones once, unless
+/// sizes vary. Strides of 1 are constants of the kernel.
 fn sizes(instance: &SectionInstance) -> Vec<usize> {
     let mut sizes = Vec::new();
     for tensor in &instance.tensors {
         for size in tensor.shape.iter().chain(&tensor.strides) {
-            if !sizes.contains(size) {
+            if instance.sizes_vary || !sizes.contains(size) {
                 sizes.push(*size);
             }
         }
@@ -321,12 +321,19 @@ fn declare(code: &mut Code, instance: &SectionInstance) {
         code.line(format!("const Index {name} = at.{name};"));
     }
     let sizes = sizes(instance);
-    let size = |value: &usize| {
-        let number = sizes.iter().position(|size| size == value);
-        format!("(Index)at.size[{}]", number.unwrap_or(0))
-    };
+    // Of the tensors before.
+    let mut before = 0;
     for tensor in &instance.tensors {
         let (name, axes) = (Scope::spell(&tensor.name), tensor.shape.len());
+        // The extent, or from `axes` on the stride, of that number.
+        let size = |place: usize, value: &usize| {
+            let number = if instance.sizes_vary {
+                Some(before + place)
+            } else {
+                sizes.iter().position(|size| size == value)
+            };
+            format!("(Index)at.size[{}]", number.unwrap_or(0))
+        };
         let Some(first) = tensor.shape.first() else {
             code.line(format!("const View<0> {name}{{0}};"));
             continue;
@@ -337,13 +344,16 @@ fn declare(code: &mut Code, instance: &SectionInstance) {
             .enumerate()
             .map(|(axis, stride)| match stride {
                 1 if axis + 1 == axes => "1".to_owned(),
-                _ => size(stride),
+                _ => size(axes + axis, stride),
             });
+        let extents = tensor.shape.iter().enumerate();
+        let extents = extents.map(|(axis, extent)| size(axis, extent));
         code.line(format!(
             "const View<{axes}> {name}{{0, {}, {{{}}}, {{{}}}}};",
-            size(first),
-            comma(tensor.shape.iter().map(size)),
+            size(0, first),
+            comma(extents),
             comma(strides)
         ));
+        before += 2 * axes;
     }
 }

@@ -1,0 +1,98 @@
+//! The direct path: kernels of our own over a shared workspace.
+
+use super::algorithm::Algorithm;
+use super::call::{Call, CollectiveKind};
+use super::choice::Machine;
+use super::launches::{self, Launches, Overlap, Shape};
+use super::turns::Turns;
+use crate::device::{DeviceSlice, ReduceOp, Stream};
+use crate::dtype::DType;
+use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::program::execute::{RankContext, SharedWorkspace};
+use crate::program::section::{ScratchInstance, WorkspaceLayout};
+use std::sync::Arc;
+
+/// The most lanes of a kernel that shares the workspace.
+const MAX_LANES: usize = 129;
+
+/// What a rank has for it.
+pub(super) struct Direct {
+    rank: Rank,
+    pub(super) workspace: SharedWorkspace,
+    launches: Launches,
+    turns: Turns,
+    /// Where ranks announce, in the area of packets.
+    pub(super) announcements: ScratchInstance,
+}
+
+impl Direct {
+    /// Allocates a workspace and maps those of the peers. Blocks until all ranks do so: all succeed, or none.
+    pub(super) fn join(context: &RankContext, machine: &Machine) -> Result<Self> {
+        let rank = context.rank();
+        // One program of each kind of room has all the scratch that others have.
+        let mut scratch = Vec::new();
+        for algorithm in [Algorithm::OneShot, Algorithm::Chunks] {
+            let call = Call {
+                kind: CollectiveKind::AllReduce,
+                op: Some(ReduceOp::Sum),
+                dtype: DType::U8,
+                count: 1,
+                root: None,
+            };
+            let forced = Machine {
+                forced: Some(algorithm),
+                ..machine.clone()
+            };
+            let choice = forced.choose(&call)?;
+            let program = launches::rank_program(machine, rank, &call, &choice)?;
+            scratch.extend(program.scratch);
+        }
+        let rows = scratch.iter().find(|scratch| &*scratch.name == "C");
+        let announcements = rows.cloned().ok_or_else(|| {
+            Error::new(ErrorKind::Internal, "the programs have nowhere to announce")
+        })?;
+        let layout = WorkspaceLayout::of(&scratch);
+        Ok(Self {
+            rank,
+            workspace: SharedWorkspace::join(context, layout, MAX_LANES)?,
+            launches: Launches::default(),
+            turns: Turns::new(&context.device),
+            announcements,
+        })
+    }
+
+    /// Has the kernel of a call made, if there is none yet.
+    pub(super) fn prepare(&self, machine: &Machine, shape: &Shape) -> Result<()> {
+        self.kernel(machine, shape).map(drop)
+    }
+
+    /// Launches the kernel of a call on input and output.
+    pub(super) fn enqueue(
+        &self,
+        machine: &Machine,
+        call: &Call,
+        tensors: &[&DeviceSlice],
+        overlap: Overlap,
+        stream: &Stream,
+    ) -> Result<()> {
+        let mut starts = tensors.iter().map(|tensor| tensor.address());
+        let shape = Shape {
+            call: *call,
+            aligned: starts.all(|start| start.is_multiple_of(16)),
+            overlap,
+        };
+        let kernel = self.kernel(machine, &shape)?;
+        let tensors: Arc<[DeviceSlice]> = tensors.iter().map(|slice| (*slice).clone()).collect();
+        self.turns.take(stream, || kernel.enqueue(stream, &tensors))
+    }
+
+    fn kernel(
+        &self,
+        machine: &Machine,
+        shape: &Shape,
+    ) -> Result<Arc<crate::program::execute::SharedKernel>> {
+        self.launches.get(shape, || {
+            launches::make(&self.workspace, machine, self.rank, shape)
+        })
+    }
+}

@@ -1,0 +1,132 @@
+//! The path by the vendor's library, for ranks that cannot map one another's memory.
+
+use super::call::{Call, CollectiveKind};
+use crate::device::{
+    AllocationKind, Collective, CollectiveEngine, CollectiveRequest, DeviceSlice, ReduceOp, Stream,
+};
+use crate::error::{ErrorKind, Rank, Result};
+use crate::program::execute::RankContext;
+use std::sync::Arc;
+
+/// Bytes that a barrier gathers of each rank.
+const BARRIER_BYTES: usize = 16;
+
+/// The engine, and memory of its own for what it has no collective for.
+pub(super) struct EngineCollectives {
+    rank: Rank,
+    world: usize,
+    engine: Arc<dyn CollectiveEngine>,
+    barrier: DeviceSlice,
+}
+
+impl EngineCollectives {
+    /// Joins the engine. Blocks until all ranks have.
+    pub(super) fn join(context: &RankContext) -> Result<Self> {
+        let (rank, world) = (context.rank(), context.world());
+        let engine = context.engines.of_all().map_err(|error| {
+            if error.kind() != ErrorKind::LibraryMissing {
+                return error;
+            }
+            error.with_operation(
+                "join the collectives of ranks that cannot map one another's memory",
+            )
+        })?;
+        let bytes = BARRIER_BYTES * (world + 1);
+        let barrier = context.device.allocate(bytes, AllocationKind::Plain)?;
+        let stream = context
+            .device
+            .create_stream(crate::device::Priority::Normal)?;
+        stream.fill(&barrier, 0)?;
+        stream.synchronize(context.deadline())?;
+        Ok(Self {
+            rank,
+            world,
+            engine,
+            barrier,
+        })
+    }
+
+    /// Enqueues a call on input and output.
+    pub(super) fn enqueue(
+        &self,
+        call: &Call,
+        tensors: &[&DeviceSlice],
+        stream: &Stream,
+    ) -> Result<()> {
+        let root = call.root.unwrap_or(0);
+        let op = call.op.unwrap_or(ReduceOp::Sum);
+        let (source, target) = match tensors {
+            [source, target] => ((*source).clone(), (*target).clone()),
+            _ => (
+                self.barrier.slice(0..BARRIER_BYTES)?,
+                self.barrier.slice(BARRIER_BYTES..self.barrier.bytes())?,
+            ),
+        };
+        let collective = match call.kind {
+            CollectiveKind::AllReduce => Collective::AllReduce(op),
+            CollectiveKind::AllGather | CollectiveKind::Barrier => Collective::AllGather,
+            CollectiveKind::ReduceScatter => Collective::ReduceScatter(op),
+            CollectiveKind::AllToAll => Collective::AllToAll,
+            CollectiveKind::Broadcast => Collective::Broadcast(root),
+            CollectiveKind::Reduce => Collective::Reduce(op, root),
+            CollectiveKind::Gather | CollectiveKind::Scatter => {
+                return self.exchange(call, root, (&source, &target), stream);
+            }
+        };
+        let request = CollectiveRequest::Collective {
+            collective,
+            dtype: call.dtype,
+            target,
+            source,
+        };
+        self.engine.enqueue(stream, &request)
+    }
+
+    /// A gather or scatter: the root's part is copied, the others' are sent.
+    fn exchange(
+        &self,
+        call: &Call,
+        root: Rank,
+        (source, target): (&DeviceSlice, &DeviceSlice),
+        stream: &Stream,
+    ) -> Result<()> {
+        let gathers = call.kind == CollectiveKind::Gather;
+        let (mut sends, mut receives) = (Vec::new(), Vec::new());
+        if self.rank != root {
+            if gathers {
+                sends.push((root, source.clone()));
+            } else {
+                receives.push((root, target.clone()));
+            }
+        } else {
+            let bytes = call.bytes();
+            for rank in 0..self.world {
+                let part = |whole: &DeviceSlice| whole.slice(rank * bytes..(rank + 1) * bytes);
+                let (from, to) = if gathers {
+                    (source.clone(), part(target)?)
+                } else {
+                    (part(source)?, target.clone())
+                };
+                if rank == root {
+                    if from.address() != to.address() {
+                        stream.copy(&to, &from)?;
+                    }
+                } else if gathers {
+                    receives.push((rank, to));
+                } else {
+                    sends.push((rank, from));
+                }
+            }
+        }
+        let request = CollectiveRequest::Exchange { sends, receives };
+        self.engine.enqueue(stream, &request)
+    }
+}
+
+impl std::fmt::Debug for EngineCollectives {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_tuple("EngineCollectives")
+            .field(&self.engine)
+            .finish()
+    }
+}
