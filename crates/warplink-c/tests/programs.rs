@@ -1,6 +1,6 @@
 //! Programs in C99 and C++17, compiled against the installed library and run as two ranks.
 
-#![allow(clippy::unwrap_used)]
+#![allow(clippy::unwrap_used, clippy::panic)]
 
 #[path = "../../warplink/tests/common/children.rs"]
 mod children;
@@ -11,7 +11,9 @@ use installed::{Installed, Linkage, run};
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
+use warplink::ErrorKind;
 use warplink::bootstrap::UniqueId;
+use warplink::device::network::{self, NetworkOptions};
 
 const LIMIT: Duration = Duration::from_secs(90);
 
@@ -63,6 +65,19 @@ fn assert_succeeded(ended: &[Ended]) {
 #[test]
 fn a_c_program_goes_through_the_whole_life_of_a_communicator() {
     assert_succeeded(&processes("life_cycle.c", Linkage::Shared, 2));
+}
+
+#[test]
+fn a_c_program_writes_to_registered_buffers_over_the_network() {
+    match network::open(&NetworkOptions::default()) {
+        Ok(_) => {}
+        Err(error) if error.kind() == ErrorKind::LibraryMissing => {
+            return println!("left out: {error}");
+        }
+        Err(error) => panic!("{error}"),
+    }
+    let ended = processes_with("life_cycle.c", Linkage::Shared, 2, &["network"]);
+    assert_succeeded(&ended);
 }
 
 #[test]

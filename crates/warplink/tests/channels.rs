@@ -16,6 +16,8 @@ mod failures;
 mod kernels;
 #[path = "channels/launches.rs"]
 mod launches;
+#[path = "channels/malformed.rs"]
+mod malformed;
 #[path = "channels/network.rs"]
 mod network;
 #[path = "channels/proxied.rs"]

@@ -18,6 +18,11 @@ use warplink::{Communicator, Config, DeviceKind, Error, ErrorKind, Result};
 
 /// Runs `body` on two hosts of one rank each, with what the first cuts when the second asks for it.
 fn on_two_hosts(test: &str, body: impl FnOnce(Communicator, &Path)) {
+    on_two_hosts_with(test, |_| (), body);
+}
+
+/// As [`on_two_hosts`], with a change to each rank's configuration.
+fn on_two_hosts_with(test: &str, change: fn(&mut Config), body: impl FnOnce(Communicator, &Path)) {
     let Some((directory, rank)) = role() else {
         if let Err(error) = network::open(&NetworkOptions::default()) {
             assert_eq!(error.kind(), ErrorKind::LibraryMissing, "{error}");
@@ -56,7 +61,8 @@ fn on_two_hosts(test: &str, body: impl FnOnce(Communicator, &Path)) {
         JoinConfig::new(Rendezvous::Id(id), rank, 2),
         DeviceKind::Host,
     );
-    let config = config.with_network_devices("link0");
+    let mut config = config.with_network_devices("link0");
+    change(&mut config);
     body(Communicator::join(&config).unwrap(), &directory);
 }
 
@@ -140,60 +146,82 @@ fn two_hosts_exchange_a_gibibyte_by_connections() {
     });
 }
 
-/// Registered buffers, written and read by the hosts alone.
 #[test]
 fn two_hosts_write_and_read_registered_buffers() {
+    const TEST: &str = "two_hosts_write_and_read_registered_buffers";
+    on_two_hosts(TEST, |comm, _| registered_buffers(comm));
+}
+
+#[test]
+fn two_hosts_write_and_read_through_staging_memory() {
+    const TEST: &str = "two_hosts_write_and_read_through_staging_memory";
+    on_two_hosts_with(TEST, staged, |comm, _| registered_buffers(comm));
+}
+
+/// As connections of GPUs go.
+fn staged(config: &mut Config) {
+    config.staging.always = true;
+}
+
+/// Registered buffers, written and read by the hosts alone.
+fn registered_buffers(comm: Communicator) {
     const BYTES: usize = 24 << 20;
-    on_two_hosts("two_hosts_write_and_read_registered_buffers", |comm, _| {
-        let (rank, peer) = (comm.rank(), 1 - comm.rank());
-        let (connection, stream) = connect(&comm, 4096);
-        // The two need not be equal.
-        let buffer = comm.alloc(2 * BYTES + 4096 * rank).unwrap();
-        let numbers = comm.add_regions(&[(&connection, &buffer)]).unwrap();
-        let (source, read) = (comm.alloc(BYTES).unwrap(), comm.alloc(BYTES).unwrap());
-        for round in 0..4 {
-            let at = round % 2 * BYTES;
-            source.upload(&pattern(rank, round, BYTES)).unwrap();
-            let place = (numbers[0], at as u64);
-            connection.write(&stream, place, &source).unwrap();
-            connection.read(&stream, &read, place).unwrap();
-            comm.synchronize(&stream).unwrap();
-            comm.barrier().unwrap();
-            let arrived = buffer.slice(at..at + BYTES).unwrap().download().unwrap();
-            assert!(arrived == pattern(peer, round, BYTES), "round {round}");
-            assert!(read.download().unwrap() == pattern(rank, round, BYTES));
-        }
-        let end = (numbers[0], connection.peer_bytes(1).unwrap() as u64);
-        let error = connection.write(&stream, end, &source).unwrap_err();
-        assert_eq!(
-            (error.kind(), error.peer()),
-            (ErrorKind::InvalidArgument, Some(peer))
-        );
-        drop((connection, buffer));
-        comm.close().unwrap();
-    });
+    let (rank, peer) = (comm.rank(), 1 - comm.rank());
+    let (connection, stream) = connect(&comm, 4096);
+    // The two need not be equal.
+    let buffer = comm.alloc(2 * BYTES + 4096 * rank).unwrap();
+    let numbers = comm.add_regions(&[(&connection, &buffer)]).unwrap();
+    let (source, read) = (comm.alloc(BYTES).unwrap(), comm.alloc(BYTES).unwrap());
+    for round in 0..4 {
+        let at = round % 2 * BYTES;
+        source.upload(&pattern(rank, round, BYTES)).unwrap();
+        let place = (numbers[0], at as u64);
+        connection.write(&stream, place, &source).unwrap();
+        connection.read(&stream, &read, place).unwrap();
+        comm.synchronize(&stream).unwrap();
+        comm.barrier().unwrap();
+        let arrived = buffer.slice(at..at + BYTES).unwrap().download().unwrap();
+        assert!(arrived == pattern(peer, round, BYTES), "round {round}");
+        assert!(read.download().unwrap() == pattern(rank, round, BYTES));
+    }
+    let end = (numbers[0], connection.peer_bytes(1).unwrap() as u64);
+    let error = connection.write(&stream, end, &source).unwrap_err();
+    assert_eq!(
+        (error.kind(), error.peer()),
+        (ErrorKind::InvalidArgument, Some(peer))
+    );
+    drop((connection, buffer));
+    comm.close().unwrap();
 }
 
 #[test]
 fn a_cut_link_ends_writes_with_an_error_that_names_the_peer() {
     const TEST: &str = "a_cut_link_ends_writes_with_an_error_that_names_the_peer";
-    on_two_hosts(TEST, |comm, directory| {
-        let (connection, stream) = connect(&comm, 1 << 20);
-        let source = comm.alloc(1 << 20).unwrap();
-        connection.write(&stream, 0, &source).unwrap();
-        comm.synchronize(&stream).unwrap();
-        cut_the_link(&comm, directory);
-        // One writes, the other reads.
-        let started = Instant::now();
-        let asked = match comm.rank() {
-            0 => connection.write(&stream, 0, &source),
-            _ => connection.read(&stream, &source, 0),
-        };
-        let ended = asked.and_then(|()| comm.synchronize(&stream));
-        was_cut_off(&comm, &ended.unwrap_err(), started);
-        drop((connection, comm));
-        std::process::exit(0);
-    });
+    on_two_hosts(TEST, cut_off);
+}
+
+#[test]
+fn a_cut_link_ends_staged_writes_with_an_error_that_names_the_peer() {
+    const TEST: &str = "a_cut_link_ends_staged_writes_with_an_error_that_names_the_peer";
+    on_two_hosts_with(TEST, staged, cut_off);
+}
+
+fn cut_off(comm: Communicator, directory: &Path) {
+    let (connection, stream) = connect(&comm, 1 << 20);
+    let source = comm.alloc(1 << 20).unwrap();
+    connection.write(&stream, 0, &source).unwrap();
+    comm.synchronize(&stream).unwrap();
+    cut_the_link(&comm, directory);
+    // One writes, the other reads.
+    let started = Instant::now();
+    let asked = match comm.rank() {
+        0 => connection.write(&stream, 0, &source),
+        _ => connection.read(&stream, &source, 0),
+    };
+    let ended = asked.and_then(|()| comm.synchronize(&stream));
+    was_cut_off(&comm, &ended.unwrap_err(), started);
+    drop((connection, comm));
+    std::process::exit(0);
 }
 
 /// Has the link cut when both ranks are here.

@@ -1,4 +1,4 @@
-/* One of two ranks, from joining to leaving. Arguments: rank, size, address. */
+/* One of two ranks, from joining to leaving. Arguments: rank, size, address, and "network" where there is one. */
 
 #include "check.h"
 
@@ -72,8 +72,8 @@ static void kernels(warplink_stream stream, const warplink_region *regions) {
     OK(warplink_kernel_free(kernel));
 }
 
-/* The hosts write and read peers' memory. */
-static void writes(warplink_stream stream, warplink_region own, warplink_region source) {
+/* The hosts write and read peers' memory, by the connection with this tag and by all. */
+static void writes(warplink_stream stream, warplink_region own, warplink_region source, uint64_t tag) {
     warplink_region region;
     warplink_buffer buffer;
     uint32_t registered = 0;
@@ -84,7 +84,7 @@ static void writes(warplink_stream stream, warplink_region own, warplink_region 
     OK(warplink_region_address(region, &address));
     HOLDS(bytes == 2 * BYTES && address != NULL);
     OK(warplink_register_buffer(comm, region, &buffer));
-    OK(warplink_buffer_number(buffer, peer, 7, &registered));
+    OK(warplink_buffer_number(buffer, peer, tag, &registered));
     HOLDS(registered == 1);
 
     fill(region, 0, 0);
@@ -101,8 +101,8 @@ static void writes(warplink_stream stream, warplink_region own, warplink_region 
     /* By the connection: into the buffer's start, which the peer has looked at, and back from it. */
     OK(warplink_barrier(comm));
     fill(source, 0, number(rank, 6000));
-    OK(warplink_write(comm, peer, 7, at(registered, 0), span(source, 0, BYTES), stream));
-    OK(warplink_read(comm, peer, 7, span(own, 0, BYTES), at(registered, 0), stream));
+    OK(warplink_write(comm, peer, tag, at(registered, 0), span(source, 0, BYTES), stream));
+    OK(warplink_read(comm, peer, tag, span(own, 0, BYTES), at(registered, 0), stream));
     OK(warplink_copy(span(own, BYTES, BYTES), span(own, 0, BYTES), stream));
     OK(warplink_stream_synchronize(stream));
     all_are(own, BYTES, number(rank, 6000));
@@ -136,7 +136,7 @@ int main(int argc, char **argv) {
     warplink_region regions[2], source, part;
     warplink_stream stream;
     void *address = NULL;
-    HOLDS(argc == 4);
+    HOLDS(argc == 4 || argc == 5);
     HOLDS(warplink_version() ==
           10000 * WARPLINK_VERSION_MAJOR + 100 * WARPLINK_VERSION_MINOR + WARPLINK_VERSION_PATCH);
     OK(warplink_set_bootstrap_timeout(60));
@@ -161,7 +161,13 @@ int main(int argc, char **argv) {
     borrowed_streams(stream, source);
     OK(warplink_launched(comm, stream));
     kernels(stream, regions);
-    writes(stream, regions[0], source);
+    writes(stream, regions[0], source, 7);
+    if (argc == 5) {
+        HOLDS(strcmp(argv[4], "network") == 0);
+        OK(warplink_connect(comm, peer, 9, regions[0], WARPLINK_TRANSPORT_NETWORK, NULL));
+        OK(warplink_setup(comm));
+        writes(stream, regions[0], source, 9);
+    }
 
     /* Memory that somebody else allocated: here, a part of a region. */
     OK(warplink_region_address(source, &address));

@@ -180,6 +180,12 @@ impl Stream {
         self.0.synchronize(deadline)
     }
 
+    /// Fails with what the stream has failed with, as far as this process knows; nothing is asked of the device,
+    /// so a stream of somebody else may be checked too.
+    pub(crate) fn check(&self) -> Result<()> {
+        self.0.check()
+    }
+
     /// Whether everything enqueued so far is done. Does not block.
     pub fn is_idle(&self) -> Result<bool> {
         self.0.is_idle()
@@ -324,6 +330,9 @@ pub trait StreamBackend: Any + Send + Sync + fmt::Debug {
 
     /// See [`Stream::synchronize`].
     fn synchronize(&self, deadline: Deadline) -> Result<()>;
+
+    /// See `Stream::check`.
+    fn check(&self) -> Result<()>;
 
     /// See [`Stream::is_idle`].
     fn is_idle(&self) -> Result<bool>;

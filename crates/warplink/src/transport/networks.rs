@@ -215,12 +215,18 @@ impl Networks {
     /// Lets go of what peers write to no more.
     pub(crate) fn collect(&self) {
         let is_gone = |parting: &mut Parting| {
-            let mut word = [0; 8];
-            let gone = parting.exposed.gone.as_slice();
-            let read = self.device.download(gone, &mut word);
+            let exposed = &parting.exposed;
+            let is_gone = match &exposed.staged {
+                Some(staged) => staged.control.load(GONE) == 1,
+                None => {
+                    let mut word = [0; 8];
+                    let read = self.device.download(exposed.gone.as_slice(), &mut word);
+                    read.is_ok() && u64::from_ne_bytes(word) == 1
+                }
+            };
             let told = parting.told.as_ref();
             let told = told.is_none_or(|told| told.done.load(Ordering::Acquire));
-            told && read.is_ok() && u64::from_ne_bytes(word) == 1
+            told && is_gone
         };
         let gone: Vec<_> = lock(&self.parting).extract_if(.., is_gone).collect();
         for mut parting in gone {

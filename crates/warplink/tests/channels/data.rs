@@ -8,14 +8,22 @@ use warplink::device::{Argument, MemoryOp};
 use warplink::signal::RemoteSignals;
 use warplink::{Communicator, DeviceKind};
 
-/// Fewer on the host device, whose blocks share the CPUs with everything else, and under tools that slow
-/// kernels down (`scripts/device-sanitizer.sh`).
+/// Fewer on the host device, whose blocks share the CPUs with everything else, unless `WARPLINK_TEST_LONG` is set;
+/// and under tools that slow kernels down (`scripts/device-sanitizer.sh`).
 fn rounds(on_gpus: u32, on_host: u32) -> u32 {
     match kind() {
+        _ if is_long() => on_gpus,
         _ if std::env::var_os("WARPLINK_TEST_SHORT").is_some() => on_gpus.min(on_host).min(20),
         DeviceKind::Cuda => on_gpus,
         DeviceKind::Host => on_host,
     }
+}
+
+/// Longer than a million rounds take on any machine.
+const HOUR: Duration = Duration::from_secs(3600);
+
+fn is_long() -> bool {
+    std::env::var_os("WARPLINK_TEST_LONG").is_some()
 }
 
 fn back_and_forth(comm: &Communicator, tags: u64, bytes: u64, rounds: [u32; 2]) {
@@ -36,9 +44,17 @@ fn data_that_changes_every_round_goes_back_and_forth() {
 
 #[test]
 fn a_million_rounds() {
-    processes(world(2), |comm| {
-        back_and_forth(comm, 1, 64, [rounds(1_000_000, 5_000), rounds(20_000, 500)]);
-    });
+    let ranks = Ranks {
+        world: world(2),
+        config: Some(|config| {
+            if is_long() {
+                config.timeout = HOUR;
+            }
+        }),
+        limit: is_long().then_some(HOUR),
+        ..Ranks::default()
+    };
+    ranks.run(|comm| back_and_forth(comm, 1, 64, [rounds(1_000_000, 5_000), rounds(20_000, 500)]));
 }
 
 #[test]

@@ -3,10 +3,11 @@
 use super::common::{Ranks, assert_says, processes_of, stop_self, world};
 use super::kernels::{Rig, TRANSPORTS};
 use super::network::has_network;
+use super::staged::tiny;
 use std::time::{Duration, Instant};
 use warplink::channel::{Connection, Transport};
 use warplink::device::Argument;
-use warplink::{Communicator, Deadline, ErrorKind};
+use warplink::{Communicator, Config, Deadline, ErrorKind};
 
 /// How soon a rank must have its error after a peer was lost.
 const SOON: Duration = Duration::from_secs(5);
@@ -14,16 +15,27 @@ const SOON: Duration = Duration::from_secs(5);
 /// Runs two ranks of which 1 ends as `end` says while kernels of rank 0 do what `busy` enqueues, which
 /// never ends by itself. Rank 0 must learn soon that rank 1 was lost.
 fn ends(transport: Transport, busy: fn(&Rig<'_>, &Connection), end: fn(Communicator)) {
+    ends_with(None, transport, busy, end);
+}
+
+/// As [`ends`], with a change to each rank's configuration.
+fn ends_with(
+    config: Option<fn(&mut Config)>,
+    transport: Transport,
+    busy: fn(&Rig<'_>, &Connection),
+    end: fn(Communicator),
+) {
     let limit = ("WARPLINK_HEARTBEAT_LIMIT".to_owned(), "3".to_owned());
     let ranks = Ranks {
         world: world(2),
         env: [limit].into(),
+        config,
         ..Ranks::default()
     };
     let ended = ranks.start(|comm| {
         let processes = processes_of(&comm);
         let rig = Rig::new(&comm);
-        let connection = rig.pair(transport, 64);
+        let connection = rig.pair(transport, 512);
         comm.barrier().unwrap();
         if comm.rank() == 1 {
             std::thread::sleep(Duration::from_millis(200));
@@ -151,6 +163,43 @@ fn a_peer_that_is_killed_ends_writes_over_the_network() {
 fn a_peer_that_is_stopped_ends_writes_over_the_network() {
     if has_network() {
         ends(Transport::Network, write, stop);
+    }
+}
+
+#[test]
+fn a_peer_that_is_killed_ends_kernels_that_wait_for_the_network() {
+    if has_network() {
+        ends(Transport::Network, wait, kill);
+    }
+}
+
+#[test]
+fn a_peer_that_is_stopped_ends_kernels_that_wait_for_the_network() {
+    if has_network() {
+        ends(Transport::Network, wait, stop);
+    }
+}
+
+/// More than the rings hold, which the peer takes until it is lost.
+fn flush_chunks(rig: &Rig<'_>, connection: &Connection) {
+    let arguments = [connection.channel(), Argument::U32(8)];
+    for _ in 0..200 {
+        rig.launch("many_puts", 4, &arguments).unwrap();
+        rig.launch("many_signals", 4, &arguments).unwrap();
+    }
+}
+
+#[test]
+fn a_peer_that_is_killed_ends_flushes_of_chunks() {
+    if has_network() {
+        ends_with(Some(tiny), Transport::Network, flush_chunks, kill);
+    }
+}
+
+#[test]
+fn a_peer_that_is_stopped_ends_writes_in_chunks() {
+    if has_network() {
+        ends_with(Some(tiny), Transport::Network, write, stop);
     }
 }
 

@@ -1,13 +1,13 @@
 //! Connections over the network, between ranks of one machine. They are left out, with a notice, where UCX is
 //! missing.
 
-use super::common::{assert_says, processes, world};
+use super::common::{assert_says, kind, processes, world};
 use super::kernels::{Rig, contents};
 use std::time::{Duration, Instant};
 use warplink::channel::{ConnectionRequest, Transport};
 use warplink::device::network::{self, NetworkOptions};
-use warplink::device::{Argument, MemoryOp};
-use warplink::{Communicator, Deadline, ErrorKind};
+use warplink::device::{Argument, Launch, MemoryOp, ModuleSource};
+use warplink::{Communicator, Deadline, DeviceKind, ErrorKind};
 
 /// Whether there is a network.
 pub(crate) fn has_network() -> bool {
@@ -284,6 +284,49 @@ pub(super) fn wrong_writes(comm: &Communicator) {
     assert_eq!((error.kind(), error.peer()), (ErrorKind::Closed, peer));
     assert_says(&error, &["the proxy was stopped"]);
     rig.finish();
+}
+
+/// A stream that failed before it came to a copy waits for nothing, and holds nothing up.
+#[test]
+fn writes_of_a_stream_that_failed_are_left_out() {
+    if kind() == DeviceKind::Cuda {
+        return;
+    }
+    with_network(|comm| {
+        let rig = Rig::new(comm);
+        let connection = rig.pair(Transport::Network, 64);
+        let source = comm.alloc(64).unwrap();
+        let module =
+            ModuleSource::new("fails").with_host_kernel("fails", |block| block.u32(9).map(drop));
+        // SAFETY: it has no code for a GPU.
+        let module = unsafe { comm.device().load_module(&module) }.unwrap();
+        let signals = comm.signals(1).unwrap();
+        let word = signals.word(0).unwrap();
+        let (wait, write) = (
+            MemoryOp::Wait {
+                word: &word,
+                value: 1,
+            },
+            MemoryOp::Write {
+                word: &word,
+                value: 1,
+            },
+        );
+        let stream = comm.create_stream(Default::default()).unwrap();
+        stream.memory_ops(&[wait]).unwrap();
+        let fails = module.kernel("fails").unwrap();
+        fails.launch(&stream, &Launch::new(1, 1), &[]).unwrap();
+        connection.write(&stream, 0, &source).unwrap();
+        rig.stream.memory_ops(&[write]).unwrap();
+        let error = stream.synchronize(comm.deadline()).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
+        // The same copy by another stream is done, and nothing is left for the proxy.
+        connection.write(&rig.stream, 0, &source).unwrap();
+        rig.finish();
+        comm.barrier().unwrap();
+        comm.stop_proxy(Deadline::after(Duration::from_secs(20)))
+            .unwrap();
+    });
 }
 
 /// A stream that would wait for a proxy that has ended fails, as kernels do.

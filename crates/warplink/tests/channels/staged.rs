@@ -18,7 +18,7 @@ fn small(config: &mut Config) {
 }
 
 /// The smallest rings.
-fn tiny(config: &mut Config) {
+pub(super) fn tiny(config: &mut Config) {
     config.staging = StagingConfig {
         chunk_bytes: 64,
         chunks: 2,

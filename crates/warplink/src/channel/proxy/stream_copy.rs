@@ -33,7 +33,7 @@ impl StreamCopy {
     /// # Errors
     /// What the stream failed with: then nobody waits for it.
     pub(super) fn is_due(&self) -> Result<bool> {
-        self.stream.is_idle()?;
+        self.stream.check()?;
         self.after.is_reached()
     }
 }

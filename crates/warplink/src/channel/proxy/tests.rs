@@ -1,10 +1,11 @@
 //! The proxy alone, on the host device.
 
 use super::*;
-use crate::device::channel::trigger::{Movement, Trigger};
+use crate::device::channel::trigger::{LAP, Movement, Trigger};
 use crate::device::channel::{Place, Windows};
 use crate::device::{AllocationKind, At, DeviceConfig, DeviceKind, DeviceSlice, Fault, Word};
 use crate::transport::{Carrier, CopyEngine};
+use proptest::prelude::*;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 
 const LATE: Duration = Duration::from_secs(10);
@@ -85,6 +86,53 @@ fn a_trigger_of_no_connection_is_a_failure() {
         error.to_string().contains("unknown connection 9"),
         "{error}"
     );
+}
+
+fn halves() -> impl Strategy<Value = [u64; 2]> {
+    let places = || (0..3_u32, 0..80_u64).prop_map(At::from);
+    let movement = prop_oneof![
+        Just(None),
+        Just(Some(Movement::Put)),
+        Just(Some(Movement::Get))
+    ];
+    let (flags, connection, bytes) = (any::<(bool, bool)>(), 0..3_u32, 0..80_u64);
+    let likely = (movement, flags, connection, bytes, places(), places()).prop_map(
+        |(movement, (signal, flush), connection, bytes, own, peers)| {
+            let trigger = Trigger {
+                movement,
+                signal,
+                flush,
+                connection,
+                bytes,
+                own,
+                peers,
+            };
+            trigger.encode()
+        },
+    );
+    prop_oneof![3 => likely, 1 => any::<[u64; 2]>()]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(200))]
+
+    /// Whatever kernels store in a slot, the proxy does it or fails with an error, and ends.
+    #[test]
+    fn any_words_are_a_trigger_or_an_error(words in prop::collection::vec(halves(), 1..6)) {
+        let (device, fault) = (host(), Arc::default());
+        let (proxy, failure) = start(&device);
+        proxy.register(route(&device, &fault).0).unwrap();
+        for halves in words {
+            let pushed = proxy.fifo.push(halves.map(|half| half & !LAP), || Ok(()));
+            prop_assert!(pushed.is_ok());
+        }
+        if let Err(error) = proxy.stop(Deadline::after(LATE)) {
+            let kinds = [ErrorKind::InvalidArgument, ErrorKind::Protocol];
+            prop_assert!(kinds.contains(&error.kind()), "{error}");
+            prop_assert_eq!(error.peer().is_some(), error.kind() == ErrorKind::InvalidArgument);
+            prop_assert!(failure.recv_timeout(LATE).is_ok());
+        }
+    }
 }
 
 #[test]

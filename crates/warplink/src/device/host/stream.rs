@@ -226,6 +226,10 @@ impl StreamBackend for HostStream {
         self.worker.wait(deadline)
     }
 
+    fn check(&self) -> Result<()> {
+        self.worker.check()
+    }
+
     fn is_idle(&self) -> Result<bool> {
         self.worker.is_idle()
     }

@@ -234,15 +234,24 @@ impl StreamBackend for CudaStream {
             return Ok(());
         }
         let _enqueuing = self.enqueue([target, source]);
-        // SAFETY: both slices are live device memory of as many bytes; that they stay so until the
-        // copy is done is the caller's to see to (rule 4 of the device module).
+        let [to, from] = [target, source].map(DeviceSlice::address);
+        let is_host = |slice: &DeviceSlice| slice.backing().is_host_memory();
+        let bytes = target.bytes();
+        // SAFETY: both slices are live memory of as many bytes, of the device or pinned memory of the host, which has
+        // the same address there; that they stay so until the copy is done is the caller's to see to (rule 4 of
+        // the device module).
         let code = unsafe {
-            (driver.cuMemcpyDtoDAsync_v2)(
-                target.address(),
-                source.address(),
-                target.bytes(),
-                self.raw,
-            )
+            match [is_host(target), is_host(source)] {
+                [true, false] => {
+                    let to = std::ptr::with_exposed_provenance_mut(to as usize);
+                    (driver.cuMemcpyDtoHAsync_v2)(to, from, bytes, self.raw)
+                }
+                [false, true] => {
+                    let from = std::ptr::with_exposed_provenance(from as usize);
+                    (driver.cuMemcpyHtoDAsync_v2)(to, from, bytes, self.raw)
+                }
+                _ => (driver.cuMemcpyDtoDAsync_v2)(to, from, bytes, self.raw),
+            }
         };
         driver.check(code, "enqueue a copy")
     }
@@ -352,6 +361,11 @@ impl StreamBackend for CudaStream {
         self.faults.check()?;
         self.faults.done(place);
         Ok(())
+    }
+
+    fn check(&self) -> Result<()> {
+        self.gpu.fault.check()?;
+        self.faults.check()
     }
 
     fn is_idle(&self) -> Result<bool> {

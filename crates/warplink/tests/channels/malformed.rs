@@ -1,0 +1,95 @@
+//! A peer that publishes what is no end of a connection: an error that names it, and nothing else breaks.
+
+use super::common::{threads, values, world};
+use super::kernels::Rig;
+use super::network::has_network;
+use std::time::Duration;
+use warplink::bootstrap::Wait;
+use warplink::channel::{ConnectionRequest, Transport};
+use warplink::{Communicator, Deadline, ErrorKind};
+
+/// Ends that rank 1 publishes for each transport.
+const ENDS: u64 = 60;
+
+const SOON: Duration = Duration::from_secs(20);
+
+/// Where `from` publishes its end of a connection to `to`: in the store, where every rank may write.
+fn key(from: usize, to: usize, tag: u64) -> String {
+    format!("channel/{from}>{to}/tag {tag}/0")
+}
+
+/// What rank 1 makes of a real end: some of it is missing, is something else, or is too much.
+fn altered(end: &[u8], number: usize) -> Vec<u8> {
+    let mut altered = end.to_vec();
+    let noise = values(1, number, 16);
+    let place = usize::from(noise[0]) * 7 % altered.len();
+    match number % 5 {
+        0 => altered.truncate(place),
+        1 => altered[place] ^= 1 << (noise[1] % 8),
+        2 => altered[..16.min(end.len())].copy_from_slice(&noise[..16.min(end.len())]),
+        3 => altered.extend(&noise),
+        _ => altered = noise,
+    }
+    altered
+}
+
+fn ends_of_rank_1(comm: &Communicator, transport: Transport) {
+    let store = comm.bootstrap().store();
+    // An end of the same kind as those that rank 0 has.
+    let region = comm.alloc(64).unwrap();
+    let request =
+        |tag| ConnectionRequest::new(1 - comm.rank(), tag, &region).with_transport(transport);
+    if comm.rank() == 1 {
+        let wait = || Wait::on(vec![0], Deadline::after(SOON));
+        for tag in 0..ENDS {
+            let end = store.get(&key(0, 1, tag), &wait()).unwrap();
+            store
+                .set(key(1, 0, tag), altered(&end, tag as usize))
+                .unwrap();
+        }
+    } else {
+        let mut refused = 0;
+        for tag in 0..ENDS {
+            let connected = comm.connect_until(&[request(tag)], Deadline::after(SOON));
+            let Err(error) = connected else { continue };
+            assert_eq!(error.peer(), Some(1), "tag {tag}: {error}");
+            assert!(error.to_string().contains(&format!("tag {tag}")), "{error}");
+            let kinds = [
+                ErrorKind::Protocol,
+                ErrorKind::InvalidHandle,
+                ErrorKind::Mismatch,
+                ErrorKind::Unsupported,
+            ];
+            assert!(kinds.contains(&error.kind()), "tag {tag}: {error}");
+            refused += 1;
+        }
+        // What was changed may be what nothing depends on.
+        assert!(refused > ENDS / 2, "{refused} of {ENDS} were refused");
+    }
+    comm.barrier().unwrap();
+}
+
+fn refused(transport: Transport) {
+    threads(world(2), |comm| {
+        ends_of_rank_1(comm, transport);
+        // A true end is taken as if nothing had been.
+        let rig = Rig::new(comm);
+        let region = comm.alloc(2 * 64).unwrap();
+        let request = ConnectionRequest::new(1 - comm.rank(), ENDS, &region);
+        let connections = comm.connect(&[request]).unwrap();
+        rig.ping_pong(&connections, 64, 3);
+        rig.finish();
+    });
+}
+
+#[test]
+fn a_malformed_end_is_an_error_that_names_the_peer() {
+    refused(Transport::Direct);
+}
+
+#[test]
+fn a_malformed_end_over_the_network_is_an_error_that_names_the_peer() {
+    if has_network() {
+        refused(Transport::Network);
+    }
+}
