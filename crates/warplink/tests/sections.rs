@@ -9,6 +9,8 @@ mod examples;
 mod faulty;
 #[path = "common/faulty.rs"]
 mod faulty_texts;
+#[path = "sections/meaning.rs"]
+mod meaning;
 #[path = "sections/play.rs"]
 mod play;
 #[path = "sections/sharing.rs"]

@@ -51,7 +51,7 @@ const EXAMPLES: [(&str, Option<usize>); 10] = [
     ),
 ];
 
-fn all() -> Vec<(Program, Option<usize>)> {
+pub(crate) fn all() -> Vec<(Program, Option<usize>)> {
     let parsed = EXAMPLES.iter().map(|(text, only)| {
         let program = Program::parse(text).unwrap_or_else(|error| panic!("{error}"));
         let printed = program.to_string();
@@ -67,7 +67,7 @@ pub(crate) fn example(name: &str) -> Program {
     found.unwrap().0
 }
 
-fn parameters(program: &Program, n: i64, dtype: DType, op: ReduceOp) -> Parameters {
+pub(crate) fn parameters(program: &Program, n: i64, dtype: DType, op: ReduceOp) -> Parameters {
     let has = |name: &str| program.parameters.iter().any(|p| p.name == name);
     let mut list = Parameters::new().with("n", n).with("T", dtype);
     if has("op") {
@@ -137,37 +137,6 @@ fn examples_give_what_they_mean() {
                 }
             }
         });
-    }
-}
-
-/// Every type and operator, and many ranks, where the fewest launches show what is wrong.
-#[test]
-fn examples_take_every_type_and_many_ranks() {
-    let launches = Launches {
-        eager: 1,
-        captured: 1,
-        verify: true,
-    };
-    for ranks in [8, 16].map(world) {
-        threads_with(
-            ranks,
-            |_| {},
-            |comm| {
-                for (program, only) in all() {
-                    if only.is_some_and(|only| only != comm.world()) {
-                        continue;
-                    }
-                    let types = if comm.world() > 8 { 2 } else { 6 };
-                    for (number, dtype) in DType::ELEMENTWISE.into_iter().enumerate().take(types) {
-                        let op = [ReduceOp::Sum, ReduceOp::Max, ReduceOp::Min][number % 3];
-                        let n = 61 + 100 * number as i64;
-                        let parameters = parameters(&program, n, dtype, op);
-                        let played = play(comm, &program, &parameters, launches);
-                        played.unwrap_or_else(|what| panic!("{} of {dtype}: {what}", program.name));
-                    }
-                }
-            },
-        );
     }
 }
 

@@ -4,7 +4,7 @@ use crate::common::values;
 use warplink::device::{AllocationKind, Priority};
 use warplink::program::evaluate::Evaluator;
 use warplink::program::ir::Role;
-use warplink::program::{Bindings, Parameters, PrepareOptions, Program, TensorInstance};
+use warplink::program::{Bindings, Parameters, PrepareOptions, Program, TensorId, TensorInstance};
 use warplink::{Communicator, DType, Error};
 
 /// How a program is launched.
@@ -54,8 +54,47 @@ pub(crate) fn play(
     launches: Launches,
 ) -> Result<(), String> {
     let said = |error: Error| error.to_string();
-    let (rank, world) = (comm.rank(), comm.world());
-    let evaluator = Evaluator::new(program, world, 2, parameters).map_err(said)?;
+    let rank = comm.rank();
+    let evaluator = Evaluator::new(program, comm.world(), 2, parameters).map_err(said)?;
+    play_with(comm, program, parameters, launches, elements, |round| {
+        let expected = evaluator
+            .run(|rank, _, tensor| elements(rank, round, tensor))
+            .map_err(said)?;
+        Ok(Box::new(move |id, tensor, bytes| {
+            let float = !matches!(tensor.dtype, DType::I32 | DType::U8);
+            let mut left = bytes.chunks_exact(tensor.dtype.size());
+            if let Some(at) = left.position(|e| float && e.iter().all(|byte| *byte == 0xff)) {
+                return Err(format!("element {at} was not written"));
+            }
+            let compared = expected.compare(rank, id, bytes).map_err(said)?;
+            if compared.is_right() {
+                Ok(())
+            } else {
+                Err(compared.to_string())
+            }
+        }))
+    })
+}
+
+/// Says what is wrong with an output: its number, the tensor, and what it holds.
+pub(crate) type Check<'a> =
+    Box<dyn Fn(TensorId, &TensorInstance, &[u8]) -> Result<(), String> + 'a>;
+
+/// As [`play`], with the inputs of `inputs`, by rank and launch; `checks` gives what checks the outputs of a
+/// launch.
+///
+/// # Errors
+/// What fails, or which output is wrong.
+pub(crate) fn play_with<'a>(
+    comm: &Communicator,
+    program: &Program,
+    parameters: &Parameters,
+    launches: Launches,
+    inputs: impl Fn(usize, usize, &TensorInstance) -> Vec<u8>,
+    checks: impl Fn(usize) -> Result<Check<'a>, String>,
+) -> Result<(), String> {
+    let said = |error: Error| error.to_string();
+    let rank = comm.rank();
     let options = PrepareOptions {
         streams: 2,
         verify: launches.verify,
@@ -79,7 +118,7 @@ pub(crate) fn play(
     for round in 0..launches.eager + launches.captured {
         for tensor in tensors.iter().filter(|tensor| tensor.role != Role::Local) {
             let bytes = match tensor.role {
-                Role::Input => elements(rank, round, tensor),
+                Role::Input => inputs(rank, round, tensor),
                 _ => vec![0xff; tensor.bytes],
             };
             let slice = &bindings[&*tensor.name];
@@ -96,9 +135,7 @@ pub(crate) fn play(
         }
         .map_err(said)?;
         comm.synchronize(&stream).map_err(said)?;
-        let expected = evaluator
-            .run(|rank, _, tensor| elements(rank, round, tensor))
-            .map_err(said)?;
+        let check = checks(round)?;
         for (id, tensor) in tensors.iter().enumerate() {
             if tensor.role != Role::Output {
                 continue;
@@ -107,21 +144,9 @@ pub(crate) fn play(
             device
                 .download(&bindings[&*tensor.name], &mut bytes)
                 .map_err(said)?;
-            let float = !matches!(tensor.dtype, DType::I32 | DType::U8);
-            let mut left = bytes.chunks_exact(tensor.dtype.size());
-            if let Some(at) = left.position(|e| float && e.iter().all(|byte| *byte == 0xff)) {
-                return Err(format!(
-                    "launch {round}: element {at} of '{}' of rank {rank} was not written",
-                    tensor.name
-                ));
-            }
-            let compared = expected.compare(rank, id, &bytes).map_err(said)?;
-            if !compared.is_right() {
-                return Err(format!(
-                    "launch {round}: '{}' of rank {rank}: {compared}",
-                    tensor.name
-                ));
-            }
+            check(id, tensor, &bytes).map_err(|what| {
+                format!("launch {round}: '{}' of rank {rank}: {what}", tensor.name)
+            })?;
         }
     }
     Ok(())
