@@ -18,9 +18,9 @@ def programs():
     return [block for block in blocks if "init_process_group" in block and "destroy" in block]
 
 
-@pytest.mark.parametrize("number", range(2))
+@pytest.mark.parametrize("number", range(3))
 def test_the_programs_of_the_page_run(number, tmp_path):
-    assert len(programs()) == 2
+    assert len(programs()) == 3
     file = tmp_path / "program.py"
     file.write_text(programs()[number])
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]

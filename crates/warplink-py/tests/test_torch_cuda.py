@@ -1,5 +1,7 @@
 """The process group and the fused operations on CUDA tensors; needs two GPUs."""
 
+import os
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -154,6 +156,33 @@ def random_cases(rank, world, meeting, place):
 
 def test_fused_operations_equal_the_unfused_at_random():
     on_ranks(random_cases, WORLD)
+
+
+def expandable(rank, world, meeting, place):
+    torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    fused(rank, world, meeting, place, "bfloat16")
+
+
+def test_fused_operations_on_expandable_segments():
+    on_ranks(expandable, WORLD)
+
+
+def alone_visible(rank, world, meeting, place):
+    # Every rank sees one GPU, which is number 0 there.
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
+    torch.cuda.set_device(0)
+    dist = start(rank, world, place)
+    name, device = dist.group.WORLD.group_name, torch.device("cuda", 0)
+    a, b = (torch.full(shape, rank + 1.0, device=device) for shape in ((64, 32), (32, 48)))
+    whole, (product,) = torch.ops.warplink.fused_all_gather_matmul(a, [b], 0, name)
+    for peer in range(world):
+        assert (whole[64 * peer : 64 * (peer + 1)] == peer + 1).all()
+        assert (product[64 * peer : 64 * (peer + 1)] == 32 * (peer + 1) * (rank + 1)).all()
+    dist.destroy_process_group()
+
+
+def test_ranks_that_each_see_one_gpu():
+    on_ranks(alone_visible, WORLD)
 
 
 def captured(rank, world, _, place):
