@@ -9,6 +9,9 @@ from test_torch_group import on_ranks, start  # noqa: E402
 
 WORLD = 2
 
+#: Seconds for what compiles many graphs, most of them by the C++ compiler.
+COMPILING = 400.0
+
 
 def start_compiling(rank, world, place):
     # The report tells of graphs that are compiled, not of those from the cache.
@@ -127,7 +130,7 @@ def compiled(rank, world, _, place):
 
 
 def test_collectives_beside_matmuls_are_replaced():
-    on_ranks(compiled, WORLD)
+    on_ranks(compiled, WORLD, limit=COMPILING)
 
 
 def scaled(rank, world, _, place, device="cpu"):
@@ -264,7 +267,7 @@ def fp8_model(rank, world, _, place):
 
 
 def test_scaled_matmuls_are_replaced():
-    on_ranks(fp8_model, WORLD)
+    on_ranks(fp8_model, WORLD, limit=COMPILING)
 
 
 def tensor_parallel(rank, world, _, place):
@@ -325,7 +328,7 @@ def tensor_parallel(rank, world, _, place):
 
 
 def test_a_compiled_tensor_parallel_model_trains_as_before():
-    on_ranks(tensor_parallel, WORLD)
+    on_ranks(tensor_parallel, WORLD, limit=COMPILING)
 
 
 class Marker:
