@@ -17,7 +17,7 @@ fi
 rm -f "$out"/warplink "$out"/test-* "$out"/c_* "$out"/libwarplink.so.*
 mkdir -p "$out"
 tests=(device_contract transfers failures lifetimes abort timeouts channels repeated_losses
-    survivors shared_streams stopped handover communicators device_faults)
+    survivors shared_streams stopped handover communicators device_faults collectives)
 for optional in programs program_language sections; do
     if [ -f "crates/warplink/tests/$optional.rs" ]; then tests+=("$optional"); fi
 done

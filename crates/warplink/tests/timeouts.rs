@@ -187,7 +187,7 @@ fn a_timeout_says_that_the_communicator_can_be_used_and_it_can() {
             let meet = |name: &str| {
                 let store = comm.bootstrap().store();
                 let wait = Wait::on([peer], Deadline::after(Duration::from_secs(30)));
-                store.set(&format!("{name} {}", comm.rank()), b"").unwrap();
+                store.set(format!("{name} {}", comm.rank()), b"").unwrap();
                 store.get(&format!("{name} {peer}"), &wait).unwrap();
             };
             for (name, call) in calls {

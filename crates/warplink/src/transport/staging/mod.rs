@@ -24,6 +24,7 @@
 mod carrier;
 mod end;
 #[cfg(all(test, not(loom)))]
+#[allow(clippy::unwrap_used)]
 mod end_tests;
 mod message;
 mod service;
