@@ -141,7 +141,7 @@ fn a_peer_that_never_comes_is_named_on_all() {
         let id = new_id();
         let configs = [0, 1, 3].map(|rank| {
             let mut config = config(&id, rank, 5);
-            config.timeout = Duration::from_millis(400);
+            config.timeout = Duration::from_millis(1500);
             config
         });
         let begun = Instant::now();
@@ -150,7 +150,7 @@ fn a_peer_that_never_comes_is_named_on_all() {
             assert_eq!(missing.kind(), ErrorKind::Timeout, "{missing}");
             assert!(missing.to_string().contains("rank 2, 4"), "{missing}");
         }
-        assert!(begun.elapsed() < Duration::from_secs(3));
+        assert!(begun.elapsed() < Duration::from_secs(6));
 
         let mut alone = JoinConfig::new(Rendezvous::Address(free_address()), 1, 2);
         alone.timeout = Duration::from_millis(200);

@@ -4,8 +4,9 @@
 #![allow(dead_code, unused_imports)]
 
 pub(crate) mod device;
+// Tests of this that use the common support as well have it twice.
 #[path = "../common/elements.rs"]
-#[allow(unreachable_pub)]
+#[allow(unreachable_pub, clippy::duplicate_mod)]
 pub(crate) mod elements;
 pub(crate) mod evidence;
 pub(crate) mod interpreter;

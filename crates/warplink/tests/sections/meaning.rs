@@ -35,6 +35,8 @@ fn meant(
         let all = (0..world).map(|peer| input(peer, round, index));
         match op {
             ReduceOp::Sum => all.sum(),
+            ReduceOp::Product => all.product(),
+            ReduceOp::Average => all.sum::<f64>() / world as f64,
             ReduceOp::Max => all.fold(f64::MIN, f64::max),
             ReduceOp::Min => all.fold(f64::MAX, f64::min),
         }
