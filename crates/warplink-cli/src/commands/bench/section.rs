@@ -141,6 +141,7 @@ impl Section {
         let mut rows: Vec<Row> = Vec::new();
         for &bytes in &self.sizes {
             let mut best: Option<Row> = None;
+            let (before, mut refused) = (rows.len(), None);
             for values in combinations(&self.tried) {
                 let mut parameters = parameters.clone();
                 for (name, value) in &values {
@@ -156,6 +157,7 @@ impl Section {
                         if comm.rank() == 0 && self.all {
                             print_message(&format!("skipped {values:?}: {error:#}"));
                         }
+                        refused = Some(error);
                         continue;
                     }
                     Err(error) => return Err(error),
@@ -170,6 +172,10 @@ impl Section {
                 }
             }
             rows.extend(best);
+            // Some of the values that are tried may not suit a program, but not all of them.
+            if let (true, Some(error)) = (rows.len() == before, refused) {
+                return Err(error);
+            }
         }
         Ok(Report {
             benchmark: "section",

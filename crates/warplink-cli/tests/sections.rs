@@ -1,0 +1,195 @@
+//! Programs with kernel sections through the command: printed as CUDA C++, run, traced and timed, on the host
+//! device.
+
+// A test fails by panicking.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+#[allow(dead_code, reason = "shared with the tests of endings")]
+mod common;
+
+use common::{stderr, stdout, warplink};
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+use std::process::Output;
+
+const RACE: &str = "program race(n) {
+    input X: f32[n]
+    output Y: f32[n]
+    scratch P: packets16 f32[world, n]
+
+    kernel lane in 0..1 threads 32 {
+        put X to P[rank] on 1 - rank
+        Y = reduce(X if r == rank else P[r] for r in 0..world, sum)
+    }
+}
+";
+
+fn example(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("../../examples/programs")
+        .join(name)
+}
+
+fn of(command: [&str; 2], program: &Path, rest: &[&str]) -> Output {
+    let program = program.to_str().unwrap();
+    let arguments = [&command[..], &[program], rest].concat();
+    warplink(&arguments).output().unwrap()
+}
+
+fn show(program: &Path, rest: &[&str]) -> Output {
+    of(["program", "show"], program, rest)
+}
+
+fn bench(program: &Path, rest: &[&str]) -> Output {
+    let quick = ["--device", "host", "--samples", "2", "--runs", "3"];
+    of(["bench", "section"], program, &[rest, &quick].concat())
+}
+
+fn json(output: &Output) -> Value {
+    assert!(output.status.success(), "{}", stderr(output));
+    serde_json::from_str(&stdout(output)).unwrap()
+}
+
+#[test]
+fn kernels_are_shown_as_what_the_compiler_gets() {
+    let one_shot = example("all_reduce_one_shot.wlp");
+    let sizes = [
+        "--ranks", "2", "--rank", "1", "-p", "n=1000", "-p", "T=bf16",
+    ];
+    let output = show(&one_shot, &[&sizes[..], &["--kernel"]].concat());
+    assert!(output.status.success(), "{}", stderr(&output));
+    let text = stdout(&output);
+    for said in [
+        "#include <warplink/sections.cuh>",
+        "constexpr Index rank = 1, world = 2, lanes = 4, threads = 512;",
+        "__global__ void __launch_bounds__(threads) section(",
+        "reduce<Bf16, Add",
+    ] {
+        assert!(text.contains(said), "no '{said}' in:\n{text}");
+    }
+    let kernels = json(&show(
+        &one_shot,
+        &[&sizes[..], &["--kernel", "--json"]].concat(),
+    ));
+    let kernels = kernels.as_array().unwrap();
+    assert_eq!(kernels.len(), 1);
+    assert_eq!(kernels[0]["text"].as_str().unwrap().trim(), text.trim());
+    let source = std::fs::read_to_string(&one_shot).unwrap();
+    let line = source
+        .lines()
+        .position(|line| line.trim().starts_with("kernel "));
+    assert_eq!(
+        kernels[0]["line"].as_u64().unwrap() as usize,
+        line.unwrap() + 1
+    );
+}
+
+#[test]
+fn what_has_no_kernel_shows_none() {
+    let ring = example("ring_pass.wlp");
+    let output = show(&ring, &["--ranks", "2", "-p", "n=64", "--kernel"]);
+    assert!(!output.status.success());
+    let said = stderr(&output);
+    assert!(said.contains("no kernel section"), "{said}");
+    // A kernel is of a rank.
+    let output = show(&example("all_reduce_one_shot.wlp"), &["--kernel"]);
+    assert_eq!(output.status.code(), Some(2));
+    assert!(stderr(&output).contains("--ranks"), "{}", stderr(&output));
+}
+
+#[test]
+fn kernels_run_right_and_are_in_the_trace() {
+    let folder = tempfile::tempdir().unwrap();
+    let trace = folder.path().join("trace.json");
+    let rest = [
+        "-n",
+        "2",
+        "-p",
+        "n=1000",
+        "-p",
+        "T=f32",
+        "--device",
+        "host",
+        "--samples",
+        "2",
+        "--trace",
+        trace.to_str().unwrap(),
+    ];
+    let output = of(["program", "run"], &example("all_reduce_lanes.wlp"), &rest);
+    assert!(output.status.success(), "{}", stderr(&output));
+    let text = stdout(&output);
+    assert!(text.contains("'Y' is right"), "{text}");
+    let events: Value = serde_json::from_str(&std::fs::read_to_string(&trace).unwrap()).unwrap();
+    let events = events
+        .as_array()
+        .or_else(|| events["traceEvents"].as_array());
+    let kernels = events
+        .unwrap()
+        .iter()
+        .filter(|event| event["name"] == "kernel");
+    let mut ranks: Vec<u64> = kernels
+        .map(|event| event["pid"].as_u64().unwrap())
+        .collect();
+    ranks.sort_unstable();
+    ranks.dedup();
+    assert_eq!(ranks, [0, 1]);
+}
+
+#[test]
+fn a_bench_of_kernels_compares_values_with_the_collectives() {
+    let sizes = ["-n", "2", "-p", "T=f32", "--sizes", "1024,4096"];
+    let one_shot = example("all_reduce_one_shot.wlp");
+    let report = json(&bench(&one_shot, &[&sizes[..], &["--json"]].concat()));
+    assert_eq!(report["program"], "all_reduce_one_shot");
+    let rows = report["rows"].as_array().unwrap();
+    let bytes: Vec<u64> = rows
+        .iter()
+        .map(|row| row["bytes"].as_u64().unwrap())
+        .collect();
+    assert_eq!(bytes, [1024, 4096]);
+    for row in rows {
+        assert_eq!(row["different"], 0, "{row}");
+        assert!(row["collective"].is_object(), "{row}");
+        let kernel = &row["kernels"][0];
+        assert_eq!(
+            (&kernel["lanes"], &kernel["threads"]),
+            (&4.into(), &512.into())
+        );
+    }
+    let tried = [
+        "--try",
+        "lanes=4,8",
+        "--all",
+        "--against",
+        "nothing",
+        "--json",
+    ];
+    let report = json(&bench(&one_shot, &[&sizes[..], &tried].concat()));
+    let rows = report["rows"].as_array().unwrap();
+    let lanes: Vec<u64> = rows
+        .iter()
+        .map(|row| row["kernels"][0]["lanes"].as_u64().unwrap())
+        .collect();
+    assert_eq!(lanes, [4, 8, 4, 8]);
+    assert!(rows.iter().all(|row| row.get("collective").is_none()));
+}
+
+#[test]
+fn a_bench_refuses_what_it_cannot_time() {
+    let sizes = ["-n", "2", "--sizes", "1024"];
+    let one_shot = example("all_reduce_one_shot.wlp");
+    let output = bench(&one_shot, &[&sizes[..], &["--against", "sum"]].concat());
+    assert!(!output.status.success());
+    let said = stderr(&output);
+    assert!(said.contains("unknown collective 'sum'"), "{said}");
+    let output = bench(&one_shot, &[&sizes[..], &["--length", "count"]].concat());
+    assert!(!output.status.success(), "{}", stdout(&output));
+    assert!(stderr(&output).contains("count"), "{}", stderr(&output));
+    let folder = tempfile::tempdir().unwrap();
+    let race = folder.path().join("race.wlp");
+    std::fs::write(&race, RACE).unwrap();
+    let output = bench(&race, &[&sizes[..], &["--against", "nothing"]].concat());
+    let said = stderr(&output);
+    assert!(!stdout(&output).contains("1024"), "{}", stdout(&output));
+    assert!(said.contains("race"), "{said}");
+}
