@@ -172,7 +172,7 @@ impl NetworkRegion {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(loom)))]
 impl RemoteMemory {
     /// Memory that nobody has, for tests of what uses a connection.
     pub(crate) fn of_nobody(bytes: usize) -> Self {

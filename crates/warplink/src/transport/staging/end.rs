@@ -338,7 +338,7 @@ impl StagedEnd {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(loom)))]
 impl StagedEnd {
     pub(super) fn sent(&self) -> u64 {
         lock(&self.state).sent

@@ -23,8 +23,8 @@
 
 mod carrier;
 mod end;
-#[cfg(all(test, not(loom)))]
-#[allow(clippy::unwrap_used)]
+#[cfg(test)]
+#[cfg(not(loom))]
 mod end_tests;
 mod message;
 mod service;
@@ -43,6 +43,7 @@ use std::sync::Arc;
 /// Limits of what a peer may offer, and of what is configured.
 const CHUNK_BYTES: std::ops::RangeInclusive<u64> = 64..=64 << 20;
 const CHUNKS: std::ops::RangeInclusive<u64> = 2..=1024;
+const MAX_RING_BYTES: u64 = 256 << 20;
 
 /// Where the words of the control memory lie.
 const ARRIVED: usize = 0;
@@ -57,7 +58,7 @@ const HEADER_BYTES: usize = 64;
 pub struct StagingConfig {
     /// Bytes of a chunk: a multiple of 64, from 64 to 64 MiB.
     pub chunk_bytes: usize,
-    /// Chunks of a ring: from 2 to 1024.
+    /// Chunks of a ring: from 2 to 1024, and of 256 MiB at most together.
     pub chunks: usize,
     /// Whether connections go this way also where the network reaches the memory; the same on every rank. For
     /// tests.
@@ -100,7 +101,8 @@ impl Shape {
             return Ok(shape);
         }
         Err(Error::invalid(format!(
-            "staging memory of {} chunks of {} bytes; expected {} to {} of a multiple of 64 from {} to {}",
+            "staging memory of {} chunks of {} bytes; expected {} to {} of a multiple of 64 from {} to {}, \
+             and {MAX_RING_BYTES} together at most",
             config.chunks,
             config.chunk_bytes,
             CHUNKS.start(),
@@ -115,6 +117,7 @@ impl Shape {
         CHUNK_BYTES.contains(&self.chunk_bytes)
             && self.chunk_bytes.is_multiple_of(64)
             && CHUNKS.contains(&self.chunks)
+            && self.chunk_bytes * self.chunks <= MAX_RING_BYTES
     }
 
     /// Fails for what no peer offers: a shape that is not that of the memory that it gave keys of.
@@ -180,6 +183,7 @@ mod tests {
             (good, 320, 511),
             (shape(0, 4), 320, 0),
             (shape(100, 4), 320, 400),
+            (shape(64 << 20, 1024), 65600, 64 << 30),
             (shape(128, 1), 128, 128),
             (shape(u64::MAX, u64::MAX), 320, 512),
             (shape(1 << 63, 2), 192, 0),
