@@ -1,4 +1,4 @@
-//! The example programs with kernels.
+//! The example programs with kernels, and two of the library's own.
 
 use crate::common::{delays, kind, threads_with, world};
 use crate::play::{Launches, play};
@@ -14,7 +14,7 @@ const EXAMPLES: [(&str, Option<usize>); 10] = [
         None,
     ),
     (
-        include_str!("../../../../examples/programs/all_reduce_two_shot.wlp"),
+        include_str!("../../src/collective/programs/all_reduce_two_shot.wlp"),
         None,
     ),
     (
@@ -42,7 +42,7 @@ const EXAMPLES: [(&str, Option<usize>); 10] = [
         None,
     ),
     (
-        include_str!("../../../../examples/programs/reduce_scatter_packets.wlp"),
+        include_str!("../../src/collective/programs/reduce_scatter_packets.wlp"),
         None,
     ),
     (
@@ -73,20 +73,34 @@ pub(crate) fn parameters(program: &Program, n: i64, dtype: DType, op: ReduceOp) 
     if has("op") {
         list = list.with("op", op);
     }
+    // Of the programs of collectives, which share a workspace.
+    for (name, value) in [
+        ("room", 32 * (n + 16)),
+        ("what", 1),
+        ("length", n),
+        ("upper", 0),
+    ] {
+        if has(name) {
+            list = list.with(name, value);
+        }
+    }
     if has("root") {
         list = list.with("root", 0);
     }
     list
 }
 
-/// The most lanes that a program may have.
+/// The most lanes that a program may have, up to 65.
 fn lanes(program: &Program) -> Value {
     let of = program
         .parameters
         .iter()
         .find(|p| p.name == "lanes")
         .unwrap();
-    of.kind.alternatives().iter().max().unwrap().clone()
+    // As many as most have, so that one limit is for all.
+    let alternatives = of.kind.alternatives().iter();
+    let most = alternatives.filter(|value| **value <= Value::Integer(65));
+    most.max().unwrap().clone()
 }
 
 fn delayed(config: &mut Config) {

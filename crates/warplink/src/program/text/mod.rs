@@ -98,7 +98,7 @@ pub const MAX_BLOCK_DEPTH: usize = 32;
 const MAX_SHOWN: usize = 160;
 
 /// Words with a meaning, which no name may be.
-pub const RESERVED: [&str; 69] = [
+pub const RESERVED: [&str; 68] = [
     "program",
     "require",
     "input",
@@ -165,7 +165,6 @@ pub const RESERVED: [&str; 69] = [
     "barrier",
     "announce",
     "agree",
-    "average",
     "on",
     "of",
 ];
