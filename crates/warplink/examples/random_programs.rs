@@ -1,12 +1,13 @@
 //! Random programs and mutants, for as long as one asks: the verifier's word on each against what an
 //! independent interpreter shows, and what the host device does with those that are accepted. With
-//! `--sections`, programs of kernels.
+//! `--sections`, programs of kernels; with `--signals`, programs that post and wait without a plan.
 //!
 //! ```sh
 //! cargo run --release -p warplink --example random_programs -- --count 20000
 //! cargo run --release -p warplink --example random_programs -- --seconds 600 --seed 1000000 --jobs 4
 //! cargo run --release -p warplink --example random_programs -- --only 5449
 //! cargo run --release -p warplink --example random_programs -- --sections --count 20000
+//! cargo run --release -p warplink --example random_programs -- --signals --count 20000
 //! ```
 //!
 //! Each program has a seed; seeds count up from `--seed`, and the processes of `--jobs` take
@@ -27,7 +28,7 @@ mod section_support;
 
 use program_support::device::Runner;
 use program_support::evidence::check;
-use program_support::sample::{Allowed, sample};
+use program_support::sample::{Allowed, sample, signals};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use rustix::thread::set_current_timer_slack;
 use std::collections::BTreeMap;
@@ -39,8 +40,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 const HELP: &str = "\
-Usage: random_programs [--count N | --seconds S] [--seed FIRST] [--jobs N] [--changes N] [--sections] [--no-device]
-       random_programs --only SEED [--changes N] [--sections] [--no-device]";
+Usage: random_programs [--count N | --seconds S] [--seed FIRST] [--jobs N] [--changes N]
+                       [--sections | --signals] [--no-device]
+       random_programs --only SEED [--changes N] [--sections | --signals] [--no-device]";
 
 /// How long a program may take on the device.
 const LIMIT: Duration = Duration::from_secs(180);
@@ -70,6 +72,8 @@ struct Options {
     changes: usize,
     /// Programs of kernels, instead of those of streams.
     sections: bool,
+    /// Programs of posts and waits alone.
+    signals: bool,
     device: bool,
 }
 
@@ -90,16 +94,19 @@ fn options() -> Result<Options, String> {
         from: None,
         changes: 3,
         sections: false,
+        signals: false,
         device: true,
     };
     let mut arguments = std::env::args().skip(1);
     while let Some(name) = arguments.next() {
-        if name == "--no-device" {
-            options.device = false;
-            continue;
-        }
-        if name == "--sections" {
-            options.sections = true;
+        let switch = match &*name {
+            "--no-device" => Some((&mut options.device, false)),
+            "--sections" => Some((&mut options.sections, true)),
+            "--signals" => Some((&mut options.signals, true)),
+            _ => None,
+        };
+        if let Some((switch, to)) = switch {
+            *switch = to;
             continue;
         }
         let value = arguments
@@ -210,6 +217,9 @@ fn follow_from(options: &Options, (job, from): (u64, u64), counts: &Mutex<Counts
     if options.sections {
         command.arg("--sections");
     }
+    if options.signals {
+        command.arg("--signals");
+    }
     let command = command.stdin(Stdio::null()).stdout(Stdio::piped());
     let mut child = command.spawn().unwrap();
     let mut seed: Option<u64> = None;
@@ -271,7 +281,12 @@ fn one(options: &Options, seed: u64, runner: &mut Runner) -> (String, bool) {
         engine: true,
         changes: options.changes,
     };
-    let sample = match sample(seed, allowed) {
+    let made = if options.signals {
+        signals(seed)
+    } else {
+        sample(seed, allowed)
+    };
+    let sample = match made {
         Err(_) => return ("refused by the parser".to_owned(), true),
         Ok(sample) => sample,
     };
@@ -282,7 +297,8 @@ fn one(options: &Options, seed: u64, runner: &mut Runner) -> (String, bool) {
         Ok(shown.class)
     });
     let class = checked.unwrap_or_else(|how| {
-        let what = format!("{} ranks, {} streams", sample.world, sample.streams);
+        let kind = if options.signals { "--signals, " } else { "" };
+        let what = format!("{kind}{} ranks, {} streams", sample.world, sample.streams);
         disagree(options, seed, &what, &how, &sample.text)
     });
     (class, sample.changes > 0)

@@ -7,7 +7,7 @@
 mod program_support;
 
 use program_support::evidence::check;
-use program_support::sample::{Allowed, sample};
+use program_support::sample::{Allowed, sample, signals};
 use proptest::prelude::*;
 use std::collections::BTreeMap;
 
@@ -47,6 +47,33 @@ fn what_happens_is_what_the_verifier_says() {
         "refused, rule: unposted-wait of one rank",
         "refused, rule: mismatch",
         "refused, rule: asymmetric-exchange",
+    ] {
+        let count = classes.get(class).copied().unwrap_or(0);
+        assert!(count > 5, "only {count} of '{class}'");
+    }
+}
+
+/// Of programs that post and wait without a plan, too.
+#[test]
+fn what_happens_is_what_the_verifier_says_of_any_posts_and_waits() {
+    let mut classes: BTreeMap<String, usize> = BTreeMap::new();
+    for seed in 0..2000 {
+        let sample = signals(seed).unwrap();
+        let shown = check(&sample).unwrap_or_else(|how| {
+            let (world, streams) = (sample.world, sample.streams);
+            panic!(
+                "seed {seed}, {world} ranks, {streams} streams: {how}\n{}",
+                sample.text
+            )
+        });
+        *classes.entry(shown.class).or_default() += 1;
+    }
+    println!("{classes:#?}");
+    for class in [
+        "accepted",
+        "accepted, eagerly only",
+        "refused, lost-signal",
+        "refused, deadlock",
     ] {
         let count = classes.get(class).copied().unwrap_or(0);
         assert!(count > 5, "only {count} of '{class}'");

@@ -304,8 +304,13 @@ impl Case<'_> {
                 if self.unequal_posts() {
                     return Ok("rule: as many posts of both ends".to_owned());
                 }
-                self.fault(diagnostic, |fault| {
+                let backwards = self.fault(diagnostic, |fault| {
                     matches!(fault, Fault::SignalBackwards { .. })
+                });
+                // What took the newer signal for the older one may never come to the post of that.
+                backwards.or_else(|_| {
+                    self.stuck(Submission::Eager)?;
+                    Ok("lost-signal: deadlock".to_owned())
                 })
             }
             DiagnosticKind::AsymmetricExchange => rule(

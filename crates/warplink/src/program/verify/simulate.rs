@@ -3,7 +3,7 @@
 use super::blocked;
 use super::diagnostics::{Diagnostics, place_of, place_of_transfer};
 use super::link::Links;
-use super::state::{EventState, Item, Mode, Run};
+use super::state::{EventState, Item, Mode, Need, Run};
 use super::violation::{Violations, report_unfinished, report_unwritten_outputs};
 use crate::error::Rank;
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
@@ -67,7 +67,29 @@ impl Run<'_> {
             diagnostics.too_large("fewer streams, or fewer transfers between waits");
             return false;
         }
+        if self.is_overtaken() {
+            // A run goes on from there, in one of several ways.
+            violations.report_signals(self.ranks, diagnostics);
+            if !diagnostics.list.is_empty() {
+                return false;
+            }
+        }
         !blocked::report(self, diagnostics)
+    }
+
+    /// Whether a stream that waits for a post would go on, as the signal of a later post of the transfer is
+    /// there already.
+    fn is_overtaken(&self) -> bool {
+        let heads = self.streams.iter().enumerate();
+        let mut heads = heads.filter_map(|(stream, state)| match state.queue.front() {
+            Some(&Item::Operation(operation)) => Some((state.rank, self.need(stream, operation)?)),
+            _ => None,
+        });
+        heads.any(|(rank, need)| match need {
+            Need::Peer(id, number) => self.ends[rank][id].incoming.is_above(number),
+            Need::Own(id, number) => self.ends[rank][id].completed.is_above(number),
+            Need::Engine(_) | Need::Collective(..) | Need::Event(_) => false,
+        })
     }
 
     /// Runs as far as it goes; `false` where the clocks take too much memory.

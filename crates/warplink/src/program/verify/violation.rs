@@ -61,6 +61,12 @@ impl Violations {
         for &pair in &self.kernels {
             report_unordered_kernel(ranks, pair, diagnostics);
         }
+        self.report_signals(ranks, diagnostics);
+        self.report_accesses(ranks, diagnostics);
+    }
+
+    /// Reports posts that are not ordered after the one before.
+    pub(super) fn report_signals(&self, ranks: &[RankProgram], diagnostics: &mut Diagnostics<'_>) {
         for &(rank, before, post) in &self.signals {
             let places = vec![place_of(ranks, rank, post), place_of(ranks, rank, before)];
             diagnostics.add(DiagnosticKind::LostSignal, places.clone(), |said| {
@@ -73,6 +79,9 @@ impl Violations {
                 )
             });
         }
+    }
+
+    fn report_accesses(&self, ranks: &[RankProgram], diagnostics: &mut Diagnostics<'_>) {
         for (rank, by, access, tensor) in &self.deallocated {
             let places = places_of(ranks, &[access, by]);
             let name = &ranks[*rank].tensors[*tensor].name;

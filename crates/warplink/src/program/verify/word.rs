@@ -57,6 +57,12 @@ impl Word {
         (self.reached < number).then_some(self.reached + 1)
     }
 
+    /// Whether a value above `number` is written: a wait for at least `number` ends.
+    pub(super) fn is_above(&self, number: usize) -> bool {
+        let mut above = self.values.iter().skip(number);
+        above.any(|value| value.written.is_some())
+    }
+
     /// Whether value `number` was written, by something that precedes `clock`.
     pub(super) fn precedes(&self, number: usize, clock: &Clock) -> bool {
         self.value(number)

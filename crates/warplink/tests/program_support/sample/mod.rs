@@ -1,10 +1,13 @@
 //! Random small programs, for tests that compare the verifier's word with execution.
 //!
 //! A sample is first written so that it is right (`writer`). Then some samples are changed, which may or
-//! may not break them (`mutation`).
+//! may not break them (`mutation`). Others are made of posts and waits without a plan (`signals`).
 
 mod mutation;
+mod signals;
 mod writer;
+
+pub(crate) use signals::signals;
 
 use super::interpreter::Random;
 use std::fmt::Write as _;
