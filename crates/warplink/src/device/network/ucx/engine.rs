@@ -24,6 +24,9 @@ const LOOKS: u32 = 200;
 /// The longest sleep, in nanoseconds; UCX wakes the thread for what it has to do itself.
 const SLEEP: i64 = 500_000_000;
 
+/// How long the end waits for UCX to give up what is under way.
+const LEAVING: Duration = Duration::from_secs(1);
+
 /// How soon UCX notices a peer that is gone.
 const KEEPALIVE: &str = "1s";
 
@@ -286,16 +289,29 @@ impl Engine {
 
 impl Drop for Engine {
     fn drop(&mut self) {
-        // What is still open is ended by force, which takes a few rounds and waits for nobody.
+        // What is still open is ended by force, which waits for nobody but may take a few rounds.
         for peer in self.peers.values_mut() {
             peer.close(true, None);
         }
-        for _ in 0..LOOKS {
-            self.progress();
+        let deadline = Deadline::after(LEAVING);
+        while !self.peers.is_empty() && !deadline.passed() {
+            if !self.progress() {
+                std::thread::sleep(Duration::from_micros(100));
+            }
         }
-        self.peers.values_mut().for_each(Peer::abandon);
+        if !self.peers.is_empty() {
+            // UCX ends the process where a worker goes with operations under way, and may still use their memory.
+            let ranks: Vec<Rank> = self.peers.values().map(Peer::rank).collect();
+            tracing::warn!(
+                ?ranks,
+                "UCX did not give up what was under way, and is left as it is"
+            );
+            self.peers.drain().for_each(|(_, peer)| peer.leave());
+            std::mem::forget(std::mem::take(&mut self.memories));
+            return;
+        }
         let memories: Vec<u64> = self.memories.keys().copied().collect();
-        // SAFETY: the worker lives, and its event descriptor is not used any more.
+        // SAFETY: the worker lives, has no endpoint any more, and its event descriptor is not used any more.
         unsafe { (self.ucp.ucp_worker_destroy)(self.worker) };
         for number in memories {
             self.unregister(number);

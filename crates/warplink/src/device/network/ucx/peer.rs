@@ -184,14 +184,40 @@ impl Peer {
         };
     }
 
-    /// Gives back the requests that have not ended, which nobody asks about any more: UCX insists on it before
-    /// its worker is destroyed. What they use is held as long as this.
-    pub(super) fn abandon(&mut self) {
-        let outstanding = self.outstanding.iter().map(|(request, _)| *request);
-        let flushing = self.flushing.iter().map(|(request, _)| *request);
-        for request in outstanding.chain(flushing).chain(self.closing.take()) {
-            // SAFETY: the request is one of UCX's that has not been freed, and is not used after this.
-            unsafe { (self.ucp.ucp_request_free)(request) };
+    /// Answers all who wait for it, and leaves what UCX may still use to it for as long as the process lives.
+    pub(super) fn leave(mut self) {
+        self.answer();
+        std::mem::forget(self);
+    }
+
+    /// Tells all who wait for something that it does not come, and those who wait for the end that it has.
+    fn answer(&mut self) {
+        let closed = Error::new(ErrorKind::Closed, "the connection is closed");
+        let closed = closed.with_peer(self.rank);
+        let queued = self
+            .queue
+            .drain(..)
+            .filter_map(|operation| match operation {
+                Operation::Flush(reply) => Some(Then::Reply(reply)),
+                Operation::Call(call) => Some(Then::Call(call)),
+                _ => None,
+            });
+        for then in self
+            .flushing
+            .take()
+            .map(|(_, then)| then)
+            .into_iter()
+            .chain(queued)
+        {
+            match then {
+                // Nobody waits any more where the caller's deadline has passed.
+                Then::Reply(reply) => drop(reply.send(Err(closed.clone()))),
+                Then::Call(call) => call(Err(closed.clone())),
+                Then::Signal { .. } => {}
+            }
+        }
+        for reply in self.closed.drain(..) {
+            let _ = reply.send(Ok(()));
         }
     }
 
@@ -441,18 +467,7 @@ impl Drop for Peer {
         for number in keys {
             self.forget(number);
         }
-        for operation in self.queue.drain(..) {
-            let closed = Error::new(ErrorKind::Closed, "the connection is closed");
-            let closed = closed.with_peer(self.rank);
-            match operation {
-                Operation::Flush(reply) => drop(reply.send(Err(closed))),
-                Operation::Call(call) => call(Err(closed)),
-                _ => {}
-            }
-        }
-        for reply in self.closed.drain(..) {
-            let _ = reply.send(Ok(()));
-        }
+        self.answer();
     }
 }
 
