@@ -210,12 +210,16 @@ fn the_other_communicator_of_a_stream_fails_and_goes_on_in_another_stream() {
         wait_all(&group, &shared).unwrap();
         for used_by in [&comm, &pair] {
             let error = used_by.synchronize(&shared).unwrap_err();
+            // A rank may hear from its peer in the pair first that this cannot finish its work, and why.
             let named = (error.kind(), error.job_peer());
-            assert_eq!(named, (ErrorKind::PeerLost, Some(2)), "{error}");
+            let heard = named == (ErrorKind::PeerFailed, Some(1 - comm.rank()));
+            assert!(heard || named == (ErrorKind::PeerLost, Some(2)), "{error}");
+            common::assert_says(&error, &["rank 2 was lost"]);
         }
         // Nothing more can be done in the stream, by either.
         let error = post_all(&group, &shared).unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::PeerLost, "{error}");
+        let kinds = [ErrorKind::PeerLost, ErrorKind::PeerFailed];
+        assert!(kinds.contains(&error.kind()), "{error}");
         common::assert_says(&error, &["rank 2 was lost", "use another stream"]);
         if kind() == DeviceKind::Host {
             assert!(receive.download().unwrap() == [7; BYTES], "it went on");

@@ -1,6 +1,7 @@
 //! What a rank holds of the system and of the device, beside what is kept for reuse.
 
-use super::{Footprint, MIB};
+use super::{Footprint, MIB, open_files};
+use std::time::Duration;
 use warplink::Communicator;
 
 /// Device memory that a driver may take for itself meanwhile, in MiB.
@@ -11,6 +12,10 @@ const MAX_KEPT: u64 = 1 << 30;
 
 /// Most allocations that the ranks keep for reuse in tests that use a few at a time.
 const MAX_KEPT_COUNT: usize = 64;
+
+/// How often it is looked for what was let go of, and how long between.
+const TRIES: usize = 40;
+const PAUSE: Duration = Duration::from_millis(250);
 
 /// What a rank holds.
 #[derive(Debug)]
@@ -44,22 +49,40 @@ impl Held {
     }
 
     /// Nothing has grown since, but for what is kept for reuse, which is bounded. Every rank calls this
-    /// at the same time.
+    /// at the same time. What was let go of is waited for: peers are told by threads, and it may be kept then.
     pub(crate) fn assert_flat(&self, comm: &Communicator) {
-        let now = Self::now(comm);
+        for last in (0..TRIES).map(|number| number + 1 == TRIES) {
+            let now = Self::now(comm);
+            let more_mib = now.kept_mib.saturating_sub(self.kept_mib);
+            let is_flat = self.is_flat(&now);
+            let all = comm.all_gather_bytes(&[u8::from(is_flat)]).unwrap();
+            if all.iter().any(|one| *one != [1]) {
+                assert!(
+                    !last || is_flat,
+                    "{self:?}, then {now:?}: {:?}",
+                    open_files()
+                );
+                assert!(!last, "another rank holds more than before");
+                std::thread::sleep(PAUSE);
+                continue;
+            }
+            if let (Some(before), Some(now)) = (self.device_free_mib, now.device_free_mib) {
+                let least = before.saturating_sub(DEVICE_SLACK_MIB + more_mib);
+                assert!(
+                    now >= least,
+                    "{now} MiB of the device are free; before, {before}"
+                );
+            }
+            return;
+        }
+    }
+
+    fn is_flat(&self, now: &Self) -> bool {
         let more = now.kept.saturating_sub(self.kept);
-        let more_mib = now.kept_mib.saturating_sub(self.kept_mib);
         let mut before = self.process;
         before.descriptors += more;
         before.mappings += more;
-        before.resident_mib += more_mib;
-        Footprint::assert_back(&before);
-        if let (Some(before), Some(now)) = (self.device_free_mib, now.device_free_mib) {
-            let least = before.saturating_sub(DEVICE_SLACK_MIB + more_mib);
-            assert!(
-                now >= least,
-                "{now} MiB of the device are free; before, {before}"
-            );
-        }
+        before.resident_mib += now.kept_mib.saturating_sub(self.kept_mib);
+        now.process.is_within(&before)
     }
 }
