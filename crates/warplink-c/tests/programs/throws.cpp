@@ -29,10 +29,11 @@ int main(int, char **arguments) {
     warplink_comm comm{};
     try {
         const std::int32_t rank = std::atoi(arguments[1]);
+        // Before the other rank can be lost.
+        if (which == "handler" && rank == 0) OK(warplink_set_log_handler(handler, nullptr));
         OK(warplink_init(&comm, std::atoi(arguments[2]), arguments[3], rank, &options));
         if (which == "handler") {
             if (rank == 1) _exit(0);
-            OK(warplink_set_log_handler(handler, nullptr));
             const warplink_status status = warplink_barrier(comm);
             std::this_thread::sleep_for(std::chrono::seconds(5));
             fprintf(stderr, "nothing was logged, status %d\n", (int)status);

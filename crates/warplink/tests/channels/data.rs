@@ -313,7 +313,7 @@ fn signals_without_a_connection() {
         let (right, left) = ((rank + 1) % world, (rank + world - 1) % world);
         let own = comm.signals(3).unwrap();
         assert!(own.word(3).is_err() && comm.signals(0).is_err());
-        // Whoever is to the left counts this rank's up.
+        // The rank to the left raises this rank's words.
         let handle = comm.export_handle(own.region(), left).unwrap();
         let handles = comm.all_gather_bytes(&handle).unwrap();
         let opened = comm.open_handle(right, &handles[right]).unwrap();
