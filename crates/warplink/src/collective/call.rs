@@ -29,19 +29,18 @@ pub enum CollectiveKind {
     Barrier,
 }
 
-/// A call. `count` is in elements of the type (bytes, where nothing is reduced): of the smaller of input and
-/// output.
+/// A call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Call {
     /// Which collective.
     pub kind: CollectiveKind,
-    /// How inputs are reduced, where they are.
+    /// How inputs are reduced, where they are ([`CollectiveKind::reduces`]).
     pub op: Option<ReduceOp>,
     /// The element type.
     pub dtype: DType,
-    /// How many elements.
+    /// How many elements the smaller of input and output has.
     pub count: usize,
-    /// The root, where there is one.
+    /// The root, where there is one ([`CollectiveKind::has_root`]).
     pub root: Option<Rank>,
 }
 
@@ -79,8 +78,16 @@ impl CollectiveKind {
         matches!(self, Self::AllReduce | Self::ReduceScatter | Self::Reduce)
     }
 
-    /// How often the count is in the input and in the output, for so many ranks.
-    pub(super) const fn rows(self, world: usize) -> (usize, usize) {
+    /// Whether one rank has another part than the others.
+    pub const fn has_root(self) -> bool {
+        matches!(
+            self,
+            Self::Broadcast | Self::Reduce | Self::Gather | Self::Scatter
+        )
+    }
+
+    /// How often the count is in the input and in the output, for `world` ranks.
+    pub const fn rows(self, world: usize) -> (usize, usize) {
         match self {
             Self::AllReduce | Self::Broadcast | Self::Reduce => (1, 1),
             Self::AllGather | Self::Gather => (1, world),
@@ -146,17 +153,48 @@ impl Call {
         text
     }
 
-    /// Fails where it is none for `world` ranks.
-    pub(super) fn check(&self, world: usize) -> Result<()> {
-        match self.root {
-            Some(root) if root >= world => Err(Error::invalid(format!(
-                "rank {root} is out of range; expected a root below {world}"
-            ))
-            .with_operation(self.kind.name())
-            .with_peer(root)
-            .with_help("name a rank of the communicator")),
-            _ => Ok(()),
+    /// The call as kernels do it: in bytes, where nothing is reduced. Fails where it is none for `world` ranks.
+    pub(super) fn checked(&self, world: usize) -> Result<Self> {
+        let kind = self.kind;
+        let refused = |text: String, help: &'static str| {
+            Err(Error::invalid(text)
+                .with_operation(kind.name())
+                .with_help(help))
+        };
+        if self.op.is_some() != kind.reduces() || self.root.is_some() != kind.has_root() {
+            let given = |is: bool| if is { "one" } else { "none" };
+            return refused(
+                format!(
+                    "operator: {}, root: {}; expected {} and {}",
+                    given(self.op.is_some()),
+                    given(self.root.is_some()),
+                    given(kind.reduces()),
+                    given(kind.has_root())
+                ),
+                "see CollectiveKind for what a collective has",
+            );
         }
+        if let Some(root) = self.root.filter(|root| *root >= world) {
+            let text = format!("rank {root} is out of range; expected a root below {world}");
+            return refused(text, "name a rank of the communicator")
+                .map_err(|error| error.with_peer(root));
+        }
+        let bytes = self.count.checked_mul(self.dtype.size());
+        let Some(bytes) = bytes.filter(|bytes| bytes.checked_mul(world).is_some()) else {
+            let text = format!("{} elements for each of {world} ranks", self.count);
+            return refused(
+                text + " are more than memory can hold",
+                "pass a smaller count",
+            );
+        };
+        if kind.reduces() {
+            return Ok(*self);
+        }
+        Ok(Self {
+            dtype: DType::U8,
+            count: bytes,
+            ..*self
+        })
     }
 
     /// How an announcement that differs is told.
@@ -198,6 +236,35 @@ mod tests {
         );
         let told = Call::difference(&call.words(1), &call.words(2));
         assert!(told.contains("by different algorithms"), "{told}");
-        assert!(call.check(3).is_err() && call.check(4).is_ok());
+        assert!(call.checked(3).is_err() && call.checked(4).is_ok());
+        let moved = Call {
+            kind: CollectiveKind::Gather,
+            op: None,
+            ..call
+        };
+        let checked = moved.checked(4).unwrap();
+        assert_eq!(
+            (checked.dtype, checked.bytes()),
+            (DType::U8, 10_000_000_000)
+        );
+        for none in [
+            Call { op: None, ..call },
+            Call { root: None, ..call },
+            Call {
+                op: call.op,
+                ..moved
+            },
+            Call {
+                count: usize::MAX / 4,
+                ..moved
+            },
+        ] {
+            let error = none.checked(4).unwrap_err();
+            assert_eq!(
+                error.kind(),
+                crate::ErrorKind::InvalidArgument,
+                "{none:?}: {error}"
+            );
+        }
     }
 }

@@ -38,7 +38,7 @@ impl Collectives {
             count: bytes / dtype.size(),
             root,
         };
-        self.call(&call, (output, input), stream)
+        self.enqueue(&call, output, input, stream)
     }
 
     /// A call that moves bytes.
@@ -46,7 +46,7 @@ impl Collectives {
         &self,
         kind: CollectiveKind,
         count: usize,
-        slices: (&DeviceSlice, &DeviceSlice),
+        (output, input): (&DeviceSlice, &DeviceSlice),
         root: Option<Rank>,
         stream: &Stream,
     ) -> Result<()> {
@@ -57,17 +57,24 @@ impl Collectives {
             count,
             root,
         };
-        self.call(&call, slices, stream)
+        self.enqueue(&call, output, input, stream)
     }
 
-    fn call(
+    /// Enqueues a call that is given as a value; the methods with the names of collectives do the same. Does not
+    /// block.
+    ///
+    /// # Errors
+    /// As [`all_reduce`](Self::all_reduce), and [`ErrorKind::InvalidArgument`] for an operator or a root that the
+    /// collective has not, or lacks.
+    pub fn enqueue(
         &self,
         call: &Call,
-        (output, input): (&DeviceSlice, &DeviceSlice),
+        output: &DeviceSlice,
+        input: &DeviceSlice,
         stream: &Stream,
     ) -> Result<()> {
         let world = self.0.machine.world;
-        call.check(world)?;
+        let call = &call.checked(world)?;
         let rank = self.0.context.rank();
         let (input_rows, output_rows) = call.kind.rows(world);
         // What a rank does not use, it may pass as it likes.
@@ -94,11 +101,11 @@ impl Collectives {
         }
         let input = if reads { input } else { output };
         let output = if writes { output } else { input };
-        self.enqueue(call, &[input, output], overlap, stream)
+        self.launch(call, &[input, output], overlap, stream)
     }
 
     /// Launches the kernel of a call on input and output.
-    pub(super) fn enqueue(
+    pub(super) fn launch(
         &self,
         call: &Call,
         tensors: &[&DeviceSlice],
@@ -128,7 +135,7 @@ impl Collectives {
     /// As [`choice`](Self::choice), and what compiling says.
     pub fn prepare(&self, call: &Call) -> Result<()> {
         let inner = &*self.0;
-        call.check(inner.machine.world)?;
+        let call = call.checked(inner.machine.world)?;
         let Served::Direct(direct) = &inner.path else {
             return Ok(());
         };
@@ -138,7 +145,7 @@ impl Collectives {
         for aligned in [true, false] {
             for overlap in [Overlap::Apart, Overlap::Shared] {
                 let shape = Shape {
-                    call: *call,
+                    call,
                     aligned,
                     overlap,
                 };

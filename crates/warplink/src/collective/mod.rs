@@ -222,8 +222,8 @@ impl Collectives {
     /// # Errors
     /// [`ErrorKind::Unsupported`] where the options ask for an algorithm that does not do it.
     pub fn choice(&self, call: &Call) -> Result<Choice> {
-        call.check(self.0.machine.world)?;
-        self.0.machine.choose(call)
+        let call = call.checked(self.0.machine.world)?;
+        self.0.machine.choose(&call)
     }
 
     /// The workspace of a rank, as it is mapped here; of this rank, its own. What it holds between calls is
@@ -375,7 +375,7 @@ impl Collectives {
             count: 0,
             root: None,
         };
-        self.enqueue(&call, &[], Overlap::Apart, stream)
+        self.launch(&call, &[], Overlap::Apart, stream)
     }
 }
 

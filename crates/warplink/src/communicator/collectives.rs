@@ -2,9 +2,7 @@
 
 use super::Communicator;
 use crate::collective::{CollectiveOptions, Collectives};
-use crate::device::{DeviceSlice, ReduceOp, Stream};
-use crate::dtype::DType;
-use crate::error::{Rank, Result};
+use crate::error::Result;
 use crate::sync::lock;
 
 impl Communicator {
@@ -35,78 +33,5 @@ impl Communicator {
         let joined = joined.map_err(|error| error.with_rank(self.rank()))?;
         self.known_collectives.add(&joined);
         Ok(joined)
-    }
-
-    /// As [`Collectives::all_reduce`], with the default [`collectives`](Self::collectives), which the first call
-    /// joins.
-    ///
-    /// # Errors
-    /// Those of both.
-    pub fn all_reduce(
-        &self,
-        output: &DeviceSlice,
-        input: &DeviceSlice,
-        dtype: DType,
-        op: ReduceOp,
-        stream: &Stream,
-    ) -> Result<()> {
-        let collectives = self.collectives()?;
-        collectives.all_reduce(output, input, dtype, op, stream)
-    }
-
-    /// As [`Collectives::all_gather`]; see [`all_reduce`](Self::all_reduce).
-    ///
-    /// # Errors
-    /// Those of all-reduce.
-    pub fn all_gather(
-        &self,
-        output: &DeviceSlice,
-        input: &DeviceSlice,
-        stream: &Stream,
-    ) -> Result<()> {
-        self.collectives()?.all_gather(output, input, stream)
-    }
-
-    /// As [`Collectives::reduce_scatter`]; see [`all_reduce`](Self::all_reduce).
-    ///
-    /// # Errors
-    /// Those of all-reduce.
-    pub fn reduce_scatter(
-        &self,
-        output: &DeviceSlice,
-        input: &DeviceSlice,
-        dtype: DType,
-        op: ReduceOp,
-        stream: &Stream,
-    ) -> Result<()> {
-        let collectives = self.collectives()?;
-        collectives.reduce_scatter(output, input, dtype, op, stream)
-    }
-
-    /// As [`Collectives::all_to_all`]; see [`all_reduce`](Self::all_reduce).
-    ///
-    /// # Errors
-    /// Those of all-reduce.
-    pub fn all_to_all(
-        &self,
-        output: &DeviceSlice,
-        input: &DeviceSlice,
-        stream: &Stream,
-    ) -> Result<()> {
-        self.collectives()?.all_to_all(output, input, stream)
-    }
-
-    /// As [`Collectives::broadcast`]; see [`all_reduce`](Self::all_reduce).
-    ///
-    /// # Errors
-    /// Those of all-reduce.
-    pub fn broadcast(
-        &self,
-        output: &DeviceSlice,
-        input: &DeviceSlice,
-        root: Rank,
-        stream: &Stream,
-    ) -> Result<()> {
-        self.collectives()?.broadcast(output, input, root, stream)
     }
 }

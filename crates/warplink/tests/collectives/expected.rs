@@ -58,13 +58,6 @@ impl Case {
         } else {
             DType::U8
         };
-        let rooted = matches!(
-            kind,
-            CollectiveKind::Broadcast
-                | CollectiveKind::Reduce
-                | CollectiveKind::Gather
-                | CollectiveKind::Scatter
-        );
         let call = Call {
             kind,
             op: kind
@@ -72,7 +65,7 @@ impl Case {
                 .then(|| ReduceOp::ALL[random.below(ReduceOp::ALL.len())]),
             dtype,
             count: 1 + random.below(most),
-            root: rooted.then(|| random.below(world)),
+            root: kind.has_root().then(|| random.below(world)),
         };
         Self {
             call,
@@ -82,19 +75,10 @@ impl Case {
         }
     }
 
-    fn rows(&self, world: usize) -> (usize, usize) {
-        match self.call.kind {
-            CollectiveKind::AllGather | CollectiveKind::Gather => (1, world),
-            CollectiveKind::ReduceScatter | CollectiveKind::Scatter => (world, 1),
-            CollectiveKind::AllToAll => (world, world),
-            _ => (1, 1),
-        }
-    }
-
     /// The input of a rank.
     fn input(&self, rank: usize, world: usize) -> Vec<u8> {
         let mut random = Random::new(self.seed ^ (rank as u64 + 1).wrapping_mul(0x51_7c_c1));
-        let count = self.call.count * self.rows(world).0;
+        let count = self.call.count * self.call.kind.rows(world).0;
         if !self.call.dtype.is_float() {
             let bytes = count * self.call.dtype.size();
             return (0..bytes).map(|_| random.next() as u8).collect();
@@ -111,7 +95,7 @@ impl Case {
         stream: &Stream,
     ) -> Result<Made> {
         let (rank, world) = (comm.rank(), comm.world());
-        let (input_rows, output_rows) = self.rows(world);
+        let (input_rows, output_rows) = self.call.kind.rows(world);
         let unit = self.call.bytes();
         let (input_bytes, output_bytes) = (unit * input_rows, unit * output_rows);
         let device = comm.device();
@@ -331,7 +315,7 @@ impl Made {
             }
         }
         // Around the output; in place, what belongs to the input lies beside it.
-        let (input_rows, output_rows) = case.rows(world);
+        let (input_rows, output_rows) = case.call.kind.rows(world);
         let most = case.call.bytes() * input_rows.max(output_rows);
         let untouched = all[..start]
             .iter()

@@ -1,10 +1,12 @@
 //! Inputs, and what has to become of them: small integers, of which every result is exact in the type.
 
-use super::what::{Kind, What};
+use super::what::lengths;
 use crate::gemm::inputs::mix;
 use anyhow::{Result, bail};
+use warplink::DType;
+use warplink::collective::{Call, CollectiveKind};
+use warplink::device::ReduceOp;
 use warplink::dtype::{Element, F8E4M3, F8E5M2};
-use warplink::{DType, device::ReduceOp};
 
 /// Elements after which inputs repeat: a prime, so that no part of another is as the right one.
 const PERIOD: usize = 65_521;
@@ -12,37 +14,30 @@ const PERIOD: usize = 65_521;
 /// Inputs of one run.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Inputs {
-    pub(super) what: What,
+    pub(super) call: Call,
     pub(super) world: usize,
     pub(super) seed: u64,
 }
 
 impl Inputs {
-    /// A rank's input, of parts of `count` elements.
-    pub(super) fn of(&self, rank: usize, count: usize) -> Result<Vec<u8>> {
-        let period: Vec<f64> = (0..PERIOD).map(|at| self.value(rank, at)).collect();
-        let (bytes, _) = self.what.lengths(count, self.world);
-        repeated(self.what.dtype, &period, 0, bytes)
+    /// A rank's input.
+    pub(super) fn of(&self, rank: usize) -> Result<Vec<u8>> {
+        let [bytes, _] = lengths(&self.call, self.world);
+        self.drawn(rank, 0, bytes)
     }
 
     /// A rank's output; none where it is left alone.
-    pub(super) fn expected(&self, rank: usize, count: usize) -> Result<Option<Vec<u8>>> {
-        let What {
-            kind, dtype, root, ..
-        } = self.what;
-        let part = count * dtype.size();
-        // Part `of` of the input of `rank`.
-        let of = |rank: usize, of: usize| {
-            let period: Vec<f64> = (0..PERIOD).map(|at| self.value(rank, at)).collect();
-            repeated(dtype, &period, of * count, part)
-        };
+    pub(super) fn expected(&self, rank: usize) -> Result<Option<Vec<u8>>> {
+        use CollectiveKind as Kind;
+        let (part, root) = (self.call.bytes(), self.call.root.unwrap_or(0));
+        let of = |rank: usize, of: usize| self.drawn(rank, of, part);
         let reduced = |of: usize| {
             let reduce = |at| self.reduced((0..self.world).map(|rank| self.value(rank, at)));
             let period: Vec<f64> = (0..PERIOD).map(reduce).collect();
-            repeated(dtype, &period, of * count, part)
+            repeated(self.call.dtype, &period, of * self.call.count, part)
         };
         let ranks = 0..self.world;
-        let parts: Result<Vec<Vec<u8>>> = match kind {
+        let parts: Result<Vec<Vec<u8>>> = match self.call.kind {
             Kind::Reduce | Kind::Gather if rank != root => return Ok(None),
             Kind::AllReduce | Kind::Reduce => Ok(vec![reduced(0)?]),
             Kind::ReduceScatter => Ok(vec![reduced(rank)?]),
@@ -50,40 +45,40 @@ impl Inputs {
             Kind::AllToAll => ranks.map(|peer| of(peer, rank)).collect(),
             Kind::Broadcast => Ok(vec![of(root, 0)?]),
             Kind::Scatter => Ok(vec![of(root, rank)?]),
+            other => bail!("{other} moves no data"),
         };
         Ok(Some(parts?.concat()))
+    }
+
+    /// `bytes` bytes of a rank's input, from part `of` on.
+    fn drawn(&self, rank: usize, of: usize, bytes: usize) -> Result<Vec<u8>> {
+        let period: Vec<f64> = (0..PERIOD).map(|at| self.value(rank, at)).collect();
+        repeated(self.call.dtype, &period, of * self.call.count, bytes)
     }
 
     /// An integer such that the result over all ranks is exact in the type.
     fn value(&self, rank: usize, at: usize) -> f64 {
         let drawn = mix(self.seed ^ mix((rank as u64 + 1) << 32 | at as u64));
-        let exact = exact(self.what.dtype);
+        let exact = exact(self.call.dtype);
         let world = self.world as u64;
         let up_to = |largest: u64| drawn % (largest.clamp(1, 100) + 1);
-        let value = match self.what.op {
-            _ if !self.what.kind.reduces() => up_to(exact),
-            ReduceOp::Sum => up_to(exact / world),
-            ReduceOp::Product => 1 + drawn % 2,
+        let value = match self.call.op {
+            Some(ReduceOp::Sum) => up_to(exact / world),
+            Some(ReduceOp::Product) => 1 + drawn % 2,
             // The sum is a multiple of the number of ranks.
-            ReduceOp::Average => world * (drawn % (exact / world / world + 1)),
-            ReduceOp::Max | ReduceOp::Min => up_to(exact),
+            Some(ReduceOp::Average) => world * (drawn % (exact / world / world + 1)),
+            Some(ReduceOp::Max | ReduceOp::Min) | None => up_to(exact),
         };
         value as f64
     }
 
     fn reduced(&self, values: impl Iterator<Item = f64>) -> f64 {
-        let values = values.map(Some);
-        let reduce = |a: Option<f64>, b: Option<f64>| match (a, b, self.what.op) {
-            (Some(a), Some(b), ReduceOp::Sum | ReduceOp::Average) => Some(a + b),
-            (Some(a), Some(b), ReduceOp::Product) => Some(a * b),
-            (Some(a), Some(b), ReduceOp::Max) => Some(a.max(b)),
-            (Some(a), Some(b), ReduceOp::Min) => Some(a.min(b)),
-            (a, b, _) => a.or(b),
-        };
-        let all = values.fold(None, reduce).unwrap_or_default();
-        match self.what.op {
-            ReduceOp::Average => all / self.world as f64,
-            _ => all,
+        match self.call.op {
+            Some(ReduceOp::Product) => values.product(),
+            Some(ReduceOp::Max) => values.fold(f64::MIN, f64::max),
+            Some(ReduceOp::Min) => values.fold(f64::MAX, f64::min),
+            Some(ReduceOp::Average) => values.sum::<f64>() / self.world as f64,
+            Some(ReduceOp::Sum) | None => values.sum(),
         }
     }
 }

@@ -2,37 +2,34 @@
 
 use super::data::{Inputs, different};
 use super::report::{Figures, Row};
-use super::what::What;
+use super::what::{What, in_place, lengths};
 use super::{Peer, Place};
 use crate::commands::bench::timing::{Clock, Submission, Work};
 use crate::gemm::common_seed;
 use crate::report::print_message;
 use anyhow::{Context, Result};
 use std::cell::Cell;
-use std::sync::Arc;
-use warplink::collective::{CollectiveOptions, Collectives};
-use warplink::device::{AllocationKind, CollectiveEngine, DeviceSlice, Priority, Stream};
+use warplink::collective::{Call, CollectiveOptions, CollectivePath, Collectives};
+use warplink::device::{AllocationKind, DeviceSlice, Priority, Stream};
 use warplink::{Communicator, ErrorKind};
 
 /// What every size is measured with.
 pub(super) struct Rig<'a> {
     clock: Clock<'a>,
     what: What,
-    collectives: Collectives,
-    peers: Vec<PeerRig>,
-    memory: [DeviceSlice; 2],
+    /// Warplink first.
+    ways: Vec<Way>,
+    /// What Warplink is compared with, for the report.
+    pub(super) peers: Vec<String>,
     seed: Cell<u64>,
 }
 
-/// What Warplink is compared with, and its memory.
-struct PeerRig {
-    peer: Peer,
-    engine: Arc<dyn CollectiveEngine>,
+/// Who does the collective, and on which memory.
+struct Way {
+    name: &'static str,
+    collectives: Collectives,
     memory: [DeviceSlice; 2],
 }
-
-/// Enqueues a call.
-type Enqueue<'a> = Box<dyn Fn(&Stream) -> Result<()> + 'a>;
 
 /// What is written into an output before a run, so that an element that is left out shows.
 const UNTOUCHED: u8 = 0xA5;
@@ -47,24 +44,36 @@ impl<'a> Rig<'a> {
         peers: &[Peer],
     ) -> Result<Self> {
         let allocate = |kind| comm.device().allocate(largest, kind);
-        let memory = [AllocationKind::Plain; 2].map(allocate);
-        let [first, second] = memory;
-        let memory = [first?, second?];
-        let mut rigs = Vec::new();
+        let plain = || allocate(AllocationKind::Plain);
+        let memory = [plain()?, plain()?];
+        let mut rig = Self {
+            clock: Clock::new(comm, Priority::Normal)?,
+            what,
+            ways: vec![Way {
+                name: "warplink",
+                collectives: comm.collectives_with(options)?,
+                memory: memory.clone(),
+            }],
+            peers: Vec::new(),
+            seed: Cell::new(common_seed(comm, None)?),
+        };
         for &peer in peers {
-            let rig = match peer {
-                Peer::Nccl => comm
-                    .collective_engine()
-                    .map(|engine| (engine, memory.clone())),
+            let way = match peer {
+                Peer::Nccl => {
+                    vendor(comm).map(|(collectives, name)| (collectives, name, memory.clone()))
+                }
                 Peer::NcclSymmetric => registered(comm, largest),
                 Peer::None => continue,
             };
-            match rig {
-                Ok((engine, memory)) => rigs.push(PeerRig {
-                    peer,
-                    engine,
-                    memory,
-                }),
+            match way {
+                Ok((collectives, name, memory)) => {
+                    rig.ways.push(Way {
+                        name: peer.name(),
+                        collectives,
+                        memory,
+                    });
+                    rig.peers.push(name);
+                }
                 // On every rank or on none: they join and register together.
                 Err(error) if is_missing(&error) => {
                     if comm.rank() == 0 {
@@ -74,23 +83,7 @@ impl<'a> Rig<'a> {
                 Err(error) => return Err(error.into()),
             }
         }
-        Ok(Self {
-            clock: Clock::new(comm, Priority::Normal)?,
-            what,
-            collectives: comm.collectives_with(options)?,
-            peers: rigs,
-            memory,
-            seed: Cell::new(common_seed(comm, None)?),
-        })
-    }
-
-    /// What Warplink is compared with, for the report.
-    pub(super) fn peers(&self) -> Vec<String> {
-        let name = |peer: &PeerRig| match peer.peer {
-            Peer::NcclSymmetric => format!("{} with registered memory", peer.engine.name()),
-            _ => peer.engine.name(),
-        };
-        self.peers.iter().map(name).collect()
+        Ok(rig)
     }
 
     /// Checks and times every way.
@@ -103,54 +96,50 @@ impl<'a> Rig<'a> {
         calls: usize,
     ) -> Result<Row> {
         let world = self.clock.comm.world();
-        let count = self.what.count(bytes, world);
-        let own = self.slices(&self.memory, count, place)?;
-        let mut works: Vec<(&str, [DeviceSlice; 2], Enqueue<'_>)> = Vec::new();
-        let enqueue = {
-            let [input, output] = own.clone();
-            move |stream: &Stream| {
-                self.what
-                    .enqueue(&self.collectives, [&input, &output], stream)
-            }
-        };
-        works.push(("warplink", own, Box::new(enqueue)));
-        for peer in &self.peers {
-            let slices = self.slices(&peer.memory, count, place)?;
-            let [input, output] = &slices;
-            let request = self.what.request(self.clock.comm, [input, output])?;
-            let enqueue = move |stream: &Stream| Ok(peer.engine.enqueue(stream, &request)?);
-            works.push((peer.peer.name(), slices, Box::new(enqueue)));
-        }
-        let wrong: Vec<u64> = works
+        let call = &self.what.call(bytes, world);
+        let slices: Vec<[DeviceSlice; 2]> = self
+            .ways
             .iter()
-            .map(|(_, [input, output], work)| self.wrong(count, [input, output], submission, work))
+            .map(|way| self.slices(&way.memory, call, place))
             .collect::<Result<_>>()?;
-        let repeated: Vec<_> = works
-            .iter()
-            .map(|(_, _, work)| {
-                move |stream: &Stream| -> Result<()> { (0..calls).try_for_each(|_| work(stream)) }
-            })
-            .collect();
-        let repeated: Vec<Work<'_>> = repeated.iter().map(|work| work as Work<'_>).collect();
-        let times = self.clock.measure_in_turn(samples, submission, &repeated)?;
-        let (input, output) = self.what.lengths(count, world);
+        // Enqueues the call that many times.
+        let work = |calls: usize| {
+            self.ways
+                .iter()
+                .zip(&slices)
+                .map(move |(way, [input, output])| {
+                    move |stream: &Stream| -> Result<()> {
+                        let once = |_| way.collectives.enqueue(call, output, input, stream);
+                        Ok((0..calls).try_for_each(once)?)
+                    }
+                })
+        };
+        let wrong: Vec<u64> = work(1)
+            .zip(&slices)
+            .map(|(work, slices)| self.wrong(call, slices, submission, &work))
+            .collect::<Result<_>>()?;
+        let works: Vec<_> = work(calls).collect();
+        let works: Vec<Work<'_>> = works.iter().map(|work| work as Work<'_>).collect();
+        let times = self.clock.measure_in_turn(samples, submission, &works)?;
+        let [input, output] = lengths(call, world);
         let size = input.max(output);
-        let figures = works.iter().zip(times).zip(wrong);
-        let figures = figures.map(|(((way, ..), times), wrong)| {
+        let figures = self.ways.iter().zip(times).zip(wrong);
+        let figures = figures.map(|((way, times), wrong)| {
             let seconds = times.divided(calls as f64);
             let bandwidth = size as f64 / seconds.median / 1e9;
             Figures {
-                way: (*way).to_owned(),
+                way: way.name.to_owned(),
                 seconds,
                 bandwidth,
-                bus_bandwidth: bandwidth * self.what.kind.bus_factor(world),
+                bus_bandwidth: bandwidth * self.what.bus_factor(world),
                 wrong,
             }
         });
-        let choice = self.collectives.choice(&self.what.call(count))?;
+        let warplink = self.ways.first().context("nothing is measured")?;
+        let choice = warplink.collectives.choice(call)?;
         Ok(Row {
             bytes: size,
-            count,
+            count: call.count,
             place,
             submission,
             algorithm: choice.algorithm.to_string(),
@@ -164,17 +153,17 @@ impl<'a> Rig<'a> {
     fn slices(
         &self,
         [first, second]: &[DeviceSlice; 2],
-        count: usize,
+        call: &Call,
         place: Place,
     ) -> Result<[DeviceSlice; 2]> {
         let comm = self.clock.comm;
         Ok(match place {
             Place::Out => {
-                let (input, output) = self.what.lengths(count, comm.world());
+                let [input, output] = lengths(call, comm.world());
                 [first.slice(0..input)?, second.slice(0..output)?]
             }
             Place::In => {
-                let [input, output] = self.what.in_place(count, comm.rank(), comm.world());
+                let [input, output] = in_place(call, comm.rank(), comm.world());
                 [first.slice(input)?, first.slice(output)?]
             }
         })
@@ -183,22 +172,21 @@ impl<'a> Rig<'a> {
     /// Runs `work` once on data that was not there before; elements of all ranks' outputs that are not right.
     fn wrong(
         &self,
-        count: usize,
-        [input, output]: [&DeviceSlice; 2],
+        call: &Call,
+        [input, output]: &[DeviceSlice; 2],
         submission: Submission,
         work: Work<'_>,
     ) -> Result<u64> {
         let (comm, stream) = (self.clock.comm, &self.clock.stream);
         self.seed.set(self.seed.get().wrapping_add(1));
         let inputs = Inputs {
-            what: self.what,
+            call: *call,
             world: comm.world(),
             seed: self.seed.get(),
         };
         stream.fill(output, UNTOUCHED)?;
         comm.synchronize(stream)?;
-        comm.device()
-            .upload(input, &inputs.of(comm.rank(), count)?)?;
+        comm.device().upload(input, &inputs.of(comm.rank())?)?;
         match submission {
             Submission::Eager => work(stream)?,
             Submission::Captured => {
@@ -208,11 +196,11 @@ impl<'a> Rig<'a> {
             }
         }
         comm.synchronize(stream)?;
-        let wrong = match inputs.expected(comm.rank(), count)? {
+        let wrong = match inputs.expected(comm.rank())? {
             Some(expected) => {
                 let mut bytes = vec![0; output.bytes()];
                 comm.device().download(output, &mut bytes)?;
-                different(self.what.dtype, &bytes, &expected)
+                different(call.dtype, &bytes, &expected)
             }
             None => 0,
         };
@@ -224,16 +212,31 @@ impl<'a> Rig<'a> {
     }
 }
 
-/// The vendor's library and memory that it was told of.
+/// The vendor's library, and its name.
+fn vendor(comm: &Communicator) -> warplink::Result<(Collectives, String)> {
+    let name = comm.collective_engine()?.name();
+    let options = CollectiveOptions {
+        path: Some(CollectivePath::Engine),
+        ..CollectiveOptions::default()
+    };
+    Ok((comm.collectives_with(&options)?, name))
+}
+
+/// The vendor's library, its name, and memory that it was told of.
 fn registered(
     comm: &Communicator,
     bytes: usize,
-) -> warplink::Result<(Arc<dyn CollectiveEngine>, [DeviceSlice; 2])> {
-    let engine = comm.collective_engine()?;
+) -> warplink::Result<(Collectives, String, [DeviceSlice; 2])> {
     let allocate = || comm.device().allocate(bytes, AllocationKind::Virtual);
     let memory = [allocate()?, allocate()?];
+    let engine = comm.collective_engine()?;
     memory.iter().try_for_each(|slice| engine.register(slice))?;
-    Ok((engine, memory))
+    let (collectives, name) = vendor(comm)?;
+    Ok((
+        collectives,
+        format!("{name} with registered memory"),
+        memory,
+    ))
 }
 
 /// Whether a peer is not to be had here.

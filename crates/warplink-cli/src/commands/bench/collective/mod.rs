@@ -18,10 +18,10 @@ use measure::Rig;
 use report::{Beside, Report, Row};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use warplink::collective::{Algorithm, CollectiveOptions};
+use warplink::collective::{Algorithm, CollectiveKind, CollectiveOptions};
 use warplink::device::ReduceOp;
 use warplink::{Communicator, DType, DeviceKind};
-use what::{Kind, What};
+use what::What;
 
 /// Measure a collective
 ///
@@ -38,9 +38,9 @@ use what::{Kind, What};
     warplink bench collective all-gather -n 2 --from 1MiB --step 2 --place both --submission captured\n  \
     warplink bench collective all-reduce --device host -n 4 --to 64KiB --type i32 --op max --json")]
 pub(crate) struct Collective {
-    /// Which collective
-    #[arg(value_name = "COLLECTIVE")]
-    kind: Kind,
+    /// Which collective: all-reduce, all-gather, reduce-scatter, all-to-all, broadcast, reduce, gather or scatter
+    #[arg(value_parser = what::kind)]
+    collective: CollectiveKind,
     /// Smallest size
     #[arg(long, value_name = "BYTES", default_value = "1KiB")]
     from: Bytes,
@@ -136,6 +136,15 @@ impl Peer {
     }
 }
 
+impl Place {
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Out => "out",
+            Self::In => "in",
+        }
+    }
+}
+
 impl Places {
     fn list(self) -> &'static [Place] {
         match self {
@@ -187,7 +196,7 @@ impl Collective {
 
     fn what(&self) -> What {
         What {
-            kind: self.kind,
+            kind: self.collective,
             dtype: self.dtype,
             op: self.op,
             root: self.root,
@@ -212,9 +221,8 @@ impl Collective {
             "--from is {from}; expected at least {least} bytes: an element for each rank"
         );
         ensure!(
-            !self.places().contains(&Place::In) || self.kind.has_place(),
-            "{} cannot be done in place; help: use --place out",
-            self.kind
+            !self.places().contains(&Place::In) || self.collective != CollectiveKind::AllToAll,
+            "all-to-all cannot be done in place; help: use --place out"
         );
         if let Some(path) = &self.beside {
             read(path)?;
@@ -263,7 +271,7 @@ impl Collective {
                 }
             }
         }
-        Ok(Report::new(comm, what, rig.peers(), rows))
+        Ok(Report::new(comm, what, rig.peers, rows))
     }
 }
 

@@ -1,7 +1,7 @@
 //! What was measured, as a table and as JSON.
 
 use super::Place;
-use super::what::{Kind, What};
+use super::what::{What, name};
 use crate::commands::bench::timing::{Submission, Times};
 use crate::report::bytes::Bytes;
 use crate::report::digits;
@@ -44,13 +44,13 @@ pub(super) struct Row {
 #[derive(Debug, Serialize)]
 pub(super) struct Report {
     benchmark: &'static str,
-    pub(super) collective: Kind,
+    collective: String,
     #[serde(rename = "type")]
     dtype: String,
     #[serde(skip_serializing_if = "Option::is_none")]
     op: Option<String>,
-    pub(super) device: String,
-    pub(super) ranks: usize,
+    device: String,
+    ranks: usize,
     peers: Vec<String>,
     pub(super) rows: Vec<Row>,
 }
@@ -58,7 +58,7 @@ pub(super) struct Report {
 /// What another program measured, as far as it is shown beside Warplink.
 #[derive(Debug, Deserialize)]
 pub(super) struct Beside {
-    collective: Kind,
+    collective: String,
     #[serde(rename = "type")]
     dtype: String,
     ranks: usize,
@@ -95,7 +95,7 @@ impl Report {
     pub(super) fn new(comm: &Communicator, what: What, peers: Vec<String>, rows: Vec<Row>) -> Self {
         Self {
             benchmark: "collective",
-            collective: what.kind,
+            collective: name(what.kind),
             dtype: what.dtype.to_string(),
             op: what.kind.reduces().then(|| what.op.to_string()),
             device: comm.device().name(),
@@ -107,7 +107,7 @@ impl Report {
 
     /// Adds what another program measured of the same collective.
     pub(super) fn add(&mut self, beside: Beside) -> Result<()> {
-        let same = (beside.collective, beside.ranks) == (self.collective, self.ranks);
+        let same = beside.collective == self.collective && beside.ranks == self.ranks;
         ensure!(
             same && beside.dtype == self.dtype,
             "the figures beside are of {} of {} on {} ranks; expected {} of {} on {}",
