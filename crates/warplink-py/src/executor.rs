@@ -247,16 +247,7 @@ impl Plan {
     /// Turns the plan into one graph, which takes its place. Blocks while the graph is prepared. Raises
     /// InvalidArgumentError where the program runs eagerly only.
     fn capture(&self, py: Python<'_>) -> PyResult<CapturedPlan> {
-        self.plan()?;
-        let taken = self
-            .inner
-            .take()
-            .and_then(|plan| Arc::try_unwrap(plan).ok());
-        let plan = taken.ok_or_else(|| {
-            raise(Error::invalid(
-                "the plan is in use by another thread; expected it to be idle",
-            ))
-        })?;
+        let plan = self.inner.take_unused(captured)?;
         let captured = py.detach(|| plan.capture()).map_err(raise)?;
         Ok(CapturedPlan(Detached::new(Arc::new(captured))))
     }

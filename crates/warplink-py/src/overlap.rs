@@ -111,13 +111,7 @@ impl OverlapPlan {
 
     /// Turns the plan into one graph, which takes its place. Blocks while the graph is prepared.
     fn capture(&self, py: Python<'_>) -> PyResult<CapturedOverlap> {
-        self.inner()?;
-        let taken = self.plan.take().and_then(|plan| Arc::try_unwrap(plan).ok());
-        let plan = taken.ok_or_else(|| {
-            raise(Error::invalid(
-                "the plan is in use by another thread; expected it to be idle",
-            ))
-        })?;
+        let plan = self.plan.take_unused(captured)?;
         let captured = py.detach(|| plan.capture()).map_err(raise)?;
         Ok(CapturedOverlap(Detached::new(Arc::new(captured))))
     }

@@ -7,7 +7,7 @@
 use crate::errors::{closed, raise};
 use pyo3::prelude::*;
 use std::sync::mpsc::{Sender, channel};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use warplink::{Error, ErrorKind};
 
 static RELEASER: Mutex<Option<Sender<Py<PyAny>>>> = Mutex::new(None);
@@ -124,6 +124,22 @@ impl<T: Send> Detached<T> {
 
     fn lock(&self) -> std::sync::MutexGuard<'_, Option<T>> {
         self.value.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl<T: Send + Sync> Detached<Arc<T>> {
+    /// Takes a plan out for the caller alone. Fails where it was taken, and where another thread uses it, which
+    /// leaves it where it is.
+    pub(crate) fn take_unused(&self, taken: impl FnOnce() -> PyErr) -> PyResult<T> {
+        check_process(self.process)?;
+        let mut value = self.lock();
+        let shared = value.take().ok_or_else(taken)?;
+        Arc::try_unwrap(shared).map_err(|shared| {
+            *value = Some(shared);
+            raise(Error::invalid(
+                "the plan is in use by another thread; expected it to be idle",
+            ))
+        })
     }
 }
 
