@@ -2,6 +2,8 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+#[path = "sections/beside.rs"]
+mod beside;
 mod common;
 #[path = "sections/examples.rs"]
 mod examples;

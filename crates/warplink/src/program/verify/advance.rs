@@ -79,7 +79,14 @@ impl Run<'_> {
             self.pass(stream, operation, position, violations);
             self.streams[stream].progress += 1;
         }
+        let holder = self.holder(rank, operation);
+        if let Some(holder) = holder {
+            self.take_room(stream, operation, holder, violations);
+        }
         self.finish(stream, operation, violations);
+        if let Some(holder) = holder {
+            self.leave_room(stream, operation, holder);
+        }
         true
     }
 

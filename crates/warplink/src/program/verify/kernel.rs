@@ -65,8 +65,8 @@ pub(super) fn check(
     }
     let found = lanes::check(ranks, &launches, diagnostics);
     for (by_rank, operations) in found.into_iter().zip(operations) {
-        for (rank, (list, operation)) in by_rank.into_iter().zip(operations).enumerate() {
-            accesses.insert(rank, operation, list);
+        for (rank, (does, operation)) in by_rank.into_iter().zip(operations).enumerate() {
+            accesses.insert(rank, operation, does);
         }
     }
     accesses

@@ -28,6 +28,8 @@
 //!   buffer may be read or written waits, where it is posted again, until it is done the time before.
 //!   So a program that passes is followed once more to see whether it ends as a graph; and it has to
 //!   be one that can be recorded (`capture`). Where it is not, it is run eagerly.
+//! - A kernel whose lanes wait, and what the collective engine runs, hold room on a device while they wait for
+//!   other ranks. Where two of these are in no order on a rank, it may start either first (`room`).
 //! - Runs follow one another on the caller's stream: what the program accesses must come after the
 //!   stream's state at the start and before its state at the end, also where a peer accesses it.
 
@@ -46,6 +48,7 @@ mod link;
 mod meetings;
 mod memory;
 mod numbers;
+mod room;
 mod sharing;
 mod simulate;
 mod state;

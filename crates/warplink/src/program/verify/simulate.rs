@@ -270,6 +270,7 @@ impl Run<'_> {
                     report_unfinished(self.ranks, rank, tensor, &access, diagnostics);
                 }
             }
+            self.beside_the_run_before(rank, diagnostics);
             self.unfinished_signals(rank, &loose, diagnostics);
             report_unwritten_outputs(rank_program, &self.memory, diagnostics);
         }

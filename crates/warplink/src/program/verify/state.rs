@@ -4,6 +4,7 @@ use super::clock::{Clock, Clocks, Snapshot};
 use super::link::Links;
 use super::memory::{Access, Memory};
 use super::numbers::Numbers;
+use super::room::Room;
 use super::violation::Violations;
 use super::word::Word;
 use crate::error::Rank;
@@ -145,6 +146,8 @@ pub(super) struct Run<'a> {
     pub(super) host_work: VecDeque<Rank>,
     /// For each rank, the kernel that was launched last, and when it was done.
     pub(super) launched: Vec<Option<(usize, Snapshot)>>,
+    /// For each rank, what holds room on its device; empty where no kernel waits.
+    pub(super) rooms: Vec<Room>,
     /// The operations that are done, in this order, where somebody asks for it.
     pub(super) done: Option<Vec<(Rank, usize)>>,
 }
@@ -181,6 +184,11 @@ impl<'a> Run<'a> {
             scheduled: true,
         };
         let collectives = links.meetings.all.len();
+        let rooms = if links.kernels.any_waits() {
+            vec![Room::new(clocks.clock()); ranks.len()]
+        } else {
+            Vec::new()
+        };
         Self {
             mode,
             ranks,
@@ -197,6 +205,7 @@ impl<'a> Run<'a> {
             stream_work: Vec::new(),
             host_work: (0..ranks.len()).rev().collect(),
             launched: vec![None; ranks.len()],
+            rooms,
             done: None,
         }
     }

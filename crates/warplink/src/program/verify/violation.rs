@@ -2,6 +2,7 @@
 
 use super::diagnostics::{Diagnostics, place_of};
 use super::memory::{Access, Actor, Memory, Mode, Violation};
+use super::room;
 use crate::error::Rank;
 use crate::program::diagnostic::{DiagnosticKind, Place};
 use crate::program::ir::Role;
@@ -22,6 +23,8 @@ pub(super) struct Violations {
     signals: Vec<(Rank, usize, usize)>,
     /// Rank, kernel before, kernel.
     kernels: Vec<(Rank, usize, usize)>,
+    /// Rank, kernel, operation of the engine.
+    rooms: Vec<(Rank, usize, usize)>,
 }
 
 impl Violations {
@@ -57,12 +60,21 @@ impl Violations {
         }
     }
 
+    pub(super) fn no_room(&mut self, rank: Rank, kernel: usize, engine: usize) {
+        if self.rooms.len() < MAX_KEPT {
+            self.rooms.push((rank, kernel, engine));
+        }
+    }
+
     pub(super) fn report(&self, ranks: &[RankProgram], diagnostics: &mut Diagnostics<'_>) {
         for &pair in &self.kernels {
             report_unordered_kernel(ranks, pair, diagnostics);
         }
         self.report_signals(ranks, diagnostics);
         self.report_accesses(ranks, diagnostics);
+        for &pair in &self.rooms {
+            room::report(ranks, pair, false, diagnostics);
+        }
     }
 
     /// Reports posts that are not ordered after the one before.

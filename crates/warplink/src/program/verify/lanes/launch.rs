@@ -1,6 +1,6 @@
 //! What happens between launches: lanes start and end, and the rank's stream uses its tensors.
 
-use super::Accesses;
+use super::Does;
 use super::memory::{Actor, Bytes, STREAM, Stamp, Touch};
 use super::run::{Place, Run, join};
 use crate::error::Rank;
@@ -8,6 +8,7 @@ use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
 use crate::program::ir::Role;
 use crate::program::rank_program::Range;
 use crate::program::section::{LaneStepKind, Packing, Part, SectionMemory, WorkspaceLayout};
+use crate::program::verify::kernel_accesses::OnRank;
 use crate::program::verify::memory::Mode as AccessMode;
 
 impl Run<'_> {
@@ -65,6 +66,7 @@ impl Run<'_> {
             // Times of a lane count on from launch to launch.
             let own = self.streams[rank].knows.clone();
             join(&mut state.knows, &own);
+            self.note_waits(number, rank, lane);
             self.wake(index);
         }
         self.check_inputs(number, rank)
@@ -172,12 +174,44 @@ impl Run<'_> {
         }
     }
 
-    /// What each kernel accesses of each rank's tensors.
-    pub(super) fn accesses(self) -> Vec<Accesses> {
-        let of_kernel = |ranks: Vec<Option<Vec<_>>>| {
-            let all = ranks.into_iter().map(Option::unwrap_or_default);
-            all.collect()
+    /// What each kernel does on each rank.
+    pub(super) fn done(self) -> Vec<Does> {
+        let of_kernel = |(accesses, waits): (Vec<Option<_>>, Vec<bool>)| {
+            let ranks = accesses.into_iter().map(Option::unwrap_or_default);
+            let both = ranks.zip(waits);
+            both.map(|(accesses, waits)| OnRank { accesses, waits })
+                .collect()
         };
-        self.accesses.into_iter().map(of_kernel).collect()
+        let kernels = self.accesses.into_iter().zip(self.waits);
+        kernels.map(of_kernel).collect()
+    }
+
+    /// Notes on which ranks the lanes of a launch wait, and for which.
+    fn note_waits(&mut self, number: usize, rank: Rank, lane: usize) {
+        let kernel = self.sequence[number];
+        for step in &self.lanes[rank * self.width + lane].steps {
+            let other = match &step.kind {
+                LaneStepKind::Wait(peer) | LaneStepKind::Agree { peer, .. } => *peer,
+                LaneStepKind::Announce { target, .. } => target.rank,
+                LaneStepKind::Move {
+                    targets, elements, ..
+                } => {
+                    let section = self.section(number, rank);
+                    let packets = |part: &&Part| {
+                        let scratch = section.scratch_of(part.tensor);
+                        scratch.is_some_and(|scratch| scratch.packing.is_packets())
+                    };
+                    let to = targets.iter().filter(|_| *elements > 0).filter(packets);
+                    for target in to {
+                        self.waits[kernel][target.rank] = true;
+                        self.waits[kernel][rank] = true;
+                    }
+                    continue;
+                }
+                LaneStepKind::Signal { .. } => continue,
+            };
+            self.waits[kernel][other] = true;
+            self.waits[kernel][rank] = true;
+        }
     }
 }

@@ -15,6 +15,7 @@ mod report;
 mod run;
 
 use super::diagnostics::Diagnostics;
+use super::kernel_accesses::OnRank;
 use super::memory::Mode as AccessMode;
 use crate::program::diagnostic::DiagnosticKind;
 use crate::program::ir::Program;
@@ -53,18 +54,18 @@ impl<'a> Launch<'a> {
     }
 }
 
-/// What a launch accesses of each rank's tensors.
-pub(super) type Accesses = Vec<RankAccesses>;
+/// What a launch does on each rank.
+pub(super) type Does = Vec<OnRank>;
 
 /// What a launch accesses of a rank's tensors.
 type RankAccesses = Vec<(Range, AccessMode)>;
 
-/// Follows the kernels of a program, in their order, over several runs; what each accesses.
+/// Follows the kernels of a program, in their order, over several runs; what each does.
 pub(super) fn check(
     ranks: &[RankProgram],
     kernels: &[Launch<'_>],
     diagnostics: &mut Diagnostics<'_>,
-) -> Vec<Accesses> {
+) -> Vec<Does> {
     let sections = kernels.iter().flat_map(|kernel| &kernel.sections);
     let runs = runs(sections.copied());
     let sequence: Vec<usize> = (0..runs).flat_map(|_| 0..kernels.len()).collect();
@@ -86,7 +87,7 @@ pub(super) fn follow(
     kernels: &[Launch<'_>],
     sequence: &[usize],
     diagnostics: &mut Diagnostics<'_>,
-) -> Vec<Accesses> {
+) -> Vec<Does> {
     let mut run = match Run::new(ranks, kernels, sequence) {
         Ok(run) => run,
         Err(diagnostic) => {
@@ -112,7 +113,7 @@ pub(super) fn follow(
         }
     }
     report::report(&run, diagnostics);
-    run.accesses()
+    run.done()
 }
 
 fn gcd(a: u64, b: u64) -> u64 {

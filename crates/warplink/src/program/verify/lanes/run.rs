@@ -78,6 +78,8 @@ pub(super) struct Run<'a> {
     pub(super) findings: Vec<Finding>,
     /// What each kernel accesses on each rank in its first launch.
     pub(super) accesses: Vec<Vec<Option<RankAccesses>>>,
+    /// Of each kernel, the ranks on which lanes wait or are waited for.
+    pub(super) waits: Vec<Vec<bool>>,
     /// Signals of two lanes to one word, in the same launch.
     pub(super) crossed: Vec<(Actor, Actor)>,
     /// Kernels whose accesses differ from launch to launch.
@@ -125,6 +127,7 @@ impl<'a> Run<'a> {
             taken: 0,
             findings: Vec::new(),
             accesses: kernels.iter().map(|_| vec![None; world]).collect(),
+            waits: vec![vec![false; world]; kernels.len()],
             crossed: Vec::new(),
             unsteady: Vec::new(),
         };
