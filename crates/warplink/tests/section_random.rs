@@ -79,6 +79,7 @@ fn what_happens_is_what_the_verifier_says_of_kernels() {
         "accepted",
         "refused, deadlock",
         "refused, lost-signal",
+        "refused, mismatch",
         "refused, race: wrong values",
         "refused, race: another order of accesses",
         "refused, unwritten-output",

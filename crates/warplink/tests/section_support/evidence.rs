@@ -209,6 +209,9 @@ impl Case<'_> {
             Kind::InputWritten => self.fault(diagnostic, |fault| {
                 matches!(fault, Fault::InputWritten { .. })
             }),
+            Kind::Mismatch => self.fault(diagnostic, |fault| {
+                matches!(fault, Fault::Disagreement { .. })
+            }),
             Kind::Malformed if self.stage.is_unsteady() => {
                 Ok("rule: accesses that depend on the epoch".to_owned())
             }

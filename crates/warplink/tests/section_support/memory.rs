@@ -16,6 +16,8 @@ pub(crate) enum Fault {
     UnwrittenOutput { rank: usize, memory: usize },
     /// An input is written.
     InputWritten { rank: usize, memory: usize },
+    /// A rank finds other words than it expects.
+    Disagreement { rank: usize },
 }
 
 pub(super) struct Memory {

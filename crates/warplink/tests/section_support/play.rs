@@ -451,7 +451,17 @@ impl Play<'_> {
                     }
                 });
             }
-            values.push(combined(it, &all));
+            values.push(match (it.words.get(element), all.first()) {
+                (Some(word), None) => *word,
+                (Some(word), Some(found)) => {
+                    if word != found {
+                        let rank = id.rank;
+                        self.memory.faults.insert(Fault::Disagreement { rank });
+                    }
+                    *found
+                }
+                (None, _) => combined(it, &all),
+            });
         }
         let mut order: Vec<usize> = (0..it.targets.len()).collect();
         self.random.shuffle(&mut order);

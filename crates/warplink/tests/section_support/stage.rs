@@ -33,6 +33,8 @@ pub(super) struct Movement {
     pub(super) unit: usize,
     pub(super) targets: Vec<Operand>,
     pub(super) sources: Vec<Operand>,
+    /// What is stored where there is no source, and else what is expected of it; none where a value is moved.
+    pub(super) words: Vec<f64>,
 }
 
 /// Where an operand starts.
@@ -172,14 +174,29 @@ impl<'a> Stage<'a> {
 }
 
 fn act(kind: &LaneStepKind, ranks: &[RankProgram], sections: &[&SectionInstance]) -> Act {
+    let operand = |part: &Part| {
+        let tensor = &sections[part.rank].tensors[part.tensor];
+        let memory = match tensor.memory {
+            SectionMemory::Tensor(id) => id,
+            SectionMemory::Scratch(id) => ranks[part.rank].tensors.len() + id,
+        };
+        Operand {
+            rank: part.rank,
+            memory,
+            from: tensor.offset + part.offset,
+        }
+    };
     match kind {
         LaneStepKind::Signal { peer, lane } => Act::Signal {
             peer: *peer,
             lane: *lane,
         },
         LaneStepKind::Wait(peer) => Act::Wait(*peer),
-        LaneStepKind::Announce { .. } | LaneStepKind::Agree { .. } => {
-            unreachable!("random sections announce nothing")
+        LaneStepKind::Announce { values, target } => {
+            Act::Move(announcement(values, vec![operand(target)], Vec::new()))
+        }
+        LaneStepKind::Agree { values, source, .. } => {
+            Act::Move(announcement(values, Vec::new(), vec![operand(source)]))
         }
         LaneStepKind::Move {
             operator,
@@ -188,18 +205,6 @@ fn act(kind: &LaneStepKind, ranks: &[RankProgram], sections: &[&SectionInstance]
             targets,
             sources,
         } => {
-            let operand = |part: &Part| {
-                let tensor = &sections[part.rank].tensors[part.tensor];
-                let memory = match tensor.memory {
-                    SectionMemory::Tensor(id) => id,
-                    SectionMemory::Scratch(id) => ranks[part.rank].tensors.len() + id,
-                };
-                Operand {
-                    rank: part.rank,
-                    memory,
-                    from: tensor.offset + part.offset,
-                }
-            };
             let packets = targets.iter().chain(sources).map(|part| {
                 let tensor = &sections[part.rank].tensors[part.tensor];
                 match tensor.memory {
@@ -214,8 +219,22 @@ fn act(kind: &LaneStepKind, ranks: &[RankProgram], sections: &[&SectionInstance]
                 unit: packets.fold(1, least_common_multiple),
                 targets: targets.iter().map(operand).collect(),
                 sources: sources.iter().map(operand).collect(),
+                words: Vec::new(),
             })
         }
+    }
+}
+
+/// Words that a rank stores at another, or that it expects of one. Two fit in a packet.
+fn announcement(values: &[u32], targets: Vec<Operand>, sources: Vec<Operand>) -> Movement {
+    Movement {
+        operator: None,
+        dtype: DType::I32,
+        elements: values.len(),
+        unit: 2,
+        targets,
+        sources,
+        words: values.iter().map(|word| f64::from(*word as i32)).collect(),
     }
 }
 

@@ -33,8 +33,12 @@ pub(super) fn write(random: &mut Random, lanes: usize) -> Text {
         writer.sources = vec!["X[lane of lanes]".to_owned()];
         writer.line("let next = (rank + 1) % world");
         writer.line("let prev = (rank - 1) % world");
+        let meets = writer.random.chance(3).then(|| writer.announces());
         for _ in 0..1 + writer.random.below(if count > 1 { 1 } else { 2 }) {
             writer.piece();
+        }
+        if let Some(agrees) = meets {
+            agrees.into_iter().for_each(|line| writer.line(line));
         }
     }
     writer.text
@@ -123,6 +127,36 @@ impl Writer<'_> {
             ));
             "[lane of lanes]"
         }
+    }
+
+    /// A lane announces some words to all other ranks; gives the lines in which it waits for theirs. Now and
+    /// then ranks announce different words.
+    fn announces(&mut self) -> Vec<String> {
+        let number = self.kernel;
+        let (slots, slot, barrier) = self.slots(2);
+        let mut words = vec!["n", "lanes", "world * 3 - 7", "epoch % 2"];
+        words.truncate(1 + self.random.below(4));
+        if self.random.chance(4) {
+            words.push(["rank", "rank % 2", "next / 2"][self.random.below(3)]);
+        }
+        let count = words.len();
+        self.declare(format!(
+            "scratch C{number}: packets16 i32[{slots}, world, {count}]"
+        ));
+        let words = words.join(", ");
+        let lane = self.random.below(self.lanes);
+        self.line(format!("if lane == {lane} {{"));
+        self.line(format!("announce {words} in C{number}[{slot}]"));
+        self.line("}");
+        let mut agrees = vec![
+            format!("if lane == {lane} {{"),
+            format!("agree {words} in C{number}[{slot}]"),
+            "}".to_owned(),
+        ];
+        if barrier {
+            agrees.push("barrier".to_owned());
+        }
+        agrees
     }
 
     /// Every rank puts to every other, as packets.

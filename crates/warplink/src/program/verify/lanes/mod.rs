@@ -9,6 +9,7 @@
 //! What is assumed of a launch: all of its lanes are on the device together, so that each gets as far as it
 //! can; it starts when the one before it on its rank has ended.
 
+mod agreement;
 mod launch;
 mod memory;
 mod report;

@@ -1,5 +1,6 @@
 //! What lanes did wrong, in words.
 
+use super::agreement;
 use super::memory::{Actor, STREAM, Was, Wrong};
 use super::run::{Finding, Run};
 use crate::error::Rank;
@@ -37,12 +38,13 @@ pub(super) fn report(run: &Run<'_>, diagnostics: &mut Diagnostics<'_>) {
     if !run.is_over() {
         stuck(run, diagnostics);
     } else if diagnostics.list.is_empty() {
+        agreement::report(run, diagnostics);
         unsteady(run, diagnostics);
     }
 }
 
 /// Where a lane's step stands, with the launch among the indices.
-fn place(run: &Run<'_>, actor: &Actor) -> Place {
+pub(super) fn place(run: &Run<'_>, actor: &Actor) -> Place {
     let (rank, launch) = (actor.rank as Rank, actor.launch as usize);
     let section = run.section(launch, rank);
     let steps = section.steps(actor.lane as usize, launch as u64);
@@ -61,7 +63,7 @@ fn place(run: &Run<'_>, actor: &Actor) -> Place {
 }
 
 /// A step in words; with its program, where several are followed.
-fn told(run: &Run<'_>, said: &Diagnostics<'_>, actor: &Actor, place: &Place) -> String {
+pub(super) fn told(run: &Run<'_>, said: &Diagnostics<'_>, actor: &Actor, place: &Place) -> String {
     match run.program(actor.launch as usize) {
         None => said.say(place),
         Some(program) => {

@@ -1,5 +1,6 @@
 //! Running the lanes of all ranks as far as they get.
 
+use super::agreement::Announcements;
 use super::memory::{Actor, Bytes, Knowledge, Stamp, Wrong};
 use super::{Launch, MAX_STEPS, RankAccesses};
 use crate::error::Rank;
@@ -80,6 +81,8 @@ pub(super) struct Run<'a> {
     pub(super) accesses: Vec<Vec<Option<RankAccesses>>>,
     /// Of each kernel, the ranks on which lanes wait or are waited for.
     pub(super) waits: Vec<Vec<bool>>,
+    /// What ranks announced.
+    pub(super) announcements: Announcements,
     /// Signals of two lanes to one word, in the same launch.
     pub(super) crossed: Vec<(Actor, Actor)>,
     /// Kernels whose accesses differ from launch to launch.
@@ -128,6 +131,7 @@ impl<'a> Run<'a> {
             findings: Vec::new(),
             accesses: kernels.iter().map(|_| vec![None; world]).collect(),
             waits: vec![vec![false; world]; kernels.len()],
+            announcements: Announcements::default(),
             crossed: Vec::new(),
             unsteady: Vec::new(),
         };
@@ -256,14 +260,16 @@ impl<'a> Run<'a> {
                 tick(&mut state.knows, index);
             }
             LaneStepKind::Announce { values, target } => {
-                let (elements, targets) = (values.len(), [*target]);
-                self.movement(index, actor, elements, &targets, &[]);
+                let (values, target) = (values.clone(), *target);
+                self.announce(actor, &values, &target);
+                self.movement(index, actor, values.len(), &[target], &[]);
             }
             LaneStepKind::Agree { values, source, .. } => {
-                let (elements, sources) = (values.len(), [*source]);
-                if !self.movement(index, actor, elements, &[], &sources) {
+                let (values, source) = (values.clone(), *source);
+                if !self.movement(index, actor, values.len(), &[], &[source]) {
                     return false;
                 }
+                self.agree(actor, &values, &source);
             }
             LaneStepKind::Move {
                 elements,

@@ -1,0 +1,77 @@
+//! What ranks announce of a launch: all the same, or the launch fails.
+
+use super::memory::Actor;
+use super::report::{place, told};
+use super::run::{Place, Run};
+use crate::error::Rank;
+use crate::program::diagnostic::DiagnosticKind;
+use crate::program::section::Part;
+use crate::program::verify::diagnostics::Diagnostics;
+use std::collections::BTreeMap;
+
+/// The most differences that are kept.
+const MAX_KEPT: usize = 4096;
+
+/// Where words lie: whose memory, which, and from which byte.
+type Words = (Rank, Place, usize);
+
+/// What ranks announced last, and where it differs from what was expected.
+#[derive(Debug, Default)]
+pub(super) struct Announcements {
+    last: BTreeMap<Words, (Actor, Vec<u32>)>,
+    /// The step that expects its own words, these, and who announced what instead.
+    differ: Vec<(Actor, Vec<u32>, Option<(Actor, Vec<u32>)>)>,
+}
+
+impl Run<'_> {
+    /// Notes what a lane announces.
+    pub(super) fn announce(&mut self, actor: Actor, values: &[u32], target: &Part) {
+        let key = self.words_of(actor, values, target);
+        self.announcements
+            .last
+            .insert(key, (actor, values.to_vec()));
+    }
+
+    /// Compares what came in this launch with what a lane expects.
+    pub(super) fn agree(&mut self, actor: Actor, values: &[u32], source: &Part) {
+        let key = self.words_of(actor, values, source);
+        let there = self.announcements.last.get(&key);
+        let of_launch = there.filter(|(other, _)| other.launch == actor.launch);
+        let same = of_launch.is_some_and(|(_, theirs)| theirs == values);
+        if !same && self.announcements.differ.len() < MAX_KEPT {
+            let found = (actor, values.to_vec(), of_launch.cloned());
+            self.announcements.differ.push(found);
+        }
+    }
+
+    fn words_of(&self, actor: Actor, values: &[u32], part: &Part) -> Words {
+        let (place, range) = self.bytes_of(actor.launch as usize, part, values.len());
+        (part.rank, place, range.start)
+    }
+}
+
+/// Reports ranks that announce different things in one launch.
+pub(super) fn report(run: &Run<'_>, diagnostics: &mut Diagnostics<'_>) {
+    let words = |values: &[u32]| {
+        let words: Vec<String> = values.iter().map(ToString::to_string).collect();
+        words.join(", ")
+    };
+    for (actor, values, other) in &run.announcements.differ {
+        let mut places = vec![place(run, actor)];
+        places.extend(other.iter().map(|(other, _)| place(run, other)));
+        diagnostics.add(DiagnosticKind::Mismatch, places.clone(), |said| {
+            let own = told(run, said, actor, &places[0]);
+            match (other, places.get(1)) {
+                (Some((other, theirs)), Some(place)) => format!(
+                    "{own} expects {}, and {} announces {}; expected the same on every rank",
+                    words(values),
+                    told(run, said, other, place),
+                    words(theirs)
+                ),
+                _ => format!(
+                    "{own} reads packets that are no announcement of the launch; expected those of the other rank"
+                ),
+            }
+        });
+    }
+}
