@@ -45,6 +45,10 @@ fuzz target seconds='60':
 random-programs count='20000' *args:
     cargo run --release -p warplink --example random_programs -- --count {{ count }} {{ args }}
 
+# Mixed small collectives on 2, 4 and 8 ranks, each result checked; with --replays, a graph of 100 too
+random-collectives count='20000' *args:
+    cargo run --release -p warplink --example random_collectives -- --count {{ count }} {{ args }}
+
 # What survivors get when a rank fails in every way, in every phase; it is the last, then the one that serves the store
 faults *args:
     cargo build --release -p warplink-cli

@@ -2,16 +2,17 @@
 # Builds what a machine with GPUs but without cargo needs, stripped, into device-bin/: the command,
 # the device tests and programs in C and C++ as executables. Carry that folder there.
 #
-# PARTS=random_programs builds device-bin/random_programs instead, which needs no GPU.
+# PARTS=random_programs builds device-bin/random_programs instead, which needs no GPU, and
+# PARTS=random_collectives builds device-bin/random_collectives.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 out=device-bin
-if [[ ${PARTS:-} == random_programs ]]; then
+if [[ ${PARTS:-} == random_programs || ${PARTS:-} == random_collectives ]]; then
     mkdir -p "$out"
-    cargo build --release -p warplink --example random_programs
-    cp target/release/examples/random_programs "$out/"
-    strip "$out/random_programs"
+    cargo build --release -p warplink --example "$PARTS"
+    cp "target/release/examples/$PARTS" "$out/"
+    strip "$out/$PARTS"
     exit
 fi
 rm -f "$out"/warplink "$out"/test-* "$out"/c_* "$out"/libwarplink.so.*

@@ -6,6 +6,8 @@ mod common;
 
 #[path = "collectives/data.rs"]
 mod data;
+#[path = "collectives/endurance.rs"]
+mod endurance;
 #[path = "collectives/expected.rs"]
 mod expected;
 #[path = "collectives/failures.rs"]

@@ -110,6 +110,15 @@ impl Call {
         self.count * self.dtype.size()
     }
 
+    /// The collective whose program does it: where there is nothing to move, ranks only meet, so that one that
+    /// calls something else is found.
+    pub(super) const fn program(&self) -> CollectiveKind {
+        match self.count {
+            0 => CollectiveKind::Barrier,
+            _ => self.kind,
+        }
+    }
+
     /// The call as it is announced to the other ranks, where `algorithm` does it.
     pub(super) fn words(&self, algorithm: u8) -> [u32; 3] {
         let op = self.op.map_or(0, |op| 1 + op as u32);

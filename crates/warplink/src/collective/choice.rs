@@ -49,7 +49,7 @@ impl Machine {
     /// # Errors
     /// [`ErrorKind::Unsupported`] where the algorithm that was asked for does not do this.
     pub(super) fn choose(&self, call: &Call) -> Result<Choice> {
-        if call.kind == CollectiveKind::Barrier {
+        if call.program() == CollectiveKind::Barrier {
             return Ok(Choice {
                 algorithm: Algorithm::OneShot,
                 lanes: 0,
@@ -76,7 +76,7 @@ impl Machine {
             // As the program's integers of 32 bits.
             parameters.insert(name, i64::from(word as i32));
         }
-        if call.kind == CollectiveKind::Barrier {
+        if call.program() == CollectiveKind::Barrier {
             return parameters;
         }
         let size = call.dtype.size();

@@ -53,6 +53,9 @@ impl EngineCollectives {
         tensors: &[&DeviceSlice],
         stream: &Stream,
     ) -> Result<()> {
+        if call.count == 0 && call.kind != CollectiveKind::Barrier {
+            return Ok(());
+        }
         let root = call.root.unwrap_or(0);
         let op = call.op.unwrap_or(ReduceOp::Sum);
         let (source, target) = match tensors {

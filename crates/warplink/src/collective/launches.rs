@@ -78,7 +78,7 @@ pub(super) fn rank_program(
     call: &Call,
     choice: &Choice,
 ) -> Result<RankProgram> {
-    let program = choice.algorithm.program(call.kind).ok_or_else(|| {
+    let program = choice.algorithm.program(call.program()).ok_or_else(|| {
         Error::new(
             ErrorKind::Internal,
             "an algorithm was chosen that there is not",

@@ -1,6 +1,8 @@
 //! Calls with random inputs, what they have to give, and the comparison.
 
 use crate::common::{decode, encode};
+use std::collections::HashMap;
+use std::sync::{Arc, LazyLock, Mutex, OnceLock};
 use warplink::collective::{Call, CollectiveKind};
 use warplink::device::{AllocationKind, DeviceSlice, ReduceOp, Stream};
 use warplink::{Collectives, Communicator, DType, Result};
@@ -10,6 +12,10 @@ const GUARD: usize = 64;
 
 /// What the guard bytes are.
 const GUARD_BYTE: u8 = 0xa5;
+
+/// The most values that ranks share, and the longest call that they are of.
+const MAX_SHARED: usize = 4096;
+const MAX_SHARED_BYTES: usize = 32 << 10;
 
 /// Pseudo-random numbers, the same for the same seed.
 #[derive(Clone, Debug)]
@@ -33,7 +39,7 @@ impl Random {
 }
 
 /// How a call is made, the same on every rank but for where its memory starts.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Case {
     pub(crate) call: Call,
     pub(crate) in_place: bool,
@@ -42,11 +48,12 @@ pub(crate) struct Case {
     pub(crate) seed: u64,
 }
 
-/// A call that was enqueued, and its memory.
+/// A call and its memory.
 pub(crate) struct Made {
     case: Case,
     memory: DeviceSlice,
     output: DeviceSlice,
+    input: DeviceSlice,
 }
 
 impl Case {
@@ -76,7 +83,12 @@ impl Case {
     }
 
     /// The input of a rank.
-    fn input(&self, rank: usize, world: usize) -> Vec<u8> {
+    fn input(&self, rank: usize, world: usize) -> Arc<Vec<u8>> {
+        static INPUTS: Shared<Vec<u8>> = Shared::new();
+        INPUTS.get((*self, rank, world), || self.new_input(rank, world))
+    }
+
+    fn new_input(&self, rank: usize, world: usize) -> Vec<u8> {
         let mut random = Random::new(self.seed ^ (rank as u64 + 1).wrapping_mul(0x51_7c_c1));
         let count = self.call.count * self.call.kind.rows(world).0;
         if !self.call.dtype.is_float() {
@@ -87,6 +99,13 @@ impl Case {
         encode(self.call.dtype, &numbers.collect::<Vec<_>>())
     }
 
+    /// Bytes of memory that the call takes.
+    pub(crate) fn memory_bytes(&self, world: usize) -> usize {
+        let (input_rows, output_rows) = self.call.kind.rows(world);
+        let most = input_rows.max(output_rows) * self.call.bytes();
+        GUARD + self.shift + most + GUARD + 512 + input_rows * self.call.bytes()
+    }
+
     /// Makes the call with fresh memory and fresh inputs.
     pub(crate) fn make(
         self,
@@ -94,17 +113,21 @@ impl Case {
         collectives: &Collectives,
         stream: &Stream,
     ) -> Result<Made> {
+        let bytes = self.memory_bytes(comm.world());
+        let memory = comm.device().allocate(bytes, AllocationKind::Plain)?;
+        let made = self.place(comm, memory)?;
+        made.fill(comm)?;
+        made.enqueue(collectives, stream)?;
+        Ok(made)
+    }
+
+    /// Divides memory for the call, as much as it takes.
+    pub(crate) fn place(self, comm: &Communicator, memory: DeviceSlice) -> Result<Made> {
         let (rank, world) = (comm.rank(), comm.world());
         let (input_rows, output_rows) = self.call.kind.rows(world);
         let unit = self.call.bytes();
         let (input_bytes, output_bytes) = (unit * input_rows, unit * output_rows);
-        let device = comm.device();
         let most = input_bytes.max(output_bytes);
-        let memory = device.allocate(
-            GUARD + self.shift + most + GUARD + 512 + input_bytes,
-            AllocationKind::Plain,
-        )?;
-        device.upload(&memory, &vec![GUARD_BYTE; memory.bytes()])?;
         let start = GUARD + self.shift;
         let whole = memory.slice(start..start + most)?;
         let part = |bytes: usize| {
@@ -122,39 +145,29 @@ impl Case {
             let from = start + most + GUARD + (self.seed % 4) as usize * self.call.dtype.size();
             memory.slice(from..from + input_bytes)?
         };
-        device.upload(&input, &self.input(rank, world))?;
-        let Call {
-            kind,
-            op,
-            dtype,
-            root,
-            ..
-        } = self.call;
-        let (op, root) = (op.unwrap_or(ReduceOp::Sum), root.unwrap_or(0));
-        match kind {
-            CollectiveKind::AllReduce => collectives.all_reduce(&output, &input, dtype, op, stream),
-            CollectiveKind::AllGather => collectives.all_gather(&output, &input, stream),
-            CollectiveKind::ReduceScatter => {
-                collectives.reduce_scatter(&output, &input, dtype, op, stream)
-            }
-            CollectiveKind::AllToAll => collectives.all_to_all(&output, &input, stream),
-            CollectiveKind::Broadcast => collectives.broadcast(&output, &input, root, stream),
-            CollectiveKind::Reduce => collectives.reduce(&output, &input, dtype, op, root, stream),
-            CollectiveKind::Gather => collectives.gather(&output, &input, root, stream),
-            CollectiveKind::Scatter => collectives.scatter(&output, &input, root, stream),
-            _ => collectives.barrier(stream),
-        }?;
         Ok(Made {
             case: self,
             memory,
             output,
+            input,
         })
     }
 
     /// What a rank's output is; `None` where it is left alone.
-    fn expected(&self, rank: usize, world: usize) -> Option<Expected> {
+    fn expected(&self, rank: usize, world: usize) -> Arc<Option<Expected>> {
+        static EXPECTED: Shared<Option<Expected>> = Shared::new();
+        // All ranks have the same output, but for some.
+        let whose = match self.call.kind {
+            CollectiveKind::AllReduce | CollectiveKind::AllGather | CollectiveKind::Broadcast => 0,
+            _ => rank,
+        };
+        EXPECTED.get((*self, whose, world), || self.new_expected(whose, world))
+    }
+
+    fn new_expected(&self, rank: usize, world: usize) -> Option<Expected> {
         let unit = self.call.bytes();
-        let inputs: Vec<Vec<u8>> = (0..world).map(|rank| self.input(rank, world)).collect();
+        let inputs: Vec<_> = (0..world).map(|rank| self.input(rank, world)).collect();
+        let inputs: Vec<&[u8]> = inputs.iter().map(|input| &***input).collect();
         let part = |input: &[u8], rank: usize| input[rank * unit..(rank + 1) * unit].to_vec();
         if self.call.root.is_some_and(|root| root != rank)
             && matches!(
@@ -170,18 +183,18 @@ impl Case {
             CollectiveKind::AllToAll => {
                 Expected::Bytes(inputs.iter().flat_map(|input| part(input, rank)).collect())
             }
-            CollectiveKind::Broadcast => Expected::Bytes(inputs[root].clone()),
-            CollectiveKind::Scatter => Expected::Bytes(part(&inputs[root], rank)),
+            CollectiveKind::Broadcast => Expected::Bytes(inputs[root].to_vec()),
+            CollectiveKind::Scatter => Expected::Bytes(part(inputs[root], rank)),
             CollectiveKind::ReduceScatter => {
-                let parts: Vec<Vec<u8>> = inputs.iter().map(|input| part(input, rank)).collect();
-                self.reduced(&parts)
+                let parts = inputs.iter().map(|input| &input[rank * unit..][..unit]);
+                self.reduced(&parts.collect::<Vec<_>>())
             }
             _ => self.reduced(&inputs),
         })
     }
 
     /// The reduction of all.
-    fn reduced(&self, inputs: &[Vec<u8>]) -> Expected {
+    fn reduced(&self, inputs: &[&[u8]]) -> Expected {
         let (dtype, world) = (self.call.dtype, inputs.len());
         let op = self.call.op.unwrap_or(ReduceOp::Sum);
         if !dtype.is_float() {
@@ -208,6 +221,33 @@ impl Case {
             (value, off(op, dtype, world, value))
         };
         Expected::Near((0..self.call.count).map(of).collect())
+    }
+}
+
+/// A call, a rank and how many there are.
+type Key = (Case, usize, usize);
+
+/// What several ranks of this process need of small calls, made once.
+struct Shared<T>(LazyLock<Mutex<HashMap<Key, Slot<T>>>>);
+
+type Slot<T> = Arc<OnceLock<Arc<T>>>;
+
+impl<T> Shared<T> {
+    const fn new() -> Self {
+        Self(LazyLock::new(Mutex::default))
+    }
+
+    fn get(&self, key: Key, make: impl FnOnce() -> T) -> Arc<T> {
+        if key.0.call.bytes() > MAX_SHARED_BYTES {
+            return Arc::new(make());
+        }
+        let mut known = self.0.lock().unwrap();
+        if known.len() >= MAX_SHARED {
+            known.clear();
+        }
+        let slot = known.entry(key).or_default().clone();
+        drop(known);
+        slot.get_or_init(|| Arc::new(make())).clone()
     }
 }
 
@@ -285,6 +325,50 @@ fn reduced_integers(op: ReduceOp, dtype: DType, values: &[i128]) -> i128 {
 }
 
 impl Made {
+    /// Sets the guard bytes and the input.
+    pub(crate) fn fill(&self, comm: &Communicator) -> Result<()> {
+        let device = comm.device();
+        device.upload(&self.memory, &vec![GUARD_BYTE; self.memory.bytes()])?;
+        device.upload(&self.input, &self.case.input(comm.rank(), comm.world()))
+    }
+
+    /// As [`fill`](Self::fill), with the inputs of another seed.
+    pub(crate) fn fill_again(&mut self, comm: &Communicator, seed: u64) -> Result<()> {
+        self.case.seed = seed;
+        self.fill(comm)
+    }
+
+    /// Whether the output overwrites the input.
+    pub(crate) fn is_in_place(&self) -> bool {
+        self.case.in_place
+    }
+
+    /// Enqueues the call.
+    pub(crate) fn enqueue(&self, collectives: &Collectives, stream: &Stream) -> Result<()> {
+        let Call {
+            kind,
+            op,
+            dtype,
+            root,
+            ..
+        } = self.case.call;
+        let (output, input) = (&self.output, &self.input);
+        let (op, root) = (op.unwrap_or(ReduceOp::Sum), root.unwrap_or(0));
+        match kind {
+            CollectiveKind::AllReduce => collectives.all_reduce(output, input, dtype, op, stream),
+            CollectiveKind::AllGather => collectives.all_gather(output, input, stream),
+            CollectiveKind::ReduceScatter => {
+                collectives.reduce_scatter(output, input, dtype, op, stream)
+            }
+            CollectiveKind::AllToAll => collectives.all_to_all(output, input, stream),
+            CollectiveKind::Broadcast => collectives.broadcast(output, input, root, stream),
+            CollectiveKind::Reduce => collectives.reduce(output, input, dtype, op, root, stream),
+            CollectiveKind::Gather => collectives.gather(output, input, root, stream),
+            CollectiveKind::Scatter => collectives.scatter(output, input, root, stream),
+            _ => collectives.barrier(stream),
+        }
+    }
+
     /// Fails where the output is wrong, or bytes around it were touched.
     pub(crate) fn check(&self, comm: &Communicator) {
         let (rank, world) = (comm.rank(), comm.world());
@@ -295,7 +379,7 @@ impl Made {
         let from = (self.output.address() - self.memory.address()) as usize;
         let got = &all[from..from + self.output.bytes()];
         let expected = case.expected(rank, world);
-        match &expected {
+        match &*expected {
             None => {}
             Some(Expected::Bytes(bytes)) => {
                 let wrong = got.iter().zip(bytes).position(|(got, byte)| got != byte);

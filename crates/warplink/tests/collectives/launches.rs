@@ -1,7 +1,8 @@
 //! Many calls: in a row, in graphs, on several streams, of several communicators.
 
 use crate::common::{threads_with, world};
-use crate::expected::{Case, Random};
+use crate::endurance::{Endurance, Mix};
+use crate::expected::Random;
 use warplink::device::{AllocationKind, DeviceSlice, Priority, ReduceOp};
 use warplink::{Collectives, Communicator, DType};
 
@@ -46,29 +47,27 @@ fn memory(comm: &Communicator, count: usize) -> DeviceSlice {
         .unwrap()
 }
 
+/// Of all kinds, types, operators, roots and lengths, on one or two streams or as graphs, of one or two
+/// communicators, beside matrix products or not. `random_collectives` makes a million.
 #[test]
 fn thousands_of_mixed_calls_stay_right() {
-    let ranks = world(4);
-    threads_with(
-        ranks,
-        |_| {},
-        |comm| {
-            let collectives = comm.collectives().unwrap();
-            let stream = comm.create_stream(Priority::Normal).unwrap();
-            let mut random = Random::new(11);
-            for _ in 0..40 {
-                let cases: Vec<Case> = (0..50)
-                    .map(|_| Case::random(&mut random, ranks, 200))
-                    .collect();
-                let made: Vec<_> = cases
-                    .iter()
-                    .map(|case| case.make(comm, &collectives, &stream).unwrap())
-                    .collect();
-                comm.synchronize(&stream).unwrap();
-                made.iter().for_each(|made| made.check(comm));
-            }
-        },
-    );
+    for ranks in [2, 4].map(world) {
+        threads_with(
+            ranks,
+            |_| {},
+            |comm| {
+                let mut endurance = Endurance::new(comm, Mix::all(11));
+                let mut calls = endurance.graph(0, 100, 3);
+                for batch in 0.. {
+                    if calls >= 1000 {
+                        break;
+                    }
+                    calls += endurance.batch(batch);
+                }
+                endurance.close();
+            },
+        );
+    }
 }
 
 /// A chain of sums and gathers in one graph, with calls outside of it between its launches.

@@ -1,0 +1,284 @@
+//! Mixed small calls, as many as one asks for, each with fresh inputs and checked.
+//!
+//! A batch is what is enqueued before the host waits. Its number and the seed say everything about it.
+
+use crate::common::{decode, encode};
+use crate::expected::{Case, Made, Random};
+use std::ops::Range;
+use warplink::device::{AllocationKind, DeviceSlice, MatmulSpec, Priority, ReduceOp, Stream};
+use warplink::{Collectives, Communicator, DType};
+
+/// The most elements of a call.
+const MOST: usize = 4096;
+
+/// The most calls of a batch.
+const MOST_CALLS: usize = 40;
+
+/// Rows and columns of the matrix products beside calls.
+const PRODUCT: usize = 64;
+
+/// Which calls there are.
+#[derive(Clone, Debug)]
+pub(crate) struct Mix {
+    pub(crate) seed: u64,
+    pub(crate) types: Vec<DType>,
+    pub(crate) operators: Vec<ReduceOp>,
+}
+
+impl Mix {
+    /// Everything.
+    pub(crate) fn all(seed: u64) -> Self {
+        Self {
+            seed,
+            types: DType::ALL.to_vec(),
+            operators: ReduceOp::ALL.to_vec(),
+        }
+    }
+
+    /// A call of any kind.
+    fn case(&self, random: &mut Random, world: usize) -> Case {
+        let most = [16, 16, 256, 256, 1024, MOST][random.below(6)];
+        let mut case = Case::random(random, world, most);
+        if random.below(24) == 0 {
+            case.call.count = 0;
+        }
+        if case.call.kind.reduces() {
+            case.call.dtype = self.types[random.below(self.types.len())];
+            case.call.op = Some(self.operators[random.below(self.operators.len())]);
+            // Elements start at multiples of their size.
+            case.shift = [0, 16, 1, 3][random.below(4)] * case.call.dtype.size();
+        }
+        case
+    }
+}
+
+/// How the calls of a batch are made.
+#[derive(Clone, Copy, Debug)]
+enum Manner {
+    /// On one stream.
+    OneStream,
+    /// On two streams by turns, which are others on every rank.
+    Turns,
+    /// As a graph that is launched again and again, with calls between its launches.
+    Graph,
+    /// Of two communicators on a stream each, enqueued in another order on every rank.
+    TwoCommunicators,
+}
+
+/// A rank, with two communicators of all ranks.
+pub(crate) struct Endurance<'a> {
+    comm: &'a Communicator,
+    other: Communicator,
+    mix: Mix,
+    collectives: [Collectives; 2],
+    streams: [Stream; 2],
+    /// What the calls of a batch share.
+    memory: DeviceSlice,
+    products: Products,
+}
+
+impl<'a> Endurance<'a> {
+    /// Every rank calls it at the same time.
+    pub(crate) fn new(comm: &'a Communicator, mix: Mix) -> Self {
+        let other = comm.split(0, comm.rank() as i64).unwrap();
+        let stream = || comm.create_stream(Priority::Normal).unwrap();
+        Self {
+            comm,
+            mix,
+            collectives: [comm.collectives().unwrap(), other.collectives().unwrap()],
+            other,
+            streams: [stream(), stream()],
+            memory: allocate(comm, 1 << 20),
+            products: Products::new(comm),
+        }
+    }
+
+    /// Makes the calls of batch `number`, and checks them; tells how many they were.
+    pub(crate) fn batch(&mut self, number: u64) -> usize {
+        let mut random = Random::new(self.mix.seed.wrapping_mul(1 << 32).wrapping_add(number + 1));
+        random.next();
+        let manners = [
+            Manner::OneStream,
+            Manner::Turns,
+            Manner::Graph,
+            Manner::TwoCommunicators,
+        ];
+        let manner = manners[random.below(manners.len())];
+        let calls = 1 + random.below(MOST_CALLS);
+        let beside_products = random.below(4) == 0;
+        let mut made = self.place(&mut random, calls);
+        if beside_products {
+            self.products.enqueue();
+        }
+        let done = match manner {
+            Manner::Graph => {
+                let launches = 1 + random.below(3);
+                self.replay(&mut random, &mut made, launches)
+            }
+            _ => {
+                self.eager(manner, &made);
+                calls
+            }
+        };
+        if beside_products {
+            self.products.check(self.comm, manner);
+        }
+        done
+    }
+
+    /// A graph of `calls` collectives, launched so many times with fresh inputs; tells how many calls that was.
+    pub(crate) fn graph(&mut self, number: u64, calls: usize, launches: usize) -> usize {
+        let mut random = Random::new(self.mix.seed ^ number.wrapping_mul(0x9e37_79b9) ^ 0xa5a5);
+        let mut made = self.place(&mut random, calls);
+        self.replay(&mut random, &mut made, launches)
+    }
+
+    /// Closes what is this rank's alone.
+    pub(crate) fn close(self) {
+        self.other.close().unwrap();
+    }
+
+    /// So many calls with their memory and inputs.
+    fn place(&mut self, random: &mut Random, calls: usize) -> Vec<Made> {
+        let world = self.comm.world();
+        let cases: Vec<Case> = (0..calls).map(|_| self.mix.case(random, world)).collect();
+        let mut end = 0;
+        let ranges: Vec<Range<usize>> = cases
+            .iter()
+            .map(|case| {
+                let start = end;
+                end = (start + case.memory_bytes(world)).next_multiple_of(256);
+                start..start + case.memory_bytes(world)
+            })
+            .collect();
+        if end > self.memory.bytes() {
+            self.memory = allocate(self.comm, end.next_power_of_two());
+        }
+        let made = cases.into_iter().zip(ranges).map(|(case, range)| {
+            let memory = self.memory.slice(range).unwrap();
+            let made = case.place(self.comm, memory).unwrap();
+            made.fill(self.comm).unwrap();
+            made
+        });
+        made.collect()
+    }
+
+    /// Enqueues the calls, waits for them and checks them.
+    fn eager(&self, manner: Manner, made: &[Made]) {
+        let rank = self.comm.rank();
+        for (at, pair) in made.chunks(2).enumerate() {
+            let swapped = matches!(manner, Manner::TwoCommunicators) && (at + rank) % 2 == 1;
+            let order = if swapped { [1, 0] } else { [0, 1] };
+            for place in order.into_iter().filter(|place| *place < pair.len()) {
+                let (collectives, stream) = match manner {
+                    Manner::TwoCommunicators => (place, place),
+                    Manner::Turns => (0, (at * (rank + 1) + place) % 2),
+                    Manner::OneStream | Manner::Graph => (0, 0),
+                };
+                pair[place]
+                    .enqueue(&self.collectives[collectives], &self.streams[stream])
+                    .unwrap();
+            }
+        }
+        self.check(made);
+    }
+
+    /// Records the calls as a graph, and launches and checks it again and again; tells how many calls that was.
+    fn replay(&self, random: &mut Random, made: &mut [Made], launches: usize) -> usize {
+        let (collectives, stream) = (&self.collectives[0], &self.streams[0]);
+        stream.begin_capture().unwrap();
+        for one in &*made {
+            one.enqueue(collectives, stream).unwrap();
+        }
+        let graph = stream.end_capture().unwrap();
+        let repeats = made.iter().all(|made| !made.is_in_place());
+        let mut done = 0;
+        for launch in 0..launches {
+            if launch > 0 {
+                for one in &mut *made {
+                    one.fill_again(self.comm, random.next()).unwrap();
+                }
+            }
+            // What leaves its inputs alone gives the same again, without a host that waits between.
+            let times = if repeats { 1 + random.below(3) } else { 1 };
+            for _ in 0..times {
+                graph.launch(stream).unwrap();
+                if random.below(3) == 0 {
+                    collectives.barrier(stream).unwrap();
+                }
+            }
+            self.check(made);
+            done += times * made.len();
+        }
+        done
+    }
+
+    fn check(&self, made: &[Made]) {
+        for (comm, stream) in [self.comm, &self.other].into_iter().zip(&self.streams) {
+            comm.synchronize(stream).unwrap();
+        }
+        made.iter().for_each(|made| made.check(self.comm));
+    }
+}
+
+/// Matrix products on a stream of their own.
+struct Products {
+    stream: Stream,
+    enqueue: Box<dyn Fn(&Stream)>,
+    c: DeviceSlice,
+    expected: Vec<f64>,
+}
+
+impl Products {
+    fn new(comm: &Communicator) -> Self {
+        let compute = comm.device().compute().unwrap();
+        let spec = MatmulSpec::new(PRODUCT, PRODUCT, PRODUCT, DType::F32);
+        compute.prepare_matmul(&spec).unwrap();
+        let [a, b, c] = [(); 3].map(|()| allocate(comm, 4 * PRODUCT * PRODUCT));
+        // Whole numbers, whose products are exact.
+        let side = |factor: usize| -> Vec<f64> {
+            let all = 0..PRODUCT * PRODUCT;
+            all.map(|at| (factor * at % 13) as f64 - 6.0).collect()
+        };
+        let (left, right) = (side(5), side(7));
+        for (memory, values) in [(&a, &left), (&b, &right)] {
+            let bytes = encode(DType::F32, values);
+            comm.device().upload(memory, &bytes).unwrap();
+        }
+        let expected = (0..PRODUCT * PRODUCT).map(|at| {
+            let (row, column) = (at / PRODUCT, at % PRODUCT);
+            let terms = (0..PRODUCT).map(|k| left[row * PRODUCT + k] * right[k * PRODUCT + column]);
+            terms.sum()
+        });
+        let to = c.clone();
+        Self {
+            stream: comm.create_stream(Priority::Normal).unwrap(),
+            enqueue: Box::new(move |stream| {
+                stream.fill(&to, 0xff).unwrap();
+                for _ in 0..4 {
+                    compute.matmul(stream, &spec, &a, &b, &to, None).unwrap();
+                }
+            }),
+            c,
+            expected: expected.collect(),
+        }
+    }
+
+    fn enqueue(&self) {
+        (self.enqueue)(&self.stream);
+    }
+
+    fn check(&self, comm: &Communicator, manner: Manner) {
+        comm.synchronize(&self.stream).unwrap();
+        let mut bytes = vec![0; self.c.bytes()];
+        comm.device().download(&self.c, &mut bytes).unwrap();
+        let got = decode(DType::F32, &bytes);
+        assert_eq!(got, self.expected, "a product beside calls ({manner:?})");
+    }
+}
+
+fn allocate(comm: &Communicator, bytes: usize) -> DeviceSlice {
+    comm.device()
+        .allocate(bytes, AllocationKind::Plain)
+        .unwrap()
+}
