@@ -14,3 +14,5 @@ mod expected;
 mod failures;
 #[path = "collectives/launches.rs"]
 mod launches;
+#[path = "collectives/losses.rs"]
+mod losses;

@@ -3,7 +3,9 @@
 use super::Communicator;
 use crate::collective::{CollectiveOptions, Collectives};
 use crate::error::Result;
+use crate::program::execute::RankContext;
 use crate::sync::lock;
+use std::sync::Arc;
 
 impl Communicator {
     /// The communicator's collectives, with the default options. The first call joins them: every rank makes it at
@@ -25,13 +27,30 @@ impl Communicator {
     /// Blocks until all have.
     ///
     /// # Errors
+    /// [`ErrorKind::Timeout`](crate::ErrorKind::Timeout), which names a rank that did not make the call. That one
+    /// makes it too, and fails, before all try again.
     /// [`ErrorKind::Mismatch`](crate::ErrorKind::Mismatch) where options differ,
     /// [`ErrorKind::PeerFailed`](crate::ErrorKind::PeerFailed) where another rank cannot join; all of an
     /// allocation, and of [`barrier`](Self::barrier).
     pub fn collectives_with(&self, options: &CollectiveOptions) -> Result<Collectives> {
-        let joined = Collectives::join(self.rank_context(), options);
+        let joined = self.joining_context();
+        let joined = joined.and_then(|context| Collectives::join(context, options));
+        let joined = self.fault.with_outcome(joined);
         let joined = joined.map_err(|error| error.with_rank(self.rank()))?;
         self.known_collectives.add(&joined);
         Ok(joined)
+    }
+
+    /// The context of one attempt to join, with a group of its own: where ranks leave it at different points, they
+    /// are in step for what they do next.
+    fn joining_context(&self) -> Result<RankContext> {
+        let members = self.group.members();
+        let number = self.number("collectives", members);
+        let name = self.group.name().child("collectives", members, number);
+        let group = self.job.bootstrap.named_group(members, name)?;
+        Ok(RankContext {
+            group: Arc::new(group),
+            ..self.rank_context()
+        })
     }
 }

@@ -116,7 +116,7 @@ impl Communicator {
     }
 
     /// How many groups of `members` (ranks of the job) were made in the way `how` before this one.
-    fn number(&self, how: &'static str, members: &[Rank]) -> u64 {
+    pub(super) fn number(&self, how: &'static str, members: &[Rank]) -> u64 {
         let mut made = lock(&self.made);
         let count = made.entry((how, members.to_vec())).or_default();
         *count += 1;

@@ -443,7 +443,7 @@ impl Communicator {
     /// # Errors
     /// [`ErrorKind::Timeout`] where streams still wait for peers at the deadline; this rank then
     /// leaves as by [`abort`](Self::abort). Those of [`barrier`](Self::barrier) when a peer is lost or
-    /// does not close. The communicator is closed all the same.
+    /// does not close; of a job, this rank then leaves as by abort too. The communicator is closed all the same.
     pub fn close(self) -> Result<()> {
         drop(lock(&self.collectives).take());
         if self.is_world {

@@ -138,6 +138,12 @@ impl JobServices {
         let deadline = self.deadline();
         self.networks.leave();
         let together = barrier(deadline);
+        if let Err(error) = &together
+            && error.kind() == ErrorKind::Timeout
+        {
+            // Streams of those that did not close may wait for this rank: they are let go.
+            self.end("it closed its communicator, and not all ranks did in time");
+        }
         // Nobody sends any more.
         let networks = self.networks.close(deadline);
         self.memory.stop();

@@ -1,0 +1,356 @@
+//! Ranks that are lost in the middle of collectives: each of the others gets an error that names it, takes nothing
+//! for a result that is none, and goes on with those that are left.
+
+use crate::common::{
+    Ranks, assert_says, is_rank, kill_self, processes_of, resume, stop_self, threads_that_end,
+    threads_with, world,
+};
+use crate::expected::{Case, Random};
+use std::sync::Barrier;
+use std::time::{Duration, Instant};
+use warplink::collective::{Call, CollectiveKind};
+use warplink::device::{AllocationKind, Priority, ReduceOp, Stream};
+use warplink::{Collectives, Communicator, DType, Error, ErrorKind};
+
+const RANKS: usize = 4;
+
+/// How soon after its end the others must have their error.
+const SOON: Duration = Duration::from_secs(5);
+
+/// How long a rank may be silent, in seconds.
+const HEARTBEAT_LIMIT: &str = "1.5";
+
+/// How a rank ends.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum End {
+    Killed,
+    /// Its process does not run any more, but is there.
+    Stopped,
+    /// It leaves as a failure.
+    Aborted,
+    /// It lets go of its communicator without closing it.
+    Dropped,
+}
+
+/// Makes calls until one fails, in groups of several; every result of a group that is said to be done is checked.
+fn call_until(
+    comm: &Communicator,
+    collectives: &Collectives,
+    stream: &Stream,
+    groups: usize,
+) -> Result<(), Error> {
+    let mut random = Random::new(21);
+    for _ in 0..groups {
+        let cases: Vec<Case> = (0..4)
+            .map(|_| Case::random(&mut random, comm.world(), 500))
+            .collect();
+        let made: Result<Vec<_>, _> = cases
+            .iter()
+            .map(|case| case.make(comm, collectives, stream))
+            .collect();
+        let made = made?;
+        comm.synchronize(stream)?;
+        made.iter().for_each(|made| made.check(comm));
+    }
+    Ok(())
+}
+
+/// Runs ranks of which `victim` ends in the middle of collectives.
+fn lose(victim: usize, end: End) {
+    let name = format!("{victim} {end:?}");
+    if is_rank() && std::env::var("CASE").as_ref() != Ok(&name) {
+        return;
+    }
+    let mut ranks = Ranks {
+        world: world(RANKS),
+        ..Ranks::default()
+    };
+    if ranks.world < 2 {
+        return;
+    }
+    let variables = [
+        ("WARPLINK_HEARTBEAT_LIMIT", HEARTBEAT_LIMIT),
+        ("WARPLINK_TIMEOUT", "30"),
+        ("CASE", &name),
+    ];
+    let variables = variables.map(|(name, value)| (name.to_owned(), value.to_owned()));
+    ranks.env.extend(variables);
+    let victim = victim.min(ranks.world - 1);
+    let Some(ended) = ranks.start(|comm| lose_in(comm, victim, end)) else {
+        return;
+    };
+    for (rank, ended) in ended.iter().enumerate() {
+        let expected = (rank != victim || end != End::Killed).then_some(0);
+        assert_eq!(
+            ended.code, expected,
+            "{name}, rank {rank}:\n{}",
+            ended.output
+        );
+    }
+}
+
+fn lose_in(comm: Communicator, victim: usize, end: End) {
+    let processes = processes_of(&comm);
+    let collectives = comm.collectives().unwrap();
+    let stream = comm.create_stream(Priority::Normal).unwrap();
+    call_until(&comm, &collectives, &stream, 3).unwrap();
+    comm.barrier().unwrap();
+    if comm.rank() == victim {
+        match end {
+            End::Killed | End::Stopped => {
+                // While another thread calls.
+                std::thread::spawn(move || match end {
+                    End::Killed => kill_self(),
+                    _ => {
+                        std::thread::sleep(Duration::from_millis(100));
+                        stop_self();
+                    }
+                });
+                let error = call_until(&comm, &collectives, &stream, usize::MAX).unwrap_err();
+                assert_eq!(error.kind(), ErrorKind::GivenUp, "{error}");
+                assert!(comm.survivors().is_err());
+            }
+            End::Aborted => {
+                call_until(&comm, &collectives, &stream, 5).unwrap();
+                comm.abort("it has had enough");
+                let error = call_until(&comm, &collectives, &stream, 1).unwrap_err();
+                assert_eq!(error.kind(), ErrorKind::Closed, "{error}");
+            }
+            End::Dropped => call_until(&comm, &collectives, &stream, 5).unwrap(),
+        }
+        return;
+    }
+    let started = Instant::now();
+    let error = call_until(&comm, &collectives, &stream, usize::MAX).unwrap_err();
+    let took = started.elapsed();
+    println!("rank {}: {error} ({took:?})", comm.rank());
+    assert_eq!(error.kind(), ErrorKind::PeerLost, "{error}");
+    assert_eq!(error.peer(), Some(victim), "{error}");
+    assert!(took < SOON, "{error} came after {took:?}");
+    // No call passes for done from now on.
+    let again = call_until(&comm, &collectives, &stream, 1).unwrap_err();
+    assert_eq!(again.peer(), Some(victim), "{again}");
+    let world = comm.world();
+    let left = go_on(comm, collectives);
+    assert_eq!(left.world() + 1, world);
+    left.barrier().unwrap();
+    if end == End::Stopped && left.rank() == 0 {
+        resume(processes[victim]);
+    }
+    left.close().unwrap();
+}
+
+/// The communicator of the ranks that are left, whose collectives are right.
+fn go_on(comm: Communicator, collectives: Collectives) -> Communicator {
+    let left = comm.survivors().unwrap();
+    let anew = left.collectives().unwrap();
+    let stream = left.create_stream(Priority::Normal).unwrap();
+    call_until(&left, &anew, &stream, 5).unwrap();
+    drop((collectives, comm));
+    left
+}
+
+#[test]
+fn the_ranks_that_are_left_go_on_when_one_is_killed() {
+    for victim in [RANKS - 1, 0] {
+        lose(victim, End::Killed);
+    }
+}
+
+#[test]
+fn the_ranks_that_are_left_go_on_when_one_is_stopped() {
+    for victim in [RANKS - 1, 0] {
+        lose(victim, End::Stopped);
+    }
+}
+
+#[test]
+fn the_ranks_that_are_left_go_on_when_one_leaves() {
+    for victim in [RANKS - 1, 0] {
+        for end in [End::Aborted, End::Dropped] {
+            lose(victim, end);
+        }
+    }
+}
+
+/// A close waits for the other ranks, and they for it in a collective.
+#[test]
+fn a_rank_that_closes_is_named_by_those_that_still_call() {
+    let ranks = world(3);
+    if ranks < 2 {
+        return;
+    }
+    let limit = Duration::from_secs(2);
+    threads_that_end(
+        ranks,
+        |config| {
+            config.timeout = if config.join.rank == 1 {
+                limit
+            } else {
+                10 * limit
+            }
+        },
+        |comm| {
+            let collectives = comm.collectives().unwrap();
+            let stream = comm.create_stream(Priority::Normal).unwrap();
+            call_until(&comm, &collectives, &stream, 2).unwrap();
+            if comm.rank() == 1 {
+                drop(collectives);
+                let error = comm.close().unwrap_err();
+                assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
+                return;
+            }
+            let started = Instant::now();
+            let error = call_until(&comm, &collectives, &stream, 1).unwrap_err();
+            let took = started.elapsed();
+            assert_eq!((error.kind(), error.peer()), (ErrorKind::PeerLost, Some(1)));
+            assert_says(
+                &error,
+                &["it closed its communicator, and not all ranks did"],
+            );
+            // Long before a timeout of this rank.
+            assert!(took < limit + SOON, "{error} came after {took:?}");
+            go_on(comm, collectives).close().unwrap();
+        },
+    );
+}
+
+/// A call as errors name it: in bytes, where nothing is reduced.
+fn told(call: &Call) -> String {
+    let (dtype, count) = if call.kind.reduces() {
+        (call.dtype, call.count)
+    } else {
+        (DType::U8, call.bytes())
+    };
+    Call {
+        dtype,
+        count,
+        ..*call
+    }
+    .to_string()
+}
+
+/// Every rank gets an error, and all are left: they make collectives anew.
+#[test]
+fn ranks_that_called_different_things_go_on_in_another_communicator() {
+    let with = |kind, op, dtype, root| Call {
+        kind,
+        op,
+        dtype,
+        count: 6,
+        root,
+    };
+    let (sum, max) = (Some(ReduceOp::Sum), Some(ReduceOp::Max));
+    let reduce = CollectiveKind::Reduce;
+    let usual = with(reduce, sum, DType::I32, Some(0));
+    let others = [
+        Call { count: 7, ..usual },
+        Call { count: 0, ..usual },
+        Call { op: max, ..usual },
+        Call {
+            dtype: DType::F32,
+            ..usual
+        },
+        Call {
+            root: Some(1),
+            ..usual
+        },
+        with(CollectiveKind::AllReduce, sum, DType::I32, None),
+        with(CollectiveKind::Broadcast, None, DType::I32, Some(0)),
+    ];
+    for other in others {
+        threads_that_end(
+            world(3),
+            |_| {},
+            |comm| {
+                let collectives = comm.collectives().unwrap();
+                let stream = comm.create_stream(Priority::Normal).unwrap();
+                let call = if comm.rank() == 1 { other } else { usual };
+                let memory = comm.device().allocate(64, AllocationKind::Plain).unwrap();
+                let slice = memory.slice(0..call.bytes()).unwrap();
+                collectives.enqueue(&call, &slice, &slice, &stream).unwrap();
+                let error = comm.synchronize(&stream).unwrap_err();
+                assert_eq!(error.kind(), ErrorKind::Mismatch, "{other}: {error}");
+                let told = told(&other);
+                assert_says(&error, &["reduce of 6 i32, sum, root 0", &told, "(peer"]);
+                let again = call_until(&comm, &collectives, &stream, 1).unwrap_err();
+                assert_eq!(again.kind(), ErrorKind::Mismatch, "{other}: {again}");
+                let left = go_on(comm, collectives);
+                assert_eq!(left.world(), world(3));
+                left.close().unwrap();
+            },
+        );
+    }
+}
+
+/// What waits for it is not lost: where it calls after all, it is done.
+#[test]
+fn a_rank_that_calls_after_a_timeout_is_waited_for() {
+    let ranks = world(3);
+    if ranks < 2 {
+        return;
+    }
+    let all = Barrier::new(ranks);
+    threads_with(
+        ranks,
+        |config| config.timeout = Duration::from_secs(1),
+        |comm| {
+            let collectives = comm.collectives().unwrap();
+            let stream = comm.create_stream(Priority::Normal).unwrap();
+            let mut random = Random::new(3);
+            let case = Case::random(&mut random, ranks, 500);
+            let made = if comm.rank() == 1 {
+                // The others' calls have timed out.
+                all.wait();
+                case.make(comm, &collectives, &stream).unwrap()
+            } else {
+                let made = case.make(comm, &collectives, &stream).unwrap();
+                let synchronized = comm.synchronize(&stream);
+                all.wait();
+                let error = synchronized.unwrap_err();
+                assert_eq!((error.kind(), error.peer()), (ErrorKind::Timeout, Some(1)));
+                assert_says(&error, &["the communicator can still be used"]);
+                made
+            };
+            comm.synchronize(&stream).unwrap();
+            made.check(comm);
+            call_until(comm, &collectives, &stream, 3).unwrap();
+        },
+    );
+}
+
+/// Joining has a deadline too. A rank that joins later finds the other gone, and both join again.
+#[test]
+fn a_rank_that_does_not_join_is_named() {
+    let ranks = world(2);
+    if ranks < 2 {
+        return;
+    }
+    let all = Barrier::new(ranks);
+    threads_with(
+        ranks,
+        |config| config.timeout = Duration::from_secs(1),
+        |comm| {
+            let early = (comm.rank() == 0).then(|| comm.collectives());
+            all.wait();
+            let late = (comm.rank() == 1).then(|| comm.collectives());
+            all.wait();
+            if let Some(early) = early {
+                let error = early.unwrap_err();
+                assert_eq!((error.kind(), error.peer()), (ErrorKind::Timeout, Some(1)));
+                assert_says(&error, &["the communicator can still be used"]);
+            }
+            if let Some(late) = late {
+                let error = late.unwrap_err();
+                assert_eq!(
+                    (error.kind(), error.peer()),
+                    (ErrorKind::PeerFailed, Some(0))
+                );
+            }
+            comm.barrier().unwrap();
+            let collectives = comm.collectives().unwrap();
+            let stream = comm.create_stream(Priority::Normal).unwrap();
+            call_until(comm, &collectives, &stream, 2).unwrap();
+        },
+    );
+}
