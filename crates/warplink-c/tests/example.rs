@@ -42,7 +42,7 @@ fn the_example_runs_with_ranks_as_threads_and_as_processes() {
     let installed = Installed::get();
     let program = installed.compile(&source(), Linkage::Shared);
     let id = UniqueId::create([127, 0, 0, 1].into(), 0).unwrap();
-    id.release();
+    let _held = id.release();
     let as_rank = |rank: usize| {
         let mut command = command(&program);
         command

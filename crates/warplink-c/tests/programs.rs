@@ -31,7 +31,7 @@ fn processes_with(source: &str, linkage: Linkage, ranks: usize, more: &[&str]) -
     let program = installed.compile(&source, linkage);
     let id = UniqueId::create([127, 0, 0, 1].into(), 0).unwrap();
     // Only its port is used, which a process of the program listens on.
-    id.release();
+    let _held = id.release();
     let started = Instant::now();
     let start = |rank: usize| {
         let mut command = Command::new(&program);

@@ -7,7 +7,8 @@ use crate::region::seconds;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use std::net::IpAddr;
-use warplink::bootstrap::{JoinConfig, Rendezvous};
+use std::sync::{Mutex, PoisonError};
+use warplink::bootstrap::{HeldPort, JoinConfig, Rendezvous};
 use warplink::{Config, Error, ErrorKind};
 
 /// What the ranks of a job meet by: the address of rank 0's store and the secret that admits to it.
@@ -16,7 +17,18 @@ use warplink::{Config, Error, ErrorKind};
 /// given to `Job.join` on every rank; `repr(id)` leaves the secret out.
 #[pyclass(frozen, module = "warplink")]
 #[derive(Debug)]
-pub(crate) struct UniqueId(warplink::bootstrap::UniqueId);
+pub(crate) struct UniqueId {
+    id: warplink::bootstrap::UniqueId,
+    /// The port, once it was released.
+    held: Mutex<Option<HeldPort>>,
+}
+
+impl From<warplink::bootstrap::UniqueId> for UniqueId {
+    fn from(id: warplink::bootstrap::UniqueId) -> Self {
+        let held = Mutex::default();
+        Self { id, held }
+    }
+}
 
 #[pymethods]
 impl UniqueId {
@@ -33,39 +45,41 @@ impl UniqueId {
             ))
         })?;
         let id = warplink::bootstrap::UniqueId::create(address, port).map_err(raise)?;
-        Ok(Self(id))
+        Ok(id.into())
     }
 
     /// The id in its 128 bytes. Raises InvalidHandleError where they are truncated or altered.
     #[staticmethod]
     fn from_bytes(data: &[u8]) -> PyResult<Self> {
         let id = warplink::bootstrap::UniqueId::from_bytes(data).map_err(raise)?;
-        Ok(Self(id))
+        Ok(id.into())
     }
 
     /// The id's 128 bytes.
     fn to_bytes<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
-        PyBytes::new(py, &self.0.to_bytes())
+        PyBytes::new(py, &self.id.to_bytes())
     }
 
-    /// Gives up the port that `create` holds in this process, so that a rank 0 in another process can
-    /// listen there.
+    /// Stops to listen on the port that `create` holds in this process, so that a rank 0 in another process
+    /// can listen there. The system gives it to nobody else as long as this object lives.
     fn release(&self) {
-        self.0.release();
+        let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
+        // A second call finds nothing to release.
+        held.get_or_insert_with(|| self.id.release());
     }
 
     /// Where rank 0 serves the store, as `ip:port`.
     #[getter]
     fn address(&self) -> String {
-        self.0.address().to_string()
+        self.id.address().to_string()
     }
 
     fn __str__(&self) -> String {
-        self.0.to_string()
+        self.id.to_string()
     }
 
     fn __repr__(&self) -> String {
-        format!("UniqueId(address='{}')", self.0.address())
+        format!("UniqueId(address='{}')", self.id.address())
     }
 }
 

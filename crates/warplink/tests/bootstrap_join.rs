@@ -7,19 +7,14 @@
 
 mod bootstrap_support;
 
-use bootstrap_support::{close_all, config, join_all, members, new_id, soon, within};
-use std::net::{SocketAddr, TcpListener};
+use bootstrap_support::{
+    Stopwatch, close_all, config, free_address, join_all, members, new_id, soon, within,
+};
+use std::net::TcpListener;
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use warplink::bootstrap::{Bootstrap, JoinConfig, Rendezvous, UniqueId};
 use warplink::{Error, ErrorKind, Result};
-
-fn free_address() -> SocketAddr {
-    TcpListener::bind("127.0.0.1:0")
-        .unwrap()
-        .local_addr()
-        .unwrap()
-}
 
 fn error<T>(result: Result<T>) -> Error {
     match result {
@@ -38,7 +33,7 @@ fn rank_0(id: &UniqueId) -> thread::JoinHandle<Result<std::sync::Arc<Bootstrap>>
 fn by_plain_address_with_and_without_a_secret() {
     within(30, || {
         for secret in [None, Some("shared".to_owned())] {
-            let address = free_address();
+            let (address, _held) = free_address();
             let configs = (0..3).map(|rank| {
                 let mut config = JoinConfig::new(Rendezvous::Address(address), rank, 3);
                 config.secret = secret.clone();
@@ -144,7 +139,7 @@ fn a_peer_that_never_comes_is_named_on_all() {
             config.timeout = Duration::from_millis(1500);
             config
         });
-        let begun = Instant::now();
+        let begun = Stopwatch::start();
         for result in join_all(configs.to_vec()) {
             let missing = error(result);
             assert_eq!(missing.kind(), ErrorKind::Timeout, "{missing}");
@@ -152,7 +147,8 @@ fn a_peer_that_never_comes_is_named_on_all() {
         }
         assert!(begun.elapsed() < Duration::from_secs(6));
 
-        let mut alone = JoinConfig::new(Rendezvous::Address(free_address()), 1, 2);
+        let (nobody, _held) = free_address();
+        let mut alone = JoinConfig::new(Rendezvous::Address(nobody), 1, 2);
         alone.timeout = Duration::from_millis(200);
         let missing = error(Bootstrap::join(&alone));
         assert_eq!(
@@ -171,7 +167,8 @@ fn a_peer_that_never_comes_is_named_on_all() {
 #[test]
 fn rank_0_may_come_last() {
     within(30, || {
-        let id = UniqueId::create([127, 0, 0, 1].into(), free_address().port()).unwrap();
+        let (address, _held) = free_address();
+        let id = UniqueId::create(address.ip(), address.port()).unwrap();
         let one = {
             let config = config(&id, 1, 2);
             thread::spawn(move || Bootstrap::join(&config))
@@ -190,7 +187,16 @@ fn an_id_can_hand_its_port_to_another_process() {
             TcpListener::bind(id.address()).unwrap_err().kind(),
             std::io::ErrorKind::AddrInUse
         );
-        id.release();
+        let held = id.release();
+        let given = || TcpListener::bind("127.0.0.1:0").unwrap();
+        // More often than there are ports.
+        let mut others = (0..60_000).map(|_| given().local_addr().unwrap());
+        assert!(
+            others.all(|other| other != id.address()),
+            "given to another"
+        );
+        TcpListener::bind(id.address()).unwrap();
+        drop(held);
         TcpListener::bind(id.address()).unwrap();
     });
 }

@@ -9,7 +9,7 @@ use std::net::{IpAddr, Ipv4Addr, TcpListener};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::str::FromStr;
-use warplink::bootstrap::UniqueId;
+use warplink::bootstrap::{HeldPort, UniqueId};
 
 /// What the launcher alone decides.
 const RESERVED: [&str; 8] = [
@@ -67,6 +67,8 @@ impl FromStr for Variable {
 pub(super) struct Environment {
     world: usize,
     id: String,
+    /// Until rank 0 listens there.
+    _port: HeldPort,
     master_port: u16,
 }
 
@@ -78,11 +80,11 @@ impl Environment {
             .and_then(|listener| listener.local_addr())
             .context("find a free port")?
             .port();
-        // Rank 0 will listen there, and it is another process.
-        id.release();
         Ok(Self {
             world,
             id: id.to_string(),
+            // Rank 0 will listen there, and it is another process.
+            _port: id.release(),
             master_port,
         })
     }

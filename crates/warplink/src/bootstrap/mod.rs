@@ -92,4 +92,4 @@ pub use health::Health;
 pub use member::Bootstrap;
 pub use secret::Secret;
 pub use store::{Store, Wait};
-pub use unique_id::UniqueId;
+pub use unique_id::{HeldPort, UniqueId};

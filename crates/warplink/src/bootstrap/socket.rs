@@ -3,10 +3,11 @@
 use crate::deadline::Deadline;
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::lock;
-use rustix::net::sockopt;
+use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
 use std::collections::HashMap;
 use std::io::{self, Read, Write};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
+use std::os::fd::OwnedFd;
 use std::sync::{LazyLock, Mutex};
 use std::time::Duration;
 
@@ -33,6 +34,21 @@ pub(crate) fn reserve(ip: IpAddr) -> Result<SocketAddr> {
 /// The listener that [`reserve`] left for `address`, if this process did.
 pub(crate) fn take_reserved(address: SocketAddr) -> Option<TcpListener> {
     lock(&RESERVED).remove(&address)
+}
+
+/// A socket that is bound to `address` and does not listen: others can listen there, but the system picks the
+/// port for nobody. None where another process was given it just now.
+pub(crate) fn hold(address: SocketAddr) -> Option<OwnedFd> {
+    let family = match address {
+        SocketAddr::V4(_) => AddressFamily::INET,
+        SocketAddr::V6(_) => AddressFamily::INET6,
+    };
+    let flags = SocketFlags::CLOEXEC;
+    let socket = rustix::net::socket_with(family, SocketType::STREAM, flags, None).ok()?;
+    // As all sockets that the standard library listens on.
+    sockopt::set_socket_reuseaddr(&socket, true).ok()?;
+    rustix::net::bind(&socket, &address).ok()?;
+    Some(socket)
 }
 
 /// Whether this process holds `address` for the rank that serves the store.

@@ -6,6 +6,7 @@ use crate::error::{Error, ErrorKind, Result};
 use sha2::{Digest, Sha256};
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
+use std::os::fd::OwnedFd;
 use std::str::FromStr;
 use zerocopy::byteorder::little_endian::U16;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
@@ -33,6 +34,13 @@ struct Layout {
 
 const CHECKED: usize = UniqueId::SIZE - 8;
 const _: () = assert!(size_of::<Layout>() == UniqueId::SIZE);
+
+/// A port that nobody listens on and that the system gives to nobody who asks for any free one, as long as this
+/// lives. Who asks for this port gets it. See [`UniqueId::release`].
+#[derive(Debug)]
+pub struct HeldPort {
+    _socket: Option<OwnedFd>,
+}
 
 /// What a job's ranks need to find and admit one another: an address and a secret.
 ///
@@ -75,10 +83,18 @@ impl UniqueId {
         Ok(Self { address, secret })
     }
 
-    /// Gives up the port that [`UniqueId::create`] holds in this process, if it does, so that a
-    /// rank 0 in another process can listen there.
-    pub fn release(&self) {
-        drop(socket::take_reserved(self.address));
+    /// Stops to listen on the port that [`UniqueId::create`] holds in this process, if it does, so that a
+    /// rank 0 in another process can listen there. Keep the result until that has joined: another process
+    /// might be given the port before.
+    pub fn release(&self) -> HeldPort {
+        let listener = socket::take_reserved(self.address);
+        let hold = |listener| {
+            drop(listener);
+            socket::hold(self.address)
+        };
+        HeldPort {
+            _socket: listener.and_then(hold),
+        }
     }
 
     /// Where the store is served at first.

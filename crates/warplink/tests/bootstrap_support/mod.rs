@@ -1,12 +1,19 @@
 //! What the bootstrap's tests share: jobs of ranks that are threads, and time limits.
 #![allow(dead_code, reason = "each test binary uses a part of it")]
 
+#[path = "../common/stopwatch.rs"]
+mod stopwatch;
+
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::mpsc;
 use std::thread;
 use std::time::Duration;
-use warplink::bootstrap::{Bootstrap, JoinConfig, Rendezvous, UniqueId};
+use warplink::bootstrap::{Bootstrap, HeldPort, JoinConfig, Rendezvous, UniqueId};
 use warplink::{Deadline, Rank, Result};
+
+#[allow(unused_imports, reason = "each test binary uses a part of this")]
+pub(crate) use stopwatch::Stopwatch;
 
 /// A deadline that a passing test never reaches.
 pub(crate) fn soon() -> Deadline {
@@ -15,6 +22,12 @@ pub(crate) fn soon() -> Deadline {
 
 pub(crate) fn new_id() -> UniqueId {
     UniqueId::create([127, 0, 0, 1].into(), 0).unwrap()
+}
+
+/// An address at which nobody listens, and what keeps others from being given it.
+pub(crate) fn free_address() -> (SocketAddr, HeldPort) {
+    let id = new_id();
+    (id.address(), id.release())
 }
 
 pub(crate) fn config(id: &UniqueId, rank: Rank, world: usize) -> JoinConfig {
