@@ -2,12 +2,17 @@
 
 #![allow(clippy::unwrap_used)]
 
+#[path = "../../warplink/tests/common/stopwatch.rs"]
+mod stopwatch;
+
 use std::ffi::{CStr, CString, c_void};
 use std::mem::zeroed;
 use std::ptr::null;
+use std::sync::Barrier;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
+use stopwatch::Stopwatch;
 use warplink::ErrorKind;
 use warplink::device::network::{self, NetworkOptions};
 use warplink_c::block::*;
@@ -317,19 +322,20 @@ fn what_belongs_to_another_communicator_is_refused() {
 #[test]
 fn a_setup_that_fails_can_be_tried_again() {
     let leave = |comm| ok(warplink_destroy(comm));
+    let gave_up = Barrier::new(2);
     ranks_until(
         1.0,
         |comm, rank| {
             let region = alloc(comm, 64);
             declare(comm, rank, region, Transport::Auto);
             if rank == 0 {
-                let started = Instant::now();
+                let started = Stopwatch::start();
                 fails(warplink_setup(comm), Status::Timeout, "peer 1");
                 assert_eq!(warplink_last_error_peer(), 1);
                 assert!(started.elapsed() < Duration::from_secs(10));
-            } else {
-                thread::sleep(Duration::from_millis(1500));
             }
+            // Rank 1 comes when rank 0 has given up.
+            gave_up.wait();
             // Until the peers have met again, each has a second.
             while warplink_setup(comm) != Status::Success {
                 fails(Status::Timeout, Status::Timeout, "timed out");

@@ -3,12 +3,34 @@
 #[allow(dead_code, reason = "shared with the tests of output")]
 mod common;
 
-use common::{Running, SOON, launch, launch_with, stderr, stdout, within};
+use common::{Running, SOON, Stopwatch, launch, launch_with, stderr, stdout, within};
+use std::io::{BufRead, BufReader, Read};
+use std::path::Path;
 use std::time::{Duration, Instant};
+
+/// A directory for files by which ranks, or a rank and the test, tell how far they are.
+fn meeting() -> tempfile::TempDir {
+    tempfile::tempdir().unwrap()
+}
+
+/// A script in which `HERE` stands for a directory, and `AWAIT file;` for a wait until that is there.
+fn script(text: &str, here: &Path) -> String {
+    let here = here.display().to_string();
+    let awaits = text
+        .split("AWAIT ")
+        .enumerate()
+        .map(|(place, part)| match part.split_once(';') {
+            Some((file, rest)) if place > 0 => {
+                format!("until [ -e {file} ]; do sleep 0.01; done;{rest}")
+            }
+            _ => part.to_owned(),
+        });
+    awaits.collect::<String>().replace("HERE", &here)
+}
 
 #[test]
 fn the_first_rank_that_fails_ends_the_rest() {
-    let start = Instant::now();
+    let start = Stopwatch::start();
     let output = launch(4, "[ $RANK != 2 ] || exit 3; sleep 600");
     assert_eq!(output.status.code(), Some(3));
     assert!(
@@ -40,18 +62,21 @@ fn a_signal_that_ends_a_rank_is_named() {
 
 #[test]
 fn a_rank_that_ignores_sigterm_is_killed_after_the_grace_time() {
-    let start = Instant::now();
-    let script =
-        "[ $RANK = 0 ] || { sleep 0.3; exit 5; }; trap '' TERM; while :; do sleep 0.1; done";
-    let output = launch_with(&["--grace", "0.5"], 2, script);
+    let (here, start, watch) = (meeting(), Instant::now(), Stopwatch::start());
+    let text = "[ $RANK = 0 ] || { AWAIT HERE/ready; exit 5; }
+        trap '' TERM; touch HERE/ready; while :; do sleep 0.1; done";
+    let output = launch_with(&["--grace", "0.5"], 2, &script(text, here.path()));
     assert_eq!(output.status.code(), Some(5));
-    assert!((Duration::from_millis(500)..SOON).contains(&start.elapsed()));
+    assert!(start.elapsed() > Duration::from_millis(500));
+    assert!(watch.elapsed() < SOON);
 }
 
 #[test]
 fn a_rank_may_clean_up_on_sigterm() {
-    let script = "[ $RANK = 0 ] || { sleep 0.3; exit 5; }; trap 'echo cleaned; exit 0' TERM; while :; do sleep 0.1; done";
-    let output = launch(2, script);
+    let here = meeting();
+    let text = "[ $RANK = 0 ] || { AWAIT HERE/ready; exit 5; }
+        trap 'echo cleaned; exit 0' TERM; touch HERE/ready; while :; do sleep 0.1; done";
+    let output = launch_with(&["--grace", "20"], 2, &script(text, here.path()));
     assert_eq!(
         (output.status.code(), stdout(&output).as_str()),
         (Some(5), "[rank 0] cleaned\n")
@@ -62,7 +87,10 @@ fn a_rank_may_clean_up_on_sigterm() {
 fn ranks_that_succeed_do_not_end_the_rest() {
     let output = launch(2, "[ $RANK = 0 ] || sleep 0.5; echo done");
     assert!(output.status.success());
-    assert_eq!(stdout(&output), "[rank 0] done\n[rank 1] done\n");
+    let text = stdout(&output);
+    let mut lines: Vec<_> = text.lines().collect();
+    lines.sort_unstable();
+    assert_eq!(lines, ["[rank 0] done", "[rank 1] done"]);
 }
 
 #[test]
@@ -87,8 +115,11 @@ fn ranks_that_end_well_on_a_signal_make_a_success() {
 
 #[test]
 fn a_second_signal_kills() {
-    let mut running = Running::start(2, "trap '' TERM; sleep MARK; sleep MARK", 2);
+    // Longer than the test, so that only the second signal can be what kills.
+    let script = "trap '' TERM; sleep MARK; sleep MARK";
+    let mut running = Running::start_with("600", 2, script, 2);
     running.signal("TERM");
+    running.wait_until_signals_are_taken();
     std::thread::sleep(Duration::from_millis(200));
     assert_eq!(running.sleeping(), 2, "the first is theirs to ignore");
     running.signal("TERM");
@@ -99,7 +130,10 @@ fn a_second_signal_kills() {
 
 #[test]
 fn nothing_is_left_of_ranks_that_end_well() {
-    let mut running = Running::start(2, "sleep MARK & sleep 1", 2);
+    let here = meeting();
+    let text = "sleep MARK & AWAIT HERE/go; true";
+    let mut running = Running::start(2, &script(text, here.path()), 2);
+    std::fs::write(here.path().join("go"), "").unwrap();
     let (code, _) = running.finish();
     assert_eq!(code, Some(0));
     assert_eq!(running.sleeping(), 0);
@@ -120,8 +154,10 @@ fn nothing_is_left_when_the_launcher_is_killed() {
 #[test]
 fn nothing_is_left_in_sessions_of_their_own() {
     // The second has no variable left to be known by.
-    let script = "setsid sleep MARK & env -i setsid sleep MARK & sleep 1";
-    let mut running = Running::start(2, script, 4);
+    let here = meeting();
+    let text = "setsid sleep MARK & env -i setsid sleep MARK & AWAIT HERE/go; true";
+    let mut running = Running::start(2, &script(text, here.path()), 4);
+    std::fs::write(here.path().join("go"), "").unwrap();
     let (code, text) = running.finish();
     assert_eq!(code, Some(0), "{text}");
     assert_eq!(running.sleeping(), 0);
@@ -143,7 +179,7 @@ fn nothing_is_left_in_other_sessions_when_the_launcher_is_killed() {
 fn stopped_ranks_are_killed_after_the_grace_time() {
     // Rank 1 stops before it sleeps.
     let script = "[ $RANK = 0 ] || kill -s STOP $$; sleep MARK";
-    let start = Instant::now();
+    let start = Stopwatch::start();
     let mut running = Running::start(2, script, 1);
     running.signal("TERM");
     let (code, text) = running.finish();
@@ -158,32 +194,39 @@ fn stopped_ranks_are_killed_after_the_grace_time() {
 #[test]
 fn nohup_is_honoured() {
     let script = format!(
-        "trap '' HUP; exec {} launch -n 2 -- sh -c 'sleep 1; echo done'",
+        "trap '' HUP; exec {} launch -n 2 -- sh -c 'echo started; sleep 1; echo done'",
         env!("CARGO_BIN_EXE_warplink")
     );
-    let child = std::process::Command::new("sh")
+    let mut child = std::process::Command::new("sh")
         .args(["-c", &script])
         .stdout(std::process::Stdio::piped())
         .spawn()
         .unwrap();
-    std::thread::sleep(Duration::from_millis(500));
+    // The launcher has long set how it takes signals.
+    let mut output = BufReader::new(child.stdout.take().unwrap());
+    let mut text = String::new();
+    while text.matches("started").count() < 2 {
+        assert_ne!(output.read_line(&mut text).unwrap(), 0, "{text}");
+    }
     let pid = child.id().to_string();
     let sent = std::process::Command::new("kill")
         .args(["-s", "HUP", &pid])
         .status()
         .unwrap();
     assert!(sent.success());
-    let output = child.wait_with_output().unwrap();
-    assert_eq!(output.status.code(), Some(0));
-    assert_eq!(stdout(&output).matches("done").count(), 2);
+    output.read_to_string(&mut text).unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(0));
+    assert_eq!(text.matches("done").count(), 2, "{text}");
 }
 
 #[test]
 fn ranks_that_fail_together_all_say_why() {
     // The rank with the cause is not the first to exit.
-    let script = "[ $RANK = 0 ] || exit 4; sleep 0.2; echo the cause >&2; exit 3";
+    let text = "[ $RANK = 0 ] || { AWAIT HERE/ready; touch HERE/gone; exit 4; }
+        touch HERE/ready; AWAIT HERE/gone; sleep 0.1; echo the cause >&2; exit 3";
     for _ in 0..5 {
-        let text = stderr(&launch(2, script));
+        let here = meeting();
+        let text = stderr(&launch(2, &script(text, here.path())));
         assert!(text.contains("[rank 0] the cause"), "{text}");
     }
 }

@@ -109,10 +109,19 @@ fn standard_input_is_empty() {
 
 #[test]
 fn json_has_standard_output_to_itself() {
+    let here = tempfile::tempdir().unwrap();
+    let process = here.path().join("process");
     let output = launch_with(
         &["--json"],
         2,
-        "echo noise; [ $RANK = 0 ] || { sleep 0.2; exit 7; }",
+        &format!(
+            // Rank 0 has ended before its peer fails.
+            "echo noise; if [ $RANK = 0 ]; then echo $$ > {0}.part; mv {0}.part {0}; exit 0; fi
+            until [ -e {0} ]; do sleep 0.01; done
+            first=/proc/$(cat {0})/status
+            until [ ! -e $first ] || grep -q 'State:.Z' $first; do sleep 0.01; done; exit 7",
+            process.display()
+        ),
     );
     assert_eq!(output.status.code(), Some(7));
     let result: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();

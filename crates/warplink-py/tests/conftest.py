@@ -15,6 +15,42 @@ import pytest
 LIMIT = 120.0
 
 
+class Stopwatch:
+    """Measures seconds, less those in which some task of the machine waited for a processor: what was late then
+    may have been late for that."""
+
+    def __init__(self):
+        self._begin, self._stalled = time.monotonic(), _stalled()
+
+    def elapsed(self) -> float:
+        """A quarter of the time, where the kernel does not count those."""
+        took, stalled = time.monotonic() - self._begin, _stalled()
+        if self._stalled is None or stalled is None:
+            return took / 4
+        return took - (stalled - self._stalled)
+
+
+def _stalled() -> float | None:
+    """For how long some task has waited for a processor since the machine started."""
+    try:
+        with open("/proc/pressure/cpu") as lines:
+            some = next(line for line in lines if line.startswith("some "))
+        return int(some.rpartition("total=")[2]) / 1e6
+    except (OSError, StopIteration):
+        return None
+
+
+def meet(place: str, name: str, rank: int, ranks) -> None:
+    """Waits until all ``ranks`` have called this, without the library: any of them may be lost when it returns.
+    ``place`` is a path beside which files can be made."""
+    with open(f"{place}.{name}.{rank}", "w"):
+        pass
+    end = time.monotonic() + LIMIT / 2
+    while not all(os.path.exists(f"{place}.{name}.{other}") for other in ranks):
+        assert time.monotonic() < end, f"some of the ranks {ranks} did not come to {name!r}"
+        time.sleep(0.01)
+
+
 def _rank_main(body: Callable[..., Any], rank: int, world: int, meeting: str, arguments, results):
     os.environ.setdefault("WARPLINK_DEVICE", os.environ.get("WARPLINK_TEST_DEVICE", "host"))
     try:

@@ -2,11 +2,10 @@
 
 import ctypes
 import os
-import time
 
 import numpy
 import pytest
-from conftest import run_ranks
+from conftest import Stopwatch, meet, run_ranks
 
 import warplink
 from test_transfers import join
@@ -191,22 +190,24 @@ def waiting(block):
     block.channel(0).wait()
 
 
-def lost(rank, world, meeting):
+def lost(rank, world, meeting, place):
     job = join(rank, world, meeting, device="host")
     comm = job.world()
     (connection,) = comm.connect([warplink.Connect(comm.alloc(64), 1 - rank)])
     comm.barrier()
     if rank == 1:
+        meet(place, "launched", rank, range(2))
         os._exit(1)
     stream = comm.create_stream()
     module = comm.load_module("waiting", host={"waiting": waiting})
-    begin = time.monotonic()
     module.kernel("waiting").launch(stream, [connection])
+    meet(place, "launched", rank, range(2))
+    watch = Stopwatch()
     with pytest.raises(warplink.errors.PeerLostError) as caught:
         stream.synchronize()
-    assert caught.value.peer == 1 and time.monotonic() - begin < 5
+    assert caught.value.peer == 1 and watch.elapsed() < 5
     job.abort("the test is done")
 
 
-def test_a_kernel_that_waits_for_a_lost_peer_ends():
-    run_ranks(lost, 2, dies=(1,))
+def test_a_kernel_that_waits_for_a_lost_peer_ends(tmp_path):
+    run_ranks(lost, 2, str(tmp_path / "ranks"), dies=(1,))

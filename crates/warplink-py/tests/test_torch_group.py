@@ -2,14 +2,13 @@
 
 import os
 import tempfile
-import time
 from datetime import timedelta
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from conftest import run_ranks  # noqa: E402
+from conftest import Stopwatch, meet, run_ranks  # noqa: E402
 
 
 def start(rank, world, place, backend="warplink", **options):
@@ -262,8 +261,8 @@ def late(rank, world, _, place):
         with pytest.raises(TimeoutError, match="before the timeout of 2.0 s") as caught:
             dist.barrier()
         assert caught.value.kind == "timeout" and caught.value.operation == "barrier"
-    else:
-        time.sleep(4)
+    # Rank 2 leaves neither before the others had their errors nor after them.
+    meet(place, "timed out", rank, range(3))
     dist.destroy_process_group()
 
 
@@ -275,13 +274,14 @@ def lost(rank, world, _, place):
     dist = start(rank, world, place)
     rest = dist.new_group([0, 1])
     dist.all_reduce(torch.ones(3))
+    meet(place, "reduced", rank, range(3))
     if rank == 2:
         os._exit(1)
-    begin = time.monotonic()
+    watch = Stopwatch()
     with pytest.raises(ConnectionError) as caught:
         for _ in range(1000):
             dist.all_reduce(torch.ones(3))
-    assert time.monotonic() - begin < 5
+    assert watch.elapsed() < 5
     assert caught.value.kind == "peer_lost" and caught.value.peer == 2
     with pytest.raises(ConnectionError):
         dist.recv(torch.ones(1), 2)

@@ -5,9 +5,10 @@
 
 mod common;
 
-use common::{config_of_thread, world};
+use common::{Stopwatch, config_of_thread, world};
 use std::net::{IpAddr, Ipv4Addr};
-use std::time::{Duration, Instant};
+use std::sync::Barrier;
+use std::time::Duration;
 use warplink::bootstrap::{UniqueId, Wait};
 use warplink::device::Priority;
 use warplink::p2p::TransferRequest;
@@ -52,22 +53,25 @@ fn end_while(
 ) {
     let world = world(3);
     let id = UniqueId::create(IpAddr::V4(Ipv4Addr::LOCALHOST), 0).unwrap();
+    let answered = Barrier::new(world);
     std::thread::scope(|scope| {
         let ranks: Vec<_> = (0..world)
             .map(|rank| {
                 let config = config_of_thread(&id, rank, world);
-                let (prepare, wait) = (&prepare, &wait);
+                let (prepare, wait, answered) = (&prepare, &wait, &answered);
                 scope.spawn(move || {
                     let comm = Communicator::join(&config).unwrap();
                     prepare(&comm);
                     comm.barrier().unwrap();
+                    // The victim may be the rank whose store answers barriers.
+                    answered.wait();
                     if rank == victim {
                         // The others are to be in what this rank ends.
                         std::thread::sleep(Duration::from_millis(100));
                         ending.end(comm);
                         return;
                     }
-                    let started = Instant::now();
+                    let started = Stopwatch::start();
                     let error = wait(&comm).expect_err("the wait depends on the victim");
                     check(&error, victim, ending, started.elapsed());
                     // What comes later fails with the same cause.

@@ -7,10 +7,10 @@
 
 mod bootstrap_support;
 
-use bootstrap_support::{close_all, job, members, soon, within};
+use bootstrap_support::{Stopwatch, close_all, job, members, soon, within};
 use std::sync::{Arc, mpsc};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use warplink::bootstrap::Wait;
 use warplink::{Deadline, ErrorKind};
 
@@ -136,7 +136,7 @@ fn a_wait_ends_when_the_key_is_set_and_holds_up_nobody() {
 fn a_wait_ends_at_its_deadline_and_names_operation_and_key() {
     within(30, || {
         let all = members(2);
-        let begun = Instant::now();
+        let begun = Stopwatch::start();
         let error = all[1]
             .store()
             .take("never", &Wait::on([0], brief()))

@@ -7,7 +7,7 @@
 
 mod bootstrap_support;
 
-use bootstrap_support::{close_all, config, new_id, soon, within};
+use bootstrap_support::{Stopwatch, close_all, config, free_address, new_id, soon, within};
 use rustix::process::{Resource, Rlimit, setrlimit};
 use std::io::{BufReader, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -99,7 +99,7 @@ fn an_idle_connection_is_dropped_and_holds_up_nobody() {
         let idle: Vec<_> = (0..50)
             .map(|_| TcpStream::connect(id.address()).unwrap())
             .collect();
-        let begun = Instant::now();
+        let begun = Stopwatch::start();
         let one = Bootstrap::join(&config(&id, 1, 2)).unwrap();
         assert!(begun.elapsed() < Duration::from_secs(2));
         for mut stream in idle {
@@ -153,7 +153,7 @@ fn child() {
 fn a_thousand_idle_connections_take_nothing_that_members_need() {
     within(120, || {
         let id = new_id();
-        id.release();
+        let _held = id.release();
         let mut rank_0 = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "child", "--nocapture"])
             .env(RANK_0, id.to_string())
@@ -161,7 +161,7 @@ fn a_thousand_idle_connections_take_nothing_that_members_need() {
             .stdin(Stdio::null())
             .spawn()
             .unwrap();
-        let until = Instant::now() + Duration::from_secs(10);
+        let until = Instant::now() + Duration::from_secs(30);
         let mut idle = Vec::new();
         while idle.len() < 1000 {
             match TcpStream::connect(id.address()) {
@@ -172,7 +172,7 @@ fn a_thousand_idle_connections_take_nothing_that_members_need() {
                 }
             }
         }
-        let begun = Instant::now();
+        let begun = Stopwatch::start();
         let member = Bootstrap::join(&config(&id, 1, 2)).unwrap();
         assert!(
             begun.elapsed() < Duration::from_secs(10),
@@ -181,7 +181,7 @@ fn a_thousand_idle_connections_take_nothing_that_members_need() {
         );
         for round in 0..ROUNDS {
             idle.extend((0..10).filter_map(|_| TcpStream::connect(id.address()).ok()));
-            let begun = Instant::now();
+            let begun = Stopwatch::start();
             member.barrier(soon()).unwrap();
             let took = begun.elapsed();
             assert!(took < Duration::from_secs(1), "round {round} took {took:?}");
@@ -246,10 +246,7 @@ fn relay(store: SocketAddr, tamper: Arc<AtomicU8>) -> SocketAddr {
 fn altered_and_replayed_frames_are_refused_after_joining_too() {
     for how in [ALTER, REPLAY] {
         within(30, move || {
-            let store = TcpListener::bind("127.0.0.1:0")
-                .unwrap()
-                .local_addr()
-                .unwrap();
+            let (store, _held) = free_address();
             let tamper = Arc::new(AtomicU8::new(PASS));
             let relayed = relay(store, tamper.clone());
             let joined = bootstrap_support::join_all(
@@ -271,7 +268,7 @@ fn altered_and_replayed_frames_are_refused_after_joining_too() {
             tamper.store(how, Ordering::SeqCst);
             let _ = one.store().add("count", 1);
             // The relay's second copy follows the answer to the first.
-            let until = Instant::now() + Duration::from_secs(5);
+            let until = Instant::now() + Duration::from_secs(20);
             while zero.health().lost().is_empty() {
                 assert!(Instant::now() < until, "the tampering went unnoticed");
                 thread::sleep(Duration::from_millis(1));

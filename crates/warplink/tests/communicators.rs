@@ -6,8 +6,8 @@
 mod common;
 
 use common::{
-    Ranks, assert_says, config_of_thread, delays, kind, processes, threads, threads_with, values,
-    world,
+    Ranks, Stopwatch, assert_says, config_of_thread, delays, kind, processes, threads,
+    threads_with, values, world,
 };
 use std::net::{IpAddr, Ipv4Addr};
 use std::time::{Duration, Instant};
@@ -218,7 +218,7 @@ fn members_that_make_different_subgroups_are_told_so() {
         }
         for lists in cases {
             comm.barrier().unwrap();
-            let begun = Instant::now();
+            let begun = Stopwatch::start();
             let groups: Vec<_> = lists[comm.rank()]
                 .iter()
                 .map(|list| comm.subgroup(list).unwrap())
@@ -277,7 +277,12 @@ fn two_hundred_communicators_take_no_thread_and_no_descriptor() {
         for group in &groups {
             group.barrier().unwrap();
         }
-        assert_eq!(count(), before, "threads and descriptors");
+        // A thread that was joined may still be listed for a moment.
+        let until = Instant::now() + Duration::from_secs(20);
+        while count().0 > before.0 || count().1 > before.1 {
+            assert!(Instant::now() < until, "{:?} of {before:?}", count());
+            std::thread::sleep(Duration::from_millis(5));
+        }
         // Signals cost a page each, of which the host device makes a descriptor, until they are gone.
         let stream = comm.create_stream(Priority::Normal).unwrap();
         let region = comm.alloc(64).unwrap();

@@ -7,12 +7,12 @@
 
 mod bootstrap_support;
 
-use bootstrap_support::{join_all, soon, within};
+use bootstrap_support::{Stopwatch, free_address, join_all, soon, within};
 use std::io;
 use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::{Arc, Mutex};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use warplink::bootstrap::{Bootstrap, JoinConfig, Rendezvous};
 use warplink::{ErrorKind, Rank};
 
@@ -61,9 +61,7 @@ impl Relay {
 
 /// Ranks in this process, all but rank 0 behind relays.
 fn members() -> (Vec<Arc<Bootstrap>>, Vec<Relay>) {
-    let free = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
-    let store = free.local_addr().unwrap();
-    drop(free);
+    let (store, _held) = free_address();
     let relays: Vec<Relay> = (1..WORLD).map(|_| Relay::start(store)).collect();
     let addresses = [store]
         .into_iter()
@@ -78,7 +76,7 @@ fn members() -> (Vec<Arc<Bootstrap>>, Vec<Relay>) {
 }
 
 /// Waits until `member` knows of losses.
-fn losses(member: &Bootstrap, since: Instant) -> Vec<Rank> {
+fn losses(member: &Bootstrap, since: Stopwatch) -> Vec<Rank> {
     while member.health().lost().is_empty() {
         assert!(since.elapsed() < SOON, "rank {} of no loss", member.rank());
         thread::sleep(Duration::from_millis(1));
@@ -109,7 +107,7 @@ fn a_rank_0_that_is_cut_off_takes_nobody_with_it() {
     for gap in [0, 5, 40] {
         within(60, move || {
             let (mut all, relays) = members();
-            let since = Instant::now();
+            let since = Stopwatch::start();
             for relay in &relays {
                 relay.cut();
                 thread::sleep(Duration::from_millis(gap));
@@ -136,7 +134,7 @@ fn a_rank_0_that_is_cut_off_takes_nobody_with_it() {
 fn a_rank_that_is_cut_off_alone_is_given_up() {
     within(60, || {
         let (mut all, relays) = members();
-        let since = Instant::now();
+        let since = Stopwatch::start();
         relays.last().unwrap().cut();
         let alone = all.pop().unwrap();
         for member in &all {

@@ -5,7 +5,9 @@
 
 mod common;
 
-use common::{Ranks, assert_says, kind, threads, world};
+use common::{
+    Ranks, Stopwatch, assert_says, barrier_that_all_have_passed, kill_self, kind, threads, world,
+};
 use std::net::{IpAddr, Ipv4Addr};
 use std::time::{Duration, Instant};
 use warplink::bootstrap::{JoinConfig, Rendezvous, UniqueId};
@@ -16,15 +18,6 @@ use warplink::{Communicator, Config, Deadline, Error, ErrorKind};
 /// How soon every other rank must have its error.
 const SOON: Duration = Duration::from_secs(5);
 
-fn kill_self() -> ! {
-    // The others are to be inside of what one will not leave; and what rank 0 answered before is to
-    // have reached them.
-    std::thread::sleep(Duration::from_millis(100));
-    rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL)
-        .unwrap();
-    unreachable!("a process outlived SIGKILL")
-}
-
 /// Runs ranks of which `victim` dies in `until_dead`; every other must get an error from it that
 /// names the victim, soon after the death.
 fn survive(victim: usize, until_dead: impl Fn(&Communicator, &dyn Fn()) -> Result<(), Error>) {
@@ -34,8 +27,8 @@ fn survive(victim: usize, until_dead: impl Fn(&Communicator, &dyn Fn()) -> Resul
     };
     let ended = ranks.start(|comm| {
         // The clock starts when all are about to enter what one will not leave.
-        comm.barrier().unwrap();
-        let started = Instant::now();
+        barrier_that_all_have_passed(&comm);
+        let started = Stopwatch::start();
         let die = || {
             if comm.rank() == victim {
                 kill_self();
@@ -223,11 +216,11 @@ fn a_rank_killed_in_a_barrier() {
             };
             ranks.env.insert("VICTIM".to_owned(), victim.to_string());
             let ended = ranks.start(|comm| {
-                comm.barrier().unwrap();
+                barrier_that_all_have_passed(&comm);
                 if comm.rank() == victim {
                     kill_self();
                 }
-                let started = Instant::now();
+                let started = Stopwatch::start();
                 let error = comm.barrier().unwrap_err();
                 assert_eq!(
                     (error.kind(), error.peer()),
@@ -434,7 +427,7 @@ fn a_region_in_use_by_a_peer_is_not_freed() {
             comm.barrier().unwrap();
             comm.barrier().unwrap();
             // The peer let go, and its mapping with it: nothing but signal pages is registered.
-            let until = Instant::now() + Duration::from_secs(5);
+            let until = Instant::now() + Duration::from_secs(30);
             while comm.registrations_and_mappings().0 > 1 {
                 assert!(Instant::now() < until, "the region was never freed");
                 std::thread::sleep(Duration::from_millis(5));

@@ -6,7 +6,7 @@
 mod common;
 
 use common::hosts::{Hosts, SOON, ended_well, leave, role, take};
-use common::{assert_says, values};
+use common::{Stopwatch, assert_says, values};
 use std::net::Ipv4Addr;
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -213,7 +213,7 @@ fn cut_off(comm: Communicator, directory: &Path) {
     comm.synchronize(&stream).unwrap();
     cut_the_link(&comm, directory);
     // One writes, the other reads.
-    let started = Instant::now();
+    let started = Stopwatch::start();
     let asked = match comm.rank() {
         0 => connection.write(&stream, 0, &source),
         _ => connection.read(&stream, &source, 0),
@@ -238,7 +238,7 @@ fn cut_the_link(comm: &Communicator, directory: &Path) {
 }
 
 /// Checks the error of what was begun when the link was cut.
-fn was_cut_off(comm: &Communicator, error: &Error, started: Instant) {
+fn was_cut_off(comm: &Communicator, error: &Error, started: Stopwatch) {
     println!("after {:?}: {error}", started.elapsed());
     assert!(started.elapsed() < Duration::from_secs(10), "{error}");
     // The first rank serves the store, from which the other is cut off.
@@ -274,11 +274,11 @@ fn a_cut_link_ends_kernels_with_an_error_that_names_the_peer() {
         });
         busy.launch(&stream, &launch, &[connection.channel()])
             .unwrap();
-        let started = Instant::now();
+        let started = Stopwatch::start();
         let error = comm.synchronize(&stream).unwrap_err();
         was_cut_off(&comm, &error, started);
         // Ending it waits for nobody.
-        let started = Instant::now();
+        let started = Stopwatch::start();
         drop((connection, comm));
         assert!(started.elapsed() < Duration::from_secs(10));
         std::process::exit(0);

@@ -2,8 +2,12 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+#[path = "common/stopwatch.rs"]
+mod stopwatch;
+
 use std::fmt::Write as _;
-use std::time::{Duration, Instant};
+use std::time::Duration;
+use stopwatch::time_on_processor;
 use warplink::DType;
 use warplink::program::lower::{
     AllGatherMatmul, AllGatherMatmulLowering, Lowering, MatmulReduceScatter,
@@ -31,14 +35,6 @@ fn peak_mb() -> Option<u64> {
     Some(kb / 1024)
 }
 
-/// How long this thread has run, where the system says so.
-fn time_on_processor() -> Option<Duration> {
-    let text = std::fs::read_to_string("/proc/thread-self/schedstat").ok()?;
-    Some(Duration::from_nanos(
-        text.split_whitespace().next()?.parse().ok()?,
-    ))
-}
-
 /// As [`within_after`], of what needs no preparation.
 fn within(name: &str, limit: Duration, limit_mb: u64, case: impl FnOnce()) {
     within_after(name, limit, limit_mb, || (), |()| case());
@@ -57,13 +53,7 @@ fn within_after<T>(
     match std::env::var(CASE) {
         Ok(wanted) if wanted == name => {
             let prepared = prepare();
-            let (start, busy) = (Instant::now(), time_on_processor());
-            case(prepared);
-            // What others on the machine do does not count.
-            let took = match (busy, time_on_processor()) {
-                (Some(before), Some(after)) => after - before,
-                _ => start.elapsed(),
-            };
+            let ((), took) = time_on_processor(|| case(prepared));
             let peak = peak_mb().unwrap_or(0);
             println!("{name}: {took:.3?}, {peak} MB");
             assert!(took < limit * DEBUG_FACTOR, "{name} took {took:?}");

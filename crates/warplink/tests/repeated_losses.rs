@@ -6,7 +6,7 @@
 
 mod common;
 
-use common::{Ranks, kill_self, ring, values, world};
+use common::{Ranks, Stopwatch, kill_self, ring, values, world};
 use std::time::{Duration, Instant};
 use warplink::device::Priority;
 use warplink::p2p::Protocol;
@@ -104,7 +104,7 @@ fn one_rank_is_killed_every_second_until_two_are_left() {
     let victims = order.clone();
     let ended = ranks.start(|world| {
         world.barrier().unwrap();
-        let begun = Instant::now();
+        let (begun, watch) = (Instant::now(), Stopwatch::start());
         if let Some(place) = order.iter().position(|&victim| victim == world.rank()) {
             // At a moment that has nothing to do with what it does.
             std::thread::spawn(move || {
@@ -131,7 +131,7 @@ fn one_rank_is_killed_every_second_until_two_are_left() {
                 Ok(()) => break,
                 Err(error) => error,
             };
-            let lost = Instant::now();
+            let lost = Stopwatch::start();
             assert_eq!(error.kind(), ErrorKind::PeerLost, "{error}");
             let gone = order.contains(&error.job_peer().unwrap());
             assert!(gone, "{error}");
@@ -157,7 +157,7 @@ fn one_rank_is_killed_every_second_until_two_are_left() {
         let causes: Vec<_> = causes.iter().map(ToString::to_string).collect();
         let (left, wanted) = ((comm.world(), losses), (2, order.len()));
         assert_eq!(left, wanted, "{}", causes.join("\n"));
-        assert!(begun.elapsed() < INTERVAL * (order.len() as u32 + 1) + SOON);
+        assert!(watch.elapsed() < INTERVAL * (order.len() as u32 + 1) + SOON);
         comm.close().unwrap();
         println!("survived");
     });

@@ -5,8 +5,9 @@
 
 mod common;
 
-use common::{assert_says, ring, threads_that_end, values};
-use std::time::{Duration, Instant};
+use common::{Stopwatch, assert_says, ring, threads_that_end, values};
+use std::sync::Barrier;
+use std::time::Duration;
 use warplink::device::{Priority, Stream};
 use warplink::p2p::{Protocol, Transfer, TransferRequest};
 use warplink::{Communicator, ErrorKind, Rank};
@@ -34,8 +35,11 @@ fn stream(comm: &Communicator) -> Stream {
     comm.create_stream(Priority::Normal).unwrap()
 }
 
-/// Ends as the victim, when the others are inside of what it will not do.
-fn abort(comm: &Communicator) {
+/// Ends as the victim, when `posted` says that the others have posted what it will not meet.
+fn abort(comm: &Communicator, posted: &Barrier) {
+    posted.wait();
+    // They are to wait for it.
+
     std::thread::sleep(Duration::from_millis(100));
     comm.abort("the disk is full");
 }
@@ -55,6 +59,7 @@ fn go_on(comm: Communicator, victim: Rank) {
 fn who_relies_on_work_behind_a_lost_wait_is_told() {
     for protocol in [Protocol::Put, Protocol::Get] {
         for behind in [Behind::SameStream, Behind::Event, Behind::Graph] {
+            let posted = Barrier::new(3);
             ranks(3, |comm| {
                 let (first, second) = ([0, 2], [0, 1]);
                 let (forwarded, received) =
@@ -95,6 +100,7 @@ fn who_relies_on_work_behind_a_lost_wait_is_told() {
                             // Without a wait: what it tells its peer is work all the same.
                             None => to_1[0].post(&sending).unwrap(),
                         }
+                        posted.wait();
                         let error = a.synchronize(&shared).unwrap_err();
                         let named = (error.kind(), error.job_peer());
                         assert_eq!(named, (ErrorKind::PeerLost, Some(2)), "{error}");
@@ -117,7 +123,7 @@ fn who_relies_on_work_behind_a_lost_wait_is_told() {
                             own.end_capture().unwrap()
                         });
                         comm.barrier().unwrap();
-                        let begun = Instant::now();
+                        let begun = Stopwatch::start();
                         match &graph {
                             Some(graph) => graph.launch(&own).unwrap(),
                             None => {
@@ -125,6 +131,7 @@ fn who_relies_on_work_behind_a_lost_wait_is_told() {
                                 from_0[0].wait(&own).unwrap();
                             }
                         }
+                        posted.wait();
                         let error = b.synchronize(&own).unwrap_err();
                         assert!(begun.elapsed() < SOON, "{:?}: {error}", begun.elapsed());
                         let named = (error.kind(), error.peer());
@@ -144,7 +151,7 @@ fn who_relies_on_work_behind_a_lost_wait_is_told() {
                         let to_0 = [TransferRequest::send(&forwarded, 0, 0)];
                         let _never_posted = a.exchange(&to_0).unwrap();
                         comm.barrier().unwrap();
-                        return abort(&comm);
+                        return abort(&comm, &posted);
                     }
                 }
                 go_on(comm, 2);
@@ -163,6 +170,7 @@ fn who_relies_on_those_is_told_as_well() {
 }
 
 fn forward_along(chain: [Rank; 4]) {
+    let posted = Barrier::new(4);
     ranks(4, |comm| {
         let rank = comm.rank();
         let memory = comm.alloc(BYTES).unwrap();
@@ -186,14 +194,15 @@ fn forward_along(chain: [Rank; 4]) {
             .collect();
         comm.barrier().unwrap();
         if place == 0 {
-            return abort(&comm);
+            return abort(&comm, &posted);
         }
-        let begun = Instant::now();
+        let begun = Stopwatch::start();
         let shared = stream(&comm);
         for transfer in received.iter().chain(&sent) {
             transfer.post(&shared).unwrap();
             transfer.wait(&shared).unwrap();
         }
+        posted.wait();
         let error = from.as_ref().unwrap().synchronize(&shared).unwrap_err();
         assert!(begun.elapsed() < SOON, "{:?}: {error}", begun.elapsed());
         let expected = if place == 1 {
@@ -211,6 +220,7 @@ fn forward_along(chain: [Rank; 4]) {
 /// What was synchronized before the loss is good: its communicator goes on, in the same stream too.
 #[test]
 fn work_that_was_done_before_the_loss_stays_good() {
+    let done = Barrier::new(3);
     ranks(3, |comm| {
         let (send, receive) = (comm.alloc(BYTES).unwrap(), comm.alloc(BYTES).unwrap());
         let shared = stream(&comm);
@@ -247,8 +257,9 @@ fn work_that_was_done_before_the_loss_stays_good() {
         }
         comm.barrier().unwrap();
         if comm.rank() == 2 {
-            return abort(&comm);
+            return abort(&comm, &done);
         }
+        done.wait();
         let error = comm.barrier().unwrap_err();
         assert_eq!((error.kind(), error.peer()), (ErrorKind::PeerLost, Some(2)));
         for number in 3..20 {

@@ -6,7 +6,10 @@
 
 mod common;
 
-use common::{Ranks, assert_says, processes_of, resume, ring, stop_self, values, world};
+use common::{
+    Ranks, Stopwatch, assert_says, processes_of, resume, ring, stop_self, values,
+    wait_until_stopped, world,
+};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use warplink::bootstrap::Wait;
@@ -48,14 +51,18 @@ fn run(name: &str, count: usize, limit: &str, body: impl FnOnce(Communicator)) {
     }
 }
 
-/// Checks that `error` is of the loss of `victim`, and came after the limit of 1.5 s and not much later.
-fn check_loss(error: &Error, victim: usize, stopped_before: Instant) {
+/// Checks that `error` is of the loss of `victim`, and came after the limit of 1.5 s and not much later:
+/// the victim ran at `ran`, and was stopped about when `stopped` was started.
+fn check_loss(error: &Error, victim: usize, ran: Instant, stopped: Stopwatch) {
     let named = (error.kind(), error.job_peer());
     assert_eq!(named, (ErrorKind::PeerLost, Some(victim)), "{error}");
     assert_says(error, &["was lost: it did not answer for 1.5s"]);
-    let took = stopped_before.elapsed();
+    let (took, at_most) = (stopped.elapsed(), ran.elapsed());
     // The last sign of life came up to half a second before the stop.
-    assert!(took > Duration::from_millis(800), "{error} after {took:?}");
+    assert!(
+        at_most > Duration::from_millis(800),
+        "{error} after {at_most:?}"
+    );
     assert!(
         took < Duration::from_millis(1500) + LATER,
         "{error} after {took:?}"
@@ -86,8 +93,9 @@ fn a_stopped_rank_is_named_and_learns_that_it_was_given_up() {
                 };
                 let requests: Vec<_> = peers.iter().map(request).collect();
                 let transfers = comm.exchange(&requests).unwrap();
+                let ran = Instant::now();
                 comm.barrier().unwrap();
-                let stopped = Instant::now();
+                let stopped = Stopwatch::start();
                 if is_victim {
                     // What it has answered is to arrive.
                     std::thread::sleep(Duration::from_millis(50));
@@ -118,7 +126,7 @@ fn a_stopped_rank_is_named_and_learns_that_it_was_given_up() {
                         comm.synchronize(&stream).unwrap_err()
                     }
                 };
-                check_loss(&error, victim, stopped);
+                check_loss(&error, victim, ran, stopped);
                 let left = comm.survivors().unwrap();
                 assert!(!left.job_ranks().contains(&victim));
                 ring(&left, Protocol::default(), 5, |_| {}).unwrap();
@@ -142,6 +150,7 @@ fn a_short_stop_is_waited_for() {
                 if comm.rank() == victim {
                     stop_self();
                 } else if comm.rank() == 2 {
+                    wait_until_stopped(processes[victim]);
                     std::thread::sleep(Duration::from_millis(700));
                     resume(processes[victim]);
                 }
@@ -197,8 +206,8 @@ fn dropping_transfers_of_a_stopped_peer_is_quick() {
             assert_eq!(error.kind(), ErrorKind::GivenUp, "{error}");
             return;
         }
-        std::thread::sleep(Duration::from_millis(100));
-        let begun = Instant::now();
+        wait_until_stopped(processes[1]);
+        let begun = Stopwatch::start();
         drop((transfers, regions));
         assert!(
             begun.elapsed() < Duration::from_millis(500),
@@ -241,8 +250,8 @@ fn a_drop_before_the_limit_is_quick_too() {
             assert_eq!((error.kind(), error.peer()), (ErrorKind::PeerLost, Some(0)));
             return;
         }
-        std::thread::sleep(Duration::from_millis(100));
-        let begun = Instant::now();
+        wait_until_stopped(processes[1]);
+        let begun = Stopwatch::start();
         drop((transfers, regions, comm));
         assert!(
             begun.elapsed() < Duration::from_secs(5),
@@ -277,7 +286,7 @@ fn another_pair_is_not_delayed() {
                 let mut longest = Duration::ZERO;
                 let begun = Instant::now();
                 for _ in 0..40 {
-                    let round = Instant::now();
+                    let round = Stopwatch::start();
                     ring(&pair, Protocol::default(), 2, |_| {}).unwrap();
                     pair.barrier().unwrap();
                     longest = longest.max(round.elapsed());
@@ -322,7 +331,7 @@ fn transfers_of_others_go_on_while_rank_0_is_stopped() {
         let mut longest = Duration::ZERO;
         // The same number on both ranks, over more than the limit.
         for round in 0..60 {
-            let started = Instant::now();
+            let started = Stopwatch::start();
             send.upload(&values(pair.rank(), round, 4096)).unwrap();
             warplink::p2p::post_all(&all, &stream).unwrap();
             warplink::p2p::wait_all(&all, &stream).unwrap();
@@ -355,8 +364,8 @@ fn an_exchange_with_a_stopped_store_ends_at_its_deadline() {
                 comm.barrier().ok();
                 return;
             }
-            std::thread::sleep(Duration::from_millis(100));
-            let begun = Instant::now();
+            wait_until_stopped(processes[0]);
+            let begun = Stopwatch::start();
             let soon = warplink::Deadline::after(Duration::from_secs(2));
             let tags = [0, 1, 2];
             // The publishing has the limit of the call, and taking it back one of its own.
@@ -378,7 +387,7 @@ fn an_exchange_with_a_stopped_store_ends_at_its_deadline() {
             let request = ConnectionRequest::new(0, 9, &region);
             let error = comm.connect(&[request]).unwrap_err();
             assert_says(&error, &["could not be taken back", "communicator"]);
-            let later = Instant::now();
+            let later = Stopwatch::start();
             comm.abort("rank 0 does not answer");
             assert!(
                 later.elapsed() < Duration::from_secs(4),

@@ -5,8 +5,9 @@
 
 mod common;
 
-use common::{Ended, Ranks, kill_self, kind, ring, world};
-use std::time::{Duration, Instant};
+use common::{Ended, Ranks, Stopwatch, kill_self, kind, ring, world};
+use std::time::Duration;
+use warplink::bootstrap::Wait;
 use warplink::device::Priority;
 use warplink::overlap::{AllGatherMatmul, AllGatherMatmulBuffers, Options};
 use warplink::p2p::{Protocol, Transfer, TransferRequest, post_all, wait_all};
@@ -59,7 +60,7 @@ fn the_group_without_the_lost_rank_goes_on() {
             let half = comm.split(comm.rank() as u64 / 2, 0).unwrap();
             comm.barrier().unwrap();
             if comm.rank() >= 2 {
-                let started = Instant::now();
+                let started = Stopwatch::start();
                 let die = |round| {
                     if comm.rank() == 3 && round == 5 {
                         kill_self();
@@ -103,7 +104,7 @@ fn the_survivors_go_on_with_right_data_after_each_loss() {
                 }
             };
             let error = ring(&comm, Protocol::default(), usize::MAX, die).unwrap_err();
-            let lost = Instant::now();
+            let lost = Stopwatch::start();
             assert_eq!(error.kind(), ErrorKind::PeerLost, "{error}");
             assert_eq!(error.job_peer(), Some(victim), "{error}");
             comm = comm.survivors().unwrap();
@@ -186,6 +187,10 @@ fn the_other_communicator_of_a_stream_fails_and_goes_on_in_another_stream() {
             let to_both = [0, 1].map(|peer| TransferRequest::send(&region, peer, 0));
             let _never_posted = comm.exchange(&to_both).unwrap();
             comm.barrier().unwrap();
+            // Both have work behind a wait for this rank.
+            let posted = [0, 1].map(|rank| format!("{rank} posted"));
+            let wait = Wait::on([0, 1], comm.deadline());
+            comm.bootstrap().store().wait(&posted, &wait).unwrap();
             kill_self();
         }
         let pair = comm.subgroup(&[1, 0]).unwrap();
@@ -208,6 +213,8 @@ fn the_other_communicator_of_a_stream_fails_and_goes_on_in_another_stream() {
         let group: Vec<&Transfer> = in_pair.iter().collect();
         post_all(&group, &shared).unwrap();
         wait_all(&group, &shared).unwrap();
+        let posted = format!("{} posted", comm.rank());
+        comm.bootstrap().store().set(posted, b"").unwrap();
         for used_by in [&comm, &pair] {
             let error = used_by.synchronize(&shared).unwrap_err();
             // A rank may hear from its peer in the pair first that this cannot finish its work, and why.

@@ -9,6 +9,12 @@ use std::io::Read;
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
+#[path = "../../../warplink/tests/common/stopwatch.rs"]
+mod stopwatch;
+
+#[allow(unused_imports, reason = "each test binary uses a part of this")]
+pub(crate) use stopwatch::Stopwatch;
+
 /// Longer than anything here takes on a busy machine, shorter than the sleeps of the ranks.
 pub(crate) const SOON: Duration = Duration::from_secs(20);
 
@@ -64,12 +70,17 @@ impl Running {
     /// Starts ranks of `script`, in which `MARK` stands for a number to sleep for that no other
     /// process of this machine sleeps for, and waits until `processes` sleep.
     pub(crate) fn start(ranks: usize, script: &str, processes: usize) -> Self {
+        Self::start_with("1", ranks, script, processes)
+    }
+
+    /// The same, with the grace time in seconds.
+    pub(crate) fn start_with(grace: &str, ranks: usize, script: &str, processes: usize) -> Self {
         // Seconds enough that only a signal ends the sleep, and a fraction that is ours.
         let mark = format!("86400.{}{}", std::process::id(), unique());
         let ranks = ranks.to_string();
         let script = script.replace("MARK", &mark);
         let child = warplink(&[
-            "launch", "-n", &ranks, "--grace", "1", "--", "sh", "-c", &script,
+            "launch", "-n", &ranks, "--grace", grace, "--", "sh", "-c", &script,
         ])
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
@@ -92,6 +103,18 @@ impl Running {
             count += usize::from(cmdline == expected.as_bytes());
         }
         count
+    }
+
+    /// Waits until the launcher has taken the signals that it was sent: a second of a kind that is sent before
+    /// is none.
+    pub(crate) fn wait_until_signals_are_taken(&self) {
+        let status = format!("/proc/{}/status", self.child.id());
+        let none_is_pending = || {
+            let status = std::fs::read_to_string(&status).unwrap();
+            let pending = status.lines().find_map(|line| line.strip_prefix("ShdPnd:"));
+            u64::from_str_radix(pending.unwrap().trim(), 16) == Ok(0)
+        };
+        assert!(within(SOON, none_is_pending), "a signal is not taken");
     }
 
     /// Sends the launcher itself a signal.

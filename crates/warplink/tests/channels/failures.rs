@@ -1,10 +1,14 @@
 //! Peers that are lost or leave while kernels wait: an error, and no hang.
 
-use super::common::{Ranks, assert_says, processes_of, stop_self, world};
+use super::common::{
+    LIMIT, Ranks, Stopwatch, assert_says, processes_of, stop_self, wait_until_stopped, world,
+};
 use super::kernels::{Rig, TRANSPORTS};
 use super::network::has_network;
 use super::staged::tiny;
-use std::time::{Duration, Instant};
+use std::cell::Cell;
+use std::time::Duration;
+use warplink::bootstrap::Wait;
 use warplink::channel::{Connection, Transport};
 use warplink::device::Argument;
 use warplink::{Communicator, Config, Deadline, ErrorKind};
@@ -12,9 +16,15 @@ use warplink::{Communicator, Config, Deadline, ErrorKind};
 /// How soon a rank must have its error after a peer was lost.
 const SOON: Duration = Duration::from_secs(5);
 
+/// The key that says that rank 1 may end.
+const BUSY: &str = "rank 0 is busy";
+
+/// What rank 0 does: it says when rank 1 may end, and learns the process of that.
+type Busy = fn(&Rig<'_>, &Connection, &dyn Fn() -> i32);
+
 /// Runs two ranks of which 1 ends as `end` says while kernels of rank 0 do what `busy` enqueues, which
 /// never ends by itself. Rank 0 must learn soon that rank 1 was lost.
-fn ends(transport: Transport, busy: fn(&Rig<'_>, &Connection), end: fn(Communicator)) {
+fn ends(transport: Transport, busy: Busy, end: fn(Communicator)) {
     ends_with(None, transport, busy, end);
 }
 
@@ -22,7 +32,7 @@ fn ends(transport: Transport, busy: fn(&Rig<'_>, &Connection), end: fn(Communica
 fn ends_with(
     config: Option<fn(&mut Config)>,
     transport: Transport,
-    busy: fn(&Rig<'_>, &Connection),
+    busy: Busy,
     end: fn(Communicator),
 ) {
     let limit = ("WARPLINK_HEARTBEAT_LIMIT".to_owned(), "3".to_owned());
@@ -38,19 +48,25 @@ fn ends_with(
         let connection = rig.pair(transport, 512);
         comm.barrier().unwrap();
         if comm.rank() == 1 {
-            std::thread::sleep(Duration::from_millis(200));
+            let wait = Wait::on([0], comm.deadline());
+            comm.bootstrap().store().get(BUSY, &wait).unwrap();
+            std::thread::sleep(Duration::from_millis(100));
             drop((rig, connection));
             return end(comm);
         }
-        busy(&rig, &connection);
-        let started = Instant::now();
+        let started = Cell::new(Stopwatch::start());
+        busy(&rig, &connection, &|| {
+            started.set(Stopwatch::start());
+            comm.bootstrap().store().set(BUSY, b"").unwrap();
+            processes[1]
+        });
         let error = comm.synchronize(&rig.stream).unwrap_err();
         assert_eq!(
             (error.kind(), error.peer()),
             (ErrorKind::PeerLost, Some(1)),
             "{error}"
         );
-        assert!(started.elapsed() < SOON, "{error} came late");
+        assert!(started.get().elapsed() < SOON, "{error} came late");
         // The next call says so as well.
         let error = rig.launch("wait_once", 1, &[connection.channel()]);
         assert_eq!(error.unwrap_err().kind(), ErrorKind::PeerLost);
@@ -72,9 +88,10 @@ fn end_process(process: i32) {
     }
 }
 
-fn wait(rig: &Rig<'_>, connection: &Connection) {
+fn wait(rig: &Rig<'_>, connection: &Connection, ready: &dyn Fn() -> i32) {
     let channel = connection.channel();
     rig.launch("wait_once", 1, &[channel]).unwrap();
+    ready();
 }
 
 fn kill(_: Communicator) {
@@ -111,21 +128,21 @@ fn a_peer_that_is_stopped_ends_kernels_that_wait_for_its_proxy() {
 /// Flushes are answered by this rank's own device, whatever the peer does.
 #[test]
 fn a_peer_that_is_stopped_holds_up_no_put_to_its_memory() {
-    let busy = |rig: &Rig<'_>, connection: &Connection| {
-        let started = Instant::now();
-        std::thread::sleep(Duration::from_millis(400));
+    let busy = |rig: &Rig<'_>, connection: &Connection, ready: &dyn Fn() -> i32| {
+        wait_until_stopped(ready());
+        let started = Stopwatch::start();
         let arguments = [connection.channel(), Argument::U32(8)];
         rig.launch("many_signals", 1, &arguments).unwrap();
         rig.comm.synchronize(&rig.stream).unwrap();
         assert!(started.elapsed() < Duration::from_secs(2), "{started:?}");
-        wait(rig, connection);
+        wait(rig, connection, &|| 0);
     };
     ends(Transport::Proxied, busy, stop);
 }
 
 #[test]
 fn a_peer_that_is_killed_ends_waits_for_packets() {
-    let read = |rig: &Rig<'_>, connection: &Connection| {
+    let read = |rig: &Rig<'_>, connection: &Connection, ready: &dyn Fn() -> i32| {
         let arguments = [
             connection.channel(),
             Argument::U64(0),
@@ -133,14 +150,18 @@ fn a_peer_that_is_killed_ends_waits_for_packets() {
             Argument::U32(0),
         ];
         rig.launch("packets", 1, &arguments).unwrap();
+        ready();
     };
     ends(Transport::Direct, read, kill);
 }
 
 /// Reads and writes of the host until the peer is lost, and then a wait.
-fn write(rig: &Rig<'_>, connection: &Connection) {
+fn write(rig: &Rig<'_>, connection: &Connection, ready: &dyn Fn() -> i32) {
     let source = rig.comm.alloc(64).unwrap();
-    for _ in 0..50 {
+    for round in 0..50 {
+        if round == 5 {
+            ready();
+        }
         let written = connection.write(&rig.stream, 0, &source);
         let both = written.and_then(|()| connection.read(&rig.stream, &source, 0));
         if let Err(error) = both {
@@ -149,7 +170,9 @@ fn write(rig: &Rig<'_>, connection: &Connection) {
         }
         std::thread::sleep(Duration::from_millis(10));
     }
-    wait(rig, connection);
+    // One that is only stopped is lost later.
+    let channel = connection.channel();
+    rig.launch("wait_once", 1, &[channel]).ok();
 }
 
 #[test]
@@ -181,11 +204,22 @@ fn a_peer_that_is_stopped_ends_kernels_that_wait_for_the_network() {
 }
 
 /// More than the rings hold, which the peer takes until it is lost.
-fn flush_chunks(rig: &Rig<'_>, connection: &Connection) {
+fn flush_chunks(rig: &Rig<'_>, connection: &Connection, ready: &dyn Fn() -> i32) {
     let arguments = [connection.channel(), Argument::U32(8)];
-    for _ in 0..200 {
-        rig.launch("many_puts", 4, &arguments).unwrap();
-        rig.launch("many_signals", 4, &arguments).unwrap();
+    let until = Deadline::after(LIMIT / 2);
+    for round in 0.. {
+        if round == 200 {
+            ready();
+        }
+        let launched = rig.launch("many_puts", 4, &arguments);
+        let both = launched.and_then(|()| rig.launch("many_signals", 4, &arguments));
+        if let Err(error) = both {
+            assert_eq!((error.kind(), error.peer()), (ErrorKind::PeerLost, Some(1)));
+            return;
+        }
+        assert!(!until.passed(), "the peer is not lost");
+        // Not so fast that the stream's queue grows without bound.
+        std::thread::sleep(Duration::from_millis(1));
     }
 }
 
@@ -229,8 +263,8 @@ fn a_peer_that_closes_while_a_kernel_waits_is_a_timeout() {
                 drop((rig, connection));
                 comm.close().unwrap_err();
             } else {
-                wait(&rig, &connection);
-                let started = Instant::now();
+                wait(&rig, &connection, &|| 0);
+                let started = Stopwatch::start();
                 let error = comm.synchronize(&rig.stream).unwrap_err();
                 assert_says(&error, &["rank 0"]);
                 assert!(started.elapsed() < SOON, "{error} came late");

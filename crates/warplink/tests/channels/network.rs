@@ -387,7 +387,7 @@ pub(super) fn many_setups(comm: &Communicator) {
         comm.release_idle().unwrap();
         std::thread::sleep(Duration::from_millis(10));
         assert!(
-            started.elapsed() < Duration::from_secs(10),
+            started.elapsed() < Duration::from_secs(30),
             "left behind: {counts:?}"
         );
     }

@@ -10,6 +10,7 @@
 mod children;
 mod elements;
 pub mod hosts;
+mod stopwatch;
 
 pub use children::{Ended, wait_all};
 pub use elements::{decode, encode};
@@ -17,7 +18,9 @@ use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
+pub use stopwatch::{Stopwatch, time_on_processor};
 use warplink::bootstrap::{JoinConfig, Rendezvous, UniqueId};
 use warplink::device::{self, Delays, Device, DeviceConfig, Priority};
 use warplink::p2p::{self, Protocol, Transfer, TransferRequest, post_all};
@@ -78,6 +81,9 @@ pub struct Ranks {
 
 const RANK: &str = "WARPLINK_TEST_RANK";
 
+/// Where the ranks of a test leave files for each other.
+const MEETING: &str = "WARPLINK_TEST_MEETING";
+
 /// Whether this process is a rank that a test started.
 pub fn is_rank() -> bool {
     std::env::var_os(RANK).is_some()
@@ -137,7 +143,8 @@ impl Ranks {
             .to_owned();
         let id = UniqueId::create(IpAddr::V4(Ipv4Addr::LOCALHOST), 0).unwrap();
         // The listener that found the port is this process's; rank 0 is another.
-        id.release();
+        let _held = id.release();
+        let meeting = tempfile::tempdir().unwrap();
         let started = Instant::now();
         let children = (0..self.world).map(|rank| {
             let mut command = Command::new(std::env::current_exe().unwrap());
@@ -145,6 +152,7 @@ impl Ranks {
                 .args([&name, "--exact", "--include-ignored"])
                 .args(["--nocapture", "--test-threads=1"])
                 .env(RANK, rank.to_string())
+                .env(MEETING, meeting.path())
                 .env("WARPLINK_RANK", rank.to_string())
                 .env("WARPLINK_LOCAL_RANK", rank.to_string())
                 .env("WARPLINK_WORLD", self.world.to_string())
@@ -180,6 +188,20 @@ impl Ranks {
     }
 }
 
+/// As [`Communicator::barrier`], but when it returns, all ranks have had the answer, so that the one whose
+/// store gives it may be lost. All ranks are processes that a test started.
+pub fn barrier_that_all_have_passed(comm: &Communicator) {
+    static CALLS: AtomicUsize = AtomicUsize::new(0);
+    let call = CALLS.fetch_add(1, Ordering::Relaxed);
+    comm.barrier().unwrap();
+    let meeting = std::env::var_os(MEETING).unwrap();
+    let name = |rank: usize| format!("{call} {rank}");
+    hosts::leave(meeting.as_ref(), &name(comm.rank()), &[]);
+    for rank in 0..comm.world() {
+        hosts::take(meeting.as_ref(), &name(rank));
+    }
+}
+
 /// Kills this process in a moment, when the others are inside of what it will not leave.
 pub fn kill_self() -> ! {
     std::thread::sleep(Duration::from_millis(100));
@@ -202,6 +224,25 @@ pub fn processes_of(comm: &Communicator) -> Vec<i32> {
     let all = comm.all_gather_bytes(&own).unwrap();
     let number = |bytes: Vec<u8>| i32::from_le_bytes(bytes.try_into().unwrap());
     all.into_iter().map(number).collect()
+}
+
+/// Waits until a process is stopped, all of it.
+pub fn wait_until_stopped(process: i32) {
+    let is_stopped = |task: std::fs::DirEntry| {
+        let stat = std::fs::read_to_string(task.path().join("stat")).unwrap_or_default();
+        // Behind the name, which is in parentheses and may contain anything.
+        stat.rsplit_once(") ")
+            .is_some_and(|(_, rest)| rest.starts_with('T'))
+    };
+    let until = Instant::now() + LIMIT / 2;
+    loop {
+        let mut tasks = std::fs::read_dir(format!("/proc/{process}/task")).unwrap();
+        if tasks.all(|task| task.is_ok_and(is_stopped)) {
+            return;
+        }
+        assert!(Instant::now() < until, "process {process} was not stopped");
+        std::thread::sleep(Duration::from_millis(1));
+    }
 }
 
 /// Lets a process go on that has stopped itself.

@@ -132,7 +132,7 @@ fn memory_of_a_dropped_plan_is_not_used_again_too_early() {
 fn leave_work_behind(end: impl FnOnce(Communicator)) {
     let id = UniqueId::create(IpAddr::V4(Ipv4Addr::LOCALHOST), 0).unwrap();
     let join = JoinConfig::new(Rendezvous::Id(id), 0, 1);
-    let config = Config::new(join, kind()).with_timeout(Duration::from_millis(300));
+    let config = Config::new(join, kind()).with_timeout(Duration::from_secs(1));
     let comm = Communicator::join(&config).unwrap();
     let text = "program p() {\n input A: f32[4]\n output C: f32[4]\n C = copy(A)\n}";
     let program = Program::parse(text).unwrap();

@@ -2,9 +2,10 @@
 
 use super::common::{Ranks, kind, processes, threads_with, world};
 use super::{MIB, eventually, exchange_fresh, shared_mappings};
+use std::cell::RefCell;
 use std::time::Duration;
 use warplink::device::Priority;
-use warplink::memory::{Region, RemoteRegion};
+use warplink::memory::RemoteRegion;
 use warplink::{Communicator, DeviceKind};
 
 /// Bytes of no other allocation here.
@@ -37,12 +38,15 @@ fn memory_is_not_used_again_while_a_peer_uses_it() {
                 "the peer uses it"
             );
             comm.barrier().unwrap();
-            // The peer still maps it, but does not use it.
+            // The peer still maps it, but does not use it. What is allocated before the peer has told so is
+            // kept, since what was freed last is used first.
+            let kept = RefCell::new(vec![other]);
             let is_used_again = || {
-                // What was freed last is used first.
-                let regions = [(); 3].map(|()| comm.alloc(BYTES).unwrap());
-                let identity = |region: &Region| region.memory().backing().identity();
-                regions.iter().any(|region| identity(region) == first)
+                std::thread::sleep(Duration::from_millis(50));
+                let region = comm.alloc(BYTES).unwrap();
+                let is_first = region.memory().backing().identity() == first;
+                kept.borrow_mut().push(region);
+                is_first
             };
             eventually("the memory is used again", is_used_again, String::new);
         } else {

@@ -1,11 +1,14 @@
 //! Binding a program on all ranks or on none: different programs, and ranks that fail before and after
 //! the exchange.
 
-use crate::common::{assert_says, kind, processes, threads, threads_with, values, world};
+use crate::common::{
+    Stopwatch, assert_says, kind, processes, threads, threads_with, values, world,
+};
 use crate::delayed;
 use crate::matmul::{Case, Memory};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-use std::time::{Duration, Instant};
+use std::time::Duration;
+use warplink::bootstrap::Wait;
 use warplink::device::{AllocationKind, DeviceSlice, Priority};
 use warplink::overlap::{AllGatherMatmulLowering, Options};
 use warplink::program::{Executor, Parameters, Plan, PrepareOptions, Prepared, Program};
@@ -111,7 +114,7 @@ fn different_programs_are_told_at_once_and_by_name() {
             ),
         ];
         for (round, (prepared, bytes, says)) in cases.into_iter().enumerate() {
-            let start = Instant::now();
+            let start = Stopwatch::start();
             let bound = if rank == other {
                 bind(comm, &prepared, bytes)
             } else {
@@ -135,7 +138,7 @@ fn another_collective_in_the_place_of_a_bind_is_told_at_once() {
             return;
         }
         let prepared = prepare(&comm.executor(), RING, &[("n", 64)], 2);
-        let start = Instant::now();
+        let start = Stopwatch::start();
         let error = match comm.rank() {
             0 => bind(comm, &prepared, 256).unwrap_err(),
             _ => comm.barrier().unwrap_err(),
@@ -161,7 +164,7 @@ fn a_rank_that_cannot_bind_tells_all() {
             let everybody = round % 3 == 2;
             let failing = round % world;
             let fails = everybody || rank == failing;
-            let start = Instant::now();
+            let start = Stopwatch::start();
             let bytes = if fails { 255 } else { 256 };
             let error = bind(comm, &prepared, bytes).unwrap_err();
             assert!(start.elapsed() < SOON);
@@ -182,7 +185,7 @@ fn a_rank_that_cannot_bind_tells_all() {
 fn a_rank_that_gave_up_waiting_fails_those_that_come_later() {
     let short = |config: &mut warplink::Config| {
         if config.join.rank == 0 {
-            config.timeout = Duration::from_millis(300);
+            config.timeout = Duration::from_secs(1);
         }
     };
     threads_with(world(2), short, |comm| {
@@ -190,13 +193,15 @@ fn a_rank_that_gave_up_waiting_fails_those_that_come_later() {
             return;
         }
         let prepared = prepare(&comm.executor(), RING, &[("n", 64)], 2);
-        let start = Instant::now();
         if comm.rank() == 0 {
             let error = bind(comm, &prepared, 256).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
             assert_says(&error, &["rank 1", "bind"]);
+            comm.bootstrap().store().set("gave up", b"").unwrap();
         } else {
-            std::thread::sleep(Duration::from_millis(700));
+            let wait = Wait::on([0], comm.deadline());
+            comm.bootstrap().store().get("gave up", &wait).unwrap();
+            let start = Stopwatch::start();
             let error = bind(comm, &prepared, 256).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::PeerFailed, "{error}");
             assert_eq!(error.peer(), Some(0));
@@ -262,7 +267,7 @@ fn what_fails_after_the_exchange_is_told_to_all() {
                 };
                 setrlimit(Resource::Nofile, none).unwrap();
             }
-            let start = Instant::now();
+            let start = Stopwatch::start();
             let bound = one.bind(&[("A".to_owned(), a), ("B".to_owned(), b)].into());
             let took = start.elapsed();
             setrlimit(Resource::Nofile, before).unwrap();
@@ -307,7 +312,7 @@ fn a_rank_that_cannot_plan_an_overlap_tells_all() {
                     _ => options = &ring,
                 }
             }
-            let start = Instant::now();
+            let start = Stopwatch::start();
             let error = case.gather().plan(&executor, options, &buffers);
             let error = error.unwrap_err();
             assert!(start.elapsed() < SOON);
