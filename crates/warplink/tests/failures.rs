@@ -8,6 +8,7 @@ mod common;
 use common::{
     Ranks, Stopwatch, assert_says, barrier_that_all_have_passed, kill_self, kind, threads, world,
 };
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use std::net::{IpAddr, Ipv4Addr};
 use std::time::{Duration, Instant};
 use warplink::bootstrap::{JoinConfig, Rendezvous, UniqueId};
@@ -438,6 +439,35 @@ fn a_region_in_use_by_a_peer_is_not_freed() {
             comm.release_idle().unwrap();
             comm.barrier().unwrap();
         }
+    });
+}
+
+/// With a limit below what is open, the system refuses even to wait.
+#[test]
+fn a_rank_that_was_short_of_descriptors_serves_its_peers_again() {
+    if kind() != warplink::DeviceKind::Host {
+        return;
+    }
+    common::processes(2, |comm| {
+        let region = comm.alloc(4096).unwrap();
+        let handle = comm.export_handle(&region, 1 - comm.rank()).unwrap();
+        let handles = comm.all_gather_bytes(&handle).unwrap();
+        if comm.rank() == 1 {
+            let before = getrlimit(Resource::Nofile);
+            let none = Rlimit {
+                current: Some(0),
+                ..before
+            };
+            setrlimit(Resource::Nofile, none).unwrap();
+            comm.barrier().unwrap();
+            // The peer asks meanwhile.
+            std::thread::sleep(Duration::from_millis(300));
+            setrlimit(Resource::Nofile, before).unwrap();
+        } else {
+            comm.barrier().unwrap();
+            comm.open_handle(1, &handles[1]).unwrap();
+        }
+        comm.barrier().unwrap();
     });
 }
 

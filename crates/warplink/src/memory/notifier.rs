@@ -21,6 +21,8 @@ use std::time::Duration;
 const MAX_FLUSH: Duration = Duration::from_secs(5);
 /// The longest that the thread goes on to tell peers when it is to end.
 const MAX_STOP: Duration = Duration::from_secs(2);
+/// Between two attempts at what the system refuses for lack of something.
+const PAUSE: Duration = Duration::from_millis(10);
 
 /// What the thread has to do.
 #[derive(Debug)]
@@ -250,7 +252,7 @@ impl Lines {
     }
 
     /// Waits until a peer has answered, there are notices, or for `limit`; the peers that answered.
-    fn wait(&self, wake: &OwnedFd, limit: Duration) -> Result<Vec<Rank>, Errno> {
+    fn wait(&self, wake: &OwnedFd, limit: Duration) -> Vec<Rank> {
         let limit = self
             .stopping
             .map_or(limit, |until| until.remaining().min(limit));
@@ -268,15 +270,19 @@ impl Lines {
         };
         match poll(&mut polled, Some(&limit)) {
             Ok(_) | Err(Errno::INTR) => {}
-            Err(errno) => return Err(errno),
+            Err(errno) => {
+                // The limit of descriptors was lowered, or memory is short, which may pass.
+                tracing::warn!(%errno, "cannot wait for the answers of peers; trying again");
+                std::thread::sleep(PAUSE);
+            }
         }
         let ready = polled.iter().skip(1).map(|fd| !fd.revents().is_empty());
         let answered = peers.iter().zip(ready);
         let answered = answered.filter_map(|(&peer, ready)| ready.then_some(peer));
-        let answered = answered.collect();
+        let answered: Vec<Rank> = answered.collect();
         // Before the notices are looked at, so that none is left lying.
         let _ = rustix::io::read(wake, &mut [0; 8]);
-        Ok(answered)
+        answered
     }
 }
 
@@ -308,13 +314,7 @@ fn run(queue: &Queue, shared: &Weak<Shared>, aging_interval: Duration) {
         if lines.has_ended() {
             return;
         }
-        let answered = match lines.wait(&queue.wake, aging.remaining()) {
-            Ok(answered) => answered,
-            Err(errno) => {
-                tracing::error!(%errno, "peers are not told any more what is let go of");
-                return;
-            }
-        };
+        let answered = lines.wait(&queue.wake, aging.remaining());
         let Some(shared) = shared.upgrade() else {
             return;
         };

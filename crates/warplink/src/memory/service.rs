@@ -33,6 +33,8 @@ use std::time::{Duration, Instant};
 const MAX_WAIT: Duration = Duration::from_secs(5);
 /// The most connections whose requests have not come; the oldest makes room for another.
 const MAX_PENDING: usize = 64;
+/// Between two attempts at what the system refuses for lack of something.
+const PAUSE: Duration = Duration::from_millis(10);
 /// The most connections that are accepted before requests are looked at again.
 const MAX_ACCEPTED: usize = 64;
 
@@ -103,7 +105,8 @@ impl Service {
         rustix::io::ioctl_fionbio(&listener, true).map_err(io("configure a Unix socket"))?;
         rustix::net::bind(&listener, &address(&name)?).map_err(io("bind a Unix socket"))?;
         rustix::net::listen(&listener, 128).map_err(io("listen on a Unix socket"))?;
-        let stop = eventfd(0, EventfdFlags::CLOEXEC).map_err(io("make an event descriptor"))?;
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+        let stop = eventfd(0, flags).map_err(io("make an event descriptor"))?;
         let stop = Arc::new(stop);
         let stopped = stop.clone();
         let thread = std::thread::Builder::new()
@@ -187,8 +190,14 @@ impl<'a> Server<'a> {
                 Ok(_) => {}
                 Err(Errno::INTR) => continue,
                 Err(errno) => {
-                    tracing::error!(%errno, "the memory service cannot wait for requests");
-                    return;
+                    // The limit of descriptors was lowered, or memory is short: peers will ask again
+                    // when it is over.
+                    tracing::warn!(%errno, "the memory service cannot wait for requests; trying again");
+                    if rustix::io::read(stop, &mut [0; 8]).is_ok() {
+                        return;
+                    }
+                    std::thread::sleep(PAUSE);
+                    continue;
                 }
             }
             let ready: Vec<bool> = polled.iter().map(|fd| !fd.revents().is_empty()).collect();
@@ -233,7 +242,7 @@ impl<'a> Server<'a> {
                     );
                     // A connection without a request gives its descriptor back.
                     self.pending.pop_front();
-                    std::thread::sleep(Duration::from_millis(10));
+                    std::thread::sleep(PAUSE);
                     return;
                 }
             };
