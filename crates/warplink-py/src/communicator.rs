@@ -2,7 +2,8 @@
 
 use crate::array::{Array, Place};
 use crate::channel::{self, Connect, Connections};
-use crate::collectives::Collectives;
+use crate::collectives::{self, Collectives};
+use crate::engine::CollectiveEngine;
 use crate::errors::raise;
 use crate::executor::Executor;
 use crate::kernel::Module;
@@ -14,6 +15,7 @@ use crate::transfer::{self, StreamBarrier, Transfer};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 use std::sync::Arc;
+use warplink::collective::CollectiveOptions;
 use warplink::device::{ModuleSource, Priority};
 use warplink::{Deadline, Error};
 
@@ -345,12 +347,39 @@ impl Communicator {
         Ok(StreamBarrier(barrier))
     }
 
-    /// The device's collectives (NCCL on GPUs). Every rank makes the first at the same time, and blocks
-    /// until all have. Raises LibraryMissingError without the library.
-    fn collectives(&self, py: Python<'_>) -> PyResult<Collectives> {
+    /// Collectives. Every rank makes them at the same time, with the same options, and blocks until all have.
+    ///
+    /// `path` is the only one that is allowed: "direct", kernels that access the peers' memory, or "engine", the
+    /// vendor's library; None takes the direct one where all ranks can map one another's memory and are not too
+    /// many. `algorithm`, such as "one-shot", is the only one that the direct path may use, and `workspace_bytes` the
+    /// memory that it has on each rank. Without options, later calls give the same collectives again at once.
+    /// Raises MismatchError where the options of the ranks differ.
+    #[pyo3(signature = (*, path=None, algorithm=None, workspace_bytes=None))]
+    fn collectives(
+        &self,
+        py: Python<'_>,
+        path: Option<&str>,
+        algorithm: Option<&str>,
+        workspace_bytes: Option<usize>,
+    ) -> PyResult<Collectives> {
+        let inner = self.inner()?;
+        let options = collectives::options(path, algorithm, workspace_bytes)?;
+        let joined = py.detach(|| {
+            if options == CollectiveOptions::default() {
+                return inner.collectives();
+            }
+            inner.collectives_with(&options)
+        });
+        let joined = joined.map_err(raise)?;
+        Ok(Collectives::new(joined, &self.place, inner.world()))
+    }
+
+    /// The vendor's library: NCCL on GPUs, a substitute on the host device. Every rank makes the first at the same
+    /// time, and blocks until all have. Raises LibraryMissingError without the library.
+    fn collective_engine(&self, py: Python<'_>) -> PyResult<CollectiveEngine> {
         let inner = self.inner()?;
         let engine = py.detach(|| inner.collective_engine()).map_err(raise)?;
-        Ok(Collectives::new(engine, &self.place, inner.world()))
+        Ok(CollectiveEngine::new(engine, &self.place, inner.world()))
     }
 
     /// An executor of programs and overlapped matmuls, with pools of its own. Keep it as long as its

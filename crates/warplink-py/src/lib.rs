@@ -15,6 +15,7 @@ mod collectives;
 mod communicator;
 mod dlpack;
 mod element;
+mod engine;
 mod errors;
 mod executor;
 mod job;
@@ -42,6 +43,8 @@ mod _warplink {
     use super::collectives::Collectives;
     #[pymodule_export]
     use super::communicator::Communicator;
+    #[pymodule_export]
+    use super::engine::CollectiveEngine;
     #[pymodule_export]
     use super::executor::{CapturedPlan, Executor, Plan, Prepared};
     #[pymodule_export]

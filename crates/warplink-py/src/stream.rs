@@ -99,14 +99,13 @@ impl Stream {
     fn synchronize(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
         let limit = timeout.map(seconds).transpose()?;
         let communicator = self.communicator.with(Clone::clone);
-        let (stream, device) = (self.live()?, &self.place.device);
-        py.detach(|| match (limit, &communicator) {
-            (None, Some(communicator)) => communicator.synchronize(stream),
+        let stream = self.live()?;
+        let limit = limit.map(Deadline::after);
+        py.detach(|| match (&communicator, limit) {
+            (Some(communicator), None) => communicator.synchronize(stream),
+            (Some(communicator), Some(limit)) => communicator.synchronize_until(stream, limit),
+            (None, Some(limit)) => stream.synchronize(limit),
             (None, None) => Ok(()),
-            (Some(limit), _) => {
-                stream.synchronize(Deadline::after(limit))?;
-                device.fault().check()
-            }
         })
         .map_err(raise)
     }

@@ -172,14 +172,48 @@ def groups(rank, world, meeting):
             assert pair.rank == (0 if rank == 3 else 1)
             assert pair.all_gather_bytes(bytes([rank])) == [b"\3", b"\0"]
         comm.barrier()
-        collectives, stream = half.collectives(), half.create_stream()
-        own = numpy.full(5, rank, numpy.float32)
-        total, gathered = numpy.zeros(5, numpy.float32), numpy.zeros(10, numpy.float32)
-        collectives.all_reduce(stream, total, own)
-        collectives.all_gather(stream, gathered, own)
-        stream.synchronize()
-        assert (total == sum(half.job_ranks)).all()
-        assert gathered.tolist() == [float(r) for r in half.job_ranks for _ in range(5)]
+        stream, group = half.create_stream(), half.job_ranks
+        own = numpy.full(4, rank, numpy.float32)
+        for path in (None, "direct", "engine"):
+            collectives = half.collectives(path=path, workspace_bytes=1 << 20)
+            assert (collectives.path, collectives.size) == (path or "direct", 2)
+            results = {}
+
+            def result(name, length, kind=numpy.float32):
+                return results.setdefault(name, numpy.full(length, 77, kind))
+
+            collectives.all_reduce(stream, result("sum", 4), own)
+            collectives.all_reduce(stream, result("average", 4), own, "average")
+            collectives.all_gather(stream, result("all_gather", 8), own)
+            mixed = numpy.array([rank, rank + 10], numpy.int64)
+            collectives.reduce_scatter(stream, result("reduce_scatter", 1, numpy.int64), mixed, "max")
+            collectives.all_to_all(stream, result("all_to_all", 2, numpy.int64), mixed)
+            collectives.broadcast(stream, result("broadcast", 4), own, 1)
+            collectives.reduce(stream, result("reduce", 4), own, 1, "min")
+            collectives.gather(stream, result("gather", 8), own, 1)
+            collectives.scatter(stream, result("scatter", 1, numpy.int64), mixed, 1)
+            collectives.barrier(stream)
+            with pytest.raises(ValueError, match="unknown operator 'mean'"):
+                collectives.all_reduce(stream, own.copy(), own, "mean")
+            with pytest.raises(ValueError, match="all_gather.*expected 2 times 16"):
+                collectives.all_gather(stream, own.copy(), own)
+            stream.synchronize(20)
+            root, last = half.rank == 1, group[1]
+            rows = [float(r) for r in group for _ in range(4)]
+            expected = {
+                "sum": [sum(group)] * 4,
+                "average": [sum(group) / 2] * 4,
+                "all_gather": rows,
+                "reduce_scatter": [last + 10 * half.rank],
+                "all_to_all": [r + 10 * half.rank for r in group],
+                "broadcast": [last] * 4,
+                "reduce": [group[0] if root else 77] * 4,
+                "gather": rows if root else [77] * 8,
+                "scatter": [last + 10 * half.rank],
+            }
+            assert {name: values.tolist() for name, values in results.items()} == expected
+        with pytest.raises(ValueError, match="unknown path 'fast'"):
+            half.collectives(path="fast")
 
 
 def test_subgroups_and_collectives():

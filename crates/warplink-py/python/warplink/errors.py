@@ -70,6 +70,10 @@ class PeerLeftError(WarplinkError, ConnectionError):
     """A rank left in order while something still depended on it."""
 
 
+class GivenUpError(WarplinkError, ConnectionError):
+    """The other ranks went on without this one, which was silent or cut off for too long."""
+
+
 class PeerFailedError(WarplinkError):
     """A rank failed before its part in what this rank does with it."""
 
@@ -129,6 +133,7 @@ _CLASSES: dict[str, type[WarplinkError]] = {
     "timeout": TimeoutError,
     "peer_lost": PeerLostError,
     "peer_left": PeerLeftError,
+    "given_up": GivenUpError,
     "peer_failed": PeerFailedError,
     "authentication": AuthenticationError,
     "protocol": ProtocolError,

@@ -48,7 +48,7 @@ class HostCollectives:
         self.communicator = communicator
         self.rank, self.size = communicator.rank, communicator.size
         self.timeout = timeout
-        self._engine = communicator.collectives()
+        self._engine = communicator.collective_engine()
         self._stream = communicator.create_stream()
         self._worker = Worker("warplink-collectives")
         self._number = 0

@@ -42,7 +42,7 @@ class Messages:
         self._communicator = communicator
         # Lines of their own, beside those of the group's collectives.
         own = communicator.subgroup(list(range(communicator.size)))
-        self._engine = own.collectives()
+        self._engine = own.collective_engine()
         self._lock = threading.Lock()
         self._posted: list[_Posted] = []
         self._early: dict[int, list[tuple[int, torch.Tensor]]] = {}
@@ -219,7 +219,7 @@ class _Line:
     """One direction between this rank and a peer: a stream, and the thread that waits for it."""
 
     def __init__(
-        self, engine: warplink.Collectives, stream: warplink.Stream, worker: Worker
+        self, engine: warplink.CollectiveEngine, stream: warplink.Stream, worker: Worker
     ) -> None:
         self.worker = worker
         self._engine = engine
