@@ -16,3 +16,5 @@ mod failures;
 mod launches;
 #[path = "collectives/losses.rs"]
 mod losses;
+#[path = "collectives/streams.rs"]
+mod streams;

@@ -38,7 +38,8 @@ pub struct Call {
     pub op: Option<ReduceOp>,
     /// The element type.
     pub dtype: DType,
-    /// How many elements the smaller of input and output has.
+    /// How many elements a part has: what one rank gives to or gets from one other. Input and output have
+    /// [`CollectiveKind::rows`] parts.
     pub count: usize,
     /// The root, where there is one ([`CollectiveKind::has_root`]).
     pub root: Option<Rank>,
@@ -105,9 +106,9 @@ impl fmt::Display for CollectiveKind {
 }
 
 impl Call {
-    /// Bytes of the smaller of input and output.
+    /// Bytes of a part.
     pub fn bytes(&self) -> usize {
-        self.count * self.dtype.size()
+        self.count.saturating_mul(self.dtype.size())
     }
 
     /// The collective whose program does it: where there is nothing to move, ranks only meet, so that one that

@@ -4,11 +4,10 @@ use super::algorithm::Algorithm;
 use super::call::{Call, CollectiveKind};
 use super::choice::Machine;
 use super::launches::{self, Launches, Overlap, Shape};
-use super::turns::Turns;
 use crate::device::{DeviceSlice, ReduceOp, Stream};
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Rank, Result};
-use crate::program::execute::{RankContext, SharedWorkspace};
+use crate::program::execute::{RankContext, SharedKernel, SharedWorkspace};
 use crate::program::section::{ScratchInstance, WorkspaceLayout};
 use std::sync::Arc;
 
@@ -20,7 +19,6 @@ pub(super) struct Direct {
     rank: Rank,
     pub(super) workspace: SharedWorkspace,
     launches: Launches,
-    turns: Turns,
     /// Where ranks announce, in the area of packets.
     pub(super) announcements: ScratchInstance,
 }
@@ -56,7 +54,6 @@ impl Direct {
             rank,
             workspace: SharedWorkspace::join(context, layout, MAX_LANES)?,
             launches: Launches::default(),
-            turns: Turns::new(&context.device),
             announcements,
         })
     }
@@ -83,14 +80,10 @@ impl Direct {
         };
         let kernel = self.kernel(machine, &shape)?;
         let tensors: Arc<[DeviceSlice]> = tensors.iter().map(|slice| (*slice).clone()).collect();
-        self.turns.take(stream, || kernel.enqueue(stream, &tensors))
+        kernel.enqueue(stream, &tensors)
     }
 
-    fn kernel(
-        &self,
-        machine: &Machine,
-        shape: &Shape,
-    ) -> Result<Arc<crate::program::execute::SharedKernel>> {
+    fn kernel(&self, machine: &Machine, shape: &Shape) -> Result<Arc<SharedKernel>> {
         self.launches.get(shape, || {
             launches::make(&self.workspace, machine, self.rank, shape)
         })

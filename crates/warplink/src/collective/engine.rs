@@ -1,10 +1,12 @@
 //! The path by the vendor's library, for ranks that cannot map one another's memory.
 
 use super::call::{Call, CollectiveKind};
+use super::launches::Overlap;
 use crate::device::{
-    AllocationKind, Collective, CollectiveEngine, CollectiveRequest, DeviceSlice, ReduceOp, Stream,
+    AllocationKind, Collective, CollectiveEngine, CollectiveRequest, DeviceSlice, Priority,
+    ReduceOp, Stream,
 };
-use crate::error::{ErrorKind, Rank, Result};
+use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::program::execute::RankContext;
 use std::sync::Arc;
 
@@ -31,13 +33,15 @@ impl EngineCollectives {
                 "join the collectives of ranks that cannot map one another's memory",
             )
         })?;
-        let bytes = BARRIER_BYTES * (world + 1);
-        let barrier = context.device.allocate(bytes, AllocationKind::Plain)?;
-        let stream = context
-            .device
-            .create_stream(crate::device::Priority::Normal)?;
-        stream.fill(&barrier, 0)?;
-        stream.synchronize(context.deadline())?;
+        let zeros = || {
+            let bytes = BARRIER_BYTES * (world + 1);
+            let barrier = context.device.allocate(bytes, AllocationKind::Plain)?;
+            let stream = context.device.create_stream(Priority::Normal)?;
+            stream.fill(&barrier, 0)?;
+            stream.synchronize(context.deadline())?;
+            Ok(barrier)
+        };
+        let barrier = context.agree_on(zeros())?;
         Ok(Self {
             rank,
             world,
@@ -51,10 +55,15 @@ impl EngineCollectives {
         &self,
         call: &Call,
         tensors: &[&DeviceSlice],
+        overlap: Overlap,
         stream: &Stream,
     ) -> Result<()> {
-        if call.count == 0 && call.kind != CollectiveKind::Barrier {
-            return Ok(());
+        if (call.kind, overlap) == (CollectiveKind::AllToAll, Overlap::Shared) {
+            return Err(Error::new(
+                ErrorKind::Unsupported,
+                "an all-to-all in place by the vendor's library; expected memory apart",
+            )
+            .with_help("pass another output"));
         }
         let root = call.root.unwrap_or(0);
         let op = call.op.unwrap_or(ReduceOp::Sum);
@@ -66,6 +75,8 @@ impl EngineCollectives {
             ),
         };
         let collective = match call.kind {
+            // Ranks meet where there is nothing to move.
+            _ if tensors.is_empty() => Collective::AllGather,
             CollectiveKind::AllReduce => Collective::AllReduce(op),
             CollectiveKind::AllGather | CollectiveKind::Barrier => Collective::AllGather,
             CollectiveKind::ReduceScatter => Collective::ReduceScatter(op),

@@ -93,6 +93,10 @@ impl Collectives {
         } else {
             Overlap::Apart
         };
+        if call.count == 0 {
+            // Ranks meet all the same, so that one that calls something else is found.
+            return self.launch(call, &[], Overlap::Apart, stream);
+        }
         if world == 1 {
             if output.address() == input.address() {
                 return Ok(());
@@ -119,17 +123,17 @@ impl Collectives {
         }
         inner.note(stream);
         *lock(&inner.last) = Some(*call);
-        let enqueued = match &inner.path {
+        let enqueued = inner.turns.take(stream, || match &inner.path {
             Served::Direct(direct) => {
                 direct.enqueue(&inner.machine, call, tensors, overlap, stream)
             }
-            Served::Engine(engine) => engine.enqueue(call, tensors, stream),
-        };
+            Served::Engine(engine) => engine.enqueue(call, tensors, overlap, stream),
+        });
         enqueued.map_err(|error| error.with_operation(call.kind.name()))
     }
 
-    /// Has the kernel for a call made, so that the call itself does not have to: for all alignments, in place or
-    /// not. Compiling takes a second or so, the first time on a machine. Asks no other rank.
+    /// Compiles the kernel of a call, so that the call itself does not have to: for all alignments, in place or
+    /// not. It takes a second or so, the first time on a machine. Asks no other rank.
     ///
     /// # Errors
     /// As [`choice`](Self::choice), and what compiling says.

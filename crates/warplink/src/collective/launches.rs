@@ -19,7 +19,7 @@ pub(super) struct Shape {
     pub(super) call: Call,
     /// Whether all memory starts at multiples of 16 bytes.
     pub(super) aligned: bool,
-    /// From which element of the output on the input lies, or the output in the input, where they are one memory.
+    /// How input and output lie to each other.
     pub(super) overlap: Overlap,
 }
 

@@ -47,6 +47,7 @@ use launches::Overlap;
 use std::fmt;
 use std::sync::{Arc, Mutex};
 pub(crate) use trouble::Known;
+use turns::Turns;
 
 /// Bytes of a workspace unless options say otherwise.
 pub const DEFAULT_WORKSPACE_BYTES: usize = 10 << 20;
@@ -69,7 +70,8 @@ pub enum CollectivePath {
 /// How collectives are done; the same on every rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CollectiveOptions {
-    /// Bytes of the workspace of each rank, of which half is for packets.
+    /// Bytes of the workspace of each rank, of which half is for packets; at least 64 KiB for each rank. Parts of it
+    /// are rounded down to pages of 4 KiB.
     pub workspace_bytes: usize,
     /// The only algorithm that is allowed; where there is none, the hardware model chooses.
     pub algorithm: Option<Algorithm>,
@@ -91,15 +93,18 @@ impl Default for CollectiveOptions {
 /// The collectives of a communicator. Clones are the same.
 ///
 /// Every rank makes the same calls in the same order, with the same counts, types, operators and roots. A call
-/// enqueues on the stream that it is given, which may record a graph, and does not block. Streams may differ
-/// from call to call and from rank to rank: launches happen in the order of the calls. Graphs and calls
-/// beside them are for the caller to order alike on all ranks. For calls that are to run side by side, use
-/// communicators of their own.
+/// enqueues on the stream that it is given, which may record a graph, and does not block, but for the first one of its
+/// kind, which may compile its kernel for a second or so ([`prepare`](Self::prepare)). Streams may differ from
+/// call to call and from rank to rank: launches happen in the order of the calls. Graphs and calls beside them
+/// are for the caller to order alike on all ranks. A graph keeps neither the collectives nor the memory of its calls:
+/// do not launch it after they are gone. For calls that are to run side by side, use communicators of their own.
 ///
 /// Input and output may be the same memory; for all-gather and gather, the input may be this rank's part of the
-/// output, for reduce-scatter and scatter the output its part of the input. Other overlaps are refused.
+/// output, for reduce-scatter and scatter the output its part of the input. Other overlaps are refused, and so is
+/// all-to-all in place by the vendor's library.
 ///
-/// All ranks get the same results, bit for bit.
+/// On the direct path, inputs are reduced in the order of ranks, and all ranks get the same results, bit for bit; on
+/// the other, results are what the vendor's library promises.
 #[derive(Clone, Debug)]
 pub struct Collectives(Arc<InUse<Inner>>);
 
@@ -107,6 +112,7 @@ struct Inner {
     context: RankContext,
     machine: Machine,
     path: Served,
+    turns: Turns,
     /// What was called last.
     last: Mutex<Option<Call>>,
 }
@@ -151,6 +157,7 @@ impl Collectives {
         };
         let in_flight = context.in_flight.clone();
         let inner = Inner {
+            turns: Turns::new(&context.device),
             context,
             machine,
             path,
@@ -165,17 +172,32 @@ impl Collectives {
         for peer in 0..machine.world {
             near &= context.memory.is_near(context.group.job_rank(peer)?)?;
         }
-        if near {
-            match Direct::join(context, machine) {
-                Ok(direct) => return Ok(Served::Direct(Box::new(direct))),
-                // What one rank cannot do, all are told of.
-                Err(error) if cannot_map(&error) => {
-                    tracing::warn!(%error, "collectives go by the vendor's library");
-                }
-                Err(error) => return Err(error),
-            }
+        if !near {
+            return EngineCollectives::join(context).map(Served::Engine);
         }
-        EngineCollectives::join(context).map(Served::Engine)
+        let joined = Direct::join(context, machine);
+        // Whether this rank failed for a reason that another path does not mend; its peers know only that it failed.
+        let hopeless = joined
+            .as_ref()
+            .err()
+            .is_some_and(|error| !cannot_map(error));
+        let all = context.all_gather(&[u8::from(hopeless)])?;
+        let first = all.iter().position(|other| other != &[0]);
+        match (joined, first) {
+            (Ok(direct), None) => Ok(Served::Direct(Box::new(direct))),
+            (Err(error), None) => {
+                tracing::warn!(%error, "collectives go by the vendor's library");
+                EngineCollectives::join(context).map(Served::Engine)
+            }
+            (Err(error), Some(_)) => Err(error),
+            (Ok(_), Some(peer)) => Err(Error::new(
+                ErrorKind::PeerFailed,
+                "another rank failed to map the workspaces",
+            )
+            .with_operation("join the collectives")
+            .with_rank(context.rank())
+            .with_peer(peer)),
+        }
     }
 
     fn machine(context: &RankContext, options: &CollectiveOptions) -> Result<Machine> {
@@ -209,7 +231,7 @@ impl Collectives {
         })
     }
 
-    /// What does the calls.
+    /// Which implementation runs the calls.
     pub fn path(&self) -> CollectivePath {
         match self.0.path {
             Served::Direct(_) => CollectivePath::Direct,
@@ -235,7 +257,7 @@ impl Collectives {
         }
     }
 
-    /// `output` becomes the reduction of all ranks' `input`s, element by element in the order of ranks.
+    /// `output` becomes the reduction of all ranks' `input`s, element by element.
     ///
     /// # Errors
     /// [`ErrorKind::InvalidArgument`] for slices of lengths that do not fit, or that overlap in part; so for all
@@ -253,8 +275,8 @@ impl Collectives {
         self.reduction(kind, (output, input), (dtype, op), None, stream)
     }
 
-    /// `output` becomes this rank's part of the reduction of all ranks' `input`s, which are as many times as long
-    /// as there are ranks.
+    /// `output` becomes this rank's part of the reduction of all ranks' `input`s; an `input` has `world` times the
+    /// bytes of `output`.
     ///
     /// # Errors
     /// As [`all_reduce`](Self::all_reduce).

@@ -21,8 +21,8 @@ impl Known {
         lock(&self.0).iter().filter_map(Weak::upgrade).collect()
     }
 
-    /// The error of a wait that timed out, with who did not come to a collective, where that is why.
-    pub(crate) fn explain_timeout(&self, error: Error) -> Error {
+    /// Who did not come to a collective, where a wait timed out because of that.
+    pub(crate) fn explain_timeout(&self) -> Option<Error> {
         for collectives in self.all() {
             let Served::Direct(direct) = &collectives.path else {
                 continue;
@@ -36,15 +36,16 @@ impl Known {
             let called = last.map_or_else(String::new, |call| {
                 format!("; the last that this rank called is {call}")
             });
-            return Error::new(
+            let explained = Error::new(
                 ErrorKind::Timeout,
                 format!("a rank has not come to a collective that this rank is in{called}"),
             )
             .with_operation("synchronize")
             .with_peer(first)
             .with_help("make the same calls in the same order on every rank");
+            return Some(explained);
         }
-        error
+        None
     }
 
     /// Fails where kernels have noted that another rank called something else.

@@ -9,13 +9,16 @@ use std::sync::{Arc, Mutex};
 #[derive(Debug)]
 pub(super) struct Turns {
     device: Arc<dyn Device>,
-    last: Mutex<Last>,
+    last: Mutex<Option<Last>>,
 }
 
-#[derive(Debug, Default)]
+/// The last launch outside of graphs.
+#[derive(Debug)]
 struct Last {
-    stream: Option<Stream>,
-    event: Option<Event>,
+    /// Held, so that no other stream gets its handle.
+    stream: Stream,
+    /// Behind the launch, and before what its stream was given later.
+    done: Event,
 }
 
 impl Turns {
@@ -26,31 +29,30 @@ impl Turns {
         }
     }
 
-    /// Calls `enqueue`, which gives `stream` work, after what the last stream was given for it. Calls of several
+    /// Calls `enqueue`, which gives `stream` work, after the last such work of another stream. Calls of several
     /// threads do so one after the other. What is recorded into a graph is for the caller to order.
     pub(super) fn take(&self, stream: &Stream, enqueue: impl FnOnce() -> Result<()>) -> Result<()> {
         let mut last = lock(&self.last);
-        let other = last.stream.as_ref();
-        let other = other.filter(|other| other.raw() != stream.raw()).cloned();
-        if let Some(other) = other
-            && !stream.is_capturing()?
-            && !other.is_capturing()?
+        if stream.is_capturing()? {
+            return enqueue();
+        }
+        if let Some(last) = &*last
+            && last.stream.raw() != stream.raw()
         {
-            let event = match last.event.take() {
-                Some(event) => event,
-                None => self.device.create_event(false)?,
-            };
-            other.record(&event)?;
-            stream.wait_event(&event)?;
-            last.event = Some(event);
+            stream.wait_event(&last.done)?;
         }
-        let same = last
-            .stream
-            .as_ref()
-            .is_some_and(|one| one.raw() == stream.raw());
-        if !same {
-            last.stream = Some(stream.clone());
-        }
-        enqueue()
+        enqueue()?;
+        // Now, and on this thread: later the stream may have to wait for what comes after this launch elsewhere, may
+        // be recording, or may be another thread's.
+        let done = match last.take() {
+            Some(last) => last.done,
+            None => self.device.create_event(false)?,
+        };
+        stream.record(&done)?;
+        *last = Some(Last {
+            stream: stream.clone(),
+            done,
+        });
+        Ok(())
     }
 }

@@ -312,11 +312,17 @@ impl Communicator {
     /// [`ErrorKind::PeerLost`], which names the rank, when one is lost; [`ErrorKind::Timeout`], which
     /// names a peer and a tag that are waited for.
     pub fn synchronize(&self, stream: &Stream) -> Result<()> {
-        let synchronized = stream.synchronize(self.deadline());
+        self.synchronize_until(stream, self.deadline())
+    }
+
+    /// As [`synchronize`](Self::synchronize), with a deadline of one's own.
+    pub fn synchronize_until(&self, stream: &Stream, deadline: Deadline) -> Result<()> {
+        let synchronized = stream.synchronize(deadline);
         let synchronized = synchronized.map_err(|error| match error.kind() {
             ErrorKind::Timeout => {
-                let error = self.transfers.explain_timeout(error);
-                self.known_collectives.explain_timeout(error)
+                let explained = self.transfers.explain_timeout(&error);
+                let explained = explained.or_else(|| self.known_collectives.explain_timeout());
+                explained.unwrap_or(error)
             }
             _ => error,
         });

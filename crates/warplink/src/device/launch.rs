@@ -94,14 +94,14 @@ impl Argument {
         }
     }
 
-    /// Which device's memory it names.
-    pub(crate) fn kind(&self) -> Option<DeviceKind> {
+    /// Whether it names no memory but that of devices of a kind.
+    pub(crate) fn is_of(&self, kind: DeviceKind) -> bool {
         match self {
-            Self::Slice(slice) => Some(slice.kind()),
-            Self::Channel(channel) => Some(channel.memory().kind()),
-            Self::Channels(channels) => Some(channels.table().kind()),
-            Self::Memory(slices) => slices.first().map(DeviceSlice::kind),
-            _ => None,
+            Self::Slice(slice) => slice.kind() == kind,
+            Self::Channel(channel) => channel.memory().kind() == kind,
+            Self::Channels(channels) => channels.table().kind() == kind,
+            Self::Memory(slices) => slices.iter().all(|slice| slice.kind() == kind),
+            _ => true,
         }
     }
 

@@ -147,8 +147,15 @@ fn the_vendors_library_does_the_same() {
             let mut random = Random::new(9);
             for _ in 0..60 {
                 let mut case = Case::random(&mut random, ranks, 500);
+                let in_place_all_to_all = case.in_place
+                    && case.call.kind == CollectiveKind::AllToAll
+                    && case.call.count > 0;
+                if in_place_all_to_all {
+                    let error = case.make(comm, &collectives, &stream).unwrap_err();
+                    assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
+                    case.in_place = false;
+                }
                 // Where the order of summation is not told, only exact types can be compared.
-                case.in_place = false;
                 if case.call.kind.reduces() {
                     case.call.dtype = [DType::I32, DType::U8, DType::F32][random.below(3)];
                     case.call.op = Some([ReduceOp::Sum, ReduceOp::Max][random.below(2)]);

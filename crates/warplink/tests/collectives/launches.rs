@@ -7,12 +7,12 @@ use warplink::device::{AllocationKind, DeviceSlice, Priority, ReduceOp};
 use warplink::{Collectives, Communicator, DType};
 
 /// `count` integers of a rank in a round.
-fn integers(rank: usize, round: usize, count: usize) -> Vec<i32> {
+pub(crate) fn integers(rank: usize, round: usize, count: usize) -> Vec<i32> {
     let mut random = Random::new((rank * 1000 + round) as u64 + 1);
     (0..count).map(|_| random.next() as i32).collect()
 }
 
-fn upload(comm: &Communicator, memory: &DeviceSlice, values: &[i32]) {
+pub(crate) fn upload(comm: &Communicator, memory: &DeviceSlice, values: &[i32]) {
     let bytes: Vec<u8> = values
         .iter()
         .flat_map(|value| value.to_le_bytes())
@@ -20,7 +20,7 @@ fn upload(comm: &Communicator, memory: &DeviceSlice, values: &[i32]) {
     comm.device().upload(memory, &bytes).unwrap();
 }
 
-fn download(comm: &Communicator, memory: &DeviceSlice) -> Vec<i32> {
+pub(crate) fn download(comm: &Communicator, memory: &DeviceSlice) -> Vec<i32> {
     let mut bytes = vec![0; memory.bytes()];
     comm.device().download(memory, &mut bytes).unwrap();
     let words = bytes.chunks_exact(4);
@@ -30,7 +30,7 @@ fn download(comm: &Communicator, memory: &DeviceSlice) -> Vec<i32> {
 }
 
 /// The sum of all ranks' integers.
-fn sum(world: usize, round: usize, count: usize) -> Vec<i32> {
+pub(crate) fn sum(world: usize, round: usize, count: usize) -> Vec<i32> {
     let all = (0..world).map(|rank| integers(rank, round, count));
     all.reduce(|sum, one| {
         sum.iter()
@@ -41,7 +41,7 @@ fn sum(world: usize, round: usize, count: usize) -> Vec<i32> {
     .unwrap()
 }
 
-fn memory(comm: &Communicator, count: usize) -> DeviceSlice {
+pub(crate) fn memory(comm: &Communicator, count: usize) -> DeviceSlice {
     comm.device()
         .allocate(4 * count, AllocationKind::Plain)
         .unwrap()
@@ -112,7 +112,7 @@ fn a_graph_of_a_hundred_collectives_is_replayed() {
     );
 }
 
-fn sums(
+pub(crate) fn sums(
     comm: &Communicator,
     collectives: &Collectives,
     stream: &warplink::device::Stream,
@@ -156,32 +156,6 @@ fn two_communicators_run_side_by_side() {
                 }
             }
             other.close().unwrap();
-        },
-    );
-}
-
-/// Calls on streams that change from call to call, and are others on other ranks, happen in their order.
-#[test]
-fn streams_of_one_communicator_take_turns() {
-    let ranks = world(3);
-    threads_with(
-        ranks,
-        |_| {},
-        |comm| {
-            let collectives = comm.collectives().unwrap();
-            let streams = [(); 3].map(|()| comm.create_stream(Priority::Normal).unwrap());
-            let mut made = Vec::new();
-            for round in 0..150 {
-                let stream = &streams[(round * (comm.rank() + 1)) % 3];
-                let count = 1 + 31 * round % 500;
-                made.push(sums(comm, &collectives, stream, round, count));
-            }
-            for stream in &streams {
-                comm.synchronize(stream).unwrap();
-            }
-            for (buffer, round, count) in made {
-                assert_eq!(download(comm, &buffer), sum(ranks, round, count));
-            }
         },
     );
 }

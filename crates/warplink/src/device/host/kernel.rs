@@ -236,8 +236,7 @@ impl KernelBackend for HostKernelBackend {
     fn launch(&self, stream: &Stream, launch: &Launch, arguments: &[Argument]) -> Result<()> {
         let stream = stream::from_dyn(stream)?;
         self.check_together(launch)?;
-        let other =
-            |argument: &&Argument| argument.kind().is_some_and(|kind| kind != DeviceKind::Host);
+        let other = |argument: &&Argument| !argument.is_of(DeviceKind::Host);
         if let Some(argument) = arguments.iter().find(other) {
             let text = format!("{argument:?} is not of the host device");
             return Err(self.invalid(text, "use memory of the stream's device"));

@@ -182,16 +182,14 @@ impl TransferExchange {
     /// The error of a stream that was waited for in vain, in the terms of the caller: which transfers
     /// in streams of this rank wait for their peers, and since when. Blocks while it reads their
     /// signals.
-    pub(crate) fn explain_timeout(&self, error: Error) -> Error {
+    pub(crate) fn explain_timeout(&self, error: &Error) -> Option<Error> {
         let waiting = self.progress.waiting(&*self.device);
-        let Some(first) = waiting.first() else {
-            return error;
-        };
+        let first = waiting.first()?;
         let more = match waiting.len() - 1 {
             0 => String::new(),
             more => format!(", and {more} other transfers"),
         };
-        Error::new(
+        let explained = Error::new(
             error.kind(),
             format!(
                 "{}: rank {} has not posted its {} with tag {} for {:.1?}{more}",
@@ -204,7 +202,8 @@ impl TransferExchange {
         )
         .with_operation("synchronize")
         .with_peer(first.peer)
-        .with_help("check that both ranks post every transfer")
+        .with_help("check that both ranks post every transfer");
+        Some(explained)
     }
 
     fn check(&self, request: &TransferRequest) -> Result<()> {

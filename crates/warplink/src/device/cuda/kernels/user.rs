@@ -143,8 +143,7 @@ impl UserKernel {
                 .with_device(self.gpu.name())
                 .with_help(help))
         };
-        let other =
-            |argument: &&Argument| argument.kind().is_some_and(|kind| kind != DeviceKind::Cuda);
+        let other = |argument: &&Argument| !argument.is_of(DeviceKind::Cuda);
         if let Some(argument) = arguments.iter().find(other) {
             return failed(
                 format!("{argument:?} is not a GPU's; expected memory of one"),

@@ -1,0 +1,122 @@
+//! Calls on several streams of one communicator.
+
+use crate::common::{threads_with, world};
+use crate::launches::{download, sum, sums};
+use warplink::collective::{CollectiveOptions, CollectivePath};
+use warplink::device::Priority;
+use warplink::p2p::TransferRequest;
+use warplink::{Collectives, Communicator, ErrorKind};
+
+/// The collectives of each path that there is.
+fn paths(comm: &Communicator) -> Vec<Collectives> {
+    let by = [CollectivePath::Direct, CollectivePath::Engine].map(|path| {
+        let options = CollectiveOptions {
+            path: Some(path),
+            ..CollectiveOptions::default()
+        };
+        comm.collectives_with(&options)
+    });
+    let there = by.into_iter().filter(|joined| {
+        let missing = |error: &warplink::Error| error.kind() == ErrorKind::LibraryMissing;
+        !joined.as_ref().is_err_and(missing)
+    });
+    there.map(Result::unwrap).collect()
+}
+
+/// Streams that change from call to call, and are others on other ranks: calls happen in their order.
+#[test]
+fn streams_of_one_communicator_take_turns() {
+    let ranks = world(3);
+    threads_with(
+        ranks,
+        |_| {},
+        |comm| {
+            for collectives in paths(comm) {
+                let streams = [(); 3].map(|()| comm.create_stream(Priority::Normal).unwrap());
+                let mut made = Vec::new();
+                for round in 0..100 {
+                    let stream = &streams[(round * (comm.rank() + 1)) % 3];
+                    let count = 1 + 31 * round % 500;
+                    made.push(sums(comm, &collectives, stream, round, count));
+                }
+                // Longer than what is moved at once.
+                made.push(sums(comm, &collectives, &streams[0], 200, 50_000));
+                made.push(sums(comm, &collectives, &streams[1], 201, 50_000));
+                for stream in &streams {
+                    comm.synchronize(stream).unwrap();
+                }
+                for (buffer, round, count) in made {
+                    assert_eq!(download(comm, &buffer), sum(ranks, round, count));
+                }
+            }
+        },
+    );
+}
+
+/// What a stream was given after a call does not hold up the next call on another stream. Here rank 0's first stream
+/// waits for what rank 1 sends only after the second call.
+#[test]
+fn a_call_waits_for_the_last_call_and_nothing_after_it() {
+    threads_with(
+        world(2),
+        |_| {},
+        |comm| {
+            for (number, collectives) in paths(comm).iter().enumerate() {
+                let streams = [(); 2].map(|()| comm.create_stream(Priority::Normal).unwrap());
+                let (region, tag) = (comm.alloc(64).unwrap(), number as u64);
+                let request = match comm.rank() {
+                    0 => TransferRequest::receive(&region, 1, tag),
+                    _ => TransferRequest::send(&region, 0, tag),
+                };
+                let transfer = comm.exchange(&[request]).unwrap().remove(0);
+                let mut made = vec![sums(comm, collectives, &streams[0], 1, 10)];
+                if comm.rank() == 0 {
+                    transfer.post(&streams[0]).unwrap();
+                    transfer.wait(&streams[0]).unwrap();
+                    made.push(sums(comm, collectives, &streams[1], 2, 20));
+                } else {
+                    made.push(sums(comm, collectives, &streams[0], 2, 20));
+                    transfer.post(&streams[0]).unwrap();
+                    transfer.wait(&streams[0]).unwrap();
+                }
+                for stream in &streams {
+                    comm.synchronize(stream).unwrap();
+                }
+                for (buffer, round, count) in made {
+                    assert_eq!(download(comm, &buffer), sum(2, round, count));
+                }
+            }
+        },
+    );
+}
+
+/// A capture in between, on a third stream or on that of the last call, changes nothing for eager calls.
+#[test]
+fn calls_that_are_recorded_leave_the_order_of_others_alone() {
+    let ranks = world(2);
+    threads_with(
+        ranks,
+        |_| {},
+        |comm| {
+            let collectives = comm.collectives().unwrap();
+            let streams = [(); 3].map(|()| comm.create_stream(Priority::Normal).unwrap());
+            for start in (0..60).step_by(3) {
+                let mut made = vec![sums(comm, &collectives, &streams[0], start, 3000)];
+                let recorded = &streams[[2, 0][start / 3 % 2]];
+                recorded.begin_capture().unwrap();
+                collectives.barrier(recorded).unwrap();
+                made.push(sums(comm, &collectives, &streams[1], start + 1, 700));
+                let graph = recorded.end_capture().unwrap();
+                made.push(sums(comm, &collectives, &streams[0], start + 2, 1500));
+                for stream in &streams {
+                    comm.synchronize(stream).unwrap();
+                }
+                graph.launch(recorded).unwrap();
+                comm.synchronize(recorded).unwrap();
+                for (buffer, round, count) in made {
+                    assert_eq!(download(comm, &buffer), sum(ranks, round, count));
+                }
+            }
+        },
+    );
+}
