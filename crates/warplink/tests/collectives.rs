@@ -16,5 +16,9 @@ mod failures;
 mod launches;
 #[path = "collectives/losses.rs"]
 mod losses;
+#[path = "collectives/messages.rs"]
+mod messages;
+#[path = "collectives/parts.rs"]
+mod parts;
 #[path = "collectives/streams.rs"]
 mod streams;

@@ -96,6 +96,11 @@ impl EngineCollectives {
         self.engine.enqueue(stream, &request)
     }
 
+    /// Enqueues what is made for the engine.
+    pub(super) fn request(&self, request: &CollectiveRequest, stream: &Stream) -> Result<()> {
+        self.engine.enqueue(stream, request)
+    }
+
     /// A gather or scatter: the root's part is copied, the others' are sent.
     fn exchange(
         &self,

@@ -12,6 +12,7 @@
 //! | `direct` | the path by kernels of our own |
 //! | `engine` | the path by the vendor's library |
 //! | `launches` | kernels of calls that were made before |
+//! | `messages` | sends and receives between pairs of ranks |
 //! | `trouble` | what is told of calls that do not end, or that differ |
 //! | `turns` | streams that use the workspace one after the other |
 //!
@@ -28,12 +29,14 @@ mod direct;
 mod engine;
 mod enqueue;
 mod launches;
+mod messages;
 mod trouble;
 mod turns;
 
 pub use algorithm::Algorithm;
 pub use call::{Call, CollectiveKind};
 pub use choice::Choice;
+pub use messages::{MAX_MESSAGES, Message, Parts};
 
 use crate::device::{DeviceSlice, InUse, ReduceOp, Stream};
 use crate::dtype::DType;
@@ -44,6 +47,7 @@ use choice::Machine;
 use direct::Direct;
 use engine::EngineCollectives;
 use launches::Overlap;
+use messages::Lines;
 use std::fmt;
 use std::sync::{Arc, Mutex};
 pub(crate) use trouble::Known;
@@ -71,7 +75,7 @@ pub enum CollectivePath {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CollectiveOptions {
     /// Bytes of the workspace of each rank, of which half is for packets; at least 64 KiB for each rank. Parts of it
-    /// are rounded down to pages of 4 KiB.
+    /// are rounded down to pages of 4 KiB. Messages between pairs of ranks have half as many of their own.
     pub workspace_bytes: usize,
     /// The only algorithm that is allowed; where there is none, the hardware model chooses.
     pub algorithm: Option<Algorithm>,
@@ -113,6 +117,8 @@ struct Inner {
     machine: Machine,
     path: Served,
     turns: Turns,
+    /// For messages between pairs of ranks, where the direct path serves.
+    lines: Option<Lines>,
     /// What was called last.
     last: Mutex<Option<Call>>,
 }
@@ -155,12 +161,17 @@ impl Collectives {
             Some(CollectivePath::Engine) => Served::Engine(EngineCollectives::join(&context)?),
             None => Self::either(&context, &machine)?,
         };
+        let lines = match &path {
+            Served::Direct(_) => Some(Lines::join(&context, options.workspace_bytes / 2)?),
+            Served::Engine(_) => None,
+        };
         let in_flight = context.in_flight.clone();
         let inner = Inner {
             turns: Turns::new(&context.device),
             context,
             machine,
             path,
+            lines,
             last: Mutex::default(),
         };
         Ok(Self(Arc::new(InUse::new(inner, &in_flight))))

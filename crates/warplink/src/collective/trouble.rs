@@ -3,6 +3,7 @@
 use super::{Call, Collectives, Inner, Served};
 use crate::device::InUse;
 use crate::error::{Error, ErrorKind, Result};
+use crate::p2p::Direction;
 use crate::sync::lock;
 use std::sync::{Arc, Mutex, Weak};
 
@@ -27,6 +28,9 @@ impl Known {
             let Served::Direct(direct) = &collectives.path else {
                 continue;
             };
+            if let Some(explained) = awaited_message(&collectives) {
+                return Some(explained);
+            }
             let absent = direct.workspace.absent(&direct.announcements);
             // What cannot be found out is left out.
             let Some(&first) = absent.ok().as_ref().and_then(|absent| absent.first()) else {
@@ -51,6 +55,13 @@ impl Known {
     /// Fails where kernels have noted that another rank called something else.
     pub(crate) fn check_agreement(&self) -> Result<()> {
         for collectives in self.all() {
+            if let Some(lines) = &collectives.lines
+                && let Some(error) = lines.disagreement()?
+            {
+                let error = error.with_rank(collectives.context.rank());
+                collectives.context.fault.raise(error.clone());
+                return Err(error);
+            }
             let (Some(last), Served::Direct(direct)) =
                 (*lock(&collectives.last), &collectives.path)
             else {
@@ -74,4 +85,25 @@ impl Known {
         }
         Ok(())
     }
+}
+
+/// The error of a wait that timed out, where a message has begun at this rank and not at the other.
+fn awaited_message(collectives: &Inner) -> Option<Error> {
+    let lines = collectives.lines.as_ref()?;
+    // What cannot be found out is left out.
+    let awaited = lines.awaited(&*collectives.context.device);
+    let (peer, direction) = awaited.ok().flatten()?;
+    let text = match direction {
+        Direction::Send => "the peer has not come to the receive of what this rank sends",
+        Direction::Receive => "the peer has not come to the send of what this rank receives",
+    };
+    let error = Error::new(ErrorKind::Timeout, text);
+    Some(
+        error
+            .with_operation("synchronize")
+            .with_peer(peer)
+            .with_help(
+                "give each send a receive on the other rank, in an order in which all can go on",
+            ),
+    )
 }

@@ -69,6 +69,19 @@ impl SharedWorkspace {
         self.kernels.reach.workspaces.get(rank)?.as_ref()
     }
 
+    /// The signals of a rank, as they are mapped here: for each lane one of each rank.
+    pub(crate) fn signals(&self, rank: Rank) -> Option<&DeviceSlice> {
+        self.kernels.reach.signals.get(rank)
+    }
+
+    /// A word for each lane, which is an epoch where sections use the workspace, and where kernels note what
+    /// [`disagreement`](Self::disagreement) reads.
+    pub(crate) fn state(&self) -> Result<(DeviceSlice, DeviceSlice)> {
+        let state = &self.kernels.reach.state;
+        let words = EPOCH_BYTES * self.kernels.reach.lanes;
+        Ok((state.slice(0..words)?, state.slice(words..state.bytes())?))
+    }
+
     /// The kernel of a section, compiled where no other of the same text was before. Its scratch lies in this
     /// workspace; its tensors are given at each launch, and `aligned` promises that they start at multiples of
     /// 16 bytes. `tell` explains what another rank announces.

@@ -100,6 +100,13 @@ pub struct WorkspaceLayout {
 }
 
 impl WorkspaceLayout {
+    /// A workspace of so many bytes without packets.
+    pub(crate) fn plain(bytes: usize) -> Self {
+        let mut layout = Self::default();
+        layout.bytes[Packing::Plain as usize] = bytes;
+        layout
+    }
+
     /// A workspace for all of `scratch`.
     pub fn of<'s>(scratch: impl IntoIterator<Item = &'s ScratchInstance>) -> Self {
         let mut layout = Self::default();

@@ -39,8 +39,14 @@ const STEPS: Source = Source {
     text: include_str!("../../../../kernels/steps.cu"),
 };
 
+/// Messages between pairs of ranks.
+const MESSAGES: Source = Source {
+    name: "messages.cu",
+    text: include_str!("../../../../kernels/messages.cu"),
+};
+
 /// Every kernel file; each is compiled by itself.
-const SOURCES: [&Source; 4] = [&ELEMENTWISE, &TRANSFER, &CHANNEL, &STEPS];
+const SOURCES: [&Source; 5] = [&ELEMENTWISE, &TRANSFER, &CHANNEL, &STEPS, &MESSAGES];
 
 /// What kernels may include, by name.
 const HEADERS: [(&CStr, &str); 8] = [

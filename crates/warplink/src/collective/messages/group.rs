@@ -1,0 +1,245 @@
+//! Groups of sends and receives, and the all-to-all with sizes for each peer.
+
+use super::{Entry, MAX_MESSAGES};
+use crate::collective::{Collectives, Served};
+use crate::device::{CollectiveRequest, DeviceSlice, Stream};
+use crate::dtype::DType;
+use crate::error::{Error, Rank, Result};
+use crate::p2p::Direction;
+
+/// A send or a receive of a group.
+#[derive(Clone, Copy, Debug)]
+pub struct Message<'a> {
+    /// The rank at the other end; it may be this one.
+    pub peer: Rank,
+    /// Which way the bytes go.
+    pub direction: Direction,
+    /// What is sent, or where what is received belongs.
+    pub memory: &'a DeviceSlice,
+}
+
+impl<'a> Message<'a> {
+    /// Sends `memory` to `peer`.
+    pub const fn send(peer: Rank, memory: &'a DeviceSlice) -> Self {
+        Self {
+            peer,
+            direction: Direction::Send,
+            memory,
+        }
+    }
+
+    /// Receives from `peer` into `memory`.
+    pub const fn receive(peer: Rank, memory: &'a DeviceSlice) -> Self {
+        Self {
+            peer,
+            direction: Direction::Receive,
+            memory,
+        }
+    }
+}
+
+/// How memory is cut into a part for each rank, in elements.
+#[derive(Clone, Copy, Debug)]
+pub struct Parts<'a> {
+    /// How many elements the part of each rank has.
+    pub counts: &'a [usize],
+    /// From which element on it lies.
+    pub displacements: &'a [usize],
+}
+
+impl Collectives {
+    /// Does all `messages` at the same time, of which those to one peer, and those from one, happen in their order:
+    /// the n-th send to a rank is for the n-th receive there from this one. Only the two ranks of a message need to
+    /// call, and ranks may group their messages differently, as long as some order of them lets all go on. Messages
+    /// to this rank itself have both ends in one group. What is received overlaps no other memory of the group.
+    /// Does not block.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) for ranks out of range, memory that
+    /// overlaps, more than [`MAX_MESSAGES`] messages, and messages to this rank that do not fit. That the ends of a
+    /// message have other lengths is an error of the stream on both ranks
+    /// ([`ErrorKind::Mismatch`](crate::ErrorKind::Mismatch), with the peer), where the direct path does it.
+    pub fn send_receive(&self, messages: &[Message<'_>], stream: &Stream) -> Result<()> {
+        self.exchange(messages, stream)
+            .map_err(|error| error.with_operation("send and receive"))
+    }
+
+    /// Part p of `output` becomes this rank's part of rank p's `input`, for each rank; each may have another length.
+    /// Counts of 0 are allowed, and parts of the input may overlap. No kernel is compiled for new counts. Does not
+    /// block.
+    ///
+    /// # Errors
+    /// As [`send_receive`](Self::send_receive): what a rank sends to another is as long as that one expects it. Parts
+    /// that are not one for each rank, or not in the memory, are
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument).
+    pub fn all_to_all_v(
+        &self,
+        (output, output_parts): (&DeviceSlice, Parts<'_>),
+        (input, input_parts): (&DeviceSlice, Parts<'_>),
+        dtype: DType,
+        stream: &Stream,
+    ) -> Result<()> {
+        let operation = |error: Error| error.with_operation("all_to_all_v");
+        let cut = |what, memory, parts| self.cut(what, memory, parts, dtype).map_err(operation);
+        let (sent, received) = (
+            cut("input", input, input_parts)?,
+            cut("output", output, output_parts)?,
+        );
+        let (rank, world) = (self.0.context.rank(), self.0.machine.world);
+        let mut messages = Vec::with_capacity(2 * world);
+        // Each rank begins with another peer.
+        for peer in (0..world).map(|step| (rank + step) % world) {
+            messages.push(Message::send(peer, &sent[peer]));
+            messages.push(Message::receive(peer, &received[peer]));
+        }
+        self.exchange(&messages, stream).map_err(operation)
+    }
+
+    fn cut(
+        &self,
+        what: &str,
+        memory: &DeviceSlice,
+        parts: Parts<'_>,
+        dtype: DType,
+    ) -> Result<Vec<DeviceSlice>> {
+        let world = self.0.machine.world;
+        if (parts.counts.len(), parts.displacements.len()) != (world, world) {
+            return Err(Error::invalid(format!(
+                "{} counts and {} displacements of the {what}; expected {world} of each",
+                parts.counts.len(),
+                parts.displacements.len()
+            ))
+            .with_help("give one of each for every rank"));
+        }
+        let both = parts.counts.iter().zip(parts.displacements);
+        let parts = both.enumerate().map(|(peer, (count, displacement))| {
+            let end = displacement.checked_add(*count);
+            let end = end.and_then(|end| end.checked_mul(dtype.size()));
+            let Some(end) = end.filter(|end| *end <= memory.bytes()) else {
+                return Err(Error::invalid(format!(
+                    "{count} elements from {displacement} on in the {what}; expected a part of its {}",
+                    memory.bytes() / dtype.size()
+                ))
+                .with_peer(peer)
+                .with_help("pass counts and displacements within the memory"));
+            };
+            memory.slice(displacement * dtype.size()..end)
+        });
+        parts.collect()
+    }
+
+    fn exchange(&self, messages: &[Message<'_>], stream: &Stream) -> Result<()> {
+        let inner = &*self.0;
+        inner.context.fault.check()?;
+        let (rank, world) = (inner.context.rank(), inner.machine.world);
+        check(messages, world)?;
+        let copies = own(messages, rank)?;
+        self.0.note(stream);
+        for (target, source) in copies {
+            if source.bytes() > 0 {
+                stream.copy(target, source)?;
+            }
+        }
+        let others = messages.iter().filter(|message| message.peer != rank);
+        match &inner.path {
+            Served::Direct(_) => {
+                let entries: Vec<Entry<'_>> = others
+                    .map(|message| Entry::whole(message.peer, message.direction, message.memory))
+                    .collect();
+                let Some(lines) = &inner.lines else {
+                    return Ok(());
+                };
+                inner.turns.take(stream, || lines.enqueue(&entries, stream))
+            }
+            Served::Engine(engine) => {
+                let (mut sends, mut receives) = (Vec::new(), Vec::new());
+                // Both ends leave out what is empty.
+                for message in others.filter(|message| message.memory.bytes() > 0) {
+                    let end = (message.peer, message.memory.clone());
+                    match message.direction {
+                        Direction::Send => sends.push(end),
+                        Direction::Receive => receives.push(end),
+                    }
+                }
+                if sends.is_empty() && receives.is_empty() {
+                    return Ok(());
+                }
+                let request = CollectiveRequest::Exchange { sends, receives };
+                inner
+                    .turns
+                    .take(stream, || engine.request(&request, stream))
+            }
+        }
+    }
+}
+
+fn check(messages: &[Message<'_>], world: usize) -> Result<()> {
+    if messages.len() > MAX_MESSAGES {
+        return Err(Error::invalid(format!(
+            "{} messages in one group; expected at most {MAX_MESSAGES}",
+            messages.len()
+        ))
+        .with_help("make several groups"));
+    }
+    for (number, message) in messages.iter().enumerate() {
+        if message.peer >= world {
+            return Err(Error::invalid(format!(
+                "rank {} is out of range; expected a rank below {world}",
+                message.peer
+            ))
+            .with_peer(message.peer)
+            .with_help("name a rank of the communicator"));
+        }
+        if message.direction == Direction::Send || message.memory.bytes() == 0 {
+            continue;
+        }
+        let others = messages.iter().enumerate();
+        let mut others = others.filter(|(other, _)| *other != number);
+        if let Some((_, other)) = others
+            .find(|(_, other)| other.memory.bytes() > 0 && other.memory.overlaps(message.memory))
+        {
+            return Err(Error::invalid(format!(
+                "what is received into {:?} overlaps {:?}; expected memory apart",
+                message.memory, other.memory
+            ))
+            .with_peer(message.peer)
+            .with_help("receive into memory that no other message of the group names"));
+        }
+    }
+    Ok(())
+}
+
+/// Targets and sources of the messages of this rank to itself.
+fn own<'a>(
+    messages: &[Message<'a>],
+    rank: Rank,
+) -> Result<Vec<(&'a DeviceSlice, &'a DeviceSlice)>> {
+    let of = |direction| {
+        let own = messages.iter().filter(move |message| message.peer == rank);
+        own.filter(move |message| message.direction == direction)
+            .map(|message| message.memory)
+    };
+    let refused = |text: String| {
+        Error::invalid(text)
+            .with_peer(rank)
+            .with_help("give each message of a rank to itself a send and a receive of one length")
+    };
+    let (sends, receives) = (of(Direction::Send).count(), of(Direction::Receive).count());
+    if sends != receives {
+        return Err(refused(format!(
+            "{sends} sends of this rank to itself; expected {receives}, as it receives"
+        )));
+    }
+    let pairs = of(Direction::Receive).zip(of(Direction::Send));
+    let pairs = pairs.map(|(target, source)| {
+        if target.bytes() != source.bytes() {
+            return Err(refused(format!(
+                "this rank sends itself {} bytes; expected {}, as it receives",
+                source.bytes(),
+                target.bytes()
+            )));
+        }
+        Ok((target, source))
+    });
+    pairs.collect()
+}

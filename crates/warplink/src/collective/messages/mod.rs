@@ -1,0 +1,223 @@
+//! Sends and receives between pairs of ranks, on any memory: groups of them, and what is made of groups.
+//!
+//! All messages of a group are one launch of `kernels/messages.cu`, which says what the two ends of a message do. The
+//! ranks of a pair agree on nothing but their messages: ranks that have none launch nothing, and others may differ in
+//! how they group them.
+//!
+//! | module | subject |
+//! |---|---|
+//! | `table` | the messages of a launch, as a kernel takes them |
+//! | `lane` | one lane of a message, on a device that takes closures for kernels |
+//! | `difference` | what is told of ends that do not fit |
+
+mod difference;
+mod group;
+mod lane;
+mod table;
+
+pub use group::{Message, Parts};
+
+use crate::device::{Argument, DeviceSlice, Kernel, Launch, ModuleSource, Stream};
+use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::p2p::Direction;
+use crate::program::execute::{RankContext, SharedWorkspace};
+use crate::program::section::WorkspaceLayout;
+use lane::Ends;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+pub(super) use table::{Count, Entry};
+use table::{HEADER_BYTES, Table};
+
+/// The most messages of a group.
+pub const MAX_MESSAGES: usize = table::MAX_MESSAGES;
+
+/// Lanes of all peers in one direction.
+const LANES: usize = 64;
+
+/// Bytes from which on a message gets another lane.
+const LANE_BYTES: usize = 32 << 10;
+
+const THREADS: u32 = 512;
+
+/// The name of the kernel.
+const KERNEL: &str = "messages";
+
+/// What a rank has for messages.
+pub(super) struct Lines {
+    workspace: SharedWorkspace,
+    kernel: Kernel,
+    shape: Shape,
+    signals: Argument,
+    /// What does not change from launch to launch.
+    table: Table,
+    waiting: DeviceSlice,
+    /// Whether anything was enqueued: where nothing was, nobody asks the device what became of it.
+    used: AtomicBool,
+}
+
+/// How lines divide a workspace; the same on every rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Shape {
+    pub(super) rank: Rank,
+    pub(super) world: usize,
+    /// The most lanes of a message.
+    pub(super) lanes: usize,
+    /// Bytes of a chunk.
+    pub(super) chunk: usize,
+}
+
+impl Shape {
+    /// What fits into `bytes` for chunks.
+    fn new(rank: Rank, world: usize, bytes: usize) -> Self {
+        let lanes = 1 << (LANES / world).max(1).ilog2();
+        Self {
+            rank,
+            world,
+            lanes,
+            chunk: bytes / (2 * lanes * world) / 16 * 16,
+        }
+    }
+
+    /// Bytes of a workspace: two headers and two chunks for each lane and peer.
+    fn workspace_bytes(&self) -> usize {
+        self.headers_bytes() + 2 * self.chunk * self.lanes * self.world
+    }
+
+    pub(super) fn headers_bytes(&self) -> usize {
+        2 * HEADER_BYTES * self.lanes * self.world
+    }
+
+    /// How many lanes a message of at most `bytes` bytes has; the same at both ends.
+    fn lanes_of(&self, bytes: usize) -> usize {
+        1 << (bytes / LANE_BYTES).clamp(1, self.lanes).ilog2()
+    }
+}
+
+impl Lines {
+    /// Allocates a workspace with `bytes` for chunks and maps those of the peers. Blocks until all ranks do so:
+    /// all succeed, or none.
+    pub(super) fn join(context: &RankContext, bytes: usize) -> Result<Self> {
+        let shape = Shape::new(context.rank(), context.world(), bytes);
+        let layout = WorkspaceLayout::plain(shape.workspace_bytes());
+        // Signals of what was put, and of room for more.
+        let workspace = SharedWorkspace::join(context, layout, 2 * shape.lanes)?;
+        let (waiting, verdicts) = workspace.state()?;
+        let ranks = 0..shape.world;
+        let mapped = |slice: Option<&DeviceSlice>| slice.cloned().ok_or_else(not_mapped);
+        let workspaces: Vec<DeviceSlice> = ranks
+            .clone()
+            .map(|rank| mapped(workspace.memory(rank)))
+            .collect::<Result<_>>()?;
+        let signals: Vec<DeviceSlice> = ranks
+            .map(|rank| mapped(workspace.signals(rank)))
+            .collect::<Result<_>>()?;
+        let table = Table::new(&shape, &workspaces, &signals, [&waiting, &verdicts]);
+        let own = signals[shape.rank].clone();
+        let ends = Ends {
+            shape,
+            workspaces,
+            signals,
+            waiting: waiting.clone(),
+            fault: context.fault.clone(),
+        };
+        let source = ModuleSource::new("messages")
+            .with_cuda(include_str!("../../../kernels/messages.cu"))
+            .with_host_kernel(KERNEL, move |block| ends.run(block));
+        // SAFETY: the kernel accesses the workspaces as their shape says, and of a launch the memory of its
+        // messages, whose lengths the table has.
+        let loaded = unsafe { context.device.load_module(&source) };
+        let checked = loaded.and_then(|module| {
+            let kernel = module.kernel(KERNEL)?;
+            let all = 2 * shape.lanes * shape.world;
+            kernel.check_together(&Launch::new(all as u32, THREADS))?;
+            Ok(kernel)
+        });
+        let kernel = context.agree_on(checked)?;
+        Ok(Self {
+            workspace,
+            kernel,
+            shape,
+            signals: Argument::Slice(own),
+            table,
+            waiting,
+            used: AtomicBool::new(false),
+        })
+    }
+
+    /// Enqueues messages, of which those between the same ranks in the same direction happen one after the other
+    /// and all others at the same time. Does not block.
+    pub(super) fn enqueue(&self, entries: &[Entry<'_>], stream: &Stream) -> Result<()> {
+        if entries.is_empty() {
+            return Ok(());
+        }
+        for entry in entries {
+            self.check_unit(entry.unit)?;
+        }
+        let lanes = |bytes| self.shape.lanes_of(bytes);
+        let (words, blocks) = self.table.with(entries, lanes)?;
+        let memory: Arc<[DeviceSlice]> = entries.iter().flat_map(Entry::memory).cloned().collect();
+        let arguments = [
+            Argument::Words(words),
+            self.signals.clone(),
+            Argument::Memory(memory),
+        ];
+        let launch = Launch::new(blocks, THREADS);
+        self.used.store(true, Ordering::Relaxed);
+        self.kernel.launch(stream, &launch, &arguments)
+    }
+
+    /// Fails where a unit is longer than a chunk.
+    pub(super) fn check_unit(&self, bytes: usize) -> Result<()> {
+        if bytes <= self.shape.chunk {
+            return Ok(());
+        }
+        Err(Error::new(
+            ErrorKind::Unsupported,
+            format!(
+                "rows of {bytes} bytes; expected at most {} with this workspace",
+                self.shape.chunk
+            ),
+        )
+        .with_help("give the workspace more bytes"))
+    }
+
+    /// The peer of a message that has begun here and not there, and what this rank does. Blocks for as long as
+    /// reading some bytes of the device takes.
+    pub(super) fn awaited(&self, device: &dyn crate::Device) -> Result<Option<(Rank, Direction)>> {
+        if !self.used.load(Ordering::Relaxed) {
+            return Ok(None);
+        }
+        let world = self.shape.world;
+        let mut words = vec![0; 8 * 2 * world];
+        device.download(&self.waiting.slice(0..words.len())?, &mut words)?;
+        let first = words
+            .chunks_exact(8)
+            .position(|word| word.iter().any(|byte| *byte != 0));
+        Ok(first.map(|number| {
+            let receives = number >= world;
+            let direction = if receives {
+                Direction::Receive
+            } else {
+                Direction::Send
+            };
+            (number % world, direction)
+        }))
+    }
+
+    /// The error of ends that do not fit, where a kernel has noted that. Blocks for as long as reading some bytes
+    /// of the device takes. Devices that take closures fail the stream instead.
+    pub(super) fn disagreement(&self) -> Result<Option<Error>> {
+        if !self.used.load(Ordering::Relaxed) {
+            return Ok(None);
+        }
+        let noted = self.workspace.disagreement()?;
+        Ok(noted.map(|(peer, words)| difference::noted(&words).with_peer(peer)))
+    }
+}
+
+fn not_mapped() -> Error {
+    Error::new(
+        ErrorKind::Internal,
+        "a workspace for messages is not mapped",
+    )
+}

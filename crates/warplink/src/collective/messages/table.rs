@@ -1,0 +1,223 @@
+//! The messages of a launch, as a kernel takes them; must match `kernels/messages.cu`.
+
+use super::Shape;
+use crate::collective::MAX_DIRECT_RANKS;
+use crate::device::DeviceSlice;
+use crate::error::{Error, Rank, Result};
+use crate::p2p::Direction;
+use std::sync::Arc;
+
+/// The most messages of a launch.
+pub(super) const MAX_MESSAGES: usize = 64;
+
+/// Bytes of what an end states of a message.
+pub(super) const HEADER_BYTES: usize = 64;
+
+/// Words before the messages, and of each message.
+const FIXED_WORDS: usize = 2 * MAX_DIRECT_RANKS + 8;
+const MESSAGE_WORDS: usize = 6;
+
+/// Which fixed word is the number of messages.
+const COUNT: usize = FIXED_WORDS - 2;
+
+const RECEIVES: u64 = 1 << 8;
+const TELLS: u64 = 1 << 9;
+
+/// A message of a launch.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::collective) struct Entry<'a> {
+    pub(in crate::collective) peer: Rank,
+    pub(in crate::collective) direction: Direction,
+    /// What is sent, or where what is received belongs; of what is sent by number, all that it is taken from.
+    pub(in crate::collective) data: &'a DeviceSlice,
+    /// The most bytes; of a message without a count, all of them.
+    pub(in crate::collective) bytes: usize,
+    /// Bytes of a unit.
+    pub(in crate::collective) unit: usize,
+    pub(in crate::collective) count: Count<'a>,
+    /// The number of each unit in `data`, 32 bits each, for what is sent.
+    pub(in crate::collective) index: Option<&'a DeviceSlice>,
+}
+
+/// How many units a message has: 32 bits in device memory where the host does not know.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::collective) enum Count<'a> {
+    /// As many as it has bytes for.
+    All,
+    /// As this number says.
+    Given(&'a DeviceSlice),
+    /// As the sender says, which is stored here.
+    Told(&'a DeviceSlice),
+}
+
+impl<'a> Entry<'a> {
+    /// A message of all of `data`.
+    pub(in crate::collective) fn whole(
+        peer: Rank,
+        direction: Direction,
+        data: &'a DeviceSlice,
+    ) -> Self {
+        Self {
+            peer,
+            direction,
+            data,
+            bytes: data.bytes(),
+            unit: 16,
+            count: Count::All,
+            index: None,
+        }
+    }
+
+    /// All memory of this rank that it names, as [`Decoded::memory`] numbers it.
+    pub(super) fn memory(&self) -> impl Iterator<Item = &'a DeviceSlice> {
+        let count = match self.count {
+            Count::All => None,
+            Count::Given(count) | Count::Told(count) => Some(count),
+        };
+        [Some(self.data), count, self.index].into_iter().flatten()
+    }
+
+    fn line(&self) -> (Rank, bool) {
+        (self.peer, self.direction == Direction::Receive)
+    }
+}
+
+/// The words of a launch before it has messages.
+#[derive(Clone, Debug)]
+pub(super) struct Table([u64; FIXED_WORDS]);
+
+impl Table {
+    /// `notes` are where lanes say that they wait, and where they note what does not fit.
+    pub(super) fn new(
+        shape: &Shape,
+        workspaces: &[DeviceSlice],
+        signals: &[DeviceSlice],
+        notes: [&DeviceSlice; 2],
+    ) -> Self {
+        let mut words = [0; FIXED_WORDS];
+        for (rank, (workspace, signals)) in workspaces.iter().zip(signals).enumerate() {
+            words[rank] = workspace.address();
+            words[MAX_DIRECT_RANKS + rank] = signals.address();
+        }
+        let rest = [
+            notes[0].address(),
+            notes[1].address(),
+            shape.rank as u64,
+            shape.world as u64,
+            shape.lanes as u64,
+            shape.chunk as u64,
+        ];
+        words[2 * MAX_DIRECT_RANKS..COUNT].copy_from_slice(&rest);
+        Self(words)
+    }
+
+    /// The words of a launch of `entries`, and its blocks, where `lanes` says how many lanes a message of so many
+    /// bytes has.
+    pub(super) fn with(
+        &self,
+        entries: &[Entry<'_>],
+        lanes: impl Fn(usize) -> usize,
+    ) -> Result<(Arc<[u64]>, u32)> {
+        if entries.len() > MAX_MESSAGES {
+            return Err(Error::invalid(format!(
+                "{} messages in one group; expected at most {MAX_MESSAGES}",
+                entries.len()
+            ))
+            .with_help("make several groups"));
+        }
+        let mut words = vec![0; FIXED_WORDS + MESSAGE_WORDS * MAX_MESSAGES];
+        words[..FIXED_WORDS].copy_from_slice(&self.0);
+        words[COUNT] = entries.len() as u64;
+        let messages = words[FIXED_WORDS..].chunks_exact_mut(MESSAGE_WORDS);
+        let mut blocks = 0;
+        for (number, (entry, words)) in entries.iter().zip(messages).enumerate() {
+            let of_line = |other: &&Entry<'_>| other.line() == entry.line();
+            let earlier = entries[..number].iter().position(|other| of_line(&other));
+            let first = match earlier {
+                Some(_) => None,
+                None => {
+                    let all = entries[number..].iter().filter(of_line);
+                    let most = all.map(|entry| lanes(entry.bytes)).max().unwrap_or(1);
+                    blocks += most as u64;
+                    Some(blocks - most as u64)
+                }
+            };
+            words[0] = entry.peer as u64
+                | if entry.direction == Direction::Receive {
+                    RECEIVES
+                } else {
+                    0
+                }
+                | (lanes(entry.bytes) as u64) << 16
+                // That of the first of its line is filled in below.
+                | first.unwrap_or(0) << 32;
+            words[1] = entry.data.address();
+            words[2] = entry.bytes as u64;
+            words[3] = entry.unit as u64;
+            words[4] = match entry.count {
+                Count::All => 0,
+                Count::Given(count) => count.address(),
+                Count::Told(count) => {
+                    words[0] |= TELLS;
+                    count.address()
+                }
+            };
+            words[5] = entry.index.map_or(0, DeviceSlice::address);
+        }
+        for (number, entry) in entries.iter().enumerate() {
+            let of_line = |other: &Entry<'_>| other.line() == entry.line();
+            if let Some(first) = entries[..number].iter().position(of_line) {
+                let at = |number: usize| FIXED_WORDS + MESSAGE_WORDS * number;
+                words[at(number)] |= words[at(first)] >> 32 << 32;
+            }
+        }
+        Ok((words.into(), blocks as u32))
+    }
+}
+
+/// A message as it is read from the words of a launch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Decoded {
+    pub(super) peer: Rank,
+    pub(super) direction: Direction,
+    pub(super) lanes: usize,
+    pub(super) first: usize,
+    pub(super) bytes: usize,
+    pub(super) unit: usize,
+    /// Whether the count is stored rather than given.
+    pub(super) tells: bool,
+    /// The numbers of data, count and index in the memory of the launch.
+    pub(super) memory: (usize, Option<usize>, Option<usize>),
+}
+
+/// The messages of a launch.
+pub(super) fn decode(words: &[u64]) -> Vec<Decoded> {
+    let count = words.get(COUNT).map_or(0, |count| *count as usize);
+    let messages = words.get(FIXED_WORDS..).unwrap_or_default();
+    let mut next = 0;
+    let mut number = || {
+        next += 1;
+        next - 1
+    };
+    let messages = messages.chunks_exact(MESSAGE_WORDS).take(count);
+    messages
+        .map(|words| Decoded {
+            peer: (words[0] & 0xff) as usize,
+            direction: if words[0] & RECEIVES == 0 {
+                Direction::Send
+            } else {
+                Direction::Receive
+            },
+            lanes: (words[0] >> 16 & 0xffff) as usize,
+            first: (words[0] >> 32) as usize,
+            bytes: words[2] as usize,
+            unit: words[3] as usize,
+            tells: words[0] & TELLS != 0,
+            memory: (
+                number(),
+                (words[4] != 0).then(&mut number),
+                (words[5] != 0).then(&mut number),
+            ),
+        })
+        .collect()
+}

@@ -1,0 +1,482 @@
+//! Groups of sends and receives.
+
+use crate::common::{
+    Ranks, assert_says, delays, kill_self, kind, threads_that_end, threads_with, world,
+};
+use crate::expected::Random;
+use std::sync::Barrier;
+use std::time::{Duration, Instant};
+use warplink::collective::{CollectiveOptions, CollectivePath, Message};
+use warplink::device::{AllocationKind, DeviceSlice, Priority, ReduceOp};
+use warplink::{Collectives, Communicator, Config, DType, DeviceKind, Error, ErrorKind};
+
+/// How soon every rank that is concerned must have its error.
+const SOON: Duration = Duration::from_secs(5);
+
+/// Bytes around what is received, and what they are.
+const GUARD: usize = 48;
+const GUARD_BYTE: u8 = 0x5a;
+
+/// A message, as all ranks know it.
+#[derive(Clone, Copy, Debug)]
+struct Planned {
+    from: usize,
+    to: usize,
+    bytes: usize,
+    seed: u64,
+}
+
+impl Planned {
+    fn content(&self) -> Vec<u8> {
+        let mut random = Random::new(self.seed);
+        (0..self.bytes).map(|_| random.next() as u8).collect()
+    }
+}
+
+/// One end of a message, with its memory.
+struct Held {
+    planned: Planned,
+    sends: bool,
+    whole: DeviceSlice,
+    start: usize,
+}
+
+impl Held {
+    fn new(comm: &Communicator, planned: Planned, sends: bool) -> Self {
+        // Any start, also where the other end has another.
+        let start = GUARD + (planned.seed as usize + usize::from(sends)) % 19;
+        let bytes = start + planned.bytes + GUARD;
+        let whole = comm
+            .device()
+            .allocate(bytes, AllocationKind::Plain)
+            .unwrap();
+        let held = Self {
+            planned,
+            sends,
+            whole,
+            start,
+        };
+        held.reset(comm);
+        held
+    }
+
+    /// Fresh content where it is sent, and nothing of it where it is received.
+    fn reset(&self, comm: &Communicator) {
+        let mut bytes = vec![GUARD_BYTE; self.whole.bytes()];
+        if self.sends {
+            bytes[self.start..self.start + self.planned.bytes]
+                .copy_from_slice(&self.planned.content());
+        }
+        comm.device().upload(&self.whole, &bytes).unwrap();
+    }
+
+    fn memory(&self) -> DeviceSlice {
+        let end = self.start + self.planned.bytes;
+        self.whole.slice(self.start..end).unwrap()
+    }
+
+    fn check(&self, comm: &Communicator) {
+        let mut bytes = vec![0; self.whole.bytes()];
+        comm.device().download(&self.whole, &mut bytes).unwrap();
+        let content = self.planned.content();
+        let (before, rest) = bytes.split_at(self.start);
+        let (got, after) = rest.split_at(content.len());
+        assert!(got == content, "{:?} came otherwise", self.planned);
+        let guards = before.iter().chain(after);
+        assert!(
+            guards.into_iter().all(|byte| *byte == GUARD_BYTE),
+            "{:?}: bytes around it were touched",
+            self.planned
+        );
+    }
+}
+
+/// The ends of a rank, in an order of its own in which those of a pair are in theirs.
+fn held(comm: &Communicator, plan: &[Planned], seed: u64) -> Vec<Held> {
+    let rank = comm.rank();
+    let mut random = Random::new(seed + 77 * rank as u64);
+    let mut lists: Vec<Vec<Held>> = Vec::new();
+    for peer in 0..comm.world() {
+        for sends in [true, false] {
+            let (from, to) = if sends { (rank, peer) } else { (peer, rank) };
+            let of_pair = plan
+                .iter()
+                .filter(|planned| (planned.from, planned.to) == (from, to));
+            let mut list: Vec<Held> = of_pair
+                .map(|planned| Held::new(comm, *planned, sends))
+                .collect();
+            list.reverse();
+            lists.push(list);
+        }
+    }
+    let mut all = Vec::new();
+    loop {
+        lists.retain(|list| !list.is_empty());
+        if lists.is_empty() {
+            return all;
+        }
+        let which = random.below(lists.len());
+        all.extend(lists[which].pop());
+    }
+}
+
+fn enqueue(
+    collectives: &Collectives,
+    held: &[Held],
+    stream: &warplink::device::Stream,
+) -> Result<(), Error> {
+    let memory: Vec<DeviceSlice> = held.iter().map(Held::memory).collect();
+    let messages: Vec<Message<'_>> = held
+        .iter()
+        .zip(&memory)
+        .map(|(held, memory)| {
+            if held.sends {
+                Message::send(held.planned.to, memory)
+            } else {
+                Message::receive(held.planned.from, memory)
+            }
+        })
+        .collect();
+    collectives.send_receive(&messages, stream)
+}
+
+/// Messages between ranks at random, some of them to the same rank or to the sender, some empty.
+fn plan(random: &mut Random, ranks: usize, most: usize) -> Vec<Planned> {
+    let count = 1 + random.below(3 * ranks);
+    (0..count)
+        .map(|_| Planned {
+            from: random.below(ranks),
+            to: random.below(ranks),
+            bytes: [0, 1, 4 * (1 + random.below(50)), random.below(most)][random.below(4)],
+            seed: random.next(),
+        })
+        .collect()
+}
+
+fn delayed(config: &mut Config) {
+    if kind() == DeviceKind::Host {
+        delays(config, Duration::from_micros(30));
+    }
+}
+
+fn small() -> CollectiveOptions {
+    CollectiveOptions {
+        workspace_bytes: 512 << 10,
+        ..CollectiveOptions::default()
+    }
+}
+
+/// Groups of random messages, several in flight, on every number of ranks. The longest go through a chunk many times.
+#[test]
+fn random_groups_are_right_for_every_number_of_ranks() {
+    for ranks in (1..=8).map(world) {
+        threads_with(ranks, delayed, |comm| {
+            let collectives = comm.collectives_with(&small()).unwrap();
+            let stream = comm.create_stream(Priority::Normal).unwrap();
+            let mut random = Random::new(21 + ranks as u64);
+            for round in 0..6 {
+                let most = [50, 3000, 200_000][round % 3];
+                let groups: Vec<Vec<Held>> = (0..3)
+                    .map(|_| held(comm, &plan(&mut random, ranks, most), random.next()))
+                    .collect();
+                for group in &groups {
+                    enqueue(&collectives, group, &stream).unwrap();
+                }
+                comm.synchronize(&stream).unwrap();
+                groups.iter().flatten().for_each(|held| held.check(comm));
+            }
+        });
+    }
+}
+
+#[test]
+fn groups_by_the_vendors_library_are_the_same() {
+    let ranks = world(3);
+    threads_with(
+        ranks,
+        |_| {},
+        |comm| {
+            let options = CollectiveOptions {
+                path: Some(CollectivePath::Engine),
+                ..CollectiveOptions::default()
+            };
+            let collectives = match comm.collectives_with(&options) {
+                Ok(collectives) => collectives,
+                Err(error) if error.kind() == ErrorKind::LibraryMissing => return,
+                Err(error) => panic!("{error}"),
+            };
+            let stream = comm.create_stream(Priority::Normal).unwrap();
+            let mut random = Random::new(5);
+            for _ in 0..30 {
+                let group = held(comm, &plan(&mut random, ranks, 100_000), random.next());
+                enqueue(&collectives, &group, &stream).unwrap();
+                comm.synchronize(&stream).unwrap();
+                group.iter().for_each(|held| held.check(comm));
+            }
+        },
+    );
+}
+
+/// Ranks group the same messages differently; one waits for what another does after its second message.
+#[test]
+fn ranks_may_group_messages_differently() {
+    let ranks = world(3);
+    threads_with(
+        ranks,
+        |_| {},
+        |comm| {
+            let collectives = comm.collectives().unwrap();
+            let stream = comm.create_stream(Priority::Normal).unwrap();
+            for round in 0..20 {
+                let planned = |from, to, number: u64| Planned {
+                    from,
+                    to,
+                    bytes: 100_000 + 7 * number as usize,
+                    seed: 10 * round + number,
+                };
+                let [first, second] = [0, 1].map(|number| planned(0, 1, number));
+                let (on, back) = (planned(1, 2, 2), planned(2, 0, 3));
+                let groups = match comm.rank() {
+                    0 => vec![vec![(first, true), (second, true), (back, false)]],
+                    1 => vec![
+                        vec![(first, false)],
+                        vec![(second, false)],
+                        vec![(on, true)],
+                    ],
+                    _ => vec![vec![(on, false)], vec![(back, true)]],
+                };
+                let groups: Vec<Vec<Held>> = groups
+                    .into_iter()
+                    .map(|group| {
+                        let ends = group.into_iter();
+                        ends.map(|(planned, sends)| Held::new(comm, planned, sends))
+                            .collect()
+                    })
+                    .collect();
+                for group in &groups {
+                    enqueue(&collectives, group, &stream).unwrap();
+                }
+                comm.synchronize(&stream).unwrap();
+                groups.iter().flatten().for_each(|held| held.check(comm));
+            }
+        },
+    );
+}
+
+/// Graphs of groups and collectives, with other groups between their launches.
+#[test]
+fn groups_in_graphs_are_replayed() {
+    let ranks = world(3);
+    threads_with(
+        ranks,
+        |_| {},
+        |comm| {
+            let collectives = comm.collectives().unwrap();
+            let stream = comm.create_stream(Priority::Normal).unwrap();
+            let mut random = Random::new(31);
+            let groups: Vec<Vec<Held>> = (0..4)
+                .map(|_| held(comm, &plan(&mut random, ranks, 50_000), random.next()))
+                .collect();
+            let one = comm.device().allocate(4, AllocationKind::Plain).unwrap();
+            stream.begin_capture().unwrap();
+            for group in &groups {
+                enqueue(&collectives, group, &stream).unwrap();
+                collectives
+                    .all_reduce(&one, &one, DType::I32, ReduceOp::Max, &stream)
+                    .unwrap();
+            }
+            let graph = stream.end_capture().unwrap();
+            for round in 0..30 {
+                groups.iter().flatten().for_each(|held| held.reset(comm));
+                graph.launch(&stream).unwrap();
+                let between = held(comm, &plan(&mut random, ranks, 500), random.next());
+                if round % 2 == 0 {
+                    enqueue(&collectives, &between, &stream).unwrap();
+                }
+                comm.synchronize(&stream).unwrap();
+                groups.iter().flatten().for_each(|held| held.check(comm));
+                if round % 2 == 0 {
+                    between.iter().for_each(|held| held.check(comm));
+                }
+            }
+        },
+    );
+}
+
+fn one(comm: &Communicator, message: (bool, usize), bytes: usize) -> Result<(), Error> {
+    let collectives = comm.collectives()?;
+    let stream = comm.create_stream(Priority::Normal)?;
+    let memory = comm.device().allocate(bytes + 1, AllocationKind::Plain)?;
+    let memory = memory.slice(0..bytes)?;
+    let (sends, peer) = message;
+    let message = if sends {
+        Message::send(peer, &memory)
+    } else {
+        Message::receive(peer, &memory)
+    };
+    collectives.send_receive(&[message], &stream)?;
+    comm.synchronize(&stream)
+}
+
+/// Also where the one is empty, and where the one has more lanes than the other.
+#[test]
+fn another_length_is_told_on_both_ranks_with_the_peer() {
+    for (sent, received) in [(64, 65), (0, 64), (64, 0), (1 << 20, 64), (64, 1 << 20)] {
+        let all = Barrier::new(world(3));
+        threads_that_end(
+            world(3),
+            |_| {},
+            |comm| {
+                comm.collectives().unwrap();
+                let started = Instant::now();
+                let (result, peer, says) = match comm.rank() {
+                    0 => (
+                        one(&comm, (true, 2), sent),
+                        2,
+                        format!(
+                            "the peer receives {received} bytes; expected {sent}, as this rank sends"
+                        ),
+                    ),
+                    2 => (
+                        one(&comm, (false, 0), received),
+                        0,
+                        format!(
+                            "the peer sends {sent} bytes; expected {received}, as this rank receives"
+                        ),
+                    ),
+                    _ => {
+                        all.wait();
+                        return comm.abort("the test is over");
+                    }
+                };
+                let error = result.unwrap_err();
+                assert_eq!(
+                    (error.kind(), error.peer()),
+                    (ErrorKind::Mismatch, Some(peer)),
+                    "{error}"
+                );
+                assert_says(&error, &[&says]);
+                assert!(started.elapsed() < SOON, "{error}");
+                all.wait();
+                comm.abort("the test is over");
+            },
+        );
+    }
+}
+
+#[test]
+fn a_peer_that_never_comes_is_named() {
+    let all = Barrier::new(world(3));
+    threads_that_end(
+        world(3),
+        |config| config.timeout = Duration::from_secs(1),
+        |comm| {
+            comm.collectives().unwrap();
+            let expected = match comm.rank() {
+                0 => Some(((true, 1), "not come to the receive of what this rank sends")),
+                2 => Some((
+                    (false, 1),
+                    "not come to the send of what this rank receives",
+                )),
+                _ => None,
+            };
+            if let Some((message, says)) = expected {
+                let error = one(&comm, message, 100).unwrap_err();
+                assert_eq!(
+                    (error.kind(), error.peer()),
+                    (ErrorKind::Timeout, Some(1)),
+                    "{error}"
+                );
+                assert_says(&error, &[says]);
+            }
+            all.wait();
+            comm.abort("the test is over");
+        },
+    );
+}
+
+#[test]
+fn a_rank_that_dies_ends_the_messages_of_its_peers() {
+    let victim = 1;
+    let ranks = Ranks {
+        world: world(3),
+        ..Ranks::default()
+    };
+    let ended = ranks.start(|comm| {
+        let peer = |step: usize| (comm.rank() + step) % comm.world();
+        let collectives = comm.collectives().unwrap();
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        let memory = |bytes| {
+            comm.device()
+                .allocate(bytes, AllocationKind::Plain)
+                .unwrap()
+        };
+        let (own, come) = (memory(1 << 20), memory(1 << 20));
+        let exchange = || {
+            let messages = [
+                Message::send(peer(1), &own),
+                Message::receive(peer(2), &come),
+            ];
+            collectives.send_receive(&messages, &stream)?;
+            comm.synchronize(&stream)
+        };
+        exchange().unwrap();
+        comm.barrier().unwrap();
+        if comm.rank() == victim {
+            kill_self();
+        }
+        let started = Instant::now();
+        let error = exchange().unwrap_err();
+        assert_eq!(
+            (error.kind(), error.peer()),
+            (ErrorKind::PeerLost, Some(victim)),
+            "{error}"
+        );
+        assert!(started.elapsed() < SOON, "{error}");
+        println!("survived");
+        std::process::exit(0);
+    });
+    for (rank, end) in ended.iter().flatten().enumerate() {
+        let survived = end.output.contains("survived") && end.code == Some(0);
+        assert_eq!(survived, rank != victim, "rank {rank}:\n{}", end.output);
+    }
+}
+
+#[test]
+fn groups_that_cannot_be_done_are_refused() {
+    crate::common::threads(world(2), |comm| {
+        let collectives = comm.collectives().unwrap();
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        let memory = comm.device().allocate(64, AllocationKind::Plain).unwrap();
+        let slice = |from: usize, to: usize| memory.slice(from..to).unwrap();
+        let (rank, peer) = (comm.rank(), 1 - comm.rank());
+        let refused = |messages: &[Message<'_>], says: &str| {
+            let error = collectives.send_receive(messages, &stream).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
+            assert_says(&error, &["send and receive", says]);
+        };
+        let (a, b, c) = (slice(0, 16), slice(16, 32), slice(8, 24));
+        refused(&[Message::send(2, &a)], "rank 2 is out of range");
+        refused(
+            &[Message::send(peer, &a), Message::receive(peer, &c)],
+            "overlaps",
+        );
+        refused(
+            &[Message::receive(peer, &b), Message::receive(peer, &c)],
+            "overlaps",
+        );
+        refused(&[Message::send(rank, &a)], "1 sends of this rank to itself");
+        refused(
+            &[
+                Message::send(rank, &a),
+                Message::receive(rank, &slice(16, 40)),
+            ],
+            "sends itself 16 bytes; expected 24",
+        );
+        refused(&[Message::send(peer, &a); 65], "65 messages in one group");
+        // Nothing was enqueued that the other rank would wait for.
+        let both = [Message::send(peer, &a), Message::receive(peer, &b)];
+        collectives.send_receive(&both, &stream).unwrap();
+        comm.synchronize(&stream).unwrap();
+    });
+}
