@@ -10,10 +10,14 @@ mod data;
 mod endurance;
 #[path = "collectives/expected.rs"]
 mod expected;
+#[path = "collectives/experts.rs"]
+mod experts;
 #[path = "collectives/failures.rs"]
 mod failures;
 #[path = "collectives/launches.rs"]
 mod launches;
+#[path = "collectives/layer.rs"]
+mod layer;
 #[path = "collectives/losses.rs"]
 mod losses;
 #[path = "collectives/messages.rs"]

@@ -11,6 +11,7 @@
 //! | `choice` | which of them does a call |
 //! | `direct` | the path by kernels of our own |
 //! | `engine` | the path by the vendor's library |
+//! | `experts` | rows of tokens to the ranks of their experts, and back |
 //! | `launches` | kernels of calls that were made before |
 //! | `messages` | sends and receives between pairs of ranks |
 //! | `trouble` | what is told of calls that do not end, or that differ |
@@ -28,6 +29,7 @@ mod choice;
 mod direct;
 mod engine;
 mod enqueue;
+mod experts;
 mod launches;
 mod messages;
 mod trouble;
@@ -36,6 +38,7 @@ mod turns;
 pub use algorithm::Algorithm;
 pub use call::{Call, CollectiveKind};
 pub use choice::Choice;
+pub use experts::{Dispatched, ExpertOptions, Experts};
 pub use messages::{MAX_MESSAGES, Message, Parts};
 
 use crate::device::{DeviceSlice, InUse, ReduceOp, Stream};

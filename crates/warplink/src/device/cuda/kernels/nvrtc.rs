@@ -45,8 +45,21 @@ const MESSAGES: Source = Source {
     text: include_str!("../../../../kernels/messages.cu"),
 };
 
+/// What a layer of experts does on each rank.
+const EXPERTS: Source = Source {
+    name: "experts.cu",
+    text: include_str!("../../../../kernels/experts.cu"),
+};
+
 /// Every kernel file; each is compiled by itself.
-const SOURCES: [&Source; 5] = [&ELEMENTWISE, &TRANSFER, &CHANNEL, &STEPS, &MESSAGES];
+const SOURCES: [&Source; 6] = [
+    &ELEMENTWISE,
+    &TRANSFER,
+    &CHANNEL,
+    &STEPS,
+    &MESSAGES,
+    &EXPERTS,
+];
 
 /// What kernels may include, by name.
 const HEADERS: [(&CStr, &str); 8] = [

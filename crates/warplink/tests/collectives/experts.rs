@@ -1,0 +1,348 @@
+//! Dispatch and combine of a layer of experts, compared with a reference.
+
+use crate::common::{
+    Ranks, assert_says, delays, kill_self, kind, threads_that_end, threads_with, world,
+};
+use crate::layer::{Buffers, Choices, GUARD_BYTE, Input, download, inputs};
+use std::sync::Barrier;
+use std::time::{Duration, Instant};
+use warplink::collective::{CollectiveOptions, CollectivePath, Dispatched, ExpertOptions, Experts};
+use warplink::device::{Priority, Stream};
+use warplink::{Communicator, DType, DeviceKind, Error, ErrorKind};
+
+fn round(
+    comm: &Communicator,
+    layer: &Experts,
+    options: &ExpertOptions,
+    buffers: &Buffers,
+    all: &[Input],
+    stream: &Stream,
+) {
+    let own = &all[comm.rank()];
+    let tokens = own.tokens.len() / options.elements;
+    buffers.clear(comm);
+    buffers.fill(comm, options, own);
+    buffers.dispatch(layer, options, tokens, stream).unwrap();
+    comm.synchronize(stream).unwrap();
+    buffers.work(comm, options, all);
+    buffers.combine(layer, options, tokens, stream).unwrap();
+    comm.synchronize(stream).unwrap();
+    buffers.check(comm, options, own);
+}
+
+/// Any routing, on every number of ranks, with rows of any length: compared bit for bit.
+#[test]
+fn tokens_go_to_their_experts_and_come_back_as_weighted_sums() {
+    for ranks in (1..=8).map(world) {
+        threads_with(
+            ranks,
+            |_| {},
+            |comm| {
+                let collectives = comm.collectives().unwrap();
+                let stream = comm.create_stream(Priority::Normal).unwrap();
+                let cases = [
+                    (Choices::Random, DType::BF16, 37),
+                    (Choices::AllToOne(ranks - 1), DType::F16, 8),
+                    (Choices::Careless, DType::F32, 130),
+                    (Choices::Nobody, DType::BF16, 16),
+                ];
+                for (number, (choices, dtype, elements)) in cases.into_iter().enumerate() {
+                    let options = ExpertOptions {
+                        experts: 4 * ranks,
+                        top_k: 3,
+                        max_tokens: 29,
+                        // A careless token may go to one expert three times.
+                        max_rows: (choices == Choices::Careless).then_some(3 * 29),
+                        elements,
+                        dtype,
+                    };
+                    let layer = collectives.experts(&options).unwrap();
+                    let buffers = Buffers::new(comm, &options);
+                    for turn in 0..2 {
+                        let all = inputs(&options, choices, ranks, 10 * number + turn);
+                        round(comm, &layer, &options, &buffers, &all, &stream);
+                    }
+                }
+            },
+        );
+    }
+}
+
+/// The top 8 of 64 experts, with delays on the host device.
+#[test]
+fn the_top_8_of_64_experts_are_reached() {
+    let ranks = world(4);
+    let delayed = |config: &mut warplink::Config| {
+        if kind() == DeviceKind::Host {
+            delays(config, Duration::from_micros(20));
+        }
+    };
+    threads_with(ranks, delayed, |comm| {
+        let collectives = comm.collectives().unwrap();
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        let options = ExpertOptions {
+            experts: 64,
+            top_k: 8,
+            max_tokens: 64,
+            max_rows: None,
+            elements: 256,
+            dtype: DType::BF16,
+        };
+        let layer = collectives.experts(&options).unwrap();
+        let buffers = Buffers::new(comm, &options);
+        for choices in [Choices::Random, Choices::AllToOne(1), Choices::Nobody] {
+            let all = inputs(&options, choices, ranks, 3);
+            round(comm, &layer, &options, &buffers, &all, &stream);
+        }
+    });
+}
+
+/// The routing changes from launch to launch of one graph: it is in device memory alone.
+#[test]
+fn a_graph_serves_every_routing() {
+    let ranks = world(3);
+    threads_with(
+        ranks,
+        |_| {},
+        |comm| {
+            let collectives = comm.collectives().unwrap();
+            let stream = comm.create_stream(Priority::Normal).unwrap();
+            let options = ExpertOptions {
+                experts: 12,
+                top_k: 2,
+                max_tokens: 20,
+                max_rows: None,
+                elements: 24,
+                dtype: DType::F32,
+            };
+            let layer = collectives.experts(&options).unwrap();
+            let buffers = Buffers::new(comm, &options);
+            let tokens = options.max_tokens;
+            let capture = |work: &dyn Fn() -> Result<(), Error>| {
+                stream.begin_capture().unwrap();
+                work().unwrap();
+                stream.end_capture().unwrap()
+            };
+            let dispatch = capture(&|| buffers.dispatch(&layer, &options, tokens, &stream));
+            let combine = capture(&|| buffers.combine(&layer, &options, tokens, &stream));
+            for turn in 0..12 {
+                let choices = [
+                    Choices::Random,
+                    Choices::AllToOne(turn % 3),
+                    Choices::Nobody,
+                ];
+                let mut all = inputs(&options, choices[turn % 3], ranks, turn);
+                // A graph has as many tokens each time; those that are too many choose nobody.
+                for input in &mut all {
+                    input.tokens.resize(tokens * options.elements, 1.0);
+                    input.experts.resize(tokens * options.top_k, -1);
+                    input.weights.resize(tokens * options.top_k, 0.5);
+                }
+                buffers.clear(comm);
+                buffers.fill(comm, &options, &all[comm.rank()]);
+                dispatch.launch(&stream).unwrap();
+                comm.synchronize(&stream).unwrap();
+                buffers.work(comm, &options, &all);
+                combine.launch(&stream).unwrap();
+                comm.synchronize(&stream).unwrap();
+                buffers.check(comm, &options, &all[comm.rank()]);
+            }
+        },
+    );
+}
+
+fn small(max_rows: Option<usize>, elements: usize) -> ExpertOptions {
+    ExpertOptions {
+        experts: 6,
+        top_k: 2,
+        max_tokens: 16,
+        max_rows,
+        elements,
+        dtype: DType::BF16,
+    }
+}
+
+/// Dispatches tokens that all choose the experts of rank 1 from rank 0, and of themselves elsewhere.
+fn dispatch_to_one(comm: &Communicator, options: &ExpertOptions) -> Result<(), Error> {
+    let collectives = comm.collectives()?;
+    let stream = comm.create_stream(Priority::Normal)?;
+    let layer = collectives.experts(options)?;
+    let buffers = Buffers::new(comm, options);
+    let to = if comm.rank() == 0 { 1 } else { comm.rank() };
+    let mut input = Input::new(options, Choices::AllToOne(to), 0, comm.world(), 1);
+    let tokens = if comm.rank() == 0 { 10 } else { 2 };
+    input.tokens.resize(tokens * options.elements, 1.0);
+    input.experts = vec![2 * to as i32; tokens * options.top_k];
+    input.weights = vec![1.0; tokens * options.top_k];
+    buffers.fill(comm, options, &input);
+    buffers.dispatch(&layer, options, tokens, &stream)?;
+    let done = comm.synchronize(&stream);
+    let rows = download(comm, &buffers.rows.slice(0..options.row_bytes())?);
+    let untouched = rows.iter().all(|byte| *byte == GUARD_BYTE);
+    assert!(comm.rank() != 1 || untouched, "rows came that do not fit");
+    done
+}
+
+/// A routing with more rows than the memory is for is told on the rank that sends and on the one that gets them.
+#[test]
+fn more_rows_than_the_limit_are_told_on_both_ranks() {
+    failing(
+        |_| small(Some(7), 12),
+        &[
+            (
+                0,
+                1,
+                "480 bytes by the count in device memory; expected at most 168",
+            ),
+            (
+                1,
+                0,
+                "480 bytes by the count in device memory; expected at most 168",
+            ),
+        ],
+    );
+}
+
+#[test]
+fn ranks_with_other_options_are_named() {
+    failing(
+        |rank| small(None, if rank == 2 { 13 } else { 12 }),
+        &[(2, usize::MAX, "as this rank")],
+    );
+}
+
+/// Each rank of `told` gets a mismatch with a peer, any where it is none, that says this.
+fn failing(options: impl Fn(usize) -> ExpertOptions + Sync, told: &[(usize, usize, &str)]) {
+    let all = Barrier::new(world(3));
+    threads_that_end(
+        world(3),
+        // The rank that is not concerned waits for the others until then.
+        |config| config.timeout = Duration::from_secs(5),
+        |comm| {
+            let started = Instant::now();
+            let result = dispatch_to_one(&comm, &options(comm.rank()));
+            for (rank, peer, says) in told {
+                if *rank != comm.rank() {
+                    continue;
+                }
+                let error = result.clone().unwrap_err();
+                assert_eq!(error.kind(), ErrorKind::Mismatch, "{error}");
+                assert!(
+                    *peer == usize::MAX || error.peer() == Some(*peer),
+                    "{error}"
+                );
+                assert_says(&error, &[says]);
+                assert!(started.elapsed() < Duration::from_secs(5), "{error}");
+            }
+            all.wait();
+            comm.abort("the test is over");
+        },
+    );
+}
+
+#[test]
+fn a_rank_that_dies_ends_the_dispatch_of_the_others() {
+    let victim = 1;
+    let ranks = Ranks {
+        world: world(3),
+        ..Ranks::default()
+    };
+    let ended = ranks.start(|comm| {
+        let options = small(None, 64);
+        dispatch_to_one_right(&comm, &options).unwrap();
+        comm.barrier().unwrap();
+        if comm.rank() == victim {
+            kill_self();
+        }
+        let started = Instant::now();
+        let error = dispatch_to_one_right(&comm, &options).unwrap_err();
+        assert_eq!(
+            (error.kind(), error.peer()),
+            (ErrorKind::PeerLost, Some(victim)),
+            "{error}"
+        );
+        assert!(started.elapsed() < Duration::from_secs(5), "{error}");
+        println!("survived");
+        std::process::exit(0);
+    });
+    for (rank, end) in ended.iter().flatten().enumerate() {
+        let survived = end.output.contains("survived") && end.code == Some(0);
+        assert_eq!(survived, rank != victim, "rank {rank}:\n{}", end.output);
+    }
+}
+
+/// Dispatches and combines a few tokens.
+fn dispatch_to_one_right(comm: &Communicator, options: &ExpertOptions) -> Result<(), Error> {
+    let collectives = comm.collectives()?;
+    let stream = comm.create_stream(Priority::Normal)?;
+    let layer = collectives.experts(options)?;
+    let buffers = Buffers::new(comm, options);
+    let input = Input::new(options, Choices::Random, comm.rank(), comm.world(), 2);
+    let tokens = input.tokens.len() / options.elements;
+    buffers.fill(comm, options, &input);
+    buffers.dispatch(&layer, options, tokens, &stream)?;
+    buffers.combine(&layer, options, tokens, &stream)?;
+    comm.synchronize(&stream)
+}
+
+#[test]
+fn layers_that_cannot_be_are_refused() {
+    crate::common::threads(world(2), |comm| {
+        let collectives = comm.collectives().unwrap();
+        let good = ExpertOptions {
+            experts: 4,
+            ..small(None, 8)
+        };
+        let refused = |options: ExpertOptions, kind: ErrorKind, says: &str| {
+            let error = collectives.experts(&options).unwrap_err();
+            assert_eq!(error.kind(), kind, "{error}");
+            assert_says(&error, &["make a layer of experts", says]);
+        };
+        let invalid = ErrorKind::InvalidArgument;
+        refused(
+            ExpertOptions { experts: 5, ..good },
+            invalid,
+            "5 experts on 2 ranks",
+        );
+        refused(
+            ExpertOptions { top_k: 0, ..good },
+            invalid,
+            "at least one of each",
+        );
+        let dtype = DType::I32;
+        refused(ExpertOptions { dtype, ..good }, invalid, "rows of i32");
+        let max_tokens = 1 << 33;
+        refused(ExpertOptions { max_tokens, ..good }, invalid, "2^32 rows");
+        let elements = 1 << 20;
+        refused(
+            ExpertOptions { elements, ..good },
+            ErrorKind::Unsupported,
+            "rows of 2097152 bytes",
+        );
+        let layer = collectives.experts(&good).unwrap();
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        let buffers = Buffers::new(comm, &good);
+        let short = Dispatched {
+            counts: &buffers.counts.slice(0..4).unwrap(),
+            ..buffers.dispatched()
+        };
+        let none = buffers.tokens.slice(0..0).unwrap();
+        let nobody = buffers.choices.slice(0..0).unwrap();
+        let error = layer.dispatch(&none, &nobody, &short, &stream).unwrap_err();
+        assert_says(
+            &error,
+            &["dispatch", "the counts of rows have 4 bytes; expected 8"],
+        );
+        let by_engine = CollectiveOptions {
+            path: Some(CollectivePath::Engine),
+            ..CollectiveOptions::default()
+        };
+        match comm.collectives_with(&by_engine) {
+            Ok(collectives) => {
+                let error = collectives.experts(&good).unwrap_err();
+                assert_says(&error, &["takes no counts from device memory"]);
+            }
+            Err(error) => assert_eq!(error.kind(), ErrorKind::LibraryMissing, "{error}"),
+        }
+    });
+}
