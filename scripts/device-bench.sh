@@ -55,6 +55,12 @@ for name in ${PARTS:-tune p2p ring program overlap random torch}; do
                 "${beside[@]}" --plot "$OUT/bench/$kind.svg" ${COLLECTIVE_ARGS:-}
         done
         ;;
+    experts)
+        for routing in random one-rank; do
+            part "experts-$routing" 120 device-bin/warplink bench expert-parallel -n "$ranks" --routing "$routing" \
+                ${EXPERT_ARGS:-}
+        done
+        ;;
     torch)
         part torch 150 torchrun --nproc-per-node "$ranks" scripts/torch_overlap.py \
             --output "$OUT/bench/torch.json" ${TORCH_ARGS:-}

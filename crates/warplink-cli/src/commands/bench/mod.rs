@@ -2,6 +2,7 @@
 
 mod channel;
 mod collective;
+mod expert_parallel;
 mod overlap;
 mod p2p;
 mod program;
@@ -27,6 +28,7 @@ enum What {
     P2p(p2p::P2p),
     Channel(channel::Channel),
     Collective(collective::Collective),
+    ExpertParallel(expert_parallel::ExpertParallel),
     Overlap(overlap::Overlap),
     Program(program::Program),
     Section(section::Section),
@@ -38,6 +40,7 @@ impl Bench {
             What::P2p(command) => command.run(options),
             What::Channel(command) => command.run(options),
             What::Collective(command) => command.run(options),
+            What::ExpertParallel(command) => command.run(options),
             What::Overlap(command) => command.run(options),
             What::Program(command) => command.run(options),
             What::Section(command) => command.run(options),

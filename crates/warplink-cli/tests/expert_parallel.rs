@@ -1,0 +1,84 @@
+//! The benchmark of dispatch and combine, on the host device.
+
+// A test fails by panicking.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+#[allow(dead_code, reason = "shared with the tests of endings")]
+mod common;
+
+use common::{stderr, stdout, warplink};
+use serde_json::Value;
+
+const QUICK: [&str; 14] = [
+    "--device",
+    "host",
+    "--to",
+    "8",
+    "--elements",
+    "48",
+    "--experts",
+    "12",
+    "--top-k",
+    "3",
+    "--samples",
+    "1",
+    "--calls",
+    "2",
+];
+
+fn bench(more: &[&str]) -> std::process::Output {
+    let arguments = [&["bench", "expert-parallel"], more, &QUICK[..]].concat();
+    warplink(&arguments).output().unwrap()
+}
+
+#[test]
+fn dispatch_and_combine_are_right_and_measured_beside_their_peer() {
+    for (ranks, routing, dtype) in [("2", "random", "bf16"), ("3", "one-rank", "f32")] {
+        let arguments = ["-n", ranks, "--routing", routing, "--type", dtype, "--json"];
+        let output = bench(&arguments);
+        assert!(output.status.success(), "{}", stderr(&output));
+        let report: Value = serde_json::from_str(&stdout(&output)).unwrap();
+        assert_eq!(report["benchmark"], "expert-parallel");
+        assert_eq!(report["top_k"], 3);
+        let rows = report["rows"].as_array().unwrap();
+        // 1 and 8 tokens, call by call and as a graph.
+        assert_eq!(rows.len(), 4, "{report}");
+        for row in rows {
+            assert_eq!(row["wrong"], 0, "{row}");
+            let ways = row["ways"].as_array().unwrap();
+            // The peer's host waits, so it is not captured.
+            let expected = if row["submission"] == "eager" { 2 } else { 1 };
+            assert_eq!(ways.len(), expected, "{row}");
+            for way in ways {
+                for step in ["dispatch", "combine"] {
+                    assert!(way[step]["median"].as_f64().unwrap() > 0.0, "{row}");
+                }
+            }
+            if routing == "one-rank" {
+                let all = 3 * 3 * row["tokens"].as_u64().unwrap();
+                assert_eq!(row["rows"].as_u64().unwrap(), all, "{row}");
+            }
+        }
+        let table = bench(&["-n", ranks, "--routing", routing, "--type", dtype]);
+        assert!(stdout(&table).contains("top 3 of 12 experts"));
+    }
+}
+
+#[test]
+fn layers_that_cannot_be_measured_are_refused_at_once() {
+    for (arguments, says) in [
+        (
+            &["-n", "5"][..],
+            "--experts is 12; expected a multiple of the 5 ranks",
+        ),
+        (
+            &["-n", "6", "--routing", "one-rank"],
+            "--top-k is 3; expected at most the 2 experts that tokens go to",
+        ),
+        (&["-n", "2", "--from", "9"], "--from is 9 and --to is 8"),
+    ] {
+        let output = bench(arguments);
+        assert!(!output.status.success());
+        assert!(stderr(&output).contains(says), "{}", stderr(&output));
+    }
+}
