@@ -119,6 +119,72 @@ typedef enum {
     WARPLINK_LOG_LEVEL_TRACE = 5,
 } warplink_log_level;
 
+/// Which collective. The text behind each says what the output becomes.
+typedef enum {
+    /// The reduction of all inputs.
+    WARPLINK_COLLECTIVE_KIND_ALL_REDUCE = 0,
+    /// All inputs, in the order of the ranks.
+    WARPLINK_COLLECTIVE_KIND_ALL_GATHER = 1,
+    /// This rank's part of the reduction of all inputs.
+    WARPLINK_COLLECTIVE_KIND_REDUCE_SCATTER = 2,
+    /// For each rank, this rank's part of its input.
+    WARPLINK_COLLECTIVE_KIND_ALL_TO_ALL = 3,
+    /// The root's input.
+    WARPLINK_COLLECTIVE_KIND_BROADCAST = 4,
+    /// On the root, the reduction of all inputs.
+    WARPLINK_COLLECTIVE_KIND_REDUCE = 5,
+    /// On the root, all inputs.
+    WARPLINK_COLLECTIVE_KIND_GATHER = 6,
+    /// This rank's part of the root's input.
+    WARPLINK_COLLECTIVE_KIND_SCATTER = 7,
+    /// There is none: what follows in the stream waits for all ranks.
+    WARPLINK_COLLECTIVE_KIND_BARRIER = 8,
+} warplink_collective_kind;
+
+/// The type of elements.
+typedef enum {
+    /// `float`.
+    WARPLINK_ELEMENT_TYPE_F32 = 0,
+    /// `double`.
+    WARPLINK_ELEMENT_TYPE_F64 = 1,
+    /// Half precision.
+    WARPLINK_ELEMENT_TYPE_F16 = 2,
+    /// bfloat16.
+    WARPLINK_ELEMENT_TYPE_BF16 = 3,
+    /// A float of 8 bits with 4 of exponent.
+    WARPLINK_ELEMENT_TYPE_F8E4M3 = 4,
+    /// A float of 8 bits with 5 of exponent.
+    WARPLINK_ELEMENT_TYPE_F8E5M2 = 5,
+    /// `int8_t`.
+    WARPLINK_ELEMENT_TYPE_I8 = 6,
+    /// `uint8_t`.
+    WARPLINK_ELEMENT_TYPE_U8 = 7,
+    /// `int32_t`.
+    WARPLINK_ELEMENT_TYPE_I32 = 8,
+    /// `uint32_t`.
+    WARPLINK_ELEMENT_TYPE_U32 = 9,
+    /// `int64_t`.
+    WARPLINK_ELEMENT_TYPE_I64 = 10,
+    /// `uint64_t`.
+    WARPLINK_ELEMENT_TYPE_U64 = 11,
+} warplink_element_type;
+
+/// How inputs are reduced.
+typedef enum {
+    /// Nothing is reduced.
+    WARPLINK_REDUCE_OP_NONE = 0,
+    /// Their sum.
+    WARPLINK_REDUCE_OP_SUM = 1,
+    /// The largest.
+    WARPLINK_REDUCE_OP_MAX = 2,
+    /// The smallest.
+    WARPLINK_REDUCE_OP_MIN = 3,
+    /// Their product.
+    WARPLINK_REDUCE_OP_PRODUCT = 4,
+    /// Their sum, divided by how many they are; of integers, without the remainder.
+    WARPLINK_REDUCE_OP_AVERAGE = 5,
+} warplink_reduce_op;
+
 /// How a rank joins. Get one from `warplink_options_default`, and change what is to differ.
 typedef struct {
     /// Bytes of this struct, which tell the version of the header; as `warplink_options_default` set it.
@@ -271,6 +337,40 @@ typedef struct {
     uint64_t handle;
     uint64_t value;
 } warplink_argument;
+
+/// How collectives are done; the same on every rank but for the address of `communicator`. Start from
+/// `warplink_collective_options_default`.
+typedef struct {
+    /// Bytes of each rank's workspace.
+    size_t workspace_bytes;
+    /// "direct" for kernels that store into memory of the peers, "engine" for the vendor's library (NCCL on GPUs);
+    /// null for the direct path wherever it serves.
+    const char *path;
+    /// An ncclComm_t of the same ranks in the same order, for what goes to the library; null to have one made. It stays
+    /// the caller's: it is neither destroyed nor aborted here, and must be neither until
+    /// `warplink_collectives_free` was called and the streams of its calls are done. No other thread may use it while a
+    /// collective is enqueued.
+    void *communicator;
+} warplink_collective_options;
+
+/// What does the collectives of all ranks. Zero is none.
+typedef struct {
+    uint64_t id;
+} warplink_collectives;
+
+/// A call of a collective, the same on every rank.
+typedef struct {
+    /// A `warplink_collective_kind`.
+    int32_t kind;
+    /// A `warplink_element_type`.
+    int32_t element_type;
+    /// A `warplink_reduce_op`; `WARPLINK_REDUCE_OP_NONE` where nothing is reduced.
+    int32_t op;
+    /// The root of broadcast, reduce, gather and scatter; -1 for the others.
+    int32_t root;
+    /// How many elements the smaller of input and output has.
+    uint64_t count;
+} warplink_collective_call;
 
 /// Gets each message of the log: a `warplink_log_level`, one line without an end of line, valid during the call,
 /// and the pointer that the handler was set with. It is called on any thread, by several at the same time. It
@@ -598,6 +698,33 @@ warplink_status warplink_block_wait_until(uint32_t argument, uint64_t epoch);
 /// to use up goes to `arrived`, as 0 or 1.
 warplink_status warplink_block_poll(uint32_t argument,
                                     int32_t *arrived);
+
+/// The options that the library chooses.
+warplink_collective_options warplink_collective_options_default(void);
+
+/// Joins the collectives of all ranks, with a workspace of their own. Every rank calls it at the same time; blocks
+/// until all have. Null options are the defaults.
+warplink_status warplink_collectives_join(warplink_comm comm,
+                                          const warplink_collective_options *options,
+                                          warplink_collectives *collectives);
+
+/// Gives collectives back. What was enqueued is done all the same. Does not block.
+warplink_status warplink_collectives_free(warplink_collectives collectives);
+
+/// The library's communicator (an ncclComm_t on GPUs) that calls go to; null where they do not go to the library. It is
+/// valid until `warplink_collectives_free`, if no rank is lost.
+warplink_status warplink_collectives_communicator(warplink_collectives collectives,
+                                                  void **communicator);
+
+/// Enqueues a collective. `output` and `input` are addresses of the device, in any memory that stays allocated until
+/// the stream is done; the larger of the two has `count` elements for every rank. They may be the same memory; for
+/// all-gather and gather the input may be this rank's part of the output, for reduce-scatter and scatter the output its
+/// part of the input. What a rank does not use may be null. Does not block.
+warplink_status warplink_collective(warplink_collectives collectives,
+                                    const warplink_collective_call *call,
+                                    void *output,
+                                    const void *input,
+                                    warplink_stream stream);
 
 /// Sets what gets the messages of the log, and the pointer that is passed to it. Null brings back the default
 /// handler. When this returns, no thread runs the handler before any more. WARPLINK_LOG says which messages

@@ -5,6 +5,7 @@
 //! whatever the entry is used for later.
 
 use crate::buffer::BufferObject;
+use crate::collectives::CollectivesObject;
 use crate::job::JobObject;
 use crate::kernel::{KernelObject, ModuleObject};
 use crate::memory::RegionObject;
@@ -55,6 +56,13 @@ pub struct Kernel {
     pub(crate) id: u64,
 }
 
+/// What does the collectives of all ranks. Zero is none.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Collectives {
+    pub(crate) id: u64,
+}
+
 /// Where the bits of a number's parts begin.
 const GENERATION: u32 = 32;
 const KIND: u32 = 56;
@@ -68,6 +76,7 @@ static STREAMS: Table<StreamObject> = Table::new("stream", 3);
 static BUFFERS: Table<BufferObject> = Table::new("buffer", 4);
 static MODULES: Table<ModuleObject> = Table::new("module", 5);
 static KERNELS: Table<KernelObject> = Table::new("kernel", 6);
+static COLLECTIVES: Table<CollectivesObject> = Table::new("group of collectives", 7);
 
 /// A number that C holds, of one kind of object.
 pub(crate) trait Handle: Copy {
@@ -112,10 +121,12 @@ handles! {
     Buffer => BufferObject, BUFFERS;
     Module => ModuleObject, MODULES;
     Kernel => KernelObject, KERNELS;
+    Collectives => CollectivesObject, COLLECTIVES;
 }
 
 /// Takes everything that belongs to `job` out of the tables.
 pub(crate) fn take_all_of(job: &Arc<JobObject>) {
+    COLLECTIVES.take_where(|collectives| Arc::ptr_eq(&collectives.job, job));
     KERNELS.take_where(|kernel| Arc::ptr_eq(&kernel.job, job));
     MODULES.take_where(|module| Arc::ptr_eq(&module.job, job));
     BUFFERS.take_where(|buffer| Arc::ptr_eq(&buffer.job, job));

@@ -23,6 +23,7 @@ pub mod block;
 pub mod buffer;
 mod callback;
 pub mod channel;
+pub mod collectives;
 pub mod handles;
 pub mod job;
 pub mod kernel;

@@ -27,6 +27,78 @@ pub enum Transport {
     Network = 3,
 }
 
+/// Which collective. The text behind each says what the output becomes.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CollectiveKind {
+    /// The reduction of all inputs.
+    AllReduce = 0,
+    /// All inputs, in the order of the ranks.
+    AllGather = 1,
+    /// This rank's part of the reduction of all inputs.
+    ReduceScatter = 2,
+    /// For each rank, this rank's part of its input.
+    AllToAll = 3,
+    /// The root's input.
+    Broadcast = 4,
+    /// On the root, the reduction of all inputs.
+    Reduce = 5,
+    /// On the root, all inputs.
+    Gather = 6,
+    /// This rank's part of the root's input.
+    Scatter = 7,
+    /// There is none: what follows in the stream waits for all ranks.
+    Barrier = 8,
+}
+
+/// The type of elements.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ElementType {
+    /// `float`.
+    F32 = 0,
+    /// `double`.
+    F64 = 1,
+    /// Half precision.
+    F16 = 2,
+    /// bfloat16.
+    Bf16 = 3,
+    /// A float of 8 bits with 4 of exponent.
+    F8e4m3 = 4,
+    /// A float of 8 bits with 5 of exponent.
+    F8e5m2 = 5,
+    /// `int8_t`.
+    I8 = 6,
+    /// `uint8_t`.
+    U8 = 7,
+    /// `int32_t`.
+    I32 = 8,
+    /// `uint32_t`.
+    U32 = 9,
+    /// `int64_t`.
+    I64 = 10,
+    /// `uint64_t`.
+    U64 = 11,
+}
+
+/// How inputs are reduced.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ReduceOp {
+    /// Nothing is reduced.
+    None = 0,
+    /// Their sum.
+    Sum = 1,
+    /// The largest.
+    Max = 2,
+    /// The smallest.
+    Min = 3,
+    /// Their product.
+    Product = 4,
+    /// Their sum, divided by how many they are; of integers, without the remainder.
+    Average = 5,
+}
+
 /// A place in one of a connection's regions.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]

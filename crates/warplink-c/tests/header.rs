@@ -5,9 +5,20 @@
 use std::path::PathBuf;
 
 /// In the order of the header.
-const SOURCES: [&str; 12] = [
-    "version", "status", "handles", "types", "job", "memory", "stream", "channel", "buffer",
-    "kernel", "block", "log",
+const SOURCES: [&str; 13] = [
+    "version",
+    "status",
+    "handles",
+    "types",
+    "job",
+    "memory",
+    "stream",
+    "channel",
+    "buffer",
+    "kernel",
+    "block",
+    "collectives",
+    "log",
 ];
 
 fn root() -> PathBuf {

@@ -86,6 +86,11 @@ fn null_wrong_orders_and_use_after_destroy_are_errors_with_texts() {
 }
 
 #[test]
+fn a_c_program_makes_collectives_and_has_a_communicator_of_the_library_adopted() {
+    assert_succeeded(&processes("collectives.c", Linkage::Shared, 3));
+}
+
+#[test]
 fn a_peer_that_is_killed_ends_the_wait_of_a_kernel_and_is_named() {
     let ended = processes("lost_peer.c", Linkage::Static, 2);
     assert_succeeded(&ended[..1]);

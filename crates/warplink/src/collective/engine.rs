@@ -4,10 +4,11 @@ use super::call::{Call, CollectiveKind};
 use super::launches::Overlap;
 use crate::device::{
     AllocationKind, Collective, CollectiveEngine, CollectiveRequest, DeviceSlice, Priority,
-    ReduceOp, Stream,
+    ReduceOp, Stream, VendorCommunicator,
 };
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::program::execute::RankContext;
+use std::ffi::c_void;
 use std::sync::Arc;
 
 /// Bytes that a barrier gathers of each rank.
@@ -22,10 +23,18 @@ pub(super) struct EngineCollectives {
 }
 
 impl EngineCollectives {
-    /// Joins the engine. Blocks until all ranks have.
-    pub(super) fn join(context: &RankContext) -> Result<Self> {
+    /// Joins the engine, or takes that of a communicator that the application has. Blocks until all ranks have.
+    pub(super) fn join(context: &RankContext, adopted: Option<VendorCommunicator>) -> Result<Self> {
         let (rank, world) = (context.rank(), context.world());
-        let engine = context.engines.of_all().map_err(|error| {
+        let engine = match adopted {
+            Some(communicator) => {
+                let (device, fault) = (&context.device, &context.fault);
+                let adopted = device.adopt_collective_engine(communicator, rank, world, fault);
+                context.agree_on(adopted)
+            }
+            None => context.engines.of_all(),
+        };
+        let engine = engine.map_err(|error| {
             if error.kind() != ErrorKind::LibraryMissing {
                 return error;
             }
@@ -48,6 +57,11 @@ impl EngineCollectives {
             engine,
             barrier,
         })
+    }
+
+    /// What the library takes.
+    pub(super) fn communicator(&self) -> *mut c_void {
+        self.engine.raw_communicator()
     }
 
     /// Enqueues a call on input and output.

@@ -41,7 +41,7 @@ pub use choice::Choice;
 pub use experts::{Dispatched, ExpertOptions, Experts};
 pub use messages::{MAX_MESSAGES, Message, Parts};
 
-use crate::device::{DeviceSlice, InUse, ReduceOp, Stream};
+use crate::device::{DeviceSlice, InUse, ReduceOp, Stream, VendorCommunicator};
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::program::cost::{DeviceDescription, HardwareModel};
@@ -51,6 +51,7 @@ use direct::Direct;
 use engine::EngineCollectives;
 use launches::Overlap;
 use messages::Lines;
+use std::ffi::c_void;
 use std::fmt;
 use std::sync::{Arc, Mutex};
 pub(crate) use trouble::Known;
@@ -85,6 +86,9 @@ pub struct CollectiveOptions {
     /// The only path that is allowed. Where there is none, it is the direct one, unless there are more than
     /// [`MAX_DIRECT_RANKS`] ranks or one cannot map the memory of another.
     pub path: Option<CollectivePath>,
+    /// The communicator of the vendor's library that calls by [`CollectivePath::Engine`] use, of the same ranks in the
+    /// same order. Where there is none, one is made.
+    pub communicator: Option<VendorCommunicator>,
 }
 
 impl Default for CollectiveOptions {
@@ -93,6 +97,7 @@ impl Default for CollectiveOptions {
             workspace_bytes: DEFAULT_WORKSPACE_BYTES,
             algorithm: None,
             path: None,
+            communicator: None,
         }
     }
 }
@@ -161,8 +166,10 @@ impl Collectives {
             Some(CollectivePath::Direct) => {
                 Served::Direct(Box::new(Direct::join(&context, &machine)?))
             }
-            Some(CollectivePath::Engine) => Served::Engine(EngineCollectives::join(&context)?),
-            None => Self::either(&context, &machine)?,
+            Some(CollectivePath::Engine) => {
+                Served::Engine(EngineCollectives::join(&context, options.communicator)?)
+            }
+            None => Self::either(&context, &machine, options)?,
         };
         let lines = match &path {
             Served::Direct(_) => Some(Lines::join(&context, options.workspace_bytes / 2)?),
@@ -181,13 +188,19 @@ impl Collectives {
     }
 
     /// The direct path where all ranks can map one another's memory, else the engine; alike on all ranks.
-    fn either(context: &RankContext, machine: &Machine) -> Result<Served> {
+    fn either(
+        context: &RankContext,
+        machine: &Machine,
+        options: &CollectiveOptions,
+    ) -> Result<Served> {
         let mut near = machine.world <= MAX_DIRECT_RANKS;
         for peer in 0..machine.world {
             near &= context.memory.is_near(context.group.job_rank(peer)?)?;
         }
+        let by_engine =
+            || EngineCollectives::join(context, options.communicator).map(Served::Engine);
         if !near {
-            return EngineCollectives::join(context).map(Served::Engine);
+            return by_engine();
         }
         let joined = Direct::join(context, machine);
         // Whether this rank failed for a reason that another path does not mend; its peers know only that it failed.
@@ -201,7 +214,7 @@ impl Collectives {
             (Ok(direct), None) => Ok(Served::Direct(Box::new(direct))),
             (Err(error), None) => {
                 tracing::warn!(%error, "collectives go by the vendor's library");
-                EngineCollectives::join(context).map(Served::Engine)
+                by_engine()
             }
             (Err(error), Some(_)) => Err(error),
             (Ok(_), Some(peer)) => Err(Error::new(
@@ -250,6 +263,15 @@ impl Collectives {
         match self.0.path {
             Served::Direct(_) => CollectivePath::Direct,
             Served::Engine(_) => CollectivePath::Engine,
+        }
+    }
+
+    /// The library's communicator (`ncclComm_t` on GPUs) that does the calls; `None` where the direct path does. It is
+    /// valid for as long as these collectives are and no rank is lost.
+    pub fn communicator(&self) -> Option<*mut c_void> {
+        match &self.0.path {
+            Served::Direct(_) => None,
+            Served::Engine(engine) => Some(engine.communicator()),
         }
     }
 

@@ -4,6 +4,7 @@ use super::slice::DeviceSlice;
 use super::stream::Stream;
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Rank, Result};
+use std::ffi::c_void;
 use std::fmt;
 use std::str::FromStr;
 
@@ -176,6 +177,40 @@ impl CollectiveRequest {
     }
 }
 
+/// A communicator of the vendor's library that the application has (`ncclComm_t` on GPUs), to be adopted: calls that
+/// go to the library use it, where it would make one of its own otherwise.
+///
+/// It stays the application's, which destroys it. Nothing here does, and nothing here aborts it: where a rank is lost,
+/// calls fail with an error that names it, but what stands in streams inside the library ends only when the
+/// application aborts the communicator.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub struct VendorCommunicator(usize);
+
+impl VendorCommunicator {
+    /// The communicator `raw` of the library.
+    ///
+    /// # Safety
+    /// `raw` is a communicator of the library that is loaded here, for this rank's device, whose calls block (NCCL's
+    /// default). It is neither destroyed nor
+    /// aborted before everything that adopted it has been dropped and the streams that its calls were enqueued on are
+    /// done. While a call is made, no other thread makes one with it, unless the library allows that.
+    pub unsafe fn from_raw(raw: *mut c_void) -> Self {
+        Self(raw as usize)
+    }
+
+    /// What the library takes.
+    pub fn as_raw(self) -> *mut c_void {
+        self.0 as *mut c_void
+    }
+}
+
+/// Without the address, which is another on every rank.
+impl fmt::Debug for VendorCommunicator {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("VendorCommunicator")
+    }
+}
+
 /// The collectives of all ranks. Every rank enqueues the same ones in the same order with fitting
 /// lengths.
 pub trait CollectiveEngine: Send + Sync + fmt::Debug {
@@ -206,7 +241,12 @@ pub trait CollectiveEngine: Send + Sync + fmt::Debug {
         .with_help("use it as it is: nothing needs to be registered"))
     }
 
-    /// Ends what is under way, so that a lost peer does not hold this rank.
+    /// The library's communicator, for calls of the library itself; null once it was aborted. It is the engine's, and
+    /// valid for as long as that lives.
+    fn raw_communicator(&self) -> *mut c_void;
+
+    /// Ends what is under way, so that a lost peer does not hold this rank. Of an adopted communicator, it only ends
+    /// its use here.
     fn abort(&self);
 }
 
@@ -248,6 +288,24 @@ fn check_collective(
         Collective::Broadcast(root) | Collective::Reduce(_, root) => check_rank(root, world),
         _ => Ok(()),
     }
+}
+
+/// Fails unless a communicator that is adopted has the ranks that it is to serve.
+pub(super) fn check_adopted(
+    (rank, world): (Rank, usize),
+    (expected_rank, expected_world): (Rank, usize),
+) -> Result<()> {
+    if (rank, world) == (expected_rank, expected_world) {
+        return Ok(());
+    }
+    Err(Error::new(
+        ErrorKind::Mismatch,
+        format!(
+            "the communicator has this process as rank {rank} of {world}; expected rank {expected_rank} of {expected_world}"
+        ),
+    )
+    .with_operation("adopt a communicator")
+    .with_help("pass one of the same ranks in the same order"))
 }
 
 fn check_rank(rank: Rank, world: usize) -> Result<()> {

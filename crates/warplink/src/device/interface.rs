@@ -1,7 +1,7 @@
 //! A device as one rank uses it, and how its memory is handed to peers.
 
 use super::channel::{Fifo, FifoReader};
-use super::collective::{AllGatherBytes, CollectiveEngine};
+use super::collective::{AllGatherBytes, CollectiveEngine, VendorCommunicator};
 use super::compute::Compute;
 use super::config::DeviceKind;
 use super::fault::Fault;
@@ -269,5 +269,20 @@ pub trait Device: LinkQuery + Send + Sync + fmt::Debug {
         world: usize,
         fault: &Arc<Fault>,
         all_gather: AllGatherBytes<'_>,
+    ) -> Result<Arc<dyn CollectiveEngine>>;
+
+    /// The collectives of a communicator of the vendor's library that the application has. Does not block. When
+    /// `fault` is raised, calls fail.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Mismatch`](crate::ErrorKind::Mismatch) for one in which this process is not `rank` of `world`, or
+    /// that is of another device; [`ErrorKind::LibraryMissing`](crate::ErrorKind::LibraryMissing) without the
+    /// vendor's library.
+    fn adopt_collective_engine(
+        &self,
+        communicator: VendorCommunicator,
+        rank: usize,
+        world: usize,
+        fault: &Arc<Fault>,
     ) -> Result<Arc<dyn CollectiveEngine>>;
 }

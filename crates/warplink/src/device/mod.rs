@@ -53,7 +53,10 @@ mod stream;
 pub use attachment::{Attachment, NetworkDevice, NetworkKind, PciDistance};
 pub use buffer::DeviceBuffer;
 pub use channel::{At, ChannelArray, ChannelHandle, ChannelMemory, Fifo, FifoReader};
-pub use collective::{AllGatherBytes, Collective, CollectiveEngine, CollectiveRequest, ReduceOp};
+use collective::check_adopted;
+pub use collective::{
+    AllGatherBytes, Collective, CollectiveEngine, CollectiveRequest, ReduceOp, VendorCommunicator,
+};
 pub use compute::{Compute, MatmulSpec, PreparedLaunch};
 pub use config::{Delays, DeviceConfig, DeviceKind};
 pub use elementwise::{

@@ -1,11 +1,11 @@
 //! Right results: every collective, type, operator, number of ranks and algorithm.
 
-use crate::common::{delays, kind, threads_with, world};
+use crate::common::{assert_says, delays, kind, threads_with, world};
 use crate::expected::{Case, Random};
 use std::time::Duration;
 use warplink::collective::{Algorithm, Call, CollectiveKind, CollectiveOptions, CollectivePath};
-use warplink::device::{Priority, ReduceOp};
-use warplink::{Config, DType, DeviceKind, ErrorKind};
+use warplink::device::{Priority, ReduceOp, VendorCommunicator};
+use warplink::{Collectives, Communicator, Config, DType, DeviceKind, ErrorKind};
 
 fn delayed(config: &mut Config) {
     if kind() == DeviceKind::Host {
@@ -123,6 +123,50 @@ fn long_data_goes_through_a_small_workspace() {
     });
 }
 
+/// Calls by the vendor's library, which are right.
+fn calls_of_the_library(comm: &Communicator, collectives: &Collectives, calls: usize) {
+    let stream = comm.create_stream(Priority::Normal).unwrap();
+    let mut random = Random::new(9);
+    for _ in 0..calls {
+        let mut case = Case::random(&mut random, comm.world(), 500);
+        let in_place_all_to_all =
+            case.in_place && case.call.kind == CollectiveKind::AllToAll && case.call.count > 0;
+        if in_place_all_to_all {
+            let error = case.make(comm, collectives, &stream).err().unwrap();
+            assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
+            case.in_place = false;
+        }
+        // Where the order of summation is not told, only exact types can be compared.
+        if case.call.kind.reduces() {
+            case.call.dtype = [DType::I32, DType::U8, DType::F32][random.below(3)];
+            case.call.op = Some([ReduceOp::Sum, ReduceOp::Max][random.below(2)]);
+            case.shift = 0;
+        }
+        let made = case.make(comm, collectives, &stream).unwrap();
+        collectives.barrier(&stream).unwrap();
+        comm.synchronize(&stream).unwrap();
+        made.check(comm);
+    }
+}
+
+/// How the library is asked for.
+fn by_the_library(communicator: Option<VendorCommunicator>) -> CollectiveOptions {
+    CollectiveOptions {
+        path: Some(CollectivePath::Engine),
+        communicator,
+        ..CollectiveOptions::default()
+    }
+}
+
+/// Collectives by the library; none where it is missing.
+fn library(comm: &Communicator) -> Option<Collectives> {
+    match comm.collectives_with(&by_the_library(None)) {
+        Ok(collectives) => Some(collectives),
+        Err(error) if error.kind() == ErrorKind::LibraryMissing => None,
+        Err(error) => panic!("{error}"),
+    }
+}
+
 /// The calls where ranks cannot map one another's memory.
 #[test]
 fn the_vendors_library_does_the_same() {
@@ -131,41 +175,73 @@ fn the_vendors_library_does_the_same() {
         ranks,
         |_| {},
         |comm| {
-            let options = CollectiveOptions {
-                path: Some(CollectivePath::Engine),
-                ..CollectiveOptions::default()
-            };
-            let collectives = match comm.collectives_with(&options) {
-                Ok(collectives) => collectives,
-                Err(error) if error.kind() == ErrorKind::LibraryMissing => return,
-                Err(error) => panic!("{error}"),
+            let Some(collectives) = library(comm) else {
+                return;
             };
             assert_eq!(collectives.path(), CollectivePath::Engine);
             let direct = comm.collectives().unwrap();
             assert_eq!(direct.path(), CollectivePath::Direct);
-            let stream = comm.create_stream(Priority::Normal).unwrap();
-            let mut random = Random::new(9);
-            for _ in 0..60 {
-                let mut case = Case::random(&mut random, ranks, 500);
-                let in_place_all_to_all = case.in_place
-                    && case.call.kind == CollectiveKind::AllToAll
-                    && case.call.count > 0;
-                if in_place_all_to_all {
-                    let error = case.make(comm, &collectives, &stream).unwrap_err();
-                    assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
-                    case.in_place = false;
-                }
-                // Where the order of summation is not told, only exact types can be compared.
-                if case.call.kind.reduces() {
-                    case.call.dtype = [DType::I32, DType::U8, DType::F32][random.below(3)];
-                    case.call.op = Some([ReduceOp::Sum, ReduceOp::Max][random.below(2)]);
-                    case.shift = 0;
-                }
-                let made = case.make(comm, &collectives, &stream).unwrap();
-                collectives.barrier(&stream).unwrap();
-                comm.synchronize(&stream).unwrap();
-                made.check(comm);
+            assert_eq!(direct.communicator(), None);
+            calls_of_the_library(comm, &collectives, 60);
+        },
+    );
+}
+
+/// Its calls are those of the library, and it goes on when they are over.
+#[test]
+fn a_communicator_of_the_library_is_adopted_and_left_as_it_is() {
+    let ranks = world(3);
+    threads_with(
+        ranks,
+        |_| {},
+        |comm| {
+            let Some(own) = library(comm) else {
+                return;
+            };
+            let raw = own.communicator().unwrap();
+            for _ in 0..2 {
+                // SAFETY: it is that of `own`, which outlives what is made here.
+                let communicator = unsafe { VendorCommunicator::from_raw(raw) };
+                let options = by_the_library(Some(communicator));
+                let adopted = comm.collectives_with(&options).unwrap();
+                assert_eq!(adopted.communicator(), Some(raw));
+                calls_of_the_library(comm, &adopted, 10);
+                drop(adopted);
+                calls_of_the_library(comm, &own, 10);
             }
+        },
+    );
+}
+
+#[test]
+fn a_communicator_of_other_ranks_is_refused_on_all() {
+    let ranks = world(3);
+    if ranks < 3 {
+        return;
+    }
+    threads_with(
+        ranks,
+        |_| {},
+        |comm| {
+            let Some(own) = library(comm) else {
+                return;
+            };
+            // SAFETY: it is that of `own`, which outlives what is made here.
+            let communicator = unsafe { VendorCommunicator::from_raw(own.communicator().unwrap()) };
+            let options = by_the_library(Some(communicator));
+            // Rank 1 has the same number in both.
+            let other = comm.split(0, -(comm.rank() as i64)).unwrap();
+            let error = other.collectives_with(&options).unwrap_err();
+            if comm.rank() == 1 {
+                assert_eq!(error.kind(), ErrorKind::PeerFailed, "{error}");
+            } else {
+                assert_eq!(error.kind(), ErrorKind::Mismatch, "{error}");
+                let (here, there) = (comm.rank(), other.rank());
+                let says = format!("rank {here} of 3; expected rank {there} of 3");
+                assert_says(&error, &["adopt a communicator", &says]);
+            }
+            calls_of_the_library(comm, &own, 5);
+            other.close().unwrap();
         },
     );
 }

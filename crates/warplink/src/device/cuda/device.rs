@@ -18,6 +18,7 @@ use crate::device::{
     AllGatherBytes, AllocationKind, Attachment, CollectiveEngine, Compute, Device, DeviceIdentity,
     DeviceKind, DeviceLinks, DeviceProperties, DeviceSlice, Event, Export, Fault, Fifo, FifoReader,
     LinkQuery, Module, ModuleSource, Opening, PciAddress, Priority, Segment, StagingMemory, Stream,
+    VendorCommunicator,
 };
 use crate::error::{Error, Result};
 use crate::sync::lock;
@@ -275,6 +276,18 @@ impl Device for CudaDevice {
         Ok(Arc::new(NcclEngine::join(
             &self.gpu, rank, world, fault, all_gather,
         )?))
+    }
+
+    fn adopt_collective_engine(
+        &self,
+        communicator: VendorCommunicator,
+        rank: usize,
+        world: usize,
+        fault: &Arc<Fault>,
+    ) -> Result<Arc<dyn CollectiveEngine>> {
+        self.gpu.fault.check()?;
+        let adopted = NcclEngine::adopt(&self.gpu, communicator, (rank, world), fault)?;
+        Ok(Arc::new(adopted))
     }
 }
 

@@ -9,10 +9,11 @@ use super::{elementwise, memory, stream};
 use crate::device::Piece;
 use crate::device::{
     AllGatherBytes, Collective, CollectiveEngine, CollectiveRequest, DeviceSlice, Fault, ReduceOp,
-    Stream, Word,
+    Stream, VendorCommunicator, Word, check_adopted,
 };
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Rank, Result};
+use std::ffi::c_void;
 use std::ops::Range;
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
@@ -33,6 +34,11 @@ const NAP: Duration = Duration::from_micros(100);
 #[derive(Debug)]
 pub(super) struct HostCollectives {
     inner: Arc<Inner>,
+    /// Raised when a rank is lost to those that use this.
+    fault: Arc<Fault>,
+    /// Whether others use what this does, and it ends by itself.
+    is_adopted: bool,
+    ended: AtomicBool,
 }
 
 #[derive(Debug)]
@@ -40,7 +46,6 @@ struct Inner {
     rank: Rank,
     outboxes: Vec<DeviceSlice>,
     aborted: AtomicBool,
-    fault: Arc<Fault>,
 }
 
 /// A send or a receive under way.
@@ -99,8 +104,32 @@ impl HostCollectives {
                 rank,
                 outboxes,
                 aborted: AtomicBool::new(false),
-                fault: fault.clone(),
             }),
+            fault: fault.clone(),
+            is_adopted: false,
+            ended: AtomicBool::new(false),
+        })
+    }
+
+    /// Those of `communicator`, as [`raw_communicator`](CollectiveEngine::raw_communicator) gave it.
+    pub(super) fn adopt(
+        communicator: VendorCommunicator,
+        place: (Rank, usize),
+        fault: &Arc<Fault>,
+    ) -> Result<Self> {
+        let raw = communicator.as_raw().cast::<Inner>().cast_const();
+        // SAFETY: whoever made `communicator` promised that it is one of this library and that its engine lives, so
+        // that this is the address of a counted value; the count is raised for the reference that is made here.
+        let inner = unsafe {
+            Arc::increment_strong_count(raw);
+            Arc::from_raw(raw)
+        };
+        check_adopted((inner.rank, inner.outboxes.len()), place)?;
+        Ok(Self {
+            inner,
+            fault: fault.clone(),
+            is_adopted: true,
+            ended: AtomicBool::new(false),
         })
     }
 
@@ -113,10 +142,13 @@ impl HostCollectives {
         stream: &Stream,
         task: impl Fn(&Inner, &Context) -> Result<()> + Send + Sync + 'static,
     ) -> Result<()> {
+        if self.ended.load(Ordering::Acquire) {
+            return Err(aborted());
+        }
         let inner = self.inner.clone();
         let task = move |context: &Context| task(&inner, context);
         let stream = stream::from_dyn(stream)?;
-        stream.depend_on(&self.inner.fault);
+        stream.depend_on(&self.fault);
         stream.enqueue(Operation::Task(Arc::new(task)))
     }
 
@@ -249,10 +281,7 @@ impl Inner {
             }
             context.check()?;
             if self.aborted.load(Ordering::Acquire) {
-                return Err(
-                    Error::new(ErrorKind::Closed, "the collectives were aborted")
-                        .with_help("join again with the ranks that are left"),
-                );
+                return Err(aborted());
             }
             idle += 1;
             if idle < SPINS {
@@ -266,6 +295,11 @@ impl Inner {
         }
         Ok(())
     }
+}
+
+fn aborted() -> Error {
+    Error::new(ErrorKind::Closed, "the collectives were aborted")
+        .with_help("join again with the ranks that are left")
 }
 
 impl Move {
@@ -367,7 +401,14 @@ impl CollectiveEngine for HostCollectives {
         }
     }
 
+    fn raw_communicator(&self) -> *mut c_void {
+        Arc::as_ptr(&self.inner).cast_mut().cast()
+    }
+
     fn abort(&self) {
-        self.inner.aborted.store(true, Ordering::Release);
+        self.ended.store(true, Ordering::Release);
+        if !self.is_adopted {
+            self.inner.aborted.store(true, Ordering::Release);
+        }
     }
 }

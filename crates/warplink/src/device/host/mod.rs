@@ -30,6 +30,7 @@ use super::{
     AllGatherBytes, AllocationKind, Attachment, CollectiveEngine, Compute, Delays, Device,
     DeviceIdentity, DeviceKind, DeviceLink, DeviceLinks, DeviceSlice, Event, Export, Fault,
     LinkEnd, LinkQuery, Module, ModuleSource, Opening, PciAddress, Priority, Segment, Stream,
+    VendorCommunicator,
 };
 use crate::device::channel::fifo::HostFifoMemory;
 use crate::device::{DeviceProperties, Fifo, FifoReader, StagingMemory, machine_identity};
@@ -280,5 +281,16 @@ impl Device for HostDevice {
         Ok(Arc::new(collective::HostCollectives::join(
             rank, world, fault, all_gather,
         )?))
+    }
+
+    fn adopt_collective_engine(
+        &self,
+        communicator: VendorCommunicator,
+        rank: usize,
+        world: usize,
+        fault: &Arc<Fault>,
+    ) -> Result<Arc<dyn CollectiveEngine>> {
+        let adopted = collective::HostCollectives::adopt(communicator, (rank, world), fault)?;
+        Ok(Arc::new(adopted))
     }
 }

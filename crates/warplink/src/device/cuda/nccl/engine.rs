@@ -6,7 +6,7 @@ use crate::device::cuda::memory::CudaBacking;
 use crate::device::cuda::stream::CudaStream;
 use crate::device::{
     AllGatherBytes, Collective, CollectiveEngine, CollectiveRequest, DeviceSlice, Fault, ReduceOp,
-    Stream,
+    Stream, VendorCommunicator, check_adopted,
 };
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
@@ -123,6 +123,35 @@ impl NcclEngine {
             gpu.fault.check()?;
             fault.check()
         })?;
+        Ok(Self::of(gpu, fault, comm, world, nccl.name()))
+    }
+
+    /// The collectives of a communicator that the application made.
+    pub(crate) fn adopt(
+        gpu: &Arc<Gpu>,
+        communicator: VendorCommunicator,
+        (rank, world): (usize, usize),
+        fault: &Arc<Fault>,
+    ) -> Result<Self> {
+        let nccl = Nccl::get()?;
+        let (comm, place) = NcclComm::adopt(nccl, &gpu.context, communicator)?;
+        check_adopted((place.rank, place.world), (rank, world))?;
+        let ordinal = gpu.context.ordinal;
+        if place.ordinal != ordinal {
+            return Err(Error::new(
+                ErrorKind::Mismatch,
+                format!(
+                    "the communicator is of GPU {}; expected GPU {ordinal}",
+                    place.ordinal
+                ),
+            )
+            .with_operation("adopt a communicator")
+            .with_help("pass one of the GPU that this rank uses"));
+        }
+        Ok(Self::of(gpu, fault, comm, world, nccl.name()))
+    }
+
+    fn of(gpu: &Arc<Gpu>, fault: &Arc<Fault>, comm: NcclComm, world: usize, name: String) -> Self {
         let comm = Arc::new(comm);
         for fault in [&gpu.fault, fault] {
             let weak = Arc::downgrade(&comm);
@@ -141,14 +170,14 @@ impl NcclEngine {
                 }
             });
         }
-        Ok(Self {
+        Self {
             gpu: gpu.clone(),
             fault: fault.clone(),
             comm,
             world,
-            name: nccl.name(),
+            name,
             registered: Mutex::default(),
-        })
+        }
     }
 }
 
@@ -264,6 +293,10 @@ impl CollectiveEngine for NcclEngine {
             _memory: slice.clone(),
         });
         Ok(())
+    }
+
+    fn raw_communicator(&self) -> *mut c_void {
+        self.comm.raw()
     }
 
     fn abort(&self) {

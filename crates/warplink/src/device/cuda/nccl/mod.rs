@@ -2,6 +2,7 @@
 
 pub(super) mod engine;
 
+use crate::device::VendorCommunicator;
 use crate::device::cuda::driver::context::Context;
 use crate::device::library;
 use crate::device::library::function_table;
@@ -52,6 +53,9 @@ function_table! {
         ncclCommInitRank(*mut Handle, c_int, UniqueId, c_int) -> c_int;
         ncclCommDestroy(Handle) -> c_int;
         ncclCommAbort(Handle) -> c_int;
+        ncclCommCount(Handle, *mut c_int) -> c_int;
+        ncclCommUserRank(Handle, *mut c_int) -> c_int;
+        ncclCommCuDevice(Handle, *mut c_int) -> c_int;
         ncclAllGather(*const c_void, *mut c_void, usize, c_int, Handle, *mut c_void) -> c_int;
         ncclAllReduce(*const c_void, *mut c_void, usize, c_int, c_int, Handle, *mut c_void) -> c_int;
         ncclReduceScatter(*const c_void, *mut c_void, usize, c_int, c_int, Handle, *mut c_void) -> c_int;
@@ -166,6 +170,16 @@ pub(super) struct NcclComm {
     raw: AtomicPtr<c_void>,
     /// Held during calls: NCCL takes one at a time.
     calls: Mutex<()>,
+    /// Whether the application made it, and ends it.
+    is_adopted: bool,
+}
+
+/// Which rank a communicator is of how many, and of which device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Place {
+    pub(super) rank: usize,
+    pub(super) world: usize,
+    pub(super) ordinal: usize,
 }
 
 impl NcclComm {
@@ -211,6 +225,55 @@ impl NcclComm {
         }
     }
 
+    /// A communicator that the application made, and its place. It is not ended here.
+    pub(super) fn adopt(
+        nccl: &'static Nccl,
+        context: &Arc<Context>,
+        communicator: VendorCommunicator,
+    ) -> Result<(Self, Place)> {
+        let raw = communicator.as_raw();
+        if raw.is_null() {
+            return Err(
+                Error::invalid("the communicator is null; expected an ncclComm_t")
+                    .with_operation("adopt a communicator")
+                    .with_help("pass one that ncclCommInitRank gave"),
+            );
+        }
+        type Question = unsafe extern "C" fn(Handle, *mut c_int) -> c_int;
+        let ask = |question: Question| {
+            let mut answer: c_int = -1;
+            // SAFETY: whoever made `communicator` promised that it is one of NCCL's that lives; `answer` is an output
+            // parameter for one integer.
+            let code = unsafe { question(raw, &mut answer) };
+            nccl.check(code, "adopt a communicator")?;
+            usize::try_from(answer).map_err(|_| {
+                Error::new(
+                    ErrorKind::Driver,
+                    format!("NCCL answered {answer}; expected a number"),
+                )
+                .with_operation("adopt a communicator")
+            })
+        };
+        let place = Place {
+            rank: ask(nccl.ncclCommUserRank)?,
+            world: ask(nccl.ncclCommCount)?,
+            ordinal: ask(nccl.ncclCommCuDevice)?,
+        };
+        let adopted = Self {
+            nccl,
+            context: context.clone(),
+            raw: AtomicPtr::new(raw),
+            calls: Mutex::new(()),
+            is_adopted: true,
+        };
+        Ok((adopted, place))
+    }
+
+    /// What NCCL takes; null once it has been ended.
+    pub(super) fn raw(&self) -> Handle {
+        self.raw.load(Ordering::Acquire)
+    }
+
     /// Runs `call` on the communicator, alone.
     pub(super) fn call(
         &self,
@@ -229,10 +292,10 @@ impl NcclComm {
         self.nccl.check(call(self.nccl, raw), operation)
     }
 
-    /// Ends it and what is under way.
+    /// Ends it and what is under way; one that was adopted only for what is called here.
     pub(super) fn abort(&self) {
         let raw = self.raw.swap(std::ptr::null_mut(), Ordering::AcqRel);
-        if raw.is_null() {
+        if raw.is_null() || self.is_adopted {
             return;
         }
         // A call that waits inside NCCL for the lost peer ends only by this, so that waiting for it
@@ -275,13 +338,14 @@ fn join_here(
         context: context.clone(),
         raw: AtomicPtr::new(raw),
         calls: Mutex::new(()),
+        is_adopted: false,
     })
 }
 
 impl Drop for NcclComm {
     fn drop(&mut self) {
         let raw = AtomicPtr::new(self.raw.swap(std::ptr::null_mut(), Ordering::AcqRel));
-        if raw.load(Ordering::Relaxed).is_null() {
+        if raw.load(Ordering::Relaxed).is_null() || self.is_adopted {
             return;
         }
         let (nccl, context) = (self.nccl, self.context.clone());

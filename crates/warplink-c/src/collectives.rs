@@ -1,0 +1,264 @@
+//! Collectives of all ranks.
+
+use crate::handles::{Collectives, Comm, Handle, Stream};
+use crate::job::JobObject;
+use crate::memory::same_job;
+use crate::pointer;
+use crate::status::{Failure, Outcome, Status, entry};
+use std::ffi::{c_char, c_void};
+use std::ptr::null;
+use std::sync::Arc;
+use warplink::DType;
+use warplink::collective::{Call, CollectiveKind, CollectivePath};
+use warplink::device::{AllocationKind, DeviceSlice, ReduceOp, VendorCommunicator};
+
+/// The types in the order of `warplink_element_type`.
+const TYPES: [DType; 12] = [
+    DType::F32,
+    DType::F64,
+    DType::F16,
+    DType::BF16,
+    DType::F8E4M3,
+    DType::F8E5M2,
+    DType::I8,
+    DType::U8,
+    DType::I32,
+    DType::U32,
+    DType::I64,
+    DType::U64,
+];
+
+/// Bytes of an allocation of which none are used.
+const NOTHING: usize = 16;
+
+/// How collectives are done; the same on every rank but for the address of `communicator`. Start from
+/// `warplink_collective_options_default`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct CollectiveOptions {
+    /// Bytes of each rank's workspace.
+    pub workspace_bytes: usize,
+    /// "direct" for kernels that store into memory of the peers, "engine" for the vendor's library (NCCL on GPUs);
+    /// null for the direct path wherever it serves.
+    pub path: *const c_char,
+    /// An ncclComm_t of the same ranks in the same order, for what goes to the library; null to have one made. It stays
+    /// the caller's: it is neither destroyed nor aborted here, and must be neither until
+    /// `warplink_collectives_free` was called and the streams of its calls are done. No other thread may use it while a
+    /// collective is enqueued.
+    pub communicator: *mut c_void,
+}
+
+/// A call of a collective, the same on every rank.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct CollectiveCall {
+    /// A `warplink_collective_kind`.
+    pub kind: i32,
+    /// A `warplink_element_type`.
+    pub element_type: i32,
+    /// A `warplink_reduce_op`; `WARPLINK_REDUCE_OP_NONE` where nothing is reduced.
+    pub op: i32,
+    /// The root of broadcast, reduce, gather and scatter; -1 for the others.
+    pub root: i32,
+    /// How many elements the smaller of input and output has.
+    pub count: u64,
+}
+
+/// Collectives, with the rank that they belong to.
+pub(crate) struct CollectivesObject {
+    pub(crate) job: Arc<JobObject>,
+    collectives: warplink::Collectives,
+    /// Stands for the memory of calls of no elements.
+    nothing: DeviceSlice,
+}
+
+impl CollectivesObject {
+    /// `bytes` bytes at an address of the device.
+    ///
+    /// # Safety
+    /// They must be device memory, allocated until the stream is done with them.
+    unsafe fn memory(&self, address: u64, bytes: usize) -> Outcome<DeviceSlice> {
+        if bytes == 0 {
+            return Ok(self.nothing.clone());
+        }
+        let device = self.job.communicator.device();
+        // SAFETY: the caller vouches for it.
+        Ok(unsafe { device.borrow(address, bytes, Arc::new(())) }?)
+    }
+}
+
+impl CollectiveCall {
+    /// The library's call.
+    fn call(&self) -> Outcome<Call> {
+        let number = |value: i32, from: i32| usize::try_from(value.checked_sub(from)?).ok();
+        let unknown = |what: &str, value: i32, name: &str| {
+            Failure::invalid(
+                format!("unknown {what} {value}; expected a {name}"),
+                format!("use a value of {name}"),
+            )
+        };
+        let kind = number(self.kind, 0).and_then(|kind| CollectiveKind::ALL.get(kind));
+        let dtype = number(self.element_type, 0).and_then(|dtype| TYPES.get(dtype));
+        let op = match self.op {
+            0 => None,
+            op => {
+                let known = number(op, 1).and_then(|op| ReduceOp::ALL.get(op));
+                Some(*known.ok_or_else(|| unknown("operator", op, "warplink_reduce_op"))?)
+            }
+        };
+        let unknown_type = || unknown("type", self.element_type, "warplink_element_type");
+        Ok(Call {
+            kind: *kind
+                .ok_or_else(|| unknown("collective", self.kind, "warplink_collective_kind"))?,
+            dtype: *dtype.ok_or_else(unknown_type)?,
+            op,
+            root: number(self.root, 0),
+            count: usize::try_from(self.count).unwrap_or(usize::MAX),
+        })
+    }
+}
+
+/// The options that the library chooses.
+#[unsafe(no_mangle)]
+pub extern "C" fn warplink_collective_options_default() -> CollectiveOptions {
+    CollectiveOptions {
+        workspace_bytes: warplink::collective::DEFAULT_WORKSPACE_BYTES,
+        path: null(),
+        communicator: std::ptr::null_mut(),
+    }
+}
+
+/// Joins the collectives of all ranks, with a workspace of their own. Every rank calls it at the same time; blocks
+/// until all have. Null options are the defaults.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warplink_collectives_join(
+    comm: Comm,
+    options: *const CollectiveOptions,
+    collectives: *mut Collectives,
+) -> Status {
+    entry("join the collectives", || {
+        let job = comm.get()?;
+        pointer::check(collectives, "collectives")?;
+        let given = if options.is_null() {
+            warplink_collective_options_default()
+        } else {
+            // SAFETY: the caller passes options.
+            unsafe { pointer::load(options, "options") }?
+        };
+        // SAFETY: the caller passes null or a text.
+        let path = match unsafe { pointer::optional_text(given.path, "path") }? {
+            None => None,
+            Some("direct") => Some(CollectivePath::Direct),
+            Some("engine") => Some(CollectivePath::Engine),
+            Some(other) => {
+                return Err(Failure::invalid(
+                    format!("unknown path '{other}'; expected direct or engine"),
+                    "use direct or engine, or null",
+                ));
+            }
+        };
+        let communicator = (!given.communicator.is_null()).then(|| {
+            // SAFETY: the caller passes a communicator of the library, and keeps it as the options' text says.
+            unsafe { VendorCommunicator::from_raw(given.communicator) }
+        });
+        let options = warplink::collective::CollectiveOptions {
+            workspace_bytes: given.workspace_bytes,
+            path,
+            communicator,
+            ..warplink::collective::CollectiveOptions::default()
+        };
+        let nothing = job.communicator.device();
+        let nothing = nothing.allocate(NOTHING, AllocationKind::Plain)?;
+        let made = Collectives::new(CollectivesObject {
+            nothing: nothing.slice(0..0)?,
+            collectives: job.communicator.collectives_with(&options)?,
+            job,
+        });
+        // SAFETY: the caller passes a place for collectives.
+        unsafe { pointer::store(collectives, "collectives", made) }
+    })
+}
+
+/// Gives collectives back. What was enqueued is done all the same. Does not block.
+#[unsafe(no_mangle)]
+pub extern "C" fn warplink_collectives_free(collectives: Collectives) -> Status {
+    entry("free collectives", || collectives.take().map(drop))
+}
+
+/// The library's communicator (an ncclComm_t on GPUs) that calls go to; null where they do not go to the library. It is
+/// valid until `warplink_collectives_free`, if no rank is lost.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warplink_collectives_communicator(
+    collectives: Collectives,
+    communicator: *mut *mut c_void,
+) -> Status {
+    entry("get the library's communicator", || {
+        let raw = collectives.get()?.collectives.communicator();
+        let raw = raw.unwrap_or(std::ptr::null_mut());
+        // SAFETY: the caller passes a place for a pointer.
+        unsafe { pointer::store(communicator, "communicator", raw) }
+    })
+}
+
+/// Enqueues a collective. `output` and `input` are addresses of the device, in any memory that stays allocated until
+/// the stream is done; the larger of the two has `count` elements for every rank. They may be the same memory; for
+/// all-gather and gather the input may be this rank's part of the output, for reduce-scatter and scatter the output its
+/// part of the input. What a rank does not use may be null. Does not block.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warplink_collective(
+    collectives: Collectives,
+    call: *const CollectiveCall,
+    output: *mut c_void,
+    input: *const c_void,
+    stream: Stream,
+) -> Status {
+    entry("enqueue a collective", || {
+        let object = collectives.get()?;
+        let stream = stream.get()?;
+        same_job(&object.job, &stream.job, "stream")?;
+        // SAFETY: the caller passes a call.
+        let call = unsafe { pointer::load(call, "call") }?.call()?;
+        let (collectives, stream) = (&object.collectives, &stream.stream);
+        if call.kind == CollectiveKind::Barrier {
+            return Ok(collectives.barrier(stream)?);
+        }
+        let world = object.job.communicator.world();
+        let (input_rows, output_rows) = call.kind.rows(world);
+        let bytes = |rows: usize| {
+            let bytes = call.count.checked_mul(call.dtype.size());
+            let bytes = bytes.and_then(|bytes| bytes.checked_mul(rows));
+            bytes.ok_or_else(|| {
+                Failure::invalid(
+                    format!("{} elements are more than memory can hold", call.count),
+                    "pass a smaller count",
+                )
+            })
+        };
+        let (input_bytes, output_bytes) = (bytes(input_rows)?, bytes(output_rows)?);
+        let own = object.job.communicator.rank();
+        let at_root = call.root.is_none_or(|root| root == own);
+        let reads = at_root || matches!(call.kind, CollectiveKind::Reduce | CollectiveKind::Gather);
+        let writes =
+            at_root || !matches!(call.kind, CollectiveKind::Reduce | CollectiveKind::Gather);
+        if reads && input_bytes > 0 {
+            pointer::check(input.cast::<u8>(), "input")?;
+        }
+        if writes && output_bytes > 0 {
+            pointer::check(output.cast::<u8>(), "output")?;
+        }
+        let place = |used: bool, address: u64, bytes: usize| {
+            // SAFETY: the caller passes addresses of that many bytes of the device, and keeps them.
+            used.then(|| unsafe { object.memory(address, bytes) })
+                .transpose()
+        };
+        let input = place(reads, input as u64, input_bytes)?;
+        let output = place(writes, output as u64, output_bytes)?;
+        let (Some(input), Some(output)) = (
+            input.as_ref().or(output.as_ref()),
+            output.as_ref().or(input.as_ref()),
+        ) else {
+            return Ok(());
+        };
+        Ok(collectives.enqueue(&call, output, input, stream)?)
+    })
+}

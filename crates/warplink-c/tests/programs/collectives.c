@@ -1,0 +1,131 @@
+/* One of several ranks that make collectives. Arguments: rank, size, address. */
+
+#include "check.h"
+
+enum { COUNT = 1000 };
+
+static warplink_comm comm;
+static int32_t rank, size;
+
+static warplink_collective_call call(int32_t kind, int32_t op, int32_t root, uint64_t count) {
+    warplink_collective_call made;
+    made.kind = kind;
+    made.element_type = WARPLINK_ELEMENT_TYPE_I32;
+    made.op = op;
+    made.root = root;
+    made.count = count;
+    return made;
+}
+
+/* Element `at` of a rank's input. */
+static int32_t number(int32_t from, int at) { return 100000 * (from + 1) + at; }
+
+static void all_kinds(warplink_collectives collectives, warplink_stream stream, warplink_region region) {
+    const int32_t last = size - 1;
+    int32_t sum = 0;
+    int32_t *words = (int32_t *)malloc(sizeof(int32_t) * COUNT * (size_t)(size + 1));
+    void *address = NULL;
+    warplink_collective_call made;
+    HOLDS(words != NULL);
+    OK(warplink_region_address(region, &address));
+    int32_t *input = (int32_t *)address, *output = input + COUNT;
+    for (int i = 0; i < COUNT; i++) words[i] = number(rank, i);
+    OK(warplink_upload(span(region, 0, sizeof(int32_t) * COUNT), words));
+
+    made = call(WARPLINK_COLLECTIVE_KIND_ALL_REDUCE, WARPLINK_REDUCE_OP_SUM, -1, COUNT);
+    OK(warplink_collective(collectives, &made, output, input, stream));
+    OK(warplink_stream_synchronize(stream));
+    OK(warplink_download(words, span(region, sizeof(int32_t) * COUNT, sizeof(int32_t) * COUNT)));
+    for (int i = 0; i < COUNT; i++) {
+        sum = 0;
+        for (int32_t from = 0; from < size; from++) sum += number(from, i);
+        HOLDS(words[i] == sum);
+    }
+
+    made = call(WARPLINK_COLLECTIVE_KIND_ALL_GATHER, WARPLINK_REDUCE_OP_NONE, -1, COUNT);
+    OK(warplink_collective(collectives, &made, output, input, stream));
+    OK(warplink_stream_synchronize(stream));
+    OK(warplink_download(words, span(region, sizeof(int32_t) * COUNT, sizeof(int32_t) * COUNT * (uint64_t)size)));
+    for (int i = 0; i < COUNT * size; i++) HOLDS(words[i] == number(i / COUNT, i % COUNT));
+
+    /* Those that are not the root have no output. */
+    made = call(WARPLINK_COLLECTIVE_KIND_REDUCE, WARPLINK_REDUCE_OP_MAX, last, COUNT);
+    OK(warplink_collective(collectives, &made, rank == last ? output : NULL, input, stream));
+    /* Nor an input, where the root gives it. */
+    made = call(WARPLINK_COLLECTIVE_KIND_BROADCAST, WARPLINK_REDUCE_OP_NONE, 0, COUNT);
+    OK(warplink_collective(collectives, &made, output + COUNT, rank == 0 ? input : NULL, stream));
+    made = call(WARPLINK_COLLECTIVE_KIND_ALL_REDUCE, WARPLINK_REDUCE_OP_SUM, -1, 0);
+    OK(warplink_collective(collectives, &made, NULL, NULL, stream));
+    made = call(WARPLINK_COLLECTIVE_KIND_BARRIER, WARPLINK_REDUCE_OP_NONE, -1, 0);
+    OK(warplink_collective(collectives, &made, NULL, NULL, stream));
+    OK(warplink_stream_synchronize(stream));
+    OK(warplink_download(words, span(region, sizeof(int32_t) * COUNT, sizeof(int32_t) * COUNT * 2)));
+    for (int i = 0; i < COUNT; i++) {
+        HOLDS(rank != last || words[i] == number(last, i));
+        HOLDS(words[COUNT + i] == number(0, i));
+    }
+    free(words);
+}
+
+static void misuse(warplink_collectives collectives, warplink_stream stream, void *memory) {
+    warplink_collective_options options = warplink_collective_options_default();
+    warplink_collectives none;
+    warplink_collective_call made = call(99, WARPLINK_REDUCE_OP_NONE, -1, 1);
+    FAILS(warplink_collective(collectives, &made, memory, memory, stream), WARPLINK_STATUS_INVALID_ARGUMENT,
+        "unknown collective 99");
+    made = call(WARPLINK_COLLECTIVE_KIND_ALL_REDUCE, 77, -1, 1);
+    FAILS(warplink_collective(collectives, &made, memory, memory, stream), WARPLINK_STATUS_INVALID_ARGUMENT,
+        "unknown operator 77");
+    made = call(WARPLINK_COLLECTIVE_KIND_ALL_REDUCE, WARPLINK_REDUCE_OP_NONE, -1, 1);
+    FAILS(warplink_collective(collectives, &made, memory, memory, stream), WARPLINK_STATUS_INVALID_ARGUMENT,
+        "operator: none");
+    made = call(WARPLINK_COLLECTIVE_KIND_ALL_REDUCE, WARPLINK_REDUCE_OP_SUM, -1, 1);
+    FAILS(warplink_collective(collectives, &made, NULL, memory, stream), WARPLINK_STATUS_INVALID_ARGUMENT,
+        "output is null");
+    FAILS(warplink_collective(collectives, NULL, memory, memory, stream), WARPLINK_STATUS_INVALID_ARGUMENT,
+        "call is null");
+    options.path = "fast";
+    FAILS(warplink_collectives_join(comm, &options, &none), WARPLINK_STATUS_INVALID_ARGUMENT, "unknown path 'fast'");
+}
+
+int main(int argc, char **argv) {
+    warplink_options options = test_options();
+    warplink_collective_options ways = warplink_collective_options_default();
+    warplink_collectives collectives, adopted;
+    warplink_stream stream;
+    warplink_region region;
+    void *memory = NULL, *communicator = NULL;
+    HOLDS(argc > 3);
+    rank = atoi(argv[1]);
+    size = atoi(argv[2]);
+    OK(warplink_init(&comm, size, argv[3], rank, &options));
+    OK(warplink_alloc(comm, sizeof(int32_t) * COUNT * (size_t)(size + 2), &region));
+    OK(warplink_region_address(region, &memory));
+    OK(warplink_stream_create(comm, &stream));
+    OK(warplink_collectives_join(comm, NULL, &collectives));
+    OK(warplink_collectives_communicator(collectives, &communicator));
+    HOLDS(communicator == NULL);
+    all_kinds(collectives, stream, region);
+    misuse(collectives, stream, memory);
+    OK(warplink_collectives_free(collectives));
+    {
+        const warplink_collective_call made = call(WARPLINK_COLLECTIVE_KIND_BARRIER, WARPLINK_REDUCE_OP_NONE, -1, 0);
+        FAILS(warplink_collective(collectives, &made, NULL, NULL, stream), WARPLINK_STATUS_CLOSED,
+            "the group of collectives was given back");
+    }
+    /* By the library, and by a communicator of the library's that is there. */
+    ways.path = "engine";
+    OK(warplink_collectives_join(comm, &ways, &collectives));
+    all_kinds(collectives, stream, region);
+    OK(warplink_collectives_communicator(collectives, &ways.communicator));
+    HOLDS(ways.communicator != NULL);
+    OK(warplink_collectives_join(comm, &ways, &adopted));
+    OK(warplink_collectives_communicator(adopted, &communicator));
+    HOLDS(communicator == ways.communicator);
+    all_kinds(adopted, stream, region);
+    OK(warplink_collectives_free(adopted));
+    all_kinds(collectives, stream, region);
+    OK(warplink_collectives_free(collectives));
+    OK(warplink_destroy(comm));
+    return 0;
+}
