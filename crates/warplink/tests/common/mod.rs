@@ -214,8 +214,17 @@ pub fn kill_self() -> ! {
 pub fn stop_self() {
     rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::STOP)
         .unwrap();
-    // Another thread may get the signal, so that this one runs on for a moment.
-    std::thread::sleep(Duration::from_millis(100));
+    // Another thread may take the signal, and this one runs on until it does, or a machine that is busy
+    // comes to it. From then on no call of the system returns.
+    const STOP: u64 = 1 << 18;
+    let is_pending = || {
+        let status = std::fs::read_to_string("/proc/self/status").unwrap();
+        let pending = status.lines().find_map(|line| line.strip_prefix("ShdPnd:"));
+        u64::from_str_radix(pending.unwrap().trim(), 16).unwrap() & STOP != 0
+    };
+    while is_pending() {
+        std::thread::yield_now();
+    }
 }
 
 /// The process of every rank, for [`resume`]. Every rank calls it.
