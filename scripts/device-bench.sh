@@ -2,11 +2,13 @@
 # Measures on all GPUs of this machine: the hardware model, transfers, host programs, overlapped GEMMs,
 # and PyTorch's fused operations beside them. Full tables and JSON go to $OUT/bench.tar.
 #
-# PARTS names the parts to run; COLLECTIVES those of the part collective, which PyTorch's symmetric memory is
+# PARTS names the parts to run (default: tune p2p ring program overlap random torch; collective as well); COLLECTIVES those of the part collective, which PyTorch's symmetric memory is
 # measured for as well. With a command of an earlier commit in device-bin/base/, the parts
 # p2p, ring and overlap are measured with both, one after the other.
 set -uo pipefail
 cd "$(dirname "$0")/.."
+[ -x device-bin/warplink ] || { echo 'device-bin/warplink is missing; run scripts/device-build.sh first' >&2; exit 2; }
+failed=0
 OUT=${OUT:-device-out}
 mkdir -p "$OUT/bench"
 export CUDA_DEVICE_MAX_CONNECTIONS=32 NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NO_COLOR=1
@@ -14,7 +16,7 @@ ranks=${RANKS:-$(nvidia-smi -L | wc -l)}
 part() { # name, limit in seconds, command
     local name=$1 limit=$2 start=$SECONDS
     shift 2
-    timeout --kill-after=5 "$limit" "$@" >"$OUT/bench/$name.log" 2>&1 || echo "$name ended with $?"
+    timeout --kill-after=5 "$limit" "$@" >"$OUT/bench/$name.log" 2>&1 || { echo "$name ended with $?"; failed=1; }
     echo "== $name, $((SECONDS - start)) s"
     head -c "${PART_BYTES:-6000}" "$OUT/bench/$name.log"
 }
@@ -68,3 +70,4 @@ for name in ${PARTS:-tune p2p ring program overlap random torch}; do
     esac
 done
 tar -C "$OUT" -cf "$OUT/bench.tar" bench && rm -r "$OUT/bench"
+exit "$failed"

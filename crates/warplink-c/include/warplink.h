@@ -205,7 +205,7 @@ typedef struct {
 /// What the ranks of a job meet by: an address and the secret that admits to it. A process that holds it can
 /// join, so treat it as a password. Plain bytes: hand it to the other ranks in any way.
 typedef struct {
-    /// The library's.
+    /// Private to the library.
     uint8_t bytes[128];
 } warplink_unique_id;
 
@@ -235,7 +235,7 @@ typedef struct {
 } warplink_stream;
 
 /// A channel as kernels have it: the same bytes as `warplink::Channel` in `warplink/device.cuh`. Pass it by
-/// value to a kernel that is launched by other means than `warplink_launch`. The members are the library's.
+/// value to a kernel that is launched by other means than `warplink_launch`. Its members are private to the library.
 typedef struct {
     uint64_t local;
     uint64_t local_bytes;
@@ -330,7 +330,7 @@ typedef struct {
     uint32_t together;
 } warplink_shape;
 
-/// The value of a kernel's parameter, made by `warplink_argument_...`. The members are the library's.
+/// The value of a kernel's parameter, made by `warplink_argument_...`. Its members are private to the library.
 typedef struct {
     uint32_t kind;
     int32_t peer;
@@ -565,7 +565,7 @@ warplink_status warplink_read(warplink_comm comm,
                               warplink_stream stream);
 
 /// Has the proxy look for triggers now. `warplink_setup` started it, so this is only needed before a graph with
-/// proxied channels is launched, and for programs that are used to it. Fails where the proxy has failed or was
+/// proxied channels is launched, and for programs ported from MSCCL++. Fails where the proxy has failed or was
 /// stopped, and before the first setup.
 warplink_status warplink_proxy_launch(warplink_comm comm);
 
@@ -610,7 +610,7 @@ warplink_status warplink_kernel_get(warplink_module module, const char *name, wa
 warplink_status warplink_kernel_free(warplink_kernel kernel);
 
 /// Enqueues a kernel on `stream`, with one argument for each of its parameters. Does not block. Regions among
-/// the arguments must not be freed until it is done; channels see to themselves. The stream fails when a rank
+/// the arguments must not be freed until it is done; memory behind channels is kept automatically. The stream fails when a rank
 /// is lost that the kernel's channels lead to.
 warplink_status warplink_launch(warplink_kernel kernel,
                                 warplink_stream stream,
@@ -652,6 +652,9 @@ warplink_status warplink_block_index(uint32_t *index, uint32_t *blocks);
 
 /// In the body of a host kernel: the unsigned integer that is argument `argument` of the launch.
 warplink_status warplink_block_u64(uint32_t argument, uint64_t *value);
+
+/// In the body of a host kernel: the signed integer that is argument `argument` of the launch.
+warplink_status warplink_block_i64(uint32_t argument, int64_t *value);
 
 /// In the body of a host kernel: the float or double that is argument `argument` of the launch.
 warplink_status warplink_block_f64(uint32_t argument, double *value);
@@ -727,11 +730,10 @@ warplink_status warplink_collective(warplink_collectives collectives,
                                     warplink_stream stream);
 
 /// Sets what gets the messages of the log, and the pointer that is passed to it. Null brings back the default
-/// handler. When this returns, no thread runs the handler before any more. WARPLINK_LOG says which messages
-/// there are: "error", "warn" (which it is where nothing is set), "info", "debug", "trace", or a filter of the
+/// handler. When this returns, the previous handler is no longer running on any thread. WARPLINK_LOG sets the
+/// level: "error", "warn" (the default), "info", "debug", "trace", or a filter of the
 /// `tracing` crates.
-warplink_status warplink_set_log_handler(warplink_log_handler handler,
-                                         void *user);
+warplink_status warplink_set_log_handler(warplink_log_handler handler, void *user);
 
 /// The handler that writes to standard error, where no other is set. `user` is ignored.
 void warplink_default_log_handler(int32_t level, const char *message, void *_user);

@@ -91,6 +91,16 @@ pub unsafe extern "C" fn warplink_block_u64(argument: u32, value: *mut u64) -> S
     })
 }
 
+/// In the body of a host kernel: the signed integer that is argument `argument` of the launch.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warplink_block_i64(argument: u32, value: *mut i64) -> Status {
+    entry("get an argument", || {
+        let found = running(|block| Ok(block.i64(argument as usize)?))?;
+        // SAFETY: the caller passes a place for a number.
+        unsafe { pointer::store(value, "value", found) }
+    })
+}
+
 /// In the body of a host kernel: the float or double that is argument `argument` of the launch.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_block_f64(argument: u32, value: *mut f64) -> Status {

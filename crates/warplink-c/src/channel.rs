@@ -263,7 +263,7 @@ pub extern "C" fn warplink_read(
 }
 
 /// Has the proxy look for triggers now. `warplink_setup` started it, so this is only needed before a graph with
-/// proxied channels is launched, and for programs that are used to it. Fails where the proxy has failed or was
+/// proxied channels is launched, and for programs ported from MSCCL++. Fails where the proxy has failed or was
 /// stopped, and before the first setup.
 #[unsafe(no_mangle)]
 pub extern "C" fn warplink_proxy_launch(comm: Comm) -> Status {
@@ -337,7 +337,9 @@ fn rank_of_peer(job: &JobObject, peer: i32) -> Outcome<usize> {
     match usize::try_from(peer) {
         Ok(peer) if peer < world && peer != rank => Ok(peer),
         _ => Err(Failure::invalid(
-            format!("rank {peer} is no peer of rank {rank}; expected another rank below {world}"),
+            format!(
+                "rank {peer} is not a peer of rank {rank}; expected another rank below {world}"
+            ),
             "connect with another rank of the communicator",
         )),
     }

@@ -206,7 +206,10 @@ impl<T> Table<T> {
     fn find(&self, entries: &Entries<T>, id: u64) -> Outcome<usize> {
         if id == 0 {
             return Err(Failure::invalid(
-                format!("the {} is zero; expected one that a call gave", self.name),
+                format!(
+                    "the {} is zero; expected a handle that Warplink returned",
+                    self.name
+                ),
                 format!("make the {} first, and check that it succeeded", self.name),
             ));
         }
@@ -215,7 +218,10 @@ impl<T> Table<T> {
         let entry = at.and_then(|at| Some((at, entries.all.get(at)?)));
         let Some((at, entry)) = entry.filter(|_| id >> KIND == self.kind) else {
             return Err(Failure::invalid(
-                format!("{id:#x} is no {}; expected one that a call gave", self.name),
+                format!(
+                    "{id:#x} is not a {}; expected a handle that Warplink returned",
+                    self.name
+                ),
                 format!("pass the {} as it was given", self.name),
             ));
         };

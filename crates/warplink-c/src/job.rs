@@ -88,7 +88,7 @@ pub unsafe extern "C" fn warplink_unique_id_create(
         let ip = unsafe { pointer::optional_text(ip, "ip") }?.unwrap_or("127.0.0.1");
         let address: IpAddr = ip.parse().map_err(|_| {
             Failure::invalid(
-                format!("'{ip}' is no IP address; expected one of this machine"),
+                format!("'{ip}' is not an IP address; expected one of this machine"),
                 "name an address that the other ranks reach",
             )
         })?;

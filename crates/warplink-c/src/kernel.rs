@@ -68,7 +68,7 @@ pub struct Shape {
     pub together: u32,
 }
 
-/// The value of a kernel's parameter, made by `warplink_argument_...`. The members are the library's.
+/// The value of a kernel's parameter, made by `warplink_argument_...`. Its members are private to the library.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Argument {
@@ -179,7 +179,7 @@ pub extern "C" fn warplink_kernel_free(kernel: Kernel) -> Status {
 }
 
 /// Enqueues a kernel on `stream`, with one argument for each of its parameters. Does not block. Regions among
-/// the arguments must not be freed until it is done; channels see to themselves. The stream fails when a rank
+/// the arguments must not be freed until it is done; memory behind channels is kept automatically. The stream fails when a rank
 /// is lost that the kernel's channels lead to.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_launch(

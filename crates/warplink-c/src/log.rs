@@ -56,8 +56,8 @@ static HANDLER: RwLock<Option<Handler>> = RwLock::new(None);
 static STARTED: OnceLock<bool> = OnceLock::new();
 
 /// Sets what gets the messages of the log, and the pointer that is passed to it. Null brings back the default
-/// handler. When this returns, no thread runs the handler before any more. WARPLINK_LOG says which messages
-/// there are: "error", "warn" (which it is where nothing is set), "info", "debug", "trace", or a filter of the
+/// handler. When this returns, the previous handler is no longer running on any thread. WARPLINK_LOG sets the
+/// level: "error", "warn" (the default), "info", "debug", "trace", or a filter of the
 /// `tracing` crates.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_set_log_handler(

@@ -7,7 +7,7 @@ use crate::handles::Region;
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct UniqueId {
-    /// The library's.
+    /// Private to the library.
     pub bytes: [u8; 128],
 }
 
@@ -122,7 +122,7 @@ pub struct Span {
 }
 
 /// A channel as kernels have it: the same bytes as `warplink::Channel` in `warplink/device.cuh`. Pass it by
-/// value to a kernel that is launched by other means than `warplink_launch`. The members are the library's.
+/// value to a kernel that is launched by other means than `warplink_launch`. Its members are private to the library.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Channel {

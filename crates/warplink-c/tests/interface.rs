@@ -183,6 +183,9 @@ unsafe extern "C-unwind" fn every_call(_user: *mut c_void) -> i32 {
             ))?;
             check(warplink_block_f64(2, &mut factor))?;
             assert_eq!((index, blocks, factor), (0, 1, 2.5));
+            let mut signed = 0;
+            check(warplink_block_i64(4, &mut signed))?;
+            assert_eq!(signed, -7);
             let mut word = 100 + rank;
             check(warplink_block_store(0, at(0), (&raw const word).cast(), 8))?;
             check(warplink_block_put(0, at(8), at(0), 8))?;
@@ -240,6 +243,7 @@ fn blocks_of_host_kernels_make_every_call() {
                 warplink_argument_u32(rank.cast_unsigned()),
                 warplink_argument_f64(2.5),
                 warplink_argument_region(own, 8),
+                warplink_argument_i32(-7),
             ];
             ok(launch(kernel, stream, 1, &arguments));
             ok(warplink_stream_synchronize(stream));

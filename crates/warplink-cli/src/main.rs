@@ -7,6 +7,7 @@ mod memory;
 mod options;
 mod report;
 
+use anyhow::Result;
 use clap::{Parser, Subcommand};
 use options::Options;
 use std::process::ExitCode;
@@ -61,27 +62,32 @@ fn main() -> ExitCode {
     };
     let json = cli.options.json;
     options::start_log(cli.options.verbose);
-    let done = match cli.command {
-        Command::Bench(command) => command.run(&cli.options),
-        Command::Demo(command) => command.run(&cli.options),
-        Command::Doctor(command) => command.run(&cli.options),
-        Command::DoctorTrial(args) => commands::doctor::run_trial(&args),
-        Command::Faults(command) => command.run(&cli.options),
-        Command::FaultProbe => commands::faults::probe_gpu(),
-        Command::FaultRank(args) => args.run(),
-        Command::Launch(command) => command.run(&cli.options),
-        Command::Program(command) => command.run(&cli.options),
-        Command::Topo(command) => command.run(&cli.options),
-        Command::Tune(command) => command.run(&cli.options),
-        Command::Rank(args) => Ok(launch::become_rank(&args)),
-        Command::Guard => launch::guard(),
-    };
+    let done = run(cli.command, cli.options);
     match done {
         Ok(code) => code,
         Err(error) => {
             report::print_error(&error, json);
             ExitCode::FAILURE
         }
+    }
+}
+
+fn run(command: Command, options: Options) -> Result<ExitCode> {
+    let options = &options.with_environment()?;
+    match command {
+        Command::Bench(command) => command.run(options),
+        Command::Demo(command) => command.run(options),
+        Command::Doctor(command) => command.run(options),
+        Command::DoctorTrial(args) => commands::doctor::run_trial(&args),
+        Command::Faults(command) => command.run(options),
+        Command::FaultProbe => commands::faults::probe_gpu(),
+        Command::FaultRank(args) => args.run(),
+        Command::Launch(command) => command.run(options),
+        Command::Program(command) => command.run(options),
+        Command::Topo(command) => command.run(options),
+        Command::Tune(command) => command.run(options),
+        Command::Rank(args) => Ok(launch::become_rank(&args)),
+        Command::Guard => launch::guard(),
     }
 }
 

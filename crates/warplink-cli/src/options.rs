@@ -1,7 +1,7 @@
 //! The options that every subcommand takes.
 
 use crate::report::has_colour;
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 use clap::Args;
 use std::io;
 use tracing_subscriber::EnvFilter;
@@ -12,18 +12,20 @@ use warplink::device;
 /// error.
 const MAX_RANKS: usize = 1024;
 
+const DEVICE_VARIABLE: &str = "WARPLINK_DEVICE";
+
 /// What every subcommand takes, before or after its name.
 #[derive(Clone, Debug, Args)]
 pub(crate) struct Options {
-    /// Device to use: host or cuda [default: cuda if a GPU is usable, else host]
-    #[arg(long, global = true, value_name = "DEVICE", env = "WARPLINK_DEVICE")]
+    /// Device to use: host or cuda [default: WARPLINK_DEVICE, else cuda if a GPU is usable, else host]
+    #[arg(long, global = true, value_name = "DEVICE")]
     pub(crate) device: Option<DeviceKind>,
 
-    /// Number of ranks [default: one per GPU, or --ranks-per-gpu; 2 on the host device]
+    /// Number of ranks [default: one per GPU, times --ranks-per-gpu; 2 on the host device]
     #[arg(short = 'n', long, global = true, value_name = "N", value_parser = rank_count)]
     pub(crate) ranks: Option<usize>,
 
-    /// Ranks that share a GPU, through CUDA's multi-process service: for tests, as times mean nothing
+    /// Ranks per GPU, sharing it through CUDA's multi-process service; for tests only, since timings are not meaningful
     #[arg(long, global = true, value_name = "N", value_parser = rank_count)]
     ranks_per_gpu: Option<usize>,
 
@@ -37,6 +39,18 @@ pub(crate) struct Options {
 }
 
 impl Options {
+    /// With the device that the environment names, where no argument does. Not by `clap`, which takes a variable for
+    /// an argument, and then shows no help where there is none.
+    pub(crate) fn with_environment(mut self) -> Result<Self> {
+        let named = std::env::var(DEVICE_VARIABLE).ok();
+        let named = named.filter(|name| !name.is_empty());
+        if self.device.is_none() {
+            let device = named.map(|name| name.parse()).transpose();
+            self.device = device.context(DEVICE_VARIABLE)?;
+        }
+        Ok(self)
+    }
+
     /// The requested device, or the best one available.
     pub(crate) fn device(&self) -> DeviceKind {
         self.device.unwrap_or_else(DeviceKind::detect)
@@ -64,8 +78,8 @@ impl Options {
     pub(crate) fn ranks_per_gpu(&self) -> Result<Option<usize>> {
         ensure!(
             self.ranks_per_gpu.is_none() || self.device != Some(DeviceKind::Host),
-            "--ranks-per-gpu is of GPUs; expected --device cuda; help: leave it out, as ranks always share \
-             the host device"
+            "--ranks-per-gpu applies to GPUs only; expected --device cuda; help: leave it out, since any \
+             number of ranks can use the host device"
         );
         Ok(self.ranks_per_gpu)
     }

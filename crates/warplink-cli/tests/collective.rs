@@ -77,7 +77,7 @@ fn types_operators_and_algorithms_can_be_chosen() {
             "all-reduce",
             "-n",
             "2",
-            "--type",
+            "--dtype",
             dtype,
             "--op",
             op,

@@ -188,7 +188,7 @@ fn bench_overlap_takes_some_lowerings() {
         "host",
         "--shape",
         "16,16,16",
-        "--op",
+        "--operation",
         "all-gather-matmul",
         "--lowerings",
         "ring-put,collective,../../examples/programs/all_gather_matmul_coarse.wlp",
@@ -217,7 +217,7 @@ fn bench_overlap_draws_the_same_random_shapes_for_a_seed() {
             "bench", "overlap", "--device", "host", "--random", "4", "--seed", "11",
         ];
         let more = [
-            "--op",
+            "--operation",
             "all-gather-matmul",
             "--lowerings",
             "in-order",

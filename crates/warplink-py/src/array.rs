@@ -101,7 +101,7 @@ impl Array {
             return Self::of_dlpack(object, place, stream);
         }
         Err(pyo3::exceptions::PyTypeError::new_err(format!(
-            "{} is no array; expected a Region, a Memory, a View, a NumPy array or an object with __dlpack__",
+            "{} is not an array; expected a Region, a Memory, a View, a NumPy array or an object with __dlpack__",
             object.get_type().qualname()?
         )))
     }

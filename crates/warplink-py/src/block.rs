@@ -134,9 +134,12 @@ impl Block {
         self.ask(|block| Ok(block.threads()))
     }
 
-    /// The unsigned integer that is argument `argument` of the launch.
-    fn integer(&self, argument: usize) -> PyResult<u64> {
-        self.ask(|block| block.u64(argument))
+    /// The integer that is argument `argument` of the launch.
+    fn integer(&self, argument: usize) -> PyResult<i128> {
+        self.ask(|block| match block.i64(argument) {
+            Ok(value) => Ok(value.into()),
+            Err(_) => block.u64(argument).map(i128::from),
+        })
     }
 
     /// The float or double that is argument `argument`.

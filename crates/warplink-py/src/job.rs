@@ -41,7 +41,7 @@ impl UniqueId {
         let address: IpAddr = ip.parse().map_err(|_| {
             raise(Error::new(
                 ErrorKind::Parse,
-                format!("'{ip}' is no IP address; expected one of this machine"),
+                format!("'{ip}' is not an IP address; expected one of this machine"),
             ))
         })?;
         let id = warplink::bootstrap::UniqueId::create(address, port).map_err(raise)?;

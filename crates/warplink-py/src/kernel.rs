@@ -39,7 +39,7 @@ impl Module {
         for (name, body) in host.into_iter().flatten() {
             if !body.is_callable() {
                 return Err(PyTypeError::new_err(format!(
-                    "the host kernel {name} is no callable; expected a function of a block"
+                    "the host kernel {name} is not callable; expected a function of a block"
                 )));
             }
             let (body, place) = (Owner::new(body.unbind()), place.clone());
@@ -162,7 +162,7 @@ fn number(object: &Bound<'_, PyAny>) -> PyResult<Option<Argument>> {
         "c_double" | "float64" => Argument::F64(value.extract()?),
         _ => {
             return Err(PyTypeError::new_err(format!(
-                "{module}.{name} is no argument of a kernel; expected a number of 32 or 64 bits"
+                "{module}.{name} cannot be a kernel argument; expected a number of 32 or 64 bits"
             )));
         }
     }))

@@ -170,7 +170,7 @@ impl RemoteRegion {
 pub(crate) fn seconds(number: f64) -> PyResult<Duration> {
     Duration::try_from_secs_f64(number).map_err(|_| {
         crate::errors::invalid(format!(
-            "{number} is no length of time; expected seconds, at least 0"
+            "{number} is not a valid timeout; expected seconds, at least 0"
         ))
     })
 }

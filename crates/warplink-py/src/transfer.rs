@@ -183,7 +183,7 @@ pub(crate) fn requests(objects: &[Bound<'_, PyAny>]) -> PyResult<Vec<TransferReq
         match object.cast::<Receive>() {
             Ok(receive) => Ok(receive.get().0.clone()),
             Err(_) => Err(PyTypeError::new_err(format!(
-                "{} is no transfer; expected Send or Receive",
+                "{} is not a transfer; expected Send or Receive",
                 object.get_type().qualname()?
             ))),
         }

@@ -128,6 +128,9 @@ def test_several_channels_and_blocks():
 
 def wrong(block):
     number = block.integer(0)
+    if number == -1:
+        kept.append(number)
+        return
     if number == 0:
         raise KeyError("nothing here")
     if number == 1:
@@ -141,7 +144,7 @@ kept = []
 def misused(rank, world, meeting):
     with join(rank, world, meeting, device="host") as job:
         comm = job.world()
-        with pytest.raises(TypeError, match="the host kernel mine is no callable"):
+        with pytest.raises(TypeError, match="the host kernel mine is not callable"):
             comm.load_module("wrong", host={"mine": 3})
         with pytest.raises(NotImplementedError, match="host"):
             comm.load_module("wrong", cuda="extern \"C\" __global__ void f() {}").kernel("f").launch(
@@ -153,7 +156,7 @@ def misused(rank, world, meeting):
         kernel, stream = module.kernel("wrong"), comm.create_stream()
         with pytest.raises(ValueError, match="0 blocks"):
             kernel.launch(stream, [0], blocks=0)
-        with pytest.raises(TypeError, match="numpy.int16 is no argument of a kernel"):
+        with pytest.raises(TypeError, match="numpy.int16 cannot be a kernel argument"):
             kernel.launch(stream, [numpy.int16(1)])
         with pytest.raises(ValueError, match="unknown transport 'carrier'"):
             warplink.Connect(comm.alloc(8), rank, transport="carrier")
@@ -161,7 +164,9 @@ def misused(rank, world, meeting):
         stream.synchronize()
         with pytest.raises(ValueError, match="the block does not run on this thread"):
             kept[0].integer(0)
-        return None
+        kernel.launch(stream, [numpy.int64(-1)])
+        stream.synchronize()
+        assert kept[1:] == [-1]
 
 
 def test_wrong_use_of_kernels():

@@ -109,7 +109,7 @@ def arrays(rank, world, meeting):
             comm.borrow(numpy.zeros((4, 4), numpy.float32)[:, ::2])
         with pytest.raises(ValueError, match="empty; expected at least one element"):
             comm.borrow(numpy.zeros((0, 4)))
-        with pytest.raises(TypeError, match="dict is no array; expected a Region"):
+        with pytest.raises(TypeError, match="dict is not an array; expected a Region"):
             stream.copy(region, {})
         with pytest.raises(ValueError, match="64"):
             stream.copy(region, numpy.zeros(3))

@@ -118,6 +118,8 @@ impl Config {
 
     /// Reads the environment: who this is as [`JoinConfig::from_env`] says, and
     ///
+    /// An empty variable counts as not set.
+    ///
     /// | variable | meaning |
     /// |---|---|
     /// | `WARPLINK_DEVICE` | `host` or `cuda`; a GPU where there is one |
@@ -134,7 +136,9 @@ impl Config {
 
     /// As [`from_env`](Self::from_env), with the ranks given and the variables looked up by `get`.
     pub fn from_variables(join: JoinConfig, get: impl Fn(&str) -> Option<String>) -> Result<Self> {
-        let kind = Self::device_kind(&get)?;
+        // An empty variable counts as not set.
+        let get = |name: &str| get(name).filter(|value| !value.is_empty());
+        let kind = Self::device_kind(get)?;
         let mut config = Self::new(join, kind);
         config.device.ordinal = match kind {
             DeviceKind::Host => 0,
@@ -148,20 +152,20 @@ impl Config {
             let class = class.parse::<TopologyClass>();
             config.topology = Some(class.map_err(|error| error.with_key(CLASS_VARIABLE))?);
         }
-        let number = |name: &str| match get(name) {
+        let number = |name: &str, unit: &str| match get(name) {
             None => Ok(None),
             Some(text) => match text.parse::<u64>() {
                 Ok(number) => Ok(Some(number)),
                 Err(_) => Err(Error::new(
                     ErrorKind::Parse,
-                    format!("{name} is '{text}'; expected a whole number"),
+                    format!("{name} is '{text}'; expected a whole number of {unit}"),
                 )),
             },
         };
-        if let Some(seconds) = number("WARPLINK_TIMEOUT")? {
+        if let Some(seconds) = number("WARPLINK_TIMEOUT", "seconds")? {
             config.timeout = Duration::from_secs(seconds);
         }
-        if let Some(max) = number("WARPLINK_HOST_DELAY_US")? {
+        if let Some(max) = number("WARPLINK_HOST_DELAY_US", "microseconds")? {
             let seed = config.join.rank as u64 + 1;
             config.device.delays = Some(Delays {
                 seed,

@@ -142,8 +142,12 @@ impl FromStr for DType {
             .into_iter()
             .find(|dtype| dtype.name() == text)
             .ok_or_else(|| {
-                Error::new(ErrorKind::Parse, format!("'{text}' is no element type")).with_help(
-                    "use f16, bf16, f32, f64, i8, u8, i32, u32, i64, u64, f8e4m3 or f8e5m2",
+                Error::new(
+                    ErrorKind::Parse,
+                    format!(
+                        "unknown element type '{text}'; expected f16, bf16, f32, f64, i8, u8, i32, u32, i64, \
+                         u64, f8e4m3 or f8e5m2"
+                    ),
                 )
             })
     }

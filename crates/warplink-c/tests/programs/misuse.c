@@ -17,7 +17,7 @@ static void before_init(const char *address) {
     warplink_unique_id id;
     int32_t value = -7;
     FAILS(warplink_rank(none, &value), INVALID, "the communicator is zero");
-    FAILS(warplink_rank(made_up, &value), INVALID, "is no communicator");
+    FAILS(warplink_rank(made_up, &value), INVALID, "is not a communicator");
     FAILS(warplink_barrier(none), INVALID, "the communicator is zero");
     FAILS(warplink_destroy(none), INVALID, "the communicator is zero");
     HOLDS(value == -7);
@@ -39,7 +39,7 @@ static void before_init(const char *address) {
     FAILS(warplink_init(&comm, 2, address, 0, &options), INVALID, "warplink_options_default");
 
     FAILS(warplink_unique_id_create(NULL, 0, NULL), INVALID, "id is null");
-    FAILS(warplink_unique_id_create("moon", 0, &id), INVALID, "'moon' is no IP address");
+    FAILS(warplink_unique_id_create("moon", 0, &id), INVALID, "'moon' is not an IP address");
     FAILS(warplink_unique_id_create("0.0.0.0", 0, &id), INVALID, "0.0.0.0");
     FAILS(warplink_init_from_id(&comm, 2, NULL, 0, NULL), INVALID, "id is null");
     OK(warplink_unique_id_create(NULL, 0, &id));
@@ -66,9 +66,9 @@ static void before_setup(warplink_region region, warplink_stream stream) {
     argument = warplink_argument_channels(comm);
     FAILS(warplink_launch(kernel, stream, shape, &argument, 1), USAGE, "no connection was set up");
 
-    FAILS(warplink_connect(comm, rank, 0, region, WARPLINK_TRANSPORT_DIRECT, NULL), INVALID, "is no peer of rank");
-    FAILS(warplink_connect(comm, 2, 0, region, WARPLINK_TRANSPORT_DIRECT, NULL), INVALID, "rank 2 is no peer");
-    FAILS(warplink_connect(comm, -1, 0, region, WARPLINK_TRANSPORT_DIRECT, NULL), INVALID, "rank -1 is no peer");
+    FAILS(warplink_connect(comm, rank, 0, region, WARPLINK_TRANSPORT_DIRECT, NULL), INVALID, "is not a peer of rank");
+    FAILS(warplink_connect(comm, 2, 0, region, WARPLINK_TRANSPORT_DIRECT, NULL), INVALID, "rank 2 is not a peer");
+    FAILS(warplink_connect(comm, -1, 0, region, WARPLINK_TRANSPORT_DIRECT, NULL), INVALID, "rank -1 is not a peer");
     FAILS(warplink_connect(comm, peer, 0, region, 9, NULL), INVALID, "unknown transport 9");
     FAILS(warplink_connect(comm, peer, 0, region, WARPLINK_TRANSPORT_DIRECT, "eth0"), INVALID, "no network devices");
     OK(warplink_connect(comm, peer, 0, region, WARPLINK_TRANSPORT_DIRECT, NULL));

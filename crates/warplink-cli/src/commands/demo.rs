@@ -153,11 +153,15 @@ impl Demo {
         let choice: Choice = plan.choice().clone();
         // Overlap is what this shows, also where the collective is expected to be as fast.
         let with_overlap = choice.estimates.iter().find(|one| !one.needs_engine);
+        let mut reason = choice.to_string();
         if !requested
             && choice.needs_engine()
             && let Some(fastest) = with_overlap
         {
             plan = gemm.plan(&overlap::Options::only(fastest.lowered.lowering.clone()))?;
+            reason = format!(
+                "A plan would use the collective here; the demo runs the fastest lowering with overlap instead.\n\n{reason}"
+            );
         }
         let name = plan.choice().name().to_owned();
         let overlapped = time(&mut gemm, &clock, samples, name.clone(), &|stream| {
@@ -197,7 +201,7 @@ impl Demo {
             problem: gemm.problem,
             seed,
             lowering: name,
-            reason: choice.to_string(),
+            reason,
             ratio: best(&plain) / best(&overlapped),
             overlapped,
             plain,

@@ -155,7 +155,7 @@ impl Health {
         if inner.closed || inner.ended.is_some() {
             return;
         }
-        tracing::warn!(%error, "this rank is no member of its job any more");
+        tracing::warn!(%error, "this rank is no longer a member of its job");
         inner.ended = Some(error.clone());
         let callbacks = std::mem::take(&mut inner.end_callbacks);
         drop(inner);

@@ -387,7 +387,7 @@ impl Shared {
             Entry::Resume {
                 session: theirs, ..
             } if *theirs != session => {
-                let message = format!("rank {rank} is of another job");
+                let message = format!("rank {rank} belongs to another job");
                 return Err(Refusal::new(RefusalKind::Mismatch, message));
             }
             Entry::Resume { lost, left, .. } => state.table.resume(rank, lost, left)?,

@@ -84,7 +84,6 @@ impl FromStr for Algorithm {
                 ErrorKind::Parse,
                 format!("unknown algorithm '{text}'; expected one-shot, two-shot or chunks"),
             )
-            .with_help("use one-shot, two-shot or chunks")
         })
     }
 }

@@ -78,12 +78,10 @@ pub(super) fn rank_program(
     call: &Call,
     choice: &Choice,
 ) -> Result<RankProgram> {
-    let program = choice.algorithm.program(call.program()).ok_or_else(|| {
-        Error::new(
-            ErrorKind::Internal,
-            "an algorithm was chosen that there is not",
-        )
-    })??;
+    let program = choice
+        .algorithm
+        .program(call.program())
+        .ok_or_else(|| Error::new(ErrorKind::Internal, "the chosen algorithm does not exist"))??;
     let parameters = machine.parameters(call, choice);
     unroll(program, rank, machine.world, 1, &parameters)
 }

@@ -68,7 +68,6 @@ impl FromStr for ReduceOp {
                         "unknown operator '{text}'; expected sum, max, min, product or average"
                     ),
                 )
-                .with_help("use sum, max, min, product or average")
             })
     }
 }

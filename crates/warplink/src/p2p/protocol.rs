@@ -64,8 +64,7 @@ impl FromStr for Protocol {
             _ => Err(Error::new(
                 ErrorKind::Parse,
                 format!("unknown protocol '{text}'; expected get or put"),
-            )
-            .with_help("use get or put")),
+            )),
         }
     }
 }

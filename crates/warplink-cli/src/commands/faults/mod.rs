@@ -47,7 +47,7 @@ const INNER: &str = "WARPLINK_FAULTS";
 /// Cells that run at the same time on the host device.
 const JOBS: usize = 3;
 
-/// Let a rank fail in every way, in every phase, and print what the others get
+/// Make a rank fail in each way and in each phase, and report what the other ranks get
 ///
 /// A cell of the table is a job of its own. Its ranks are in one phase (joining, exchanging, posted
 /// transfers, a running graph, binding a program, splitting, closing) when one of them, the victim, fails
@@ -55,8 +55,8 @@ const JOBS: usize = 3;
 /// on without it; nothing may be left behind. What cannot touch a phase must leave it unaffected.
 ///
 /// Where ranks share GPUs, a killed one may break the multi-process service for all processes; it is then
-/// started again, and what it spoiled runs once more. A line on standard error tells each cell that is done;
-/// SIGTERM prints the table of these.
+/// started again, and what it spoiled runs once more. Each finished cell is reported on standard error; on
+/// SIGTERM, the table of finished cells is printed.
 ///
 /// The exit code is 1 where a cell is wrong.
 #[derive(Debug, Args)]
@@ -92,7 +92,7 @@ impl Faults {
         };
         ensure!(
             ranks >= 2,
-            "{ranks} rank has nobody to lose; expected at least 2 ranks"
+            "{ranks} rank has no peers; expected at least 2 ranks"
         );
         let victim = self.victim.unwrap_or(ranks - 1);
         ensure!(

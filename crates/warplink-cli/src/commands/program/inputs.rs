@@ -33,11 +33,27 @@ fn random(tensor: &TensorInstance, seed: u64, which: u64) -> Vec<u8> {
         dtype => values(DType::F32)
             .chunks_exact(4)
             .filter_map(|bytes| bytes.try_into().ok().map(f32::from_le_bytes))
-            .flat_map(|value| match dtype {
-                DType::F64 => f64::from(value).to_le_bytes().to_vec(),
-                DType::I32 => ((value * 100.0) as i32).to_le_bytes().to_vec(),
-                _ => vec![(value.abs() * 100.0) as u8],
-            })
+            .flat_map(|value| element(dtype, value))
             .collect(),
+    }
+}
+
+/// An element from a number between -1 and 1.
+fn element(dtype: DType, value: f32) -> Vec<u8> {
+    let hundredths = value * 100.0;
+    match dtype {
+        DType::F32 | DType::F16 | DType::BF16 => value.to_le_bytes().to_vec(),
+        DType::F64 => f64::from(value).to_le_bytes().to_vec(),
+        DType::I32 => (hundredths as i32).to_le_bytes().to_vec(),
+        DType::I64 => (hundredths as i64).to_le_bytes().to_vec(),
+        DType::I8 => (hundredths as i8).to_le_bytes().to_vec(),
+        DType::U32 => (hundredths.abs() as u32).to_le_bytes().to_vec(),
+        DType::U64 => (hundredths.abs() as u64).to_le_bytes().to_vec(),
+        // Of both types, these are numbers from -2 to 2.
+        DType::F8E4M3 | DType::F8E5M2 => {
+            let sign = u8::from(value < 0.0) << 7;
+            vec![sign | ((value.abs() * 64.0) as u8).min(0x3f)]
+        }
+        _ => vec![hundredths.abs() as u8; dtype.size()],
     }
 }

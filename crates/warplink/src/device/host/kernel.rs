@@ -51,6 +51,15 @@ impl Block<'_> {
         }
     }
 
+    /// The signed integer that is argument `number`.
+    pub fn i64(&self, number: usize) -> Result<i64> {
+        match self.argument(number)? {
+            Argument::I64(value) => Ok(*value),
+            Argument::I32(value) => Ok(i64::from(*value)),
+            other => Err(mismatch(number, other, "a signed integer")),
+        }
+    }
+
     /// The unsigned integer of 32 bits that is argument `number`.
     pub fn u32(&self, number: usize) -> Result<u32> {
         match self.argument(number)? {

@@ -68,6 +68,19 @@ impl Choice {
         self.lowered.lowering.name()
     }
 
+    /// Whether no other is faster, by what decided.
+    fn is_fastest(&self) -> bool {
+        let times = self.estimates.iter().filter_map(|estimate| {
+            let seconds = match self.decision {
+                Decision::Trial => estimate.measured?.seconds(),
+                _ => estimate.expected.seconds(),
+            };
+            Some((estimate, seconds))
+        });
+        let fastest = times.min_by(|a, b| a.1.total_cmp(&b.1));
+        fastest.is_none_or(|(estimate, _)| estimate.name() == self.name())
+    }
+
     /// Whether the lowering needs the collective engine.
     pub fn needs_engine(&self) -> bool {
         self.estimates.iter().any(|estimate| {
@@ -123,10 +136,15 @@ fn preferred<'a>(
 impl fmt::Display for Choice {
     /// The explanation: a line for the decision and one for each lowering.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // The engine is taken where it is almost as fast.
+        let rank = match self.is_fastest() {
+            true => "the fastest",
+            false => "without an exchange of handles, and almost as fast as the fastest",
+        };
         let why = match self.decision {
-            Decision::Request => "as requested",
-            Decision::Model => "the fastest in the cost model",
-            Decision::Trial => "the fastest on the machine",
+            Decision::Request => "as requested".to_owned(),
+            Decision::Model => format!("{rank} in the cost model"),
+            Decision::Trial => format!("{rank} on the machine"),
         };
         writeln!(f, "{}: {}, {why}", self.subject, self.name())?;
         for estimate in &self.estimates {

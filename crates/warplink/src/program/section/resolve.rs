@@ -318,7 +318,7 @@ impl<'s> Resolver<'s> {
                 let operator = self.instance.operators.get(name).copied();
                 operator.map(Some).ok_or_else(|| {
                     let message = format!(
-                        "'{name}' is no operator; expected sum, max, min or a parameter that is one"
+                        "unknown operator '{name}'; expected sum, product, max, min, average or a parameter that is one"
                     );
                     self.wrong(DiagnosticKind::Malformed, message)
                 })

@@ -81,7 +81,7 @@ impl<'p> Unroller<'p> {
         }
         if let Some(list) = names.lists.iter().next() {
             let message = format!(
-                "'{list}' is no integer that a kernel knows; expected a 'let' outside of it"
+                "'{list}' is not an integer known to the kernel; expected a 'let' outside of it"
             );
             return Err(self.diagnostic(DiagnosticKind::Malformed, message));
         }
@@ -94,7 +94,7 @@ impl<'p> Unroller<'p> {
         for name in &names.operators {
             let Some(Bound::Operator(operator)) = self.lookup(name) else {
                 let message = format!(
-                    "'{name}' is no operator; expected sum, max, min or a parameter that is one"
+                    "unknown operator '{name}'; expected sum, product, max, min, average or a parameter that is one"
                 );
                 return Err(self.diagnostic(DiagnosticKind::Malformed, message));
             };

@@ -51,10 +51,10 @@ pub(crate) struct Channel {
     /// Samples per figure
     #[arg(long, value_name = "N", default_value = "15", value_parser = clap::value_parser!(u16).range(1..))]
     samples: u16,
-    /// Longest that one row may take
+    /// Time limit for one row
     #[arg(long, value_name = "SECONDS", default_value = "20", value_parser = clap::value_parser!(u16).range(1..))]
     limit: u16,
-    /// Rows to measure, as they are named above; those that they are compared with come along
+    /// Rows to measure, by the names above; the rows they are compared with are measured too
     #[arg(long, value_name = "NAMES", value_delimiter = ',', value_parser = ROWS)]
     rows: Vec<String>,
 }

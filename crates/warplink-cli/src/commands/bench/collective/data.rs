@@ -118,7 +118,7 @@ fn repeated(dtype: DType, period: &[f64], start: usize, bytes: usize) -> Result<
         DType::U64 => encoded::<u64>(period),
         DType::F8E4M3 => encoded::<F8E4M3>(period),
         DType::F8E5M2 => encoded::<F8E5M2>(period),
-        other => bail!("{other} is not measured; help: use another --type"),
+        other => bail!("{other} is not measured; help: use another --dtype"),
     };
     let size = dtype.size();
     let start = start % (period.len() / size) * size;

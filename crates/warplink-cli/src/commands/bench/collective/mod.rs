@@ -28,7 +28,7 @@ use what::What;
 /// The size is that of nccl-tests: of the larger of input and output. So are the two bandwidths: 'GB/s' is the
 /// size divided by the time, and 'bus GB/s' corrects it for what has to pass each link in any case, so that it
 /// can be compared with a link's rate for every number of ranks. Each time is the median of the samples, of the
-/// slowest rank; a sample is a number of calls, one behind the other. Warplink and its peers take turns.
+/// slowest rank; a sample is a number of calls back to back. Warplink and its peers take turns.
 ///
 /// Every way is run once on fresh data, of which each element of every rank's output is compared with the exact
 /// result: 'wrong' says how many differ.
@@ -36,7 +36,7 @@ use what::What;
 #[command(after_help = "Examples:\n  \
     warplink bench collective all-reduce -n 2\n  \
     warplink bench collective all-gather -n 2 --from 1MiB --step 2 --place both --submission captured\n  \
-    warplink bench collective all-reduce --device host -n 4 --to 64KiB --type i32 --op max --json")]
+    warplink bench collective all-reduce --device host -n 4 --to 64KiB --dtype i32 --op max --json")]
 pub(crate) struct Collective {
     /// Which collective: all-reduce, all-gather, reduce-scatter, all-to-all, broadcast, reduce, gather or scatter
     #[arg(value_parser = what::kind)]
@@ -51,7 +51,7 @@ pub(crate) struct Collective {
     #[arg(long, value_name = "N", default_value = "4", value_parser = clap::value_parser!(u64).range(2..))]
     step: u64,
     /// Element type
-    #[arg(long = "type", value_name = "TYPE", default_value = "bf16")]
+    #[arg(long, value_name = "TYPE", default_value = "bf16")]
     dtype: DType,
     /// How elements are reduced
     #[arg(long, value_name = "OPERATOR", default_value = "sum")]
@@ -120,7 +120,7 @@ enum Submissions {
 enum Peer {
     /// The vendor's library (a substitute on the host device)
     Nccl,
-    /// The vendor's library, with memory that it was told of beforehand
+    /// The vendor's library, with memory registered in advance
     NcclSymmetric,
     /// Nothing
     None,

@@ -35,7 +35,7 @@ use warplink::{Communicator, DType, DeviceKind, ErrorKind};
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  \
     warplink bench overlap\n  \
-    warplink bench overlap --shape 8192,8192,3584 --op all-gather-matmul --plot overlap.svg\n  \
+    warplink bench overlap --shape 8192,8192,3584 --operation all-gather-matmul --plot overlap.svg\n  \
     warplink bench overlap --ddlb --lowerings push,ring-put --output ddlb.json\n  \
     warplink bench overlap --random 100 --output random.json\n  \
     warplink bench overlap --lowerings push,my_own.wlp --shape 4096,4096,4096\n  \
@@ -49,18 +49,18 @@ pub(crate) struct Overlap {
     #[arg(long, conflicts_with = "shapes")]
     ddlb: bool,
     /// Measure N random shapes: sizes from 1 to 16384 (256 on host), and random operations and element
-    /// types unless --op and --dtype are given. The same --seed gives the same shapes
+    /// types unless --operation and --dtype are given. The same --seed gives the same shapes
     #[arg(long, value_name = "N", conflicts_with_all = ["shapes", "ddlb"])]
     random: Option<u16>,
-    /// Measure nothing: choose anew for the shapes in FILE, which --output wrote, and tell where the
-    /// choice is not among the fastest
+    /// Measure nothing: repeat the choice for the shapes in FILE (written by --output) and report where
+    /// it is not among the fastest; needs --model
     #[arg(long, value_name = "FILE.json", requires = "model", conflicts_with_all = ["shapes", "ddlb", "random"])]
     replay: Option<PathBuf>,
     /// With --replay: the hardware model, a file or the name of one that is shipped
     #[arg(long, value_name = "MODEL", requires = "replay")]
     model: Option<String>,
     /// Operation to measure; may be repeated [default: both]
-    #[arg(long = "op", value_name = "OP")]
+    #[arg(long = "operation", value_name = "OPERATION")]
     ops: Vec<Op>,
     /// Element type: bf16, f16 or f32 [default: bf16 on cuda, f32 on host]
     #[arg(long, value_name = "TYPE", value_parser = gemm_dtype)]

@@ -139,7 +139,7 @@ impl IpcMapping {
             unsafe { (driver.cuIpcOpenMemHandle_v2)(&mut address, handle, LAZY_PEER_ACCESS) };
         driver.check(code, "open a peer's memory by IPC handle").map_err(|error| match code {
             status::INVALID_CONTEXT => error.with_help("a process cannot open a handle of its own; hand over the slice itself"),
-            status::ALREADY_MAPPED => error.with_help("somebody else in this process has opened the same allocation"),
+            status::ALREADY_MAPPED => error.with_help("close the other mapping of this allocation in this process"),
             status::INVALID_VALUE => error.with_help("has the owner freed the memory?"),
             _ => error.with_help("both processes must see their GPUs in one container, with peer access between them"),
         })?;

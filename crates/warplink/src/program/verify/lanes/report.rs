@@ -252,10 +252,10 @@ fn what(run: &Run<'_>, lane: usize) -> String {
         Some(LaneStepKind::Wait(peer)) => {
             let word = run.words.get(&(rank, number, *peer));
             let awaited = word.map_or(0, |word| word.awaited) + 1;
-            format!("signal {awaited} of rank {peer}, which does not come")
+            format!("signal {awaited} of rank {peer}, which never arrives")
         }
         Some(LaneStepKind::Agree { peer, .. }) => {
-            format!("the announcement of rank {peer}, which does not come")
+            format!("the announcement of rank {peer}, which never arrives")
         }
         Some(LaneStepKind::Move { sources, .. }) => {
             let actor = at(run, lane);

@@ -412,7 +412,7 @@ impl<'s> Emitter<'s> {
             Some(false) => self.operand(other),
             None => {
                 let text = format!(
-                    "what is read depends on '{condition}', which is no constant of the kernel"
+                    "the data read depends on '{condition}', which is not constant in the kernel"
                 );
                 let help =
                     "use numbers, rank, world and indices of lists, or an 'if' around the step";
