@@ -133,6 +133,17 @@ fn kernels_run_right_and_are_in_the_trace() {
     ranks.sort_unstable();
     ranks.dedup();
     assert_eq!(ranks, [0, 1]);
+    // Each lane has a row of its own.
+    let rows = events.unwrap().iter().filter_map(|event| {
+        let name = event["args"]["name"].as_str()?;
+        (event["name"] == "thread_name").then(|| name.to_owned())
+    });
+    let rows: Vec<String> = rows.collect();
+    let lanes = rows.iter().filter(|row| row.starts_with("caller, lane "));
+    assert_eq!(lanes.count(), 2 * 16, "{rows:?}");
+    for step in ["put", "signal", "wait", "reduce"] {
+        assert!(events.unwrap().iter().any(|event| event["name"] == step));
+    }
 }
 
 #[test]

@@ -104,6 +104,18 @@ fn every_section_compiles_for_every_architecture() {
             let text = section
                 .kernel(aligned)
                 .unwrap_or_else(|error| panic!("{name}: {error}"));
+            let traced = section
+                .traced_kernel(aligned)
+                .unwrap_or_else(|error| panic!("{name}: {error}"));
+            // What is not traced pays for nothing.
+            assert!(!text.contains("times") && traced.contains("times.step("));
+            if world == 2 {
+                match cuda::compile(&name, &traced, "sm_90") {
+                    Ok(code) => assert!(!code.is_empty()),
+                    Err(error) if error.kind() == ErrorKind::LibraryMissing => return,
+                    Err(error) => panic!("{name}: {error}\n{traced}"),
+                }
+            }
             let all = ["sm_80", "sm_90", "sm_100"];
             let architectures = if world == 2 { &all[..] } else { &all[1..2] };
             for architecture in architectures {

@@ -17,3 +17,5 @@ mod meaning;
 mod play;
 #[path = "sections/sharing.rs"]
 mod sharing;
+#[path = "sections/trace.rs"]
+mod trace;

@@ -79,6 +79,46 @@ struct Lane {
     }
 };
 
+// When the steps of a lane start, in a kernel that is traced.
+struct Times {
+    u64 words;
+    u64 room;
+    u64 count;
+
+    // `all` is where the times of all lanes are: for each three words, how many steps there are, when the last
+    // ended, and the epoch; then two for each of `room` steps, when it started and where it stands. Steps that
+    // there is no room for are left out.
+    __device__ __forceinline__ Times(u64 all, u64 room)
+        : words(all + (24 + 16 * room) * blockIdx.x), room(room), count(0) {}
+
+    // Nanoseconds, the same for all blocks.
+    __device__ __forceinline__ static u64 now() {
+        u64 time;
+        asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(time)::"memory");
+        return time;
+    }
+
+    __device__ __forceinline__ void step(u64 place) {
+        if (threadIdx.x == 0 && count < room) {
+            volatile u64 *entry = (volatile u64 *)(words + 24 + 16 * count);
+            entry[0] = now();
+            entry[1] = place;
+            ++count;
+        }
+    }
+
+    // After the last step.
+    __device__ __forceinline__ void finish(const Lane &self) {
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            volatile u64 *header = (volatile u64 *)words;
+            header[0] = count;
+            header[1] = now();
+            header[2] = self.epoch - 1;
+        }
+    }
+};
+
 // Several places, one for each source or target of a step. Where bit i of `PACKETS` is set, place i has
 // packets of `PACKET` bytes; the others are plain memory. Of packets of 8 and 16 bytes half is data; of 128
 // bytes, which are stored by 8 threads at once and want a link that does not split them, 120 are. Loads and

@@ -42,6 +42,7 @@ pub use area::{Area, Axis};
 pub use diagnostic::{Diagnostic, DiagnosticKind, Place, refused};
 pub use execute::{
     Bindings, CapturedPlan, Executor, KernelReport, Plan, PrepareOptions, Prepared, Trace,
+    TraceSpan,
 };
 pub use expr::{Condition, Expr};
 pub use ir::{Backend, Direction, Program, Protocol};

@@ -24,7 +24,7 @@ use warplink::program::{Bindings, Executor, Plan, PrepareOptions, refused, verif
 /// Verifies the program, binds random inputs, and times it on the device. Compares the outputs with what
 /// the program means, computed on the host; the exit status is 1 if a value is wrong. Times are medians
 /// over all samples; the slowest rank counts. A trace can be opened in Perfetto (ui.perfetto.dev); it has
-/// a track per rank and stream.
+/// a track per rank and stream, and one per lane of its kernels with the steps of that lane.
 #[derive(Debug, Args)]
 #[command(after_help = "Example:\n  \
     warplink program run examples/programs/ring_pass.wlp -n 2 --param n=1024 --trace trace.json")]

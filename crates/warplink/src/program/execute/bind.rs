@@ -167,7 +167,7 @@ impl Prepared {
             program: program.clone(),
             commands,
             transfers: transfers.into_iter().flatten().collect(),
-            _kernels: kernels,
+            kernels,
             streams,
             replaceable: replaceable(program, &memory),
             memory,

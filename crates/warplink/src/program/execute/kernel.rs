@@ -6,6 +6,7 @@
 
 use super::context::RankContext;
 use super::lane::{LaneInput, run_lane, tell_difference};
+use super::lane_times::LaneTimes;
 use super::memory::{PlanMemory, TensorMemory};
 use super::reach::{EPOCH_BYTES, Reach, VERDICT_BYTES};
 use crate::device::{
@@ -17,6 +18,7 @@ use crate::memory::{HANDLE_BYTES, Region, RemoteRegion};
 use crate::program::rank_program::{OperationKind, RankProgram, TensorId};
 use crate::program::section::{
     FreeNames, KERNEL, SectionInstance, SectionMemory, WorkspaceLayout, kernel_text,
+    traced_kernel_text,
 };
 use crate::signal::Signals;
 use std::collections::{BTreeMap, BTreeSet};
@@ -56,6 +58,13 @@ pub struct KernelReport {
     pub threads: usize,
     /// What it takes of the device, where the device tells.
     pub resources: Option<KernelResources>,
+}
+
+/// A kernel that stores when its steps start, and where.
+#[derive(Debug)]
+pub(super) struct TracedKernel {
+    pub(super) launch: KernelLaunch,
+    pub(super) times: LaneTimes,
 }
 
 /// A kernel that is ready to launch.
@@ -266,17 +275,46 @@ impl BoundKernels {
         device: &dyn Device,
         section: &Arc<SectionInstance>,
     ) -> Result<KernelLaunch> {
+        self.launch_timed(device, section, None)
+    }
+
+    /// The same section as another kernel, which also stores when its steps start.
+    pub(super) fn traced(
+        &self,
+        device: &dyn Device,
+        section: &Arc<SectionInstance>,
+    ) -> Result<TracedKernel> {
+        let times = LaneTimes::allocate(device, section)?;
+        let launch = self.launch_timed(device, section, Some(&times))?;
+        Ok(TracedKernel { launch, times })
+    }
+
+    fn launch_timed(
+        &self,
+        device: &dyn Device,
+        section: &Arc<SectionInstance>,
+        times: Option<&LaneTimes>,
+    ) -> Result<KernelLaunch> {
         let addresses = Arc::new(self.reach.addresses(section));
+        let (traced, clock) = (times.is_some(), times.map(LaneTimes::clock));
         let (lanes, reach) = (section.clone(), self.reach.clone());
         let (written, bound) = (section.clone(), addresses.clone());
         let source = ModuleSource::new("kernel section")
-            .with_written_cuda(move || kernel_text(&written, &bound.aligned(&written)))
+            .with_written_cuda(move || {
+                let aligned = bound.aligned(&written);
+                if traced {
+                    traced_kernel_text(&written, &aligned)
+                } else {
+                    kernel_text(&written, &aligned)
+                }
+            })
             .with_host_kernel(KERNEL, move |block| {
                 let input = LaneInput {
                     section: &lanes,
                     reach: &reach,
                     tensors: &[],
                     tell: &tell_difference,
+                    times: clock.as_ref(),
                 };
                 run_lane(block, input)
             });
@@ -289,7 +327,11 @@ impl BoundKernels {
         let launch = Launch::new(section.lanes as u32, section.threads as u32);
         kernel.check_together(&launch)?;
         let own = &self.reach.signals[section.rank];
-        let words = Argument::Words(addresses.words(section));
+        let words = addresses.words(section);
+        let words = Argument::Words(match times {
+            Some(times) => words.iter().copied().chain(times.words()).collect(),
+            None => words,
+        });
         Ok(KernelLaunch {
             kernel,
             launch,

@@ -1,5 +1,6 @@
 //! A lane of a kernel section, run by a device that takes closures for kernels.
 
+use super::lane_times::LaneClock;
 use super::reach::Reach;
 use crate::device::{Block, DeviceSlice, ReduceOp, combine};
 use crate::dtype::DType;
@@ -26,6 +27,8 @@ pub(super) struct LaneInput<'a> {
     /// The own tensors of this launch, by number; those that are not here are in the reach.
     pub(super) tensors: &'a [DeviceSlice],
     pub(super) tell: &'a TellDifference,
+    /// Where it stores when its steps start, for a trace.
+    pub(super) times: Option<&'a LaneClock>,
 }
 
 /// Runs the lane that `block` is.
@@ -42,11 +45,19 @@ pub(super) fn run_lane(block: &Block<'_>, input: LaneInput<'_>) -> Result<()> {
         lane,
         epoch,
     };
+    let mut times = input.times.map(|clock| clock.start(lane, epoch));
     for step in section.steps(lane, epoch)? {
+        if let Some(times) = &mut times {
+            times.step(&step.site);
+        }
         block.pause()?;
         run.perform(&step).map_err(|error| {
             error.with_operation(format!("kernel of rank {}, {}", section.rank, step.site))
         })?;
+    }
+    if let Some(times) = times {
+        let (memory, bytes) = times.finish()?;
+        block.write(&memory, &bytes)?;
     }
     // The last lane to end advances the epoch, when all have read it.
     if block.increment(&ended_word) + 1 == section.lanes as u64 {

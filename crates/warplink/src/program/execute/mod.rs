@@ -18,6 +18,7 @@ mod command;
 mod context;
 mod kernel;
 mod lane;
+mod lane_times;
 mod matmuls;
 mod memory;
 mod plan;

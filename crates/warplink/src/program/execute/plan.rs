@@ -2,7 +2,7 @@
 
 use super::command::{Command, CommandKind};
 use super::context::RankContext;
-use super::kernel::{BoundKernels, KernelReport};
+use super::kernel::{BoundKernels, KernelReport, TracedKernel};
 use super::memory::{Bindings, PlanMemory};
 use super::replaced::Replaced;
 use super::trace::{Trace, Tracer};
@@ -10,8 +10,8 @@ use crate::device::{Compute, DeviceSlice, Graph, InUse, Priority, Stream};
 use crate::error::{Error, ErrorKind, Result};
 use crate::p2p::Transfer;
 use crate::program::diagnostic::Diagnostic;
-use crate::program::rank_program::{RankProgram, TensorId};
-use std::collections::HashSet;
+use crate::program::rank_program::{OperationKind, RankProgram, TensorId};
+use std::collections::{BTreeMap, HashSet};
 use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -23,6 +23,9 @@ pub struct Plan {
     parts: InUse<PlanParts>,
 }
 
+/// Kernels that store when their steps start, by operation.
+type TracedKernels = BTreeMap<usize, Arc<InUse<TracedKernel>>>;
+
 /// What a plan holds.
 pub(super) struct PlanParts {
     pub(super) context: RankContext,
@@ -31,7 +34,7 @@ pub(super) struct PlanParts {
     // Commands and transfers are dropped before the memory, of which they hold ranges.
     pub(super) commands: Vec<Command>,
     pub(super) transfers: Vec<Arc<Transfer>>,
-    pub(super) _kernels: Option<BoundKernels>,
+    pub(super) kernels: Option<BoundKernels>,
     // By index; the caller's is not among them.
     pub(super) streams: Vec<Option<Stream>>,
     pub(super) memory: PlanMemory,
@@ -198,8 +201,10 @@ impl Plan {
 
     /// Runs once with a mark before and after every operation, and gives the times of all ranks, on
     /// rank 0. Every rank calls this at the same time. Blocks until the run is done everywhere. Marks
-    /// take time of their own, so the whole is slower than a run.
+    /// take time of their own, so the whole is slower than a run. In the place of a kernel, one is launched that
+    /// also stores when the steps of its lanes start.
     pub fn trace(&self, stream: &Stream) -> Result<Option<Trace>> {
+        let kernels = self.traced_kernels()?;
         let mut tracer = Tracer::start(&self.parts.context, stream)?;
         self.for_each_command(stream, |command, stream| {
             if command.kind.is_event() {
@@ -207,14 +212,45 @@ impl Plan {
             }
             let operation = &self.parts.program.operations[command.operation];
             let begin = tracer.mark(stream)?;
-            command.enqueue(stream)?;
+            let kernel = kernels.get(&command.operation);
+            match kernel {
+                Some(kernel) => {
+                    kernel.note(stream);
+                    kernel.launch.enqueue(stream)?;
+                }
+                None => command.enqueue(stream)?,
+            }
             let end = tracer.mark(stream)?;
             let stream = self.parts.program.streams[command.stream];
-            tracer.span(operation, stream, begin, end);
+            tracer.span(operation, stream, (begin, end), kernel.cloned());
             Ok(())
         })?;
         stream.synchronize(self.parts.context.deadline())?;
         tracer.finish(&self.parts.context, &self.parts.name)
+    }
+
+    /// The plan's kernels, by operation, as those that store when their steps start. Blocks until all ranks have
+    /// theirs, as a kernel that is loaded late could wait for one that runs.
+    fn traced_kernels(&self) -> Result<TracedKernels> {
+        let PlanParts {
+            context,
+            program,
+            kernels,
+            ..
+        } = &*self.parts;
+        let Some(kernels) = kernels else {
+            return Ok(TracedKernels::new());
+        };
+        let operations = program.operations.iter().enumerate();
+        let traced = operations.filter_map(|(index, operation)| match &operation.kind {
+            OperationKind::Kernel(section) => Some((index, section)),
+            _ => None,
+        });
+        let traced = traced.map(|(index, section)| {
+            let kernel = kernels.traced(&*context.device, section)?;
+            Ok((index, Arc::new(InUse::new(kernel, &context.in_flight))))
+        });
+        context.agree_on(traced.collect())
     }
 
     /// Calls `enqueue` for every command with its stream, where `caller` is the caller's.

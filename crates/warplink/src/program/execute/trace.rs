@@ -1,22 +1,23 @@
 //! When each operation of a run started and ended, in the format that Perfetto opens.
 
 use super::context::RankContext;
-use crate::device::{Device, Event, Stream};
+use super::kernel::TracedKernel;
+use crate::device::{Device, Event, InUse, Stream};
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::program::rank_program::{Operation, StreamKind};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
-/// One operation on one stream of one rank.
+/// One operation on one stream of one rank, or one step of a lane of a kernel.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct TraceSpan {
     /// The rank.
     pub rank: Rank,
-    /// The stream, as program text names it.
+    /// The stream, as program text names it; for the step of a lane, that and the lane's number.
     pub stream: String,
-    /// The operation's word.
+    /// The operation's or step's word.
     pub operation: String,
-    /// The operation's place in the program.
+    /// Its place in the program.
     pub site: String,
     /// Microseconds from the start of the run on its rank.
     pub start: f64,
@@ -56,7 +57,7 @@ struct PerfettoArguments<'a> {
 
 impl Trace {
     /// The trace as a list of events that Perfetto and Chrome's viewer open, with a process for
-    /// each rank and a thread for each stream.
+    /// each rank and a thread for each stream and lane.
     pub fn to_perfetto(&self) -> Vec<impl Serialize + '_> {
         let mut tracks: Vec<(Rank, &str)> = self
             .spans
@@ -117,6 +118,8 @@ struct Span {
     stream: StreamKind,
     begin: Event,
     end: Event,
+    /// The steps of its lanes, where it is a kernel.
+    lanes: Option<Arc<InUse<TracedKernel>>>,
 }
 
 impl Tracer {
@@ -145,8 +148,8 @@ impl Tracer {
         &mut self,
         operation: &Operation,
         stream: StreamKind,
-        begin: Event,
-        end: Event,
+        (begin, end): (Event, Event),
+        lanes: Option<Arc<InUse<TracedKernel>>>,
     ) {
         self.spans.push(Span {
             operation: operation.kind.name(),
@@ -154,6 +157,7 @@ impl Tracer {
             stream,
             begin,
             end,
+            lanes,
         });
     }
 
@@ -164,14 +168,19 @@ impl Tracer {
             |event: &Event| Ok::<f64, Error>(f64::from(event.elapsed_since(&self.zero)?) * 1e3);
         let mut own = Vec::with_capacity(self.spans.len());
         for span in &self.spans {
-            let start = micros(&span.begin)?;
+            let (start, end) = (micros(&span.begin)?, micros(&span.end)?);
+            let stream = span.stream.to_string();
+            if let Some(kernel) = &span.lanes {
+                let place = (rank, stream.as_str());
+                own.extend(kernel.times.spans(&*self.device, place, &(start..end))?);
+            }
             own.push(TraceSpan {
                 rank,
-                stream: span.stream.to_string(),
+                stream,
                 operation: span.operation.to_owned(),
                 site: span.site.clone(),
                 start,
-                duration: micros(&span.end)? - start,
+                duration: end - start,
             });
         }
         let bytes = postcard::to_stdvec(&own).map_err(|error| {

@@ -116,6 +116,7 @@ impl SharedWorkspace {
                     reach: &reach,
                     tensors: block.memory(2)?,
                     tell: &*tell,
+                    times: None,
                 };
                 run_lane(block, input).inspect_err(|error| {
                     if error.kind() == ErrorKind::Mismatch {

@@ -81,6 +81,14 @@ impl SectionInstance {
         compile::text(self, &vec![aligned; self.tensors.len()])
     }
 
+    /// As [`kernel`](Self::kernel), for a kernel that stores when each step of a lane starts, for a trace.
+    ///
+    /// # Errors
+    /// As [`kernel`](Self::kernel).
+    pub fn traced_kernel(&self, aligned: bool) -> Result<String> {
+        compile::traced_text(self, &vec![aligned; self.tensors.len()])
+    }
+
     /// The index of the tensor `name`.
     pub fn tensor(&self, name: &str) -> Option<usize> {
         self.tensors

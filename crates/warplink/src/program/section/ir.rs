@@ -134,6 +134,26 @@ pub enum StepKind {
     If(Branch<Step>),
 }
 
+impl StepKind {
+    /// The word for what a lane does; none for names, loops and branches.
+    pub const fn word(&self) -> Option<&'static str> {
+        match self {
+            Self::LetInteger { .. } | Self::LetTensor { .. } | Self::For(_) | Self::If(_) => None,
+            Self::Move(it) => Some(match it.verb {
+                Verb::Put => "put",
+                Verb::Get => "get",
+                Verb::Copy => "copy",
+                Verb::Reduce(_) => "reduce",
+            }),
+            Self::Signal(_) => Some("signal"),
+            Self::Wait(_) => Some("wait"),
+            Self::Barrier => Some("barrier"),
+            Self::Announce(_) => Some("announce"),
+            Self::Agree(_) => Some("agree"),
+        }
+    }
+}
+
 /// What ranks tell one another of a launch.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Announcement {

@@ -21,7 +21,9 @@ mod period;
 mod resolve;
 mod view;
 
-pub(crate) use compile::{Addresses, KERNEL, text as kernel_text};
+pub(crate) use compile::{
+    Addresses, KERNEL, TIMES_HEADER, text as kernel_text, traced_text as traced_kernel_text,
+};
 pub use instance::{SectionInstance, SectionMemory, SectionTensor};
 pub use ir::{
     Announcement, Move, Operator, Packing, Place, Receiver, Scratch, Section, Source, Step,

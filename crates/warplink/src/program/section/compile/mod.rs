@@ -35,6 +35,9 @@ use std::sync::Arc;
 /// The name of the kernel.
 pub(crate) const KERNEL: &str = "section";
 
+/// Words of a lane's times before those of its steps.
+pub(crate) const TIMES_HEADER: usize = 3;
+
 /// The most bytes that a launch passes by value.
 const MAX_WORDS: usize = 500;
 
@@ -89,6 +92,21 @@ impl Addresses {
 /// # Errors
 /// [`ErrorKind::Unsupported`] for what kernels cannot do, with its place.
 pub(crate) fn text(instance: &SectionInstance, aligned: &[bool]) -> Result<String> {
+    write(instance, aligned, false)
+}
+
+/// As [`text`], for a kernel that stores when each step starts. Its words have two more: where the times of all
+/// lanes go, and for how many steps of each there is room. Those of a lane are [`TIMES_HEADER`] words, how many
+/// steps there are, when the last ended, and the epoch; then for each step when it started, and where it stands,
+/// the line in the upper half. Times are in nanoseconds of a clock of the device.
+///
+/// # Errors
+/// As [`text`].
+pub(crate) fn traced_text(instance: &SectionInstance, aligned: &[bool]) -> Result<String> {
+    write(instance, aligned, true)
+}
+
+fn write(instance: &SectionInstance, aligned: &[bool], traced: bool) -> Result<String> {
     check(instance)?;
     let SectionInstance {
         section,
@@ -101,6 +119,7 @@ pub(crate) fn text(instance: &SectionInstance, aligned: &[bool]) -> Result<Strin
     } = instance;
     let mut steps = Code::default();
     let mut emitter = Emitter::new(instance, aligned, names(instance));
+    emitter.traced = traced;
     emitter.body(&mut steps, &section.body)?;
     let narrow = emitter.is_narrow() && instance.tensors.iter().all(|t| span(t) <= 1 << 30);
     let lane = Scope::spell(&section.lane);
@@ -121,7 +140,7 @@ pub(crate) fn text(instance: &SectionInstance, aligned: &[bool]) -> Result<Strin
         "constexpr Index rank = {rank}, world = {world}, lanes = {lanes}, threads = {threads};"
     ));
     code.line("");
-    binding(&mut code, instance)?;
+    binding(&mut code, instance, traced)?;
     code.line("");
     code.open(format!(
         "extern \"C\" __global__ void __launch_bounds__(threads) {KERNEL}(const __grid_constant__ Binding at, u64 signals) {{"
@@ -139,12 +158,18 @@ pub(crate) fn text(instance: &SectionInstance, aligned: &[bool]) -> Result<Strin
         );
     }
     declare(&mut code, instance);
+    if traced {
+        code.line("Times times(at.times, at.room);");
+    }
     if *period > 1 {
         code.line(format!("const Index epoch = (self.epoch - 1) % {period};"));
     }
     code.append(&steps);
     if emitter.waits {
         code.line("inbound.finish();");
+    }
+    if traced {
+        code.line("times.finish(self);");
     }
     code.line("self.finish(at.lanes);");
     code.close("}");
@@ -263,10 +288,10 @@ fn names(instance: &SectionInstance) -> Scope {
 }
 
 /// The structure that a launch passes, in the order of [`Addresses::words`].
-fn binding(code: &mut Code, instance: &SectionInstance) -> Result<()> {
+fn binding(code: &mut Code, instance: &SectionInstance, traced: bool) -> Result<()> {
     let world = instance.world;
     let sizes = sizes(instance).len();
-    let words = (instance.tensors.len() + 1) * world + 2 + instance.integers.len() + sizes;
+    let words = (instance.tensors.len() + 1) * world + 4 + instance.integers.len() + sizes;
     if words > MAX_WORDS {
         return Err(Error::new(
             ErrorKind::Unsupported,
@@ -296,6 +321,9 @@ fn binding(code: &mut Code, instance: &SectionInstance) -> Result<()> {
     }
     if sizes > 0 {
         code.line(format!("i64 size[{sizes}];"));
+    }
+    if traced {
+        code.line("u64 times, room;");
     }
     code.close("};");
     Ok(())

@@ -82,6 +82,8 @@ pub(super) struct Emitter<'s> {
     /// Whether the lane waits for signals.
     pub(super) waits: bool,
     pub(super) signals: bool,
+    /// Whether the kernel stores when each step starts.
+    pub(super) traced: bool,
 }
 
 impl<'s> Emitter<'s> {
@@ -95,6 +97,7 @@ impl<'s> Emitter<'s> {
             position: Position::default(),
             waits: false,
             signals: false,
+            traced: false,
         }
     }
 
@@ -114,6 +117,11 @@ impl<'s> Emitter<'s> {
 
     fn step(&mut self, code: &mut Code, step: &Step) -> Result<()> {
         self.position = step.position;
+        if self.traced && step.kind.word().is_some() {
+            let Position { line, column } = step.position;
+            let place = u64::from(line) << 32 | u64::from(column);
+            code.line(format!("times.step({place:#x}ull);"));
+        }
         match &step.kind {
             StepKind::LetInteger { name, value } => {
                 let (text, known) = (self.integer(value)?, self.scope.value(value));

@@ -1,0 +1,229 @@
+//! When the steps of a kernel's lanes started, as the kernel stores it.
+
+use super::trace::TraceSpan;
+use crate::device::{AllocationKind, Device, DeviceSlice};
+use crate::error::{Rank, Result};
+use crate::program::section::{SectionInstance, Step, StepKind, TIMES_HEADER};
+use crate::program::site::Site;
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Instant;
+
+/// Bytes of a word.
+const WORD: usize = size_of::<u64>();
+
+/// The most steps of a lane that are kept.
+const MAX_STEPS: usize = 1 << 14;
+
+/// The times of a launch's lanes.
+#[derive(Debug)]
+pub(super) struct LaneTimes {
+    section: Arc<SectionInstance>,
+    memory: DeviceSlice,
+    /// For how many steps of each lane there is room.
+    room: usize,
+}
+
+/// What lanes that run as closures read.
+#[derive(Debug)]
+pub(super) struct LaneClock {
+    memory: DeviceSlice,
+    room: usize,
+    start: Instant,
+}
+
+/// The steps of a lane that runs as a closure, so far.
+pub(super) struct Started<'a> {
+    clock: &'a LaneClock,
+    lane: usize,
+    epoch: u64,
+    /// The words of each step: when it started, and where it stands.
+    steps: Vec<[u64; 2]>,
+    last: Option<Site>,
+}
+
+/// A lane's step, in nanoseconds of the device's clock.
+struct Entry {
+    start: u64,
+    line: u32,
+    column: u32,
+}
+
+/// What a lane stored.
+struct Stored {
+    entries: Vec<Entry>,
+    end: u64,
+    epoch: u64,
+}
+
+impl LaneTimes {
+    pub(super) fn allocate(device: &dyn Device, section: &Arc<SectionInstance>) -> Result<Self> {
+        let mut most = 0;
+        for lane in 0..section.lanes {
+            most = most.max(section.steps(lane, 0)?.len());
+        }
+        // Launches may differ, and a step with nothing to do has an entry as well.
+        let room = (2 * most + 64).min(MAX_STEPS);
+        let bytes = section.lanes * lane_bytes(room);
+        Ok(Self {
+            section: section.clone(),
+            memory: device.allocate(bytes, AllocationKind::Plain)?,
+            room,
+        })
+    }
+
+    /// What a launch is passed.
+    pub(super) fn words(&self) -> [u64; 2] {
+        [self.memory.address(), self.room as u64]
+    }
+
+    pub(super) fn clock(&self) -> LaneClock {
+        LaneClock {
+            memory: self.memory.clone(),
+            room: self.room,
+            start: Instant::now(),
+        }
+    }
+
+    /// The steps of all lanes, of a launch on `stream` of `rank` that is done and lasted for `span`, in
+    /// microseconds. The clock of the lanes is another: the last lane to end is taken to end with the launch.
+    pub(super) fn spans(
+        &self,
+        device: &dyn Device,
+        (rank, stream): (Rank, &str),
+        span: &Range<f64>,
+    ) -> Result<Vec<TraceSpan>> {
+        let mut bytes = vec![0; self.memory.bytes()];
+        device.download(&self.memory, &mut bytes)?;
+        let lanes: Vec<Stored> = bytes
+            .chunks_exact(lane_bytes(self.room))
+            .map(|words| stored(words, self.room))
+            .collect();
+        let last = lanes.iter().map(|lane| lane.end).max().unwrap_or(0);
+        let at = |time: u64| (span.end - last.saturating_sub(time) as f64 / 1e3).max(span.start);
+        let width = (self.section.lanes - 1).to_string().len();
+        let mut spans = Vec::new();
+        for (number, lane) in lanes.iter().enumerate() {
+            let sites = self.sites(number, lane)?;
+            let ends = lane.entries.iter().skip(1).map(|entry| entry.start);
+            let ends = ends.chain([lane.end]);
+            for ((entry, end), site) in lane.entries.iter().zip(ends).zip(sites) {
+                let start = at(entry.start);
+                let word = word_at(&self.section.section.body, (entry.line, entry.column));
+                spans.push(TraceSpan {
+                    rank,
+                    stream: format!("{stream}, lane {number:0width$}"),
+                    operation: word.unwrap_or("step").to_owned(),
+                    site,
+                    start,
+                    duration: at(end) - start,
+                });
+            }
+        }
+        Ok(spans)
+    }
+
+    /// Where the steps of a lane stand, with the indices of loops where they are known.
+    fn sites(&self, number: usize, lane: &Stored) -> Result<Vec<String>> {
+        let mut known: Vec<Site> = Vec::new();
+        for step in self.section.steps(number, lane.epoch)? {
+            if known.last() != Some(&step.site) {
+                known.push(step.site);
+            }
+        }
+        let mut next = 0;
+        let sites = lane.entries.iter().map(|entry| {
+            let is = |site: &Site| (site.line, site.column) == (entry.line, entry.column);
+            match known[next..].iter().position(is) {
+                Some(ahead) => {
+                    next += ahead + 1;
+                    known[next - 1].to_string()
+                }
+                // It had nothing to do.
+                None => format!("line {}", entry.line),
+            }
+        });
+        Ok(sites.collect())
+    }
+}
+
+impl LaneClock {
+    /// A lane starts.
+    pub(super) fn start(&self, lane: usize, epoch: u64) -> Started<'_> {
+        Started {
+            clock: self,
+            lane,
+            epoch,
+            steps: Vec::new(),
+            last: None,
+        }
+    }
+
+    fn now(&self) -> u64 {
+        u64::try_from(self.start.elapsed().as_nanos()).unwrap_or(u64::MAX)
+    }
+}
+
+impl Started<'_> {
+    /// A step starts, or goes on where it is done in several.
+    pub(super) fn step(&mut self, site: &Site) {
+        if self.last.as_ref() != Some(site) && self.steps.len() < self.clock.room {
+            let place = u64::from(site.line) << 32 | u64::from(site.column);
+            self.steps.push([self.clock.now(), place]);
+            self.last = Some(site.clone());
+        }
+    }
+
+    /// The lane has ended: where its times go, and what they are.
+    pub(super) fn finish(self) -> Result<(DeviceSlice, Vec<u8>)> {
+        let header = [self.steps.len() as u64, self.clock.now(), self.epoch];
+        let words = header.into_iter().chain(self.steps.into_iter().flatten());
+        let bytes: Vec<u8> = words.flat_map(u64::to_le_bytes).collect();
+        let from = self.lane * lane_bytes(self.clock.room);
+        let memory = self.clock.memory.slice(from..from + bytes.len())?;
+        Ok((memory, bytes))
+    }
+}
+
+/// Bytes of a lane's times.
+const fn lane_bytes(room: usize) -> usize {
+    WORD * (TIMES_HEADER + 2 * room)
+}
+
+fn stored(bytes: &[u8], room: usize) -> Stored {
+    let word = |number: usize| {
+        let bytes = bytes.get(WORD * number..WORD * (number + 1));
+        let bytes = bytes.and_then(|bytes| bytes.try_into().ok());
+        bytes.map_or(0, u64::from_le_bytes)
+    };
+    let count = usize::try_from(word(0)).unwrap_or(room).min(room);
+    let entries = (0..count).map(|number| {
+        let place = word(TIMES_HEADER + 2 * number + 1);
+        Entry {
+            start: word(TIMES_HEADER + 2 * number),
+            line: (place >> 32) as u32,
+            column: place as u32,
+        }
+    });
+    Stored {
+        entries: entries.collect(),
+        end: word(1),
+        epoch: word(2),
+    }
+}
+
+/// The word for the step that stands at a line and column.
+fn word_at(steps: &[Step], place: (u32, u32)) -> Option<&'static str> {
+    steps.iter().find_map(|step| match &step.kind {
+        StepKind::For(it) => word_at(&it.body, place),
+        StepKind::If(branch) => {
+            let arms = branch.arms.iter().map(|arm| &arm.body[..]);
+            let mut all = arms.chain([&branch.otherwise[..]]);
+            all.find_map(|body| word_at(body, place))
+        }
+        kind => {
+            let is = (step.position.line, step.position.column) == place;
+            kind.word().filter(|_| is)
+        }
+    })
+}
