@@ -16,7 +16,7 @@ use std::sync::{Arc, Mutex};
 /// Operations that wait to be sent, from which on there is no room for more.
 const MAX_QUEUED: usize = 256;
 
-/// From here on a number of signals is none: what words of signals have when waits are ended is above it.
+/// Values from here on are what ended waits store, not counts of signals.
 const MAX_SIGNALS: u64 = 1 << 60;
 
 /// One end.
@@ -105,8 +105,11 @@ impl StagedEnd {
     /// Does what can be done now; whether there was something.
     pub(super) fn advance(&self) -> bool {
         let mut state = lock(&self.state);
-        if state.is_over || self.parts.fault.error().is_some() {
+        if state.is_over {
             return false;
+        }
+        if self.parts.fault.error().is_some() {
+            return self.end_failed(&mut state);
         }
         let before = state.progress();
         let advanced = self
@@ -118,12 +121,33 @@ impl StagedEnd {
             .and_then(|()| self.part(&mut state));
         let worked = before != state.progress();
         if let Err(error) = advanced {
-            state.is_over = true;
             drop(state);
             let error = error.with_operation("stage data for the network");
             self.parts.fault.raise(error.with_peer(self.parts.peer));
         }
         worked
+    }
+
+    /// Parts from the peer after a failure, once the end was closed; whether it did. Nothing more is sent or taken.
+    fn end_failed(&self, state: &mut State) -> bool {
+        // What a failed stream cannot tell is taken for done.
+        if state.told.is_none() || matches!(self.inward.is_idle(), Ok(false)) {
+            return false;
+        }
+        state.is_over = true;
+        if let Some(told) = state.told.take() {
+            // Where the peer cannot be told, it is gone as well.
+            let gone = told.clone();
+            if self.tell_gone(told).is_err() {
+                gone.store(true, Ordering::Release);
+            }
+        }
+        true
+    }
+
+    /// Whether it does nothing any more.
+    pub(super) fn is_over(&self) -> bool {
+        lock(&self.state).is_over
     }
 
     /// Takes the messages that have arrived.
@@ -184,10 +208,14 @@ impl StagedEnd {
             }
             Message::Get { id, at, bytes } => {
                 let left = state.region(at, bytes)?;
-                if state.requests.len() >= MAX_GETS || bytes == 0 {
+                if bytes == 0 {
+                    return Err(malformed(
+                        "the peer asks for 0 bytes; expected at least 1".to_owned(),
+                    ));
+                }
+                if state.requests.len() >= MAX_GETS {
                     return Err(malformed(format!(
-                        "the peer asks for {bytes} bytes beside {} other gets; expected some, and less than {MAX_GETS}",
-                        state.requests.len()
+                        "the peer asks for more than {MAX_GETS} gets at a time"
                     )));
                 }
                 state.requests.push_back((id, Portion { done: 0, left }));
@@ -332,6 +360,11 @@ impl StagedEnd {
             return Ok(());
         };
         state.is_over = true;
+        self.tell_gone(told)
+    }
+
+    /// Tells the peer, behind everything that was put, that this end writes no more; `told` is set when it knows.
+    fn tell_gone(&self, told: Arc<AtomicBool>) -> Result<()> {
         let connection = &self.parts.connection;
         connection.signal(&self.parts.control, GONE, 1)?;
         connection.when_done(Box::new(move |_| told.store(true, Ordering::Release)))

@@ -236,6 +236,34 @@ fn what_does_not_follow_the_protocol_is_an_error_that_names_the_peer() {
 }
 
 /// A ring holds no more than the peer has taken, and all that was asked for is done in the end.
+/// Whatever failed, an end that is closed tells the peer that it writes no more, and is over.
+#[test]
+fn an_end_that_failed_parts_from_its_peer() {
+    for breaks_the_protocol in [true, false] {
+        let mut rig = Rig::new();
+        rig.send(Message::Signal { value: 1 }.encode(0));
+        rig.end.advance();
+        if breaks_the_protocol {
+            rig.send([9; WORDS]);
+            rig.end.advance();
+        } else {
+            rig.fault.raise(Error::invalid("for a test"));
+        }
+        assert!(rig.fault.error().is_some());
+        // It is still in use.
+        rig.end.advance();
+        assert!(!rig.end.is_over());
+        let told = Arc::<AtomicBool>::default();
+        rig.end.close(&told);
+        let deadline = Deadline::after(LATE);
+        while !rig.end.is_over() {
+            assert!(!deadline.passed());
+            rig.end.advance();
+        }
+        assert!(told.load(Ordering::Acquire));
+    }
+}
+
 #[test]
 fn no_more_than_a_ring_is_under_way() {
     let rig = Rig::new();

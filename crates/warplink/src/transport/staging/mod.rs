@@ -83,7 +83,7 @@ pub(crate) struct Shape {
     chunks: u64,
 }
 
-/// The memory of a end that its peer writes to.
+/// The memory of an end that its peer writes to.
 #[derive(Debug)]
 pub(super) struct Incoming {
     pub(super) shape: Shape,

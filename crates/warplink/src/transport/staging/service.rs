@@ -4,7 +4,7 @@ use super::end::StagedEnd;
 use crate::error::{Error, Result};
 use crate::sync::lock;
 use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -29,7 +29,7 @@ struct State {
 }
 
 impl Service {
-    /// Serves one more end, until nobody holds it.
+    /// Serves one more end, until it is over or nobody holds it.
     pub(super) fn add(self: &Arc<Self>, end: &Arc<StagedEnd>) -> Result<()> {
         let mut state = lock(&self.state);
         state.ends.push(Arc::downgrade(end));
@@ -88,14 +88,16 @@ impl Service {
 
     /// The ends; none where the thread is to end.
     fn ends(&self) -> Option<Vec<Arc<StagedEnd>>> {
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        state.ends.retain(|end| end.strong_count() > 0);
-        if state.is_stopped || state.ends.is_empty() {
+        let mut state = lock(&self.state);
+        let mut ends: Vec<_> = state.ends.iter().filter_map(Weak::upgrade).collect();
+        ends.retain(|end| !end.is_over());
+        state.ends = ends.iter().map(Arc::downgrade).collect();
+        if state.is_stopped || ends.is_empty() {
             // What is added after this finds no thread.
             state.thread = None;
             return None;
         }
-        Some(state.ends.iter().filter_map(Weak::upgrade).collect())
+        Some(ends)
     }
 }
 
