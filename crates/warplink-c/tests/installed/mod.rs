@@ -6,6 +6,7 @@
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use tempfile::TempDir;
 
@@ -49,8 +50,12 @@ impl Installed {
 
     /// Compiles a program: C99 or C++17, by what its name ends with, without a warning.
     pub(crate) fn compile(&self, source: &Path, linkage: Linkage) -> PathBuf {
+        static COUNT: AtomicUsize = AtomicUsize::new(0);
         let name = source.file_name().unwrap().to_str().unwrap();
-        let program = self.root().join(name.replace('.', "-"));
+        // Tests beside one another compile the same source, and one must not replace what another runs.
+        let number = COUNT.fetch_add(1, Ordering::Relaxed);
+        let program = format!("{}-{number}", name.replace('.', "-"));
+        let program = self.root().join(program);
         let (compiler, standard) = match source.extension().and_then(|end| end.to_str()) {
             Some("c") => ("cc", "-std=c99"),
             _ => ("c++", "-std=c++17"),

@@ -1,11 +1,11 @@
 //! Dispatch and combine of a layer of experts, compared with a reference.
 
 use crate::common::{
-    Ranks, assert_says, delays, kill_self, kind, threads_that_end, threads_with, world,
+    Ranks, Stopwatch, assert_says, delays, kill_self, kind, threads_that_end, threads_with, world,
 };
 use crate::layer::{Buffers, Choices, GUARD_BYTE, Input, download, inputs};
 use std::sync::Barrier;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use warplink::collective::{CollectiveOptions, CollectivePath, Dispatched, ExpertOptions, Experts};
 use warplink::device::{Priority, Stream};
 use warplink::{Communicator, DType, DeviceKind, Error, ErrorKind};
@@ -219,7 +219,7 @@ fn failing(options: impl Fn(usize) -> ExpertOptions + Sync, told: &[(usize, usiz
         // The rank that is not concerned waits for the others until then.
         |config| config.timeout = Duration::from_secs(5),
         |comm| {
-            let started = Instant::now();
+            let started = Stopwatch::start();
             let result = dispatch_to_one(&comm, &options(comm.rank()));
             for (rank, peer, says) in told {
                 if *rank != comm.rank() {
@@ -254,7 +254,7 @@ fn a_rank_that_dies_ends_the_dispatch_of_the_others() {
         if comm.rank() == victim {
             kill_self();
         }
-        let started = Instant::now();
+        let started = Stopwatch::start();
         let error = dispatch_to_one_right(&comm, &options).unwrap_err();
         assert_eq!(
             (error.kind(), error.peer()),
