@@ -218,8 +218,7 @@ pub(crate) fn options(
     algorithm: Option<&str>,
     workspace_bytes: Option<usize>,
 ) -> PyResult<CollectiveOptions> {
-    let mut options = CollectiveOptions::default();
-    options.path = match path {
+    let path = match path {
         None => None,
         Some("direct") => Some(CollectivePath::Direct),
         Some("engine") => Some(CollectivePath::Engine),
@@ -229,10 +228,12 @@ pub(crate) fn options(
             )));
         }
     };
-    let algorithm = algorithm.map(str::parse).transpose();
-    options.algorithm = algorithm.map_err(raise)?;
-    if let Some(bytes) = workspace_bytes {
-        options.workspace_bytes = bytes;
-    }
-    Ok(options)
+    let algorithm = algorithm.map(str::parse).transpose().map_err(raise)?;
+    let default = CollectiveOptions::default();
+    Ok(CollectiveOptions {
+        workspace_bytes: workspace_bytes.unwrap_or(default.workspace_bytes),
+        algorithm,
+        path,
+        ..default
+    })
 }

@@ -137,9 +137,10 @@ impl fmt::Display for Choice {
     /// The explanation: a line for the decision and one for each lowering.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         // The engine is taken where it is almost as fast.
-        let rank = match self.is_fastest() {
-            true => "the fastest",
-            false => "without an exchange of handles, and almost as fast as the fastest",
+        let rank = if self.is_fastest() {
+            "the fastest"
+        } else {
+            "without an exchange of handles, and almost as fast as the fastest"
         };
         let why = match self.decision {
             Decision::Request => "as requested".to_owned(),

@@ -15,12 +15,15 @@ const MAX_KEPT: usize = 4096;
 /// Where words lie: whose memory, which, and from which byte.
 type Words = (Rank, Place, usize);
 
+/// What a step announces or expects.
+type Announced = (Actor, Vec<u32>);
+
 /// What ranks announced last, and where it differs from what was expected.
 #[derive(Debug, Default)]
 pub(super) struct Announcements {
-    last: BTreeMap<Words, (Actor, Vec<u32>)>,
-    /// The step that expects its own words, these, and who announced what instead.
-    differ: Vec<(Actor, Vec<u32>, Option<(Actor, Vec<u32>)>)>,
+    last: BTreeMap<Words, Announced>,
+    /// What a step expects, and what was announced instead.
+    differ: Vec<(Announced, Option<Announced>)>,
 }
 
 impl Run<'_> {
@@ -39,8 +42,10 @@ impl Run<'_> {
         let of_launch = there.filter(|(other, _)| other.launch == actor.launch);
         let same = of_launch.is_some_and(|(_, theirs)| theirs == values);
         if !same && self.announcements.differ.len() < MAX_KEPT {
-            let found = (actor, values.to_vec(), of_launch.cloned());
-            self.announcements.differ.push(found);
+            let expected = (actor, values.to_vec());
+            self.announcements
+                .differ
+                .push((expected, of_launch.cloned()));
         }
     }
 
@@ -56,7 +61,7 @@ pub(super) fn report(run: &Run<'_>, diagnostics: &mut Diagnostics<'_>) {
         let words: Vec<String> = values.iter().map(ToString::to_string).collect();
         words.join(", ")
     };
-    for (actor, values, other) in &run.announcements.differ {
+    for ((actor, values), other) in &run.announcements.differ {
         let mut places = vec![place(run, actor)];
         places.extend(other.iter().map(|(other, _)| place(run, other)));
         diagnostics.add(DiagnosticKind::Mismatch, places.clone(), |said| {
