@@ -1,5 +1,7 @@
 //! How a launch ends: by failures, by signals, and by the launcher's own death.
 
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
 #[allow(dead_code, reason = "shared with the tests of output")]
 mod common;
 

@@ -112,7 +112,12 @@ fn check(comm: &Communicator, program: &Program, parameters: &Parameters, n: i64
             let wrong = if allowed > 0.0 {
                 let found = decode(dtype, bytes);
                 let mut pairs = found.iter().zip(&values);
-                pairs.position(|(found, value)| !((found - value).abs() <= allowed * value))
+                pairs.position(|(found, value)| {
+                    (found - value)
+                        .abs()
+                        .partial_cmp(&(allowed * value))
+                        .is_none_or(|order| order.is_gt())
+                })
             } else {
                 let expected = spread(dtype, &values);
                 let mut pairs = bytes.chunks(size).zip(expected.chunks(size));
