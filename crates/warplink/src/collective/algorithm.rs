@@ -17,6 +17,8 @@ pub enum Algorithm {
     TwoShot,
     /// By chunks through memory behind signals: any length.
     Chunks,
+    /// From and to the memory of the calls, where all ranks reach it: any length. Until they do, by chunks.
+    Direct,
 }
 
 /// Which memory of a workspace an algorithm uses.
@@ -28,7 +30,7 @@ pub(super) enum Room {
 
 impl Algorithm {
     /// Every algorithm.
-    pub const ALL: [Self; 3] = [Self::OneShot, Self::TwoShot, Self::Chunks];
+    pub const ALL: [Self; 4] = [Self::OneShot, Self::TwoShot, Self::Chunks, Self::Direct];
 
     /// Its name in options and reports.
     pub const fn name(self) -> &'static str {
@@ -36,6 +38,7 @@ impl Algorithm {
             Self::OneShot => "one-shot",
             Self::TwoShot => "two-shot",
             Self::Chunks => "chunks",
+            Self::Direct => "direct",
         }
     }
 
@@ -43,7 +46,7 @@ impl Algorithm {
     pub(super) const fn room(self) -> Room {
         match self {
             Self::OneShot | Self::TwoShot => Room::Packets,
-            Self::Chunks => Room::Plain,
+            Self::Chunks | Self::Direct => Room::Plain,
         }
     }
 
@@ -55,7 +58,7 @@ impl Algorithm {
         };
         match self {
             Self::OneShot => each,
-            Self::TwoShot | Self::Chunks => 2 * each,
+            Self::TwoShot | Self::Chunks | Self::Direct => 2 * each,
         }
     }
 
@@ -82,7 +85,9 @@ impl FromStr for Algorithm {
         found.ok_or_else(|| {
             Error::new(
                 ErrorKind::Parse,
-                format!("unknown algorithm '{text}'; expected one-shot, two-shot or chunks"),
+                format!(
+                    "unknown algorithm '{text}'; expected one-shot, two-shot, chunks or direct"
+                ),
             )
         })
     }
@@ -114,7 +119,7 @@ impl Entry {
 
 macro_rules! programs {
     ($($kind:ident $algorithm:ident $file:literal),* $(,)?) => {
-        static PROGRAMS: [Entry; 18] = [$(
+        static PROGRAMS: [Entry; 26] = [$(
             Entry::new(
                 CollectiveKind::$kind,
                 Algorithm::$algorithm,
@@ -128,20 +133,28 @@ programs! {
     AllReduce OneShot "all_reduce_one_shot.wlp",
     AllReduce TwoShot "all_reduce_two_shot.wlp",
     AllReduce Chunks "all_reduce_chunks.wlp",
+    AllReduce Direct "all_reduce_chunks.wlp",
     AllGather OneShot "all_gather_packets.wlp",
     AllGather Chunks "all_gather_chunks.wlp",
+    AllGather Direct "all_gather_chunks.wlp",
     ReduceScatter OneShot "reduce_scatter_packets.wlp",
     ReduceScatter Chunks "reduce_scatter_chunks.wlp",
+    ReduceScatter Direct "reduce_scatter_chunks.wlp",
     AllToAll OneShot "all_to_all_packets.wlp",
     AllToAll Chunks "all_to_all_chunks.wlp",
+    AllToAll Direct "all_to_all_chunks.wlp",
     Broadcast OneShot "broadcast_packets.wlp",
     Broadcast Chunks "broadcast_chunks.wlp",
+    Broadcast Direct "broadcast_chunks.wlp",
     Reduce OneShot "reduce_packets.wlp",
     Reduce Chunks "reduce_chunks.wlp",
+    Reduce Direct "reduce_chunks.wlp",
     Gather OneShot "gather_packets.wlp",
     Gather Chunks "gather_chunks.wlp",
+    Gather Direct "gather_chunks.wlp",
     Scatter OneShot "scatter_packets.wlp",
     Scatter Chunks "scatter_chunks.wlp",
+    Scatter Direct "scatter_chunks.wlp",
     Barrier OneShot "barrier.wlp",
 }
 

@@ -13,6 +13,9 @@ const LANES: [usize; 2] = [1, 128];
 /// The least and the most threads of a lane.
 const THREADS: [usize; 2] = [128, 1024];
 
+/// Bytes of data that the announcements of a lane have room for in a workspace.
+const ANNOUNCEMENT_BYTES: usize = 512;
+
 /// Bytes of data in a packet.
 const PACKET_BYTES: usize = 8;
 
@@ -88,8 +91,11 @@ impl Machine {
         parameters.insert("room", room as i64);
         parameters.insert("lanes", choice.lanes as i64 + 1);
         parameters.insert("threads", choice.threads as i64);
-        if choice.algorithm == Algorithm::Chunks {
+        if choice.algorithm.room() == Room::Plain {
+            let direct = choice.algorithm == Algorithm::Direct;
             parameters.insert("chunks", choice.chunks as i64);
+            parameters.insert("announcers", self.announcers() as i64);
+            parameters.insert("direct", i64::from(direct));
         }
         if let Some(op) = call.op {
             parameters.insert("op", op);
@@ -110,8 +116,13 @@ impl Machine {
         match algorithm {
             Algorithm::OneShot => self.packet_room(call, rows) >= part(call.count, 1),
             Algorithm::TwoShot => self.packet_room(call, rows) >= part(call.count, self.world),
-            Algorithm::Chunks => true,
+            Algorithm::Chunks | Algorithm::Direct => true,
         }
+    }
+
+    /// How many lanes can announce where tensors lie.
+    fn announcers(&self) -> usize {
+        self.packet_bytes / ANNOUNCEMENT_BYTES
     }
 
     /// The elements of a row, where `rows` rows share the packets.
@@ -120,7 +131,7 @@ impl Machine {
     }
 
     /// The algorithm that is fastest by the model: packets up to what the link takes at once, of which in one
-    /// shot every rank sends as many as there are others, and chunks from there.
+    /// shot every rank sends as many as there are others, and from there directly, or by chunks.
     fn fastest(&self, call: &Call) -> Algorithm {
         let limit = self.kernels.packet_limit as usize;
         let others = (self.world - 1).max(1);
@@ -130,7 +141,11 @@ impl Machine {
         };
         let packets = [Algorithm::OneShot, Algorithm::TwoShot].into_iter();
         let mut packets = packets.filter(|one| self.fits(*one, call) && sent(*one) <= limit);
-        packets.next().unwrap_or(Algorithm::Chunks)
+        let large = [Algorithm::Direct, Algorithm::Chunks].into_iter();
+        let mut all = packets
+            .by_ref()
+            .chain(large.filter(|one| self.fits(*one, call)));
+        all.next().unwrap_or(Algorithm::Chunks)
     }
 
     fn packets(&self, algorithm: Algorithm, call: &Call) -> Choice {
@@ -156,7 +171,8 @@ impl Machine {
         let most = self.kernels.store_blocks.iter();
         let blocks = most.clone().find(|(limit, _)| bytes as u64 <= *limit);
         let blocks = blocks.or(most.last()).map_or(1, |(_, blocks)| *blocks);
-        let lanes = round_down((blocks as usize).clamp(LANES[0], LANES[1]));
+        let most = LANES[1].min(self.announcers()).max(LANES[0]);
+        let lanes = round_down((blocks as usize).clamp(LANES[0], most));
         let parts = match call.kind {
             CollectiveKind::AllReduce => part(call.count, self.world),
             _ => call.count,

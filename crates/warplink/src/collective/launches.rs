@@ -1,5 +1,6 @@
 //! The kernels of calls that were made before.
 
+use super::algorithm::Algorithm;
 use super::call::Call;
 use super::choice::{Choice, Machine};
 use crate::error::{Error, ErrorKind, Result};
@@ -68,6 +69,7 @@ pub(super) fn make(
     let program = rank_program(machine, rank, &shape.call, &choice)?;
     let mut section = section(&program)?;
     section.shared_tensors = shape.overlap == Overlap::Shared;
+    section.published = choice.algorithm == Algorithm::Direct;
     workspace.kernel(Arc::new(section), shape.aligned, Arc::new(Call::difference))
 }
 

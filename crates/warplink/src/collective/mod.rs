@@ -284,6 +284,18 @@ impl Collectives {
         self.0.machine.choose(&call)
     }
 
+    /// How many lanes of this rank's kernels have moved data from or to users' memory of the peers directly, where it
+    /// lies; 0 where the direct path does not serve. Blocks for as long as reading some bytes of the device takes.
+    ///
+    /// # Errors
+    /// The device's fault when it is raised.
+    pub fn direct_lanes(&self) -> Result<u64> {
+        match &self.0.path {
+            Served::Direct(direct) => direct.workspace.direct_lanes(),
+            Served::Engine(_) => Ok(0),
+        }
+    }
+
     /// The workspace of a rank, as it is mapped here; of this rank, its own. What it holds between calls is
     /// undefined, and it must not be written. `None` where the direct path does not serve.
     pub fn peer_buffer(&self, rank: Rank) -> Option<&DeviceSlice> {

@@ -1,11 +1,12 @@
 //! What ranks of one machine ask and tell one another about memory, as fixed records.
 
+use super::handle::HANDLE_BYTES;
 use crate::error::{Error, ErrorKind, Rank, Result};
 use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-/// Bytes of a request on the wire.
-pub(super) const REQUEST_BYTES: usize = size_of::<Record>();
+/// Bytes of a request on the wire at most: a record, and a handle behind it where something is published.
+pub(super) const MAX_REQUEST_BYTES: usize = size_of::<Record>() + HANDLE_BYTES;
 
 /// Bytes of the token that every request carries.
 pub(super) const TOKEN_BYTES: usize = 16;
@@ -28,6 +29,27 @@ pub(crate) enum Message {
     RegionReleased { region: u64, handles: u64 },
     /// Tells a peer that its signal slot will not be written any more.
     SlotReleased { slot: u64 },
+    /// Concerns an entry of a publication; its number is the receiver's.
+    Published {
+        publication: u64,
+        entry: u64,
+        notice: Notice,
+    },
+}
+
+/// What ranks tell one another of an allocation that its owner publishes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Notice {
+    /// The owner's handle of it.
+    Offer([u8; HANDLE_BYTES]),
+    /// To the owner: the peer reaches it.
+    Taken,
+    /// To the owner: the peer cannot map it.
+    Refused,
+    /// The owner's launches that use it are done, and nobody is to keep it.
+    Withdrawn,
+    /// To the owner: the peer has let go of it.
+    LetGo,
 }
 
 /// A message and its sender.
@@ -64,11 +86,41 @@ impl Message {
             } => (3, [generation, handles, 0]),
             Self::SlotReleased { slot } => (4, [slot, 0, 0]),
             Self::RegionReleased { region, handles } => (5, [region, handles, 0]),
+            Self::Published {
+                publication,
+                entry,
+                notice,
+            } => {
+                let kind = match notice {
+                    Notice::Offer(_) => 6,
+                    Notice::Taken => 7,
+                    Notice::Refused => 8,
+                    Notice::Withdrawn => 9,
+                    Notice::LetGo => 10,
+                };
+                (kind, [publication, entry, 0])
+            }
         }
     }
 
-    fn from_wire(kind: u32, [first, second, third]: [u64; 3]) -> Option<Self> {
+    fn from_wire(
+        kind: u32,
+        [first, second, third]: [u64; 3],
+        handle: Option<[u8; HANDLE_BYTES]>,
+    ) -> Option<Self> {
+        let published = |notice| Self::Published {
+            publication: first,
+            entry: second,
+            notice,
+        };
+        if let Some(handle) = handle {
+            return (kind == 6).then(|| published(Notice::Offer(handle)));
+        }
         Some(match kind {
+            7 => published(Notice::Taken),
+            8 => published(Notice::Refused),
+            9 => published(Notice::Withdrawn),
+            10 => published(Notice::LetGo),
             1 => Self::Piece {
                 allocation: first,
                 generation: second,
@@ -94,7 +146,7 @@ impl Message {
 
 impl Request {
     /// The request as it goes over the wire.
-    pub(super) fn encode(&self, token: &[u8; TOKEN_BYTES]) -> [u8; REQUEST_BYTES] {
+    pub(super) fn encode(&self, token: &[u8; TOKEN_BYTES]) -> Vec<u8> {
         let (kind, arguments) = self.message.to_wire();
         let record = Record {
             token: *token,
@@ -102,7 +154,15 @@ impl Request {
             from: (self.from as u32).into(),
             arguments: arguments.map(U64::new),
         };
-        zerocopy::transmute!(record)
+        let mut bytes = record.as_bytes().to_vec();
+        if let Message::Published {
+            notice: Notice::Offer(handle),
+            ..
+        } = self.message
+        {
+            bytes.extend_from_slice(&handle);
+        }
+        bytes
     }
 
     /// Reads a request that came over the wire.
@@ -112,12 +172,18 @@ impl Request {
     pub(super) fn decode(bytes: &[u8], token: &[u8; TOKEN_BYTES]) -> Result<Self> {
         let refuse =
             |what: String| Error::new(ErrorKind::Protocol, what).with_operation("read a request");
-        let record = Record::read_from_bytes(bytes).map_err(|_| {
+        let wrong_length = || {
             refuse(format!(
-                "the request has {} bytes; expected {REQUEST_BYTES}",
-                bytes.len()
+                "the request has {} bytes; expected {}, or {MAX_REQUEST_BYTES} with a handle",
+                bytes.len(),
+                size_of::<Record>()
             ))
-        })?;
+        };
+        let (record, rest) = Record::read_from_prefix(bytes).map_err(|_| wrong_length())?;
+        let handle = match rest {
+            [] => None,
+            rest => Some(<[u8; HANDLE_BYTES]>::try_from(rest).map_err(|_| wrong_length())?),
+        };
         // Compared as a whole, so that the time taken does not tell how much of it fits.
         let difference = record
             .token
@@ -130,8 +196,12 @@ impl Request {
             ));
         }
         let kind = record.kind.get();
-        let message = Message::from_wire(kind, record.arguments.map(U64::get))
-            .ok_or_else(|| refuse(format!("unknown kind of request {kind}; expected 1 to 5")))?;
+        let message = Message::from_wire(kind, record.arguments.map(U64::get), handle);
+        let message = message.ok_or_else(|| {
+            refuse(format!(
+                "unknown kind of request {kind}; expected 1 to 10, and 6 with a handle"
+            ))
+        })?;
         Ok(Self {
             from: record.from.get() as Rank,
             message,
@@ -167,6 +237,19 @@ mod tests {
                 handles: 1,
             },
         ];
+        let notices = [
+            Notice::Offer([7; HANDLE_BYTES]),
+            Notice::Taken,
+            Notice::Refused,
+            Notice::Withdrawn,
+            Notice::LetGo,
+        ];
+        let published = notices.map(|notice| Message::Published {
+            publication: 3,
+            entry: 1023,
+            notice,
+        });
+        let messages = messages.into_iter().chain(published);
         for message in messages {
             let request = Request { from: 3, message };
             assert_eq!(
@@ -185,10 +268,18 @@ mod tests {
         let wire = request.encode(&TOKEN);
         assert!(Request::decode(&wire[1..], &TOKEN).is_err());
         assert!(Request::decode(&wire, &[6; TOKEN_BYTES]).is_err());
-        let mut unknown = wire;
+        let mut unknown = wire.clone();
         unknown[TOKEN_BYTES] = 99;
         let error = Request::decode(&unknown, &TOKEN).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Protocol);
         assert!(error.to_string().contains("kind of request 99"), "{error}");
+        // A handle where none belongs, half a handle, and none where one does.
+        let mut longer = wire.clone();
+        longer.extend([0; HANDLE_BYTES]);
+        assert!(Request::decode(&longer, &TOKEN).is_err());
+        longer[TOKEN_BYTES] = 6;
+        assert!(Request::decode(&longer, &TOKEN).is_ok());
+        assert!(Request::decode(&longer[..wire.len() + 9], &TOKEN).is_err());
+        assert!(Request::decode(&longer[..wire.len()], &TOKEN).is_err());
     }
 }

@@ -23,13 +23,14 @@ mod message;
 mod notifier;
 mod opening;
 mod peers;
+mod publications;
 mod region;
 mod releaser;
 mod service;
 
 pub use handle::{HANDLE_BYTES, Handle, HandleKey};
 pub use limits::IdleMappings;
-pub(crate) use message::Message;
+pub(crate) use message::{Message, Notice};
 pub use region::{Region, RemoteRegion};
 
 use crate::deadline::Deadline;
@@ -43,6 +44,8 @@ use message::Request;
 use notifier::{Notifier, Outbox};
 use opening::process_identity;
 use peers::{PeerInfo, Peers};
+pub(crate) use publications::Heard;
+use publications::Publications;
 use region::Registration;
 use service::Service;
 use std::sync::{Arc, Mutex, OnceLock};
@@ -80,6 +83,7 @@ struct Shared {
     mappings: MappingCache<MappingKey, Mapped>,
     outbox: Outbox,
     slot_released: OnceLock<SlotReleasedHandler>,
+    publications: Publications,
     reclaimers: Mutex<Vec<Reclaimer>>,
 }
 
@@ -109,6 +113,7 @@ impl MemoryRegistry {
             }),
             outbox: outbox.clone(),
             slot_released: OnceLock::new(),
+            publications: Publications::default(),
             reclaimers: Mutex::default(),
         });
         let answering = Arc::downgrade(&shared);
@@ -171,6 +176,7 @@ impl MemoryRegistry {
     /// Lets go of everything that is kept for later, and asks peers to unmap what is only theirs.
     fn let_go_of_unused(&self) {
         let shared = &self.shared;
+        shared.publications.reclaim();
         lock(&shared.reclaimers)
             .iter()
             .for_each(|reclaim| reclaim());
@@ -298,13 +304,13 @@ impl MemoryRegistry {
     /// [`ErrorKind::InvalidHandle`] where the handle is truncated, altered or not `peer`'s, or its
     /// region is gone; what the device says where it cannot be opened.
     pub(crate) fn open_handle(&self, peer: Rank, wire: &[u8]) -> Result<RemoteRegion> {
-        let handle = self.decode(peer, wire)?;
         let shared = &self.shared;
+        let handle = shared.decode(peer, wire)?;
         let key = (peer, handle.allocation);
         let lease = shared
             .mappings
             .open(key, handle.generation, || opening::open(shared, &handle))
-            .inspect_err(|_| self.release_handle(&handle))?;
+            .inspect_err(|_| shared.release_handle(&handle))?;
         let whole = RemoteBacking::slice(shared, &handle, lease);
         let (start, bytes) = (handle.offset as usize, handle.bytes as usize);
         Ok(RemoteRegion {
@@ -315,45 +321,7 @@ impl MemoryRegistry {
 
     /// Gives back a handle that will not be opened.
     pub(crate) fn decline_handle(&self, peer: Rank, wire: &[u8]) {
-        match self.decode(peer, wire) {
-            Ok(handle) => self.release_handle(&handle),
-            Err(error) => {
-                tracing::warn!(%error, "a handle that cannot be read cannot be given back")
-            }
-        }
-    }
-
-    fn release_handle(&self, handle: &Handle) {
-        let message = Message::HandlesReleased {
-            generation: handle.generation,
-            handles: 1,
-        };
-        self.tell(handle.owner, message);
-        if handle.region != 0 {
-            let message = Message::RegionReleased {
-                region: handle.region,
-                handles: 1,
-            };
-            self.tell(handle.owner, message);
-        }
-    }
-
-    fn decode(&self, peer: Rank, wire: &[u8]) -> Result<Handle> {
-        let shared = &self.shared;
-        let handle = Handle::decode(wire, &shared.key)
-            .map_err(|error| error.with_rank(shared.rank).with_peer(peer))?;
-        let kind = shared.device.kind();
-        if handle.owner != peer || handle.kind != kind {
-            let what = format!(
-                "the handle is of rank {} on device {}; expected rank {peer} on device {kind}",
-                handle.owner, handle.kind
-            );
-            return Err(Error::new(ErrorKind::InvalidHandle, what)
-                .with_operation("read a handle")
-                .with_rank(shared.rank)
-                .with_peer(peer));
-        }
-        Ok(handle)
+        self.shared.decline(peer, wire);
     }
 
     /// Whether `peer` runs on this machine, where its memory can be mapped.
@@ -371,6 +339,22 @@ impl MemoryRegistry {
         if self.shared.slot_released.set(Box::new(handler)).is_err() {
             tracing::error!("two handlers for released signal slots");
         }
+    }
+
+    /// A new publication of this rank, by which `listener` is told what peers say of entries of it and of theirs, and
+    /// before an allocation finds no memory. The number under which peers reach it.
+    pub(crate) fn listen(&self, listener: impl Fn(Heard) + Send + Sync + 'static) -> u64 {
+        self.shared.publications.add(Arc::new(listener))
+    }
+
+    /// Ends a publication: what peers say of it from now on is not heard.
+    pub(crate) fn stop_listening(&self, publication: u64) {
+        self.shared.publications.remove(publication);
+    }
+
+    /// Whether `peer` is a thread of this process, in which a mapping is the memory itself.
+    pub(crate) fn is_in_process(&self, peer: Rank) -> Result<bool> {
+        self.shared.peers()?.is_in_process(peer)
     }
 
     /// A rank died or left: what it maps is not waited for any more.
@@ -420,6 +404,48 @@ impl Shared {
                 "peers are asked before their information was gathered",
             )
         })
+    }
+
+    /// Gives back a handle that will not be opened.
+    fn decline(&self, peer: Rank, wire: &[u8]) {
+        match self.decode(peer, wire) {
+            Ok(handle) => self.release_handle(&handle),
+            Err(error) => {
+                tracing::warn!(%error, "a handle that cannot be read cannot be given back")
+            }
+        }
+    }
+
+    fn release_handle(&self, handle: &Handle) {
+        let message = Message::HandlesReleased {
+            generation: handle.generation,
+            handles: 1,
+        };
+        self.outbox.tell(handle.owner, message);
+        if handle.region != 0 {
+            let message = Message::RegionReleased {
+                region: handle.region,
+                handles: 1,
+            };
+            self.outbox.tell(handle.owner, message);
+        }
+    }
+
+    fn decode(&self, peer: Rank, wire: &[u8]) -> Result<Handle> {
+        let handle = Handle::decode(wire, &self.key)
+            .map_err(|error| error.with_rank(self.rank).with_peer(peer))?;
+        let kind = self.device.kind();
+        if handle.owner != peer || handle.kind != kind {
+            let what = format!(
+                "the handle is of rank {} on device {}; expected rank {peer} on device {kind}",
+                handle.owner, handle.kind
+            );
+            return Err(Error::new(ErrorKind::InvalidHandle, what)
+                .with_operation("read a handle")
+                .with_rank(self.rank)
+                .with_peer(peer));
+        }
+        Ok(handle)
     }
 
     fn forget_peer(&self, peer: Rank) {
@@ -489,6 +515,22 @@ impl Shared {
             Message::SlotReleased { slot } => {
                 if let Some(handler) = self.slot_released.get() {
                     handler(from, slot);
+                }
+            }
+            Message::Published {
+                publication,
+                entry,
+                notice,
+            } => {
+                let heard = Heard::Notice {
+                    from,
+                    entry,
+                    notice,
+                };
+                if !self.publications.tell(publication, heard)
+                    && let Notice::Offer(handle) = notice
+                {
+                    self.decline(from, &handle);
                 }
             }
         }

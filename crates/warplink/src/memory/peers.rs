@@ -102,6 +102,11 @@ impl Peers {
         Ok(self.info(peer)?.place() == self.own_place)
     }
 
+    /// Whether `peer` is a thread of this process.
+    pub(super) fn is_in_process(&self, peer: Rank) -> Result<bool> {
+        Ok(self.info(peer)?.process == super::opening::process_identity())
+    }
+
     /// Fails unless `peer` runs on this machine.
     pub(super) fn check_same_host(&self, peer: Rank) -> Result<()> {
         if self.is_near(peer)? {

@@ -52,6 +52,13 @@ impl Region {
         &self.slice
     }
 
+    /// Whether anybody but this region, without clones, holds the memory as it was registered. `others` say how many
+    /// slices of it are known of.
+    pub(crate) fn is_held_elsewhere(&self, others: usize) -> bool {
+        // Of the region itself, and of its registration.
+        Arc::strong_count(self.slice.backing()) > 2 + others
+    }
+
     /// Length in bytes.
     pub fn bytes(&self) -> usize {
         self.slice.bytes()

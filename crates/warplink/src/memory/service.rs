@@ -8,7 +8,7 @@
 //! the same user, and one thread waits for the requests of all connections at a time: one that is
 //! silent holds up nobody.
 
-use super::message::{REQUEST_BYTES, Request, TOKEN_BYTES};
+use super::message::{MAX_REQUEST_BYTES, Request, TOKEN_BYTES};
 use crate::device::Piece;
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::lock;
@@ -276,7 +276,7 @@ fn is_same_user(connection: &OwnedFd) -> bool {
 }
 
 fn answer(connection: &OwnedFd, token: &[u8; TOKEN_BYTES], handler: &Handler) -> Result<()> {
-    let mut bytes = [0; REQUEST_BYTES];
+    let mut bytes = [0; MAX_REQUEST_BYTES];
     let (got, _) = rustix::net::recv(connection, &mut bytes[..], RecvFlags::empty())
         .map_err(io("read a request"))?;
     let request = Request::decode(&bytes[..got], token)?;

@@ -78,6 +78,8 @@ pub enum Condition {
     Compare(Comparison, Expr, Expr),
     /// `given(bias)`: whether the caller binds an optional tensor.
     Given(String),
+    /// `reachable(X)`: in a kernel, whether all ranks reach the tensor that they have announced, on each of them.
+    Reachable(String),
     /// `not a`.
     Not(Box<Condition>),
     /// `a and b`; `b` is not evaluated where `a` fails.
@@ -265,6 +267,11 @@ impl Comparison {
     }
 }
 
+/// The name under which [`Condition::Reachable`] is looked up.
+pub(crate) fn reachable(tensor: &str) -> String {
+    format!("reachable({tensor})")
+}
+
 impl Condition {
     /// Whether it holds, with `lookup` giving the values of names.
     ///
@@ -288,6 +295,10 @@ impl Condition {
                 let name = format!("given({tensor})");
                 lookup(&name).ok_or(EvaluationError::Unknown(name))? != 0
             }
+            Self::Reachable(tensor) => {
+                let name = reachable(tensor);
+                lookup(&name).ok_or(EvaluationError::Unknown(name))? != 0
+            }
             Self::Not(a) => !a.evaluate_within(lookup, left)?,
             Self::And(a, b) => {
                 a.evaluate_within(lookup, left)? && b.evaluate_within(lookup, left)?
@@ -302,7 +313,7 @@ impl Condition {
     pub fn terms(&self) -> usize {
         match self {
             Self::Compare(_, a, b) => 1 + a.terms() + b.terms(),
-            Self::Given(_) => 1,
+            Self::Given(_) | Self::Reachable(_) => 1,
             Self::Not(a) => 1 + a.terms(),
             Self::And(a, b) | Self::Or(a, b) => 1 + a.terms() + b.terms(),
         }
@@ -311,7 +322,7 @@ impl Condition {
     /// How deep it is nested, without the expressions that it compares.
     pub fn depth(&self) -> usize {
         match self {
-            Self::Compare(..) | Self::Given(_) => 1,
+            Self::Compare(..) | Self::Given(_) | Self::Reachable(_) => 1,
             Self::Not(a) => 1 + a.depth(),
             Self::And(a, b) | Self::Or(a, b) => 1 + a.depth().max(b.depth()),
         }

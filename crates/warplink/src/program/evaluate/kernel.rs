@@ -135,16 +135,29 @@ impl Workspace {
                 *there -= u64::from(any);
                 return any;
             }
-            LaneStepKind::Announce { values, target } => {
-                let values: Vec<Value> = values
+            LaneStepKind::Announce {
+                values,
+                tensors,
+                target,
+            } => {
+                let words = LaneStepKind::announced_words(values, tensors);
+                let mut values: Vec<Value> = values
                     .iter()
                     .map(|value| Value::exact(f64::from(*value as i32)))
                     .collect();
+                // All tensors are known here.
+                values.resize(words, Value::exact(0.0));
                 self.write(memory, &launch[target.rank], target, &values);
                 return true;
             }
-            LaneStepKind::Agree { values, source, .. } => {
-                let there = self.read(memory, &launch[source.rank], source, values.len());
+            LaneStepKind::Agree {
+                values,
+                tensors,
+                source,
+                ..
+            } => {
+                let words = LaneStepKind::announced_words(values, tensors);
+                let there = self.read(memory, &launch[source.rank], source, words);
                 return there.is_some();
             }
             LaneStepKind::Move {

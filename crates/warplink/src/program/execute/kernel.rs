@@ -8,7 +8,7 @@ use super::context::RankContext;
 use super::lane::{LaneInput, run_lane, tell_difference};
 use super::lane_times::LaneTimes;
 use super::memory::{PlanMemory, TensorMemory};
-use super::reach::{EPOCH_BYTES, Reach, VERDICT_BYTES};
+use super::reach::Reach;
 use crate::device::{
     AllocationKind, Argument, Device, DeviceSlice, Kernel, KernelResources, Launch, ModuleSource,
     Priority, Stream,
@@ -135,7 +135,7 @@ impl KernelMemory {
         )?;
         // Two words at least, for devices that take closures.
         let lanes = lanes.max(2);
-        let bytes = EPOCH_BYTES * lanes + VERDICT_BYTES * context.world();
+        let bytes = Reach::state_bytes(lanes, context.world());
         let state = context.device.allocate(bytes, AllocationKind::Plain)?;
         // Nobody else uses it yet, and all ranks wait for one another before a plan runs.
         let stream = context.device.create_stream(Priority::Normal)?;
@@ -313,6 +313,7 @@ impl BoundKernels {
                     section: &lanes,
                     reach: &reach,
                     tensors: &[],
+                    published: None,
                     tell: &tell_difference,
                     times: clock.as_ref(),
                 };

@@ -1,14 +1,40 @@
 //! A lane of a kernel section, run by a device that takes closures for kernels.
 
 use super::lane_times::LaneClock;
+use super::publication::Tables;
 use super::reach::Reach;
 use crate::device::{Block, DeviceSlice, ReduceOp, combine};
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::program::section::{
-    LaneStep, LaneStepKind, Packing, Part, SectionInstance, SectionMemory,
+    LaneStep, LaneStepKind, Packing, Part, SectionInstance, SectionMemory, SectionTensor,
 };
 use std::ops::Range;
+
+/// Bits of the offset in what is told of a tensor. Must match the kernels.
+const OFFSET_BITS: u32 = 48;
+
+/// Where an announced tensor lies.
+struct Located {
+    tensor: usize,
+    /// What this rank tells of it.
+    own: Option<u64>,
+    /// Where it starts on peers that have told.
+    at: Vec<(Rank, DeviceSlice)>,
+    /// Whether any rank does not reach it on all others.
+    missing: bool,
+}
+
+impl Located {
+    const fn new(tensor: usize) -> Self {
+        Self {
+            tensor,
+            own: None,
+            at: Vec::new(),
+            missing: false,
+        }
+    }
+}
 
 /// Where an operand lies.
 struct Operand {
@@ -26,9 +52,19 @@ pub(super) struct LaneInput<'a> {
     pub(super) reach: &'a Reach,
     /// The own tensors of this launch, by number; those that are not here are in the reach.
     pub(super) tensors: &'a [DeviceSlice],
+    /// How tensors that are announced are found; none where they are in the reach.
+    pub(super) published: Option<Published<'a>>,
     pub(super) tell: &'a TellDifference,
     /// Where it stores when its steps start, for a trace.
     pub(super) times: Option<&'a LaneClock>,
+}
+
+/// What finds the tensors that ranks announce.
+#[derive(Clone, Copy)]
+pub(super) struct Published<'a> {
+    pub(super) tables: &'a Tables,
+    /// For each tensor that is announced, the number of its allocation, and from which byte of it.
+    pub(super) places: &'a [u64],
 }
 
 /// Runs the lane that `block` is.
@@ -37,23 +73,34 @@ pub(super) fn run_lane(block: &Block<'_>, input: LaneInput<'_>) -> Result<()> {
     let (epoch_word, ended_word) = (reach.state.word(0)?, reach.state.word(8)?);
     let epoch = block.value(&epoch_word);
     let lane = block.index() as usize;
-    let run = Lane {
+    let announced = section.announced().into_iter();
+    let mut run = Lane {
         block,
         input,
         section,
         reach,
         lane,
         epoch,
+        located: announced.map(Located::new).collect(),
     };
     let mut times = input.times.map(|clock| clock.start(lane, epoch));
-    for step in section.steps(lane, epoch)? {
+    let mut steps = section.steps(lane, epoch)?;
+    let mut missing = 0;
+    let mut next = 0;
+    while let Some(step) = steps.get(next) {
         if let Some(times) = &mut times {
             times.step(&step.site);
         }
         block.pause()?;
-        run.perform(&step).map_err(|error| {
+        run.perform(step).map_err(|error| {
             error.with_operation(format!("kernel of rank {}, {}", section.rank, step.site))
         })?;
+        next += 1;
+        // What was done so far does not depend on it.
+        if run.missing() != missing {
+            missing = run.missing();
+            steps = section.steps_where(lane, epoch, &|tensor| run.is_reachable(tensor))?;
+        }
     }
     if let Some(times) = times {
         let (memory, bytes) = times.finish()?;
@@ -74,10 +121,11 @@ struct Lane<'a> {
     reach: &'a Reach,
     lane: usize,
     epoch: u64,
+    located: Vec<Located>,
 }
 
 impl Lane<'_> {
-    fn perform(&self, step: &LaneStep) -> Result<()> {
+    fn perform(&mut self, step: &LaneStep) -> Result<()> {
         let (rank, world) = (self.section.rank, self.section.world);
         let (operator, dtype, elements, targets, sources) = match &step.kind {
             LaneStepKind::Signal { peer, lane } => {
@@ -88,17 +136,17 @@ impl Lane<'_> {
                 let signals = self.block.signals_at(&self.reach.signals[rank]);
                 return signals.wait(self.lane * world + peer);
             }
-            LaneStepKind::Announce { values, target } => {
-                let Operand { memory, packing } = self.operand(target, &(0..values.len()))?;
-                let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
-                let flag = self.flag(packing);
-                return self.block.store_packets(&memory, &bytes, flag, false);
-            }
+            LaneStepKind::Announce {
+                values,
+                tensors,
+                target,
+            } => return self.announce(values, tensors, target),
             LaneStepKind::Agree {
                 values,
+                tensors,
                 peer,
                 source,
-            } => return self.agree(values, *peer, source),
+            } => return self.agree(values, tensors, *peer, source),
             LaneStepKind::Move {
                 operator,
                 dtype,
@@ -121,20 +169,56 @@ impl Lane<'_> {
         Ok(())
     }
 
-    /// Waits for what a peer announces, and fails where it is anything else than `values`.
-    fn agree(&self, values: &[u32], peer: Rank, source: &Part) -> Result<()> {
-        let Operand { memory, packing } = self.operand(source, &(0..values.len()))?;
-        let (bytes, flag) = (4 * values.len(), self.flag(packing));
+    /// Tells a peer what this rank announces.
+    fn announce(&mut self, values: &[u32], tensors: &[usize], target: &Part) -> Result<()> {
+        let words = LaneStepKind::announced_words(values, tensors);
+        let mut announced = values.to_vec();
+        announced.resize(words - 2 * tensors.len(), 0);
+        for tensor in tensors {
+            let own = self.locate(*tensor)?;
+            announced.extend([own as u32, (own >> 32) as u32]);
+        }
+        let Operand { memory, packing } = self.operand(target, &(0..words))?;
+        let bytes: Vec<u8> = announced.iter().flat_map(|v| v.to_le_bytes()).collect();
+        let flag = self.flag(packing);
+        self.block.store_packets(&memory, &bytes, flag, false)
+    }
+
+    /// Waits for what a peer announces, and fails where it is anything else than `values`; notes where its `tensors`
+    /// are.
+    fn agree(
+        &mut self,
+        values: &[u32],
+        tensors: &[usize],
+        peer: Rank,
+        source: &Part,
+    ) -> Result<()> {
+        let words = LaneStepKind::announced_words(values, tensors);
+        let Operand { memory, packing } = self.operand(source, &(0..words))?;
+        let (bytes, flag) = (4 * words, self.flag(packing));
         let came = self.block.load_packets(&memory, bytes, flag, false)?;
         let theirs: Vec<u32> = came
             .chunks_exact(4)
             .map(|word| u32::from_le_bytes([word[0], word[1], word[2], word[3]]))
             .collect();
+        let (theirs, places) = theirs.split_at(words - 2 * tensors.len());
+        let theirs = &theirs[..values.len()];
         if theirs == values {
+            let places = places.chunks_exact(2);
+            for (tensor, told) in tensors.iter().zip(places) {
+                let told = u64::from(told[1]) << 32 | u64::from(told[0]);
+                self.note(*tensor, peer, told)?;
+            }
+            let last = (self.section.rank + self.section.world - 1) % self.section.world;
+            let all = || tensors.iter().all(|tensor| self.is_reachable(*tensor));
+            if self.input.published.is_some() && !tensors.is_empty() && peer == last && all() {
+                let offset = Reach::direct_offset(self.reach.lanes, self.section.world);
+                self.block.increment(&self.reach.state.word(offset)?);
+            }
             return Ok(());
         }
         Err(
-            Error::new(ErrorKind::Mismatch, (self.input.tell)(values, &theirs))
+            Error::new(ErrorKind::Mismatch, (self.input.tell)(values, theirs))
                 .with_rank(self.section.rank)
                 .with_peer(peer)
                 .with_help("make the same calls in the same order on every rank"),
@@ -196,6 +280,77 @@ impl Lane<'_> {
         }
     }
 
+    /// What this rank tells of its tensor, looked up once.
+    fn locate(&mut self, tensor: usize) -> Result<u64> {
+        let (rank, published) = (self.section.rank, self.input.published);
+        let number = self.located.iter().position(|it| it.tensor == tensor);
+        let (Some(number), Some(published)) = (number, published) else {
+            return Ok(0);
+        };
+        if let Some(own) = self.located[number].own {
+            return Ok(own);
+        }
+        let place = published.places.get(2 * number..2 * number + 2);
+        let &[entry, start] = place.ok_or_else(|| internal("a launch says no place"))? else {
+            return Err(internal("a launch says no place"));
+        };
+        let SectionTensor { offset, dtype, .. } = &self.section.tensors[tensor];
+        let SectionMemory::Tensor(id) = self.section.tensors[tensor].memory else {
+            return Err(internal("scratch is announced"));
+        };
+        let slice = self.input.tensors.get(id);
+        let slice = slice.ok_or_else(|| internal("an operand is not mapped"))?;
+        let address = slice.address() + (offset * dtype.size()) as u64;
+        let allocation = published.tables.get(rank, entry);
+        // As it is for kernels, which access whole units.
+        let known = allocation.is_some_and(|known| known.address() + start == address);
+        let own = if known && address.is_multiple_of(16) {
+            (entry + 1) << OFFSET_BITS | start
+        } else {
+            0
+        };
+        let located = &mut self.located[number];
+        located.own = Some(own);
+        located.missing |= own == 0;
+        Ok(own)
+    }
+
+    /// Notes what a peer tells of its tensor.
+    fn note(&mut self, tensor: usize, peer: Rank, told: u64) -> Result<()> {
+        let located = self.located.iter_mut().find(|it| it.tensor == tensor);
+        let (Some(located), Some(published)) = (located, self.input.published) else {
+            return Ok(());
+        };
+        if told == 0 {
+            located.missing = true;
+            return Ok(());
+        }
+        let (entry, start) = ((told >> OFFSET_BITS) - 1, told & ((1 << OFFSET_BITS) - 1));
+        let allocation = published.tables.get(peer, entry);
+        let allocation =
+            allocation.ok_or_else(|| internal("a peer tells of memory that is not mapped"))?;
+        let all = start as usize..allocation.bytes();
+        located.at.push((peer, allocation.slice(all)?));
+        Ok(())
+    }
+
+    /// How many announced tensors are known not to be reachable.
+    fn missing(&self) -> usize {
+        self.located.iter().filter(|it| it.missing).count()
+    }
+
+    fn is_reachable(&self, tensor: usize) -> bool {
+        let mut located = self.located.iter();
+        located.all(|it| it.tensor != tensor || !it.missing)
+    }
+
+    /// A peer's tensor, as it has announced it.
+    fn heard(&self, part: &Part) -> Option<&DeviceSlice> {
+        let located = self.located.iter().find(|it| it.tensor == part.tensor)?;
+        let (_, slice) = located.at.iter().find(|(rank, _)| *rank == part.rank)?;
+        Some(slice)
+    }
+
     fn operand(&self, part: &Part, piece: &Range<usize>) -> Result<Operand> {
         let tensor = &self.section.tensors[part.tensor];
         let from = tensor.offset + part.offset + piece.start;
@@ -204,6 +359,13 @@ impl Lane<'_> {
         match tensor.memory {
             SectionMemory::Tensor(id) => {
                 let size = tensor.dtype.size();
+                if let Some(slice) = self.heard(part) {
+                    let from = from - tensor.offset;
+                    return Ok(Operand {
+                        memory: slice.slice(from * size..(from + elements) * size)?,
+                        packing: Packing::Plain,
+                    });
+                }
                 let own = (part.rank == self.section.rank).then(|| self.input.tensors.get(id));
                 let bound = || self.reach.tensors[part.rank].get(&id);
                 let slice = own.flatten().or_else(bound).ok_or_else(missing)?;

@@ -23,6 +23,7 @@ mod matmuls;
 mod memory;
 mod plan;
 mod pool;
+mod publication;
 mod reach;
 mod replaced;
 mod resolve;

@@ -12,7 +12,13 @@ use std::collections::BTreeMap;
 pub(super) const EPOCH_BYTES: usize = 8;
 
 /// Bytes of a verdict on a peer's announcement. Must match `agree` of the kernels.
-pub(super) const VERDICT_BYTES: usize = 32;
+pub(super) const VERDICT_BYTES: usize = VERDICT_WORDS_BYTES + 8;
+
+/// Bytes of an announcement in a verdict. Must match it too.
+pub(super) const VERDICT_WORDS_BYTES: usize = 32;
+
+/// Bytes of the count of lanes that found all announced tensors reachable; it comes behind the verdicts.
+pub(super) const DIRECT_BYTES: usize = 8;
 
 /// What kernels reach: memory of all ranks, as it is mapped here.
 #[derive(Debug)]
@@ -29,6 +35,16 @@ pub(super) struct Reach {
 }
 
 impl Reach {
+    /// Bytes of the state for `lanes` lanes and `world` ranks.
+    pub(super) const fn state_bytes(lanes: usize, world: usize) -> usize {
+        Self::direct_offset(lanes, world) + DIRECT_BYTES
+    }
+
+    /// Where the count of lanes is that found all announced tensors reachable.
+    pub(super) const fn direct_offset(lanes: usize, world: usize) -> usize {
+        EPOCH_BYTES * lanes + VERDICT_BYTES * world
+    }
+
     /// What a launch of a section is bound to.
     pub(super) fn addresses(&self, section: &SectionInstance) -> Addresses {
         let tensors = section.tensors.iter().map(|tensor| {
@@ -42,6 +58,7 @@ impl Reach {
             signals: self.signals.iter().map(DeviceSlice::address).collect(),
             epochs: self.state.address(),
             lanes: self.lanes as u64,
+            tables: 0,
         }
     }
 

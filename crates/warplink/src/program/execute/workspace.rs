@@ -1,14 +1,16 @@
 //! A workspace that kernels of many programs share, and kernels that are launched on other memory each time.
 //!
 //! A plan has a workspace of its own, and its memory is bound once. Here, ranks exchange handles once, for
-//! the workspace alone; the kernels access nothing else of their peers. So a kernel is made, and launched on any
-//! memory of this rank, without asking any other. [`verify_sharing`](crate::program::verify::verify_sharing)
+//! the workspace alone; of their peers, kernels access that, and tensors in allocations that were published
+//! ([`publication`](super::publication)). So a kernel is made, and launched on any memory of this rank, without asking
+//! any other. [`verify_sharing`](crate::program::verify::verify_sharing)
 //! looks at programs that are to share a workspace.
 
 use super::context::RankContext;
 use super::kernel::{BoundKernels, KernelMemory};
-use super::lane::{LaneInput, TellDifference, run_lane};
-use super::reach::{EPOCH_BYTES, VERDICT_BYTES};
+use super::lane::{LaneInput, Published, TellDifference, run_lane};
+use super::publication::Publication;
+use super::reach::{DIRECT_BYTES, EPOCH_BYTES, Reach, VERDICT_BYTES, VERDICT_WORDS_BYTES};
 use crate::device::{Argument, Device, DeviceSlice, Fault, Kernel, Launch, ModuleSource, Stream};
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::program::rank_program::TensorId;
@@ -19,14 +21,12 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 
-/// Bytes of an announcement in a verdict.
-const VERDICT_WORDS_BYTES: usize = 24;
-
 /// Memory, signals and an epoch of a group of ranks, for kernels that are launched in the same order on all.
 #[derive(Debug)]
 pub(crate) struct SharedWorkspace {
     device: Arc<dyn Device>,
     kernels: BoundKernels,
+    publication: Arc<Publication>,
     /// Raised where ranks call different things, to end what waits for them.
     fault: Arc<Fault>,
     rank: Rank,
@@ -41,6 +41,9 @@ pub(crate) struct SharedKernel {
     words: Vec<u64>,
     /// Which word is the address of which tensor, and from which byte of it.
     addresses: Vec<(usize, TensorId, u64)>,
+    /// From which word on is said where which tensor lies that is announced, and from which byte of it.
+    places: Vec<(usize, TensorId, u64)>,
+    publication: Arc<Publication>,
     signals: Argument,
 }
 
@@ -55,9 +58,11 @@ impl SharedWorkspace {
         let memory = KernelMemory::allocate(context, layout, lanes, Vec::new());
         let memory = context.agree_on(memory)?;
         let kernels = context.agree_on(memory.exchange(context, BTreeMap::new()))?;
+        let publication = context.agree_on(Publication::join(context))?;
         Ok(Self {
             device: context.device.clone(),
             kernels,
+            publication: Arc::new(publication),
             fault: context.fault.clone(),
             rank: context.rank(),
             world: context.world(),
@@ -96,6 +101,8 @@ impl SharedWorkspace {
     ) -> Result<SharedKernel> {
         let reach = self.kernels.reach.clone();
         let mut bound = reach.addresses(&section);
+        let tables = self.publication.tables().clone();
+        bound.tables = tables.address();
         let mut addresses = Vec::new();
         for (number, tensor) in section.tensors.iter().enumerate() {
             let SectionMemory::Tensor(id) = tensor.memory else {
@@ -106,6 +113,22 @@ impl SharedWorkspace {
             // Stands for an address of which nothing else is known.
             bound.tensors[number][self.rank] = if aligned { 16 + offset } else { 1 };
         }
+        let first_place = bound.first_place(&section);
+        let announced = if section.published {
+            section.announced()
+        } else {
+            Vec::new()
+        };
+        let places = announced.iter().enumerate();
+        let places = places.filter_map(|(number, tensor)| {
+            let own = |(_, id, offset): &(usize, TensorId, u64)| {
+                let memory = SectionMemory::Tensor(*id);
+                (section.tensors[*tensor].memory == memory).then_some((*id, *offset))
+            };
+            let (id, offset) = addresses.iter().find_map(own)?;
+            Some((first_place + 2 * number, id, offset))
+        });
+        let places = places.collect();
         let fault = self.fault.clone();
         let (lanes, written, bases) = (section.clone(), section.clone(), bound.clone());
         let source = ModuleSource::new("kernel section")
@@ -115,6 +138,10 @@ impl SharedWorkspace {
                     section: &lanes,
                     reach: &reach,
                     tensors: block.memory(2)?,
+                    published: lanes.published.then_some(Published {
+                        tables: &tables,
+                        places: block.words(0)?.get(first_place..).unwrap_or(&[]),
+                    }),
                     tell: &*tell,
                     times: None,
                 };
@@ -136,8 +163,21 @@ impl SharedWorkspace {
             launch,
             words: bound.words(&section).to_vec(),
             addresses,
+            places,
+            publication: self.publication.clone(),
             signals: Argument::Slice(own.clone()),
         })
+    }
+
+    /// How many lanes of launches so far have found all that was announced reachable. Blocks for as long as reading
+    /// some bytes of the device takes.
+    pub(crate) fn direct_lanes(&self) -> Result<u64> {
+        let reach = &self.kernels.reach;
+        let from = Reach::direct_offset(reach.lanes, self.world);
+        let mut count = [0; DIRECT_BYTES];
+        let memory = reach.state.slice(from..from + DIRECT_BYTES)?;
+        self.device.download(&memory, &mut count)?;
+        Ok(u64::from_le_bytes(count))
     }
 
     /// The ranks that have not announced themselves in the launch that this rank is in; none where it is in
@@ -199,13 +239,25 @@ impl SharedWorkspace {
 }
 
 impl SharedKernel {
-    /// Enqueues a launch on `tensors`, by their numbers in the program. Does not block.
-    pub(crate) fn enqueue(&self, stream: &Stream, tensors: &Arc<[DeviceSlice]>) -> Result<()> {
+    /// Enqueues a launch on `tensors`, by their numbers in the program; peers may access them if `reachable`. Does not
+    /// block.
+    pub(crate) fn enqueue(
+        &self,
+        stream: &Stream,
+        tensors: &Arc<[DeviceSlice]>,
+        reachable: bool,
+    ) -> Result<()> {
         let mut words: Arc<[u64]> = Arc::from(&*self.words);
         if let Some(words) = Arc::get_mut(&mut words) {
             for (word, id, offset) in &self.addresses {
                 let tensor = tensors.get(*id).ok_or_else(missing)?;
                 words[*word] = tensor.address() + offset;
+            }
+            for (word, id, offset) in self.places.iter().filter(|_| reachable) {
+                let tensor = tensors.get(*id).ok_or_else(missing)?;
+                let (number, start) = self.publication.place(tensor, stream);
+                words[*word] = number;
+                words[*word + 1] = start + offset;
             }
         }
         let arguments = [

@@ -3,6 +3,7 @@
 use super::compile;
 use super::ir::Section;
 use super::layout::{ScratchId, ScratchInstance};
+use super::names::FreeNames;
 use crate::device::ReduceOp;
 use crate::dtype::DType;
 use crate::error::{Rank, Result};
@@ -39,6 +40,9 @@ pub struct SectionInstance {
     pub period: u64,
     /// Whether tensors of the program may be the same memory, as where a launch works in place.
     pub shared_tensors: bool,
+    /// Whether tensors that are announced are found by what their owners have published, and not where an exchange
+    /// before the launch has found them.
+    pub published: bool,
     /// Whether its kernel is to be that of instances with other sizes, too, where some that are equal here differ.
     pub sizes_vary: bool,
     /// Where it stands.
@@ -94,6 +98,12 @@ impl SectionInstance {
         self.tensors
             .binary_search_by(|tensor| tensor.name.as_str().cmp(name))
             .ok()
+    }
+
+    /// The indices of the tensors that its lanes announce.
+    pub(crate) fn announced(&self) -> Vec<usize> {
+        let names = FreeNames::of(&self.section).announced;
+        names.iter().filter_map(|name| self.tensor(name)).collect()
     }
 
     /// The tensors of the program that it names, on this rank.

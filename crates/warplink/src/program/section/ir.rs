@@ -123,10 +123,12 @@ pub enum StepKind {
     Wait(Vec<Each<Expr>>),
     /// `barrier`: signals to all other ranks, then waits for all of them.
     Barrier,
-    /// `announce n, root in C[slot]`: tells all other ranks what this launch is called with.
+    /// `announce n, root in C[slot]`: tells all other ranks what this launch is called with;
+    /// `announce n, root with X in C[slot]`: and where this rank's tensor `X` lies.
     Announce(Announcement),
     /// `agree n, root in C[slot]`: waits until all other ranks have announced, and fails the launch where one
-    /// announced anything else.
+    /// announced anything else. After `agree n, root with X in C[slot]`, `X on q` is where rank q said that
+    /// its tensor lies, if `reachable(X)`.
     Agree(Announcement),
     /// `for c in 0..chunks { … }`.
     For(Loop<Step>),
@@ -159,8 +161,20 @@ impl StepKind {
 pub struct Announcement {
     /// The integers, of which the lower 32 bits count.
     pub values: Vec<Expr>,
-    /// Where they go: `packets16` scratch, `i32[world, count]` after its selections, a row for each rank.
-    pub tensor: TensorRef,
+    /// The tensors whose places are told.
+    pub tensors: Vec<String>,
+    /// Where it goes: `packets16` scratch, `i32[world, words]` after its selections, a row for each rank.
+    pub rows: TensorRef,
+}
+
+impl Announcement {
+    /// Words of an announcement: one for each integer, and two for each tensor, behind an even number of integers.
+    pub fn words(&self) -> usize {
+        match self.tensors.len() {
+            0 => self.values.len(),
+            tensors => self.values.len().next_multiple_of(2) + 2 * tensors,
+        }
+    }
 }
 
 /// Whom a signal tells.

@@ -34,6 +34,8 @@ pub enum LaneStepKind {
     Announce {
         /// The words.
         values: Vec<u32>,
+        /// The tensors whose places are told; indices of the section's.
+        tensors: Vec<usize>,
         /// Where they go.
         target: Part,
     },
@@ -41,6 +43,8 @@ pub enum LaneStepKind {
     Agree {
         /// What is expected.
         values: Vec<u32>,
+        /// The tensors whose places are told.
+        tensors: Vec<usize>,
         /// Whose words they are.
         peer: Rank,
         /// Where they come, in this rank's memory.
@@ -55,6 +59,16 @@ pub enum LaneStepKind {
     },
     /// Waits until a rank has signalled this lane once more than was waited for.
     Wait(Rank),
+}
+
+impl LaneStepKind {
+    /// The elements that an announcement has in its row.
+    pub(crate) fn announced_words(values: &[u32], tensors: &[usize]) -> usize {
+        match tensors.len() {
+            0 => values.len(),
+            tensors => values.len().next_multiple_of(2) + 2 * tensors,
+        }
+    }
 }
 
 /// Where an operand of a step starts.

@@ -22,7 +22,8 @@ mod resolve;
 mod view;
 
 pub(crate) use compile::{
-    Addresses, KERNEL, TIMES_HEADER, text as kernel_text, traced_text as traced_kernel_text,
+    Addresses, KERNEL, TIMES_HEADER, UNPUBLISHED, text as kernel_text,
+    traced_text as traced_kernel_text,
 };
 pub use instance::{SectionInstance, SectionMemory, SectionTensor};
 pub use ir::{

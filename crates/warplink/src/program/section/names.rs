@@ -19,6 +19,8 @@ pub(crate) struct FreeNames {
     pub(crate) operators: BTreeSet<String>,
     /// Tensors of which other ranks' are accessed.
     pub(crate) remote: BTreeSet<String>,
+    /// Tensors whose places are announced.
+    pub(crate) announced: BTreeSet<String>,
     /// What the section itself binds.
     pub(crate) bound: BTreeSet<String>,
     /// Other names for parts of tensors.
@@ -73,8 +75,10 @@ impl FreeNames {
                 StepKind::Barrier => {}
                 StepKind::Announce(it) | StepKind::Agree(it) => {
                     it.values.iter().for_each(|value| self.integer(value));
-                    self.tensor(&it.tensor);
-                    self.remote.insert(it.tensor.name.clone());
+                    self.tensor(&it.rows);
+                    self.remote.insert(it.rows.name.clone());
+                    self.tensors.extend(it.tensors.iter().cloned());
+                    self.announced.extend(it.tensors.iter().cloned());
                 }
                 StepKind::For(it) => {
                     self.bound.insert(it.index.clone());
@@ -160,6 +164,9 @@ impl FreeNames {
             // Whether a tensor is there is known outside.
             Condition::Given(tensor) => {
                 self.lists.insert(format!("given({tensor})"));
+            }
+            Condition::Reachable(tensor) => {
+                self.tensors.insert(tensor.clone());
             }
             Condition::Not(a) => self.condition(a),
             Condition::And(a, b) | Condition::Or(a, b) => {

@@ -72,7 +72,7 @@ impl<'s> Walk<'s> {
                 StepKind::Barrier => {}
                 StepKind::Announce(it) | StepKind::Agree(it) => {
                     it.values.iter().try_for_each(|value| self.steady(value))?;
-                    self.tensor(&it.tensor)?;
+                    self.tensor(&it.rows)?;
                 }
                 StepKind::For(it) => {
                     self.steady(&it.from)?;
@@ -138,7 +138,7 @@ impl<'s> Walk<'s> {
                 self.steady(a)?;
                 self.steady(b)
             }
-            Condition::Given(_) => Ok(()),
+            Condition::Given(_) | Condition::Reachable(_) => Ok(()),
             Condition::Not(a) => self.condition(a),
             Condition::And(a, b) | Condition::Or(a, b) => {
                 self.condition(a)?;

@@ -10,20 +10,40 @@ use crate::dtype::DType;
 use crate::error::Rank;
 use crate::program::construct::{Each, Selection, TensorRef};
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind, Place as DiagnosticPlace};
-use crate::program::expr::{Condition, Expr};
+use crate::program::expr::{self, Condition, Expr};
 use crate::program::site::{Position, Site};
 use std::sync::Arc;
 
+/// What names of conditions on announced tensors start with, and those of integers do not.
+const REACHABLE: &str = "reachable(";
+
 impl SectionInstance {
-    /// The steps of a lane in the launch before which the workspace was used `epoch` times.
+    /// The steps of a lane in the launch before which the workspace was used `epoch` times, where all ranks reach
+    /// what they announce.
     ///
     /// # Errors
     /// What is wrong with the text: names, bounds, shapes, types.
     pub fn steps(&self, lane: usize, epoch: u64) -> Result<Vec<LaneStep>, Diagnostic> {
+        self.steps_where(lane, epoch, &|_| true)
+    }
+
+    /// As [`steps`](Self::steps), where `reachable` says which announced tensors all ranks reach. What comes before
+    /// a condition on one of them does not depend on it.
+    pub(crate) fn steps_where(
+        &self,
+        lane: usize,
+        epoch: u64,
+        reachable: &dyn Fn(usize) -> bool,
+    ) -> Result<Vec<LaneStep>, Diagnostic> {
         let index = (Arc::from(self.section.lane.as_str()), lane as i64);
         let mut resolver = Resolver {
             instance: self,
             lane,
+            announced: self.announced(),
+            told: Vec::new(),
+            agreed: Vec::new(),
+            reached: Vec::new(),
+            reachable,
             integers: vec![(&self.section.lane, lane as i64), ("epoch", epoch as i64)],
             aliases: Vec::new(),
             steps: Vec::new(),
@@ -47,6 +67,13 @@ struct Resolver<'s> {
     steps: Vec<LaneStep>,
     taken: usize,
     site: Site,
+    /// Tensors that lanes announce: all, those that this lane has announced, those that it has agreed on, and of
+    /// those the ones that are known to be reachable here.
+    announced: Vec<usize>,
+    told: Vec<usize>,
+    agreed: Vec<usize>,
+    reached: Vec<usize>,
+    reachable: &'s dyn Fn(usize) -> bool,
 }
 
 /// A resolved operand of a move.
@@ -166,7 +193,11 @@ impl<'s> Resolver<'s> {
                 for arm in &branch.arms {
                     self.at(arm.position);
                     if self.condition(&arm.condition)? {
-                        return self.body(&arm.body);
+                        let known = self.reached.len();
+                        self.note_reached(&arm.condition);
+                        let done = self.body(&arm.body);
+                        self.reached.truncate(known);
+                        return done;
                     }
                 }
                 self.body(&branch.otherwise)?;
@@ -211,8 +242,9 @@ impl<'s> Resolver<'s> {
             values.push(self.integer(value)? as u32);
         }
         let (rank, world) = (self.instance.rank, self.instance.world);
+        let tensors = self.announced_tensors(it, announces)?;
         for peer in (1..world).map(|r| (rank + r) % world) {
-            let mut view = self.view(&it.tensor)?;
+            let mut view = self.view(&it.rows)?;
             let (row, at) = if announces {
                 (rank, peer)
             } else {
@@ -224,11 +256,11 @@ impl<'s> Resolver<'s> {
             });
             let there = view.index(row as i64).is_ok();
             let length = view.elements().map(|(_, length)| length);
-            if !holds || !there || length != Some(values.len()) {
+            if !holds || !there || length != Some(it.words()) {
                 let message = format!(
                     "{} does not hold the announcements of {world} ranks; expected packets16 i32[{world}, {}]",
-                    it.tensor,
-                    values.len()
+                    it.rows,
+                    it.words()
                 );
                 return Err(self.wrong(DiagnosticKind::Mismatch, message));
             }
@@ -238,22 +270,67 @@ impl<'s> Resolver<'s> {
                 tensor,
                 offset,
             };
-            let values = values.clone();
+            let (values, tensors) = (values.clone(), tensors.clone());
             self.step()?;
             self.push(if announces {
                 LaneStepKind::Announce {
                     values,
+                    tensors,
                     target: part,
                 }
             } else {
                 LaneStepKind::Agree {
                     values,
+                    tensors,
                     peer,
                     source: part,
                 }
             });
         }
         Ok(())
+    }
+
+    /// The tensors of an announcement; notes them.
+    fn announced_tensors(
+        &mut self,
+        it: &Announcement,
+        announces: bool,
+    ) -> Result<Vec<usize>, Diagnostic> {
+        let mut tensors = Vec::with_capacity(it.tensors.len());
+        for name in &it.tensors {
+            let whole = self.instance.tensor(name);
+            let whole = whole.filter(|tensor| self.instance.scratch_of(*tensor).is_none());
+            let Some(tensor) = whole else {
+                let message = format!(
+                    "'{name}' is announced; expected a whole tensor, since scratch is known to all ranks"
+                );
+                return Err(self.wrong(DiagnosticKind::Malformed, message));
+            };
+            if !announces && !self.told.contains(&tensor) {
+                let message =
+                    format!("the lane agrees on '{name}'; expected that it announces it before");
+                return Err(self.wrong(DiagnosticKind::Malformed, message));
+            }
+            if announces {
+                self.told.push(tensor);
+            } else {
+                self.agreed.push(tensor);
+            }
+            tensors.push(tensor);
+        }
+        Ok(tensors)
+    }
+
+    /// Notes the tensors that are reachable where a condition holds.
+    fn note_reached(&mut self, condition: &Condition) {
+        match condition {
+            Condition::Reachable(name) => self.reached.extend(self.instance.tensor(name)),
+            Condition::And(a, b) => {
+                self.note_reached(a);
+                self.note_reached(b);
+            }
+            _ => {}
+        }
     }
 
     fn movement(&mut self, it: &'s Move) -> Result<(), Diagnostic> {
@@ -356,6 +433,14 @@ impl<'s> Resolver<'s> {
             tensor: view.tensor,
             offset: view.offset,
         };
+        let announced = place.on.is_some() && self.announced.contains(&part.tensor);
+        if announced && !self.reached.contains(&part.tensor) {
+            let name = &self.instance.tensors[part.tensor].name;
+            let message = format!(
+                "{place} is used where it may not be reachable; expected 'if reachable({name})' around it"
+            );
+            return Err(self.wrong(DiagnosticKind::Malformed, message));
+        }
         if length > 0
             && let Some(scratch) = self.instance.scratch_of(part.tensor)
             && scratch.packed(part.offset, length).is_none()
@@ -458,6 +543,13 @@ impl<'s> Resolver<'s> {
             (Some((_, value)), _) => Some(*value),
             (None, "rank") => Some(self.instance.rank as i64),
             (None, "world") => Some(self.instance.world as i64),
+            (None, name) if name.starts_with(REACHABLE) => {
+                let agreed = self.agreed.iter();
+                let is =
+                    |tensor: &usize| name == expr::reachable(&self.instance.tensors[*tensor].name);
+                let tensor = agreed.copied().find(is)?;
+                Some(i64::from((self.reachable)(tensor)))
+            }
             (None, _) => self.instance.integers.get(name).copied(),
         }
     }

@@ -98,7 +98,7 @@ pub const MAX_BLOCK_DEPTH: usize = 32;
 const MAX_SHOWN: usize = 160;
 
 /// Words with a meaning, which no name may be.
-pub const RESERVED: [&str; 68] = [
+pub const RESERVED: [&str; 69] = [
     "program",
     "require",
     "input",
@@ -153,6 +153,7 @@ pub const RESERVED: [&str; 68] = [
     "optional",
     "count",
     "given",
+    "reachable",
     "log2",
     "among",
     "part",

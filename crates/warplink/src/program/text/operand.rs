@@ -298,9 +298,10 @@ impl<'a> Parser<'a> {
                 self.expect(")")?;
                 Ok(inner)
             }
-            (TokenKind::Word, "min" | "max" | "part" | "log2" | "count" | "given")
-                if self.is("(") =>
-            {
+            (
+                TokenKind::Word,
+                "min" | "max" | "part" | "log2" | "count" | "given" | "reachable",
+            ) if self.is("(") => {
                 self.at += 1;
                 let value = self.nested(|parser| parser.call(token))?;
                 self.expect(")")?;
@@ -333,6 +334,10 @@ impl<'a> Parser<'a> {
             "given" => {
                 let tensor = self.name("an optional tensor's name")?;
                 return Ok(Value::Truth(Condition::Given(tensor)));
+            }
+            "reachable" => {
+                let tensor = self.name("an announced tensor's name")?;
+                return Ok(Value::Truth(Condition::Reachable(tensor)));
             }
             "log2" => Expr::Log2(Box::new(self.integer()?)),
             function => {

@@ -59,7 +59,11 @@ impl Display for Announcement {
             let lead = if position == 0 { "" } else { ", " };
             write!(f, "{lead}{value}")?;
         }
-        write!(f, " in {}", self.tensor)
+        for (position, tensor) in self.tensors.iter().enumerate() {
+            let lead = if position == 0 { " with " } else { ", " };
+            write!(f, "{lead}{tensor}")?;
+        }
+        write!(f, " in {}", self.rows)
     }
 }
 

@@ -105,17 +105,28 @@ impl Parser<'_> {
         Ok(Step { position, kind })
     }
 
-    /// `n, root in C[slot]`.
+    /// `n, root in C[slot]`, `n, root with X, Y in C[slot]`.
     fn announcement(&mut self) -> Parsed<Announcement> {
         let mut values = vec![self.integer()?];
         while self.take(",") {
             values.push(self.integer()?);
         }
+        let mut tensors = Vec::new();
+        if self.take("with") {
+            tensors.push(self.name("a tensor")?);
+            while self.take(",") {
+                tensors.push(self.name("a tensor")?);
+            }
+        }
         if !self.take("in") {
             return Err(self.expected("',' or 'in'"));
         }
-        let tensor = self.selected()?;
-        Ok(Announcement { values, tensor })
+        let rows = self.selected()?;
+        Ok(Announcement {
+            values,
+            tensors,
+            rows,
+        })
     }
 
     /// `targets = copy(source)` or `targets = reduce(sources, operator)`.

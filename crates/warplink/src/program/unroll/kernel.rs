@@ -130,6 +130,7 @@ impl<'p> Unroller<'p> {
             scratch: self.made.scratch.clone().into(),
             period,
             shared_tensors: false,
+            published: false,
             sizes_vary: false,
             site: self.here(),
         };

@@ -1,7 +1,7 @@
 //! Programs whose kernels share a workspace, its words and its epoch: whether one may run after the other.
 
 use super::diagnostics::Diagnostics;
-use super::lanes::{self, Launch};
+use super::lanes::{self, Launch, Reach};
 use super::{kernel, link};
 use crate::program::diagnostic::Diagnostic;
 use crate::program::ir::Program;
@@ -22,9 +22,11 @@ pub fn verify_sharing(
     streams: usize,
 ) -> Result<(), Vec<Diagnostic>> {
     let mut merged: Vec<RankProgram> = Vec::new();
-    // For each program, its kernels; for each kernel, the sections of all ranks.
+    // For each program, its kernels; for each kernel, the sections of all ranks. A program that announces tensors
+    // counts as several.
     let mut kernels: Vec<Vec<Vec<SectionInstance>>> = Vec::new();
-    for (program, parameters) in programs {
+    let mut followed: Vec<(usize, Reach)> = Vec::new();
+    for (number, (program, parameters)) in programs.iter().enumerate() {
         let mut diagnostics = Diagnostics::new(program);
         let mut ranks = Vec::with_capacity(world);
         let mut budget = Budget::default();
@@ -41,6 +43,8 @@ pub fn verify_sharing(
         kernels.push(kernel::operations(&ranks, &links, |section| {
             moved(section, first)
         }));
+        let reaches = Reach::of(kernels[number].iter().flatten());
+        followed.extend(reaches.iter().map(|reach| (number, *reach)));
         for (rank, own) in ranks.into_iter().enumerate() {
             match merged.get_mut(rank) {
                 Some(all) => all.tensors.extend(own.tensors),
@@ -48,10 +52,11 @@ pub fn verify_sharing(
             }
         }
     }
-    for (one, of_one) in kernels.iter().enumerate() {
-        for (other, of_other) in kernels.iter().enumerate().skip(one + 1) {
-            let mut launches = named(of_one, programs[one].0);
-            launches.extend(named(of_other, programs[other].0));
+    for (position, &(one, reach)) in followed.iter().enumerate() {
+        for &(other, other_reach) in &followed[position + 1..] {
+            let (of_one, of_other) = (&kernels[one], &kernels[other]);
+            let mut launches = named(of_one, programs[one].0, reach);
+            launches.extend(named(of_other, programs[other].0, other_reach));
             let sequence = alternate(of_one, of_other);
             let mut diagnostics = Diagnostics::new(programs[one].0);
             lanes::follow(&merged, &launches, &sequence, &mut diagnostics);
@@ -62,10 +67,14 @@ pub fn verify_sharing(
 }
 
 /// The launches of a program's kernels.
-fn named<'a>(kernels: &'a [Vec<SectionInstance>], program: &'a Program) -> Vec<Launch<'a>> {
+fn named<'a>(
+    kernels: &'a [Vec<SectionInstance>],
+    program: &'a Program,
+    reach: Reach,
+) -> Vec<Launch<'a>> {
     let launches = kernels.iter();
     launches
-        .map(|sections| Launch::named(sections.iter().collect(), program))
+        .map(|sections| Launch::named(sections.iter().collect(), program, reach))
         .collect()
 }
 

@@ -25,7 +25,7 @@ use super::{SectionInstance, SectionTensor};
 use crate::device::ReduceOp;
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
-use crate::program::expr::Expr;
+use crate::program::expr::{self, Expr};
 use code::{Code, comma};
 use emit::{Emitter, MAX_PLACES};
 use range::Range;
@@ -55,7 +55,12 @@ pub(crate) struct Addresses {
     pub(crate) epochs: u64,
     /// How many epochs there are: the most lanes of all kernels that share them.
     pub(crate) lanes: u64,
+    /// The tables of what ranks have published; 0 where there are none.
+    pub(crate) tables: u64,
 }
+
+/// The first word of where a tensor lies that peers do not reach: no number of an allocation.
+pub(crate) const UNPUBLISHED: u64 = u64::MAX;
 
 impl Addresses {
     /// For each tensor of `instance`, whether it starts at a multiple of 16 bytes wherever it is reached, and
@@ -72,14 +77,27 @@ impl Addresses {
         aligned.collect()
     }
 
+    /// From which word of a launch on it is said where the tensors that are announced lie: for each, the number of
+    /// its allocation among those that this rank has published, and from which byte of it.
+    pub(crate) fn first_place(&self, instance: &SectionInstance) -> usize {
+        (instance.tensors.len() + 1) * instance.world + 3
+    }
+
     /// The words of a launch of `instance`.
     pub(crate) fn words(&self, instance: &SectionInstance) -> Arc<[u64]> {
         let sizes = sizes(instance).into_iter().map(|size| size as u64);
         let integers = variables(instance).map(|(_, value)| value as u64);
         let tensors = self.tensors.iter().flatten().copied();
+        let mut published = Vec::new();
+        if instance.published {
+            published.push(self.tables);
+            let places = instance.announced().len();
+            published.extend(std::iter::repeat_n([UNPUBLISHED, 0], places).flatten());
+        }
         tensors
             .chain(self.signals.iter().copied())
             .chain([self.epochs, self.lanes])
+            .chain(published)
             .chain(integers)
             .chain(sizes)
             .collect()
@@ -160,6 +178,10 @@ fn write(instance: &SectionInstance, aligned: &[bool], traced: bool) -> Result<S
     declare(&mut code, instance);
     if traced {
         code.line("Times times(at.times, at.room);");
+    }
+    let announced = instance.announced().len();
+    if announced > 0 {
+        code.line(format!("__shared__ Located<world> located[{announced}];"));
     }
     if *period > 1 {
         code.line(format!("const Index epoch = (self.epoch - 1) % {period};"));
@@ -273,6 +295,11 @@ fn names(instance: &SectionInstance) -> Scope {
             }
         }
     }
+    for (number, tensor) in instance.announced().into_iter().enumerate() {
+        let name = expr::reachable(&instance.tensors[tensor].name);
+        let range = Range::of(0, 1);
+        scope.bind_within(&name, format!("located[{number}].reachable()"), None, range);
+    }
     scope.bind("rank", "rank", i64::try_from(instance.rank).ok());
     scope.bind("world", "world", i64::try_from(instance.world).ok());
     // It is taken modulo the period, which changes nothing where it may be used.
@@ -291,7 +318,9 @@ fn names(instance: &SectionInstance) -> Scope {
 fn binding(code: &mut Code, instance: &SectionInstance, traced: bool) -> Result<()> {
     let world = instance.world;
     let sizes = sizes(instance).len();
-    let words = (instance.tensors.len() + 1) * world + 4 + instance.integers.len() + sizes;
+    let announced = instance.announced().len();
+    let words =
+        (instance.tensors.len() + 1) * world + 5 + 2 * announced + instance.integers.len() + sizes;
     if words > MAX_WORDS {
         return Err(Error::new(
             ErrorKind::Unsupported,
@@ -315,6 +344,14 @@ fn binding(code: &mut Code, instance: &SectionInstance, traced: bool) -> Result<
     let bases = bases.chain(["signals[world]".to_owned()]);
     code.line(format!("u64 {};", comma(bases)));
     code.line("u64 epochs, lanes;");
+    if instance.published {
+        let places = if announced > 0 {
+            format!(", place[{announced}][2]")
+        } else {
+            String::new()
+        };
+        code.line(format!("u64 tables{places};"));
+    }
     let integers = comma(variables(instance).map(|(name, _)| name));
     if !integers.is_empty() {
         code.line(format!("i64 {integers};"));

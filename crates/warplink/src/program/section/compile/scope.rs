@@ -2,7 +2,7 @@
 
 use super::code::bare;
 use super::range::Range;
-use crate::program::expr::{Comparison, Condition, Expr, Operator};
+use crate::program::expr::{Comparison, Condition, Expr, Operator, reachable};
 use std::cell::Cell;
 
 /// Names that the kernel's text, its headers or the language have a meaning for.
@@ -142,6 +142,14 @@ const RESERVED: &[&str] = &[
     "copy",
     "signal",
     "plain",
+    "place",
+    "tables",
+    "located",
+    "locate",
+    "Located",
+    "AnnouncedTensors",
+    "announce",
+    "agree",
     "packets",
     "lines",
     "part",
@@ -346,6 +354,7 @@ impl Scope {
                 format!("({} {sign} {})", self.integer(a)?, self.integer(b)?)
             }
             Condition::Given(tensor) => return Err(format!("given({tensor})")),
+            Condition::Reachable(tensor) => self.integer(&Expr::Name(reachable(tensor)))?,
             Condition::Not(a) => format!("(!{})", self.condition(a)?),
             Condition::And(a, b) => format!("({} && {})", self.condition(a)?, self.condition(b)?),
             Condition::Or(a, b) => format!("({} || {})", self.condition(a)?, self.condition(b)?),

@@ -57,7 +57,7 @@ impl Run<'_> {
         self.streams[rank].left = section.lanes;
         for lane in 0..section.lanes {
             let index = rank * self.width + lane;
-            let steps = section.steps(lane, number as u64)?;
+            let steps = self.steps(number, rank, lane)?;
             self.taken += steps.len();
             let state = &mut self.lanes[index];
             state.steps = steps;
@@ -75,7 +75,8 @@ impl Run<'_> {
     /// Refuses writes to what the caller lends for reading.
     fn check_inputs(&self, number: usize, rank: Rank) -> Result<(), Diagnostic> {
         let section = self.section(number, rank);
-        if number >= self.kernels.len() {
+        // It does the same in later launches.
+        if self.accesses[self.sequence[number]][rank].is_some() {
             return Ok(());
         }
         for lane in 0..section.lanes {

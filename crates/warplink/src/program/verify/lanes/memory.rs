@@ -41,6 +41,8 @@ struct Sender {
     /// The launch, counted from 1, which the flag says.
     flag: u64,
     over: Snapshot,
+    /// What the sender sees, where it hands that on as a signal does.
+    seen: Option<Snapshot>,
 }
 
 /// Bytes that the same accesses have touched.
@@ -160,6 +162,9 @@ impl Bytes {
                 tell(Wrong::Overwritten(write.actor));
             }
             knows.over.learn(&sender.over);
+            if let Some(seen) = &sender.seen {
+                knows.seen.learn(seen);
+            }
             cell.note(stamp);
         }
     }
@@ -184,6 +189,15 @@ impl Bytes {
                 cell.read_in = launch;
             }
             cell.note(stamp);
+        }
+    }
+
+    /// Hands what a lane knows on with the packets that it has stored.
+    pub(super) fn hand_on(&mut self, range: &Range<usize>, stream: usize, knows: &Knowledge) {
+        for cell in self.within(range) {
+            if let Some(sender) = &mut cell.sender {
+                sender.seen = Some(knows.seen.snapshot(stream));
+            }
         }
     }
 
@@ -221,6 +235,7 @@ impl Bytes {
             cell.sender = flag.map(|flag| Sender {
                 flag,
                 over: knows.over.snapshot(stamp.stream as usize),
+                seen: None,
             });
             if stamp.actor.lane != STREAM {
                 cell.written_in = u64::from(stamp.actor.launch) + 1;

@@ -6,6 +6,9 @@
 //! rank's stream writes all of its tensors: what a peer reads before it was told that it may, or has not told
 //! to be read when the launch ends, is a race with that. Scratch starts without anything in it.
 //!
+//! Only the device knows whether the tensors that a lane announces are reachable, and two lanes may find them so or
+//! not in one launch. So kernels that ask for it are followed as several, one for each [`Reach`], in turns.
+//!
 //! What is assumed of a launch: all of its lanes are on the device together, so that each gets as far as it
 //! can; it starts when the one before it on its rank has ended.
 
@@ -30,8 +33,40 @@ const MAX_STEPS: usize = 1 << 21;
 /// How many launches more than the period are followed.
 const MORE_RUNS: u64 = 2;
 
+/// In which lanes the announced tensors are reachable.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Reach {
+    All,
+    None,
+    /// In every other lane, from the second on.
+    Odd,
+}
+
+impl Reach {
+    pub(super) fn holds(self, lane: usize) -> bool {
+        match self {
+            Self::All => true,
+            Self::None => false,
+            Self::Odd => lane % 2 == 1,
+        }
+    }
+
+    /// Those in which a kernel of these sections is followed.
+    pub(super) fn of<'a>(
+        mut sections: impl Iterator<Item = &'a SectionInstance>,
+    ) -> &'static [Self] {
+        if sections.any(|section| !section.announced().is_empty()) {
+            &[Self::All, Self::None, Self::Odd]
+        } else {
+            &[Self::All]
+        }
+    }
+}
+
 /// A kernel that all ranks launch.
 pub(super) struct Launch<'a> {
+    /// Where what it announces is reachable.
+    pub(super) reach: Reach,
     /// The section of each rank.
     sections: Vec<&'a SectionInstance>,
     /// The program that it is of, where several are followed.
@@ -41,14 +76,29 @@ pub(super) struct Launch<'a> {
 impl<'a> Launch<'a> {
     pub(super) fn new(sections: Vec<&'a SectionInstance>) -> Self {
         Self {
+            reach: Reach::All,
             sections,
             program: None,
         }
     }
 
-    /// A kernel of `program`, which is one of several.
-    pub(super) fn named(sections: Vec<&'a SectionInstance>, program: &'a Program) -> Self {
+    /// The same kernel, where what it announces is reachable elsewhere.
+    fn where_reachable(&self, reach: Reach) -> Self {
         Self {
+            reach,
+            sections: self.sections.clone(),
+            program: self.program,
+        }
+    }
+
+    /// A kernel of `program`, which is one of several.
+    pub(super) fn named(
+        sections: Vec<&'a SectionInstance>,
+        program: &'a Program,
+        reach: Reach,
+    ) -> Self {
+        Self {
+            reach,
             sections,
             program: Some(program),
         }
@@ -69,8 +119,45 @@ pub(super) fn check(
 ) -> Vec<Does> {
     let sections = kernels.iter().flat_map(|kernel| &kernel.sections);
     let runs = runs(sections.copied());
-    let sequence: Vec<usize> = (0..runs).flat_map(|_| 0..kernels.len()).collect();
-    follow(ranks, kernels, &sequence, diagnostics)
+    let mut followed = Vec::with_capacity(kernels.len());
+    // For each kernel, the first of those that it is followed as, and how many they are.
+    let mut forms = Vec::with_capacity(kernels.len());
+    for kernel in kernels {
+        let reaches = Reach::of(kernel.sections.iter().copied());
+        forms.push((followed.len(), reaches.len()));
+        followed.extend(reaches.iter().map(|reach| kernel.where_reachable(*reach)));
+    }
+    let most = forms.iter().map(|(_, count)| *count).max().unwrap_or(1) as u64;
+    let mut sequence = Vec::new();
+    let mut run = |form: u64| {
+        sequence.extend(
+            forms
+                .iter()
+                .map(|(first, count)| first + form as usize % count),
+        );
+    };
+    for form in 0..most {
+        (0..runs).for_each(|_| run(form));
+    }
+    if most > 1 {
+        (0..most * runs).for_each(&mut run);
+    }
+    let found = follow(ranks, &followed, &sequence, diagnostics);
+    if found.is_empty() {
+        return found;
+    }
+    let merged = forms.iter().map(|(first, count)| {
+        let mut merged: Accesses = vec![Vec::new(); ranks.len()];
+        for form in &found[*first..first + count] {
+            for (all, one) in merged.iter_mut().zip(form) {
+                let new = one.iter().filter(|access| !all.contains(access));
+                let new: Vec<_> = new.cloned().collect();
+                all.extend(new);
+            }
+        }
+        merged
+    });
+    merged.collect()
 }
 
 /// How many runs of programs with these sections are followed.

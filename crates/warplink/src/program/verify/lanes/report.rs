@@ -46,8 +46,7 @@ pub(super) fn report(run: &Run<'_>, diagnostics: &mut Diagnostics<'_>) {
 /// Where a lane's step stands, with the launch among the indices.
 pub(super) fn place(run: &Run<'_>, actor: &Actor) -> Place {
     let (rank, launch) = (actor.rank as Rank, actor.launch as usize);
-    let section = run.section(launch, rank);
-    let steps = section.steps(actor.lane as usize, launch as u64);
+    let steps = run.steps(launch, rank, actor.lane as usize);
     let site = steps.ok().and_then(|steps| {
         let step = steps.get(actor.step as usize)?;
         let launch = (Arc::from("launch"), i64::from(actor.launch));

@@ -149,6 +149,18 @@ impl<'a> Run<'a> {
         self.kernels[self.sequence[number]].program
     }
 
+    /// What a lane does in launch `number`.
+    pub(super) fn steps(
+        &self,
+        number: usize,
+        rank: Rank,
+        lane: usize,
+    ) -> Result<Vec<LaneStep>, Diagnostic> {
+        let reach = self.kernels[self.sequence[number]].reach;
+        let section = self.section(number, rank);
+        section.steps_where(lane, number as u64, &|_| reach.holds(lane))
+    }
+
     /// The section that a rank launches in launch `number`.
     pub(super) fn section(&self, number: usize, rank: Rank) -> &'a SectionInstance {
         self.kernels[self.sequence[number]].sections[rank]
@@ -259,14 +271,29 @@ impl<'a> Run<'a> {
                 join(&mut state.knows, &knows);
                 tick(&mut state.knows, index);
             }
-            LaneStepKind::Announce { values, target } => {
-                let (values, target) = (values.clone(), *target);
-                self.announce(actor, &values, &target);
-                self.movement(index, actor, values.len(), &[target], &[]);
+            LaneStepKind::Announce {
+                values,
+                tensors,
+                target,
+            } => {
+                let elements = LaneStepKind::announced_words(values, tensors);
+                let (told, target) = (said(values, tensors), *target);
+                let hands_on = !tensors.is_empty();
+                self.announce(actor, &told, &target);
+                self.movement(index, actor, elements, &[target], &[]);
+                if hands_on {
+                    self.hand_on(index, actor, elements, &target);
+                }
             }
-            LaneStepKind::Agree { values, source, .. } => {
-                let (values, source) = (values.clone(), *source);
-                if !self.movement(index, actor, values.len(), &[], &[source]) {
+            LaneStepKind::Agree {
+                values,
+                tensors,
+                source,
+                ..
+            } => {
+                let elements = LaneStepKind::announced_words(values, tensors);
+                let (values, source) = (said(values, tensors), *source);
+                if !self.movement(index, actor, elements, &[], &[source]) {
                     return false;
                 }
                 self.agree(actor, &values, &source);
@@ -402,6 +429,14 @@ impl<'a> Run<'a> {
         true
     }
 
+    /// An announcement of tensors tells its reader what a signal would.
+    fn hand_on(&mut self, index: usize, actor: Actor, elements: usize, target: &Part) {
+        let (place, range) = self.bytes_of(actor.launch as usize, target, elements);
+        if let Some(bytes) = self.memory[target.rank].get_mut(&place) {
+            bytes.hand_on(&range, index, &self.lanes[index].knows);
+        }
+    }
+
     /// Threads of a lane are in no order within a step, so that its operands are the same or apart.
     fn check_overlaps(
         &mut self,
@@ -451,6 +486,12 @@ impl<'a> Run<'a> {
         let section = self.section(actor.launch as usize, part.rank);
         &section.tensors[part.tensor].name
     }
+}
+
+/// What an announcement says to the verifier: integers, and which tensors.
+fn said(values: &[u32], tensors: &[usize]) -> Vec<u32> {
+    let tensors = tensors.iter().map(|tensor| *tensor as u32);
+    values.iter().copied().chain(tensors).collect()
 }
 
 fn tick(knows: &mut Knowledge, stream: usize) -> u32 {

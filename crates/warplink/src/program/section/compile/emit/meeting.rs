@@ -5,8 +5,8 @@ use crate::program::section::Announcement;
 use crate::program::section::compile::code::{Code, bare, comma};
 use crate::program::section::compile::scope::Scope;
 
-/// The largest number of integers of an announcement.
-const MAX_ANNOUNCED: usize = 6;
+/// The most words of an announcement.
+const MAX_ANNOUNCED: usize = 8;
 
 impl Emitter<'_> {
     /// The word of this rank at a lane of a rank: that of the same number, or another.
@@ -37,7 +37,10 @@ impl Emitter<'_> {
     pub(super) fn announce(&mut self, code: &mut Code, it: &Announcement) -> Result<()> {
         let (rank, world) = (self.instance.rank, self.instance.world);
         let values = self.announced(it)?;
-        let part = self.part(&it.tensor)?;
+        for name in &it.tensors {
+            self.locate(code, name);
+        }
+        let part = self.part(&it.rows)?;
         let name = Scope::spell(&self.instance.tensors[part.tensor].name);
         let peers = (1..world).map(|r| (rank + r) % world);
         let places =
@@ -46,8 +49,7 @@ impl Emitter<'_> {
         if !places.is_empty() {
             let count = world - 1;
             code.line(format!(
-                "announce(self, Places<{count}>{{{{{places}}}}}, Announced<{}>{{{{{values}}}}});",
-                it.values.len()
+                "announce(self, Places<{count}>{{{{{places}}}}}, {values});"
             ));
         }
         Ok(())
@@ -56,7 +58,7 @@ impl Emitter<'_> {
     pub(super) fn agree(&mut self, code: &mut Code, it: &Announcement) -> Result<()> {
         let (rank, world) = (self.instance.rank, self.instance.world);
         let values = self.announced(it)?;
-        let part = self.part(&it.tensor)?;
+        let part = self.part(&it.rows)?;
         let name = Scope::spell(&self.instance.tensors[part.tensor].name);
         let peers = (1..world).map(|r| (rank + r) % world);
         let places =
@@ -64,27 +66,69 @@ impl Emitter<'_> {
         let places = comma(places);
         if !places.is_empty() {
             let count = world - 1;
+            let verdict = "at.epochs + 8 * at.lanes";
+            let further = if it.tensors.is_empty() {
+                verdict.to_owned()
+            } else {
+                let tables = if self.instance.published {
+                    "at.tables"
+                } else {
+                    "0"
+                };
+                format!("rank, {tables}, {verdict}, {verdict} + detail::verdict_bytes * world")
+            };
             code.line(format!(
-                "agree(self, Places<{count}>{{{{{places}}}}}, Announced<{}>{{{{{values}}}}}, at.epochs + 8 * at.lanes);",
-                it.values.len()
+                "agree(self, Places<{count}>{{{{{places}}}}}, {values}, {further});"
             ));
         }
         Ok(())
     }
 
-    /// The words of an announcement.
+    /// Has the lane look up what it tells of a tensor.
+    fn locate(&self, code: &mut Code, name: &str) {
+        let Some((number, spelled)) = self.located(name) else {
+            return;
+        };
+        code.line(if self.instance.published {
+            format!(
+                "locate(self, located[{number}], rank, at.tables, at.place[{number}][0], at.place[{number}][1], at.{spelled}[rank]);"
+            )
+        } else {
+            format!("locate(self, located[{number}], at.{spelled});")
+        });
+    }
+
+    /// The number of a tensor among those that are announced, and its name in the kernel.
+    fn located(&self, name: &str) -> Option<(usize, String)> {
+        let tensor = self.instance.tensor(name)?;
+        let number = self.announced.iter().position(|other| *other == tensor)?;
+        Some((number, Scope::spell(name)))
+    }
+
+    /// What is announced.
     fn announced(&mut self, it: &Announcement) -> Result<String> {
-        let count = it.values.len();
+        let count = it.words();
         if count > MAX_ANNOUNCED || self.instance.threads < self.instance.world * count {
-            let text =
-                format!("an announcement of {count} integers; expected at most {MAX_ANNOUNCED}");
-            return Err(self.refuse(text, "announce fewer, or use more threads"));
+            let text = format!(
+                "an announcement of {count} words, of which a tensor takes two; expected at most {MAX_ANNOUNCED}"
+            );
+            return Err(self.refuse(text, "announce less, or use more threads"));
         }
         let mut words = Vec::with_capacity(it.values.len());
         for value in &it.values {
             words.push(format!("(u32){}", self.integer(value)?));
         }
-        Ok(comma(words))
+        let integers = it.values.len();
+        let words = comma(words);
+        if it.tensors.is_empty() {
+            return Ok(format!("Announced<{integers}>{{{{{words}}}}}"));
+        }
+        let tensors = it.tensors.iter().filter_map(|name| self.located(name));
+        let tensors = comma(tensors.map(|(number, _)| format!("&located[{number}]")));
+        Ok(format!(
+            "AnnouncedTensors<{integers}, {}, world>{{{{{words}}}, {{{tensors}}}}}",
+            it.tensors.len()
+        ))
     }
 
     pub(super) fn wait(&mut self, code: &mut Code, ranks: &[(String, Option<i64>)]) -> Result<()> {

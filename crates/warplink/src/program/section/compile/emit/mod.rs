@@ -79,6 +79,8 @@ pub(super) struct Emitter<'s> {
     scope: Scope,
     aliases: Vec<Alias>,
     position: Position,
+    /// The tensors that lanes announce.
+    announced: Vec<usize>,
     /// Whether the lane waits for signals.
     pub(super) waits: bool,
     pub(super) signals: bool,
@@ -94,6 +96,7 @@ impl<'s> Emitter<'s> {
             barriers: hazard::barriers(instance, &scope),
             scope,
             aliases: Vec::new(),
+            announced: instance.announced(),
             position: Position::default(),
             waits: false,
             signals: false,
@@ -437,8 +440,16 @@ impl<'s> Emitter<'s> {
             Some(rank) => (self.integer(rank)?, self.scope.value(rank)),
         };
         let scratch = self.instance.scratch_of(part.tensor);
+        let heard = place.on.as_ref().and_then(|_| {
+            let mut announced = self.announced.iter();
+            announced.position(|tensor| *tensor == part.tensor)
+        });
+        let base = match heard {
+            Some(number) => format!("located[{number}].at[{}]", bare(&rank)),
+            None => format!("at.{}[{}]", Scope::spell(&tensor.name), bare(&rank)),
+        };
         Ok(Operand {
-            base: format!("at.{}[{}]", Scope::spell(&tensor.name), bare(&rank)),
+            base,
             rank: known,
             packing: scratch.map_or(Packing::Plain, |scratch| scratch.packing),
             part,

@@ -1,0 +1,400 @@
+//! The thread that publishes allocations, maps those of the peers, and lets go of both.
+
+use super::super::context::RankContext;
+use super::{Event, Known, Tables};
+use crate::device::{Backing, DeviceSlice};
+use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::memory::{HANDLE_BYTES, MemoryRegistry, Message, Notice, Region, RemoteRegion};
+use crate::sync::lock;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+/// Between two looks at whether what is published is still held by anybody else.
+const SWEEP_INTERVAL: Duration = Duration::from_millis(100);
+
+/// What the thread knows.
+#[derive(Debug)]
+pub(super) struct Keeper {
+    rank: Rank,
+    /// For each rank of the group, its rank in the job and the number of its publication.
+    peers: Vec<Peer>,
+    memory: Arc<MemoryRegistry>,
+    tables: Arc<Tables>,
+    known: Arc<Mutex<Known>>,
+    events: Receiver<Event>,
+    /// What came before the thread was started.
+    first: Mutex<Option<Event>>,
+    own: BTreeMap<u64, Own>,
+    /// What peers publish, by rank and number.
+    mapped: BTreeMap<(Rank, u64), RemoteRegion>,
+}
+
+#[derive(Debug)]
+struct Peer {
+    job_rank: Rank,
+    publication: u64,
+    in_process: bool,
+}
+
+/// An allocation of this rank.
+#[derive(Debug)]
+enum Own {
+    /// Peers are mapping it.
+    Offered {
+        region: Region,
+        left: BTreeSet<Rank>,
+    },
+    Published(Region),
+    /// Streams may still use it; then peers are told.
+    Leaving,
+    /// Peers are letting go of it.
+    Withdrawn {
+        left: BTreeSet<Rank>,
+    },
+}
+
+impl Keeper {
+    pub(super) fn new(
+        context: &RankContext,
+        numbers: &[Vec<u8>],
+        tables: Arc<Tables>,
+        known: Arc<Mutex<Known>>,
+        events: Receiver<Event>,
+    ) -> Result<Self> {
+        let mut peers = Vec::with_capacity(numbers.len());
+        for (rank, number) in numbers.iter().enumerate() {
+            let job_rank = context.group.job_rank(rank)?;
+            let number = <[u8; 8]>::try_from(&**number).map_err(|_| {
+                Error::new(ErrorKind::Protocol, "a rank told no number of 8 bytes")
+                    .with_operation("publish memory")
+                    .with_peer(rank)
+            })?;
+            peers.push(Peer {
+                job_rank,
+                publication: u64::from_le_bytes(number),
+                in_process: context.memory.is_in_process(job_rank)?,
+            });
+        }
+        Ok(Self {
+            rank: context.rank(),
+            peers,
+            memory: context.memory.clone(),
+            tables,
+            known,
+            events,
+            first: Mutex::default(),
+            own: BTreeMap::new(),
+            mapped: BTreeMap::new(),
+        })
+    }
+
+    /// Whether anything is to be done but to end.
+    pub(super) fn has_work(&self) -> bool {
+        let mut first = lock(&self.first);
+        if first.is_none() {
+            *first = self.events.try_recv().ok();
+        }
+        !matches!(*first, None | Some(Event::Stop))
+    }
+
+    /// Does what it is told until it is to stop.
+    pub(super) fn run(mut self) {
+        let mut next = lock(&self.first).take();
+        loop {
+            let event = match next.take() {
+                Some(event) => Some(event),
+                None if self.own.is_empty() => match self.events.recv() {
+                    Ok(event) => Some(event),
+                    Err(_) => break,
+                },
+                None => match self.events.recv_timeout(SWEEP_INTERVAL) {
+                    Ok(event) => Some(event),
+                    Err(RecvTimeoutError::Timeout) => None,
+                    Err(RecvTimeoutError::Disconnected) => break,
+                },
+            };
+            match event {
+                None => self.sweep(),
+                Some(Event::Met { number, allocation }) => {
+                    self.sweep();
+                    self.offer(number, allocation);
+                }
+                Some(Event::Past { number }) => self.past(number),
+                Some(Event::Notice {
+                    from,
+                    entry,
+                    notice,
+                }) => self.hear(from, entry, notice),
+                Some(Event::Reclaim(done)) => {
+                    self.sweep();
+                    let _ = done.send(());
+                }
+                Some(Event::Stop) => break,
+            }
+        }
+        self.end();
+    }
+
+    fn others(&self) -> BTreeSet<Rank> {
+        let all = 0..self.peers.len();
+        all.filter(|rank| *rank != self.rank).collect()
+    }
+
+    fn tell(&self, rank: Rank, entry: u64, notice: Notice) {
+        let peer = &self.peers[rank];
+        let message = Message::Published {
+            publication: peer.publication,
+            entry,
+            notice,
+        };
+        self.memory.tell(peer.job_rank, message);
+    }
+
+    /// Offers an allocation to all peers.
+    fn offer(&mut self, number: u64, allocation: DeviceSlice) {
+        let backing = allocation.backing().clone();
+        // The allocation and this.
+        if Arc::strong_count(&backing) <= 2 {
+            // It is gone already.
+            self.free(number, None);
+            return;
+        }
+        let region = self.memory.register(&allocation);
+        let offered = region.and_then(|region| {
+            self.handles(&region)
+                .map(|handles| (region.clone(), handles))
+        });
+        match offered {
+            Ok((region, handles)) => {
+                let left = self.others();
+                for (rank, handle) in left.iter().zip(handles) {
+                    self.tell(*rank, number, Notice::Offer(handle));
+                }
+                self.own.insert(number, Own::Offered { region, left });
+            }
+            Err(error) => {
+                tracing::debug!(%error, "memory cannot be shared, and goes through the workspace");
+                self.free(number, Some(&backing));
+            }
+        }
+    }
+
+    /// A handle for each other rank.
+    fn handles(&self, region: &Region) -> Result<Vec<[u8; HANDLE_BYTES]>> {
+        let mut handles = Vec::with_capacity(self.peers.len());
+        for rank in self.others() {
+            match self.memory.export_handle(region, self.peers[rank].job_rank) {
+                Ok(handle) => handles.push(handle),
+                Err(error) => {
+                    for told in self.others().into_iter().take(handles.len()) {
+                        self.memory.cancel_handle(region, self.peers[told].job_rank);
+                    }
+                    return Err(error);
+                }
+            }
+        }
+        Ok(handles)
+    }
+
+    /// A number that no peer was told of is free; `never` cannot be published.
+    fn free(&mut self, number: u64, never: Option<&Arc<dyn Backing>>) {
+        let mut known = lock(&self.known);
+        let place = known.forget(number);
+        if let Some(backing) = never {
+            known.never(backing);
+        }
+        drop(known);
+        // Its end is told later, of which nothing is expected then. No other allocation gets the number before.
+        self.own.insert(
+            number,
+            Own::Withdrawn {
+                left: BTreeSet::new(),
+            },
+        );
+        drop(place);
+    }
+
+    fn hear(&mut self, from: Rank, entry: u64, notice: Notice) {
+        let rank = self.peers.iter().position(|peer| peer.job_rank == from);
+        let Some(rank) = rank.filter(|rank| *rank != self.rank) else {
+            tracing::warn!(from, "a rank of another group tells of an allocation");
+            return;
+        };
+        match notice {
+            Notice::Offer(handle) => self.map(rank, entry, &handle),
+            Notice::Taken => self.taken(rank, entry),
+            Notice::Refused => self.refused(entry),
+            Notice::Withdrawn => {
+                if let Err(error) = self.tables.clear(rank, entry) {
+                    tracing::debug!(%error, "an entry of a table stays");
+                }
+                // The peer's kernels and this rank's are done with it.
+                self.mapped.remove(&(rank, entry));
+                self.tell(rank, entry, Notice::LetGo);
+            }
+            Notice::LetGo => self.let_go(rank, entry),
+        }
+    }
+
+    /// Maps what a peer offers.
+    fn map(&mut self, rank: Rank, entry: u64, handle: &[u8; HANDLE_BYTES]) {
+        let job_rank = self.peers[rank].job_rank;
+        if self.mapped.contains_key(&(rank, entry)) {
+            self.memory.decline_handle(job_rank, handle);
+            self.tell(rank, entry, Notice::Refused);
+            return;
+        }
+        let opened = self.memory.open_handle(job_rank, handle);
+        let noted = opened.and_then(|region| {
+            self.tables.set(rank, entry, region.memory())?;
+            Ok(region)
+        });
+        match noted {
+            Ok(region) => {
+                self.mapped.insert((rank, entry), region);
+                self.tell(rank, entry, Notice::Taken);
+            }
+            Err(error) => {
+                tracing::debug!(%error, rank, "a peer's memory cannot be mapped, and goes through the workspace");
+                // What failed may have been to tell the device.
+                let _ = self.tables.clear(rank, entry);
+                self.tell(rank, entry, Notice::Refused);
+            }
+        }
+    }
+
+    /// A peer reaches an allocation of this rank.
+    fn taken(&mut self, rank: Rank, entry: u64) {
+        let Some(Own::Offered { region, left }) = self.own.get_mut(&entry) else {
+            return;
+        };
+        left.remove(&rank);
+        if !left.is_empty() {
+            return;
+        }
+        let region = region.clone();
+        match self.tables.set(self.rank, entry, region.memory()) {
+            Ok(()) => {
+                self.own.insert(entry, Own::Published(region));
+            }
+            Err(error) => {
+                tracing::debug!(%error, "an allocation stays unpublished");
+                self.withdraw(entry, None);
+            }
+        }
+    }
+
+    /// A peer cannot map an allocation of this rank.
+    fn refused(&mut self, entry: u64) {
+        if let Some(Own::Offered { region, .. }) = self.own.get(&entry) {
+            let backing = region.memory().backing().clone();
+            self.withdraw(entry, Some(&backing));
+        }
+    }
+
+    /// Begins to withdraw an allocation, which is `never` to be published again.
+    fn withdraw(&mut self, entry: u64, never: Option<&Arc<dyn Backing>>) {
+        // No later launch announces it.
+        if let Err(error) = self.tables.clear(self.rank, entry) {
+            tracing::debug!(%error, "an entry of a table stays");
+        }
+        let mut known = lock(&self.known);
+        let place = known.forget(entry);
+        if let Some(backing) = never {
+            known.never(backing);
+        }
+        drop(known);
+        // The registration ends; the memory is held until the peers have let go of it.
+        let before = self.own.insert(entry, Own::Leaving);
+        drop(before);
+        // Streams that are past it are told of as soon as nobody notes any more.
+        drop(place);
+    }
+
+    /// Streams are past what may have used an allocation: peers are to let go of it.
+    fn past(&mut self, entry: u64) {
+        match self.own.get_mut(&entry) {
+            Some(own @ Own::Leaving) => {
+                *own = Own::Withdrawn {
+                    left: (0..self.peers.len())
+                        .filter(|rank| *rank != self.rank)
+                        .collect(),
+                };
+                for rank in self.others() {
+                    self.tell(rank, entry, Notice::Withdrawn);
+                }
+            }
+            Some(Own::Withdrawn { left }) if left.is_empty() => self.reuse(entry),
+            _ => {}
+        }
+    }
+
+    fn let_go(&mut self, rank: Rank, entry: u64) {
+        let Some(Own::Withdrawn { left }) = self.own.get_mut(&entry) else {
+            return;
+        };
+        if left.remove(&rank) && left.is_empty() {
+            self.reuse(entry);
+        }
+    }
+
+    /// The number may be another allocation's.
+    fn reuse(&mut self, entry: u64) {
+        self.own.remove(&entry);
+        lock(&self.known).free.push(entry);
+    }
+
+    /// Withdraws what nobody else holds.
+    fn sweep(&mut self) {
+        // The table has a slice, and so have peers that are threads of this process.
+        let in_process = self.peers.iter().filter(|peer| peer.in_process).count() - 1;
+        let unheld = |own: &Own| matches!(own, Own::Published(region) if !region.is_held_elsewhere(1 + in_process));
+        let all = self.own.iter();
+        let unheld: Vec<u64> = all
+            .filter(|(_, own)| unheld(own))
+            .map(|(number, _)| *number)
+            .collect();
+        for number in unheld {
+            self.withdraw(number, None);
+        }
+    }
+
+    /// Lets go of everything. No launch uses it any more.
+    fn end(&mut self) {
+        for (number, own) in std::mem::take(&mut self.own) {
+            if matches!(own, Own::Withdrawn { .. }) {
+                continue;
+            }
+            let _ = self.tables.clear(self.rank, number);
+            for rank in self.others() {
+                self.tell(rank, number, Notice::Withdrawn);
+            }
+        }
+        let mapped = std::mem::take(&mut self.mapped);
+        for (rank, number) in mapped.keys() {
+            let _ = self.tables.clear(*rank, *number);
+        }
+        let places = std::mem::take(&mut lock(&self.known).by_identity);
+        drop(places);
+    }
+}
+
+impl Drop for Keeper {
+    fn drop(&mut self) {
+        // Where the thread never ran, offers that came are given back.
+        let first = lock(&self.first).take();
+        let waiting = first.into_iter().chain(self.events.try_iter());
+        for event in waiting {
+            if let Event::Notice {
+                from,
+                notice: Notice::Offer(handle),
+                ..
+            } = event
+            {
+                self.memory.decline_handle(from, &handle);
+            }
+        }
+    }
+}

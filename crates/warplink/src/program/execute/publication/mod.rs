@@ -1,0 +1,277 @@
+//! Allocations that kernels of the peers access where they lie.
+//!
+//! A kernel that is launched on any memory has to find its peers' tensors without asking a host. So each rank
+//! numbers the allocations that it uses: when a call first meets one, its owner offers a handle to all peers, each
+//! maps it, notes the address in a table in its device's memory, and says so. When all have, the owner notes its own
+//! address in its own table. From then on its kernels announce *(number, offset)* for a tensor in that allocation, and
+//! the peers' kernels look the address up ([`Tables`]). Until then they announce that the tensor is not reachable, and
+//! all ranks move the data another way. Nothing of it blocks a call; a graph has number and offset, and reads the table
+//! at each launch.
+//!
+//! # What holds
+//! 1. An address in the own table means that all peers have the allocation in theirs.
+//! 2. An allocation that nobody holds any more but its publication is withdrawn: the own entry goes first; when the
+//!    streams are past all launches that may have read it, the peers are told; when all have let go of it, the number
+//!    is free. A peer's kernel is done with an allocation before the launch of its owner ends, as the verifier checks.
+//! 3. A kernel announces what it finds only where the address is the tensor's: a number that a graph recorded, and that
+//!    is another allocation's by now, is of no use and does no harm.
+//! 4. Memory that cannot be shared, or that a peer cannot map, is not offered again.
+
+mod keeper;
+mod tables;
+
+pub(crate) use tables::Tables;
+
+use super::context::RankContext;
+use crate::device::{Backing, DeviceSlice, InFlight, InUse, Stream};
+use crate::error::{Rank, Result};
+use crate::memory::{Heard, MemoryRegistry, Notice};
+use crate::program::section::UNPUBLISHED;
+use crate::sync::lock;
+use keeper::Keeper;
+use std::collections::HashMap;
+use std::sync::mpsc::{Sender, channel};
+use std::sync::{Arc, Mutex, Weak};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+/// Allocations of a rank that are published at a time. Must match `published_entries` of the kernels.
+const ENTRIES: usize = 1024;
+
+/// How long an allocation that finds no memory waits for what is held for nobody.
+const MAX_RECLAIM: Duration = Duration::from_millis(200);
+
+/// What a rank publishes to a group, and what it reaches of its peers'.
+#[derive(Debug)]
+pub(crate) struct Publication {
+    memory: Arc<MemoryRegistry>,
+    in_flight: Arc<InFlight>,
+    number: u64,
+    tables: Arc<Tables>,
+    known: Arc<Mutex<Known>>,
+    events: Arc<Events>,
+}
+
+/// The allocations that calls have met, by identity.
+#[derive(Debug)]
+struct Known {
+    by_identity: HashMap<u64, Place>,
+    free: Vec<u64>,
+}
+
+#[derive(Debug)]
+enum Place {
+    Entry {
+        number: u64,
+        uses: Arc<InUse<Departure>>,
+    },
+    /// It cannot be published.
+    Never(Weak<dyn Backing>),
+}
+
+/// What the thread is told.
+#[derive(Debug)]
+enum Event {
+    /// A call has met an allocation, which was given a number.
+    Met {
+        number: u64,
+        allocation: DeviceSlice,
+    },
+    /// Streams are past what may have used it.
+    Past {
+        number: u64,
+    },
+    /// A peer, by its rank in the job, tells of an entry.
+    Notice {
+        from: Rank,
+        entry: u64,
+        notice: Notice,
+    },
+    /// What is held for nobody is to be let go of.
+    Reclaim(Sender<()>),
+    Stop,
+}
+
+/// Tells the thread when it is dropped, which is when no stream uses an allocation any more.
+#[derive(Debug)]
+struct Departure {
+    number: u64,
+    events: Weak<Events>,
+}
+
+/// The thread's queue; it starts with the first event.
+#[derive(Debug)]
+struct Events {
+    queue: Sender<Event>,
+    waiting: Mutex<Option<Keeper>>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+impl Publication {
+    /// Makes tables, and tells the peers how to reach this. Blocks until all ranks do so.
+    pub(crate) fn join(context: &RankContext) -> Result<Self> {
+        let tables = Arc::new(Tables::new(&context.device, context.world())?);
+        let known = Arc::new(Mutex::new(Known {
+            by_identity: HashMap::new(),
+            free: (0..ENTRIES as u64).rev().collect(),
+        }));
+        let (queue, received) = channel();
+        let events = Arc::new(Events {
+            queue,
+            waiting: Mutex::default(),
+            thread: Mutex::default(),
+        });
+        let told = Arc::downgrade(&events);
+        let number = context.memory.listen(move |heard| {
+            if let Some(events) = told.upgrade() {
+                events.hear(heard);
+            }
+        });
+        // From here on, dropping it ends what was begun.
+        let publication = Self {
+            memory: context.memory.clone(),
+            in_flight: context.in_flight.clone(),
+            number,
+            tables: tables.clone(),
+            known: known.clone(),
+            events,
+        };
+        let numbers = context.all_gather(&number.to_le_bytes())?;
+        let keeper = Keeper::new(context, &numbers, tables, known, received)?;
+        *lock(&publication.events.waiting) = Some(keeper);
+        // A peer's offer comes after all ranks have their numbers, but maybe before this one has its thread.
+        publication.events.start();
+        Ok(publication)
+    }
+
+    /// The tables that kernels read.
+    pub(crate) fn tables(&self) -> &Arc<Tables> {
+        &self.tables
+    }
+
+    /// Where a launch on `stream` says that `slice` lies: the number of its allocation and the first byte in that.
+    /// Publishes an allocation that was not met before. Does not block.
+    pub(crate) fn place(&self, slice: &DeviceSlice, stream: &Stream) -> (u64, u64) {
+        let identity = slice.backing().identity();
+        let mut known = lock(&self.known);
+        let (number, uses, met) = match known.by_identity.get(&identity) {
+            Some(Place::Entry { number, uses }) => (*number, uses.clone(), false),
+            Some(Place::Never(_)) => return (UNPUBLISHED, 0),
+            None => {
+                let Some(number) = known.free.pop() else {
+                    return (UNPUBLISHED, 0);
+                };
+                let departure = Departure {
+                    number,
+                    events: Arc::downgrade(&self.events),
+                };
+                let uses = Arc::new(InUse::new(departure, &self.in_flight));
+                let place = Place::Entry {
+                    number,
+                    uses: uses.clone(),
+                };
+                known.by_identity.insert(identity, place);
+                (number, uses, true)
+            }
+        };
+        drop(known);
+        // Where it is withdrawn meanwhile, the launch finds no address in the table.
+        uses.note(stream);
+        if met {
+            let allocation = slice.allocation();
+            self.events.send(Event::Met { number, allocation });
+        }
+        (number, slice.offset() as u64)
+    }
+}
+
+impl Drop for Publication {
+    fn drop(&mut self) {
+        self.memory.stop_listening(self.number);
+        self.events.send(Event::Stop);
+        let Some(thread) = lock(&self.events.thread).take() else {
+            return;
+        };
+        // What it does takes as long as a peer may take to answer at most.
+        if thread.thread().id() != std::thread::current().id() && thread.join().is_err() {
+            tracing::error!("the thread that publishes memory panicked");
+        }
+    }
+}
+
+impl Drop for Departure {
+    fn drop(&mut self) {
+        if let Some(events) = self.events.upgrade() {
+            events.send(Event::Past {
+                number: self.number,
+            });
+        }
+    }
+}
+
+impl Events {
+    fn send(&self, event: Event) {
+        // The thread is gone only when the publication is.
+        let _ = self.queue.send(event);
+        self.start();
+    }
+
+    fn hear(&self, heard: Heard) {
+        match heard {
+            Heard::Notice {
+                from,
+                entry,
+                notice,
+            } => self.send(Event::Notice {
+                from,
+                entry,
+                notice,
+            }),
+            Heard::Reclaim => {
+                // Without a thread, nothing is held.
+                if lock(&self.thread).is_none() {
+                    return;
+                }
+                let (done, wait) = channel();
+                self.send(Event::Reclaim(done));
+                let _ = wait.recv_timeout(MAX_RECLAIM);
+            }
+        }
+    }
+
+    /// Starts the thread where there is something to do for it.
+    fn start(&self) {
+        let mut waiting = lock(&self.waiting);
+        let Some(keeper) = waiting.take_if(|keeper| keeper.has_work()) else {
+            return;
+        };
+        let thread = std::thread::Builder::new()
+            .name("warplink-publication".to_owned())
+            .spawn(move || keeper.run());
+        match thread {
+            Ok(thread) => *lock(&self.thread) = Some(thread),
+            Err(error) => {
+                tracing::warn!(%error, "memory is not published, and goes through the workspace");
+            }
+        }
+    }
+}
+
+impl Known {
+    /// Takes the entry of a number out; whether it may still be in use.
+    fn forget(&mut self, number: u64) -> Option<Place> {
+        let of =
+            |place: &Place| matches!(place, Place::Entry { number: other, .. } if *other == number);
+        let identity = self.by_identity.iter().find(|(_, place)| of(place));
+        let identity = *identity?.0;
+        self.by_identity.remove(&identity)
+    }
+
+    /// Notes that an allocation cannot be published, and forgets those of these that are freed.
+    fn never(&mut self, backing: &Arc<dyn Backing>) {
+        self.by_identity
+            .retain(|_, place| !matches!(place, Place::Never(gone) if gone.strong_count() == 0));
+        let place = Place::Never(Arc::downgrade(backing));
+        self.by_identity.insert(backing.identity(), place);
+    }
+}

@@ -1,0 +1,77 @@
+//! Where published allocations are reached, for kernels and for closures.
+
+use super::ENTRIES;
+use crate::device::{AllocationKind, Device, DeviceSlice};
+use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::sync::lock;
+use std::sync::{Arc, Mutex};
+
+/// For each rank and number, an address in the device's memory, or 0, and what is there.
+#[derive(Debug)]
+pub(crate) struct Tables {
+    device: Arc<dyn Device>,
+    memory: DeviceSlice,
+    entries: Mutex<Vec<Option<DeviceSlice>>>,
+}
+
+impl Tables {
+    /// Empty tables of `world` ranks.
+    pub(super) fn new(device: &Arc<dyn Device>, world: usize) -> Result<Self> {
+        let bytes = 8 * ENTRIES * world;
+        let memory = device.allocate(bytes, AllocationKind::Plain)?;
+        device.upload(&memory, &vec![0; bytes])?;
+        Ok(Self {
+            device: device.clone(),
+            memory,
+            entries: Mutex::new(vec![None; ENTRIES * world]),
+        })
+    }
+
+    /// Its address, for kernels.
+    pub(crate) fn address(&self) -> u64 {
+        self.memory.address()
+    }
+
+    /// The allocation of a rank, as it is mapped here.
+    pub(crate) fn get(&self, rank: Rank, number: u64) -> Option<DeviceSlice> {
+        let place = place(rank, number)?;
+        lock(&self.entries).get(place)?.clone()
+    }
+
+    /// Notes an allocation. Blocks until kernels see it.
+    pub(super) fn set(&self, rank: Rank, number: u64, allocation: &DeviceSlice) -> Result<()> {
+        let place = place(rank, number).ok_or_else(no_such_entry)?;
+        if let Some(entry) = lock(&self.entries).get_mut(place) {
+            *entry = Some(allocation.clone());
+        }
+        self.upload(place, allocation.address())
+    }
+
+    /// Forgets an allocation. Blocks until kernels do.
+    pub(super) fn clear(&self, rank: Rank, number: u64) -> Result<()> {
+        let place = place(rank, number).ok_or_else(no_such_entry)?;
+        let cleared = self.upload(place, 0);
+        let gone = lock(&self.entries).get_mut(place).and_then(Option::take);
+        // Not under the lock: it may be the last of somebody's memory.
+        drop(gone);
+        cleared
+    }
+
+    fn upload(&self, place: usize, address: u64) -> Result<()> {
+        let word = self.memory.slice(8 * place..8 * place + 8)?;
+        self.device.upload(&word, &address.to_le_bytes())
+    }
+}
+
+fn place(rank: Rank, number: u64) -> Option<usize> {
+    let number = usize::try_from(number).ok().filter(|n| *n < ENTRIES)?;
+    Some(rank * ENTRIES + number)
+}
+
+fn no_such_entry() -> Error {
+    Error::new(
+        ErrorKind::Protocol,
+        format!("a rank publishes more than {ENTRIES} allocations at a time"),
+    )
+    .with_operation("publish memory")
+}
