@@ -6,6 +6,8 @@ mod common;
 
 #[path = "collectives/data.rs"]
 mod data;
+#[path = "collectives/direct.rs"]
+mod direct;
 #[path = "collectives/endurance.rs"]
 mod endurance;
 #[path = "collectives/expected.rs"]

@@ -89,6 +89,14 @@ fn sections(world: usize) -> Vec<(String, SectionInstance)> {
         for operation in &rank_program.operations {
             if let OperationKind::Kernel(section) = &operation.kind {
                 all.push((name.to_string(), SectionInstance::clone(section)));
+                // Where tensors are announced, as it finds them by tables, too.
+                if text.contains(" with ") {
+                    let published = SectionInstance {
+                        published: true,
+                        ..SectionInstance::clone(section)
+                    };
+                    all.push((format!("{name}, published"), published));
+                }
             }
         }
     }

@@ -101,6 +101,11 @@ fn long_data_goes_through_a_small_workspace() {
             workspace_bytes: 256 << 10,
             ..CollectiveOptions::default()
         };
+        let by_chunks = CollectiveOptions {
+            algorithm: Some(Algorithm::Chunks),
+            ..options.clone()
+        };
+        let by_chunks = comm.collectives_with(&by_chunks).unwrap();
         let collectives = comm.collectives_with(&options).unwrap();
         let stream = comm.create_stream(Priority::Normal).unwrap();
         let mut random = Random::new(5);
@@ -114,11 +119,16 @@ fn long_data_goes_through_a_small_workspace() {
                 }
             };
             let choice = collectives.choice(&case.call).unwrap();
+            assert_eq!(choice.algorithm, Algorithm::Direct);
+            let choice = by_chunks.choice(&case.call).unwrap();
             assert_eq!(choice.algorithm, Algorithm::Chunks);
             assert!(choice.chunks > 1, "{kind}: {choice:?}");
-            let made = case.make(comm, &collectives, &stream).unwrap();
-            comm.synchronize(&stream).unwrap();
-            made.check(comm);
+            for collectives in [&by_chunks, &collectives] {
+                let made = case.make(comm, collectives, &stream).unwrap();
+                comm.synchronize(&stream).unwrap();
+                made.check(comm);
+            }
+            assert_eq!(by_chunks.direct_lanes().unwrap(), 0);
         }
     });
 }

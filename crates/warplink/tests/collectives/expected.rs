@@ -340,6 +340,17 @@ impl Made {
         self.fill(comm)
     }
 
+    /// Makes the call once more, on the same memory with the same inputs.
+    pub(crate) fn again(
+        &self,
+        comm: &Communicator,
+        collectives: &Collectives,
+        stream: &Stream,
+    ) -> Result<()> {
+        self.fill(comm)?;
+        self.enqueue(collectives, stream)
+    }
+
     /// Whether the output overwrites the input.
     pub(crate) fn is_in_place(&self) -> bool {
         self.case.in_place

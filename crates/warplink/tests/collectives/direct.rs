@@ -1,0 +1,456 @@
+//! Memory of the calls that kernels of the peers access where it lies: which memory, from when on, and what happens
+//! when it is freed or a rank is lost.
+
+use crate::common::{Ranks, kill_self, kind, processes, threads_with, world};
+use crate::expected::{Case, Random};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use warplink::collective::{Algorithm, Call, CollectiveKind, CollectiveOptions};
+use warplink::device::{AllocationKind, DeviceSlice, Priority, ReduceOp, Stream};
+use warplink::{Collectives, Communicator, DType, DeviceKind, ErrorKind};
+
+/// How long it may take until all ranks reach memory.
+const SOON: Duration = Duration::from_secs(20);
+
+/// How long it may take until memory that nobody holds is let go of.
+const LET_GO: Duration = Duration::from_secs(20);
+
+fn direct(comm: &Communicator) -> Collectives {
+    let options = CollectiveOptions {
+        workspace_bytes: 1 << 20,
+        algorithm: Some(Algorithm::Direct),
+        ..CollectiveOptions::default()
+    };
+    comm.collectives_with(&options).unwrap()
+}
+
+fn sum_of(count: usize) -> Call {
+    Call {
+        kind: CollectiveKind::AllReduce,
+        op: Some(ReduceOp::Sum),
+        dtype: DType::I32,
+        count,
+        root: None,
+    }
+}
+
+fn upload(comm: &Communicator, memory: &DeviceSlice, values: &[i32]) {
+    let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+    comm.device().upload(memory, &bytes).unwrap();
+}
+
+fn download(comm: &Communicator, memory: &DeviceSlice) -> Vec<i32> {
+    let mut bytes = vec![0; memory.bytes()];
+    comm.device().download(memory, &mut bytes).unwrap();
+    let words = bytes.chunks_exact(4);
+    words
+        .map(|word| i32::from_le_bytes(word.try_into().unwrap()))
+        .collect()
+}
+
+fn integers(rank: usize, round: usize, count: usize) -> Vec<i32> {
+    let mut random = Random::new((rank * 7919 + round) as u64 + 1);
+    (0..count).map(|_| random.next() as i32).collect()
+}
+
+/// Sums fresh numbers of all ranks in place, compares, and gives how many lanes went directly.
+fn sum(
+    comm: &Communicator,
+    collectives: &Collectives,
+    memory: &DeviceSlice,
+    round: usize,
+    stream: &Stream,
+) -> u64 {
+    let count = memory.bytes() / 4;
+    upload(comm, memory, &integers(comm.rank(), round, count));
+    let before = collectives.direct_lanes().unwrap();
+    // No rank sends before all have their numbers.
+    collectives
+        .all_reduce(memory, memory, DType::I32, ReduceOp::Sum, stream)
+        .unwrap();
+    comm.synchronize(stream).unwrap();
+    let expected = (0..comm.world())
+        .map(|rank| integers(rank, round, count))
+        .reduce(|all, one| {
+            all.iter()
+                .zip(one)
+                .map(|(a, b)| a.wrapping_add(b))
+                .collect()
+        });
+    assert_eq!(Some(download(comm, memory)), expected, "round {round}");
+    collectives.direct_lanes().unwrap() - before
+}
+
+/// Calls until a call goes directly in all lanes; every rank sees the same in each call.
+fn until_direct(
+    comm: &Communicator,
+    collectives: &Collectives,
+    memory: &DeviceSlice,
+    stream: &Stream,
+) {
+    let choice = collectives.choice(&sum_of(memory.bytes() / 4)).unwrap();
+    let started = Instant::now();
+    for round in 0.. {
+        let lanes = sum(comm, collectives, memory, round, stream);
+        assert!(lanes <= choice.lanes as u64);
+        if lanes == choice.lanes as u64 {
+            return;
+        }
+        let late = [u8::from(started.elapsed() > SOON)];
+        let late = comm.all_gather_bytes(&late).unwrap();
+        assert!(
+            late.iter().all(|late| *late == [0]),
+            "{memory:?} is not reached"
+        );
+    }
+}
+
+/// All collectives with random inputs: the first calls by chunks, and later ones all directly.
+#[test]
+fn every_collective_goes_directly_once_its_memory_is_known() {
+    for ranks in [2, 3, 8].map(world) {
+        threads_with(
+            ranks,
+            |_| {},
+            |comm| {
+                let collectives = direct(comm);
+                let stream = comm.create_stream(Priority::Normal).unwrap();
+                let mut random = Random::new(31 + ranks as u64);
+                for kind in CollectiveKind::ALL {
+                    if kind == CollectiveKind::Barrier {
+                        continue;
+                    }
+                    for in_place in [false, true] {
+                        let mut case = loop {
+                            let case = Case::random(&mut random, ranks, 5000);
+                            if case.call.kind == kind {
+                                break case;
+                            }
+                        };
+                        case.in_place = in_place;
+                        case.shift = 0;
+                        // Parts of outputs are in place at multiples of 16 bytes, too.
+                        case.call.count = case.call.count.next_multiple_of(16);
+                        case.seed &= !3;
+                        let choice = collectives.choice(&case.call).unwrap();
+                        assert_eq!(choice.algorithm, Algorithm::Direct);
+                        let made = case.make(comm, &collectives, &stream).unwrap();
+                        let started = Instant::now();
+                        loop {
+                            comm.synchronize(&stream).unwrap();
+                            made.check(comm);
+                            let before = collectives.direct_lanes().unwrap();
+                            made.again(comm, &collectives, &stream).unwrap();
+                            comm.synchronize(&stream).unwrap();
+                            made.check(comm);
+                            let lanes = collectives.direct_lanes().unwrap() - before;
+                            // What is stored would replace what is still to be sent.
+                            let never = in_place && kind == CollectiveKind::AllToAll;
+                            if never {
+                                assert_eq!(lanes, 0);
+                                break;
+                            }
+                            if lanes == choice.lanes as u64 {
+                                break;
+                            }
+                            let late = [u8::from(started.elapsed() > SOON)];
+                            let late = comm.all_gather_bytes(&late).unwrap();
+                            assert!(late.iter().all(|late| *late == [0]), "{kind}, {case:?}");
+                        }
+                    }
+                }
+            },
+        );
+    }
+}
+
+/// Random calls, aligned or not, in place or not, on memory that is used again and on fresh memory, beside small ones.
+#[test]
+fn random_calls_are_right_while_memory_becomes_known() {
+    for ranks in [2, 5].map(world) {
+        threads_with(
+            ranks,
+            |_| {},
+            |comm| {
+                let (collectives, small) = (direct(comm), comm.collectives().unwrap());
+                let stream = comm.create_stream(Priority::Normal).unwrap();
+                let mut random = Random::new(77 + ranks as u64);
+                let mut kept = Vec::new();
+                for round in 0..60 {
+                    let case = Case::random(&mut random, ranks, 3000);
+                    let made = case.make(comm, &collectives, &stream).unwrap();
+                    let beside = Case::random(&mut random, ranks, 30);
+                    let beside = beside.make(comm, &small, &stream).unwrap();
+                    comm.synchronize(&stream).unwrap();
+                    made.check(comm);
+                    beside.check(comm);
+                    if round % 3 == 0 {
+                        kept.push(made);
+                    }
+                    if let Some(one) = kept.get(random.below(kept.len())) {
+                        one.again(comm, &collectives, &stream).unwrap();
+                        comm.synchronize(&stream).unwrap();
+                        one.check(comm);
+                    }
+                }
+                assert!(
+                    collectives.direct_lanes().unwrap() > 0,
+                    "nothing went directly"
+                );
+            },
+        );
+    }
+}
+
+/// Its own, virtual, the middle of an allocation, a region, and somebody else's that stays lent.
+#[test]
+fn memory_of_every_kind_is_reached() {
+    let ranks = world(3);
+    threads_with(
+        ranks,
+        |_| {},
+        |comm| {
+            let collectives = direct(comm);
+            let stream = comm.create_stream(Priority::Normal).unwrap();
+            let device = comm.device();
+            let plain = device.allocate(4096, AllocationKind::Plain).unwrap();
+            let region = comm.alloc(4096).unwrap();
+            let owner = device.allocate(8192, AllocationKind::Plain).unwrap();
+            // SAFETY: the owner is held as long as the view, and only collectives access it.
+            let lent =
+                unsafe { device.borrow(owner.address() + 256, 4096, Arc::new(owner.clone())) };
+            let mut all = vec![
+                plain.clone(),
+                plain.slice(512..3072).unwrap(),
+                region.memory().clone(),
+                lent.unwrap(),
+            ];
+            if let Ok(memory) = device.allocate(4096, AllocationKind::Virtual) {
+                all.push(memory);
+            }
+            for memory in &all {
+                until_direct(comm, &collectives, memory, &stream);
+            }
+        },
+    );
+}
+
+/// Memory of one rank that no peer can map, or that starts elsewhere than at a multiple of 16 bytes, goes by chunks.
+#[test]
+fn what_one_rank_does_not_share_goes_by_chunks() {
+    let ranks = world(3);
+    threads_with(
+        ranks,
+        |_| {},
+        |comm| {
+            let collectives = direct(comm);
+            let stream = comm.create_stream(Priority::Normal).unwrap();
+            let device = comm.device();
+            let whole = device.allocate(4096 + 16, AllocationKind::Plain).unwrap();
+            let memory = whole.slice(0..4096).unwrap();
+            until_direct(comm, &collectives, &memory, &stream);
+            let shifted = if comm.rank() == 1 { 4 } else { 0 };
+            let shifted = whole.slice(shifted..shifted + 4096).unwrap();
+            for round in 0..10 {
+                assert_eq!(sum(comm, &collectives, &shifted, round, &stream), 0);
+            }
+            if kind() != DeviceKind::Host {
+                return;
+            }
+            // Memory of no file.
+            let bytes = Arc::new(vec![0_u64; 1024]);
+            let address = bytes.as_ptr() as u64;
+            let address = address.next_multiple_of(16);
+            // SAFETY: the vector is held as long as the view, and only collectives access it.
+            let lent = unsafe { device.borrow(address, 4096, bytes) }.unwrap();
+            let unshared = if comm.rank() == 1 { &lent } else { &memory };
+            let started = Instant::now();
+            for round in 0..50 {
+                assert_eq!(sum(comm, &collectives, unshared, round, &stream), 0);
+                if round == 20 {
+                    std::thread::sleep(
+                        Duration::from_millis(200).saturating_sub(started.elapsed()),
+                    );
+                }
+            }
+            until_direct(comm, &collectives, &memory, &stream);
+        },
+    );
+}
+
+/// What a graph has recorded is looked up at each of its launches.
+#[test]
+fn a_graph_recorded_before_memory_is_known_goes_directly_later() {
+    const COUNT: usize = 1000;
+    let ranks = world(3);
+    threads_with(
+        ranks,
+        |_| {},
+        |comm| {
+            let collectives = direct(comm);
+            let stream = comm.create_stream(Priority::Normal).unwrap();
+            let memory = comm
+                .device()
+                .allocate(4 * COUNT, AllocationKind::Plain)
+                .unwrap();
+            let lanes = collectives.choice(&sum_of(COUNT)).unwrap().lanes as u64;
+            stream.begin_capture().unwrap();
+            collectives
+                .all_reduce(&memory, &memory, DType::I32, ReduceOp::Sum, &stream)
+                .unwrap();
+            let graph = stream.end_capture().unwrap();
+            let launch = |round: usize| {
+                upload(comm, &memory, &integers(comm.rank(), round, COUNT));
+                let before = collectives.direct_lanes().unwrap();
+                graph.launch(&stream).unwrap();
+                comm.synchronize(&stream).unwrap();
+                let expected =
+                    (0..ranks)
+                        .map(|rank| integers(rank, round, COUNT))
+                        .reduce(|all, one| {
+                            all.iter()
+                                .zip(one)
+                                .map(|(a, b)| a.wrapping_add(b))
+                                .collect()
+                        });
+                assert_eq!(Some(download(comm, &memory)), expected, "round {round}");
+                collectives.direct_lanes().unwrap() - before
+            };
+            let started = Instant::now();
+            let mut round = 0;
+            while launch(round) != lanes {
+                let late = [u8::from(started.elapsed() > SOON)];
+                let late = comm.all_gather_bytes(&late).unwrap();
+                assert!(
+                    late.iter().all(|late| *late == [0]),
+                    "the graph is not direct"
+                );
+                round += 1;
+            }
+            // It stays so.
+            for round in 0..20 {
+                assert_eq!(launch(round), lanes);
+            }
+        },
+    );
+}
+
+/// Memory that is freed and allocated anew, at the same address or not, is another allocation.
+#[test]
+fn memory_that_is_freed_and_allocated_anew_is_reached_anew() {
+    let ranks = world(2);
+    threads_with(
+        ranks,
+        |_| {},
+        |comm| {
+            let collectives = direct(comm);
+            let stream = comm.create_stream(Priority::Normal).unwrap();
+            let baseline = comm.registrations_and_mappings();
+            let mut seen = Vec::new();
+            let mut again = 0;
+            for round in 0..20 {
+                let memory = comm
+                    .device()
+                    .allocate(64 << 10, AllocationKind::Plain)
+                    .unwrap();
+                again += usize::from(seen.contains(&memory.address()));
+                seen.push(memory.address());
+                if round % 4 == 3 {
+                    // Gone before it is known.
+                    sum(comm, &collectives, &memory, round, &stream);
+                } else {
+                    until_direct(comm, &collectives, &memory, &stream);
+                }
+                drop(memory);
+            }
+            println!(
+                "rank {}: {again} allocations at addresses of others before",
+                comm.rank()
+            );
+            // Nothing is held for memory that is gone.
+            let started = Instant::now();
+            while comm.registrations_and_mappings() != baseline {
+                assert!(
+                    started.elapsed() < LET_GO,
+                    "{:?} is left of {baseline:?}",
+                    comm.registrations_and_mappings()
+                );
+                std::thread::sleep(Duration::from_millis(20));
+            }
+        },
+    );
+}
+
+/// More allocations than have numbers, one after another, find some again.
+#[test]
+fn numbers_of_freed_allocations_are_used_again() {
+    let ranks = world(2);
+    threads_with(
+        ranks,
+        |_| {},
+        |comm| {
+            let collectives = direct(comm);
+            let stream = comm.create_stream(Priority::Normal).unwrap();
+            for round in 0..1500 {
+                let memory = comm.device().allocate(256, AllocationKind::Plain).unwrap();
+                sum(comm, &collectives, &memory, round, &stream);
+            }
+            let memory = comm.device().allocate(4096, AllocationKind::Plain).unwrap();
+            until_direct(comm, &collectives, &memory, &stream);
+        },
+    );
+}
+
+/// Ranks in processes of their own map one another's memory as such.
+#[test]
+fn processes_reach_one_another() {
+    processes(world(3), |comm| {
+        let collectives = direct(comm);
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        for bytes in [4096, 100_000, 1 << 20] {
+            let memory = comm
+                .device()
+                .allocate(bytes, AllocationKind::Plain)
+                .unwrap();
+            until_direct(comm, &collectives, &memory, &stream);
+        }
+    });
+}
+
+/// A rank that dies while ranks publish and withdraw is an error for the others, and nothing waits for it.
+#[test]
+fn a_rank_that_dies_while_tables_change_is_an_error() {
+    let ranks = Ranks {
+        world: world(3),
+        ..Ranks::default()
+    };
+    let ended = ranks.start(|comm| {
+        let collectives = direct(&comm);
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        let device = comm.device().clone();
+        let started = Instant::now();
+        for round in 0.. {
+            if comm.rank() == 2 && round == 60 {
+                kill_self();
+            }
+            let memory = device.allocate(32 << 10, AllocationKind::Plain).unwrap();
+            upload(&comm, &memory, &integers(comm.rank(), round, 8 << 10));
+            let called = (0..3).try_for_each(|_| {
+                collectives.all_reduce(&memory, &memory, DType::I32, ReduceOp::Sum, &stream)
+            });
+            let failed = called.and_then(|()| comm.synchronize(&stream));
+            if let Err(error) = failed {
+                assert_eq!(error.kind(), ErrorKind::PeerLost, "{error}");
+                assert_eq!(error.peer(), Some(2), "{error}");
+                println!("survived");
+                std::process::exit(0);
+            }
+            assert!(started.elapsed() < Duration::from_secs(60), "no error came");
+        }
+    });
+    let Some(ended) = ended else { return };
+    for end in &ended[..2] {
+        assert_eq!(end.code, Some(0), "{}", end.output);
+        assert!(end.output.contains("survived"), "{}", end.output);
+    }
+}
