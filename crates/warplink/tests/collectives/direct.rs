@@ -1,9 +1,9 @@
 //! Memory of the calls that kernels of the peers access where it lies: which memory, from when on, and what happens
 //! when it is freed or a rank is lost.
 
-use crate::common::{Ranks, kill_self, kind, processes, threads_with, world};
+use crate::common::{Ranks, kill_self, kind, processes, threads_that_end, threads_with, world};
 use crate::expected::{Case, Random};
-use std::sync::Arc;
+use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 use warplink::collective::{Algorithm, Call, CollectiveKind, CollectiveOptions};
 use warplink::device::{AllocationKind, DeviceSlice, Priority, ReduceOp, Stream};
@@ -453,4 +453,51 @@ fn a_rank_that_dies_while_tables_change_is_an_error() {
         assert_eq!(end.code, Some(0), "{}", end.output);
         assert!(end.output.contains("survived"), "{}", end.output);
     }
+}
+
+/// Ranks that call different things access nothing of one another: each finds it before it moves anything.
+#[test]
+fn ranks_that_disagree_touch_nothing() {
+    const COUNT: usize = 4096;
+    let ranks = world(3);
+    let all = Barrier::new(ranks);
+    threads_that_end(
+        ranks,
+        |_| {},
+        |comm| {
+            let collectives = direct(&comm);
+            let stream = comm.create_stream(Priority::Normal).unwrap();
+            let memory = comm
+                .device()
+                .allocate(4 * COUNT, AllocationKind::Plain)
+                .unwrap();
+            until_direct(&comm, &collectives, &memory, &stream);
+            let values = integers(comm.rank(), 5, COUNT);
+            upload(&comm, &memory, &values);
+            comm.barrier().unwrap();
+            let count = if comm.rank() == 1 { 64 } else { COUNT };
+            let part = memory.slice(0..4 * count).unwrap();
+            let before = collectives.direct_lanes().unwrap();
+            let called = collectives.all_reduce(&part, &part, DType::I32, ReduceOp::Sum, &stream);
+            let error = called
+                .and_then(|()| comm.synchronize(&stream))
+                .expect_err("ranks called different things");
+            assert_eq!(error.kind(), ErrorKind::Mismatch, "{error}");
+            all.wait();
+            if kind() == DeviceKind::Host {
+                let mut bytes = vec![0; 4 * COUNT];
+                let _ = comm.device().download(&memory, &mut bytes);
+                let expected: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+                assert!(
+                    bytes == expected,
+                    "rank {}: memory was touched",
+                    comm.rank()
+                );
+                assert_eq!(collectives.direct_lanes().ok(), Some(before));
+            }
+            // None leaves while another still looks.
+            all.wait();
+            comm.abort("the test is over");
+        },
+    );
 }

@@ -192,7 +192,7 @@ fn act(kind: &LaneStepKind, ranks: &[RankProgram], sections: &[&SectionInstance]
             lane: *lane,
         },
         LaneStepKind::Wait(peer) => Act::Wait(*peer),
-        LaneStepKind::Announce { values, target } => {
+        LaneStepKind::Announce { values, target, .. } => {
             Act::Move(announcement(values, vec![operand(target)], Vec::new()))
         }
         LaneStepKind::Agree { values, source, .. } => {

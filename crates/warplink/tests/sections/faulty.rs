@@ -110,3 +110,40 @@ fn each_is_seen_to_fail() {
     }
     assert!(wrong.is_empty(), "never failed: {}", wrong.join(", "));
 }
+
+/// Where one lane finds the tensors reachable and another does not, both have to keep to their parts.
+#[test]
+fn lanes_that_go_directly_beside_others_keep_to_their_parts() {
+    let text = |cut: &str| {
+        format!(
+            "program one_lane_directly(n) {{
+                input X: f32[n]
+                output Y: f32[n]
+                scratch C: packets16 i32[2, 3, world, 6]
+
+                kernel lane in 0..3 threads 32 {{
+                    announce n with X, Y in C[epoch % 2][lane]
+                    agree n with X, Y in C[epoch % 2][lane]
+                    if reachable(X) and reachable(Y) {{
+                        Y{cut} on (rank + r) % world for r in 0..world = reduce(X{cut} on 0, sum)
+                        barrier
+                    }} else {{
+                        Y[lane of 3] = copy(X[lane of 3])
+                    }}
+                }}
+            }}"
+        )
+    };
+    let verified = |cut| {
+        let program = Program::parse(&text(cut)).unwrap();
+        verify(&program, 2, 1, &parameters())
+    };
+    assert!(verified("[lane of 3][rank of world]").is_ok());
+    let diagnostics = verified("[rank of world][lane of 3]").unwrap_err();
+    assert_eq!(
+        diagnostics[0].kind,
+        DiagnosticKind::Race,
+        "{}",
+        diagnostics[0]
+    );
+}

@@ -142,22 +142,24 @@ pub(super) fn check(
     if most > 1 {
         (0..most * runs).for_each(&mut run);
     }
-    let found = follow(ranks, &followed, &sequence, diagnostics);
-    if found.is_empty() {
-        return found;
-    }
-    let merged = forms.iter().map(|(first, count)| {
-        let mut merged: Accesses = vec![Vec::new(); ranks.len()];
-        for form in &found[*first..first + count] {
-            for (all, one) in merged.iter_mut().zip(form) {
-                let new = one.iter().filter(|access| !all.contains(access));
-                let new: Vec<_> = new.cloned().collect();
-                all.extend(new);
+    let mut found = follow(ranks, &followed, &sequence, diagnostics).into_iter();
+    let merged = forms
+        .iter()
+        .map(|(_, count)| found.by_ref().take(*count).reduce(merge));
+    merged.flatten().collect()
+}
+
+/// What a kernel does that does the one or the other.
+fn merge(mut all: Does, other: Does) -> Does {
+    for (all, other) in all.iter_mut().zip(other) {
+        for access in other.accesses {
+            if !all.accesses.contains(&access) {
+                all.accesses.push(access);
             }
         }
-        merged
-    });
-    merged.collect()
+        all.waits |= other.waits;
+    }
+    all
 }
 
 /// How many runs of programs with these sections are followed.
