@@ -13,9 +13,6 @@ const LANES: [usize; 2] = [1, 128];
 /// The least and the most threads of a lane.
 const THREADS: [usize; 2] = [128, 1024];
 
-/// Bytes of data that the announcements of a lane have room for in a workspace.
-const ANNOUNCEMENT_BYTES: usize = 512;
-
 /// Bytes of data in a packet.
 const PACKET_BYTES: usize = 8;
 
@@ -94,7 +91,6 @@ impl Machine {
         if choice.algorithm.room() == Room::Plain {
             let direct = choice.algorithm == Algorithm::Direct;
             parameters.insert("chunks", choice.chunks as i64);
-            parameters.insert("announcers", self.announcers() as i64);
             parameters.insert("direct", i64::from(direct));
         }
         if let Some(op) = call.op {
@@ -118,11 +114,6 @@ impl Machine {
             Algorithm::TwoShot => self.packet_room(call, rows) >= part(call.count, self.world),
             Algorithm::Chunks | Algorithm::Direct => true,
         }
-    }
-
-    /// How many lanes can announce where tensors lie.
-    fn announcers(&self) -> usize {
-        self.packet_bytes / ANNOUNCEMENT_BYTES
     }
 
     /// The elements of a row, where `rows` rows share the packets.
@@ -171,8 +162,7 @@ impl Machine {
         let most = self.kernels.store_blocks.iter();
         let blocks = most.clone().find(|(limit, _)| bytes as u64 <= *limit);
         let blocks = blocks.or(most.last()).map_or(1, |(_, blocks)| *blocks);
-        let most = LANES[1].min(self.announcers()).max(LANES[0]);
-        let lanes = round_down((blocks as usize).clamp(LANES[0], most));
+        let lanes = round_down((blocks as usize).clamp(LANES[0], LANES[1]));
         let parts = match call.kind {
             CollectiveKind::AllReduce => part(call.count, self.world),
             _ => call.count,
