@@ -100,7 +100,10 @@ fn a_stopped_rank_is_named_and_learns_that_it_was_given_up() {
                     // What it has answered is to arrive.
                     std::thread::sleep(Duration::from_millis(50));
                     stop_self();
-                    let error = comm.barrier().unwrap_err();
+                    // The others may have come to this barrier before the stop, so that it is done; they come to
+                    // no other.
+                    let error = comm.barrier().err();
+                    let error = error.unwrap_or_else(|| comm.barrier().unwrap_err());
                     assert_eq!(error.kind(), ErrorKind::GivenUp, "{error}");
                     assert_says(&error, &["gave this rank up: it did not answer for 1.5s"]);
                     // The streams of a rank that was given up fail too.
