@@ -115,7 +115,7 @@ def arrays(rank, world, meeting):
             stream.copy(region, numpy.zeros(3))
         with pytest.raises(UnsupportedError, match="without a file; expected memory that the device"):
             comm.register(numpy.zeros(8))
-        with pytest.raises(ValueError, match="no length of time; expected seconds"):
+        with pytest.raises(ValueError, match="not a valid timeout; expected seconds"):
             stream.synchronize(-1)
         with pytest.raises(ValueError, match="does not take the 64 bytes"):
             region.view([3], "f64")
