@@ -3,6 +3,7 @@
 #ifndef WARPLINK_SECTIONS_CUH
 #define WARPLINK_SECTIONS_CUH
 
+#include <warplink/announcements.cuh>
 #include <warplink/steps.cuh>
 #include <warplink/views.cuh>
 

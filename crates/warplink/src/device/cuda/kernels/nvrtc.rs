@@ -62,7 +62,7 @@ const SOURCES: [&Source; 6] = [
 ];
 
 /// What kernels may include, by name.
-const HEADERS: [(&CStr, &str); 8] = [
+const HEADERS: [(&CStr, &str); 9] = [
     (
         c"warplink/device.cuh",
         include_str!("../../../../kernels/warplink/device.cuh"),
@@ -86,6 +86,10 @@ const HEADERS: [(&CStr, &str); 8] = [
     (
         c"warplink/steps.cuh",
         include_str!("../../../../kernels/warplink/steps.cuh"),
+    ),
+    (
+        c"warplink/announcements.cuh",
+        include_str!("../../../../kernels/warplink/announcements.cuh"),
     ),
     (
         c"warplink/views.cuh",
