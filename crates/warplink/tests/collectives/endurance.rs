@@ -12,7 +12,7 @@ use warplink::{Collectives, Communicator, DType};
 const MOST: usize = 4096;
 
 /// The most calls of a batch.
-const MOST_CALLS: usize = 40;
+const MAX_CALLS: usize = 40;
 
 /// Rows and columns of the matrix products beside calls.
 const PRODUCT: usize = 64;
@@ -104,7 +104,7 @@ impl<'a> Endurance<'a> {
             Manner::TwoCommunicators,
         ];
         let manner = manners[random.below(manners.len())];
-        let calls = 1 + random.below(MOST_CALLS);
+        let calls = 1 + random.below(MAX_CALLS);
         let beside_products = random.below(4) == 0;
         let mut made = self.place(&mut random, calls);
         if beside_products {

@@ -1,7 +1,8 @@
 //! Groups of sends and receives.
 
 use crate::common::{
-    Ranks, Stopwatch, assert_says, delays, kill_self, kind, threads_that_end, threads_with, world,
+    Ranks, Stopwatch, assert_says, assert_survived, delays, kill_self, kind, threads_that_end,
+    threads_with, world,
 };
 use crate::expected::Random;
 use std::sync::Barrier;
@@ -436,10 +437,7 @@ fn a_rank_that_dies_ends_the_messages_of_its_peers() {
         println!("survived");
         std::process::exit(0);
     });
-    for (rank, end) in ended.iter().flatten().enumerate() {
-        let survived = end.output.contains("survived") && end.code == Some(0);
-        assert_eq!(survived, rank != victim, "rank {rank}:\n{}", end.output);
-    }
+    assert_survived(ended.as_deref(), victim);
 }
 
 #[test]

@@ -210,6 +210,14 @@ pub fn kill_self() -> ! {
     unreachable!("a process outlived SIGKILL")
 }
 
+/// Checks that every rank but the victim printed that it survived, and ended well; a rank has nothing to check.
+pub fn assert_survived(ended: Option<&[Ended]>, victim: usize) {
+    for (rank, end) in ended.into_iter().flatten().enumerate() {
+        let survived = end.output.contains("survived") && end.code == Some(0);
+        assert_eq!(survived, rank != victim, "rank {rank}:\n{}", end.output);
+    }
+}
+
 /// Stops this process until another [`resume`]s it.
 pub fn stop_self() {
     rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::STOP)

@@ -118,7 +118,7 @@ impl HostCollectives {
         fault: &Arc<Fault>,
     ) -> Result<Self> {
         let raw = communicator.as_raw().cast::<Inner>().cast_const();
-        // SAFETY: whoever made `communicator` promised that it is one of this library and that its engine lives, so
+        // SAFETY: the caller that made `communicator` promised that it is one of this library and that its engine lives, so
         // that this is the address of a counted value; the count is raised for the reference that is made here.
         let inner = unsafe {
             Arc::increment_strong_count(raw);

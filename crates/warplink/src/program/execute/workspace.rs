@@ -92,7 +92,8 @@ impl SharedWorkspace {
     /// 16 bytes. `tell` explains what another rank announces.
     ///
     /// # Errors
-    /// [`ErrorKind::Unsupported`] for a section that accesses tensors of other ranks; what compiling says.
+    /// [`ErrorKind::Unsupported`] for a section that accesses tensors of other ranks without announcing them;
+    /// what compiling says.
     pub(crate) fn kernel(
         &self,
         section: Arc<SectionInstance>,
@@ -248,17 +249,16 @@ impl SharedKernel {
         reachable: bool,
     ) -> Result<()> {
         let mut words: Arc<[u64]> = Arc::from(&*self.words);
-        if let Some(words) = Arc::get_mut(&mut words) {
-            for (word, id, offset) in &self.addresses {
-                let tensor = tensors.get(*id).ok_or_else(missing)?;
-                words[*word] = tensor.address() + offset;
-            }
-            for (word, id, offset) in self.places.iter().filter(|_| reachable) {
-                let tensor = tensors.get(*id).ok_or_else(missing)?;
-                let (number, start) = self.publication.place(tensor, stream);
-                words[*word] = number;
-                words[*word + 1] = start + offset;
-            }
+        let own = Arc::make_mut(&mut words);
+        for (word, id, offset) in &self.addresses {
+            let tensor = tensors.get(*id).ok_or_else(missing)?;
+            own[*word] = tensor.address() + offset;
+        }
+        for (word, id, offset) in self.places.iter().filter(|_| reachable) {
+            let tensor = tensors.get(*id).ok_or_else(missing)?;
+            let (number, start) = self.publication.place(tensor, stream);
+            own[*word] = number;
+            own[*word + 1] = start + offset;
         }
         let arguments = [
             Argument::Words(words),

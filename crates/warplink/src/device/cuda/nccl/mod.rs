@@ -242,7 +242,7 @@ impl NcclComm {
         type Question = unsafe extern "C" fn(Handle, *mut c_int) -> c_int;
         let ask = |question: Question| {
             let mut answer: c_int = -1;
-            // SAFETY: whoever made `communicator` promised that it is one of NCCL's that lives; `answer` is an output
+            // SAFETY: the caller that made `communicator` promised that it is one of NCCL's that lives; `answer` is an output
             // parameter for one integer.
             let code = unsafe { question(raw, &mut answer) };
             nccl.check(code, "adopt a communicator")?;
