@@ -15,8 +15,37 @@ fn machine(world: usize) -> Machine {
         kernels: TransferKernels::default(),
         packet_bytes: 64 << 10,
         plain_bytes: 128 << 10,
+        most_lanes: 128,
         forced: None,
     }
+}
+
+#[test]
+fn ranks_that_share_a_device_have_room_for_all_their_lanes() {
+    for (multiprocessors, ranks) in [(132, 2), (132, 4), (132, 8), (8, 8), (1, 2)] {
+        let machine = Machine {
+            most_lanes: Machine::most_lanes(multiprocessors, ranks),
+            ..machine(8)
+        };
+        for kind in [CollectiveKind::AllReduce, CollectiveKind::AllGather] {
+            for count in [1, 1000, 100_000, 100_000_000] {
+                let call = Call {
+                    kind,
+                    op: kind.reduces().then_some(ReduceOp::Sum),
+                    dtype: DType::F32,
+                    count,
+                    root: None,
+                };
+                let lanes = machine.choose(&call).unwrap().lanes + 1;
+                let fit = (multiprocessors / ranks).max(2);
+                assert!(
+                    lanes <= fit,
+                    "{lanes} lanes of {ranks} ranks on {multiprocessors}"
+                );
+            }
+        }
+    }
+    assert_eq!(Machine::most_lanes(132, 1), 128);
 }
 
 /// A call of `count` elements as an algorithm does it, with lanes of so many threads and chunks.

@@ -7,8 +7,8 @@ use crate::p2p::TransferKernels;
 use crate::program::Parameters;
 use crate::program::expr::PART_UNIT;
 
-/// The least and the most data lanes of a launch.
-const LANES: [usize; 2] = [1, 128];
+/// The most data lanes of a launch.
+const MOST_LANES: usize = 128;
 
 /// The least and the most threads of a lane.
 const THREADS: [usize; 2] = [128, 1024];
@@ -39,11 +39,24 @@ pub(super) struct Machine {
     /// Bytes of data that half of a workspace has room for, as packets and as it is.
     pub(super) packet_bytes: usize,
     pub(super) plain_bytes: usize,
+    /// The most lanes that move data. Where ranks share a device, it has to have room for those of all.
+    pub(super) most_lanes: usize,
     /// The only algorithm that is allowed.
     pub(super) forced: Option<Algorithm>,
 }
 
 impl Machine {
+    /// The most lanes for data where `ranks_per_device` ranks share a device of so many multiprocessors, each of
+    /// which has room for a lane. One lane more meets the other ranks.
+    pub(super) fn most_lanes(multiprocessors: usize, ranks_per_device: usize) -> usize {
+        match ranks_per_device {
+            0 | 1 => MOST_LANES,
+            ranks => (multiprocessors / ranks)
+                .saturating_sub(1)
+                .clamp(1, MOST_LANES),
+        }
+    }
+
     /// How `call` is done.
     ///
     /// # Errors
@@ -144,7 +157,7 @@ impl Machine {
             Algorithm::TwoShot => call.bytes() / self.world,
             _ => call.bytes(),
         };
-        let most = (self.kernels.packet_blocks as usize).clamp(LANES[0], LANES[1]);
+        let most = (self.kernels.packet_blocks as usize).clamp(1, self.most_lanes);
         let least = (self.kernels.packet_threads as usize).clamp(THREADS[0], THREADS[1]);
         let lanes = bytes.div_ceil(least * PACKET_BYTES);
         let lanes = lanes.next_power_of_two().clamp(1, round_down(most));
@@ -162,7 +175,7 @@ impl Machine {
         let most = self.kernels.store_blocks.iter();
         let blocks = most.clone().find(|(limit, _)| bytes as u64 <= *limit);
         let blocks = blocks.or(most.last()).map_or(1, |(_, blocks)| *blocks);
-        let lanes = round_down((blocks as usize).clamp(LANES[0], LANES[1]));
+        let lanes = round_down((blocks as usize).clamp(1, self.most_lanes));
         let parts = match call.kind {
             CollectiveKind::AllReduce => part(call.count, self.world),
             _ => call.count,

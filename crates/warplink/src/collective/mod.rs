@@ -254,6 +254,10 @@ impl Collectives {
             kernels: model.link.transfer_kernels(),
             packet_bytes: aligned(options.workspace_bytes / 8),
             plain_bytes: aligned(options.workspace_bytes / 4),
+            most_lanes: Machine::most_lanes(
+                context.device.properties().multiprocessors,
+                context.ranks_per_device()?,
+            ),
             forced: options.algorithm,
         })
     }

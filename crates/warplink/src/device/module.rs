@@ -174,12 +174,13 @@ impl Kernel {
 }
 
 impl Kernel {
-    /// Fails where a launch cannot have all of its blocks on the device at the same time.
+    /// Fails where the device has no room for all blocks of such a launch at the same time, from each of `ranks`
+    /// ranks that share it.
     ///
     /// # Errors
     /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument), with how many fit.
-    pub(crate) fn check_together(&self, launch: &Launch) -> Result<()> {
-        self.0.check_together(launch)
+    pub(crate) fn check_together(&self, launch: &Launch, ranks: usize) -> Result<()> {
+        self.0.check_together(launch, ranks)
     }
 
     /// What a launch takes of the device; `None` where it does not tell.
@@ -221,7 +222,7 @@ pub(crate) trait ModuleBackend: Send + Sync + fmt::Debug {
 /// A kernel as a device has it; the methods are those of [`Kernel`].
 pub(crate) trait KernelBackend: Send + Sync + fmt::Debug {
     /// See [`Kernel::check_together`]. A launch finds out where this does not tell.
-    fn check_together(&self, _launch: &Launch) -> Result<()> {
+    fn check_together(&self, _launch: &Launch, _ranks: usize) -> Result<()> {
         Ok(())
     }
 

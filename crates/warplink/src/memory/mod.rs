@@ -329,6 +329,11 @@ impl MemoryRegistry {
         self.shared.peers()?.is_near(peer)
     }
 
+    /// The most of `ranks` that share one device, of which each should have its own; the same on every rank.
+    pub(crate) fn ranks_per_device(&self, ranks: &[Rank]) -> Result<usize> {
+        self.shared.peers()?.ranks_per_device(ranks)
+    }
+
     /// Has `peer` told by the notifier. Does not block.
     pub(crate) fn tell(&self, peer: Rank, message: Message) {
         self.shared.outbox.tell(peer, message);

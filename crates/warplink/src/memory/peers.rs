@@ -4,6 +4,7 @@ use super::opening::process_identity;
 use crate::device::{Device, DeviceIdentity, DeviceKind, machine_identity};
 use crate::error::{Error, ErrorKind, Rank, Result};
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 
 /// What a rank tells every other when it joins.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -107,6 +108,19 @@ impl Peers {
         Ok(self.info(peer)?.process == super::opening::process_identity())
     }
 
+    /// The most of `ranks` that use one device, of which each rank should have its own; at least 1. It is the
+    /// same on every rank. Devices that give each rank threads of its own do not count.
+    pub(super) fn ranks_per_device(&self, ranks: &[Rank]) -> Result<usize> {
+        let mut counts = BTreeMap::new();
+        for rank in ranks {
+            let info = self.info(*rank)?;
+            if info.cuda {
+                *counts.entry((info.host, info.device)).or_insert(0) += 1;
+            }
+        }
+        Ok(counts.into_values().max().unwrap_or(1))
+    }
+
     /// Fails unless `peer` runs on this machine.
     pub(super) fn check_same_host(&self, peer: Rank) -> Result<()> {
         if self.is_near(peer)? {
@@ -171,6 +185,35 @@ mod tests {
             shareable,
             service: Vec::new(),
         }
+    }
+
+    #[test]
+    fn the_most_ranks_on_one_device_are_counted() {
+        let mut elsewhere = info(4, 0, true);
+        elsewhere.host = [1; 16];
+        let on_host_device = PeerInfo {
+            cuda: false,
+            ..info(5, 1, true)
+        };
+        let peers = Peers {
+            own_place: info(0, 0, true).place(),
+            infos: vec![
+                info(0, 0, true),
+                info(1, 1, true),
+                info(2, 0, true),
+                info(3, 0, true),
+                elsewhere,
+                on_host_device.clone(),
+                on_host_device,
+            ],
+        };
+        let counted = |ranks: &[Rank]| peers.ranks_per_device(ranks).unwrap();
+        assert_eq!(counted(&[0, 1, 2, 3, 4]), 3);
+        assert_eq!(counted(&[0, 1, 3]), 2);
+        assert_eq!(counted(&[0, 1, 4]), 1);
+        assert_eq!(counted(&[5, 6]), 1);
+        assert_eq!(counted(&[]), 1);
+        assert!(peers.ranks_per_device(&[7]).is_err());
     }
 
     #[test]

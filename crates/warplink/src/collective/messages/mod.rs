@@ -68,8 +68,8 @@ pub(super) struct Shape {
 
 impl Shape {
     /// What fits into `bytes` for chunks.
-    fn new(rank: Rank, world: usize, bytes: usize) -> Self {
-        let lanes = 1 << (LANES / world).max(1).ilog2();
+    fn new(rank: Rank, world: usize, ranks_per_device: usize, bytes: usize) -> Self {
+        let lanes = 1 << (LANES / (world * ranks_per_device)).max(1).ilog2();
         Self {
             rank,
             world,
@@ -97,7 +97,8 @@ impl Lines {
     /// Allocates a workspace with `bytes` for chunks and maps those of the peers. Blocks until all ranks do so:
     /// all succeed, or none.
     pub(super) fn join(context: &RankContext, bytes: usize) -> Result<Self> {
-        let shape = Shape::new(context.rank(), context.world(), bytes);
+        let sharing = context.ranks_per_device()?;
+        let shape = Shape::new(context.rank(), context.world(), sharing, bytes);
         let layout = WorkspaceLayout::plain(shape.workspace_bytes());
         // Signals of what was put, and of room for more.
         let workspace = SharedWorkspace::join(context, layout, 2 * shape.lanes)?;
@@ -129,7 +130,7 @@ impl Lines {
         let checked = loaded.and_then(|module| {
             let kernel = module.kernel(KERNEL)?;
             let all = 2 * shape.lanes * shape.world;
-            kernel.check_together(&Launch::new(all as u32, THREADS))?;
+            kernel.check_together(&Launch::new(all as u32, THREADS), sharing)?;
             Ok(kernel)
         });
         let kernel = context.agree_on(checked)?;

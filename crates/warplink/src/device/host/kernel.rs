@@ -231,7 +231,7 @@ impl HostKernelBackend {
 }
 
 impl KernelBackend for HostKernelBackend {
-    fn check_together(&self, launch: &Launch) -> Result<()> {
+    fn check_together(&self, launch: &Launch, _ranks: usize) -> Result<()> {
         if launch.blocks <= MAX_BLOCKS {
             return Ok(());
         }
@@ -244,7 +244,7 @@ impl KernelBackend for HostKernelBackend {
 
     fn launch(&self, stream: &Stream, launch: &Launch, arguments: &[Argument]) -> Result<()> {
         let stream = stream::from_dyn(stream)?;
-        self.check_together(launch)?;
+        self.check_together(launch, 1)?;
         let other = |argument: &&Argument| !argument.is_of(DeviceKind::Host);
         if let Some(argument) = arguments.iter().find(other) {
             let text = format!("{argument:?} is not of the host device");

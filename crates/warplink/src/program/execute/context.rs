@@ -61,6 +61,14 @@ impl RankContext {
         gathered.map_err(|error| self.group.in_own_ranks(error))
     }
 
+    /// The most ranks of this communicator that share one device, of which each should have its own; the same on
+    /// every rank.
+    pub(crate) fn ranks_per_device(&self) -> Result<usize> {
+        let ranks = (0..self.world()).map(|rank| self.group.job_rank(rank));
+        self.memory
+            .ranks_per_device(&ranks.collect::<Result<Vec<_>>>()?)
+    }
+
     /// Blocks until every rank has called it.
     pub(crate) fn barrier(&self) -> Result<()> {
         let barrier = self.group.barrier(self.deadline());

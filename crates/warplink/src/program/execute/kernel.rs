@@ -33,6 +33,7 @@ pub(super) struct KernelMemory {
     state: DeviceSlice,
     /// The most lanes of a kernel.
     lanes: usize,
+    ranks_per_device: usize,
     /// Tensors that peers access.
     shared: Vec<(TensorId, Region)>,
 }
@@ -150,6 +151,7 @@ impl KernelMemory {
             signals,
             state,
             lanes,
+            ranks_per_device: context.ranks_per_device()?,
             shared,
         })
     }
@@ -239,6 +241,7 @@ impl KernelMemory {
             signals: Vec::new(),
             state: self.state.clone(),
             lanes: self.lanes,
+            ranks_per_device: self.ranks_per_device,
             tensors: Vec::new(),
         };
         for (peer, regions) in peers.iter().enumerate() {
@@ -326,7 +329,7 @@ impl BoundKernels {
         // A launch that asks for all blocks together takes longer. Blocks that find no room get it when other
         // kernels end, so it is enough that they fit.
         let launch = Launch::new(section.lanes as u32, section.threads as u32);
-        kernel.check_together(&launch)?;
+        kernel.check_together(&launch, self.reach.ranks_per_device)?;
         let own = &self.reach.signals[section.rank];
         let words = addresses.words(section);
         let words = Argument::Words(match times {

@@ -31,6 +31,8 @@ pub(super) struct Reach {
     pub(super) state: DeviceSlice,
     /// The most lanes of the kernels that share the epoch.
     pub(super) lanes: usize,
+    /// How many ranks at most have their lanes on one device.
+    pub(super) ranks_per_device: usize,
     pub(super) tensors: Vec<BTreeMap<TensorId, DeviceSlice>>,
 }
 

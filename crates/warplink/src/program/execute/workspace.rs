@@ -157,7 +157,7 @@ impl SharedWorkspace {
         let module = unsafe { self.device.load_module(&source)? };
         let kernel = module.kernel(KERNEL)?;
         let launch = Launch::new(section.lanes as u32, section.threads as u32);
-        kernel.check_together(&launch)?;
+        kernel.check_together(&launch, self.kernels.reach.ranks_per_device)?;
         let own = &self.kernels.reach.signals[self.rank];
         Ok(SharedKernel {
             kernel,

@@ -181,16 +181,21 @@ impl UserKernel {
 }
 
 impl KernelBackend for UserKernel {
-    fn check_together(&self, launch: &Launch) -> Result<()> {
+    fn check_together(&self, launch: &Launch, ranks: usize) -> Result<()> {
         let fit = self
             .function
             .blocks_per_multiprocessor(launch.threads, launch.shared_bytes)?;
         let multiprocessors = self.gpu.capabilities.multiprocessors;
-        if launch.blocks <= fit.saturating_mul(multiprocessors) {
+        let all = launch.blocks as usize * ranks;
+        if all <= fit as usize * multiprocessors as usize {
             return Ok(());
         }
+        let shared = match ranks {
+            1 => String::new(),
+            _ => format!(", of each of {ranks} ranks on this GPU"),
+        };
         Err(Error::invalid(format!(
-            "{} blocks of {} threads that have to run at the same time; expected at most {fit} on each of \
+            "{} blocks of {} threads{shared} that have to run at the same time; expected at most {fit} on each of \
              {multiprocessors} multiprocessors",
             launch.blocks, launch.threads
         ))
