@@ -3,7 +3,8 @@
 # takes all GPUs. Logs go to $OUT; the summary is printed last.
 #
 # With RANKS_PER_GPU=N, up to N ranks share a GPU through CUDA's multi-process service. That shows what is
-# right, also on one GPU; times mean nothing.
+# right, also on one GPU; times mean nothing. TESTS names the tests to run (default: all that are there), and
+# LIMIT how many seconds one may take.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 OUT=${OUT:-device-out}
@@ -18,9 +19,11 @@ if ((${RANKS_PER_GPU:-1} > 1)); then
     trap 'echo quit | nvidia-cuda-mps-control; rm -rf "$service"' EXIT
 fi
 failed=0
-for test in device-bin/test-*; do
-    name=$(basename "$test")
-    if timeout 240 "$test" --test-threads=1 ${TEST_FILTER:-} >"$OUT/$name.log" 2>&1; then
+all=(device-bin/test-*)
+names=(${TESTS:-${all[@]#device-bin/test-}})
+for name in "${names[@]}"; do
+    test=device-bin/test-$name
+    if timeout "${LIMIT:-240}" "$test" --test-threads=1 ${TEST_FILTER:-} >"$OUT/$name.log" 2>&1; then
         echo "$name: $(grep '^test result' "$OUT/$name.log")"
     else
         failed=1
