@@ -37,8 +37,8 @@ impl Place {
         }
     }
 
-    /// Fails unless memory of DLPack's `device` is this device's.
-    fn check(&self, device: (i32, i32)) -> PyResult<()> {
+    /// Fails unless memory of DLPack's `device` is this device's; it is of the array `array`.
+    fn check(&self, device: (i32, i32), array: &str) -> PyResult<()> {
         let fits = match self.device.kind() {
             DeviceKind::Host => matches!(device.0, dlpack::CPU | dlpack::CUDA_HOST),
             DeviceKind::Cuda => device == (dlpack::CUDA, self.ordinal),
@@ -55,9 +55,11 @@ impl Place {
             "the array is in {name}; expected memory of {}",
             self.device.name()
         ));
-        Err(raise(error.with_operation("read an array").with_help(
-            "move the array to the job's device, or join a job on the array's device",
-        )))
+        Err(raise(
+            error.with_operation(format!("read {array}")).with_help(
+                "move the array to the job's device, or join a job on the array's device",
+            ),
+        ))
     }
 }
 
@@ -66,60 +68,78 @@ impl Place {
 pub(crate) struct Array {
     pub(crate) slice: DeviceSlice,
     pub(crate) element: Option<Element>,
+    /// Bytes of an element; none of memory without elements.
+    pub(crate) item_bytes: Option<usize>,
     pub(crate) shape: Vec<usize>,
 }
 
-impl Array {
+/// How the arrays of a call are read.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Reader<'a> {
+    place: &'a Place,
+    stream: Option<u64>,
+    nothing: Option<&'a DeviceSlice>,
+}
+
+impl<'a> Reader<'a> {
+    /// For arrays of the device. On a GPU, `stream` (a raw handle) is made to wait for what the producer of an
+    /// array does with it.
+    pub(crate) fn new(place: &'a Place, stream: Option<u64>) -> Self {
+        Self {
+            place,
+            stream,
+            nothing: None,
+        }
+    }
+
+    /// The same, for arrays without elements as well, whose memory is `nothing`, of no bytes.
+    pub(crate) fn with_empty(self, nothing: &'a DeviceSlice) -> Self {
+        Self {
+            nothing: Some(nothing),
+            ..self
+        }
+    }
+
     /// The memory of `object`, which is a [`Region`], [`Memory`], [`View`], NumPy array, or has
-    /// `__dlpack__`. On a GPU, `stream` (a raw handle) is made to wait for what the producer does with
-    /// it. Nothing is copied.
-    pub(crate) fn resolve(
-        object: &Bound<'_, PyAny>,
-        place: &Place,
-        stream: Option<u64>,
-    ) -> PyResult<Self> {
+    /// `__dlpack__`, and `name` in errors. Nothing is copied.
+    pub(crate) fn read(&self, object: &Bound<'_, PyAny>, name: &str) -> PyResult<Array> {
         if let Ok(region) = object.cast::<Region>() {
-            return Ok(Self::bytes(region.get().slice().clone()));
+            return Ok(Array::bytes(region.get().slice().clone()));
         }
         if let Ok(memory) = object.cast::<Memory>() {
-            return Ok(Self::bytes(memory.get().slice.clone()));
+            return Ok(Array::bytes(memory.get().slice.clone()));
         }
         if let Ok(view) = object.cast::<View>() {
             let view = view.get();
-            return Ok(Self {
+            return Ok(Array {
                 slice: view.slice.clone(),
                 element: Some(view.element),
+                item_bytes: Some(view.element.bytes()),
                 shape: view.shape.clone(),
             });
         }
-        if place.device.kind() == DeviceKind::Host
+        if self.place.device.kind() == DeviceKind::Host
             && let Ok(interface) = object.getattr("__array_interface__")
         {
-            return Self::of_interface(object, &interface.cast_into::<PyDict>()?, place);
+            return self.of_interface(object, &interface.cast_into::<PyDict>()?, name);
         }
         if object.hasattr("__dlpack__")? {
-            return Self::of_dlpack(object, place, stream);
+            return self.of_dlpack(object, name);
         }
         Err(pyo3::exceptions::PyTypeError::new_err(format!(
-            "{} is not an array; expected a Region, a Memory, a View, a NumPy array or an object with __dlpack__",
+            "read {name}: {} is not an array; expected a Region, a Memory, a View, a NumPy array or an object with \
+             __dlpack__",
             object.get_type().qualname()?
         )))
     }
 
-    fn bytes(slice: DeviceSlice) -> Self {
-        Self {
-            shape: vec![slice.bytes()],
-            slice,
-            element: None,
-        }
-    }
-
     /// A NumPy array, by the protocol that also tells read-only ones.
     fn of_interface(
+        &self,
         object: &Bound<'_, PyAny>,
         interface: &Bound<'_, PyDict>,
-        place: &Place,
-    ) -> PyResult<Self> {
+        name: &str,
+    ) -> PyResult<Array> {
         let field = |name: &str| -> PyResult<Bound<'_, PyAny>> {
             let value = interface.get_item(name)?;
             value.ok_or_else(|| invalid(format!("__array_interface__ has no '{name}'")))
@@ -150,13 +170,13 @@ impl Array {
             shape,
             strides,
         };
-        Self::borrow(described, place, object.clone().unbind())
+        self.borrow(described, object.clone().unbind(), name)
     }
 
-    fn of_dlpack(object: &Bound<'_, PyAny>, place: &Place, stream: Option<u64>) -> PyResult<Self> {
+    fn of_dlpack(&self, object: &Bound<'_, PyAny>, name: &str) -> PyResult<Array> {
         let (kind, number) = object.call_method0("__dlpack_device__")?.extract()?;
-        place.check((kind, number))?;
-        let capsule = match stream.filter(|_| kind == dlpack::CUDA) {
+        self.place.check((kind, number), name)?;
+        let capsule = match self.stream.filter(|_| kind == dlpack::CUDA) {
             Some(stream) => {
                 let arguments = PyDict::new(object.py());
                 // The default stream has a number of its own in the protocol.
@@ -167,46 +187,78 @@ impl Array {
         };
         let capsule = capsule.cast_into::<PyCapsule>()?;
         let described = dlpack::describe(&capsule)?;
-        place.check(described.device)?;
-        Self::borrow(described, place, capsule.into_any().unbind())
+        self.place.check(described.device, name)?;
+        self.borrow(described, capsule.into_any().unbind(), name)
     }
 
     /// Borrows what was described, kept by `owner`.
-    fn borrow(described: dlpack::Described, place: &Place, owner: Py<PyAny>) -> PyResult<Self> {
+    fn borrow(
+        &self,
+        described: dlpack::Described,
+        owner: Py<PyAny>,
+        name: &str,
+    ) -> PyResult<Array> {
+        let refused = |text: String| Error::invalid(text).with_operation(format!("read {name}"));
         let shape: Option<Vec<usize>> = described
             .shape
             .iter()
             .map(|&extent| usize::try_from(extent).ok())
             .collect();
-        let shape = shape.ok_or_else(|| invalid("the array has a negative extent"))?;
-        let bytes = shape
-            .iter()
-            .try_fold(described.item_bytes, |all, &extent| all.checked_mul(extent))
-            .ok_or_else(|| invalid("the array's size overflows the address space"))?;
+        let negative = || raise(refused("the array has a negative extent".to_owned()));
+        let shape = shape.ok_or_else(negative)?;
+        let mut extents = shape.iter();
+        let bytes = extents.try_fold(described.item_bytes, |all, &extent| all.checked_mul(extent));
+        let overflows = "the array's size overflows the address space";
+        let bytes = bytes.ok_or_else(|| raise(refused(overflows.to_owned())))?;
+        let (element, item_bytes) = (described.element, Some(described.item_bytes));
         if bytes == 0 {
-            return Err(invalid("the array is empty; expected at least one element"));
+            let empty = "the array is empty; expected at least one element";
+            let nothing = self.nothing.cloned();
+            return Ok(Array {
+                slice: nothing.ok_or_else(|| raise(refused(empty.to_owned())))?,
+                element,
+                item_bytes,
+                shape,
+            });
         }
         if !is_contiguous(&shape, described.strides.as_deref()) {
-            let error = Error::invalid(format!(
+            let error = refused(format!(
                 "an array of shape {shape:?} has strides {:?}; expected contiguous rows",
                 described.strides.unwrap_or_default()
             ));
-            return Err(raise(
-                error
-                    .with_operation("read an array")
-                    .with_help("pass a contiguous copy"),
-            ));
+            return Err(raise(error.with_help("pass a contiguous copy")));
         }
         let owner = Arc::new(Owner::new(owner));
         // SAFETY: the producer says that the memory is there and of this device (`check`), and keeps
         // it as long as `owner` is held. It is accessed by copies and kernels only, never by a Rust
         // reference.
-        let slice = unsafe { place.device.borrow(described.address, bytes, owner) };
-        Ok(Self {
+        let slice = unsafe { self.place.device.borrow(described.address, bytes, owner) };
+        Ok(Array {
             slice: slice.map_err(raise)?,
-            element: described.element,
+            element,
+            item_bytes,
             shape,
         })
+    }
+}
+
+impl Array {
+    /// The memory of `object`, as [`Reader`] reads it.
+    pub(crate) fn resolve(
+        object: &Bound<'_, PyAny>,
+        place: &Place,
+        stream: Option<u64>,
+    ) -> PyResult<Self> {
+        Reader::new(place, stream).read(object, "an array")
+    }
+
+    fn bytes(slice: DeviceSlice) -> Self {
+        Self {
+            shape: vec![slice.bytes()],
+            slice,
+            element: None,
+            item_bytes: None,
+        }
     }
 
     /// The element type.

@@ -1,21 +1,29 @@
 //! Collectives.
 
-use crate::array::{Array, Place};
+use crate::array::{Array, Place, Reader};
 use crate::errors::{invalid, raise};
+use crate::experts::Experts;
 use crate::owner::Detached;
 use crate::stream::Stream;
 use pyo3::prelude::*;
-use warplink::collective::{Call, CollectiveKind, CollectiveOptions, CollectivePath};
-use warplink::device::ReduceOp;
+use warplink::collective::{
+    Call, CollectiveKind, CollectiveOptions, CollectivePath, ExpertOptions, Message, Parts,
+};
+use warplink::device::{AllocationKind, DeviceSlice, ReduceOp};
 use warplink::{DType, Rank};
+
+/// Bytes of an allocation of which none are used.
+const NOTHING: usize = 16;
 
 /// The collectives of a communicator, on any memory.
 ///
-/// Every rank enqueues the same ones in the same order. Nothing blocks, and the stream may be recording a graph.
-/// Arrays are anything that Communicator.borrow takes; targets are written, sources are read, and both are kept
-/// until the stream is past them. The target may be the source; of all_gather and gather, the source may be this
-/// rank's part of the target; of reduce_scatter and scatter, the target its part of the source. `op` is "sum",
-/// "product", "max", "min" or "average".
+/// Every rank enqueues the same ones in the same order. Nothing blocks, but for the first call of its kind, which may
+/// compile a kernel, and the stream may be recording a graph. Arrays are anything that Communicator.borrow takes, and
+/// may be empty; targets are written, sources are read, and both are kept until the stream is past them. The target may
+/// be the source; of all_gather and gather, the source may be this rank's part of the target; of reduce_scatter and
+/// scatter, the target its part of the source. `op` is "sum", "product", "max", "min" or "average".
+///
+/// send_receive and all_to_all_v move elements of any type, and experts makes a layer of experts.
 ///
 /// Lengths that do not fit raise InvalidArgumentError. That ranks call something else raises MismatchError in
 /// Stream.synchronize.
@@ -25,23 +33,37 @@ pub(crate) struct Collectives {
     inner: Detached<warplink::Collectives>,
     place: Place,
     world: usize,
+    /// The memory of arrays without elements.
+    nothing: DeviceSlice,
 }
 
 impl Collectives {
-    pub(crate) fn new(inner: warplink::Collectives, place: &Place, world: usize) -> Self {
-        Self {
+    pub(crate) fn new(
+        inner: warplink::Collectives,
+        place: &Place,
+        world: usize,
+    ) -> warplink::Result<Self> {
+        let nothing = place.device.allocate(NOTHING, AllocationKind::Plain)?;
+        Ok(Self {
             inner: Detached::new(inner),
             place: place.clone(),
             world,
-        }
+            nothing: nothing.slice(0..0)?,
+        })
     }
 
     fn inner(&self) -> PyResult<warplink::Collectives> {
         self.inner.get("collectives")
     }
 
+    /// Reads the arrays of a call on `stream`.
+    fn reader(&self, stream: &Stream) -> Reader<'_> {
+        Reader::new(&self.place, Some(stream.raw_handle())).with_empty(&self.nothing)
+    }
+
     fn enqueue(
         &self,
+        py: Python<'_>,
         stream: &Stream,
         kind: CollectiveKind,
         [target, source]: [&Bound<'_, PyAny>; 2],
@@ -49,10 +71,10 @@ impl Collectives {
         root: Option<Rank>,
     ) -> PyResult<()> {
         let inner = self.inner()?;
-        let stream_live = stream.live()?;
-        let raw = Some(stream.raw_handle());
-        let target = Array::resolve(target, &self.place, raw)?;
-        let source = Array::resolve(source, &self.place, raw)?;
+        let live = stream.live()?;
+        let reader = self.reader(stream);
+        let target = reader.read(target, "the target")?;
+        let source = reader.read(source, "the source")?;
         let op = op.map(str::parse::<ReduceOp>).transpose();
         let op = op.map_err(raise)?;
         let dtype = if op.is_some() {
@@ -78,9 +100,23 @@ impl Collectives {
             count: bytes / dtype.size(),
             root,
         };
-        inner
-            .enqueue(&call, &target.slice, &source.slice, stream_live)
+        py.detach(|| inner.enqueue(&call, &target.slice, &source.slice, live))
             .map_err(raise)
+    }
+
+    /// The ends of messages that go one way, which are the argument `name`.
+    fn ends(
+        &self,
+        name: &str,
+        ends: &[(Rank, Bound<'_, PyAny>)],
+        stream: &Stream,
+    ) -> PyResult<Vec<(Rank, DeviceSlice)>> {
+        let reader = self.reader(stream);
+        let ends = ends.iter().enumerate().map(|(number, (peer, array))| {
+            let array = reader.read(array, &format!("{name}[{number}]"))?;
+            Ok((*peer, array.slice))
+        });
+        ends.collect()
     }
 }
 
@@ -104,25 +140,27 @@ impl Collectives {
     /// `target`, of `size` times the bytes of `source`, becomes every rank's source in rank order.
     fn all_gather(
         &self,
+        py: Python<'_>,
         stream: &Stream,
         target: &Bound<'_, PyAny>,
         source: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
         let kind = CollectiveKind::AllGather;
-        self.enqueue(stream, kind, [target, source], None, None)
+        self.enqueue(py, stream, kind, [target, source], None, None)
     }
 
     /// `target` becomes the reduction of every rank's source.
     #[pyo3(signature = (stream, target, source, op="sum"))]
     fn all_reduce(
         &self,
+        py: Python<'_>,
         stream: &Stream,
         target: &Bound<'_, PyAny>,
         source: &Bound<'_, PyAny>,
         op: &str,
     ) -> PyResult<()> {
         let kind = CollectiveKind::AllReduce;
-        self.enqueue(stream, kind, [target, source], Some(op), None)
+        self.enqueue(py, stream, kind, [target, source], Some(op), None)
     }
 
     /// `target` becomes this rank's part of the reduction of every rank's source, which has `size` times
@@ -130,42 +168,46 @@ impl Collectives {
     #[pyo3(signature = (stream, target, source, op="sum"))]
     fn reduce_scatter(
         &self,
+        py: Python<'_>,
         stream: &Stream,
         target: &Bound<'_, PyAny>,
         source: &Bound<'_, PyAny>,
         op: &str,
     ) -> PyResult<()> {
         let kind = CollectiveKind::ReduceScatter;
-        self.enqueue(stream, kind, [target, source], Some(op), None)
+        self.enqueue(py, stream, kind, [target, source], Some(op), None)
     }
 
     /// Part p of `target` becomes this rank's part of rank p's source.
     fn all_to_all(
         &self,
+        py: Python<'_>,
         stream: &Stream,
         target: &Bound<'_, PyAny>,
         source: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
         let kind = CollectiveKind::AllToAll;
-        self.enqueue(stream, kind, [target, source], None, None)
+        self.enqueue(py, stream, kind, [target, source], None, None)
     }
 
     /// `target` becomes the source of rank `root`; those of other ranks are not read.
     fn broadcast(
         &self,
+        py: Python<'_>,
         stream: &Stream,
         target: &Bound<'_, PyAny>,
         source: &Bound<'_, PyAny>,
         root: usize,
     ) -> PyResult<()> {
         let kind = CollectiveKind::Broadcast;
-        self.enqueue(stream, kind, [target, source], None, Some(root))
+        self.enqueue(py, stream, kind, [target, source], None, Some(root))
     }
 
     /// On rank `root`, `target` becomes the reduction of every rank's source; those of other ranks are left alone.
     #[pyo3(signature = (stream, target, source, root, op="sum"))]
     fn reduce(
         &self,
+        py: Python<'_>,
         stream: &Stream,
         target: &Bound<'_, PyAny>,
         source: &Bound<'_, PyAny>,
@@ -173,43 +215,227 @@ impl Collectives {
         op: &str,
     ) -> PyResult<()> {
         let kind = CollectiveKind::Reduce;
-        self.enqueue(stream, kind, [target, source], Some(op), Some(root))
+        self.enqueue(py, stream, kind, [target, source], Some(op), Some(root))
     }
 
     /// On rank `root`, `target` becomes every rank's source in rank order; those of other ranks are left alone.
     fn gather(
         &self,
+        py: Python<'_>,
         stream: &Stream,
         target: &Bound<'_, PyAny>,
         source: &Bound<'_, PyAny>,
         root: usize,
     ) -> PyResult<()> {
         let kind = CollectiveKind::Gather;
-        self.enqueue(stream, kind, [target, source], None, Some(root))
+        self.enqueue(py, stream, kind, [target, source], None, Some(root))
     }
 
     /// `target` becomes this rank's part of the source of rank `root`; those of other ranks are not read.
     fn scatter(
         &self,
+        py: Python<'_>,
         stream: &Stream,
         target: &Bound<'_, PyAny>,
         source: &Bound<'_, PyAny>,
         root: usize,
     ) -> PyResult<()> {
         let kind = CollectiveKind::Scatter;
-        self.enqueue(stream, kind, [target, source], None, Some(root))
+        self.enqueue(py, stream, kind, [target, source], None, Some(root))
     }
 
     /// What follows in the stream waits until every rank's stream has come to it.
-    fn barrier(&self, stream: &Stream) -> PyResult<()> {
+    fn barrier(&self, py: Python<'_>, stream: &Stream) -> PyResult<()> {
+        let (inner, live) = (self.inner()?, stream.live()?);
+        py.detach(|| inner.barrier(live)).map_err(raise)
+    }
+
+    /// Sends and receives, `(peer, array)` each, all at the same time: none waits for another of the call.
+    ///
+    /// Arrays have any element type and any length, also 0; what is received overlaps no other array of the call. The
+    /// n-th send to a rank is for the n-th receive there from this one, of as many bytes. Only the two ranks of a message
+    /// call, and may group their messages differently, as long as some order of them lets all go on; a message of a rank
+    /// to itself has both ends in one call. Does not block.
+    ///
+    /// Raises InvalidArgumentError for a rank out of range, arrays that overlap, more than 64 messages, and messages to
+    /// this rank that do not fit. Ends of other lengths raise MismatchError in Stream.synchronize on both ranks, with
+    /// the peer, where `path` is "direct".
+    #[pyo3(signature = (stream, sends=Vec::new(), receives=Vec::new()))]
+    fn send_receive(
+        &self,
+        py: Python<'_>,
+        stream: &Stream,
+        sends: Vec<(Rank, Bound<'_, PyAny>)>,
+        receives: Vec<(Rank, Bound<'_, PyAny>)>,
+    ) -> PyResult<()> {
+        let (inner, live) = (self.inner()?, stream.live()?);
+        let sends = self.ends("sends", &sends, stream)?;
+        let receives = self.ends("receives", &receives, stream)?;
+        let sends = sends.iter().map(|(peer, data)| Message::send(*peer, data));
+        let receives = receives
+            .iter()
+            .map(|(peer, data)| Message::receive(*peer, data));
+        let messages: Vec<Message<'_>> = sends.chain(receives).collect();
+        py.detach(|| inner.send_receive(&messages, live))
+            .map_err(raise)
+    }
+
+    /// Part p of `target` becomes this rank's part of rank p's `source`, for each rank, of a length of its own.
+    ///
+    /// `target_counts` and `source_counts` say how many elements the part of each rank has, in rank order, and
+    /// `target_displacements` and `source_displacements` from which element on it lies; without these, parts lie one
+    /// after the other. Elements are those of the arrays, of any type, the same in both; of memory without a type they
+    /// are bytes. What this rank sends to another has as many elements as that one expects. Counts of 0 are allowed,
+    /// parts of the source may overlap, those of the target may not. Does not block.
+    ///
+    /// Raises InvalidArgumentError for counts or displacements that are not one for each rank or reach beyond the
+    /// array, with the rank in `peer`. Ranks that expect other lengths raise MismatchError in Stream.synchronize on both
+    /// ranks, with the peer, where `path` is "direct".
+    #[pyo3(signature = (
+        stream,
+        target,
+        source,
+        target_counts,
+        source_counts,
+        target_displacements=None,
+        source_displacements=None,
+    ))]
+    #[allow(clippy::too_many_arguments)]
+    fn all_to_all_v(
+        &self,
+        py: Python<'_>,
+        stream: &Stream,
+        target: &Bound<'_, PyAny>,
+        source: &Bound<'_, PyAny>,
+        target_counts: Vec<usize>,
+        source_counts: Vec<usize>,
+        target_displacements: Option<Vec<usize>>,
+        source_displacements: Option<Vec<usize>>,
+    ) -> PyResult<()> {
+        let (inner, live) = (self.inner()?, stream.live()?);
+        let reader = self.reader(stream);
+        let target = reader.read(target, "the target")?;
+        let source = reader.read(source, "the source")?;
+        let (dtype, each) = unit(&target, &source)?;
+        let received = Cut::new(target_counts, target_displacements, each);
+        let sent = Cut::new(source_counts, source_displacements, each);
+        py.detach(|| {
+            let output = (&target.slice, received.parts());
+            inner.all_to_all_v(output, (&source.slice, sent.parts()), dtype, live)
+        })
+        .map_err(raise)
+    }
+
+    /// A layer of experts on these ranks, with memory for its calls.
+    ///
+    /// `experts` is how many there are, a multiple of the ranks: rank r has those from `r * experts / size` on. A token
+    /// goes to `top_k` of them. `max_tokens` is the most tokens of a rank in one call, `elements` the length of a token's
+    /// row, and `dtype` its type: "f32", "f16" or "bf16". `max_rows` is the most rows that one rank sends to one other in
+    /// a call; None takes the most that there may be. All ranks pass the same. Asks no other rank; blocks while
+    /// kernels are compiled, the first time on a machine.
+    ///
+    /// Raises InvalidArgumentError for options that do not fit together, UnsupportedError where `path` is "engine" and
+    /// for rows that are longer than a chunk of the workspace, OutOfMemoryError.
+    #[pyo3(signature = (*, experts, top_k, max_tokens, elements, dtype, max_rows=None))]
+    #[allow(clippy::too_many_arguments)]
+    fn experts(
+        &self,
+        py: Python<'_>,
+        experts: usize,
+        top_k: usize,
+        max_tokens: usize,
+        elements: usize,
+        dtype: &str,
+        max_rows: Option<usize>,
+    ) -> PyResult<Experts> {
         let inner = self.inner()?;
-        inner.barrier(stream.live()?).map_err(raise)
+        let options = ExpertOptions {
+            experts,
+            top_k,
+            max_tokens,
+            max_rows,
+            elements,
+            dtype: dtype.parse().map_err(raise)?,
+        };
+        let layer = py.detach(|| inner.experts(&options)).map_err(raise)?;
+        Ok(Experts::new(
+            layer,
+            options,
+            &self.place,
+            self.world,
+            &self.nothing,
+        ))
     }
 
     fn __repr__(&self) -> PyResult<String> {
         let (path, size) = (self.path()?, self.world);
         Ok(format!("Collectives(path='{path}', size={size})"))
     }
+}
+
+/// How an array is cut into a part for each rank.
+struct Cut {
+    counts: Vec<usize>,
+    displacements: Vec<usize>,
+}
+
+impl Cut {
+    /// Of counts and displacements in elements of `each` units. What overflows is beyond any memory.
+    fn new(counts: Vec<usize>, displacements: Option<Vec<usize>>, each: usize) -> Self {
+        let in_units = |elements: &usize| elements.saturating_mul(each);
+        let counts: Vec<usize> = counts.iter().map(in_units).collect();
+        let displacements = match displacements {
+            Some(displacements) => displacements.iter().map(in_units).collect(),
+            None => {
+                let next = |end: &mut usize, count: &usize| {
+                    let start = *end;
+                    *end = end.saturating_add(*count);
+                    Some(start)
+                };
+                counts.iter().scan(0, next).collect()
+            }
+        };
+        Self {
+            counts,
+            displacements,
+        }
+    }
+
+    fn parts(&self) -> Parts<'_> {
+        Parts {
+            counts: &self.counts,
+            displacements: &self.displacements,
+        }
+    }
+}
+
+/// The largest type of which elements of both arrays consist, and of how many.
+fn unit(target: &Array, source: &Array) -> PyResult<(DType, usize)> {
+    let differ = match (target.element, source.element) {
+        (Some(target), Some(source)) => target != source,
+        _ => target
+            .item_bytes
+            .zip(source.item_bytes)
+            .is_some_and(|(a, b)| a != b),
+    };
+    if differ {
+        let of = |array: &Array| match (array.element, array.item_bytes) {
+            (Some(element), _) => element.name.to_owned(),
+            (None, bytes) => format!("{} bytes", bytes.unwrap_or(1)),
+        };
+        return Err(invalid(format!(
+            "the target has elements of {}; expected {}, as the source has",
+            of(target),
+            of(source)
+        )));
+    }
+    let bytes = target.item_bytes.or(source.item_bytes).unwrap_or(1).max(1);
+    let types = [DType::U64, DType::U32, DType::F16];
+    let dtype = types
+        .into_iter()
+        .find(|dtype| bytes.is_multiple_of(dtype.size()));
+    let dtype = dtype.unwrap_or(DType::U8);
+    Ok((dtype, bytes / dtype.size()))
 }
 
 /// The options of `Communicator.collectives`.

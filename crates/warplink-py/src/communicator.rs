@@ -365,13 +365,14 @@ impl Communicator {
         let inner = self.inner()?;
         let options = collectives::options(path, algorithm, workspace_bytes)?;
         let joined = py.detach(|| {
-            if options == CollectiveOptions::default() {
-                return inner.collectives();
-            }
-            inner.collectives_with(&options)
+            let joined = if options == CollectiveOptions::default() {
+                inner.collectives()?
+            } else {
+                inner.collectives_with(&options)?
+            };
+            Collectives::new(joined, &self.place, inner.world())
         });
-        let joined = joined.map_err(raise)?;
-        Ok(Collectives::new(joined, &self.place, inner.world()))
+        joined.map_err(raise)
     }
 
     /// The vendor's library: NCCL on GPUs, a substitute on the host device. Every rank makes the first at the same

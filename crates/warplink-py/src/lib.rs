@@ -18,6 +18,7 @@ mod element;
 mod engine;
 mod errors;
 mod executor;
+mod experts;
 mod job;
 mod kernel;
 mod memory;
@@ -47,6 +48,8 @@ mod _warplink {
     use super::engine::CollectiveEngine;
     #[pymodule_export]
     use super::executor::{CapturedPlan, Executor, Plan, Prepared};
+    #[pymodule_export]
+    use super::experts::Experts;
     #[pymodule_export]
     use super::job::{Job, UniqueId};
     #[pymodule_export]

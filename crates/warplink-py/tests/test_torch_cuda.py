@@ -264,3 +264,44 @@ def test_tensors_go_in_and_out_in_place():
     from conftest import run_ranks
 
     run_ranks(tensors, WORLD)
+
+
+def on_the_current_stream(rank, world, meeting):
+    import warplink
+
+    torch.cuda.set_device(rank)
+    with warplink.Job.join(rank, world, meeting, device="cuda", ordinal=rank) as job:
+        comm = job.world()
+        collectives = comm.collectives()
+        side = torch.cuda.Stream()
+        stream = comm.borrow_stream(side.cuda_stream, side)
+        layer = collectives.experts(experts=world, top_k=1, max_tokens=64, elements=256, dtype="bf16")
+        dispatched = layer.allocate()
+        counts = torch.from_dlpack(dispatched.counts)
+        generator = torch.Generator(device="cuda").manual_seed(rank)
+        with torch.cuda.stream(side):
+            for turn in range(10):
+                # All in stream order: what was written before, and what is read behind.
+                own = torch.full((100_000 + turn,), 10.0 * turn + rank, device="cuda")
+                come = torch.empty_like(own)
+                collectives.send_receive(stream, [(1 - rank, own)], [(1 - rank, come)])
+                parts, sizes = [1000, 3000], [[1000, 3000][rank]] * world
+                gathered = torch.empty(sum(sizes), device="cuda")
+                collectives.all_to_all_v(stream, gathered, own[: sum(parts)].clone(), sizes, parts)
+                tokens = torch.randn(64, 256, device="cuda", generator=generator).bfloat16()
+                experts = torch.randint(0, world, (64, 1), device="cuda", generator=generator).int()
+                weights = torch.full((64, 1), 2.0, device="cuda")
+                target = torch.empty_like(tokens)
+                layer.dispatch(stream, dispatched, tokens, experts)
+                layer.combine(stream, target, dispatched, weights)
+                assert (come == 10 * turn + 1 - rank).all()
+                rows = gathered.view(world, -1).mean(1).round().tolist()
+                assert rows == [10.0 * turn + peer for peer in range(world)]
+                assert torch.equal(target, 2 * tokens) and counts[rank] == (experts == rank).sum()
+        comm.barrier()
+
+
+def test_messages_and_experts_on_the_current_stream():
+    from conftest import run_ranks
+
+    run_ranks(on_the_current_stream, WORLD)

@@ -22,6 +22,7 @@ def forked(rank, world, meeting):
             [warplink.Send(region, peer), warplink.Receive(received, (rank - 1) % world)]
         )
         collectives, barrier = comm.collectives(), comm.stream_barrier()
+        layer = collectives.experts(experts=2, top_k=1, max_tokens=1, elements=4, dtype="f32")
         child = os.fork()
         if child == 0:
             # Not an assertion that pytest would report: the parent reads the exit status.
@@ -37,6 +38,8 @@ def forked(rank, world, meeting):
                 lambda: warplink.wait_all(transfers, stream),
                 lambda: barrier.enqueue(stream),
                 lambda: collectives.all_reduce(stream, numpy.ones(2), numpy.ones(2)),
+                lambda: collectives.send_receive(stream),
+                lambda: layer.dispatch(stream, layer.allocate(), numpy.ones((1, 4)), numpy.ones(1)),
                 lambda: region.slice(0, 8),
                 lambda: comm.abort("the child's end"),
             ]
@@ -51,7 +54,7 @@ def forked(rank, world, meeting):
             # Neither these nor letting go of everything reaches the peers.
             job.close()
             job.abort("the child's end")
-            del uses, transfers, stream, event, region, received, collectives, barrier, comm, job
+            del uses, transfers, stream, event, region, received, collectives, layer, barrier, comm, job
             gc.collect()
             os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

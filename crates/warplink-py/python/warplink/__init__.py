@@ -36,6 +36,7 @@ from warplink._warplink import (
     Connections,
     Event,
     Executor,
+    Experts,
     Graph,
     Job,
     Kernel,
@@ -60,6 +61,7 @@ from warplink._warplink import (
     wait_all,
 )
 from warplink.errors import WarplinkError
+from warplink.experts import Dispatched
 
 __version__ = version()
 
@@ -74,8 +76,10 @@ __all__ = [
     "Connect",
     "Connection",
     "Connections",
+    "Dispatched",
     "Event",
     "Executor",
+    "Experts",
     "Graph",
     "Job",
     "Kernel",

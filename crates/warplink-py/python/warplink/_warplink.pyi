@@ -3,10 +3,14 @@
 from types import TracebackType
 from typing import Any, Callable, Sequence, final
 
+from warplink.experts import Dispatched
+
 #: A region, memory, view, NumPy array, or an object with ``__dlpack__``.
 _Array = Any
 #: A value for a kernel's parameter; see ``help(warplink.Kernel.launch)``.
 _Argument = Any
+#: Rows, experts and counts; see ``help(warplink.Dispatched)``.
+_Dispatched = Dispatched | tuple[_Array, _Array, _Array]
 #: A place in a region: an offset in bytes, or the region's number and an offset.
 _Place = int | tuple[int, int]
 
@@ -338,6 +342,44 @@ class Collectives:
     def gather(self, stream: Stream, target: _Array, source: _Array, root: int) -> None: ...
     def scatter(self, stream: Stream, target: _Array, source: _Array, root: int) -> None: ...
     def barrier(self, stream: Stream) -> None: ...
+    def send_receive(
+        self,
+        stream: Stream,
+        sends: Sequence[tuple[int, _Array]] = ...,
+        receives: Sequence[tuple[int, _Array]] = ...,
+    ) -> None: ...
+    def all_to_all_v(
+        self,
+        stream: Stream,
+        target: _Array,
+        source: _Array,
+        target_counts: Sequence[int],
+        source_counts: Sequence[int],
+        target_displacements: Sequence[int] | None = None,
+        source_displacements: Sequence[int] | None = None,
+    ) -> None: ...
+    def experts(
+        self,
+        *,
+        experts: int,
+        top_k: int,
+        max_tokens: int,
+        elements: int,
+        dtype: str,
+        max_rows: int | None = None,
+    ) -> Experts: ...
+
+@final
+class Experts:
+    @property
+    def max_rows(self) -> int: ...
+    def allocate(self) -> Dispatched: ...
+    def dispatch(
+        self, stream: Stream, target: _Dispatched, tokens: _Array, experts: _Array
+    ) -> None: ...
+    def combine(
+        self, stream: Stream, target: _Array, source: _Dispatched, weights: _Array
+    ) -> None: ...
 
 @final
 class CollectiveEngine:

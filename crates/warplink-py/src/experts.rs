@@ -1,0 +1,246 @@
+//! Layers of experts.
+
+use crate::array::{Array, Place, Reader};
+use crate::errors::{invalid, raise};
+use crate::memory::View;
+use crate::owner::Detached;
+use crate::stream::Stream;
+use pyo3::prelude::*;
+use warplink::collective::{self, ExpertOptions};
+use warplink::device::{AllocationKind, DeviceSlice};
+
+/// The three arrays of a `Dispatched`.
+type Arrays<'py> = (Bound<'py, PyAny>, Bound<'py, PyAny>, Bound<'py, PyAny>);
+
+/// A layer of experts: rows of tokens to the ranks of their experts, and back as weighted sums.
+///
+/// Collectives.experts makes it. Which rows go where is only known in device memory: no rank waits for others than
+/// those that it exchanges rows with, and no host for any. Calls follow one another; for those that are under way at
+/// the same time, make several layers. Arrays are anything that Communicator.borrow takes, and are kept until the stream
+/// is past them; those of another shape or element type raise InvalidArgumentError. Memory without an element type has
+/// as many bytes.
+///
+/// Both calls may be recorded into a graph, which serves every routing.
+#[pyclass(frozen, module = "warplink")]
+#[derive(Debug)]
+pub(crate) struct Experts {
+    inner: Detached<collective::Experts>,
+    options: ExpertOptions,
+    place: Place,
+    world: usize,
+    /// The memory of arrays without elements.
+    nothing: DeviceSlice,
+}
+
+/// What was dispatched, read from a caller's arrays.
+struct Rows {
+    rows: Array,
+    experts: Array,
+    counts: Array,
+}
+
+impl Rows {
+    fn dispatched(&self) -> collective::Dispatched<'_> {
+        collective::Dispatched {
+            rows: &self.rows.slice,
+            experts: &self.experts.slice,
+            counts: &self.counts.slice,
+        }
+    }
+}
+
+impl Experts {
+    pub(crate) fn new(
+        inner: collective::Experts,
+        options: ExpertOptions,
+        place: &Place,
+        world: usize,
+        nothing: &DeviceSlice,
+    ) -> Self {
+        Self {
+            inner: Detached::new(inner),
+            options,
+            place: place.clone(),
+            world,
+            nothing: nothing.clone(),
+        }
+    }
+
+    fn inner(&self) -> PyResult<collective::Experts> {
+        self.inner.get("layer of experts")
+    }
+
+    fn reader(&self, stream: &Stream) -> Reader<'_> {
+        Reader::new(&self.place, Some(stream.raw_handle())).with_empty(&self.nothing)
+    }
+
+    /// The shapes of rows, experts and counts.
+    fn shapes(&self) -> [Vec<usize>; 3] {
+        let (world, rows) = (self.world, self.max_rows());
+        [
+            vec![world, rows, self.options.elements],
+            vec![world, rows],
+            vec![world],
+        ]
+    }
+
+    fn rows(&self, reader: &Reader<'_>, name: &str, arrays: &Arrays<'_>) -> PyResult<Rows> {
+        let [rows, experts, counts] = self.shapes();
+        let read = |array, part: &str, dtype, shape: &[usize]| {
+            typed(reader, array, &format!("{name}.{part}"), dtype, shape)
+        };
+        let dtype = self.options.dtype.name();
+        Ok(Rows {
+            rows: read(&arrays.0, "rows", dtype, &rows)?,
+            experts: read(&arrays.1, "experts", "i32", &experts)?,
+            counts: read(&arrays.2, "counts", "i32", &counts)?,
+        })
+    }
+}
+
+#[pymethods]
+impl Experts {
+    /// The most rows that one rank sends to one other in a call.
+    #[getter]
+    fn max_rows(&self) -> usize {
+        self.options.rows_per_peer(self.world)
+    }
+
+    /// New memory of the device for what `dispatch` gives: a Dispatched with `rows`, of the layer's type and
+    /// `[size, max_rows, elements]`; `experts`, i32 of `[size, max_rows]`; `counts`, i32 of `[size]`. The content is
+    /// undefined. Raises OutOfMemoryError.
+    fn allocate<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        let device = &self.place.device;
+        let dtype = self.options.dtype.name();
+        let view = |shape: Vec<usize>, dtype: &str| {
+            let bytes = View::bytes_of(&shape, dtype)?;
+            let slice = py.detach(|| device.allocate(bytes, AllocationKind::Plain));
+            View::new(&slice.map_err(raise)?, &self.place, shape, dtype)
+        };
+        let [rows, experts, counts] = self.shapes();
+        let views = (
+            view(rows, dtype)?,
+            view(experts, "i32")?,
+            view(counts, "i32")?,
+        );
+        py.import("warplink.experts")?
+            .getattr("Dispatched")?
+            .call1(views)
+    }
+
+    /// Sends each row of `tokens` to the ranks of its experts, once for each expert.
+    ///
+    /// `tokens` is of the layer's type and `[n, elements]`, `experts` is i32 of `[n, top_k]`; n is at most `max_tokens`,
+    /// may be 0, and may differ from rank to rank. A number that is no expert's, such as -1, is a slot without one.
+    /// `target` is a Dispatched, or a tuple of its three arrays. Of `rows[p]`, the first `counts[p]` become the rows from
+    /// rank p, in the order of its tokens, and `experts[p]` says for which of this rank's experts each is, from 0 on.
+    /// Every rank calls it. Does not block.
+    ///
+    /// More rows for a rank than `max_rows`, and ranks with other options, raise MismatchError in Stream.synchronize on
+    /// both ranks, and none of these rows arrive.
+    fn dispatch(
+        &self,
+        py: Python<'_>,
+        stream: &Stream,
+        target: Arrays<'_>,
+        tokens: &Bound<'_, PyAny>,
+        experts: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        let (inner, live) = (self.inner()?, stream.live()?);
+        let (reader, options) = (self.reader(stream), &self.options);
+        let target = self.rows(&reader, "target", &target)?;
+        let tokens = read_tokens(&reader, tokens, "tokens", options)?;
+        let shape = [tokens.slice.bytes() / options.row_bytes(), options.top_k];
+        let experts = typed(&reader, experts, "experts", "i32", &shape)?;
+        let (tokens, experts) = (&tokens.slice, &experts.slice);
+        py.detach(|| inner.dispatch(tokens, experts, &target.dispatched(), live))
+            .map_err(raise)
+    }
+
+    /// `target` becomes for each token of the last dispatch the sum of its rows, each times its weight.
+    ///
+    /// `target` is of the layer's type and `[n, elements]`, for the n tokens of that dispatch, and `weights` is f32 of
+    /// `[n, top_k]`. `source` is what `dispatch` gave, with the experts' results in the place of the rows. Sums are made
+    /// in f32, in the order of the slots, and rounded once: they are the same from run to run. A token without an
+    /// expert gets zeros. Every rank calls it. Does not block.
+    fn combine(
+        &self,
+        py: Python<'_>,
+        stream: &Stream,
+        target: &Bound<'_, PyAny>,
+        source: Arrays<'_>,
+        weights: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        let (inner, live) = (self.inner()?, stream.live()?);
+        let (reader, options) = (self.reader(stream), &self.options);
+        let target = read_tokens(&reader, target, "target", options)?;
+        let shape = [target.slice.bytes() / options.row_bytes(), options.top_k];
+        let source = self.rows(&reader, "source", &source)?;
+        let weights = typed(&reader, weights, "weights", "f32", &shape)?;
+        let (target, weights) = (&target.slice, &weights.slice);
+        py.detach(|| inner.combine(target, &source.dispatched(), weights, live))
+            .map_err(raise)
+    }
+
+    fn __repr__(&self) -> String {
+        let it = &self.options;
+        format!(
+            "Experts(experts={}, top_k={}, max_tokens={}, max_rows={}, elements={}, dtype='{}')",
+            it.experts,
+            it.top_k,
+            it.max_tokens,
+            self.max_rows(),
+            it.elements,
+            it.dtype
+        )
+    }
+}
+
+/// Rows of a layer's tokens, as many as the caller has.
+fn read_tokens(
+    reader: &Reader<'_>,
+    object: &Bound<'_, PyAny>,
+    name: &str,
+    options: &ExpertOptions,
+) -> PyResult<Array> {
+    let array = reader.read(object, name)?;
+    let count = match array.element {
+        Some(_) => array.shape.first().copied().unwrap_or(0),
+        // The library says what of the bytes does not fit.
+        None => return Ok(array),
+    };
+    check(
+        &array,
+        name,
+        options.dtype.name(),
+        &[count, options.elements],
+    )?;
+    Ok(array)
+}
+
+/// An array of `shape` and `dtype`.
+fn typed(
+    reader: &Reader<'_>,
+    object: &Bound<'_, PyAny>,
+    name: &str,
+    dtype: &str,
+    shape: &[usize],
+) -> PyResult<Array> {
+    let array = reader.read(object, name)?;
+    check(&array, name, dtype, shape)?;
+    Ok(array)
+}
+
+/// Fails where an array has an element type and it or the shape is another.
+fn check(array: &Array, name: &str, dtype: &str, shape: &[usize]) -> PyResult<()> {
+    let Some(element) = array.element else {
+        return Ok(());
+    };
+    if element.name == dtype && array.shape == shape {
+        return Ok(());
+    }
+    Err(invalid(format!(
+        "{name} is {} of shape {:?}; expected {dtype} of shape {shape:?}",
+        element.name, array.shape
+    )))
+}

@@ -1,0 +1,187 @@
+"""Layers of experts, compared with a reference."""
+
+import numpy
+import pytest
+from conftest import run_ranks
+from held import Held, shared_seed
+from test_transfers import join
+
+import warplink
+from warplink.errors import InvalidArgumentError, MismatchError, ParseError
+
+TOP_K, MAX_TOKENS, EACH = 3, 40, 3
+
+
+class Input:
+    """What a rank dispatches, as all ranks know it: values and weights of which sums are exact."""
+
+    def __init__(self, random, world, elements, dtype, way):
+        tokens = 0 if way == "none" else int(random.integers(1, MAX_TOKENS + 1))
+        self.tokens = random.integers(-8, 9, (tokens, elements)).astype(dtype)
+        self.experts = random.integers(-1, EACH * world, (tokens, TOP_K)).astype(numpy.int32)
+        if way == "one":
+            self.experts[:] = EACH * (world - 1) + numpy.arange(TOP_K) % EACH
+        self.weights = random.choice([0.5, 1.0, 2.0], (tokens, TOP_K)).astype(numpy.float32)
+
+    def sent_to(self, rank):
+        """The tokens and experts of the rows that go to ``rank``, in order."""
+        found = [
+            (token, int(expert) - EACH * rank)
+            for token, slots in enumerate(self.experts)
+            for expert in slots
+            if expert >= 0 and expert // EACH == rank
+        ]
+        return found
+
+    def combined(self):
+        """What comes back where expert e multiplies by e + 1."""
+        total = numpy.zeros(self.tokens.shape, numpy.float32)
+        for slot in range(TOP_K):
+            expert = self.experts[:, slot]
+            factor = numpy.where(expert >= 0, expert + 1, 0)
+            total += (self.weights[:, slot] * factor)[:, None] * self.tokens.astype(numpy.float32)
+        return total.astype(self.tokens.dtype)
+
+
+def rounds(rank, world, meeting, kind):
+    with join(rank, world, meeting) as job:
+        comm = job.world()
+        collectives, stream = comm.collectives(), comm.create_stream()
+        dtype = numpy.dtype(kind)
+        name = {"float32": "f32", "float16": "f16"}[kind]
+        elements = 37
+        # A random token may go to one expert in each of its slots.
+        layer = collectives.experts(
+            experts=EACH * world,
+            top_k=TOP_K,
+            max_tokens=MAX_TOKENS,
+            elements=elements,
+            dtype=name,
+            max_rows=TOP_K * MAX_TOKENS,
+        )
+        rows = layer.max_rows
+        assert rows == TOP_K * MAX_TOKENS and f"max_rows={rows}" in repr(layer)
+        held = warplink.Dispatched(
+            Held(comm, numpy.zeros((world, rows, elements), dtype)),
+            Held(comm, numpy.zeros((world, rows), numpy.int32)),
+            Held(comm, numpy.zeros(world, numpy.int32)),
+        )
+        dispatched = warplink.Dispatched(*(one.array for one in held))
+        seed = shared_seed(comm)
+        random = numpy.random.default_rng(seed)
+        for way in ("random", "one", "none", "random"):
+            inputs = [Input(random, world, elements, dtype, way) for _ in range(world)]
+            own = inputs[rank]
+            tokens, experts = Held(comm, own.tokens), Held(comm, own.experts)
+            # A tuple will do as well.
+            target = dispatched if way == "random" else tuple(dispatched)
+            layer.dispatch(stream, target, tokens.array, experts.array)
+            stream.synchronize()
+            came, of_rows, counts = (one.read() for one in held)
+            results = came.copy()
+            for peer in range(world):
+                expected = inputs[peer].sent_to(rank)
+                assert counts[peer] == len(expected), (seed, way, peer)
+                for row, (token, expert) in enumerate(expected):
+                    assert (came[peer, row] == inputs[peer].tokens[token]).all(), (seed, way, peer, row)
+                    assert of_rows[peer, row] == expert, (seed, way, peer, row)
+                    results[peer, row] *= EACH * rank + expert + 1
+            held.rows.write(results)
+            target = Held(comm, numpy.full_like(own.tokens, 77))
+            weights = Held(comm, own.weights)
+            layer.combine(stream, target.array, dispatched, weights.array)
+            stream.synchronize()
+            assert numpy.array_equal(target.read(), own.combined()), (seed, way)
+        comm.barrier()
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("kind", ["float32", "float16"])
+def test_tokens_go_to_their_experts_and_come_back_as_weighted_sums(world, kind):
+    run_ranks(rounds, world, kind)
+
+
+def in_a_graph(rank, world, meeting):
+    torch = pytest.importorskip("torch")
+    # Tensors of PyTorch on the host device.
+    with join(rank, world, meeting, device="host") as job:
+        comm = job.world()
+        collectives, stream = comm.collectives(), comm.create_stream()
+        layer = collectives.experts(experts=world, top_k=1, max_tokens=16, elements=8, dtype="bf16")
+        dispatched = layer.allocate()
+        shapes = [(view.shape, view.dtype) for view in dispatched]
+        assert shapes == [([world, 16, 8], "bf16"), ([world, 16], "i32"), ([world], "i32")]
+        rows, _, counts = (torch.from_dlpack(view) for view in dispatched)
+        tokens, target = torch.zeros(16, 8, dtype=torch.bfloat16), torch.empty(16, 8, dtype=torch.bfloat16)
+        experts, weights = torch.zeros(16, 1, dtype=torch.int32), torch.full((16, 1), 2.0)
+        stream.begin_capture()
+        layer.dispatch(stream, dispatched, tokens, experts)
+        layer.combine(stream, target, dispatched, weights)
+        graph = stream.end_capture()
+        generator = torch.Generator().manual_seed(rank)
+        for turn in range(4):
+            tokens.copy_(torch.randint(-50, 50, (16, 8), generator=generator))
+            experts.copy_(torch.randint(0, world, (16, 1), generator=generator))
+            graph.launch(stream)
+            stream.synchronize()
+            assert torch.equal(target, 2 * tokens), turn
+            told = comm.all_gather_bytes(experts.numpy().tobytes())
+            of_peers = [numpy.frombuffer(one, numpy.int32) for one in told]
+            assert counts.tolist() == [int((one == rank).sum()) for one in of_peers]
+            kept = tokens[experts[:, 0] == rank]
+            assert torch.equal(rows[rank, : len(kept)], kept)
+        comm.barrier()
+
+
+def test_a_graph_of_tensors_serves_every_routing():
+    run_ranks(in_a_graph, 2)
+
+
+def misused(rank, world, meeting):
+    with join(rank, world, meeting, device="host") as job:
+        comm = job.world()
+        collectives, stream = comm.collectives(), comm.create_stream()
+        good = {"experts": 4, "top_k": 2, "max_tokens": 8, "elements": 6, "dtype": "f32"}
+
+        def layer_refused(says, kind=InvalidArgumentError, **changes):
+            with pytest.raises(kind, match=says):
+                collectives.experts(**{**good, **changes})
+
+        layer_refused("make a layer of experts: 5 experts on 2 ranks", experts=5)
+        layer_refused("expected at least one of each", top_k=0)
+        layer_refused("rows of i32; expected f32, f16 or bf16", dtype="i32")
+        layer_refused("f65", kind=ParseError, dtype="f65")
+        layer = collectives.experts(**good)
+        assert layer.max_rows == 16
+        to = layer.allocate()
+        tokens, experts = numpy.zeros((8, 6), numpy.float32), numpy.zeros((8, 2), numpy.int32)
+        weights = numpy.ones((8, 2), numpy.float32)
+
+        def refused(says, call, *arguments, kind=InvalidArgumentError):
+            with pytest.raises(kind, match=says):
+                call(stream, *arguments)
+
+        shape = r"tokens is f32 of shape \[8, 5\]; expected f32 of shape \[8, 6\]"
+        refused(shape, layer.dispatch, to, tokens[:, :5].copy(), experts)
+        refused("tokens is f64", layer.dispatch, to, tokens.astype(float), experts)
+        refused("experts is i64 of .*; expected i32", layer.dispatch, to, tokens, experts.astype(int))
+        refused(r"experts is i32 of shape \[7, 2\]", layer.dispatch, to, tokens, experts[:7])
+        many = numpy.zeros((9, 6), numpy.float32)
+        refused("at most 8 of them", layer.dispatch, to, many, numpy.zeros((9, 2), numpy.int32))
+        short = to._replace(counts=numpy.zeros(3, numpy.int32))
+        refused(r"target.counts is i32 of shape \[3\]", layer.dispatch, short, tokens, experts)
+        refused("read target.rows: NoneType is not an array", layer.dispatch, (None, *to[1:]), tokens, experts, kind=TypeError)
+        refused("weights is f64", layer.combine, tokens, to, weights.astype(float))
+        refused("read tokens: .*strides", layer.dispatch, to, numpy.zeros((8, 12), numpy.float32)[:, ::2], experts)
+        # More rows for a rank than there is room for, told on both ranks.
+        layer = collectives.experts(**good, max_rows=3)
+        experts[:] = 2
+        with pytest.raises(MismatchError, match="by the count in device memory; expected at most"):
+            layer.dispatch(stream, layer.allocate(), tokens if rank == 0 else tokens[:1], experts if rank == 0 else experts[:1])
+            stream.synchronize()
+        comm.all_gather_bytes(b"both were told")
+        job.abort("the test is over")
+
+
+def test_layers_and_arrays_that_do_not_fit_are_refused():
+    run_ranks(misused, 2)
