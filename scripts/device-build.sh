@@ -46,7 +46,7 @@ options=(-O2 -pthread -I "$installed/include" -static-libgcc)
 c++ -std=c++17 "${options[@]}" examples/c/ping_pong.cpp -o "$out/c_ping_pong" -Wl,--gc-sections -static-libstdc++ \
     "$installed/lib/libwarplink.a" -lutil -lrt -lm -ldl
 beside=(-L "$installed/lib" -lwarplink "-Wl,-rpath,\$ORIGIN")
-for name in life_cycle lost_peer; do
+for name in life_cycle lost_peer collectives messages; do
     cc -std=c99 -D_POSIX_C_SOURCE=200809L "${options[@]}" "crates/warplink-c/tests/programs/$name.c" \
         -o "$out/c_$name" "${beside[@]}"
 done

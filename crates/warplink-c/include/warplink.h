@@ -10,9 +10,9 @@
 // leaves one, or a thread that ends in one, ends the process with a message. In C++, declare them noexcept.
 //
 // # Handles
-// Communicators, regions, streams, buffers, modules and kernels are numbers, passed by value. Zero is none. One
-// that was given back, or whose communicator was destroyed, is refused with WARPLINK_STATUS_CLOSED, for as long
-// as the process runs.
+// Communicators, regions, streams, buffers, modules, kernels, collectives and layers of experts are numbers,
+// passed by value. Zero is none. One that was given back, or whose communicator was destroyed, is refused with
+// WARPLINK_STATUS_CLOSED, for as long as the process runs.
 //
 // # Pointers
 // A pointer must be null or point to what its type and the function's text say; null is refused where the text
@@ -184,6 +184,14 @@ typedef enum {
     /// Their sum, divided by how many they are; of integers, without the remainder.
     WARPLINK_REDUCE_OP_AVERAGE = 5,
 } warplink_reduce_op;
+
+/// Which way a message goes.
+typedef enum {
+    /// From this rank to the peer.
+    WARPLINK_DIRECTION_SEND = 0,
+    /// From the peer to this rank.
+    WARPLINK_DIRECTION_RECEIVE = 1,
+} warplink_direction;
 
 /// How a rank joins. Get one from `warplink_options_default`, and change what is to differ.
 typedef struct {
@@ -371,6 +379,59 @@ typedef struct {
     /// How many elements the smaller of input and output has.
     uint64_t count;
 } warplink_collective_call;
+
+/// A send or a receive of a group.
+typedef struct {
+    /// The rank at the other end; it may be this one.
+    int32_t peer;
+    /// A `warplink_direction`.
+    int32_t direction;
+    /// What is sent, which is only read, or where what is received belongs: an address of the device. May be null
+    /// for no bytes.
+    void *memory;
+    /// Length in bytes.
+    uint64_t bytes;
+} warplink_message;
+
+/// How memory is cut into a part for each rank, in elements.
+typedef struct {
+    /// How many elements the part of each rank has: one number for each rank.
+    const uint64_t *counts;
+    /// From which element on it lies, likewise; null where the parts lie one after the other.
+    const uint64_t *displacements;
+} warplink_parts;
+
+/// A layer of experts; the same on every rank.
+typedef struct {
+    /// How many experts there are: a multiple of the ranks. Rank r has those from `r * experts / size` on.
+    uint64_t experts;
+    /// To how many experts a token goes.
+    uint64_t top_k;
+    /// The most tokens of a rank in one call.
+    uint64_t max_tokens;
+    /// The most rows that one rank sends to one other in a call; 0 for the most that there may be.
+    uint64_t max_rows;
+    /// Elements of a row.
+    uint64_t elements;
+    /// Their type, a `warplink_element_type`: F32, F16 or BF16.
+    int32_t element_type;
+} warplink_expert_options;
+
+/// A layer of experts. Zero is none.
+typedef struct {
+    uint64_t id;
+} warplink_experts;
+
+/// Memory of the device for the rows that go to the experts of this rank, by the rank that they come from.
+typedef struct {
+    /// The rows: `[size, max_rows, elements]`, of which those of rank p are the first `counts[p]`, in the order of its
+    /// tokens. `warplink_experts_max_rows` gives `max_rows`.
+    void *rows;
+    /// For each row, which of this rank's experts it is for, from 0 on: `[size, max_rows]`.
+    int32_t *experts;
+    /// How many rows came from each rank: `[size]`.
+    int32_t *counts;
+} warplink_dispatched;
 
 /// Gets each message of the log: a `warplink_log_level`, one line without an end of line, valid during the call,
 /// and the pointer that the handler was set with. It is called on any thread, by several at the same time. It
@@ -728,6 +789,66 @@ warplink_status warplink_collective(warplink_collectives collectives,
                                     void *output,
                                     const void *input,
                                     warplink_stream stream);
+
+/// Does all `messages` at the same time, on any memory of the device that stays allocated until the stream is done. The
+/// n-th send to a rank is for the n-th receive there from this one, of as many bytes. Only the two ranks of a message
+/// call, and may group their messages differently, as long as some order of them lets all go on; messages to this rank
+/// itself have both ends in one group. What is received overlaps no other memory of the group. A group has 64
+/// messages at most. Does not block. Ends of other lengths are WARPLINK_STATUS_MISMATCH of
+/// `warplink_stream_synchronize` on both ranks, where the direct path does it.
+warplink_status warplink_send_receive(warplink_collectives collectives,
+                                      const warplink_message *messages,
+                                      size_t count,
+                                      warplink_stream stream);
+
+/// Part p of `output` becomes this rank's part of rank p's `input`, for each rank, of a length of its own. Counts are in
+/// elements of a `warplink_element_type`; what this rank sends to another has as many as that one expects. Parts of the
+/// input may overlap, those of the output may not. Memory of no elements may be null. Every rank calls it, as any
+/// collective; does not block, and fails as `warplink_send_receive` does.
+warplink_status warplink_all_to_all_v(warplink_collectives collectives,
+                                      int32_t element_type,
+                                      void *output,
+                                      warplink_parts output_parts,
+                                      const void *input,
+                                      warplink_parts input_parts,
+                                      warplink_stream stream);
+
+/// Makes a layer of experts, with memory for its calls. Asks no other rank; blocks while kernels are compiled, the first
+/// time on a machine. It needs the direct path. Calls of one layer follow one another; for those that are under way at
+/// the same time, make several.
+warplink_status warplink_experts_create(warplink_collectives collectives,
+                                        const warplink_expert_options *options,
+                                        warplink_experts *experts);
+
+/// Gives a layer back. What was enqueued is done all the same. Does not block.
+warplink_status warplink_experts_free(warplink_experts experts);
+
+/// The most rows that one rank sends to one other in a call.
+warplink_status warplink_experts_max_rows(warplink_experts experts, uint64_t *max_rows);
+
+/// Sends each of `count` rows of `tokens` (`[count, elements]`) to the ranks of its experts, whose numbers are in
+/// `numbers` (`[count, top_k]`), once for each expert. A number that is no expert's, such as -1, is a slot without one.
+/// All memory is of the device, and stays allocated until the stream is done. Every rank calls it, with any count up to
+/// `max_tokens`, also 0, for which tokens and numbers may be null. Does not block. More rows for a rank than `max_rows`,
+/// and ranks with other options, are WARPLINK_STATUS_MISMATCH of `warplink_stream_synchronize` on both ranks, and
+/// none of these rows arrive.
+warplink_status warplink_experts_dispatch(warplink_experts experts,
+                                          const void *tokens,
+                                          const int32_t *numbers,
+                                          uint64_t count,
+                                          const warplink_dispatched *target,
+                                          warplink_stream stream);
+
+/// `output` (`[count, elements]`) becomes for each token of the last dispatch the sum of its rows, each times its weight
+/// in `weights` (`[count, top_k]`): in `float`, in the order of the slots, rounded once. `source` is what the dispatch
+/// gave, with the experts' results in the place of the rows. A token without an expert gets zeros. Every rank calls it.
+/// Does not block.
+warplink_status warplink_experts_combine(warplink_experts experts,
+                                         void *output,
+                                         const warplink_dispatched *source,
+                                         const float *weights,
+                                         uint64_t count,
+                                         warplink_stream stream);
 
 /// Sets what gets the messages of the log, and the pointer that is passed to it. Null brings back the default
 /// handler. When this returns, the previous handler is no longer running on any thread. WARPLINK_LOG sets the

@@ -67,7 +67,7 @@ pub struct CollectiveCall {
 /// Collectives, with the rank that they belong to.
 pub(crate) struct CollectivesObject {
     pub(crate) job: Arc<JobObject>,
-    collectives: warplink::Collectives,
+    pub(crate) collectives: warplink::Collectives,
     /// Stands for the memory of calls of no elements.
     nothing: DeviceSlice,
 }
@@ -85,20 +85,46 @@ impl CollectivesObject {
         // SAFETY: the caller vouches for it.
         Ok(unsafe { device.borrow(address, bytes, Arc::new(())) }?)
     }
+
+    /// As [`memory`](Self::memory), of what is called `name`. Fails for null, unless it has no bytes.
+    ///
+    /// # Safety
+    /// As for [`memory`](Self::memory).
+    pub(crate) unsafe fn named(
+        &self,
+        address: u64,
+        bytes: u64,
+        name: &str,
+    ) -> Outcome<DeviceSlice> {
+        if bytes > 0 {
+            pointer::check(address as *const u8, name)?;
+        }
+        let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
+        // SAFETY: the caller vouches for it.
+        unsafe { self.memory(address, bytes) }
+    }
+}
+
+/// The type that a `warplink_element_type` stands for.
+pub(crate) fn element_type(value: i32) -> Outcome<DType> {
+    let known = usize::try_from(value).ok().and_then(|at| TYPES.get(at));
+    let unknown = || unknown("type", value, "warplink_element_type");
+    known.copied().ok_or_else(unknown)
+}
+
+/// The error of a `value` that is none of the enumeration `name`.
+fn unknown(what: &str, value: i32, name: &str) -> Failure {
+    Failure::invalid(
+        format!("unknown {what} {value}; expected a {name}"),
+        format!("use a value of {name}"),
+    )
 }
 
 impl CollectiveCall {
     /// The library's call.
     fn call(&self) -> Outcome<Call> {
         let number = |value: i32, from: i32| usize::try_from(value.checked_sub(from)?).ok();
-        let unknown = |what: &str, value: i32, name: &str| {
-            Failure::invalid(
-                format!("unknown {what} {value}; expected a {name}"),
-                format!("use a value of {name}"),
-            )
-        };
         let kind = number(self.kind, 0).and_then(|kind| CollectiveKind::ALL.get(kind));
-        let dtype = number(self.element_type, 0).and_then(|dtype| TYPES.get(dtype));
         let op = match self.op {
             0 => None,
             op => {
@@ -106,11 +132,10 @@ impl CollectiveCall {
                 Some(*known.ok_or_else(|| unknown("operator", op, "warplink_reduce_op"))?)
             }
         };
-        let unknown_type = || unknown("type", self.element_type, "warplink_element_type");
         Ok(Call {
             kind: *kind
                 .ok_or_else(|| unknown("collective", self.kind, "warplink_collective_kind"))?,
-            dtype: *dtype.ok_or_else(unknown_type)?,
+            dtype: element_type(self.element_type)?,
             op,
             root: number(self.root, 0),
             count: usize::try_from(self.count).unwrap_or(usize::MAX),

@@ -6,6 +6,7 @@
 
 use crate::buffer::BufferObject;
 use crate::collectives::CollectivesObject;
+use crate::experts::ExpertsObject;
 use crate::job::JobObject;
 use crate::kernel::{KernelObject, ModuleObject};
 use crate::memory::RegionObject;
@@ -63,6 +64,13 @@ pub struct Collectives {
     pub(crate) id: u64,
 }
 
+/// A layer of experts. Zero is none.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Experts {
+    pub(crate) id: u64,
+}
+
 /// Where the bits of a number's parts begin.
 const GENERATION: u32 = 32;
 const KIND: u32 = 56;
@@ -77,6 +85,7 @@ static BUFFERS: Table<BufferObject> = Table::new("buffer", 4);
 static MODULES: Table<ModuleObject> = Table::new("module", 5);
 static KERNELS: Table<KernelObject> = Table::new("kernel", 6);
 static COLLECTIVES: Table<CollectivesObject> = Table::new("group of collectives", 7);
+static EXPERTS: Table<ExpertsObject> = Table::new("layer of experts", 8);
 
 /// A number that C holds, of one kind of object.
 pub(crate) trait Handle: Copy {
@@ -122,10 +131,12 @@ handles! {
     Module => ModuleObject, MODULES;
     Kernel => KernelObject, KERNELS;
     Collectives => CollectivesObject, COLLECTIVES;
+    Experts => ExpertsObject, EXPERTS;
 }
 
 /// Takes everything that belongs to `job` out of the tables.
 pub(crate) fn take_all_of(job: &Arc<JobObject>) {
+    EXPERTS.take_where(|experts| Arc::ptr_eq(&experts.job, job));
     COLLECTIVES.take_where(|collectives| Arc::ptr_eq(&collectives.job, job));
     KERNELS.take_where(|kernel| Arc::ptr_eq(&kernel.job, job));
     MODULES.take_where(|module| Arc::ptr_eq(&module.job, job));

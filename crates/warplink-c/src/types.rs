@@ -99,6 +99,16 @@ pub enum ReduceOp {
     Average = 5,
 }
 
+/// Which way a message goes.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Direction {
+    /// From this rank to the peer.
+    Send = 0,
+    /// From the peer to this rank.
+    Receive = 1,
+}
+
 /// A place in one of a connection's regions.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]

@@ -5,7 +5,7 @@
 use std::path::PathBuf;
 
 /// In the order of the header.
-const SOURCES: [&str; 13] = [
+const SOURCES: [&str; 15] = [
     "version",
     "status",
     "handles",
@@ -18,6 +18,8 @@ const SOURCES: [&str; 13] = [
     "kernel",
     "block",
     "collectives",
+    "messages",
+    "experts",
     "log",
 ];
 

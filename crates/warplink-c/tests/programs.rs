@@ -91,6 +91,13 @@ fn a_c_program_makes_collectives_and_has_a_communicator_of_the_library_adopted()
 }
 
 #[test]
+fn c_programs_exchange_messages_and_rows_of_experts() {
+    for (linkage, ranks) in [(Linkage::Shared, 2), (Linkage::Static, 4)] {
+        assert_succeeded(&processes("messages.c", linkage, ranks));
+    }
+}
+
+#[test]
 fn a_peer_that_is_killed_ends_the_wait_of_a_kernel_and_is_named() {
     let ended = processes("lost_peer.c", Linkage::Static, 2);
     assert_succeeded(&ended[..1]);
@@ -128,6 +135,20 @@ fn the_structs_that_kernels_take_have_one_layout() {
         .args(["-std=c++17", "-fsyntax-only", "-I"])
         .arg(installed.root().join("include"))
         .arg(programs.join("layout.cpp")));
+}
+
+/// The programs of collectives are C++ as well, with the same warnings as C.
+#[test]
+fn programs_in_c_are_cpp_too() {
+    let installed = Installed::get();
+    let programs = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/programs");
+    for name in ["collectives.c", "messages.c"] {
+        run(Command::new("c++")
+            .args(["-std=c++17", "-fsyntax-only", "-Wall", "-Wextra", "-Werror"])
+            .args(["-pedantic", "-x", "c++", "-I"])
+            .arg(installed.root().join("include"))
+            .arg(programs.join(name)));
+    }
 }
 
 #[test]
