@@ -14,6 +14,7 @@
 mod compile;
 pub mod instance;
 pub mod ir;
+mod iterations;
 pub mod lane;
 pub mod layout;
 mod names;

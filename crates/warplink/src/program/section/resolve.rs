@@ -3,8 +3,9 @@
 use super::MAX_LANE_STEPS;
 use super::instance::SectionInstance;
 use super::ir::{Announcement, Move, Operator, Packing, Place, Source, Step, StepKind, Verb};
+use super::iterations::Iterations;
 use super::lane::{LaneStep, LaneStepKind, Part};
-use super::view::{View, Wrong};
+use super::view::View;
 use crate::device::ReduceOp;
 use crate::dtype::DType;
 use crate::error::Rank;
@@ -35,6 +36,28 @@ impl SectionInstance {
         epoch: u64,
         reachable: &dyn Fn(usize) -> bool,
     ) -> Result<Vec<LaneStep>, Diagnostic> {
+        Ok(self.resolved(lane, epoch, reachable, u64::MAX)?.steps)
+    }
+
+    /// As [`steps`](Self::steps), with at most `most` iterations of each loop that stand for all of them; with each
+    /// step, how many it stands for.
+    pub(crate) fn sampled_steps(
+        &self,
+        lane: usize,
+        epoch: u64,
+        most: u64,
+    ) -> Result<(Vec<LaneStep>, Vec<f64>), Diagnostic> {
+        let resolver = self.resolved(lane, epoch, &|_| true, most)?;
+        Ok((resolver.steps, resolver.weights))
+    }
+
+    fn resolved<'s>(
+        &'s self,
+        lane: usize,
+        epoch: u64,
+        reachable: &'s dyn Fn(usize) -> bool,
+        most: u64,
+    ) -> Result<Resolver<'s>, Diagnostic> {
         let index = (Arc::from(self.section.lane.as_str()), lane as i64);
         let mut resolver = Resolver {
             instance: self,
@@ -47,6 +70,9 @@ impl SectionInstance {
             integers: vec![(&self.section.lane, lane as i64), ("epoch", epoch as i64)],
             aliases: Vec::new(),
             steps: Vec::new(),
+            weights: Vec::new(),
+            weight: 1.0,
+            most,
             taken: 0,
             site: Site {
                 indices: self.site.indices.iter().cloned().chain([index]).collect(),
@@ -54,7 +80,7 @@ impl SectionInstance {
             },
         };
         resolver.body(&self.section.body)?;
-        Ok(resolver.steps)
+        Ok(resolver)
     }
 }
 
@@ -65,6 +91,10 @@ struct Resolver<'s> {
     integers: Vec<(&'s str, i64)>,
     aliases: Vec<(&'s str, View)>,
     steps: Vec<LaneStep>,
+    /// How many steps each of these stands for, how many the next one does, and the most iterations of a loop.
+    weights: Vec<f64>,
+    weight: f64,
+    most: u64,
     taken: usize,
     site: Site,
     /// Tensors that lanes announce: all, those that this lane has announced, those that it has agreed on, and of
@@ -177,8 +207,10 @@ impl<'s> Resolver<'s> {
                 let (from, to) = (self.integer(&it.from)?, self.integer(&it.to)?);
                 let outer = Arc::clone(&self.site.indices);
                 let name: Arc<str> = Arc::from(it.index.as_str());
-                for value in from..to {
+                let around = self.weight;
+                for (value, weight) in Iterations::new(from, to, self.most) {
                     self.step()?;
+                    self.weight = around * weight;
                     let open = outer.iter().cloned();
                     self.site.indices = open.chain([(Arc::clone(&name), value)]).collect();
                     self.scoped(|resolver| {
@@ -188,6 +220,7 @@ impl<'s> Resolver<'s> {
                     })?;
                 }
                 self.site.indices = outer;
+                self.weight = around;
             }
             StepKind::If(branch) => {
                 for arm in &branch.arms {
@@ -209,6 +242,7 @@ impl<'s> Resolver<'s> {
     fn push(&mut self, kind: LaneStepKind) {
         let site = self.site.clone();
         self.steps.push(LaneStep { kind, site });
+        self.weights.push(self.weight);
     }
 
     fn each<T>(
@@ -497,16 +531,9 @@ impl<'s> Resolver<'s> {
                 }
             };
             outcome.map_err(|wrong| {
-                let expected = match wrong {
-                    Wrong::NoAxis => "fewer selections".to_owned(),
-                    Wrong::Index(0) => "no index, since nothing is left".to_owned(),
-                    Wrong::Index(length) => format!("0 to {}", length - 1),
-                    Wrong::Range(extent) => format!("a part of 0..{extent}"),
-                    Wrong::Part => "one of at least one part".to_owned(),
-                };
                 self.wrong(
                     DiagnosticKind::OutOfBounds,
-                    format!("{reference} selects {said}; expected {expected}"),
+                    format!("{reference} selects {said}; expected {wrong}"),
                 )
             })?;
         }

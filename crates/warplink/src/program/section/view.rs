@@ -2,6 +2,7 @@
 
 use super::instance::SectionTensor;
 use crate::program::expr::PART_UNIT;
+use std::fmt;
 
 /// A part of a tensor.
 ///
@@ -32,6 +33,19 @@ pub(super) enum Wrong {
     Range(usize),
     /// The number of parts is none, or the part is not among them.
     Part,
+}
+
+impl fmt::Display for Wrong {
+    /// What was expected.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::NoAxis => f.write_str("fewer selections"),
+            Self::Index(0) => f.write_str("no index, since nothing is left"),
+            Self::Index(length) => write!(f, "0 to {}", length - 1),
+            Self::Range(extent) => write!(f, "a part of 0..{extent}"),
+            Self::Part => f.write_str("one of at least one part"),
+        }
+    }
 }
 
 impl View {
