@@ -76,6 +76,41 @@ fn a_cost_has_a_bound_and_a_timeline() {
 }
 
 #[test]
+fn a_kernel_is_told_with_what_bounds_it() {
+    let read = example().replace("ring_pass", "all_reduce_read");
+    let estimate = |n: &str, lanes: &str, more: &[&str]| {
+        let args = [
+            "program", "cost", &read, "-n", "2", "--param", n, "--param", lanes,
+        ];
+        let args = [&args[..], &["--model", "h200-2", "--captured"], more].concat();
+        let output = warplink(&args).output().unwrap();
+        assert!(output.status.success(), "{}", stderr(&output));
+        stdout(&output)
+    };
+    for (n, lanes, bound) in [
+        ("n=1024", "lanes=64", "latency"),
+        ("n=33554432", "lanes=16", "lanes"),
+        ("n=33554432", "lanes=64", "link"),
+    ] {
+        let text = estimate(n, lanes, &[]);
+        let line = text
+            .lines()
+            .find(|line| line.contains("kernel of "))
+            .unwrap();
+        let (_, told) = line.split_once("threads: X, Y  ").unwrap();
+        assert!(told.starts_with(bound) && told.contains(" us, "), "{text}");
+        let json: serde_json::Value =
+            serde_json::from_str(&estimate(n, lanes, &["--json"])).unwrap();
+        let launch = &json["timeline"][0];
+        assert_eq!(launch["bound"], bound, "{json}");
+        let parts = launch["parts"].as_object().unwrap().values();
+        let sum: f64 = parts.map(|seconds| seconds.as_f64().unwrap()).sum();
+        let took = launch["end"].as_f64().unwrap() - launch["start"].as_f64().unwrap();
+        assert!((sum / took - 1.0).abs() < 1e-6, "{json}");
+    }
+}
+
+#[test]
 fn wrong_models_and_programs_are_refused() {
     let example = example();
     let refused = |args: &[&str]| {

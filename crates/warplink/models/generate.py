@@ -207,7 +207,7 @@ def with_measured(model):
     path = HERE / "h200-2.json"
     if path.exists():
         measured = json.loads(path.read_text())
-        for part in ["memory", "gemm", "latency", "host", "interference"]:
+        for part in ["memory", "gemm", "latency", "host", "interference", "lanes"]:
             model[part] = measured[part]
         for name in ["kernel_limit", "kernel_put", "kernel_get", "kernels", "kernels_put", "kernels_get", "put", "get"]:
             model["link"][name] = measured["link"][name]

@@ -5,6 +5,9 @@
     reason = "a test that fails here should stop here"
 )]
 
+#[path = "program_cost/sections.rs"]
+mod sections;
+
 use warplink::program::cost::collective::{CollectiveTimes, Collectives};
 use warplink::program::cost::curve::Curve;
 use warplink::program::cost::gemm::{Gemm, Grid};
@@ -80,6 +83,7 @@ fn machine() -> HardwareModel {
         host: Host::default(),
         interference: Interference::default(),
         collectives: Collectives(vec![times("all_gather"), times("exchange")]),
+        lanes: None,
     }
 }
 

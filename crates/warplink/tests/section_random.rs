@@ -14,6 +14,9 @@ use section_support::evidence::{Shown, check};
 use section_support::sample::{Sample, sample};
 use std::collections::BTreeMap;
 use std::time::Duration;
+use warplink::program::cost::find::all_shipped;
+use warplink::program::cost::simulate;
+use warplink::program::{Operation, OperationKind, RankProgram, unroll, verify};
 
 /// How many programs run on the host device, where each takes a while.
 const RUN: usize = 60;
@@ -88,6 +91,42 @@ fn what_happens_is_what_the_verifier_says_of_kernels() {
         let count = classes.get(class).copied().unwrap_or(0);
         assert!(count > 2, "only {count} of '{class}'");
     }
+}
+
+/// What the verifier accepts finishes in the simulation of its cost, too, on every shipped model, and takes longer
+/// than its launches alone.
+#[test]
+fn what_the_verifier_accepts_has_a_cost() {
+    let mut accepted = 0;
+    for seed in 0..400 {
+        let Ok(sample) = sample(seed, 2) else {
+            continue;
+        };
+        let (program, world) = (&sample.program, sample.world);
+        let parameters = &sample.parameters;
+        if verify(program, world, 1, parameters).is_err() {
+            continue;
+        }
+        accepted += 1;
+        let rank = |rank| unroll(program, rank, world, 1, parameters).unwrap();
+        let ranks: Vec<RankProgram> = (0..world).map(rank).collect();
+        let kernel = |operation: &Operation| matches!(operation.kind, OperationKind::Kernel(_));
+        let launches = ranks[0]
+            .operations
+            .iter()
+            .filter(|operation| kernel(operation));
+        let launches = launches.count() as f64;
+        for model in all_shipped() {
+            let cost = simulate(&ranks, model)
+                .unwrap_or_else(|error| panic!("{}", said(seed, &sample, &error.to_string())));
+            assert!(
+                cost.seconds >= launches * model.lanes().launch,
+                "{}",
+                said(seed, &sample, &cost.to_string())
+            );
+        }
+    }
+    assert!(accepted > 100, "only {accepted} are accepted");
 }
 
 proptest! {

@@ -17,13 +17,13 @@ use warplink::program::cost::{
     Bound, Busy, Cost as Estimate, DeviceDescription, HardwareModel, SimulateOptions, Span,
     Submission, simulate_with,
 };
-use warplink::program::{RankProgram, refused, unroll, verify};
+use warplink::program::{OperationKind, RankProgram, refused, unroll, verify};
 
 /// Estimate how long a program takes, and what bounds it
 ///
 /// Simulates all ranks on a model of the hardware: the one that `warplink tune` measured on this
 /// machine, else an included one of the same device, else a guess. Prints the time, the resources in use, and when each
-/// operation of the busiest rank starts and ends.
+/// operation of the busiest rank starts and ends, with what bounds it.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  \
     warplink program cost examples/programs/ring_pass.wlp --ranks 8 --param n=1048576\n  \
@@ -137,6 +137,7 @@ fn timeline(cost: &Estimate, ranks: &[RankProgram]) -> Table {
         ("stream", Align::Left),
         ("at", Align::Left),
         ("operation", Align::Left),
+        ("bound by", Align::Left),
     ]);
     let busiest = cost.busiest().map_or(0, |busy| busy.rank);
     for span in cost.timeline.iter().filter(|span| span.rank == busiest) {
@@ -153,7 +154,20 @@ fn timeline(cost: &Estimate, ranks: &[RankProgram]) -> Table {
             stream.map(ToString::to_string).unwrap_or_default(),
             operation.site.to_string(),
             describe(program, &operation.kind),
+            bounds(&operation.kind, span),
         ]);
     }
     table
+}
+
+/// What the time of an operation goes to: of a kernel, with how much of it.
+fn bounds(kind: &OperationKind, span: &Span) -> String {
+    if !matches!(kind, OperationKind::Kernel(_)) {
+        return span.bound.to_string();
+    }
+    let parts = span.parts.parts().into_iter();
+    let parts: Vec<String> = parts
+        .map(|(bound, seconds)| format!("{bound} {:.1} us", seconds * 1e6))
+        .collect();
+    parts.join(", ")
 }

@@ -1,18 +1,20 @@
 //! What time goes to.
 
-use serde::Serialize;
+use serde::{Serialize, Serializer};
 use std::fmt;
 
 /// What time goes to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Bound {
-    /// Puts and gets.
+    /// Puts and gets, by kernels too.
     Link,
     /// Matrix multiplications.
     Matmul,
     /// Copies within a device's memory, and sums.
     Memory,
+    /// What a lane of a kernel can move: more lanes, or threads, would be faster.
+    Lanes,
     /// The engine's collectives, sends and receives.
     Collective,
     /// Signals, events and starts of kernels.
@@ -23,10 +25,11 @@ pub enum Bound {
 
 impl Bound {
     /// Every bound.
-    pub const ALL: [Self; 6] = [
+    pub const ALL: [Self; 7] = [
         Self::Link,
         Self::Matmul,
         Self::Memory,
+        Self::Lanes,
         Self::Collective,
         Self::Latency,
         Self::Host,
@@ -38,6 +41,7 @@ impl Bound {
             Self::Link => "link",
             Self::Matmul => "matmul",
             Self::Memory => "memory",
+            Self::Lanes => "lanes",
             Self::Collective => "collective",
             Self::Latency => "latency",
             Self::Host => "host",
@@ -76,12 +80,48 @@ impl Path {
         self.0[bound as usize]
     }
 
+    /// What was added since `start`, `seconds` in all. Where the chain has come to be another one since then, what is less
+    /// in it counts as nothing.
+    pub(super) fn since(&self, start: &Self, seconds: f64) -> Self {
+        let mut added = Self::default();
+        for bound in Bound::ALL {
+            added.add(
+                bound,
+                (self.of_bound(bound) - start.of_bound(bound)).max(0.0),
+            );
+        }
+        let all = added.seconds();
+        if all > 0.0 {
+            added.0.iter_mut().for_each(|part| *part *= seconds / all);
+        }
+        added
+    }
+
+    /// The bounds that it went to, the largest first.
+    pub fn parts(&self) -> Vec<(Bound, f64)> {
+        let all = Bound::ALL.map(|bound| (bound, self.of_bound(bound)));
+        let mut parts: Vec<_> = all
+            .into_iter()
+            .filter(|(_, seconds)| *seconds > 0.0)
+            .collect();
+        parts.sort_by(|a, b| b.1.total_cmp(&a.1));
+        parts
+    }
+
     /// What most of it went to.
     pub fn most(&self) -> Bound {
-        let by_time = |a: &Bound, b: &Bound| self.of_bound(*a).total_cmp(&self.of_bound(*b));
-        Bound::ALL
-            .into_iter()
-            .max_by(by_time)
-            .unwrap_or(Bound::Latency)
+        let parts = self.parts();
+        parts.first().map_or(Bound::Latency, |(bound, _)| *bound)
+    }
+}
+
+impl Serialize for Path {
+    /// As a map from the names of bounds to seconds.
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_map(
+            self.parts()
+                .into_iter()
+                .map(|(bound, seconds)| (bound.name(), seconds)),
+        )
     }
 }

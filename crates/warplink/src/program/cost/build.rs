@@ -5,19 +5,22 @@ use super::link::Partners;
 use super::model::HardwareModel;
 use super::post::{self, rotates};
 use super::schedule::{OperationId, RankState, Schedule};
+use super::section::LaneCounters;
 use super::step::Step;
 use super::{SimulateOptions, Submission};
 use crate::program::{OperationKind, RankProgram, StreamKind};
 use std::collections::HashMap;
 
 impl<'a> Schedule<'a> {
-    /// Schedules `programs`: those of all `world` ranks, or of the one that stands for all.
+    /// Schedules `programs`: those of all `world` ranks, or of the one that stands for all; of a loop of a kernel, at most
+    /// `iterations`.
     pub(super) fn new(
         programs: &'a [RankProgram],
         world: usize,
         partners: &'a Partners,
         model: &'a HardwareModel,
         options: SimulateOptions,
+        iterations: u64,
     ) -> Self {
         let mut schedule = Self {
             model,
@@ -36,7 +39,11 @@ impl<'a> Schedule<'a> {
             first_counter: Vec::new(),
             collectives: HashMap::new(),
             shapes: HashMap::new(),
+            lane_figures: model.lanes(),
+            launches: Vec::new(),
+            between_lanes: LaneCounters::default(),
         };
+        schedule.find_launches(iterations);
         for program in programs {
             schedule.first_counter.push(schedule.counters);
             schedule.counters += 3 * program.transfers.len() as u32;
@@ -60,6 +67,8 @@ impl<'a> Schedule<'a> {
             engine: None,
             carried: HashMap::new(),
             collectives: HashMap::new(),
+            launches: 0,
+            waited: HashMap::new(),
         };
         self.lanes
             .extend(program.streams.iter().map(|_| Vec::new()));
@@ -138,12 +147,7 @@ impl<'a> Schedule<'a> {
                 let bytes = larger_side(collective, target.bytes, source.bytes);
                 self.add_collective(state, members.as_ref(), collective.name(), bytes);
             }
-            // As the slowest collective that was measured: what lanes do is not looked into.
-            OperationKind::Kernel(section) => {
-                let sizes = section.user_tensors().map(|id| program.tensors[id].bytes);
-                let bytes = sizes.max().unwrap_or(0) as f64;
-                self.add_collective(state, None, kind.name(), bytes);
-            }
+            OperationKind::Kernel(section) => self.add_section(state, section),
             OperationKind::Synchronize(other) => self.add_synchronize(state, *other),
             OperationKind::Allocate(_) | OperationKind::Deallocate(_) | OperationKind::Share(_) => {
             }

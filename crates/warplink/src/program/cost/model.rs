@@ -6,6 +6,7 @@
 use super::collective::Collectives;
 use super::curve::Curve;
 use super::gemm::{Gemm, Grid};
+use super::lanes::Lanes;
 use crate::error::{Error, ErrorKind, Result};
 use crate::p2p::TransferKernels;
 use serde::{Deserialize, Serialize};
@@ -41,6 +42,10 @@ pub struct HardwareModel {
     pub interference: Interference,
     /// The collectives of the engine.
     pub collectives: Collectives,
+    /// What lanes of kernel sections can do; where a file does not say, it is guessed from the other figures
+    /// ([`HardwareModel::lanes`]).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub lanes: Option<Lanes>,
 }
 
 /// Which devices a model describes.
@@ -204,6 +209,15 @@ impl Link {
 }
 
 impl HardwareModel {
+    /// What lanes of kernel sections can do. Where it was not measured, half of the smallest transfer by kernels is
+    /// taken for their launch and the other half for the way of a packet or a signal; a load, or a round of packets, for
+    /// half of that. A block is taken to store and load at peers as the kernel of one block does between its two largest
+    /// sizes, and to share its own memory evenly with those on the other multiprocessors; all lanes together, to be as
+    /// fast as the copy engine in a ring.
+    pub fn lanes(&self) -> Lanes {
+        self.lanes.clone().unwrap_or_else(|| Lanes::guessed(self))
+    }
+
     /// Reads a model.
     ///
     /// # Errors
@@ -253,6 +267,7 @@ impl HardwareModel {
         ] {
             curve.check(name)?;
         }
+        self.lanes.iter().try_for_each(Lanes::check)?;
         let (link, latency, host) = (&self.link, &self.latency, &self.host);
         let beside = &self.interference;
         for (name, rate) in [
@@ -302,7 +317,7 @@ impl HardwareModel {
     }
 }
 
-fn refused(name: &str, value: f64, expected: &str) -> Error {
+pub(super) fn refused(name: &str, value: f64, expected: &str) -> Error {
     Error::new(
         ErrorKind::Parse,
         format!("'{name}' is {value}; expected {expected}"),

@@ -87,8 +87,8 @@ impl Schedule<'_> {
         *number += 1;
         // One that stands for all stands for all who come.
         let coming = members.map_or(self.programs.len(), |members| members.len());
-        self.step(state, Step::Add(arrived, 0.0));
-        self.step(state, Step::Await(arrived, coming as u32));
+        self.step(state, Step::Add(arrived, 1.0, 0.0));
+        self.step(state, Step::Await(arrived, coming as f64));
         self.kernel(state);
         self.delay(state, self.model.latency.collective);
         let world = members.map_or(self.world, |members| members.len());
@@ -130,22 +130,22 @@ impl Schedule<'_> {
         if let Some((stream, done)) = state.engine
             && stream != state.stream
         {
-            self.step(state, Step::Await(done, 1));
+            self.step(state, Step::Await(done, 1.0));
             self.delay(state, self.model.latency.event);
         }
     }
 
     pub(super) fn mark_engine(&mut self, state: &mut RankState) {
         let done = self.new_counter();
-        self.step(state, Step::Add(done, 0.0));
+        self.step(state, Step::Add(done, 1.0, 0.0));
         state.engine = Some((state.stream, done));
     }
 
     pub(super) fn add_synchronize(&mut self, state: &mut RankState, other: usize) {
         let event = self.new_counter();
         let lane = &mut self.lanes[state.first_lane + other];
-        lane.extend([Step::NotBefore(state.host), Step::Add(event, 0.0)]);
-        self.step(state, Step::Await(event, 1));
+        lane.extend([Step::NotBefore(state.host), Step::Add(event, 1.0, 0.0)]);
+        self.step(state, Step::Await(event, 1.0));
         self.delay(state, self.model.latency.event);
     }
 }

@@ -138,7 +138,7 @@ impl Schedule<'_> {
             self.copy(state, program, id, protocol, Mover::Kernels);
             self.signal(state, program, id, 0.0);
             let done = self.completed(program.rank, id);
-            self.step(state, Step::Add(done, 0.0));
+            self.step(state, Step::Add(done, 1.0, 0.0));
         }
     }
 
@@ -162,7 +162,7 @@ impl Schedule<'_> {
             self.copy(state, program, id, protocol, Mover::OneBlock);
             self.signal(state, program, id, word);
             let done = self.completed(program.rank, id);
-            self.step(state, Step::Add(done, word));
+            self.step(state, Step::Add(done, 1.0, word));
         }
         self.step(state, Step::Delay(word));
     }
@@ -211,7 +211,7 @@ impl Schedule<'_> {
             self.delay(state, if position == 0 { first } else { each * more });
             self.signal(state, program, id, 0.0);
             let done = self.completed(program.rank, id);
-            self.step(state, Step::Add(done, (each - 1.0) * more));
+            self.step(state, Step::Add(done, 1.0, (each - 1.0) * more));
         }
         self.step(state, Step::Delay((each - 1.0) * more));
     }
@@ -233,13 +233,13 @@ impl Schedule<'_> {
     fn signal(&mut self, state: &RankState, program: &RankProgram, id: TransferId, seconds: f64) {
         let peer = program.transfers[id].peer;
         let word = self.incoming(peer, self.partners[program.rank][id]);
-        self.step(state, Step::Add(word, seconds));
+        self.step(state, Step::Add(word, 1.0, seconds));
     }
 
     /// Waits until the target of the last post has signalled.
     fn await_target(&mut self, state: &RankState, id: TransferId) {
         let word = self.incoming(self.programs[state.rank].rank, id);
-        self.step(state, Step::Await(word, state.posts[id].0));
+        self.step(state, Step::Await(word, f64::from(state.posts[id].0)));
     }
 
     /// The copy of a transfer; one of a rank to itself takes what a copy takes.
@@ -323,7 +323,7 @@ impl Schedule<'_> {
         self.follow_engine(state);
         for &id in group {
             let arrived = self.arrived(program.rank, id);
-            self.step(state, Step::Add(arrived, 0.0));
+            self.step(state, Step::Add(arrived, 1.0, 0.0));
         }
         self.kernel(state);
         let of = |direction| {
@@ -334,16 +334,16 @@ impl Schedule<'_> {
             let transfer = &program.transfers[id];
             let partner = self.partners[program.rank][id];
             let there = self.arrived(transfer.peer, partner);
-            self.step(state, Step::Await(there, state.posts[id].0));
+            self.step(state, Step::Await(there, f64::from(state.posts[id].0)));
             let bytes = transfer.range.bytes as f64;
             let seconds = self.engine_seconds(EXCHANGE, self.world, bytes);
             self.engine_work(state, seconds, bytes);
             let received = self.completed(transfer.peer, partner);
-            self.step(state, Step::Add(received, 0.0));
+            self.step(state, Step::Add(received, 1.0, 0.0));
         }
         for id in of(Direction::Receive) {
             let received = self.completed(program.rank, id);
-            self.step(state, Step::Await(received, state.posts[id].0));
+            self.step(state, Step::Await(received, f64::from(state.posts[id].0)));
         }
         self.mark_engine(state);
         if let Some(engine) = state.engine {
@@ -417,12 +417,12 @@ impl Schedule<'_> {
                 if let Some(&(stream, done)) = state.carried.get(&id)
                     && stream != state.stream
                 {
-                    self.step(state, Step::Await(done, 1));
+                    self.step(state, Step::Await(done, 1.0));
                     events += 1;
                 }
             } else if initiates(transfer).is_none() {
                 let word = self.incoming(program.rank, id);
-                self.step(state, Step::Await(word, posts));
+                self.step(state, Step::Await(word, f64::from(posts)));
                 if self.has_kernels_for(transfer.range.bytes as u64) {
                     self.kernel(state);
                 } else {
@@ -430,7 +430,7 @@ impl Schedule<'_> {
                 }
             } else if posted_on != state.stream {
                 let done = self.completed(program.rank, id);
-                self.step(state, Step::Await(done, posts));
+                self.step(state, Step::Await(done, f64::from(posts)));
                 match self.submission {
                     Submission::Eager => words += 1,
                     Submission::Captured => events += 1,

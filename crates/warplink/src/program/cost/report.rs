@@ -37,6 +37,10 @@ pub struct Span {
     pub start: f64,
     /// When its stream went on.
     pub end: f64,
+    /// What most of the time between went to.
+    pub bound: Bound,
+    /// What all of it went to: of a kernel, along the steps of the lane that ended last, and those that it waited for.
+    pub parts: Path,
 }
 
 /// What a program costs. Printed, it explains itself.
@@ -80,13 +84,7 @@ impl fmt::Display for Cost {
             self.bound
         )?;
         write!(f, "  longest chain: ")?;
-        let mut parts: Vec<(Bound, f64)> = Bound::ALL
-            .into_iter()
-            .map(|bound| (bound, self.critical.of_bound(bound)))
-            .filter(|(_, seconds)| *seconds > 0.0)
-            .collect();
-        parts.sort_by(|a, b| b.1.total_cmp(&a.1));
-        for (position, (bound, seconds)) in parts.iter().enumerate() {
+        for (position, (bound, seconds)) in self.critical.parts().iter().enumerate() {
             let lead = if position == 0 { "" } else { ", " };
             write!(f, "{lead}{bound} {:.1} us", micros(*seconds))?;
         }
@@ -147,11 +145,17 @@ pub(super) fn cost(schedule: &Schedule<'_>, outcome: Outcome, model: &HardwareMo
         .spans
         .iter()
         .zip(&schedule.operations)
-        .map(|((start, end), id)| Span {
-            rank: id.rank,
-            operation: id.operation,
-            start: *start,
-            end: *end,
+        .map(|(between, id)| {
+            let ((start, before), (end, after)) = (between.start, between.end);
+            let parts = after.since(&before, end - start);
+            Span {
+                rank: id.rank,
+                operation: id.operation,
+                start,
+                end,
+                bound: parts.most(),
+                parts,
+            }
         })
         .collect();
     Cost {

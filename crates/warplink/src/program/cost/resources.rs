@@ -6,7 +6,8 @@
 //! 1. Multiprocessors go to kernels in order of arrival, those of high priority first; each takes
 //!    what it keeps busy, as far as that is left.
 //! 2. Work is slower beside some other work, as the model says.
-//! 3. Links and memory are shared so that the slowest work is as fast as can be, then the next, and
+//! 3. Lanes of kernels take what they need of links and memory in order of arrival, as far as other lanes have left it.
+//! 4. Links and memory are shared so that the slowest work is as fast as can be, then the next, and
 //!    so on.
 
 use super::model::Interference;
@@ -49,6 +50,8 @@ pub(super) struct Resources<'a> {
     running: Vec<[u32; 3]>,
     /// Multiprocessors left, for each rank.
     left: Vec<f64>,
+    /// Of each resource, what is left by work that takes it in turn.
+    left_in_turn: Vec<f64>,
     stale: bool,
 }
 
@@ -64,6 +67,7 @@ impl<'a> Resources<'a> {
             growing: vec![0.0; count],
             running: vec![[0; 3]; ranks],
             left: vec![1.0; ranks],
+            left_in_turn: vec![1.0; count],
             stale: false,
         }
     }
@@ -152,6 +156,7 @@ impl<'a> Resources<'a> {
     /// Sets the speed of everything that runs.
     fn share(&mut self) {
         self.limit();
+        self.limit_in_turn();
         self.load.fill(0.0);
         self.growing.fill(0.0);
         let schedule = self.schedule;
@@ -215,6 +220,27 @@ impl<'a> Resources<'a> {
                         *growing = (*growing - demand).max(0.0);
                     }
                 }
+            }
+        }
+    }
+
+    /// How fast work may be that takes resources in order of arrival.
+    fn limit_in_turn(&mut self) {
+        let schedule = self.schedule;
+        self.left_in_turn.fill(1.0);
+        for active in &mut self.active {
+            if !schedule.works[active.work as usize].in_turn {
+                continue;
+            }
+            let needs = demands(schedule, active.work);
+            let mut limit = active.limit;
+            for &(resource, demand) in needs {
+                limit = limit.min(self.left_in_turn[resource as usize] / demand);
+            }
+            active.limit = if limit < USED_UP { 0.0 } else { limit };
+            for &(resource, demand) in needs {
+                let left = &mut self.left_in_turn[resource as usize];
+                *left = (*left - demand * active.limit).max(0.0);
             }
         }
     }

@@ -1,8 +1,10 @@
 //! What each stream does, step by step, and what the steps need.
 
 use super::Submission;
+use super::lanes::Lanes;
 use super::link::Partners;
 use super::model::HardwareModel;
+use super::section::{LaneCounters, Launch};
 use super::step::{MEMORY, PROCESSORS, RESOURCES, Step, Work};
 use crate::dtype::DType;
 use crate::error::Rank;
@@ -28,7 +30,7 @@ pub(super) struct Schedule<'a> {
     pub(super) suits_kernels: bool,
     /// How many ranks each simulated one stands for.
     pub(super) copies: f64,
-    /// The steps of each stream, rank after rank.
+    /// The steps of each stream, rank after rank, with those of the lanes of kernels behind them.
     pub(super) lanes: Vec<Vec<Step>>,
     pub(super) works: Vec<Work>,
     /// Resource, and the share of it that the work needs at full speed.
@@ -44,6 +46,10 @@ pub(super) struct Schedule<'a> {
     pub(super) collectives: HashMap<Option<Arc<[Rank]>>, Vec<u32>>,
     /// Times of shapes that were looked up.
     pub(super) shapes: HashMap<(DType, usize, usize, usize), f64>,
+    /// What lanes of kernels can do, what those of each rank's launches do, and what they wait for.
+    pub(super) lane_figures: Lanes,
+    pub(super) launches: Vec<Vec<Launch>>,
+    pub(super) between_lanes: LaneCounters,
 }
 
 /// What is known of a rank while its operations are gone through.
@@ -67,6 +73,10 @@ pub(super) struct RankState {
     pub(super) carried: HashMap<TransferId, (usize, u32)>,
     /// How many collectives it has called among the same ranks.
     pub(super) collectives: HashMap<Option<Arc<[Rank]>>, usize>,
+    /// How many kernels it has launched.
+    pub(super) launches: usize,
+    /// How often each of its lanes has waited, by how far away the rank is that it waits for.
+    pub(super) waited: HashMap<(usize, usize), f64>,
 }
 
 impl Schedule<'_> {
@@ -141,15 +151,20 @@ impl Schedule<'_> {
 
     /// Adds work whose demands are those pushed since `first`.
     pub(super) fn work(&mut self, state: &RankState, first: usize, mut work: Work) {
+        work.high = state.high;
+        self.work_of(state.first_lane + state.stream, state.rank, first, work);
+    }
+
+    /// As [`work`](Self::work), on a stream or lane of a rank.
+    pub(super) fn work_of(&mut self, lane: usize, rank: usize, first: usize, mut work: Work) {
         if self.model.device.shared {
             // Nobody arrives first among processes; they share evenly.
-            self.demand(state.rank, PROCESSORS, work.occupancy);
+            self.demand(rank, PROCESSORS, work.occupancy);
             work.occupancy = 0.0;
         }
-        work.high = state.high;
         work.demands = (first as u32, self.demands.len() as u32);
         let index = self.works.len() as u32;
         self.works.push(work);
-        self.step(state, Step::Work(index));
+        self.lanes[lane].push(Step::Work(index));
     }
 }

@@ -11,6 +11,9 @@ use std::collections::BinaryHeap;
 /// Events so close together happen at once.
 const AT_ONCE: f64 = 1e-13;
 
+/// Counts that differ by less than this, in proportion, are the same.
+const ROUNDING: f64 = 1e-9;
+
 /// What came of it.
 pub(super) struct Outcome {
     /// When the last stream was done.
@@ -20,7 +23,14 @@ pub(super) struct Outcome {
     /// Seconds of full use of each resource.
     pub(super) busy: Vec<f64>,
     /// Start and end of each operation, where they are asked for.
-    pub(super) spans: Vec<(f64, f64)>,
+    pub(super) spans: Vec<Between>,
+}
+
+/// From when to when an operation was done, and what the time up to then went to.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Between {
+    pub(super) start: (f64, Path),
+    pub(super) end: (f64, Path),
 }
 
 /// A stream.
@@ -35,9 +45,9 @@ struct Lane {
 /// A count that streams add to and wait for.
 #[derive(Clone, Debug, Default)]
 struct Counter {
-    value: u32,
+    value: f64,
     /// Streams, and what they wait for.
-    waiting: Vec<(u32, u32)>,
+    waiting: Vec<(u32, f64)>,
 }
 
 /// What happens at a point in time.
@@ -45,8 +55,8 @@ struct Counter {
 enum Event {
     /// A stream goes on.
     Resume(u32),
-    /// A counter gets one more.
-    Add(u32, Path),
+    /// A counter gets so much more.
+    Add(u32, f64, Path),
 }
 
 struct Timer {
@@ -87,7 +97,12 @@ struct Simulation<'a> {
     /// Streams that can go on.
     ready: Vec<u32>,
     now: f64,
-    spans: Vec<(f64, f64)>,
+    spans: Vec<Between>,
+}
+
+/// Whether a counter that stands at `value` has what is waited for. Amounts that stand for several are rounded.
+fn reached(value: f64, wanted: f64) -> bool {
+    value >= wanted * (1.0 - ROUNDING)
 }
 
 /// Runs the schedule to its end.
@@ -111,7 +126,7 @@ pub(super) fn run(schedule: &Schedule<'_>, timeline: bool) -> Result<Outcome> {
         // The first stream is the last to be taken off.
         ready: (0..lanes as u32).rev().collect(),
         now: 0.0,
-        spans: vec![(0.0, 0.0); spans],
+        spans: vec![Between::default(); spans],
     };
     simulation.go();
     simulation.outcome()
@@ -145,7 +160,7 @@ impl Simulation<'_> {
             {
                 match timer.event {
                     Event::Resume(lane) => self.ready.push(lane),
-                    Event::Add(counter, path) => self.add(counter, &path),
+                    Event::Add(counter, amount, path) => self.add(counter, amount, &path),
                 }
             }
         }
@@ -168,27 +183,27 @@ impl Simulation<'_> {
                 Step::NotBefore(_) => {}
                 Step::Begin(operation) => {
                     if let Some(span) = self.spans.get_mut(operation as usize) {
-                        span.0 = self.now;
+                        span.start = (self.now, lane.path);
                     }
                 }
                 Step::End(operation) => {
                     if let Some(span) = self.spans.get_mut(operation as usize) {
-                        span.1 = self.now;
+                        span.end = (self.now, lane.path);
                     }
                 }
                 Step::Await(counter, value) => {
                     let counter = &mut self.counters[counter as usize];
-                    if counter.value < value {
+                    if !reached(counter.value, value) {
                         return counter.waiting.push((number, value));
                     }
                 }
-                Step::Add(counter, seconds) => {
+                Step::Add(counter, amount, seconds) => {
                     let mut path = lane.path;
                     if seconds > 0.0 {
                         path.add(Bound::Latency, seconds);
-                        self.set(self.now + seconds, Event::Add(counter, path));
+                        self.set(self.now + seconds, Event::Add(counter, amount, path));
                     } else {
-                        self.add(counter, &path);
+                        self.add(counter, amount, &path);
                     }
                 }
                 Step::Delay(seconds) if seconds > 0.0 => {
@@ -210,14 +225,14 @@ impl Simulation<'_> {
         }));
     }
 
-    /// Adds one to a counter. Who waited for it goes on, and owes its time to what came here.
-    fn add(&mut self, counter: u32, path: &Path) {
+    /// Adds to a counter. Who waited for it goes on, and owes its time to what came here.
+    fn add(&mut self, counter: u32, amount: f64, path: &Path) {
         let counter = &mut self.counters[counter as usize];
-        counter.value += 1;
+        counter.value += amount;
         let value = counter.value;
         let (lanes, ready) = (&mut self.lanes, &mut self.ready);
         counter.waiting.retain(|&(lane, wanted)| {
-            let goes_on = wanted <= value;
+            let goes_on = reached(value, wanted);
             if goes_on {
                 lanes[lane as usize].path = *path;
                 ready.push(lane);

@@ -22,9 +22,9 @@ pub(super) enum Step {
     /// And is done here.
     End(u32),
     /// Waits until a counter has this value.
-    Await(u32, u32),
-    /// Adds one to a counter after this number of seconds; the stream goes on at once.
-    Add(u32, f64),
+    Await(u32, f64),
+    /// Adds so much to a counter after this number of seconds; the stream goes on at once.
+    Add(u32, f64, f64),
     /// This number of seconds passes.
     Delay(f64),
     /// Work, by its index.
@@ -52,6 +52,9 @@ pub(super) struct Work {
     /// Whether its stream is of high priority.
     pub(super) high: bool,
     pub(super) class: Class,
+    /// Whether it takes what it needs of links and memory in order of arrival, and what is left goes to the next such
+    /// work, instead of evenly.
+    pub(super) in_turn: bool,
     pub(super) bound: Bound,
     /// The ranks, of those that are simulated, that it runs on or touches.
     pub(super) ranks: [u32; 2],
@@ -67,6 +70,7 @@ impl Work {
             occupancy: 0.0,
             high: false,
             class: Class::Other,
+            in_turn: false,
             bound,
             ranks: ranks.map(|rank| rank as u32),
             demands: (0, 0),

@@ -1,6 +1,8 @@
 //! Whether all ranks do the same in rotation, so that one of them stands for all.
 
+use super::class::{self, Class};
 use super::link::Partners;
+use super::section::sections;
 use crate::program::{OperationKind, RankProgram};
 
 /// Whether every rank does what rank 0 does, with peers at the same distance: the same streams,
@@ -11,6 +13,9 @@ pub(super) fn is_symmetric(ranks: &[RankProgram], partners: &Partners) -> bool {
         return true;
     };
     let world = ranks.len();
+    let classes: Vec<Vec<Class>> = sections(first)
+        .map(|section| class::classes(section).0)
+        .collect();
     rest.iter().zip(1..).all(|(rank, number)| {
         let distance = |peer: usize, from: usize| (peer + world - from) % world;
         rank.streams == first.streams
@@ -26,6 +31,10 @@ pub(super) fn is_symmetric(ranks: &[RankProgram], partners: &Partners) -> bool {
                 .iter()
                 .zip(&first.operations)
                 .all(|(a, b)| a.stream == b.stream && costs_the_same(&a.kind, &b.kind))
+            && sections(first)
+                .zip(sections(rank))
+                .zip(&classes)
+                .all(|((a, b), classes)| class::same(a, classes, b))
     })
 }
 
@@ -106,6 +115,8 @@ fn costs_the_same(a: &OperationKind, b: &OperationKind) -> bool {
                 && (target_a.bytes, source_a.bytes) == (target_b.bytes, source_b.bytes)
         }
         (Synchronize(a), Synchronize(b)) => a == b,
+        // Their lanes are compared beside this.
+        (Kernel(_), Kernel(_)) => true,
         _ => false,
     }
 }

@@ -1,0 +1,108 @@
+//! What lanes of kernel sections can do: the part of a hardware model by which a launch is simulated step by step.
+
+use super::model::{HardwareModel, refused};
+use crate::error::Result;
+use serde::{Deserialize, Serialize};
+
+/// Threads with which a block moves data as fast as with more, where a model does not say.
+const BLOCK_THREADS: usize = 512;
+
+/// What lanes can do: blocks of a launch, or threads of the host where ranks share processors.
+///
+/// Rates of a block are those of one block alone, and those of all lanes what they reach together while all ranks do
+/// the same. Where ranks share processors, a lane counts as one thread, whatever its section says.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Lanes {
+    /// Seconds of a launch whose lanes do nothing, one of many in a graph.
+    pub launch: f64,
+    /// Seconds from a signal of a lane to the end of a peer's wait for it.
+    pub signal: f64,
+    /// Seconds that a signal takes longer where the lane has stored at peers before it: what was stored has to arrive
+    /// first.
+    pub fence: f64,
+    /// Seconds from when a lane starts to put one packet to when the peer has read it.
+    pub packet: f64,
+    /// Seconds in which a thread puts, or reads, one packet of many.
+    pub packet_round: f64,
+    /// Seconds until what a lane loads from its own memory is there.
+    pub load: f64,
+    /// Seconds until what a lane loads from a peer's memory is there.
+    pub peer_load: f64,
+    /// Threads with which a block moves plain data as fast as with more; with fewer it is slower in proportion.
+    pub block_threads: usize,
+    /// Bytes per second that a block loads from its own memory, or stores there.
+    pub block_own: f64,
+    /// Bytes per second that a block stores at peers.
+    pub block_stored: f64,
+    /// Bytes per second that a block loads from peers.
+    pub block_loaded: f64,
+    /// Bytes per second that all lanes of a rank store at peers.
+    pub stored: f64,
+    /// Bytes per second that all lanes of a rank load from peers.
+    pub loaded: f64,
+}
+
+impl Lanes {
+    /// A guess from the other figures of `model`: see [`HardwareModel::lanes`].
+    pub(super) fn guessed(model: &HardwareModel) -> Self {
+        let (link, latency) = (&model.link, &model.latency);
+        let smallest = [&link.kernels_put, &link.kernel_put];
+        let smallest = smallest.iter().find_map(|curve| curve.0.first());
+        let both = smallest.map_or(2.0 * latency.word, |(_, seconds)| *seconds);
+        let way = both / 2.0;
+        let slope = |points: &[(u64, f64)]| match points {
+            [.., (less, sooner), (more, later)] if later > sooner => {
+                Some((more - less) as f64 / (later - sooner))
+            }
+            _ => None,
+        };
+        let of_block = |curve: &super::curve::Curve, all: f64| {
+            slope(&curve.0).map_or(all, |rate| rate.min(all))
+        };
+        let shared = model.device.shared;
+        Self {
+            launch: if shared { model.memory.kernel } else { way },
+            signal: way,
+            fence: way / 2.0,
+            packet: way,
+            packet_round: if shared { 0.0 } else { way / 2.0 },
+            load: if shared { 0.0 } else { way / 2.0 },
+            peer_load: if shared { 0.0 } else { way },
+            block_threads: BLOCK_THREADS,
+            block_own: model.memory.rate / model.device.multiprocessors as f64,
+            block_stored: of_block(&link.kernel_put, link.put_ring),
+            block_loaded: of_block(&link.kernel_get, link.get_ring),
+            stored: link.put_ring,
+            loaded: link.get_ring,
+        }
+    }
+
+    pub(super) fn check(&self) -> Result<()> {
+        for (name, rate) in [
+            ("lanes.block_threads", self.block_threads as f64),
+            ("lanes.block_own", self.block_own),
+            ("lanes.block_stored", self.block_stored),
+            ("lanes.block_loaded", self.block_loaded),
+            ("lanes.stored", self.stored),
+            ("lanes.loaded", self.loaded),
+        ] {
+            if !(rate.is_finite() && rate > 0.0) {
+                return Err(refused(name, rate, "a number above 0"));
+            }
+        }
+        for (name, seconds) in [
+            ("lanes.launch", self.launch),
+            ("lanes.signal", self.signal),
+            ("lanes.fence", self.fence),
+            ("lanes.packet", self.packet),
+            ("lanes.packet_round", self.packet_round),
+            ("lanes.load", self.load),
+            ("lanes.peer_load", self.peer_load),
+        ] {
+            if !(seconds.is_finite() && seconds >= 0.0) {
+                return Err(refused(name, seconds, "0 or more"));
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,504 @@
+//! Launches of kernel sections as steps of lanes, each a stream of its own.
+//!
+//! Of lanes that do the same, two are simulated, each of which stands for half of them: its work needs as much of links
+//! and memory as theirs together. Those of the first half move their data first, so that the second half moves its while
+//! the first one goes on with what needs no link. A few iterations of a long loop stand for all of them.
+//!
+//! ```text
+//!   stream:  ── launch ──┬───────────────────────────── all lanes done ──►
+//!   lanes:               ├── steps of the first class ──────┤
+//!                        └── steps of the second class ──┤
+//! ```
+
+use super::bound::Bound;
+use super::class::{self, Class};
+use super::schedule::{RankState, Schedule};
+use super::step::{EGRESS, INGRESS, MEMORY, Step, Work};
+use crate::error::Rank;
+use crate::program::section::{
+    LaneStep, LaneStepKind, Packing, Part, ScratchId, SectionInstance, SectionMemory,
+};
+use crate::program::{OperationKind, RankProgram};
+use std::collections::{BTreeMap, HashMap, HashSet};
+
+/// The most iterations of a loop that are simulated; they stand for all.
+pub(super) const MOST_ITERATIONS: u64 = 16;
+
+/// Threads that store or load a packet of 128 bytes together.
+const THREADS_OF_LINE: usize = 8;
+
+/// A launch of a rank: what its lanes do.
+#[derive(Debug)]
+pub(super) struct Launch {
+    classes: Vec<Steps>,
+    /// The class of each lane.
+    of_lane: Vec<usize>,
+}
+
+/// What the lanes of a class do.
+#[derive(Debug)]
+struct Steps {
+    class: Class,
+    /// Each with how many it stands for.
+    steps: Vec<(LaneStep, f64)>,
+}
+
+/// The counters by which lanes wait for one another.
+#[derive(Debug, Default)]
+pub(super) struct LaneCounters {
+    /// By the rank and lane that wait, and how far away the rank is that signals.
+    signals: HashMap<(usize, usize, usize), u32>,
+    /// Elements that have come as packets, by launch, rank, scratch and class; the first of them, and all of them.
+    packets: HashMap<(usize, usize, ScratchId, usize), [u32; 2]>,
+    /// Scratch of launches of which some lanes read packets that only lanes of other classes put.
+    crossed: HashSet<(usize, ScratchId)>,
+    /// By launch, scratch, rank and class: for what share of the packets that are read those that come are to be waited
+    /// for, where what is simulated puts fewer than it reads, as ranks do that have shorter parts than others.
+    shares: HashMap<(usize, ScratchId, usize, usize), f64>,
+}
+
+/// What is known of a lane while its steps are gone through.
+struct LaneState<'l> {
+    stream: usize,
+    high: bool,
+    /// The rank, of those that are simulated, and its number.
+    rank: usize,
+    number: Rank,
+    section: &'l SectionInstance,
+    launch: usize,
+    of_lane: &'l [usize],
+    classes: &'l [Steps],
+    class: usize,
+    /// Whether it has stored at peers since it signalled last.
+    stored: bool,
+    /// Elements that it has read of the packets of scratch, and which.
+    read: HashMap<ScratchId, f64>,
+    seen: Seen,
+}
+
+impl LaneState<'_> {
+    /// Notes that packets are read; what the lane has read of them and those before.
+    fn reads(&mut self, id: ScratchId, part: &Part, elements: f64) -> f64 {
+        let read = self.read.entry(id).or_default();
+        if self.seen.insert((id, part.offset)) {
+            *read += elements;
+        }
+        *read
+    }
+}
+
+/// What a move needs: for each resource of a rank, the seconds in which it would be done at the rate of that alone.
+#[derive(Debug, Default)]
+struct Needs(Vec<((usize, u32), f64)>);
+
+impl Needs {
+    fn add(&mut self, rank: usize, resource: u32, seconds: f64) {
+        let found = self.0.iter_mut().find(|(key, _)| *key == (rank, resource));
+        match found {
+            Some((_, sum)) => *sum += seconds,
+            None => self.0.push(((rank, resource), seconds)),
+        }
+    }
+}
+
+/// The packets that a lane has read: scratch, and from which element.
+type Seen = HashSet<(ScratchId, usize)>;
+
+impl Steps {
+    /// The elements that a lane of these puts as packets, by scratch and rank, and those that it reads.
+    fn packets(
+        &self,
+        section: &SectionInstance,
+    ) -> (HashMap<(ScratchId, Rank), f64>, HashMap<ScratchId, f64>) {
+        let (mut put, mut read, mut seen) = (HashMap::new(), HashMap::new(), Seen::new());
+        let mut puts = |part: &Part, elements: f64| {
+            if let Some(id) = packets(section, part) {
+                *put.entry((id, part.rank)).or_default() += elements;
+            }
+        };
+        let mut reads = |part: &Part, elements: f64| {
+            if let Some(id) = packets(section, part)
+                && seen.insert((id, part.offset))
+            {
+                *read.entry(id).or_default() += elements;
+            }
+        };
+        for (step, weight) in &self.steps {
+            match &step.kind {
+                LaneStepKind::Move {
+                    elements,
+                    targets,
+                    sources,
+                    ..
+                } => {
+                    let elements = *elements as f64 * weight;
+                    targets.iter().for_each(|part| puts(part, elements));
+                    sources.iter().for_each(|part| reads(part, elements));
+                }
+                LaneStepKind::Announce { target, .. } => puts(target, *weight),
+                LaneStepKind::Agree { source, .. } => reads(source, *weight),
+                LaneStepKind::Signal { .. } | LaneStepKind::Wait(_) => {}
+            }
+        }
+        (put, read)
+    }
+}
+
+/// The scratch of packets that a part lies in.
+fn packets(section: &SectionInstance, part: &Part) -> Option<ScratchId> {
+    let SectionMemory::Scratch(id) = section.tensors[part.tensor].memory else {
+        return None;
+    };
+    let packing = section.scratch_of(part.tensor)?.packing;
+    packing.is_packets().then_some(id)
+}
+
+fn packing(section: &SectionInstance, part: &Part) -> Packing {
+    let scratch = section.scratch_of(part.tensor);
+    scratch.map_or(Packing::Plain, |scratch| scratch.packing)
+}
+
+/// The kernel sections that a rank launches, in order.
+pub(super) fn sections(program: &RankProgram) -> impl Iterator<Item = &SectionInstance> {
+    let kinds = program.operations.iter().map(|operation| &operation.kind);
+    kinds.filter_map(|kind| match kind {
+        OperationKind::Kernel(section) => Some(&**section),
+        _ => None,
+    })
+}
+
+/// What the lanes of a launch do, where all ranks reach what they announce.
+fn launch(section: &SectionInstance, iterations: u64) -> Launch {
+    let (classes, of_lane) = class::halved(section);
+    let steps = |class: Class| {
+        // What the text of a section is refused for, the verifier has told; there is nothing to simulate.
+        let sampled = section.sampled_steps(class.lane, 0, iterations);
+        let (steps, weights) = sampled.unwrap_or_default();
+        Steps {
+            class,
+            steps: steps.into_iter().zip(weights).collect(),
+        }
+    };
+    Launch {
+        classes: classes.into_iter().map(steps).collect(),
+        of_lane,
+    }
+}
+
+impl Schedule<'_> {
+    /// Goes through the launches of all ranks, in order, for what they have to do with one another.
+    pub(super) fn find_launches(&mut self, iterations: u64) {
+        let of_program = |program| {
+            sections(program)
+                .map(|section| launch(section, iterations))
+                .collect()
+        };
+        self.launches = self.programs.iter().map(of_program).collect();
+        // What comes to the lanes of a class and what they read, by launch, scratch, rank and class; and how much comes
+        // to all of them.
+        let mut own: BTreeMap<(usize, ScratchId, usize, usize), [f64; 2]> = BTreeMap::new();
+        let mut all: HashMap<(usize, ScratchId, usize), f64> = HashMap::new();
+        for (rank, (program, launches)) in self.programs.iter().zip(&self.launches).enumerate() {
+            for (number, (section, launch)) in sections(program).zip(launches).enumerate() {
+                for (class, steps) in launch.classes.iter().enumerate() {
+                    let (put, read) = steps.packets(section);
+                    for ((id, to), elements) in put {
+                        let to = self.stand_in(to);
+                        own.entry((number, id, to, class)).or_default()[0] += elements;
+                        *all.entry((number, id, to)).or_default() +=
+                            elements * steps.class.count as f64;
+                    }
+                    for (id, elements) in read {
+                        own.entry((number, id, rank, class)).or_default()[1] += elements;
+                    }
+                }
+            }
+        }
+        let between = &mut self.between_lanes;
+        for ((number, id, ..), [comes, read]) in &own {
+            if (*comes > 0.0) != (*read > 0.0) {
+                between.crossed.insert((*number, *id));
+            }
+        }
+        for ((number, id, rank, class), [comes, read]) in own {
+            let comes = if between.crossed.contains(&(number, id)) {
+                all.get(&(number, id, rank)).copied().unwrap_or(0.0)
+            } else {
+                comes
+            };
+            if comes < read {
+                between
+                    .shares
+                    .insert((number, id, rank, class), comes / read);
+            }
+        }
+    }
+
+    /// Adds a launch: its lanes start together, and it ends with the last of them.
+    pub(super) fn add_section(&mut self, state: &mut RankState, section: &SectionInstance) {
+        let number = state.launches;
+        state.launches += 1;
+        self.kernel(state);
+        self.step(state, Step::Delay(self.lane_figures.launch));
+        let launches = std::mem::take(&mut self.launches);
+        if let Some(launch) = launches.get(state.rank).and_then(|all| all.get(number)) {
+            let (start, done) = (self.new_counter(), self.new_counter());
+            self.step(state, Step::Add(start, 1.0, 0.0));
+            for (class, steps) in launch.classes.iter().enumerate() {
+                let stream = self.lanes.len();
+                self.lanes.push(vec![Step::Await(start, 1.0)]);
+                let mut lane = LaneState {
+                    stream,
+                    high: state.high,
+                    rank: state.rank,
+                    number: section.rank,
+                    section,
+                    launch: number,
+                    of_lane: &launch.of_lane,
+                    classes: &launch.classes,
+                    class,
+                    stored: false,
+                    read: HashMap::new(),
+                    seen: Seen::new(),
+                };
+                for (step, weight) in &steps.steps {
+                    self.add_lane_step(state, &mut lane, &step.kind, *weight);
+                }
+                self.lanes[stream].push(Step::Add(done, 1.0, 0.0));
+            }
+            self.step(state, Step::Await(done, launch.classes.len() as f64));
+        }
+        self.launches = launches;
+    }
+
+    /// Adds a step that stands for `weight` of them.
+    fn add_lane_step(
+        &mut self,
+        state: &mut RankState,
+        lane: &mut LaneState<'_>,
+        kind: &LaneStepKind,
+        weight: f64,
+    ) {
+        let world = lane.section.world.max(1);
+        let figures = &self.lane_figures;
+        let (signal, packet, fence) = (figures.signal, figures.packet, figures.fence);
+        match kind {
+            LaneStepKind::Move {
+                dtype,
+                elements,
+                targets,
+                sources,
+                ..
+            } => {
+                let bytes = (elements * dtype.size()) as f64;
+                if bytes > 0.0 {
+                    self.add_move(lane, (*elements, bytes), targets, sources, weight);
+                }
+            }
+            LaneStepKind::Announce { target, .. } => {
+                if let Some(id) = packets(lane.section, target) {
+                    let amount = weight * self.puts_for(lane, id);
+                    for counter in self.packet_counters(lane, target.rank, id) {
+                        self.lanes[lane.stream].push(Step::Add(counter, amount, packet * weight));
+                    }
+                }
+            }
+            LaneStepKind::Agree { source, .. } => {
+                if let Some(id) = packets(lane.section, source) {
+                    let read = lane.reads(id, source, weight) * self.share(lane, id);
+                    let [_, last] = self.packet_counters(lane, lane.number, id);
+                    self.lanes[lane.stream].push(Step::Await(last, read));
+                }
+            }
+            LaneStepKind::Signal { peer, lane: other } => {
+                if std::mem::take(&mut lane.stored) {
+                    self.lanes[lane.stream].push(Step::Delay(fence * weight));
+                }
+                let class = lane
+                    .of_lane
+                    .get(*other)
+                    .and_then(|class| lane.classes.get(*class));
+                let other = class.map_or(*other, |class| class.class.lane);
+                let distance = (peer + world - lane.number) % world;
+                let counter = self.signal_counter(self.stand_in(*peer), other, distance);
+                self.lanes[lane.stream].push(Step::Add(counter, weight, signal * weight));
+            }
+            LaneStepKind::Wait(peer) => {
+                let own = lane.classes[lane.class].class.lane;
+                let distance = (lane.number + world - peer) % world;
+                let waited = state.waited.entry((own, distance)).or_default();
+                *waited += weight;
+                let waited = *waited;
+                let counter = self.signal_counter(lane.rank, own, distance);
+                self.lanes[lane.stream].push(Step::Await(counter, waited));
+            }
+        }
+    }
+
+    /// Adds a move of so many elements, in bytes, from all sources to all targets.
+    fn add_move(
+        &mut self,
+        lane: &mut LaneState<'_>,
+        (elements, bytes): (usize, f64),
+        targets: &[Part],
+        sources: &[Part],
+        weight: f64,
+    ) {
+        let figures = self.lane_figures.clone();
+        let memory = self.model.memory.rate;
+        let mut needs = Needs::default();
+        // Seconds of a block with all its threads, and of the rounds in which its threads go through packets.
+        let (mut block, mut rounds): (f64, f64) = (0.0, 0.0);
+        let mut latency: f64 = 0.0;
+        let threads = if self.model.device.shared {
+            1
+        } else {
+            lane.section.threads
+        };
+        let mut arriving = Vec::new();
+        let mut leaving = Vec::new();
+        for (part, is_target) in sources
+            .iter()
+            .map(|s| (s, false))
+            .chain(targets.iter().map(|t| (t, true)))
+        {
+            let packing = packing(lane.section, part);
+            let (data, packet) = packing.packet();
+            let moved = bytes * packet as f64 / data as f64;
+            let peer = self.stand_in(part.rank);
+            if packing.is_packets() {
+                let together = if packing == Packing::Packets128 {
+                    THREADS_OF_LINE
+                } else {
+                    1
+                };
+                let turns = bytes / data as f64 * together as f64 / threads as f64;
+                rounds = rounds.max(turns * figures.packet_round);
+            }
+            needs.add(peer, MEMORY, moved / memory);
+            if part.rank == lane.number {
+                block += moved / figures.block_own;
+            } else if is_target {
+                block += moved / figures.block_stored;
+                needs.add(lane.rank, EGRESS, moved / figures.stored);
+                needs.add(peer, INGRESS, moved / figures.stored);
+                lane.stored |= !packing.is_packets();
+            } else {
+                block += moved / figures.block_loaded;
+                needs.add(lane.rank, INGRESS, moved / figures.loaded);
+                needs.add(peer, EGRESS, moved / figures.loaded);
+                latency = latency.max(figures.peer_load);
+            }
+            match packets(lane.section, part) {
+                Some(id) if is_target => leaving.push((part.rank, id)),
+                Some(id) => arriving.push((part, id)),
+                None => {}
+            }
+        }
+        if rounds == 0.0 {
+            latency = latency.max(figures.load);
+        }
+        if latency > 0.0 {
+            self.lanes[lane.stream].push(Step::Delay(latency * weight));
+        }
+        let elements = elements as f64 * weight;
+        let mut reached = Vec::new();
+        for (part, id) in arriving {
+            let read = lane.reads(id, part, elements) * self.share(lane, id);
+            let [first, last] = self.packet_counters(lane, lane.number, id);
+            self.lanes[lane.stream].push(Step::Await(first, read));
+            reached.push(Step::Await(last, read));
+        }
+        // Packets are read one by one as they come, while later ones are still being put.
+        let way = figures.packet * weight;
+        let mut put = Vec::new();
+        for (rank, id) in leaving {
+            let [first, last] = self.packet_counters(lane, rank, id);
+            let amount = elements * self.puts_for(lane, id);
+            self.lanes[lane.stream].push(Step::Add(first, amount, way));
+            put.push(Step::Add(last, amount, way));
+        }
+        let full = figures.block_threads.clamp(
+            1,
+            if self.model.device.shared {
+                1
+            } else {
+                usize::MAX
+            },
+        );
+        let block = block * (full as f64 / threads as f64).max(1.0);
+        self.add_lane_work(lane, block.max(rounds) * weight, &needs, weight);
+        self.lanes[lane.stream].extend(put);
+        self.lanes[lane.stream].extend(reached);
+    }
+
+    /// Adds work of all lanes of a class, which takes each of them `alone` seconds if nothing is shared.
+    fn add_lane_work(&mut self, lane: &LaneState<'_>, alone: f64, needs: &Needs, weight: f64) {
+        let count = lane.classes[lane.class].class.count as f64;
+        let most = needs.0.iter().max_by(|a, b| a.1.total_cmp(&b.1));
+        let (mut seconds, mut bound) = (alone, Bound::Lanes);
+        if let Some(((_, resource), longest)) = most
+            && longest * count * weight > alone
+        {
+            seconds = longest * count * weight;
+            bound = if *resource == MEMORY {
+                Bound::Memory
+            } else {
+                Bound::Link
+            };
+        }
+        if seconds <= 0.0 {
+            return;
+        }
+        let first = self.demands.len();
+        for ((rank, resource), each) in &needs.0 {
+            self.demand(*rank, *resource, each * count * weight / seconds);
+        }
+        let multiprocessors = self.model.device.multiprocessors as f64;
+        let all = lane.of_lane.len().max(1) as f64;
+        let work = Work {
+            occupancy: count / all.max(multiprocessors),
+            high: lane.high,
+            in_turn: true,
+            ..Work::new(seconds, bound, [lane.rank, lane.rank])
+        };
+        self.work_of(lane.stream, lane.rank, first, work);
+    }
+
+    fn signal_counter(&mut self, rank: usize, lane: usize, distance: usize) -> u32 {
+        let next = &mut self.counters;
+        let counter = self.between_lanes.signals.entry((rank, lane, distance));
+        *counter.or_insert_with(|| {
+            *next += 1;
+            *next - 1
+        })
+    }
+
+    fn share(&self, lane: &LaneState<'_>, id: ScratchId) -> f64 {
+        let shares = &self.between_lanes.shares;
+        let share = shares.get(&(lane.launch, id, lane.rank, lane.class));
+        share.copied().unwrap_or(1.0)
+    }
+
+    /// For how many lanes a lane puts packets: where other lanes read them, for all of its class.
+    fn puts_for(&self, lane: &LaneState<'_>, id: ScratchId) -> f64 {
+        if self.between_lanes.crossed.contains(&(lane.launch, id)) {
+            lane.classes[lane.class].class.count as f64
+        } else {
+            1.0
+        }
+    }
+
+    /// The counters of the packets that come to a rank from the lane, or to the lane.
+    fn packet_counters(&mut self, lane: &LaneState<'_>, rank: Rank, id: ScratchId) -> [u32; 2] {
+        let crossed = self.between_lanes.crossed.contains(&(lane.launch, id));
+        let class = if crossed { 0 } else { lane.class };
+        let key = (lane.launch, self.stand_in(rank), id, class);
+        let next = &mut self.counters;
+        let counters = self.between_lanes.packets.entry(key);
+        *counters.or_insert_with(|| {
+            *next += 2;
+            [*next - 2, *next - 1]
+        })
+    }
+}
