@@ -146,7 +146,8 @@ impl Writer<'_> {
         let words = words.join(", ");
         let lane = self.random.below(self.lanes);
         self.line(format!("if lane == {lane} {{"));
-        self.line(format!("announce {words} in C{number}[{slot}]"));
+        let told = ["", " to (rank + r) % world for r in 1..world"][self.random.below(2)];
+        self.line(format!("announce {words} in C{number}[{slot}]{told}"));
         self.line("}");
         let mut agrees = vec![
             format!("if lane == {lane} {{"),

@@ -147,3 +147,34 @@ fn lanes_that_go_directly_beside_others_keep_to_their_parts() {
         diagnostics[0]
     );
 }
+
+/// On a ring, each rank passes on what its neighbour announced, and has to pass on just that.
+#[test]
+fn what_is_passed_on_is_the_announcement_of_the_rank_that_it_stands_for() {
+    let verified = |place: &str| {
+        let text = format!(
+            "program passed_on(n) {{
+                require world == 3
+                input X: f32[n]
+                output Y: f32[n]
+                scratch C: packets16 i32[2, world, 1]
+
+                kernel lane in 0..1 threads 32 {{
+                    let slot = epoch % 2
+                    let before = (rank - 1) % world
+                    let after = (rank + 1) % world
+                    announce n in C[slot] to after
+                    put C[slot][before] to {place}
+                    agree n in C[slot]
+                    Y = copy(X)
+                    barrier
+                }}
+            }}"
+        );
+        verify(&Program::parse(&text).unwrap(), 3, 1, &parameters())
+    };
+    verified("C[slot][before] on after").unwrap();
+    // Each has two rows then, both of one rank.
+    let found = verified("C[slot][after]").unwrap_err();
+    assert_eq!(found[0].kind, DiagnosticKind::Mismatch, "{}", found[0]);
+}

@@ -124,7 +124,8 @@ pub enum StepKind {
     /// `barrier`: signals to all other ranks, then waits for all of them.
     Barrier,
     /// `announce n, root in C[slot]`: tells all other ranks what this launch is called with;
-    /// `announce n, root with X in C[slot]`: and where this rank's tensor `X` lies.
+    /// `announce n, root with X in C[slot]`: and where this rank's tensor `X` lies. `announce n in C[slot] to p, q` tells
+    /// these ranks only.
     Announce(Announcement),
     /// `agree n, root in C[slot]`: waits until all other ranks have announced, and fails the launch where one
     /// announced anything else. After `agree n, root with X in C[slot]`, `X on q` is where rank q said that
@@ -165,6 +166,8 @@ pub struct Announcement {
     pub tensors: Vec<String>,
     /// Where it goes: `packets16` scratch, `i32[world, words]` after its selections, a row for each rank.
     pub rows: TensorRef,
+    /// The ranks that are told; all others where there is no list.
+    pub peers: Option<Vec<Each<Expr>>>,
 }
 
 impl Announcement {

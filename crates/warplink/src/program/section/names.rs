@@ -79,6 +79,9 @@ impl FreeNames {
                     self.remote.insert(it.rows.name.clone());
                     self.tensors.extend(it.tensors.iter().cloned());
                     self.announced.extend(it.tensors.iter().cloned());
+                    if let Some(peers) = &it.peers {
+                        self.each(peers, Self::integer);
+                    }
                 }
                 StepKind::For(it) => {
                     self.bound.insert(it.index.clone());

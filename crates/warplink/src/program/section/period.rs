@@ -72,6 +72,9 @@ impl<'s> Walk<'s> {
                 StepKind::Barrier => {}
                 StepKind::Announce(it) | StepKind::Agree(it) => {
                     it.values.iter().try_for_each(|value| self.steady(value))?;
+                    if let Some(peers) = &it.peers {
+                        self.each(peers, Self::steady)?;
+                    }
                     self.tensor(&it.rows)?;
                 }
                 StepKind::For(it) => {

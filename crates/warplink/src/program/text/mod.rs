@@ -53,7 +53,9 @@
 //!           | place [each] {"," place [each]} "=" ("copy" "(" source ")"
 //!             | "reduce" "(" source [each] {"," source [each]} "," (op | NAME) ")")
 //!           | ("signal" | "wait") integer [each] {"," integer [each]} | "barrier"
-//!           | ("announce" | "agree") integer {"," integer} "in" tensor
+//!           | "announce" integer {"," integer} ["with" NAME {"," NAME}] "in" tensor
+//!             ["to" integer [each] {"," integer [each]}]
+//!           | "agree" integer {"," integer} ["with" NAME {"," NAME}] "in" tensor
 //! place     = tensor ["on" integer]
 //! source    = place ["if" condition "else" place]
 //! ```

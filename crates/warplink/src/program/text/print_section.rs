@@ -63,7 +63,11 @@ impl Display for Announcement {
             let lead = if position == 0 { " with " } else { ", " };
             write!(f, "{lead}{tensor}")?;
         }
-        write!(f, " in {}", self.rows)
+        write!(f, " in {}", self.rows)?;
+        match &self.peers {
+            Some(peers) => write!(f, " to {}", List(peers)),
+            None => Ok(()),
+        }
     }
 }
 

@@ -91,8 +91,8 @@ impl Parser<'_> {
             "signal" => StepKind::Signal(self.each(Self::receiver)?),
             "wait" => StepKind::Wait(self.each(Self::integer)?),
             "barrier" => StepKind::Barrier,
-            "announce" => StepKind::Announce(self.announcement()?),
-            "agree" => StepKind::Agree(self.announcement()?),
+            "announce" => StepKind::Announce(self.announcement(true)?),
+            "agree" => StepKind::Agree(self.announcement(false)?),
             "for" => StepKind::For(self.repetition(Self::lane_step)?),
             "if" => StepKind::If(self.branch(position, Self::lane_step)?),
             _ => {
@@ -105,8 +105,8 @@ impl Parser<'_> {
         Ok(Step { position, kind })
     }
 
-    /// `n, root in C[slot]`, `n, root with X, Y in C[slot]`.
-    fn announcement(&mut self) -> Parsed<Announcement> {
+    /// `n, root in C[slot]`, `n, root with X, Y in C[slot]`; then maybe `to p, q`, where it `announces`.
+    fn announcement(&mut self, announces: bool) -> Parsed<Announcement> {
         let mut values = vec![self.integer()?];
         while self.take(",") {
             values.push(self.integer()?);
@@ -122,10 +122,13 @@ impl Parser<'_> {
             return Err(self.expected("',' or 'in'"));
         }
         let rows = self.selected()?;
+        let lists = announces && self.take("to");
+        let peers = lists.then(|| self.each(Self::integer)).transpose()?;
         Ok(Announcement {
             values,
             tensors,
             rows,
+            peers,
         })
     }
 

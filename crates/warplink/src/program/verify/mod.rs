@@ -47,6 +47,7 @@ mod lanes;
 mod link;
 mod meetings;
 mod memory;
+mod neighbours;
 mod numbers;
 mod room;
 mod sharing;
@@ -67,6 +68,7 @@ use std::fmt;
 
 pub use super::unroll::MAX_OPERATIONS;
 pub use diagnostics::MAX_DIAGNOSTICS;
+pub use neighbours::verify_links;
 pub use sharing::verify_sharing;
 
 /// What a program that passed does, for all ranks together.

@@ -29,17 +29,18 @@ pub(super) struct Announcements {
 impl Run<'_> {
     /// Notes what a lane announces.
     pub(super) fn announce(&mut self, actor: Actor, values: &[u32], target: &Part) {
-        let key = self.words_of(actor, values, target);
+        let key = self.words_of(actor, values.len(), target);
         self.announcements
             .last
             .insert(key, (actor, values.to_vec()));
     }
 
     /// Compares what came in this launch with what a lane expects.
-    pub(super) fn agree(&mut self, actor: Actor, values: &[u32], source: &Part) {
-        let key = self.words_of(actor, values, source);
+    pub(super) fn agree(&mut self, actor: Actor, values: &[u32], peer: Rank, source: &Part) {
+        let key = self.words_of(actor, values.len(), source);
         let there = self.announcements.last.get(&key);
-        let of_launch = there.filter(|(other, _)| other.launch == actor.launch);
+        let of_launch =
+            there.filter(|(other, _)| (other.launch, other.rank as Rank) == (actor.launch, peer));
         let same = of_launch.is_some_and(|(_, theirs)| theirs == values);
         if !same && self.announcements.differ.len() < MAX_KEPT {
             let expected = (actor, values.to_vec());
@@ -49,8 +50,29 @@ impl Run<'_> {
         }
     }
 
-    fn words_of(&self, actor: Actor, values: &[u32], part: &Part) -> Words {
-        let (place, range) = self.bytes_of(actor.launch as usize, part, values.len());
+    /// Notes what a lane passes on, where all that it copies was announced in this launch.
+    pub(super) fn pass_on(
+        &mut self,
+        actor: Actor,
+        elements: usize,
+        targets: &[Part],
+        source: &Part,
+    ) {
+        let key = self.words_of(actor, elements, source);
+        let announced = self.announcements.last.get(&key);
+        let announced =
+            announced.filter(|(of, words)| of.launch == actor.launch && words.len() == elements);
+        let Some(announced) = announced.cloned() else {
+            return;
+        };
+        for target in targets {
+            let key = self.words_of(actor, elements, target);
+            self.announcements.last.insert(key, announced.clone());
+        }
+    }
+
+    fn words_of(&self, actor: Actor, elements: usize, part: &Part) -> Words {
+        let (place, range) = self.bytes_of(actor.launch as usize, part, elements);
         (part.rank, place, range.start)
     }
 }

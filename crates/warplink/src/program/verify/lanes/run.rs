@@ -288,15 +288,15 @@ impl<'a> Run<'a> {
             LaneStepKind::Agree {
                 values,
                 tensors,
+                peer,
                 source,
-                ..
             } => {
                 let elements = LaneStepKind::announced_words(values, tensors);
-                let (values, source) = (said(values, tensors), *source);
+                let (values, peer, source) = (said(values, tensors), *peer, *source);
                 if !self.movement(index, actor, elements, &[], &[source]) {
                     return false;
                 }
-                self.agree(actor, &values, &source);
+                self.agree(actor, &values, peer, &source);
             }
             LaneStepKind::Move {
                 elements,
@@ -307,6 +307,9 @@ impl<'a> Run<'a> {
                 let (elements, targets, sources) = (*elements, targets.clone(), sources.clone());
                 if !self.movement(index, actor, elements, &targets, &sources) {
                     return false;
+                }
+                if let [source] = &sources[..] {
+                    self.pass_on(actor, elements, &targets, source);
                 }
             }
         }

@@ -42,12 +42,25 @@ impl Emitter<'_> {
         }
         let part = self.part(&it.rows)?;
         let name = Scope::spell(&self.instance.tensors[part.tensor].name);
-        let peers = (1..world).map(|r| (rank + r) % world);
-        let places =
-            peers.map(|peer| format!("packets<I32>(at.{name}[{peer}], {}.index(rank))", part.text));
+        let peers: Vec<String> = match &it.peers {
+            None => (1..world)
+                .map(|r| ((rank + r) % world).to_string())
+                .collect(),
+            Some(list) => {
+                let ranks = self.ranks(list)?;
+                ranks.into_iter().map(|(rank, _)| rank).collect()
+            }
+        };
+        let places = peers.iter().map(|peer| {
+            format!(
+                "packets<I32>(at.{name}[{}], {}.index(rank))",
+                bare(peer),
+                part.text
+            )
+        });
         let places = comma(places);
         if !places.is_empty() {
-            let count = world - 1;
+            let count = peers.len();
             code.line(format!(
                 "announce(self, Places<{count}>{{{{{places}}}}}, {values});"
             ));

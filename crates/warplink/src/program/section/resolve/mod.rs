@@ -1,8 +1,10 @@
 //! From the text of a section to the steps of one lane in one launch.
 
+mod meeting;
+
 use super::MAX_LANE_STEPS;
 use super::instance::SectionInstance;
-use super::ir::{Announcement, Move, Operator, Packing, Place, Source, Step, StepKind, Verb};
+use super::ir::{Move, Operator, Place, Source, Step, StepKind, Verb};
 use super::iterations::Iterations;
 use super::lane::{LaneStep, LaneStepKind, Part};
 use super::view::View;
@@ -267,92 +269,6 @@ impl<'s> Resolver<'s> {
             }
         }
         Ok(())
-    }
-
-    /// What is announced to all other ranks, or awaited from them.
-    fn meeting(&mut self, it: &'s Announcement, announces: bool) -> Result<(), Diagnostic> {
-        let mut values = Vec::with_capacity(it.values.len());
-        for value in &it.values {
-            values.push(self.integer(value)? as u32);
-        }
-        let (rank, world) = (self.instance.rank, self.instance.world);
-        let tensors = self.announced_tensors(it, announces)?;
-        for peer in (1..world).map(|r| (rank + r) % world) {
-            let mut view = self.view(&it.rows)?;
-            let (row, at) = if announces {
-                (rank, peer)
-            } else {
-                (peer, rank)
-            };
-            let scratch = self.instance.scratch_of(view.tensor);
-            let holds = scratch.is_some_and(|scratch| {
-                (scratch.packing, scratch.dtype) == (Packing::Packets16, DType::I32)
-            });
-            let there = view.index(row as i64).is_ok();
-            let length = view.elements().map(|(_, length)| length);
-            if !holds || !there || length != Some(it.words()) {
-                let message = format!(
-                    "{} does not hold the announcements of {world} ranks; expected packets16 i32[{world}, {}]",
-                    it.rows,
-                    it.words()
-                );
-                return Err(self.wrong(DiagnosticKind::Mismatch, message));
-            }
-            let (tensor, offset) = (view.tensor, view.offset);
-            let part = Part {
-                rank: at,
-                tensor,
-                offset,
-            };
-            let (values, tensors) = (values.clone(), tensors.clone());
-            self.step()?;
-            self.push(if announces {
-                LaneStepKind::Announce {
-                    values,
-                    tensors,
-                    target: part,
-                }
-            } else {
-                LaneStepKind::Agree {
-                    values,
-                    tensors,
-                    peer,
-                    source: part,
-                }
-            });
-        }
-        Ok(())
-    }
-
-    /// The tensors of an announcement; notes them.
-    fn announced_tensors(
-        &mut self,
-        it: &Announcement,
-        announces: bool,
-    ) -> Result<Vec<usize>, Diagnostic> {
-        let mut tensors = Vec::with_capacity(it.tensors.len());
-        for name in &it.tensors {
-            let whole = self.instance.tensor(name);
-            let whole = whole.filter(|tensor| self.instance.scratch_of(*tensor).is_none());
-            let Some(tensor) = whole else {
-                let message = format!(
-                    "'{name}' is announced; expected a whole tensor, since scratch is known to all ranks"
-                );
-                return Err(self.wrong(DiagnosticKind::Malformed, message));
-            };
-            if !announces && !self.told.contains(&tensor) {
-                let message =
-                    format!("the lane agrees on '{name}'; expected that it announces it before");
-                return Err(self.wrong(DiagnosticKind::Malformed, message));
-            }
-            if announces {
-                self.told.push(tensor);
-            } else {
-                self.agreed.push(tensor);
-            }
-            tensors.push(tensor);
-        }
-        Ok(tensors)
     }
 
     /// Notes the tensors that are reachable where a condition holds.

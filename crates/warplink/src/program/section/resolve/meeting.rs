@@ -1,0 +1,124 @@
+//! Announcements: what ranks tell one another of a launch.
+
+use super::Resolver;
+use crate::dtype::DType;
+use crate::error::Rank;
+use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
+use crate::program::section::ir::{Announcement, Packing};
+use crate::program::section::lane::{LaneStepKind, Part};
+
+impl<'s> Resolver<'s> {
+    /// What is announced to other ranks, or awaited from them.
+    pub(super) fn meeting(
+        &mut self,
+        it: &'s Announcement,
+        announces: bool,
+    ) -> Result<(), Diagnostic> {
+        let mut values = Vec::with_capacity(it.values.len());
+        for value in &it.values {
+            values.push(self.integer(value)? as u32);
+        }
+        let (rank, world) = (self.instance.rank, self.instance.world);
+        let tensors = self.announced_tensors(it, announces)?;
+        for peer in self.met(it)? {
+            let mut view = self.view(&it.rows)?;
+            let (row, at) = if announces {
+                (rank, peer)
+            } else {
+                (peer, rank)
+            };
+            let scratch = self.instance.scratch_of(view.tensor);
+            let holds = scratch.is_some_and(|scratch| {
+                (scratch.packing, scratch.dtype) == (Packing::Packets16, DType::I32)
+            });
+            let there = view.index(row as i64).is_ok();
+            let length = view.elements().map(|(_, length)| length);
+            if !holds || !there || length != Some(it.words()) {
+                let message = format!(
+                    "{} does not hold the announcements of {world} ranks; expected packets16 i32[{world}, {}]",
+                    it.rows,
+                    it.words()
+                );
+                return Err(self.wrong(DiagnosticKind::Mismatch, message));
+            }
+            let (tensor, offset) = (view.tensor, view.offset);
+            let part = Part {
+                rank: at,
+                tensor,
+                offset,
+            };
+            let (values, tensors) = (values.clone(), tensors.clone());
+            self.step()?;
+            self.push(if announces {
+                LaneStepKind::Announce {
+                    values,
+                    tensors,
+                    target: part,
+                }
+            } else {
+                LaneStepKind::Agree {
+                    values,
+                    tensors,
+                    peer,
+                    source: part,
+                }
+            });
+        }
+        Ok(())
+    }
+
+    /// The other ranks that are told, or that have to tell.
+    fn met(&mut self, it: &'s Announcement) -> Result<Vec<Rank>, Diagnostic> {
+        let (rank, world) = (self.instance.rank, self.instance.world);
+        let Some(list) = &it.peers else {
+            return Ok((1..world).map(|r| (rank + r) % world).collect());
+        };
+        if !it.tensors.is_empty() {
+            let message = "tensors are announced to some ranks; expected all of them".to_owned();
+            return Err(self.wrong(DiagnosticKind::Malformed, message));
+        }
+        let mut peers: Vec<Rank> = Vec::new();
+        self.each(list, |resolver, peer| {
+            let peer = resolver.rank(peer)?;
+            if peer == rank || peers.contains(&peer) {
+                let message =
+                    format!("an announcement names rank {peer}; expected other ranks, each once");
+                return Err(resolver.wrong(DiagnosticKind::Malformed, message));
+            }
+            peers.push(peer);
+            Ok(())
+        })?;
+        Ok(peers)
+    }
+
+    /// The tensors of an announcement; notes them.
+    fn announced_tensors(
+        &mut self,
+        it: &Announcement,
+        announces: bool,
+    ) -> Result<Vec<usize>, Diagnostic> {
+        let mut tensors = Vec::with_capacity(it.tensors.len());
+        for name in &it.tensors {
+            let whole = self.instance.tensor(name);
+            let whole = whole.filter(|tensor| self.instance.scratch_of(*tensor).is_none());
+            let Some(tensor) = whole else {
+                let message = format!(
+                    "'{name}' is announced; expected a whole tensor, since scratch is known to all ranks"
+                );
+                return Err(self.wrong(DiagnosticKind::Malformed, message));
+            };
+            if !announces && !self.told.contains(&tensor) {
+                let message =
+                    format!("the lane agrees on '{name}'; expected that it announces it before");
+                return Err(self.wrong(DiagnosticKind::Malformed, message));
+            }
+            if announces {
+                self.told.push(tensor);
+            } else {
+                self.agreed.push(tensor);
+            }
+            tensors.push(tensor);
+        }
+        Ok(tensors)
+    }
+}

@@ -1,0 +1,146 @@
+//! Whether ranks keep to the links that connect them.
+
+use super::diagnostics::{Diagnostics, place_of_transfer};
+use crate::error::Rank;
+use crate::program::diagnostic::{Diagnostic, DiagnosticKind, Place};
+use crate::program::ir::{Backend, Program};
+use crate::program::parameters::Parameters;
+use crate::program::rank_program::{OperationKind, RankProgram};
+use crate::program::section::{LaneStepKind, SectionInstance};
+use crate::program::unroll::{Budget, unroll_within};
+use std::collections::BTreeSet;
+
+/// Verifies that each rank accesses memory and signals of those ranks only that `linked` says a link connects it with:
+/// by the lanes of kernels, and by transfers. What the collective engine carries finds its own ways, and is left out.
+/// Everything else is for [`verify`](super::verify) to look at.
+///
+/// # Errors
+/// What cannot be unrolled, and what accesses another rank.
+pub fn verify_links(
+    program: &Program,
+    world: usize,
+    streams: usize,
+    parameters: &Parameters,
+    linked: impl Fn(Rank, Rank) -> bool,
+) -> Result<(), Vec<Diagnostic>> {
+    let mut diagnostics = Diagnostics::new(program);
+    let mut ranks: Vec<RankProgram> = Vec::with_capacity(world);
+    let mut budget = Budget::default();
+    for rank in 0..world.max(1) {
+        match unroll_within(&mut budget, program, rank, (world, streams), parameters) {
+            Ok(rank_program) => ranks.push(rank_program),
+            Err(diagnostic) => diagnostics.add_made(diagnostic),
+        }
+    }
+    diagnostics.end_of_stage()?;
+    for (rank, own) in ranks.iter().enumerate() {
+        let apart = |peer: &Rank| *peer != rank && !linked(rank, *peer);
+        for (number, transfer) in own.transfers.iter().enumerate() {
+            if transfer.backend != Backend::Nccl && apart(&transfer.peer) {
+                let place = place_of_transfer(&ranks, rank, number);
+                report(&mut diagnostics, place, transfer.peer);
+            }
+        }
+        for operation in &own.operations {
+            if let OperationKind::Kernel(section) = &operation.kind {
+                of_lanes(section, &apart, &mut diagnostics);
+            }
+        }
+    }
+    diagnostics.end_of_stage()
+}
+
+/// Reports what the lanes of a kernel access of ranks that are `apart`, in all of its launches.
+fn of_lanes(
+    section: &SectionInstance,
+    apart: &impl Fn(&Rank) -> bool,
+    diagnostics: &mut Diagnostics<'_>,
+) {
+    // Either all announced tensors are reachable or none is.
+    let reaches: &[bool] = match section.announced().len() {
+        0 => &[true],
+        _ => &[true, false],
+    };
+    for &reachable in reaches {
+        for lane in 0..section.lanes {
+            for epoch in 0..section.period {
+                let steps = match section.steps_where(lane, epoch, &|_| reachable) {
+                    Ok(steps) => steps,
+                    Err(diagnostic) => {
+                        diagnostics.add_made(diagnostic);
+                        continue;
+                    }
+                };
+                for step in &steps {
+                    for peer in reached(&step.kind).into_iter().filter(apart) {
+                        let place = Place {
+                            rank: section.rank,
+                            site: step.site.clone(),
+                        };
+                        report(diagnostics, place, peer);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// The ranks whose memory or signals a step accesses. A signal is waited for in the own memory.
+fn reached(kind: &LaneStepKind) -> BTreeSet<Rank> {
+    match kind {
+        LaneStepKind::Move {
+            targets, sources, ..
+        } => targets.iter().chain(sources).map(|it| it.rank).collect(),
+        LaneStepKind::Announce { target, .. } => BTreeSet::from([target.rank]),
+        LaneStepKind::Agree { source, .. } => BTreeSet::from([source.rank]),
+        LaneStepKind::Signal { peer, .. } => BTreeSet::from([*peer]),
+        LaneStepKind::Wait(_) => BTreeSet::new(),
+    }
+}
+
+fn report(diagnostics: &mut Diagnostics<'_>, place: Place, peer: Rank) {
+    let rank = place.rank;
+    diagnostics.add(DiagnosticKind::OutOfBounds, vec![place], |_| {
+        format!("rank {rank} accesses rank {peer}; expected ranks that a link connects it with")
+    });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const RING: &str = "program ring(offset) {
+    input X: i32[4]
+    output Y: i32[4]
+    scratch S: packets8 i32[2, world, 4]
+    kernel lane in 0..1 threads 128 {
+        put X to S[epoch % 2][rank] on (rank + offset) % world
+        Y = copy(S[epoch % 2][(rank - offset) % world])
+    }
+}";
+
+    /// On a ring of four, ranks at distance two are not linked.
+    #[test]
+    fn a_step_that_leaves_the_links_is_found() {
+        let program: Program = RING.parse().unwrap();
+        let linked = |a: Rank, b: Rank| (a + 1) % 4 == b || (b + 1) % 4 == a;
+        let check = |offset| {
+            let given = Parameters::new().with("offset", offset);
+            verify_links(&program, 4, 1, &given, linked)
+        };
+        check(1).unwrap();
+        check(3).unwrap();
+        let found = check(2).unwrap_err();
+        assert_eq!(found.len(), 1, "{found:?}");
+        assert_eq!(
+            (found[0].kind, found[0].repeated),
+            (DiagnosticKind::OutOfBounds, 7)
+        );
+        assert!(found[0].lines().contains(&6), "{}", found[0]);
+        assert!(
+            found[0].message.contains("rank 0 accesses rank 2"),
+            "{}",
+            found[0]
+        );
+    }
+}
