@@ -94,6 +94,38 @@ fn types_operators_and_algorithms_can_be_chosen() {
     }
 }
 
+/// Small data over the links of the mesh, and large data by the vendor's library.
+#[test]
+fn a_forced_hybrid_cube_mesh_has_an_algorithm_of_its_own() {
+    let sizes = ["--from", "1KiB", "--to", "1MiB", "--step", "1024"];
+    let quick = ["--samples", "1", "--calls", "1", "--json"];
+    let arguments = [
+        "bench",
+        "collective",
+        "all-reduce",
+        "--device",
+        "host",
+        "-n",
+        "8",
+    ];
+    let mut command = warplink(&[&arguments[..], &sizes, &quick].concat());
+    command.env("WARPLINK_TOPOLOGY", "hybrid-cube-mesh");
+    let output = command.output().unwrap();
+    assert!(output.status.success(), "{}", stderr(&output));
+    let report: Value = serde_json::from_str(&stdout(&output)).unwrap();
+    let rows = report["rows"].as_array().unwrap();
+    assert_eq!(rows.len(), 4, "{report}");
+    for row in rows {
+        let by = if row["bytes"] == 1024 {
+            "cube"
+        } else {
+            "engine"
+        };
+        assert_eq!(row["algorithm"], by, "{row}");
+        assert_eq!(row["ways"][0]["wrong"], 0, "{row}");
+    }
+}
+
 #[test]
 fn a_table_and_a_drawing_come_out() {
     let folder = tempfile::tempdir().unwrap();

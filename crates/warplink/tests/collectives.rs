@@ -4,6 +4,8 @@
 
 mod common;
 
+#[path = "collectives/cube.rs"]
+mod cube;
 #[path = "collectives/data.rs"]
 mod data;
 #[path = "collectives/direct.rs"]

@@ -77,7 +77,12 @@ fn sections(world: usize) -> Vec<(String, SectionInstance)> {
         let mut parameters = Parameters::new();
         for parameter in &program.parameters {
             if parameter.kind.alternatives().is_empty() {
-                let value = if parameter.name == "root" { 1 } else { 1000 };
+                let value = match parameter.name.as_str() {
+                    "root" => 1,
+                    // Ranks of a hybrid cube mesh, in their order.
+                    "order" | "places" => 0o7654_3210,
+                    _ => 1000,
+                };
                 parameters.insert(&parameter.name, value);
             }
         }

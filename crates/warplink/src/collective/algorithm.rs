@@ -19,6 +19,9 @@ pub enum Algorithm {
     Chunks,
     /// From and to the memory of the calls, where all ranks reach it: any length. Until they do, by chunks.
     Direct,
+    /// As packets over the links of a hybrid cube mesh, in two steps: to the ranks that a rank is linked with, and
+    /// from the one that it faces to its group. For all-reduce, and only there.
+    Cube,
 }
 
 /// Which memory of a workspace an algorithm uses.
@@ -30,7 +33,13 @@ pub(super) enum Room {
 
 impl Algorithm {
     /// Every algorithm.
-    pub const ALL: [Self; 4] = [Self::OneShot, Self::TwoShot, Self::Chunks, Self::Direct];
+    pub const ALL: [Self; 5] = [
+        Self::OneShot,
+        Self::TwoShot,
+        Self::Chunks,
+        Self::Direct,
+        Self::Cube,
+    ];
 
     /// Its name in options and reports.
     pub const fn name(self) -> &'static str {
@@ -39,13 +48,14 @@ impl Algorithm {
             Self::TwoShot => "two-shot",
             Self::Chunks => "chunks",
             Self::Direct => "direct",
+            Self::Cube => "cube",
         }
     }
 
     /// Which memory it uses.
     pub(super) const fn room(self) -> Room {
         match self {
-            Self::OneShot | Self::TwoShot => Room::Packets,
+            Self::OneShot | Self::TwoShot | Self::Cube => Room::Packets,
             Self::Chunks | Self::Direct => Room::Plain,
         }
     }
@@ -57,7 +67,7 @@ impl Algorithm {
             _ => world,
         };
         match self {
-            Self::OneShot => each,
+            Self::OneShot | Self::Cube => each,
             Self::TwoShot | Self::Chunks | Self::Direct => 2 * each,
         }
     }
@@ -86,7 +96,7 @@ impl FromStr for Algorithm {
             Error::new(
                 ErrorKind::Parse,
                 format!(
-                    "unknown algorithm '{text}'; expected one-shot, two-shot, chunks or direct"
+                    "unknown algorithm '{text}'; expected one-shot, two-shot, chunks, direct or cube"
                 ),
             )
         })
@@ -119,7 +129,7 @@ impl Entry {
 
 macro_rules! programs {
     ($($kind:ident $algorithm:ident $file:literal),* $(,)?) => {
-        static PROGRAMS: [Entry; 26] = [$(
+        static PROGRAMS: [Entry; 27] = [$(
             Entry::new(
                 CollectiveKind::$kind,
                 Algorithm::$algorithm,
@@ -134,6 +144,7 @@ programs! {
     AllReduce TwoShot "all_reduce_two_shot.wlp",
     AllReduce Chunks "all_reduce_chunks.wlp",
     AllReduce Direct "all_reduce_chunks.wlp",
+    AllReduce Cube "all_reduce_cube.wlp",
     AllGather OneShot "all_gather_packets.wlp",
     AllGather Chunks "all_gather_chunks.wlp",
     AllGather Direct "all_gather_chunks.wlp",

@@ -5,9 +5,14 @@ use crate::collective::call::Call;
 use crate::collective::choice::{Choice, Machine};
 use crate::device::ReduceOp;
 use crate::dtype::DType;
+use crate::error::Rank;
 use crate::p2p::TransferKernels;
 use crate::program::Parameters;
-use crate::program::verify::{verify, verify_sharing};
+use crate::program::verify::{verify, verify_links, verify_sharing};
+use crate::topology::{CUBE_RANKS, is_cube_link};
+
+/// The ranks at the positions of a hybrid cube mesh, in an order of no pattern.
+const POSITIONS: [Rank; CUBE_RANKS] = [3, 6, 0, 5, 7, 2, 1, 4];
 
 fn machine(world: usize) -> Machine {
     Machine {
@@ -17,6 +22,34 @@ fn machine(world: usize) -> Machine {
         plain_bytes: 128 << 10,
         most_lanes: 128,
         forced: None,
+        cube: None,
+    }
+}
+
+/// The worlds that an algorithm is for, of some.
+fn worlds<'a>(entry: &Entry, worlds: &'a [usize]) -> impl Iterator<Item = usize> + use<'a> {
+    let cube = entry.algorithm == Algorithm::Cube;
+    let worlds = worlds.iter().copied();
+    worlds.filter(move |world| !cube || *world == CUBE_RANKS)
+}
+
+fn call(entry: &Entry, world: usize, count: usize) -> Call {
+    let reduces = entry.kind.reduces();
+    Call {
+        kind: entry.kind,
+        op: reduces.then_some(ReduceOp::Sum),
+        dtype: if reduces { DType::F32 } else { DType::U8 },
+        count,
+        root: entry.kind.has_root().then_some(world - 1),
+    }
+}
+
+fn choice(entry: &Entry, lanes: usize, chunks: usize) -> Choice {
+    Choice {
+        algorithm: entry.algorithm,
+        lanes,
+        threads: 128,
+        chunks,
     }
 }
 
@@ -55,35 +88,19 @@ fn parameters(
     count: usize,
     (lanes, chunks): (usize, usize),
 ) -> Parameters {
-    let rooted = matches!(
-        entry.kind,
-        CollectiveKind::Broadcast
-            | CollectiveKind::Reduce
-            | CollectiveKind::Gather
-            | CollectiveKind::Scatter
-    );
-    let reduces = entry.kind.reduces();
-    let call = Call {
-        kind: entry.kind,
-        op: reduces.then_some(ReduceOp::Sum),
-        dtype: if reduces { DType::F32 } else { DType::U8 },
-        count,
-        root: rooted.then_some(world - 1),
+    let cube = (entry.algorithm == Algorithm::Cube).then_some(POSITIONS);
+    let machine = Machine {
+        cube,
+        ..machine(world)
     };
-    let choice = Choice {
-        algorithm: entry.algorithm,
-        lanes,
-        threads: 128,
-        chunks,
-    };
-    machine(world).parameters(&call, &choice)
+    machine.parameters(&call(entry, world, count), &choice(entry, lanes, chunks))
 }
 
 #[test]
 fn every_program_is_verified_for_every_world() {
     for entry in &PROGRAMS {
         let program = entry.program().unwrap_or_else(|error| panic!("{error}"));
-        for world in [1, 2, 3, 8] {
+        for world in worlds(entry, &[1, 2, 3, 8]) {
             for (count, lanes, chunks) in [(1, 1, 1), (37, 2, 3), (1000, 4, 2)] {
                 let given = parameters(entry, world, count, (lanes, chunks));
                 if let Err(found) = verify(program, world, 1, &given) {
@@ -100,6 +117,7 @@ fn share_a_workspace(world: usize, shapes: &'static [(usize, usize, usize)]) {
     let direct = |kind| Algorithm::Direct.program(kind).is_some();
     let entries = PROGRAMS
         .iter()
+        .filter(|entry| entry.algorithm != Algorithm::Cube)
         .filter(|entry| entry.algorithm != Algorithm::Chunks || !direct(entry.kind));
     let programs: Vec<(&Program, Parameters)> = entries
         .flat_map(|entry| {
@@ -132,11 +150,91 @@ fn all_programs_share_a_workspace_of_more_ranks() {
     share_a_workspace(3, &[(333, 2, 1)]);
 }
 
+fn of_cube() -> (&'static Entry, &'static Program) {
+    let mut entries = PROGRAMS.iter();
+    let entry = entries.find(|entry| entry.algorithm == Algorithm::Cube);
+    let entry = entry.unwrap();
+    (entry, entry.program().unwrap())
+}
+
+/// With the program for a hybrid cube mesh, no other uses the workspace.
+#[test]
+fn calls_in_a_hybrid_cube_mesh_share_a_workspace() {
+    let (entry, program) = of_cube();
+    let given = [(100, 1), (333, 2), (7, 4)]
+        .map(|(count, lanes)| parameters(entry, CUBE_RANKS, count, (lanes, 1)));
+    let all: Vec<_> = given.iter().map(|given| (program, given)).collect();
+    if let Err(found) = verify_sharing(&all, CUBE_RANKS, 1) {
+        panic!("{}", found[0]);
+    }
+}
+
+#[test]
+fn the_program_of_a_hybrid_cube_mesh_keeps_to_its_links() {
+    let linked = |a, b| is_cube_link(&POSITIONS, a, b);
+    let check = |entry: &Entry| {
+        let given = parameters(entry, CUBE_RANKS, 100, (2, 2));
+        verify_links(entry.program().unwrap(), CUBE_RANKS, 1, &given, linked)
+    };
+    // Rank 0 is at position 2, beside the ranks at 0, 1 and 3, and faces the one at 6.
+    let beside: Vec<Rank> = (0..CUBE_RANKS).filter(|peer| linked(0, *peer)).collect();
+    assert_eq!(beside, [1, 3, 5, 6]);
+    for entry in PROGRAMS.iter() {
+        let checked = check(entry);
+        let keeps = entry.algorithm == Algorithm::Cube;
+        assert_eq!(
+            checked.is_ok(),
+            keeps,
+            "{:?} by {}: {checked:?}",
+            entry.kind,
+            entry.algorithm
+        );
+    }
+    // In another order of ranks, the same program leaves the links.
+    let (entry, program) = of_cube();
+    let given = parameters(entry, CUBE_RANKS, 100, (2, 1));
+    let in_order = std::array::from_fn(|rank| rank);
+    let other = |a, b| is_cube_link(&in_order, a, b);
+    let found = verify_links(program, CUBE_RANKS, 1, &given, other).unwrap_err();
+    assert!(
+        found[0]
+            .to_string()
+            .contains("that a link connects it with"),
+        "{}",
+        found[0]
+    );
+}
+
+/// The data that a rank needs comes to it, whatever the positions.
+#[test]
+fn a_hybrid_cube_mesh_may_have_its_ranks_in_any_order() {
+    let (entry, program) = of_cube();
+    for positions in [
+        POSITIONS,
+        [7, 6, 5, 4, 3, 2, 1, 0],
+        std::array::from_fn(|rank| rank),
+    ] {
+        let machine = Machine {
+            cube: Some(positions),
+            ..machine(CUBE_RANKS)
+        };
+        let call = call(entry, CUBE_RANKS, 50);
+        let given = machine.parameters(&call, &choice(entry, 1, 1));
+        if let Err(found) = verify(program, CUBE_RANKS, 1, &given) {
+            panic!("{positions:?}: {}", found[0]);
+        }
+    }
+}
+
 /// One kernel serves all counts: what is compiled for one is found again for the next.
 #[test]
 fn the_text_of_a_kernel_does_not_depend_on_the_count() {
     for entry in &PROGRAMS {
-        let world = 2;
+        let world = if entry.algorithm == Algorithm::Cube {
+            CUBE_RANKS
+        } else {
+            2
+        };
         let texts = [2, 3, 16, 32, 100, 1000].map(|count| {
             let program = entry.program().unwrap();
             let given = parameters(entry, world, count, (1, 2));

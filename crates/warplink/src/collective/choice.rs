@@ -2,10 +2,11 @@
 
 use super::algorithm::{Algorithm, Room};
 use super::call::{Call, CollectiveKind};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::p2p::TransferKernels;
 use crate::program::Parameters;
 use crate::program::expr::PART_UNIT;
+use crate::topology::CUBE_RANKS;
 
 /// The most data lanes of a launch.
 const MOST_LANES: usize = 128;
@@ -43,6 +44,8 @@ pub(super) struct Machine {
     pub(super) most_lanes: usize,
     /// The only algorithm that is allowed.
     pub(super) forced: Option<Algorithm>,
+    /// The ranks at the positions of a hybrid cube mesh, if the links form one. [`Algorithm::Cube`] alone keeps to them.
+    pub(super) cube: Option<[Rank; CUBE_RANKS]>,
 }
 
 impl Machine {
@@ -62,6 +65,9 @@ impl Machine {
     /// # Errors
     /// [`ErrorKind::Unsupported`] where the algorithm that was asked for does not do this.
     pub(super) fn choose(&self, call: &Call) -> Result<Choice> {
+        if !self.does(call) {
+            return Err(self.not_linked(call));
+        }
         if call.program() == CollectiveKind::Barrier {
             return Ok(Choice {
                 algorithm: Algorithm::OneShot,
@@ -73,6 +79,7 @@ impl Machine {
         let algorithm = match self.forced {
             Some(forced) if self.fits(forced, call) => forced,
             Some(forced) => return Err(self.not_forced(forced, call)),
+            None if self.cube.is_some() => Algorithm::Cube,
             None => self.fastest(call),
         };
         Ok(match algorithm.room() {
@@ -106,6 +113,11 @@ impl Machine {
             parameters.insert("chunks", choice.chunks as i64);
             parameters.insert("direct", i64::from(direct));
         }
+        if let (Algorithm::Cube, Some(positions)) = (choice.algorithm, &self.cube) {
+            let (order, places) = packed(positions);
+            parameters.insert("order", order);
+            parameters.insert("places", places);
+        }
         if let Some(op) = call.op {
             parameters.insert("op", op);
             parameters.insert("T", call.dtype);
@@ -116,14 +128,24 @@ impl Machine {
         parameters
     }
 
+    /// Whether the direct path does a call; in a hybrid cube mesh, some only.
+    pub(super) fn does(&self, call: &Call) -> bool {
+        self.cube.is_none() || call.count > 0 && self.fits(Algorithm::Cube, call)
+    }
+
     /// Whether an algorithm does a call at all.
     fn fits(&self, algorithm: Algorithm, call: &Call) -> bool {
         if algorithm.program(call.kind).is_none() {
             return false;
         }
+        if (algorithm == Algorithm::Cube) != self.cube.is_some() {
+            return false;
+        }
         let rows = algorithm.rows(call.kind, self.world);
         match algorithm {
-            Algorithm::OneShot => self.packet_room(call, rows) >= part(call.count, 1),
+            Algorithm::OneShot | Algorithm::Cube => {
+                self.packet_room(call, rows) >= part(call.count, 1)
+            }
             Algorithm::TwoShot => self.packet_room(call, rows) >= part(call.count, self.world),
             Algorithm::Chunks | Algorithm::Direct => true,
         }
@@ -191,6 +213,20 @@ impl Machine {
         }
     }
 
+    /// The error of what the direct path does not do in a hybrid cube mesh.
+    fn not_linked(&self, call: &Call) -> Error {
+        let rows = Algorithm::Cube.rows(CollectiveKind::AllReduce, self.world);
+        Error::new(
+            ErrorKind::Unsupported,
+            format!(
+                "the direct path does not do {call} in a hybrid cube mesh; expected an all_reduce of 1 to {} elements",
+                self.packet_room(call, rows) / PART_UNIT as usize * PART_UNIT as usize
+            ),
+        )
+        .with_operation(call.kind.name())
+        .with_help("leave the path open, or give the workspace more bytes")
+    }
+
     fn not_forced(&self, forced: Algorithm, call: &Call) -> Error {
         Error::new(
             ErrorKind::Unsupported,
@@ -202,6 +238,17 @@ impl Machine {
         .with_operation(call.kind.name())
         .with_help("leave the algorithm open, or give the workspace more bytes")
     }
+}
+
+/// The rank at each position of a hybrid cube mesh, and the position of each rank, as its program takes them.
+fn packed(positions: &[Rank; CUBE_RANKS]) -> (i64, i64) {
+    let all = positions.iter().enumerate();
+    all.fold((0, 0), |(order, places), (position, rank)| {
+        (
+            order | (*rank as i64) << (3 * position),
+            places | (position as i64) << (3 * rank),
+        )
+    })
 }
 
 /// Elements of a part, as programs cut tensors.

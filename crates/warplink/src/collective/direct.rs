@@ -9,6 +9,7 @@ use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::program::execute::{RankContext, SharedKernel, SharedWorkspace};
 use crate::program::section::{ScratchInstance, WorkspaceLayout};
+use crate::topology;
 use std::sync::Arc;
 
 /// The most lanes of a kernel that shares the workspace.
@@ -29,7 +30,12 @@ impl Direct {
         let rank = context.rank();
         // One program of each kind of room has all the scratch that others have.
         let mut scratch = Vec::new();
-        for algorithm in [Algorithm::OneShot, Algorithm::Chunks] {
+        let algorithms: &[Algorithm] = if machine.cube.is_some() {
+            &[Algorithm::Cube]
+        } else {
+            &[Algorithm::OneShot, Algorithm::Chunks]
+        };
+        for &algorithm in algorithms {
             let call = Call {
                 kind: CollectiveKind::AllReduce,
                 op: Some(ReduceOp::Sum),
@@ -52,7 +58,10 @@ impl Direct {
         let layout = WorkspaceLayout::of(&scratch);
         Ok(Self {
             rank,
-            workspace: SharedWorkspace::join(context, layout, MAX_LANES)?,
+            workspace: SharedWorkspace::join(context, layout, MAX_LANES, |peer| {
+                let positions = machine.cube.as_ref();
+                positions.is_none_or(|positions| topology::is_cube_link(positions, rank, peer))
+            })?,
             launches: Launches::default(),
             announcements,
         })

@@ -1,8 +1,9 @@
 //! From the slices of a call to a launch.
 
+use super::Collectives;
 use super::call::{Call, CollectiveKind};
+use super::join::Server;
 use super::launches::{Overlap, Shape};
-use super::{Collectives, Served};
 use crate::device::{DeviceSlice, ReduceOp, Stream};
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Rank, Result};
@@ -123,11 +124,13 @@ impl Collectives {
         }
         inner.note(stream);
         *lock(&inner.last) = Some(*call);
-        let enqueued = inner.turns.take(stream, || match &inner.path {
-            Served::Direct(direct) => {
-                direct.enqueue(&inner.machine, call, tensors, overlap, stream)
-            }
-            Served::Engine(engine) => engine.enqueue(call, tensors, overlap, stream),
+        let enqueued = inner.server(call).and_then(|server| {
+            inner.turns.take(stream, || match server {
+                Server::Direct(direct) => {
+                    direct.enqueue(&inner.machine, call, tensors, overlap, stream)
+                }
+                Server::Engine(engine) => engine.enqueue(call, tensors, overlap, stream),
+            })
         });
         enqueued.map_err(|error| error.with_operation(call.kind.name()))
     }
@@ -140,7 +143,7 @@ impl Collectives {
     pub fn prepare(&self, call: &Call) -> Result<()> {
         let inner = &*self.0;
         let call = call.checked(inner.machine.world)?;
-        let Served::Direct(direct) = &inner.path else {
+        let Server::Direct(direct) = inner.server(&call)? else {
             return Ok(());
         };
         if inner.machine.world == 1 {

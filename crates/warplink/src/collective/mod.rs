@@ -12,6 +12,7 @@
 //! | `direct` | the path by kernels of our own |
 //! | `engine` | the path by the vendor's library |
 //! | `experts` | rows of tokens to the ranks of their experts, and back |
+//! | `join` | which path does the calls, and joining it |
 //! | `launches` | kernels of calls that were made before |
 //! | `messages` | sends and receives between pairs of ranks |
 //! | `trouble` | what is told of calls that do not end, or that differ |
@@ -21,7 +22,8 @@
 //! All programs use half `epoch % 2` of it, and in each launch every rank meets every other
 //! (`announce` and `agree`). So a rank in launch e + 2 knows that all others have begun launch e + 1, and are done
 //! with launch e, whose half it writes to. What they announce is the call itself: a rank that calls something
-//! else is found in that launch.
+//! else is found in that launch. In a hybrid cube mesh one program alone uses the workspace; there, a rank meets those
+//! that it is linked with, and reaches no others.
 
 mod algorithm;
 mod call;
@@ -30,6 +32,7 @@ mod direct;
 mod engine;
 mod enqueue;
 mod experts;
+mod join;
 mod launches;
 mod messages;
 mod trouble;
@@ -43,12 +46,11 @@ pub use messages::{MAX_MESSAGES, Message, Parts};
 
 use crate::device::{DeviceSlice, InUse, ReduceOp, Stream, VendorCommunicator};
 use crate::dtype::DType;
-use crate::error::{Error, ErrorKind, Rank, Result};
-use crate::program::cost::{DeviceDescription, HardwareModel};
+use crate::error::{Rank, Result};
 use crate::program::execute::RankContext;
 use choice::Machine;
-use direct::Direct;
 use engine::EngineCollectives;
+use join::Served;
 use launches::Overlap;
 use messages::Lines;
 use std::ffi::c_void;
@@ -78,13 +80,15 @@ pub enum CollectivePath {
 /// How collectives are done; the same on every rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CollectiveOptions {
-    /// Bytes of the workspace of each rank, of which half is for packets; at least 64 KiB for each rank. Parts of it
-    /// are rounded down to pages of 4 KiB. Messages between pairs of ranks have half as many of their own.
+    /// Bytes of the workspace of each rank, of which half is for packets, in a hybrid cube mesh all; at least 64 KiB
+    /// for each rank. Parts of it are rounded down to pages of 4 KiB. Messages between pairs of ranks have half as
+    /// many of their own.
     pub workspace_bytes: usize,
     /// The only algorithm that is allowed; where there is none, the hardware model chooses.
     pub algorithm: Option<Algorithm>,
     /// The only path that is allowed. Where there is none, it is the direct one, unless there are more than
-    /// [`MAX_DIRECT_RANKS`] ranks or one cannot map the memory of another.
+    /// [`MAX_DIRECT_RANKS`] ranks or one cannot map the memory of another. In a hybrid cube mesh, the direct one does what
+    /// its links serve, and the other the rest.
     pub path: Option<CollectivePath>,
     /// The communicator of the vendor's library that calls by [`CollectivePath::Engine`] use, of the same ranks in the
     /// same order. Where there is none, one is made.
@@ -131,12 +135,6 @@ struct Inner {
     last: Mutex<Option<Call>>,
 }
 
-/// What does the calls.
-enum Served {
-    Direct(Box<Direct>),
-    Engine(EngineCollectives),
-}
-
 impl fmt::Debug for Inner {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Collectives")
@@ -146,143 +144,36 @@ impl fmt::Debug for Inner {
 }
 
 impl Collectives {
-    /// Joins the collectives of all ranks. Blocks until every rank has called it.
-    pub(crate) fn join(context: RankContext, options: &CollectiveOptions) -> Result<Self> {
-        let rank = context.rank();
-        let machine = context.agree_on(Self::machine(&context, options))?;
-        let told = format!("{options:?} {machine:?}");
-        let all = context.all_gather(told.as_bytes())?;
-        if let Some(peer) = all.iter().position(|other| other != told.as_bytes()) {
-            return Err(Error::new(
-                ErrorKind::Mismatch,
-                "the ranks have other options or another hardware model; expected the same on all",
-            )
-            .with_operation("join the collectives")
-            .with_rank(rank)
-            .with_peer(peer)
-            .with_help("pass the same options on every rank"));
-        }
-        let path = match options.path {
-            Some(CollectivePath::Direct) => {
-                Served::Direct(Box::new(Direct::join(&context, &machine)?))
-            }
-            Some(CollectivePath::Engine) => {
-                Served::Engine(EngineCollectives::join(&context, options.communicator)?)
-            }
-            None => Self::either(&context, &machine, options)?,
-        };
-        let lines = match &path {
-            Served::Direct(_) => Some(Lines::join(&context, options.workspace_bytes / 2)?),
-            Served::Engine(_) => None,
-        };
-        let in_flight = context.in_flight.clone();
-        let inner = Inner {
-            turns: Turns::new(&context.device),
-            context,
-            machine,
-            path,
-            lines,
-            last: Mutex::default(),
-        };
-        Ok(Self(Arc::new(InUse::new(inner, &in_flight))))
-    }
-
-    /// The direct path where all ranks can map one another's memory, else the engine; alike on all ranks.
-    fn either(
-        context: &RankContext,
-        machine: &Machine,
-        options: &CollectiveOptions,
-    ) -> Result<Served> {
-        let mut near = machine.world <= MAX_DIRECT_RANKS;
-        for peer in 0..machine.world {
-            near &= context.memory.is_near(context.group.job_rank(peer)?)?;
-        }
-        let by_engine =
-            || EngineCollectives::join(context, options.communicator).map(Served::Engine);
-        if !near {
-            return by_engine();
-        }
-        let joined = Direct::join(context, machine);
-        // Whether this rank failed for a reason that another path does not mend; its peers know only that it failed.
-        let hopeless = joined
-            .as_ref()
-            .err()
-            .is_some_and(|error| !cannot_map(error));
-        let all = context.all_gather(&[u8::from(hopeless)])?;
-        let first = all.iter().position(|other| other != &[0]);
-        match (joined, first) {
-            (Ok(direct), None) => Ok(Served::Direct(Box::new(direct))),
-            (Err(error), None) => {
-                tracing::warn!(%error, "collectives go by the vendor's library");
-                by_engine()
-            }
-            (Err(error), Some(_)) => Err(error),
-            (Ok(_), Some(peer)) => Err(Error::new(
-                ErrorKind::PeerFailed,
-                "another rank failed to map the workspaces",
-            )
-            .with_operation("join the collectives")
-            .with_rank(context.rank())
-            .with_peer(peer)),
-        }
-    }
-
-    fn machine(context: &RankContext, options: &CollectiveOptions) -> Result<Machine> {
-        let world = context.world();
-        if options.path == Some(CollectivePath::Direct) && world > MAX_DIRECT_RANKS {
-            return Err(Error::new(
-                ErrorKind::Unsupported,
-                format!("{world} ranks on the direct path; expected at most {MAX_DIRECT_RANKS}"),
-            )
-            .with_operation("join the collectives")
-            .with_help("leave the path open, or use fewer ranks"));
-        }
-        let least = MIN_BYTES_PER_RANK * world;
-        if options.workspace_bytes < least {
-            return Err(Error::invalid(format!(
-                "a workspace of {} bytes; expected at least {least} for {world} ranks",
-                options.workspace_bytes
-            ))
-            .with_operation("join the collectives")
-            .with_help("give the workspace more bytes"));
-        }
-        let model = HardwareModel::find(&DeviceDescription::of(&*context.device), world)?;
-        // Half is for packets, of which half is data; each is in two halves by epoch.
-        let aligned = |bytes: usize| bytes / 4096 * 4096;
-        Ok(Machine {
-            world,
-            kernels: model.link.transfer_kernels(),
-            packet_bytes: aligned(options.workspace_bytes / 8),
-            plain_bytes: aligned(options.workspace_bytes / 4),
-            most_lanes: Machine::most_lanes(
-                context.device.properties().multiprocessors,
-                context.ranks_per_device()?,
-            ),
-            forced: options.algorithm,
-        })
-    }
-
-    /// Which implementation runs the calls.
+    /// Which implementation runs the calls. In a hybrid cube mesh it is the direct path for some, as
+    /// [`path_of`](Self::path_of) tells.
     pub fn path(&self) -> CollectivePath {
-        match self.0.path {
-            Served::Direct(_) => CollectivePath::Direct,
-            Served::Engine(_) => CollectivePath::Engine,
+        match self.0.path.direct() {
+            Some(_) => CollectivePath::Direct,
+            None => CollectivePath::Engine,
         }
     }
 
-    /// The library's communicator (`ncclComm_t` on GPUs) that does the calls; `None` where the direct path does. It is
+    /// Which implementation runs a call.
+    pub fn path_of(&self, call: &Call) -> CollectivePath {
+        match &self.0.path {
+            Served::Direct(_) => CollectivePath::Direct,
+            Served::Both(..) if self.0.machine.does(call) => CollectivePath::Direct,
+            Served::Both(..) | Served::Engine(_) => CollectivePath::Engine,
+        }
+    }
+
+    /// The library's communicator (`ncclComm_t` on GPUs) that does calls; `None` where the direct path does all. It is
     /// valid for as long as these collectives are and no rank is lost.
     pub fn communicator(&self) -> Option<*mut c_void> {
-        match &self.0.path {
-            Served::Direct(_) => None,
-            Served::Engine(engine) => Some(engine.communicator()),
-        }
+        let engine = self.0.path.engine().ok().flatten();
+        engine.map(EngineCollectives::communicator)
     }
 
-    /// How a call is done, where the direct path does it.
+    /// How a call is done, where the direct path does it ([`path_of`](Self::path_of)).
     ///
     /// # Errors
-    /// [`ErrorKind::Unsupported`] where the options ask for an algorithm that does not do it.
+    /// [`ErrorKind::Unsupported`] where the options ask for an algorithm that does not do it, or where the direct path
+    /// does not.
     pub fn choice(&self, call: &Call) -> Result<Choice> {
         let call = call.checked(self.0.machine.world)?;
         self.0.machine.choose(&call)
@@ -294,19 +185,15 @@ impl Collectives {
     /// # Errors
     /// The device's fault when it is raised.
     pub fn direct_lanes(&self) -> Result<u64> {
-        match &self.0.path {
-            Served::Direct(direct) => direct.workspace.direct_lanes(),
-            Served::Engine(_) => Ok(0),
-        }
+        let direct = self.0.path.direct();
+        direct.map_or(Ok(0), |direct| direct.workspace.direct_lanes())
     }
 
     /// The workspace of a rank, as it is mapped here; of this rank, its own. What it holds between calls is
-    /// undefined, and it must not be written. `None` where the direct path does not serve.
+    /// undefined, and it must not be written. `None` where the direct path does not serve, and for ranks that no link
+    /// of a hybrid cube mesh leads to.
     pub fn peer_buffer(&self, rank: Rank) -> Option<&DeviceSlice> {
-        match &self.0.path {
-            Served::Direct(direct) => direct.workspace.memory(rank),
-            Served::Engine(_) => None,
-        }
+        self.0.path.direct()?.workspace.memory(rank)
     }
 
     /// `output` becomes the reduction of all ranks' `input`s, element by element.
@@ -451,15 +338,4 @@ impl Collectives {
         };
         self.launch(&call, &[], Overlap::Apart, stream)
     }
-}
-
-/// Whether the memory of ranks cannot be mapped, so that another path is needed.
-fn cannot_map(error: &Error) -> bool {
-    matches!(
-        error.kind(),
-        ErrorKind::Unsupported
-            | ErrorKind::Driver
-            | ErrorKind::InvalidHandle
-            | ErrorKind::PeerFailed
-    )
 }

@@ -1,6 +1,6 @@
 //! What is told of calls that do not end, and of calls that differ.
 
-use super::{Call, Collectives, Inner, Served};
+use super::{Call, Collectives, Inner};
 use crate::device::InUse;
 use crate::error::{Error, ErrorKind, Result};
 use crate::p2p::Direction;
@@ -25,7 +25,7 @@ impl Known {
     /// Who did not come to a collective, where a wait timed out because of that.
     pub(crate) fn explain_timeout(&self) -> Option<Error> {
         for collectives in self.all() {
-            let Served::Direct(direct) = &collectives.path else {
+            let Some(direct) = collectives.path.direct() else {
                 continue;
             };
             if let Some(explained) = awaited_message(&collectives) {
@@ -62,8 +62,7 @@ impl Known {
                 collectives.context.fault.raise(error.clone());
                 return Err(error);
             }
-            let (Some(last), Served::Direct(direct)) =
-                (*lock(&collectives.last), &collectives.path)
+            let (Some(last), Some(direct)) = (*lock(&collectives.last), collectives.path.direct())
             else {
                 continue;
             };

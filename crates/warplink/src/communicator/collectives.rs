@@ -34,7 +34,8 @@ impl Communicator {
     /// allocation, and of [`barrier`](Self::barrier).
     pub fn collectives_with(&self, options: &CollectiveOptions) -> Result<Collectives> {
         let joined = self.joining_context();
-        let joined = joined.and_then(|context| Collectives::join(context, options));
+        let joined =
+            joined.and_then(|context| Collectives::join(context, options, self.job.topology));
         let joined = self.fault.with_outcome(joined);
         let joined = joined.map_err(|error| error.with_rank(self.rank()))?;
         self.known_collectives.add(&joined);

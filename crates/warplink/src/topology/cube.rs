@@ -40,12 +40,23 @@ pub(super) fn positions(mesh: &Mesh) -> Option<[Rank; CUBE_RANKS]> {
     })
 }
 
+/// Whether a link connects two ranks of a hybrid cube mesh that has `positions`.
+pub(crate) fn is_cube_link(positions: &[Rank; CUBE_RANKS], a: Rank, b: Rank) -> bool {
+    let position = |rank| positions.iter().position(|other| *other == rank);
+    position(a)
+        .zip(position(b))
+        .is_some_and(|(a, b)| is_link(a, b))
+}
+
+/// Whether a link connects two positions.
+fn is_link(a: usize, b: usize) -> bool {
+    a != b && (a / GROUP == b / GROUP || a % GROUP == b % GROUP)
+}
+
 /// Whether each rank has one position, and the links are those of the positions and no others.
 fn is_cube(positions: &[Rank; CUBE_RANKS], linked: impl Fn(Rank, Rank) -> bool) -> bool {
     let all = (0..CUBE_RANKS).flat_map(|a| (0..a).map(move |b| (a, b)));
     all.into_iter().all(|(a, b)| {
-        let same_group = a / GROUP == b / GROUP;
-        let facing = a % GROUP == b % GROUP;
-        positions[a] != positions[b] && linked(positions[a], positions[b]) == (same_group || facing)
+        positions[a] != positions[b] && linked(positions[a], positions[b]) == is_link(a, b)
     })
 }

@@ -28,6 +28,7 @@ mod survey;
 pub(crate) use class::CLASS_VARIABLE;
 pub use class::TopologyClass;
 pub use cube::CUBE_RANKS;
+pub(crate) use cube::is_cube_link;
 pub use mesh::{Connection, LinkCounts, Mesh};
 pub use obstacle::Obstacle;
 pub use place::Place;

@@ -1,10 +1,10 @@
 //! Groups of sends and receives, and the all-to-all with sizes for each peer.
 
 use super::{Entry, MAX_MESSAGES};
-use crate::collective::{Collectives, Served};
+use crate::collective::Collectives;
 use crate::device::{CollectiveRequest, DeviceSlice, Stream};
 use crate::dtype::DType;
-use crate::error::{Error, Rank, Result};
+use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::p2p::Direction;
 
 /// A send or a receive of a group.
@@ -141,36 +141,38 @@ impl Collectives {
             }
         }
         let others = messages.iter().filter(|message| message.peer != rank);
-        match &inner.path {
-            Served::Direct(_) => {
-                let entries: Vec<Entry<'_>> = others
-                    .map(|message| Entry::whole(message.peer, message.direction, message.memory))
-                    .collect();
-                let Some(lines) = &inner.lines else {
-                    return Ok(());
-                };
-                inner.turns.take(stream, || lines.enqueue(&entries, stream))
-            }
-            Served::Engine(engine) => {
-                let (mut sends, mut receives) = (Vec::new(), Vec::new());
-                // Both ends leave out what is empty.
-                for message in others.filter(|message| message.memory.bytes() > 0) {
-                    let end = (message.peer, message.memory.clone());
-                    match message.direction {
-                        Direction::Send => sends.push(end),
-                        Direction::Receive => receives.push(end),
-                    }
-                }
-                if sends.is_empty() && receives.is_empty() {
-                    return Ok(());
-                }
-                let request = CollectiveRequest::Exchange { sends, receives };
-                inner
-                    .turns
-                    .take(stream, || engine.request(&request, stream))
+        if let Some(lines) = &inner.lines {
+            let entries: Vec<Entry<'_>> = others
+                .map(|message| Entry::whole(message.peer, message.direction, message.memory))
+                .collect();
+            return inner.turns.take(stream, || lines.enqueue(&entries, stream));
+        }
+        let (mut sends, mut receives) = (Vec::new(), Vec::new());
+        // Both ends leave out what is empty.
+        for message in others.filter(|message| message.memory.bytes() > 0) {
+            let end = (message.peer, message.memory.clone());
+            match message.direction {
+                Direction::Send => sends.push(end),
+                Direction::Receive => receives.push(end),
             }
         }
+        if sends.is_empty() && receives.is_empty() {
+            return Ok(());
+        }
+        let engine = inner.path.engine()?.ok_or_else(not_linked)?;
+        let request = CollectiveRequest::Exchange { sends, receives };
+        inner
+            .turns
+            .take(stream, || engine.request(&request, stream))
     }
+}
+
+fn not_linked() -> Error {
+    Error::new(
+        ErrorKind::Unsupported,
+        "the direct path sends no messages in a hybrid cube mesh; expected the vendor's library to do it",
+    )
+    .with_help("leave the path open")
 }
 
 fn check(messages: &[Message<'_>], world: usize) -> Result<()> {

@@ -101,7 +101,7 @@ impl Lines {
         let shape = Shape::new(context.rank(), context.world(), sharing, bytes);
         let layout = WorkspaceLayout::plain(shape.workspace_bytes());
         // Signals of what was put, and of room for more.
-        let workspace = SharedWorkspace::join(context, layout, 2 * shape.lanes)?;
+        let workspace = SharedWorkspace::join(context, layout, 2 * shape.lanes, |_| true)?;
         let (waiting, verdicts) = workspace.state()?;
         let ranks = 0..shape.world;
         let mapped = |slice: Option<&DeviceSlice>| slice.cloned().ok_or_else(not_mapped);

@@ -106,7 +106,8 @@ impl Prepared {
         let transfers = exchange.complete(published, self.context.deadline());
         let resolved = local.and_then(|(memory, _, kernels)| {
             // All ranks have kernels or none has, as they bring one program.
-            let kernels = kernels.map(|kernels| kernels.exchange(&self.context, memory.slices()));
+            let kernels =
+                kernels.map(|kernels| kernels.exchange(&self.context, memory.slices(), |_| true));
             self.resolve(memory, transfers?, &engines, kernels.transpose()?)
         });
         self.context.agree_on(resolved)

@@ -43,7 +43,7 @@ pub(super) struct KernelMemory {
 pub(super) struct BoundKernels {
     pub(super) reach: Arc<Reach>,
     _own: Vec<Region>,
-    _signals: Signals,
+    pub(super) signals: Signals,
     _peers: Vec<RemoteRegion>,
 }
 
@@ -169,6 +169,7 @@ impl KernelMemory {
         self,
         context: &RankContext,
         own: BTreeMap<TensorId, DeviceSlice>,
+        reaches: impl Fn(Rank) -> bool,
     ) -> Result<BoundKernels> {
         let (rank, world) = (context.rank(), context.world());
         let exported = self.export(context);
@@ -190,7 +191,7 @@ impl KernelMemory {
                 continue;
             };
             for handle in handles.chunks_exact(HANDLE_BYTES) {
-                if failed.is_some() {
+                if failed.is_some() || !reaches(peer) {
                     context.memory.decline_handle(job_peer, handle);
                     continue;
                 }
@@ -248,14 +249,15 @@ impl KernelMemory {
             if peer == rank {
                 let workspace = self.workspace.as_ref().map(Region::memory);
                 reach.workspaces.push(workspace.cloned());
-                reach.signals.push(self.signals.region().memory().clone());
+                let signals = self.signals.region().memory();
+                reach.signals.push(Some(signals.clone()));
                 reach.tensors.push(own.clone());
                 continue;
             }
             let mut mapped = regions.iter().map(|region| region.memory().clone());
             let workspace = self.workspace.as_ref().and_then(|_| mapped.next());
             reach.workspaces.push(workspace);
-            reach.signals.extend(mapped.next());
+            reach.signals.push(mapped.next());
             let shared = self.shared.iter().map(|(id, _)| *id);
             reach.tensors.push(shared.zip(mapped).collect());
         }
@@ -265,7 +267,7 @@ impl KernelMemory {
             _own: own
                 .chain(self.shared.into_iter().map(|(_, region)| region))
                 .collect(),
-            _signals: self.signals,
+            signals: self.signals,
             _peers: peers.into_iter().flatten().collect(),
         }
     }
@@ -330,7 +332,7 @@ impl BoundKernels {
         // kernels end, so it is enough that they fit.
         let launch = Launch::new(section.lanes as u32, section.threads as u32);
         kernel.check_together(&launch, self.reach.ranks_per_device)?;
-        let own = &self.reach.signals[section.rank];
+        let own = self.signals.region().memory();
         let words = addresses.words(section);
         let words = Argument::Words(match times {
             Some(times) => words.iter().copied().chain(times.words()).collect(),

@@ -3,7 +3,7 @@
 use super::lane_times::LaneClock;
 use super::publication::Tables;
 use super::reach::Reach;
-use crate::device::{Block, DeviceSlice, ReduceOp, combine};
+use crate::device::{Block, BlockSignals, DeviceSlice, ReduceOp, combine};
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::program::section::{
@@ -129,12 +129,10 @@ impl Lane<'_> {
         let (rank, world) = (self.section.rank, self.section.world);
         let (operator, dtype, elements, targets, sources) = match &step.kind {
             LaneStepKind::Signal { peer, lane } => {
-                let signals = self.block.signals_at(&self.reach.signals[*peer]);
-                return signals.add(lane * world + rank);
+                return self.signals(*peer)?.add(lane * world + rank);
             }
             LaneStepKind::Wait(peer) => {
-                let signals = self.block.signals_at(&self.reach.signals[rank]);
-                return signals.wait(self.lane * world + peer);
+                return self.signals(rank)?.wait(self.lane * world + peer);
             }
             LaneStepKind::Announce {
                 values,
@@ -349,6 +347,13 @@ impl Lane<'_> {
         let located = self.located.iter().find(|it| it.tensor == part.tensor)?;
         let (_, slice) = located.at.iter().find(|(rank, _)| *rank == part.rank)?;
         Some(slice)
+    }
+
+    /// The signals of a rank.
+    fn signals(&self, rank: Rank) -> Result<BlockSignals<'_>> {
+        let signals = self.reach.signals[rank].as_ref();
+        let signals = signals.ok_or_else(|| internal("the signals of a rank are not mapped"))?;
+        Ok(self.block.signals_at(signals))
     }
 
     fn operand(&self, part: &Part, piece: &Range<usize>) -> Result<Operand> {

@@ -24,8 +24,9 @@ pub(super) const DIRECT_BYTES: usize = 8;
 #[derive(Debug)]
 pub(super) struct Reach {
     pub(super) layout: WorkspaceLayout,
+    /// None of ranks that kernels are not to reach, as of the signals.
     pub(super) workspaces: Vec<Option<DeviceSlice>>,
-    pub(super) signals: Vec<DeviceSlice>,
+    pub(super) signals: Vec<Option<DeviceSlice>>,
     /// Of a device that takes closures, the epoch, and how many lanes of the launch under way have ended; of
     /// others, an epoch for each lane.
     pub(super) state: DeviceSlice,
@@ -57,7 +58,7 @@ impl Reach {
         });
         Addresses {
             tensors: tensors.collect(),
-            signals: self.signals.iter().map(DeviceSlice::address).collect(),
+            signals: self.signals.iter().map(address).collect(),
             epochs: self.state.address(),
             lanes: self.lanes as u64,
             tables: 0,
@@ -81,4 +82,9 @@ impl Reach {
             }
         }
     }
+}
+
+/// Where memory of a rank starts; 0 where this rank does not reach it.
+fn address(memory: &Option<DeviceSlice>) -> u64 {
+    memory.as_ref().map_or(0, DeviceSlice::address)
 }

@@ -48,16 +48,17 @@ pub(crate) struct SharedKernel {
 }
 
 impl SharedWorkspace {
-    /// Allocates a workspace and maps those of the peers. Every rank calls it at the same time, with the same
-    /// layout and number of lanes. Blocks until all have: all succeed, or none.
+    /// Allocates a workspace and maps those of the peers that kernels are to reach. Every rank calls it at the same
+    /// time, with the same layout and number of lanes. Blocks until all have: all succeed, or none.
     pub(crate) fn join(
         context: &RankContext,
         layout: WorkspaceLayout,
         lanes: usize,
+        reaches: impl Fn(Rank) -> bool,
     ) -> Result<Self> {
         let memory = KernelMemory::allocate(context, layout, lanes, Vec::new());
         let memory = context.agree_on(memory)?;
-        let kernels = context.agree_on(memory.exchange(context, BTreeMap::new()))?;
+        let kernels = context.agree_on(memory.exchange(context, BTreeMap::new(), reaches))?;
         let publication = context.agree_on(Publication::join(context))?;
         Ok(Self {
             device: context.device.clone(),
@@ -69,14 +70,14 @@ impl SharedWorkspace {
         })
     }
 
-    /// The workspace of a rank, as it is mapped here.
+    /// The workspace of a rank, as it is mapped here; `None` for one that kernels do not reach.
     pub(crate) fn memory(&self, rank: Rank) -> Option<&DeviceSlice> {
         self.kernels.reach.workspaces.get(rank)?.as_ref()
     }
 
     /// The signals of a rank, as they are mapped here: for each lane one of each rank.
     pub(crate) fn signals(&self, rank: Rank) -> Option<&DeviceSlice> {
-        self.kernels.reach.signals.get(rank)
+        self.kernels.reach.signals.get(rank)?.as_ref()
     }
 
     /// A word for each lane, which is an epoch where sections use the workspace, and where kernels note what
@@ -158,7 +159,7 @@ impl SharedWorkspace {
         let kernel = module.kernel(KERNEL)?;
         let launch = Launch::new(section.lanes as u32, section.threads as u32);
         kernel.check_together(&launch, self.kernels.reach.ranks_per_device)?;
-        let own = &self.kernels.reach.signals[self.rank];
+        let own = self.kernels.signals.region().memory();
         Ok(SharedKernel {
             kernel,
             launch,
@@ -205,7 +206,10 @@ impl SharedWorkspace {
         };
         let mut absent = Vec::new();
         let mut is_in_launch = false;
-        for peer in (0..self.world).filter(|peer| *peer != self.rank) {
+        // What a rank is told by others that it reaches comes after what they have to tell.
+        let mut peers: Vec<Rank> = (0..self.world).filter(|peer| *peer != self.rank).collect();
+        peers.sort_by_key(|peer| self.memory(*peer).is_none());
+        for peer in peers {
             is_in_launch |= announced(peer, self.rank)?;
             if !announced(self.rank, peer)? {
                 absent.push(peer);

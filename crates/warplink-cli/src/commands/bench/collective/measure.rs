@@ -136,15 +136,22 @@ impl<'a> Rig<'a> {
             }
         });
         let warplink = self.ways.first().context("nothing is measured")?;
-        let choice = warplink.collectives.choice(call)?;
+        let (algorithm, lanes, threads) = match warplink.collectives.path_of(call) {
+            CollectivePath::Direct => {
+                let choice = warplink.collectives.choice(call)?;
+                let algorithm = choice.algorithm.to_string();
+                (algorithm, choice.lanes, choice.threads)
+            }
+            CollectivePath::Engine => ("engine".to_owned(), 0, 0),
+        };
         Ok(Row {
             bytes: size,
             count: call.count,
             place,
             submission,
-            algorithm: choice.algorithm.to_string(),
-            lanes: choice.lanes,
-            threads: choice.threads,
+            algorithm,
+            lanes,
+            threads,
             ways: figures.collect(),
         })
     }

@@ -34,6 +34,7 @@ pub(super) struct Row {
     pub(super) count: usize,
     pub(super) place: Place,
     pub(super) submission: Submission,
+    /// Of the direct path, or `engine`, which has no lanes.
     pub(super) algorithm: String,
     pub(super) lanes: usize,
     pub(super) threads: usize,

@@ -1,0 +1,228 @@
+//! Which path does the calls of a communicator, and joining it.
+
+use super::choice::Machine;
+use super::direct::Direct;
+use super::engine::EngineCollectives;
+use super::messages::Lines;
+use super::turns::Turns;
+use super::{
+    Call, CollectiveOptions, CollectivePath, Collectives, Inner, MAX_DIRECT_RANKS,
+    MIN_BYTES_PER_RANK,
+};
+use crate::device::InUse;
+use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::program::cost::{DeviceDescription, HardwareModel};
+use crate::program::execute::RankContext;
+use crate::topology::{CUBE_RANKS, TopologyClass, rendezvous};
+use std::sync::{Arc, Mutex};
+
+/// What does the calls.
+pub(super) enum Served {
+    Direct(Box<Direct>),
+    Engine(EngineCollectives),
+    /// The direct path what it has a program for, and the engine the rest, or why there is none.
+    Both(Box<Direct>, Result<EngineCollectives>),
+}
+
+/// What does one of them.
+pub(super) enum Server<'a> {
+    Direct(&'a Direct),
+    Engine(&'a EngineCollectives),
+}
+
+impl Served {
+    pub(super) fn direct(&self) -> Option<&Direct> {
+        match self {
+            Self::Direct(direct) | Self::Both(direct, _) => Some(direct),
+            Self::Engine(_) => None,
+        }
+    }
+
+    /// The engine, for what the direct path does not do.
+    pub(super) fn engine(&self) -> Result<Option<&EngineCollectives>> {
+        match self {
+            Self::Direct(_) => Ok(None),
+            Self::Engine(engine) => Ok(Some(engine)),
+            Self::Both(_, engine) => engine.as_ref().map(Some).map_err(Error::clone),
+        }
+    }
+}
+
+impl Inner {
+    /// What does `call`.
+    pub(super) fn server(&self, call: &Call) -> Result<Server<'_>> {
+        match &self.path {
+            Served::Direct(direct) => Ok(Server::Direct(direct)),
+            Served::Both(direct, _) if self.machine.does(call) => Ok(Server::Direct(direct)),
+            Served::Both(_, Err(error)) => Err(error.clone()),
+            Served::Both(_, Ok(engine)) | Served::Engine(engine) => Ok(Server::Engine(engine)),
+        }
+    }
+}
+
+impl Collectives {
+    /// Joins the collectives of all ranks. Blocks until every rank has called it.
+    pub(crate) fn join(
+        context: RankContext,
+        options: &CollectiveOptions,
+        forced: Option<TopologyClass>,
+    ) -> Result<Self> {
+        let rank = context.rank();
+        let mut machine = context.agree_on(Self::machine(&context, options))?;
+        machine.cube = cube(&context, forced)?;
+        if machine.cube.is_some() {
+            // Nothing else uses the workspace, and packets are half data.
+            machine.packet_bytes = pages(options.workspace_bytes / 4);
+        }
+        let told = format!("{options:?} {machine:?}");
+        let all = context.all_gather(told.as_bytes())?;
+        if let Some(peer) = all.iter().position(|other| other != told.as_bytes()) {
+            return Err(Error::new(
+                ErrorKind::Mismatch,
+                "the ranks have other options or another hardware model; expected the same on all",
+            )
+            .with_operation("join the collectives")
+            .with_rank(rank)
+            .with_peer(peer)
+            .with_help("pass the same options on every rank"));
+        }
+        let path = match options.path {
+            Some(CollectivePath::Direct) => {
+                Served::Direct(Box::new(Direct::join(&context, &machine)?))
+            }
+            Some(CollectivePath::Engine) => {
+                Served::Engine(EngineCollectives::join(&context, options.communicator)?)
+            }
+            None => Self::either(&context, &machine, options)?,
+        };
+        let lines = match &path {
+            Served::Direct(_) if machine.cube.is_none() => {
+                Some(Lines::join(&context, options.workspace_bytes / 2)?)
+            }
+            _ => None,
+        };
+        let in_flight = context.in_flight.clone();
+        let inner = Inner {
+            turns: Turns::new(&context.device),
+            context,
+            machine,
+            path,
+            lines,
+            last: Mutex::default(),
+        };
+        Ok(Self(Arc::new(InUse::new(inner, &in_flight))))
+    }
+
+    /// The direct path where all ranks can map one another's memory, else the engine; alike on all ranks.
+    fn either(
+        context: &RankContext,
+        machine: &Machine,
+        options: &CollectiveOptions,
+    ) -> Result<Served> {
+        let mut near = machine.world <= MAX_DIRECT_RANKS;
+        for peer in 0..machine.world {
+            near &= context.memory.is_near(context.group.job_rank(peer)?)?;
+        }
+        let by_engine =
+            || EngineCollectives::join(context, options.communicator).map(Served::Engine);
+        if !near {
+            return by_engine();
+        }
+        let joined = Direct::join(context, machine);
+        // Whether this rank failed for a reason that another path does not mend; its peers know only that it failed.
+        let hopeless = joined
+            .as_ref()
+            .err()
+            .is_some_and(|error| !cannot_map(error));
+        let all = context.all_gather(&[u8::from(hopeless)])?;
+        let first = all.iter().position(|other| other != &[0]);
+        match (joined, first) {
+            (Ok(direct), None) if machine.cube.is_none() => Ok(Served::Direct(Box::new(direct))),
+            (Ok(direct), None) => {
+                let engine = EngineCollectives::join(context, options.communicator);
+                if let Err(error) = &engine {
+                    context.fault.check()?;
+                    tracing::warn!(%error, "collectives that links of the mesh do not serve will fail");
+                }
+                Ok(Served::Both(Box::new(direct), engine))
+            }
+            (Err(error), None) => {
+                tracing::warn!(%error, "collectives go by the vendor's library");
+                by_engine()
+            }
+            (Err(error), Some(_)) => Err(error),
+            (Ok(_), Some(peer)) => Err(Error::new(
+                ErrorKind::PeerFailed,
+                "another rank failed to map the workspaces",
+            )
+            .with_operation("join the collectives")
+            .with_rank(context.rank())
+            .with_peer(peer)),
+        }
+    }
+
+    fn machine(context: &RankContext, options: &CollectiveOptions) -> Result<Machine> {
+        let world = context.world();
+        if options.path == Some(CollectivePath::Direct) && world > MAX_DIRECT_RANKS {
+            return Err(Error::new(
+                ErrorKind::Unsupported,
+                format!("{world} ranks on the direct path; expected at most {MAX_DIRECT_RANKS}"),
+            )
+            .with_operation("join the collectives")
+            .with_help("leave the path open, or use fewer ranks"));
+        }
+        let least = MIN_BYTES_PER_RANK * world;
+        if options.workspace_bytes < least {
+            return Err(Error::invalid(format!(
+                "a workspace of {} bytes; expected at least {least} for {world} ranks",
+                options.workspace_bytes
+            ))
+            .with_operation("join the collectives")
+            .with_help("give the workspace more bytes"));
+        }
+        let model = HardwareModel::find(&DeviceDescription::of(&*context.device), world)?;
+        // Half is for packets, of which half is data; each is in two halves by epoch.
+        Ok(Machine {
+            world,
+            kernels: model.link.transfer_kernels(),
+            packet_bytes: pages(options.workspace_bytes / 8),
+            plain_bytes: pages(options.workspace_bytes / 4),
+            most_lanes: Machine::most_lanes(
+                context.device.properties().multiprocessors,
+                context.ranks_per_device()?,
+            ),
+            forced: options.algorithm,
+            cube: None,
+        })
+    }
+}
+
+/// The ranks at the positions of a hybrid cube mesh, where the links of their devices form one. Blocks until all ranks
+/// have asked.
+fn cube(
+    context: &RankContext,
+    forced: Option<TopologyClass>,
+) -> Result<Option<[Rank; CUBE_RANKS]>> {
+    if context.world() != CUBE_RANKS {
+        return Ok(None);
+    }
+    let gather = |bytes: Vec<u8>| context.all_gather(&bytes);
+    let topology = rendezvous(&*context.device, context.rank(), forced, gather)?;
+    Ok(topology.cube_positions())
+}
+
+/// Bytes rounded down to pages.
+const fn pages(bytes: usize) -> usize {
+    bytes / 4096 * 4096
+}
+
+/// Whether the memory of ranks cannot be mapped, so that another path is needed.
+fn cannot_map(error: &Error) -> bool {
+    matches!(
+        error.kind(),
+        ErrorKind::Unsupported
+            | ErrorKind::Driver
+            | ErrorKind::InvalidHandle
+            | ErrorKind::PeerFailed
+    )
+}
