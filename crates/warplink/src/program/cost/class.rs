@@ -186,7 +186,12 @@ impl<'s> Outline<'s> {
                 self.names.push((name, value));
             }
             StepKind::LetTensor { value, .. } => self.tensor(value),
-            StepKind::Barrier | StepKind::Announce(_) | StepKind::Agree(_) => {}
+            StepKind::Announce(it) => {
+                if let Some(ranks) = &it.peers {
+                    self.each(ranks, Self::rank);
+                }
+            }
+            StepKind::Barrier | StepKind::Agree(_) => {}
             StepKind::Move(it) => {
                 self.each(&it.targets, Self::place);
                 self.each(&it.sources, |outline, source| {
@@ -327,10 +332,11 @@ impl<'s> Outline<'s> {
         };
         steps.iter().any(|step| match &step.kind {
             StepKind::LetTensor { value, .. } => tensor(value),
-            StepKind::LetInteger { .. }
-            | StepKind::Barrier
-            | StepKind::Announce(_)
-            | StepKind::Agree(_) => false,
+            StepKind::LetInteger { .. } | StepKind::Barrier | StepKind::Agree(_) => false,
+            StepKind::Announce(it) => {
+                let mut ranks = it.peers.iter().flatten();
+                ranks.any(|each| mentions(&each.item, names))
+            }
             StepKind::Move(it) => {
                 it.targets.iter().any(|each| place(&each.item))
                     || it.sources.iter().any(|each| {
