@@ -84,6 +84,7 @@ fn machine() -> HardwareModel {
         interference: Interference::default(),
         collectives: Collectives(vec![times("all_gather"), times("exchange")]),
         lanes: None,
+        algorithms: Vec::new(),
     }
 }
 

@@ -3,11 +3,13 @@
 use super::*;
 use crate::collective::call::Call;
 use crate::collective::choice::{Choice, Machine};
+use crate::collective::estimate::Estimates;
 use crate::device::ReduceOp;
 use crate::dtype::DType;
 use crate::error::Rank;
 use crate::p2p::TransferKernels;
 use crate::program::Parameters;
+use crate::program::cost::find::shipped;
 use crate::program::verify::{verify, verify_links, verify_sharing};
 use crate::topology::{CUBE_RANKS, is_cube_link};
 
@@ -23,6 +25,7 @@ fn machine(world: usize) -> Machine {
         most_lanes: 128,
         forced: None,
         cube: None,
+        estimates: Estimates::new(&shipped("h200-8").unwrap()),
     }
 }
 

@@ -2,6 +2,7 @@
 
 use super::algorithm::{Algorithm, Room};
 use super::call::{Call, CollectiveKind};
+use super::estimate::Estimates;
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::p2p::TransferKernels;
 use crate::program::Parameters;
@@ -13,6 +14,15 @@ const MOST_LANES: usize = 128;
 
 /// The least and the most threads of a lane.
 const THREADS: [usize; 2] = [128, 1024];
+
+/// The algorithms to choose from, as far as they fit the links and the workspace; the first of those that are as fast as
+/// one another first. What goes directly goes by chunks where memory is not reached.
+const CHOICES: [Algorithm; 4] = [
+    Algorithm::OneShot,
+    Algorithm::TwoShot,
+    Algorithm::Cube,
+    Algorithm::Direct,
+];
 
 /// Bytes of data in a packet.
 const PACKET_BYTES: usize = 8;
@@ -31,7 +41,8 @@ pub struct Choice {
     pub chunks: usize,
 }
 
-/// What a choice depends on beside the call; the same on every rank.
+/// What a choice depends on beside the call; the same on every rank, which they check when they join by comparing how
+/// it is printed.
 #[derive(Clone, Debug)]
 pub(super) struct Machine {
     pub(super) world: usize,
@@ -46,6 +57,8 @@ pub(super) struct Machine {
     pub(super) forced: Option<Algorithm>,
     /// The ranks at the positions of a hybrid cube mesh, if the links form one. [`Algorithm::Cube`] alone keeps to them.
     pub(super) cube: Option<[Rank; CUBE_RANKS]>,
+    /// How long algorithms take.
+    pub(super) estimates: Estimates,
 }
 
 impl Machine {
@@ -79,13 +92,9 @@ impl Machine {
         let algorithm = match self.forced {
             Some(forced) if self.fits(forced, call) => forced,
             Some(forced) => return Err(self.not_forced(forced, call)),
-            None if self.cube.is_some() => Algorithm::Cube,
             None => self.fastest(call),
         };
-        Ok(match algorithm.room() {
-            Room::Packets => self.packets(algorithm, call),
-            Room::Plain => self.chunks(algorithm, call),
-        })
+        Ok(self.shape(algorithm, call))
     }
 
     /// The parameters of the program of a choice.
@@ -156,22 +165,19 @@ impl Machine {
         self.packet_bytes / call.dtype.size() / rows
     }
 
-    /// The algorithm that is fastest by the model: packets up to what the link takes at once, of which in one
-    /// shot every rank sends as many as there are others, and from there directly, or by chunks.
+    /// The algorithm that is fastest by the model, of those that do the call.
     fn fastest(&self, call: &Call) -> Algorithm {
-        let limit = self.kernels.packet_limit as usize;
-        let others = (self.world - 1).max(1);
-        let sent = |algorithm| match (algorithm, call.kind) {
-            (Algorithm::TwoShot, _) => 2 * call.bytes() / self.world * others / 4,
-            _ => call.bytes() * others,
-        };
-        let packets = [Algorithm::OneShot, Algorithm::TwoShot].into_iter();
-        let mut packets = packets.filter(|one| self.fits(*one, call) && sent(*one) <= limit);
-        let large = [Algorithm::Direct, Algorithm::Chunks].into_iter();
-        let mut all = packets
-            .by_ref()
-            .chain(large.filter(|one| self.fits(*one, call)));
-        all.next().unwrap_or(Algorithm::Chunks)
+        let fitting = CHOICES.into_iter().filter(|one| self.fits(*one, call));
+        let fitting: Vec<Algorithm> = fitting.collect();
+        self.estimates.fastest(self, call, &fitting)
+    }
+
+    /// The lanes, threads and chunks of a call that an algorithm does.
+    pub(super) fn shape(&self, algorithm: Algorithm, call: &Call) -> Choice {
+        match algorithm.room() {
+            Room::Packets => self.packets(algorithm, call),
+            Room::Plain => self.chunks(algorithm, call),
+        }
     }
 
     fn packets(&self, algorithm: Algorithm, call: &Call) -> Choice {

@@ -3,6 +3,7 @@
 use super::choice::Machine;
 use super::direct::Direct;
 use super::engine::EngineCollectives;
+use super::estimate::Estimates;
 use super::messages::Lines;
 use super::turns::Turns;
 use super::{
@@ -193,6 +194,7 @@ impl Collectives {
             ),
             forced: options.algorithm,
             cube: None,
+            estimates: Estimates::new(&model),
         })
     }
 }

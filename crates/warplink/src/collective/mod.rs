@@ -8,7 +8,7 @@
 //! |---|---|
 //! | `call` | a call, and what ranks tell one another of it |
 //! | `algorithm` | the algorithms: one program each |
-//! | `choice` | which of them does a call |
+//! | `choice`, `estimate` | which of them does a call; how long each takes by the cost model |
 //! | `direct` | the path by kernels of our own |
 //! | `engine` | the path by the vendor's library |
 //! | `experts` | rows of tokens to the ranks of their experts, and back |
@@ -31,6 +31,7 @@ mod choice;
 mod direct;
 mod engine;
 mod enqueue;
+mod estimate;
 mod experts;
 mod join;
 mod launches;

@@ -8,12 +8,16 @@ use super::schedule::{OperationId, RankState, Schedule};
 use super::section::LaneCounters;
 use super::step::Step;
 use super::{SimulateOptions, Submission};
+use crate::error::Result;
 use crate::program::{OperationKind, RankProgram, StreamKind};
 use std::collections::HashMap;
 
 impl<'a> Schedule<'a> {
     /// Schedules `programs`: those of all `world` ranks, or of the one that stands for all; of a loop of a kernel, at most
     /// `iterations`.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Verification`](crate::ErrorKind::Verification) for a kernel section that cannot be resolved.
     pub(super) fn new(
         programs: &'a [RankProgram],
         world: usize,
@@ -21,7 +25,7 @@ impl<'a> Schedule<'a> {
         model: &'a HardwareModel,
         options: SimulateOptions,
         iterations: u64,
-    ) -> Self {
+    ) -> Result<Self> {
         let mut schedule = Self {
             model,
             programs,
@@ -43,7 +47,7 @@ impl<'a> Schedule<'a> {
             launches: Vec::new(),
             between_lanes: LaneCounters::default(),
         };
-        schedule.find_launches(iterations);
+        schedule.find_launches(iterations)?;
         for program in programs {
             schedule.first_counter.push(schedule.counters);
             schedule.counters += 3 * program.transfers.len() as u32;
@@ -51,7 +55,7 @@ impl<'a> Schedule<'a> {
         for (rank, program) in programs.iter().enumerate() {
             schedule.add_rank(rank, program);
         }
-        schedule
+        Ok(schedule)
     }
 
     fn add_rank(&mut self, rank: usize, program: &RankProgram) {

@@ -22,7 +22,7 @@ pub struct Lanes {
     pub fence: f64,
     /// Seconds from when a lane starts to put one packet to when the peer has read it.
     pub packet: f64,
-    /// Seconds in which a thread puts, or reads, one packet of many.
+    /// Seconds of a round, in which each thread puts, or reads, one packet of many; of a step, at least one.
     pub packet_round: f64,
     /// Seconds until what a lane loads from its own memory is there.
     pub load: f64,
@@ -65,7 +65,7 @@ impl Lanes {
             signal: way,
             fence: way / 2.0,
             packet: way,
-            packet_round: if shared { 0.0 } else { way / 2.0 },
+            packet_round: if shared { 0.0 } else { way / 4.0 },
             load: if shared { 0.0 } else { way / 2.0 },
             peer_load: if shared { 0.0 } else { way },
             block_threads: BLOCK_THREADS,

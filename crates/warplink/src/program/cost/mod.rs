@@ -125,7 +125,7 @@ pub fn simulate_with(
     let within = |iterations| {
         let world = ranks.len();
         let schedule =
-            schedule::Schedule::new(simulated, world, &partners, model, options, iterations);
+            schedule::Schedule::new(simulated, world, &partners, model, options, iterations)?;
         let outcome = simulate::run(&schedule, options.timeline)?;
         Ok(report::cost(&schedule, outcome, model))
     };
@@ -182,7 +182,7 @@ mod tests {
     ) -> f64 {
         let options = SimulateOptions::default();
         let schedule =
-            schedule::Schedule::new(simulated, world, partners, model, options, u64::MAX);
+            schedule::Schedule::new(simulated, world, partners, model, options, u64::MAX).unwrap();
         simulate::run(&schedule, false).unwrap().seconds
     }
 

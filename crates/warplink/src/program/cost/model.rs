@@ -46,6 +46,9 @@ pub struct HardwareModel {
     /// ([`HardwareModel::lanes`]).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lanes: Option<Lanes>,
+    /// Which algorithms of the library's own collectives were fastest, where that was measured; else estimates decide.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub algorithms: Vec<Algorithms>,
 }
 
 /// Which devices a model describes.
@@ -133,6 +136,18 @@ pub struct Link {
     pub stored_exposed: f64,
 }
 
+/// Which algorithms of the library's own collectives are fastest.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Algorithms {
+    /// The collective, such as `all_reduce`.
+    pub collective: String,
+    /// How many ranks took part.
+    pub world: usize,
+    /// Pairs of a number of bytes of a part ([`Call::bytes`](crate::collective::Call::bytes)) and the name of the
+    /// algorithm up to there, in order of bytes. What is longer goes as the last.
+    pub limits: Vec<(u64, String)>,
+}
+
 /// What passes between operations.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Latency {
@@ -210,12 +225,36 @@ impl Link {
 
 impl HardwareModel {
     /// What lanes of kernel sections can do. Where it was not measured, half of the smallest transfer by kernels is
-    /// taken for their launch and the other half for the way of a packet or a signal; a load, or a round of packets, for
-    /// half of that. A block is taken to store and load at peers as the kernel of one block does between its two largest
-    /// sizes, and to share its own memory evenly with those on the other multiprocessors; all lanes together, to be as
-    /// fast as the copy engine in a ring.
+    /// taken for their launch and the other half for the way of a packet or a signal; a load for half of that, and a
+    /// round of packets for a quarter. A block is taken to store and load at peers as the kernel of one block does
+    /// between its two largest sizes, and to share its own memory evenly with those on the other multiprocessors; all
+    /// lanes together, to be as fast as the copy engine in a ring.
     pub fn lanes(&self) -> Lanes {
         self.lanes.clone().unwrap_or_else(|| Lanes::guessed(self))
+    }
+
+    /// The algorithm that was measured to be fastest for a collective of `world` ranks, of which a part has `bytes`
+    /// bytes.
+    pub(crate) fn algorithm(&self, collective: &str, world: usize, bytes: usize) -> Option<&str> {
+        let of_call =
+            |one: &&Algorithms| (one.collective.as_str(), one.world) == (collective, world);
+        let limits = &self.algorithms.iter().find(of_call)?.limits;
+        let found = limits.iter().find(|(limit, _)| bytes as u64 <= *limit);
+        found.or(limits.last()).map(|(_, name)| name.as_str())
+    }
+
+    /// What the time of kernel sections depends on.
+    pub(crate) fn of_kernels(&self) -> Self {
+        Self {
+            lanes: Some(self.lanes()),
+            source: Source::default(),
+            gemm: Gemm {
+                grids: Vec::new(),
+                ..self.gemm.clone()
+            },
+            collectives: Collectives::default(),
+            ..self.clone()
+        }
     }
 
     /// Reads a model.
@@ -268,6 +307,15 @@ impl HardwareModel {
             curve.check(name)?;
         }
         self.lanes.iter().try_for_each(Lanes::check)?;
+        for measured in &self.algorithms {
+            if !measured.limits.windows(2).all(|pair| pair[0].0 < pair[1].0) {
+                let text = format!(
+                    "the limits of '{}' are not in order; expected rising sizes",
+                    measured.collective
+                );
+                return Err(Error::new(ErrorKind::Parse, text));
+            }
+        }
         let (link, latency, host) = (&self.link, &self.latency, &self.host);
         let beside = &self.interference;
         for (name, rate) in [

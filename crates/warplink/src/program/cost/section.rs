@@ -14,7 +14,7 @@ use super::bound::Bound;
 use super::class::{self, Class};
 use super::schedule::{RankState, Schedule};
 use super::step::{EGRESS, INGRESS, MEMORY, Step, Work};
-use crate::error::Rank;
+use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::program::section::{
     LaneStep, LaneStepKind, Packing, Part, ScratchId, SectionInstance, SectionMemory,
 };
@@ -71,6 +71,8 @@ struct LaneState<'l> {
     class: usize,
     /// Whether it has stored at peers since it signalled last.
     stored: bool,
+    /// Whether it has agreed on tensors and not used them since.
+    looks_up: bool,
     /// Elements that it has read of the packets of scratch, and which.
     read: HashMap<ScratchId, f64>,
     seen: Seen,
@@ -168,32 +170,41 @@ pub(super) fn sections(program: &RankProgram) -> impl Iterator<Item = &SectionIn
 }
 
 /// What the lanes of a launch do, where all ranks reach what they announce.
-fn launch(section: &SectionInstance, iterations: u64) -> Launch {
+fn launch(section: &SectionInstance, iterations: u64) -> Result<Launch> {
     let (classes, of_lane) = class::halved(section);
-    let steps = |class: Class| {
-        // What the text of a section is refused for, the verifier has told; there is nothing to simulate.
+    let steps = |class: Class| -> Result<Steps> {
         let sampled = section.sampled_steps(class.lane, 0, iterations);
-        let (steps, weights) = sampled.unwrap_or_default();
-        Steps {
+        let (steps, weights) = sampled.map_err(|diagnostic| {
+            Error::new(ErrorKind::Verification, diagnostic.message)
+                .with_operation("simulate a program")
+                .with_help("verify the program")
+        })?;
+        Ok(Steps {
             class,
             steps: steps.into_iter().zip(weights).collect(),
-        }
+        })
     };
-    Launch {
-        classes: classes.into_iter().map(steps).collect(),
+    Ok(Launch {
+        classes: classes.into_iter().map(steps).collect::<Result<_>>()?,
         of_lane,
-    }
+    })
 }
 
 impl Schedule<'_> {
     /// Goes through the launches of all ranks, in order, for what they have to do with one another.
-    pub(super) fn find_launches(&mut self, iterations: u64) {
+    ///
+    /// # Errors
+    /// [`ErrorKind::Verification`] for a section that cannot be resolved.
+    pub(super) fn find_launches(&mut self, iterations: u64) -> Result<()> {
         let of_program = |program| {
-            sections(program)
-                .map(|section| launch(section, iterations))
-                .collect()
+            let launches = sections(program).map(|section| launch(section, iterations));
+            launches.collect::<Result<Vec<Launch>>>()
         };
-        self.launches = self.programs.iter().map(of_program).collect();
+        self.launches = self
+            .programs
+            .iter()
+            .map(of_program)
+            .collect::<Result<_>>()?;
         // What comes to the lanes of a class and what they read, by launch, scratch, rank and class; and how much comes
         // to all of them.
         let mut own: BTreeMap<(usize, ScratchId, usize, usize), [f64; 2]> = BTreeMap::new();
@@ -232,6 +243,7 @@ impl Schedule<'_> {
                     .insert((number, id, rank, class), comes / read);
             }
         }
+        Ok(())
     }
 
     /// Adds a launch: its lanes start together, and it ends with the last of them.
@@ -258,6 +270,7 @@ impl Schedule<'_> {
                     classes: &launch.classes,
                     class,
                     stored: false,
+                    looks_up: false,
                     read: HashMap::new(),
                     seen: Seen::new(),
                 };
@@ -281,7 +294,8 @@ impl Schedule<'_> {
     ) {
         let world = lane.section.world.max(1);
         let figures = &self.lane_figures;
-        let (signal, packet, fence) = (figures.signal, figures.packet, figures.fence);
+        let (signal, packet, fence, load) =
+            (figures.signal, figures.packet, figures.fence, figures.load);
         match kind {
             LaneStepKind::Move {
                 dtype,
@@ -291,6 +305,9 @@ impl Schedule<'_> {
                 ..
             } => {
                 let bytes = (elements * dtype.size()) as f64;
+                if std::mem::take(&mut lane.looks_up) {
+                    self.lanes[lane.stream].push(Step::Delay(load * weight));
+                }
                 if bytes > 0.0 {
                     self.add_move(lane, (*elements, bytes), targets, sources, weight);
                 }
@@ -303,12 +320,16 @@ impl Schedule<'_> {
                     }
                 }
             }
-            LaneStepKind::Agree { source, .. } => {
+            LaneStepKind::Agree {
+                tensors, source, ..
+            } => {
                 if let Some(id) = packets(lane.section, source) {
                     let read = lane.reads(id, source, weight) * self.share(lane, id);
                     let [_, last] = self.packet_counters(lane, lane.number, id);
                     self.lanes[lane.stream].push(Step::Await(last, read));
                 }
+                // Of all ranks at once, it looks up where their tensors are mapped.
+                lane.looks_up = !tensors.is_empty();
             }
             LaneStepKind::Signal { peer, lane: other } => {
                 if std::mem::take(&mut lane.stored) {
@@ -347,7 +368,7 @@ impl Schedule<'_> {
         let figures = self.lane_figures.clone();
         let memory = self.model.memory.rate;
         let mut needs = Needs::default();
-        // Seconds of a block with all its threads, and of the rounds in which its threads go through packets.
+        // Seconds of a block with all its threads, and the rounds in which its threads go through packets.
         let (mut block, mut rounds): (f64, f64) = (0.0, 0.0);
         let mut latency: f64 = 0.0;
         let threads = if self.model.device.shared {
@@ -373,7 +394,7 @@ impl Schedule<'_> {
                     1
                 };
                 let turns = bytes / data as f64 * together as f64 / threads as f64;
-                rounds = rounds.max(turns * figures.packet_round);
+                rounds = rounds.max(turns);
             }
             needs.add(peer, MEMORY, moved / memory);
             if part.rank == lane.number {
@@ -395,7 +416,7 @@ impl Schedule<'_> {
                 None => {}
             }
         }
-        if rounds == 0.0 {
+        if rounds <= 0.0 {
             latency = latency.max(figures.load);
         }
         if latency > 0.0 {
@@ -409,14 +430,16 @@ impl Schedule<'_> {
             self.lanes[lane.stream].push(Step::Await(first, read));
             reached.push(Step::Await(last, read));
         }
-        // Packets are read one by one as they come, while later ones are still being put.
-        let way = figures.packet * weight;
+        // Packets are read one by one as they come, while later ones are still being put. Those of a round come one
+        // behind the other.
+        let first_way = (figures.packet - figures.packet_round).max(0.0) * weight;
+        let last_way = first_way + rounds.min(1.0) * figures.packet_round * weight;
         let mut put = Vec::new();
         for (rank, id) in leaving {
             let [first, last] = self.packet_counters(lane, rank, id);
             let amount = elements * self.puts_for(lane, id);
-            self.lanes[lane.stream].push(Step::Add(first, amount, way));
-            put.push(Step::Add(last, amount, way));
+            self.lanes[lane.stream].push(Step::Add(first, amount, first_way));
+            put.push(Step::Add(last, amount, last_way));
         }
         let full = figures.block_threads.clamp(
             1,
@@ -427,6 +450,12 @@ impl Schedule<'_> {
             },
         );
         let block = block * (full as f64 / threads as f64).max(1.0);
+        // All threads wait for the slowest, also where few of them have a packet.
+        let rounds = if rounds > 0.0 {
+            rounds.max(1.0) * figures.packet_round
+        } else {
+            0.0
+        };
         self.add_lane_work(lane, block.max(rounds) * weight, &needs, weight);
         self.lanes[lane.stream].extend(put);
         self.lanes[lane.stream].extend(reached);

@@ -1,0 +1,110 @@
+//! How long algorithms take for a call: by a table that was measured, else by the cost model.
+
+use super::algorithm::Algorithm;
+use super::call::{Call, CollectiveKind};
+use super::choice::{Choice, Machine};
+use super::launches;
+use crate::device::ReduceOp;
+use crate::error::Result;
+use crate::program::RankProgram;
+use crate::program::cost::{HardwareModel, SimulateOptions, Submission, simulate_with};
+use crate::sync::lock;
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::{Arc, Mutex};
+
+/// What is known of how long algorithms take, and what was found so far. Clones are the same.
+#[derive(Clone)]
+pub(super) struct Estimates {
+    model: Arc<HardwareModel>,
+    found: Arc<Mutex<BTreeMap<Key, Algorithm>>>,
+}
+
+/// What a choice depends on: the collective, bytes of an element and of a part, and the algorithms that do it.
+type Key = (CollectiveKind, usize, usize, Vec<Algorithm>);
+
+impl fmt::Debug for Estimates {
+    /// All that estimates depend on, for ranks to compare.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.model.fmt(f)
+    }
+}
+
+impl Estimates {
+    pub(super) fn new(model: &HardwareModel) -> Self {
+        Self {
+            model: Arc::new(model.of_kernels()),
+            found: Arc::default(),
+        }
+    }
+
+    /// Of the algorithms that do a call, the one that is fastest; the first of those that are as fast as one another.
+    /// Calls of about the same length go alike.
+    pub(super) fn fastest(&self, machine: &Machine, call: &Call, of: &[Algorithm]) -> Algorithm {
+        let [first, _, ..] = of else {
+            return of.first().copied().unwrap_or(Algorithm::Chunks);
+        };
+        let measured = self
+            .model
+            .algorithm(call.kind.name(), machine.world, call.bytes());
+        let measured = measured.and_then(|name| name.parse().ok());
+        if let Some(measured) = measured.filter(|measured| of.contains(measured)) {
+            return measured;
+        }
+        let size = call.dtype.size();
+        let bytes = rounded(call.bytes()).next_multiple_of(size);
+        let key = (call.kind, size, bytes, of.to_vec());
+        if let Some(known) = lock(&self.found).get(&key) {
+            return *known;
+        }
+        let like = Call {
+            count: bytes / size,
+            op: call.op.map(|_| ReduceOp::Sum),
+            root: call.root.map(|_| 0),
+            ..*call
+        };
+        let mut best = (f64::INFINITY, *first);
+        for &algorithm in of {
+            match self.seconds(machine, &like, &machine.shape(algorithm, &like)) {
+                Ok(seconds) if seconds < best.0 => best = (seconds, algorithm),
+                Ok(_) => {}
+                Err(error) => tracing::warn!(%error, %algorithm, call = %like, "no estimate"),
+            }
+        }
+        lock(&self.found).insert(key, best.1);
+        best.1
+    }
+
+    /// Seconds of a call, where memory is reached.
+    pub(super) fn seconds(&self, machine: &Machine, call: &Call, choice: &Choice) -> Result<f64> {
+        // One that stands for shorter calls may have no room itself.
+        let rows = choice.algorithm.rows(call.kind, machine.world).max(1);
+        let machine = Machine {
+            packet_bytes: machine
+                .packet_bytes
+                .max(2 * rows * (call.bytes() + PADDING)),
+            ..machine.clone()
+        };
+        let program = |rank| launches::rank_program(&machine, rank, call, choice);
+        let ranks: Vec<RankProgram> = (0..machine.world).map(program).collect::<Result<_>>()?;
+        let options = SimulateOptions {
+            submission: Submission::Captured,
+            timeline: false,
+        };
+        Ok(simulate_with(&ranks, &self.model, options)?.seconds)
+    }
+}
+
+/// More than what a part is padded by.
+const PADDING: usize = 4096;
+
+/// The next of two lengths for each power of two: it, and half as much again.
+fn rounded(bytes: usize) -> usize {
+    let power = bytes.checked_next_power_of_two().unwrap_or(bytes);
+    let less = power / 4 * 3;
+    if bytes <= less { less } else { power }
+}
+
+#[cfg(test)]
+#[path = "estimate_tests.rs"]
+mod tests;
