@@ -137,6 +137,12 @@ impl Collectives {
         self.world
     }
 
+    /// How many messages a send_receive takes at most.
+    #[getter]
+    fn max_messages(&self) -> usize {
+        warplink::collective::MAX_MESSAGES
+    }
+
     /// `target`, of `size` times the bytes of `source`, becomes every rank's source in rank order.
     fn all_gather(
         &self,

@@ -170,14 +170,16 @@ def misused(rank, world, meeting):
         refused("at most 8 of them", layer.dispatch, to, many, numpy.zeros((9, 2), numpy.int32))
         short = to._replace(counts=numpy.zeros(3, numpy.int32))
         refused(r"target.counts is i32 of shape \[3\]", layer.dispatch, short, tokens, experts)
-        refused("read target.rows: NoneType is not an array", layer.dispatch, (None, *to[1:]), tokens, experts, kind=TypeError)
+        missing = (None, *to[1:])
+        refused("read target.rows: NoneType is not", layer.dispatch, missing, tokens, experts, kind=TypeError)
         refused("weights is f64", layer.combine, tokens, to, weights.astype(float))
         refused("read tokens: .*strides", layer.dispatch, to, numpy.zeros((8, 12), numpy.float32)[:, ::2], experts)
         # More rows for a rank than there is room for, told on both ranks.
         layer = collectives.experts(**good, max_rows=3)
         experts[:] = 2
         with pytest.raises(MismatchError, match="by the count in device memory; expected at most"):
-            layer.dispatch(stream, layer.allocate(), tokens if rank == 0 else tokens[:1], experts if rank == 0 else experts[:1])
+            own = slice(8 if rank == 0 else 1)
+            layer.dispatch(stream, layer.allocate(), tokens[own], experts[own])
             stream.synchronize()
         comm.all_gather_bytes(b"both were told")
         job.abort("the test is over")

@@ -196,7 +196,8 @@ def misused(rank, world, meeting):
         refused(r"read sends\[1\]: dict is not an array", send, [(peer, data), (peer, {})], kind=TypeError)
         refused(r"read receives\[0\]: .* strides", send, [], [(peer, data[::2])])
         refused("1 counts and 1 displacements of the input; expected 2", v, data, other, [4, 4], [8])
-        refused("3 elements from 6 on in the output; expected a part of its 8", v, data, other, [3, 3], [4, 4], [0, 6], at=1)
+        beyond = "3 elements from 6 on in the output; expected a part of its 8"
+        refused(beyond, v, data, other, [3, 3], [4, 4], [0, 6], at=1)
         refused("9 elements from 0 on in the input", v, data, other, [4, 4], [9, 0], at=0)
         refused("elements of f64; expected f32", v, data, other.astype(numpy.float32), [4, 4], [4, 4])
         refused("overlaps", v, data, other, [4, 4], [4, 4], [0, 2])

@@ -1,11 +1,13 @@
 """The process group and the fused operations on CUDA tensors; needs two GPUs."""
 
 import os
+from datetime import timedelta
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from conftest import meet  # noqa: E402
 from test_torch_group import on_ranks, start  # noqa: E402
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -229,6 +231,91 @@ def models(rank, world, meeting, place, way):
 @pytest.mark.parametrize("way", ["ddp", "fsdp2", "tp", "pipeline"])
 def test_a_model_trains_as_with_nccl(way):
     on_ranks(models, WORLD, way)
+
+
+def direct_messages(rank, world, _, place):
+    import warplink.torch
+
+    dist = start_on_gpu(rank, world, place, pg_options=warplink.torch.Options(direct_messages=True))
+    group, device, peer = dist.group.WORLD, torch.device("cuda", rank), 1 - rank
+    # The first collective of the group joins them, whatever it is.
+    assert group.messages_path == "backend"
+    total = torch.ones(4, device=device)
+    dist.all_reduce(total)
+    assert (total == world).all() and group.messages_path == "direct"
+    generator = torch.Generator(device=device).manual_seed(rank)
+    for turn, dtype in enumerate((torch.bfloat16, torch.float32, torch.int64, torch.float8_e4m3fn)):
+        # Uneven, some of them empty, on the current stream and beside it; NCCL's collectives between them.
+        rows = [[(1000, 3), (70_000, 0)], [(0, 5), (1, 1)], [(0, 0), (0, 9000)], [(4, 4), (4, 4)]][turn]
+        sent, received = list(rows[rank]), [row[rank] for row in rows]
+        for asynchronous in (False, True):
+            own = torch.randint(0, 2, (sum(sent), 24), device=device, generator=generator).to(dtype)
+            output, expected = (torch.zeros(sum(received), 24, device=device).to(dtype) for _ in range(2))
+            group._nccl.alltoall_base(expected.view(torch.uint8), own.view(torch.uint8), received, sent).wait()
+            work = dist.all_to_all_single(output, own, received, sent, async_op=asynchronous)
+            scratch = torch.full_like(own, 1)
+            if asynchronous:
+                work.wait()
+            assert torch.equal(output.view(torch.uint8), expected.view(torch.uint8)), (turn, asynchronous)
+            dist.all_reduce(total)
+            del own, scratch
+        outputs = [torch.zeros(n, 24, device=device) for n in received]
+        inputs = [torch.full((n, 24), float(10 * rank + p), device=device) for p, n in enumerate(sent)]
+        dist.all_to_all(outputs, inputs)
+        for p, one in enumerate(outputs):
+            assert (one == 10 * p + rank).all()
+    # More than one call takes, and not contiguous.
+    for turn in range(5):
+        sends = [torch.full((n, 7), float(n + rank + turn), device=device) for n in range(80)]
+        receives = [torch.zeros(n, 14, device=device)[:, ::2] for n in range(80)]
+        operations = [dist.P2POp(dist.isend, one, peer) for one in sends]
+        operations += [dist.P2POp(dist.irecv, one, peer) for one in receives]
+        works = dist.batch_isend_irecv(operations)
+        del sends, operations
+        for work in works:
+            # Blocks on the host as well, and would say what went wrong.
+            work.wait(timedelta(seconds=30)) if turn == 4 else work.wait()
+        for n, one in enumerate(receives):
+            assert (one == n + peer + turn).all()
+    # In a graph.
+    own, output = torch.zeros(2 * 512, device=device), torch.zeros(2 * 512, device=device)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        dist.all_to_all_single(output, own)
+    for turn in range(5):
+        own.copy_(torch.arange(2, device=device).repeat_interleave(512) + 10 * rank + 100 * turn)
+        graph.replay()
+        assert output.view(2, -1)[:, 0].tolist() == [float(10 * p + rank + 100 * turn) for p in range(2)]
+    # Several groups, one of which has other options.
+    both = dist.new_group([1, 0], pg_options=warplink.torch.Options(direct_messages=False))
+    gathered = torch.empty(2, device=device)
+    dist.all_to_all_single(gathered, torch.full((2,), float(rank), device=device), group=both)
+    assert gathered.tolist() == [1.0, 0.0] and both.messages_path == "backend"
+    dist.barrier(device_ids=[rank])
+    dist.destroy_process_group()
+
+
+def test_all_to_alls_and_batches_that_go_direct():
+    on_ranks(direct_messages, WORLD)
+
+
+def differing_ends(rank, world, _, place):
+    import warplink.torch
+    from warplink.errors import MismatchError
+
+    dist = start_on_gpu(rank, world, place, pg_options=warplink.torch.Options(direct_messages=True))
+    tensor = torch.zeros(4 + rank, device="cuda")
+    operation = dist.irecv if rank else dist.isend
+    (work,) = dist.batch_isend_irecv([dist.P2POp(operation, tensor, 1 - rank)])
+    with pytest.raises(MismatchError) as caught:
+        work.wait(timedelta(seconds=30))
+    assert caught.value.peer == 1 - rank
+    meet(place, "told", rank, range(world))
+
+
+def test_ends_that_differ_are_told_by_a_wait_with_a_timeout():
+    on_ranks(differing_ends, WORLD)
 
 
 def tensors(rank, world, meeting):

@@ -28,13 +28,21 @@ class GroupCalls:
         """Raises where the group cannot be used any more."""
         raise NotImplementedError
 
-    def _backend_of(self, tensors: list[torch.Tensor]) -> Any:
+    def _backend_of(self, tensors: list[torch.Tensor], by_all: bool = True) -> Any:
         """What serves ``tensors``: None for the host device, else NCCL or Gloo."""
+        raise NotImplementedError
+
+    def direct_messages(self, kind: str) -> Any:
+        """What does all-to-alls and batches directly on devices of ``kind``; None where a backend does."""
         raise NotImplementedError
 
     def _backend_for(self, kind: str) -> Any:
         """What serves tensors on devices of ``kind``; see ``_backend_of``."""
         raise NotImplementedError
+
+    def _past(self, backend: Any, tensor: torch.Tensor) -> Any:
+        """What does an all-to-all of ``tensor`` past ``backend``; None where that, or the host, does it."""
+        return self.direct_messages("cuda") if backend is not None and tensor.is_cuda else None
 
     # Collectives
 
@@ -144,10 +152,14 @@ class GroupCalls:
 
     def alltoall(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Any:
         opts = opts if opts is not None else c10d.AllToAllOptions()
-        if (backend := self._backend_of(input_tensors)) is not None:
+        backend = self._backend_of(input_tensors)
+        direct = self._past(backend, input_tensors[0])
+        if backend is not None and direct is None:
             return backend.alltoall(output_tensors, input_tensors, opts)
         count(self._size, output_tensors, "outputs")
         count(self._size, input_tensors, "inputs")
+        if direct is not None:
+            return direct.all_to_all(output_tensors, input_tensors, getattr(opts, "asyncOp", True))
         return self._host.all_to_all(output_tensors, input_tensors, limit_of(opts))
 
     def alltoall_base(
@@ -159,12 +171,17 @@ class GroupCalls:
         opts: Any = None,
     ) -> Any:
         opts = opts if opts is not None else c10d.AllToAllOptions()
-        if (backend := self._backend_of([output, input])) is not None:
+        backend = self._backend_of([output, input])
+        direct = self._past(backend, input)
+        if backend is not None and direct is None:
             return backend.alltoall_base(
                 output, input, output_split_sizes, input_split_sizes, opts
             )
         outputs = split(self._size, output, output_split_sizes, "output")
         inputs = split(self._size, input, input_split_sizes, "input")
+        if direct is not None:
+            asynchronous = getattr(opts, "asyncOp", True)
+            return direct.all_to_all_single(output, input, outputs, inputs, asynchronous)
         return self._host.all_to_all(outputs, inputs, limit_of(opts))
 
     def gather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Any:
@@ -201,17 +218,17 @@ class GroupCalls:
     # Sends and receives
 
     def send(self, tensors: Any, dst_rank: int, tag: int = 0) -> Any:
-        if (backend := self._backend_of(tensors)) is not None:
+        if (backend := self._backend_of(tensors, by_all=False)) is not None:
             return backend.send(tensors, dst_rank, tag)
         return self._one([self._messages.send(t, dst_rank, tag) for t in tensors])
 
     def recv(self, tensors: Any, src_rank: int, tag: int = 0) -> Any:
-        if (backend := self._backend_of(tensors)) is not None:
+        if (backend := self._backend_of(tensors, by_all=False)) is not None:
             return backend.recv(tensors, src_rank, tag)
         return self._one([self._messages.receive(t, src_rank, tag) for t in tensors])
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
-        if (backend := self._backend_of(tensors)) is not None:
+        if (backend := self._backend_of(tensors, by_all=False)) is not None:
             return backend.recv_anysource(tensors, tag)
         return self._one([self._messages.receive(t, None, tag) for t in tensors])
 

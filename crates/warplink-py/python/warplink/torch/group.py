@@ -19,8 +19,9 @@ from torch.distributed import distributed_c10d as c10d
 
 import warplink
 from warplink.errors import ClosedError, InvalidArgumentError, UnsupportedError
-from warplink.torch import joining
+from warplink.torch import direct, joining
 from warplink.torch.calls import GroupCalls
+from warplink.torch.direct import GpuMessages, HostBatches
 from warplink.torch.host import HostCollectives
 from warplink.torch.messages import Messages
 from warplink.torch.monitored import monitored_barrier
@@ -65,6 +66,9 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
         self._communicator: warplink.Communicator | None = None
         self._host: HostCollectives | None = None
         self._messages: Messages | None = None
+        self._batches: HostBatches | None = None
+        self._on_gpu: GpuMessages | None = None
+        self._may_go_direct = False
         self._gloo = gloo
         self._nccl: Any = None
         self._workspaces: dict[str, Workspace] = {}
@@ -72,12 +76,12 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
         self._group_name = name
         self._group_desc = "undefined"
 
+        options_told = f"direct_messages={self._options.direct_messages}"
+        self._one_machine = joining.on_one_machine(store, rank, size, options_told)
+        self._may_go_direct = self._options.direct_messages and self._one_machine and size > 1
         parent_communicator = parent._communicator if parent is not None else None
         if parent_communicator is not None and ranks_in_parent is not None:
-            self._one_machine = True
             self._communicator = parent_communicator.subgroup(ranks_in_parent)
-        else:
-            self._one_machine = joining.on_one_machine(store, rank, size)
         if self._devices.get("cpu") == "warplink":
             self._start_host()
         elif self._devices.get("cpu") == "gloo" and self._gloo is None:
@@ -97,6 +101,10 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
             self._communicator = self._job.world()
         self._host = HostCollectives(self._communicator, limit)
         self._messages = Messages(self._communicator, limit)
+        if self._may_go_direct and (joined := direct.join(self._communicator)) is not None:
+            self._batches = HostBatches(self._communicator, joined, limit)
+            # Of their own: batches and collectives are done side by side.
+            self._host.direct = direct.join(self._communicator)
 
     def _start_gloo(self) -> None:
         store = dist.PrefixStore("gloo", self._store)
@@ -128,15 +136,20 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
                 "expected no use of it after a fork; help: start ranks with spawn"
             )
 
-    def _backend_of(self, tensors: list[torch.Tensor]) -> Any:
-        """What serves ``tensors``: None for the host device, else NCCL or Gloo."""
+    def _backend_of(self, tensors: list[torch.Tensor], by_all: bool = True) -> Any:
+        """What serves ``tensors``: None for the host device, else NCCL or Gloo. ``by_all`` is whether all members make
+        this call, whose first one they join in for messages that go direct."""
         self._check()
         kinds = {tensor.device.type for tensor in tensors}
         if len(kinds) != 1:
             raise InvalidArgumentError(
                 f"the tensors are on {sorted(kinds)}; expected tensors of one device"
             )
-        return self._backend_for(kinds.pop())
+        kind = kinds.pop()
+        backend = self._backend_for(kind)
+        if kind == "cuda" and by_all:
+            self.direct_messages(kind)
+        return backend
 
     def _backend_for(self, kind: str) -> Any:
         if kind == "cpu":
@@ -154,6 +167,28 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
             f"the group has no backend for {kind} tensors; "
             "expected CPU tensors, or CUDA tensors where PyTorch has NCCL"
         )
+
+    def direct_messages(self, kind: str) -> HostBatches | GpuMessages | None:
+        """What does batches of tensors on devices of ``kind`` by Warplink's own collectives; None where something else
+        does, on all members alike. On GPUs, every member makes the group's first call at the same time, as PyTorch
+        asks for batches, and not in a graph."""
+        if kind != "cuda" or self._on_gpu is not None:
+            return self._on_gpu if kind == "cuda" else self._batches
+        if not self._may_go_direct or self._nccl is None or torch.cuda.is_current_stream_capturing():
+            return None
+        space = self.workspace(kind)
+        with self._lock:
+            if self._on_gpu is None and (joined := direct.join(space.communicator)) is not None:
+                self._on_gpu = GpuMessages(space, joined)
+            # Members that found out that they cannot do not try again.
+            self._may_go_direct = self._on_gpu is not None
+            return self._on_gpu
+
+    @property
+    def messages_path(self) -> str:
+        """What does all-to-alls and batches of sends and receives: "direct", or "backend" where the group does not let
+        Warplink do them, or nothing has been called yet."""
+        return "direct" if self._batches is not None or self._on_gpu is not None else "backend"
 
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
@@ -292,8 +327,9 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
         self._timeout = timeout
         if self._host is not None:
             self._host.timeout = timeout.total_seconds()
-        if self._messages is not None:
-            self._messages.timeout = timeout.total_seconds()
+        for part in (self._messages, self._batches):
+            if part is not None:
+                part.timeout = timeout.total_seconds()
         for backend in (self._gloo, self._nccl):
             if backend is not None:
                 backend._set_default_timeout(timeout)
@@ -360,7 +396,9 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
             if self._closed or os.getpid() != self._process:
                 return False
             self._closed = True
-        for part in (self._host, self._messages, *self._workspaces.values()):
+        parts = (self._host, self._messages, self._batches, *self._workspaces.values())
+        self._on_gpu = None
+        for part in parts:
             if part is not None:
                 part.close()
         return True

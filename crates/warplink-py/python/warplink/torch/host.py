@@ -52,6 +52,8 @@ class HostCollectives:
         self._stream = communicator.create_stream()
         self._worker = Worker("warplink-collectives")
         self._number = 0
+        #: What moves the data of all-to-alls; None where the engine does.
+        self.direct: warplink.Collectives | None = None
         self._failure: BaseException | None = None
         #: Where the works that are started are noted, while they are coalesced.
         self.started: list[HostWork] | None = None
@@ -108,13 +110,23 @@ class HostCollectives:
 
     # Moving bytes
 
-    def _move(self, sends: Pieces, receives: Pieces, limit: float) -> None:
-        """Sends and receives bytes, all at once."""
+    def _move(
+        self,
+        sends: Pieces,
+        receives: Pieces,
+        limit: float,
+        direct: warplink.Collectives | None = None,
+    ) -> None:
+        """Sends and receives bytes, all at once; by the engine unless ``direct`` is given."""
         outward = [(peer, data) for peer, data in sends if data.numel()]
         inward = [(peer, data) for peer, data in receives if data.numel()]
-        if outward or inward:
+        if not outward and not inward:
+            return
+        if direct is not None:
+            direct.send_receive(self._stream, outward, inward)
+        else:
             self._engine.exchange(self._stream, outward, inward)
-            self._stream.synchronize(limit)
+        self._stream.synchronize(limit)
 
     def _exchange(
         self,
@@ -124,6 +136,7 @@ class HostCollectives:
         receives: Pieces,
         limit: float,
         root: int = -1,
+        direct: warplink.Collectives | None = None,
     ) -> None:
         """Agrees with every peer on what is done, then moves what is to be moved.
 
@@ -161,6 +174,7 @@ class HostCollectives:
             [(peer, _packed(piece)[1]) for peer, piece in outward.items()],
             [(peer, _packed(piece)[1]) for peer, piece in inward.items()],
             limit,
+            direct,
         )
 
     # Collectives; each gives the body of an operation
@@ -344,7 +358,8 @@ class HostCollectives:
             others = [peer for peer in range(self.size) if peer != self.rank]
             sends = [(peer, pieces[peer]) for peer in others]
             receives = [(peer, written[peer]) for peer in others]
-            self._exchange("all_to_all", pieces[0].dtype, sends, receives, limit)
+            # Ends of other lengths have been told of by now, with the names of what the ranks call.
+            self._exchange("all_to_all", pieces[0].dtype, sends, receives, limit, direct=self.direct)
             own = pieces[self.rank]
             outputs[self.rank].detach().copy_(own.view(outputs[self.rank].shape))
             for peer in others:

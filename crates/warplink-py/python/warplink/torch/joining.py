@@ -10,6 +10,7 @@ import threading
 import torch.distributed as dist
 
 import warplink
+from warplink.errors import from_kind
 
 #: Seconds that leaving waits for the other ranks.
 LEAVE_SECONDS = 10.0
@@ -25,11 +26,20 @@ def machine() -> str:
     return f"{boot} {processes}"
 
 
-def on_one_machine(store: dist.Store, rank: int, size: int) -> bool:
-    """Whether all ``size`` members run on this machine. Blocks until all have said where they run."""
-    store.set(f"warplink/machine/{rank}", machine())
-    machines = {store.get(f"warplink/machine/{peer}") for peer in range(size)}
-    return len(machines) == 1
+def on_one_machine(store: dist.Store, rank: int, size: int, options: str) -> bool:
+    """Whether all ``size`` members run on this machine. Blocks until all have said where they run.
+
+    Raises MismatchError, which names the peer, where ``options`` differ."""
+    store.set(f"warplink/machine/{rank}", f"{options}\n{machine()}")
+    told = [store.get(f"warplink/machine/{peer}").decode() for peer in range(size)]
+    for peer, (other, _, _) in enumerate(one.partition("\n") for one in told):
+        if other != options:
+            message = (
+                f"rank {rank}: make a process group: the peer has {other!r}; expected {options!r} "
+                f"(peer {peer}); help: pass the same options on every rank"
+            )
+            raise from_kind("mismatch", message, rank=rank, peer=peer, operation="make a process group")
+    return len(set(told)) == 1
 
 
 def join(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 #: Bytes of each rank's buffer that the other ranks reach, unless told otherwise.
@@ -15,13 +16,25 @@ class Options:
     tensors. ``buffer_size`` is the length in bytes of each rank's buffer that the others reach; it is
     allocated when ``get_p2p_buffer`` is called first. Passing a ``ProcessGroupNCCL.Options`` itself is
     the same as passing ``Options(nccl_options=...)``.
+
+    With ``direct_messages``, all-to-alls and batches of sends and receives of a group on one machine go by Warplink's
+    own collectives, CUDA tensors past NCCL; the same on every rank. None takes it from the environment:
+    ``WARPLINK_TORCH_DIRECT_MESSAGES=1``.
     """
 
-    def __init__(self, nccl_options: Any = None, buffer_size: int = DEFAULT_BUFFER_SIZE) -> None:
+    def __init__(
+        self,
+        nccl_options: Any = None,
+        buffer_size: int = DEFAULT_BUFFER_SIZE,
+        direct_messages: bool | None = None,
+    ) -> None:
         if buffer_size <= 0:
             raise ValueError(f"buffer_size is {buffer_size}; expected at least 1 byte")
         self.nccl_options = nccl_options
         self.buffer_size = buffer_size
+        if direct_messages is None:
+            direct_messages = os.environ.get("WARPLINK_TORCH_DIRECT_MESSAGES") == "1"
+        self.direct_messages = direct_messages
 
     @staticmethod
     def read(given: Any) -> Options:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from warplink.torch.direct import Message
 from warplink.torch.group import ProcessGroupWarplink
 from warplink.torch.options import Options
 
@@ -38,7 +39,7 @@ def register() -> None:
     dist.Backend.register_backend(
         "warplink", _create, extended_api=True, devices=["cpu", "cuda"]
     )
-    _batch_by_coalescing()
+    _batch_together()
     atexit.register(_leave_at_exit)
 
 
@@ -92,8 +93,8 @@ def _configuration() -> tuple[dict[str, str], Any, Any]:
     return {"cpu": "warplink", "cuda": "warplink"}, None, None
 
 
-def _batch_by_coalescing() -> None:
-    """Has ``batch_isend_irecv`` coalesce CUDA tensors of these groups, as NCCL needs.
+def _batch_together() -> None:
+    """Has ``batch_isend_irecv`` of these groups go direct, or coalesce CUDA tensors, as NCCL needs.
 
     PyTorch does so only for groups of its own class; sends and receives of NCCL that are posted one by
     one can wait for each other.
@@ -103,9 +104,17 @@ def _batch_by_coalescing() -> None:
     def batch_isend_irecv(p2p_op_list: list[Any]) -> list[Any]:
         first: Any = p2p_op_list[0] if p2p_op_list else None
         group = getattr(first, "group", None) or (first and c10d._get_default_group())
-        if not isinstance(group, ProcessGroupWarplink) or first.tensor.device.type != "cuda":
+        if not isinstance(group, ProcessGroupWarplink):
             return original(p2p_op_list)
         c10d._check_p2p_op_list(p2p_op_list)
+        group._check()
+        kind = first.tensor.device.type
+        if (direct := group.direct_messages(kind)) is not None:
+            sends = (dist.isend, c10d.isend)
+            batch = [Message(op.group_peer, op.op in sends, op.tensor) for op in p2p_op_list]
+            return [direct.exchange(batch)]
+        if kind != "cuda":
+            return original(p2p_op_list)
         with c10d._coalescing_manager(group, first.tensor.device, async_ops=True) as manager:
             for op in p2p_op_list:
                 key = "group_dst" if op.op is dist.isend else "group_src"

@@ -10,7 +10,7 @@ from typing import Any, Callable
 import torch
 import torch.distributed as dist
 
-from warplink.errors import TimeoutError
+from warplink.errors import TimeoutError, WarplinkError
 
 #: What an operation gives: the tensors that its future holds.
 Result = Any
@@ -92,6 +92,67 @@ class HostWork(dist.Work):
         if done:
             self._tell(future)
         return future
+
+
+class GpuWork(dist.Work):
+    """An operation that was enqueued on a stream.
+
+    ``check`` raises the error that ended the device's work, ``synchronize`` blocks until the stream is done, for
+    seconds, and raises what went wrong on it.
+    """
+
+    def __init__(
+        self,
+        result: Result,
+        event: torch.cuda.Event,
+        stream: torch.cuda.Stream,
+        check: Callable[[], None],
+        synchronize: Callable[[float], None],
+    ) -> None:
+        super().__init__()
+        self._result = result
+        self._event = event
+        self._stream = stream
+        self._check = check
+        self._synchronize = synchronize
+        self._future: torch.futures.Future[Any] | None = None
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Has the caller's current stream wait for it. With a ``timeout``, blocks until it is done, and raises what
+        another rank did wrong, or TimeoutError after that time."""
+        self._check()
+        if timeout:
+            self._synchronize(timeout.total_seconds())
+        torch.cuda.current_stream(self._stream.device).wait_event(self._event)
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return self._event.query()
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> BaseException | None:
+        try:
+            self._check()
+        except WarplinkError as error:
+            return error
+        return None
+
+    def result(self) -> Result:
+        self.wait()
+        return self._result
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        if self._future is None:
+            self._future = torch.futures.Future(devices=[self._stream.device])
+            # What follows from it is ordered behind the stream's work so far.
+            with torch.cuda.stream(self._stream):
+                self._future.set_result(self._result)
+        return self._future
 
 
 class WorkGroup(dist.Work):

@@ -1,0 +1,202 @@
+"""All-to-alls and batches of sends and receives by Warplink's own collectives.
+
+This is what ``Options(direct_messages=True)`` asks for. Whether a call goes direct never depends on the call: members
+agree on it once, when they join the collectives, so that no call asks another rank which way it goes. Tensors of every
+type, length and layout are served. As with NCCL, messages of a batch are matched by their order and not by tags, and
+both ends of a message are in batches.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any, Callable, Iterable, Sequence
+
+import torch
+
+import warplink
+from warplink.errors import (
+    ClosedError,
+    DriverError,
+    InvalidArgumentError,
+    InvalidHandleError,
+    PeerFailedError,
+    UnsupportedError,
+)
+from warplink.torch.arithmetic import as_bytes, readable, settle, writable
+from warplink.torch.works import GpuWork, HostWork, Worker
+from warplink.torch.workspace import Workspace
+
+#: Bytes of each rank's workspace.
+WORKSPACE_BYTES = 4 << 20
+
+_log = logging.getLogger(__name__)
+
+#: Sends and receives of one call, ``(peer, array)`` each.
+Round = tuple[list[tuple[int, Any]], list[tuple[int, Any]]]
+
+
+@dataclass
+class Message:
+    """A send to ``peer``, or a receive from it."""
+
+    peer: int
+    sends: bool
+    tensor: torch.Tensor
+
+
+def join(communicator: warplink.Communicator) -> warplink.Collectives | None:
+    """Collectives of all members; None, on all of them alike, where they do not reach one another's memory. Blocks
+    until every member has called it."""
+    try:
+        return communicator.collectives(path="direct", workspace_bytes=WORKSPACE_BYTES)
+    except (UnsupportedError, DriverError, InvalidHandleError, PeerFailedError) as error:
+        # All members fail where one does.
+        _log.warning("messages do not go direct: %s", error)
+        return None
+
+
+def rounds(messages: Iterable[tuple[int, bool, Any]], size: int, most: int) -> list[Round]:
+    """Cuts a batch into calls of at most ``most`` messages. The n-th message of one rank to another is in the same call
+    at both ends, whatever else the two have in their batches: so no call waits for one behind it."""
+    each = max(1, most // (2 * size))
+    counts: dict[tuple[int, bool], int] = {}
+    calls: list[Round] = []
+    for peer, sends, data in messages:
+        number = counts.get((peer, sends), 0)
+        counts[peer, sends] = number + 1
+        if number // each == len(calls):
+            calls.append(([], []))
+        calls[number // each][0 if sends else 1].append((peer, data))
+    return calls
+
+
+class HostBatches:
+    """Batches of CPU tensors, done one after another on a thread. Every member makes one at the same time."""
+
+    def __init__(
+        self, communicator: warplink.Communicator, collectives: warplink.Collectives, timeout: float
+    ) -> None:
+        self.timeout = timeout
+        self._collectives = collectives
+        self._stream = communicator.create_stream()
+        self._worker = Worker("warplink-batches")
+
+    def exchange(self, messages: Sequence[Message]) -> HostWork:
+        """Does all ``messages`` at the same time."""
+        work, limit = HostWork("batch_isend_irecv"), self.timeout
+
+        def run() -> None:
+            try:
+                held = [readable(m.tensor) if m.sends else writable(m.tensor) for m in messages]
+                batch = [(m.peer, m.sends, as_bytes(data)) for m, data in zip(messages, held)]
+                collectives = self._collectives
+                for sends, receives in rounds(batch, collectives.size, collectives.max_messages):
+                    collectives.send_receive(self._stream, sends, receives)
+                self._stream.synchronize(limit)
+                received = [(m.tensor, data) for m, data in zip(messages, held) if not m.sends]
+                for tensor, data in received:
+                    settle(tensor, data)
+            except BaseException as error:  # noqa: BLE001 - it is the caller's, on another thread
+                work.finish(error=error)
+            else:
+                work.finish([tensor for tensor, _ in received])
+
+        if not self._worker.submit(run):
+            work.finish(error=ClosedError("the process group was destroyed"))
+        return work
+
+    def close(self, limit: float = 1.0) -> None:
+        """Ends the thread. Later batches raise ClosedError."""
+        self._worker.stop(limit)
+
+
+class GpuMessages:
+    """All-to-alls and batches of CUDA tensors. Every member makes one at the same time.
+
+    They are enqueued on the caller's current stream, or on one of the group's behind it where the caller goes on
+    meanwhile. A rank that was lost shows in the next call or wait, what does not fit in a wait with a timeout.
+    """
+
+    def __init__(self, space: Workspace, collectives: warplink.Collectives) -> None:
+        self._space = space
+        self._collectives = collectives
+        self._device = torch.device("cuda", torch.cuda.current_device())
+        self._side = torch.cuda.Stream(self._device)
+
+    def exchange(self, messages: Sequence[Message], asynchronous: bool = True) -> GpuWork:
+        """Does all ``messages`` at the same time."""
+
+        def call(stream: warplink.Stream, sources: list[Any], targets: list[Any]) -> None:
+            sent, received = iter(sources), iter(targets)
+            batch = [(m.peer, m.sends, next(sent if m.sends else received)) for m in messages]
+            collectives = self._collectives
+            for sends, receives in rounds(batch, collectives.size, collectives.max_messages):
+                collectives.send_receive(stream, sends, receives)
+
+        sends = [m.tensor for m in messages if m.sends]
+        receives = [m.tensor for m in messages if not m.sends]
+        return self._enqueue("batch_isend_irecv", receives, sends, call, asynchronous)
+
+    def all_to_all(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], asynchronous: bool
+    ) -> GpuWork:
+        """``outputs[p]`` becomes rank p's ``inputs[this rank]``."""
+
+        def call(stream: warplink.Stream, sources: list[Any], targets: list[Any]) -> None:
+            self._collectives.send_receive(stream, list(enumerate(sources)), list(enumerate(targets)))
+
+        return self._enqueue("all_to_all", outputs, inputs, call, asynchronous)
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_parts: list[torch.Tensor],
+        input_parts: list[torch.Tensor],
+        asynchronous: bool,
+    ) -> GpuWork:
+        """The same of parts of one tensor, which lie one after the other."""
+        received = [part.nbytes for part in output_parts]
+        sent = [part.nbytes for part in input_parts]
+
+        def call(stream: warplink.Stream, sources: list[Any], targets: list[Any]) -> None:
+            self._collectives.all_to_all_v(stream, targets[0], sources[0], received, sent)
+
+        return self._enqueue("all_to_all", [output], [input], call, asynchronous)
+
+    def _enqueue(
+        self,
+        name: str,
+        outputs: list[torch.Tensor],
+        inputs: list[torch.Tensor],
+        call: Callable[[warplink.Stream, list[Any], list[Any]], None],
+        asynchronous: bool,
+    ) -> GpuWork:
+        """Enqueues ``call``, given the memory of ``inputs`` and ``outputs``."""
+        for tensor in (*outputs, *inputs):
+            if tensor.device != self._device:
+                raise InvalidArgumentError(
+                    f"{name}: a tensor is on {tensor.device}; expected {self._device}, as in the group's first call"
+                )
+        current = torch.cuda.current_stream(self._device)
+        stream = self._side if asynchronous else current
+        if asynchronous:
+            stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            sources, targets = [readable(t) for t in inputs], [writable(t) for t in outputs]
+            borrowed = self._space.stream
+            call(borrowed, self._memory(sources), self._memory(targets))
+            for tensor, target in zip(outputs, targets):
+                settle(tensor, target)
+            event = stream.record_event()
+        if asynchronous:
+            # What was allocated on the current stream is not used again before this one is past it.
+            for tensor in (*outputs, *inputs):
+                tensor.record_stream(stream)
+        return GpuWork(outputs, event, stream, self._space.communicator.check, borrowed.synchronize)
+
+    def _memory(self, tensors: list[torch.Tensor]) -> list[Any]:
+        """The bytes of tensors, which PyTorch keeps until the stream is past them."""
+        view_at = self._space.communicator.view_at
+        return [view_at(t.data_ptr(), [t.nbytes], "u8") if t.nbytes else as_bytes(t) for t in tensors]

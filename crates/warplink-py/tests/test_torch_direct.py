@@ -1,0 +1,249 @@
+"""All-to-alls and batches that go by Warplink's own collectives, on CPU tensors."""
+
+import os
+import random
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from conftest import meet  # noqa: E402
+from test_torch_group import on_ranks, start  # noqa: E402
+
+
+def begin(rank, world, place, **options):
+    import warplink.torch
+
+    return start(rank, world, place, pg_options=warplink.torch.Options(direct_messages=True), **options)
+
+
+class Counted:
+    """Collectives that count their calls."""
+
+    def __init__(self, collectives):
+        self._collectives = collectives
+        self.calls = 0
+
+    def send_receive(self, *arguments):
+        self.calls += 1
+        return self._collectives.send_receive(*arguments)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_both_ends_of_a_message_are_in_the_same_call(seed):
+    from warplink.torch.direct import rounds
+
+    chance = random.Random(seed)
+    size, most = chance.randint(1, 8), 64
+    counts = {(a, b): chance.choice([0, 1, 5, 40]) for a in range(size) for b in range(size)}
+    found = {}
+    for rank in range(size):
+        batch = [(peer, True, n) for peer in range(size) for n in range(counts[rank, peer])]
+        batch += [(peer, False, n) for peer in range(size) for n in range(counts[peer, rank])]
+        # In any order that keeps that of a pair.
+        lines = [[m for m in batch if m[:2] == line] for line in sorted({m[:2] for m in batch})]
+        mixed = []
+        while lines := [line for line in lines if line]:
+            mixed.append(chance.choice(lines).pop(0))
+        calls = rounds(mixed, size, most)
+        assert all(0 < len(sends) + len(receives) <= most for sends, receives in calls)
+        for number, (sends, receives) in enumerate(calls):
+            for peer, n in sends:
+                assert found.setdefault((rank, peer, n), number) == number
+            for peer, n in receives:
+                assert found.setdefault((peer, rank, n), number) == number
+    assert len(found) == sum(counts.values())
+
+
+def raw(tensor):
+    """The bytes of a tensor of any type."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def uneven(rank, world, _, place):
+    dist = begin(rank, world, place)
+    group = dist.group.WORLD
+    assert group.messages_path == "direct"
+    group._host.direct = counted = Counted(group._host.direct)
+    seed = [int.from_bytes(os.urandom(4), "little")]
+    dist.broadcast_object_list(seed, 0)
+    chance = random.Random(seed[0])
+    generator = torch.Generator().manual_seed(seed[0])
+    kinds = [torch.bfloat16, torch.float64, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.int64]
+    for turn, dtype in enumerate(kinds):
+        rows = [[chance.choice([0, 1, 7, 500]) for _ in range(world)] for _ in range(world)]
+        if turn == 0:
+            # Each rank has something to send that is longer than the first packet.
+            for peer, row in enumerate(rows):
+                row[(peer + 1) % world] = 500
+        values = [
+            [torch.randint(0, 2, (n, 9), generator=generator).to(dtype) for n in row] for row in rows
+        ]
+        sent, received = rows[rank], [row[rank] for row in rows]
+        expected = torch.cat([row[rank] for row in values])
+        own = torch.cat(values[rank])
+        output = torch.zeros(sum(received), 9).to(dtype)
+        if turn % 2:
+            # Neither is contiguous.
+            own = torch.cat([own, own], 1)[:, :9]
+            output = torch.zeros(sum(received), 18).to(dtype)[:, ::2]
+        work = dist.all_to_all_single(output, own, received, sent, async_op=turn > 2)
+        if work is not None:
+            work.wait()
+        assert torch.equal(raw(output), raw(expected)), (seed, turn)
+        outputs = [torch.zeros(n, 9).to(dtype) for n in received]
+        dist.all_to_all(outputs, values[rank])
+        for one, row in zip(outputs, values):
+            assert torch.equal(raw(one), raw(row[rank])), (seed, turn)
+    # It went direct.
+    assert counted.calls > 0
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_all_to_alls_with_a_size_for_each_pair(world):
+    on_ranks(uneven, world)
+
+
+def batches(rank, world, _, place):
+    dist = begin(rank, world, place)
+    group = dist.group.WORLD
+    seed = [int.from_bytes(os.urandom(4), "little")]
+    dist.broadcast_object_list(seed, 0)
+    chance = random.Random(seed[0])
+    generator = torch.Generator().manual_seed(seed[0])
+    for turn in range(4):
+        # More than one call takes, between ranks at random, some of them of a rank to itself.
+        plan = []
+        for _ in range(chance.choice([1, 40, 200])):
+            shape = (chance.choice([0, 1, 33]), chance.choice([4, 300]))
+            plan.append((chance.randrange(world), chance.randrange(world), shape))
+        operations, received = [], []
+        for of, to, shape in plan:
+            values = torch.randn(shape, generator=generator)
+            if of == rank:
+                # It lies by columns.
+                operations.append(dist.P2POp(dist.isend, values.t().contiguous().t(), to))
+            if to == rank:
+                target = torch.zeros(shape[0], 2 * shape[1])[:, ::2] if turn % 2 else torch.zeros(shape)
+                operations.append(dist.P2POp(dist.irecv, target, of))
+                received.append((target, values))
+        if not operations:
+            continue
+        works = dist.batch_isend_irecv(operations)
+        future = works[0].get_future()
+        for work in works:
+            work.wait()
+        assert future.wait() is not None
+        for target, values in received:
+            assert torch.equal(target, values), (seed, turn)
+    # Of two of the ranks, in another order at the other end, and with a collective under way.
+    total = torch.ones(3)
+    reduced = dist.all_reduce(total, async_op=True)
+    if rank < 2:
+        first, second = torch.empty(10), torch.empty(20)
+        sends = [dist.P2POp(dist.isend, torch.full((n,), float(n + rank)), 1 - rank) for n in (10, 20)]
+        receives = [dist.P2POp(dist.irecv, one, 1 - rank) for one in (first, second)]
+        for work in dist.batch_isend_irecv(sends + receives if rank else receives + sends):
+            work.wait()
+        assert (first == 11 - rank).all() and (second == 21 - rank).all()
+    reduced.wait()
+    assert (total == world).all()
+    # None of these went by the lines of single messages, which go on beside them.
+    assert not group._messages._senders and not group._messages._readers
+    if rank == 0:
+        dist.send(torch.ones(4), 1, tag=5)
+    elif rank == 1:
+        got = torch.zeros(4)
+        dist.recv(got, 0, tag=5)
+        assert (got == 1).all()
+    dist.barrier()
+    half = dist.new_group([0, world - 1], pg_options=group.options)
+    if rank in (0, world - 1):
+        assert half.messages_path == "direct"
+        peer = world - 1 - rank
+        got = torch.empty(50)
+        own = torch.full((50,), float(rank))
+        operations = [dist.P2POp(dist.irecv, got, peer, half), dist.P2POp(dist.isend, own, peer, half)]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        assert (got == peer).all()
+    dist.barrier()
+    dist.destroy_process_group()
+    with pytest.raises(RuntimeError, match="destroyed"):
+        group._batches.exchange([]).wait()
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_batches_of_sends_and_receives(world):
+    on_ranks(batches, world)
+
+
+def different(rank, world, _, place):
+    from warplink.errors import MismatchError
+
+    # By the environment, on one rank only.
+    os.environ["WARPLINK_TORCH_DIRECT_MESSAGES"] = str(rank)
+    with pytest.raises(MismatchError, match="direct_messages=.* expected 'direct_messages=.*same options") as caught:
+        start(rank, world, place)
+    assert (caught.value.rank, caught.value.peer) == (rank, 1 - rank)
+    os.environ["WARPLINK_TORCH_DIRECT_MESSAGES"] = "1"
+    dist = start(rank, world, place + "again")
+    assert dist.group.WORLD.messages_path == "direct"
+    # All-to-alls say as before what the ranks call.
+    with pytest.raises(MismatchError, match="all_to_all.*expected all_to_all") as caught:
+        parts = [4000 + rank, 4000]
+        dist.all_to_all_single(torch.zeros(sum(parts)), torch.zeros(8000), parts, [4000, 4000])
+    assert caught.value.peer == 1 - rank
+    dist.destroy_process_group()
+    dist = start(rank, world, place + "batch")
+    operation = dist.irecv if rank else dist.isend
+    with pytest.raises(MismatchError) as caught:
+        for work in dist.batch_isend_irecv([dist.P2POp(operation, torch.zeros(4 + rank), 1 - rank)]):
+            work.wait()
+    assert caught.value.peer == 1 - rank and "16" in str(caught.value) and "20" in str(caught.value)
+    # Neither leaves before the other has its error.
+    meet(place, "told", rank, range(world))
+    dist.destroy_process_group()
+
+
+def test_ranks_that_differ_are_told():
+    on_ranks(different, 2)
+
+
+def lost(rank, world, _, place):
+    dist = begin(rank, world, place)
+    meet(place, "joined", rank, range(world))
+    if rank == 1:
+        os._exit(1)
+    with pytest.raises(ConnectionError) as caught:
+        for work in dist.batch_isend_irecv([dist.P2POp(dist.irecv, torch.empty(5), 1)]):
+            work.wait()
+    assert caught.value.kind == "peer_lost" and caught.value.peer == 1
+    dist.destroy_process_group()
+
+
+def test_a_lost_rank_ends_a_batch():
+    on_ranks(lost, 2, dies=(1,))
+
+
+def too_many(rank, world, _, place):
+    dist = begin(rank, world, place)
+    # More ranks than the collectives serve directly: all of them go on as they did.
+    assert dist.group.WORLD.messages_path == "backend"
+    right, left = (rank + 1) % world, (rank - 1) % world
+    got = torch.empty(3000)
+    operations = [dist.P2POp(dist.isend, torch.full((3000,), float(rank)), right), dist.P2POp(dist.irecv, got, left)]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    assert (got == left).all()
+    gathered = torch.empty(2 * world)
+    dist.all_to_all_single(gathered, torch.full((2 * world,), float(rank)))
+    assert gathered[::2].tolist() == [float(peer) for peer in range(world)]
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_ranks_that_cannot_go_direct_agree_on_it():
+    on_ranks(too_many, 9)
