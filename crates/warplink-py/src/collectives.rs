@@ -1,13 +1,14 @@
 //! Collectives.
 
-use crate::array::{Array, Place, Reader};
+use crate::array::{Place, Reader};
 use crate::errors::{invalid, raise};
 use crate::experts::Experts;
 use crate::owner::Detached;
+use crate::parts::{Cut, unit};
 use crate::stream::Stream;
 use pyo3::prelude::*;
 use warplink::collective::{
-    Call, CollectiveKind, CollectiveOptions, CollectivePath, ExpertOptions, Message, Parts,
+    Call, CollectiveKind, CollectiveOptions, CollectivePath, ExpertOptions, Message,
 };
 use warplink::device::{AllocationKind, DeviceSlice, ReduceOp};
 use warplink::{DType, Rank};
@@ -377,71 +378,6 @@ impl Collectives {
         let (path, size) = (self.path()?, self.world);
         Ok(format!("Collectives(path='{path}', size={size})"))
     }
-}
-
-/// How an array is cut into a part for each rank.
-struct Cut {
-    counts: Vec<usize>,
-    displacements: Vec<usize>,
-}
-
-impl Cut {
-    /// Of counts and displacements in elements of `each` units. What overflows is beyond any memory.
-    fn new(counts: Vec<usize>, displacements: Option<Vec<usize>>, each: usize) -> Self {
-        let in_units = |elements: &usize| elements.saturating_mul(each);
-        let counts: Vec<usize> = counts.iter().map(in_units).collect();
-        let displacements = match displacements {
-            Some(displacements) => displacements.iter().map(in_units).collect(),
-            None => {
-                let next = |end: &mut usize, count: &usize| {
-                    let start = *end;
-                    *end = end.saturating_add(*count);
-                    Some(start)
-                };
-                counts.iter().scan(0, next).collect()
-            }
-        };
-        Self {
-            counts,
-            displacements,
-        }
-    }
-
-    fn parts(&self) -> Parts<'_> {
-        Parts {
-            counts: &self.counts,
-            displacements: &self.displacements,
-        }
-    }
-}
-
-/// The largest type of which elements of both arrays consist, and of how many.
-fn unit(target: &Array, source: &Array) -> PyResult<(DType, usize)> {
-    let differ = match (target.element, source.element) {
-        (Some(target), Some(source)) => target != source,
-        _ => target
-            .item_bytes
-            .zip(source.item_bytes)
-            .is_some_and(|(a, b)| a != b),
-    };
-    if differ {
-        let of = |array: &Array| match (array.element, array.item_bytes) {
-            (Some(element), _) => element.name.to_owned(),
-            (None, bytes) => format!("{} bytes", bytes.unwrap_or(1)),
-        };
-        return Err(invalid(format!(
-            "the target has elements of {}; expected {}, as the source has",
-            of(target),
-            of(source)
-        )));
-    }
-    let bytes = target.item_bytes.or(source.item_bytes).unwrap_or(1).max(1);
-    let types = [DType::U64, DType::U32, DType::F16];
-    let dtype = types
-        .into_iter()
-        .find(|dtype| bytes.is_multiple_of(dtype.size()));
-    let dtype = dtype.unwrap_or(DType::U8);
-    Ok((dtype, bytes / dtype.size()))
 }
 
 /// The options of `Communicator.collectives`.

@@ -24,6 +24,7 @@ mod kernel;
 mod memory;
 mod overlap;
 mod owner;
+mod parts;
 mod program;
 mod region;
 mod stream;
