@@ -2,12 +2,13 @@
 
 import os
 import random
+import time
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from conftest import meet  # noqa: E402
+from conftest import meet, run_ranks  # noqa: E402
 from test_torch_group import on_ranks, start  # noqa: E402
 
 
@@ -226,6 +227,84 @@ def lost(rank, world, _, place):
 
 def test_a_lost_rank_ends_a_batch():
     on_ranks(lost, 2, dies=(1,))
+
+
+def failure(watch, kind):
+    """The error of that kind that ``watch`` finds."""
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        try:
+            watch.check()
+        except kind as error:
+            return error
+        time.sleep(0.01)
+    raise AssertionError("nothing was found")
+
+
+def watched(rank, world, meeting):
+    import warplink
+    from warplink.errors import MismatchError
+    from warplink.torch.watch import Watch
+
+    with warplink.Job.join(rank, world, meeting, timeout=60.0) as job:
+        comm, peer = job.world(), 1 - rank
+        collectives, streams = comm.collectives(), [comm.create_stream() for _ in range(2)]
+        watch, regions = Watch(comm, 60.0), [comm.alloc(64) for _ in range(2)]
+        for turn in range(60):
+            # On several streams, which no host waits for.
+            stream = streams[turn % 2]
+            collectives.send_receive(stream, [(peer, regions[0])], [(peer, regions[1])])
+            watch.follow(stream)
+        end = time.monotonic() + 60
+        while watch._last is not None and time.monotonic() < end:
+            time.sleep(0.01)
+        watch.check()
+        assert watch._last is None and all(stream.is_idle() for stream in streams)
+        # Ends of other lengths.
+        end = [(peer, regions[0].slice(0, 32 + 16 * rank))]
+        collectives.send_receive(streams[0], *((end, []) if rank else ([], end)))
+        watch.follow(streams[0])
+        error = failure(watch, MismatchError)
+        assert error.peer == peer and "32" in str(error) and "48" in str(error)
+        # It stays.
+        with pytest.raises(MismatchError):
+            watch.check()
+        comm.all_gather_bytes(b"both were told")
+        watch.close()
+        job.abort("the test is over")
+
+
+def test_what_no_host_waits_for_is_watched():
+    run_ranks(watched, 2)
+
+
+def ended(rank, world, meeting):
+    import warplink
+    from warplink.errors import PeerLostError, TimeoutError
+    from warplink.torch.watch import Watch
+
+    job = warplink.Job.join(rank, world, meeting, timeout=60.0)
+    comm = job.world()
+    collectives, stream, region = comm.collectives(), comm.create_stream(), comm.alloc(64)
+    if rank == 0:
+        # Rank 1 never sends.
+        watch = Watch(comm, 0.5)
+        collectives.send_receive(stream, [], [(1, region)])
+        watch.follow(stream)
+        assert failure(watch, TimeoutError).kind == "timeout"
+        # What waits is let go.
+        with pytest.raises(warplink.WarplinkError):
+            stream.synchronize(30)
+        watch.close()
+    else:
+        with pytest.raises(PeerLostError, match="took longer than 0.5 s") as caught:
+            while True:
+                comm.barrier()
+        assert caught.value.peer == 0
+
+
+def test_a_call_that_does_not_end_is_ended():
+    run_ranks(ended, 2)
 
 
 def too_many(rank, world, _, place):

@@ -24,6 +24,7 @@ from warplink.errors import (
     UnsupportedError,
 )
 from warplink.torch.arithmetic import as_bytes, readable, settle, writable
+from warplink.torch.watch import Watch
 from warplink.torch.works import GpuWork, HostWork, Worker
 from warplink.torch.workspace import Workspace
 
@@ -115,11 +116,15 @@ class GpuMessages:
     """All-to-alls and batches of CUDA tensors. Every member makes one at the same time.
 
     They are enqueued on the caller's current stream, or on one of the group's behind it where the caller goes on
-    meanwhile. A rank that was lost shows in the next call or wait, what does not fit in a wait with a timeout.
+    meanwhile. What goes wrong shows in a later call or wait; what takes longer than ``timeout`` is ended, and nothing
+    goes direct any more.
     """
 
-    def __init__(self, space: Workspace, collectives: warplink.Collectives) -> None:
+    def __init__(
+        self, space: Workspace, collectives: warplink.Collectives, timeout: float
+    ) -> None:
         self._space = space
+        self._watch = Watch(space.communicator, timeout)
         self._collectives = collectives
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._side = torch.cuda.Stream(self._device)
@@ -174,6 +179,7 @@ class GpuMessages:
         asynchronous: bool,
     ) -> GpuWork:
         """Enqueues ``call``, given the memory of ``inputs`` and ``outputs``."""
+        self._watch.check()
         for tensor in (*outputs, *inputs):
             if tensor.device != self._device:
                 raise InvalidArgumentError(
@@ -187,6 +193,9 @@ class GpuMessages:
             sources, targets = [readable(t) for t in inputs], [writable(t) for t in outputs]
             borrowed = self._space.stream
             call(borrowed, self._memory(sources), self._memory(targets))
+            # What is recorded is done when its graph is launched, of which nobody tells.
+            if not torch.cuda.is_current_stream_capturing():
+                self._watch.follow(borrowed)
             for tensor, target in zip(outputs, targets):
                 settle(tensor, target)
             event = stream.record_event()
@@ -194,7 +203,20 @@ class GpuMessages:
             # What was allocated on the current stream is not used again before this one is past it.
             for tensor in (*outputs, *inputs):
                 tensor.record_stream(stream)
-        return GpuWork(outputs, event, stream, self._space.communicator.check, borrowed.synchronize)
+        return GpuWork(outputs, event, stream, self._watch.check, borrowed.synchronize)
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that a call may take."""
+        return self._watch.timeout
+
+    @timeout.setter
+    def timeout(self, timeout: float) -> None:
+        self._watch.timeout = timeout
+
+    def close(self) -> None:
+        """Ends what watches the calls. They are done all the same."""
+        self._watch.close()
 
     def _memory(self, tensors: list[torch.Tensor]) -> list[Any]:
         """The bytes of tensors, which PyTorch keeps until the stream is past them."""

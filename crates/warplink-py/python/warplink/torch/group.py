@@ -179,7 +179,7 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
         space = self.workspace(kind)
         with self._lock:
             if self._on_gpu is None and (joined := direct.join(space.communicator)) is not None:
-                self._on_gpu = GpuMessages(space, joined)
+                self._on_gpu = GpuMessages(space, joined, self._timeout.total_seconds())
             # Members that found out that they cannot do not try again.
             self._may_go_direct = self._on_gpu is not None
             return self._on_gpu
@@ -327,7 +327,7 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
         self._timeout = timeout
         if self._host is not None:
             self._host.timeout = timeout.total_seconds()
-        for part in (self._messages, self._batches):
+        for part in (self._messages, self._batches, self._on_gpu):
             if part is not None:
                 part.timeout = timeout.total_seconds()
         for backend in (self._gloo, self._nccl):
@@ -396,9 +396,8 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
             if self._closed or os.getpid() != self._process:
                 return False
             self._closed = True
-        parts = (self._host, self._messages, self._batches, *self._workspaces.values())
-        self._on_gpu = None
-        for part in parts:
+        direct_parts = (self._batches, self._on_gpu)
+        for part in (self._host, self._messages, *direct_parts, *self._workspaces.values()):
             if part is not None:
                 part.close()
         return True

@@ -97,8 +97,8 @@ class HostWork(dist.Work):
 class GpuWork(dist.Work):
     """An operation that was enqueued on a stream.
 
-    ``check`` raises the error that ended the device's work, ``synchronize`` blocks until the stream is done, for
-    seconds, and raises what went wrong on it.
+    ``check`` raises what has gone wrong so far, ``synchronize`` blocks until the stream is done, for seconds, and raises
+    what went wrong on it.
     """
 
     def __init__(
