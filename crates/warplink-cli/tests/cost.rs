@@ -152,6 +152,8 @@ fn what_tune_measures_predicts_programs_within_a_factor_of_two() {
         ];
         let measured = json(&[&tune[..], &host].concat());
         assert_eq!(measured["device"]["ranks"], 2);
+        let lanes = measured["lanes"].as_object().unwrap();
+        assert!(lanes["launch"].as_f64().unwrap() > 0.0, "{measured}");
         let of = |what: &str, more: &[&str]| {
             let args = ["program", what, program, "--param", "n=64"];
             json(&[&args[..], more, &host].concat())
@@ -166,4 +168,70 @@ fn what_tune_measures_predicts_programs_within_a_factor_of_two() {
         ratios.push(ratio);
     }
     unreachable!("predicted over measured: {ratios:?}");
+}
+
+/// What a model has measured of the library's own algorithms decides which one does a call.
+#[test]
+fn measured_algorithms_are_those_that_are_chosen() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("model.json");
+    let path = path.to_str().unwrap();
+    let host = ["--device", "host", "-n", "2", "--json"];
+    let tune = [
+        "tune",
+        "--output",
+        path,
+        "--algorithms",
+        "--no-nccl",
+        "--dtypes",
+        "f32",
+        "--largest-shape",
+        "16",
+        "--largest-transfer",
+        "4KiB",
+        "--samples",
+        "1",
+    ];
+    let mut model = json(&[&tune[..], &host].concat());
+    let measured = model["algorithms"].as_array_mut().unwrap();
+    assert_eq!(measured.len(), 8, "{measured:?}");
+    let all_reduce = measured
+        .iter_mut()
+        .find(|one| one["collective"] == "all_reduce");
+    let limits = &mut all_reduce.unwrap()["limits"];
+    assert_eq!(
+        limits.as_array().unwrap().last().unwrap()[0],
+        4096,
+        "{limits}"
+    );
+    for algorithm in ["direct", "two-shot", "one-shot"] {
+        model["algorithms"] = serde_json::json!([
+            {"collective": "all_reduce", "world": 2, "limits": [[4096, algorithm]]}
+        ]);
+        std::fs::write(path, model.to_string()).unwrap();
+        let bench = [
+            "bench",
+            "collective",
+            "all-reduce",
+            "--from",
+            "1KiB",
+            "--to",
+            "4KiB",
+            "--samples",
+            "1",
+            "--calls",
+            "1",
+            "--peers",
+            "none",
+        ];
+        let output = warplink(&[&bench[..], &host].concat())
+            .env("WARPLINK_MODEL", path)
+            .output()
+            .unwrap();
+        assert!(output.status.success(), "{}", stderr(&output));
+        let report: serde_json::Value = serde_json::from_str(&stdout(&output)).unwrap();
+        for row in report["rows"].as_array().unwrap() {
+            assert_eq!(row["algorithm"], algorithm, "{row}");
+        }
+    }
 }

@@ -1,9 +1,11 @@
 //! `warplink tune`: measures the machine, for the cost model.
 
+mod algorithms;
 mod beside;
 mod collective;
 mod gemm;
 mod kernels;
+mod lanes;
 mod latency;
 mod link;
 mod memory;
@@ -34,13 +36,14 @@ const UNCERTAINTY: f64 = 1.6;
 ///
 /// Measures matrix multiplications over a grid of shapes, transfers between neighbours alone and all
 /// at once, the collectives of the vendor's library, copies and sums, the latencies of signals and
-/// events, the host's time to enqueue, and how much work of one kind slows another. Writes a hardware
+/// events, what lanes of kernel sections can do, the host's time to enqueue, and how much work of one kind slows another. Writes a hardware
 /// model, by which warplink then chooses how to overlap communication, and `warplink program cost`
 /// estimates programs. Nothing else should run on the machine meanwhile.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  \
     warplink tune\n  \
     warplink tune -n 2 --dtypes bf16,f16,f32 --output h200-2.json\n  \
+    warplink tune -n 8 --algorithms\n  \
     warplink tune --device host -n 2 --largest-shape 256")]
 pub(crate) struct Tune {
     /// File to write [default: in the cache directory, where warplink looks for it]
@@ -59,6 +62,10 @@ pub(crate) struct Tune {
     /// Samples of each figure
     #[arg(long, value_name = "N", default_value = "5", value_parser = clap::value_parser!(u16).range(1..))]
     samples: u16,
+    /// Measure which algorithms of the library's own collectives are fastest, too, by all lengths; estimates decide
+    /// otherwise
+    #[arg(long)]
+    algorithms: bool,
     /// Leave the vendor's collectives out
     #[arg(long)]
     no_nccl: bool,
@@ -107,7 +114,7 @@ impl Tune {
             given => given.to_vec(),
         };
         let progress =
-            (comm.rank() == 0).then(|| Progress::new(5 + dtypes.len() as u64, "measure"));
+            (comm.rank() == 0).then(|| Progress::new(7 + dtypes.len() as u64, "measure"));
         let step = |what: &str| {
             if let Some(progress) = &progress {
                 progress.step(what.to_owned());
@@ -131,6 +138,14 @@ impl Tune {
         kernels::measure(&rig, &mut model)?;
         latency::measure(&rig, &mut model)?;
         step("latencies");
+        lanes::measure(&rig, &mut model)?;
+        step("lanes of kernels");
+        // What was measured before goes for the figures of then.
+        model.algorithms.clear();
+        if self.algorithms {
+            algorithms::measure(&rig, &mut model)?;
+        }
+        step("algorithms");
         let engine = if self.no_nccl || comm.world() == 1 {
             None
         } else {

@@ -38,6 +38,30 @@ pub(super) fn text(model: &HardwareModel) -> String {
     ] {
         table.row([name.to_owned(), value]);
     }
+    let lanes = model.lanes();
+    for (name, value) in [
+        ("kernel section that does nothing", micros(lanes.launch)),
+        ("signal of a lane", micros(lanes.signal)),
+        ("more for what was stored before", micros(lanes.fence)),
+        ("packet", micros(lanes.packet)),
+        ("round of packets", micros(lanes.packet_round)),
+        ("load of a lane", micros(lanes.load)),
+        ("load from a peer", micros(lanes.peer_load)),
+        ("lane, own memory", rate(lanes.block_own)),
+        ("lane, stored at peers", rate(lanes.block_stored)),
+        ("lane, loaded from peers", rate(lanes.block_loaded)),
+        ("lanes, stored at peers", rate(lanes.stored)),
+        ("lanes, loaded from peers", rate(lanes.loaded)),
+    ] {
+        table.row([name.to_owned(), value]);
+    }
+    for measured in &model.algorithms {
+        let limits = measured.limits.iter();
+        let limits: Vec<String> = limits
+            .map(|(bytes, name)| format!("{name} to {}", Bytes(*bytes)))
+            .collect();
+        table.row([measured.collective.clone(), limits.join(", ")]);
+    }
     for grid in &model.gemm.grids {
         let last = |sizes: &[usize]| sizes.last().copied().unwrap_or(1);
         let (m, k, n) = (last(&grid.m), last(&grid.k), last(&grid.n));

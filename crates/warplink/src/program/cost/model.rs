@@ -144,7 +144,7 @@ pub struct Algorithms {
     /// How many ranks took part.
     pub world: usize,
     /// Pairs of a number of bytes of a part ([`Call::bytes`](crate::collective::Call::bytes)) and the name of the
-    /// algorithm up to there, in order of bytes. What is longer goes as the last.
+    /// algorithm up to there, in order of bytes. What is longer is estimated.
     pub limits: Vec<(u64, String)>,
 }
 
@@ -240,7 +240,7 @@ impl HardwareModel {
             |one: &&Algorithms| (one.collective.as_str(), one.world) == (collective, world);
         let limits = &self.algorithms.iter().find(of_call)?.limits;
         let found = limits.iter().find(|(limit, _)| bytes as u64 <= *limit);
-        found.or(limits.last()).map(|(_, name)| name.as_str())
+        found.map(|(_, name)| name.as_str())
     }
 
     /// What the time of kernel sections depends on.

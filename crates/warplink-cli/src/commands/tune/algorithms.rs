@@ -1,0 +1,133 @@
+//! Which algorithms of the library's own collectives are fastest.
+
+use super::rig::Rig;
+use crate::commands::bench::timing::Submission;
+use anyhow::Result;
+use std::time::{Duration, Instant};
+use warplink::Collectives;
+use warplink::DType;
+use warplink::collective::{Algorithm, Call, CollectiveKind, CollectiveOptions, CollectivePath};
+use warplink::device::{DeviceSlice, ReduceOp};
+use warplink::program::cost::HardwareModel;
+use warplink::program::cost::model::Algorithms;
+
+/// The algorithms that a call may be done by. What goes directly goes by chunks where memory is not reached.
+const TRIED: [Algorithm; 4] = [
+    Algorithm::OneShot,
+    Algorithm::TwoShot,
+    Algorithm::Cube,
+    Algorithm::Direct,
+];
+
+/// Calls of a sample.
+const CALLS: usize = 8;
+
+/// Calls before time is taken, and how long memory may take to be reached.
+const WARM_UP: usize = 4;
+const SOON: Duration = Duration::from_secs(2);
+
+/// Measures them, where the direct path serves.
+pub(super) fn measure(rig: &Rig<'_>, model: &mut HardwareModel) -> Result<()> {
+    let comm = rig.comm;
+    if comm.world() == 1 {
+        return Ok(());
+    }
+    let mut by = Vec::new();
+    for algorithm in TRIED {
+        let collectives = comm.collectives_with(&CollectiveOptions {
+            algorithm: Some(algorithm),
+            ..CollectiveOptions::default()
+        })?;
+        if collectives.path() == CollectivePath::Direct {
+            by.push((algorithm, collectives));
+        }
+    }
+    for kind in CollectiveKind::ALL {
+        let limits = limits(rig, kind, &by)?;
+        if !limits.is_empty() {
+            model.algorithms.push(Algorithms {
+                collective: kind.name().to_owned(),
+                world: comm.world(),
+                limits,
+            });
+        }
+    }
+    Ok(())
+}
+
+/// The fastest algorithm up to each number of bytes of a part.
+fn limits(
+    rig: &Rig<'_>,
+    kind: CollectiveKind,
+    by: &[(Algorithm, Collectives)],
+) -> Result<Vec<(u64, String)>> {
+    let world = rig.comm.world();
+    let (input_rows, output_rows) = kind.rows(world);
+    let rows = input_rows.max(output_rows);
+    let mut limits: Vec<(u64, String)> = Vec::new();
+    // A barrier has no part.
+    let fitting = |bytes: &usize| rows > 0 && *bytes <= rig.largest / rows;
+    for bytes in rig.sizes().into_iter().filter(fitting) {
+        let dtype = if kind.reduces() {
+            DType::BF16
+        } else {
+            DType::U8
+        };
+        let call = Call {
+            kind,
+            op: kind.reduces().then_some(ReduceOp::Sum),
+            dtype,
+            count: bytes / dtype.size(),
+            root: kind.has_root().then_some(0),
+        };
+        let input = rig.own.memory().slice(0..input_rows * bytes)?;
+        let output = rig.into.memory().slice(0..output_rows * bytes)?;
+        let mut best: Option<(f64, Algorithm)> = None;
+        for (algorithm, collectives) in by {
+            // It does not do such a call, or has no room for it: on any rank.
+            if collectives.choice(&call).is_err() {
+                continue;
+            }
+            let seconds = seconds(rig, collectives, &call, (&output, &input))?;
+            if best.is_none_or(|(least, _)| seconds < least) {
+                best = Some((seconds, *algorithm));
+            }
+        }
+        let Some((_, algorithm)) = best else {
+            continue;
+        };
+        match limits.last_mut() {
+            Some(last) if last.1 == algorithm.name() => last.0 = bytes as u64,
+            _ => limits.push((bytes as u64, algorithm.name().to_owned())),
+        }
+    }
+    Ok(limits)
+}
+
+/// Seconds of a call, once memory is reached.
+fn seconds(
+    rig: &Rig<'_>,
+    collectives: &Collectives,
+    call: &Call,
+    (output, input): (&DeviceSlice, &DeviceSlice),
+) -> Result<f64> {
+    let stream = &rig.clock.stream;
+    let choice = collectives.choice(call)?;
+    let started = Instant::now();
+    for round in 0.. {
+        let before = collectives.direct_lanes()?;
+        collectives.enqueue(call, output, input, stream)?;
+        rig.comm.synchronize(stream)?;
+        let direct = collectives.direct_lanes()? - before == choice.lanes as u64;
+        let reached = choice.algorithm != Algorithm::Direct || direct;
+        let done = round >= WARM_UP && (reached || started.elapsed() > SOON);
+        // All ranks go on together.
+        let all = rig.comm.all_gather_bytes(&[u8::from(done)])?;
+        if all.iter().all(|done| *done == [1]) {
+            break;
+        }
+    }
+    rig.each(CALLS, Submission::Captured, &|stream| {
+        Ok(collectives.enqueue(call, output, input, stream)?)
+    })
+}
