@@ -23,6 +23,8 @@ pub(super) struct Class {
     pub(super) lane: usize,
     /// How many they are.
     pub(super) count: usize,
+    /// Which half of the lanes that do the same: 0 for the first.
+    pub(super) half: u32,
 }
 
 /// The classes of the lanes, halved: lanes do not stay in step, so that some move data while others wait.
@@ -42,6 +44,7 @@ pub(super) fn halved(section: &SectionInstance) -> (Vec<Class>, Vec<usize>) {
             halves.push(Class {
                 lane: 0,
                 count: second,
+                half: 1,
             });
         }
     }
@@ -67,7 +70,14 @@ pub(super) fn classes(section: &SectionInstance) -> (Vec<Class>, Vec<usize>) {
         let class = found.unwrap_or(outlines.len());
         match outlines.get_mut(class) {
             Some((_, class)) => class.count += 1,
-            None => outlines.push((outline, Class { lane, count: 1 })),
+            None => outlines.push((
+                outline,
+                Class {
+                    lane,
+                    count: 1,
+                    half: 0,
+                },
+            )),
         }
         of_lane.push(class);
     }

@@ -6,7 +6,8 @@
 //! 1. Multiprocessors go to kernels in order of arrival, those of high priority first; each takes
 //!    what it keeps busy, as far as that is left.
 //! 2. Work is slower beside some other work, as the model says.
-//! 3. Lanes of kernels take what they need of links and memory in order of arrival, as far as other lanes have left it.
+//! 3. Lanes of kernels take what they need of links and memory in order of arrival, as far as earlier ones have left it;
+//!    of those that arrive at once, the first half of each rank's goes first.
 //! 4. Links and memory are shared so that the slowest work is as fast as can be, then the next, and
 //!    so on.
 
@@ -16,6 +17,9 @@ use super::step::{Class, RESOURCES, Work};
 
 /// Work that has less left than this, in seconds of it alone, is done.
 const DONE: f64 = 1e-12;
+
+/// What arrives within this time arrives at once.
+const AT_ONCE: f64 = 1e-12;
 
 /// What is left of a resource, below which it counts as used up.
 const USED_UP: f64 = 1e-9;
@@ -50,8 +54,11 @@ pub(super) struct Resources<'a> {
     running: Vec<[u32; 3]>,
     /// Multiprocessors left, for each rank.
     left: Vec<f64>,
-    /// Of each resource, what is left by work that takes it in turn.
+    /// Of each resource, what is left by work that takes it in turn, and what such work wants that comes next.
     left_in_turn: Vec<f64>,
+    wanted: Vec<f64>,
+    /// What takes resources in turn, in that order.
+    in_turn: Vec<usize>,
     stale: bool,
 }
 
@@ -68,6 +75,8 @@ impl<'a> Resources<'a> {
             running: vec![[0; 3]; ranks],
             left: vec![1.0; ranks],
             left_in_turn: vec![1.0; count],
+            wanted: vec![0.0; count],
+            in_turn: Vec::new(),
             stale: false,
         }
     }
@@ -227,20 +236,52 @@ impl<'a> Resources<'a> {
     /// How fast work may be that takes resources in order of arrival.
     fn limit_in_turn(&mut self) {
         let schedule = self.schedule;
+        let turn = |active: &Active| schedule.works[active.work as usize].turn;
+        self.in_turn.clear();
+        let numbers = (0..self.active.len()).filter(|number| turn(&self.active[*number]).is_some());
+        self.in_turn.extend(numbers);
+        let (active, order) = (&mut self.active, &mut self.in_turn);
+        let at_once = |a: &Active, b: &Active| (a.started - b.started).abs() <= AT_ONCE;
+        // What has arrived is in order already.
+        let mut first = 0;
+        while first < order.len() {
+            let end = (first..order.len())
+                .find(|next| !at_once(&active[order[first]], &active[order[*next]]));
+            let end = end.unwrap_or(order.len());
+            order[first..end].sort_by_key(|number| turn(&active[*number]));
+            first = end;
+        }
         self.left_in_turn.fill(1.0);
-        for active in &mut self.active {
-            if !schedule.works[active.work as usize].in_turn {
-                continue;
+        let mut rest = &order[..];
+        while let Some(&next) = rest.first() {
+            let together = |number: &&usize| {
+                let (a, b) = (&active[**number], &active[next]);
+                at_once(a, b) && turn(a) == turn(b)
+            };
+            let (group, later) = rest.split_at(rest.iter().take_while(together).count().max(1));
+            rest = later;
+            self.wanted.fill(0.0);
+            for number in group {
+                for &(resource, demand) in demands(schedule, active[*number].work) {
+                    self.wanted[resource as usize] += demand * active[*number].limit;
+                }
             }
-            let needs = demands(schedule, active.work);
-            let mut limit = active.limit;
-            for &(resource, demand) in needs {
-                limit = limit.min(self.left_in_turn[resource as usize] / demand);
+            for number in group {
+                let active = &mut active[*number];
+                let mut share: f64 = 1.0;
+                for &(resource, _) in demands(schedule, active.work) {
+                    let resource = resource as usize;
+                    if self.wanted[resource] > self.left_in_turn[resource] {
+                        share = share.min(self.left_in_turn[resource] / self.wanted[resource]);
+                    }
+                }
+                active.limit *= if share < USED_UP { 0.0 } else { share };
             }
-            active.limit = if limit < USED_UP { 0.0 } else { limit };
-            for &(resource, demand) in needs {
-                let left = &mut self.left_in_turn[resource as usize];
-                *left = (*left - demand * active.limit).max(0.0);
+            for number in group {
+                for &(resource, demand) in demands(schedule, active[*number].work) {
+                    let left = &mut self.left_in_turn[resource as usize];
+                    *left = (*left - demand * active[*number].limit).max(0.0);
+                }
             }
         }
     }

@@ -125,7 +125,7 @@ impl Steps {
                 *read.entry(id).or_default() += elements;
             }
         };
-        for (step, weight) in &self.steps {
+        for (step, _) in &self.steps {
             match &step.kind {
                 LaneStepKind::Move {
                     elements,
@@ -133,12 +133,12 @@ impl Steps {
                     sources,
                     ..
                 } => {
-                    let elements = *elements as f64 * weight;
+                    let elements = *elements as f64;
                     targets.iter().for_each(|part| puts(part, elements));
                     sources.iter().for_each(|part| reads(part, elements));
                 }
-                LaneStepKind::Announce { target, .. } => puts(target, *weight),
-                LaneStepKind::Agree { source, .. } => reads(source, *weight),
+                LaneStepKind::Announce { target, .. } => puts(target, 1.0),
+                LaneStepKind::Agree { source, .. } => reads(source, 1.0),
                 LaneStepKind::Signal { .. } | LaneStepKind::Wait(_) => {}
             }
         }
@@ -284,7 +284,8 @@ impl Schedule<'_> {
         self.launches = launches;
     }
 
-    /// Adds a step that stands for `weight` of them.
+    /// Adds a step that stands for `weight` of them: it takes as much longer, and its signals and packets are on the way
+    /// for as much longer, but they are one, as what is waited for is. So what is hidden behind other steps stays hidden.
     fn add_lane_step(
         &mut self,
         state: &mut RankState,
@@ -314,7 +315,7 @@ impl Schedule<'_> {
             }
             LaneStepKind::Announce { target, .. } => {
                 if let Some(id) = packets(lane.section, target) {
-                    let amount = weight * self.puts_for(lane, id);
+                    let amount = self.puts_for(lane, id);
                     for counter in self.packet_counters(lane, target.rank, id) {
                         self.lanes[lane.stream].push(Step::Add(counter, amount, packet * weight));
                     }
@@ -324,7 +325,7 @@ impl Schedule<'_> {
                 tensors, source, ..
             } => {
                 if let Some(id) = packets(lane.section, source) {
-                    let read = lane.reads(id, source, weight) * self.share(lane, id);
+                    let read = lane.reads(id, source, 1.0) * self.share(lane, id);
                     let [_, last] = self.packet_counters(lane, lane.number, id);
                     self.lanes[lane.stream].push(Step::Await(last, read));
                 }
@@ -342,13 +343,13 @@ impl Schedule<'_> {
                 let other = class.map_or(*other, |class| class.class.lane);
                 let distance = (peer + world - lane.number) % world;
                 let counter = self.signal_counter(self.stand_in(*peer), other, distance);
-                self.lanes[lane.stream].push(Step::Add(counter, weight, signal * weight));
+                self.lanes[lane.stream].push(Step::Add(counter, 1.0, signal * weight));
             }
             LaneStepKind::Wait(peer) => {
                 let own = lane.classes[lane.class].class.lane;
                 let distance = (lane.number + world - peer) % world;
                 let waited = state.waited.entry((own, distance)).or_default();
-                *waited += weight;
+                *waited += 1.0;
                 let waited = *waited;
                 let counter = self.signal_counter(lane.rank, own, distance);
                 self.lanes[lane.stream].push(Step::Await(counter, waited));
@@ -396,7 +397,9 @@ impl Schedule<'_> {
                 let turns = bytes / data as f64 * together as f64 / threads as f64;
                 rounds = rounds.max(turns);
             }
-            needs.add(peer, MEMORY, moved / memory);
+            // Where ranks share their memory, it is one.
+            let whose = if self.model.device.shared { 0 } else { peer };
+            needs.add(whose, MEMORY, moved / memory);
             if part.rank == lane.number {
                 block += moved / figures.block_own;
             } else if is_target {
@@ -422,7 +425,7 @@ impl Schedule<'_> {
         if latency > 0.0 {
             self.lanes[lane.stream].push(Step::Delay(latency * weight));
         }
-        let elements = elements as f64 * weight;
+        let elements = elements as f64;
         let mut reached = Vec::new();
         for (part, id) in arriving {
             let read = lane.reads(id, part, elements) * self.share(lane, id);
@@ -485,10 +488,16 @@ impl Schedule<'_> {
         }
         let multiprocessors = self.model.device.multiprocessors as f64;
         let all = lane.of_lane.len().max(1) as f64;
+        let occupancy = if self.model.device.shared {
+            // The processors do what a lane does, and nothing while it waits for a link.
+            count / multiprocessors * alone / seconds
+        } else {
+            count / all.max(multiprocessors)
+        };
         let work = Work {
-            occupancy: count / all.max(multiprocessors),
+            occupancy,
             high: lane.high,
-            in_turn: true,
+            turn: Some(lane.classes[lane.class].class.half),
             ..Work::new(seconds, bound, [lane.rank, lane.rank])
         };
         self.work_of(lane.stream, lane.rank, first, work);

@@ -52,9 +52,9 @@ pub(super) struct Work {
     /// Whether its stream is of high priority.
     pub(super) high: bool,
     pub(super) class: Class,
-    /// Whether it takes what it needs of links and memory in order of arrival, and what is left goes to the next such
-    /// work, instead of evenly.
-    pub(super) in_turn: bool,
+    /// For work that takes what it needs of links and memory in order of arrival, so that later such work gets what is
+    /// left: its place among what arrives at once. Work of one place shares evenly.
+    pub(super) turn: Option<u32>,
     pub(super) bound: Bound,
     /// The ranks, of those that are simulated, that it runs on or touches.
     pub(super) ranks: [u32; 2],
@@ -70,7 +70,7 @@ impl Work {
             occupancy: 0.0,
             high: false,
             class: Class::Other,
-            in_turn: false,
+            turn: None,
             bound,
             ranks: ranks.map(|rank| rank as u32),
             demands: (0, 0),
