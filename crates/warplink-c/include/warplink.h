@@ -183,6 +183,8 @@ typedef enum {
     WARPLINK_REDUCE_OP_PRODUCT = 4,
     /// Their sum, divided by how many they are; of integers, without the remainder.
     WARPLINK_REDUCE_OP_AVERAGE = 5,
+    /// The sum of what they are multiplied by the call's factor; of floats.
+    WARPLINK_REDUCE_OP_SCALED_SUM = 6,
 } warplink_reduce_op;
 
 /// Which way a message goes.
@@ -378,6 +380,9 @@ typedef struct {
     int32_t root;
     /// How many elements the smaller of input and output has.
     uint64_t count;
+    /// What inputs are multiplied by before they are summed, for `WARPLINK_REDUCE_OP_SCALED_SUM`; not read for others. In
+    /// single precision, but for 64 bits.
+    double factor;
 } warplink_collective_call;
 
 /// A send or a receive of a group.

@@ -48,6 +48,9 @@ pub struct CollectiveOptions {
     pub communicator: *mut c_void,
 }
 
+/// The number of the operator that takes a factor.
+const SCALED_SUM: i32 = crate::types::ReduceOp::ScaledSum as i32;
+
 /// A call of a collective, the same on every rank.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
@@ -62,6 +65,9 @@ pub struct CollectiveCall {
     pub root: i32,
     /// How many elements the smaller of input and output has.
     pub count: u64,
+    /// What inputs are multiplied by before they are summed, for `WARPLINK_REDUCE_OP_SCALED_SUM`; not read for others. In
+    /// single precision, but for 64 bits.
+    pub factor: f64,
 }
 
 /// Collectives, with the rank that they belong to.
@@ -127,6 +133,7 @@ impl CollectiveCall {
         let kind = number(self.kind, 0).and_then(|kind| CollectiveKind::ALL.get(kind));
         let op = match self.op {
             0 => None,
+            SCALED_SUM => Some(ReduceOp::scaled_sum(self.factor)),
             op => {
                 let known = number(op, 1).and_then(|op| ReduceOp::ALL.get(op));
                 Some(*known.ok_or_else(|| unknown("operator", op, "warplink_reduce_op"))?)

@@ -97,6 +97,8 @@ pub enum ReduceOp {
     Product = 4,
     /// Their sum, divided by how many they are; of integers, without the remainder.
     Average = 5,
+    /// The sum of what they are multiplied by the call's factor; of floats.
+    ScaledSum = 6,
 }
 
 /// Which way a message goes.

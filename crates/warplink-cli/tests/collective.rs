@@ -72,6 +72,8 @@ fn types_operators_and_algorithms_can_be_chosen() {
         ("f16", "min"),
         ("u8", "sum"),
         ("f64", "sum"),
+        ("bf16", "scaled_sum(0.5)"),
+        ("f8e4m3", "scaled_sum(-2)"),
     ] {
         let rows = rows(&[
             "all-reduce",

@@ -28,5 +28,7 @@ mod losses;
 mod messages;
 #[path = "collectives/parts.rs"]
 mod parts;
+#[path = "collectives/scaled.rs"]
+mod scaled;
 #[path = "collectives/streams.rs"]
 mod streams;

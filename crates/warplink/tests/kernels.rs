@@ -150,23 +150,30 @@ fn reductions_of_every_type_compile() {
     let text = include_str!("../src/collective/programs/all_reduce_one_shot.wlp");
     let program = Program::parse(text).expect("a program");
     for (number, dtype) in DType::ALL.into_iter().enumerate() {
-        let op = ReduceOp::ALL[number % ReduceOp::ALL.len()];
-        let mut parameters = Parameters::new().with("T", dtype).with("op", op);
-        for name in ["n", "room", "what", "length", "upper"] {
-            parameters.insert(name, 1000);
+        let plain = ReduceOp::ALL[number % ReduceOp::ALL.len()];
+        let scaled = dtype.is_float().then_some(ReduceOp::scaled_sum(0.5));
+        for op in [plain].into_iter().chain(scaled) {
+            reduction_compiles(&program, dtype, op, number % 2 == 0);
         }
-        let rank_program = unroll(&program, 0, 2, 1, &parameters).expect("a rank's program");
-        for operation in &rank_program.operations {
-            let OperationKind::Kernel(section) = &operation.kind else {
-                continue;
-            };
-            let kernel = section.kernel(number % 2 == 0).expect("a kernel");
-            for architecture in ["sm_80", "sm_90"] {
-                match cuda::compile("all_reduce", &kernel, architecture) {
-                    Ok(code) => assert!(!code.is_empty()),
-                    Err(error) if error.kind() == ErrorKind::LibraryMissing => return,
-                    Err(error) => panic!("{dtype}, {op}: {error}\n{kernel}"),
-                }
+    }
+}
+
+fn reduction_compiles(program: &Program, dtype: DType, op: ReduceOp, aligned: bool) {
+    let mut parameters = Parameters::new().with("T", dtype).with("op", op);
+    for name in ["n", "room", "what", "length", "upper", "factor"] {
+        parameters.insert(name, 1000);
+    }
+    let rank_program = unroll(program, 0, 2, 1, &parameters).expect("a rank's program");
+    for operation in &rank_program.operations {
+        let OperationKind::Kernel(section) = &operation.kind else {
+            continue;
+        };
+        let kernel = section.kernel(aligned).expect("a kernel");
+        for architecture in ["sm_80", "sm_90"] {
+            match cuda::compile("all_reduce", &kernel, architecture) {
+                Ok(code) => assert!(!code.is_empty()),
+                Err(error) if error.kind() == ErrorKind::LibraryMissing => return,
+                Err(error) => panic!("{dtype}, {op}: {error}\n{kernel}"),
             }
         }
     }

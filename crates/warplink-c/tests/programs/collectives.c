@@ -14,6 +14,7 @@ static warplink_collective_call call(int32_t kind, int32_t op, int32_t root, uin
     made.op = op;
     made.root = root;
     made.count = count;
+    made.factor = 0.5;
     return made;
 }
 
@@ -67,6 +68,25 @@ static void all_kinds(warplink_collectives collectives, warplink_stream stream, 
     free(words);
 }
 
+/* What all ranks have, multiplied before it is summed. */
+static void scaled(warplink_collectives collectives, warplink_stream stream, warplink_region region) {
+    float values[COUNT];
+    void *address;
+    warplink_collective_call made = call(WARPLINK_COLLECTIVE_KIND_ALL_REDUCE, WARPLINK_REDUCE_OP_SCALED_SUM, -1, COUNT);
+    made.element_type = WARPLINK_ELEMENT_TYPE_F32;
+    OK(warplink_region_address(region, &address));
+    for (int i = 0; i < COUNT; i++) values[i] = (float)(rank + i % 8);
+    OK(warplink_upload(span(region, 0, sizeof(values)), values));
+    OK(warplink_collective(collectives, &made, address, address, stream));
+    OK(warplink_stream_synchronize(stream));
+    OK(warplink_download(values, span(region, 0, sizeof(values))));
+    for (int i = 0; i < COUNT; i++)
+        HOLDS(values[i] == 0.5f * (float)(size * (size - 1) / 2 + size * (i % 8)));
+    made.element_type = WARPLINK_ELEMENT_TYPE_I32;
+    FAILS(warplink_collective(collectives, &made, address, address, stream), WARPLINK_STATUS_UNSUPPORTED,
+        "expected floats");
+}
+
 static void misuse(warplink_collectives collectives, warplink_stream stream, void *memory) {
     warplink_collective_options options = warplink_collective_options_default();
     warplink_collectives none;
@@ -106,6 +126,7 @@ int main(int argc, char **argv) {
     OK(warplink_collectives_communicator(collectives, &communicator));
     HOLDS(communicator == NULL);
     all_kinds(collectives, stream, region);
+    scaled(collectives, stream, region);
     misuse(collectives, stream, memory);
     OK(warplink_collectives_free(collectives));
     {

@@ -186,7 +186,8 @@ typedef Integer<u32, unsigned char> U8;
 
 // ---- operators
 //
-// `finish` makes the result of what `number` values were combined to.
+// `begin` makes of a value what is combined, where the operator has that; `finish` makes the result of what `number`
+// values were combined to.
 
 namespace detail {
 
@@ -241,6 +242,37 @@ struct Average {
     template <typename T> static __device__ __forceinline__ T finish(T value, u32 number) { return value / (T)number; }
 };
 
+// The sum of values that are multiplied by a factor, which every thread of the lane sets first. Of floats only.
+struct ScaledSum {
+    struct Factor {
+        double exact;
+        float rounded;
+    };
+    static __device__ __forceinline__ Factor &factor() {
+        __shared__ Factor value;
+        return value;
+    }
+    static __device__ __forceinline__ void set(double value) {
+        if (threadIdx.x == 0) {
+            factor().exact = value;
+            factor().rounded = __double2float_rn(value);
+        }
+        __syncthreads();
+    }
+    static __device__ __forceinline__ float begin(float value) { return detail::times(value, factor().rounded); }
+    static __device__ __forceinline__ double begin(double value) { return detail::times(value, factor().exact); }
+    template <typename T> static __device__ __forceinline__ T combine(T a, T b) { return detail::plus(a, b); }
+    template <typename T> static __device__ __forceinline__ T finish(T value, u32) { return value; }
+};
+
+namespace detail {
+
+// Whether values change before they are combined.
+template <typename Operator> constexpr bool begins = false;
+template <> constexpr bool begins<ScaledSum> = true;
+
+}  // namespace detail
+
 // ---- units
 
 namespace detail {
@@ -260,9 +292,17 @@ template <typename Element, u32 BYTES> struct Accumulator {
         for (u32 i = 0; i < elements / Element::cell; i++) Element::unpack(unit.word + words * i, value + Element::cell * i);
     }
 
+    template <typename Operator> __device__ __forceinline__ void begin(const Unit<BYTES> &unit) {
+        set(unit);
+        if constexpr (begins<Operator>) {
+#pragma unroll
+            for (u32 i = 0; i < elements; i++) value[i] = Operator::begin(value[i]);
+        }
+    }
+
     template <typename Operator> __device__ __forceinline__ void combine(const Unit<BYTES> &unit) {
         Accumulator other;
-        other.set(unit);
+        other.template begin<Operator>(unit);
 #pragma unroll
         for (u32 i = 0; i < elements; i++) value[i] = Operator::combine(value[i], other.value[i]);
     }

@@ -186,11 +186,11 @@ __device__ constexpr u32 units_under_way(u32 sources) { return sources == 1 ? 8 
 // What the operator makes of a unit of each source, in their order.
 template <typename Element, typename Operator, u32 BYTES, u32 COUNT>
 __device__ __forceinline__ Unit<BYTES> combined(const Unit<BYTES> (&units)[COUNT]) {
-    if constexpr (COUNT == 1) {
+    if constexpr (COUNT == 1 && !begins<Operator>) {
         return units[0];
     } else {
         Accumulator<Element, BYTES> sum;
-        sum.set(units[0]);
+        sum.template begin<Operator>(units[0]);
 #pragma unroll
         for (u32 i = 1; i < COUNT; i++) sum.template combine<Operator>(units[i]);
         return sum.template result<Operator>(COUNT);

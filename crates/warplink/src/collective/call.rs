@@ -120,26 +120,43 @@ impl Call {
         }
     }
 
-    /// The call as it is announced to the other ranks, where `algorithm` does it.
-    pub(super) fn words(&self, algorithm: u8) -> [u32; 3] {
-        let op = self.op.map_or(0, |op| 1 + op as u32);
+    /// The call as it is announced to the other ranks, where `algorithm` does it: what it is, the count, and the
+    /// factor. A factor of 64 bits takes the place of the count's upper half, which is 0 then.
+    pub(super) fn words(&self, algorithm: u8) -> [u32; 4] {
+        let op = self.op.map_or(0, |op| 1 + number(op));
         let root = self.root.map_or(0, |root| 1 + root as u32);
         let what = self.kind as u32 | op << 4 | (self.dtype as u32) << 8 | root << 16;
         let count = self.count as u64;
+        let (third, fourth) = match self.op.and_then(ReduceOp::factor) {
+            Some(factor) if self.dtype == DType::F64 => {
+                let bits = factor.value().to_bits();
+                ((bits >> 32) as u32, bits as u32)
+            }
+            Some(factor) => ((count >> 32) as u32, (factor.value() as f32).to_bits()),
+            None => ((count >> 32) as u32, 0),
+        };
         [
             what | u32::from(algorithm) << 24,
             count as u32,
-            (count >> 32) as u32,
+            third,
+            fourth,
         ]
     }
 
     /// What was announced, in words.
     pub(super) fn describe(words: &[u32]) -> String {
-        let [what, low, high] = [0, 1, 2].map(|word| words.get(word).copied().unwrap_or(0));
-        let (count, size) = (
-            u64::from(high) << 32 | u64::from(low),
-            |from: u32, bits: u32| (what >> from & ((1 << bits) - 1)) as usize,
-        );
+        let [what, low, third, fourth] =
+            [0, 1, 2, 3].map(|word| words.get(word).copied().unwrap_or(0));
+        let size = |from: u32, bits: u32| (what >> from & ((1 << bits) - 1)) as usize;
+        let scales = size(4, 4) == 1 + ReduceOp::ALL.len();
+        let (high, factor) = match DType::ALL.get(size(8, 8)) {
+            Some(DType::F64) if scales => {
+                let bits = u64::from(third) << 32 | u64::from(fourth);
+                (0, f64::from_bits(bits))
+            }
+            _ => (third, f64::from(f32::from_bits(fourth))),
+        };
+        let count = u64::from(high) << 32 | u64::from(low);
         let Some(kind) = CollectiveKind::ALL.get(size(0, 4)) else {
             return format!("something unknown ({what:#x}, {count})");
         };
@@ -151,10 +168,10 @@ impl Call {
             Some(dtype) => format!("{kind} of {count} {dtype}"),
             None => format!("{kind} of {count} bytes"),
         };
-        if let Some(op) = size(4, 4)
+        let op = size(4, 4)
             .checked_sub(1)
-            .and_then(|op| ReduceOp::ALL.get(op))
-        {
+            .and_then(|op| ReduceOp::ALL.get(op).copied());
+        if let Some(op) = op.or_else(|| scales.then(|| ReduceOp::scaled_sum(factor))) {
             text += &format!(", {op}");
         }
         if let Some(root) = size(16, 8).checked_sub(1) {
@@ -197,7 +214,14 @@ impl Call {
                 "pass a smaller count",
             );
         };
-        if kind.reduces() {
+        if let Some(op) = self.op {
+            op.check(self.dtype)
+                .map_err(|error| error.with_operation(kind.name()))?;
+            let announced = self.dtype != DType::F64 || u32::try_from(self.count).is_ok();
+            if op.factor().is_some() && !announced {
+                let text = format!("{} f64, {op}; expected at most {}", self.count, u32::MAX);
+                return refused(text, "make several calls");
+            }
             return Ok(*self);
         }
         Ok(Self {
@@ -217,6 +241,12 @@ impl Call {
         }
         format!("the peer calls {there}; expected {here}, as this rank calls")
     }
+}
+
+/// The number of an operator in announcements.
+fn number(op: ReduceOp) -> u32 {
+    let known = ReduceOp::ALL.iter().position(|other| *other == op);
+    known.unwrap_or(ReduceOp::ALL.len()) as u32
 }
 
 impl fmt::Display for Call {
@@ -247,6 +277,39 @@ mod tests {
         let told = Call::difference(&call.words(1), &call.words(2));
         assert!(told.contains("by different algorithms"), "{told}");
         assert!(call.checked(3).is_err() && call.checked(4).is_ok());
+        for (dtype, told) in [(DType::F32, "0.10000000149011612"), (DType::F64, "0.1")] {
+            let scaled = |factor: f64| Call {
+                op: Some(ReduceOp::scaled_sum(factor)),
+                dtype,
+                count: 9,
+                ..call
+            };
+            let text = scaled(0.1).to_string();
+            assert_eq!(
+                text,
+                format!("reduce of 9 {dtype}, scaled_sum({told}), root 3")
+            );
+            let told = Call::difference(&scaled(0.5).words(1), &scaled(0.25).words(1));
+            let said = "scaled_sum(0.25), root 3; expected reduce of 9";
+            assert!(told.contains(said), "{told}");
+            // What is rounded to the same factor is the same.
+            let near = scaled(0.1 + 1e-12).words(1) == scaled(0.1).words(1);
+            assert_eq!(near, dtype == DType::F32);
+        }
+        let scaled = Call {
+            op: Some(ReduceOp::scaled_sum(0.5)),
+            dtype: DType::F64,
+            ..call
+        };
+        assert!(scaled.checked(4).is_err());
+        let small = Call { count: 9, ..scaled };
+        assert!(small.checked(4).is_ok());
+        let integers = Call {
+            dtype: DType::I32,
+            ..small
+        };
+        let error = integers.checked(4).unwrap_err();
+        assert_eq!(error.kind(), crate::ErrorKind::Unsupported, "{error}");
         let moved = Call {
             kind: CollectiveKind::Gather,
             op: None,

@@ -101,9 +101,10 @@ impl Machine {
     pub(super) fn parameters(&self, call: &Call, choice: &Choice) -> Parameters {
         let words = call.words(choice.algorithm as u8);
         let mut parameters = Parameters::new();
-        for (name, word) in ["what", "length", "upper"].into_iter().zip(words) {
-            // As the program's integers of 32 bits.
-            parameters.insert(name, i64::from(word as i32));
+        // As the program's integers of 32 bits.
+        let [what, length, upper, factor] = words.map(|word| i64::from(word as i32));
+        for (name, word) in [("what", what), ("length", length), ("upper", upper)] {
+            parameters.insert(name, word);
         }
         if call.program() == CollectiveKind::Barrier {
             return parameters;
@@ -129,6 +130,7 @@ impl Machine {
         }
         if let Some(op) = call.op {
             parameters.insert("op", op);
+            parameters.insert("factor", factor);
             parameters.insert("T", call.dtype);
         }
         if let Some(root) = call.root {

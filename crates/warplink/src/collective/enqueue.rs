@@ -98,7 +98,8 @@ impl Collectives {
             // Ranks meet all the same, so that one that calls something else is found.
             return self.launch(call, &[], Overlap::Apart, stream);
         }
-        if world == 1 {
+        let scales = call.op.is_some_and(|op| op.factor().is_some());
+        if world == 1 && !scales {
             if output.address() == input.address() {
                 return Ok(());
             }
@@ -119,7 +120,7 @@ impl Collectives {
     ) -> Result<()> {
         let inner = &self.0;
         inner.context.fault.check()?;
-        if inner.machine.world == 1 {
+        if inner.machine.world == 1 && tensors.is_empty() {
             return Ok(());
         }
         inner.note(stream);
@@ -146,7 +147,7 @@ impl Collectives {
         let Server::Direct(direct) = inner.server(&call)? else {
             return Ok(());
         };
-        if inner.machine.world == 1 {
+        if inner.machine.world == 1 && call.op.and_then(ReduceOp::factor).is_none() {
             return Ok(());
         }
         for aligned in [true, false] {

@@ -1,76 +1,15 @@
 //! The vendor's collectives, as a peer to compare with and to hand over to.
 
+use super::reduce_op::ReduceOp;
 use super::slice::DeviceSlice;
 use super::stream::Stream;
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Rank, Result};
 use std::ffi::c_void;
 use std::fmt;
-use std::str::FromStr;
 
 /// Gathers one byte string from every rank, in rank order; what an engine joins with.
 pub type AllGatherBytes<'a> = &'a mut dyn FnMut(Vec<u8>) -> Result<Vec<Vec<u8>>>;
-
-/// How values of several ranks become one.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum ReduceOp {
-    /// Their sum.
-    Sum,
-    /// The largest.
-    Max,
-    /// The smallest.
-    Min,
-    /// Their product.
-    Product,
-    /// Their sum, divided by how many they are; of integers, without the remainder.
-    Average,
-}
-
-impl ReduceOp {
-    /// Every operator.
-    pub const ALL: [Self; 5] = [
-        Self::Sum,
-        Self::Max,
-        Self::Min,
-        Self::Product,
-        Self::Average,
-    ];
-
-    /// Its name in program text.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Sum => "sum",
-            Self::Max => "max",
-            Self::Min => "min",
-            Self::Product => "product",
-            Self::Average => "average",
-        }
-    }
-}
-
-impl fmt::Display for ReduceOp {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
-    }
-}
-
-impl FromStr for ReduceOp {
-    type Err = Error;
-
-    fn from_str(text: &str) -> Result<Self> {
-        Self::ALL
-            .into_iter()
-            .find(|operator| operator.name() == text)
-            .ok_or_else(|| {
-                Error::new(
-                    ErrorKind::Parse,
-                    format!(
-                        "unknown operator '{text}'; expected sum, max, min, product or average"
-                    ),
-                )
-            })
-    }
-}
 
 /// Which collective. `Root` is a rank, or an expression for one in the text of a program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -108,9 +47,9 @@ impl<Root: fmt::Display> Collective<Root> {
     pub fn arguments(&self) -> String {
         match self {
             Self::AllGather | Self::AllToAll => String::new(),
-            Self::AllReduce(op) | Self::ReduceScatter(op) => format!(", {}", op.name()),
+            Self::AllReduce(op) | Self::ReduceScatter(op) => format!(", {op}"),
             Self::Broadcast(root) => format!(" from {root}"),
-            Self::Reduce(op, root) => format!(", {} to {root}", op.name()),
+            Self::Reduce(op, root) => format!(", {op} to {root}"),
         }
     }
 }
@@ -284,8 +223,10 @@ fn check_collective(
         .with_help("pass whole elements"));
     }
     match collective {
-        Collective::Broadcast(root) | Collective::Reduce(_, root) => check_rank(root, world),
-        _ => Ok(()),
+        Collective::AllReduce(op) | Collective::ReduceScatter(op) => op.check(dtype),
+        Collective::Reduce(op, root) => op.check(dtype).and_then(|()| check_rank(root, world)),
+        Collective::Broadcast(root) => check_rank(root, world),
+        Collective::AllGather | Collective::AllToAll => Ok(()),
     }
 }
 

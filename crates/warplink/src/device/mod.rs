@@ -46,6 +46,7 @@ mod packet_block;
 mod packets;
 mod pci;
 mod properties;
+mod reduce_op;
 mod slice;
 mod staging_memory;
 mod stream;
@@ -55,7 +56,7 @@ pub use buffer::DeviceBuffer;
 pub use channel::{At, ChannelArray, ChannelHandle, ChannelMemory, Fifo, FifoReader};
 use collective::check_adopted;
 pub use collective::{
-    AllGatherBytes, Collective, CollectiveEngine, CollectiveRequest, ReduceOp, VendorCommunicator,
+    AllGatherBytes, Collective, CollectiveEngine, CollectiveRequest, VendorCommunicator,
 };
 pub use compute::{Compute, MatmulSpec, PreparedLaunch};
 pub use config::{Delays, DeviceConfig, DeviceKind};
@@ -79,6 +80,7 @@ pub(crate) use packets::{MAX_BLOCKS as MAX_PACKET_BLOCKS, PACKET, PacketShape};
 pub use packets::{PacketLine, PacketPart};
 pub use pci::PciAddress;
 pub use properties::DeviceProperties;
+pub use reduce_op::{Factor, ReduceOp};
 pub use slice::{Backing, DeviceSlice, Word};
 pub use staging_memory::StagingMemory;
 pub(crate) use stream::sequence_apart;

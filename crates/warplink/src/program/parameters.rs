@@ -20,6 +20,14 @@ pub enum Value {
     Operator(ReduceOp),
 }
 
+impl Value {
+    /// Whether it is another value, or stands for it as an alternative: for every factor of an operator.
+    fn admits(&self, other: &Self) -> bool {
+        let scales = |value: &Self| matches!(value, Self::Operator(op) if op.factor().is_some());
+        self == other || scales(self) && scales(other)
+    }
+}
+
 impl From<i64> for Value {
     fn from(value: i64) -> Self {
         Self::Integer(value)
@@ -194,7 +202,9 @@ impl Parameters {
             }
             // A list of one element is written like a number.
             (ParameterKind::List, Value::Integer(only)) => return Ok(Value::List(vec![*only])),
-            (ParameterKind::OneOf(alternatives), value) => alternatives.contains(value),
+            (ParameterKind::OneOf(alternatives), value) => {
+                alternatives.iter().any(|one| one.admits(value))
+            }
             _ => false,
         };
         if fits {

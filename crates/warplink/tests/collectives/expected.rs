@@ -36,6 +36,15 @@ impl Random {
     pub(crate) fn below(&mut self, end: usize) -> usize {
         (self.next() % end as u64) as usize
     }
+
+    /// One that reduces values of a type.
+    pub(crate) fn operator(&mut self, dtype: DType) -> ReduceOp {
+        let plain = ReduceOp::ALL;
+        let kinds = plain.len() + usize::from(dtype.is_float());
+        let factor = self.below(400) as f64 / 100.0 - 2.0;
+        let chosen = plain.get(self.below(kinds)).copied();
+        chosen.unwrap_or(ReduceOp::scaled_sum(factor))
+    }
 }
 
 /// How a call is made, the same on every rank but for where its memory starts.
@@ -68,9 +77,7 @@ impl Case {
         };
         let call = Call {
             kind,
-            op: kind
-                .reduces()
-                .then(|| ReduceOp::ALL[random.below(ReduceOp::ALL.len())]),
+            op: kind.reduces().then(|| random.operator(dtype)),
             dtype,
             // Nothing at all now and then.
             count: (1 + random.below(most)) * usize::from(random.below(12) != 0),
@@ -218,7 +225,12 @@ impl Case {
                 ReduceOp::Min => values.fold(f64::INFINITY, f64::min),
                 ReduceOp::Product => values.product(),
                 ReduceOp::Average => values.sum::<f64>() / world as f64,
-                _ => values.sum(),
+                // Nothing of it is lost in double precision, but in 64 bits.
+                ReduceOp::ScaledSum(factor) => {
+                    let factor = factor.rounded(dtype).value();
+                    values.map(|value| value * factor).sum()
+                }
+                ReduceOp::Sum => values.sum(),
             };
             (value, off(op, dtype, world, value))
         };
@@ -278,9 +290,12 @@ fn off(op: ReduceOp, dtype: DType, world: usize, value: f64) -> f64 {
     };
     let largest = match op {
         ReduceOp::Product => power(world as i32),
+        ReduceOp::ScaledSum(factor) => 2.0 * world as f64 * factor.value().abs(),
         _ => 2.0 * world as f64,
     };
-    let inner = accumulated * world as f64 * largest;
+    // Products by a factor are rounded, too.
+    let roundings = world + usize::from(op.factor().is_some());
+    let inner = accumulated * roundings as f64 * largest;
     inner + (value.abs() + inner) * rounded + least
 }
 

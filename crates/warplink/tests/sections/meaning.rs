@@ -68,6 +68,7 @@ fn meant(
             ReduceOp::Average => all.sum::<f64>() / world as f64,
             ReduceOp::Max => all.fold(f64::MIN, f64::max),
             ReduceOp::Min => all.fold(f64::MAX, f64::min),
+            ReduceOp::ScaledSum(factor) => all.map(|value| value * factor.value()).sum(),
         }
     };
     let (row, column) = (index / n, index % n);

@@ -112,6 +112,8 @@ trait Summand: Copy {
     fn combine(op: ReduceOp, a: Self, b: Self) -> Self;
     /// What becomes of the sum of `count` values for their average.
     fn divided(self, count: usize) -> Self;
+    /// A value times a factor, which only floats have.
+    fn times(self, factor: f64) -> Self;
 }
 
 macro_rules! summands {
@@ -119,7 +121,7 @@ macro_rules! summands {
         impl Summand for $type {
             fn combine(op: ReduceOp, a: Self, b: Self) -> Self {
                 match op {
-                    ReduceOp::Sum | ReduceOp::Average => a.$add(b),
+                    ReduceOp::Sum | ReduceOp::Average | ReduceOp::ScaledSum(_) => a.$add(b),
                     ReduceOp::Product => a.$multiply(b),
                     ReduceOp::Max => a.max(b),
                     ReduceOp::Min => a.min(b),
@@ -128,6 +130,10 @@ macro_rules! summands {
 
             fn divided(self, count: usize) -> Self {
                 self / count as Self
+            }
+
+            fn times(self, factor: f64) -> Self {
+                self.$multiply(factor as Self)
             }
         }
     )*};
@@ -154,7 +160,11 @@ fn fold<T: Element, A: Summand>(
     for index in 0..elements {
         let values = sources.iter().filter_map(|source| {
             let bytes = source.get(index * size..(index + 1) * size)?;
-            T::read_from_bytes(bytes).ok().map(widen)
+            let value = T::read_from_bytes(bytes).ok().map(widen)?;
+            Some(match op.factor() {
+                Some(factor) => value.times(factor.value()),
+                None => value,
+            })
         });
         if let Some(mut value) = values.reduce(|a, b| A::combine(op, a, b)) {
             if op == ReduceOp::Average {

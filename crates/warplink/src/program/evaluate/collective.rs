@@ -60,11 +60,20 @@ impl Gathering {
     fn reduce(&self, op: ReduceOp, dtype: DType) -> Vec<Value> {
         let mut sources = self.sources.iter();
         let mut all = sources.next().cloned().unwrap_or_default();
+        let scaled = |value: Value| match op.factor() {
+            Some(factor) => value
+                .times_in(Value::exact(factor.value()), dtype)
+                .stored(dtype),
+            None => value,
+        };
+        all.iter_mut().for_each(|value| *value = scaled(*value));
         for source in sources {
             for (value, other) in all.iter_mut().zip(source) {
                 *value = match op {
                     // Every partial sum may be rounded.
-                    ReduceOp::Sum | ReduceOp::Average => value.plus(*other).stored(dtype),
+                    ReduceOp::Sum | ReduceOp::Average | ReduceOp::ScaledSum(_) => {
+                        value.plus(scaled(*other)).stored(dtype)
+                    }
                     ReduceOp::Product => value.times_in(*other, dtype).stored(dtype),
                     ReduceOp::Max => value.larger(*other),
                     ReduceOp::Min => value.smaller(*other),

@@ -247,10 +247,18 @@ fn combine(
         other => other,
     };
     let at = |index: usize| {
-        let mut values = sources.iter().map(|source| source[index]);
+        let mut values = sources.iter().map(|source| match operator.factor() {
+            Some(factor) => {
+                let factor = Value::exact(factor.rounded(between).value());
+                source[index].times_in(factor, between).stored(between)
+            }
+            None => source[index],
+        });
         let first = values.next().unwrap_or(Value::UNKNOWN);
         let all = values.fold(first, |all, value| match operator {
-            ReduceOp::Sum | ReduceOp::Average => all.plus(value).stored(between),
+            ReduceOp::Sum | ReduceOp::Average | ReduceOp::ScaledSum(_) => {
+                all.plus(value).stored(between)
+            }
             ReduceOp::Product => all.times_in(value, between).stored(between),
             ReduceOp::Max => all.larger(value),
             ReduceOp::Min => all.smaller(value),

@@ -4,7 +4,7 @@ use super::compile;
 use super::ir::Section;
 use super::layout::{ScratchId, ScratchInstance};
 use super::names::FreeNames;
-use crate::device::ReduceOp;
+use crate::device::{Factor, ReduceOp};
 use crate::dtype::DType;
 use crate::error::{Rank, Result};
 use crate::program::site::Site;
@@ -98,6 +98,13 @@ impl SectionInstance {
         self.tensors
             .binary_search_by(|tensor| tensor.name.as_str().cmp(name))
             .ok()
+    }
+
+    /// What reductions by an operator that is a parameter multiply their sources by, if they do; the same for all.
+    pub(crate) fn factor(&self) -> Option<Factor> {
+        self.operators
+            .values()
+            .find_map(|operator| operator.factor())
     }
 
     /// The indices of the tensors that its lanes announce.

@@ -94,7 +94,7 @@ impl<'p> Unroller<'p> {
         for name in &names.operators {
             let Some(Bound::Operator(operator)) = self.lookup(name) else {
                 let message = format!(
-                    "unknown operator '{name}'; expected sum, product, max, min, average or a parameter that is one"
+                    "unknown operator '{name}'; expected sum, product, max, min, average, scaled_sum or a parameter that is one"
                 );
                 return Err(self.diagnostic(DiagnosticKind::Malformed, message));
             };

@@ -5,7 +5,7 @@ use super::schedule::{Engine, Submission};
 use super::{Contribution, Meeting, Play};
 use std::ops::Range as Rows;
 use warplink::DType;
-use warplink::device::ReduceOp;
+use warplink::device::{Factor, ReduceOp};
 use warplink::program::ir::{Collective, ElementwiseOp};
 use warplink::program::{Area, Range, RankProgram, TransferId};
 
@@ -342,10 +342,13 @@ fn place(meeting: &Meeting, rank: usize) -> usize {
 fn combine(collective: &Collective<usize>, all: &[Vec<f64>], place: usize) -> Vec<f64> {
     let fold = |op: ReduceOp| -> Vec<f64> {
         let column = |index: usize| {
-            let values = all.iter().map(|values| values[index]);
+            let factor = op.factor().map_or(1.0, Factor::value);
+            let values = all.iter().map(|values| values[index] * factor);
             let joined = values.reduce(|a, b| {
                 let one = match op {
-                    ReduceOp::Sum | ReduceOp::Average => ElementwiseOp::Sum,
+                    ReduceOp::Sum | ReduceOp::Average | ReduceOp::ScaledSum(_) => {
+                        ElementwiseOp::Sum
+                    }
                     ReduceOp::Product => ElementwiseOp::Product,
                     ReduceOp::Max => ElementwiseOp::Max,
                     ReduceOp::Min => ElementwiseOp::Min,

@@ -63,7 +63,7 @@ impl Inputs {
         let world = self.world as u64;
         let up_to = |largest: u64| drawn % (largest.clamp(1, 100) + 1);
         let value = match self.call.op {
-            Some(ReduceOp::Sum) => up_to(exact / world),
+            Some(ReduceOp::Sum | ReduceOp::ScaledSum(_)) => up_to(exact / world),
             Some(ReduceOp::Product) => 1 + drawn % 2,
             // The sum is a multiple of the number of ranks.
             Some(ReduceOp::Average) => world * (drawn % (exact / world / world + 1)),
@@ -78,6 +78,7 @@ impl Inputs {
             Some(ReduceOp::Max) => values.fold(f64::MIN, f64::max),
             Some(ReduceOp::Min) => values.fold(f64::MAX, f64::min),
             Some(ReduceOp::Average) => values.sum::<f64>() / self.world as f64,
+            Some(ReduceOp::ScaledSum(factor)) => factor.value() * values.sum::<f64>(),
             Some(ReduceOp::Sum) | None => values.sum(),
         }
     }

@@ -53,7 +53,7 @@ pub(crate) struct Collective {
     /// Element type
     #[arg(long, value_name = "TYPE", default_value = "bf16")]
     dtype: DType,
-    /// How elements are reduced
+    /// How elements are reduced: sum, max, min, product, average or scaled_sum(FACTOR)
     #[arg(long, value_name = "OPERATOR", default_value = "sum")]
     op: ReduceOp,
     /// The root, for collectives that have one
@@ -224,6 +224,21 @@ impl Collective {
             !self.places().contains(&Place::In) || self.collective != CollectiveKind::AllToAll,
             "all-to-all cannot be done in place; help: use --place out"
         );
+        if let Some(factor) = self.op.factor() {
+            // Such products of small integers are exact in every type.
+            let size = factor.value().abs();
+            ensure!(
+                (0.0625..=16.0).contains(&size) && size.log2().fract() == 0.0,
+                "--op is {}; expected a power of two from 0.0625 to 16 as its factor, so that results are exact",
+                self.op
+            );
+            ensure!(
+                self.dtype.is_float(),
+                "--op is {} and --dtype is {}; expected floats",
+                self.op,
+                self.dtype
+            );
+        }
         if let Some(path) = &self.beside {
             read(path)?;
         }

@@ -1,21 +1,18 @@
 //! The vendor's collectives, over NCCL.
 
+use super::operator::{BYTES, data_type, with_operator};
 use super::{Handle, Nccl, NcclComm, UNIQUE_ID, Window};
 use crate::device::cuda::gpu::Gpu;
 use crate::device::cuda::memory::CudaBacking;
 use crate::device::cuda::stream::CudaStream;
 use crate::device::{
-    AllGatherBytes, Collective, CollectiveEngine, CollectiveRequest, DeviceSlice, Fault, ReduceOp,
-    Stream, VendorCommunicator, check_adopted,
+    AllGatherBytes, Collective, CollectiveEngine, CollectiveRequest, DeviceSlice, Fault, Stream,
+    VendorCommunicator, check_adopted,
 };
-use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::lock;
 use std::ffi::{c_int, c_void};
 use std::sync::{Arc, Mutex};
-
-/// `ncclUint8`, for what is only moved.
-const BYTES: c_int = 1;
 
 /// `NCCL_WIN_COLL_SYMMETRIC`: all ranks register memory of the same kind and length.
 const SYMMETRIC: c_int = 1;
@@ -205,33 +202,6 @@ fn pointer(slice: &DeviceSlice) -> *mut c_void {
     slice.address() as usize as *mut c_void
 }
 
-fn data_type(dtype: DType) -> c_int {
-    match dtype {
-        DType::U8 => BYTES,
-        DType::I8 => 0,
-        DType::I32 => 2,
-        DType::U32 => 3,
-        DType::I64 => 4,
-        DType::U64 => 5,
-        DType::F16 => 6,
-        DType::F32 => 7,
-        DType::F64 => 8,
-        DType::BF16 => 9,
-        DType::F8E4M3 => 10,
-        DType::F8E5M2 => 11,
-    }
-}
-
-fn operator(op: ReduceOp) -> c_int {
-    match op {
-        ReduceOp::Sum => 0,
-        ReduceOp::Product => 1,
-        ReduceOp::Max => 2,
-        ReduceOp::Min => 3,
-        ReduceOp::Average => 4,
-    }
-}
-
 impl CollectiveEngine for NcclEngine {
     fn name(&self) -> String {
         self.name.clone()
@@ -346,23 +316,35 @@ unsafe fn issue(
         Collective::AllGather => unsafe {
             (nccl.ncclAllGather)(from, to, bytes, BYTES, comm, stream)
         },
-        // SAFETY: as above.
-        Collective::AllReduce(op) => unsafe {
-            (nccl.ncclAllReduce)(from, to, elements, data_type, operator(op), comm, stream)
-        },
-        Collective::ReduceScatter(op) => {
-            let (elements, op) = (target.bytes() / dtype.size(), operator(op));
+        Collective::AllReduce(op) => {
             // SAFETY: as above.
-            unsafe { (nccl.ncclReduceScatter)(from, to, elements, data_type, op, comm, stream) }
+            let reduce = |op| unsafe {
+                (nccl.ncclAllReduce)(from, to, elements, data_type, op, comm, stream)
+            };
+            // SAFETY: the caller vouches for the communicator.
+            unsafe { with_operator(nccl, comm, (op, dtype), reduce) }
+        }
+        Collective::ReduceScatter(op) => {
+            let elements = target.bytes() / dtype.size();
+            // SAFETY: as above.
+            let reduce = |op| unsafe {
+                (nccl.ncclReduceScatter)(from, to, elements, data_type, op, comm, stream)
+            };
+            // SAFETY: the caller vouches for the communicator.
+            unsafe { with_operator(nccl, comm, (op, dtype), reduce) }
         }
         // SAFETY: as above, and for the root.
         Collective::Broadcast(root) => unsafe {
             (nccl.ncclBroadcast)(from, to, bytes, BYTES, root as c_int, comm, stream)
         },
         Collective::Reduce(op, root) => {
-            let (op, root) = (operator(op), root as c_int);
+            let root = root as c_int;
             // SAFETY: as above, and for the root.
-            unsafe { (nccl.ncclReduce)(from, to, elements, data_type, op, root, comm, stream) }
+            let reduce = |op| unsafe {
+                (nccl.ncclReduce)(from, to, elements, data_type, op, root, comm, stream)
+            };
+            // SAFETY: the caller vouches for the communicator.
+            unsafe { with_operator(nccl, comm, (op, dtype), reduce) }
         }
         Collective::AllToAll => group(nccl, || {
             let part = bytes / world;

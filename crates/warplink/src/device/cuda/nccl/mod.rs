@@ -1,6 +1,7 @@
 //! NCCL: its functions, and a communicator of its own that can be ended from outside.
 
 pub(super) mod engine;
+mod operator;
 
 use crate::device::VendorCommunicator;
 use crate::device::cuda::driver::context::Context;
@@ -63,6 +64,8 @@ function_table! {
         ncclReduce(*const c_void, *mut c_void, usize, c_int, c_int, c_int, Handle, *mut c_void) -> c_int;
         ncclSend(*const c_void, usize, c_int, c_int, Handle, *mut c_void) -> c_int;
         ncclRecv(*mut c_void, usize, c_int, c_int, Handle, *mut c_void) -> c_int;
+        ncclRedOpCreatePreMulSum(*mut c_int, *mut c_void, c_int, c_int, Handle) -> c_int;
+        ncclRedOpDestroy(c_int, Handle) -> c_int;
         ncclGroupStart() -> c_int;
         ncclGroupEnd() -> c_int;
     }

@@ -98,6 +98,7 @@ impl Addresses {
             .chain(self.signals.iter().copied())
             .chain([self.epochs, self.lanes])
             .chain(published)
+            .chain(instance.factor().map(|factor| factor.value().to_bits()))
             .chain(integers)
             .chain(sizes)
             .collect()
@@ -165,6 +166,9 @@ fn write(instance: &SectionInstance, aligned: &[bool], traced: bool) -> Result<S
     ));
     code.line("Lane self(signals, at.epochs);");
     code.line(format!("const Index {lane} = blockIdx.x;"));
+    if instance.factor().is_some() {
+        code.line("ScaledSum::set(at.factor);");
+    }
     if emitter.waits {
         code.line(format!(
             "Inbound<world> inbound(Signals{{signals}}, world * {lane});"
@@ -224,6 +228,7 @@ fn operator_name(operator: ReduceOp) -> &'static str {
         ReduceOp::Min => "Minimum",
         ReduceOp::Product => "Multiply",
         ReduceOp::Average => "Average",
+        ReduceOp::ScaledSum(_) => "ScaledSum",
     }
 }
 
@@ -233,6 +238,11 @@ fn check(instance: &SectionInstance) -> Result<()> {
             .with_operation("compile a kernel section")
             .with_help(help))
     };
+    let mut factors = instance.operators.values().filter_map(|op| op.factor());
+    if factors.any(|factor| Some(factor) != instance.factor()) {
+        let text = "a kernel with several factors; expected the same in all sums".to_owned();
+        return refused(text, "use one factor, or several kernels");
+    }
     let world = instance.world;
     if world > MAX_PLACES {
         let text = format!("a kernel for {world} ranks; expected at most {MAX_PLACES}");
@@ -351,6 +361,9 @@ fn binding(code: &mut Code, instance: &SectionInstance, traced: bool) -> Result<
             String::new()
         };
         code.line(format!("u64 tables{places};"));
+    }
+    if instance.factor().is_some() {
+        code.line("double factor;");
     }
     let integers = comma(variables(instance).map(|(name, _)| name));
     if !integers.is_empty() {

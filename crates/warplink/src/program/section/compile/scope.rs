@@ -138,6 +138,8 @@ const RESERVED: &[&str] = &[
     "Minimum",
     "Maximum",
     "Average",
+    "ScaledSum",
+    "factor",
     "reduce",
     "copy",
     "signal",

@@ -345,7 +345,7 @@ impl<'s> Resolver<'s> {
                 let operator = self.instance.operators.get(name).copied();
                 operator.map(Some).ok_or_else(|| {
                     let message = format!(
-                        "unknown operator '{name}'; expected sum, product, max, min, average or a parameter that is one"
+                        "unknown operator '{name}'; expected sum, product, max, min, average, scaled_sum or a parameter that is one"
                     );
                     self.wrong(DiagnosticKind::Malformed, message)
                 })

@@ -7,6 +7,7 @@ use super::hazard::{self, Barriers};
 use super::range::Range;
 use super::scope::Scope;
 use super::{element_name, operator_name};
+use crate::device::ReduceOp;
 use crate::error::{Error, ErrorKind};
 use crate::program::construct::{Branch, Each, Loop, Selection, TensorRef};
 use crate::program::expr::Expr;
@@ -280,6 +281,8 @@ impl<'s> Emitter<'s> {
         let call = match &it.verb {
             Verb::Reduce(operator) => {
                 let operator = match operator {
+                    // In a text, its factor is 1.
+                    Operator::Fixed(operator) if operator.factor().is_some() => ReduceOp::Sum,
                     Operator::Fixed(operator) => *operator,
                     Operator::Parameter(name) => {
                         let value = self.instance.operators.get(name).copied();

@@ -1,0 +1,105 @@
+//! Element types and operators as NCCL takes them.
+
+use super::{Handle, Nccl};
+use crate::device::{Factor, ReduceOp};
+use crate::dtype::{DType, F8E4M3, F8E5M2};
+use half::{bf16, f16};
+use std::ffi::c_int;
+use zerocopy::IntoBytes;
+
+/// `ncclUint8`, for what is only moved.
+pub(super) const BYTES: c_int = 1;
+
+/// `ncclScalarHostImmediate`: a factor is read before the function that takes it returns.
+const ON_HOST: c_int = 1;
+
+/// The number of an element type.
+pub(super) fn data_type(dtype: DType) -> c_int {
+    match dtype {
+        DType::U8 => BYTES,
+        DType::I8 => 0,
+        DType::I32 => 2,
+        DType::U32 => 3,
+        DType::I64 => 4,
+        DType::U64 => 5,
+        DType::F16 => 6,
+        DType::F32 => 7,
+        DType::F64 => 8,
+        DType::BF16 => 9,
+        DType::F8E4M3 => 10,
+        DType::F8E5M2 => 11,
+    }
+}
+
+/// Calls `with` the number of an operator of elements of a type, which is an operator for as long as that takes.
+///
+/// # Safety
+/// `comm` must be a communicator that may be called.
+pub(super) unsafe fn with_operator(
+    nccl: &Nccl,
+    comm: Handle,
+    (op, dtype): (ReduceOp, DType),
+    with: impl FnOnce(c_int) -> c_int,
+) -> c_int {
+    let Some(factor) = op.factor() else {
+        return with(operator(op));
+    };
+    let mut scalar = scalar(factor, dtype);
+    let (mut made, data_type) = (0, data_type(dtype));
+    let at = scalar.as_mut_ptr().cast();
+    // SAFETY: `made` is an output parameter for one number; the scalar is one of the type, in the host's memory, which
+    // is read before the function returns. The caller vouches for the communicator.
+    let code = unsafe { (nccl.ncclRedOpCreatePreMulSum)(&mut made, at, data_type, ON_HOST, comm) };
+    if code != 0 {
+        return code;
+    }
+    let called = with(made);
+    // SAFETY: made above for this communicator. NCCL allows it when the call that was given it has returned.
+    let destroyed = unsafe { (nccl.ncclRedOpDestroy)(made, comm) };
+    if called != 0 { called } else { destroyed }
+}
+
+/// A factor as an element of a type; the rest is 0.
+fn scalar(factor: Factor, dtype: DType) -> [u8; 8] {
+    let value = factor.value();
+    let narrow = value as f32;
+    let mut bytes = [0; 8];
+    let mut put = |element: &[u8]| bytes[..element.len()].copy_from_slice(element);
+    match dtype {
+        DType::F16 => put(f16::from_f32(narrow).as_bytes()),
+        DType::BF16 => put(bf16::from_f32(narrow).as_bytes()),
+        DType::F8E4M3 => put(F8E4M3::from_f32(narrow).as_bytes()),
+        DType::F8E5M2 => put(F8E5M2::from_f32(narrow).as_bytes()),
+        DType::F64 => put(&value.to_ne_bytes()),
+        _ => put(&narrow.to_ne_bytes()),
+    }
+    bytes
+}
+
+/// The number of an operator without a factor.
+fn operator(op: ReduceOp) -> c_int {
+    match op {
+        ReduceOp::Sum | ReduceOp::ScaledSum(_) => 0,
+        ReduceOp::Product => 1,
+        ReduceOp::Max => 2,
+        ReduceOp::Min => 3,
+        ReduceOp::Average => 4,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_factor_is_an_element_of_the_type() {
+        let half = |dtype| scalar(Factor::new(0.5), dtype);
+        assert_eq!(half(DType::F64), 0.5_f64.to_ne_bytes());
+        assert_eq!(half(DType::F32)[..4], 0.5_f32.to_ne_bytes());
+        assert_eq!(half(DType::F16)[..2], 0x3800_u16.to_ne_bytes());
+        assert_eq!(half(DType::BF16)[..2], 0x3f00_u16.to_ne_bytes());
+        assert_eq!(half(DType::F8E4M3)[0], 0x30);
+        assert_eq!(half(DType::F8E5M2)[0], 0x38);
+        assert_eq!(half(DType::F8E5M2)[1..], [0; 7]);
+    }
+}

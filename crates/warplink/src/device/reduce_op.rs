@@ -1,0 +1,168 @@
+//! How values of several ranks become one.
+
+use crate::dtype::DType;
+use crate::error::{Error, ErrorKind, Result};
+use std::fmt;
+use std::str::FromStr;
+
+/// The name of the operator with a factor.
+const SCALED: &str = "scaled_sum";
+
+/// How values of several ranks become one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum ReduceOp {
+    /// Their sum.
+    Sum,
+    /// The largest.
+    Max,
+    /// The smallest.
+    Min,
+    /// Their product.
+    Product,
+    /// Their sum, divided by how many they are; of integers, without the remainder.
+    Average,
+    /// The sum of what they are multiplied by a factor; of floats. The factor has the precision in which they are
+    /// summed, and each product is rounded to that.
+    ScaledSum(Factor),
+}
+
+/// What the values of a sum are multiplied by. Factors of the same bits are equal.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Factor(u64);
+
+impl Factor {
+    /// A factor of 1.
+    pub const ONE: Self = Self::new(1.0);
+
+    /// The factor of that value.
+    pub const fn new(value: f64) -> Self {
+        Self(value.to_bits())
+    }
+
+    /// Its value.
+    pub const fn value(self) -> f64 {
+        f64::from_bits(self.0)
+    }
+
+    /// As values of a type are multiplied by it: in double precision those of 64 bits, and in single precision others.
+    pub fn rounded(self, dtype: DType) -> Self {
+        match dtype {
+            DType::F64 => self,
+            _ => Self::new(f64::from(self.value() as f32)),
+        }
+    }
+}
+
+impl ReduceOp {
+    /// Every operator that takes no factor.
+    pub const ALL: [Self; 5] = [
+        Self::Sum,
+        Self::Max,
+        Self::Min,
+        Self::Product,
+        Self::Average,
+    ];
+
+    /// Its name in program text.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Sum => "sum",
+            Self::Max => "max",
+            Self::Min => "min",
+            Self::Product => "product",
+            Self::Average => "average",
+            Self::ScaledSum(_) => SCALED,
+        }
+    }
+
+    /// The sum of values that are multiplied by `factor` beforehand.
+    pub const fn scaled_sum(factor: f64) -> Self {
+        Self::ScaledSum(Factor::new(factor))
+    }
+
+    /// What values are multiplied by beforehand, if they are.
+    pub const fn factor(self) -> Option<Factor> {
+        match self {
+            Self::ScaledSum(factor) => Some(factor),
+            _ => None,
+        }
+    }
+
+    /// Fails where it does not reduce values of a type.
+    pub(crate) fn check(self, dtype: DType) -> Result<()> {
+        if self.factor().is_none() || dtype.is_float() {
+            return Ok(());
+        }
+        Err(Error::new(
+            ErrorKind::Unsupported,
+            format!("{SCALED} of {dtype}; expected floats"),
+        )
+        .with_help("use sum, or another type"))
+    }
+}
+
+impl fmt::Display for ReduceOp {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::ScaledSum(factor) if *factor != Factor::ONE => {
+                write!(f, "{SCALED}({})", factor.value())
+            }
+            _ => f.write_str(self.name()),
+        }
+    }
+}
+
+impl FromStr for ReduceOp {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let factor = |text: &str| {
+            let value = match text.strip_prefix(SCALED)? {
+                "" => 1.0,
+                rest => rest.strip_prefix('(')?.strip_suffix(')')?.parse().ok()?,
+            };
+            Some(Self::scaled_sum(value))
+        };
+        let mut all = Self::ALL.into_iter();
+        let plain = all.find(|operator| operator.name() == text);
+        plain.or_else(|| factor(text)).ok_or_else(|| {
+            Error::new(
+                ErrorKind::Parse,
+                format!(
+                    "unknown operator '{text}'; expected sum, max, min, product, average or {SCALED}(factor)"
+                ),
+            )
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_operator_is_read_as_it_is_written() {
+        let scaled = [0.5, 1.0, -3.25e-7, 1e300].map(ReduceOp::scaled_sum);
+        for op in ReduceOp::ALL.into_iter().chain(scaled) {
+            assert_eq!(op.to_string().parse::<ReduceOp>().unwrap(), op);
+        }
+        assert_eq!(ReduceOp::scaled_sum(1.0).to_string(), "scaled_sum");
+        for text in [
+            "scaled_sum(",
+            "scaled_sum()",
+            "scaled_sum(x)",
+            "scaled_sums",
+            "add",
+        ] {
+            let error = text.parse::<ReduceOp>().unwrap_err().to_string();
+            assert!(error.contains("average or scaled_sum(factor)"), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_factor_is_rounded_as_values_are_multiplied() {
+        let factor = Factor::new(0.1);
+        assert_eq!(factor.rounded(DType::F64), factor);
+        assert_eq!(factor.rounded(DType::BF16).value(), f64::from(0.1_f32));
+    }
+}
