@@ -1,14 +1,15 @@
 """Groups of sends and receives, and the all-to-all with a length for each pair of ranks."""
 
+import os
 import threading
 
 import numpy
 import pytest
-from conftest import run_ranks
+from conftest import Stopwatch, meet, run_ranks
 from held import Held, random_values, shared_seed
 from test_transfers import join
 
-from warplink.errors import InvalidArgumentError, MismatchError, UnsupportedError
+from warplink.errors import InvalidArgumentError, MismatchError, PeerLostError, UnsupportedError
 
 TYPES = [numpy.uint8, numpy.float16, numpy.int32, numpy.float32, numpy.int64, numpy.complex128]
 
@@ -233,6 +234,40 @@ def mismatched(rank, world, meeting):
 
 def test_ends_of_other_lengths_are_told_on_both_ranks():
     run_ranks(mismatched, 2)
+
+
+def lost(rank, world, meeting, place):
+    job = join(rank, world, meeting)
+    comm = job.world()
+    collectives, stream = comm.collectives(), comm.create_stream()
+    layer = collectives.experts(experts=world, top_k=1, max_tokens=4, elements=8, dtype="f32")
+    held = Held(comm, numpy.zeros(100_000, numpy.float32))
+    meet(place, "ready", rank, range(world))
+    if rank == 2:
+        os._exit(1)
+    # Those that wait for it, and what they do afterwards.
+    watch = Stopwatch()
+    collectives.send_receive(stream, receives=[(2, held.array)])
+    with pytest.raises(PeerLostError) as caught:
+        stream.synchronize()
+    assert caught.value.peer == 2 and watch.elapsed() < 5
+    nobody = numpy.zeros((0, 8), numpy.float32), numpy.zeros((0, 1), numpy.int32)
+    tokens, experts = (Held(comm, values).array for values in nobody)
+    with pytest.raises(PeerLostError):
+        layer.dispatch(stream, layer.allocate(), tokens, experts)
+        stream.synchronize()
+    # The rest go on with collectives of their own.
+    rest = comm.survivors()
+    stream, peer = rest.create_stream(), 1 - rest.rank
+    own, come = (Held(rest, numpy.full(10, value, numpy.int64)) for value in (rest.rank, -1))
+    rest.collectives().send_receive(stream, [(peer, own.array)], [(peer, come.array)])
+    stream.synchronize()
+    assert (come.read() == peer).all()
+    rest.close()
+
+
+def test_a_lost_rank_ends_messages_of_the_others(tmp_path):
+    run_ranks(lost, 3, str(tmp_path / "place"), dies=(2,))
 
 
 def waiting(rank, world, meeting):
