@@ -1,11 +1,11 @@
 //! From the operations of rank programs to a schedule.
 
 use super::collective::larger_side;
+use super::launch::LaneCounters;
 use super::link::Partners;
 use super::model::HardwareModel;
 use super::post::{self, rotates};
 use super::schedule::{OperationId, RankState, Schedule};
-use super::section::LaneCounters;
 use super::step::Step;
 use super::{SimulateOptions, Submission};
 use crate::error::Result;

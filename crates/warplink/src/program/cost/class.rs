@@ -388,3 +388,7 @@ impl<'s> Outline<'s> {
         }
     }
 }
+
+#[cfg(test)]
+#[path = "class_tests.rs"]
+mod tests;

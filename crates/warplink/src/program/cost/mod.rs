@@ -19,7 +19,7 @@
 //! | [`find`] | which model describes a device |
 //! | `link`, `symmetry` | which transfers belong together; whether all ranks do the same |
 //! | `build`, `operations`, `post` | from operations to steps of streams |
-//! | `section`, `class` | from kernel sections to steps of lanes; which lanes do the same |
+//! | `launch`, `class`, `section` | kernel sections: which lanes stand for all, and their steps |
 //! | `schedule`, `step` | the steps, and what they need |
 //! | `simulate`, `resources` | the simulation, and how work that runs at one time shares resources |
 //! | [`report`], `bound` | the result, and what time goes to |
@@ -54,6 +54,7 @@ pub mod curve;
 pub mod find;
 pub mod gemm;
 pub mod lanes;
+mod launch;
 mod link;
 pub mod model;
 mod operations;
@@ -130,7 +131,7 @@ pub fn simulate_with(
         Ok(report::cost(&schedule, outcome, model))
     };
     // Iterations that stand for others may leave a lane without what a whole loop would have told it.
-    within(section::MOST_ITERATIONS).or_else(|_: Error| within(u64::MAX))
+    within(launch::MOST_ITERATIONS).or_else(|_: Error| within(u64::MAX))
 }
 
 #[cfg(test)]
@@ -230,7 +231,7 @@ mod tests {
             let ranks: Vec<RankProgram> = (0..3).map(rank).collect();
             let partners = link::partners(&ranks).unwrap();
             for model in find::all_shipped() {
-                let [few, all] = [section::MOST_ITERATIONS, u64::MAX]
+                let [few, all] = [launch::MOST_ITERATIONS, u64::MAX]
                     .map(|most| seconds_of(&ranks[..1], 3, &partners, model, most));
                 let told = format!(
                     "{few} {all}: {chunks} chunks, {bytes} bytes on {}",

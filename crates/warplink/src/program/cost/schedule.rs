@@ -2,9 +2,9 @@
 
 use super::Submission;
 use super::lanes::Lanes;
+use super::launch::{LaneCounters, Launch};
 use super::link::Partners;
 use super::model::HardwareModel;
-use super::section::{LaneCounters, Launch};
 use super::step::{MEMORY, PROCESSORS, RESOURCES, Step, Work};
 use crate::dtype::DType;
 use crate::error::Rank;

@@ -1,8 +1,8 @@
 //! Whether all ranks do the same in rotation, so that one of them stands for all.
 
 use super::class::{self, Class};
+use super::launch::sections;
 use super::link::Partners;
-use super::section::sections;
 use crate::program::{OperationKind, RankProgram};
 
 /// Whether every rank does what rank 0 does, with peers at the same distance: the same streams,

@@ -1,0 +1,182 @@
+//! The launches of kernel sections: which lanes are simulated, their steps, and what waits for what.
+
+use super::class::{self, Class};
+use super::schedule::Schedule;
+use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::program::section::{
+    LaneStep, LaneStepKind, Part, ScratchId, SectionInstance, SectionMemory,
+};
+use crate::program::{OperationKind, RankProgram};
+use std::collections::{BTreeMap, HashMap, HashSet};
+
+/// The most iterations of a loop that are simulated; they stand for all.
+pub(super) const MOST_ITERATIONS: u64 = 16;
+
+/// A launch of a rank: what its lanes do.
+#[derive(Debug)]
+pub(super) struct Launch {
+    pub(super) classes: Vec<Steps>,
+    /// The class of each lane.
+    pub(super) of_lane: Vec<usize>,
+}
+
+/// What the lanes of a class do.
+#[derive(Debug)]
+pub(super) struct Steps {
+    pub(super) class: Class,
+    /// Each with how many it stands for.
+    pub(super) steps: Vec<(LaneStep, f64)>,
+}
+
+/// The counters by which lanes wait for one another.
+#[derive(Debug, Default)]
+pub(super) struct LaneCounters {
+    /// By the rank and lane that wait, and how far away the rank is that signals.
+    pub(super) signals: HashMap<(usize, usize, usize), u32>,
+    /// Elements that have come as packets, by launch, rank, scratch and class; the first of them, and all of them.
+    pub(super) packets: HashMap<(usize, usize, ScratchId, usize), [u32; 2]>,
+    /// Scratch of launches of which some lanes read packets that only lanes of other classes put.
+    pub(super) crossed: HashSet<(usize, ScratchId)>,
+    /// By launch, scratch, rank and class: for what share of the packets that are read those that come are to be waited
+    /// for, where what is simulated puts fewer than it reads, as ranks do that have shorter parts than others.
+    pub(super) shares: HashMap<(usize, ScratchId, usize, usize), f64>,
+}
+
+/// The packets that a lane has read: scratch, and from which element.
+pub(super) type Seen = HashSet<(ScratchId, usize)>;
+
+impl Steps {
+    /// The elements that a lane of these puts as packets, by scratch and rank, and those that it reads.
+    fn packets(
+        &self,
+        section: &SectionInstance,
+    ) -> (HashMap<(ScratchId, Rank), f64>, HashMap<ScratchId, f64>) {
+        let (mut put, mut read, mut seen) = (HashMap::new(), HashMap::new(), Seen::new());
+        let mut puts = |part: &Part, elements: f64| {
+            if let Some(id) = packets(section, part) {
+                *put.entry((id, part.rank)).or_default() += elements;
+            }
+        };
+        let mut reads = |part: &Part, elements: f64| {
+            if let Some(id) = packets(section, part)
+                && seen.insert((id, part.offset))
+            {
+                *read.entry(id).or_default() += elements;
+            }
+        };
+        for (step, _) in &self.steps {
+            match &step.kind {
+                LaneStepKind::Move {
+                    elements,
+                    targets,
+                    sources,
+                    ..
+                } => {
+                    let elements = *elements as f64;
+                    targets.iter().for_each(|part| puts(part, elements));
+                    sources.iter().for_each(|part| reads(part, elements));
+                }
+                LaneStepKind::Announce { target, .. } => puts(target, 1.0),
+                LaneStepKind::Agree { source, .. } => reads(source, 1.0),
+                LaneStepKind::Signal { .. } | LaneStepKind::Wait(_) => {}
+            }
+        }
+        (put, read)
+    }
+}
+
+/// The scratch of packets that a part lies in.
+pub(super) fn packets(section: &SectionInstance, part: &Part) -> Option<ScratchId> {
+    let SectionMemory::Scratch(id) = section.tensors[part.tensor].memory else {
+        return None;
+    };
+    let packing = section.scratch_of(part.tensor)?.packing;
+    packing.is_packets().then_some(id)
+}
+
+/// The kernel sections that a rank launches, in order.
+pub(super) fn sections(program: &RankProgram) -> impl Iterator<Item = &SectionInstance> {
+    let kinds = program.operations.iter().map(|operation| &operation.kind);
+    kinds.filter_map(|kind| match kind {
+        OperationKind::Kernel(section) => Some(&**section),
+        _ => None,
+    })
+}
+
+/// What the lanes of a launch do, where all ranks reach what they announce.
+fn launch(section: &SectionInstance, iterations: u64) -> Result<Launch> {
+    let (classes, of_lane) = class::halved(section);
+    let steps = |class: Class| -> Result<Steps> {
+        let sampled = section.sampled_steps(class.lane, 0, iterations);
+        let (steps, weights) = sampled.map_err(|diagnostic| {
+            Error::new(ErrorKind::Verification, diagnostic.message)
+                .with_operation("simulate a program")
+                .with_help("verify the program")
+        })?;
+        Ok(Steps {
+            class,
+            steps: steps.into_iter().zip(weights).collect(),
+        })
+    };
+    Ok(Launch {
+        classes: classes.into_iter().map(steps).collect::<Result<_>>()?,
+        of_lane,
+    })
+}
+
+impl Schedule<'_> {
+    /// Goes through the launches of all ranks, in order, for what they have to do with one another.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Verification`] for a section that cannot be resolved.
+    pub(super) fn find_launches(&mut self, iterations: u64) -> Result<()> {
+        let of_program = |program| {
+            let launches = sections(program).map(|section| launch(section, iterations));
+            launches.collect::<Result<Vec<Launch>>>()
+        };
+        self.launches = self
+            .programs
+            .iter()
+            .map(of_program)
+            .collect::<Result<_>>()?;
+        // What comes to the lanes of a class and what they read, by launch, scratch, rank and class; and how much comes
+        // to all of them.
+        let mut own: BTreeMap<(usize, ScratchId, usize, usize), [f64; 2]> = BTreeMap::new();
+        let mut all: HashMap<(usize, ScratchId, usize), f64> = HashMap::new();
+        for (rank, (program, launches)) in self.programs.iter().zip(&self.launches).enumerate() {
+            for (number, (section, launch)) in sections(program).zip(launches).enumerate() {
+                for (class, steps) in launch.classes.iter().enumerate() {
+                    let (put, read) = steps.packets(section);
+                    for ((id, to), elements) in put {
+                        let to = self.stand_in(to);
+                        own.entry((number, id, to, class)).or_default()[0] += elements;
+                        *all.entry((number, id, to)).or_default() +=
+                            elements * steps.class.count as f64;
+                    }
+                    for (id, elements) in read {
+                        own.entry((number, id, rank, class)).or_default()[1] += elements;
+                    }
+                }
+            }
+        }
+        let between = &mut self.between_lanes;
+        for ((number, id, ..), [comes, read]) in &own {
+            if (*comes > 0.0) != (*read > 0.0) {
+                between.crossed.insert((*number, *id));
+            }
+        }
+        for ((number, id, rank, class), [comes, read]) in own {
+            let comes = if between.crossed.contains(&(number, id)) {
+                all.get(&(number, id, rank)).copied().unwrap_or(0.0)
+            } else {
+                comes
+            };
+            if comes < read {
+                between
+                    .shares
+                    .insert((number, id, rank, class), comes / read);
+            }
+        }
+        Ok(())
+    }
+}
