@@ -38,6 +38,17 @@ pub(crate) struct Collectives {
     nothing: DeviceSlice,
 }
 
+/// The operator `op`; of a sum, what values are multiplied by beforehand may be given.
+fn operator(op: &str, factor: Option<f64>) -> PyResult<ReduceOp> {
+    match (op, factor) {
+        (op, None) => op.parse().map_err(raise),
+        ("sum", Some(factor)) => Ok(ReduceOp::scaled_sum(factor)),
+        (op, Some(_)) => Err(invalid(format!(
+            "a factor for the operator '{op}'; expected it for sum only"
+        ))),
+    }
+}
+
 impl Collectives {
     pub(crate) fn new(
         inner: warplink::Collectives,
@@ -68,7 +79,7 @@ impl Collectives {
         stream: &Stream,
         kind: CollectiveKind,
         [target, source]: [&Bound<'_, PyAny>; 2],
-        op: Option<&str>,
+        op: Option<(&str, Option<f64>)>,
         root: Option<Rank>,
     ) -> PyResult<()> {
         let inner = self.inner()?;
@@ -76,8 +87,7 @@ impl Collectives {
         let reader = self.reader(stream);
         let target = reader.read(target, "the target")?;
         let source = reader.read(source, "the source")?;
-        let op = op.map(str::parse::<ReduceOp>).transpose();
-        let op = op.map_err(raise)?;
+        let op = op.map(|(op, factor)| operator(op, factor)).transpose()?;
         let dtype = if op.is_some() {
             source.element("the source")?.dtype()?
         } else {
@@ -156,8 +166,9 @@ impl Collectives {
         self.enqueue(py, stream, kind, [target, source], None, None)
     }
 
-    /// `target` becomes the reduction of every rank's source.
-    #[pyo3(signature = (stream, target, source, op="sum"))]
+    /// `target` becomes the reduction of every rank's source. Where a factor is given, floats are multiplied by it before
+    /// they are summed.
+    #[pyo3(signature = (stream, target, source, op="sum", factor=None))]
     fn all_reduce(
         &self,
         py: Python<'_>,
@@ -165,14 +176,15 @@ impl Collectives {
         target: &Bound<'_, PyAny>,
         source: &Bound<'_, PyAny>,
         op: &str,
+        factor: Option<f64>,
     ) -> PyResult<()> {
         let kind = CollectiveKind::AllReduce;
-        self.enqueue(py, stream, kind, [target, source], Some(op), None)
+        self.enqueue(py, stream, kind, [target, source], Some((op, factor)), None)
     }
 
     /// `target` becomes this rank's part of the reduction of every rank's source, which has `size` times
     /// its bytes.
-    #[pyo3(signature = (stream, target, source, op="sum"))]
+    #[pyo3(signature = (stream, target, source, op="sum", factor=None))]
     fn reduce_scatter(
         &self,
         py: Python<'_>,
@@ -180,9 +192,10 @@ impl Collectives {
         target: &Bound<'_, PyAny>,
         source: &Bound<'_, PyAny>,
         op: &str,
+        factor: Option<f64>,
     ) -> PyResult<()> {
         let kind = CollectiveKind::ReduceScatter;
-        self.enqueue(py, stream, kind, [target, source], Some(op), None)
+        self.enqueue(py, stream, kind, [target, source], Some((op, factor)), None)
     }
 
     /// Part p of `target` becomes this rank's part of rank p's source.
@@ -211,7 +224,8 @@ impl Collectives {
     }
 
     /// On rank `root`, `target` becomes the reduction of every rank's source; those of other ranks are left alone.
-    #[pyo3(signature = (stream, target, source, root, op="sum"))]
+    #[pyo3(signature = (stream, target, source, root, op="sum", factor=None))]
+    #[allow(clippy::too_many_arguments, reason = "they are Python's keywords")]
     fn reduce(
         &self,
         py: Python<'_>,
@@ -220,9 +234,17 @@ impl Collectives {
         source: &Bound<'_, PyAny>,
         root: usize,
         op: &str,
+        factor: Option<f64>,
     ) -> PyResult<()> {
         let kind = CollectiveKind::Reduce;
-        self.enqueue(py, stream, kind, [target, source], Some(op), Some(root))
+        self.enqueue(
+            py,
+            stream,
+            kind,
+            [target, source],
+            Some((op, factor)),
+            Some(root),
+        )
     }
 
     /// On rank `root`, `target` becomes every rank's source in rank order; those of other ranks are left alone.

@@ -109,6 +109,40 @@ def test_collectives():
     on_ranks(collectives, 3)
 
 
+def scaled(rank, world, _, place):
+    """Sums of what is multiplied beforehand, by a number or a tensor."""
+    dist = start(rank, world, place)
+    everyone = range(world)
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        for factor in (0.1, torch.tensor(0.1), -3.0):
+            op = dist._make_nccl_premul_sum(factor)
+            # Short and long ones go by other algorithms.
+            for length in (5, 100_000):
+                inputs = [torch.linspace(-1, 1, length, dtype=dtype) * (peer + 1) for peer in everyone]
+                exact = sum(one.double() * float(factor) for one in inputs)
+                close = {"rtol": 8 * torch.finfo(dtype).eps, "atol": 8 * torch.finfo(dtype).eps}
+                total = inputs[rank].clone()
+                dist.all_reduce(total, op)
+                torch.testing.assert_close(total.double(), exact, **close)
+                total = inputs[rank].clone()
+                dist.reduce(total, 1, op)
+                if rank == 1:
+                    torch.testing.assert_close(total.double(), exact, **close)
+            part = torch.empty(2, dtype=dtype)
+            whole = torch.full((2 * world,), float(rank + 1), dtype=dtype)
+            dist.reduce_scatter_tensor(part, whole, op)
+            expected = float(factor) * sum(peer + 1 for peer in everyone) * torch.ones(2).double()
+            torch.testing.assert_close(part.double(), expected, **close)
+    # Ranks that scale by other factors are found.
+    with pytest.raises(RuntimeError, match=r"premul_sum\(0\.[25]"):
+        dist.all_reduce(torch.ones(3), dist._make_nccl_premul_sum(0.5 if rank else 0.25))
+    dist.destroy_process_group()
+
+
+def test_scaled_sums():
+    on_ranks(scaled, 3)
+
+
 def messages(rank, world, _, place):
     dist = start(rank, world, place)
     if rank == 0:
@@ -307,8 +341,8 @@ def misused(rank, world, _, place):
         group._allgather_base(torch.empty(3), torch.empty(2))
     with pytest.raises(ValueError, match="rank of the group"):
         group.broadcast([torch.ones(1)], 5)
-    with pytest.raises(NotImplementedError, match="not reduced"):
-        group.allreduce([torch.ones(1)], dist._make_nccl_premul_sum(2.0))
+    with pytest.raises(NotImplementedError, match="premul_sum of torch.int32; expected floats"):
+        group.allreduce([torch.ones(1, dtype=torch.int32)], dist._make_nccl_premul_sum(2.0))
     child = os.fork()
     if child == 0:
         try:

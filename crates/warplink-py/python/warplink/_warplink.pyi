@@ -331,15 +331,31 @@ class Collectives:
     def max_messages(self) -> int: ...
     def all_gather(self, stream: Stream, target: _Array, source: _Array) -> None: ...
     def all_reduce(
-        self, stream: Stream, target: _Array, source: _Array, op: str = "sum"
+        self,
+        stream: Stream,
+        target: _Array,
+        source: _Array,
+        op: str = "sum",
+        factor: float | None = None,
     ) -> None: ...
     def reduce_scatter(
-        self, stream: Stream, target: _Array, source: _Array, op: str = "sum"
+        self,
+        stream: Stream,
+        target: _Array,
+        source: _Array,
+        op: str = "sum",
+        factor: float | None = None,
     ) -> None: ...
     def all_to_all(self, stream: Stream, target: _Array, source: _Array) -> None: ...
     def broadcast(self, stream: Stream, target: _Array, source: _Array, root: int) -> None: ...
     def reduce(
-        self, stream: Stream, target: _Array, source: _Array, root: int, op: str = "sum"
+        self,
+        stream: Stream,
+        target: _Array,
+        source: _Array,
+        root: int,
+        op: str = "sum",
+        factor: float | None = None,
     ) -> None: ...
     def gather(self, stream: Stream, target: _Array, source: _Array, root: int) -> None: ...
     def scatter(self, stream: Stream, target: _Array, source: _Array, root: int) -> None: ...

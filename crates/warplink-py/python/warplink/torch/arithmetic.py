@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -22,13 +23,24 @@ _NAMES = {
 }
 
 
-def reduction_name(op: object) -> str:
-    """The name of PyTorch's reduction ``op``. Raises UnsupportedError for one of another kind."""
+#: The name of a sum of what is multiplied by a factor beforehand, which follows in parentheses.
+_SCALED = "premul_sum"
+
+
+def reduction_name(op: Any, tensors: Iterable[torch.Tensor]) -> str:
+    """The name of PyTorch's reduction ``op`` of ``tensors``. Raises UnsupportedError for one of another kind."""
+    if op == _KINDS.PREMUL_SUM:
+        for tensor in tensors:
+            if not (tensor.is_floating_point() or tensor.is_complex()):
+                raise UnsupportedError(f"{_SCALED} of {tensor.dtype}; expected floats")
+        # As it is pickled, which is the only way to read it.
+        _, factor = op.__getstate__()
+        return f"{_SCALED}({float(factor)!r})"
     for known, name in _NAMES.items():
         if op == known:
             return name
     raise UnsupportedError(
-        f"{op} is not reduced on CPU tensors; expected one of {', '.join(_NAMES.values())}"
+        f"{op} is not reduced on CPU tensors; expected one of {', '.join(_NAMES.values())}, {_SCALED}"
     )
 
 
@@ -57,10 +69,17 @@ def settle(tensor: torch.Tensor, written: torch.Tensor) -> None:
 def reduce_parts(parts: list[torch.Tensor], name: str) -> torch.Tensor:
     """The reduction of ``parts``, in their order. Half precision is summed in single precision."""
     first = parts[0]
-    wide = first.dtype in (torch.float16, torch.bfloat16) and name in ("sum", "avg", "product")
+    name, _, factor = name.partition("(")
+    small = first.dtype in (torch.float16, torch.bfloat16)
+    wide = small and name in ("sum", "avg", "product", _SCALED)
     total = first.to(torch.float32) if wide else first.clone()
+    if name == _SCALED:
+        by = float(factor.rstrip(")"))
+        total *= by
     for part in parts[1:]:
-        if name in ("sum", "avg"):
+        if name == _SCALED:
+            total += part.to(total.dtype) * by
+        elif name in ("sum", "avg"):
             total += part
         elif name == "product":
             total *= part

@@ -26,7 +26,7 @@ from warplink.torch.arithmetic import (
 from warplink.torch.works import HostWork, Result, Worker
 
 #: Number, root, bytes to the peer, bytes from the peer, operation, element type.
-HEADER = struct.Struct("<QqQQ32s24s")
+HEADER = struct.Struct("<QqQQ56s24s")
 
 #: Bytes of the packet that every collective begins with: the header, and the first of the data.
 PACKET_BYTES = 4096
@@ -196,7 +196,7 @@ class HostCollectives:
         return self.submit("broadcast", body, timeout)
 
     def all_reduce(self, tensors: list[torch.Tensor], op: object, timeout: float | None) -> HostWork:
-        name = reduction_name(op)
+        name = reduction_name(op, tensors)
 
         def body(limit: float) -> Result:
             for tensor in tensors:
@@ -276,7 +276,7 @@ class HostCollectives:
     def reduce(
         self, tensors: list[torch.Tensor], op: object, root: int, timeout: float | None
     ) -> HostWork:
-        name = reduction_name(op)
+        name = reduction_name(op, tensors)
 
         def body(limit: float) -> Result:
             for tensor in tensors:
@@ -336,7 +336,7 @@ class HostCollectives:
         timeout: float | None,
     ) -> HostWork:
         """``outputs[i]`` becomes the reduction of every rank's ``inputs[i][this rank]``."""
-        name = reduction_name(op)
+        name = reduction_name(op, outputs)
 
         def body(limit: float) -> Result:
             for target, sources in zip(outputs, inputs, strict=True):

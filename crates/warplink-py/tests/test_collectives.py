@@ -1,0 +1,36 @@
+"""Collectives on arrays."""
+
+import numpy
+import pytest
+from conftest import run_ranks
+from test_transfers import join
+
+from warplink.errors import InvalidArgumentError, UnsupportedError
+
+
+def scaled(rank, world, meeting, path):
+    with join(rank, world, meeting, device="host") as job:
+        comm = job.world()
+        collectives, stream = comm.collectives(path=path), comm.create_stream()
+        everyone = world * (world + 1) // 2
+        for dtype in (numpy.float16, numpy.float32, numpy.float64):
+            for factor in (0.5, -2.0):
+                source = numpy.full(2 * world, rank + 1, dtype)
+                total, part = numpy.zeros(2 * world, dtype), numpy.zeros(2, dtype)
+                rooted = numpy.zeros(2 * world, dtype)
+                collectives.all_reduce(stream, total, source, factor=factor)
+                collectives.reduce_scatter(stream, part, source, "sum", factor)
+                collectives.reduce(stream, rooted, source, 1, factor=factor)
+                stream.synchronize()
+                assert (total == factor * everyone).all() and (part == factor * everyone).all()
+                assert (rooted == (factor * everyone if rank == 1 else 0)).all()
+        with pytest.raises(InvalidArgumentError, match="a factor for the operator 'max'; expected it for sum only"):
+            collectives.all_reduce(stream, total, source, "max", 0.5)
+        with pytest.raises(UnsupportedError, match="expected floats"):
+            collectives.all_reduce(stream, numpy.zeros(3, numpy.int32), numpy.zeros(3, numpy.int32), factor=0.5)
+        comm.barrier()
+
+
+@pytest.mark.parametrize("path", ["direct", "engine"])
+def test_sums_of_values_that_are_multiplied_beforehand(path):
+    run_ranks(scaled, 3, path)
