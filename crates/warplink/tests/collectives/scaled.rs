@@ -195,12 +195,12 @@ fn factors_that_differ_are_told_on_all_ranks() {
                 }
                 let factor = if comm.rank() == 1 { other } else { 0.1 };
                 let error = reduce(factor).unwrap_err();
-                assert_eq!(error.kind(), ErrorKind::Mismatch, "{error}");
-                let shown = ReduceOp::scaled_sum(other).to_string();
-                assert_says(&error, &["all_reduce of 10", "scaled_sum(0.1", &shown]);
                 // None leaves while another still waits.
                 all.wait();
                 comm.abort("the test is over");
+                assert_eq!(error.kind(), ErrorKind::Mismatch, "{error}");
+                let shown = ReduceOp::scaled_sum(other).to_string();
+                assert_says(&error, &["all_reduce of 10", "scaled_sum(0.1", &shown]);
             },
         );
     }
