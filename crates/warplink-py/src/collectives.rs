@@ -22,8 +22,8 @@ const NOTHING: usize = 16;
 /// compile a kernel, and the stream may be recording a graph. Arrays are anything that Communicator.borrow takes, and
 /// may be empty; targets are written, sources are read, and both are kept until the stream is past them. The target may
 /// be the source; of all_gather and gather, the source may be this rank's part of the target; of reduce_scatter and
-/// scatter, the target its part of the source. `op` is "sum", "product", "max", "min", "average", or for floats
-/// "scaled_sum(0.5)", the sum of what is multiplied by that factor.
+/// scatter, the target its part of the source. `op` is "sum", "product", "max", "min" or "average"; for a sum of
+/// floats, `factor` is what they are multiplied by beforehand.
 ///
 /// send_receive and all_to_all_v move elements of any type, and experts makes a layer of experts.
 ///

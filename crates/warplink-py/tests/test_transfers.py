@@ -184,7 +184,6 @@ def groups(rank, world, meeting):
 
             collectives.all_reduce(stream, result("sum", 4), own)
             collectives.all_reduce(stream, result("average", 4), own, "average")
-            collectives.all_reduce(stream, result("scaled", 4), own, "scaled_sum(0.25)")
             collectives.all_gather(stream, result("all_gather", 8), own)
             mixed = numpy.array([rank, rank + 10], numpy.int64)
             collectives.reduce_scatter(stream, result("reduce_scatter", 1, numpy.int64), mixed, "max")
@@ -204,7 +203,6 @@ def groups(rank, world, meeting):
             expected = {
                 "sum": [sum(group)] * 4,
                 "average": [sum(group) / 2] * 4,
-                "scaled": [sum(group) / 4] * 4,
                 "all_gather": rows,
                 "reduce_scatter": [last + 10 * half.rank],
                 "all_to_all": [r + 10 * half.rank for r in group],
