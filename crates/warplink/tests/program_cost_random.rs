@@ -5,10 +5,11 @@
 
 mod program_support;
 
+use program_support::machine::slower;
 use program_support::sample::{Allowed, sample};
 use warplink::ErrorKind;
 use warplink::program::cost::find::all_shipped;
-use warplink::program::cost::{HardwareModel, SimulateOptions, Submission, simulate_with};
+use warplink::program::cost::{SimulateOptions, Submission, simulate_with};
 use warplink::program::{RankProgram, unroll, verify};
 
 /// The sample of a seed for all ranks, if the verifier accepts it.
@@ -18,62 +19,6 @@ fn accepted(seed: u64) -> Option<Vec<RankProgram>> {
     verify(&sample.program, world, streams, &sample.parameters).ok()?;
     let rank = |rank| unroll(&sample.program, rank, world, streams, &sample.parameters).unwrap();
     Some((0..world).map(rank).collect())
-}
-
-/// A machine that is slower at everything by one factor.
-fn slower(model: &HardwareModel, factor: f64) -> HardwareModel {
-    let mut slower = model.clone();
-    let slow = &mut slower;
-    for rate in [
-        &mut slow.memory.rate,
-        &mut slow.memory.sum_rate,
-        &mut slow.link.put_ring,
-        &mut slow.link.get_ring,
-        &mut slow.link.put_rotated,
-        &mut slow.link.get_rotated,
-        &mut slow.link.stored,
-    ] {
-        *rate /= factor;
-    }
-    for seconds in [
-        &mut slow.memory.kernel,
-        &mut slow.latency.word,
-        &mut slow.latency.more_words,
-        &mut slow.latency.kernel_word,
-        &mut slow.latency.event,
-        &mut slow.latency.launch,
-        &mut slow.latency.room,
-        &mut slow.latency.captured_copy,
-        &mut slow.latency.collective,
-        &mut slow.host.matmul,
-        &mut slow.host.sum,
-        &mut slow.host.copy,
-        &mut slow.host.transfer,
-        &mut slow.host.word,
-        &mut slow.host.event,
-        &mut slow.host.collective,
-        &mut slow.host.graph,
-    ] {
-        *seconds *= factor;
-    }
-    let link = &mut slow.link;
-    let curves = [
-        &mut slow.memory.copy,
-        &mut link.kernel_put,
-        &mut link.kernel_get,
-        &mut link.kernels_put,
-        &mut link.kernels_get,
-        &mut link.put,
-        &mut link.get,
-    ];
-    let collectives = slow.collectives.0.iter_mut().map(|times| &mut times.times);
-    for curve in curves.into_iter().chain(collectives) {
-        curve.0.iter_mut().for_each(|point| point.1 *= factor);
-    }
-    for grid in &mut slow.gemm.grids {
-        grid.seconds.iter_mut().for_each(|time| *time *= factor);
-    }
-    slower
 }
 
 #[test]

@@ -8,6 +8,7 @@ mod program_support;
 mod section_support;
 
 use program_support::device::Runner;
+use program_support::machine::slower;
 use proptest::prelude::*;
 use section_support::device;
 use section_support::evidence::{Shown, check};
@@ -15,7 +16,7 @@ use section_support::sample::{Sample, sample};
 use std::collections::BTreeMap;
 use std::time::Duration;
 use warplink::program::cost::find::all_shipped;
-use warplink::program::cost::simulate;
+use warplink::program::cost::{SimulateOptions, simulate_with};
 use warplink::program::{Operation, OperationKind, RankProgram, unroll, verify};
 
 /// How many programs run on the host device, where each takes a while.
@@ -93,10 +94,15 @@ fn what_happens_is_what_the_verifier_says_of_kernels() {
     }
 }
 
-/// What the verifier accepts finishes in the simulation of its cost, too, on every shipped model, and takes longer
-/// than its launches alone.
+/// What the verifier accepts finishes in the simulation of its cost, too, on every shipped model, in proportion to
+/// the machine, and takes longer than its launches alone.
 #[test]
 fn what_the_verifier_accepts_has_a_cost() {
+    const FACTOR: f64 = 3.0;
+    let options = SimulateOptions {
+        timeline: true,
+        ..SimulateOptions::default()
+    };
     let mut accepted = 0;
     for seed in 0..400 {
         let Ok(sample) = sample(seed, 2) else {
@@ -117,11 +123,23 @@ fn what_the_verifier_accepts_has_a_cost() {
             .filter(|operation| kernel(operation));
         let launches = launches.count() as f64;
         for model in all_shipped() {
-            let cost = simulate(&ranks, model)
+            let cost = simulate_with(&ranks, model, options)
                 .unwrap_or_else(|error| panic!("{}", said(seed, &sample, &error.to_string())));
             assert!(
                 cost.seconds >= launches * model.lanes().launch,
                 "{}",
+                said(seed, &sample, &cost.to_string())
+            );
+            let whole = cost.critical.seconds() / cost.seconds;
+            let parts = cost.timeline.iter().all(|span| {
+                let took = span.end - span.start;
+                took >= 0.0 && (span.parts.seconds() - took).abs() <= 1e-6 * cost.seconds
+            });
+            let slow = simulate_with(&ranks, &slower(model, FACTOR), options).unwrap();
+            let ratio = slow.seconds / cost.seconds / FACTOR;
+            assert!(
+                parts && (whole - 1.0).abs() < 1e-6 && (ratio - 1.0).abs() < 1e-3,
+                "{whole} {ratio}: {}",
                 said(seed, &sample, &cost.to_string())
             );
         }

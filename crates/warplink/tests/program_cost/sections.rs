@@ -139,7 +139,7 @@ fn any_shape(text: &str) -> Program {
         .lines()
         .find(|line| line.starts_with("program "))
         .unwrap();
-    let open = "program any(n, room, what, length, upper, direct, lanes, threads, chunks, T = bf16, op = sum) {";
+    let open = "program any(n, room, what, length, upper, factor, direct, lanes, threads, chunks, T = bf16, op = sum) {";
     Program::parse_text(&text.replace(line, open)).unwrap()
 }
 
@@ -161,6 +161,7 @@ fn shaped(
         ("what", 1),
         ("length", 2),
         ("upper", 3),
+        ("factor", 4),
         ("direct", 0),
         ("lanes", lanes),
         ("threads", threads),

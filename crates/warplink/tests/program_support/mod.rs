@@ -10,4 +10,5 @@ pub(crate) mod device;
 pub(crate) mod elements;
 pub(crate) mod evidence;
 pub(crate) mod interpreter;
+pub(crate) mod machine;
 pub(crate) mod sample;

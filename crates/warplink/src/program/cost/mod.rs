@@ -268,7 +268,7 @@ mod tests {
                         seconds(&ranks, world, &partners, model),
                     );
                     // The last ranks have shorter parts; of 17 elements, most have none.
-                    let near = if n == 17 { 0.5..2.0 } else { 0.99..1.05 };
+                    let near = if n == 17 { 0.3..2.0 } else { 0.99..1.05 };
                     assert!(
                         near.contains(&(one / all)),
                         "{one} {all} for {n} by {} on {}",

@@ -97,6 +97,8 @@ struct Simulation<'a> {
     /// Streams that can go on.
     ready: Vec<u32>,
     now: f64,
+    /// When the last stream that is done was done. What it has told may still be on the way.
+    done: f64,
     spans: Vec<Between>,
 }
 
@@ -126,6 +128,7 @@ pub(super) fn run(schedule: &Schedule<'_>, timeline: bool) -> Result<Outcome> {
         // The first stream is the last to be taken off.
         ready: (0..lanes as u32).rev().collect(),
         now: 0.0,
+        done: 0.0,
         spans: vec![Between::default(); spans],
     };
     simulation.go();
@@ -172,6 +175,7 @@ impl Simulation<'_> {
         loop {
             let lane = &mut self.lanes[number as usize];
             let Some(&step) = steps.get(lane.next) else {
+                self.done = self.done.max(self.now);
                 return;
             };
             lane.next += 1;
@@ -269,7 +273,7 @@ impl Simulation<'_> {
             .iter()
             .max_by(|a, b| a.path.seconds().total_cmp(&b.path.seconds()));
         Ok(Outcome {
-            seconds: self.now,
+            seconds: self.done,
             critical: last.map(|lane| lane.path).unwrap_or_default(),
             busy: self.resources.into_busy(),
             spans: self.spans,
