@@ -133,14 +133,25 @@ const BY_HAND: [Recorded; 3] = [
     },
 ];
 
-/// A program with any number of lanes, threads and chunks, whatever its text allows.
+/// A program with any number of lanes, threads and chunks, whatever its text allows, for sums of bf16.
 fn any_shape(text: &str) -> Program {
     let line = text
         .lines()
         .find(|line| line.starts_with("program "))
         .unwrap();
-    let open = "program any(n, room, what, length, upper, factor, direct, lanes, threads, chunks, T = bf16, op = sum) {";
-    Program::parse_text(&text.replace(line, open)).unwrap()
+    let (_, given) = line.split_once('(').unwrap();
+    let names = given.split([',', ')']).map(|parameter| {
+        let name = parameter.split('=').next().unwrap();
+        name.trim()
+    });
+    let names: Vec<&str> = names
+        .filter(|name| !["", "{", "T", "op", "lanes", "threads", "chunks"].contains(name))
+        .collect();
+    let open = format!(
+        "program any({}, lanes, threads, chunks, T = bf16, op = sum) {{",
+        names.join(", ")
+    );
+    Program::parse_text(&text.replace(line, &open)).unwrap()
 }
 
 fn unrolled(program: &Program, world: usize, parameters: &Parameters) -> Vec<RankProgram> {
@@ -155,19 +166,19 @@ fn shaped(
     (lanes, threads, chunks): (i64, i64, i64),
 ) -> Vec<RankProgram> {
     let mut parameters = Parameters::new();
-    for (name, value) in [
-        ("n", n as i64),
-        ("room", 1 << 28),
-        ("what", 1),
-        ("length", 2),
-        ("upper", 3),
-        ("factor", 4),
-        ("direct", 0),
-        ("lanes", lanes),
-        ("threads", threads),
-        ("chunks", chunks),
-    ] {
-        parameters.insert(name, value);
+    for parameter in &program.parameters {
+        let value = match parameter.name.as_str() {
+            "n" => n as i64,
+            "lanes" => lanes,
+            "threads" => threads,
+            "chunks" => chunks,
+            "room" => 1 << 28,
+            "direct" => 0,
+            "T" | "op" => continue,
+            // What ranks tell one another.
+            _ => 1,
+        };
+        parameters.insert(parameter.name.as_str(), value);
     }
     unrolled(program, world, &parameters)
 }
