@@ -79,6 +79,7 @@ pub(crate) fn parameters(program: &Program, n: i64, dtype: DType, op: ReduceOp) 
         ("what", 1),
         ("length", n),
         ("upper", 0),
+        ("factor", 0),
     ] {
         if has(name) {
             list = list.with(name, value);
