@@ -173,8 +173,8 @@ impl Collectives {
     /// How a call is done, where the direct path does it ([`path_of`](Self::path_of)).
     ///
     /// # Errors
-    /// [`ErrorKind::Unsupported`] where the options ask for an algorithm that does not do it, or where the direct path
-    /// does not.
+    /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) where the options ask for an algorithm that does not do
+    /// it, or where the direct path does not.
     pub fn choice(&self, call: &Call) -> Result<Choice> {
         let call = call.checked(self.0.machine.world)?;
         self.0.machine.choose(&call)
@@ -200,9 +200,9 @@ impl Collectives {
     /// `output` becomes the reduction of all ranks' `input`s, element by element.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`] for slices of lengths that do not fit, or that overlap in part; so for all
-    /// collectives. That ranks call something else is an error of the stream
-    /// ([`synchronize`](crate::Communicator::synchronize)): [`ErrorKind::Mismatch`].
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) for slices of lengths that do not fit, or that
+    /// overlap in part; so for all collectives. That ranks call something else is an error of the stream
+    /// ([`synchronize`](crate::Communicator::synchronize)): [`ErrorKind::Mismatch`](crate::ErrorKind::Mismatch).
     pub fn all_reduce(
         &self,
         output: &DeviceSlice,

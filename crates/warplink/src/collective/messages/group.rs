@@ -55,10 +55,10 @@ impl Collectives {
     /// Does not block.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) for ranks out of range, memory that
+    /// [`ErrorKind::InvalidArgument`] for ranks out of range, memory that
     /// overlaps, more than [`MAX_MESSAGES`] messages, and messages to this rank that do not fit. That the ends of a
     /// message have other lengths is an error of the stream on both ranks
-    /// ([`ErrorKind::Mismatch`](crate::ErrorKind::Mismatch), with the peer), where the direct path does it.
+    /// ([`ErrorKind::Mismatch`], with the peer), where the direct path does it.
     pub fn send_receive(&self, messages: &[Message<'_>], stream: &Stream) -> Result<()> {
         self.exchange(messages, stream)
             .map_err(|error| error.with_operation("send and receive"))
@@ -71,7 +71,7 @@ impl Collectives {
     /// # Errors
     /// As [`send_receive`](Self::send_receive): what a rank sends to another is as long as that one expects it. Parts
     /// that are not one for each rank, or not in the memory, are
-    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument).
+    /// [`ErrorKind::InvalidArgument`].
     pub fn all_to_all_v(
         &self,
         (output, output_parts): (&DeviceSlice, Parts<'_>),
