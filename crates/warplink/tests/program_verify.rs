@@ -164,6 +164,49 @@ mod signals {
         }
     }
 
+    /// Streams order a run's first post behind the last of the run before, whether or not the caller waited for it.
+    #[test]
+    fn a_stream_may_order_the_next_run_behind_the_last_post() {
+        let program = |before: &str| {
+            let text = format!(
+                "program p(n) {{
+                    input A: f32[n]
+                    output C: f32[n]
+                    allocate R: f32[2, n]
+                    share {{
+                        s1 = send A to (rank + 1) % world tag 1 via put
+                        r1 = receive R[0] from (rank - 1) % world tag 1 via put
+                        s2 = send A to (rank + 1) % world tag 2 via put
+                        r2 = receive R[1] from (rank - 1) % world tag 2 via put
+                    }}
+                    set_stream pool(0)
+                    synchronize caller
+                    set_stream pool(1)
+                    synchronize caller
+                    {before}
+                    post s1
+                    set_stream caller
+                    post r1
+                    set_stream pool(1)
+                    wait s1
+                    set_stream pool(0)
+                    synchronize pool(1)
+                    post s1, s2
+                    set_stream caller
+                    synchronize pool(1)
+                    wait r1
+                    post r1, r2
+                    wait r1, r2, s2
+                    C = sum(R[0], R[1])
+                }}"
+            );
+            shown(&text)
+        };
+        assert_eq!(program(""), Ok("refused, lost-signal".to_owned()));
+        let found = program("synchronize pool(0)").unwrap();
+        assert!(found.starts_with("accepted"), "{found}");
+    }
+
     /// A run's last post on the caller's stream is over when the next begins.
     #[test]
     fn a_transfer_may_be_posted_last_on_the_callers_stream() {

@@ -143,6 +143,49 @@ fn a_repeated_post_may_hold_up_a_graph() {
     runs(&on_caller, None, [1.0, 2.0]);
 }
 
+/// Posts of one end wait for the same value in a graph, so streams have to order them. Here, a ping and its echo do.
+#[test]
+fn signals_do_not_order_the_posts_of_a_transfer_in_a_graph() {
+    let body = |between: &str| {
+        format!(
+            "allocate P: f32[2, n]
+            share {{
+                give = send A to peer tag 1 via put
+                take = receive W[0] from peer tag 1 via put
+                ping = send A to peer tag 2 via put
+                pinged = receive P[0] from peer tag 2 via put
+                echo = send A to peer tag 3 via put
+                echoed = receive P[1] from peer tag 3 via put
+            }}
+            set_stream pool(0)
+            synchronize caller
+            set_stream pool(1)
+            synchronize caller
+            set_stream caller
+            post take, pinged, echoed
+            set_stream pool(0)
+            post give
+            set_stream pool(1)
+            wait give
+            post ping
+            set_stream caller
+            wait take, pinged
+            post echo
+            wait echoed
+            {between}
+            post take
+            post give
+            wait take, give
+            synchronize pool(0)
+            synchronize pool(1)
+            C = copy(W[0])"
+        )
+    };
+    let says = "posts 'give' again on caller, which does not synchronize with the post before";
+    runs(&body(""), Some(says), [2.0, 1.0]);
+    runs(&body("synchronize pool(1)"), None, [2.0, 1.0]);
+}
+
 /// In a group, a receive that is posted again holds up what the group moves.
 #[test]
 fn a_repeated_post_holds_up_its_group() {

@@ -21,7 +21,8 @@
 //!    least" that. The other way the word toggles: the initiator resets it as it reads it, and a
 //!    target's next post of a launch waits until the one before is done. A launch follows the one
 //!    before, and the last post in a graph is waited for in it, so no signal meets a reset that it
-//!    should have followed. Both ends must be captured with as many posts.
+//!    should have followed. Both ends must be captured with as many posts, and the graph has to order the
+//!    posts of an end one behind the other: two that wait at the same time may take each other's signal.
 //! 3. A wait is always for a word in the waiter's own memory.
 //! 4. *Order.* Eager posts of an end set their words to rising values, so a post begins when all words of the
 //!    one before are set. At an initiator, *completed* says that: it is set last, behind the peer's inbound

@@ -6,7 +6,9 @@
 //! was recorded, by events: the signals of transfers are no order of a graph.
 //!
 //! The values of a graph's signals are fixed. So what tells a peer that a buffer may be read or
-//! written is told again only after a wait, and the last is waited for in the graph.
+//! written is told again only after a wait, and the last is waited for in the graph. All posts of an end
+//! wait for the same values, so events have to order them: were two to wait at the same time, either
+//! could take the signal that is meant for the other, or find what the last launch left.
 
 use super::clock::{Clock, Clocks, Snapshot};
 use super::diagnostics::{Diagnostics, place_of};
@@ -26,6 +28,8 @@ enum Obstacle {
     WaitsForOutside(usize, usize),
     /// The operation posts a transfer again that was posted, without a wait between.
     PostedAgain(usize, TransferId),
+    /// The operation posts a transfer again, and events do not order it behind the post before.
+    PostedBeside(usize, TransferId),
     /// The operation posts a transfer that is not waited for after it.
     NotAwaited(usize, TransferId),
     /// The caller's stream does not come after the operation.
@@ -47,6 +51,9 @@ struct Recording<'a> {
     places: Vec<Option<Mark>>,
     /// For each transfer that is posted and not waited for, the post.
     open: Vec<Option<usize>>,
+    /// For each transfer, the stream of the post that the next has to follow, and how far that had come: the first
+    /// of an end that only signals, the last of one that moves.
+    posted: Vec<Option<(usize, u32)>>,
     /// Whether events order the engine's operations.
     orders_engine: bool,
     engine_last: Option<Mark>,
@@ -91,6 +98,7 @@ impl Obstacle {
         let (Self::NotRecorded(index)
         | Self::WaitsForOutside(index, _)
         | Self::PostedAgain(index, _)
+        | Self::PostedBeside(index, _)
         | Self::NotAwaited(index, _)
         | Self::NotJoined(index)) = self;
         let place = place_of(ranks, rank.rank, index);
@@ -108,6 +116,11 @@ impl Obstacle {
             Self::PostedAgain(_, id) => format!(
                 "posts '{}' again without a wait for the post before, and the signals of a graph do \
                  not count",
+                rank.transfers[id].name
+            ),
+            Self::PostedBeside(_, id) => format!(
+                "posts '{}' again on {stream}, which does not synchronize with the post before, and the signals \
+                 of a graph do not count",
                 rank.transfers[id].name
             ),
             Self::NotAwaited(_, id) => format!(
@@ -138,6 +151,7 @@ fn obstacle(program: &RankProgram) -> Option<Obstacle> {
         last: vec![0; streams],
         places: vec![None; program.transfers.len()],
         open: vec![None; program.transfers.len()],
+        posted: vec![None; program.transfers.len()],
         orders_engine: engine_streams.any(|stream| Some(stream) != first),
         engine_last: None,
         engine_posts: HashMap::new(),
@@ -169,7 +183,9 @@ impl Recording<'_> {
             OperationKind::Wait(group) => self.wait(index, stream, group),
             OperationKind::Post(group) => self.post(index, stream, group),
             OperationKind::PostMatmul { group, .. } => {
+                self.check_order(index, stream, group)?;
                 self.add(index, stream)?;
+                group.iter().for_each(|id| self.note_post(stream, *id));
                 self.place(stream, group);
                 Ok(())
             }
@@ -199,6 +215,32 @@ impl Recording<'_> {
             self.clocks[stream].learn(mark);
             self.clocks[stream].tick(stream);
             self.last[stream] = index;
+        }
+    }
+
+    /// Fails where a transfer of a group was posted before, and events do not order that before `stream`.
+    fn check_order(
+        &self,
+        index: usize,
+        stream: usize,
+        group: &[TransferId],
+    ) -> Result<(), Obstacle> {
+        let clock = &self.clocks[stream];
+        let beside = |id: &&TransferId| {
+            let before = self.posted[**id];
+            before.is_some_and(|(other, time)| clock.get(other) < time)
+        };
+        match group.iter().find(beside) {
+            Some(id) => Err(Obstacle::PostedBeside(index, *id)),
+            None => Ok(()),
+        }
+    }
+
+    /// Notes that `stream` has come to a post of a transfer.
+    fn note_post(&mut self, stream: usize, id: TransferId) {
+        // Behind the first post of an end that only signals, its posts count.
+        if self.posted[id].is_none() || self.program.transfers[id].initiates() {
+            self.posted[id] = Some((stream, self.clocks[stream].get(stream)));
         }
     }
 
@@ -238,10 +280,12 @@ impl Recording<'_> {
         if group.iter().any(|id| self.is_engine(*id)) {
             return self.engine(index, stream, group);
         }
+        self.check_order(index, stream, group)?;
         let signals = |id: &&TransferId| !program.transfers[**id].initiates();
         if group.iter().any(|id| signals(&id)) {
             self.add(index, stream)?;
             for &id in group.iter().filter(signals) {
+                self.note_post(stream, id);
                 if self.open[id].replace(index).is_some() {
                     return Err(Obstacle::PostedAgain(index, id));
                 }
@@ -253,6 +297,7 @@ impl Recording<'_> {
         if group.iter().any(|id| !signals(&id)) {
             self.add(index, stream)?;
             for &id in group.iter().filter(|id| !signals(id)) {
+                self.note_post(stream, id);
                 self.place(stream, &[id]);
             }
         }

@@ -203,8 +203,8 @@ impl Run<'_> {
         }
     }
 
-    /// The last post of a transfer must be over when the run ends, where the first of the next run is on another
-    /// stream. `loose` are streams that are reported already.
+    /// The last post of a transfer must be over when the run ends, where streams do not order the first of the
+    /// next run behind it. `loose` are streams that are reported already.
     fn unfinished_signals(
         &self,
         rank: Rank,
@@ -222,8 +222,8 @@ impl Run<'_> {
             let (Some(&first), Some(&last)) = (posts.first(), posts.last()) else {
                 continue;
             };
-            let is_same = stream_of(first) == stream_of(last) || transfer.is_engine();
-            if is_same
+            if transfer.is_engine()
+                || streams_before(program, first).contains(&stream_of(last))
                 || loose.contains(&(first_stream + stream_of(last)))
                 || self.is_over((rank, id), posts.len(), &end)
             {
@@ -275,4 +275,19 @@ impl Run<'_> {
             report_unwritten_outputs(rank_program, &self.memory, diagnostics);
         }
     }
+}
+
+/// The streams whose work of the run before is done before an operation begins: its own, and those that it
+/// synchronizes with.
+fn streams_before(program: &RankProgram, operation: usize) -> HashSet<usize> {
+    let mut before: Vec<HashSet<usize>> = (0..program.streams.len())
+        .map(|stream| HashSet::from([stream]))
+        .collect();
+    for earlier in &program.operations[..operation] {
+        if let OperationKind::Synchronize(other) = earlier.kind {
+            let others = before[other].clone();
+            before[earlier.stream].extend(others);
+        }
+    }
+    before.swap_remove(program.operations[operation].stream)
 }

@@ -151,10 +151,9 @@ impl Play<'_> {
                         depth: *k,
                         accumulate: false,
                     };
-                    let mut chain = vec![Step::Await(Word::Incoming, id, number)];
+                    let (mut chain, told) = self.signals_around(rank, run, (id, number));
                     chain.extend(product.steps());
                     parts.chains.push(chain);
-                    let told = Step::Set(peer, Word::Incoming, partner, number);
                     let done = Step::Set(rank, Word::Completed, id, number);
                     parts.after.push((Some(id), vec![told, done]));
                 }
@@ -186,7 +185,10 @@ impl Play<'_> {
                     };
                     let mut chain = vec![Step::Await(word, id, number)];
                     if self.schedule.submission == Submission::Captured && word == Word::Incoming {
-                        chain.insert(0, Step::Await(Word::Placed, id, run as i64 + 1));
+                        chain = vec![
+                            Step::Await(Word::Placed, id, run as i64 + 1),
+                            Step::Await(word, id, self.number_in_run(rank, run, (id, number))),
+                        ];
                     }
                     parts.chains.push(chain);
                 }
@@ -206,6 +208,31 @@ impl Play<'_> {
         (peer, self.stage.partners[rank][id])
     }
 
+    /// Which post of its run has the number `number` among all posts of a transfer.
+    fn number_in_run(&self, rank: usize, run: usize, (id, number): (TransferId, i64)) -> i64 {
+        number - run as i64 * self.stage.posts[rank][id]
+    }
+
+    /// What a post that moves data waits for before that, and how it tells the peer afterwards.
+    fn signals_around(
+        &self,
+        rank: usize,
+        run: usize,
+        (id, number): (TransferId, i64),
+    ) -> (Vec<Step>, Step) {
+        let (peer, partner) = self.peer(rank, id);
+        let told = |number| Step::Set(peer, Word::Incoming, partner, number);
+        if self.schedule.submission != Submission::Captured {
+            return (vec![Step::Await(Word::Incoming, id, number)], told(number));
+        }
+        // In a graph, all posts wait for the same value, which each takes back.
+        let awaits = vec![
+            Step::Await(Word::Incoming, id, 1),
+            Step::Set(rank, Word::Incoming, id, 0),
+        ];
+        (awaits, told(self.number_in_run(rank, run, (id, number))))
+    }
+
     fn post(
         &self,
         rank: usize,
@@ -222,7 +249,6 @@ impl Play<'_> {
         for (&id, &number) in group.iter().zip(numbers) {
             let transfer = &program.transfers[id];
             let (peer, partner) = self.peer(rank, id);
-            let told = Step::Set(peer, Word::Incoming, partner, number);
             if transfer.backend == Backend::Nccl {
                 parts
                     .at_once
@@ -239,7 +265,7 @@ impl Play<'_> {
                     Direction::Send => (other, own),
                     Direction::Receive => (own, other),
                 };
-                let mut chain = vec![Step::Await(Word::Incoming, id, number)];
+                let (mut chain, told) = self.signals_around(rank, run, (id, number));
                 if captured {
                     chain.insert(0, Step::Await(Word::Told, index, run as i64 + 1));
                 }
@@ -254,14 +280,23 @@ impl Play<'_> {
                 let done = Step::Set(rank, Word::Completed, id, number);
                 parts.after.push((Some(id), vec![told, done]));
             } else {
-                let first = run as i64 * self.stage.posts[rank][id] + 1;
-                if captured && number > first {
-                    again.push(Step::Await(Word::Incoming, id, number - 1));
-                    again.push(told);
-                } else if captured {
-                    parts.at_once.push(told);
-                } else {
-                    parts.announced.push((id, vec![told]));
+                let tells = Step::Set(
+                    peer,
+                    Word::Incoming,
+                    partner,
+                    if captured { 1 } else { number },
+                );
+                match self.number_in_run(rank, run, (id, number)) {
+                    _ if !captured => parts.announced.push((id, vec![tells])),
+                    1 => {
+                        // What the launch before left there.
+                        parts.at_once.push(Step::Set(rank, Word::Incoming, id, 0));
+                        parts.at_once.push(tells);
+                    }
+                    number => {
+                        again.push(Step::Await(Word::Incoming, id, number - 1));
+                        again.push(tells);
+                    }
                 }
                 placed.push(Step::Set(rank, Word::Placed, id, run as i64 + 1));
             }

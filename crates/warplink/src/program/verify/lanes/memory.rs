@@ -53,6 +53,8 @@ struct Cell {
     /// Reads since the write.
     reads: Vec<Stamp>,
     sender: Option<Sender>,
+    /// The launches whose packets it held, counted from 1.
+    packets_of: Vec<u64>,
     /// Whether anything read what is written.
     written_and_read: bool,
     /// In which launch, counted from 1, lanes read it before they wrote it.
@@ -112,6 +114,7 @@ impl Bytes {
             write,
             reads: Vec::new(),
             sender: None,
+            packets_of: Vec::new(),
             written_and_read: false,
             read_in: 0,
             written_in: 0,
@@ -138,16 +141,13 @@ impl Bytes {
         self.cells.range_mut(range.clone()).map(|(_, cell)| cell)
     }
 
-    /// Whether all packets of launch `flag` are there, or are known to be overwritten.
+    /// Whether all packets of launch `flag` are there, or were.
     pub(super) fn has_packets(&mut self, range: &Range<usize>, flag: u64) -> bool {
-        self.within(range).all(|cell| {
-            cell.sender
-                .as_ref()
-                .is_some_and(|sender| sender.flag >= flag)
-        })
+        self.within(range)
+            .all(|cell| cell.packets_of.contains(&flag))
     }
 
-    /// Reads packets that are there.
+    /// Reads packets that are there, or were.
     pub(super) fn read_packets(
         &mut self,
         range: &Range<usize>,
@@ -158,7 +158,7 @@ impl Bytes {
     ) {
         for cell in self.within(range) {
             let Some(sender) = &cell.sender else { continue };
-            if let (true, Some(write)) = (sender.flag > flag, cell.write) {
+            if let (true, Some(write)) = (sender.flag != flag, cell.write) {
                 tell(Wrong::Overwritten(write.actor));
             }
             knows.over.learn(&sender.over);
@@ -232,6 +232,7 @@ impl Bytes {
             }
             cell.write = Some(stamp);
             cell.written_and_read = false;
+            cell.packets_of.extend(flag);
             cell.sender = flag.map(|flag| Sender {
                 flag,
                 over: knows.over.snapshot(stamp.stream as usize),
