@@ -5,9 +5,8 @@
 
 mod common;
 
-use common::{Stopwatch, config_of_thread, world};
+use common::{Stopwatch, TimedBarrier, config_of_thread, world};
 use std::net::{IpAddr, Ipv4Addr};
-use std::sync::Barrier;
 use std::time::Duration;
 use warplink::bootstrap::{UniqueId, Wait};
 use warplink::device::Priority;
@@ -53,7 +52,7 @@ fn end_while(
 ) {
     let world = world(3);
     let id = UniqueId::create(IpAddr::V4(Ipv4Addr::LOCALHOST), 0).unwrap();
-    let answered = Barrier::new(world);
+    let answered = TimedBarrier::new(world);
     std::thread::scope(|scope| {
         let ranks: Vec<_> = (0..world)
             .map(|rank| {

@@ -5,8 +5,7 @@
 
 mod common;
 
-use common::{Stopwatch, assert_says, ring, threads_that_end, values};
-use std::sync::Barrier;
+use common::{Stopwatch, TimedBarrier, assert_says, ring, threads_that_end, values};
 use std::time::Duration;
 use warplink::device::{Priority, Stream};
 use warplink::p2p::{Protocol, Transfer, TransferRequest};
@@ -36,7 +35,7 @@ fn stream(comm: &Communicator) -> Stream {
 }
 
 /// Ends as the victim, when `posted` says that the others have posted what it will not meet.
-fn abort(comm: &Communicator, posted: &Barrier) {
+fn abort(comm: &Communicator, posted: &TimedBarrier) {
     posted.wait();
     // They are to wait for it.
 
@@ -59,7 +58,7 @@ fn go_on(comm: Communicator, victim: Rank) {
 fn who_relies_on_work_behind_a_lost_wait_is_told() {
     for protocol in [Protocol::Put, Protocol::Get] {
         for behind in [Behind::SameStream, Behind::Event, Behind::Graph] {
-            let posted = Barrier::new(3);
+            let posted = TimedBarrier::new(3);
             ranks(3, |comm| {
                 let (first, second) = ([0, 2], [0, 1]);
                 let (forwarded, received) =
@@ -170,7 +169,7 @@ fn who_relies_on_those_is_told_as_well() {
 }
 
 fn forward_along(chain: [Rank; 4]) {
-    let posted = Barrier::new(4);
+    let posted = TimedBarrier::new(4);
     ranks(4, |comm| {
         let rank = comm.rank();
         let memory = comm.alloc(BYTES).unwrap();
@@ -220,7 +219,7 @@ fn forward_along(chain: [Rank; 4]) {
 /// What was synchronized before the loss is good: its communicator goes on, in the same stream too.
 #[test]
 fn work_that_was_done_before_the_loss_stays_good() {
-    let done = Barrier::new(3);
+    let done = TimedBarrier::new(3);
     ranks(3, |comm| {
         let (send, receive) = (comm.alloc(BYTES).unwrap(), comm.alloc(BYTES).unwrap());
         let shared = stream(&comm);

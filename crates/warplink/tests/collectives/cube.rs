@@ -1,10 +1,11 @@
 //! Eight ranks in a hybrid cube mesh: what the direct path does there, and what is left to the vendor's library.
 
-use crate::common::{assert_says, delays, kind, threads_that_end, threads_with, world};
+use crate::common::{
+    TimedBarrier, assert_says, delays, kind, threads_that_end, threads_with, world,
+};
 use crate::data::calls_of_the_library;
 use crate::expected::{Case, Random};
 use crate::launches::{download, integers, memory, sum, sums, upload};
-use std::sync::Barrier;
 use std::time::Duration;
 use warplink::collective::{
     Algorithm, Call, CollectiveKind, CollectiveOptions, CollectivePath, Message, Parts,
@@ -281,7 +282,7 @@ fn fail(timeout: Duration, count_of_rank_2: Option<usize>, check: impl Fn(&Error
     if world(CUBE_RANKS) < CUBE_RANKS {
         return;
     }
-    let all = Barrier::new(CUBE_RANKS);
+    let all = TimedBarrier::new(CUBE_RANKS);
     let change = |config: &mut Config| {
         forced(config);
         config.timeout = timeout;

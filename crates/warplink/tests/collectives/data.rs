@@ -1,6 +1,6 @@
 //! Right results: every collective, type, operator, number of ranks and algorithm.
 
-use crate::common::{assert_says, delays, kind, threads_with, world};
+use crate::common::{assert_says, delays, kind, share_gpus, threads_with, world};
 use crate::expected::{Case, Random};
 use std::time::Duration;
 use warplink::collective::{Algorithm, Call, CollectiveKind, CollectiveOptions, CollectivePath};
@@ -169,8 +169,11 @@ fn by_the_library(communicator: Option<VendorCommunicator>) -> CollectiveOptions
     }
 }
 
-/// Collectives by the library; none where it is missing.
+/// Collectives by the library; none where it is missing, or ranks share a GPU, which it refuses.
 fn library(comm: &Communicator) -> Option<Collectives> {
+    if share_gpus() {
+        return None;
+    }
     match comm.collectives_with(&by_the_library(None)) {
         Ok(collectives) => Some(collectives),
         Err(error) if error.kind() == ErrorKind::LibraryMissing => None,

@@ -1,9 +1,11 @@
 //! Memory of the calls that kernels of the peers access where it lies: which memory, from when on, and what happens
 //! when it is freed or a rank is lost.
 
-use crate::common::{Ranks, kill_self, kind, processes, threads_that_end, threads_with, world};
+use crate::common::{
+    Ranks, TimedBarrier, kill_self, kind, processes, threads_that_end, threads_with, world,
+};
 use crate::expected::{Case, Random};
-use std::sync::{Arc, Barrier};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 use warplink::collective::{Algorithm, Call, CollectiveKind, CollectiveOptions};
 use warplink::device::{AllocationKind, DeviceSlice, Priority, ReduceOp, Stream};
@@ -460,7 +462,7 @@ fn a_rank_that_dies_while_tables_change_is_an_error() {
 fn ranks_that_disagree_touch_nothing() {
     const COUNT: usize = 4096;
     let ranks = world(3);
-    let all = Barrier::new(ranks);
+    let all = TimedBarrier::new(ranks);
     threads_that_end(
         ranks,
         |_| {},

@@ -1,11 +1,10 @@
 //! Dispatch and combine of a layer of experts, compared with a reference.
 
 use crate::common::{
-    Ranks, Stopwatch, assert_says, assert_survived, delays, kill_self, kind, threads_that_end,
-    threads_with, world,
+    Ranks, Stopwatch, TimedBarrier, assert_says, assert_survived, delays, kill_self, kind,
+    threads_that_end, threads_with, world,
 };
 use crate::layer::{Buffers, Choices, GUARD_BYTE, Input, download, inputs};
-use std::sync::Barrier;
 use std::time::Duration;
 use warplink::collective::{CollectiveOptions, CollectivePath, Dispatched, ExpertOptions, Experts};
 use warplink::device::{Priority, Stream};
@@ -214,7 +213,7 @@ fn ranks_with_other_options_are_named() {
 
 /// Each rank of `told` gets a mismatch with a peer, any where it is none, that says this.
 fn failing(options: impl Fn(usize) -> ExpertOptions + Sync, told: &[(usize, usize, &str)]) {
-    let all = Barrier::new(world(3));
+    let all = TimedBarrier::new(world(3));
     threads_that_end(
         world(3),
         // The rank that is not concerned waits for the others until then.

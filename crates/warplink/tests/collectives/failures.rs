@@ -1,9 +1,9 @@
 //! Ranks that do not do what the others do: an error on every rank that says so.
 
 use crate::common::{
-    Ranks, Stopwatch, assert_says, assert_survived, kill_self, threads_that_end, world,
+    Ranks, Stopwatch, TimedBarrier, assert_says, assert_survived, kill_self, threads_that_end,
+    world,
 };
-use std::sync::Barrier;
 use std::time::Duration;
 use warplink::device::{AllocationKind, Priority, ReduceOp};
 use warplink::{Collectives, Communicator, DType, Error, ErrorKind};
@@ -35,7 +35,7 @@ fn fail(
     says: &[&str],
 ) {
     let ranks = world(3);
-    let all = Barrier::new(ranks);
+    let all = TimedBarrier::new(ranks);
     threads_that_end(
         ranks,
         |config| config.timeout = timeout,

@@ -2,11 +2,10 @@
 //! for a result that is none, and goes on with those that are left.
 
 use crate::common::{
-    Ranks, assert_says, is_rank, kill_self, processes_of, resume, stop_self, threads_that_end,
-    threads_with, world,
+    Ranks, TimedBarrier, assert_says, is_rank, kill_self, processes_of, resume, stop_self,
+    threads_that_end, threads_with, world,
 };
 use crate::expected::{Case, Random};
-use std::sync::Barrier;
 use std::time::{Duration, Instant};
 use warplink::collective::{Call, CollectiveKind};
 use warplink::device::{AllocationKind, Priority, ReduceOp, Stream};
@@ -290,7 +289,7 @@ fn a_rank_that_calls_after_a_timeout_is_waited_for() {
     if ranks < 2 {
         return;
     }
-    let all = Barrier::new(ranks);
+    let all = TimedBarrier::new(ranks);
     threads_with(
         ranks,
         |config| config.timeout = Duration::from_secs(1),
@@ -326,7 +325,7 @@ fn a_rank_that_does_not_join_is_named() {
     if ranks < 2 {
         return;
     }
-    let all = Barrier::new(ranks);
+    let all = TimedBarrier::new(ranks);
     threads_with(
         ranks,
         |config| config.timeout = Duration::from_secs(1),

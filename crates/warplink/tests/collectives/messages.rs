@@ -1,11 +1,10 @@
 //! Groups of sends and receives.
 
 use crate::common::{
-    Ranks, Stopwatch, assert_says, assert_survived, delays, kill_self, kind, threads_that_end,
-    threads_with, world,
+    Ranks, Stopwatch, TimedBarrier, assert_says, assert_survived, delays, kill_self, kind,
+    threads_that_end, threads_with, world,
 };
 use crate::expected::Random;
-use std::sync::Barrier;
 use std::time::Duration;
 use warplink::collective::{CollectiveOptions, CollectivePath, Message};
 use warplink::device::{AllocationKind, DeviceSlice, Priority, ReduceOp};
@@ -323,7 +322,7 @@ fn one(comm: &Communicator, message: (bool, usize), bytes: usize) -> Result<(), 
 #[test]
 fn another_length_is_told_on_both_ranks_with_the_peer() {
     for (sent, received) in [(64, 65), (0, 64), (64, 0), (1 << 20, 64), (64, 1 << 20)] {
-        let all = Barrier::new(world(3));
+        let all = TimedBarrier::new(world(3));
         threads_that_end(
             world(3),
             |_| {},
@@ -367,7 +366,7 @@ fn another_length_is_told_on_both_ranks_with_the_peer() {
 
 #[test]
 fn a_peer_that_never_comes_is_named() {
-    let all = Barrier::new(world(3));
+    let all = TimedBarrier::new(world(3));
     threads_that_end(
         world(3),
         |config| config.timeout = Duration::from_secs(3),

@@ -1,8 +1,7 @@
 //! All-to-all with a size for each pair of ranks, given on the host.
 
-use crate::common::{assert_says, threads_that_end, threads_with, world};
+use crate::common::{TimedBarrier, assert_says, threads_that_end, threads_with, world};
 use crate::expected::Random;
-use std::sync::Barrier;
 use std::time::Duration;
 use warplink::collective::{CollectiveOptions, CollectivePath, Parts};
 use warplink::device::{AllocationKind, DeviceSlice, Priority, Stream};
@@ -180,7 +179,7 @@ fn parts_by_the_vendors_library_are_the_same() {
 /// One rank expects another size from one other; nobody gets wrong data, and these two name each other.
 #[test]
 fn a_rank_that_states_another_size_is_named() {
-    let all = Barrier::new(world(3));
+    let all = TimedBarrier::new(world(3));
     threads_that_end(
         world(3),
         // The rank that is not concerned waits for the others until then.

@@ -1,8 +1,7 @@
 //! Sums of values that are multiplied by a factor beforehand.
 
-use crate::common::{assert_says, kind, threads_that_end, threads_with, world};
+use crate::common::{TimedBarrier, assert_says, kind, threads_that_end, threads_with, world};
 use crate::expected::{Case, Random};
-use std::sync::Barrier;
 use std::time::Duration;
 use warplink::collective::{Algorithm, Call, CollectiveKind, CollectiveOptions, CollectivePath};
 use warplink::device::{AllocationKind, Priority, ReduceOp};
@@ -165,7 +164,7 @@ fn the_vendors_library_sums_scaled_values() {
 fn factors_that_differ_are_told_on_all_ranks() {
     for (dtype, other) in [(DType::F32, 0.25), (DType::F64, 0.1 + 1e-15)] {
         let ranks = world(3);
-        let all = Barrier::new(ranks);
+        let all = TimedBarrier::new(ranks);
         threads_that_end(
             ranks,
             |config| {

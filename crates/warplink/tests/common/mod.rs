@@ -11,6 +11,7 @@ mod children;
 mod elements;
 pub mod hosts;
 mod stopwatch;
+mod timed_barrier;
 
 pub use children::{Ended, wait_all};
 pub use elements::{decode, encode};
@@ -21,6 +22,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 pub use stopwatch::{Stopwatch, time_on_processor};
+pub use timed_barrier::TimedBarrier;
 use warplink::bootstrap::{JoinConfig, Rendezvous, UniqueId};
 use warplink::device::{self, Delays, Device, DeviceConfig, Priority};
 use warplink::p2p::{self, Protocol, Transfer, TransferRequest, post_all};
@@ -41,6 +43,11 @@ pub fn kind() -> DeviceKind {
 /// multi-process service runs.
 fn ranks_per_gpu() -> usize {
     std::env::var("WARPLINK_TEST_RANKS_PER_GPU").map_or(1, |ranks| ranks.parse().unwrap())
+}
+
+/// Whether several ranks have the same GPU.
+pub fn share_gpus() -> bool {
+    kind() == DeviceKind::Cuda && ranks_per_gpu() > 1
 }
 
 /// `wanted` ranks, or as many as the GPUs have room for.

@@ -1,11 +1,11 @@
 //! What the verifier says of random programs, against what the host device does.
 
-use super::common::kind;
+use super::common::{TimedBarrier, kind};
 use super::program_support::device::Runner;
 use super::program_support::evidence::check;
 use super::program_support::sample::{Allowed, Sample, sample};
 use std::net::{IpAddr, Ipv4Addr};
-use std::sync::{Barrier, Mutex};
+use std::sync::Mutex;
 use std::time::Duration;
 use warplink::bootstrap::{JoinConfig, Rendezvous, UniqueId};
 use warplink::device::{AllocationKind, Priority};
@@ -32,7 +32,7 @@ fn outputs(sample: &Sample, how: How, limit: Duration) -> Vec<Outputs> {
     let id = UniqueId::create(IpAddr::V4(Ipv4Addr::LOCALHOST), 0).unwrap();
     let ends: Vec<Mutex<Option<Outputs>>> = (0..sample.world).map(|_| Mutex::default()).collect();
     // Nobody leaves before all have their result: a rank that leaves is lost to the others.
-    let together = Barrier::new(sample.world);
+    let together = TimedBarrier::new(sample.world);
     std::thread::scope(|scope| {
         for (rank, end) in ends.iter().enumerate() {
             let (id, together) = (id.clone(), &together);
