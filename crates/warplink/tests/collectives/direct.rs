@@ -426,13 +426,14 @@ fn a_rank_that_dies_while_tables_change_is_an_error() {
         world: world(3),
         ..Ranks::default()
     };
+    let victim = ranks.world - 1;
     let ended = ranks.start(|comm| {
         let collectives = direct(&comm);
         let stream = comm.create_stream(Priority::Normal).unwrap();
         let device = comm.device().clone();
         let started = Instant::now();
         for round in 0.. {
-            if comm.rank() == 2 && round == 60 {
+            if comm.rank() == victim && round == 60 {
                 kill_self();
             }
             let memory = device.allocate(32 << 10, AllocationKind::Plain).unwrap();
@@ -443,7 +444,7 @@ fn a_rank_that_dies_while_tables_change_is_an_error() {
             let failed = called.and_then(|()| comm.synchronize(&stream));
             if let Err(error) = failed {
                 assert_eq!(error.kind(), ErrorKind::PeerLost, "{error}");
-                assert_eq!(error.peer(), Some(2), "{error}");
+                assert_eq!(error.peer(), Some(victim), "{error}");
                 println!("survived");
                 std::process::exit(0);
             }
@@ -451,7 +452,7 @@ fn a_rank_that_dies_while_tables_change_is_an_error() {
         }
     });
     let Some(ended) = ended else { return };
-    for end in &ended[..2] {
+    for end in &ended[..victim] {
         assert_eq!(end.code, Some(0), "{}", end.output);
         assert!(end.output.contains("survived"), "{}", end.output);
     }

@@ -50,10 +50,14 @@ pub fn share_gpus() -> bool {
     kind() == DeviceKind::Cuda && ranks_per_gpu() > 1
 }
 
-/// `wanted` ranks, or as many as the GPUs have room for.
+/// `wanted` ranks, or as many as the GPUs have room for. `WARPLINK_TEST_MOST_RANKS` bounds them on the host device, to
+/// see that tests do on few GPUs what they should.
 pub fn world(wanted: usize) -> usize {
     match kind() {
-        DeviceKind::Host => wanted,
+        DeviceKind::Host => {
+            let most = std::env::var("WARPLINK_TEST_MOST_RANKS");
+            most.map_or(wanted, |most| wanted.min(most.parse().unwrap()))
+        }
         // A rank may see one GPU alone.
         DeviceKind::Cuda if is_rank() => std::env::var("WARPLINK_WORLD").unwrap().parse().unwrap(),
         DeviceKind::Cuda => wanted.min(gpus() * ranks_per_gpu()),
@@ -62,6 +66,14 @@ pub fn world(wanted: usize) -> usize {
 
 fn gpus() -> usize {
     device::count(DeviceKind::Cuda).unwrap()
+}
+
+/// The number of the device of a rank that is a thread.
+pub fn device_of_thread(rank: usize) -> usize {
+    match kind() {
+        DeviceKind::Host => rank,
+        DeviceKind::Cuda => rank % gpus(),
+    }
 }
 
 /// The device under test, alone.
@@ -351,7 +363,7 @@ pub fn config_of_thread(id: &UniqueId, rank: usize, world: usize) -> Config {
     let join = JoinConfig::new(Rendezvous::Id(id.clone()), rank, world);
     let mut config = Config::new(join, kind());
     if kind() == DeviceKind::Cuda {
-        config.device.ordinal = rank % gpus();
+        config.device.ordinal = device_of_thread(rank);
     }
     config.timeout = Duration::from_secs(60);
     config
