@@ -5,63 +5,14 @@ use crate::element::Element;
 use crate::errors::{invalid, raise};
 use crate::memory::{Memory, View};
 use crate::owner::Owner;
+use crate::place::Place;
 use crate::region::Region;
 use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyDict};
 use std::sync::Arc;
-use warplink::device::{Device, DeviceSlice};
+use warplink::device::DeviceSlice;
 use warplink::program::Bindings;
 use warplink::{DeviceKind, Error, ErrorKind};
-
-/// The device of a job, and the number that DLPack knows it by.
-#[derive(Clone, Debug)]
-pub(crate) struct Place {
-    pub(crate) device: Arc<dyn Device>,
-    pub(crate) ordinal: i32,
-}
-
-impl Place {
-    /// The `bytes` at `address`, which the caller keeps.
-    pub(crate) fn borrow_unowned(&self, address: u64, bytes: usize) -> PyResult<DeviceSlice> {
-        // SAFETY: the caller promises, as documented in Python, that the memory is there and of this device
-        // whenever it is used. It is accessed by copies and kernels only, never by a Rust reference.
-        let slice = unsafe { self.device.borrow(address, bytes, Arc::new(())) };
-        slice.map_err(raise)
-    }
-
-    /// DLPack's device type and number.
-    pub(crate) fn dlpack(&self) -> (i32, i32) {
-        match self.device.kind() {
-            DeviceKind::Host => (dlpack::CPU, 0),
-            DeviceKind::Cuda => (dlpack::CUDA, self.ordinal),
-        }
-    }
-
-    /// Fails unless memory of DLPack's `device` is this device's; it is of the array `array`.
-    fn check(&self, device: (i32, i32), array: &str) -> PyResult<()> {
-        let fits = match self.device.kind() {
-            DeviceKind::Host => matches!(device.0, dlpack::CPU | dlpack::CUDA_HOST),
-            DeviceKind::Cuda => device == (dlpack::CUDA, self.ordinal),
-        };
-        if fits {
-            return Ok(());
-        }
-        let name = match device.0 {
-            dlpack::CPU | dlpack::CUDA_HOST => "the processor's memory".to_owned(),
-            dlpack::CUDA => format!("memory of GPU {}", device.1),
-            other => format!("memory of a device of DLPack's type {other}"),
-        };
-        let error = Error::invalid(format!(
-            "the array is in {name}; expected memory of {}",
-            self.device.name()
-        ));
-        Err(raise(
-            error.with_operation(format!("read {array}")).with_help(
-                "move the array to the job's device, or join a job on the array's device",
-            ),
-        ))
-    }
-}
 
 /// An array that was resolved: its memory and, where it is known, what is in it.
 #[derive(Clone, Debug)]

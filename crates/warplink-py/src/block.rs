@@ -3,11 +3,11 @@
 //! Which block runs is known by the thread, so that these objects are of no use after the function has
 //! returned, or on another thread.
 
-use crate::array::Place;
 use crate::channel::PlaceInRegion;
 use crate::errors::raise;
 use crate::memory::Memory;
 use crate::owner::Owner;
+use crate::place::Place;
 use pyo3::prelude::*;
 use std::cell::Cell;
 use std::ptr::NonNull;

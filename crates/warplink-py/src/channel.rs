@@ -1,8 +1,9 @@
 //! Connections, whose channels kernels take.
 
-use crate::array::{Array, Place};
+use crate::array::Array;
 use crate::errors::{invalid, raise};
 use crate::owner::Detached;
+use crate::place::Place;
 use crate::region::Region;
 use crate::stream::Stream;
 use pyo3::prelude::*;

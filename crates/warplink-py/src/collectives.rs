@@ -1,10 +1,11 @@
 //! Collectives.
 
-use crate::array::{Place, Reader};
+use crate::array::Reader;
 use crate::errors::{invalid, raise};
 use crate::experts::Experts;
 use crate::owner::Detached;
 use crate::parts::{Cut, unit};
+use crate::place::Place;
 use crate::stream::Stream;
 use pyo3::prelude::*;
 use warplink::collective::{

@@ -1,6 +1,6 @@
 //! A group of the ranks of a job.
 
-use crate::array::{Array, Place};
+use crate::array::Array;
 use crate::channel::{self, Connect, Connections};
 use crate::collectives::{self, Collectives};
 use crate::engine::CollectiveEngine;
@@ -9,6 +9,7 @@ use crate::executor::Executor;
 use crate::kernel::Module;
 use crate::memory::{Memory, View};
 use crate::owner::{Detached, Owner};
+use crate::place::Place;
 use crate::region::{Region, RemoteRegion, seconds};
 use crate::stream::{Event, Stream};
 use crate::transfer::{self, StreamBarrier, Transfer};

@@ -1,7 +1,8 @@
 //! The vendor's library for collectives.
 
-use crate::array::{Array, Place};
+use crate::array::Array;
 use crate::errors::raise;
+use crate::place::Place;
 use crate::stream::Stream;
 use pyo3::prelude::*;
 use std::sync::Arc;

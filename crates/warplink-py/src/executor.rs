@@ -1,10 +1,11 @@
 //! Running programs.
 
-use crate::array::{Array, Place, replacements};
+use crate::array::{Array, replacements};
 use crate::errors::{captured, raise};
 use crate::memory::Memory;
 use crate::overlap::{Choices, OverlapPlan, plan_all_gather_matmul, plan_matmul_reduce_scatter};
 use crate::owner::Detached;
+use crate::place::Place;
 use crate::program::{Program, read_parameters};
 use crate::stream::Stream;
 use pyo3::prelude::*;

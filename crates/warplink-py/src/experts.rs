@@ -1,9 +1,10 @@
 //! Layers of experts.
 
-use crate::array::{Array, Place, Reader};
+use crate::array::{Array, Reader};
 use crate::errors::{invalid, raise};
 use crate::memory::View;
 use crate::owner::Detached;
+use crate::place::Place;
 use crate::stream::Stream;
 use pyo3::prelude::*;
 use warplink::collective::{self, ExpertOptions};

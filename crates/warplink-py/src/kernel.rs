@@ -1,10 +1,11 @@
 //! Modules of the caller's code, kernels of them, and launches.
 
-use crate::array::{Array, Place};
+use crate::array::Array;
 use crate::block;
 use crate::channel::{Connection, Connections};
 use crate::errors::raise;
 use crate::owner::{OfProcess, Owner};
+use crate::place::Place;
 use crate::stream::Stream;
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;

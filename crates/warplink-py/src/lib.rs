@@ -25,6 +25,7 @@ mod memory;
 mod overlap;
 mod owner;
 mod parts;
+mod place;
 mod program;
 mod region;
 mod stream;

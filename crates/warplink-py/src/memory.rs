@@ -1,9 +1,9 @@
 //! Device memory, and views of it with a shape and an element type.
 
-use crate::array::Place;
 use crate::dlpack;
 use crate::element::Element;
 use crate::errors::{invalid, raise};
+use crate::place::Place;
 use pyo3::exceptions::PyAttributeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyByteArray, PyBytes, PyCapsule, PyDict};

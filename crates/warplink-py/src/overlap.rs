@@ -1,8 +1,9 @@
 //! Matmuls overlapped with communication.
 
-use crate::array::{Array, Place, replacements};
+use crate::array::{Array, replacements};
 use crate::errors::{captured, invalid, raise};
 use crate::owner::Detached;
+use crate::place::Place;
 use crate::stream::Stream;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;

@@ -1,9 +1,9 @@
 //! Memory that peers may reach.
 
-use crate::array::Place;
 use crate::errors::raise;
 use crate::memory::{Memory, View, download, upload};
 use crate::owner::Detached;
+use crate::place::Place;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use std::time::Duration;

@@ -1,8 +1,9 @@
 //! Streams, events and graphs.
 
-use crate::array::{Array, Place};
+use crate::array::Array;
 use crate::errors::raise;
 use crate::owner::{Detached, OfProcess};
+use crate::place::Place;
 use crate::region::seconds;
 use pyo3::prelude::*;
 use warplink::Deadline;

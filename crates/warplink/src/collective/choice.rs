@@ -5,8 +5,8 @@ use super::call::{Call, CollectiveKind};
 use super::estimate::Estimates;
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::p2p::TransferKernels;
-use crate::program::Parameters;
 use crate::program::expr::PART_UNIT;
+use crate::program::{Parameters, RankProgram, unroll};
 use crate::topology::CUBE_RANKS;
 
 /// The most data lanes of a launch.
@@ -23,6 +23,9 @@ const CHOICES: [Algorithm; 4] = [
     Algorithm::Cube,
     Algorithm::Direct,
 ];
+
+/// More than what a part is padded by.
+const PADDING: usize = 4096;
 
 /// Bytes of data in a packet.
 const PACKET_BYTES: usize = 8;
@@ -171,7 +174,38 @@ impl Machine {
     fn fastest(&self, call: &Call) -> Algorithm {
         let fitting = CHOICES.into_iter().filter(|one| self.fits(*one, call));
         let fitting: Vec<Algorithm> = fitting.collect();
-        self.estimates.fastest(self, call, &fitting)
+        self.estimates
+            .fastest(self.world, call, &fitting, |algorithm, like| {
+                self.seconds(algorithm, like)
+            })
+    }
+
+    /// Seconds of a call by an algorithm, by the model, where memory is reached.
+    pub(super) fn seconds(&self, algorithm: Algorithm, call: &Call) -> Result<f64> {
+        let choice = self.shape(algorithm, call);
+        // One that stands for shorter calls may have no room itself.
+        let rows = algorithm.rows(call.kind, self.world).max(1);
+        let machine = Self {
+            packet_bytes: self.packet_bytes.max(2 * rows * (call.bytes() + PADDING)),
+            ..self.clone()
+        };
+        let programs = (0..self.world).map(|rank| machine.rank_program(rank, call, &choice));
+        let programs: Vec<RankProgram> = programs.collect::<Result<_>>()?;
+        self.estimates.seconds(&programs)
+    }
+
+    /// The program of a choice, as a rank runs it.
+    pub(super) fn rank_program(
+        &self,
+        rank: Rank,
+        call: &Call,
+        choice: &Choice,
+    ) -> Result<RankProgram> {
+        let program = choice.algorithm.program(call.program()).ok_or_else(|| {
+            Error::new(ErrorKind::Internal, "the chosen algorithm does not exist")
+        })??;
+        let parameters = self.parameters(call, choice);
+        unroll(program, rank, self.world, 1, &parameters)
     }
 
     /// The lanes, threads and chunks of a call that an algorithm does.
@@ -269,3 +303,7 @@ fn part(elements: usize, parts: usize) -> usize {
 fn round_down(value: usize) -> usize {
     1 << value.max(1).ilog2()
 }
+
+#[cfg(test)]
+#[path = "choice_tests.rs"]
+mod tests;

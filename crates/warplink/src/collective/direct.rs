@@ -48,7 +48,7 @@ impl Direct {
                 ..machine.clone()
             };
             let choice = forced.choose(&call)?;
-            let program = launches::rank_program(machine, rank, &call, &choice)?;
+            let program = machine.rank_program(rank, &call, &choice)?;
             scratch.extend(program.scratch);
         }
         let rows = scratch.iter().find(|scratch| &*scratch.name == "C");

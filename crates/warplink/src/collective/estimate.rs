@@ -2,8 +2,6 @@
 
 use super::algorithm::Algorithm;
 use super::call::{Call, CollectiveKind};
-use super::choice::{Choice, Machine};
-use super::launches;
 use crate::device::ReduceOp;
 use crate::error::Result;
 use crate::program::RankProgram;
@@ -38,15 +36,19 @@ impl Estimates {
         }
     }
 
-    /// Of the algorithms that do a call, the one that is fastest; the first of those that are as fast as one another.
-    /// Calls of about the same length go alike.
-    pub(super) fn fastest(&self, machine: &Machine, call: &Call, of: &[Algorithm]) -> Algorithm {
+    /// Of the algorithms that do a call of `world` ranks, the one that is fastest; the first of those that are as fast
+    /// as one another. `seconds` is how long one takes for a call. Calls of about the same length go alike.
+    pub(super) fn fastest(
+        &self,
+        world: usize,
+        call: &Call,
+        of: &[Algorithm],
+        seconds: impl Fn(Algorithm, &Call) -> Result<f64>,
+    ) -> Algorithm {
         let [first, _, ..] = of else {
             return of.first().copied().unwrap_or(Algorithm::Chunks);
         };
-        let measured = self
-            .model
-            .algorithm(call.kind.name(), machine.world, call.bytes());
+        let measured = self.model.algorithm(call.kind.name(), world, call.bytes());
         let measured = measured.and_then(|name| name.parse().ok());
         if let Some(measured) = measured.filter(|measured| of.contains(measured)) {
             return measured;
@@ -65,7 +67,7 @@ impl Estimates {
         };
         let mut best = (f64::INFINITY, *first);
         for &algorithm in of {
-            match self.seconds(machine, &like, &machine.shape(algorithm, &like)) {
+            match seconds(algorithm, &like) {
                 Ok(seconds) if seconds < best.0 => best = (seconds, algorithm),
                 Ok(_) => {}
                 Err(error) => tracing::warn!(%error, %algorithm, call = %like, "no estimate"),
@@ -75,36 +77,19 @@ impl Estimates {
         best.1
     }
 
-    /// Seconds of a call, where memory is reached.
-    pub(super) fn seconds(&self, machine: &Machine, call: &Call, choice: &Choice) -> Result<f64> {
-        // One that stands for shorter calls may have no room itself.
-        let rows = choice.algorithm.rows(call.kind, machine.world).max(1);
-        let machine = Machine {
-            packet_bytes: machine
-                .packet_bytes
-                .max(2 * rows * (call.bytes() + PADDING)),
-            ..machine.clone()
-        };
-        let program = |rank| launches::rank_program(&machine, rank, call, choice);
-        let ranks: Vec<RankProgram> = (0..machine.world).map(program).collect::<Result<_>>()?;
+    /// Seconds of a launch of a program, by the model.
+    pub(super) fn seconds(&self, ranks: &[RankProgram]) -> Result<f64> {
         let options = SimulateOptions {
             submission: Submission::Captured,
             timeline: false,
         };
-        Ok(simulate_with(&ranks, &self.model, options)?.seconds)
+        Ok(simulate_with(ranks, &self.model, options)?.seconds)
     }
 }
 
-/// More than what a part is padded by.
-const PADDING: usize = 4096;
-
 /// The next of two lengths for each power of two: it, and half as much again.
-fn rounded(bytes: usize) -> usize {
+pub(super) fn rounded(bytes: usize) -> usize {
     let power = bytes.checked_next_power_of_two().unwrap_or(bytes);
     let less = power / 4 * 3;
     if bytes <= less { less } else { power }
 }
-
-#[cfg(test)]
-#[path = "estimate_tests.rs"]
-mod tests;

@@ -2,11 +2,11 @@
 
 use super::algorithm::Algorithm;
 use super::call::Call;
-use super::choice::{Choice, Machine};
+use super::choice::Machine;
 use crate::error::{Error, ErrorKind, Result};
 use crate::program::execute::{SharedKernel, SharedWorkspace};
 use crate::program::section::SectionInstance;
-use crate::program::{OperationKind, RankProgram, unroll};
+use crate::program::{OperationKind, RankProgram};
 use crate::sync::lock;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
@@ -66,26 +66,11 @@ pub(super) fn make(
     shape: &Shape,
 ) -> Result<SharedKernel> {
     let choice = machine.choose(&shape.call)?;
-    let program = rank_program(machine, rank, &shape.call, &choice)?;
+    let program = machine.rank_program(rank, &shape.call, &choice)?;
     let mut section = section(&program)?;
     section.shared_tensors = shape.overlap == Overlap::Shared;
     section.published = choice.algorithm == Algorithm::Direct;
     workspace.kernel(Arc::new(section), shape.aligned, Arc::new(Call::difference))
-}
-
-/// The program of a choice, as a rank runs it.
-pub(super) fn rank_program(
-    machine: &Machine,
-    rank: usize,
-    call: &Call,
-    choice: &Choice,
-) -> Result<RankProgram> {
-    let program = choice
-        .algorithm
-        .program(call.program())
-        .ok_or_else(|| Error::new(ErrorKind::Internal, "the chosen algorithm does not exist"))??;
-    let parameters = machine.parameters(call, choice);
-    unroll(program, rank, machine.world, 1, &parameters)
 }
 
 /// The only kernel of a program, as one that serves all counts.

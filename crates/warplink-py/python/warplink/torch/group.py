@@ -243,8 +243,24 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
             )
         with self._lock:
             if kind not in self._workspaces:
-                self._workspaces[kind] = Workspace.make(self, kind)
+                self._workspaces[kind] = self._make_workspace(kind)
             return self._workspaces[kind]
+
+    def _make_workspace(self, kind: str) -> Workspace:
+        size = self._options.buffer_size
+        if kind == "cpu" and self._communicator is not None:
+            everyone = list(range(self._size))
+            return Workspace(self._communicator.subgroup(everyone), None, size)
+        ordinal = torch.cuda.current_device() if kind == "cuda" else None
+        job = joining.join(
+            dist.PrefixStore("workspace", self.get_group_store()),
+            self._rank,
+            self._size,
+            "cuda" if kind == "cuda" else "host",
+            ordinal,
+            self._timeout.total_seconds(),
+        )
+        return Workspace(job.world(), job, size)
 
     # Names, numbers and the end
 

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import math
 import threading
-from typing import TYPE_CHECKING, Any, Callable
+from typing import Any, Callable
 
 import torch
-import torch.distributed as dist
 
 import warplink
 from warplink.errors import InvalidArgumentError
 from warplink.torch import joining
-
-if TYPE_CHECKING:
-    from warplink.torch.group import ProcessGroupWarplink
 
 #: How many plans of fused operations, each with memory of its own, a group keeps on a device.
 MAX_PLANS = 64
@@ -54,24 +50,6 @@ class Workspace:
         self._own_stream: warplink.Stream | None = None
         #: Streams of PyTorch's by their handles, which PyTorch never frees.
         self._borrowed: dict[int, warplink.Stream] = {}
-
-    @staticmethod
-    def make(group: ProcessGroupWarplink, kind: str) -> Workspace:
-        """The workspace of ``group`` on "cpu" or "cuda"."""
-        size = group.options.buffer_size
-        if kind == "cpu" and group._communicator is not None:
-            everyone = list(range(group.size()))
-            return Workspace(group._communicator.subgroup(everyone), None, size)
-        ordinal = torch.cuda.current_device() if kind == "cuda" else None
-        job = joining.join(
-            dist.PrefixStore("workspace", group.get_group_store()),
-            group.rank(),
-            group.size(),
-            "cuda" if kind == "cuda" else "host",
-            ordinal,
-            group._timeout.total_seconds(),
-        )
-        return Workspace(job.world(), job, size)
 
     def plan(self, key: Any, make: Callable[[], Any]) -> Any:
         """The plan for ``key``, made by all ranks at the same time if there is none. Ranks use the same

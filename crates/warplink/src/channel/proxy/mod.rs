@@ -15,6 +15,7 @@ mod route;
 mod stream_copy;
 mod worker;
 
+use route::Requested;
 pub(crate) use route::Route;
 pub(crate) use stream_copy::StreamCopy;
 
@@ -30,7 +31,6 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::thread::Thread;
 use std::time::Duration;
-use stream_copy::Requested;
 use worker::Worker;
 
 /// How long after its deadline a proxy that stops may take to end.

@@ -35,6 +35,13 @@ struct Words {
     triggers: u64,
 }
 
+/// A copy with the connection that it is for.
+#[derive(Debug)]
+pub(super) struct Requested {
+    pub(super) route: Arc<Route>,
+    pub(super) copy: StreamCopy,
+}
+
 impl Route {
     pub(crate) fn new(
         peer: Rank,

@@ -1,6 +1,5 @@
 //! Copies that a stream has the proxy do, and waits for.
 
-use super::Route;
 use crate::channel::answers::{Answer, Answers};
 use crate::device::channel::trigger::Movement;
 use crate::device::{At, DeviceSlice, Event, Stream};
@@ -18,13 +17,6 @@ pub(crate) struct StreamCopy {
     pub(crate) peers: At,
     pub(crate) answer: Answer,
     pub(crate) answers: Arc<Answers>,
-}
-
-/// A copy with the connection that it is for.
-#[derive(Debug)]
-pub(super) struct Requested {
-    pub(super) route: Arc<Route>,
-    pub(super) copy: StreamCopy,
 }
 
 impl StreamCopy {

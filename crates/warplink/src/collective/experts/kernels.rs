@@ -2,7 +2,7 @@
 
 use crate::device::{Argument, Block, Device, DeviceSlice, Kernel, Launch, ModuleSource, Stream};
 use crate::dtype::DType;
-use crate::error::Result;
+use crate::error::{Error, ErrorKind, Result};
 use std::sync::Arc;
 
 /// For what goes to no expert. Must match the kernels.
@@ -225,9 +225,9 @@ fn encode_f32(dtype: DType, values: &[f32]) -> Vec<u8> {
     }
 }
 
-fn missing() -> crate::Error {
-    crate::Error::new(
-        crate::ErrorKind::Internal,
+fn missing() -> Error {
+    Error::new(
+        ErrorKind::Internal,
         "a launch without memory of a layer of experts",
     )
 }

@@ -17,7 +17,7 @@ mod table;
 
 pub use group::{Message, Parts};
 
-use crate::device::{Argument, DeviceSlice, Kernel, Launch, ModuleSource, Stream};
+use crate::device::{Argument, Device, DeviceSlice, Kernel, Launch, ModuleSource, Stream};
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::p2p::Direction;
 use crate::program::execute::{RankContext, SharedWorkspace};
@@ -184,7 +184,7 @@ impl Lines {
 
     /// The peer of a message that has begun here and not there, and what this rank does. Blocks for as long as
     /// reading some bytes of the device takes.
-    pub(super) fn awaited(&self, device: &dyn crate::Device) -> Result<Option<(Rank, Direction)>> {
+    pub(super) fn awaited(&self, device: &dyn Device) -> Result<Option<(Rank, Direction)>> {
         if !self.used.load(Ordering::Relaxed) {
             return Ok(None);
         }

@@ -1,11 +1,11 @@
 //! What lanes of kernel sections can do: the part of a hardware model by which a launch is simulated step by step.
 
-use super::model::{HardwareModel, refused};
+use super::fields::refused;
 use crate::error::Result;
 use serde::{Deserialize, Serialize};
 
 /// Threads with which a block moves data as fast as with more, where a model does not say.
-const BLOCK_THREADS: usize = 512;
+pub(super) const BLOCK_THREADS: usize = 512;
 
 /// What lanes can do: blocks of a launch, or threads of the host where ranks share processors.
 ///
@@ -43,40 +43,6 @@ pub struct Lanes {
 }
 
 impl Lanes {
-    /// A guess from the other figures of `model`: see [`HardwareModel::lanes`].
-    pub(super) fn guessed(model: &HardwareModel) -> Self {
-        let (link, latency) = (&model.link, &model.latency);
-        let smallest = [&link.kernels_put, &link.kernel_put];
-        let smallest = smallest.iter().find_map(|curve| curve.0.first());
-        let both = smallest.map_or(2.0 * latency.word, |(_, seconds)| *seconds);
-        let way = both / 2.0;
-        let slope = |points: &[(u64, f64)]| match points {
-            [.., (less, sooner), (more, later)] if later > sooner => {
-                Some((more - less) as f64 / (later - sooner))
-            }
-            _ => None,
-        };
-        let of_block = |curve: &super::curve::Curve, all: f64| {
-            slope(&curve.0).map_or(all, |rate| rate.min(all))
-        };
-        let shared = model.device.shared;
-        Self {
-            launch: if shared { model.memory.kernel } else { way },
-            signal: way,
-            fence: way / 2.0,
-            packet: way,
-            packet_round: if shared { 0.0 } else { way / 4.0 },
-            load: if shared { 0.0 } else { way / 2.0 },
-            peer_load: if shared { 0.0 } else { way },
-            block_threads: BLOCK_THREADS,
-            block_own: model.memory.rate / model.device.multiprocessors as f64,
-            block_stored: of_block(&link.kernel_put, link.put_ring),
-            block_loaded: of_block(&link.kernel_get, link.get_ring),
-            stored: link.put_ring,
-            loaded: link.get_ring,
-        }
-    }
-
     pub(super) fn check(&self) -> Result<()> {
         for (name, rate) in [
             ("lanes.block_threads", self.block_threads as f64),

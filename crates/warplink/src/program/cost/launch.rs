@@ -1,13 +1,12 @@
-//! The launches of kernel sections: which lanes are simulated, their steps, and what waits for what.
+//! A launch of a kernel section: which lanes are simulated, their steps, and the counters by which they wait.
 
 use super::class::{self, Class};
-use super::schedule::Schedule;
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::program::section::{
     LaneStep, LaneStepKind, Part, ScratchId, SectionInstance, SectionMemory,
 };
 use crate::program::{OperationKind, RankProgram};
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{HashMap, HashSet};
 
 /// The most iterations of a loop that are simulated; they stand for all.
 pub(super) const MOST_ITERATIONS: u64 = 16;
@@ -47,7 +46,7 @@ pub(super) type Seen = HashSet<(ScratchId, usize)>;
 
 impl Steps {
     /// The elements that a lane of these puts as packets, by scratch and rank, and those that it reads.
-    fn packets(
+    pub(super) fn packets(
         &self,
         section: &SectionInstance,
     ) -> (HashMap<(ScratchId, Rank), f64>, HashMap<ScratchId, f64>) {
@@ -104,7 +103,7 @@ pub(super) fn sections(program: &RankProgram) -> impl Iterator<Item = &SectionIn
 }
 
 /// What the lanes of a launch do, where all ranks reach what they announce.
-fn launch(section: &SectionInstance, iterations: u64) -> Result<Launch> {
+pub(super) fn launch(section: &SectionInstance, iterations: u64) -> Result<Launch> {
     let (classes, of_lane) = class::halved(section);
     let steps = |class: Class| -> Result<Steps> {
         let sampled = section.sampled_steps(class.lane, 0, iterations);
@@ -122,61 +121,4 @@ fn launch(section: &SectionInstance, iterations: u64) -> Result<Launch> {
         classes: classes.into_iter().map(steps).collect::<Result<_>>()?,
         of_lane,
     })
-}
-
-impl Schedule<'_> {
-    /// Goes through the launches of all ranks, in order, for what they have to do with one another.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Verification`] for a section that cannot be resolved.
-    pub(super) fn find_launches(&mut self, iterations: u64) -> Result<()> {
-        let of_program = |program| {
-            let launches = sections(program).map(|section| launch(section, iterations));
-            launches.collect::<Result<Vec<Launch>>>()
-        };
-        self.launches = self
-            .programs
-            .iter()
-            .map(of_program)
-            .collect::<Result<_>>()?;
-        // What comes to the lanes of a class and what they read, by launch, scratch, rank and class; and how much comes
-        // to all of them.
-        let mut own: BTreeMap<(usize, ScratchId, usize, usize), [f64; 2]> = BTreeMap::new();
-        let mut all: HashMap<(usize, ScratchId, usize), f64> = HashMap::new();
-        for (rank, (program, launches)) in self.programs.iter().zip(&self.launches).enumerate() {
-            for (number, (section, launch)) in sections(program).zip(launches).enumerate() {
-                for (class, steps) in launch.classes.iter().enumerate() {
-                    let (put, read) = steps.packets(section);
-                    for ((id, to), elements) in put {
-                        let to = self.stand_in(to);
-                        own.entry((number, id, to, class)).or_default()[0] += elements;
-                        *all.entry((number, id, to)).or_default() +=
-                            elements * steps.class.count as f64;
-                    }
-                    for (id, elements) in read {
-                        own.entry((number, id, rank, class)).or_default()[1] += elements;
-                    }
-                }
-            }
-        }
-        let between = &mut self.between_lanes;
-        for ((number, id, ..), [comes, read]) in &own {
-            if (*comes > 0.0) != (*read > 0.0) {
-                between.crossed.insert((*number, *id));
-            }
-        }
-        for ((number, id, rank, class), [comes, read]) in own {
-            let comes = if between.crossed.contains(&(number, id)) {
-                all.get(&(number, id, rank)).copied().unwrap_or(0.0)
-            } else {
-                comes
-            };
-            if comes < read {
-                between
-                    .shares
-                    .insert((number, id, rank, class), comes / read);
-            }
-        }
-        Ok(())
-    }
 }

@@ -5,8 +5,9 @@
 
 use super::collective::Collectives;
 use super::curve::Curve;
+use super::fields::refused;
 use super::gemm::{Gemm, Grid};
-use super::lanes::Lanes;
+use super::lanes::{BLOCK_THREADS, Lanes};
 use crate::error::{Error, ErrorKind, Result};
 use crate::p2p::TransferKernels;
 use serde::{Deserialize, Serialize};
@@ -230,7 +231,39 @@ impl HardwareModel {
     /// between its two largest sizes, and to share its own memory evenly with those on the other multiprocessors; all
     /// lanes together, to be as fast as the copy engine in a ring.
     pub fn lanes(&self) -> Lanes {
-        self.lanes.clone().unwrap_or_else(|| Lanes::guessed(self))
+        self.lanes.clone().unwrap_or_else(|| self.guessed_lanes())
+    }
+
+    /// A guess of what lanes can do, from the other figures: see [`Self::lanes`].
+    fn guessed_lanes(&self) -> Lanes {
+        let (link, latency) = (&self.link, &self.latency);
+        let smallest = [&link.kernels_put, &link.kernel_put];
+        let smallest = smallest.iter().find_map(|curve| curve.0.first());
+        let both = smallest.map_or(2.0 * latency.word, |(_, seconds)| *seconds);
+        let way = both / 2.0;
+        let slope = |points: &[(u64, f64)]| match points {
+            [.., (less, sooner), (more, later)] if later > sooner => {
+                Some((more - less) as f64 / (later - sooner))
+            }
+            _ => None,
+        };
+        let of_block = |curve: &Curve, all: f64| slope(&curve.0).map_or(all, |rate| rate.min(all));
+        let shared = self.device.shared;
+        Lanes {
+            launch: if shared { self.memory.kernel } else { way },
+            signal: way,
+            fence: way / 2.0,
+            packet: way,
+            packet_round: if shared { 0.0 } else { way / 4.0 },
+            load: if shared { 0.0 } else { way / 2.0 },
+            peer_load: if shared { 0.0 } else { way },
+            block_threads: BLOCK_THREADS,
+            block_own: self.memory.rate / self.device.multiprocessors as f64,
+            block_stored: of_block(&link.kernel_put, link.put_ring),
+            block_loaded: of_block(&link.kernel_get, link.get_ring),
+            stored: link.put_ring,
+            loaded: link.get_ring,
+        }
     }
 
     /// The algorithm that was measured to be fastest for a collective of `world` ranks, of which a part has `bytes`
@@ -363,11 +396,4 @@ impl HardwareModel {
         }
         Ok(())
     }
-}
-
-pub(super) fn refused(name: &str, value: f64, expected: &str) -> Error {
-    Error::new(
-        ErrorKind::Parse,
-        format!("'{name}' is {value}; expected {expected}"),
-    )
 }

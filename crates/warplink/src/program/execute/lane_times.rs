@@ -1,6 +1,6 @@
 //! When the steps of a kernel's lanes started, as the kernel stores it.
 
-use super::trace::TraceSpan;
+use super::trace_span::TraceSpan;
 use crate::device::{AllocationKind, Device, DeviceSlice};
 use crate::error::{Rank, Result};
 use crate::program::section::{SectionInstance, Step, StepKind, TIMES_HEADER};

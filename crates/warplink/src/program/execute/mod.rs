@@ -29,6 +29,7 @@ mod replaced;
 mod resolve;
 mod timing;
 mod trace;
+mod trace_span;
 mod workspace;
 
 pub(crate) use agreement::Digest;
@@ -37,7 +38,8 @@ pub(crate) use context::{EngineSource, RankContext};
 pub use kernel::KernelReport;
 pub use memory::Bindings;
 pub use plan::{CapturedPlan, Plan};
-pub use trace::{Trace, TraceSpan};
+pub use trace::Trace;
+pub use trace_span::TraceSpan;
 pub(crate) use workspace::{SharedKernel, SharedWorkspace};
 
 use super::cost::{DeviceDescription, HardwareModel};

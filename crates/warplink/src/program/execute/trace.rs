@@ -2,28 +2,12 @@
 
 use super::context::RankContext;
 use super::kernel::TracedKernel;
+use super::trace_span::TraceSpan;
 use crate::device::{Device, Event, InUse, Stream};
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::program::rank_program::{Operation, StreamKind};
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 use std::sync::Arc;
-
-/// One operation on one stream of one rank, or one step of a lane of a kernel.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct TraceSpan {
-    /// The rank.
-    pub rank: Rank,
-    /// The stream, as program text names it; for the step of a lane, that and the lane's number.
-    pub stream: String,
-    /// The operation's or step's word.
-    pub operation: String,
-    /// Its place in the program.
-    pub site: String,
-    /// Microseconds from the start of the run on its rank.
-    pub start: f64,
-    /// Microseconds from start to end, waiting included.
-    pub duration: f64,
-}
 
 /// A run of all ranks.
 #[derive(Clone, Debug, PartialEq)]

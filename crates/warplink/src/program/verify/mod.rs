@@ -34,6 +34,7 @@
 //!   stream's state at the start and before its state at the end, also where a peer accesses it.
 
 mod advance;
+mod beside;
 mod blocked;
 mod capture;
 mod clock;

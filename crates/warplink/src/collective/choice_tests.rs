@@ -1,7 +1,10 @@
 //! What the model chooses.
 
 use super::*;
+use crate::collective::estimate::rounded;
+use crate::device::ReduceOp;
 use crate::dtype::DType;
+use crate::program::cost::HardwareModel;
 use crate::program::cost::find::{all_shipped, shipped};
 use crate::program::cost::model::Algorithms;
 use std::time::{Duration, Instant};
@@ -42,8 +45,7 @@ fn chosen(machine: &Machine, call: &Call) -> Algorithm {
 }
 
 fn estimate(machine: &Machine, algorithm: Algorithm, call: &Call) -> f64 {
-    let shape = machine.shape(algorithm, call);
-    machine.estimates.seconds(machine, call, &shape).unwrap()
+    machine.seconds(algorithm, call).unwrap()
 }
 
 /// docs/lab-notes.md: packets up to 256 KiB, and from 1 MiB on, where the workspace has no room for them, reading; and the

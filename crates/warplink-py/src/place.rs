@@ -1,0 +1,58 @@
+//! Where a job's memory is.
+
+use crate::dlpack;
+use crate::errors::raise;
+use pyo3::PyResult;
+use std::sync::Arc;
+use warplink::device::{Device, DeviceSlice};
+use warplink::{DeviceKind, Error};
+
+/// The device of a job, and the number that DLPack knows it by.
+#[derive(Clone, Debug)]
+pub(crate) struct Place {
+    pub(crate) device: Arc<dyn Device>,
+    pub(crate) ordinal: i32,
+}
+
+impl Place {
+    /// The `bytes` at `address`, which the caller keeps.
+    pub(crate) fn borrow_unowned(&self, address: u64, bytes: usize) -> PyResult<DeviceSlice> {
+        // SAFETY: the caller promises, as documented in Python, that the memory is there and of this device
+        // whenever it is used. It is accessed by copies and kernels only, never by a Rust reference.
+        let slice = unsafe { self.device.borrow(address, bytes, Arc::new(())) };
+        slice.map_err(raise)
+    }
+
+    /// DLPack's device type and number.
+    pub(crate) fn dlpack(&self) -> (i32, i32) {
+        match self.device.kind() {
+            DeviceKind::Host => (dlpack::CPU, 0),
+            DeviceKind::Cuda => (dlpack::CUDA, self.ordinal),
+        }
+    }
+
+    /// Fails unless memory of DLPack's `device` is this device's; it is of the array `array`.
+    pub(crate) fn check(&self, device: (i32, i32), array: &str) -> PyResult<()> {
+        let fits = match self.device.kind() {
+            DeviceKind::Host => matches!(device.0, dlpack::CPU | dlpack::CUDA_HOST),
+            DeviceKind::Cuda => device == (dlpack::CUDA, self.ordinal),
+        };
+        if fits {
+            return Ok(());
+        }
+        let name = match device.0 {
+            dlpack::CPU | dlpack::CUDA_HOST => "the processor's memory".to_owned(),
+            dlpack::CUDA => format!("memory of GPU {}", device.1),
+            other => format!("memory of a device of DLPack's type {other}"),
+        };
+        let error = Error::invalid(format!(
+            "the array is in {name}; expected memory of {}",
+            self.device.name()
+        ));
+        Err(raise(
+            error.with_operation(format!("read {array}")).with_help(
+                "move the array to the job's device, or join a job on the array's device",
+            ),
+        ))
+    }
+}

@@ -1,0 +1,64 @@
+//! The launches of all ranks: what they have to do with one another.
+
+use super::launch::{Launch, launch, sections};
+use super::schedule::Schedule;
+use crate::error::Result;
+use crate::program::section::ScratchId;
+use std::collections::{BTreeMap, HashMap};
+
+impl Schedule<'_> {
+    /// Goes through the launches of all ranks, in order, for what they have to do with one another.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Verification`] for a section that cannot be resolved.
+    pub(super) fn find_launches(&mut self, iterations: u64) -> Result<()> {
+        let of_program = |program| {
+            let launches = sections(program).map(|section| launch(section, iterations));
+            launches.collect::<Result<Vec<Launch>>>()
+        };
+        self.launches = self
+            .programs
+            .iter()
+            .map(of_program)
+            .collect::<Result<_>>()?;
+        // What comes to the lanes of a class and what they read, by launch, scratch, rank and class; and how much comes
+        // to all of them.
+        let mut own: BTreeMap<(usize, ScratchId, usize, usize), [f64; 2]> = BTreeMap::new();
+        let mut all: HashMap<(usize, ScratchId, usize), f64> = HashMap::new();
+        for (rank, (program, launches)) in self.programs.iter().zip(&self.launches).enumerate() {
+            for (number, (section, launch)) in sections(program).zip(launches).enumerate() {
+                for (class, steps) in launch.classes.iter().enumerate() {
+                    let (put, read) = steps.packets(section);
+                    for ((id, to), elements) in put {
+                        let to = self.stand_in(to);
+                        own.entry((number, id, to, class)).or_default()[0] += elements;
+                        *all.entry((number, id, to)).or_default() +=
+                            elements * steps.class.count as f64;
+                    }
+                    for (id, elements) in read {
+                        own.entry((number, id, rank, class)).or_default()[1] += elements;
+                    }
+                }
+            }
+        }
+        let between = &mut self.between_lanes;
+        for ((number, id, ..), [comes, read]) in &own {
+            if (*comes > 0.0) != (*read > 0.0) {
+                between.crossed.insert((*number, *id));
+            }
+        }
+        for ((number, id, rank, class), [comes, read]) in own {
+            let comes = if between.crossed.contains(&(number, id)) {
+                all.get(&(number, id, rank)).copied().unwrap_or(0.0)
+            } else {
+                comes
+            };
+            if comes < read {
+                between
+                    .shares
+                    .insert((number, id, rank, class), comes / read);
+            }
+        }
+        Ok(())
+    }
+}
