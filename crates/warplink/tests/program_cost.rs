@@ -7,6 +7,8 @@
 
 #[path = "program_cost/sections.rs"]
 mod sections;
+#[path = "common/stopwatch.rs"]
+mod stopwatch;
 
 use warplink::program::cost::collective::{CollectiveTimes, Collectives};
 use warplink::program::cost::curve::Curve;

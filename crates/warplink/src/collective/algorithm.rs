@@ -32,6 +32,10 @@ pub(super) enum Room {
 }
 
 impl Algorithm {
+    /// Those that a call may be done by, as far as they fit the links and the workspace. Of those that are as fast as
+    /// one another, the first is chosen. What goes directly goes by chunks where memory is not reached.
+    pub const CHOICES: [Self; 4] = [Self::OneShot, Self::TwoShot, Self::Cube, Self::Direct];
+
     /// Every algorithm.
     pub const ALL: [Self; 5] = [
         Self::OneShot,

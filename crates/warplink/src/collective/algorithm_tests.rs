@@ -25,7 +25,7 @@ fn machine(world: usize) -> Machine {
         most_lanes: 128,
         forced: None,
         cube: None,
-        estimates: Estimates::new(&shipped("h200-8").unwrap()),
+        estimates: Estimates::new(&shipped("h200-8").unwrap()).unwrap(),
     }
 }
 

@@ -15,15 +15,6 @@ const MOST_LANES: usize = 128;
 /// The least and the most threads of a lane.
 const THREADS: [usize; 2] = [128, 1024];
 
-/// The algorithms to choose from, as far as they fit the links and the workspace; the first of those that are as fast as
-/// one another first. What goes directly goes by chunks where memory is not reached.
-const CHOICES: [Algorithm; 4] = [
-    Algorithm::OneShot,
-    Algorithm::TwoShot,
-    Algorithm::Cube,
-    Algorithm::Direct,
-];
-
 /// More than what a part is padded by.
 const PADDING: usize = 4096;
 
@@ -172,7 +163,9 @@ impl Machine {
 
     /// The algorithm that is fastest by the model, of those that do the call.
     fn fastest(&self, call: &Call) -> Algorithm {
-        let fitting = CHOICES.into_iter().filter(|one| self.fits(*one, call));
+        let fitting = Algorithm::CHOICES
+            .into_iter()
+            .filter(|one| self.fits(*one, call));
         let fitting: Vec<Algorithm> = fitting.collect();
         self.estimates
             .fastest(self.world, call, &fitting, |algorithm, like| {
@@ -261,8 +254,8 @@ impl Machine {
         Error::new(
             ErrorKind::Unsupported,
             format!(
-                "the direct path does not do {call} in a hybrid cube mesh; expected an all_reduce of 1 to {} elements",
-                self.packet_room(call, rows) / PART_UNIT as usize * PART_UNIT as usize
+                "the direct path does not do {call} in a hybrid cube mesh; expected an all_reduce of 1 to {} bytes",
+                self.packet_room(call, rows) / PART_UNIT as usize * PART_UNIT as usize * call.dtype.size()
             ),
         )
         .with_operation(call.kind.name())
@@ -296,7 +289,7 @@ fn packed(positions: &[Rank; CUBE_RANKS]) -> (i64, i64) {
 /// Elements of a part, as programs cut tensors.
 fn part(elements: usize, parts: usize) -> usize {
     let unit = PART_UNIT as usize;
-    elements.div_ceil(unit * parts) * unit
+    elements.div_ceil(unit * parts).saturating_mul(unit)
 }
 
 /// The largest power of two that is no larger.

@@ -3,11 +3,11 @@
 use super::algorithm::Algorithm;
 use super::call::{Call, CollectiveKind};
 use crate::device::ReduceOp;
-use crate::error::Result;
+use crate::error::{Error, ErrorKind, Result};
 use crate::program::RankProgram;
 use crate::program::cost::{HardwareModel, SimulateOptions, Submission, simulate_with};
 use crate::sync::lock;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::sync::{Arc, Mutex};
 
@@ -29,11 +29,28 @@ impl fmt::Debug for Estimates {
 }
 
 impl Estimates {
-    pub(super) fn new(model: &HardwareModel) -> Self {
-        Self {
+    /// # Errors
+    /// [`ErrorKind::Parse`] where the model names a collective or an algorithm that does not exist, or a collective of
+    /// as many ranks twice.
+    pub(super) fn new(model: &HardwareModel) -> Result<Self> {
+        let mut measured = BTreeSet::new();
+        for of in &model.algorithms {
+            let name = of.collective.as_str();
+            if !CollectiveKind::ALL.iter().any(|kind| kind.name() == name) {
+                return Err(wrong(format!("unknown collective '{name}'")));
+            }
+            for (_, algorithm) in &of.limits {
+                algorithm.parse::<Algorithm>()?;
+            }
+            if !measured.insert((name, of.world)) {
+                let twice = format!("the algorithms of {name} of {} ranks stand twice", of.world);
+                return Err(wrong(twice));
+            }
+        }
+        Ok(Self {
             model: Arc::new(model.of_kernels()),
             found: Arc::default(),
-        }
+        })
     }
 
     /// Of the algorithms that do a call of `world` ranks, the one that is fastest; the first of those that are as fast
@@ -85,6 +102,12 @@ impl Estimates {
         };
         Ok(simulate_with(ranks, &self.model, options)?.seconds)
     }
+}
+
+/// The error of a model whose algorithms cannot be used.
+fn wrong(what: String) -> Error {
+    Error::new(ErrorKind::Parse, format!("{what} in the hardware model"))
+        .with_help("mend the model's file, or measure it again with `warplink tune --algorithms`")
 }
 
 /// The next of two lengths for each power of two: it, and half as much again.

@@ -194,7 +194,7 @@ impl Collectives {
             ),
             forced: options.algorithm,
             cube: None,
-            estimates: Estimates::new(&model),
+            estimates: Estimates::new(&model)?,
         })
     }
 }

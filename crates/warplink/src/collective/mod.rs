@@ -154,11 +154,15 @@ impl Collectives {
         }
     }
 
-    /// Which implementation runs a call.
+    /// Which implementation runs a call. One that is not valid fails on either.
     pub fn path_of(&self, call: &Call) -> CollectivePath {
+        let does = || {
+            let checked = call.checked(self.0.machine.world);
+            checked.is_ok_and(|call| self.0.machine.does(&call))
+        };
         match &self.0.path {
             Served::Direct(_) => CollectivePath::Direct,
-            Served::Both(..) if self.0.machine.does(call) => CollectivePath::Direct,
+            Served::Both(..) if does() => CollectivePath::Direct,
             Served::Both(..) | Served::Engine(_) => CollectivePath::Engine,
         }
     }

@@ -88,9 +88,19 @@ impl ReduceOp {
         }
     }
 
-    /// Fails where it does not reduce values of a type.
+    /// Fails where it does not reduce values of a type, or its factor is no number to multiply by.
     pub(crate) fn check(self, dtype: DType) -> Result<()> {
-        if self.factor().is_none() || dtype.is_float() {
+        let Some(factor) = self.factor() else {
+            return Ok(());
+        };
+        if !factor.value().is_finite() {
+            return Err(Error::new(
+                ErrorKind::InvalidArgument,
+                format!("{self}; expected a finite factor"),
+            )
+            .with_help("give a factor that is neither infinite nor NaN"));
+        }
+        if dtype.is_float() {
             return Ok(());
         }
         Err(Error::new(
@@ -121,7 +131,9 @@ impl FromStr for ReduceOp {
                 "" => 1.0,
                 rest => rest.strip_prefix('(')?.strip_suffix(')')?.parse().ok()?,
             };
-            Some(Self::scaled_sum(value))
+            Some(value)
+                .filter(|value: &f64| value.is_finite())
+                .map(Self::scaled_sum)
         };
         let mut all = Self::ALL.into_iter();
         let plain = all.find(|operator| operator.name() == text);
@@ -152,6 +164,8 @@ mod tests {
             "scaled_sum()",
             "scaled_sum(x)",
             "scaled_sums",
+            "scaled_sum(nan)",
+            "scaled_sum(-inf)",
             "add",
         ] {
             let error = text.parse::<ReduceOp>().unwrap_err().to_string();

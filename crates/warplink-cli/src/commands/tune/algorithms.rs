@@ -11,14 +11,6 @@ use warplink::device::{DeviceSlice, ReduceOp};
 use warplink::program::cost::HardwareModel;
 use warplink::program::cost::model::Algorithms;
 
-/// The algorithms that a call may be done by. What goes directly goes by chunks where memory is not reached.
-const TRIED: [Algorithm; 4] = [
-    Algorithm::OneShot,
-    Algorithm::TwoShot,
-    Algorithm::Cube,
-    Algorithm::Direct,
-];
-
 /// Calls of a sample.
 const CALLS: usize = 8;
 
@@ -33,7 +25,7 @@ pub(super) fn measure(rig: &Rig<'_>, model: &mut HardwareModel) -> Result<()> {
         return Ok(());
     }
     let mut by = Vec::new();
-    for algorithm in TRIED {
+    for algorithm in Algorithm::CHOICES {
         let collectives = comm.collectives_with(&CollectiveOptions {
             algorithm: Some(algorithm),
             ..CollectiveOptions::default()

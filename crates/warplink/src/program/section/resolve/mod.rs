@@ -316,6 +316,10 @@ impl<'s> Resolver<'s> {
                 return Err(self.wrong(DiagnosticKind::Mismatch, message));
             }
         }
+        if let Some(operator) = operator {
+            let fits = operator.check(first.dtype);
+            fits.map_err(|error| self.wrong(DiagnosticKind::Mismatch, error.message().to_owned()))?;
+        }
         for source in &sources {
             let packets = self.packets(&source.part);
             if packets && source.part.rank != self.instance.rank {
