@@ -156,6 +156,13 @@ impl Collectives {
         warplink::collective::MAX_MESSAGES
     }
 
+    /// Whether send_receive and all_to_all_v reach the other ranks. Where they do not, in a hybrid cube mesh on the direct
+    /// path alone or without the vendor's library, they raise UnsupportedError or the library's error.
+    #[getter]
+    fn serves_messages(&self) -> PyResult<bool> {
+        Ok(self.inner()?.serves_messages())
+    }
+
     /// `target`, of `size` times the bytes of `source`, becomes every rank's source in rank order.
     fn all_gather(
         &self,
@@ -331,7 +338,7 @@ impl Collectives {
         target_displacements=None,
         source_displacements=None,
     ))]
-    #[allow(clippy::too_many_arguments)]
+    #[allow(clippy::too_many_arguments, reason = "they are Python's keywords")]
     fn all_to_all_v(
         &self,
         py: Python<'_>,
@@ -368,7 +375,7 @@ impl Collectives {
     /// Raises InvalidArgumentError for options that do not fit together, UnsupportedError where `path` is "engine" and
     /// for rows that are longer than a chunk of the workspace, OutOfMemoryError.
     #[pyo3(signature = (*, experts, top_k, max_tokens, elements, dtype, max_rows=None))]
-    #[allow(clippy::too_many_arguments)]
+    #[allow(clippy::too_many_arguments, reason = "they are Python's keywords")]
     fn experts(
         &self,
         py: Python<'_>,

@@ -307,9 +307,8 @@ def test_a_call_that_does_not_end_is_ended():
     run_ranks(ended, 2)
 
 
-def too_many(rank, world, _, place):
-    dist = begin(rank, world, place)
-    # More ranks than the collectives serve directly: all of them go on as they did.
+def go_on(rank, world, dist):
+    """All ranks of the group go on as they do without direct messages."""
     assert dist.group.WORLD.messages_path == "backend"
     right, left = (rank + 1) % world, (rank - 1) % world
     got = torch.empty(3000)
@@ -324,5 +323,27 @@ def too_many(rank, world, _, place):
     dist.destroy_process_group()
 
 
+def too_many(rank, world, _, place):
+    # More ranks than the collectives serve directly.
+    go_on(rank, world, begin(rank, world, place))
+
+
 def test_ranks_that_cannot_go_direct_agree_on_it():
     on_ranks(too_many, 9)
+
+
+def in_a_cube(rank, world, _, place):
+    import warplink
+
+    os.environ["WARPLINK_TOPOLOGY"] = "hybrid-cube-mesh"
+    dist = begin(rank, world, place)
+    collectives = dist.group.WORLD._communicator.collectives(path="direct")
+    assert collectives.path == "direct" and not collectives.serves_messages
+    with pytest.raises(warplink.errors.UnsupportedError, match="sends no messages in a hybrid cube mesh"):
+        stream = dist.group.WORLD._communicator.create_stream()
+        collectives.send_receive(stream, [((rank + 1) % world, torch.ones(1))], [])
+    go_on(rank, world, dist)
+
+
+def test_in_a_hybrid_cube_mesh_messages_go_as_without_the_option():
+    on_ranks(in_a_cube, 8)

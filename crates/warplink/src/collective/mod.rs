@@ -167,6 +167,12 @@ impl Collectives {
         }
     }
 
+    /// Whether [`send_receive`](Self::send_receive) and [`all_to_all_v`](Self::all_to_all_v) reach the other ranks. Where
+    /// they do not, in a hybrid cube mesh on the direct path alone or without the vendor's library, they fail.
+    pub fn serves_messages(&self) -> bool {
+        self.0.lines.is_some() || matches!(self.0.path.engine(), Ok(Some(_)))
+    }
+
     /// The library's communicator (`ncclComm_t` on GPUs) that does calls; `None` where the direct path does all. It is
     /// valid for as long as these collectives are and no rank is lost.
     pub fn communicator(&self) -> Option<*mut c_void> {

@@ -51,6 +51,7 @@ fn all_reduce(dtype: DType, op: ReduceOp, count: usize) -> Call {
 /// Whether the library is there: it does not serve several ranks on one GPU. Where it is not, its calls fail.
 fn has_library(comm: &Communicator, collectives: &Collectives) -> bool {
     let there = collectives.communicator().is_some();
+    assert_eq!(collectives.serves_messages(), there);
     assert!(there || kind() != DeviceKind::Host);
     if !there {
         let stream = comm.create_stream(Priority::Normal).unwrap();
@@ -268,6 +269,7 @@ fn in_a_hybrid_cube_mesh_the_direct_path_alone_refuses_the_rest() {
         refused(collectives.all_reduce(&large, &large, dtype, op, &stream));
         refused(collectives.broadcast(&own, &own, 0, &stream));
         refused(collectives.barrier(&stream));
+        assert!(!collectives.serves_messages());
         let peer = (comm.rank() + 1) % CUBE_RANKS;
         refused(collectives.send_receive(&[Message::send(peer, &own)], &stream));
         // They leave nothing behind.

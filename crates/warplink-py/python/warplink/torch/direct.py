@@ -47,10 +47,14 @@ class Message:
 
 
 def join(communicator: warplink.Communicator) -> warplink.Collectives | None:
-    """Collectives of all members; None, on all of them alike, where they do not reach one another's memory. Blocks
-    until every member has called it."""
+    """Collectives of all members; None, on all of them alike, where they do not reach one another's memory, or not by
+    links of their own. Blocks until every member has called it."""
     try:
-        return communicator.collectives(path="direct", workspace_bytes=WORKSPACE_BYTES)
+        joined = communicator.collectives(path="direct", workspace_bytes=WORKSPACE_BYTES)
+        if joined.serves_messages:
+            return joined
+        _log.warning("messages do not go direct: not every two members have a link")
+        return None
     except (UnsupportedError, DriverError, InvalidHandleError, PeerFailedError) as error:
         # All members fail where one does.
         _log.warning("messages do not go direct: %s", error)
