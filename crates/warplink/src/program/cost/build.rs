@@ -13,7 +13,7 @@ use crate::program::{OperationKind, RankProgram, StreamKind};
 use std::collections::HashMap;
 
 impl<'a> Schedule<'a> {
-    /// Schedules `programs`: those of all `world` ranks, or of the one that stands for all; of a loop of a kernel, at most
+    /// Schedules `programs`: those of all `world` ranks, or of the one that stands for all; of a loop of a kernel, about
     /// `iterations`.
     ///
     /// # Errors

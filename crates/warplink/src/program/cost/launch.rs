@@ -8,7 +8,7 @@ use crate::program::section::{
 use crate::program::{OperationKind, RankProgram};
 use std::collections::{HashMap, HashSet};
 
-/// The most iterations of a loop that are simulated; they stand for all.
+/// About how many iterations of a loop are simulated at most; they stand for all.
 pub(super) const MOST_ITERATIONS: u64 = 16;
 
 /// A launch of a rank: what its lanes do.

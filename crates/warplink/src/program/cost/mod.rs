@@ -244,6 +244,67 @@ mod tests {
         }
     }
 
+    /// In one of `divisor` iterations, ranks wait for one another.
+    fn seconds_by_turns(body: &str, iterations: i64) -> [f64; 2] {
+        let text = format!(
+            "program turns(k) {{\n input X: u8[16]\n output Y: u8[16]\n \
+             kernel lane in 0..8 threads 512 {{\n for c in 0..k {{\n{body}\n}}\n}}\n}}\n"
+        );
+        let program = Program::parse_text(&text).unwrap();
+        let mut parameters = Parameters::new();
+        parameters.insert("k", iterations);
+        let rank = |rank| unroll(&program, rank, 2, 1, &parameters).unwrap();
+        let ranks: Vec<RankProgram> = (0..2).map(rank).collect();
+        let partners = link::partners(&ranks).unwrap();
+        let model = find::shipped("h200-2").unwrap();
+        [launch::MOST_ITERATIONS, u64::MAX]
+            .map(|most| seconds_of(&ranks[..1], 2, &partners, &model, most))
+    }
+
+    #[test]
+    fn what_is_done_in_some_iterations_only_is_counted_as_often() {
+        const TURN: &str = "{ signal (rank + 1) % world\n wait (rank - 1) % world }";
+        for (divisor, condition) in [
+            (2, "c % 2 == 0"),
+            (2, "c % 2 == 1"),
+            (3, "c % 3 == 1"),
+            (4, "c % 4 == 3"),
+            (5, "c % 5 == 0"),
+            (6, "c % 2 == 0 and c % 3 == 0"),
+            (6, "c / 2 % 3 == 0"),
+            (16, "c % 16 == 0"),
+        ] {
+            let mut before: f64 = 0.0;
+            for k in [16, 17, 18, 29, 30, 31, 44, 58, 72, 86, 87, 100, 226, 1000] {
+                let [few, all] = seconds_by_turns(&format!("if {condition} {TURN}"), k);
+                let told = format!("{few} {all}: {k} iterations of which {condition}");
+                assert!((0.9..1.1).contains(&(few / all)), "{told}");
+                assert!(few >= 0.95 * before, "{told}, {before} before");
+                before = few;
+            }
+            assert!(before > 1e-6 * (1000 / divisor) as f64);
+        }
+    }
+
+    #[test]
+    fn what_is_done_in_some_iterations_only_is_counted_where_it_follows_on_others() {
+        // What one iteration signals is waited for in a later one.
+        let body = "
+            let turn = (c + 1) % 3
+            if turn == 0 { signal (rank + 1) % world }
+            if turn == 1 and c > 0 { wait (rank - 1) % world }
+            if turn == 2 { Y = copy(X) }
+        ";
+        for k in [3 * 7, 3 * 14 + 1, 3 * 100 + 2] {
+            let [few, all] = seconds_by_turns(body, k);
+            assert!((0.9..1.1).contains(&(few / all)), "{few} {all}: {k}");
+        }
+        // No remainder says when.
+        let [few, all] =
+            seconds_by_turns("if c / 2 * 2 == c { signal 1 - rank\n wait 1 - rank }", 30);
+        assert!((0.7..1.4).contains(&(few / all)), "{few} {all}");
+    }
+
     #[test]
     fn one_rank_stands_for_all_that_launch_the_same() {
         let programs = [

@@ -19,6 +19,7 @@ pub mod lane;
 pub mod layout;
 mod names;
 mod period;
+mod remainders;
 mod resolve;
 mod view;
 

@@ -7,11 +7,12 @@ use super::instance::SectionInstance;
 use super::ir::{Move, Operator, Place, Source, Step, StepKind, Verb};
 use super::iterations::Iterations;
 use super::lane::{LaneStep, LaneStepKind, Part};
+use super::remainders;
 use super::view::View;
 use crate::device::ReduceOp;
 use crate::dtype::DType;
 use crate::error::Rank;
-use crate::program::construct::{Each, Selection, TensorRef};
+use crate::program::construct::{Each, Loop, Selection, TensorRef};
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind, Place as DiagnosticPlace};
 use crate::program::expr::{self, Condition, Expr};
 use crate::program::site::{Position, Site};
@@ -41,7 +42,7 @@ impl SectionInstance {
         Ok(self.resolved(lane, epoch, reachable, u64::MAX)?.steps)
     }
 
-    /// As [`steps`](Self::steps), with at most `most` iterations of each loop that stand for all of them; with each
+    /// As [`steps`](Self::steps), with about `most` iterations of each loop that stand for all of them; with each
     /// step, how many it stands for.
     pub(crate) fn sampled_steps(
         &self,
@@ -93,7 +94,7 @@ struct Resolver<'s> {
     integers: Vec<(&'s str, i64)>,
     aliases: Vec<(&'s str, View)>,
     steps: Vec<LaneStep>,
-    /// How many steps each of these stands for, how many the next one does, and the most iterations of a loop.
+    /// How many steps each of these stands for, how many the next one does, and about the most iterations of a loop.
     weights: Vec<f64>,
     weight: f64,
     most: u64,
@@ -210,7 +211,7 @@ impl<'s> Resolver<'s> {
                 let outer = Arc::clone(&self.site.indices);
                 let name: Arc<str> = Arc::from(it.index.as_str());
                 let around = self.weight;
-                for (value, weight) in Iterations::new(from, to, self.most) {
+                for (value, weight) in Iterations::new(from, to, self.most, self.period(it)) {
                     self.step()?;
                     self.weight = around * weight;
                     let open = outer.iter().cloned();
@@ -239,6 +240,15 @@ impl<'s> Resolver<'s> {
             }
         }
         Ok(())
+    }
+
+    /// After how many iterations a loop does the same again, where some of them stand for all.
+    fn period(&self, it: &Loop<Step>) -> u64 {
+        if self.most == u64::MAX {
+            return 1;
+        }
+        let value = |expression: &Expr| expression.evaluate(&|name| self.named(name)).ok();
+        remainders::period(it, &value, self.most.saturating_mul(2))
     }
 
     fn push(&mut self, kind: LaneStepKind) {
