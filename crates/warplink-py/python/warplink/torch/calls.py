@@ -32,8 +32,8 @@ class GroupCalls:
         """What serves ``tensors``: None for the host device, else NCCL or Gloo."""
         raise NotImplementedError
 
-    def direct_messages(self, kind: str) -> Any:
-        """What does all-to-alls and batches directly on devices of ``kind``; None where a backend does."""
+    def direct_messages(self, device: torch.device) -> Any:
+        """What does all-to-alls and batches directly on ``device``; None where a backend does."""
         raise NotImplementedError
 
     def _backend_for(self, kind: str) -> Any:
@@ -42,7 +42,7 @@ class GroupCalls:
 
     def _past(self, backend: Any, tensor: torch.Tensor) -> Any:
         """What does an all-to-all of ``tensor`` past ``backend``; None where that, or the host, does it."""
-        return self.direct_messages("cuda") if backend is not None and tensor.is_cuda else None
+        return self.direct_messages(tensor.device) if backend is not None and tensor.is_cuda else None
 
     # Collectives
 

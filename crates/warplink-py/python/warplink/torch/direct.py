@@ -8,21 +8,14 @@ both ends of a message are in batches.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import Any, Callable, Iterable, Sequence
 
 import torch
 
 import warplink
-from warplink.errors import (
-    ClosedError,
-    DriverError,
-    InvalidArgumentError,
-    InvalidHandleError,
-    PeerFailedError,
-    UnsupportedError,
-)
+from warplink.errors import ClosedError, InvalidArgumentError, UnsupportedError
+from warplink.torch.agreement import made_by_all
 from warplink.torch.arithmetic import as_bytes, readable, settle, writable
 from warplink.torch.watch import Watch
 from warplink.torch.works import GpuWork, HostWork, Worker
@@ -30,8 +23,6 @@ from warplink.torch.workspace import Workspace
 
 #: Bytes of each rank's workspace.
 WORKSPACE_BYTES = 4 << 20
-
-_log = logging.getLogger(__name__)
 
 #: Sends and receives of one call, ``(peer, array)`` each.
 Round = tuple[list[tuple[int, Any]], list[tuple[int, Any]]]
@@ -47,18 +38,18 @@ class Message:
 
 
 def join(communicator: warplink.Communicator) -> warplink.Collectives | None:
-    """Collectives of all members; None, on all of them alike, where they do not reach one another's memory, or not by
-    links of their own. Blocks until every member has called it."""
-    try:
+    """Collectives of all members; None, on all of them alike, where one cannot join, or where not all reach one
+    another's memory, by links of their own. Blocks until every member has called it.
+
+    Raises what ends the communicator: the loss of a member, a timeout, and that it was closed."""
+
+    def make() -> warplink.Collectives:
         joined = communicator.collectives(path="direct", workspace_bytes=WORKSPACE_BYTES)
         if joined.serves_messages:
             return joined
-        _log.warning("messages do not go direct: not every two members have a link")
-        return None
-    except (UnsupportedError, DriverError, InvalidHandleError, PeerFailedError) as error:
-        # All members fail where one does.
-        _log.warning("messages do not go direct: %s", error)
-        return None
+        raise UnsupportedError("not every two members have a link; expected one between any two")
+
+    return made_by_all(communicator, "joining for direct messages", make)
 
 
 def rounds(messages: Iterable[tuple[int, bool, Any]], size: int, most: int) -> list[Round]:
@@ -130,7 +121,7 @@ class GpuMessages:
         self._space = space
         self._watch = Watch(space.communicator, timeout)
         self._collectives = collectives
-        self._device = torch.device("cuda", torch.cuda.current_device())
+        self._device = space.device
         self._side = torch.cuda.Stream(self._device)
 
     def exchange(self, messages: Sequence[Message], asynchronous: bool = True) -> GpuWork:

@@ -7,6 +7,7 @@ buffers that the other ranks reach, and the fused operations.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import threading
@@ -19,7 +20,7 @@ from torch.distributed import distributed_c10d as c10d
 
 import warplink
 from warplink.errors import ClosedError, InvalidArgumentError, UnsupportedError
-from warplink.torch import direct, joining
+from warplink.torch import agreement, direct, joining
 from warplink.torch.calls import GroupCalls
 from warplink.torch.direct import GpuMessages, HostBatches
 from warplink.torch.host import HostCollectives
@@ -59,7 +60,8 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
         self._options = options or Options()
         self._devices = devices or {"cpu": "warplink", "cuda": "warplink"}
         self._process = os.getpid()
-        self._lock = threading.Lock()
+        # Held again by what is made under it.
+        self._lock = threading.RLock()
         self._closed = False
         self._monitored = 0
         self._job: warplink.Job | None = None
@@ -72,6 +74,7 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
         self._gloo = gloo
         self._nccl: Any = None
         self._workspaces: dict[str, Workspace] = {}
+        self._workspaces_begun = 0
         self._global_ranks = global_ranks or []
         self._group_name = name
         self._group_desc = "undefined"
@@ -101,10 +104,13 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
             self._communicator = self._job.world()
         self._host = HostCollectives(self._communicator, limit)
         self._messages = Messages(self._communicator, limit)
-        if self._may_go_direct and (joined := direct.join(self._communicator)) is not None:
-            self._batches = HostBatches(self._communicator, joined, limit)
-            # Of their own: batches and collectives are done side by side.
-            self._host.direct = direct.join(self._communicator)
+        if not self._may_go_direct:
+            return
+        # Two, since batches and collectives are done side by side.
+        batches = direct.join(self._communicator)
+        if batches is not None and (others := direct.join(self._communicator)) is not None:
+            self._batches = HostBatches(self._communicator, batches, limit)
+            self._host.direct = others
 
     def _start_gloo(self) -> None:
         store = dist.PrefixStore("gloo", self._store)
@@ -148,7 +154,7 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
         kind = kinds.pop()
         backend = self._backend_for(kind)
         if kind == "cuda" and by_all:
-            self.direct_messages(kind)
+            self.direct_messages(tensors[0].device)
         return backend
 
     def _backend_for(self, kind: str) -> Any:
@@ -168,21 +174,37 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
             "expected CPU tensors, or CUDA tensors where PyTorch has NCCL"
         )
 
-    def direct_messages(self, kind: str) -> HostBatches | GpuMessages | None:
-        """What does batches of tensors on devices of ``kind`` by Warplink's own collectives; None where something else
-        does, on all members alike. On GPUs, every member makes the group's first call at the same time, as PyTorch
-        asks for batches, and not in a graph."""
-        if kind != "cuda" or self._on_gpu is not None:
-            return self._on_gpu if kind == "cuda" else self._batches
-        if not self._may_go_direct or self._nccl is None or torch.cuda.is_current_stream_capturing():
+    def direct_messages(self, device: torch.device) -> HostBatches | GpuMessages | None:
+        """What does batches of tensors on ``device`` by Warplink's own collectives; None where something else does, on
+        all members alike. On GPUs, every member makes the group's first call at the same time, as PyTorch asks for
+        batches, and not in a graph. It is the call that decides, whatever comes of it."""
+        if device.type != "cuda" or self._on_gpu is not None:
+            return self._on_gpu if device.type == "cuda" else self._batches
+        if not self._may_go_direct or self._nccl is None or _is_capturing(device):
             return None
-        space = self.workspace(kind)
         with self._lock:
-            if self._on_gpu is None and (joined := direct.join(space.communicator)) is not None:
-                self._on_gpu = GpuMessages(space, joined, self._timeout.total_seconds())
-            # Members that found out that they cannot do not try again.
-            self._may_go_direct = self._on_gpu is not None
+            if self._may_go_direct:
+                # Members that tried again would wait for those that do not.
+                self._may_go_direct = False
+                self._on_gpu = self._join_on_gpu(device)
             return self._on_gpu
+
+    def _join_on_gpu(self, device: torch.device) -> GpuMessages | None:
+        """What does messages on ``device``; None, on all members alike, where one of them cannot."""
+        limit = self._timeout.total_seconds()
+        space = agreement.made_without_communicator(
+            self._store, self._rank, self._size, "workspaces", lambda: self.workspace(device), limit
+        )
+        if space is None:
+            # Those of the others are gone, so this one is of no use.
+            if (alone := self._workspaces.pop(device.type, None)) is not None:
+                alone.close()
+            return None
+        joined = direct.join(space.communicator)
+        if joined is None:
+            return None
+        make = functools.partial(GpuMessages, space, joined, limit)
+        return agreement.made_by_all(space.communicator, "making direct messages", make)
 
     @property
     def messages_path(self) -> str:
@@ -236,31 +258,35 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
         """What Warplink does directly on ``device``. The first call is made by every member at the
         same time."""
         self._check()
-        kind = torch.device(device).type if device else ("cuda" if self._nccl else "cpu")
+        device = torch.device(device or ("cuda" if self._nccl else "cpu"))
         if not self._one_machine:
             raise UnsupportedError(
                 "the group spans machines; expected members that reach one another's memory"
             )
         with self._lock:
-            if kind not in self._workspaces:
-                self._workspaces[kind] = self._make_workspace(kind)
-            return self._workspaces[kind]
+            if device.type not in self._workspaces:
+                self._workspaces[device.type] = self._make_workspace(device)
+            return self._workspaces[device.type]
 
-    def _make_workspace(self, kind: str) -> Workspace:
+    def _make_workspace(self, device: torch.device) -> Workspace:
         size = self._options.buffer_size
-        if kind == "cpu" and self._communicator is not None:
+        if device.type == "cpu" and self._communicator is not None:
             everyone = list(range(self._size))
             return Workspace(self._communicator.subgroup(everyone), None, size)
-        ordinal = torch.cuda.current_device() if kind == "cuda" else None
+        on_gpu = device.type == "cuda"
+        if on_gpu and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        # A second attempt must not read what the first one left in the store.
+        self._workspaces_begun += 1
         job = joining.join(
-            dist.PrefixStore("workspace", self.get_group_store()),
+            dist.PrefixStore(f"workspace/{self._workspaces_begun}", self.get_group_store()),
             self._rank,
             self._size,
-            "cuda" if kind == "cuda" else "host",
-            ordinal,
+            "cuda" if on_gpu else "host",
+            device.index if on_gpu else None,
             self._timeout.total_seconds(),
         )
-        return Workspace(job.world(), job, size)
+        return Workspace(job.world(), job, size, device)
 
     # Names, numbers and the end
 
@@ -430,3 +456,9 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
 
     def __repr__(self) -> str:
         return f"ProcessGroupWarplink(rank={self._rank}, size={self._size})"
+
+
+def _is_capturing(device: torch.device) -> bool:
+    """Whether the current stream of a GPU records a graph."""
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()

@@ -6,6 +6,8 @@ import os
 import pathlib
 import socket
 import threading
+import time
+from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -55,6 +57,28 @@ def join(
     return warplink.Job.join(
         rank, size, identity, device=device, ordinal=ordinal, timeout=timeout
     )
+
+
+def all_gather(
+    store: dist.Store, rank: int, size: int, key: str, word: str, limit: float
+) -> list[str]:
+    """What every member says under ``key``, in rank order. Blocks until all have said it.
+
+    Raises TimeoutError, which names one that has not after ``limit`` seconds."""
+    store.set(f"warplink/{key}/{rank}", word)
+    end = time.monotonic() + limit
+    for peer in range(size):
+        left = max(end - time.monotonic(), 0.001)
+        try:
+            store.wait([f"warplink/{key}/{peer}"], timedelta(seconds=left))
+        except RuntimeError as error:  # some stores raise no DistStoreError
+            message = (
+                f"rank {rank}: agree on {key}: the peer did not come in {limit:g} s; "
+                f"expected every member of the group to make the same calls (peer {peer})"
+            )
+            operation = f"agree on {key}"
+            raise from_kind("timeout", message, rank=rank, peer=peer, operation=operation) from error
+    return [store.get(f"warplink/{key}/{peer}").decode() for peer in range(size)]
 
 
 def leave(job: warplink.Job, limit: float = LEAVE_SECONDS) -> None:

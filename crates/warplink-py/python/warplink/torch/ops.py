@@ -104,7 +104,7 @@ def all_gather_matmul(
     outputs = {f"C[{index}]": (m, n) for index, n in enumerate(widths)}
     if return_A:
         outputs["G"] = (m, k)
-    space = group.workspace(A.device.type)
+    space = group.workspace(A.device)
     with span("warplink::fused_all_gather_matmul"), space.lock:
 
         def make() -> FusedPlan:
@@ -184,7 +184,7 @@ def matmul_reduce_scatter(
     (right,), transposed = in_memory([B])
     inputs = {"A": front.reshape(m, k).contiguous(), "B": right}
     outputs = {"C": (m // size, n)}
-    space = group.workspace(A.device.type)
+    space = group.workspace(A.device)
     with span("warplink::fused_matmul_reduce_scatter"), space.lock:
 
         def plan(views: dict[str, Any]) -> warplink.OverlapPlan:

@@ -108,14 +108,14 @@ def _batch_together() -> None:
             return original(p2p_op_list)
         c10d._check_p2p_op_list(p2p_op_list)
         group._check()
-        kind = first.tensor.device.type
-        if (direct := group.direct_messages(kind)) is not None:
+        device = first.tensor.device
+        if (direct := group.direct_messages(device)) is not None:
             sends = (dist.isend, c10d.isend)
             batch = [Message(op.group_peer, op.op in sends, op.tensor) for op in p2p_op_list]
             return [direct.exchange(batch)]
-        if kind != "cuda":
+        if device.type != "cuda":
             return original(p2p_op_list)
-        with c10d._coalescing_manager(group, first.tensor.device, async_ops=True) as manager:
+        with c10d._coalescing_manager(group, device, async_ops=True) as manager:
             for op in p2p_op_list:
                 key = "group_dst" if op.op is dist.isend else "group_src"
                 op.op(op.tensor, group=op.group, tag=op.tag, **{key: op.group_peer})

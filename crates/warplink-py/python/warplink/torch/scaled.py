@@ -144,7 +144,7 @@ def all_gather_scaled_matmul(
         ).view(-1, k)
         multiply(0, gathered)
     else:
-        space = group.workspace(A.device.type)
+        space = group.workspace(A.device)
         with torch.profiler.record_function("warplink::fused_all_gather_scaled_matmul"), space.lock:
             nbytes = rows * k * A.element_size()
             pipeline = space.plan(("gather", nbytes), lambda: GatherPipeline(space, nbytes))
@@ -255,7 +255,7 @@ def scaled_matmul_reduce_scatter(
         own = scales[rank] if scales.numel() > 1 else scales
         _matmul(out.view(kind).view(rows, n), parts[rank], B, own, B_scale, rest)
 
-    space = group.workspace(A.device.type)
+    space = group.workspace(A.device)
     with torch.profiler.record_function("warplink::fused_scaled_matmul_reduce_scatter"), space.lock:
         nbytes = rows * n * kind.itemsize
         pipeline = space.plan(("scatter", nbytes), lambda: ScatterPipeline(space, nbytes))

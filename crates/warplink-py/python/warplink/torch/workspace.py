@@ -36,9 +36,15 @@ class Workspace:
     """A group's communicator on one device, and what is made from it."""
 
     def __init__(
-        self, communicator: warplink.Communicator, job: warplink.Job | None, buffer_size: int
+        self,
+        communicator: warplink.Communicator,
+        job: warplink.Job | None,
+        buffer_size: int,
+        device: torch.device = torch.device("cpu"),
     ) -> None:
         self.communicator = communicator
+        #: The device as PyTorch names it.
+        self.device = device
         self.executor = communicator.executor()
         #: Plans of fused operations by what they are for, the one that was used last at the end.
         self.plans: dict[Any, Any] = {}
@@ -64,9 +70,9 @@ class Workspace:
 
     @property
     def stream(self) -> warplink.Stream:
-        """The caller's current stream on a GPU; on the host device, one of the workspace's own."""
+        """The caller's current stream of a GPU; on the host device, one of the workspace's own."""
         if self.communicator.device == "cuda":
-            current = torch.cuda.current_stream()
+            current = torch.cuda.current_stream(self.device)
             raw = current.cuda_stream
             if raw not in self._borrowed:
                 self._borrowed[raw] = self.communicator.borrow_stream(raw, current)

@@ -1,0 +1,88 @@
+"""What the members of a group make together: all of them have it, or none."""
+
+from __future__ import annotations
+
+import logging
+from typing import Callable, TypeVar
+
+import torch.distributed as dist
+
+import warplink
+from warplink.errors import (
+    ClosedError,
+    GivenUpError,
+    PeerLeftError,
+    PeerLostError,
+    TimeoutError,
+    WarplinkError,
+)
+from warplink.torch import joining
+
+#: Another member is gone, or this one to the others.
+LOSSES = (PeerLostError, PeerLeftError, GivenUpError)
+
+#: Seconds for which a member that lost another one waits for its word: a member that only failed says so at once.
+LOST_SECONDS = 10.0
+
+#: What a member says that has not failed.
+_DONE = "done"
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+def made_by_all(communicator: warplink.Communicator, what: str, make: Callable[[], T]) -> T | None:
+    """What ``make`` gives; None, on all members alike, where it fails on one of them. ``what`` is said to fail in the
+    log. Blocks until every member has called it.
+
+    Raises what ends the communicator: the loss of a member, a timeout, and that it was closed."""
+    made, failure = _tried(make, (*LOSSES, TimeoutError, ClosedError))
+    told = communicator.all_gather_bytes(_word(failure).encode())
+    return made if _all_done([word.decode() for word in told], what, failure) else None
+
+
+def made_without_communicator(
+    store: dist.Store, rank: int, size: int, what: str, make: Callable[[], T], limit: float
+) -> T | None:
+    """The same where there is no communicator yet, over ``store``; once for each ``what``. ``make`` takes ``limit``
+    seconds at most.
+
+    Raises ClosedError, the loss of a member that says nothing more, and TimeoutError, which names a member that does
+    not come."""
+    made, failure = _tried(make, (ClosedError,))
+    # Members come to this after as long as what they make may take.
+    limit = LOST_SECONDS if isinstance(failure, LOSSES) else 2 * limit
+    try:
+        told = joining.all_gather(store, rank, size, f"made/{what}", _word(failure), limit)
+    except TimeoutError:
+        if failure is not None:
+            raise failure from None
+        raise
+    return made if _all_done(told, what, failure) else None
+
+
+def _tried(
+    make: Callable[[], T], fatal: tuple[type[WarplinkError], ...]
+) -> tuple[T | None, WarplinkError | None]:
+    """What ``make`` gives, or how it failed. Raises what is ``fatal``."""
+    try:
+        return make(), None
+    except fatal:
+        raise
+    except WarplinkError as error:
+        return None, error
+
+
+def _word(failure: WarplinkError | None) -> str:
+    return _DONE if failure is None else f"failed: {failure}"
+
+
+def _all_done(told: list[str], what: str, failure: WarplinkError | None) -> bool:
+    """Whether no member failed; tells the log why, if one did."""
+    failed = [(rank, word) for rank, word in enumerate(told) if word != _DONE]
+    if failure is not None:
+        _log.warning("%s failed, so its members go on without: %s", what, failure)
+    elif failed:
+        _log.warning("%s failed on rank %d, so its members go on without: %s", what, *failed[0])
+    return not failed

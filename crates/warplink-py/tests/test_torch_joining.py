@@ -1,0 +1,174 @@
+"""Members of a group decide alike whether messages go direct, also where joining fails on some of them."""
+
+import resource
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from conftest import Stopwatch, meet  # noqa: E402
+from test_torch_direct import begin, go_on  # noqa: E402
+from test_torch_group import on_ranks, start  # noqa: E402
+
+GPU = torch.device("cuda", 0)
+
+
+def without_room(rank, world, _, place):
+    """Rank 1 cannot make files as large as the workspace of the collectives."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+    dist = begin(rank, world, place)
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    go_on(rank, world, dist)
+
+
+def test_a_rank_without_room_for_the_workspace_leaves_all_with_the_backend():
+    on_ranks(without_room, 3)
+
+
+class Failing:
+    """A communicator whose collectives cannot be used once the others have joined them."""
+
+    def __init__(self, communicator, error):
+        self._communicator, self._error = communicator, error
+        self.all_gather_bytes = communicator.all_gather_bytes
+
+    def collectives(self, **options):
+        self._communicator.collectives(**options)
+        raise self._error
+
+
+def after_joining(rank, world, _, place):
+    from warplink.errors import LibraryMissingError, PeerLostError
+    from warplink.torch import direct
+
+    dist = start(rank, world, place)
+    whole = dist.group.WORLD._communicator
+    communicator = Failing(whole, LibraryMissingError("a library is missing")) if rank == 1 else whole
+    assert direct.join(communicator) is None
+    assert direct.join(whole) is not None
+    # The loss of a member is no reason to go on without it.
+    with pytest.raises(PeerLostError):
+        direct.join(Failing(whole, PeerLostError("rank 0 is lost")))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_a_rank_that_fails_when_others_have_joined_leaves_all_without():
+    on_ranks(after_joining, 2)
+
+
+def as_on_gpus(rank, world, place, monkeypatch, make_workspace):
+    """A group that has yet to join for messages of CUDA tensors, and how often it tried."""
+    from warplink.torch import group as module
+
+    dist = start(rank, world, place, timeout=10)
+    group = dist.group.WORLD
+    tried = []
+
+    def make(device):
+        tried.append(device)
+        return make_workspace(group)
+
+    monkeypatch.setattr(group, "_may_go_direct", True)
+    monkeypatch.setattr(group, "_nccl", object())
+    monkeypatch.setattr(group, "_make_workspace", make)
+    monkeypatch.setattr(module, "_is_capturing", lambda device: False)
+    return dist, group, tried
+
+
+def on_the_host(group):
+    """A workspace of the ranks on the host device."""
+    from warplink.torch.workspace import Workspace
+
+    return Workspace(group._communicator.subgroup(list(range(group.size()))), None, 1 << 20)
+
+
+def no_workspace(rank, world, _, place):
+    from warplink.errors import OutOfMemoryError
+
+    def make(group):
+        if rank == 1:
+            raise OutOfMemoryError("no memory for a context")
+        return on_the_host(group)
+
+    with pytest.MonkeyPatch.context() as patch:
+        dist, group, tried = as_on_gpus(rank, world, place, patch, make)
+        for _ in range(3):
+            assert group.direct_messages(GPU) is None
+        # None tries again, and none keeps a workspace that others lack.
+        assert tried == [GPU] and not group._workspaces
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_a_rank_that_cannot_make_a_workspace_leaves_all_without_and_none_tries_again():
+    on_ranks(no_workspace, 2)
+
+
+def no_streams(rank, world, _, place):
+    from warplink.errors import DriverError
+    from warplink.torch import group as module
+
+    def make(space, collectives, limit):
+        if rank == 0:
+            raise DriverError("no stream is left")
+        return "messages"
+
+    with pytest.MonkeyPatch.context() as patch:
+        dist, group, tried = as_on_gpus(rank, world, place, patch, on_the_host)
+        patch.setattr(module, "GpuMessages", make)
+        for _ in range(3):
+            assert group.direct_messages(GPU) is None
+        assert tried == [GPU] and group.messages_path == "backend"
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_a_rank_that_fails_behind_the_workspace_leaves_all_without():
+    on_ranks(no_streams, 2)
+
+
+def lost_meanwhile(rank, world, _, place):
+    from warplink.errors import PeerLostError
+    from warplink.torch import agreement
+
+    def make(group):
+        raise PeerLostError(f"rank {rank} lost the other")
+
+    agreement.LOST_SECONDS = 0.5
+    with pytest.MonkeyPatch.context() as patch:
+        dist, group, tried = as_on_gpus(rank, world, place, patch, make)
+        if rank == 0:
+            # Rank 1 says nothing, as if it were gone: its loss is told, and not after the timeout of 10 s.
+            watch = Stopwatch()
+            with pytest.raises(PeerLostError, match="rank 0 lost the other"):
+                group.direct_messages(GPU)
+            assert watch.elapsed() < 9
+            assert group.direct_messages(GPU) is None and tried == [GPU]
+    meet(place, "told", rank, range(world))
+    dist.destroy_process_group()
+
+
+def test_a_member_that_is_lost_meanwhile_is_told():
+    on_ranks(lost_meanwhile, 2)
+
+
+def told(rank, world, _, place):
+    from warplink.errors import TimeoutError
+    from warplink.torch import joining
+
+    dist = start(rank, world, place)
+    store = dist.group.WORLD.get_group_store()
+    assert joining.all_gather(store, rank, world, "all", f"rank {rank}", 60) == ["rank 0", "rank 1"]
+    if rank == 0:
+        with pytest.raises(TimeoutError, match="the peer did not come in 0.1 s") as caught:
+            joining.all_gather(store, rank, world, "one", "here", 0.1)
+        assert (caught.value.rank, caught.value.peer) == (0, 1)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_members_tell_one_another_by_the_store():
+    on_ranks(told, 2)
