@@ -126,7 +126,10 @@ fn a_stopped_rank_is_named_and_learns_that_it_was_given_up() {
                     _ => {
                         transfers[0].post(&stream).unwrap();
                         transfers[0].wait(&stream).unwrap();
-                        comm.synchronize(&stream).unwrap_err()
+                        let error = comm.synchronize(&stream).unwrap_err();
+                        let says = ["set WARPLINK_HEARTBEAT_LIMIT", "use another stream"];
+                        assert_says(&error, &says);
+                        error
                     }
                 };
                 check_loss(&error, victim, ran, stopped);

@@ -1,6 +1,7 @@
 //! Which ranks were lost and which have left.
 
 use super::group_name::GroupName;
+use super::pulse::help_after_loss;
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::sync::lock;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -194,7 +195,8 @@ impl Health {
             ErrorKind::PeerLost,
             format!("rank {rank} was lost: {reason}"),
         )
-        .with_peer(rank);
+        .with_peer(rank)
+        .with_help(help_after_loss(rank, reason));
         inner.lost.insert(
             rank,
             Loss {

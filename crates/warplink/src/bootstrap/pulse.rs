@@ -1,5 +1,6 @@
 //! Signs of life: when the other end of a connection was last heard.
 
+use crate::error::Rank;
 use crate::sync::lock;
 use std::io::{self, Read};
 use std::sync::{Arc, Mutex};
@@ -52,7 +53,21 @@ impl<R: Read> Read for Heard<R> {
     }
 }
 
+/// What [`not_heard`] begins with.
+const NOT_HEARD: &str = "it did not answer for ";
+
 /// Why a rank that was not heard for `limit` is given up.
 pub(crate) fn not_heard(limit: Duration) -> String {
-    format!("it did not answer for {limit:?}")
+    format!("{NOT_HEARD}{limit:?}")
+}
+
+/// What to do about a rank that was lost for `reason`.
+pub(crate) fn help_after_loss(rank: Rank, reason: &str) -> String {
+    if reason.starts_with(NOT_HEARD) {
+        format!(
+            "look at what rank {rank} does; if it was only held up, set WARPLINK_HEARTBEAT_LIMIT to more seconds"
+        )
+    } else {
+        format!("look at the output of rank {rank}")
+    }
 }

@@ -156,9 +156,12 @@ impl FaultSet {
         // Where a fault spread, the first cause.
         let raised = raised.min_by_key(|error| error.kind() == ErrorKind::PeerFailed);
         raised.map_or(Ok(()), |error| {
-            Err(error
-                .clone()
-                .with_help("use another stream: this one waited for what will not come"))
+            const HELP: &str = "use another stream: this one waited for what will not come";
+            let help = match error.help() {
+                Some(cause) => format!("{cause}; {HELP}"),
+                None => HELP.to_owned(),
+            };
+            Err(error.clone().with_help(help))
         })
     }
 }
