@@ -12,7 +12,7 @@ use pyo3::types::{PyCapsule, PyDict};
 use std::sync::Arc;
 use warplink::device::DeviceSlice;
 use warplink::program::Bindings;
-use warplink::{DeviceKind, Error, ErrorKind};
+use warplink::{DeviceKind, Error, ErrorKind, Rank};
 
 /// An array that was resolved: its memory and, where it is known, what is in it.
 #[derive(Clone, Debug)]
@@ -22,6 +22,8 @@ pub(crate) struct Array {
     /// Bytes of an element; none of memory without elements.
     pub(crate) item_bytes: Option<usize>,
     pub(crate) shape: Vec<usize>,
+    /// Whether nothing may be written to it.
+    pub(crate) read_only: bool,
 }
 
 /// How the arrays of a call are read.
@@ -30,6 +32,7 @@ pub(crate) struct Reader<'a> {
     place: &'a Place,
     stream: Option<u64>,
     nothing: Option<&'a DeviceSlice>,
+    targets: bool,
 }
 
 impl<'a> Reader<'a> {
@@ -40,6 +43,7 @@ impl<'a> Reader<'a> {
             place,
             stream,
             nothing: None,
+            targets: false,
         }
     }
 
@@ -51,14 +55,46 @@ impl<'a> Reader<'a> {
         }
     }
 
+    /// The same, for arrays that are written, which must not be read-only.
+    pub(crate) fn for_targets(self) -> Self {
+        Self {
+            targets: true,
+            ..self
+        }
+    }
+
     /// The memory of `object`, which is a [`Region`], [`Memory`], [`View`], NumPy array, or has
     /// `__dlpack__`, and `name` in errors. Nothing is copied.
     pub(crate) fn read(&self, object: &Bound<'_, PyAny>, name: &str) -> PyResult<Array> {
+        let array = self.find(object, name)?;
+        if self.targets && array.read_only {
+            let error = Error::invalid("the array is read-only; expected one that can be written");
+            let error = error.with_operation(format!("write {name}"));
+            return Err(raise(error.with_help("pass a writable array")));
+        }
+        Ok(array)
+    }
+
+    /// The ends of messages that go one way, which are the argument `name`.
+    pub(crate) fn ends(
+        &self,
+        name: &str,
+        ends: &[(Rank, Bound<'_, PyAny>)],
+    ) -> PyResult<Vec<(Rank, DeviceSlice)>> {
+        let ends = ends.iter().enumerate().map(|(number, (peer, array))| {
+            let array = self.read(array, &format!("{name}[{number}]"))?;
+            Ok((*peer, array.slice))
+        });
+        ends.collect()
+    }
+
+    fn find(&self, object: &Bound<'_, PyAny>, name: &str) -> PyResult<Array> {
         if let Ok(region) = object.cast::<Region>() {
-            return Ok(Array::bytes(region.get().slice().clone()));
+            return Ok(Array::bytes(region.get().slice().clone(), false));
         }
         if let Ok(memory) = object.cast::<Memory>() {
-            return Ok(Array::bytes(memory.get().slice.clone()));
+            let memory = memory.get();
+            return Ok(Array::bytes(memory.slice.clone(), memory.read_only));
         }
         if let Ok(view) = object.cast::<View>() {
             let view = view.get();
@@ -67,6 +103,7 @@ impl<'a> Reader<'a> {
                 element: Some(view.element),
                 item_bytes: Some(view.element.bytes()),
                 shape: view.shape.clone(),
+                read_only: view.read_only,
             });
         }
         if self.place.device.kind() == DeviceKind::Host
@@ -95,13 +132,10 @@ impl<'a> Reader<'a> {
             let value = interface.get_item(name)?;
             value.ok_or_else(|| invalid(format!("__array_interface__ has no '{name}'")))
         };
-        let (address, _read_only): (u64, bool) = field("data")?.extract()?;
+        let (address, read_only): (u64, bool) = field("data")?.extract()?;
         let typestr: String = field("typestr")?.extract()?;
         let shape: Vec<i64> = field("shape")?.extract()?;
-        let item_bytes: usize = typestr
-            .get(2..)
-            .and_then(|digits| digits.parse().ok())
-            .ok_or_else(|| invalid(format!("unknown NumPy type '{typestr}'")))?;
+        let item_bytes = item_bytes(&typestr, name)?;
         let strides: Option<Vec<i64>> = match interface.get_item("strides")? {
             Some(strides) => strides.extract()?,
             None => None,
@@ -120,6 +154,7 @@ impl<'a> Reader<'a> {
             item_bytes,
             shape,
             strides,
+            read_only,
         };
         self.borrow(described, object.clone().unbind(), name)
     }
@@ -162,6 +197,7 @@ impl<'a> Reader<'a> {
         let overflows = "the array's size overflows the address space";
         let bytes = bytes.ok_or_else(|| raise(refused(overflows.to_owned())))?;
         let (element, item_bytes) = (described.element, Some(described.item_bytes));
+        let read_only = described.read_only;
         if bytes == 0 {
             let empty = "the array is empty; expected at least one element";
             let nothing = self.nothing.cloned();
@@ -170,6 +206,7 @@ impl<'a> Reader<'a> {
                 element,
                 item_bytes,
                 shape,
+                read_only,
             });
         }
         if !is_contiguous(&shape, described.strides.as_deref()) {
@@ -189,6 +226,7 @@ impl<'a> Reader<'a> {
             element,
             item_bytes,
             shape,
+            read_only,
         })
     }
 }
@@ -203,12 +241,23 @@ impl Array {
         Reader::new(place, stream).read(object, "an array")
     }
 
-    fn bytes(slice: DeviceSlice) -> Self {
+    /// The same of an array that is written.
+    pub(crate) fn resolve_target(
+        object: &Bound<'_, PyAny>,
+        place: &Place,
+        stream: Option<u64>,
+    ) -> PyResult<Self> {
+        let reader = Reader::new(place, stream).for_targets();
+        reader.read(object, "the target")
+    }
+
+    fn bytes(slice: DeviceSlice, read_only: bool) -> Self {
         Self {
             shape: vec![slice.bytes()],
             slice,
             element: None,
             item_bytes: None,
+            read_only,
         }
     }
 
@@ -226,17 +275,41 @@ impl Array {
     }
 }
 
-/// Memory for some of a plan's tensors, by name.
-pub(crate) fn replacements(
+/// Memory for some of a program's tensors, by name; `is_output` tells those that the program writes.
+pub(crate) fn bindings(
     memory: Option<&Bound<'_, PyDict>>,
     place: &Place,
+    is_output: impl Fn(&str) -> bool,
 ) -> PyResult<Bindings> {
+    let sources = Reader::new(place, None);
+    let targets = sources.for_targets();
     let mut bindings = Bindings::new();
     for (name, array) in memory.into_iter().flatten() {
-        let array = Array::resolve(&array, place, None)?;
-        bindings.insert(name.extract()?, array.slice);
+        let name: String = name.extract()?;
+        let reader = if is_output(&name) { targets } else { sources };
+        let array = reader.read(&array, &format!("'{name}'"))?;
+        bindings.insert(name, array.slice);
     }
     Ok(bindings)
+}
+
+/// Bytes of an element of NumPy's type `typestr`, of the array `name`. Of other kinds than these, the number is not
+/// one of bytes, or elements are addresses in this process.
+fn item_bytes(typestr: &str, name: &str) -> PyResult<usize> {
+    let bytes = match typestr.get(1..2) {
+        Some("b" | "i" | "u" | "f" | "c" | "V") => {
+            typestr.get(2..).and_then(|digits| digits.parse().ok())
+        }
+        _ => None,
+    };
+    bytes.ok_or_else(|| {
+        let error = Error::invalid(format!(
+            "the array has elements of NumPy's type '{typestr}'; expected booleans, integers, floats, complex numbers \
+             or raw bytes"
+        ));
+        let error = error.with_operation(format!("read {name}"));
+        raise(error.with_help("pass a view of its bytes, if these are to be moved"))
+    })
 }
 
 /// Whether the elements lie in the order of their indices without gaps.

@@ -153,10 +153,7 @@ impl Block {
     /// The memory that is argument `argument`.
     fn memory(&self, argument: usize) -> PyResult<Memory> {
         let slice = self.ask(|block| block.slice(argument).cloned())?;
-        Ok(Memory {
-            slice,
-            place: self.place.clone(),
-        })
+        Ok(Memory::new(slice, &self.place))
     }
 
     /// The channel that is argument `argument`.
@@ -224,10 +221,7 @@ impl BlockChannel {
     fn here(&self, py: Python<'_>, at: PlaceInRegion, nbytes: u64) -> PyResult<Memory> {
         let at = At::from(at);
         let slice = self.call(py, |channel| channel.here(at, nbytes))?;
-        Ok(Memory {
-            slice,
-            place: self.place.clone(),
-        })
+        Ok(Memory::new(slice, &self.place))
     }
 
     /// Copies `nbytes` from `source` here to `target` at the peer; nothing is known until a signal or a flush.

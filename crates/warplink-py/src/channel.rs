@@ -113,7 +113,7 @@ impl Connection {
     /// Enqueues a copy from byte `offset` of the peer's region on to `target`, an array; see `write`.
     #[pyo3(signature = (stream, target, offset=0))]
     fn read(&self, stream: &Stream, target: &Bound<'_, PyAny>, offset: u64) -> PyResult<()> {
-        let target = Array::resolve(target, &self.place, Some(stream.raw_handle()))?;
+        let target = Array::resolve_target(target, &self.place, Some(stream.raw_handle()))?;
         let inner = self.inner.get("connection")?;
         inner
             .read(stream.live()?, target.slice, offset)

@@ -21,7 +21,7 @@ const NOTHING: usize = 16;
 ///
 /// Every rank enqueues the same ones in the same order. Nothing blocks, but for the first call of its kind, which may
 /// compile a kernel, and the stream may be recording a graph. Arrays are anything that Communicator.borrow takes, and
-/// may be empty; targets are written, sources are read, and both are kept until the stream is past them. The target may
+/// may be empty; targets are written and must not be read-only, sources are read, and both are kept until the stream is past them. The target may
 /// be the source; of all_gather and gather, the source may be this rank's part of the target; of reduce_scatter and
 /// scatter, the target its part of the source. `op` is "sum", "product", "max", "min" or "average"; for a sum of
 /// floats, `factor` is what they are multiplied by beforehand.
@@ -87,7 +87,7 @@ impl Collectives {
         let inner = self.inner()?;
         let live = stream.live()?;
         let reader = self.reader(stream);
-        let target = reader.read(target, "the target")?;
+        let target = reader.for_targets().read(target, "the target")?;
         let source = reader.read(source, "the source")?;
         let op = op.map(|(op, factor)| operator(op, factor)).transpose()?;
         let dtype = if op.is_some() {
@@ -115,21 +115,6 @@ impl Collectives {
         };
         py.detach(|| inner.enqueue(&call, &target.slice, &source.slice, live))
             .map_err(raise)
-    }
-
-    /// The ends of messages that go one way, which are the argument `name`.
-    fn ends(
-        &self,
-        name: &str,
-        ends: &[(Rank, Bound<'_, PyAny>)],
-        stream: &Stream,
-    ) -> PyResult<Vec<(Rank, DeviceSlice)>> {
-        let reader = self.reader(stream);
-        let ends = ends.iter().enumerate().map(|(number, (peer, array))| {
-            let array = reader.read(array, &format!("{name}[{number}]"))?;
-            Ok((*peer, array.slice))
-        });
-        ends.collect()
     }
 }
 
@@ -307,8 +292,9 @@ impl Collectives {
         receives: Vec<(Rank, Bound<'_, PyAny>)>,
     ) -> PyResult<()> {
         let (inner, live) = (self.inner()?, stream.live()?);
-        let sends = self.ends("sends", &sends, stream)?;
-        let receives = self.ends("receives", &receives, stream)?;
+        let reader = self.reader(stream);
+        let sends = reader.ends("sends", &sends)?;
+        let receives = reader.for_targets().ends("receives", &receives)?;
         let sends = sends.iter().map(|(peer, data)| Message::send(*peer, data));
         let receives = receives
             .iter()
@@ -352,7 +338,7 @@ impl Collectives {
     ) -> PyResult<()> {
         let (inner, live) = (self.inner()?, stream.live()?);
         let reader = self.reader(stream);
-        let target = reader.read(target, "the target")?;
+        let target = reader.for_targets().read(target, "the target")?;
         let source = reader.read(source, "the source")?;
         let (dtype, each) = unit(&target, &source)?;
         let received = Cut::new(target_counts, target_displacements, each);

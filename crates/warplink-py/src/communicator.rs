@@ -136,7 +136,7 @@ impl Communicator {
     /// Registers an array's memory for peers, without a copy; the array is kept as long as the region or
     /// a peer's mapping. On a GPU, `stream` is made to wait for what the array's producer does with it.
     /// Raises UnsupportedError where the memory cannot be shared: on the host device that is all but
-    /// the memory of `alloc` and views of it.
+    /// the memory of `alloc` and views of it. Raises InvalidArgumentError for a read-only array.
     #[pyo3(signature = (array, stream=None))]
     fn register(
         &self,
@@ -145,18 +145,20 @@ impl Communicator {
         stream: Option<&Stream>,
     ) -> PyResult<Region> {
         let inner = self.inner()?;
-        let array = Array::resolve(array, &self.place, stream.map(Stream::raw_handle))?;
+        let array = Array::resolve_target(array, &self.place, stream.map(Stream::raw_handle))?;
         let region = py.detach(|| inner.register(&array.slice)).map_err(raise)?;
         Ok(Region::new(region, &self.place))
     }
 
-    /// An array's memory in place, for local use: copies, inputs of programs, collectives.
+    /// An array's memory in place, for local use: copies, inputs of programs, collectives. That of a read-only array is
+    /// never their target.
     #[pyo3(signature = (array, stream=None))]
     fn borrow(&self, array: &Bound<'_, PyAny>, stream: Option<&Stream>) -> PyResult<Memory> {
         let array = Array::resolve(array, &self.place, stream.map(Stream::raw_handle))?;
         Ok(Memory {
             slice: array.slice,
             place: self.place.clone(),
+            read_only: array.read_only,
         })
     }
 

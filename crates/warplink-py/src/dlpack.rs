@@ -48,6 +48,7 @@ pub(crate) struct Described {
     pub(crate) shape: Vec<i64>,
     /// In elements; none where it is contiguous.
     pub(crate) strides: Option<Vec<i64>>,
+    pub(crate) read_only: bool,
 }
 
 /// A tensor to be handed out: what the deleter frees.
@@ -88,6 +89,8 @@ pub(crate) fn describe(capsule: &Bound<'_, PyCapsule>) -> PyResult<Described> {
         item_bytes: (usize::from(tensor.bits) * usize::from(tensor.lanes)).div_ceil(8),
         shape,
         strides,
+        // Read-only tensors have no capsule of this version.
+        read_only: false,
     })
 }
 

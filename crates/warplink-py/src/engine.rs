@@ -1,12 +1,12 @@
 //! The vendor's library for collectives.
 
-use crate::array::Array;
+use crate::array::Reader;
 use crate::errors::raise;
 use crate::place::Place;
 use crate::stream::Stream;
 use pyo3::prelude::*;
 use std::sync::Arc;
-use warplink::device::{self, CollectiveRequest, DeviceSlice};
+use warplink::device::{self, CollectiveRequest};
 
 /// The vendor's library of a communicator: NCCL on GPUs, a substitute over shared memory on the host device.
 ///
@@ -31,17 +31,6 @@ impl CollectiveEngine {
             place: place.clone(),
             world,
         }
-    }
-
-    fn pairs(
-        &self,
-        arrays: Vec<(usize, Bound<'_, PyAny>)>,
-        raw: Option<u64>,
-    ) -> PyResult<Vec<(usize, DeviceSlice)>> {
-        let each = arrays
-            .into_iter()
-            .map(|(peer, array)| Ok((peer, Array::resolve(&array, &self.place, raw)?.slice)));
-        each.collect()
     }
 }
 
@@ -68,10 +57,10 @@ impl CollectiveEngine {
         sends: Vec<(usize, Bound<'_, PyAny>)>,
         receives: Vec<(usize, Bound<'_, PyAny>)>,
     ) -> PyResult<()> {
-        let raw = Some(stream.raw_handle());
+        let reader = Reader::new(&self.place, Some(stream.raw_handle()));
         let request = CollectiveRequest::Exchange {
-            sends: self.pairs(sends, raw)?,
-            receives: self.pairs(receives, raw)?,
+            sends: reader.ends("sends", &sends)?,
+            receives: reader.for_targets().ends("receives", &receives)?,
         };
         self.engine.enqueue(stream.live()?, &request).map_err(raise)
     }

@@ -1,6 +1,6 @@
 //! Running programs.
 
-use crate::array::{Array, replacements};
+use crate::array::{self, Array};
 use crate::errors::{captured, raise};
 use crate::memory::Memory;
 use crate::overlap::{Choices, OverlapPlan, plan_all_gather_matmul, plan_matmul_reduce_scatter};
@@ -11,7 +11,7 @@ use crate::stream::Stream;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use std::sync::Arc;
-use warplink::program::{Bindings, PrepareOptions};
+use warplink::program::PrepareOptions;
 use warplink::{Error, ErrorKind};
 
 /// Runs programs on one rank. Every rank prepares and binds the same programs in the same order.
@@ -111,14 +111,16 @@ impl Executor {
         trials: bool,
     ) -> PyResult<OverlapPlan> {
         let resolve = |array: &Bound<'_, PyAny>| Array::resolve(array, &self.place, None);
+        let target = |array: &Bound<'_, PyAny>| Array::resolve_target(array, &self.place, None);
         let all = |arrays: &[Bound<'_, PyAny>]| arrays.iter().map(resolve).collect();
+        let targets: PyResult<Vec<Array>> = c.iter().map(target).collect();
         let bias: Option<PyResult<Vec<Array>>> = bias.as_deref().map(all);
         plan_all_gather_matmul(
             py,
             (&self.executor()?, &self.place),
             &resolve(a)?,
-            [all(&b)?, all(&c)?, bias.transpose()?.unwrap_or_default()],
-            gathered.as_ref().map(resolve).transpose()?,
+            [all(&b)?, targets?, bias.transpose()?.unwrap_or_default()],
+            gathered.as_ref().map(target).transpose()?,
             Choices {
                 dim,
                 transposed_b,
@@ -153,7 +155,11 @@ impl Executor {
         plan_matmul_reduce_scatter(
             py,
             (&self.executor()?, &self.place),
-            [&resolve(a)?, &resolve(b)?, &resolve(c)?],
+            [
+                &resolve(a)?,
+                &resolve(b)?,
+                &Array::resolve_target(c, &self.place, None)?,
+            ],
             bias.as_ref().map(resolve).transpose()?,
             Choices {
                 dim,
@@ -170,16 +176,13 @@ impl Executor {
 impl Prepared {
     /// Binds inputs and outputs (`{name: array}`) to memory and exchanges handles, so that runs only
     /// enqueue. Outputs that are not bound are allocated. Every rank calls it at the same time. Blocks
-    /// until the peers have bound theirs. Raises InvalidArgumentError for a missing input or memory of
-    /// another length, PeerFailedError where that happens to a peer.
+    /// until the peers have bound theirs. Raises InvalidArgumentError for a missing input, memory of
+    /// another length or a read-only output, PeerFailedError where that happens to a peer.
     #[pyo3(signature = (bindings=None))]
     fn bind(&self, py: Python<'_>, bindings: Option<&Bound<'_, PyDict>>) -> PyResult<Plan> {
-        let mut bound = Bindings::new();
-        for (name, array) in bindings.into_iter().flatten() {
-            let array = Array::resolve(&array, &self.place, None)?;
-            bound.insert(name.extract()?, array.slice);
-        }
         let prepared = self.inner.get("prepared program")?;
+        let is_output = |name: &str| prepared.rank_program().is_output(name);
+        let bound = array::bindings(bindings, &self.place, is_output)?;
         let plan = py.detach(|| prepared.bind(&bound)).map_err(raise)?;
         Ok(Plan {
             inner: Detached::new(Arc::new(plan)),
@@ -217,10 +220,9 @@ impl Plan {
     /// The memory of the tensor `name`, bound or allocated; None if this rank does not access it.
     fn tensor(&self, name: &str) -> PyResult<Option<Memory>> {
         let plan = self.plan()?;
-        Ok(plan.tensor(name).map(|slice| Memory {
-            slice: slice.clone(),
-            place: self.place.clone(),
-        }))
+        Ok(plan
+            .tensor(name)
+            .map(|slice| Memory::new(slice.clone(), &self.place)))
     }
 
     /// Names of the inputs and outputs that `run` takes other memory for: those that no peer reaches and
@@ -241,7 +243,7 @@ impl Plan {
         memory: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<()> {
         let (plan, stream) = (self.plan()?, stream.live()?);
-        let memory = replacements(memory, &self.place)?;
+        let memory = array::bindings(memory, &self.place, |name| plan.is_output(name))?;
         py.detach(|| plan.run_on(stream, &memory)).map_err(raise)
     }
 

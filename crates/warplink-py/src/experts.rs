@@ -149,7 +149,7 @@ impl Experts {
     ) -> PyResult<()> {
         let (inner, live) = (self.inner()?, stream.live()?);
         let (reader, options) = (self.reader(stream), &self.options);
-        let target = self.rows(&reader, "target", &target)?;
+        let target = self.rows(&reader.for_targets(), "target", &target)?;
         let tokens = read_tokens(&reader, tokens, "tokens", options)?;
         let shape = [tokens.slice.bytes() / options.row_bytes(), options.top_k];
         let experts = typed(&reader, experts, "experts", "i32", &shape)?;
@@ -174,7 +174,7 @@ impl Experts {
     ) -> PyResult<()> {
         let (inner, live) = (self.inner()?, stream.live()?);
         let (reader, options) = (self.reader(stream), &self.options);
-        let target = read_tokens(&reader, target, "target", options)?;
+        let target = read_tokens(&reader.for_targets(), target, "target", options)?;
         let shape = [target.slice.bytes() / options.row_bytes(), options.top_k];
         let source = self.rows(&reader, "source", &source)?;
         let weights = typed(&reader, weights, "weights", "f32", &shape)?;

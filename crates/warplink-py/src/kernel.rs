@@ -87,7 +87,8 @@ impl Kernel {
     /// device at the same time, so that they may wait for one another. On the host device the Python function
     /// runs for each block, on threads of their own.
     ///
-    /// The caller keeps memory among the arguments until the kernel is done. Raises InvalidArgumentError
+    /// The caller keeps memory among the arguments until the kernel is done. A read-only array is taken, since the
+    /// kernel may only read it. Raises InvalidArgumentError
     /// where arguments are not those of the parameters. When a peer of a channel is lost, the stream fails.
     #[pyo3(signature = (stream, arguments, *, blocks=1, threads=1, shared_nbytes=0, together=false))]
     #[expect(clippy::too_many_arguments, reason = "they are keywords in Python")]

@@ -18,6 +18,8 @@ use warplink::device::DeviceSlice;
 pub(crate) struct Memory {
     pub(crate) slice: DeviceSlice,
     pub(crate) place: Place,
+    /// Whether it is that of a read-only array.
+    pub(crate) read_only: bool,
 }
 
 /// Device memory with a shape and an element type, row-major and contiguous.
@@ -31,6 +33,19 @@ pub(crate) struct View {
     pub(crate) place: Place,
     pub(crate) element: Element,
     pub(crate) shape: Vec<usize>,
+    /// Whether it is that of a read-only array.
+    pub(crate) read_only: bool,
+}
+
+impl Memory {
+    /// Memory that may be written.
+    pub(crate) fn new(slice: DeviceSlice, place: &Place) -> Self {
+        Self {
+            slice,
+            place: place.clone(),
+            read_only: false,
+        }
+    }
 }
 
 #[pymethods]
@@ -48,8 +63,13 @@ impl Memory {
     }
 
     /// Copies `data` (bytes, bytearray) of the same length in. Blocks until that is done; ordered after
-    /// nothing in a stream. Raises InvalidArgumentError for another length.
+    /// nothing in a stream. Raises InvalidArgumentError for another length, and for memory of a read-only array.
     fn upload(&self, py: Python<'_>, data: &Bound<'_, PyAny>) -> PyResult<()> {
+        if self.read_only {
+            return Err(invalid(
+                "upload to memory of a read-only array; expected one that can be written",
+            ));
+        }
         upload(py, &self.place, &self.slice, data)
     }
 
@@ -63,13 +83,17 @@ impl Memory {
         Ok(Self {
             slice: self.slice.slice(start..stop).map_err(raise)?,
             place: self.place.clone(),
+            read_only: self.read_only,
         })
     }
 
     /// The memory as an array of `shape` and `dtype` ("f32", "bf16", "i64", …), which takes all of its
     /// bytes. Raises InvalidArgumentError where the lengths differ.
     fn view(&self, shape: Vec<usize>, dtype: &str) -> PyResult<View> {
-        View::new(&self.slice, &self.place, shape, dtype)
+        Ok(View {
+            read_only: self.read_only,
+            ..View::new(&self.slice, &self.place, shape, dtype)?
+        })
     }
 
     fn __repr__(&self) -> String {
@@ -109,6 +133,7 @@ impl View {
             place: place.clone(),
             element,
             shape,
+            read_only: false,
         })
     }
 }
@@ -159,7 +184,7 @@ impl View {
         interface.set_item("version", 3)?;
         interface.set_item("shape", pyo3::types::PyTuple::new(py, &view.shape)?)?;
         interface.set_item("typestr", typestr)?;
-        interface.set_item("data", (view.slice.address(), false))?;
+        interface.set_item("data", (view.slice.address(), view.read_only))?;
         Ok(interface)
     }
 
@@ -169,7 +194,8 @@ impl View {
     }
 
     /// A DLPack capsule of this memory. The memory is ordered after nothing: what streams of Warplink
-    /// write to it is there once the consumer's stream waits for them.
+    /// write to it is there once the consumer's stream waits for them. Raises BufferError for memory of a read-only
+    /// array, of which DLPack without a version does not tell.
     #[pyo3(signature = (*, stream=None, max_version=None, dl_device=None, copy=None))]
     fn __dlpack__<'py>(
         &self,
@@ -180,6 +206,11 @@ impl View {
         copy: Option<bool>,
     ) -> PyResult<Bound<'py, PyCapsule>> {
         let _ = (stream, max_version);
+        if self.read_only {
+            return Err(pyo3::exceptions::PyBufferError::new_err(
+                "the view is of a read-only array; expected one that can be written, or numpy.asarray",
+            ));
+        }
         if dl_device.is_some_and(|device| device != self.place.dlpack()) || copy == Some(true) {
             return Err(pyo3::exceptions::PyBufferError::new_err(
                 "the view is handed out in place; expected no copy and no other device",

@@ -1,6 +1,6 @@
 //! Matmuls overlapped with communication.
 
-use crate::array::{Array, replacements};
+use crate::array::{self, Array};
 use crate::errors::{captured, invalid, raise};
 use crate::owner::Detached;
 use crate::place::Place;
@@ -106,7 +106,7 @@ impl OverlapPlan {
         memory: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<()> {
         let (plan, stream) = (self.inner()?, stream.live()?);
-        let memory = replacements(memory, &self.place)?;
+        let memory = array::bindings(memory, &self.place, |name| plan.is_output(name))?;
         py.detach(|| plan.run_on(stream, &memory)).map_err(raise)
     }
 

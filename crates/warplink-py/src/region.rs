@@ -59,10 +59,7 @@ impl Region {
     /// Its memory, without the registration.
     #[getter]
     fn memory(&self) -> Memory {
-        Memory {
-            slice: self.slice.clone(),
-            place: self.place.clone(),
-        }
+        Memory::new(self.slice.clone(), &self.place)
     }
 
     /// Number of the registration; another one after the memory was registered anew.
@@ -141,10 +138,7 @@ impl RemoteRegion {
     /// Its memory, at an address of this process.
     #[getter]
     fn memory(&self) -> Memory {
-        Memory {
-            slice: self.region.memory().clone(),
-            place: self.place.clone(),
-        }
+        Memory::new(self.region.memory().clone(), &self.place)
     }
 
     /// The bytes from `start` to `stop`, of the same mapping. Raises InvalidArgumentError out of bounds.

@@ -70,7 +70,7 @@ impl Stream {
     /// Copies `source` to `target`, arrays, regions or memory of the same length in bytes. Both are kept
     /// until the copy is done.
     fn copy(&self, target: &Bound<'_, PyAny>, source: &Bound<'_, PyAny>) -> PyResult<()> {
-        let target = Array::resolve(target, &self.place, Some(self.raw_handle()))?;
+        let target = Array::resolve_target(target, &self.place, Some(self.raw_handle()))?;
         let source = Array::resolve(source, &self.place, Some(self.raw_handle()))?;
         self.live()?
             .copy(&target.slice, &source.slice)
@@ -79,7 +79,7 @@ impl Stream {
 
     /// Sets every byte of `target` to `byte`.
     fn fill(&self, target: &Bound<'_, PyAny>, byte: u8) -> PyResult<()> {
-        let target = Array::resolve(target, &self.place, Some(self.raw_handle()))?;
+        let target = Array::resolve_target(target, &self.place, Some(self.raw_handle()))?;
         self.live()?.fill(&target.slice, byte).map_err(raise)
     }
 

@@ -81,6 +81,21 @@ def run_program(rank, world, meeting):
             stream.synchronize()
         with pytest.raises(ValueError):
             prepared.bind({"A": part, "B[0]": right[:2], "C[0]": c})
+        # Read-only arrays are inputs, and not outputs.
+        kept = numpy.zeros((m, n), numpy.float32)
+        for array in (right, kept):
+            array.flags.writeable = False
+        with pytest.raises(ValueError, match=r"write 'C\[0\]': the array is read-only"):
+            prepared.bind({"A": part, "B[0]": right, "C[0]": kept})
+        result = numpy.zeros((m, n), numpy.float32)
+        plan = prepared.bind({"A": part, "B[0]": right, "C[0]": result})
+        assert "C[0]" in plan.replaceable
+        with pytest.raises(ValueError, match=r"write 'C\[0\]': the array is read-only"):
+            plan.run(stream, {"C[0]": kept})
+        plan.run(stream, {"B[0]": right})
+        stream.synchronize()
+        numpy.testing.assert_allclose(result, whole @ right, rtol=1e-5, atol=1e-5)
+        comm.barrier()
 
 
 def test_a_program_runs():
@@ -105,6 +120,10 @@ def overlapped(rank, world, meeting, dim):
         plan.run(stream)
         stream.synchronize()
         numpy.testing.assert_array_equal(numpy.asarray(gathered), whole)
+        kept = numpy.zeros((*shape[:-1], 12), numpy.float32)
+        kept.flags.writeable = False
+        with pytest.raises(ValueError, match=r"write 'C\[1\]': the array is read-only"):
+            plan.run(stream, {"C[1]": kept})
         for result, right in zip(results, rights):
             numpy.testing.assert_allclose(numpy.asarray(result), whole @ right, rtol=1e-4, atol=1e-4)
         # The sum over the ranks of a product, divided along the same dimension.

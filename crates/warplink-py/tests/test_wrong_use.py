@@ -134,6 +134,90 @@ def test_arrays_that_do_not_fit_are_refused():
     run_ranks(arrays, 1)
 
 
+def element_types(rank, world, meeting):
+    with join(rank, world, meeting, device="host") as job:
+        comm = job.world()
+        stream, region = comm.create_stream(), comm.alloc(64)
+        # Three characters of four bytes each, which are not 3 bytes; addresses; times; and bytes of strings.
+        for array, kind in (
+            (numpy.array(["abc"]), "<U3"),
+            (numpy.array([None]), r"\|O"),
+            (numpy.zeros(1, "datetime64[s]"), "<M8"),
+            (numpy.array([b"abc"]), r"\|S3"),
+        ):
+            with pytest.raises(ValueError, match=f"read an array: .* NumPy's type '{kind}.*'; expected booleans, int"):
+                comm.borrow(array)
+        target = numpy.array(["ab"] * 8)
+        with pytest.raises(ValueError, match="read the target: .*'<U2'"):
+            stream.copy(target, region)
+        for kind in ("?", "u2", ">i4", "f2", "f8", "c16", "V3", "V2"):
+            array = numpy.frombuffer(bytes(range(48)), kind)
+            assert comm.borrow(array).nbytes == array.nbytes
+        stream.copy(region, target.view(numpy.uint8))
+        stream.synchronize()
+        assert region.download() == target.tobytes()
+
+
+def test_arrays_whose_elements_are_no_values_are_refused():
+    run_ranks(element_types, 1)
+
+
+def read_only(rank, world, meeting):
+    with join(rank, world, meeting, device="host") as job:
+        comm = job.world()
+        stream, region = comm.create_stream(), comm.alloc(64)
+        fixed, changed = numpy.arange(16, dtype=numpy.float32), numpy.zeros(16, numpy.float32)
+        fixed.flags.writeable = False
+        memory = comm.borrow(fixed)
+        view = memory.slice(0, 64).view([16], "f32")
+        collectives = comm.collectives()
+        experts = collectives.experts(experts=world, top_k=1, max_tokens=4, elements=4, dtype="f32")
+        rows, slots, weights = numpy.zeros((4, 4), "f4"), numpy.zeros((4, 1), "i4"), numpy.ones((4, 1), "f4")
+        held, kept = experts.allocate(), numpy.zeros((4, 4), "f4")
+        kept.flags.writeable = False
+        executor = comm.executor()
+        square = numpy.zeros((4, 4), "f4")
+
+        def refused(name, call, *arguments, **options):
+            with pytest.raises(ValueError, match=f"write {name}: the array is read-only; .*; help: pass a writable"):
+                call(*arguments, **options)
+
+        for array in (fixed, memory, view):
+            refused("the target", stream.copy, array, region)
+            refused("the target", stream.fill, array, 1)
+            refused("the target", comm.register, array)
+            refused("the target", collectives.all_reduce, stream, array, changed)
+            refused("the target", collectives.all_to_all_v, stream, array, changed, [16], [16])
+            refused(r"receives\[0\]", collectives.send_receive, stream, [(0, changed)], [(0, array)])
+            refused(r"receives\[0\]", comm.collective_engine().exchange, stream, [(0, changed)], [(0, array)])
+        refused("target", experts.combine, stream, kept, held, weights)
+        refused("target.rows", experts.dispatch, stream, (kept, held.experts, held.counts), rows, slots)
+        refused("the target", executor.all_gather_matmul, rows, [square], [kept])
+        refused("the target", executor.all_gather_matmul, rows, [square], [square.copy()], gathered=kept)
+        refused("the target", executor.matmul_reduce_scatter, rows, square, kept)
+        with pytest.raises(ValueError, match="read-only"):
+            memory.upload(bytes(64))
+        # Consumers are told, or get nothing.
+        assert not numpy.asarray(view).flags.writeable
+        with pytest.raises(BufferError, match="read-only"):
+            view.__dlpack__()
+        assert (fixed == range(16)).all()
+        # They are sources.
+        for array in (fixed, memory, view):
+            changed[:] = 0
+            collectives.send_receive(stream, [(0, array)], [(0, changed)])
+            stream.copy(region, array)
+            stream.synchronize()
+            assert (changed == fixed).all() and region.download() == fixed.tobytes()
+        experts.dispatch(stream, held, kept, slots)
+        experts.combine(stream, rows, held, weights)
+        stream.synchronize()
+
+
+def test_read_only_arrays_are_sources_only():
+    run_ranks(read_only, 1)
+
+
 def freed(rank, world, meeting):
     with join(rank, world, meeting, device="host") as job:
         comm = job.world()

@@ -121,6 +121,11 @@ impl OverlapPlan {
         self.plans.iter().try_for_each(|plan| plan.run(stream))
     }
 
+    /// Whether the program has an output of that name, as the program names it, which a run writes.
+    pub fn is_output(&self, name: &str) -> bool {
+        self.plans.iter().any(|plan| plan.is_output(name))
+    }
+
     /// The tensors (`A`, `B[0]`, `C[0]`, …, as the program names them) that [`run_on`](Self::run_on) takes
     /// other memory for.
     pub fn replaceable(&self) -> Vec<&str> {

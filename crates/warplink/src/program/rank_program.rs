@@ -3,7 +3,7 @@
 
 use super::area::Area;
 use super::grid::Grid;
-use super::ir::{Backend, Collective, Direction, ElementwiseOp, Protocol};
+use super::ir::{Backend, Collective, Direction, ElementwiseOp, Protocol, Role};
 use super::section::instance::SectionInstance;
 use super::section::layout::ScratchInstance;
 pub use super::site::{Call, Site};
@@ -45,6 +45,12 @@ pub struct RankProgram {
 }
 
 impl RankProgram {
+    /// Whether it has an output of that name, memory of the caller that it writes.
+    pub fn is_output(&self, name: &str) -> bool {
+        let mut tensors = self.tensors.iter();
+        tensors.any(|tensor| *tensor.name == *name && tensor.role == Role::Output)
+    }
+
     /// Whether anything in it is done by the collective engine.
     pub fn needs_engine(&self) -> bool {
         let collective =

@@ -79,6 +79,11 @@ impl Plan {
         self.parts.memory.tensor_slice(id)
     }
 
+    /// Whether the program has an output of that name, which a run writes.
+    pub fn is_output(&self, name: &str) -> bool {
+        self.parts.program.is_output(name)
+    }
+
     /// Its kernels, in the order in which a run launches them.
     ///
     /// # Errors
