@@ -138,7 +138,7 @@ fn a_table_and_a_drawing_come_out() {
     for part in [
         "all-reduce of bf16, sum, 2 ranks",
         "bus GB/s",
-        "faster by",
+        "speedup",
         "4 KiB",
     ] {
         assert!(table.contains(part), "no '{part}' in {table}");
@@ -192,6 +192,32 @@ fn figures_of_another_program_are_shown_beside() {
     assert!(
         text.contains("all-reduce of bf16 on 8 ranks; expected"),
         "{text}"
+    );
+}
+
+/// What is wrong with a file is said before anything is measured, and what is found out later costs no figures.
+#[test]
+fn a_file_that_cannot_be_written_costs_no_figures() {
+    let output = bench(&["all-reduce", "-n", "2", "--plot", "/nowhere/plot.svg"]);
+    assert!(!output.status.success());
+    let text = stderr(&output);
+    assert_eq!(
+        text.matches("open /nowhere/plot.svg for writing").count(),
+        1,
+        "{text}"
+    );
+    assert!(!text.contains("rank"), "{text}");
+    let output = bench(&["all-reduce", "-n", "2", "--plot", "/dev/full"]);
+    assert!(!output.status.success());
+    assert!(
+        stderr(&output).contains("write /dev/full"),
+        "{}",
+        stderr(&output)
+    );
+    let table = stdout(&output);
+    assert!(
+        table.contains("bus GB/s") && table.contains("4 KiB"),
+        "{table}"
     );
 }
 

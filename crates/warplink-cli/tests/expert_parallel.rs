@@ -34,7 +34,15 @@ fn bench(more: &[&str]) -> std::process::Output {
 #[test]
 fn dispatch_and_combine_are_right_and_measured_beside_their_peer() {
     for (ranks, routing, dtype) in [("2", "random", "bf16"), ("3", "one-rank", "f32")] {
-        let arguments = ["-n", ranks, "--routing", routing, "--type", dtype, "--json"];
+        let arguments = [
+            "-n",
+            ranks,
+            "--routing",
+            routing,
+            "--dtype",
+            dtype,
+            "--json",
+        ];
         let output = bench(&arguments);
         assert!(output.status.success(), "{}", stderr(&output));
         let report: Value = serde_json::from_str(&stdout(&output)).unwrap();
@@ -75,6 +83,9 @@ fn layers_that_cannot_be_measured_are_refused_at_once() {
             &["-n", "6", "--routing", "one-rank"],
             "--top-k is 3; expected at most the 2 experts that tokens go to",
         ),
+        (&["-n", "2", "--dtype", "i32"], "expected bf16, f16 or f32"),
+        // The option's old name.
+        (&["-n", "2", "--type", "i32"], "expected bf16, f16 or f32"),
         (&["-n", "2", "--from", "9"], "--from is 9 and --to is 8"),
     ] {
         let output = bench(arguments);

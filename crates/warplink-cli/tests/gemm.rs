@@ -283,7 +283,7 @@ fn a_program_is_shown() {
         ),
         (
             &["-n", "2"],
-            "the parameter 'n' of 'ring_pass' has no value",
+            "the parameter 'n' of 'ring_pass' has no value; expected an integer; help: give it with --param n=1024",
         ),
         (&["--rank", "1"], "--ranks"),
     ] {
@@ -291,6 +291,24 @@ fn a_program_is_shown() {
         let output = warplink(&args).output().unwrap();
         assert!(!output.status.success());
         assert!(stderr(&output).contains(part), "{}", stderr(&output));
+    }
+}
+
+/// All of them at once, and how to give them.
+#[test]
+fn parameters_without_values_are_named_with_their_options() {
+    let file = example("all_gather_matmul_coarse");
+    let missing = "the parameters 'm' (an integer), 'n' (a list of integers) of 'all_gather_matmul_coarse' have no values";
+    let help = "help: give them with --param m=1024 --param n=1024,512";
+    for command in ["verify", "run", "cost"] {
+        let args = [
+            "program", command, &file, "-p", "k=16", "-n", "2", "--device", "host",
+        ];
+        let output = warplink(&args).output().unwrap();
+        assert_eq!(output.status.code(), Some(1));
+        let text = stdout(&output) + &stderr(&output);
+        assert_eq!(text.matches(missing).count(), 1, "{text}");
+        assert_eq!(text.matches(help).count(), 1, "{text}");
     }
 }
 

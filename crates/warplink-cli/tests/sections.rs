@@ -24,6 +24,16 @@ const RACE: &str = "program race(n) {
 }
 ";
 
+const OTHER: &str = "program other(n) {
+    input X: f32[n]
+    output Y: f32[n]
+
+    kernel lane in 0..1 threads 32 {
+        Y = reduce(X for r in 0..world, sum)
+    }
+}
+";
+
 fn example(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR"))
         .join("../../examples/programs")
@@ -185,6 +195,24 @@ fn a_bench_of_kernels_compares_values_with_the_collectives() {
     assert!(rows.iter().all(|row| row.get("collective").is_none()));
 }
 
+/// Another collective than what the program computes, with the same shapes.
+#[test]
+fn a_bench_fails_where_the_output_is_not_the_collectives() {
+    let folder = tempfile::tempdir().unwrap();
+    let other = folder.path().join("other.wlp");
+    std::fs::write(&other, OTHER).unwrap();
+    let output = bench(&other, &["-n", "2", "--sizes", "1KiB"]);
+    let table = stdout(&output);
+    assert_eq!(output.status.code(), Some(1), "{table}{}", stderr(&output));
+    assert!(
+        table.contains("differ") && table.contains("speedup"),
+        "{table}"
+    );
+    let alone = ["-n", "2", "--sizes", "1KiB", "--against", "nothing"];
+    let output = bench(&other, &alone);
+    assert!(output.status.success(), "{}", stderr(&output));
+}
+
 #[test]
 fn a_bench_refuses_what_it_cannot_time() {
     let sizes = ["-n", "2", "--sizes", "1024"];
@@ -196,6 +224,28 @@ fn a_bench_refuses_what_it_cannot_time() {
     let output = bench(&one_shot, &[&sizes[..], &["--length", "count"]].concat());
     assert!(!output.status.success(), "{}", stdout(&output));
     assert!(stderr(&output).contains("count"), "{}", stderr(&output));
+    for (program, more, said) in [
+        (
+            "ring_pass.wlp",
+            &[][..],
+            "program 'ring_pass' has no kernel section",
+        ),
+        (
+            "all_reduce_one_shot.wlp",
+            &["-p", "n=5"],
+            "--param gives 'n' a value",
+        ),
+        (
+            "all_reduce_one_shot.wlp",
+            &["--try", "n=5,6"],
+            "--try gives 'n' values",
+        ),
+    ] {
+        let output = bench(&example(program), &[&sizes[..], more].concat());
+        assert!(!output.status.success() && stdout(&output).is_empty());
+        let text = stderr(&output);
+        assert_eq!(text.matches(said).count(), 1, "{text}");
+    }
     let folder = tempfile::tempdir().unwrap();
     let race = folder.path().join("race.wlp");
     std::fs::write(&race, RACE).unwrap();

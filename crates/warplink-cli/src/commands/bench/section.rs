@@ -1,19 +1,21 @@
 //! `warplink bench section`: a program made of kernel sections, beside the vendor's collective.
 
+use super::collective::data::{Inputs, different};
 use super::timing::{Clock, Submission, Times, Work};
-use crate::commands::program::Source;
+use crate::commands::program::{Source, Text};
 use crate::commands::ranks;
 use crate::gemm::common_seed;
-use crate::gemm::inputs::Matrix;
 use crate::options::Options;
+use crate::report::bytes::Bytes;
 use crate::report::table::{Align, Table};
 use crate::report::{print_json, print_message, print_text};
 use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
 use serde::Serialize;
 use std::process::ExitCode;
-use warplink::device::{AllocationKind, DeviceSlice, KernelResources, Priority, Stream};
-use warplink::program::ir::Role;
+use warplink::collective::{Call, CollectiveKind};
+use warplink::device::{AllocationKind, DeviceSlice, KernelResources, Priority, ReduceOp, Stream};
+use warplink::program::ir::{Role, Statement, StatementKind};
 use warplink::program::{
     Bindings, Executor, KernelReport, Parameters, Plan, PrepareOptions, Program,
 };
@@ -23,23 +25,26 @@ use warplink::{Communicator, DType, ErrorKind};
 ///
 /// Runs the program in graphs of many runs, for each size and each combination of the values to try, and
 /// the vendor's collective in turn with it. The program has one input and one output. Times are medians for a
-/// run, of the slowest rank; the last column says how many elements of the output are not exactly the
-/// collective's.
+/// run, of the slowest rank; the column named after the collective has its time in us. 'speedup' is that time
+/// divided by the program's: below 1, the collective is faster. 'differ' says how many elements of all ranks'
+/// outputs are not exactly the collective's; the exit status is 1 if there are any. The other columns are the
+/// kernels' lanes and threads, their registers, how many of their blocks fit a multiprocessor, and the values of
+/// --try.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  \
-    warplink bench section examples/programs/all_reduce_one_shot.wlp -n 2 --param T=bf16 --sizes 1024,65536\n  \
+    warplink bench section examples/programs/all_reduce_one_shot.wlp -n 2 --param T=bf16 --sizes 1KiB,64KiB\n  \
     warplink bench section examples/programs/all_reduce_read.wlp -n 2 --try lanes=32,64 --try threads=512,1024")]
 pub(crate) struct Section {
     #[command(flatten)]
     source: Source,
-    /// Bytes of the input, separated by commas
+    /// Sizes of the input, separated by commas
     #[arg(
         long,
         value_name = "BYTES",
         value_delimiter = ',',
-        default_value = "1024,16384,65536,262144,1048576,4194304,16777216"
+        default_value = "1KiB,16KiB,64KiB,256KiB,1MiB,4MiB,16MiB"
     )]
-    sizes: Vec<usize>,
+    sizes: Vec<Bytes>,
     /// The parameter that is the number of elements
     #[arg(long, value_name = "NAME", default_value = "n")]
     length: String,
@@ -71,9 +76,9 @@ struct Row {
     seconds: Times,
     #[serde(skip_serializing_if = "Option::is_none")]
     collective: Option<Times>,
-    /// Elements of rank 0's output that differ.
+    /// Elements of all ranks' outputs that differ.
     #[serde(skip_serializing_if = "Option::is_none")]
-    different: Option<usize>,
+    different: Option<u64>,
     kernels: Vec<Kernel>,
 }
 
@@ -116,17 +121,55 @@ impl Section {
         let Some(text) = self.source.read(options)? else {
             return Ok(ExitCode::FAILURE);
         };
-        ranks::run(options, |comm| {
-            let report = self.measure(comm, &text.program, &text.parameters)?;
-            if comm.rank() == 0 {
-                if options.json {
-                    print_json(&report)?;
-                } else {
-                    print_text(&report.text())?;
+        ranks::run_checked(
+            options,
+            |_, _| self.check(&text),
+            |comm| {
+                let report = self.measure(comm, &text.program, &text.parameters)?;
+                if comm.rank() == 0 {
+                    if options.json {
+                        print_json(&report)?;
+                    } else {
+                        print_text(&report.text())?;
+                    }
                 }
-            }
-            Ok(ExitCode::SUCCESS)
-        })
+                Ok(if report.is_right() {
+                    ExitCode::SUCCESS
+                } else {
+                    ExitCode::FAILURE
+                })
+            },
+        )
+    }
+
+    /// Fails where nothing could be measured, or not what the arguments say.
+    fn check(&self, text: &Text) -> Result<()> {
+        let (name, length) = (&text.program.name, &self.length);
+        let subprograms = text.program.subprograms.iter();
+        let mut bodies = subprograms.map(|subprogram| &subprogram.body);
+        ensure!(
+            has_kernel(&text.program.body) || bodies.any(|body| has_kernel(body)),
+            "program '{name}' has no kernel section; expected at least one; help: time it with warplink program run"
+        );
+        ensure!(
+            text.parameters.value(length).is_none(),
+            "--param gives '{length}' a value; expected none, since it is the number of elements, which --sizes \
+             gives; help: leave it out, or name another parameter with --length"
+        );
+        let tried = self.tried.iter().map(|(name, _)| name.as_str());
+        let known: Vec<&str> = tried.chain([length.as_str()]).collect();
+        let missing = text.missing_options(&known);
+        ensure!(
+            missing.is_empty(),
+            "program '{name}' has parameters without values; expected one for each; help: give {}",
+            missing.join(" ")
+        );
+        ensure!(
+            self.tried.iter().all(|(name, _)| name != length),
+            "--try gives '{length}' values; expected none, since it is the number of elements, which --sizes \
+             gives; help: leave it out, or name another parameter with --length"
+        );
+        Ok(())
     }
 
     fn measure(
@@ -139,7 +182,8 @@ impl Section {
         let executor = comm.executor();
         let seed = common_seed(comm, None)?;
         let mut rows: Vec<Row> = Vec::new();
-        for &bytes in &self.sizes {
+        for size in &self.sizes {
+            let bytes = usize::try_from(size.0).context("sizes fit the memory")?;
             let mut best: Option<Row> = None;
             let (before, mut refused) = (rows.len(), None);
             for values in combinations(&self.tried) {
@@ -313,7 +357,19 @@ impl Memory {
             allocate(output_bytes)?,
             allocate(output_bytes)?,
         );
-        let data = random(dtype, bytes, seed, comm.rank());
+        // Small integers, of which every sum is exact in whatever order it is taken.
+        let inputs = Inputs {
+            call: Call {
+                kind: CollectiveKind::AllReduce,
+                op: Some(ReduceOp::Sum),
+                dtype,
+                count: bytes / dtype.size(),
+                root: None,
+            },
+            world: comm.world(),
+            seed,
+        };
+        let data = inputs.of(comm.rank())?;
         device.upload(&source, &data)?;
         Ok(Self {
             dtype,
@@ -323,17 +379,20 @@ impl Memory {
         })
     }
 
-    /// How many elements of the two outputs differ.
-    fn different(&self, comm: &Communicator) -> Result<usize> {
+    /// How many elements of the two outputs differ, on all ranks together.
+    fn different(&self, comm: &Communicator) -> Result<u64> {
         let download = |slice: &DeviceSlice| -> Result<Vec<u8>> {
             let mut bytes = vec![0; slice.bytes()];
             comm.device().download(slice, &mut bytes)?;
             Ok(bytes)
         };
         let (here, there) = (download(&self.output.1)?, download(&self.expected)?);
-        let size = self.dtype.size();
-        let pairs = here.chunks(size).zip(there.chunks(size));
-        Ok(pairs.filter(|(a, b)| a != b).count())
+        let own = different(self.dtype, &here, &there) as u64;
+        let all = comm.all_gather_bytes(&own.to_le_bytes())?;
+        all.iter().try_fold(0, |sum, rank| {
+            let rank = rank.as_slice().try_into().context("read a rank's count")?;
+            Ok(sum + u64::from_le_bytes(rank))
+        })
     }
 }
 
@@ -353,13 +412,20 @@ impl From<KernelReport> for Kernel {
 }
 
 impl Report {
+    /// Whether every output is the collective's.
+    fn is_right(&self) -> bool {
+        self.rows
+            .iter()
+            .all(|row| row.different.is_none_or(|count| count == 0))
+    }
+
     fn text(&self) -> String {
         let columns = [
             ("bytes", Align::Right),
             ("us", Align::Right),
             ("GB/s", Align::Right),
             (self.against.as_str(), Align::Right),
-            ("faster by", Align::Right),
+            ("speedup", Align::Right),
             ("differ", Align::Right),
             ("lanes x threads", Align::Right),
             ("registers", Align::Right),
@@ -423,25 +489,18 @@ fn tensors(prepared: &warplink::program::Prepared, role: Role) -> Result<(String
     Ok((found.name.to_string(), found.dtype, found.bytes))
 }
 
-/// Random elements of both signs, which repeat in long tensors.
-fn random(dtype: DType, bytes: usize, seed: u64, rank: usize) -> Vec<u8> {
-    const DRAWN: usize = 1 << 20;
-    let elements = (bytes / dtype.size()).clamp(1, DRAWN);
-    let drawn = match dtype {
-        DType::BF16 | DType::F16 => dtype,
-        _ => DType::F32,
-    };
-    let values = Matrix::new(seed, rank as u64 + 1, 1, elements, drawn);
-    let values = values.bytes(0..1, 0..elements, 1);
-    let pattern: Vec<u8> = match dtype {
-        DType::F64 => values
-            .chunks_exact(4)
-            .filter_map(|value| value.try_into().ok().map(f32::from_le_bytes))
-            .flat_map(|value| f64::from(value).to_le_bytes())
-            .collect(),
-        _ => values,
-    };
-    pattern.iter().copied().cycle().take(bytes).collect()
+/// Whether a kernel section stands among the statements, or within them.
+fn has_kernel(body: &[Statement]) -> bool {
+    body.iter().any(|statement| match &statement.kind {
+        StatementKind::Kernel(_) => true,
+        StatementKind::For(repetition) => has_kernel(&repetition.body),
+        StatementKind::Fork { body, .. } => has_kernel(body),
+        StatementKind::If(branch) => {
+            let mut arms = branch.arms.iter();
+            arms.any(|arm| has_kernel(&arm.body)) || has_kernel(&branch.otherwise)
+        }
+        _ => false,
+    })
 }
 
 /// Every combination of one value for each parameter.

@@ -121,6 +121,9 @@ impl fmt::Display for Compared {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.what {
             Some(what) => write!(f, "'{}' of rank {} is wrong {what}", self.tensor, self.rank),
+            None if self.largest_error == Some(0.0) && self.allowed_error == 0.0 => {
+                write!(f, "'{}' is right: exact", self.tensor)
+            }
             None => write!(
                 f,
                 "'{}' is right: largest error {:.3e} where {:.3e} is allowed",

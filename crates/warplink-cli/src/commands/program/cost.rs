@@ -62,17 +62,17 @@ impl Cost {
             program,
             parameters,
             ..
-        } = read;
+        } = &read;
         let world = options.ranks.unwrap_or(2);
         let streams = self.source.streams.into();
-        let report = verify(&program, world, streams, &parameters)
-            .map_err(|diagnostics| refused(&program.name, &diagnostics))?;
+        let report = verify(program, world, streams, parameters)
+            .map_err(|diagnostics| read.explained(refused(&program.name, &diagnostics)))?;
         if let (true, Some(diagnostic)) = (self.captured, &report.eager_only) {
             anyhow::bail!("{diagnostic}; leave out --captured");
         }
         let model = self.model(options, world)?;
         let ranks = (0..world)
-            .map(|rank| unroll(&program, rank, world, streams, &parameters))
+            .map(|rank| unroll(program, rank, world, streams, parameters))
             .collect::<warplink::Result<Vec<RankProgram>>>()?;
         let simulate = SimulateOptions {
             submission: if self.captured {

@@ -17,6 +17,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use warplink::DType;
 use warplink::device::ReduceOp;
+use warplink::program::parameters::ParameterKind;
 use warplink::program::{self, Parameters, Report, Value, verify};
 
 /// Show, verify, cost and run host programs
@@ -71,6 +72,35 @@ pub(crate) struct Text {
     text: String,
     pub(crate) program: program::Program,
     pub(crate) parameters: Parameters,
+}
+
+impl Text {
+    /// The options that give values to the parameters which need one and have none, but for those `known`.
+    pub(crate) fn missing_options(&self, known: &[&str]) -> Vec<String> {
+        let missing = self.parameters.missing(&self.program.parameters);
+        missing
+            .filter(|parameter| !known.contains(&parameter.name.as_str()))
+            .map(|parameter| match parameter.kind {
+                ParameterKind::List => format!("--param {}=1024,512", parameter.name),
+                _ => format!("--param {}=1024", parameter.name),
+            })
+            .collect()
+    }
+
+    /// What to do where parameters have no values.
+    fn help(&self) -> Option<String> {
+        let options = self.missing_options(&[]);
+        let what = if options.len() == 1 { "it" } else { "them" };
+        (!options.is_empty()).then(|| format!("give {what} with {}", options.join(" ")))
+    }
+
+    /// The error with that help.
+    fn explained(&self, error: warplink::Error) -> warplink::Error {
+        match self.help() {
+            Some(help) => error.with_help(help),
+            None => error,
+        }
+    }
 }
 
 impl Source {
@@ -179,6 +209,8 @@ struct Verdict<'a> {
     #[serde(skip_serializing_if = "Option::is_none")]
     report: Option<Counts>,
     diagnostics: Vec<diagnostics::Json>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    help: Option<String>,
 }
 
 #[derive(Serialize)]
@@ -211,6 +243,7 @@ impl Verify {
         let Some(read) = self.source.read(options)? else {
             return Ok(ExitCode::FAILURE);
         };
+        let help = read.help();
         let Text {
             text,
             program,
@@ -226,6 +259,7 @@ impl Verify {
                 passed: verdict.is_ok(),
                 report: verdict.as_ref().ok().map(Counts::from),
                 diagnostics: diagnostics.iter().map(diagnostics::Json::from).collect(),
+                help,
             })?;
         } else {
             match &verdict {
@@ -239,6 +273,9 @@ impl Verify {
                     for diagnostic in diagnostics {
                         let found = diagnostics::explain(diagnostic, &self.source.file, &text);
                         print_text(&format!("{found}\n"))?;
+                    }
+                    if let Some(help) = help {
+                        print_text(&format!("help: {help}\n"))?;
                     }
                     print_text(&format!("{} fails for {ranks} ranks\n", program.name))?;
                 }

@@ -17,7 +17,7 @@ use std::process::ExitCode;
 use warplink::Communicator;
 use warplink::device::{AllocationKind, Priority};
 use warplink::program::ir::Role;
-use warplink::program::{Bindings, Executor, Plan, PrepareOptions, refused, verify};
+use warplink::program::{Bindings, Executor, Plan, PrepareOptions, Trace, refused, verify};
 
 /// Run a program on random inputs
 ///
@@ -82,14 +82,14 @@ impl Run {
         let check = |_, world| {
             let streams = self.source.streams.into();
             match verify(&text.program, world, streams, &text.parameters) {
-                Err(diagnostics) if !self.unverified => {
-                    Err(refused(&text.program.name, &diagnostics).into())
-                }
+                Err(diagnostics) if !self.unverified => Err(text
+                    .explained(refused(&text.program.name, &diagnostics))
+                    .into()),
                 _ => Ok(()),
             }
         };
         ranks::run_checked(options, check, |comm| {
-            let outcome = self.outcome(comm, &text)?;
+            let (outcome, trace) = self.outcome(comm, &text)?;
             if comm.rank() == 0 {
                 if options.json {
                     print_json(&outcome)?;
@@ -104,16 +104,23 @@ impl Run {
                     let not_checked =
                         not_checked.map(|why| format!("values are not checked: {why}"));
                     let rest = eager_only.chain(values).chain(not_checked);
+                    let operations = match outcome.operations {
+                        1 => "1 operation".to_owned(),
+                        several => format!("{several} operations"),
+                    };
                     report::print_text(&format!(
-                        "{}: {} operations on rank 0 of {}, {}; {:.1} us, {captured}\n{}",
+                        "{}: {operations} on rank 0 of {}, {}; {:.1} us, {captured}\n{}",
                         outcome.program,
-                        outcome.operations,
                         outcome.ranks,
                         outcome.device,
                         outcome.eager.median * 1e6,
                         rest.map(|line| line + "\n").collect::<String>()
                     ))?;
                 }
+            }
+            // After the result, which is not lost where the trace cannot be written.
+            if let (Some(path), Some(trace)) = (&self.trace, trace?) {
+                write_trace(path, &trace)?;
             }
             if outcome.values.iter().all(Compared::is_right) {
                 Ok(ExitCode::SUCCESS)
@@ -123,7 +130,12 @@ impl Run {
         })
     }
 
-    fn outcome(&self, comm: &Communicator, text: &Text) -> Result<Outcome> {
+    /// What was measured, and the trace where one is wanted: rank 0's has all ranks'.
+    fn outcome(
+        &self,
+        comm: &Communicator,
+        text: &Text,
+    ) -> Result<(Outcome, warplink::Result<Option<Trace>>)> {
         let seed = common_seed(comm, self.seed)?;
         let executor = comm.executor();
         let plan = self.plan(comm, &executor, text, Inputs::new(seed))?;
@@ -152,12 +164,11 @@ impl Run {
             Some(_) => None,
         };
         let values = check::gather(comm, &compared)?;
-        if let Some(path) = &self.trace
-            && let Some(trace) = plan.trace(&clock.stream)?
-        {
-            write_trace(path, &trace)?;
-        }
-        Ok(Outcome {
+        let trace = match self.trace {
+            Some(_) => plan.trace(&clock.stream),
+            None => Ok(None),
+        };
+        let outcome = Outcome {
             program: text.program.name.clone(),
             device: comm.device().name(),
             ranks: comm.world(),
@@ -168,7 +179,8 @@ impl Run {
             seed,
             values,
             not_checked: check.err(),
-        })
+        };
+        Ok((outcome, trace))
     }
 
     fn plan(

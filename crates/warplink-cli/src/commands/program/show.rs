@@ -61,7 +61,7 @@ impl Show {
             program,
             parameters,
             ..
-        } = read;
+        } = &read;
         let Some(world) = options.ranks else {
             if options.json {
                 print_json(&serde_json::json!({
@@ -81,7 +81,8 @@ impl Show {
             world - 1
         );
         let streams = self.source.streams.into();
-        let rank_program = unroll(&program, rank, world, streams, &parameters)?;
+        let rank_program = unroll(program, rank, world, streams, parameters)
+            .map_err(|error| read.explained(error))?;
         if self.kernel {
             return show_kernels(&rank_program, options);
         }

@@ -13,21 +13,21 @@ const PERIOD: usize = 65_521;
 
 /// Inputs of one run.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Inputs {
-    pub(super) call: Call,
-    pub(super) world: usize,
-    pub(super) seed: u64,
+pub(in crate::commands::bench) struct Inputs {
+    pub(in crate::commands::bench) call: Call,
+    pub(in crate::commands::bench) world: usize,
+    pub(in crate::commands::bench) seed: u64,
 }
 
 impl Inputs {
     /// A rank's input.
-    pub(super) fn of(&self, rank: usize) -> Result<Vec<u8>> {
+    pub(in crate::commands::bench) fn of(&self, rank: usize) -> Result<Vec<u8>> {
         let [bytes, _] = lengths(&self.call, self.world);
         self.drawn(rank, 0, bytes)
     }
 
     /// A rank's output; none where it is left alone.
-    pub(super) fn expected(&self, rank: usize) -> Result<Option<Vec<u8>>> {
+    pub(in crate::commands::bench) fn expected(&self, rank: usize) -> Result<Option<Vec<u8>>> {
         use CollectiveKind as Kind;
         let (part, root) = (self.call.bytes(), self.call.root.unwrap_or(0));
         let of = |rank: usize, of: usize| self.drawn(rank, of, part);
@@ -85,7 +85,7 @@ impl Inputs {
 }
 
 /// How many elements of `here` are not those of `there`.
-pub(super) fn different(dtype: DType, here: &[u8], there: &[u8]) -> usize {
+pub(in crate::commands::bench) fn different(dtype: DType, here: &[u8], there: &[u8]) -> usize {
     let size = dtype.size();
     let pairs = here.chunks(size).zip(there.chunks(size));
     pairs.filter(|(a, b)| a != b).count() + here.len().abs_diff(there.len()) / size

@@ -1,6 +1,6 @@
 //! `warplink bench collective`: collectives, compared with the vendor's library.
 
-mod data;
+pub(super) mod data;
 mod measure;
 mod plot;
 mod report;
@@ -11,7 +11,7 @@ use crate::commands::ranks;
 use crate::options::Options;
 use crate::report::bytes::Bytes;
 use crate::report::progress::Progress;
-use crate::report::{print_json, print_text};
+use crate::report::{check_output, print_json, print_text};
 use anyhow::{Context, Result, ensure};
 use clap::{Args, ValueEnum};
 use measure::Rig;
@@ -31,7 +31,8 @@ use what::What;
 /// slowest rank; a sample is a number of calls back to back. Warplink and its peers take turns.
 ///
 /// Every way is run once on fresh data, of which each element of every rank's output is compared with the exact
-/// result: 'wrong' says how many differ.
+/// result: 'wrong' says how many differ. 'speedup' is the time of the fastest peer divided by Warplink's: below 1,
+/// that peer is faster.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  \
     warplink bench collective all-reduce -n 2\n  \
@@ -167,23 +168,28 @@ impl Submissions {
 
 impl Collective {
     pub(crate) fn run(self, options: &Options) -> Result<ExitCode> {
-        let check = |kind, world| self.check(kind, world);
+        // Before any rank starts, so that no wrong path costs the measurement.
+        if let Some(path) = &self.plot {
+            check_output(path)?;
+        }
+        let beside = self.beside.as_deref().map(read).transpose()?;
+        let check = |kind, world| self.check(kind, world, beside.as_ref());
         ranks::run_checked(options, check, |comm| {
-            self.check(comm.device().kind(), comm.world())?;
+            self.check(comm.device().kind(), comm.world(), beside.as_ref())?;
             let mut report = self.measure(comm)?;
             if comm.rank() == 0 {
-                if let Some(path) = &self.beside {
-                    report.add(read(path)?)?;
-                }
-                if let Some(path) = &self.plot {
-                    let drawing = plot::draw(&report).context("draw the figures")?;
-                    std::fs::write(path, drawing)
-                        .with_context(|| format!("write {}", path.display()))?;
+                if let Some(beside) = &beside {
+                    report.add(beside);
                 }
                 if options.json {
                     print_json(&report)?
                 } else {
                     print_text(&report.text())?
+                }
+                if let Some(path) = &self.plot {
+                    let drawing = plot::draw(&report).context("draw the figures")?;
+                    std::fs::write(path, drawing)
+                        .with_context(|| format!("write {}", path.display()))?;
                 }
             }
             Ok(if report.is_right() {
@@ -204,7 +210,7 @@ impl Collective {
     }
 
     /// Fails where the arguments do not go together.
-    fn check(&self, kind: DeviceKind, world: usize) -> Result<()> {
+    fn check(&self, kind: DeviceKind, world: usize, beside: Option<&Beside>) -> Result<()> {
         ensure!(
             self.root < world,
             "--root is {}; expected a rank below {world}",
@@ -239,8 +245,8 @@ impl Collective {
                 self.dtype
             );
         }
-        if let Some(path) = &self.beside {
-            read(path)?;
+        if let Some(beside) = beside {
+            beside.check(self.what(), world)?;
         }
         crate::memory::check(kind, world, u128::from(to.0), 2 * u128::from(to.0))
     }

@@ -82,13 +82,28 @@ impl Row {
         self.ways.iter().find(|figures| figures.way == way)
     }
 
-    /// How often the fastest peer's time is Warplink's.
-    fn faster_by(&self) -> Option<f64> {
+    /// The fastest peer's time divided by Warplink's.
+    fn speedup(&self) -> Option<f64> {
         let (own, peers) = self.ways.split_first()?;
         let peers = peers.iter().map(|peer| peer.seconds.median);
         peers
             .min_by(f64::total_cmp)
             .map(|peer| peer / own.seconds.median)
+    }
+}
+
+impl Beside {
+    /// Fails if it is of another collective, element type or number of ranks.
+    pub(super) fn check(&self, what: What, world: usize) -> Result<()> {
+        let (collective, dtype) = (name(what.kind), what.dtype.to_string());
+        ensure!(
+            self.collective == collective && self.dtype == dtype && self.ranks == world,
+            "the figures beside are of {} of {} on {} ranks; expected {collective} of {dtype} on {world}",
+            self.collective,
+            self.dtype,
+            self.ranks,
+        );
+        Ok(())
     }
 }
 
@@ -107,18 +122,7 @@ impl Report {
     }
 
     /// Adds what another program measured of the same collective.
-    pub(super) fn add(&mut self, beside: Beside) -> Result<()> {
-        let same = beside.collective == self.collective && beside.ranks == self.ranks;
-        ensure!(
-            same && beside.dtype == self.dtype,
-            "the figures beside are of {} of {} on {} ranks; expected {} of {} on {}",
-            beside.collective,
-            beside.dtype,
-            beside.ranks,
-            self.collective,
-            self.dtype,
-            self.ranks,
-        );
+    pub(super) fn add(&mut self, beside: &Beside) {
         for row in &mut self.rows {
             let of = |other: &&BesideRow| {
                 (other.bytes, other.place, other.submission)
@@ -131,8 +135,7 @@ impl Report {
                 .flat_map(|other| other.ways.iter().cloned());
             row.ways.extend(more);
         }
-        self.peers.extend(beside.peers);
-        Ok(())
+        self.peers.extend(beside.peers.iter().cloned());
     }
 
     /// The ways, in the order in which they are shown. Not every size has each.
@@ -177,7 +180,7 @@ impl Report {
             columns.push(("wrong".to_owned(), Align::Right));
         }
         if ways.len() > 1 {
-            columns.push(("faster by".to_owned(), Align::Right));
+            columns.push(("speedup".to_owned(), Align::Right));
         }
         let mut table = Table::new(columns.iter().map(|(name, align)| (name.as_str(), *align)));
         for row in &self.rows {
@@ -198,7 +201,7 @@ impl Report {
                 cells.push(digits(figures.bus_bandwidth));
                 cells.push(figures.wrong.to_string());
             }
-            cells.extend(row.faster_by().map(|times| format!("{times:.2}")));
+            cells.extend(row.speedup().map(|times| format!("{times:.2}")));
             table.row(cells);
         }
         let compared = match self.peers.as_slice() {

@@ -27,6 +27,7 @@ use warplink::{Communicator, DType, DeviceKind};
 /// comes back, so it does less than Warplink.
 ///
 /// Warplink's result is compared once for each size with the exact sums: 'wrong' says how many elements differ.
+/// 'speedup' is the peer's time for dispatch and combine divided by Warplink's: below 1, the peer is faster.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  \
     warplink bench expert-parallel -n 2\n  \
@@ -46,7 +47,7 @@ pub(crate) struct ExpertParallel {
     #[arg(long, value_name = "N", default_value = "7168", value_parser = clap::value_parser!(u32).range(1..))]
     elements: u32,
     /// Element type: bf16, f16 or f32
-    #[arg(long = "type", value_name = "TYPE", default_value = "bf16")]
+    #[arg(long, alias = "type", value_name = "TYPE", default_value = "bf16", value_parser = element_type)]
     dtype: DType,
     /// Experts of all ranks
     #[arg(long, value_name = "N", default_value = "64", value_parser = clap::value_parser!(u32).range(1..))]
@@ -85,6 +86,14 @@ enum Peer {
     Nccl,
     /// Nothing
     None,
+}
+
+/// An element type that rows can have.
+fn element_type(text: &str) -> Result<DType, String> {
+    match text.parse() {
+        Ok(dtype @ (DType::BF16 | DType::F16 | DType::F32)) => Ok(dtype),
+        _ => Err("expected bf16, f16 or f32".to_owned()),
+    }
 }
 
 impl ExpertParallel {

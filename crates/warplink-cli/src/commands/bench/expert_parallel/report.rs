@@ -48,8 +48,8 @@ pub(super) struct Report {
 }
 
 impl Row {
-    /// How often the peer's time for both is Warplink's.
-    fn faster_by(&self) -> Option<f64> {
+    /// The peer's time for both divided by Warplink's.
+    fn speedup(&self) -> Option<f64> {
         let both = |way: &Figures| way.dispatch.median + way.combine.median;
         match self.ways.as_slice() {
             [own, peer, ..] => Some(both(peer) / both(own)),
@@ -98,7 +98,7 @@ impl Report {
         if self.peer.is_some() {
             columns.push(("nccl dispatch us", Align::Right));
             columns.push(("nccl combine us", Align::Right));
-            columns.push(("faster by", Align::Right));
+            columns.push(("speedup", Align::Right));
         }
         let mut table = Table::new(columns.iter().copied());
         for row in &self.rows {
@@ -114,7 +114,7 @@ impl Report {
                     cells.push(row.wrong.to_string());
                 }
             }
-            cells.extend(row.faster_by().map(|times| format!("{times:.2}")));
+            cells.extend(row.speedup().map(|times| format!("{times:.2}")));
             cells.resize(columns.len(), String::new());
             table.row(cells);
         }
