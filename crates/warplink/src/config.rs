@@ -9,6 +9,9 @@ use crate::p2p::{Path, Protocol};
 use crate::topology::{CLASS_VARIABLE, TopologyClass};
 use std::time::Duration;
 
+/// Names the protocol of transfers that do not choose one.
+const PROTOCOL_VARIABLE: &str = "WARPLINK_PROTOCOL";
+
 /// Bytes of freed regions that are kept for later ones, unless configured otherwise.
 const MAX_POOLED_BYTES: u64 = 1 << 30;
 
@@ -144,8 +147,13 @@ impl Config {
             DeviceKind::Host => 0,
             DeviceKind::Cuda => gpu_ordinal(config.join.local_rank, device::count(kind)?)?,
         };
-        if let Some(protocol) = get("WARPLINK_PROTOCOL") {
-            config.protocol = protocol.parse()?;
+        if let Some(protocol) = get(PROTOCOL_VARIABLE) {
+            let protocol = protocol.parse::<Protocol>().map_err(|error| {
+                error.with_key(PROTOCOL_VARIABLE).with_help(format!(
+                    "set {PROTOCOL_VARIABLE} to get or put, or unset it"
+                ))
+            });
+            config.protocol = protocol?;
         }
         config.network_devices = get("WARPLINK_NETWORK_DEVICES");
         if let Some(class) = get(CLASS_VARIABLE) {
@@ -163,6 +171,10 @@ impl Config {
             },
         };
         if let Some(seconds) = number("WARPLINK_TIMEOUT", "seconds")? {
+            if seconds == 0 {
+                let message = "WARPLINK_TIMEOUT is 0; expected at least 1 second";
+                return Err(Error::new(ErrorKind::Parse, message));
+            }
             config.timeout = Duration::from_secs(seconds);
         }
         if let Some(max) = number("WARPLINK_HOST_DELAY_US", "microseconds")? {
@@ -178,7 +190,9 @@ impl Config {
     /// The device that the variables ask for; a GPU where there is one if they do not.
     pub(crate) fn device_kind(get: impl Fn(&str) -> Option<String>) -> Result<DeviceKind> {
         match get("WARPLINK_DEVICE") {
-            Some(name) => name.parse(),
+            Some(name) => name
+                .parse()
+                .map_err(|error: Error| error.with_key("WARPLINK_DEVICE")),
             None => Ok(DeviceKind::detect()),
         }
     }

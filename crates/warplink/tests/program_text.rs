@@ -190,7 +190,10 @@ fn parameters_and_requirements_are_the_callers_fault() {
     };
     assert_eq!(with(&[("n", 4)]), Ok(()));
     for (list, part) in [
-        (&[("n", 3)][..], "expected n % world == 0, n = 3, world = 2"),
+        (
+            &[("n", 3)][..],
+            "expected n % world == 0; here n = 3, world = 2",
+        ),
         (&[], "the parameter 'n' of 'p' has no value"),
         (
             &[("n", 4), ("q", 1)],
@@ -201,6 +204,28 @@ fn parameters_and_requirements_are_the_callers_fault() {
         assert_eq!(kind, ErrorKind::InvalidArgument);
         assert!(text.contains(part), "{text}");
     }
+}
+
+/// Only the names in the condition, each once, and every parameter that has no value at once.
+#[test]
+fn requirements_name_what_they_are_about() {
+    let text = "program p(n, sizes[], lanes = 4 | 8) {
+    require world == 3 or n + n > sizes[1] * world
+}";
+    let program = Program::parse(text).unwrap();
+    let message = |parameters: &Parameters| {
+        let error = unroll(&program, 0, 2, 1, parameters).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+        error.to_string()
+    };
+    let given = Parameters::new().with("n", 4).with("sizes", vec![9, 5]);
+    let said = message(&given);
+    let expected = "sizes[1] * world; here world = 2, n = 4, sizes[1] = 5";
+    assert!(said.ends_with(expected), "{said}");
+    let said = message(&Parameters::new());
+    let expected = "the parameters 'n' (an integer), 'sizes' (a list of integers) of 'p' have no values; \
+                    expected one for each";
+    assert!(said.contains(expected), "{said}");
 }
 
 #[test]

@@ -1,6 +1,7 @@
 //! The variables that launchers set.
 
 use super::config::{JoinConfig, Rendezvous};
+use super::member::MIN_HEARTBEAT_LIMIT;
 use super::nodelist;
 use crate::error::{Error, ErrorKind, Result};
 use sha2::{Digest, Sha256};
@@ -93,6 +94,20 @@ impl JoinConfig {
     }
 }
 
+/// A number that a variable may be.
+trait Number: std::str::FromStr {
+    /// What is said of other text.
+    const EXPECTED: &str;
+}
+
+impl Number for usize {
+    const EXPECTED: &str = "is not a number; expected a whole number, at least 0";
+}
+
+impl Number for u16 {
+    const EXPECTED: &str = "is not a port; expected 0 to 65535";
+}
+
 struct Variables<'a>(&'a dyn Fn(&str) -> Option<OsString>);
 
 impl Variables<'_> {
@@ -109,13 +124,13 @@ impl Variables<'_> {
         }
     }
 
-    fn number<T: std::str::FromStr>(&self, name: &str) -> Result<Option<T>> {
+    fn number<T: Number>(&self, name: &str) -> Result<Option<T>> {
         let Some(text) = self.get(name)? else {
             return Ok(None);
         };
         match text.parse() {
             Ok(number) => Ok(Some(number)),
-            Err(_) => Err(wrong(name, &text, "is not a number in range")),
+            Err(_) => Err(wrong(name, &text, T::EXPECTED)),
         }
     }
 
@@ -145,17 +160,47 @@ impl Variables<'_> {
         let (rank, world, local_rank) = self.identity()?;
         let mut config = JoinConfig::new(self.rendezvous(rank, world)?, rank, world);
         config.local_rank = local_rank;
-        if let Some(seconds) = self.number("WARPLINK_TIMEOUT")? {
-            config.timeout = Duration::from_secs(seconds);
+        if let Some(timeout) = self.timeout()? {
+            config.timeout = timeout;
         }
-        const LIMIT: &str = "WARPLINK_HEARTBEAT_LIMIT";
-        if let Some(seconds) = self.number::<f64>(LIMIT)? {
-            config.heartbeat_limit = Duration::try_from_secs_f64(seconds)
-                .map_err(|_| wrong(LIMIT, &seconds.to_string(), "is not a number in range"))?;
+        if let Some(limit) = self.heartbeat_limit()? {
+            config.heartbeat_limit = limit;
         }
         config.secret = self.secret()?;
         config.allow_insecure = self.flag("WARPLINK_ALLOW_INSECURE")?;
         Ok(config)
+    }
+
+    fn timeout(&self) -> Result<Option<Duration>> {
+        const NAME: &str = "WARPLINK_TIMEOUT";
+        let Some(text) = self.get(NAME)? else {
+            return Ok(None);
+        };
+        match text.parse() {
+            Ok(seconds) if seconds > 0 => Ok(Some(Duration::from_secs(seconds))),
+            _ => {
+                let what = "is not a time limit; expected a whole number of seconds, at least 1";
+                Err(wrong(NAME, &text, what))
+            }
+        }
+    }
+
+    fn heartbeat_limit(&self) -> Result<Option<Duration>> {
+        const NAME: &str = "WARPLINK_HEARTBEAT_LIMIT";
+        let Some(text) = self.get(NAME)? else {
+            return Ok(None);
+        };
+        let limit = text.parse().ok().map(Duration::try_from_secs_f64);
+        match limit {
+            Some(Ok(limit)) if limit >= MIN_HEARTBEAT_LIMIT => Ok(Some(limit)),
+            _ => {
+                let least = MIN_HEARTBEAT_LIMIT.as_secs_f64();
+                let what = format!(
+                    "is not a heartbeat limit; expected a number of seconds, at least {least}"
+                );
+                Err(wrong(NAME, &text, &what))
+            }
+        }
     }
 
     fn identity(&self) -> Result<(usize, usize, usize)> {

@@ -197,5 +197,30 @@ fn the_timeout_holds_for_joining() {
     let with = |value| read(&[&base[..], &[("WARPLINK_TIMEOUT", value)]].concat());
     assert_eq!(read(&base).unwrap().timeout, Duration::from_secs(60));
     assert_eq!(with("2").unwrap().timeout, Duration::from_secs(2));
-    assert!(with("soon").is_err());
+    for text in ["soon", "0", "-1", "2.5"] {
+        let error = with(text).unwrap_err();
+        let expected = format!(
+            "WARPLINK_TIMEOUT={text} is not a time limit; expected a whole number of seconds, at least 1"
+        );
+        assert_eq!(error.message(), expected);
+    }
+}
+
+#[test]
+fn the_heartbeat_limit_is_named_where_it_is_wrong() {
+    let base = [
+        ("WARPLINK_RANK", "0"),
+        ("WARPLINK_WORLD", "2"),
+        ("WARPLINK_ADDRESS", "127.0.0.1:4000"),
+    ];
+    let with = |value| read(&[&base[..], &[("WARPLINK_HEARTBEAT_LIMIT", value)]].concat());
+    let limit = with("0.5").unwrap().heartbeat_limit;
+    assert_eq!(limit, Duration::from_millis(500));
+    for text in ["0", "soon", "-1", "NaN", "1e300"] {
+        let error = with(text).unwrap_err();
+        let expected = format!(
+            "WARPLINK_HEARTBEAT_LIMIT={text} is not a heartbeat limit; expected a number of seconds, at least 0.1"
+        );
+        assert_eq!(error.message(), expected);
+    }
 }

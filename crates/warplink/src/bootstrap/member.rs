@@ -26,7 +26,7 @@ use std::time::Duration;
 const DROP_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The shortest limit of silence. Less would take a rank that the system runs late for stopped.
-const MIN_HEARTBEAT_LIMIT: Duration = Duration::from_millis(100);
+pub(super) const MIN_HEARTBEAT_LIMIT: Duration = Duration::from_millis(100);
 
 /// How long a rank of the process that made a unique id waits for rank 0 to join in the same process,
 /// before it serves in its place.

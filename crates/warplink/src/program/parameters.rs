@@ -184,6 +184,17 @@ impl Parameters {
         self.given.iter().map(String::as_str)
     }
 
+    /// Those of `parameters` that have no value and must be given one.
+    pub fn missing<'p>(
+        &self,
+        parameters: &'p [Parameter],
+    ) -> impl Iterator<Item = &'p Parameter> + use<'_, 'p> {
+        let is_open = |parameter: &&Parameter| {
+            self.value(&parameter.name).is_none() && parameter.kind.alternatives().is_empty()
+        };
+        parameters.iter().filter(is_open)
+    }
+
     /// The value of `parameter`: what was given, or else the first alternative.
     ///
     /// # Errors

@@ -23,9 +23,9 @@ use super::ir::{
     Branch, Collective, Direction, Each, Position, Program, Role, Selection, Statement,
     StatementKind, StreamRef, TensorRef,
 };
-use super::parameters::{Parameters, Value};
+use super::parameters::{Parameter, Parameters, Value};
 use super::rank_program::{Operation, OperationKind, RankProgram, Site, StreamKind, TensorId};
-use super::text::{MAX_BLOCK_DEPTH, shortened};
+use super::text::MAX_BLOCK_DEPTH;
 use crate::error::{Rank, Result};
 use call::Called;
 use scope::{Bound, Named, OpenLoop};
@@ -279,14 +279,22 @@ impl<'p> Unroller<'p> {
             }
         }
         self.given = parameters.tensors().map(str::to_owned).collect();
+        let missing: Vec<&Parameter> = parameters.missing(&program.parameters).collect();
+        if let [first, others @ ..] = &missing[..] {
+            let (name, kind, of) = (&first.name, &first.kind, &program.name);
+            let mut names = format!("'{name}' ({kind})");
+            for other in others.iter().take(MAX_NAMES_SHOWN) {
+                names += &format!(", '{}' ({})", other.name, other.kind);
+            }
+            return requirement(match others {
+                [] => format!("the parameter '{name}' of '{of}' has no value; expected {kind}"),
+                _ => format!(
+                    "the parameters {names} of '{of}' have no values; expected one for each"
+                ),
+            });
+        }
         for parameter in &program.parameters {
             let name = &parameter.name;
-            if parameters.value(name).is_none() && parameter.kind.alternatives().is_empty() {
-                return requirement(format!(
-                    "the parameter '{name}' of '{}' has no value; expected {}",
-                    program.name, parameter.kind
-                ));
-            }
             let bound = match parameters.resolve(parameter) {
                 Ok(Value::Integer(value)) => Bound::Integer(value),
                 Ok(Value::List(values)) => Bound::List(values.into()),
@@ -326,15 +334,7 @@ impl<'p> Unroller<'p> {
         match &statement.kind {
             StatementKind::Require(condition) => {
                 if !self.condition(condition)? {
-                    let condition = shortened(condition.to_string());
-                    let mut message = format!("expected {condition}");
-                    for name in self.names.iter().take(MAX_NAMES_SHOWN) {
-                        if let Some(Bound::Integer(value)) = self.bound.get(name) {
-                            message += &format!(", {name} = {value}");
-                        }
-                    }
-                    message += &format!(", world = {}", self.made.world);
-                    return Err(self.diagnostic(DiagnosticKind::Requirement, message));
+                    return Err(self.unmet(condition));
                 }
             }
             StatementKind::Declare(declaration) => self.declare(declaration)?,

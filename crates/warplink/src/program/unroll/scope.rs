@@ -2,7 +2,8 @@
 
 use super::view::View;
 use super::{
-    MAX_ALL_STEPS, MAX_NAMES, MAX_OPERATIONS, MAX_STEPS, MAX_TRANSFERS, Unroller, WORK_PER_STEP,
+    MAX_ALL_STEPS, MAX_NAMES, MAX_NAMES_SHOWN, MAX_OPERATIONS, MAX_STEPS, MAX_TRANSFERS, Unroller,
+    WORK_PER_STEP,
 };
 use crate::device::ReduceOp;
 use crate::dtype::DType;
@@ -12,6 +13,7 @@ use crate::program::ir::{Position, StreamRef, TransferRef};
 use crate::program::rank_program::{Site, StreamKind, TransferId};
 use crate::program::section::ScratchId;
 use crate::program::text::shortened;
+use std::cell::RefCell;
 use std::collections::HashMap;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -226,6 +228,28 @@ impl<'p> Unroller<'p> {
                 let condition = shortened(condition.to_string());
                 self.diagnostic(DiagnosticKind::Malformed, format!("{condition}: {error}"))
             })
+    }
+
+    /// What is wrong where `condition`, which does not hold, is required: with the values of the names that it
+    /// was decided by.
+    pub(super) fn unmet(&self, condition: &Condition) -> Diagnostic {
+        let values: RefCell<Vec<String>> = RefCell::default();
+        // It could be evaluated before.
+        let _ = condition.evaluate(&|name| {
+            let value = self.integer_named(name)?;
+            let mut values = values.borrow_mut();
+            let shown = format!("{name} = {value}");
+            if values.len() < MAX_NAMES_SHOWN && !values.contains(&shown) {
+                values.push(shown);
+            }
+            Some(value)
+        });
+        let mut message = format!("expected {}", shortened(condition.to_string()));
+        let values = values.into_inner();
+        if !values.is_empty() {
+            message += &format!("; here {}", values.join(", "));
+        }
+        self.diagnostic(DiagnosticKind::Requirement, message)
     }
 
     /// A number in `0..limit`; `what` names it.
