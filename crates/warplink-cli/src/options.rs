@@ -4,6 +4,7 @@ use crate::report::has_colour;
 use anyhow::{Context, Result, ensure};
 use clap::Args;
 use std::io;
+use std::str::FromStr;
 use tracing_subscriber::EnvFilter;
 use warplink::DeviceKind;
 use warplink::device;
@@ -82,6 +83,14 @@ impl Options {
              number of ranks can use the host device"
         );
         Ok(self.ranks_per_gpu)
+    }
+}
+
+/// Reads the factor between sizes.
+pub(crate) fn step<T: FromStr + PartialOrd + From<u8>>(text: &str) -> Result<T, String> {
+    match text.parse() {
+        Ok(factor) if factor >= T::from(2) => Ok(factor),
+        _ => Err("expected a whole number of at least 2".to_owned()),
     }
 }
 

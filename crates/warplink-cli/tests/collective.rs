@@ -241,7 +241,18 @@ fn arguments_that_do_not_go_together_are_refused_once() {
             &["all-reduce", "--beside", "/nowhere.json"],
             "read /nowhere.json",
         ),
-        (&["all-gather", "--from", "2B"], "expected at least 4 bytes"),
+        (
+            &["all-gather", "--from", "2B"],
+            "expected at least 4 bytes, which is 2 elements of bf16, one for each rank",
+        ),
+        (
+            &["all-reduce", "--from", "1"],
+            "expected at least 2 bytes, which is one element of bf16",
+        ),
+        (
+            &["all-reduce", "--step", "1"],
+            "expected a whole number of at least 2",
+        ),
         (
             &["all-gather", "--from", "1MiB"],
             "--from is 1 MiB and --to is 4 KiB",

@@ -56,7 +56,10 @@ fn a_stopped_rank_is_given_up_and_learns_it() {
 fn arguments_that_make_no_sense_are_refused() {
     for (arguments, says) in [
         (&["-n", "1"][..], "at least 2 ranks"),
-        (&["-n", "2", "--victim", "2"], "less than 2"),
+        (
+            &["-n", "2", "--victim", "2"],
+            "--victim is 2; expected a rank below 2",
+        ),
         (&["--fault", "flood"], "flood"),
     ] {
         let output = faults(arguments);

@@ -55,6 +55,19 @@ fn the_demo_is_right_in_every_type() {
     }
 }
 
+/// The default of --m is not a multiple of 3.
+#[test]
+fn the_demo_rounds_its_rows_to_the_ranks() {
+    let args = [
+        "demo", "--device", "host", "-n", "3", "--k", "32", "--n", "24",
+    ];
+    let result = json(&[&args[..], &["--samples", "1", "--json"]].concat());
+    assert_eq!(
+        (&result["m"], &result["right"]),
+        (&513.into(), &true.into())
+    );
+}
+
 #[test]
 fn the_demo_and_the_benchmark_take_transposed_weights() {
     let args = [

@@ -100,6 +100,26 @@ fn absurd_sizes_are_errors() {
         (&["tune", "--largest-shape", huge], "expected 1 to"),
         (&["tune", "--largest-transfer", "1000TiB"], "GiB of memory"),
         (
+            &["tune", "--largest-transfer", "1"],
+            "--largest-transfer is 1 B; expected at least 4 KiB on 2 ranks",
+        ),
+        (
+            &["tune", "--largest-transfer", "4KiB", "-n", "8"],
+            "expected at least 8 KiB on 8 ranks",
+        ),
+        (
+            &["tune", "--largest-shape", "0"],
+            "--largest-shape is 0; expected 1 to",
+        ),
+        (
+            &["bench", "overlap", "--shape", "0,1,1"],
+            "expected three sizes above 0",
+        ),
+        (
+            &["bench", "p2p", "--step", "1"],
+            "expected a whole number of at least 2",
+        ),
+        (
             &["launch", "--grace", "1e19", "--", "true"],
             "from 0 to 86400",
         ),

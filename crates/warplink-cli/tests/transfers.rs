@@ -79,6 +79,31 @@ fn a_pair_has_latency_but_for_raw_gets() {
     check(&["-n", "3"], &with_latency);
 }
 
+/// The default of --to is not below --from.
+#[test]
+fn a_bench_starts_above_its_default_end() {
+    let args = [
+        "bench",
+        "p2p",
+        "--from",
+        "8MiB",
+        "--samples",
+        "1",
+        "--no-nccl",
+        "--json",
+    ];
+    let output = warplink(&[&args[..], &["--device", "host", "-n", "2"]].concat())
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{}", stderr(&output));
+    let report: Value = serde_json::from_str(&stdout(&output)).unwrap();
+    let rows = report["rows"].as_array().unwrap();
+    assert!(
+        !rows.is_empty() && rows.iter().all(|row| row["bytes"] == 8 << 20),
+        "{report}"
+    );
+}
+
 #[test]
 fn a_ring_has_no_latency() {
     check(&["-n", "3", "--ring"], &[]);

@@ -27,7 +27,8 @@ use warplink::{Communicator, DType, DeviceKind, ErrorKind};
     warplink demo -n 4 --m 4096 --k 4096 --n 1024 --dtype f16\n  \
     warplink demo --lowering ring-get --json")]
 pub(crate) struct Demo {
-    /// Rows of A on all ranks together [default: 8192 on cuda, 512 on host]
+    /// Rows of A on all ranks together [default: 8192 on cuda, 512 on host, rounded up to a multiple of
+    /// the ranks]
     #[arg(long, value_name = "M")]
     m: Option<usize>,
     /// Columns of A [default: 8192 on cuda, 1024 on host]
@@ -85,7 +86,7 @@ struct Outcome {
 impl Demo {
     pub(crate) fn run(self, options: &Options) -> Result<ExitCode> {
         let check = |kind, world| {
-            let problem = self.problem(kind);
+            let problem = self.problem(kind, world);
             problem.check(world)?;
             self.lowering(problem.op).map(drop)
         };
@@ -106,14 +107,14 @@ impl Demo {
         })
     }
 
-    fn problem(&self, kind: DeviceKind) -> Problem {
-        let (m, k, n, dtype) = match kind {
+    fn problem(&self, kind: DeviceKind, world: usize) -> Problem {
+        let (m, k, n, dtype): (usize, _, _, _) = match kind {
             DeviceKind::Cuda => (8192, 8192, 3584, DType::BF16),
             DeviceKind::Host => (512, 1024, 512, DType::F32),
         };
         Problem {
             op: Op::AllGatherMatmul,
-            m: self.m.unwrap_or(m),
+            m: self.m.unwrap_or_else(|| m.next_multiple_of(world)),
             k: self.k.unwrap_or(k),
             n: self.columns.unwrap_or(n),
             dtype: self.dtype.unwrap_or(dtype),
@@ -140,7 +141,7 @@ impl Demo {
             (None, DeviceKind::Host) => 5,
         };
         let seed = common_seed(comm, self.seed)?;
-        let mut gemm = Gemm::new(comm, self.problem(kind), seed)?;
+        let mut gemm = Gemm::new(comm, self.problem(kind, comm.world()), seed)?;
         let clock = Clock::new(comm, Priority::Normal)?;
 
         let op = gemm.problem.op;

@@ -97,7 +97,7 @@ impl Faults {
         let victim = self.victim.unwrap_or(ranks - 1);
         ensure!(
             victim < ranks,
-            "unknown rank {victim}; expected less than {ranks}"
+            "--victim is {victim}; expected a rank below {ranks}"
         );
         match inner {
             Some(inner) => self.run_cells(options, victim, inner),

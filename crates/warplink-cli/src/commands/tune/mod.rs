@@ -14,6 +14,7 @@ mod rig;
 
 use crate::commands::ranks;
 use crate::options::Options;
+use crate::report::bytes::Bytes;
 use crate::report::progress::Progress;
 use crate::report::{check_output, print_json, print_text};
 use anyhow::{Context, Result, ensure};
@@ -24,10 +25,16 @@ use std::process::ExitCode;
 use std::time::{SystemTime, UNIX_EPOCH};
 use warplink::program::cost::model::{DeviceMatch, FORMAT, Source};
 use warplink::program::cost::{DeviceDescription, HardwareModel, find};
-use warplink::{Communicator, DType};
+use warplink::{Communicator, DType, DeviceKind};
 
 /// The largest extent of a matrix that can be asked for.
 const MAX_SHAPE: usize = 1 << 17;
+
+/// The shortest `--largest-transfer`: shorter ones have no rates, and are less than the parts of some measurements.
+const MIN_TRANSFER: u64 = 4 << 10;
+
+/// What each rank adds to that, since some measurements give every rank a part.
+const MIN_TRANSFER_PER_RANK: u64 = 1 << 10;
 
 /// How far estimates by measured figures may be off, over 500 random shapes on two H200.
 const UNCERTAINTY: f64 = 1.6;
@@ -58,7 +65,7 @@ pub(crate) struct Tune {
     largest_shape: Option<usize>,
     /// Largest transfer [default: 256MiB on cuda, 1MiB on host]
     #[arg(long, value_name = "BYTES")]
-    largest_transfer: Option<crate::report::bytes::Bytes>,
+    largest_transfer: Option<Bytes>,
     /// Samples of each figure
     #[arg(long, value_name = "N", default_value = "5", value_parser = clap::value_parser!(u16).range(1..))]
     samples: u16,
@@ -76,7 +83,9 @@ impl Tune {
         if let Some(path) = &self.output {
             check_output(path)?;
         }
-        ranks::run(options, |comm| {
+        let check = |kind, world| self.check(kind, world);
+        ranks::run_checked(options, check, |comm| {
+            self.check(comm.device().kind(), comm.world())?;
             let model = rounded(&self.measure(comm)?)?;
             if comm.rank() == 0 {
                 let path = self.path(&model)?;
@@ -92,6 +101,28 @@ impl Tune {
         })
     }
 
+    /// Fails where nothing could be measured with the arguments.
+    fn check(&self, kind: DeviceKind, world: usize) -> Result<()> {
+        if let Some(transfer) = self.largest_transfer {
+            let least = Bytes(MIN_TRANSFER.max(MIN_TRANSFER_PER_RANK * world as u64));
+            ensure!(
+                transfer >= least,
+                "--largest-transfer is {transfer}; expected at least {least} on {world} ranks"
+            );
+            crate::memory::check(kind, world, 0, 2 * u128::from(transfer.0))?;
+        }
+        if let Some(shape) = self.largest_shape {
+            ensure!(
+                (1..=MAX_SHAPE).contains(&shape),
+                "--largest-shape is {shape}; expected 1 to {MAX_SHAPE}"
+            );
+            let sizes = self.dtypes.iter().map(|dtype| dtype.size());
+            let element = sizes.max().unwrap_or(DType::F32.size()) as u128;
+            crate::memory::check(kind, world, 0, 3 * (shape as u128).pow(2) * element)?;
+        }
+        Ok(())
+    }
+
     fn measure(&self, comm: &Communicator) -> Result<HardwareModel> {
         let properties = comm.device().properties();
         // What cannot be measured stays as it is known or guessed.
@@ -105,10 +136,6 @@ impl Tune {
         let shape = self
             .largest_shape
             .unwrap_or(if properties.shared { 512 } else { 16384 });
-        ensure!(
-            (1..=MAX_SHAPE).contains(&shape),
-            "--largest-shape is {shape}; expected 1 to {MAX_SHAPE}"
-        );
         let dtypes = match &self.dtypes[..] {
             [] => vec![DType::BF16, DType::F32],
             given => given.to_vec(),

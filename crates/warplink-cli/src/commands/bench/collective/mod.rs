@@ -8,7 +8,7 @@ mod what;
 
 use super::timing::Submission;
 use crate::commands::ranks;
-use crate::options::Options;
+use crate::options::{Options, step};
 use crate::report::bytes::Bytes;
 use crate::report::progress::Progress;
 use crate::report::{check_output, print_json, print_text};
@@ -45,11 +45,11 @@ pub(crate) struct Collective {
     /// Smallest size
     #[arg(long, value_name = "BYTES", default_value = "1KiB")]
     from: Bytes,
-    /// Largest size [default: 1GiB on cuda, 1MiB on host]
+    /// Largest size [default: 1GiB on cuda, 1MiB on host; --from if that is larger]
     #[arg(long, value_name = "BYTES")]
     to: Option<Bytes>,
     /// Factor between sizes
-    #[arg(long, value_name = "N", default_value = "4", value_parser = clap::value_parser!(u64).range(2..))]
+    #[arg(long, value_name = "N", default_value = "4", value_parser = step::<u64>)]
     step: u64,
     /// Element type
     #[arg(long, value_name = "TYPE", default_value = "bf16")]
@@ -221,10 +221,15 @@ impl Collective {
             from <= to,
             "--from is {from} and --to is {to}; expected --from to be smaller"
         );
-        let least = self.what().unit(world) as u64;
+        let (least, element) = (self.what().unit(world), self.dtype.size());
+        let dtype = self.dtype;
+        let each = match least / element {
+            1 => format!("which is one element of {dtype}"),
+            parts => format!("which is {parts} elements of {dtype}, one for each rank"),
+        };
         ensure!(
-            from.0 >= least,
-            "--from is {from}; expected at least {least} bytes: an element for each rank"
+            from.0 >= least as u64,
+            "--from is {from}; expected at least {least} bytes, {each}"
         );
         ensure!(
             !self.places().contains(&Place::In) || self.collective != CollectiveKind::AllToAll,
@@ -258,8 +263,8 @@ impl Collective {
     fn largest(&self, kind: DeviceKind) -> u64 {
         self.to.map_or(
             match kind {
-                DeviceKind::Cuda => 1 << 30,
-                DeviceKind::Host => 1 << 20,
+                DeviceKind::Cuda => self.from.0.max(1 << 30),
+                DeviceKind::Host => self.from.0.max(1 << 20),
             },
             |to| to.0,
         )

@@ -6,7 +6,7 @@ mod report;
 
 use super::timing::Submission;
 use crate::commands::ranks;
-use crate::options::Options;
+use crate::options::{Options, step};
 use crate::report::progress::Progress;
 use crate::report::{print_json, print_text};
 use anyhow::{Result, ensure};
@@ -37,11 +37,11 @@ pub(crate) struct ExpertParallel {
     /// Fewest tokens of a rank
     #[arg(long, value_name = "N", default_value = "1", value_parser = clap::value_parser!(u32).range(1..))]
     from: u32,
-    /// Most tokens of a rank [default: 8192 on cuda, 64 on host]
+    /// Most tokens of a rank [default: 8192 on cuda, 64 on host; --from if that is larger]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     to: Option<u32>,
     /// Factor between numbers of tokens
-    #[arg(long, value_name = "N", default_value = "8", value_parser = clap::value_parser!(u32).range(2..))]
+    #[arg(long, value_name = "N", default_value = "8", value_parser = step::<u32>)]
     step: u32,
     /// Elements of a row
     #[arg(long, value_name = "N", default_value = "7168", value_parser = clap::value_parser!(u32).range(1..))]
@@ -149,7 +149,7 @@ impl ExpertParallel {
 
     fn most(&self, kind: DeviceKind) -> u32 {
         self.to.unwrap_or(match kind {
-            DeviceKind::Cuda => 8192,
+            DeviceKind::Cuda => 8192.max(self.from),
             DeviceKind::Host => 64.max(self.from),
         })
     }

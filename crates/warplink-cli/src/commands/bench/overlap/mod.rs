@@ -113,7 +113,7 @@ impl FromStr for Shape {
             .collect();
         match sizes[..] {
             [Some(m), Some(k), Some(n)] if m > 0 && k > 0 && n > 0 => Ok(Self { m, k, n }),
-            _ => Err("expected three sizes, as in 8192,8192,3584".to_owned()),
+            _ => Err("expected three sizes above 0, as in 8192,8192,3584".to_owned()),
         }
     }
 }

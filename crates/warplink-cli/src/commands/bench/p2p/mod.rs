@@ -5,7 +5,7 @@ mod rig;
 
 use super::timing::{Submission, Times};
 use crate::commands::ranks;
-use crate::options::Options;
+use crate::options::{Options, step};
 use crate::report;
 use crate::report::bytes::Bytes;
 use crate::report::progress::Progress;
@@ -46,11 +46,11 @@ pub(crate) struct P2p {
     /// Smallest size
     #[arg(long, value_name = "BYTES", default_value = "4KiB")]
     from: Bytes,
-    /// Largest size [default: 1GiB on cuda, 4MiB on host]
+    /// Largest size [default: 1GiB on cuda, 4MiB on host; --from if that is larger]
     #[arg(long, value_name = "BYTES")]
     to: Option<Bytes>,
     /// Factor between sizes
-    #[arg(long, value_name = "N", default_value = "4", value_parser = clap::value_parser!(u64).range(2..))]
+    #[arg(long, value_name = "N", default_value = "4", value_parser = step::<u64>)]
     step: u64,
     /// Samples per figure
     #[arg(long, value_name = "N", default_value = "9", value_parser = clap::value_parser!(u16).range(1..))]
@@ -170,8 +170,8 @@ impl P2p {
     /// The largest size, if it goes with the smallest.
     fn largest(&self, kind: DeviceKind) -> Result<u64> {
         let to = self.to.unwrap_or(match kind {
-            DeviceKind::Cuda => Bytes(1 << 30),
-            DeviceKind::Host => Bytes(4 << 20),
+            DeviceKind::Cuda => self.from.max(Bytes(1 << 30)),
+            DeviceKind::Host => self.from.max(Bytes(4 << 20)),
         });
         ensure!(
             self.from.0 >= 8 && self.from.0 <= to.0,
