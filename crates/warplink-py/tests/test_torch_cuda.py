@@ -300,6 +300,36 @@ def test_all_to_alls_and_batches_that_go_direct():
     on_ranks(direct_messages, WORLD)
 
 
+def on_another_device(rank, world, _, place):
+    import warplink.torch
+
+    # The current GPU is the first one on both ranks.
+    dist = start(rank, world, place, pg_options=warplink.torch.Options(direct_messages=True))
+    device = torch.device("cuda", rank)
+    total = torch.ones(4, device=device)
+    dist.all_reduce(total)
+    assert (total == world).all()
+    assert torch.cuda.current_device() == 0 and dist.group.WORLD.messages_path == "direct"
+    for turn in range(3):
+        own = torch.full((2 * 70_000,), float(10 * turn + rank), device=device)
+        output = torch.zeros_like(own)
+        dist.all_to_all_single(output, own)
+        assert output.view(2, -1)[:, 0].tolist() == [10.0 * turn, 10.0 * turn + 1]
+        received = torch.zeros_like(own)
+        operations = [dist.P2POp(dist.isend, own, 1 - rank), dist.P2POp(dist.irecv, received, 1 - rank)]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        # The current stream of this device, and not that of the current one.
+        torch.cuda.current_stream(device).synchronize()
+        assert (received == 10 * turn + 1 - rank).all()
+    dist.barrier(device_ids=[rank])
+    dist.destroy_process_group()
+
+
+def test_messages_are_on_the_device_of_the_tensors():
+    on_ranks(on_another_device, WORLD)
+
+
 def differing_ends(rank, world, _, place):
     import warplink.torch
     from warplink.errors import MismatchError
