@@ -1,6 +1,6 @@
 //! The options that every subcommand takes.
 
-use crate::report::has_colour;
+use crate::report::{has_colour, print_message};
 use anyhow::{Context, Result, ensure};
 use clap::Args;
 use std::io;
@@ -14,6 +14,8 @@ use warplink::device;
 const MAX_RANKS: usize = 1024;
 
 const DEVICE_VARIABLE: &str = "WARPLINK_DEVICE";
+
+const LOG_VARIABLE: &str = "WARPLINK_LOG";
 
 /// What every subcommand takes, before or after its name.
 #[derive(Clone, Debug, Args)]
@@ -102,7 +104,7 @@ fn rank_count(text: &str) -> Result<usize, String> {
 }
 
 /// Sends the library's log to standard error. `WARPLINK_LOG` overrides the number of `-v`, with the
-/// filters of the `tracing` crates.
+/// filters of the `tracing` crates; a wrong one is reported, and counts as not set.
 pub(crate) fn start_log(verbose: u8) {
     let level = match verbose {
         0 => "warn",
@@ -110,7 +112,22 @@ pub(crate) fn start_log(verbose: u8) {
         2 => "debug",
         _ => "trace",
     };
-    let filter = EnvFilter::try_from_env("WARPLINK_LOG").unwrap_or_else(|_| EnvFilter::new(level));
+    let given = std::env::var(LOG_VARIABLE).ok();
+    let given = given.filter(|text| !text.trim().is_empty());
+    let filter = given.and_then(|text| match EnvFilter::try_new(&text) {
+        Ok(filter) => Some(filter),
+        Err(error) => {
+            // By the first process only, and not by every rank.
+            if std::env::var_os("WARPLINK_RANK").is_none() {
+                print_message(&format!(
+                    "warning: {LOG_VARIABLE} is '{text}', which is not a log filter ({error}); expected filters as \
+                     in debug or warplink=debug; logging at '{level}'"
+                ));
+            }
+            None
+        }
+    });
+    let filter = filter.unwrap_or_else(|| EnvFilter::new(level));
     // It fails only where a log was started before, which then goes on.
     let _ = tracing_subscriber::fmt()
         .with_env_filter(filter)

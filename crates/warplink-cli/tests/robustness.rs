@@ -220,6 +220,18 @@ fn output_files_are_opened_first() {
 }
 
 #[test]
+fn a_wrong_log_filter_is_reported_once() {
+    let output = warplink(&[&["demo"][..], &HOST, &SMALL].concat())
+        .env("WARPLINK_LOG", "warplink=loud")
+        .output()
+        .unwrap();
+    assert!(output.status.success());
+    let text = stderr(&output);
+    let said = "WARPLINK_LOG is 'warplink=loud', which is not a log filter";
+    assert_eq!(text.matches(said).count(), 1, "{text}");
+}
+
+#[test]
 fn help_lists_every_lowering() {
     for command in [&["demo"][..], &["bench", "overlap"], &["bench", "program"]] {
         let output = warplink(&[command, &["--help"]].concat()).output().unwrap();
