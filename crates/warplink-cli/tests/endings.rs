@@ -104,6 +104,9 @@ fn sigterm_and_sigint_reach_every_rank_and_what_it_started() {
         let (code, text) = running.finish();
         assert_eq!(code, Some(128 + number), "{text}");
         assert_eq!(running.sleeping(), 0);
+        // Not as a rank that failed.
+        let said = format!("warplink: interrupted by SIG{name}; ending the ranks\n");
+        assert_eq!(text, said);
     }
 }
 

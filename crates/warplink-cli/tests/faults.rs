@@ -6,6 +6,8 @@
 mod common;
 
 use common::{stderr, stdout, warplink};
+use std::io::{BufRead, BufReader};
+use std::process::{Command, Stdio};
 
 fn faults(more: &[&str]) -> std::process::Output {
     let arguments = [&["faults", "--device", "host"], more].concat();
@@ -50,6 +52,30 @@ fn a_stopped_rank_is_given_up_and_learns_it() {
     assert_eq!(output.status.code(), Some(0), "{text}\n{}", stderr(&output));
     assert!(text.contains("every cell is right"), "{text}");
     assert_eq!(text.matches("lost").count(), 2, "{text}");
+}
+
+/// Ctrl-C ends the command, which prints what it has by then.
+#[test]
+fn an_interrupted_table_has_the_cells_that_ran() {
+    let arguments = ["faults", "--device", "host", "-n", "2", "--jobs", "1"];
+    let mut child = warplink(&[&arguments[..], &["--fault", "kill,error"]].concat())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
+    let first = lines.find(|line| line.as_ref().unwrap().contains("[1/"));
+    assert!(first.is_some());
+    let pid = child.id().to_string();
+    let signal = Command::new("kill").args(["-s", "INT", &pid]).status();
+    assert!(signal.unwrap().success());
+    let rest: Vec<String> = lines.map(Result::unwrap).collect();
+    let output = child.wait_with_output().unwrap();
+    let table = stdout(&output);
+    assert_eq!(output.status.code(), Some(130), "{table}\n{rest:?}");
+    assert!(table.contains("were not run"), "{table}");
+    let rows = |fault: &str| table.lines().filter(|line| line.starts_with(fault)).count();
+    assert_eq!((rows("kill "), rows("error ")), (1, 0), "{table}");
 }
 
 #[test]

@@ -64,6 +64,11 @@ impl RankExit {
         u8::try_from(code).unwrap_or(1)
     }
 
+    /// Whether it ended by the signal, or with the code that says so.
+    pub(super) fn is_by(&self, signal: i32) -> bool {
+        self.signal == Some(signal) || self.code == Some(128 + signal)
+    }
+
     pub(super) fn describe(&self) -> String {
         match (self.code, self.signal) {
             (Some(code), _) => format!("exited with code {code}"),

@@ -122,7 +122,7 @@ impl Supervisor {
                 error: None,
             },
             running: ranks.len(),
-            signalled: false,
+            signalled: None,
             ending: false,
             timers: BTreeSet::new(),
             grace,
@@ -169,7 +169,8 @@ impl Supervisor {
 struct Watch {
     outcome: Outcome,
     running: usize,
-    signalled: bool,
+    /// The first signal of the launcher.
+    signalled: Option<i32>,
     ending: bool,
     /// What is to be done, and when; the next first.
     timers: BTreeSet<(Instant, Timer)>,
@@ -207,7 +208,7 @@ impl Watch {
         match event {
             Event::Exited(rank, exit) => self.exited(rank, exit),
             Event::Signal(number) => {
-                let again = std::mem::replace(&mut self.signalled, true);
+                let again = self.signalled.is_some();
                 let signal = if again {
                     None
                 } else {
@@ -215,6 +216,9 @@ impl Watch {
                 };
                 ranks.signal(signal.unwrap_or(Signal::KILL));
                 if !again {
+                    self.signalled = Some(number);
+                    let name = signal_hook::low_level::signal_name(number).unwrap_or("a signal");
+                    report::print_message(&format!("interrupted by {name}; ending the ranks"));
                     self.after(self.grace, Timer::KillStopped);
                 }
             }
@@ -248,12 +252,15 @@ impl Watch {
             return;
         }
         self.outcome.first_failure = Some(rank);
-        let rest = if self.running > 0 {
-            "; ending the other ranks"
-        } else {
-            ""
-        };
-        report::print_message(&format!("rank {rank} {}{rest}", exit.describe()));
+        // What follows from the launcher's signal is no news.
+        if !self.signalled.is_some_and(|signal| exit.is_by(signal)) {
+            let rest = if self.running > 0 {
+                "; ending the other ranks"
+            } else {
+                ""
+            };
+            report::print_message(&format!("rank {rank} {}{rest}", exit.describe()));
+        }
         self.after(SETTLE_TIME, Timer::End);
     }
 

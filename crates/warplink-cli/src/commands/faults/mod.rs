@@ -32,10 +32,10 @@ use job::JobSettings;
 use judge::Judged;
 use runner::Runner;
 use serde::Serialize;
-use signal_hook::consts::SIGTERM;
+use signal_hook::consts::{SIGINT, SIGTERM};
 use std::path::PathBuf;
 use std::process::ExitCode;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -56,9 +56,9 @@ const JOBS: usize = 3;
 ///
 /// Where ranks share GPUs, a killed one may break the multi-process service for all processes; it is then
 /// started again, and what it spoiled runs once more. Each finished cell is reported on standard error; on
-/// SIGTERM, the table of finished cells is printed.
+/// SIGINT (Ctrl-C) or SIGTERM, the table of finished cells is printed.
 ///
-/// The exit code is 1 where a cell is wrong.
+/// The exit code is 1 where a cell is wrong, and else 130 after SIGINT and 143 after SIGTERM.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  \
     warplink faults -n 4 --device host\n  \
@@ -132,8 +132,11 @@ impl Faults {
             cache: folder.0.join("cache"),
         };
         // What is done by then is printed also where this command is to end early.
-        let ending = Arc::new(AtomicBool::new(false));
-        signal_hook::flag::register(SIGTERM, ending.clone()).context("handle SIGTERM")?;
+        let ending = Arc::new(AtomicUsize::new(0));
+        for signal in [SIGINT, SIGTERM] {
+            signal_hook::flag::register_usize(signal, ending.clone(), signal as usize)
+                .context("handle signals")?;
+        }
         let started = Instant::now();
         let runner = Runner::new(&settings)?;
         let next = AtomicUsize::new(0);
@@ -144,7 +147,7 @@ impl Faults {
                     while let Some(&cell) = cells.get(next.fetch_add(1, Ordering::Relaxed)) {
                         let judged = runner.run(cell);
                         // Its ranks got the signal too.
-                        if ending.load(Ordering::Relaxed) {
+                        if ending.load(Ordering::Relaxed) != 0 {
                             return;
                         }
                         if let Ok(mut results) = results.lock() {
@@ -173,7 +176,11 @@ impl Faults {
         } else {
             report::print_text(&table::text(&report, &faults, &phases))?;
         }
-        Ok(ExitCode::from(u8::from(report.wrong + report.not_run > 0)))
+        Ok(match (report.wrong, ending.load(Ordering::Relaxed)) {
+            (0, 0) => ExitCode::from(u8::from(report.not_run > 0)),
+            (0, signal) => ExitCode::from(u8::try_from(128 + signal).unwrap_or(1)),
+            _ => ExitCode::FAILURE,
+        })
     }
 }
 

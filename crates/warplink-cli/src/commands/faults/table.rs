@@ -9,7 +9,8 @@ pub(super) fn text(report: &Report, faults: &[Fault], phases: &[Phase]) -> Strin
     let columns: Vec<String> = phases.iter().map(|&phase| name(phase)).collect();
     let heading = [("fault", Align::Left)].into_iter();
     let mut table = Table::new(heading.chain(columns.iter().map(|name| (&**name, Align::Left))));
-    for &fault in faults {
+    let ran = |fault| report.cells.iter().any(|judged| judged.cell.fault == fault);
+    for &fault in faults.iter().filter(|&&fault| ran(fault)) {
         let cells = phases
             .iter()
             .map(|&phase| cell(report, Cell { fault, phase }));
@@ -45,7 +46,7 @@ pub(super) fn text(report: &Report, faults: &[Fault], phases: &[Phase]) -> Strin
 
 fn cell(report: &Report, cell: Cell) -> String {
     let Some(judged) = report.cells.iter().find(|judged| judged.cell == cell) else {
-        return "NOT RUN".to_owned();
+        return "not run".to_owned();
     };
     let wrong = if judged.problems.is_empty() {
         ""
