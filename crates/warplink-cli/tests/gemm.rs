@@ -148,6 +148,36 @@ fn the_demo_refuses_what_cannot_be_shared() {
 }
 
 #[test]
+fn bench_overlap_rounds_its_own_shapes_only() {
+    let quick = [
+        "--samples",
+        "1",
+        "--lowerings",
+        "collective",
+        "--device",
+        "host",
+        "-n",
+        "3",
+    ];
+    let args = [&["bench", "overlap", "--json"], &quick[..]].concat();
+    let report = json(&args);
+    for shape in report["shapes"].as_array().unwrap() {
+        let multiple = |name: &str| shape[name].as_u64().unwrap().is_multiple_of(3);
+        assert!(multiple("m") && multiple("k"), "{shape}");
+    }
+    let output = warplink(&[&["bench", "overlap", "--shape", "8,9,8"], &quick[..]].concat())
+        .output()
+        .unwrap();
+    let text = stderr(&output);
+    let said = "m = 8 is not divisible by 3 ranks";
+    assert_eq!(
+        (output.status.code(), text.matches(said).count()),
+        (Some(1), 1),
+        "{text}"
+    );
+}
+
+#[test]
 fn bench_overlap_measures_every_lowering() {
     let folder = tempfile::tempdir().unwrap();
     let (file, plot) = (folder.path().join("o.json"), folder.path().join("o.svg"));

@@ -42,7 +42,7 @@ use warplink::{Communicator, DType, DeviceKind, ErrorKind};
     warplink bench overlap --device host -n 2 --shape 256,256,256")]
 pub(crate) struct Overlap {
     /// Shape m,k,n: A is m x k, B is k x n; may be repeated [default: four shapes on cuda, two
-    /// small ones on host]
+    /// small ones on host, rounded up to what the ranks can share]
     #[arg(long = "shape", value_name = "M,K,N")]
     shapes: Vec<Shape>,
     /// All combinations of m, k and n from 512 to 16384, as in the DDLB benchmark
@@ -183,7 +183,11 @@ impl Overlap {
             std::fs::create_dir_all(folder)
                 .with_context(|| format!("create {}", folder.display()))?;
         }
-        ranks::run(options, |comm| {
+        let check = |kind, world| {
+            let problems = self.problems(kind, world);
+            problems.iter().try_for_each(|problem| problem.check(world))
+        };
+        ranks::run_checked(options, check, |comm| {
             let report = self.measure(comm)?;
             if comm.rank() == 0 {
                 if options.json {
@@ -217,7 +221,7 @@ impl Overlap {
         let kind = comm.device().kind();
         let seed = common_seed(comm, self.seed)?;
         let problems = match self.random {
-            None => self.problems(kind),
+            None => self.problems(kind, comm.world()),
             Some(count) => self.random_problems(count, comm, seed),
         };
         for problem in &problems {
@@ -328,8 +332,14 @@ impl Overlap {
         }
     }
 
-    fn problems(&self, kind: DeviceKind) -> Vec<Problem> {
-        let shape = |(m, k, n)| Shape { m, k, n };
+    fn problems(&self, kind: DeviceKind, world: usize) -> Vec<Problem> {
+        // All ranks have the same part of the rows, or of the columns, of A.
+        let round = |size: usize| size.next_multiple_of(world);
+        let shape = |(m, k, n)| Shape {
+            m: round(m),
+            k: round(k),
+            n,
+        };
         let shapes: Vec<Shape> = match (&self.shapes[..], self.ddlb, kind) {
             (given @ [_, ..], ..) => given.to_vec(),
             (_, true, _) => DDLB
