@@ -19,7 +19,7 @@
 //! | [`find`] | which model describes a device |
 //! | `link`, `symmetry` | which transfers belong together; whether all ranks do the same |
 //! | `build`, `operations`, `post` | from operations to steps of streams |
-//! | `launch`, `class`, `section` | kernel sections: which lanes stand for all, and their steps |
+//! | `launch`, `class`, `outline`, `section` | kernel sections: which lanes stand for all, and their steps |
 //! | `schedule`, `step` | the steps, and what they need |
 //! | `simulate`, `resources` | the simulation, and how work that runs at one time shares resources |
 //! | [`report`], `bound` | the result, and what time goes to |
@@ -60,6 +60,7 @@ mod launches;
 mod link;
 pub mod model;
 mod operations;
+mod outline;
 mod post;
 pub mod report;
 mod resources;
