@@ -52,6 +52,35 @@ fn lanes_are_told_apart_by_what_they_do() {
             "put X[lane of 8] to R[0][lane of 8] on lane % world",
             vec![(0, 2), (1, 2), (2, 2), (3, 2)],
         ),
+        (
+            "signal (rank + r) % world for r in 1..1 + lane % 2",
+            vec![(0, 4), (1, 4)],
+        ),
+        (
+            "for c in 0..2 { signal (rank + r) % world for r in 1..1 + lane % 2 }",
+            vec![(0, 4), (1, 4)],
+        ),
+        (
+            "for c in 0..2 { wait (rank + r) % world for r in 1 + lane % 2..world }",
+            vec![(0, 4), (1, 4)],
+        ),
+        (
+            "for c in 0..2 { Y[0..16] on rank + r for r in 0..1 + lane % 2 = reduce(X[0..16], sum) }",
+            vec![(0, 4), (1, 4)],
+        ),
+        (
+            "for c in 0..2 { Y[0..16] = reduce(X[0..16], R[r][0..16] for r in 0..lane % 3, sum) }",
+            vec![(0, 3), (1, 3), (2, 2)],
+        ),
+        // Whom a lane addresses may depend on the bound where the list is as long.
+        (
+            "signal (rank + r) % world for r in lane % 2..lane % 2 + 1",
+            vec![(0, 4), (1, 4)],
+        ),
+        (
+            "for c in 0..2 { Y[0..16] = copy(X[0..16] if lane == 0 else R[0][0..16]) }",
+            vec![(0, 1), (1, 7)],
+        ),
     ] {
         let ranks = ranks(8, body);
         let section = sections(&ranks[0]).next().unwrap();

@@ -7,7 +7,7 @@
 use crate::program::construct::{Each, Loop, Selection, TensorRef};
 use crate::program::expr::{Condition, Expr};
 use crate::program::section::SectionInstance;
-use crate::program::section::ir::{Place, Receiver, Step, StepKind};
+use crate::program::section::ir::{Place, Receiver, Source, Step, StepKind};
 use std::collections::HashSet;
 
 /// The most items of a list that are looked at.
@@ -67,11 +67,9 @@ impl<'s> Outline<'s> {
             StepKind::Barrier | StepKind::Agree(_) => {}
             StepKind::Move(it) => {
                 self.each(&it.targets, Self::place);
-                self.each(&it.sources, |outline, source| {
-                    outline.place(&source.place);
-                    if let Some((_, place)) = &source.otherwise {
-                        outline.place(place);
-                    }
+                self.each(&it.sources, |outline, source| match &source.otherwise {
+                    Some((condition, place)) if !outline.holds(condition) => outline.place(place),
+                    _ => outline.place(&source.place),
                 });
             }
             StepKind::Signal(receivers) => self.each(receivers, Self::receiver),
@@ -79,21 +77,26 @@ impl<'s> Outline<'s> {
             StepKind::For(it) => self.repeated(it),
             StepKind::If(branch) => {
                 for arm in &branch.arms {
-                    let holds = arm.condition.evaluate(&|name| self.named(name));
-                    let holds = holds.unwrap_or(false);
-                    if self
-                        .varying
-                        .is_none_or(|names| condition_mentions(&arm.condition, names))
-                    {
-                        self.said.push(i64::from(holds));
-                    }
-                    if holds {
+                    if self.holds(&arm.condition) {
                         return self.body(&arm.body);
                     }
                 }
                 self.body(&branch.otherwise);
             }
         }
+    }
+
+    /// Whether a condition holds, which is noted.
+    fn holds(&mut self, condition: &Condition) -> bool {
+        let holds = condition.evaluate(&|name| self.named(name));
+        let holds = holds.unwrap_or(false);
+        if self
+            .varying
+            .is_none_or(|names| condition_mentions(condition, names))
+        {
+            self.said.push(i64::from(holds));
+        }
+        holds
     }
 
     fn repeated(&mut self, it: &'s Loop<Step>) {
@@ -207,21 +210,24 @@ impl<'s> Outline<'s> {
             StepKind::LetTensor { value, .. } => tensor(value),
             StepKind::LetInteger { .. } | StepKind::Barrier | StepKind::Agree(_) => false,
             StepKind::Announce(it) => {
-                let mut ranks = it.peers.iter().flatten();
-                ranks.any(|each| mentions(&each.item, names))
+                let mut peers = it.peers.iter();
+                peers.any(|ranks| any_of(ranks, names, |rank| mentions(rank, names)))
             }
             StepKind::Move(it) => {
-                it.targets.iter().any(|each| place(&each.item))
-                    || it.sources.iter().any(|each| {
-                        let otherwise = each.item.otherwise.as_ref();
-                        place(&each.item.place) || otherwise.is_some_and(|(_, other)| place(other))
-                    })
+                let source = |source: &Source| {
+                    let otherwise = source.otherwise.as_ref();
+                    place(&source.place)
+                        || otherwise.is_some_and(|(condition, other)| {
+                            condition_mentions(condition, names) || place(other)
+                        })
+                };
+                any_of(&it.targets, names, place) || any_of(&it.sources, names, source)
             }
-            StepKind::Signal(receivers) => receivers.iter().any(|each| {
-                let lane = each.item.lane.as_ref();
-                mentions(&each.item.rank, names) || lane.is_some_and(|lane| mentions(lane, names))
+            StepKind::Signal(receivers) => any_of(receivers, names, |receiver| {
+                let lane = receiver.lane.as_ref();
+                mentions(&receiver.rank, names) || lane.is_some_and(|lane| mentions(lane, names))
             }),
-            StepKind::Wait(ranks) => ranks.iter().any(|each| mentions(&each.item, names)),
+            StepKind::Wait(ranks) => any_of(ranks, names, |rank| mentions(rank, names)),
             StepKind::For(it) => {
                 mentions(&it.from, names) || mentions(&it.to, names) || self.any_matter(&it.body)
             }
@@ -254,26 +260,41 @@ impl<'s> Outline<'s> {
 
 /// The names whose values depend on the lane.
 pub(super) fn varying(section: &SectionInstance) -> HashSet<&str> {
+    fn range<'s>(index: &'s str, bounds: [&'s Expr; 2], names: &mut HashSet<&'s str>) {
+        if bounds.iter().any(|bound| mentions(bound, names)) {
+            names.insert(index);
+        }
+    }
+    fn list<'s, T>(list: &'s [Each<T>], names: &mut HashSet<&'s str>) {
+        for over in list.iter().filter_map(|each| each.over.as_ref()) {
+            range(&over.index, [&over.from, &over.to], names);
+        }
+    }
     fn note<'s>(steps: &'s [Step], names: &mut HashSet<&'s str>) {
-        let over = |index: &'s str, bounds: [&'s Expr; 2], names: &mut HashSet<&'s str>| {
-            if bounds.iter().any(|bound| mentions(bound, names)) {
-                names.insert(index);
-            }
-        };
         for step in steps {
             match &step.kind {
                 StepKind::LetInteger { name, value } if mentions(value, names) => {
                     names.insert(name);
                 }
+                StepKind::LetInteger { .. }
+                | StepKind::LetTensor { .. }
+                | StepKind::Barrier
+                | StepKind::Agree(_) => {}
+                StepKind::Announce(it) => it.peers.iter().for_each(|peers| list(peers, names)),
+                StepKind::Move(it) => {
+                    list(&it.targets, names);
+                    list(&it.sources, names);
+                }
+                StepKind::Signal(receivers) => list(receivers, names),
+                StepKind::Wait(ranks) => list(ranks, names),
                 StepKind::For(it) => {
-                    over(&it.index, [&it.from, &it.to], names);
+                    range(&it.index, [&it.from, &it.to], names);
                     note(&it.body, names);
                 }
                 StepKind::If(branch) => {
                     branch.arms.iter().for_each(|arm| note(&arm.body, names));
                     note(&branch.otherwise, names);
                 }
-                _ => {}
             }
         }
     }
@@ -300,4 +321,13 @@ fn condition_mentions(condition: &Condition, names: &HashSet<&str>) -> bool {
             condition_mentions(a, names) || condition_mentions(b, names)
         }
     }
+}
+
+/// Whether a list is longer or shorter by the names, or one of its items matters.
+fn any_of<T>(list: &[Each<T>], names: &HashSet<&str>, item: impl Fn(&T) -> bool) -> bool {
+    list.iter().any(|each| {
+        let over = each.over.as_ref();
+        over.is_some_and(|over| mentions(&over.from, names) || mentions(&over.to, names))
+            || item(&each.item)
+    })
 }
