@@ -367,6 +367,19 @@ fn lanes_that_do_different_things_wait_for_one_another() {
     takes(cost.busy[1].ingress, 6400.0);
 }
 
+/// One lane of rank 1 copies for long, and all wait for it. By what rank 0 does, its lanes are alike.
+#[test]
+fn a_rank_does_not_stand_for_another_whose_lanes_differ() {
+    let copies = "if lane >= 8 - rank { for c in 0..100 { R = copy(X) } }";
+    let tensors = "input X: u8[64]\n scratch R: u8[64]";
+    let all = 10_000.0 + 100.0 * (3.0 + 64.0 / 4.0);
+    let cost = of_lanes(2, tensors, 8, 64, copies);
+    assert!(!cost.symmetric);
+    takes(cost.seconds, all);
+    let cost = of_lanes(2, tensors, 8, 64, &format!("{copies}\n barrier"));
+    takes(cost.seconds, all + 1000.0);
+}
+
 /// Long loops take as many times longer as they have iterations.
 #[test]
 fn a_few_iterations_stand_for_all() {

@@ -15,7 +15,7 @@ fn ranks(lanes: usize, body: &str) -> Vec<RankProgram> {
 }
 
 /// First lanes and numbers of lanes.
-fn found(classes: &[Class]) -> Vec<(usize, usize)> {
+fn found(classes: &[LaneClass]) -> Vec<(usize, usize)> {
     classes.iter().map(|it| (it.lane, it.count)).collect()
 }
 
@@ -47,6 +47,14 @@ fn lanes_are_told_apart_by_what_they_do() {
         (
             "Y[lane * 16..lane * 16 + 16] = copy(X[lane * 16..lane * 16 + 16])",
             vec![(0, 8)],
+        ),
+        (
+            "Y[lane * 16..(lane + 1) * 16] = copy(X[lane * 16..(lane + 1) * 16])",
+            vec![(0, 8)],
+        ),
+        (
+            "Y[0..lane / 4 * 16 + 16] = copy(X[16..16 + (lane / 4 + 1) * 16])",
+            vec![(0, 4), (4, 4)],
         ),
         (
             "put X[lane of 8] to R[0][lane of 8] on lane % world",
@@ -84,7 +92,8 @@ fn lanes_are_told_apart_by_what_they_do() {
     ] {
         let ranks = ranks(8, body);
         let section = sections(&ranks[0]).next().unwrap();
-        let (classes, of_lane) = classes(section);
+        let of_lane = classes(section);
+        let classes = members(&of_lane);
         assert_eq!(found(&classes), expected, "{body}");
         for (class, it) in classes.iter().enumerate() {
             assert_eq!(of_lane[it.lane], class);
@@ -100,7 +109,7 @@ fn halves_are_the_first_and_the_last_lanes_of_a_class() {
         "if lane == 2 { barrier } else { Y[lane of 8] = copy(X[lane of 8]) }",
     );
     let section = sections(&ranks[0]).next().unwrap();
-    let (halves, of_lane) = halved(section);
+    let (halves, of_lane) = halved(classes(section));
     assert_eq!(found(&halves), [(0, 4), (5, 3), (2, 1)]);
     assert_eq!(
         halves.iter().map(|it| it.half).collect::<Vec<_>>(),
@@ -130,13 +139,27 @@ fn ranks_that_turn_into_one_another_are_the_same() {
             false,
         ),
         ("if rank == 0 { barrier }", false),
+        // The lane of another rank differs from the one that stands for it on this one.
+        ("if lane == 1 and rank == 1 { barrier }", false),
+        ("if lane >= 3 - rank { barrier }", false),
         ("for c in 0..rank { barrier }", false),
         ("Y[0..rank * 16] = copy(X[0..rank * 16])", false),
     ] {
         let ranks = ranks(2, body);
         let all: Vec<&SectionInstance> = ranks.iter().flat_map(sections).collect();
-        let own = classes(all[0]).0;
+        let own = classes(all[0]);
         let same = all[1..].iter().all(|other| same(all[0], &own, other));
         assert_eq!(same, expected, "{body}");
     }
+}
+
+#[test]
+fn ranks_that_differ_have_classes_in_common() {
+    let ranks = ranks(8, "if lane >= 8 - 2 * rank { barrier }");
+    let of_ranks: Vec<Vec<usize>> = ranks.iter().flat_map(sections).map(classes).collect();
+    assert_eq!(of_ranks[0], [0; 8]);
+    assert_eq!(of_ranks[1], [0, 0, 0, 0, 0, 0, 1, 1]);
+    let all: Vec<&Vec<usize>> = of_ranks.iter().collect();
+    assert_eq!(common(&all), [0, 0, 1, 1, 2, 2, 3, 3]);
+    assert_eq!(common(&all[..1]), of_ranks[0]);
 }

@@ -1,6 +1,6 @@
 //! A launch of a kernel section: which lanes are simulated, their steps, and the counters by which they wait.
 
-use super::class::{self, Class};
+use super::class::{self, LaneClass};
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::program::section::{
     LaneStep, LaneStepKind, Part, ScratchId, SectionInstance, SectionMemory,
@@ -22,7 +22,7 @@ pub(super) struct Launch {
 /// What the lanes of a class do.
 #[derive(Debug)]
 pub(super) struct Steps {
-    pub(super) class: Class,
+    pub(super) class: LaneClass,
     /// Each with how many it stands for.
     pub(super) steps: Vec<(LaneStep, f64)>,
 }
@@ -102,10 +102,14 @@ pub(super) fn sections(program: &RankProgram) -> impl Iterator<Item = &SectionIn
     })
 }
 
-/// What the lanes of a launch do, where all ranks reach what they announce.
-pub(super) fn launch(section: &SectionInstance, iterations: u64) -> Result<Launch> {
-    let (classes, of_lane) = class::halved(section);
-    let steps = |class: Class| -> Result<Steps> {
+/// What the lanes of a launch do, where all ranks reach what they announce; `classes` are those of its lanes.
+pub(super) fn launch(
+    section: &SectionInstance,
+    classes: Vec<usize>,
+    iterations: u64,
+) -> Result<Launch> {
+    let (classes, of_lane) = class::halved(classes);
+    let steps = |class: LaneClass| -> Result<Steps> {
         let sampled = section.sampled_steps(class.lane, 0, iterations);
         let (steps, weights) = sampled.map_err(|diagnostic| {
             Error::new(ErrorKind::Verification, diagnostic.message)

@@ -1,9 +1,11 @@
 //! The launches of all ranks: what they have to do with one another.
 
+use super::class;
 use super::launch::{Launch, launch, sections};
 use super::schedule::Schedule;
 use crate::error::Result;
-use crate::program::section::ScratchId;
+use crate::program::RankProgram;
+use crate::program::section::{ScratchId, SectionInstance};
 use std::collections::{BTreeMap, HashMap};
 
 impl Schedule<'_> {
@@ -12,15 +14,7 @@ impl Schedule<'_> {
     /// # Errors
     /// [`ErrorKind::Verification`] for a section that cannot be resolved.
     pub(super) fn find_launches(&mut self, iterations: u64) -> Result<()> {
-        let of_program = |program| {
-            let launches = sections(program).map(|section| launch(section, iterations));
-            launches.collect::<Result<Vec<Launch>>>()
-        };
-        self.launches = self
-            .programs
-            .iter()
-            .map(of_program)
-            .collect::<Result<_>>()?;
+        self.launches = all_launches(self.programs, iterations)?;
         // What comes to the lanes of a class and what they read, by launch, scratch, rank and class; and how much comes
         // to all of them.
         let mut own: BTreeMap<(usize, ScratchId, usize, usize), [f64; 2]> = BTreeMap::new();
@@ -61,4 +55,17 @@ impl Schedule<'_> {
         }
         Ok(())
     }
+}
+
+/// The launches of each rank. Of those with as many lanes, the ranks' classes are common.
+fn all_launches(programs: &[RankProgram], iterations: u64) -> Result<Vec<Vec<Launch>>> {
+    let classes = |program| sections(program).map(class::classes).collect();
+    let classes: Vec<Vec<Vec<usize>>> = programs.iter().map(classes).collect();
+    let of_launch = |(number, section): (usize, &SectionInstance)| {
+        let others = classes.iter().filter_map(|of_rank| of_rank.get(number));
+        let alike: Vec<&Vec<usize>> = others.filter(|of| of.len() == section.lanes).collect();
+        launch(section, class::common(&alike), iterations)
+    };
+    let of_program = |program| sections(program).enumerate().map(of_launch).collect();
+    programs.iter().map(of_program).collect()
 }

@@ -5,7 +5,7 @@
 //! except that the last of several parts may be shorter.
 
 use crate::program::construct::{Each, Loop, Selection, TensorRef};
-use crate::program::expr::{Condition, Expr};
+use crate::program::expr::{Condition, Expr, Operator};
 use crate::program::section::SectionInstance;
 use crate::program::section::ir::{Place, Receiver, Source, Step, StepKind};
 use std::collections::HashSet;
@@ -155,10 +155,17 @@ impl<'s> Outline<'s> {
     fn tensor(&mut self, tensor: &'s TensorRef) {
         for selection in &tensor.selections {
             match selection {
-                Selection::Range(from, to) if self.matters(from) || self.matters(to) => {
-                    let length = self.value(to).saturating_sub(self.value(from));
-                    self.said.push(length);
-                }
+                Selection::Range(from, to) => match length(from, to) {
+                    Some(length) if self.matters(length) => {
+                        let length = self.value(length);
+                        self.said.push(length);
+                    }
+                    None if self.matters(from) || self.matters(to) => {
+                        let length = self.value(to).saturating_sub(self.value(from));
+                        self.said.push(length);
+                    }
+                    _ => {}
+                },
                 Selection::Part(_, parts) if self.matters(parts) => {
                     let parts = self.value(parts);
                     self.said.push(parts);
@@ -198,7 +205,10 @@ impl<'s> Outline<'s> {
         };
         let tensor = |tensor: &TensorRef| {
             tensor.selections.iter().any(|selection| match selection {
-                Selection::Range(from, to) => mentions(from, names) || mentions(to, names),
+                Selection::Range(from, to) => match length(from, to) {
+                    Some(length) => mentions(length, names),
+                    None => mentions(from, names) || mentions(to, names),
+                },
                 Selection::Part(_, parts) => mentions(parts, names),
                 _ => false,
             })
@@ -320,6 +330,24 @@ fn condition_mentions(condition: &Condition, names: &HashSet<&str>) -> bool {
         Condition::And(a, b) | Condition::Or(a, b) => {
             condition_mentions(a, names) || condition_mentions(b, names)
         }
+    }
+}
+
+/// How long `from..to` is, where that is said: of `a..a + b` and `a * b..(a + 1) * b`, it is `b`. So lanes need not be
+/// gone through for where their parts lie.
+fn length<'e>(from: &Expr, to: &'e Expr) -> Option<&'e Expr> {
+    match (from, to) {
+        (_, Expr::Binary(Operator::Add, a, b)) if **a == *from => Some(b),
+        (
+            Expr::Binary(Operator::Multiply, index, unit),
+            Expr::Binary(Operator::Multiply, next, other),
+        ) if unit == other => match &**next {
+            Expr::Binary(Operator::Add, a, b) if a == index && **b == Expr::Number(1) => {
+                Some(other)
+            }
+            _ => None,
+        },
+        _ => None,
     }
 }
 

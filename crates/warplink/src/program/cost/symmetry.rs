@@ -1,6 +1,6 @@
 //! Whether all ranks do the same in rotation, so that one of them stands for all.
 
-use super::class::{self, Class};
+use super::class;
 use super::launch::sections;
 use super::link::Partners;
 use crate::program::{OperationKind, RankProgram};
@@ -13,9 +13,7 @@ pub(super) fn is_symmetric(ranks: &[RankProgram], partners: &Partners) -> bool {
         return true;
     };
     let world = ranks.len();
-    let classes: Vec<Vec<Class>> = sections(first)
-        .map(|section| class::classes(section).0)
-        .collect();
+    let classes: Vec<Vec<usize>> = sections(first).map(class::classes).collect();
     rest.iter().zip(1..).all(|(rank, number)| {
         let distance = |peer: usize, from: usize| (peer + world - from) % world;
         rank.streams == first.streams
