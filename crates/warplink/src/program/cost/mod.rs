@@ -76,7 +76,7 @@ pub use model::HardwareModel;
 pub use report::{Busy, Cost, Span};
 
 use super::RankProgram;
-use crate::error::{Error, Result};
+use crate::error::Result;
 
 /// How a program is given to the device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -126,15 +126,20 @@ pub fn simulate_with(
     } else {
         ranks
     };
-    let within = |iterations| {
-        let world = ranks.len();
-        let schedule =
-            schedule::Schedule::new(simulated, world, &partners, model, options, iterations)?;
-        let outcome = simulate::run(&schedule, options.timeline)?;
-        Ok(report::cost(&schedule, outcome, model))
+    let world = ranks.len();
+    let of = |iterations| {
+        schedule::Schedule::new(simulated, world, &partners, model, options, iterations)
     };
-    // Iterations that stand for others may leave a lane without what a whole loop would have told it.
-    within(launch::MOST_ITERATIONS).or_else(|_: Error| within(u64::MAX))
+    let mut schedule = of(launch::MOST_ITERATIONS)?;
+    let outcome = match simulate::run(&schedule, options.timeline) {
+        Ok(outcome) => outcome,
+        // Iterations that stand for others may leave a lane without what a whole loop would have told it.
+        Err(_) => {
+            schedule = of(u64::MAX)?;
+            simulate::run(&schedule, options.timeline)?
+        }
+    };
+    Ok(report::cost(&schedule, outcome, model))
 }
 
 #[cfg(test)]
@@ -245,8 +250,8 @@ mod tests {
         }
     }
 
-    /// In one of `divisor` iterations, ranks wait for one another.
-    fn seconds_by_turns(body: &str, iterations: i64) -> [f64; 2] {
+    /// The programs of two ranks whose lanes do `body` so often.
+    fn turns(body: &str, iterations: i64) -> Vec<RankProgram> {
         let text = format!(
             "program turns(k) {{\n input X: u8[16]\n output Y: u8[16]\n \
              kernel lane in 0..8 threads 512 {{\n for c in 0..k {{\n{body}\n}}\n}}\n}}\n"
@@ -255,7 +260,12 @@ mod tests {
         let mut parameters = Parameters::new();
         parameters.insert("k", iterations);
         let rank = |rank| unroll(&program, rank, 2, 1, &parameters).unwrap();
-        let ranks: Vec<RankProgram> = (0..2).map(rank).collect();
+        (0..2).map(rank).collect()
+    }
+
+    /// With a few iterations and with all.
+    fn seconds_by_turns(body: &str, iterations: i64) -> [f64; 2] {
+        let ranks = turns(body, iterations);
         let partners = link::partners(&ranks).unwrap();
         let model = find::shipped("h200-2").unwrap();
         [launch::MOST_ITERATIONS, u64::MAX]
@@ -304,6 +314,33 @@ mod tests {
         let [few, all] =
             seconds_by_turns("if c / 2 * 2 == c { signal 1 - rank\n wait 1 - rank }", 30);
         assert!((0.7..1.4).contains(&(few / all)), "{few} {all}");
+    }
+
+    #[test]
+    fn all_iterations_are_simulated_where_a_few_do_not_end() {
+        let model = find::shipped("h200-2").unwrap();
+        // The others wait for what is left out.
+        let body = "if (c ^ 1) > c { signal 1 - rank } else { wait 1 - rank }";
+        let ranks = turns(body, 100);
+        let partners = link::partners(&ranks).unwrap();
+        let options = SimulateOptions::default();
+        let [few, all] = [launch::MOST_ITERATIONS, u64::MAX].map(|most| {
+            let schedule =
+                schedule::Schedule::new(&ranks[..1], 2, &partners, &model, options, most).unwrap();
+            simulate::run(&schedule, false).map(|outcome| outcome.seconds)
+        });
+        assert!(few.is_err(), "{few:?}");
+        let cost = simulate(&ranks, &model).unwrap();
+        assert!((cost.seconds / all.unwrap() - 1.0).abs() < 1e-9, "{cost}");
+    }
+
+    /// All iterations would be too many, which is not what is wrong.
+    #[test]
+    fn a_step_that_cannot_be_resolved_is_an_error_at_once() {
+        let model = find::shipped("h200-2").unwrap();
+        let body = "if c > 99998 { Y[0..17] = copy(X[0..17]) }";
+        let error = simulate(&turns(body, 100_000), &model).unwrap_err();
+        assert!(error.to_string().contains("selects 0..17"), "{error}");
     }
 
     #[test]
