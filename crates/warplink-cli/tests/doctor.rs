@@ -100,7 +100,10 @@ fn a_setting_that_keeps_ranks_from_starting_is_reported() {
         .find(|check| check["area"] == "host device")
         .unwrap();
     assert!(
-        failed["detail"].as_str().unwrap().contains("push"),
+        failed["detail"]
+            .as_str()
+            .unwrap()
+            .contains("unknown protocol 'push'; expected get or put (key WARPLINK_PROTOCOL)"),
         "{failed}"
     );
 }

@@ -1,24 +1,23 @@
 //! `warplink bench section`: a program made of kernel sections, beside the vendor's collective.
 
+mod report;
+
 use super::collective::data::{Inputs, different};
-use super::timing::{Clock, Submission, Times, Work};
+use super::timing::{Clock, Submission, Work};
 use crate::commands::program::{Source, Text};
 use crate::commands::ranks;
 use crate::gemm::common_seed;
 use crate::options::Options;
 use crate::report::bytes::Bytes;
-use crate::report::table::{Align, Table};
 use crate::report::{print_json, print_message, print_text};
 use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
-use serde::Serialize;
+use report::{Kernel, Report, Row};
 use std::process::ExitCode;
 use warplink::collective::{Call, CollectiveKind};
-use warplink::device::{AllocationKind, DeviceSlice, KernelResources, Priority, ReduceOp, Stream};
+use warplink::device::{AllocationKind, DeviceSlice, Priority, ReduceOp, Stream};
 use warplink::program::ir::{Role, Statement, StatementKind};
-use warplink::program::{
-    Bindings, Executor, KernelReport, Parameters, Plan, PrepareOptions, Program,
-};
+use warplink::program::{Bindings, Executor, Parameters, Plan, PrepareOptions, Program};
 use warplink::{Communicator, DType, ErrorKind};
 
 /// Time a program of kernel sections
@@ -67,44 +66,6 @@ pub(crate) struct Section {
     /// Print every combination, not only the fastest for each size
     #[arg(long)]
     all: bool,
-}
-
-#[derive(Clone, Debug, Serialize)]
-struct Row {
-    bytes: usize,
-    values: Vec<(String, i64)>,
-    seconds: Times,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    collective: Option<Times>,
-    /// Elements of all ranks' outputs that differ.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    different: Option<u64>,
-    kernels: Vec<Kernel>,
-}
-
-#[derive(Clone, Copy, Debug, Serialize)]
-struct Kernel {
-    line: u32,
-    lanes: usize,
-    threads: usize,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    registers: Option<u32>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    shared_bytes: Option<u32>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    local_bytes: Option<u32>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    blocks_per_multiprocessor: Option<u32>,
-}
-
-#[derive(Debug, Serialize)]
-struct Report {
-    benchmark: &'static str,
-    program: String,
-    device: String,
-    ranks: usize,
-    against: String,
-    rows: Vec<Row>,
 }
 
 /// The memory of a rank for one size.
@@ -393,78 +354,6 @@ impl Memory {
             let rank = rank.as_slice().try_into().context("read a rank's count")?;
             Ok(sum + u64::from_le_bytes(rank))
         })
-    }
-}
-
-impl From<KernelReport> for Kernel {
-    fn from(report: KernelReport) -> Self {
-        let of = |value: fn(&KernelResources) -> u32| report.resources.as_ref().map(value);
-        Self {
-            line: report.line,
-            lanes: report.lanes,
-            threads: report.threads,
-            registers: of(|r| r.registers),
-            shared_bytes: of(|r| r.shared_bytes),
-            local_bytes: of(|r| r.local_bytes),
-            blocks_per_multiprocessor: of(|r| r.blocks_per_multiprocessor),
-        }
-    }
-}
-
-impl Report {
-    /// Whether every output is the collective's.
-    fn is_right(&self) -> bool {
-        self.rows
-            .iter()
-            .all(|row| row.different.is_none_or(|count| count == 0))
-    }
-
-    fn text(&self) -> String {
-        let columns = [
-            ("bytes", Align::Right),
-            ("us", Align::Right),
-            ("GB/s", Align::Right),
-            (self.against.as_str(), Align::Right),
-            ("speedup", Align::Right),
-            ("differ", Align::Right),
-            ("lanes x threads", Align::Right),
-            ("registers", Align::Right),
-            ("blocks fit", Align::Right),
-            ("values", Align::Left),
-        ];
-        let mut table = Table::new(columns);
-        for row in &self.rows {
-            let time = row.seconds.median;
-            let collective = row.collective.map(|times| times.median);
-            let or_empty = |text: Option<String>| text.unwrap_or_default();
-            let each = |of: &dyn Fn(&Kernel) -> String| {
-                let all: Vec<String> = row.kernels.iter().map(of).collect();
-                all.join(", ")
-            };
-            let values = row
-                .values
-                .iter()
-                .map(|(name, value)| format!("{name}={value}"));
-            table.row([
-                row.bytes.to_string(),
-                format!("{:.2}", time * 1e6),
-                format!("{:.1}", row.bytes as f64 / time / 1e9),
-                or_empty(collective.map(|time| format!("{:.2}", time * 1e6))),
-                or_empty(collective.map(|collective| format!("{:.2}", collective / time))),
-                or_empty(row.different.map(|count| count.to_string())),
-                each(&|kernel| format!("{} x {}", kernel.lanes, kernel.threads)),
-                each(&|kernel| kernel.registers.map_or_else(String::new, |r| r.to_string())),
-                each(&|kernel| {
-                    let blocks = kernel.blocks_per_multiprocessor;
-                    blocks.map_or_else(String::new, |blocks| blocks.to_string())
-                }),
-                values.collect::<Vec<_>>().join(" "),
-            ]);
-        }
-        format!(
-            "{} on {} ranks, {}; runs in graphs\n\n{table}",
-            self.program, self.ranks, self.device
-        )
     }
 }
 
