@@ -112,6 +112,13 @@ impl Section {
             has_kernel(&text.program.body) || bodies.any(|body| has_kernel(body)),
             "program '{name}' has no kernel section; expected at least one; help: time it with warplink program run"
         );
+        let parameters = text.program.parameters.iter();
+        let parameters: Vec<&str> = parameters.map(|it| it.name.as_str()).collect();
+        ensure!(
+            parameters.contains(&length.as_str()),
+            "--length is '{length}', which is no parameter of '{name}'; expected one of {}",
+            parameters.join(", ")
+        );
         ensure!(
             text.parameters.value(length).is_none(),
             "--param gives '{length}' a value; expected none, since it is the number of elements, which --sizes \
