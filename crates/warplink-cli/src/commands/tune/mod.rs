@@ -43,9 +43,10 @@ const UNCERTAINTY: f64 = 1.6;
 ///
 /// Measures matrix multiplications over a grid of shapes, transfers between neighbours alone and all
 /// at once, the collectives of the vendor's library, copies and sums, the latencies of signals and
-/// events, what lanes of kernel sections can do, the host's time to enqueue, and how much work of one kind slows another. Writes a hardware
-/// model, by which warplink then chooses how to overlap communication, and `warplink program cost`
-/// estimates programs. Nothing else should run on the machine meanwhile.
+/// events, what lanes of kernel sections can do, the host's time to enqueue, and how much work of
+/// one kind slows another. Writes a hardware model, by which warplink then chooses how to overlap
+/// communication, and `warplink program cost` estimates programs. Nothing else should run on the
+/// machine meanwhile.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  \
     warplink tune\n  \

@@ -94,7 +94,8 @@ impl<'a> Rig<'a> {
         Ok(self.comm.device().allocate(bytes, AllocationKind::Plain)?)
     }
 
-    /// Seconds of one of many repetitions of `work` in a row: the median of the samples, each that of the slowest rank. Every rank calls this with as much to do.
+    /// Seconds of one of many repetitions of `work` in a row: the median of the samples, each that of the slowest rank.
+    /// Every rank calls this with as much to do.
     pub(super) fn each(
         &self,
         repeat: usize,
