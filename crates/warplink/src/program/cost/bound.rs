@@ -80,8 +80,8 @@ impl Path {
         self.0[bound as usize]
     }
 
-    /// What was added since `start`, `seconds` in all. Where the chain has come to be another one since then, what is less
-    /// in it counts as nothing.
+    /// What was added since `start`, `seconds` in all. Where the chain has come to be another one since then, what is
+    /// less in it counts as nothing.
     pub(super) fn since(&self, start: &Self, seconds: f64) -> Self {
         let mut added = Self::default();
         for bound in Bound::ALL {

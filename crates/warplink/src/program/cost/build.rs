@@ -13,8 +13,8 @@ use crate::program::{OperationKind, RankProgram, StreamKind};
 use std::collections::HashMap;
 
 impl<'a> Schedule<'a> {
-    /// Schedules `programs`: those of all `world` ranks, or of the one that stands for all; of a loop of a kernel, about
-    /// `iterations`.
+    /// Schedules `programs`: those of all `world` ranks, or of the one that stands for all; of a loop of a kernel,
+    /// about `iterations`.
     ///
     /// # Errors
     /// [`ErrorKind::Verification`](crate::ErrorKind::Verification) for a kernel section that cannot be resolved.
@@ -33,7 +33,7 @@ impl<'a> Schedule<'a> {
             submission: options.submission,
             world,
             copies: world as f64 / programs.len().max(1) as f64,
-            lanes: Vec::new(),
+            streams: Vec::new(),
             works: Vec::new(),
             demands: Vec::new(),
             counters: 0,
@@ -61,7 +61,7 @@ impl<'a> Schedule<'a> {
     fn add_rank(&mut self, rank: usize, program: &RankProgram) {
         let mut state = RankState {
             rank,
-            first_lane: self.lanes.len(),
+            first_stream: self.streams.len(),
             stream: 0,
             high: false,
             host: 0.0,
@@ -74,7 +74,7 @@ impl<'a> Schedule<'a> {
             launches: 0,
             waited: HashMap::new(),
         };
-        self.lanes
+        self.streams
             .extend(program.streams.iter().map(|_| Vec::new()));
         if self.submission == Submission::Captured {
             state.host = self.model.host.graph;

@@ -21,8 +21,8 @@ pub(super) fn classes(section: &SectionInstance) -> Vec<usize> {
     numbers((0..section.lanes).map(|lane| Outline::of(section, lane, Some(&varying))))
 }
 
-/// The classes of lanes that are in one class by each of `all`, which are as long as one another. Ranks that differ have
-/// these in common: who signals a lane knows which one stands for it.
+/// The classes of lanes that are in one class by each of `all`, which are as long as one another. Ranks that differ
+/// have these in common: who signals a lane knows which one stands for it.
 pub(super) fn common(all: &[&Vec<usize>]) -> Vec<usize> {
     let lanes = all.first().map_or(0, |first| first.len());
     let of = |lane: usize| -> Vec<usize> { all.iter().map(|classes| classes[lane]).collect() };

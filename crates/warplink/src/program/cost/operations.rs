@@ -143,8 +143,8 @@ impl Schedule<'_> {
 
     pub(super) fn add_synchronize(&mut self, state: &mut RankState, other: usize) {
         let event = self.new_counter();
-        let lane = &mut self.lanes[state.first_lane + other];
-        lane.extend([Step::NotBefore(state.host), Step::Add(event, 1.0, 0.0)]);
+        let stream = &mut self.streams[state.first_stream + other];
+        stream.extend([Step::NotBefore(state.host), Step::Add(event, 1.0, 0.0)]);
         self.step(state, Step::Await(event, 1.0));
         self.delay(state, self.model.latency.event);
     }

@@ -6,8 +6,8 @@
 //! 1. Multiprocessors go to kernels in order of arrival, those of high priority first; each takes
 //!    what it keeps busy, as far as that is left.
 //! 2. Work is slower beside some other work, as the model says.
-//! 3. Lanes of kernels take what they need of links and memory in order of arrival, as far as earlier ones have left it;
-//!    of those that arrive at once, the first half of each rank's goes first.
+//! 3. Lanes of kernels take what they need of links and memory in order of arrival, as far as earlier ones have left
+//!    it; of those that arrive at once, the first half of each rank's goes first.
 //! 4. Links and memory are shared so that the slowest work is as fast as can be, then the next, and
 //!    so on.
 
@@ -18,8 +18,8 @@ use super::step::{Class, RESOURCES, Work};
 /// Work that has less left than this, in seconds of it alone, is done.
 const DONE: f64 = 1e-12;
 
-/// What arrives within this time arrives at once.
-const AT_ONCE: f64 = 1e-12;
+/// What happens within this time, in seconds, happens at once.
+pub(super) const AT_ONCE: f64 = 1e-12;
 
 /// What is left of a resource, below which it counts as used up.
 const USED_UP: f64 = 1e-9;
@@ -29,7 +29,7 @@ const USED_UP: f64 = 1e-9;
 pub(super) struct Active {
     pub(super) work: u32,
     /// The stream that it runs on.
-    pub(super) lane: u32,
+    pub(super) stream: u32,
     /// When it started.
     pub(super) started: f64,
     /// Seconds left of it alone.
@@ -82,7 +82,7 @@ impl<'a> Resources<'a> {
     }
 
     /// Starts `work` of a stream.
-    pub(super) fn start(&mut self, work: u32, lane: u32, now: f64) {
+    pub(super) fn start(&mut self, work: u32, stream: u32, now: f64) {
         let it = &self.schedule.works[work as usize];
         let mut remaining = it.seconds;
         if it.class == Class::SmallKernel && self.running[it.ranks[0] as usize][0] > 0 {
@@ -91,7 +91,7 @@ impl<'a> Resources<'a> {
         self.count(it, 1);
         self.active.push(Active {
             work,
-            lane,
+            stream,
             started: now,
             remaining,
             speed: 0.0,

@@ -31,7 +31,7 @@ pub(super) struct Schedule<'a> {
     /// How many ranks each simulated one stands for.
     pub(super) copies: f64,
     /// The steps of each stream, rank after rank, with those of the lanes of kernels behind them.
-    pub(super) lanes: Vec<Vec<Step>>,
+    pub(super) streams: Vec<Vec<Step>>,
     pub(super) works: Vec<Work>,
     /// Resource, and the share of it that the work needs at full speed.
     pub(super) demands: Vec<(u32, f64)>,
@@ -55,7 +55,7 @@ pub(super) struct Schedule<'a> {
 /// What is known of a rank while its operations are gone through.
 pub(super) struct RankState {
     pub(super) rank: usize,
-    pub(super) first_lane: usize,
+    pub(super) first_stream: usize,
     /// The stream of the current operation.
     pub(super) stream: usize,
     pub(super) high: bool,
@@ -81,7 +81,7 @@ pub(super) struct RankState {
 
 impl Schedule<'_> {
     pub(super) fn step(&mut self, state: &RankState, step: Step) {
-        self.lanes[state.first_lane + state.stream].push(step);
+        self.streams[state.first_stream + state.stream].push(step);
     }
 
     /// Seconds pass in which the stream does something other than a kernel.
@@ -152,11 +152,11 @@ impl Schedule<'_> {
     /// Adds work whose demands are those pushed since `first`.
     pub(super) fn work(&mut self, state: &RankState, first: usize, mut work: Work) {
         work.high = state.high;
-        self.work_of(state.first_lane + state.stream, state.rank, first, work);
+        self.work_of(state.first_stream + state.stream, state.rank, first, work);
     }
 
-    /// As [`work`](Self::work), on a stream or lane of a rank.
-    pub(super) fn work_of(&mut self, lane: usize, rank: usize, first: usize, mut work: Work) {
+    /// As [`work`](Self::work), on any stream of a rank, such as that of a lane.
+    pub(super) fn work_of(&mut self, stream: usize, rank: usize, first: usize, mut work: Work) {
         if self.model.device.shared {
             // Nobody arrives first among processes; they share evenly.
             self.demand(rank, PROCESSORS, work.occupancy);
@@ -165,6 +165,6 @@ impl Schedule<'_> {
         work.demands = (first as u32, self.demands.len() as u32);
         let index = self.works.len() as u32;
         self.works.push(work);
-        self.lanes[lane].push(Step::Work(index));
+        self.streams[stream].push(Step::Work(index));
     }
 }

@@ -1,8 +1,8 @@
 //! Launches of kernel sections as steps of lanes, each a stream of its own.
 //!
-//! Of lanes that do the same, two are simulated, each of which stands for half of them: its work needs as much of links
-//! and memory as theirs together. Those of the first half move their data first, so that the second half moves its while
-//! the first one goes on with what needs no link. A few iterations of a long loop stand for all of them.
+//! Of lanes that do the same, two are simulated, each of which stands for half of them: its work needs as much of
+//! links and memory as theirs together. Those of the first half move their data first, so that the second half moves
+//! its while the first one goes on with what needs no link. A few iterations of a long loop stand for all of them.
 //!
 //! ```text
 //!   stream:  ── launch ──┬───────────────────────────── all lanes done ──►
@@ -84,8 +84,8 @@ impl Schedule<'_> {
             let (start, done) = (self.new_counter(), self.new_counter());
             self.step(state, Step::Add(start, 1.0, 0.0));
             for (class, steps) in launch.classes.iter().enumerate() {
-                let stream = self.lanes.len();
-                self.lanes.push(vec![Step::Await(start, 1.0)]);
+                let stream = self.streams.len();
+                self.streams.push(vec![Step::Await(start, 1.0)]);
                 let mut lane = LaneState {
                     stream,
                     high: state.high,
@@ -104,15 +104,16 @@ impl Schedule<'_> {
                 for (step, weight) in &steps.steps {
                     self.add_lane_step(state, &mut lane, &step.kind, *weight);
                 }
-                self.lanes[stream].push(Step::Add(done, 1.0, 0.0));
+                self.streams[stream].push(Step::Add(done, 1.0, 0.0));
             }
             self.step(state, Step::Await(done, launch.classes.len() as f64));
         }
         self.launches = launches;
     }
 
-    /// Adds a step that stands for `weight` of them: it takes as much longer, and its signals and packets are on the way
-    /// for as much longer, but they are one, as what is waited for is. So what is hidden behind other steps stays hidden.
+    /// Adds a step that stands for `weight` of them: it takes as much longer, and its signals and packets are on the
+    /// way for as much longer, but they are one, as what is waited for is. So what is hidden behind other steps stays
+    /// hidden.
     fn add_lane_step(
         &mut self,
         state: &mut RankState,
@@ -134,7 +135,7 @@ impl Schedule<'_> {
             } => {
                 let bytes = (elements * dtype.size()) as f64;
                 if std::mem::take(&mut lane.looks_up) {
-                    self.lanes[lane.stream].push(Step::Delay(load * weight));
+                    self.streams[lane.stream].push(Step::Delay(load * weight));
                 }
                 if bytes > 0.0 {
                     self.add_move(lane, (*elements, bytes), targets, sources, weight);
@@ -144,7 +145,7 @@ impl Schedule<'_> {
                 if let Some(id) = packets(lane.section, target) {
                     let amount = self.puts_for(lane, id);
                     for counter in self.packet_counters(lane, target.rank, id) {
-                        self.lanes[lane.stream].push(Step::Add(counter, amount, packet * weight));
+                        self.streams[lane.stream].push(Step::Add(counter, amount, packet * weight));
                     }
                 }
             }
@@ -154,14 +155,14 @@ impl Schedule<'_> {
                 if let Some(id) = packets(lane.section, source) {
                     let read = lane.reads(id, source, 1.0) * self.share(lane, id);
                     let [_, last] = self.packet_counters(lane, lane.number, id);
-                    self.lanes[lane.stream].push(Step::Await(last, read));
+                    self.streams[lane.stream].push(Step::Await(last, read));
                 }
                 // Of all ranks at once, it looks up where their tensors are mapped.
                 lane.looks_up = !tensors.is_empty();
             }
             LaneStepKind::Signal { peer, lane: other } => {
                 if std::mem::take(&mut lane.stored) {
-                    self.lanes[lane.stream].push(Step::Delay(fence * weight));
+                    self.streams[lane.stream].push(Step::Delay(fence * weight));
                 }
                 let class = lane
                     .of_lane
@@ -170,7 +171,7 @@ impl Schedule<'_> {
                 let other = class.map_or(*other, |class| class.class.lane);
                 let distance = (peer + world - lane.number) % world;
                 let counter = self.signal_counter(self.stand_in(*peer), other, distance);
-                self.lanes[lane.stream].push(Step::Add(counter, 1.0, signal * weight));
+                self.streams[lane.stream].push(Step::Add(counter, 1.0, signal * weight));
             }
             LaneStepKind::Wait(peer) => {
                 let own = lane.classes[lane.class].class.lane;
@@ -179,7 +180,7 @@ impl Schedule<'_> {
                 *waited += 1.0;
                 let waited = *waited;
                 let counter = self.signal_counter(lane.rank, own, distance);
-                self.lanes[lane.stream].push(Step::Await(counter, waited));
+                self.streams[lane.stream].push(Step::Await(counter, waited));
             }
         }
     }
@@ -250,14 +251,14 @@ impl Schedule<'_> {
             latency = latency.max(figures.load);
         }
         if latency > 0.0 {
-            self.lanes[lane.stream].push(Step::Delay(latency * weight));
+            self.streams[lane.stream].push(Step::Delay(latency * weight));
         }
         let elements = elements as f64;
         let mut reached = Vec::new();
         for (part, id) in arriving {
             let read = lane.reads(id, part, elements) * self.share(lane, id);
             let [first, last] = self.packet_counters(lane, lane.number, id);
-            self.lanes[lane.stream].push(Step::Await(first, read));
+            self.streams[lane.stream].push(Step::Await(first, read));
             reached.push(Step::Await(last, read));
         }
         // Packets are read one by one as they come, while later ones are still being put. Those of a round come one
@@ -268,7 +269,7 @@ impl Schedule<'_> {
         for (rank, id) in leaving {
             let [first, last] = self.packet_counters(lane, rank, id);
             let amount = elements * self.puts_for(lane, id);
-            self.lanes[lane.stream].push(Step::Add(first, amount, first_way));
+            self.streams[lane.stream].push(Step::Add(first, amount, first_way));
             put.push(Step::Add(last, amount, last_way));
         }
         let full = figures.block_threads.clamp(
@@ -287,8 +288,8 @@ impl Schedule<'_> {
             0.0
         };
         self.add_lane_work(lane, block.max(rounds) * weight, &needs, weight);
-        self.lanes[lane.stream].extend(put);
-        self.lanes[lane.stream].extend(reached);
+        self.streams[lane.stream].extend(put);
+        self.streams[lane.stream].extend(reached);
     }
 
     /// Adds work of all lanes of a class, which takes each of them `alone` seconds if nothing is shared.

@@ -1,15 +1,12 @@
 //! The simulation: streams do their steps in order, and time jumps from one event to the next.
 
 use super::bound::{Bound, Path};
-use super::resources::Resources;
+use super::resources::{AT_ONCE, Resources};
 use super::schedule::Schedule;
 use super::step::Step;
 use crate::error::{Error, ErrorKind, Result};
 use std::cmp::{Ordering, Reverse};
 use std::collections::BinaryHeap;
-
-/// Events so close together happen at once.
-const AT_ONCE: f64 = 1e-13;
 
 /// Counts that differ by less than this, in proportion, are the same.
 const ROUNDING: f64 = 1e-9;
@@ -35,7 +32,7 @@ pub(super) struct Between {
 
 /// A stream.
 #[derive(Clone, Debug, Default)]
-struct Lane {
+struct Stream {
     /// The next step.
     next: usize,
     /// What the time up to now went to.
@@ -90,7 +87,7 @@ impl Ord for Timer {
 struct Simulation<'a> {
     schedule: &'a Schedule<'a>,
     resources: Resources<'a>,
-    lanes: Vec<Lane>,
+    streams: Vec<Stream>,
     counters: Vec<Counter>,
     timers: BinaryHeap<Reverse<Timer>>,
     timers_set: u64,
@@ -117,16 +114,16 @@ pub(super) fn run(schedule: &Schedule<'_>, timeline: bool) -> Result<Outcome> {
     } else {
         0
     };
-    let lanes = schedule.lanes.len();
+    let streams = schedule.streams.len();
     let mut simulation = Simulation {
         schedule,
         resources: Resources::new(schedule),
-        lanes: vec![Lane::default(); lanes],
+        streams: vec![Stream::default(); streams],
         counters: vec![Counter::default(); schedule.counters as usize],
         timers: BinaryHeap::new(),
         timers_set: 0,
         // The first stream is the last to be taken off.
-        ready: (0..lanes as u32).rev().collect(),
+        ready: (0..streams as u32).rev().collect(),
         now: 0.0,
         done: 0.0,
         spans: vec![Between::default(); spans],
@@ -139,8 +136,8 @@ impl Simulation<'_> {
     fn go(&mut self) {
         let mut done = Vec::new();
         loop {
-            while let Some(lane) = self.ready.pop() {
-                self.step(lane);
+            while let Some(stream) = self.ready.pop() {
+                self.step(stream);
             }
             let work = self.resources.next().map(|seconds| self.now + seconds);
             let timer = self.timers.peek().map(|Reverse(timer)| timer.time);
@@ -152,17 +149,17 @@ impl Simulation<'_> {
             self.resources.take_done(&mut done);
             for active in done.drain(..) {
                 let work = &self.schedule.works[active.work as usize];
-                self.lanes[active.lane as usize]
+                self.streams[active.stream as usize]
                     .path
                     .add(work.bound, self.now - active.started);
-                self.ready.push(active.lane);
+                self.ready.push(active.stream);
             }
             while let Some(Reverse(timer)) = self.timers.peek()
                 && timer.time <= self.now + AT_ONCE
                 && let Some(Reverse(timer)) = self.timers.pop()
             {
                 match timer.event {
-                    Event::Resume(lane) => self.ready.push(lane),
+                    Event::Resume(stream) => self.ready.push(stream),
                     Event::Add(counter, amount, path) => self.add(counter, amount, &path),
                 }
             }
@@ -171,28 +168,28 @@ impl Simulation<'_> {
 
     /// Lets a stream go on as far as it can.
     fn step(&mut self, number: u32) {
-        let steps = &self.schedule.lanes[number as usize];
+        let steps = &self.schedule.streams[number as usize];
         loop {
-            let lane = &mut self.lanes[number as usize];
-            let Some(&step) = steps.get(lane.next) else {
+            let stream = &mut self.streams[number as usize];
+            let Some(&step) = steps.get(stream.next) else {
                 self.done = self.done.max(self.now);
                 return;
             };
-            lane.next += 1;
+            stream.next += 1;
             match step {
                 Step::NotBefore(time) if time > self.now => {
-                    lane.path = Path::of(Bound::Host, time);
+                    stream.path = Path::of(Bound::Host, time);
                     return self.set(time, Event::Resume(number));
                 }
                 Step::NotBefore(_) => {}
                 Step::Begin(operation) => {
                     if let Some(span) = self.spans.get_mut(operation as usize) {
-                        span.start = (self.now, lane.path);
+                        span.start = (self.now, stream.path);
                     }
                 }
                 Step::End(operation) => {
                     if let Some(span) = self.spans.get_mut(operation as usize) {
-                        span.end = (self.now, lane.path);
+                        span.end = (self.now, stream.path);
                     }
                 }
                 Step::Await(counter, value) => {
@@ -202,7 +199,7 @@ impl Simulation<'_> {
                     }
                 }
                 Step::Add(counter, amount, seconds) => {
-                    let mut path = lane.path;
+                    let mut path = stream.path;
                     if seconds > 0.0 {
                         path.add(Bound::Latency, seconds);
                         self.set(self.now + seconds, Event::Add(counter, amount, path));
@@ -211,7 +208,7 @@ impl Simulation<'_> {
                     }
                 }
                 Step::Delay(seconds) if seconds > 0.0 => {
-                    lane.path.add(Bound::Latency, seconds);
+                    stream.path.add(Bound::Latency, seconds);
                     return self.set(self.now + seconds, Event::Resume(number));
                 }
                 Step::Delay(_) => {}
@@ -234,20 +231,20 @@ impl Simulation<'_> {
         let counter = &mut self.counters[counter as usize];
         counter.value += amount;
         let value = counter.value;
-        let (lanes, ready) = (&mut self.lanes, &mut self.ready);
-        counter.waiting.retain(|&(lane, wanted)| {
+        let (streams, ready) = (&mut self.streams, &mut self.ready);
+        counter.waiting.retain(|&(stream, wanted)| {
             let goes_on = reached(value, wanted);
             if goes_on {
-                lanes[lane as usize].path = *path;
-                ready.push(lane);
+                streams[stream as usize].path = *path;
+                ready.push(stream);
             }
             !goes_on
         });
     }
 
     fn outcome(self) -> Result<Outcome> {
-        let unfinished = |(number, lane): (usize, &Lane)| {
-            (lane.next < self.schedule.lanes[number].len()).then_some(number)
+        let unfinished = |(number, stream): (usize, &Stream)| {
+            (stream.next < self.schedule.streams[number].len()).then_some(number)
         };
         // A stream that waits has passed the step, but nothing takes its number off a counter.
         let waiting = self
@@ -256,10 +253,10 @@ impl Simulation<'_> {
             .any(|counter| !counter.waiting.is_empty());
         if waiting
             || self
-                .lanes
+                .streams
                 .iter()
                 .enumerate()
-                .any(|lane| unfinished(lane).is_some())
+                .any(|stream| unfinished(stream).is_some())
         {
             return Err(Error::new(
                 ErrorKind::Verification,
@@ -269,12 +266,12 @@ impl Simulation<'_> {
             .with_help("verify the program"));
         }
         let last = self
-            .lanes
+            .streams
             .iter()
             .max_by(|a, b| a.path.seconds().total_cmp(&b.path.seconds()));
         Ok(Outcome {
             seconds: self.done,
-            critical: last.map(|lane| lane.path).unwrap_or_default(),
+            critical: last.map(|stream| stream.path).unwrap_or_default(),
             busy: self.resources.into_busy(),
             spans: self.spans,
         })
