@@ -268,3 +268,25 @@ fn a_model_names_what_exists_and_once() {
         assert!(error.contains(says), "{error}");
     }
 }
+
+/// Also where some ranks have nothing to reduce, or less than others.
+#[test]
+fn the_shortest_calls_have_estimates() {
+    let model = shipped("h200-8").unwrap();
+    for world in [2, 3, 8] {
+        let machine = machine(&model, world);
+        for kind in CollectiveKind::ALL {
+            for bytes in [2, 4, 6, 16, 34, 66, 100, 258, 1026] {
+                let call = call(kind, bytes);
+                let fitting = Algorithm::CHOICES
+                    .into_iter()
+                    .filter(|one| machine.fits(*one, &call));
+                for algorithm in fitting.filter(|_| kind != CollectiveKind::Barrier) {
+                    let seconds = machine.seconds(algorithm, &call);
+                    let told = format!("{call} by {algorithm} on {world} ranks: {seconds:?}");
+                    assert!(seconds.is_ok_and(|seconds| seconds < 1e-3), "{told}");
+                }
+            }
+        }
+    }
+}

@@ -121,25 +121,30 @@ pub fn simulate_with(
     options: SimulateOptions,
 ) -> Result<Cost> {
     let partners = link::partners(ranks)?;
+    let simulate = |simulated, iterations| -> Result<Result<Cost>> {
+        let world = ranks.len();
+        let schedule =
+            schedule::Schedule::new(simulated, world, &partners, model, options, iterations)?;
+        let outcome = simulate::run(&schedule, options.timeline);
+        Ok(outcome.map(|outcome| report::cost(&schedule, outcome, model)))
+    };
+    // Iterations that stand for others may leave a lane without what a whole loop would have told it, and one rank that
+    // stands for all without what ranks with longer parts would have sent it.
+    let one = ranks.get(..1).unwrap_or_default();
     let simulated = if symmetry::is_symmetric(ranks, &partners) {
-        ranks.get(..1).unwrap_or_default()
+        vec![one, ranks]
     } else {
-        ranks
+        vec![ranks]
     };
-    let world = ranks.len();
-    let of = |iterations| {
-        schedule::Schedule::new(simulated, world, &partners, model, options, iterations)
-    };
-    let mut schedule = of(launch::MOST_ITERATIONS)?;
-    let outcome = match simulate::run(&schedule, options.timeline) {
-        Ok(outcome) => outcome,
-        // Iterations that stand for others may leave a lane without what a whole loop would have told it.
-        Err(_) => {
-            schedule = of(u64::MAX)?;
-            simulate::run(&schedule, options.timeline)?
+    let mut found = Err(simulate::endless());
+    for ranks in simulated {
+        for iterations in [launch::MOST_ITERATIONS, u64::MAX] {
+            if found.is_err() {
+                found = simulate(ranks, iterations)?;
+            }
         }
-    };
-    Ok(report::cost(&schedule, outcome, model))
+    }
+    found
 }
 
 #[cfg(test)]

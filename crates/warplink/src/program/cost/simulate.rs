@@ -30,6 +30,16 @@ pub(super) struct Between {
     pub(super) end: (f64, Path),
 }
 
+/// The error of a program whose streams wait for one another.
+pub(super) fn endless() -> Error {
+    Error::new(
+        ErrorKind::Verification,
+        "streams wait for one another and never finish",
+    )
+    .with_operation("simulate a program")
+    .with_help("verify the program")
+}
+
 /// A stream.
 #[derive(Clone, Debug, Default)]
 struct Stream {
@@ -258,12 +268,7 @@ impl Simulation<'_> {
                 .enumerate()
                 .any(|stream| unfinished(stream).is_some())
         {
-            return Err(Error::new(
-                ErrorKind::Verification,
-                "streams wait for one another and never finish",
-            )
-            .with_operation("simulate a program")
-            .with_help("verify the program"));
+            return Err(endless());
         }
         let last = self
             .streams
