@@ -61,7 +61,11 @@ impl HardwareModel {
     /// is passed over with a warning.
     pub fn find(device: &DeviceDescription, world: usize) -> Result<Arc<Self>> {
         if let Some(path) = std::env::var_os(MODEL_VARIABLE).filter(|path| !path.is_empty()) {
-            return Self::read(Path::new(&path)).map(Arc::new);
+            let read = Self::read(Path::new(&path)).map(Arc::new);
+            let help = format!(
+                "let {MODEL_VARIABLE} name a model that `warplink tune` wrote, or unset it"
+            );
+            return read.map_err(|error| error.with_help(help));
         }
         let measured = directory().map(|path| models_in(&path)).unwrap_or_default();
         let known = nearest(&measured, device, world, true)
