@@ -16,8 +16,7 @@
 //
 // A message may be as long as a number in device memory says, up to a limit that both ends know.
 
-#include <warplink/memory.cuh>
-#include <warplink/signals.cuh>
+#include <warplink/announcements.cuh>
 
 using namespace warplink;
 
@@ -95,15 +94,15 @@ struct End {
         if (lane == 0 && threadIdx.x == 0) *(volatile u64 *)(at.waiting + 8 * number) = waits ? 1 : 0;
     }
 
-    // Notes that the ends do not fit, and ends the waits of this rank's other lanes. Must match the host.
+    // Notes that the ends do not fit, and ends the waits of this rank's other lanes.
     __device__ __forceinline__ void refuse(u64 theirs, u64 units) const {
         if (threadIdx.x != 0) return;
-        const u64 note = at.verdicts + 32 * ((peer + world - rank - 1) % world);
+        const u64 note = at.verdicts + detail::verdict_bytes * ((peer + world - rank - 1) % world);
         *(volatile u64 *)note = message.bytes | ((message.place & receives) != 0 ? 1ull << 63 : 0);
         *(volatile u64 *)(note + 8) = theirs;
         *(volatile u64 *)(note + 16) = units == any_units ? units : units * message.unit;
         __threadfence_system();
-        *(volatile unsigned char *)(note + 24) = 1;
+        *(volatile unsigned char *)(note + 8 * detail::verdict_words) = 1;
         *(volatile u64 *)abort = 1;
     }
 

@@ -17,6 +17,38 @@ constexpr u32 verdict_bytes = 8 * verdict_words + 8;
 
 }  // namespace detail
 
+namespace detail {
+
+// One of several packets that go to, or come from, several places: each has a thread of its own, so that their latencies
+// pass at the same time.
+template <u32 COUNT, u32 PACKETS> struct OnePacket {
+    static constexpr u32 count = COUNT * PACKETS;
+    u32 place, packet;
+    __device__ __forceinline__ explicit OnePacket(u32 number) : place(number / PACKETS), packet(number % PACKETS) {}
+
+    // Its address. The places are in registers, which have no index.
+    __device__ __forceinline__ u64 at(const Places<COUNT> &places) const {
+        u64 at = 0;
+#pragma unroll
+        for (u32 i = 0; i < COUNT; i++) {
+            if (i == place) at = places.at[i] + 16 * packet;
+        }
+        return at;
+    }
+
+    // What is announced in it.
+    template <typename All> __device__ __forceinline__ Unit<8> of(const All &all) const {
+        Unit<8> unit = all.unit(0);
+#pragma unroll
+        for (u32 i = 1; i < PACKETS; i++) {
+            if (i == packet) unit = all.unit(i);
+        }
+        return unit;
+    }
+};
+
+}  // namespace detail
+
 // ---- integers
 
 // Integers that ranks tell one another of a launch.
@@ -42,34 +74,24 @@ __device__ __forceinline__ bool compare(Lane &lane, const Packet<8> &came, const
 
 // Stores what is announced as packets of 16 bytes at every place.
 template <u32 COUNT, u32 INTEGERS> __device__ __forceinline__ void announce(Lane &lane, const Places<COUNT> &to, const Announced<INTEGERS> &all) {
-    constexpr u32 packets = Announced<INTEGERS>::packets;
-#pragma unroll
-    for (u32 place = 0; place < COUNT; place++) {
-#pragma unroll
-        for (u32 packet = 0; packet < packets; packet++) {
-            if (threadIdx.x == place * packets + packet) detail::store_packet(to.at[place] + 16 * packet, all.unit(packet), Flag(lane.epoch));
-        }
-    }
+    typedef detail::OnePacket<COUNT, Announced<INTEGERS>::packets> One;
+    if (threadIdx.x >= One::count) return;
+    const One one(threadIdx.x);
+    detail::store_packet(one.at(to), one.of(all), Flag(lane.epoch));
 }
 
-// Waits for the announcements at all places. Where one differs from `all`, what it is goes to `verdict`, 40 bytes
-// for each place: 8 for each packet, and from byte 32 on a byte for each that is 1 where the packet differs. The
+// Waits for the announcements at all places. Where one differs from `all`, what it is goes to `verdict`, `verdict_bytes`
+// for each place: 8 for each packet, and behind them a byte for each that is 1 where the packet differs. The
 // lane's signals are then aborted, since other lanes may wait for what does not come.
 template <u32 COUNT, u32 INTEGERS>
 __device__ __forceinline__ void agree(Lane &lane, const Places<COUNT> &from, const Announced<INTEGERS> &all, u64 verdict) {
-    constexpr u32 packets = Announced<INTEGERS>::packets;
-    const Flag flag(lane.epoch);
-#pragma unroll
-    for (u32 place = 0; place < COUNT; place++) {
-#pragma unroll
-        for (u32 packet = 0; packet < packets; packet++) {
-            if (threadIdx.x != place * packets + packet) continue;
-            const u64 at = from.at[place] + 16 * packet;
-            detail::Packet<8> came = detail::load_packet<8>(at);
-            if (!detail::await_packet(lane, at, came, flag)) continue;
-            detail::compare(lane, came, all.unit(packet), packet, verdict + detail::verdict_bytes * place);
-        }
-    }
+    typedef detail::OnePacket<COUNT, Announced<INTEGERS>::packets> One;
+    if (threadIdx.x >= One::count) return;
+    const One one(threadIdx.x);
+    const u64 at = one.at(from);
+    detail::Packet<8> came = detail::load_packet<8>(at);
+    if (!detail::await_packet(lane, at, came, Flag(lane.epoch))) return;
+    detail::compare(lane, came, one.of(all), one.packet, verdict + detail::verdict_bytes * one.place);
 }
 
 // ---- tensors
@@ -99,23 +121,26 @@ constexpr u32 offset_bits = 48;
 
 }  // namespace detail
 
-// Looks up what this rank has to tell of its tensor at `address`, which starts at byte `start` of allocation `entry`.
+// What this rank has to tell of its tensor at `address`, which starts at byte `start` of allocation `entry`.
 // Who accesses it at other ranks does so in whole units, so that its start must be a multiple of their size. The
 // table is looked at once, since it may change.
-template <u32 WORLD> __device__ __forceinline__ void locate(Lane &lane, Located<WORLD> &tensor, u32 rank, u64 tables, u64 entry, u64 start, u64 address) {
+__device__ __forceinline__ u64 told(u32 rank, u64 tables, u64 entry, u64 start, u64 address) {
+    const bool listed = entry < detail::published_entries;
+    const u64 base = detail::load_relaxed(tables + 8 * (detail::published_entries * rank + (listed ? entry : 0)));
+    // An entry may be another allocation's by now, as where a graph is launched that was recorded before.
+    const bool reached = listed && address % 16 == 0 && base != 0 && base + start == address;
+    return reached ? (entry + 1) << detail::offset_bits | start : 0;
+}
+
+// Notes where this rank's own tensor is, and what it tells of it. The lane's threads see it after the announcement.
+template <u32 WORLD> __device__ __forceinline__ void locate(Lane &lane, Located<WORLD> &tensor, u32 rank, u64 own, u64 address) {
+    // What the launch noted of a tensor before may still be read.
     lane.sync();
     if (threadIdx.x == 0) {
-        u64 own = 0;
-        if (entry < detail::published_entries && address % 16 == 0) {
-            const u64 base = detail::load_relaxed(tables + 8 * (detail::published_entries * rank + entry));
-            // An entry may be another allocation's by now, as where a graph is launched that was recorded before.
-            if (base != 0 && base + start == address) own = (entry + 1) << detail::offset_bits | start;
-        }
         tensor.own = own;
         tensor.missing = own == 0;
         tensor.at[rank] = address;
     }
-    lane.sync();
 }
 
 // The same for a tensor of which the launch knows where it is on each rank.
@@ -127,7 +152,6 @@ template <u32 WORLD> __device__ __forceinline__ void locate(Lane &lane, Located<
         tensor.own = 1;
         tensor.missing = 0;
     }
-    lane.sync();
 }
 
 // Integers and tensors that ranks tell one another of a launch: a packet for two integers or for a tensor.
@@ -142,23 +166,40 @@ template <u32 INTEGERS, u32 TENSORS, u32 WORLD> struct AnnouncedTensors {
         const u64 own = tensor[packet - first]->own;
         return {{(u32)own, (u32)(own >> 32)}};
     }
+
+    // Compares the integers in what came from a place, or notes where the tensor lies that it tells of.
+    __device__ __forceinline__ void take(Lane &lane, const detail::Packet<8> &came, const Unit<8> &own, u32 place, u32 packet, u32 rank, u64 tables, u64 verdict) const {
+        if (packet < first) {
+            if (!detail::compare(lane, came, own, packet, verdict + detail::verdict_bytes * place)) lane.ended = true;
+            return;
+        }
+        if (tables == 0) return;
+        Located<WORLD> &it = *tensor[packet - first];
+        const u32 peer = (rank + 1 + place) % WORLD;
+        const u64 told = (u64)came.unit.word[1] << 32 | came.unit.word[0];
+        const u64 entry = (told >> detail::offset_bits) - 1, start = told & ((1ull << detail::offset_bits) - 1);
+        u64 base = 0;
+        if (told != 0 && entry < detail::published_entries) base = detail::load_relaxed(tables + 8 * (detail::published_entries * peer + entry));
+        // A rank tells of what all others have in their tables.
+        if (told != 0 && base == 0) {
+            *(volatile u64 *)lane.abort = 1;
+            lane.ended = true;
+        }
+        it.at[peer] = base + start;
+        if (told == 0) *(volatile u32 *)&it.missing = 1;
+    }
 };
 
 // Stores what is announced as packets of 16 bytes at every place, after everything that preceded.
 template <u32 COUNT, u32 INTEGERS, u32 TENSORS, u32 WORLD>
 __device__ __forceinline__ void announce(Lane &lane, const Places<COUNT> &to, const AnnouncedTensors<INTEGERS, TENSORS, WORLD> &all) {
-    constexpr u32 packets = AnnouncedTensors<INTEGERS, TENSORS, WORLD>::packets;
+    typedef detail::OnePacket<COUNT, AnnouncedTensors<INTEGERS, TENSORS, WORLD>::packets> One;
     // What the lane stored precedes the fences of the threads that announce.
     if (lane.agree()) return;
-#pragma unroll
-    for (u32 place = 0; place < COUNT; place++) {
-#pragma unroll
-        for (u32 packet = 0; packet < packets; packet++) {
-            if (threadIdx.x != place * packets + packet) continue;
-            detail::fence();
-            detail::store_packet(to.at[place] + 16 * packet, all.unit(packet), Flag(lane.epoch));
-        }
-    }
+    if (threadIdx.x >= One::count) return;
+    const One one(threadIdx.x);
+    detail::fence();
+    detail::store_packet(one.at(to), one.of(all), Flag(lane.epoch));
 }
 
 // As the other `agree`, for announcements that also say where tensors lie, as `tables` have it, or, where `tables` is
@@ -168,35 +209,15 @@ template <u32 COUNT, u32 INTEGERS, u32 TENSORS, u32 WORLD>
 __device__ __forceinline__ void agree(Lane &lane, const Places<COUNT> &from, const AnnouncedTensors<INTEGERS, TENSORS, WORLD> &all, u32 rank, u64 tables, u64 verdict,
                                       u64 direct) {
     typedef AnnouncedTensors<INTEGERS, TENSORS, WORLD> All;
-    const Flag flag(lane.epoch);
-#pragma unroll
-    for (u32 place = 0; place < COUNT; place++) {
-#pragma unroll
-        for (u32 packet = 0; packet < All::packets; packet++) {
-            if (threadIdx.x != place * All::packets + packet) continue;
-            const u64 at = from.at[place] + 16 * packet;
-            detail::Packet<8> came = detail::load_packet<8>(at);
-            if (!detail::await_packet(lane, at, came, flag)) continue;
-            detail::fence();
-            if (packet < All::first) {
-                if (!detail::compare(lane, came, all.unit(packet), packet, verdict + detail::verdict_bytes * place)) lane.ended = true;
-                continue;
-            }
-            if (tables == 0) continue;
-            Located<WORLD> &tensor = *all.tensor[packet - All::first];
-            const u32 peer = (rank + 1 + place) % WORLD;
-            const u64 told = (u64)came.unit.word[1] << 32 | came.unit.word[0];
-            const u64 entry = (told >> detail::offset_bits) - 1, start = told & ((1ull << detail::offset_bits) - 1);
-            u64 base = 0;
-            if (told != 0 && entry < detail::published_entries) base = detail::load_relaxed(tables + 8 * (detail::published_entries * peer + entry));
-            // A rank tells of what all others have in their tables.
-            if (told != 0 && base == 0) {
-                *(volatile u64 *)lane.abort = 1;
-                lane.ended = true;
-            }
-            tensor.at[peer] = base + start;
-            if (told == 0) *(volatile u32 *)&tensor.missing = 1;
-        }
+    typedef detail::OnePacket<COUNT, All::packets> One;
+    if (threadIdx.x < One::count) {
+        const One one(threadIdx.x);
+        const u64 at = one.at(from);
+        detail::Packet<8> came = detail::load_packet<8>(at);
+        const bool there = detail::await_packet(lane, at, came, Flag(lane.epoch));
+        // Of all threads at the same time.
+        detail::fence();
+        if (there) all.take(lane, came, one.of(all), one.place, one.packet, rank, tables, verdict);
     }
     if (lane.agree() || threadIdx.x != 0 || tables == 0) return;
     bool reachable = true;

@@ -34,7 +34,13 @@ pub(super) enum Room {
 impl Algorithm {
     /// Those that a call may be done by, as far as they fit the links and the workspace. Of those that are as fast as
     /// one another, the first is chosen. What goes directly goes by chunks where memory is not reached.
-    pub const CHOICES: [Self; 4] = [Self::OneShot, Self::TwoShot, Self::Cube, Self::Direct];
+    pub const CHOICES: [Self; 5] = [
+        Self::OneShot,
+        Self::TwoShot,
+        Self::Cube,
+        Self::Chunks,
+        Self::Direct,
+    ];
 
     /// Every algorithm.
     pub const ALL: [Self; 5] = [
@@ -64,15 +70,23 @@ impl Algorithm {
         }
     }
 
-    /// Rows of its scratch: of a launch, or of a lane where it goes by chunks.
-    pub(super) const fn rows(self, kind: CollectiveKind, world: usize) -> usize {
+    /// Rows of its scratch: of a launch, or of a lane where it goes by so many chunks.
+    pub(super) const fn rows(self, kind: CollectiveKind, world: usize, chunks: usize) -> usize {
+        // One for each other rank that sends to a rank.
         let each = match kind {
             CollectiveKind::Broadcast | CollectiveKind::Scatter => 1,
-            _ => world,
+            _ if world > 1 => world - 1,
+            _ => 1,
         };
         match self {
-            Self::OneShot | Self::Cube => each,
-            Self::TwoShot | Self::Chunks | Self::Direct => 2 * each,
+            Self::OneShot => each,
+            Self::Cube => world,
+            Self::TwoShot => 2 * world,
+            Self::Chunks | Self::Direct => match kind {
+                CollectiveKind::AllReduce if world == 2 => at_most(chunks, 3) * world,
+                CollectiveKind::AllReduce => 2 * world,
+                _ => at_most(chunks, 2) * each,
+            },
         }
     }
 
@@ -83,6 +97,10 @@ impl Algorithm {
             .find(|entry| (entry.kind, entry.algorithm) == (kind, self))?;
         Some(entry.program())
     }
+}
+
+const fn at_most(value: usize, limit: usize) -> usize {
+    if value < limit { value } else { limit }
 }
 
 impl fmt::Display for Algorithm {

@@ -15,6 +15,10 @@ const MOST_LANES: usize = 128;
 /// The least and the most threads of a lane.
 const THREADS: [usize; 2] = [128, 1024];
 
+/// Bytes that a lane moves before another one is added, and bytes of each lane from which on it has the most threads.
+const LANE_BYTES: usize = 16 << 10;
+const BYTES_OF_MANY_THREADS: usize = 256 << 10;
+
 /// More than what a part is padded by.
 const PADDING: usize = 4096;
 
@@ -146,7 +150,7 @@ impl Machine {
         if (algorithm == Algorithm::Cube) != self.cube.is_some() {
             return false;
         }
-        let rows = algorithm.rows(call.kind, self.world);
+        let rows = algorithm.rows(call.kind, self.world, 1);
         match algorithm {
             Algorithm::OneShot | Algorithm::Cube => {
                 self.packet_room(call, rows) >= part(call.count, 1)
@@ -163,9 +167,11 @@ impl Machine {
 
     /// The algorithm that is fastest by the model, of those that do the call.
     fn fastest(&self, call: &Call) -> Algorithm {
+        // What is done directly is faster than by several chunks, whose steps the estimates take for shorter than they are.
+        let quick = |one: Algorithm| one != Algorithm::Chunks || self.shape(one, call).chunks == 1;
         let fitting = Algorithm::CHOICES
             .into_iter()
-            .filter(|one| self.fits(*one, call));
+            .filter(|one| self.fits(*one, call) && quick(*one));
         let fitting: Vec<Algorithm> = fitting.collect();
         self.estimates
             .fastest(self.world, call, &fitting, |algorithm, like| {
@@ -177,7 +183,7 @@ impl Machine {
     pub(super) fn seconds(&self, algorithm: Algorithm, call: &Call) -> Result<f64> {
         let choice = self.shape(algorithm, call);
         // One that stands for shorter calls may have no room itself.
-        let rows = algorithm.rows(call.kind, self.world).max(1);
+        let rows = algorithm.rows(call.kind, self.world, 1);
         let machine = Self {
             packet_bytes: self.packet_bytes.max(2 * rows * (call.bytes() + PADDING)),
             ..self.clone()
@@ -230,27 +236,37 @@ impl Machine {
     fn chunks(&self, algorithm: Algorithm, call: &Call) -> Choice {
         let bytes = call.bytes();
         let most = self.kernels.store_blocks.iter();
-        let blocks = most.clone().find(|(limit, _)| bytes as u64 <= *limit);
-        let blocks = blocks.or(most.last()).map_or(1, |(_, blocks)| *blocks);
-        let lanes = round_down((blocks as usize).clamp(1, self.most_lanes));
+        let most = most.map(|(_, blocks)| *blocks as usize).max();
+        let most = most.unwrap_or(1).clamp(1, self.most_lanes);
+        let lanes = bytes.div_ceil(LANE_BYTES).next_power_of_two();
+        let lanes = lanes.clamp(1, round_down(most));
         let parts = match call.kind {
             CollectiveKind::AllReduce => part(call.count, self.world),
             _ => call.count,
         };
         let piece = part(parts, lanes);
-        let rows = lanes * algorithm.rows(call.kind, self.world);
-        let room = self.plain_bytes / call.dtype.size() / rows / 16 * 16;
+        // The elements of a chunk, where there are so many.
+        let room = |chunks: usize| {
+            let rows = lanes * algorithm.rows(call.kind, self.world, chunks);
+            (self.plain_bytes / call.dtype.size() / rows / 16 * 16).max(16)
+        };
+        let chunks = if piece <= room(1) {
+            1
+        } else {
+            piece.div_ceil(room(usize::MAX)).max(2)
+        };
+        let many = bytes >= lanes * BYTES_OF_MANY_THREADS;
         Choice {
             algorithm,
             lanes,
-            threads: THREADS[1] / 2,
-            chunks: piece.div_ceil(room.max(16)).max(1),
+            threads: if many { THREADS[1] } else { THREADS[1] / 2 },
+            chunks,
         }
     }
 
     /// The error of what the direct path does not do in a hybrid cube mesh.
     fn not_linked(&self, call: &Call) -> Error {
-        let rows = Algorithm::Cube.rows(CollectiveKind::AllReduce, self.world);
+        let rows = Algorithm::Cube.rows(CollectiveKind::AllReduce, self.world, 1);
         Error::new(
             ErrorKind::Unsupported,
             format!(

@@ -182,12 +182,12 @@ impl Collectives {
             .with_help("give the workspace more bytes"));
         }
         let model = HardwareModel::find(&DeviceDescription::of(&*context.device), world)?;
-        // Half is for packets, of which half is data; each is in two halves by epoch.
+        // An eighth is for packets, of which half is data; each is in two halves by epoch.
         Ok(Machine {
             world,
             kernels: model.link.transfer_kernels(),
-            packet_bytes: pages(options.workspace_bytes / 8),
-            plain_bytes: pages(options.workspace_bytes / 4),
+            packet_bytes: pages(options.workspace_bytes / 32),
+            plain_bytes: pages(options.workspace_bytes / 16 * 7),
             most_lanes: Machine::most_lanes(
                 context.device.properties().multiprocessors,
                 context.ranks_per_device()?,

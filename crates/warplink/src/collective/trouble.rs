@@ -72,7 +72,7 @@ impl Known {
             let error = Error::new(
                 ErrorKind::Mismatch,
                 format!(
-                    "in a collective, the peer called {}; expected what this rank called, whose last call is {last}",
+                    "in a collective, the peer calls {}; expected what this rank calls, whose last call is {last}",
                     Call::describe(&words)
                 ),
             )

@@ -349,8 +349,12 @@ pub(super) fn begin(name: &[u8], token: &[u8; TOKEN_BYTES], request: Request) ->
         )
         .with_operation("connect to a peer's service"));
     }
-    rustix::net::send(&connection, &request.encode(token), SendFlags::NOSIGNAL)
-        .map_err(io("send a request"))?;
+    rustix::net::send(&connection, &request.encode(token), SendFlags::NOSIGNAL).map_err(
+        |errno| match errno {
+            Errno::CONNRESET | Errno::PIPE => closed(),
+            other => io("send a request")(other),
+        },
+    )?;
     Ok(Asked { connection })
 }
 
@@ -366,6 +370,13 @@ impl Asked {
     pub(super) fn finish(self) -> Result<Option<Piece>> {
         read_answer(&self.connection)
     }
+}
+
+fn closed() -> Error {
+    Error::new(
+        ErrorKind::PeerLost,
+        "the peer closed its service before it answered",
+    )
 }
 
 fn read_answer(connection: &OwnedFd) -> Result<Option<Piece>> {
@@ -384,6 +395,7 @@ fn read_answer(connection: &OwnedFd) -> Result<Option<Piece>> {
             format!("timed out after {MAX_WAIT:?} waiting for the peer's memory service to answer"),
         )
         .with_help("check that the peer's process is not stopped"),
+        Errno::CONNRESET => closed(),
         other => io("read an answer")(other),
     })?;
     let descriptor = control.drain().find_map(|message| match message {
@@ -391,10 +403,7 @@ fn read_answer(connection: &OwnedFd) -> Result<Option<Piece>> {
         _ => None,
     });
     if received.bytes != answer.len() {
-        return Err(Error::new(
-            ErrorKind::PeerLost,
-            "the peer closed its service before it answered",
-        ));
+        return Err(closed());
     }
     let [s0, s1, s2, s3, bytes @ ..] = answer;
     if u32::from_le_bytes([s0, s1, s2, s3]) != 0 {

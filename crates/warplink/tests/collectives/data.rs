@@ -49,7 +49,7 @@ fn every_type_and_operator_is_reduced_on_every_number_of_ranks() {
                 let algorithms = [Algorithm::OneShot, Algorithm::TwoShot, Algorithm::Chunks];
                 let by = algorithms.map(|algorithm| {
                     let options = CollectiveOptions {
-                        workspace_bytes: 1 << 20,
+                        workspace_bytes: 4 << 20,
                         algorithm: Some(algorithm),
                         ..CollectiveOptions::default()
                     };

@@ -69,11 +69,7 @@ fn another_count_is_told_on_all_ranks() {
                 Some(failed.expect_err("ranks called different things"))
             },
             ErrorKind::Mismatch,
-            &[
-                "the peer calls all_reduce of",
-                "as this rank calls",
-                "(peer",
-            ],
+            &["the peer calls all_reduce of", "this rank calls", "(peer"],
         );
     }
 }

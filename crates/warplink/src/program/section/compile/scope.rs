@@ -148,6 +148,7 @@ const RESERVED: &[&str] = &[
     "tables",
     "located",
     "locate",
+    "told",
     "Located",
     "AnnouncedTensors",
     "announce",

@@ -37,9 +37,7 @@ impl Emitter<'_> {
     pub(super) fn announce(&mut self, code: &mut Code, it: &Announcement) -> Result<()> {
         let (rank, world) = (self.instance.rank, self.instance.world);
         let values = self.announced(it)?;
-        for name in &it.tensors {
-            self.locate(code, name);
-        }
+        self.locate(code, it);
         let part = self.part(&it.rows)?;
         let name = Scope::spell(&self.instance.tensors[part.tensor].name);
         let peers: Vec<String> = match &it.peers {
@@ -97,18 +95,39 @@ impl Emitter<'_> {
         Ok(())
     }
 
-    /// Has the lane look up what it tells of a tensor.
-    fn locate(&self, code: &mut Code, name: &str) {
-        let Some((number, spelled)) = self.located(name) else {
+    /// Has the lane look up what it tells of the tensors, of all of them at the same time.
+    fn locate(&self, code: &mut Code, it: &Announcement) {
+        let tensors: Vec<(usize, String)> = it
+            .tensors
+            .iter()
+            .filter_map(|name| self.located(name))
+            .collect();
+        if tensors.is_empty() {
             return;
-        };
-        code.line(if self.instance.published {
-            format!(
-                "locate(self, located[{number}], rank, at.tables, at.place[{number}][0], at.place[{number}][1], at.{spelled}[rank]);"
-            )
+        }
+        if self.instance.published {
+            let told = tensors.iter().map(|(number, name)| {
+                format!(
+                    "told(rank, at.tables, at.place[{number}][0], at.place[{number}][1], at.{name}[rank])"
+                )
+            });
+            code.open("{");
+            code.line(format!("const u64 own[] = {{{}}};", comma(told)));
+            for (place, (number, name)) in tensors.iter().enumerate() {
+                code.line(format!(
+                    "locate(self, located[{number}], rank, own[{place}], at.{name}[rank]);"
+                ));
+            }
+            code.close("}");
         } else {
-            format!("locate(self, located[{number}], at.{spelled});")
-        });
+            for (number, name) in tensors {
+                code.line(format!("locate(self, located[{number}], at.{name});"));
+            }
+        }
+        if self.instance.world == 1 {
+            // Otherwise announcing does it.
+            code.line("self.sync();");
+        }
     }
 
     /// The number of a tensor among those that are announced, and its name in the kernel.
