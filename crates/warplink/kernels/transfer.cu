@@ -129,12 +129,7 @@ struct PacketParts {
 };
 
 static constexpr u64 consumed_offset = 8 * MAX_BLOCKS;
-static constexpr u64 slots_offset = 2 * consumed_offset;
-// Epochs that there is room for.
-static constexpr u32 slots = 3;
-
-// Where the packets of an epoch are, in the scratch of the receiver.
-static __device__ __forceinline__ u64 slot(u64 scratch, u64 epoch, u64 packets) { return scratch + slots_offset + epoch % slots * 16 * packets; }
+static constexpr u64 halves_offset = 2 * consumed_offset;
 
 // Up to 8 bytes from an address of any alignment.
 static __device__ __forceinline__ uint2 load_data(u64 from, u64 left) {
@@ -168,9 +163,9 @@ static __device__ __forceinline__ bool push(const PacketPart &part, u32 block, u
     uint2 data = make_uint2(0, 0);
     if (i < packets) data = load_data(part.data + 8 * i, part.bytes - 8 * i);
     epoch = detail::load_relaxed(part.own + 8 * block) + 1;
-    for (u32 polls = 1; (long long)(detail::load_relaxed(part.own + consumed_offset + 8 * block) + slots - epoch) < 0; polls++)
+    for (u32 polls = 1; (long long)(detail::load_relaxed(part.own + consumed_offset + 8 * block) + 2 - epoch) < 0; polls++)
         if (polls % detail::polls_per_look == 0 && detail::load_relaxed(part.abort) != 0) return false;
-    const u64 out = slot(part.peer, epoch, packets);
+    const u64 out = part.peer + halves_offset + (epoch & 1u) * 16 * packets;
     const u32 flag = (u32)epoch;
     while (i < packets) {
         asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %2};" ::"l"(out + 16 * i), "r"(data.x), "r"(flag), "r"(data.y) : "memory");
@@ -183,9 +178,7 @@ static __device__ __forceinline__ bool push(const PacketPart &part, u32 block, u
 static __device__ __forceinline__ bool unpack(const PacketPart &part, u32 block, u64 &epoch) {
     const u64 packets = (part.bytes + 7) / 8, stride = (u64)part.blocks * part.threads;
     epoch = detail::load_relaxed(part.own + 8 * block) + 1;
-    // What the sender may write again, told while this waits anyway: at the end, the next kernel would wait for this store.
-    if (threadIdx.x == 0) store(part.peer + consumed_offset + 8 * block, epoch - 1);
-    const u64 in = slot(part.own, epoch, packets);
+    const u64 in = part.own + halves_offset + (epoch & 1u) * 16 * packets;
     const u32 flag = (u32)epoch;
     for (u64 i = (u64)block * part.threads + threadIdx.x; i < packets; i += stride) {
         uint2 data;
@@ -216,6 +209,8 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS) warplink_packets(const
     // Where the waits were ended, nothing is counted.
     if (!__syncthreads_and(done) || threadIdx.x != 0) return;
     store(part.own + 8 * block, epoch);
+    // All packets of the block have been loaded, as their data was looked at.
+    if (part.receives) store(part.peer + consumed_offset + 8 * block, epoch);
     if (part.completed) {
         detail::fence();
         add(part.completed);

@@ -61,10 +61,17 @@ template <u32 COUNT> struct Announced {
 
 namespace detail {
 
-// Whether what was announced is what this rank announces; notes it and ends the waits of the lane's signals where not.
-__device__ __forceinline__ bool compare(Lane &lane, const Packet<8> &came, const Unit<8> &own, u32 packet, u64 note) {
+// Whether packet `packet` of the announcement at `at` is what this rank announces. Where not, notes all its `packets`
+// packets and which differ, and ends the waits of the lane's signals.
+__device__ __forceinline__ bool compare(Lane &lane, const Packet<8> &came, const Unit<8> &own, u64 at, u32 packet, u32 packets, u64 note) {
     if (came.unit.word[0] == own.word[0] && came.unit.word[1] == own.word[1]) return true;
-    *(volatile u64 *)(note + 8 * packet) = (u64)came.unit.word[1] << 32 | came.unit.word[0];
+    const Flag flag(lane.epoch);
+#pragma unroll 1
+    for (u32 i = 0; i < packets; i++) {
+        Packet<8> one = load_packet<8>(at + 16 * i);
+        if (await_packet(lane, at + 16 * i, one, flag)) *(volatile u64 *)(note + 8 * i) = (u64)one.unit.word[1] << 32 | one.unit.word[0];
+    }
+    __threadfence_system();
     *(volatile unsigned char *)(note + 8 * verdict_words + packet) = 1;
     *(volatile u64 *)lane.abort = 1;
     return false;
@@ -91,7 +98,7 @@ __device__ __forceinline__ void agree(Lane &lane, const Places<COUNT> &from, con
     const u64 at = one.at(from);
     detail::Packet<8> came = detail::load_packet<8>(at);
     if (!detail::await_packet(lane, at, came, Flag(lane.epoch))) return;
-    detail::compare(lane, came, one.of(all), one.packet, verdict + detail::verdict_bytes * one.place);
+    detail::compare(lane, came, one.of(all), at - 16 * one.packet, one.packet, Announced<INTEGERS>::packets, verdict + detail::verdict_bytes * one.place);
 }
 
 // ---- tensors
@@ -168,9 +175,10 @@ template <u32 INTEGERS, u32 TENSORS, u32 WORLD> struct AnnouncedTensors {
     }
 
     // Compares the integers in what came from a place, or notes where the tensor lies that it tells of.
-    __device__ __forceinline__ void take(Lane &lane, const detail::Packet<8> &came, const Unit<8> &own, u32 place, u32 packet, u32 rank, u64 tables, u64 verdict) const {
+    __device__ __forceinline__ void take(Lane &lane, const detail::Packet<8> &came, const Unit<8> &own, u64 at, u32 place, u32 packet, u32 rank, u64 tables,
+                                         u64 verdict) const {
         if (packet < first) {
-            if (!detail::compare(lane, came, own, packet, verdict + detail::verdict_bytes * place)) lane.ended = true;
+            if (!detail::compare(lane, came, own, at, packet, first, verdict + detail::verdict_bytes * place)) lane.ended = true;
             return;
         }
         if (tables == 0) return;
@@ -217,7 +225,7 @@ __device__ __forceinline__ void agree(Lane &lane, const Places<COUNT> &from, con
         const bool there = detail::await_packet(lane, at, came, Flag(lane.epoch));
         // Of all threads at the same time.
         detail::fence();
-        if (there) all.take(lane, came, one.of(all), one.place, one.packet, rank, tables, verdict);
+        if (there) all.take(lane, came, one.of(all), at - 16 * one.packet, one.place, one.packet, rank, tables, verdict);
     }
     if (lane.agree() || threadIdx.x != 0 || tables == 0) return;
     bool reachable = true;

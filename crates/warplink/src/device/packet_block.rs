@@ -3,7 +3,6 @@
 //! The kernels of GPUs do the same, in `kernels/transfer.cu`. Why nothing is overwritten too early is said in
 //! `packets.rs`; the models below check it.
 
-use super::packets::SLOTS;
 use crate::error::Result;
 
 /// A word of a line, as one block of an end has it.
@@ -11,8 +10,7 @@ use crate::error::Result;
 pub(crate) enum BlockWord {
     /// The epoch that the block has finished.
     Epoch,
-    /// At the sender: the last epoch that the receiver's block has told it has finished; and the same as the receiver
-    /// sets it.
+    /// At the sender: the epoch that the receiver's block has finished; and the same as the receiver sets it.
     Consumed,
     ConsumedAtPeer,
     /// A half of a packet in the receiver's scratch: data below, the flag above.
@@ -42,10 +40,8 @@ pub(crate) fn push(
     data: impl Fn(usize) -> Result<[u32; 2]>,
 ) -> Result<()> {
     let epoch = words.load(BlockWord::Epoch)? + 1;
-    // What is in this epoch's slot has been read.
-    spin(words, || {
-        Ok(words.load(BlockWord::Consumed)? + SLOTS >= epoch)
-    })?;
+    // What is in this epoch's half of the scratch, that of the last epoch but one, has been read.
+    spin(words, || Ok(words.load(BlockWord::Consumed)? + 2 >= epoch))?;
     for number in packets {
         for (half, data) in data(number)?.into_iter().enumerate() {
             let value = u64::from(epoch as u32) << 32 | u64::from(data);
@@ -66,10 +62,7 @@ pub(crate) fn unpack(
     packets: impl Iterator<Item = usize>,
     mut place: impl FnMut(usize, [u32; 2]) -> Result<()>,
 ) -> Result<()> {
-    let finished = words.load(BlockWord::Epoch)?;
-    // From here on the sender may write the slot of the epoch before again.
-    words.set(BlockWord::ConsumedAtPeer, finished)?;
-    let epoch = finished + 1;
+    let epoch = words.load(BlockWord::Epoch)? + 1;
     for number in packets {
         let mut data = [0; 2];
         for (half, data) in data.iter_mut().enumerate() {
@@ -84,7 +77,9 @@ pub(crate) fn unpack(
         }
         place(number, data)?;
     }
-    words.set(BlockWord::Epoch, epoch)
+    words.set(BlockWord::Epoch, epoch)?;
+    // Last: from here on the sender may write this epoch's half again.
+    words.set(BlockWord::ConsumedAtPeer, epoch)
 }
 
 fn spin(words: &impl BlockWords, ready: impl Fn() -> Result<bool>) -> Result<()> {
@@ -109,7 +104,7 @@ mod loom_tests {
     struct Line {
         epochs: [AtomicU64; 2],
         consumed: AtomicU64,
-        slots: [[AtomicU64; 2]; SLOTS as usize],
+        halves: [[AtomicU64; 2]; 2],
         abort: AtomicBool,
     }
 
@@ -124,7 +119,7 @@ mod loom_tests {
                 BlockWord::Epoch => &self.line.epochs[usize::from(self.receives)],
                 BlockWord::Consumed | BlockWord::ConsumedAtPeer => &self.line.consumed,
                 BlockWord::Packet { epoch, half, .. } => {
-                    &self.line.slots[(epoch % SLOTS) as usize][half]
+                    &self.line.halves[(epoch % 2) as usize][half]
                 }
             }
         }
@@ -191,14 +186,14 @@ mod loom_tests {
     }
 
     /// A sender gets two epochs ahead and no further: each epoch is unpacked once, whole and in order, also
-    /// where slots of the scratch are used again.
+    /// where both halves of the scratch are used again.
     #[test]
     fn loom_a_packet_is_overwritten_when_it_was_unpacked() {
         bounded(3, || {
             let line = Arc::new(Line::default());
             let sender = line.clone();
-            let thread = thread::spawn(move || push_all(&sender, 1..=5));
-            assert_eq!(unpack_all(&line, 5), [1, 2, 3, 4, 5].map(sent));
+            let thread = thread::spawn(move || push_all(&sender, 1..=4));
+            assert_eq!(unpack_all(&line, 4), [1, 2, 3, 4].map(sent));
             thread.join().unwrap();
         });
     }
@@ -214,7 +209,7 @@ mod loom_tests {
                 assert_eq!(unpack_all(&line, 2), [first, first + 1].map(sent));
                 thread.join().unwrap();
             }
-            assert_eq!(line.consumed.load(Ordering::Relaxed), 3);
+            assert_eq!(line.consumed.load(Ordering::Relaxed), 4);
         });
     }
 

@@ -7,22 +7,18 @@
 //! is launched again goes on counting, and eager and captured transfers may follow one another.
 //!
 //! # Why scratch is not overwritten too early
-//! The scratch has three slots; epoch e uses slot e mod 3. A block of the receiver that begins to unpack epoch e
-//! writes e - 1, which it has unpacked, into the sender's scratch (*consumed*), and the sender's block of the same
-//! number stores epoch e only when it has seen e - 3 there. So what is in the slot, epoch e - 3, has been read. A flag
-//! of epoch e - 3 is never taken for e: they differ as long as flags, the low 32 bits of the epoch, do, and what was
-//! stored in a slot three or more epochs ago is what is overwritten there, never what is to be read. Fresh
+//! The scratch has two halves; epoch e uses half e mod 2. When a block of the receiver has unpacked epoch e,
+//! it writes e into the sender's scratch (*consumed*), and the sender's block of the same number stores epoch
+//! e only when it has seen e - 2 there. So what is in the half, epoch e - 2, has been read. A flag of epoch
+//! e - 2 is never taken for e: they differ as long as flags, the low 32 bits of the epoch, do, and what was
+//! stored in a half two or more epochs ago is what is overwritten there, never what is to be read. Fresh
 //! scratch is zero and the first epoch is 1. Nothing here follows from e having been *sent*: a sender that
 //! only sends would otherwise run ahead of a receiver by any number of epochs.
-//!
-//! *Consumed* is told at the beginning of the next epoch, when the receiver waits anyway: at the end it would be a store
-//! to the peer's memory that the kernel behind has to wait for. A third slot makes up for it: a sender still gets two
-//! epochs ahead of what was unpacked.
 //!
 //! ```text
 //! scratch of either end:    epochs       8 bytes a block, written by this end's blocks
 //!                           consumed     8 bytes a block, written by the receiver at the sender
-//! of the receiver as well:  slots 0, 1, 2
+//! of the receiver as well:  half 0, half 1
 //! ```
 
 use super::slice::{DeviceSlice, Word};
@@ -37,12 +33,9 @@ pub(crate) const MAX_BLOCKS: u32 = 128;
 /// Bytes of data of a packet, and of all of it.
 pub(crate) const PACKET: [usize; 2] = [8, 16];
 
-/// Where *consumed* begins in the scratch, and where the slots do.
+/// Where *consumed* begins in the scratch, and where the packets do.
 const CONSUMED: usize = 8 * MAX_BLOCKS as usize;
-const PACKETS: usize = 2 * CONSUMED;
-
-/// Epochs that there is room for; must match the kernels.
-pub(super) const SLOTS: u64 = 3;
+const HALVES: usize = 2 * CONSUMED;
 
 /// How a transfer by packets is divided; the same at both ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -55,8 +48,8 @@ pub(crate) struct PacketShape {
 impl PacketShape {
     /// Bytes of an end's scratch.
     pub(crate) fn scratch_bytes(&self, receives: bool) -> usize {
-        let slots = if receives { SLOTS as usize } else { 0 };
-        (PACKETS + slots * self.slot_bytes()).next_multiple_of(SCRATCH_ALIGNMENT)
+        let halves = if receives { 2 * self.half_bytes() } else { 0 };
+        (HALVES + halves).next_multiple_of(SCRATCH_ALIGNMENT)
     }
 
     /// How many packets there are.
@@ -64,7 +57,7 @@ impl PacketShape {
         self.bytes.div_ceil(PACKET[0])
     }
 
-    fn slot_bytes(&self) -> usize {
+    fn half_bytes(&self) -> usize {
         PACKET[1] * self.packets()
     }
 }
@@ -129,7 +122,7 @@ impl PacketLine {
         self.own.word(8 * block as usize)
     }
 
-    /// At the sender: the last epoch that `block` of the receiver has told it has finished.
+    /// At the sender: the epoch that `block` of the receiver has finished.
     pub(crate) fn consumed(&self, block: u32) -> Result<Word> {
         self.own.word(CONSUMED + 8 * block as usize)
     }
@@ -142,8 +135,8 @@ impl PacketLine {
     /// The two words of packet `number` of `epoch`, in the scratch of the receiver.
     pub(crate) fn packet(&self, receives: bool, epoch: u64, number: usize) -> Result<[Word; 2]> {
         let scratch = if receives { &self.own } else { &self.peer };
-        let slot = (epoch % SLOTS) as usize * self.shape.slot_bytes();
-        let start = PACKETS + slot + PACKET[1] * number;
+        let half = (epoch % 2) as usize * self.shape.half_bytes();
+        let start = HALVES + half + PACKET[1] * number;
         Ok([scratch.word(start)?, scratch.word(start + 8)?])
     }
 }
@@ -197,11 +190,11 @@ mod tests {
             blocks: 4,
             threads: 128,
         };
-        assert_eq!((shape.packets(), shape.slot_bytes()), (513, 513 * 16));
+        assert_eq!((shape.packets(), shape.half_bytes()), (513, 513 * 16));
         assert_eq!(shape.scratch_bytes(false), 2048);
         assert_eq!(
             shape.scratch_bytes(true),
-            (2048 + 3 * 513 * 16_usize).next_multiple_of(SCRATCH_ALIGNMENT)
+            (2048 + 2 * 513 * 16_usize).next_multiple_of(SCRATCH_ALIGNMENT)
         );
     }
 

@@ -25,6 +25,16 @@ pub trait Backing: Any + Send + Sync + fmt::Debug {
     fn is_borrowed(&self) -> bool {
         false
     }
+    /// The same borrowed memory without its owner, who may free it at any time: [`is_there`](Self::is_there) tells, and
+    /// until it has, nothing may access it but what is known to have it. Nothing where it is not borrowed, or where nothing
+    /// would tell.
+    fn without_owner(&self) -> Option<Arc<dyn Backing>> {
+        None
+    }
+    /// Whether it still is the allocation that it was when this was made. Only what has no owner may not be.
+    fn is_there(&self) -> bool {
+        true
+    }
     /// Whether it is memory of the host, which processors and networks reach at its address.
     fn is_host_memory(&self) -> bool {
         false

@@ -237,6 +237,77 @@ fn memory_of_every_kind_is_reached() {
     );
 }
 
+/// A library lends the same memory for each call: it stays reached without being held, until it is freed.
+#[test]
+fn memory_that_is_lent_for_each_call_stays_reached() {
+    let ranks = world(3);
+    threads_with(
+        ranks,
+        |_| {},
+        |comm| {
+            let collectives = direct(comm);
+            let stream = comm.create_stream(Priority::Normal).unwrap();
+            let device = comm.device();
+            let baseline = comm.registrations_and_mappings();
+            let library = device.allocate(64 << 10, AllocationKind::Plain).unwrap();
+            let lanes = collectives.choice(&sum_of(1024)).unwrap().lanes as u64;
+            let held = Arc::new(());
+            let lend = |offset: usize| {
+                let address = library.address() + offset as u64;
+                // SAFETY: the library's memory is held until after the call, which alone accesses it.
+                unsafe { device.borrow(address, 4096, held.clone()) }.unwrap()
+            };
+            until_direct(comm, &collectives, &lend(0), &stream);
+            for round in 0..6 {
+                // Longer than between two looks at what is to be withdrawn.
+                std::thread::sleep(Duration::from_millis(150));
+                let lent = lend(8192 * round + 256);
+                assert_eq!(sum(comm, &collectives, &lent, round, &stream), lanes);
+            }
+            let started = Instant::now();
+            while Arc::strong_count(&held) > 1 {
+                assert!(started.elapsed() < LET_GO, "the owner is held");
+                std::thread::sleep(Duration::from_millis(20));
+            }
+            drop(library);
+            // The GPU's memory is kept by the device for its next allocation.
+            while kind() == DeviceKind::Host && comm.registrations_and_mappings() != baseline {
+                assert!(
+                    started.elapsed() < LET_GO,
+                    "{:?} is left of {baseline:?}",
+                    comm.registrations_and_mappings()
+                );
+                std::thread::sleep(Duration::from_millis(20));
+            }
+        },
+    );
+}
+
+/// More memory than there are numbers, lent once each, gives way to what is lent later.
+#[test]
+fn lent_memory_that_is_not_used_makes_room() {
+    let ranks = world(2);
+    threads_with(
+        ranks,
+        |_| {},
+        |comm| {
+            let collectives = direct(comm);
+            let stream = comm.create_stream(Priority::Normal).unwrap();
+            let device = comm.device();
+            let library: Vec<DeviceSlice> = (0..1200)
+                .map(|_| device.allocate(256, AllocationKind::Plain).unwrap())
+                .collect();
+            for (round, memory) in library.iter().enumerate() {
+                // SAFETY: the library's memory is held until after the call, which alone accesses it.
+                let lent = unsafe { device.borrow(memory.address(), 256, Arc::new(())) }.unwrap();
+                sum(comm, &collectives, &lent, round, &stream);
+            }
+            let memory = device.allocate(4096, AllocationKind::Plain).unwrap();
+            until_direct(comm, &collectives, &memory, &stream);
+        },
+    );
+}
+
 /// Memory of one rank that no peer can map, or that starts elsewhere than at a multiple of 16 bytes, goes by chunks.
 #[test]
 fn what_one_rank_does_not_share_goes_by_chunks() {

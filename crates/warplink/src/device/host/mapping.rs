@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::os::fd::{AsFd, OwnedFd};
 use std::ptr;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 
 /// A mapping of one shared-memory file, or of several one behind the other; unmapped on drop.
@@ -22,6 +22,38 @@ pub(super) struct Mapping {
     pub(super) pieces: Vec<Piece>,
     /// Of a piece of a segment: the addresses that it lies in.
     inside: Option<Arc<Reservation>>,
+    /// How many hold it only until nobody else does.
+    last_holders: AtomicUsize,
+}
+
+/// Holds a mapping until it is found that nobody else does.
+#[derive(Debug)]
+pub(super) struct LastHolder(Arc<Mapping>);
+
+impl LastHolder {
+    /// Nothing for a piece of a segment, whose addresses are mapped again as soon as it is unmapped.
+    pub(super) fn new(mapping: &Arc<Mapping>) -> Option<Self> {
+        if mapping.inside.is_some() {
+            return None;
+        }
+        mapping.last_holders.fetch_add(1, Ordering::Relaxed);
+        Some(Self(mapping.clone()))
+    }
+
+    pub(super) fn mapping(&self) -> &Arc<Mapping> {
+        &self.0
+    }
+
+    /// Whether anybody holds the mapping who is not one of these.
+    pub(super) fn is_held(&self) -> bool {
+        Arc::strong_count(&self.0) > self.0.last_holders.load(Ordering::Relaxed)
+    }
+}
+
+impl Drop for LastHolder {
+    fn drop(&mut self) {
+        self.0.last_holders.fetch_sub(1, Ordering::Relaxed);
+    }
 }
 
 /// Addresses kept for one purpose, given back on drop.
@@ -208,6 +240,7 @@ fn mapping_at(base: u64, pieces: Vec<Piece>, inside: Option<Arc<Reservation>>) -
         identity: next_identity(),
         pieces,
         inside,
+        last_holders: AtomicUsize::new(0),
     });
     lock(&MAPPINGS).insert(base, Arc::downgrade(&mapping));
     mapping

@@ -1,6 +1,6 @@
 //! Slices of shared memory, and every raw access to it.
 
-use super::mapping::{Mapping, map_pieces, mappings_of, new_file, next_identity};
+use super::mapping::{LastHolder, Mapping, map_pieces, mappings_of, new_file, next_identity};
 use super::unmapping::LateUnmapping;
 use crate::device::{Backing, DeviceKind, DeviceSlice, Fault, Piece, Word, combined_identity};
 use crate::error::{Error, ErrorKind, Result};
@@ -29,6 +29,13 @@ struct Borrowed {
     // The mappings that it lies in, which alone can be shared with peers.
     inside: Vec<Arc<Mapping>>,
     _owner: Arc<dyn Any + Send + Sync>,
+}
+
+/// Borrowed memory without its owner, of one mapping.
+#[derive(Debug)]
+struct Left {
+    held: LastHolder,
+    identity: u64,
 }
 
 /// A word that a stream waits for. It stays mapped, but the wait does not keep its allocation: once
@@ -130,6 +137,41 @@ impl Backing for Borrowed {
     }
     fn is_borrowed(&self) -> bool {
         true
+    }
+    fn without_owner(&self) -> Option<Arc<dyn Backing>> {
+        let [mapping] = &self.inside[..] else {
+            return None;
+        };
+        let held = LastHolder::new(mapping)?;
+        let identity = self.identity;
+        Some(Arc::new(Left { held, identity }))
+    }
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+impl Backing for Left {
+    fn base(&self) -> u64 {
+        self.held.mapping().base
+    }
+    fn bytes(&self) -> usize {
+        self.held.mapping().bytes
+    }
+    fn identity(&self) -> u64 {
+        self.identity
+    }
+    fn kind(&self) -> DeviceKind {
+        DeviceKind::Host
+    }
+    fn is_host_memory(&self) -> bool {
+        true
+    }
+    fn is_borrowed(&self) -> bool {
+        true
+    }
+    fn is_there(&self) -> bool {
+        self.held.is_held()
     }
     fn as_any(&self) -> &dyn Any {
         self
@@ -251,13 +293,15 @@ pub(super) fn borrow(
 /// The pieces of the files behind `slice`, for a peer to map.
 pub(super) fn pieces(slice: &DeviceSlice) -> Result<Vec<Piece>> {
     let any = slice.backing().as_any();
-    let mappings = match any.downcast_ref::<Borrowed>() {
-        Some(borrowed) => &borrowed.inside[..],
-        None => any
-            .downcast_ref()
+    let mappings = if let Some(borrowed) = any.downcast_ref::<Borrowed>() {
+        &borrowed.inside[..]
+    } else if let Some(left) = any.downcast_ref::<Left>() {
+        std::slice::from_ref(left.held.mapping())
+    } else {
+        any.downcast_ref()
             .map_or(&[][..], |Allocation { mapping, .. }| {
                 std::slice::from_ref(mapping)
-            }),
+            })
     };
     if mappings.is_empty() {
         return Err(Error::new(

@@ -141,7 +141,13 @@ impl Schedule<'_> {
                     self.add_move(lane, (*elements, bytes), targets, sources, weight);
                 }
             }
-            LaneStepKind::Announce { target, .. } => {
+            LaneStepKind::Announce {
+                target, tensors, ..
+            } => {
+                if !tensors.is_empty() {
+                    // It looks up what it tells of, and tells that after all that preceded.
+                    self.streams[lane.stream].push(Step::Delay((load + fence) * weight));
+                }
                 if let Some(id) = packets(lane.section, target) {
                     let amount = self.puts_for(lane, id);
                     for counter in self.packet_counters(lane, target.rank, id) {
@@ -156,6 +162,9 @@ impl Schedule<'_> {
                     let read = lane.reads(id, source, 1.0) * self.share(lane, id);
                     let [_, last] = self.packet_counters(lane, lane.number, id);
                     self.streams[lane.stream].push(Step::Await(last, read));
+                }
+                if !tensors.is_empty() {
+                    self.streams[lane.stream].push(Step::Delay(fence * weight));
                 }
                 // Of all ranks at once, it looks up where their tensors are mapped.
                 lane.looks_up = !tensors.is_empty();

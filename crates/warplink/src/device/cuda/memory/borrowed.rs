@@ -69,18 +69,32 @@ pub(crate) unsafe fn borrow(
     }
     // Without a number of the driver's, nothing tells whether it is the allocation of last time, so
     // it counts as another: nothing stale is used, at the price of being exchanged again.
-    let ids: Option<Vec<u64>> = pieces.iter().map(|piece| piece.id).collect();
-    let identity = ids.map_or_else(next_identity, |ids| {
-        foreign_identity(combined_identity(&ids))
-    });
+    let numbered = identity_of(&pieces);
+    let identity = numbered.unwrap_or_else(next_identity);
     let source = Source::Borrowed(Borrowed {
-        _owner: owner,
+        owner: Some(owner),
+        is_numbered: numbered.is_some(),
         ipc_capable,
         pieces: pieces.iter().map(|piece| piece.bytes).collect(),
     });
     let whole = CudaBacking::slice(gpu, base, size, identity, source);
     let start = (address - base) as usize;
     whole.slice(start..start + bytes)
+}
+
+/// The identity of all that lies in a range by now, where the driver has numbers for it.
+pub(super) fn identity(gpu: &Gpu, base: u64, bytes: usize, plain: bool) -> Option<u64> {
+    let _entered = gpu.context.enter().ok()?;
+    let _relaxed = gpu.context.relax_capture();
+    let pieces = pieces(gpu, base, base + bytes as u64, plain).ok()?;
+    let all = pieces.iter().map(|piece| piece.bytes).sum::<usize>();
+    let is_same = all == bytes && pieces.first().is_some_and(|piece| piece.base == base);
+    identity_of(&pieces).filter(|_| is_same)
+}
+
+fn identity_of(pieces: &[MappedPiece]) -> Option<u64> {
+    let ids: Option<Vec<u64>> = pieces.iter().map(|piece| piece.id).collect();
+    ids.map(|ids| foreign_identity(combined_identity(&ids)))
 }
 
 /// A mapping of physical memory.

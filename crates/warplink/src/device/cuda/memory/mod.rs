@@ -78,9 +78,12 @@ pub(super) enum Source {
 }
 
 /// Memory that others own, held by holding their owner.
+#[derive(Clone)]
 pub(super) struct Borrowed {
-    /// Dropping it tells them that it is no longer used.
-    pub(super) _owner: Arc<dyn Any + Send + Sync>,
+    /// Dropping it tells them that it is no longer used. Without one, they may free it at any time.
+    pub(super) owner: Option<Arc<dyn Any + Send + Sync>>,
+    /// Whether its identity is made of the driver's numbers, so that it can be found out again.
+    pub(super) is_numbered: bool,
     /// Whether the driver makes an IPC handle for it.
     pub(super) ipc_capable: bool,
     /// The bytes of the pieces of physical memory that it consists of, in order.
@@ -150,6 +153,28 @@ impl Backing for CudaBacking {
 
     fn is_borrowed(&self) -> bool {
         matches!(self.source, Source::Borrowed(_))
+    }
+
+    fn without_owner(&self) -> Option<Arc<dyn Backing>> {
+        let Source::Borrowed(borrowed) = &self.source else {
+            return None;
+        };
+        let source = Source::Borrowed(Borrowed {
+            owner: None,
+            ..borrowed.clone()
+        });
+        let all = Self::slice(&self.gpu, self.base, self.bytes, self.identity, source);
+        borrowed.is_numbered.then(|| all.backing().clone())
+    }
+
+    fn is_there(&self) -> bool {
+        match &self.source {
+            Source::Borrowed(borrowed) if borrowed.owner.is_none() => {
+                borrowed::identity(&self.gpu, self.base, self.bytes, borrowed.ipc_capable)
+                    == Some(self.identity)
+            }
+            _ => true,
+        }
     }
 
     fn forbid_reuse(&self) {

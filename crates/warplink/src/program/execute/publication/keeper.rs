@@ -155,13 +155,16 @@ impl Keeper {
     /// Offers an allocation to all peers.
     fn offer(&mut self, number: u64, allocation: DeviceSlice) {
         let backing = allocation.backing().clone();
+        let left = backing.without_owner();
         // The allocation and this.
-        if Arc::strong_count(&backing) <= 2 {
+        if left.is_none() && Arc::strong_count(&backing) <= 2 {
             // It is gone already.
             self.free(number, None);
             return;
         }
-        let region = self.memory.register(&allocation);
+        // Whoever lent it for a call may lend it again, and frees it without asking.
+        let published = left.map_or(allocation, DeviceSlice::whole);
+        let region = self.memory.register(&published);
         let offered = region.and_then(|region| {
             self.handles(&region)
                 .map(|handles| (region.clone(), handles))
@@ -346,17 +349,26 @@ impl Keeper {
         lock(&self.known).free.push(entry);
     }
 
-    /// Withdraws what nobody else holds.
+    /// Withdraws what nobody else holds; of what was lent, what is not there any more, and what was not used for longest
+    /// where numbers run out.
     fn sweep(&mut self) {
         // The table has a slice, and so have peers that are threads of this process.
         let in_process = self.peers.iter().filter(|peer| peer.in_process).count() - 1;
-        let unheld = |own: &Own| matches!(own, Own::Published(region) if !region.is_held_elsewhere(1 + in_process));
-        let all = self.own.iter();
-        let unheld: Vec<u64> = all
-            .filter(|(_, own)| unheld(own))
-            .map(|(number, _)| *number)
-            .collect();
-        for number in unheld {
+        let old = lock(&self.known).old();
+        let leaves = |(number, own): (&u64, &Own)| {
+            let Own::Published(region) = own else {
+                return None;
+            };
+            let backing = region.memory().backing();
+            let leaves = if backing.is_borrowed() {
+                old.contains(number) || !backing.is_there()
+            } else {
+                !region.is_held_elsewhere(1 + in_process)
+            };
+            leaves.then_some(*number)
+        };
+        let leaving: Vec<u64> = self.own.iter().filter_map(leaves).collect();
+        for number in leaving {
             self.withdraw(number, None);
         }
     }

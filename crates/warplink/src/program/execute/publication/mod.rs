@@ -10,7 +10,8 @@
 //!
 //! # What holds
 //! 1. An address in the own table means that all peers have the allocation in theirs.
-//! 2. An allocation that nobody holds any more but its publication is withdrawn: the own entry goes first; when the
+//! 2. An allocation that nobody holds any more but its publication is withdrawn, and borrowed memory when it is not there
+//!    any more: a library lends the same memory again and again. The own entry goes first; when the
 //!    streams are past all launches that may have read it, the peers are told; when all have let go of it, the number
 //!    is free. A peer's kernel is done with an allocation before the launch of its owner ends, as the verifier checks.
 //! 3. A kernel announces what it finds only where the address is the tensor's: a number that a graph recorded, and that
@@ -38,6 +39,9 @@ use std::time::Duration;
 /// Allocations of a rank that are published at a time. Must match `published_entries` of the kernels.
 const ENTRIES: usize = 1024;
 
+/// Free numbers below which what was not used for longest makes room, as many at a time.
+const FEW_ENTRIES: usize = ENTRIES / 8;
+
 /// How long an allocation that finds no memory waits for what is held for nobody.
 const MAX_RECLAIM: Duration = Duration::from_millis(200);
 
@@ -57,6 +61,8 @@ pub(crate) struct Publication {
 struct Known {
     by_identity: HashMap<u64, Place>,
     free: Vec<u64>,
+    /// How often calls have met allocations.
+    met: u64,
 }
 
 #[derive(Debug)]
@@ -64,6 +70,8 @@ enum Place {
     Entry {
         number: u64,
         uses: Arc<InUse<Departure>>,
+        /// The number of the last call that met it.
+        met: u64,
     },
     /// It cannot be published.
     Never(Weak<dyn Backing>),
@@ -114,6 +122,7 @@ impl Publication {
         let known = Arc::new(Mutex::new(Known {
             by_identity: HashMap::new(),
             free: (0..ENTRIES as u64).rev().collect(),
+            met: 0,
         }));
         let (queue, received) = channel();
         let events = Arc::new(Events {
@@ -154,8 +163,13 @@ impl Publication {
     pub(crate) fn place(&self, slice: &DeviceSlice, stream: &Stream) -> (u64, u64) {
         let identity = slice.backing().identity();
         let mut known = lock(&self.known);
-        let (number, uses, met) = match known.by_identity.get(&identity) {
-            Some(Place::Entry { number, uses }) => (*number, uses.clone(), false),
+        known.met += 1;
+        let now = known.met;
+        let (number, uses, is_new) = match known.by_identity.get_mut(&identity) {
+            Some(Place::Entry { number, uses, met }) => {
+                *met = now;
+                (*number, uses.clone(), false)
+            }
             Some(Place::Never(_)) => return (UNPUBLISHED, 0),
             None => {
                 let Some(number) = known.free.pop() else {
@@ -169,6 +183,7 @@ impl Publication {
                 let place = Place::Entry {
                     number,
                     uses: uses.clone(),
+                    met: now,
                 };
                 known.by_identity.insert(identity, place);
                 (number, uses, true)
@@ -177,7 +192,7 @@ impl Publication {
         drop(known);
         // Where it is withdrawn meanwhile, the launch finds no address in the table.
         uses.note(stream);
-        if met {
+        if is_new {
             let allocation = slice.allocation();
             self.events.send(Event::Met { number, allocation });
         }
@@ -258,6 +273,21 @@ impl Events {
 }
 
 impl Known {
+    /// The numbers that were not used for longest, where few are free.
+    fn old(&self) -> Vec<u64> {
+        if self.free.len() >= FEW_ENTRIES {
+            return Vec::new();
+        }
+        let entries = self.by_identity.values().filter_map(|place| match place {
+            Place::Entry { number, met, .. } => Some((*met, *number)),
+            Place::Never(_) => None,
+        });
+        let mut entries: Vec<(u64, u64)> = entries.collect();
+        entries.sort_unstable();
+        let old = entries.into_iter().take(FEW_ENTRIES);
+        old.map(|(_, number)| number).collect()
+    }
+
     /// Takes the entry of a number out; whether it may still be in use.
     fn forget(&mut self, number: u64) -> Option<Place> {
         let of =
