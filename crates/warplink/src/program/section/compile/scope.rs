@@ -149,6 +149,8 @@ const RESERVED: &[&str] = &[
     "located",
     "locate",
     "told",
+    "to_tell",
+    "precede",
     "Located",
     "AnnouncedTensors",
     "announce",
