@@ -17,8 +17,6 @@ pub enum Algorithm {
     TwoShot,
     /// By chunks through memory behind signals: any length.
     Chunks,
-    /// By chunks through memory between two ranks, which some lanes put and others reduce. For all-reduce.
-    Pipeline,
     /// From and to the memory of the calls, where all ranks reach it: any length. Until they do, by chunks.
     Direct,
     /// As packets over the links of a hybrid cube mesh, in two steps: to the ranks that a rank is linked with, and
@@ -36,21 +34,19 @@ pub(super) enum Room {
 impl Algorithm {
     /// Those that a call may be done by, as far as they fit the links and the workspace. Of those that are as fast as
     /// one another, the first is chosen. What goes directly goes by chunks where memory is not reached.
-    pub const CHOICES: [Self; 6] = [
+    pub const CHOICES: [Self; 5] = [
         Self::OneShot,
         Self::TwoShot,
         Self::Cube,
         Self::Chunks,
-        Self::Pipeline,
         Self::Direct,
     ];
 
     /// Every algorithm.
-    pub const ALL: [Self; 6] = [
+    pub const ALL: [Self; 5] = [
         Self::OneShot,
         Self::TwoShot,
         Self::Chunks,
-        Self::Pipeline,
         Self::Direct,
         Self::Cube,
     ];
@@ -61,7 +57,6 @@ impl Algorithm {
             Self::OneShot => "one-shot",
             Self::TwoShot => "two-shot",
             Self::Chunks => "chunks",
-            Self::Pipeline => "pipeline",
             Self::Direct => "direct",
             Self::Cube => "cube",
         }
@@ -71,7 +66,7 @@ impl Algorithm {
     pub(super) const fn room(self) -> Room {
         match self {
             Self::OneShot | Self::TwoShot | Self::Cube => Room::Packets,
-            Self::Chunks | Self::Pipeline | Self::Direct => Room::Plain,
+            Self::Chunks | Self::Direct => Room::Plain,
         }
     }
 
@@ -87,8 +82,6 @@ impl Algorithm {
             Self::OneShot => each,
             Self::Cube => world,
             Self::TwoShot => 2 * world,
-            // A pair of lanes has one in each half of the workspace.
-            Self::Pipeline => 1,
             Self::Chunks | Self::Direct => match kind {
                 CollectiveKind::AllReduce if world == 2 => at_most(chunks, 3) * world,
                 CollectiveKind::AllReduce => 2 * world,
@@ -125,7 +118,7 @@ impl FromStr for Algorithm {
             Error::new(
                 ErrorKind::Parse,
                 format!(
-                    "unknown algorithm '{text}'; expected one-shot, two-shot, chunks, pipeline, direct or cube"
+                    "unknown algorithm '{text}'; expected one-shot, two-shot, chunks, direct or cube"
                 ),
             )
         })
@@ -158,7 +151,7 @@ impl Entry {
 
 macro_rules! programs {
     ($($kind:ident $algorithm:ident $file:literal),* $(,)?) => {
-        static PROGRAMS: [Entry; 28] = [$(
+        static PROGRAMS: [Entry; 27] = [$(
             Entry::new(
                 CollectiveKind::$kind,
                 Algorithm::$algorithm,
@@ -173,7 +166,6 @@ programs! {
     AllReduce TwoShot "all_reduce_two_shot.wlp",
     AllReduce Chunks "all_reduce_chunks.wlp",
     AllReduce Direct "all_reduce_chunks.wlp",
-    AllReduce Pipeline "all_reduce_pipeline.wlp",
     AllReduce Cube "all_reduce_cube.wlp",
     AllGather OneShot "all_gather_packets.wlp",
     AllGather Chunks "all_gather_chunks.wlp",

@@ -31,13 +31,9 @@ fn machine(world: usize) -> Machine {
 
 /// The worlds that an algorithm is for, of some.
 fn worlds<'a>(entry: &Entry, worlds: &'a [usize]) -> impl Iterator<Item = usize> + use<'a> {
-    let only = match entry.algorithm {
-        Algorithm::Cube => Some(CUBE_RANKS),
-        Algorithm::Pipeline => Some(2),
-        _ => None,
-    };
+    let cube = entry.algorithm == Algorithm::Cube;
     let worlds = worlds.iter().copied();
-    worlds.filter(move |world| only.is_none_or(|only| *world == only))
+    worlds.filter(move |world| !cube || *world == CUBE_RANKS)
 }
 
 fn call(entry: &Entry, world: usize, count: usize) -> Call {
@@ -52,15 +48,9 @@ fn call(entry: &Entry, world: usize, count: usize) -> Call {
 }
 
 fn choice(entry: &Entry, lanes: usize, chunks: usize) -> Choice {
-    // Here for data, of which a pair has one.
-    let pair = if entry.algorithm == Algorithm::Pipeline {
-        2
-    } else {
-        1
-    };
     Choice {
         algorithm: entry.algorithm,
-        lanes: pair * lanes,
+        lanes,
         threads: 128,
         chunks,
     }
@@ -130,7 +120,7 @@ fn share_a_workspace(world: usize, shapes: &'static [(usize, usize, usize)]) {
     let direct = |kind| Algorithm::Direct.program(kind).is_some();
     let entries = PROGRAMS
         .iter()
-        .filter(|entry| worlds(entry, &[world]).next().is_some())
+        .filter(|entry| entry.algorithm != Algorithm::Cube)
         .filter(|entry| entry.algorithm != Algorithm::Chunks || !direct(entry.kind));
     let programs: Vec<(&Program, Parameters)> = entries
         .flat_map(|entry| {

@@ -117,11 +117,9 @@ impl Machine {
         parameters.insert("lanes", choice.lanes as i64 + 1);
         parameters.insert("threads", choice.threads as i64);
         if choice.algorithm.room() == Room::Plain {
+            let direct = choice.algorithm == Algorithm::Direct;
             parameters.insert("chunks", choice.chunks as i64);
-            if choice.algorithm != Algorithm::Pipeline {
-                let direct = choice.algorithm == Algorithm::Direct;
-                parameters.insert("direct", i64::from(direct));
-            }
+            parameters.insert("direct", i64::from(direct));
         }
         if let (Algorithm::Cube, Some(positions)) = (choice.algorithm, &self.cube) {
             let (order, places) = packed(positions);
@@ -158,7 +156,6 @@ impl Machine {
                 self.packet_room(call, rows) >= part(call.count, 1)
             }
             Algorithm::TwoShot => self.packet_room(call, rows) >= part(call.count, self.world),
-            Algorithm::Pipeline => self.world == 2 && self.most_lanes >= 2 && call.count > 0,
             Algorithm::Chunks | Algorithm::Direct => true,
         }
     }
@@ -214,28 +211,8 @@ impl Machine {
     pub(super) fn shape(&self, algorithm: Algorithm, call: &Call) -> Choice {
         match algorithm.room() {
             Room::Packets => self.packets(algorithm, call),
-            Room::Plain if algorithm == Algorithm::Pipeline => self.pipeline(call),
             Room::Plain => self.chunks(algorithm, call),
         }
-    }
-
-    /// As many pairs of lanes as move data elsewhere, as far as there is room for both lanes of each.
-    fn pipeline(&self, call: &Call) -> Choice {
-        let pairs = round_down(self.store_lanes().min(self.most_lanes / 2));
-        let room = self.plain_bytes / call.dtype.size() / pairs / 16 * 16;
-        Choice {
-            algorithm: Algorithm::Pipeline,
-            lanes: 2 * pairs,
-            threads: THREADS[1] / 2,
-            chunks: part(call.count, pairs).div_ceil(room.max(16)).max(1),
-        }
-    }
-
-    /// The most lanes that storing at other ranks is worth.
-    fn store_lanes(&self) -> usize {
-        let most = self.kernels.store_blocks.iter();
-        let most = most.map(|(_, blocks)| *blocks as usize).max();
-        most.unwrap_or(1).clamp(1, self.most_lanes)
     }
 
     fn packets(&self, algorithm: Algorithm, call: &Call) -> Choice {
@@ -258,8 +235,11 @@ impl Machine {
 
     fn chunks(&self, algorithm: Algorithm, call: &Call) -> Choice {
         let bytes = call.bytes();
+        let most = self.kernels.store_blocks.iter();
+        let most = most.map(|(_, blocks)| *blocks as usize).max();
+        let most = most.unwrap_or(1).clamp(1, self.most_lanes);
         let lanes = bytes.div_ceil(LANE_BYTES).next_power_of_two();
-        let lanes = lanes.clamp(1, round_down(self.store_lanes()));
+        let lanes = lanes.clamp(1, round_down(most));
         let parts = match call.kind {
             CollectiveKind::AllReduce => part(call.count, self.world),
             _ => call.count,
