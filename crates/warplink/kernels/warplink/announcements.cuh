@@ -131,7 +131,7 @@ constexpr u32 offset_bits = 48;
 // What this rank has to tell of its tensor at `address`, which starts at byte `start` of allocation `entry`.
 // Who accesses it at other ranks does so in whole units, so that its start must be a multiple of their size. The
 // table is looked at once, since it may change.
-__device__ __forceinline__ u64 to_tell(u32 rank, u64 tables, u64 entry, u64 start, u64 address) {
+__device__ __forceinline__ u64 told(u32 rank, u64 tables, u64 entry, u64 start, u64 address) {
     const bool listed = entry < detail::published_entries;
     const u64 base = detail::load_relaxed(tables + 8 * (detail::published_entries * rank + (listed ? entry : 0)));
     // An entry may be another allocation's by now, as where a graph is launched that was recorded before.
@@ -198,23 +198,15 @@ template <u32 INTEGERS, u32 TENSORS, u32 WORLD> struct AnnouncedTensors {
     }
 };
 
-// Orders what preceded the launch before its announcements of tensors. Called first, it takes no time of its own: what a
-// lane needs to know of itself is being loaded.
-__device__ __forceinline__ void precede() {
-    if (threadIdx.x < 64) detail::fence();
-}
-
-// Stores what is announced as packets of 16 bytes at every place, after everything that preceded: what that is has been
-// ordered where it is `PRECEDED`, and the lane has stored nothing since.
-template <bool PRECEDED = false, u32 COUNT, u32 INTEGERS, u32 TENSORS, u32 WORLD>
+// Stores what is announced as packets of 16 bytes at every place, after everything that preceded.
+template <u32 COUNT, u32 INTEGERS, u32 TENSORS, u32 WORLD>
 __device__ __forceinline__ void announce(Lane &lane, const Places<COUNT> &to, const AnnouncedTensors<INTEGERS, TENSORS, WORLD> &all) {
     typedef detail::OnePacket<COUNT, AnnouncedTensors<INTEGERS, TENSORS, WORLD>::packets> One;
     // What the lane stored precedes the fences of the threads that announce.
     if (lane.agree()) return;
     if (threadIdx.x >= One::count) return;
-    static_assert(One::count <= 64, "as many threads as order what precedes");
     const One one(threadIdx.x);
-    if (!PRECEDED) detail::fence();
+    detail::fence();
     detail::store_packet(one.at(to), one.of(all), Flag(lane.epoch));
 }
 

@@ -186,10 +186,6 @@ fn write(instance: &SectionInstance, aligned: &[bool], traced: bool) -> Result<S
     let announced = instance.announced().len();
     if announced > 0 {
         code.line(format!("__shared__ Located<world> located[{announced}];"));
-        if emitter.ahead {
-            emitter.look_up(&mut code);
-            code.line("precede();");
-        }
     }
     if *period > 1 {
         code.line(format!("const Index epoch = (self.epoch - 1) % {period};"));

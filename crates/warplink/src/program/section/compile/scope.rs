@@ -149,8 +149,6 @@ const RESERVED: &[&str] = &[
     "located",
     "locate",
     "told",
-    "to_tell",
-    "precede",
     "Located",
     "AnnouncedTensors",
     "announce",

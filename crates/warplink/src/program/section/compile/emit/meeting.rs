@@ -59,13 +59,8 @@ impl Emitter<'_> {
         let places = comma(places);
         if !places.is_empty() {
             let count = peers.len();
-            let preceded = if self.ahead && !it.tensors.is_empty() {
-                "<true>"
-            } else {
-                ""
-            };
             code.line(format!(
-                "announce{preceded}(self, Places<{count}>{{{{{places}}}}}, {values});"
+                "announce(self, Places<{count}>{{{{{places}}}}}, {values});"
             ));
         }
         Ok(())
@@ -111,14 +106,19 @@ impl Emitter<'_> {
             return;
         }
         if self.instance.published {
-            if !self.ahead {
-                self.look_up(code);
-            }
-            for (number, name) in &tensors {
+            let told = tensors.iter().map(|(number, name)| {
+                format!(
+                    "told(rank, at.tables, at.place[{number}][0], at.place[{number}][1], at.{name}[rank])"
+                )
+            });
+            code.open("{");
+            code.line(format!("const u64 own[] = {{{}}};", comma(told)));
+            for (place, (number, name)) in tensors.iter().enumerate() {
                 code.line(format!(
-                    "locate(self, located[{number}], rank, told[{number}], at.{name}[rank]);"
+                    "locate(self, located[{number}], rank, own[{place}], at.{name}[rank]);"
                 ));
             }
+            code.close("}");
         } else {
             for (number, name) in tensors {
                 code.line(format!("locate(self, located[{number}], at.{name});"));
@@ -128,15 +128,6 @@ impl Emitter<'_> {
             // Otherwise announcing does it.
             code.line("self.sync();");
         }
-    }
-
-    /// Looks up what lanes tell of all tensors that they announce, at the same time.
-    pub(in super::super) fn look_up(&self, code: &mut Code) {
-        let told = self.announced.iter().enumerate().map(|(number, tensor)| {
-            let name = Scope::spell(&self.instance.tensors[*tensor].name);
-            format!("to_tell(rank, at.tables, at.place[{number}][0], at.place[{number}][1], at.{name}[rank])")
-        });
-        code.line(format!("const u64 told[] = {{{}}};", comma(told)));
     }
 
     /// The number of a tensor among those that are announced, and its name in the kernel.

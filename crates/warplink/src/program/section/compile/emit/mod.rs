@@ -71,36 +71,6 @@ struct Operand {
     packing: Packing,
 }
 
-/// Whether lanes announce tensors, and all of that before anything else. `first` says whether nothing else came before, and
-/// after it.
-fn announces_first(steps: &[Step], first: &mut bool) -> bool {
-    let mut all = true;
-    for step in steps {
-        match &step.kind {
-            StepKind::LetInteger { .. } | StepKind::LetTensor { .. } => {}
-            StepKind::Announce(it) if !it.tensors.is_empty() => {
-                all &= *first;
-                *first = false;
-            }
-            StepKind::If(branch) => {
-                let before = *first;
-                let arms = branch.arms.iter().map(|arm| &arm.body);
-                for body in arms.chain([&branch.otherwise]) {
-                    let mut within = before;
-                    all &= announces_first(body, &mut within);
-                    *first &= within;
-                }
-            }
-            StepKind::For(it) => {
-                *first = false;
-                all &= announces_first(&it.body, first);
-            }
-            _ => *first = false,
-        }
-    }
-    all
-}
-
 /// Writes the body of a kernel.
 pub(super) struct Emitter<'s> {
     instance: &'s SectionInstance,
@@ -112,8 +82,6 @@ pub(super) struct Emitter<'s> {
     position: Position,
     /// The tensors that lanes announce.
     announced: Vec<usize>,
-    /// Whether what lanes announce of tensors is looked up before their first step.
-    pub(super) ahead: bool,
     /// Whether the lane waits for signals.
     pub(super) waits: bool,
     pub(super) signals: bool,
@@ -131,7 +99,6 @@ impl<'s> Emitter<'s> {
             aliases: Vec::new(),
             announced: instance.announced(),
             position: Position::default(),
-            ahead: instance.published && announces_first(&instance.section.body, &mut true),
             waits: false,
             signals: false,
             traced: false,
