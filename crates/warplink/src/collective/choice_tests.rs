@@ -78,7 +78,8 @@ fn what_was_fastest_on_two_gpus_is_chosen() {
         (64 * KIB, Algorithm::OneShot),
         (256 * KIB, Algorithm::OneShot),
         (MIB, Algorithm::Chunks),
-        (16 * MIB, Algorithm::Direct),
+        (4 * MIB, Algorithm::Chunks),
+        (8 * MIB, Algorithm::Direct),
         (256 * MIB, Algorithm::Direct),
     ] {
         let call = call(CollectiveKind::AllReduce, bytes);

@@ -118,7 +118,7 @@ impl Drop for Entered<'_> {
             // SAFETY: it was the thread's context before; if its owner destroyed it meanwhile the
             // driver refuses it and the thread keeps ours.
             let code = unsafe { (self.context.driver.cuCtxSetCurrent)(self.restore) };
-            if code != status::SUCCESS {
+            if !status::is_gone(code) {
                 tracing::warn!(code, "the thread's previous context was not restored");
             }
         }
@@ -139,7 +139,7 @@ impl Drop for Relaxed<'_> {
             // SAFETY: `mode` is an output parameter for one mode and holds one that the driver gave.
             let code =
                 unsafe { (self.context.driver.cuThreadExchangeStreamCaptureMode)(&mut mode) };
-            if code != status::SUCCESS {
+            if !status::is_gone(code) {
                 tracing::warn!(code, "the thread's capture mode was not restored");
             }
         }

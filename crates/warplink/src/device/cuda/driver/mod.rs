@@ -22,6 +22,8 @@ pub(super) type Status = c_int;
 /// The codes that are told apart.
 pub(super) mod status {
     use super::Status;
+    use crate::error::Error;
+
     pub(crate) const SUCCESS: Status = 0;
     pub(crate) const OUT_OF_MEMORY: Status = 2;
     pub(crate) const INVALID_VALUE: Status = 1;
@@ -37,6 +39,11 @@ pub(super) mod status {
     /// everything back by itself.
     pub(crate) fn is_gone(code: Status) -> bool {
         matches!(code, SUCCESS | DEINITIALIZED)
+    }
+
+    /// Whether an error says that the process ends, and the driver does nothing any more.
+    pub(crate) fn is_over(error: &Error) -> bool {
+        error.code() == Some(DEINITIALIZED.into())
     }
 }
 

@@ -113,12 +113,12 @@ impl Drop for CudaGraph {
             .unwrap_or_else(std::sync::PoisonError::into_inner)
             .0;
         if !exec.is_null() {
-            let entered = self.gpu.context.enter();
+            let _entered = self.gpu.context.enter();
             // Destroying a graph would otherwise invalidate a capture that this thread is in.
             let _relaxed = self.gpu.context.relax_capture();
             // SAFETY: made once and destroyed once; a launch under way is let finish first.
             let code = unsafe { (self.gpu.context.driver.cuGraphExecDestroy)(exec) };
-            if !status::is_gone(code) || entered.is_err() {
+            if !status::is_gone(code) {
                 tracing::warn!(code, "a graph was not destroyed");
             }
         }

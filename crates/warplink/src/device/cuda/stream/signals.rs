@@ -173,6 +173,7 @@ impl Poisoner {
             // Held while enqueuing, so that no page is freed under a write.
             let result = self.serve(&mut state);
             if let Err(error) = result
+                && !status::is_over(&error)
                 && !std::mem::replace(&mut warned, true)
             {
                 tracing::warn!(%error, "waits in streams may not end");
