@@ -2,8 +2,8 @@
 # Builds what a machine with GPUs but without cargo needs, stripped, into device-bin/: the command,
 # the device tests and programs in C and C++ as executables. Carry that folder there.
 #
-# PARTS=random_programs builds device-bin/random_programs instead, which needs no GPU, and
-# PARTS=random_collectives builds device-bin/random_collectives.
+# PARTS=random_programs builds device-bin/random_programs instead, which needs no GPU,
+# PARTS=random_collectives builds device-bin/random_collectives, and PARTS=python what scripts/device-python.sh needs.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -13,6 +13,15 @@ if [[ ${PARTS:-} == random_programs || ${PARTS:-} == random_collectives ]]; then
     cargo build --release -p warplink --example "$PARTS"
     cp "target/release/examples/$PARTS" "$out/"
     strip "$out/$PARTS"
+    exit
+fi
+if [[ ${PARTS:-} == python ]]; then
+    mkdir -p "$out"
+    cargo build --release -p warplink-py
+    cp target/release/lib_warplink.so "$out/_warplink.abi3.so"
+    strip "$out/_warplink.abi3.so"
+    rm -rf "$out/python"
+    python3 -m pip install --quiet --disable-pip-version-check --no-compile --target "$out/python" pytest expecttest
     exit
 fi
 rm -f "$out"/warplink "$out"/test-* "$out"/c_* "$out"/libwarplink.so.*

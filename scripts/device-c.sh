@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
 # Runs the programs of the C interface's tests on two GPUs, as crates/warplink-c/tests/programs.rs does on the host
-# device: each as two ranks, but for those that have their ranks as threads. Logs go to $OUT; the summary is printed
+# device: each as two ranks, but for those that have their ranks as threads. Logs go to $OUT/c.tar; the summary is printed
 # last. TESTS names the programs to run (default: all).
 set -uo pipefail
 cd "$(dirname "$0")/.."
 OUT=${OUT:-device-out}
+logs=$(mktemp -d)
 mkdir -p "$OUT"
+trap 'rm -rf "$logs"' EXIT
 export WARPLINK_TEST_DEVICE=${WARPLINK_TEST_DEVICE:-cuda} CUDA_DEVICE_MAX_CONNECTIONS=32 NCCL_NVLS_ENABLE=0 NO_COLOR=1
 unset WARPLINK_ID WARPLINK_ADDRESS WARPLINK_SECRET
 
@@ -15,7 +17,7 @@ run() {
     shift 2
     address=127.0.0.1:$((20000 + RANDOM % 12000))
     for ((rank = 0; rank < ranks; rank++)); do
-        timeout "${LIMIT:-120}" "device-bin/c_$name" "$rank" "$ranks" "$address" >"$OUT/c_$name.$rank.log" 2>&1 &
+        timeout "${LIMIT:-120}" "device-bin/c_$name" "$rank" "$ranks" "$address" >"$logs/c_$name.$rank.log" 2>&1 &
         pids+=($!)
     done
     for pid in "${pids[@]}"; do
@@ -27,7 +29,7 @@ run() {
     else
         failed=1
         echo "c_$name FAILED: ended with ${codes[*]}; expected $*"
-        tail -n 20 "$OUT/c_$name".*.log
+        tail -n 20 "$logs/c_$name".*.log
     fi
 }
 
@@ -39,4 +41,5 @@ for name in ${TESTS:-life_cycle collectives messages lost_peer threads}; do
         *) run "$name" 2 0 0 ;;
     esac
 done
+tar -C "$logs" -cf "$OUT/c.tar" .
 exit $failed

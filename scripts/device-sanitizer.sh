@@ -1,27 +1,32 @@
 #!/usr/bin/env bash
-# Runs a short form of the channel tests on GPUs under compute-sanitizer: memcheck, and racecheck for
-# what blocks share. Only tests whose ranks are processes: the sanitizer may have the kernels of one
+# Runs a short form of the tests of channels and of collectives on GPUs under compute-sanitizer: memcheck, and racecheck
+# for what blocks share. Only tests whose ranks are processes: the sanitizer may have the kernels of one
 # process wait for one another, which two ranks in it would never end.
 #
-# Builds nothing: needs device-bin/test-channels (scripts/device-build.sh) and compute-sanitizer, in the
-# PATH or named by COMPUTE_SANITIZER. Logs go to $OUT; an error of either tool fails the script.
+# Builds nothing: needs device-bin/test-channels and test-collectives (scripts/device-build.sh) and compute-sanitizer, in
+# the PATH or named by COMPUTE_SANITIZER. TESTS names other tests, each as the executable, a colon and its name. Logs go
+# to $OUT/sanitizer.tar; an error of either tool fails the script.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 OUT=${OUT:-device-out}
+logs=$(mktemp -d)
+trap 'rm -rf "$logs"' EXIT
 mkdir -p "$OUT"
 sanitizer=${COMPUTE_SANITIZER:-compute-sanitizer}
 command -v "$sanitizer" >/dev/null || { echo "$sanitizer is missing; set COMPUTE_SANITIZER" >&2; exit 2; }
 export WARPLINK_TEST_DEVICE=cuda WARPLINK_TEST_SHORT=1 CUDA_DEVICE_MAX_CONNECTIONS=32 NO_COLOR=1
 # The sanitizer slows what gives signs of life too.
 export WARPLINK_HEARTBEAT_LIMIT=60
-tests=(data::a_million_rounds data::several_tags_between_one_pair data::all_pairs_at_once
-    data::packets_between_processes data::signals_without_a_connection)
+tests=(${TESTS:-channels:data::a_million_rounds channels:data::several_tags_between_one_pair
+    channels:data::all_pairs_at_once channels:data::packets_between_processes
+    channels:data::signals_without_a_connection collectives:data::processes_make_each_collective_by_each_algorithm
+    collectives:direct::processes_reach_one_another})
 failed=0
 for tool in ${TOOLS:-memcheck racecheck}; do
     for test in "${tests[@]}"; do
-        log=$OUT/$tool-${test##*::}.log
+        log=$logs/$tool-${test##*::}.log
         timeout --kill-after=5 "${LIMIT:-120}" "$sanitizer" --tool "$tool" --target-processes all \
-            --error-exitcode 9 --print-limit 20 device-bin/test-channels "$test" --exact --test-threads=1 \
+            --error-exitcode 9 --print-limit 20 "device-bin/test-${test%%:*}" "${test#*:}" --exact --test-threads=1 \
             >"$log" 2>&1
         code=$?
         # Each process of the test has a summary of its own; one that was not checked has none.
@@ -34,6 +39,8 @@ for tool in ${TOOLS:-memcheck racecheck}; do
             echo "$tool ${test##*::} FAILED ($code, $summaries summaries, $bad with errors):"
             grep -E '=========|panicked' "$log" | head -20
         fi
+        # At once: the machine may end this at any time.
+        tar -C "$logs" -cf "$OUT/sanitizer.tar" .
     done
 done
 exit $failed

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs the device tests on GPUs: the same cases as on the host device, one after another, since each
-# takes all GPUs. Logs go to $OUT; the summary is printed last.
+# takes all GPUs. Logs go to $OUT/tests.tar; the summary is printed last.
 #
 # With RANKS_PER_GPU=N, up to N ranks share a GPU through CUDA's multi-process service. That shows what is
 # right, also on one GPU; times mean nothing. TESTS names the tests to run (default: all that are there), and
@@ -8,7 +8,9 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 OUT=${OUT:-device-out}
+logs=$(mktemp -d)
 mkdir -p "$OUT"
+trap 'rm -rf "$logs"' EXIT
 export WARPLINK_TEST_DEVICE=cuda CUDA_DEVICE_MAX_CONNECTIONS=32 NCCL_NVLS_ENABLE=0 NO_COLOR=1
 if ((${RANKS_PER_GPU:-1} > 1)); then
     export WARPLINK_TEST_RANKS_PER_GPU=$RANKS_PER_GPU CUDA_DEVICE_MAX_CONNECTIONS=$((64 / RANKS_PER_GPU))
@@ -16,19 +18,21 @@ if ((${RANKS_PER_GPU:-1} > 1)); then
     export CUDA_MPS_PIPE_DIRECTORY=$service CUDA_MPS_LOG_DIRECTORY=$service
     PATH=$PATH:$(dirname "$(command -v nvidia-smi || echo /usr/local/nvidia/bin/nvidia-smi)")
     nvidia-cuda-mps-control -d || exit
-    trap 'echo quit | nvidia-cuda-mps-control; rm -rf "$service"' EXIT
+    trap 'echo quit | nvidia-cuda-mps-control; rm -rf "$service" "$logs"' EXIT
 fi
 failed=0
 all=(device-bin/test-*)
 names=(${TESTS:-${all[@]#device-bin/test-}})
 for name in "${names[@]}"; do
     test=device-bin/test-$name
-    if timeout "${LIMIT:-240}" "$test" --test-threads=1 ${TEST_FILTER:-} >"$OUT/$name.log" 2>&1; then
-        echo "$name: $(grep '^test result' "$OUT/$name.log")"
+    if timeout "${LIMIT:-240}" "$test" --test-threads=1 ${TEST_FILTER:-} >"$logs/$name.log" 2>&1; then
+        echo "$name: $(grep '^test result' "$logs/$name.log")"
     else
         failed=1
         echo "$name FAILED ($?):"
-        grep -E '^test .*(FAILED|\.\.\.)|panicked|^test result' -A2 "$OUT/$name.log" | grep -v '\.\.\. ok' | head -${LINES_OF_FAILURE:-60}
+        grep -E '^test .*(FAILED|\.\.\.)|panicked|^test result' -A2 "$logs/$name.log" | grep -v '\.\.\. ok' | head -${LINES_OF_FAILURE:-60}
     fi
+    # At once: the machine may end this at any time.
+    tar -C "$logs" -cf "$OUT/tests.tar" .
 done
 exit $failed

@@ -1,6 +1,6 @@
 //! Right results: every collective, type, operator, number of ranks and algorithm.
 
-use crate::common::{assert_says, delays, kind, share_gpus, threads_with, world};
+use crate::common::{assert_says, delays, kind, processes, share_gpus, threads_with, world};
 use crate::expected::{Case, Random};
 use std::time::Duration;
 use warplink::collective::{Algorithm, Call, CollectiveKind, CollectiveOptions, CollectivePath};
@@ -35,6 +35,52 @@ fn random_calls_are_right_for_every_number_of_ranks() {
             }
         });
     }
+}
+
+/// Each collective by each algorithm that does it, of ranks that are processes. scripts/device-sanitizer.sh runs this: it
+/// is short, and a few kernels are enough.
+#[test]
+fn processes_make_each_collective_by_each_algorithm() {
+    processes(world(3), |comm| {
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        let mut random = Random::new(29);
+        for algorithm in Algorithm::ALL {
+            let options = CollectiveOptions {
+                workspace_bytes: 1 << 20,
+                algorithm: Some(algorithm),
+                ..CollectiveOptions::default()
+            };
+            let collectives = comm.collectives_with(&options).unwrap();
+            for kind in CollectiveKind::ALL {
+                let call = Call {
+                    kind,
+                    op: kind.reduces().then_some(ReduceOp::Sum),
+                    dtype: if kind.reduces() {
+                        DType::BF16
+                    } else {
+                        DType::U8
+                    },
+                    count: 1003,
+                    root: kind.has_root().then_some(comm.world() - 1),
+                };
+                if kind == CollectiveKind::Barrier || collectives.choice(&call).is_err() {
+                    continue;
+                }
+                let case = Case {
+                    call,
+                    in_place: kind == CollectiveKind::AllReduce,
+                    shift: 0,
+                    seed: random.next(),
+                };
+                // By then its memory is reached, where it goes directly.
+                for _ in 0..3 {
+                    let made = case.make(comm, &collectives, &stream).unwrap();
+                    comm.synchronize(&stream).unwrap();
+                    made.check(comm);
+                }
+            }
+        }
+    });
 }
 
 /// Every type with every operator on 1 to 8 ranks, by algorithms in turn, with results that are the same on all.
