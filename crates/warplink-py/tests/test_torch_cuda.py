@@ -233,6 +233,16 @@ def test_a_model_trains_as_with_nccl(way):
     on_ranks(models, WORLD, way)
 
 
+def models_by_direct_collectives(*arguments):
+    os.environ["WARPLINK_TORCH_DIRECT_COLLECTIVES"] = "1"
+    models(*arguments)
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp2", "tp"])
+def test_a_model_trains_by_direct_collectives_as_with_nccl(way):
+    on_ranks(models_by_direct_collectives, WORLD, way)
+
+
 def direct_messages(rank, world, _, place):
     import warplink.torch
 
@@ -298,6 +308,66 @@ def direct_messages(rank, world, _, place):
 
 def test_all_to_alls_and_batches_that_go_direct():
     on_ranks(direct_messages, WORLD)
+
+
+def direct_collectives(rank, world, _, place):
+    import warplink.torch
+
+    options = warplink.torch.Options(direct_collectives=True)
+    dist = start_on_gpu(rank, world, place, pg_options=options)
+    group, device, kinds = dist.group.WORLD, torch.device("cuda", rank), dist.ReduceOp
+    dist.barrier(device_ids=[rank])
+    dist.all_reduce(torch.ones(4, device=device))
+    assert group.collectives_path == "direct" and group.messages_path == "backend"
+    generator = torch.Generator(device=device).manual_seed(rank)
+    for turn in range(40):
+        dtype = (torch.bfloat16, torch.float32, torch.int64, torch.float16)[turn % 4]
+        numel = (1, 1000, 70_001, 3_000_000)[turn // 4 % 4]
+        asynchronous = turn % 3 == 0
+        own = torch.randint(0, 9, (world * numel,), device=device, generator=generator).to(dtype)
+        nccl, found, expected = group._nccl, own.clone(), own.clone()
+        nccl.allreduce([expected]).wait()
+        work = dist.all_reduce(found, async_op=asynchronous)
+        if asynchronous:
+            work.wait()
+        assert torch.equal(found, expected), (turn, "all_reduce")
+        part = torch.empty(numel, dtype=dtype, device=device)
+        dist.reduce_scatter_tensor(part, own)
+        assert torch.equal(part, expected.view(world, -1)[rank]), (turn, "reduce_scatter")
+        outputs = [torch.empty_like(part) for _ in range(world)]
+        dist.all_gather(outputs, part)
+        assert torch.equal(torch.cat(outputs), expected), (turn, "all_gather")
+        whole = torch.empty_like(own)
+        whole.view(world, -1)[rank].copy_(part)
+        dist.all_gather_into_tensor(whole, whole.view(world, -1)[rank])
+        assert torch.equal(whole, expected), (turn, "all_gather_into_tensor")
+        dist.broadcast(part, 1)
+        assert torch.equal(part, expected.view(world, -1)[1]), (turn, "broadcast")
+        del own, whole, outputs
+    # What Warplink does not reduce goes to NCCL, several calls may be one work, and graphs replay.
+    flags = torch.full((8,), rank == 1, device=device)
+    dist.all_reduce(flags, kinds.MAX)
+    assert flags.all()
+    ones = [torch.ones(1000, device=device) for _ in range(3)]
+    with dist._coalescing_manager(device=device, async_ops=True) as manager:
+        for one in ones:
+            dist.all_reduce(one)
+    manager.wait()
+    assert all((one == world).all() for one in ones)
+    total, graph = torch.ones(1000, device=device), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        dist.all_reduce(total)
+    for turn in range(5):
+        total.fill_(turn)
+        graph.replay()
+        assert (total == world * turn).all()
+    dist.barrier(device_ids=[rank])
+    dist.destroy_process_group()
+
+
+def test_collectives_that_go_direct():
+    on_ranks(direct_collectives, WORLD)
 
 
 def on_another_device(rank, world, _, place):

@@ -72,6 +72,7 @@ def as_on_gpus(rank, world, place, monkeypatch, make_workspace):
         return make_workspace(group)
 
     monkeypatch.setattr(group, "_may_go_direct", True)
+    monkeypatch.setattr(group._options, "direct_messages", True)
     monkeypatch.setattr(group, "_nccl", object())
     monkeypatch.setattr(group, "_make_workspace", make)
     monkeypatch.setattr(module, "_is_capturing", lambda device: False)
@@ -118,7 +119,7 @@ def no_streams(rank, world, _, place):
 
     with pytest.MonkeyPatch.context() as patch:
         dist, group, tried = as_on_gpus(rank, world, place, patch, on_the_host)
-        patch.setattr(module, "GpuMessages", make)
+        patch.setattr(module, "GpuCollectives", make)
         for _ in range(3):
             assert group.direct_messages(GPU) is None
         assert tried == [GPU] and group.messages_path == "backend"

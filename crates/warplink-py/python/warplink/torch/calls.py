@@ -10,8 +10,14 @@ from typing import Any
 import torch
 from torch.distributed import distributed_c10d as c10d
 
+from warplink.torch.direct_collectives import reduction
 from warplink.torch.shapes import count, limit_of, root_of, share, split
 from warplink.torch.works import WorkGroup
+
+
+def _is_async(opts: Any) -> bool:
+    """Whether the caller goes on before a call is done."""
+    return getattr(opts, "asyncOp", True)
 
 
 class GroupCalls:
@@ -23,6 +29,8 @@ class GroupCalls:
     _host: Any
     _messages: Any
     _gloo: Any
+    #: The works of direct calls since coalescing began; None otherwise.
+    _coalesced: list[Any] | None = None
 
     def _check(self) -> None:
         """Raises where the group cannot be used any more."""
@@ -36,6 +44,10 @@ class GroupCalls:
         """What does all-to-alls and batches directly on ``device``; None where a backend does."""
         raise NotImplementedError
 
+    def direct_collectives(self, device: torch.device) -> Any:
+        """What does collectives directly on ``device``; None where a backend does."""
+        raise NotImplementedError
+
     def _backend_for(self, kind: str) -> Any:
         """What serves tensors on devices of ``kind``; see ``_backend_of``."""
         raise NotImplementedError
@@ -43,6 +55,24 @@ class GroupCalls:
     def _past(self, backend: Any, tensor: torch.Tensor) -> Any:
         """What does an all-to-all of ``tensor`` past ``backend``; None where that, or the host, does it."""
         return self.direct_messages(tensor.device) if backend is not None and tensor.is_cuda else None
+
+    def _direct(self, tensors: list[torch.Tensor]) -> Any:
+        """What does a collective of ``tensors`` past the backend; None where that does it."""
+        if not tensors or not tensors[0].is_cuda or any(tensor.is_sparse for tensor in tensors):
+            return None
+        return self.direct_collectives(tensors[0].device)
+
+    def _reduction(self, tensors: list[torch.Tensor], op: Any) -> tuple[Any, Any]:
+        """The same of a reduction by ``op``, and how it is called."""
+        direct = self._direct(tensors)
+        how = reduction(op, tensors[0].dtype) if direct is not None else None
+        return (direct, how) if how is not None else (None, None)
+
+    def _done(self, works: list[Any]) -> Any:
+        """The work of direct calls, noted where calls are coalesced."""
+        if self._coalesced is not None:
+            self._coalesced.extend(works)
+        return self._one(works)
 
     # Collectives
 
@@ -54,7 +84,10 @@ class GroupCalls:
             opts = c10d.BroadcastOptions()
             opts.rootRank = root
         if (backend := self._backend_of(tensors)) is not None:
-            return backend.broadcast(tensors, opts)
+            if (direct := self._direct(tensors)) is None:
+                return backend.broadcast(tensors, opts)
+            root = root_of(self._size, opts)
+            return self._done([direct.broadcast(t, root, _is_async(opts)) for t in tensors])
         return self._host.broadcast(tensors, root_of(self._size, opts), limit_of(opts))
 
     def allreduce(self, tensors: Any, opts: Any = None, *rest: Any) -> Any:
@@ -65,20 +98,30 @@ class GroupCalls:
             if op is not None:
                 opts.reduceOp = op
         if (backend := self._backend_of(tensors)) is not None:
-            return backend.allreduce(tensors, opts)
+            return self._all_reduce(backend.allreduce, tensors, opts)
         return self._host.all_reduce(tensors, opts.reduceOp, limit_of(opts))
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
         opts = opts if opts is not None else c10d.AllreduceCoalescedOptions()
         if (backend := self._backend_of(tensors)) is not None:
-            return backend.allreduce_coalesced(tensors, opts)
+            return self._all_reduce(backend.allreduce_coalesced, tensors, opts)
         return self._host.all_reduce(tensors, opts.reduceOp, limit_of(opts))
+
+    def _all_reduce(self, otherwise: Any, tensors: Any, opts: Any) -> Any:
+        direct, how = self._reduction(tensors, opts.reduceOp)
+        if direct is None or any(tensor.dtype != tensors[0].dtype for tensor in tensors):
+            return otherwise(tensors, opts)
+        return self._done([direct.all_reduce(t, how, _is_async(opts)) for t in tensors])
 
     def reduce(self, tensors: Any, opts: Any = None, *rest: Any) -> Any:
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         opts = opts if opts is not None else c10d.ReduceOptions()
         if (backend := self._backend_of(tensors)) is not None:
-            return backend.reduce(tensors, opts)
+            direct, how = self._reduction(tensors, opts.reduceOp)
+            if direct is None:
+                return backend.reduce(tensors, opts)
+            root = root_of(self._size, opts)
+            return self._done([direct.reduce(t, how, root, _is_async(opts)) for t in tensors])
         return self._host.reduce(tensors, opts.reduceOp, root_of(self._size, opts), limit_of(opts))
 
     def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Any:
@@ -86,16 +129,29 @@ class GroupCalls:
         if isinstance(input_tensors, torch.Tensor):
             output_tensors, input_tensors = [output_tensors], [input_tensors]
         if (backend := self._backend_of(input_tensors)) is not None:
-            return backend.allgather(output_tensors, input_tensors, opts)
+            alike = all(
+                output.dtype == input.dtype and output.numel() == input.numel()
+                for outputs, input in zip(output_tensors, input_tensors)
+                for output in outputs
+            )
+            direct = self._direct(input_tensors) if alike else None
+            if direct is None:
+                return backend.allgather(output_tensors, input_tensors, opts)
+            pairs = list(zip(output_tensors, input_tensors, strict=True))
+            return self._done([direct.all_gather(o, i, _is_async(opts)) for o, i in pairs])
         for outputs in output_tensors:
             count(self._size, outputs, "outputs")
         return self._host.all_gather(output_tensors, input_tensors, limit_of(opts))
 
     def _allgather_base(self, output: Any, input: Any, opts: Any = None) -> Any:
         opts = opts if opts is not None else c10d.AllgatherOptions()
-        if (backend := self._backend_of([output, input])) is not None:
+        backend = self._backend_of([output, input])
+        direct = self._direct([input]) if backend is not None else None
+        if backend is not None and direct is None:
             return backend._allgather_base(output, input, opts)
         share(self._size, output, input)
+        if direct is not None:
+            return self._done([direct.all_gather_flat(output, input, _is_async(opts))])
         return self._host.all_gather_flat([output], [input], limit_of(opts))
 
     def allgather_coalesced(self, output_lists: Any, input_list: Any, opts: Any = None) -> Any:
@@ -112,6 +168,9 @@ class GroupCalls:
     ) -> Any:
         opts = opts if opts is not None else c10d.AllgatherOptions()
         if (backend := self._backend_of(inputs)) is not None:
+            if self._direct(inputs) is not None:
+                pairs = zip(outputs, inputs, strict=True)
+                return self._one([self._allgather_base(o, i, opts) for o, i in pairs])
             return self._together(backend, backend._allgather_base, outputs, inputs, opts)
         for output, input in zip(outputs, inputs, strict=True):
             share(self._size, output, input)
@@ -122,7 +181,16 @@ class GroupCalls:
         if isinstance(output_tensors, torch.Tensor):
             output_tensors, input_tensors = [output_tensors], [input_tensors]
         if (backend := self._backend_of(output_tensors)) is not None:
-            return backend.reduce_scatter(output_tensors, input_tensors, opts)
+            direct, how = self._reduction(output_tensors, opts.reduceOp)
+            alike = all(
+                input.dtype == output.dtype and input.numel() == output.numel()
+                for output, inputs in zip(output_tensors, input_tensors)
+                for input in inputs
+            )
+            if direct is None or not alike:
+                return backend.reduce_scatter(output_tensors, input_tensors, opts)
+            pairs = list(zip(output_tensors, input_tensors, strict=True))
+            return self._done([direct.reduce_scatter(o, i, how, _is_async(opts)) for o, i in pairs])
         for inputs in input_tensors:
             count(self._size, inputs, "inputs")
         return self._host.reduce_scatter(
@@ -132,7 +200,11 @@ class GroupCalls:
     def _reduce_scatter_base(self, output: Any, input: Any, opts: Any = None) -> Any:
         opts = opts if opts is not None else c10d.ReduceScatterOptions()
         if (backend := self._backend_of([output, input])) is not None:
-            return backend._reduce_scatter_base(output, input, opts)
+            direct, how = self._reduction([output], opts.reduceOp)
+            if direct is None:
+                return backend._reduce_scatter_base(output, input, opts)
+            share(self._size, input, output)
+            return self._done([direct.reduce_scatter_flat(output, input, how, _is_async(opts))])
         return self._host_reduce_scatter([output], [input], opts)
 
     def reduce_scatter_tensor_coalesced(
@@ -140,6 +212,9 @@ class GroupCalls:
     ) -> Any:
         opts = opts if opts is not None else c10d.ReduceScatterOptions()
         if (backend := self._backend_of(inputs)) is not None:
+            if self._reduction(outputs, opts.reduceOp)[0] is not None:
+                pairs = zip(outputs, inputs, strict=True)
+                return self._one([self._reduce_scatter_base(o, i, opts) for o, i in pairs])
             return self._together(backend, backend._reduce_scatter_base, outputs, inputs, opts)
         return self._host_reduce_scatter(outputs, inputs, opts)
 
@@ -259,13 +334,18 @@ class GroupCalls:
         self._check()
         if (backend := self._backend_for(device.type)) is not None:
             backend._start_coalescing()
+            self._coalesced = []
             return
         started: list[Any] = []
         self._host.started = self._messages.started = started
 
     def _end_coalescing(self, device: torch.device) -> Any:
         if (backend := self._backend_for(device.type)) is not None:
-            return backend._end_coalescing()
+            work, direct = backend._end_coalescing(), self._coalesced or []
+            self._coalesced = None
+            if not direct:
+                return work
+            return WorkGroup([*direct, work] if work is not None else direct)
         started = self._host.started or []
         self._host.started = self._messages.started = None
         return WorkGroup(started)

@@ -1,4 +1,4 @@
-"""All-to-alls and batches of sends and receives by Warplink's own collectives.
+"""All-to-alls and batches of sends and receives by Warplink's own collectives; ``direct_collectives`` has the others.
 
 This is what ``Options(direct_messages=True)`` asks for. Whether a call goes direct never depends on the call: members
 agree on it once, when they join the collectives, so that no call asks another rank which way it goes. Tensors of every
@@ -21,9 +21,6 @@ from warplink.torch.watch import Watch
 from warplink.torch.works import GpuWork, HostWork, Worker
 from warplink.torch.workspace import Workspace
 
-#: Bytes of each rank's workspace.
-WORKSPACE_BYTES = 4 << 20
-
 #: Sends and receives of one call, ``(peer, array)`` each.
 Round = tuple[list[tuple[int, Any]], list[tuple[int, Any]]]
 
@@ -44,7 +41,7 @@ def join(communicator: warplink.Communicator) -> warplink.Collectives | None:
     Raises what ends the communicator: the loss of a member, a timeout, and that it was closed."""
 
     def make() -> warplink.Collectives:
-        joined = communicator.collectives(path="direct", workspace_bytes=WORKSPACE_BYTES)
+        joined = communicator.collectives(path="direct")
         if joined.serves_messages:
             return joined
         raise UnsupportedError("not every two members have a link; expected one between any two")
@@ -172,10 +169,13 @@ class GpuMessages:
         inputs: list[torch.Tensor],
         call: Callable[[warplink.Stream, list[Any], list[Any]], None],
         asynchronous: bool,
+        element: str = "u8",
+        further: Sequence[torch.Tensor] = (),
     ) -> GpuWork:
-        """Enqueues ``call``, given the memory of ``inputs`` and ``outputs``."""
+        """Enqueues ``call``, given the memory of ``inputs`` and ``outputs`` as arrays of ``element``. ``further`` outputs
+        are for the call to write."""
         self._watch.check()
-        for tensor in (*outputs, *inputs):
+        for tensor in (*outputs, *inputs, *further):
             if tensor.device != self._device:
                 raise InvalidArgumentError(
                     f"{name}: a tensor is on {tensor.device}; expected {self._device}, as in the group's first call"
@@ -187,7 +187,7 @@ class GpuMessages:
         with torch.cuda.stream(stream):
             sources, targets = [readable(t) for t in inputs], [writable(t) for t in outputs]
             borrowed = self._space.stream
-            call(borrowed, self._memory(sources), self._memory(targets))
+            call(borrowed, self._memory(sources, element), self._memory(targets, element))
             # What is recorded is done when its graph is launched, of which nobody tells.
             if not torch.cuda.is_current_stream_capturing():
                 self._watch.follow(borrowed)
@@ -196,9 +196,9 @@ class GpuMessages:
             event = stream.record_event()
         if asynchronous:
             # What was allocated on the current stream is not used again before this one is past it.
-            for tensor in (*outputs, *inputs):
+            for tensor in (*outputs, *inputs, *further):
                 tensor.record_stream(stream)
-        return GpuWork(outputs, event, stream, self._watch.check, borrowed.synchronize)
+        return GpuWork([*outputs, *further], event, stream, self._watch.check, borrowed.synchronize)
 
     @property
     def timeout(self) -> float:
@@ -213,7 +213,12 @@ class GpuMessages:
         """Ends what watches the calls. They are done all the same."""
         self._watch.close()
 
-    def _memory(self, tensors: list[torch.Tensor]) -> list[Any]:
-        """The bytes of tensors, which PyTorch keeps until the stream is past them."""
+    def _memory(self, tensors: list[torch.Tensor], element: str = "u8") -> list[Any]:
+        """Tensors as arrays of ``element``, or of bytes, which PyTorch keeps until the stream is past them."""
         view_at = self._space.communicator.view_at
-        return [view_at(t.data_ptr(), [t.nbytes], "u8") if t.nbytes else as_bytes(t) for t in tensors]
+        return [
+            view_at(t.data_ptr(), [t.nbytes if element == "u8" else t.numel()], element)
+            if t.nbytes
+            else as_bytes(t)
+            for t in tensors
+        ]

@@ -22,7 +22,8 @@ import warplink
 from warplink.errors import ClosedError, InvalidArgumentError, UnsupportedError
 from warplink.torch import agreement, direct, joining
 from warplink.torch.calls import GroupCalls
-from warplink.torch.direct import GpuMessages, HostBatches
+from warplink.torch.direct import HostBatches
+from warplink.torch.direct_collectives import GpuCollectives
 from warplink.torch.host import HostCollectives
 from warplink.torch.messages import Messages
 from warplink.torch.monitored import monitored_barrier
@@ -69,7 +70,7 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
         self._host: HostCollectives | None = None
         self._messages: Messages | None = None
         self._batches: HostBatches | None = None
-        self._on_gpu: GpuMessages | None = None
+        self._on_gpu: GpuCollectives | None = None
         self._may_go_direct = False
         self._gloo = gloo
         self._nccl: Any = None
@@ -79,9 +80,9 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
         self._group_name = name
         self._group_desc = "undefined"
 
-        options_told = f"direct_messages={self._options.direct_messages}"
-        self._one_machine = joining.on_one_machine(store, rank, size, options_told)
-        self._may_go_direct = self._options.direct_messages and self._one_machine and size > 1
+        self._one_machine = joining.on_one_machine(store, rank, size, self._options.told)
+        some_direct = self._options.direct_messages or self._options.direct_collectives
+        self._may_go_direct = some_direct and self._one_machine and size > 1
         parent_communicator = parent._communicator if parent is not None else None
         if parent_communicator is not None and ranks_in_parent is not None:
             self._communicator = parent_communicator.subgroup(ranks_in_parent)
@@ -104,7 +105,7 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
             self._communicator = self._job.world()
         self._host = HostCollectives(self._communicator, limit)
         self._messages = Messages(self._communicator, limit)
-        if not self._may_go_direct:
+        if not (self._may_go_direct and self._options.direct_messages):
             return
         # Two, since batches and collectives are done side by side.
         batches = direct.join(self._communicator)
@@ -154,7 +155,7 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
         kind = kinds.pop()
         backend = self._backend_for(kind)
         if kind == "cuda" and by_all:
-            self.direct_messages(tensors[0].device)
+            self._direct_on(tensors[0].device)
         return backend
 
     def _backend_for(self, kind: str) -> Any:
@@ -178,8 +179,20 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
         """What does batches of tensors on ``device`` by Warplink's own collectives; None where something else does, on
         all members alike. On GPUs, every member makes the group's first call at the same time, as PyTorch asks for
         batches, and not in a graph. It is the call that decides, whatever comes of it."""
-        if device.type != "cuda" or self._on_gpu is not None:
-            return self._on_gpu if device.type == "cuda" else self._batches
+        if device.type != "cuda":
+            return self._batches
+        return self._direct_on(device) if self._options.direct_messages else None
+
+    def direct_collectives(self, device: torch.device) -> GpuCollectives | None:
+        """What does collectives of tensors on ``device``, likewise."""
+        if device.type != "cuda" or not self._options.direct_collectives:
+            return None
+        return self._direct_on(device)
+
+    def _direct_on(self, device: torch.device) -> GpuCollectives | None:
+        """What goes direct on a GPU; the first call decides."""
+        if self._on_gpu is not None:
+            return self._on_gpu
         if not self._may_go_direct or self._nccl is None or _is_capturing(device):
             return None
         with self._lock:
@@ -189,8 +202,8 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
                 self._on_gpu = self._join_on_gpu(device)
             return self._on_gpu
 
-    def _join_on_gpu(self, device: torch.device) -> GpuMessages | None:
-        """What does messages on ``device``; None, on all members alike, where one of them cannot."""
+    def _join_on_gpu(self, device: torch.device) -> GpuCollectives | None:
+        """What goes direct on ``device``; None, on all members alike, where one of them cannot."""
         limit = self._timeout.total_seconds()
         space = agreement.made_without_communicator(
             self._store, self._rank, self._size, "workspaces", lambda: self.workspace(device), limit
@@ -203,14 +216,21 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
         joined = direct.join(space.communicator)
         if joined is None:
             return None
-        make = functools.partial(GpuMessages, space, joined, limit)
-        return agreement.made_by_all(space.communicator, "making direct messages", make)
+        make = functools.partial(GpuCollectives, space, joined, limit)
+        return agreement.made_by_all(space.communicator, "making direct calls", make)
 
     @property
     def messages_path(self) -> str:
         """What does all-to-alls and batches of sends and receives: "direct", or "backend" where the group does not let
         Warplink do them, or nothing has been called yet."""
-        return "direct" if self._batches is not None or self._on_gpu is not None else "backend"
+        on_gpu = self._on_gpu is not None and self._options.direct_messages
+        return "direct" if self._batches is not None or on_gpu else "backend"
+
+    @property
+    def collectives_path(self) -> str:
+        """What does the collectives of CUDA tensors, likewise."""
+        on_gpu = self._on_gpu is not None and self._options.direct_collectives
+        return "direct" if on_gpu else "backend"
 
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False

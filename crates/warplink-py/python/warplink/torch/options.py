@@ -19,7 +19,8 @@ class Options:
 
     With ``direct_messages``, all-to-alls and batches of sends and receives of a group on one machine go by Warplink's
     own collectives, CUDA tensors past NCCL; the same on every rank. None takes it from the environment:
-    ``WARPLINK_TORCH_DIRECT_MESSAGES=1``.
+    ``WARPLINK_TORCH_DIRECT_MESSAGES=1``. With ``direct_collectives``, all-reduces, all-gathers, reduce-scatters, reductions
+    and broadcasts of CUDA tensors do so, too: ``WARPLINK_TORCH_DIRECT_COLLECTIVES=1``.
     """
 
     def __init__(
@@ -27,6 +28,7 @@ class Options:
         nccl_options: Any = None,
         buffer_size: int = DEFAULT_BUFFER_SIZE,
         direct_messages: bool | None = None,
+        direct_collectives: bool | None = None,
     ) -> None:
         if buffer_size <= 0:
             raise ValueError(f"buffer_size is {buffer_size}; expected at least 1 byte")
@@ -35,6 +37,14 @@ class Options:
         if direct_messages is None:
             direct_messages = os.environ.get("WARPLINK_TORCH_DIRECT_MESSAGES") == "1"
         self.direct_messages = direct_messages
+        if direct_collectives is None:
+            direct_collectives = os.environ.get("WARPLINK_TORCH_DIRECT_COLLECTIVES") == "1"
+        self.direct_collectives = direct_collectives
+
+    @property
+    def told(self) -> str:
+        """What has to be the same on every rank."""
+        return f"direct_messages={self.direct_messages}, direct_collectives={self.direct_collectives}"
 
     @staticmethod
     def read(given: Any) -> Options:

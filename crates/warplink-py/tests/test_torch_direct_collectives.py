@@ -1,0 +1,135 @@
+"""Collectives past the backend, as far as they can be tried without a GPU: on CPU tensors and the host device."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from conftest import run_ranks  # noqa: E402
+
+
+def calls_on_host(comm):
+    """The calls of a group, on the host device's memory and without a GPU's streams."""
+    from warplink.torch.arithmetic import readable, settle, writable
+    from warplink.torch.direct_collectives import GpuCollectives
+
+    class Done:
+        def __init__(self, result):
+            self.result = result
+
+    class Awaited:
+        """Collectives that are done when they return, as what follows in a GPU's stream would find them."""
+
+        def __init__(self, collectives):
+            self._collectives = collectives
+
+        def __getattr__(self, name):
+            def call(stream, *arguments):
+                getattr(self._collectives, name)(stream, *arguments)
+                stream.synchronize(30.0)
+
+            return call
+
+    class HostCalls(GpuCollectives):
+        def __init__(self):
+            self._collectives = Awaited(comm.collectives(path="direct"))
+            self._stream = comm.create_stream()
+
+        def _enqueue(self, name, outputs, inputs, call, asynchronous, element="u8", further=()):
+            sources, targets = [readable(t) for t in inputs], [writable(t) for t in outputs]
+            call(self._stream, self._memory(sources, element), self._memory(targets, element))
+            for tensor, target in zip(outputs, targets):
+                settle(tensor, target)
+            return Done([*outputs, *further])
+
+        def _memory(self, tensors, element="u8"):
+            def array(tensor):
+                flat = tensor.detach().reshape(-1)
+                return flat.view(torch.uint8) if element == "u8" else flat
+
+            return [array(tensor) for tensor in tensors]
+
+    return HostCalls()
+
+
+def numbers(rank, shape, dtype, turn):
+    generator = torch.Generator().manual_seed(100 * turn + rank)
+    return torch.randint(0, 3, shape, generator=generator).to(dtype)
+
+
+def every_call(rank, world, meeting):
+    import warplink
+    from warplink.torch.direct_collectives import ELEMENTS, reduction
+
+    import torch.distributed as dist
+
+    kinds = dist.ReduceOp
+    with warplink.Job.join(rank, world, meeting, device="host") as job:
+        calls = calls_on_host(job.world())
+        for turn, dtype in enumerate([*ELEMENTS, torch.bool, torch.complex64, torch.int16]):
+            shape = (3, 7 + turn)
+            all_inputs = [numbers(r, shape, dtype, turn) for r in range(world)]
+            own = all_inputs[rank]
+            for op, expected in [
+                (kinds.SUM, lambda t: t.sum(0)),
+                (kinds.AVG, lambda t: t.sum(0) / world),
+                (kinds.PRODUCT, lambda t: t.prod(0)),
+                (kinds.MAX, lambda t: t.amax(0)),
+                (kinds.MIN, lambda t: t.amin(0)),
+                (kinds.BAND, None),
+            ]:
+                how = reduction(op, dtype)
+                direct = dtype in ELEMENTS and expected is not None
+                assert (how is not None) == (direct and not (op == kinds.AVG and not dtype.is_floating_point))
+                if how is None:
+                    continue
+                total = expected(torch.stack(all_inputs).to(torch.float64)).to(dtype)
+                # As it is, and of every second column.
+                for wide in (False, True):
+                    found = own.clone() if not wide else own.repeat_interleave(2, 1)[:, ::2]
+                    assert calls.all_reduce(found, how, True).result[0] is found
+                    torch.testing.assert_close(found, total)
+                found = own.clone()
+                calls.reduce(found, how, world - 1, False)
+                torch.testing.assert_close(found, total if rank == world - 1 else own)
+                # Rank r's parts, each of one rank.
+                parts = [torch.stack([numbers(r, shape, dtype, 50 * p + turn) for p in range(world)]) for r in range(world)]
+                total = expected(torch.stack([part[rank] for part in parts]).to(torch.float64)).to(dtype)
+                found = torch.empty(shape, dtype=dtype)
+                calls.reduce_scatter_flat(found, parts[rank].clone(), how, True)
+                torch.testing.assert_close(found, total)
+                found = torch.empty(shape, dtype=dtype)
+                calls.reduce_scatter(found, list(parts[rank]), how, True)
+                torch.testing.assert_close(found, total)
+            found = own.clone()
+            calls.broadcast(found, 1 % world, True)
+            assert torch.equal(found, all_inputs[1 % world])
+            found = torch.zeros(world, *shape, dtype=dtype)
+            calls.all_gather_flat(found, own, True)
+            assert torch.equal(found, torch.stack(all_inputs))
+            # In place, as FSDP has it.
+            found = torch.zeros(world, *shape, dtype=dtype)
+            found[rank] = own
+            calls.all_gather_flat(found, found[rank], True)
+            assert torch.equal(found, torch.stack(all_inputs))
+            outputs = [torch.zeros(shape, dtype=dtype) for _ in range(world)]
+            calls.all_gather(outputs, own, True)
+            assert torch.equal(torch.stack(outputs), torch.stack(all_inputs))
+        empty = torch.empty(0)
+        calls.all_reduce(empty, ("sum", "f32"), True)
+        calls.all_gather([empty.clone() for _ in range(world)], empty, True)
+        calls.broadcast(empty, 0, True)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_each_call_gives_what_the_backend_would(world):
+    run_ranks(every_call, world)
+
+
+def test_the_option_is_read_from_the_environment(monkeypatch):
+    import warplink.torch
+
+    assert not warplink.torch.Options().direct_collectives
+    monkeypatch.setenv("WARPLINK_TORCH_DIRECT_COLLECTIVES", "1")
+    options = warplink.torch.Options()
+    assert options.direct_collectives and not options.direct_messages
+    assert "direct_collectives=True" in options.told
