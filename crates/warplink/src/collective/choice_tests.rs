@@ -20,8 +20,8 @@ fn machine(model: &HardwareModel, world: usize) -> Machine {
     Machine {
         world,
         kernels: model.link.transfer_kernels(),
-        packet_bytes: 320 * KIB,
-        plain_bytes: 4480 * KIB,
+        packet_bytes: 512 * KIB,
+        plain_bytes: 4096 * KIB,
         most_lanes: 128,
         forced: None,
         cube: None,
@@ -52,7 +52,7 @@ fn estimate(machine: &Machine, algorithm: Algorithm, call: &Call) -> f64 {
     machine.seconds(algorithm, call).unwrap()
 }
 
-/// docs/lab-notes.md: packets up to 256 KiB, then pushed chunks while one is enough, then reading; and the estimates of
+/// docs/lab-notes.md: packets up to 512 KiB, then pushed chunks while one is enough, then reading; and the estimates of
 /// packets and of reading differ as the times do.
 #[test]
 fn what_was_fastest_on_two_gpus_is_chosen() {
@@ -76,7 +76,7 @@ fn what_was_fastest_on_two_gpus_is_chosen() {
     for (bytes, algorithm) in [
         (KIB, Algorithm::OneShot),
         (64 * KIB, Algorithm::OneShot),
-        (256 * KIB, Algorithm::OneShot),
+        (512 * KIB, Algorithm::OneShot),
         (MIB, Algorithm::Chunks),
         (4 * MIB, Algorithm::Chunks),
         (8 * MIB, Algorithm::Direct),

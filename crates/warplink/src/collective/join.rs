@@ -182,12 +182,12 @@ impl Collectives {
             .with_help("give the workspace more bytes"));
         }
         let model = HardwareModel::find(&DeviceDescription::of(&*context.device), world)?;
-        // An eighth is for packets, of which half is data; each is in two halves by epoch.
+        // A fifth is for packets, of which half is data; each is in two halves by epoch.
         Ok(Machine {
             world,
             kernels: model.link.transfer_kernels(),
-            packet_bytes: pages(options.workspace_bytes / 32),
-            plain_bytes: pages(options.workspace_bytes / 16 * 7),
+            packet_bytes: pages(options.workspace_bytes / 20),
+            plain_bytes: pages(options.workspace_bytes / 5 * 2),
             most_lanes: Machine::most_lanes(
                 context.device.properties().multiprocessors,
                 context.ranks_per_device()?,

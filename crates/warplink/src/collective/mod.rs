@@ -81,7 +81,7 @@ pub enum CollectivePath {
 /// How collectives are done; the same on every rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CollectiveOptions {
-    /// Bytes of the workspace of each rank, of which an eighth is for packets, in a hybrid cube mesh all; at least 64 KiB
+    /// Bytes of the workspace of each rank, of which a fifth is for packets, in a hybrid cube mesh all; at least 64 KiB
     /// for each rank. Parts of it are rounded down to pages of 4 KiB. Messages between pairs of ranks have half as
     /// many of their own.
     pub workspace_bytes: usize,
