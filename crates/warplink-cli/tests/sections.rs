@@ -71,7 +71,7 @@ fn kernels_are_shown_as_what_the_compiler_gets() {
     let text = stdout(&output);
     for said in [
         "#include <warplink/sections.cuh>",
-        "constexpr Index rank = 1, world = 2, lanes = 4, threads = 512;",
+        "constexpr Index rank = 1, world = 2, lanes = 4, threads = 128;",
         "__global__ void __launch_bounds__(threads) section(",
         "reduce<Bf16, Add",
     ] {
@@ -174,7 +174,7 @@ fn a_bench_of_kernels_compares_values_with_the_collectives() {
         let kernel = &row["kernels"][0];
         assert_eq!(
             (&kernel["lanes"], &kernel["threads"]),
-            (&4.into(), &512.into())
+            (&4.into(), &128.into())
         );
     }
     let tried = [
