@@ -15,10 +15,6 @@ namespace detail {
 constexpr u32 verdict_words = 4;
 constexpr u32 verdict_bytes = 8 * verdict_words + 8;
 
-}  // namespace detail
-
-namespace detail {
-
 // One of several packets that go to, or come from, several places: each has a thread of its own, so that their latencies
 // pass at the same time.
 template <u32 COUNT, u32 PACKETS> struct OnePacket {
