@@ -3,7 +3,7 @@
 #include <time.h>
 #include "check.h"
 
-enum { ARENA = 4 << 20, GUARD = 48, GUARD_BYTE = 0x5a, MOST_RANKS = 8, TURNS = 5 };
+enum { ARENA = 4 << 20, GUARD = 48, GUARD_BYTE = 0x5a, MAX_RANKS = 8, TURNS = 5 };
 enum { TOP_K = 2, EACH = 2, MAX_TOKENS = 16, ELEMENTS = 24 };
 
 static warplink_comm comm;
@@ -67,10 +67,10 @@ static void fill(uint8_t *bytes, size_t count, uint64_t from) {
 /* Up to two messages from each rank to each, some of them empty. */
 static void groups(warplink_collectives collectives) {
     static const size_t lengths[] = {0, 1, 33, 5000, 70001};
-    warplink_message all[4 * MOST_RANKS];
+    warplink_message all[4 * MAX_RANKS];
     for (int turn = 0; turn < TURNS; turn++) {
-        size_t count = 0, places[4 * MOST_RANKS];
-        uint64_t contents[4 * MOST_RANKS];
+        size_t count = 0, places[4 * MAX_RANKS];
+        uint64_t contents[4 * MAX_RANKS];
         begin();
         for (int peer = 0; peer < size; peer++) {
             for (int receives = 0; receives < 2; receives++) {
@@ -105,7 +105,7 @@ static void groups(warplink_collectives collectives) {
 static void uneven(warplink_collectives collectives) {
     static const uint64_t lengths[] = {0, 1, 700, 9000};
     for (int turn = 0; turn < TURNS; turn++) {
-        uint64_t sent[MOST_RANKS], received[MOST_RANKS], from[MOST_RANKS], to[MOST_RANKS];
+        uint64_t sent[MAX_RANKS], received[MAX_RANKS], from[MAX_RANKS], to[MAX_RANKS];
         uint64_t all_sent = 0, all_received = 0;
         warplink_parts input_parts, output_parts;
         for (int i = 0; i < size; i++) {
@@ -228,7 +228,7 @@ static void layers(warplink_collectives collectives, const warplink_expert_optio
 
 static void misuse(warplink_collectives collectives, warplink_expert_options options) {
     const warplink_status invalid = WARPLINK_STATUS_INVALID_ARGUMENT;
-    uint64_t counts[MOST_RANKS] = {0}, huge[MOST_RANKS] = {0};
+    uint64_t counts[MAX_RANKS] = {0}, huge[MAX_RANKS] = {0};
     warplink_parts parts, wrong, none;
     warplink_message message;
     warplink_experts layer;
@@ -291,11 +291,11 @@ int main(int argc, char **argv) {
     warplink_collectives collectives;
     warplink_experts layer;
     void *memory = NULL;
-    uint64_t seeds[MOST_RANKS];
+    uint64_t seeds[MAX_RANKS];
     HOLDS(argc > 3);
     rank = atoi(argv[1]);
     size = atoi(argv[2]);
-    HOLDS(size <= MOST_RANKS);
+    HOLDS(size <= MAX_RANKS);
     OK(warplink_init(&comm, size, argv[3], rank, &options));
     /* New data each time, that of rank 0 on all. */
     memset(seeds, 0, sizeof seeds);

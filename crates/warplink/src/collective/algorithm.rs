@@ -71,21 +71,20 @@ impl Algorithm {
     }
 
     /// Rows of its scratch: of a launch, or of a lane where it goes by so many chunks.
-    pub(super) const fn rows(self, kind: CollectiveKind, world: usize, chunks: usize) -> usize {
+    pub(super) fn rows(self, kind: CollectiveKind, world: usize, chunks: usize) -> usize {
         // One for each other rank that sends to a rank.
         let each = match kind {
             CollectiveKind::Broadcast | CollectiveKind::Scatter => 1,
-            _ if world > 1 => world - 1,
-            _ => 1,
+            _ => (world - 1).max(1),
         };
         match self {
             Self::OneShot => each,
             Self::Cube => world,
             Self::TwoShot => 2 * world,
             Self::Chunks | Self::Direct => match kind {
-                CollectiveKind::AllReduce if world == 2 => at_most(chunks, 3) * world,
+                CollectiveKind::AllReduce if world == 2 => chunks.min(3) * world,
                 CollectiveKind::AllReduce => 2 * world,
-                _ => at_most(chunks, 2) * each,
+                _ => chunks.min(2) * each,
             },
         }
     }
@@ -97,10 +96,6 @@ impl Algorithm {
             .find(|entry| (entry.kind, entry.algorithm) == (kind, self))?;
         Some(entry.program())
     }
-}
-
-const fn at_most(value: usize, limit: usize) -> usize {
-    if value < limit { value } else { limit }
 }
 
 impl fmt::Display for Algorithm {

@@ -10,7 +10,7 @@ use crate::program::{Parameters, RankProgram, unroll};
 use crate::topology::CUBE_RANKS;
 
 /// The most data lanes of a launch.
-const MOST_LANES: usize = 128;
+const MAX_LANES: usize = 128;
 
 /// The least and the most threads of a lane.
 const THREADS: [usize; 2] = [128, 1024];
@@ -64,10 +64,10 @@ impl Machine {
     /// which has room for a lane. One lane more meets the other ranks.
     pub(super) fn most_lanes(multiprocessors: usize, ranks_per_device: usize) -> usize {
         match ranks_per_device {
-            0 | 1 => MOST_LANES,
+            0 | 1 => MAX_LANES,
             ranks => (multiprocessors / ranks)
                 .saturating_sub(1)
-                .clamp(1, MOST_LANES),
+                .clamp(1, MAX_LANES),
         }
     }
 

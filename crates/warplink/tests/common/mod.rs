@@ -50,12 +50,12 @@ pub fn share_gpus() -> bool {
     kind() == DeviceKind::Cuda && ranks_per_gpu() > 1
 }
 
-/// `wanted` ranks, or as many as the GPUs have room for. `WARPLINK_TEST_MOST_RANKS` bounds them on the host device, to
+/// `wanted` ranks, or as many as the GPUs have room for. `WARPLINK_TEST_MAX_RANKS` bounds them on the host device, to
 /// see that tests do on few GPUs what they should.
 pub fn world(wanted: usize) -> usize {
     match kind() {
         DeviceKind::Host => {
-            let most = std::env::var("WARPLINK_TEST_MOST_RANKS");
+            let most = std::env::var("WARPLINK_TEST_MAX_RANKS");
             most.map_or(wanted, |most| wanted.min(most.parse().unwrap()))
         }
         // A rank may see one GPU alone.

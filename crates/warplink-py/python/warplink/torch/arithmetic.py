@@ -27,6 +27,11 @@ _NAMES = {
 _SCALED = "premul_sum"
 
 
+def plain_name(op: Any) -> str | None:
+    """The name of PyTorch's reduction ``op``, if it is one that has nothing but a name."""
+    return next((name for known, name in _NAMES.items() if op == known), None)
+
+
 def reduction_name(op: Any, tensors: Iterable[torch.Tensor]) -> str:
     """The name of PyTorch's reduction ``op`` of ``tensors``. Raises UnsupportedError for one of another kind."""
     if op == _KINDS.PREMUL_SUM:
@@ -36,9 +41,8 @@ def reduction_name(op: Any, tensors: Iterable[torch.Tensor]) -> str:
         # As it is pickled, which is the only way to read it.
         _, factor = op.__getstate__()
         return f"{_SCALED}({float(factor)!r})"
-    for known, name in _NAMES.items():
-        if op == known:
-            return name
+    if (name := plain_name(op)) is not None:
+        return name
     raise UnsupportedError(
         f"{op} is not reduced on CPU tensors; expected one of {', '.join(_NAMES.values())}, {_SCALED}"
     )

@@ -9,40 +9,23 @@ from __future__ import annotations
 from typing import Any, Sequence
 
 import torch
-import torch.distributed as dist
 
 import warplink
+from warplink.torch.arithmetic import plain_name
 from warplink.torch.direct import GpuMessages
 from warplink.torch.works import GpuWork
+from warplink.torch.workspace import DTYPES
 
-#: The types that are reduced.
-ELEMENTS = {
-    torch.float64: "f64",
-    torch.float32: "f32",
-    torch.float16: "f16",
-    torch.bfloat16: "bf16",
-    torch.int64: "i64",
-    torch.int32: "i32",
-    torch.int8: "i8",
-    torch.uint8: "u8",
-}
-
-_KINDS: Any = dist.ReduceOp.RedOpType
-_OPERATORS = {
-    _KINDS.SUM: "sum",
-    _KINDS.AVG: "average",
-    _KINDS.PRODUCT: "product",
-    _KINDS.MIN: "min",
-    _KINDS.MAX: "max",
-}
+#: The types that are reduced, and the operators by PyTorch's names.
+ELEMENTS = ("f64", "f32", "f16", "bf16", "i64", "i32", "i8", "u8")
+OPERATORS = {"sum": "sum", "avg": "average", "product": "product", "min": "min", "max": "max"}
 
 
 def reduction(op: Any, dtype: torch.dtype) -> tuple[str, str] | None:
     """Warplink's names of PyTorch's ``op`` and of the type; None where something else reduces by it. An average of
     integers is rounded as that likes."""
-    element = ELEMENTS.get(dtype)
-    name = next((name for known, name in _OPERATORS.items() if op == known), None)
-    if element is None or name is None or name == "average" and not dtype.is_floating_point:
+    element, name = DTYPES.get(dtype), OPERATORS.get(plain_name(op) or "")
+    if element not in ELEMENTS or name is None or name == "average" and not dtype.is_floating_point:
         return None
     return name, element
 

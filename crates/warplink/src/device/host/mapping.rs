@@ -22,37 +22,19 @@ pub(super) struct Mapping {
     pub(super) pieces: Vec<Piece>,
     /// Of a piece of a segment: the addresses that it lies in.
     inside: Option<Arc<Reservation>>,
-    /// How many hold it only until nobody else does.
-    last_holders: AtomicUsize,
+    /// How many hold it only until nobody else does; they count themselves.
+    pub(super) last_holders: AtomicUsize,
 }
 
-/// Holds a mapping until it is found that nobody else does.
-#[derive(Debug)]
-pub(super) struct LastHolder(Arc<Mapping>);
-
-impl LastHolder {
-    /// Nothing for a piece of a segment, whose addresses are mapped again as soon as it is unmapped.
-    pub(super) fn new(mapping: &Arc<Mapping>) -> Option<Self> {
-        if mapping.inside.is_some() {
-            return None;
-        }
-        mapping.last_holders.fetch_add(1, Ordering::Relaxed);
-        Some(Self(mapping.clone()))
+impl Mapping {
+    /// Whether anybody holds it who is not one of the last holders.
+    pub(super) fn is_held(self: &Arc<Self>) -> bool {
+        Arc::strong_count(self) > self.last_holders.load(Ordering::Relaxed)
     }
 
-    pub(super) fn mapping(&self) -> &Arc<Mapping> {
-        &self.0
-    }
-
-    /// Whether anybody holds the mapping who is not one of these.
-    pub(super) fn is_held(&self) -> bool {
-        Arc::strong_count(&self.0) > self.0.last_holders.load(Ordering::Relaxed)
-    }
-}
-
-impl Drop for LastHolder {
-    fn drop(&mut self) {
-        self.0.last_holders.fetch_sub(1, Ordering::Relaxed);
+    /// Whether it is a piece of a segment, whose addresses are mapped again as soon as it is unmapped.
+    pub(super) fn is_piece(&self) -> bool {
+        self.inside.is_some()
     }
 }
 

@@ -1,6 +1,6 @@
 //! Slices of shared memory, and every raw access to it.
 
-use super::mapping::{LastHolder, Mapping, map_pieces, mappings_of, new_file, next_identity};
+use super::mapping::{Mapping, map_pieces, mappings_of, new_file, next_identity};
 use super::unmapping::LateUnmapping;
 use crate::device::{Backing, DeviceKind, DeviceSlice, Fault, Piece, Word, combined_identity};
 use crate::error::{Error, ErrorKind, Result};
@@ -28,14 +28,8 @@ struct Borrowed {
     identity: u64,
     // The mappings that it lies in, which alone can be shared with peers.
     inside: Vec<Arc<Mapping>>,
-    _owner: Arc<dyn Any + Send + Sync>,
-}
-
-/// Borrowed memory without its owner, of one mapping.
-#[derive(Debug)]
-struct Left {
-    held: LastHolder,
-    identity: u64,
+    // Without one, it is one of the last holders of these.
+    owner: Option<Arc<dyn Any + Send + Sync>>,
 }
 
 /// A word that a stream waits for. It stays mapped, but the wait does not keep its allocation: once
@@ -139,42 +133,37 @@ impl Backing for Borrowed {
         true
     }
     fn without_owner(&self) -> Option<Arc<dyn Backing>> {
-        let [mapping] = &self.inside[..] else {
+        if self.inside.is_empty() || self.inside.iter().any(|mapping| mapping.is_piece()) {
             return None;
+        }
+        let left = Self {
+            base: self.base,
+            bytes: self.bytes,
+            identity: self.identity,
+            inside: self.inside.clone(),
+            owner: None,
         };
-        let held = LastHolder::new(mapping)?;
-        let identity = self.identity;
-        Some(Arc::new(Left { held, identity }))
+        // After they are held: so nobody takes them for unheld meanwhile.
+        for mapping in &left.inside {
+            mapping.last_holders.fetch_add(1, Ordering::Relaxed);
+        }
+        Some(Arc::new(left))
+    }
+    fn is_there(&self) -> bool {
+        self.owner.is_some() || self.inside.iter().all(Mapping::is_held)
     }
     fn as_any(&self) -> &dyn Any {
         self
     }
 }
 
-impl Backing for Left {
-    fn base(&self) -> u64 {
-        self.held.mapping().base
-    }
-    fn bytes(&self) -> usize {
-        self.held.mapping().bytes
-    }
-    fn identity(&self) -> u64 {
-        self.identity
-    }
-    fn kind(&self) -> DeviceKind {
-        DeviceKind::Host
-    }
-    fn is_host_memory(&self) -> bool {
-        true
-    }
-    fn is_borrowed(&self) -> bool {
-        true
-    }
-    fn is_there(&self) -> bool {
-        self.held.is_held()
-    }
-    fn as_any(&self) -> &dyn Any {
-        self
+impl Drop for Borrowed {
+    fn drop(&mut self) {
+        if self.owner.is_none() {
+            for mapping in &self.inside {
+                mapping.last_holders.fetch_sub(1, Ordering::Relaxed);
+            }
+        }
     }
 }
 
@@ -270,7 +259,7 @@ pub(super) fn borrow(
             bytes,
             identity: next_identity(),
             inside,
-            _owner: owner,
+            owner: Some(owner),
         };
         return Ok(DeviceSlice::whole(Arc::new(borrowed)));
     };
@@ -281,7 +270,7 @@ pub(super) fn borrow(
         bytes: inside.iter().map(|mapping| mapping.bytes).sum(),
         identity: combined_identity(&identities),
         inside,
-        _owner: owner,
+        owner: Some(owner),
     };
     let end = offset.checked_add(bytes).ok_or_else(|| {
         Error::invalid("the borrowed range overflows the address space")
@@ -293,15 +282,13 @@ pub(super) fn borrow(
 /// The pieces of the files behind `slice`, for a peer to map.
 pub(super) fn pieces(slice: &DeviceSlice) -> Result<Vec<Piece>> {
     let any = slice.backing().as_any();
-    let mappings = if let Some(borrowed) = any.downcast_ref::<Borrowed>() {
-        &borrowed.inside[..]
-    } else if let Some(left) = any.downcast_ref::<Left>() {
-        std::slice::from_ref(left.held.mapping())
-    } else {
-        any.downcast_ref()
+    let mappings = match any.downcast_ref::<Borrowed>() {
+        Some(borrowed) => &borrowed.inside[..],
+        None => any
+            .downcast_ref()
             .map_or(&[][..], |Allocation { mapping, .. }| {
                 std::slice::from_ref(mapping)
-            })
+            }),
     };
     if mappings.is_empty() {
         return Err(Error::new(

@@ -93,7 +93,7 @@ fn a_few_iterations_take_as_long_as_all() {
         let ranks: Vec<RankProgram> = (0..3).map(rank).collect();
         let partners = link::partners(&ranks).unwrap();
         for model in find::all_shipped() {
-            let [few, all] = [launch::MOST_ITERATIONS, u64::MAX]
+            let [few, all] = [launch::MAX_ITERATIONS, u64::MAX]
                 .map(|most| seconds_of(&ranks[..1], 3, &partners, model, most));
             let told = format!(
                 "{few} {all}: {chunks} chunks, {bytes} bytes on {}",
@@ -122,7 +122,7 @@ fn seconds_by_turns(body: &str, iterations: i64) -> [f64; 2] {
     let ranks = turns(body, iterations);
     let partners = link::partners(&ranks).unwrap();
     let model = find::shipped("h200-2").unwrap();
-    [launch::MOST_ITERATIONS, u64::MAX]
+    [launch::MAX_ITERATIONS, u64::MAX]
         .map(|most| seconds_of(&ranks[..1], 2, &partners, &model, most))
 }
 
@@ -177,7 +177,7 @@ fn all_iterations_are_simulated_where_a_few_do_not_end() {
     let ranks = turns(body, 100);
     let partners = link::partners(&ranks).unwrap();
     let options = SimulateOptions::default();
-    let [few, all] = [launch::MOST_ITERATIONS, u64::MAX].map(|most| {
+    let [few, all] = [launch::MAX_ITERATIONS, u64::MAX].map(|most| {
         let schedule =
             schedule::Schedule::new(&ranks[..1], 2, &partners, &model, options, most).unwrap();
         simulate::run(&schedule, false).map(|outcome| outcome.seconds)

@@ -9,7 +9,7 @@ use crate::program::{OperationKind, RankProgram};
 use std::collections::{HashMap, HashSet};
 
 /// About how many iterations of a loop are simulated at most; they stand for all.
-pub(super) const MOST_ITERATIONS: u64 = 16;
+pub(super) const MAX_ITERATIONS: u64 = 16;
 
 /// A launch of a rank: what its lanes do.
 #[derive(Debug)]

@@ -138,7 +138,7 @@ pub fn simulate_with(
     };
     let mut found = Err(simulate::endless());
     for ranks in simulated {
-        for iterations in [launch::MOST_ITERATIONS, u64::MAX] {
+        for iterations in [launch::MAX_ITERATIONS, u64::MAX] {
             if found.is_err() {
                 found = simulate(ranks, iterations)?;
             }

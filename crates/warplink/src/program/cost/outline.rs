@@ -11,7 +11,7 @@ use crate::program::section::ir::{Place, Receiver, Source, Step, StepKind};
 use std::collections::HashSet;
 
 /// The most items of a list that are looked at.
-const MOST_ITEMS: i64 = 64;
+const MAX_ITEMS: i64 = 64;
 
 /// Stands for what has no value.
 const UNKNOWN: i64 = i64::MIN;
@@ -135,7 +135,7 @@ impl<'s> Outline<'s> {
             if self.matters(&over.from) || self.matters(&over.to) {
                 self.said.extend([from, to]);
             }
-            for value in from..to.min(from.saturating_add(MOST_ITEMS)) {
+            for value in from..to.min(from.saturating_add(MAX_ITEMS)) {
                 self.names.push((&over.index, value));
                 with(self, &each.item);
                 self.names.pop();

@@ -159,12 +159,15 @@ impl Backing for CudaBacking {
         let Source::Borrowed(borrowed) = &self.source else {
             return None;
         };
+        if !borrowed.is_numbered {
+            return None;
+        }
         let source = Source::Borrowed(Borrowed {
             owner: None,
             ..borrowed.clone()
         });
         let all = Self::slice(&self.gpu, self.base, self.bytes, self.identity, source);
-        borrowed.is_numbered.then(|| all.backing().clone())
+        Some(all.backing().clone())
     }
 
     fn is_there(&self) -> bool {

@@ -1,7 +1,7 @@
 //! The thread that publishes allocations, maps those of the peers, and lets go of both.
 
 use super::super::context::RankContext;
-use super::{Event, Known, Tables};
+use super::{Event, FEW_ENTRIES, Known, Tables};
 use crate::device::{Backing, DeviceSlice};
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::memory::{HANDLE_BYTES, MemoryRegistry, Message, Notice, Region, RemoteRegion};
@@ -354,20 +354,28 @@ impl Keeper {
     fn sweep(&mut self) {
         // The table has a slice, and so have peers that are threads of this process.
         let in_process = self.peers.iter().filter(|peer| peer.in_process).count() - 1;
-        let old = lock(&self.known).old();
-        let leaves = |(number, own): (&u64, &Own)| {
-            let Own::Published(region) = own else {
-                return None;
-            };
+        let published = self.own.iter().filter_map(|(number, own)| match own {
+            Own::Published(region) => Some((*number, region)),
+            _ => None,
+        });
+        let mut leaving = BTreeSet::new();
+        let mut lent = BTreeSet::new();
+        for (number, region) in published {
             let backing = region.memory().backing();
-            let leaves = if backing.is_borrowed() {
-                old.contains(number) || !backing.is_there()
+            let stays = if backing.is_borrowed() {
+                backing.is_there()
             } else {
-                !region.is_held_elsewhere(1 + in_process)
+                region.is_held_elsewhere(1 + in_process)
             };
-            leaves.then_some(*number)
-        };
-        let leaving: Vec<u64> = self.own.iter().filter_map(leaves).collect();
+            if !stays {
+                leaving.insert(number);
+            } else if backing.is_borrowed() {
+                lent.insert(number);
+            }
+        }
+        let old = lock(&self.known).by_age();
+        let old = old.into_iter().filter(|number| lent.contains(number));
+        leaving.extend(old.take(FEW_ENTRIES));
         for number in leaving {
             self.withdraw(number, None);
         }

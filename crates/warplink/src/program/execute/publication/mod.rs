@@ -273,8 +273,8 @@ impl Events {
 }
 
 impl Known {
-    /// The numbers that were not used for longest, where few are free.
-    fn old(&self) -> Vec<u64> {
+    /// The numbers in use, from the one that was not met for longest on, where few are free; else none.
+    fn by_age(&self) -> Vec<u64> {
         if self.free.len() >= FEW_ENTRIES {
             return Vec::new();
         }
@@ -284,8 +284,7 @@ impl Known {
         });
         let mut entries: Vec<(u64, u64)> = entries.collect();
         entries.sort_unstable();
-        let old = entries.into_iter().take(FEW_ENTRIES);
-        old.map(|(_, number)| number).collect()
+        entries.into_iter().map(|(_, number)| number).collect()
     }
 
     /// Takes the entry of a number out; whether it may still be in use.
