@@ -25,12 +25,14 @@ all=(device-bin/test-*)
 names=(${TESTS:-${all[@]#device-bin/test-}})
 for name in "${names[@]}"; do
     test=device-bin/test-$name
-    if timeout "${LIMIT:-240}" "$test" --test-threads=1 ${TEST_FILTER:-} >"$logs/$name.log" 2>&1; then
+    # What fails says so at once, also where the limit ends the rest.
+    if timeout "${LIMIT:-240}" "$test" --test-threads=1 --nocapture ${TEST_FILTER:-} >"$logs/$name.log" 2>&1; then
         echo "$name: $(grep '^test result' "$logs/$name.log")"
     else
-        failed=1
-        echo "$name FAILED ($?):"
-        grep -E '^test .*(FAILED|\.\.\.)|panicked|^test result' -A2 "$logs/$name.log" | grep -v '\.\.\. ok' | head -${LINES_OF_FAILURE:-60}
+        code=$? failed=1
+        echo "$name FAILED ($code):"
+        grep -E 'FAILED|panicked|^test result' -A3 "$logs/$name.log" | head -n "${LINES_OF_FAILURE:-60}"
+        tail -n 3 "$logs/$name.log"
     fi
     # At once: the machine may end this at any time.
     tar -C "$logs" -cf "$OUT/tests.tar" .

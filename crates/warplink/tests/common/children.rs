@@ -56,9 +56,16 @@ pub fn wait_all(children: Vec<Child>, started: Instant, limit: Duration) -> Vec<
                 .into_iter()
                 .map(|reader| reader.join().unwrap())
                 .collect();
+            let mut output = output.concat();
+            let code = status.and_then(|status| status.code());
+            match status {
+                Some(status) if code.is_none() => output += &format!("\nended by {status}\n"),
+                Some(_) => {}
+                None => output += "\nkilled at the limit of the test\n",
+            }
             Ended {
-                code: status.and_then(|status| status.code()),
-                output: output.concat(),
+                code,
+                output,
                 after,
             }
         })

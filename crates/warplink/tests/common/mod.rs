@@ -331,14 +331,28 @@ pub fn threads_with(
     change: impl Fn(&mut Config) + Send + Sync,
     body: impl Fn(&Communicator) + Send + Sync,
 ) {
-    threads_that_end(world, change, |comm| {
+    run_threads(world, change, |comm| {
         body(&comm);
         comm.close().unwrap();
     });
 }
 
-/// As [`threads_with`], but `body` ends its communicator itself, in order or not.
+/// As [`threads_with`], but `body` ends its communicator itself, in order or not. Left out where ranks would share a GPU:
+/// the driver has a thread that frees memory wait for all kernels of the process there, those of a rank that has not
+/// given up yet as well.
 pub fn threads_that_end(
+    world: usize,
+    change: impl Fn(&mut Config) + Send + Sync,
+    body: impl Fn(Communicator) + Send + Sync,
+) {
+    if kind() == DeviceKind::Cuda && world > gpus() {
+        println!("left out: {world} ranks of one process on {} GPUs", gpus());
+        return;
+    }
+    run_threads(world, change, body);
+}
+
+fn run_threads(
     world: usize,
     change: impl Fn(&mut Config) + Send + Sync,
     body: impl Fn(Communicator) + Send + Sync,
