@@ -61,7 +61,7 @@ namespace detail {
 // packets and which differ, and ends the waits of the lane's signals.
 __device__ __forceinline__ bool compare(Lane &lane, const Packet<8> &came, const Unit<8> &own, u64 at, u32 packet, u32 packets, u64 note) {
     if (came.unit.word[0] == own.word[0] && came.unit.word[1] == own.word[1]) return true;
-    const Flag flag(lane.epoch);
+    const Flag flag(lane.epoch());
 #pragma unroll 1
     for (u32 i = 0; i < packets; i++) {
         Packet<8> one = load_packet<8>(at + 16 * i);
@@ -80,7 +80,7 @@ template <u32 COUNT, u32 INTEGERS> __device__ __forceinline__ void announce(Lane
     typedef detail::OnePacket<COUNT, Announced<INTEGERS>::packets> One;
     if (threadIdx.x >= One::count) return;
     const One one(threadIdx.x);
-    detail::store_packet(one.at(to), one.of(all), Flag(lane.epoch));
+    detail::store_packet(one.at(to), one.of(all), Flag(lane.epoch()));
 }
 
 // Waits for the announcements at all places. Where one differs from `all`, what it is goes to `verdict`, `verdict_bytes`
@@ -93,7 +93,7 @@ __device__ __forceinline__ void agree(Lane &lane, const Places<COUNT> &from, con
     const One one(threadIdx.x);
     const u64 at = one.at(from);
     detail::Packet<8> came = detail::load_packet<8>(at);
-    if (!detail::await_packet(lane, at, came, Flag(lane.epoch))) return;
+    if (!detail::await_packet(lane, at, came, Flag(lane.epoch()))) return;
     detail::compare(lane, came, one.of(all), at - 16 * one.packet, one.packet, Announced<INTEGERS>::packets, verdict + detail::verdict_bytes * one.place);
 }
 
@@ -203,7 +203,7 @@ __device__ __forceinline__ void announce(Lane &lane, const Places<COUNT> &to, co
     if (threadIdx.x >= One::count) return;
     const One one(threadIdx.x);
     detail::fence();
-    detail::store_packet(one.at(to), one.of(all), Flag(lane.epoch));
+    detail::store_packet(one.at(to), one.of(all), Flag(lane.epoch()));
 }
 
 // As the other `agree`, for announcements that also say where tensors lie, as `tables` have it, or, where `tables` is
@@ -218,7 +218,7 @@ __device__ __forceinline__ void agree(Lane &lane, const Places<COUNT> &from, con
         const One one(threadIdx.x);
         const u64 at = one.at(from);
         detail::Packet<8> came = detail::load_packet<8>(at);
-        const bool there = detail::await_packet(lane, at, came, Flag(lane.epoch));
+        const bool there = detail::await_packet(lane, at, came, Flag(lane.epoch()));
         // Of all threads at the same time.
         detail::fence();
         if (there) all.take(lane, came, one.of(all), at - 16 * one.packet, one.place, one.packet, rank, tables, verdict);

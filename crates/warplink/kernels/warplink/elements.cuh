@@ -332,6 +332,21 @@ template <u32 BYTES> __device__ __forceinline__ Unit<BYTES> load_unit(u64 at) {
     return unit;
 }
 
+// The same, which the compiler leaves where it stands in the code.
+template <u32 BYTES> __device__ __forceinline__ Unit<BYTES> load_unit_here(u64 at) {
+    Unit<BYTES> unit;
+    if constexpr (BYTES == 16)
+        asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(unit.word[0]), "=r"(unit.word[1]), "=r"(unit.word[2]), "=r"(unit.word[3])
+                     : "l"(at)
+                     : "memory");
+    else if constexpr (BYTES == 8)
+        asm volatile("ld.volatile.global.v2.u32 {%0, %1}, [%2];" : "=r"(unit.word[0]), "=r"(unit.word[1]) : "l"(at) : "memory");
+    else
+        asm volatile("ld.volatile.global.u32 %0, [%1];" : "=r"(unit.word[0]) : "l"(at) : "memory");
+    return unit;
+}
+
 template <u32 BYTES> __device__ __forceinline__ void store_unit(u64 at, const Unit<BYTES> &unit) {
     if constexpr (BYTES == 16)
         asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(unit.word[0]), "r"(unit.word[1]), "r"(unit.word[2]), "r"(unit.word[3]) : "memory");

@@ -29,26 +29,32 @@
 
 namespace warplink {
 
-// The flag that packets of an epoch, from 1 on, carry: `single` in packets of 8 bytes, which is never 0,
-// `first` and `second` in those of 16, which are never the same pair again, and `whole` in those of 128.
+// The flag that packets of an epoch, from 1 on, carry: `single` in packets of 8 bytes, which is never 0, `first` and
+// `second` in those of 16, which are never the same pair again. Those of 128 bytes carry the epoch itself.
 struct Flag {
     u32 first, second, single;
-    u64 whole;
     __device__ __forceinline__ explicit Flag(u64 epoch)
-        : first((u32)epoch), second((u32)epoch + (u32)(epoch >> 32)), single((u32)((epoch - 1) % 0xffffffffull) + 1), whole(epoch) {}
+        : first((u32)epoch), second((u32)epoch + (u32)(epoch >> 32)), single((u32)((epoch - 1) % 0xffffffffull) + 1) {}
 };
 
 // What a lane needs to know of itself, in registers.
 struct Lane {
     u64 abort;
     u64 epochs;
-    // Of this launch, from 1 on.
-    u64 epoch;
+    // Before this one.
+    u64 launches;
     bool ended;
 
     // `epochs` are the numbers of launches so far, one for each lane, in this rank's memory.
     __device__ __forceinline__ Lane(u64 abort, u64 epochs) : abort(abort), epochs(epochs), ended(false) {
-        epoch = detail::load_relaxed(epochs + 8 * blockIdx.x) + 1;
+        launches = detail::load_relaxed(epochs + 8 * blockIdx.x);
+    }
+
+    // Of this launch, from 1 on. What is loaded before in the code is under way before `launches` has to be there.
+    __device__ __forceinline__ u64 epoch() const {
+        u64 epoch;
+        asm volatile("add.u64 %0, %1, 1;" : "=l"(epoch) : "l"(launches));
+        return epoch;
     }
 
     __device__ __forceinline__ u32 rank() const { return threadIdx.x; }
@@ -72,9 +78,12 @@ struct Lane {
     // blocks have the same epochs, `lanes` is the largest of these numbers, in all of them, so that all
     // epochs stay equal.
     __device__ __forceinline__ void finish(u32 lanes) {
-        // Every thread has read the epoch.
+        // Every thread has read its epoch.
         __syncthreads();
-        for (u32 lane = blockIdx.x + gridDim.x * threadIdx.x; lane < lanes; lane += gridDim.x * blockDim.x)
+        const u64 epoch = launches + 1;
+        if (threadIdx.x == 0) *(volatile u64 *)(epochs + 8 * blockIdx.x) = epoch;
+        if (lanes == gridDim.x) return;
+        for (u32 lane = blockIdx.x + gridDim.x * (threadIdx.x + 1); lane < lanes; lane += gridDim.x * blockDim.x)
             *(volatile u64 *)(epochs + 8 * lane) = epoch;
     }
 };
@@ -114,7 +123,7 @@ struct Times {
             volatile u64 *header = (volatile u64 *)words;
             header[0] = count;
             header[1] = now();
-            header[2] = self.epoch - 1;
+            header[2] = self.launches;
         }
     }
 };
@@ -246,59 +255,100 @@ __device__ __forceinline__ void plain_units(Lane &lane, const Sources &from, con
     single_elements<Element, Operator>(lane, from, to, count - count % elements, count);
 }
 
-// The first `elements` elements of unit number `unit`, of which packets hold one each. False where the lane has
-// ended.
-template <typename Element, typename Operator, u32 BYTES, bool WHOLE, typename Sources, typename Targets>
-__device__ __forceinline__ bool packet_unit(Lane &lane, const Sources &from, const Targets &to, u32 unit, u32 elements, Flag in, Flag out) {
-    Unit<BYTES> units[Sources::count];
-    Packet<BYTES> packets[Sources::count];
+// Loads unit number `unit`, or its first `elements` elements, from what is plain memory among the sources.
+template <typename Element, u32 BYTES, bool WHOLE, typename Sources>
+__device__ __forceinline__ void load_plain(const Sources &from, u32 unit, u32 elements, Unit<BYTES> (&units)[Sources::count]) {
 #pragma unroll
     for (u32 k = 0; k < Sources::count; k++) {
         const u32 source = Sources::in_turn(k);
-        if (Sources::is_packets(source))
-            packets[source] = load_packet<BYTES>(from.at[source] + 2 * BYTES * (u64)unit);
-        else if constexpr (WHOLE)
+        if (Sources::is_packets(source)) continue;
+        if constexpr (WHOLE)
             units[source] = load_unit<BYTES>(from.at[source] + BYTES * (u64)unit);
         else
             units[source] = load_elements<Element, BYTES>(from.at[source] + BYTES * (u64)unit, elements);
     }
-    bool there = true;
+}
+
+// Loads the first unit of a thread, or anything where there are not so many: without a branch, and here, so that the load
+// is under way before anything waits for the epoch.
+template <typename Element, u32 BYTES, bool WHOLE, typename Sources>
+__device__ __forceinline__ void load_first(const Lane &lane, const Sources &from, u32 whole, Unit<BYTES> (&units)[Sources::count]) {
+    const u32 unit = lane.rank();
+    if constexpr (WHOLE) {
 #pragma unroll
-    for (u32 source = 0; source < Sources::count; source++) {
-        if (Sources::is_packets(source)) {
-            there &= await_packet(lane, from.at[source] + 2 * BYTES * (u64)unit, packets[source], in);
-            units[source] = packets[source].unit;
+        for (u32 k = 0; k < Sources::count; k++) {
+            const u32 source = Sources::in_turn(k);
+            units[source] = load_unit_here<BYTES>(unit < whole ? from.at[source] + BYTES * (u64)unit : lane.epochs);
         }
+    } else if (unit < whole) {
+        load_plain<Element, BYTES, WHOLE>(from, unit, unit_elements<Element, BYTES>, units);
     }
-    if (!there) return false;
+}
+
+// Stores what the operator makes of a unit, or its first `elements` elements, to all targets.
+template <typename Element, typename Operator, u32 BYTES, bool WHOLE, u32 COUNT, typename Targets>
+__device__ __forceinline__ void store_combined(const Unit<BYTES> (&units)[COUNT], const Targets &to, u32 unit, u32 elements, Flag flag) {
     const Unit<BYTES> result = combined<Element, Operator>(units);
 #pragma unroll
     for (u32 k = 0; k < Targets::count; k++) {
         const u32 target = Targets::in_turn(k);
         if (Targets::is_packets(target))
-            store_packet(to.at[target] + 2 * BYTES * (u64)unit, result, out);
+            store_packet(to.at[target] + 2 * BYTES * (u64)unit, result, flag);
         else if constexpr (WHOLE)
             store_unit<BYTES>(to.at[target] + BYTES * (u64)unit, result);
         else
             store_elements<Element, BYTES>(to.at[target] + BYTES * (u64)unit, result, elements);
     }
-    return true;
+}
+
+// The first `elements` elements of unit number `unit`, of which packets hold one each. False where the lane has
+// ended.
+template <typename Element, typename Operator, u32 BYTES, bool WHOLE, typename Sources, typename Targets>
+__device__ __forceinline__ bool packet_unit(Lane &lane, const Sources &from, const Targets &to, u32 unit, u32 elements, Flag flag) {
+    Unit<BYTES> units[Sources::count];
+    Packet<BYTES> packets[Sources::count];
+#pragma unroll
+    for (u32 k = 0; k < Sources::count; k++) {
+        const u32 source = Sources::in_turn(k);
+        if (Sources::is_packets(source)) packets[source] = load_packet<BYTES>(from.at[source] + 2 * BYTES * (u64)unit);
+    }
+    load_plain<Element, BYTES, WHOLE>(from, unit, elements, units);
+    bool there = true;
+#pragma unroll
+    for (u32 source = 0; source < Sources::count; source++) {
+        if (Sources::is_packets(source)) {
+            there &= await_packet(lane, from.at[source] + 2 * BYTES * (u64)unit, packets[source], flag);
+            units[source] = packets[source].unit;
+        }
+    }
+    if (there) store_combined<Element, Operator, BYTES, WHOLE>(units, to, unit, elements, flag);
+    return there;
 }
 
 // All `count` elements where packets of `2 * BYTES` are among the places; `WHOLE` says that plain places are
 // aligned to `BYTES`. One unit at a time: what polls for several finds most of them late.
 template <typename Element, typename Operator, u32 BYTES, bool WHOLE, typename Sources, typename Targets>
-__device__ __forceinline__ void packet_units(Lane &lane, const Sources &from, const Targets &to, u64 count, Flag in, Flag out) {
+__device__ __forceinline__ void packet_units(Lane &lane, const Sources &from, const Targets &to, u64 count) {
     constexpr u32 elements = unit_elements<Element, BYTES>;
     const u32 whole = (u32)(count / elements);
     u32 unit = lane.rank();
+    Unit<BYTES> units[Sources::count];
+    // Under way before the epoch is there, by which the packets' place and their flag go.
+    if constexpr (Sources::packets == 0) load_first<Element, BYTES, WHOLE>(lane, from, whole, units);
+    const Flag flag(lane.epoch());
 #pragma unroll 1
-    for (; unit < whole; unit += lane.size()) {
-        if (!packet_unit<Element, Operator, BYTES, WHOLE>(lane, from, to, unit, elements, in, out)) return;
+    while (unit < whole) {
+        if constexpr (Sources::packets == 0) {
+            store_combined<Element, Operator, BYTES, WHOLE>(units, to, unit, elements, flag);
+            if (unit + lane.size() < whole) load_plain<Element, BYTES, WHOLE>(from, unit + lane.size(), elements, units);
+        } else if (!packet_unit<Element, Operator, BYTES, WHOLE>(lane, from, to, unit, elements, flag)) {
+            return;
+        }
+        unit += lane.size();
     }
     // The thread whose turn it is does what is left, and fills its packet up with zeros.
     const u32 left = (u32)(count % elements);
-    if (left != 0 && unit == whole) packet_unit<Element, Operator, BYTES, false>(lane, from, to, unit, left, in, out);
+    if (left != 0 && unit == whole) packet_unit<Element, Operator, BYTES, false>(lane, from, to, unit, left, flag);
 }
 
 // The part of a packet of 128 bytes that one of 8 threads has: two words of 8 bytes, of which the last
@@ -342,7 +392,8 @@ template <typename Element, bool WHOLE> __device__ __forceinline__ void store_wo
 // All `count` elements where packets of 128 bytes are among the places; `WHOLE` says that plain places are
 // aligned to 8 bytes.
 template <typename Element, typename Operator, bool WHOLE, typename Sources, typename Targets>
-__device__ __forceinline__ void line_units(Lane &lane, const Sources &from, const Targets &to, u64 count, Flag in, Flag out) {
+__device__ __forceinline__ void line_units(Lane &lane, const Sources &from, const Targets &to, u64 count) {
+    const u64 flag = lane.epoch();
     constexpr u32 elements = unit_elements<Element, 8>;
     const u64 words = (count + elements - 1) / elements;
     const u32 lines = (u32)((words + 14) / 15), part = lane.rank() & 7u, mask = 0xffu << (lane.rank() & 24u);
@@ -365,7 +416,7 @@ __device__ __forceinline__ void line_units(Lane &lane, const Sources &from, cons
         for (u32 source = 0; source < Sources::count; source++) {
             if (Sources::is_packets(source)) {
                 // All 8 threads go on, and end, together.
-                for (u32 polls = 1; !lane.ended && __shfl_sync(mask, parts[source].second(), 7, 8) != in.whole; polls++) {
+                for (u32 polls = 1; !lane.ended && __shfl_sync(mask, parts[source].second(), 7, 8) != flag; polls++) {
                     lane.ended = __any_sync(mask, lane.gives_up(polls));
                     parts[source] = load_line_part(from.at[source] + packed);
                 }
@@ -380,7 +431,7 @@ __device__ __forceinline__ void line_units(Lane &lane, const Sources &from, cons
             const u32 target = Targets::in_turn(k);
             if (Targets::is_packets(target)) {
                 Unit<16> stored = result;
-                if (part == 7) stored.word[2] = (u32)out.whole, stored.word[3] = (u32)(out.whole >> 32);
+                if (part == 7) stored.word[2] = (u32)flag, stored.word[3] = (u32)(flag >> 32);
                 __syncwarp(mask);
                 asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to.at[target] + packed), "r"(stored.word[0]), "r"(stored.word[1]),
                              "r"(stored.word[2]), "r"(stored.word[3])
@@ -416,11 +467,10 @@ template <typename P> __device__ __forceinline__ P advanced(P places, u64 bytes)
 }  // namespace detail
 
 // Element i of every target becomes what the operator makes of elements i of all sources, combined in the
-// order of the sources. Packets among the sources are waited for, and carry `in`; packets among the targets
-// carry `out`. `ALIGNED` says that all plain places are known to be aligned to 16 bytes (8 with packets). A target
+// order of the sources. Packets carry the epoch, and those among the sources are waited for. `ALIGNED` says that all plain places are known to be aligned to 16 bytes (8 with packets). A target
 // may be a source at the same place.
 template <typename Element, typename Operator, bool ALIGNED = false, typename Sources, typename Targets>
-__device__ __forceinline__ void reduce(Lane &lane, const Sources &from, const Targets &to, u64 count, Flag in, Flag out) {
+__device__ __forceinline__ void reduce(Lane &lane, const Sources &from, const Targets &to, u64 count) {
     constexpr u32 data = Sources::packet_data != 0 ? Sources::packet_data : Targets::packet_data;
     static_assert(Targets::packet_data == 0 || Targets::packet_data == data, "packets of one size");
     // What plain places have to be aligned to.
@@ -432,14 +482,14 @@ __device__ __forceinline__ void reduce(Lane &lane, const Sources &from, const Ta
     if constexpr (!ALIGNED) detail::alignment(from, to, any, apart);
     if constexpr (data == 120) {
         if (any % bytes == 0)
-            detail::line_units<Element, Operator, true>(lane, from, to, count, in, out);
+            detail::line_units<Element, Operator, true>(lane, from, to, count);
         else
-            detail::line_units<Element, Operator, false>(lane, from, to, count, in, out);
+            detail::line_units<Element, Operator, false>(lane, from, to, count);
     } else if constexpr (data != 0) {
         if (any % bytes == 0)
-            detail::packet_units<Element, Operator, data, true>(lane, from, to, count, in, out);
+            detail::packet_units<Element, Operator, data, true>(lane, from, to, count);
         else
-            detail::packet_units<Element, Operator, data, false>(lane, from, to, count, in, out);
+            detail::packet_units<Element, Operator, data, false>(lane, from, to, count);
     } else if (apart % bytes != 0) {
         detail::single_elements<Element, Operator>(lane, from, to, 0, count);
     } else {
@@ -450,13 +500,6 @@ __device__ __forceinline__ void reduce(Lane &lane, const Sources &from, const Ta
         detail::single_elements<Element, Operator>(lane, from, to, 0, head);
         detail::plain_units<Element, Operator>(lane, detail::advanced(from, size * head), detail::advanced(to, size * head), count - head);
     }
-}
-
-// As above, with nothing but plain places, or with the same flag for all packets.
-template <typename Element, typename Operator, bool ALIGNED = false, typename Sources, typename Targets>
-__device__ __forceinline__ void reduce(Lane &lane, const Sources &from, const Targets &to, u64 count) {
-    const Flag flag(lane.epoch);
-    reduce<Element, Operator, ALIGNED>(lane, from, to, count, flag, flag);
 }
 
 // Copies `count` elements to every target, which may be peers' or have packets, from a source that may have

@@ -188,7 +188,7 @@ fn write(instance: &SectionInstance, aligned: &[bool], traced: bool) -> Result<S
         code.line(format!("__shared__ Located<world> located[{announced}];"));
     }
     if *period > 1 {
-        code.line(format!("const Index epoch = (self.epoch - 1) % {period};"));
+        code.line(format!("const Index epoch = self.launches % {period};"));
     }
     code.append(&steps);
     if emitter.waits {
